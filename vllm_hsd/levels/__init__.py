@@ -1,0 +1,1 @@
+"""What can draft: the levels of a cascade."""

@@ -1,0 +1,1 @@
+"""Measure, predict and choose the hierarchy."""

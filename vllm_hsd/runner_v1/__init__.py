@@ -1,0 +1,1 @@
+"""Hosting in the V1 model runner of vLLM."""

@@ -1,0 +1,1 @@
+"""Lossless verification of drafts, as pure functions on tensors."""
