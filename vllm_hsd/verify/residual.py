@@ -1,0 +1,114 @@
+"""The quantities every verifier is made of; samplers and exact laws use the same functions.
+
+Notation: p target row, q proposal row, a capped prefix ratio, s residual mass, h acceptance
+probability at a position. Rows live in tensors, scalars in float64 numpy arrays on the host.
+"""
+
+import numpy as np
+import torch
+
+ROW_SUM_TOLERANCE = 1e-3
+_BLOCK = 256
+
+
+def is_law(rows: torch.Tensor) -> np.ndarray:
+    """Which rows [R, V] are finite, non-negative and sum to 1 within 1e-3: bool [R] on the host."""
+    if rows.shape[0] == 0:
+        return np.ones(0, dtype=bool)
+    # A NaN or an infinity anywhere makes the sum fail the comparison, so two reductions suffice.
+    good = ((rows.sum(-1) - 1).abs() < ROW_SUM_TOLERANCE) & (rows.amin(-1) >= 0)
+    return good.cpu().numpy()
+
+
+def ratios(target: np.ndarray, draft: np.ndarray) -> np.ndarray:
+    """rho = p(x) / q(x), float64; 0 where q(x) = 0, a token that its row cannot have drawn."""
+    possible = draft > 0
+    return np.where(possible, target / np.where(possible, draft, 1.0), 0.0)
+
+
+def capped_ratios(rho: np.ndarray, *, method: str = "hierarchical") -> np.ndarray:
+    """P(at least t tokens stay | draft), for hierarchical: a_t = min(1, a_(t-1) * rho_t).
+
+    For tokenwise the conditional acceptance probabilities min(1, rho_t).
+
+    Args:
+        rho: float64 [..., n].
+    Returns:
+        float64 [..., n].
+    """
+    a = np.minimum(rho, 1.0)
+    if method == "hierarchical":
+        for t in range(1, rho.shape[-1]):
+            np.minimum(a[..., t - 1] * rho[..., t], 1.0, out=a[..., t])
+    return a
+
+
+def accept_probability(a: np.ndarray, mass: np.ndarray) -> np.ndarray:
+    """h = s / (s + 1 - a), and 1 at a = 1: never above a, because s <= a.
+
+    Both the success probability of an inner position of a chain and the ratio that a tree node
+    keeps after one of its children has been turned down.
+    """
+    certain = a >= 1
+    return np.where(certain, 1.0, mass / np.where(certain, 1.0, mass + (1.0 - a)))
+
+
+def residual_rows(
+    target: torch.Tensor,
+    a: np.ndarray,
+    draft: torch.Tensor | None,
+    tokens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """max(a * p - q, 0), unnormalised, computed in place of ``target``.
+
+    Args:
+        target: [k, V] rows; overwritten.
+        a: float64 [k] on the host.
+        draft: [k, V] proposal rows, or None when they are one-hot at ``tokens``.
+        tokens: int64 [k], read only without ``draft``.
+    Returns:
+        ``target``.
+    """
+    if (a != 1).any():
+        target.mul_(torch.from_numpy(a).to(target)[:, None])
+    if draft is None:
+        return target.scatter_(1, tokens[:, None], 0)
+    return target.sub_(draft).clamp_min_(0)
+
+
+class Mass:
+    """Cumulative mass of unnormalised rows [k, V], in blocks: for totals and inverse-CDF draws."""
+
+    def __init__(self, rows: torch.Tensor):
+        self.rows = rows
+        whole = rows.shape[1] // _BLOCK * _BLOCK
+        sums = rows[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1) if whole else rows[:, :0]
+        if whole < rows.shape[1]:
+            sums = torch.cat((sums, rows[:, whole:].sum(-1, keepdim=True)), dim=1)
+        self.cumulative = sums.double().cumsum(-1)  # [k, blocks]
+
+    @property
+    def total(self) -> torch.Tensor:
+        """float64 [k]."""
+        return self.cumulative[:, -1]
+
+    def draw(self, uniforms: torch.Tensor) -> torch.Tensor:
+        """The token at quantile u of each row: int64 [k]; never one of zero mass.
+
+        Args:
+            uniforms: float64 [k] in [0, 1), on the rows' device. Rows have positive mass.
+        """
+        goal = _below(uniforms * self.total, self.total)[:, None]
+        block = torch.searchsorted(self.cumulative, goal, right=True)
+        before = torch.where(block > 0, self.cumulative.gather(1, (block - 1).clamp_min_(0)), 0)
+        last = self.rows.shape[1] - 1
+        token = block * _BLOCK + torch.arange(_BLOCK, device=self.rows.device)
+        inside = self.rows.gather(1, token.clamp_max(last)).double()
+        inside = inside.masked_fill_(token > last, 0).cumsum_(-1)
+        goal = _below(goal - before, inside[:, -1:])
+        return (block * _BLOCK + torch.searchsorted(inside, goal, right=True))[:, 0]
+
+
+def _below(value: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """min(value, the largest number under bound): rounding must not step past the last token."""
+    return torch.minimum(value, torch.nextafter(bound, torch.zeros_like(bound)))
