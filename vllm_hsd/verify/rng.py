@@ -4,38 +4,51 @@ Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1
 the generator behind Triton's ``tl.philox``, so host and kernel toss the same coins.
 """
 
+import sys
+
 import numpy as np
 import torch
 
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
-_WEYL = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
+_WEYL = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint32)
 _ROUNDS = 10
-_LOW32 = np.uint64(0xFFFFFFFF)
-_32 = np.uint64(32)
 # What the two key words have grown by when round r begins: [rounds, 2, 1].
-_KEY_STEPS = (np.arange(_ROUNDS, dtype=np.uint64)[:, None] * _WEYL)[..., None]
+_KEY_STEPS = (np.arange(_ROUNDS, dtype=np.uint32)[:, None] * _WEYL)[..., None]
+# Where the halves of a 64-bit word lie in memory.
+_LOW, _HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)
 
 
 def philox(key: np.ndarray, counter: np.ndarray) -> np.ndarray:
     """Philox4x32-10, one block per column.
 
     Args:
-        key: [2, N] or [2, 1] uint64 array of 32-bit words.
-        counter: [4, N] uint64 array of 32-bit words.
+        key: [2, N] uint32.
+        counter: [4, N] uint32.
     Returns:
-        [4, N] uint64 array of 32-bit words.
+        [4, N] uint32.
     """
-    keys = (_KEY_STEPS + key) & _LOW32
-    # Words 0 and 2 are multiplied, words 1 and 3 are mixed in: one array for each pair.
-    even, odd = counter[0::2], counter[1::2]
-    for round_key in keys:
-        product = even * _MULTIPLIERS
-        even = product[::-1] >> _32
-        even ^= odd
-        even ^= round_key
-        even &= _LOW32
-        odd = product[::-1] & _LOW32
-    return np.stack((even[0], odd[0], even[1], odd[1]))
+    # Words 0 and 2 are multiplied, words 1 and 3 are mixed in: one array for each pair. Products
+    # are split by viewing their halves, which saves the shifts and masks.
+    even = counter[0::2].astype(np.uint64)
+    even_low = _halves(even)[..., _LOW]
+    odd = counter[1::2]
+    mixed = np.empty_like(odd)
+    buffers = []
+    for _ in range(2):
+        product = np.empty_like(even)
+        halves = _halves(product)[::-1]
+        buffers.append((product, halves[..., _HIGH], halves[..., _LOW]))
+    for r, round_key in enumerate(_KEY_STEPS + key):
+        product, high, low = buffers[r % 2]
+        np.multiply(even, _MULTIPLIERS, product)
+        np.bitwise_xor(high, odd, mixed)
+        np.bitwise_xor(mixed, round_key, even_low)
+        odd = low
+    return np.stack((even_low[0], odd[0], even_low[1], odd[1]))
+
+
+def _halves(words: np.ndarray) -> np.ndarray:
+    return words.view(np.uint32).reshape(*words.shape, 2)
 
 
 def uniforms(seeds: torch.Tensor, streams: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
@@ -58,21 +71,20 @@ def uniforms(seeds: torch.Tensor, streams: torch.Tensor, draws: torch.Tensor) ->
     for name, value in arguments.items():
         if not isinstance(value, torch.Tensor) or value.dtype != torch.int64:
             raise ValueError(f"{name} must be an int64 tensor, got {_describe(value)}.")
-    words = [value.cpu().numpy().view(np.uint64) for value in arguments.values()]
+    seed, stream, draw = (value.cpu().numpy().view(np.uint64) for value in arguments.values())
     try:
-        seed, stream, draw = np.broadcast_arrays(*words)
+        shape = np.broadcast_shapes(seed.shape, stream.shape, draw.shape)
     except ValueError as error:
-        shapes = ", ".join(f"{name} {tuple(v.shape)}" for name, v in arguments.items())
+        shapes = ", ".join(f"{name} {list(v.shape)}" for name, v in arguments.items())
         raise ValueError(f"shapes do not broadcast: {shapes}.") from error
-    shape = seed.shape
-    seed, stream, draw = seed.ravel(), stream.ravel(), draw.ravel()
-    counter = np.zeros((4, seed.size), dtype=np.uint64)
-    counter[0] = draw & _LOW32
-    counter[1] = draw >> _32
-    counter[2] = stream & _LOW32
-    first, second, _, _ = philox(np.stack((seed & _LOW32, seed >> _32)), counter)
-    coins = ((first >> np.uint64(5)) << np.uint64(26)) + (second >> np.uint64(6))
-    return torch.from_numpy(coins.reshape(shape) * 2.0**-53).to(seeds.device)
+    words = np.zeros((3, *shape), dtype=np.uint64)
+    words[0], words[1], words[2] = seed, draw, stream
+    halves = _halves(words.reshape(3, -1))
+    counter = np.zeros((4, halves.shape[1]), dtype=np.uint32)
+    counter[0], counter[1], counter[2] = halves[1, :, _LOW], halves[1, :, _HIGH], halves[2, :, _LOW]
+    first, second, _, _ = philox(halves[0, :, [_LOW, _HIGH]], counter)
+    coins = (first >> 5) * 2.0**26 + (second >> 6)
+    return torch.from_numpy((coins * 2.0**-53).reshape(shape)).to(seeds.device)
 
 
 def _describe(value: object) -> str:
