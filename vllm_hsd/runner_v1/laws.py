@@ -1,0 +1,189 @@
+"""Sampling parameters of a V1 batch, as laws over the vocabulary.
+
+The stock rejection sampler of vLLM 0.32 truncates the temperature on CPU (vLLM issues 55005 and
+55006), so nothing of its expansion is used here.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.bad_words import apply_bad_words_with_drafts
+from vllm.v1.sample.ops.penalties import apply_all_penalties
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+# vLLM's own bound between greedy and sampled requests.
+_GREEDY_BELOW = 1e-5
+
+
+class RequestLaws:
+    """Temperature, min-p, top-k and top-p of the requests of one batch.
+
+    Args:
+        metadata: vLLM's sampling metadata; its tensors are indexed by batch row.
+        scales: factor on the temperature per level; the target's is 1.
+    """
+
+    def __init__(self, metadata: SamplingMetadata, scales: list[float] | None = None) -> None:
+        self.metadata = metadata
+        self.scales = scales or []
+        self.bias, self.min_p = None, None
+        for processor in metadata.logitsprocs.all:
+            if isinstance(processor, MinPLogitsProcessor) and processor.min_p_count:
+                self.min_p = processor.min_p_cpu_tensor
+            elif isinstance(processor, LogitBiasLogitsProcessor) and processor.biases:
+                self.bias = processor.biases
+
+    @property
+    def greedy(self) -> bool:
+        """Every request of the batch takes the argmax."""
+        return self.metadata.all_greedy
+
+    def probabilities(
+        self, logits: torch.Tensor, requests: np.ndarray, scale: float = 1.0
+    ) -> torch.Tensor:
+        """The law that a token is drawn from.
+
+        Args:
+            logits: [n, V] float32, penalties and masks already applied.
+            requests: [n] int64, batch row of the request that each row belongs to.
+            scale: factor on the temperature.
+
+        Returns:
+            [n, V] float32 rows that sum to 1; one-hot at temperature 0.
+        """
+        rows = torch.from_numpy(requests).to(logits.device)
+        scaled, is_greedy = self.constrained(logits, rows, scale)
+        laws = scaled.softmax(-1)
+        if is_greedy is not None:
+            chosen = is_greedy.nonzero()[:, 0]
+            best = logits[chosen].argmax(-1)
+            laws[chosen] = 0.0
+            laws[chosen, best] = 1.0
+        return laws
+
+    def constrained(
+        self, logits: torch.Tensor, rows: torch.Tensor, scale: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits after temperature, min-p, top-k and top-p, and which rows are greedy (or None)."""
+        metadata = self.metadata
+        if metadata.all_greedy:
+            return logits, torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+        temperature = metadata.temperature[rows] * scale
+        is_greedy = None
+        if not metadata.all_random:
+            is_greedy = temperature < _GREEDY_BELOW
+            temperature = torch.where(is_greedy, torch.ones_like(temperature), temperature)
+        scaled = logits / temperature[:, None]
+        if self.min_p is not None:
+            bound = self.min_p.to(rows.device)[rows].log()[:, None] + scaled.amax(-1, keepdim=True)
+            scaled.masked_fill_(scaled < bound, -float("inf"))
+        top_k = None if metadata.top_k is None else metadata.top_k[rows]
+        top_p = None if metadata.top_p is None else metadata.top_p[rows]
+        return apply_top_k_top_p(scaled, top_k, top_p), is_greedy
+
+    def draft_probabilities(
+        self, logits: torch.Tensor, requests: np.ndarray, level: int
+    ) -> torch.Tensor:
+        """The law of a level: like the target's, but blind to what depends on earlier output.
+
+        Allowed tokens and logit bias are applied, penalties, bad words and min_tokens are not.
+        """
+        return self.probabilities(self.masked(logits, requests), requests, self.scales[level])
+
+    def masked(self, logits: torch.Tensor, requests: np.ndarray) -> torch.Tensor:
+        """[n, V] float32 logits with allowed tokens and logit bias applied."""
+        logits = logits.to(torch.float32)
+        allowed = self.metadata.allowed_token_ids_mask
+        if allowed is not None:
+            logits = logits.masked_fill(allowed[torch.from_numpy(requests)], -float("inf"))
+        if self.bias is not None:
+            logits = self._biased(logits, requests)
+        return logits
+
+    def _biased(self, logits: torch.Tensor, requests: np.ndarray) -> torch.Tensor:
+        logits = logits.clone()
+        for request, bias in self.bias.items():
+            rows = torch.from_numpy(np.flatnonzero(requests == request)).to(logits.device)
+            tokens = torch.tensor(list(bias), device=logits.device)
+            values = torch.tensor(list(bias.values()), device=logits.device)
+            logits[rows[:, None], tokens] += values
+        return logits
+
+    def target_logits(
+        self, logits: torch.Tensor, num_tokens: list[int], drafts: list[list[int]]
+    ) -> torch.Tensor:
+        """Apply everything that may change the argmax, in the order of vLLM's plain sampler.
+
+        Args:
+            logits: [sum(num_tokens), V], request after request; not changed.
+            num_tokens: rows of each request, its draft length + 1.
+            drafts: draft token ids of each request.
+
+        Returns:
+            [sum(num_tokens), V] float32.
+        """
+        metadata = self.metadata
+        requests = np.repeat(np.arange(len(num_tokens)), num_tokens)
+        masked = self.masked(logits, requests)
+        bad_words = metadata.bad_words_token_ids
+        min_tokens = [
+            processor
+            for processor in metadata.logitsprocs.non_argmax_invariant
+            if isinstance(processor, MinTokensLogitsProcessor) and processor.min_toks
+        ]
+        holder = metadata.thinking_budget_state_holder
+        thinking = holder is not None and holder.has_tracked_requests()
+        if not (bad_words or min_tokens or thinking) and metadata.no_penalties:
+            return masked
+        masked = masked.clone() if masked.data_ptr() == logits.data_ptr() else masked
+        past = _outputs_per_row(metadata.output_token_ids, drafts)
+        if bad_words:
+            apply_bad_words_with_drafts(masked, bad_words, past, num_tokens)
+        for processor in min_tokens:
+            masked = processor.apply_with_spec_decode(masked, num_tokens)
+        if not metadata.no_penalties:
+            rows = torch.from_numpy(requests).to(masked.device)
+            masked = apply_all_penalties(
+                masked,
+                metadata.prompt_token_ids[rows],
+                metadata.presence_penalties[rows],
+                metadata.frequency_penalties[rows],
+                metadata.repetition_penalties[rows],
+                past,
+            )
+        if thinking:
+            masked = _apply_thinking_budget(holder, metadata, masked, num_tokens)
+        return masked
+
+
+def _outputs_per_row(outputs: list[list[int]], drafts: list[list[int]]) -> list[list[int]]:
+    """Output tokens that precede every row: none, one, ... all of the request's draft."""
+    return [
+        [*output, *draft[:n]]
+        for output, draft in zip(outputs, drafts, strict=False)
+        for n in range(len(draft) + 1)
+    ]
+
+
+def _apply_thinking_budget(
+    holder, metadata: SamplingMetadata, logits: torch.Tensor, num_tokens: list[int]
+) -> torch.Tensor:
+    """vLLM's holder wants draft rows and bonus rows apart."""
+    holder.update_state(metadata.output_token_ids, metadata.spec_token_ids, repeat_indices=None)
+    bonus = torch.tensor(list(itertools.accumulate(num_tokens))) - 1
+    is_bonus = torch.zeros(len(logits), dtype=torch.bool)
+    is_bonus[bonus] = True
+    for rows, predict_bonus in ((~is_bonus, False), (is_bonus, True)):
+        logits[rows] = holder.apply_to_logits(
+            logits[rows], predict_bonus, metadata.spec_token_ids
+        )
+    return logits

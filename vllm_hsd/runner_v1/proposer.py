@@ -1,0 +1,188 @@
+"""The cascade as a proposer of vLLM's V1 runner."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from vllm.forward_context import set_forward_context
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+from vllm_hsd.cascade import Cascade, DraftBatch, LevelPlan
+from vllm_hsd.runner_v1.laws import RequestLaws
+from vllm_hsd.runner_v1.levels import ModelLevel
+from vllm_hsd.runner_v1.requests import PendingDraft, RequestTable
+from vllm_hsd.runner_v1.sampler import HsdSampler
+
+
+class CascadeProposer(DraftModelProposer):
+    """Drafts with a cascade wherever the runner expects a draft model.
+
+    It subclasses `DraftModelProposer` so that the runner's isinstance checks pass, and never runs
+    its __init__, which allocates the buffers of a single drafter.
+    """
+
+    def __init__(self, vllm_config, device: torch.device, runner) -> None:
+        self.vllm_config, self.device, self.runner = vllm_config, device, runner
+        self.speculative_config = vllm_config.speculative_config
+        hsd = self.speculative_config.hsd
+        self.num_speculative_tokens = hsd.num_speculative_tokens
+        self.max_model_len = vllm_config.model_config.max_model_len
+        self.kv_cache_gid = 0
+        self.draft_attn_groups = []
+        self.levels = [ModelLevel(runner, vllm_config, i) for i in range(len(hsd.levels))]
+        plans = [
+            LevelPlan(budget, level.verifier or hsd.verifier, level.rounds, level.temperature_scale)
+            for budget, level in zip(hsd.budgets, hsd.levels, strict=True)
+        ]
+        self.cascade = Cascade(self.levels, plans)
+        self.requests = RequestTable(len(self.levels), vllm_config.model_config.seed)
+        self._take_over_runner(runner)
+
+    def _take_over_runner(self, runner) -> None:
+        """Replace the runner's methods that know only one drafter (see compat.py)."""
+        sample_tokens = runner.sample_tokens
+
+        def sample_tokens_with_counts(grammar_output):
+            output = sample_tokens(grammar_output)
+            if hasattr(output, "sampled_token_ids"):
+                # A plain attribute: pickled to the scheduler with the output, unknown to vLLM.
+                output.hsd_level_stats = self.cascade.take_stats()
+            return output
+
+        runner.sample_tokens = sample_tokens_with_counts
+        runner.propose_draft_token_ids = self.propose_draft_token_ids
+        # Stock vLLM stops drafting for the whole batch near max_model_len; we cap per request.
+        runner._input_fits_in_drafter = lambda metadata: metadata is not None
+        runner._get_spec_decode_draft_probs = lambda metadata: None
+
+    def load_model(self, target_model) -> None:
+        for level, config in zip(self.levels, self.speculative_config.level_configs, strict=True):
+            own, self.speculative_config = self.speculative_config, config
+            try:
+                draft_vllm_config = self._create_draft_vllm_config()
+            finally:
+                self.speculative_config = own
+            level.load(draft_vllm_config, config.draft_load_config)
+        self.runner.rejection_sampler = HsdSampler(self)
+
+    def initialize_attn_backend(self, kv_cache_config, kernel_block_sizes=None) -> None:
+        for level in self.levels:
+            level.init_attention(kv_cache_config, kernel_block_sizes)
+        self.draft_attn_groups = [g for level in self.levels for g in level.attention_groups]
+
+    def initialize_cudagraph_keys(self, cudagraph_mode) -> None:
+        """Levels run without CUDA graphs on this runner."""
+
+    def validate_same_kv_cache_group(self, kv_cache_config) -> None:
+        """Levels may lie in several KV-cache groups: nothing to check."""
+
+    @torch.inference_mode()
+    def dummy_run(
+        self, num_tokens, use_cudagraphs=True, is_graph_capturing=False, slot_mappings=None
+    ) -> None:
+        """Run every level once on `num_tokens` zeros, for memory profiling and compilation."""
+        input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
+        positions = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        for level in self.levels:
+            with set_forward_context(
+                None, self.vllm_config, num_tokens=num_tokens, slot_mapping={}
+            ):
+                level.run(input_ids, positions)
+
+    def request_slots(self, count: int) -> np.ndarray:
+        """[count] slots in `requests` of the first `count` requests of the batch."""
+        runner = self.runner
+        ids = runner.input_batch.req_ids[:count]
+        return self.requests.slots(ids, [_seed(runner.requests[i]) for i in ids])
+
+    @torch.inference_mode()
+    def propose_draft_token_ids(
+        self, scheduler_output, sampled_token_ids, sampling_metadata, *unused
+    ) -> list[list[int]]:
+        """Draft for the requests that have just sampled, fill the caches for all others.
+
+        Takes the place of the runner's method of the same name; runs after bookkeeping, so
+        `sampled_token_ids` are lists and the batch already holds them.
+        """
+        self._follow_scheduler(scheduler_output)
+        input_batch = self.runner.input_batch
+        slots = self.request_slots(input_batch.num_reqs)
+        sampled = np.array([len(ids) > 0 for ids in sampled_token_ids])
+        length, want = self._lengths(scheduler_output, sampled)
+        # Whatever a level computed behind the last accepted token is forgotten.
+        kv = np.minimum(self.requests.kv[:, slots], length - sampled)
+        laws = RequestLaws(sampling_metadata, [plan.temperature_scale for plan in self.cascade.plans])
+        batch = DraftBatch(
+            tokens=input_batch.token_ids_cpu,
+            rows=np.arange(len(slots)),
+            length=length,
+            kv=kv,
+            eos=self._eos(len(slots)),
+            greedy=laws.greedy,
+            law=laws.draft_probabilities,
+            coins=lambda who, counts, level: self.requests.coins(slots[who], counts, level),
+        )
+        idle = np.flatnonzero(want == 0)
+        self.cascade.ingest(batch, idle, (length - sampled)[idle])
+        proposal = self.cascade.propose(batch, want)
+        self.requests.kv[:, slots] = kv
+        for row, slot in enumerate(slots):
+            self.requests.pending[slot] = PendingDraft(proposal, row) if want[row] else None
+        return [
+            ids[:count].tolist()
+            for ids, count in zip(proposal.token_ids, proposal.counts, strict=True)
+        ]
+
+    def _follow_scheduler(self, scheduler_output) -> None:
+        """Requests that left, joined or came back since the last step."""
+        for request_id in scheduler_output.finished_req_ids:
+            self.requests.remove(request_id)
+        for request in scheduler_output.scheduled_new_reqs:
+            state = self.runner.requests[request.req_id]
+            self.requests.restart(request.req_id, _seed(state), request.num_computed_tokens)
+        cached = scheduler_output.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            if request_id in cached.resumed_req_ids:
+                state = self.runner.requests[request_id]
+                self.requests.restart(request_id, _seed(state), cached.num_computed_tokens[i])
+
+    def _lengths(self, scheduler_output, sampled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Committed tokens of every request, and how many to draft for it.
+
+        The target adds a token of its own to every draft, so a request never drafts the last
+        token that max_tokens or max_model_len allow.
+        """
+        input_batch = self.runner.input_batch
+        batch = len(sampled)
+        scheduled = np.array(
+            [scheduler_output.num_scheduled_tokens[i] for i in input_batch.req_ids[:batch]]
+        )
+        length = np.where(
+            sampled,
+            input_batch.num_tokens_no_spec[:batch],
+            input_batch.num_computed_tokens_cpu[:batch] + scheduled,
+        ).astype(np.int64)
+        max_tokens = np.array(
+            [self._max_tokens(i) for i in input_batch.req_ids[:batch]], dtype=np.int64
+        )
+        generated = length - input_batch.num_prompt_tokens[:batch]
+        left = np.minimum(self.max_model_len - length, max_tokens - generated)
+        want = np.clip(left - 1, 0, self.num_speculative_tokens)
+        return length, np.where(sampled, want, 0)
+
+    def _max_tokens(self, request_id: str) -> int:
+        params = self.runner.requests[request_id].sampling_params
+        return self.max_model_len if params.max_tokens is None else params.max_tokens
+
+    def _eos(self, count: int) -> np.ndarray:
+        """[count] token that ends each request, -1 where it is ignored or there is none."""
+        ids = self.runner.input_batch.req_ids[:count]
+        params = [self.runner.requests[i].sampling_params for i in ids]
+        return np.array(
+            [-1 if p.ignore_eos or p.eos_token_id is None else p.eos_token_id for p in params]
+        )
+
+
+def _seed(request_state) -> int | None:
+    params = request_state.sampling_params
+    return None if params is None else params.seed

@@ -1,0 +1,113 @@
+"""What the cascade remembers about the requests of a V1 runner between steps."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_hsd.cascade import Proposal, ragged_arange
+from vllm_hsd.verify import uniforms
+
+
+@dataclass
+class PendingDraft:
+    """A draft that waits for the target: row `row` of `proposal`."""
+
+    proposal: Proposal
+    row: int
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        return self.proposal.token_ids[self.row, : self.proposal.counts[self.row]]
+
+    @property
+    def sources(self) -> np.ndarray:
+        """Rows of `proposal.laws`, one per token."""
+        return self.proposal.source[self.row, : self.proposal.counts[self.row]]
+
+
+class RequestTable:
+    """Seeds, draw counters, cache positions and pending drafts, one slot per live request.
+
+    Random numbers are keyed by (request seed, level, draw number) with one counter per request
+    that only grows: coins keyed by position would be drawn again by the next call (DESIGN, what
+    silently loses losslessness).
+
+    Args:
+        num_levels: levels of the cascade.
+        engine_seed: vLLM's seed; unseeded requests derive theirs from it and their id, so that
+            all tensor-parallel ranks toss the same coins.
+    """
+
+    def __init__(self, num_levels: int, engine_seed: int) -> None:
+        self.engine_seed = engine_seed
+        self.slot_of: dict[str, int] = {}
+        self.free: list[int] = []
+        self.pending: list[PendingDraft | None] = []
+        self.seed = np.zeros(0, dtype=np.int64)
+        self.draws = np.zeros(0, dtype=np.int64)
+        self.kv = np.zeros((num_levels, 0), dtype=np.int64)
+
+    def slots(self, request_ids: list[str], seeds: list[int | None]) -> np.ndarray:
+        """[n] slots of the requests; unknown ones are added with an empty cache."""
+        found = [
+            self.slot_of[request_id] if request_id in self.slot_of else self._add(request_id, seed)
+            for request_id, seed in zip(request_ids, seeds, strict=True)
+        ]
+        return np.array(found, dtype=np.int64)
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request that has ended; unknown ids are ignored (aborted before a step)."""
+        slot = self.slot_of.pop(request_id, None)
+        if slot is not None:
+            self.pending[slot] = None
+            self.free.append(slot)
+
+    def restart(self, request_id: str, seed: int | None, valid: int) -> None:
+        """A request enters the batch, new or resumed, with `valid` tokens in the cache."""
+        slot = self.slots([request_id], [seed])[0]
+        self.kv[:, slot] = valid
+        self.pending[slot] = None
+
+    def coins(self, slots: np.ndarray, counts: np.ndarray, stream: int) -> torch.Tensor:
+        """[sum(counts)] float64 uniforms in [0, 1), the next counts[i] of every request.
+
+        `stream` names who tosses: level k is k, the target is the number of levels.
+        """
+        owners, offsets = ragged_arange(counts)
+        who = slots[owners]
+        drawn = uniforms(
+            torch.from_numpy(self.seed[who]),
+            torch.full((), stream, dtype=torch.int64),
+            torch.from_numpy(self.draws[who] + offsets),
+        )
+        self.draws[slots] += counts
+        return drawn
+
+    def _add(self, request_id: str, seed: int | None) -> int:
+        if not self.free:
+            self._grow()
+        slot = self.free.pop()
+        self.slot_of[request_id] = slot
+        self.seed[slot] = self._derived_seed(request_id) if seed is None else seed
+        self.draws[slot] = 0
+        self.kv[:, slot] = 0
+        return slot
+
+    def _derived_seed(self, request_id: str) -> int:
+        digest = hashlib.blake2b(f"{self.engine_seed}:{request_id}".encode(), digest_size=8)
+        return int.from_bytes(digest.digest(), "little", signed=True)
+
+    def _grow(self) -> None:
+        old = len(self.seed)
+        new = max(16, 2 * old)
+        self.seed = np.resize(self.seed, new)
+        self.draws = np.resize(self.draws, new)
+        kv = np.zeros((len(self.kv), new), dtype=np.int64)
+        kv[:, :old] = self.kv
+        self.kv = kv
+        self.pending.extend([None] * (new - old))
+        self.free.extend(range(old, new))
