@@ -1,0 +1,147 @@
+"""Exact laws of programs that toss coins, by running them along every path of choices."""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from fractions import Fraction
+
+from vllm_hsd.verify.naive import argmax
+
+Law = dict[Hashable, Fraction]
+Tokens = tuple[int, ...]
+
+
+class Choices:
+    """The coins of one run: follows a script of choices, then takes the first possible branch.
+
+    Choices with the same key share one uniform number, as a keyed generator would make them. Such
+    a number is known only up to an interval, which every choice narrows.
+    """
+
+    def __init__(self, script: Sequence[int] = ()):
+        self.script = list(script)
+        self.taken: list[int] = []
+        self.weight = Fraction(1)
+        self.others: list[list[int]] = []
+        self._known: dict[Hashable, tuple[Fraction, Fraction]] = {}
+
+    def toss(self, h: Fraction, key: Hashable = None) -> bool:
+        """True with probability h (U < h)."""
+        return self.sample((h, 1 - h), key) == 0
+
+    def sample(self, weights: Sequence[Fraction], key: Hashable = None) -> int:
+        """An index, with probability proportional to its weight (inverse CDF)."""
+        total = sum(weights)
+        low, high = self._known.get(key, (Fraction(0), Fraction(1)))
+        parts, edge = {}, Fraction(0)
+        for i, w in enumerate(weights):
+            begin, edge = edge, edge + Fraction(w) / total
+            if (part := (max(begin, low), min(edge, high)))[0] < part[1]:
+                parts[i] = part
+        at = len(self.taken)
+        if at < len(self.script):
+            pick = self.script[at]
+        else:
+            pick, *others = parts
+            self.others += [[*self.taken, other] for other in others]
+        self.taken.append(pick)
+        begin, end = parts[pick]
+        self.weight *= (end - begin) / (high - low)
+        if key is not None:
+            self._known[key] = (begin, end)
+        return pick
+
+
+def law_of(program: Callable[[Choices], Hashable]) -> Law:
+    """The law of what ``program`` returns."""
+    law: Law = defaultdict(Fraction)
+    scripts: list[list[int]] = [[]]
+    while scripts:
+        choices = Choices(scripts.pop())
+        law[program(choices)] += choices.weight
+        scripts += choices.others
+    return dict(law)
+
+
+def then(law: Law, program: Callable[[Hashable, Choices], Hashable]) -> Law:
+    """The law of ``program(outcome, choices)`` with the outcome drawn from ``law`` first."""
+    result: Law = defaultdict(Fraction)
+    for outcome, weight in law.items():
+        for following, part in law_of(lambda c, o=outcome: program(o, c)).items():
+            result[following] += weight * part
+    return dict(result)
+
+
+class Table:
+    """A model: a law over ``vocabulary`` tokens for every prefix, drawn once at random.
+
+    Args:
+        zeros: how often an entry is zero, in tenths.
+        weight: entries are weight(random) before they are normalised.
+    """
+
+    def __init__(self, vocabulary: int, seed: int, zeros: int = 1, temperature: int = 1):
+        self.vocabulary = vocabulary
+        self.seed = seed
+        self.zeros = zeros
+        self.temperature = temperature
+        self._rows: dict[Tokens, tuple[Fraction, ...]] = {}
+
+    def __call__(self, prefix: Tokens) -> tuple[Fraction, ...]:
+        row = self._rows.get(prefix)
+        if row is None:
+            rng = random.Random(repr((self.seed, prefix)))
+            weights = [
+                0 if rng.randrange(10) < self.zeros else rng.randint(1, 9)
+                for _ in range(self.vocabulary)
+            ]
+            weights[rng.randrange(self.vocabulary)] += 1
+            powers = [w**self.temperature for w in weights]
+            row = self._rows[prefix] = tuple(Fraction(w, sum(powers)) for w in powers)
+        return row
+
+    def tempered(self, power: int) -> "Table":
+        """The same model with every row raised to a power and normalised (temperature 1/power)."""
+        return Table(self.vocabulary, self.seed, self.zeros, self.temperature * power)
+
+    def rows(self, tokens: Tokens, count: int, prefix: Tokens = ()) -> list[tuple[Fraction, ...]]:
+        """The laws after the first 0, 1, .. count - 1 of ``tokens``, after ``prefix``."""
+        return [self(prefix + tokens[:t]) for t in range(count)]
+
+    def joint(self, length: int) -> Law:
+        """The law of the model's next ``length`` tokens."""
+        return extended({(): Fraction(1)}, self, length)
+
+
+def extended(law: Law, model: Table, length: int) -> Law:
+    """Emitted blocks, cut to ``length`` tokens or filled up by the model."""
+    result: Law = defaultdict(Fraction)
+    todo = list(law.items())
+    while todo:
+        tokens, weight = todo.pop()
+        if len(tokens) >= length:
+            result[tokens[:length]] += weight
+        else:
+            todo += [((*tokens, v), weight * w) for v, w in enumerate(model(tokens)) if w > 0]
+    return dict(result)
+
+
+def distance(one: Law, other: Law) -> Fraction:
+    """Total variation."""
+    keys: Iterable[Hashable] = one.keys() | other.keys()
+    return sum((abs(one.get(k, 0) - other.get(k, 0)) for k in keys), Fraction(0)) / 2
+
+
+class ArgmaxOf:
+    """The greedy decoder of a model: one-hot rows."""
+
+    def __init__(self, model: Table):
+        self.model = model
+        self.vocabulary = model.vocabulary
+
+    def __call__(self, prefix: Tokens) -> tuple[Fraction, ...]:
+        best = argmax(self.model(prefix))
+        return tuple(Fraction(v == best) for v in range(self.vocabulary))
+
+    rows = Table.rows
+    joint = Table.joint

@@ -1,0 +1,180 @@
+"""Exact law of one and two verification calls on a chain, in fractions."""
+
+from fractions import Fraction
+
+import pytest
+from oracle import biased
+from oracle.exact import ArgmaxOf, Choices, Table, Tokens, distance, extended, law_of
+
+from vllm_hsd.verify import naive
+
+SIZES = [(2, 1), (2, 4), (3, 2), (3, 4), (4, 3)]
+VERIFIERS = [naive.hierarchical, naive.tokenwise]
+
+
+def draft(q, n: int, choices: Choices, prefix: Tokens = (), stop=None) -> Tokens:
+    """Up to n tokens of q; ``stop(row, token)`` says what to do after drawing: keep, last, drop.
+
+    Before drawing it is asked with token None.
+    """
+    x: Tokens = ()
+    for _ in range(n):
+        row = q(prefix + x)
+        if stop and stop(row, None) == "last":
+            break
+        token = choices.sample(row)
+        verdict = stop(row, token) if stop else "keep"
+        if verdict == "drop":
+            break
+        x += (token,)
+        if verdict == "last":
+            break
+    return x
+
+
+def call(p, q, n: int, verify, *, rows=None, stop=None):
+    """One verification call as a program; ``rows`` are the proposal rows told to the verifier."""
+
+    def program(choices: Choices) -> Tokens:
+        x = draft(q, n, choices, stop=stop)
+        told = (rows or q).rows(x, len(x))
+        tau, y = verify(p.rows(x, len(x) + 1), told, x, choices.toss, choices.sample)
+        return (*x[:tau], y)
+
+    return program
+
+
+def bias(p, n: int, program) -> Fraction:
+    """Total variation between the next n + 1 tokens and the target's."""
+    return distance(extended(law_of(program), p, n + 1), p.joint(n + 1))
+
+
+@pytest.mark.parametrize(("vocabulary", "n"), SIZES)
+@pytest.mark.parametrize("verify", VERIFIERS)
+def test_next_tokens_follow_the_target(verify, vocabulary, n):
+    for seed in range(3):
+        p, q = Table(vocabulary, seed), Table(vocabulary, seed + 100)
+        assert bias(p, n, call(p, q, n, verify)) == 0
+
+
+MODEL, OTHER = Table(3, 7, zeros=3), Table(3, 8, zeros=3)
+
+
+@pytest.mark.parametrize("verify", VERIFIERS)
+@pytest.mark.parametrize(
+    ("p", "q"),
+    [
+        (MODEL, MODEL),
+        (MODEL, OTHER),
+        (MODEL, ArgmaxOf(OTHER)),
+        (ArgmaxOf(MODEL), OTHER),
+        (ArgmaxOf(MODEL), ArgmaxOf(OTHER)),
+    ],
+    ids=["p=q", "masked tokens", "one-hot draft", "greedy target", "both one-hot"],
+)
+def test_degenerate_rows(verify, p, q):
+    assert bias(p, 3, call(p, q, 3, verify)) == 0
+
+
+def own_probability_kept(row, token):
+    """Ends after an unlikely token, which stays in the draft."""
+    return "last" if token is not None and row[token] < Fraction(2, 5) else "keep"
+
+
+def own_probability_dropped(row, token):
+    """Ends before an unlikely token, having looked at it."""
+    return "drop" if token is not None and row[token] < Fraction(2, 5) else "keep"
+
+
+def uncertain_row(row, token):
+    """Ends where the row has no likely token, before it draws one."""
+    return "last" if token is None and max(row) < Fraction(1, 2) else "keep"
+
+
+@pytest.mark.parametrize("verify", VERIFIERS)
+@pytest.mark.parametrize("stop", [own_probability_kept, uncertain_row])
+@pytest.mark.parametrize(("vocabulary", "n"), [(2, 4), (3, 3)])
+def test_draft_length_may_be_a_stopping_time(verify, stop, vocabulary, n):
+    p, q = Table(vocabulary, 1), Table(vocabulary, 101)
+    assert bias(p, n, call(p, q, n, verify, stop=stop)) == 0
+
+
+@pytest.mark.parametrize("verify", VERIFIERS)
+def test_look_and_drop_is_caught(verify):
+    p, q = Table(3, 1), Table(3, 101)
+    assert bias(p, 3, call(p, q, 3, verify, stop=own_probability_dropped)) > Fraction(1, 1000)
+
+
+@pytest.mark.parametrize(
+    "verify",
+    [
+        biased.uncapped_final_ratio,
+        biased.exclusive_cap,
+        biased.plain_residual,
+        biased.first_failure_ends,
+    ],
+)
+def test_faulty_rules_are_caught(verify):
+    p, q = Table(3, 1), Table(3, 101)
+    assert bias(p, 3, call(p, q, 3, verify)) > Fraction(1, 1000)
+
+
+def test_one_shared_uniform_is_caught():
+    def verify(p, q, x, toss, sample):
+        return naive.hierarchical(p, q, x, lambda h: toss(h, "shared"), sample)
+
+    p, q = Table(3, 1), Table(3, 101)
+    assert bias(p, 3, call(p, q, 3, verify)) > Fraction(1, 1000)
+
+
+@pytest.mark.parametrize("verify", VERIFIERS)
+def test_raw_rows_for_tempered_drafts_are_caught(verify):
+    p, q = Table(3, 1), Table(3, 101)
+    assert bias(p, 3, call(p, q.tempered(2), 3, verify)) == 0
+    assert bias(p, 3, call(p, q.tempered(2), 3, verify, rows=q)) > Fraction(1, 1000)
+
+
+def two_calls(p, q, n: int, verify, *, by_position: bool):
+    """Two calls in a row, with fresh coins or with coins that belong to absolute positions."""
+
+    def program(choices: Choices) -> Tokens:
+        emitted: Tokens = ()
+        for _ in range(2):
+
+            def coin(purpose, t, start=len(emitted)):
+                return (purpose, start + t) if by_position else None
+
+            x: Tokens = ()
+            for t in range(n):
+                x += (choices.sample(q(emitted + x), coin("draft", t)),)
+            tossed = iter(range(n))
+            tau, y = verify(
+                p.rows(x, n + 1, emitted),
+                q.rows(x, n, emitted),
+                x,
+                lambda h: choices.toss(h, coin("accept", next(tossed))),
+                choices.sample,
+            )
+            emitted += (*x[:tau], y)
+        return emitted
+
+    return program
+
+
+def test_coins_keyed_by_position_are_caught_over_two_calls():
+    p, q = Table(2, 1), Table(2, 101)
+    for verify in VERIFIERS:
+        assert bias(p, 3, two_calls(p, q, 2, verify, by_position=False)) == 0
+    # A token-wise verifier never looks past its first failure, so there the keys do no harm.
+    assert bias(p, 3, two_calls(p, q, 2, naive.tokenwise, by_position=True)) == 0
+    hierarchical = two_calls(p, q, 2, naive.hierarchical, by_position=True)
+    assert bias(p, 3, hierarchical) > Fraction(1, 1000)
+
+
+def test_hierarchical_accepts_more_than_tokenwise():
+    p, q = Table(3, 1), Table(3, 101)
+    mean = {}
+    for verify in VERIFIERS:
+        law = law_of(call(p, q, 3, verify))
+        mean[verify] = sum(len(tokens) * weight for tokens, weight in law.items())
+    assert mean[naive.hierarchical] > mean[naive.tokenwise]

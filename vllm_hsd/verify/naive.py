@@ -1,0 +1,137 @@
+"""The verifiers as one reads them: plain loops over lists, exact with fractions.Fraction.
+
+Rows are sequences of numbers (Fraction or float), tokens are ints. Randomness comes in from
+outside: ``toss(h)`` is True with probability h, ``sample(weights)`` returns an index with
+probability proportional to its weight. These functions say what the fast ones must compute.
+"""
+
+from collections.abc import Callable, Sequence
+from numbers import Real
+
+Row = Sequence[Real]
+Toss = Callable[[Real], bool]
+Sample = Callable[[Row], int]
+
+
+def residual(a: Real, p: Row, q: Row) -> list[Real]:
+    """max(a * p - q, 0), entry by entry."""
+    return [max(a * pv - qv, 0) for pv, qv in zip(p, q, strict=True)]
+
+
+def accept_probability(a: Real, s: Real) -> Real:
+    """Success probability of a position with capped ratio a and residual mass s."""
+    return 1 if a == 1 else s / (s + 1 - a)
+
+
+def ratio(p: Row, q: Row, x: int) -> Real:
+    """p(x) / q(x), 0 for a token that its row cannot have drawn."""
+    return p[x] / q[x] if q[x] > 0 else 0
+
+
+def hierarchical(
+    p: Sequence[Row], q: Sequence[Row], x: Sequence[int], toss: Toss, sample: Sample
+) -> tuple[int, int]:
+    """Capped branch resampling of one draft: (accepted length, next token).
+
+    Args:
+        p: n + 1 target rows; q: n proposal rows; x: n draft tokens.
+    """
+    n = len(x)
+    a, tau, a_tau = 1, 0, 1
+    for t in range(1, n + 1):
+        a = min(1, a * ratio(p[t - 1], q[t - 1], x[t - 1]))
+        h = accept_probability(a, sum(residual(a, p[t], q[t]))) if t < n else a
+        if toss(h):
+            tau, a_tau = t, a
+    if tau == n:
+        return tau, sample(p[n])
+    return tau, sample(_or_target(residual(a_tau, p[tau], q[tau]), p[tau]))
+
+
+def tokenwise(
+    p: Sequence[Row], q: Sequence[Row], x: Sequence[int], toss: Toss, sample: Sample
+) -> tuple[int, int]:
+    """Leviathan et al.'s rule; arguments and result as for hierarchical."""
+    for t, token in enumerate(x):
+        if not toss(min(1, ratio(p[t], q[t], token))):
+            return t, sample(_or_target(residual(1, p[t], q[t]), p[t]))
+    return len(x), sample(p[len(x)])
+
+
+def greedy(
+    p: Sequence[Row], q: Sequence[Row], x: Sequence[int], toss: Toss, sample: Sample
+) -> tuple[int, int]:
+    """Accept while the draft is the target's argmax; arguments and result as for hierarchical."""
+    for t, token in enumerate(x):
+        if token != argmax(p[t]):
+            return t, argmax(p[t])
+    return len(x), argmax(p[len(x)])
+
+
+class Node:
+    """A node of a draft tree: the target's row there and its children in draw order.
+
+    children: (token, row the token was drawn from, node) triples; a token drawn twice appears
+    twice, with the same node.
+    """
+
+    def __init__(self, p: Row, children: Sequence[tuple[int, Row, "Node"]] = ()):
+        self.p = p
+        self.children = children
+
+
+def traversal(root: Node, toss: Toss, sample: Sample) -> list[int]:
+    """Sequence-level verification of a tree: the accepted path and the token after it."""
+
+    def visit(node: Node, path: list[int], a: Real) -> list[int] | None:
+        row, seen = node.p, set()
+        for token, drawn_from, child in node.children:
+            if token not in seen:
+                seen.add(token)
+                below = min(1, a * ratio(row, drawn_from, token))
+                if below > 0 and (result := visit(child, [*path, token], below)) is not None:
+                    return result
+            left = residual(a, row, drawn_from)
+            s = sum(left)
+            a, row = accept_probability(a, s), [w / s for w in left] if s > 0 else row
+        if node is root or toss(a):
+            return [*path, sample(row)]
+        return None
+
+    return visit(root, [], 1)
+
+
+def recursive_rejection(root: Node, toss: Toss, sample: Sample) -> list[int]:
+    """SpecInfer's rule (Miao et al., arXiv:2305.09781): children one after the other, token-wise."""
+    node, path = root, []
+    while True:
+        row = node.p
+        for token, drawn_from, child in node.children:
+            if toss(min(1, ratio(row, drawn_from, token))):
+                node, path = child, [*path, token]
+                break
+            left = residual(1, row, drawn_from)
+            s = sum(left)
+            row = [w / s for w in left] if s > 0 else row
+        else:
+            return [*path, sample(row)]
+
+
+def greedy_tree(root: Node) -> list[int]:
+    """Follow the target's argmax down the tree."""
+    node, path = root, []
+    while True:
+        path.append(argmax(node.p))
+        below = [child for token, _, child in node.children if token == path[-1]]
+        if not below:
+            return path
+        node = below[0]
+
+
+def argmax(row: Row) -> int:
+    """Index of the first maximum."""
+    return max(range(len(row)), key=lambda v: (row[v], -v))
+
+
+def _or_target(weights: Row, p: Row) -> Row:
+    return weights if sum(weights) > 0 else p
