@@ -8,6 +8,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_hsd.cascade import Cascade, DraftBatch, LevelPlan
+from vllm_hsd.runner_v1.hooks import take_over_runner
 from vllm_hsd.runner_v1.laws import RequestLaws
 from vllm_hsd.runner_v1.levels import ModelLevel
 from vllm_hsd.runner_v1.requests import PendingDraft, RequestTable
@@ -36,24 +37,7 @@ class CascadeProposer(DraftModelProposer):
         ]
         self.cascade = Cascade(self.levels, plans)
         self.requests = RequestTable(len(self.levels), vllm_config.model_config.seed)
-        self._take_over_runner(runner)
-
-    def _take_over_runner(self, runner) -> None:
-        """Replace the runner's methods that know only one drafter (see compat.py)."""
-        sample_tokens = runner.sample_tokens
-
-        def sample_tokens_with_counts(grammar_output):
-            output = sample_tokens(grammar_output)
-            if hasattr(output, "sampled_token_ids"):
-                # A plain attribute: pickled to the scheduler with the output, unknown to vLLM.
-                output.hsd_level_stats = self.cascade.take_stats()
-            return output
-
-        runner.sample_tokens = sample_tokens_with_counts
-        runner.propose_draft_token_ids = self.propose_draft_token_ids
-        # Stock vLLM stops drafting for the whole batch near max_model_len; we cap per request.
-        runner._input_fits_in_drafter = lambda metadata: metadata is not None
-        runner._get_spec_decode_draft_probs = lambda metadata: None
+        take_over_runner(self, runner)
 
     def load_model(self, target_model) -> None:
         for level, config in zip(self.levels, self.speculative_config.level_configs, strict=True):
