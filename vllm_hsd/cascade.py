@@ -182,9 +182,7 @@ class Cascade:
             return self._draft_lowest(batch, requests, ask)
         return self._draft_verified(batch, level, requests, ask)
 
-    def _draft_lowest(
-        self, batch: DraftBatch, requests: np.ndarray, ask: np.ndarray
-    ) -> Proposal:
+    def _draft_lowest(self, batch: DraftBatch, requests: np.ndarray, ask: np.ndarray) -> Proposal:
         buffer = _Buffer(len(requests), int(ask.max(initial=0)))
         open_ = ask > 0
         while open_.any():
@@ -217,7 +215,9 @@ class Cascade:
             start = batch.end[who]
             # One place is kept for the token that this level's own verification draws.
             room = ask[active] - buffer.counts[active] - 1
-            draft = self._draft(batch, level - 1, who, np.minimum(self.plans[level - 1].budget, room))
+            draft = self._draft(
+                batch, level - 1, who, np.minimum(self.plans[level - 1].budget, room)
+            )
             logits = self._forward(batch, level, who, draft.counts + 1)
             tokens, accepted, laws = self._verify(batch, level, who, draft, logits)
             emitted = accepted + 1

@@ -147,7 +147,7 @@ def _read_cascade(raw: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"cascade: '{path}' is not JSON ({error}).") from None
     if not isinstance(plan, dict) or plan.get("schema") != 1:
         raise ConfigError(
-            f"cascade: '{path}' has no \"schema\": 1; write it with `vllm-hsd plan` of this version."
+            f"cascade: '{path}' lacks \"schema\": 1; write it with this version's vllm-hsd plan."
         )
     kept = ("num_speculative_tokens", "levels", "verifier")
     given = {key: value for key, value in raw.items() if key != "cascade"}
@@ -158,7 +158,7 @@ def _split_level(index: int, raw: Any) -> dict[str, Any]:
     """Set vLLM's own per-model keys of one level apart and check its kind."""
     name = f"levels[{index}]"
     if not isinstance(raw, dict):
-        raise ConfigError(f"{name} must be a mapping such as {{\"model\": PATH}}.")
+        raise ConfigError(f'{name} must be a mapping such as {{"model": PATH}}.')
     raw = _underscored(raw)
     kinds = [kind for kind in LEVEL_KINDS if raw.get(kind) is not None]
     if len(kinds) > 1:

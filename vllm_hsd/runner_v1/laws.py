@@ -183,7 +183,5 @@ def _apply_thinking_budget(
     is_bonus = torch.zeros(len(logits), dtype=torch.bool)
     is_bonus[bonus] = True
     for rows, predict_bonus in ((~is_bonus, False), (is_bonus, True)):
-        logits[rows] = holder.apply_to_logits(
-            logits[rows], predict_bonus, metadata.spec_token_ids
-        )
+        logits[rows] = holder.apply_to_logits(logits[rows], predict_bonus, metadata.spec_token_ids)
     return logits

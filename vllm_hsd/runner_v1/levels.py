@@ -86,9 +86,7 @@ class ModelLevel:
                 )
         for group in groups.values():
             size = kernel_block_sizes[group.kv_cache_group_id] if kernel_block_sizes else None
-            group.create_metadata_builders(
-                self.vllm_config, self.device, kernel_block_size=size
-            )
+            group.create_metadata_builders(self.vllm_config, self.device, kernel_block_size=size)
         self.attention_groups = list(groups.values())
 
     def forward(
@@ -132,9 +130,7 @@ class ModelLevel:
         input_ids = torch.from_numpy(tokens[rows[owners], positions]).to(self.device)
         metadata, slots = self._attention_metadata(rows, owners, positions, starts, counts)
         positions = torch.from_numpy(positions).to(self.device)
-        with set_forward_context(
-            metadata, self.vllm_config, num_tokens=total, slot_mapping=slots
-        ):
+        with set_forward_context(metadata, self.vllm_config, num_tokens=total, slot_mapping=slots):
             hidden = self.run(input_ids, positions)
         if not num_logits.any():
             return None

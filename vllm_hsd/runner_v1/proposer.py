@@ -95,7 +95,9 @@ class CascadeProposer(DraftModelProposer):
         length, want = self._lengths(scheduler_output, sampled)
         # Whatever a level computed behind the last accepted token is forgotten.
         kv = np.minimum(self.requests.kv[:, slots], length - sampled)
-        laws = RequestLaws(sampling_metadata, [plan.temperature_scale for plan in self.cascade.plans])
+        laws = RequestLaws(
+            sampling_metadata, [plan.temperature_scale for plan in self.cascade.plans]
+        )
         batch = DraftBatch(
             tokens=input_batch.token_ids_cpu,
             rows=np.arange(len(slots)),

@@ -35,7 +35,9 @@ class HsdSpeculativeConfig(SpeculativeConfig):
         hsd = HsdConfig.parse({key: value for key, value in raw.items() if key != "method"})
         _check_target(target_model_config, target_parallel_config)
         levels = [
-            _level_config(f"levels[{i}]", level, budget, target_model_config, target_parallel_config)
+            _level_config(
+                f"levels[{i}]", level, budget, target_model_config, target_parallel_config
+            )
             for i, (level, budget) in enumerate(zip(hsd.levels, hsd.budgets, strict=True))
         ]
         return cls(
@@ -107,7 +109,9 @@ def _level_config(
     path = Path(level.model).expanduser()
     looks_local = path.is_absolute() or level.model.startswith((".", "~"))
     if looks_local and not path.is_dir():
-        raise ConfigError(f"{name}.model: no directory '{level.model}'; give a model's path or name.")
+        raise ConfigError(
+            f"{name}.model: no directory '{level.model}'; give a model's path or name."
+        )
     tp = target_parallel_config.tensor_parallel_size
     if level.model_keys.get("draft_tensor_parallel_size", tp) != tp:
         raise ConfigError(
@@ -126,7 +130,9 @@ def _level_config(
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{name} ('{level.model}') cannot be loaded as a drafter: {reason}") from error
+        raise ConfigError(
+            f"{name} ('{level.model}') cannot be loaded as a drafter: {reason}"
+        ) from error
     _check_level(name, level.model, parsed.draft_model_config, target_model_config)
     return parsed
 
