@@ -134,31 +134,55 @@ def test_raw_rows_for_tempered_drafts_are_caught(verify):
     assert bias(p, 3, call(p, q.tempered(2), 3, verify, rows=q)) > Fraction(1, 1000)
 
 
+def unusable(context: Tokens) -> bool:
+    """Where the target's row is said to be broken."""
+    return context[-1:] == (1,) and len(context) % 2 == 0
+
+
+def cut_after(x: Tokens) -> Tokens:
+    """The draft up to and with the token that leads to an unusable target row."""
+    return next((x[:t] for t in range(1, len(x) + 1) if unusable(x[:t])), x)
+
+
+def cut_before(x: Tokens) -> Tokens:
+    """The draft up to and without that token."""
+    return next((x[: t - 1] for t in range(1, len(x) + 1) if unusable(x[:t])), x)
+
+
+@pytest.mark.parametrize("verify", VERIFIERS)
+def test_unusable_target_row_ends_the_draft_after_its_token(verify):
+    p, q, n = Table(3, 1), Table(3, 101), 3
+
+    def program(cut):
+        def call(choices: Choices) -> Tokens:
+            x = cut(draft(q, n, choices))
+            tau, y = verify(
+                p.rows(x, len(x) + 1), q.rows(x, len(x)), x, choices.toss, choices.sample
+            )
+            return x[:tau] if unusable(x[:tau]) else (*x[:tau], y)
+
+        return call
+
+    assert bias(p, n, program(cut_after)) == 0
+    assert bias(p, n, program(cut_before)) > Fraction(1, 1000)
+
+
 def two_calls(p, q, n: int, verify, *, by_position: bool):
     """Two calls in a row, with fresh coins or with coins that belong to absolute positions."""
 
-    def program(choices: Choices) -> Tokens:
-        emitted: Tokens = ()
-        for _ in range(2):
+    def one(choices: Choices, emitted: Tokens) -> Tokens:
+        def keys(purpose: str):
+            return iter([(purpose, len(emitted) + t) if by_position else None for t in range(n)])
 
-            def coin(purpose, t, start=len(emitted)):
-                return (purpose, start + t) if by_position else None
+        x: Tokens = ()
+        for key in keys("draft"):
+            x += (choices.sample(q(emitted + x), key),)
+        accept = keys("accept")
+        target, drawn = p.rows(x, n + 1, emitted), q.rows(x, n, emitted)
+        tau, y = verify(target, drawn, x, lambda h: choices.toss(h, next(accept)), choices.sample)
+        return (*emitted, *x[:tau], y)
 
-            x: Tokens = ()
-            for t in range(n):
-                x += (choices.sample(q(emitted + x), coin("draft", t)),)
-            tossed = iter(range(n))
-            tau, y = verify(
-                p.rows(x, n + 1, emitted),
-                q.rows(x, n, emitted),
-                x,
-                lambda h: choices.toss(h, coin("accept", next(tossed))),
-                choices.sample,
-            )
-            emitted += (*x[:tau], y)
-        return emitted
-
-    return program
+    return lambda choices: one(choices, one(choices, ()))
 
 
 def test_coins_keyed_by_position_are_caught_over_two_calls():

@@ -4,46 +4,11 @@ from fractions import Fraction
 
 import pytest
 from oracle.exact import ArgmaxOf, Choices, Table, Tokens, distance, extended, law_of
+from oracle.trees import DRAWS, grow, iid, without_replacement
 
 from vllm_hsd.verify import naive
 
 VERIFIERS = [naive.traversal, naive.recursive_rejection]
-
-
-def iid(row, k: int, choices: Choices):
-    """k independent draws: (token, row) pairs."""
-    return [(choices.sample(row), row) for _ in range(k)]
-
-
-def without_replacement(row, k: int, choices: Choices):
-    """Up to k different tokens, each from the row without the earlier ones."""
-    draws = []
-    while len(draws) < k and sum(row) > 0:
-        row = [w / sum(row) for w in row]
-        draws.append((choices.sample(row), row))
-        row = [0 if v == draws[-1][0] else w for v, w in enumerate(row)]
-    return draws
-
-
-def top_k(row, k: int, choices: Choices):
-    """The k most likely tokens, each with a one-hot row."""
-    best = sorted(range(len(row)), key=lambda v: -row[v])[:k]
-    return [(v, [Fraction(v == u) for u in range(len(row))]) for v in best]
-
-
-DRAWS = [iid, without_replacement, top_k]
-
-
-def grow(p, q, draw, widths, choices: Choices, path: Tokens = ()) -> naive.Node:
-    """A tree that draws widths[depth] children at each node; a token drawn twice has one node."""
-    if not widths:
-        return naive.Node(p(path))
-    nodes, children = {}, []
-    for token, row in draw(q(path), widths[0], choices):
-        if token not in nodes:
-            nodes[token] = grow(p, q, draw, widths[1:], choices, (*path, token))
-        children.append((token, row, nodes[token]))
-    return naive.Node(p(path), children)
 
 
 def bias(p, depth: int, program) -> Fraction:

@@ -1,6 +1,20 @@
 """Lossless verification of drafts, as pure functions on tensors."""
 
 from vllm_hsd.verify.chain import VerifyResult, verify_chain
+from vllm_hsd.verify.law import chain_law, expected_tokens, tree_law
 from vllm_hsd.verify.rng import uniforms
+from vllm_hsd.verify.tree import Tree, draw_iid, draw_without_replacement, top_k, verify_tree
 
-__all__ = ["VerifyResult", "uniforms", "verify_chain"]
+__all__ = [
+    "Tree",
+    "VerifyResult",
+    "chain_law",
+    "draw_iid",
+    "draw_without_replacement",
+    "expected_tokens",
+    "top_k",
+    "tree_law",
+    "uniforms",
+    "verify_chain",
+    "verify_tree",
+]

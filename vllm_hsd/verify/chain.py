@@ -72,7 +72,7 @@ def verify_chain(
     """
     batch = ChainBatch.read(target_probs, draft_probs, draft_token_ids, num_draft_tokens, method)
     if method == "greedy":
-        accepted, final, has_final = _greedy(batch)
+        accepted, final, has_final = greedy_end(batch)
     else:
         coins, final_coins = batch.coins(generators, uniforms)
         draft_ok = None if batch.draft_probs is None else is_law(batch.draft_probs)
@@ -196,7 +196,7 @@ def _draw(mass: Mass, requests: np.ndarray, final_coins: np.ndarray, final: np.n
     final[requests] = mass.draw(coins).cpu().numpy()
 
 
-def _greedy(batch: ChainBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def greedy_end(batch: ChainBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(tau, final token, whether there is one): accept while the draft is the target's argmax."""
     best, peak = _argmax(batch.target_probs)
     length, has_final = batch.usable(np.isfinite(peak), None)

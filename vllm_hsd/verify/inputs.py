@@ -39,7 +39,10 @@ class ChainBatch:
         """Check the arguments of verify_chain against each other; see there."""
         if method not in CHAIN_METHODS:
             raise ValueError(f"method must be one of {', '.join(CHAIN_METHODS)}, got {method!r}.")
-        lengths = np.asarray(num_draft_tokens, dtype=np.int64).reshape(-1)
+        lengths = np.asarray(num_draft_tokens)
+        if lengths.ndim != 1 or (lengths.size and lengths.dtype.kind not in "iu"):
+            raise ValueError("num_draft_tokens must be a list of ints, one for each request.")
+        lengths = lengths.astype(np.int64)
         if (lengths < 0).any():
             i = int(np.argmax(lengths < 0))
             raise ValueError(f"num_draft_tokens[{i}] is {lengths[i]}, must not be negative.")
@@ -210,9 +213,9 @@ def check_laws(name: str, rows: torch.Tensor) -> None:
 
 
 def read_tokens(
-    name: str, tokens: torch.Tensor, count: int, target_probs: torch.Tensor
+    name: str, tokens: torch.Tensor, count: int, target_probs: torch.Tensor, *, lowest: int = -1
 ) -> np.ndarray:
-    """The ids as int64 on the host; ValueError unless [count] integers in [-1, V)."""
+    """The ids as int64 on the host; ValueError unless [count] integers in [lowest, V)."""
     if not isinstance(tokens, torch.Tensor) or tokens.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{name} must be an int64 or int32 tensor.")
     if tokens.shape != (count,):
@@ -223,11 +226,9 @@ def read_tokens(
         )
     ids = tokens.cpu().numpy().astype(np.int64)
     vocabulary = target_probs.shape[1]
-    outside = (ids < -1) | (ids >= vocabulary)
+    outside = (ids < lowest) | (ids >= vocabulary)
     if outside.any():
         i = int(outside.argmax())
-        raise ValueError(
-            f"{name}[{i}] is {ids[i]}, outside the vocabulary of {vocabulary} (-1 marks an empty "
-            "slot)."
-        )
+        empty = " (-1 marks an empty slot)" if lowest < 0 else ""
+        raise ValueError(f"{name}[{i}] is {ids[i]}, outside the vocabulary of {vocabulary}{empty}.")
     return ids

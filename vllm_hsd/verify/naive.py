@@ -102,7 +102,7 @@ def traversal(root: Node, toss: Toss, sample: Sample) -> list[int]:
 
 
 def recursive_rejection(root: Node, toss: Toss, sample: Sample) -> list[int]:
-    """SpecInfer's rule (Miao et al., arXiv:2305.09781): children one after the other, token-wise."""
+    """SpecInfer's rule (Miao et al., arXiv:2305.09781): one child after the other, token-wise."""
     node, path = root, []
     while True:
         row = node.p

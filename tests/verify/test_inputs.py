@@ -1,0 +1,162 @@
+"""Arguments that do not fit, and rows that end a draft."""
+
+import pytest
+import torch
+
+from vllm_hsd.verify import verify_chain
+
+METHODS = ["hierarchical", "tokenwise", "greedy"]
+V = 4
+
+
+def arguments(**changes):
+    """A sound batch of two requests, drafts of 2 and 1, with changes."""
+    good = {
+        "target_probs": torch.full((5, V), 1 / V),
+        "draft_probs": torch.full((3, V), 1 / V),
+        "draft_token_ids": torch.tensor([0, 1, 2]),
+        "num_draft_tokens": [2, 1],
+    }
+    return good | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_draft_tokens": [2, -1]}, r"num_draft_tokens\[1\] is -1"),
+        ({"num_draft_tokens": [2, 2]}, r"target_probs must have shape \[6, V\].*got \[5, 4\]"),
+        ({"num_draft_tokens": [[2, 1]]}, r"num_draft_tokens must be a list of ints"),
+        ({"num_draft_tokens": [2, 1.5]}, r"num_draft_tokens must be a list of ints"),
+        ({"target_probs": torch.ones(5, V, 1)}, r"target_probs must have shape \[5, V\]"),
+        ({"target_probs": torch.ones(5, 0)}, r"target_probs must have shape \[5, V\]"),
+        ({"target_probs": torch.ones(5, V).long()}, "target_probs must be a floating-point tensor"),
+        ({"target_probs": torch.ones(5, V).half()}, "target_probs must be float32 or float64"),
+        ({"draft_probs": torch.ones(2, V) / V}, r"draft_probs must have shape \[3, V\]"),
+        ({"draft_probs": torch.ones(3, 5) / 5}, "draft_probs .* does not match target_probs"),
+        ({"draft_probs": torch.ones(3, V).double()}, "draft_probs .* does not match target_probs"),
+        ({"draft_probs": torch.ones(3, V, device="meta")}, "draft_probs .* does not match"),
+        ({"draft_token_ids": torch.tensor([0, 1])}, r"draft_token_ids must have shape \[3\]"),
+        ({"draft_token_ids": torch.tensor([0, 4, 9])}, r"draft_token_ids\[1\] is 4, outside"),
+        ({"draft_token_ids": torch.tensor([0, 1, -2])}, r"draft_token_ids\[2\] is -2, outside"),
+        ({"draft_token_ids": torch.ones(3)}, "draft_token_ids must be an int64 or int32 tensor"),
+        ({"draft_token_ids": torch.ones(3, device="meta").int()}, "draft_token_ids is on meta"),
+        ({"method": "block"}, "method must be one of hierarchical, tokenwise, greedy"),
+        ({"uniforms": torch.rand(4).double()}, r"uniforms must be float64 \[5\]"),
+        ({"uniforms": torch.rand(5)}, r"uniforms must be float64 \[5\]"),
+        ({"uniforms": torch.tensor([0, 0, 1.0, 0, 0]).double()}, r"uniforms\[2\] is 1.0"),
+        ({"uniforms": torch.tensor([0, torch.nan, 0, 0, 0]).double()}, r"uniforms\[1\] is nan"),
+    ],
+)
+def test_arguments_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        verify_chain(**arguments(**changes))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_int32_tokens_are_fine(method):
+    ids = torch.tensor([0, 1, 2], dtype=torch.int32)
+    assert verify_chain(**arguments(draft_token_ids=ids), method=method).token_ids.shape == (2, 3)
+
+
+FAULTS = {
+    "nan": torch.tensor([torch.nan, 0.5, 0.5, 0]),
+    "inf": torch.tensor([torch.inf, 0.5, 0.5, 0]),
+    "negative": torch.tensor([-0.5, 0.5, 0.5, 0.5]),
+    "sum": torch.tensor([0.25, 0.25, 0.25, 0.252]),
+    "zero": torch.zeros(4),
+}
+
+
+@pytest.mark.parametrize("method", ["hierarchical", "tokenwise"])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("request_number", [0, 1])
+def test_unusable_first_target_row_is_an_error(method, fault, request_number):
+    target = arguments()["target_probs"]
+    target[3 * request_number] = FAULTS[fault]
+    with pytest.raises(ValueError, match=rf"target_probs row .* of request {request_number}\b"):
+        verify_chain(**arguments(target_probs=target), method=method)
+
+
+@pytest.mark.parametrize("fault", [torch.nan, torch.inf])
+def test_unusable_first_logits_are_an_error(fault):
+    target = arguments()["target_probs"]
+    target[3, 1] = fault
+    with pytest.raises(ValueError, match="of request 1"):
+        verify_chain(**arguments(target_probs=target), method="greedy")
+
+
+def chain(n: int, seed: int):
+    gen = torch.Generator().manual_seed(seed)
+    p = torch.rand(n + 1, V, generator=gen).softmax(-1)
+    q = torch.rand(n, V, generator=gen).softmax(-1)
+    return p, q, torch.randint(V, (n,), generator=gen)
+
+
+@pytest.mark.parametrize("method", ["hierarchical", "tokenwise"])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("t", [0, 1, 3])
+def test_unusable_proposal_row_ends_the_draft_before_its_token(method, fault, t):
+    for seed in range(20):
+        p, q, x = chain(4, seed)
+        coins = torch.rand(5, dtype=torch.float64)
+        expected = verify_chain(
+            p[: t + 1],
+            q[:t],
+            x[:t],
+            [t],
+            method=method,
+            uniforms=torch.cat((coins[:t], coins[-1:])),
+        )
+        q[t] = FAULTS[fault]
+        result = verify_chain(p, q, x, [4], method=method, uniforms=coins)
+        assert result.num_accepted == expected.num_accepted
+        assert result.token_ids[0, : t + 1].tolist() == expected.token_ids[0].tolist()
+        assert (result.token_ids[0, t + 1 :] == -1).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("fault", ["nan", "inf"])
+@pytest.mark.parametrize("t", [1, 2, 4])
+def test_unusable_target_row_ends_the_draft_after_the_token_before_it(method, fault, t):
+    """The token that led to the row is kept or refused as always, but nothing follows it."""
+    for seed in range(20):
+        p, q, x = chain(4, seed)
+        if method == "greedy":
+            x = p[:4].argmax(-1)
+            x[3] = x[3] if seed % 2 else (x[3] + 1) % V
+        coins = torch.rand(5, dtype=torch.float64)
+        expected = verify_chain(
+            p[: t + 1],
+            q[:t],
+            x[:t],
+            [t],
+            method=method,
+            uniforms=torch.cat((coins[:t], coins[-1:])),
+        )
+        p[t] = FAULTS[fault]
+        result = verify_chain(p, q, x, [4], method=method, uniforms=coins)
+        assert result.num_accepted == expected.num_accepted
+        tokens = expected.token_ids[0].tolist()
+        if expected.num_accepted == t:
+            tokens[t] = -1
+        assert result.token_ids[0, : t + 1].tolist() == tokens
+        assert (result.token_ids[0, t + 1 :] == -1).all()
+
+
+@pytest.mark.parametrize("method", ["hierarchical", "tokenwise"])
+def test_one_bad_request_leaves_the_others_alone(method):
+    p, q, x = chain(3, 1)
+    coins = torch.rand(8, dtype=torch.float64)
+    alone = verify_chain(p, q, x, [3], method=method, uniforms=coins[4:])
+    broken = p.clone()
+    broken[1:] = torch.nan
+    both = verify_chain(
+        torch.cat((broken, p)),
+        torch.cat((q, q)),
+        torch.cat((x, x)),
+        [3, 3],
+        method=method,
+        uniforms=coins,
+    )
+    assert both.token_ids[1].tolist() == alone.token_ids[0].tolist()
+    assert both.num_accepted[0] <= 1

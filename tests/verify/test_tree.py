@@ -1,0 +1,158 @@
+"""verify_tree against its exact law, the helpers that draw, and the contract on odd input."""
+
+import pytest
+import torch
+
+from vllm_hsd.verify import (
+    Tree,
+    draw_iid,
+    draw_without_replacement,
+    top_k,
+    tree_law,
+    verify_chain,
+    verify_tree,
+)
+
+V = 5
+METHODS = ["traversal", "recursive_rejection"]
+
+
+def rows(count: int, seed: int) -> torch.Tensor:
+    gen = torch.Generator().manual_seed(seed)
+    return (1.5 * torch.randn(count, V, generator=gen, dtype=torch.float64)).softmax(-1)
+
+
+# Two drafts of the root draw the same token (0 and 2), each with a child.
+TREE = Tree([-1, -1, -1, 0, 2, 1, 3], [3, 1, 3, 0, 2, 1, 4])
+
+
+def test_children_of_a_repeated_token_hang_below_the_first():
+    assert TREE.children == {-1: [0, 1, 2], 0: [3, 4], 1: [5], 2: [], 3: [6], 4: [], 5: [], 6: []}
+    assert TREE.first == [0, 1, 0, 3, 4, 5, 6]
+    assert len(TREE) == 7
+
+
+@pytest.mark.parametrize("one_hot", [False, True], ids=["rows", "one-hot"])
+@pytest.mark.parametrize("method", METHODS)
+def test_samples_follow_the_law(method, one_hot):
+    target, draft = rows(8, 1), None if one_hot else rows(7, 2)
+    law = tree_law(target, draft, TREE, method=method).flatten()
+    gen = torch.Generator().manual_seed(0)
+    counts, samples = torch.zeros_like(law), 4000
+    for _ in range(samples):
+        tokens, path = verify_tree(target, draft, TREE, method=method, generator=gen)
+        assert tokens[:-1].tolist() == [TREE.tokens[n] for n in path]
+        node = int(path[-1]) + 1 if len(path) else 0
+        counts[node * V + int(tokens[-1])] += 1
+    assert (counts[law == 0] == 0).all()
+    common = law * samples > 5
+    chi2 = ((counts - samples * law)[common] ** 2 / (samples * law[common])).sum()
+    degrees = int(common.sum())
+    # Five standard deviations of a chi-squared variable above its mean.
+    assert chi2 < degrees + 5 * (2 * degrees) ** 0.5
+
+
+def test_greedy_follows_the_argmax():
+    target = rows(8, 1)
+    target[0, 1], target[2, 1], target[6, 4] = 9, 9, 9
+    tokens, path = verify_tree(target, None, TREE, method="greedy")
+    assert (tokens.tolist(), path.tolist()) == ([1, 1, 4], [1, 5])
+    target[6, 0] = torch.nan
+    tokens, path = verify_tree(target, None, TREE, method="greedy")
+    assert (tokens.tolist(), path.tolist()) == ([1, 1], [1, 5])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_equal_rows_accept_a_whole_path(method):
+    tree = Tree([-1, 0, 1, -1], [0, 1, 2, 3])
+    target = rows(5, 3)
+    draft = target[[0, 1, 2, 0]]
+    tokens, path = verify_tree(target, draft, tree, method=method)
+    assert path.tolist() == [0, 1, 2] and tokens[:3].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("method", [*METHODS, "greedy"])
+def test_an_empty_tree_gives_a_token_of_the_target(method):
+    target = torch.eye(V)[2:3]
+    tokens, path = verify_tree(target, None, Tree([], []), method=method)
+    assert tokens.tolist() == [2] and path.tolist() == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_generator_gives_one_coin_per_node_and_one_more(method):
+    generator, same = (torch.Generator().manual_seed(1) for _ in range(2))
+    verify_tree(rows(8, 1), rows(7, 2), TREE, method=method, generator=generator)
+    torch.rand(8, dtype=torch.float64, generator=same)
+    assert torch.rand((), generator=generator) == torch.rand((), generator=same)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_unusable_rows_end_the_tree_there(method):
+    target, draft = rows(8, 1), rows(7, 2)
+    target[1], draft[1] = torch.nan, torch.nan
+    small = Tree([-1], [3])
+    for seed in range(50):
+        gens = [torch.Generator().manual_seed(seed) for _ in range(2)]
+        # The root keeps its first child, which has neither children nor a token after it.
+        tokens, path = verify_tree(target, draft, TREE, method=method, generator=gens[0])
+        coins = torch.rand(8, dtype=torch.float64, generator=gens[1])
+        uniforms = coins[[0, 7]]
+        chain = verify_chain(
+            target[:1].repeat(2, 1), draft[:1], torch.tensor(small.tokens), [1], uniforms=uniforms
+        )
+        assert len(path) == int(chain.num_accepted)
+        assert tokens.tolist() == ([3] if len(path) else chain.token_ids[0, :1].tolist())
+
+
+def test_draws_come_with_their_rows():
+    row = torch.tensor([0.5, 0.0, 0.3, 0.2])
+    gen = torch.Generator().manual_seed(0)
+    tokens, drawn = draw_iid(row, 3, gen)
+    assert tokens.shape == (3,) and torch.equal(drawn, row.repeat(3, 1))
+    tokens, drawn = draw_without_replacement(row, 3, gen)
+    assert sorted(tokens.tolist()) == [0, 2, 3]
+    left = row.clone()
+    for token, own in zip(tokens.tolist(), drawn, strict=True):
+        torch.testing.assert_close(own, left / left.sum())
+        left[token] = 0
+    assert top_k(row, 2).tolist() == [0, 2]
+    with pytest.raises(ValueError, match="k is 4, but row has only 3 tokens"):
+        draw_without_replacement(row, 4)
+
+
+@pytest.mark.parametrize("draw", [draw_iid, draw_without_replacement])
+def test_first_draws_follow_the_row(draw):
+    row = torch.tensor([0.5, 0.0, 0.3, 0.2])
+    gen = torch.Generator().manual_seed(1)
+    pairs = torch.stack([draw(row, 2, gen)[0] for _ in range(3000)])
+    second = row
+    if draw is draw_without_replacement:
+        second = (row[:, None] * row / (1 - row[:, None])).fill_diagonal_(0).sum(0)
+    for column, expected in zip(pairs.T, (row, second), strict=True):
+        share = torch.bincount(column, minlength=4) / len(column)
+        assert (share - expected).abs().max() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Tree([-1], [1, 2]), "parents has 1 entries, tokens 2"),
+        (lambda: Tree([-1, 1], [1, 2]), r"parents\[1\] is 1"),
+        (lambda: verify_tree(rows(7, 1), None, TREE), r"target_probs must have shape \[8, V\]"),
+        (
+            lambda: verify_tree(rows(8, 1), rows(8, 1), TREE),
+            r"draft_probs must have shape \[7, V\]",
+        ),
+        (
+            lambda: verify_tree(rows(8, 1), rows(7, 1).float(), TREE),
+            "draft_probs .* does not match",
+        ),
+        (lambda: verify_tree(rows(2, 1), None, Tree([-1], [V])), r"tree.tokens\[0\] is 5, outside"),
+        (lambda: verify_tree(rows(2, 1), None, Tree([-1], [-1])), r"tree.tokens\[0\] is -1"),
+        (lambda: verify_tree(rows(8, 1), None, TREE, method="block"), "method must be one of"),
+        (lambda: verify_tree(rows(8, 1) * torch.nan, None, TREE), "target_probs row 0, the root"),
+    ],
+)
+def test_arguments_are_named(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
