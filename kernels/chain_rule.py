@@ -1,0 +1,181 @@
+"""The chain rule inside kernels: where a request lies, and what its normalisers alone decide.
+
+Used by chain_verify.py; README.md beside this file has the derivation.
+"""
+
+import triton
+import triton.language as tl
+from vllm_hsd.kernels.blocks import inverse_temperature, is_finite, load_scaled, log_normaliser
+from vllm_hsd.kernels.rng import uniform
+
+# Stands for log(0) where sums must not meet -inf - -inf.
+_LOG_ZERO = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def request_layout(
+    cu_ptr,
+    index_ptr,
+    token_ptr,
+    request,
+    vocab_size,
+    row,
+    MAX_DRAFT: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Where a request's rows and tokens lie, and its draft up to the first empty slot.
+
+    Returns (state index, first target row, draft row origin, draft length, tokens [ROWS]); the
+    length is -1 where a padded request has no logits row at all.
+    """
+    begin = tl.load(cu_ptr + request).to(tl.int64)
+    count = tl.load(cu_ptr + request + 1).to(tl.int64) - begin
+    if PADDED:  # cu counts logits rows; a token stands at the row that it was the input of
+        state = tl.load(index_ptr + request).to(tl.int64)
+        target_row = begin
+        draft_origin = state
+        first_token = begin + 1
+        slots = count - 1
+    else:  # cu counts draft tokens
+        state = request.to(tl.int64)
+        target_row = begin + request
+        draft_origin = begin
+        first_token = begin
+        slots = count
+    slots = tl.minimum(slots, MAX_DRAFT).to(tl.int32)
+    token = tl.load(token_ptr + first_token + row, mask=row < slots, other=-1).to(tl.int64)
+    drawn = (token >= 0) & (token < vocab_size)
+    # There are more lanes than slots, so some lane is always empty.
+    length = tl.min(tl.where(drawn, 2147483647, row), axis=0)
+    length = tl.where(slots < 0, -1, length)
+    return state, target_row, draft_origin, length, token
+
+
+@triton.jit
+def _capped(sum1, cap1, sum2, cap2):
+    """Compose log a -> min(cap1, log a + sum1) with the same map of 2."""
+    return sum1 + sum2, tl.minimum(cap2, cap1 + sum2)
+
+
+@triton.jit
+def plan(
+    stats_ptr,
+    plane,
+    target_ptr,
+    target_stride,
+    draft_ptr,
+    draft_stride_row,
+    draft_lse_ptr,
+    draft_lse_stride_row,
+    token,
+    length,
+    seed,
+    draw,
+    stream,
+    temperature,
+    draft_temperature,
+    one_hot,
+    blocks,
+    row,
+    HIERARCHICAL: tl.constexpr,
+    HAS_DRAFT: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """What the normalisers alone decide about a request; pointers stand at its first row.
+
+    Returns (usable length, last certain success, int32 [ROWS] 1 where a later position may still
+    succeed, log a [ROWS], coins [ROWS], log-normalisers of target [ROWS] and draft [ROWS]).
+    Lane r stands for the prefix of r tokens and for the rows after it.
+    """
+    b = tl.arange(0, BLOCKS)
+    inside = (row < length)[:, None] & (b < blocks)[None, :]
+    slot = stats_ptr + row[:, None] * blocks + b[None, :]
+    peak = tl.load(slot, mask=inside, other=float("-inf"))
+    second = tl.load(slot + plane, mask=inside, other=0.0)
+    drafted = row < length
+    if temperature > 0:
+        target_lse = log_normaliser(peak, second)
+        # 64-bit offsets: a row number times the vocabulary passes 2**31.
+        logit_ptr = target_ptr + row.to(tl.int64) * target_stride + token
+        logit = tl.load(logit_ptr, mask=drafted, other=0.0).to(tl.float32)
+        log_p = logit * inverse_temperature(temperature) - target_lse
+        usable = is_finite(target_lse)
+    else:
+        top = tl.max(peak, axis=1)
+        index = tl.min(tl.where(peak == top[:, None], second, 16777216.0), axis=1)
+        log_p = tl.where(index.to(tl.int64) == token, 0.0, float("-inf"))
+        usable = is_finite(top) & (tl.sum((peak != peak).to(tl.int32), axis=1) == 0)
+        target_lse = tl.zeros_like(top)
+    draft_lse = tl.zeros_like(target_lse)
+    log_q = tl.zeros_like(target_lse)
+    if HAS_DRAFT:  # noqa: SIM102 - a compile-time condition stays apart
+        if one_hot == 0:
+            if HAS_LSE:
+                lse_ptr = draft_lse_ptr + row.to(tl.int64) * draft_lse_stride_row
+                draft_lse = tl.load(lse_ptr, mask=drafted, other=0.0)
+            else:
+                draft_lse = log_normaliser(
+                    tl.load(slot + 2 * plane, mask=inside, other=float("-inf")),
+                    tl.load(slot + 3 * plane, mask=inside, other=0.0),
+                )
+            logit_ptr = draft_ptr + row.to(tl.int64) * draft_stride_row + token
+            logit = tl.load(logit_ptr, mask=drafted, other=0.0).to(tl.float32)
+            log_q = logit * inverse_temperature(draft_temperature) - draft_lse
+            usable = usable & is_finite(draft_lse)
+    length = tl.minimum(length, tl.min(tl.where(usable, 2147483647, row), axis=0))
+
+    drafted = row < length
+    possible = drafted & (log_p > float("-inf")) & (log_q > float("-inf"))
+    log_rho = tl.where(possible, log_p - log_q, _LOG_ZERO)
+    kept = tl.minimum(log_rho, 0.0)
+    if HIERARCHICAL:
+        _, kept = tl.associative_scan((log_rho, kept), 0, _capped)
+    # Row r yields the ratio of prefix r + 1: move up one lane, 1 for the empty prefix.
+    earlier = row[None, :] == row[:, None] - 1
+    log_a = tl.sum(tl.where(earlier, kept[None, :], 0.0), axis=1)
+    coin = uniform(seed, stream, draw + row - 1)
+    a = tl.exp(log_a)
+    if HIERARCHICAL:
+        # Bounds on the residual mass s from the drafted token alone (see README).
+        p = tl.where(possible, tl.exp(log_p), 0.0)
+        q = tl.where(possible, tl.exp(log_q), 1.0)
+        low = tl.maximum(a * p - q, 0.0) + tl.maximum(a * (1.0 - p) - (1.0 - q), 0.0)
+        high = a - tl.minimum(a * p, q)
+        low = tl.where(a < 1.0, low / (low + 1.0 - a), 1.0)
+        high = tl.where(a < 1.0, high / (high + 1.0 - a), 1.0)
+        success = (row <= length) & (coin < tl.where(row == length, a, low).to(tl.float64))
+        certain = tl.max(tl.where(success | (row == 0), row, 0), axis=0)
+        open_ = (row > certain) & (row < length) & (coin < high.to(tl.float64))
+    else:
+        failure = (row > length) | ((row > 0) & (coin >= a.to(tl.float64)))
+        certain = tl.min(tl.where(failure, row, 2147483647), axis=0) - 1
+        open_ = row < 0
+        log_a = tl.zeros_like(log_a)
+    return length, certain, open_.to(tl.int32), log_a, coin, target_lse, draft_lse
+
+
+@triton.jit
+def residual_weight(
+    target_row_ptr,
+    draft_row_ptr,
+    entry,
+    vocab_size,
+    inv_temperature,
+    inv_draft_temperature,
+    target_shift,
+    draft_lse,
+    token,
+    one_hot,
+    HAS_DRAFT: tl.constexpr,
+):
+    """max(a * p - q, 0) of one block; target_shift = log-normaliser - log a."""
+    x = load_scaled(target_row_ptr, entry, vocab_size, inv_temperature)
+    weight = tl.exp(x - target_shift)
+    if one_hot:
+        weight = tl.where(entry == token, 0.0, weight)
+    elif HAS_DRAFT:
+        x = load_scaled(draft_row_ptr, entry, vocab_size, inv_draft_temperature)
+        weight = tl.maximum(weight - tl.exp(x - draft_lse), 0.0)
+    return weight

@@ -1,0 +1,279 @@
+"""Verify one draft per request on logits: acceptance, residual and the next token in 3 launches.
+
+The rule is that of ``vllm_hsd.verify.verify_chain``; README.md beside this file has the
+derivation, the byte count and the traps. Launch 1 reads each target row of the draft once (and
+each proposal row, unless its log-normaliser is given), launch 2 reads the residual rows that can
+still decide, launch 3 decides, and reads again the one block that holds the next token.
+"""
+
+from typing import NamedTuple
+
+import torch
+from vllm_hsd.kernels.blocks import NUM_WARPS, block_size, check_logits, check_vector, pad
+from vllm_hsd.kernels.chain_kernels import row_stats_kernel, settle_kernel
+from vllm_hsd.kernels.rng import ACCEPT, FINAL, stream_id
+
+METHODS = ("hierarchical", "tokenwise")
+MAX_DRAFT_TOKENS = 63
+_INTEGERS = (torch.int64, torch.int32)
+
+
+class ChainResult(NamedTuple):
+    """token_ids: int64 [B, max_draft_tokens + 1], the emitted tokens, then -1; num_accepted: int32
+    [B], draft tokens that stay; num_emitted: int32 [B], these and the token after them (which is
+    missing only where its target row is not a law)."""
+
+    token_ids: torch.Tensor
+    num_accepted: torch.Tensor
+    num_emitted: torch.Tensor
+
+
+def verify_chain(
+    target_logits: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    draft_token_ids: torch.Tensor,
+    cu_num_draft_tokens: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    draws: torch.Tensor,
+    *,
+    max_draft_tokens: int,
+    method: str = "hierarchical",
+    level: int = 0,
+    draft_temperature: torch.Tensor | None = None,
+    draft_lse: torch.Tensor | None = None,
+) -> ChainResult:
+    """Verify a ragged batch of drafts; the emitted tokens follow softmax(target / temperature).
+
+    Nothing is read on the host, so lengths, tokens and rows are not checked there: a slot whose
+    token is negative or outside the vocabulary is empty and ends the draft, and so does a row
+    that is not a law (NaN, +inf, all -inf) as in ``vllm_hsd.verify.verify_chain``; a draft longer
+    than max_draft_tokens is cut there, before its tokens are looked at.
+
+    Args:
+        target_logits: [sum(n_i + 1), V] bfloat16, float16 or float32; row t of a request is the
+            target's after its first t draft tokens.
+        draft_logits: [sum(n_i), V], the rows the tokens were drawn from, or None (one-hot rows).
+        draft_token_ids: int64 or int32 [sum(n_i)], -1 in an empty slot.
+        cu_num_draft_tokens: int64 or int32 [B + 1], 0 followed by the cumulated n_i.
+        temperature: float32 [B] of the target; 0 is greedy.
+        seeds: int64 [B], request seeds.
+        draws: int64 [B], the request's counter. A call uses the coins draws .. draws + n_i - 1
+            (at least one), so the next call needs a counter that is higher by that.
+        max_draft_tokens: upper bound of n_i, at most 63; fixes the grid.
+        method: "hierarchical" or "tokenwise".
+        level: level whose coins are tossed.
+        draft_temperature: float32 [B] at which the draft was drawn, 0 where its rows are one-hot;
+            the target's by default.
+        draft_lse: float32 [sum(n_i)], log(sum(exp(draft_logits / draft_temperature))) as
+            ``sample_row`` returns it; saves one read of every proposal row.
+    Returns:
+        ChainResult on the device of target_logits.
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; names the argument.
+    """
+    batch = cu_num_draft_tokens.shape[0] - 1
+    device = target_logits.device
+    check_logits("target_logits", target_logits, 2)
+    drafted = target_logits.shape[0] - batch
+    if draft_logits is not None:
+        check_logits("draft_logits", draft_logits, 2)
+        if draft_logits.shape[0] != drafted:
+            raise ValueError(
+                f"draft_logits must have {drafted} rows, one less than target_logits for each of "
+                f"the {batch} requests, got {draft_logits.shape[0]}."
+            )
+    check_vector("draft_token_ids", draft_token_ids, drafted, _INTEGERS, device)
+    if draft_lse is not None:
+        check_vector("draft_lse", draft_lse, drafted, (torch.float32,), device)
+    row_stride = 0 if draft_logits is None else draft_logits.stride(0)
+    return _launch(
+        target_logits,
+        (draft_logits, row_stride, row_stride),
+        (draft_lse, 1, 1),
+        draft_token_ids,
+        cu_num_draft_tokens,
+        None,
+        (temperature, draft_temperature, seeds, draws),
+        max_draft_tokens,
+        method,
+        level,
+    )
+
+
+def verify_chain_padded(
+    target_logits: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    draft_sampled: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    draws: torch.Tensor,
+    *,
+    max_draft_tokens: int,
+    method: str = "hierarchical",
+    level: int = 0,
+    draft_temperature: torch.Tensor | None = None,
+    draft_lse: torch.Tensor | None = None,
+) -> ChainResult:
+    """``verify_chain`` on the layout of vLLM's V2 runner, where state is kept per request slot.
+
+    Args:
+        target_logits: [num_logits, V]; num_logits = sum(n_i + 1).
+        draft_logits: [max_num_reqs, K, V], K >= max_draft_tokens, before temperature; or None.
+        draft_sampled: int64 or int32 [num_logits], the token that was the input of each row: the
+            t-th draft token of a request stands at its row t. -1 in an empty slot.
+        cu_num_logits: int64 or int32 [B + 1]; a request may have no row at all.
+        idx_mapping: int64 or int32 [B], slot of each request.
+        temperature, seeds, draws, draft_temperature: as in ``verify_chain``, [max_num_reqs].
+            Where the target's logits are scaled already, pass 1 for its temperature (0 if greedy)
+            and the draft's as draft_temperature.
+        draft_lse: float32 [max_num_reqs, K], contiguous rows, or None.
+        max_draft_tokens, method, level: as in ``verify_chain``.
+    Returns:
+        ChainResult; a request without rows emits nothing.
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; names the argument.
+    """
+    device = target_logits.device
+    check_logits("target_logits", target_logits, 2)
+    slots = temperature.shape[0]
+    lse_strides = (0, 0)
+    for name, value in (("draft_logits", draft_logits), ("draft_lse", draft_lse)):
+        if value is not None and (value.shape[0] != slots or value.shape[1] < max_draft_tokens):
+            raise ValueError(
+                f"{name} must have shape [{slots}, K, ...] with K >= {max_draft_tokens} (one slot "
+                f"per entry of temperature), got {list(value.shape)}."
+            )
+    if draft_logits is not None:
+        check_logits("draft_logits", draft_logits, 3)
+    if draft_lse is not None:
+        if draft_lse.dtype != torch.float32 or draft_lse.device != device:
+            raise ValueError(f"draft_lse must be float32 on {device}.")
+        lse_strides = draft_lse.stride()
+    check_vector("draft_sampled", draft_sampled, target_logits.shape[0], _INTEGERS, device)
+    check_vector("idx_mapping", idx_mapping, cu_num_logits.shape[0] - 1, _INTEGERS, device)
+    return _launch(
+        target_logits,
+        (draft_logits, *((0, 0) if draft_logits is None else draft_logits.stride()[:2])),
+        (draft_lse, *lse_strides),
+        draft_sampled,
+        cu_num_logits,
+        idx_mapping,
+        (temperature, draft_temperature, seeds, draws),
+        max_draft_tokens,
+        method,
+        level,
+    )
+
+
+def _launch(
+    target_logits: torch.Tensor,
+    draft: tuple[torch.Tensor | None, int, int],
+    lse: tuple[torch.Tensor | None, int, int],
+    tokens: torch.Tensor,
+    cu: torch.Tensor,
+    index: torch.Tensor | None,
+    state: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor],
+    max_draft: int,
+    method: str,
+    level: int,
+) -> ChainResult:
+    """Check what both layouts share, allocate and launch; draft and lse: tensor and strides."""
+    device = target_logits.device
+    vocab_size = target_logits.shape[1]
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
+    if not 0 <= max_draft <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"max_draft_tokens must be in [0, {MAX_DRAFT_TOKENS}], got {max_draft}.")
+    draft_logits, *draft_strides = draft
+    draft_lse, *lse_strides = lse
+    if draft_logits is None:
+        draft_lse = None
+    elif draft_logits.shape[-1] != vocab_size or draft_logits.device != device:
+        raise ValueError(
+            f"draft_logits (vocabulary {draft_logits.shape[-1]}, {draft_logits.device}) does not "
+            f"match target_logits (vocabulary {vocab_size}, {device})."
+        )
+    temperature, draft_temperature, seeds, draws = state
+    batch = cu.shape[0] - 1
+    check_vector("cu", cu, None, _INTEGERS, device)
+    slots = batch if index is None else temperature.shape[0]
+    check_vector("temperature", temperature, slots, (torch.float32,), device)
+    if draft_temperature is None:
+        draft_temperature = temperature
+    check_vector("draft_temperature", draft_temperature, slots, (torch.float32,), device)
+    check_vector("seeds", seeds, slots, (torch.int64,), device)
+    check_vector("draws", draws, slots, (torch.int64,), device)
+
+    out = torch.empty(batch, max_draft + 1, dtype=torch.int64, device=device)
+    counts = torch.empty(2, batch, dtype=torch.int32, device=device)
+    result = ChainResult(out, counts[0], counts[1])
+    if batch == 0:
+        return result
+    size, blocks = block_size(vocab_size)
+    stats = torch.empty(4, batch, max_draft + 1, blocks, dtype=torch.float32, device=device)
+    mass = torch.empty(batch, max_draft + 1, blocks, dtype=torch.float32, device=device)
+    arrived = torch.empty(batch, dtype=torch.int32, device=device)
+    # Pointers that a specialisation does not follow still have to be tensors.
+    draft_rows = target_logits if draft_logits is None else draft_logits
+    lse_values = temperature if draft_lse is None else draft_lse
+    index_values = cu if index is None else index
+    shared = {
+        "PADDED": index is not None,
+        "MAX_DRAFT": max_draft,
+        "ROWS": pad(max_draft + 1),
+        "BLOCK": size,
+        "num_warps": NUM_WARPS,
+    }
+    row_stats_kernel[(blocks, max_draft + 1, batch)](
+        stats,
+        stats[0].numel(),
+        arrived,
+        target_logits,
+        target_logits.stride(0),
+        draft_rows,
+        *draft_strides,
+        tokens,
+        cu,
+        index_values,
+        temperature,
+        draft_temperature,
+        vocab_size,
+        READ_DRAFT=draft_logits is not None and draft_lse is None,
+        **shared,
+    )
+    for decide in (False, True):
+        settle_kernel[(blocks, batch)](
+            out,
+            counts,
+            mass,
+            stats,
+            stats[0].numel(),
+            arrived,
+            target_logits,
+            target_logits.stride(0),
+            draft_rows,
+            *draft_strides,
+            lse_values,
+            *lse_strides,
+            tokens,
+            cu,
+            index_values,
+            temperature,
+            draft_temperature,
+            seeds,
+            draws,
+            stream_id(level, ACCEPT),
+            stream_id(level, FINAL),
+            vocab_size,
+            batch,
+            DECIDE=decide,
+            HIERARCHICAL=method == "hierarchical",
+            HAS_DRAFT=draft_logits is not None,
+            HAS_LSE=draft_lse is not None,
+            BLOCKS=pad(blocks),
+            **shared,
+        )
+    return result

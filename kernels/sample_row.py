@@ -1,0 +1,160 @@
+"""Draw one token per row of logits and keep the row's log-normaliser.
+
+For the drafting side: whoever draws a token has read the whole row, so its normaliser costs
+nothing here and saves the verifier one read of every proposal row (``draft_lse``).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from vllm_hsd.kernels.blocks import (
+    NUM_WARPS,
+    block_size,
+    check_logits,
+    check_vector,
+    greedy_token,
+    inverse_temperature,
+    is_finite,
+    load_scaled,
+    log_normaliser,
+    pad,
+    peak_and_index,
+    peak_and_sum,
+    pick,
+)
+from vllm_hsd.kernels.rng import DRAFT, stream_id, uniform
+
+
+@triton.jit
+def _block_stats_kernel(
+    stats_ptr,  # float32 [2, N, BLOCKS]: peak; sum of exp(x - peak), or argmax where T = 0
+    plane,  # N * BLOCKS
+    logits_ptr,  # [N, V]
+    logits_stride,
+    temperature_ptr,  # float32 [N]
+    blocks,
+    vocab_size,
+    BLOCK: tl.constexpr,
+):
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    temperature = tl.load(temperature_ptr + row)
+    entry = block * BLOCK + tl.arange(0, BLOCK)
+    x = load_scaled(
+        logits_ptr + row * logits_stride, entry, vocab_size, inverse_temperature(temperature)
+    )
+    if temperature > 0:
+        peak, second = peak_and_sum(x)
+    else:
+        peak, second = peak_and_index(x, entry)
+    slot = stats_ptr + row * blocks + block
+    tl.store(slot, peak)
+    tl.store(slot + plane, second)
+
+
+@triton.jit
+def _draw_kernel(
+    token_ptr,  # int64 [N]
+    lse_ptr,  # float32 [N]
+    stats_ptr,  # float32 [2, N, BLOCKS]
+    plane,  # N * BLOCKS
+    logits_ptr,  # [N, V]
+    logits_stride,
+    temperature_ptr,  # float32 [N]
+    seed_ptr,  # int64 [N]
+    draw_ptr,  # int64 [N]
+    stream,
+    blocks,
+    vocab_size,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row)
+    b = tl.arange(0, BLOCKS)
+    slot = stats_ptr + row * blocks + b
+    peak = tl.load(slot, mask=b < blocks, other=float("-inf"))
+    second = tl.load(slot + plane, mask=b < blocks, other=0.0)
+    token = tl.full((), -1, tl.int64)
+    if temperature > 0:
+        lse = tl.max(log_normaliser(peak[None, :], second[None, :]), axis=0)
+        if is_finite(lse):
+            mass = tl.where(second > 0, second * tl.exp(peak - lse), 0.0).to(tl.float64)
+            u = uniform(tl.load(seed_ptr + row), stream, tl.load(draw_ptr + row))
+            goal = u * tl.sum(mass, axis=0)
+            chosen, before = pick(mass, b, goal)
+            entry = chosen * BLOCK + tl.arange(0, BLOCK)
+            x = load_scaled(logits_ptr + row * logits_stride, entry, vocab_size, 1.0 / temperature)
+            index, _ = pick(tl.exp(x - lse).to(tl.float64), entry, goal - before)
+            token = index.to(tl.int64)
+    else:
+        lse = 0.0
+        token = greedy_token(peak, second)
+    tl.store(token_ptr + row, token)
+    tl.store(lse_ptr + row, lse)
+
+
+def sample_row(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    draws: torch.Tensor,
+    *,
+    level: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token from softmax(logits / temperature) of every row, by inverse CDF.
+
+    Args:
+        logits: [N, V] bfloat16, float16 or float32, contiguous rows.
+        temperature: float32 [N]; 0 takes the (lowest) argmax.
+        seeds: int64 [N], request seeds.
+        draws: int64 [N], the request's counter for this level's drafts; never goes back.
+        level: level that drafts; enters the stream of the coin.
+    Returns:
+        (token ids int64 [N], -1 for a row that is not a law; log(sum(exp(logits / temperature)))
+        float32 [N], 0 where the temperature is 0). Coin of row i:
+        ``uniforms(seeds[i], stream_id(level, DRAFT), draws[i])``.
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    check_logits("logits", logits, 2)
+    rows, vocab_size = logits.shape
+    check_vector("temperature", temperature, rows, (torch.float32,), logits.device)
+    check_vector("seeds", seeds, rows, (torch.int64,), logits.device)
+    check_vector("draws", draws, rows, (torch.int64,), logits.device)
+    stream = stream_id(level, DRAFT)
+    token = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    lse = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows == 0:
+        return token, lse
+    size, blocks = block_size(vocab_size)
+    stats = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits.device)
+    _block_stats_kernel[(rows * blocks,)](
+        stats,
+        rows * blocks,
+        logits,
+        logits.stride(0),
+        temperature,
+        blocks,
+        vocab_size,
+        BLOCK=size,
+        num_warps=NUM_WARPS,
+    )
+    _draw_kernel[(rows,)](
+        token,
+        lse,
+        stats,
+        rows * blocks,
+        logits,
+        logits.stride(0),
+        temperature,
+        seeds,
+        draws,
+        stream,
+        blocks,
+        vocab_size,
+        BLOCK=size,
+        BLOCKS=pad(blocks),
+        num_warps=NUM_WARPS,
+    )
+    return token, lse
