@@ -17,14 +17,22 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from vllm_hsd.proposal import DraftBuffer, Proposal, joined, ragged_arange
 from vllm_hsd.verify import verify_chain
 from vllm_hsd.verify.residual import Mass
+from vllm_hsd.window import EntropyThresholds, row_entropy
 
 logger = logging.getLogger(__name__)
 
 
 class Level(Protocol):
-    """A drafter: something that turns tokens into next-token logits, with a cache it fills."""
+    """A drafter that turns tokens into next-token logits.
+
+    Attributes:
+        keeps_cache: it has a cache of its own, which must be filled for every committed token.
+    """
+
+    keeps_cache: bool
 
     def forward(
         self,
@@ -47,20 +55,36 @@ class Level(Protocol):
         """
 
 
+class LookupLevel(Protocol):
+    """A lowest level that finds its drafts in the text: its proposal rows are one-hot."""
+
+    def lookup(
+        self, tokens: np.ndarray, rows: np.ndarray, ends: np.ndarray, ask: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Continue `tokens[rows[i], : ends[i]]` by at most ask[i] tokens.
+
+        Returns:
+            token ids [batch, max(ask)] int64 and how many of them hold, [batch] int64.
+        """
+
+
 @dataclass
 class LevelPlan:
-    """How one level takes part: its budget, its verifier and its law.
+    """How one level takes part: its budget, its verifier, its law and its window.
 
     Attributes:
         budget: tokens handed to the level above per call.
         verifier: "hierarchical" or "tokenwise", how it verifies the level below.
         rounds: most drafts asked from below per call; None means until the budget is full.
+        window: "fixed", or "entropy" to stop behind a token drawn from an uncertain row; a level
+            that verifies another one stops behind a round that shows such a row.
         temperature_scale: factor on the request's temperature for this level's law.
     """
 
     budget: int
     verifier: str = "hierarchical"
     rounds: int | None = None
+    window: str = "fixed"
     temperature_scale: float = 1.0
 
 
@@ -89,6 +113,7 @@ class DraftBatch:
         law: (logits [n, V], request of each row [n], level) -> probabilities [n, V], the law that
             a level samples from and is verified by.
         coins: (requests [b], counts [b], level) -> [sum(counts)] float64 uniforms, each used once.
+        thresholds: where the entropy windows of this batch stand; updated in place.
     """
 
     tokens: np.ndarray
@@ -99,38 +124,11 @@ class DraftBatch:
     greedy: bool
     law: Callable[[torch.Tensor, np.ndarray, int], torch.Tensor]
     coins: Callable[[np.ndarray, np.ndarray, int], torch.Tensor]
+    thresholds: EntropyThresholds
     end: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         self.end = self.length.copy()
-
-
-@dataclass
-class Proposal:
-    """A ragged draft with the law that each of its tokens was drawn from.
-
-    Attributes:
-        token_ids: [batch, width] int64; request i owns the first counts[i].
-        counts: [batch] int64.
-        source: [batch, width] int64, row of `laws` that token was drawn from.
-        laws: [n, V] float32 proposal rows; None when all rows are one-hot.
-    """
-
-    token_ids: np.ndarray
-    counts: np.ndarray
-    source: np.ndarray
-    laws: torch.Tensor | None
-
-    def flat_token_ids(self) -> np.ndarray:
-        """[sum(counts)] int64, request after request."""
-        return self.token_ids[_filled(self.counts, self.token_ids.shape[1])]
-
-    def flat_laws(self) -> torch.Tensor | None:
-        """[sum(counts), V] proposal rows, request after request."""
-        if self.laws is None:
-            return None
-        index = torch.from_numpy(self.source[_filled(self.counts, self.source.shape[1])])
-        return self.laws.index_select(0, index.to(self.laws.device))
 
 
 class Cascade:
@@ -139,11 +137,16 @@ class Cascade:
     Args:
         levels: the drafters.
         plans: one `LevelPlan` per level.
+        tail: tokens of level 0 that follow the top level's buffer unverified, with level 0's rows
+            (the horizontal cascade).
     """
 
-    def __init__(self, levels: Sequence[Level], plans: Sequence[LevelPlan]) -> None:
+    def __init__(
+        self, levels: Sequence[Level | LookupLevel], plans: Sequence[LevelPlan], tail: int = 0
+    ) -> None:
         self.levels = list(levels)
         self.plans = list(plans)
+        self.tail = tail
         self.stats = [LevelStats() for _ in self.levels]
         self.warned: set[int] = set()
 
@@ -155,10 +158,38 @@ class Cascade:
             the rounds ran out.
         """
         everyone = np.arange(len(want))
-        proposal = self._draft(batch, len(self.levels) - 1, everyone, want)
+        top = np.where(want > 0, np.maximum(want - self.tail, 1), 0)
+        proposal = self._draft(batch, len(self.levels) - 1, everyone, top)
         self.stats[-1].drafted += int(proposal.counts.sum())
         self.stats[-1].rounds += int((proposal.counts > 0).sum())
+        if self.tail and top.any():
+            proposal = self._with_tail(batch, proposal, want)
         return proposal
+
+    def _with_tail(self, batch: DraftBatch, top: Proposal, want: np.ndarray) -> Proposal:
+        everyone = np.arange(len(want))
+        last = top.token_ids[everyone, np.maximum(top.counts - 1, 0)]
+        ended = (top.counts == 0) | (last == batch.eos)
+        room = np.where(ended, 0, np.minimum(want - top.counts, self.tail))
+        tail = self._draft(batch, 0, everyone, room)
+        self.stats[0].drafted += int(tail.counts.sum())
+        self.stats[0].rounds += int((tail.counts > 0).sum())
+        return joined(top, tail)
+
+    def note_verdict(
+        self, proposal: Proposal, rows: np.ndarray, accepted: np.ndarray, thresholds, requests
+    ) -> None:
+        """Take in what the target accepted of the rows of a proposal.
+
+        Args:
+            proposal: what `propose` returned.
+            rows, accepted: [n] rows of the proposal and how many of their tokens were accepted.
+            thresholds, requests: the entropy thresholds and, for each of the n, its column there.
+        """
+        own = np.minimum(accepted, proposal.verified[rows])
+        self.stats[-1].accepted += int(own.sum())
+        self.stats[0].accepted += int((accepted - own).sum())
+        self._reject(len(self.levels) - 1, proposal, rows, accepted, thresholds, requests)
 
     def take_stats(self) -> list[LevelStats]:
         """The counts since the last call, one entry per level; they start again at zero."""
@@ -168,6 +199,8 @@ class Cascade:
     def ingest(self, batch: DraftBatch, requests: np.ndarray, end: np.ndarray) -> None:
         """Bring every level's cache of `requests` up to the positions `end`, without drafting."""
         for level, valid in enumerate(batch.kv):
+            if not self.levels[level].keeps_cache:
+                continue
             behind = valid[requests] < end
             if behind.any():
                 who, upto = requests[behind], end[behind]
@@ -178,18 +211,32 @@ class Cascade:
     def _draft(
         self, batch: DraftBatch, level: int, requests: np.ndarray, ask: np.ndarray
     ) -> Proposal:
-        if level == 0:
-            return self._draft_lowest(batch, requests, ask)
-        return self._draft_verified(batch, level, requests, ask)
+        if level > 0:
+            return self._draft_verified(batch, level, requests, ask)
+        if hasattr(self.levels[0], "lookup"):
+            return self._draft_looked_up(batch, requests, ask)
+        return self._draft_lowest(batch, requests, ask)
+
+    def _draft_looked_up(
+        self, batch: DraftBatch, requests: np.ndarray, ask: np.ndarray
+    ) -> Proposal:
+        rows, ends = batch.rows[requests], batch.end[requests]
+        token_ids, counts = self.levels[0].lookup(batch.tokens, rows, ends, ask)
+        owners, offsets = ragged_arange(counts)
+        batch.tokens[rows[owners], ends[owners] + offsets] = token_ids[owners, offsets]
+        batch.end[requests] += counts
+        unknown = np.full(token_ids.shape, np.nan)
+        return Proposal(token_ids, counts, np.zeros_like(token_ids), None, unknown, counts)
 
     def _draft_lowest(self, batch: DraftBatch, requests: np.ndarray, ask: np.ndarray) -> Proposal:
-        buffer = _Buffer(len(requests), int(ask.max(initial=0)))
+        buffer = DraftBuffer(len(requests), int(ask.max(initial=0)))
         open_ = ask > 0
         while open_.any():
             active = np.flatnonzero(open_)
             who = requests[active]
             one = np.ones(len(who), dtype=np.int64)
             logits = self._forward(batch, 0, who, one)
+            entropy, uncertain = self._confidence(batch, 0, logits, who)
             if batch.greedy:
                 laws, drawn = None, logits.argmax(-1)
             else:
@@ -198,15 +245,16 @@ class Cascade:
             drawn = drawn.cpu().numpy()
             batch.tokens[batch.rows[who], batch.end[who]] = drawn
             batch.end[who] += 1
-            buffer.append(active, drawn[:, None], one, laws, np.arange(len(who)))
-            open_[active] = (buffer.counts[active] < ask[active]) & (drawn != batch.eos[who])
+            buffer.append(active, drawn[:, None], one, laws, np.arange(len(who)), entropy)
+            ended = (drawn == batch.eos[who]) | uncertain
+            open_[active] = (buffer.counts[active] < ask[active]) & ~ended
         return buffer.proposal()
 
     def _draft_verified(
         self, batch: DraftBatch, level: int, requests: np.ndarray, ask: np.ndarray
     ) -> Proposal:
-        plan, below = self.plans[level], self.stats[level - 1]
-        buffer = _Buffer(len(requests), int(ask.max(initial=0)))
+        plan, budget = self.plans[level], self.plans[level - 1].budget
+        buffer = DraftBuffer(len(requests), int(ask.max(initial=0)))
         open_ = ask > 0
         rounds = 0
         while open_.any() and (plan.rounds is None or rounds < plan.rounds):
@@ -215,9 +263,7 @@ class Cascade:
             start = batch.end[who]
             # One place is kept for the token that this level's own verification draws.
             room = ask[active] - buffer.counts[active] - 1
-            draft = self._draft(
-                batch, level - 1, who, np.minimum(self.plans[level - 1].budget, room)
-            )
+            draft = self._draft(batch, level - 1, who, np.minimum(budget, room))
             logits = self._forward(batch, level, who, draft.counts + 1)
             tokens, accepted, laws = self._verify(batch, level, who, draft, logits)
             emitted = accepted + 1
@@ -226,14 +272,51 @@ class Cascade:
             # What was computed behind the last accepted token belongs to rejected tokens.
             batch.kv[: level + 1, who] = np.minimum(batch.kv[: level + 1, who], start + accepted)
             first_law = np.cumsum(draft.counts + 1) - (draft.counts + 1)
-            buffer.append(active, tokens, emitted, laws, first_law)
-            below.drafted += int(draft.counts.sum())
-            below.accepted += int(accepted.sum())
-            below.rounds += int((draft.counts > 0).sum())
+            owners, offsets = ragged_arange(draft.counts + 1)
+            entropy, uncertain = self._confidence(batch, level, logits, who[owners])
+            buffer.append(active, tokens, emitted, laws, first_law, entropy)
+            self._count_round(batch, level - 1, draft, accepted, who)
             rounds += 1
-            ended = (tokens == batch.eos[who][:, None]) & (tokens >= 0)
-            open_[active] = (buffer.counts[active] < ask[active]) & ~ended.any(1)
+            # Rows of rejected tokens say nothing about what was kept.
+            handed_up = np.zeros(len(who), dtype=bool)
+            handed_up[owners[uncertain & (offsets < emitted[owners])]] = True
+            ended = ((tokens == batch.eos[who][:, None]) & (tokens >= 0)).any(1)
+            open_[active] = (buffer.counts[active] < ask[active]) & ~ended & ~handed_up
         return buffer.proposal()
+
+    def _count_round(
+        self, batch: DraftBatch, below: int, draft: Proposal, accepted: np.ndarray, who: np.ndarray
+    ) -> None:
+        stats = self.stats[below]
+        stats.drafted += int(draft.counts.sum())
+        stats.accepted += int(accepted.sum())
+        stats.rounds += int((draft.counts > 0).sum())
+        self._reject(below, draft, np.arange(len(who)), accepted, batch.thresholds, who)
+
+    def _reject(
+        self,
+        level: int,
+        draft: Proposal,
+        rows: np.ndarray,
+        accepted: np.ndarray,
+        thresholds: EntropyThresholds,
+        requests: np.ndarray,
+    ) -> None:
+        """Move the level's threshold by the rows whose tokens were rejected."""
+        if self.plans[level].window != "entropy":
+            return
+        rejected = accepted < draft.verified[rows]
+        entropy = draft.entropy[rows[rejected], accepted[rejected]]
+        thresholds.reject(level, requests[rejected], entropy)
+
+    def _confidence(
+        self, batch: DraftBatch, level: int, logits: torch.Tensor, requests: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Entropies of rows [n] and whether each lies above its request's threshold."""
+        if self.plans[level].window != "entropy":
+            return np.full(len(requests), np.nan), np.zeros(len(requests), dtype=bool)
+        entropy = row_entropy(logits)
+        return entropy, batch.thresholds.passed(level, requests, entropy)
 
     def _verify(
         self, batch: DraftBatch, level: int, who: np.ndarray, draft: Proposal, logits: torch.Tensor
@@ -298,52 +381,3 @@ class Cascade:
         stats.forwards += 1
         stats.forward_seconds += time.perf_counter() - began
         return logits
-
-
-class _Buffer:
-    """Tokens of a level's call as they come, with the place of each one's law."""
-
-    def __init__(self, batch: int, width: int) -> None:
-        self.token_ids = np.zeros((batch, width), dtype=np.int64)
-        self.source = np.zeros((batch, width), dtype=np.int64)
-        self.counts = np.zeros(batch, dtype=np.int64)
-        self.laws: list[torch.Tensor] = []
-        self.num_laws = 0
-
-    def append(
-        self,
-        active: np.ndarray,
-        token_ids: np.ndarray,
-        emitted: np.ndarray,
-        laws: torch.Tensor | None,
-        first_law: np.ndarray,
-    ) -> None:
-        """Add the first emitted[j] of token_ids[j] to request active[j].
-
-        Their laws are the rows first_law[j], first_law[j] + 1, ... of `laws`.
-        """
-        which, offset = ragged_arange(emitted)
-        place = self.counts[active][which] + offset
-        self.token_ids[active[which], place] = token_ids[which, offset]
-        self.source[active[which], place] = self.num_laws + first_law[which] + offset
-        self.counts[active] += emitted
-        if laws is not None:
-            self.laws.append(laws)
-            self.num_laws += len(laws)
-
-    def proposal(self) -> Proposal:
-        laws = None
-        if self.laws:
-            laws = self.laws[0] if len(self.laws) == 1 else torch.cat(self.laws)
-        return Proposal(self.token_ids, self.counts, self.source, laws)
-
-
-def ragged_arange(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For counts [2, 0, 3]: owners [0, 0, 2, 2, 2] and offsets [0, 1, 0, 1, 2]."""
-    owners = np.repeat(np.arange(len(counts)), counts)
-    offsets = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return owners, offsets
-
-
-def _filled(counts: np.ndarray, width: int) -> np.ndarray:
-    return np.arange(width) < counts[:, None]

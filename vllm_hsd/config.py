@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 Verifier = Literal["hierarchical", "tokenwise"]
 
-LEVEL_KINDS = ("model",)
+LEVEL_KINDS = ("model", "early_exit", "exit_head", "ngram", "bigram")
 
 # Per-model keys of vLLM's own draft configuration; vLLM's class parses their values.
 MODEL_KEYS = (
@@ -31,8 +31,21 @@ class ConfigError(ValueError):
     """A configuration that cannot be served; the message names the key and the fix."""
 
 
+class NgramConfig(BaseModel):
+    """Prompt lookup: the continuation of the longest match of the last min..max tokens."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max: Annotated[int, Field(ge=1)] = 4
+    min: Annotated[int, Field(ge=1)] = 1
+
+
 class LevelConfig(BaseModel):
     """One drafter of a cascade (a level); keys as written in the JSON.
+
+    Its kind is the one key set of `model` (path or name), `early_exit` (layers of the target),
+    `exit_head` (directory written by `vllm-hsd train-heads`), `ngram` and `bigram` (file written
+    by `vllm-hsd bigram`).
 
     `num_tokens` is the level's budget: how many tokens it hands up per request of the level
     above it. The last level has none of its own, it fills `num_speculative_tokens`.
@@ -41,9 +54,14 @@ class LevelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
+    early_exit: Annotated[int, Field(ge=1)] | None = None
+    exit_head: str | None = None
+    ngram: NgramConfig | None = None
+    bigram: str | None = None
     num_tokens: Annotated[int, Field(ge=1)] | None = None
     rounds: Annotated[int, Field(ge=1)] | None = None
     verifier: Verifier | None = None
+    window: Literal["fixed", "entropy"] = "fixed"
     temperature_scale: Annotated[float, Field(gt=0)] = 1.0
     model_keys: dict[str, Any] = Field(default_factory=dict, exclude=True)
 
@@ -64,6 +82,7 @@ class HsdConfig(BaseModel):
     num_speculative_tokens: Annotated[int, Field(ge=1, le=128)]
     levels: list[LevelConfig]
     verifier: Verifier = "hierarchical"
+    tail: Annotated[int, Field(ge=0)] = 0
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> HsdConfig:
@@ -96,6 +115,7 @@ class HsdConfig(BaseModel):
         except ValidationError as error:
             raise ConfigError(_one_sentence(error)) from None
         parsed._check_budgets()
+        parsed._check_lookup()
         return parsed
 
     def _check_budgets(self) -> None:
@@ -124,6 +144,33 @@ class HsdConfig(BaseModel):
                     f"remove it."
                 )
 
+    def _check_lookup(self) -> None:
+        for i, level in enumerate(self.levels):
+            if level.kind != "ngram":
+                continue
+            if i > 0:
+                raise ConfigError(
+                    f"levels[{i}].ngram cannot verify levels[{i - 1}]: an n-gram level has no rows "
+                    "of its own, put it first."
+                )
+            if level.ngram.min > level.ngram.max:
+                raise ConfigError(
+                    f"levels[{i}].ngram.min ({level.ngram.min}) is above max ({level.ngram.max})."
+                )
+            for key, plain in (("window", "fixed"), ("temperature_scale", 1.0)):
+                if getattr(level, key) != plain:
+                    raise ConfigError(
+                        f"levels[{i}].{key} has no meaning for kind 'ngram', whose rows are "
+                        "one-hot: remove it."
+                    )
+        if self.tail and len(self.levels) == 1:
+            raise ConfigError("tail continues the top level with level 0: it needs two levels.")
+        if self.tail >= self.num_speculative_tokens:
+            raise ConfigError(
+                f"tail ({self.tail}) leaves no room for the top level in num_speculative_tokens "
+                f"({self.num_speculative_tokens}): lower it."
+            )
+
     @property
     def budgets(self) -> list[int]:
         """Tokens that each level hands up per call, the last level's included."""
@@ -149,7 +196,7 @@ def _read_cascade(raw: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"cascade: '{path}' lacks \"schema\": 1; write it with this version's vllm-hsd plan."
         )
-    kept = ("num_speculative_tokens", "levels", "verifier")
+    kept = ("num_speculative_tokens", "levels", "verifier", "tail")
     given = {key: value for key, value in raw.items() if key != "cascade"}
     return {**{key: plan[key] for key in kept if key in plan}, **given}
 

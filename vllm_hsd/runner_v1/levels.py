@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_hsd.cascade import ragged_arange
+from vllm_hsd.proposal import ragged_arange
 
 
 class ModelLevel:
@@ -25,6 +25,8 @@ class ModelLevel:
         vllm_config: the target's configuration.
         index: place in the cascade, 0 the cheapest.
     """
+
+    keeps_cache = True
 
     def __init__(self, runner, vllm_config: VllmConfig, index: int) -> None:
         self.runner = runner

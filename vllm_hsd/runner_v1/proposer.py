@@ -10,9 +10,11 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm_hsd.cascade import Cascade, DraftBatch, LevelPlan
 from vllm_hsd.runner_v1.hooks import take_over_runner
 from vllm_hsd.runner_v1.laws import RequestLaws
+from vllm_hsd.runner_v1.level_kinds import build_level
 from vllm_hsd.runner_v1.levels import ModelLevel
 from vllm_hsd.runner_v1.requests import PendingDraft, RequestTable
 from vllm_hsd.runner_v1.sampler import HsdSampler
+from vllm_hsd.window import EntropyThresholds
 
 
 class CascadeProposer(DraftModelProposer):
@@ -30,29 +32,39 @@ class CascadeProposer(DraftModelProposer):
         self.max_model_len = vllm_config.model_config.max_model_len
         self.kv_cache_gid = 0
         self.draft_attn_groups = []
-        self.levels = [ModelLevel(runner, vllm_config, i) for i in range(len(hsd.levels))]
+        self.levels = [
+            build_level(level, runner, vllm_config, i) for i, level in enumerate(hsd.levels)
+        ]
+        self.model_levels = [level for level in self.levels if isinstance(level, ModelLevel)]
         plans = [
             LevelPlan(budget, level.verifier or hsd.verifier, level.rounds, level.temperature_scale)
             for budget, level in zip(hsd.budgets, hsd.levels, strict=True)
         ]
-        self.cascade = Cascade(self.levels, plans)
+        self.cascade = Cascade(self.levels, plans, hsd.tail)
         self.requests = RequestTable(len(self.levels), vllm_config.model_config.seed)
         take_over_runner(self, runner)
 
     def load_model(self, target_model) -> None:
-        for level, config in zip(self.levels, self.speculative_config.level_configs, strict=True):
-            own, self.speculative_config = self.speculative_config, config
-            try:
-                draft_vllm_config = self._create_draft_vllm_config()
-            finally:
-                self.speculative_config = own
-            level.load(draft_vllm_config, config.draft_load_config)
+        configs = self.speculative_config.level_configs
+        for level, config in zip(self.levels, configs, strict=True):
+            if config is None:
+                level.attach(target_model)
+            else:
+                level.load(self._draft_vllm_config(config), config.draft_load_config)
         self.runner.rejection_sampler = HsdSampler(self)
 
+    def _draft_vllm_config(self, level_config):
+        """vLLM's own way from a target's configuration to a drafter's, for one level."""
+        own, self.speculative_config = self.speculative_config, level_config
+        try:
+            return self._create_draft_vllm_config()
+        finally:
+            self.speculative_config = own
+
     def initialize_attn_backend(self, kv_cache_config, kernel_block_sizes=None) -> None:
-        for level in self.levels:
+        for level in self.model_levels:
             level.init_attention(kv_cache_config, kernel_block_sizes)
-        self.draft_attn_groups = [g for level in self.levels for g in level.attention_groups]
+        self.draft_attn_groups = [g for level in self.model_levels for g in level.attention_groups]
 
     def initialize_cudagraph_keys(self, cudagraph_mode) -> None:
         """Levels run without CUDA graphs on this runner."""
@@ -67,7 +79,7 @@ class CascadeProposer(DraftModelProposer):
         """Run every level once on `num_tokens` zeros, for memory profiling and compilation."""
         input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
         positions = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        for level in self.levels:
+        for level in self.model_levels:
             with set_forward_context(
                 None, self.vllm_config, num_tokens=num_tokens, slot_mapping={}
             ):
@@ -93,11 +105,15 @@ class CascadeProposer(DraftModelProposer):
         slots = self.request_slots(input_batch.num_reqs)
         sampled = np.array([len(ids) > 0 for ids in sampled_token_ids])
         length, want = self._lengths(scheduler_output, sampled)
-        # Whatever a level computed behind the last accepted token is forgotten.
+        # Whatever a level computed behind the last accepted token is forgotten; a level without
+        # a cache of its own is always up to date.
         kv = np.minimum(self.requests.kv[:, slots], length - sampled)
+        kv[[not level.keeps_cache for level in self.levels]] = length - sampled
         laws = RequestLaws(
             sampling_metadata, [plan.temperature_scale for plan in self.cascade.plans]
         )
+        table = self.requests.thresholds
+        thresholds = EntropyThresholds(table.total[:, slots], table.count[:, slots])
         batch = DraftBatch(
             tokens=input_batch.token_ids_cpu,
             rows=np.arange(len(slots)),
@@ -107,11 +123,13 @@ class CascadeProposer(DraftModelProposer):
             greedy=laws.greedy,
             law=laws.draft_probabilities,
             coins=lambda who, counts, level: self.requests.coins(slots[who], counts, level),
+            thresholds=thresholds,
         )
         idle = np.flatnonzero(want == 0)
         self.cascade.ingest(batch, idle, (length - sampled)[idle])
         proposal = self.cascade.propose(batch, want)
         self.requests.kv[:, slots] = kv
+        table.total[:, slots], table.count[:, slots] = thresholds.total, thresholds.count
         for row, slot in enumerate(slots):
             self.requests.pending[slot] = PendingDraft(proposal, row) if want[row] else None
         return [

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_hsd.cascade import Proposal, ragged_arange
+from vllm_hsd.proposal import Proposal, ragged_arange
 from vllm_hsd.verify import uniforms
+from vllm_hsd.window import EntropyThresholds
 
 
 @dataclass
@@ -50,6 +51,7 @@ class RequestTable:
         self.seed = np.zeros(0, dtype=np.int64)
         self.draws = np.zeros(0, dtype=np.int64)
         self.kv = np.zeros((num_levels, 0), dtype=np.int64)
+        self.thresholds = EntropyThresholds.fresh(num_levels, 0)
 
     def slots(self, request_ids: list[str], seeds: list[int | None]) -> np.ndarray:
         """[n] slots of the requests; unknown ones are added with an empty cache."""
@@ -95,6 +97,8 @@ class RequestTable:
         self.seed[slot] = self._derived_seed(request_id) if seed is None else seed
         self.draws[slot] = 0
         self.kv[:, slot] = 0
+        self.thresholds.total[:, slot] = 0
+        self.thresholds.count[:, slot] = 0
         return slot
 
     def _derived_seed(self, request_id: str) -> int:
@@ -106,8 +110,10 @@ class RequestTable:
         new = max(16, 2 * old)
         self.seed = np.resize(self.seed, new)
         self.draws = np.resize(self.draws, new)
-        kv = np.zeros((len(self.kv), new), dtype=np.int64)
-        kv[:, :old] = self.kv
-        self.kv = kv
+        wider = ((0, 0), (0, new - old))
+        self.kv = np.pad(self.kv, wider)
+        self.thresholds = EntropyThresholds(
+            np.pad(self.thresholds.total, wider), np.pad(self.thresholds.count, wider)
+        )
         self.pending.extend([None] * (new - old))
         self.free.extend(range(old, new))

@@ -12,7 +12,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_hsd.cascade import ragged_arange
+from vllm_hsd.proposal import ragged_arange
 from vllm_hsd.runner_v1.laws import RequestLaws
 from vllm_hsd.verify import verify_chain
 
@@ -76,7 +76,7 @@ class HsdSampler(RejectionSampler):
             method=method,
             uniforms=uniforms,
         )
-        self.proposer.cascade.stats[-1].accepted += int(result.num_accepted.sum())
+        self._note_verdict(checked, slots, result.num_accepted.cpu().numpy())
         width = int(counts.max(initial=0)) + 1
         sampled = torch.full((len(counts), width), -1, dtype=torch.int32, device=logits.device)
         drawn = result.token_ids[:, :width]
@@ -89,6 +89,24 @@ class HsdSampler(RejectionSampler):
             sampled_token_ids=sampled,
             logprobs_tensors=self._logprobs(metadata, logits, processed, sampled, laws, owners),
         )
+
+    def _note_verdict(
+        self, drafts: _Drafts, slots: np.ndarray | None, accepted: np.ndarray
+    ) -> None:
+        """Tell the cascade what became of its drafts, which may come from several steps."""
+        by_proposal: dict[int, list[int]] = {}
+        for row, draft in enumerate(drafts.pending):
+            if draft is not None:
+                by_proposal.setdefault(id(draft.proposal), []).append(row)
+        for rows in by_proposal.values():
+            pending = [drafts.pending[row] for row in rows]
+            self.proposer.cascade.note_verdict(
+                pending[0].proposal,
+                np.array([draft.row for draft in pending]),
+                accepted[rows],
+                self.proposer.requests.thresholds,
+                slots[rows],
+            )
 
     def _slots(self, batch: int) -> np.ndarray | None:
         """Slots of the batch's requests; None in vLLM's warm-up, whose batch has no requests."""

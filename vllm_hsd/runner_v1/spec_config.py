@@ -12,6 +12,7 @@ from vllm.tokenizers.registry import get_tokenizer
 from vllm.utils.hashing import safe_hash
 
 from vllm_hsd.config import ConfigError, HsdConfig, LevelConfig
+from vllm_hsd.runner_v1.level_kinds import check_level_kind
 
 
 @config
@@ -23,7 +24,7 @@ class HsdSpeculativeConfig(SpeculativeConfig):
     hsd: SkipValidation[Any] = None
     """The parsed `HsdConfig`."""
     level_configs: SkipValidation[list] = Field(default_factory=list)
-    """One stock `SpeculativeConfig(method="draft_model")` per level."""
+    """One stock `SpeculativeConfig(method="draft_model")` per level, None where no model loads."""
 
     @classmethod
     def create(cls, raw: dict, target_model_config, target_parallel_config):
@@ -34,12 +35,16 @@ class HsdSpeculativeConfig(SpeculativeConfig):
         """
         hsd = HsdConfig.parse({key: value for key, value in raw.items() if key != "method"})
         _check_target(target_model_config, target_parallel_config)
-        levels = [
-            _level_config(
-                f"levels[{i}]", level, budget, target_model_config, target_parallel_config
-            )
-            for i, (level, budget) in enumerate(zip(hsd.levels, hsd.budgets, strict=True))
-        ]
+        levels = []
+        for i, (level, budget) in enumerate(zip(hsd.levels, hsd.budgets, strict=True)):
+            name = f"levels[{i}]"
+            if level.kind == "model":
+                levels.append(
+                    _level_config(name, level, budget, target_model_config, target_parallel_config)
+                )
+            else:
+                check_level_kind(name, level, target_model_config)
+                levels.append(None)
         return cls(
             method="hsd",
             hsd=hsd,
@@ -50,11 +55,14 @@ class HsdSpeculativeConfig(SpeculativeConfig):
         )
 
     def __post_init__(self) -> None:
-        top = self.level_configs[-1]
-        # Code of vLLM that knows one drafter sees the level that faces the target.
-        self.model = top.model
-        self.draft_model_config = top.draft_model_config
-        self.draft_parallel_config = top.draft_parallel_config
+        # Code of vLLM that knows one drafter sees the highest level that is a model of its own.
+        models = [level for level in self.level_configs if level is not None]
+        self.draft_model_config = self.target_model_config
+        self.draft_parallel_config = self.target_parallel_config
+        if models:
+            self.draft_model_config = models[-1].draft_model_config
+            self.draft_parallel_config = models[-1].draft_parallel_config
+        self.model = self.draft_model_config.model
         self.draft_tensor_parallel_size = self.target_parallel_config.tensor_parallel_size
         self.prompt_lookup_max = self.prompt_lookup_min = 0
         self.draft_sample_method = "probabilistic"
@@ -73,11 +81,13 @@ class HsdSpeculativeConfig(SpeculativeConfig):
         return 1
 
     def compute_hash(self) -> str:
-        hashes = [level.compute_hash() for level in self.level_configs]
-        return safe_hash(str(("hsd", hashes)).encode(), usedforsecurity=False).hexdigest()
+        models = [level.compute_hash() for level in self.level_configs if level is not None]
+        return safe_hash(
+            str(("hsd", models, self.hsd.model_dump_json())).encode(), usedforsecurity=False
+        ).hexdigest()
 
     def __repr__(self) -> str:
-        names = [level.model for level in self.level_configs]
+        names = [getattr(level, level.kind) for level in self.hsd.levels]
         return (
             f"SpeculativeConfig(method='hsd', levels={names}, "
             f"num_spec_tokens={self.num_speculative_tokens}, verifier={self.hsd.verifier!r})"
