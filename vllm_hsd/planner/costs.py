@@ -1,0 +1,83 @@
+"""Measured times: of a forward by batch size and tokens, and of what a step adds around it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+Role = Literal["draft", "verify", "target", "plain"]
+
+
+class TimeTable(BaseModel):
+    """Milliseconds by batch size (rows) and tokens per request (columns).
+
+    `ms[r][c]` is the median time for `batch_sizes[r]` requests of `tokens[c]` tokens each;
+    `spread[r][c]` the half-width of its interquartile range.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    batch_sizes: list[Positive]
+    tokens: list[Positive]
+    ms: list[list[float]]
+    spread: list[list[float]] | None = None
+
+    @model_validator(mode="after")
+    def _shapes(self) -> TimeTable:
+        for axis, values in (("batch_sizes", self.batch_sizes), ("tokens", self.tokens)):
+            if not values or values != sorted(set(values)):
+                raise ValueError(f"{axis} must be ascending without repetitions")
+        for rows in (self.ms, self.spread):
+            if rows is not None and (
+                len(rows) != len(self.batch_sizes)
+                or any(len(row) != len(self.tokens) for row in rows)
+            ):
+                raise ValueError("ms and spread must have one row per batch size, one column "
+                                 "per token count")  # fmt: skip
+        return self
+
+    def at(self, batch: float, tokens: float) -> float:
+        """Bilinear in batch size and tokens; linear beyond the measured ends, never below 0."""
+        rows = [_line(self.tokens, row, tokens) for row in self.ms]
+        return max(_line(self.batch_sizes, rows, batch), 0.0)
+
+
+def _line(xs: list[int], ys: list[float], x: float) -> float:
+    """Piecewise linear through (xs, ys), the outer pieces prolonged."""
+    if len(xs) == 1:
+        return ys[0]
+    i = int(np.clip(np.searchsorted(xs, x) - 1, 0, len(xs) - 2))
+    return ys[i] + (ys[i + 1] - ys[i]) * (x - xs[i]) / (xs[i + 1] - xs[i])
+
+
+class Costs(BaseModel):
+    """Times of all models on one machine.
+
+    `forward[i]` is the time of model i's forward; the target is the last entry. `overhead`
+    holds what one turn adds to the forward, metadata, sampling and verification included:
+    `draft` (a level-0 step), `verify` (a round of a higher level), `target` (a step of the
+    target with speculation, scheduling and output handling included), `plain` (without).
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    forward: list[TimeTable]
+    overhead: dict[Role, TimeTable] = Field(default_factory=dict)
+
+    def turn(self, model: int, role: Role, batch: float, tokens: float) -> float:
+        """Milliseconds of one turn of a model: its forward and the overhead of its role.
+
+        Args:
+            model: index into `forward`.
+            batch: requests that take part.
+            tokens: tokens per request, the mean where requests differ.
+        """
+        extra = self.overhead[role].at(batch, tokens) if role in self.overhead else 0.0
+        return self.forward[model].at(batch, tokens) + extra
+
+    def turns(self, model: int, role: Role, batch: int, max_tokens: int) -> np.ndarray:
+        """`turn` for 1..max_tokens tokens, float64 [max_tokens]."""
+        return np.array([self.turn(model, role, batch, t + 1) for t in range(max_tokens)])

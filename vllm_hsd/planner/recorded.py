@@ -1,0 +1,101 @@
+"""Acceptance along recorded text: survival tables without assuming independent rounds.
+
+Let x be text of the verifying model p and q the law of the drafter on the same contexts. For a
+round that starts after x_1..x_c, the joint law of the accepted length tau and of the emitted
+text is, for every t up to the draft length,
+
+    hierarchical   P(tau >= t | text) = min over 0 <= s <= t of prod_{r <= s} q_r(x_r) / p_r(x_r)
+    tokenwise      P(tau >= t | text) = prod_{r <= t} min(1, q_r(x_r) / p_r(x_r))
+
+with positions r counted from c, whatever the text after t is: the verifier is lossless, so what
+follows a rejection is again text of p. One teacher-forced pass over text of p hence gives the
+accepted lengths of every drafter and draft length, and the rounds along it are a renewal process
+on positions in which the dependence between rounds is kept. All values lie in [0, 1].
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Verifier = Literal["hierarchical", "tokenwise"]
+VERIFIERS: tuple[Verifier, ...] = ("hierarchical", "tokenwise")
+
+# Stands for log 0: a product with it is 0 in float64, and differences of sums stay finite.
+LOG_ZERO = -1e4
+
+
+def survival_along(
+    log_ratios: ArrayLike, max_tokens: int, verifier: Verifier
+) -> NDArray[np.float64]:
+    """P(at least t tokens are accepted | text) of a round that starts at each position.
+
+    Args:
+        log_ratios: log q(x) - log p(x) of the text's tokens, [..., L]; -inf where q is 0, nan
+            past the end of a text.
+        max_tokens: the longest draft H.
+
+    Returns:
+        float64 [..., L, H + 1 (t)]; 0 where t reaches past the text's end.
+    """
+    ratios = np.asarray(log_ratios, dtype=np.float64)
+    ended = np.isnan(ratios)
+    ratios = np.clip(np.where(ended, LOG_ZERO, ratios), LOG_ZERO, -LOG_ZERO)
+    length = ratios.shape[-1]
+    alive = np.zeros((*ratios.shape, max_tokens + 1))
+    alive[..., 0] = 1.0
+    total, lowest = np.zeros_like(ratios), np.zeros_like(ratios)
+    for t in range(1, max_tokens + 1):
+        step = np.full_like(ratios, LOG_ZERO)
+        step[..., : length - t + 1] = ratios[..., t - 1 :]
+        total += np.minimum(step, 0.0) if verifier == "tokenwise" else step
+        lowest = np.minimum(lowest, total)
+        past_end = np.ones_like(ended)
+        past_end[..., : length - t + 1] = ended[..., t - 1 :]
+        alive[..., t] = np.where(past_end, 0.0, np.exp(lowest))
+    return alive
+
+
+def visited_survival(
+    log_ratios: ArrayLike, max_tokens: int, verifier: Verifier
+) -> NDArray[np.float64]:
+    """Survival table of the rounds that run along the texts, for every draft length.
+
+    For each n, rounds of n drafted tokens follow one another from the start of every text as
+    long as n tokens of it are left; positions count as often as a round starts there.
+
+    Args:
+        log_ratios: as for `survival_along`, [..., N texts, L].
+        max_tokens: the longest draft H; texts shorter than n do not count for n.
+
+    Returns:
+        float64 [..., H + 1 (n), H + 1 (t)], P(at least t of n accepted); 0 for t > n. Where no
+        text is as long as n, the row of the longest draft seen with the missing tail at 0.
+    """
+    ratios = np.asarray(log_ratios, dtype=np.float64)
+    alive = survival_along(ratios, max_tokens, verifier)
+    lengths = (~np.isnan(ratios)).sum(-1)
+    table = np.zeros((*ratios.shape[:-2], max_tokens + 1, max_tokens + 1))
+    table[..., 0] = 1.0
+    for n in range(1, max_tokens + 1):
+        visits = np.zeros((*ratios.shape[:-1], ratios.shape[-1] + n + 1))
+        visits[..., 0] = 1.0
+        starts = np.zeros(table.shape[:-2])
+        sums = np.zeros((*table.shape[:-2], n + 1))
+        for c in range(ratios.shape[-1] - n + 1):
+            here = np.where(c + n <= lengths, visits[..., c], 0.0)
+            chances = here[..., None] * alive[..., c, : n + 1]
+            starts += here.sum(-1)
+            sums += chances.sum(-2)
+            # accepted k: the next round starts k + 1 further on
+            visits[..., c + 1 : c + n + 1] += chances[..., :-1] - chances[..., 1:]
+            visits[..., c + n + 1] += chances[..., -1]
+        seen = starts > 0
+        table[..., n, : n + 1] = np.where(
+            seen[..., None],
+            sums / np.where(seen, starts, 1.0)[..., None],
+            table[..., n - 1, : n + 1],
+        )
+    return table

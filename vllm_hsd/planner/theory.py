@@ -1,0 +1,233 @@
+"""Closed forms of the speculative decoding literature, as functions of rates, budgets and costs.
+
+A rate is the probability that one drafted token is accepted (1 - total variation); a survival
+table holds P(at least t drafted tokens are accepted). Costs are in any one unit of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from vllm_hsd.planner.errors import PlannerError
+
+# Rates are means over measured float32 laws: rounding may break exact inequalities by this much.
+TOLERANCE = 1e-6
+
+
+def total_variation(p: ArrayLike, q: ArrayLike) -> NDArray[np.float64]:
+    """Total variation distance of laws p and q, [..., V] each; the result has shape [...]."""
+    p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
+    return 0.5 * np.abs(p - q).sum(-1)
+
+
+def acceptance_rate(p: ArrayLike, q: ArrayLike) -> NDArray[np.float64]:
+    """P(a token drawn from q is accepted by p) = 1 - TV(p, q) = sum_v min(p(v), q(v)).
+
+    Args:
+        p, q: laws over the vocabulary, [..., V], in either order (the rate is symmetric).
+
+    Source: Leviathan et al. (2023), Corollary 3.6.
+    """
+    return 1.0 - total_variation(p, q)
+
+
+def check_rates(rates: ArrayLike, names: Sequence[str] | None = None) -> NDArray[np.float64]:
+    """The rate matrix as float64 [M, M], if rates of M models can look like this.
+
+    Total variation is a metric, so rates obey rates[i, j] + rates[j, k] <= 1 + rates[i, k].
+    The diagonal is not read: a model always accepts its own tokens.
+
+    Raises:
+        PlannerError: not square, a missing pair (nan), a rate outside [0, 1], an asymmetric
+            pair, or a broken triangle inequality; the message names the models.
+    """
+    matrix = np.array(rates, dtype=np.float64)
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+        raise PlannerError(f"rates must be a square matrix, not of shape {matrix.shape}.")
+    names = [f"model {i}" for i in range(len(matrix))] if names is None else names
+    np.fill_diagonal(matrix, 1.0)
+    for i, j in np.argwhere(np.isnan(matrix)):
+        raise PlannerError(f"the acceptance rate of {names[i]} and {names[j]} is missing.")
+    for i, j in np.argwhere((matrix < -TOLERANCE) | (matrix > 1 + TOLERANCE)):
+        raise PlannerError(
+            f"the acceptance rate of {names[i]} and {names[j]} is {matrix[i, j]:g}, outside [0, 1]."
+        )
+    for i, j in np.argwhere(np.abs(matrix - matrix.T) > TOLERANCE):
+        raise PlannerError(
+            f"the acceptance rate of {names[i]} and {names[j]} is {matrix[i, j]:g} one way and "
+            f"{matrix[j, i]:g} the other, but 1 - total variation is symmetric."
+        )
+    # excess[i, j, k] = rates[i, j] + rates[j, k] - 1 - rates[i, k]
+    excess = matrix[:, :, None] + matrix[None] - 1 - matrix[:, None, :]
+    i, j, k = np.unravel_index(int(excess.argmax()), excess.shape)
+    if excess[i, j, k] > TOLERANCE:
+        raise PlannerError(
+            f"the rates break the triangle inequality: {names[i]}-{names[j]} "
+            f"({matrix[i, j]:g}) plus {names[j]}-{names[k]} ({matrix[j, k]:g}) must not exceed "
+            f"1 plus {names[i]}-{names[k]} ({matrix[i, k]:g}); measure all pairs on the same "
+            f"contexts."
+        )
+    return matrix
+
+
+def power_survival(rate: ArrayLike, max_tokens: int) -> NDArray[np.float64]:
+    """P(at least t of the drafted tokens are accepted) = rate^t for t = 0..max_tokens.
+
+    Args:
+        rate: acceptance rates, any shape [...].
+
+    Returns:
+        float64 [..., max_tokens + 1]: independent acceptance with one rate, token by token.
+    """
+    return np.asarray(rate, dtype=np.float64)[..., None] ** np.arange(max_tokens + 1)
+
+
+def expected_tokens(rate: float, draft_tokens: int) -> float:
+    """E[L], tokens of one target call: (1 - rate^(n+1)) / (1 - rate), bonus token included.
+
+    Source: Leviathan et al. (2023), equation 1.
+    """
+    return float(power_survival(rate, draft_tokens).sum())
+
+
+def expected_tokens_from_ratios(ratios: ArrayLike) -> float:
+    """Tokens of one call of the hierarchical verifier, 1 + sum_t E[a_t].
+
+    Args:
+        ratios: rho_t = p_t(x_t) / q_t(x_t) of drafts x drawn from q, [..., n]; leading axes
+            are drafts, over which the mean is taken. a_t = min(1, a_(t-1) * rho_t), a_0 = 1.
+    """
+    ratios = np.asarray(ratios, dtype=np.float64)
+    prefix = np.ones(ratios.shape[:-1])
+    tokens = 1.0
+    for t in range(ratios.shape[-1]):
+        prefix = np.minimum(1.0, prefix * ratios[..., t])
+        tokens += float(prefix.mean())
+    return tokens
+
+
+def expected_rounds(rate: float, draft_tokens: int, wanted: int) -> float:
+    """gamma(rate, t, T): expected rounds of t drafted tokens until at least T are produced.
+
+    A round gains min(G, t) + 1 tokens, where G counts the acceptances before the first
+    rejection. Renewal: N(T) = 1 + sum_g P(gain = g) N(T - g), and N is 0 at and below 0.
+
+    Source: Fast Inference via Hierarchical Speculative Decoding, section 2.4 (the paper
+    estimates gamma empirically; this is its exact value).
+    """
+    alive = power_survival(rate, draft_tokens)
+    gain = alive - np.append(alive[1:], 0.0)  # gain[k] = P(k accepted, k + 1 gained)
+    rounds = np.zeros(wanted + 1)
+    for have in range(1, wanted + 1):
+        reach = min(draft_tokens + 1, have)
+        rounds[have] = 1.0 + gain[:reach] @ rounds[have - reach : have][::-1]
+    return float(rounds[wanted])
+
+
+def cascade_latency(
+    costs: Sequence[float], rates: Sequence[float], budgets: Sequence[int]
+) -> float:
+    """Expected time per token of a cascade under independent acceptance.
+
+    Args:
+        costs: time of one forward of each model, cheapest first, the target last [K + 1].
+        rates: acceptance rate of each model by the one above it [K].
+        budgets: tokens that each level hands up [K].
+
+    Source: Fast Inference via Hierarchical Speculative Decoding, Corollary 3.1.
+    """
+    if not budgets:
+        return float(costs[-1])
+    time = budgets[0] * costs[0]
+    for i in range(1, len(budgets)):
+        time = expected_rounds(rates[i - 1], budgets[i - 1], budgets[i]) * (time + costs[i])
+    return float((time + costs[-1]) / expected_tokens(rates[-1], budgets[-1]))
+
+
+def speculation_speedup(rate: float, draft_tokens: int, cost_ratio: float) -> float:
+    """Expected wall-time improvement of one draft model over none.
+
+    Args:
+        cost_ratio: time of a draft step over time of a target step.
+
+    Source: Leviathan et al. (2023), Theorem 3.8.
+    """
+    return expected_tokens(rate, draft_tokens) / (1.0 + draft_tokens * cost_ratio)
+
+
+def standardized_walltime_improvement(
+    emitted: int, calls: Sequence[int], cost_ratios: Sequence[float]
+) -> float:
+    """SWI: emitted tokens over the time spent, when every call of a model costs the same.
+
+    Args:
+        calls: calls of each model, the target included.
+        cost_ratios: cost of one call of each model over one of the target (target: 1).
+
+    Source: Cascade Speculative Drafting (Chen et al., 2023b), section 4.
+    """
+    return emitted / float(np.dot(calls, cost_ratios))
+
+
+def redundancy(accepted: int, drafted: int) -> float:
+    """sigma = 1 - accepted / drafted: the share of drafted tokens that were thrown away.
+
+    Source: Hierarchical Speculative Decoding with Dynamic Window, "Further Discussion".
+    """
+    return 1.0 - accepted / drafted
+
+
+def target_utilisation(target_calls: int, emitted: int) -> float:
+    """eta = target calls / emitted tokens; the inverse of block efficiency.
+
+    Source: Hierarchical Speculative Decoding with Dynamic Window, "Further Discussion".
+    """
+    return target_calls / emitted
+
+
+def interleaved_tokens(alpha: float, beta: float, m: int, n: int) -> float:
+    """Expected tokens of one call of the interleaved cascade (Theorem 3.2, as printed).
+
+    The draft is m blocks of n tokens from the small model and one from the medium model. The
+    theorem counts accepted tokens plus one, which is what the lossless form emits: each token
+    is verified against the row that it was drawn from, and the first rejected one is replaced
+    by a draw from norm(max(p - row, 0)). The printed Algorithm 2 keeps the rejected token and
+    adds a plain draw from p after it, one token more than the theorem counts and not the
+    target's law.
+
+    Args:
+        alpha: acceptance rate of the medium model's tokens.
+        beta: acceptance rate of the small model's tokens.
+
+    Source: An Exploration of Hierarchical Speculative Decoding, Theorem 3.2.
+    """
+    block = alpha * beta**n
+    blocks = power_survival(block, m)
+    return float(power_survival(beta, n).sum() * blocks[:-1].sum() + blocks[-1])
+
+
+def interleaved_survival(alpha: float, beta: float, m: int, n: int) -> NDArray[np.float64]:
+    """P(at least t of the m(n+1) interleaved draft tokens are accepted), float64 [m(n+1) + 1].
+
+    Its sum is `interleaved_tokens`: the closed form of Theorem 3.2 without the algebra.
+    """
+    per_token = np.tile(np.append(np.full(n, beta), alpha), m)
+    return np.append(1.0, np.cumprod(per_token))
+
+
+def interleaved_speedup(
+    alpha: float, beta: float, m: int, n: int, medium_cost: float, small_cost: float
+) -> float:
+    """Expected speed-up of the interleaved cascade over no speculation (Theorem 3.4).
+
+    Args:
+        medium_cost: c, time of a medium step over a target step.
+        small_cost: c_s, time of a small step over a medium step.
+
+    Source: An Exploration of Hierarchical Speculative Decoding, Theorem 3.4.
+    """
+    time = 1.0 + m * medium_cost + m * n * medium_cost * small_cost
+    return interleaved_tokens(alpha, beta, m, n) / time
