@@ -1,0 +1,119 @@
+"""Measure the family: overlaps.csv and loss.png beside this file.
+
+    python benchmarks/models/report.py
+
+The overlap of two models in a context is sum_v min(p(v), q(v)) at temperature 1, the acceptance
+rate of token-wise speculative decoding. It is measured on two kinds of context: held-out files of
+the standard library (needs the library's sources, of the same Python version for the same
+numbers), and text that the target continued from prompts.jsonl at temperature 1.
+"""
+
+import argparse
+import csv
+import itertools
+import json
+from pathlib import Path
+
+import torch
+from matplotlib import pyplot as plt
+from train import HERE, SEQUENCE, encode, library_files
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+NAMES = ("target", "mid", "small")
+WINDOWS = 256  # windows of held-out text
+COPIES = 4  # sampled continuations of each prompt
+NEW_TOKENS = 128
+
+
+@torch.no_grad()
+def sampled_contexts(model, tokenizer, prompts: list[str]) -> list[tuple[torch.Tensor, int]]:
+    """Continuations sampled from `model`: (ids [1, n], the first generated position)."""
+    contexts = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt")
+        outputs = model.generate(
+            **ids, do_sample=True, top_k=0, max_new_tokens=NEW_TOKENS, num_return_sequences=COPIES
+        )
+        for row in outputs:
+            ends = (row[ids.input_ids.shape[1] :] == tokenizer.eos_token_id).nonzero()
+            end = ids.input_ids.shape[1] + int(ends[0]) + 1 if len(ends) else len(row)
+            contexts.append((row[None, :end], ids.input_ids.shape[1]))
+    return contexts
+
+
+@torch.no_grad()
+def compare(models: dict, contexts: list[tuple[torch.Tensor, int]], kind: str) -> list[dict]:
+    """One row per pair of models, averaged over positions; the error is over contexts."""
+    pairs = list(itertools.combinations(NAMES, 2))
+    sums = {pair: [] for pair in pairs}
+    for ids, first in contexts:
+        laws = {n: m(ids[:, :-1]).logits[0, first - 1 :].softmax(-1) for n, m in models.items()}
+        for pair in pairs:
+            p, q = laws[pair[0]], laws[pair[1]]
+            overlap = torch.minimum(p, q).sum().item()
+            agree = (p.argmax(-1) == q.argmax(-1)).sum().item()
+            sums[pair].append((overlap, agree, len(p)))
+    rows = []
+    for pair, values in sums.items():
+        overlap, agree, count = torch.tensor(values, dtype=torch.float64).T
+        means = [float(x.sum() / count.sum()) for x in (overlap, agree)]
+        # Standard error of a ratio of sums; contexts are independent, positions are not.
+        errors = [float((x - m * count).square().sum().sqrt() / count.sum())
+                  for x, m in zip((overlap, agree), means, strict=True)]  # fmt: skip
+        rows.append({
+            "contexts": kind, "verifier": pair[0], "drafter": pair[1],
+            "positions": int(count.sum()),
+            "overlap": f"{means[0]:.4f}", "overlap_error": f"{errors[0]:.4f}",
+            "argmax_agreement": f"{means[1]:.4f}", "argmax_agreement_error": f"{errors[1]:.4f}",
+        })  # fmt: skip
+    return rows
+
+
+def plot_losses(source: Path, picture: Path) -> None:
+    rows = list(csv.DictReader(source.open()))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for name in NAMES:
+        mine = [row for row in rows if row["model"] == name]
+        tokens = [int(row["tokens"]) / 1e6 for row in mine]
+        left.plot(tokens, [float(row["held_out_nats"]) for row in mine], label=name)
+        if name != "target":
+            right.plot(tokens, [float(row["train_loss"]) for row in mine], label=name)
+    left.set(xlabel="million training tokens", ylabel="held-out loss (nats per token)")
+    right.set(xlabel="million training tokens", ylabel="total variation from the target")
+    left.legend()
+    right.legend()
+    figure.savefig(picture, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--models", type=Path, default=HERE)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    folder = options.models
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    models = {
+        n: AutoModelForCausalLM.from_pretrained(folder / n, dtype="float32").eval() for n in NAMES
+    }
+    texts = [path.read_text(errors="ignore") for path in library_files()[1]]
+    windows = encode(tokenizer, texts).unfold(0, SEQUENCE + 1, SEQUENCE)
+    chosen = windows[torch.randperm(len(windows))[:WINDOWS]]
+    rows = compare(models, [(w[None], 1) for w in chosen], "held-out text")
+
+    lines = (HERE / "prompts.jsonl").read_text().splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    contexts = sampled_contexts(models["target"], tokenizer, prompts)
+    rows += compare(models, contexts, "sampled from target")
+    with (folder / "overlaps.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    for row in rows:
+        print(*row.values())
+    plot_losses(folder / "loss.csv", folder / "loss.png")
+
+
+if __name__ == "__main__":
+    main()
