@@ -23,7 +23,8 @@ class Hook:
         why: what the replacement does for method "hsd".
         parameters: names of its parameters, in order.
         place: "class" replaced in its class or module at registration, "runner" on one runner
-            instance of a worker, "subclass" overridden in a class of ours.
+            instance of a worker, "subclass" overridden in a class of ours, "late" imported when a
+            level needs it (numba, once loaded, breaks vLLM 0.32's import of Triton kernels).
     """
 
     name: str
@@ -57,6 +58,11 @@ HOOKS = (
         f"{_PROPOSER}.__init__",
         "__new__ hands out the cascade where the runner builds its draft model",
         ("self", "vllm_config", "device", "runner"),
+    ),
+    Hook(
+        "vllm.v1.sample.rejection_sampler.RejectionSampler.__init__",
+        "__new__ hands out our sampler for rejection_sample_method 'hierarchical'",
+        ("self", "sampler", "spec_config", "device"),
     ),
     Hook(
         f"{_SCHEDULER}.update_from_output",
@@ -152,6 +158,12 @@ HOOKS = (
         "subclass",
     ),
     Hook(
+        "vllm.v1.spec_decode.ngram_proposer._find_longest_matched_ngram_and_propose_tokens",
+        "is called by ngram levels",
+        ("origin_tokens", "min_ngram", "max_ngram", "max_model_len", "k"),
+        "late",
+    ),
+    Hook(
         f"{_PROPOSER}._create_draft_vllm_config",
         "is called once per level",
         ("self",),
@@ -218,5 +230,6 @@ def version_fault() -> str | None:
 def faults() -> list[str]:
     """Everything that keeps method 'hsd' from running on the installed vLLM."""
     version = version_fault()
-    differing = [fault for hook in HOOKS if (fault := hook_fault(hook)) is not None]
+    early = [hook for hook in HOOKS if hook.place != "late"]
+    differing = [fault for hook in early if (fault := hook_fault(hook)) is not None]
     return ([version] if version else []) + differing

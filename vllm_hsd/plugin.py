@@ -29,6 +29,7 @@ def register() -> None:
 
     _hook_sampling_params()
     _hook_proposer()
+    _hook_rejection_sampler()
     metrics.install()
 
 
@@ -41,6 +42,10 @@ def _uses_hsd(speculative_config) -> bool:
     return getattr(speculative_config, "method", None) == "hsd"
 
 
+def _verifies_hierarchically(speculative_config) -> bool:
+    return getattr(speculative_config, "verifier", None) == "hierarchical"
+
+
 def _hook_config(faults: list[str]) -> None:
     from vllm.config.vllm import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -50,22 +55,34 @@ def _hook_config(faults: list[str]) -> None:
 
     @functools.wraps(create)
     def create_speculative_config(self, target_model_config, target_parallel_config):
-        raw = dict(self.speculative_config or {})
-        if raw.get("method", self.spec_method) != "hsd":
+        raw = {
+            key.replace("-", "_"): value for key, value in (self.speculative_config or {}).items()
+        }
+        hsd = raw.get("method", self.spec_method) == "hsd"
+        if not hsd and raw.get("rejection_sample_method") != "hierarchical":
             return create(self, target_model_config, target_parallel_config)
         if faults:
-            raise ConfigError(f"method 'hsd' cannot run: {faults[0]}")
-        from vllm_hsd.runner_v1.spec_config import HsdSpeculativeConfig
-
-        if self.spec_tokens is not None:
-            raw.setdefault("num_speculative_tokens", self.spec_tokens)
-        return HsdSpeculativeConfig.create(raw, target_model_config, target_parallel_config)
+            raise ConfigError(f"vllm-hsd cannot run: {faults[0]}")
+        for key, value in (
+            ("method", self.spec_method),
+            ("model", self.spec_model),
+            ("num_speculative_tokens", self.spec_tokens),
+        ):
+            if value is not None:
+                raw.setdefault(key, value)
+        if hsd:
+            from vllm_hsd.runner_v1.spec_config import HsdSpeculativeConfig as config
+        else:
+            from vllm_hsd.runner_v1.stock_drafters import HierarchicalSpeculativeConfig as config
+        return config.create(raw, target_model_config, target_parallel_config)
 
     @functools.wraps(unsupported)
     def unsupported_with_cascades(self):
         features = unsupported(self)
         if _uses_hsd(self.speculative_config):
             features.append("speculative method 'hsd'")
+        elif _verifies_hierarchically(self.speculative_config):
+            features.append("rejection_sample_method 'hierarchical'")
         return features
 
     EngineArgs.create_speculative_config = create_speculative_config
@@ -96,3 +113,16 @@ def _hook_proposer() -> None:
         return object.__new__(cls)
 
     DraftModelProposer.__new__ = __new__
+
+
+def _hook_rejection_sampler() -> None:
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    def __new__(cls, sampler, spec_config=None, device=None):
+        if cls is RejectionSampler and _verifies_hierarchically(spec_config):
+            from vllm_hsd.runner_v1.stock_drafters import StockDraftSampler
+
+            cls = StockDraftSampler
+        return object.__new__(cls)
+
+    RejectionSampler.__new__ = __new__

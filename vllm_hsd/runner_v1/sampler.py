@@ -10,6 +10,7 @@ from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_hsd.proposal import ragged_arange
@@ -20,19 +21,42 @@ if TYPE_CHECKING:
     from vllm_hsd.runner_v1.proposer import CascadeProposer
 
 
-class HsdSampler(RejectionSampler):
-    """Verifies the cascade's drafts by the target's rows.
+class VerifyingSampler(RejectionSampler):
+    """vLLM's sampler for its log-probabilities and its place in the runner, with the rest ours."""
 
-    Subclasses vLLM's sampler for its log-probabilities and its place in the runner; verification
-    and random numbers are ours.
-    """
-
-    def __init__(self, proposer: CascadeProposer) -> None:
+    def __init__(self, sampler: Sampler) -> None:
         torch.nn.Module.__init__(self)
-        self.sampler = proposer.runner.sampler
-        mode = self.sampler.logprobs_mode
+        self.sampler = sampler
+        mode = sampler.logprobs_mode
         self.is_processed_logprobs_mode = mode in PROCESSED_LOGPROBS_MODES
         self.is_logits_logprobs_mode = mode in ("raw_logits", "processed_logits")
+
+    def _logprobs(self, metadata, logits, processed, sampled, laws, owners):
+        wanted = laws.metadata.max_num_logprobs
+        if wanted is None:
+            return None
+        rows = logits.to(torch.float32)
+        if self.is_processed_logprobs_mode:
+            index = torch.from_numpy(owners).to(processed.device)
+            constrained, is_greedy = laws.constrained(processed, index)
+            rows = constrained
+            if is_greedy is not None:
+                rows = torch.where(is_greedy[:, None], processed, constrained)
+        return self._get_logprobs_tensors(
+            wanted,
+            metadata,
+            logits,
+            rows[metadata.target_logits_indices],
+            rows[metadata.bonus_logits_indices],
+            sampled,
+        )
+
+
+class HsdSampler(VerifyingSampler):
+    """Verifies the cascade's drafts by the target's rows."""
+
+    def __init__(self, proposer: CascadeProposer) -> None:
+        super().__init__(proposer.runner.sampler)
         self.proposer = proposer
         self.method = proposer.speculative_config.hsd.verifier
 
@@ -128,26 +152,6 @@ class HsdSampler(RejectionSampler):
         discarded = self.proposer.runner.discard_request_mask.np[: len(slots)]
         requests.draws[slots] = np.where(discarded, before, requests.draws[slots])
         return coins
-
-    def _logprobs(self, metadata, logits, processed, sampled, laws, owners):
-        wanted = laws.metadata.max_num_logprobs
-        if wanted is None:
-            return None
-        rows = logits.to(torch.float32)
-        if self.is_processed_logprobs_mode:
-            index = torch.from_numpy(owners).to(processed.device)
-            constrained, is_greedy = laws.constrained(processed, index)
-            rows = constrained
-            if is_greedy is not None:
-                rows = torch.where(is_greedy[:, None], processed, constrained)
-        return self._get_logprobs_tensors(
-            wanted,
-            metadata,
-            logits,
-            rows[metadata.target_logits_indices],
-            rows[metadata.bonus_logits_indices],
-            sampled,
-        )
 
 
 class _Drafts:
