@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from vllm_hsd.planner.errors import PlannerError
-from vllm_hsd.planner.theory import cascade_latency, check_rates, power_survival
+from vllm_hsd.planner.theory import cascade_latency, check_rates, survival_table
 
 Floats = NDArray[np.float64]
 
@@ -72,12 +72,9 @@ def gain_table(survival: Floats) -> Floats:
     """P(a round gains g tokens | n were drafted), [..., T + 1 (n), T + 2 (g)].
 
     Args:
-        survival: P(at least t of n are accepted): [..., T + 1 (t)] if it does not depend on n,
-            else [..., T + 1 (n), T + 1 (t)]; survival[..., 0] is 1.
+        survival: P(at least t of n are accepted), [..., T + 1 (n), T + 1 (t)]; 1 at t = 0.
     """
     size = survival.shape[-1]
-    if survival.ndim < 2 or survival.shape[-2] != size:
-        survival = np.repeat(survival[..., None, :], size, axis=-2)
     alive = np.tril(survival)  # nothing beyond the draft's end
     gains = np.zeros((*alive.shape[:-1], size + 1))
     gains[..., 1:-1] = alive[..., :-1] - alive[..., 1:]
@@ -120,7 +117,7 @@ def paper_graph(costs: ArrayLike, rates: ArrayLike, max_budget: int) -> Graph:
     """
     costs, rates = check_costs(costs), check_rates(rates)
     verify = np.repeat(costs[:, None], max_budget + 1, axis=1)
-    survival = power_survival(rates, max_budget)
+    survival = survival_table(rates, max_budget)
     return build_graph(costs[:-1], verify, float(costs[-1]), survival, capped=False)
 
 
@@ -133,8 +130,8 @@ def build_graph(
         draft: time in which a model drafts one token on its own [M].
         verify: time in which a model verifies n tokens, [M + 1, T + 1 (n)].
         plain: time in which the target makes one token without speculation.
-        survival: P(model i accepts at least t of n tokens drafted by k): [M + 1 (i),
-            M + 1 (k), T + 1 (t)] or [M + 1, M + 1, T + 1 (n), T + 1 (t)].
+        survival: P(model i accepts at least t of n tokens drafted by k), [M + 1 (i),
+            M + 1 (k), T + 1 (n), T + 1 (t)].
         capped: whether the last rounds ask for fewer tokens (see `renewal`). A capped level
             that asks for fewer tokens than its drafter's budget is taken to pay in proportion.
     """
@@ -152,6 +149,7 @@ def build_graph(
     # a capped level that owes j tokens never asks for more than j - 1.
     useless = tokens[:, None] >= tokens if capped else tokens[:, None] > tokens
     cost[:, :, useless] = np.inf
+    multiplier[:, :, useless] = 1.0
     emitted = (gains[-1, :-1] * np.arange(size + 2)).sum(-1)[:, 1:]
     return Graph(
         cost=cost,

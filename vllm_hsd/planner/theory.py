@@ -85,6 +85,20 @@ def power_survival(rate: ArrayLike, max_tokens: int) -> NDArray[np.float64]:
     return np.asarray(rate, dtype=np.float64)[..., None] ** np.arange(max_tokens + 1)
 
 
+def survival_table(rates: ArrayLike, max_tokens: int) -> NDArray[np.float64]:
+    """P(at least t of n drafted tokens are accepted) = rate^t, [..., n, t], 0 for t > n.
+
+    Args:
+        rates: acceptance rates, any shape [...].
+
+    Returns:
+        float64 [..., max_tokens + 1, max_tokens + 1].
+    """
+    return np.tril(
+        np.repeat(power_survival(rates, max_tokens)[..., None, :], max_tokens + 1, axis=-2)
+    )
+
+
 def expected_tokens(rate: float, draft_tokens: int) -> float:
     """E[L], tokens of one target call: (1 - rate^(n+1)) / (1 - rate), bonus token included.
 
