@@ -1,5 +1,7 @@
 """The dynamic program against brute force, and the papers' tables."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -35,7 +37,7 @@ def test_optimum_equals_brute_force(seed, models, max_budget):
         optimize.brute_force(costs, rates, max_budget)[0].cost, rel=1e-12
     )
     pairs = [*best.levels, models]
-    chain = [rates[a, b] for a, b in zip(pairs, pairs[1:], strict=False)]
+    chain = [rates[a, b] for a, b in itertools.pairwise(pairs)]
     assert cascade_latency(costs[pairs], chain, best.budgets) == pytest.approx(best.cost)
 
 

@@ -41,20 +41,21 @@ def survival_along(
         float64 [..., L, H + 1 (t)]; 0 where t reaches past the text's end.
     """
     ratios = np.asarray(log_ratios, dtype=np.float64)
-    ended = np.isnan(ratios)
-    ratios = np.clip(np.where(ended, LOG_ZERO, ratios), LOG_ZERO, -LOG_ZERO)
     length = ratios.shape[-1]
+    past = np.full((*ratios.shape[:-1], max_tokens), np.nan)
+    padded = np.concatenate([ratios, past], axis=-1)
+    ended = np.isnan(padded)
+    steps = np.clip(np.where(ended, LOG_ZERO, padded), LOG_ZERO, -LOG_ZERO)
+    if verifier == "tokenwise":
+        steps = np.minimum(steps, 0.0)
     alive = np.zeros((*ratios.shape, max_tokens + 1))
     alive[..., 0] = 1.0
     total, lowest = np.zeros_like(ratios), np.zeros_like(ratios)
     for t in range(1, max_tokens + 1):
-        step = np.full_like(ratios, LOG_ZERO)
-        step[..., : length - t + 1] = ratios[..., t - 1 :]
-        total += np.minimum(step, 0.0) if verifier == "tokenwise" else step
+        here = slice(t - 1, t - 1 + length)
+        total += steps[..., here]
         lowest = np.minimum(lowest, total)
-        past_end = np.ones_like(ended)
-        past_end[..., : length - t + 1] = ended[..., t - 1 :]
-        alive[..., t] = np.where(past_end, 0.0, np.exp(lowest))
+        alive[..., t] = np.where(ended[..., here], 0.0, np.exp(lowest))
     return alive
 
 
