@@ -12,6 +12,8 @@ import inspect
 from dataclasses import dataclass
 
 TESTED = ("0.32",)
+# Every hook has the same parameters there, but nothing was run.
+COMPARED = ("0.33",)
 
 
 @dataclass(frozen=True)
@@ -214,17 +216,20 @@ def hook_fault(hook: Hook) -> str | None:
     return None
 
 
-def version_fault() -> str | None:
-    """One sentence when the installed vLLM is not of a tested release, None if it is."""
+def installed_release() -> str:
+    """The installed vLLM as "major.minor"."""
     import vllm
 
-    release = ".".join(vllm.__version__.split(".")[:2])
-    if release in TESTED:
+    return ".".join(vllm.__version__.split(".")[:2])
+
+
+def version_fault() -> str | None:
+    """One sentence when the installed vLLM is of an unknown release, None otherwise."""
+    release = installed_release()
+    if release in (*TESTED, *COMPARED):
         return None
-    return (
-        f"vLLM {vllm.__version__} was not tested with this version of vllm-hsd: install one of "
-        f"{', '.join(f'{tested}.*' for tested in TESTED)}."
-    )
+    known = ", ".join(f"{known}.*" for known in (*TESTED, *COMPARED))
+    return f"vLLM {release} is not supported by this version of vllm-hsd: install one of {known}."
 
 
 def faults() -> list[str]:

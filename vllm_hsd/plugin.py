@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import logging
 
+from vllm_hsd import compat
 from vllm_hsd.config import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _registered = False
 
@@ -19,8 +23,6 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    from vllm_hsd import compat
-
     faults = compat.faults()
     _hook_config(faults)
     if faults:
@@ -63,6 +65,12 @@ def _hook_config(faults: list[str]) -> None:
             return create(self, target_model_config, target_parallel_config)
         if faults:
             raise ConfigError(f"vllm-hsd cannot run: {faults[0]}")
+        if compat.installed_release() not in compat.TESTED:
+            logger.warning(
+                "vllm-hsd was tested with vLLM %s; vLLM %s has the same names, but was not run.",
+                ", ".join(compat.TESTED),
+                compat.installed_release(),
+            )
         for key, value in (
             ("method", self.spec_method),
             ("model", self.spec_model),
