@@ -1,25 +1,28 @@
-"""What the kernels share: blocks of a logits row, log-normalisers and inverse-CDF draws.
+"""What the kernels share: how a logits row is cut, its log-normaliser, inverse-CDF draws.
 
-A row of V logits is cut into blocks of at most BLOCK entries, one program each. A block leaves
-two numbers behind, its peak and the sum of exp(logit - peak); from these come the normaliser of
-the row, the block in which a quantile lies, and so the only block that a draw reads again.
+A row of V logits is cut into chunks, one program each, and a chunk into blocks. A chunk leaves
+its peak and the sum of exp(logit - peak) behind, from which the normaliser of the row comes; a
+block its mass, from which the one block comes that a draw has to read again. Chunks are large so
+that few numbers stand for a row, blocks small so that a draw reads little.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-# Vocabulary entries per program: 32 per thread, four 16-byte loads in flight each (bf16).
-BLOCK = 4096
-NUM_WARPS = 4
+# Vocabulary entries per program (32 per thread: four 16-byte loads in flight in bf16) and per
+# block of a draw.
+CHUNK = 8192
+BLOCK = 2048
+NUM_WARPS = 8
 
 LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def block_size(vocab_size: int) -> tuple[int, int]:
-    """(entries per block, blocks per row); a power of two, smaller for a small vocabulary."""
-    size = min(BLOCK, max(32, triton.next_power_of_2(vocab_size)))
-    return size, triton.cdiv(vocab_size, size)
+def cut(vocab_size: int) -> tuple[int, int, int]:
+    """(entries per chunk, entries per block, chunks per row), powers of two but for the last."""
+    chunk = min(CHUNK, max(32, triton.next_power_of_2(vocab_size)))
+    return chunk, min(BLOCK, chunk), triton.cdiv(vocab_size, chunk)
 
 
 def pad(count: int) -> int:
@@ -62,7 +65,7 @@ def check_vector(
 
 @triton.jit
 def load_scaled(row_ptr, entry, vocab_size, inv_temperature):
-    """Logits / temperature of one block, float32; -inf past the vocabulary."""
+    """Logits / temperature of some entries, float32; -inf past the vocabulary."""
     logit = tl.load(row_ptr + entry, mask=entry < vocab_size, other=float("-inf"))
     return logit.to(tl.float32) * inv_temperature
 
@@ -75,10 +78,21 @@ def inverse_temperature(temperature):
 
 @triton.jit
 def peak_and_sum(x):
-    """max(x), sum(exp(x - max)); the sum is NaN if x holds a NaN or +inf, 0 if all are -inf."""
+    """max(x) and sum(exp(x - max)); the sum is NaN if x holds a NaN or +inf, 0 if all are -inf."""
     peak = tl.max(x, axis=0)
-    shift = tl.where(peak > float("-inf"), peak, 0.0)
-    return peak, tl.sum(tl.exp(x - shift), axis=0)
+    return peak, tl.sum(exp_below(x, peak), axis=0)
+
+
+@triton.jit
+def exp_below(x, peak):
+    """exp(x - peak), where peak = max(x) may be -inf."""
+    return tl.exp(x - tl.where(peak > float("-inf"), peak, 0.0))
+
+
+@triton.jit
+def block_masses(weight, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums [CHUNK / BLOCK] of the blocks of a chunk."""
+    return tl.sum(tl.reshape(weight, [CHUNK // BLOCK, BLOCK]), axis=1)
 
 
 @triton.jit
@@ -92,7 +106,7 @@ def peak_and_index(x, entry):
 
 @triton.jit
 def greedy_token(peak, index):
-    """Lowest argmax of a row from its blocks (peak, index as float32); -1 if it is not finite."""
+    """Lowest argmax of a row from its chunks (peak, index as float32); -1 if it is not finite."""
     top = tl.max(peak, axis=0)
     bad = (tl.sum((peak != peak).to(tl.int32), axis=0) > 0) | (top == float("inf"))
     bad = bad | (top == float("-inf"))
@@ -102,7 +116,7 @@ def greedy_token(peak, index):
 
 @triton.jit
 def log_normaliser(peak, total):
-    """log(sum(exp(x))) of rows from their blocks [rows, blocks] (absent: -inf, 0); not finite
+    """log(sum(exp(x))) of rows from their chunks [rows, chunks] (absent: -inf, 0); not finite
     when a row is not a law (NaN, +inf, all masked)."""
     top = tl.max(peak, axis=1)
     shift = tl.where(top > float("-inf"), top, 0.0)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 from vllm_hsd.kernels.blocks import (
+    block_masses,
+    exp_below,
     greedy_token,
     inverse_temperature,
     lane,
@@ -17,8 +19,8 @@ from vllm_hsd.kernels.rng import uniform
 
 @triton.jit
 def row_stats_kernel(
-    stats_ptr,  # float32 [4, B, K + 1, BLOCKS]: peak, sum (T = 0: argmax) of target; of draft
-    plane,  # B * (K + 1) * BLOCKS
+    stats_ptr,  # float32 [4, B, K + 1, CHUNKS]: peak, sum (T = 0: argmax) of target; of draft
+    plane,  # B * (K + 1) * CHUNKS
     arrived_ptr,  # int32 [B]
     target_ptr,  # [sum(n_i + 1), V]
     target_stride,
@@ -35,12 +37,12 @@ def row_stats_kernel(
     ROWS: tl.constexpr,
     READ_DRAFT: tl.constexpr,
     PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    block = tl.program_id(0)
+    chunk = tl.program_id(0)
     row = tl.program_id(1)
     request = tl.program_id(2)
-    if (block == 0) & (row == 0):
+    if (chunk == 0) & (row == 0):
         tl.store(arrived_ptr + request, 0)
     state, target_row, draft_origin, length, _ = request_layout(
         cu_ptr, index_ptr, token_ptr, request, vocab_size, tl.arange(0, ROWS), MAX_DRAFT, PADDED
@@ -48,8 +50,8 @@ def row_stats_kernel(
     temperature = tl.load(temperature_ptr + state)
     # Only a greedy request needs the row after its draft now: it may be the argmax to emit.
     if row < length + (temperature <= 0).to(tl.int32):
-        entry = block * BLOCK + tl.arange(0, BLOCK)
-        slot = stats_ptr + (request * (MAX_DRAFT + 1) + row) * tl.num_programs(0) + block
+        entry = chunk * CHUNK + tl.arange(0, CHUNK)
+        slot = stats_ptr + (request * (MAX_DRAFT + 1) + row) * tl.num_programs(0) + chunk
         x = load_scaled(
             target_ptr + (target_row + row) * target_stride,
             entry,
@@ -80,9 +82,9 @@ def row_stats_kernel(
 def settle_kernel(
     out_ptr,  # int64 [B, K + 1], -1 after the emitted tokens (launch 3)
     count_ptr,  # int32 [2, B]: accepted; emitted (launch 3)
-    mass_ptr,  # float32 [B, K + 1, BLOCKS] residual mass
-    stats_ptr,  # float32 [4, B, K + 1, BLOCKS], see row_stats_kernel
-    plane,  # B * (K + 1) * BLOCKS
+    mass_ptr,  # float32 [B, K + 1, CHUNKS, CHUNK / BLOCK], of residuals; of p after a whole draft
+    stats_ptr,  # float32 [4, B, K + 1, CHUNKS], see row_stats_kernel
+    plane,  # B * (K + 1) * CHUNKS
     arrived_ptr,  # int32 [B]
     target_ptr,  # [sum(n_i + 1), V]
     target_stride,
@@ -110,14 +112,16 @@ def settle_kernel(
     PADDED: tl.constexpr,
     MAX_DRAFT: tl.constexpr,
     ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
-    block = tl.program_id(0)
-    blocks = tl.num_programs(0)
+    parts: tl.constexpr = CHUNK // BLOCK
+    chunk = tl.program_id(0)
+    chunks = tl.num_programs(0)
     request = tl.program_id(1)
     row = tl.arange(0, ROWS)
-    b = tl.arange(0, BLOCKS)
+    part = chunk * parts + tl.arange(0, parts)
     state, target_row, draft_origin, drawn, token = request_layout(
         cu_ptr, index_ptr, token_ptr, request, vocab_size, row, MAX_DRAFT, PADDED
     )
@@ -130,8 +134,8 @@ def settle_kernel(
     inv_draft_temperature = inverse_temperature(draft_temperature)
     target_ptr += target_row * target_stride
     draft_ptr += draft_origin * draft_stride_origin
-    stats_ptr += request * (MAX_DRAFT + 1) * blocks
-    mass_ptr += request * (MAX_DRAFT + 1) * blocks
+    stats_ptr += request * (MAX_DRAFT + 1) * chunks
+    mass_ptr += request * (MAX_DRAFT + 1) * chunks * parts
     seed = tl.load(seed_ptr + state)
     draw = tl.load(draw_ptr + state)
     length, tau, open_, log_a, coin, target_lse, draft_lse = plan(
@@ -151,25 +155,25 @@ def settle_kernel(
         temperature,
         draft_temperature,
         one_hot,
-        blocks,
+        chunks,
         row,
         HIERARCHICAL,
         HAS_DRAFT,
         HAS_LSE,
         ROWS,
-        BLOCKS,
+        CHUNKS,
     )
-    entry = block * BLOCK + tl.arange(0, BLOCK)
+    entry = chunk * CHUNK + tl.arange(0, CHUNK)
     num_open = tl.sum(open_, axis=0)
     greedy = temperature <= 0
     if not DECIDE:
         # Where nothing is open the certain success is the answer: read its row now.
         open_ = tl.where((num_open == 0) & (row == tau), 1, open_)
-        for r in range(tau, tl.where(greedy, 0, length + 1)):
+        # What LICM would lift out of the loop is cheap, the registers that it takes are not.
+        for r in tl.range(tau, tl.where(greedy, 0, length + 1), disable_licm=True):
             if lane(open_, row, r) > 0:
                 wide = lane(row.to(tl.int64), row, r)
                 target_row_ptr = target_ptr + wide * target_stride
-                slot = r * blocks + block
                 if r < length:
                     weight = residual_weight(
                         target_row_ptr,
@@ -184,17 +188,18 @@ def settle_kernel(
                         one_hot,
                         HAS_DRAFT,
                     )
-                    tl.store(mass_ptr + slot, tl.sum(weight, axis=0))
-                elif r == drawn:
-                    # The row after the whole draft, which launch 1 did not read.
+                else:
                     x = load_scaled(target_row_ptr, entry, vocab_size, inv_temperature)
-                    peak, total = peak_and_sum(x)
-                    tl.store(stats_ptr + slot, peak)
-                    tl.store(stats_ptr + slot + plane, total)
+                    peak = tl.max(x, axis=0)
+                    weight = exp_below(x, peak)
+                    tl.store(stats_ptr + r * chunks + chunk, peak)
+                masses = block_masses(weight, CHUNK, BLOCK)
+                tl.store(mass_ptr + r * chunks * parts + part, masses)
     else:
-        inside = b < blocks
+        b = tl.arange(0, CHUNKS * parts)
+        inside = b < chunks * parts
         open_mass = tl.load(
-            mass_ptr + row[:, None] * blocks + b[None, :],
+            mass_ptr + row[:, None] * chunks * parts + b[None, :],
             mask=(open_ > 0)[:, None] & inside[None, :],
             other=0.0,
         )
@@ -204,12 +209,13 @@ def settle_kernel(
         # If every open position failed, the residual of the certain one has not been read yet.
         late = (num_open > 0) & (won < 0)
         tau = tl.maximum(tau, won)
+        bonus = tau == length
         target_row_ptr = target_ptr + tau.to(tl.int64) * target_stride
         draft_row_ptr = draft_ptr + tau.to(tl.int64) * draft_stride_row
         target_shift = lane(target_lse - log_a, row, tau)
         q_shift = lane(draft_lse, row, tau)
-        tau_token = lane(token, row, tau)
-        earlier = blocks - 1
+        rejected = lane(token, row, tau)
+        earlier = chunks - 1
         if late:
             weight = residual_weight(
                 target_row_ptr,
@@ -220,57 +226,61 @@ def settle_kernel(
                 inv_draft_temperature,
                 target_shift,
                 q_shift,
-                tau_token,
+                rejected,
                 one_hot,
                 HAS_DRAFT,
             )
-            tl.store(mass_ptr + tau * blocks + block, tl.sum(weight, axis=0))
+            masses = block_masses(weight, CHUNK, BLOCK)
+            tl.store(mass_ptr + tau * chunks * parts + part, masses)
             # The last program of the request to arrive sees the masses of all.
             tl.debug_barrier()
             earlier = tl.atomic_add(arrived_ptr + request, 1, sem="acq_rel")
-        if earlier == blocks - 1:
-            present = inside & (drawn >= 0)
-            slot = stats_ptr + tau * blocks + b
-            peak = tl.load(slot, mask=present, other=float("-inf"))
-            second = tl.load(slot + plane, mask=present, other=0.0)
-            token_out = tl.full((), -1, tl.int64)
+        if earlier == chunks - 1:
+            final = tl.full((), -1, tl.int64)
             owner = tl.zeros((), tl.int32)
             if greedy:
-                token_out = greedy_token(peak, second)
-            else:
+                c = tl.arange(0, CHUNKS)
+                present = (c < chunks) & (drawn >= 0)
+                slot = stats_ptr + tau * chunks + c
+                peak = tl.load(slot, mask=present, other=float("-inf"))
+                final = greedy_token(peak, tl.load(slot + plane, mask=present, other=0.0))
+            elif drawn >= 0:
+                mass = tl.load(mass_ptr + tau * chunks * parts + b, mask=inside, other=0.0)
+                slot = stats_ptr + tau * chunks + b // parts
+                peak = tl.load(slot, mask=inside & bonus, other=float("-inf"))
                 top = tl.max(peak, axis=0)
-                top = tl.where(top > float("-inf"), top, 0.0)
-                mass = tl.load(mass_ptr + tau * blocks + b, mask=inside & (tau < length), other=0.0)
-                # No residual mass: p itself, whose blocks launch 1 has measured.
-                residual = tl.sum(mass, axis=0) > 0
-                mass = tl.where(residual, mass, second * tl.exp(peak - top)).to(tl.float64)
+                mass = tl.where(bonus, mass * exp_below(peak, top), mass).to(tl.float64)
                 total = tl.sum(mass, axis=0)
                 goal = uniform(seed, final_stream, draw) * total
                 if total > 0:
-                    owner, before = pick(mass, b, goal)
-                    if late | (owner == block):
-                        entry = owner * BLOCK + tl.arange(0, BLOCK)
-                        if residual:
+                    chosen, before = pick(mass, b, goal)
+                    owner = chosen // parts
+                    if late | (owner == chunk):
+                        entries = chosen * BLOCK + tl.arange(0, BLOCK)
+                        if bonus:
+                            x = load_scaled(target_row_ptr, entries, vocab_size, inv_temperature)
+                            weight = exp_below(x, top)
+                        else:
                             weight = residual_weight(
                                 target_row_ptr,
                                 draft_row_ptr,
-                                entry,
+                                entries,
                                 vocab_size,
                                 inv_temperature,
                                 inv_draft_temperature,
                                 target_shift,
                                 q_shift,
-                                tau_token,
+                                rejected,
                                 one_hot,
                                 HAS_DRAFT,
                             )
-                        else:
-                            x = load_scaled(target_row_ptr, entry, vocab_size, inv_temperature)
-                            weight = tl.exp(x - top)
-                        index, _ = pick(weight.to(tl.float64), entry, goal - before)
-                        token_out = index.to(tl.int64)
-            if late | (owner == block):
-                out = tl.where(row < tau, token, tl.where(row == tau, token_out, -1))
+                        index, _ = pick(weight.to(tl.float64), entries, goal - before)
+                        final = index.to(tl.int64)
+                elif not bonus:
+                    # No residual mass: p is q, and the rejected token was drawn from q.
+                    final = rejected
+            if late | (owner == chunk):
+                out = tl.where(row < tau, token, tl.where(row == tau, final, -1))
                 tl.store(out_ptr + request * (MAX_DRAFT + 1) + row, out, mask=row <= MAX_DRAFT)
                 tl.store(count_ptr + request, tau)
-                tl.store(count_ptr + num_requests + request, tau + (token_out >= 0).to(tl.int32))
+                tl.store(count_ptr + num_requests + request, tau + (final >= 0).to(tl.int32))

@@ -75,13 +75,13 @@ def plan(
     temperature,
     draft_temperature,
     one_hot,
-    blocks,
+    chunks,
     row,
     HIERARCHICAL: tl.constexpr,
     HAS_DRAFT: tl.constexpr,
     HAS_LSE: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
     """What the normalisers alone decide about a request; pointers stand at its first row.
 
@@ -89,9 +89,9 @@ def plan(
     succeed, log a [ROWS], coins [ROWS], log-normalisers of target [ROWS] and draft [ROWS]).
     Lane r stands for the prefix of r tokens and for the rows after it.
     """
-    b = tl.arange(0, BLOCKS)
-    inside = (row < length)[:, None] & (b < blocks)[None, :]
-    slot = stats_ptr + row[:, None] * blocks + b[None, :]
+    c = tl.arange(0, CHUNKS)
+    inside = (row < length)[:, None] & (c < chunks)[None, :]
+    slot = stats_ptr + row[:, None] * chunks + c[None, :]
     peak = tl.load(slot, mask=inside, other=float("-inf"))
     second = tl.load(slot + plane, mask=inside, other=0.0)
     drafted = row < length

@@ -9,7 +9,7 @@ still decide, launch 3 decides, and reads again the one block that holds the nex
 from typing import NamedTuple
 
 import torch
-from vllm_hsd.kernels.blocks import NUM_WARPS, block_size, check_logits, check_vector, pad
+from vllm_hsd.kernels.blocks import NUM_WARPS, check_logits, check_vector, cut, pad
 from vllm_hsd.kernels.chain_kernels import row_stats_kernel, settle_kernel
 from vllm_hsd.kernels.rng import ACCEPT, FINAL, stream_id
 
@@ -212,9 +212,11 @@ def _launch(
     result = ChainResult(out, counts[0], counts[1])
     if batch == 0:
         return result
-    size, blocks = block_size(vocab_size)
-    stats = torch.empty(4, batch, max_draft + 1, blocks, dtype=torch.float32, device=device)
-    mass = torch.empty(batch, max_draft + 1, blocks, dtype=torch.float32, device=device)
+    chunk, block, chunks = cut(vocab_size)
+    stats = torch.empty(4, batch, max_draft + 1, chunks, dtype=torch.float32, device=device)
+    mass = torch.empty(
+        batch, max_draft + 1, chunks, chunk // block, dtype=torch.float32, device=device
+    )
     arrived = torch.empty(batch, dtype=torch.int32, device=device)
     # Pointers that a specialisation does not follow still have to be tensors.
     draft_rows = target_logits if draft_logits is None else draft_logits
@@ -224,10 +226,10 @@ def _launch(
         "PADDED": index is not None,
         "MAX_DRAFT": max_draft,
         "ROWS": pad(max_draft + 1),
-        "BLOCK": size,
+        "CHUNK": chunk,
         "num_warps": NUM_WARPS,
     }
-    row_stats_kernel[(blocks, max_draft + 1, batch)](
+    row_stats_kernel[(chunks, max_draft + 1, batch)](
         stats,
         stats[0].numel(),
         arrived,
@@ -245,7 +247,7 @@ def _launch(
         **shared,
     )
     for decide in (False, True):
-        settle_kernel[(blocks, batch)](
+        settle_kernel[(chunks, batch)](
             out,
             counts,
             mass,
@@ -273,7 +275,8 @@ def _launch(
             HIERARCHICAL=method == "hierarchical",
             HAS_DRAFT=draft_logits is not None,
             HAS_LSE=draft_lse is not None,
-            BLOCKS=pad(blocks),
+            BLOCK=block,
+            CHUNKS=pad(chunks),
             **shared,
         )
     return result

@@ -3,10 +3,12 @@
 Softmax in float64, then ``vllm_hsd.verify``. Readable and slow; nothing here is tuned.
 """
 
-import torch
+from itertools import pairwise
 
+import torch
 from vllm_hsd.kernels.chain_verify import ChainResult
 from vllm_hsd.kernels.rng import ACCEPT, DRAFT, FINAL, stream_id
+
 from vllm_hsd.verify import uniforms
 from vllm_hsd.verify import verify_chain as verify_chain_probs
 
@@ -66,13 +68,11 @@ def verify_chain(
     if draft_temperature is None:
         draft_temperature = temperature
     results = []
-    for i, (begin, end) in enumerate(zip(cu, cu[1:], strict=False)):
+    for i, (begin, end) in enumerate(pairwise(cu)):
         tokens = draft_token_ids[begin:end].clone()
         tokens[(tokens < 0) | (tokens >= target_logits.shape[1])] = -1
         n = end - begin
-        target = probabilities(
-            target_logits[begin + i : end + i + 1], temperature[i].expand(n + 1)
-        )
+        target = probabilities(target_logits[begin + i : end + i + 1], temperature[i].expand(n + 1))
         draft = None
         if draft_logits is not None and draft_temperature[i] > 0 and temperature[i] > 0:
             draft = probabilities(draft_logits[begin:end], draft_temperature[i].expand(n))

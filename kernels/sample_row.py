@@ -9,9 +9,11 @@ import triton
 import triton.language as tl
 from vllm_hsd.kernels.blocks import (
     NUM_WARPS,
-    block_size,
+    block_masses,
     check_logits,
     check_vector,
+    cut,
+    exp_below,
     greedy_token,
     inverse_temperature,
     is_finite,
@@ -19,67 +21,78 @@ from vllm_hsd.kernels.blocks import (
     log_normaliser,
     pad,
     peak_and_index,
-    peak_and_sum,
     pick,
 )
 from vllm_hsd.kernels.rng import DRAFT, stream_id, uniform
 
 
 @triton.jit
-def _block_stats_kernel(
-    stats_ptr,  # float32 [2, N, BLOCKS]: peak; sum of exp(x - peak), or argmax where T = 0
-    plane,  # N * BLOCKS
+def _row_stats_kernel(
+    stats_ptr,  # float32 [2, N, CHUNKS]: peak; sum of exp(x - peak), or argmax where T = 0
+    plane,  # N * CHUNKS
+    mass_ptr,  # float32 [N, CHUNKS, CHUNK / BLOCK], relative to the peak of the chunk
     logits_ptr,  # [N, V]
     logits_stride,
     temperature_ptr,  # float32 [N]
-    blocks,
+    chunks,
     vocab_size,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    block = tl.program_id(0) % blocks
+    slot = tl.program_id(0)
+    row = (slot // chunks).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
-    entry = block * BLOCK + tl.arange(0, BLOCK)
+    entry = (slot % chunks) * CHUNK + tl.arange(0, CHUNK)
     x = load_scaled(
         logits_ptr + row * logits_stride, entry, vocab_size, inverse_temperature(temperature)
     )
     if temperature > 0:
-        peak, second = peak_and_sum(x)
+        peak = tl.max(x, axis=0)
+        masses = block_masses(exp_below(x, peak), CHUNK, BLOCK)
+        part = tl.arange(0, CHUNK // BLOCK)
+        tl.store(mass_ptr + slot.to(tl.int64) * (CHUNK // BLOCK) + part, masses)
+        second = tl.sum(masses, axis=0)
     else:
         peak, second = peak_and_index(x, entry)
-    slot = stats_ptr + row * blocks + block
-    tl.store(slot, peak)
-    tl.store(slot + plane, second)
+    tl.store(stats_ptr + slot, peak)
+    tl.store(stats_ptr + slot + plane, second)
 
 
 @triton.jit
 def _draw_kernel(
     token_ptr,  # int64 [N]
     lse_ptr,  # float32 [N]
-    stats_ptr,  # float32 [2, N, BLOCKS]
-    plane,  # N * BLOCKS
+    stats_ptr,  # float32 [2, N, CHUNKS]
+    plane,  # N * CHUNKS
+    mass_ptr,  # float32 [N, CHUNKS, CHUNK / BLOCK]
     logits_ptr,  # [N, V]
     logits_stride,
     temperature_ptr,  # float32 [N]
     seed_ptr,  # int64 [N]
     draw_ptr,  # int64 [N]
     stream,
-    blocks,
+    chunks,
     vocab_size,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    parts: tl.constexpr = CHUNK // BLOCK
     temperature = tl.load(temperature_ptr + row)
-    b = tl.arange(0, BLOCKS)
-    slot = stats_ptr + row * blocks + b
-    peak = tl.load(slot, mask=b < blocks, other=float("-inf"))
-    second = tl.load(slot + plane, mask=b < blocks, other=0.0)
+    c = tl.arange(0, CHUNKS)
+    stats_ptr += row * chunks
+    peak = tl.load(stats_ptr + c, mask=c < chunks, other=float("-inf"))
+    second = tl.load(stats_ptr + plane + c, mask=c < chunks, other=0.0)
     token = tl.full((), -1, tl.int64)
     if temperature > 0:
         lse = tl.max(log_normaliser(peak[None, :], second[None, :]), axis=0)
         if is_finite(lse):
-            mass = tl.where(second > 0, second * tl.exp(peak - lse), 0.0).to(tl.float64)
+            b = tl.arange(0, CHUNKS * parts)
+            inside = b < chunks * parts
+            mass = tl.load(mass_ptr + row * chunks * parts + b, mask=inside, other=0.0)
+            scale = tl.load(stats_ptr + b // parts, mask=inside, other=float("-inf"))
+            mass = (mass * tl.exp(scale - lse)).to(tl.float64)
             u = uniform(tl.load(seed_ptr + row), stream, tl.load(draw_ptr + row))
             goal = u * tl.sum(mass, axis=0)
             chosen, before = pick(mass, b, goal)
@@ -127,34 +140,39 @@ def sample_row(
     lse = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows == 0:
         return token, lse
-    size, blocks = block_size(vocab_size)
-    stats = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits.device)
-    _block_stats_kernel[(rows * blocks,)](
+    chunk, block, chunks = cut(vocab_size)
+    stats = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
+    mass = torch.empty(rows, chunks, chunk // block, dtype=torch.float32, device=logits.device)
+    _row_stats_kernel[(rows * chunks,)](
         stats,
-        rows * blocks,
+        rows * chunks,
+        mass,
         logits,
         logits.stride(0),
         temperature,
-        blocks,
+        chunks,
         vocab_size,
-        BLOCK=size,
+        CHUNK=chunk,
+        BLOCK=block,
         num_warps=NUM_WARPS,
     )
     _draw_kernel[(rows,)](
         token,
         lse,
         stats,
-        rows * blocks,
+        rows * chunks,
+        mass,
         logits,
         logits.stride(0),
         temperature,
         seeds,
         draws,
         stream,
-        blocks,
+        chunks,
         vocab_size,
-        BLOCK=size,
-        BLOCKS=pad(blocks),
+        CHUNK=chunk,
+        BLOCK=block,
+        CHUNKS=pad(chunks),
         num_warps=NUM_WARPS,
     )
     return token, lse

@@ -2,6 +2,7 @@
 
 Comparisons come back with their operands' dtype, so a mask made from scalars is refused ("mask
 has unsupported dtype"); functions of libdevice come back as None. Both are given their meaning.
+The language is patched once a process, not at every call of a device function (half the time).
 """
 
 import numpy as np
@@ -23,6 +24,19 @@ def repair() -> None:
     for name, function in _LIBDEVICE.items():
         if hasattr(libdevice, name):
             setattr(libdevice, name, _elementwise(function))
+    interpreter._patch_lang = _patch_once(interpreter._patch_lang)
+
+
+def _patch_once(patch):
+    seen = set()
+
+    def patched(fn):
+        if id(fn.__globals__) not in seen:
+            patch(fn)
+            seen.add(id(fn.__globals__))
+        return interpreter._LangPatchScope()
+
+    return patched
 
 
 def _as_bool(compare):
