@@ -105,6 +105,12 @@ HOOKS = (
         "runner",
     ),
     Hook(
+        f"{_RUNNER}.GPUModelRunner._update_states",
+        "follows requests that join, leave or come back",
+        ("self", "scheduler_output"),
+        "runner",
+    ),
+    Hook(
         f"{_RUNNER}.GPUModelRunner.sample_tokens",
         "attaches the per-level counts to the step's output",
         ("self", "grammar_output"),

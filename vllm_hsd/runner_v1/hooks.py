@@ -19,11 +19,20 @@ def take_over_runner(proposer: CascadeProposer, runner) -> None:
 
     def sample_tokens_with_counts(grammar_output):
         output = sample_tokens(grammar_output)
-        if isinstance(output, ModelRunnerOutput):
+        if isinstance(output, ModelRunnerOutput) and output.req_ids:
             # A plain attribute: pickled to the scheduler with the output, unknown to vLLM.
             output.hsd_level_stats = proposer.cascade.take_stats()
         return output
 
+    update_states = runner._update_states
+
+    def update_states_and_follow(scheduler_output):
+        # Also called for steps without tokens, which tell that the last request has ended.
+        deferred = update_states(scheduler_output)
+        proposer.follow_scheduler(scheduler_output)
+        return deferred
+
+    runner._update_states = update_states_and_follow
     runner.sample_tokens = sample_tokens_with_counts
     runner.propose_draft_token_ids = proposer.propose_draft_token_ids
     # Stock vLLM stops drafting for the whole batch near max_model_len; we cap per request.

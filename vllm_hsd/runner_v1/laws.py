@@ -47,6 +47,11 @@ class RequestLaws:
         """Every request of the batch takes the argmax."""
         return self.metadata.all_greedy
 
+    @property
+    def masks(self) -> bool:
+        """Some request has allowed tokens or logit bias, which move even the argmax of a level."""
+        return self.metadata.allowed_token_ids_mask is not None or self.bias is not None
+
     def probabilities(
         self, logits: torch.Tensor, requests: np.ndarray, scale: float = 1.0
     ) -> torch.Tensor:

@@ -100,7 +100,6 @@ class CascadeProposer(DraftModelProposer):
         Takes the place of the runner's method of the same name; runs after bookkeeping, so
         `sampled_token_ids` are lists and the batch already holds them.
         """
-        self._follow_scheduler(scheduler_output)
         input_batch = self.runner.input_batch
         slots = self.request_slots(input_batch.num_reqs)
         sampled = np.array([len(ids) > 0 for ids in sampled_token_ids])
@@ -120,7 +119,7 @@ class CascadeProposer(DraftModelProposer):
             length=length,
             kv=kv,
             eos=self._eos(len(slots)),
-            greedy=laws.greedy,
+            greedy=laws.greedy and not laws.masks,
             law=laws.draft_probabilities,
             coins=lambda who, counts, level: self.requests.coins(slots[who], counts, level),
             thresholds=thresholds,
@@ -137,12 +136,13 @@ class CascadeProposer(DraftModelProposer):
             for ids, count in zip(proposal.token_ids, proposal.counts, strict=True)
         ]
 
-    def _follow_scheduler(self, scheduler_output) -> None:
-        """Requests that left, joined or came back since the last step."""
+    def follow_scheduler(self, scheduler_output) -> None:
+        """Take note of requests that left, joined or came back since the last step."""
         for request_id in scheduler_output.finished_req_ids:
             self.requests.remove(request_id)
         for request in scheduler_output.scheduled_new_reqs:
             state = self.runner.requests[request.req_id]
+            self.requests.remove(request.req_id)
             self.requests.restart(request.req_id, _seed(state), request.num_computed_tokens)
         cached = scheduler_output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
