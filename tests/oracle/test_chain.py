@@ -1,5 +1,6 @@
 """Exact law of one and two verification calls on a chain, in fractions."""
 
+from collections import defaultdict
 from fractions import Fraction
 
 import pytest
@@ -193,6 +194,20 @@ def test_coins_keyed_by_position_are_caught_over_two_calls():
     assert bias(p, 3, two_calls(p, q, 2, naive.tokenwise, by_position=True)) == 0
     hierarchical = two_calls(p, q, 2, naive.hierarchical, by_position=True)
     assert bias(p, 3, hierarchical) > Fraction(1, 1000)
+
+
+@pytest.mark.parametrize("verify", VERIFIERS)
+def test_drafts_past_the_end_token_change_nothing_before_it(verify):
+    p, q, n, end = Table(3, 1), Table(3, 101), 3, 2
+
+    def cut(law):
+        result = defaultdict(Fraction)
+        for tokens, weight in law.items():
+            result[tokens[: (*tokens, end).index(end) + 1]] += weight
+        return result
+
+    law = extended(law_of(call(p, q, n, verify)), p, n + 1)
+    assert distance(cut(law), cut(p.joint(n + 1))) == 0
 
 
 def test_hierarchical_accepts_more_than_tokenwise():
