@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from vllm_hsd.planner.errors import PlannerError
 
 # Rates are means over measured float32 laws: rounding may break exact inequalities by this much.
-TOLERANCE = 1e-6
+TOLERANCE = 1e-5
 
 
 def total_variation(p: ArrayLike, q: ArrayLike) -> NDArray[np.float64]:

@@ -1,0 +1,276 @@
+"""Measure how the members of a family accept each other: rates, survival tables, entropies.
+
+The target continues every prompt, and one teacher-forced pass of every member over these texts
+gives all laws on the same contexts: the pairwise rates, the entropies, and the acceptance of
+every drafter by the target. A level below the target verifies text of its own, so from contexts
+on the target's texts each candidate draws short continuations, over which the others pass too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_hsd.planner.models import Family, Sampling
+from vllm_hsd.planner.parts import Parts
+from vllm_hsd.planner.prompts import encode
+from vllm_hsd.planner.recorded import VERIFIERS, Verifier, visited_survival
+
+Floats = NDArray[np.float64]
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much text to measure on.
+
+    Attributes:
+        text_tokens: tokens of the target's continuation of each prompt.
+        contexts: contexts per candidate from which it draws continuations of its own.
+        max_tokens: longest draft that the profile covers (H).
+        batch: texts per forward.
+        seed: of everything drawn.
+    """
+
+    text_tokens: int = 96
+    contexts: int = 512
+    max_tokens: int = 16
+    batch: int = 16
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Laws:
+    """What was measured on the laws of M members, the target last.
+
+    Attributes:
+        rates: mean of 1 - total variation on the target's texts, [M, M].
+        rate_errors: its standard error over prompts, [M, M].
+        survival: per verifier [M (verifying), M (drafting), H + 1 (n), H + 1 (t)], see
+            `recorded.visited_survival`; nan where a pair was not measured.
+        entropies: mean, then `QUANTILES`, of the entropy in nats, [M, 1 + len(QUANTILES)].
+        positions: contexts that the rates are means over.
+    """
+
+    rates: Floats
+    rate_errors: Floats
+    survival: dict[Verifier, Floats]
+    entropies: Floats
+    positions: int
+
+
+def measure(
+    family: Family,
+    prompts: Sequence[Any],
+    sampling: Sampling,
+    effort: Effort,
+    parts: Parts,
+    advance: Callable[[str], None] = lambda what: None,
+) -> Laws:
+    """Draw texts and compare the laws of all members on them.
+
+    Args:
+        prompts: from `prompts.read_prompts`.
+        parts: where finished batches are kept, so that a later call continues.
+        advance: told what was finished after every batch; see `batches`.
+    """
+    longest = family.longest - effort.text_tokens - effort.max_tokens
+    contexts = [encode(family.tokenizer, prompt, longest) for prompt in prompts]
+    texts = []
+    for start in range(0, len(contexts), effort.batch):
+        group = contexts[start : start + effort.batch]
+        seed = effort.seed, 0, start
+        texts.append(parts.get(f"text-{start}", _target_text, family, group, sampling, effort, seed))
+        advance("the target's texts")
+    survival = _target_survival(texts, effort)
+    for member in range(len(family.members) - 1):
+        own = _own_texts(family, member, contexts, texts, sampling, effort, parts, advance)
+        for verifier in VERIFIERS:
+            table = visited_survival(own, effort.max_tokens, verifier)
+            table[_not_below(family, member)] = np.nan
+            survival[verifier][member] = table
+    by_prompt = np.concatenate([part["rates"] for part in texts])  # [prompts, M, M]
+    counts = np.concatenate([part["lengths"] for part in texts])
+    rates = np.average(by_prompt, axis=0, weights=counts)
+    spread = (counts[:, None, None] * (by_prompt - rates)) ** 2
+    entropies = np.concatenate([_columns(part["entropies"]) for part in texts], axis=1)
+    entropies = entropies[:, ~np.isnan(entropies[0])]
+    summary = [entropies.mean(1), *np.quantile(entropies, QUANTILES, axis=1)]
+    return Laws(
+        rates=rates,
+        rate_errors=np.sqrt(spread.sum(0)) / counts.sum(),
+        survival=survival,
+        entropies=np.stack(summary, axis=1),
+        positions=int(counts.sum()),
+    )
+
+
+def batches(members: int, prompts: int, effort: Effort) -> int:
+    """How often `measure` calls `advance`."""
+    per_member = -(-effort.contexts // effort.batch)
+    return -(-prompts // effort.batch) + (members - 1) * per_member
+
+
+def _generator(family: Family, *seed: int) -> torch.Generator:
+    state = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> 1)
+    return torch.Generator(family.device).manual_seed(state)
+
+
+def _target_text(
+    family: Family,
+    contexts: list[list[int]],
+    sampling: Sampling,
+    effort: Effort,
+    seed: tuple[int, ...],
+) -> dict[str, NDArray]:
+    """Texts of the target and what all members make of them.
+
+    Returns tokens [B, L], lengths [B], log_probs and entropies [M, B, L] (nan past the end),
+    rates [B, M, M] (means over each text).
+    """
+    last = len(family.members) - 1
+    generator = _generator(family, *seed)
+    tokens = family.draw(last, contexts, effort.text_tokens, sampling, generator)
+    lengths = _lengths(family, tokens)
+    logits = _on_texts(family, contexts, tokens)
+    members, (texts, length) = len(logits), tokens.shape
+    rates = np.ones((texts, members, members))
+    log_probs, entropies = np.full((2, members, texts, length), np.nan)
+    for row in range(texts):
+        laws = torch.stack([sampling.laws(each[row][: lengths[row]]) for each in logits])
+        for i in range(members):
+            overlap = torch.minimum(laws[i], laws[i + 1 :]).sum(-1).double().mean(-1)
+            rates[row, i, i + 1 :] = rates[row, i + 1 :, i] = overlap.cpu().numpy()
+        log_probs[:, row, : lengths[row]] = _log_prob(laws, tokens[row, : lengths[row]])
+        entropies[:, row, : lengths[row]] = torch.special.entr(laws).sum(-1).cpu().numpy()
+    return {
+        "tokens": tokens.cpu().numpy(),
+        "lengths": lengths,
+        "rates": rates,
+        "log_probs": log_probs,
+        "entropies": entropies,
+    }
+
+
+def _own_texts(
+    family: Family,
+    member: int,
+    prompts: list[list[int]],
+    texts: list[dict[str, NDArray]],
+    sampling: Sampling,
+    effort: Effort,
+    parts: Parts,
+    advance: Callable[[str], None],
+) -> Floats:
+    """Log ratios of all members to one, along texts of that one, [M, contexts, H]."""
+    rng = np.random.default_rng((effort.seed, 1, member))
+    written = np.concatenate([part["tokens"] for part in texts])
+    lengths = np.concatenate([part["lengths"] for part in texts])
+    chosen = rng.integers(len(prompts), size=effort.contexts)
+    contexts = [
+        [*prompts[row], *written[row, : rng.integers(lengths[row] + 1)].tolist()]
+        for row in chosen
+    ]
+    found = []
+    for start in range(0, len(contexts), effort.batch):
+        group = contexts[start : start + effort.batch]
+        seed = effort.seed, 2, member, start
+        name = f"own-{member}-{start}"
+        part = parts.get(name, _own_text, family, member, group, sampling, effort, seed)
+        found.append(part["log_probs"])
+        advance("the candidates' texts")
+    return _ratios(np.concatenate(found, axis=1), member)
+
+
+def _own_text(
+    family: Family,
+    member: int,
+    contexts: list[list[int]],
+    sampling: Sampling,
+    effort: Effort,
+    seed: tuple[int, ...],
+) -> dict[str, NDArray]:
+    """log_probs [M, B, H] of all members along short texts of one of them."""
+    generator = _generator(family, *seed)
+    tokens = family.draw(member, contexts, effort.max_tokens, sampling, generator)
+    lengths = _lengths(family, tokens)
+    logits = _on_texts(family, contexts, tokens)
+    log_probs = np.full((len(logits), *tokens.shape), np.nan)
+    for row, length in enumerate(lengths):
+        laws = torch.stack([sampling.laws(each[row][:length]) for each in logits])
+        log_probs[:, row, :length] = _log_prob(laws, tokens[row, :length])
+    return {"log_probs": log_probs}
+
+
+def _on_texts(family: Family, contexts: list[list[int]], tokens: Tensor) -> list[list[Tensor]]:
+    """Logits per member and text, [L, V] each, that predict the tokens drawn after contexts."""
+    length = tokens.shape[1]
+    shortest = min(map(len, contexts)) - 1
+    longest = max(map(len, contexts)) + length - 1
+    padded = torch.zeros(len(contexts), longest, dtype=torch.long, device=family.device)
+    for row, context in enumerate(contexts):
+        whole = torch.cat([torch.tensor(context, device=family.device), tokens[row, :-1]])
+        padded[row, : len(whole)] = whole
+    found = family.logits(padded, shortest)
+    starts = [len(context) - 1 - shortest for context in contexts]
+    return [
+        [each[row, start : start + length] for row, start in enumerate(starts)] for each in found
+    ]
+
+
+def _lengths(family: Family, tokens: Tensor) -> NDArray[np.int64]:
+    """Tokens of each text up to its end-of-text token, which counts."""
+    end = family.target.generation_config.eos_token_id
+    ends = [] if end is None else [end] if isinstance(end, int) else end
+    drawn = tokens.cpu().numpy()
+    ended = np.isin(drawn, ends)
+    return np.where(ended.any(1), ended.argmax(1) + 1, drawn.shape[1])
+
+
+def _log_prob(laws: Tensor, tokens: Tensor) -> Floats:
+    """log of the laws [M, L, V] at tokens [L]; -inf where a law has no mass."""
+    index = tokens.expand(len(laws), -1).unsqueeze(-1)
+    with np.errstate(divide="ignore"):
+        return np.log(laws.gather(-1, index).squeeze(-1).double().cpu().numpy())
+
+
+def _ratios(log_probs: Floats, verifying: int) -> Floats:
+    """log q - log p of all members to the verifying one, [M, N, L]; nan past the ends."""
+    return log_probs - log_probs[verifying]
+
+
+def _target_survival(
+    texts: list[dict[str, NDArray]], effort: Effort
+) -> dict[Verifier, Floats]:
+    """Tables with the target as the verifier; the other verifiers are left for later."""
+    log_probs = np.concatenate([part["log_probs"] for part in texts], axis=1)
+    ratios = _ratios(log_probs, len(log_probs) - 1)
+    size = effort.max_tokens + 1
+    tables = {}
+    for verifier in VERIFIERS:
+        tables[verifier] = np.full((len(ratios), len(ratios), size, size), np.nan)
+        tables[verifier][-1, :-1] = visited_survival(ratios[:-1], effort.max_tokens, verifier)
+    return tables
+
+
+def _not_below(family: Family, member: int) -> list[int]:
+    """Members that can never draft for `member`: itself, the target, and exits above its own."""
+    first_exit, last = len(family.drafters), len(family.members) - 1
+    others = [member, last]
+    if first_exit <= member < last:
+        own = family.exits[member - first_exit]
+        others += [
+            first_exit + n for n, layers in enumerate(family.exits) if layers > own
+        ]
+    return others
+
+
+def _columns(values: Floats) -> Floats:
+    return values.reshape(len(values), -1)

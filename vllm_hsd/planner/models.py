@@ -1,0 +1,218 @@
+"""Candidate models in transformers: their laws on given contexts, and text drawn from them."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from vllm_hsd.planner.errors import PlannerError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How every law is made from logits: softmax of logits / temperature, then top-p.
+
+    Temperature 0 is greedy: all mass on the largest logit.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise PlannerError(f"temperature is {self.temperature:g}: it must be at least 0.")
+        if not 0 < self.top_p <= 1:
+            raise PlannerError(f"top_p is {self.top_p:g}: it must be above 0 and at most 1.")
+
+    def laws(self, logits: Tensor) -> Tensor:
+        """Laws float32 [..., V] of logits [..., V]."""
+        if self.temperature == 0:
+            return nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+        laws = torch.softmax(logits.float() / self.temperature, dim=-1)
+        if self.top_p < 1:
+            ranked, order = laws.sort(dim=-1, descending=True)
+            # A token stays while the more probable ones together hold less than top_p.
+            ranked[ranked.cumsum(-1) - ranked >= self.top_p] = 0
+            laws = torch.zeros_like(laws).scatter_(-1, order, ranked)
+            laws /= laws.sum(-1, keepdim=True)
+        return laws
+
+
+def truncated(model: Any, layers: int) -> Any:
+    """The model that stops after `layers` layers: shares all weights, has its own module tree.
+
+    Final norm and head follow directly, as in an early exit.
+    """
+    short = copy.copy(model)
+    short._modules = dict(model._modules)
+    decoder = copy.copy(model.model)
+    decoder._modules = dict(decoder._modules)
+    decoder.layers = nn.ModuleList(list(model.model.layers)[:layers])
+    decoder.config = copy.copy(model.config)
+    decoder.config.num_hidden_layers = layers
+    short.model = decoder
+    short.config = decoder.config
+    return short
+
+
+class Family:
+    """A target, its early exits and other drafters, all with one vocabulary.
+
+    Members are ordered as the candidates of a profile: other models, early exits, the target.
+
+    Args:
+        target: path or hub name of the target.
+        candidates: the same of the drafters.
+        early_exits: numbers of layers after which the target may stop.
+        device: torch device of the models.
+
+    Raises:
+        PlannerError: the target among its candidates, a model given twice, another vocabulary,
+            an exit that the target does not have.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        candidates: Sequence[str],
+        early_exits: Sequence[int] = (),
+        device: str = "cpu",
+    ):
+        _check_names(target, candidates, early_exits)
+        self.device = device
+        self.tokenizer = AutoTokenizer.from_pretrained(target)
+        self.target = _load(target, device)
+        self.exits = tuple(early_exits)
+        if self.exits:
+            _check_exits(target, self.target, self.exits)
+        self.drafters = []
+        vocabulary = self.tokenizer.get_vocab()
+        for path in candidates:
+            if AutoTokenizer.from_pretrained(path).get_vocab() != vocabulary:
+                raise PlannerError(
+                    f"candidate '{path}' has another vocabulary than the target '{target}': "
+                    f"only drafters with the target's tokenizer can be verified."
+                )
+            model = _load(path, device)
+            ours, theirs = model.config.vocab_size, self.target.config.vocab_size
+            if ours != theirs:
+                raise PlannerError(
+                    f"candidate '{path}' has a vocabulary of {ours} entries and the target "
+                    f"'{target}' one of {theirs}: they must be the same."
+                )
+            self.drafters.append(model)
+        self.members = [
+            *self.drafters,
+            *(truncated(self.target, layers) for layers in self.exits),
+            self.target,
+        ]
+
+    @property
+    def longest(self) -> int:
+        """Tokens that every member can attend to."""
+        return min(m.config.max_position_embeddings for m in (*self.drafters, self.target))
+
+    @torch.inference_mode()
+    def logits(self, tokens: Tensor, first: int) -> list[Tensor]:
+        """Logits of every member on the same texts; early exits come from one target pass.
+
+        Args:
+            tokens: int64 [B, L], right-padded; padding does not change what stands before it.
+            first: position of the first logits wanted.
+
+        Returns:
+            one [B, L - first, V] per member; row t predicts token first + t + 1.
+        """
+        out = [model(input_ids=tokens).logits[:, first:] for model in self.drafters]
+        result = self.target(input_ids=tokens, output_hidden_states=bool(self.exits))
+        for layers in self.exits:
+            hidden = self.target.model.norm(result.hidden_states[layers][:, first:])
+            logits = self.target.lm_head(hidden)
+            if cap := getattr(self.target.config, "final_logit_softcapping", None):
+                logits = cap * torch.tanh(logits / cap)
+            out.append(logits)
+        out.append(result.logits[:, first:])
+        return out
+
+    @torch.inference_mode()
+    def draw(
+        self,
+        member: int,
+        contexts: Sequence[Sequence[int]],
+        length: int,
+        sampling: Sampling,
+        generator: torch.Generator,
+    ) -> Tensor:
+        """Continuations int64 [B, length] of each context, drawn from one member's law.
+
+        Nothing stops at the end of text; the caller cuts there.
+        """
+        model = self.members[member]
+        widest = max(map(len, contexts))
+        tokens = torch.zeros(len(contexts), widest, dtype=torch.long, device=self.device)
+        mask = torch.zeros_like(tokens)
+        for row, context in enumerate(contexts):
+            tokens[row, widest - len(context) :] = torch.tensor(context)
+            mask[row, widest - len(context) :] = 1
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)
+        drawn, cache = [], None
+        for _ in range(length):
+            result = model(
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache = result.past_key_values
+            laws = sampling.laws(result.logits[:, -1])
+            tokens = torch.multinomial(laws, 1, generator=generator)
+            drawn.append(tokens)
+            mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
+            positions = positions[:, -1:] + 1
+        return torch.cat(drawn, dim=1)
+
+
+def _load(path: str, device: str) -> Any:
+    # Laws are compared in float32; half precision on a CPU is slow and may not run at all.
+    dtype = torch.float32 if device == "cpu" else "auto"
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+
+
+def _check_names(target: str, candidates: Sequence[str], early_exits: Sequence[int]) -> None:
+    if not candidates and not early_exits:
+        raise PlannerError("give at least one candidate or one early exit of the target.")
+    seen: set[str] = set()
+    for path in candidates:
+        real = os.path.realpath(path) if os.path.exists(path) else path
+        if real == (os.path.realpath(target) if os.path.exists(target) else target):
+            raise PlannerError(f"the target '{target}' is among its own candidates: remove it.")
+        if real in seen:
+            raise PlannerError(f"candidate '{path}' is given twice: remove one.")
+        seen.add(real)
+    if len(set(early_exits)) != len(early_exits):
+        raise PlannerError(f"early exits {list(early_exits)} repeat themselves: remove one.")
+
+
+def _check_exits(path: str, model: Any, exits: Sequence[int]) -> None:
+    layers = model.config.num_hidden_layers
+    for layer in exits:
+        if not 1 <= layer < layers:
+            raise PlannerError(
+                f"early exit {layer} does not exist: the target '{path}' has {layers} layers, "
+                f"so give 1 to {layers - 1}."
+            )
+    decoder = getattr(model, "model", None)
+    if not all(hasattr(decoder, name) for name in ("layers", "norm")):
+        raise PlannerError(
+            f"the target '{path}' ({type(model).__name__}) has no decoder of layers and a final "
+            f"norm, so its early exits cannot be profiled."
+        )
