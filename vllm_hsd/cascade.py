@@ -231,6 +231,9 @@ class Cascade:
     def _draft_lowest(self, batch: DraftBatch, requests: np.ndarray, ask: np.ndarray) -> Proposal:
         buffer = DraftBuffer(len(requests), int(ask.max(initial=0)))
         open_ = ask > 0
+        if not batch.greedy:
+            # One toss for the whole draft; what an early end leaves over is never used.
+            coins, first_coin = batch.coins(requests, ask, 0), np.cumsum(ask) - ask
         while open_.any():
             active = np.flatnonzero(open_)
             who = requests[active]
@@ -241,7 +244,8 @@ class Cascade:
                 laws, drawn = None, logits.argmax(-1)
             else:
                 laws = self._laws(batch, logits, who, 0)
-                drawn = Mass(laws).draw(batch.coins(who, one, 0).to(laws.device))
+                coin = torch.from_numpy(first_coin[active] + buffer.counts[active])
+                drawn = Mass(laws).draw(coins[coin].to(laws.device))
             drawn = drawn.cpu().numpy()
             batch.tokens[batch.rows[who], batch.end[who]] = drawn
             batch.end[who] += 1
