@@ -87,14 +87,17 @@ def measure(
     for start in range(0, len(contexts), effort.batch):
         group = contexts[start : start + effort.batch]
         seed = effort.seed, 0, start
-        texts.append(parts.get(f"text-{start}", _target_text, family, group, sampling, effort, seed))
+        texts.append(
+            parts.get(f"text-{start}", _target_text, family, group, sampling, effort, seed)
+        )
         advance("the target's texts")
     survival = _target_survival(texts, effort)
     for member in range(len(family.members) - 1):
+        below = _can_draft_for(family, member)
         own = _own_texts(family, member, contexts, texts, sampling, effort, parts, advance)
         for verifier in VERIFIERS:
-            table = visited_survival(own, effort.max_tokens, verifier)
-            table[_not_below(family, member)] = np.nan
+            table = np.full_like(survival[verifier][member], np.nan)
+            table[below] = visited_survival(own[below], effort.max_tokens, verifier)
             survival[verifier][member] = table
     by_prompt = np.concatenate([part["rates"] for part in texts])  # [prompts, M, M]
     counts = np.concatenate([part["lengths"] for part in texts])
@@ -135,16 +138,16 @@ def _target_text(
     Returns tokens [B, L], lengths [B], log_probs and entropies [M, B, L] (nan past the end),
     rates [B, M, M] (means over each text).
     """
-    last = len(family.members) - 1
+    members = len(family.members)
     generator = _generator(family, *seed)
-    tokens = family.draw(last, contexts, effort.text_tokens, sampling, generator)
+    tokens = family.draw(members - 1, contexts, effort.text_tokens, sampling, generator)
     lengths = _lengths(family, tokens)
-    logits = _on_texts(family, contexts, tokens)
-    members, (texts, length) = len(logits), tokens.shape
+    logits = _on_texts(family, contexts, tokens, range(members))
+    texts, length = tokens.shape
     rates = np.ones((texts, members, members))
     log_probs, entropies = np.full((2, members, texts, length), np.nan)
     for row in range(texts):
-        laws = torch.stack([sampling.laws(each[row][: lengths[row]]) for each in logits])
+        laws = _stack(logits, sampling, row, lengths[row])
         for i in range(members):
             overlap = torch.minimum(laws[i], laws[i + 1 :]).sum(-1).double().mean(-1)
             rates[row, i, i + 1 :] = rates[row, i + 1 :, i] = overlap.cpu().numpy()
@@ -175,9 +178,9 @@ def _own_texts(
     lengths = np.concatenate([part["lengths"] for part in texts])
     chosen = rng.integers(len(prompts), size=effort.contexts)
     contexts = [
-        [*prompts[row], *written[row, : rng.integers(lengths[row] + 1)].tolist()]
-        for row in chosen
+        [*prompts[row], *written[row, : rng.integers(lengths[row])].tolist()] for row in chosen
     ]
+    contexts.sort(key=len)  # contexts of one batch are padded to the longest
     found = []
     for start in range(0, len(contexts), effort.batch):
         group = contexts[start : start + effort.batch]
@@ -197,19 +200,22 @@ def _own_text(
     effort: Effort,
     seed: tuple[int, ...],
 ) -> dict[str, NDArray]:
-    """log_probs [M, B, H] of all members along short texts of one of them."""
+    """log_probs [M, B, H] along short texts of one member; nan for those never below it."""
     generator = _generator(family, *seed)
     tokens = family.draw(member, contexts, effort.max_tokens, sampling, generator)
     lengths = _lengths(family, tokens)
-    logits = _on_texts(family, contexts, tokens)
-    log_probs = np.full((len(logits), *tokens.shape), np.nan)
+    present = [*_can_draft_for(family, member), member]
+    logits = _on_texts(family, contexts, tokens, present)
+    log_probs = np.full((len(family.members), *tokens.shape), np.nan)
     for row, length in enumerate(lengths):
-        laws = torch.stack([sampling.laws(each[row][:length]) for each in logits])
-        log_probs[:, row, :length] = _log_prob(laws, tokens[row, :length])
+        laws = _stack(logits, sampling, row, length)
+        log_probs[present, row, :length] = _log_prob(laws, tokens[row, :length])
     return {"log_probs": log_probs}
 
 
-def _on_texts(family: Family, contexts: list[list[int]], tokens: Tensor) -> list[list[Tensor]]:
+def _on_texts(
+    family: Family, contexts: list[list[int]], tokens: Tensor, members: Sequence[int]
+) -> list[list[Tensor]]:
     """Logits per member and text, [L, V] each, that predict the tokens drawn after contexts."""
     length = tokens.shape[1]
     shortest = min(map(len, contexts)) - 1
@@ -218,11 +224,17 @@ def _on_texts(family: Family, contexts: list[list[int]], tokens: Tensor) -> list
     for row, context in enumerate(contexts):
         whole = torch.cat([torch.tensor(context, device=family.device), tokens[row, :-1]])
         padded[row, : len(whole)] = whole
-    found = family.logits(padded, shortest)
+    found = family.logits(padded, shortest, members)
     starts = [len(context) - 1 - shortest for context in contexts]
     return [
-        [each[row, start : start + length] for row, start in enumerate(starts)] for each in found
+        [found[member][row, start : start + length] for row, start in enumerate(starts)]
+        for member in members
     ]
+
+
+def _stack(logits: list[list[Tensor]], sampling: Sampling, row: int, length: int) -> Tensor:
+    """Laws of all given members along one text, [members, length, V]."""
+    return torch.stack([sampling.laws(each[row][:length]) for each in logits])
 
 
 def _lengths(family: Family, tokens: Tensor) -> NDArray[np.int64]:
@@ -246,9 +258,7 @@ def _ratios(log_probs: Floats, verifying: int) -> Floats:
     return log_probs - log_probs[verifying]
 
 
-def _target_survival(
-    texts: list[dict[str, NDArray]], effort: Effort
-) -> dict[Verifier, Floats]:
+def _target_survival(texts: list[dict[str, NDArray]], effort: Effort) -> dict[Verifier, Floats]:
     """Tables with the target as the verifier; the other verifiers are left for later."""
     log_probs = np.concatenate([part["log_probs"] for part in texts], axis=1)
     ratios = _ratios(log_probs, len(log_probs) - 1)
@@ -260,16 +270,14 @@ def _target_survival(
     return tables
 
 
-def _not_below(family: Family, member: int) -> list[int]:
-    """Members that can never draft for `member`: itself, the target, and exits above its own."""
-    first_exit, last = len(family.drafters), len(family.members) - 1
-    others = [member, last]
-    if first_exit <= member < last:
-        own = family.exits[member - first_exit]
-        others += [
-            first_exit + n for n, layers in enumerate(family.exits) if layers > own
-        ]
-    return others
+def _can_draft_for(family: Family, member: int) -> list[int]:
+    """Candidates that may stand below `member`: not itself, no exit that runs more layers."""
+    own = family.layers(member)
+    return [
+        other
+        for other in range(len(family.members) - 1)
+        if other != member and not (own and (family.layers(other) or 0) > own)
+    ]
 
 
 def _columns(values: Floats) -> Floats:

@@ -90,6 +90,7 @@ class Family:
         self.tokenizer = AutoTokenizer.from_pretrained(target)
         self.target = _load(target, device)
         self.exits = tuple(early_exits)
+        self.depth: int = self.target.config.num_hidden_layers
         if self.exits:
             _check_exits(target, self.target, self.exits)
         self.drafters = []
@@ -119,27 +120,47 @@ class Family:
         """Tokens that every member can attend to."""
         return min(m.config.max_position_embeddings for m in (*self.drafters, self.target))
 
+    def layers(self, member: int) -> int | None:
+        """Layers of the target that a member runs; None for the other models."""
+        first = len(self.drafters)
+        return None if member < first else (*self.exits, self.depth)[member - first]
+
     @torch.inference_mode()
-    def logits(self, tokens: Tensor, first: int) -> list[Tensor]:
-        """Logits of every member on the same texts; early exits come from one target pass.
+    def logits(self, tokens: Tensor, first: int, members: Sequence[int]) -> dict[int, Tensor]:
+        """Logits of some members on the same texts; early exits come from one target pass.
 
         Args:
             tokens: int64 [B, L], right-padded; padding does not change what stands before it.
             first: position of the first logits wanted.
 
         Returns:
-            one [B, L - first, V] per member; row t predicts token first + t + 1.
+            [B, L - first, V] per member; row t predicts token first + t + 1.
         """
-        out = [model(input_ids=tokens).logits[:, first:] for model in self.drafters]
-        result = self.target(input_ids=tokens, output_hidden_states=bool(self.exits))
-        for layers in self.exits:
-            hidden = self.target.model.norm(result.hidden_states[layers][:, first:])
-            logits = self.target.lm_head(hidden)
-            if cap := getattr(self.target.config, "final_logit_softcapping", None):
-                logits = cap * torch.tanh(logits / cap)
-            out.append(logits)
-        out.append(result.logits[:, first:])
+        keep = tokens.shape[1] - first
+        exits = [m for m in members if self.layers(m)]
+        deepest = max(exits, key=self.layers, default=None)
+        out = {}
+        for member in members:
+            if member == deepest or member not in exits:
+                result = self.members[member](
+                    input_ids=tokens,
+                    logits_to_keep=keep,
+                    output_hidden_states=member == deepest and len(exits) > 1,
+                )
+                out[member] = result.logits
+                if member == deepest:
+                    hidden = result.hidden_states
+        for member in exits:
+            if member != deepest:
+                out[member] = self._head(hidden[self.layers(member)][:, first:])
         return out
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        """The target's logits from the output of one of its layers."""
+        logits = self.target.lm_head(self.target.model.norm(hidden))
+        if cap := getattr(self.target.config, "final_logit_softcapping", None):
+            logits = cap * torch.tanh(logits / cap)
+        return logits
 
     @torch.inference_mode()
     def draw(
