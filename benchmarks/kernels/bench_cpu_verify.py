@@ -1,10 +1,11 @@
 """CPU: verify_chain against vLLM's V1 rejection sampler, from logits to tokens, paired.
 
 Both sides get the same logits, draft rows and tokens and run in turns in one process; what counts
-is the ratio of the two times of a pair. vLLM runs RejectionSampler.forward (its C++ kernels), we
-run softmax and verify_chain. At temperature 1 vLLM's forward also divides by an expanded
-temperature; its CPU version of that step writes into a copy in 0.32 and 0.33 (vLLM issues 55005,
-55006) and is skipped here, in vLLM's favour. Correctness is checked before anything is timed.
+is the ratio of the two times of a pair, in wall time and, for machines that are shared, in CPU
+time. vLLM runs RejectionSampler.forward (its C++ kernels), we run softmax and verify_chain. At
+temperature 1 vLLM's forward also divides by an expanded temperature; its CPU version of that step
+writes into a copy in 0.32 and 0.33 (vLLM issues 55005, 55006) and is skipped here, in vLLM's
+favour. Correctness is checked before anything is timed.
 """
 
 import argparse
@@ -20,6 +21,8 @@ from vllm_hsd.verify import verify_chain
 DRAFT = 8
 # Noise on the draft's logits that gives about three accepted tokens in four.
 NOISE = 0.6
+WARM_UP = 2
+METHODS = ["greedy", "tokenwise", "hierarchical"]
 
 
 class Case:
@@ -118,35 +121,29 @@ def check(vllm: Vllm) -> None:
         raise SystemExit("draft = target: not everything was accepted, nothing was timed.")
 
 
-METHODS = ["greedy", "tokenwise", "hierarchical"]
-
-
 def paired(case: Case, method: str, vllm: Vllm, pairs: int) -> dict:
+    """Medians of both sides and quartiles of the ratio of each pair, in wall and in CPU time."""
     inputs = vllm.inputs(case, method == "greedy")
     sides = {"vllm": lambda: vllm(inputs), "ours": lambda: ours(case, method)}
-    times = {name: [] for name in sides}
-    emitted = {name: 0 for name in sides}
-    for i in range(pairs + 2):
-        order = list(sides) if i % 2 else list(sides)[::-1]
-        for name in order:
-            start = time.perf_counter()
+    clocks = {"wall": time.perf_counter, "cpu": time.process_time}
+    times = {(name, clock): [] for name in sides for clock in clocks}
+    emitted = dict.fromkeys(sides, 0)
+    for i in range(pairs + WARM_UP):
+        for name in list(sides) if i % 2 else list(sides)[::-1]:
+            start = {clock: read() for clock, read in clocks.items()}
             tokens = sides[name]()
-            if i >= 2:
-                times[name].append(time.perf_counter() - start)
+            if i >= WARM_UP:
+                for clock, read in clocks.items():
+                    times[name, clock].append(read() - start[clock])
                 emitted[name] += int((tokens >= 0).sum())
-    ratios = [a / b for a, b in zip(times["ours"], times["vllm"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    result = {f"{name}_us": 1e6 * statistics.median(times[name, "wall"]) for name in sides}
+    for clock in clocks:
+        ratios = [a / b for a, b in zip(times["ours", clock], times["vllm", clock], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        result |= {f"{clock}_ratio": middle, f"{clock}_q25": low, f"{clock}_q75": high}
     calls = pairs * len(case.lengths)
-    return {
-        "vllm_us": 1e6 * statistics.median(times["vllm"]),
-        "ours_us": 1e6 * statistics.median(times["ours"]),
-        "ratio": middle,
-        "ratio_q25": low,
-        "ratio_q75": high,
-        "vllm_tokens_per_call": emitted["vllm"] / calls,
-        "ours_tokens_per_call": emitted["ours"] / calls,
-        "pairs": pairs,
-    }
+    result |= {f"{name}_tokens_per_call": emitted[name] / calls for name in sides}
+    return result | {"pairs": pairs}
 
 
 def plot(table: pd.DataFrame, path: Path) -> None:
@@ -160,8 +157,9 @@ def plot(table: pd.DataFrame, path: Path) -> None:
     places = range(len(groups))
     for k, method in enumerate(METHODS):
         rows = table[table.method == method]
-        spread = [rows.ratio - rows.ratio_q25, rows.ratio_q75 - rows.ratio]
-        axes.bar([p + 0.27 * (k - 1) for p in places], rows.ratio, 0.25, yerr=spread, label=method)
+        spread = [rows.wall_ratio - rows.wall_q25, rows.wall_q75 - rows.wall_ratio]
+        at = [place + 0.27 * (k - 1) for place in places]
+        axes.bar(at, rows.wall_ratio, 0.25, yerr=spread, label=method)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(places, [f"V={v}\nbatch {b}" for (v, b), _ in groups])
     axes.set_ylabel("time, ours / vLLM V1")
@@ -194,8 +192,10 @@ def main() -> None:
                 rows.append({"vocabulary": vocabulary, "batch": batch, "method": method} | result)
                 print(
                     f"V={vocabulary} batch={batch} {method}: vLLM {result['vllm_us']:.0f} us, "
-                    f"ours {result['ours_us']:.0f} us, ratio {result['ratio']:.2f} "
-                    f"({result['ratio_q25']:.2f}..{result['ratio_q75']:.2f})",
+                    f"ours {result['ours_us']:.0f} us, ratio {result['wall_ratio']:.2f} "
+                    f"({result['wall_q25']:.2f}..{result['wall_q75']:.2f}), "
+                    f"CPU time {result['cpu_ratio']:.2f} "
+                    f"({result['cpu_q25']:.2f}..{result['cpu_q75']:.2f})",
                     flush=True,
                 )
     args.out.mkdir(parents=True, exist_ok=True)
