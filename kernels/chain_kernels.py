@@ -158,7 +158,6 @@ def settle_kernel(
         chunks,
         row,
         HIERARCHICAL,
-        HAS_DRAFT,
         HAS_LSE,
         ROWS,
         CHUNKS,
@@ -186,7 +185,6 @@ def settle_kernel(
                         lane(draft_lse, row, r),
                         lane(token, row, r),
                         one_hot,
-                        HAS_DRAFT,
                     )
                 else:
                     x = load_scaled(target_row_ptr, entry, vocab_size, inv_temperature)
@@ -228,7 +226,6 @@ def settle_kernel(
                 q_shift,
                 rejected,
                 one_hot,
-                HAS_DRAFT,
             )
             masses = block_masses(weight, CHUNK, BLOCK)
             tl.store(mass_ptr + tau * chunks * parts + part, masses)
@@ -272,7 +269,6 @@ def settle_kernel(
                                 q_shift,
                                 rejected,
                                 one_hot,
-                                HAS_DRAFT,
                             )
                         index, _ = pick(weight.to(tl.float64), entries, goal - before)
                         final = index.to(tl.int64)

@@ -78,7 +78,6 @@ def plan(
     chunks,
     row,
     HIERARCHICAL: tl.constexpr,
-    HAS_DRAFT: tl.constexpr,
     HAS_LSE: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -110,20 +109,19 @@ def plan(
         target_lse = tl.zeros_like(top)
     draft_lse = tl.zeros_like(target_lse)
     log_q = tl.zeros_like(target_lse)
-    if HAS_DRAFT:  # noqa: SIM102 - a compile-time condition stays apart
-        if one_hot == 0:
-            if HAS_LSE:
-                lse_ptr = draft_lse_ptr + row.to(tl.int64) * draft_lse_stride_row
-                draft_lse = tl.load(lse_ptr, mask=drafted, other=0.0)
-            else:
-                draft_lse = log_normaliser(
-                    tl.load(slot + 2 * plane, mask=inside, other=float("-inf")),
-                    tl.load(slot + 3 * plane, mask=inside, other=0.0),
-                )
-            logit_ptr = draft_ptr + row.to(tl.int64) * draft_stride_row + token
-            logit = tl.load(logit_ptr, mask=drafted, other=0.0).to(tl.float32)
-            log_q = logit * inverse_temperature(draft_temperature) - draft_lse
-            usable = usable & is_finite(draft_lse)
+    if one_hot == 0:
+        if HAS_LSE:
+            lse_ptr = draft_lse_ptr + row.to(tl.int64) * draft_lse_stride_row
+            draft_lse = tl.load(lse_ptr, mask=drafted, other=0.0)
+        else:
+            draft_lse = log_normaliser(
+                tl.load(slot + 2 * plane, mask=inside, other=float("-inf")),
+                tl.load(slot + 3 * plane, mask=inside, other=0.0),
+            )
+        logit_ptr = draft_ptr + row.to(tl.int64) * draft_stride_row + token
+        logit = tl.load(logit_ptr, mask=drafted, other=0.0).to(tl.float32)
+        log_q = logit * inverse_temperature(draft_temperature) - draft_lse
+        usable = usable & is_finite(draft_lse)
     length = tl.minimum(length, tl.min(tl.where(usable, 2147483647, row), axis=0))
 
     drafted = row < length
@@ -168,14 +166,13 @@ def residual_weight(
     draft_lse,
     token,
     one_hot,
-    HAS_DRAFT: tl.constexpr,
 ):
     """max(a * p - q, 0) of one block; target_shift = log-normaliser - log a."""
     x = load_scaled(target_row_ptr, entry, vocab_size, inv_temperature)
     weight = tl.exp(x - target_shift)
     if one_hot:
         weight = tl.where(entry == token, 0.0, weight)
-    elif HAS_DRAFT:
+    else:
         x = load_scaled(draft_row_ptr, entry, vocab_size, inv_draft_temperature)
         weight = tl.maximum(weight - tl.exp(x - draft_lse), 0.0)
     return weight

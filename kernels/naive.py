@@ -8,9 +8,12 @@ from itertools import pairwise
 import torch
 from vllm_hsd.kernels.chain_verify import ChainResult
 from vllm_hsd.kernels.rng import ACCEPT, DRAFT, FINAL, stream_id
+from vllm_hsd.kernels.tree_verify import TreeResult
 
 from vllm_hsd.verify import uniforms
 from vllm_hsd.verify import verify_chain as verify_chain_probs
+from vllm_hsd.verify.residual import Mass
+from vllm_hsd.verify.tree import ROOT, Tree, TreeRows, traversal_stops
 
 
 def probabilities(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -94,3 +97,60 @@ def verify_chain(
         token_ids[i, : len(row)] = torch.tensor(row)
     accepted = torch.tensor([n for _, n in results], dtype=torch.int32)
     return ChainResult(token_ids, accepted, (token_ids >= 0).sum(-1).to(torch.int32))
+
+
+def verify_tree(
+    target_logits: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    draws: torch.Tensor,
+    *,
+    replacement: bool = True,
+    level: int = 0,
+    draft_temperature: torch.Tensor | None = None,
+) -> TreeResult:
+    """``vllm_hsd.kernels.tree_verify.verify_tree``, one request at a time."""
+    batch, rows, vocab_size = target_logits.shape
+    if draft_temperature is None:
+        draft_temperature = temperature
+    token_ids = torch.full((batch, rows), -1, dtype=torch.int64)
+    path = torch.full((batch, rows - 1), -1, dtype=torch.int64)
+    for i in range(batch):
+        kept = [n for n, x in enumerate(tokens[i].tolist()) if 0 <= x < vocab_size]
+        number = {n: k for k, n in enumerate(kept)} | {ROOT: ROOT}
+        parent = [int(parents[i, n]) for n in kept]
+        token = [int(tokens[i, n]) for n in kept]
+        tree = Tree([number[p] for p in parent], token)
+        target = probabilities(target_logits[i], temperature[i].expand(rows))
+        target = target[[0, *(n + 1 for n in kept)]]
+        proposal = None
+        if draft_logits is not None and draft_temperature[i] > 0 and temperature[i] > 0:
+            proposal = probabilities(draft_logits[i], draft_temperature[i].expand(rows))
+            proposal = torch.stack([proposal[p + 1] for p in parent]) if kept else proposal[:0]
+            for k in range(len(kept)) if not replacement else ():
+                earlier = [token[j] for j in range(k) if parent[j] == parent[k]]
+                proposal[k, earlier] = 0
+                proposal[k] /= proposal[k].sum()
+        coins = uniforms(
+            seeds[i], torch.tensor(stream_id(level, ACCEPT)), draws[i] + torch.arange(rows - 1)
+        )
+        last = uniforms(seeds[i], torch.tensor(stream_id(level, FINAL)), draws[i])
+        if target[0].isnan().any():
+            continue
+        laws = TreeRows(target, proposal, tree, "traversal")
+        node, row = next(
+            (node, row)
+            for node, stop, row in traversal_stops(laws)
+            if node == ROOT or coins[kept[node]] < stop
+        )
+        nodes = laws.path_to(node)
+        out = [token[n] for n in nodes]
+        if laws.target_ok[node + 1]:
+            out.append(int(Mass(row).draw(last[None])))
+        token_ids[i, : len(out)] = torch.tensor(out, dtype=torch.int64)
+        path[i, : len(nodes)] = torch.tensor([kept[n] for n in nodes], dtype=torch.int64)
+    accepted = (path >= 0).sum(-1).to(torch.int32)
+    return TreeResult(token_ids, path, accepted, (token_ids >= 0).sum(-1).to(torch.int32))

@@ -1,0 +1,390 @@
+"""The two kernels of tree verification; tree_verify.py launches them, README.md derives them.
+
+Rows of a tree are numbered from the root, row 0; node i owns row i + 1.
+"""
+
+import triton
+import triton.language as tl
+from vllm_hsd.kernels.blocks import (
+    block_masses,
+    exp_below,
+    greedy_token,
+    inverse_temperature,
+    is_finite,
+    lane,
+    load_scaled,
+    log_normaliser,
+    peak_and_index,
+    peak_and_sum,
+    pick,
+)
+from vllm_hsd.kernels.rng import uniform
+
+
+@triton.jit
+def node_stats_kernel(
+    stats_ptr,  # float32 [4, B, N + 1, CHUNKS]: peak, sum (T = 0: argmax) of target; of draft
+    plane,  # B * (N + 1) * CHUNKS
+    target_ptr,  # [B, N + 1, V]
+    draft_ptr,  # [B, N + 1, V]
+    token_ptr,  # [B, N]
+    parent_ptr,  # [B, N]
+    temperature_ptr,  # float32 [B]
+    draft_temperature_ptr,  # float32 [B]
+    vocab_size,
+    NODES: tl.constexpr,
+    LANES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_DRAFT: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    row = tl.program_id(1)
+    request = tl.program_id(2).to(tl.int64)
+    temperature = tl.load(temperature_ptr + request)
+    index = tl.arange(0, LANES)
+    parent = tl.load(parent_ptr + request * NODES + index, mask=index < NODES, other=-2)
+    token = tl.load(token_ptr + request * NODES + index, mask=index < NODES, other=-1)
+    children = (parent == row - 1) & (token >= 0) & (token < vocab_size)
+    # A leaf's row matters only if the leaf is accepted, or to a greedy request.
+    if (tl.sum(children.to(tl.int32), axis=0) > 0) | (temperature <= 0):
+        entry = chunk * CHUNK + tl.arange(0, CHUNK)
+        flat = request * (NODES + 1) + row
+        slot = stats_ptr + flat * tl.num_programs(0) + chunk
+        x = load_scaled(
+            target_ptr + flat * vocab_size, entry, vocab_size, inverse_temperature(temperature)
+        )
+        if temperature > 0:
+            peak, second = peak_and_sum(x)
+        else:
+            peak, second = peak_and_index(x, entry)
+        tl.store(slot, peak)
+        tl.store(slot + plane, second)
+        if HAS_DRAFT:
+            draft_temperature = tl.load(draft_temperature_ptr + request)
+            if (temperature > 0) & (draft_temperature > 0):
+                x = load_scaled(
+                    draft_ptr + flat * vocab_size, entry, vocab_size, 1.0 / draft_temperature
+                )
+                peak, second = peak_and_sum(x)
+                tl.store(slot + 2 * plane, peak)
+                tl.store(slot + 3 * plane, second)
+
+
+@triton.jit
+def _row_left(
+    target_row_ptr,
+    draft_row_ptr,
+    factor_ptr,
+    token_ptr,
+    parent_ptr,
+    entry,
+    row,
+    end,
+    target_lse,
+    draft_lse,
+    inv_temperature,
+    inv_draft_temperature,
+    vocab_size,
+    one_hot,
+    REPLACEMENT: tl.constexpr,
+):
+    """What is left of a row's law after its children before node ``end``, unnormalised.
+
+    Returns (weights, proposal of node ``end`` if it is a child of the row) at ``entry``.
+    """
+    x = load_scaled(target_row_ptr, entry, vocab_size, inv_temperature)
+    weight = tl.exp(x - target_lse)
+    proposal = tl.zeros_like(weight)
+    if one_hot == 0:
+        x = load_scaled(draft_row_ptr, entry, vocab_size, inv_draft_temperature)
+        proposal = tl.exp(x - draft_lse)
+    undrawn = tl.full((), 1.0, tl.float32)
+    # Children come after their parent, which is node row - 1.
+    for child in range(row, end):
+        token = tl.load(token_ptr + child).to(tl.int32)
+        is_child = tl.load(parent_ptr + child) == row - 1
+        if is_child & (token >= 0) & (token < vocab_size):
+            factor = tl.load(factor_ptr + child)
+            if one_hot:
+                weight = tl.where(entry == token, 0.0, weight * tl.where(factor > 0, factor, 1.0))
+            elif factor > 0:
+                weight = tl.maximum(factor * weight - proposal / undrawn, 0.0)
+            if not REPLACEMENT and one_hot == 0:
+                logit = tl.load(draft_row_ptr + token).to(tl.float32)
+                undrawn -= tl.exp(logit * inv_draft_temperature - draft_lse)
+                proposal = tl.where(entry == token, 0.0, proposal)
+    return weight, tl.where(one_hot > 0, 1.0, proposal / undrawn)
+
+
+@triton.jit
+def traverse_kernel(
+    out_ptr,  # int64 [B, N + 1]
+    path_ptr,  # int64 [B, N]
+    count_ptr,  # int32 [2, B]: accepted; emitted
+    state_ptr,  # float32 [B, 5, N + 1]: normalisers of target, draft; a; mass; factor (by node)
+    mass_ptr,  # float32 [B, CHUNKS, CHUNK / BLOCK], of the row looked at last
+    stats_ptr,  # float32 [4, B, N + 1, CHUNKS], see node_stats_kernel
+    plane,  # B * (N + 1) * CHUNKS
+    target_ptr,  # [B, N + 1, V]
+    draft_ptr,  # [B, N + 1, V]
+    token_ptr,  # [B, N]
+    parent_ptr,  # [B, N]
+    temperature_ptr,  # float32 [B]
+    draft_temperature_ptr,  # float32 [B]
+    seed_ptr,  # int64 [B]
+    draw_ptr,  # int64 [B]
+    accept_stream,
+    final_stream,
+    vocab_size,
+    chunks,
+    NODES: tl.constexpr,
+    LANES: tl.constexpr,
+    HAS_DRAFT: tl.constexpr,
+    REPLACEMENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    rows: tl.constexpr = NODES + 1
+    parts: tl.constexpr = CHUNK // BLOCK
+    temperature = tl.load(temperature_ptr + request)
+    draft_temperature = tl.load(draft_temperature_ptr + request)
+    inv_temperature = inverse_temperature(temperature)
+    inv_draft_temperature = inverse_temperature(draft_temperature)
+    one_hot = (draft_temperature <= 0).to(tl.int32)
+    if not HAS_DRAFT:
+        one_hot = 1
+    target_ptr += request * rows * vocab_size
+    draft_ptr += request * rows * vocab_size
+    token_ptr += request * NODES
+    parent_ptr += request * NODES
+    state_ptr += request * 5 * rows
+    mass_ptr += request * chunks * parts
+    stats_ptr += request * rows * chunks
+    factor_ptr = state_ptr + 4 * rows
+    index = tl.arange(0, LANES)
+    token = tl.load(token_ptr + index, mask=index < NODES, other=-1).to(tl.int32)
+    parent = tl.load(parent_ptr + index, mask=index < NODES, other=-2).to(tl.int32)
+    usable = (token >= 0) & (token < vocab_size)
+    c = tl.arange(0, CHUNKS)
+    row = tl.zeros((), tl.int32)
+    final = tl.full((), -1, tl.int64)
+    walking = tl.full((), 1, tl.int32)
+    if temperature <= 0:
+        while walking > 0:
+            slot = stats_ptr + row * chunks + c
+            peak = tl.load(slot, mask=c < chunks, other=float("-inf"))
+            final = greedy_token(peak, tl.load(slot + plane, mask=c < chunks, other=0.0))
+            match = usable & (parent == row - 1) & (token == final)
+            child = tl.min(tl.where(match, index, NODES), axis=0)
+            walking = (child < NODES).to(tl.int32)
+            row = tl.where(child < NODES, child + 1, row)
+    else:
+        seed = tl.load(seed_ptr + request)
+        draw = tl.load(draw_ptr + request)
+        coin = uniform(seed, accept_stream, draw + index)
+        # Leaves have no statistics; whatever stands there is not looked at.
+        r = tl.arange(0, ROWS)
+        slot = stats_ptr + r[:, None] * chunks + c[None, :]
+        inside = (r < rows)[:, None] & (c < chunks)[None, :]
+        peak = tl.load(slot, mask=inside, other=float("-inf"))
+        lse = log_normaliser(peak, tl.load(slot + plane, mask=inside, other=0.0))
+        tl.store(state_ptr + r, lse, mask=r < rows)
+        draft_lse = tl.zeros_like(lse)
+        if one_hot == 0:
+            peak = tl.load(slot + 2 * plane, mask=inside, other=float("-inf"))
+            total = tl.load(slot + 3 * plane, mask=inside, other=0.0)
+            draft_lse = log_normaliser(peak, total)
+        tl.store(state_ptr + rows + r, draft_lse, mask=r < rows)
+        tl.store(factor_ptr + index, tl.zeros_like(coin).to(tl.float32), mask=index < NODES)
+        tl.debug_barrier()
+        row_ptr = state_ptr + parent + 1
+        usable = usable & is_finite(tl.load(row_ptr, mask=usable, other=0.0))
+        usable = usable & is_finite(tl.load(row_ptr + rows, mask=usable, other=0.0))
+
+        seen = tl.full((), -1, tl.int32)  # last child of the row that was visited
+        measured = tl.zeros((), tl.int32)  # whether mass_ptr holds the row as it is now
+        a = tl.full((), 1.0, tl.float32)
+        scale = tl.full((), 1.0, tl.float32)  # mass of what is left of the row
+        while walking > 0:
+            failed = tl.full((), -1, tl.int32)
+            siblings = usable & (parent == row - 1)
+            child = tl.min(tl.where(siblings & (index > seen), index, NODES), axis=0)
+            if child < NODES:
+                seen = child
+                x = tl.load(token_ptr + child).to(tl.int32)
+                wide = row.to(tl.int64) * vocab_size
+                weight, proposal = _row_left(
+                    target_ptr + wide,
+                    draft_ptr + wide,
+                    factor_ptr,
+                    token_ptr,
+                    parent_ptr,
+                    x,
+                    row,
+                    child,
+                    tl.load(state_ptr + row),
+                    tl.load(state_ptr + rows + row),
+                    inv_temperature,
+                    inv_draft_temperature,
+                    vocab_size,
+                    one_hot,
+                    REPLACEMENT,
+                )
+                drawn_before = siblings & (index < child) & (token == x)
+                possible = (tl.sum(drawn_before.to(tl.int32), axis=0) == 0) & (proposal > 0)
+                ratio = a / scale * weight / tl.where(possible, proposal, 1.0)
+                below = tl.where(possible, tl.minimum(ratio, 1.0), 0.0)
+                if below > 0:
+                    tl.store(state_ptr + 2 * rows + row, a)
+                    tl.store(state_ptr + 3 * rows + row, scale)
+                    row = child + 1
+                    a = below
+                    scale = tl.full((), 1.0, tl.float32)
+                    measured = tl.zeros((), tl.int32)
+                else:
+                    failed = child
+            elif (row == 0) | (lane(coin, index, row - 1) < a.to(tl.float64)):
+                walking = tl.zeros((), tl.int32)
+            else:
+                failed = row - 1
+                seen = failed
+                row = tl.load(parent_ptr + failed).to(tl.int32) + 1
+                tl.debug_barrier()
+                a = tl.load(state_ptr + 2 * rows + row)
+                scale = tl.load(state_ptr + 3 * rows + row)
+            if failed >= 0:
+                more = usable & (parent == row - 1) & (index > failed)
+                more_left = tl.sum(more.to(tl.int32), axis=0) > 0
+                # a can only fall: a node that would fail now and has no more children has failed.
+                hopeless = (row > 0) & (lane(coin, index, row - 1) >= a.to(tl.float64))
+                measured = tl.zeros((), tl.int32)
+                if more_left | (hopeless == 0):
+                    tl.debug_barrier()
+                    tl.store(factor_ptr + failed, a / scale)
+                    tl.debug_barrier()
+                    total = tl.zeros((), tl.float32)
+                    wide = row.to(tl.int64) * vocab_size
+                    for chunk in range(0, chunks):
+                        weight, _ = _row_left(
+                            target_ptr + wide,
+                            draft_ptr + wide,
+                            factor_ptr,
+                            token_ptr,
+                            parent_ptr,
+                            chunk * CHUNK + tl.arange(0, CHUNK),
+                            row,
+                            failed + 1,
+                            tl.load(state_ptr + row),
+                            tl.load(state_ptr + rows + row),
+                            inv_temperature,
+                            inv_draft_temperature,
+                            vocab_size,
+                            one_hot,
+                            REPLACEMENT,
+                        )
+                        masses = block_masses(weight, CHUNK, BLOCK)
+                        tl.store(mass_ptr + chunk * parts + tl.arange(0, parts), masses)
+                        total += tl.sum(masses, axis=0)
+                    a = tl.where(a < 1.0, total / (total + 1.0 - a), 1.0)
+                    tl.debug_barrier()
+                    if total > 0:
+                        scale = total
+                        measured = tl.full((), 1, tl.int32)
+                    else:
+                        tl.store(factor_ptr + failed, 0.0)
+
+        # Here the walk ends: draw from what is left of this row.
+        wide = row.to(tl.int64) * vocab_size
+        target_ptr += wide
+        draft_ptr += wide
+        target_lse = tl.load(state_ptr + row)
+        draft_lse = tl.load(state_ptr + rows + row)
+        is_leaf = tl.sum((usable & (parent == row - 1)).to(tl.int32), axis=0) == 0
+        if measured == 0:
+            for chunk in range(0, chunks):
+                entry = chunk * CHUNK + tl.arange(0, CHUNK)
+                if is_leaf:
+                    x = load_scaled(target_ptr, entry, vocab_size, inv_temperature)
+                    top = tl.max(x, axis=0)
+                    weight = exp_below(x, top)
+                    tl.store(stats_ptr + row * chunks + chunk, top)
+                else:
+                    weight, _ = _row_left(
+                        target_ptr,
+                        draft_ptr,
+                        factor_ptr,
+                        token_ptr,
+                        parent_ptr,
+                        entry,
+                        row,
+                        seen + 1,
+                        target_lse,
+                        draft_lse,
+                        inv_temperature,
+                        inv_draft_temperature,
+                        vocab_size,
+                        one_hot,
+                        REPLACEMENT,
+                    )
+                masses = block_masses(weight, CHUNK, BLOCK)
+                tl.store(mass_ptr + chunk * parts + tl.arange(0, parts), masses)
+            tl.debug_barrier()
+        b = tl.arange(0, CHUNKS * parts)
+        inside = b < chunks * parts
+        mass = tl.load(mass_ptr + b, mask=inside, other=0.0)
+        slot = stats_ptr + row * chunks + b // parts
+        peaks = tl.load(slot, mask=inside & is_leaf, other=float("-inf"))
+        top = tl.max(peaks, axis=0)
+        mass = tl.where(is_leaf, mass * exp_below(peaks, top), mass).to(tl.float64)
+        total = tl.sum(mass, axis=0)
+        goal = uniform(seed, final_stream, draw) * total
+        if total > 0:
+            chosen, before = pick(mass, b, goal)
+            entry = chosen * BLOCK + tl.arange(0, BLOCK)
+            if is_leaf:
+                x = load_scaled(target_ptr, entry, vocab_size, inv_temperature)
+                weight = exp_below(x, top)
+            else:
+                weight, _ = _row_left(
+                    target_ptr,
+                    draft_ptr,
+                    factor_ptr,
+                    token_ptr,
+                    parent_ptr,
+                    entry,
+                    row,
+                    seen + 1,
+                    target_lse,
+                    draft_lse,
+                    inv_temperature,
+                    inv_draft_temperature,
+                    vocab_size,
+                    one_hot,
+                    REPLACEMENT,
+                )
+            drawn, _ = pick(weight.to(tl.float64), entry, goal - before)
+            final = drawn.to(tl.int64)
+
+    # Ancestors come before their descendants, so a node's place is its rank among the accepted.
+    on_path = index < 0
+    node = row - 1
+    while node >= 0:
+        on_path = on_path | (index == node)
+        node = tl.load(parent_ptr + node).to(tl.int32)
+    accepted = tl.sum(on_path.to(tl.int32), axis=0)
+    place = tl.cumsum(on_path.to(tl.int32), axis=0) - 1
+    out_ptr += request * rows
+    path_ptr += request * NODES
+    tl.store(out_ptr + place, token.to(tl.int64), mask=on_path)
+    tl.store(path_ptr + place, index.to(tl.int64), mask=on_path)
+    tl.store(out_ptr + accepted, final)
+    nothing = tl.full([ROWS], -1, tl.int64)
+    column = tl.arange(0, ROWS)
+    tl.store(out_ptr + column, nothing, mask=(column > accepted) & (column < rows))
+    tl.store(path_ptr + column, nothing, mask=(column >= accepted) & (column < NODES))
+    num_requests = tl.num_programs(0)
+    tl.store(count_ptr + request, accepted)
+    tl.store(count_ptr + num_requests + request, accepted + (final >= 0).to(tl.int32))

@@ -1,0 +1,148 @@
+"""Traversal verification of one small draft tree per request, on logits, in 2 launches.
+
+The rule is that of ``vllm_hsd.verify.verify_tree`` (method "traversal"); README.md beside this
+file says how a node's residual is rebuilt from two rows. Launch 1 reads the rows that have
+children, launch 2 walks each tree with one program.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from vllm_hsd.kernels.blocks import NUM_WARPS, check_logits, check_vector, cut, pad
+from vllm_hsd.kernels.rng import ACCEPT, FINAL, stream_id
+from vllm_hsd.kernels.tree_kernels import node_stats_kernel, traverse_kernel
+
+MAX_NODES = 64
+_INTEGERS = (torch.int64, torch.int32)
+
+
+class TreeResult(NamedTuple):
+    """token_ids: int64 [B, N + 1], the accepted nodes' tokens and the one after them, then -1;
+    path: int64 [B, N], the accepted nodes' numbers, then -1; num_accepted, num_emitted: int32 [B],
+    equal only where the target row of the last token is not a law."""
+
+    token_ids: torch.Tensor
+    path: torch.Tensor
+    num_accepted: torch.Tensor
+    num_emitted: torch.Tensor
+
+
+def verify_tree(
+    target_logits: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    draws: torch.Tensor,
+    *,
+    replacement: bool = True,
+    level: int = 0,
+    draft_temperature: torch.Tensor | None = None,
+) -> TreeResult:
+    """Verify draft trees; the emitted tokens follow softmax(target / temperature).
+
+    Nothing is read on the host: nodes whose token is negative or outside the vocabulary are
+    skipped, and a row that is not a law ends its branch, as in ``vllm_hsd.verify.verify_tree``.
+
+    Args:
+        target_logits: [B, N + 1, V] bfloat16, float16 or float32, contiguous; row 0 is the
+            target's at the root, row i + 1 its row after node i. N is at most 64.
+        draft_logits: like target_logits, row i + 1 the proposal row at node i, from which the
+            children of that node were drawn (rows of leaves are not read); None for one-hot rows.
+        tokens: int64 or int32 [B, N] in draw order, -1 in an empty slot. A token that one parent
+            drew twice is listed twice, with its children below the first.
+        parents: int64 or int32 [B, N], the parent's number, -1 for the root.
+        temperature: float32 [B] of the target; 0 is greedy.
+        seeds: int64 [B], request seeds.
+        draws: int64 [B], the request's counter; a call uses the coins draws .. draws + N.
+        replacement: whether siblings were drawn independently, or each from the row
+            renormalised without the earlier ones.
+        level: level whose coins are tossed.
+        draft_temperature: float32 [B] at which the nodes were drawn; the target's by default.
+    Returns:
+        TreeResult on the device of target_logits.
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; names the argument.
+    """
+    check_logits("target_logits", target_logits, 3)
+    batch, rows, vocab_size = target_logits.shape
+    nodes = rows - 1
+    device = target_logits.device
+    if not 1 <= nodes <= MAX_NODES:
+        raise ValueError(f"target_logits must have 2 to {MAX_NODES + 1} rows a tree, got {rows}.")
+    for name, logits in (("target_logits", target_logits), ("draft_logits", draft_logits)):
+        if logits is not None:
+            check_logits(name, logits, 3)
+            if logits.shape != target_logits.shape or not logits.is_contiguous():
+                raise ValueError(
+                    f"{name} must be a contiguous {list(target_logits.shape)} tensor, got "
+                    f"{list(logits.shape)}."
+                )
+    for name, ids in (("tokens", tokens), ("parents", parents)):
+        if ids.shape != (batch, nodes):
+            raise ValueError(f"{name} must have shape [{batch}, {nodes}], got {list(ids.shape)}.")
+        check_vector(name, ids.reshape(-1), batch * nodes, _INTEGERS, device)
+    if draft_temperature is None:
+        draft_temperature = temperature
+    check_vector("temperature", temperature, batch, (torch.float32,), device)
+    check_vector("draft_temperature", draft_temperature, batch, (torch.float32,), device)
+    check_vector("seeds", seeds, batch, (torch.int64,), device)
+    check_vector("draws", draws, batch, (torch.int64,), device)
+
+    token_ids = torch.empty(batch, nodes + 1, dtype=torch.int64, device=device)
+    path = torch.empty(batch, nodes, dtype=torch.int64, device=device)
+    counts = torch.empty(2, batch, dtype=torch.int32, device=device)
+    result = TreeResult(token_ids, path, counts[0], counts[1])
+    if batch == 0:
+        return result
+    chunk, block, chunks = cut(vocab_size)
+    stats = torch.empty(4, batch, rows, chunks, dtype=torch.float32, device=device)
+    state = torch.empty(batch, 5, rows, dtype=torch.float32, device=device)
+    mass = torch.empty(batch, chunks, chunk // block, dtype=torch.float32, device=device)
+    has_draft = draft_logits is not None
+    shared = {"NODES": nodes, "LANES": triton.next_power_of_2(nodes), "CHUNK": chunk}
+    node_stats_kernel[(chunks, rows, batch)](
+        stats,
+        stats[0].numel(),
+        target_logits,
+        draft_logits if has_draft else target_logits,
+        tokens,
+        parents,
+        temperature,
+        draft_temperature,
+        vocab_size,
+        HAS_DRAFT=has_draft,
+        num_warps=NUM_WARPS,
+        **shared,
+    )
+    traverse_kernel[(batch,)](
+        token_ids,
+        path,
+        counts,
+        state,
+        mass,
+        stats,
+        stats[0].numel(),
+        target_logits,
+        draft_logits if has_draft else target_logits,
+        tokens,
+        parents,
+        temperature,
+        draft_temperature,
+        seeds,
+        draws,
+        stream_id(level, ACCEPT),
+        stream_id(level, FINAL),
+        vocab_size,
+        chunks,
+        HAS_DRAFT=has_draft,
+        REPLACEMENT=replacement,
+        ROWS=pad(rows),
+        BLOCK=block,
+        CHUNKS=pad(chunks),
+        num_warps=NUM_WARPS,
+        **shared,
+    )
+    return result
