@@ -1,0 +1,206 @@
+"""Speculative decoding with Hugging Face models, one request at a time: slow, short, exact.
+
+It runs what `vllm_hsd.verify` and `vllm_hsd.cascade` define, with laws in float64: single drafts,
+cascades of any depth (with windows, rounds and tails), K drafts and trees; on decoders and on
+encoder-decoders. It is the reference for the vLLM path and hosts what vLLM's runners cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from vllm_hsd.cascade import Cascade, Level, LevelPlan, LevelStats, LookupLevel
+from vllm_hsd.reference.request import ONLY, Request
+from vllm_hsd.reference.trees import TreePlan, grow, target_rows
+from vllm_hsd.verify import verify_chain, verify_tree
+
+
+@dataclass
+class Generation:
+    """The tokens of one request and how they came about.
+
+    Attributes:
+        token_ids: the continuation, eos included.
+        target_calls: verifications by the target.
+        drafted, accepted: draft tokens that it was offered, and that it accepted.
+        levels: counts per level, cheapest first; for a tree `drafted` counts its nodes.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    target_calls: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    levels: list[LevelStats] = field(default_factory=list)
+
+    @property
+    def block_efficiency(self) -> float:
+        """Tokens emitted per target call."""
+        return len(self.token_ids) / self.target_calls
+
+
+class ReferenceEngine:
+    """A target with a cascade below it, or with one drafter that draws trees.
+
+    Args:
+        target: what is decoded losslessly, e.g. a `HuggingFaceLevel`.
+        levels: drafters, cheapest first; none for plain decoding.
+        plans: one per level; the last one's budget is the longest draft that the target verifies.
+        verifier: "hierarchical" or "tokenwise", how the target verifies a cascade's draft.
+        tail: see `Cascade`.
+        draft_tree: the single level draws trees; `plans`, `verifier` and `tail` are left out.
+
+    Raises:
+        ValueError: arguments that do not fit together.
+    """
+
+    def __init__(
+        self,
+        target: Level,
+        levels: Sequence[Level | LookupLevel] = (),
+        plans: Sequence[LevelPlan] = (),
+        *,
+        verifier: str = "hierarchical",
+        tail: int = 0,
+        draft_tree: TreePlan | None = None,
+    ) -> None:
+        if draft_tree is None and len(levels) != len(plans):
+            raise ValueError(f"plans has {len(plans)} entries for {len(levels)} levels.")
+        if draft_tree is not None and (
+            len(levels) != 1 or hasattr(levels[0], "lookup") or plans or tail
+        ):
+            raise ValueError(
+                "draft_tree needs exactly one level, with rows of its own, no plans and no tail."
+            )
+        for i, level in enumerate(levels):
+            theirs = getattr(level, "encoder_decoder", None)
+            if theirs is not None and theirs != getattr(target, "encoder_decoder", None):
+                raise ValueError(
+                    f"levels[{i}] and the target must both be encoder-decoders or both decoders."
+                )
+        self.target, self.verifier, self.draft_tree = target, verifier, draft_tree
+        self.cascade = Cascade(levels, plans, tail)
+        if draft_tree is None:
+            self.scales = [plan.temperature_scale for plan in plans]
+            self.longest = plans[-1].budget if plans else 0
+        else:
+            self.scales = [draft_tree.temperature_scale]
+            self.longest = len(draft_tree.widths)
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        max_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        eos_token_id: int | None = None,
+    ) -> Generation:
+        """Continue a prompt (for an encoder-decoder: answer it).
+
+        Args:
+            prompt_token_ids: at least one token.
+            max_tokens: tokens to generate, unless `eos_token_id` comes first.
+            temperature: 0 takes the argmax; drafters take part with their own temperature scale.
+            top_k, top_p: applied to every model's rows after the temperature; 0 and 1 do nothing.
+            seed: of all random numbers of the request.
+            eos_token_id: token that ends the request; None for none.
+
+        Raises:
+            ValueError: names the argument and what it may be.
+        """
+        _check(prompt_token_ids, max_tokens, temperature, top_k, top_p)
+        request = self._begin(
+            list(prompt_token_ids),
+            max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            eos=-1 if eos_token_id is None else eos_token_id,
+        )
+        self.cascade.take_stats()
+        step = self._chain_step if self.draft_tree is None else self._tree_step
+        result = Generation()
+        while len(result.token_ids) < max_tokens and eos_token_id not in result.token_ids[-1:]:
+            # The target adds a token of its own to every draft.
+            most = min(self.longest, max_tokens - len(result.token_ids) - 1)
+            drafted, accepted, emitted = step(request, most)
+            if eos_token_id in emitted:
+                emitted = emitted[: emitted.index(eos_token_id) + 1]
+            request.commit(emitted)
+            result.token_ids += emitted
+            result.target_calls += 1
+            result.drafted += drafted
+            result.accepted += accepted
+        result.levels = self.cascade.take_stats()
+        return result
+
+    def _begin(self, prompt: list[int], max_tokens: int, **sampling) -> Request:
+        first = prompt
+        for model in (*self.cascade.levels, self.target):
+            if hasattr(model, "begin"):
+                first = model.begin(prompt)
+        capacity = len(first) + max_tokens + self.longest
+        return Request(first, capacity, [*self.scales, 1.0], **sampling)
+
+    def _chain_step(self, request: Request, most: int) -> tuple[int, int, list[int]]:
+        """Draft tokens, accepted ones, and the tokens of one target call."""
+        counts, draft = ONLY, None
+        if self.cascade.levels:
+            draft = self.cascade.propose(request.draft_batch(), np.array([most]))
+            counts = draft.counts
+        count = int(counts[0])
+        path = [] if draft is None else draft.token_ids[0, :count].tolist()
+        model = len(self.cascade.levels)
+        logits = request.logits_along(self.target, model, path)
+        result = verify_chain(
+            logits if request.greedy else request.law(logits, model),
+            None if draft is None else draft.flat_laws(),
+            torch.tensor(path, dtype=torch.int64),
+            counts.tolist(),
+            method="greedy" if request.greedy else self.verifier,
+            uniforms=None if request.greedy else request.coins(ONLY, counts + 1, model),
+        )
+        accepted = result.num_accepted.numpy()
+        if count:
+            self.cascade.note_verdict(draft, ONLY, accepted, request.thresholds, ONLY)
+        emitted = [token for token in result.token_ids[0].tolist() if token >= 0]
+        return count, int(accepted[0]), emitted
+
+    def _tree_step(self, request: Request, most: int) -> tuple[int, int, list[int]]:
+        """Nodes, accepted ones, and the tokens of one target call."""
+        draft = grow(self.cascade.levels[0], self.draft_tree, request, most)
+        logits = target_rows(self.target, 1, draft, request)
+        emitted, path = verify_tree(
+            logits if request.greedy else request.law(logits, 1),
+            draft.rows,
+            draft.tree,
+            method="greedy" if request.greedy else self.draft_tree.verifier,
+            generator=request.generator,
+        )
+        stats = self.cascade.stats[0]
+        stats.drafted += len(draft.tree)
+        stats.accepted += len(path)
+        stats.rounds += len(draft.tree) > 0
+        stats.forwards += draft.forwards
+        return len(draft.tree), len(path), emitted.tolist()
+
+
+def _check(prompt, max_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
+    if not len(prompt):
+        raise ValueError("prompt_token_ids is empty: give at least one token.")
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}, must be at least 1.")
+    if temperature < 0:
+        raise ValueError(f"temperature is {temperature}, must be 0 or above.")
+    if top_k < 0:
+        raise ValueError(f"top_k is {top_k}, must be 0 (off) or above.")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p is {top_p}, must be in (0, 1].")

@@ -1,0 +1,73 @@
+"""Hugging Face models as the target and the levels of the reference engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+
+
+class HuggingFaceLevel:
+    """A causal language model or an encoder-decoder, for one request at a time.
+
+    Args:
+        model: on any device; it is put into evaluation mode.
+        keeps_cache: keep keys and values between calls; False computes everything anew in every
+            call, for models whose cache cannot forget tokens (sliding windows, recurrent layers).
+
+    Raises:
+        ValueError: keeps_cache is set for such a model.
+    """
+
+    def __init__(self, model: PreTrainedModel, keeps_cache: bool = True) -> None:
+        self.model = model.eval()
+        self.keeps_cache = keeps_cache
+        self.encoder_decoder = bool(model.config.is_encoder_decoder)
+        self.cache = self._new_cache()
+        if self.cache is not None and (any(self.cache.is_sliding) or any(self.cache.is_linear)):
+            raise ValueError(
+                f"keeps_cache: the cache of {type(model).__name__} cannot forget rejected tokens "
+                "(sliding windows or recurrent layers): pass keeps_cache=False."
+            )
+
+    def begin(self, prompt: list[int]) -> list[int]:
+        """Start a request; the tokens that its continuation follows: [prompt] or [start token]."""
+        self.cache = self._new_cache()
+        if not self.encoder_decoder:
+            return prompt
+        self.encoded = self.model.get_encoder()(input_ids=self._ids(prompt))
+        return [self.model.config.decoder_start_token_id]
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: np.ndarray,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        num_logits: np.ndarray,
+    ) -> torch.Tensor | None:
+        """See `cascade.Level.forward`; the batch is one request, the logits float64 on the CPU."""
+        (row,), (start,), (count,), (kept,) = rows, starts, counts, num_logits
+        if count == 0:
+            return None
+        if self.cache is None:
+            start, count = 0, start + count
+        else:
+            self.cache.crop(int(start) - self.cache.get_seq_length())
+        ids = self._ids(tokens[row, start : start + count].tolist())
+        inputs = {"input_ids": ids}
+        if self.encoder_decoder:
+            inputs = {"decoder_input_ids": ids, "encoder_outputs": self.encoded}
+        output = self.model(**inputs, past_key_values=self.cache, use_cache=self.keeps_cache)
+        return output.logits[0, count - kept :].double().cpu()
+
+    def _new_cache(self) -> DynamicCache | EncoderDecoderCache | None:
+        if not self.keeps_cache:
+            return None
+        if self.encoder_decoder:
+            return EncoderDecoderCache(DynamicCache(), DynamicCache())
+        return DynamicCache(config=self.model.config)
+
+    def _ids(self, tokens: list[int]) -> torch.Tensor:
+        return torch.tensor([tokens], device=self.model.device)

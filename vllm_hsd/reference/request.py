@@ -1,0 +1,114 @@
+"""The state of one generation of the reference engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from vllm_hsd.cascade import DraftBatch, Level
+from vllm_hsd.verify import uniforms
+from vllm_hsd.window import EntropyThresholds
+
+ONLY = np.zeros(1, dtype=np.int64)  # the batch holds one request
+
+
+class Request:
+    """Tokens so far, how far each cache is valid, and the random numbers of one request.
+
+    Args:
+        tokens: what the continuation follows.
+        capacity: most tokens, drafts included.
+        temperature_scales: of every drafter; the target comes last, its scale is 1.
+        temperature: 0 for the argmax.
+        top_k, top_p: 0 and 1 keep everything.
+        seed: of all random numbers.
+        eos: token that ends the request, -1 for none.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        capacity: int,
+        temperature_scales: Sequence[float],
+        *,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        seed: int,
+        eos: int,
+    ) -> None:
+        self.tokens = np.zeros((1, capacity), dtype=np.int32)
+        self.length = len(tokens)
+        self.tokens[0, : self.length] = tokens
+        self.kv = np.zeros((len(temperature_scales), 1), dtype=np.int64)
+        self.greedy, self.eos = temperature == 0, eos
+        self.warpers = []
+        if not self.greedy:
+            self.warpers = [_warpers(temperature * s, top_k, top_p) for s in temperature_scales]
+        self.seed, self.draws = seed, 0
+        self.generator = torch.Generator().manual_seed(seed)
+        self.thresholds = EntropyThresholds.fresh(len(temperature_scales) - 1, 1)
+
+    def law(self, logits: torch.Tensor, model: int) -> torch.Tensor:
+        """[n, V] float64 rows that a model draws from; one-hot at temperature 0."""
+        if self.greedy:
+            best = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1])
+            return best.double()
+        return self.warpers[model](None, logits.double()).softmax(-1)
+
+    def coins(self, requests: np.ndarray, counts: np.ndarray, model: int) -> torch.Tensor:
+        """[sum(counts)] float64 uniforms; one counter for all models, which never goes back."""
+        count = int(counts.sum())
+        draws = torch.arange(self.draws, self.draws + count)
+        self.draws += count
+        return uniforms(torch.tensor(self.seed), torch.tensor(model), draws)
+
+    def draft_batch(self) -> DraftBatch:
+        """What a cascade drafts for."""
+        return DraftBatch(
+            tokens=self.tokens,
+            rows=ONLY,
+            length=np.array([self.length]),
+            kv=self.kv[:-1],
+            eos=np.array([self.eos]),
+            greedy=self.greedy,
+            law=lambda logits, requests, model: self.law(logits, model),
+            coins=self.coins,
+            thresholds=self.thresholds,
+        )
+
+    def logits_along(self, level: Level, model: int, path: Sequence[int]) -> torch.Tensor:
+        """[len(path) + 1, V] logits after the tokens so far and after each token of `path`.
+
+        `level` is what runs, `model` its row in `kv`.
+        """
+        end = self.length + len(path)
+        self.tokens[0, self.length : end] = path
+        valid = self.kv[model]
+        logits = level.forward(self.tokens, ONLY, valid, end - valid, np.array([len(path) + 1]))
+        # The next call asks for the first of these logits again, and paths differ behind them.
+        self.kv[model] = self.length - 1
+        return logits
+
+    def commit(self, emitted: Sequence[int]) -> None:
+        """Append the tokens of a step; caches stay valid where they had seen them."""
+        self.tokens[0, self.length : self.length + len(emitted)] = emitted
+        self.length += len(emitted)
+        self.kv = np.minimum(self.kv, self.length - 1)
+
+
+def _warpers(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    return warpers
