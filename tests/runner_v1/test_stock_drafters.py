@@ -1,0 +1,111 @@
+"""`rejection_sample_method: "hierarchical"` under drafters that vLLM's V1 runner hosts itself."""
+
+import json
+
+import pytest
+import torch
+from runner_v1.engine_process import run_engine
+from safetensors.torch import load_file, save_file
+from vllm_hsd.config import ConfigError
+
+PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(8)]
+GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+JOBS = {
+    "greedy": {"prompts": PROMPTS, "params": GREEDY},
+    "greedy beside sampled": {
+        "prompts": PROMPTS,
+        "params": [GREEDY if i % 2 else {**GREEDY, "temperature": 1, "seed": i} for i in range(8)],
+    },
+    "sampled": {"prompts": PROMPTS, "params": {**GREEDY, "temperature": 0.7}},
+    "hot": {"prompts": PROMPTS, "params": {**GREEDY, "temperature": 1.3}},
+}
+
+
+def eagle3_head(target: str, directory) -> str:
+    """An EAGLE-3 head with random weights for a tiny target, in the layout that vLLM loads."""
+    config = json.loads(open(f"{target}/config.json").read())
+    hidden, middle, size = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    shapes = {
+        "midlayer.self_attn.q_proj": (queries, 2 * hidden),
+        "midlayer.self_attn.k_proj": (keys, 2 * hidden),
+        "midlayer.self_attn.v_proj": (keys, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, queries),
+        "midlayer.mlp.gate_proj": (middle, hidden),
+        "midlayer.mlp.up_proj": (middle, hidden),
+        "midlayer.mlp.down_proj": (hidden, middle),
+        "fc": (hidden, 3 * hidden),
+    }
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    torch.manual_seed(0)
+    weights = {f"{name}.weight": 0.1 * torch.randn(shape) for name, shape in shapes.items()}
+    weights |= {f"midlayer.{norm}.weight": torch.ones(hidden) for norm in norms}
+    weights["norm.weight"] = torch.ones(hidden)
+    weights["lm_head.weight"] = load_file(f"{target}/model.safetensors")["lm_head.weight"]
+    save_file(weights, directory / "model.safetensors")
+    config |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": size,
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def plain(family):
+    return run_engine({"model": family.target}, {"greedy": JOBS["greedy"]})["greedy"]["outputs"]
+
+
+@pytest.fixture(scope="module", params=["draft_model", "ngram", "eagle3"])
+def stock(request, family, tmp_path_factory):
+    """(drafter, result of the jobs) under our verifier."""
+    drafters = {
+        "draft_model": {"model": family.target, "draft_sample_method": "probabilistic"},
+        "ngram": {"prompt_lookup_max": 3},
+        "eagle3": {"model": None, "draft_sample_method": "probabilistic"},
+    }
+    keys = drafters[request.param]
+    if request.param == "eagle3":
+        keys["model"] = eagle3_head(family.target, tmp_path_factory.mktemp("eagle3"))
+    speculative = {
+        "method": request.param,
+        "num_speculative_tokens": 4,
+        "rejection_sample_method": "hierarchical",
+        **keys,
+    }
+    return request.param, run_engine(
+        {"model": family.target, "speculative_config": speculative}, JOBS
+    )
+
+
+def test_greedy_equals_no_speculation(stock, plain):
+    _, results = stock
+    assert results["greedy"]["outputs"] == plain
+    assert results["greedy beside sampled"]["outputs"][1::2] == plain[1::2]
+
+
+def test_drafts_are_verified_by_their_own_rows(stock):
+    drafter, results = stock
+    for job in ("greedy", "sampled", "hot"):
+        counters = results[job]["counters"]
+        drafted = counters["spec_decode_num_draft_tokens"]
+        assert drafted > 0
+        if drafter == "draft_model":  # the target itself: its rows are the target's
+            assert counters["spec_decode_num_accepted_tokens"] == drafted
+
+
+def test_other_drafters_are_refused(family):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm_hsd.plugin import register
+
+    register()
+    keys = {"method": "custom_class", "model": "a.B", "num_speculative_tokens": 2}
+    with pytest.raises(ConfigError, match="rejection_sample_method 'hierarchical' works with"):
+        EngineArgs(
+            model=family.target,
+            skip_tokenizer_init=True,
+            speculative_config={**keys, "rejection_sample_method": "hierarchical"},
+        ).create_engine_config()
