@@ -1,0 +1,20 @@
+"""Fixtures shared by the tests: tiny models and engines in processes of their own."""
+
+import os
+
+import pytest
+from runner_v1 import engine_process, tiny_models
+
+os.environ.update(engine_process.ENVIRONMENT)
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory) -> tiny_models.Family:
+    """Vocabulary of 64, peaked laws."""
+    return tiny_models.build_family(tmp_path_factory.mktemp("family"), vocabulary=64, peak=4.0)
+
+
+@pytest.fixture(scope="session")
+def small_vocabulary(tmp_path_factory) -> tiny_models.Family:
+    """Vocabulary of 5, so that the joint law of a few tokens has few outcomes."""
+    return tiny_models.build_family(tmp_path_factory.mktemp("small"), vocabulary=5, peak=1.5)

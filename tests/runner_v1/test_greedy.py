@@ -1,0 +1,169 @@
+"""At temperature 0 a cascade gives what no speculation gives, token for token."""
+
+import pytest
+from runner_v1.engine_process import run_engine
+from runner_v1.tiny_models import EOS
+
+PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(16)]
+LONG = {"temperature": 0, "max_tokens": 48, "ignore_eos": True}
+
+PROCESSORS = {
+    "repetition_penalty": {"repetition_penalty": 1.3},
+    "presence_penalty": {"presence_penalty": 0.8},
+    "frequency_penalty": {"frequency_penalty": 0.8},
+    "logit_bias": {"logit_bias": {5: 4.0, 9: -4.0}},
+    "allowed_token_ids": {"allowed_token_ids": [3, 4, 5, 6, 7, 8]},
+    "min_tokens": {"min_tokens": 20, "ignore_eos": False, "logit_bias": {EOS: 6.0}},
+    "stop_token_ids": {"stop_token_ids": list(range(2, 12)), "ignore_eos": False},
+    "eos": {"ignore_eos": False, "logit_bias": {EOS: 4.0}},
+    "all at once": {
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.2,
+        "min_tokens": 20,
+        "logit_bias": {5: 3.0},
+        "ignore_eos": False,
+    },
+}
+
+JOBS = {
+    **{f"batch {n}": {"prompts": PROMPTS[-n:], "params": LONG} for n in (1, 4, 16)},
+    # The second time around, every full block of these prompts comes from the prefix cache.
+    "prefix cache": {"prompts": PROMPTS, "params": {**LONG, "max_tokens": 24}},
+    "max_model_len": {"prompts": PROMPTS[::3], "params": {**LONG, "max_tokens": 400}},
+    "few tokens": {
+        "prompts": PROMPTS,
+        "params": [{**LONG, "max_tokens": 1 + i % 4} for i in range(16)],
+    },
+    "joining": {
+        "prompts": PROMPTS,
+        "params": [{**LONG, "max_tokens": 10 + 3 * i} for i in range(16)],
+        "arrive": [2 * (i // 3) for i in range(16)],
+    },
+    "aborted": {
+        "prompts": PROMPTS,
+        "params": LONG,
+        "arrive": [i % 5 for i in range(16)],
+        "abort": {i: 4 + i for i in range(0, 16, 3)},
+    },
+    "greedy beside sampled": {
+        "prompts": PROMPTS,
+        "params": [LONG if i % 2 else {**LONG, "temperature": 1, "seed": i} for i in range(16)],
+    },
+    **{
+        name: {"prompts": PROMPTS[:8], "params": {**LONG, **params}}
+        for name, params in PROCESSORS.items()
+    },
+    "processors mixed": {
+        "prompts": [prompt for prompt, _ in zip(PROMPTS, PROCESSORS, strict=False)],
+        "params": [{**LONG, **params} for params in PROCESSORS.values()],
+    },
+    "logprobs": {
+        "prompts": PROMPTS[:6],
+        "params": [{**LONG, "logprobs": i, "presence_penalty": 0.5 * (i % 2)} for i in range(6)],
+    },
+}
+
+SPECULATIVE = {
+    "two drafters": lambda family: {
+        "speculative_config": {
+            "method": "hsd",
+            "num_speculative_tokens": 8,
+            "levels": [{"model": family.small, "num_tokens": 3}, {"model": family.mid}],
+        }
+    },
+    "chunked prefill": lambda family: {
+        "speculative_config": {
+            "method": "hsd",
+            "num_speculative_tokens": 4,
+            "levels": [{"model": family.mid}],
+        },
+        "max_num_batched_tokens": 24,
+        "max_num_seqs": 16,
+    },
+    "three drafters in a tiny cache": lambda family: {
+        "speculative_config": {
+            "method": "hsd",
+            "num_speculative_tokens": 7,
+            "verifier": "tokenwise",
+            "levels": [
+                {"model": family.small, "num_tokens": 2},
+                {"model": family.mid, "num_tokens": 3, "rounds": 1},
+                {"model": family.target},
+            ],
+        },
+        "block_size": 32,
+        "num_gpu_blocks_override": 24,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def plain(family):
+    return run_engine({"model": family.target}, JOBS)
+
+
+@pytest.fixture(scope="module", params=SPECULATIVE)
+def speculated(family, request):
+    engine = {"model": family.target, **SPECULATIVE[request.param](family)}
+    return request.param, run_engine(engine, JOBS)
+
+
+def finished(result) -> dict[int, dict]:
+    """Request -> its output, of those that were not aborted."""
+    return {i: out[0] for i, out in enumerate(result["outputs"]) if out and out[0]["finish"]}
+
+
+@pytest.mark.parametrize("job", [job for job in JOBS if job != "aborted"])
+def test_same_tokens_as_without_speculation(plain, speculated, job):
+    _, results = speculated
+    expected, got = finished(plain[job]), finished(results[job])
+    compared = range(1, 16, 2) if job == "greedy beside sampled" else range(len(expected))
+    for i in compared:
+        for key in ("ids", "finish", "stop"):
+            assert got[i][key] == expected[i][key], f"request {i}"
+
+
+def test_aborted_requests_disturb_nobody(plain, speculated):
+    _, results = speculated
+    whole = [out[0]["ids"] for out in plain["batch 16"]["outputs"]]
+    got = [out[0]["ids"] if out else [] for out in results["aborted"]["outputs"]]
+    assert any(0 < len(got[i]) < 48 for i in JOBS["aborted"]["abort"])
+    for i in range(16):
+        upto = len(got[i]) if i in JOBS["aborted"]["abort"] else 48
+        assert got[i] == whole[i][:upto], f"request {i}"
+
+
+def test_log_probabilities(plain, speculated):
+    _, results = speculated
+    for i, (expected, got) in enumerate(
+        zip(plain["logprobs"]["outputs"], results["logprobs"]["outputs"], strict=True)
+    ):
+        for e, g in zip(expected[0]["logprobs"], got[0]["logprobs"], strict=True):
+            # The sampled token comes on top of the i likeliest.
+            assert len(g) in (i, i + 1) and g.keys() == e.keys()
+            for token, (value, rank) in e.items():
+                assert g[token][0] == pytest.approx(value, abs=1e-4)
+                assert g[token][1] == rank
+
+
+def test_the_jobs_do_what_they_say(plain, speculated):
+    name, results = speculated
+    preemptions = sum(result["counters"]["num_preemptions"] for result in results.values())
+    if name == "three drafters in a tiny cache":
+        assert preemptions > 0
+    else:
+        assert results["prefix cache"]["counters"]["prefix_cache_hits"] > 0
+        levels = results["batch 16"]["levels"]
+        assert all(0.2 < level["accepted"] / level["drafted"] < 0.9 for level in levels)
+    assert any(out["stop"] for out in finished(plain["stop_token_ids"]).values())
+    assert any(len(out["ids"]) < 48 for out in finished(plain["eos"]).values())
+    full = zip(PROMPTS[::3], finished(plain["max_model_len"]).values(), strict=True)
+    assert all(len(prompt) + len(out["ids"]) == 256 for prompt, out in full)
+
+
+def test_no_token_is_drafted_that_cannot_be_used(speculated):
+    _, results = speculated
+    levels = results["few tokens"]["levels"]
+    # Requests of one and two tokens draft nothing, of three one token, of four at most two + one.
+    assert levels[-1]["drafted"] <= 4 * 1 + 4 * 3

@@ -1,0 +1,64 @@
+"""Random Llama models small enough to be built in milliseconds, with laws that overlap.
+
+A drafter is its target with noise on every weight: the more noise, the fewer tokens are accepted.
+That exercises every branch of the verifier, which independent random models do not.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+EOS = 1
+NOISE = {"target": 0.0, "mid": 0.03, "small": 0.06}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Directories of a target and its drafters, and what they share."""
+
+    target: str
+    mid: str
+    small: str
+    vocabulary: int
+
+
+def build_family(directory: Path, vocabulary: int, peak: float, seed: int = 0) -> Family:
+    """Write a target and two drafters.
+
+    Args:
+        peak: standard deviation of the target's logits.
+    """
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+        initializer_range=0.25,
+        bos_token_id=0,
+        eos_token_id=EOS,
+        pad_token_id=None,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        logits = model(torch.randint(0, vocabulary, (8, 32))).logits
+        model.lm_head.weight.mul_(peak / logits.std())
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    paths = {}
+    for name, noise in NOISE.items():
+        noisy = {
+            key: value + noise * value.std(unbiased=False) * torch.randn_like(value)
+            for key, value in weights.items()
+        }
+        model.load_state_dict(noisy)
+        paths[name] = str(directory / name)
+        model.save_pretrained(paths[name])
+    return Family(**paths, vocabulary=vocabulary)
