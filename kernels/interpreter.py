@@ -1,0 +1,117 @@
+"""Run the kernels without a GPU under TRITON_INTERPRET=1, and count the bytes that they move.
+
+Triton 3.9.0's interpreter needs two repairs. Comparisons come back with their operands' dtype, so
+a mask made from scalars is refused ("mask has unsupported dtype"); functions of libdevice come
+back as None. It also patches the language at every call of a device function, half of the time.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import triton.language as tl
+import triton.language.extra.libdevice as libdevice
+from triton.runtime import interpreter
+
+_LIBDEVICE = {"log1p": np.log1p, "isnan": np.isnan, "fast_expf": np.exp, "fast_logf": np.log}
+
+
+def repair() -> None:
+    """Patch the interpreter once; later calls change nothing.
+
+    Raises:
+        RuntimeError: TRITON_INTERPRET is not 1, so the kernels are not interpreted.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("Set TRITON_INTERPRET=1 before triton is imported.")
+    builder = interpreter.InterpreterBuilder
+    if getattr(builder, "comparisons_are_bool", False):
+        return
+    for name in [n for n in dir(builder) if n.startswith(("create_icmp", "create_fcmp"))]:
+        setattr(builder, name, _as_bool(getattr(builder, name)))
+    builder.comparisons_are_bool = True
+    for name, function in _LIBDEVICE.items():
+        if hasattr(libdevice, name):
+            setattr(libdevice, name, _elementwise(function))
+    interpreter._patch_lang = _patch_once(interpreter._patch_lang)
+    # Kernels meet NaN, infinities and wrapping integers on purpose.
+    np.seterr(all="ignore")
+
+
+@contextmanager
+def count_bytes() -> Iterator[Counter]:
+    """Count what kernels load and store inside the block: bytes of unmasked lanes.
+
+    Yields:
+        A Counter: "loaded", "stored" (bytes, atomics are both) and "launches".
+    """
+    counts: Counter = Counter()
+    builder = interpreter.InterpreterBuilder
+    executor = interpreter.GridExecutor
+    names = ("create_masked_load", "create_masked_store", "create_atomic_rmw")
+    before = {name: getattr(builder, name) for name in names}
+    call = executor.__call__
+
+    def load(self, ptrs, mask, *rest):
+        counts["loaded"] += int(mask.data.sum()) * _width(ptrs)
+        return before["create_masked_load"](self, ptrs, mask, *rest)
+
+    def store(self, ptrs, value, mask, *rest):
+        counts["stored"] += int(mask.data.sum()) * _width(ptrs)
+        return before["create_masked_store"](self, ptrs, value, mask, *rest)
+
+    def atomic(self, operation, ptr, value, mask, *rest):
+        size = int(mask.data.sum()) * _width(ptr)
+        counts.update(loaded=size, stored=size)
+        return before["create_atomic_rmw"](self, operation, ptr, value, mask, *rest)
+
+    def launch(self, *args, **kwargs):
+        counts["launches"] += 1
+        return call(self, *args, **kwargs)
+
+    for name, function in zip(names, (load, store, atomic), strict=True):
+        setattr(builder, name, function)
+    executor.__call__ = launch
+    try:
+        yield counts
+    finally:
+        for name, function in before.items():
+            setattr(builder, name, function)
+        executor.__call__ = call
+
+
+def _width(pointers) -> int:
+    return pointers.get_element_ty().primitive_bitwidth // 8
+
+
+def _as_bool(compare):
+    def compared(self, lhs, rhs):
+        result = compare(self, lhs, rhs)
+        return interpreter.TensorHandle(np.asarray(result.data).astype(np.bool_), tl.int1)
+
+    return compared
+
+
+def _elementwise(function):
+    def apply(value, _semantic=None):
+        value = interpreter.interpreter_semantic.to_tensor(value)
+        data = function(value.handle.data)
+        dtype = tl.int1 if data.dtype == np.bool_ else value.dtype.scalar
+        out_type = tl.block_type(dtype, value.type.shape) if value.type.is_block() else dtype
+        return tl.tensor(interpreter.TensorHandle(data, dtype), out_type)
+
+    return apply
+
+
+def _patch_once(patch):
+    seen = set()
+
+    def patched(fn):
+        if id(fn.__globals__) not in seen:
+            patch(fn)
+            seen.add(id(fn.__globals__))
+        return interpreter._LangPatchScope()
+
+    return patched

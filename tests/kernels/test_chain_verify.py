@@ -1,0 +1,269 @@
+import pytest
+import torch
+from vllm_hsd.kernels import blocks, chain_verify, naive
+
+INF = float("inf")
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Several chunks and blocks a row, although the vocabulary is small."""
+    monkeypatch.setattr(blocks, "CHUNK", 512)
+    monkeypatch.setattr(blocks, "BLOCK", 128)
+
+
+def make_batch(vocab_size, lengths, dtype=torch.float32, one_hot=False, noise=0.7, seed=0):
+    """Random requests: every fourth greedy, drafts drawn from their rows."""
+    g = torch.Generator().manual_seed(seed)
+    batch, drafted = len(lengths), sum(lengths)
+    target = (torch.randn(drafted + batch, vocab_size, generator=g) * 2).to(dtype)
+    owner = torch.arange(batch).repeat_interleave(torch.tensor(lengths))
+    rows = torch.arange(drafted) + owner
+    draft = target[rows].float() + noise * torch.randn(drafted, vocab_size, generator=g)
+    draft = draft.to(dtype)
+    temperature = torch.rand(batch, generator=g) + 0.5
+    temperature[::4] = 0
+    scale = torch.where(temperature > 0, temperature, 0.5)[owner]
+    law = torch.softmax(draft.float() / scale[:, None], -1)
+    tokens = torch.multinomial(law, 1, generator=g)[:, 0]
+    if one_hot:
+        best = target[rows].float().argmax(-1)
+        tokens = torch.where(torch.rand(drafted, generator=g) < 0.7, best, tokens)
+    return {
+        "target_logits": target,
+        "draft_logits": None if one_hot else draft,
+        "draft_token_ids": tokens,
+        "cu_num_draft_tokens": torch.tensor([0, *lengths]).cumsum(0),
+        "temperature": temperature,
+        "seeds": torch.randint(-(2**62), 2**62, (batch,), generator=g),
+        "draws": torch.randint(0, 2**40, (batch,), generator=g),
+        "max_draft_tokens": max(lengths),
+    }
+
+
+def draft_lse(batch):
+    lengths = batch["cu_num_draft_tokens"].diff()
+    scale = batch["temperature"].repeat_interleave(lengths)[:, None]
+    return torch.logsumexp(batch["draft_logits"].double() / scale, -1).float()
+
+
+def assert_matches(batch, result, **options):
+    expected = naive.verify_chain(**batch, **options)
+    assert result.token_ids.tolist() == expected.token_ids.tolist()
+    assert result.num_accepted.tolist() == expected.num_accepted.tolist()
+    assert result.num_emitted.tolist() == expected.num_emitted.tolist()
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("rows", ["rows", "lse", "one-hot"])
+@pytest.mark.parametrize("method", chain_verify.METHODS)
+def test_random_rows(method, rows, small_blocks):
+    dtype = {"rows": torch.float32, "lse": torch.bfloat16, "one-hot": torch.float16}[rows]
+    batch = make_batch(700, [5, 0, 3, 5, 4, 1, 5, 2], dtype, one_hot=rows == "one-hot")
+    lse = draft_lse(batch) if rows == "lse" else None
+    result = chain_verify.verify_chain(**batch, method=method, level=3, draft_lse=lse)
+    assert_matches(batch, result, method=method, level=3)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("vocab_size", [1, 31, 2048])
+def test_vocabulary_sizes(vocab_size, small_blocks):
+    batch = make_batch(vocab_size, [2, 3, 1, 3], torch.bfloat16, seed=vocab_size)
+    assert_matches(batch, chain_verify.verify_chain(**batch))
+
+
+@pytest.mark.interpret
+def test_whole_vocabulary_and_default_blocks():
+    batch = make_batch(32000, [2, 3], torch.bfloat16, noise=0.3)
+    batch["temperature"][0] = 0.7
+    assert_matches(batch, chain_verify.verify_chain(**batch))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("method", chain_verify.METHODS)
+def test_draft_equal_to_target_is_kept(method):
+    batch = make_batch(50, [4, 4, 4, 4], noise=0.0)
+    batch["temperature"] = torch.tensor([0.7, 1.0, 1.3, 1e-2])
+    tokens = torch.softmax(batch["draft_logits"], -1).argmax(-1)
+    result = chain_verify.verify_chain(**batch | {"draft_token_ids": tokens}, method=method)
+    assert result.num_accepted.tolist() == [4] * 4
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("method", chain_verify.METHODS)
+def test_degenerate_rows(method, small_blocks):
+    """Saturated, masked, tied and unusable rows, empty slots, tokens outside the vocabulary."""
+    batch = make_batch(600, [4] * 12)
+    batch["temperature"] = torch.full((12,), 0.9)
+    batch["temperature"][8:10] = 0
+    target, draft = batch["target_logits"].view(12, 5, 600), batch["draft_logits"].view(12, 4, 600)
+    tokens = batch["draft_token_ids"].view(12, 4)
+    target[0, 1] = -INF  # all mass on one token, which the draft cannot have drawn
+    target[0, 1, 7] = 1e4
+    target[1, :, 300:] = -INF  # a masked half
+    draft[1, :, :300] = -INF  # disjoint supports
+    target[2] = 0  # flat
+    draft[2] = 0
+    target[3, 0, tokens[3, 0]] = -INF  # the drafted token is forbidden
+    target[4, 2, 5] = float("nan")  # unusable after two tokens
+    draft[5, 1, 5] = INF
+    target[6, 4] = -INF  # no token after the whole draft
+    draft[6] = target[6, :4]
+    tokens[6] = target[6, :4].argmax(-1)
+    tokens[7, 2] = -1
+    target[8] = 1.0  # ties of a greedy request go to the lowest token
+    tokens[8] = torch.tensor([0, 0, 1, 0])
+    target[9, 3, 9] = float("nan")
+    tokens[9] = target[9, :4].nan_to_num(0).argmax(-1)
+    target[10, 0] = float("nan")  # nothing can be emitted
+    tokens[11, 1] = 600
+    result = chain_verify.verify_chain(**batch, method=method)
+    assert_matches(batch, result, method=method)
+    assert result.num_emitted[6] == result.num_accepted[6] == 4
+    assert result.token_ids[10].tolist() == [-1] * 5
+    assert result.num_accepted[7] <= 2 and result.num_accepted[11] <= 1
+
+
+@pytest.mark.interpret
+def test_nearly_equal_rows_and_rising_ratios(small_blocks):
+    """Ratios that fall to e^-8 and rise again: only a cap that includes t gives these tokens."""
+    batch = make_batch(600, [5] * 6, noise=1e-3, seed=3)
+    batch["temperature"] = torch.ones(6)
+    draft = batch["draft_logits"].view(6, 5, 600)
+    tokens = batch["draft_token_ids"].view(6, 5)
+    for i, sign in enumerate([(8, -8, 8, -8, 0), (2, 2, -6, 1, 1), (-5, 0, 5, 0, 0)]):
+        for t, shift in enumerate(sign):
+            draft[i, t, tokens[i, t]] += shift
+    assert_matches(batch, chain_verify.verify_chain(**batch))
+
+
+@pytest.mark.interpret
+def test_one_hot_by_request_and_own_draft_temperature():
+    batch = make_batch(90, [3] * 6)
+    batch["temperature"] = torch.full((6,), 0.8)
+    temperature = torch.tensor([0.0, 0.5, 0.0, 1.2, 0.5, 1.2])
+    result = chain_verify.verify_chain(**batch, draft_temperature=temperature)
+    assert_matches(batch, result, draft_temperature=temperature)
+
+
+@pytest.mark.interpret
+def test_no_memory_is_read_before_it_is_written(small_blocks, monkeypatch):
+    batch = make_batch(700, [3, 0, 2, 3])
+    clean = chain_verify.verify_chain(**batch)
+    allocate = torch.empty
+
+    def poisoned(*size, dtype, device):
+        bad = float("nan") if dtype.is_floating_point else -(2**31)
+        return allocate(*size, dtype=dtype, device=device).fill_(bad)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    result = chain_verify.verify_chain(**batch)
+    assert result.token_ids.tolist() == clean.token_ids.tolist()
+    assert result.num_emitted.tolist() == clean.num_emitted.tolist()
+
+
+@pytest.mark.interpret
+def test_alone_or_in_a_batch():
+    """A request gives the same tokens wherever it stands, and with its rows in another layout."""
+    lengths = [3, 0, 4, 2]
+    batch = make_batch(100, lengths)
+    together = chain_verify.verify_chain(**batch)
+    for i, n in enumerate(lengths):
+        begin = sum(lengths[:i])
+        rows = slice(begin, begin + n)
+        alone = chain_verify.verify_chain(
+            batch["target_logits"][begin + i : begin + n + i + 1],
+            batch["draft_logits"][rows],
+            batch["draft_token_ids"][rows],
+            torch.tensor([0, n]),
+            *(batch[k][i : i + 1] for k in ("temperature", "seeds", "draws")),
+            max_draft_tokens=6,
+        )
+        assert alone.token_ids[0, :5].tolist() == together.token_ids[i].tolist()
+        assert alone.token_ids[0, 5:].tolist() == [-1, -1]
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("given", [True, False])
+def test_padded_layout(given):
+    """vLLM's V2 layout gives the tokens of the flat one; a request may have no row at all."""
+    lengths = [3, 0, 2, 3]
+    batch = make_batch(100, lengths)
+    batch["temperature"] = torch.tensor([0.7, 1.0, 0.0, 1.0])
+    flat = chain_verify.verify_chain(**batch)
+    slots, k = 9, 4
+    index = torch.tensor([7, 2, 5, 0, 3], dtype=torch.int32)
+    state = {
+        name: torch.full((slots,), 99, dtype=batch[name].dtype)
+        for name in ("temperature", "seeds", "draws")
+    }
+    draft = torch.full((slots, k, 100), float("nan"))
+    lse = torch.full((slots, k), float("nan"))
+    sampled = torch.full((sum(lengths) + 4,), -(2**31), dtype=torch.int32)
+    begin = row = 0
+    for i, n in enumerate(lengths):
+        for name, values in state.items():
+            values[index[i]] = batch[name][i]
+        draft[index[i], :n] = batch["draft_logits"][begin : begin + n]
+        lse[index[i], :n] = draft_lse(batch)[begin : begin + n]
+        sampled[row + 1 : row + n + 1] = batch["draft_token_ids"][begin : begin + n]
+        begin, row = begin + n, row + n + 1
+    cu = torch.tensor([0, 4, 5, 8, 12, 12], dtype=torch.int32)
+    padded = chain_verify.verify_chain_padded(
+        batch["target_logits"],
+        draft,
+        sampled,
+        cu,
+        index,
+        **state,
+        max_draft_tokens=k,
+        draft_lse=lse if given else None,
+    )
+    assert padded.token_ids[:4, :4].tolist() == flat.token_ids.tolist()
+    assert padded.num_emitted.tolist() == [*flat.num_emitted.tolist(), 0]
+    assert padded.token_ids[4].tolist() == [-1] * 5
+
+
+@pytest.mark.interpret
+def test_no_drafts_and_no_requests():
+    batch = make_batch(40, [0, 0])
+    assert_matches(batch, chain_verify.verify_chain(**batch))
+    nothing = make_batch(40, [1])
+    for name in ("target_logits", "draft_logits", "draft_token_ids"):
+        nothing[name] = nothing[name][:0]
+    for name in ("temperature", "seeds", "draws"):
+        nothing[name] = nothing[name][:0]
+    nothing["cu_num_draft_tokens"] = torch.tensor([0])
+    assert chain_verify.verify_chain(**nothing).token_ids.shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target_logits": torch.zeros(5, 8, dtype=torch.float64)}, "target_logits must be bf"),
+        ({"draft_logits": torch.zeros(2, 8)}, "draft_logits must have 3 rows"),
+        ({"draft_logits": torch.zeros(3, 9)}, r"draft_logits \(vocabulary 9"),
+        ({"draft_token_ids": torch.zeros(3)}, "draft_token_ids must be int64 or int32"),
+        ({"temperature": torch.ones(3)}, r"temperature must have shape \[2\]"),
+        ({"draft_temperature": torch.ones(2).double()}, "draft_temperature must be float32"),
+        ({"seeds": torch.zeros(2, dtype=torch.int32)}, "seeds must be int64"),
+        ({"draws": torch.zeros(4, dtype=torch.int64)[::2]}, "draws must be contiguous"),
+        ({"draft_lse": torch.zeros(2)}, r"draft_lse must have shape \[3\]"),
+        ({"max_draft_tokens": 64}, r"max_draft_tokens must be in \[0, 63\]"),
+        ({"method": "block"}, "method must be one of hierarchical, tokenwise"),
+        ({"level": -1}, "level must be"),
+    ],
+)
+def test_arguments_that_do_not_fit(change, message):
+    arguments = {
+        "target_logits": torch.zeros(5, 8),
+        "draft_logits": torch.zeros(3, 8),
+        "draft_token_ids": torch.zeros(3, dtype=torch.int64),
+        "cu_num_draft_tokens": torch.tensor([0, 1, 3]),
+        "temperature": torch.ones(2),
+        "seeds": torch.zeros(2, dtype=torch.int64),
+        "draws": torch.zeros(2, dtype=torch.int64),
+        "max_draft_tokens": 2,
+    }
+    with pytest.raises(ValueError, match=message):
+        chain_verify.verify_chain(**arguments | change)

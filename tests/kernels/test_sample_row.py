@@ -1,0 +1,74 @@
+import pytest
+import torch
+from vllm_hsd.kernels import blocks, naive
+from vllm_hsd.kernels.sample_row import sample_row
+
+INF = float("inf")
+
+
+def _batch(vocab_size, dtype, seed=0):
+    """12 rows: random, half masked, unusable in every way, greedy, greedy with ties."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(12, vocab_size, generator=generator) * 3
+    logits[2, 1::2] = -INF
+    logits[3] = float("nan")
+    logits[4] = -INF
+    logits[5, vocab_size // 2] = INF
+    logits[6, vocab_size - 1] = float("nan")
+    logits[8, -1] = float("nan")
+    logits[9] = 1.0
+    logits[10] = -INF
+    temperature = torch.rand(12, generator=generator) + 0.3
+    temperature[7:11] = 0
+    seeds = torch.randint(-(2**62), 2**62, (12,), generator=generator)
+    return logits.to(dtype), temperature, seeds, torch.arange(12) + 2**33
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("vocab_size", [1, 31, 2048])
+def test_matches_reference(vocab_size, dtype, monkeypatch):
+    monkeypatch.setattr(blocks, "CHUNK", 512)
+    monkeypatch.setattr(blocks, "BLOCK", 128)
+    batch = _batch(vocab_size, dtype)
+    token, lse = sample_row(*batch, level=2)
+    expected, expected_lse = naive.sample_row(*batch, level=2)
+    assert token.tolist() == expected.tolist()
+    usable = expected >= 0
+    torch.testing.assert_close(lse[usable].double(), expected_lse[usable], rtol=1e-6, atol=1e-5)
+    assert (expected < 0).sum() == 6  # rows 3 to 6, 8 and 10
+
+
+@pytest.mark.interpret
+def test_whole_vocabulary_and_default_blocks():
+    logits, temperature, seeds, draws = (x[:2] for x in _batch(32000, torch.bfloat16))
+    token, _ = sample_row(logits, temperature, seeds, draws)
+    assert token.equal(naive.sample_row(logits, temperature, seeds, draws)[0])
+
+
+@pytest.mark.interpret
+def test_no_rows():
+    empty = torch.empty(0)
+    token, lse = sample_row(torch.empty(0, 5), empty, empty.long(), empty.long())
+    assert token.shape == lse.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": torch.zeros(2, 4, dtype=torch.float64)}, "logits must be bfloat16"),
+        ({"logits": torch.zeros(4, 2).T}, "contiguous rows"),
+        ({"temperature": torch.ones(3)}, r"temperature must have shape \[2\]"),
+        ({"seeds": torch.zeros(2)}, "seeds must be int64"),
+        ({"draws": torch.zeros(2, 1, dtype=torch.int64)}, "draws must have shape"),
+    ],
+)
+def test_arguments_that_do_not_fit(change, message):
+    arguments = {
+        "logits": torch.zeros(2, 4),
+        "temperature": torch.ones(2),
+        "seeds": torch.zeros(2, dtype=torch.int64),
+        "draws": torch.zeros(2, dtype=torch.int64),
+    }
+    with pytest.raises(ValueError, match=message):
+        sample_row(**arguments | change)
