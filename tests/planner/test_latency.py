@@ -93,13 +93,18 @@ def test_graph_search_agrees_with_the_prediction_when_costs_ignore_the_lag(survi
         assert predicted.ms_per_token == pytest.approx(cost)
 
 
-def test_finite_requests_pay_for_their_last_step(costs, survival):
+def test_finite_requests(costs, survival):
     cascade = latency.Cascade((0, 1), (3, 8))
     endless = latency.predict(cascade, costs, survival)
-    short = latency.predict(cascade, costs, survival, output_tokens=10)
     long = latency.predict(cascade, costs, survival, output_tokens=2000)
-    assert short.ms_per_token > long.ms_per_token > endless.ms_per_token
     assert long.ms_per_token == pytest.approx(endless.ms_per_token, rel=0.002)
+    # One token to come: no draft. Two: the drafter cannot be asked, its verifier makes one.
+    one = latency.predict(cascade, costs, survival, output_tokens=2)
+    assert one.level_calls == (0.0, 0.0, 1.0) and one.tokens_per_step == 1.0
+    two = latency.predict(cascade, costs, survival, output_tokens=3)
+    steps = 1 * 0.7 + 2 * 0.3
+    assert two.level_calls == pytest.approx((0.0, 1 / steps, 1.0))
+    assert two.tokens_per_step == pytest.approx(2 / steps)
 
 
 def test_a_batch_waits_for_its_slowest_request(costs, survival):

@@ -29,10 +29,11 @@ class Cascade:
 
     Attributes:
         levels: model index of each level; empty: no speculation.
-        budgets: tokens that each level hands up; the last one is num_speculative_tokens.
+        budgets: tokens that each level hands up.
         rounds: most rounds of each level per request from above; None: no limit. Level 0 has
             no rounds.
-        tail: unverified tokens of level 0 after the top level's buffer.
+        tail: unverified tokens of level 0 after the top level's buffer; num_speculative_tokens
+            is the top level's budget plus the tail.
         shares_target_kv: levels (positions in `levels`) that run on the target's own KV
             cache, hence never lag behind it.
     """
@@ -78,23 +79,24 @@ class Prediction:
     stderr: float = 0.0
 
 
-def target_gains(cascade: Cascade, survival: Floats) -> Floats:
-    """P(a step emits g tokens | the top level handed up n), [n, g], the tail included.
+def target_gains(cascade: Cascade, survival: Floats) -> list[list[Floats]]:
+    """P(a step emits g tokens) by length of the top level's buffer and of the tail.
 
     Args:
         survival: [M + 1 (verifier), M + 1 (drafter), T + 1 (n), T + 1 (t)], as from
             `recorded.visited_survival`; acceptance in the tail is taken as independent of
             acceptance in the buffer.
+
+    Returns:
+        gains[n][m][g] for n <= the top budget and m <= the tail, g = 0..n + m + 1.
     """
-    top = survival[-1, cascade.levels[-1]]
-    if not cascade.tail:
-        return gain_table(top)
-    size, tail = cascade.budgets[-1], cascade.tail
-    gains = np.zeros((size + 1, size + tail + 2))
-    after = survival[-1, cascade.levels[0], tail, : tail + 1]
-    for n in range(size + 1):
-        alive = np.append(top[n, :n], top[n, n] * after)
-        gains[n, 1 : len(alive) + 1] = alive - np.append(alive[1:], 0.0)
+    top, drafter = survival[-1, cascade.levels[-1]], survival[-1, cascade.levels[0]]
+    gains = []
+    for n in range(cascade.budgets[-1] + 1):
+        gains.append([])
+        for m in range(cascade.tail + 1):
+            alive = np.append(top[n, : n + 1], top[n, n] * drafter[m, 1 : m + 1])
+            gains[n].append(np.append(0.0, alive - np.append(alive[1:], 0.0)))
     return gains
 
 
@@ -190,30 +192,35 @@ class _Chain:
             return self.spent(level, 0.0, 0.0), {(0, behind): 1.0}
         return self.make(level, want, behind)
 
-    def step(self, behind: Behind) -> tuple[Floats, float, dict[Behind, float]]:
-        """One target call: expected [2, K + 1], tokens, and P of how far behind it leaves."""
+    def step(self, behind: Behind, want: int) -> tuple[Floats, dict[tuple[int, Behind], float]]:
+        """One target call on `want` drafted tokens: expected [2, K + 1] and {(emitted, behind): P}.
+
+        As in the cascade, the tail gives way to the top level's buffer down to one token of it.
+        """
         cascade, top = self.cascade, self.depth - 1
-        spent, drafts = self.make(top, cascade.budgets[top], behind)
-        total, tokens, after = spent.copy(), 0.0, {}
+        total, after = self.spent(self.depth, 0.0, 0.0), {}
+        buffer = max(want - cascade.tail, 1) if want else 0
+        spent, drafts = self._ask(top, buffer, behind)
+        total += spent
         for (made, low), p in drafts.items():
-            if cascade.tail:
-                spent, outcome = self.make(0, cascade.tail, low[:1])
+            tail = min(want - made, cascade.tail)
+            if tail:
+                spent, outcome = self.make(0, tail, low[:1])
                 total += p * spent
                 ((_, drafter),) = outcome
-                low = (*drafter, *(lag + cascade.tail for lag in low[1:]))
-            offered = made + cascade.tail
-            turn = self.target_turns[offered]
-            total += self.spent(self.depth, p * turn, p)
+                low = (*drafter, *(lag + tail for lag in low[1:]))
+            offered = made + tail
+            total += self.spent(self.depth, p * self.target_turns[offered], p)
             for kept in range(offered + 1):
-                share = p * self.target_gains[made, kept + 1]
+                share = p * self.target_gains[made][tail][kept + 1]
                 if share:
-                    tokens += share * (kept + 1)
-                    state = tuple(
+                    lags = caught_up(low, offered, kept)
+                    lags = tuple(
                         1 if level in cascade.shares_target_kv else lag
-                        for level, lag in enumerate(caught_up(low, offered, kept))
+                        for level, lag in enumerate(lags)
                     )
-                    after[state] = after.get(state, 0.0) + share
-        return total, tokens, after
+                    after[kept + 1, lags] = after.get((kept + 1, lags), 0.0) + share
+        return total, after
 
 
 def caught_up(behind: Behind, made: int, kept: int) -> Behind:
@@ -242,8 +249,8 @@ def predict(
         costs: times, the target last.
         survival: [M + 1, M + 1, T + 1, T + 1], see `target_gains`.
         batch: requests per step.
-        output_tokens: tokens per request; the last step's surplus is then not counted as
-            emitted, and the first token counts as the prefill's. None: endless text.
+        output_tokens: tokens per request, of which the prefill makes the first; drafts never
+            pass the last one. None: endless text.
 
     Raises:
         PlannerError: budgets beyond the table.
@@ -253,16 +260,17 @@ def predict(
         return Prediction(ms, 1.0, ms, (ms,), (1.0,))
     check_reach(cascade, survival)
     chain = _Chain(cascade, costs, survival, batch)
-    spent, tokens = _long_run(chain)
+    if output_tokens is None:
+        spent, tokens = _long_run(chain)
+        per_step = tokens
+    else:
+        total = _whole_request(chain, output_tokens - 1)
+        steps = total[1, -1]
+        spent, per_step = total / steps, (output_tokens - 1) / steps
     ms_per_step = float(spent[0].sum())
-    per_step = tokens
-    if output_tokens is not None:
-        gains = chain.target_gains
-        offered = cascade.budgets[-1]
-        per_step = (output_tokens - 1) / _steps(gains[offered], output_tokens - 1)
     return Prediction(
         ms_per_token=ms_per_step / per_step,
-        tokens_per_step=per_step,
+        tokens_per_step=float(per_step),
         ms_per_step=ms_per_step,
         level_ms=tuple(spent[0].tolist()),
         level_calls=tuple(spent[1].tolist()),
@@ -271,31 +279,39 @@ def predict(
 
 def _long_run(chain: _Chain) -> tuple[Floats, float]:
     """Stationary means of a step: [2, K + 1] (ms, calls) and emitted tokens."""
-    start = (1,) * chain.depth
-    found = {start: 0}
+    want = chain.cascade.budgets[-1] + chain.cascade.tail
+    found = {(1,) * chain.depth: 0}
     steps = []
     while len(steps) < len(found):
-        behind = list(found)[len(steps)]
-        spent, tokens, after = chain.step(behind)
-        for state in after:
-            found.setdefault(state, len(found))
-        steps.append((spent, tokens, after))
+        spent, after = chain.step(list(found)[len(steps)], want)
+        for _, lags in after:
+            found.setdefault(lags, len(found))
+        steps.append((spent, after))
     moves = np.zeros((len(steps), len(steps)))
-    for row, (_, _, after) in enumerate(steps):
-        for state, chance in after.items():
-            moves[row, found[state]] += chance
+    tokens = np.zeros(len(steps))
+    for row, (_, after) in enumerate(steps):
+        for (emitted, lags), chance in after.items():
+            moves[row, found[lags]] += chance
+            tokens[row] += chance * emitted
     # pi (P - I) = 0 and sum pi = 1, in the least-squares sense.
     system = np.vstack([moves.T - np.eye(len(steps)), np.ones(len(steps))])
     wanted = np.append(np.zeros(len(steps)), 1.0)
     weights = np.linalg.lstsq(system, wanted, rcond=None)[0]
-    spent = np.tensordot(weights, np.stack([step[0] for step in steps]), axes=1)
-    return spent, float(weights @ [step[1] for step in steps])
+    spent = np.tensordot(weights, np.stack([spent for spent, _ in steps]), axes=1)
+    return spent, float(weights @ tokens)
 
 
-def _steps(gain: Floats, wanted: int) -> float:
-    """Expected steps until `wanted` tokens are emitted, by renewal."""
-    need = np.zeros(wanted + 1)
-    for have in range(1, wanted + 1):
-        reach = min(len(gain) - 1, have)
-        need[have] = 1.0 + gain[1 : reach + 1] @ need[have - reach : have][::-1]
-    return float(need[wanted])
+def _whole_request(chain: _Chain, tokens: int) -> Floats:
+    """Expected [2, K + 1] (ms, calls) until `tokens` are emitted; drafts never pass the end."""
+    full = chain.cascade.budgets[-1] + chain.cascade.tail
+    total = chain.spent(chain.depth, 0.0, 0.0)
+    states = [{} for _ in range(tokens + 1)]  # states[left][behind]: P(ever there)
+    states[tokens][(1,) * chain.depth] = 1.0
+    for left in range(tokens, 0, -1):
+        for behind, chance in states[left].items():
+            spent, after = chain.step(behind, min(full, left - 1))
+            total += chance * spent
+            for (emitted, lags), p in after.items():
+                there = states[left - emitted]
+                there[lags] = there.get(lags, 0.0) + chance * p
+    return total

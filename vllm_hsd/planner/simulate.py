@@ -44,11 +44,9 @@ class Coins:
     def __init__(self, cascade: Cascade, survival: Floats, rng: np.random.Generator):
         check_reach(cascade, survival)
         pairs = zip(cascade.levels, cascade.levels[1:], strict=False)
-        tables = [gain_table(survival[above, below]) for below, above in pairs]
-        tables.append(target_gains(cascade, survival))
-        # The target's table is indexed by the buffer alone; the tail has a fixed length.
+        self.reached = [gain_table(survival[above, below]).cumsum(-1) for below, above in pairs]
+        self.reached.append([row[-1].cumsum() for row in target_gains(cascade, survival)])
         self.tail, self.top = cascade.tail, len(cascade.levels)
-        self.reached = [table.cumsum(-1) for table in tables]
         self.rng = rng
 
     def draft(self, request: int) -> None:
