@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import numpy as np
@@ -41,11 +42,11 @@ class TimeTable(BaseModel):
 
     def at(self, batch: float, tokens: float) -> float:
         """Bilinear in batch size and tokens; linear beyond the measured ends, never below 0."""
-        rows = [_line(self.tokens, row, tokens) for row in self.ms]
-        return max(_line(self.batch_sizes, rows, batch), 0.0)
+        rows = [prolonged(self.tokens, row, tokens) for row in self.ms]
+        return max(prolonged(self.batch_sizes, rows, batch), 0.0)
 
 
-def _line(xs: list[int], ys: list[float], x: float) -> float:
+def prolonged(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
     """Piecewise linear through (xs, ys), the outer pieces prolonged."""
     if len(xs) == 1:
         return ys[0]
@@ -56,25 +57,31 @@ def _line(xs: list[int], ys: list[float], x: float) -> float:
 class Costs(BaseModel):
     """Times of all models on one machine.
 
-    `forward[i]` is the time of model i's forward; the target is the last entry. `overhead`
-    holds what one turn adds to the forward, metadata, sampling and verification included:
-    `draft` (a level-0 step), `verify` (a round of a higher level), `target` (a step of the
-    target with speculation, scheduling and output handling included), `plain` (without).
+    Attributes:
+        forward: one table per model, the target last. The target's holds a whole step of the
+            engine with speculation except the drafting: scheduling, forward, verification.
+        overhead: what a turn of a level adds to its forward (its law, sampling or
+            verification, bookkeeping): `draft` at level 0, `verify` above.
+        plain: a step of the engine without speculation; absent: the target's forward of 1 token.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     forward: list[TimeTable]
-    overhead: dict[Role, TimeTable] = Field(default_factory=dict)
+    overhead: dict[Literal["draft", "verify"], TimeTable] = Field(default_factory=dict)
+    plain: TimeTable | None = None
 
     def turn(self, model: int, role: Role, batch: float, tokens: float) -> float:
         """Milliseconds of one turn of a model: its forward and the overhead of its role.
 
         Args:
             model: index into `forward`.
+            role: `draft` and `verify` of a level, `target` and `plain` of the target.
             batch: requests that take part.
             tokens: tokens per request, the mean where requests differ.
         """
+        if role == "plain" and self.plain is not None:
+            return self.plain.at(batch, tokens)
         extra = self.overhead[role].at(batch, tokens) if role in self.overhead else 0.0
         return self.forward[model].at(batch, tokens) + extra
 

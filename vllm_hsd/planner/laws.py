@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from vllm_hsd.planner.models import Family, Sampling
 from vllm_hsd.planner.parts import Parts
-from vllm_hsd.planner.prompts import encode
 from vllm_hsd.planner.recorded import VERIFIERS, Verifier, visited_survival
 
 Floats = NDArray[np.float64]
@@ -68,7 +66,7 @@ class Laws:
 
 def measure(
     family: Family,
-    prompts: Sequence[Any],
+    contexts: Sequence[list[int]],
     sampling: Sampling,
     effort: Effort,
     parts: Parts,
@@ -77,12 +75,10 @@ def measure(
     """Draw texts and compare the laws of all members on them.
 
     Args:
-        prompts: from `prompts.read_prompts`.
+        contexts: token ids of the prompts.
         parts: where finished batches are kept, so that a later call continues.
         advance: told what was finished after every batch; see `batches`.
     """
-    longest = family.longest - effort.text_tokens - effort.max_tokens
-    contexts = [encode(family.tokenizer, prompt, longest) for prompt in prompts]
     texts = []
     for start in range(0, len(contexts), effort.batch):
         group = contexts[start : start + effort.batch]

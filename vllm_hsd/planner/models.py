@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from vllm_hsd.planner.errors import PlannerError
 
@@ -96,7 +97,7 @@ class Family:
         self.drafters = []
         vocabulary = self.tokenizer.get_vocab()
         for path in candidates:
-            if AutoTokenizer.from_pretrained(path).get_vocab() != vocabulary:
+            if _vocabulary(path) not in (None, vocabulary):
                 raise PlannerError(
                     f"candidate '{path}' has another vocabulary than the target '{target}': "
                     f"only drafters with the target's tokenizer can be verified."
@@ -124,6 +125,10 @@ class Family:
         """Layers of the target that a member runs; None for the other models."""
         first = len(self.drafters)
         return None if member < first else (*self.exits, self.depth)[member - first]
+
+    def size(self, member: int) -> int:
+        """Parameters that a forward of a member uses."""
+        return sum(parameter.numel() for parameter in self.members[member].parameters())
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor, first: int, members: Sequence[int]) -> dict[int, Tensor]:
@@ -203,9 +208,18 @@ class Family:
 
 
 def _load(path: str, device: str) -> Any:
+    transformers_logging.disable_progress_bar()
     # Laws are compared in float32; half precision on a CPU is slow and may not run at all.
     dtype = torch.float32 if device == "cpu" else "auto"
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+
+
+def _vocabulary(path: str) -> dict[str, int] | None:
+    """A drafter may come without tokenizer files: it only ever sees token ids."""
+    try:
+        return AutoTokenizer.from_pretrained(path).get_vocab()
+    except (OSError, ValueError):
+        return None
 
 
 def _check_names(target: str, candidates: Sequence[str], early_exits: Sequence[int]) -> None:

@@ -1,0 +1,95 @@
+"""Pictures of a plan, each with its numbers as CSV beside it."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_hsd.planner.errors import PlannerError
+from vllm_hsd.planner.plan import Choice, Planner, landscape
+
+
+def plot_plan(planner: Planner, choice: Choice, folder: Path) -> list[Path]:
+    """Draw the latency landscape and the rate matrix; returns the files written.
+
+    Raises:
+        PlannerError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise PlannerError("--plot needs matplotlib: pip install 'vllm-hsd[bench]'.") from None
+    matplotlib.use("Agg")
+    folder.mkdir(parents=True, exist_ok=True)
+    return [
+        *_landscape(planner, choice, folder / f"latency-batch{choice.wanted.batch}.png"),
+        *_rates(planner, folder / "rates.png"),
+    ]
+
+
+def _landscape(planner: Planner, choice: Choice, path: Path) -> list[Path]:
+    """ms/token over the top budget: every single drafter, and the chosen levels at their best."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    rows = []
+    lines = [(int(model),) for model in planner.order]
+    if len(choice.best.cascade.levels) == 2:
+        lines.append(choice.best.cascade.levels)
+    for levels in lines:
+        best: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for budgets, option in landscape(planner, levels):
+            best[budgets[-1]] = min(best.get(budgets[-1], (np.inf, ())), (option.ms, budgets))
+        name = " > ".join(planner.profile.candidates[level].name for level in levels)
+        rows += [(name, *map(str, (top, budgets, ms))) for top, (ms, budgets) in best.items()]
+        axes.plot(list(best), [ms for ms, _ in best.values()], marker="o", label=name)
+    axes.axhline(choice.none.ms, color="grey", linestyle="--", label="no speculation")
+    axes.plot(
+        choice.best.cascade.budgets[-1:], [choice.best.ms][: len(choice.best.cascade.budgets)],
+        marker="*", markersize=16, color="black", linestyle="", label="chosen",
+    )  # fmt: skip
+    axes.set_xlabel("tokens that the target verifies per call")
+    axes.set_ylabel("predicted ms per token")
+    axes.set_title(f"{planner.profile.names[-1]}, batch size {choice.wanted.batch}")
+    axes.legend(fontsize="small")
+    _save(figure, path)
+    table = path.with_suffix(".csv")
+    _write(table, ["levels", "num_speculative_tokens", "budgets", "ms_per_token"], rows)
+    return [path, table]
+
+
+def _rates(planner: Planner, path: Path) -> list[Path]:
+    import matplotlib.pyplot as plt
+
+    names, rates = planner.profile.names, planner.profile.rate_matrix()
+    figure, axes = plt.subplots(figsize=(1.5 + 0.7 * len(names),) * 2)
+    axes.imshow(rates, vmin=0, vmax=1, cmap="viridis")
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
+    axes.set_yticks(range(len(names)), names)
+    if len(names) <= 16:
+        for (i, j), rate in np.ndenumerate(rates):
+            axes.text(j, i, f"{rate:.2f}", ha="center", va="center", color="white")
+    axes.set_title("acceptance rates")
+    _save(figure, path)
+    table = path.with_suffix(".csv")
+    _write(table, ["", *names], [(name, *row) for name, row in zip(names, rates, strict=True)])
+    return [path, table]
+
+
+def _save(figure: Any, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _write(path: Path, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    with path.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(header)
+        writer.writerows(rows)

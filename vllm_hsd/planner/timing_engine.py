@@ -1,0 +1,218 @@
+"""An engine in a process of its own that times every forward of its levels and every step.
+
+Run as a module: one JSON job on stdin, JSON lines on stdout, each {"progress": ...},
+{"result": ...} or {"error": ...}. A job holds the arguments of `vllm.LLM`, the prompts, the
+seeds and the settings to run. One engine loads every candidate as a level; each setting then
+runs a cascade of some of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Turn:
+    """A forward of a level: `ms` of the forward, `turn_ms` until the next begins."""
+
+    level: int
+    role: str
+    batch: int
+    tokens: int
+    ms: float
+    turn_ms: float
+
+
+@dataclass
+class Step:
+    """A step of the engine that only decodes: `ms` is its period without the drafting."""
+
+    batch: int
+    tokens: int
+    ms: float
+
+
+@dataclass
+class Recording:
+    """What one setting showed; `emitted` tokens took `seconds`, the prefill left out."""
+
+    turns: list[Turn] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    emitted: int = 0
+    seconds: float = 0.0
+
+
+class Recorder:
+    """Times the turns and steps of one worker's runner by wrapping its methods."""
+
+    def __init__(self, runner: Any, clock: str):
+        self.runner = runner
+        self.seconds = time.thread_time if clock == "cpu" else time.perf_counter
+        self.recording = Recording()
+        self.started: tuple[float, Any] | None = None
+        self.drafting = 0.0
+        self.open: list[tuple[int, int, int, float, float]] = []
+        runner.execute_model = self._execute(runner.execute_model)
+        if hasattr(getattr(runner, "drafter", None), "cascade"):
+            self.levels = list(runner.drafter.levels)
+            for index, level in enumerate(self.levels):
+                level.forward = self._forward(index, level.forward)
+            runner.propose_draft_token_ids = self._propose(runner.propose_draft_token_ids)
+
+    def clock(self) -> float:
+        """Milliseconds; work that the device still owes is waited for."""
+        if self.runner.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self.runner.device)
+        return self.seconds() * 1e3
+
+    def take(self) -> Recording:
+        """What was recorded since the last call; the step under way is dropped."""
+        taken, self.recording, self.started = self.recording, Recording(), None
+        return taken
+
+    def use(self, levels: list[int], budgets: list[int], verifier: str) -> None:
+        """Serve the next requests with the cascade of these levels."""
+        from vllm_hsd.cascade import Cascade, LevelPlan
+        from vllm_hsd.runner_v1.requests import RequestTable
+
+        drafter = self.runner.drafter
+        drafter.levels = [self.levels[i] for i in levels]
+        drafter.cascade = Cascade(drafter.levels, [LevelPlan(b, verifier) for b in budgets])
+        # Totals over steps cannot mix cascades of different depth.
+        drafter.cascade.take_stats = list
+        drafter.num_speculative_tokens = budgets[-1]
+        drafter.requests = RequestTable(len(levels), 0)
+        self.runner.rejection_sampler.method = verifier
+
+    def _execute(self, execute):
+        def timed(scheduler_output, *args, **kwargs):
+            now = self.clock()
+            if self.started is not None:
+                began, last = self.started
+                tokens = last.num_scheduled_tokens
+                self.recording.seconds += (now - began) / 1e3
+                self.recording.steps.append(
+                    Step(len(tokens), sum(tokens.values()), now - began - self.drafting)
+                )
+            decoding = scheduler_output.num_scheduled_tokens and not (
+                scheduler_output.scheduled_new_reqs or self._prefilling(scheduler_output)
+            )
+            self.started = (now, scheduler_output) if decoding else None
+            self.drafting = 0.0
+            return execute(scheduler_output, *args, **kwargs)
+
+        return timed
+
+    def _prefilling(self, scheduler_output) -> bool:
+        requests = self.runner.requests
+        return any(
+            requests[i].num_computed_tokens < requests[i].num_prompt_tokens
+            for i in scheduler_output.num_scheduled_tokens
+        )
+
+    def _propose(self, propose):
+        def timed(*args):
+            self.open = []
+            drafts = propose(*args)
+            ended = self.clock()
+            if self.started is not None:
+                self._close(ended)
+                # What comes before the first forward belongs to the step, like the sampling.
+                self.drafting = ended - (self.open[0][3] if self.open else ended)
+                self.recording.emitted += sum(len(ids) for ids in args[1])
+            return drafts
+
+        return timed
+
+    def _close(self, ended: float) -> None:
+        nexts = [entry[3] for entry in self.open[1:]] + [ended]
+        in_use = self.runner.drafter.levels
+        for (index, batch, tokens, began, ms), then in zip(self.open, nexts, strict=True):
+            role = "draft" if self.levels[index] is in_use[0] else "verify"
+            self.recording.turns.append(Turn(index, role, batch, tokens, ms, then - began))
+
+    def _forward(self, index, forward):
+        def timed(tokens, rows, starts, counts, num_logits):
+            began = self.clock()
+            logits = forward(tokens, rows, starts, counts, num_logits)
+            self.open.append((index, len(rows), int(counts.sum()), began, self.clock() - began))
+            return logits
+
+        return timed
+
+
+def run(job: dict[str, Any], report) -> list[dict[str, Any]]:
+    """Load the engine and run every setting; returns one recording per setting.
+
+    Args:
+        job: "engine" (arguments of LLM), "prompts" (texts), "temperature", "top_p", and
+            "settings": {"levels", "budgets", "batch", "tokens"} each, levels empty without
+            speculation.
+        report: called with the number of settings that are done.
+    """
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**job["engine"])
+    llm.collective_rpc(_install, args=(job["clock"],))
+    recordings = []
+    for done, setting in enumerate(job["settings"]):
+        if setting["levels"]:
+            chosen = setting["levels"], setting["budgets"], job["verifier"]
+            llm.collective_rpc(_use, args=chosen)
+        prompts = job["prompts"]
+        prompts = [prompts[(done + i) % len(prompts)] for i in range(setting["batch"])]
+        params = SamplingParams(
+            temperature=job["temperature"],
+            top_p=job["top_p"],
+            max_tokens=setting["tokens"],
+            ignore_eos=True,
+            seed=job["seed"] + done,
+        )
+        llm.generate(prompts, params, use_tqdm=False)
+        recordings.append(llm.collective_rpc(_take)[0])
+        report(done + 1)
+    return recordings
+
+
+def _install(worker, clock: str) -> None:
+    worker.hsd_recorder = Recorder(worker.model_runner, clock)
+
+
+def _use(worker, levels: list[int], budgets: list[int], verifier: str) -> None:
+    worker.hsd_recorder.use(levels, budgets, verifier)
+
+
+def _take(worker) -> dict[str, Any]:
+    return asdict(worker.hsd_recorder.take())
+
+
+def main() -> None:
+    """Read the job, run it, answer."""
+    # vLLM logs to stdout: keep that for the answers and let everything else go to stderr.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    with contextlib.closing(answers):
+        try:
+            job = json.loads(sys.stdin.readline())
+            recordings = run(job, lambda done: answer({"progress": done}))
+            answer({"result": recordings})
+        except Exception as error:
+            answer({"error": " ".join(str(error).split())})
+            raise
+
+
+if __name__ == "__main__":
+    main()
