@@ -35,7 +35,7 @@ EOS = "<|endoftext|>"
 VOCAB_SIZE = 2048
 SEQUENCE = 256  # tokens; every fourth batch has sequences four times as long
 MAX_POSITIONS = 1024
-BATCH_TOKENS = 4096
+BATCH_TOKENS = 2048
 SEED = 20
 SHAPES = {
     "target": dict(hidden_size=256, intermediate_size=704, num_hidden_layers=6,
@@ -232,7 +232,7 @@ def sample_stream(model: LlamaForCausalLM, text: Batches, sequences: int) -> tor
     """Text sampled from `model` at temperature 1 after 16 tokens of real text, int64 [n]."""
     parts = []
     for count in range(0, sequences, 128):
-        starts = torch.cat([text.draw(SEQUENCE)[:, :16] for _ in range(128 // 16)])
+        starts = torch.cat([text.draw(SEQUENCE)[:, :16] for _ in range(16)])
         parts.append(model.generate(
             starts, attention_mask=torch.ones_like(starts), do_sample=True, top_k=0,
             max_new_tokens=SEQUENCE - 16, min_new_tokens=SEQUENCE - 16,
@@ -262,12 +262,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("-o", "--output", type=Path, default=HERE)
     parser.add_argument("--scale", type=float, default=1.0, help="fraction of the training steps")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(SEED)
     transformers_logging.set_verbosity_error()
-    steps = {"target": 1100, "mid": 600, "small": 600}
+    steps = {"target": 1200, "mid": 2000, "small": 2000}
     steps = {name: max(2, round(n * options.scale)) for name, n in steps.items()}
 
     train_files, held_out_files = library_files()
@@ -284,7 +284,7 @@ def main() -> None:
     train_target(target, text, steps["target"], log)
     save(target, tokenizer, options.output / "target")
 
-    sampled = sample_stream(target.eval(), text, 128 * max(1, round(12 * options.scale)))
+    sampled = sample_stream(target.eval(), text, 128 * max(1, round(24 * options.scale)))
     students = {name: new_model(name, tokenizer.eos_token_id) for name in ("mid", "small")}
     distil(target, students, [text, Batches(sampled, generator)], steps["mid"], log)
     for name, model in students.items():
