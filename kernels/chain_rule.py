@@ -147,8 +147,8 @@ def plan(
         certain = tl.max(tl.where(success | (row == 0), row, 0), axis=0)
         open_ = (row > certain) & (row < length) & (coin < high.to(tl.float64))
     else:
-        failure = (row > length) | ((row > 0) & (coin >= a.to(tl.float64)))
-        certain = tl.min(tl.where(failure, row, 2147483647), axis=0) - 1
+        failure = (row > 0) & (coin >= a.to(tl.float64))
+        certain = tl.minimum(tl.min(tl.where(failure, row, ROWS), axis=0) - 1, length)
         open_ = row < 0
         log_a = tl.zeros_like(log_a)
     return length, certain, open_.to(tl.int32), log_a, coin, target_lse, draft_lse

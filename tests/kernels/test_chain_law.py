@@ -1,0 +1,144 @@
+"""The law of what the kernels emit for a fixed draft, over many seeds, against the exact law."""
+
+import importlib.util
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from scipy import stats
+from vllm_hsd.kernels import chain_verify
+
+from vllm_hsd.verify.law import chain_law
+
+V, K = 3, 3
+REJECTED, KEPT = 1e-6, 1e-3
+
+
+def make_draft():
+    """Logits [K + 1, V] and [K, V] and a draft that can end anywhere: a = 1, .43, .29, .24."""
+    target = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.6, 0.3, 0.1], [0.3, 0.4, 0.3]])
+    draft = torch.tensor([[0.2, 0.7, 0.1], [0.3, 0.6, 0.1], [0.05, 0.35, 0.6]])
+    return target.log(), draft.log(), torch.tensor([1, 0, 1])
+
+
+def p_value(outcomes, law):
+    """Chi-square of (accepted, next token) pairs against an exact law [K + 1, V]."""
+    counts = torch.zeros(law.shape, dtype=torch.float64)
+    for t, v in outcomes:
+        counts[t, v] += 1
+    possible = law > 1e-12
+    if counts[~possible].sum() > 0:
+        return 0.0
+    expected = law[possible] / law[possible].sum() * len(outcomes)
+    return stats.chisquare(counts[possible].numpy(), expected.numpy()).pvalue
+
+
+def outcomes_of(token_ids, num_accepted):
+    accepted = num_accepted.tolist()
+    return [(t, int(row[t])) for t, row in zip(accepted, token_ids, strict=True)]
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("method", "requests"), [("hierarchical", 400), ("tokenwise", 150)])
+def test_law_of_one_draft(method, requests):
+    target, draft, tokens = make_draft()
+    result = chain_verify.verify_chain(
+        target.repeat(requests, 1),
+        draft.repeat(requests, 1),
+        tokens.repeat(requests),
+        torch.arange(requests + 1) * K,
+        torch.ones(requests),
+        torch.arange(requests) * 2654435761,
+        torch.full((requests,), 5),
+        max_draft_tokens=K,
+        method=method,
+    )
+    outcomes = outcomes_of(result.token_ids, result.num_accepted)
+    p, q = target.softmax(-1), draft.softmax(-1)
+    assert p_value(outcomes, chain_law(p, q, tokens, method=method)) > KEPT
+    if method == "hierarchical":
+        assert p_value(outcomes, chain_law(p, q, tokens, method="tokenwise")) < REJECTED
+        assert p_value(outcomes, careless_law(p, q, tokens)) < REJECTED
+
+
+def careless_law(p, q, tokens):
+    """A biased rule: the residual (p - q)+ instead of (a * p - q)+."""
+    a = [1.0]
+    for t, x in enumerate(tokens.tolist()):
+        a.append(min(1.0, a[-1] * float(p[t, x] / q[t, x])))
+    rows = torch.cat(((p[:K] - q).clamp_min(0), p[K:])).double()
+    mass = rows.sum(1)
+    h = torch.tensor(
+        [1.0, *(float(s / (s + 1 - r)) for s, r in zip(mass[1:K], a[1:K], strict=True))]
+    )
+    h = torch.cat((h, torch.tensor(a[-1:])))
+    later_fail = torch.cat(((1 - h[1:]).flip(0).cumprod(0).flip(0), torch.ones(1)))
+    return (h * later_fail)[:, None] * rows / mass[:, None]
+
+
+def _load_vllm():
+    """vLLM's V2 rejection sampler and the modules that it needs, without starting vLLM."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None:
+        pytest.skip("vllm is not installed")
+    root = Path(spec.submodule_search_locations[0])
+    import triton
+    import triton.language as tl
+    import triton.language.extra.libdevice as tldevice
+
+    saved = {n: m for n, m in sys.modules.items() if n.split(".")[0] == "vllm"}
+    for name in saved:
+        del sys.modules[name]
+    try:
+        for name in (
+            "vllm",
+            "vllm.v1",
+            "vllm.v1.spec_decode",
+            "vllm.v1.watermarking",
+            "vllm.v1.watermarking.prfs",
+            "vllm.v1.worker",
+            "vllm.v1.worker.gpu",
+            "vllm.v1.worker.gpu.sample",
+            "vllm.v1.worker.gpu.spec_decode",
+        ):
+            package = types.ModuleType(name)
+            package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
+            sys.modules[name] = package
+        triton_utils = types.ModuleType("vllm.triton_utils")
+        triton_utils.__dict__.update(tl=tl, triton=triton, tldevice=tldevice, HAS_TRITON=True)
+        sys.modules["vllm.triton_utils"] = triton_utils
+        return importlib.import_module(
+            "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils"
+        ).rejection_sample
+    finally:
+        for name in [n for n in sys.modules if n.split(".")[0] == "vllm"]:
+            del sys.modules[name]
+        sys.modules.update(saved)
+
+
+@pytest.mark.interpret
+def test_vllm_draws_from_the_same_law():
+    """Within one call vLLM's coins are independent (across calls 0.32's block coins are not)."""
+    rejection_sample = _load_vllm()
+    requests = 200
+    target, draft, tokens = make_draft()
+    rows = K + 1
+    index = torch.arange(requests, dtype=torch.int32)
+    sampled, num_sampled = rejection_sample(
+        target.repeat(requests, 1),
+        draft.repeat(requests, 1).view(requests, K, V),
+        torch.cat((torch.zeros(1, dtype=torch.int64), tokens)).repeat(requests),
+        torch.arange(requests + 1, dtype=torch.int32) * rows,
+        torch.arange(rows).repeat(requests),
+        index,
+        index.repeat_interleave(rows),
+        torch.arange(rows, dtype=torch.int32).repeat(requests),
+        torch.ones(requests),
+        torch.arange(requests) * 2654435761,
+        K,
+        use_block_verification=True,
+    )
+    law = chain_law(target.softmax(-1), draft.softmax(-1), tokens, method="hierarchical")
+    assert p_value(outcomes_of(sampled, num_sampled - 1), law) > KEPT
