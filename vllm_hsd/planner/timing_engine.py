@@ -133,9 +133,9 @@ class Recorder:
         return timed
 
     def _close(self, ended: float) -> None:
-        nexts = [entry[3] for entry in self.open[1:]] + [ended]
+        starts = [*(began for *_, began, _ in self.open), ended]
         in_use = self.runner.drafter.levels
-        for (index, batch, tokens, began, ms), then in zip(self.open, nexts, strict=True):
+        for (index, batch, tokens, began, ms), then in zip(self.open, starts[1:], strict=True):
             role = "draft" if self.levels[index] is in_use[0] else "verify"
             self.recording.turns.append(Turn(index, role, batch, tokens, ms, then - began))
 
