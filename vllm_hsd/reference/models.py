@@ -23,13 +23,13 @@ class HuggingFaceLevel:
         self.model = model.eval()
         self.keeps_cache = keeps_cache
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
-        self.cache = self._new_cache()
-        if self.cache is not None and (any(self.cache.is_sliding) or any(self.cache.is_linear)):
+        if keeps_cache and not _can_forget(DynamicCache(config=model.config)):
             raise ValueError(
                 f"keeps_cache: the cache of {type(model).__name__} cannot forget rejected tokens "
                 "(sliding windows or recurrent layers): pass keeps_cache=False."
             )
 
+    @torch.inference_mode()
     def begin(self, prompt: list[int]) -> list[int]:
         """Start a request; the tokens that its continuation follows: [prompt] or [start token]."""
         self.cache = self._new_cache()
@@ -65,9 +65,12 @@ class HuggingFaceLevel:
     def _new_cache(self) -> DynamicCache | EncoderDecoderCache | None:
         if not self.keeps_cache:
             return None
-        if self.encoder_decoder:
-            return EncoderDecoderCache(DynamicCache(), DynamicCache())
-        return DynamicCache(config=self.model.config)
+        own = DynamicCache(config=self.model.config)
+        return EncoderDecoderCache(own, DynamicCache()) if self.encoder_decoder else own
 
     def _ids(self, tokens: list[int]) -> torch.Tensor:
         return torch.tensor([tokens], device=self.model.device)
+
+
+def _can_forget(cache: DynamicCache) -> bool:
+    return not any(cache.is_sliding) and not any(cache.is_linear)

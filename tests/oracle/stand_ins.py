@@ -1,0 +1,129 @@
+"""Table-driven levels, and exact choices in place of the random draws of cascade and engine."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from fractions import Fraction
+from unittest import mock
+
+import numpy as np
+import torch
+from oracle.exact import Choices, Law, Tokens, law_of
+
+from vllm_hsd import verify
+from vllm_hsd.verify.residual import Mass
+
+# Rounding errors of float64 must not become branches of their own.
+NOTHING = 1e-12
+
+
+class TableLevel:
+    """A model whose laws are a function of the tokens behind the prompt.
+
+    It remembers which tokens it was fed and fails if it is told that others are in its cache.
+    """
+
+    def __init__(self, table: Callable[[Tokens], tuple], prompt: int, keeps_cache: bool = True):
+        self.table, self.prompt, self.keeps_cache = table, prompt, keeps_cache
+        self.fed: dict[int, list[int]] = {}
+        self.known: dict[Tokens, list[float]] = {}
+
+    def begin(self, prompt: list[int]) -> list[int]:
+        self.fed.clear()
+        return prompt
+
+    def forward(self, tokens, rows, starts, counts, num_logits) -> torch.Tensor | None:
+        logits = []
+        for row, start, count, kept in zip(rows, starts, counts, num_logits, strict=True):
+            assert 0 <= kept <= count
+            text = tokens[row, : start + count].tolist()
+            if self.keeps_cache:
+                assert text[:start] == self.fed.get(row, [])[:start]
+                self.fed[row] = text
+            logits += [
+                self.row(tuple(text[self.prompt : start + count - back]))
+                for back in range(kept - 1, -1, -1)
+            ]
+        if not counts.any():
+            return None
+        return torch.tensor(logits, dtype=torch.float64).reshape(len(logits), -1)
+
+    def row(self, behind_prompt: Tokens) -> list[float]:
+        """Logarithms of the law there."""
+        if behind_prompt not in self.known:
+            law = np.array([float(v) for v in self.table(behind_prompt)])
+            with np.errstate(divide="ignore"):
+                self.known[behind_prompt] = np.log(law).tolist()
+        return self.known[behind_prompt]
+
+
+class TableLookup:
+    """Finds the likeliest token of a table, and after some texts nothing."""
+
+    keeps_cache = False
+
+    def __init__(self, table: Callable[[Tokens], tuple], prompt: int):
+        self.table, self.prompt = table, prompt
+
+    def lookup(self, tokens, rows, ends, ask) -> tuple[np.ndarray, np.ndarray]:
+        found = np.zeros((len(rows), int(ask.max(initial=0))), dtype=np.int64)
+        counts = np.zeros(len(rows), dtype=np.int64)
+        for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
+            text = tuple(tokens[row, self.prompt : end].tolist())
+            while counts[i] < ask[i] and sum(text) % 3 != 2:
+                law = self.table(text)
+                found[i, counts[i]] = max(range(len(law)), key=lambda v: (law[v], -v))
+                text += (int(found[i, counts[i]]),)
+                counts[i] += 1
+        return found, counts
+
+
+def exact_law(program: Callable[[], Tokens]) -> Law:
+    """The law of what a program returns whose random draws are those of cascade or engine."""
+
+    def chosen(choices: Choices):
+        with _drawn_by(choices):
+            return program()
+
+    return law_of(chosen)
+
+
+@contextmanager
+def _drawn_by(choices: Choices):
+    def pick(weights: torch.Tensor) -> int:
+        return choices.sample([Fraction(w) if w > NOTHING else 0 for w in weights.tolist()])
+
+    def verify_chain(target, draft, token_ids, counts, *, method, uniforms):
+        assert len(counts) == 1
+        assert uniforms is None or len(uniforms) == counts[0] + 1
+        law = verify.chain_law(target, draft, token_ids, method=method)
+        accepted, final = divmod(pick(law.flatten()), law.shape[1])
+        tokens = torch.full((1, counts[0] + 1), -1)
+        tokens[0, :accepted], tokens[0, accepted] = token_ids[:accepted], final
+        return verify.VerifyResult(tokens, torch.tensor([accepted]))
+
+    def verify_tree(target, draft, tree, *, method, generator):
+        law = verify.tree_law(target, draft, tree, method=method)
+        end, final = divmod(pick(law.flatten()), law.shape[1])
+        path, node = [], end - 1
+        while node != -1:
+            path.append(node)
+            parent = tree.parents[node]
+            node = parent if parent == -1 else tree.first[parent]
+        path = path[::-1]
+        tokens = [*(tree.tokens[n] for n in path), final]
+        return torch.tensor(tokens), torch.tensor(path, dtype=torch.int64)
+
+    class ChosenMass(Mass):
+        def draw(self, uniforms):
+            assert len(uniforms) == len(self.rows)
+            return torch.tensor([pick(row / row.sum()) for row in self.rows])
+
+    with (
+        mock.patch("vllm_hsd.cascade.verify_chain", verify_chain),
+        mock.patch("vllm_hsd.cascade.Mass", ChosenMass),
+        mock.patch("vllm_hsd.reference.engine.verify_chain", verify_chain),
+        mock.patch("vllm_hsd.reference.engine.verify_tree", verify_tree),
+        # draw_iid and draw_without_replacement draw with it.
+        mock.patch("vllm_hsd.verify.tree.Mass", ChosenMass),
+    ):
+        yield

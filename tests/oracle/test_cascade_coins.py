@@ -1,0 +1,133 @@
+"""Law of the cascade with its own coins: many requests in one ragged batch, chi-square.
+
+`test_cascade_laws` enumerates the random draws; here they are the real ones, from the generator
+that the runners use, and requests of different lengths take part together.
+"""
+
+import numpy as np
+import pytest
+import torch
+from oracle.exact import Table
+from oracle.stand_ins import TableLevel, TableLookup
+from scipy import stats
+
+from vllm_hsd.cascade import Cascade, DraftBatch, LevelPlan
+from vllm_hsd.proposal import ragged_arange
+from vllm_hsd.verify import uniforms, verify_chain
+from vllm_hsd.window import EntropyThresholds
+
+REQUESTS, LENGTH, VOCABULARY = 10_000, 4, 3
+PROMPT = 2
+TARGET = Table(VOCABULARY, 1)
+
+
+def generate(levels, plans, tail: int = 0, cascade: type[Cascade] = Cascade) -> np.ndarray:
+    """[REQUESTS, LENGTH] tokens of as many requests, which take part in every step together."""
+    target, cascade = TableLevel(TARGET, PROMPT), cascade(levels, plans, tail)
+    everyone = np.arange(REQUESTS)
+    longest = plans[-1].budget
+    tokens = np.zeros((REQUESTS, PROMPT + LENGTH + longest + 1), dtype=np.int32)
+    length = np.full(REQUESTS, PROMPT)
+    kv = np.zeros((len(levels) + 1, REQUESTS), dtype=np.int64)
+    thresholds = EntropyThresholds.fresh(len(levels), REQUESTS)
+    draws = np.zeros(REQUESTS, dtype=np.int64)
+
+    def coins(requests, counts, stream):
+        owners, offsets = ragged_arange(counts)
+        who = requests[owners]
+        drawn = uniforms(
+            torch.from_numpy(who),
+            torch.tensor(stream),
+            torch.from_numpy(draws[who] + offsets),
+        )
+        draws[requests] += counts
+        return drawn
+
+    while (length < PROMPT + LENGTH).any():
+        batch = DraftBatch(
+            tokens=tokens,
+            rows=everyone,
+            length=length,
+            kv=kv[:-1],
+            eos=np.full(REQUESTS, -1),
+            greedy=False,
+            law=lambda logits, requests, level: logits.softmax(-1),
+            coins=coins,
+            thresholds=thresholds,
+        )
+        # Requests that are done stay in the batch without drafting, as in a runner.
+        want = np.clip(PROMPT + LENGTH - 1 - length, 0, longest)
+        draft = cascade.propose(batch, want)
+        open_ = np.flatnonzero(length < PROMPT + LENGTH)
+        counts = draft.counts[open_]
+        ends = length[open_] + counts
+        logits = target.forward(tokens, open_, kv[-1, open_], ends - kv[-1, open_], counts + 1)
+        result = verify_chain(
+            logits.softmax(-1),
+            draft.flat_laws(),
+            torch.from_numpy(draft.flat_token_ids()),
+            counts.tolist(),
+            uniforms=coins(open_, counts + 1, len(levels)),
+        )
+        accepted = result.num_accepted.numpy()
+        cascade.note_verdict(draft, open_, accepted, thresholds, open_)
+        tokens[open_, length[open_] + accepted] = result.token_ids.numpy()[
+            np.arange(len(open_)), accepted
+        ]
+        length[open_] += accepted + 1
+        kv[-1, open_] = ends
+        kv = np.minimum(kv, length - 1)
+    return tokens[:, PROMPT : PROMPT + LENGTH]
+
+
+def p_value(tokens: np.ndarray) -> float:
+    """That of a chi-square test of all outcomes against the target's law."""
+    law = TARGET.joint(LENGTH)
+    found, counts = np.unique(tokens, axis=0, return_counts=True)
+    observed = {tuple(map(int, row)): n for row, n in zip(found, counts, strict=True)}
+    assert observed.keys() <= law.keys()
+    expected = [float(weight) * REQUESTS for weight in law.values()]
+    return stats.chisquare([observed.get(outcome, 0) for outcome in law], expected).pvalue
+
+
+def model(seed: int) -> TableLevel:
+    return TableLevel(Table(VOCABULARY, seed), PROMPT)
+
+
+CASES = {
+    "one model": ([model(100)], [LevelPlan(3)], 0),
+    "lookup, model": ([TableLookup(Table(VOCABULARY, 100), PROMPT), model(101)], None, 0),
+    "two models": ([model(100), model(101)], None, 0),
+    "tail": ([model(100), model(101)], None, 1),
+    "entropy": (
+        [model(100), model(101)],
+        [LevelPlan(2, window="entropy"), LevelPlan(3, window="entropy")],
+        0,
+    ),
+    "three models": (
+        [model(100), model(101), model(102)],
+        [LevelPlan(1), LevelPlan(2, "tokenwise", rounds=1), LevelPlan(3)],
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_joint_law_of_many_requests(case):
+    levels, plans, tail = CASES[case]
+    assert p_value(generate(levels, plans or [LevelPlan(2), LevelPlan(3)], tail)) > 1e-3
+
+
+class SaysOtherRows(Cascade):
+    """Draws from its rows and passes up the rows of a higher temperature."""
+
+    def propose(self, batch, want):
+        draft = super().propose(batch, want)
+        if draft.laws is not None:
+            draft.laws = draft.laws.sqrt() / draft.laws.sqrt().sum(-1, keepdim=True)
+        return draft
+
+
+def test_rows_that_were_not_drawn_from_are_caught():
+    levels, plans = [model(100), model(101)], [LevelPlan(2), LevelPlan(3)]
+    assert p_value(generate(levels, plans, cascade=SaysOtherRows)) < 1e-6

@@ -1,0 +1,227 @@
+"""Exact laws of whole generations with the real cascade: every level kind, window and tail.
+
+Requests of a few tokens over a vocabulary of two or three; every random draw is enumerated.
+"""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from oracle.exact import Choices, Law, Table, Tokens, distance, law_of
+from oracle.stand_ins import TableLevel, TableLookup, exact_law
+
+from vllm_hsd.cascade import Cascade, LevelPlan
+from vllm_hsd.levels.bigram import BigramLevel, count_bigrams
+from vllm_hsd.reference import ReferenceEngine
+from vllm_hsd.window import EntropyThresholds
+
+PROMPT = [0, 1, 1]
+VERIFIERS = ["hierarchical", "tokenwise"]
+
+
+def model(vocabulary: int, seed: int, **kind) -> TableLevel:
+    return TableLevel(Table(vocabulary, seed), len(PROMPT), **kind)
+
+
+def lookup(vocabulary: int, seed: int) -> TableLookup:
+    return TableLookup(Table(vocabulary, seed), len(PROMPT))
+
+
+def bigram(vocabulary: int, seed: int) -> BigramLevel:
+    rng = np.random.default_rng(seed)
+    return BigramLevel(count_bigrams([rng.integers(0, vocabulary, 12)], vocabulary))
+
+
+def stopped(table, length: int, eos: int) -> Law:
+    """The law of a model's next tokens, up to a length or the first eos."""
+
+    def program(choices: Choices) -> Tokens:
+        text: Tokens = ()
+        while len(text) < length and eos not in text:
+            text += (choices.sample(table(text)),)
+        return text
+
+    return law_of(program)
+
+
+def bias(levels, plans, length: int, *, vocabulary=2, eos=None, power=1, **settings) -> float:
+    """Total variation between a generation and the target's law, at temperature 1 / power."""
+    table = Table(vocabulary, 1)
+    engine = ReferenceEngine(TableLevel(table, len(PROMPT)), levels, plans, **settings)
+
+    def generate() -> Tokens:
+        sampled = engine.generate(PROMPT, length, temperature=1 / power, eos_token_id=eos)
+        return tuple(sampled.token_ids)
+
+    expected = stopped(table.tempered(power), length, -1 if eos is None else eos)
+    return float(distance(exact_law(generate), expected))
+
+
+LEVELS = {
+    "model": [model],
+    "bigram": [bigram],
+    "lookup": [lookup],
+    "model, model": [model, model],
+    "lookup, model": [lookup, model],
+    "bigram, model": [bigram, model],
+    "model, bigram": [model, bigram],
+    "lookup, bigram, model": [lookup, bigram, model],
+}
+
+
+def build(kinds: str, vocabulary: int = 2):
+    return [kind(vocabulary, 100 + i) for i, kind in enumerate(LEVELS[kinds])]
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("kinds", LEVELS)
+def test_level_kinds(kinds, verifier):
+    levels = build(kinds)
+    plans = [LevelPlan(1 + (k > 0), verifier) for k in range(len(levels))]
+    assert bias(levels, plans, 4, verifier=verifier) < 1e-9
+
+
+@pytest.mark.parametrize("kinds", ["model", "lookup", "lookup, model"])
+def test_vocabulary_of_three(kinds):
+    levels = build(kinds, 3)
+    plans = [LevelPlan(2) for _ in levels]
+    assert bias(levels, plans, 3, vocabulary=3) < 1e-9
+
+
+def test_levels_without_a_cache():
+    levels = [model(2, 100, keeps_cache=False), model(2, 101, keeps_cache=False)]
+    assert bias(levels, [LevelPlan(1), LevelPlan(2)], 4) < 1e-9
+
+
+@pytest.mark.parametrize("tail", [1, 2])
+@pytest.mark.parametrize("kinds", ["model, model", "lookup, model"])
+def test_tail(kinds, tail):
+    assert bias(build(kinds), [LevelPlan(1), LevelPlan(3)], 4, tail=tail) < 1e-9
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_rounds(rounds):
+    assert bias(build("model, model"), [LevelPlan(1), LevelPlan(3, rounds=rounds)], 4) < 1e-9
+
+
+@pytest.mark.parametrize("eos", [0, 1])
+def test_eos(eos):
+    levels = build("model, model")
+    assert bias(levels, [LevelPlan(2), LevelPlan(3)], 4, eos=eos) < 1e-9
+
+
+def test_temperature_and_temperature_scale():
+    plans = [LevelPlan(1, temperature_scale=0.5), LevelPlan(3, temperature_scale=1.5)]
+    assert bias(build("model, model"), plans, 4, power=2) < 1e-9
+
+
+# hsddw_dynamic_window, Table 2: drafts of fixed length, pre-verify, self-verify, both, HSDDW.
+VARIANTS = {
+    "fixed": ("model", [("fixed", None)]),
+    "pre-verify": ("model, model", [("fixed", None), ("fixed", None)]),
+    "self-verify": ("model", [("entropy", None)]),
+    "both": ("model, model", [("entropy", None), ("fixed", 1)]),
+    "three stages": ("model, model", [("entropy", None), ("entropy", None)]),
+}
+
+
+def no_thresholds_yet(num_levels: int, batch: int) -> EntropyThresholds:
+    return EntropyThresholds(
+        np.zeros((num_levels, batch)), np.zeros((num_levels, batch), dtype=np.int64)
+    )
+
+
+def strict_thresholds(num_levels: int, batch: int) -> EntropyThresholds:
+    """As if a token of a row of half a nat had been rejected."""
+    return EntropyThresholds(
+        np.full((num_levels, batch), 0.5), np.ones((num_levels, batch), dtype=np.int64)
+    )
+
+
+@pytest.mark.parametrize("fresh", [no_thresholds_yet, strict_thresholds])
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_windows(variant, verifier, fresh):
+    kinds, rules = VARIANTS[variant]
+    plans = [
+        LevelPlan(budget, verifier, rounds=rounds, window=window)
+        for budget, (window, rounds) in zip([2, 3][-len(rules) :], rules, strict=True)
+    ]
+    with mock.patch.object(EntropyThresholds, "fresh", fresh):
+        assert bias(build(kinds), plans, 4, verifier=verifier) < 1e-9
+
+
+def test_entropy_windows_end_drafts_early():
+    def mean_drafts(window: str) -> float:
+        engine = ReferenceEngine(
+            TableLevel(Table(2, 1), len(PROMPT)),
+            build("model, model"),
+            [LevelPlan(2, window=window), LevelPlan(3, window=window)],
+        )
+
+        def drafted() -> Tokens:
+            return tuple(level.drafted for level in engine.generate(PROMPT, 4).levels)
+
+        with mock.patch.object(EntropyThresholds, "fresh", strict_thresholds):
+            law = exact_law(drafted)
+        return float(sum(weight * sum(counts) for counts, weight in law.items()))
+
+    assert mean_drafts("entropy") < mean_drafts("fixed") - 0.05
+
+
+class LooksAtTokens(Cascade):
+    """The lowest level ends its draft at a token that its own row finds unlikely."""
+
+    keeps_it = True
+
+    def _draft_lowest(self, batch, requests, ask):
+        draft = super()._draft_lowest(batch, requests, ask)
+        if not draft.counts[0]:
+            return draft
+        likely = draft.laws[draft.source[0], torch.from_numpy(draft.token_ids[0])] >= 0.5
+        likely = likely.numpy()[: draft.counts[0]]
+        kept = len(likely) if likely.all() else int(likely.argmin()) + self.keeps_it
+        draft.counts[:] = kept
+        batch.end[requests] += kept - len(likely)
+        batch.kv[0, requests] = np.minimum(batch.kv[0, requests], batch.end[requests])
+        return draft
+
+
+class LooksAndDrops(LooksAtTokens):
+    """As above, but the unlikely token is removed: the fault that a window must not have."""
+
+    keeps_it = False
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("kinds", ["model", "model, model"])
+def test_a_window_that_looks_at_a_removed_token_is_caught(kinds, verifier):
+    plans = [LevelPlan(2, verifier) for _ in LEVELS[kinds]]
+
+    def bias_of(cascade: type[Cascade]) -> float:
+        with mock.patch("vllm_hsd.reference.engine.Cascade", cascade):
+            return bias(build(kinds), plans, 3, verifier=verifier)
+
+    assert bias_of(LooksAtTokens) < 1e-9
+    assert bias_of(LooksAndDrops) > 1e-3
+
+
+class DropsCorrections(Cascade):
+    """A level forgets the last token that its own verification drew."""
+
+    def _draft_verified(self, batch, level, requests, ask):
+        draft = super()._draft_verified(batch, level, requests, ask)
+        dropped = draft.counts > 0
+        draft.counts[:] -= dropped
+        batch.end[requests] -= dropped
+        batch.kv[: level + 1, requests] = np.minimum(
+            batch.kv[: level + 1, requests], batch.end[requests]
+        )
+        return draft
+
+
+def test_a_dropped_correction_is_caught():
+    plans = [LevelPlan(2), LevelPlan(2, rounds=1)]
+    with mock.patch("vllm_hsd.reference.engine.Cascade", DropsCorrections):
+        assert bias(build("model, model"), plans, 3) > 1e-3

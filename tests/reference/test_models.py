@@ -1,0 +1,202 @@
+"""The engine on Hugging Face models: greedy decoding, caches, equal models, errors."""
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from vllm_hsd.cascade import LevelPlan
+from vllm_hsd.levels.bigram import BigramLevel, count_bigrams
+from vllm_hsd.reference import HuggingFaceLevel, ReferenceEngine, TreePlan
+
+VOCABULARY, PROMPT, LENGTH = 24, [3, 5, 7, 11, 5, 3], 16
+
+
+def noisy(model, noise: float):
+    """A copy with noise on every weight: near enough to be accepted now and then."""
+    other = copy.deepcopy(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight += noise * weight.std(unbiased=False) * torch.randn_like(weight)
+    return other
+
+
+def llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        initializer_range=0.4,
+        eos_token_id=None,
+        bos_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def t5():
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=16,
+        d_ff=48,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
+        eos_token_id=None,
+    )
+    model = T5ForConditionalGeneration(config).eval()
+    # With random weights, the tied head repeats the last token for ever.
+    model.lm_head = torch.nn.Linear(config.d_model, VOCABULARY, bias=False)
+    torch.nn.init.normal_(model.lm_head.weight, std=1.0)
+    return model
+
+
+@pytest.fixture(scope="module", params=[llama, t5])
+def models(request):
+    """A target and two drafters."""
+    target = request.param()
+    return target, noisy(target, 0.15), noisy(target, 0.3)
+
+
+def bigram() -> BigramLevel:
+    tokens = torch.randint(0, VOCABULARY, (200,), generator=torch.Generator().manual_seed(0))
+    return BigramLevel(count_bigrams([tokens.numpy()], VOCABULARY))
+
+
+def engines(models, keeps_cache: bool = True) -> dict[str, ReferenceEngine]:
+    target, mid, small = (HuggingFaceLevel(model, keeps_cache) for model in models)
+    entropy = [LevelPlan(3, window="entropy"), LevelPlan(6, window="entropy")]
+    return {
+        "none": ReferenceEngine(target),
+        "chain": ReferenceEngine(target, [mid], [LevelPlan(3)], verifier="tokenwise"),
+        "cascade": ReferenceEngine(target, [small, mid], [LevelPlan(2), LevelPlan(6)], tail=2),
+        "windows": ReferenceEngine(target, [small, mid], entropy),
+        "three": ReferenceEngine(
+            target, [bigram(), small, mid], [LevelPlan(1), LevelPlan(3), LevelPlan(6, rounds=2)]
+        ),
+        "drafts": ReferenceEngine(target, [mid], draft_tree=TreePlan((3, 1, 1))),
+        "tree": ReferenceEngine(target, [mid], draft_tree=TreePlan((2, 2), draw="top_k")),
+        "different": ReferenceEngine(
+            target, [mid], draft_tree=TreePlan((2, 2), draw="without_replacement")
+        ),
+    }
+
+
+NAMES = ["none", "chain", "cascade", "windows", "three", "drafts", "tree", "different"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_is_what_generate_says(models, name):
+    generated = models[0].generate(
+        torch.tensor([PROMPT]), max_new_tokens=LENGTH, do_sample=False, use_cache=False
+    )
+    found = engines(models)[name].generate(PROMPT, LENGTH, temperature=0)
+    assert found.token_ids == generated[0, -LENGTH:].tolist()
+    assert found.block_efficiency == LENGTH / found.target_calls
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cache_changes_nothing(models, name):
+    """The caches of all models hold what they should after every rejection."""
+    cached, anew = engines(models)[name], engines(models, keeps_cache=False)[name]
+    drafted = accepted = 0
+    for seed in range(3):
+        one, other = (engine.generate(PROMPT, LENGTH, seed=seed) for engine in (cached, anew))
+        assert one.token_ids == other.token_ids
+        drafted, accepted = drafted + one.drafted, accepted + one.accepted
+    assert name == "none" or 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}])
+def test_equal_models_accept_everything(models, sampling):
+    target, first, second = (HuggingFaceLevel(models[0]) for _ in range(3))
+    engine = ReferenceEngine(target, [first, second], [LevelPlan(2), LevelPlan(5)], tail=1)
+    generation = engine.generate(PROMPT, LENGTH, **sampling)
+    assert generation.accepted == generation.drafted > 0
+    assert all(level.accepted == level.drafted for level in generation.levels)
+
+
+def test_requests_do_not_share_anything(models):
+    engine = engines(models)["cascade"]
+    first, other, again = (
+        engine.generate(prompt, LENGTH, seed=1) for prompt in (PROMPT, [1, 2], PROMPT)
+    )
+    assert first.token_ids == again.token_ids != other.token_ids
+    assert first.levels[0].drafted == again.levels[0].drafted
+
+
+def test_generation_ends_with_eos(models):
+    engine = engines(models)["cascade"]
+    free = engine.generate(PROMPT, LENGTH, temperature=0).token_ids
+    eos = free[LENGTH // 2]
+    ended = engine.generate(PROMPT, LENGTH, temperature=0, eos_token_id=eos).token_ids
+    assert ended == free[: free.index(eos) + 1]
+
+
+def test_first_token_follows_the_target():
+    target = llama()
+    engine = engines((target, noisy(target, 0.15), noisy(target, 0.3)))["windows"]
+    law = target(torch.tensor([PROMPT])).logits[0, -1].detach().double().softmax(-1)
+    counts = torch.zeros(VOCABULARY)
+    for seed in range(200):
+        counts[engine.generate(PROMPT, 2, seed=seed).token_ids[0]] += 1
+    keep = law > 0.02
+    expected = 200 * torch.cat((law[keep], law[~keep].sum()[None]))
+    observed = torch.cat((counts[keep], counts[~keep].sum()[None]))
+    chi_square = float(((observed - expected).square() / expected).sum())
+    assert chi_square < len(expected) + 4 * (2 * len(expected)) ** 0.5
+
+
+def test_sliding_windows_need_no_cache():
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, sliding_window=8,
+    )  # fmt: skip
+    model = MistralForCausalLM(config).eval()
+    with pytest.raises(ValueError, match="pass keeps_cache=False"):
+        HuggingFaceLevel(model)
+    level = HuggingFaceLevel(model, keeps_cache=False)
+    generation = ReferenceEngine(level, [level], [LevelPlan(3)]).generate(PROMPT, LENGTH)
+    assert generation.accepted == generation.drafted
+
+
+def test_errors_of_the_engine():
+    level = HuggingFaceLevel(llama())
+    with pytest.raises(ValueError, match="plans has 0 entries for 1 levels"):
+        ReferenceEngine(level, [level])
+    with pytest.raises(ValueError, match="draft_tree needs exactly one level"):
+        ReferenceEngine(level, [level], [LevelPlan(2)], draft_tree=TreePlan((2,)))
+    with pytest.raises(ValueError, match=r"levels\[0\] and the target must both be"):
+        ReferenceEngine(level, [HuggingFaceLevel(t5())], [LevelPlan(2)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt_token_ids": []}, "prompt_token_ids is empty"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"top_p": 0}, "top_p is 0"),
+    ],
+)
+def test_errors_of_a_request(arguments, message):
+    engine = ReferenceEngine(HuggingFaceLevel(llama()))
+    with pytest.raises(ValueError, match=message):
+        engine.generate(**{"prompt_token_ids": PROMPT, "max_tokens": 2, **arguments})

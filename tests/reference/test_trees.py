@@ -1,0 +1,90 @@
+"""Exact laws of generations with K drafts and trees, by the engine on table-driven models."""
+
+from unittest import mock
+
+import pytest
+from oracle.exact import Table, Tokens, distance
+from oracle.stand_ins import TableLevel, exact_law
+from oracle.test_cascade_laws import stopped
+
+from vllm_hsd.cascade import LevelPlan
+from vllm_hsd.reference import ReferenceEngine, TreePlan, trees
+
+PROMPT = [0, 1]
+DRAWS = ["iid", "without_replacement", "top_k"]
+
+
+def bias(plan: TreePlan, length: int, *, vocabulary: int = 2, eos: int | None = None) -> float:
+    """Total variation between a generation and the target's law."""
+    target, drafter = Table(vocabulary, 1), Table(vocabulary, 101)
+    engine = ReferenceEngine(
+        TableLevel(target, len(PROMPT)), [TableLevel(drafter, len(PROMPT))], draft_tree=plan
+    )
+
+    def generate() -> Tokens:
+        return tuple(engine.generate(PROMPT, length, eos_token_id=eos).token_ids)
+
+    return float(distance(exact_law(generate), stopped(target, length, -1 if eos is None else eos)))
+
+
+@pytest.mark.parametrize("verifier", ["traversal", "recursive_rejection"])
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("widths", [(2,), (2, 1), (1, 2)], ids=["K tokens", "K drafts", "tree"])
+def test_generation_follows_the_target(widths, draw, verifier):
+    assert bias(TreePlan(widths, draw, verifier), 3) < 1e-9
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_vocabulary_of_three(draw):
+    assert bias(TreePlan((2,), draw), 3, vocabulary=3) < 1e-9
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_nothing_grows_below_eos(draw):
+    assert bias(TreePlan((2, 1), draw), 3, eos=1) < 1e-9
+
+
+def test_temperature_scale():
+    assert bias(TreePlan((2, 1), temperature_scale=0.5), 3) < 1e-9
+
+
+def test_rows_of_the_first_draw_are_caught():
+    """Siblings drawn without replacement that all claim the full row."""
+    draw = trees.draw_without_replacement
+
+    def with_full_rows(row, k, generator):
+        tokens, rows = draw(row, k, generator)
+        return tokens, rows[:1].expand_as(rows)
+
+    with mock.patch.object(trees, "draw_without_replacement", with_full_rows):
+        assert bias(TreePlan((2,), "without_replacement"), 2, vocabulary=4) > 1e-3
+
+
+def test_one_child_everywhere_is_a_chain():
+    def law(plans, **settings):
+        target, drafter = (TableLevel(Table(2, seed), len(PROMPT)) for seed in (1, 101))
+        engine = ReferenceEngine(target, [drafter], plans, **settings)
+
+        def generate() -> Tokens:
+            generation = engine.generate(PROMPT, 4)
+            return (*generation.token_ids, generation.target_calls, generation.accepted)
+
+        return exact_law(generate)
+
+    chain, tree = law([LevelPlan(2)]), law([], draft_tree=TreePlan((1, 1)))
+    assert float(distance(chain, tree)) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"widths": ()}, r"widths is \(\), must be one number >= 1"),
+        ({"widths": (2, 0)}, "widths"),
+        ({"widths": (2,), "draw": "beam"}, "draw is 'beam', must be one of iid"),
+        ({"widths": (2,), "verifier": "hierarchical"}, "must be traversal or"),
+        ({"widths": (2,), "temperature_scale": 0}, "temperature_scale is 0"),
+    ],
+)
+def test_errors(settings, message):
+    with pytest.raises(ValueError, match=message):
+        TreePlan(**settings)
