@@ -119,10 +119,13 @@ def verify_tree(
     token_ids = torch.full((batch, rows), -1, dtype=torch.int64)
     path = torch.full((batch, rows - 1), -1, dtype=torch.int64)
     for i in range(batch):
-        kept = [n for n, x in enumerate(tokens[i].tolist()) if 0 <= x < vocab_size]
-        number = {n: k for k, n in enumerate(kept)} | {ROOT: ROOT}
-        parent = [int(parents[i, n]) for n in kept]
-        token = [int(tokens[i, n]) for n in kept]
+        number, kept, parent, token = {ROOT: ROOT}, [], [], []
+        for n, (x, above) in enumerate(zip(tokens[i].tolist(), parents[i].tolist(), strict=True)):
+            if 0 <= x < vocab_size and above in number:
+                number[n] = len(kept)
+                kept.append(n)
+                parent.append(above)
+                token.append(x)
         tree = Tree([number[p] for p in parent], token)
         target = probabilities(target_logits[i], temperature[i].expand(rows))
         target = target[[0, *(n + 1 for n in kept)]]

@@ -27,7 +27,7 @@ from vllm_hsd.kernels.rng import DRAFT, stream_id, uniform
 
 
 @triton.jit
-def _row_stats_kernel(
+def row_stats_kernel(
     stats_ptr,  # float32 [2, N, CHUNKS]: peak; sum of exp(x - peak), or argmax where T = 0
     plane,  # N * CHUNKS
     mass_ptr,  # float32 [N, CHUNKS, CHUNK / BLOCK], relative to the peak of the chunk
@@ -59,7 +59,7 @@ def _row_stats_kernel(
 
 
 @triton.jit
-def _draw_kernel(
+def draw_kernel(
     token_ptr,  # int64 [N]
     lse_ptr,  # float32 [N]
     stats_ptr,  # float32 [2, N, CHUNKS]
@@ -143,7 +143,7 @@ def sample_row(
     chunk, block, chunks = cut(vocab_size)
     stats = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
     mass = torch.empty(rows, chunks, chunk // block, dtype=torch.float32, device=logits.device)
-    _row_stats_kernel[(rows * chunks,)](
+    row_stats_kernel[(rows * chunks,)](
         stats,
         rows * chunks,
         mass,
@@ -156,7 +156,7 @@ def sample_row(
         BLOCK=block,
         num_warps=NUM_WARPS,
     )
-    _draw_kernel[(rows,)](
+    draw_kernel[(rows,)](
         token,
         lse,
         stats,

@@ -1,0 +1,131 @@
+"""Build the kernels ahead of time, without a GPU, and read what a build needs of one."""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+from vllm_hsd.kernels import blocks, chain_kernels, sample_row, tree_kernels
+
+_POINTERS = {
+    "out_ptr": "i64",
+    "path_ptr": "i64",
+    "count_ptr": "i32",
+    "arrived_ptr": "i32",
+    "token_ptr": "i64",
+    "parent_ptr": "i64",
+    "cu_ptr": "i64",
+    "index_ptr": "i64",
+    "seed_ptr": "i64",
+    "draw_ptr": "i64",
+    "target_ptr": "bf16",
+    "draft_ptr": "bf16",
+    "logits_ptr": "bf16",
+}
+# A vocabulary of 128,256 in bf16: what the loads need to know to be 16 bytes wide.
+_MULTIPLES_OF_16 = ("vocab_size", "target_stride", "draft_stride_origin", "draft_stride_row")
+_CHAIN = {"MAX_DRAFT": 8, "ROWS": 16, "PADDED": True, "CHUNK": blocks.CHUNK}
+_SETTLE = {
+    **_CHAIN,
+    "HIERARCHICAL": True,
+    "HAS_DRAFT": True,
+    "BLOCK": blocks.BLOCK,
+    "CHUNKS": 16,
+}
+_TREE = {"NODES": 64, "LANES": 64, "CHUNK": blocks.CHUNK, "HAS_DRAFT": True}
+_ROW = {"CHUNK": blocks.CHUNK, "BLOCK": blocks.BLOCK}
+
+# name -> (kernel, compile-time arguments)
+VARIANTS = {
+    "chain_stats": (chain_kernels.row_stats_kernel, {**_CHAIN, "READ_DRAFT": True}),
+    "chain_stats_lse": (chain_kernels.row_stats_kernel, {**_CHAIN, "READ_DRAFT": False}),
+    "chain_residual": (
+        chain_kernels.settle_kernel,
+        {**_SETTLE, "DECIDE": False, "HAS_LSE": False},
+    ),
+    "chain_residual_lse": (
+        chain_kernels.settle_kernel,
+        {**_SETTLE, "DECIDE": False, "HAS_LSE": True},
+    ),
+    "chain_decide": (chain_kernels.settle_kernel, {**_SETTLE, "DECIDE": True, "HAS_LSE": False}),
+    "chain_decide_lse": (chain_kernels.settle_kernel, {**_SETTLE, "DECIDE": True, "HAS_LSE": True}),
+    "chain_decide_one_hot": (
+        chain_kernels.settle_kernel,
+        {**_SETTLE, "DECIDE": True, "HAS_LSE": False, "HAS_DRAFT": False},
+    ),
+    "sample_stats": (sample_row.row_stats_kernel, _ROW),
+    "sample_draw": (sample_row.draw_kernel, {**_ROW, "CHUNKS": 16}),
+    "tree_stats": (tree_kernels.node_stats_kernel, _TREE),
+    "tree_traverse": (
+        tree_kernels.traverse_kernel,
+        {**_TREE, "REPLACEMENT": False, "ROWS": 128, "BLOCK": blocks.BLOCK, "CHUNKS": 16},
+    ),
+}
+
+
+class Usage(NamedTuple):
+    """Registers per thread; bytes of stack, of spilled registers and of shared memory."""
+
+    registers: int
+    stack: int
+    spilled: int
+    shared: int
+
+
+def build(name: str, capability: int) -> Usage:
+    """Compile a variant for CUDA compute capability 80, 90, ... and let ptxas report on it.
+
+    Raises:
+        RuntimeError: kernels are interpreted (TRITON_INTERPRET=1), or ptxas fails.
+    """
+    kernel, constants = VARIANTS[name]
+    if not hasattr(kernel, "arg_names") or triton.knobs.runtime.interpret:
+        raise RuntimeError("Unset TRITON_INTERPRET: interpreted kernels cannot be compiled.")
+    signature, attributes = {}, {}
+    for position, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+            continue
+        is_pointer = argument.endswith("_ptr")
+        signature[argument] = "*" + _POINTERS.get(argument, "fp32") if is_pointer else "i32"
+        if is_pointer or argument in _MULTIPLES_OF_16:
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": blocks.NUM_WARPS},
+    )
+    return Usage(*_assemble(compiled.asm["ptx"], capability), compiled.metadata.shared)
+
+
+def _assemble(ptx: str, capability: int) -> tuple[int, int, int]:
+    """(registers, stack, spilled) as ptxas reports them."""
+    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE).group(1)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        report = subprocess.run(
+            [
+                get_ptxas(capability).path,
+                "-v",
+                f"-arch={target}",
+                source,
+                "-o",
+                Path(folder) / "out",
+            ],
+            capture_output=True,
+            text=True,
+        )
+    if report.returncode:
+        raise RuntimeError(f"ptxas failed: {report.stderr}")
+    stack, stores, loads = (
+        int(re.search(rf"(\d+) bytes {what}", report.stderr).group(1))
+        for what in ("stack frame", "spill stores", "spill loads")
+    )
+    return int(re.search(r"Used (\d+) registers", report.stderr).group(1)), stack, stores + loads
