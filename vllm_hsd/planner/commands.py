@@ -118,6 +118,9 @@ def plan_command(arguments: argparse.Namespace) -> int:
         planner = plan.Planner(profile, wanted)
         choice = planner.choose()
         console.print(choice_table(profile, choice))
+        for name, option in losers(choice):
+            why = plan.why_slower(profile, option, choice.best)
+            console.print(f"{name}: {option.ms / choice.best.ms - 1:+.1%}, {why}", soft_wrap=True)
         path = arguments.output
         if len(arguments.batch_size) > 1:
             path = path.with_stem(f"{path.stem}-batch{batch}")
@@ -137,23 +140,26 @@ def plan_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def losers(choice) -> list[tuple[str, object]]:
+    """What was not chosen: the single draft and no speculation first, then by time."""
+    listed = [("best single draft", choice.single), ("no speculation", choice.none)]
+    return [(n, option) for n, option in (*listed, *choice.others) if option is not choice.best]
+
+
 def choice_table(profile, choice) -> Table:
     """The chosen cascade and the losers, one row each."""
-    from vllm_hsd.planner.plan import label, why_slower
+    from vllm_hsd.planner.plan import label
 
     wanted = choice.wanted
     table = Table(
         title=f"{profile.names[-1]}, batch size {wanted.batch}, temperature "
         f"{profile.sampling.temperature:g}, {wanted.verifier} verification"
     )
-    for heading in ("", "cascade (tokens handed up)"):
+    for heading in ("", "cascade"):
         table.add_column(heading)
     for heading in ("ms/token", "tokens/call", "vs none", "vs single"):
-        table.add_column(heading, justify="right")
-    table.add_column("why it lost")
-
-    def row(name, option, style=""):
-        lost = "" if option is choice.best else why_slower(profile, option, choice.best)
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, option in [("chosen", choice.best), *losers(choice)]:
         table.add_row(
             name,
             label(profile, option.cascade),
@@ -161,18 +167,8 @@ def choice_table(profile, choice) -> Table:
             f"{option.prediction.tokens_per_step:.2f}",
             f"{choice.none.ms / option.ms:.2f}x",
             f"{choice.single.ms / option.ms:.2f}x",
-            lost,
-            style=style,
+            style="bold" if option is choice.best else "",
         )
-
-    row("chosen", choice.best, "bold")
-    for name, option in (
-        ("best single draft", choice.single),
-        ("no speculation", choice.none),
-        *choice.others,
-    ):
-        if option is not choice.best:
-            row(name, option)
     return table
 
 

@@ -161,12 +161,15 @@ def build_graph(
     )
 
 
-def solve(graph: Graph, k: int = 1, max_levels: int | None = None) -> list[Plan]:
+def solve(
+    graph: Graph, k: int = 1, max_levels: int | None = None, *, exactly: bool = False
+) -> list[Plan]:
     """The k cheapest cascades in ascending order of cost; no speculation counts as one.
 
     Args:
         graph: from `paper_graph` or `build_graph`.
         max_levels: most drafters in a cascade; None: as many as there are.
+        exactly: only cascades of `max_levels` drafters.
     """
     if k < 1:
         raise PlannerError(f"k is {k}: ask for at least one plan.")
@@ -176,12 +179,12 @@ def solve(graph: Graph, k: int = 1, max_levels: int | None = None) -> list[Plan]
     values[..., 0] = graph.alone
     pointers: list[NDArray[np.int64]] = [np.full((models, size, k), -1)]
     for _ in range(1, models if max_levels is None else max_levels):
-        deeper, pointer = _one_level_deeper(graph, values)
+        deeper, pointer = _one_level_deeper(graph, values, or_alone=not exactly)
         if np.array_equal(deeper, values):
             break
         values = deeper
         pointers.append(pointer)
-    plans = [Plan((), (), graph.target_alone)]
+    plans = [] if exactly and max_levels else [Plan((), (), graph.target_alone)]
     if max_levels != 0:
         total = graph.target_cost[..., None] + graph.target_multiplier[..., None] * values
         for state in np.argsort(total, axis=None, kind="stable")[:k]:
@@ -191,16 +194,22 @@ def solve(graph: Graph, k: int = 1, max_levels: int | None = None) -> list[Plan]
     return sorted(plans, key=lambda plan: plan.cost)[:k]
 
 
-def _one_level_deeper(graph: Graph, below: Floats) -> tuple[Floats, NDArray[np.int64]]:
-    """k cheapest ways per state when drafters below may be as deep as `below` allows.
+def _one_level_deeper(
+    graph: Graph, below: Floats, or_alone: bool
+) -> tuple[Floats, NDArray[np.int64]]:
+    """k cheapest ways per state, given those of the drafters below.
+
+    Args:
+        or_alone: whether a model may also draft without any below.
 
     Returns values and pointers [M, T, k]; a pointer is the flat index of a state of `below`,
     or -1 for drafting alone.
     """
     models, size, k = below.shape
+    alone = graph.alone if or_alone else np.full_like(graph.alone, np.inf)
     values = np.full_like(below, np.inf)
     pointers = np.full(below.shape, -1, dtype=np.int64)
-    values[..., 0] = graph.alone
+    values[..., 0] = alone
     for i in range(1, models):
         # edges [i * T (drafter and its budget), T (tokens handed up)]
         cost = graph.cost[i, :i].reshape(-1, size)
@@ -214,7 +223,7 @@ def _one_level_deeper(graph: Graph, below: Floats) -> tuple[Floats, NDArray[np.i
         ways = cost[edges, columns][..., None] + multiplier[edges, columns][..., None] * ends
         ways = np.moveaxis(ways, 1, 0).reshape(size, -1)
         states = np.moveaxis(edges[..., None] * k + np.arange(k), 1, 0).reshape(size, -1)
-        ways = np.concatenate([graph.alone[i][:, None], ways], axis=1)
+        ways = np.concatenate([alone[i][:, None], ways], axis=1)
         states = np.concatenate([np.full((size, 1), -1), states], axis=1)
         order = np.argsort(ways, axis=1, kind="stable")[:, :k]
         values[i] = np.take_along_axis(ways, order, axis=1)

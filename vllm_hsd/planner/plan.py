@@ -24,6 +24,8 @@ Acceptance = Literal["recorded", "independent"]
 # The graph knows no lag and takes a batch's requests to be alike: what it ranks within this
 # factor of its best is predicted exactly.
 CLOSE = 1.1
+# Deeper cascades are not looked at once the graph finds a depth this much slower than its best.
+TOO_DEEP = 1.5
 # At most so many plans per depth are predicted.
 KEPT = 12
 # Candidates whose best cascade is shown beside the chosen one.
@@ -167,12 +169,14 @@ class Planner:
                 options.append(found[cascade])
             return min(options, key=lambda option: option.ms, default=None)
 
+        cheapest = self.graph.target_alone
         none = best_of([optimize.Plan((), (), 0.0)])
         by_depth = []
         for depth in range(1, deepest + 1):
-            plans = [p for p in self._near_best(self.graph, depth) if len(p.levels) == depth]
-            if not plans:
+            plans = self._near_best(self.graph, depth, exactly=True)
+            if not plans or (by_depth and plans[0].cost > TOO_DEEP * cheapest):
                 break
+            cheapest = min(cheapest, plans[0].cost)
             by_depth.append((f"best of {depth} levels", best_of(plans)))
         using = []
         for model in self._shown():
@@ -193,8 +197,11 @@ class Planner:
         others.sort(key=lambda other: other[1].ms)
         return Choice(self.wanted, best, none, single, tuple(others))
 
-    def _near_best(self, graph: Graph, depth: int, kept: int = KEPT) -> list[optimize.Plan]:
-        plans = [p for p in optimize.solve(graph, k=kept, max_levels=depth) if p.levels]
+    def _near_best(
+        self, graph: Graph, depth: int, kept: int = KEPT, exactly: bool = False
+    ) -> list[optimize.Plan]:
+        plans = optimize.solve(graph, k=kept, max_levels=depth, exactly=exactly)
+        plans = [plan for plan in plans if plan.levels]
         return [p for p in plans if p.cost <= CLOSE * plans[0].cost]
 
     def _shown(self) -> Iterator[int]:
@@ -233,10 +240,10 @@ def why_slower(profile: Profile, option: Option, best: Option) -> str:
                 ms * prediction.ms_per_token / prediction.ms_per_step
             )
     name, (here, there) = max(times.items(), key=lambda item: item[1][0] - item[1][1])
-    text = f"{name} takes {here:.3g} instead of {there:.3g} ms/token"
+    text = f"{name} takes {here:.3g} ms/token (chosen: {there:.3g})"
     emitted = option.prediction.tokens_per_step, best.prediction.tokens_per_step
     if name == profile.names[-1] and emitted[0] < emitted[1]:
-        text += f", emitting {emitted[0]:.2f} instead of {emitted[1]:.2f} per call"
+        text += f" and emits {emitted[0]:.2f} tokens per call (chosen: {emitted[1]:.2f})"
     return text
 
 

@@ -57,6 +57,7 @@ class Recorder:
         self.recording = Recording()
         self.started: tuple[float, Any] | None = None
         self.drafting = 0.0
+        self.emitted = 0
         self.open: list[tuple[int, int, int, float, float]] = []
         runner.execute_model = self._execute(runner.execute_model)
         if hasattr(getattr(runner, "drafter", None), "cascade"):
@@ -99,6 +100,7 @@ class Recorder:
                 began, last = self.started
                 tokens = last.num_scheduled_tokens
                 self.recording.seconds += (now - began) / 1e3
+                self.recording.emitted += self.emitted
                 self.recording.steps.append(
                     Step(len(tokens), sum(tokens.values()), now - began - self.drafting)
                 )
@@ -127,7 +129,7 @@ class Recorder:
                 self._close(ended)
                 # What comes before the first forward belongs to the step, like the sampling.
                 self.drafting = ended - (self.open[0][3] if self.open else ended)
-                self.recording.emitted += sum(len(ids) for ids in args[1])
+                self.emitted = sum(len(ids) for ids in args[1])
             return drafts
 
         return timed
