@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -50,7 +51,7 @@ def prolonged(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
     """Piecewise linear through (xs, ys), the outer pieces prolonged."""
     if len(xs) == 1:
         return ys[0]
-    i = int(np.clip(np.searchsorted(xs, x) - 1, 0, len(xs) - 2))
+    i = min(max(bisect_left(xs, x) - 1, 0), len(xs) - 2)
     return ys[i] + (ys[i + 1] - ys[i]) * (x - xs[i]) / (xs[i + 1] - xs[i])
 
 

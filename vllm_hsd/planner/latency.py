@@ -129,39 +129,44 @@ class _Chain:
         self.cascade = cascade
         self.depth = len(cascade.levels)
         self.gains = [
-            gain_table(survival[above, below])
+            gain_table(survival[above, below]).tolist()
             for below, above in zip(cascade.levels, cascade.levels[1:], strict=False)
         ]
-        self.target_gains = target_gains(cascade, survival)
+        self.target_gains = [
+            [gains.tolist() for gains in row] for row in target_gains(cascade, survival)
+        ]
         # A level is at most its whole step behind when it is next asked.
         longest = 2 * (sum(cascade.budgets) + cascade.tail) + 2
         self.turns = [
-            costs.turns(model, "draft" if level == 0 else "verify", batch, longest)
+            costs.turns(model, "draft" if level == 0 else "verify", batch, longest).tolist()
             for level, model in enumerate(cascade.levels)
         ]
-        self.target_turns = costs.turns(-1, "target", batch, longest)
+        self.target_turns = costs.turns(-1, "target", batch, longest).tolist()
         self.memo: dict[tuple[int, int, Behind], tuple[Floats, dict]] = {}
 
-    def spent(self, level: int, ms: float, calls: float = 1.0) -> Floats:
-        """[2, K + 1]: milliseconds and calls, all in one level."""
-        out = np.zeros((2, self.depth + 1))
-        out[:, level] = ms, calls
-        return out
+    def nothing(self) -> Floats:
+        """[2, K + 1] zeros: milliseconds and calls of each level, the target last."""
+        return np.zeros((2, self.depth + 1))
 
     def make(self, level: int, want: int, behind: Behind) -> tuple[Floats, dict]:
         """Expected [2, K + 1] (ms, calls) of making `want` tokens and {(made, behind): P}."""
         key = level, want, behind
         if key not in self.memo:
-            self.memo[key] = (self._draft if level == 0 else self._verify)(*key)
+            if want == 0:
+                self.memo[key] = self.nothing(), {(0, behind): 1.0}
+            else:
+                self.memo[key] = (self._draft if level == 0 else self._verify)(*key)
         return self.memo[key]
 
     def _draft(self, level: int, want: int, behind: Behind) -> tuple[Floats, dict]:
         turns = self.turns[0]
-        ms = turns[behind[0] - 1] + (want - 1) * turns[0]
-        return self.spent(0, ms, want), {(want, (1,)): 1.0}
+        total = self.nothing()
+        total[:, 0] = turns[behind[0] - 1] + (want - 1) * turns[0], want
+        return total, {(want, (1,)): 1.0}
 
     def _verify(self, level: int, want: int, behind: Behind) -> tuple[Floats, dict]:
-        total = self.spent(level, 0.0, 0.0)
+        total = self.nothing()
+        turns, gains = self.turns[level], self.gains[level - 1]
         done: dict[tuple[int, Behind], float] = {}
         states = {(0, behind): 1.0}
         rounds = 0
@@ -170,27 +175,21 @@ class _Chain:
             after: dict[tuple[int, Behind], float] = {}
             for (have, behind), chance in states.items():
                 ask = min(self.cascade.budgets[level - 1], want - have - 1)
-                below, drafts = self._ask(level - 1, ask, behind[:level])
+                below, drafts = self.make(level - 1, ask, behind[:level])
                 total += chance * below
                 for (made, low), p in drafts.items():
-                    turn = self.turns[level][behind[level] + made - 1]
-                    total += self.spent(level, chance * p * turn, chance * p)
+                    p *= chance
+                    total[0, level] += p * turns[behind[level] + made - 1]
+                    total[1, level] += p
                     for kept in range(made + 1):
-                        reached = have + kept + 1
-                        state = reached, (*caught_up(low, made, kept), 1)
-                        into = done if reached == want else after
-                        share = chance * p * self.gains[level - 1][made, kept + 1]
-                        if share:
+                        state = have + kept + 1, (*caught_up(low, made, kept), 1)
+                        into = done if state[0] == want else after
+                        if share := p * gains[made][kept + 1]:
                             into[state] = into.get(state, 0.0) + share
             states = after
         for state, chance in states.items():
             done[state] = done.get(state, 0.0) + chance
         return total, done
-
-    def _ask(self, level: int, want: int, behind: Behind) -> tuple[Floats, dict]:
-        if want == 0:
-            return self.spent(level, 0.0, 0.0), {(0, behind): 1.0}
-        return self.make(level, want, behind)
 
     def step(self, behind: Behind, want: int) -> tuple[Floats, dict[tuple[int, Behind], float]]:
         """One target call on `want` drafted tokens: expected [2, K + 1] and {(emitted, behind): P}.
@@ -198,28 +197,28 @@ class _Chain:
         As in the cascade, the tail gives way to the top level's buffer down to one token of it.
         """
         cascade, top = self.cascade, self.depth - 1
-        total, after = self.spent(self.depth, 0.0, 0.0), {}
         buffer = max(want - cascade.tail, 1) if want else 0
-        spent, drafts = self._ask(top, buffer, behind)
-        total += spent
+        spent, drafts = self.make(top, buffer, behind)
+        total, after = spent.copy(), {}
         for (made, low), p in drafts.items():
             tail = min(want - made, cascade.tail)
             if tail:
-                spent, outcome = self.make(0, tail, low[:1])
+                spent, ((_, drafter),) = self.make(0, tail, low[:1])
                 total += p * spent
-                ((_, drafter),) = outcome
                 low = (*drafter, *(lag + tail for lag in low[1:]))
             offered = made + tail
-            total += self.spent(self.depth, p * self.target_turns[offered], p)
+            total[0, -1] += p * self.target_turns[offered]
+            total[1, -1] += p
             for kept in range(offered + 1):
-                share = p * self.target_gains[made][tail][kept + 1]
-                if share:
+                if share := p * self.target_gains[made][tail][kept + 1]:
                     lags = caught_up(low, offered, kept)
-                    lags = tuple(
-                        1 if level in cascade.shares_target_kv else lag
-                        for level, lag in enumerate(lags)
-                    )
-                    after[kept + 1, lags] = after.get((kept + 1, lags), 0.0) + share
+                    if cascade.shares_target_kv:
+                        lags = tuple(
+                            1 if level in cascade.shares_target_kv else lag
+                            for level, lag in enumerate(lags)
+                        )
+                    state = kept + 1, lags
+                    after[state] = after.get(state, 0.0) + share
         return total, after
 
 
@@ -228,7 +227,8 @@ def caught_up(behind: Behind, made: int, kept: int) -> Behind:
 
     A level that was `lag` tokens behind the end of the draft has seen made - lag of them.
     """
-    return tuple(max(lag + kept + 1 - made, 1) for lag in behind)
+    gone = made - kept - 1
+    return tuple([lag - gone if lag > gone else 1 for lag in behind])
 
 
 def predict(
@@ -304,7 +304,7 @@ def _long_run(chain: _Chain) -> tuple[Floats, float]:
 def _whole_request(chain: _Chain, tokens: int) -> Floats:
     """Expected [2, K + 1] (ms, calls) until `tokens` are emitted; drafts never pass the end."""
     full = chain.cascade.budgets[-1] + chain.cascade.tail
-    total = chain.spent(chain.depth, 0.0, 0.0)
+    total = chain.nothing()
     states = [{} for _ in range(tokens + 1)]  # states[left][behind]: P(ever there)
     states[tokens][(1,) * chain.depth] = 1.0
     for left in range(tokens, 0, -1):

@@ -1,0 +1,137 @@
+"""Measured laws: against direct computation, and against cascades that really run."""
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_hsd.cascade import LevelPlan
+from vllm_hsd.planner import laws as laws_module
+from vllm_hsd.planner.costs import Costs, TimeTable
+from vllm_hsd.planner.errors import PlannerError
+from vllm_hsd.planner.latency import Cascade, predict
+from vllm_hsd.planner.laws import Effort
+from vllm_hsd.planner.models import Family, Sampling
+from vllm_hsd.planner.parts import Parts
+from vllm_hsd.planner.theory import acceptance_rate, check_rates
+from vllm_hsd.reference import HuggingFaceLevel, ReferenceEngine
+
+EFFORT = Effort(text_tokens=48, contexts=192, max_tokens=6, batch=32)
+
+
+def prompts(count, vocabulary):
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, vocabulary, size=rng.integers(3, 9)).tolist() for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def members(text_family):
+    return Family(text_family.target, [text_family.small, text_family.mid], early_exits=[1])
+
+
+@pytest.fixture(scope="module")
+def measured(members, text_family, tmp_path_factory):
+    parts = Parts(tmp_path_factory.mktemp("laws") / "parts", {})
+    contexts = prompts(64, text_family.vocabulary)
+    done = []
+    laws = laws_module.measure(members, contexts, Sampling(), EFFORT, parts, done.append)
+    assert len(done) == laws_module.batches(4, len(contexts), EFFORT)
+    return laws
+
+
+def test_rates_are_those_of_the_laws_on_the_same_contexts(members, text_family):
+    contexts = prompts(3, text_family.vocabulary)
+    part = laws_module._target_text(members, contexts, Sampling(0.8), EFFORT, (0, 0, 0))
+    for row, context in enumerate(contexts):
+        length = part["lengths"][row]
+        text = part["tokens"][row, :length]
+        whole = torch.tensor([[*context, *text[:-1]]])
+        logits = members.logits(whole, len(context) - 1, range(4))
+        laws = [torch.softmax(logits[m][0].double() / 0.8, -1).numpy() for m in range(4)]
+        for i in range(4):
+            for j in range(4):
+                rate = acceptance_rate(laws[i], laws[j]).mean()
+                assert part["rates"][row, i, j] == pytest.approx(rate, abs=1e-5)
+            log_prob = np.log(laws[i][np.arange(length), text])
+            assert part["log_probs"][i, row, :length] == pytest.approx(log_prob, abs=1e-3)
+            entropy = -(laws[i] * np.log(laws[i])).sum(-1)
+            assert part["entropies"][i, row, :length] == pytest.approx(entropy, abs=1e-4)
+        assert np.isnan(part["log_probs"][:, row, length:]).all()
+
+
+def test_matrices_have_the_shape_of_rates(measured):
+    check_rates(measured.rates)
+    assert measured.rates[0, 3] < measured.rates[1, 3] < 1  # more noise, fewer tokens
+    assert np.all(measured.rate_errors < 0.03)
+    for table in measured.survival.values():
+        assert table.shape == (4, 4, 7, 7)
+        known = ~np.isnan(table[..., 0, 0])
+        assert known.sum() == 3 * 2 + 3  # candidates among themselves, and to the target
+        assert np.all(np.diff(table[known][:, 6], axis=-1) <= 1e-12)
+    better, worse = measured.survival["hierarchical"], measured.survival["tokenwise"]
+    # Their rounds start at other positions, so single entries may differ a little.
+    assert np.nanmin(better - worse) > -0.02
+    # The first drafted token is accepted at the mean rate, whichever verifier looks at it.
+    assert better[3, 1, 1, 1] == pytest.approx(measured.rates[1, 3], abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("names", "levels", "budgets"), [(["mid"], (1,), (5,)), (["small", "mid"], (0, 1), (2, 5))]
+)
+def test_predicted_calls_are_those_of_cascades_that_run(
+    measured, members, text_family, names, levels, budgets
+):
+    """Tokens per target call and forwards per level, against the reference engine."""
+    level_models = [HuggingFaceLevel(members.members[level]) for level in levels]
+    plans = [LevelPlan(budget) for budget in budgets]
+    engine = ReferenceEngine(HuggingFaceLevel(members.target), level_models, plans)
+    calls, forwards, tokens = [], [], []
+    for seed, prompt in enumerate(prompts(24, text_family.vocabulary)):
+        result = engine.generate(prompt, 40, seed=seed)
+        calls.append(result.target_calls)
+        tokens.append(len(result.token_ids))
+        forwards.append([stats.forwards for stats in result.levels])
+    costs = Costs(forward=[TimeTable(batch_sizes=[1], tokens=[1], ms=[[1.0]]) for _ in range(4)])
+    predicted = predict(
+        Cascade(levels, budgets), costs, measured.survival["hierarchical"], output_tokens=41
+    )
+    per_call = np.array(tokens) / np.array(calls)
+    error = 4 * per_call.std() / np.sqrt(len(calls))
+    assert predicted.tokens_per_step == pytest.approx(sum(tokens) / sum(calls), abs=error)
+    ran = np.sum(forwards, axis=0) / sum(calls)
+    assert predicted.level_calls[:-1] == pytest.approx(ran, rel=0.06)
+
+
+def test_greedy_texts_are_accepted_as_far_as_they_agree(members, text_family, tmp_path):
+    contexts = prompts(8, text_family.vocabulary)
+    laws = laws_module.measure(
+        members, contexts, Sampling(temperature=0), EFFORT, Parts(tmp_path / "parts", {})
+    )
+    assert set(np.unique(laws.entropies)) == {0.0}
+    a, b = laws.survival["hierarchical"], laws.survival["tokenwise"]
+    assert np.allclose(a[3, :3], b[3, :3])
+
+
+def test_a_measurement_continues_where_it_stopped(members, text_family, tmp_path):
+    contexts = prompts(8, text_family.vocabulary)
+    whole = laws_module.measure(
+        members, contexts, Sampling(), EFFORT, Parts(tmp_path / "whole", {})
+    )
+    stops = iter(range(5))
+
+    def interrupt(what):
+        if next(stops, None) is None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        parts = Parts(tmp_path / "half", {"seed": 0})
+        laws_module.measure(members, contexts, Sampling(), EFFORT, parts, interrupt)
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "half").glob("*.npz")}
+    assert len(kept) == 6
+    again = Parts(tmp_path / "half", {"seed": 0})
+    resumed = laws_module.measure(members, contexts, Sampling(), EFFORT, again)
+    assert np.array_equal(resumed.rates, whole.rates)
+    assert all(path.stat().st_mtime_ns == then for path, then in kept.items())
+    with pytest.raises(PlannerError, match="unfinished measurement with other settings"):
+        Parts(tmp_path / "half", {"seed": 1})
+    again.delete()
+    assert not (tmp_path / "half").exists()
