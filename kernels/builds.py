@@ -28,7 +28,14 @@ _POINTERS = {
     "logits_ptr": "bf16",
 }
 # A vocabulary of 128,256 in bf16: what the loads need to know to be 16 bytes wide.
-_MULTIPLES_OF_16 = ("vocab_size", "target_stride", "draft_stride_origin", "draft_stride_row")
+_MULTIPLES_OF_16 = (
+    "vocab_size",
+    "logits_stride",
+    "target_stride",
+    "draft_stride_origin",
+    "draft_stride_row",
+)
+_NARROW_LOAD = re.compile(r"ld\.global\S*\.[bu]16\s")
 _CHAIN = {"MAX_DRAFT": 8, "ROWS": 16, "PADDED": True, "CHUNK": blocks.CHUNK}
 _SETTLE = {
     **_CHAIN,
@@ -69,12 +76,14 @@ VARIANTS = {
 
 
 class Usage(NamedTuple):
-    """Registers per thread; bytes of stack, of spilled registers and of shared memory."""
+    """Registers per thread; bytes of stack, of spilled registers and of shared memory; loads of a
+    single 16-bit logit (a row that is streamed so would take eight times the instructions)."""
 
     registers: int
     stack: int
     spilled: int
     shared: int
+    narrow_loads: int
 
 
 def build(name: str, capability: int) -> Usage:
@@ -101,7 +110,10 @@ def build(name: str, capability: int) -> Usage:
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": blocks.NUM_WARPS},
     )
-    return Usage(*_assemble(compiled.asm["ptx"], capability), compiled.metadata.shared)
+    ptx = compiled.asm["ptx"]
+    return Usage(
+        *_assemble(ptx, capability), compiled.metadata.shared, len(_NARROW_LOAD.findall(ptx))
+    )
 
 
 def _assemble(ptx: str, capability: int) -> tuple[int, int, int]:

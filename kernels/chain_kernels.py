@@ -168,8 +168,10 @@ def settle_kernel(
     if not DECIDE:
         # Where nothing is open the certain success is the answer: read its row now.
         open_ = tl.where((num_open == 0) & (row == tau), 1, open_)
-        # What LICM would lift out of the loop is cheap, the registers that it takes are not.
-        for r in tl.range(tau, tl.where(greedy, 0, length + 1), disable_licm=True):
+        # From 0, because a first value that is not constant makes Triton give up on wide loads; and
+        # what LICM would lift out of the loop is cheap, the registers that it takes are not.
+        for ahead in tl.range(0, tl.where(greedy, 0, length + 1 - tau), disable_licm=True):
+            r = tau + ahead
             if lane(open_, row, r) > 0:
                 wide = lane(row.to(tl.int64), row, r)
                 target_row_ptr = target_ptr + wide * target_stride

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+# Not by way of the folder tests/: its `kernels` is hidden by the repository's.
+sys.path.insert(0, str(HERE))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 REPORT = "KERNEL_TEST_REPORT"
 CHILD_REPORTS = pytest.StashKey[dict]()
