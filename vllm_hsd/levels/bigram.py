@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from zipfile import BadZipFile
 
 import numpy as np
 import scipy.sparse
@@ -94,7 +95,7 @@ def read_bigram(path: str) -> BigramTable:
                 (stored["data"], stored["indices"], stored["indptr"]), shape=(size, size)
             )
             return BigramTable(pairs, stored["unigram"])
-    except (KeyError, ValueError, OSError) as error:
+    except (KeyError, ValueError, OSError, EOFError, BadZipFile) as error:
         raise ValueError(
             f"bigram: '{path}' is no bigram table ({error}); write one with `vllm-hsd bigram`."
         ) from error

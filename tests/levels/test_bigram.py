@@ -1,0 +1,91 @@
+"""Bigram tables: their rows are laws, back-off, the file, the level, errors."""
+
+import numpy as np
+import pytest
+import scipy.sparse
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_hsd.levels.bigram import BigramLevel, count_bigrams, read_bigram, write_bigram
+
+VOCABULARY = 7
+CORPUS = [np.array([1, 2, 1, 2, 3]), np.array([2, 2]), np.array([4])]
+
+
+@given(
+    st.lists(
+        st.lists(st.integers(0, VOCABULARY - 1), min_size=2, max_size=20), min_size=1, max_size=4
+    )
+)
+def test_rows_are_laws_with_every_token_possible(documents):
+    rows = count_bigrams([np.array(d) for d in documents], VOCABULARY).rows(np.arange(VOCABULARY))
+    assert rows.shape == (VOCABULARY, VOCABULARY)
+    np.testing.assert_allclose(rows.sum(1), 1, atol=1e-12)
+    assert (rows > 0).all()
+
+
+def test_counts_stop_at_the_end_of_a_document():
+    pairs = count_bigrams(CORPUS, VOCABULARY).pairs.toarray()
+    assert pairs[1, 2] == 2 and pairs[2, 1] == 1 and pairs[2, 3] == 1 and pairs[2, 2] == 1
+    assert pairs.sum() == 5
+
+
+def test_row_of_a_seen_token():
+    table = count_bigrams(CORPUS, VOCABULARY)
+    # After 2: three followers (1, 3, 2) once each, so half of the mass backs off.
+    expected = 0.5 * table.unigram + 0.5 / 3 * np.isin(np.arange(VOCABULARY), [1, 2, 3])
+    np.testing.assert_allclose(table.rows(np.array([2]))[0], expected)
+
+
+def test_unseen_token_backs_off_to_single_tokens():
+    table = count_bigrams(CORPUS, VOCABULARY)
+    singles = np.array([0, 2, 4, 1, 1, 0, 0]) + 1
+    np.testing.assert_allclose(table.rows(np.array([6]))[0], singles / singles.sum())
+
+
+def test_file_round_trip(tmp_path):
+    table = count_bigrams(CORPUS, VOCABULARY)
+    path = str(tmp_path / "table.bigram")
+    write_bigram(table, path)
+    again = read_bigram(path)
+    assert scipy.sparse.issparse(again.pairs)
+    previous = np.array([0, 2, 1, 2])
+    np.testing.assert_array_equal(again.rows(previous), table.rows(previous))
+
+
+def test_level_reads_the_token_before_every_row():
+    table = count_bigrams(CORPUS, VOCABULARY)
+    tokens = np.array([[1, 2, 3, 4, 0, 0], [5, 6, 1, 2, 0, 0], [3, 3, 0, 0, 0, 0]])
+    logits = BigramLevel(table).forward(
+        tokens,
+        rows=np.array([1, 0, 2]),
+        starts=np.array([0, 1, 0]),
+        counts=np.array([4, 3, 2]),
+        num_logits=np.array([1, 3, 0]),
+    )
+    previous = [2, 2, 3, 4]
+    np.testing.assert_allclose(logits.exp().numpy(), table.rows(np.array(previous)), rtol=1e-5)
+    nothing = np.zeros(1, dtype=np.int64)
+    assert BigramLevel(table).forward(tokens, nothing, nothing, nothing + 2, nothing) is None
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ([np.array([1, VOCABULARY])], "token 7 lies outside the vocabulary of 7"),
+        ([np.array([1]), np.array([2])], "no pair of tokens"),
+        ([], "no pair of tokens"),
+    ],
+)
+def test_unusable_corpora(documents, message):
+    with pytest.raises(ValueError, match=message):
+        count_bigrams(documents, VOCABULARY)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a table", b"PK\x03\x04 cut off", None])
+def test_unreadable_files(tmp_path, content):
+    path = tmp_path / "table.bigram"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"is no bigram table .* `vllm-hsd bigram`"):
+        read_bigram(str(path))

@@ -1,0 +1,95 @@
+"""The commands that write bigram tables and exit heads."""
+
+import argparse
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vllm_hsd.levels import build
+from vllm_hsd.levels.bigram import read_bigram
+from vllm_hsd.levels.exit_head import read_exit_head
+
+FAMILY = Path(__file__).parents[2] / "benchmarks" / "models"
+TARGET = str(FAMILY / "target")
+
+
+def run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    build.add_parsers(parser.add_subparsers())
+    parsed = parser.parse_args(arguments)
+    return parsed.run(parsed)
+
+
+@pytest.fixture
+def corpus(tmp_path) -> str:
+    path = tmp_path / "corpus.txt"
+    path.write_text("def add(a, b):\n    return a + b\n" * 300)
+    return str(path)
+
+
+def test_bigram(tmp_path, corpus, capsys):
+    output = str(tmp_path / "table.bigram")
+    assert run("bigram", "--tokenizer", TARGET, corpus, corpus, "-o", output) == 0
+    table = read_bigram(output)
+    assert table.vocab_size == 2048
+    assert "pairs of tokens" in capsys.readouterr().out
+    # Every file is ended by the token that ends a document.
+    assert table.unigram[0] > table.unigram.min()
+    np.testing.assert_allclose(table.rows(np.arange(50)).sum(1), 1)
+
+
+def test_bigram_with_a_tokenizer_alone(tmp_path, corpus):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(TARGET) / name, tmp_path)
+    output = str(tmp_path / "table.bigram")
+    assert run("bigram", "--tokenizer", str(tmp_path), corpus, "-o", output) == 0
+    assert read_bigram(output).vocab_size == 2048
+
+
+def test_train_heads(tmp_path, corpus, capsys):
+    output = tmp_path / "heads"
+    arguments = ["--target", TARGET, "--layers", "2", "--texts", corpus, "--steps", "1"]
+    assert run("train-heads", *arguments, "-o", str(output)) == 0
+    assert "held-out divergence" in capsys.readouterr().out
+    head = read_exit_head(str(output / "layer-2"))
+    assert (head.layer, tuple(head.weight.shape)) == (2, (2048, 256))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bigram", "--tokenizer", "CORPUS", "CORPUS"], "tokenizer: '.*' has no tokenizer"),
+        (["bigram", "--tokenizer", TARGET, "no-such-file"], "corpus: cannot read 'no-such-file'"),
+        (["bigram", "--tokenizer", TARGET, "BINARY"], "corpus: '.*' is not text in UTF-8"),
+        (["bigram", "--tokenizer", TARGET, "EMPTY"], "no pair of tokens"),
+        (
+            ["train-heads", "--target", TARGET, "--layers", "6", "--texts", "CORPUS"],
+            "layers: 6 is not between 1 and 5; the target has 6 layers",
+        ),
+        (
+            ["train-heads", "--target", TARGET, "--layers", "2", "--texts", "EMPTY"],
+            "texts: 1 tokens are too few",
+        ),
+        (
+            ["train-heads", "--target", TARGET, "--layers", "2", "--texts", "CORPUS", "--steps=0"],
+            "steps is 0, must be at least 1",
+        ),
+    ],
+)
+def test_errors_are_one_line_on_stderr(tmp_path, corpus, capsys, arguments, message):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\xfa")
+    (tmp_path / "empty").write_text("")
+    named = {
+        "CORPUS": corpus,
+        "BINARY": str(tmp_path / "binary"),
+        "EMPTY": str(tmp_path / "empty"),
+    }
+    arguments = [named.get(argument, argument) for argument in arguments]
+    assert run(*arguments, "-o", str(tmp_path / "output")) == 2
+    # transformers shows its progress there, too.
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(message, error) and error.startswith(f"vllm-hsd {arguments[0]}: ")
+    assert not (tmp_path / "output").exists()

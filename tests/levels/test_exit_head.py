@@ -1,0 +1,117 @@
+"""Exit heads: the file, the logits, and training against the target's last layer."""
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from vllm_hsd.levels.exit_head import ExitHead, read_exit_head, write_exit_head
+from vllm_hsd.levels.train_heads import train_heads
+
+VOCABULARY = 64
+FAMILY = Path(__file__).parents[2] / "benchmarks" / "models" / "target"
+
+
+def target(tied: bool = False) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def text(length: int = 64 * 20) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(0))
+
+
+def test_file_round_trip(tmp_path):
+    head = ExitHead(2, torch.randn(8), torch.randn(5, 8), 1e-6)
+    write_exit_head(head, tmp_path / "new" / "layer-2")
+    again = read_exit_head(str(tmp_path / "new" / "layer-2"))
+    assert (again.layer, again.eps) == (2, 1e-6)
+    hidden = torch.randn(3, 8)
+    torch.testing.assert_close(again.logits(hidden), head.logits(hidden), rtol=0, atol=0)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no readable exit_head\.safetensors"):
+        read_exit_head(str(tmp_path))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_training_comes_nearer_to_the_target(tied):
+    model = target(tied)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    one, two = train_heads(model, [1, 2], text(), steps=60)
+    for trained, layer in ((one, 1), (two, 2)):
+        assert trained.head.layer == layer
+        assert trained.after.divergence < 0.9 * trained.before.divergence
+        assert trained.after.overlap > trained.before.overlap
+        assert not trained.head.weight.requires_grad
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name]), f"training changed the target's {name}"
+
+
+def test_training_starts_at_the_plain_early_exit():
+    """A step of no length leaves the target's own norm and head, as an early exit has them."""
+    model = target()
+    plain = LlamaForCausalLM(model.config)
+    plain.load_state_dict(model.state_dict())
+    plain.model.layers = plain.model.layers[:2]
+    (trained,) = train_heads(model, [2], text(), steps=1)
+    ids = text(30)[None]
+    states = model(ids, output_hidden_states=True).hidden_states[2][0]
+    start = ExitHead(2, model.model.norm.weight, model.lm_head.weight, trained.head.eps)
+    torch.testing.assert_close(start.logits(states), plain(ids).logits[0])
+
+
+@pytest.mark.parametrize(
+    ("layers", "length", "message"),
+    [
+        ([3], 2000, "layers: 3 is not between 1 and 2; the target has 3 layers"),
+        ([0], 2000, "layers: 0 is not between"),
+        ([1], 100, "texts: 100 tokens are too few .* at least 640"),
+    ],
+)
+def test_errors(layers, length, message):
+    with pytest.raises(ValueError, match=message):
+        train_heads(target(), layers, text(length), steps=1)
+
+
+def test_other_architectures_are_refused():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=2, n_head=1))
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no head to start from"):
+        train_heads(model, [1], text(), steps=1)
+
+
+@pytest.mark.slow
+def test_a_trained_head_beats_the_plain_exit_on_the_tiny_family():
+    tokenizer = AutoTokenizer.from_pretrained(FAMILY)
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = ["argparse.py", "ast.py", "datetime.py", "dis.py", "inspect.py", "typing.py"]
+    tokens = [
+        torch.tensor(tokenizer((library / name).read_text(), verbose=False).input_ids)
+        for name in files
+    ]
+    model = AutoModelForCausalLM.from_pretrained(FAMILY)
+    for trained in train_heads(model, [2, 4], torch.cat(tokens), steps=40):
+        assert trained.after.overlap > trained.before.overlap + 0.03
+        assert trained.after.divergence < 0.9 * trained.before.divergence

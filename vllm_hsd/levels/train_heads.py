@@ -1,0 +1,160 @@
+"""Training of exit heads: a layer's norm and head learn the law of the target's last layer.
+
+The loss is the cross-entropy of the target's rows with the head's, so its minimum is the target's
+own law; training starts from the target's own norm and head (the plain early exit).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from vllm_hsd.levels.exit_head import ExitHead
+
+# RMS norm and linear head behind the last layer, and nothing after them.
+TRAINABLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+WINDOW = 256  # tokens of context at most
+WINDOWS_PER_STEP = 4
+HELD_OUT_WINDOWS = 32
+LEARNING_RATE = 2e-3
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """How well a head does on text that it was not trained on, averaged over positions.
+
+    Attributes:
+        divergence: Kullback-Leibler divergence of the target's rows from the head's, in nats.
+        overlap: sum_v min(p(v), q(v)) at temperature 1, the token-wise acceptance rate.
+    """
+
+    divergence: float
+    overlap: float
+
+
+@dataclass(frozen=True)
+class TrainedHead:
+    """A head, with what it and the plain early exit reach on held-out text."""
+
+    head: ExitHead
+    before: HeldOut
+    after: HeldOut
+
+
+def train_heads(
+    model: PreTrainedModel,
+    layers: Sequence[int],
+    tokens: torch.Tensor,
+    steps: int,
+    seed: int = 0,
+) -> list[TrainedHead]:
+    """Train a head on each of several layers, all from the same passes of the target.
+
+    Args:
+        model: the target, Llama-like; its weights do not change.
+        layers: how many layers run below each head, 1 to the target's depth - 1.
+        tokens: [n] int64 text; its last tenth is held out.
+        steps: optimiser steps of `WINDOWS_PER_STEP` windows each.
+        seed: of the order of the windows.
+
+    Returns:
+        one trained head per layer, in the target's dtype, on the CPU.
+
+    Raises:
+        ValueError: an architecture without such a head, a layer that is not there, or too little
+            text.
+    """
+    _check(model, layers)
+    train, held_out = _split(tokens, model.config.max_position_embeddings)
+    model = model.eval().requires_grad_(False)
+    heads = [_plain_exit(model, layer) for layer in layers]
+    before = _evaluate(model, heads, held_out)
+    parameters = [p for head in heads for p in (head.norm, head.weight)]
+    optimiser = torch.optim.Adam([p.requires_grad_() for p in parameters], lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        chosen = torch.randint(len(train), (WINDOWS_PER_STEP,), generator=generator)
+        log_target, hidden = _target_pass(model, train[chosen])
+        target = log_target.exp()
+        optimiser.zero_grad()
+        for head in heads:
+            log_rows = head.logits(hidden[head.layer]).log_softmax(-1)
+            (-(target * log_rows).sum(-1).mean()).backward()
+        optimiser.step()
+        schedule.step()
+    after = _evaluate(model, heads, held_out)
+    done = [head.to(torch.device("cpu"), model.dtype) for head in _detached(heads)]
+    return [TrainedHead(*parts) for parts in zip(done, before, after, strict=True)]
+
+
+def _check(model: PreTrainedModel, layers: Sequence[int]) -> None:
+    name, depth = type(model).__name__, model.config.num_hidden_layers
+    if name not in TRAINABLE:
+        raise ValueError(
+            f"target: {name} has no head to start from; one of {', '.join(TRAINABLE)}."
+        )
+    for layer in layers:
+        if not 1 <= layer < depth:
+            raise ValueError(
+                f"layers: {layer} is not between 1 and {depth - 1}; the target has {depth} layers."
+            )
+
+
+def _split(tokens: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows to train on and held-out windows, each [n, window]."""
+    window = min(WINDOW, longest)
+    windows = tokens[: len(tokens) // window * window].reshape(-1, window)
+    if len(windows) < 10:
+        raise ValueError(
+            f"texts: {len(tokens)} tokens are too few to train and to hold some out; give at least "
+            f"{10 * window}."
+        )
+    held_out = len(windows) // 10
+    return windows[:-held_out], windows[-held_out:][:HELD_OUT_WINDOWS]
+
+
+def _plain_exit(model: PreTrainedModel, layer: int) -> ExitHead:
+    norm = model.model.norm
+    return ExitHead(
+        layer=layer,
+        norm=norm.weight.detach().float().clone(),
+        weight=model.lm_head.weight.detach().float().clone(),
+        eps=norm.variance_epsilon,
+    )
+
+
+def _detached(heads: Sequence[ExitHead]) -> list[ExitHead]:
+    return [
+        ExitHead(head.layer, head.norm.detach(), head.weight.detach(), head.eps) for head in heads
+    ]
+
+
+@torch.no_grad()
+def _target_pass(
+    model: PreTrainedModel, windows: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Log-probabilities [n, V] of the target, and the states [n, hidden] behind 0, 1, .. layers."""
+    output = model(windows.to(model.device), output_hidden_states=True, use_cache=False)
+    states = [state.flatten(0, 1).float() for state in output.hidden_states]
+    return output.logits.flatten(0, 1).float().log_softmax(-1), states
+
+
+@torch.no_grad()
+def _evaluate(
+    model: PreTrainedModel, heads: Sequence[ExitHead], windows: torch.Tensor
+) -> list[HeldOut]:
+    sums = torch.zeros(len(heads), 2)
+    for window in windows:
+        log_target, hidden = _target_pass(model, window[None])
+        for i, head in enumerate(heads):
+            log_rows = head.logits(hidden[head.layer]).log_softmax(-1)
+            divergence = torch.nn.functional.kl_div(
+                log_rows, log_target, reduction="batchmean", log_target=True
+            )
+            overlap = torch.minimum(log_rows, log_target).exp().sum(-1).mean()
+            sums[i] += torch.stack((divergence, overlap)).cpu()
+    return [HeldOut(*(value / len(windows)).tolist()) for value in sums]
