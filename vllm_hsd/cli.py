@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from vllm_hsd.levels import build
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand; returns the exit status, 2 for errors of the user's making."""
@@ -20,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
         "demo", help="a cascade against one drafter and against none, on a tiny family of models"
     )
     demo.set_defaults(run=_demo)
+    build.add_parsers(commands)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
 
