@@ -1,12 +1,8 @@
 """The law of what the kernels emit for a fixed draft, over many seeds, against the exact law."""
 
-import importlib.util
-import sys
-import types
-from pathlib import Path
-
 import pytest
 import torch
+import vllm_v2
 from scipy import stats
 from vllm_hsd.kernels import chain_verify
 
@@ -78,50 +74,13 @@ def careless_law(p, q, tokens):
     return (h * later_fail)[:, None] * rows / mass[:, None]
 
 
-def _load_vllm():
-    """vLLM's V2 rejection sampler and the modules that it needs, without starting vLLM."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None:
-        pytest.skip("vllm is not installed")
-    root = Path(spec.submodule_search_locations[0])
-    import triton
-    import triton.language as tl
-    import triton.language.extra.libdevice as tldevice
-
-    saved = {n: m for n, m in sys.modules.items() if n.split(".")[0] == "vllm"}
-    for name in saved:
-        del sys.modules[name]
-    try:
-        for name in (
-            "vllm",
-            "vllm.v1",
-            "vllm.v1.spec_decode",
-            "vllm.v1.watermarking",
-            "vllm.v1.watermarking.prfs",
-            "vllm.v1.worker",
-            "vllm.v1.worker.gpu",
-            "vllm.v1.worker.gpu.sample",
-            "vllm.v1.worker.gpu.spec_decode",
-        ):
-            package = types.ModuleType(name)
-            package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
-            sys.modules[name] = package
-        triton_utils = types.ModuleType("vllm.triton_utils")
-        triton_utils.__dict__.update(tl=tl, triton=triton, tldevice=tldevice, HAS_TRITON=True)
-        sys.modules["vllm.triton_utils"] = triton_utils
-        return importlib.import_module(
-            "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils"
-        ).rejection_sample
-    finally:
-        for name in [n for n in sys.modules if n.split(".")[0] == "vllm"]:
-            del sys.modules[name]
-        sys.modules.update(saved)
-
-
 @pytest.mark.interpret
 def test_vllm_draws_from_the_same_law():
     """Within one call vLLM's coins are independent (across calls 0.32's block coins are not)."""
-    rejection_sample = _load_vllm()
+    try:
+        rejection_sample, _ = vllm_v2.load()
+    except ImportError as error:
+        pytest.skip(f"vLLM's sampler cannot be loaded: {error}")
     requests = 200
     target, draft, tokens = make_draft()
     rows = K + 1

@@ -1,0 +1,104 @@
+"""Bytes and launches per verification, counted by Triton's interpreter: ours and vLLM's V2.
+
+Counts every unmasked lane that a kernel loads or stores (a host-side cast or copy is added as what
+it reads and writes), per request and vocabulary entry. Needs no GPU.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+import torch
+import vllm_v2
+from drafts import Drafts
+from vllm_hsd.kernels.interpreter import count_bytes, repair
+
+METHODS = {"hierarchical": True, "tokenwise": False}
+
+
+def count_ours(drafts: Drafts, method: str, lse: bool) -> dict[str, object]:
+    with count_bytes() as counts:
+        result = drafts.ours(method, lse)
+    accepted = result.num_accepted
+    return {**_per_entry(counts, drafts), **_needed(drafts, accepted, lse), **_mean(accepted)}
+
+
+def count_vllm(drafts: Drafts, method: str, sampler) -> dict[str, object]:
+    rejection_sample, apply_temperature = sampler
+    arguments = drafts.vllm_arguments()
+    logits = drafts.target
+    with count_bytes() as counts:
+        if drafts.temperature[0] not in (0.0, 1.0):
+            # apply_sampling_params copies the logits to float32, then scales them in place.
+            logits = logits.float()
+            counts["loaded"] += drafts.target.nbytes
+            counts["stored"] += logits.nbytes
+            counts["launches"] += 1
+            apply_temperature(logits, arguments["expanded_idx_mapping"], drafts.temperature)
+        _, sampled = rejection_sample(logits, **arguments, use_block_verification=METHODS[method])
+    accepted = sampled - 1
+    return {**_per_entry(counts, drafts), **_needed(drafts, accepted, False), **_mean(accepted)}
+
+
+def _per_entry(counts, drafts: Drafts) -> dict[str, float]:
+    entries = drafts.batch * drafts.target.shape[1]
+    return {
+        "launches": counts["launches"],
+        "loaded": counts["loaded"] / entries,
+        "stored": counts["stored"] / entries,
+        "bytes": (counts["loaded"] + counts["stored"]) / entries,
+    }
+
+
+def _needed(drafts: Drafts, accepted: torch.Tensor, lse: bool) -> dict[str, float]:
+    entries = drafts.batch * drafts.target.shape[1]
+    return {"needed": drafts.needed_bytes(accepted, lse) / entries}
+
+
+def _mean(accepted: torch.Tensor) -> dict[str, float]:
+    return {"accepted": float(accepted.float().mean())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder for the CSV")
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--draft", type=int, default=5, help="draft tokens per request")
+    parser.add_argument("--noise", type=float, nargs="+", default=[0.5, 1.5, 3.0])
+    parser.add_argument("--temperature", type=float, nargs="+", default=[1.0, 0.7])
+    args = parser.parse_args()
+    repair()
+    torch.manual_seed(0)
+    try:
+        sampler = vllm_v2.load()
+    except ImportError as error:
+        print(f"vLLM's sampler is left out: {error}.")
+        sampler = None
+    rows = []
+    for temperature in args.temperature:
+        for noise in args.noise:
+            drafts = Drafts.make(args.vocabulary, args.batch, args.draft, temperature, noise=noise)
+            case = {"temperature": temperature, "noise": noise, "overlap": drafts.overlap()}
+            for method in METHODS:
+                for lse in (True, False):
+                    counts = count_ours(drafts, method, lse)
+                    name = "ours, lse given" if lse else "ours"
+                    rows.append({**case, "sampler": name, "method": method, **counts})
+                if sampler is not None:
+                    counts = count_vllm(drafts, method, sampler)
+                    rows.append({**case, "sampler": "vLLM V2", "method": method, **counts})
+            print(pd.DataFrame(rows[-6:]).to_string(index=False, float_format="%.2f"), flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    shape = {"vocabulary": args.vocabulary, "batch": args.batch, "draft": args.draft}
+    table = pd.DataFrame(rows).assign(**shape, dtype="bfloat16")
+    table.to_csv(args.out / "count_bytes.csv", index=False, float_format="%.4g")
+    print(f"wrote {args.out / 'count_bytes.csv'}")
+
+
+if __name__ == "__main__":
+    main()

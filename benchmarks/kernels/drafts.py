@@ -1,0 +1,124 @@
+"""Batches of drafts for the kernel benchmarks, in the layouts of all who verify them."""
+
+from dataclasses import dataclass
+
+import torch
+from vllm_hsd.kernels.chain_verify import ChainResult, verify_chain
+from vllm_hsd.kernels.sample_row import sample_row
+
+
+@dataclass
+class Drafts:
+    """``batch`` drafts of ``n`` tokens, drawn from their rows by ``sample_row``.
+
+    Target logits are independent normal numbers times ``peak``, the draft's are the target's plus
+    ``noise`` times normal numbers.
+    """
+
+    target: torch.Tensor  # [batch * (n + 1), V]
+    draft: torch.Tensor  # [batch * n, V]
+    tokens: torch.Tensor  # int64 [batch * n]
+    lse: torch.Tensor  # float32 [batch * n]
+    temperature: torch.Tensor  # float32 [batch]
+    seeds: torch.Tensor  # int64 [batch]
+    n: int
+
+    @classmethod
+    def make(
+        cls,
+        vocabulary: int,
+        batch: int,
+        n: int,
+        temperature: float,
+        *,
+        noise: float,
+        peak: float = 4.0,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> "Drafts":
+        target = torch.empty(batch, n + 1, vocabulary, device=device, dtype=dtype)
+        draft = torch.empty(batch, n, vocabulary, device=device, dtype=dtype)
+        for i in range(batch):
+            target[i] = (peak * torch.randn(n + 1, vocabulary, device=device)).to(dtype)
+            near = target[i, :n].float() + noise * torch.randn(n, vocabulary, device=device)
+            draft[i] = near.to(dtype)
+        seeds = torch.randint(2**62, (batch,), device=device)
+        draws = torch.arange(n, device=device).repeat(batch)
+        draft = draft.flatten(0, 1)
+        heat = torch.full((batch * n,), temperature, device=device)
+        tokens, lse = sample_row(draft, heat, seeds.repeat_interleave(n), draws)
+        return cls(target.flatten(0, 1), draft, tokens, lse, heat[:batch].clone(), seeds, n)
+
+    @property
+    def batch(self) -> int:
+        return self.seeds.shape[0]
+
+    def overlap(self) -> float:
+        """Mean of sum(min(p, q)) over the first draft position: the token-wise acceptance rate."""
+        scale = self.temperature[0] if self.temperature[0] > 0 else 1.0
+        rows = range(0, min(self.batch, 16))
+        shared = [
+            torch.minimum(
+                (self.target[i * (self.n + 1)].float() / scale).softmax(-1),
+                (self.draft[i * self.n].float() / scale).softmax(-1),
+            ).sum()
+            for i in rows
+        ]
+        return float(sum(shared) / len(shared))
+
+    def ours(self, method: str, lse: bool) -> ChainResult:
+        cu = self._cu(self.n)
+        return verify_chain(
+            self.target,
+            self.draft,
+            self.tokens,
+            cu,
+            self.temperature,
+            self.seeds,
+            self._zeros,
+            max_draft_tokens=self.n,
+            method=method,
+            draft_lse=self.lse if lse else None,
+        )
+
+    def vllm_arguments(self) -> dict[str, object]:
+        """Arguments of vLLM's V2 ``rejection_sample`` except for the target's logits."""
+        device = self.target.device
+        rows = self.n + 1
+        sampled = torch.zeros(self.batch, rows, dtype=torch.int64, device=device)
+        sampled[:, 1:] = self.tokens.view(self.batch, self.n)
+        index = torch.arange(self.batch, dtype=torch.int32, device=device)
+        return {
+            "draft_logits": self.draft.view(self.batch, self.n, -1),
+            "draft_sampled": sampled.flatten(),
+            "cu_num_logits": self._cu(rows),
+            "pos": torch.arange(rows, device=device).repeat(self.batch),
+            "idx_mapping": index,
+            "expanded_idx_mapping": index.repeat_interleave(rows),
+            "expanded_local_pos": torch.arange(rows, dtype=torch.int32, device=device).repeat(
+                self.batch
+            ),
+            "temperature": self.temperature,
+            "seed": self.seeds,
+            "num_speculative_steps": self.n,
+        }
+
+    def needed_bytes(self, num_accepted: torch.Tensor, lse: bool) -> float:
+        """Bytes of the rows that any verifier has to read once, for what it decided.
+
+        Every target row of a draft for its normaliser (and the proposal rows, unless theirs is
+        known), the row after a draft that stays whole, target and proposal row of a residual.
+        """
+        row = self.target.shape[1] * self.target.element_size()
+        if self.temperature[0] == 0:
+            return float(row * (self.n + 1) * self.batch)
+        whole = int((num_accepted == self.n).sum())
+        rows = self.batch * self.n * (1 if lse else 2) + whole + 2 * (self.batch - whole)
+        return float(row * rows)
+
+    def _cu(self, step: int) -> torch.Tensor:
+        return torch.arange(self.batch + 1, dtype=torch.int32, device=self.target.device) * step
+
+    @property
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros_like(self.seeds)
