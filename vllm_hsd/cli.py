@@ -6,6 +6,8 @@ import argparse
 import sys
 
 from vllm_hsd.levels import build
+from vllm_hsd.planner import commands as planner
+from vllm_hsd.planner.errors import PlannerError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -13,18 +15,22 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="vllm-hsd", description="Hierarchical speculative decoding for vLLM."
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    doctor = commands.add_parser(
-        "doctor", help="say whether method 'hsd' can run here, and what is wrong if not"
-    )
-    doctor.set_defaults(run=_doctor)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     demo = commands.add_parser(
         "demo", help="a cascade against one drafter and against none, on a tiny family of models"
     )
     demo.set_defaults(run=_demo)
+    doctor = commands.add_parser(
+        "doctor", help="say whether method 'hsd' can run here, and what is wrong if not"
+    )
+    doctor.set_defaults(run=_doctor)
+    planner.add_parsers(commands)
     build.add_parsers(commands)
     arguments = parser.parse_args(argv)
-    return arguments.run(arguments)
+    try:
+        return arguments.run(arguments)
+    except PlannerError as error:
+        return _fail(arguments, error)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -40,8 +46,12 @@ def _demo(arguments: argparse.Namespace) -> int:
     try:
         return demo.main()
     except (demo.DemoError, EngineError) as error:
-        print(f"vllm-hsd demo: {error}", file=sys.stderr)
-        return 2
+        return _fail(arguments, error)
+
+
+def _fail(arguments: argparse.Namespace, error: Exception) -> int:
+    print(f"vllm-hsd {arguments.command}: {error}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -1,0 +1,221 @@
+"""Where one engine step spends its time: forward passes against everything around them.
+
+    python benchmarks/end_to_end/profile_step.py          # minutes; writes results/profile_step/
+
+A cascade and no speculation, on the widened target (the tiny target's function at the cost of a
+larger model, see benchmarks/models/widen.py), at temperature 1 and batch 1, 4 and 16. Methods of
+the runner are timed from outside. Every part is given in wall time and in CPU time of the engine's
+thread: where the two differ, the cores were busy with something else.
+"""
+
+import argparse
+import csv
+import multiprocessing
+import os
+import time
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from vllm_hsd.demo import REPOSITORY, TARGET_PARAMS, family_prompts, widened
+from vllm_hsd.engine_runs import engine_environment
+
+MODELS = REPOSITORY / "benchmarks" / "models"
+OUT = REPOSITORY / "results" / "profile_step"
+BATCHES = (1, 4, 16)
+MAX_TOKENS = 48
+CONFIGURATIONS = {
+    "no speculation": None,
+    "small, mid": {
+        "method": "hsd",
+        "num_speculative_tokens": 6,
+        "levels": [
+            {"model": str(MODELS / "small"), "num_tokens": 3},
+            {"model": str(MODELS / "mid")},
+        ],
+    },
+}
+
+
+class Clock:
+    """Wall and CPU seconds per part and step; a part inside another is not taken out of it."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, np.ndarray]] = []
+        self.calls: list[dict[str, int]] = []
+        self.recording = False
+
+    def start_step(self) -> None:
+        self.steps.append(defaultdict(lambda: np.zeros(2)))
+        self.calls.append(defaultdict(int))
+
+    def wrap(self, owner, method: str, part: str) -> None:
+        """Time every call of `owner.method` as `part`."""
+        inner = getattr(owner, method)
+
+        def timed(*args, **kwargs):
+            if not self.recording:
+                return inner(*args, **kwargs)
+            before = np.array([time.perf_counter(), time.thread_time()])
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                after = np.array([time.perf_counter(), time.thread_time()])
+                self.steps[-1][part] += after - before
+                self.calls[-1][part] += 1
+
+        setattr(owner, method, timed)
+
+
+def profile(name: str, target: str) -> list[dict]:
+    """Rows of the table for one configuration; runs in a process of its own."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=target,
+        speculative_config=CONFIGURATIONS[name],
+        dtype="float32",  # bfloat16 dies with an illegal instruction on some virtual machines
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=max(BATCHES),
+        kv_cache_memory_bytes=1 << 30,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        seed=0,
+    )
+    clock = Clock()
+    levels = llm.collective_rpc(instrument, args=(clock,))[0]
+    prompts = family_prompts(MODELS)
+    rows = []
+    for batch in BATCHES:
+        rows += profile_batch(llm, clock, name, levels, prompts[:batch], SamplingParams)
+    return rows
+
+
+def instrument(worker, clock: Clock) -> int:
+    """Time the parts of a worker's step; returns the number of levels."""
+    runner = worker.model_runner
+    clock.wrap(runner, "_model_forward", "target forward")
+    clock.wrap(runner.model, "compute_logits", "target forward")
+    clock.wrap(runner, "_sample", "target sampler")
+    clock.wrap(worker, "execute_model", "worker")
+    clock.wrap(worker, "sample_tokens", "worker")
+    proposer = getattr(runner, "drafter", None)
+    if proposer is None:
+        return 0
+    clock.wrap(runner, "propose_draft_token_ids", "proposing")
+    for i, level in enumerate(proposer.levels):
+        clock.wrap(level, "forward", f"level {i} forward")
+        clock.wrap(level, "run", f"level {i} model")
+        clock.wrap(level, "logits", f"level {i} model")
+    return len(proposer.levels)
+
+
+def profile_batch(llm, clock, name, levels, prompts, sampling_params) -> list[dict]:
+    engine = llm.llm_engine
+    for i, prompt in enumerate(prompts):
+        params = sampling_params(
+            temperature=1.0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=True
+        )
+        engine.add_request(f"{len(prompts)}-{i}", prompt, params)
+    clock.steps, clock.calls = [], []
+    inner_step = engine.step
+    while engine.has_unfinished_requests():
+        clock.recording = True
+        clock.start_step()
+        before = np.array([time.perf_counter(), time.thread_time()])
+        inner_step()
+        clock.steps[-1]["step"] += np.array([time.perf_counter(), time.thread_time()]) - before
+        clock.recording = False
+    # The first step is the prefill; in the last ones requests end and the batch shrinks.
+    full = slice(1, max(2, len(clock.steps) * 3 // 4))
+    return table_rows(name, len(prompts), levels, clock.steps[full], clock.calls[full])
+
+
+def table_rows(name, batch, levels, steps, calls) -> list[dict]:
+    """Parts that do not overlap and sum to the step, and how often the levels ran."""
+    parts: dict[str, list[np.ndarray]] = defaultdict(list)
+    for step in steps:
+        forwards = sum(step[f"level {i} forward"] for i in range(levels)) + np.zeros(2)
+        parts["whole step"].append(step["step"])
+        parts["target forward"].append(step["target forward"])
+        for i in range(levels):
+            forward, model = step[f"level {i} forward"], step[f"level {i} model"]
+            parts[f"level {i} model"].append(model)
+            parts[f"level {i} attention metadata"].append(forward - model)
+        if levels:
+            parts["level sampling and verification"].append(step["proposing"] - forwards)
+        parts["target sampler"].append(step["target sampler"])
+        known = step["target forward"] + step["target sampler"] + step["proposing"]
+        parts["rest of the runner"].append(step["worker"] - known)
+        parts["scheduler and output"].append(step["step"] - step["worker"])
+    rows = []
+    for part, values in parts.items():
+        milliseconds = 1e3 * np.array(values)
+        row = {"configuration": name, "batch": batch, "part": part, "steps": len(steps)}
+        key = part.removesuffix(" attention metadata").replace(" model", " forward")
+        row["calls"] = f"{np.mean([c.get(key, 0) for c in calls]):.1f}" if "level " in key else ""
+        for column, which in (("wall_ms", 0), ("cpu_ms", 1)):
+            low, median, high = np.percentile(milliseconds[:, which], (25, 50, 75))
+            row |= {
+                column: f"{median:.2f}",
+                f"{column}_quarter1": f"{low:.2f}",
+                f"{column}_quarter3": f"{high:.2f}",
+            }
+        rows.append(row)
+    return rows
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    bars = [(name, batch) for name in CONFIGURATIONS for batch in BATCHES]
+    left = np.zeros(len(bars))
+    for part in dict.fromkeys(row["part"] for row in rows):
+        if part == "whole step":
+            continue
+        value = {
+            (r["configuration"], r["batch"]): float(r["cpu_ms"]) for r in rows if r["part"] == part
+        }
+        widths = np.array([value.get(bar, 0.0) for bar in bars])
+        axes.barh([f"{name}, batch {batch}" for name, batch in bars], widths, left=left, label=part)
+        left += widths
+    axes.invert_yaxis()
+    axes.set_xlabel("CPU ms per step (medians)")
+    axes.set_title(f"Target widened to the cost of {TARGET_PARAMS / 1e6:.0f} M parameters", size=9)
+    axes.legend(fontsize=7)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
+    os.environ.update(engine_environment())
+    target = str(widened(MODELS, TARGET_PARAMS, REPOSITORY / "results" / "models"))
+    rows = []
+    spawn = multiprocessing.get_context("spawn")
+    # One engine per process.
+    with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
+        for name in CONFIGURATIONS:
+            rows += pool.submit(profile, name, target).result()
+    OUT.mkdir(parents=True, exist_ok=True)
+    with (OUT / "profile_step.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    plot(rows, OUT / "profile_step.png")
+    for row in rows:
+        print(
+            f"{row['configuration']:15} batch {row['batch']:2} {row['part']:32} "
+            f"{row['calls']:>5} calls  {row['wall_ms']:>7} ms wall "
+            f"({row['wall_ms_quarter1']}-{row['wall_ms_quarter3']})  {row['cpu_ms']:>7} ms CPU"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""`vllm-hsd demo`: no speculation, the best single draft and a cascade take turns on one target.
+
+The target is widened (see benchmarks/models/widen.py): the function of a 5 M parameter model at
+the cost of one with `TARGET_PARAMS`, since on a CPU the tiny one costs no more than its drafters.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from vllm_hsd import demo_report
+from vllm_hsd.engine_runs import EngineProcess, Run
+
+REPOSITORY = Path(__file__).parent.parent
+TARGET_PARAMS = 200e6
+PROMPTS = 6
+TUNING_PROMPTS = 3
+MAX_TOKENS = 64
+TUNING_TOKENS = 48
+ROUNDS = 3
+TEMPERATURES = (0.0, 1.0)
+
+
+class DemoError(RuntimeError):
+    """The demo cannot run; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to serve the target.
+
+    Attributes:
+        role: "none", "single" or "cascade"; of several with one role, the fastest in the sweep
+            takes part.
+        speculative_config: as for `LLM`, with the largest budgets of the sweep.
+        budgets: the sweep, one list of budgets per candidate, cheapest level first.
+    """
+
+    name: str
+    role: str
+    speculative_config: dict | None = None
+    budgets: list[list[int]] = field(default_factory=lambda: [[]])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What runs; the tuning prompts choose budgets and are not measured."""
+
+    target: Path
+    contenders: list[Contender]
+    prompts: list[str]
+    tuning_prompts: list[str]
+    out: Path
+    note: str
+    max_tokens: int = MAX_TOKENS
+    tuning_tokens: int = TUNING_TOKENS
+    rounds: int = ROUNDS
+    temperatures: tuple[float, ...] = TEMPERATURES
+
+    @property
+    def runs(self) -> int:
+        """Calls of an engine, for the progress bar."""
+        candidates = sum(len(c.budgets) for c in self.contenders if c.role != "none")
+        tuning = candidates * len(self.tuning_prompts)
+        roles = len({contender.role for contender in self.contenders})
+        measured = self.rounds * len(self.prompts) * roles
+        return len(self.contenders) + len(self.temperatures) * (tuning + measured)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured run: prompt number `prompt` in round `round`."""
+
+    role: str
+    temperature: float
+    round: int
+    prompt: int
+    run: Run
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The candidate of a role that was fastest in the sweep at one temperature."""
+
+    contender: Contender
+    budgets: list[int]
+    tokens_per_second: float
+
+
+def main() -> int:
+    """Run the demo; returns 1 if greedy outputs differ between configurations, else 0.
+
+    Raises:
+        DemoError: the models or a library of the extra 'bench' are not there.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise DemoError("matplotlib is not installed: pip install 'vllm-hsd[bench]'.")
+    console = Console()
+    return run(family_setting(REPOSITORY), console)
+
+
+def family_setting(repository: Path) -> Setting:
+    """The demo on the tiny family of a clone of the repository; widens the target if need be."""
+    models = repository / "benchmarks" / "models"
+    if not (models / "prompts.jsonl").exists():
+        raise DemoError(
+            f"no models in {models}: the demo runs from a clone of the repository, "
+            "`pip install --editable .` or `make demo` there."
+        )
+    prompts = family_prompts(models)
+
+    def level(name: str, **keys) -> dict:
+        return {"model": str(models / name), **keys}
+
+    def config(num_speculative_tokens: int, *levels: dict) -> dict:
+        return {
+            "method": "hsd",
+            "num_speculative_tokens": num_speculative_tokens,
+            "levels": list(levels),
+        }
+
+    single = [[n] for n in range(2, 7)]
+    contenders = [
+        Contender("no speculation", "none"),
+        Contender("small alone", "single", config(6, level("small")), single),
+        Contender("mid alone", "single", config(6, level("mid")), single),
+        Contender(
+            "small, mid",
+            "cascade",
+            config(12, level("small", num_tokens=4), level("mid")),
+            [[3, 6], [4, 6], [3, 8], [4, 8], [4, 12]],
+        ),
+    ]
+    return Setting(
+        target=widened(models, TARGET_PARAMS, repository / "results" / "models"),
+        contenders=contenders,
+        prompts=prompts[:PROMPTS],
+        tuning_prompts=prompts[-TUNING_PROMPTS:],
+        out=repository / "results" / "demo",
+        note=f"the target is widened: a 5 M parameter model's function at the cost of "
+        f"{TARGET_PARAMS / 1e6:.0f} M parameters (zero weights added to its MLPs)",
+    )
+
+
+def family_prompts(models: Path) -> list[str]:
+    """The prompts that come with the tiny family."""
+    lines = (models / "prompts.jsonl").read_text().splitlines()
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+def widened(models: Path, params: float, folder: Path) -> Path:
+    """The widened target, made on first use (see benchmarks/models/widen.py)."""
+    spec = importlib.util.spec_from_file_location("widen", models / "widen.py")
+    widen = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(widen)
+    folder.mkdir(parents=True, exist_ok=True)
+    size = widen.intermediate_size_for(models / "target", params)
+    return widen.widen(models / "target", folder / f"target-{params / 1e6:.0f}M", size)
+
+
+def run(setting: Setting, console: Console) -> int:
+    """Sweep, measure, report; returns the exit status."""
+    setting.out.mkdir(parents=True, exist_ok=True)
+    progress = Progress(
+        TextColumn("{task.description:45}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )
+    samples: list[Sample] = []
+    choices: dict[float, dict[str, Choice]] = {}
+    with ExitStack() as stack:
+        engines = {
+            contender.name: stack.enter_context(
+                EngineProcess(
+                    contender.name,
+                    setting.target,
+                    contender.speculative_config,
+                    setting.out / "logs" / f"{contender.name.replace(' ', '_')}.log",
+                )
+            )
+            for contender in setting.contenders
+        }
+        stack.enter_context(progress)
+        task = progress.add_task("loading", total=setting.runs)
+        for name, engine in engines.items():
+            progress.update(task, description=f"loading: {name}")
+            engine.wait()
+            # The first run of an engine is slower than all later ones.
+            engine.generate(setting.tuning_prompts[:1], 1.0, setting.tuning_tokens)
+            progress.advance(task)
+        for temperature in setting.temperatures:
+            step = _Step(setting, engines, temperature, progress, task)
+            choices[temperature] = step.choose()
+            samples += step.measure(choices[temperature])
+    return demo_report.report(setting, choices, samples, console)
+
+
+@dataclass
+class _Step:
+    """The part of the demo at one temperature."""
+
+    setting: Setting
+    engines: dict[str, EngineProcess]
+    temperature: float
+    progress: Progress
+    task: int
+
+    def choose(self) -> dict[str, Choice]:
+        """The fastest candidate of every role on the tuning prompts."""
+        best: dict[str, Choice] = {}
+        for contender in self.setting.contenders:
+            for budgets in contender.budgets:
+                rate = self._rate(contender, budgets) if contender.role != "none" else 0.0
+                role = contender.role
+                if role not in best or rate > best[role].tokens_per_second:
+                    best[role] = Choice(contender, budgets, rate)
+        return best
+
+    def _rate(self, contender: Contender, budgets: list[int]) -> float:
+        engine = self.engines[contender.name]
+        engine.set_budgets(budgets)
+        seconds, tokens = 0.0, 0
+        for i, prompt in enumerate(self.setting.tuning_prompts):
+            self._describe(f"sweep: {contender.name} {budgets}")
+            run = engine.generate([prompt], self.temperature, self.setting.tuning_tokens, seed=i)
+            seconds, tokens = seconds + run.seconds, tokens + run.tokens
+        return tokens / seconds
+
+    def measure(self, chosen: dict[str, Choice]) -> list[Sample]:
+        """Every prompt in every round by all roles in turn, one prompt at a time."""
+        for choice in chosen.values():
+            if choice.budgets:
+                self.engines[choice.contender.name].set_budgets(choice.budgets)
+        roles = list(chosen)
+        samples = []
+        for round_ in range(self.setting.rounds):
+            for i, prompt in enumerate(self.setting.prompts):
+                # Nobody always runs first, or always after the same one.
+                for shift in range(len(roles)):
+                    role = roles[(round_ + i + shift) % len(roles)]
+                    contender = chosen[role].contender
+                    self._describe(f"round {round_ + 1}: {contender.name}")
+                    run = self.engines[contender.name].generate(
+                        [prompt], self.temperature, self.setting.max_tokens, seed=1000 * round_ + i
+                    )
+                    samples.append(Sample(role, self.temperature, round_, i, run))
+        return samples
+
+    def _describe(self, text: str) -> None:
+        description = f"temperature {self.temperature:g}, {text}"
+        self.progress.update(self.task, description=description, advance=1)
