@@ -1,6 +1,6 @@
 """Train the tiny family: one tokenizer, a target, and two drafters distilled from it.
 
-    python benchmarks/models/train.py                # the committed models; about half an hour
+    python benchmarks/models/train.py                # the committed models; half an hour or less
     python benchmarks/models/train.py --scale 0.1 -o /tmp/family
 
 The text is the Python standard library of the interpreter that runs this script (sources with
@@ -139,8 +139,9 @@ class Batches:
 class Optimiser:
     """Muon on the layers' matrices, AdamW on embeddings and norms; warm-up, then cosine decay.
 
-    Muon (Jordan et al., 2024) orthogonalises each update. Here it reached the held-out loss of
-    plain AdamW in under half the steps, which is what half an hour on two cores needs.
+    Muon (Jordan et al., 2024) orthogonalises each update. In one early comparison at 4096 tokens
+    a batch (Muon without decay of the rate, AdamW with it) it reached after 90 steps the held-out
+    loss, 4.82 nats, that AdamW alone reached after 270.
     """
 
     def __init__(self, model: LlamaForCausalLM, peak: float, steps: int):
@@ -262,12 +263,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("-o", "--output", type=Path, default=HERE)
     parser.add_argument("--scale", type=float, default=1.0, help="fraction of the training steps")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="2 helps only on idle cores")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(SEED)
     transformers_logging.set_verbosity_error()
-    steps = {"target": 1200, "mid": 2000, "small": 2000}
+    steps = {"target": 1200, "mid": 800, "small": 800}
     steps = {name: max(2, round(n * options.scale)) for name, n in steps.items()}
 
     train_files, held_out_files = library_files()
@@ -284,7 +285,7 @@ def main() -> None:
     train_target(target, text, steps["target"], log)
     save(target, tokenizer, options.output / "target")
 
-    sampled = sample_stream(target.eval(), text, 128 * max(1, round(24 * options.scale)))
+    sampled = sample_stream(target.eval(), text, 128 * max(1, round(12 * options.scale)))
     students = {name: new_model(name, tokenizer.eos_token_id) for name in ("mid", "small")}
     distil(target, students, [text, Batches(sampled, generator)], steps["mid"], log)
     for name, model in students.items():
