@@ -270,11 +270,15 @@ class Cascade:
             draft = self._draft(batch, level - 1, who, np.minimum(budget, room))
             logits = self._forward(batch, level, who, draft.counts + 1)
             tokens, accepted, laws = self._verify(batch, level, who, draft, logits)
-            emitted = accepted + 1
-            batch.tokens[batch.rows[who], start + accepted] = tokens[np.arange(len(who)), accepted]
+            is_eos = (tokens == batch.eos[who][:, None]) & (tokens >= 0)
+            ended = is_eos.any(1)
+            # Nothing follows an accepted eos, not even the token drawn behind it.
+            last = np.where(ended, is_eos.argmax(1), accepted)
+            emitted = last + 1
+            batch.tokens[batch.rows[who], start + last] = tokens[np.arange(len(who)), last]
             batch.end[who] = start + emitted
-            # What was computed behind the last accepted token belongs to rejected tokens.
-            batch.kv[: level + 1, who] = np.minimum(batch.kv[: level + 1, who], start + accepted)
+            # What was computed behind the last token before it belongs to rejected tokens.
+            batch.kv[: level + 1, who] = np.minimum(batch.kv[: level + 1, who], start + last)
             first_law = np.cumsum(draft.counts + 1) - (draft.counts + 1)
             owners, offsets = ragged_arange(draft.counts + 1)
             entropy, uncertain = self._confidence(batch, level, logits, who[owners])
@@ -284,7 +288,6 @@ class Cascade:
             # Rows of rejected tokens say nothing about what was kept.
             handed_up = np.zeros(len(who), dtype=bool)
             handed_up[owners[uncertain & (offsets < emitted[owners])]] = True
-            ended = ((tokens == batch.eos[who][:, None]) & (tokens >= 0)).any(1)
             open_[active] = (buffer.counts[active] < ask[active]) & ~ended & ~handed_up
         return buffer.proposal()
 
