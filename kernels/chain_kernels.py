@@ -127,7 +127,8 @@ def settle_kernel(
     )
     temperature = tl.load(temperature_ptr + state)
     draft_temperature = tl.load(draft_temperature_ptr + state)
-    one_hot = (draft_temperature <= 0).to(tl.int32)
+    # To a greedy target the proposal row makes no difference.
+    one_hot = ((draft_temperature <= 0) | (temperature <= 0)).to(tl.int32)
     if not HAS_DRAFT:
         one_hot = 1
     inv_temperature = inverse_temperature(temperature)

@@ -137,8 +137,8 @@ def plan(
     a = tl.exp(log_a)
     if HIERARCHICAL:
         # Bounds on the residual mass s from the drafted token alone (see README).
-        p = tl.where(possible, tl.exp(log_p), 0.0)
-        q = tl.where(possible, tl.exp(log_q), 1.0)
+        p = tl.where(drafted, tl.exp(log_p), 0.0)
+        q = tl.where(drafted, tl.exp(log_q), 0.0)
         low = tl.maximum(a * p - q, 0.0) + tl.maximum(a * (1.0 - p) - (1.0 - q), 0.0)
         high = a - tl.minimum(a * p, q)
         low = tl.where(a < 1.0, low / (low + 1.0 - a), 1.0)

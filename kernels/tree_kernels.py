@@ -153,7 +153,8 @@ def traverse_kernel(
     draft_temperature = tl.load(draft_temperature_ptr + request)
     inv_temperature = inverse_temperature(temperature)
     inv_draft_temperature = inverse_temperature(draft_temperature)
-    one_hot = (draft_temperature <= 0).to(tl.int32)
+    # To a greedy target the proposal row makes no difference.
+    one_hot = ((draft_temperature <= 0) | (temperature <= 0)).to(tl.int32)
     if not HAS_DRAFT:
         one_hot = 1
     target_ptr += request * rows * vocab_size

@@ -104,11 +104,31 @@ def test_nearly_equal_rows_and_rising_ratios(small_blocks):
 
 
 @pytest.mark.interpret
-def test_one_hot_by_request_and_own_draft_temperature():
+def test_a_forbidden_token_after_a_doubtful_prefix():
+    """p(x_2) = 0 and p in proportion to q elsewhere leave no residual at 1, whatever a_1 is."""
+    batch = make_batch(40, [2] * 12, noise=0.0)
+    batch["temperature"] = torch.ones(12)
+    target, draft = batch["target_logits"].view(12, 3, 40), batch["draft_logits"].view(12, 2, 40)
+    target[:], draft[:] = 0, 0
+    tokens = batch["draft_token_ids"].view(12, 2)
+    tokens[:] = torch.tensor([3, 7])
+    draft[:, 0, 3] = 1.5  # a_1 = 0.28
+    target[:, 1, 7] = -INF
+    draft[:, 1, 7] = 3.0
+    result = chain_verify.verify_chain(**batch)
+    assert_matches(batch, result)
+    assert result.num_accepted.tolist() == [0] * 12
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("given", [True, False])
+def test_one_hot_by_request_and_own_draft_temperature(given):
     batch = make_batch(90, [3] * 6)
     batch["temperature"] = torch.full((6,), 0.8)
+    batch["temperature"][4] = 0
     temperature = torch.tensor([0.0, 0.5, 0.0, 1.2, 0.5, 1.2])
-    result = chain_verify.verify_chain(**batch, draft_temperature=temperature)
+    lse = draft_lse(batch | {"temperature": temperature}) if given else None
+    result = chain_verify.verify_chain(**batch, draft_temperature=temperature, draft_lse=lse)
     assert_matches(batch, result, draft_temperature=temperature)
 
 
