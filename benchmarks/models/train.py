@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 HERE = Path(__file__).parent
 EOS = "<|endoftext|>"
-VOCAB_SIZE = 2048
+VOCAB_SIZE = 512
 SEQUENCE = 256  # tokens; every fourth batch has sequences four times as long
 MAX_POSITIONS = 1024
 BATCH_TOKENS = 2048
@@ -42,8 +42,8 @@ SHAPES = {
                    num_attention_heads=4, num_key_value_heads=2, head_dim=64),
     "mid": dict(hidden_size=192, intermediate_size=512, num_hidden_layers=2,
                 num_attention_heads=3, num_key_value_heads=1, head_dim=64),
-    "small": dict(hidden_size=96, intermediate_size=256, num_hidden_layers=1,
-                  num_attention_heads=3, num_key_value_heads=3, head_dim=32),
+    "small": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=1,
+                  num_attention_heads=4, num_key_value_heads=4, head_dim=32),
 }  # fmt: skip
 SKIPPED_FOLDERS = {
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings",
@@ -268,7 +268,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(SEED)
     transformers_logging.set_verbosity_error()
-    steps = {"target": 1200, "mid": 800, "small": 800}
+    steps = {"target": 1000, "mid": 1200, "small": 1200}
     steps = {name: max(2, round(n * options.scale)) for name, n in steps.items()}
 
     train_files, held_out_files = library_files()
@@ -285,7 +285,7 @@ def main() -> None:
     train_target(target, text, steps["target"], log)
     save(target, tokenizer, options.output / "target")
 
-    sampled = sample_stream(target.eval(), text, 128 * max(1, round(12 * options.scale)))
+    sampled = sample_stream(target.eval(), text, 128 * max(1, round(8 * options.scale)))
     students = {name: new_model(name, tokenizer.eos_token_id) for name in ("mid", "small")}
     distil(target, students, [text, Batches(sampled, generator)], steps["mid"], log)
     for name, model in students.items():
