@@ -1,15 +1,14 @@
 """Choosing from a profile, explaining the choice, and the commands around it."""
 
-import argparse
 import csv
 import json
 
 import numpy as np
 import pytest
+from planner.command_line import run
 
 from vllm_hsd.config import HsdConfig
 from vllm_hsd.planner import plan
-from vllm_hsd.planner.commands import add_parsers
 from vllm_hsd.planner.costs import Costs, TimeTable
 from vllm_hsd.planner.errors import PlannerError
 from vllm_hsd.planner.latency import Cascade
@@ -121,13 +120,6 @@ def test_a_profile_without_costs(profile):
     profile.costs = None
     with pytest.raises(PlannerError, match="holds no costs"):
         plan.Planner(profile, plan.Wanted())
-
-
-def run(*arguments):
-    parser = argparse.ArgumentParser()
-    add_parsers(parser.add_subparsers(required=True))
-    parsed = parser.parse_args([str(argument) for argument in arguments])
-    return parsed.run(parsed)
 
 
 def test_plan_command_writes_what_the_plugin_reads(profile, tmp_path, capsys):

@@ -1,0 +1,153 @@
+"""Tables from recordings, and an engine that records."""
+
+import json
+
+import numpy as np
+import pytest
+from planner.command_line import run
+
+from vllm_hsd.planner import timing
+from vllm_hsd.planner.errors import PlannerError
+from vllm_hsd.planner.measure import Task
+from vllm_hsd.planner.profile import Candidate, load_profile
+
+CANDIDATES = [Candidate(name="mid", model="m"), Candidate(name="exit 2", early_exit=2)]
+
+
+def machine(**changes):
+    settings = {
+        "target": "t",
+        "candidates": CANDIDATES,
+        "sizes": [10, 5],
+        "engine_args": {"dtype": "float32"},
+        "batch_sizes": [1, 4],
+        "max_tokens": 8,
+    }
+    return timing.Machine(**{**settings, **changes})
+
+
+def test_every_candidate_drafts_and_verifies_and_the_target_verifies_every_length():
+    settings = machine().settings()
+    one_pass = [s for s in settings if s["batch"] == 1][: len(settings) // 4]
+    shapes = [(tuple(s["levels"]), tuple(s["budgets"])) for s in one_pass]
+    assert ((0,), (4,)) in shapes and ((1,), (4,)) in shapes
+    assert {b for levels, b in shapes if levels == (1, 0)} == {(1, 2), (2, 3), (4, 5), (7, 8)}
+    assert {b for levels, b in shapes if levels == (0, 1)} == {(1, 2), (2, 3), (4, 5), (7, 8)}
+    assert {b for levels, b in shapes if levels == (1,)} == {(1,), (2,), (4,), (7,), (8,)}
+    assert {s["batch"] for s in settings} == {1, 4}
+
+
+def test_jobs_name_all_levels():
+    job = machine().job(True, [[1, 2]])
+    config = job["engine"]["speculative_config"]
+    assert config["levels"] == [
+        {"model": "m", "num_tokens": 8},
+        {"early_exit": 2, "num_tokens": 8},
+    ]
+    assert job["engine"]["max_num_seqs"] == 4 and job["engine"]["dtype"] == "float32"
+    assert "speculative_config" not in machine().job(False, [[1, 2]])["engine"]
+
+
+def recordings(rng, batches=(1, 4)):
+    """Turns of 2 + 0.5 t ms (model 0) and 1 ms (model 1), with an overhead and rare pauses."""
+    turns, steps = [], []
+    for batch in batches:
+        for tokens in range(1, 10):
+            for _ in range(12):
+                noise = 1 + 0.02 * rng.standard_normal() + 5 * (rng.random() < 0.05)
+                ms = (2 + 0.5 * tokens) * noise
+                turn = {"batch": batch, "tokens": batch * tokens, "role": "verify"}
+                turns.append({**turn, "level": 0, "ms": ms, "turn_ms": ms + 0.3})
+                draft = {"batch": batch, "tokens": batch, "role": "draft", "level": 1}
+                turns.append({**draft, "ms": noise, "turn_ms": noise + 0.1})
+                steps.append({"batch": batch, "tokens": batch * tokens, "ms": 20 * noise})
+    plain = [{"steps": [{"batch": b, "tokens": b, "ms": 15.0} for b in batches for _ in range(5)]}]
+    return [{"turns": turns, "steps": steps}], plain
+
+
+def test_tables_are_the_times_that_were_recorded():
+    costs = timing.tables(machine(), *recordings(np.random.default_rng(0)))
+    for tokens in (1, 3, 5, 9):
+        assert costs.forward[0].at(1, tokens) == pytest.approx(2 + 0.5 * tokens, rel=0.03)
+        assert costs.turn(0, "verify", 4, tokens) == pytest.approx(2.3 + 0.5 * tokens, rel=0.03)
+    assert costs.turn(1, "draft", 1, 1) == pytest.approx(1.1, rel=0.03)
+    assert costs.turn(-1, "target", 4, 5) == pytest.approx(20, rel=0.03)
+    assert costs.turn(-1, "plain", 1, 1) == 15.0
+    assert costs.forward[0].tokens[-1] == 9
+    for table in costs.forward:
+        assert all(np.diff(row).min() >= 0 for row in table.ms)
+
+
+def test_a_batch_that_never_ran_is_one_sentence():
+    recorded = recordings(np.random.default_rng(0), batches=(1,))
+    with pytest.raises(PlannerError, match="no step of batch size 4 was seen"):
+        timing.tables(machine(), *recorded)
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_start_says_why(tmp_path):
+    job = machine(target=str(tmp_path / "nothing")).job(False, [[1]])
+    with pytest.raises(PlannerError, match=r"vLLM could not run the models for timing: .*log"):
+        timing.run_engine(job, tmp_path / "log", lambda done: None)
+
+
+def test_an_engine_records_every_turn_and_step(text_family, tmp_path):
+    """A single draft, then a cascade of other levels, in one engine."""
+    models = [text_family.small, text_family.mid]
+    job = machine(
+        target=text_family.target,
+        candidates=[Candidate(name=path, model=path) for path in models],
+        batch_sizes=[2],
+        max_tokens=4,
+        engine_args={
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 128,
+            "kv_cache_memory_bytes": 1 << 26,
+        },
+    ).job(True, [[5, 9, 30], [7, 80, 81, 12]])
+    job["settings"] = [
+        {"levels": [1], "budgets": [3], "batch": 1, "tokens": 24},
+        {"levels": [0, 1], "budgets": [2, 4], "batch": 2, "tokens": 24},
+    ]
+    done = []
+    single, cascade = timing.run_engine(job, tmp_path / "log", done.append)
+    assert done == [1, 2]
+    full = [step for step in single["steps"] if step["tokens"] == 4]
+    assert {step["batch"] for step in single["steps"]} == {1}
+    assert {turn["level"] for turn in single["turns"]} == {1}
+    assert {turn["role"] for turn in single["turns"]} == {"draft"}
+    assert 3 * len(full) <= len(single["turns"]) <= 3 * len(single["steps"]) + 3
+    assert len(single["steps"]) < single["emitted"] <= 24
+    # Turns and steps share out the time; the last step's end is not seen.
+    spent = sum(t["turn_ms"] for t in single["turns"]) + sum(s["ms"] for s in single["steps"])
+    assert spent / 1e3 == pytest.approx(single["seconds"], rel=0.25)
+    assert {(t["level"], t["role"]) for t in cascade["turns"]} == {(0, "draft"), (1, "verify")}
+    assert max(turn["tokens"] / turn["batch"] for turn in cascade["turns"]) <= 5
+    assert max(step["batch"] for step in cascade["steps"]) == 2
+
+
+@pytest.mark.slow
+def test_profile_command_measures_everything(text_family, tmp_path, capsys):
+    """From the command line to a plan, through real engines."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello\n\nworld of words\n\nand a third\n\n")
+    path = tmp_path / "profile.json"
+    engine = {"enforce_eager": True, "max_model_len": 256, "kv_cache_memory_bytes": 1 << 28}
+    status = run(
+        "profile", "--target", text_family.target, "--candidates", text_family.small,
+        "--early-exits", 1, "--prompts", prompts, "--max-tokens", 4, "--batch-sizes", 1, 2,
+        "--engine-args", json.dumps(engine), "-o", path,
+    )  # fmt: skip
+    assert status == 0 and not path.with_name("profile.json.parts").exists()
+    assert "ms/forward" in capsys.readouterr().out
+    profile = load_profile(path)
+    assert profile.names == ["small", "exit 1", "target"]
+    assert profile.costs.plain.batch_sizes == [1, 2]
+    assert profile.versions["vllm"] and profile.prompts.prompts == 3
+    assert run("plan", path, "-o", tmp_path / "cascade.json") == 0
+
+
+def test_candidates_of_a_task_are_models_then_exits(tmp_path):
+    task = Task("t", ["a/small", "b/mid"], [2, 4], tmp_path)
+    assert [c.name for c in task.named_candidates()] == ["small", "mid", "exit 2", "exit 4"]
