@@ -157,7 +157,7 @@ def run(job: dict[str, Any], report) -> list[dict[str, Any]]:
     Args:
         job: "engine" (arguments of LLM), "prompts" (texts), "temperature", "top_p", and
             "settings": {"levels", "budgets", "batch", "tokens"} each, levels empty without
-            speculation.
+            speculation, and "first_prompt" where settings should continue the same prompts.
         report: called with the number of settings that are done.
     """
     from vllm import LLM, SamplingParams
@@ -170,13 +170,14 @@ def run(job: dict[str, Any], report) -> list[dict[str, Any]]:
             chosen = setting["levels"], setting["budgets"], job["verifier"]
             llm.collective_rpc(_use, args=chosen)
         prompts = job["prompts"]
-        prompts = [prompts[(done + i) % len(prompts)] for i in range(setting["batch"])]
+        first = setting.get("first_prompt", done)
+        prompts = [prompts[(first + i) % len(prompts)] for i in range(setting["batch"])]
         params = SamplingParams(
             temperature=job["temperature"],
             top_p=job["top_p"],
             max_tokens=setting["tokens"],
             ignore_eos=True,
-            seed=job["seed"] + done,
+            seed=job["seed"] + first,
         )
         llm.generate(prompts, params, use_tqdm=False)
         recordings.append(llm.collective_rpc(_take)[0])

@@ -1,0 +1,249 @@
+"""Ten cascades for real: the five best predicted and five random others, against the planner.
+
+    python benchmarks/planner/check_predictions.py -o results/planner
+
+Measures a profile of the tiny family unless the output folder holds one, plans, runs the ten
+cascades in turns in one engine, and writes predictions.csv and predictions.png. With --widened,
+the target is the widened one (see benchmarks/models/widen.py): the text and the acceptance of
+the tiny target at the cost of a larger one.
+
+Times are CPU times of the engine's one model thread by default (--clock wall for wall time):
+those of a quiet machine, also where others use the same cores.
+"""
+
+import argparse
+import csv
+import os
+
+# One thread per engine: what is measured is then comparable on shared cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from scipy.stats import spearmanr
+
+from vllm_hsd.planner.latency import Cascade, Prediction
+from vllm_hsd.planner.laws import Effort, measure
+from vllm_hsd.planner.models import Family, Sampling
+from vllm_hsd.planner.optimize import solve
+from vllm_hsd.planner.parts import Parts
+from vllm_hsd.planner.plan import Planner, Wanted, label
+from vllm_hsd.planner.profile import (
+    Candidate,
+    Profile,
+    Prompts,
+    Settings,
+    from_laws,
+    load_profile,
+)
+from vllm_hsd.planner.prompts import encode, read_prompts
+from vllm_hsd.planner.timing import Machine, measure_costs, run_engine
+
+MODELS = Path(__file__).parents[1] / "models"
+ENGINE = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "kv_cache_memory_bytes": 1 << 29,
+}
+
+
+def measured_profile(arguments, contexts, machine: Machine, folder: Path) -> Profile:
+    """The profile of an earlier run in the same folder, or a new one."""
+    path = folder / "profile.json"
+    if path.exists():
+        return load_profile(path)
+    family = Family(
+        str(MODELS / "target"), [str(MODELS / "small"), str(MODELS / "mid")], arguments.early_exits
+    )
+    parts = Parts(folder / "parts", {"temperature": arguments.temperature})
+    laws = measure(
+        family, contexts, Sampling(arguments.temperature), Effort(max_tokens=arguments.max_tokens),
+        parts,
+    )  # fmt: skip
+    costs = measure_costs(machine, contexts, folder / "engine.log")
+    profile = from_laws(
+        laws,
+        target=machine.target,
+        candidates=list(machine.candidates),
+        settings=Settings(temperature=arguments.temperature, top_p=1.0),
+        prompts=Prompts(file="prompts.jsonl", prompts=len(contexts), contexts=laws.positions),
+        costs=costs,
+    )
+    profile.save(path)
+    return profile
+
+
+def ten_cascades(planner: Planner, rng: np.random.Generator) -> list[Cascade]:
+    """The five best predicted, best first, and five random ones of one or two levels."""
+    plans = [plan for plan in solve(planner.graph, k=64) if plan.levels]
+    best = sorted(map(planner.cascade, plans), key=lambda c: planner.predict(c).ms_per_token)[:5]
+    while len(best) < 10:
+        depth = int(rng.integers(1, 3))
+        levels = np.sort(rng.choice(len(planner.order), size=depth, replace=False))
+        budgets = np.sort(rng.choice(np.arange(1, planner.size + 1), size=depth, replace=False))
+        exits = frozenset(
+            i
+            for i, level in enumerate(levels)
+            if planner.profile.candidates[planner.order[level]].early_exit
+        )
+        cascade = Cascade(
+            tuple(planner.order[levels].tolist()), tuple(budgets.tolist()), shares_target_kv=exits
+        )
+        if cascade not in best:
+            best.append(cascade)
+    return best
+
+
+def run_for_real(
+    cascades: Sequence[Cascade], machine: Machine, contexts, repeats: int, tokens: int, log: Path
+) -> list[tuple[float, float, float]]:
+    """(ms per token, its standard error, tokens per call) of every cascade and of none.
+
+    All cascades continue the same prompts, in turns.
+    """
+    (batch,) = machine.batch_sizes
+    job = machine.job(True, contexts)
+    job["settings"] = [
+        {
+            "levels": cascade.levels,
+            "budgets": cascade.budgets,
+            "batch": batch,
+            "tokens": tokens,
+            "first_prompt": repeat * batch,
+        }
+        for repeat in range(repeats)
+        for cascade in cascades
+    ]
+    recordings = run_engine(job, log, lambda done: None)
+    plain = machine.job(False, contexts)
+    plain["settings"] = [
+        {"levels": [], "budgets": [], "batch": batch, "tokens": tokens, "first_prompt": r * batch}
+        for r in range(repeats)
+    ]
+    alone = run_engine(plain, log, lambda done: None)
+    for recording in alone:
+        recording["emitted"] = sum(step["batch"] for step in recording["steps"])
+    groups = [recordings[i :: len(cascades)] for i in range(len(cascades))] + [alone]
+    return [_summary(group, batch) for group in groups]
+
+
+def _summary(group: list[dict], batch: int) -> tuple[float, float, float]:
+    seconds = np.array([recording["seconds"] for recording in group])
+    emitted = np.array([recording["emitted"] for recording in group])
+    calls = sum(step["batch"] for recording in group for step in recording["steps"])
+    mean = seconds.sum() / emitted.sum()
+    # Standard error of a ratio of sums over repeats.
+    error = np.sqrt(((seconds - mean * emitted) ** 2).sum()) / emitted.sum()
+    return 1e3 * batch * mean, 1e3 * batch * error, emitted.sum() / calls
+
+
+def write(path: Path, names: list[str], predictions: list[Prediction], real) -> None:
+    with path.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(
+            ["cascade", "predicted_ms_per_token", "measured_ms_per_token", "standard_error",
+             "difference", "predicted_tokens_per_call", "measured_tokens_per_call"]
+        )  # fmt: skip
+        for name, predicted, (ms, error, tokens) in zip(names, predictions, real, strict=True):
+            writer.writerow(
+                [name, f"{predicted.ms_per_token:.4f}", f"{ms:.4f}", f"{error:.4f}",
+                 f"{predicted.ms_per_token / ms - 1:+.4f}", f"{predicted.tokens_per_step:.3f}",
+                 f"{tokens:.3f}"]
+            )  # fmt: skip
+
+
+def plot(path: Path, names: list[str], predictions: list[Prediction], real, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 5.5))
+    for name, predicted, (ms, error, _) in zip(names, predictions, real, strict=True):
+        axes.errorbar(predicted.ms_per_token, ms, yerr=2 * error, fmt="o", label=name)
+    ends = [
+        min(axes.get_xlim()[0], axes.get_ylim()[0]),
+        max(axes.get_xlim()[1], axes.get_ylim()[1]),
+    ]
+    axes.plot(ends, ends, color="grey", linewidth=1)
+    axes.set_xlabel("predicted ms per token")
+    axes.set_ylabel("measured ms per token (two standard errors)")
+    axes.set_title(title)
+    axes.legend(fontsize="x-small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--widened", type=Path, default=None, help="folder of the widened target")
+    parser.add_argument("--early-exits", nargs="*", type=int, default=[2])
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--max-tokens", type=int, default=12)
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--prompts", type=Path, default=MODELS / "prompts.jsonl")
+    parser.add_argument(
+        "--repeats", type=int, default=20, help="prompts that every cascade continues"
+    )
+    parser.add_argument("--tokens", type=int, default=160, help="tokens of every continuation")
+    parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    console = Console(soft_wrap=True)
+
+    candidates = [
+        *(Candidate(name=name, model=str(MODELS / name)) for name in ("small", "mid")),
+        *(Candidate(name=f"exit {k}", early_exit=k) for k in arguments.early_exits),
+    ]
+    tiny = Family(str(MODELS / "target"), [c.model for c in candidates[:2]], arguments.early_exits)
+    machine = Machine(
+        target=str(arguments.widened or MODELS / "target"),
+        candidates=candidates,
+        sizes=[tiny.size(member) for member in range(len(candidates))],
+        engine_args=ENGINE,
+        batch_sizes=[arguments.batch_size],
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        clock=arguments.clock,
+    )
+    contexts = [encode(tiny.tokenizer, p, 256) for p in read_prompts(arguments.prompts)]
+    del tiny
+    profile = measured_profile(arguments, contexts, machine, arguments.output)
+    planner = Planner(profile, Wanted(batch=arguments.batch_size))
+    cascades = ten_cascades(planner, np.random.default_rng(arguments.seed))
+    real = run_for_real(
+        cascades, machine, contexts, arguments.repeats, arguments.tokens,
+        arguments.output / "engine.log",
+    )  # fmt: skip
+    cascades.append(Cascade((), ()))
+    predictions = [planner.predict(cascade) for cascade in cascades]
+    names = [label(profile, cascade) for cascade in cascades]
+    write(arguments.output / "predictions.csv", names, predictions, real)
+    kind = "widened target" if arguments.widened else "tiny target"
+    title = f"{kind}, batch size {arguments.batch_size}, {arguments.clock} time"
+    plot(arguments.output / "predictions.png", names, predictions, real, title)
+
+    times = np.array([ms for ms, _, _ in real])
+    predicted = np.array([p.ms_per_token for p in predictions])
+    for name, p, (ms, error, tokens) in zip(names, predictions, real, strict=True):
+        console.print(
+            f"{name:34} predicted {p.ms_per_token:7.3f}  measured {ms:7.3f} +- {error:.3f} ms/token"
+            f"  {p.ms_per_token / ms - 1:+6.1%}  tokens/call {p.tokens_per_step:.2f} / {tokens:.2f}"
+        )
+    differences = np.abs(predicted / times - 1)[:-1]
+    rank = spearmanr(predicted[:-1], times[:-1]).statistic
+    console.print(
+        f"{title}: largest difference {differences.max():.1%}, mean {differences.mean():.1%}; "
+        f"rank correlation {rank:.3f}; the chosen cascade takes {times[0] / times.min() - 1:+.1%} "
+        f"of the best measured; speed-up over no speculation {times[-1] / times[0]:.2f}."
+    )
+
+
+if __name__ == "__main__":
+    main()
