@@ -64,7 +64,7 @@ def measured_profile(arguments, contexts, machine: Machine, folder: Path) -> Pro
         family, contexts, Sampling(arguments.temperature), Effort(max_tokens=arguments.max_tokens),
         parts,
     )  # fmt: skip
-    costs = measure_costs(machine, contexts, folder / "engine.log")
+    costs = measure_costs(machine, contexts, parts.folder)
     profile = from_laws(
         laws,
         target=machine.target,

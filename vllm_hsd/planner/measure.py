@@ -92,12 +92,13 @@ def measure_profile(task: Task, output: Path, console: Console) -> Profile:
                 clock=task.clock,
             )
             del family  # the engine needs the memory
+            torch.cuda.empty_cache()
             total = len(machine.settings()) + len(machine.plain_settings())
             bar = progress.add_task("times", total=total)
             costs = measure_costs(
                 machine,
                 contexts,
-                parts.folder / "engine.log",
+                parts.folder,
                 lambda done: progress.update(bar, completed=done),
             )
     profile = from_laws(

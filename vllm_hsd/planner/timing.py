@@ -124,23 +124,32 @@ class Machine:
 def measure_costs(
     machine: Machine,
     prompts: Sequence[Sequence[int]],
-    log: Path,
+    folder: Path,
     advance: Callable[[int], None] = lambda done: None,
 ) -> Costs:
     """Run the engines, one after the other, and make tables of what they took.
 
     Args:
         prompts: token ids of the texts to continue.
-        log: file for what the engines print.
+        folder: for the engines' log, and for what a finished engine recorded, which a later
+            call takes up.
         advance: told how many settings are done, see `Machine.settings`.
 
     Raises:
         PlannerError: an engine failed; says why and where its log is.
     """
-    cascades = run_engine(machine.job(True, prompts), log, advance)
     before = len(machine.settings())
-    plain = run_engine(machine.job(False, prompts), log, lambda done: advance(before + done))
-    return tables(machine, cascades, plain)
+    recordings = []
+    for name, speculative, done_before in (("cascades", True, 0), ("plain", False, before)):
+        kept = folder / f"{name}.json"
+        if not kept.exists():
+            job = machine.job(speculative, prompts)
+            found = run_engine(job, folder / "engine.log", lambda n, m=done_before: advance(m + n))
+            unfinished = kept.with_suffix(".part")
+            unfinished.write_text(json.dumps(found))
+            unfinished.rename(kept)
+        recordings.append(json.loads(kept.read_text()))
+    return tables(machine, *recordings)
 
 
 def run_engine(

@@ -60,6 +60,7 @@ class Recorder:
         self.emitted = 0
         self.open: list[tuple[int, int, int, float, float]] = []
         runner.execute_model = self._execute(runner.execute_model)
+        self.levels: list[Any] = []
         if hasattr(getattr(runner, "drafter", None), "cascade"):
             self.levels = list(runner.drafter.levels)
             for index, level in enumerate(self.levels):
@@ -80,7 +81,15 @@ class Recorder:
         return taken
 
     def use(self, levels: list[int], budgets: list[int], verifier: str) -> None:
-        """Serve the next requests with the cascade of these levels."""
+        """Serve the next requests with the cascade of these levels.
+
+        Raises:
+            RuntimeError: the runner hosts no cascade that this recorder knows.
+        """
+        if not self.levels:
+            raise RuntimeError(
+                "only cascades on vLLM's V1 runner can be timed: set VLLM_USE_V2_MODEL_RUNNER=0"
+            )
         from vllm_hsd.cascade import Cascade, LevelPlan
         from vllm_hsd.runner_v1.requests import RequestTable
 
