@@ -18,3 +18,14 @@ def family(tmp_path_factory) -> tiny_models.Family:
 def small_vocabulary(tmp_path_factory) -> tiny_models.Family:
     """Vocabulary of 5, so that the joint law of a few tokens has few outcomes."""
     return tiny_models.build_family(tmp_path_factory.mktemp("small"), vocabulary=5, peak=1.5)
+
+
+@pytest.fixture(scope="session")
+def text_family(tmp_path_factory) -> tiny_models.Family:
+    """Models with a tokenizer of bytes."""
+    tokenizer = tiny_models.byte_tokenizer()
+    directory = tmp_path_factory.mktemp("text")
+    family = tiny_models.build_family(directory, vocabulary=len(tokenizer), peak=4.0)
+    for path in (family.target, family.mid, family.small):
+        tokenizer.save_pretrained(path)
+    return family

@@ -50,13 +50,25 @@ def run_engine(engine: dict, jobs: dict[str, dict], *, patch: str | None = None,
     Raises:
         RuntimeError: the process failed; the message ends with its output.
     """
+    return _in_process(_run, {"engine": engine, "jobs": jobs}, patch, env)
+
+
+def configuration_errors(engines: list[dict], *, patch: str | None = None) -> list[str | None]:
+    """What vLLM says to each of these arguments of an engine, None where it accepts them.
+
+    No model is loaded. `patch` as for `run_engine`.
+    """
+    return _in_process(_configure, {"engines": engines}, patch, None)
+
+
+def _in_process(work, arguments: dict, patch: str | None, env: dict | None):
     os.environ.update(ENVIRONMENT)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as scratch:
         result, log = Path(scratch, "result.json"), Path(scratch, "log")
-        request = {"engine": engine, "jobs": jobs, "patch": patch, "env": env or {}}
-        process = context.Process(target=_main, args=(request, str(result), str(log)))
+        call = (work, arguments, patch, env or {}, str(result), str(log))
+        process = context.Process(target=_main, args=call)
         process.start()
         process.join()
         if process.exitcode or not result.exists():
@@ -68,12 +80,16 @@ def _tail(log: Path) -> str:
     return log.read_text(errors="replace")[-6000:] if log.exists() else ""
 
 
-def _main(request: dict, result: str, log: str) -> None:
+def _main(work, arguments: dict, patch: str | None, env: dict, result: str, log: str) -> None:
     target = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(target, 1)
     os.dup2(target, 2)
+    os.environ.update(env)
     try:
-        Path(result).write_text(json.dumps(_run(**request)))
+        if patch:
+            module, function = patch.split(":")
+            getattr(importlib.import_module(module), function)()
+        Path(result).write_text(json.dumps(work(**arguments)))
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -81,15 +97,28 @@ def _main(request: dict, result: str, log: str) -> None:
     os._exit(0)
 
 
-def _run(engine: dict, jobs: dict, patch: str | None, env: dict) -> dict:
-    os.environ.update(env)
-    if patch:
-        module, function = patch.split(":")
-        getattr(importlib.import_module(module), function)()
+def _run(engine: dict, jobs: dict) -> dict:
     from vllm import LLM
 
     llm = LLM(**{**ENGINE_DEFAULTS, **engine})
-    return {name: run_job(llm, **job) for name, job in jobs.items()}
+    try:
+        return {name: run_job(llm, **job) for name, job in jobs.items()}
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _configure(engines: list[dict]) -> list[str | None]:
+    from vllm.engine.arg_utils import EngineArgs
+
+    errors: list[str | None] = []
+    for engine in engines:
+        try:
+            EngineArgs(**{**ENGINE_DEFAULTS, **engine}).create_engine_config()
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        else:
+            errors.append(None)
+    return errors
 
 
 def run_job(llm, prompts, params, arrive=None, abort=None) -> dict:
@@ -114,11 +143,16 @@ def _sampling_params(llm, given: dict):
     from vllm.sampling_params import StructuredOutputsParams
 
     given = dict(given)
+    bad_words_ids = given.pop("bad_words_ids", None)
     if "structured_outputs" in given:
         given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
     if llm.model_config.skip_tokenizer_init:
         given.setdefault("detokenize", False)
-    return SamplingParams(**given)
+    params = SamplingParams(**given)
+    if bad_words_ids:
+        # What vLLM makes of `bad_words` with the tokenizer that these engines do without.
+        params._bad_words_token_ids = bad_words_ids
+    return params
 
 
 def _step_by_step(llm, requests, sampling, arrive, abort) -> list:

@@ -1,11 +1,13 @@
 """`rejection_sample_method: "hierarchical"` under drafters that vLLM's V1 runner hosts itself."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from runner_v1.engine_process import run_engine
 from safetensors.torch import load_file, save_file
+
 from vllm_hsd.config import ConfigError
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(8)]
@@ -23,7 +25,7 @@ JOBS = {
 
 def eagle3_head(target: str, directory) -> str:
     """An EAGLE-3 head with random weights for a tiny target, in the layout that vLLM loads."""
-    config = json.loads(open(f"{target}/config.json").read())
+    config = json.loads(Path(target, "config.json").read_text())
     hidden, middle, size = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]
@@ -99,6 +101,7 @@ def test_drafts_are_verified_by_their_own_rows(stock):
 
 def test_other_drafters_are_refused(family):
     from vllm.engine.arg_utils import EngineArgs
+
     from vllm_hsd.plugin import register
 
     register()

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 EOS = 1
 NOISE = {"target": 0.0, "mid": 0.03, "small": 0.06}
@@ -62,3 +63,15 @@ def build_family(directory: Path, vocabulary: int, peak: float, seed: int = 0) -
         paths[name] = str(directory / name)
         model.save_pretrained(paths[name])
     return Family(**paths, vocabulary=vocabulary)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte: "<s>" is 0, "</s>" is EOS, "<unk>" is 2, then 256 bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", "<unk>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )

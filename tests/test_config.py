@@ -1,0 +1,254 @@
+"""Bad input: each fault is one sentence that names the key, before any model is loaded."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from runner_v1.engine_process import configuration_errors
+
+from vllm_hsd.config import LEVEL_KINDS, ConfigError, HsdConfig
+
+MODEL = {"model": "small"}
+TOP = {"model": "mid"}
+
+
+def hsd(*levels, **keys) -> dict:
+    return {"num_speculative_tokens": 6, "levels": list(levels), **keys}
+
+
+def test_what_the_readme_shows():
+    parsed = HsdConfig.parse(
+        {
+            "num_speculative_tokens": 12,
+            "levels": [{"ngram": {"max": 4}, "num_tokens": 5}, {**MODEL, "num_tokens": 3}, TOP],
+            "verifier": "tokenwise",
+        }
+    )
+    assert parsed.budgets == [5, 3, 12]
+    assert [level.kind for level in parsed.levels] == ["ngram", "model", "model"]
+    assert parsed.verifier == "tokenwise" and HsdConfig.parse(hsd(TOP)).verifier == "hierarchical"
+
+
+def test_dashes_and_keys_of_vllm():
+    level = {"model": "m", "num-tokens": 2, "draft-tensor-parallel-size": 1, "revision": "main"}
+    parsed = HsdConfig.parse({"num-speculative-tokens": 6, "levels": [level, TOP]})
+    assert parsed.levels[0].model_keys == {"draft_tensor_parallel_size": 1, "revision": "main"}
+    assert parsed.levels[0].num_tokens == 2
+
+
+# name -> (keys, what the message must say)
+FAULTS = {
+    "no levels": ({"num_speculative_tokens": 6}, "'levels'"),
+    "levels empty": (hsd(), "'levels'"),
+    "levels not a list": ({"num_speculative_tokens": 6, "levels": MODEL}, "'levels'"),
+    "no num_speculative_tokens": ({"levels": [TOP]}, "'num_speculative_tokens'"),
+    "num_speculative_tokens null": (hsd(TOP, num_speculative_tokens=None), "'num_speculative_tok"),
+    "num_speculative_tokens zero": (hsd(TOP, num_speculative_tokens=0), "num_speculative_tokens: "),
+    "num_speculative_tokens text": (hsd(TOP, num_speculative_tokens="x"), "num_speculative_tokens"),
+    "unknown key": (hsd(TOP, verifyer="tokenwise"), "'verifyer'"),
+    "key of another method": (hsd(TOP, prompt_lookup_max=3), "'prompt_lookup_max'"),
+    "unknown verifier": (hsd(TOP, verifier="block"), "verifier: .*tokenwise.*'block'"),
+    "unknown key in a level": (hsd({**MODEL, "num_token": 3}, TOP), r"levels\[0\].*'num_token'"),
+    "level not a mapping": (hsd("small"), r"levels\[0\]"),
+    "no kind": (hsd({"num_tokens": 3}, TOP), r"levels\[0\].*model, early_exit"),
+    "two kinds": (hsd({**MODEL, "ngram": {}, "num_tokens": 2}, TOP), r"levels\[0\].*'model'.*'ngr"),
+    "no num_tokens": (hsd(MODEL, TOP), r"levels\[0\].*'num_tokens'"),
+    "num_tokens zero": (hsd({**MODEL, "num_tokens": 0}, TOP), r"levels\[0\]\.num_tokens"),
+    "num_tokens above": (hsd({**MODEL, "num_tokens": 7}, TOP), r"levels\[0\]\.num_tokens is 7.*6"),
+    "num_tokens of the last": (hsd({**TOP, "num_tokens": 4}), r"levels\[0\]\.num_tokens is 4.*\(6"),
+    "verifier of the first": (hsd({**TOP, "verifier": "tokenwise"}), r"levels\[0\]\.verifier"),
+    "rounds of the first": (hsd({**TOP, "rounds": 2}), r"levels\[0\]\.rounds"),
+    "unknown window": (hsd({**TOP, "window": "wide"}), r"levels\[0\]\.window.*'wide'"),
+    "negative temperature_scale": (
+        hsd({**TOP, "temperature_scale": -1}),
+        r"levels\[0\]\.temperature_scale",
+    ),
+    "key of models": (
+        hsd({"ngram": {}, "num_tokens": 2, "revision": "x"}, TOP),
+        r"levels\[0\]\.revision.*'ngram'",
+    ),
+    "unknown key of ngram": (
+        hsd({"ngram": {"length": 2}, "num_tokens": 2}, TOP),
+        r"levels\[0\]\.ngram\.length",
+    ),
+    "ngram min above max": (
+        hsd({"ngram": {"min": 3, "max": 2}, "num_tokens": 2}, TOP),
+        r"levels\[0\]\.ngram\.min",
+    ),
+    "ngram above a model": (hsd({**MODEL, "num_tokens": 2}, {"ngram": {}}), r"levels\[1\]\.ngram"),
+    "window of ngram": (
+        hsd({"ngram": {}, "num_tokens": 2, "window": "entropy"}, TOP),
+        r"levels\[0\]\.window",
+    ),
+    "tail of one level": (hsd(TOP, tail=1), "tail"),
+    "tail too long": (hsd({**MODEL, "num_tokens": 2}, TOP, tail=6), r"tail \(6\)"),
+    "no cascade file": ({"cascade": "nowhere.json"}, r"cascade: no file 'nowhere\.json'"),
+    "cascade and levels": (hsd(TOP, cascade="nowhere.json"), "'cascade' and 'levels'"),
+}
+
+
+def is_one_sentence(message: str) -> bool:
+    return message.endswith(".") and "\n" not in message and len(message) < 400
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault(fault):
+    keys, said = FAULTS[fault]
+    with pytest.raises(ConfigError, match=said) as error:
+        HsdConfig.parse(keys)
+    assert is_one_sentence(str(error.value)), error.value
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["{", "[]", '{"levels": []}', '{"schema": 2, "levels": []}'],
+    ids=["not JSON", "not a mapping", "no schema", "another schema"],
+)
+def test_unusable_cascade_file(tmp_path, written):
+    path = tmp_path / "cascade.json"
+    path.write_text(written)
+    with pytest.raises(ConfigError, match="cascade: ") as error:
+        HsdConfig.parse({"cascade": str(path)})
+    assert is_one_sentence(str(error.value))
+
+
+def test_cascade_file(tmp_path):
+    path = tmp_path / "cascade.json"
+    path.write_text(json.dumps({"schema": 1, "note": "ignored", **hsd(TOP, verifier="tokenwise")}))
+    assert HsdConfig.parse({"cascade": str(path)}) == HsdConfig.parse(
+        hsd(TOP, verifier="tokenwise")
+    )
+    # Keys beside the file win.
+    beside = HsdConfig.parse({"cascade": str(path), "num_speculative_tokens": 3})
+    assert beside.num_speculative_tokens == 3 and beside.verifier == "tokenwise"
+
+
+def test_kinds_are_fields():
+    assert set(LEVEL_KINDS) <= set(HsdConfig.parse(hsd(TOP)).levels[0].model_dump())
+
+
+def with_config(source: str, target: Path, **changes) -> str:
+    """A copy of a model's directory with other values in its config.json."""
+    shutil.copytree(source, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **changes}))
+    return str(target)
+
+
+@pytest.fixture(scope="module")
+def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
+    """name -> (arguments of the engine, what the message must say)."""
+    scratch = tmp_path_factory.mktemp("faults")
+    qwen = with_config(text_family.target, scratch / "152064", vocab_size=152064)
+    smaller = with_config(text_family.small, scratch / "151936", vocab_size=151936)
+    renamed = scratch / "renamed"
+    shutil.copytree(text_family.small, renamed)
+    tokenizer = (renamed / "tokenizer.json").read_text()
+    (renamed / "tokenizer.json").write_text(
+        tokenizer.replace('"A":', '"A\\u0001":').replace('"B":', '"A":').replace("A\\u0001", "B")
+    )
+    mamba = with_config(
+        family.small, scratch / "mamba", model_type="mamba", architectures=["MambaForCausalLM"]
+    )
+
+    def on(target: str, *levels, engine=(), **keys) -> dict:
+        cascade = {"method": "hsd", **hsd(*levels, **keys)}
+        return {"model": target, "speculative_config": cascade, **dict(engine)}
+
+    def target(*levels, **keys) -> dict:
+        return on(family.target, *levels, **keys)
+
+    text = {"skip_tokenizer_init": False}
+    return {
+        "unknown key": (target(TOP, foo=1), "unknown key 'foo'"),
+        "missing path": (
+            target({"model": "/nowhere/model"}),
+            r"levels\[0\]\.model.*/nowhere/model",
+        ),
+        "missing name": (target({"model": "nobody/nothing"}), r"levels\[0\].*nobody/nothing"),
+        "another vocabulary": (
+            target({"model": small_vocabulary.mid}),
+            r"levels\[0\]\.model.*5 tokens.*64.*vocab_size",
+        ),
+        "padded vocabularies": (
+            on(qwen, {"model": smaller}),
+            r"levels\[0\]\.model.*151936.*152064.*padded",
+        ),
+        "other meanings": (
+            on(text_family.target, {"model": str(renamed)}, engine=text),
+            r"levels\[0\]\.model.*tokenizer",
+        ),
+        "tensor parallel size": (
+            target({"model": family.mid, "draft_tensor_parallel_size": 2}),
+            r"levels\[0\]\.draft_tensor_parallel_size is 2.*1",
+        ),
+        "value of a key of vLLM": (
+            target({"model": family.mid, "quantization": "no-such"}),
+            r"levels\[0\].*quantization",
+        ),
+        "recurrent drafter": (target({"model": mamba}), r"levels\[0\]\.model.*recurrent"),
+        "pipeline parallel": (
+            target({"model": family.mid}, engine={"pipeline_parallel_size": 2}),
+            "pipeline_parallel_size",
+        ),
+        "too many layers": (target({"early_exit": 9}), r"levels\[0\]\.early_exit is 9.*2 layers"),
+        "missing bigram": (
+            target({"bigram": "/nowhere.npz"}),
+            r"levels\[0\]\.bigram.*/nowhere\.npz",
+        ),
+        "missing exit_head": (
+            target({"exit_head": "/nowhere"}),
+            r"levels\[0\]\.exit_head.*/nowhere",
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def engine_messages(engine_faults):
+    errors = configuration_errors([engine for engine, _ in engine_faults.values()])
+    return dict(zip(engine_faults, errors, strict=True))
+
+
+ENGINE_FAULTS = [
+    "unknown key",
+    "missing path",
+    "missing name",
+    "another vocabulary",
+    "padded vocabularies",
+    "other meanings",
+    "tensor parallel size",
+    "value of a key of vLLM",
+    "recurrent drafter",
+    "pipeline parallel",
+    "too many layers",
+    "missing bigram",
+    "missing exit_head",
+]
+
+
+@pytest.mark.parametrize("fault", ENGINE_FAULTS)
+def test_fault_of_an_engine(engine_faults, engine_messages, fault):
+    message = engine_messages[fault]
+    assert message and message.startswith("ConfigError: "), message
+    assert re.search(engine_faults[fault][1], message), message
+    assert "\n" not in message
+
+
+def test_good_engines(family, text_family):
+    """Nothing of the above is refused when it is right, and other methods are left alone."""
+    cascade = {"method": "hsd", **hsd({"early_exit": 1, "num_tokens": 2}, {"model": family.mid})}
+    stock = {"method": "draft_model", "model": family.mid, "num_speculative_tokens": 3}
+    text = {"method": "hsd", **hsd({"model": text_family.mid})}
+    engines = [
+        {"model": family.target, "speculative_config": cascade},
+        {"model": family.target, "speculative_config": stock},
+        {"model": family.target},
+        {
+            "model": text_family.target,
+            "speculative_config": text,
+            "skip_tokenizer_init": False,
+        },
+    ]
+    assert configuration_errors(engines) == [None] * 4
