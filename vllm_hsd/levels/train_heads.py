@@ -19,7 +19,7 @@ TRAINABLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen
 WINDOW = 256  # tokens of context at most
 WINDOWS_PER_STEP = 4
 HELD_OUT_WINDOWS = 32
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 0.5  # over the hidden size, so that a step moves logits alike at any width
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,9 @@ def train_heads(
     heads = [_plain_exit(model, layer) for layer in layers]
     before = _evaluate(model, heads, held_out)
     parameters = [p for head in heads for p in (head.norm, head.weight)]
-    optimiser = torch.optim.Adam([p.requires_grad_() for p in parameters], lr=LEARNING_RATE)
+    optimiser = torch.optim.Adam(
+        [p.requires_grad_() for p in parameters], lr=LEARNING_RATE / model.config.hidden_size
+    )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
