@@ -1,0 +1,169 @@
+"""The demo: its arithmetic and its files without engines, and once as a whole."""
+
+import csv
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from vllm_hsd import demo, demo_report
+from vllm_hsd.demo import Choice, Contender, Sample, Setting
+from vllm_hsd.engine_runs import EngineError, EngineProcess, Run
+
+ROLES = ("none", "single", "cascade")
+
+
+def make_run(seconds=1.0, token_ids=(1, 2, 3, 4), accepted=0, levels=()):
+    return Run(seconds, [list(token_ids)], ["text"], accepted, list(levels))
+
+
+def make_level(drafted, accepted):
+    return {"drafted": drafted, "accepted": accepted}
+
+
+@pytest.fixture
+def setting(tmp_path):
+    contenders = [Contender(role, role) for role in ROLES]
+    return Setting(tmp_path, contenders, ["a", "b"], ["c"], tmp_path, "the target is a toy")
+
+
+@pytest.fixture
+def choices():
+    return {
+        temperature: {
+            role: Choice(Contender(role, role), [] if role == "none" else [3], 1.0)
+            for role in ROLES
+        }
+        for temperature in (0.0, 1.0)
+    }
+
+
+def make_samples(seconds, **changes):
+    """One sample per role, temperature, round and prompt; `seconds[role][round]`."""
+    levels = {"none": [], "single": [make_level(4, 2)], "cascade": [make_level(6, 3)] * 2}
+    accepted = {"none": 0, "single": 2, "cascade": 3}
+    return [
+        Sample(
+            role,
+            temperature,
+            round_,
+            prompt,
+            make_run(seconds[role][round_], accepted=accepted[role], levels=levels[role]),
+        )
+        for role in ROLES
+        for temperature in (0.0, 1.0)
+        for round_ in range(3)
+        for prompt in range(2)
+    ]
+
+
+SECONDS = {"none": [4.0, 4.0, 8.0], "single": [2.0, 1.0, 2.0], "cascade": [1.0, 1.0, 1.0]}
+
+
+def test_calls_of_the_target_are_tokens_less_those_accepted():
+    run = make_run(token_ids=range(10), accepted=6)
+    assert run.tokens == 10 and run.target_calls == 4
+
+
+def test_rows_compare_rates_of_the_same_round(choices):
+    rows = demo_report.summarise(0.0, choices[0.0], make_samples(SECONDS))
+    none, single, cascade = rows
+    assert none.tokens_per_second.median == 1.0  # 4 tokens in 4 s
+    assert (single.to_none.low, single.to_none.median, single.to_none.high) == (2.0, 4.0, 4.0)
+    ratios = cascade.to_single
+    assert (ratios.low, ratios.median, ratios.high) == (1.0, 2.0, 2.0)
+    assert [row.block_efficiency for row in rows] == [1.0, 2.0, 4.0]
+    assert [row.acceptance for row in rows] == [[], [0.5], [0.5, 0.5]]
+
+
+def test_report_writes_csv_and_png_and_ends_with_status_0(setting, choices):
+    console = Console(file=io.StringIO(), width=200)
+    assert demo_report.report(setting, choices, make_samples(SECONDS), console) == 0
+    printed = console.file.getvalue()
+    assert "4.00 (4.00-8.00)" in printed
+    assert "the target is a toy" in printed
+    assert "Greedy outputs are equal" in printed
+    with (setting.out / "demo.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["temperature"], row["role"]) for row in rows] == [
+        (temperature, role) for temperature in ("0.0", "1.0") for role in ROLES
+    ]
+    assert rows[2]["to_none_median"] == "4.0000" and rows[2]["note"] == "the target is a toy"
+    assert (setting.out / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_greedy_outputs_that_differ_end_with_status_1(setting, choices):
+    samples = make_samples(SECONDS)
+    index = next(i for i, s in enumerate(samples) if s.role == "cascade" and s.temperature == 0.0)
+    changed = make_run(token_ids=(1, 2, 9, 4), accepted=3, levels=samples[index].run.levels)
+    samples[index] = Sample("cascade", 0.0, 0, 0, changed)
+    console = Console(file=io.StringIO(), width=200)
+    assert demo_report.report(setting, choices, samples, console) == 1
+    assert "cascade, prompt 0, round 0, from token 2 on" in console.file.getvalue()
+
+
+def test_sampled_outputs_may_differ():
+    samples = make_samples(SECONDS)
+    different = [
+        Sample(s.role, 1.0, s.round, s.prompt, make_run(token_ids=(i, i)))
+        for i, s in enumerate(samples)
+    ]
+    assert demo_report.greedy_differences(different) == []
+
+
+def test_runs_counts_every_call_of_an_engine(setting):
+    # 3 first runs; per temperature 2 tuned contenders on 1 prompt, 3 rounds of 2 prompts by 3.
+    assert setting.runs == 3 + 2 * (2 * 1 + 3 * 2 * 3)
+
+
+def test_outside_a_clone_the_demo_says_what_to_do(tmp_path):
+    with pytest.raises(demo.DemoError, match=r"no models in .* `make demo` there\."):
+        demo.family_setting(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_whole_demo_on_untrained_models(text_family, tmp_path):
+    def config(*levels):
+        return {"method": "hsd", "num_speculative_tokens": 4, "levels": list(levels)}
+
+    small, mid = {"model": text_family.small}, {"model": text_family.mid}
+    setting = Setting(
+        target=text_family.target,
+        contenders=[
+            Contender("no speculation", "none"),
+            Contender("small alone", "single", config(small), [[2], [3]]),
+            Contender("mid alone", "single", config(mid), [[2]]),
+            Contender("both", "cascade", config({**small, "num_tokens": 2}, mid), [[1, 3], [2, 4]]),
+        ],
+        prompts=["def f(", "import "],
+        tuning_prompts=["class A"],
+        out=tmp_path,
+        note="untrained models",
+        max_tokens=12,
+        tuning_tokens=8,
+        rounds=2,
+    )
+    console = Console(file=io.StringIO(), width=200)
+    assert demo.run(setting, console) == 0, console.file.getvalue()
+    with (tmp_path / "demo.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 6
+    assert all(float(row["tokens_per_second_low"]) > 0 for row in rows)
+    cascade = [row for row in rows if row["role"] == "cascade"]
+    assert all(1 <= float(row["block_efficiency"]) <= 5 for row in cascade)
+    assert all(len(row["acceptance"].split()) == 2 for row in cascade)
+    assert all(
+        0 <= rate <= 1 for row in cascade for rate in np.fromstring(row["acceptance"], sep=" ")
+    )
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_start_is_named_with_its_log(tmp_path):
+    log = tmp_path / "log"
+    with (
+        EngineProcess("broken", tmp_path / "nowhere", None, log) as engine,
+        pytest.raises(EngineError, match=r"engine 'broken'.*log"),
+    ):
+        engine.generate(["a"], 0.0, 4)
+    assert log.stat().st_size > 0
