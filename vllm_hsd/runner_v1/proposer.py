@@ -37,7 +37,13 @@ class CascadeProposer(DraftModelProposer):
         ]
         self.model_levels = [level for level in self.levels if isinstance(level, ModelLevel)]
         plans = [
-            LevelPlan(budget, level.verifier or hsd.verifier, level.rounds, level.temperature_scale)
+            LevelPlan(
+                budget=budget,
+                verifier=level.verifier or hsd.verifier,
+                rounds=level.rounds,
+                window=level.window,
+                temperature_scale=level.temperature_scale,
+            )
             for budget, level in zip(hsd.budgets, hsd.levels, strict=True)
         ]
         self.cascade = Cascade(self.levels, plans, hsd.tail)
