@@ -71,7 +71,7 @@ FAULTS = {
     ),
     "unknown key of ngram": (
         hsd({"ngram": {"length": 2}, "num_tokens": 2}, TOP),
-        r"levels\[0\]\.ngram\.length",
+        r"levels\[0\]\.ngram\.length.*known keys: max, min",
     ),
     "ngram min above max": (
         hsd({"ngram": {"min": 3, "max": 2}, "num_tokens": 2}, TOP),
@@ -84,6 +84,7 @@ FAULTS = {
     ),
     "tail of one level": (hsd(TOP, tail=1), "tail"),
     "tail too long": (hsd({**MODEL, "num_tokens": 2}, TOP, tail=6), r"tail \(6\)"),
+    "cascade not a path": ({"cascade": None}, "cascade: give the path"),
     "no cascade file": ({"cascade": "nowhere.json"}, r"cascade: no file 'nowhere\.json'"),
     "cascade and levels": (hsd(TOP, cascade="nowhere.json"), "'cascade' and 'levels'"),
 }

@@ -185,6 +185,8 @@ def _read_cascade(raw: dict[str, Any]) -> dict[str, Any]:
     """Merge the file named by `cascade` under the keys given beside it."""
     if "levels" in raw:
         raise ConfigError("'cascade' and 'levels' exclude each other: give one of them.")
+    if not isinstance(raw["cascade"], str):
+        raise ConfigError("cascade: give the path of a file that `vllm-hsd plan` wrote.")
     path = Path(raw["cascade"])
     if not path.is_file():
         raise ConfigError(f"cascade: no file '{path}'; `vllm-hsd plan` writes one.")
@@ -232,6 +234,9 @@ def _one_sentence(error: ValidationError) -> str:
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"])
     key = key.lstrip(".")
     if fault["type"] == "extra_forbidden":
-        known = ", ".join(sorted({"cascade", "method", *HsdConfig.model_fields}))
+        fields = {"cascade", "method", *HsdConfig.model_fields}
+        if "ngram" in fault["loc"]:
+            fields = set(NgramConfig.model_fields)
+        known = ", ".join(sorted(fields))
         return f"unknown key '{key}' for method 'hsd'; known keys: {known}."
     return f"{key}: {fault['msg'].lower()} (given: {fault['input']!r})."

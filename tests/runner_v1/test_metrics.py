@@ -1,0 +1,66 @@
+"""Counts per level on their way from the worker to the front end."""
+
+import pytest
+from runner_v1.engine_process import run_engine
+
+from vllm_hsd.cascade import LevelStats
+from vllm_hsd.metrics import LevelTotals
+
+PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(6)]
+JOBS = {
+    "first": {"prompts": PROMPTS, "params": {"max_tokens": 20, "ignore_eos": True, "seed": 1}},
+    "second": {"prompts": PROMPTS, "params": {"temperature": 0, "max_tokens": 30}},
+}
+
+
+@pytest.fixture(scope="module")
+def engine(family):
+    return {
+        "model": family.target,
+        "speculative_config": {
+            "method": "hsd",
+            "num_speculative_tokens": 6,
+            "levels": [{"model": family.small, "num_tokens": 2}, {"model": family.mid}],
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def in_process(engine):
+    return run_engine(engine, JOBS)
+
+
+def counts(levels: list[dict]) -> list[dict]:
+    return [{k: v for k, v in level.items() if k != "forward_seconds"} for level in levels]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_counts_fit_together(in_process, job):
+    levels, counters = in_process[job]["levels"], in_process[job]["counters"]
+    for level in levels:
+        assert 0 < level["accepted"] < level["drafted"]
+        assert 0 < level["rounds"] <= level["drafted"]
+        assert level["forwards"] > 0 and level["forward_seconds"] > 0
+    assert levels[0]["drafted"] <= 2 * levels[0]["rounds"]
+    assert levels[1]["accepted"] == counters["spec_decode_num_accepted_tokens"]
+    tokens = sum(len(out[0]["ids"]) for out in in_process[job]["outputs"])
+    # Every target call adds one token of its own; a draft may reach past the last one.
+    assert tokens <= levels[1]["accepted"] + levels[1]["rounds"] + 2 * len(PROMPTS) + 12
+
+
+def test_counts_cross_the_processes_of_an_engine(engine, in_process):
+    results = run_engine(engine, JOBS, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    for job in JOBS:
+        assert results[job]["outputs"] == in_process[job]["outputs"]
+        assert counts(results[job]["levels"]) == counts(in_process[job]["levels"])
+
+
+def test_totals_add_up_and_print():
+    totals = LevelTotals()
+    assert totals.line() == ""
+    for _ in range(2):
+        totals.add([LevelStats(8, 4, 3, 9, 0.25), LevelStats()])
+    assert totals.line() == (
+        "level 0: drafted 16, accepted 8 (50.0%), rounds 6, forwards 18 in 0.50 s; "
+        "level 1: drafted 0, accepted 0 (nan%), rounds 0, forwards 0 in 0.00 s"
+    )
