@@ -1,0 +1,231 @@
+"""GPU: chain verification kernels against vLLM's V2 and V1 samplers, the torch path and a copy.
+
+Every case is checked before it is timed: on the device against the torch twin, and once more when
+replayed from a CUDA graph. Times are medians of cold-cache runs (L2 is overwritten in between);
+what can be captured is timed as a CUDA graph. The floor is the time in which the rows that any
+verifier must read once (see kernels/README.md) pass at the copy bandwidth measured here. Where
+there is no GPU, the CPU benchmark runs instead.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import torch
+import vllm_v2
+from drafts import Drafts
+from vllm_hsd.kernels import naive
+from vllm_v1 import load_v1
+
+from vllm_hsd.verify import verify_chain
+
+NOISE = 1.5
+HERE = Path(__file__).parent
+
+
+def samplers(drafts: Drafts, v2, v1) -> dict[str, Callable[[], object]]:
+    """What is timed, by name; each call verifies the whole batch."""
+    choices: dict[str, Callable[[], object]] = {}
+    for method in ("hierarchical", "tokenwise"):
+        for lse in (True, False):
+            name = f"{method}, lse given" if lse else method
+            choices[name] = lambda m=method, given=lse: drafts.ours(m, given)
+    if v2 is not None:
+        rejection_sample, apply_temperature = v2
+        arguments = drafts.vllm_arguments()
+        scaled = drafts.temperature[0].item() not in (0.0, 1.0)
+
+        def stock(block: bool):
+            logits = drafts.target
+            if scaled:
+                # As vLLM's sampler does where a temperature is neither 0 nor 1.
+                logits = torch.empty_like(logits, dtype=torch.float32).copy_(logits)
+                apply_temperature(logits, arguments["expanded_idx_mapping"], drafts.temperature)
+            return rejection_sample(logits, **arguments, use_block_verification=block)
+
+        choices["vLLM V2 block"] = lambda: stock(True)
+        choices["vLLM V2 standard"] = lambda: stock(False)
+    if v1 is not None:
+        choices["vLLM V1"] = v1(drafts)
+    choices["torch"] = lambda: torch_path(drafts)
+    return choices
+
+
+def torch_path(drafts: Drafts) -> torch.Tensor:
+    """Softmax and the package's verify_chain, from the same logits."""
+    lengths = [drafts.n] * drafts.batch
+    if drafts.temperature[0] == 0:
+        return verify_chain(drafts.target, None, drafts.tokens, lengths, method="greedy").token_ids
+    scale = 1 / drafts.temperature[0]
+    p = (drafts.target.float() * scale).softmax(-1)
+    q = (drafts.draft.float() * scale).softmax(-1)
+    return verify_chain(p, q, drafts.tokens, lengths).token_ids
+
+
+def check(temperature: float) -> None:
+    """Kernels on the device against their torch twins; raises SystemExit when they differ."""
+    drafts = Drafts.make(5000, 64, 5, temperature, noise=NOISE, device="cuda")
+    host = {
+        name: getattr(drafts, name).cpu() for name in ("target", "draft", "tokens", "temperature")
+    }
+    for method in ("hierarchical", "tokenwise"):
+        expected = naive.verify_chain(
+            host["target"],
+            host["draft"],
+            host["tokens"],
+            torch.arange(65) * 5,
+            host["temperature"],
+            drafts.seeds.cpu(),
+            torch.zeros(64, dtype=torch.int64),
+            max_draft_tokens=5,
+            method=method,
+        ).token_ids
+        for lse in (True, False):
+            got = drafts.ours(method, lse).token_ids.cpu()
+            # A coin within rounding distance of a boundary may fall on its other side.
+            wrong = int((got != expected).any(1).sum())
+            if wrong > 1:
+                raise SystemExit(f"{method}, T={temperature}: {wrong} of 64 differ, not timed.")
+
+
+def capture(call: Callable[[], object]) -> Callable[[], object] | None:
+    """The call as a replay of a CUDA graph, None where it cannot be captured."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            result = call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+    return lambda: (graph.replay(), result)[1]
+
+
+def median_us(call: Callable[[], object], repeats: int, flush: torch.Tensor) -> dict[str, float]:
+    times = []
+    for _ in range(repeats + 3):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    low, middle, high = statistics.quantiles(times[3:], n=4)
+    return {"us": middle, "us_q25": low, "us_q75": high}
+
+
+def copy_bandwidth(flush: torch.Tensor, repeats: int) -> float:
+    """Bytes per second read and written by a device copy of 1 GiB."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (median_us(lambda: target.copy_(source), repeats, flush)["us"] / 1e6)
+
+
+def measure(drafts: Drafts, v2, v1, bandwidth: float, repeats: int, flush) -> list[dict]:
+    rows = []
+    for name, call in samplers(drafts, v2, v1).items():
+        replay = capture(call) if name not in ("torch", "vLLM V1") else None
+        ours = name.startswith(("hierarchical", "tokenwise"))
+        if ours and replay is None:
+            raise SystemExit(f"{name} could not be captured in a CUDA graph.")
+        if ours and not replay().token_ids.equal(call().token_ids):
+            raise SystemExit(f"{name}: a graph replay gives other tokens.")
+        row = {"sampler": name, "graph": replay is not None}
+        row |= median_us(replay or call, repeats, flush)
+        if ours:
+            needed = drafts.needed_bytes(call().num_accepted, name.endswith("given"))
+            row["floor_us"] = 1e6 * needed / bandwidth
+            row["of_copy_bandwidth"] = row["floor_us"] / row["us"]
+        rows.append(row)
+    return rows
+
+
+def plot(table: pd.DataFrame, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = list(table.groupby(["vocabulary", "temperature"], sort=False))
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4 * len(panels), 4), layout="constrained", squeeze=False
+    )
+    for axis, ((vocabulary, temperature), rows) in zip(axes[0], panels, strict=True):
+        for name, line in rows.groupby("sampler", sort=False):
+            axis.plot(line.batch, line.us, marker="o", label=name)
+        floor = rows[rows.sampler == "hierarchical, lse given"]
+        axis.plot(floor.batch, floor.floor_us, "k--", label="floor, lse given")
+        axis.set(xscale="log", yscale="log", xlabel="batch", ylabel="us")
+        axis.set_title(f"V={vocabulary}, T={temperature}")
+    axes[0][0].legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder for CSV and PNG")
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=[32000, 128256, 152064])
+    parser.add_argument("--drafts", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64, 256])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
+    parser.add_argument("--repeats", type=int, default=30)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("No CUDA device here: the GPU part was not run. CPU part:", flush=True)
+        command = [sys.executable, HERE / "bench_cpu_verify.py", "--out", args.out]
+        raise SystemExit(subprocess.run(command).returncode)
+    torch.manual_seed(0)
+    loaded = {}
+    for name, load in (("vLLM V2", vllm_v2.load), ("vLLM V1", load_v1)):
+        try:
+            loaded[name] = load()
+        except ImportError as error:
+            print(f"{name} is left out: {error}")
+            loaded[name] = None
+    for temperature in args.temperatures:
+        check(temperature)
+    flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    bandwidth = copy_bandwidth(flush, args.repeats)
+    device = torch.cuda.get_device_name()
+    print(f"{device}: copy {bandwidth / 1e12:.2f} TB/s (read and written)", flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for vocabulary in args.vocabularies:
+        for n in args.drafts:
+            for batch in args.batches:
+                for temperature in args.temperatures:
+                    drafts = Drafts.make(
+                        vocabulary, batch, n, temperature, noise=NOISE, device="cuda"
+                    )
+                    case = {
+                        "vocabulary": vocabulary,
+                        "draft": n,
+                        "batch": batch,
+                        "temperature": temperature,
+                    }
+                    results = measure(
+                        drafts, loaded["vLLM V2"], loaded["vLLM V1"], bandwidth, args.repeats, flush
+                    )
+                    rows += [{**case, **result} for result in results]
+                    shown = ", ".join(f"{r['sampler']} {r['us']:.0f}" for r in results)
+                    print(f"V={vocabulary} n={n} B={batch} T={temperature} us: {shown}", flush=True)
+                    del drafts
+    table = pd.DataFrame(rows).assign(device=device, copy_bytes_per_s=bandwidth)
+    table.to_csv(args.out / "chain_verify_gpu.csv", index=False, float_format="%.4g")
+    plot(
+        table[table.draft == args.drafts[len(args.drafts) // 2]], args.out / "chain_verify_gpu.png"
+    )
+    print(f"wrote {args.out / 'chain_verify_gpu.csv'} and .png")
+
+
+if __name__ == "__main__":
+    main()
