@@ -15,7 +15,7 @@ ROLES = ("none", "single", "cascade")
 
 
 def make_run(seconds=1.0, token_ids=(1, 2, 3, 4), accepted=0, levels=()):
-    return Run(seconds, [list(token_ids)], ["text"], accepted, list(levels))
+    return Run(seconds, seconds / 2, [list(token_ids)], ["text"], accepted, list(levels))
 
 
 def make_level(drafted, accepted):
@@ -84,12 +84,14 @@ def test_report_writes_csv_and_png_and_ends_with_status_0(setting, choices):
     assert "4.00 (4.00-8.00)" in printed
     assert "the target is a toy" in printed
     assert "Greedy outputs are equal" in printed
+    assert "wall time 2.0 times CPU" in printed
     with (setting.out / "demo.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["temperature"], row["role"]) for row in rows] == [
         (temperature, role) for temperature in ("0.0", "1.0") for role in ROLES
     ]
     assert rows[2]["to_none_median"] == "4.0000" and rows[2]["note"] == "the target is a toy"
+    assert rows[2]["cpu_to_none_median"] == "4.0000"
     assert (setting.out / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from vllm_hsd.demo import Choice, Sample, Setting
 
 
+# Wall time over CPU time of a process that nobody disturbs is 1, or less with several threads.
+BUSY = 1.25
+
+
 @dataclass(frozen=True)
 class Spread:
     """Median, smallest and largest of one value per round."""
@@ -38,6 +42,7 @@ class Row:
     Attributes:
         tokens_per_second, to_none, to_single: spread over rounds; the ratios compare the rates of
             one round, in which the configurations took turns.
+        cpu_to_none, cpu_to_single: the same ratios in CPU time, for machines that are busy.
         block_efficiency: tokens per target call, all rounds together.
         acceptance: per level, cheapest first: accepted / drafted.
     """
@@ -49,6 +54,8 @@ class Row:
     tokens_per_second: Spread
     to_none: Spread
     to_single: Spread
+    cpu_to_none: Spread
+    cpu_to_single: Spread
     block_efficiency: float
     acceptance: list[float]
 
@@ -69,6 +76,12 @@ def report(
     console.print(table(rows))
     console.print(f"One prompt at a time, median (smallest-largest) of {setting.rounds} rounds.")
     console.print(f"Note: {setting.note}.")
+    busy = sum(s.run.seconds for s in samples) / sum(s.run.cpu_seconds for s in samples)
+    if busy > BUSY:
+        console.print(
+            f"[yellow]The cores were busy with something else (wall time {busy:.1f} times CPU "
+            "time): these times say little; the ratios in CPU time are in the CSV file."
+        )
     write_csv(rows, setting, setting.out / "demo.csv")
     plot(rows, setting, setting.out / "demo.png")
     console.print(f"Written: {setting.out / 'demo.csv'}, {setting.out / 'demo.png'}")
@@ -85,7 +98,8 @@ def report(
 def summarise(temperature: float, chosen: dict[str, Choice], samples: list[Sample]) -> list[Row]:
     """One row per role at one temperature."""
     own = [sample for sample in samples if sample.temperature == temperature]
-    rates = {role: _rates([s for s in own if s.role == role]) for role in chosen}
+    wall = {role: _rates([s for s in own if s.role == role], "seconds") for role in chosen}
+    cpu = {role: _rates([s for s in own if s.role == role], "cpu_seconds") for role in chosen}
     rows = []
     for role, choice in chosen.items():
         runs = [sample.run for sample in own if sample.role == role]
@@ -97,9 +111,11 @@ def summarise(temperature: float, chosen: dict[str, Choice], samples: list[Sampl
                 role,
                 choice.contender.name,
                 choice.budgets,
-                Spread.of(rates[role]),
-                Spread.of(rates[role] / rates["none"]),
-                Spread.of(rates[role] / rates["single"]),
+                Spread.of(wall[role]),
+                Spread.of(wall[role] / wall["none"]),
+                Spread.of(wall[role] / wall["single"]),
+                Spread.of(cpu[role] / cpu["none"]),
+                Spread.of(cpu[role] / cpu["single"]),
                 sum(run.tokens for run in runs) / sum(run.target_calls for run in runs),
                 (accepted / np.maximum(drafted, 1)).tolist(),
             )
@@ -107,12 +123,12 @@ def summarise(temperature: float, chosen: dict[str, Choice], samples: list[Sampl
     return rows
 
 
-def _rates(samples: list[Sample]) -> np.ndarray:
-    """[rounds] tokens per second."""
+def _rates(samples: list[Sample], clock: str) -> np.ndarray:
+    """[rounds] tokens per second of the runs' `seconds` or `cpu_seconds`."""
     rounds = sorted({sample.round for sample in samples})
     parts = [[s.run for s in samples if s.round == round_] for round_ in rounds]
     return np.array(
-        [sum(run.tokens for run in part) / sum(run.seconds for run in part) for part in parts]
+        [sum(r.tokens for r in part) / sum(getattr(r, clock) for r in part) for part in parts]
     )
 
 

@@ -29,6 +29,7 @@ class Run:
 
     Attributes:
         seconds: wall time of the call.
+        cpu_seconds: CPU time of the process during it, all threads together.
         token_ids, texts: output of every prompt, in order.
         accepted: draft tokens that the target accepted.
         levels: counts of every level, cheapest first (see `metrics.COUNTERS`); empty without
@@ -36,6 +37,7 @@ class Run:
     """
 
     seconds: float
+    cpu_seconds: float
     token_ids: list[list[int]]
     texts: list[str]
     accepted: int
@@ -207,14 +209,15 @@ class _Engine:
             for i in range(len(prompts))
         ]
         accepted, levels = self._counts()
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - began
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
         accepted_after, levels_after = self._counts()
         if levels_after and not levels:
             levels = [dict.fromkeys(counts, 0.0) for counts in levels_after]
         run = Run(
             seconds=seconds,
+            cpu_seconds=cpu_seconds,
             token_ids=[list(output.outputs[0].token_ids) for output in outputs],
             texts=[output.outputs[0].text for output in outputs],
             accepted=accepted_after - accepted,

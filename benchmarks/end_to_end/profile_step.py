@@ -155,8 +155,9 @@ def table_rows(name, batch, levels, steps, calls) -> list[dict]:
     for part, values in parts.items():
         milliseconds = 1e3 * np.array(values)
         row = {"configuration": name, "batch": batch, "part": part, "steps": len(steps)}
-        key = part.removesuffix(" attention metadata").replace(" model", " forward")
-        row["calls"] = f"{np.mean([c.get(key, 0) for c in calls]):.1f}" if "level " in key else ""
+        forward = part.removesuffix(" model") + " forward"
+        counts = [step_calls.get(forward, 0) for step_calls in calls]
+        row["calls"] = f"{np.mean(counts):.1f}" if any(counts) else ""
         for column, which in (("wall_ms", 0), ("cpu_ms", 1)):
             low, median, high = np.percentile(milliseconds[:, which], (25, 50, 75))
             row |= {
