@@ -17,7 +17,7 @@ from vllm_hsd.kernels.chain_rule import plan, request_layout, residual_weight
 from vllm_hsd.kernels.rng import uniform
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["plane"])
 def row_stats_kernel(
     stats_ptr,  # float32 [4, B, K + 1, CHUNKS]: peak, sum (T = 0: argmax) of target; of draft
     plane,  # B * (K + 1) * CHUNKS
@@ -78,7 +78,7 @@ def row_stats_kernel(
                 tl.store(slot + 3 * plane, second)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["plane", "accept_stream", "final_stream", "num_requests"])
 def settle_kernel(
     out_ptr,  # int64 [B, K + 1], -1 after the emitted tokens (launch 3)
     count_ptr,  # int32 [2, B]: accepted; emitted (launch 3)

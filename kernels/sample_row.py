@@ -26,7 +26,7 @@ from vllm_hsd.kernels.blocks import (
 from vllm_hsd.kernels.rng import DRAFT, stream_id, uniform
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["plane"])
 def row_stats_kernel(
     stats_ptr,  # float32 [2, N, CHUNKS]: peak; sum of exp(x - peak), or argmax where T = 0
     plane,  # N * CHUNKS
@@ -58,7 +58,7 @@ def row_stats_kernel(
     tl.store(stats_ptr + slot + plane, second)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["plane", "stream"])
 def draw_kernel(
     token_ptr,  # int64 [N]
     lse_ptr,  # float32 [N]

@@ -21,7 +21,7 @@ from vllm_hsd.kernels.blocks import (
 from vllm_hsd.kernels.rng import uniform
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["plane"])
 def node_stats_kernel(
     stats_ptr,  # float32 [4, B, N + 1, CHUNKS]: peak, sum (T = 0: argmax) of target; of draft
     plane,  # B * (N + 1) * CHUNKS
@@ -116,7 +116,7 @@ def _row_left(
     return weight, tl.where(one_hot > 0, 1.0, proposal / undrawn)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["plane", "accept_stream", "final_stream"])
 def traverse_kernel(
     out_ptr,  # int64 [B, N + 1]
     path_ptr,  # int64 [B, N]

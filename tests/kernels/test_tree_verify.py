@@ -22,7 +22,7 @@ def make_batch(batch, vocab_size, kind="iid", parents=PARENTS, seed=0, dtype=tor
     g = torch.Generator().manual_seed(seed)
     rows = len(parents) + 1
     target = (torch.randn(batch, rows, vocab_size, generator=g) * 2).to(dtype)
-    draft = target.float() + 0.7 * torch.randn(batch, rows, vocab_size, generator=g)
+    draft = target.float() + 1.5 * torch.randn(batch, rows, vocab_size, generator=g)
     draft = draft.to(dtype)
     temperature = torch.rand(batch, generator=g) + 0.5
     temperature[1::4] = 0
