@@ -52,7 +52,7 @@ CASCADES = [
 def test_prediction_is_the_mean_of_the_simulation(cascade, costs, survival):
     predicted = latency.predict(cascade, costs, survival)
     world = simulate.Coins(cascade, survival, np.random.default_rng(0))
-    seen = simulate.simulate(cascade, costs, world, steps=1500)
+    seen = simulate.simulate(cascade, costs, world, replicas=500, steps=20)
     assert predicted.ms_per_token == pytest.approx(seen.ms_per_token, abs=5 * seen.stderr)
     assert predicted.level_calls == pytest.approx(seen.level_calls, rel=0.05)
     assert predicted.level_ms == pytest.approx(seen.level_ms, rel=0.05)
@@ -110,7 +110,7 @@ def test_finite_requests(costs, survival):
 def test_a_batch_waits_for_its_slowest_request(costs, survival):
     cascade = latency.Cascade((0, 1), (3, 8))
     world = simulate.Coins(cascade, survival, np.random.default_rng(0))
-    together = simulate.simulate(cascade, costs, world, batch=4, steps=300)
+    together = simulate.simulate(cascade, costs, world, batch=4, replicas=40, steps=10)
     assert together.level_calls[1] > latency.predict(cascade, costs, survival).level_calls[1]
     assert together.tokens_per_step == pytest.approx(3.2, abs=0.2)
 
@@ -137,8 +137,8 @@ def test_recorded_ratios_predict_cascades_that_verify_tokens(verifier, levels, b
             laws = tables[below][seen], tables[above][seen]
             rates[above, below] = theory.acceptance_rate(*laws).mean()
     cascade = latency.Cascade(levels, budgets)
-    world = toy.MarkovWorld([*(tables[i] for i in levels), tables[-1]], verifier, rng)
-    real = simulate.simulate(cascade, costs, world, steps=4000)
+    world = toy.MarkovWorld([*(tables[i] for i in levels), tables[-1]], verifier, rng, 100)
+    real = simulate.simulate(cascade, costs, world, replicas=100, steps=40)
     exact = latency.predict(cascade, costs, along)
     assert exact.ms_per_token == pytest.approx(real.ms_per_token, rel=0.01, abs=4 * real.stderr)
     independent = latency.predict(cascade, costs, theory.survival_table(rates, 8))

@@ -74,8 +74,8 @@ def test_visited_survival_predicts_the_long_run(verifier):
         gained = []
         for _ in range(6000):
             for _ in range(n):
-                world.draft(0)
-            gained.append(world.verify(0, 1, n) + 1)
+                world.draft(np.ones((1, 1), dtype=bool))
+            gained.append(world.verify_one(0, 1, n) + 1)
         error = 4 * np.std(gained) / np.sqrt(len(gained))
         assert table[n, : n + 1].sum() == pytest.approx(np.mean(gained), abs=error)
 

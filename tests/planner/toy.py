@@ -60,10 +60,10 @@ class MarkovWorld:
     tables: transition tables of the levels, cheapest first, then the target.
     """
 
-    def __init__(self, tables, verifier, rng, batch=1):
+    def __init__(self, tables, verifier, rng, requests=1):
         self.tables, self.verifier, self.rng = tables, verifier, rng
-        self.last = [0] * batch  # last token that the target emitted
-        self.drafts = [[] for _ in range(batch)]  # (token, row it was drawn from)
+        self.last = [0] * requests  # last token that the target emitted
+        self.drafts = [[] for _ in range(requests)]  # (token, row it was drawn from)
 
     def _draw(self, row):
         return int(min(np.searchsorted(row.cumsum(), self.rng.random()), len(row) - 1))
@@ -71,11 +71,18 @@ class MarkovWorld:
     def _end(self, request):
         return self.drafts[request][-1][0] if self.drafts[request] else self.last[request]
 
-    def draft(self, request):
-        row = self.tables[0][self._end(request)]
-        self.drafts[request].append((self._draw(row), row))
+    def draft(self, who):
+        for request in np.flatnonzero(who):
+            row = self.tables[0][self._end(request)]
+            self.drafts[request].append((self._draw(row), row))
 
-    def verify(self, request, level, drafted):
+    def verify(self, who, level, drafted):
+        kept = np.zeros_like(drafted)
+        for request in np.flatnonzero(who):
+            kept.flat[request] = self.verify_one(request, level, drafted.flat[request])
+        return kept
+
+    def verify_one(self, request, level, drafted):
         stack = self.drafts[request]
         draft = stack[len(stack) - drafted :]
         del stack[len(stack) - drafted :]

@@ -24,13 +24,12 @@ Acceptance = Literal["recorded", "independent"]
 # The graph knows no lag and takes a batch's requests to be alike: what it ranks within this
 # factor of its best is predicted exactly.
 CLOSE = 1.1
-# Deeper cascades are not looked at once the graph finds a depth this much slower than its best.
-TOO_DEEP = 1.5
 # At most so many plans per depth are predicted.
-KEPT = 12
+KEPT = 8
 # Candidates whose best cascade is shown beside the chosen one.
 SHOWN = 8
-SIMULATED_STEPS = 300
+# Batches with rounds are simulated for so many steps in all.
+SIMULATED = {"replicas": 300, "steps": 3}
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ class Planner:
             )
         # The same coins for every plan, so that plans differ by themselves and not by luck.
         world = Coins(cascade, self.survival, np.random.default_rng(0))
-        return simulate(cascade, self.costs, world, batch=wanted.batch, steps=SIMULATED_STEPS)
+        return simulate(cascade, self.costs, world, batch=wanted.batch, **SIMULATED)
 
     def choose(self) -> Choice:
         """Search, predict what comes close, and keep the best of every kind."""
@@ -169,18 +168,19 @@ class Planner:
                 options.append(found[cascade])
             return min(options, key=lambda option: option.ms, default=None)
 
-        cheapest = self.graph.target_alone
         none = best_of([optimize.Plan((), (), 0.0)])
         by_depth = []
         for depth in range(1, deepest + 1):
-            plans = self._near_best(self.graph, depth, exactly=True)
-            if not plans or (by_depth and plans[0].cost > TOO_DEEP * cheapest):
+            option = best_of(self._near_best(self.graph, depth, exactly=True))
+            if option is None:
                 break
-            cheapest = min(cheapest, plans[0].cost)
-            by_depth.append((f"best of {depth} levels", best_of(plans)))
+            by_depth.append((f"best of {depth} levels", option))
+            if option.ms > CLOSE * min(other.ms for _, other in by_depth):
+                break  # of what is deeper, only the graph's own best is predicted
+        best_of(self._near_best(self.graph, deepest))
         using = []
         for model in self._shown():
-            plans = self._near_best(through(self.graph, model), deepest, kept=3)
+            plans = self._near_best(through(self.graph, model), deepest, kept=2)
             name = self.profile.candidates[self.order[model]].name
             if option := best_of(plans):
                 using.append((f"best with {name}", option))

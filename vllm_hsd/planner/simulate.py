@@ -1,7 +1,8 @@
-"""Discrete-event simulation of a cascade: a clock, a batch in lock-step, and any acceptance.
+"""Discrete-event simulation of a cascade: a clock, batches in lock-step, and any acceptance.
 
 `latency.predict` gives the expectation for one request; here a batch of requests shares every
-forward, so a level's loop lasts until the slowest request has its tokens.
+forward, so a level's loop lasts until the slowest request has its tokens. Several independent
+replicas of the batch run side by side as numpy arrays [replicas, batch].
 """
 
 from __future__ import annotations
@@ -12,22 +13,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_hsd.planner.costs import Costs, Role
-from vllm_hsd.planner.latency import Cascade, Prediction, caught_up, check_reach, target_gains
+from vllm_hsd.planner.latency import Cascade, Prediction, check_reach, target_gains
 from vllm_hsd.planner.optimize import gain_table
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+BLOCKS = 20
 
 
 class World(Protocol):
-    """Where tokens come from; every call concerns one request."""
+    """Where tokens come from; `who` [replicas, batch] selects the requests that take part."""
 
-    def draft(self, request: int) -> None:
-        """Level 0 appends one token."""
+    def draft(self, who: Mask) -> None:
+        """Level 0 appends one token to each request."""
 
-    def verify(self, request: int, level: int, drafted: int) -> int:
-        """Level `level` (K: the target) verifies the last `drafted` tokens.
+    def verify(self, who: Mask, level: int, drafted: Ints) -> Ints:
+        """Level `level` (K: the target) verifies the last `drafted` tokens of each request.
 
-        Keeps a prefix of them, appends one token, and returns how many it kept.
+        Keeps a prefix of them, appends one token, and returns how many it kept [replicas, batch].
         """
         ...
 
@@ -45,112 +50,127 @@ class Coins:
         check_reach(cascade, survival)
         pairs = zip(cascade.levels, cascade.levels[1:], strict=False)
         self.reached = [gain_table(survival[above, below]).cumsum(-1) for below, above in pairs]
-        self.reached.append([row[-1].cumsum() for row in target_gains(cascade, survival)])
+        rows = [row[-1] for row in target_gains(cascade, survival)]
+        longest = len(rows[-1])
+        padded = [np.pad(row, (0, longest - len(row))) for row in rows]
+        self.reached.append(np.array(padded).cumsum(-1))
         self.tail, self.top = cascade.tail, len(cascade.levels)
         self.rng = rng
 
-    def draft(self, request: int) -> None:
+    def draft(self, who: Mask) -> None:
         pass
 
-    def verify(self, request: int, level: int, drafted: int) -> int:
-        buffer = drafted - self.tail if level == self.top else drafted
+    def verify(self, who: Mask, level: int, drafted: Ints) -> Ints:
+        buffer = np.maximum(drafted - self.tail, 0) if level == self.top else drafted
         reached = self.reached[level - 1][buffer]
-        gain = int(np.searchsorted(reached, self.rng.random(), side="right"))
-        return min(gain, drafted + 1) - 1  # rounding may leave the last sum below 1
+        gain = (reached <= self.rng.random(who.shape)[..., None]).sum(-1)
+        return np.minimum(gain, drafted + 1) - 1  # rounding may leave the last sum below 1
 
 
 class _Run:
-    """The recursion over levels for a batch, with its clock."""
+    """The recursion over levels for all replicas, with their clocks."""
 
-    def __init__(self, cascade: Cascade, costs: Costs, world: World, batch: int):
+    def __init__(
+        self, cascade: Cascade, costs: Costs, world: World, replicas: int, batch: int
+    ) -> None:
         self.cascade, self.costs, self.world = cascade, costs, world
         self.depth = len(cascade.levels)
-        self.behind = [[1] * self.depth for _ in range(batch)]
-        self.ms = np.zeros(self.depth + 1)
-        self.calls = np.zeros(self.depth + 1)
+        self.everyone = np.ones((replicas, batch), dtype=bool)
+        self.behind = np.ones((self.depth, replicas, batch), dtype=np.int64)
+        self.ms = np.zeros((self.depth + 1, replicas))
+        self.calls = np.zeros((self.depth + 1, replicas))
         self.known: dict[tuple[int, int, int], float] = {}
 
-    def forward(self, level: int, tokens: list[int]) -> None:
-        """Advance the clock by one forward over tokens[i] tokens of each active request."""
-        key = level, len(tokens), sum(tokens)
+    def forward(self, level: int, who: Mask, tokens: Ints) -> None:
+        """Advance the clocks by one forward over `tokens` of each active request."""
+        active = who.sum(1)
+        running = active > 0
+        total = (tokens * who).sum(1)
+        shift = int(total.max()) + 1
+        keys, which = np.unique(active[running] * shift + total[running], return_inverse=True)
+        times = np.array([self.turn(level, *divmod(key, shift)) for key in keys.tolist()])
+        self.ms[level, running] += times[which]
+        self.calls[level, running] += 1
+
+    def turn(self, level: int, active: int, total: int) -> float:
+        key = level, active, total
         if key not in self.known:
             model = -1 if level == self.depth else self.cascade.levels[level]
             role: Role = "draft" if level == 0 else "target" if level == self.depth else "verify"
-            mean = sum(tokens) / len(tokens)
-            self.known[key] = self.costs.turn(model, role, len(tokens), mean)
-        self.ms[level] += self.known[key]
-        self.calls[level] += 1
+            self.known[key] = self.costs.turn(model, role, active, total / active)
+        return self.known[key]
 
-    def make(self, level: int, want: dict[int, int]) -> dict[int, int]:
-        """Level `level` makes up to want[r] tokens for each request r; returns how many."""
-        made = dict.fromkeys(want, 0)
-        if level == 0:
-            while active := [r for r in want if made[r] < want[r]]:
-                self.forward(0, [self.behind[r][0] for r in active])
-                for r in active:
-                    self.world.draft(r)
-                    self.behind[r] = [1, *(lag + 1 for lag in self.behind[r][1:])]
-                    made[r] += 1
-            return made
+    def make(self, level: int, want: Ints) -> Ints:
+        """Level `level` makes up to `want` tokens for each request; returns how many."""
+        made = np.zeros_like(want)
         rounds = 0
-        while active := [r for r in want if made[r] < want[r]]:
+        while (who := made < want).any():
+            if level == 0:
+                self.forward(0, who, self.behind[0])
+                self.world.draft(who)
+                self.behind[0, who] = 1
+                self.behind[1:, who] += 1
+                made += who
+                continue
             if rounds == self.cascade.limit(level):
                 break
             rounds += 1
-            ask = {r: min(self.cascade.budgets[level - 1], want[r] - made[r] - 1) for r in active}
-            drafted = self.make(level - 1, {r: n for r, n in ask.items() if n})
-            self.forward(level, [self.behind[r][level] for r in active])
-            for r in active:
-                made[r] += self.settle(r, level, drafted.get(r, 0))
+            room = np.where(who, want - made - 1, 0)
+            drafted = self.make(level - 1, np.minimum(self.cascade.budgets[level - 1], room))
+            self.forward(level, who, self.behind[level])
+            made += self.settle(who, level, drafted)
         return made
 
-    def settle(self, request: int, level: int, drafted: int) -> int:
-        """Verify at one level, and note how far every level is behind; returns the gain."""
-        kept = self.world.verify(request, level, drafted)
-        lags = self.behind[request]
-        lower = caught_up(tuple(lags[:level]), drafted, kept)
-        # Levels above have seen nothing of this; the end moved by kept + 1 - drafted.
-        upper = [lag + kept + 1 - drafted for lag in lags[level + 1 :]]
-        self.behind[request] = [*lower, *([1] if level < self.depth else []), *upper]
-        return kept + 1
+    def settle(self, who: Mask, level: int, drafted: Ints) -> Ints:
+        """Verify at one level, and note how far every level is behind; returns the gains."""
+        kept = self.world.verify(who, level, drafted)
+        gone = np.where(who, drafted - kept - 1, 0)
+        self.behind -= gone
+        self.behind[:level] = np.maximum(self.behind[:level], 1)
+        if level < self.depth:
+            self.behind[level, who] = 1
+        return np.where(who, kept + 1, 0)
 
-    def step(self) -> int:
-        """One call of the target for the whole batch; returns the tokens it emitted."""
-        top, requests = self.depth - 1, range(len(self.behind))
-        made = self.make(top, dict.fromkeys(requests, self.cascade.budgets[top]))
+    def step(self) -> Ints:
+        """One call of the target for every request; returns the tokens emitted."""
+        offered = self.make(self.depth - 1, np.full(self.everyone.shape, self.cascade.budgets[-1]))
         if self.cascade.tail:
-            self.make(0, dict.fromkeys(requests, self.cascade.tail))
-        offered = [made[r] + self.cascade.tail for r in requests]
-        self.forward(self.depth, [n + 1 for n in offered])
-        emitted = sum(self.settle(r, self.depth, offered[r]) for r in requests)
-        for lags in self.behind:
-            for level in self.cascade.shares_target_kv:
-                lags[level] = 1
+            offered += self.make(0, np.full(self.everyone.shape, self.cascade.tail))
+        self.forward(self.depth, self.everyone, offered + 1)
+        emitted = self.settle(self.everyone, self.depth, offered)
+        for level in self.cascade.shares_target_kv:
+            self.behind[level] = 1
         return emitted
 
 
 def simulate(
-    cascade: Cascade, costs: Costs, world: World, *, batch: int = 1, steps: int = 1000
+    cascade: Cascade,
+    costs: Costs,
+    world: World,
+    *,
+    batch: int = 1,
+    replicas: int = 1,
+    steps: int = 1000,
 ) -> Prediction:
-    """Run `steps` target calls of a batch that never ends and report the means.
+    """Run `steps` target calls of batches that never end and report the means.
 
     `ms_per_token` is the time between two tokens of one request; its standard error comes from
-    20 blocks of consecutive steps.
+    BLOCKS blocks of consecutive steps.
     """
-    run = _Run(cascade, costs, world, batch)
-    tokens, times = np.zeros(steps), np.zeros(steps)
+    run = _Run(cascade, costs, world, replicas, batch)
+    tokens, times = np.zeros((2, replicas, steps))
     for step in range(steps):
-        before = run.ms.sum()
-        tokens[step] = run.step() / batch
-        times[step] = run.ms.sum() - before
-    blocks = min(20, steps)
-    parts = np.array_split(np.arange(steps), blocks)
-    rates = [times[part].sum() / tokens[part].sum() for part in parts]
+        before = run.ms.sum(0)
+        tokens[:, step] = run.step().mean(1)
+        times[:, step] = run.ms.sum(0) - before
+    total = replicas * steps
+    blocks = np.array_split(np.stack([times.ravel(), tokens.ravel()]), min(BLOCKS, total), axis=1)
+    rates = [block[0].sum() / block[1].sum() for block in blocks]
     return Prediction(
         ms_per_token=float(times.sum() / tokens.sum()),
         tokens_per_step=float(tokens.mean()),
         ms_per_step=float(times.mean()),
-        level_ms=tuple((run.ms / steps).tolist()),
-        level_calls=tuple((run.calls / steps).tolist()),
-        stderr=float(np.std(rates, ddof=1) / np.sqrt(blocks)) if blocks > 1 else 0.0,
+        level_ms=tuple((run.ms.sum(1) / total).tolist()),
+        level_calls=tuple((run.calls.sum(1) / total).tolist()),
+        stderr=float(np.std(rates, ddof=1) / np.sqrt(len(rates))) if len(rates) > 1 else 0.0,
     )
