@@ -25,6 +25,8 @@ from vllm_hsd.engine_runs import EngineProcess, Run
 from vllm_hsd.planner.theory import redundancy, target_utilisation
 
 matplotlib.use("Agg")
+import itertools
+
 from matplotlib import pyplot as plt
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -176,7 +178,7 @@ def figures(runs: list[Run]) -> dict[str, float]:
     # What a level hands up holds the tokens that it accepted from the level below.
     generated = levels[0]["drafted"] + sum(
         upper["drafted"] - lower["accepted"]
-        for lower, upper in zip(levels, levels[1:], strict=False)
+        for lower, upper in itertools.pairwise(levels)
     )
     return {
         "block_efficiency": float(np.mean(efficiency)),
