@@ -47,6 +47,7 @@ ALL = (
     Benchmark("kernels/bench_cpu_verify.py", ("--out", "results/kernels")),
     Benchmark("kernels/bench_chain_verify.py", ("--out", "results/kernels"), needs_gpu=True),
     Benchmark("planner/check_predictions.py", ("--output", "results/planner")),
+    Benchmark("ablations/run.py", ("--out", "results/ablations")),
     Benchmark("end_to_end/profile_step.py"),
     Benchmark("end_to_end/batch_sizes.py"),
     Benchmark("demo"),

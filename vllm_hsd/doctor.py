@@ -61,6 +61,12 @@ def findings() -> Iterator[Finding]:
     yield from _vllm_distribution()
     if fault := compat.version_fault():
         yield Finding("problem", fault)
+    elif (release := compat.installed_release()) not in compat.TESTED:
+        yield Finding(
+            "note",
+            f"vLLM {release} has every name that vllm-hsd replaces, but nothing was run with it: "
+            f"install {compat.TESTED[-1]} for what was tested",
+        )
     yield from _plugin_found()
     yield from _device()
     plugin.register()
