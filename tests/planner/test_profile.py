@@ -105,6 +105,13 @@ def test_another_vllm_and_another_machine_are_named(tmp_path, raw):
         (["candidates"], [], "candidates must name at least one drafter"),
         (["candidates", 0], {"name": "x"}, "exactly one of 'model' and 'early_exit'"),
         (["max_tokens"], 0, "key 'max_tokens': "),
+        (["survival"], {"tokenwise": [[None] * 3] * 2}, "survival.tokenwise must be 3 x 3"),
+        (["survival"], {"tokenwise": [[[[1.0]]] * 3] * 3}, "must have rows of 1 to 8 values"),
+        (
+            ["survival"],
+            {"tokenwise": [[[[1.1] * n for n in range(1, 9)]] * 3] * 3},
+            r"of small under small has a value outside \[0, 1\]",
+        ),
         (["nonsense"], 1, "key 'nonsense': "),
     ],
 )

@@ -151,3 +151,33 @@ def test_profile_command_measures_everything(text_family, tmp_path, capsys):
 def test_candidates_of_a_task_are_models_then_exits(tmp_path):
     task = Task("t", ["a/small", "b/mid"], [2, 4], tmp_path)
     assert [c.name for c in task.named_candidates()] == ["small", "mid", "exit 2", "exit 4"]
+    alike = Task("t", ["a/model", "b/model"], [], tmp_path)
+    assert [c.name for c in alike.named_candidates()] == ["a/model", "b/model"]
+
+
+def test_profile_command_without_costs_and_prompts(text_family, tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    status = run(
+        "profile", "--target", text_family.target, "--candidates", text_family.mid,
+        "--max-prompts", 8, "--max-tokens", 3, "--without-costs", "-o", path,
+    )  # fmt: skip
+    assert status == 0 and list(tmp_path.iterdir()) == [path]
+    captured = capsys.readouterr()
+    assert "No --prompts" in captured.err and "acceptance rates" in captured.out
+    profile = load_profile(path)
+    assert profile.costs is None and profile.prompts.file == ""
+    assert 0.5 < profile.rate_matrix()[0, 1] < 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-tokens", 0], "must be at least 1"),
+        (["--batch-sizes", 0], "--batch-sizes must be at least 1"),
+        (["--prompts", "nowhere.jsonl"], "no prompts file 'nowhere.jsonl'"),
+    ],
+)
+def test_profile_command_refuses(text_family, tmp_path, arguments, message):
+    with pytest.raises(PlannerError, match=message):
+        run("profile", "--target", text_family.target, "--candidates", text_family.mid,
+            "-o", tmp_path / "p.json", *arguments)  # fmt: skip

@@ -27,8 +27,9 @@ def add_parsers(subparsers) -> None:
         help="the target's first LAYERS layers as candidates",
     )  # fmt: skip
     profile.add_argument(
-        "--prompts", required=True, type=Path, metavar="FILE",
-        help="JSON lines (.jsonl) with 'turns' or 'prompt', or text with blank lines between",
+        "--prompts", type=Path, default=None, metavar="FILE",
+        help="JSON lines (.jsonl) with 'turns' or 'prompt', or text with blank lines between; "
+        "without, the target writes texts of its own",
     )  # fmt: skip
     profile.add_argument("--max-prompts", type=int, default=64, help="prompts that are read")
     profile.add_argument("--temperature", type=float, default=1.0)

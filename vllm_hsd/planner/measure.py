@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from vllm_hsd.planner.errors import PlannerError
 from vllm_hsd.planner.laws import Effort, batches
 from vllm_hsd.planner.laws import measure as measure_laws
 from vllm_hsd.planner.models import Family, Sampling
@@ -24,12 +25,12 @@ from vllm_hsd.planner.timing import Machine, measure_costs
 
 @dataclass(frozen=True)
 class Task:
-    """What to measure: the arguments of `vllm-hsd profile`, and the clock of `timing.Machine`."""
+    """What to measure: the arguments of `vllm-hsd profile`."""
 
     target: str
     candidates: Sequence[str]
     early_exits: Sequence[int]
-    prompts: Path
+    prompts: Path | None
     max_prompts: int = 64
     temperature: float = 1.0
     top_p: float = 1.0
@@ -39,11 +40,15 @@ class Task:
     seed: int = 0
     device: str | None = None
     costs: bool = True
-    clock: str = "wall"
 
     def named_candidates(self) -> list[Candidate]:
         """The candidates in the order of a profile: models, then early exits."""
-        models = [Candidate(name=Path(path).name, model=path) for path in self.candidates]
+        short = [Path(path).name for path in self.candidates]
+        names = short if len(set(short)) == len(short) else self.candidates
+        models = [
+            Candidate(name=name, model=path)
+            for name, path in zip(names, self.candidates, strict=True)
+        ]
         exits = [Candidate(name=f"exit {k}", early_exit=k) for k in self.early_exits]
         return [*models, *exits]
 
@@ -56,19 +61,25 @@ def measure_profile(task: Task, output: Path, console: Console) -> Profile:
     Raises:
         PlannerError: bad input, or an engine that failed; one sentence.
     """
-    prompts = read_prompts(task.prompts)[: task.max_prompts]
+    prompts = None if task.prompts is None else read_prompts(task.prompts)[: task.max_prompts]
     sampling = Sampling(task.temperature, task.top_p)
     effort = Effort(max_tokens=task.max_tokens, seed=task.seed)
     device = task.device or ("cuda" if torch.cuda.is_available() else "cpu")
     candidates = task.named_candidates()
     family = Family(task.target, task.candidates, task.early_exits, device)
     longest = family.longest - effort.text_tokens - effort.max_tokens
-    contexts = [encode(family.tokenizer, prompt, longest) for prompt in prompts]
+    if prompts is None:
+        contexts = [_start(family.tokenizer, task.target)] * task.max_prompts
+        console.print(
+            "No --prompts: the target writes texts of its own; acceptance on your prompts differs."
+        )
+    else:
+        contexts = [encode(family.tokenizer, prompt, longest) for prompt in prompts]
     settings = asdict(task) | asdict(effort) | versions() | {"prompts": _digest(contexts)}
     parts = Parts(output.with_name(output.name + ".parts"), json.loads(json.dumps(settings)))
     columns = *Progress.get_default_columns()[:3], MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("laws", total=batches(len(family.members), len(prompts), effort))
+        bar = progress.add_task("laws", total=batches(len(family.members), len(contexts), effort))
         laws = measure_laws(
             family,
             contexts,
@@ -89,7 +100,6 @@ def measure_profile(task: Task, output: Path, console: Console) -> Profile:
                 temperature=task.temperature,
                 top_p=task.top_p,
                 seed=task.seed,
-                clock=task.clock,
             )
             del family  # the engine needs the memory
             torch.cuda.empty_cache()
@@ -106,11 +116,23 @@ def measure_profile(task: Task, output: Path, console: Console) -> Profile:
         target=task.target,
         candidates=candidates,
         settings=Settings(temperature=task.temperature, top_p=task.top_p),
-        prompts=Prompts(file=task.prompts.name, prompts=len(prompts), contexts=laws.positions),
+        prompts=Prompts(
+            file=task.prompts.name if task.prompts else "",
+            prompts=len(contexts),
+            contexts=laws.positions,
+        ),
         costs=costs,
     )
     parts.delete()
     return profile
+
+
+def _start(tokenizer: Any, target: str) -> list[int]:
+    """The token that a text begins with."""
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return [token]
+    raise PlannerError(f"the tokenizer of '{target}' marks no beginning of a text: give --prompts.")
 
 
 def _defaults(device: str) -> dict[str, Any]:

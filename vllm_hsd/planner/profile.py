@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -54,7 +55,7 @@ class Entropy(BaseModel):
 
 
 class Prompts(BaseModel):
-    """The text that the laws were measured on."""
+    """The text that the laws were measured on; `file` is empty where the target wrote freely."""
 
     file: str
     prompts: int
@@ -104,9 +105,25 @@ class Profile(BaseModel):
         if len(self.rates) != members or any(len(row) != members for row in self.rates):
             raise ValueError(f"rates must be {members} x {members}: candidates, then the target")
         self.rate_matrix()
+        for verifier, table in (self.survival or {}).items():
+            self._check_survival(verifier, table)
         if self.costs is not None:
             self._check_costs(members)
         return self
+
+    def _check_survival(self, verifier: str, table: Survival) -> None:
+        members = len(self.names)
+        if len(table) != members or any(len(row) != members for row in table):
+            raise ValueError(f"survival.{verifier} must be {members} x {members}, as rates")
+        for above, below in itertools.product(range(members), repeat=2):
+            rows = table[above][below]
+            if rows is None:
+                continue
+            where = f"survival.{verifier} of {self.names[below]} under {self.names[above]}"
+            if [len(row) for row in rows] != list(range(1, self.max_tokens + 1)):
+                raise ValueError(f"{where} must have rows of 1 to {self.max_tokens} values")
+            if not all(0 <= value <= 1 for row in rows for value in row):
+                raise ValueError(f"{where} has a value outside [0, 1]")
 
     def _check_costs(self, members: int) -> None:
         if len(self.costs.forward) != members:
