@@ -234,10 +234,10 @@ def traverse_kernel(
                     one_hot,
                     REPLACEMENT,
                 )
-                drawn_before = siblings & (index < child) & (token == x)
-                possible = (tl.sum(drawn_before.to(tl.int32), axis=0) == 0) & (proposal > 0)
-                ratio = a / scale * weight / tl.where(possible, proposal, 1.0)
-                below = tl.where(possible, tl.minimum(ratio, 1.0), 0.0)
+                # A token drawn twice needs no care: had the first visit not been certain to end
+                # there, its residual would have left nothing of the token.
+                ratio = a / scale * weight / tl.where(proposal > 0, proposal, 1.0)
+                below = tl.where(proposal > 0, tl.minimum(ratio, 1.0), 0.0)
                 if below > 0:
                     tl.store(state_ptr + 2 * rows + row, a)
                     tl.store(state_ptr + 3 * rows + row, scale)
