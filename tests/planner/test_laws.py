@@ -34,7 +34,7 @@ def measured(members, text_family, tmp_path_factory):
     contexts = prompts(64, text_family.vocabulary)
     done = []
     laws = laws_module.measure(members, contexts, Sampling(), EFFORT, parts, done.append)
-    assert len(done) == laws_module.batches(4, len(contexts), EFFORT)
+    assert len(done) == laws_module.batches(members, len(contexts), EFFORT)
     return laws
 
 
@@ -109,6 +109,20 @@ def test_greedy_texts_are_accepted_as_far_as_they_agree(members, text_family, tm
     assert set(np.unique(laws.entropies)) == {0.0}
     a, b = laws.survival["hierarchical"], laws.survival["tokenwise"]
     assert np.allclose(a[3, :3], b[3, :3])
+
+
+def test_wide_vocabularies_take_smaller_batches(members, monkeypatch):
+    few = Effort(text_tokens=10, contexts=4, max_tokens=2, batch=8)
+    assert laws_module.batches(members, 16, few) == 16 // 8 + 3
+    one_text = 4 * members.target.config.vocab_size * 4 * 10
+    monkeypatch.setattr(laws_module, "LOGITS_BYTES", 2 * one_text)
+    assert laws_module.batches(members, 16, few) == 16 // 2 + 3 * 2
+
+
+def test_a_token_just_outside_its_own_law_counts_as_drawn():
+    drafter, verifier = [-1.0, -np.inf, -1.0], [-2.0, -np.inf, -np.inf]
+    ratios = laws_module._ratios(np.array([[drafter], [verifier]]), 1)
+    assert ratios[0, 0].tolist() == [1.0, -np.inf, 13.0]
 
 
 def test_a_measurement_continues_where_it_stopped(members, text_family, tmp_path):

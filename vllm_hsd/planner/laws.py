@@ -9,7 +9,7 @@ on the target's texts each candidate draws short continuations, over which the o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ from vllm_hsd.planner.recorded import VERIFIERS, Verifier, visited_survival
 
 Floats = NDArray[np.float64]
 
+LEAST_LOG_PROB = -14.0
+# Logits of all members on one batch of texts stay within this many bytes.
+LOGITS_BYTES = 1 << 31
+
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
@@ -33,7 +37,7 @@ class Effort:
         text_tokens: tokens of the target's continuation of each prompt.
         contexts: contexts per candidate from which it draws continuations of its own.
         max_tokens: longest draft that the profile covers (H).
-        batch: texts per forward.
+        batch: most texts per forward; fewer where their logits are large.
         seed: of everything drawn.
     """
 
@@ -79,6 +83,9 @@ def measure(
         parts: where finished batches are kept, so that a later call continues.
         advance: told what was finished after every batch; see `batches`.
     """
+    effort = _fitting(family, effort)
+    # Texts of one batch are padded to the longest.
+    contexts = sorted(contexts, key=len)
     texts = []
     for start in range(0, len(contexts), effort.batch):
         group = contexts[start : start + effort.batch]
@@ -111,10 +118,17 @@ def measure(
     )
 
 
-def batches(members: int, prompts: int, effort: Effort) -> int:
+def batches(family: Family, prompts: int, effort: Effort) -> int:
     """How often `measure` calls `advance`."""
+    effort, members = _fitting(family, effort), len(family.members)
     per_member = -(-effort.contexts // effort.batch)
     return -(-prompts // effort.batch) + (members - 1) * per_member
+
+
+def _fitting(family: Family, effort: Effort) -> Effort:
+    width = len(family.members) * family.target.config.vocab_size * 4
+    most = LOGITS_BYTES // (width * max(effort.text_tokens, effort.max_tokens))
+    return replace(effort, batch=max(1, min(effort.batch, most)))
 
 
 def _generator(family: Family, *seed: int) -> torch.Generator:
@@ -176,7 +190,7 @@ def _own_texts(
     contexts = [
         [*prompts[row], *written[row, : rng.integers(lengths[row])].tolist()] for row in chosen
     ]
-    contexts.sort(key=len)  # contexts of one batch are padded to the longest
+    contexts.sort(key=len)
     found = []
     for start in range(0, len(contexts), effort.batch):
         group = contexts[start : start + effort.batch]
@@ -250,8 +264,12 @@ def _log_prob(laws: Tensor, tokens: Tensor) -> Floats:
 
 
 def _ratios(log_probs: Floats, verifying: int) -> Floats:
-    """log q - log p of all members to the verifying one, [M, N, L]; nan past the ends."""
-    return log_probs - log_probs[verifying]
+    """log q - log p of all members to the verifying one, [M, N, L]; nan past the ends.
+
+    The verifying member drew these tokens, so where rounding puts one just outside its law
+    (top-p, near ties of greedy decoding) it still had some mass.
+    """
+    return log_probs - np.maximum(log_probs[verifying], LEAST_LOG_PROB)
 
 
 def _target_survival(texts: list[dict[str, NDArray]], effort: Effort) -> dict[Verifier, Floats]:

@@ -79,7 +79,7 @@ def measure_profile(task: Task, output: Path, console: Console) -> Profile:
     parts = Parts(output.with_name(output.name + ".parts"), json.loads(json.dumps(settings)))
     columns = *Progress.get_default_columns()[:3], MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("laws", total=batches(len(family.members), len(contexts), effort))
+        bar = progress.add_task("laws", total=batches(family, len(contexts), effort))
         laws = measure_laws(
             family,
             contexts,
