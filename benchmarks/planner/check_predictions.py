@@ -165,10 +165,10 @@ def plot(path: Path, names: list[str], predictions: list[Prediction], real, titl
     figure, axes = plt.subplots(figsize=(7, 5.5))
     for name, predicted, (ms, error, _) in zip(names, predictions, real, strict=True):
         axes.errorbar(predicted.ms_per_token, ms, yerr=2 * error, fmt="o", label=name)
-    ends = [
-        min(axes.get_xlim()[0], axes.get_ylim()[0]),
-        max(axes.get_xlim()[1], axes.get_ylim()[1]),
-    ]
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    reach = np.array([p.ms_per_token for p in predictions])
+    ends = [0.8 * reach.min(), 1.25 * reach.max()]
     axes.plot(ends, ends, color="grey", linewidth=1)
     axes.set_xlabel("predicted ms per token")
     axes.set_ylabel("measured ms per token (two standard errors)")
