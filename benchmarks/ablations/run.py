@@ -200,7 +200,7 @@ def measure_number_of_drafts(prompts: list[str]) -> Iterator[dict]:
     for draw in ("iid", "without_replacement"):
         for drafts in (1, 2, 4, 11):
             engine = ReferenceEngine(
-                models["target"],
+                HuggingFaceLevel(models["target"]),
                 [HuggingFaceLevel(models["small"])],
                 draft_tree=TreePlan(widths=(drafts, 1, 1, 1), draw=draw),
             )
@@ -256,6 +256,7 @@ def main() -> None:
         for name, variant in track(jobs, "ablations")
         for row in measure(variant, prompts, options.out / "engine.log")
     ]
+    pd.DataFrame(rows).to_csv(options.out / "ablations.csv", index=False, float_format="%.4f")
     drafts = "number of drafts (reference engine)"
     if not options.only or drafts in options.only:
         labels[drafts] = "drafts K"
