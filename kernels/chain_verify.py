@@ -187,6 +187,7 @@ def _launch(
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
     if not 0 <= max_draft <= MAX_DRAFT_TOKENS:
         raise ValueError(f"max_draft_tokens must be in [0, {MAX_DRAFT_TOKENS}], got {max_draft}.")
+    streams = stream_id(level, ACCEPT), stream_id(level, FINAL)
     draft_logits, *draft_strides = draft
     draft_lse, *lse_strides = lse
     if draft_logits is None:
@@ -267,8 +268,7 @@ def _launch(
             draft_temperature,
             seeds,
             draws,
-            stream_id(level, ACCEPT),
-            stream_id(level, FINAL),
+            *streams,
             vocab_size,
             batch,
             DECIDE=decide,

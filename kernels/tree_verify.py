@@ -91,6 +91,7 @@ def verify_tree(
     check_vector("seeds", seeds, batch, (torch.int64,), device)
     check_vector("draws", draws, batch, (torch.int64,), device)
 
+    streams = stream_id(level, ACCEPT), stream_id(level, FINAL)
     token_ids = torch.empty(batch, nodes + 1, dtype=torch.int64, device=device)
     path = torch.empty(batch, nodes, dtype=torch.int64, device=device)
     counts = torch.empty(2, batch, dtype=torch.int32, device=device)
@@ -133,8 +134,7 @@ def verify_tree(
         draft_temperature,
         seeds,
         draws,
-        stream_id(level, ACCEPT),
-        stream_id(level, FINAL),
+        *streams,
         vocab_size,
         chunks,
         HAS_DRAFT=has_draft,
