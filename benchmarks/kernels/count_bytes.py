@@ -63,9 +63,29 @@ def _mean(accepted: torch.Tensor) -> dict[str, float]:
     return {"accepted": float(accepted.float().mean())}
 
 
+def plot(table: pd.DataFrame, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    groups = list(table.groupby(["temperature", "method"], sort=False))
+    figure, axes = plt.subplots(
+        1, len(groups), figsize=(4 * len(groups), 4), sharey=True, layout="constrained"
+    )
+    for axis, ((temperature, method), rows) in zip(axes, groups, strict=True):
+        for name, line in rows.sort_values("overlap").groupby("sampler", sort=False):
+            axis.plot(line.overlap, line.bytes, marker="o", label=name)
+        axis.set(title=f"{method}, T={temperature}", xlabel="overlap of draft and target")
+    axes[0].set_ylabel("bytes per request and vocabulary entry")
+    axes[0].set_ylim(bottom=0)
+    axes[0].legend()
+    figure.savefig(path, dpi=150)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder for the CSV")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder for CSV and PNG")
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--draft", type=int, default=5, help="draft tokens per request")
@@ -97,7 +117,8 @@ def main() -> None:
     shape = {"vocabulary": args.vocabulary, "batch": args.batch, "draft": args.draft}
     table = pd.DataFrame(rows).assign(**shape, dtype="bfloat16")
     table.to_csv(args.out / "count_bytes.csv", index=False, float_format="%.4g")
-    print(f"wrote {args.out / 'count_bytes.csv'}")
+    plot(table, args.out / "count_bytes.png")
+    print(f"wrote {args.out / 'count_bytes.csv'} and .png")
 
 
 if __name__ == "__main__":
