@@ -6,6 +6,7 @@ import io
 import numpy as np
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
 from vllm_hsd import demo, demo_report
 from vllm_hsd.demo import Choice, Contender, Sample, Setting
@@ -32,8 +33,7 @@ def setting(tmp_path):
 def choices():
     return {
         temperature: {
-            role: Choice(Contender(role, role), [] if role == "none" else [3], 1.0)
-            for role in ROLES
+            role: Choice(Contender(role, role), [] if role == "none" else [3]) for role in ROLES
         }
         for temperature in (0.0, 1.0)
     }
@@ -114,9 +114,67 @@ def test_sampled_outputs_may_differ():
     assert demo_report.greedy_differences(different) == []
 
 
-def test_runs_counts_every_call_of_an_engine(setting):
-    # 3 first runs; per temperature 2 tuned contenders on 1 prompt, 3 rounds of 2 prompts by 3.
-    assert setting.runs == 3 + 2 * (2 * 1 + 3 * 2 * 3)
+class FakeEngine:
+    """Takes the seconds that its budgets say, and counts its runs."""
+
+    def __init__(self, seconds):
+        self.seconds, self.budgets, self.runs = seconds, [], 0
+
+    def set_budgets(self, budgets):
+        self.budgets = budgets
+
+    def generate(self, prompts, temperature, max_tokens, seed):
+        self.runs += 1
+        return make_run(self.seconds(self.budgets, seed))
+
+
+@pytest.fixture
+def step(tmp_path):
+    contenders = [
+        Contender("none", "none"),
+        Contender("small", "single", {}, [[2], [3]]),
+        Contender("mid", "single", {}, [[2], [4]]),
+        Contender("both", "cascade", {}, [[1, 2], [2, 4]]),
+    ]
+    prompts = [str(i) for i in range(5)]
+    setting = Setting(tmp_path, contenders, ["a", "b"], prompts, tmp_path, "a toy")
+    engines = {
+        "none": FakeEngine(lambda budgets, seed: 1.0),
+        # The fastest on the first prompts, the slowest on the later ones.
+        "small": FakeEngine(lambda budgets, seed: 0.1 if seed < 2 else 5.0),
+        "mid": FakeEngine(lambda budgets, seed: 1 / budgets[0]),
+        "both": FakeEngine(lambda budgets, seed: 2 / budgets[0]),
+    }
+    with Progress(console=Console(file=io.StringIO())) as progress:
+        yield demo._Step(setting, engines, 0.0, progress, progress.add_task("", total=None))
+
+
+def test_the_sweep_takes_the_fastest_of_each_role_over_all_tuning_prompts(step):
+    chosen = step.choose()
+    assert {role: (c.contender.name, c.budgets) for role, c in chosen.items()} == {
+        "none": ("none", []),
+        "single": ("mid", [4]),
+        "cascade": ("both", [2, 4]),
+    }
+    # Both of small and the better of mid went on from the first 2 prompts to the other 3.
+    runs = {name: engine.runs for name, engine in step.engines.items()}
+    assert runs == {"none": 0, "small": 2 * 5, "mid": 2 + 5, "both": 2 * 5}
+
+
+def test_all_roles_take_turns_on_every_prompt_with_the_same_seed(step):
+    samples = step.measure(step.choose())
+    assert len(samples) == 3 * 3 * 2
+    assert [s.role for s in samples[:6]] == [
+        "none", "single", "cascade", "single", "cascade", "none",
+    ]  # fmt: skip
+
+
+def test_the_progress_bar_counts_every_call_of_an_engine(step):
+    step.measure(step.choose())
+    calls = sum(engine.runs for engine in step.engines.values())
+    first_runs = len(step.engines)
+    temperatures = len(step.setting.temperatures)
+    assert step.setting.runs == first_runs + temperatures * calls
 
 
 def test_outside_a_clone_the_demo_says_what_to_do(tmp_path):

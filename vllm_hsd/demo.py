@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +22,14 @@ from vllm_hsd.engine_runs import EngineProcess, Run
 REPOSITORY = Path(__file__).parent.parent
 TARGET_PARAMS = 200e6
 PROMPTS = 6
-TUNING_PROMPTS = 3
+TUNING_PROMPTS = 8
 MAX_TOKENS = 64
 TUNING_TOKENS = 48
 ROUNDS = 3
 TEMPERATURES = (0.0, 1.0)
+# The sweep runs every candidate on a few prompts, and the best of each role on the others too.
+FIRST_PROMPTS = 2
+FINALISTS = 3
 
 
 class DemoError(RuntimeError):
@@ -51,7 +55,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Setting:
-    """What runs; the tuning prompts choose budgets and are not measured."""
+    """What runs; the tuning prompts choose budgets and take no part in the measurement."""
 
     target: Path
     contenders: list[Contender]
@@ -67,10 +71,17 @@ class Setting:
     @property
     def runs(self) -> int:
         """Calls of an engine, for the progress bar."""
-        candidates = sum(len(c.budgets) for c in self.contenders if c.role != "none")
-        tuning = candidates * len(self.tuning_prompts)
-        roles = len({contender.role for contender in self.contenders})
-        measured = self.rounds * len(self.prompts) * roles
+        candidates = Counter[str]()
+        for contender in self.contenders:
+            candidates[contender.role] += len(contender.budgets)
+        later = max(len(self.tuning_prompts) - FIRST_PROMPTS, 0)
+        first = len(self.tuning_prompts) - later
+        tuning = sum(
+            count * first + min(count, FINALISTS) * later
+            for role, count in candidates.items()
+            if role != "none"
+        )
+        measured = self.rounds * len(self.prompts) * len(candidates)
         return len(self.contenders) + len(self.temperatures) * (tuning + measured)
 
 
@@ -85,13 +96,18 @@ class Sample:
     run: Run
 
 
-@dataclass(frozen=True)
+@dataclass
 class Choice:
-    """The candidate of a role that was fastest in the sweep at one temperature."""
+    """A candidate of the sweep at one temperature, and what it did on the tuning prompts."""
 
     contender: Contender
     budgets: list[int]
-    tokens_per_second: float
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 def main() -> int:
@@ -134,8 +150,8 @@ def family_setting(repository: Path) -> Setting:
         Contender(
             "small, mid",
             "cascade",
-            config(12, level("small", num_tokens=4), level("mid")),
-            [[3, 6], [4, 6], [3, 8], [4, 8], [4, 12]],
+            config(8, level("small", num_tokens=4), level("mid")),
+            [[2, 4], [2, 6], [3, 6], [4, 6], [3, 8], [4, 8]],
         ),
     ]
     return Setting(
@@ -216,24 +232,29 @@ class _Step:
 
     def choose(self) -> dict[str, Choice]:
         """The fastest candidate of every role on the tuning prompts."""
-        best: dict[str, Choice] = {}
+        roles: dict[str, list[Choice]] = {}
         for contender in self.setting.contenders:
             for budgets in contender.budgets:
-                rate = self._rate(contender, budgets) if contender.role != "none" else 0.0
-                role = contender.role
-                if role not in best or rate > best[role].tokens_per_second:
-                    best[role] = Choice(contender, budgets, rate)
-        return best
+                roles.setdefault(contender.role, []).append(Choice(contender, budgets))
+        prompts = list(enumerate(self.setting.tuning_prompts))
+        chosen = {"none": roles.pop("none")[0]}
+        for role, candidates in roles.items():
+            self._tune(candidates, prompts[:FIRST_PROMPTS])
+            candidates.sort(key=lambda choice: choice.tokens_per_second, reverse=True)
+            self._tune(candidates[:FINALISTS], prompts[FIRST_PROMPTS:])
+            chosen[role] = max(candidates[:FINALISTS], key=lambda choice: choice.tokens_per_second)
+        return chosen
 
-    def _rate(self, contender: Contender, budgets: list[int]) -> float:
-        engine = self.engines[contender.name]
-        engine.set_budgets(budgets)
-        seconds, tokens = 0.0, 0
-        for i, prompt in enumerate(self.setting.tuning_prompts):
-            self._describe(f"sweep: {contender.name} {budgets}")
-            run = engine.generate([prompt], self.temperature, self.setting.tuning_tokens, seed=i)
-            seconds, tokens = seconds + run.seconds, tokens + run.tokens
-        return tokens / seconds
+    def _tune(self, candidates: list[Choice], prompts: list[tuple[int, str]]) -> None:
+        """Let the candidates take turns on the prompts."""
+        for seed, prompt in prompts:
+            for choice in candidates:
+                engine = self.engines[choice.contender.name]
+                engine.set_budgets(choice.budgets)
+                self._describe(f"sweep: {choice.contender.name} {choice.budgets}")
+                run = engine.generate([prompt], self.temperature, self.setting.tuning_tokens, seed)
+                choice.tokens += run.tokens
+                choice.seconds += run.seconds
 
     def measure(self, chosen: dict[str, Choice]) -> list[Sample]:
         """Every prompt in every round by all roles in turn, one prompt at a time."""
