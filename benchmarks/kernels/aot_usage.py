@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 
 import pandas as pd
-
 from vllm_hsd.kernels import builds
 
 
