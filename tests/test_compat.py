@@ -6,7 +6,7 @@ import re
 import pytest
 from runner_v1.engine_process import configuration_errors
 
-from vllm_hsd import compat
+from vllm_hsd import compat, plugin
 
 CASCADE = {"method": "hsd", "num_speculative_tokens": 4}
 
@@ -41,6 +41,16 @@ def test_other_parameters_are_reported(monkeypatch):
 def test_an_unknown_release_is_reported(monkeypatch):
     monkeypatch.setattr("vllm.__version__", "0.99.1")
     assert re.search(r"vLLM 0\.99 .*0\.32\.\*", compat.version_fault())
+
+
+def test_registering_again_changes_nothing():
+    from vllm.engine.arg_utils import EngineArgs
+
+    plugin.register()
+    assert plugin.is_registered()
+    hooked = EngineArgs.create_speculative_config
+    plugin.register()
+    assert EngineArgs.create_speculative_config is hooked
 
 
 @pytest.mark.parametrize("patch", ["other_release", "other_parameters"])

@@ -39,12 +39,14 @@ class RequestTable:
 
     Args:
         num_levels: levels of the cascade.
-        engine_seed: vLLM's seed; unseeded requests derive theirs from it and their id, so that
-            all tensor-parallel ranks toss the same coins.
+        engine_seed: vLLM's seed; unseeded requests derive theirs from it and the order in which
+            they arrive, so that all tensor-parallel ranks toss the same coins and a run repeats.
+            (vLLM adds a random suffix to request ids: they would not do.)
     """
 
     def __init__(self, num_levels: int, engine_seed: int) -> None:
         self.engine_seed = engine_seed
+        self.arrivals = 0
         self.slot_of: dict[str, int] = {}
         self.free: list[int] = []
         self.pending: list[PendingDraft | None] = []
@@ -94,15 +96,16 @@ class RequestTable:
             self._grow()
         slot = self.free.pop()
         self.slot_of[request_id] = slot
-        self.seed[slot] = self._derived_seed(request_id) if seed is None else seed
+        self.seed[slot] = self._derived_seed() if seed is None else seed
+        self.arrivals += 1
         self.draws[slot] = 0
         self.kv[:, slot] = 0
         self.thresholds.total[:, slot] = 0
         self.thresholds.count[:, slot] = 0
         return slot
 
-    def _derived_seed(self, request_id: str) -> int:
-        digest = hashlib.blake2b(f"{self.engine_seed}:{request_id}".encode(), digest_size=8)
+    def _derived_seed(self) -> int:
+        digest = hashlib.blake2b(f"{self.engine_seed}:{self.arrivals}".encode(), digest_size=8)
         return int.from_bytes(digest.digest(), "little", signed=True)
 
     def _grow(self) -> None:
