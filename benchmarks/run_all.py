@@ -43,6 +43,7 @@ class Benchmark:
 ALL = (
     Benchmark("toy_models.py", ("--out", "results/toy_models")),
     Benchmark("paper_tables/gsp_tables.py", ("--output", "results/paper_tables")),
+    Benchmark("kernels/aot_usage.py", ("--out", "results/kernels")),
     Benchmark("kernels/count_bytes.py", ("--out", "results/kernels")),
     Benchmark("kernels/bench_cpu_verify.py", ("--out", "results/kernels")),
     Benchmark("kernels/bench_chain_verify.py", ("--out", "results/kernels"), needs_gpu=True),
