@@ -13,6 +13,12 @@ from vllm_hsd.verify import uniforms
 from vllm_hsd.window import EntropyThresholds
 
 
+# Coins of a request and level that are tossed at once.
+_AHEAD = 256
+# As a first coin tossed ahead: there are none.
+_NONE = np.iinfo(np.int64).min // 2
+
+
 @dataclass
 class PendingDraft:
     """A draft that waits for the target: row `row` of `proposal`."""
@@ -33,9 +39,10 @@ class PendingDraft:
 class RequestTable:
     """Seeds, draw counters, cache positions and pending drafts, one slot per live request.
 
-    Random numbers are keyed by (request seed, level, draw number) with one counter per request
-    that only grows: coins keyed by position would be drawn again by the next call (DESIGN, what
-    silently loses losslessness).
+    Random numbers are keyed by (request seed, level, draw number) with a counter per request and
+    level that only grows: coins keyed by position would be drawn again by the next call (DESIGN,
+    what silently loses losslessness). They are tossed `_AHEAD` at a time: one call of the
+    generator costs the same for one coin as for a few hundred.
 
     Args:
         num_levels: levels of the cascade.
@@ -51,7 +58,10 @@ class RequestTable:
         self.free: list[int] = []
         self.pending: list[PendingDraft | None] = []
         self.seed = np.zeros(0, dtype=np.int64)
-        self.draws = np.zeros(0, dtype=np.int64)
+        # The last row of these three is the target's.
+        self.draws = np.zeros((num_levels + 1, 0), dtype=np.int64)
+        self.ahead = np.zeros((num_levels + 1, 0, _AHEAD))
+        self.ahead_from = np.zeros((num_levels + 1, 0), dtype=np.int64)
         self.kv = np.zeros((num_levels, 0), dtype=np.int64)
         self.thresholds = EntropyThresholds.fresh(num_levels, 0)
 
@@ -81,15 +91,29 @@ class RequestTable:
 
         `stream` names who tosses: level k is k, the target is the number of levels.
         """
+        draws, first = self.draws[stream, slots], self.ahead_from[stream, slots]
+        short = draws + counts > first + self.ahead.shape[2]
+        if short.any():
+            self._toss_ahead(slots[short], int(counts.max()), stream)
+            first = self.ahead_from[stream, slots]
         owners, offsets = ragged_arange(counts)
-        who = slots[owners]
-        drawn = uniforms(
-            torch.from_numpy(self.seed[who]),
+        self.draws[stream, slots] += counts
+        place = (draws - first)[owners] + offsets
+        return torch.from_numpy(self.ahead[stream, slots[owners], place])
+
+    def _toss_ahead(self, slots: np.ndarray, least: int, stream: int) -> None:
+        """Make the next coins of some requests, at least `least` for each."""
+        if least > self.ahead.shape[2]:
+            self.ahead = np.zeros((*self.draws.shape, least))
+            # Nothing is left of any other request's coins either: they are tossed again.
+            self.ahead_from[:] = _NONE
+        draws = self.draws[stream, slots]
+        self.ahead_from[stream, slots] = draws
+        self.ahead[stream, slots] = uniforms(
+            torch.from_numpy(self.seed[slots, None]),
             torch.full((), stream, dtype=torch.int64),
-            torch.from_numpy(self.draws[who] + offsets),
-        )
-        self.draws[slots] += counts
-        return drawn
+            torch.from_numpy(draws[:, None] + np.arange(self.ahead.shape[2])),
+        ).numpy()
 
     def _add(self, request_id: str, seed: int | None) -> int:
         if not self.free:
@@ -98,7 +122,8 @@ class RequestTable:
         self.slot_of[request_id] = slot
         self.seed[slot] = self._derived_seed() if seed is None else seed
         self.arrivals += 1
-        self.draws[slot] = 0
+        self.draws[:, slot] = 0
+        self.ahead_from[:, slot] = _NONE
         self.kv[:, slot] = 0
         self.thresholds.total[:, slot] = 0
         self.thresholds.count[:, slot] = 0
@@ -112,9 +137,11 @@ class RequestTable:
         old = len(self.seed)
         new = max(16, 2 * old)
         self.seed = np.resize(self.seed, new)
-        self.draws = np.resize(self.draws, new)
         wider = ((0, 0), (0, new - old))
         self.kv = np.pad(self.kv, wider)
+        self.draws = np.pad(self.draws, wider)
+        self.ahead_from = np.pad(self.ahead_from, wider)
+        self.ahead = np.pad(self.ahead, (*wider, (0, 0)))
         self.thresholds = EntropyThresholds(
             np.pad(self.thresholds.total, wider), np.pad(self.thresholds.count, wider)
         )

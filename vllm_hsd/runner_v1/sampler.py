@@ -146,11 +146,11 @@ class HsdSampler(VerifyingSampler):
         if slots is None:
             return torch.rand(int(counts.sum()), dtype=torch.float64)
         requests = self.proposer.requests
-        before = requests.draws[slots]
-        coins = requests.coins(slots, counts, stream=len(self.proposer.levels))
+        target = len(self.proposer.levels)
+        coins = requests.coins(slots, counts, stream=target)
         # A prompt chunk's sample is thrown away: it must not move a seeded request's counter.
         discarded = self.proposer.runner.discard_request_mask.np[: len(slots)]
-        requests.draws[slots] = np.where(discarded, before, requests.draws[slots])
+        requests.draws[target, slots] -= np.where(discarded, counts, 0)
         return coins
 
 
