@@ -26,6 +26,7 @@ MODELS = REPOSITORY / "benchmarks" / "models"
 OUT = REPOSITORY / "results" / "profile_step"
 BATCHES = (1, 4, 16)
 MAX_TOKENS = 48
+OUTSIDE = "all outside forward passes"
 CONFIGURATIONS = {
     "no speculation": None,
     "small, mid": {
@@ -151,13 +152,18 @@ def table_rows(name, batch, levels, steps, calls) -> list[dict]:
         known = step["target forward"] + step["target sampler"] + step["proposing"]
         parts["rest of the runner"].append(step["worker"] - known)
         parts["scheduler and output"].append(step["step"] - step["worker"])
+    parts[OUTSIDE] = np.array(parts["whole step"]) - sum(
+        np.array(values) for part, values in parts.items() if part.endswith((" forward", " model"))
+    )
     rows = []
     for part, values in parts.items():
         milliseconds = 1e3 * np.array(values)
         row = {"configuration": name, "batch": batch, "part": part, "steps": len(steps)}
         forward = part.removesuffix(" model") + " forward"
         counts = [step_calls.get(forward, 0) for step_calls in calls]
+        share = np.array(values)[:, 0] / np.array(parts["whole step"])[:, 0]
         row["calls"] = f"{np.mean(counts):.1f}" if any(counts) else ""
+        row["share_of_step"] = f"{np.median(share):.3f}"
         for column, which in (("wall_ms", 0), ("cpu_ms", 1)):
             low, median, high = np.percentile(milliseconds[:, which], (25, 50, 75))
             row |= {
@@ -179,7 +185,7 @@ def plot(rows: list[dict], path: Path) -> None:
     bars = [(name, batch) for name in CONFIGURATIONS for batch in BATCHES]
     left = np.zeros(len(bars))
     for part in dict.fromkeys(row["part"] for row in rows):
-        if part == "whole step":
+        if part in ("whole step", OUTSIDE):
             continue
         value = {
             (r["configuration"], r["batch"]): float(r["cpu_ms"]) for r in rows if r["part"] == part
@@ -213,7 +219,7 @@ def main() -> None:
     for row in rows:
         print(
             f"{row['configuration']:15} batch {row['batch']:2} {row['part']:32} "
-            f"{row['calls']:>5} calls  {row['wall_ms']:>7} ms wall "
+            f"{row['calls']:>5} calls {float(row['share_of_step']):7.1%} {row['wall_ms']:>8} ms wall "
             f"({row['wall_ms_quarter1']}-{row['wall_ms_quarter3']})  {row['cpu_ms']:>7} ms CPU"
         )
 
