@@ -219,7 +219,7 @@ def main() -> None:
     for row in rows:
         print(
             f"{row['configuration']:15} batch {row['batch']:2} {row['part']:32} "
-            f"{row['calls']:>5} calls {float(row['share_of_step']):7.1%} {row['wall_ms']:>8} ms wall "
+            f"{row['calls']:>5} calls {row['share_of_step']:>6} {row['wall_ms']:>8} ms wall "
             f"({row['wall_ms_quarter1']}-{row['wall_ms_quarter3']})  {row['cpu_ms']:>7} ms CPU"
         )
 
