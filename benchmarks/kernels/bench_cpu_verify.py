@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from vllm_v1 import plain_sampling
 
 from vllm_hsd.verify import verify_chain
 
@@ -70,8 +71,6 @@ class Vllm:
         self.sampler = rejection_sampler.RejectionSampler(Sampler())
 
     def inputs(self, case: Case, greedy: bool):
-        from vllm.v1.sample.logits_processor import LogitsProcessors
-        from vllm.v1.sample.metadata import SamplingMetadata
         from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
         batch = len(case.lengths)
@@ -85,25 +84,7 @@ class Vllm:
             bonus_logits_indices=case.bonus_indices,
             logits_indices=torch.arange(len(case.logits)),
         )
-        none = torch.empty(0)
-        sampling = SamplingMetadata(
-            temperature=None if greedy else torch.ones(batch),
-            all_greedy=greedy,
-            all_random=not greedy,
-            top_p=None,
-            top_k=None,
-            generators={},
-            max_num_logprobs=None,
-            no_penalties=True,
-            prompt_token_ids=None,
-            frequency_penalties=none,
-            presence_penalties=none,
-            repetition_penalties=none,
-            output_token_ids=[[] for _ in range(batch)],
-            allowed_token_ids_mask=None,
-            bad_words_token_ids={},
-            logitsprocs=LogitsProcessors(),
-        )
+        sampling = plain_sampling(None if greedy else torch.ones(batch), batch, "cpu")
         return spec, None if greedy else case.draft_probs, case.logits, sampling
 
     def __call__(self, inputs) -> torch.Tensor:

@@ -1,9 +1,35 @@
-"""vLLM's V1 rejection sampler outside an engine, on GPU drafts."""
+"""vLLM's V1 rejection sampler outside an engine."""
 
 from collections.abc import Callable
 
 import torch
 from drafts import Drafts
+
+
+def plain_sampling(temperature: torch.Tensor | None, batch: int, device: torch.device | str):
+    """vLLM's metadata of a batch with nothing but a temperature, [batch] or None for greedy."""
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+    none = torch.empty(0, device=device)
+    return SamplingMetadata(
+        temperature=temperature,
+        all_greedy=temperature is None,
+        all_random=temperature is not None,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=None,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=none,
+        presence_penalties=none,
+        repetition_penalties=none,
+        output_token_ids=[[] for _ in range(batch)],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
 
 
 def load_v1() -> Callable[[Drafts], Callable[[], torch.Tensor]]:
@@ -12,8 +38,6 @@ def load_v1() -> Callable[[Drafts], Callable[[], torch.Tensor]]:
     Raises:
         ImportError: vLLM does not import here.
     """
-    from vllm.v1.sample.logits_processor import LogitsProcessors
-    from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.rejection_sampler import RejectionSampler
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -36,25 +60,7 @@ def load_v1() -> Callable[[Drafts], Callable[[], torch.Tensor]]:
         )
         temperature = drafts.temperature[0].item()
         greedy = temperature == 0
-        none = torch.empty(0, device=device)
-        sampling = SamplingMetadata(
-            temperature=None if greedy else drafts.temperature,
-            all_greedy=greedy,
-            all_random=not greedy,
-            top_p=None,
-            top_k=None,
-            generators={},
-            max_num_logprobs=None,
-            no_penalties=True,
-            prompt_token_ids=None,
-            frequency_penalties=none,
-            presence_penalties=none,
-            repetition_penalties=none,
-            output_token_ids=[[] for _ in range(drafts.batch)],
-            allowed_token_ids_mask=None,
-            bad_words_token_ids={},
-            logitsprocs=LogitsProcessors(),
-        )
+        sampling = plain_sampling(None if greedy else drafts.temperature, drafts.batch, device)
         # V1's drafter hands over probabilities: they are made before the clock starts.
         probs = None if greedy else (drafts.draft.float() / temperature).softmax(-1)
 
