@@ -5,10 +5,14 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from runner_v1.engine_process import configuration_errors
 
 from vllm_hsd.config import LEVEL_KINDS, ConfigError, HsdConfig
+from vllm_hsd.levels.bigram import count_bigrams, write_bigram
+from vllm_hsd.levels.exit_head import ExitHead, write_exit_head
 
 MODEL = {"model": "small"}
 TOP = {"model": "mid"}
@@ -78,11 +82,36 @@ FAULTS = {
         r"levels\[0\]\.ngram\.min",
     ),
     "ngram above a model": (hsd({**MODEL, "num_tokens": 2}, {"ngram": {}}), r"levels\[1\]\.ngram"),
+    "ngram not a mapping": (hsd({"ngram": 4, "num_tokens": 2}, TOP), r"ngram: give a mapping.*: 4"),
+    "ngram a switch": (hsd({"ngram": True, "num_tokens": 2}, TOP), r"levels\[0\]\.ngram is true"),
+    "early_exit a switch": (hsd({"early_exit": True}), r"levels\[0\]\.early_exit is true"),
+    "early_exit a word": (hsd({"early_exit": "half"}), r"levels\[0\]\.early_exit: .*'half'"),
+    "early_exit zero": (hsd({"early_exit": 0}), r"levels\[0\]\.early_exit: "),
+    "rounds zero": (hsd({**MODEL, "num_tokens": 2}, {**TOP, "rounds": 0}), r"levels\[1\]\.rounds"),
+    "infinite temperature_scale": (
+        hsd({**TOP, "temperature_scale": float("inf")}),
+        r"levels\[0\]\.temperature_scale",
+    ),
     "window of ngram": (
         hsd({"ngram": {}, "num_tokens": 2, "window": "entropy"}, TOP),
         r"levels\[0\]\.window",
     ),
-    "tail of one level": (hsd(TOP, tail=1), "tail"),
+    "no room below": (
+        hsd({**MODEL, "num_tokens": 1}, {**MODEL, "num_tokens": 1}, TOP),
+        r"levels\[1\] has room for one token.*levels\[0\] would never.*levels\[1\]\.num_tokens",
+    ),
+    "no room two levels below": (
+        hsd(
+            {**MODEL, "num_tokens": 2}, {**MODEL, "num_tokens": 5}, {**MODEL, "num_tokens": 2}, TOP
+        ),
+        r"levels\[1\] has room for one token.*raise levels\[2\]\.num_tokens",
+    ),
+    "no room beside the tail": (
+        hsd({**MODEL, "num_tokens": 2}, TOP, tail=5),
+        r"levels\[1\] has room for one token.*raise num_speculative_tokens",
+    ),
+    "tail of one level": (hsd(TOP, tail=1), "tail.*remove it"),
+    "tail negative": (hsd({**MODEL, "num_tokens": 2}, TOP, tail=-1), "tail: .*-1"),
     "tail too long": (hsd({**MODEL, "num_tokens": 2}, TOP, tail=6), r"tail \(6\)"),
     "cascade not a path": ({"cascade": None}, "cascade: give the path"),
     "no cascade file": ({"cascade": "nowhere.json"}, r"cascade: no file 'nowhere\.json'"),
@@ -154,6 +183,19 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
         family.small, scratch / "mamba", model_type="mamba", architectures=["MambaForCausalLM"]
     )
 
+    gemma = with_config(
+        family.target, scratch / "gemma", model_type="gemma", architectures=["GemmaForCausalLM"]
+    )
+    table, cut = str(scratch / "table.npz"), scratch / "cut.npz"
+    write_bigram(count_bigrams([np.arange(5)], vocab_size=5), table)
+    cut.write_bytes(Path(table).read_bytes()[:100])
+    for layer, hidden in ((1, 64), (9, 64), (1, 32)):
+        head = ExitHead(layer, torch.ones(hidden), torch.ones(64, hidden), 1e-6)
+        write_exit_head(head, scratch / "heads" / f"layer-{layer}-of-{hidden}")
+
+    def exit_head(name: str) -> dict:
+        return {"exit_head": str(scratch / "heads" / name)}
+
     def on(target: str, *levels, engine=(), **keys) -> dict:
         cascade = {"method": "hsd", **hsd(*levels, **keys)}
         return {"model": target, "speculative_config": cascade, **dict(engine)}
@@ -194,7 +236,50 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
             target({"model": family.mid}, engine={"pipeline_parallel_size": 2}),
             "pipeline_parallel_size",
         ),
-        "too many layers": (target({"early_exit": 9}), r"levels\[0\]\.early_exit is 9.*2 layers"),
+        "too many layers": (
+            target({"early_exit": 9}),
+            r"levels\[0\]\.early_exit is 9.*2 layers: lower it",
+        ),
+        "exit of another architecture": (
+            on(gemma, {"early_exit": 1}),
+            r"levels\[0\]\.early_exit needs a Llama-like .*, not GemmaForCausalLM: use",
+        ),
+        "exit head of another architecture": (
+            on(gemma, exit_head("layer-1-of-64")),
+            r"levels\[0\]\.exit_head needs a Llama-like .*, not GemmaForCausalLM: use",
+        ),
+        "exits out of order": (
+            target({"early_exit": 2, "num_tokens": 2}, {"early_exit": 1}),
+            r"levels\[1\]\.early_exit runs 1 layers .* levels\[0\]\.early_exit, which runs 2: ",
+        ),
+        "exits of one depth": (
+            target(
+                {"early_exit": 1, "num_tokens": 2},
+                {"model": family.small, "num_tokens": 3},
+                exit_head("layer-1-of-64"),
+            ),
+            r"levels\[2\]\.exit_head runs 1 layers .* levels\[0\]\.early_exit, which runs 1: ",
+        ),
+        "bigram of another vocabulary": (
+            target({"bigram": table}),
+            r"levels\[0\]\.bigram '.*' was built for 5 tokens .* 64: build it with",
+        ),
+        "unreadable bigram": (
+            target({"bigram": str(cut)}),
+            r"levels\[0\]\.bigram: '.*' is no bigram table .* `vllm-hsd bigram`",
+        ),
+        "head behind more layers": (
+            target(exit_head("layer-9-of-64")),
+            r"levels\[0\]\.exit_head '.*' sits on layer 9, but the target has 2: train it",
+        ),
+        "head of another width": (
+            target(exit_head("layer-1-of-32")),
+            r"levels\[0\]\.exit_head '.*' has the shape \(64, 32\) .* \(64, 64\): train it",
+        ),
+        "directory of heads": (
+            target(exit_head("")),
+            r"levels\[0\]\.exit_head: '.*' holds no readable .* layer-K",
+        ),
         "missing bigram": (
             target({"bigram": "/nowhere.npz"}),
             r"levels\[0\]\.bigram.*/nowhere\.npz",
@@ -224,6 +309,15 @@ ENGINE_FAULTS = [
     "recurrent drafter",
     "pipeline parallel",
     "too many layers",
+    "exit of another architecture",
+    "exit head of another architecture",
+    "exits out of order",
+    "exits of one depth",
+    "bigram of another vocabulary",
+    "unreadable bigram",
+    "head behind more layers",
+    "head of another width",
+    "directory of heads",
     "missing bigram",
     "missing exit_head",
 ]

@@ -62,7 +62,7 @@ class LevelConfig(BaseModel):
     rounds: Annotated[int, Field(ge=1)] | None = None
     verifier: Verifier | None = None
     window: Literal["fixed", "entropy"] = "fixed"
-    temperature_scale: Annotated[float, Field(gt=0)] = 1.0
+    temperature_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     model_keys: dict[str, Any] = Field(default_factory=dict, exclude=True)
 
     @property
@@ -116,6 +116,8 @@ class HsdConfig(BaseModel):
             raise ConfigError(_one_sentence(error)) from None
         parsed._check_budgets()
         parsed._check_lookup()
+        parsed._check_tail()
+        parsed._check_room()
         return parsed
 
     def _check_budgets(self) -> None:
@@ -155,7 +157,8 @@ class HsdConfig(BaseModel):
                 )
             if level.ngram.min > level.ngram.max:
                 raise ConfigError(
-                    f"levels[{i}].ngram.min ({level.ngram.min}) is above max ({level.ngram.max})."
+                    f"levels[{i}].ngram.min ({level.ngram.min}) is above max "
+                    f"({level.ngram.max}): lower the one or raise the other."
                 )
             for key, plain in (("window", "fixed"), ("temperature_scale", 1.0)):
                 if getattr(level, key) != plain:
@@ -163,13 +166,30 @@ class HsdConfig(BaseModel):
                         f"levels[{i}].{key} has no meaning for kind 'ngram', whose rows are "
                         "one-hot: remove it."
                     )
+
+    def _check_tail(self) -> None:
         if self.tail and len(self.levels) == 1:
-            raise ConfigError("tail continues the top level with level 0: it needs two levels.")
+            raise ConfigError(
+                "tail continues the top level with level 0: remove it or give two levels."
+            )
         if self.tail >= self.num_speculative_tokens:
             raise ConfigError(
                 f"tail ({self.tail}) leaves no room for the top level in num_speculative_tokens "
                 f"({self.num_speculative_tokens}): lower it."
             )
+
+    def _check_room(self) -> None:
+        """Every level gets to draft: a level that verifies keeps one place for its own token."""
+        room, key = self.num_speculative_tokens - self.tail, "num_speculative_tokens"
+        for i in range(len(self.levels) - 1, 0, -1):
+            if self.budgets[i] < room:
+                room, key = self.budgets[i], f"levels[{i}].num_tokens"
+            if room < 2:
+                raise ConfigError(
+                    f"levels[{i}] has room for one token, its own, so that levels[{i - 1}] would "
+                    f"never draft: raise {key} or remove levels[{i - 1}]."
+                )
+            room -= 1
 
     @property
     def budgets(self) -> list[int]:
@@ -220,6 +240,12 @@ def _split_level(index: int, raw: Any) -> dict[str, Any]:
     if not kinds:
         raise ConfigError(f"{name} needs one of the kinds: {', '.join(LEVEL_KINDS)}.")
     model_keys = {key: raw.pop(key) for key in MODEL_KEYS if key in raw}
+    switches = [key for key, value in raw.items() if isinstance(value, bool)]
+    if switches:
+        raise ConfigError(
+            f"{name}.{switches[0]} is {json.dumps(raw[switches[0]])}, but it is no switch: give "
+            "its value, or leave the key out."
+        )
     if model_keys and kinds[0] != "model":
         raise ConfigError(
             f"{name}.{next(iter(model_keys))} is a key of kind 'model'; this level is of kind "
@@ -239,4 +265,6 @@ def _one_sentence(error: ValidationError) -> str:
             fields = set(NgramConfig.model_fields)
         known = ", ".join(sorted(fields))
         return f"unknown key '{key}' for method 'hsd'; known keys: {known}."
+    if fault["type"] == "model_type" and "ngram" in fault["loc"]:
+        return f'{key}: give a mapping such as {{"max": 4}} (given: {fault["input"]!r}).'
     return f"{key}: {fault['msg'].lower()} (given: {fault['input']!r})."

@@ -89,3 +89,9 @@ def test_unreadable_files(tmp_path, content):
         path.write_bytes(content)
     with pytest.raises(ValueError, match=r"is no bigram table .* `vllm-hsd bigram`"):
         read_bigram(str(path))
+
+
+def test_an_array_is_no_table(tmp_path):
+    np.save(tmp_path / "counts.npy", np.zeros(3))
+    with pytest.raises(ValueError, match="is no bigram table"):
+        read_bigram(str(tmp_path / "counts.npy"))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -14,7 +15,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from vllm_hsd.levels.exit_head import ExitHead, read_exit_head, write_exit_head
+from vllm_hsd.levels.exit_head import FILE_NAME, ExitHead, read_exit_head, write_exit_head
 from vllm_hsd.levels.train_heads import train_heads
 
 VOCABULARY = 64
@@ -49,6 +50,22 @@ def test_file_round_trip(tmp_path):
     assert (again.layer, again.eps) == (2, 1e-6)
     hidden = torch.randn(3, 8)
     torch.testing.assert_close(again.logits(hidden), head.logits(hidden), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("stored", "metadata"),
+    [
+        ({"norm": torch.ones(8), "weight": torch.ones(5, 8)}, None),
+        ({"norm": torch.ones(8), "weight": torch.ones(5, 8)}, {"layer": "two", "eps": "1e-6"}),
+        ({"norm": torch.ones(8)}, {"layer": "2", "eps": "1e-6"}),
+        ({"norm": torch.ones(4), "weight": torch.ones(5, 8)}, {"layer": "2", "eps": "1e-6"}),
+    ],
+    ids=["no metadata", "layer not a number", "no weight", "widths differ"],
+)
+def test_other_files(tmp_path, stored, metadata):
+    save_file(stored, tmp_path / FILE_NAME, metadata=metadata)
+    with pytest.raises(ValueError, match=r"holds no readable .*; give a directory layer-K"):
+        read_exit_head(str(tmp_path))
 
 
 def test_missing_file(tmp_path):

@@ -95,9 +95,10 @@ def read_bigram(path: str) -> BigramTable:
                 (stored["data"], stored["indices"], stored["indptr"]), shape=(size, size)
             )
             return BigramTable(pairs, stored["unigram"])
-    except (KeyError, ValueError, OSError, EOFError, BadZipFile) as error:
+    except (KeyError, ValueError, TypeError, OSError, EOFError, BadZipFile) as error:
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"bigram: '{path}' is no bigram table ({error}); write one with `vllm-hsd bigram`."
+            f"bigram: '{path}' is no bigram table ({reason}); write one with `vllm-hsd bigram`."
         ) from error
 
 

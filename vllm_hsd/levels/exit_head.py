@@ -12,6 +12,15 @@ from safetensors.torch import save_file
 
 FILE_NAME = "exit_head.safetensors"
 
+# Targets that an exit can leave early: their decoder layers pass on one residual stream, and
+# behind the last of them come an RMS norm and a linear head, nothing else.
+EXIT_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+
 
 @dataclass(frozen=True)
 class ExitHead:
@@ -60,14 +69,18 @@ def read_exit_head(directory: str) -> ExitHead:
     try:
         with safe_open(path, framework="pt") as stored:
             facts = stored.metadata()
-            return ExitHead(
+            head = ExitHead(
                 layer=int(facts["layer"]),
                 norm=stored.get_tensor("norm"),
                 weight=stored.get_tensor("weight"),
                 eps=float(facts["eps"]),
             )
-    except (OSError, SafetensorError, KeyError, TypeError) as error:
+            if head.weight.shape[1:] != head.norm.shape:
+                raise ValueError("its norm and its weight differ in width")
+            return head
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"exit_head: '{directory}' holds no readable {FILE_NAME} ({error}); write one with "
-            "`vllm-hsd train-heads`."
+            f"exit_head: '{directory}' holds no readable {FILE_NAME} ({reason}); give a directory "
+            "layer-K that `vllm-hsd train-heads` wrote."
         ) from error

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from vllm_hsd.levels.exit_head import ExitHead
+from vllm_hsd.levels.exit_head import EXIT_ARCHITECTURES, ExitHead
 
-# RMS norm and linear head behind the last layer, and nothing after them.
-TRAINABLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 WINDOW = 256  # tokens of context at most
 WINDOWS_PER_STEP = 4
 HELD_OUT_WINDOWS = 32
@@ -95,9 +93,9 @@ def train_heads(
 
 def _check(model: PreTrainedModel, layers: Sequence[int]) -> None:
     name, depth = type(model).__name__, model.config.num_hidden_layers
-    if name not in TRAINABLE:
+    if name not in EXIT_ARCHITECTURES:
         raise ValueError(
-            f"target: {name} has no head to start from; one of {', '.join(TRAINABLE)}."
+            f"target: {name} has no head to start from; one of {', '.join(EXIT_ARCHITECTURES)}."
         )
     for layer in layers:
         if not 1 <= layer < depth:

@@ -12,7 +12,7 @@ from vllm.tokenizers.registry import get_tokenizer
 from vllm.utils.hashing import safe_hash
 
 from vllm_hsd.config import ConfigError, HsdConfig, LevelConfig
-from vllm_hsd.runner_v1.level_kinds import check_level_kind
+from vllm_hsd.runner_v1.level_kinds import check_exit_order, check_level_kind
 
 
 @config
@@ -45,6 +45,7 @@ class HsdSpeculativeConfig(SpeculativeConfig):
             else:
                 check_level_kind(name, level, target_model_config)
                 levels.append(None)
+        check_exit_order(hsd.levels)
         return cls(
             method="hsd",
             hsd=hsd,
