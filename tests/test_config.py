@@ -87,6 +87,8 @@ FAULTS = {
     "early_exit a switch": (hsd({"early_exit": True}), r"levels\[0\]\.early_exit is true"),
     "early_exit a word": (hsd({"early_exit": "half"}), r"levels\[0\]\.early_exit: .*'half'"),
     "early_exit zero": (hsd({"early_exit": 0}), r"levels\[0\]\.early_exit: "),
+    "tail a switch": (hsd({**MODEL, "num_tokens": 2}, TOP, tail=True), "tail is true"),
+    "model empty": (hsd({"model": ""}), r"levels\[0\]\.model: .*''"),
     "rounds zero": (hsd({**MODEL, "num_tokens": 2}, {**TOP, "rounds": 0}), r"levels\[1\]\.rounds"),
     "infinite temperature_scale": (
         hsd({**TOP, "temperature_scale": float("inf")}),
@@ -266,7 +268,7 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
         ),
         "unreadable bigram": (
             target({"bigram": str(cut)}),
-            r"levels\[0\]\.bigram: '.*' is no bigram table .* `vllm-hsd bigram`",
+            r"levels\[0\]\.bigram: '.*' is no bigram table; write one with `vllm-hsd bigram`",
         ),
         "head behind more layers": (
             target(exit_head("layer-9-of-64")),

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 Verifier = Literal["hierarchical", "tokenwise"]
+Name = Annotated[str, Field(min_length=1)]
 
 LEVEL_KINDS = ("model", "early_exit", "exit_head", "ngram", "bigram")
 
@@ -53,11 +54,11 @@ class LevelConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str | None = None
+    model: Name | None = None
     early_exit: Annotated[int, Field(ge=1)] | None = None
-    exit_head: str | None = None
+    exit_head: Name | None = None
     ngram: NgramConfig | None = None
-    bigram: str | None = None
+    bigram: Name | None = None
     num_tokens: Annotated[int, Field(ge=1)] | None = None
     rounds: Annotated[int, Field(ge=1)] | None = None
     verifier: Verifier | None = None
@@ -109,6 +110,7 @@ class HsdConfig(BaseModel):
             )
         if not isinstance(raw["levels"], list) or not raw["levels"]:
             raise ConfigError("'levels' must be a list of at least one level.")
+        _refuse_switches(raw)
         levels = [_split_level(i, level) for i, level in enumerate(raw["levels"])]
         try:
             parsed = cls(**{**raw, "levels": levels})
@@ -223,6 +225,16 @@ def _read_cascade(raw: dict[str, Any]) -> dict[str, Any]:
     return {**{key: plan[key] for key in kept if key in plan}, **given}
 
 
+def _refuse_switches(raw: dict[str, Any], prefix: str = "") -> None:
+    """No key of ours is true or false, which pydantic would read as 1 or 0."""
+    for key, value in raw.items():
+        if isinstance(value, bool):
+            raise ConfigError(
+                f"{prefix}{key} is {json.dumps(value)}, but it is no switch: give its value, or "
+                "leave the key out."
+            )
+
+
 def _split_level(index: int, raw: Any) -> dict[str, Any]:
     """Set vLLM's own per-model keys of one level apart and check its kind."""
     name = f"levels[{index}]"
@@ -240,12 +252,7 @@ def _split_level(index: int, raw: Any) -> dict[str, Any]:
     if not kinds:
         raise ConfigError(f"{name} needs one of the kinds: {', '.join(LEVEL_KINDS)}.")
     model_keys = {key: raw.pop(key) for key in MODEL_KEYS if key in raw}
-    switches = [key for key, value in raw.items() if isinstance(value, bool)]
-    if switches:
-        raise ConfigError(
-            f"{name}.{switches[0]} is {json.dumps(raw[switches[0]])}, but it is no switch: give "
-            "its value, or leave the key out."
-        )
+    _refuse_switches(raw, f"{name}.")
     if model_keys and kinds[0] != "model":
         raise ConfigError(
             f"{name}.{next(iter(model_keys))} is a key of kind 'model'; this level is of kind "

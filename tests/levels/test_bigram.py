@@ -82,12 +82,26 @@ def test_unusable_corpora(documents, message):
         count_bigrams(documents, VOCABULARY)
 
 
-@pytest.mark.parametrize("content", [b"", b"not a table", b"PK\x03\x04 cut off", None])
-def test_unreadable_files(tmp_path, content):
+@pytest.mark.parametrize("content", [b"", b"not a table", b"PK\x03\x04 cut off"])
+def test_other_files(tmp_path, content):
     path = tmp_path / "table.bigram"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"is no bigram table .* `vllm-hsd bigram`"):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"is no bigram table; write one with `vllm-hsd bigram`"):
+        read_bigram(str(path))
+
+
+def test_unreadable_file(tmp_path):
+    with pytest.raises(ValueError, match=r"bigram: cannot read '.*table' \(No such file"):
+        read_bigram(str(tmp_path / "table"))
+
+
+def test_damaged_file(tmp_path):
+    path = tmp_path / "table.bigram"
+    write_bigram(count_bigrams(CORPUS, VOCABULARY), str(path))
+    stored = bytearray(path.read_bytes())
+    stored[60:90] = bytes(30)
+    path.write_bytes(stored)
+    with pytest.raises(ValueError, match="is no bigram table"):
         read_bigram(str(path))
 
 

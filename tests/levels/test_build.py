@@ -68,6 +68,7 @@ def test_train_heads(tmp_path, corpus, capsys):
         (["bigram", "--tokenizer", TARGET, "no-such-file"], "corpus: cannot read 'no-such-file'"),
         (["bigram", "--tokenizer", TARGET, "BINARY"], "corpus: '.*' is not text in UTF-8"),
         (["bigram", "--tokenizer", TARGET, "EMPTY"], "no pair of tokens"),
+        (["bigram", "--tokenizer", TARGET, "CORPUS", "-o", "no/such"], "output: no directory 'no'"),
         (
             ["train-heads", "--target", TARGET, "--layers", "99", "--texts", "CORPUS"],
             "layers: 99 is not between 1 and",
@@ -91,7 +92,9 @@ def test_errors_are_one_line_on_stderr(tmp_path, corpus, capsys, arguments, mess
         "EMPTY": str(tmp_path / "empty"),
     }
     arguments = [named.get(argument, argument) for argument in arguments]
-    assert run(*arguments, "-o", str(tmp_path / "output")) == 2
+    if "-o" not in arguments:
+        arguments += ["-o", str(tmp_path / "output")]
+    assert run(*arguments) == 2
     # transformers shows its progress there, too.
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert re.search(message, error) and error.startswith(f"vllm-hsd {arguments[0]}: ")

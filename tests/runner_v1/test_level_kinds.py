@@ -153,16 +153,19 @@ def test_the_targets_own_head_behind_every_layer_accepts_everything(small_vocabu
     assert rates({**engine, **hsd({"exit_head": str(tmp_path)})}) == [1.0]
 
 
-def test_a_trained_head_is_served(text_family, tmp_path):
-    """It accepts more than the plain exit that its training started from."""
+def test_what_the_commands_write_is_served(text_family, tmp_path):
+    """A trained head accepts more than the plain exit that its training started from."""
     text = np.random.default_rng(0).integers(32, 127, 6000, dtype=np.uint8).tobytes().decode()
+    corpus, table = str(tmp_path / "text"), str(tmp_path / "table")
     (tmp_path / "text").write_text(text)
+    assert main(["bigram", "--tokenizer", text_family.target, corpus, "-o", table]) == 0
     arguments = ["train-heads", "--target", text_family.target, "--layers", "1", "--steps", "40"]
-    assert main([*arguments, "--texts", str(tmp_path / "text"), "-o", str(tmp_path)]) == 0
+    assert main([*arguments, "--texts", corpus, "-o", str(tmp_path)]) == 0
     engine = {"model": text_family.target}
+    lowest, head = {"bigram": table, "num_tokens": 2}, {"exit_head": str(tmp_path / "layer-1")}
     (plain,) = rates({**engine, **hsd({"early_exit": 1})})
-    (trained,) = rates({**engine, **hsd({"exit_head": str(tmp_path / "layer-1")})})
-    assert trained > plain + 0.02
+    bigram, trained = rates({**engine, **hsd(lowest, head)})
+    assert trained > plain + 0.02 and bigram > 0
 
 
 def test_windows_and_temperatures_act(small_vocabulary):

@@ -7,6 +7,7 @@ row, which itself is smoothed by one over every token.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -86,7 +87,7 @@ def read_bigram(path: str) -> BigramTable:
     """Read what `write_bigram` stored.
 
     Raises:
-        ValueError: the file is not such a table.
+        ValueError: the file cannot be read or is not such a table.
     """
     try:
         with np.load(path) as stored:
@@ -95,10 +96,11 @@ def read_bigram(path: str) -> BigramTable:
                 (stored["data"], stored["indices"], stored["indptr"]), shape=(size, size)
             )
             return BigramTable(pairs, stored["unigram"])
-    except (KeyError, ValueError, TypeError, OSError, EOFError, BadZipFile) as error:
-        reason = " ".join(str(error).split())
+    except OSError as error:
+        raise ValueError(f"bigram: cannot read '{path}' ({error.strerror or error}).") from error
+    except (KeyError, ValueError, TypeError, EOFError, BadZipFile, zlib.error) as error:
         raise ValueError(
-            f"bigram: '{path}' is no bigram table ({reason}); write one with `vllm-hsd bigram`."
+            f"bigram: '{path}' is no bigram table; write one with `vllm-hsd bigram`."
         ) from error
 
 

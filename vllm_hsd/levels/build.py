@@ -52,6 +52,8 @@ def build_bigram(tokenizer: str, corpus: Sequence[str], output: str) -> str:
     """
     from vllm_hsd.levels.bigram import count_bigrams, write_bigram
 
+    if not Path(output).absolute().parent.is_dir():
+        raise ValueError(f"output: no directory '{Path(output).parent}' to write to; make it.")
     known = _tokenizer("tokenizer", tokenizer)
     table = count_bigrams(_documents("corpus", corpus, known), _vocabulary(tokenizer, len(known)))
     write_bigram(table, output)

@@ -95,7 +95,8 @@ def _check(model: PreTrainedModel, layers: Sequence[int]) -> None:
     name, depth = type(model).__name__, model.config.num_hidden_layers
     if name not in EXIT_ARCHITECTURES:
         raise ValueError(
-            f"target: {name} has no head to start from; one of {', '.join(EXIT_ARCHITECTURES)}."
+            f"target: {name} has no head to start from; give one of "
+            f"{', '.join(EXIT_ARCHITECTURES)}."
         )
     for layer in layers:
         if not 1 <= layer < depth:
