@@ -3,16 +3,18 @@
     python benchmarks/planner/check_predictions.py -o results/planner
 
 Measures a profile of the tiny family unless the output folder holds one, plans, runs the ten
-cascades in turns in one engine, and writes predictions.csv and predictions.png. With --widened,
-the target is the widened one (see benchmarks/models/widen.py): the text and the acceptance of
-the tiny target at the cost of a larger one.
+cascades in turns in one engine and no speculation in another, and writes predictions.csv and
+predictions.png. With --widened, the target is the widened one (see benchmarks/models/widen.py):
+the text and the acceptance of the tiny target at the cost of a larger one.
 
 Times are CPU times of the engine's one model thread by default (--clock wall for wall time):
-those of a quiet machine, also where others use the same cores.
+waiting for a core is left out, but not what a shared cache or a busy sibling core costs.
 """
 
 import argparse
+import contextlib
 import csv
+import itertools
 import os
 
 # One thread per engine: what is measured is then comparable on shared cores.
@@ -40,7 +42,7 @@ from vllm_hsd.planner.profile import (
     load_profile,
 )
 from vllm_hsd.planner.prompts import encode, read_prompts
-from vllm_hsd.planner.timing import Machine, measure_costs, run_engine
+from vllm_hsd.planner.timing import Engine, Machine, measure_costs, tables
 
 MODELS = Path(__file__).parents[1] / "models"
 ENGINE = {
@@ -51,6 +53,12 @@ ENGINE = {
 }
 
 
+# No speculation is run on every so many prompts.
+PLAIN_EVERY = 4
+# Texts that the profile's laws are measured on, per prompt.
+TEXTS = 4
+
+
 def measured_profile(arguments, contexts, machine: Machine, folder: Path) -> Profile:
     """The profile of an earlier run in the same folder, or a new one."""
     path = folder / "profile.json"
@@ -59,11 +67,12 @@ def measured_profile(arguments, contexts, machine: Machine, folder: Path) -> Pro
     family = Family(
         str(MODELS / "target"), [str(MODELS / "small"), str(MODELS / "mid")], arguments.early_exits
     )
-    parts = Parts(folder / "parts", {"temperature": arguments.temperature})
-    laws = measure(
-        family, contexts, Sampling(arguments.temperature), Effort(max_tokens=arguments.max_tokens),
-        parts,
-    )  # fmt: skip
+    settings = {key: str(value) for key, value in sorted(vars(arguments).items())}
+    parts = Parts(folder / "parts", settings)
+    # Several texts of every prompt: cheap on the tiny models, and it halves the noise.
+    effort = Effort(text_tokens=arguments.tokens, max_tokens=arguments.max_tokens)
+    sampling = Sampling(arguments.temperature)
+    laws = measure(family, list(contexts) * TEXTS, sampling, effort, parts)
     costs = measure_costs(machine, contexts, parts.folder)
     profile = from_laws(
         laws,
@@ -100,38 +109,32 @@ def ten_cascades(planner: Planner, rng: np.random.Generator) -> list[Cascade]:
 
 def run_for_real(
     cascades: Sequence[Cascade], machine: Machine, contexts, repeats: int, tokens: int, log: Path
-) -> list[tuple[float, float, float]]:
-    """(ms per token, its standard error, tokens per call) of every cascade and of none.
-
-    All cascades continue the same prompts, in turns.
-    """
+) -> list[list[dict]]:
+    """Recordings of every cascade, then of no speculation; all continue the same prompts."""
     (batch,) = machine.batch_sizes
-    job = machine.job(True, contexts)
-    job["settings"] = [
-        {
-            "levels": cascade.levels,
-            "budgets": cascade.budgets,
-            "batch": batch,
-            "tokens": tokens,
-            "first_prompt": repeat * batch,
-        }
-        for repeat in range(repeats)
-        for cascade in cascades
-    ]
-    recordings = run_engine(job, log, lambda done: None)
-    plain = machine.job(False, contexts)
-    plain["settings"] = [
-        {"levels": [], "budgets": [], "batch": batch, "tokens": tokens, "first_prompt": r * batch}
-        for r in range(repeats)
-    ]
-    alone = run_engine(plain, log, lambda done: None)
-    for recording in alone:
-        recording["emitted"] = sum(step["batch"] for step in recording["steps"])
-    groups = [recordings[i :: len(cascades)] for i in range(len(cascades))] + [alone]
-    return [_summary(group, batch) for group in groups]
+    groups: list[list[dict]] = [[] for _ in range(len(cascades) + 1)]
+    with contextlib.ExitStack() as running:
+        speculating, plain = [
+            running.enter_context(Engine(machine.job(speculative, contexts), log))
+            for speculative in (True, False)
+        ]
+        for repeat in range(repeats):
+            common = {"batch": batch, "tokens": tokens, "first_prompt": repeat * batch}
+            found = speculating.run(
+                [{"levels": c.levels, "budgets": c.budgets, **common} for c in cascades]
+            )
+            # Without acceptance there is little to average over.
+            if repeat % PLAIN_EVERY == 0:
+                (alone,) = plain.run([{"levels": [], "budgets": [], **common}])
+                alone["emitted"] = sum(step["batch"] for step in alone["steps"])
+                found.append(alone)
+            for group, recording in zip(groups, found, strict=False):
+                group.append(recording)
+    return groups
 
 
-def _summary(group: list[dict], batch: int) -> tuple[float, float, float]:
+def summary(group: list[dict], batch: int) -> tuple[float, float, float]:
+    """(ms per token, its standard error, tokens per call) of one group of recordings."""
     seconds = np.array([recording["seconds"] for recording in group])
     emitted = np.array([recording["emitted"] for recording in group])
     calls = sum(step["batch"] for recording in group for step in recording["steps"])
@@ -141,18 +144,26 @@ def _summary(group: list[dict], batch: int) -> tuple[float, float, float]:
     return 1e3 * batch * mean, 1e3 * batch * error, emitted.sum() / calls
 
 
-def write(path: Path, names: list[str], predictions: list[Prediction], real) -> None:
+def write(
+    path: Path,
+    names: list[str],
+    predictions: list[Prediction],
+    at_own_times: list[Prediction],
+    real: list[tuple[float, float, float]],
+) -> None:
     with path.open("w", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(
             ["cascade", "predicted_ms_per_token", "measured_ms_per_token", "standard_error",
-             "difference", "predicted_tokens_per_call", "measured_tokens_per_call"]
+             "difference", "predicted_tokens_per_call", "measured_tokens_per_call",
+             "predicted_ms_per_token_at_own_times"]
         )  # fmt: skip
-        for name, predicted, (ms, error, tokens) in zip(names, predictions, real, strict=True):
+        rows = zip(names, predictions, at_own_times, real, strict=True)
+        for name, predicted, at_own, (ms, error, tokens) in rows:
             writer.writerow(
                 [name, f"{predicted.ms_per_token:.4f}", f"{ms:.4f}", f"{error:.4f}",
                  f"{predicted.ms_per_token / ms - 1:+.4f}", f"{predicted.tokens_per_step:.3f}",
-                 f"{tokens:.3f}"]
+                 f"{tokens:.3f}", f"{at_own.ms_per_token:.4f}"]
             )  # fmt: skip
 
 
@@ -187,9 +198,11 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--prompts", type=Path, default=MODELS / "prompts.jsonl")
     parser.add_argument(
-        "--repeats", type=int, default=20, help="prompts that every cascade continues"
+        "--repeats", type=int, default=40, help="prompts that every cascade continues"
     )
-    parser.add_argument("--tokens", type=int, default=160, help="tokens of every continuation")
+    parser.add_argument(
+        "--tokens", type=int, default=96, help="tokens of every continuation, profile included"
+    )
     parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, required=True)
@@ -217,24 +230,31 @@ def main() -> None:
     profile = measured_profile(arguments, contexts, machine, arguments.output)
     planner = Planner(profile, Wanted(batch=arguments.batch_size))
     cascades = ten_cascades(planner, np.random.default_rng(arguments.seed))
-    real = run_for_real(
+    groups = run_for_real(
         cascades, machine, contexts, arguments.repeats, arguments.tokens,
         arguments.output / "engine.log",
     )  # fmt: skip
+    real = [summary(group, arguments.batch_size) for group in groups]
     cascades.append(Cascade((), ()))
     predictions = [planner.predict(cascade) for cascade in cascades]
+    # With the times of these very runs: what then still differs is not the machine's doing.
+    planner.costs = tables(machine, list(itertools.chain(*groups[:-1])), groups[-1])
+    at_own_times = [planner.predict(cascade) for cascade in cascades]
     names = [label(profile, cascade) for cascade in cascades]
-    write(arguments.output / "predictions.csv", names, predictions, real)
+    write(arguments.output / "predictions.csv", names, predictions, at_own_times, real)
     kind = "widened target" if arguments.widened else "tiny target"
     title = f"{kind}, batch size {arguments.batch_size}, {arguments.clock} time"
     plot(arguments.output / "predictions.png", names, predictions, real, title)
 
     times = np.array([ms for ms, _, _ in real])
     predicted = np.array([p.ms_per_token for p in predictions])
-    for name, p, (ms, error, tokens) in zip(names, predictions, real, strict=True):
+    rows = zip(names, predictions, at_own_times, real, strict=True)
+    for name, p, own, (ms, error, tokens) in rows:
         console.print(
             f"{name:34} predicted {p.ms_per_token:7.3f}  measured {ms:7.3f} +- {error:.3f} ms/token"
             f"  {p.ms_per_token / ms - 1:+6.1%}  tokens/call {p.tokens_per_step:.2f} / {tokens:.2f}"
+            f"  ms/call {p.ms_per_step / (ms * tokens) - 1:+6.1%}"
+            f" (at own times {own.ms_per_step / (ms * tokens) - 1:+6.1%})"
         )
     differences = np.abs(predicted / times - 1)[:-1]
     rank = spearmanr(predicted[:-1], times[:-1]).statistic

@@ -95,6 +95,14 @@ def test_another_vocabulary(text_family, family, tmp_path):
         Family(text_family.target, [str(other)])
 
 
+def test_models_that_cannot_be_loaded(text_family, tmp_path):
+    missing = str(tmp_path / "missing")
+    with pytest.raises(PlannerError, match=r"model '.*missing' cannot be loaded \("):
+        Family(missing, [text_family.small])
+    with pytest.raises(PlannerError, match=r"model '.*missing' cannot be loaded \("):
+        Family(text_family.target, [missing])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

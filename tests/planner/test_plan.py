@@ -17,9 +17,13 @@ from vllm_hsd.planner.profile import Candidate, Profile
 
 def table(ms, slope):
     """A forward whose tokens cost more at larger batches."""
-    batches, tokens = [1, 8], [1, 9]
+    batches, tokens = [1, 2, 8], [1, 9]
     rows = [[ms * b**0.3 + slope * b * (t - 1) for t in tokens] for b in batches]
     return TimeTable(batch_sizes=batches, tokens=tokens, ms=rows)
+
+
+def plain(ms):
+    return TimeTable(batch_sizes=[1, 2, 8], tokens=[1], ms=[[ms]] * 3)
 
 
 @pytest.fixture
@@ -36,7 +40,7 @@ def profile():
         rates=[[1, 0.8, 0.6, 0.85], [0.8, 1, 0.5, 0.68], [0.6, 0.5, 1, 0.5], [0.85, 0.68, 0.5, 1]],
         costs=Costs(
             forward=[table(1.0, 0.01), table(0.05, 0.01), table(4.0, 0.1), table(10.0, 0.05)],
-            plain=TimeTable(batch_sizes=[1], tokens=[1], ms=[[9.5]]),
+            plain=plain(9.5),
         ),
     )
 
@@ -85,7 +89,7 @@ def test_a_larger_batch_drafts_less(profile):
 
 
 def test_no_speculation_can_win(profile):
-    profile.costs.plain = TimeTable(batch_sizes=[1], tokens=[1], ms=[[0.01]])
+    profile.costs.plain = plain(0.01)
     choice = plan.Planner(profile, plan.Wanted()).choose()
     assert choice.best is choice.none and choice.best.cascade == Cascade((), ())
 
@@ -108,6 +112,8 @@ def test_the_reason_names_who_takes_the_time(profile):
         ({"max_budget": 9}, "covers 1 to 8 tokens"),
         ({"max_budget": 0}, "largest budget is 0"),
         ({"batch": 0}, "batch size is 0"),
+        ({"batch": 4}, r"batch size 4 was not measured, only 1, 2, 8: .* --batch-sizes 4"),
+        ({"max_levels": -1}, "allow at least 1 level"),
         ({"max_levels": 0}, "allow at least 1 level"),
     ],
 )
@@ -154,7 +160,7 @@ def test_plan_command_for_several_batch_sizes_and_exits(profile, tmp_path):
 
 
 def test_plan_command_says_when_nothing_pays(profile, tmp_path, capsys):
-    profile.costs.plain = TimeTable(batch_sizes=[1], tokens=[1], ms=[[0.01]])
+    profile.costs.plain = plain(0.01)
     profile.save(tmp_path / "profile.json")
     run("plan", tmp_path / "profile.json", "-o", tmp_path / "cascade.json")
     assert "No speculation is the fastest" in " ".join(capsys.readouterr().err.split())

@@ -100,6 +100,15 @@ def test_another_vllm_and_another_machine_are_named(tmp_path, raw):
         (["rates"], [[1, 0.9, 0.1], [0.9, 1, 0.9], [0.1, 0.9, 1]], "triangle inequality"),
         (["costs", "forward", 1, "ms", 0, 0], 0, "a cost of exit 2 is 0, not above 0"),
         (["costs", "forward", 2, "ms", 0, 0], -3, "a cost of target is -3"),
+        (["costs", "forward", 0, "ms", 0, 0], float("nan"), "a cost of small is nan"),
+        (["costs", "plain"], flat(0.0).model_dump(), "a cost of plain is 0, not above 0"),
+        (
+            ["costs", "overhead"],
+            {"draft": flat(-0.1).model_dump()},
+            "a cost of overhead.draft is -0.1",
+        ),
+        (["rates", 0, 2], -0.2, r"small and target is -0\.2, outside \[0, 1\]"),
+        (["rates", 0, 2], "high", "key 'rates.0.2': "),
         (["costs", "forward"], [], "costs.forward must have 3 entries"),
         (["costs", "forward", 0, "tokens"], [2, 1], "tokens must be ascending"),
         (["candidates"], [], "candidates must name at least one drafter"),
@@ -132,3 +141,9 @@ def test_no_file_and_no_json(tmp_path):
     (tmp_path / "half.json").write_text("{")
     with pytest.raises(PlannerError, match="is not JSON"):
         profile.load_profile(tmp_path / "half.json")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(PlannerError, match='lacks "schema": 1'):
+        profile.load_profile(tmp_path / "list.json")
+    (tmp_path / "binary.json").write_bytes(b"\x80\x02")
+    with pytest.raises(PlannerError, match=r"binary.json' cannot be read \("):
+        profile.load_profile(tmp_path / "binary.json")

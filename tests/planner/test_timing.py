@@ -1,6 +1,7 @@
 """Tables from recordings, and an engine that records."""
 
 import json
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -27,14 +28,15 @@ def machine(**changes):
 
 
 def test_every_candidate_drafts_and_verifies_and_the_target_verifies_every_length():
-    settings = machine().settings()
-    one_pass = [s for s in settings if s["batch"] == 1][: len(settings) // 4]
-    shapes = [(tuple(s["levels"]), tuple(s["budgets"])) for s in one_pass]
+    settings = machine().settings(0)
+    shapes = [(tuple(s["levels"]), tuple(s["budgets"])) for s in settings if s["batch"] == 1]
     assert ((0,), (4,)) in shapes and ((1,), (4,)) in shapes
     assert {b for levels, b in shapes if levels == (1, 0)} == {(1, 2), (2, 3), (4, 5), (7, 8)}
     assert {b for levels, b in shapes if levels == (0, 1)} == {(1, 2), (2, 3), (4, 5), (7, 8)}
     assert {b for levels, b in shapes if levels == (1,)} == {(1,), (2,), (4,), (7,), (8,)}
     assert {s["batch"] for s in settings} == {1, 4}
+    first, second = ({s["first_prompt"] for s in machine().settings(n)} for n in (0, 1))
+    assert not first & second and len(first) == len(shapes)
 
 
 def test_jobs_name_all_levels():
@@ -74,6 +76,10 @@ def test_tables_are_the_times_that_were_recorded():
     assert costs.turn(-1, "target", 4, 5) == pytest.approx(20, rel=0.03)
     assert costs.turn(-1, "plain", 1, 1) == 15.0
     assert costs.forward[0].tokens[-1] == 9
+    assert costs.unrest() < 0.15 and costs.batch_sizes() == [1, 4]
+    busy = costs.forward[-1]
+    busy.spread = [[0.4 * ms for ms in row] for row in busy.ms]
+    assert costs.unrest() == pytest.approx(0.4)
     for table in costs.forward:
         assert all(np.diff(row).min() >= 0 for row in table.ms)
 
@@ -87,8 +93,57 @@ def test_a_batch_that_never_ran_is_one_sentence():
 @pytest.mark.slow
 def test_an_engine_that_cannot_start_says_why(tmp_path):
     job = machine(target=str(tmp_path / "nothing")).job(False, [[1]])
-    with pytest.raises(PlannerError, match=r"vLLM could not run the models for timing: .*log"):
-        timing.run_engine(job, tmp_path / "log", lambda done: None)
+    reason = r"vLLM could not run the models for timing: .*log"
+    with timing.Engine(job, tmp_path / "log") as engine, pytest.raises(PlannerError, match=reason):
+        engine.run([])
+
+
+class RecordedEngine:
+    """In place of `timing.Engine`: answers from recordings and counts what is asked of it."""
+
+    asked: ClassVar[list] = []
+    alive = 0
+
+    def __init__(self, job, log):
+        self.speculates = "speculative_config" in job["engine"]
+
+    def __enter__(self):
+        RecordedEngine.alive += 1
+        return self
+
+    def __exit__(self, *exception):
+        RecordedEngine.alive -= 1
+
+    def run(self, settings, advance):
+        if len(self.asked) == 3:
+            self.asked.append("interrupted")
+            raise KeyboardInterrupt
+        self.asked.append(("cascades" if self.speculates else "plain", self.alive))
+        cascades, plain = recordings(np.random.default_rng(0))
+        advance(len(settings))
+        return cascades if self.speculates else plain
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_engines_take_turns_and_an_interrupted_measurement_continues(tmp_path, monkeypatch, gpu):
+    monkeypatch.setattr(timing, "Engine", RecordedEngine)
+    monkeypatch.setattr(RecordedEngine, "asked", [])
+    monkeypatch.setattr(timing.torch.cuda, "is_available", lambda: gpu)
+    with pytest.raises(KeyboardInterrupt):
+        timing.measure_costs(machine(), [[1]], tmp_path)
+    done = []
+    costs = timing.measure_costs(machine(), [[1]], tmp_path, done.append)
+    asked = [name for name in RecordedEngine.asked if name != "interrupted"]
+    assert done[-1] == timing.settings_in_all(machine())
+    assert costs.turn(-1, "plain", 1, 1) == 15.0
+    assert RecordedEngine.alive == 0
+    names = [name for name, _ in asked]
+    if gpu:
+        assert names == ["cascades"] * timing.PASSES + ["plain"] * timing.PASSES
+        assert {alive for _, alive in asked} == {1}
+    else:
+        assert names == ["cascades", "plain"] * timing.PASSES
+        assert asked[-1][1] == 2
 
 
 def test_an_engine_records_every_turn_and_step(text_family, tmp_path):
@@ -106,18 +161,22 @@ def test_an_engine_records_every_turn_and_step(text_family, tmp_path):
             "kv_cache_memory_bytes": 1 << 26,
         },
     ).job(True, [[5, 9, 30], [7, 80, 81, 12]])
-    job["settings"] = [
-        {"levels": [1], "budgets": [3], "batch": 1, "tokens": 24},
-        {"levels": [0, 1], "budgets": [2, 4], "batch": 2, "tokens": 24},
+    settings = [
+        {"levels": [1], "budgets": [3], "batch": 1, "tokens": 24, "first_prompt": 0},
+        {"levels": [0, 1], "budgets": [2, 4], "batch": 2, "tokens": 24, "first_prompt": 1},
     ]
     done = []
-    single, cascade = timing.run_engine(job, tmp_path / "log", done.append)
+    with timing.Engine(job, tmp_path / "log") as engine:
+        single, cascade = engine.run(settings, done.append)
+        (again,) = engine.run(settings[:1])
     assert done == [1, 2]
+    assert again["emitted"] == single["emitted"]  # seeded: the same text
     full = [step for step in single["steps"] if step["tokens"] == 4]
     assert {step["batch"] for step in single["steps"]} == {1}
     assert {turn["level"] for turn in single["turns"]} == {1}
     assert {turn["role"] for turn in single["turns"]} == {"draft"}
-    assert 3 * len(full) <= len(single["turns"]) <= 3 * len(single["steps"]) + 3
+    # The first draft comes with the prefill, which is not timed.
+    assert 3 * (len(full) - 1) <= len(single["turns"]) <= 3 * len(single["steps"]) + 3
     assert len(single["steps"]) < single["emitted"] <= 24
     # Turns and steps share out the time; the last step's end is not seen.
     spent = sum(t["turn_ms"] for t in single["turns"]) + sum(s["ms"] for s in single["steps"])

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from vllm_hsd.planner.errors import PlannerError
+
+# Steps that vary by more than this, relatively, are reported.
+UNREST = 0.15
 
 
 def add_parsers(subparsers) -> None:
@@ -37,7 +41,7 @@ def add_parsers(subparsers) -> None:
     profile.add_argument("--max-tokens", type=int, default=16, help="longest draft covered")
     profile.add_argument("--batch-sizes", nargs="+", type=int, default=[1], metavar="N")
     profile.add_argument(
-        "--engine-args", type=json.loads, default={}, metavar="JSON",
+        "--engine-args", type=_object, default={}, metavar="JSON",
         help="further arguments of vLLM's LLM() for the measurement of times",
     )  # fmt: skip
     profile.add_argument("--seed", type=int, default=0)
@@ -67,6 +71,16 @@ def add_parsers(subparsers) -> None:
     plan.set_defaults(run=plan_command)
 
 
+def _object(text: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from None
+    if not isinstance(parsed, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return parsed
+
+
 def profile_command(arguments: argparse.Namespace) -> int:
     """Measure and write the profile file; an interrupted run continues where it was."""
     from vllm_hsd.planner.measure import Task, measure_profile
@@ -91,9 +105,19 @@ def profile_command(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         costs=not arguments.without_costs,
     )
-    profile = measure_profile(task, arguments.output, console)
+    try:
+        profile = measure_profile(task, arguments.output, console)
+    except KeyboardInterrupt:
+        console.print("interrupted; the same command continues where it was.")
+        return 130
     profile.save(arguments.output)
     Console().print(rate_table(profile))
+    if profile.costs and profile.costs.unrest() > UNREST:
+        console.print(
+            f"warning: equal steps took times that differ by +-{profile.costs.unrest():.0%}, so "
+            f"predictions are no better; profile again when nothing else uses this machine.",
+            style="yellow",
+        )
     console.print(f"wrote {arguments.output}")
     return 0
 
@@ -104,6 +128,13 @@ def plan_command(arguments: argparse.Namespace) -> int:
     from vllm_hsd.planner.profile import environment_warnings, load_profile
 
     profile = load_profile(arguments.profile)
+    if arguments.output_tokens is not None and arguments.output_tokens < 2:
+        raise PlannerError(
+            f"--output-tokens is {arguments.output_tokens}: the prefill makes the first token, "
+            f"so give at least 2."
+        )
+    if not arguments.output.parent.is_dir():
+        raise PlannerError(f"-o: there is no folder '{arguments.output.parent}'.")
     console, warnings = Console(), Console(stderr=True)
     for warning in environment_warnings(profile):
         warnings.print(f"warning: {warning}", style="yellow")

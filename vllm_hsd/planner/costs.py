@@ -72,6 +72,28 @@ class Costs(BaseModel):
     overhead: dict[Literal["draft", "verify"], TimeTable] = Field(default_factory=dict)
     plain: TimeTable | None = None
 
+    def tables(self) -> dict[str, list[TimeTable]]:
+        """All tables by the key that holds them."""
+        found = {"forward": self.forward}
+        found |= {f"overhead.{role}": [table] for role, table in self.overhead.items()}
+        return found | ({"plain": [self.plain]} if self.plain else {})
+
+    def batch_sizes(self) -> list[int]:
+        """Batch sizes that every table was measured at, ascending."""
+        every = [set(table.batch_sizes) for tables in self.tables().values() for table in tables]
+        return sorted(set.intersection(*every))
+
+    def unrest(self) -> float:
+        """Half-width of the interquartile range of a step's times, relative to the time.
+
+        The median over batch sizes and tokens; 0 where no spread was recorded.
+        """
+        steps = [self.forward[-1], *([self.plain] if self.plain else [])]
+        ratios = [
+            np.divide(table.spread, table.ms).ravel() for table in steps if table.spread is not None
+        ]
+        return float(np.median(np.concatenate(ratios))) if ratios else 0.0
+
     def turn(self, model: int, role: Role, batch: float, tokens: float) -> float:
         """Milliseconds of one turn of a model: its forward and the overhead of its role.
 

@@ -20,7 +20,7 @@ from vllm_hsd.planner.models import Family, Sampling
 from vllm_hsd.planner.parts import Parts
 from vllm_hsd.planner.profile import Candidate, Profile, Prompts, Settings, from_laws, versions
 from vllm_hsd.planner.prompts import encode, read_prompts
-from vllm_hsd.planner.timing import Machine, measure_costs
+from vllm_hsd.planner.timing import Machine, measure_costs, settings_in_all
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,11 @@ def measure_profile(task: Task, output: Path, console: Console) -> Profile:
     candidates = task.named_candidates()
     family = Family(task.target, task.candidates, task.early_exits, device)
     longest = family.longest - effort.text_tokens - effort.max_tokens
+    if longest < 1:
+        raise PlannerError(
+            f"--max-tokens is {effort.max_tokens}, but the shortest context of the models is "
+            f"{family.longest} tokens, of which {effort.text_tokens} are for text: lower it."
+        )
     if prompts is None:
         contexts = [_start(family.tokenizer, task.target)] * task.max_prompts
         console.print(
@@ -103,8 +108,7 @@ def measure_profile(task: Task, output: Path, console: Console) -> Profile:
             )
             del family  # the engine needs the memory
             torch.cuda.empty_cache()
-            total = len(machine.settings()) + len(machine.plain_settings())
-            bar = progress.add_task("times", total=total)
+            bar = progress.add_task("times", total=settings_in_all(machine))
             costs = measure_costs(
                 machine,
                 contexts,
@@ -136,8 +140,11 @@ def _start(tokenizer: Any, target: str) -> list[int]:
 
 
 def _defaults(device: str) -> dict[str, Any]:
-    # bfloat16 dies with an illegal instruction on some virtual machines.
-    return {"dtype": "float32"} if device == "cpu" else {}
+    if device != "cpu":
+        return {}
+    # bfloat16 dies with an illegal instruction on some virtual machines; two engines share the
+    # memory, and vLLM means the CPU's by this name.
+    return {"dtype": "float32", "gpu_memory_utilization": 0.3}
 
 
 def _digest(contexts: Sequence[Sequence[int]]) -> str:

@@ -76,7 +76,7 @@ class Family:
 
     Raises:
         PlannerError: the target among its candidates, a model given twice, another vocabulary,
-            an exit that the target does not have.
+            an exit that the target does not have, a model that cannot be loaded.
     """
 
     def __init__(
@@ -88,8 +88,11 @@ class Family:
     ):
         _check_names(target, candidates, early_exits)
         self.device = device
-        self.tokenizer = AutoTokenizer.from_pretrained(target)
         self.target = _load(target, device)
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(target)
+        except (OSError, ValueError) as error:
+            raise PlannerError(_cannot_load(f"the tokenizer of '{target}'", error)) from None
         self.exits = tuple(early_exits)
         self.depth: int = self.target.config.num_hidden_layers
         if self.exits:
@@ -211,7 +214,16 @@ def _load(path: str, device: str) -> Any:
     transformers_logging.disable_progress_bar()
     # Laws are compared in float32; half precision on a CPU is slow and may not run at all.
     dtype = torch.float32 if device == "cpu" else "auto"
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise PlannerError(_cannot_load(f"model '{path}'", error)) from None
+    return model.to(device).eval()
+
+
+def _cannot_load(what: str, error: Exception) -> str:
+    reason = " ".join(str(error).split()).rstrip(".")
+    return f"{what} cannot be loaded ({reason})."
 
 
 def _vocabulary(path: str) -> dict[str, int] | None:

@@ -104,6 +104,13 @@ class Planner:
             )
         if wanted.batch < 1:
             raise PlannerError(f"the batch size is {wanted.batch}: it must be at least 1.")
+        measured = self.costs.batch_sizes()
+        if wanted.batch not in measured:
+            raise PlannerError(
+                f"batch size {wanted.batch} was not measured, only "
+                f"{', '.join(map(str, measured)) or 'none in common'}: profile again with "
+                f"--batch-sizes {wanted.batch}."
+            )
         self.size = size
         if wanted.acceptance == "recorded":
             survival = profile.survival_tables(wanted.verifier)

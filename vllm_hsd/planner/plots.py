@@ -32,14 +32,15 @@ def plot_plan(planner: Planner, choice: Choice, folder: Path) -> list[Path]:
 
 
 def _landscape(planner: Planner, choice: Choice, path: Path) -> list[Path]:
-    """ms/token over the top budget: every single drafter, and the chosen levels at their best."""
+    """ms/token over the top budget: every single drafter, and the best pair."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.5))
     rows = []
     lines = [(int(model),) for model in planner.order]
-    if len(choice.best.cascade.levels) == 2:
-        lines.append(choice.best.cascade.levels)
+    pairs = [o for o in (choice.best, *(o for _, o in choice.others)) if len(o.cascade.levels) == 2]
+    if pairs:
+        lines.append(min(pairs, key=lambda option: option.ms).cascade.levels)
     for levels in lines:
         best: dict[int, tuple[float, tuple[int, ...]]] = {}
         for budgets, option in landscape(planner, levels):
@@ -67,12 +68,12 @@ def _rates(planner: Planner, path: Path) -> list[Path]:
 
     names, rates = planner.profile.names, planner.profile.rate_matrix()
     figure, axes = plt.subplots(figsize=(1.5 + 0.7 * len(names),) * 2)
-    axes.imshow(rates, vmin=0, vmax=1, cmap="viridis")
+    axes.imshow(rates, vmin=0, vmax=1, cmap="Blues")
     axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
     axes.set_yticks(range(len(names)), names)
     if len(names) <= 16:
         for (i, j), rate in np.ndenumerate(rates):
-            axes.text(j, i, f"{rate:.2f}", ha="center", va="center", color="white")
+            axes.text(j, i, f"{rate:.2f}", ha="center", va="center", color="black")
     axes.set_title("acceptance rates")
     _save(figure, path)
     table = path.with_suffix(".csv")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import platform
 from datetime import UTC, datetime
@@ -19,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from vllm_hsd.planner.costs import Costs
 from vllm_hsd.planner.errors import PlannerError
 from vllm_hsd.planner.laws import QUANTILES, Laws
+from vllm_hsd.planner.prompts import read_text
 from vllm_hsd.planner.recorded import Verifier
 from vllm_hsd.planner.theory import check_rates, survival_table
 
@@ -130,9 +132,13 @@ class Profile(BaseModel):
             raise ValueError(
                 f"costs.forward must have {members} entries: candidates, then the target"
             )
-        for name, table in zip(self.names, self.costs.forward, strict=True):
-            if min(map(min, table.ms)) <= 0:
-                raise ValueError(f"a cost of {name} is {min(map(min, table.ms)):g}, not above 0")
+        for key, tables in self.costs.tables().items():
+            names = self.names if key == "forward" else [key]
+            for name, table in zip(names, tables, strict=True):
+                for ms in itertools.chain(*table.ms):
+                    # What a turn adds to its forward may vanish; a forward takes time.
+                    if not (0 < ms < math.inf or (ms == 0 and key.startswith("overhead"))):
+                        raise ValueError(f"a cost of {name} is {ms:g}, not above 0")
 
     @property
     def names(self) -> list[str]:
@@ -180,7 +186,7 @@ def load_profile(path: str | Path) -> Profile:
     if not path.is_file():
         raise PlannerError(f"no profile '{path}'; `vllm-hsd profile` writes one.")
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise PlannerError(f"the profile '{path}' is not JSON ({error}).") from None
     if not isinstance(raw, dict) or raw.get("schema") != 1:

@@ -9,6 +9,18 @@ from typing import Any
 from vllm_hsd.planner.errors import PlannerError
 
 
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        PlannerError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlannerError(f"'{path}' cannot be read ({error}).") from None
+
+
 def read_prompts(path: str | Path) -> list[str | list[dict[str, str]]]:
     """Prompts of a file, in order.
 
@@ -25,7 +37,7 @@ def read_prompts(path: str | Path) -> list[str | list[dict[str, str]]]:
     path = Path(path)
     if not path.is_file():
         raise PlannerError(f"no prompts file '{path}'.")
-    text = path.read_text()
+    text = read_text(path)
     if path.suffix == ".jsonl":
         lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
         prompts = [_from_json(path, number, line) for number, line in lines]

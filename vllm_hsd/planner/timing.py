@@ -2,11 +2,14 @@
 
 Every candidate drafts alone, verifies the smallest of the others at several lengths, and the
 target verifies several lengths; each of these cascades generates text, and every turn and step
-is timed. So the times are those of serving: caches as warm or cold as they are then.
+is timed. So the times are those of serving: caches as warm or cold as they are then. A second
+engine is timed without speculation, in turns with the first where memory allows: what slows the
+machine down for a while then slows both, and their ratio, the speed-up, stays right.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -17,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from scipy.optimize import isotonic_regression
-from scipy.stats import trim_mean
 
 from vllm_hsd.engine_runs import engine_environment
 from vllm_hsd.planner.costs import Costs, TimeTable, prolonged
@@ -27,8 +30,10 @@ from vllm_hsd.planner.profile import Candidate
 
 # Lengths at which verification is timed, as far as the longest draft allows.
 LENGTHS = (1, 2, 4, 7, 11, 15, 23, 31)
-STEPS = 24
-PASSES = 2
+STEPS = 12
+# Steps without speculation in every pass: a single number that all speed-ups depend on.
+PLAIN_STEPS = 48
+PASSES = 4
 # Token counts seen less often than this are left to interpolation.
 SEEN = 3
 
@@ -59,8 +64,8 @@ class Machine:
     seed: int = 0
     clock: str = "wall"
 
-    def settings(self) -> list[dict[str, Any]]:
-        """The cascades to time, once per batch size and pass."""
+    def settings(self, number: int) -> list[dict[str, Any]]:
+        """The cascades to time in one pass, the first being number 0, at every batch size."""
         lengths = [n for n in LENGTHS if n < self.max_tokens]
         smallest = np.argsort(self.sizes, kind="stable").tolist()
         cascades: list[tuple[list[int], list[int]]] = []
@@ -70,24 +75,22 @@ class Machine:
             cascades += [([others[0], model], [n, n + 1]) for n in lengths if others]
         cascades += [(smallest[:1], [n]) for n in (*lengths, self.max_tokens)]
         return [
-            {"levels": levels, "budgets": budgets, "batch": batch, "tokens": self.tokens(budgets)}
-            for _ in range(PASSES)
+            {
+                "levels": levels,
+                "budgets": budgets,
+                "batch": batch,
+                # About STEPS steps of the target.
+                "tokens": STEPS * (2 + budgets[-1] // 3),
+                "first_prompt": number * len(cascades) + index,
+            }
             for batch in self.batch_sizes
-            for levels, budgets in cascades
+            for index, (levels, budgets) in enumerate(cascades)
         ]
 
-    def plain_settings(self) -> list[dict[str, Any]]:
+    def plain_settings(self, number: int) -> list[dict[str, Any]]:
         """The same without speculation."""
-        return [
-            {"levels": [], "budgets": [], "batch": batch, "tokens": self.tokens([1])}
-            for _ in range(PASSES)
-            for batch in self.batch_sizes
-        ]
-
-    @staticmethod
-    def tokens(budgets: Sequence[int]) -> int:
-        """Tokens to generate so that about STEPS steps are seen."""
-        return STEPS * (2 + budgets[-1] // 3)
+        setting = {"levels": [], "budgets": [], "tokens": PLAIN_STEPS, "first_prompt": number}
+        return [{**setting, "batch": batch} for batch in self.batch_sizes]
 
     def job(self, speculative: bool, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
         """The job of `timing_engine` with or without speculation."""
@@ -117,7 +120,6 @@ class Machine:
             "verifier": "hierarchical",
             "seed": self.seed,
             "clock": self.clock,
-            "settings": self.settings() if speculative else self.plain_settings(),
         }
 
 
@@ -127,59 +129,113 @@ def measure_costs(
     folder: Path,
     advance: Callable[[int], None] = lambda done: None,
 ) -> Costs:
-    """Run the engines, one after the other, and make tables of what they took.
+    """Run both engines and make tables of what they took.
+
+    On a GPU, whose memory one engine fills, they run one after the other.
 
     Args:
         prompts: token ids of the texts to continue.
-        folder: for the engines' log, and for what a finished engine recorded, which a later
+        folder: for the engines' log, and for what a finished pass recorded, which a later
             call takes up.
-        advance: told how many settings are done, see `Machine.settings`.
+        advance: told how many of the `settings_in_all` are done.
 
     Raises:
         PlannerError: an engine failed; says why and where its log is.
     """
-    before = len(machine.settings())
-    recordings = []
-    for name, speculative, done_before in (("cascades", True, 0), ("plain", False, before)):
-        kept = folder / f"{name}.json"
-        if not kept.exists():
-            job = machine.job(speculative, prompts)
-            found = run_engine(job, folder / "engine.log", lambda n, m=done_before: advance(m + n))
-            unfinished = kept.with_suffix(".part")
-            unfinished.write_text(json.dumps(found))
-            unfinished.rename(kept)
-        recordings.append(json.loads(kept.read_text()))
-    return tables(machine, *recordings)
+    order = [(name, number) for number in range(PASSES) for name in ("cascades", "plain")]
+    together = not torch.cuda.is_available()
+    if not together:
+        order.sort()
+    recorded: dict[str, list[dict[str, Any]]] = {"cascades": [], "plain": []}
+    done = 0
+    with contextlib.ExitStack() as running:
+        engines: dict[str, Engine] = {}
+        for name, number in order:
+            speculative = name == "cascades"
+            settings = (machine.settings if speculative else machine.plain_settings)(number)
+            kept = folder / f"{name}-{number}.json"
+            if not kept.exists():
+                if name not in engines:
+                    if not together:
+                        running.pop_all().close()
+                    engine = Engine(machine.job(speculative, prompts), folder / "engine.log")
+                    engines[name] = running.enter_context(engine)
+                found = engines[name].run(settings, lambda n, before=done: advance(before + n))
+                unfinished = kept.with_suffix(".part")
+                unfinished.write_text(json.dumps(found))
+                unfinished.rename(kept)
+            done += len(settings)
+            advance(done)
+            recorded[name] += json.loads(kept.read_text())
+    return tables(machine, recorded["cascades"], recorded["plain"])
 
 
-def run_engine(
-    job: dict[str, Any], log: Path, advance: Callable[[int], None]
-) -> list[dict[str, Any]]:
-    """One engine process from start to end; returns its recordings, one per setting."""
-    with log.open("ab") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_hsd.planner.timing_engine"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stream,
-            text=True,
-            env=engine_environment(),
+def settings_in_all(machine: Machine) -> int:
+    """Settings that `measure_costs` runs."""
+    return PASSES * (len(machine.settings(0)) + len(machine.plain_settings(0)))
+
+
+class Engine:
+    """An engine process that is timed; a context manager. It loads before its first settings.
+
+    Args:
+        job: see `Machine.job`.
+        log: file that gets everything that the process prints.
+    """
+
+    def __init__(self, job: dict[str, Any], log: Path):
+        self.log = log
+        with log.open("ab") as stream:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "vllm_hsd.planner.timing_engine"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stream,
+                text=True,
+                env=engine_environment(),
+            )
+        self._send(job)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        if exception[0] is not None:
+            self.process.terminate()
+        self.process.stdout.close()
+        self.process.wait()
+
+    def run(
+        self, settings: Sequence[dict[str, Any]], advance: Callable[[int], None] = lambda done: None
+    ) -> list[dict[str, Any]]:
+        """Recordings, one per setting; `advance` is told how many are done.
+
+        Raises:
+            PlannerError: the engine failed; says why and where its log is.
+        """
+        self._send(settings)
+        for line in self.process.stdout:
+            answer = json.loads(line)
+            if "error" in answer:
+                raise PlannerError(
+                    f"vLLM could not run the models for timing: {answer['error']} "
+                    f"(log: {self.log})."
+                )
+            if "result" in answer:
+                return answer["result"]
+            advance(answer["progress"])
+        raise PlannerError(
+            f"vLLM ended with status {self.process.wait()} while it was being timed; "
+            f"read {self.log}."
         )
-        with process:
-            process.stdin.write(json.dumps(job) + "\n")
-            process.stdin.close()
-            for line in process.stdout:
-                answer = json.loads(line)
-                if "error" in answer:
-                    raise PlannerError(
-                        f"vLLM could not run the models for timing: {answer['error']} (log: {log})."
-                    )
-                if "result" in answer:
-                    return answer["result"]
-                advance(answer["progress"])
-    raise PlannerError(
-        f"vLLM ended with status {process.returncode} while it was being timed; read {log}."
-    )
+
+    def _send(self, message: Any) -> None:
+        # An engine that has died says why on its other pipe.
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
 
 
 def tables(machine: Machine, cascades: list[dict[str, Any]], plain: list[dict[str, Any]]) -> Costs:
@@ -226,11 +282,21 @@ def _table(
                 f"beside each other, so lower --batch-sizes or raise max_num_batched_tokens."
             )
         xs = sorted(by_tokens)
-        # The mean of the middle half: totals add up from means, and pauses must not count.
-        means = [trim_mean(by_tokens[n], 0.25) for n in xs]
+        means = [_mean(by_tokens[n]) for n in xs]
         # More tokens never take less time; what noise says otherwise is averaged out.
         means = isotonic_regression(means, weights=[len(by_tokens[n]) for n in xs]).x
         widths = [np.subtract(*np.quantile(by_tokens[n], (0.75, 0.25))) / 2 for n in xs]
         rows.append([round(max(prolonged(xs, means, n), 1e-6), 6) for n in grid])
         spread.append([round(float(np.interp(n, xs, widths)), 6) for n in grid])
     return TimeTable(batch_sizes=list(batch_sizes), tokens=grid, ms=rows, spread=spread)
+
+
+def _mean(samples: Sequence[float]) -> float:
+    """The mean, since totals add up from means, without the pauses of the machine.
+
+    A pause is what lies more than 1.5 interquartile ranges outside the quartiles.
+    """
+    values = np.array(samples)
+    low, high = np.quantile(values, (0.25, 0.75))
+    reach = 1.5 * (high - low)
+    return float(values[(values >= low - reach) & (values <= high + reach)].mean())

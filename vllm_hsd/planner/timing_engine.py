@@ -1,8 +1,8 @@
 """An engine in a process of its own that times every forward of its levels and every step.
 
-Run as a module: one JSON job on stdin, JSON lines on stdout, each {"progress": ...},
-{"result": ...} or {"error": ...}. A job holds the arguments of `vllm.LLM`, the prompts, the
-seeds and the settings to run. One engine loads every candidate as a level; each setting then
+Run as a module: JSON lines on stdin, first a job (the arguments of `vllm.LLM`, the prompts, how
+to sample), then lists of settings to run; JSON lines on stdout, each {"progress": ...},
+{"result": ...} or {"error": ...}. One engine loads every candidate as a level; each setting then
 runs a cascade of some of them.
 """
 
@@ -160,26 +160,34 @@ class Recorder:
         return timed
 
 
-def run(job: dict[str, Any], report) -> list[dict[str, Any]]:
-    """Load the engine and run every setting; returns one recording per setting.
-
-    Args:
-        job: "engine" (arguments of LLM), "prompts" (texts), "temperature", "top_p", and
-            "settings": {"levels", "budgets", "batch", "tokens"} each, levels empty without
-            speculation, and "first_prompt" where settings should continue the same prompts.
-        report: called with the number of settings that are done.
-    """
-    from vllm import LLM, SamplingParams
+def load(job: dict[str, Any]) -> Any:
+    """The engine of a job: "engine" holds the arguments of LLM, "clock" is "wall" or "cpu"."""
+    from vllm import LLM
 
     llm = LLM(**job["engine"])
     llm.collective_rpc(_install, args=(job["clock"],))
+    return llm
+
+
+def run(llm: Any, job: dict[str, Any], settings: list[dict], report) -> list[dict[str, Any]]:
+    """Run every setting; returns one recording per setting.
+
+    Args:
+        llm: what `load` returned for `job`.
+        job: "prompts" (what LLM.generate takes), "temperature", "top_p", "seed", "verifier".
+        settings: {"levels", "budgets", "batch", "tokens", "first_prompt"} each, levels empty
+            without speculation; a batch continues the prompts from the first one on.
+        report: called with the number of settings that are done.
+    """
+    from vllm import SamplingParams
+
     recordings = []
-    for done, setting in enumerate(job["settings"]):
+    for done, setting in enumerate(settings, 1):
         if setting["levels"]:
             chosen = setting["levels"], setting["budgets"], job["verifier"]
             llm.collective_rpc(_use, args=chosen)
         prompts = job["prompts"]
-        first = setting.get("first_prompt", done)
+        first = setting["first_prompt"]
         prompts = [prompts[(first + i) % len(prompts)] for i in range(setting["batch"])]
         params = SamplingParams(
             temperature=job["temperature"],
@@ -190,7 +198,7 @@ def run(job: dict[str, Any], report) -> list[dict[str, Any]]:
         )
         llm.generate(prompts, params, use_tqdm=False)
         recordings.append(llm.collective_rpc(_take)[0])
-        report(done + 1)
+        report(done)
     return recordings
 
 
@@ -207,7 +215,7 @@ def _take(worker) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the job, run it, answer."""
+    """Load the engine that the first line describes, run the settings of every further one."""
     # vLLM logs to stdout: keep that for the answers and let everything else go to stderr.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -219,8 +227,11 @@ def main() -> None:
     with contextlib.closing(answers):
         try:
             job = json.loads(sys.stdin.readline())
-            recordings = run(job, lambda done: answer({"progress": done}))
-            answer({"result": recordings})
+            llm = load(job)
+            for line in sys.stdin:
+                settings = json.loads(line)
+                recordings = run(llm, job, settings, lambda done: answer({"progress": done}))
+                answer({"result": recordings})
         except Exception as error:
             answer({"error": " ".join(str(error).split())})
             raise

@@ -1,0 +1,104 @@
+"""Bad input on the command line: one sentence, exit status 2, no traceback; interruptions."""
+
+import json
+
+import pytest
+
+from vllm_hsd import cli
+from vllm_hsd.planner import measure
+from vllm_hsd.planner.costs import Costs, TimeTable
+from vllm_hsd.planner.profile import Candidate, Profile
+
+
+def flat(ms):
+    return TimeTable(batch_sizes=[1], tokens=[1], ms=[[ms]])
+
+
+@pytest.fixture
+def profile():
+    return Profile(
+        target="models/target",
+        candidates=[Candidate(name="small", model="models/small")],
+        max_tokens=4,
+        rates=[[1, 0.7], [0.7, 1]],
+        costs=Costs(forward=[flat(0.5), flat(5.0)]),
+    )
+
+
+def fails(capsys, *arguments):
+    """What `vllm-hsd ARGUMENTS` says on its way out with status 2."""
+    assert cli.main([str(argument) for argument in arguments]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith(f"vllm-hsd {arguments[0]}: ") and said.endswith(".")
+    return said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-levels", 0], "allow at least 1 level"),
+        (["--max-budget", 0], "covers 1 to 4 tokens"),
+        (["--max-budget", 5], "covers 1 to 4 tokens"),
+        (["--batch-size", 3], "batch size 3 was not measured"),
+        (["--batch-size", 0], "batch size is 0"),
+        (["--output-tokens", 1], "--output-tokens"),
+        (["-o", "nowhere/cascade.json"], "no folder 'nowhere'"),
+    ],
+)
+def test_wishes_of_a_plan(profile, tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    profile.save("profile.json")
+    assert message in fails(capsys, "plan", "profile.json", *arguments)
+
+
+def test_profiles_that_are_none(tmp_path, capsys):
+    assert "no profile" in fails(capsys, "plan", tmp_path / "missing.json")
+    (tmp_path / "half.json").write_text("{")
+    assert "is not JSON" in fails(capsys, "plan", tmp_path / "half.json")
+
+
+def test_a_profile_of_elsewhere_is_planned_with_a_warning(profile, tmp_path, capsys):
+    profile.versions, profile.machine = {"vllm": "0.1.0"}, {"processor": "Abacus 9"}
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    assert cli.main(["plan", str(path), "-o", str(tmp_path / "cascade.json")]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "vLLM 0.1.0 and this is vLLM" in said
+    assert "processor Abacus 9 and this machine has" in said
+    assert json.loads((tmp_path / "cascade.json").read_text())["schema"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "T", "--candidates", "T"], "the target 'T' is among its own candidates"),
+        (["--target", "T"], "at least one candidate or one early exit"),
+        (["--target", "T", "--candidates", "A", "--temperature", -1], "temperature is -1"),
+        (["--target", "T", "--candidates", "A", "--top-p", 1.5], "top_p is 1.5"),
+        (["--target", "T", "--candidates", "A", "--prompts", "empty.txt"], "holds no prompt"),
+        (["--target", "T", "--candidates", "A", "--prompts", "lines.jsonl"], "line 1 of"),
+    ],
+)
+def test_profiles_that_cannot_be_measured(tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "lines.jsonl").write_text('{"prompt": ""}\n')
+    assert message in fails(capsys, "profile", *arguments)
+    assert not list(tmp_path.glob("*.parts"))
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[1]", "not a JSON object")])
+def test_engine_arguments_are_a_json_object(capsys, text, message):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["profile", "--target", "T", "--candidates", "A", "--engine-args", text])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_an_interrupted_profile_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure, "measure_profile", interrupted)
+    arguments = ["--target", "T", "--candidates", "A", "-o", str(tmp_path / "p.json")]
+    assert cli.main(["profile", *arguments]) == 130
+    assert "the same command continues" in capsys.readouterr().err
