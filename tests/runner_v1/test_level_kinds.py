@@ -36,8 +36,9 @@ STACKS = {
     ),
     "exit_head": lambda family, files: hsd({"exit_head": files.exit_head}),
     "exit_head below an exit": lambda family, files: hsd(
-        {"exit_head": files.exit_head, "num_tokens": 2},
+        {"exit_head": files.exit_head, "num_tokens": 2, "window": "entropy"},
         {"early_exit": 2},
+        tail=1,
     ),
     "exit_head above a model": lambda family, files: hsd(
         {"model": family.small, "num_tokens": 2},
