@@ -1,6 +1,6 @@
-"""Train the tiny family: one tokenizer, a target, and two drafters distilled from it.
+"""Train the tiny family: one tokenizer, a target, two drafters distilled from it, a bigram table.
 
-    python benchmarks/models/train.py                # the committed models; half an hour or less
+    python benchmarks/models/train.py                # the committed models; about 40 minutes
     python benchmarks/models/train.py --scale 0.1 -o /tmp/family
 
 The text is the Python standard library of the interpreter that runs this script (sources with
@@ -30,19 +30,21 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
+from vllm_hsd.levels.bigram import count_bigrams, write_bigram
+
 HERE = Path(__file__).parent
 EOS = "<|endoftext|>"
-VOCAB_SIZE = 512
-SEQUENCE = 256  # tokens; every fourth batch has sequences four times as long
+VOCAB_SIZE = 257  # every byte, and EOS
+SEQUENCE = 256  # bytes; every fourth batch has sequences four times as long
 MAX_POSITIONS = 1024
 BATCH_TOKENS = 2048
 SEED = 20
 SHAPES = {
     "target": dict(hidden_size=256, intermediate_size=704, num_hidden_layers=6,
                    num_attention_heads=4, num_key_value_heads=2, head_dim=64),
-    "mid": dict(hidden_size=192, intermediate_size=512, num_hidden_layers=2,
+    "mid": dict(hidden_size=192, intermediate_size=640, num_hidden_layers=2,
                 num_attention_heads=3, num_key_value_heads=1, head_dim=64),
-    "small": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=1,
+    "small": dict(hidden_size=128, intermediate_size=512, num_hidden_layers=1,
                   num_attention_heads=4, num_key_value_heads=4, head_dim=32),
 }  # fmt: skip
 SKIPPED_FOLDERS = {
@@ -65,7 +67,7 @@ def library_files() -> tuple[list[Path], list[Path]]:
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with VOCAB_SIZE entries; entry 0 ends a document."""
+    """One token per byte of UTF-8; entry 0 ends a document."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -230,13 +232,13 @@ def train_target(model, text: Batches, steps: int, log: Log) -> None:
 
 @torch.no_grad()
 def sample_stream(model: LlamaForCausalLM, text: Batches, sequences: int) -> torch.Tensor:
-    """Text sampled from `model` at temperature 1 after 16 tokens of real text, int64 [n]."""
+    """Text sampled from `model` at temperature 1 after 32 bytes of real text, int64 [n]."""
     parts = []
     for count in range(0, sequences, 128):
-        starts = torch.cat([text.draw(SEQUENCE)[:, :16] for _ in range(16)])
+        starts = torch.cat([text.draw(SEQUENCE)[:, :32] for _ in range(16)])
         parts.append(model.generate(
             starts, attention_mask=torch.ones_like(starts), do_sample=True, top_k=0,
-            max_new_tokens=SEQUENCE - 16, min_new_tokens=SEQUENCE - 16,
+            max_new_tokens=SEQUENCE - 32, min_new_tokens=SEQUENCE - 32,
         ))  # fmt: skip
         print(f"sampled {min(count + 128, sequences)} of {sequences} sequences", flush=True)
     return torch.cat(parts).flatten()
@@ -268,7 +270,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(SEED)
     transformers_logging.set_verbosity_error()
-    steps = {"target": 1000, "mid": 1200, "small": 1200}
+    steps = {"target": 2000, "mid": 4000, "small": 4000}
     steps = {name: max(2, round(n * options.scale)) for name, n in steps.items()}
 
     train_files, held_out_files = library_files()
@@ -285,12 +287,14 @@ def main() -> None:
     train_target(target, text, steps["target"], log)
     save(target, tokenizer, options.output / "target")
 
-    sampled = sample_stream(target.eval(), text, 128 * max(1, round(8 * options.scale)))
+    sampled = sample_stream(target.eval(), text, 128 * max(1, round(24 * options.scale)))
     students = {name: new_model(name, tokenizer.eos_token_id) for name in ("mid", "small")}
     distil(target, students, [text, Batches(sampled, generator)], steps["mid"], log)
     for name, model in students.items():
         save(model, tokenizer, options.output / name)
     log.write(options.output / "loss.csv")
+    table = count_bigrams([stream.numpy()], VOCAB_SIZE)
+    write_bigram(table, str(options.output / "bigram.npz"))
 
 
 if __name__ == "__main__":

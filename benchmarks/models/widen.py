@@ -1,6 +1,6 @@
 """Make a tiny Llama-architecture model cost what a large one costs, without changing its function.
 
-    python benchmarks/models/widen.py --params 200e6 -o results/models/target-widened
+    python benchmarks/models/widen.py --params 300e6 -o results/models/target-widened
 
 On a CPU a forward pass of a 5 M parameter target costs little more than one of its drafters, so
 speculation could not pay. The widened target has the same layers, but MLPs with many more hidden
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-DEFAULT_PARAMS = 200_000_000
+DEFAULT_PARAMS = 300_000_000
 STAMP = "widened.json"
 
 
