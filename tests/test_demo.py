@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -13,6 +14,11 @@ from vllm_hsd.demo import Choice, Contender, Sample, Setting
 from vllm_hsd.engine_runs import EngineError, EngineProcess, Run
 
 ROLES = ("none", "single", "cascade")
+CONTENDERS = [
+    Contender("none", "none"),
+    Contender("single", "single", [1]),
+    Contender("cascade", "cascade", [0, 1]),
+]
 
 
 def make_run(seconds=1.0, token_ids=(1, 2, 3, 4), accepted=0, levels=()):
@@ -25,15 +31,15 @@ def make_level(drafted, accepted):
 
 @pytest.fixture
 def setting(tmp_path):
-    contenders = [Contender(role, role) for role in ROLES]
-    return Setting(tmp_path, contenders, ["a", "b"], ["c"], tmp_path, "the target is a toy")
+    return Setting(tmp_path, {}, CONTENDERS, ["a", "b"], ["c"], tmp_path, "the target is a toy")
 
 
 @pytest.fixture
 def choices():
     return {
         temperature: {
-            role: Choice(Contender(role, role), [] if role == "none" else [3]) for role in ROLES
+            contender.role: Choice(contender, [3] * len(contender.levels))
+            for contender in CONTENDERS
         }
         for temperature in (0.0, 1.0)
     }
@@ -41,7 +47,11 @@ def choices():
 
 def make_samples(seconds, **changes):
     """One sample per role, temperature, round and prompt; `seconds[role][round]`."""
-    levels = {"none": [], "single": [make_level(4, 2)], "cascade": [make_level(6, 3)] * 2}
+    levels = {
+        "none": [],
+        "single": [make_level(0, 0), make_level(4, 2)],
+        "cascade": [make_level(6, 3)] * 2,
+    }
     accepted = {"none": 0, "single": 2, "cascade": 3}
     return [
         Sample(
@@ -115,35 +125,40 @@ def test_sampled_outputs_may_differ():
 
 
 class FakeEngine:
-    """Takes the seconds that its budgets say, and counts its runs."""
+    """Takes the seconds that its levels and budgets say, and counts its runs."""
 
     def __init__(self, seconds):
-        self.seconds, self.budgets, self.runs = seconds, [], 0
+        self.seconds, self.in_use, self.runs = seconds, (None, None), Counter()
 
-    def set_budgets(self, budgets):
-        self.budgets = budgets
+    def use(self, budgets, levels):
+        self.in_use = tuple(levels), budgets
 
     def generate(self, prompts, temperature, max_tokens, seed):
-        self.runs += 1
-        return make_run(self.seconds(self.budgets, seed))
+        levels, budgets = self.in_use
+        self.runs[levels] += 1
+        return make_run(self.seconds(levels, budgets, seed))
+
+
+def speculating_seconds(levels, budgets, seed):
+    if levels == (0,):
+        # The fastest on the first prompts, the slowest on the later ones.
+        return 0.1 if seed < 2 else 5.0
+    return len(levels) / budgets[0]
 
 
 @pytest.fixture
 def step(tmp_path):
     contenders = [
         Contender("none", "none"),
-        Contender("small", "single", {}, [[2], [3]]),
-        Contender("mid", "single", {}, [[2], [4]]),
-        Contender("both", "cascade", {}, [[1, 2], [2, 4]]),
+        Contender("small", "single", [0], [[2], [3]]),
+        Contender("mid", "single", [1], [[2], [4]]),
+        Contender("both", "cascade", [0, 1], [[1, 2], [2, 4]]),
     ]
     prompts = [str(i) for i in range(5)]
-    setting = Setting(tmp_path, contenders, ["a", "b"], prompts, tmp_path, "a toy")
+    setting = Setting(tmp_path, {}, contenders, ["a", "b"], prompts, tmp_path, "a toy")
     engines = {
-        "none": FakeEngine(lambda budgets, seed: 1.0),
-        # The fastest on the first prompts, the slowest on the later ones.
-        "small": FakeEngine(lambda budgets, seed: 0.1 if seed < 2 else 5.0),
-        "mid": FakeEngine(lambda budgets, seed: 1 / budgets[0]),
-        "both": FakeEngine(lambda budgets, seed: 2 / budgets[0]),
+        "plain": FakeEngine(lambda levels, budgets, seed: 1.0),
+        "speculating": FakeEngine(speculating_seconds),
     }
     with Progress(console=Console(file=io.StringIO())) as progress:
         yield demo._Step(setting, engines, 0.0, progress, progress.add_task("", total=None))
@@ -157,8 +172,8 @@ def test_the_sweep_takes_the_fastest_of_each_role_over_all_tuning_prompts(step):
         "cascade": ("both", [2, 4]),
     }
     # Both of small and the better of mid went on from the first 2 prompts to the other 3.
-    runs = {name: engine.runs for name, engine in step.engines.items()}
-    assert runs == {"none": 0, "small": 2 * 5, "mid": 2 + 5, "both": 2 * 5}
+    assert step.engines["plain"].runs.total() == 0
+    assert step.engines["speculating"].runs == {(0,): 2 * 5, (1,): 2 + 5, (0, 1): 2 * 5}
 
 
 def test_all_roles_take_turns_on_every_prompt_with_the_same_seed(step):
@@ -171,7 +186,7 @@ def test_all_roles_take_turns_on_every_prompt_with_the_same_seed(step):
 
 def test_the_progress_bar_counts_every_call_of_an_engine(step):
     step.measure(step.choose())
-    calls = sum(engine.runs for engine in step.engines.values())
+    calls = sum(engine.runs.total() for engine in step.engines.values())
     first_runs = len(step.engines)
     temperatures = len(step.setting.temperatures)
     assert step.setting.runs == first_runs + temperatures * calls
@@ -184,17 +199,18 @@ def test_outside_a_clone_the_demo_says_what_to_do(tmp_path):
 
 @pytest.mark.slow
 def test_the_whole_demo_on_untrained_models(text_family, tmp_path):
-    def config(*levels):
-        return {"method": "hsd", "num_speculative_tokens": 4, "levels": list(levels)}
-
-    small, mid = {"model": text_family.small}, {"model": text_family.mid}
     setting = Setting(
         target=text_family.target,
+        speculative_config={
+            "method": "hsd",
+            "num_speculative_tokens": 4,
+            "levels": [{"model": text_family.small, "num_tokens": 3}, {"model": text_family.mid}],
+        },
         contenders=[
             Contender("no speculation", "none"),
-            Contender("small alone", "single", config(small), [[2], [3]]),
-            Contender("mid alone", "single", config(mid), [[2]]),
-            Contender("both", "cascade", config({**small, "num_tokens": 2}, mid), [[1, 3], [2, 4]]),
+            Contender("small alone", "single", [0], [[2], [3]]),
+            Contender("mid alone", "single", [1], [[2]]),
+            Contender("both", "cascade", [0, 1], [[1, 3], [2, 4]]),
         ],
         prompts=["def f(", "import "],
         tuning_prompts=["class A"],

@@ -20,15 +20,16 @@ from vllm_hsd import demo_report
 from vllm_hsd.engine_runs import EngineProcess, Run
 
 REPOSITORY = Path(__file__).parent.parent
-TARGET_PARAMS = 200e6
-PROMPTS = 6
-TUNING_PROMPTS = 8
-MAX_TOKENS = 64
+TARGET_PARAMS = 300e6
+PROMPTS = 4
+TUNING_PROMPTS = 6
+MAX_TOKENS = 96
 TUNING_TOKENS = 48
 ROUNDS = 3
 TEMPERATURES = (0.0, 1.0)
 # The sweep runs every candidate on a few prompts, and the best of each role on the others too.
 FIRST_PROMPTS = 2
+ENGINES = ("plain", "speculating")
 FINALISTS = 3
 
 
@@ -43,21 +44,29 @@ class Contender:
     Attributes:
         role: "none", "single" or "cascade"; of several with one role, the fastest in the sweep
             takes part.
-        speculative_config: as for `LLM`, with the largest budgets of the sweep.
+        levels: which levels of the setting's cascade draft, cheapest first.
         budgets: the sweep, one list of budgets per candidate, cheapest level first.
     """
 
     name: str
     role: str
-    speculative_config: dict | None = None
+    levels: list[int] = field(default_factory=list)
     budgets: list[list[int]] = field(default_factory=lambda: [[]])
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What runs; the tuning prompts choose budgets and take no part in the measurement."""
+    """What runs; the tuning prompts choose budgets and take no part in the measurement.
+
+    One engine serves without speculation, another one hosts all levels and serves with those of
+    the contender whose turn it is.
+
+    Attributes:
+        speculative_config: as for `LLM`, with every level and the largest budgets of the sweep.
+    """
 
     target: Path
+    speculative_config: dict
     contenders: list[Contender]
     prompts: list[str]
     tuning_prompts: list[str]
@@ -82,7 +91,7 @@ class Setting:
             if role != "none"
         )
         measured = self.rounds * len(self.prompts) * len(candidates)
-        return len(self.contenders) + len(self.temperatures) * (tuning + measured)
+        return len(ENGINES) + len(self.temperatures) * (tuning + measured)
 
 
 @dataclass(frozen=True)
@@ -132,30 +141,29 @@ def family_setting(repository: Path) -> Setting:
         )
     prompts = family_prompts(models)
 
-    def level(name: str, **keys) -> dict:
-        return {"model": str(models / name), **keys}
-
-    def config(num_speculative_tokens: int, *levels: dict) -> dict:
-        return {
-            "method": "hsd",
-            "num_speculative_tokens": num_speculative_tokens,
-            "levels": list(levels),
-        }
-
+    most = 16
+    levels = [
+        {"bigram": str(models / "bigram.npz"), "num_tokens": most},
+        {"model": str(models / "small"), "num_tokens": most},
+        {"model": str(models / "mid")},
+    ]
+    bigram, small, mid = range(len(levels))
     single = [[n] for n in range(2, 7)]
     contenders = [
         Contender("no speculation", "none"),
-        Contender("small alone", "single", config(6, level("small")), single),
-        Contender("mid alone", "single", config(6, level("mid")), single),
-        Contender(
-            "small, mid",
-            "cascade",
-            config(8, level("small", num_tokens=4), level("mid")),
-            [[2, 4], [2, 6], [3, 6], [4, 6], [3, 8], [4, 8]],
-        ),
+        Contender("small alone", "single", [small], single),
+        Contender("mid alone", "single", [mid], single),
+        Contender("small, mid", "cascade", [small, mid], [[4, 8], [6, 10], [6, 12], [8, 16]]),
+        Contender("bigram, mid", "cascade", [bigram, mid], [[2, 8], [3, 8], [2, 10], [3, 12]]),
+        Contender("bigram, small, mid", "cascade", [bigram, small, mid], [[2, 4, 8], [2, 6, 12]]),
     ]
     return Setting(
         target=widened(models, TARGET_PARAMS, repository / "results" / "models"),
+        speculative_config={
+            "method": "hsd",
+            "num_speculative_tokens": most,
+            "levels": levels,
+        },
         contenders=contenders,
         prompts=prompts[:PROMPTS],
         tuning_prompts=prompts[-TUNING_PROMPTS:],
@@ -194,21 +202,17 @@ def run(setting: Setting, console: Console) -> int:
     samples: list[Sample] = []
     choices: dict[float, dict[str, Choice]] = {}
     with ExitStack() as stack:
+        configs = (None, setting.speculative_config)
         engines = {
-            contender.name: stack.enter_context(
-                EngineProcess(
-                    contender.name,
-                    setting.target,
-                    contender.speculative_config,
-                    setting.out / "logs" / f"{contender.name.replace(' ', '_')}.log",
-                )
+            name: stack.enter_context(
+                EngineProcess(name, setting.target, config, setting.out / "logs" / f"{name}.log")
             )
-            for contender in setting.contenders
+            for name, config in zip(ENGINES, configs, strict=True)
         }
         stack.enter_context(progress)
         task = progress.add_task("loading", total=setting.runs)
         for name, engine in engines.items():
-            progress.update(task, description=f"loading: {name}")
+            progress.update(task, description=f"loading the engine: {name}")
             engine.wait()
             # The first run of an engine is slower than all later ones.
             engine.generate(setting.tuning_prompts[:1], 1.0, setting.tuning_tokens)
@@ -249,8 +253,7 @@ class _Step:
         """Let the candidates take turns on the prompts."""
         for seed, prompt in prompts:
             for choice in candidates:
-                engine = self.engines[choice.contender.name]
-                engine.set_budgets(choice.budgets)
+                engine = self._engine(choice)
                 self._describe(f"sweep: {choice.contender.name} {choice.budgets}")
                 run = engine.generate([prompt], self.temperature, self.setting.tuning_tokens, seed)
                 choice.tokens += run.tokens
@@ -258,9 +261,6 @@ class _Step:
 
     def measure(self, chosen: dict[str, Choice]) -> list[Sample]:
         """Every prompt in every round by all roles in turn, one prompt at a time."""
-        for choice in chosen.values():
-            if choice.budgets:
-                self.engines[choice.contender.name].set_budgets(choice.budgets)
         roles = list(chosen)
         samples = []
         for round_ in range(self.setting.rounds):
@@ -268,13 +268,21 @@ class _Step:
                 # Nobody always runs first, or always after the same one.
                 for shift in range(len(roles)):
                     role = roles[(round_ + i + shift) % len(roles)]
-                    contender = chosen[role].contender
-                    self._describe(f"round {round_ + 1}: {contender.name}")
-                    run = self.engines[contender.name].generate(
+                    engine = self._engine(chosen[role])
+                    self._describe(f"round {round_ + 1}: {chosen[role].contender.name}")
+                    run = engine.generate(
                         [prompt], self.temperature, self.setting.max_tokens, seed=1000 * round_ + i
                     )
                     samples.append(Sample(role, self.temperature, round_, i, run))
         return samples
+
+    def _engine(self, choice: Choice) -> EngineProcess:
+        """The engine that serves a choice, made ready for it."""
+        plain, speculating = (self.engines[name] for name in ENGINES)
+        if not choice.contender.levels:
+            return plain
+        speculating.use(choice.budgets, choice.contender.levels)
+        return speculating
 
     def _describe(self, text: str) -> None:
         description = f"temperature {self.temperature:g}, {text}"

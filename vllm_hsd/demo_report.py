@@ -103,8 +103,9 @@ def summarise(temperature: float, chosen: dict[str, Choice], samples: list[Sampl
     rows = []
     for role, choice in chosen.items():
         runs = [sample.run for sample in own if sample.role == role]
-        drafted = np.sum([[level["drafted"] for level in run.levels] for run in runs], axis=0)
-        accepted = np.sum([[level["accepted"] for level in run.levels] for run in runs], axis=0)
+        levels = choice.contender.levels
+        drafted = np.sum([[run.levels[i]["drafted"] for i in levels] for run in runs], axis=0)
+        accepted = np.sum([[run.levels[i]["accepted"] for i in levels] for run in runs], axis=0)
         rows.append(
             Row(
                 temperature,

@@ -111,13 +111,12 @@ class EngineProcess:
         )
         return Run(**answer)
 
-    def set_budgets(self, budgets: list[int]) -> None:
-        """Let every level hand up at most budgets[i] tokens, cheapest level first.
+    def use(self, budgets: list[int], levels: list[int] | None = None) -> None:
+        """Serve the next runs with some levels (default all) and these budgets.
 
-        The last one is the draft that the target verifies; it must not be above the
-        num_speculative_tokens that the engine was started with. So one engine serves a sweep.
+        See `CascadeProposer.use`; so one engine serves a sweep.
         """
-        self._ask({"do": "set_budgets", "budgets": budgets})
+        self._ask({"do": "use", "budgets": budgets, "levels": levels})
 
     def close(self) -> None:
         """End the process."""
@@ -228,8 +227,8 @@ class _Engine:
         )
         return asdict(run)
 
-    def set_budgets(self, budgets: list[int]) -> dict:
-        self.llm.collective_rpc(_set_budgets, args=(budgets,))
+    def use(self, budgets: list[int], levels: list[int] | None) -> dict:
+        self.llm.collective_rpc(_use, args=(budgets, levels))
         return {}
 
     def _counts(self) -> tuple[int, list[dict[str, float]]]:
@@ -243,11 +242,8 @@ class _Engine:
         return accepted, level_counts()
 
 
-def _set_budgets(worker, budgets: list[int]) -> None:
-    proposer = worker.model_runner.drafter
-    for plan, budget in zip(proposer.cascade.plans, budgets, strict=True):
-        plan.budget = budget
-    proposer.num_speculative_tokens = budgets[-1]
+def _use(worker, budgets: list[int], levels: list[int] | None) -> None:
+    worker.model_runner.drafter.use(levels or list(range(len(budgets))), budgets)
 
 
 def main() -> None:

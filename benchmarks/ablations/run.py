@@ -159,7 +159,7 @@ def measure(variant: Variant, prompts: list[str], log: Path) -> Iterator[dict]:
     with EngineProcess(variant.name, MODELS / "target", cascade, log) as engine:
         for x, budgets, temperature in variant.points:
             if budgets is not None:
-                engine.set_budgets(budgets)
+                engine.use(budgets)
             runs = [
                 engine.generate(prompts, temperature, TOKENS, seed=1000 * i) for i in range(RUNS)
             ]

@@ -77,7 +77,7 @@ def measure(rounds: int, target: Path) -> list[dict]:
             for round_ in range(rounds):
                 for i, (name, budgets) in enumerate(configurations):
                     if budgets:
-                        engines[name].set_budgets(budgets)
+                        engines[name].use(budgets)
                     # Batch 1 takes the first prompts one by one, so that all see several texts.
                     parts = (
                         [prompts[j : j + 1] for j in range(4)] if batch == 1 else [prompts[:batch]]

@@ -107,11 +107,11 @@ def instrument(worker, clock: Clock) -> int:
     if proposer is None:
         return 0
     clock.wrap(runner, "propose_draft_token_ids", "proposing")
-    for i, level in enumerate(proposer.levels):
+    for i, level in enumerate(proposer.hosted):
         clock.wrap(level, "forward", f"level {i} forward")
         clock.wrap(level, "run", f"level {i} model")
         clock.wrap(level, "logits", f"level {i} model")
-    return len(proposer.levels)
+    return len(proposer.hosted)
 
 
 def profile_batch(llm, clock, name, levels, prompts, sampling_params) -> list[dict]:

@@ -212,7 +212,7 @@ def main() -> None:
 
     candidates = [
         *(Candidate(name=name, model=str(MODELS / name)) for name in ("small", "mid")),
-        *(Candidate(name=f"exit {k}", early_exit=k) for k in arguments.early_exits),
+        *(Candidate(name=f"exit {k}", early_exit=k) for k in sorted(arguments.early_exits)),
     ]
     tiny = Family(str(MODELS / "target"), [c.model for c in candidates[:2]], arguments.early_exits)
     machine = Machine(

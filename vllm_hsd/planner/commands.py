@@ -93,7 +93,7 @@ def profile_command(arguments: argparse.Namespace) -> int:
     task = Task(
         target=arguments.target,
         candidates=arguments.candidates,
-        early_exits=arguments.early_exits,
+        early_exits=sorted(arguments.early_exits),
         prompts=arguments.prompts,
         max_prompts=arguments.max_prompts,
         temperature=arguments.temperature,

@@ -103,21 +103,19 @@ class Machine:
             **self.engine_args,
         }
         if speculative:
-            levels = [
-                {**candidate.level(), "num_tokens": self.max_tokens}
-                for candidate in self.candidates
-            ]
+            # All candidates stand in one stack, in which every level needs room for a draft.
+            room = max(self.max_tokens, len(self.candidates))
+            levels = [{**candidate.level(), "num_tokens": room} for candidate in self.candidates]
             engine["speculative_config"] = {
                 "method": "hsd",
                 "levels": levels,
-                "num_speculative_tokens": self.max_tokens,
+                "num_speculative_tokens": room,
             }
         return {
             "engine": engine,
             "prompts": [{"prompt_token_ids": list(ids)} for ids in prompts],
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "verifier": "hierarchical",
             "seed": self.seed,
             "clock": self.clock,
         }

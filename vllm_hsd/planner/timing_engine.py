@@ -62,7 +62,7 @@ class Recorder:
         runner.execute_model = self._execute(runner.execute_model)
         self.levels: list[Any] = []
         if hasattr(getattr(runner, "drafter", None), "cascade"):
-            self.levels = list(runner.drafter.levels)
+            self.levels = list(runner.drafter.hosted)
             for index, level in enumerate(self.levels):
                 level.forward = self._forward(index, level.forward)
             runner.propose_draft_token_ids = self._propose(runner.propose_draft_token_ids)
@@ -80,7 +80,7 @@ class Recorder:
         taken, self.recording, self.started = self.recording, Recording(), None
         return taken
 
-    def use(self, levels: list[int], budgets: list[int], verifier: str) -> None:
+    def use(self, levels: list[int], budgets: list[int]) -> None:
         """Serve the next requests with the cascade of these levels.
 
         Raises:
@@ -90,17 +90,7 @@ class Recorder:
             raise RuntimeError(
                 "only cascades on vLLM's V1 runner can be timed: set VLLM_USE_V2_MODEL_RUNNER=0"
             )
-        from vllm_hsd.cascade import Cascade, LevelPlan
-        from vllm_hsd.runner_v1.requests import RequestTable
-
-        drafter = self.runner.drafter
-        drafter.levels = [self.levels[i] for i in levels]
-        drafter.cascade = Cascade(drafter.levels, [LevelPlan(b, verifier) for b in budgets])
-        # Totals over steps cannot mix cascades of different depth.
-        drafter.cascade.take_stats = list
-        drafter.num_speculative_tokens = budgets[-1]
-        drafter.requests = RequestTable(len(levels), 0)
-        self.runner.rejection_sampler.method = verifier
+        self.runner.drafter.use(levels, budgets)
 
     def _execute(self, execute):
         def timed(scheduler_output, *args, **kwargs):
@@ -145,7 +135,7 @@ class Recorder:
 
     def _close(self, ended: float) -> None:
         starts = [*(began for *_, began, _ in self.open), ended]
-        in_use = self.runner.drafter.levels
+        in_use = self.runner.drafter.cascade.levels
         for (index, batch, tokens, began, ms), then in zip(self.open, starts[1:], strict=True):
             role = "draft" if self.levels[index] is in_use[0] else "verify"
             self.recording.turns.append(Turn(index, role, batch, tokens, ms, then - began))
@@ -174,7 +164,7 @@ def run(llm: Any, job: dict[str, Any], settings: list[dict], report) -> list[dic
 
     Args:
         llm: what `load` returned for `job`.
-        job: "prompts" (what LLM.generate takes), "temperature", "top_p", "seed", "verifier".
+        job: "prompts" (what LLM.generate takes), "temperature", "top_p", "seed".
         settings: {"levels", "budgets", "batch", "tokens", "first_prompt"} each, levels empty
             without speculation; a batch continues the prompts from the first one on.
         report: called with the number of settings that are done.
@@ -184,8 +174,7 @@ def run(llm: Any, job: dict[str, Any], settings: list[dict], report) -> list[dic
     recordings = []
     for done, setting in enumerate(settings, 1):
         if setting["levels"]:
-            chosen = setting["levels"], setting["budgets"], job["verifier"]
-            llm.collective_rpc(_use, args=chosen)
+            llm.collective_rpc(_use, args=(setting["levels"], setting["budgets"]))
         prompts = job["prompts"]
         first = setting["first_prompt"]
         prompts = [prompts[(first + i) % len(prompts)] for i in range(setting["batch"])]
@@ -206,8 +195,8 @@ def _install(worker, clock: str) -> None:
     worker.hsd_recorder = Recorder(worker.model_runner, clock)
 
 
-def _use(worker, levels: list[int], budgets: list[int], verifier: str) -> None:
-    worker.hsd_recorder.use(levels, budgets, verifier)
+def _use(worker, levels: list[int], budgets: list[int]) -> None:
+    worker.hsd_recorder.use(levels, budgets)
 
 
 def _take(worker) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def take_over_runner(proposer: CascadeProposer, runner) -> None:
         output = sample_tokens(grammar_output)
         if isinstance(output, ModelRunnerOutput) and output.req_ids:
             # A plain attribute: pickled to the scheduler with the output, unknown to vLLM.
-            output.hsd_level_stats = proposer.cascade.take_stats()
+            output.hsd_level_stats = proposer.take_stats()
         return output
 
     update_states = runner._update_states

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from vllm_hsd.cascade import Cascade, DraftBatch, LevelPlan
+from vllm_hsd.cascade import Cascade, DraftBatch, LevelPlan, LevelStats
 from vllm_hsd.runner_v1.hooks import take_over_runner
 from vllm_hsd.runner_v1.laws import RequestLaws
 from vllm_hsd.runner_v1.level_kinds import build_level
@@ -28,15 +30,14 @@ class CascadeProposer(DraftModelProposer):
         self.vllm_config, self.device, self.runner = vllm_config, device, runner
         self.speculative_config = vllm_config.speculative_config
         hsd = self.speculative_config.hsd
-        self.num_speculative_tokens = hsd.num_speculative_tokens
         self.max_model_len = vllm_config.model_config.max_model_len
         self.kv_cache_gid = 0
         self.draft_attn_groups = []
-        self.levels = [
+        self.hosted = [
             build_level(level, runner, vllm_config, i) for i, level in enumerate(hsd.levels)
         ]
-        self.model_levels = [level for level in self.levels if isinstance(level, ModelLevel)]
-        plans = [
+        self.model_levels = [level for level in self.hosted if isinstance(level, ModelLevel)]
+        self.plans = [
             LevelPlan(
                 budget=budget,
                 verifier=level.verifier or hsd.verifier,
@@ -46,13 +47,46 @@ class CascadeProposer(DraftModelProposer):
             )
             for budget, level in zip(hsd.budgets, hsd.levels, strict=True)
         ]
-        self.cascade = Cascade(self.levels, plans, hsd.tail)
-        self.requests = RequestTable(len(self.levels), vllm_config.model_config.seed)
+        self.use(list(range(len(self.hosted))), hsd.budgets)
         take_over_runner(self, runner)
+
+    def use(self, levels: list[int], budgets: list[int]) -> None:
+        """Serve the next requests with some of the hosted levels: one engine compares cascades.
+
+        Only between requests: what is known of those under way is forgotten.
+
+        Args:
+            levels: numbers of the levels, cheapest first.
+            budgets: tokens that each hands up; the last is the draft that the target verifies.
+
+        Raises:
+            ValueError: unknown levels, or budgets that the engine was not started for.
+        """
+        hsd, hosted = self.speculative_config.hsd, range(len(self.hosted))
+        if not levels or len(set(levels)) < len(levels) or not set(levels) <= set(hosted):
+            raise ValueError(f"levels {levels} are no cascade of the {len(hosted)} hosted.")
+        if len(budgets) != len(levels) or min(budgets) < 1:
+            raise ValueError(f"budgets {budgets} do not give every one of levels {levels} a token.")
+        if budgets[-1] > hsd.num_speculative_tokens:
+            raise ValueError(
+                f"budgets {budgets} end above num_speculative_tokens={hsd.num_speculative_tokens}."
+            )
+        self.in_use = levels
+        plans = [replace(self.plans[i], budget=b) for i, b in zip(levels, budgets, strict=True)]
+        self.cascade = Cascade([self.hosted[i] for i in levels], plans, hsd.tail)
+        self.requests = RequestTable(len(levels), self.vllm_config.model_config.seed)
+        self.num_speculative_tokens = budgets[-1]
+
+    def take_stats(self) -> list[LevelStats]:
+        """Counts of every hosted level since the last call."""
+        stats = [LevelStats() for _ in self.hosted]
+        for i, counted in zip(self.in_use, self.cascade.take_stats(), strict=True):
+            stats[i] = counted
+        return stats
 
     def load_model(self, target_model) -> None:
         configs = self.speculative_config.level_configs
-        for level, config in zip(self.levels, configs, strict=True):
+        for level, config in zip(self.hosted, configs, strict=True):
             if config is None:
                 level.attach(target_model)
             else:
@@ -113,7 +147,7 @@ class CascadeProposer(DraftModelProposer):
         # Whatever a level computed behind the last accepted token is forgotten; a level without
         # a cache of its own is always up to date.
         kv = np.minimum(self.requests.kv[:, slots], length - sampled)
-        kv[[not level.keeps_cache for level in self.levels]] = length - sampled
+        kv[[not level.keeps_cache for level in self.cascade.levels]] = length - sampled
         laws = RequestLaws(
             sampling_metadata, [plan.temperature_scale for plan in self.cascade.plans]
         )

@@ -12,7 +12,6 @@ from vllm_hsd.proposal import Proposal, ragged_arange
 from vllm_hsd.verify import uniforms
 from vllm_hsd.window import EntropyThresholds
 
-
 # Coins of a request and level that are tossed at once.
 _AHEAD = 256
 # As a first coin tossed ahead: there are none.

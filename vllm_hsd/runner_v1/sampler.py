@@ -146,7 +146,7 @@ class HsdSampler(VerifyingSampler):
         if slots is None:
             return torch.rand(int(counts.sum()), dtype=torch.float64)
         requests = self.proposer.requests
-        target = len(self.proposer.levels)
+        target = len(self.proposer.cascade.levels)
         coins = requests.coins(slots, counts, stream=target)
         # A prompt chunk's sample is thrown away: it must not move a seeded request's counter.
         discarded = self.proposer.runner.discard_request_mask.np[: len(slots)]
