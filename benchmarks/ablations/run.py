@@ -30,7 +30,7 @@ import itertools
 from matplotlib import pyplot as plt
 
 MODELS = Path(__file__).parents[1] / "models"
-RUNS, PROMPTS, TOKENS = 4, 16, 64
+RUNS, PROMPTS, TOKENS = 6, 16, 96
 SMALL, MID = {"model": str(MODELS / "small")}, {"model": str(MODELS / "mid")}
 
 

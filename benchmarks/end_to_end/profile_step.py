@@ -31,9 +31,9 @@ CONFIGURATIONS = {
     "no speculation": None,
     "small, mid": {
         "method": "hsd",
-        "num_speculative_tokens": 6,
+        "num_speculative_tokens": 8,
         "levels": [
-            {"model": str(MODELS / "small"), "num_tokens": 3},
+            {"model": str(MODELS / "small"), "num_tokens": 4},
             {"model": str(MODELS / "mid")},
         ],
     },

@@ -99,14 +99,30 @@ def test_drafts_are_verified_by_their_own_rows(stock):
             assert counters["spec_decode_num_accepted_tokens"] == drafted
 
 
-def test_other_drafters_are_refused(family):
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"method": "custom_class", "model": "a.B", "num_speculative_tokens": 2},
+            "rejection_sample_method 'hierarchical' works with",
+        ),
+        (
+            {"method": "ngram", "num_speculative_tokens": 2, "levls": []},
+            r"^vLLM refuses levls: [^\n]*\.$",
+        ),
+        (
+            {"method": "ngram", "num_speculative_tokens": -2},
+            r"^vLLM refuses num_speculative_tokens: [^\n]*\.$",
+        ),
+    ],
+)
+def test_what_cannot_be_hosted_is_refused(family, keys, message):
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_hsd.plugin import register
 
     register()
-    keys = {"method": "custom_class", "model": "a.B", "num_speculative_tokens": 2}
-    with pytest.raises(ConfigError, match="rejection_sample_method 'hierarchical' works with"):
+    with pytest.raises(ConfigError, match=message):
         EngineArgs(
             model=family.target,
             skip_tokenizer_init=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.v1.outputs import SamplerOutput
@@ -30,13 +31,18 @@ class HierarchicalSpeculativeConfig(SpeculativeConfig):
         """vLLM's configuration of a stock drafter.
 
         Raises:
-            ConfigError: the drafter is not one that vLLM's V1 runner hosts.
+            ConfigError: the drafter is not one that vLLM's V1 runner hosts, or vLLM refuses a key.
         """
-        parsed = cls(
-            **{key: value for key, value in raw.items() if key != "rejection_sample_method"},
-            target_model_config=target_model_config,
-            target_parallel_config=target_parallel_config,
-        )
+        try:
+            parsed = cls(
+                **{key: value for key, value in raw.items() if key != "rejection_sample_method"},
+                target_model_config=target_model_config,
+                target_parallel_config=target_parallel_config,
+            )
+        except ValidationError as error:
+            fault = error.errors()[0]
+            key = ".".join(map(str, fault["loc"])) or "speculative_config"
+            raise ConfigError(f"vLLM refuses {key}: {' '.join(fault['msg'].split())}.") from error
         if parsed.method not in METHODS:
             raise ConfigError(
                 f"rejection_sample_method 'hierarchical' works with the methods "
