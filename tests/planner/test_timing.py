@@ -240,3 +240,11 @@ def test_profile_command_refuses(text_family, tmp_path, arguments, message):
     with pytest.raises(PlannerError, match=message):
         run("profile", "--target", text_family.target, "--candidates", text_family.mid,
             "-o", tmp_path / "p.json", *arguments)  # fmt: skip
+
+
+def test_local_folders_are_written_whole(monkeypatch, tmp_path):
+    (tmp_path / "small").mkdir()
+    monkeypatch.chdir(tmp_path)
+    task = Task("t", ["small", "some/name"], [], tmp_path)
+    models = [c.model for c in task.named_candidates()]
+    assert models == [str(tmp_path / "small"), "some/name"]

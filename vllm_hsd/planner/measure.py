@@ -46,7 +46,8 @@ class Task:
         short = [Path(path).name for path in self.candidates]
         names = short if len(set(short)) == len(short) else self.candidates
         models = [
-            Candidate(name=name, model=path)
+            # A server may start in another folder than the one that the paths were typed in.
+            Candidate(name=name, model=str(Path(path).resolve()) if Path(path).is_dir() else path)
             for name, path in zip(names, self.candidates, strict=True)
         ]
         exits = [Candidate(name=f"exit {k}", early_exit=k) for k in self.early_exits]
