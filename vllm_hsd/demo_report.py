@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import rich.box
 from rich.console import Console
 from rich.table import Table
 
@@ -31,8 +32,9 @@ class Spread:
     def of(cls, values: np.ndarray) -> Spread:
         return cls(float(np.median(values)), float(values.min()), float(values.max()))
 
-    def text(self, decimals: int) -> str:
-        return f"{self.median:.{decimals}f} ({self.low:.{decimals}f}-{self.high:.{decimals}f})"
+    def text(self, decimals: int, between: str = " ") -> str:
+        low, high = f"{self.low:.{decimals}f}", f"{self.high:.{decimals}f}"
+        return f"{self.median:.{decimals}f}{between}({low}-{high})"
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,10 @@ def report(
     ]
     print_texts(setting, samples, console)
     console.print(table(rows))
+    console.print(
+        "T: temperature; to none, to single: rate over that of no speculation and of the best single "
+        "draft; per call: tokens per call of the target; accepted: of what each level drafted."
+    )
     console.print(f"One prompt at a time, median (smallest-largest) of {setting.rounds} rounds.")
     console.print(f"Note: {setting.note}.")
     busy = sum(s.run.seconds for s in samples) / sum(s.run.cpu_seconds for s in samples)
@@ -162,21 +168,19 @@ def print_texts(setting: Setting, samples: list[Sample], console: Console) -> No
 
 
 def table(rows: list[Row]) -> Table:
-    """The rows for a terminal."""
-    result = Table()
+    """The rows for a terminal of 80 columns: spreads stand below their medians."""
+    result = Table(box=rich.box.SIMPLE, pad_edge=False)
     for heading in (
-        "temperature", "configuration", "budgets", "tokens/s", "to no speculation",
-        "to best single draft", "block efficiency", "acceptance per level",
+        "T", "configuration", "tokens/s", "to none", "to single", "per call", "accepted",
     ):  # fmt: skip
-        result.add_column(heading)
+        result.add_column(heading, no_wrap=heading not in ("configuration", "accepted"))
     for i, row in enumerate(rows):
         result.add_row(
             f"{row.temperature:g}",
-            row.name,
-            " ".join(str(budget) for budget in row.budgets) or "-",
-            row.tokens_per_second.text(1),
-            row.to_none.text(2),
-            row.to_single.text(2),
+            f"{row.name}\n{' '.join(str(budget) for budget in row.budgets)}",
+            row.tokens_per_second.text(1, "\n"),
+            row.to_none.text(2, "\n"),
+            row.to_single.text(2, "\n"),
             f"{row.block_efficiency:.2f}",
             " ".join(f"{rate:.2f}" for rate in row.acceptance) or "-",
             end_section=i + 1 < len(rows) and rows[i + 1].temperature != row.temperature,
