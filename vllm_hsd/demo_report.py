@@ -77,7 +77,7 @@ def report(
     print_texts(setting, samples, console)
     console.print(table(rows))
     console.print(
-        "T: temperature; to none, to single: rate over that of no speculation and of the best single "
+        "T: temperature; to none, to single: rate over that of no speculation, of the best single "
         "draft; per call: tokens per call of the target; accepted: of what each level drafted."
     )
     console.print(f"One prompt at a time, median (smallest-largest) of {setting.rounds} rounds.")
@@ -173,7 +173,8 @@ def table(rows: list[Row]) -> Table:
     for heading in (
         "T", "configuration", "tokens/s", "to none", "to single", "per call", "accepted",
     ):  # fmt: skip
-        result.add_column(heading, no_wrap=heading not in ("configuration", "accepted"))
+        wraps = heading in ("configuration", "accepted")
+        result.add_column(heading, no_wrap=not wraps, min_width=11 if wraps else None)
     for i, row in enumerate(rows):
         result.add_row(
             f"{row.temperature:g}",
