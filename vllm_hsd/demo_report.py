@@ -169,12 +169,12 @@ def print_texts(setting: Setting, samples: list[Sample], console: Console) -> No
 
 def table(rows: list[Row]) -> Table:
     """The rows for a terminal of 80 columns: spreads stand below their medians."""
-    result = Table(box=rich.box.SIMPLE, pad_edge=False)
+    result = Table(box=rich.box.SIMPLE, pad_edge=False, padding=0)
     for heading in (
         "T", "configuration", "tokens/s", "to none", "to single", "per call", "accepted",
     ):  # fmt: skip
         wraps = heading in ("configuration", "accepted")
-        result.add_column(heading, no_wrap=not wraps, min_width=11 if wraps else None)
+        result.add_column(heading, no_wrap=not wraps, min_width=13 if wraps else None)
     for i, row in enumerate(rows):
         result.add_row(
             f"{row.temperature:g}",
