@@ -4,8 +4,10 @@
 
 Measures a profile of the tiny family unless the output folder holds one, plans, runs the ten
 cascades in turns in one engine and no speculation in another, and writes predictions.csv and
-predictions.png. With --widened, the target is the widened one (see benchmarks/models/widen.py):
-the text and the acceptance of the tiny target at the cost of a larger one.
+predictions.png. A shared machine is not equally fast all the time: the passes that time the models
+for the profile run again between these runs, and their times are what the predictions are made of.
+With --widened, the target is the widened one (see benchmarks/models/widen.py): the text and the
+acceptance of the tiny target at the cost of a larger one.
 
 Times are CPU times of the engine's one model thread by default (--clock wall for wall time):
 waiting for a core is left out, but not what a shared cache or a busy sibling core costs.
@@ -27,6 +29,7 @@ import numpy as np
 from rich.console import Console
 from scipy.stats import spearmanr
 
+from vllm_hsd.planner.costs import Costs
 from vllm_hsd.planner.latency import Cascade, Prediction
 from vllm_hsd.planner.laws import Effort, measure
 from vllm_hsd.planner.models import Family, Sampling
@@ -42,7 +45,7 @@ from vllm_hsd.planner.profile import (
     load_profile,
 )
 from vllm_hsd.planner.prompts import encode, read_prompts
-from vllm_hsd.planner.timing import Engine, Machine, measure_costs, tables
+from vllm_hsd.planner.timing import PASSES, Engine, Machine, measure_costs, tables
 
 MODELS = Path(__file__).parents[1] / "models"
 ENGINE = {
@@ -109,16 +112,22 @@ def ten_cascades(planner: Planner, rng: np.random.Generator) -> list[Cascade]:
 
 def run_for_real(
     cascades: Sequence[Cascade], machine: Machine, contexts, repeats: int, tokens: int, log: Path
-) -> list[list[dict]]:
-    """Recordings of every cascade, then of no speculation; all continue the same prompts."""
+) -> tuple[list[list[dict]], Costs]:
+    """Recordings of every cascade, then of no speculation, all of which continue the same prompts;
+    and the models' times from passes in between."""
     (batch,) = machine.batch_sizes
     groups: list[list[dict]] = [[] for _ in range(len(cascades) + 1)]
+    timed: tuple[list[dict], list[dict]] = ([], [])
     with contextlib.ExitStack() as running:
         speculating, plain = [
             running.enter_context(Engine(machine.job(speculative, contexts), log))
             for speculative in (True, False)
         ]
         for repeat in range(repeats):
+            if repeat * PASSES % repeats < PASSES:
+                number = len(timed[1]) // len(machine.batch_sizes)
+                timed[0].extend(speculating.run(machine.settings(number)))
+                timed[1].extend(plain.run(machine.plain_settings(number)))
             common = {"batch": batch, "tokens": tokens, "first_prompt": repeat * batch}
             found = speculating.run(
                 [{"levels": c.levels, "budgets": c.budgets, **common} for c in cascades]
@@ -130,7 +139,7 @@ def run_for_real(
                 found.append(alone)
             for group, recording in zip(groups, found, strict=False):
                 group.append(recording)
-    return groups
+    return groups, tables(machine, *timed)
 
 
 def summary(group: list[dict], batch: int) -> tuple[float, float, float]:
@@ -232,7 +241,7 @@ def main() -> None:
     wanted = Wanted(batch=arguments.batch_size, output_tokens=arguments.tokens)
     planner = Planner(profile, wanted)
     cascades = ten_cascades(planner, np.random.default_rng(arguments.seed))
-    groups = run_for_real(
+    groups, planner.costs = run_for_real(
         cascades, machine, contexts, arguments.repeats, arguments.tokens,
         arguments.output / "engine.log",
     )  # fmt: skip

@@ -34,6 +34,7 @@ STEPS = 12
 # Steps without speculation in every pass: a single number that all speed-ups depend on.
 PLAIN_STEPS = 48
 PASSES = 4
+PAUSE = 2
 # Token counts seen less often than this are left to interpolation.
 SEEN = 3
 
@@ -292,9 +293,7 @@ def _table(
 def _mean(samples: Sequence[float]) -> float:
     """The mean, since totals add up from means, without the pauses of the machine.
 
-    A pause is what lies more than 1.5 interquartile ranges outside the quartiles.
+    A pause is a time of more than `PAUSE` medians; what is merely slow happens in use too.
     """
     values = np.array(samples)
-    low, high = np.quantile(values, (0.25, 0.75))
-    reach = 1.5 * (high - low)
-    return float(values[(values >= low - reach) & (values <= high + reach)].mean())
+    return float(values[values <= PAUSE * np.median(values)].mean())
