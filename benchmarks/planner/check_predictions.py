@@ -56,8 +56,8 @@ ENGINE = {
 }
 
 
-# No speculation is run on every so many prompts.
-PLAIN_EVERY = 4
+# No speculation is run on every so many prompts, and timed before each over so many tokens.
+PLAIN_EVERY, PLAIN_TOKENS = 4, 16
 # Texts that the profile's laws are measured on, per prompt.
 TEXTS = 4
 
@@ -114,7 +114,7 @@ def run_for_real(
     cascades: Sequence[Cascade], machine: Machine, contexts, repeats: int, tokens: int, log: Path
 ) -> tuple[list[list[dict]], Costs]:
     """Recordings of every cascade, then of no speculation, all of which continue the same prompts;
-    and the models' times from passes in between."""
+    and the models' times, taken in between."""
     (batch,) = machine.batch_sizes
     groups: list[list[dict]] = [[] for _ in range(len(cascades) + 1)]
     timed: tuple[list[dict], list[dict]] = ([], [])
@@ -123,11 +123,11 @@ def run_for_real(
             running.enter_context(Engine(machine.job(speculative, contexts), log))
             for speculative in (True, False)
         ]
+        passes = [setting for number in range(PASSES) for setting in machine.settings(number)]
         for repeat in range(repeats):
-            if repeat * PASSES % repeats < PASSES:
-                number = len(timed[1]) // len(machine.batch_sizes)
-                timed[0].extend(speculating.run(machine.settings(number)))
-                timed[1].extend(plain.run(machine.plain_settings(number)))
+            timed[0].extend(speculating.run(passes[repeat::repeats]))
+            alone = {**machine.plain_settings(repeat)[0], "tokens": PLAIN_TOKENS}
+            timed[1].extend(plain.run([alone]))
             common = {"batch": batch, "tokens": tokens, "first_prompt": repeat * batch}
             found = speculating.run(
                 [{"levels": c.levels, "budgets": c.budgets, **common} for c in cascades]
@@ -234,7 +234,8 @@ def main() -> None:
         temperature=arguments.temperature,
         clock=arguments.clock,
     )
-    contexts = [encode(tiny.tokenizer, p, 256) for p in read_prompts(arguments.prompts)]
+    prompts = read_prompts(arguments.prompts)[: arguments.repeats]
+    contexts = [encode(tiny.tokenizer, prompt, 256) for prompt in prompts]
     del tiny
     profile = measured_profile(arguments, contexts, machine, arguments.output)
     # Drafts never pass the end of a request: short requests draft a little less.
