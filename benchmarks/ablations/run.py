@@ -227,11 +227,18 @@ def plot(rows: pd.DataFrame, labels: dict[str, str], path: Path) -> None:
     names = list(labels)
     figure, axes = plt.subplots((len(names) + 1) // 2, 2, figsize=(12, 3.2 * len(names) / 2 + 1))
     for axis, name in zip(axes.flat, names, strict=False):
-        for variant, part in rows[rows.ablation == name].groupby("variant", sort=False):
+        own = rows[rows.ablation == name]
+        axis.set(title=name, xlabel=labels[name], ylabel="tokens per target call")
+        if own.x.nunique() == 1:
+            # One point per variant: the variants are the axis.
+            axis.errorbar(own.variant, own.block_efficiency, own.block_efficiency_sd, fmt="o")
+            axis.tick_params("x", rotation=20, labelsize=7)
+            axis.set_xlabel(f"{labels[name]} {own.x.iloc[0]:g}")
+            continue
+        for variant, part in own.groupby("variant", sort=False):
             axis.errorbar(
                 part.x, part.block_efficiency, part.block_efficiency_sd, marker="o", label=variant
             )
-        axis.set(title=name, xlabel=labels[name], ylabel="tokens per target call")
         axis.legend(fontsize=7)
     for axis in axes.flat[len(names) :]:
         axis.axis("off")
