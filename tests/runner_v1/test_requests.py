@@ -77,3 +77,15 @@ def test_growing_keeps_what_is_there(size):
     assert not set(coins(table, [first], [2])) & set(before)
     fresh = RequestTable(2, 0)
     assert coins(table, slots[-1:], [2]) == coins(fresh, fresh.slots(["x"], [size - 1]), [2])
+
+
+def test_coins_are_the_same_however_many_are_tossed_at_once():
+    """Also where the row of coins tossed ahead runs out, or is too short for one request."""
+    one_by_one, at_once = RequestTable(1, 0), RequestTable(1, 0)
+    single, both = one_by_one.slots(["a"], [7]), at_once.slots(["a", "b"], [7, 8])
+    first = coins(at_once, both, [250, 1])[:250]
+    long = coins(at_once, both, [300, 3])
+    expected = [coins(one_by_one, single, [1])[0] for _ in range(550)]
+    assert first + long[:300] == expected
+    fresh = RequestTable(1, 0)
+    assert long[300:] == coins(fresh, fresh.slots(["b"], [8]), [4])[1:]

@@ -16,7 +16,7 @@ Role = Literal["draft", "verify", "target", "plain"]
 class TimeTable(BaseModel):
     """Milliseconds by batch size (rows) and tokens per request (columns).
 
-    `ms[r][c]` is the median time for `batch_sizes[r]` requests of `tokens[c]` tokens each;
+    `ms[r][c]` is the mean time for `batch_sizes[r]` requests of `tokens[c]` tokens each;
     `spread[r][c]` the half-width of its interquartile range.
     """
 

@@ -34,6 +34,7 @@ STEPS = 12
 # Steps without speculation in every pass: a single number that all speed-ups depend on.
 PLAIN_STEPS = 48
 PASSES = 4
+# In medians: a step that took longer was interrupted.
 PAUSE = 2
 # Token counts seen less often than this are left to interpolation.
 SEEN = 3

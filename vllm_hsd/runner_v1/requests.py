@@ -91,8 +91,8 @@ class RequestTable:
         `stream` names who tosses: level k is k, the target is the number of levels.
         """
         draws, first = self.draws[stream, slots], self.ahead_from[stream, slots]
-        short = draws + counts > first + self.ahead.shape[2]
-        if short.any():
+        # Twice where longer rows of coins were made, which leaves the other requests without.
+        while (short := draws + counts > first + self.ahead.shape[2]).any():
             self._toss_ahead(slots[short], int(counts.max()), stream)
             first = self.ahead_from[stream, slots]
         owners, offsets = ragged_arange(counts)
