@@ -177,8 +177,7 @@ def figures(runs: list[Run]) -> dict[str, float]:
     ]
     # What a level hands up holds the tokens that it accepted from the level below.
     generated = levels[0]["drafted"] + sum(
-        upper["drafted"] - lower["accepted"]
-        for lower, upper in itertools.pairwise(levels)
+        upper["drafted"] - lower["accepted"] for lower, upper in itertools.pairwise(levels)
     )
     return {
         "block_efficiency": float(np.mean(efficiency)),

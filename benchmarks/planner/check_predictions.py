@@ -58,8 +58,8 @@ ENGINE = {
 
 # No speculation is run on every so many prompts, and timed before each over so many tokens.
 PLAIN_EVERY, PLAIN_TOKENS = 4, 16
-# Texts that the profile's laws are measured on, per prompt.
-TEXTS = 4
+# Texts that the profile's laws are measured on, per prompt, and contexts of own texts.
+TEXTS, CONTEXTS = 4, 2048
 
 
 def measured_profile(arguments, contexts, machine: Machine, folder: Path) -> Profile:
@@ -72,8 +72,10 @@ def measured_profile(arguments, contexts, machine: Machine, folder: Path) -> Pro
     )
     settings = {key: str(value) for key, value in sorted(vars(arguments).items())}
     parts = Parts(folder / "parts", settings)
-    # Several texts of every prompt: cheap on the tiny models, and it halves the noise.
-    effort = Effort(text_tokens=arguments.tokens, max_tokens=arguments.max_tokens)
+    # Several texts of every prompt, many contexts: cheap on the tiny models, and less noise.
+    effort = Effort(
+        text_tokens=arguments.tokens, contexts=CONTEXTS, max_tokens=arguments.max_tokens
+    )
     sampling = Sampling(arguments.temperature)
     laws = measure(family, list(contexts) * TEXTS, sampling, effort, parts)
     costs = measure_costs(machine, contexts, parts.folder)

@@ -124,7 +124,7 @@ def test_recorded_ratios_predict_cascades_that_verify_tokens(verifier, levels, b
     costs = flat(0.2, 1.0, 4.0)
     contexts = toy.sample_text(tables[-1], 300, 80, rng)
     seen = contexts[:, :-1].ravel()
-    along = np.zeros((3, 3, 9, 9))
+    along = np.zeros((3, 3, 9, 9, 9))
     rates = np.zeros((3, 3))
     for above in range(3):
         text = contexts
@@ -133,7 +133,10 @@ def test_recorded_ratios_predict_cascades_that_verify_tokens(verifier, levels, b
             text = toy.sample_text(tables[above], 3000, 8, rng, start=start)
         for below in range(3):
             ratios = toy.log_ratios(tables[below], tables[above], text)
-            along[above, below] = recorded.visited_survival(ratios, 8, verifier)
+            if above < 2:
+                along[above, below, :, :8] = recorded.survival_by_position(ratios, 8, verifier)
+            else:
+                along[above, below] = recorded.visited_survival(ratios, 8, verifier)[:, None]
             laws = tables[below][seen], tables[above][seen]
             rates[above, below] = theory.acceptance_rate(*laws).mean()
     cascade = latency.Cascade(levels, budgets)

@@ -63,22 +63,22 @@ def test_matrices_have_the_shape_of_rates(measured):
     assert measured.rates[0, 3] < measured.rates[1, 3] < 1  # more noise, fewer tokens
     assert np.all(measured.rate_errors < 0.03)
     for table in measured.survival.values():
-        assert table.shape == (4, 4, 7, 7)
-        known = ~np.isnan(table[..., 0, 0])
+        assert table.shape == (4, 4, 7, 7, 7)
+        known = ~np.isnan(table[..., 0, 0, 0])
         assert known.sum() == 3 * 2 + 3  # candidates among themselves, and to the target
-        assert np.all(np.diff(table[known][:, 6], axis=-1) <= 1e-12)
+        assert np.all(np.diff(table[known], axis=-1) <= 1e-12)
     better, worse = measured.survival["hierarchical"], measured.survival["tokenwise"]
     # Their rounds start at other positions, so single entries may differ a little.
     assert np.nanmin(better - worse) > -0.02
     # The first drafted token is accepted at the mean rate, whichever verifier looks at it.
-    assert better[3, 1, 1, 1] == pytest.approx(measured.rates[1, 3], abs=0.03)
+    assert better[3, 1, 1, 0, 1] == pytest.approx(measured.rates[1, 3], abs=0.03)
 
 
 @pytest.mark.parametrize(
-    ("names", "levels", "budgets"), [(["mid"], (1,), (5,)), (["small", "mid"], (0, 1), (2, 5))]
+    ("levels", "budgets"), [((1,), (5,)), ((0, 1), (2, 5)), ((1, 0), (1, 3)), ((1, 0), (3, 6))]
 )
 def test_predicted_calls_are_those_of_cascades_that_run(
-    measured, members, text_family, names, levels, budgets
+    measured, members, text_family, levels, budgets
 ):
     """Tokens per target call and forwards per level, against the reference engine."""
     level_models = [HuggingFaceLevel(members.members[level]) for level in levels]
@@ -99,6 +99,23 @@ def test_predicted_calls_are_those_of_cascades_that_run(
     assert predicted.tokens_per_step == pytest.approx(sum(tokens) / sum(calls), abs=error)
     ran = np.sum(forwards, axis=0) / sum(calls)
     assert predicted.level_calls[:-1] == pytest.approx(ran, rel=0.06)
+
+
+def test_a_candidate_is_asked_where_it_failed_and_not_where_it_was_right():
+    """Greedy laws: a candidate that is right at tokens 1 and 2 of 6, drafts of 1 and 2 tokens."""
+    right = np.array([[False, True, True, False, False, False]])
+    log_probs = np.stack([np.where(right, 0.0, -np.inf), np.zeros(right.shape)])
+    chances = laws_module._asked_at([{"log_probs": log_probs}], 0, 2)
+    # The prefill makes token 0. Drafts of 1: one for token 1, whose bonus is token 2, then at
+    # 3, 4 and 5. Drafts of 2: one for tokens 1 and 2, whose bonus is token 3, then at 4 and 5.
+    ones, twos = np.array([[0, 1, 0, 1, 1, 1]]) / 4, np.array([[0, 1, 0, 0, 1, 1]]) / 3
+    assert chances == pytest.approx((ones + twos) / 2)
+
+
+def test_texts_without_a_second_token_are_one_sentence():
+    log_probs = np.concatenate([np.zeros((2, 3, 1)), np.full((2, 3, 4), np.nan)], axis=-1)
+    with pytest.raises(PlannerError, match="ends its text with the first token after every"):
+        laws_module._asked_at([{"log_probs": log_probs}], 0, 2)
 
 
 def test_greedy_texts_are_accepted_as_far_as_they_agree(members, text_family, tmp_path):

@@ -70,13 +70,14 @@ def test_max_levels_equals_brute_force_over_shallow_cascades(seed, max_levels):
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_capped_graph_with_recorded_survival_equals_brute_force(seed):
-    """Costs that depend on tokens and survival tables that depend on the draft's length."""
+    """Costs that depend on tokens and survival tables that depend on budget and position."""
     rng = np.random.default_rng(seed)
     models, size = 3, 4
     draft = np.sort(rng.uniform(0.1, 1, models))
     verify = np.sort(rng.uniform(0.1, 3, (models + 1, size + 1)), axis=None)
     verify = verify.reshape(models + 1, size + 1)
-    survival = np.sort(rng.random((models + 1, models + 1, size + 1, size + 1)))[..., ::-1]
+    shape = (models + 1, models + 1, size + 1, size + 1, size + 1)
+    survival = np.sort(rng.random(shape))[..., ::-1]
     survival[..., 0] = 1.0
     graph = optimize.build_graph(draft, verify, 4.0, survival, capped=True)
     costs = [
@@ -88,15 +89,15 @@ def test_capped_graph_with_recorded_survival_equals_brute_force(seed):
 
 
 def test_renewal_counts_rounds_and_asked_tokens():
-    gains = optimize.gain_table(survival_table(0.7, 6))
-    rounds = optimize.renewal(gains, np.ones(7), capped=False)
+    survival = survival_table(0.7, 6)
+    rounds = optimize.renewal(survival, np.ones(7), capped=False)
     for asked in (1, 3, 6):
         for wanted in (1, 4, 6):
             assert rounds[asked - 1, wanted - 1] == pytest.approx(
                 expected_rounds(0.7, asked, wanted)
             )
-    capped = optimize.renewal(gains, np.ones(7), capped=True)
-    asked = optimize.renewal(gains, np.arange(7.0), capped=True)
+    capped = optimize.renewal(survival, np.ones(7), capped=True)
+    asked = optimize.renewal(survival, np.arange(7.0), capped=True)
     # One token is owed: one round, nothing asked. Two: ask for one; if it fails, one more round.
     assert capped[3, :2] == pytest.approx([1.0, 1.3])
     assert asked[3, :2] == pytest.approx([0.0, 1.0])

@@ -9,7 +9,7 @@ from vllm_hsd.planner import profile
 from vllm_hsd.planner.costs import Costs, TimeTable
 from vllm_hsd.planner.errors import PlannerError
 from vllm_hsd.planner.laws import Laws
-from vllm_hsd.planner.recorded import visited_survival
+from vllm_hsd.planner.recorded import survival_by_position, visited_survival
 
 
 def flat(ms):
@@ -21,7 +21,7 @@ def raw():
     """A valid file's content: two candidates and the target, rates only."""
     costs = Costs(forward=[flat(0.5), flat(1.0), flat(5.0)])
     return {
-        "schema": 1,
+        "schema": 2,
         "target": "models/target",
         "candidates": [
             {"name": "small", "model": "models/small"},
@@ -43,16 +43,17 @@ def test_a_profile_by_hand_needs_rates_and_costs_only(tmp_path, raw):
     loaded = profile.load_profile(written(tmp_path, raw))
     assert loaded.names == ["small", "exit 2", "target"]
     tables = loaded.survival_tables("hierarchical")
-    assert tables.shape == (3, 3, 9, 9)
-    assert tables[2, 0, 4, :5] == pytest.approx(0.6 ** np.arange(5))
+    assert tables.shape == (3, 3, 9, 9, 9)
+    assert tables[2, 0, 4, 0, :5] == pytest.approx(0.6 ** np.arange(5))
     assert profile.environment_warnings(loaded) == []
 
 
 def test_round_trip_of_a_measured_profile(tmp_path, raw):
     ratios = np.log(np.random.default_rng(0).uniform(0.3, 1.5, size=(3, 10, 20)))
-    table = np.full((3, 3, 5, 5), np.nan)
-    table[2, :2] = visited_survival(ratios[:2], 4, "hierarchical")
-    table[1, 0] = visited_survival(ratios[2], 4, "hierarchical")
+    table = np.full((3, 3, 5, 5, 5), np.nan)
+    table[2, :2] = visited_survival(ratios[:2], 4, "hierarchical")[:, :, None]
+    table[1, 0] = [1, 0, 0, 0, 0]
+    table[1, 0, :, :4] = survival_by_position(ratios[2, :, :4], 4, "hierarchical")
     laws = Laws(
         rates=np.array(raw["rates"]),
         rate_errors=np.full((3, 3), 0.01),
@@ -72,9 +73,12 @@ def test_round_trip_of_a_measured_profile(tmp_path, raw):
     made.save(path)
     loaded = profile.load_profile(path)
     assert loaded == made
-    assert json.loads(path.read_text())["schema"] == 1
-    assert loaded.survival_tables("tokenwise")[2, 1] == pytest.approx(table[2, 1], abs=1e-6)
-    assert loaded.survival_tables("tokenwise")[0, 1, 3].tolist() == [1, 0, 0, 0, 0]
+    assert json.loads(path.read_text())["schema"] == 2
+    tables = loaded.survival_tables("tokenwise")
+    assert tables[2, 1] == pytest.approx(table[2, 1], abs=1e-6)
+    assert tables[1, 0] == pytest.approx(table[1, 0], abs=1e-6)
+    assert np.ptp(tables[1, 0, 4, :4, 1]) > 0.01
+    assert tables[0, 1, 3, 2].tolist() == [1, 0, 0, 0, 0]  # not measured
     assert loaded.entropies[1].quantiles["0.5"] == 9.0
     assert loaded.versions["torch"] and loaded.machine["cores"] >= 1
 
@@ -92,7 +96,7 @@ def test_another_vllm_and_another_machine_are_named(tmp_path, raw):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (["schema"], 2, 'lacks "schema": 1'),
+        (["schema"], 1, 'lacks "schema": 2'),
         (["rates", 0, 2], 1.2, r"small and target is 1\.2, outside \[0, 1\]"),
         (["rates", 0, 2], None, "small and target is missing"),
         (["rates", 0, 2], 0.1, "0.1 one way and 0.6 the other"),
@@ -115,10 +119,11 @@ def test_another_vllm_and_another_machine_are_named(tmp_path, raw):
         (["candidates", 0], {"name": "x"}, "exactly one of 'model' and 'early_exit'"),
         (["max_tokens"], 0, "key 'max_tokens': "),
         (["survival"], {"tokenwise": [[None] * 3] * 2}, "survival.tokenwise must be 3 x 3"),
-        (["survival"], {"tokenwise": [[[[1.0]]] * 3] * 3}, "must have rows of 1 to 8 values"),
+        (["survival"], {"tokenwise": [[[[[1.0]]]] * 3] * 3}, "rows of 1 to 8 values at position 0"),
+        (["survival"], {"tokenwise": [[[[[1.0]]] * 2] * 3] * 3}, "must have 1 or 8 positions"),
         (
             ["survival"],
-            {"tokenwise": [[[[1.1] * n for n in range(1, 9)]] * 3] * 3},
+            {"tokenwise": [[[[[1.1] * n for n in range(1, 9)]]] * 3] * 3},
             r"of small under small has a value outside \[0, 1\]",
         ),
         (["nonsense"], 1, "key 'nonsense': "),
@@ -142,7 +147,7 @@ def test_no_file_and_no_json(tmp_path):
     with pytest.raises(PlannerError, match="is not JSON"):
         profile.load_profile(tmp_path / "half.json")
     (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(PlannerError, match='lacks "schema": 1'):
+    with pytest.raises(PlannerError, match='lacks "schema": 2'):
         profile.load_profile(tmp_path / "list.json")
     (tmp_path / "binary.json").write_bytes(b"\x80\x02")
     with pytest.raises(PlannerError, match=r"binary.json' cannot be read \("):

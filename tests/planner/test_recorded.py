@@ -7,6 +7,7 @@ import pytest
 from planner import toy
 
 from vllm_hsd.planner import recorded
+from vllm_hsd.planner.optimize import renewal
 
 
 def joint_law(p, q, n, verifier):
@@ -97,6 +98,49 @@ def test_texts_of_different_lengths_and_leading_axes():
     # No text is long enough for 5 tokens: what 3 tokens showed, and nothing beyond.
     short = recorded.visited_survival(ratios[..., :3], 5, "hierarchical")
     assert np.array_equal(short[:, 5, :4], short[:, 3, :4]) and np.all(short[:, 5, 4:] == 0)
+
+
+def rounds_along(ratios, budget, wanted, verifier):
+    """Mean rounds until `wanted` tokens of each text are made, counted text by text."""
+    alive = recorded.survival_along(ratios, budget, verifier)
+    started = np.zeros((len(ratios), wanted + 1))
+    started[:, 0] = 1.0
+    for have in range(wanted):
+        asked = min(budget, wanted - have - 1)
+        reached = np.append(alive[:, have, : asked + 1], np.zeros((len(ratios), 1)), axis=1)
+        started[:, have + 1 : have + asked + 2] += started[:, have, None] * -np.diff(reached)
+    return started[:, :wanted].sum(1).mean()
+
+
+@pytest.mark.parametrize("verifier", recorded.VERIFIERS)
+def test_survival_by_position_counts_the_rounds_along_the_texts_exactly(verifier):
+    """Texts that differ in how well they are drafted, and get worse as they go on."""
+    rng = np.random.default_rng(4)
+    texts, longest = 60, 8
+    falling = np.linspace(0.3, -2.5, longest) + rng.normal(0, 1, size=(texts, 1))
+    ratios = falling + rng.normal(0, 0.3, size=(texts, longest))
+    table = recorded.survival_by_position(ratios, longest, verifier)
+    assert table.shape == (longest + 1, longest, longest + 1)
+    survival = np.pad(table, ((0, 0), (0, 1), (0, 0)))
+    rounds = renewal(survival, np.ones(longest + 1), capped=True)
+    blind = np.repeat(recorded.visited_survival(ratios, longest, verifier)[:, None], 9, axis=1)
+    without_position = renewal(blind, np.ones(longest + 1), capped=True)
+    for budget in (1, 3, 7):
+        for wanted in (2, 4, 8):
+            exact = rounds_along(ratios, budget, wanted, verifier)
+            assert rounds[budget - 1, wanted - 1] == pytest.approx(exact, abs=1e-12)
+    # Negative control: one row for all positions.
+    assert abs(without_position[0, 3] - rounds_along(ratios, 1, 4, verifier)) > 0.1
+
+
+def test_survival_by_position_of_texts_that_end_early():
+    ratios = np.full((2, 4), -np.inf)
+    ratios[1, 2:] = np.nan
+    table = recorded.survival_by_position(ratios, 4, "hierarchical")
+    assert np.all(table[:, :, 1:] == 0) and np.all(table[:, :, 0] == 1)
+    shorter = recorded.survival_by_position(np.zeros((3, 2)), 4, "hierarchical")
+    assert shorter[1, 0].tolist() == [1, 1, 0, 0, 0]
+    assert shorter[4, 0].tolist() == shorter[2, 0].tolist() == [1, 1, 1, 0, 0]
 
 
 def test_sequence_level_never_accepts_less():

@@ -177,10 +177,12 @@ def test_an_engine_records_every_turn_and_step(text_family, tmp_path):
     assert {turn["role"] for turn in single["turns"]} == {"draft"}
     # The first draft comes with the prefill, which is not timed.
     assert 3 * (len(full) - 1) <= len(single["turns"]) <= 3 * len(single["steps"]) + 3
-    assert len(single["steps"]) < single["emitted"] <= 24
-    # Turns and steps share out the time; the last step's end is not seen.
+    # The prefill makes the first token of a request, decoding all others.
+    assert single["emitted"] == 24 - 1 and cascade["emitted"] == 2 * (24 - 1)
+    assert len(single["steps"]) < single["emitted"]
+    # Turns and steps share out the time, but for the drafts that come with the prefill.
     spent = sum(t["turn_ms"] for t in single["turns"]) + sum(s["ms"] for s in single["steps"])
-    assert spent / 1e3 == pytest.approx(single["seconds"], rel=0.25)
+    assert 0 < spent / 1e3 < single["seconds"]
     assert {(t["level"], t["role"]) for t in cascade["turns"]} == {(0, "draft"), (1, "verify")}
     assert max(turn["tokens"] / turn["batch"] for turn in cascade["turns"]) <= 5
     assert max(step["batch"] for step in cascade["steps"]) == 2

@@ -76,7 +76,7 @@ class MarkovWorld:
             row = self.tables[0][self._end(request)]
             self.drafts[request].append((self._draw(row), row))
 
-    def verify(self, who, level, drafted):
+    def verify(self, who, level, made, drafted):
         kept = np.zeros_like(drafted)
         for request in np.flatnonzero(who):
             kept.flat[request] = self.verify_one(request, level, drafted.flat[request])

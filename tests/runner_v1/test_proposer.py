@@ -15,9 +15,7 @@ def proposer():
     bare = object.__new__(CascadeProposer)
     bare.hosted = ["bigram", "small", "mid"]
     bare.plans = [LevelPlan(4, window="entropy"), LevelPlan(4), LevelPlan(8)]
-    bare.speculative_config = SimpleNamespace(
-        hsd=SimpleNamespace(num_speculative_tokens=8, tail=0)
-    )
+    bare.speculative_config = SimpleNamespace(hsd=SimpleNamespace(num_speculative_tokens=8, tail=0))
     bare.vllm_config = SimpleNamespace(model_config=SimpleNamespace(seed=0))
     return bare
 

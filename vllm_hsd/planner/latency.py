@@ -83,14 +83,14 @@ def target_gains(cascade: Cascade, survival: Floats) -> list[list[Floats]]:
     """P(a step emits g tokens) by length of the top level's buffer and of the tail.
 
     Args:
-        survival: [M + 1 (verifier), M + 1 (drafter), T + 1 (n), T + 1 (t)], as from
-            `recorded.visited_survival`; acceptance in the tail is taken as independent of
+        survival: [M + 1 (verifier), M + 1 (drafter), T + 1 (budget), T + 1 (position),
+            T + 1 (t)], as in `laws.Laws`; acceptance in the tail is taken as independent of
             acceptance in the buffer.
 
     Returns:
         gains[n][m][g] for n <= the top budget and m <= the tail, g = 0..n + m + 1.
     """
-    top, drafter = survival[-1, cascade.levels[-1]], survival[-1, cascade.levels[0]]
+    top, drafter = survival[-1, cascade.levels[-1], :, 0], survival[-1, cascade.levels[0], :, 0]
     gains = []
     for n in range(cascade.budgets[-1] + 1):
         gains.append([])
@@ -98,6 +98,15 @@ def target_gains(cascade: Cascade, survival: Floats) -> list[list[Floats]]:
             alive = np.append(top[n, : n + 1], top[n, n] * drafter[m, 1 : m + 1])
             gains[n].append(np.append(0.0, alive - np.append(alive[1:], 0.0)))
     return gains
+
+
+def level_gains(cascade: Cascade, survival: Floats) -> list[Floats]:
+    """P(a round gains g tokens | made, n drafted) of every level above the lowest, upwards.
+
+    Returns float64 [T + 1 (tokens made before), T + 1 (n), T + 2 (g)] each.
+    """
+    pairs = zip(cascade.levels, cascade.budgets, cascade.levels[1:], strict=False)
+    return [gain_table(survival[above, below, budget]) for below, budget, above in pairs]
 
 
 def check_reach(cascade: Cascade, survival: Floats) -> None:
@@ -128,10 +137,7 @@ class _Chain:
     def __init__(self, cascade: Cascade, costs: Costs, survival: Floats, batch: int):
         self.cascade = cascade
         self.depth = len(cascade.levels)
-        self.gains = [
-            gain_table(survival[above, below]).tolist()
-            for below, above in zip(cascade.levels, cascade.levels[1:], strict=False)
-        ]
+        self.gains = [gains.tolist() for gains in level_gains(cascade, survival)]
         self.target_gains = [
             [gains.tolist() for gains in row] for row in target_gains(cascade, survival)
         ]
@@ -184,7 +190,7 @@ class _Chain:
                     for kept in range(made + 1):
                         state = have + kept + 1, (*caught_up(low, made, kept), 1)
                         into = done if state[0] == want else after
-                        if share := p * gains[made][kept + 1]:
+                        if share := p * gains[have][made][kept + 1]:
                             into[state] = into.get(state, 0.0) + share
             states = after
         for state, chance in states.items():
@@ -247,7 +253,7 @@ def predict(
     Args:
         cascade: its model indices point into `costs.forward` and `survival`.
         costs: times, the target last.
-        survival: [M + 1, M + 1, T + 1, T + 1], see `target_gains`.
+        survival: [M + 1, M + 1, T + 1, T + 1, T + 1], see `target_gains`.
         batch: requests per step.
         output_tokens: tokens per request, of which the prefill makes the first; drafts never
             pass the last one. None: endless text.

@@ -2,8 +2,9 @@
 
 The target continues every prompt, and one teacher-forced pass of every member over these texts
 gives all laws on the same contexts: the pairwise rates, the entropies, and the acceptance of
-every drafter by the target. A level below the target verifies text of its own, so from contexts
-on the target's texts each candidate draws short continuations, over which the others pass too.
+every drafter by the target. A level below the target verifies text of its own, so from where the
+target would ask it for a draft each candidate draws short continuations, over which the others
+pass too.
 """
 
 from __future__ import annotations
@@ -16,9 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_hsd.planner.errors import PlannerError
 from vllm_hsd.planner.models import Family, Sampling
 from vllm_hsd.planner.parts import Parts
-from vllm_hsd.planner.recorded import VERIFIERS, Verifier, visited_survival
+from vllm_hsd.planner.recorded import (
+    VERIFIERS,
+    Verifier,
+    survival_along,
+    survival_by_position,
+    visited_survival,
+    visits,
+)
 
 Floats = NDArray[np.float64]
 
@@ -55,8 +64,12 @@ class Laws:
     Attributes:
         rates: mean of 1 - total variation on the target's texts, [M, M].
         rate_errors: its standard error over prompts, [M, M].
-        survival: per verifier [M (verifying), M (drafting), H + 1 (n), H + 1 (t)], see
-            `recorded.visited_survival`; nan where a pair was not measured.
+        survival: per verifier [M (verifying), M (drafting), H + 1 (budget), H + 1 (position),
+            H + 1 (t)]: P(at least t tokens accepted) in a round of a verifier that has made
+            `position` tokens since it was asked, over drafts of at most `budget` tokens. The
+            target's text never starts anew, so its rows are the same at all positions. nan
+            where a pair was not measured. See `recorded.visited_survival` and
+            `recorded.survival_by_position`.
         entropies: mean, then `QUANTILES`, of the entropy in nats, [M, 1 + len(QUANTILES)].
         positions: contexts that the rates are means over.
     """
@@ -100,7 +113,8 @@ def measure(
         own = _own_texts(family, member, contexts, texts, sampling, effort, parts, advance)
         for verifier in VERIFIERS:
             table = np.full_like(survival[verifier][member], np.nan)
-            table[below] = visited_survival(own[below], effort.max_tokens, verifier)
+            table[below, :, :-1] = survival_by_position(own[below], effort.max_tokens, verifier)
+            table[below, :, -1] = table[below, :1, 0]  # nothing is left to ask for
             survival[verifier][member] = table
     by_prompt = np.concatenate([part["rates"] for part in texts])  # [prompts, M, M]
     counts = np.concatenate([part["lengths"] for part in texts])
@@ -185,10 +199,14 @@ def _own_texts(
     """Log ratios of all members to one, along texts of that one, [M, contexts, H]."""
     rng = np.random.default_rng((effort.seed, 1, member))
     written = np.concatenate([part["tokens"] for part in texts])
-    lengths = np.concatenate([part["lengths"] for part in texts])
-    chosen = rng.integers(len(prompts), size=effort.contexts)
+    chances = _asked_at(texts, member, effort.max_tokens)
+    # Evenly along all texts, which leaves less to chance than independent draws.
+    even = (np.arange(effort.contexts) + rng.random()) / effort.contexts
+    reached = chances.cumsum()
+    chosen = np.searchsorted(reached, even * reached[-1], side="right")
+    rows, ends = np.unravel_index(chosen, chances.shape)
     contexts = [
-        [*prompts[row], *written[row, : rng.integers(lengths[row])].tolist()] for row in chosen
+        [*prompts[row], *written[row, :end].tolist()] for row, end in zip(rows, ends, strict=True)
     ]
     contexts.sort(key=len)
     found = []
@@ -200,6 +218,19 @@ def _own_texts(
         found.append(part["log_probs"])
         advance("the candidates' texts")
     return _ratios(np.concatenate(found, axis=1), member)
+
+
+def _asked_at(texts: list[dict[str, NDArray]], member: int, max_tokens: int) -> Floats:
+    """Where the target asks a candidate for a draft: P(row, position) over the target's texts.
+
+    Not everywhere alike: a candidate drafts anew where it has just failed, and skips what was
+    accepted. Drafts of all lengths count alike.
+    """
+    ratios = _after_prefill(texts)[member]
+    alive = survival_along(ratios, max_tokens, "hierarchical")
+    starts = [visits(alive, draft) for draft in range(1, max_tokens + 1)]
+    chances = np.where(np.isnan(ratios), 0.0, sum(each / each.sum() for each in starts))
+    return np.pad(chances / chances.sum(), ((0, 0), (1, 0)))
 
 
 def _own_text(
@@ -272,15 +303,33 @@ def _ratios(log_probs: Floats, verifying: int) -> Floats:
     return log_probs - np.maximum(log_probs[verifying], LEAST_LOG_PROB)
 
 
+def _after_prefill(texts: list[dict[str, NDArray]]) -> Floats:
+    """Log ratios of all members to the target along its texts, [M, texts, L - 1].
+
+    The prefill makes the first token of a text, so the first draft starts behind it.
+
+    Raises:
+        PlannerError: no text has a second token.
+    """
+    log_probs = np.concatenate([part["log_probs"] for part in texts], axis=1)
+    ratios = _ratios(log_probs, len(log_probs) - 1)[..., 1:]
+    if np.isnan(ratios).all():
+        raise PlannerError(
+            "the target ends its text with the first token after every prompt, which leaves "
+            "nothing to draft: give other prompts or more text tokens."
+        )
+    return ratios
+
+
 def _target_survival(texts: list[dict[str, NDArray]], effort: Effort) -> dict[Verifier, Floats]:
     """Tables with the target as the verifier; the other verifiers are left for later."""
-    log_probs = np.concatenate([part["log_probs"] for part in texts], axis=1)
-    ratios = _ratios(log_probs, len(log_probs) - 1)
+    ratios = _after_prefill(texts)
     size = effort.max_tokens + 1
     tables = {}
     for verifier in VERIFIERS:
-        tables[verifier] = np.full((len(ratios), len(ratios), size, size), np.nan)
-        tables[verifier][-1, :-1] = visited_survival(ratios[:-1], effort.max_tokens, verifier)
+        tables[verifier] = np.full((len(ratios), len(ratios), size, size, size), np.nan)
+        everywhere = visited_survival(ratios[:-1], effort.max_tokens, verifier)
+        tables[verifier][-1, :-1] = everywhere[:, :, None]
     return tables
 
 

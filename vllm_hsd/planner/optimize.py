@@ -72,36 +72,44 @@ def gain_table(survival: Floats) -> Floats:
     """P(a round gains g tokens | n were drafted), [..., T + 1 (n), T + 2 (g)].
 
     Args:
-        survival: P(at least t of n are accepted), [..., T + 1 (n), T + 1 (t)]; 1 at t = 0.
+        survival: P(at least t tokens are accepted), [..., T + 1]; 1 at t = 0.
     """
     size = survival.shape[-1]
-    alive = np.tril(survival)  # nothing beyond the draft's end
+    # Nothing beyond the draft's end.
+    alive = np.tril(np.repeat(survival[..., None, :], size, axis=-2))
     gains = np.zeros((*alive.shape[:-1], size + 1))
     gains[..., 1:-1] = alive[..., :-1] - alive[..., 1:]
     gains[..., -1] = alive[..., -1]
     return gains
 
 
-def renewal(gains: Floats, reward: Floats, capped: bool) -> Floats:
+def renewal(survival: Floats, reward: Floats, capped: bool) -> Floats:
     """Expected reward summed over rounds until T tokens are made, [..., T (l), T (wanted)].
 
     Args:
-        gains: from `gain_table`, [..., T + 1, T + 2].
+        survival: P(at least t accepted) of rounds of budget l that start at a position,
+            [..., T + 1 (l), T + 1 (position), T + 1 (t)]; 1 at t = 0.
         reward: what one round of n drafted tokens adds, [..., T + 1 (n)].
         capped: ask for min(l, wanted - have - 1) tokens, as this package's cascade does, so
             that no round overshoots; otherwise always ask for l, as the paper does.
     """
-    size = gains.shape[-2] - 1
+    size = survival.shape[-1] - 1
     budgets = np.arange(1, size + 1)
-    reward = np.broadcast_to(reward, gains.shape[:-1])
-    total = np.zeros((*gains.shape[:-2], size, size + 1))
+    shape = np.broadcast_shapes(survival.shape[:-3], reward.shape[:-1])
+    total = np.zeros((*shape, size, size))
     for wanted in range(1, size + 1):
-        asked = np.minimum(budgets, wanted - 1) if capped else budgets
-        value = reward[..., asked].copy()
-        for gain in range(1, wanted):
-            value += gains[..., asked, gain] * total[..., wanted - gain]
-        total[..., wanted] = value
-    return total[..., 1:]
+        # What is still to come once so many tokens are made; the last: enough.
+        value = [np.zeros((*shape, size)) for _ in range(wanted + 1)]
+        for have in reversed(range(wanted)):
+            asked = np.minimum(budgets, wanted - have - 1) if capped else budgets
+            here = value[have]
+            here += reward[..., asked] + value[have + 1]
+            # E[value] = value at no token accepted + the change at each further one.
+            for t in range(1, wanted - have):
+                change = value[have + t + 1] - value[have + t]
+                here[..., t - 1 :] += survival[..., t:, have, t] * change[..., t - 1 :]
+        total[..., wanted - 1] = value[0]
+    return total
 
 
 def paper_graph(costs: ArrayLike, rates: ArrayLike, max_budget: int) -> Graph:
@@ -130,27 +138,25 @@ def build_graph(
         draft: time in which a model drafts one token on its own [M].
         verify: time in which a model verifies n tokens, [M + 1, T + 1 (n)].
         plain: time in which the target makes one token without speculation.
-        survival: P(model i accepts at least t of n tokens drafted by k), [M + 1 (i),
-            M + 1 (k), T + 1 (n), T + 1 (t)].
+        survival: P(model i accepts at least t tokens drafted by k with some budget after
+            having made some tokens), [M + 1 (i), M + 1 (k), T + 1 (budget), T + 1 (made),
+            T + 1 (t)]; see `laws.Laws`.
         capped: whether the last rounds ask for fewer tokens (see `renewal`). A capped level
             that asks for fewer tokens than its drafter's budget is taken to pay in proportion.
     """
     models, size = len(draft), verify.shape[1] - 1
-    gains = gain_table(survival)
     tokens = np.arange(1, size + 1)
-    cost = np.full((models, models, size, size), np.inf)
-    multiplier = np.zeros((models, models, size, size))
+    pairs = survival[:-1, :-1]
     asked = np.arange(size + 1, dtype=np.float64)
-    for i in range(1, models):
-        pair = gains[i, :i]
-        cost[i, :i] = renewal(pair, verify[i], capped)
-        multiplier[i, :i] = renewal(pair, asked, capped) / tokens[:, None]
+    cost = renewal(pairs, verify[:-1, None], capped)
+    multiplier = renewal(pairs, asked, capped) / tokens[:, None]
+    cost[np.triu_indices(models)] = np.inf  # a drafter is cheaper than its verifier
     # The paper's graph has no drafter with a larger budget than the level that it drafts for;
     # a capped level that owes j tokens never asks for more than j - 1.
     useless = tokens[:, None] >= tokens if capped else tokens[:, None] > tokens
     cost[:, :, useless] = np.inf
     multiplier[:, :, useless] = 1.0
-    emitted = (gains[-1, :-1] * np.arange(size + 2)).sum(-1)[:, 1:]
+    emitted = np.tril(survival[-1, :-1, :, 0]).sum(-1)[:, 1:]
     return Graph(
         cost=cost,
         multiplier=multiplier,

@@ -116,7 +116,7 @@ class Planner:
             survival = profile.survival_tables(wanted.verifier)
         else:
             survival = survival_table(profile.rate_matrix(), profile.max_tokens)
-        self.survival = survival[:, :, : size + 1, : size + 1]
+        self.survival = survival[:, :, : size + 1, : size + 1, : size + 1]
         members = len(profile.candidates)
         draft = [self.costs.turn(i, "draft", wanted.batch, 1) for i in range(members)]
         self.order = np.argsort(draft, kind="stable")

@@ -26,7 +26,8 @@ from vllm_hsd.planner.theory import check_rates, survival_table
 
 Floats = NDArray[np.float64]
 Rate = float | None
-Survival = list[list[list[list[float]] | None]]
+# [verifying][drafting][position][budget - 1][t - 1]
+Survival = list[list[list[list[list[float]]] | None]]
 
 
 class Candidate(BaseModel):
@@ -76,15 +77,17 @@ class Profile(BaseModel):
 
     Attributes:
         rates: acceptance rate of every pair, [M + 1, M + 1].
-        survival: per verifier, [verifying][drafting] -> rows n = 1..H of P(at least t of n
-            accepted) for t = 1..n; null where a pair was not measured. Absent: acceptance is
+        survival: per verifier, [verifying][drafting] -> for each position (tokens made by the
+            verifier since it was asked; only one: the same everywhere, as for the target) rows
+            of budget 1..H with P(at least t accepted), t as far as the budget and H - position
+            reach; null where a pair was not measured. See `laws.Laws`. Absent: acceptance is
             taken as independent with the rates.
         costs: times; absent as long as they have not been measured.
     """
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
-    schema_version: Literal[1] = Field(1, alias="schema")
+    schema_version: Literal[2] = Field(2, alias="schema")
     created: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
     machine: dict[str, str | int] = Field(default_factory=dict)
@@ -117,14 +120,22 @@ class Profile(BaseModel):
         members = len(self.names)
         if len(table) != members or any(len(row) != members for row in table):
             raise ValueError(f"survival.{verifier} must be {members} x {members}, as rates")
+        longest = self.max_tokens
         for above, below in itertools.product(range(members), repeat=2):
-            rows = table[above][below]
-            if rows is None:
+            positions = table[above][below]
+            if positions is None:
                 continue
             where = f"survival.{verifier} of {self.names[below]} under {self.names[above]}"
-            if [len(row) for row in rows] != list(range(1, self.max_tokens + 1)):
-                raise ValueError(f"{where} must have rows of 1 to {self.max_tokens} values")
-            if not all(0 <= value <= 1 for row in rows for value in row):
+            if len(positions) not in (1, longest):
+                raise ValueError(f"{where} must have 1 or {longest} positions")
+            for position, rows in enumerate(positions):
+                left = longest - position
+                if [len(row) for row in rows] != [min(n, left) for n in range(1, longest + 1)]:
+                    raise ValueError(
+                        f"{where} must have rows of 1 to {left} values at position {position}"
+                    )
+            values = itertools.chain.from_iterable(itertools.chain.from_iterable(positions))
+            if not all(0 <= value <= 1 for value in values):
                 raise ValueError(f"{where} has a value outside [0, 1]")
 
     def _check_costs(self, members: int) -> None:
@@ -151,7 +162,8 @@ class Profile(BaseModel):
         return check_rates(rates, self.names)
 
     def survival_tables(self, verifier: Verifier) -> Floats:
-        """P(at least t of n accepted), [M + 1 (verifying), M + 1 (drafting), H + 1, H + 1].
+        """P(at least t accepted), [M + 1 (verifying), M + 1 (drafting), H + 1 (budget),
+        H + 1 (position), H + 1 (t)].
 
         Pairs that were not measured accept nothing.
         """
@@ -159,12 +171,14 @@ class Profile(BaseModel):
             return survival_table(self.rate_matrix(), self.max_tokens)
         size = self.max_tokens + 1
         members = len(self.candidates) + 1
-        tables = np.zeros((members, members, size, size))
+        tables = np.zeros((members, members, size, size, size))
         tables[..., 0] = 1.0
         for above, row in enumerate(self.survival[verifier]):
-            for below, lengths in enumerate(row):
-                for n, values in enumerate(lengths or (), 1):
-                    tables[above, below, n, 1 : n + 1] = values
+            for below, positions in enumerate(row):
+                for position, budgets in enumerate(positions or ()):
+                    here = position if len(positions) > 1 else slice(None)
+                    for budget, values in enumerate(budgets, 1):
+                        tables[above, below, budget, here, 1 : len(values) + 1] = values
         return tables
 
     def save(self, path: str | Path) -> None:
@@ -189,9 +203,9 @@ def load_profile(path: str | Path) -> Profile:
         raw = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise PlannerError(f"the profile '{path}' is not JSON ({error}).") from None
-    if not isinstance(raw, dict) or raw.get("schema") != 1:
+    if not isinstance(raw, dict) or raw.get("schema") != 2:
         raise PlannerError(
-            f"the profile '{path}' lacks \"schema\": 1; write it with this version's "
+            f"the profile '{path}' lacks \"schema\": 2; write it with this version's "
             f"vllm-hsd profile."
         )
     try:
@@ -226,7 +240,7 @@ def from_laws(
         max_tokens=size - 1,
         rates=laws.rates.round(6).tolist(),
         rate_errors=laws.rate_errors.round(6).tolist(),
-        survival={verifier: _triangles(table) for verifier, table in laws.survival.items()},
+        survival={verifier: _as_lists(table) for verifier, table in laws.survival.items()},
         entropies=[
             Entropy(mean=row[0], quantiles=dict(zip(map(str, QUANTILES), row[1:], strict=True)))
             for row in laws.entropies.round(5).tolist()
@@ -235,16 +249,17 @@ def from_laws(
     )
 
 
-def _triangles(tables: Floats) -> Survival:
-    return [
-        [
-            None
-            if np.isnan(pair).any()
-            else [pair[n, 1 : n + 1].round(6).tolist() for n in range(1, len(pair))]
-            for pair in row
+def _as_lists(tables: Floats) -> Survival:
+    longest = tables.shape[-1] - 1
+    lists: Survival = [[None] * len(tables) for _ in tables]
+    for above, below in np.argwhere(~np.isnan(tables).any((-3, -2, -1))):
+        pair = tables[above, below].round(6)
+        positions = 1 if above == len(tables) - 1 else longest
+        lists[above][below] = [
+            [pair[n, c, 1 : min(n, longest - c) + 1].tolist() for n in range(1, longest + 1)]
+            for c in range(positions)
         ]
-        for row in tables
-    ]
+    return lists
 
 
 def versions() -> dict[str, str]:

@@ -77,26 +77,70 @@ def visited_survival(
     """
     ratios = np.asarray(log_ratios, dtype=np.float64)
     alive = survival_along(ratios, max_tokens, verifier)
-    lengths = (~np.isnan(ratios)).sum(-1)
+    positions = np.arange(ratios.shape[-1])
+    room = (~np.isnan(ratios)).sum(-1, keepdims=True) - positions
     table = np.zeros((*ratios.shape[:-2], max_tokens + 1, max_tokens + 1))
     table[..., 0] = 1.0
     for n in range(1, max_tokens + 1):
-        visits = np.zeros((*ratios.shape[:-1], ratios.shape[-1] + n + 1))
-        visits[..., 0] = 1.0
-        starts = np.zeros(table.shape[:-2])
-        sums = np.zeros((*table.shape[:-2], n + 1))
-        for c in range(ratios.shape[-1] - n + 1):
-            here = np.where(c + n <= lengths, visits[..., c], 0.0)
-            chances = here[..., None] * alive[..., c, : n + 1]
-            starts += here.sum(-1)
-            sums += chances.sum(-2)
-            # accepted k: the next round starts k + 1 further on
-            visits[..., c + 1 : c + n + 1] += chances[..., :-1] - chances[..., 1:]
-            visits[..., c + n + 1] += chances[..., -1]
-        seen = starts > 0
+        starts = np.where(room >= n, visits(alive, n), 0.0)
+        total = starts.sum((-2, -1))[..., None]
+        reached = np.einsum("...xc,...xct->...t", starts, alive[..., : n + 1])
+        seen = total > 0
         table[..., n, : n + 1] = np.where(
-            seen[..., None],
-            sums / np.where(seen, starts, 1.0)[..., None],
-            table[..., n - 1, : n + 1],
+            seen, reached / np.where(seen, total, 1.0), table[..., n - 1, : n + 1]
         )
     return table
+
+
+def survival_by_position(
+    log_ratios: ArrayLike, max_tokens: int, verifier: Verifier
+) -> NDArray[np.float64]:
+    """Survival of rounds by how many tokens the verifier has made since it was asked.
+
+    A level below the target writes at most H tokens from where it is asked, and what it meets
+    there changes on the way: it is asked where it failed before. The texts start where it is
+    asked; rounds of `budget` tokens follow one another along each, as in a cascade.
+
+    Args:
+        log_ratios: as for `survival_along`, [..., N texts, L].
+        max_tokens: H, the largest budget and the longest text.
+
+    Returns:
+        float64 [..., H + 1 (budget), H (position), H + 1 (t)], P(at least t accepted); 0 for t
+        beyond the budget or the H tokens. Where no round of a budget starts, as for the next
+        smaller one.
+    """
+    ratios = np.asarray(log_ratios, dtype=np.float64)
+    alive = survival_along(ratios, max_tokens, verifier)[..., :max_tokens, :]
+    room = (~np.isnan(ratios)).sum(-1, keepdims=True) - np.arange(alive.shape[-2])
+    left = max_tokens - np.arange(alive.shape[-2])
+    table = np.zeros((*ratios.shape[:-2], max_tokens + 1, max_tokens, max_tokens + 1))
+    table[..., 0] = 1.0
+    for budget in range(1, max_tokens + 1):
+        starts = np.where(room >= np.minimum(budget, left), visits(alive, budget), 0.0)
+        total = starts.sum(-2)[..., None]
+        reached = np.einsum("...xc,...xct->...ct", starts, alive[..., : budget + 1])
+        table[..., budget, :, :] = table[..., budget - 1, :, :]
+        here = np.s_[..., budget, : alive.shape[-2], : budget + 1]
+        table[here] = np.where(total > 0, reached / np.where(total > 0, total, 1.0), table[here])
+    return table
+
+
+def visits(alive: NDArray[np.float64], draft: int) -> NDArray[np.float64]:
+    """P(a round starts at a position) where rounds of `draft` tokens follow one another.
+
+    Args:
+        alive: as from `survival_along`, [..., L, H + 1]; the first round starts at position 0.
+
+    Returns:
+        float64 [..., L].
+    """
+    length = alive.shape[-2]
+    # Accepted k: the next round starts k + 1 further on.
+    gain = alive[..., : draft + 1].copy()
+    gain[..., :-1] -= gain[..., 1:]
+    starts = np.zeros((*alive.shape[:-2], length + draft + 1))
+    starts[..., 0] = 1.0
+    for c in range(length):
+        starts[..., c + 1 : c + draft + 2] += starts[..., c, None] * gain[..., c, :]
+    return starts[..., :length]

@@ -13,8 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_hsd.planner.costs import Costs, Role
-from vllm_hsd.planner.latency import Cascade, Prediction, check_reach, target_gains
-from vllm_hsd.planner.optimize import gain_table
+from vllm_hsd.planner.latency import (
+    Cascade,
+    Prediction,
+    check_reach,
+    level_gains,
+    target_gains,
+)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -29,10 +34,11 @@ class World(Protocol):
     def draft(self, who: Mask) -> None:
         """Level 0 appends one token to each request."""
 
-    def verify(self, who: Mask, level: int, drafted: Ints) -> Ints:
+    def verify(self, who: Mask, level: int, made: Ints, drafted: Ints) -> Ints:
         """Level `level` (K: the target) verifies the last `drafted` tokens of each request.
 
         Keeps a prefix of them, appends one token, and returns how many it kept [replicas, batch].
+        It has `made` tokens since it was asked; the target: 0.
         """
         ...
 
@@ -42,27 +48,26 @@ class Coins:
 
     Args:
         cascade: whose pairs of levels meet.
-        survival: [M + 1, M + 1, T + 1, T + 1], see `latency.target_gains`.
+        survival: [M + 1, M + 1, T + 1, T + 1, T + 1], see `latency.target_gains`.
         rng: source of the coins.
     """
 
     def __init__(self, cascade: Cascade, survival: Floats, rng: np.random.Generator):
         check_reach(cascade, survival)
-        pairs = zip(cascade.levels, cascade.levels[1:], strict=False)
-        self.reached = [gain_table(survival[above, below]).cumsum(-1) for below, above in pairs]
+        self.reached = [gains.cumsum(-1) for gains in level_gains(cascade, survival)]
         rows = [row[-1] for row in target_gains(cascade, survival)]
         longest = len(rows[-1])
         padded = [np.pad(row, (0, longest - len(row))) for row in rows]
-        self.reached.append(np.array(padded).cumsum(-1))
+        self.reached.append(np.array(padded).cumsum(-1)[None])
         self.tail, self.top = cascade.tail, len(cascade.levels)
         self.rng = rng
 
     def draft(self, who: Mask) -> None:
         pass
 
-    def verify(self, who: Mask, level: int, drafted: Ints) -> Ints:
+    def verify(self, who: Mask, level: int, made: Ints, drafted: Ints) -> Ints:
         buffer = np.maximum(drafted - self.tail, 0) if level == self.top else drafted
-        reached = self.reached[level - 1][buffer]
+        reached = self.reached[level - 1][made, buffer]
         gain = (reached <= self.rng.random(who.shape)[..., None]).sum(-1)
         return np.minimum(gain, drafted + 1) - 1  # rounding may leave the last sum below 1
 
@@ -118,12 +123,12 @@ class _Run:
             room = np.where(who, want - made - 1, 0)
             drafted = self.make(level - 1, np.minimum(self.cascade.budgets[level - 1], room))
             self.forward(level, who, self.behind[level])
-            made += self.settle(who, level, drafted)
+            made += self.settle(who, level, made, drafted)
         return made
 
-    def settle(self, who: Mask, level: int, drafted: Ints) -> Ints:
+    def settle(self, who: Mask, level: int, made: Ints, drafted: Ints) -> Ints:
         """Verify at one level, and note how far every level is behind; returns the gains."""
-        kept = self.world.verify(who, level, drafted)
+        kept = self.world.verify(who, level, made, drafted)
         gone = np.where(who, drafted - kept - 1, 0)
         self.behind -= gone
         self.behind[:level] = np.maximum(self.behind[:level], 1)
@@ -137,7 +142,7 @@ class _Run:
         if self.cascade.tail:
             offered += self.make(0, np.full(self.everyone.shape, self.cascade.tail))
         self.forward(self.depth, self.everyone, offered + 1)
-        emitted = self.settle(self.everyone, self.depth, offered)
+        emitted = self.settle(self.everyone, self.depth, np.zeros_like(offered), offered)
         for level in self.cascade.shares_target_kv:
             self.behind[level] = 1
         return emitted

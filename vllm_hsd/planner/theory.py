@@ -86,17 +86,18 @@ def power_survival(rate: ArrayLike, max_tokens: int) -> NDArray[np.float64]:
 
 
 def survival_table(rates: ArrayLike, max_tokens: int) -> NDArray[np.float64]:
-    """P(at least t of n drafted tokens are accepted) = rate^t, [..., n, t], 0 for t > n.
+    """P(at least t drafted tokens are accepted) = rate^t, whatever the budget and the position.
 
     Args:
         rates: acceptance rates, any shape [...].
 
     Returns:
-        float64 [..., max_tokens + 1, max_tokens + 1].
+        float64 [..., T + 1 (budget), T + 1 (position), T + 1 (t)] with T = max_tokens, read-only;
+        see `recorded.survival_by_position`.
     """
-    return np.tril(
-        np.repeat(power_survival(rates, max_tokens)[..., None, :], max_tokens + 1, axis=-2)
-    )
+    alive = power_survival(rates, max_tokens)
+    size = max_tokens + 1
+    return np.broadcast_to(alive[..., None, None, :], (*alive.shape[:-1], size, size, size))
 
 
 def expected_tokens(rate: float, draft_tokens: int) -> float:

@@ -40,7 +40,10 @@ class Step:
 
 @dataclass
 class Recording:
-    """What one setting showed; `emitted` tokens took `seconds`, the prefill left out."""
+    """What one setting showed; `emitted` tokens took `seconds`, from the first token to the last.
+
+    Each step's seconds hold the drafting before it, the first step's also the drafters' prefill.
+    """
 
     turns: list[Turn] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -55,7 +58,9 @@ class Recorder:
         self.runner = runner
         self.seconds = time.thread_time if clock == "cpu" else time.perf_counter
         self.recording = Recording()
-        self.started: tuple[float, Any] | None = None
+        # Since when a step that only decodes is under way, on what, after how much drafting.
+        self.started: tuple[float, Any, float] | None = None
+        self.proposed = 0.0
         self.drafting = 0.0
         self.emitted = 0
         self.open: list[tuple[int, int, int, float, float]] = []
@@ -76,7 +81,10 @@ class Recorder:
         return self.seconds() * 1e3
 
     def take(self) -> Recording:
-        """What was recorded since the last call; the step under way is dropped."""
+        """What was recorded since the last call."""
+        if self.levels:
+            # No further step marks the end of the last one; it ends with its sampling.
+            self._end_step(self.proposed)
         taken, self.recording, self.started = self.recording, Recording(), None
         return taken
 
@@ -95,40 +103,41 @@ class Recorder:
     def _execute(self, execute):
         def timed(scheduler_output, *args, **kwargs):
             now = self.clock()
-            if self.started is not None:
-                began, last = self.started
-                tokens = last.num_scheduled_tokens
-                self.recording.seconds += (now - began) / 1e3
-                self.recording.emitted += self.emitted
-                self.recording.steps.append(
-                    Step(len(tokens), sum(tokens.values()), now - began - self.drafting)
-                )
-            decoding = scheduler_output.num_scheduled_tokens and not (
-                scheduler_output.scheduled_new_reqs or self._prefilling(scheduler_output)
+            self._end_step(now)
+            cached = scheduler_output.scheduled_cached_reqs
+            decoding = cached.req_ids and not (
+                scheduler_output.scheduled_new_reqs
+                or any(map(self._prefilling, cached.req_ids, cached.num_computed_tokens))
             )
-            self.started = (now, scheduler_output) if decoding else None
+            self.started = (now, scheduler_output, self.drafting) if decoding else None
             self.drafting = 0.0
             return execute(scheduler_output, *args, **kwargs)
 
         return timed
 
-    def _prefilling(self, scheduler_output) -> bool:
-        requests = self.runner.requests
-        return any(
-            requests[i].num_computed_tokens < requests[i].num_prompt_tokens
-            for i in scheduler_output.num_scheduled_tokens
-        )
+    def _prefilling(self, request: str, computed: int) -> bool:
+        return computed < self.runner.requests[request].num_prompt_tokens
+
+    def _end_step(self, now: float) -> None:
+        if self.started is None:
+            return
+        began, scheduled, drafted = self.started
+        ms = now - began - self.drafting
+        tokens = scheduled.num_scheduled_tokens
+        self.recording.steps.append(Step(len(tokens), sum(tokens.values()), ms))
+        self.recording.seconds += (drafted + ms) / 1e3
+        self.recording.emitted += self.emitted
 
     def _propose(self, propose):
         def timed(*args):
             self.open = []
             drafts = propose(*args)
-            ended = self.clock()
+            self.proposed = self.clock()
             if self.started is not None:
-                self._close(ended)
-                # What comes before the first forward belongs to the step, like the sampling.
-                self.drafting = ended - (self.open[0][3] if self.open else ended)
-                self.emitted = sum(len(ids) for ids in args[1])
+                self._close(self.proposed)
+            # What comes before the first forward belongs to the step, like the sampling.
+            self.drafting = self.proposed - (self.open[0][3] if self.open else self.proposed)
+            self.emitted = sum(len(ids) for ids in args[1])
             return drafts
 
         return timed
