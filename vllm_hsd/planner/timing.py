@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ import numpy as np
 import torch
 from scipy.optimize import isotonic_regression
 
-from vllm_hsd.engine_runs import engine_environment
+from vllm_hsd.engine_process import JsonLinesProcess
 from vllm_hsd.planner.costs import Costs, TimeTable, prolonged
 from vllm_hsd.planner.errors import PlannerError
 from vllm_hsd.planner.profile import Candidate
@@ -185,27 +183,15 @@ class Engine:
 
     def __init__(self, job: dict[str, Any], log: Path):
         self.log = log
-        with log.open("ab") as stream:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "vllm_hsd.planner.timing_engine"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stream,
-                text=True,
-                env=engine_environment(),
-            )
-        self._send(job)
+        self.process = JsonLinesProcess("vllm_hsd.planner.timing_engine", log)
+        self.process.send(job)
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *exception) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        if exception[0] is not None:
-            self.process.terminate()
-        self.process.stdout.close()
-        self.process.wait()
+        # Whatever it still does after an error here is of no use.
+        self.process.close(*([] if exception[0] is None else [0]))
 
     def run(
         self, settings: Sequence[dict[str, Any]], advance: Callable[[int], None] = lambda done: None
@@ -215,9 +201,8 @@ class Engine:
         Raises:
             PlannerError: the engine failed; says why and where its log is.
         """
-        self._send(settings)
-        for line in self.process.stdout:
-            answer = json.loads(line)
+        self.process.send(settings)
+        while (answer := self.process.receive()) is not None:
             if "error" in answer:
                 raise PlannerError(
                     f"vLLM could not run the models for timing: {answer['error']} "
@@ -227,15 +212,9 @@ class Engine:
                 return answer["result"]
             advance(answer["progress"])
         raise PlannerError(
-            f"vLLM ended with status {self.process.wait()} while it was being timed; "
+            f"vLLM ended with status {self.process.status()} while it was being timed; "
             f"read {self.log}."
         )
-
-    def _send(self, message: Any) -> None:
-        # An engine that has died says why on its other pipe.
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(message) + "\n")
-            self.process.stdin.flush()
 
 
 def tables(machine: Machine, cascades: list[dict[str, Any]], plain: list[dict[str, Any]]) -> Costs:

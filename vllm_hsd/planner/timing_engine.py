@@ -8,13 +8,12 @@ runs a cascade of some of them.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from vllm_hsd.engine_process import serve_parent
 
 
 @dataclass
@@ -212,28 +211,14 @@ def _take(worker) -> dict[str, Any]:
     return asdict(worker.hsd_recorder.take())
 
 
-def main() -> None:
-    """Load the engine that the first line describes, run the settings of every further one."""
-    # vLLM logs to stdout: keep that for the answers and let everything else go to stderr.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def answer(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
-
-    with contextlib.closing(answers):
-        try:
-            job = json.loads(sys.stdin.readline())
-            llm = load(job)
-            for line in sys.stdin:
-                settings = json.loads(line)
-                recordings = run(llm, job, settings, lambda done: answer({"progress": done}))
-                answer({"result": recordings})
-        except Exception as error:
-            answer({"error": " ".join(str(error).split())})
-            raise
+def _serve(messages: Iterator[Any], answer: Callable[[dict], None]) -> None:
+    """Load the engine that the first message describes, run the settings of every further one."""
+    job = next(messages)
+    llm = load(job)
+    for settings in messages:
+        recordings = run(llm, job, settings, lambda done: answer({"progress": done}))
+        answer({"result": recordings})
 
 
 if __name__ == "__main__":
-    main()
+    serve_parent(_serve)
