@@ -81,8 +81,14 @@ def test_two_levels_never_overshoot(survival):
     assert predicted.level_calls == pytest.approx((drafted, rounds, 1.0))
 
 
-def test_graph_search_agrees_with_the_prediction_when_costs_ignore_the_lag(survival):
+@pytest.mark.parametrize("recorded_tables", [False, True])
+def test_graph_agrees_with_the_prediction_when_costs_ignore_the_lag(survival, recorded_tables):
     """The graph knows no lag; with costs that do not depend on tokens both are the same."""
+    if recorded_tables:  # any that depend on budget and position, but the target's on position
+        shape = (4, 4, LONGEST + 1, LONGEST + 1, LONGEST + 1)
+        survival = -np.sort(-np.random.default_rng(3).random(shape), axis=-1)
+        survival[..., 0] = 1.0
+        survival[-1] = survival[-1, :, :, :1]
     costs = flat(0.2, 1.0, 3.0, 9.0)
     draft = np.array([0.2, 1.0, 3.0])
     verify = np.repeat([[0.2], [1.0], [3.0], [9.0]], LONGEST + 1, axis=1)
