@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+# Seconds that a process has to end by itself.
+PATIENCE = 20
+
 
 class JsonLinesProcess:
     """The parent's end: a process that runs `python -m module`.
@@ -52,12 +55,12 @@ class JsonLinesProcess:
         """Exit status of a process that has closed its output."""
         return self._process.wait()
 
-    def close(self, patience: float = 20) -> None:
-        """End the process: by the end of its input, by force after `patience` seconds."""
+    def close(self, at_once: bool = False) -> None:
+        """End the process: by the end of its input, by force if that takes long or `at_once`."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            self._process.wait(timeout=patience)
+            self._process.wait(timeout=0 if at_once else PATIENCE)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -66,6 +66,7 @@ class EngineProcess:
     def __init__(self, name: str, model: Path, speculative_config: dict | None, log: Path) -> None:
         self.name, self.log = name, log
         self.ready = False
+        log.unlink(missing_ok=True)  # of an earlier engine
         self.process = JsonLinesProcess("vllm_hsd.engine_runs", log)
         self.process.send({"model": str(model), "speculative_config": speculative_config})
 

@@ -146,13 +146,13 @@ def run_for_real(
 
 def summary(group: list[dict], batch: int) -> tuple[float, float, float]:
     """(ms per token, its standard error, tokens per call) of one group of recordings."""
-    seconds = np.array([recording["seconds"] for recording in group])
+    spent = np.array([sum(step["ms"] + step["drafting_ms"] for step in r["steps"]) for r in group])
     emitted = np.array([recording["emitted"] for recording in group])
     calls = sum(step["batch"] for recording in group for step in recording["steps"])
-    mean = seconds.sum() / emitted.sum()
+    mean = spent.sum() / emitted.sum()
     # Standard error of a ratio of sums over repeats.
-    error = np.sqrt(((seconds - mean * emitted) ** 2).sum()) / emitted.sum()
-    return 1e3 * batch * mean, 1e3 * batch * error, emitted.sum() / calls
+    error = np.sqrt(((spent - mean * emitted) ** 2).sum()) / emitted.sum()
+    return batch * mean, batch * error, emitted.sum() / calls
 
 
 def write(

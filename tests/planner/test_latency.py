@@ -140,7 +140,7 @@ def test_recorded_ratios_predict_cascades_that_verify_tokens(verifier, levels, b
         for below in range(3):
             ratios = toy.log_ratios(tables[below], tables[above], text)
             if above < 2:
-                along[above, below, :, :8] = recorded.survival_by_position(ratios, 8, verifier)
+                along[above, below] = recorded.survival_by_position(ratios, 8, verifier)
             else:
                 along[above, below] = recorded.visited_survival(ratios, 8, verifier)[:, None]
             laws = tables[below][seen], tables[above][seen]

@@ -105,7 +105,8 @@ def test_a_candidate_is_asked_where_it_failed_and_not_where_it_was_right():
     """Greedy laws: a candidate that is right at tokens 1 and 2 of 6, drafts of 1 and 2 tokens."""
     right = np.array([[False, True, True, False, False, False]])
     log_probs = np.stack([np.where(right, 0.0, -np.inf), np.zeros(right.shape)])
-    chances = laws_module._asked_at([{"log_probs": log_probs}], 0, 2)
+    ratios = laws_module._after_prefill([{"log_probs": log_probs}])
+    chances = laws_module._asked_at(ratios[0], 2)
     # The prefill makes token 0. Drafts of 1: one for token 1, whose bonus is token 2, then at
     # 3, 4 and 5. Drafts of 2: one for tokens 1 and 2, whose bonus is token 3, then at 4 and 5.
     ones, twos = np.array([[0, 1, 0, 1, 1, 1]]) / 4, np.array([[0, 1, 0, 0, 1, 1]]) / 3
@@ -115,7 +116,7 @@ def test_a_candidate_is_asked_where_it_failed_and_not_where_it_was_right():
 def test_texts_without_a_second_token_are_one_sentence():
     log_probs = np.concatenate([np.zeros((2, 3, 1)), np.full((2, 3, 4), np.nan)], axis=-1)
     with pytest.raises(PlannerError, match="ends its text with the first token after every"):
-        laws_module._asked_at([{"log_probs": log_probs}], 0, 2)
+        laws_module._after_prefill([{"log_probs": log_probs}])
 
 
 def test_greedy_texts_are_accepted_as_far_as_they_agree(members, text_family, tmp_path):

@@ -52,8 +52,7 @@ def test_round_trip_of_a_measured_profile(tmp_path, raw):
     ratios = np.log(np.random.default_rng(0).uniform(0.3, 1.5, size=(3, 10, 20)))
     table = np.full((3, 3, 5, 5, 5), np.nan)
     table[2, :2] = visited_survival(ratios[:2], 4, "hierarchical")[:, :, None]
-    table[1, 0] = [1, 0, 0, 0, 0]
-    table[1, 0, :, :4] = survival_by_position(ratios[2, :, :4], 4, "hierarchical")
+    table[1, 0] = survival_by_position(ratios[2, :, :4], 4, "hierarchical")
     laws = Laws(
         rates=np.array(raw["rates"]),
         rate_errors=np.full((3, 3), 0.01),

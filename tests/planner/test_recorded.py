@@ -120,9 +120,8 @@ def test_survival_by_position_counts_the_rounds_along_the_texts_exactly(verifier
     falling = np.linspace(0.3, -2.5, longest) + rng.normal(0, 1, size=(texts, 1))
     ratios = falling + rng.normal(0, 0.3, size=(texts, longest))
     table = recorded.survival_by_position(ratios, longest, verifier)
-    assert table.shape == (longest + 1, longest, longest + 1)
-    survival = np.pad(table, ((0, 0), (0, 1), (0, 0)))
-    rounds = renewal(survival, np.ones(longest + 1), capped=True)
+    assert table.shape == (longest + 1, longest + 1, longest + 1)
+    rounds = renewal(table, np.ones(longest + 1), capped=True)
     blind = np.repeat(recorded.visited_survival(ratios, longest, verifier)[:, None], 9, axis=1)
     without_position = renewal(blind, np.ones(longest + 1), capped=True)
     for budget in (1, 3, 7):

@@ -107,14 +107,15 @@ def measure(
             parts.get(f"text-{start}", _target_text, family, group, sampling, effort, seed)
         )
         advance("the target's texts")
-    survival = _target_survival(texts, effort)
+    ratios = _after_prefill(texts)
+    survival = _target_survival(ratios, effort)
     for member in range(len(family.members) - 1):
         below = _can_draft_for(family, member)
-        own = _own_texts(family, member, contexts, texts, sampling, effort, parts, advance)
+        starts = _asked_contexts(contexts, texts, ratios[member], member, effort)
+        own = _own_texts(family, member, starts, sampling, effort, parts, advance)
         for verifier in VERIFIERS:
             table = np.full_like(survival[verifier][member], np.nan)
-            table[below, :, :-1] = survival_by_position(own[below], effort.max_tokens, verifier)
-            table[below, :, -1] = table[below, :1, 0]  # nothing is left to ask for
+            table[below] = survival_by_position(own[below], effort.max_tokens, verifier)
             survival[verifier][member] = table
     by_prompt = np.concatenate([part["rates"] for part in texts])  # [prompts, M, M]
     counts = np.concatenate([part["lengths"] for part in texts])
@@ -186,29 +187,55 @@ def _target_text(
     }
 
 
+def _asked_contexts(
+    prompts: list[list[int]],
+    texts: list[dict[str, NDArray]],
+    ratios: Floats,
+    member: int,
+    effort: Effort,
+) -> list[list[int]]:
+    """Contexts at which the target asks a candidate for a draft, shortest first."""
+    rng = np.random.default_rng((effort.seed, 1, member))
+    reached = _asked_at(ratios, effort.max_tokens).cumsum()
+    # Evenly along all texts, which leaves less to chance than independent draws.
+    even = (np.arange(effort.contexts) + rng.random()) / effort.contexts
+    chosen = np.searchsorted(reached, even * reached[-1], side="right")
+    written = np.concatenate([part["tokens"] for part in texts])
+    rows, ends = np.unravel_index(chosen, written.shape)
+    return sorted(
+        (
+            [*prompts[row], *written[row, :end].tolist()]
+            for row, end in zip(rows, ends, strict=True)
+        ),
+        key=len,
+    )
+
+
+def _asked_at(ratios: Floats, max_tokens: int) -> Floats:
+    """Where the target asks a candidate for a draft: P(text, position), [texts, L].
+
+    Not everywhere alike: a candidate drafts anew where it has just failed, and skips what was
+    accepted. Drafts of all lengths count alike.
+
+    Args:
+        ratios: of the candidate, from `_after_prefill`, [texts, L - 1].
+    """
+    alive = survival_along(ratios, max_tokens, "hierarchical")
+    starts = [visits(alive, draft) for draft in range(1, max_tokens + 1)]
+    chances = np.where(np.isnan(ratios), 0.0, sum(each / each.sum() for each in starts))
+    return np.pad(chances / chances.sum(), ((0, 0), (1, 0)))
+
+
 def _own_texts(
     family: Family,
     member: int,
-    prompts: list[list[int]],
-    texts: list[dict[str, NDArray]],
+    contexts: list[list[int]],
     sampling: Sampling,
     effort: Effort,
     parts: Parts,
     advance: Callable[[str], None],
 ) -> Floats:
     """Log ratios of all members to one, along texts of that one, [M, contexts, H]."""
-    rng = np.random.default_rng((effort.seed, 1, member))
-    written = np.concatenate([part["tokens"] for part in texts])
-    chances = _asked_at(texts, member, effort.max_tokens)
-    # Evenly along all texts, which leaves less to chance than independent draws.
-    even = (np.arange(effort.contexts) + rng.random()) / effort.contexts
-    reached = chances.cumsum()
-    chosen = np.searchsorted(reached, even * reached[-1], side="right")
-    rows, ends = np.unravel_index(chosen, chances.shape)
-    contexts = [
-        [*prompts[row], *written[row, :end].tolist()] for row, end in zip(rows, ends, strict=True)
-    ]
-    contexts.sort(key=len)
     found = []
     for start in range(0, len(contexts), effort.batch):
         group = contexts[start : start + effort.batch]
@@ -218,19 +245,6 @@ def _own_texts(
         found.append(part["log_probs"])
         advance("the candidates' texts")
     return _ratios(np.concatenate(found, axis=1), member)
-
-
-def _asked_at(texts: list[dict[str, NDArray]], member: int, max_tokens: int) -> Floats:
-    """Where the target asks a candidate for a draft: P(row, position) over the target's texts.
-
-    Not everywhere alike: a candidate drafts anew where it has just failed, and skips what was
-    accepted. Drafts of all lengths count alike.
-    """
-    ratios = _after_prefill(texts)[member]
-    alive = survival_along(ratios, max_tokens, "hierarchical")
-    starts = [visits(alive, draft) for draft in range(1, max_tokens + 1)]
-    chances = np.where(np.isnan(ratios), 0.0, sum(each / each.sum() for each in starts))
-    return np.pad(chances / chances.sum(), ((0, 0), (1, 0)))
 
 
 def _own_text(
@@ -321,9 +335,8 @@ def _after_prefill(texts: list[dict[str, NDArray]]) -> Floats:
     return ratios
 
 
-def _target_survival(texts: list[dict[str, NDArray]], effort: Effort) -> dict[Verifier, Floats]:
+def _target_survival(ratios: Floats, effort: Effort) -> dict[Verifier, Floats]:
     """Tables with the target as the verifier; the other verifiers are left for later."""
-    ratios = _after_prefill(texts)
     size = effort.max_tokens + 1
     tables = {}
     for verifier in VERIFIERS:

@@ -77,18 +77,13 @@ def visited_survival(
     """
     ratios = np.asarray(log_ratios, dtype=np.float64)
     alive = survival_along(ratios, max_tokens, verifier)
-    positions = np.arange(ratios.shape[-1])
-    room = (~np.isnan(ratios)).sum(-1, keepdims=True) - positions
+    room = _room(ratios)
     table = np.zeros((*ratios.shape[:-2], max_tokens + 1, max_tokens + 1))
     table[..., 0] = 1.0
     for n in range(1, max_tokens + 1):
         starts = np.where(room >= n, visits(alive, n), 0.0)
-        total = starts.sum((-2, -1))[..., None]
-        reached = np.einsum("...xc,...xct->...t", starts, alive[..., : n + 1])
-        seen = total > 0
-        table[..., n, : n + 1] = np.where(
-            seen, reached / np.where(seen, total, 1.0), table[..., n - 1, : n + 1]
-        )
+        reached = alive[..., : n + 1]
+        table[..., n, : n + 1] = _mean(reached, starts, (-3, -2), table[..., n - 1, : n + 1])
     return table
 
 
@@ -106,24 +101,41 @@ def survival_by_position(
         max_tokens: H, the largest budget and the longest text.
 
     Returns:
-        float64 [..., H + 1 (budget), H (position), H + 1 (t)], P(at least t accepted); 0 for t
-        beyond the budget or the H tokens. Where no round of a budget starts, as for the next
+        float64 [..., H + 1 (budget), H + 1 (position), H + 1 (t)], P(at least t accepted); 0 for
+        t beyond the budget or the H tokens. Where no round of a budget starts, as for the next
         smaller one.
     """
-    ratios = np.asarray(log_ratios, dtype=np.float64)
-    alive = survival_along(ratios, max_tokens, verifier)[..., :max_tokens, :]
-    room = (~np.isnan(ratios)).sum(-1, keepdims=True) - np.arange(alive.shape[-2])
-    left = max_tokens - np.arange(alive.shape[-2])
-    table = np.zeros((*ratios.shape[:-2], max_tokens + 1, max_tokens, max_tokens + 1))
+    ratios = np.asarray(log_ratios, dtype=np.float64)[..., :max_tokens]
+    alive = survival_along(ratios, max_tokens, verifier)
+    length = ratios.shape[-1]
+    room, left = _room(ratios), max_tokens - np.arange(length)
+    size = max_tokens + 1
+    table = np.zeros((*ratios.shape[:-2], size, size, size))
     table[..., 0] = 1.0
-    for budget in range(1, max_tokens + 1):
+    for budget in range(1, size):
         starts = np.where(room >= np.minimum(budget, left), visits(alive, budget), 0.0)
-        total = starts.sum(-2)[..., None]
-        reached = np.einsum("...xc,...xct->...ct", starts, alive[..., : budget + 1])
-        table[..., budget, :, :] = table[..., budget - 1, :, :]
-        here = np.s_[..., budget, : alive.shape[-2], : budget + 1]
-        table[here] = np.where(total > 0, reached / np.where(total > 0, total, 1.0), table[here])
+        reached = alive[..., : budget + 1]
+        fewer = table[..., budget - 1, :length, : budget + 1]
+        table[..., budget, :length, : budget + 1] = _mean(reached, starts, -3, fewer)
     return table
+
+
+def _room(ratios: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Tokens of each text from each position on, [..., L]; nan marks the texts' ends."""
+    return (~np.isnan(ratios)).sum(-1, keepdims=True) - np.arange(ratios.shape[-1])
+
+
+def _mean(
+    alive: NDArray[np.float64],
+    starts: NDArray[np.float64],
+    axis: int | tuple[int, ...],
+    otherwise: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """Mean survival [..., texts, L, t] of the rounds that start; `otherwise` where none does."""
+    weights = starts[..., None]
+    total = weights.sum(axis)
+    reached = (weights * alive).sum(axis)
+    return np.where(total > 0, reached / np.where(total > 0, total, 1.0), otherwise)
 
 
 def visits(alive: NDArray[np.float64], draft: int) -> NDArray[np.float64]:

@@ -191,7 +191,7 @@ class Engine:
 
     def __exit__(self, *exception) -> None:
         # Whatever it still does after an error here is of no use.
-        self.process.close(*([] if exception[0] is None else [0]))
+        self.process.close(at_once=exception[0] is not None)
 
     def run(
         self, settings: Sequence[dict[str, Any]], advance: Callable[[int], None] = lambda done: None

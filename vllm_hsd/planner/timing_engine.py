@@ -30,24 +30,25 @@ class Turn:
 
 @dataclass
 class Step:
-    """A step of the engine that only decodes: `ms` is its period without the drafting."""
+    """A step of the engine that only decodes, after `drafting_ms` of drafting for it.
+
+    `ms` is its period without any drafting. The drafting for a request's first step includes the
+    drafters' prefill.
+    """
 
     batch: int
     tokens: int
     ms: float
+    drafting_ms: float
 
 
 @dataclass
 class Recording:
-    """What one setting showed; `emitted` tokens took `seconds`, from the first token to the last.
-
-    Each step's seconds hold the drafting before it, the first step's also the drafters' prefill.
-    """
+    """What one setting showed; its steps, drafting included, emitted `emitted` tokens."""
 
     turns: list[Turn] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     emitted: int = 0
-    seconds: float = 0.0
 
 
 class Recorder:
@@ -123,8 +124,7 @@ class Recorder:
         began, scheduled, drafted = self.started
         ms = now - began - self.drafting
         tokens = scheduled.num_scheduled_tokens
-        self.recording.steps.append(Step(len(tokens), sum(tokens.values()), ms))
-        self.recording.seconds += (drafted + ms) / 1e3
+        self.recording.steps.append(Step(len(tokens), sum(tokens.values()), ms, drafted))
         self.recording.emitted += self.emitted
 
     def _propose(self, propose):
