@@ -30,6 +30,7 @@ test-slow: venv
 
 lint: venv
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 bench: venv
 	$(BIN)/python benchmarks/run_all.py

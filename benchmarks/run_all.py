@@ -36,7 +36,7 @@ class Benchmark:
     def command(self) -> list[str]:
         start = [str(BENCHMARKS / self.script)]
         if not self.script.endswith(".py"):
-            start = ["-m", "vllm_hsd.cli", self.script]
+            start = ["-m", "vllm_hsd.cli.main", self.script]
         return [sys.executable, *start, *self.arguments]
 
 

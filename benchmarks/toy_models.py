@@ -18,7 +18,7 @@ from scipy.optimize import brentq
 from vllm_hsd.verify import Tree, verify_chain, verify_tree
 
 VOCABULARY = 32
-VERIFIERS = ["tokenwise", "hierarchical", "tree K=2", "tree K=4"]
+VERIFIERS = ["standard", "block", "tree K=2", "tree K=4"]
 # (rate, draft length) -> recorded tokens per call of each verifier.
 RECORDED = {
     (0.90, 8): [6.13, 6.86, 7.15, 7.38],

@@ -10,6 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
+
 from vllm_hsd.kernels import blocks, chain_kernels, sample_row, tree_kernels
 
 _POINTERS = {

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+
 from vllm_hsd.kernels.blocks import (
     block_masses,
     exp_below,

@@ -5,6 +5,7 @@ Used by chain_verify.py; README.md beside this file has the derivation.
 
 import triton
 import triton.language as tl
+
 from vllm_hsd.kernels.blocks import inverse_temperature, is_finite, load_scaled, log_normaliser
 from vllm_hsd.kernels.rng import uniform
 

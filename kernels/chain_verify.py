@@ -9,11 +9,12 @@ still decide, launch 3 decides, and reads again the one block that holds the nex
 from typing import NamedTuple
 
 import torch
+
 from vllm_hsd.kernels.blocks import NUM_WARPS, check_logits, check_vector, cut, pad
 from vllm_hsd.kernels.chain_kernels import row_stats_kernel, settle_kernel
 from vllm_hsd.kernels.rng import ACCEPT, FINAL, stream_id
 
-METHODS = ("hierarchical", "tokenwise")
+METHODS = ("block", "standard")
 MAX_DRAFT_TOKENS = 63
 _INTEGERS = (torch.int64, torch.int32)
 
@@ -38,7 +39,7 @@ def verify_chain(
     draws: torch.Tensor,
     *,
     max_draft_tokens: int,
-    method: str = "hierarchical",
+    method: str = "block",
     level: int = 0,
     draft_temperature: torch.Tensor | None = None,
     draft_lse: torch.Tensor | None = None,
@@ -61,7 +62,7 @@ def verify_chain(
         draws: int64 [B], the request's counter. A call uses the coins draws .. draws + n_i - 1
             (at least one), so the next call needs a counter that is higher by that.
         max_draft_tokens: upper bound of n_i, at most 63; fixes the grid.
-        method: "hierarchical" or "tokenwise".
+        method: "block" or "standard".
         level: level whose coins are tossed.
         draft_temperature: float32 [B] at which the draft was drawn, 0 where its rows are one-hot;
             the target's by default.
@@ -112,7 +113,7 @@ def verify_chain_padded(
     draws: torch.Tensor,
     *,
     max_draft_tokens: int,
-    method: str = "hierarchical",
+    method: str = "block",
     level: int = 0,
     draft_temperature: torch.Tensor | None = None,
     draft_lse: torch.Tensor | None = None,
@@ -272,7 +273,7 @@ def _launch(
             vocab_size,
             batch,
             DECIDE=decide,
-            HIERARCHICAL=method == "hierarchical",
+            HIERARCHICAL=method == "block",
             HAS_DRAFT=draft_logits is not None,
             HAS_LSE=draft_lse is not None,
             BLOCK=block,

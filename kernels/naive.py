@@ -6,13 +6,13 @@ Softmax in float64, then ``vllm_hsd.verify``. Readable and slow; nothing here is
 from itertools import pairwise
 
 import torch
+
 from vllm_hsd.kernels.chain_verify import ChainResult
 from vllm_hsd.kernels.rng import ACCEPT, DRAFT, FINAL, stream_id
 from vllm_hsd.kernels.tree_verify import TreeResult
-
 from vllm_hsd.verify import uniforms
 from vllm_hsd.verify import verify_chain as verify_chain_probs
-from vllm_hsd.verify.residual import Mass
+from vllm_hsd.verify.residual import BlockedCDF
 from vllm_hsd.verify.tree import ROOT, Tree, TreeRows, traversal_stops
 
 
@@ -62,7 +62,7 @@ def verify_chain(
     draws: torch.Tensor,
     *,
     max_draft_tokens: int,
-    method: str = "hierarchical",
+    method: str = "block",
     level: int = 0,
     draft_temperature: torch.Tensor | None = None,
 ) -> ChainResult:
@@ -152,7 +152,7 @@ def verify_tree(
         nodes = laws.path_to(node)
         out = [token[n] for n in nodes]
         if laws.target_ok[node + 1]:
-            out.append(int(Mass(row).draw(last[None])))
+            out.append(int(BlockedCDF(row).draw(last[None])))
         token_ids[i, : len(out)] = torch.tensor(out, dtype=torch.int64)
         path[i, : len(nodes)] = torch.tensor([kept[n] for n in nodes], dtype=torch.int64)
     accepted = (path >= 0).sum(-1).to(torch.int32)

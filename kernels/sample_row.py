@@ -7,6 +7,7 @@ nothing here and saves the verifier one read of every proposal row (``draft_lse`
 import torch
 import triton
 import triton.language as tl
+
 from vllm_hsd.kernels.blocks import (
     NUM_WARPS,
     block_masses,

@@ -5,6 +5,7 @@ Rows of a tree are numbered from the root, row 0; node i owns row i + 1.
 
 import triton
 import triton.language as tl
+
 from vllm_hsd.kernels.blocks import (
     block_masses,
     exp_below,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+
 from vllm_hsd.kernels.blocks import NUM_WARPS, check_logits, check_vector, cut, pad
 from vllm_hsd.kernels.rng import ACCEPT, FINAL, stream_id
 from vllm_hsd.kernels.tree_kernels import node_stats_kernel, traverse_kernel

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-Verifier = Literal["hierarchical", "tokenwise"]
+Verifier = Annotated[
+    Literal["block", "standard"],
+    BeforeValidator(lambda value: "block" if value == "hierarchical" else value),
+]
 Name = Annotated[str, Field(min_length=1)]
 
 LEVEL_KINDS = ("model", "early_exit", "exit_head", "ngram", "bigram")
@@ -60,9 +63,9 @@ class LevelConfig(BaseModel):
     ngram: NgramConfig | None = None
     bigram: Name | None = None
     num_tokens: Annotated[int, Field(ge=1)] | None = None
-    rounds: Annotated[int, Field(ge=1)] | None = None
+    max_rounds: Annotated[int, Field(ge=1)] | None = None
     verifier: Verifier | None = None
-    window: Literal["fixed", "entropy"] = "fixed"
+    stopping: Literal["fixed", "entropy"] = "fixed"
     temperature_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     model_keys: dict[str, Any] = Field(default_factory=dict, exclude=True)
 
@@ -72,21 +75,21 @@ class LevelConfig(BaseModel):
         return next(kind for kind in LEVEL_KINDS if getattr(self, kind) is not None)
 
 
-class HsdConfig(BaseModel):
+class CascadeConfig(BaseModel):
     """A cascade: levels cheapest first, the target's verifier, and the longest draft.
 
-    Build it with `HsdConfig.parse`, which turns every fault into one `ConfigError` sentence.
+    Build it with `CascadeConfig.parse`, which turns every fault into one `ConfigError` sentence.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     num_speculative_tokens: Annotated[int, Field(ge=1, le=128)]
     levels: list[LevelConfig]
-    verifier: Verifier = "hierarchical"
-    tail: Annotated[int, Field(ge=0)] = 0
+    verifier: Verifier = "block"
+    horizontal_tokens: Annotated[int, Field(ge=0)] = 0
 
     @classmethod
-    def parse(cls, raw: dict[str, Any]) -> HsdConfig:
+    def parse(cls, raw: dict[str, Any]) -> CascadeConfig:
         """Check the keys that a user gave beside `method: "hsd"`.
 
         Args:
@@ -116,13 +119,13 @@ class HsdConfig(BaseModel):
             parsed = cls(**{**raw, "levels": levels})
         except ValidationError as error:
             raise ConfigError(_one_sentence(error)) from None
-        parsed._check_budgets()
+        parsed._check_draft_lengths()
         parsed._check_lookup()
         parsed._check_tail()
         parsed._check_room()
         return parsed
 
-    def _check_budgets(self) -> None:
+    def _check_draft_lengths(self) -> None:
         limit = self.num_speculative_tokens
         for i, level in enumerate(self.levels):
             last = i == len(self.levels) - 1
@@ -141,8 +144,8 @@ class HsdConfig(BaseModel):
                     f"levels[{i}].num_tokens is {level.num_tokens}, above "
                     f"num_speculative_tokens ({limit}): lower the one or raise the other."
                 )
-            if i == 0 and (level.verifier is not None or level.rounds is not None):
-                key = "verifier" if level.verifier is not None else "rounds"
+            if i == 0 and (level.verifier is not None or level.max_rounds is not None):
+                key = "verifier" if level.verifier is not None else "max_rounds"
                 raise ConfigError(
                     f"levels[0].{key} has no meaning, since the first level verifies nobody: "
                     f"remove it."
@@ -162,7 +165,7 @@ class HsdConfig(BaseModel):
                     f"levels[{i}].ngram.min ({level.ngram.min}) is above max "
                     f"({level.ngram.max}): lower the one or raise the other."
                 )
-            for key, plain in (("window", "fixed"), ("temperature_scale", 1.0)):
+            for key, plain in (("stopping", "fixed"), ("temperature_scale", 1.0)):
                 if getattr(level, key) != plain:
                     raise ConfigError(
                         f"levels[{i}].{key} has no meaning for kind 'ngram', whose rows are "
@@ -170,22 +173,22 @@ class HsdConfig(BaseModel):
                     )
 
     def _check_tail(self) -> None:
-        if self.tail and len(self.levels) == 1:
+        if self.horizontal_tokens and len(self.levels) == 1:
             raise ConfigError(
-                "tail continues the top level with level 0: remove it or give two levels."
+                "horizontal_tokens continue the top level with level 0: remove it or give two levels."
             )
-        if self.tail >= self.num_speculative_tokens:
+        if self.horizontal_tokens >= self.num_speculative_tokens:
             raise ConfigError(
-                f"tail ({self.tail}) leaves no room for the top level in num_speculative_tokens "
+                f"horizontal_tokens ({self.horizontal_tokens}) leaves no room for the top level in num_speculative_tokens "
                 f"({self.num_speculative_tokens}): lower it."
             )
 
     def _check_room(self) -> None:
         """Every level gets to draft: a level that verifies keeps one place for its own token."""
-        room, key = self.num_speculative_tokens - self.tail, "num_speculative_tokens"
+        room, key = self.num_speculative_tokens - self.horizontal_tokens, "num_speculative_tokens"
         for i in range(len(self.levels) - 1, 0, -1):
-            if self.budgets[i] < room:
-                room, key = self.budgets[i], f"levels[{i}].num_tokens"
+            if self.draft_lengths[i] < room:
+                room, key = self.draft_lengths[i], f"levels[{i}].num_tokens"
             if room < 2:
                 raise ConfigError(
                     f"levels[{i}] has room for one token, its own, so that levels[{i - 1}] would "
@@ -194,7 +197,7 @@ class HsdConfig(BaseModel):
             room -= 1
 
     @property
-    def budgets(self) -> list[int]:
+    def draft_lengths(self) -> list[int]:
         """Tokens that each level hands up per call, the last level's included."""
         return [level.num_tokens or self.num_speculative_tokens for level in self.levels]
 
@@ -220,7 +223,7 @@ def _read_cascade(raw: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"cascade: '{path}' lacks \"schema\": 1; write it with this version's vllm-hsd plan."
         )
-    kept = ("num_speculative_tokens", "levels", "verifier", "tail")
+    kept = ("num_speculative_tokens", "levels", "verifier", "horizontal_tokens")
     given = {key: value for key, value in raw.items() if key != "cascade"}
     return {**{key: plan[key] for key in kept if key in plan}, **given}
 
@@ -267,7 +270,7 @@ def _one_sentence(error: ValidationError) -> str:
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"])
     key = key.lstrip(".")
     if fault["type"] == "extra_forbidden":
-        fields = {"cascade", "method", *HsdConfig.model_fields}
+        fields = {"cascade", "method", *CascadeConfig.model_fields}
         if "ngram" in fault["loc"]:
             fields = set(NgramConfig.model_fields)
         known = ", ".join(sorted(fields))

@@ -101,12 +101,12 @@ class EngineProcess:
         )
         return Run(**answer)
 
-    def use(self, budgets: list[int], levels: list[int] | None = None) -> None:
-        """Serve the next runs with some levels (default all) and these budgets.
+    def use(self, draft_lengths: list[int], levels: list[int] | None = None) -> None:
+        """Serve the next runs with some levels (default all) and these draft_lengths.
 
         See `CascadeProposer.use`; so one engine serves a sweep.
         """
-        self._ask({"do": "use", "budgets": budgets, "levels": levels})
+        self._ask({"do": "use", "draft_lengths": draft_lengths, "levels": levels})
 
     def _ask(self, request: dict) -> dict:
         self.wait()
@@ -177,12 +177,12 @@ class _Engine:
         )
         return asdict(run)
 
-    def use(self, budgets: list[int], levels: list[int] | None) -> dict:
-        self.llm.collective_rpc(_use, args=(budgets, levels))
+    def use(self, draft_lengths: list[int], levels: list[int] | None) -> dict:
+        self.llm.collective_rpc(_use, args=(draft_lengths, levels))
         return {}
 
     def _counts(self) -> tuple[int, list[dict[str, float]]]:
-        from vllm_hsd.metrics import level_counts
+        from vllm_hsd.runner_v1.metrics import level_counts
 
         accepted = sum(
             int(metric.value)
@@ -192,8 +192,8 @@ class _Engine:
         return accepted, level_counts()
 
 
-def _use(worker, budgets: list[int], levels: list[int] | None) -> None:
-    worker.model_runner.drafter.use(levels or list(range(len(budgets))), budgets)
+def _use(worker, draft_lengths: list[int], levels: list[int] | None) -> None:
+    worker.model_runner.drafter.use(levels or list(range(len(draft_lengths))), draft_lengths)
 
 
 def _serve(messages: Iterator[dict], answer: Callable[[dict], None]) -> None:

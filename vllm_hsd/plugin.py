@@ -27,7 +27,7 @@ def register() -> None:
     _hook_config(faults)
     if faults:
         return
-    from vllm_hsd import metrics
+    from vllm_hsd.runner_v1 import metrics
 
     _hook_sampling_params()
     _hook_proposer()
@@ -45,7 +45,7 @@ def _uses_hsd(speculative_config) -> bool:
 
 
 def _verifies_hierarchically(speculative_config) -> bool:
-    return getattr(speculative_config, "verifier", None) == "hierarchical"
+    return getattr(speculative_config, "verifier", None) == "block"
 
 
 def _hook_config(faults: list[str]) -> None:
@@ -61,7 +61,7 @@ def _hook_config(faults: list[str]) -> None:
             key.replace("-", "_"): value for key, value in (self.speculative_config or {}).items()
         }
         hsd = raw.get("method", self.spec_method) == "hsd"
-        if not hsd and raw.get("rejection_sample_method") != "hierarchical":
+        if not hsd and raw.get("rejection_sample_method") not in ("hierarchical", "block"):
             return create(self, target_model_config, target_parallel_config)
         if faults:
             raise ConfigError(f"vllm-hsd cannot run: {faults[0]}")

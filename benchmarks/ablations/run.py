@@ -41,7 +41,7 @@ class Variant:
     Attributes:
         levels: as in the JSON.
         keys: further keys of the cascade.
-        points: (x, budgets or None for those of the levels, temperature).
+        points: (x, draft_lengths or None for those of the levels, temperature).
     """
 
     name: str
@@ -61,10 +61,10 @@ def lengths(*values: int) -> list[tuple[float, list[int], float]]:
 
 def experiments() -> dict[str, tuple[str, list[Variant]]]:
     """Name -> (label of x, variants)."""
-    entropy = {"window": "entropy"}
+    entropy = {"stopping": "entropy"}
     once = [(8, None, 1.0)]
     temperatures = [(t, None, t) for t in (0.0, 0.3, 0.6, 0.8, 1.0, 1.2)]
-    verifiers = ("hierarchical", "tokenwise")
+    verifiers = ("block", "standard")
     windows = [(n, [n], 1.0) for n in (4, 8, 12, 16)]
     stacked = [(n, [n, n], 1.0) for n in (4, 8, 12, 16)]
     small_below = with_keys(SMALL, num_tokens=8)
@@ -101,10 +101,10 @@ def experiments() -> dict[str, tuple[str, list[Variant]]]:
                 Variant("SD, mid", [MID], once),
                 Variant("self-verify, small", [with_keys(SMALL, **entropy)], once),
                 Variant("self-verify, mid", [with_keys(MID, **entropy)], once),
-                Variant("pre-verify", [small_below, with_keys(MID, rounds=1)], once),
+                Variant("pre-verify", [small_below, with_keys(MID, max_rounds=1)], once),
                 Variant(
                     "pre-verify and self-verify",
-                    [with_keys(small_below, **entropy), with_keys(MID, rounds=1)],
+                    [with_keys(small_below, **entropy), with_keys(MID, max_rounds=1)],
                     once,
                 ),
                 Variant(
@@ -133,7 +133,7 @@ def experiments() -> dict[str, tuple[str, list[Variant]]]:
                     f"tail {tail}",
                     [with_keys(SMALL, num_tokens=3), MID],
                     once,
-                    keys={"tail": tail},
+                    keys={"horizontal_tokens": tail},
                 )
                 for tail in (0, 2, 4)
             ],
@@ -157,9 +157,9 @@ def measure(variant: Variant, prompts: list[str], log: Path) -> Iterator[dict]:
         **variant.keys,
     }
     with EngineProcess(variant.name, MODELS / "target", cascade, log) as engine:
-        for x, budgets, temperature in variant.points:
-            if budgets is not None:
-                engine.use(budgets)
+        for x, draft_lengths, temperature in variant.points:
+            if draft_lengths is not None:
+                engine.use(draft_lengths)
             runs = [
                 engine.generate(prompts, temperature, TOKENS, seed=1000 * i) for i in range(RUNS)
             ]

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from rich.progress import Progress
 
-from vllm_hsd.demo import REPOSITORY, TARGET_PARAMS, family_prompts, widened
-from vllm_hsd.demo_report import Spread
+from vllm_hsd.cli.demo import REPOSITORY, TARGET_PARAMS, family_prompts, widened
+from vllm_hsd.cli.demo_report import Spread
 from vllm_hsd.engine_runs import EngineProcess
 
 MODELS = REPOSITORY / "benchmarks" / "models"
@@ -26,7 +26,7 @@ OUT = REPOSITORY / "results" / "batch_sizes"
 BATCHES = (1, 4, 8, 16)
 TEMPERATURES = (0.0, 1.0)
 MAX_TOKENS = 48
-# Levels of the hosting engine by the configuration's name, and the budgets that are measured.
+# Levels of the hosting engine by the configuration's name, and the draft_lengths that are measured.
 CONFIGURATIONS = {
     "no speculation": ([], [[]]),
     "small": ([0], [[2], [4], [6]]),
@@ -45,7 +45,9 @@ SPECULATIVE_CONFIG = {
 
 def measure(rounds: int, target: Path) -> list[dict]:
     """One row per configuration, batch size and temperature."""
-    configurations = [(name, b) for name, (_, budgets) in CONFIGURATIONS.items() for b in budgets]
+    configurations = [
+        (name, b) for name, (_, draft_lengths) in CONFIGURATIONS.items() for b in draft_lengths
+    ]
     cases = [(batch, temperature) for batch in BATCHES for temperature in TEMPERATURES]
     prompts = family_prompts(MODELS)
     rows = []
@@ -61,10 +63,10 @@ def measure(rounds: int, target: Path) -> list[dict]:
         for batch, temperature in cases:
             runs = {i: [] for i in range(len(configurations))}
             for round_ in range(rounds):
-                for i, (name, budgets) in enumerate(configurations):
-                    engine = hosting if budgets else plain
-                    if budgets:
-                        engine.use(budgets, CONFIGURATIONS[name][0])
+                for i, (name, draft_lengths) in enumerate(configurations):
+                    engine = hosting if draft_lengths else plain
+                    if draft_lengths:
+                        engine.use(draft_lengths, CONFIGURATIONS[name][0])
                     # Batch 1 takes the first prompts one by one, so that all see several texts.
                     parts = (
                         [prompts[j : j + 1] for j in range(4)] if batch == 1 else [prompts[:batch]]
@@ -89,12 +91,12 @@ def case_rows(batch, temperature, configurations, runs) -> list[dict]:
         )
 
     rows = []
-    for i, (name, budgets) in enumerate(configurations):
+    for i, (name, draft_lengths) in enumerate(configurations):
         row = {
             "batch": batch,
             "temperature": temperature,
             "configuration": name,
-            "budgets": " ".join(map(str, budgets)),
+            "draft_lengths": " ".join(map(str, draft_lengths)),
         }
         flat = [run for part in runs[i] for run in part]
         calls = sum(run.target_calls for run in flat)
@@ -140,7 +142,9 @@ def plot(rows: list[dict], path: Path) -> None:
             axes.plot(BATCHES, [float(row["to_none"]) for row in best], "o-", label=kind)
             for batch, row in zip(BATCHES, best, strict=True):
                 axes.annotate(
-                    f"{row['configuration']} {row['budgets']}" if row["budgets"] else "",
+                    f"{row['configuration']} {row['draft_lengths']}"
+                    if row["draft_lengths"]
+                    else "",
                     (batch, float(row["to_none"])),
                     fontsize=6,
                 )
@@ -169,7 +173,7 @@ def main() -> None:
     for row in rows:
         print(
             f"batch {row['batch']:2} temperature {row['temperature']:g} {row['configuration']:15}"
-            f"{row['budgets']:6} {row['tokens_per_second']:>8} tokens/s, to no speculation "
+            f"{row['draft_lengths']:6} {row['tokens_per_second']:>8} tokens/s, to no speculation "
             f"{row['to_none']} ({row['to_none_low']}-{row['to_none_high']}), in CPU time "
             f"{row['cpu_to_none']} ({row['cpu_to_none_low']}-{row['cpu_to_none_high']})"
         )

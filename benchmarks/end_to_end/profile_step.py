@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_hsd.demo import REPOSITORY, TARGET_PARAMS, family_prompts, widened
+from vllm_hsd.cli.demo import REPOSITORY, TARGET_PARAMS, family_prompts, widened
 from vllm_hsd.engine_process import engine_environment
 
 MODELS = REPOSITORY / "benchmarks" / "models"

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 import pandas as pd
+
 from vllm_hsd.kernels import builds
 
 

@@ -18,9 +18,9 @@ import pandas as pd
 import torch
 import vllm_v2
 from drafts import Drafts
-from vllm_hsd.kernels import naive
 from vllm_v1 import load_v1
 
+from vllm_hsd.kernels import naive
 from vllm_hsd.verify import verify_chain
 
 NOISE = 1.5
@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 def samplers(drafts: Drafts, v2, v1) -> dict[str, Callable[[], object]]:
     """What is timed, by name; each call verifies the whole batch."""
     choices: dict[str, Callable[[], object]] = {}
-    for method in ("hierarchical", "tokenwise"):
+    for method in ("block", "standard"):
         for lse in (True, False):
             name = f"{method}, lse given" if lse else method
             choices[name] = lambda m=method, given=lse: drafts.ours(m, given)
@@ -72,7 +72,7 @@ def check(temperature: float) -> None:
     host = {
         name: getattr(drafts, name).cpu() for name in ("target", "draft", "tokens", "temperature")
     }
-    for method in ("hierarchical", "tokenwise"):
+    for method in ("block", "standard"):
         expected = naive.verify_chain(
             host["target"],
             host["draft"],
@@ -134,7 +134,7 @@ def measure(drafts: Drafts, v2, v1, bandwidth: float, repeats: int, flush) -> li
     rows = []
     for name, call in samplers(drafts, v2, v1).items():
         replay = capture(call) if name not in ("torch", "vLLM V1") else None
-        ours = name.startswith(("hierarchical", "tokenwise"))
+        ours = name.startswith(("block", "standard"))
         if ours and replay is None:
             raise SystemExit(f"{name} could not be captured in a CUDA graph.")
         if ours and not replay().token_ids.equal(call().token_ids):

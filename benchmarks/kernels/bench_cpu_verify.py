@@ -23,7 +23,7 @@ DRAFT = 8
 # Noise on the draft's logits that gives about three accepted tokens in four.
 NOISE = 0.6
 WARM_UP = 2
-METHODS = ["greedy", "tokenwise", "hierarchical"]
+METHODS = ["greedy", "standard", "block"]
 
 
 class Case:

@@ -15,9 +15,10 @@ import pandas as pd
 import torch
 import vllm_v2
 from drafts import Drafts
+
 from vllm_hsd.kernels.interpreter import count_bytes, repair
 
-METHODS = {"hierarchical": True, "tokenwise": False}
+METHODS = {"block": True, "standard": False}
 
 
 def count_ours(drafts: Drafts, method: str, lse: bool) -> dict[str, object]:

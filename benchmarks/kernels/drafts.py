@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+
 from vllm_hsd.kernels.chain_verify import ChainResult, verify_chain
 from vllm_hsd.kernels.sample_row import sample_row
 

@@ -30,7 +30,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from vllm_hsd.levels.bigram import count_bigrams, write_bigram
+from vllm_hsd.core.bigram import count_bigrams, write_bigram
 
 HERE = Path(__file__).parent
 EOS = "<|endoftext|>"

@@ -2,9 +2,9 @@
 
     python benchmarks/paper_tables/gsp_tables.py            # prints, and writes CSV beside itself
 
-Ours: the exact optimum of the paper's instance (Corollary 3.1, budgets to 15), with gamma as the
+Ours: the exact optimum of the paper's instance (Corollary 3.1, draft_lengths to 15), with gamma as the
 renewal expectation. As a check of that closed form, Algorithm 1 is simulated with coins at the
-optimal budgets, in both readings: a level hands up exactly T_k tokens (Theorem 2.2) or all that
+optimal draft_lengths, in both readings: a level hands up exactly T_k tokens (Theorem 2.2) or all that
 it has when it stops (line 16 of Algorithm 1, which may be more).
 """
 
@@ -76,7 +76,7 @@ Rows 1 and 2 of Tables 1 and 8 are ours to the last digit of the latency (Table 
 for 1.70905), and every cell of Table 9 is ours within 0.006.
 From the third model on, Tables 1 and 8 differ from ours:
 - Those rows are the first that need gamma, which the paper estimates empirically and does not
-  print. Ours is exact: simulating Algorithm 1 at our budgets gives our latencies.
+  print. Ours is exact: simulating Algorithm 1 at our draft_lengths gives our latencies.
 - Table 1's two columns disagree: 33 / 10.89 = 3.03, 33 / 10.64 = 3.10, 33 / 10.63 = 3.10 and
   33 / 10.61 = 3.11, where 3.0211, 3.0620, 3.0829 and 3.0839 are printed. The printed latencies
   of four and more models are ours within 0.02, the printed speed-ups are not.
@@ -110,10 +110,10 @@ def simulated_latency(plan: Plan, costs, rates, hands_up_all: bool, rng) -> floa
     def tokens(level: int, count: int) -> tuple[np.ndarray, float]:
         """Lengths of `count` buffers of a level, and the total time to make them."""
         if level == 0:
-            budget = plan.budgets[0]
+            budget = plan.draft_lengths[0]
             return np.full(count, budget), count * budget * costs[chain[0]]
         have, time = np.zeros(count, dtype=int), 0.0
-        budget, rate = plan.budgets[level], rates[chain[level - 1], chain[level]]
+        budget, rate = plan.draft_lengths[level], rates[chain[level - 1], chain[level]]
         while (short := np.flatnonzero(have < budget)).size:
             drafted, below = tokens(level - 1, len(short))
             time += below + len(short) * costs[chain[level]]
@@ -146,7 +146,7 @@ def example_rows(table: int) -> list[dict[str, object]]:
                 "simulated": round(simulated_latency(plan, costs, rates, False, rng), 3),
                 "simulated_all_up": round(simulated_latency(plan, costs, rates, True, rng), 3),
                 "levels": " ".join(map(str, names)),
-                "budgets": " ".join(map(str, plan.budgets)),
+                "draft_lengths": " ".join(map(str, plan.draft_lengths)),
             }
         )
     return rows
@@ -168,7 +168,7 @@ def table_9_rows() -> list[dict[str, object]]:
                     "paper_speedup": value,
                     "our_speedup": round(1024 / plan.cost, 4),
                     "hierarchy": "-".join(["A", *("CB"[level] for level in plan.levels[::-1])]),
-                    "budgets": " ".join(map(str, plan.budgets)),
+                    "draft_lengths": " ".join(map(str, plan.draft_lengths)),
                 }
             )
     return rows

@@ -98,14 +98,18 @@ def ten_cascades(planner: Planner, rng: np.random.Generator) -> list[Cascade]:
     while len(best) < 10:
         depth = int(rng.integers(1, 3))
         levels = np.sort(rng.choice(len(planner.order), size=depth, replace=False))
-        budgets = np.sort(rng.choice(np.arange(1, planner.size + 1), size=depth, replace=False))
+        draft_lengths = np.sort(
+            rng.choice(np.arange(1, planner.size + 1), size=depth, replace=False)
+        )
         exits = frozenset(
             i
             for i, level in enumerate(levels)
             if planner.profile.candidates[planner.order[level]].early_exit
         )
         cascade = Cascade(
-            tuple(planner.order[levels].tolist()), tuple(budgets.tolist()), shares_target_kv=exits
+            tuple(planner.order[levels].tolist()),
+            tuple(draft_lengths.tolist()),
+            shares_target_kv=exits,
         )
         if cascade not in best:
             best.append(cascade)
@@ -132,11 +136,11 @@ def run_for_real(
             timed[1].extend(plain.run([alone]))
             common = {"batch": batch, "tokens": tokens, "first_prompt": repeat * batch}
             found = speculating.run(
-                [{"levels": c.levels, "budgets": c.budgets, **common} for c in cascades]
+                [{"levels": c.levels, "draft_lengths": c.draft_lengths, **common} for c in cascades]
             )
             # Without acceptance there is little to average over.
             if repeat % PLAIN_EVERY == 0:
-                (alone,) = plain.run([{"levels": [], "budgets": [], **common}])
+                (alone,) = plain.run([{"levels": [], "draft_lengths": [], **common}])
                 alone["emitted"] = sum(step["batch"] for step in alone["steps"])
                 found.append(alone)
             for group, recording in zip(groups, found, strict=False):

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+
 from vllm_hsd.kernels import builds
 
 pytestmark = pytest.mark.skipif(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernel_batches import draft_lse, make_batch
+
 from vllm_hsd.kernels import chain_verify
 from vllm_hsd.kernels.blocks import BLOCK
 

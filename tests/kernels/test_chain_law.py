@@ -4,9 +4,9 @@ import pytest
 import torch
 import vllm_v2
 from scipy import stats
-from vllm_hsd.kernels import chain_verify
 
-from vllm_hsd.verify.law import chain_law
+from vllm_hsd.kernels import chain_verify
+from vllm_hsd.verify.law import chain_distribution
 
 V, K = 3, 3
 REJECTED, KEPT = 1e-6, 1e-3
@@ -37,7 +37,7 @@ def outcomes_of(token_ids, num_accepted):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize(("method", "requests"), [("hierarchical", 400), ("tokenwise", 150)])
+@pytest.mark.parametrize(("method", "requests"), [("block", 400), ("standard", 150)])
 def test_law_of_one_draft(method, requests):
     target, draft, tokens = make_draft()
     result = chain_verify.verify_chain(
@@ -53,9 +53,9 @@ def test_law_of_one_draft(method, requests):
     )
     outcomes = outcomes_of(result.token_ids, result.num_accepted)
     p, q = target.softmax(-1), draft.softmax(-1)
-    assert p_value(outcomes, chain_law(p, q, tokens, method=method)) > KEPT
-    if method == "hierarchical":
-        assert p_value(outcomes, chain_law(p, q, tokens, method="tokenwise")) < REJECTED
+    assert p_value(outcomes, chain_distribution(p, q, tokens, method=method)) > KEPT
+    if method == "block":
+        assert p_value(outcomes, chain_distribution(p, q, tokens, method="standard")) < REJECTED
         assert p_value(outcomes, careless_law(p, q, tokens)) < REJECTED
 
 
@@ -99,5 +99,5 @@ def test_vllm_draws_from_the_same_law():
         K,
         use_block_verification=True,
     )
-    law = chain_law(target.softmax(-1), draft.softmax(-1), tokens, method="hierarchical")
+    law = chain_distribution(target.softmax(-1), draft.softmax(-1), tokens, method="block")
     assert p_value(outcomes_of(sampled, num_sampled - 1), law) > KEPT

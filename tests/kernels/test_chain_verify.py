@@ -1,6 +1,7 @@
 import pytest
 import torch
 from kernel_batches import draft_lse, make_batch
+
 from vllm_hsd.kernels import blocks, chain_verify, naive
 
 INF = float("inf")
@@ -236,7 +237,7 @@ def test_no_drafts_and_no_requests():
         ({"draws": torch.zeros(4, dtype=torch.int64)[::2]}, "draws must be contiguous"),
         ({"draft_lse": torch.zeros(2)}, r"draft_lse must have shape \[3\]"),
         ({"max_draft_tokens": 64}, r"max_draft_tokens must be in \[0, 63\]"),
-        ({"method": "block"}, "method must be one of hierarchical, tokenwise"),
+        ({"method": "block"}, "method must be one of block, standard"),
         ({"level": -1}, "level must be"),
     ],
 )

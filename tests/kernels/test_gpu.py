@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from kernel_batches import draft_lse, make_batch
+
 from vllm_hsd.kernels import chain_verify, naive
 from vllm_hsd.kernels.sample_row import sample_row
 
@@ -62,6 +63,7 @@ def test_sampled_rows():
 
 def test_trees():
     from test_tree_verify import make_batch as make_trees
+
     from vllm_hsd.kernels.tree_verify import verify_tree
 
     for kind in ("iid", "without replacement", "one-hot"):

@@ -2,8 +2,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from vllm_hsd.kernels.rng import ACCEPT, DRAFT, FINAL, stream_id, uniform
 
+from vllm_hsd.kernels.rng import ACCEPT, DRAFT, FINAL, stream_id, uniform
 from vllm_hsd.verify import uniforms
 
 

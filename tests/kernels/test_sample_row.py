@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from vllm_hsd.kernels import blocks, naive
 from vllm_hsd.kernels.sample_row import sample_row
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from vllm_hsd.kernels import blocks, chain_verify, naive
 from vllm_hsd.kernels.tree_verify import verify_tree
 

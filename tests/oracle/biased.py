@@ -1,6 +1,6 @@
 """Chain verifiers with one fault each: the exact-law tests must tell them from the right ones."""
 
-from vllm_hsd.verify.naive import accept_probability, ratio, residual
+from vllm_hsd.verify.naive import acceptance_probability, ratio, residual
 
 
 def _hierarchical(p, q, x, toss, sample, *, cap=True, final=None, weigh=None, first_failure=False):
@@ -11,7 +11,7 @@ def _hierarchical(p, q, x, toss, sample, *, cap=True, final=None, weigh=None, fi
         joint *= rho
         a = min(1, a * rho) if cap else min(1, a) * rho
         if t < n:
-            h = 1 if a >= 1 else accept_probability(a, sum(residual(a, p[t], q[t])))
+            h = 1 if a >= 1 else acceptance_probability(a, sum(residual(a, p[t], q[t])))
         else:
             h = min(1, joint if final == "joint" else a)
         if toss(h):

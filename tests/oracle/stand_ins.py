@@ -10,7 +10,7 @@ import torch
 from oracle.exact import Choices, Law, Tokens, law_of
 
 from vllm_hsd import verify
-from vllm_hsd.verify.residual import Mass
+from vllm_hsd.verify.residual import BlockedCDF
 
 # Rounding errors of float64 must not become branches of their own.
 NOTHING = 1e-12
@@ -95,14 +95,14 @@ def _drawn_by(choices: Choices):
     def verify_chain(target, draft, token_ids, counts, *, method, uniforms):
         assert len(counts) == 1
         assert uniforms is None or len(uniforms) == counts[0] + 1
-        law = verify.chain_law(target, draft, token_ids, method=method)
+        law = verify.chain_distribution(target, draft, token_ids, method=method)
         accepted, final = divmod(pick(law.flatten()), law.shape[1])
         tokens = torch.full((1, counts[0] + 1), -1)
         tokens[0, :accepted], tokens[0, accepted] = token_ids[:accepted], final
         return verify.VerifyResult(tokens, torch.tensor([accepted]))
 
     def verify_tree(target, draft, tree, *, method, generator):
-        law = verify.tree_law(target, draft, tree, method=method)
+        law = verify.tree_distribution(target, draft, tree, method=method)
         end, final = divmod(pick(law.flatten()), law.shape[1])
         path, node = [], end - 1
         while node != -1:
@@ -113,17 +113,17 @@ def _drawn_by(choices: Choices):
         tokens = [*(tree.tokens[n] for n in path), final]
         return torch.tensor(tokens), torch.tensor(path, dtype=torch.int64)
 
-    class ChosenMass(Mass):
+    class ChosenCDF(BlockedCDF):
         def draw(self, uniforms):
             assert len(uniforms) == len(self.rows)
             return torch.tensor([pick(row / row.sum()) for row in self.rows])
 
     with (
-        mock.patch("vllm_hsd.cascade.verify_chain", verify_chain),
-        mock.patch("vllm_hsd.cascade.Mass", ChosenMass),
+        mock.patch("vllm_hsd.core.cascade.verify_chain", verify_chain),
+        mock.patch("vllm_hsd.core.cascade.BlockedCDF", ChosenCDF),
         mock.patch("vllm_hsd.reference.engine.verify_chain", verify_chain),
         mock.patch("vllm_hsd.reference.engine.verify_tree", verify_tree),
         # draw_iid and draw_without_replacement draw with it.
-        mock.patch("vllm_hsd.verify.tree.Mass", ChosenMass),
+        mock.patch("vllm_hsd.verify.tree.BlockedCDF", ChosenCDF),
     ):
         yield

@@ -11,21 +11,23 @@ from oracle.exact import Table
 from oracle.stand_ins import TableLevel, TableLookup
 from scipy import stats
 
-from vllm_hsd.cascade import Cascade, DraftBatch, LevelPlan
-from vllm_hsd.proposal import ragged_arange
+from vllm_hsd.core.cascade import Cascade, DraftBatch, LevelOptions
+from vllm_hsd.core.drafts import ragged_arange
+from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.verify import uniforms, verify_chain
-from vllm_hsd.window import EntropyThresholds
 
 REQUESTS, LENGTH, VOCABULARY = 10_000, 4, 3
 PROMPT = 2
 TARGET = Table(VOCABULARY, 1)
 
 
-def generate(levels, plans, tail: int = 0, cascade: type[Cascade] = Cascade) -> np.ndarray:
+def generate(
+    levels, plans, horizontal_tokens: int = 0, cascade: type[Cascade] = Cascade
+) -> np.ndarray:
     """[REQUESTS, LENGTH] tokens of as many requests, which take part in every step together."""
-    target, cascade = TableLevel(TARGET, PROMPT), cascade(levels, plans, tail)
+    target, cascade = TableLevel(TARGET, PROMPT), cascade(levels, plans, horizontal_tokens)
     everyone = np.arange(REQUESTS)
-    longest = plans[-1].budget
+    longest = plans[-1].draft_length
     tokens = np.zeros((REQUESTS, PROMPT + LENGTH + longest + 1), dtype=np.int32)
     length = np.full(REQUESTS, PROMPT)
     kv = np.zeros((len(levels) + 1, REQUESTS), dtype=np.int64)
@@ -51,8 +53,8 @@ def generate(levels, plans, tail: int = 0, cascade: type[Cascade] = Cascade) -> 
             kv=kv[:-1],
             eos=np.full(REQUESTS, -1),
             greedy=False,
-            law=lambda logits, requests, level: logits.softmax(-1),
-            coins=coins,
+            probs=lambda logits, requests, level: logits.softmax(-1),
+            uniforms=coins,
             thresholds=thresholds,
         )
         # Requests that are done stay in the batch without drafting, as in a runner.
@@ -70,7 +72,7 @@ def generate(levels, plans, tail: int = 0, cascade: type[Cascade] = Cascade) -> 
             uniforms=coins(open_, counts + 1, len(levels)),
         )
         accepted = result.num_accepted.numpy()
-        cascade.note_verdict(draft, open_, accepted, thresholds, open_)
+        cascade.record_acceptance(draft, open_, accepted, thresholds, open_)
         tokens[open_, length[open_] + accepted] = result.token_ids.numpy()[
             np.arange(len(open_)), accepted
         ]
@@ -95,18 +97,18 @@ def model(seed: int) -> TableLevel:
 
 
 CASES = {
-    "one model": ([model(100)], [LevelPlan(3)], 0),
+    "one model": ([model(100)], [LevelOptions(3)], 0),
     "lookup, model": ([TableLookup(Table(VOCABULARY, 100), PROMPT), model(101)], None, 0),
     "two models": ([model(100), model(101)], None, 0),
     "tail": ([model(100), model(101)], None, 1),
     "entropy": (
         [model(100), model(101)],
-        [LevelPlan(2, window="entropy"), LevelPlan(3, window="entropy")],
+        [LevelOptions(2, stopping="entropy"), LevelOptions(3, stopping="entropy")],
         0,
     ),
     "three models": (
         [model(100), model(101), model(102)],
-        [LevelPlan(1), LevelPlan(2, "tokenwise", rounds=1), LevelPlan(3)],
+        [LevelOptions(1), LevelOptions(2, "standard", max_rounds=1), LevelOptions(3)],
         0,
     ),
 }
@@ -115,7 +117,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_joint_law_of_many_requests(case):
     levels, plans, tail = CASES[case]
-    assert p_value(generate(levels, plans or [LevelPlan(2), LevelPlan(3)], tail)) > 1e-3
+    assert p_value(generate(levels, plans or [LevelOptions(2), LevelOptions(3)], tail)) > 1e-3
 
 
 class SaysOtherRows(Cascade):
@@ -129,5 +131,5 @@ class SaysOtherRows(Cascade):
 
 
 def test_rows_that_were_not_drawn_from_are_caught():
-    levels, plans = [model(100), model(101)], [LevelPlan(2), LevelPlan(3)]
+    levels, plans = [model(100), model(101)], [LevelOptions(2), LevelOptions(3)]
     assert p_value(generate(levels, plans, cascade=SaysOtherRows)) < 1e-6

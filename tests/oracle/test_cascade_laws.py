@@ -11,13 +11,13 @@ import torch
 from oracle.exact import Choices, Law, Table, Tokens, distance, law_of
 from oracle.stand_ins import TableLevel, TableLookup, exact_law
 
-from vllm_hsd.cascade import Cascade, LevelPlan
-from vllm_hsd.levels.bigram import BigramLevel, count_bigrams
+from vllm_hsd.core.bigram import BigramLevel, count_bigrams
+from vllm_hsd.core.cascade import Cascade, LevelOptions
+from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.reference import ReferenceEngine
-from vllm_hsd.window import EntropyThresholds
 
 PROMPT = [0, 1, 1]
-VERIFIERS = ["hierarchical", "tokenwise"]
+VERIFIERS = ["block", "standard"]
 
 
 def model(vocabulary: int, seed: int, **kind) -> TableLevel:
@@ -78,41 +78,43 @@ def build(kinds: str, vocabulary: int = 2):
 @pytest.mark.parametrize("kinds", LEVELS)
 def test_level_kinds(kinds, verifier):
     levels = build(kinds)
-    plans = [LevelPlan(1 + (k > 0), verifier) for k in range(len(levels))]
+    plans = [LevelOptions(1 + (k > 0), verifier) for k in range(len(levels))]
     assert bias(levels, plans, 4, verifier=verifier) < 1e-9
 
 
 @pytest.mark.parametrize("kinds", ["model", "lookup", "lookup, model"])
 def test_vocabulary_of_three(kinds):
     levels = build(kinds, 3)
-    plans = [LevelPlan(2) for _ in levels]
+    plans = [LevelOptions(2) for _ in levels]
     assert bias(levels, plans, 3, vocabulary=3) < 1e-9
 
 
 def test_levels_without_a_cache():
     levels = [model(2, 100, keeps_cache=False), model(2, 101, keeps_cache=False)]
-    assert bias(levels, [LevelPlan(1), LevelPlan(2)], 4) < 1e-9
+    assert bias(levels, [LevelOptions(1), LevelOptions(2)], 4) < 1e-9
 
 
 @pytest.mark.parametrize("tail", [1, 2])
 @pytest.mark.parametrize("kinds", ["model, model", "lookup, model"])
 def test_tail(kinds, tail):
-    assert bias(build(kinds), [LevelPlan(1), LevelPlan(3)], 4, tail=tail) < 1e-9
+    assert bias(build(kinds), [LevelOptions(1), LevelOptions(3)], 4, horizontal_tokens=tail) < 1e-9
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_rounds(rounds):
-    assert bias(build("model, model"), [LevelPlan(1), LevelPlan(3, rounds=rounds)], 4) < 1e-9
+    assert (
+        bias(build("model, model"), [LevelOptions(1), LevelOptions(3, max_rounds=rounds)], 4) < 1e-9
+    )
 
 
 @pytest.mark.parametrize("eos", [0, 1])
 def test_eos(eos):
     levels = build("model, model")
-    assert bias(levels, [LevelPlan(2), LevelPlan(3)], 4, eos=eos) < 1e-9
+    assert bias(levels, [LevelOptions(2), LevelOptions(3)], 4, eos=eos) < 1e-9
 
 
 def test_temperature_and_temperature_scale():
-    plans = [LevelPlan(1, temperature_scale=0.5), LevelPlan(3, temperature_scale=1.5)]
+    plans = [LevelOptions(1, temperature_scale=0.5), LevelOptions(3, temperature_scale=1.5)]
     assert bias(build("model, model"), plans, 4, power=2) < 1e-9
 
 
@@ -145,7 +147,7 @@ def strict_thresholds(num_levels: int, batch: int) -> EntropyThresholds:
 def test_windows(variant, verifier, fresh):
     kinds, rules = VARIANTS[variant]
     plans = [
-        LevelPlan(budget, verifier, rounds=rounds, window=window)
+        LevelOptions(budget, verifier, max_rounds=rounds, stopping=window)
         for budget, (window, rounds) in zip([2, 3][-len(rules) :], rules, strict=True)
     ]
     with mock.patch.object(EntropyThresholds, "fresh", fresh):
@@ -157,7 +159,7 @@ def test_entropy_windows_end_drafts_early():
         engine = ReferenceEngine(
             TableLevel(Table(2, 1), len(PROMPT)),
             build("model, model"),
-            [LevelPlan(2, window=window), LevelPlan(3, window=window)],
+            [LevelOptions(2, stopping=window), LevelOptions(3, stopping=window)],
         )
 
         def drafted() -> Tokens:
@@ -197,7 +199,7 @@ class LooksAndDrops(LooksAtTokens):
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("kinds", ["model", "model, model"])
 def test_a_window_that_looks_at_a_removed_token_is_caught(kinds, verifier):
-    plans = [LevelPlan(2, verifier) for _ in LEVELS[kinds]]
+    plans = [LevelOptions(2, verifier) for _ in LEVELS[kinds]]
 
     def bias_of(cascade: type[Cascade]) -> float:
         with mock.patch("vllm_hsd.reference.engine.Cascade", cascade):
@@ -222,6 +224,6 @@ class DropsCorrections(Cascade):
 
 
 def test_a_dropped_correction_is_caught():
-    plans = [LevelPlan(2), LevelPlan(2, rounds=1)]
+    plans = [LevelOptions(2), LevelOptions(2, max_rounds=1)]
     with mock.patch("vllm_hsd.reference.engine.Cascade", DropsCorrections):
         assert bias(build("model, model"), plans, 3) > 1e-3

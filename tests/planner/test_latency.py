@@ -93,9 +93,9 @@ def test_graph_agrees_with_the_prediction_when_costs_ignore_the_lag(survival, re
     draft = np.array([0.2, 1.0, 3.0])
     verify = np.repeat([[0.2], [1.0], [3.0], [9.0]], LONGEST + 1, axis=1)
     graph = optimize.build_graph(draft, verify, 9.0, survival, capped=True)
-    for levels, budgets in (((0,), (4,)), ((0, 1), (3, 8)), ((1, 2), (2, 9))):
-        cost = optimize.plan_cost(graph, levels, budgets)
-        predicted = latency.predict(latency.Cascade(levels, budgets), costs, survival)
+    for levels, draft_lengths in (((0,), (4,)), ((0, 1), (3, 8)), ((1, 2), (2, 9))):
+        cost = optimize.plan_cost(graph, levels, draft_lengths)
+        predicted = latency.predict(latency.Cascade(levels, draft_lengths), costs, survival)
         assert predicted.ms_per_token == pytest.approx(cost)
 
 
@@ -122,8 +122,8 @@ def test_a_batch_waits_for_its_slowest_request(costs, survival):
 
 
 @pytest.mark.parametrize("verifier", recorded.VERIFIERS)
-@pytest.mark.parametrize(("levels", "budgets"), [((1,), (6,)), ((0, 1), (3, 8))])
-def test_recorded_ratios_predict_cascades_that_verify_tokens(verifier, levels, budgets):
+@pytest.mark.parametrize(("levels", "draft_lengths"), [((1,), (6,)), ((0, 1), (3, 8))])
+def test_recorded_ratios_predict_cascades_that_verify_tokens(verifier, levels, draft_lengths):
     """Within the noise of the simulation for recorded ratios; rates alone miss the verifier."""
     rng = np.random.default_rng(1)
     tables = toy.chain_family(rng, 3, drift=0.5)
@@ -145,13 +145,13 @@ def test_recorded_ratios_predict_cascades_that_verify_tokens(verifier, levels, b
                 along[above, below] = recorded.visited_survival(ratios, 8, verifier)[:, None]
             laws = tables[below][seen], tables[above][seen]
             rates[above, below] = theory.acceptance_rate(*laws).mean()
-    cascade = latency.Cascade(levels, budgets)
+    cascade = latency.Cascade(levels, draft_lengths)
     world = toy.MarkovWorld([*(tables[i] for i in levels), tables[-1]], verifier, rng, 100)
     real = simulate.simulate(cascade, costs, world, replicas=100, steps=40)
     exact = latency.predict(cascade, costs, along)
     assert exact.ms_per_token == pytest.approx(real.ms_per_token, rel=0.01, abs=4 * real.stderr)
     independent = latency.predict(cascade, costs, theory.survival_table(rates, 8))
-    if verifier == "tokenwise":
+    if verifier == "standard":
         assert independent.ms_per_token == pytest.approx(real.ms_per_token, rel=0.05)
     else:
         assert independent.ms_per_token > 1.03 * exact.ms_per_token
@@ -162,7 +162,7 @@ def test_budgets_that_cannot_work_are_one_sentence(costs, survival):
         latency.predict(latency.Cascade((0,), (13,)), costs, survival)
     with pytest.raises(PlannerError, match="level 0 would never draft"):
         latency.predict(latency.Cascade((0, 1), (4, 1)), costs, survival)
-    with pytest.raises(PlannerError, match="2 levels needs as many budgets, not 1"):
+    with pytest.raises(PlannerError, match="2 levels needs as many draft_lengths, not 1"):
         latency.Cascade((0, 1), (4,))
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_hsd.cascade import LevelPlan
+from vllm_hsd.core.cascade import LevelOptions
 from vllm_hsd.planner import laws as laws_module
 from vllm_hsd.planner.costs import Costs, TimeTable
 from vllm_hsd.planner.errors import PlannerError
@@ -67,7 +67,7 @@ def test_matrices_have_the_shape_of_rates(measured):
         known = ~np.isnan(table[..., 0, 0, 0])
         assert known.sum() == 3 * 2 + 3  # candidates among themselves, and to the target
         assert np.all(np.diff(table[known], axis=-1) <= 1e-12)
-    better, worse = measured.survival["hierarchical"], measured.survival["tokenwise"]
+    better, worse = measured.survival["block"], measured.survival["standard"]
     # Their rounds start at other positions, so single entries may differ a little.
     assert np.nanmin(better - worse) > -0.02
     # The first drafted token is accepted at the mean rate, whichever verifier looks at it.
@@ -75,14 +75,15 @@ def test_matrices_have_the_shape_of_rates(measured):
 
 
 @pytest.mark.parametrize(
-    ("levels", "budgets"), [((1,), (5,)), ((0, 1), (2, 5)), ((1, 0), (1, 3)), ((1, 0), (3, 6))]
+    ("levels", "draft_lengths"),
+    [((1,), (5,)), ((0, 1), (2, 5)), ((1, 0), (1, 3)), ((1, 0), (3, 6))],
 )
 def test_predicted_calls_are_those_of_cascades_that_run(
-    measured, members, text_family, levels, budgets
+    measured, members, text_family, levels, draft_lengths
 ):
     """Tokens per target call and forwards per level, against the reference engine."""
     level_models = [HuggingFaceLevel(members.members[level]) for level in levels]
-    plans = [LevelPlan(budget) for budget in budgets]
+    plans = [LevelOptions(budget) for budget in draft_lengths]
     engine = ReferenceEngine(HuggingFaceLevel(members.target), level_models, plans)
     calls, forwards, tokens = [], [], []
     for seed, prompt in enumerate(prompts(24, text_family.vocabulary)):
@@ -92,7 +93,7 @@ def test_predicted_calls_are_those_of_cascades_that_run(
         forwards.append([stats.forwards for stats in result.levels])
     costs = Costs(forward=[TimeTable(batch_sizes=[1], tokens=[1], ms=[[1.0]]) for _ in range(4)])
     predicted = predict(
-        Cascade(levels, budgets), costs, measured.survival["hierarchical"], output_tokens=41
+        Cascade(levels, draft_lengths), costs, measured.survival["block"], output_tokens=41
     )
     per_call = np.array(tokens) / np.array(calls)
     error = 4 * per_call.std() / np.sqrt(len(calls))
@@ -125,7 +126,7 @@ def test_greedy_texts_are_accepted_as_far_as_they_agree(members, text_family, tm
         members, contexts, Sampling(temperature=0), EFFORT, Parts(tmp_path / "parts", {})
     )
     assert set(np.unique(laws.entropies)) == {0.0}
-    a, b = laws.survival["hierarchical"], laws.survival["tokenwise"]
+    a, b = laws.survival["block"], laws.survival["standard"]
     assert np.allclose(a[3, :3], b[3, :3])
 
 

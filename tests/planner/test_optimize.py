@@ -38,7 +38,7 @@ def test_optimum_equals_brute_force(seed, models, max_budget):
     )
     pairs = [*best.levels, models]
     chain = [rates[a, b] for a, b in itertools.pairwise(pairs)]
-    assert cascade_latency(costs[pairs], chain, best.budgets) == pytest.approx(best.cost)
+    assert cascade_latency(costs[pairs], chain, best.draft_lengths) == pytest.approx(best.cost)
 
 
 @settings(max_examples=30, deadline=None)
@@ -49,9 +49,11 @@ def test_k_best_equal_brute_force(seed, models, max_budget, k):
     found = optimize.solve(graph, k=k)
     expected = optimize.brute_force(costs, rates, max_budget, k=k)
     assert [p.cost for p in found] == pytest.approx([p.cost for p in expected], rel=1e-9)
-    assert len({(p.levels, p.budgets) for p in found}) == len(found)
+    assert len({(p.levels, p.draft_lengths) for p in found}) == len(found)
     for plan in found:
-        assert optimize.plan_cost(graph, plan.levels, plan.budgets) == pytest.approx(plan.cost)
+        assert optimize.plan_cost(graph, plan.levels, plan.draft_lengths) == pytest.approx(
+            plan.cost
+        )
 
 
 @settings(max_examples=20, deadline=None)
@@ -81,8 +83,8 @@ def test_capped_graph_with_recorded_survival_equals_brute_force(seed):
     survival[..., 0] = 1.0
     graph = optimize.build_graph(draft, verify, 4.0, survival, capped=True)
     costs = [
-        optimize.plan_cost(graph, levels, budgets)
-        for levels, budgets in optimize.all_cascades(models, size)
+        optimize.plan_cost(graph, levels, draft_lengths)
+        for levels, draft_lengths in optimize.all_cascades(models, size)
     ]
     found = optimize.solve(graph, k=5)
     assert [plan.cost for plan in found] == pytest.approx(sorted(costs)[:5])
@@ -140,12 +142,12 @@ def test_motivating_examples_of_the_paper(table):
 def test_a_batch_size_has_its_own_plan():
     """When verification grows with the batch, a shorter draft wins."""
     survival = survival_table(np.full((2, 2), 0.8), 8)
-    budgets = []
+    draft_lengths = []
     for batch in (1, 16):
         verify = np.ones((2, 9)) + 0.04 * batch * np.arange(9)
         graph = optimize.build_graph(np.full(1, 0.02), verify, 1.0, survival, capped=True)
-        budgets.append(optimize.solve(graph)[0].budgets)
-    assert budgets[0] > budgets[1]
+        draft_lengths.append(optimize.solve(graph)[0].draft_lengths)
+    assert draft_lengths[0] > draft_lengths[1]
 
 
 @pytest.mark.parametrize(
@@ -162,11 +164,11 @@ def test_impossible_costs_are_one_sentence(costs, message):
 
 
 def test_eighty_candidates_are_solved():
-    """The paper's largest instance: every layer of an 80-layer target, budgets to 15."""
+    """The paper's largest instance: every layer of an 80-layer target, draft_lengths to 15."""
     position = np.linspace(0, 1, 81) ** 0.5
     rates = 1 - np.abs(position[:, None] - position)
     costs = np.arange(1, 82, dtype=float)
     graph = optimize.paper_graph(costs, rates, 15)
     best = optimize.solve(graph)[0]
-    assert best.cost == pytest.approx(optimize.plan_cost(graph, best.levels, best.budgets))
+    assert best.cost == pytest.approx(optimize.plan_cost(graph, best.levels, best.draft_lengths))
     assert best.cost < optimize.solve(graph, max_levels=1)[0].cost

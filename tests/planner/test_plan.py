@@ -5,9 +5,9 @@ import json
 
 import numpy as np
 import pytest
-from planner.command_line import run
+from cli.command_line import run
 
-from vllm_hsd.config import HsdConfig
+from vllm_hsd.config import CascadeConfig
 from vllm_hsd.planner import plan
 from vllm_hsd.planner.costs import Costs, TimeTable
 from vllm_hsd.planner.errors import PlannerError
@@ -79,13 +79,13 @@ def test_chosen_cascade_is_the_best_of_all(profile, size, tokens):
 def test_fewer_levels_and_shorter_drafts_on_request(profile):
     wanted = plan.Wanted(max_levels=1, max_budget=3)
     best = plan.Planner(profile, wanted).choose().best
-    assert len(best.cascade.levels) == 1 and best.cascade.budgets[0] <= 3
+    assert len(best.cascade.levels) == 1 and best.cascade.draft_lengths[0] <= 3
 
 
 def test_a_larger_batch_drafts_less(profile):
     alone = plan.Planner(profile, plan.Wanted()).choose().best
     together = plan.Planner(profile, plan.Wanted(batch=8)).choose().best
-    assert sum(together.cascade.budgets) < sum(alone.cascade.budgets)
+    assert sum(together.cascade.draft_lengths) < sum(alone.cascade.draft_lengths)
 
 
 def test_no_speculation_can_win(profile):
@@ -136,11 +136,11 @@ def test_plan_command_writes_what_the_plugin_reads(profile, tmp_path, capsys):
     for text in ("chosen", "small", "mid", "no speculation", "best single draft", "ms/token"):
         assert text in shown
     written = json.loads(output.read_text())
-    parsed = HsdConfig.parse({"cascade": str(output)})
+    parsed = CascadeConfig.parse({"cascade": str(output)})
     choice = plan.Planner(profile, plan.Wanted()).choose()
-    assert parsed.budgets == list(choice.best.cascade.budgets)
+    assert parsed.draft_lengths == list(choice.best.cascade.draft_lengths)
     assert [level.model for level in parsed.levels] == ["models/small", "models/mid"]
-    assert parsed.verifier == "hierarchical"
+    assert parsed.verifier == "block"
     assert written["planned_for"]["ms_per_token"] == pytest.approx(choice.best.ms, abs=1e-3)
 
 
@@ -154,7 +154,7 @@ def test_plan_command_for_several_batch_sizes_and_exits(profile, tmp_path):
     output = tmp_path / "cascade.json"
     run("plan", tmp_path / "profile.json", "--batch-size", 1, 2, "-o", output)
     for batch in (1, 2):
-        parsed = HsdConfig.parse({"cascade": str(tmp_path / f"cascade-batch{batch}.json")})
+        parsed = CascadeConfig.parse({"cascade": str(tmp_path / f"cascade-batch{batch}.json")})
         assert parsed.levels[0].early_exit == 3
     assert not output.exists()
 

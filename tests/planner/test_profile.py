@@ -42,7 +42,7 @@ def written(tmp_path, content):
 def test_a_profile_by_hand_needs_rates_and_costs_only(tmp_path, raw):
     loaded = profile.load_profile(written(tmp_path, raw))
     assert loaded.names == ["small", "exit 2", "target"]
-    tables = loaded.survival_tables("hierarchical")
+    tables = loaded.survival_tables("block")
     assert tables.shape == (3, 3, 9, 9, 9)
     assert tables[2, 0, 4, 0, :5] == pytest.approx(0.6 ** np.arange(5))
     assert profile.environment_warnings(loaded) == []
@@ -51,12 +51,12 @@ def test_a_profile_by_hand_needs_rates_and_costs_only(tmp_path, raw):
 def test_round_trip_of_a_measured_profile(tmp_path, raw):
     ratios = np.log(np.random.default_rng(0).uniform(0.3, 1.5, size=(3, 10, 20)))
     table = np.full((3, 3, 5, 5, 5), np.nan)
-    table[2, :2] = visited_survival(ratios[:2], 4, "hierarchical")[:, :, None]
-    table[1, 0] = survival_by_position(ratios[2, :, :4], 4, "hierarchical")
+    table[2, :2] = visited_survival(ratios[:2], 4, "block")[:, :, None]
+    table[1, 0] = survival_by_position(ratios[2, :, :4], 4, "block")
     laws = Laws(
         rates=np.array(raw["rates"]),
         rate_errors=np.full((3, 3), 0.01),
-        survival={"hierarchical": table, "tokenwise": table},
+        survival={"block": table, "standard": table},
         entropies=np.arange(18.0).reshape(3, 6),
         positions=200,
     )
@@ -73,7 +73,7 @@ def test_round_trip_of_a_measured_profile(tmp_path, raw):
     loaded = profile.load_profile(path)
     assert loaded == made
     assert json.loads(path.read_text())["schema"] == 2
-    tables = loaded.survival_tables("tokenwise")
+    tables = loaded.survival_tables("standard")
     assert tables[2, 1] == pytest.approx(table[2, 1], abs=1e-6)
     assert tables[1, 0] == pytest.approx(table[1, 0], abs=1e-6)
     assert np.ptp(tables[1, 0, 4, :4, 1]) > 0.01
@@ -117,12 +117,12 @@ def test_another_vllm_and_another_machine_are_named(tmp_path, raw):
         (["candidates"], [], "candidates must name at least one drafter"),
         (["candidates", 0], {"name": "x"}, "exactly one of 'model' and 'early_exit'"),
         (["max_tokens"], 0, "key 'max_tokens': "),
-        (["survival"], {"tokenwise": [[None] * 3] * 2}, "survival.tokenwise must be 3 x 3"),
-        (["survival"], {"tokenwise": [[[[[1.0]]]] * 3] * 3}, "rows of 1 to 8 values at position 0"),
-        (["survival"], {"tokenwise": [[[[[1.0]]] * 2] * 3] * 3}, "must have 1 or 8 positions"),
+        (["survival"], {"standard": [[None] * 3] * 2}, "survival.standard must be 3 x 3"),
+        (["survival"], {"standard": [[[[[1.0]]]] * 3] * 3}, "rows of 1 to 8 values at position 0"),
+        (["survival"], {"standard": [[[[[1.0]]] * 2] * 3] * 3}, "must have 1 or 8 positions"),
         (
             ["survival"],
-            {"tokenwise": [[[[[1.1] * n for n in range(1, 9)]]] * 3] * 3},
+            {"standard": [[[[[1.1] * n for n in range(1, 9)]]] * 3] * 3},
             r"of small under small has a value outside \[0, 1\]",
         ),
         (["nonsense"], 1, "key 'nonsense': "),

@@ -23,7 +23,7 @@ def joint_law(p, q, n, verifier):
         capped = [1.0]
         for t, x in enumerate(draft):
             capped.append(min(1.0, capped[-1] * p[states[t], x] / q[states[t], x]))
-        if verifier == "tokenwise":
+        if verifier == "standard":
             ratios = [min(1.0, p[states[t], x] / q[states[t], x]) for t, x in enumerate(draft)]
             stops = [np.prod(ratios[:k]) * (1 - ratios[k]) for k in range(n)]
             stops.append(np.prod(ratios))
@@ -82,9 +82,9 @@ def test_visited_survival_predicts_the_long_run(verifier):
 
 
 def test_equal_models_accept_everything_and_strangers_nothing():
-    same = recorded.visited_survival(np.zeros((3, 20)), 4, "hierarchical")
+    same = recorded.visited_survival(np.zeros((3, 20)), 4, "block")
     assert np.array_equal(same, np.tril(np.ones((5, 5))))
-    never = recorded.visited_survival(np.full((3, 20), -np.inf), 4, "tokenwise")
+    never = recorded.visited_survival(np.full((3, 20), -np.inf), 4, "standard")
     assert np.array_equal(never[:, 1:], np.zeros((5, 4))) and np.all(never[:, 0] == 1)
 
 
@@ -92,11 +92,11 @@ def test_texts_of_different_lengths_and_leading_axes():
     rng = np.random.default_rng(0)
     ratios = np.log(rng.uniform(0.3, 1.5, size=(2, 4, 12)))
     ragged = np.concatenate([ratios, np.full((2, 4, 5), np.nan)], axis=-1)
-    table = recorded.visited_survival(ratios, 5, "hierarchical")
-    assert np.allclose(table, recorded.visited_survival(ragged, 5, "hierarchical"))
-    assert np.allclose(table[1], recorded.visited_survival(ratios[1], 5, "hierarchical"))
+    table = recorded.visited_survival(ratios, 5, "block")
+    assert np.allclose(table, recorded.visited_survival(ragged, 5, "block"))
+    assert np.allclose(table[1], recorded.visited_survival(ratios[1], 5, "block"))
     # No text is long enough for 5 tokens: what 3 tokens showed, and nothing beyond.
-    short = recorded.visited_survival(ratios[..., :3], 5, "hierarchical")
+    short = recorded.visited_survival(ratios[..., :3], 5, "block")
     assert np.array_equal(short[:, 5, :4], short[:, 3, :4]) and np.all(short[:, 5, 4:] == 0)
 
 
@@ -135,15 +135,15 @@ def test_survival_by_position_counts_the_rounds_along_the_texts_exactly(verifier
 def test_survival_by_position_of_texts_that_end_early():
     ratios = np.full((2, 4), -np.inf)
     ratios[1, 2:] = np.nan
-    table = recorded.survival_by_position(ratios, 4, "hierarchical")
+    table = recorded.survival_by_position(ratios, 4, "block")
     assert np.all(table[:, :, 1:] == 0) and np.all(table[:, :, 0] == 1)
-    shorter = recorded.survival_by_position(np.zeros((3, 2)), 4, "hierarchical")
+    shorter = recorded.survival_by_position(np.zeros((3, 2)), 4, "block")
     assert shorter[1, 0].tolist() == [1, 1, 0, 0, 0]
     assert shorter[4, 0].tolist() == shorter[2, 0].tolist() == [1, 1, 1, 0, 0]
 
 
 def test_sequence_level_never_accepts_less():
     ratios = np.log(np.random.default_rng(2).uniform(0.2, 3, size=(50, 30)))
-    better = recorded.survival_along(ratios, 8, "hierarchical")
-    worse = recorded.survival_along(ratios, 8, "tokenwise")
+    better = recorded.survival_along(ratios, 8, "block")
+    worse = recorded.survival_along(ratios, 8, "standard")
     assert np.all(better >= worse - 1e-12)

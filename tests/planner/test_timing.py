@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from planner.command_line import run
+from cli.command_line import run
 
 from vllm_hsd.planner import timing
 from vllm_hsd.planner.errors import PlannerError
@@ -29,7 +29,7 @@ def machine(**changes):
 
 def test_every_candidate_drafts_and_verifies_and_the_target_verifies_every_length():
     settings = machine().settings(0)
-    shapes = [(tuple(s["levels"]), tuple(s["budgets"])) for s in settings if s["batch"] == 1]
+    shapes = [(tuple(s["levels"]), tuple(s["draft_lengths"])) for s in settings if s["batch"] == 1]
     assert ((0,), (4,)) in shapes and ((1,), (4,)) in shapes
     assert {b for levels, b in shapes if levels == (1, 0)} == {(1, 2), (2, 3), (4, 5), (7, 8)}
     assert {b for levels, b in shapes if levels == (0, 1)} == {(1, 2), (2, 3), (4, 5), (7, 8)}
@@ -162,8 +162,8 @@ def test_an_engine_records_every_turn_and_step(text_family, tmp_path):
         },
     ).job(True, [[5, 9, 30], [7, 80, 81, 12]])
     settings = [
-        {"levels": [1], "budgets": [3], "batch": 1, "tokens": 24, "first_prompt": 0},
-        {"levels": [0, 1], "budgets": [2, 4], "batch": 2, "tokens": 24, "first_prompt": 1},
+        {"levels": [1], "draft_lengths": [3], "batch": 1, "tokens": 24, "first_prompt": 0},
+        {"levels": [0, 1], "draft_lengths": [2, 4], "batch": 2, "tokens": 24, "first_prompt": 1},
     ]
     done = []
     with timing.Engine(job, tmp_path / "log") as engine:

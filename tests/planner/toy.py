@@ -38,7 +38,7 @@ def verify_chain(p, q, draft, verifier, rng):
     n = len(draft)
     ratios = [p[t, x] / q[t, x] for t, x in enumerate(draft)]
     kept, weight, a = 0, 1.0, 1.0
-    if verifier == "tokenwise":
+    if verifier == "standard":
         while kept < n and rng.random() < ratios[kept]:
             kept += 1
     else:

@@ -13,8 +13,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from vllm_hsd.cascade import LevelPlan
-from vllm_hsd.levels.bigram import BigramLevel, count_bigrams
+from vllm_hsd.core.bigram import BigramLevel, count_bigrams
+from vllm_hsd.core.cascade import LevelOptions
 from vllm_hsd.reference import HuggingFaceLevel, ReferenceEngine, TreePlan
 
 VOCABULARY, PROMPT, LENGTH = 24, [3, 5, 7, 11, 5, 3], 16
@@ -80,14 +80,18 @@ def bigram() -> BigramLevel:
 
 def engines(models, keeps_cache: bool = True) -> dict[str, ReferenceEngine]:
     target, mid, small = (HuggingFaceLevel(model, keeps_cache) for model in models)
-    entropy = [LevelPlan(3, window="entropy"), LevelPlan(6, window="entropy")]
+    entropy = [LevelOptions(3, stopping="entropy"), LevelOptions(6, stopping="entropy")]
     return {
         "none": ReferenceEngine(target),
-        "chain": ReferenceEngine(target, [mid], [LevelPlan(3)], verifier="tokenwise"),
-        "cascade": ReferenceEngine(target, [small, mid], [LevelPlan(2), LevelPlan(6)], tail=2),
+        "chain": ReferenceEngine(target, [mid], [LevelOptions(3)], verifier="standard"),
+        "cascade": ReferenceEngine(
+            target, [small, mid], [LevelOptions(2), LevelOptions(6)], horizontal_tokens=2
+        ),
         "windows": ReferenceEngine(target, [small, mid], entropy),
         "three": ReferenceEngine(
-            target, [bigram(), small, mid], [LevelPlan(1), LevelPlan(3), LevelPlan(6, rounds=2)]
+            target,
+            [bigram(), small, mid],
+            [LevelOptions(1), LevelOptions(3), LevelOptions(6, max_rounds=2)],
         ),
         "drafts": ReferenceEngine(target, [mid], draft_tree=TreePlan((3, 1, 1))),
         "tree": ReferenceEngine(target, [mid], draft_tree=TreePlan((2, 2), draw="top_k")),
@@ -125,7 +129,9 @@ def test_cache_changes_nothing(models, name):
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}])
 def test_equal_models_accept_everything(models, sampling):
     target, first, second = (HuggingFaceLevel(models[0]) for _ in range(3))
-    engine = ReferenceEngine(target, [first, second], [LevelPlan(2), LevelPlan(5)], tail=1)
+    engine = ReferenceEngine(
+        target, [first, second], [LevelOptions(2), LevelOptions(5)], horizontal_tokens=1
+    )
     generation = engine.generate(PROMPT, LENGTH, **sampling)
     assert generation.accepted == generation.drafted > 0
     assert all(level.accepted == level.drafted for level in generation.levels)
@@ -172,7 +178,7 @@ def test_sliding_windows_need_no_cache():
     with pytest.raises(ValueError, match="pass keeps_cache=False"):
         HuggingFaceLevel(model)
     level = HuggingFaceLevel(model, keeps_cache=False)
-    generation = ReferenceEngine(level, [level], [LevelPlan(3)]).generate(PROMPT, LENGTH)
+    generation = ReferenceEngine(level, [level], [LevelOptions(3)]).generate(PROMPT, LENGTH)
     assert generation.accepted == generation.drafted
 
 
@@ -181,9 +187,9 @@ def test_errors_of_the_engine():
     with pytest.raises(ValueError, match="plans has 0 entries for 1 levels"):
         ReferenceEngine(level, [level])
     with pytest.raises(ValueError, match="draft_tree needs exactly one level"):
-        ReferenceEngine(level, [level], [LevelPlan(2)], draft_tree=TreePlan((2,)))
+        ReferenceEngine(level, [level], [LevelOptions(2)], draft_tree=TreePlan((2,)))
     with pytest.raises(ValueError, match=r"levels\[0\] and the target must both be"):
-        ReferenceEngine(level, [HuggingFaceLevel(t5())], [LevelPlan(2)])
+        ReferenceEngine(level, [HuggingFaceLevel(t5())], [LevelOptions(2)])
 
 
 @pytest.mark.parametrize(

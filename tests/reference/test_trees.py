@@ -7,7 +7,7 @@ from oracle.exact import Table, Tokens, distance
 from oracle.stand_ins import TableLevel, exact_law
 from oracle.test_cascade_laws import stopped
 
-from vllm_hsd.cascade import LevelPlan
+from vllm_hsd.core.cascade import LevelOptions
 from vllm_hsd.reference import ReferenceEngine, TreePlan, trees
 
 PROMPT = [0, 1]
@@ -71,7 +71,7 @@ def test_one_child_everywhere_is_a_chain():
 
         return exact_law(generate)
 
-    chain, tree = law([LevelPlan(2)]), law([], draft_tree=TreePlan((1, 1)))
+    chain, tree = law([LevelOptions(2)]), law([], draft_tree=TreePlan((1, 1)))
     assert float(distance(chain, tree)) < 1e-9
 
 
@@ -81,7 +81,7 @@ def test_one_child_everywhere_is_a_chain():
         ({"widths": ()}, r"widths is \(\), must be one number >= 1"),
         ({"widths": (2, 0)}, "widths"),
         ({"widths": (2,), "draw": "beam"}, "draw is 'beam', must be one of iid"),
-        ({"widths": (2,), "verifier": "hierarchical"}, "must be traversal or"),
+        ({"widths": (2,), "verifier": "block"}, "must be traversal or"),
         ({"widths": (2,), "temperature_scale": 0}, "temperature_scale is 0"),
     ],
 )

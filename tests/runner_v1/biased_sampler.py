@@ -35,7 +35,7 @@ def install_uncapped_final_ratio() -> None:
 
 def verify_chain(target_probs, draft_probs, draft_token_ids, num_draft_tokens, *, method, uniforms):
     """Takes the place of `vllm_hsd.verify.verify_chain`; one request after the other."""
-    assert method == "hierarchical"
+    assert method == "block"
     if draft_probs is None:
         draft_probs = torch.zeros(0, target_probs.shape[1])
     p, q = target_probs.tolist(), draft_probs.tolist()

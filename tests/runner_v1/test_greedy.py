@@ -85,10 +85,10 @@ SPECULATIVE = {
         "speculative_config": {
             "method": "hsd",
             "num_speculative_tokens": 7,
-            "verifier": "tokenwise",
+            "verifier": "standard",
             "levels": [
                 {"model": family.small, "num_tokens": 2},
-                {"model": family.mid, "num_tokens": 3, "rounds": 1},
+                {"model": family.mid, "num_tokens": 3, "max_rounds": 1},
                 {"model": family.target},
             ],
         },

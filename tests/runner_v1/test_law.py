@@ -49,9 +49,9 @@ def of_models(family, drafters: int, **keys) -> dict:
 
 ENGINES = {
     "one drafter, hierarchical": lambda family: of_models(family, 1),
-    "one drafter, tokenwise": lambda family: of_models(family, 1, verifier="tokenwise"),
+    "one drafter, tokenwise": lambda family: of_models(family, 1, verifier="standard"),
     "two drafters, hierarchical": lambda family: of_models(family, 2),
-    "two drafters, tokenwise": lambda family: of_models(family, 2, verifier="tokenwise"),
+    "two drafters, tokenwise": lambda family: of_models(family, 2, verifier="standard"),
     # The scheduler cuts drafts here, and preempts.
     "two drafters, short of tokens and blocks": lambda family: {
         **of_models(family, 2),
@@ -64,11 +64,11 @@ ENGINES = {
         "speculative_config": {
             "method": "hsd",
             "num_speculative_tokens": 4,
-            "tail": 1,
+            "horizontal_tokens": 1,
             "levels": [
                 {"ngram": {"max": 2}, "num_tokens": 2},
                 {"early_exit": 1, "num_tokens": 3, "temperature_scale": 1.2},
-                {"model": family.mid, "window": "entropy", "rounds": 2},
+                {"model": family.mid, "stopping": "entropy", "max_rounds": 2},
             ],
         }
     },

@@ -10,8 +10,8 @@ from runner_v1.test_law import CASES, ERROR, MAX_TOKENS, p_values, sampled
 from transformers import AutoModelForCausalLM
 
 from vllm_hsd.cli import main
-from vllm_hsd.levels.bigram import count_bigrams, write_bigram
-from vllm_hsd.levels.exit_head import ExitHead, write_exit_head
+from vllm_hsd.core.bigram import count_bigrams, write_bigram
+from vllm_hsd.core.exit_head import ExitHead, write_exit_head
 
 PROMPTS = [[(3 * i + j * j) % 5 for j in range(4 + 6 * i)] for i in range(8)]
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
@@ -36,9 +36,9 @@ STACKS = {
     ),
     "exit_head": lambda family, files: hsd({"exit_head": files.exit_head}),
     "exit_head below an exit": lambda family, files: hsd(
-        {"exit_head": files.exit_head, "num_tokens": 2, "window": "entropy"},
+        {"exit_head": files.exit_head, "num_tokens": 2, "stopping": "entropy"},
         {"early_exit": 2},
-        tail=1,
+        horizontal_tokens=1,
     ),
     "exit_head above a model": lambda family, files: hsd(
         {"model": family.small, "num_tokens": 2},
@@ -46,25 +46,25 @@ STACKS = {
         {"model": family.mid},
     ),
     "entropy windows": lambda family, files: hsd(
-        {"bigram": files.bigram, "num_tokens": 3, "window": "entropy"},
-        {"model": family.small, "num_tokens": 4, "window": "entropy"},
-        {"model": family.mid, "window": "entropy"},
+        {"bigram": files.bigram, "num_tokens": 3, "stopping": "entropy"},
+        {"model": family.small, "num_tokens": 4, "stopping": "entropy"},
+        {"model": family.mid, "stopping": "entropy"},
     ),
     "five models from ngram": lambda family, files: hsd(
         {"ngram": {"max": 3}, "num_tokens": 2},
-        {"exit_head": files.exit_head, "num_tokens": 3, "window": "entropy"},
-        {"model": family.small, "num_tokens": 4, "window": "entropy", "rounds": 2},
-        {"model": family.mid, "window": "entropy"},
+        {"exit_head": files.exit_head, "num_tokens": 3, "stopping": "entropy"},
+        {"model": family.small, "num_tokens": 4, "stopping": "entropy", "max_rounds": 2},
+        {"model": family.mid, "stopping": "entropy"},
         num_speculative_tokens=7,
-        tail=1,
+        horizontal_tokens=1,
     ),
     "five models from bigram": lambda family, files: hsd(
-        {"bigram": files.bigram, "num_tokens": 2, "window": "entropy"},
-        {"early_exit": 1, "num_tokens": 3, "window": "entropy"},
-        {"model": family.small, "num_tokens": 4, "window": "entropy"},
-        {"model": family.mid, "window": "entropy"},
+        {"bigram": files.bigram, "num_tokens": 2, "stopping": "entropy"},
+        {"early_exit": 1, "num_tokens": 3, "stopping": "entropy"},
+        {"model": family.small, "num_tokens": 4, "stopping": "entropy"},
+        {"model": family.mid, "stopping": "entropy"},
         num_speculative_tokens=7,
-        tail=2,
+        horizontal_tokens=2,
     ),
 }
 
@@ -173,5 +173,5 @@ def test_windows_and_temperatures_act(small_vocabulary):
     """An entropy window wastes fewer tokens than a fixed one; a wrong temperature wastes more."""
     engine, drafter = {"model": small_vocabulary.target}, {"model": small_vocabulary.small}
     fixed = rates({**engine, **hsd(drafter)})[0]
-    assert rates({**engine, **hsd({**drafter, "window": "entropy"})})[0] > fixed
+    assert rates({**engine, **hsd({**drafter, "stopping": "entropy"})})[0] > fixed
     assert rates({**engine, **hsd({**drafter, "temperature_scale": 3.0})})[0] < fixed

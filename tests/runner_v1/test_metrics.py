@@ -3,8 +3,8 @@
 import pytest
 from runner_v1.engine_process import run_engine
 
-from vllm_hsd.cascade import LevelStats
-from vllm_hsd.metrics import LevelTotals
+from vllm_hsd.core.cascade import LevelStats
+from vllm_hsd.runner_v1.metrics import LevelTotals
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(6)]
 JOBS = {

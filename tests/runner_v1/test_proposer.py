@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_hsd.cascade import LevelPlan
+from vllm_hsd.core.cascade import LevelOptions
 from vllm_hsd.engine_runs import EngineProcess
 from vllm_hsd.runner_v1.proposer import CascadeProposer
 
@@ -14,8 +14,10 @@ def proposer():
     """One that hosts three levels and runs nothing."""
     bare = object.__new__(CascadeProposer)
     bare.hosted = ["bigram", "small", "mid"]
-    bare.plans = [LevelPlan(4, window="entropy"), LevelPlan(4), LevelPlan(8)]
-    bare.speculative_config = SimpleNamespace(hsd=SimpleNamespace(num_speculative_tokens=8, tail=0))
+    bare.plans = [LevelOptions(4, stopping="entropy"), LevelOptions(4), LevelOptions(8)]
+    bare.speculative_config = SimpleNamespace(
+        hsd=SimpleNamespace(num_speculative_tokens=8, horizontal_tokens=0)
+    )
     bare.vllm_config = SimpleNamespace(model_config=SimpleNamespace(seed=0))
     return bare
 
@@ -23,14 +25,14 @@ def proposer():
 def test_levels_in_use_keep_their_plans_and_get_new_budgets(proposer):
     proposer.use([0, 2], [2, 6])
     assert proposer.cascade.levels == ["bigram", "mid"]
-    assert proposer.cascade.plans == [LevelPlan(2, window="entropy"), LevelPlan(6)]
+    assert proposer.cascade.plans == [LevelOptions(2, stopping="entropy"), LevelOptions(6)]
     assert proposer.num_speculative_tokens == 6
     proposer.cascade.stats[1].drafted = 5
     assert [stats.drafted for stats in proposer.take_stats()] == [0, 0, 5]
 
 
 @pytest.mark.parametrize(
-    ("levels", "budgets", "message"),
+    ("levels", "draft_lengths", "message"),
     [
         ([], [], "no cascade of the 3 hosted"),
         ([1, 1], [2, 4], "no cascade of the 3 hosted"),
@@ -40,9 +42,9 @@ def test_levels_in_use_keep_their_plans_and_get_new_budgets(proposer):
         ([0, 1], [4, 9], "end above num_speculative_tokens=8"),
     ],
 )
-def test_levels_and_budgets_that_do_not_fit_are_refused(proposer, levels, budgets, message):
+def test_levels_and_budgets_that_do_not_fit_are_refused(proposer, levels, draft_lengths, message):
     with pytest.raises(ValueError, match=message):
-        proposer.use(levels, budgets)
+        proposer.use(levels, draft_lengths)
 
 
 def test_an_engine_changes_its_cascade_between_requests(text_family, tmp_path):
@@ -54,8 +56,8 @@ def test_an_engine_changes_its_cascade_between_requests(text_family, tmp_path):
     drafted = []
     with EngineProcess("both", text_family.target, config, tmp_path / "log") as engine:
         outputs = []
-        for levels, budgets in (([0, 1], [2, 4]), ([1], [3]), ([0], [2]), ([0, 1], [3, 4])):
-            engine.use(budgets, levels)
+        for levels, draft_lengths in (([0, 1], [2, 4]), ([1], [3]), ([0], [2]), ([0, 1], [3, 4])):
+            engine.use(draft_lengths, levels)
             run = engine.generate(["def f(", "import "], 0.0, 16)
             outputs.append(run.token_ids)
             drafted.append([level["drafted"] > 0 for level in run.levels])

@@ -1,4 +1,4 @@
-"""`rejection_sample_method: "hierarchical"` under drafters that vLLM's V1 runner hosts itself."""
+"""`rejection_sample_method: "block"` under drafters that vLLM's V1 runner hosts itself."""
 
 import json
 from pathlib import Path

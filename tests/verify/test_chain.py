@@ -7,7 +7,7 @@ import torch
 
 from vllm_hsd.verify import naive, verify_chain
 
-VERIFIERS = {"hierarchical": naive.hierarchical, "tokenwise": naive.tokenwise}
+VERIFIERS = {"block": naive.hierarchical, "standard": naive.tokenwise}
 METHODS = [*VERIFIERS, "greedy"]
 
 

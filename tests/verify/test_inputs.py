@@ -5,7 +5,7 @@ import torch
 
 from vllm_hsd.verify import verify_chain
 
-METHODS = ["hierarchical", "tokenwise", "greedy"]
+METHODS = ["block", "standard", "greedy"]
 V = 4
 
 
@@ -40,7 +40,7 @@ def arguments(**changes):
         ({"draft_token_ids": torch.tensor([0, 1, -2])}, r"draft_token_ids\[2\] is -2, outside"),
         ({"draft_token_ids": torch.ones(3)}, "draft_token_ids must be an int64 or int32 tensor"),
         ({"draft_token_ids": torch.ones(3, device="meta").int()}, "draft_token_ids is on meta"),
-        ({"method": "block"}, "method must be one of hierarchical, tokenwise, greedy"),
+        ({"method": "block"}, "method must be one of block, standard, greedy"),
         ({"uniforms": torch.rand(4).double()}, r"uniforms must be float64 \[5\]"),
         ({"uniforms": torch.rand(5)}, r"uniforms must be float64 \[5\]"),
         ({"uniforms": torch.tensor([0, 0, 1.0, 0, 0]).double()}, r"uniforms\[2\] is 1.0"),
@@ -67,7 +67,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("method", ["hierarchical", "tokenwise"])
+@pytest.mark.parametrize("method", ["block", "standard"])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("request_number", [0, 1])
 def test_unusable_first_target_row_is_an_error(method, fault, request_number):
@@ -92,7 +92,7 @@ def chain(n: int, seed: int):
     return p, q, torch.randint(V, (n,), generator=gen)
 
 
-@pytest.mark.parametrize("method", ["hierarchical", "tokenwise"])
+@pytest.mark.parametrize("method", ["block", "standard"])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("t", [0, 1, 3])
 def test_unusable_proposal_row_ends_the_draft_before_its_token(method, fault, t):
@@ -143,7 +143,7 @@ def test_unusable_target_row_ends_the_draft_after_the_token_before_it(method, fa
         assert (result.token_ids[0, t + 1 :] == -1).all()
 
 
-@pytest.mark.parametrize("method", ["hierarchical", "tokenwise"])
+@pytest.mark.parametrize("method", ["block", "standard"])
 def test_one_bad_request_leaves_the_others_alone(method):
     p, q, x = chain(3, 1)
     coins = torch.rand(8, dtype=torch.float64)

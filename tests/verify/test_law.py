@@ -8,9 +8,9 @@ from oracle import exact
 from oracle.exact import ArgmaxOf, Table
 from oracle.trees import DRAWS, grow, iid, top_k
 
-from vllm_hsd.verify import Tree, chain_law, expected_tokens, naive, tree_law
+from vllm_hsd.verify import Tree, chain_distribution, expected_tokens, naive, tree_distribution
 
-CHAIN = {"hierarchical": naive.hierarchical, "tokenwise": naive.tokenwise, "greedy": naive.greedy}
+CHAIN = {"block": naive.hierarchical, "standard": naive.tokenwise, "greedy": naive.greedy}
 TREE = {"traversal": naive.traversal, "recursive_rejection": naive.recursive_rejection}
 
 
@@ -30,7 +30,7 @@ def test_chain_law_equals_the_enumerated_one(method, vocabulary, n):
     for x, _ in drafts(q, n):
         rows = p.rows(x, n + 1), q.rows(x, n)
         enumerated = exact.law_of(lambda c, r=rows, x=x: CHAIN[method](*r, x, c.toss, c.sample))
-        law = chain_law(tensor(rows[0]), tensor(rows[1]), torch.tensor(x), method=method)
+        law = chain_distribution(tensor(rows[0]), tensor(rows[1]), torch.tensor(x), method=method)
         expected = torch.zeros(n + 1, vocabulary, dtype=torch.float64)
         for place, weight in enumerated.items():
             expected[place] = float(weight)
@@ -38,7 +38,7 @@ def test_chain_law_equals_the_enumerated_one(method, vocabulary, n):
 
 
 @pytest.mark.parametrize("one_hot", [False, True], ids=["rows", "one-hot"])
-@pytest.mark.parametrize("method", ["hierarchical", "tokenwise"])
+@pytest.mark.parametrize("method", ["block", "standard"])
 def test_chain_is_lossless_in_float64(method, one_hot):
     vocabulary, n = 3, 3
     p, q = Table(vocabulary, 2), Table(vocabulary, 102)
@@ -46,7 +46,7 @@ def test_chain_is_lossless_in_float64(method, one_hot):
     emitted: exact.Law = {}
     for x, weight in drafts(q, n):
         target = tensor(p.rows(x, n + 1))
-        law = chain_law(
+        law = chain_distribution(
             target, None if one_hot else tensor(q.rows(x, n)), torch.tensor(x), method=method
         )
         for t in range(n + 1):
@@ -60,8 +60,8 @@ def test_chain_is_lossless_in_float64(method, one_hot):
 def test_empty_slot_ends_the_draft():
     p, q = Table(3, 1), Table(3, 101)
     target, draft = tensor(p.rows((0, 1, 2), 4)), tensor(q.rows((0, 1, 2), 3))
-    whole = chain_law(target, draft, torch.tensor([0, -1, 2]))
-    short = chain_law(target[:2], draft[:1], torch.tensor([0]))
+    whole = chain_distribution(target, draft, torch.tensor([0, -1, 2]))
+    short = chain_distribution(target[:2], draft[:1], torch.tensor([0]))
     torch.testing.assert_close(whole[:2], short)
     assert whole[2:].count_nonzero() == 0
 
@@ -99,7 +99,7 @@ def test_tree_law_equals_the_enumerated_one(method, draw, vocabulary, widths):
     for root in trees[:40]:
         enumerated = exact.law_of(lambda c, r=root: tuple(TREE[method](r, c.toss, c.sample)))
         tree, target, draft, paths = as_tensors(root)
-        law = tree_law(target, None if draw is top_k else draft, tree, method=method)
+        law = tree_distribution(target, None if draw is top_k else draft, tree, method=method)
         expected = torch.zeros(len(tree) + 1, vocabulary, dtype=torch.float64)
         for tokens, weight in enumerated.items():
             expected[paths[tokens[:-1]] + 1, tokens[-1]] = float(weight)
@@ -124,7 +124,7 @@ def test_tree_is_lossless_in_float64(method):
     for script in scripts(p, q, iid, widths):
         choices = exact.Choices(script)
         tree, target, draft, paths = as_tensors(grow(p, q, iid, widths, choices))
-        law = tree_law(target, draft, tree, method=method)
+        law = tree_distribution(target, draft, tree, method=method)
         for path, node in paths.items():
             for y in range(3):
                 block = (*path, y)
@@ -138,12 +138,12 @@ def test_greedy_tree_law_is_the_argmax_path():
     root = grow(Table(3, 1), Table(3, 101), iid, (3, 2), exact.Choices())
     tree, target, draft, paths = as_tensors(root)
     tokens = naive.greedy_tree(root)
-    law = tree_law(target, draft, tree, method="greedy")
+    law = tree_distribution(target, draft, tree, method="greedy")
     assert law.sum() == 1
     assert law[paths[tuple(tokens[:-1])] + 1, tokens[-1]] == 1
 
 
-@pytest.mark.parametrize("method", ["hierarchical", "tokenwise"])
+@pytest.mark.parametrize("method", ["block", "standard"])
 def test_expected_tokens_is_the_mean_of_the_law(method):
     p, q, n = Table(3, 1), Table(3, 101), 3
     rho, weights = [], []
@@ -174,9 +174,9 @@ def test_laws_refuse_rows_that_are_not_laws(name, fault):
     rows = {"target_probs": torch.full((3, 4), 0.25), "draft_probs": torch.full((2, 4), 0.25)}
     rows[name][1, 2] = fault
     with pytest.raises(ValueError, match=f"{name} row 1 "):
-        chain_law(**rows, draft_token_ids=torch.tensor([0, 1]))
+        chain_distribution(**rows, draft_token_ids=torch.tensor([0, 1]))
     with pytest.raises(ValueError, match=f"{name} row 1 "):
-        tree_law(**rows, tree=Tree([-1, -1], [0, 1]))
+        tree_distribution(**rows, tree=Tree([-1, -1], [0, 1]))
 
 
 def test_expected_tokens_names_the_bad_row():

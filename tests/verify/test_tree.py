@@ -8,7 +8,7 @@ from vllm_hsd.verify import (
     draw_iid,
     draw_without_replacement,
     top_k,
-    tree_law,
+    tree_distribution,
     verify_chain,
     verify_tree,
 )
@@ -36,7 +36,7 @@ def test_children_of_a_repeated_token_hang_below_the_first():
 @pytest.mark.parametrize("method", METHODS)
 def test_samples_follow_the_law(method, one_hot):
     target, draft = rows(8, 1), None if one_hot else rows(7, 2)
-    law = tree_law(target, draft, TREE, method=method).flatten()
+    law = tree_distribution(target, draft, TREE, method=method).flatten()
     gen = torch.Generator().manual_seed(0)
     counts, samples = torch.zeros_like(law), 4000
     for _ in range(samples):

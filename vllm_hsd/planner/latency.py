@@ -29,7 +29,7 @@ class Cascade:
 
     Attributes:
         levels: model index of each level; empty: no speculation.
-        budgets: tokens that each level hands up.
+        draft_lengths: tokens that each level hands up.
         rounds: most rounds of each level per request from above; None: no limit. Level 0 has
             no rounds.
         tail: unverified tokens of level 0 after the top level's buffer; num_speculative_tokens
@@ -39,19 +39,19 @@ class Cascade:
     """
 
     levels: tuple[int, ...]
-    budgets: tuple[int, ...]
+    draft_lengths: tuple[int, ...]
     rounds: tuple[int | None, ...] = ()
     tail: int = 0
     shares_target_kv: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        if len(self.levels) != len(self.budgets):
+        if len(self.levels) != len(self.draft_lengths):
             raise PlannerError(
-                f"a cascade of {len(self.levels)} levels needs as many budgets, "
-                f"not {len(self.budgets)}."
+                f"a cascade of {len(self.levels)} levels needs as many draft_lengths, "
+                f"not {len(self.draft_lengths)}."
             )
-        if any(budget < 1 for budget in self.budgets) or self.tail < 0:
-            raise PlannerError("budgets must be at least 1 and the tail at least 0.")
+        if any(budget < 1 for budget in self.draft_lengths) or self.tail < 0:
+            raise PlannerError("draft_lengths must be at least 1 and the tail at least 0.")
 
     def limit(self, level: int) -> int | None:
         """Most rounds of a level, None for any number."""
@@ -92,7 +92,7 @@ def target_gains(cascade: Cascade, survival: Floats) -> list[list[Floats]]:
     """
     top, drafter = survival[-1, cascade.levels[-1], :, 0], survival[-1, cascade.levels[0], :, 0]
     gains = []
-    for n in range(cascade.budgets[-1] + 1):
+    for n in range(cascade.draft_lengths[-1] + 1):
         gains.append([])
         for m in range(cascade.tail + 1):
             alive = np.append(top[n, : n + 1], top[n, n] * drafter[m, 1 : m + 1])
@@ -105,28 +105,28 @@ def level_gains(cascade: Cascade, survival: Floats) -> list[Floats]:
 
     Returns float64 [T + 1 (tokens made before), T + 1 (n), T + 2 (g)] each.
     """
-    pairs = zip(cascade.levels, cascade.budgets, cascade.levels[1:], strict=False)
+    pairs = zip(cascade.levels, cascade.draft_lengths, cascade.levels[1:], strict=False)
     return [gain_table(survival[above, below, budget]) for below, budget, above in pairs]
 
 
 def check_reach(cascade: Cascade, survival: Floats) -> None:
-    """Refuse budgets beyond the measured drafts and levels that are never asked.
+    """Refuse draft_lengths beyond the measured drafts and levels that are never asked.
 
     Raises:
         PlannerError: names the budget and the fix.
     """
     longest = survival.shape[-1] - 1
-    if max((*cascade.budgets, cascade.tail)) > longest:
+    if max((*cascade.draft_lengths, cascade.tail)) > longest:
         raise PlannerError(
-            f"a budget of {max(cascade.budgets)} tokens is longer than the {longest} tokens "
+            f"a budget of {max(cascade.draft_lengths)} tokens is longer than the {longest} tokens "
             f"that the profile covers: profile again with a larger --max-tokens."
         )
-    asked = cascade.budgets[-1]
+    asked = cascade.draft_lengths[-1]
     for level in reversed(range(len(cascade.levels) - 1)):
-        asked = min(cascade.budgets[level], asked - 1)
+        asked = min(cascade.draft_lengths[level], asked - 1)
         if asked < 1:
             raise PlannerError(
-                f"level {level} would never draft, because the budgets {cascade.budgets} leave "
+                f"level {level} would never draft, because the draft_lengths {cascade.draft_lengths} leave "
                 f"the level above nothing to ask for: raise them towards the target."
             )
 
@@ -142,7 +142,7 @@ class _Chain:
             [gains.tolist() for gains in row] for row in target_gains(cascade, survival)
         ]
         # A level is at most its whole step behind when it is next asked.
-        longest = 2 * (sum(cascade.budgets) + cascade.tail) + 2
+        longest = 2 * (sum(cascade.draft_lengths) + cascade.tail) + 2
         self.turns = [
             costs.turns(model, "draft" if level == 0 else "verify", batch, longest).tolist()
             for level, model in enumerate(cascade.levels)
@@ -180,7 +180,7 @@ class _Chain:
             rounds += 1
             after: dict[tuple[int, Behind], float] = {}
             for (have, behind), chance in states.items():
-                ask = min(self.cascade.budgets[level - 1], want - have - 1)
+                ask = min(self.cascade.draft_lengths[level - 1], want - have - 1)
                 below, drafts = self.make(level - 1, ask, behind[:level])
                 total += chance * below
                 for (made, low), p in drafts.items():
@@ -259,7 +259,7 @@ def predict(
             pass the last one. None: endless text.
 
     Raises:
-        PlannerError: budgets beyond the table.
+        PlannerError: draft_lengths beyond the table.
     """
     if not cascade.levels:
         ms = costs.turn(-1, "plain", batch, 1)
@@ -285,7 +285,7 @@ def predict(
 
 def _long_run(chain: _Chain) -> tuple[Floats, float]:
     """Stationary means of a step: [2, K + 1] (ms, calls) and emitted tokens."""
-    want = chain.cascade.budgets[-1] + chain.cascade.tail
+    want = chain.cascade.draft_lengths[-1] + chain.cascade.tail
     found = {(1,) * chain.depth: 0}
     steps = []
     while len(steps) < len(found):
@@ -309,7 +309,7 @@ def _long_run(chain: _Chain) -> tuple[Floats, float]:
 
 def _whole_request(chain: _Chain, tokens: int) -> Floats:
     """Expected [2, K + 1] (ms, calls) until `tokens` are emitted; drafts never pass the end."""
-    full = chain.cascade.budgets[-1] + chain.cascade.tail
+    full = chain.cascade.draft_lengths[-1] + chain.cascade.tail
     total = chain.nothing()
     states = [{} for _ in range(tokens + 1)]  # states[left][behind]: P(ever there)
     states[tokens][(1,) * chain.depth] = 1.0

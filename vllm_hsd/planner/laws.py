@@ -220,7 +220,7 @@ def _asked_at(ratios: Floats, max_tokens: int) -> Floats:
     Args:
         ratios: of the candidate, from `_after_prefill`, [texts, L - 1].
     """
-    alive = survival_along(ratios, max_tokens, "hierarchical")
+    alive = survival_along(ratios, max_tokens, "block")
     starts = [visits(alive, draft) for draft in range(1, max_tokens + 1)]
     chances = np.where(np.isnan(ratios), 0.0, sum(each / each.sum() for each in starts))
     return np.pad(chances / chances.sum(), ((0, 0), (1, 0)))

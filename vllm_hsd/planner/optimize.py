@@ -23,16 +23,16 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Plan:
-    """A cascade: model indices cheapest first (without the target), their budgets, its cost."""
+    """A cascade: model indices cheapest first (without the target), their draft_lengths, its cost."""
 
     levels: tuple[int, ...]
-    budgets: tuple[int, ...]
+    draft_lengths: tuple[int, ...]
     cost: float
 
 
 @dataclass(frozen=True)
 class Graph:
-    """The edges between M drafters with budgets 1..T, and from the target to each of them.
+    """The edges between M drafters with draft_lengths 1..T, and from the target to each of them.
 
     Model i handing up j tokens, which it makes from drafts of model k with budget l, costs
     `cost[i, k, l - 1, j - 1] + multiplier[i, k, l - 1, j - 1] * (cost of l tokens of k)`;
@@ -94,14 +94,14 @@ def renewal(survival: Floats, reward: Floats, capped: bool) -> Floats:
             that no round overshoots; otherwise always ask for l, as the paper does.
     """
     size = survival.shape[-1] - 1
-    budgets = np.arange(1, size + 1)
+    draft_lengths = np.arange(1, size + 1)
     shape = np.broadcast_shapes(survival.shape[:-3], reward.shape[:-1])
     total = np.zeros((*shape, size, size))
     for wanted in range(1, size + 1):
         # What is still to come once so many tokens are made; the last: enough.
         value = [np.zeros((*shape, size)) for _ in range(wanted + 1)]
         for have in reversed(range(wanted)):
-            asked = np.minimum(budgets, wanted - have - 1) if capped else budgets
+            asked = np.minimum(draft_lengths, wanted - have - 1) if capped else draft_lengths
             here = value[have]
             here += reward[..., asked] + value[have + 1]
             # E[value] = value at no token accepted + the change at each further one.
@@ -238,35 +238,37 @@ def _one_level_deeper(
 
 
 def _trace(pointers: list[NDArray[np.int64]], i: int, j: int, r: int, cost: float) -> Plan:
-    levels, budgets = [], []
+    levels, draft_lengths = [], []
     shape = pointers[0].shape
     for pointer in reversed(pointers):
         levels.append(i)
-        budgets.append(j + 1)
+        draft_lengths.append(j + 1)
         if pointer[i, j, r] < 0:
             break
         i, j, r = (int(x) for x in np.unravel_index(pointer[i, j, r], shape))
-    return Plan(tuple(reversed(levels)), tuple(reversed(budgets)), cost)
+    return Plan(tuple(reversed(levels)), tuple(reversed(draft_lengths)), cost)
 
 
-def plan_cost(graph: Graph, levels: Sequence[int], budgets: Sequence[int]) -> float:
+def plan_cost(graph: Graph, levels: Sequence[int], draft_lengths: Sequence[int]) -> float:
     """Cost per token of one cascade of the graph, cheapest level first."""
     if not levels:
         return graph.target_alone
-    time = graph.alone[levels[0], budgets[0] - 1]
+    time = graph.alone[levels[0], draft_lengths[0] - 1]
     for n in range(1, len(levels)):
-        edge = levels[n], levels[n - 1], budgets[n - 1] - 1, budgets[n] - 1
+        edge = levels[n], levels[n - 1], draft_lengths[n - 1] - 1, draft_lengths[n] - 1
         time = graph.cost[edge] + graph.multiplier[edge] * time
-    top = levels[-1], budgets[-1] - 1
+    top = levels[-1], draft_lengths[-1] - 1
     return float(graph.target_cost[top] + graph.target_multiplier[top] * time)
 
 
 def all_cascades(models: int, max_budget: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Every (levels, budgets) with budgets that do not fall towards the target."""
+    """Every (levels, draft_lengths) with draft_lengths that do not fall towards the target."""
     for depth in range(models + 1):
         for levels in itertools.combinations(range(models), depth):
-            for budgets in itertools.combinations_with_replacement(range(1, max_budget + 1), depth):
-                yield levels, budgets
+            for draft_lengths in itertools.combinations_with_replacement(
+                range(1, max_budget + 1), depth
+            ):
+                yield levels, draft_lengths
 
 
 def brute_force(costs: ArrayLike, rates: ArrayLike, max_budget: int, k: int = 1) -> list[Plan]:
@@ -278,8 +280,10 @@ def brute_force(costs: ArrayLike, rates: ArrayLike, max_budget: int, k: int = 1)
     costs, rates = check_costs(costs), check_rates(rates)
     target = len(costs) - 1
     plans = []
-    for levels, budgets in all_cascades(target, max_budget):
+    for levels, draft_lengths in all_cascades(target, max_budget):
         chain = [*levels, target]
         pairs = [rates[below, above] for below, above in itertools.pairwise(chain)]
-        plans.append(Plan(levels, budgets, cascade_latency(costs[chain], pairs, budgets)))
+        plans.append(
+            Plan(levels, draft_lengths, cascade_latency(costs[chain], pairs, draft_lengths))
+        )
     return sorted(plans, key=lambda plan: plan.cost)[:k]

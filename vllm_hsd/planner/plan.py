@@ -48,7 +48,7 @@ class Wanted:
     batch: int = 1
     max_levels: int | None = None
     max_budget: int | None = None
-    verifier: Verifier = "hierarchical"
+    verifier: Verifier = "block"
     acceptance: Acceptance = "recorded"
     output_tokens: int | None = None
 
@@ -143,7 +143,7 @@ class Planner:
             for position, level in enumerate(levels)
             if self.profile.candidates[level].early_exit
         )
-        return Cascade(levels, plan.budgets, shares_target_kv=frozenset(exits))
+        return Cascade(levels, plan.draft_lengths, shares_target_kv=frozenset(exits))
 
     def predict(self, cascade: Cascade) -> Prediction:
         """Exact for one request, and for a batch without rounds; else by simulation."""
@@ -231,7 +231,7 @@ def label(profile: Profile, cascade: Cascade) -> str:
     """For people: `small 3 > mid 8 > target`."""
     steps = [
         f"{profile.candidates[level].name} {budget}"
-        for level, budget in zip(cascade.levels, cascade.budgets, strict=True)
+        for level, budget in zip(cascade.levels, cascade.draft_lengths, strict=True)
     ]
     return " > ".join([*steps, profile.names[-1]])
 
@@ -261,11 +261,11 @@ def cascade_file(profile: Profile, choice: Choice, source: Path) -> dict[str, An
     """
     cascade, wanted = choice.best.cascade, choice.wanted
     levels = [profile.candidates[level].level() for level in cascade.levels]
-    for level, budget in zip(levels[:-1], cascade.budgets, strict=False):
+    for level, budget in zip(levels[:-1], cascade.draft_lengths, strict=False):
         level["num_tokens"] = budget
     return {
         "schema": 1,
-        "num_speculative_tokens": cascade.budgets[-1],
+        "num_speculative_tokens": cascade.draft_lengths[-1],
         "levels": levels,
         "verifier": wanted.verifier,
         "planned_for": {
@@ -285,12 +285,12 @@ def cascade_file(profile: Profile, choice: Choice, source: Path) -> dict[str, An
 
 
 def landscape(planner: Planner, levels: tuple[int, ...]) -> list[tuple[tuple[int, ...], Option]]:
-    """Options of all budgets for given levels, in the graph's order, that can be run."""
+    """Options of all draft_lengths for given levels, in the graph's order, that can be run."""
     exits = frozenset(
         i for i, level in enumerate(levels) if planner.profile.candidates[level].early_exit
     )
     found = []
-    for budgets in itertools.combinations(range(1, planner.size + 1), len(levels)):
-        cascade = Cascade(levels, budgets, shares_target_kv=exits)
-        found.append((budgets, Option(cascade, planner.predict(cascade))))
+    for draft_lengths in itertools.combinations(range(1, planner.size + 1), len(levels)):
+        cascade = Cascade(levels, draft_lengths, shares_target_kv=exits)
+        found.append((draft_lengths, Option(cascade, planner.predict(cascade))))
     return found

@@ -43,14 +43,18 @@ def _landscape(planner: Planner, choice: Choice, path: Path) -> list[Path]:
         lines.append(min(pairs, key=lambda option: option.ms).cascade.levels)
     for levels in lines:
         best: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for budgets, option in landscape(planner, levels):
-            best[budgets[-1]] = min(best.get(budgets[-1], (np.inf, ())), (option.ms, budgets))
+        for draft_lengths, option in landscape(planner, levels):
+            best[draft_lengths[-1]] = min(
+                best.get(draft_lengths[-1], (np.inf, ())), (option.ms, draft_lengths)
+            )
         name = " > ".join(planner.profile.candidates[level].name for level in levels)
-        rows += [(name, *map(str, (top, budgets, ms))) for top, (ms, budgets) in best.items()]
+        rows += [
+            (name, *map(str, (top, draft_lengths, ms))) for top, (ms, draft_lengths) in best.items()
+        ]
         axes.plot(list(best), [ms for ms, _ in best.values()], marker="o", label=name)
     axes.axhline(choice.none.ms, color="grey", linestyle="--", label="no speculation")
     axes.plot(
-        choice.best.cascade.budgets[-1:], [choice.best.ms][: len(choice.best.cascade.budgets)],
+        choice.best.cascade.draft_lengths[-1:], [choice.best.ms][: len(choice.best.cascade.draft_lengths)],
         marker="*", markersize=16, color="black", linestyle="", label="chosen",
     )  # fmt: skip
     axes.set_xlabel("tokens that the target verifies per call")
@@ -59,7 +63,7 @@ def _landscape(planner: Planner, choice: Choice, path: Path) -> list[Path]:
     axes.legend(fontsize="small")
     _save(figure, path)
     table = path.with_suffix(".csv")
-    _write(table, ["levels", "num_speculative_tokens", "budgets", "ms_per_token"], rows)
+    _write(table, ["levels", "num_speculative_tokens", "draft_lengths", "ms_per_token"], rows)
     return [path, table]
 
 

@@ -175,9 +175,9 @@ class Profile(BaseModel):
         tables[..., 0] = 1.0
         for above, row in enumerate(self.survival[verifier]):
             for below, positions in enumerate(row):
-                for position, budgets in enumerate(positions or ()):
+                for position, draft_lengths in enumerate(positions or ()):
                     here = position if len(positions) > 1 else slice(None)
-                    for budget, values in enumerate(budgets, 1):
+                    for budget, values in enumerate(draft_lengths, 1):
                         tables[above, below, budget, here, 1 : len(values) + 1] = values
         return tables
 
@@ -228,7 +228,7 @@ def from_laws(
     costs: Costs | None,
 ) -> Profile:
     """A profile of this machine from what was measured."""
-    size = laws.survival["hierarchical"].shape[-1]
+    size = laws.survival["block"].shape[-1]
     return Profile(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=versions(),

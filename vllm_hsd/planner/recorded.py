@@ -20,8 +20,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Verifier = Literal["hierarchical", "tokenwise"]
-VERIFIERS: tuple[Verifier, ...] = ("hierarchical", "tokenwise")
+Verifier = Literal["block", "standard"]
+VERIFIERS: tuple[Verifier, ...] = ("block", "standard")
 
 # Stands for log 0: a product with it is 0 in float64, and differences of sums stay finite.
 LOG_ZERO = -1e4
@@ -46,7 +46,7 @@ def survival_along(
     padded = np.concatenate([ratios, past], axis=-1)
     ended = np.isnan(padded)
     steps = np.clip(np.where(ended, LOG_ZERO, padded), LOG_ZERO, -LOG_ZERO)
-    if verifier == "tokenwise":
+    if verifier == "standard":
         steps = np.minimum(steps, 0.0)
     alive = np.zeros((*ratios.shape, max_tokens + 1))
     alive[..., 0] = 1.0

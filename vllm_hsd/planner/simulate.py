@@ -121,7 +121,7 @@ class _Run:
                 break
             rounds += 1
             room = np.where(who, want - made - 1, 0)
-            drafted = self.make(level - 1, np.minimum(self.cascade.budgets[level - 1], room))
+            drafted = self.make(level - 1, np.minimum(self.cascade.draft_lengths[level - 1], room))
             self.forward(level, who, self.behind[level])
             made += self.settle(who, level, made, drafted)
         return made
@@ -138,7 +138,9 @@ class _Run:
 
     def step(self) -> Ints:
         """One call of the target for every request; returns the tokens emitted."""
-        offered = self.make(self.depth - 1, np.full(self.everyone.shape, self.cascade.budgets[-1]))
+        offered = self.make(
+            self.depth - 1, np.full(self.everyone.shape, self.cascade.draft_lengths[-1])
+        )
         if self.cascade.tail:
             offered += self.make(0, np.full(self.everyone.shape, self.cascade.tail))
         self.forward(self.depth, self.everyone, offered + 1)

@@ -1,4 +1,4 @@
-"""Closed forms of the speculative decoding literature, as functions of rates, budgets and costs.
+"""Closed forms of the speculative decoding literature, as functions of rates, draft_lengths and costs.
 
 A rate is the probability that one drafted token is accepted (1 - total variation); a survival
 table holds P(at least t drafted tokens are accepted). Costs are in any one unit of time.
@@ -143,23 +143,25 @@ def expected_rounds(rate: float, draft_tokens: int, wanted: int) -> float:
 
 
 def cascade_latency(
-    costs: Sequence[float], rates: Sequence[float], budgets: Sequence[int]
+    costs: Sequence[float], rates: Sequence[float], draft_lengths: Sequence[int]
 ) -> float:
     """Expected time per token of a cascade under independent acceptance.
 
     Args:
         costs: time of one forward of each model, cheapest first, the target last [K + 1].
         rates: acceptance rate of each model by the one above it [K].
-        budgets: tokens that each level hands up [K].
+        draft_lengths: tokens that each level hands up [K].
 
     Source: Fast Inference via Hierarchical Speculative Decoding, Corollary 3.1.
     """
-    if not budgets:
+    if not draft_lengths:
         return float(costs[-1])
-    time = budgets[0] * costs[0]
-    for i in range(1, len(budgets)):
-        time = expected_rounds(rates[i - 1], budgets[i - 1], budgets[i]) * (time + costs[i])
-    return float((time + costs[-1]) / expected_tokens(rates[-1], budgets[-1]))
+    time = draft_lengths[0] * costs[0]
+    for i in range(1, len(draft_lengths)):
+        time = expected_rounds(rates[i - 1], draft_lengths[i - 1], draft_lengths[i]) * (
+            time + costs[i]
+        )
+    return float((time + costs[-1]) / expected_tokens(rates[-1], draft_lengths[-1]))
 
 
 def speculation_speedup(rate: float, draft_tokens: int, cost_ratio: float) -> float:

@@ -77,19 +77,19 @@ class Machine:
         return [
             {
                 "levels": levels,
-                "budgets": budgets,
+                "draft_lengths": draft_lengths,
                 "batch": batch,
                 # About STEPS steps of the target.
-                "tokens": STEPS * (2 + budgets[-1] // 3),
+                "tokens": STEPS * (2 + draft_lengths[-1] // 3),
                 "first_prompt": number * len(cascades) + index,
             }
             for batch in self.batch_sizes
-            for index, (levels, budgets) in enumerate(cascades)
+            for index, (levels, draft_lengths) in enumerate(cascades)
         ]
 
     def plain_settings(self, number: int) -> list[dict[str, Any]]:
         """The same without speculation."""
-        setting = {"levels": [], "budgets": [], "tokens": PLAIN_STEPS, "first_prompt": number}
+        setting = {"levels": [], "draft_lengths": [], "tokens": PLAIN_STEPS, "first_prompt": number}
         return [{**setting, "batch": batch} for batch in self.batch_sizes]
 
     def job(self, speculative: bool, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:

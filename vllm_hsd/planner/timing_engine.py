@@ -88,7 +88,7 @@ class Recorder:
         taken, self.recording, self.started = self.recording, Recording(), None
         return taken
 
-    def use(self, levels: list[int], budgets: list[int]) -> None:
+    def use(self, levels: list[int], draft_lengths: list[int]) -> None:
         """Serve the next requests with the cascade of these levels.
 
         Raises:
@@ -98,7 +98,7 @@ class Recorder:
             raise RuntimeError(
                 "only cascades on vLLM's V1 runner can be timed: set VLLM_USE_V2_MODEL_RUNNER=0"
             )
-        self.runner.drafter.use(levels, budgets)
+        self.runner.drafter.use(levels, draft_lengths)
 
     def _execute(self, execute):
         def timed(scheduler_output, *args, **kwargs):
@@ -173,7 +173,7 @@ def run(llm: Any, job: dict[str, Any], settings: list[dict], report) -> list[dic
     Args:
         llm: what `load` returned for `job`.
         job: "prompts" (what LLM.generate takes), "temperature", "top_p", "seed".
-        settings: {"levels", "budgets", "batch", "tokens", "first_prompt"} each, levels empty
+        settings: {"levels", "draft_lengths", "batch", "tokens", "first_prompt"} each, levels empty
             without speculation; a batch continues the prompts from the first one on.
         report: called with the number of settings that are done.
     """
@@ -182,7 +182,7 @@ def run(llm: Any, job: dict[str, Any], settings: list[dict], report) -> list[dic
     recordings = []
     for done, setting in enumerate(settings, 1):
         if setting["levels"]:
-            llm.collective_rpc(_use, args=(setting["levels"], setting["budgets"]))
+            llm.collective_rpc(_use, args=(setting["levels"], setting["draft_lengths"]))
         prompts = job["prompts"]
         first = setting["first_prompt"]
         prompts = [prompts[(first + i) % len(prompts)] for i in range(setting["batch"])]
@@ -203,8 +203,8 @@ def _install(worker, clock: str) -> None:
     worker.hsd_recorder = Recorder(worker.model_runner, clock)
 
 
-def _use(worker, levels: list[int], budgets: list[int]) -> None:
-    worker.hsd_recorder.use(levels, budgets)
+def _use(worker, levels: list[int], draft_lengths: list[int]) -> None:
+    worker.hsd_recorder.use(levels, draft_lengths)
 
 
 def _take(worker) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Speculative decoding with Hugging Face models, one request at a time: slow, short, exact.
 
-It runs what `vllm_hsd.verify` and `vllm_hsd.cascade` define, with laws in float64: single drafts,
+It runs what `vllm_hsd.verify` and `vllm_hsd.core.cascade` define, with laws in float64: single drafts,
 cascades of any depth (with windows, rounds and tails), K drafts and trees; on decoders and on
 encoder-decoders. It is the reference for the vLLM path and hosts what vLLM's runners cannot.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from vllm_hsd.cascade import Cascade, Level, LevelPlan, LevelStats, LookupLevel
+from vllm_hsd.core.cascade import Cascade, Level, LevelOptions, LevelStats, LookupLevel
 from vllm_hsd.reference.request import ONLY, Request
 from vllm_hsd.reference.trees import TreePlan, grow, target_rows
 from vllm_hsd.verify import verify_chain, verify_tree
@@ -49,9 +49,9 @@ class ReferenceEngine:
         target: what is decoded losslessly, e.g. a `HuggingFaceLevel`.
         levels: drafters, cheapest first; none for plain decoding.
         plans: one per level; the last one's budget is the longest draft that the target verifies.
-        verifier: "hierarchical" or "tokenwise", how the target verifies a cascade's draft.
-        tail: see `Cascade`.
-        draft_tree: the single level draws trees; `plans`, `verifier` and `tail` are left out.
+        verifier: "block" or "standard", how the target verifies a cascade's draft.
+        horizontal_tokens: see `Cascade`.
+        draft_tree: the single level draws trees; `plans`, `verifier` and `horizontal_tokens` are left out.
 
     Raises:
         ValueError: arguments that do not fit together.
@@ -61,19 +61,19 @@ class ReferenceEngine:
         self,
         target: Level,
         levels: Sequence[Level | LookupLevel] = (),
-        plans: Sequence[LevelPlan] = (),
+        plans: Sequence[LevelOptions] = (),
         *,
-        verifier: str = "hierarchical",
-        tail: int = 0,
+        verifier: str = "block",
+        horizontal_tokens: int = 0,
         draft_tree: TreePlan | None = None,
     ) -> None:
         if draft_tree is None and len(levels) != len(plans):
             raise ValueError(f"plans has {len(plans)} entries for {len(levels)} levels.")
         if draft_tree is not None and (
-            len(levels) != 1 or hasattr(levels[0], "lookup") or plans or tail
+            len(levels) != 1 or hasattr(levels[0], "lookup") or plans or horizontal_tokens
         ):
             raise ValueError(
-                "draft_tree needs exactly one level, with rows of its own, no plans and no tail."
+                "draft_tree needs exactly one level, with rows of its own, no plans and no horizontal_tokens."
             )
         for i, level in enumerate(levels):
             theirs = getattr(level, "encoder_decoder", None)
@@ -82,10 +82,10 @@ class ReferenceEngine:
                     f"levels[{i}] and the target must both be encoder-decoders or both decoders."
                 )
         self.target, self.verifier, self.draft_tree = target, verifier, draft_tree
-        self.cascade = Cascade(levels, plans, tail)
+        self.cascade = Cascade(levels, plans, horizontal_tokens)
         if draft_tree is None:
             self.scales = [plan.temperature_scale for plan in plans]
-            self.longest = plans[-1].budget if plans else 0
+            self.longest = plans[-1].draft_length if plans else 0
         else:
             self.scales = [draft_tree.temperature_scale]
             self.longest = len(draft_tree.widths)
@@ -170,7 +170,7 @@ class ReferenceEngine:
         )
         accepted = result.num_accepted.numpy()
         if count:
-            self.cascade.note_verdict(draft, ONLY, accepted, request.thresholds, ONLY)
+            self.cascade.record_acceptance(draft, ONLY, accepted, request.thresholds, ONLY)
         emitted = [token for token in result.token_ids[0].tolist() if token >= 0]
         return count, int(accepted[0]), emitted
 

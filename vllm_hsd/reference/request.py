@@ -13,9 +13,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from vllm_hsd.cascade import DraftBatch, Level
+from vllm_hsd.core.cascade import DraftBatch, Level
+from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.verify import uniforms
-from vllm_hsd.window import EntropyThresholds
 
 ONLY = np.zeros(1, dtype=np.int64)  # the batch holds one request
 
@@ -80,8 +80,8 @@ class Request:
             kv=self.kv[:-1],
             eos=np.array([self.eos]),
             greedy=self.greedy,
-            law=lambda logits, requests, model: self.law(logits, model),
-            coins=self.coins,
+            probs=lambda logits, requests, model: self.law(logits, model),
+            uniforms=self.coins,
             thresholds=self.thresholds,
         )
 

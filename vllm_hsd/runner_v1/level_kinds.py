@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from vllm_hsd.config import ConfigError, LevelConfig, NgramConfig
-from vllm_hsd.levels.bigram import BigramLevel, read_bigram
-from vllm_hsd.levels.exit_head import EXIT_ARCHITECTURES, ExitHead, read_exit_head
+from vllm_hsd.core.bigram import BigramLevel, read_bigram
+from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, ExitHead, read_exit_head
 from vllm_hsd.runner_v1.levels import ModelLevel
 
 

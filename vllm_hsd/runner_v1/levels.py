@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_hsd.proposal import ragged_arange
+from vllm_hsd.core.drafts import ragged_arange
 
 
 class ModelLevel:

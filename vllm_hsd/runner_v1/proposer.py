@@ -9,14 +9,14 @@ import torch
 from vllm.forward_context import set_forward_context
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from vllm_hsd.cascade import Cascade, DraftBatch, LevelPlan, LevelStats
+from vllm_hsd.core.cascade import Cascade, DraftBatch, LevelOptions, LevelStats
+from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.runner_v1.hooks import take_over_runner
-from vllm_hsd.runner_v1.laws import RequestLaws
 from vllm_hsd.runner_v1.level_kinds import build_level
 from vllm_hsd.runner_v1.levels import ModelLevel
 from vllm_hsd.runner_v1.requests import PendingDraft, RequestTable
 from vllm_hsd.runner_v1.sampler import HsdSampler
-from vllm_hsd.window import EntropyThresholds
+from vllm_hsd.runner_v1.sampling import RequestSampling
 
 
 class CascadeProposer(DraftModelProposer):
@@ -38,44 +38,49 @@ class CascadeProposer(DraftModelProposer):
         ]
         self.model_levels = [level for level in self.hosted if isinstance(level, ModelLevel)]
         self.plans = [
-            LevelPlan(
-                budget=budget,
+            LevelOptions(
+                draft_length=budget,
                 verifier=level.verifier or hsd.verifier,
-                rounds=level.rounds,
-                window=level.window,
+                max_rounds=level.max_rounds,
+                stopping=level.stopping,
                 temperature_scale=level.temperature_scale,
             )
-            for budget, level in zip(hsd.budgets, hsd.levels, strict=True)
+            for budget, level in zip(hsd.draft_lengths, hsd.levels, strict=True)
         ]
-        self.use(list(range(len(self.hosted))), hsd.budgets)
+        self.use(list(range(len(self.hosted))), hsd.draft_lengths)
         take_over_runner(self, runner)
 
-    def use(self, levels: list[int], budgets: list[int]) -> None:
+    def use(self, levels: list[int], draft_lengths: list[int]) -> None:
         """Serve the next requests with some of the hosted levels: one engine compares cascades.
 
         Only between requests: what is known of those under way is forgotten.
 
         Args:
             levels: numbers of the levels, cheapest first.
-            budgets: tokens that each hands up; the last is the draft that the target verifies.
+            draft_lengths: tokens that each hands up; the last is the draft that the target verifies.
 
         Raises:
-            ValueError: unknown levels, or budgets that the engine was not started for.
+            ValueError: unknown levels, or draft_lengths that the engine was not started for.
         """
         hsd, hosted = self.speculative_config.hsd, range(len(self.hosted))
         if not levels or len(set(levels)) < len(levels) or not set(levels) <= set(hosted):
             raise ValueError(f"levels {levels} are no cascade of the {len(hosted)} hosted.")
-        if len(budgets) != len(levels) or min(budgets) < 1:
-            raise ValueError(f"budgets {budgets} do not give every one of levels {levels} a token.")
-        if budgets[-1] > hsd.num_speculative_tokens:
+        if len(draft_lengths) != len(levels) or min(draft_lengths) < 1:
             raise ValueError(
-                f"budgets {budgets} end above num_speculative_tokens={hsd.num_speculative_tokens}."
+                f"draft_lengths {draft_lengths} do not give every one of levels {levels} a token."
+            )
+        if draft_lengths[-1] > hsd.num_speculative_tokens:
+            raise ValueError(
+                f"draft_lengths {draft_lengths} end above num_speculative_tokens={hsd.num_speculative_tokens}."
             )
         self.in_use = levels
-        plans = [replace(self.plans[i], budget=b) for i, b in zip(levels, budgets, strict=True)]
-        self.cascade = Cascade([self.hosted[i] for i in levels], plans, hsd.tail)
+        plans = [
+            replace(self.plans[i], draft_length=b)
+            for i, b in zip(levels, draft_lengths, strict=True)
+        ]
+        self.cascade = Cascade([self.hosted[i] for i in levels], plans, hsd.horizontal_tokens)
         self.requests = RequestTable(len(levels), self.vllm_config.model_config.seed)
-        self.num_speculative_tokens = budgets[-1]
+        self.num_speculative_tokens = draft_lengths[-1]
 
     def take_stats(self) -> list[LevelStats]:
         """Counts of every hosted level since the last call."""
@@ -148,7 +153,7 @@ class CascadeProposer(DraftModelProposer):
         # a cache of its own is always up to date.
         kv = np.minimum(self.requests.kv[:, slots], length - sampled)
         kv[[not level.keeps_cache for level in self.cascade.levels]] = length - sampled
-        laws = RequestLaws(
+        laws = RequestSampling(
             sampling_metadata, [plan.temperature_scale for plan in self.cascade.plans]
         )
         table = self.requests.thresholds
@@ -160,8 +165,8 @@ class CascadeProposer(DraftModelProposer):
             kv=kv,
             eos=self._eos(len(slots)),
             greedy=laws.greedy and not laws.masks,
-            law=laws.draft_probabilities,
-            coins=lambda who, counts, level: self.requests.coins(slots[who], counts, level),
+            probs=laws.draft_probabilities,
+            uniforms=lambda who, counts, level: self.requests.coins(slots[who], counts, level),
             thresholds=thresholds,
         )
         idle = np.flatnonzero(want == 0)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_hsd.proposal import Proposal, ragged_arange
+from vllm_hsd.core.drafts import Proposal, ragged_arange
+from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.verify import uniforms
-from vllm_hsd.window import EntropyThresholds
 
 # Coins of a request and level that are tossed at once.
 _AHEAD = 256

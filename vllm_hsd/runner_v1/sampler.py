@@ -13,8 +13,8 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_hsd.proposal import ragged_arange
-from vllm_hsd.runner_v1.laws import RequestLaws
+from vllm_hsd.core.drafts import ragged_arange
+from vllm_hsd.runner_v1.sampling import RequestSampling
 from vllm_hsd.verify import verify_chain
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class HsdSampler(VerifyingSampler):
         """
         counts = np.array(metadata.num_draft_tokens, dtype=np.int64)
         scheduled = np.split(metadata.draft_token_ids.cpu().numpy(), np.cumsum(counts)[:-1])
-        laws = RequestLaws(sampling_metadata)
+        laws = RequestSampling(sampling_metadata)
         drafts = [ids.clip(0).tolist() for ids in scheduled]
         processed = laws.target_logits(logits, (counts + 1).tolist(), drafts)
         owners = np.repeat(np.arange(len(counts)), counts + 1)
@@ -124,7 +124,7 @@ class HsdSampler(VerifyingSampler):
                 by_proposal.setdefault(id(draft.proposal), []).append(row)
         for rows in by_proposal.values():
             pending = [drafts.pending[row] for row in rows]
-            self.proposer.cascade.note_verdict(
+            self.proposer.cascade.record_acceptance(
                 pending[0].proposal,
                 np.array([draft.row for draft in pending]),
                 accepted[rows],

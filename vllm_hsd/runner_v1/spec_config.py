@@ -11,7 +11,7 @@ from vllm.config.utils import config
 from vllm.tokenizers.registry import get_tokenizer
 from vllm.utils.hashing import safe_hash
 
-from vllm_hsd.config import ConfigError, HsdConfig, LevelConfig
+from vllm_hsd.config import CascadeConfig, ConfigError, LevelConfig
 from vllm_hsd.runner_v1.level_kinds import check_exit_order, check_level_kind
 
 
@@ -22,7 +22,7 @@ class HsdSpeculativeConfig(SpeculativeConfig):
     method: str | None = None
     """Widens vLLM's closed list of methods."""
     hsd: SkipValidation[Any] = None
-    """The parsed `HsdConfig`."""
+    """The parsed `CascadeConfig`."""
     level_configs: SkipValidation[list] = Field(default_factory=list)
     """One stock `SpeculativeConfig(method="draft_model")` per level, None where no model loads."""
 
@@ -33,10 +33,10 @@ class HsdSpeculativeConfig(SpeculativeConfig):
         Raises:
             ConfigError: one sentence that names the key and the fix.
         """
-        hsd = HsdConfig.parse({key: value for key, value in raw.items() if key != "method"})
+        hsd = CascadeConfig.parse({key: value for key, value in raw.items() if key != "method"})
         _check_target(target_model_config, target_parallel_config)
         levels = []
-        for i, (level, budget) in enumerate(zip(hsd.levels, hsd.budgets, strict=True)):
+        for i, (level, budget) in enumerate(zip(hsd.levels, hsd.draft_lengths, strict=True)):
             name = f"levels[{i}]"
             if level.kind == "model":
                 levels.append(

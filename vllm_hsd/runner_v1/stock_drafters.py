@@ -1,4 +1,4 @@
-"""Our verifier under vLLM's own drafters: `rejection_sample_method: "hierarchical"`."""
+"""Our verifier under vLLM's own drafters: `rejection_sample_method: "block"`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_hsd.config import ConfigError
-from vllm_hsd.runner_v1.laws import RequestLaws
 from vllm_hsd.runner_v1.sampler import VerifyingSampler
+from vllm_hsd.runner_v1.sampling import RequestSampling
 from vllm_hsd.verify import verify_chain
 
 METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp", "ngram", "suffix")
@@ -23,7 +23,7 @@ METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp", "ngram", "suffix")
 class HierarchicalSpeculativeConfig(SpeculativeConfig):
     """A stock drafter whose drafts our sampler verifies; build it with `create`."""
 
-    verifier: str = "hierarchical"
+    verifier: str = "block"
     """Ours; `rejection_sample_method` stays "standard", where vLLM keeps a drafter's rows."""
 
     @classmethod
@@ -84,7 +84,7 @@ class StockDraftSampler(VerifyingSampler):
         counts = np.array(metadata.num_draft_tokens, dtype=np.int64)
         token_ids = metadata.draft_token_ids
         drafts = np.split(token_ids.clamp(min=0).cpu().numpy(), np.cumsum(counts)[:-1])
-        laws = RequestLaws(sampling_metadata)
+        laws = RequestSampling(sampling_metadata)
         num_rows = (counts + 1).tolist()
         processed = laws.target_logits(logits, num_rows, [draft.tolist() for draft in drafts])
         owners = np.repeat(np.arange(len(counts)), counts + 1)
@@ -93,7 +93,7 @@ class StockDraftSampler(VerifyingSampler):
             None if laws.greedy or draft_probs is None else draft_probs.float(),
             token_ids,
             counts.tolist(),
-            method="greedy" if laws.greedy else "hierarchical",
+            method="greedy" if laws.greedy else "block",
             generators=sampling_metadata.generators,
         )
         sampled = result.token_ids.to(torch.int32)

@@ -1,19 +1,19 @@
 """Lossless verification of drafts, as pure functions on tensors."""
 
 from vllm_hsd.verify.chain import VerifyResult, verify_chain
-from vllm_hsd.verify.law import chain_law, expected_tokens, tree_law
+from vllm_hsd.verify.law import chain_distribution, expected_tokens, tree_distribution
 from vllm_hsd.verify.rng import uniforms
 from vllm_hsd.verify.tree import Tree, draw_iid, draw_without_replacement, top_k, verify_tree
 
 __all__ = [
     "Tree",
     "VerifyResult",
-    "chain_law",
+    "chain_distribution",
     "draw_iid",
     "draw_without_replacement",
     "expected_tokens",
     "top_k",
-    "tree_law",
+    "tree_distribution",
     "uniforms",
     "verify_chain",
     "verify_tree",

@@ -14,10 +14,10 @@ import torch
 
 from vllm_hsd.verify.inputs import ChainBatch
 from vllm_hsd.verify.residual import (
-    Mass,
-    accept_probability,
-    capped_ratios,
-    is_law,
+    BlockedCDF,
+    acceptance_probability,
+    is_normalized,
+    prefix_acceptance,
     ratios,
     residual_rows,
 )
@@ -40,7 +40,7 @@ def verify_chain(
     draft_token_ids: torch.Tensor,
     num_draft_tokens: Sequence[int],
     *,
-    method: str = "hierarchical",
+    method: str = "block",
     generators: Mapping[int, torch.Generator] | None = None,
     uniforms: torch.Tensor | None = None,
 ) -> VerifyResult:
@@ -59,7 +59,7 @@ def verify_chain(
             or None when they are one-hot. Not read by `greedy`.
         draft_token_ids: [sum(n_i)] int64 or int32, -1 for an empty slot.
         num_draft_tokens: draft length n_i of every request, zeros allowed.
-        method: "hierarchical", "tokenwise" or "greedy".
+        method: "block", "standard" or "greedy".
         generators: batch row -> generator on the rows' device, from which a seeded request draws
             its n_i + 1 uniforms; the other requests share the default generator.
         uniforms: float64 [sum(n_i + 1)] in [0, 1), used instead of generators: for each request
@@ -75,10 +75,10 @@ def verify_chain(
         accepted, final, has_final = greedy_end(batch)
     else:
         coins, final_coins = batch.coins(generators, uniforms)
-        draft_ok = None if batch.draft_probs is None else is_law(batch.draft_probs)
-        length, has_final = batch.usable(is_law(target_probs), draft_ok)
+        draft_ok = None if batch.draft_probs is None else is_normalized(batch.draft_probs)
+        length, has_final = batch.usable(is_normalized(target_probs), draft_ok)
         a = prefix_ratios(batch, length, method)
-        decide = _first_failure if method == "tokenwise" else _last_success
+        decide = _first_failure if method == "standard" else _last_success
         accepted, final = decide(batch, length, a, coins, final_coins)
         has_final |= accepted < length
     tokens = torch.from_numpy(batch.result_rows(accepted, final, has_final))
@@ -91,17 +91,17 @@ def prefix_ratios(batch: ChainBatch, length: np.ndarray, method: str) -> np.ndar
     rho = np.zeros(batch.tokens.shape)
     rho[batch.valid] = ratios(*batch.token_probs())
     rho[np.arange(rho.shape[1]) >= length[:, None]] = 0.0
-    return capped_ratios(rho, method=method)
+    return prefix_acceptance(rho, method=method)
 
 
-def bonus(batch: ChainBatch, requests: np.ndarray, tau: np.ndarray) -> Mass:
+def bonus(batch: ChainBatch, requests: np.ndarray, tau: np.ndarray) -> BlockedCDF:
     """Law of the token after a whole draft of length tau[k]: p_tau."""
-    return Mass(batch.target_rows(requests, tau))
+    return BlockedCDF(batch.target_rows(requests, tau))
 
 
 def correction(
     batch: ChainBatch, requests: np.ndarray, tau: np.ndarray, a: np.ndarray
-) -> tuple[Mass, np.ndarray]:
+) -> tuple[BlockedCDF, np.ndarray]:
     """Law of the token after a prefix of length tau[k] < n, and its success probability h.
 
     Args:
@@ -110,14 +110,14 @@ def correction(
         (max(a * p - q, 0) unnormalised, p where that has no mass; float64 [k]).
     """
     target = batch.target_rows(requests, tau)
-    mass = Mass(residual_rows(target, a, *batch.proposal(requests, tau)))
+    mass = BlockedCDF(residual_rows(target, a, *batch.proposal(requests, tau)))
     total = mass.total.cpu().numpy()
-    h = accept_probability(a, total)
+    h = acceptance_probability(a, total)
     empty = total <= 0
     if empty.any():
         rows = torch.from_numpy(np.flatnonzero(empty)).to(target.device)
         target[rows] = batch.target_rows(requests[empty], tau[empty])
-        mass = Mass(target)
+        mass = BlockedCDF(target)
     return mass, h
 
 
@@ -191,7 +191,9 @@ def _settle(
     return failed
 
 
-def _draw(mass: Mass, requests: np.ndarray, final_coins: np.ndarray, final: np.ndarray) -> None:
+def _draw(
+    mass: BlockedCDF, requests: np.ndarray, final_coins: np.ndarray, final: np.ndarray
+) -> None:
     coins = torch.from_numpy(final_coins[requests]).to(mass.rows.device)
     final[requests] = mass.draw(coins).cpu().numpy()
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_hsd.verify.residual import is_law
+from vllm_hsd.verify.residual import is_normalized
 
-CHAIN_METHODS = ("hierarchical", "tokenwise", "greedy")
+CHAIN_METHODS = ("block", "standard", "greedy")
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,9 @@ def check_like(name: str, rows: torch.Tensor, target_probs: torch.Tensor) -> Non
         )
 
 
-def check_laws(name: str, rows: torch.Tensor) -> None:
+def check_probs(name: str, rows: torch.Tensor) -> None:
     """Raise ValueError for the first row that is not a probability law."""
-    bad = ~is_law(rows)
+    bad = ~is_normalized(rows)
     if bad.any():
         raise ValueError(
             f"{name} row {int(bad.argmax())} is not a law (finite, not negative, sum 1 within "

@@ -4,25 +4,25 @@ import numpy as np
 import torch
 
 from vllm_hsd.verify.chain import bonus, correction, greedy_end, prefix_ratios
-from vllm_hsd.verify.inputs import ChainBatch, check_laws
-from vllm_hsd.verify.residual import Mass, capped_ratios
+from vllm_hsd.verify.inputs import ChainBatch, check_probs
+from vllm_hsd.verify.residual import BlockedCDF, prefix_acceptance
 from vllm_hsd.verify.tree import ROOT, Tree, TreeRows, rejection_steps, traversal_stops
 from vllm_hsd.verify.tree import greedy_end as tree_greedy_end
 
 
-def chain_law(
+def chain_distribution(
     target_probs: torch.Tensor,
     draft_probs: torch.Tensor | None,
     draft_token_ids: torch.Tensor,
     *,
-    method: str = "hierarchical",
+    method: str = "block",
 ) -> torch.Tensor:
     """Exact law of (accepted length, next token) for one draft of n tokens.
 
     Args:
         target_probs: [n + 1, V]; draft_probs: [n, V] or None; draft_token_ids: [n], as for
             verify_chain with one request.
-        method: "hierarchical", "tokenwise" or "greedy".
+        method: "block", "standard" or "greedy".
     Returns:
         float64 [n + 1, V]: entry [t, v] is P(t tokens stay and v follows | draft).
     Raises:
@@ -36,18 +36,18 @@ def chain_law(
         [n],
         method,
     )
-    check_laws("target_probs", target_probs)
+    check_probs("target_probs", target_probs)
     law = torch.zeros_like(batch.target_probs)
     if method == "greedy":
         accepted, final, _ = greedy_end(batch)
         law[accepted[0], final[0]] = 1
         return law
     if draft_probs is not None:
-        check_laws("draft_probs", draft_probs)
+        check_probs("draft_probs", draft_probs)
     m = int(batch.usable(np.ones(n + 1, dtype=bool), None)[0][0])
     a = prefix_ratios(batch, np.array([m]), method)[0, :m]
     inner, request = np.arange(m), np.zeros(m, dtype=np.int64)
-    if method == "tokenwise":
+    if method == "standard":
         mass, _ = correction(batch, request, inner, np.ones(m))
         stops = np.append(1.0, a.cumprod()) * np.append(1.0 - a, 1.0)
     else:
@@ -61,7 +61,7 @@ def chain_law(
     return law
 
 
-def tree_law(
+def tree_distribution(
     target_probs: torch.Tensor,
     draft_probs: torch.Tensor | None,
     tree: Tree,
@@ -80,18 +80,18 @@ def tree_law(
     """
     draft = None if draft_probs is None else draft_probs.double()
     rows = TreeRows(target_probs.double(), draft, tree, method)
-    check_laws("target_probs", target_probs)
+    check_probs("target_probs", target_probs)
     law = torch.zeros_like(rows.target_probs)
     if method == "greedy":
         node, token = tree_greedy_end(rows)
         law[node + 1, token] = 1
         return law
     if draft_probs is not None:
-        check_laws("draft_probs", draft_probs)
+        check_probs("draft_probs", draft_probs)
     if method == "traversal":
         left = 1.0
         for node, stop, row in traversal_stops(rows):
-            law[node + 1] = left * stop * _normalised(Mass(row))[0]
+            law[node + 1] = left * stop * _normalised(BlockedCDF(row))[0]
             left *= 1 - stop
         return law
     reached = {ROOT: 1.0}
@@ -101,25 +101,25 @@ def tree_law(
             continue
         for child, accept, row in rejection_steps(rows, node):
             if child is None:
-                law[node + 1] = left * _normalised(Mass(row))[0]
+                law[node + 1] = left * _normalised(BlockedCDF(row))[0]
             else:
                 reached[child] = reached.get(child, 0.0) + left * accept
                 left *= 1 - accept
     return law
 
 
-def expected_tokens(rho: torch.Tensor, *, method: str = "hierarchical") -> torch.Tensor:
+def expected_tokens(rho: torch.Tensor, *, method: str = "block") -> torch.Tensor:
     """Mean tokens per verification call, 1 + sum_t E[a_t], from recorded ratios.
 
     Args:
         rho: [n_samples, max_n], p(x) / q(x) along drafts sampled from q.
-        method: "hierarchical" or "tokenwise".
+        method: "block" or "standard".
     Returns:
         float64 [max_n + 1]: entry n is the mean for drafts of n tokens.
     Raises:
         ValueError: rho is not 2-D, is empty or has an entry that is not a finite number >= 0.
     """
-    if method not in ("hierarchical", "tokenwise"):
+    if method not in ("block", "standard"):
         raise ValueError(f"method must be hierarchical or tokenwise, got {method!r}.")
     if rho.ndim != 2 or rho.shape[0] == 0:
         raise ValueError(f"rho must have shape [n_samples, max_n], got {list(rho.shape)}.")
@@ -127,12 +127,12 @@ def expected_tokens(rho: torch.Tensor, *, method: str = "hierarchical") -> torch
     bad = ~(np.isfinite(values) & (values >= 0)).all(1)
     if bad.any():
         raise ValueError(f"rho row {int(bad.argmax())} is not made of finite numbers >= 0.")
-    stays = capped_ratios(values, method=method)
-    if method == "tokenwise":
+    stays = prefix_acceptance(values, method=method)
+    if method == "standard":
         stays = stays.cumprod(-1)
     tokens = np.concatenate(([1.0], 1 + stays.mean(0).cumsum()))
     return torch.from_numpy(tokens).to(rho.device)
 
 
-def _normalised(mass: Mass) -> torch.Tensor:
+def _normalised(mass: BlockedCDF) -> torch.Tensor:
     return mass.rows / mass.rows.sum(-1, keepdim=True)

@@ -18,7 +18,7 @@ def residual(a: Real, p: Row, q: Row) -> list[Real]:
     return [max(a * pv - qv, 0) for pv, qv in zip(p, q, strict=True)]
 
 
-def accept_probability(a: Real, s: Real) -> Real:
+def acceptance_probability(a: Real, s: Real) -> Real:
     """Success probability of a position with capped ratio a and residual mass s."""
     return 1 if a == 1 else s / (s + 1 - a)
 
@@ -40,7 +40,7 @@ def hierarchical(
     a, tau, a_tau = 1, 0, 1
     for t in range(1, n + 1):
         a = min(1, a * ratio(p[t - 1], q[t - 1], x[t - 1]))
-        h = accept_probability(a, sum(residual(a, p[t], q[t]))) if t < n else a
+        h = acceptance_probability(a, sum(residual(a, p[t], q[t]))) if t < n else a
         if toss(h):
             tau, a_tau = t, a
     if tau == n:
@@ -93,7 +93,7 @@ def traversal(root: Node, toss: Toss, sample: Sample) -> list[int]:
                     return result
             left = residual(a, row, drawn_from)
             s = sum(left)
-            a, row = accept_probability(a, s), [w / s for w in left] if s > 0 else row
+            a, row = acceptance_probability(a, s), [w / s for w in left] if s > 0 else row
         if node is root or toss(a):
             return [*path, sample(row)]
         return None

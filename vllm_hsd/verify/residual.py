@@ -11,7 +11,7 @@ ROW_SUM_TOLERANCE = 1e-3
 _BLOCK = 256
 
 
-def is_law(rows: torch.Tensor) -> np.ndarray:
+def is_normalized(rows: torch.Tensor) -> np.ndarray:
     """Which rows [R, V] are finite, non-negative and sum to 1 within 1e-3: bool [R] on the host."""
     if rows.shape[0] == 0:
         return np.ones(0, dtype=bool)
@@ -26,7 +26,7 @@ def ratios(target: np.ndarray, draft: np.ndarray) -> np.ndarray:
     return np.where(possible, target / np.where(possible, draft, 1.0), 0.0)
 
 
-def capped_ratios(rho: np.ndarray, *, method: str = "hierarchical") -> np.ndarray:
+def prefix_acceptance(rho: np.ndarray, *, method: str = "block") -> np.ndarray:
     """P(at least t tokens stay | draft), for hierarchical: a_t = min(1, a_(t-1) * rho_t).
 
     For tokenwise the conditional acceptance probabilities min(1, rho_t).
@@ -37,13 +37,13 @@ def capped_ratios(rho: np.ndarray, *, method: str = "hierarchical") -> np.ndarra
         float64 [..., n].
     """
     a = np.minimum(rho, 1.0)
-    if method == "hierarchical":
+    if method == "block":
         for t in range(1, rho.shape[-1]):
             np.minimum(a[..., t - 1] * rho[..., t], 1.0, out=a[..., t])
     return a
 
 
-def accept_probability(a: np.ndarray, mass: np.ndarray) -> np.ndarray:
+def acceptance_probability(a: np.ndarray, mass: np.ndarray) -> np.ndarray:
     """h = s / (s + 1 - a), and 1 at a = 1: never above a, because s <= a.
 
     Both the success probability of an inner position of a chain and the ratio that a tree node
@@ -76,7 +76,7 @@ def residual_rows(
     return target.sub_(draft).clamp_min_(0)
 
 
-class Mass:
+class BlockedCDF:
     """Cumulative mass of unnormalised rows [k, V], in blocks: for totals and inverse-CDF draws."""
 
     def __init__(self, rows: torch.Tensor):

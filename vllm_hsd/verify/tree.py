@@ -16,7 +16,13 @@ from vllm_hsd.verify.inputs import (
     check_rows,
     read_tokens,
 )
-from vllm_hsd.verify.residual import Mass, accept_probability, is_law, ratios, residual_rows
+from vllm_hsd.verify.residual import (
+    BlockedCDF,
+    acceptance_probability,
+    is_normalized,
+    ratios,
+    residual_rows,
+)
 
 TREE_METHODS = ("traversal", "recursive_rejection", "greedy")
 ROOT = -1
@@ -106,7 +112,7 @@ def verify_tree(
         )
         decide = _traverse if method == "traversal" else _descend
         node, row = decide(rows, coins.tolist())
-        token = int(Mass(row).draw(coins[-1:])) if rows.target_ok[node + 1] else None
+        token = int(BlockedCDF(row).draw(coins[-1:])) if rows.target_ok[node + 1] else None
     path = rows.path_to(node)
     tokens = [tree.tokens[n] for n in path] + ([] if token is None else [token])
     device = target_probs.device
@@ -131,12 +137,12 @@ class TreeRows:
             self.target_ok = torch.isfinite(target_probs.amax(-1)).tolist()
         else:
             check_probs_dtype("target_probs", target_probs)
-            self.target_ok = is_law(target_probs).tolist()
+            self.target_ok = is_normalized(target_probs).tolist()
         self.draft_ok = [True] * len(tree)
         if draft_probs is not None:
             check_rows("draft_probs", draft_probs, len(tree), "every node")
             check_like("draft_probs", draft_probs, target_probs)
-            self.draft_ok = is_law(draft_probs).tolist()
+            self.draft_ok = is_normalized(draft_probs).tolist()
         ids = torch.as_tensor(tree.tokens, dtype=torch.int64, device=target_probs.device)
         read_tokens("tree.tokens", ids.reshape(-1), len(tree), target_probs, lowest=0)
         self.target_probs, self.draft_probs, self.tree, self.ids = (
@@ -199,8 +205,8 @@ def traversal_stops(rows: TreeRows) -> Iterator[tuple[int, float, torch.Tensor]]
                 if below > 0:
                     yield from visit(child, below)
             left = rows.without(row, a / scale, child)
-            mass = Mass(left).total.cpu().numpy()
-            a = accept_probability(a, mass)
+            mass = BlockedCDF(left).total.cpu().numpy()
+            a = acceptance_probability(a, mass)
             if mass > 0:
                 row, scale = left, mass
         yield node, 1.0 if node == ROOT else float(a[0]), row
@@ -220,7 +226,7 @@ def rejection_steps(rows: TreeRows, node: int) -> Iterator[tuple[int | None, flo
         accept = np.minimum(rows.token_ratio(row, child) / scale, 1.0)
         yield rows.tree.first[child], float(accept[0]), row
         left = rows.without(row, 1 / scale, child)
-        mass = Mass(left).total.cpu().numpy()
+        mass = BlockedCDF(left).total.cpu().numpy()
         if mass > 0:
             row, scale = left, mass
     yield None, 1.0, row
@@ -262,7 +268,7 @@ def draw_iid(
     """k independent draws from a law [V]: (token ids int64 [k], proposal rows [k, V])."""
     rows = row.expand(k, -1)
     coins = torch.rand(k, dtype=torch.float64, device=row.device, generator=generator)
-    return Mass(rows).draw(coins), rows
+    return BlockedCDF(rows).draw(coins), rows
 
 
 def draw_without_replacement(
@@ -281,7 +287,7 @@ def draw_without_replacement(
     rows = row.repeat(k, 1)
     tokens = torch.empty(k, dtype=torch.int64, device=row.device)
     for i in range(k):
-        mass = Mass(rows[i : i + 1])
+        mass = BlockedCDF(rows[i : i + 1])
         tokens[i] = mass.draw(coins[i])[0]
         rows[i] /= mass.total.to(row.dtype)
         rows[i + 1 :, tokens[i]] = 0

@@ -2,7 +2,7 @@
 
 import argparse
 
-from vllm_hsd.planner.commands import add_parsers
+from vllm_hsd.cli.plan import add_parsers
 
 
 def run(*arguments):

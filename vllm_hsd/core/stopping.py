@@ -37,13 +37,13 @@ class EntropyThresholds:
     def fresh(cls, num_levels: int, batch: int) -> EntropyThresholds:
         return cls(np.zeros((num_levels, batch)), np.zeros((num_levels, batch), dtype=np.int64))
 
-    def passed(self, level: int, requests: np.ndarray, entropy: np.ndarray) -> np.ndarray:
+    def exceeded(self, level: int, requests: np.ndarray, entropy: np.ndarray) -> np.ndarray:
         """Which entropies ([n], of [n] requests) lie above their request's threshold."""
         count = self.count[level, requests]
         mean = self.total[level, requests] / np.maximum(count, 1)
         return (entropy > mean) & (count > 0)
 
-    def reject(self, level: int, requests: np.ndarray, entropy: np.ndarray) -> None:
+    def observe_rejection(self, level: int, requests: np.ndarray, entropy: np.ndarray) -> None:
         """Note the entropies of the rows whose tokens the next model up rejected."""
         self.total[level, requests] += entropy
         self.count[level, requests] += 1

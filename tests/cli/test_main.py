@@ -7,12 +7,14 @@ import sys
 
 import pytest
 
-from vllm_hsd import cli, compat, doctor
+from vllm_hsd import compat
+from vllm_hsd.cli import doctor
+from vllm_hsd.cli import main as cli
 
 
 def run_doctor(**environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "vllm_hsd.cli", "doctor"],
+        [sys.executable, "-m", "vllm_hsd.cli.main", "doctor"],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -43,10 +45,10 @@ def test_doctor_fails_where_vllm_would_not_load_the_plugin_or_would_use_another_
 
 
 def test_doctor_names_a_hook_that_differs_or_is_missing():
-    differs = compat.Hook("vllm_hsd.doctor.hook_finding", "is a test", ("other",))
+    differs = compat.Hook("vllm_hsd.cli.doctor.hook_finding", "is a test", ("other",))
     finding = doctor.hook_finding(differs)
     assert finding.status == "problem" and "takes (hook), not (other)" in finding.text
-    missing = compat.Hook("vllm_hsd.doctor.nowhere", "is a test", ())
+    missing = compat.Hook("vllm_hsd.cli.doctor.nowhere", "is a test", ())
     finding = doctor.hook_finding(missing)
     assert finding.status == "problem" and "is not there" in finding.text
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from vllm_hsd.levels import build
-from vllm_hsd.planner import commands as planner
+from vllm_hsd.cli import build
+from vllm_hsd.cli import plan as planner
 from vllm_hsd.planner.errors import PlannerError
 
 
@@ -34,13 +34,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from vllm_hsd import doctor
+    from vllm_hsd.cli import doctor
 
     return doctor.main()
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from vllm_hsd import demo
+    from vllm_hsd.cli import demo
     from vllm_hsd.engine_runs import EngineError
 
     try:

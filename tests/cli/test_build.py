@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_hsd.levels import build
-from vllm_hsd.levels.bigram import read_bigram
-from vllm_hsd.levels.exit_head import read_exit_head
+from vllm_hsd.cli import build
+from vllm_hsd.core.bigram import read_bigram
+from vllm_hsd.core.exit_head import read_exit_head
 
 FAMILY = Path(__file__).parents[2] / "benchmarks" / "models"
 TARGET = str(FAMILY / "target")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 
 import prometheus_client
 
-from vllm_hsd.cascade import LevelStats
+from vllm_hsd.core.cascade import LevelStats
 
 COUNTERS = {
     "drafted": "Tokens that a level offered to the next model up.",
@@ -42,7 +42,7 @@ class LevelTotals:
             rate = level.accepted / level.drafted if level.drafted else float("nan")
             parts.append(
                 f"level {i}: drafted {level.drafted}, accepted {level.accepted} ({rate:.1%}), "
-                f"rounds {level.rounds}, forwards {level.forwards} "
+                f"rounds {level.max_rounds}, forwards {level.forwards} "
                 f"in {level.forward_seconds:.2f} s"
             )
         return "; ".join(parts)

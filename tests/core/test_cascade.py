@@ -1,4 +1,4 @@
-"""What the recursion keeps to, apart from the law: budgets, rounds, eos, caches, bad rows.
+"""What the recursion keeps to, apart from the law: draft_lengths, rounds, eos, caches, bad rows.
 
 The laws of whole cascades stand in tests/oracle.
 """
@@ -11,10 +11,10 @@ import torch
 from oracle.exact import Table
 from oracle.stand_ins import TableLevel, TableLookup
 
-from vllm_hsd.cascade import Cascade, DraftBatch, LevelPlan
-from vllm_hsd.proposal import ragged_arange
+from vllm_hsd.core.cascade import Cascade, DraftBatch, LevelOptions
+from vllm_hsd.core.drafts import ragged_arange
+from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.verify import uniforms
-from vllm_hsd.window import EntropyThresholds
 
 PROMPT, VOCABULARY, WIDTH = 3, 4, 40
 
@@ -59,16 +59,16 @@ def batch_of(size: int, num_levels: int, *, greedy=False, eos=-1, seed=0) -> Dra
         kv=np.zeros((num_levels, size), dtype=np.int64),
         eos=np.full(size, eos),
         greedy=greedy,
-        law=lambda logits, requests, level: logits.softmax(-1),
-        coins=coins,
+        probs=lambda logits, requests, level: logits.softmax(-1),
+        uniforms=coins,
         thresholds=EntropyThresholds.fresh(num_levels, size),
     )
 
 
-def plans(*budgets, **last) -> list[LevelPlan]:
+def plans(*draft_lengths, **last) -> list[LevelOptions]:
     return [
-        LevelPlan(budget, **(last if k == len(budgets) - 1 else {}))
-        for k, budget in enumerate(budgets)
+        LevelOptions(budget, **(last if k == len(draft_lengths) - 1 else {}))
+        for k, budget in enumerate(draft_lengths)
     ]
 
 
@@ -76,11 +76,11 @@ WANT = np.array([0, 1, 2, 3, 5, 8, 0, 8])
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-@pytest.mark.parametrize("budgets", [(8,), (1, 8), (3, 8), (2, 3, 8), (9, 8)])
-def test_every_request_gets_what_it_asks_for(budgets, greedy):
+@pytest.mark.parametrize("draft_lengths", [(8,), (1, 8), (3, 8), (2, 3, 8), (9, 8)])
+def test_every_request_gets_what_it_asks_for(draft_lengths, greedy):
     """Without eos a level fills its buffer exactly, and nothing is written behind it."""
-    cascade = Cascade(levels(len(budgets)), plans(*budgets))
-    batch = batch_of(len(WANT), len(budgets), greedy=greedy)
+    cascade = Cascade(levels(len(draft_lengths)), plans(*draft_lengths))
+    batch = batch_of(len(WANT), len(draft_lengths), greedy=greedy)
     draft = cascade.propose(batch, WANT)
     assert draft.counts.tolist() == WANT.tolist()
     assert (batch.end == batch.length + WANT).all()
@@ -92,14 +92,14 @@ def test_every_request_gets_what_it_asks_for(budgets, greedy):
     assert (batch.kv <= batch.end).all()
 
 
-@pytest.mark.parametrize("budgets", [(8,), (3, 8), (2, 3, 8)])
-def test_nobody_asks(budgets):
-    cascade = Cascade(levels(len(budgets)), plans(*budgets))
-    draft = cascade.propose(batch_of(4, len(budgets)), np.zeros(4, dtype=np.int64))
+@pytest.mark.parametrize("draft_lengths", [(8,), (3, 8), (2, 3, 8)])
+def test_nobody_asks(draft_lengths):
+    cascade = Cascade(levels(len(draft_lengths)), plans(*draft_lengths))
+    draft = cascade.propose(batch_of(4, len(draft_lengths)), np.zeros(4, dtype=np.int64))
     assert draft.counts.tolist() == [0] * 4
     assert len(draft.flat_token_ids()) == 0
     assert all(level.forwards == 0 for level in cascade.stats)
-    empty = cascade.propose(batch_of(0, len(budgets)), np.zeros(0, dtype=np.int64))
+    empty = cascade.propose(batch_of(0, len(draft_lengths)), np.zeros(0, dtype=np.int64))
     assert len(empty.counts) == 0
 
 
@@ -116,21 +116,21 @@ def test_budgets_bound_every_round():
 
 
 def test_rounds():
-    cascade = Cascade(levels(2), plans(2, 8, rounds=1))
+    cascade = Cascade(levels(2), plans(2, 8, max_rounds=1))
     draft = cascade.propose(batch_of(200, 2), np.full(200, 8))
     assert set(draft.counts.tolist()) == {1, 2, 3}
     assert cascade.stats[0].rounds == 200
-    cascade = Cascade(levels(2), plans(2, 8, rounds=2))
+    cascade = Cascade(levels(2), plans(2, 8, max_rounds=2))
     draft = cascade.propose(batch_of(200, 2), np.full(200, 8))
     assert draft.counts.min() >= 2 and draft.counts.max() <= 6
 
 
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("tail", [0, 2])
-@pytest.mark.parametrize("budgets", [(8,), (3, 8), (2, 3, 8)])
-def test_a_draft_ends_with_eos(budgets, tail, greedy):
-    cascade = Cascade(levels(len(budgets)), plans(*budgets), tail)
-    batch = batch_of(300, len(budgets), greedy=greedy, eos=1)
+@pytest.mark.parametrize("draft_lengths", [(8,), (3, 8), (2, 3, 8)])
+def test_a_draft_ends_with_eos(draft_lengths, tail, greedy):
+    cascade = Cascade(levels(len(draft_lengths)), plans(*draft_lengths), tail)
+    batch = batch_of(300, len(draft_lengths), greedy=greedy, eos=1)
     draft = cascade.propose(batch, np.full(300, 8))
     ended = 0
     for ids, count in zip(draft.token_ids, draft.counts, strict=True):
@@ -159,7 +159,7 @@ def test_caches_over_calls_with_rejections_and_idle_requests():
     """TableLevel fails when it is told that its cache holds a token that it was not fed."""
     rng = np.random.default_rng(0)
     stand_ins = levels(3)
-    cascade = Cascade(stand_ins, plans(2, 3, 6), tail=1)
+    cascade = Cascade(stand_ins, plans(2, 3, 6), horizontal_tokens=1)
     size = 20
     batch = batch_of(size, 3)
     tokens, length, kv = batch.tokens, batch.length.copy(), batch.kv.copy()
@@ -228,7 +228,7 @@ def test_rows_that_are_not_finite_become_uniform_and_are_reported_once(broken, c
 def test_laws_belong_to_their_tokens():
     """The row of every token is the emitting level's law after the tokens before it."""
     stand_ins = levels(2)
-    cascade = Cascade(stand_ins, plans(2, 5), tail=2)
+    cascade = Cascade(stand_ins, plans(2, 5), horizontal_tokens=2)
     draft = cascade.propose(batch_of(30, 2), np.full(30, 7))
     rows = iter(draft.flat_laws())
     for ids, count, own in zip(draft.token_ids, draft.counts, draft.verified, strict=True):

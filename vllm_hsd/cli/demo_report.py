@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from vllm_hsd.demo import Choice, Sample, Setting
+    from vllm_hsd.cli.demo import Choice, Sample, Setting
 
 
 # Wall time over CPU time of a process that nobody disturbs is 1, or less with several threads.
@@ -52,7 +52,7 @@ class Row:
     temperature: float
     role: str
     name: str
-    budgets: list[int]
+    draft_lengths: list[int]
     tokens_per_second: Spread
     to_none: Spread
     to_single: Spread
@@ -117,7 +117,7 @@ def summarise(temperature: float, chosen: dict[str, Choice], samples: list[Sampl
                 temperature,
                 role,
                 choice.contender.name,
-                choice.budgets,
+                choice.draft_lengths,
                 Spread.of(wall[role]),
                 Spread.of(wall[role] / wall["none"]),
                 Spread.of(wall[role] / wall["single"]),
@@ -178,7 +178,7 @@ def table(rows: list[Row]) -> Table:
     for i, row in enumerate(rows):
         result.add_row(
             f"{row.temperature:g}",
-            f"{row.name}\n{' '.join(str(budget) for budget in row.budgets)}",
+            f"{row.name}\n{' '.join(str(budget) for budget in row.draft_lengths)}",
             row.tokens_per_second.text(1, "\n"),
             row.to_none.text(2, "\n"),
             row.to_single.text(2, "\n"),
@@ -233,7 +233,7 @@ def plot(rows: list[Row], setting: Setting, path: Path) -> None:
         bars = axes.bar(places, medians, width, yerr=errors, capsize=3, label=labels[role])
         axes.bar_label(
             bars,
-            [f"{row.name} {row.budgets or ''}\n{row.to_none.median:.2f}x" for row in own],
+            [f"{row.name} {row.draft_lengths or ''}\n{row.to_none.median:.2f}x" for row in own],
             fontsize=7,
             padding=3,
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vllm_hsd import demo_report
+from vllm_hsd.cli import demo_report
 from vllm_hsd.engine_runs import EngineProcess, Run
 
 REPOSITORY = Path(__file__).parent.parent
@@ -45,24 +45,24 @@ class Contender:
         role: "none", "single" or "cascade"; of several with one role, the fastest in the sweep
             takes part.
         levels: which levels of the setting's cascade draft, cheapest first.
-        budgets: the sweep, one list of budgets per candidate, cheapest level first.
+        draft_lengths: the sweep, one list of draft_lengths per candidate, cheapest level first.
     """
 
     name: str
     role: str
     levels: list[int] = field(default_factory=list)
-    budgets: list[list[int]] = field(default_factory=lambda: [[]])
+    draft_lengths: list[list[int]] = field(default_factory=lambda: [[]])
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What runs; the tuning prompts choose budgets and take no part in the measurement.
+    """What runs; the tuning prompts choose draft_lengths and take no part in the measurement.
 
     One engine serves without speculation, another one hosts all levels and serves with those of
     the contender whose turn it is.
 
     Attributes:
-        speculative_config: as for `LLM`, with every level and the largest budgets of the sweep.
+        speculative_config: as for `LLM`, with every level and the largest draft_lengths of the sweep.
     """
 
     target: Path
@@ -82,7 +82,7 @@ class Setting:
         """Calls of an engine, for the progress bar."""
         candidates = Counter[str]()
         for contender in self.contenders:
-            candidates[contender.role] += len(contender.budgets)
+            candidates[contender.role] += len(contender.draft_lengths)
         later = max(len(self.tuning_prompts) - FIRST_PROMPTS, 0)
         first = len(self.tuning_prompts) - later
         tuning = sum(
@@ -110,7 +110,7 @@ class Choice:
     """A candidate of the sweep at one temperature, and what it did on the tuning prompts."""
 
     contender: Contender
-    budgets: list[int]
+    draft_lengths: list[int]
     tokens: int = 0
     seconds: float = 0.0
 
@@ -238,8 +238,8 @@ class _Step:
         """The fastest candidate of every role on the tuning prompts."""
         roles: dict[str, list[Choice]] = {}
         for contender in self.setting.contenders:
-            for budgets in contender.budgets:
-                roles.setdefault(contender.role, []).append(Choice(contender, budgets))
+            for draft_lengths in contender.draft_lengths:
+                roles.setdefault(contender.role, []).append(Choice(contender, draft_lengths))
         prompts = list(enumerate(self.setting.tuning_prompts))
         chosen = {"none": roles.pop("none")[0]}
         for role, candidates in roles.items():
@@ -254,7 +254,7 @@ class _Step:
         for seed, prompt in prompts:
             for choice in candidates:
                 engine = self._engine(choice)
-                self._describe(f"sweep: {choice.contender.name} {choice.budgets}")
+                self._describe(f"sweep: {choice.contender.name} {choice.draft_lengths}")
                 run = engine.generate([prompt], self.temperature, self.setting.tuning_tokens, seed)
                 choice.tokens += run.tokens
                 choice.seconds += run.seconds
@@ -281,7 +281,7 @@ class _Step:
         plain, speculating = (self.engines[name] for name in ENGINES)
         if not choice.contender.levels:
             return plain
-        speculating.use(choice.budgets, choice.contender.levels)
+        speculating.use(choice.draft_lengths, choice.contender.levels)
         return speculating
 
     def _describe(self, text: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from vllm_hsd.levels.exit_head import EXIT_ARCHITECTURES, ExitHead
+from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, ExitHead
 
 WINDOW = 256  # tokens of context at most
 WINDOWS_PER_STEP = 4

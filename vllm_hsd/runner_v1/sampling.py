@@ -24,7 +24,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 _GREEDY_BELOW = 1e-5
 
 
-class RequestLaws:
+class RequestSampling:
     """Temperature, min-p, top-k and top-p of the requests of one batch.
 
     Args:

@@ -58,7 +58,7 @@ def add_parsers(subparsers) -> None:
     plan.add_argument("--max-levels", type=int, default=None, help="most drafters in a cascade")
     plan.add_argument("--max-budget", type=int, default=None, help="longest draft of any level")
     plan.add_argument("--batch-size", nargs="+", type=int, default=[1], metavar="N")
-    plan.add_argument("--verifier", choices=("hierarchical", "tokenwise"), default="hierarchical")
+    plan.add_argument("--verifier", choices=("block", "standard"), default="block")
     plan.add_argument(
         "--acceptance", choices=("recorded", "independent"), default="recorded",
         help="from the recorded ratios, or powers of the mean rate",

@@ -6,7 +6,7 @@ import scipy.sparse
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hsd.levels.bigram import BigramLevel, count_bigrams, read_bigram, write_bigram
+from vllm_hsd.core.bigram import BigramLevel, count_bigrams, read_bigram, write_bigram
 
 VOCABULARY = 7
 CORPUS = [np.array([1, 2, 1, 2, 3]), np.array([2, 2]), np.array([4])]

@@ -17,10 +17,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from vllm_hsd.proposal import DraftBuffer, Proposal, joined, ragged_arange
+from vllm_hsd.core.drafts import DraftBuffer, Proposal, joined, ragged_arange
+from vllm_hsd.core.stopping import EntropyThresholds, row_entropy
 from vllm_hsd.verify import verify_chain
-from vllm_hsd.verify.residual import Mass
-from vllm_hsd.window import EntropyThresholds, row_entropy
+from vllm_hsd.verify.residual import BlockedCDF
 
 logger = logging.getLogger(__name__)
 
@@ -69,22 +69,22 @@ class LookupLevel(Protocol):
 
 
 @dataclass
-class LevelPlan:
+class LevelOptions:
     """How one level takes part: its budget, its verifier, its law and its window.
 
     Attributes:
-        budget: tokens handed to the level above per call.
-        verifier: "hierarchical" or "tokenwise", how it verifies the level below.
-        rounds: most drafts asked from below per call; None means until the budget is full.
-        window: "fixed", or "entropy" to stop behind a token drawn from an uncertain row; a level
+        draft_length: tokens handed to the level above per call.
+        verifier: "block" or "standard", how it verifies the level below.
+        max_rounds: most drafts asked from below per call; None means until the budget is full.
+        stopping: "fixed", or "entropy" to stop behind a token drawn from an uncertain row; a level
             that verifies another one stops behind a round that shows such a row.
         temperature_scale: factor on the request's temperature for this level's law.
     """
 
-    budget: int
-    verifier: str = "hierarchical"
-    rounds: int | None = None
-    window: str = "fixed"
+    draft_length: int
+    verifier: str = "block"
+    max_rounds: int | None = None
+    stopping: str = "fixed"
     temperature_scale: float = 1.0
 
 
@@ -110,9 +110,9 @@ class DraftBatch:
         kv: [levels, batch] int64, positions whose cache entries are valid; updated in place.
         eos: [batch] int64, token that ends the request, -1 for none; drafts end with it.
         greedy: every request takes the argmax: rows are one-hot and never built.
-        law: (logits [n, V], request of each row [n], level) -> probabilities [n, V], the law that
+        probs: (logits [n, V], request of each row [n], level) -> probabilities [n, V], the law that
             a level samples from and is verified by.
-        coins: (requests [b], counts [b], level) -> [sum(counts)] float64 uniforms, each used once.
+        uniforms: (requests [b], counts [b], level) -> [sum(counts)] float64 uniforms, each used once.
         thresholds: where the entropy windows of this batch stand; updated in place.
     """
 
@@ -122,8 +122,8 @@ class DraftBatch:
     kv: np.ndarray
     eos: np.ndarray
     greedy: bool
-    law: Callable[[torch.Tensor, np.ndarray, int], torch.Tensor]
-    coins: Callable[[np.ndarray, np.ndarray, int], torch.Tensor]
+    probs: Callable[[torch.Tensor, np.ndarray, int], torch.Tensor]
+    uniforms: Callable[[np.ndarray, np.ndarray, int], torch.Tensor]
     thresholds: EntropyThresholds
     end: np.ndarray = field(init=False)
 
@@ -136,17 +136,20 @@ class Cascade:
 
     Args:
         levels: the drafters.
-        plans: one `LevelPlan` per level.
-        tail: tokens of level 0 that follow the top level's buffer unverified, with level 0's rows
+        plans: one `LevelOptions` per level.
+        horizontal_tokens: tokens of level 0 that follow the top level's buffer unverified, with level 0's rows
             (the horizontal cascade).
     """
 
     def __init__(
-        self, levels: Sequence[Level | LookupLevel], plans: Sequence[LevelPlan], tail: int = 0
+        self,
+        levels: Sequence[Level | LookupLevel],
+        plans: Sequence[LevelOptions],
+        horizontal_tokens: int = 0,
     ) -> None:
         self.levels = list(levels)
         self.plans = list(plans)
-        self.tail = tail
+        self.horizontal_tokens = horizontal_tokens
         self.stats = [LevelStats() for _ in self.levels]
         self.warned: set[int] = set()
 
@@ -158,25 +161,27 @@ class Cascade:
             the rounds ran out.
         """
         everyone = np.arange(len(want))
-        top = np.where(want > 0, np.maximum(want - self.tail, 1), 0)
+        top = np.where(want > 0, np.maximum(want - self.horizontal_tokens, 1), 0)
         proposal = self._draft(batch, len(self.levels) - 1, everyone, top)
         self.stats[-1].drafted += int(proposal.counts.sum())
         self.stats[-1].rounds += int((proposal.counts > 0).sum())
-        if self.tail and top.any():
-            proposal = self._with_tail(batch, proposal, want)
+        if self.horizontal_tokens and top.any():
+            proposal = self._with_horizontal_tokens(batch, proposal, want)
         return proposal
 
-    def _with_tail(self, batch: DraftBatch, top: Proposal, want: np.ndarray) -> Proposal:
+    def _with_horizontal_tokens(
+        self, batch: DraftBatch, top: Proposal, want: np.ndarray
+    ) -> Proposal:
         everyone = np.arange(len(want))
         last = top.token_ids[everyone, np.maximum(top.counts - 1, 0)]
         ended = (top.counts == 0) | (last == batch.eos)
-        room = np.where(ended, 0, np.minimum(want - top.counts, self.tail))
+        room = np.where(ended, 0, np.minimum(want - top.counts, self.horizontal_tokens))
         tail = self._draft(batch, 0, everyone, room)
         self.stats[0].drafted += int(tail.counts.sum())
         self.stats[0].rounds += int((tail.counts > 0).sum())
         return joined(top, tail)
 
-    def note_verdict(
+    def record_acceptance(
         self, proposal: Proposal, rows: np.ndarray, accepted: np.ndarray, thresholds, requests
     ) -> None:
         """Take in what the target accepted of the rows of a proposal.
@@ -233,7 +238,7 @@ class Cascade:
         open_ = ask > 0
         if not batch.greedy:
             # One toss for the whole draft; what an early end leaves over is never used.
-            coins, first_coin = batch.coins(requests, ask, 0), np.cumsum(ask) - ask
+            coins, first_coin = batch.uniforms(requests, ask, 0), np.cumsum(ask) - ask
         while open_.any():
             active = np.flatnonzero(open_)
             who = requests[active]
@@ -245,7 +250,7 @@ class Cascade:
             else:
                 laws = self._laws(batch, logits, who, 0)
                 coin = torch.from_numpy(first_coin[active] + buffer.counts[active])
-                drawn = Mass(laws).draw(coins[coin].to(laws.device))
+                drawn = BlockedCDF(laws).draw(coins[coin].to(laws.device))
             drawn = drawn.cpu().numpy()
             batch.tokens[batch.rows[who], batch.end[who]] = drawn
             batch.end[who] += 1
@@ -257,11 +262,11 @@ class Cascade:
     def _draft_verified(
         self, batch: DraftBatch, level: int, requests: np.ndarray, ask: np.ndarray
     ) -> Proposal:
-        plan, budget = self.plans[level], self.plans[level - 1].budget
+        plan, budget = self.plans[level], self.plans[level - 1].draft_length
         buffer = DraftBuffer(len(requests), int(ask.max(initial=0)))
         open_ = ask > 0
         rounds = 0
-        while open_.any() and (plan.rounds is None or rounds < plan.rounds):
+        while open_.any() and (plan.max_rounds is None or rounds < plan.max_rounds):
             active = np.flatnonzero(open_)
             who = requests[active]
             start = batch.end[who]
@@ -286,9 +291,9 @@ class Cascade:
             self._count_round(batch, level - 1, draft, accepted, who)
             rounds += 1
             # Rows of rejected tokens say nothing about what was kept.
-            handed_up = np.zeros(len(who), dtype=bool)
-            handed_up[owners[uncertain & (offsets < emitted[owners])]] = True
-            open_[active] = (buffer.counts[active] < ask[active]) & ~ended & ~handed_up
+            stopped = np.zeros(len(who), dtype=bool)
+            stopped[owners[uncertain & (offsets < emitted[owners])]] = True
+            open_[active] = (buffer.counts[active] < ask[active]) & ~ended & ~stopped
         return buffer.proposal()
 
     def _count_round(
@@ -310,20 +315,20 @@ class Cascade:
         requests: np.ndarray,
     ) -> None:
         """Move the level's threshold by the rows whose tokens were rejected."""
-        if self.plans[level].window != "entropy":
+        if self.plans[level].stopping != "entropy":
             return
         rejected = accepted < draft.verified[rows]
         entropy = draft.entropy[rows[rejected], accepted[rejected]]
-        thresholds.reject(level, requests[rejected], entropy)
+        thresholds.observe_rejection(level, requests[rejected], entropy)
 
     def _confidence(
         self, batch: DraftBatch, level: int, logits: torch.Tensor, requests: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Entropies of rows [n] and whether each lies above its request's threshold."""
-        if self.plans[level].window != "entropy":
+        if self.plans[level].stopping != "entropy":
             return np.full(len(requests), np.nan), np.zeros(len(requests), dtype=bool)
         entropy = row_entropy(logits)
-        return entropy, batch.thresholds.passed(level, requests, entropy)
+        return entropy, batch.thresholds.exceeded(level, requests, entropy)
 
     def _verify(
         self, batch: DraftBatch, level: int, who: np.ndarray, draft: Proposal, logits: torch.Tensor
@@ -334,7 +339,7 @@ class Cascade:
             laws, method, uniforms = None, "greedy", None
         else:
             laws = self._laws(batch, logits, np.repeat(who, counts + 1), level)
-            method, uniforms = self.plans[level].verifier, batch.coins(who, counts + 1, level)
+            method, uniforms = self.plans[level].verifier, batch.uniforms(who, counts + 1, level)
         result = verify_chain(
             logits if laws is None else laws,
             draft.flat_laws(),
@@ -349,7 +354,7 @@ class Cascade:
         self, batch: DraftBatch, logits: torch.Tensor, requests: np.ndarray, level: int
     ) -> torch.Tensor:
         """The level's laws; uniform where its logits are not finite, which is then its law."""
-        laws = batch.law(logits, requests, level)
+        laws = batch.probs(logits, requests, level)
         usable = (laws.sum(-1) - 1).abs() < 1e-3
         if not usable.all():
             if level not in self.warned:

@@ -15,8 +15,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from vllm_hsd.levels.exit_head import FILE_NAME, ExitHead, read_exit_head, write_exit_head
-from vllm_hsd.levels.train_heads import train_heads
+from vllm_hsd.core.exit_head import FILE_NAME, ExitHead, read_exit_head, write_exit_head
+from vllm_hsd.core.exit_head_training import train_heads
 
 VOCABULARY = 64
 FAMILY = Path(__file__).parents[2] / "benchmarks" / "models" / "target"
@@ -88,7 +88,7 @@ def test_training_comes_nearer_to_the_target(tied):
 
 
 def test_training_starts_at_the_plain_early_exit(monkeypatch):
-    monkeypatch.setattr("vllm_hsd.levels.train_heads.LEARNING_RATE", 0.0)
+    monkeypatch.setattr("vllm_hsd.core.exit_head_training.LEARNING_RATE", 0.0)
     model = target()
     (trained,) = train_heads(model, [2], text(), steps=1)
     assert trained.before == trained.after

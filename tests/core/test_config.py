@@ -10,9 +10,9 @@ import pytest
 import torch
 from runner_v1.engine_process import configuration_errors
 
-from vllm_hsd.config import LEVEL_KINDS, ConfigError, HsdConfig
-from vllm_hsd.levels.bigram import count_bigrams, write_bigram
-from vllm_hsd.levels.exit_head import ExitHead, write_exit_head
+from vllm_hsd.config import LEVEL_KINDS, CascadeConfig, ConfigError
+from vllm_hsd.core.bigram import count_bigrams, write_bigram
+from vllm_hsd.core.exit_head import ExitHead, write_exit_head
 
 MODEL = {"model": "small"}
 TOP = {"model": "mid"}
@@ -23,21 +23,21 @@ def hsd(*levels, **keys) -> dict:
 
 
 def test_what_the_readme_shows():
-    parsed = HsdConfig.parse(
+    parsed = CascadeConfig.parse(
         {
             "num_speculative_tokens": 12,
             "levels": [{"ngram": {"max": 4}, "num_tokens": 5}, {**MODEL, "num_tokens": 3}, TOP],
-            "verifier": "tokenwise",
+            "verifier": "standard",
         }
     )
-    assert parsed.budgets == [5, 3, 12]
+    assert parsed.draft_lengths == [5, 3, 12]
     assert [level.kind for level in parsed.levels] == ["ngram", "model", "model"]
-    assert parsed.verifier == "tokenwise" and HsdConfig.parse(hsd(TOP)).verifier == "hierarchical"
+    assert parsed.verifier == "standard" and CascadeConfig.parse(hsd(TOP)).verifier == "block"
 
 
 def test_dashes_and_keys_of_vllm():
     level = {"model": "m", "num-tokens": 2, "draft-tensor-parallel-size": 1, "revision": "main"}
-    parsed = HsdConfig.parse({"num-speculative-tokens": 6, "levels": [level, TOP]})
+    parsed = CascadeConfig.parse({"num-speculative-tokens": 6, "levels": [level, TOP]})
     assert parsed.levels[0].model_keys == {"draft_tensor_parallel_size": 1, "revision": "main"}
     assert parsed.levels[0].num_tokens == 2
 
@@ -51,9 +51,9 @@ FAULTS = {
     "num_speculative_tokens null": (hsd(TOP, num_speculative_tokens=None), "'num_speculative_tok"),
     "num_speculative_tokens zero": (hsd(TOP, num_speculative_tokens=0), "num_speculative_tokens: "),
     "num_speculative_tokens text": (hsd(TOP, num_speculative_tokens="x"), "num_speculative_tokens"),
-    "unknown key": (hsd(TOP, verifyer="tokenwise"), "'verifyer'"),
+    "unknown key": (hsd(TOP, verifyer="standard"), "'verifyer'"),
     "key of another method": (hsd(TOP, prompt_lookup_max=3), "'prompt_lookup_max'"),
-    "unknown verifier": (hsd(TOP, verifier="block"), "verifier: .*tokenwise.*'block'"),
+    "unknown verifier": (hsd(TOP, verifier="tokenwise"), "verifier: .*standard.*'tokenwise'"),
     "unknown key in a level": (hsd({**MODEL, "num_token": 3}, TOP), r"levels\[0\].*'num_token'"),
     "level not a mapping": (hsd("small"), r"levels\[0\]"),
     "no kind": (hsd({"num_tokens": 3}, TOP), r"levels\[0\].*model, early_exit"),
@@ -62,9 +62,9 @@ FAULTS = {
     "num_tokens zero": (hsd({**MODEL, "num_tokens": 0}, TOP), r"levels\[0\]\.num_tokens"),
     "num_tokens above": (hsd({**MODEL, "num_tokens": 7}, TOP), r"levels\[0\]\.num_tokens is 7.*6"),
     "num_tokens of the last": (hsd({**TOP, "num_tokens": 4}), r"levels\[0\]\.num_tokens is 4.*\(6"),
-    "verifier of the first": (hsd({**TOP, "verifier": "tokenwise"}), r"levels\[0\]\.verifier"),
-    "rounds of the first": (hsd({**TOP, "rounds": 2}), r"levels\[0\]\.rounds"),
-    "unknown window": (hsd({**TOP, "window": "wide"}), r"levels\[0\]\.window.*'wide'"),
+    "verifier of the first": (hsd({**TOP, "verifier": "standard"}), r"levels\[0\]\.verifier"),
+    "rounds of the first": (hsd({**TOP, "max_rounds": 2}), r"levels\[0\]\.max_rounds"),
+    "unknown window": (hsd({**TOP, "stopping": "wide"}), r"levels\[0\]\.stopping.*'wide'"),
     "negative temperature_scale": (
         hsd({**TOP, "temperature_scale": -1}),
         r"levels\[0\]\.temperature_scale",
@@ -87,16 +87,22 @@ FAULTS = {
     "early_exit a switch": (hsd({"early_exit": True}), r"levels\[0\]\.early_exit is true"),
     "early_exit a word": (hsd({"early_exit": "half"}), r"levels\[0\]\.early_exit: .*'half'"),
     "early_exit zero": (hsd({"early_exit": 0}), r"levels\[0\]\.early_exit: "),
-    "tail a switch": (hsd({**MODEL, "num_tokens": 2}, TOP, tail=True), "tail is true"),
+    "horizontal tokens a switch": (
+        hsd({**MODEL, "num_tokens": 2}, TOP, horizontal_tokens=True),
+        "horizontal_tokens is true",
+    ),
     "model empty": (hsd({"model": ""}), r"levels\[0\]\.model: .*''"),
-    "rounds zero": (hsd({**MODEL, "num_tokens": 2}, {**TOP, "rounds": 0}), r"levels\[1\]\.rounds"),
+    "rounds zero": (
+        hsd({**MODEL, "num_tokens": 2}, {**TOP, "max_rounds": 0}),
+        r"levels\[1\]\.max_rounds",
+    ),
     "infinite temperature_scale": (
         hsd({**TOP, "temperature_scale": float("inf")}),
         r"levels\[0\]\.temperature_scale",
     ),
     "window of ngram": (
-        hsd({"ngram": {}, "num_tokens": 2, "window": "entropy"}, TOP),
-        r"levels\[0\]\.window",
+        hsd({"ngram": {}, "num_tokens": 2, "stopping": "entropy"}, TOP),
+        r"levels\[0\]\.stopping",
     ),
     "no room below": (
         hsd({**MODEL, "num_tokens": 1}, {**MODEL, "num_tokens": 1}, TOP),
@@ -109,12 +115,21 @@ FAULTS = {
         r"levels\[1\] has room for one token.*raise levels\[2\]\.num_tokens",
     ),
     "no room beside the tail": (
-        hsd({**MODEL, "num_tokens": 2}, TOP, tail=5),
+        hsd({**MODEL, "num_tokens": 2}, TOP, horizontal_tokens=5),
         r"levels\[1\] has room for one token.*raise num_speculative_tokens",
     ),
-    "tail of one level": (hsd(TOP, tail=1), "tail.*remove it"),
-    "tail negative": (hsd({**MODEL, "num_tokens": 2}, TOP, tail=-1), "tail: .*-1"),
-    "tail too long": (hsd({**MODEL, "num_tokens": 2}, TOP, tail=6), r"tail \(6\)"),
+    "horizontal tokens of one level": (
+        hsd(TOP, horizontal_tokens=1),
+        "horizontal_tokens.*remove it",
+    ),
+    "negative horizontal tokens": (
+        hsd({**MODEL, "num_tokens": 2}, TOP, horizontal_tokens=-1),
+        "horizontal_tokens: .*-1",
+    ),
+    "too many horizontal tokens": (
+        hsd({**MODEL, "num_tokens": 2}, TOP, horizontal_tokens=6),
+        r"horizontal_tokens \(6\)",
+    ),
     "cascade not a path": ({"cascade": None}, "cascade: give the path"),
     "no cascade file": ({"cascade": "nowhere.json"}, r"cascade: no file 'nowhere\.json'"),
     "cascade and levels": (hsd(TOP, cascade="nowhere.json"), "'cascade' and 'levels'"),
@@ -129,7 +144,7 @@ def is_one_sentence(message: str) -> bool:
 def test_fault(fault):
     keys, said = FAULTS[fault]
     with pytest.raises(ConfigError, match=said) as error:
-        HsdConfig.parse(keys)
+        CascadeConfig.parse(keys)
     assert is_one_sentence(str(error.value)), error.value
 
 
@@ -142,23 +157,23 @@ def test_unusable_cascade_file(tmp_path, written):
     path = tmp_path / "cascade.json"
     path.write_text(written)
     with pytest.raises(ConfigError, match="cascade: ") as error:
-        HsdConfig.parse({"cascade": str(path)})
+        CascadeConfig.parse({"cascade": str(path)})
     assert is_one_sentence(str(error.value))
 
 
 def test_cascade_file(tmp_path):
     path = tmp_path / "cascade.json"
-    path.write_text(json.dumps({"schema": 1, "note": "ignored", **hsd(TOP, verifier="tokenwise")}))
-    assert HsdConfig.parse({"cascade": str(path)}) == HsdConfig.parse(
-        hsd(TOP, verifier="tokenwise")
+    path.write_text(json.dumps({"schema": 1, "note": "ignored", **hsd(TOP, verifier="standard")}))
+    assert CascadeConfig.parse({"cascade": str(path)}) == CascadeConfig.parse(
+        hsd(TOP, verifier="standard")
     )
     # Keys beside the file win.
-    beside = HsdConfig.parse({"cascade": str(path), "num_speculative_tokens": 3})
-    assert beside.num_speculative_tokens == 3 and beside.verifier == "tokenwise"
+    beside = CascadeConfig.parse({"cascade": str(path), "num_speculative_tokens": 3})
+    assert beside.num_speculative_tokens == 3 and beside.verifier == "standard"
 
 
 def test_kinds_are_fields():
-    assert set(LEVEL_KINDS) <= set(HsdConfig.parse(hsd(TOP)).levels[0].model_dump())
+    assert set(LEVEL_KINDS) <= set(CascadeConfig.parse(hsd(TOP)).levels[0].model_dump())
 
 
 def with_config(source: str, target: Path, **changes) -> str:

@@ -50,7 +50,7 @@ def build_bigram(tokenizer: str, corpus: Sequence[str], output: str) -> str:
     Raises:
         ValueError: one sentence that names the argument.
     """
-    from vllm_hsd.levels.bigram import count_bigrams, write_bigram
+    from vllm_hsd.core.bigram import count_bigrams, write_bigram
 
     if not Path(output).absolute().parent.is_dir():
         raise ValueError(f"output: no directory '{Path(output).parent}' to write to; make it.")
@@ -85,8 +85,8 @@ def build_heads(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from vllm_hsd.levels.exit_head import write_exit_head
-    from vllm_hsd.levels.train_heads import train_heads
+    from vllm_hsd.core.exit_head import write_exit_head
+    from vllm_hsd.core.exit_head_training import train_heads
 
     if steps < 1:
         raise ValueError(f"steps is {steps}, must be at least 1.")

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from vllm_hsd import demo, demo_report
-from vllm_hsd.demo import Choice, Contender, Sample, Setting
+from vllm_hsd.cli import demo, demo_report
+from vllm_hsd.cli.demo import Choice, Contender, Sample, Setting
 from vllm_hsd.engine_runs import EngineError, EngineProcess, Run
 
 ROLES = ("none", "single", "cascade")
@@ -125,25 +125,25 @@ def test_sampled_outputs_may_differ():
 
 
 class FakeEngine:
-    """Takes the seconds that its levels and budgets say, and counts its runs."""
+    """Takes the seconds that its levels and draft_lengths say, and counts its runs."""
 
     def __init__(self, seconds):
         self.seconds, self.in_use, self.runs = seconds, (None, None), Counter()
 
-    def use(self, budgets, levels):
-        self.in_use = tuple(levels), budgets
+    def use(self, draft_lengths, levels):
+        self.in_use = tuple(levels), draft_lengths
 
     def generate(self, prompts, temperature, max_tokens, seed):
-        levels, budgets = self.in_use
+        levels, draft_lengths = self.in_use
         self.runs[levels] += 1
-        return make_run(self.seconds(levels, budgets, seed))
+        return make_run(self.seconds(levels, draft_lengths, seed))
 
 
-def speculating_seconds(levels, budgets, seed):
+def speculating_seconds(levels, draft_lengths, seed):
     if levels == (0,):
         # The fastest on the first prompts, the slowest on the later ones.
         return 0.1 if seed < 2 else 5.0
-    return len(levels) / budgets[0]
+    return len(levels) / draft_lengths[0]
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def step(tmp_path):
     prompts = [str(i) for i in range(5)]
     setting = Setting(tmp_path, {}, contenders, ["a", "b"], prompts, tmp_path, "a toy")
     engines = {
-        "plain": FakeEngine(lambda levels, budgets, seed: 1.0),
+        "plain": FakeEngine(lambda levels, draft_lengths, seed: 1.0),
         "speculating": FakeEngine(speculating_seconds),
     }
     with Progress(console=Console(file=io.StringIO())) as progress:
@@ -166,7 +166,7 @@ def step(tmp_path):
 
 def test_the_sweep_takes_the_fastest_of_each_role_over_all_tuning_prompts(step):
     chosen = step.choose()
-    assert {role: (c.contender.name, c.budgets) for role, c in chosen.items()} == {
+    assert {role: (c.contender.name, c.draft_lengths) for role, c in chosen.items()} == {
         "none": ("none", []),
         "single": ("mid", [4]),
         "cascade": ("both", [2, 4]),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vllm_hsd import cli
+from vllm_hsd.cli import main as cli
 from vllm_hsd.planner import measure
 from vllm_hsd.planner.costs import Costs, TimeTable
 from vllm_hsd.planner.profile import Candidate, Profile

@@ -1,1 +1,0 @@
-"""What can draft: the levels of a cascade."""
