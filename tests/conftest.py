@@ -3,9 +3,9 @@
 import os
 
 import pytest
-from runner_v1 import engine_process, tiny_models
+from support import engines, tiny_models
 
-os.environ.update(engine_process.ENVIRONMENT)
+os.environ.update(engines.ENVIRONMENT)
 
 
 @pytest.fixture(scope="session")

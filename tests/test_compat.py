@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 import pytest
-from runner_v1.engine_process import configuration_errors
+from support.engines import configuration_errors
 
 from vllm_hsd import compat, plugin
 

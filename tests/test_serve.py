@@ -16,7 +16,7 @@ import urllib.request
 
 import openai
 import pytest
-from runner_v1.engine_process import ENVIRONMENT
+from support.engines import ENVIRONMENT
 
 STARTUP_SECONDS = 480
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runner_v1.engine_process import configuration_errors
+from support.engines import configuration_errors
 
 from vllm_hsd.config import LEVEL_KINDS, CascadeConfig, ConfigError
 from vllm_hsd.core.bigram import count_bigrams, write_bigram

@@ -1,7 +1,7 @@
 """Drafters equal to the target: whatever they offer must be accepted."""
 
 import pytest
-from runner_v1.engine_process import run_engine
+from support.engines import run_engine
 
 PROMPTS = [[(7 * i + 3 * j) % 60 + 2 for j in range(3 + 5 * i)] for i in range(8)]
 LAWS = {

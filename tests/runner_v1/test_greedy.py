@@ -1,8 +1,8 @@
 """At temperature 0 a cascade gives what no speculation gives, token for token."""
 
 import pytest
-from runner_v1.engine_process import run_engine
-from runner_v1.tiny_models import EOS
+from support.engines import run_engine
+from support.tiny_models import EOS
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(16)]
 LONG = {"temperature": 0, "max_tokens": 48, "ignore_eos": True}

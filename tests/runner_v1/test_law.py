@@ -7,9 +7,9 @@ results repeat. The negative control shows what the comparison finds at the smal
 import functools
 
 import pytest
-from runner_v1.engine_process import run_engine
-from runner_v1.exact_law import chi_square, joint_law
-from runner_v1.tiny_models import EOS
+from support.engines import run_engine
+from support.exact_joint_distribution import chi_square, joint_distribution
+from support.tiny_models import EOS
 
 ERROR = 1e-6
 MAX_TOKENS, COMPARED = 6, 4
@@ -93,7 +93,7 @@ def sampled(engine: dict, count: int, cases=CASES, **kwargs) -> tuple[dict[str, 
 @functools.cache
 def exact(model: str, case: str) -> dict[tuple[int, ...], float]:
     prompt, params = {**CASES, **LONG_CASES}[case]
-    return joint_law(
+    return joint_distribution(
         model, prompt, MAX_TOKENS, params, None if params.get("ignore_eos", True) else EOS
     )
 
@@ -131,6 +131,6 @@ def test_joint_law(small_vocabulary, engine, count):
 def test_uncapped_final_ratio_is_caught(small_vocabulary):
     arguments = {"model": small_vocabulary.target, **of_models(small_vocabulary, 1)}
     cases = {"temperature 0.7": CASES["temperature 0.7"]}
-    patch = "runner_v1.biased_sampler:install_uncapped_final_ratio"
+    patch = "support.biased_sampler:install_uncapped_final_ratio"
     outputs, _ = sampled(arguments, 4000, cases, patch=patch)
     assert min(p_values(small_vocabulary.target, outputs).values()) < ERROR

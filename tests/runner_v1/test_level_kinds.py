@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from runner_v1.engine_process import run_engine
 from runner_v1.test_law import CASES, ERROR, MAX_TOKENS, p_values, sampled
+from support.engines import run_engine
 from transformers import AutoModelForCausalLM
 
 from vllm_hsd.cli import main

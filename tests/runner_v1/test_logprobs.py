@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from runner_v1.engine_process import run_engine
-from runner_v1.exact_law import next_law
+from support.engines import run_engine
+from support.exact_joint_distribution import next_token_distribution
 from transformers import AutoModelForCausalLM
 
 PROMPTS = [[2, 3, 0], [3], [4, 2], [0, 1, 3, 3], [4, 4], [1, 2]]
@@ -29,7 +29,7 @@ def expected_row(mode: str, logits: np.ndarray, prompt, output, params) -> np.nd
     with np.errstate(divide="ignore"):
         # A greedy request is not tempered: what is reported is its law at temperature 1.
         return np.log(
-            next_law(
+            next_token_distribution(
                 logits, prompt, output, {**params, **({"temperature": 1} if greedy else {})}, None
             )
         )

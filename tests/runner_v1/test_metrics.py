@@ -1,7 +1,7 @@
 """Counts per level on their way from the worker to the front end."""
 
 import pytest
-from runner_v1.engine_process import run_engine
+from support.engines import run_engine
 
 from vllm_hsd.core.cascade import LevelStats
 from vllm_hsd.runner_v1.metrics import LevelTotals

@@ -1,7 +1,7 @@
 """Seeded requests repeat, alone or in a batch, and a request may ask for several sequences."""
 
 import pytest
-from runner_v1.engine_process import run_engine
+from support.engines import run_engine
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(90 + i)] for i in range(6)]
 SEEDED = [

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runner_v1.engine_process import run_engine
 from safetensors.torch import load_file, save_file
+from support.engines import run_engine
 
 from vllm_hsd.config import ConfigError
 

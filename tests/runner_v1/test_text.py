@@ -6,9 +6,9 @@ import re
 import numpy as np
 import pytest
 import torch
-from runner_v1.engine_process import run_engine
-from runner_v1.exact_law import chi_square
-from runner_v1.tiny_models import EOS, byte_tokenizer
+from support.engines import run_engine
+from support.exact_joint_distribution import chi_square
+from support.tiny_models import EOS, byte_tokenizer
 from transformers import AutoModelForCausalLM
 
 TOKENIZER = byte_tokenizer()
@@ -185,7 +185,7 @@ def test_law_under_a_grammar(text_family, speculated):
 
 
 def test_plain_bonus_behind_a_refused_token_is_caught(text_family):
-    engine, patch = hsd(text_family), "runner_v1.biased_sampler:install_plain_bonus"
+    engine, patch = hsd(text_family), "support.biased_sampler:install_plain_bonus"
     outputs = run_engine(engine, {"law": CHOICE_LAW}, patch=patch)["law"]["outputs"]
     samples = [tuple(output[0]["ids"]) for output in outputs]
     assert chi_square(samples, choice_law(text_family.target)) < ERROR

@@ -12,7 +12,7 @@ from scipy.stats import chi2
 from transformers import AutoModelForCausalLM
 
 
-def joint_law(
+def joint_distribution(
     model: str, prompt: list[int], length: int, params: dict, eos: int | None = None
 ) -> dict[tuple[int, ...], float]:
     """Outcome -> probability of the next `length` tokens; an outcome may end early with `eos`."""
@@ -25,7 +25,7 @@ def joint_law(
             logits = network(rows).logits[:, -1].numpy()
         following = {}
         for output, row in zip(outputs, logits, strict=True):
-            for token, p in enumerate(next_law(row, prompt, output, params, eos)):
+            for token, p in enumerate(next_token_distribution(row, prompt, output, params, eos)):
                 if p > 0:
                     ended = token == eos or len(output) + 1 == length
                     (law if ended else following)[(*output, token)] = alive[output] * p
@@ -33,7 +33,7 @@ def joint_law(
     return law
 
 
-def next_law(
+def next_token_distribution(
     logits: np.ndarray, prompt: list[int], output: tuple[int, ...], params: dict, eos: int | None
 ) -> np.ndarray:
     """[V] float64: the law of one token, vLLM's sampling parameters applied in vLLM's order."""
