@@ -4,6 +4,7 @@ The processes are forked from a server that has imported vLLM, which saves each 
 import; no engine ever shares a process with another.
 """
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -34,6 +35,8 @@ ENGINE_DEFAULTS = {
     "skip_tokenizer_init": True,
     "disable_log_stats": False,
     "seed": 0,
+    # Zeroing vLLM's default of 1 GiB takes longer than loading a tiny model.
+    "kv_cache_memory_bytes": 64 << 20,
 }
 
 
@@ -85,6 +88,8 @@ def _main(work, arguments: dict, patch: str | None, env: dict, result: str, log:
     os.dup2(target, 1)
     os.dup2(target, 2)
     os.environ.update(env)
+    # vLLM collects garbage nine times at start-up; most of the time goes to imported modules.
+    gc.freeze()
     try:
         if patch:
             module, function = patch.split(":")
