@@ -40,7 +40,7 @@ def arguments(**changes):
         ({"draft_token_ids": torch.tensor([0, 1, -2])}, r"draft_token_ids\[2\] is -2, outside"),
         ({"draft_token_ids": torch.ones(3)}, "draft_token_ids must be an int64 or int32 tensor"),
         ({"draft_token_ids": torch.ones(3, device="meta").int()}, "draft_token_ids is on meta"),
-        ({"method": "block"}, "method must be one of block, standard, greedy"),
+        ({"method": "traversal"}, "method must be one of block, standard, greedy"),
         ({"uniforms": torch.rand(4).double()}, r"uniforms must be float64 \[5\]"),
         ({"uniforms": torch.rand(5)}, r"uniforms must be float64 \[5\]"),
         ({"uniforms": torch.tensor([0, 0, 1.0, 0, 0]).double()}, r"uniforms\[2\] is 1.0"),
@@ -67,22 +67,42 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("method", ["block", "standard"])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("fault", "token"), [("nan", 0), ("inf", 0), ("negative", 1), ("zero", 0)])
 @pytest.mark.parametrize("request_number", [0, 1])
-def test_unusable_first_target_row_is_an_error(method, fault, request_number):
+def test_first_target_row_that_is_not_a_distribution_gives_its_argmax(
+    method, fault, token, request_number
+):
+    """What vLLM's own sampler gives; the other request of the batch is not touched."""
+    uniforms = torch.rand(5, dtype=torch.float64)
+    untouched = verify_chain(**arguments(), method=method, uniforms=uniforms)
     target = arguments()["target_probs"]
     target[3 * request_number] = FAULTS[fault]
-    with pytest.raises(ValueError, match=rf"target_probs row .* of request {request_number}\b"):
-        verify_chain(**arguments(target_probs=target), method=method)
+    result = verify_chain(**arguments(target_probs=target), method=method, uniforms=uniforms)
+    if method != "greedy":
+        assert result.token_ids[request_number].tolist() == [token, -1, -1]
+        assert result.num_accepted[request_number] == 0
+    other = 1 - request_number
+    assert result.token_ids[other].tolist() == untouched.token_ids[other].tolist()
 
 
-@pytest.mark.parametrize("fault", [torch.nan, torch.inf])
-def test_unusable_first_logits_are_an_error(fault):
-    target = arguments()["target_probs"]
-    target[3, 1] = fault
-    with pytest.raises(ValueError, match="of request 1"):
-        verify_chain(**arguments(target_probs=target), method="greedy")
+def test_a_nan_is_the_maximum_of_its_row():
+    """As for torch.argmax, which vLLM's sampler takes."""
+    row = torch.tensor([[0.1, torch.inf, torch.nan, 0.3]])
+    assert row.argmax() == 2
+    for method in METHODS:
+        result = verify_chain(row, None, torch.zeros(0, dtype=torch.int64), [0], method=method)
+        assert result.token_ids.tolist() == [[2]]
+
+
+@pytest.mark.parametrize("row", [[torch.nan] * 3, [-torch.inf] * 3, [0.0, torch.inf, torch.nan]])
+def test_greedy_follows_the_argmax_whatever_the_logits_are(row):
+    logits = torch.tensor([[0.0, 2.0, 1.0], row, [0.0, 0.0, 3.0]])
+    best = logits.argmax(-1).tolist()
+    for draft in ([1, 0], [1, 1], [1, 2]):
+        result = verify_chain(logits, None, torch.tensor(draft), [2], method="greedy")
+        accepted = 1 + (draft[1] == best[1])
+        assert result.token_ids.tolist() == [best[: accepted + 1] + [-1] * (2 - accepted)]
 
 
 def chain(n: int, seed: int):
@@ -98,43 +118,40 @@ def chain(n: int, seed: int):
 def test_unusable_proposal_row_ends_the_draft_before_its_token(method, fault, t):
     for seed in range(20):
         p, q, x = chain(4, seed)
-        coins = torch.rand(5, dtype=torch.float64)
+        uniforms = torch.rand(5, dtype=torch.float64)
         expected = verify_chain(
             p[: t + 1],
             q[:t],
             x[:t],
             [t],
             method=method,
-            uniforms=torch.cat((coins[:t], coins[-1:])),
+            uniforms=torch.cat((uniforms[:t], uniforms[-1:])),
         )
         q[t] = FAULTS[fault]
-        result = verify_chain(p, q, x, [4], method=method, uniforms=coins)
+        result = verify_chain(p, q, x, [4], method=method, uniforms=uniforms)
         assert result.num_accepted == expected.num_accepted
         assert result.token_ids[0, : t + 1].tolist() == expected.token_ids[0].tolist()
         assert (result.token_ids[0, t + 1 :] == -1).all()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["block", "standard"])
 @pytest.mark.parametrize("fault", ["nan", "inf"])
 @pytest.mark.parametrize("t", [1, 2, 4])
 def test_unusable_target_row_ends_the_draft_after_the_token_before_it(method, fault, t):
     """The token that led to the row is kept or refused as always, but nothing follows it."""
     for seed in range(20):
         p, q, x = chain(4, seed)
-        if method == "greedy":
-            x = p[:4].argmax(-1)
-            x[3] = x[3] if seed % 2 else (x[3] + 1) % V
-        coins = torch.rand(5, dtype=torch.float64)
+        uniforms = torch.rand(5, dtype=torch.float64)
         expected = verify_chain(
             p[: t + 1],
             q[:t],
             x[:t],
             [t],
             method=method,
-            uniforms=torch.cat((coins[:t], coins[-1:])),
+            uniforms=torch.cat((uniforms[:t], uniforms[-1:])),
         )
         p[t] = FAULTS[fault]
-        result = verify_chain(p, q, x, [4], method=method, uniforms=coins)
+        result = verify_chain(p, q, x, [4], method=method, uniforms=uniforms)
         assert result.num_accepted == expected.num_accepted
         tokens = expected.token_ids[0].tolist()
         if expected.num_accepted == t:
@@ -146,8 +163,8 @@ def test_unusable_target_row_ends_the_draft_after_the_token_before_it(method, fa
 @pytest.mark.parametrize("method", ["block", "standard"])
 def test_one_bad_request_leaves_the_others_alone(method):
     p, q, x = chain(3, 1)
-    coins = torch.rand(8, dtype=torch.float64)
-    alone = verify_chain(p, q, x, [3], method=method, uniforms=coins[4:])
+    uniforms = torch.rand(8, dtype=torch.float64)
+    alone = verify_chain(p, q, x, [3], method=method, uniforms=uniforms[4:])
     broken = p.clone()
     broken[1:] = torch.nan
     both = verify_chain(
@@ -156,7 +173,7 @@ def test_one_bad_request_leaves_the_others_alone(method):
         torch.cat((x, x)),
         [3, 3],
         method=method,
-        uniforms=coins,
+        uniforms=uniforms,
     )
     assert both.token_ids[1].tolist() == alone.token_ids[0].tolist()
     assert both.num_accepted[0] <= 1

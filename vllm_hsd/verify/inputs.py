@@ -1,4 +1,6 @@
-"""The flat layout of a batch of chain drafts: checked once, then read by position."""
+"""Batches of chain drafts: index arrays on the host over probability rows on their device."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,167 +15,169 @@ CHAIN_METHODS = ("block", "standard", "greedy")
 
 @dataclass(frozen=True)
 class ChainBatch:
-    """Rows on their device, everything with one number per draft token on the host.
+    """One draft per request, as indices into probability rows that stay where they are.
 
-    Request i owns target rows first_target[i] .. + lengths[i] and draft rows first_draft[i] ..
-    + lengths[i] - 1.
+    Attributes:
+        target_probs: [R, V] target probabilities (or logits, for greedy verification).
+        target_rows: [batch, max_n + 1] int64, the row that scores draft token t, or the bonus row.
+        draft_probs: [S, V] proposal probabilities; None when every draft token was certain.
+        draft_rows: [batch, max_n] int64, the row that draft token t was drawn from, -1 for a point
+            mass.
+        tokens: [batch, max_n] int64 draft tokens, -1 for an empty position.
+        lengths: [batch] int64, draft lengths n.
     """
 
-    target_probs: torch.Tensor  # [sum(n_i + 1), V]
-    draft_probs: torch.Tensor | None  # [sum(n_i), V]
-    lengths: np.ndarray  # int64 [batch]
-    tokens: np.ndarray  # int64 [batch, max_n], -1 where there is none
-    valid: np.ndarray  # bool [batch, max_n], True at the n_i slots of a request
-    first_target: np.ndarray  # int64 [batch]
-    first_draft: np.ndarray  # int64 [batch]
+    target_probs: torch.Tensor
+    target_rows: np.ndarray
+    draft_probs: torch.Tensor | None
+    draft_rows: np.ndarray
+    tokens: np.ndarray
+    lengths: np.ndarray
 
     @classmethod
-    def read(
+    def flat(
         cls,
         target_probs: torch.Tensor,
         draft_probs: torch.Tensor | None,
-        draft_token_ids: torch.Tensor,
-        num_draft_tokens: Sequence[int],
-        method: str,
-    ) -> "ChainBatch":
-        """Check the arguments of verify_chain against each other; see there."""
-        if method not in CHAIN_METHODS:
-            raise ValueError(f"method must be one of {', '.join(CHAIN_METHODS)}, got {method!r}.")
-        lengths = np.asarray(num_draft_tokens)
-        if lengths.ndim != 1 or (lengths.size and lengths.dtype.kind not in "iu"):
-            raise ValueError("num_draft_tokens must be a list of ints, one for each request.")
-        lengths = lengths.astype(np.int64)
-        if (lengths < 0).any():
-            i = int(np.argmax(lengths < 0))
-            raise ValueError(f"num_draft_tokens[{i}] is {lengths[i]}, must not be negative.")
-        size, drafted = lengths.size, int(lengths.sum())
-        check_rows("target_probs", target_probs, drafted + size, "n_i + 1 for each request")
-        if method == "greedy":
-            draft_probs = None
-        else:
-            check_probs_dtype("target_probs", target_probs)
-        if draft_probs is not None:
-            check_rows("draft_probs", draft_probs, drafted, "n_i for each request")
-            check_like("draft_probs", draft_probs, target_probs)
-        ids = read_tokens("draft_token_ids", draft_token_ids, drafted, target_probs)
+        token_ids: np.ndarray,
+        lengths: np.ndarray,
+    ) -> ChainBatch:
+        """A batch whose rows and tokens follow each other request after request.
 
+        Args:
+            target_probs: [sum(n_i + 1), V].
+            draft_probs: [sum(n_i), V] or None.
+            token_ids: [sum(n_i)] int64.
+            lengths: [batch] int64.
+        """
         width = int(lengths.max(initial=0))
-        valid = np.arange(width) < lengths[:, None]
-        tokens = np.full((size, width), -1, dtype=np.int64)
-        tokens[valid] = ids
-        first_draft = lengths.cumsum() - lengths
-        return cls(
-            target_probs,
-            draft_probs,
-            lengths,
-            tokens,
-            valid,
-            first_draft + np.arange(size),
-            first_draft,
+        first = np.cumsum(lengths) - lengths
+        positions = np.arange(width + 1)
+        target_rows = (first + np.arange(len(lengths)))[:, None] + np.minimum(
+            positions, lengths[:, None]
         )
+        valid = positions[:-1] < lengths[:, None]
+        tokens = np.full(valid.shape, -1, dtype=np.int64)
+        tokens[valid] = token_ids
+        draft_rows = np.full(valid.shape, -1, dtype=np.int64)
+        if draft_probs is not None:
+            draft_rows[valid] = np.arange(len(token_ids))
+        return cls(target_probs, target_rows, draft_probs, draft_rows, tokens, lengths)
 
     @property
     def size(self) -> int:
         """Number of requests."""
-        return self.lengths.size
+        return len(self.lengths)
 
-    def rows_of(self, first: np.ndarray, requests: np.ndarray, t: np.ndarray) -> torch.Tensor:
-        """Flat row numbers of position t[k] of request requests[k], on the rows' device."""
-        return torch.from_numpy(first[requests] + t).to(self.target_probs.device)
+    @property
+    def valid(self) -> np.ndarray:
+        """[batch, max_n] bool, positions inside the drafts."""
+        return np.arange(self.tokens.shape[1]) < self.lengths[:, None]
 
-    def target_rows(self, requests: np.ndarray, t: np.ndarray) -> torch.Tensor:
-        """A fresh copy of p_t of the requests: [k, V]."""
-        return self.target_probs.index_select(0, self.rows_of(self.first_target, requests, t))
-
-    def proposal(
-        self, requests: np.ndarray, t: np.ndarray
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """q_t of the requests as (rows [k, V], None), or (None, token ids [k]) when one-hot."""
-        if self.draft_probs is None:
-            ids = torch.from_numpy(self.tokens[requests, t])
-            return None, ids.to(self.target_probs.device)
-        rows = self.rows_of(self.first_draft, requests, t)
-        return self.draft_probs.index_select(0, rows), None
+    def target(self, requests: np.ndarray, t: np.ndarray) -> torch.Tensor:
+        """A copy of the target probabilities at position t[k] of requests[k]: [k, V]."""
+        return self.target_probs.index_select(0, self._index(self.target_rows[requests, t]))
 
     def token_probs(self) -> tuple[np.ndarray, np.ndarray]:
-        """p(x) and q(x) of every draft token: two float64 [sum(n_i)] arrays."""
-        device = self.target_probs.device
-        request, t = np.nonzero(self.valid)
-        ids = torch.from_numpy(np.maximum(self.tokens[request, t], 0)).to(device)
-        rows = self.rows_of(self.first_target, request, t)
-        target = self.target_probs[rows, ids].double().cpu().numpy()
-        if self.draft_probs is None:
-            return target, np.ones_like(target)
-        draft = self.draft_probs[torch.arange(ids.numel(), device=device), ids]
-        return target, draft.double().cpu().numpy()
+        """Target and proposal probability of every draft token, [batch, max_n] float64.
 
-    def coins(
-        self,
-        generators: Mapping[int, torch.Generator] | None,
-        uniforms: torch.Tensor | None,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(float64 [batch, max_n] for the draft tokens, 1 where there is none; [batch] for the
-        final ones), from ``uniforms`` or else from the generators."""
-        total = self.target_probs.shape[0]
-        if uniforms is None:
-            uniforms = torch.rand(total, dtype=torch.float64, device=self.target_probs.device)
-            for i, generator in (generators or {}).items():
-                if i < self.size:
-                    first = self.first_target[i]
-                    uniforms[first : first + self.lengths[i] + 1].uniform_(generator=generator)
-        elif uniforms.shape != (total,) or uniforms.dtype != torch.float64:
-            raise ValueError(
-                f"uniforms must be float64 [{total}] (n_i + 1 for each request), "
-                f"got {uniforms.dtype} {list(uniforms.shape)}."
-            )
-        flat = uniforms.cpu().numpy()
-        outside = ~((flat >= 0) & (flat < 1))
-        if outside.any():
-            i = int(outside.argmax())
-            raise ValueError(f"uniforms[{i}] is {flat[i]}, must be in [0, 1).")
-        last = self.first_target + self.lengths
-        accept = np.ones(self.tokens.shape)
-        accept[self.valid] = np.delete(flat, last)
-        return accept, flat[last]
-
-    def usable(
-        self, target_ok: np.ndarray, draft_ok: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(draft length up to the first unusable row or empty slot, whether the row after it is
-        usable): int64 [batch], bool [batch].
-
-        Args:
-            target_ok: bool [sum(n_i + 1)].
-            draft_ok: bool [sum(n_i)] or None when every proposal row is usable.
+        A point mass has proposal probability 1; both are 1 at positions without a token.
         """
-        bad_first = ~target_ok[self.first_target]
-        if bad_first.any():
-            i = int(bad_first.argmax())
-            raise ValueError(
-                f"target_probs row {self.first_target[i]}, the first one of request {i}, is not "
-                "usable (finite, not negative, sum 1 within 1e-3): check that request's logits."
-            )
-        drawn = self.tokens >= 0
-        if draft_ok is not None:
-            drawn[self.valid] &= draft_ok
-        if not target_ok.all():
-            # Token t stays in the draft although the row after it is unusable; t + 1 does not.
-            after = np.ones(self.valid.shape, dtype=bool)
-            after[self.valid] = np.delete(target_ok, self.first_target + self.lengths)
-            drawn &= after
-        length = np.logical_and.accumulate(drawn, axis=1).sum(1)
-        return length, target_ok[self.first_target + length]
+        target, draft = np.ones(self.tokens.shape), np.ones(self.tokens.shape)
+        scored = self.valid & (self.tokens >= 0)
+        drawn = scored & (self.draft_rows >= 0)
+        target[scored] = _entries(self.target_probs, self.target_rows[:, :-1], self.tokens, scored)
+        if self.draft_probs is not None:
+            draft[drawn] = _entries(self.draft_probs, self.draft_rows, self.tokens, drawn)
+        return target, draft
 
-    def result_rows(
-        self, accepted: np.ndarray, final: np.ndarray, has_final: np.ndarray
-    ) -> np.ndarray:
-        """int64 [batch, max_n + 1]: accepted tokens, the final one where there is one, then -1."""
-        out = np.full((self.size, self.tokens.shape[1] + 1), -1, dtype=np.int64)
-        keep = np.arange(self.tokens.shape[1]) < accepted[:, None]
-        out[:, :-1][keep] = self.tokens[keep]
-        rows = np.flatnonzero(has_final)
-        out[rows, accepted[rows]] = final[rows]
-        return out
+    def subtract_draft(self, rows: torch.Tensor, requests: np.ndarray, t: np.ndarray) -> None:
+        """max(rows - q, 0) in place: [k, V], q the proposal at position t[k] of requests[k]."""
+        source = self.draft_rows[requests, t]
+        certain = np.flatnonzero(source < 0)
+        if len(certain) < len(source):
+            assert self.draft_probs is not None
+            drawn = np.flatnonzero(source >= 0)
+            draft = self.draft_probs.index_select(0, self._index(source[drawn]))
+            if len(certain):
+                index = self._index(drawn)
+                rows.index_copy_(0, index, (rows.index_select(0, index) - draft).clamp_min_(0))
+            else:
+                rows.sub_(draft).clamp_min_(0)
+        if len(certain):
+            # p <= 1 everywhere, so a point mass leaves nothing of its own token.
+            tokens = self._index(self.tokens[requests, t][certain])
+            rows[self._index(certain), tokens] = 0
+
+    def _index(self, rows: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(rows).to(self.target_probs.device)
+
+
+def _entries(
+    probs: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, where: np.ndarray
+) -> np.ndarray:
+    """probs[rows, tokens] of the positions in `where`, float64 on the host."""
+    index = torch.from_numpy(np.stack((rows[where], tokens[where]))).to(probs.device)
+    return probs[index[0], index[1]].double().cpu().numpy()
+
+
+def read_chain_batch(
+    target_probs: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    draft_token_ids: torch.Tensor,
+    num_draft_tokens: Sequence[int],
+    method: str,
+) -> ChainBatch:
+    """Check the arguments of `verify_chain` against each other; see there."""
+    if method not in CHAIN_METHODS:
+        raise ValueError(f"method must be one of {', '.join(CHAIN_METHODS)}, got {method!r}.")
+    lengths = np.asarray(num_draft_tokens)
+    if lengths.ndim != 1 or (lengths.size and lengths.dtype.kind not in "iu"):
+        raise ValueError("num_draft_tokens must be a list of ints, one for each request.")
+    lengths = lengths.astype(np.int64)
+    if (lengths < 0).any():
+        i = int(np.argmax(lengths < 0))
+        raise ValueError(f"num_draft_tokens[{i}] is {lengths[i]}, must not be negative.")
+    drafted = int(lengths.sum())
+    check_rows("target_probs", target_probs, drafted + lengths.size, "n_i + 1 for each request")
+    if method == "greedy":
+        draft_probs = None
+    else:
+        check_probs_dtype("target_probs", target_probs)
+    if draft_probs is not None:
+        check_rows("draft_probs", draft_probs, drafted, "n_i for each request")
+        check_like("draft_probs", draft_probs, target_probs)
+    token_ids = read_tokens("draft_token_ids", draft_token_ids, drafted, target_probs)
+    return ChainBatch.flat(target_probs, draft_probs, token_ids, lengths)
+
+
+def read_uniforms(
+    lengths: np.ndarray,
+    device: torch.device,
+    generators: Mapping[int, torch.Generator] | None,
+    uniforms: torch.Tensor | None,
+) -> np.ndarray:
+    """[sum(n_i + 1)] float64 on the host, from `uniforms` or else from the generators."""
+    total = int(lengths.sum()) + lengths.size
+    if uniforms is None:
+        drawn = torch.rand(total, dtype=torch.float64, device=device)
+        starts = np.cumsum(lengths + 1) - (lengths + 1)
+        for i, generator in (generators or {}).items():
+            if i < lengths.size:
+                first = int(starts[i])
+                drawn[first : first + int(lengths[i]) + 1].uniform_(generator=generator)
+        return drawn.cpu().numpy()
+    if uniforms.shape != (total,) or uniforms.dtype != torch.float64:
+        raise ValueError(
+            f"uniforms must be float64 [{total}] (n_i + 1 for each request), "
+            f"got {uniforms.dtype} {list(uniforms.shape)}."
+        )
+    flat = uniforms.cpu().numpy()
+    outside = ~((flat >= 0) & (flat < 1))
+    if outside.any():
+        i = int(outside.argmax())
+        raise ValueError(f"uniforms[{i}] is {flat[i]}, must be in [0, 1).")
+    return flat
 
 
 def check_rows(name: str, rows: torch.Tensor, count: int, meaning: str) -> None:
@@ -207,7 +211,7 @@ def check_probs(name: str, rows: torch.Tensor) -> None:
     bad = ~is_normalized(rows)
     if bad.any():
         raise ValueError(
-            f"{name} row {int(bad.argmax())} is not a law (finite, not negative, sum 1 within "
+            f"{name} row {int(bad.argmax())} is not a probability distribution (finite, not negative, sum 1 within "
             "1e-3)."
         )
 

@@ -3,8 +3,13 @@
 import numpy as np
 import torch
 
-from vllm_hsd.verify.chain import bonus, correction, greedy_end, prefix_ratios
-from vllm_hsd.verify.inputs import ChainBatch, check_probs
+from vllm_hsd.verify.chain import (
+    bonus_cdf,
+    prefix_probabilities,
+    recovered_cdf,
+    verify_greedy,
+)
+from vllm_hsd.verify.inputs import check_probs, read_chain_batch
 from vllm_hsd.verify.residual import BlockedCDF, prefix_acceptance
 from vllm_hsd.verify.tree import ROOT, Tree, TreeRows, rejection_steps, traversal_stops
 from vllm_hsd.verify.tree import greedy_end as tree_greedy_end
@@ -29,7 +34,7 @@ def chain_distribution(
         ValueError: as verify_chain, and for every row that is not a law.
     """
     n = draft_token_ids.shape[0]
-    batch = ChainBatch.read(
+    batch = read_chain_batch(
         target_probs.double(),
         None if draft_probs is None else draft_probs.double(),
         draft_token_ids,
@@ -39,23 +44,23 @@ def chain_distribution(
     check_probs("target_probs", target_probs)
     law = torch.zeros_like(batch.target_probs)
     if method == "greedy":
-        accepted, final, _ = greedy_end(batch)
-        law[accepted[0], final[0]] = 1
+        token_ids, accepted = verify_greedy(batch)
+        law[accepted[0], token_ids[0, accepted[0]]] = 1
         return law
     if draft_probs is not None:
         check_probs("draft_probs", draft_probs)
-    m = int(batch.usable(np.ones(n + 1, dtype=bool), None)[0][0])
-    a = prefix_ratios(batch, np.array([m]), method)[0, :m]
+    m = int(np.logical_and.accumulate(batch.tokens[0] >= 0).sum())
+    a = prefix_probabilities(batch, np.array([m]), method)[0, :m]
     inner, request = np.arange(m), np.zeros(m, dtype=np.int64)
     if method == "standard":
-        mass, _ = correction(batch, request, inner, np.ones(m))
+        mass, _ = recovered_cdf(batch, request, inner, np.ones(m))
         stops = np.append(1.0, a.cumprod()) * np.append(1.0 - a, 1.0)
     else:
-        mass, h = correction(batch, request, inner, np.append(1.0, a)[:m])
+        mass, h = recovered_cdf(batch, request, inner, np.append(1.0, a)[:m])
         h = np.append(h, a[-1:] if m else 1.0)
         later_fail = np.append(1.0 - h[1:], 1.0)[::-1].cumprod()[::-1]
         stops = h * later_fail
-    last = bonus(batch, np.zeros(1, dtype=np.int64), np.array([m]))
+    last = bonus_cdf(batch, np.zeros(1, dtype=np.int64), np.array([m]))
     law[: m + 1] = torch.cat((_normalised(mass), _normalised(last)))
     law[: m + 1] *= torch.from_numpy(stops.copy()).to(law)[:, None]
     return law

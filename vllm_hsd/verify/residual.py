@@ -1,7 +1,7 @@
-"""The quantities every verifier is made of; samplers and exact laws use the same functions.
+"""The quantities every verifier is made of; samplers and exact distributions share them.
 
-Notation: p target row, q proposal row, a capped prefix ratio, s residual mass, h acceptance
-probability at a position. Rows live in tensors, scalars in float64 numpy arrays on the host.
+Notation: p target and q proposal probabilities, a prefix acceptance probability, s residual mass, h
+acceptance probability at a position. Rows are tensors, scalars float64 numpy arrays on the host.
 """
 
 import numpy as np
@@ -20,16 +20,16 @@ def is_normalized(rows: torch.Tensor) -> np.ndarray:
     return good.cpu().numpy()
 
 
-def ratios(target: np.ndarray, draft: np.ndarray) -> np.ndarray:
+def probability_ratios(target: np.ndarray, draft: np.ndarray) -> np.ndarray:
     """rho = p(x) / q(x), float64; 0 where q(x) = 0, a token that its row cannot have drawn."""
     possible = draft > 0
     return np.where(possible, target / np.where(possible, draft, 1.0), 0.0)
 
 
 def prefix_acceptance(rho: np.ndarray, *, method: str = "block") -> np.ndarray:
-    """P(at least t tokens stay | draft), for hierarchical: a_t = min(1, a_(t-1) * rho_t).
+    """P(at least t tokens are accepted | draft) of block verification.
 
-    For tokenwise the conditional acceptance probabilities min(1, rho_t).
+    a_t = min(1, a_(t-1) * rho_t); for `standard` the conditional probabilities min(1, rho_t).
 
     Args:
         rho: float64 [..., n].

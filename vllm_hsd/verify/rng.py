@@ -1,7 +1,7 @@
-"""Counter-based coins: the same number for the same (request seed, stream, draw), on any machine.
+"""Counter-based uniforms: one number per (request seed, stream, draw), the same on any machine.
 
 Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, SC 2011),
-the generator behind Triton's ``tl.philox``, so host and kernel toss the same coins.
+the generator behind Triton's ``tl.philox``, so host and kernels draw the same uniforms.
 """
 
 import sys
@@ -52,18 +52,16 @@ def _halves(words: np.ndarray) -> np.ndarray:
 
 
 def uniforms(seeds: torch.Tensor, streams: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """Uniform coins in [0, 1) with 53 random bits, elementwise over arguments that broadcast.
-
-    A coin belongs to (seed, stream, draw) and to nothing else: the position in the sequence must
-    not enter, because a rejected position is drawn again by the next call and its coin must be new.
+    """`host_uniforms` of tensors.
 
     Args:
         seeds: int64, one per request (any value; 64 bits are the key).
-        streams: int64 in [0, 2**32), names the level and the purpose of the coin.
-        draws: int64, counts the coins of a (request, stream); never goes back.
+        streams: int64 in [0, 2**32), names the level and the purpose of the uniform.
+        draws: int64, counts the uniforms of a (request, stream); never goes back.
+
     Returns:
-        float64 tensor of the broadcast shape on the device of ``seeds``. A kernel that takes
-        the upper 24 bits of the first Philox word gets the same number rounded down.
+        float64 tensor of the broadcast shape on the device of ``seeds``.
+
     Raises:
         ValueError: an argument is not an int64 tensor, or the shapes do not broadcast.
     """
@@ -71,20 +69,34 @@ def uniforms(seeds: torch.Tensor, streams: torch.Tensor, draws: torch.Tensor) ->
     for name, value in arguments.items():
         if not isinstance(value, torch.Tensor) or value.dtype != torch.int64:
             raise ValueError(f"{name} must be an int64 tensor, got {_describe(value)}.")
-    seed, stream, draw = (value.cpu().numpy().view(np.uint64) for value in arguments.values())
     try:
-        shape = np.broadcast_shapes(seed.shape, stream.shape, draw.shape)
+        drawn = host_uniforms(*(value.cpu().numpy() for value in arguments.values()))
     except ValueError as error:
         shapes = ", ".join(f"{name} {list(v.shape)}" for name, v in arguments.items())
         raise ValueError(f"shapes do not broadcast: {shapes}.") from error
+    return torch.from_numpy(drawn).to(seeds.device)
+
+
+def host_uniforms(seeds: np.ndarray, streams: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """Uniforms in [0, 1) with 53 random bits, elementwise over int64 arrays that broadcast.
+
+    A uniform belongs to (seed, stream, draw) and to nothing else. The position in the sequence must
+    not enter: a rejected position is drawn again by the next call, and its uniform must be new.
+
+    Returns:
+        float64 array of the broadcast shape. A kernel that takes the upper 24 bits of the first
+        Philox word gets the same number rounded down.
+    """
+    seed, stream, draw = (np.asarray(v).view(np.uint64) for v in (seeds, streams, draws))
+    shape = np.broadcast_shapes(seed.shape, stream.shape, draw.shape)
     words = np.zeros((3, *shape), dtype=np.uint64)
     words[0], words[1], words[2] = seed, draw, stream
     halves = _halves(words.reshape(3, -1))
     counter = np.zeros((4, halves.shape[1]), dtype=np.uint32)
     counter[0], counter[1], counter[2] = halves[1, :, _LOW], halves[1, :, _HIGH], halves[2, :, _LOW]
     first, second, _, _ = philox(halves[0, :, [_LOW, _HIGH]], counter)
-    coins = (first >> 5) * 2.0**26 + (second >> 6)
-    return torch.from_numpy((coins * 2.0**-53).reshape(shape)).to(seeds.device)
+    bits = (first >> 5) * 2.0**26 + (second >> 6)
+    return (bits * 2.0**-53).reshape(shape)
 
 
 def _describe(value: object) -> str:

@@ -20,7 +20,7 @@ from vllm_hsd.verify.residual import (
     BlockedCDF,
     acceptance_probability,
     is_normalized,
-    ratios,
+    probability_ratios,
     residual_rows,
 )
 
@@ -179,7 +179,9 @@ class TreeRows:
         target = row[:, token].double().cpu().numpy()
         if self.draft_probs is None:
             return target
-        return ratios(target, self.draft_probs[child : child + 1, token].double().cpu().numpy())
+        return probability_ratios(
+            target, self.draft_probs[child : child + 1, token].double().cpu().numpy()
+        )
 
     def without(self, row: torch.Tensor, a: np.ndarray, child: int) -> torch.Tensor:
         """max(a * row - q, 0) with the child's proposal row: a new [1, V] tensor."""
