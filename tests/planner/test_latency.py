@@ -5,9 +5,9 @@ import pytest
 from planner import toy
 from pydantic import ValidationError
 
+from vllm_hsd.errors import UserError
 from vllm_hsd.planner import latency, optimize, recorded, simulate, theory
 from vllm_hsd.planner.costs import Costs, TimeTable
-from vllm_hsd.planner.errors import PlannerError
 
 LONGEST = 12
 
@@ -158,11 +158,11 @@ def test_recorded_ratios_predict_cascades_that_verify_tokens(verifier, levels, d
 
 
 def test_budgets_that_cannot_work_are_one_sentence(costs, survival):
-    with pytest.raises(PlannerError, match="13 tokens is longer than the 12 tokens"):
+    with pytest.raises(UserError, match="13 tokens is longer than the 12 tokens"):
         latency.predict(latency.Cascade((0,), (13,)), costs, survival)
-    with pytest.raises(PlannerError, match="level 0 would never draft"):
+    with pytest.raises(UserError, match="level 0 would never draft"):
         latency.predict(latency.Cascade((0, 1), (4, 1)), costs, survival)
-    with pytest.raises(PlannerError, match="2 levels needs as many draft_lengths, not 1"):
+    with pytest.raises(UserError, match="2 levels needs as many draft_lengths, not 1"):
         latency.Cascade((0, 1), (4,))
 
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from vllm_hsd.core.cascade import LevelOptions
+from vllm_hsd.errors import UserError
 from vllm_hsd.planner import laws as laws_module
 from vllm_hsd.planner.costs import Costs, TimeTable
-from vllm_hsd.planner.errors import PlannerError
 from vllm_hsd.planner.latency import Cascade, predict
 from vllm_hsd.planner.laws import Effort
 from vllm_hsd.planner.models import Family, Sampling
@@ -116,7 +116,7 @@ def test_a_candidate_is_asked_where_it_failed_and_not_where_it_was_right():
 
 def test_texts_without_a_second_token_are_one_sentence():
     log_probs = np.concatenate([np.zeros((2, 3, 1)), np.full((2, 3, 4), np.nan)], axis=-1)
-    with pytest.raises(PlannerError, match="ends its text with the first token after every"):
+    with pytest.raises(UserError, match="ends its text with the first token after every"):
         laws_module._after_prefill([{"log_probs": log_probs}])
 
 
@@ -164,7 +164,7 @@ def test_a_measurement_continues_where_it_stopped(members, text_family, tmp_path
     resumed = laws_module.measure(members, contexts, Sampling(), EFFORT, again)
     assert np.array_equal(resumed.rates, whole.rates)
     assert all(path.stat().st_mtime_ns == then for path, then in kept.items())
-    with pytest.raises(PlannerError, match="unfinished measurement with other settings"):
+    with pytest.raises(UserError, match="unfinished measurement with other settings"):
         Parts(tmp_path / "half", {"seed": 1})
     again.delete()
     assert not (tmp_path / "half").exists()

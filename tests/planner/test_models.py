@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from vllm_hsd.planner.errors import PlannerError
+from vllm_hsd.errors import UserError
 from vllm_hsd.planner.models import Family, Sampling
 
 
@@ -77,12 +77,12 @@ def test_drawing_with_a_cache_and_padding_follows_the_law(members):
 )
 def test_families_that_cannot_be(text_family, candidates, exits, message):
     paths = [getattr(text_family, name) for name in candidates]
-    with pytest.raises(PlannerError, match=message):
+    with pytest.raises(UserError, match=message):
         Family(text_family.target, paths, exits)
 
 
 def test_another_vocabulary(text_family, family, tmp_path):
-    with pytest.raises(PlannerError, match=r"vocabulary of 64 entries .* must be the same"):
+    with pytest.raises(UserError, match=r"vocabulary of 64 entries .* must be the same"):
         Family(text_family.target, [family.small])
     other = tmp_path / "other"
     shutil.copytree(text_family.small, other)
@@ -91,15 +91,15 @@ def test_another_vocabulary(text_family, family, tmp_path):
         tokenizer.replace('"a":', '"\x00":').replace('"b":', '"a":').replace('"\x00":', '"b":')
     )
     (other / "tokenizer.json").write_text(swapped)
-    with pytest.raises(PlannerError, match="another vocabulary than the target"):
+    with pytest.raises(UserError, match="another vocabulary than the target"):
         Family(text_family.target, [str(other)])
 
 
 def test_models_that_cannot_be_loaded(text_family, tmp_path):
     missing = str(tmp_path / "missing")
-    with pytest.raises(PlannerError, match=r"model '.*missing' cannot be loaded \("):
+    with pytest.raises(UserError, match=r"model '.*missing' cannot be loaded \("):
         Family(missing, [text_family.small])
-    with pytest.raises(PlannerError, match=r"model '.*missing' cannot be loaded \("):
+    with pytest.raises(UserError, match=r"model '.*missing' cannot be loaded \("):
         Family(text_family.target, [missing])
 
 
@@ -111,5 +111,5 @@ def test_models_that_cannot_be_loaded(text_family, tmp_path):
     ],
 )
 def test_impossible_sampling(arguments, message):
-    with pytest.raises(PlannerError, match=message):
+    with pytest.raises(UserError, match=message):
         Sampling(**arguments)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_hsd.errors import UserError
 from vllm_hsd.planner import optimize
-from vllm_hsd.planner.errors import PlannerError
 from vllm_hsd.planner.theory import (
     acceptance_rate,
     cascade_latency,
@@ -159,7 +159,7 @@ def test_a_batch_size_has_its_own_plan():
     ],
 )
 def test_impossible_costs_are_one_sentence(costs, message):
-    with pytest.raises(PlannerError, match=message):
+    with pytest.raises(UserError, match=message):
         optimize.paper_graph(costs, np.full((2, 2), 0.5), 4)
 
 

@@ -8,9 +8,9 @@ import pytest
 from cli.command_line import run
 
 from vllm_hsd.config import CascadeConfig
+from vllm_hsd.errors import UserError
 from vllm_hsd.planner import plan
 from vllm_hsd.planner.costs import Costs, TimeTable
-from vllm_hsd.planner.errors import PlannerError
 from vllm_hsd.planner.latency import Cascade
 from vllm_hsd.planner.profile import Candidate, Profile
 
@@ -118,13 +118,13 @@ def test_the_reason_names_who_takes_the_time(profile):
     ],
 )
 def test_wishes_that_cannot_be_served(profile, wanted, message):
-    with pytest.raises(PlannerError, match=message):
+    with pytest.raises(UserError, match=message):
         plan.Planner(profile, plan.Wanted(**wanted)).choose()
 
 
 def test_a_profile_without_costs(profile):
     profile.costs = None
-    with pytest.raises(PlannerError, match="holds no costs"):
+    with pytest.raises(UserError, match="holds no costs"):
         plan.Planner(profile, plan.Wanted())
 
 
@@ -152,7 +152,7 @@ def test_plan_command_for_several_batch_sizes_and_exits(profile, tmp_path):
     profile.costs.forward[0] = table(0.5, 0.01)
     profile.save(tmp_path / "profile.json")
     output = tmp_path / "cascade.json"
-    run("plan", tmp_path / "profile.json", "--batch-size", 1, 2, "-o", output)
+    run("plan", tmp_path / "profile.json", "--batch-sizes", 1, 2, "-o", output)
     for batch in (1, 2):
         parsed = CascadeConfig.parse({"cascade": str(tmp_path / f"cascade-batch{batch}.json")})
         assert parsed.levels[0].early_exit == 3
@@ -172,7 +172,7 @@ def test_plots_come_with_their_numbers(profile, tmp_path):
     profile.save(tmp_path / "profile.json")
     plots = tmp_path / "plots"
     output = tmp_path / "cascade.json"
-    run("plan", tmp_path / "profile.json", "--max-budget", 4, "--plot", plots, "-o", output)
+    run("plan", tmp_path / "profile.json", "--max-draft-tokens", 4, "--plot", plots, "-o", output)
     assert {path.name for path in plots.iterdir()} == {
         "latency-batch1.png", "latency-batch1.csv", "rates.png", "rates.csv"
     }  # fmt: skip

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from vllm_hsd.errors import UserError
 from vllm_hsd.planner import profile
 from vllm_hsd.planner.costs import Costs, TimeTable
-from vllm_hsd.planner.errors import PlannerError
 from vllm_hsd.planner.laws import Laws
 from vllm_hsd.planner.recorded import survival_by_position, visited_survival
 
@@ -133,21 +133,21 @@ def test_files_that_cannot_be_planned_with(tmp_path, raw, path, value, message):
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
-    with pytest.raises(PlannerError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         profile.load_profile(written(tmp_path, raw))
     text = str(error.value)
     assert text.startswith("the profile") and text.endswith(".") and "\n" not in text
 
 
 def test_no_file_and_no_json(tmp_path):
-    with pytest.raises(PlannerError, match=r"no profile .*; `vllm-hsd profile` writes one"):
+    with pytest.raises(UserError, match=r"no profile .*; `vllm-hsd profile` writes one"):
         profile.load_profile(tmp_path / "missing.json")
     (tmp_path / "half.json").write_text("{")
-    with pytest.raises(PlannerError, match="is not JSON"):
+    with pytest.raises(UserError, match="is not JSON"):
         profile.load_profile(tmp_path / "half.json")
     (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(PlannerError, match='lacks "schema": 2'):
+    with pytest.raises(UserError, match='lacks "schema": 2'):
         profile.load_profile(tmp_path / "list.json")
     (tmp_path / "binary.json").write_bytes(b"\x80\x02")
-    with pytest.raises(PlannerError, match=r"binary.json' cannot be read \("):
+    with pytest.raises(UserError, match=r"binary.json' cannot be read \("):
         profile.load_profile(tmp_path / "binary.json")

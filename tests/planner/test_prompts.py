@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vllm_hsd.planner.errors import PlannerError
+from vllm_hsd.errors import UserError
 from vllm_hsd.planner.prompts import encode, read_prompts
 
 
@@ -36,12 +36,12 @@ def test_plain_text(tmp_path):
 def test_files_that_hold_no_prompts(tmp_path, name, text, message):
     path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(PlannerError, match=message):
+    with pytest.raises(UserError, match=message):
         read_prompts(path)
 
 
 def test_no_such_file(tmp_path):
-    with pytest.raises(PlannerError, match="no prompts file"):
+    with pytest.raises(UserError, match="no prompts file"):
         read_prompts(tmp_path / "missing.jsonl")
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_hsd.errors import UserError
 from vllm_hsd.planner import theory
-from vllm_hsd.planner.errors import PlannerError
 
 rates = st.floats(0.0, 1.0)
 counts = st.integers(1, 8)
@@ -85,7 +85,7 @@ def test_impossible_rates_are_one_sentence(change, message):
     matrix = np.array([[1, 0.7, 0.6], [0.7, 1, 0.8], [0.6, 0.8, 1]])
     for pair, value in change.items():
         matrix[pair] = value
-    with pytest.raises(PlannerError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         theory.check_rates(matrix, ["small", "mid", "target"])
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
 

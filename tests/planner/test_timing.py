@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from cli.command_line import run
 
+from vllm_hsd.errors import UserError
 from vllm_hsd.planner import timing
-from vllm_hsd.planner.errors import PlannerError
 from vllm_hsd.planner.measure import Task
 from vllm_hsd.planner.profile import Candidate, load_profile
 
@@ -86,7 +86,7 @@ def test_tables_are_the_times_that_were_recorded():
 
 def test_a_batch_that_never_ran_is_one_sentence():
     recorded = recordings(np.random.default_rng(0), batches=(1,))
-    with pytest.raises(PlannerError, match="no step of batch size 4 was seen"):
+    with pytest.raises(UserError, match="no step of batch size 4 was seen"):
         timing.tables(machine(), *recorded)
 
 
@@ -94,7 +94,7 @@ def test_a_batch_that_never_ran_is_one_sentence():
 def test_an_engine_that_cannot_start_says_why(tmp_path):
     job = machine(target=str(tmp_path / "nothing")).job(False, [[1]])
     reason = r"vLLM could not run the models for timing: .*log"
-    with timing.Engine(job, tmp_path / "log") as engine, pytest.raises(PlannerError, match=reason):
+    with timing.Engine(job, tmp_path / "log") as engine, pytest.raises(UserError, match=reason):
         engine.run([])
 
 
@@ -199,7 +199,7 @@ def test_profile_command_measures_everything(text_family, tmp_path, capsys):
     engine = {"enforce_eager": True, "max_model_len": 256, "kv_cache_memory_bytes": 1 << 28}
     status = run(
         "profile", "--target", text_family.target, "--candidates", text_family.small,
-        "--early-exits", 1, "--prompts", prompts, "--max-tokens", 4, "--batch-sizes", 1, 2,
+        "--early-exits", 1, "--prompts", prompts, "--max-draft-tokens", 4, "--batch-sizes", 1, 2,
         "--engine-args", json.dumps(engine), "-o", path,
     )  # fmt: skip
     assert status == 0 and not path.with_name("profile.json.parts").exists()
@@ -222,7 +222,7 @@ def test_profile_command_without_costs_and_prompts(text_family, tmp_path, capsys
     path = tmp_path / "profile.json"
     status = run(
         "profile", "--target", text_family.target, "--candidates", text_family.mid,
-        "--max-prompts", 8, "--max-tokens", 3, "--without-costs", "-o", path,
+        "--max-prompts", 8, "--max-draft-tokens", 3, "--skip-timing", "-o", path,
     )  # fmt: skip
     assert status == 0 and list(tmp_path.iterdir()) == [path]
     captured = capsys.readouterr()
@@ -235,13 +235,13 @@ def test_profile_command_without_costs_and_prompts(text_family, tmp_path, capsys
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--max-tokens", 0], "must be at least 1"),
+        (["--max-draft-tokens", 0], "must be at least 1"),
         (["--batch-sizes", 0], "--batch-sizes must be at least 1"),
         (["--prompts", "nowhere.jsonl"], "no prompts file 'nowhere.jsonl'"),
     ],
 )
 def test_profile_command_refuses(text_family, tmp_path, arguments, message):
-    with pytest.raises(PlannerError, match=message):
+    with pytest.raises(UserError, match=message):
         run("profile", "--target", text_family.target, "--candidates", text_family.mid,
             "-o", tmp_path / "p.json", *arguments)  # fmt: skip
 

@@ -7,7 +7,7 @@ import sys
 
 from vllm_hsd.cli import build
 from vllm_hsd.cli import plan as planner
-from vllm_hsd.planner.errors import PlannerError
+from vllm_hsd.errors import UserError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
-    except PlannerError as error:
+    except UserError as error:
         return _fail(arguments, error)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vllm_hsd.planner.errors import PlannerError
+from vllm_hsd.errors import UserError
 
 # Steps that vary by more than this, relatively, are reported.
 UNREST = 0.15
@@ -19,7 +19,7 @@ UNREST = 0.15
 def add_parsers(subparsers) -> None:
     """Add both commands; each sets `run`, a function of the parsed arguments -> exit status.
 
-    `run` raises PlannerError, one sentence for the user.
+    `run` raises UserError, one sentence for the user.
     """
     profile = subparsers.add_parser(
         "profile", help="measure costs and acceptance of candidate drafters on this machine"
@@ -38,7 +38,7 @@ def add_parsers(subparsers) -> None:
     profile.add_argument("--max-prompts", type=int, default=64, help="prompts that are read")
     profile.add_argument("--temperature", type=float, default=1.0)
     profile.add_argument("--top-p", type=float, default=1.0)
-    profile.add_argument("--max-tokens", type=int, default=16, help="longest draft covered")
+    profile.add_argument("--max-draft-tokens", type=int, default=16, help="longest draft covered")
     profile.add_argument("--batch-sizes", nargs="+", type=int, default=[1], metavar="N")
     profile.add_argument(
         "--engine-args", type=_object, default={}, metavar="JSON",
@@ -47,7 +47,7 @@ def add_parsers(subparsers) -> None:
     profile.add_argument("--seed", type=int, default=0)
     profile.add_argument("--device", default=None, help="of the law measurement (cuda or cpu)")
     profile.add_argument(
-        "--without-costs", action="store_true",
+        "--skip-timing", action="store_true",
         help="measure acceptance only; `plan` needs the costs too",
     )  # fmt: skip
     profile.add_argument("-o", "--output", type=Path, default=Path("profile.json"))
@@ -56,8 +56,10 @@ def add_parsers(subparsers) -> None:
     plan = subparsers.add_parser("plan", help="choose the cascade for a profile")
     plan.add_argument("profile", type=Path)
     plan.add_argument("--max-levels", type=int, default=None, help="most drafters in a cascade")
-    plan.add_argument("--max-budget", type=int, default=None, help="longest draft of any level")
-    plan.add_argument("--batch-size", nargs="+", type=int, default=[1], metavar="N")
+    plan.add_argument(
+        "--max-draft-tokens", type=int, default=None, help="longest draft of any level"
+    )
+    plan.add_argument("--batch-sizes", nargs="+", type=int, default=[1], metavar="N")
     plan.add_argument("--verifier", choices=("block", "standard"), default="block")
     plan.add_argument(
         "--acceptance", choices=("recorded", "independent"), default="recorded",
@@ -85,10 +87,10 @@ def profile_command(arguments: argparse.Namespace) -> int:
     """Measure and write the profile file; an interrupted run continues where it was."""
     from vllm_hsd.planner.measure import Task, measure_profile
 
-    if arguments.max_tokens < 1 or arguments.max_prompts < 1:
-        raise PlannerError("--max-tokens and --max-prompts must be at least 1.")
+    if arguments.max_draft_tokens < 1 or arguments.max_prompts < 1:
+        raise UserError("--max-draft-tokens and --max-prompts must be at least 1.")
     if min(arguments.batch_sizes) < 1:
-        raise PlannerError("--batch-sizes must be at least 1.")
+        raise UserError("--batch-sizes must be at least 1.")
     console = Console(stderr=True)
     task = Task(
         target=arguments.target,
@@ -98,12 +100,12 @@ def profile_command(arguments: argparse.Namespace) -> int:
         max_prompts=arguments.max_prompts,
         temperature=arguments.temperature,
         top_p=arguments.top_p,
-        max_tokens=arguments.max_tokens,
+        max_tokens=arguments.max_draft_tokens,
         batch_sizes=sorted(set(arguments.batch_sizes)),
         engine_args=arguments.engine_args,
         seed=arguments.seed,
         device=arguments.device,
-        costs=not arguments.without_costs,
+        costs=not arguments.skip_timing,
     )
     try:
         profile = measure_profile(task, arguments.output, console)
@@ -129,20 +131,20 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
     profile = load_profile(arguments.profile)
     if arguments.output_tokens is not None and arguments.output_tokens < 2:
-        raise PlannerError(
+        raise UserError(
             f"--output-tokens is {arguments.output_tokens}: the prefill makes the first token, "
             f"so give at least 2."
         )
     if not arguments.output.parent.is_dir():
-        raise PlannerError(f"-o: there is no folder '{arguments.output.parent}'.")
+        raise UserError(f"-o: there is no folder '{arguments.output.parent}'.")
     console, warnings = Console(), Console(stderr=True)
     for warning in environment_warnings(profile):
         warnings.print(f"warning: {warning}", style="yellow")
-    for batch in arguments.batch_size:
+    for batch in arguments.batch_sizes:
         wanted = plan.Wanted(
             batch=batch,
             max_levels=arguments.max_levels,
-            max_budget=arguments.max_budget,
+            max_budget=arguments.max_draft_tokens,
             verifier=arguments.verifier,
             acceptance=arguments.acceptance,
             output_tokens=arguments.output_tokens,
@@ -154,7 +156,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
             why = plan.why_slower(profile, option, choice.best)
             console.print(f"{name}: {option.ms / choice.best.ms - 1:+.1%}, {why}", soft_wrap=True)
         path = arguments.output
-        if len(arguments.batch_size) > 1:
+        if len(arguments.batch_sizes) > 1:
             path = path.with_stem(f"{path.stem}-batch{batch}")
         if choice.best.cascade.levels:
             chosen = plan.cascade_file(profile, choice, arguments.profile)

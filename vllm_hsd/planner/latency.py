@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_hsd.errors import UserError
 from vllm_hsd.planner.costs import Costs
-from vllm_hsd.planner.errors import PlannerError
 from vllm_hsd.planner.optimize import gain_table
 
 Floats = NDArray[np.float64]
@@ -46,12 +46,12 @@ class Cascade:
 
     def __post_init__(self) -> None:
         if len(self.levels) != len(self.draft_lengths):
-            raise PlannerError(
+            raise UserError(
                 f"a cascade of {len(self.levels)} levels needs as many draft_lengths, "
                 f"not {len(self.draft_lengths)}."
             )
         if any(budget < 1 for budget in self.draft_lengths) or self.tail < 0:
-            raise PlannerError("draft_lengths must be at least 1 and the tail at least 0.")
+            raise UserError("draft_lengths must be at least 1 and the tail at least 0.")
 
     def limit(self, level: int) -> int | None:
         """Most rounds of a level, None for any number."""
@@ -113,19 +113,19 @@ def check_reach(cascade: Cascade, survival: Floats) -> None:
     """Refuse draft_lengths beyond the measured drafts and levels that are never asked.
 
     Raises:
-        PlannerError: names the budget and the fix.
+        UserError: names the budget and the fix.
     """
     longest = survival.shape[-1] - 1
     if max((*cascade.draft_lengths, cascade.tail)) > longest:
-        raise PlannerError(
+        raise UserError(
             f"a budget of {max(cascade.draft_lengths)} tokens is longer than the {longest} tokens "
-            f"that the profile covers: profile again with a larger --max-tokens."
+            f"that the profile covers: profile again with a larger --max-draft-tokens."
         )
     asked = cascade.draft_lengths[-1]
     for level in reversed(range(len(cascade.levels) - 1)):
         asked = min(cascade.draft_lengths[level], asked - 1)
         if asked < 1:
-            raise PlannerError(
+            raise UserError(
                 f"level {level} would never draft, because the draft_lengths {cascade.draft_lengths} leave "
                 f"the level above nothing to ask for: raise them towards the target."
             )
@@ -259,7 +259,7 @@ def predict(
             pass the last one. None: endless text.
 
     Raises:
-        PlannerError: draft_lengths beyond the table.
+        UserError: draft_lengths beyond the table.
     """
     if not cascade.levels:
         ms = costs.turn(-1, "plain", batch, 1)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_hsd.planner.errors import PlannerError
+from vllm_hsd.errors import UserError
 from vllm_hsd.planner.models import Family, Sampling
 from vllm_hsd.planner.parts import Parts
 from vllm_hsd.planner.recorded import (
@@ -323,12 +323,12 @@ def _after_prefill(texts: list[dict[str, NDArray]]) -> Floats:
     The prefill makes the first token of a text, so the first draft starts behind it.
 
     Raises:
-        PlannerError: no text has a second token.
+        UserError: no text has a second token.
     """
     log_probs = np.concatenate([part["log_probs"] for part in texts], axis=1)
     ratios = _ratios(log_probs, len(log_probs) - 1)[..., 1:]
     if np.isnan(ratios).all():
-        raise PlannerError(
+        raise UserError(
             "the target ends its text with the first token after every prompt, which leaves "
             "nothing to draft: give other prompts or more text tokens."
         )

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from vllm_hsd.planner.errors import PlannerError
+from vllm_hsd.errors import UserError
 from vllm_hsd.planner.laws import Effort, batches
 from vllm_hsd.planner.laws import measure as measure_laws
 from vllm_hsd.planner.models import Family, Sampling
@@ -60,7 +60,7 @@ def measure_profile(task: Task, output: Path, console: Console) -> Profile:
     Finished parts are kept in a folder beside `output` until all is done.
 
     Raises:
-        PlannerError: bad input, or an engine that failed; one sentence.
+        UserError: bad input, or an engine that failed; one sentence.
     """
     prompts = None if task.prompts is None else read_prompts(task.prompts)[: task.max_prompts]
     sampling = Sampling(task.temperature, task.top_p)
@@ -70,8 +70,8 @@ def measure_profile(task: Task, output: Path, console: Console) -> Profile:
     family = Family(task.target, task.candidates, task.early_exits, device)
     longest = family.longest - effort.text_tokens - effort.max_tokens
     if longest < 1:
-        raise PlannerError(
-            f"--max-tokens is {effort.max_tokens}, but the shortest context of the models is "
+        raise UserError(
+            f"--max-draft-tokens is {effort.max_tokens}, but the shortest context of the models is "
             f"{family.longest} tokens, of which {effort.text_tokens} are for text: lower it."
         )
     if prompts is None:
@@ -137,7 +137,7 @@ def _start(tokenizer: Any, target: str) -> list[int]:
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:
             return [token]
-    raise PlannerError(f"the tokenizer of '{target}' marks no beginning of a text: give --prompts.")
+    raise UserError(f"the tokenizer of '{target}' marks no beginning of a text: give --prompts.")
 
 
 def _defaults(device: str) -> dict[str, Any]:

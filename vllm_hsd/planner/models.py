@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from vllm_hsd.planner.errors import PlannerError
+from vllm_hsd.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
-            raise PlannerError(f"temperature is {self.temperature:g}: it must be at least 0.")
+            raise UserError(f"temperature is {self.temperature:g}: it must be at least 0.")
         if not 0 < self.top_p <= 1:
-            raise PlannerError(f"top_p is {self.top_p:g}: it must be above 0 and at most 1.")
+            raise UserError(f"top_p is {self.top_p:g}: it must be above 0 and at most 1.")
 
     def laws(self, logits: Tensor) -> Tensor:
         """Laws float32 [..., V] of logits [..., V]."""
@@ -75,7 +75,7 @@ class Family:
         device: torch device of the models.
 
     Raises:
-        PlannerError: the target among its candidates, a model given twice, another vocabulary,
+        UserError: the target among its candidates, a model given twice, another vocabulary,
             an exit that the target does not have, a model that cannot be loaded.
     """
 
@@ -92,7 +92,7 @@ class Family:
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(target)
         except (OSError, ValueError) as error:
-            raise PlannerError(_cannot_load(f"the tokenizer of '{target}'", error)) from None
+            raise UserError(_cannot_load(f"the tokenizer of '{target}'", error)) from None
         self.exits = tuple(early_exits)
         self.depth: int = self.target.config.num_hidden_layers
         if self.exits:
@@ -101,14 +101,14 @@ class Family:
         vocabulary = self.tokenizer.get_vocab()
         for path in candidates:
             if _vocabulary(path) not in (None, vocabulary):
-                raise PlannerError(
+                raise UserError(
                     f"candidate '{path}' has another vocabulary than the target '{target}': "
                     f"only drafters with the target's tokenizer can be verified."
                 )
             model = _load(path, device)
             ours, theirs = model.config.vocab_size, self.target.config.vocab_size
             if ours != theirs:
-                raise PlannerError(
+                raise UserError(
                     f"candidate '{path}' has a vocabulary of {ours} entries and the target "
                     f"'{target}' one of {theirs}: they must be the same."
                 )
@@ -217,7 +217,7 @@ def _load(path: str, device: str) -> Any:
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError) as error:
-        raise PlannerError(_cannot_load(f"model '{path}'", error)) from None
+        raise UserError(_cannot_load(f"model '{path}'", error)) from None
     return model.to(device).eval()
 
 
@@ -236,30 +236,30 @@ def _vocabulary(path: str) -> dict[str, int] | None:
 
 def _check_names(target: str, candidates: Sequence[str], early_exits: Sequence[int]) -> None:
     if not candidates and not early_exits:
-        raise PlannerError("give at least one candidate or one early exit of the target.")
+        raise UserError("give at least one candidate or one early exit of the target.")
     seen: set[str] = set()
     for path in candidates:
         real = os.path.realpath(path) if os.path.exists(path) else path
         if real == (os.path.realpath(target) if os.path.exists(target) else target):
-            raise PlannerError(f"the target '{target}' is among its own candidates: remove it.")
+            raise UserError(f"the target '{target}' is among its own candidates: remove it.")
         if real in seen:
-            raise PlannerError(f"candidate '{path}' is given twice: remove one.")
+            raise UserError(f"candidate '{path}' is given twice: remove one.")
         seen.add(real)
     if len(set(early_exits)) != len(early_exits):
-        raise PlannerError(f"early exits {list(early_exits)} repeat themselves: remove one.")
+        raise UserError(f"early exits {list(early_exits)} repeat themselves: remove one.")
 
 
 def _check_exits(path: str, model: Any, exits: Sequence[int]) -> None:
     layers = model.config.num_hidden_layers
     for layer in exits:
         if not 1 <= layer < layers:
-            raise PlannerError(
+            raise UserError(
                 f"early exit {layer} does not exist: the target '{path}' has {layers} layers, "
                 f"so give 1 to {layers - 1}."
             )
     decoder = getattr(model, "model", None)
     if not all(hasattr(decoder, name) for name in ("layers", "norm")):
-        raise PlannerError(
+        raise UserError(
             f"the target '{path}' ({type(model).__name__}) has no decoder of layers and a final "
             f"norm, so its early exits cannot be profiled."
         )

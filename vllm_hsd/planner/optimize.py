@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vllm_hsd.planner.errors import PlannerError
+from vllm_hsd.errors import UserError
 from vllm_hsd.planner.theory import cascade_latency, check_rates, survival_table
 
 Floats = NDArray[np.float64]
@@ -50,21 +50,21 @@ class Graph:
 
     def __post_init__(self) -> None:
         if self.alone.shape[1] < 1:
-            raise PlannerError("the largest budget must be at least 1.")
+            raise UserError("the largest budget must be at least 1.")
         if not (np.all(self.alone > 0) and self.target_alone > 0):
-            raise PlannerError("every forward must cost more than 0.")
+            raise UserError("every forward must cost more than 0.")
 
 
 def check_costs(costs: ArrayLike, names: Sequence[str] | None = None) -> Floats:
     """The costs as float64 [M + 1], target last.
 
     Raises:
-        PlannerError: a cost that is not finite, zero or negative; names the model.
+        UserError: a cost that is not finite, zero or negative; names the model.
     """
     costs = np.asarray(costs, dtype=np.float64)
     for i in np.flatnonzero(~(np.isfinite(costs) & (costs > 0))):
         name = f"model {i}" if names is None else names[i]
-        raise PlannerError(f"the cost of {name} is {costs[i]:g}: it must be above 0.")
+        raise UserError(f"the cost of {name} is {costs[i]:g}: it must be above 0.")
     return costs
 
 
@@ -121,7 +121,7 @@ def paper_graph(costs: ArrayLike, rates: ArrayLike, max_budget: int) -> Graph:
         max_budget: the largest T of any level.
 
     Raises:
-        PlannerError: costs or rates that cannot be (see `check_costs`, `check_rates`).
+        UserError: costs or rates that cannot be (see `check_costs`, `check_rates`).
     """
     costs, rates = check_costs(costs), check_rates(rates)
     verify = np.repeat(costs[:, None], max_budget + 1, axis=1)
@@ -178,7 +178,7 @@ def solve(
         exactly: only cascades of `max_levels` drafters.
     """
     if k < 1:
-        raise PlannerError(f"k is {k}: ask for at least one plan.")
+        raise UserError(f"k is {k}: ask for at least one plan.")
     models, size = graph.alone.shape
     # values[i, j, r]: r-th cheapest way in which model i hands up j + 1 tokens.
     values = np.full((models, size, k), np.inf)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_hsd.planner.errors import PlannerError
+from vllm_hsd.errors import UserError
 
 
 class Parts:
@@ -22,7 +22,7 @@ class Parts:
         of: what is being measured, as JSON; a folder made for something else is refused.
 
     Raises:
-        PlannerError: the folder holds parts of another measurement.
+        UserError: the folder holds parts of another measurement.
     """
 
     def __init__(self, folder: Path, of: dict[str, Any]):
@@ -30,7 +30,7 @@ class Parts:
         note = folder / "measurement.json"
         if note.exists():
             if json.loads(note.read_text()) != of:
-                raise PlannerError(
+                raise UserError(
                     f"'{folder}' holds an unfinished measurement with other settings: finish "
                     f"it with those, or delete the folder."
                 )

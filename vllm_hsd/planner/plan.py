@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from vllm_hsd.errors import UserError
 from vllm_hsd.planner import optimize
-from vllm_hsd.planner.errors import PlannerError
 from vllm_hsd.planner.latency import Cascade, Prediction, predict
 from vllm_hsd.planner.optimize import Graph
 from vllm_hsd.planner.profile import Profile
@@ -87,26 +87,26 @@ class Planner:
     """Predictions and searches for one profile and one purpose.
 
     Raises:
-        PlannerError: a profile without costs, or a wish that it cannot serve.
+        UserError: a profile without costs, or a wish that it cannot serve.
     """
 
     def __init__(self, profile: Profile, wanted: Wanted):
         if profile.costs is None:
-            raise PlannerError(
+            raise UserError(
                 "the profile holds no costs; run `vllm-hsd profile` where vLLM is installed."
             )
         self.profile, self.wanted, self.costs = profile, wanted, profile.costs
         size = profile.max_tokens if wanted.max_budget is None else wanted.max_budget
         if not 1 <= size <= profile.max_tokens:
-            raise PlannerError(
+            raise UserError(
                 f"the largest budget is {size}, but the profile covers 1 to "
                 f"{profile.max_tokens} tokens."
             )
         if wanted.batch < 1:
-            raise PlannerError(f"the batch size is {wanted.batch}: it must be at least 1.")
+            raise UserError(f"the batch size is {wanted.batch}: it must be at least 1.")
         measured = self.costs.batch_sizes()
         if wanted.batch not in measured:
-            raise PlannerError(
+            raise UserError(
                 f"batch size {wanted.batch} was not measured, only "
                 f"{', '.join(map(str, measured)) or 'none in common'}: profile again with "
                 f"--batch-sizes {wanted.batch}."
@@ -192,7 +192,7 @@ class Planner:
             if option := best_of(plans):
                 using.append((f"best with {name}", option))
         if not by_depth:
-            raise PlannerError(f"max_levels is {self.wanted.max_levels}: allow at least 1 level.")
+            raise UserError(f"max_levels is {self.wanted.max_levels}: allow at least 1 level.")
         best = min(found.values(), key=lambda option: option.ms)
         singles = [option for option in found.values() if len(option.cascade.levels) == 1]
         single = min(singles, key=lambda option: option.ms)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_hsd.planner.errors import PlannerError
+from vllm_hsd.errors import UserError
 from vllm_hsd.planner.plan import Choice, Planner, landscape
 
 
@@ -17,12 +17,12 @@ def plot_plan(planner: Planner, choice: Choice, folder: Path) -> list[Path]:
     """Draw the latency landscape and the rate matrix; returns the files written.
 
     Raises:
-        PlannerError: matplotlib is not installed.
+        UserError: matplotlib is not installed.
     """
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise PlannerError("--plot needs matplotlib: pip install 'vllm-hsd[bench]'.") from None
+        raise UserError("--plot needs matplotlib: pip install 'vllm-hsd[bench]'.") from None
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
     return [

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from vllm_hsd.errors import UserError
 from vllm_hsd.planner.costs import Costs
-from vllm_hsd.planner.errors import PlannerError
 from vllm_hsd.planner.laws import QUANTILES, Laws
 from vllm_hsd.planner.prompts import read_text
 from vllm_hsd.planner.recorded import Verifier
@@ -193,18 +193,18 @@ def load_profile(path: str | Path) -> Profile:
     """Read and check a profile.
 
     Raises:
-        PlannerError: no such file, not a profile of this schema, or values that cannot be; one
+        UserError: no such file, not a profile of this schema, or values that cannot be; one
             sentence that names the key.
     """
     path = Path(path)
     if not path.is_file():
-        raise PlannerError(f"no profile '{path}'; `vllm-hsd profile` writes one.")
+        raise UserError(f"no profile '{path}'; `vllm-hsd profile` writes one.")
     try:
         raw = json.loads(read_text(path))
     except json.JSONDecodeError as error:
-        raise PlannerError(f"the profile '{path}' is not JSON ({error}).") from None
+        raise UserError(f"the profile '{path}' is not JSON ({error}).") from None
     if not isinstance(raw, dict) or raw.get("schema") != 2:
-        raise PlannerError(
+        raise UserError(
             f"the profile '{path}' lacks \"schema\": 2; write it with this version's "
             f"vllm-hsd profile."
         )
@@ -215,7 +215,7 @@ def load_profile(path: str | Path) -> Profile:
         key = ".".join(str(part) for part in fault["loc"])
         text = fault["msg"].removeprefix("Value error, ").rstrip(".")
         where = f"key '{key}': " if key else ""
-        raise PlannerError(f"the profile '{path}': {where}{text}.") from None
+        raise UserError(f"the profile '{path}': {where}{text}.") from None
 
 
 def from_laws(

@@ -6,19 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_hsd.planner.errors import PlannerError
+from vllm_hsd.errors import UserError
 
 
 def read_text(path: Path) -> str:
     """The text of a file.
 
     Raises:
-        PlannerError: it cannot be read, or is not UTF-8.
+        UserError: it cannot be read, or is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PlannerError(f"'{path}' cannot be read ({error}).") from None
+        raise UserError(f"'{path}' cannot be read ({error}).") from None
 
 
 def read_prompts(path: str | Path) -> list[str | list[dict[str, str]]]:
@@ -32,11 +32,11 @@ def read_prompts(path: str | Path) -> list[str | list[dict[str, str]]]:
         raw text (str) or a chat of one user message per prompt.
 
     Raises:
-        PlannerError: no such file, a line that is not such an object, or no prompt at all.
+        UserError: no such file, a line that is not such an object, or no prompt at all.
     """
     path = Path(path)
     if not path.is_file():
-        raise PlannerError(f"no prompts file '{path}'.")
+        raise UserError(f"no prompts file '{path}'.")
     text = read_text(path)
     if path.suffix == ".jsonl":
         lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
@@ -44,7 +44,7 @@ def read_prompts(path: str | Path) -> list[str | list[dict[str, str]]]:
     else:
         prompts = [part.strip() for part in text.split("\n\n") if part.strip()]
     if not prompts:
-        raise PlannerError(f"the prompts file '{path}' holds no prompt.")
+        raise UserError(f"the prompts file '{path}' holds no prompt.")
     return prompts
 
 
@@ -53,14 +53,14 @@ def _from_json(path: Path, number: int, line: str) -> str | list[dict[str, str]]
     try:
         entry: Any = json.loads(line)
     except json.JSONDecodeError as error:
-        raise PlannerError(f"{where} is not JSON ({error}).") from None
+        raise UserError(f"{where} is not JSON ({error}).") from None
     if isinstance(entry, dict):
         prompt, turns = entry.get("prompt"), entry.get("turns")
         if isinstance(prompt, str) and prompt.strip():
             return prompt
         if isinstance(turns, list) and turns and isinstance(turns[0], str) and turns[0].strip():
             return [{"role": "user", "content": turns[0]}]
-    raise PlannerError(f"{where} has neither a 'prompt' (text) nor 'turns' (a list of texts).")
+    raise UserError(f"{where} has neither a 'prompt' (text) nor 'turns' (a list of texts).")
 
 
 def encode(tokenizer: Any, prompt: str | list[dict[str, str]], longest: int) -> list[int]:
@@ -70,7 +70,7 @@ def encode(tokenizer: Any, prompt: str | list[dict[str, str]], longest: int) -> 
     otherwise.
 
     Raises:
-        PlannerError: the prompt has no tokens.
+        UserError: the prompt has no tokens.
     """
     if isinstance(prompt, list) and tokenizer.chat_template:
         text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
@@ -78,5 +78,5 @@ def encode(tokenizer: Any, prompt: str | list[dict[str, str]], longest: int) -> 
     else:
         ids = tokenizer.encode(prompt if isinstance(prompt, str) else prompt[0]["content"])
     if not ids:
-        raise PlannerError(f"the prompt {prompt!r} is empty for this tokenizer: remove it.")
+        raise UserError(f"the prompt {prompt!r} is empty for this tokenizer: remove it.")
     return ids[-longest:]

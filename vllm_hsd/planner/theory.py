@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vllm_hsd.planner.errors import PlannerError
+from vllm_hsd.errors import UserError
 
 # Rates are means over measured float32 laws: rounding may break exact inequalities by this much.
 TOLERANCE = 1e-5
@@ -41,22 +41,22 @@ def check_rates(rates: ArrayLike, names: Sequence[str] | None = None) -> NDArray
     The diagonal is not read: a model always accepts its own tokens.
 
     Raises:
-        PlannerError: not square, a missing pair (nan), a rate outside [0, 1], an asymmetric
+        UserError: not square, a missing pair (nan), a rate outside [0, 1], an asymmetric
             pair, or a broken triangle inequality; the message names the models.
     """
     matrix = np.array(rates, dtype=np.float64)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-        raise PlannerError(f"rates must be a square matrix, not of shape {matrix.shape}.")
+        raise UserError(f"rates must be a square matrix, not of shape {matrix.shape}.")
     names = [f"model {i}" for i in range(len(matrix))] if names is None else names
     np.fill_diagonal(matrix, 1.0)
     for i, j in np.argwhere(np.isnan(matrix)):
-        raise PlannerError(f"the acceptance rate of {names[i]} and {names[j]} is missing.")
+        raise UserError(f"the acceptance rate of {names[i]} and {names[j]} is missing.")
     for i, j in np.argwhere((matrix < -TOLERANCE) | (matrix > 1 + TOLERANCE)):
-        raise PlannerError(
+        raise UserError(
             f"the acceptance rate of {names[i]} and {names[j]} is {matrix[i, j]:g}, outside [0, 1]."
         )
     for i, j in np.argwhere(np.abs(matrix - matrix.T) > TOLERANCE):
-        raise PlannerError(
+        raise UserError(
             f"the acceptance rate of {names[i]} and {names[j]} is {matrix[i, j]:g} one way and "
             f"{matrix[j, i]:g} the other, but 1 - total variation is symmetric."
         )
@@ -64,7 +64,7 @@ def check_rates(rates: ArrayLike, names: Sequence[str] | None = None) -> NDArray
     excess = matrix[:, :, None] + matrix[None] - 1 - matrix[:, None, :]
     i, j, k = np.unravel_index(int(excess.argmax()), excess.shape)
     if excess[i, j, k] > TOLERANCE:
-        raise PlannerError(
+        raise UserError(
             f"the rates break the triangle inequality: {names[i]}-{names[j]} "
             f"({matrix[i, j]:g}) plus {names[j]}-{names[k]} ({matrix[j, k]:g}) must not exceed "
             f"1 plus {names[i]}-{names[k]} ({matrix[i, k]:g}); measure all pairs on the same "

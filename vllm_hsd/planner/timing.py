@@ -22,8 +22,8 @@ import torch
 from scipy.optimize import isotonic_regression
 
 from vllm_hsd.engine_process import JsonLinesProcess
+from vllm_hsd.errors import UserError
 from vllm_hsd.planner.costs import Costs, TimeTable, prolonged
-from vllm_hsd.planner.errors import PlannerError
 from vllm_hsd.planner.profile import Candidate
 
 # Lengths at which verification is timed, as far as the longest draft allows.
@@ -138,7 +138,7 @@ def measure_costs(
         advance: told how many of the `settings_in_all` are done.
 
     Raises:
-        PlannerError: an engine failed; says why and where its log is.
+        UserError: an engine failed; says why and where its log is.
     """
     order = [(name, number) for number in range(PASSES) for name in ("cascades", "plain")]
     together = not torch.cuda.is_available()
@@ -199,19 +199,19 @@ class Engine:
         """Recordings, one per setting; `advance` is told how many are done.
 
         Raises:
-            PlannerError: the engine failed; says why and where its log is.
+            UserError: the engine failed; says why and where its log is.
         """
         self.process.send(settings)
         while (answer := self.process.receive()) is not None:
             if "error" in answer:
-                raise PlannerError(
+                raise UserError(
                     f"vLLM could not run the models for timing: {answer['error']} "
                     f"(log: {self.log})."
                 )
             if "result" in answer:
                 return answer["result"]
             advance(answer["progress"])
-        raise PlannerError(
+        raise UserError(
             f"vLLM ended with status {self.process.status()} while it was being timed; "
             f"read {self.log}."
         )
@@ -256,7 +256,7 @@ def _table(
     for batch in batch_sizes:
         by_tokens = {n: ms for n, ms in found[batch].items() if len(ms) >= SEEN}
         if not by_tokens:
-            raise PlannerError(
+            raise UserError(
                 f"no step of batch size {batch} was seen while timing: the prompts do not fit "
                 f"beside each other, so lower --batch-sizes or raise max_num_batched_tokens."
             )
