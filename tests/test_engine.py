@@ -1,0 +1,122 @@
+"""Engine processes: calls, output, errors, deaths, and what an engine measures."""
+
+import operator
+import os
+import time
+
+import pytest
+
+from vllm_hsd.engine import EngineProcess, WorkerProcess, configuration_errors, engine_environment
+from vllm_hsd.errors import UserError
+
+ENGINE = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "kv_cache_memory_bytes": 1 << 26,
+    "skip_tokenizer_init": True,
+}
+
+
+@pytest.fixture
+def worker(tmp_path):
+    with WorkerProcess("the worker", log=tmp_path / "logs" / "log") as process:
+        yield process
+
+
+def test_calls_are_answered_in_turn_and_output_goes_to_the_log(worker):
+    assert worker.call(operator.truediv, 6, 3) == 2
+    worker.call(print, "a library prints to stdout", flush=True)
+    assert worker.call(os.getpid) != os.getpid()
+    assert "a library prints to stdout" in worker.log.read_text()
+
+
+def test_an_exception_is_reported_and_the_process_goes_on(worker):
+    with pytest.raises(
+        UserError, match=r"^the worker failed: division by zero \(log: .*log\)\.\n"
+    ) as caught:
+        worker.call(operator.truediv, 1, 0)
+    assert "ZeroDivisionError" in caught.value.__notes__[0]
+    assert "Traceback" in worker.log.read_text()
+    assert worker.call(operator.add, 1, 2) == 3
+
+
+def test_an_error_quotes_at_most_200_characters(worker):
+    with pytest.raises(UserError) as caught:
+        worker.call(int, "9" * 1000 + "x")
+    assert 140 < str(caught.value).count("9") < 200 and "\n" not in str(caught.value)
+
+
+def test_a_dead_process_is_reported_and_closed(worker):
+    for _ in range(3):
+        with pytest.raises(UserError, match="the worker ended early with status 3"):
+            worker.call(os._exit, 3)
+
+
+def test_a_killed_process_names_its_signal(worker):
+    with pytest.raises(UserError, match='signal SIGILL; try dtype "float32"'):
+        worker.call(os.kill, worker.call(os.getpid), 4)
+
+
+def test_an_error_of_the_caller_ends_a_busy_process_at_once():
+    began = time.monotonic()
+    with pytest.raises(KeyError), WorkerProcess() as process:
+        process._send(time.sleep, (600,), {})
+        raise KeyError
+    assert not process._process.is_alive() and time.monotonic() - began < 300
+
+
+def test_the_environment_is_the_parents_with_changes(monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    before = dict(os.environ)
+    with WorkerProcess(environment={"HSD_TEST": "1"}) as process:
+        assert process.call(os.getenv, "VLLM_LOGGING_LEVEL") == "DEBUG"
+        assert process.call(os.getenv, "VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
+        assert process.call(os.getenv, "HSD_TEST") == "1"
+        assert process.call(os.getenv, "LD_PRELOAD") == engine_environment().get(
+            "LD_PRELOAD", os.environ.get("LD_PRELOAD")
+        )
+    assert dict(os.environ) == before
+
+
+def test_one_engine_measures_generations_and_selects_levels(family, tmp_path):
+    speculative = {
+        "method": "hsd",
+        "num_speculative_tokens": 6,
+        "levels": [{"model": family.small, "num_tokens": 3}, {"model": family.mid}],
+    }
+    engine_args = {**ENGINE, "model": family.target, "speculative_config": speculative}
+    prompts = [[3, 4, 5], [7, 8, 9, 10]]
+    greedy = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
+    with EngineProcess(engine_args, log=tmp_path / "log") as engine:
+        both = engine.generate(prompts, greedy)
+        engine.select_levels([1], [4])
+        one = engine.generate(prompts, [greedy, {**greedy, "max_tokens": 5}])
+        with pytest.raises(UserError, match=r"engine failed: levels \[2\]"):
+            engine.select_levels([2], [4])
+    assert [len(ids) for ids in both.token_ids] == [16, 16] and both.num_tokens == 32
+    assert one.token_ids == [both.token_ids[0], both.token_ids[1][:5]]
+    for run in (both, one):
+        for first, last in zip(run.first_token_seconds, run.last_token_seconds, strict=True):
+            assert 0 < first <= last <= run.seconds
+        assert 2 <= run.num_target_steps <= run.num_tokens
+        assert 0 < run.accepted <= run.drafted
+        assert run.levels[-1]["drafted"] == run.drafted
+        assert run.levels[-1]["accepted"] == run.accepted
+    assert both.levels[0]["drafted"] > 0
+    assert one.levels[0]["drafted"] == one.levels[0]["forwards"] == 0
+
+
+def test_engines_that_cannot_start_say_why(family, tmp_path):
+    engine_args = {**ENGINE, "model": family.target}
+    wrong = {**engine_args, "speculative_config": {"method": "hsd", "levelz": []}}
+    accepted, refused = configuration_errors([engine_args, wrong])
+    assert accepted is None and refused is not None and "levels" in refused
+    log = tmp_path / "log"
+    with (
+        EngineProcess(wrong, "engine 'wrong'", log=log) as engine,
+        pytest.raises(UserError, match=r"^engine 'wrong' cannot start: .*levels.*log"),
+    ):
+        engine.generate([[1, 2]], {})
+    assert "Traceback" in log.read_text()

