@@ -1,280 +1,407 @@
-"""What a user writes: the keys of `--speculative-config` for method "hsd"."""
+"""User-facing configuration: the keys of `--speculative-config` for method "hsd"."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
+from vllm_hsd.checked_files import read_json
+from vllm_hsd.errors import UserError, quoted
+
+# "hierarchical" is the papers' name of block verification.
 Verifier = Annotated[
     Literal["block", "standard"],
     BeforeValidator(lambda value: "block" if value == "hierarchical" else value),
 ]
+Stopping = Literal["fixed", "entropy"]
 Name = Annotated[str, Field(min_length=1)]
+Tokens = Annotated[int, Field(ge=1, le=128)]
+VllmKey = Annotated[Any, Field(exclude=True)]
 
-LEVEL_KINDS = ("model", "early_exit", "exit_head", "ngram", "bigram")
-
-# Per-model keys of vLLM's own draft configuration; vLLM's class parses their values.
-MODEL_KEYS = (
-    "attention_backend",
-    "code_revision",
-    "draft_load_config",
-    "draft_tensor_parallel_size",
-    "enforce_eager",
-    "kv_cache_dtype",
-    "max_model_len",
-    "moe_backend",
-    "quantization",
-    "revision",
-)
+MAX_LEVELS = 16
+MAX_CASCADE_BYTES = 1 << 20
+CASCADE_SCHEMA = 1
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot be served; the message names the key and the fix."""
+class _Keys(BaseModel):
+    """Strict: an unknown key is an error, and true is not 1."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class NgramConfig(BaseModel):
-    """Prompt lookup: the continuation of the longest match of the last min..max tokens."""
+class NgramConfig(_Keys):
+    """Prompt lookup.
 
-    model_config = ConfigDict(extra="forbid")
-
-    max: Annotated[int, Field(ge=1)] = 4
-    min: Annotated[int, Field(ge=1)] = 1
-
-
-class LevelConfig(BaseModel):
-    """One drafter of a cascade (a level); keys as written in the JSON.
-
-    Its kind is the one key set of `model` (path or name), `early_exit` (layers of the target),
-    `exit_head` (directory written by `vllm-hsd train-heads`), `ngram` and `bigram` (file written
-    by `vllm-hsd bigram`).
-
-    `num_tokens` is the level's budget: how many tokens it hands up per request of the level
-    above it. The last level has none of its own, it fills `num_speculative_tokens`.
+    Attributes:
+        max: longest n-gram at the end of the text that is looked up, in tokens.
+        min: shortest.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    max: Annotated[int, Field(ge=1, le=1024)] = 4
+    min: Annotated[int, Field(ge=1, le=1024)] = 1
 
-    model: Name | None = None
-    early_exit: Annotated[int, Field(ge=1)] | None = None
-    exit_head: Name | None = None
-    ngram: NgramConfig | None = None
-    bigram: Name | None = None
-    num_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_rounds: Annotated[int, Field(ge=1)] | None = None
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"has min {self.min} above max {self.max}: lower min or raise max")
+        return self
+
+
+class _LevelKeys(_Keys):
+    """Keys of every level.
+
+    Attributes:
+        kind: the key that says what drafts, and the attribute that holds its value.
+        num_tokens: draft length, the tokens that the level passes to the level above it at a time;
+            None for the last level, which fills `num_speculative_tokens`.
+    """
+
+    kind: ClassVar[str]
+
+    num_tokens: Tokens | None = None
+
+
+class _SamplingLevelKeys(_LevelKeys):
+    """Keys of levels that have probabilities, and so can verify the level below.
+
+    Attributes:
+        verifier: how the level verifies the level below; None for the cascade's verifier.
+        max_rounds: verification rounds per draft; None for as many as it takes.
+        stopping: fixed draft lengths, or entropy-based early stopping (experimental).
+        temperature_scale: factor on the request's temperature (experimental).
+    """
+
     verifier: Verifier | None = None
-    stopping: Literal["fixed", "entropy"] = "fixed"
-    temperature_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    model_keys: dict[str, Any] = Field(default_factory=dict, exclude=True)
+    max_rounds: Tokens | None = None
+    stopping: Stopping = "fixed"
+    temperature_scale: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
+
+
+class ModelLevelConfig(_SamplingLevelKeys):
+    """A draft model, with the per-model keys of vLLM's own draft configuration.
+
+    Attributes:
+        model: path or name.
+        max_model_len: longest context that the level drafts for, in tokens.
+    """
+
+    kind = "model"
+
+    model: Name
+    attention_backend: VllmKey = None
+    code_revision: VllmKey = None
+    draft_load_config: VllmKey = None
+    draft_tensor_parallel_size: VllmKey = None
+    enforce_eager: VllmKey = None
+    kv_cache_dtype: VllmKey = None
+    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    moe_backend: VllmKey = None
+    quantization: VllmKey = None
+    revision: VllmKey = None
 
     @property
-    def kind(self) -> str:
-        """The one key of `LEVEL_KINDS` that is set."""
-        return next(kind for kind in LEVEL_KINDS if getattr(self, kind) is not None)
+    def model_keys(self) -> dict[str, Any]:
+        """The keys of vLLM that were given; vLLM's class parses their values."""
+        own = _SamplingLevelKeys.model_fields.keys() | {"model"}
+        return {key: getattr(self, key) for key in sorted(self.model_fields_set - own)}
 
 
-class CascadeConfig(BaseModel):
-    """A cascade: levels cheapest first, the target's verifier, and the longest draft.
+class EarlyExitLevelConfig(_SamplingLevelKeys):
+    """The target's first layers with its own norm and head.
 
-    Build it with `CascadeConfig.parse`, which turns every fault into one `ConfigError` sentence.
+    Attributes:
+        early_exit: how many layers run.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    kind = "early_exit"
 
-    num_speculative_tokens: Annotated[int, Field(ge=1, le=128)]
-    levels: list[LevelConfig]
+    early_exit: Annotated[int, Field(ge=1, le=10_000)]
+
+
+class ExitHeadLevelConfig(_SamplingLevelKeys):
+    """The target's first layers with a trained head.
+
+    Attributes:
+        exit_head: directory that `vllm-hsd build exit-heads` wrote.
+    """
+
+    kind = "exit_head"
+
+    exit_head: Name
+
+
+class NgramLevelConfig(_LevelKeys):
+    """Prompt lookup; its drafts are point masses, so it verifies nothing and samples nothing."""
+
+    kind = "ngram"
+    verifier: ClassVar[None] = None
+    max_rounds: ClassVar[None] = None
+    stopping: ClassVar[Stopping] = "fixed"
+    temperature_scale: ClassVar[float] = 1.0
+
+    ngram: NgramConfig
+
+
+class BigramLevelConfig(_SamplingLevelKeys):
+    """A table of token pairs.
+
+    Attributes:
+        bigram: file that `vllm-hsd build bigram` wrote.
+    """
+
+    kind = "bigram"
+
+    bigram: Name
+
+
+LevelConfig = (
+    ModelLevelConfig
+    | EarlyExitLevelConfig
+    | ExitHeadLevelConfig
+    | NgramLevelConfig
+    | BigramLevelConfig
+)
+LEVEL_CLASSES: dict[str, type[_LevelKeys]] = {cls.kind: cls for cls in get_args(LevelConfig)}
+LEVEL_KINDS = tuple(LEVEL_CLASSES)
+
+
+def _read_level(raw: object) -> object:
+    """A level with underscores in its keys and exactly one kind."""
+    if isinstance(raw, _LevelKeys):
+        return raw
+    if not isinstance(raw, Mapping):
+        raise ValueError(f'must be a mapping such as {{"model": PATH}} (given: {quoted(raw)})')
+    level = _with_underscores(raw)
+    kinds = [kind for kind in LEVEL_KINDS if kind in level]
+    if not kinds:
+        raise ValueError(f"needs one of the kinds: {', '.join(LEVEL_KINDS)}")
+    if len(kinds) > 1:
+        raise ValueError(f"has two kinds, '{kinds[0]}' and '{kinds[1]}': keep one")
+    return level
+
+
+def _kind(level: Any) -> str:
+    if isinstance(level, _LevelKeys):
+        return level.kind
+    return next(kind for kind in LEVEL_KINDS if kind in level)
+
+
+Level = Annotated[
+    Annotated[ModelLevelConfig, Tag("model")]
+    | Annotated[EarlyExitLevelConfig, Tag("early_exit")]
+    | Annotated[ExitHeadLevelConfig, Tag("exit_head")]
+    | Annotated[NgramLevelConfig, Tag("ngram")]
+    | Annotated[BigramLevelConfig, Tag("bigram")],
+    Discriminator(_kind),
+    BeforeValidator(_read_level),
+]
+
+
+class CascadeConfig(_Keys):
+    """A cascade; build it with `CascadeConfig.parse`.
+
+    Attributes:
+        num_speculative_tokens: longest draft that the target verifies in one call.
+        levels: drafters, cheapest first.
+        verifier: how the target verifies, and every level that does not say otherwise.
+        horizontal_tokens: unverified tokens of level 0 after the top level's draft, a horizontal
+            cascade (experimental).
+    """
+
+    num_speculative_tokens: Tokens
+    levels: Annotated[list[Level], Field(min_length=1, max_length=MAX_LEVELS)]
     verifier: Verifier = "block"
     horizontal_tokens: Annotated[int, Field(ge=0)] = 0
 
     @classmethod
-    def parse(cls, raw: dict[str, Any]) -> CascadeConfig:
-        """Check the keys that a user gave beside `method: "hsd"`.
+    def parse(cls, raw: object) -> CascadeConfig:
+        """Check the keys that a user gave next to `method: "hsd"`.
 
         Args:
             raw: the mapping as parsed from JSON, dashes or underscores in its keys.
 
         Raises:
-            ConfigError: one sentence that names the key at fault and what to do.
+            UserError: one sentence that names the key, and the file if one was read.
         """
-        raw = _underscored(raw)
-        if "cascade" in raw:
-            raw = _read_cascade(raw)
-        if "levels" not in raw:
-            raise ConfigError(
-                "method 'hsd' needs the key 'levels' (a list of drafters, cheapest first) "
-                "or 'cascade' (a file written by `vllm-hsd plan`)."
-            )
-        if raw.get("num_speculative_tokens") is None:
-            raise ConfigError(
-                "method 'hsd' needs the key 'num_speculative_tokens': the longest draft that "
-                "the target verifies in one call."
-            )
-        if not isinstance(raw["levels"], list) or not raw["levels"]:
-            raise ConfigError("'levels' must be a list of at least one level.")
-        _refuse_switches(raw)
-        levels = [_split_level(i, level) for i, level in enumerate(raw["levels"])]
+        given = read_speculative_config(raw)
+        merged, source = given, ""
+        if "cascade" in given:
+            path = given.pop("cascade")
+            merged = {**_read_cascade(path, given), **given}
+            source = f"cascade {quoted(path)}: "
         try:
-            parsed = cls(**{**raw, "levels": levels})
+            return cls.model_validate(merged)
         except ValidationError as error:
-            raise ConfigError(_one_sentence(error)) from None
-        parsed._check_draft_lengths()
-        parsed._check_lookup()
-        parsed._check_tail()
-        parsed._check_room()
-        return parsed
+            fault = error.errors(include_url=False)[0]
+            if fault["loc"] and fault["loc"][0] in given:
+                source = ""
+            raise UserError(source + _sentence(fault)) from None
 
-    def _check_draft_lengths(self) -> None:
-        limit = self.num_speculative_tokens
+    @property
+    def draft_lengths(self) -> list[int]:
+        """Draft length of each level, the last level's included."""
+        return [level.num_tokens or self.num_speculative_tokens for level in self.levels]
+
+    @model_validator(mode="after")
+    def _check_levels(self) -> Self:
+        limit, last = self.num_speculative_tokens, len(self.levels) - 1
         for i, level in enumerate(self.levels):
-            last = i == len(self.levels) - 1
-            if last and level.num_tokens not in (None, limit):
-                raise ConfigError(
-                    f"levels[{i}].num_tokens is {level.num_tokens}, but the last level fills "
-                    f"num_speculative_tokens ({limit}): leave it out."
+            name = f"levels[{i}]"
+            if i == last and level.num_tokens not in (None, limit):
+                raise ValueError(
+                    f"{name}.num_tokens is {level.num_tokens}, but the last level fills "
+                    f"num_speculative_tokens ({limit}): leave it out"
                 )
-            if not last and level.num_tokens is None:
-                raise ConfigError(
-                    f"levels[{i}] needs the key 'num_tokens': how many tokens it hands to "
-                    f"levels[{i + 1}] at a time."
+            if i < last and level.num_tokens is None:
+                raise ValueError(
+                    f"{name} needs the key 'num_tokens': how many tokens it passes to "
+                    f"levels[{i + 1}] at a time"
                 )
             if level.num_tokens is not None and level.num_tokens > limit:
-                raise ConfigError(
-                    f"levels[{i}].num_tokens is {level.num_tokens}, above "
-                    f"num_speculative_tokens ({limit}): lower the one or raise the other."
+                raise ValueError(
+                    f"{name}.num_tokens is {level.num_tokens}, above num_speculative_tokens "
+                    f"({limit}): lower num_tokens or raise num_speculative_tokens"
                 )
-            if i == 0 and (level.verifier is not None or level.max_rounds is not None):
-                key = "verifier" if level.verifier is not None else "max_rounds"
-                raise ConfigError(
-                    f"levels[0].{key} has no meaning, since the first level verifies nobody: "
-                    f"remove it."
+            if i > 0 and isinstance(level, NgramLevelConfig):
+                raise ValueError(
+                    f"{name}.ngram cannot verify levels[{i - 1}], since an n-gram level has no "
+                    "probabilities: put it first"
                 )
+        for key in ("verifier", "max_rounds"):
+            if getattr(self.levels[0], key) is not None:
+                raise ValueError(
+                    f"levels[0].{key} has no meaning, since the first level verifies no other: "
+                    "remove it"
+                )
+        return self
 
-    def _check_lookup(self) -> None:
-        for i, level in enumerate(self.levels):
-            if level.kind != "ngram":
-                continue
-            if i > 0:
-                raise ConfigError(
-                    f"levels[{i}].ngram cannot verify levels[{i - 1}]: an n-gram level has no rows "
-                    "of its own, put it first."
-                )
-            if level.ngram.min > level.ngram.max:
-                raise ConfigError(
-                    f"levels[{i}].ngram.min ({level.ngram.min}) is above max "
-                    f"({level.ngram.max}): lower the one or raise the other."
-                )
-            for key, plain in (("stopping", "fixed"), ("temperature_scale", 1.0)):
-                if getattr(level, key) != plain:
-                    raise ConfigError(
-                        f"levels[{i}].{key} has no meaning for kind 'ngram', whose rows are "
-                        "one-hot: remove it."
-                    )
-
-    def _check_tail(self) -> None:
+    @model_validator(mode="after")
+    def _check_room(self) -> Self:
+        """Every level gets to draft: a level that verifies keeps one place for its own token."""
         if self.horizontal_tokens and len(self.levels) == 1:
-            raise ConfigError(
-                "horizontal_tokens continue the top level with level 0: remove it or give two levels."
+            raise ValueError(
+                "horizontal_tokens continue the top level with level 0: remove it or give "
+                "two levels"
             )
         if self.horizontal_tokens >= self.num_speculative_tokens:
-            raise ConfigError(
-                f"horizontal_tokens ({self.horizontal_tokens}) leaves no room for the top level in num_speculative_tokens "
-                f"({self.num_speculative_tokens}): lower it."
+            raise ValueError(
+                f"horizontal_tokens ({quoted(self.horizontal_tokens)}) leaves no room for the top "
+                f"level in num_speculative_tokens ({self.num_speculative_tokens}): lower it"
             )
-
-    def _check_room(self) -> None:
-        """Every level gets to draft: a level that verifies keeps one place for its own token."""
         room, key = self.num_speculative_tokens - self.horizontal_tokens, "num_speculative_tokens"
         for i in range(len(self.levels) - 1, 0, -1):
             if self.draft_lengths[i] < room:
                 room, key = self.draft_lengths[i], f"levels[{i}].num_tokens"
             if room < 2:
-                raise ConfigError(
+                raise ValueError(
                     f"levels[{i}] has room for one token, its own, so that levels[{i - 1}] would "
-                    f"never draft: raise {key} or remove levels[{i - 1}]."
+                    f"never draft: raise {key} or remove levels[{i - 1}]"
                 )
             room -= 1
-
-    @property
-    def draft_lengths(self) -> list[int]:
-        """Tokens that each level hands up per call, the last level's included."""
-        return [level.num_tokens or self.num_speculative_tokens for level in self.levels]
+        return self
 
 
-def _underscored(raw: dict[str, Any]) -> dict[str, Any]:
-    return {key.replace("-", "_"): value for key, value in raw.items()}
+def read_speculative_config(raw: object) -> dict[str, Any]:
+    """The mapping given as `speculative_config`, with underscores in its keys.
 
+    Args:
+        raw: what a user gave, None for nothing.
 
-def _read_cascade(raw: dict[str, Any]) -> dict[str, Any]:
-    """Merge the file named by `cascade` under the keys given beside it."""
-    if "levels" in raw:
-        raise ConfigError("'cascade' and 'levels' exclude each other: give one of them.")
-    if not isinstance(raw["cascade"], str):
-        raise ConfigError("cascade: give the path of a file that `vllm-hsd plan` wrote.")
-    path = Path(raw["cascade"])
-    if not path.is_file():
-        raise ConfigError(f"cascade: no file '{path}'; `vllm-hsd plan` writes one.")
+    Raises:
+        UserError: not a mapping, a key that is not text, or a key given with a dash and with an
+            underscore.
+    """
+    if raw is None:
+        return {}
+    if not isinstance(raw, Mapping):
+        raise UserError(
+            f'speculative_config is {quoted(raw)}: give a mapping such as {{"method": "hsd", ...}}.'
+        )
     try:
-        plan = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"cascade: '{path}' is not JSON ({error}).") from None
-    if not isinstance(plan, dict) or plan.get("schema") != 1:
-        raise ConfigError(
-            f"cascade: '{path}' lacks \"schema\": 1; write it with this version's vllm-hsd plan."
-        )
-    kept = ("num_speculative_tokens", "levels", "verifier", "horizontal_tokens")
-    given = {key: value for key, value in raw.items() if key != "cascade"}
-    return {**{key: plan[key] for key in kept if key in plan}, **given}
+        return _with_underscores(raw)
+    except ValueError as error:
+        raise UserError(f"speculative_config {error}.") from None
 
 
-def _refuse_switches(raw: dict[str, Any], prefix: str = "") -> None:
-    """No key of ours is true or false, which pydantic would read as 1 or 0."""
+def _with_underscores(raw: Mapping[Any, Any]) -> dict[str, Any]:
+    mapping: dict[str, Any] = {}
     for key, value in raw.items():
-        if isinstance(value, bool):
-            raise ConfigError(
-                f"{prefix}{key} is {json.dumps(value)}, but it is no switch: give its value, or "
-                "leave the key out."
+        if not isinstance(key, str):
+            raise ValueError(f"has the key {quoted(key)}: keys must be text")
+        name = key.replace("-", "_")
+        if name in mapping:
+            raise ValueError(
+                f"has the key {quoted(name)} twice, with a dash and with an underscore: keep one"
             )
+        mapping[name] = value
+    return mapping
 
 
-def _split_level(index: int, raw: Any) -> dict[str, Any]:
-    """Set vLLM's own per-model keys of one level apart and check its kind."""
-    name = f"levels[{index}]"
-    if not isinstance(raw, dict):
-        raise ConfigError(f'{name} must be a mapping such as {{"model": PATH}}.')
-    raw = _underscored(raw)
-    kinds = [kind for kind in LEVEL_KINDS if raw.get(kind) is not None]
-    if len(kinds) > 1:
-        raise ConfigError(f"{name} has two kinds, '{kinds[0]}' and '{kinds[1]}': keep one.")
-    own = set(LevelConfig.model_fields) - {"model_keys"}
-    unknown = [key for key in raw if key not in own and key not in MODEL_KEYS]
-    if unknown:
-        known = ", ".join(sorted(own | set(MODEL_KEYS)))
-        raise ConfigError(f"{name} has an unknown key '{unknown[0]}'; known keys: {known}.")
-    if not kinds:
-        raise ConfigError(f"{name} needs one of the kinds: {', '.join(LEVEL_KINDS)}.")
-    model_keys = {key: raw.pop(key) for key in MODEL_KEYS if key in raw}
-    _refuse_switches(raw, f"{name}.")
-    if model_keys and kinds[0] != "model":
-        raise ConfigError(
-            f"{name}.{next(iter(model_keys))} is a key of kind 'model'; this level is of kind "
-            f"'{kinds[0]}': remove it."
+def _read_cascade(path: object, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration in a cascade file, without what the planner notes in it."""
+    if "levels" in given:
+        raise UserError("'cascade' and 'levels' exclude each other: give one of them.")
+    if not isinstance(path, str | Path) or not str(path):
+        raise UserError(
+            f"cascade is {quoted(path)}: give the path of a file that `vllm-hsd plan` wrote."
         )
-    return {**raw, "model_keys": model_keys}
+    plan = read_json(path, "cascade", "vllm-hsd plan", MAX_CASCADE_BYTES)
+    schema = plan.get("schema") if isinstance(plan, dict) else None
+    if type(schema) is not int or schema != CASCADE_SCHEMA:
+        raise UserError(
+            f'cascade: {quoted(path)} lacks "schema": {CASCADE_SCHEMA}; write it with this '
+            "version's `vllm-hsd plan`."
+        )
+    try:
+        plan = _with_underscores(plan)
+    except ValueError as error:
+        raise UserError(f"cascade: {quoted(path)} {error}.") from None
+    return {key: plan[key] for key in CascadeConfig.model_fields if key in plan}
 
 
-def _one_sentence(error: ValidationError) -> str:
-    """The first fault of a pydantic report: its key, what it wants and what was given."""
-    fault = error.errors()[0]
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"])
-    key = key.lstrip(".")
+_MISSING = {
+    "levels": "'levels' (a list of drafters, cheapest first) or 'cascade' (a file that "
+    "`vllm-hsd plan` wrote)",
+    "num_speculative_tokens": "'num_speculative_tokens' (the longest draft that the target "
+    "verifies in one call)",
+}
+
+
+def _sentence(fault: Any) -> str:
+    """A fault of a pydantic report as one sentence: the key, what it must be, what was given."""
+    path = list(fault["loc"])
+    kind = path.pop(2) if len(path) > 2 and path[0] == "levels" else None
+    if fault["type"] == "missing":
+        return f"method 'hsd' needs the key {_MISSING[path[0]]}."
     if fault["type"] == "extra_forbidden":
-        fields = {"cascade", "method", *CascadeConfig.model_fields}
-        if "ngram" in fault["loc"]:
-            fields = set(NgramConfig.model_fields)
-        known = ", ".join(sorted(fields))
-        return f"unknown key '{key}' for method 'hsd'; known keys: {known}."
-    if fault["type"] == "model_type" and "ngram" in fault["loc"]:
-        return f'{key}: give a mapping such as {{"max": 4}} (given: {fault["input"]!r}).'
-    return f"{key}: {fault['msg'].lower()} (given: {fault['input']!r})."
+        owner, unknown = _key(path[:-1]), quoted(path[-1])
+        if kind is None:
+            known = ["cascade", "method", *CascadeConfig.model_fields]
+            return f"method 'hsd' has no key {unknown}; its keys are {', '.join(sorted(known))}."
+        fields = NgramConfig if owner.endswith(".ngram") else LEVEL_CLASSES[kind]
+        known = sorted(fields.model_fields)
+        return f"{owner} of kind '{kind}' has no key {unknown}; its keys are {', '.join(known)}."
+    if fault["type"] == "value_error":
+        return f"{_key(path)} {fault['ctx']['error']}.".lstrip()
+    given = f"(given: {quoted(fault['input'])})"
+    if path[-1] == "ngram":
+        return f'{_key(path)}: give a mapping such as {{"max": 4}} {given}.'
+    message = fault["msg"]
+    return f"{_key(path)}: {message[0].lower()}{message[1:]} {given}."
+
+
+def _key(path: list[Any]) -> str:
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path]
+    return "".join(parts).lstrip(".")

@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from vllm_hsd.engine_process import JsonLinesProcess, serve_parent
+from vllm_hsd.errors import UserError
 
 MAX_MODEL_LEN = 512
 MAX_NUM_SEQS = 16
 
 
-class EngineError(RuntimeError):
+class EngineError(UserError):
     """An engine process failed; the message says which one, why, and where its log is."""
 
 

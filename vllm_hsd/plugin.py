@@ -6,7 +6,8 @@ import functools
 import logging
 
 from vllm_hsd import compat
-from vllm_hsd.config import ConfigError
+from vllm_hsd.config import read_speculative_config
+from vllm_hsd.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +58,12 @@ def _hook_config(faults: list[str]) -> None:
 
     @functools.wraps(create)
     def create_speculative_config(self, target_model_config, target_parallel_config):
-        raw = {
-            key.replace("-", "_"): value for key, value in (self.speculative_config or {}).items()
-        }
+        raw = read_speculative_config(self.speculative_config)
         hsd = raw.get("method", self.spec_method) == "hsd"
         if not hsd and raw.get("rejection_sample_method") not in ("hierarchical", "block"):
             return create(self, target_model_config, target_parallel_config)
         if faults:
-            raise ConfigError(f"vllm-hsd cannot run: {faults[0]}")
+            raise UserError(f"vllm-hsd cannot run: {faults[0]}")
         if compat.installed_release() not in compat.TESTED:
             logger.warning(
                 "vllm-hsd was tested with vLLM %s; vLLM %s has the same names, but was not run.",
@@ -81,7 +80,7 @@ def _hook_config(faults: list[str]) -> None:
         if hsd:
             from vllm_hsd.runner_v1.spec_config import HsdSpeculativeConfig as config
         else:
-            from vllm_hsd.runner_v1.stock_drafters import HierarchicalSpeculativeConfig as config
+            from vllm_hsd.runner_v1.stock_drafters import BlockVerificationConfig as config
         return config.create(raw, target_model_config, target_parallel_config)
 
     @functools.wraps(unsupported)

@@ -1,6 +1,5 @@
 """The commands that write bigram tables and exit heads."""
 
-import argparse
 import json
 import re
 import shutil
@@ -9,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_hsd.cli import build
+from vllm_hsd.cli.main import main
 from vllm_hsd.core.bigram import read_bigram
 from vllm_hsd.core.exit_head import read_exit_head
 
@@ -19,10 +18,7 @@ CONFIG = json.loads((FAMILY / "target" / "config.json").read_text())
 
 
 def run(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    build.add_parsers(parser.add_subparsers())
-    parsed = parser.parse_args(arguments)
-    return parsed.run(parsed)
+    return main(["build", *arguments])
 
 
 @pytest.fixture
@@ -34,7 +30,7 @@ def corpus(tmp_path) -> str:
 
 def test_bigram(tmp_path, corpus, capsys):
     output = str(tmp_path / "table.bigram")
-    assert run("bigram", "--tokenizer", TARGET, corpus, corpus, "-o", output) == 0
+    assert run("bigram", "--target", TARGET, corpus, corpus, "-o", output) == 0
     table = read_bigram(output)
     assert table.vocab_size == CONFIG["vocab_size"]
     assert "pairs of tokens" in capsys.readouterr().out
@@ -47,14 +43,14 @@ def test_bigram_with_a_tokenizer_alone(tmp_path, corpus):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(TARGET) / name, tmp_path)
     output = str(tmp_path / "table.bigram")
-    assert run("bigram", "--tokenizer", str(tmp_path), corpus, "-o", output) == 0
+    assert run("bigram", "--target", str(tmp_path), corpus, "-o", output) == 0
     assert read_bigram(output).vocab_size == CONFIG["vocab_size"]
 
 
-def test_train_heads(tmp_path, corpus, capsys):
+def test_exit_heads(tmp_path, corpus, capsys):
     output = tmp_path / "heads"
-    arguments = ["--target", TARGET, "--layers", "2", "--texts", corpus, "--steps", "1"]
-    assert run("train-heads", *arguments, "-o", str(output)) == 0
+    arguments = ["--target", TARGET, "--layers", "2", "--steps", "1", corpus]
+    assert run("exit-heads", *arguments, "-o", str(output)) == 0
     assert "held-out divergence" in capsys.readouterr().out
     head = read_exit_head(str(output / "layer-2"))
     assert head.layer == 2
@@ -64,22 +60,22 @@ def test_train_heads(tmp_path, corpus, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bigram", "--tokenizer", "CORPUS", "CORPUS"], "tokenizer: '.*' has no tokenizer"),
-        (["bigram", "--tokenizer", TARGET, "no-such-file"], "corpus: cannot read 'no-such-file'"),
-        (["bigram", "--tokenizer", TARGET, "BINARY"], "corpus: '.*' is not text in UTF-8"),
-        (["bigram", "--tokenizer", TARGET, "EMPTY"], "no pair of tokens"),
-        (["bigram", "--tokenizer", TARGET, "CORPUS", "-o", "no/such"], "output: no directory 'no'"),
+        (["bigram", "--target", "CORPUS", "CORPUS"], "--target: '.*' has no tokenizer"),
+        (["bigram", "--target", TARGET, "no-such-file"], "TEXT 'no-such-file' cannot be read"),
+        (["bigram", "--target", TARGET, "BINARY"], "TEXT '.*' is not text in UTF-8"),
+        (["bigram", "--target", TARGET, "EMPTY"], "no pair of tokens"),
+        (["bigram", "--target", TARGET, "CORPUS", "-o", "no/such"], "--output: no directory 'no'"),
         (
-            ["train-heads", "--target", TARGET, "--layers", "99", "--texts", "CORPUS"],
+            ["exit-heads", "--target", TARGET, "--layers", "99", "CORPUS"],
             "layers: 99 is not between 1 and",
         ),
         (
-            ["train-heads", "--target", TARGET, "--layers", "2", "--texts", "EMPTY"],
-            "texts: 1 tokens are too few",
+            ["exit-heads", "--target", TARGET, "--layers", "2", "EMPTY"],
+            "the texts have 1 tokens, too few",
         ),
         (
-            ["train-heads", "--target", TARGET, "--layers", "2", "--texts", "CORPUS", "--steps=0"],
-            "steps is 0, must be at least 1",
+            ["exit-heads", "--target", TARGET, "--layers", "2", "CORPUS", "--steps=0"],
+            "--steps is 0: it must be at least 1",
         ),
     ],
 )
@@ -97,5 +93,5 @@ def test_errors_are_one_line_on_stderr(tmp_path, corpus, capsys, arguments, mess
     assert run(*arguments) == 2
     # transformers shows its progress there, too.
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert re.search(message, error) and error.startswith(f"vllm-hsd {arguments[0]}: ")
+    assert re.search(message, error) and error.startswith(f"vllm-hsd build {arguments[0]}: ")
     assert not (tmp_path / "output").exists()

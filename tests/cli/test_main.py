@@ -1,5 +1,6 @@
 """The command line: doctor's findings and exit status, errors of the user's making."""
 
+import argparse
 import os
 import signal
 import subprocess
@@ -7,9 +8,11 @@ import sys
 
 import pytest
 
+import vllm_hsd
 from vllm_hsd import compat
 from vllm_hsd.cli import doctor
 from vllm_hsd.cli import main as cli
+from vllm_hsd.errors import UserError
 
 
 def run_doctor(**environment: str) -> subprocess.CompletedProcess:
@@ -96,3 +99,67 @@ def test_no_command_and_unknown_commands_are_refused(capsys):
             cli.main(arguments)
         assert stop.value.code == 2
     assert "doctor" in capsys.readouterr().err
+
+
+def run_python(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+
+
+def test_help_imports_neither_torch_nor_vllm():
+    code = (
+        "import sys\n"
+        "from vllm_hsd.cli.main import main\n"
+        "try:\n"
+        "    main(['--help'])\n"
+        "except SystemExit as end:\n"
+        "    assert end.code == 0\n"
+        "print([name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])"
+    )
+    assert run_python(code).stdout.splitlines()[-1] == "[]"
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"vllm-hsd {vllm_hsd.__version__}\n"
+
+
+def parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    """A parser and all parsers of its commands."""
+    found = [parser]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found += [below for choice in action.choices.values() for below in parsers(choice)]
+    return found
+
+
+def test_every_option_has_a_line_of_help_and_shows_its_default():
+    for parser in parsers(cli.make_parser()):
+        if parser.prog in ("vllm-hsd plan", "vllm-hsd profile"):
+            continue
+        text = " ".join(parser.format_help().split())
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                continue
+            assert action.help, f"{parser.prog} {action.option_strings or action.dest}"
+            if action.option_strings and action.default not in (None, False, "==SUPPRESS=="):
+                assert f"default: {action.default}" in text, f"{parser.prog} {action.dest}"
+
+
+@pytest.mark.parametrize("error", [None, UserError("--x is 0: raise it."), KeyboardInterrupt()])
+def test_exit_status(monkeypatch, capsys, error):
+    def build_bigram(*arguments):
+        if error:
+            raise error
+        return "done"
+
+    monkeypatch.setattr("vllm_hsd.cli.build.build_bigram", build_bigram)
+    status = cli.main(["build", "bigram", "--target", "T", "--output", "O", "text"])
+    said = capsys.readouterr()
+    if error is None:
+        assert status == 0 and said.out == "done\n"
+    elif isinstance(error, UserError):
+        assert status == 2 and said.err == "vllm-hsd build bigram: --x is 0: raise it.\n"
+    else:
+        assert status == 130 and said.err == "vllm-hsd build bigram: interrupted\n"

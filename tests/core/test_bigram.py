@@ -1,12 +1,18 @@
-"""Bigram tables: their rows are laws, back-off, the file, the level, errors."""
+"""Bigram tables: their rows are distributions, back-off, the file, the level, errors."""
 
 import numpy as np
 import pytest
-import scipy.sparse
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hsd.core.bigram import BigramLevel, count_bigrams, read_bigram, write_bigram
+from vllm_hsd.core.bigram import (
+    BigramLevel,
+    bigram_vocab_size,
+    count_bigrams,
+    read_bigram,
+    write_bigram,
+)
+from vllm_hsd.errors import UserError
 
 VOCABULARY = 7
 CORPUS = [np.array([1, 2, 1, 2, 3]), np.array([2, 2]), np.array([4])]
@@ -17,7 +23,7 @@ CORPUS = [np.array([1, 2, 1, 2, 3]), np.array([2, 2]), np.array([4])]
         st.lists(st.integers(0, VOCABULARY - 1), min_size=2, max_size=20), min_size=1, max_size=4
     )
 )
-def test_rows_are_laws_with_every_token_possible(documents):
+def test_rows_are_distributions_with_every_token_possible(documents):
     rows = count_bigrams([np.array(d) for d in documents], VOCABULARY).rows(np.arange(VOCABULARY))
     assert rows.shape == (VOCABULARY, VOCABULARY)
     np.testing.assert_allclose(rows.sum(1), 1, atol=1e-12)
@@ -25,7 +31,10 @@ def test_rows_are_laws_with_every_token_possible(documents):
 
 
 def test_counts_stop_at_the_end_of_a_document():
-    pairs = count_bigrams(CORPUS, VOCABULARY).pairs.toarray()
+    table = count_bigrams(CORPUS, VOCABULARY)
+    pairs = np.zeros((VOCABULARY, VOCABULARY))
+    first = np.repeat(np.arange(VOCABULARY), np.diff(table.starts))
+    pairs[first, table.following] = table.counts
     assert pairs[1, 2] == 2 and pairs[2, 1] == 1 and pairs[2, 3] == 1 and pairs[2, 2] == 1
     assert pairs.sum() == 5
 
@@ -48,7 +57,7 @@ def test_file_round_trip(tmp_path):
     path = str(tmp_path / "table.bigram")
     write_bigram(table, path)
     again = read_bigram(path)
-    assert scipy.sparse.issparse(again.pairs)
+    assert bigram_vocab_size(path) == again.vocab_size == VOCABULARY
     previous = np.array([0, 2, 1, 2])
     np.testing.assert_array_equal(again.rows(previous), table.rows(previous))
 
@@ -78,7 +87,7 @@ def test_level_reads_the_token_before_every_row():
     ],
 )
 def test_unusable_corpora(documents, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         count_bigrams(documents, VOCABULARY)
 
 
@@ -86,12 +95,16 @@ def test_unusable_corpora(documents, message):
 def test_other_files(tmp_path, content):
     path = tmp_path / "table.bigram"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"is no bigram table; write one with `vllm-hsd bigram`"):
+    with pytest.raises(
+        UserError, match=r"is not a bigram table .* write one with `vllm-hsd build bigram`"
+    ):
         read_bigram(str(path))
 
 
-def test_unreadable_file(tmp_path):
-    with pytest.raises(ValueError, match=r"bigram: cannot read '.*table' \(No such file"):
+def test_missing_file(tmp_path):
+    with pytest.raises(
+        UserError, match=r"bigram: no file '.*table'; `vllm-hsd build bigram` writes one"
+    ):
         read_bigram(str(tmp_path / "table"))
 
 
@@ -101,11 +114,11 @@ def test_damaged_file(tmp_path):
     stored = bytearray(path.read_bytes())
     stored[60:90] = bytes(30)
     path.write_bytes(stored)
-    with pytest.raises(ValueError, match="is no bigram table"):
+    with pytest.raises(UserError, match="is not a bigram table"):
         read_bigram(str(path))
 
 
-def test_an_array_is_no_table(tmp_path):
+def test_an_array_is_not_a_table(tmp_path):
     np.save(tmp_path / "counts.npy", np.zeros(3))
-    with pytest.raises(ValueError, match="is no bigram table"):
+    with pytest.raises(UserError, match="is not a bigram table"):
         read_bigram(str(tmp_path / "counts.npy"))

@@ -10,9 +10,10 @@ import pytest
 import torch
 from support.engines import configuration_errors
 
-from vllm_hsd.config import LEVEL_KINDS, CascadeConfig, ConfigError
+from vllm_hsd.config import LEVEL_CLASSES, CascadeConfig, read_speculative_config
 from vllm_hsd.core.bigram import count_bigrams, write_bigram
 from vllm_hsd.core.exit_head import ExitHead, write_exit_head
+from vllm_hsd.errors import UserError
 
 MODEL = {"model": "small"}
 TOP = {"model": "mid"}
@@ -45,13 +46,16 @@ def test_dashes_and_keys_of_vllm():
 # name -> (keys, what the message must say)
 FAULTS = {
     "no levels": ({"num_speculative_tokens": 6}, "'levels'"),
-    "levels empty": (hsd(), "'levels'"),
-    "levels not a list": ({"num_speculative_tokens": 6, "levels": MODEL}, "'levels'"),
+    "levels empty": (hsd(), r"levels: .*at least 1.*\[\]"),
+    "levels not a list": ({"num_speculative_tokens": 6, "levels": MODEL}, "levels: .*list"),
     "no num_speculative_tokens": ({"levels": [TOP]}, "'num_speculative_tokens'"),
-    "num_speculative_tokens null": (hsd(TOP, num_speculative_tokens=None), "'num_speculative_tok"),
+    "num_speculative_tokens null": (
+        hsd(TOP, num_speculative_tokens=None),
+        "num_speculative_tokens: .*None",
+    ),
     "num_speculative_tokens zero": (hsd(TOP, num_speculative_tokens=0), "num_speculative_tokens: "),
     "num_speculative_tokens text": (hsd(TOP, num_speculative_tokens="x"), "num_speculative_tokens"),
-    "unknown key": (hsd(TOP, verifyer="standard"), "'verifyer'"),
+    "unknown key": (hsd(TOP, verifyer="standard"), "no key 'verifyer'; its keys are cascade, "),
     "key of another method": (hsd(TOP, prompt_lookup_max=3), "'prompt_lookup_max'"),
     "unknown verifier": (hsd(TOP, verifier="tokenwise"), "verifier: .*standard.*'tokenwise'"),
     "unknown key in a level": (hsd({**MODEL, "num_token": 3}, TOP), r"levels\[0\].*'num_token'"),
@@ -63,36 +67,36 @@ FAULTS = {
     "num_tokens above": (hsd({**MODEL, "num_tokens": 7}, TOP), r"levels\[0\]\.num_tokens is 7.*6"),
     "num_tokens of the last": (hsd({**TOP, "num_tokens": 4}), r"levels\[0\]\.num_tokens is 4.*\(6"),
     "verifier of the first": (hsd({**TOP, "verifier": "standard"}), r"levels\[0\]\.verifier"),
-    "rounds of the first": (hsd({**TOP, "max_rounds": 2}), r"levels\[0\]\.max_rounds"),
-    "unknown window": (hsd({**TOP, "stopping": "wide"}), r"levels\[0\]\.stopping.*'wide'"),
+    "max_rounds of the first": (hsd({**TOP, "max_rounds": 2}), r"levels\[0\]\.max_rounds"),
+    "unknown stopping rule": (hsd({**TOP, "stopping": "wide"}), r"levels\[0\]\.stopping.*'wide'"),
     "negative temperature_scale": (
         hsd({**TOP, "temperature_scale": -1}),
         r"levels\[0\]\.temperature_scale",
     ),
     "key of models": (
         hsd({"ngram": {}, "num_tokens": 2, "revision": "x"}, TOP),
-        r"levels\[0\]\.revision.*'ngram'",
+        r"levels\[0\] of kind 'ngram' has no key 'revision'; its keys are ngram, num_tokens",
     ),
     "unknown key of ngram": (
         hsd({"ngram": {"length": 2}, "num_tokens": 2}, TOP),
-        r"levels\[0\]\.ngram\.length.*known keys: max, min",
+        r"levels\[0\]\.ngram .*'length'; its keys are max, min",
     ),
     "ngram min above max": (
         hsd({"ngram": {"min": 3, "max": 2}, "num_tokens": 2}, TOP),
-        r"levels\[0\]\.ngram\.min",
+        r"levels\[0\]\.ngram has min 3 above max 2",
     ),
     "ngram above a model": (hsd({**MODEL, "num_tokens": 2}, {"ngram": {}}), r"levels\[1\]\.ngram"),
     "ngram not a mapping": (hsd({"ngram": 4, "num_tokens": 2}, TOP), r"ngram: give a mapping.*: 4"),
-    "ngram a switch": (hsd({"ngram": True, "num_tokens": 2}, TOP), r"levels\[0\]\.ngram is true"),
-    "early_exit a switch": (hsd({"early_exit": True}), r"levels\[0\]\.early_exit is true"),
+    "ngram a switch": (hsd({"ngram": True, "num_tokens": 2}, TOP), r"levels\[0\]\.ngram: .*True"),
+    "early_exit a switch": (hsd({"early_exit": True}), r"levels\[0\]\.early_exit: .*True"),
     "early_exit a word": (hsd({"early_exit": "half"}), r"levels\[0\]\.early_exit: .*'half'"),
     "early_exit zero": (hsd({"early_exit": 0}), r"levels\[0\]\.early_exit: "),
     "horizontal tokens a switch": (
         hsd({**MODEL, "num_tokens": 2}, TOP, horizontal_tokens=True),
-        "horizontal_tokens is true",
+        "horizontal_tokens: .*True",
     ),
     "model empty": (hsd({"model": ""}), r"levels\[0\]\.model: .*''"),
-    "rounds zero": (
+    "max_rounds zero": (
         hsd({**MODEL, "num_tokens": 2}, {**TOP, "max_rounds": 0}),
         r"levels\[1\]\.max_rounds",
     ),
@@ -100,10 +104,30 @@ FAULTS = {
         hsd({**TOP, "temperature_scale": float("inf")}),
         r"levels\[0\]\.temperature_scale",
     ),
-    "window of ngram": (
+    "stopping of ngram": (
         hsd({"ngram": {}, "num_tokens": 2, "stopping": "entropy"}, TOP),
-        r"levels\[0\]\.stopping",
+        r"levels\[0\] of kind 'ngram' has no key 'stopping'",
     ),
+    "tiny temperature_scale": (
+        hsd({**TOP, "temperature_scale": 1e-320}),
+        r"levels\[0\]\.temperature_scale: .*1e-320",
+    ),
+    "a key with a dash and an underscore": (
+        {**hsd(TOP), "num-speculative-tokens": 3},
+        "'num_speculative_tokens' twice, with a dash and with an underscore",
+    ),
+    "a level's key with a dash and an underscore": (
+        hsd({**MODEL, "num_tokens": 2, "num-tokens": 3}, TOP),
+        r"levels\[0\] has the key 'num_tokens' twice",
+    ),
+    "key that is not text": ({**hsd(TOP), 1: 2}, "has the key 1: keys must be text"),
+    "a level's key that is not text": (hsd({**TOP, 1: 2}), r"levels\[0\] has the key 1: keys"),
+    "integer of 6000 digits": (
+        hsd(TOP, num_speculative_tokens=10**6000),
+        "num_speculative_tokens: .*an integer of 19932 bits",
+    ),
+    "long texts": (hsd(TOP, **{"k" * 100_000: "v" * 100_000}), "has no key 'kkk"),
+    "cascade path of 5000 characters": ({"cascade": "x" * 5000}, "cascade: no file 'xxx"),
     "no room below": (
         hsd({**MODEL, "num_tokens": 1}, {**MODEL, "num_tokens": 1}, TOP),
         r"levels\[1\] has room for one token.*levels\[0\] would never.*levels\[1\]\.num_tokens",
@@ -114,7 +138,7 @@ FAULTS = {
         ),
         r"levels\[1\] has room for one token.*raise levels\[2\]\.num_tokens",
     ),
-    "no room beside the tail": (
+    "no room next to horizontal tokens": (
         hsd({**MODEL, "num_tokens": 2}, TOP, horizontal_tokens=5),
         r"levels\[1\] has room for one token.*raise num_speculative_tokens",
     ),
@@ -130,7 +154,7 @@ FAULTS = {
         hsd({**MODEL, "num_tokens": 2}, TOP, horizontal_tokens=6),
         r"horizontal_tokens \(6\)",
     ),
-    "cascade not a path": ({"cascade": None}, "cascade: give the path"),
+    "cascade not a path": ({"cascade": None}, "cascade is None: give the path"),
     "no cascade file": ({"cascade": "nowhere.json"}, r"cascade: no file 'nowhere\.json'"),
     "cascade and levels": (hsd(TOP, cascade="nowhere.json"), "'cascade' and 'levels'"),
 }
@@ -143,7 +167,7 @@ def is_one_sentence(message: str) -> bool:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault(fault):
     keys, said = FAULTS[fault]
-    with pytest.raises(ConfigError, match=said) as error:
+    with pytest.raises(UserError, match=said) as error:
         CascadeConfig.parse(keys)
     assert is_one_sentence(str(error.value)), error.value
 
@@ -156,7 +180,7 @@ def test_fault(fault):
 def test_unusable_cascade_file(tmp_path, written):
     path = tmp_path / "cascade.json"
     path.write_text(written)
-    with pytest.raises(ConfigError, match="cascade: ") as error:
+    with pytest.raises(UserError, match="cascade: ") as error:
         CascadeConfig.parse({"cascade": str(path)})
     assert is_one_sentence(str(error.value))
 
@@ -172,8 +196,43 @@ def test_cascade_file(tmp_path):
     assert beside.num_speculative_tokens == 3 and beside.verifier == "standard"
 
 
-def test_kinds_are_fields():
-    assert set(LEVEL_KINDS) <= set(CascadeConfig.parse(hsd(TOP)).levels[0].model_dump())
+def test_cascade_schema_is_not_a_switch(tmp_path):
+    path = tmp_path / "cascade.json"
+    path.write_text(json.dumps({"schema": True, **hsd(TOP)}))
+    with pytest.raises(UserError, match='lacks "schema": 1'):
+        CascadeConfig.parse({"cascade": str(path)})
+
+
+def test_faults_in_a_cascade_file_name_the_file(tmp_path):
+    path = tmp_path / "cascade.json"
+    path.write_text(json.dumps({"schema": 1, **hsd({**TOP, "temperature_scale": 0})}))
+    with pytest.raises(UserError, match=r"^cascade '.*json': levels\[0\]\.temperature_scale"):
+        CascadeConfig.parse({"cascade": str(path)})
+    with pytest.raises(UserError, match=r"^num_speculative_tokens: "):
+        CascadeConfig.parse({"cascade": str(path), "num_speculative_tokens": 0})
+
+
+@pytest.mark.parametrize("raw", [[1], "hsd", 7, {1: 2}, {"a-b": 1, "a_b": 2}])
+def test_speculative_config_that_is_not_a_mapping_with_text_keys(raw):
+    with pytest.raises(UserError, match=r"^speculative_config ") as error:
+        read_speculative_config(raw)
+    assert is_one_sentence(str(error.value))
+
+
+def test_speculative_config_with_dashes():
+    given = {"method": "hsd", "num-speculative-tokens": 3, "nested": {"a-b": 1}}
+    wanted = {"method": "hsd", "num_speculative_tokens": 3, "nested": {"a-b": 1}}
+    assert read_speculative_config(given) == wanted
+    assert read_speculative_config(None) == {}
+
+
+@pytest.mark.parametrize("kind", LEVEL_CLASSES)
+def test_every_kind_answers_what_a_runner_asks(kind):
+    value = {"early_exit": 2, "ngram": {}}.get(kind, "path")
+    (level,) = CascadeConfig.parse(hsd({kind: value})).levels
+    assert level.kind == kind and getattr(level, kind) is not None
+    assert (level.verifier, level.max_rounds) == (None, None)
+    assert (level.stopping, level.temperature_scale) == ("fixed", 1.0)
 
 
 def with_config(source: str, target: Path, **changes) -> str:
@@ -222,7 +281,7 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
 
     text = {"skip_tokenizer_init": False}
     return {
-        "unknown key": (target(TOP, foo=1), "unknown key 'foo'"),
+        "unknown key": (target(TOP, foo=1), "no key 'foo'"),
         "missing path": (
             target({"model": "/nowhere/model"}),
             r"levels\[0\]\.model.*/nowhere/model",
@@ -279,19 +338,19 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
         ),
         "bigram of another vocabulary": (
             target({"bigram": table}),
-            r"levels\[0\]\.bigram '.*' was built for 5 tokens .* 64: build it with",
+            r"levels\[0\]\.bigram: '.*' was built for 5 tokens .* 64: build it with",
         ),
         "unreadable bigram": (
             target({"bigram": str(cut)}),
-            r"levels\[0\]\.bigram: '.*' is no bigram table; write one with `vllm-hsd bigram`",
+            r"levels\[0\]\.bigram: '.*' is not a bigram table .* `vllm-hsd build bigram`",
         ),
-        "head behind more layers": (
+        "head after more layers": (
             target(exit_head("layer-9-of-64")),
-            r"levels\[0\]\.exit_head '.*' sits on layer 9, but the target has 2: train it",
+            r"levels\[0\]\.exit_head: '.*' sits on layer 9, but the target has 2: train it",
         ),
         "head of another width": (
             target(exit_head("layer-1-of-32")),
-            r"levels\[0\]\.exit_head '.*' has the shape \(64, 32\) .* \(64, 64\): train it",
+            r"levels\[0\]\.exit_head: '.*' has the shape \(64, 32\) .* \(64, 64\): train it",
         ),
         "directory of heads": (
             target(exit_head("")),
@@ -332,7 +391,7 @@ ENGINE_FAULTS = [
     "exits of one depth",
     "bigram of another vocabulary",
     "unreadable bigram",
-    "head behind more layers",
+    "head after more layers",
     "head of another width",
     "directory of heads",
     "missing bigram",
@@ -343,7 +402,7 @@ ENGINE_FAULTS = [
 @pytest.mark.parametrize("fault", ENGINE_FAULTS)
 def test_fault_of_an_engine(engine_faults, engine_messages, fault):
     message = engine_messages[fault]
-    assert message and message.startswith("ConfigError: "), message
+    assert message and message.startswith("UserError: "), message
     assert re.search(engine_faults[fault][1], message), message
     assert "\n" not in message
 

@@ -17,6 +17,7 @@ from transformers import (
 
 from vllm_hsd.core.exit_head import FILE_NAME, ExitHead, read_exit_head, write_exit_head
 from vllm_hsd.core.exit_head_training import train_heads
+from vllm_hsd.errors import UserError
 
 VOCABULARY = 64
 FAMILY = Path(__file__).parents[2] / "benchmarks" / "models" / "target"
@@ -64,12 +65,12 @@ def test_file_round_trip(tmp_path):
 )
 def test_other_files(tmp_path, stored, metadata):
     save_file(stored, tmp_path / FILE_NAME, metadata=metadata)
-    with pytest.raises(ValueError, match=r"holds no readable .*; give a directory layer-K"):
+    with pytest.raises(UserError, match=r"holds no readable .*; give a directory layer-K"):
         read_exit_head(str(tmp_path))
 
 
 def test_missing_file(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no readable exit_head\.safetensors"):
+    with pytest.raises(UserError, match=r"holds no readable exit_head\.safetensors"):
         read_exit_head(str(tmp_path))
 
 
@@ -101,19 +102,19 @@ def test_training_starts_at_the_plain_early_exit(monkeypatch):
 @pytest.mark.parametrize(
     ("layers", "length", "message"),
     [
-        ([3], 2000, "layers: 3 is not between 1 and 2; the target has 3 layers"),
+        ([3], 2000, "layers: 3 is not between 1 and 2, since the target has 3 layers"),
         ([0], 2000, "layers: 0 is not between"),
-        ([1], 100, "texts: 100 tokens are too few .* at least 640"),
+        ([1], 100, "the texts have 100 tokens, too few .* at least 640"),
     ],
 )
 def test_errors(layers, length, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         train_heads(target(), layers, text(length), steps=1)
 
 
 def test_other_architectures_are_refused():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=2, n_head=1))
-    with pytest.raises(ValueError, match="GPT2LMHeadModel has no head to start from"):
+    with pytest.raises(UserError, match="GPT2LMHeadModel is not a supported architecture"):
         train_heads(model, [1], text(), steps=1)
 
 

@@ -9,7 +9,7 @@ from runner_v1.test_law import CASES, ERROR, MAX_TOKENS, p_values, sampled
 from support.engines import run_engine
 from transformers import AutoModelForCausalLM
 
-from vllm_hsd.cli import main
+from vllm_hsd.cli.main import main
 from vllm_hsd.core.bigram import count_bigrams, write_bigram
 from vllm_hsd.core.exit_head import ExitHead, write_exit_head
 
@@ -159,9 +159,9 @@ def test_what_the_commands_write_is_served(text_family, tmp_path):
     text = np.random.default_rng(0).integers(32, 127, 6000, dtype=np.uint8).tobytes().decode()
     corpus, table = str(tmp_path / "text"), str(tmp_path / "table")
     (tmp_path / "text").write_text(text)
-    assert main(["bigram", "--tokenizer", text_family.target, corpus, "-o", table]) == 0
-    arguments = ["train-heads", "--target", text_family.target, "--layers", "1", "--steps", "40"]
-    assert main([*arguments, "--texts", corpus, "-o", str(tmp_path)]) == 0
+    assert main(["build", "bigram", "--target", text_family.target, corpus, "-o", table]) == 0
+    arguments = ["--target", text_family.target, "--layers", "1", "--steps", "40"]
+    assert main(["build", "exit-heads", *arguments, "-o", str(tmp_path), corpus]) == 0
     engine = {"model": text_family.target}
     lowest, head = {"bigram": table, "num_tokens": 2}, {"exit_head": str(tmp_path / "layer-1")}
     (plain,) = rates({**engine, **hsd({"early_exit": 1})})

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.engines import run_engine
 
-from vllm_hsd.config import ConfigError
+from vllm_hsd.errors import UserError
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(8)]
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
@@ -104,7 +104,7 @@ def test_drafts_are_verified_by_their_own_rows(stock):
     [
         (
             {"method": "custom_class", "model": "a.B", "num_speculative_tokens": 2},
-            "rejection_sample_method 'hierarchical' works with",
+            "rejection_sample_method 'block' works with",
         ),
         (
             {"method": "ngram", "num_speculative_tokens": 2, "levls": []},
@@ -122,7 +122,7 @@ def test_what_cannot_be_hosted_is_refused(family, keys, message):
     from vllm_hsd.plugin import register
 
     register()
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         EngineArgs(
             model=family.target,
             skip_tokenizer_init=True,

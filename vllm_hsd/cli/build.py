@@ -1,85 +1,116 @@
-"""The commands `vllm-hsd bigram` and `vllm-hsd train-heads`, which write what levels read."""
+"""`vllm-hsd build`: writes the files that bigram and exit-head levels read."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_hsd.errors import UserError, brief, quoted
+
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
 
-def add_parsers(commands: argparse._SubParsersAction) -> None:
-    """Add both commands to the parser of `vllm-hsd`."""
-    bigram = commands.add_parser("bigram", help="count a corpus for levels of the kind 'bigram'")
-    bigram.add_argument(
-        "--tokenizer", required=True, help="the target: a folder or name of a model"
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add `build` and its two artifacts to the parser of `vllm-hsd`."""
+    build = commands.add_parser(
+        "build", help="write the files that bigram and exit-head levels read"
     )
-    bigram.add_argument("corpus", nargs="+", help="text files in UTF-8")
-    bigram.add_argument("-o", "--output", required=True, metavar="FILE", help="table to write")
+    artifacts = build.add_subparsers(required=True, metavar="ARTIFACT")
+    bigram = artifacts.add_parser(
+        "bigram",
+        help="count token pairs for a 'bigram' level",
+        description="Count the token pairs of texts; a level {'bigram': FILE} drafts from them.",
+        epilog="example:\n"
+        "  vllm-hsd build bigram --target Qwen/Qwen3-8B --output code.npz src/*.py",
+    )
+    _add_texts(bigram, "FILE", "table to write")
     bigram.set_defaults(run=_run_bigram)
-    heads = commands.add_parser(
-        "train-heads", help="train heads on the target's layers for levels of the kind 'exit_head'"
+    heads = artifacts.add_parser(
+        "exit-heads",
+        help="train heads on the target's layers for 'exit_head' levels",
+        description="Train a norm and a head on each of several layers of the target, to match "
+        "its last layer; a level {'exit_head': DIR/layer-K} drafts with one.",
+        epilog="example:\n"
+        "  vllm-hsd build exit-heads --target Qwen/Qwen3-8B --layers 6,12 --output heads chats.txt",
     )
-    heads.add_argument("--target", required=True, help="folder or name of a Llama-like model")
+    _add_texts(heads, "DIR", "directory to write; each head goes to DIR/layer-K")
     heads.add_argument(
-        "--layers", required=True, nargs="+", type=int, metavar="K", help="one head each"
+        "--layers",
+        required=True,
+        type=_layers,
+        metavar="K[,K...]",
+        help="layers of the target that run below each head",
     )
-    heads.add_argument("--texts", required=True, nargs="+", metavar="FILE", help="files in UTF-8")
-    heads.add_argument("--steps", type=int, default=300, help="optimiser steps (default: 300)")
-    heads.add_argument(
-        "-o", "--output", required=True, metavar="DIR", help="every head goes to DIR/layer-K"
-    )
-    heads.set_defaults(run=_run_train_heads)
+    heads.add_argument("--steps", type=int, default=300, metavar="N", help="optimizer steps")
+    heads.set_defaults(run=_run_exit_heads)
 
 
-def build_bigram(tokenizer: str, corpus: Sequence[str], output: str) -> str:
-    """Count a corpus and store the table.
+def _add_texts(parser: argparse.ArgumentParser, output: str, written: str) -> None:
+    parser.add_argument("--target", required=True, metavar="MODEL", help="path or name")
+    parser.add_argument("texts", nargs="+", metavar="TEXT", help="file in UTF-8, one document")
+    parser.add_argument("-o", "--output", required=True, metavar=output, help=written)
+
+
+def _layers(text: str) -> list[int]:
+    try:
+        return [int(layer) for layer in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a list like 6,12") from None
+
+
+def build_bigram(target: str, texts: Sequence[str], output: str) -> str:
+    """Count texts and store the table.
 
     Args:
-        tokenizer: folder or name of the target.
-        corpus: text files, one document each.
+        target: path or name of a model, or of its tokenizer alone.
+        texts: text files, one document each.
         output: file to write.
 
     Returns:
         one line that says what was written.
 
     Raises:
-        ValueError: one sentence that names the argument.
+        UserError: names the argument or file.
     """
     from vllm_hsd.core.bigram import count_bigrams, write_bigram
 
     if not Path(output).absolute().parent.is_dir():
-        raise ValueError(f"output: no directory '{Path(output).parent}' to write to; make it.")
-    known = _tokenizer("tokenizer", tokenizer)
-    table = count_bigrams(_documents("corpus", corpus, known), _vocabulary(tokenizer, len(known)))
-    write_bigram(table, output)
+        raise UserError(
+            f"--output: no directory {quoted(str(Path(output).parent))} to write to; make it."
+        )
+    tokenizer = _tokenizer(target)
+    table = count_bigrams(_documents(texts, tokenizer), _vocab_size(target, len(tokenizer)))
+    try:
+        write_bigram(table, output)
+    except OSError as error:
+        raise _cannot_write(output, error) from error
     return (
-        f"{output}: {int(table.pairs.data.sum())} pairs of tokens, {table.pairs.nnz} of them "
-        f"different, over a vocabulary of {table.vocab_size}"
+        f"{output}: {table.counts.sum()} pairs of tokens, {len(table.counts)} of them different, "
+        f"over a vocabulary of {table.vocab_size}"
     )
 
 
-def build_heads(
+def build_exit_heads(
     target: str, layers: Sequence[int], texts: Sequence[str], output: str, steps: int
 ) -> Iterator[str]:
     """Train heads and store them in `output`/layer-K.
 
     Args:
-        target: folder or name of a Llama-like model.
+        target: path or name of a Llama-like model.
         layers: layers that run below each head.
         texts: text files; the last tenth of them is held out.
         output: directory to write.
-        steps: optimiser steps.
+        steps: optimizer steps.
 
     Yields:
         a line for every head, with its divergence and overlap on the held-out text.
 
     Raises:
-        ValueError: one sentence that names the argument.
+        UserError: names the argument or file.
     """
     import numpy as np
     import torch
@@ -89,18 +120,23 @@ def build_heads(
     from vllm_hsd.core.exit_head_training import train_heads
 
     if steps < 1:
-        raise ValueError(f"steps is {steps}, must be at least 1.")
-    tokens = np.concatenate(list(_documents("texts", texts, _tokenizer("target", target))))
+        raise UserError(f"--steps is {steps}: it must be at least 1.")
+    tokens = np.concatenate(list(_documents(texts, _tokenizer(target))))
     try:
         model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"target: '{target}' is no causal language model ({reason}).") from error
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+        raise UserError(
+            f"--target: {quoted(target)} is not a causal language model ({brief(error)})."
+        ) from error
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = model.to(device)  # type: ignore[arg-type]  # transformers hides the signature
     for trained in train_heads(model, layers, torch.from_numpy(tokens), steps):
         head, before, after = trained.head, trained.before, trained.after
         directory = Path(output) / f"layer-{head.layer}"
-        write_exit_head(head, directory)
+        try:
+            write_exit_head(head, directory)
+        except OSError as error:
+            raise _cannot_write(str(directory), error) from error
         yield (
             f"{directory}: held-out divergence {before.divergence:.3f} -> {after.divergence:.3f} "
             f"nats, overlap with the target {before.overlap:.3f} -> {after.overlap:.3f} "
@@ -109,47 +145,42 @@ def build_heads(
 
 
 def _run_bigram(arguments: argparse.Namespace) -> int:
-    try:
-        print(build_bigram(arguments.tokenizer, arguments.corpus, arguments.output))
-    except (OSError, ValueError) as error:
-        print(f"vllm-hsd bigram: {error}", file=sys.stderr)
-        return 2
+    print(build_bigram(arguments.target, arguments.texts, arguments.output))
     return 0
 
 
-def _run_train_heads(arguments: argparse.Namespace) -> int:
-    try:
-        for line in build_heads(
-            arguments.target, arguments.layers, arguments.texts, arguments.output, arguments.steps
-        ):
-            print(line)
-    except (OSError, ValueError) as error:
-        print(f"vllm-hsd train-heads: {error}", file=sys.stderr)
-        return 2
+def _run_exit_heads(arguments: argparse.Namespace) -> int:
+    for line in build_exit_heads(
+        arguments.target, arguments.layers, arguments.texts, arguments.output, arguments.steps
+    ):
+        print(line)
     return 0
 
 
-def _tokenizer(argument: str, name: str) -> PreTrainedTokenizerBase:
+def _cannot_write(path: str, error: OSError) -> UserError:
+    return UserError(f"--output: cannot write {quoted(path)} ({error.strerror or error}).")
+
+
+def _tokenizer(target: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(target)
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{argument}: '{name}' has no tokenizer ({reason}).") from error
+        raise UserError(f"--target: {quoted(target)} has no tokenizer ({brief(error)}).") from error
 
 
-def _vocabulary(name: str, known: int) -> int:
-    """Width of the model's rows, which may be padded; without a model, what the tokenizer knows."""
+def _vocab_size(target: str, known: int) -> int:
+    """Size of the model's distributions, which may be padded; else the tokenizer's size."""
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(name).get_text_config().vocab_size
+        return AutoConfig.from_pretrained(target).get_text_config().vocab_size
     except (OSError, ValueError):
         return known
 
 
-def _documents(argument: str, paths: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator:
+def _documents(paths: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
     """Token ids of every file, int64 [n], ended by the tokenizer's eos if it has one."""
     import numpy as np
 
@@ -157,9 +188,10 @@ def _documents(argument: str, paths: Sequence[str], tokenizer: PreTrainedTokeniz
     for path in paths:
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"{argument}: cannot read '{path}' ({error.strerror}).") from error
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{argument}: '{path}' is not text in UTF-8.") from error
+        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
+            if isinstance(error, UnicodeDecodeError):
+                raise UserError(f"TEXT {quoted(path)} is not text in UTF-8.") from error
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"TEXT {quoted(path)} cannot be read ({brief(reason)}).") from error
         ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         yield np.array(ids + end, dtype=np.int64)

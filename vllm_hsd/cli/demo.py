@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vllm_hsd.cli import demo_report
 from vllm_hsd.engine_runs import EngineProcess, Run
+from vllm_hsd.errors import UserError
 
 REPOSITORY = Path(__file__).parent.parent
 TARGET_PARAMS = 300e6
@@ -33,7 +34,7 @@ ENGINES = ("plain", "speculating")
 FINALISTS = 3
 
 
-class DemoError(RuntimeError):
+class DemoError(UserError):
     """The demo cannot run; the message says why and what to do."""
 
 

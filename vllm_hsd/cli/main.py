@@ -4,33 +4,75 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
-from vllm_hsd.cli import build
-from vllm_hsd.cli import plan as planner
+from vllm_hsd import __version__
+from vllm_hsd.cli import build, plan
 from vllm_hsd.errors import UserError
+
+EPILOG = """\
+exit status:
+  0    done
+  1    `doctor` found a problem
+  2    wrong arguments or input; one line on stderr says which and what to do
+  130  interrupted
+"""
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, except where there is none, and keeps the lines of an epilog."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:
+            return "".join(indent + line for line in text.splitlines(keepends=True))
+        return super()._fill_text(text, width, indent)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.required or action.default in (None, False):
+            return action.help
+        return super()._get_help_string(action)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser of a command; `arguments.command` is its full name."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", HelpFormatter)
+        super().__init__(**options)
+        self.set_defaults(command=self.prog)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand; returns the exit status, 2 for errors of the user's making."""
-    parser = argparse.ArgumentParser(
-        prog="vllm-hsd", description="Hierarchical speculative decoding for vLLM."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    demo = commands.add_parser(
-        "demo", help="a cascade against one drafter and against none, on a tiny family of models"
-    )
-    demo.set_defaults(run=_demo)
-    doctor = commands.add_parser(
-        "doctor", help="say whether method 'hsd' can run here, and what is wrong if not"
-    )
-    doctor.set_defaults(run=_doctor)
-    planner.add_parsers(commands)
-    build.add_parsers(commands)
-    arguments = parser.parse_args(argv)
+    """Run one command; returns the exit status."""
+    arguments = make_parser().parse_args(argv)
     try:
         return arguments.run(arguments)
     except UserError as error:
-        return _fail(arguments, error)
+        print(f"{arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{arguments.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+def make_parser() -> CommandParser:
+    """The parser of all commands; making it imports neither torch nor vLLM."""
+    parser = CommandParser(
+        prog="vllm-hsd",
+        description="Hierarchical speculative decoding for vLLM.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("--version", action="version", version=f"vllm-hsd {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    demo = commands.add_parser(
+        "demo", help="compare a cascade with one drafter and with none on tiny models"
+    )
+    demo.set_defaults(run=_demo)
+    build.add_parser(commands)
+    doctor = commands.add_parser("doctor", help="check whether method 'hsd' can run here")
+    doctor.set_defaults(run=_doctor)
+    plan.add_parsers(commands)
+    return parser
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -41,17 +83,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _demo(arguments: argparse.Namespace) -> int:
     from vllm_hsd.cli import demo
-    from vllm_hsd.engine_runs import EngineError
 
-    try:
-        return demo.main()
-    except (demo.DemoError, EngineError) as error:
-        return _fail(arguments, error)
-
-
-def _fail(arguments: argparse.Namespace, error: Exception) -> int:
-    print(f"vllm-hsd {arguments.command}: {error}", file=sys.stderr)
-    return 2
+    return demo.main()
 
 
 if __name__ == "__main__":

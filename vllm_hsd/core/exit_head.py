@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from vllm_hsd.checked_files import check_safetensors
+from vllm_hsd.errors import UserError, brief, quoted
+
 FILE_NAME = "exit_head.safetensors"
 
 # Targets that an exit can leave early: their decoder layers pass on one residual stream, and
-# behind the last of them come an RMS norm and a linear head, nothing else.
+# after the last of them come an RMS norm and a linear head, nothing else.
 EXIT_ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -27,7 +34,7 @@ class ExitHead:
     """A head trained to match the target's last layer from an earlier one.
 
     Attributes:
-        layer: the head reads the hidden states behind this many layers.
+        layer: the head reads the hidden states after this many layers.
         norm: [hidden] weight of the RMS norm before the head.
         weight: [V, hidden] linear head.
         eps: of the norm.
@@ -39,7 +46,7 @@ class ExitHead:
     eps: float
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] states behind `layer` layers -> [n, V] logits."""
+        """[n, hidden] states after `layer` layers -> [n, V] logits."""
         normed = torch.nn.functional.rms_norm(hidden, self.norm.shape, self.norm, self.eps)
         return normed @ self.weight.T
 
@@ -58,29 +65,80 @@ def write_exit_head(head: ExitHead, directory: str | Path) -> None:
     )
 
 
+@dataclass(frozen=True)
+class ExitHeadHeader:
+    """What a stored head says about itself without its weights.
+
+    Attributes:
+        layer: the head reads the hidden states after this many layers.
+        eps: of the norm.
+        shape: (V, hidden) of the linear head.
+    """
+
+    layer: int
+    eps: float
+    shape: tuple[int, int]
+
+
+def exit_head_header(directory: str) -> ExitHeadHeader:
+    """Check a stored head's header.
+
+    Raises:
+        UserError: the directory holds no such head.
+    """
+    with _reading(directory) as stored:
+        return _header(stored)
+
+
 @lru_cache(maxsize=4)
 def read_exit_head(directory: str) -> ExitHead:
     """Read what `write_exit_head` stored.
 
     Raises:
-        ValueError: the directory holds no such head.
+        UserError: the directory holds no such head, or it holds a weight that is not finite.
     """
-    path = Path(directory) / FILE_NAME
+    with _reading(directory) as stored:
+        header = _header(stored)
+        norm, weight = stored.get_tensor("norm"), stored.get_tensor("weight")
+        for name, tensor in (("norm", norm), ("weight", weight)):
+            if not torch.isfinite(tensor).all():
+                raise ValueError(f"'{name}' holds a value that is not finite")
+        return ExitHead(header.layer, norm, weight, header.eps)
+
+
+@contextmanager
+def _reading(directory: str) -> Iterator[Any]:
+    """The open file of a head; whatever goes wrong while it is open is a fault of the file."""
+    path = os.path.join(directory, FILE_NAME)
+    if not os.path.isdir(directory):
+        raise UserError(
+            f"exit_head: no directory {quoted(directory)}; `vllm-hsd build exit-heads` writes one."
+        )
     try:
+        check_safetensors(path)
         with safe_open(path, framework="pt") as stored:
-            facts = stored.metadata()
-            head = ExitHead(
-                layer=int(facts["layer"]),
-                norm=stored.get_tensor("norm"),
-                weight=stored.get_tensor("weight"),
-                eps=float(facts["eps"]),
-            )
-            if head.weight.shape[1:] != head.norm.shape:
-                raise ValueError("its norm and its weight differ in width")
-            return head
+            yield stored
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"exit_head: '{directory}' holds no readable {FILE_NAME} ({reason}); give a directory "
-            "layer-K that `vllm-hsd train-heads` wrote."
+        raise UserError(
+            f"exit_head: {quoted(directory)} holds no readable {FILE_NAME} ({brief(error)}); give "
+            "a directory layer-K that `vllm-hsd build exit-heads` wrote."
         ) from error
+
+
+def _header(stored: Any) -> ExitHeadHeader:
+    """Check everything about an open file except the values of its weights."""
+    facts = stored.metadata() or {}
+    if not {"layer", "eps"} <= facts.keys() or set(stored.keys()) != {"norm", "weight"}:
+        raise ValueError("it holds other tensors or no metadata")
+    layer, eps = int(facts["layer"]), float(facts["eps"])
+    if not 1 <= layer <= 10_000:
+        raise ValueError("its layer is not between 1 and 10000")
+    if not 0 < eps < 1:
+        raise ValueError("its eps is not between 0 and 1")
+    norm, weight = stored.get_slice("norm"), stored.get_slice("weight")
+    if not {norm.get_dtype(), weight.get_dtype()} <= {"F64", "F32", "F16", "BF16"}:
+        raise ValueError("its weights are not floating-point numbers")
+    width, shape = tuple(norm.get_shape()), tuple(weight.get_shape())
+    if len(shape) != 2 or 0 in shape or width != shape[1:]:
+        raise ValueError("the shapes of 'norm' and 'weight' do not fit")
+    return ExitHeadHeader(layer, eps, shape)

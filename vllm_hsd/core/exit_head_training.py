@@ -1,7 +1,8 @@
-"""Training of exit heads: a layer's norm and head learn the law of the target's last layer.
+"""Training of exit heads: a layer's norm and head learn the target's distribution.
 
-The loss is the cross-entropy of the target's rows with the head's, so its minimum is the target's
-own law; training starts from the target's own norm and head (the plain early exit).
+The loss is the cross-entropy between the target's distribution and the head's, so its minimum is
+the target's own distribution; training starts from the target's own norm and head (the plain early
+exit).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, ExitHead
+from vllm_hsd.errors import UserError
 
 WINDOW = 256  # tokens of context at most
 WINDOWS_PER_STEP = 4
@@ -25,8 +27,10 @@ class HeldOut:
     """How well a head does on text that it was not trained on, averaged over positions.
 
     Attributes:
-        divergence: Kullback-Leibler divergence of the target's rows from the head's, in nats.
-        overlap: sum_v min(p(v), q(v)) at temperature 1, the token-wise acceptance rate.
+        divergence: Kullback-Leibler divergence of the head's distribution from the
+            target's, in nats.
+        overlap: sum_v min(p(v), q(v)) at temperature 1, the acceptance rate of standard
+            rejection sampling.
     """
 
     divergence: float
@@ -55,14 +59,14 @@ def train_heads(
         model: the target, Llama-like; its weights do not change.
         layers: how many layers run below each head, 1 to the target's depth - 1.
         tokens: [n] int64 text; its last tenth is held out.
-        steps: optimiser steps of `WINDOWS_PER_STEP` windows each.
+        steps: optimizer steps of `WINDOWS_PER_STEP` windows each.
         seed: of the order of the windows.
 
     Returns:
         one trained head per layer, in the target's dtype, on the CPU.
 
     Raises:
-        ValueError: an architecture without such a head, a layer that is not there, or too little
+        UserError: an architecture without such a head, a layer that is not there, or too little
             text.
     """
     _check(model, layers)
@@ -71,20 +75,20 @@ def train_heads(
     heads = [_plain_exit(model, layer) for layer in layers]
     before = _evaluate(model, heads, held_out)
     parameters = [p for head in heads for p in (head.norm, head.weight)]
-    optimiser = torch.optim.Adam(
+    optimizer = torch.optim.Adam(
         [p.requires_grad_() for p in parameters], lr=LEARNING_RATE / model.config.hidden_size
     )
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         chosen = torch.randint(len(train), (WINDOWS_PER_STEP,), generator=generator)
         log_target, hidden = _target_pass(model, train[chosen])
         target = log_target.exp()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         for head in heads:
-            log_rows = head.logits(hidden[head.layer]).log_softmax(-1)
-            (-(target * log_rows).sum(-1).mean()).backward()
-        optimiser.step()
+            log_probs = head.logits(hidden[head.layer]).log_softmax(-1)
+            (-(target * log_probs).sum(-1).mean()).backward()
+        optimizer.step()
         schedule.step()
     after = _evaluate(model, heads, held_out)
     done = [head.to(torch.device("cpu"), model.dtype) for head in _detached(heads)]
@@ -94,14 +98,15 @@ def train_heads(
 def _check(model: PreTrainedModel, layers: Sequence[int]) -> None:
     name, depth = type(model).__name__, model.config.num_hidden_layers
     if name not in EXIT_ARCHITECTURES:
-        raise ValueError(
-            f"target: {name} has no head to start from; give one of "
+        raise UserError(
+            f"target: {name} is not a supported architecture: give one of "
             f"{', '.join(EXIT_ARCHITECTURES)}."
         )
     for layer in layers:
         if not 1 <= layer < depth:
-            raise ValueError(
-                f"layers: {layer} is not between 1 and {depth - 1}; the target has {depth} layers."
+            raise UserError(
+                f"--layers: {layer} is not between 1 and {depth - 1}, since the target has {depth} "
+                "layers."
             )
 
 
@@ -110,9 +115,9 @@ def _split(tokens: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tens
     window = min(WINDOW, longest)
     windows = tokens[: len(tokens) // window * window].reshape(-1, window)
     if len(windows) < 10:
-        raise ValueError(
-            f"texts: {len(tokens)} tokens are too few to train and to hold some out; give at least "
-            f"{10 * window}."
+        raise UserError(
+            f"the texts have {len(tokens)} tokens, too few to train on and to hold some out: give "
+            f"at least {10 * window}."
         )
     held_out = len(windows) // 10
     return windows[:-held_out], windows[-held_out:][:HELD_OUT_WINDOWS]
@@ -138,7 +143,7 @@ def _detached(heads: Sequence[ExitHead]) -> list[ExitHead]:
 def _target_pass(
     model: PreTrainedModel, windows: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Log-probabilities [n, V] of the target, and the states [n, hidden] behind 0, 1, .. layers."""
+    """Log-probabilities [n, V] of the target, and the states [n, hidden] after 0, 1, .. layers."""
     output = model(windows.to(model.device), output_hidden_states=True, use_cache=False)
     states = [state.flatten(0, 1).float() for state in output.hidden_states]
     return output.logits.flatten(0, 1).float().log_softmax(-1), states
@@ -152,10 +157,10 @@ def _evaluate(
     for window in windows:
         log_target, hidden = _target_pass(model, window[None])
         for i, head in enumerate(heads):
-            log_rows = head.logits(hidden[head.layer]).log_softmax(-1)
+            log_probs = head.logits(hidden[head.layer]).log_softmax(-1)
             divergence = torch.nn.functional.kl_div(
-                log_rows, log_target, reduction="batchmean", log_target=True
+                log_probs, log_target, reduction="batchmean", log_target=True
             )
-            overlap = torch.minimum(log_rows, log_target).exp().sum(-1).mean()
+            overlap = torch.minimum(log_probs, log_target).exp().sum(-1).mean()
             sums[i] += torch.stack((divergence, overlap)).cpu()
     return [HeldOut(*(value / len(windows)).tolist()) for value in sums]

@@ -2,103 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from pathlib import Path
-
 import numpy as np
 import torch
 
-from vllm_hsd.config import ConfigError, LevelConfig, NgramConfig
+from vllm_hsd.config import LevelConfig, NgramConfig
 from vllm_hsd.core.bigram import BigramLevel, read_bigram
-from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, ExitHead, read_exit_head
+from vllm_hsd.core.exit_head import ExitHead, read_exit_head
 from vllm_hsd.runner_v1.levels import ModelLevel
-
-
-def check_level_kind(name: str, level: LevelConfig, target_config) -> None:
-    """Check a level that loads no model against the target.
-
-    Raises:
-        ConfigError: one sentence that names the key.
-    """
-    if level.kind in ("early_exit", "exit_head"):
-        found = target_config.architecture
-        if found not in EXIT_ARCHITECTURES:
-            raise ConfigError(
-                f"{name}.{level.kind} needs a Llama-like target "
-                f"({', '.join(EXIT_ARCHITECTURES)}), not {found}: use another kind of level."
-            )
-    layers = target_config.hf_text_config.num_hidden_layers
-    if level.kind == "early_exit" and level.early_exit > layers:
-        raise ConfigError(
-            f"{name}.early_exit is {level.early_exit}, but the target has {layers} layers: lower "
-            "it."
-        )
-    if level.kind == "bigram":
-        _check_bigram(name, level.bigram, target_config)
-    if level.kind == "exit_head":
-        _check_exit_head(name, level.exit_head, target_config)
-
-
-def check_exit_order(levels: Sequence[LevelConfig]) -> None:
-    """Check that every exit of the target runs more layers than the exits below it.
-
-    Raises:
-        ConfigError: one sentence that names the key.
-    """
-    exits = [
-        (i, level, _exit_depth(level))
-        for i, level in enumerate(levels)
-        if level.kind in ("early_exit", "exit_head")
-    ]
-    for (i, lower, below), (j, upper, above) in itertools.pairwise(exits):
-        if above <= below:
-            raise ConfigError(
-                f"levels[{j}].{upper.kind} runs {above} layers of the target and cannot improve on "
-                f"levels[{i}].{lower.kind}, which runs {below}: order exits by depth, or keep one."
-            )
-
-
-def _exit_depth(level: LevelConfig) -> int:
-    return level.early_exit or read_exit_head(level.exit_head).layer
-
-
-def _check_bigram(name: str, path: str, target_config) -> None:
-    if not Path(path).is_file():
-        raise ConfigError(f"{name}.bigram: no file '{path}'; `vllm-hsd bigram` writes one.")
-    try:
-        size = read_bigram(path).vocab_size
-    except ValueError as error:
-        raise ConfigError(f"{name}.{error}") from error
-    vocabulary = target_config.get_vocab_size()
-    if size != vocabulary:
-        raise ConfigError(
-            f"{name}.bigram '{path}' was built for {size} tokens and the target has {vocabulary}: "
-            "build it with the target's tokenizer."
-        )
-
-
-def _check_exit_head(name: str, path: str, target_config) -> None:
-    if not Path(path).is_dir():
-        raise ConfigError(
-            f"{name}.exit_head: no directory '{path}'; `vllm-hsd train-heads` writes one."
-        )
-    try:
-        head = read_exit_head(path)
-    except ValueError as error:
-        raise ConfigError(f"{name}.{error}") from error
-    wanted = (target_config.get_vocab_size(), target_config.get_hidden_size())
-    if tuple(head.weight.shape) != wanted:
-        raise ConfigError(
-            f"{name}.exit_head '{path}' has the shape {tuple(head.weight.shape)} and the target "
-            f"needs {wanted}: train it for this target."
-        )
-    layers = target_config.hf_text_config.num_hidden_layers
-    if not 1 <= head.layer <= layers:
-        raise ConfigError(
-            f"{name}.exit_head '{path}' sits on layer {head.layer}, but the target has {layers}: "
-            "train it for this target."
-        )
 
 
 def build_level(level: LevelConfig, runner, vllm_config, index: int):

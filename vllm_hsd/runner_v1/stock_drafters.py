@@ -11,7 +11,7 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_hsd.config import ConfigError
+from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.runner_v1.sampler import VerifyingSampler
 from vllm_hsd.runner_v1.sampling import RequestSampling
 from vllm_hsd.verify import verify_chain
@@ -20,7 +20,7 @@ METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp", "ngram", "suffix")
 
 
 @config
-class HierarchicalSpeculativeConfig(SpeculativeConfig):
+class BlockVerificationConfig(SpeculativeConfig):
     """A stock drafter whose drafts our sampler verifies; build it with `create`."""
 
     verifier: str = "block"
@@ -31,7 +31,7 @@ class HierarchicalSpeculativeConfig(SpeculativeConfig):
         """vLLM's configuration of a stock drafter.
 
         Raises:
-            ConfigError: the drafter is not one that vLLM's V1 runner hosts, or vLLM refuses a key.
+            UserError: the drafter is not one that vLLM's V1 runner hosts, or vLLM refuses a key.
         """
         try:
             parsed = cls(
@@ -42,11 +42,11 @@ class HierarchicalSpeculativeConfig(SpeculativeConfig):
         except ValidationError as error:
             fault = error.errors()[0]
             key = ".".join(map(str, fault["loc"])) or "speculative_config"
-            raise ConfigError(f"vLLM refuses {key}: {' '.join(fault['msg'].split())}.") from error
+            raise UserError(f"vLLM refuses {brief(key, 80)}: {brief(fault['msg'])}.") from error
         if parsed.method not in METHODS:
-            raise ConfigError(
-                f"rejection_sample_method 'hierarchical' works with the methods "
-                f"{', '.join(METHODS)}, not with '{parsed.method}'."
+            raise UserError(
+                f"rejection_sample_method 'block' works with the methods {', '.join(METHODS)}, "
+                f"not with {quoted(parsed.method)}."
             )
         return parsed
 

@@ -1,0 +1,104 @@
+"""Reading of files that users supply: everything is checked before memory is taken for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+from vllm_hsd.errors import UserError, brief, quoted
+
+MAX_JSON_BYTES = 64 << 20
+MAX_SAFETENSORS_HEADER = 100 << 20  # the limit of the safetensors library
+
+
+def read_json(path: str | Path, key: str, writer: str, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Parse a JSON file.
+
+    Args:
+        path: the file.
+        key: what the user calls it; every message begins with it.
+        writer: the command that writes such files, for the message.
+        max_bytes: longest file that is read.
+
+    Raises:
+        UserError: no such file, too long, not UTF-8, not JSON (NaN and repeated keys are not), or
+            nested too deeply.
+    """
+    path = str(path)
+    if not os.path.isfile(path):
+        raise UserError(f"{key}: no file {quoted(path)}; `{writer}` writes one.")
+    try:
+        size = os.path.getsize(path)
+        if size > max_bytes:
+            raise UserError(
+                f"{key}: {quoted(path)} has {size} bytes, above the limit of {max_bytes}: give a "
+                f"file that `{writer}` wrote."
+            )
+        text = Path(path).read_bytes().decode("utf-8")
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"{key}: cannot read {quoted(path)} ({reason}).") from None
+    except UnicodeDecodeError:
+        raise UserError(
+            f"{key}: {quoted(path)} is not text in UTF-8: give a file that `{writer}` wrote."
+        ) from None
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:  # ValueError: also integers of 4300 digits
+        reason = "nested too deeply" if isinstance(error, RecursionError) else brief(error)
+        raise UserError(
+            f"{key}: {quoted(path)} is not JSON ({reason}): give a file that `{writer}` wrote."
+        ) from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {quoted(repeated)} is given twice")
+    return mapping
+
+
+def check_safetensors(path: str | Path) -> None:
+    """Check that a .safetensors file has a readable header and exactly the bytes it declares.
+
+    Only the header is read.
+
+    Raises:
+        UserError: cut off, damaged or not such a file; the message has no key in front.
+    """
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 2 <= length <= min(size - 8, MAX_SAFETENSORS_HEADER):
+                raise UserError(f"{quoted(str(path))} has no safetensors header: copy it again.")
+            header = json.loads(file.read(length).decode("utf-8"))
+        ends = [
+            entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"
+        ]
+        declared = 8 + length + max(ends, default=0)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"{quoted(str(path))} cannot be read ({reason}).") from None
+    except UserError:
+        raise
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+        raise UserError(
+            f"{quoted(str(path))} has a damaged safetensors header: copy it again."
+        ) from None
+    if size != declared:
+        raise UserError(
+            f"{quoted(str(path))} has {size} bytes and its header declares {declared}: copy it "
+            "again."
+        )

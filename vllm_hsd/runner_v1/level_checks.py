@@ -1,0 +1,276 @@
+"""Checks of a cascade against its target, before any weights are loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from vllm.config.model import ModelConfig
+from vllm.config.parallel import ParallelConfig
+from vllm.config.speculative import SpeculativeConfig
+from vllm.config.utils import config
+from vllm.tokenizers.registry import get_tokenizer
+
+from vllm_hsd.checked_files import check_safetensors
+from vllm_hsd.config import (
+    BigramLevelConfig,
+    EarlyExitLevelConfig,
+    ExitHeadLevelConfig,
+    LevelConfig,
+    ModelLevelConfig,
+)
+from vllm_hsd.core.bigram import bigram_vocab_size, read_bigram
+from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, exit_head_header, read_exit_head
+from vllm_hsd.errors import UserError, brief, quoted
+
+
+def check_target(model_config: ModelConfig, parallel_config: ParallelConfig) -> None:
+    """Check that the target can be served with a cascade.
+
+    Raises:
+        UserError: names the key or the target.
+    """
+    if parallel_config.pipeline_parallel_size > 1 or parallel_config.data_parallel_size > 1:
+        raise UserError(
+            "method 'hsd' runs with tensor parallelism only: set pipeline_parallel_size and "
+            "data_parallel_size to 1."
+        )
+    if model_config.is_hybrid or model_config.is_attention_free:
+        raise UserError(
+            f"method 'hsd' cannot take back rejected tokens of the target "
+            f"{quoted(model_config.model)}, which keeps recurrent state: use an attention-only "
+            "target."
+        )
+    if model_config.uses_mrope:
+        raise UserError(
+            "method 'hsd' does not serve targets with multi-dimensional positions (M-RoPE) such "
+            f"as {quoted(model_config.model)}: use a text-only target."
+        )
+
+
+def check_level(name: str, level: LevelConfig, target_config: ModelConfig) -> None:
+    """Check a level that loads no model against the target.
+
+    Args:
+        name: what messages call the level, "levels[i]".
+        level: its keys.
+        target_config: vLLM's configuration of the target.
+
+    Raises:
+        UserError: names the level, its key and its file.
+    """
+    if isinstance(level, EarlyExitLevelConfig | ExitHeadLevelConfig):
+        found = target_config.architecture
+        if found not in EXIT_ARCHITECTURES:
+            raise UserError(
+                f"{name}.{level.kind} needs a Llama-like target "
+                f"({', '.join(EXIT_ARCHITECTURES)}), not {found}: use another kind of level."
+            )
+    if isinstance(level, EarlyExitLevelConfig):
+        layers = target_config.hf_text_config.num_hidden_layers
+        if level.early_exit > layers:
+            raise UserError(
+                f"{name}.early_exit is {level.early_exit}, but the target has {layers} layers: "
+                "lower it."
+            )
+    elif isinstance(level, ExitHeadLevelConfig):
+        with _named(name):
+            _check_exit_head(level.exit_head, target_config)
+    elif isinstance(level, BigramLevelConfig):
+        with _named(name):
+            _check_bigram(level.bigram, target_config)
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Put the level in front of messages that begin with its key."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{name}.{error}") from error
+
+
+def _check_bigram(path: str, target_config: ModelConfig) -> None:
+    size, vocabulary = bigram_vocab_size(path), target_config.get_vocab_size()
+    if size != vocabulary:
+        raise UserError(
+            f"bigram: {quoted(path)} was built for {size} tokens and the target has {vocabulary}: "
+            "build it with the target's tokenizer."
+        )
+    read_bigram(path)
+
+
+def _check_exit_head(path: str, target_config: ModelConfig) -> None:
+    header = exit_head_header(path)
+    wanted = (target_config.get_vocab_size(), target_config.get_hidden_size())
+    if header.shape != wanted:
+        raise UserError(
+            f"exit_head: {quoted(path)} has the shape {header.shape} and the target needs "
+            f"{wanted}: train it for this target."
+        )
+    layers = target_config.hf_text_config.num_hidden_layers
+    if header.layer > layers:
+        raise UserError(
+            f"exit_head: {quoted(path)} sits on layer {header.layer}, but the target has {layers}: "
+            "train it for this target."
+        )
+    read_exit_head(path)
+
+
+def check_exit_order(levels: Sequence[LevelConfig]) -> None:
+    """Check that every exit of the target runs more layers than the exits below it.
+
+    Raises:
+        UserError: names both levels.
+    """
+    exits = []
+    for i, level in enumerate(levels):
+        if isinstance(level, EarlyExitLevelConfig):
+            exits.append((f"levels[{i}].early_exit", level.early_exit))
+        elif isinstance(level, ExitHeadLevelConfig):
+            exits.append((f"levels[{i}].exit_head", exit_head_header(level.exit_head).layer))
+    for (lower, below), (upper, above) in itertools.pairwise(exits):
+        if above <= below:
+            raise UserError(
+                f"{upper} runs {above} layers of the target and cannot improve on {lower}, which "
+                f"runs {below}: order exits by depth, or keep one."
+            )
+
+
+@config
+class _DraftConfig(SpeculativeConfig):
+    """vLLM's configuration of one draft model; its vocabulary is checked by `_check_model`."""
+
+    def verify_equal_vocab_size_if_draft_model(self) -> None:
+        """Our own message names the level and explains padded vocabularies."""
+
+
+def draft_config(
+    name: str,
+    level: ModelLevelConfig,
+    draft_length: int,
+    target_model_config: ModelConfig,
+    target_parallel_config: ParallelConfig,
+) -> SpeculativeConfig:
+    """vLLM's configuration of one draft model, which parses the per-model keys.
+
+    Args:
+        name: what messages call the level, "levels[i]".
+        level: its keys.
+        draft_length: tokens that it drafts at a time.
+        target_model_config: of the target.
+        target_parallel_config: of the target.
+
+    Raises:
+        UserError: no such model, damaged weights, a key that vLLM refuses, or another vocabulary.
+    """
+    model = os.path.expanduser(level.model)
+    looks_local = os.path.isabs(model) or level.model.startswith((".", "~"))
+    if looks_local and not os.path.isdir(model):
+        raise UserError(
+            f"{name}.model: no directory {quoted(level.model)}; give a model's path or name."
+        )
+    if os.path.isdir(model):
+        _check_weights(name, model)
+    tp = target_parallel_config.tensor_parallel_size
+    if level.model_keys.get("draft_tensor_parallel_size", tp) != tp:
+        raise UserError(
+            f"{name}.draft_tensor_parallel_size is "
+            f"{quoted(level.draft_tensor_parallel_size)} and the target's "
+            f"tensor_parallel_size {tp}: they must be equal, leave the key out."
+        )
+    try:
+        parsed = _DraftConfig(
+            method="draft_model",
+            model=level.model,
+            num_speculative_tokens=draft_length,
+            target_model_config=target_model_config,
+            target_parallel_config=target_parallel_config,
+            **level.model_keys,
+        )
+    except Exception as error:  # whatever a config.json or a key makes vLLM or transformers raise
+        raise UserError(
+            f"{name}.model {quoted(level.model)} cannot be loaded as a drafter: {_reason(error)}."
+        ) from error
+    _check_model(name, level.model, parsed.draft_model_config, target_model_config)
+    return parsed
+
+
+def _check_weights(name: str, directory: str) -> None:
+    for path in sorted(Path(directory).glob("*.safetensors")):
+        try:
+            check_safetensors(path)
+        except UserError as error:
+            raise UserError(f"{name}.model: {error}") from error
+
+
+def _check_model(
+    name: str, model: str, draft_config: ModelConfig, target_config: ModelConfig
+) -> None:
+    if draft_config.is_hybrid or draft_config.is_attention_free:
+        raise UserError(
+            f"{name}.model {quoted(model)} keeps recurrent state and cannot take back rejected "
+            "tokens: use an attention-only drafter."
+        )
+    theirs, ours = target_config.get_vocab_size(), draft_config.get_vocab_size()
+    if theirs != ours:
+        padded = ""
+        if abs(theirs - ours) < 1024 and max(theirs, ours) > 16 * 1024:
+            padded = (
+                " (sizes this close, like Qwen's 151936 and 152064, often mean one tokenizer with "
+                "embeddings padded differently, but distributions of different size cannot be "
+                "compared)"
+            )
+        raise UserError(
+            f"{name}.model {quoted(model)} has a vocabulary of {ours} tokens and the target "
+            f"{quoted(target_config.model)} one of {theirs}{padded}: use a drafter whose "
+            f"config.json has vocab_size {theirs}."
+        )
+    if target_config.skip_tokenizer_init:
+        return
+    try:
+        drafts = get_tokenizer(model, trust_remote_code=draft_config.trust_remote_code)
+    except (OSError, ValueError):
+        return  # A drafter may come without tokenizer files: it only ever sees token ids.
+    targets = get_tokenizer(
+        target_config.tokenizer, trust_remote_code=target_config.trust_remote_code
+    )
+    if drafts.get_vocab() != targets.get_vocab():
+        raise UserError(
+            f"{name}.model {quoted(model)} has {ours} tokens like the target, but its tokenizer "
+            f"gives them other meanings than {quoted(target_config.tokenizer)}: use a drafter with "
+            "the target's tokenizer."
+        )
+
+
+@contextlib.contextmanager
+def loading(name: str, model: str) -> Iterator[None]:
+    """Name the level and the model in whatever loading its weights raises.
+
+    Args:
+        name: what the message calls the level, "levels[i]".
+        model: its path or name.
+
+    Raises:
+        UserError: the weights are damaged or do not fit the model's config.json.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise UserError(
+            f"{name}.model {quoted(model)} cannot be loaded ({_reason(error)}): check that its "
+            "weights are complete and fit its config.json."
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """An exception's message, or where it was raised if it has none."""
+    text = brief(error)
+    if text:
+        return text
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__} in {frames[-1].name}" if frames else type(error).__name__
