@@ -1,4 +1,4 @@
-"""Fixtures shared by the tests: tiny models and engines in processes of their own."""
+"""Session fixtures: tiny models."""
 
 import os
 
@@ -10,19 +10,19 @@ os.environ.update(engines.ENVIRONMENT)
 
 @pytest.fixture(scope="session")
 def family(tmp_path_factory) -> tiny_models.Family:
-    """Vocabulary of 64, peaked laws."""
+    """Vocabulary of 64, peaked distributions."""
     return tiny_models.build_family(tmp_path_factory.mktemp("family"), vocabulary=64, peak=4.0)
 
 
 @pytest.fixture(scope="session")
 def small_vocabulary(tmp_path_factory) -> tiny_models.Family:
-    """Vocabulary of 5, so that the joint law of a few tokens has few outcomes."""
+    """Vocabulary of 5: the joint distribution of a few tokens has few outcomes."""
     return tiny_models.build_family(tmp_path_factory.mktemp("small"), vocabulary=5, peak=1.5)
 
 
 @pytest.fixture(scope="session")
 def text_family(tmp_path_factory) -> tiny_models.Family:
-    """Models with a tokenizer of bytes."""
+    """Models with a byte-level tokenizer."""
     tokenizer = tiny_models.byte_tokenizer()
     directory = tmp_path_factory.mktemp("text")
     family = tiny_models.build_family(directory, vocabulary=len(tokenizer), peak=4.0)

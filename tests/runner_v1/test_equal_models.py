@@ -1,10 +1,10 @@
-"""Drafters equal to the target: whatever they offer must be accepted."""
+"""Drafters equal to the target: every draft token must be accepted."""
 
 import pytest
 from support.engines import run_engine
 
 PROMPTS = [[(7 * i + 3 * j) % 60 + 2 for j in range(3 + 5 * i)] for i in range(8)]
-LAWS = {
+TEMPERATURES = {
     f"temperature {t}, top_p {p}": {"temperature": t, "top_p": p}
     for t in (0.7, 1.0, 1.3)
     for p in (1.0, 0.8)
@@ -22,8 +22,8 @@ def cascade(model: str, levels: int) -> dict:
 
 @pytest.mark.parametrize("levels", [1, 2])
 def test_every_draft_is_accepted(family, levels):
-    laws = {
-        **LAWS,
+    cases = {
+        **TEMPERATURES,
         "top_k 5, min_p 0.05": {"top_k": 5, "min_p": 0.05},
         "greedy": {"temperature": 0},
         "greedy with allowed tokens": {"temperature": 0, "allowed_token_ids": [3, 4, 5, 6]},
@@ -32,15 +32,15 @@ def test_every_draft_is_accepted(family, levels):
         "bias": {"logit_bias": {3: 5.0}},
     }
     jobs = {
-        name: {"prompts": PROMPTS, "params": {**law, "max_tokens": 24, "ignore_eos": True}}
-        for name, law in laws.items()
+        name: {"prompts": PROMPTS, "params": {**params, "max_tokens": 24, "ignore_eos": True}}
+        for name, params in cases.items()
     }
     engine = {"model": family.target, "speculative_config": cascade(family.target, levels)}
     for name, result in run_engine(engine, jobs).items():
         assert all(len(output[0]["ids"]) == 24 for output in result["outputs"])
         counters = result["counters"]
         assert counters["spec_decode_num_draft_tokens"] > 100, name
-        # vLLM counts the placeholders of a request without a draft as drafted: count our levels.
+        # vLLM's count of drafted tokens includes placeholders; the levels' counts do not.
         for level in result["levels"]:
             assert level["accepted"] == level["drafted"] > 0, name
         assert counters["spec_decode_num_accepted_tokens"] == result["levels"][-1]["accepted"], name

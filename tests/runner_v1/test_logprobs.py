@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens against the exact law, in each mode of vLLM."""
+"""Log-probabilities of sampled tokens against the exact distribution, in each of vLLM's modes."""
 
 import numpy as np
 import pytest
@@ -20,14 +20,14 @@ MODES = ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
 def expected_row(mode: str, logits: np.ndarray, prompt, output, params) -> np.ndarray:
-    """[V] the values that a mode reports, -inf for tokens that are masked."""
+    """[V]: values that a mode reports, -inf for masked tokens."""
     if mode == "raw_logits":
         return logits
     if mode == "raw_logprobs":
         return logits - np.log(np.exp(logits).sum())
     greedy = params.get("temperature") == 0
     with np.errstate(divide="ignore"):
-        # A greedy request is not tempered: what is reported is its law at temperature 1.
+        # For a greedy request vLLM reports the distribution at temperature 1.
         return np.log(
             next_token_distribution(
                 logits, prompt, output, {**params, **({"temperature": 1} if greedy else {})}, None
@@ -49,8 +49,8 @@ def test_values_and_ranks(small_vocabulary, mode):
             ],
         },
     }
-    asked = {"max_tokens": 16, "ignore_eos": True, "logprobs": 2, "seed": 3}
-    job = {"prompts": PROMPTS, "params": [{**asked, **params} for params in PARAMS]}
+    shared = {"max_tokens": 16, "ignore_eos": True, "logprobs": 2, "seed": 3}
+    job = {"prompts": PROMPTS, "params": [{**shared, **params} for params in PARAMS]}
     outputs = run_engine(engine, {"job": job})["job"]["outputs"]
     network = AutoModelForCausalLM.from_pretrained(small_vocabulary.target, dtype=torch.float64)
     for prompt, params, [output] in zip(PROMPTS, PARAMS, outputs, strict=True):
@@ -61,10 +61,10 @@ def test_values_and_ranks(small_vocabulary, mode):
         for t, found in enumerate(output["logprobs"]):
             expected = expected_row(mode, rows[t], prompt, tuple(ids[:t]), params)
             if mode == "processed_logits":
-                # Known up to the constant that the softmax removes.
-                some = int(expected.argmax())
-                if str(some) in found:
-                    expected = expected + found[str(some)][0] - expected[some]
+                # Known up to a constant, which the softmax removes.
+                best = int(expected.argmax())
+                if str(best) in found:
+                    expected = expected + found[str(best)][0] - expected[best]
             assert str(ids[t]) in found and 2 <= len(found) <= 3
             for token, (value, rank) in found.items():
                 assert value == pytest.approx(expected[int(token)], abs=1e-3)

@@ -1,4 +1,4 @@
-"""Seeded requests repeat, alone or in a batch, and a request may ask for several sequences."""
+"""Seeded requests repeat, alone or in a batch; a request may have several sequences."""
 
 import pytest
 from support.engines import run_engine
@@ -14,7 +14,7 @@ SEVERAL = {"max_tokens": 20, "ignore_eos": True, "n": 3}
 JOBS = {
     **{f"alone {i}": {"prompts": [PROMPTS[i]], "params": SEEDED[i]} for i in range(6)},
     "together": {"prompts": PROMPTS + PROMPTS[:2], "params": SEEDED + OTHERS},
-    "among strangers": {"prompts": PROMPTS[:2] + PROMPTS, "params": OTHERS + SEEDED},
+    "after other requests": {"prompts": PROMPTS[:2] + PROMPTS, "params": OTHERS + SEEDED},
     "joining": {
         "prompts": PROMPTS + PROMPTS[:2],
         "params": SEEDED + OTHERS,
@@ -59,9 +59,9 @@ def test_alone_and_in_a_batch(results, alone):
     name, jobs = results
     expected = [ids(jobs[f"alone {i}"])[0] for i in range(6)]
     assert ids(jobs["together"])[:6] == expected
-    assert ids(jobs["among strangers"])[2:] == expected
+    assert ids(jobs["after other requests"])[2:] == expected
     assert ids(jobs["joining"])[:6] == expected
-    # The engines differ in nothing but the prompts' chunks.
+    # The engines differ only in how prompts are split.
     alone[name] = expected
     assert all(other == expected for other in alone.values())
 

@@ -1,4 +1,4 @@
-"""`rejection_sample_method: "block"` under drafters that vLLM's V1 runner hosts itself."""
+"""`rejection_sample_method: "block"` with vLLM's own drafters on the V1 runner."""
 
 import json
 from pathlib import Path
@@ -14,17 +14,17 @@ PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(8
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 JOBS = {
     "greedy": {"prompts": PROMPTS, "params": GREEDY},
-    "greedy beside sampled": {
+    "greedy with sampled": {
         "prompts": PROMPTS,
         "params": [GREEDY if i % 2 else {**GREEDY, "temperature": 1, "seed": i} for i in range(8)],
     },
     "sampled": {"prompts": PROMPTS, "params": {**GREEDY, "temperature": 0.7}},
-    "hot": {"prompts": PROMPTS, "params": {**GREEDY, "temperature": 1.3}},
+    "temperature 1.3": {"prompts": PROMPTS, "params": {**GREEDY, "temperature": 1.3}},
 }
 
 
 def eagle3_head(target: str, directory) -> str:
-    """An EAGLE-3 head with random weights for a tiny target, in the layout that vLLM loads."""
+    """Write an EAGLE-3 head with random weights for a tiny target, in vLLM's checkpoint layout."""
     config = json.loads(Path(target, "config.json").read_text())
     hidden, middle, size = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
@@ -63,7 +63,7 @@ def plain(family):
 
 @pytest.fixture(scope="module", params=["draft_model", "ngram", "eagle3"])
 def stock(request, family, tmp_path_factory):
-    """(drafter, result of the jobs) under our verifier."""
+    """(drafter, results of JOBS) with block verification."""
     drafters = {
         "draft_model": {"model": family.target, "draft_sample_method": "probabilistic"},
         "ngram": {"prompt_lookup_max": 3},
@@ -75,7 +75,7 @@ def stock(request, family, tmp_path_factory):
     speculative = {
         "method": request.param,
         "num_speculative_tokens": 4,
-        "rejection_sample_method": "hierarchical",
+        "rejection_sample_method": "block",
         **keys,
     }
     return request.param, run_engine(
@@ -86,16 +86,16 @@ def stock(request, family, tmp_path_factory):
 def test_greedy_equals_no_speculation(stock, plain):
     _, results = stock
     assert results["greedy"]["outputs"] == plain
-    assert results["greedy beside sampled"]["outputs"][1::2] == plain[1::2]
+    assert results["greedy with sampled"]["outputs"][1::2] == plain[1::2]
 
 
-def test_drafts_are_verified_by_their_own_rows(stock):
+def test_drafts_are_verified_with_their_own_probabilities(stock):
     drafter, results = stock
-    for job in ("greedy", "sampled", "hot"):
+    for job in ("greedy", "sampled", "temperature 1.3"):
         counters = results[job]["counters"]
         drafted = counters["spec_decode_num_draft_tokens"]
         assert drafted > 0
-        if drafter == "draft_model":  # the target itself: its rows are the target's
+        if drafter == "draft_model":  # the target itself
             assert counters["spec_decode_num_accepted_tokens"] == drafted
 
 
@@ -116,7 +116,7 @@ def test_drafts_are_verified_by_their_own_rows(stock):
         ),
     ],
 )
-def test_what_cannot_be_hosted_is_refused(family, keys, message):
+def test_unsupported_drafters_are_refused(family, keys, message):
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_hsd.plugin import register

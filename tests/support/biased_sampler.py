@@ -1,4 +1,4 @@
-"""Target samplers with one fault each, to show that the law tests reject them."""
+"""Target samplers with one error each: the distribution tests must reject them."""
 
 import bisect
 import itertools
@@ -27,30 +27,30 @@ def install_plain_bonus() -> None:
 
 
 def install_uncapped_final_ratio() -> None:
-    """Accept whole drafts by their uncapped joint ratio."""
+    """Accept whole drafts with their uncapped joint ratio."""
     from vllm_hsd.runner_v1 import sampler
 
     sampler.verify_chain = verify_chain
 
 
 def verify_chain(target_probs, draft_probs, draft_token_ids, num_draft_tokens, *, method, uniforms):
-    """Takes the place of `vllm_hsd.verify.verify_chain`; one request after the other."""
+    """Replacement of `vllm_hsd.verify.verify_chain`, one request after the other."""
     assert method == "block"
     if draft_probs is None:
         draft_probs = torch.zeros(0, target_probs.shape[1])
     p, q = target_probs.tolist(), draft_probs.tolist()
-    coins, ids = iter(uniforms.tolist()), draft_token_ids.tolist()
+    draws, ids = iter(uniforms.tolist()), draft_token_ids.tolist()
     token_ids = np.full((len(num_draft_tokens), max(num_draft_tokens) + 1), -1)
     accepted = np.zeros(len(num_draft_tokens), dtype=np.int64)
     for i, n in enumerate(num_draft_tokens):
-        tau, final = uncapped_final_ratio(
-            p[: n + 1], q[:n], ids[:n], lambda h: next(coins) < h, lambda w: _draw(w, next(coins))
+        tau, recovered = uncapped_final_ratio(
+            p[: n + 1], q[:n], ids[:n], lambda h: next(draws) < h, lambda w: _draw(w, next(draws))
         )
-        token_ids[i, :tau], token_ids[i, tau], accepted[i] = ids[:tau], final, tau
+        token_ids[i, :tau], token_ids[i, tau], accepted[i] = ids[:tau], recovered, tau
         p, q, ids = p[n + 1 :], q[n:], ids[n:]
     return VerifyResult(torch.from_numpy(token_ids), torch.from_numpy(accepted))
 
 
-def _draw(weights, coin: float) -> int:
+def _draw(weights, uniform: float) -> int:
     sums = list(itertools.accumulate(weights))
-    return min(bisect.bisect_right(sums, coin * sums[-1]), len(sums) - 1)
+    return min(bisect.bisect_right(sums, uniform * sums[-1]), len(sums) - 1)

@@ -1,7 +1,7 @@
-"""The exact law of a model's next tokens under sampling parameters, by transformers.
+"""Exact joint distribution of a model's next tokens under sampling parameters.
 
-An independent reading of vLLM's sampling parameters in float64: nothing of vLLM or of this
-package computes here.
+An independent reading of vLLM's sampling parameters in float64 on top of transformers. Nothing of
+vLLM or of this package computes here.
 """
 
 from collections import Counter
@@ -17,26 +17,26 @@ def joint_distribution(
 ) -> dict[tuple[int, ...], float]:
     """Outcome -> probability of the next `length` tokens; an outcome may end early with `eos`."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
-    alive, law = {(): 1.0}, {}
+    unfinished, finished = {(): 1.0}, {}
     for _ in range(length):
-        outputs = list(alive)
+        outputs = list(unfinished)
         rows = torch.tensor([[*prompt, *output] for output in outputs])
         with torch.inference_mode():
             logits = network(rows).logits[:, -1].numpy()
-        following = {}
+        extended = {}
         for output, row in zip(outputs, logits, strict=True):
             for token, p in enumerate(next_token_distribution(row, prompt, output, params, eos)):
                 if p > 0:
                     ended = token == eos or len(output) + 1 == length
-                    (law if ended else following)[(*output, token)] = alive[output] * p
-        alive = following
-    return law
+                    (finished if ended else extended)[(*output, token)] = unfinished[output] * p
+        unfinished = extended
+    return finished
 
 
 def next_token_distribution(
     logits: np.ndarray, prompt: list[int], output: tuple[int, ...], params: dict, eos: int | None
 ) -> np.ndarray:
-    """[V] float64: the law of one token, vLLM's sampling parameters applied in vLLM's order."""
+    """[V] float64: probabilities of one token; sampling parameters apply in vLLM's order."""
     row = logits.copy()
     if allowed := params.get("allowed_token_ids"):
         row[[v for v in range(len(row)) if v not in allowed]] = -np.inf
@@ -59,29 +59,31 @@ def next_token_distribution(
     row[row < row.max() + np.log(params.get("min_p", 0.0) or 1e-300)] = -np.inf
     if top_k := params.get("top_k"):
         row[row < np.sort(row)[-top_k]] = -np.inf
-    law = np.exp(row - row.max())
-    law /= law.sum()
-    order = np.argsort(-law)
-    before = np.cumsum(law[order]) - law[order]
-    law[order[before >= params.get("top_p", 1.0)]] = 0.0
-    return law / law.sum()
+    probs = np.exp(row - row.max())
+    probs /= probs.sum()
+    order = np.argsort(-probs)
+    preceding = np.cumsum(probs[order]) - probs[order]
+    probs[order[preceding >= params.get("top_p", 1.0)]] = 0.0
+    return probs / probs.sum()
 
 
-def chi_square(samples: list[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
-    """p-value of the samples under the law: Pearson's test, outcomes expected < 5 times pooled.
+def chi_square_p_value(
+    samples: list[tuple[int, ...]], distribution: dict[tuple[int, ...], float]
+) -> float:
+    """p-value of Pearson's chi-square test; outcomes expected less than 5 times are pooled.
 
-    0 when something impossible was seen.
+    It is 0 if an impossible outcome was seen.
     """
     counts, n = Counter(samples), len(samples)
-    if not counts.keys() <= law.keys():
+    if not counts.keys() <= distribution.keys():
         return 0.0
-    expected = np.array([n * p for p in law.values()])
-    observed = np.array([counts[outcome] for outcome in law])
+    expected = np.array([n * p for p in distribution.values()])
+    observed = np.array([counts[outcome] for outcome in distribution])
     rare = expected < 5
     expected = np.append(expected[~rare], expected[rare].sum())
     observed = np.append(observed[~rare], observed[rare].sum())
-    if expected[-1] < 5:
-        # Too rare even together: joined with the least likely of the others.
+    if expected[-1] < 5 and len(expected) > 1:
+        # The pool itself is too rare: merge it with the least likely other outcome.
         least = expected[:-1].argmin()
         expected[least] += expected[-1]
         observed[least] += observed[-1]

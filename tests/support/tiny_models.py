@@ -1,7 +1,7 @@
-"""Random Llama models small enough to be built in milliseconds, with laws that overlap.
+"""Random Llama models, built in milliseconds, whose distributions overlap.
 
-A drafter is its target with noise on every weight: the more noise, the fewer tokens are accepted.
-That exercises every branch of the verifier, which independent random models do not.
+A drafter is its target with noise on every weight: more noise, fewer accepted tokens. This
+exercises every branch of the verifier, which independent random models do not.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ NOISE = {"target": 0.0, "mid": 0.03, "small": 0.06}
 
 @dataclass(frozen=True)
 class Family:
-    """Directories of a target and its drafters, and what they share."""
+    """Directories of a target and its drafters, and their vocabulary size."""
 
     target: str
     mid: str

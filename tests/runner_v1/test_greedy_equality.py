@@ -1,4 +1,4 @@
-"""At temperature 0 a cascade gives what no speculation gives, token for token."""
+"""At temperature 0 a cascade's output equals that of no speculation, token for token."""
 
 import pytest
 from support.engines import run_engine
@@ -16,7 +16,7 @@ PROCESSORS = {
     "min_tokens": {"min_tokens": 20, "ignore_eos": False, "logit_bias": {EOS: 6.0}},
     "stop_token_ids": {"stop_token_ids": list(range(2, 12)), "ignore_eos": False},
     "eos": {"ignore_eos": False, "logit_bias": {EOS: 4.0}},
-    "all at once": {
+    "several processors": {
         "repetition_penalty": 1.3,
         "presence_penalty": 0.5,
         "frequency_penalty": 0.2,
@@ -28,7 +28,7 @@ PROCESSORS = {
 
 JOBS = {
     **{f"batch {n}": {"prompts": PROMPTS[-n:], "params": LONG} for n in (1, 4, 16)},
-    # The second time around, every full block of these prompts comes from the prefix cache.
+    # Earlier jobs have put every full block of these prompts into the prefix cache.
     "prefix cache": {"prompts": PROMPTS, "params": {**LONG, "max_tokens": 24}},
     "max_model_len": {"prompts": PROMPTS[::3], "params": {**LONG, "max_tokens": 400}},
     "few tokens": {
@@ -46,7 +46,7 @@ JOBS = {
         "arrive": [i % 5 for i in range(16)],
         "abort": {i: 4 + i for i in range(0, 16, 3)},
     },
-    "greedy beside sampled": {
+    "greedy with sampled": {
         "prompts": PROMPTS,
         "params": [LONG if i % 2 else {**LONG, "temperature": 1, "seed": i} for i in range(16)],
     },
@@ -54,7 +54,7 @@ JOBS = {
         name: {"prompts": PROMPTS[:8], "params": {**LONG, **params}}
         for name, params in PROCESSORS.items()
     },
-    "processors mixed": {
+    "different processors in a batch": {
         "prompts": [prompt for prompt, _ in zip(PROMPTS, PROCESSORS, strict=False)],
         "params": [{**LONG, **params} for params in PROCESSORS.values()],
     },
@@ -110,7 +110,7 @@ def speculated(family, request):
 
 
 def finished(result) -> dict[int, dict]:
-    """Request -> its output, of those that were not aborted."""
+    """Request -> its output, without aborted requests."""
     return {i: out[0] for i, out in enumerate(result["outputs"]) if out and out[0]["finish"]}
 
 
@@ -118,20 +118,20 @@ def finished(result) -> dict[int, dict]:
 def test_same_tokens_as_without_speculation(plain, speculated, job):
     _, results = speculated
     expected, got = finished(plain[job]), finished(results[job])
-    compared = range(1, 16, 2) if job == "greedy beside sampled" else range(len(expected))
+    compared = range(1, 16, 2) if job == "greedy with sampled" else range(len(expected))
     for i in compared:
         for key in ("ids", "finish", "stop"):
             assert got[i][key] == expected[i][key], f"request {i}"
 
 
-def test_aborted_requests_disturb_nobody(plain, speculated):
+def test_aborted_requests_change_no_other_output(plain, speculated):
     _, results = speculated
     whole = [out[0]["ids"] for out in plain["batch 16"]["outputs"]]
     got = [out[0]["ids"] if out else [] for out in results["aborted"]["outputs"]]
     assert any(0 < len(got[i]) < 48 for i in JOBS["aborted"]["abort"])
     for i in range(16):
-        upto = len(got[i]) if i in JOBS["aborted"]["abort"] else 48
-        assert got[i] == whole[i][:upto], f"request {i}"
+        length = len(got[i]) if i in JOBS["aborted"]["abort"] else 48
+        assert got[i] == whole[i][:length], f"request {i}"
 
 
 def test_log_probabilities(plain, speculated):
@@ -140,14 +140,14 @@ def test_log_probabilities(plain, speculated):
         zip(plain["logprobs"]["outputs"], results["logprobs"]["outputs"], strict=True)
     ):
         for e, g in zip(expected[0]["logprobs"], got[0]["logprobs"], strict=True):
-            # The sampled token comes on top of the i likeliest.
+            # The sampled token is reported in addition to the i most likely ones.
             assert len(g) in (i, i + 1) and g.keys() == e.keys()
             for token, (value, rank) in e.items():
                 assert g[token][0] == pytest.approx(value, abs=1e-4)
                 assert g[token][1] == rank
 
 
-def test_the_jobs_do_what_they_say(plain, speculated):
+def test_jobs_reach_the_conditions_they_name(plain, speculated):
     name, results = speculated
     preemptions = sum(result["counters"]["num_preemptions"] for result in results.values())
     if name == "three drafters in a tiny cache":
@@ -162,8 +162,8 @@ def test_the_jobs_do_what_they_say(plain, speculated):
     assert all(len(prompt) + len(out["ids"]) == 256 for prompt, out in full)
 
 
-def test_no_token_is_drafted_that_cannot_be_used(speculated):
+def test_no_unusable_token_is_drafted(speculated):
     _, results = speculated
     levels = results["few tokens"]["levels"]
-    # Requests of one and two tokens draft nothing, of three one token, of four at most two + one.
+    # Requests of one or two tokens draft nothing, of three tokens one, of four at most two and one.
     assert levels[-1]["drafted"] <= 4 * 1 + 4 * 3

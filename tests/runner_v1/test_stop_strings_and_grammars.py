@@ -1,4 +1,4 @@
-"""What needs a tokenizer: stop strings, bad words, the end of text, structured output."""
+"""Features that need a tokenizer: stop strings, bad words, end of text, structured output."""
 
 import json
 import re
@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from support.engines import run_engine
-from support.exact_joint_distribution import chi_square
+from support.exact_joint_distribution import chi_square_p_value
+from support.sampling_cases import SIGNIFICANCE
 from support.tiny_models import EOS, byte_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -29,7 +30,7 @@ def structured(**constraint) -> dict:
     return {"structured_outputs": constraint, "max_tokens": 40}
 
 
-LAW_PROMPT, LAW_SAMPLES, ERROR = PROMPTS[2], 3000, 1e-6
+SAMPLED_PROMPT, NUM_SAMPLES = PROMPTS[2], 3000
 
 JOBS = {
     "stop strings": {
@@ -51,7 +52,7 @@ JOBS = {
         "params": {**GREEDY, "allowed_token_ids": LETTERS, "bad_words": ["a", "bc", "dd"]},
     },
     "end of text": {"prompts": PROMPTS, "params": {**GREEDY, "logit_bias": {EOS: 5.0}}},
-    "end of text not before": {
+    "end of text after min_tokens": {
         "prompts": PROMPTS,
         "params": {**GREEDY, "logit_bias": {EOS: 9.0}, "min_tokens": 7},
     },
@@ -69,9 +70,9 @@ JOBS = {
         "params": [{**structured(json=SCHEMA), "seed": i} for i in range(4 * len(PROMPTS))],
     },
 }
-# Drafters see the allowed letters and not the grammar: it cuts their drafts anywhere.
-CHOICE_LAW = {
-    "prompts": [LAW_PROMPT] * LAW_SAMPLES,
+# Drafters know the allowed letters but not the grammar, which cuts their drafts anywhere.
+CHOICE_SAMPLES = {
+    "prompts": [SAMPLED_PROMPT] * NUM_SAMPLES,
     "params": [
         {
             **structured(choice=CHOICES),
@@ -79,14 +80,14 @@ CHOICE_LAW = {
             "seed": i,
             "temperature": 2.0,
         }
-        for i in range(LAW_SAMPLES)
+        for i in range(NUM_SAMPLES)
     ],
 }
-END_LAW = {
-    "prompts": [LAW_PROMPT] * LAW_SAMPLES,
+END_SAMPLES = {
+    "prompts": [SAMPLED_PROMPT] * NUM_SAMPLES,
     "params": [
         {"max_tokens": 5, "seed": i, "allowed_token_ids": [*LETTERS[:2], EOS]}
-        for i in range(LAW_SAMPLES)
+        for i in range(NUM_SAMPLES)
     ],
 }
 
@@ -110,7 +111,7 @@ def hsd(family) -> dict:
         "speculative_config": {
             "method": "hsd",
             "num_speculative_tokens": 6,
-            # Far from the target, or else a plain bonus behind a cut would hardly be a fault.
+            # Far from the target: otherwise a plain bonus token after a cut is hardly an error.
             "levels": [
                 {"model": family.small, "num_tokens": 3},
                 {"model": family.mid, "temperature_scale": 0.4},
@@ -121,25 +122,25 @@ def hsd(family) -> dict:
 
 @pytest.fixture(scope="module")
 def speculated(text_family):
-    jobs = {**JOBS, "choice law": CHOICE_LAW, "end law": END_LAW}
+    jobs = {**JOBS, "sampled choices": CHOICE_SAMPLES, "sampled ends": END_SAMPLES}
     return run_engine(hsd(text_family), jobs)
 
 
 @pytest.mark.parametrize("job", [job for job in JOBS if job != "sampled json"])
-def test_greedy_text_is_that_of_no_speculation(plain, speculated, job):
+def test_greedy_text_equals_no_speculation(plain, speculated, job):
     for expected, got in zip(plain[job]["outputs"], speculated[job]["outputs"], strict=True):
         for key in ("ids", "text", "finish", "stop"):
             assert got[0][key] == expected[0][key]
 
 
-def test_the_jobs_do_what_they_say(speculated):
+def test_outputs_obey_their_constraints(speculated):
     outputs = {name: [o[0] for o in speculated[name]["outputs"]] for name in JOBS}
     for name in ("stop strings", "stop strings kept"):
         assert any(isinstance(output["stop"], str) for output in outputs[name])
     for output in outputs["bad words"]:
         assert not re.search("a|bc|dd", output["text"])
     assert any(output["finish"] == "stop" for output in outputs["end of text"])
-    assert all(len(output["ids"]) >= 8 for output in outputs["end of text not before"])
+    assert all(len(output["ids"]) >= 8 for output in outputs["end of text after min_tokens"])
     assert all(output["text"] in CHOICES for output in outputs["choice"])
     assert all(re.fullmatch(PATTERN, output["text"]) for output in outputs["regex"])
 
@@ -153,11 +154,11 @@ def test_sampled_json_is_valid(speculated):
     assert len(found) > 1
 
 
-def token_law(model: str, output: tuple[int, ...], allowed: list[int], temperature: float):
+def token_probs(model: str, output: tuple[int, ...], allowed: list[int], temperature: float):
     """Allowed token -> probability, in float64."""
     network = network_of(model)
     with torch.inference_mode():
-        logits = network(torch.tensor([[*LAW_PROMPT, *output]])).logits[0, -1].numpy()
+        logits = network(torch.tensor([[*SAMPLED_PROMPT, *output]])).logits[0, -1].numpy()
     weights = np.exp((logits[allowed] - logits[allowed].max()) / temperature)
     return dict(zip(allowed, weights / weights.sum(), strict=True))
 
@@ -168,39 +169,39 @@ def network_of(model: str, loaded={}):  # noqa: B006
     return loaded[model]
 
 
-def choice_law(model: str) -> dict[tuple[int, ...], float]:
+def choice_distribution(model: str) -> dict[tuple[int, ...], float]:
     ends = [(*TOKENIZER.encode(choice), EOS) for choice in CHOICES]
-    law = dict.fromkeys(ends, 1.0)
+    probs = dict.fromkeys(ends, 1.0)
     for end in ends:
         for n in range(len(end)):
             allowed = sorted({other[n] for other in ends if other[:n] == end[:n]})
-            law[end] *= token_law(model, end[:n], allowed, 2.0)[end[n]]
-    assert sum(law.values()) == pytest.approx(1)
-    return law
+            probs[end] *= token_probs(model, end[:n], allowed, 2.0)[end[n]]
+    assert sum(probs.values()) == pytest.approx(1)
+    return probs
 
 
-def test_law_under_a_grammar(text_family, speculated):
-    samples = [tuple(output[0]["ids"]) for output in speculated["choice law"]["outputs"]]
-    assert chi_square(samples, choice_law(text_family.target)) > ERROR
+def test_samples_follow_the_target_under_a_grammar(text_family, speculated):
+    samples = [tuple(output[0]["ids"]) for output in speculated["sampled choices"]["outputs"]]
+    assert chi_square_p_value(samples, choice_distribution(text_family.target)) > SIGNIFICANCE
 
 
-def test_plain_bonus_behind_a_refused_token_is_caught(text_family):
+def test_a_plain_bonus_after_a_refused_token_is_caught(text_family):
     engine, patch = hsd(text_family), "support.biased_sampler:install_plain_bonus"
-    outputs = run_engine(engine, {"law": CHOICE_LAW}, patch=patch)["law"]["outputs"]
+    outputs = run_engine(engine, {"sampled": CHOICE_SAMPLES}, patch=patch)["sampled"]["outputs"]
     samples = [tuple(output[0]["ids"]) for output in outputs]
-    assert chi_square(samples, choice_law(text_family.target)) < ERROR
+    assert chi_square_p_value(samples, choice_distribution(text_family.target)) < SIGNIFICANCE
 
 
-def test_law_with_an_end_of_text(text_family, speculated):
-    law, alive = {}, {(): 1.0}
+def test_samples_follow_the_target_with_an_end_of_text(text_family, speculated):
+    finished, unfinished = {}, {(): 1.0}
     for n in range(5):
-        following = {}
-        for output, weight in alive.items():
+        extended = {}
+        for output, weight in unfinished.items():
             allowed = [*LETTERS[:2], EOS]
-            for token, p in token_law(text_family.target, output, allowed, 1.0).items():
+            for token, p in token_probs(text_family.target, output, allowed, 1.0).items():
                 ended = token == EOS or n == 4
-                (law if ended else following)[(*output, token)] = weight * p
-        alive = following
-    samples = [tuple(output[0]["ids"]) for output in speculated["end law"]["outputs"]]
+                (finished if ended else extended)[(*output, token)] = weight * p
+        unfinished = extended
+    samples = [tuple(output[0]["ids"]) for output in speculated["sampled ends"]["outputs"]]
     assert len({len(sample) for sample in samples}) > 1
-    assert chi_square(samples, law) > ERROR
+    assert chi_square_p_value(samples, finished) > SIGNIFICANCE

@@ -1,0 +1,59 @@
+"""How much of a level's drafts is accepted, and that each key of a level changes it."""
+
+import numpy as np
+import pytest
+from support.engines import run_engine
+from support.level_files import cascade, target_head
+
+from vllm_hsd.cli.main import main
+from vllm_hsd.core.exit_head import write_exit_head
+
+PROMPTS = [[(3 * i + j * j) % 5 for j in range(4 + 6 * i)] for i in range(8)]
+SAMPLED = {
+    "prompts": PROMPTS,
+    "params": {"temperature": 1, "max_tokens": 40, "ignore_eos": True, "seed": 1},
+}
+
+
+def acceptance_rates(model: str, *levels: dict) -> list[float]:
+    """Accepted share of each level's drafts at temperature 1."""
+    result = run_engine({"model": model, **cascade(*levels)}, {"sampled": SAMPLED})
+    return [level["accepted"] / level["drafted"] for level in result["sampled"]["levels"]]
+
+
+def test_an_exit_after_the_last_layer_accepts_everything(small_vocabulary):
+    assert acceptance_rates(small_vocabulary.target, {"early_exit": 2}) == [1.0]
+
+
+def test_the_targets_own_head_after_the_last_layer_accepts_everything(small_vocabulary, tmp_path):
+    write_exit_head(target_head(small_vocabulary.target, layer=2), tmp_path)
+    assert acceptance_rates(small_vocabulary.target, {"exit_head": str(tmp_path)}) == [1.0]
+
+
+def test_files_written_by_the_commands_are_served(text_family, tmp_path):
+    """A trained head accepts more than the plain exit that its training started from."""
+    text = np.random.default_rng(0).integers(32, 127, 6000, dtype=np.uint8).tobytes().decode()
+    corpus, table = str(tmp_path / "text"), str(tmp_path / "table")
+    (tmp_path / "text").write_text(text)
+    assert main(["build", "bigram", "--target", text_family.target, corpus, "-o", table]) == 0
+    arguments = ["--target", text_family.target, "--layers", "1", "--steps", "40"]
+    assert main(["build", "exit-heads", *arguments, "-o", str(tmp_path), corpus]) == 0
+    lowest, head = {"bigram": table, "num_tokens": 2}, {"exit_head": str(tmp_path / "layer-1")}
+    (plain,) = acceptance_rates(text_family.target, {"early_exit": 1})
+    bigram, trained = acceptance_rates(text_family.target, lowest, head)
+    assert trained > plain + 0.02 and bigram > 0
+
+
+@pytest.fixture(scope="module")
+def fixed(small_vocabulary) -> float:
+    return acceptance_rates(small_vocabulary.target, {"model": small_vocabulary.small})[0]
+
+
+def test_entropy_based_stopping_wastes_fewer_tokens(small_vocabulary, fixed):
+    level = {"model": small_vocabulary.small, "stopping": "entropy"}
+    assert acceptance_rates(small_vocabulary.target, level)[0] > fixed
+
+
+def test_another_temperature_of_the_drafter_wastes_more_tokens(small_vocabulary, fixed):
+    level = {"model": small_vocabulary.small, "temperature_scale": 3.0}
+    assert acceptance_rates(small_vocabulary.target, level)[0] < fixed

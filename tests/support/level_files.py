@@ -1,0 +1,44 @@
+"""Files that levels read, built for tiny models, and cascades as vLLM's arguments."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from vllm_hsd.core.bigram import count_bigrams, write_bigram
+from vllm_hsd.core.exit_head import ExitHead, write_exit_head
+
+
+@dataclass(frozen=True)
+class LevelFiles:
+    """A bigram table, and an exit head on the target's first layer."""
+
+    bigram: str
+    exit_head: str
+
+
+def write_level_files(target: str, directory: Path, vocab_size: int = 5) -> LevelFiles:
+    """Write a table of random text, and the target's own head with noise on every weight."""
+    files = LevelFiles(str(directory / "table.npz"), str(directory / "layer-1"))
+    text = np.random.default_rng(0).integers(0, vocab_size, 100 * vocab_size)
+    write_bigram(count_bigrams([text], vocab_size=vocab_size), files.bigram)
+    own = target_head(target, layer=1)
+    noise = torch.randn(own.weight.shape, generator=torch.Generator().manual_seed(0))
+    noisy = own.weight + 0.3 * own.weight.std() * noise
+    write_exit_head(replace(own, weight=noisy), Path(files.exit_head))
+    return files
+
+
+def target_head(model: str, layer: int) -> ExitHead:
+    """The target's own norm and output head, as an exit head of a layer."""
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    norm = loaded.model.norm
+    return ExitHead(layer, norm.weight.data, loaded.lm_head.weight.data, norm.variance_epsilon)
+
+
+def cascade(*levels: dict, **keys) -> dict:
+    """{"speculative_config": ...} of method "hsd"."""
+    config = {"method": "hsd", "num_speculative_tokens": 5, "levels": list(levels), **keys}
+    return {"speculative_config": config}

@@ -1,0 +1,80 @@
+"""Sampling parameters with prompts, and the comparison of sampled tokens with their distribution.
+
+Models have a vocabulary of 5 (fixture `small_vocabulary`), so that the joint distribution of a few
+tokens can be enumerated. Most requests are seeded: results repeat.
+"""
+
+import functools
+
+from support.exact_joint_distribution import chi_square_p_value, joint_distribution
+from support.tiny_models import EOS
+
+# A correct sampler fails one comparison with this probability.
+SIGNIFICANCE = 1e-6
+MAX_TOKENS, COMPARED = 6, 4
+
+CASES = {
+    "temperature 0.7": ([2, 3, 0], {"temperature": 0.7}),
+    "temperature 1": ([3], {}),
+    "temperature 1.3 with eos": ([4, 2], {"temperature": 1.3, "ignore_eos": False}),
+    "top_k": ([2, 4, 4, 0, 3, 3], {"top_k": 3, "temperature": 1.3}),
+    "top_p": ([0, 3], {"top_p": 0.8}),
+    "min_p": ([3, 3, 2], {"min_p": 0.15}),
+    "penalties": (
+        [4, 4, 3],
+        {"repetition_penalty": 1.4, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    ),
+    "bias and eos": (
+        [2, 2, 4, 3],
+        {"logit_bias": {2: 1.0}, "min_tokens": 2, "ignore_eos": False, "top_p": 0.95},
+    ),
+    "bad words": ([3, 0, 0, 4], {"bad_words_ids": [[2], [3, 3]], "allowed_token_ids": [0, 2, 3]}),
+    "without a seed": ([0, 4, 2], {"temperature": 0.9, "seed": None}),
+    "greedy": ([3, 2], {"temperature": 0}),
+}
+
+# Decoding crosses a block boundary.
+LONG_CASES = {
+    f"{name}, long prompt": ([i * i % 5 for i in range(26)], CASES[name][1])
+    for name in ("temperature 0.7", "top_p", "penalties")
+}
+
+
+def sampling_job(cases: dict, count: int, max_tokens: int = MAX_TOKENS) -> dict:
+    """A job for `run_engine`: `count` requests of every case, interleaved in every batch."""
+    params = [
+        {"max_tokens": max_tokens, "ignore_eos": True, "seed": i, **cases[name][1]}
+        for i, name in enumerate(name for _ in range(count) for name in cases)
+    ]
+    return {
+        "prompts": [prompt for _ in range(count) for prompt, _ in cases.values()],
+        "params": params,
+    }
+
+
+def outputs_by_case(cases: dict, result: dict) -> dict[str, list[tuple[int, ...]]]:
+    """Case -> the first MAX_TOKENS tokens of every output of a `sampling_job`."""
+    outputs = [tuple(output[0]["ids"][:MAX_TOKENS]) for output in result["outputs"]]
+    return {name: outputs[i :: len(cases)] for i, name in enumerate(cases)}
+
+
+@functools.cache
+def exact_distribution(model: str, case: str) -> dict[tuple[int, ...], float]:
+    """Outcome -> probability of the first MAX_TOKENS tokens."""
+    prompt, params = {**CASES, **LONG_CASES}[case]
+    eos = None if params.get("ignore_eos", True) else EOS
+    return joint_distribution(model, prompt, MAX_TOKENS, params, eos)
+
+
+def p_values(model: str, outputs: dict[str, list[tuple[int, ...]]]) -> dict[str, float]:
+    """Chi-square p-values of the first COMPARED tokens, and of the last of them with all later."""
+    found = {}
+    for case, samples in outputs.items():
+        for part in (slice(0, COMPARED), slice(COMPARED - 1, None)):
+            marginal: dict[tuple[int, ...], float] = {}
+            for outcome, p in exact_distribution(model, case).items():
+                marginal[outcome[part]] = marginal.get(outcome[part], 0.0) + p
+            found[f"{case}, from token {part.start}"] = chi_square_p_value(
+                [output[part] for output in samples], marginal
+            )
+    return found
