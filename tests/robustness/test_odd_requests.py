@@ -1,0 +1,125 @@
+"""Nothing that a client asks for raises in the engine or disturbs another request."""
+
+import numpy as np
+import pytest
+from robustness.case_engine import run_cases
+from robustness.odd_requests import MAX_MODEL_LEN, PROMPT, TOKENIZER, VOCABULARY, table
+
+from vllm_hsd.core.bigram import count_bigrams, write_bigram
+
+TABLE = table()
+# One greedy and one seeded request beside every odd one: neither may notice its neighbor.
+GOOD_PROMPT = TOKENIZER.encode("a cab a bed")
+GOOD = [
+    {"temperature": 0, "max_tokens": 24, "ignore_eos": True},
+    {"temperature": 1, "seed": 5, "max_tokens": 24, "ignore_eos": True},
+]
+# First the good requests alone, then beside each odd one, at last everything at once.
+ALONE = {"prompts": [GOOD_PROMPT] * 2, "params": GOOD}
+BESIDE = [
+    {
+        "prompts": [GOOD_PROMPT, list(odd.prompt), GOOD_PROMPT],
+        "params": [GOOD[0], odd.params, GOOD[1]],
+    }
+    for odd in TABLE.values()
+]
+TOGETHER = {
+    "prompts": [GOOD_PROMPT, *(list(odd.prompt) for odd in TABLE.values()), GOOD_PROMPT],
+    "params": [GOOD[0], *(odd.params for odd in TABLE.values()), GOOD[1]],
+}
+CASES = ["alone", *TABLE, "together"]
+# vLLM's V1 runner refuses these with its own drafters.
+REFUSED_BY_STOCK = ("min_p", "logit_bias")
+
+
+def speculation(name: str, family, directory) -> dict:
+    table = str(directory / "table.npz")
+    write_bigram(count_bigrams([np.array(PROMPT * 20), np.array(GOOD_PROMPT * 20)], vocab_size=VOCABULARY), table)
+    small, mid = {"model": family.small, "num_tokens": 3}, {"model": family.mid}
+    return {
+        "two models": {"method": "hsd", "num_speculative_tokens": 6, "levels": [small, mid]},
+        "bigram, two models, horizontal": {
+            "method": "hsd",
+            "num_speculative_tokens": 7,
+            "horizontal_tokens": 2,
+            "levels": [{"bigram": table, "num_tokens": 2}, small, mid],
+        },
+        "vLLM's n-grams": {
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 3,
+            "rejection_sample_method": "hierarchical",
+        },
+    }[name]
+
+
+def answers(family, **engine) -> dict[str, dict]:
+    """Case -> answer; the cases after one that raised are missing."""
+    arguments = {"model": family.target, "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 160}
+    found = run_cases({**arguments, **engine}, [ALONE, *BESIDE, TOGETHER])
+    return dict(zip(CASES, found, strict=False))
+
+
+@pytest.fixture(scope="module")
+def plain(text_family):
+    return answers(text_family)
+
+
+@pytest.fixture(
+    scope="module", params=["two models", "bigram, two models, horizontal", "vLLM's n-grams"]
+)
+def speculated(request, text_family, tmp_path_factory):
+    config = speculation(request.param, text_family, tmp_path_factory.mktemp("tables"))
+    return answers(text_family, speculative_config=config)
+
+
+def refused(answer) -> bool:
+    return isinstance(answer, dict)
+
+
+def expected_refusal(odd, answer) -> bool:
+    """vLLM refuses min_p and logit_bias in one engine of three; no other answer may differ."""
+    return refused(answer) and any(key in odd.params for key in REFUSED_BY_STOCK)
+
+
+def test_nothing_raises(plain, speculated):
+    for answered in (plain, speculated):
+        assert {name: a["raised"] for name, a in answered.items() if a["raised"]} == {}
+        assert list(answered) == CASES
+
+
+def test_answers_are_those_of_no_speculation(plain, speculated):
+    """Token for token where plain vLLM's answer is not random, otherwise in form."""
+    wrong = {}
+    for name, odd in TABLE.items():
+        expected, got = plain[name]["outputs"][1], speculated[name]["outputs"][1]
+        if expected_refusal(odd, got):
+            continue
+        if refused(expected) or refused(got) or odd.exact:
+            if expected != got:
+                wrong[name] = (expected, got)
+        elif not all(well_formed(odd, sequence) for sequence in got) or len(got) != len(expected):
+            wrong[name] = (expected, got)
+    assert wrong == {}
+
+
+def well_formed(odd, sequence: dict) -> bool:
+    allowed = odd.params.get("allowed_token_ids", range(VOCABULARY))
+    limit = min(odd.params["max_tokens"], MAX_MODEL_LEN - len(odd.prompt))
+    ended = len(sequence["ids"]) == limit or sequence["finish"] == "stop"
+    return ended and 0 < len(sequence["ids"]) <= limit and set(sequence["ids"]) <= set(allowed)
+
+
+def test_neighbors_notice_nothing(plain, speculated):
+    greedy, seeded = speculated["alone"]["outputs"]
+    assert greedy == plain["alone"]["outputs"][0]
+    for answer in speculated.values():
+        assert answer["outputs"][0] == greedy
+        assert answer["outputs"][-1] == seeded
+
+
+def test_all_at_once_is_one_by_one(speculated):
+    together = speculated["together"]["outputs"][1:-1]
+    for name, got in zip(TABLE, together, strict=True):
+        if "seed" in TABLE[name].params:
+            assert got == speculated[name]["outputs"][1], name
