@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from robustness.case_engine import run_cases
-from robustness.odd_requests import MAX_MODEL_LEN, PROMPT, TOKENIZER, VOCABULARY, table
+from support.case_engine import run_cases
+from support.odd_requests import MAX_MODEL_LEN, PROMPT, TOKENIZER, VOCABULARY, table
 
 from vllm_hsd.core.bigram import count_bigrams, write_bigram
 
@@ -34,7 +34,10 @@ REFUSED_BY_STOCK = ("min_p", "logit_bias")
 
 def speculation(name: str, family, directory) -> dict:
     table = str(directory / "table.npz")
-    write_bigram(count_bigrams([np.array(PROMPT * 20), np.array(GOOD_PROMPT * 20)], vocab_size=VOCABULARY), table)
+    write_bigram(
+        count_bigrams([np.array(PROMPT * 20), np.array(GOOD_PROMPT * 20)], vocab_size=VOCABULARY),
+        table,
+    )
     small, mid = {"model": family.small, "num_tokens": 3}, {"model": family.mid}
     return {
         "two models": {"method": "hsd", "num_speculative_tokens": 6, "levels": [small, mid]},

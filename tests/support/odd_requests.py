@@ -6,7 +6,7 @@ The table is shared by the comparison with a plain engine and by the soak on the
 from dataclasses import dataclass
 from typing import Any
 
-from runner_v1.tiny_models import EOS, byte_tokenizer
+from support.tiny_models import EOS, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 VOCABULARY = len(TOKENIZER)

@@ -1,6 +1,6 @@
 """An engine that answers odd requests one case at a time and reports what it refused or raised."""
 
-from runner_v1 import engine_process
+from support import engines
 
 MAX_STEPS = 2000
 
@@ -9,7 +9,7 @@ def run_cases(engine: dict, cases: list[dict], *, patch: str | None = None) -> l
     """Start one engine in its own process and run the cases one after the other.
 
     Args:
-        engine: arguments of `vllm.LLM` in addition to the defaults of `engine_process`.
+        engine: arguments of `vllm.LLM` in addition to the defaults of `support.engines`.
         cases: {"prompts": [token ids], "params": [mapping]}; the requests of a case share a batch.
         patch: "module:function", called before the engine starts.
 
@@ -18,14 +18,14 @@ def run_cases(engine: dict, cases: list[dict], *, patch: str | None = None) -> l
         {"refused": message} where vLLM does not take the request. "raised": the first line of
         what the engine raised, None if nothing; the cases after it are not run.
     """
-    return engine_process._in_process(answer_cases, {"engine": engine, "cases": cases}, patch, None)
+    return engines._in_process(answer_cases, {"engine": engine, "cases": cases}, patch, None)
 
 
 def answer_cases(engine: dict, cases: list[dict]) -> list[dict]:
     """The work of the engine's process; see `run_cases`."""
     from vllm import LLM
 
-    llm = LLM(**{**engine_process.ENGINE_DEFAULTS, "skip_tokenizer_init": False, **engine})
+    llm = LLM(**{**engines.ENGINE_DEFAULTS, "skip_tokenizer_init": False, **engine})
     found: list[dict] = []
     try:
         for number, case in enumerate(cases):
@@ -41,7 +41,7 @@ def _answer(llm, number: int, prompts: list[list[int]], params: list[dict]) -> d
     engine, outputs = llm.llm_engine, []
     for i, (prompt, given) in enumerate(zip(prompts, params, strict=True)):
         try:
-            sampling = engine_process._sampling_params(llm, given)
+            sampling = engines._sampling_params(llm, given)
             engine.add_request(f"{number}-{i}", {"prompt_token_ids": prompt}, sampling)
         except Exception as error:
             outputs.append({"refused": f"{type(error).__name__}: {error}"[:200]})
