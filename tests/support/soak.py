@@ -1,0 +1,210 @@
+"""A soak: many streams against one OpenAI server, every answer judged, nothing left behind."""
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from support.openai_server import OpenAIServer
+from support.soak_requests import SoakRequest
+
+# A request that takes longer is counted as hung; the slowest take seconds.
+PATIENCE = 120.0
+ABORTED_SHARE, STREAMED_SHARE = 0.08, 0.4
+
+
+@dataclass
+class Report:
+    """What became of the requests of one soak.
+
+    Attributes:
+        outcomes: number of requests by outcome: "finished", "refused", "aborted" (by the client),
+            and the faults "wrong", "lost" (ended without an answer), "hung" and "error" (HTTP 5xx).
+        kinds: requests sent, by kind.
+        faults: what was wrong with the first few.
+        memory: (seconds since the start, role of a process -> resident MB).
+        preemptions: of requests, by the scheduler, in total.
+        leftover: what the server still counts as running, waiting or cached after the last answer.
+    """
+
+    sent: int = 0
+    outcomes: Counter = field(default_factory=Counter)
+    kinds: Counter = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    memory: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+    preemptions: int = 0
+    leftover: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def fault_count(self) -> int:
+        return sum(self.outcomes[outcome] for outcome in ("wrong", "lost", "hung", "error"))
+
+    def note(self, request: SoakRequest, outcome: str, detail: str = "") -> None:
+        self.outcomes[outcome] += 1
+        self.kinds[request.kind] += 1
+        if detail and len(self.faults) < 20:
+            params = {key: str(value)[:60] for key, value in request.params.items()}
+            self.faults.append(f"{outcome}: {detail[:300]} for {params}")
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.sent} requests in {self.seconds:.0f} s, {self.preemptions} preemptions",
+            f"outcomes {dict(self.outcomes)}, kinds {dict(self.kinds)}, left {self.leftover}",
+        ]
+        for role in self.memory[0][1] if self.memory else ():
+            points = self.memory[:: max(1, len(self.memory) // 10)]
+            series = ", ".join(f"{seconds:.0f} s {mb[role]:.0f}" for seconds, mb in points)
+            lines.append(f"resident MB of {role}: {series}")
+        return "\n".join([*lines, *self.faults])
+
+
+def soak(
+    server: OpenAIServer,
+    requests: list[SoakRequest],
+    seconds: float,
+    *,
+    streams: int = 64,
+    seed: int = 0,
+    patience: float = PATIENCE,
+    at_least: int = 0,
+) -> Report:
+    """Send requests in `streams` streams until the time is over, then wait for the last answers.
+
+    Args:
+        requests: each stream draws from them at random.
+        at_least: go on until so many were sent, whatever the time.
+    """
+    report = Report()
+    asyncio.run(_soak(server, requests, seconds, streams, seed, patience, at_least, report))
+    return report
+
+
+async def _soak(server, requests, seconds, streams, seed, patience, at_least, report) -> None:
+    began = time.monotonic()
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+
+        async def stream(number: int) -> None:
+            draw = random.Random(f"{seed}-{number}")
+            while time.monotonic() - began < seconds or report.sent < at_least:
+                if report.fault_count > 3 * streams or server.process.poll() is not None:
+                    return
+                report.sent += 1
+                await _send(session, server.url, draw.choice(requests), draw, patience, report)
+
+        sampler = asyncio.create_task(_watch_memory(server, began, seconds, report))
+        await asyncio.gather(*[stream(number) for number in range(streams)])
+        sampler.cancel()
+        report.seconds = time.monotonic() - began
+    if server.process.poll() is None:
+        _look_after(server, report)
+
+
+async def _send(session, url, request, draw, patience, report) -> None:
+    aborted = draw.random() < ABORTED_SHARE
+    streamed = aborted or draw.random() < STREAMED_SHARE
+    chunks = draw.randrange(6) if aborted else None
+    try:
+        async with asyncio.timeout(patience):
+            await _converse(session, f"{url}/v1/completions", request, streamed, chunks, report)
+    except TimeoutError:
+        report.note(request, "hung", f"no answer after {patience:.0f} s")
+    except (aiohttp.ClientError, json.JSONDecodeError, KeyError) as error:
+        report.note(request, "lost", f"{type(error).__name__}: {error}")
+
+
+async def _converse(session, url, request, streamed, chunks, report) -> None:
+    """Send a request and judge its answer; `chunks`: leave after so many of them."""
+    async with session.post(url, json={**request.body, "stream": streamed}) as answer:
+        if answer.status >= 500:
+            report.note(request, "error", f"HTTP {answer.status}: {(await answer.text())[:200]}")
+            return
+        if answer.status >= 400:
+            taken = request.refused is False
+            report.note(request, "wrong" if taken else "refused", "refused" if taken else "")
+            return
+        if request.refused:
+            report.note(request, "wrong", "taken, and plain vLLM refuses it")
+            return
+        if streamed:
+            choices, whole = await _read_stream(answer, chunks)
+        else:
+            body = await answer.json()
+            if "choices" not in body:
+                report.note(request, "error", str(body))
+                return
+            choices, whole = {choice["index"]: choice for choice in body["choices"]}, True
+    fault = _fault_of(request, choices, whole)
+    if fault is None:
+        report.note(request, "finished" if whole else "aborted")
+    else:
+        report.note(request, *fault)
+
+
+async def _read_stream(answer, chunks: int | None) -> tuple[dict[int, dict], bool]:
+    """Choices put together from the chunks, and whether the stream was read to its end."""
+    choices: dict[int, dict] = {}
+    count = 0
+    async for line in answer.content:
+        if not line.startswith(b"data: "):
+            continue
+        if line.strip() == b"data: [DONE]":
+            return choices, True
+        if chunks is not None and count >= chunks:
+            return choices, False
+        count += 1
+        body = json.loads(line[len(b"data: ") :])
+        for part in body["choices"]:
+            empty = {"text": "", "token_ids": [], "finish_reason": None}
+            choice = choices.setdefault(part["index"], empty)
+            choice["text"] += part["text"]
+            choice["token_ids"] += part.get("token_ids") or []
+            choice["finish_reason"] = part["finish_reason"] or choice["finish_reason"]
+    raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
+
+
+def _fault_of(
+    request: SoakRequest, choices: dict[int, dict], whole: bool
+) -> tuple[str, str] | None:
+    """(outcome, detail) of a faulty answer, None for a right one."""
+    if not whole:
+        if request.expected and 0 in choices:
+            got, (ids, _) = choices[0]["token_ids"], request.expected[0]
+            if got != ids[: len(got)]:
+                return "wrong", f"{got} does not begin {ids}"
+        return None
+    if set(choices) != set(range(request.params.get("n", 1))):
+        return "lost", f"choices {sorted(choices)}"
+    for index, choice in choices.items():
+        finish, ids = choice["finish_reason"], choice["token_ids"]
+        if finish is None:
+            return "lost", "no finish reason"
+        if request.expected is not None and (ids, finish) != request.expected[index]:
+            return "wrong", f"{ids} {finish}, expected {request.expected[index]}"
+        if not request.judge(choice["text"], ids, finish):
+            return "wrong", f"{choice['text']!r} {ids} {finish}"
+    return None
+
+
+async def _watch_memory(server, began: float, seconds: float, report: Report) -> None:
+    while True:
+        report.memory.append((time.monotonic() - began, server.resident_megabytes()))
+        await asyncio.sleep(max(1.0, seconds / 200))
+
+
+def _look_after(server: OpenAIServer, report: Report) -> None:
+    """Requests and cache blocks that the server still holds half a minute after the last answer."""
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    until = time.monotonic() + 30
+    while True:
+        report.leftover = {name: server.total(f"vllm:{name}") for name in names}
+        if not any(report.leftover.values()) or time.monotonic() > until:
+            break
+        time.sleep(0.5)
+    report.preemptions = int(server.total("vllm:num_preemptions_total"))

@@ -1,0 +1,57 @@
+"""Servers that are broken on purpose, to show that the soak notices.
+
+Each function is a general plugin of vLLM, given to `OpenAIServer(plugin=...)`.
+"""
+
+import itertools
+
+import torch
+
+
+def one_token_in_a_thousand() -> None:
+    """The target's verification now and then emits a token that it never drew."""
+    from vllm_hsd.runner_v1 import sampler
+
+    forward, count = sampler.HsdSampler.forward, itertools.count(1)
+
+    def forward_with_a_fault(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        ids = output.sampled_token_ids
+        for row in range(len(ids)):
+            if ids[row, 0] >= 0 and next(count) % 1000 == 0:
+                ids[row, 0] = torch.where(ids[row, 0] == 5, 6, 5)
+        return output
+
+    sampler.HsdSampler.forward = forward_with_a_fault
+
+
+def one_request_in_fifty_forgotten() -> None:
+    """The engine takes a request and never answers."""
+    from vllm.v1.engine.core import EngineCore
+
+    add, count = EngineCore.add_request, itertools.count(1)
+
+    def add_most(self, request, *args, **kwargs):
+        if next(count) % 50:
+            add(self, request, *args, **kwargs)
+
+    EngineCore.add_request = add_most
+
+
+def both() -> None:
+    one_token_in_a_thousand()
+    one_request_in_fifty_forgotten()
+
+
+def engine_dies() -> None:
+    """The engine raises in its five-hundredth step."""
+    from vllm.v1.engine.core import EngineCore
+
+    step, count = EngineCore.step, itertools.count(1)
+
+    def step_and_die(self):
+        if next(count) == 500:
+            raise RuntimeError("the test's own fault")
+        return step(self)
+
+    EngineCore.step = step_and_die
