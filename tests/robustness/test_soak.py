@@ -29,7 +29,10 @@ def requests(text_family):
     found = catalog()
     waiting = waiting_for_plain(found)
     engine = {"model": text_family.target, "max_model_len": MAX_MODEL_LEN}
-    expect(waiting, run_cases(engine, [request.case for request in waiting]))
+    together = {"prompts": [r.prompt for r in waiting], "params": [r.params for r in waiting]}
+    [answer] = run_cases(engine, [together])
+    assert answer["raised"] is None, answer["raised"]
+    expect(waiting, answer["outputs"])
     return found
 
 

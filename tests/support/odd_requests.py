@@ -95,8 +95,6 @@ EXTREME: dict[str, dict] = {
     "top_k beyond the vocabulary": {"top_k": 10**6},
     "seed 0": {"seed": 0},
     "seed 2**63 - 1": {"seed": 2**63 - 1},
-    "seed 2**63": {"seed": 2**63},
-    "seed 2**64 - 1": {"seed": 2**64 - 1},
     "seed -1": {"seed": -1},
     "seed -2**63": {"seed": -(2**63)},
     "one token": {"max_tokens": 1},
@@ -130,6 +128,8 @@ OFFLINE_EXTREME: dict[str, dict] = {
     "logit_bias -inf": {"logit_bias": {A: -inf}},
     "logit_bias -1e39": {"logit_bias": {A: -1e39}},
     "logit_bias 3e38": {"logit_bias": {A: 3e38}},
+    "seed 2**63": {"seed": 2**63},
+    "seed 2**64 - 1": {"seed": 2**64 - 1},
     "prompt logprobs": {"prompt_logprobs": 2},
 }
 # Temperatures of their own.

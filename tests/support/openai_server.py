@@ -15,7 +15,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from support.engines import ENVIRONMENT
 
 STARTUP_SECONDS = 480

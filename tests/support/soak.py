@@ -8,13 +8,18 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import aiohttp
-
 from support.openai_server import OpenAIServer
-from support.soak_requests import SoakRequest
+from support.soak_requests import Answer, SoakRequest
 
 # A request that takes longer is counted as hung; the slowest take seconds.
 PATIENCE = 120.0
 ABORTED_SHARE, STREAMED_SHARE = 0.08, 0.4
+
+
+class _HttpError(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"HTTP {status}: {message[:200]}")
+        self.status = status
 
 
 @dataclass
@@ -109,10 +114,14 @@ async def _soak(server, requests, seconds, streams, seed, patience, at_least, re
 async def _send(session, url, request, draw, patience, report) -> None:
     aborted = draw.random() < ABORTED_SHARE
     streamed = aborted or draw.random() < STREAMED_SHARE
+    if "prompt_logprobs" in request.params:  # vLLM does not stream these.
+        aborted = streamed = False
     chunks = draw.randrange(6) if aborted else None
     try:
         async with asyncio.timeout(patience):
             await _converse(session, f"{url}/v1/completions", request, streamed, chunks, report)
+    except _HttpError as error:
+        report.note(request, *_judge_error(request, error))
     except TimeoutError:
         report.note(request, "hung", f"no answer after {patience:.0f} s")
     except (aiohttp.ClientError, json.JSONDecodeError, KeyError) as error:
@@ -122,29 +131,15 @@ async def _send(session, url, request, draw, patience, report) -> None:
 async def _converse(session, url, request, streamed, chunks, report) -> None:
     """Send a request and judge its answer; `chunks`: leave after so many of them."""
     async with session.post(url, json={**request.body, "stream": streamed}) as answer:
-        if answer.status >= 500:
-            report.note(request, "error", f"HTTP {answer.status}: {(await answer.text())[:200]}")
-            return
         if answer.status >= 400:
-            taken = request.refused is False
-            report.note(request, "wrong" if taken else "refused", "refused" if taken else "")
-            return
-        if request.refused:
-            report.note(request, "wrong", "taken, and plain vLLM refuses it")
-            return
+            raise _HttpError(answer.status, await answer.text())
         if streamed:
             choices, whole = await _read_stream(answer, chunks)
         else:
             body = await answer.json()
-            if "choices" not in body:
-                report.note(request, "error", str(body))
-                return
             choices, whole = {choice["index"]: choice for choice in body["choices"]}, True
     fault = _fault_of(request, choices, whole)
-    if fault is None:
-        report.note(request, "finished" if whole else "aborted")
-    else:
-        report.note(request, *fault)
+    report.note(request, *(fault or ("finished" if whole else "aborted",)))
 
 
 async def _read_stream(answer, chunks: int | None) -> tuple[dict[int, dict], bool]:
@@ -160,6 +155,8 @@ async def _read_stream(answer, chunks: int | None) -> tuple[dict[int, dict], boo
             return choices, False
         count += 1
         body = json.loads(line[len(b"data: ") :])
+        if "error" in body:  # vLLM begins some streams before it has looked at the request.
+            raise _HttpError(body["error"]["code"], body["error"]["message"])
         for part in body["choices"]:
             empty = {"text": "", "token_ids": [], "finish_reason": None}
             choice = choices.setdefault(part["index"], empty)
@@ -169,26 +166,36 @@ async def _read_stream(answer, chunks: int | None) -> tuple[dict[int, dict], boo
     raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
 
 
+def _judge_error(request: SoakRequest, error: _HttpError) -> tuple[str, str]:
+    """Outcome and detail where the server answered with an error."""
+    if error.status >= 500:
+        as_plain = request.expected is not None and request.expected[0].finish == "error"
+        return ("finished", "") if as_plain else ("error", str(error))
+    return ("wrong", str(error)) if request.refused is False else ("refused", "")
+
+
 def _fault_of(
     request: SoakRequest, choices: dict[int, dict], whole: bool
 ) -> tuple[str, str] | None:
     """(outcome, detail) of a faulty answer, None for a right one."""
     if not whole:
         if request.expected and 0 in choices:
-            got, (ids, _) = choices[0]["token_ids"], request.expected[0]
+            got, ids = choices[0]["token_ids"], request.expected[0].ids
             if got != ids[: len(got)]:
                 return "wrong", f"{got} does not begin {ids}"
         return None
+    if request.refused:
+        return "wrong", "taken, and plain vLLM refuses it"
     if set(choices) != set(range(request.params.get("n", 1))):
         return "lost", f"choices {sorted(choices)}"
     for index, choice in choices.items():
-        finish, ids = choice["finish_reason"], choice["token_ids"]
-        if finish is None:
+        got = Answer(choice["token_ids"], choice["finish_reason"], choice["text"])
+        if got.finish is None:
             return "lost", "no finish reason"
-        if request.expected is not None and (ids, finish) != request.expected[index]:
-            return "wrong", f"{ids} {finish}, expected {request.expected[index]}"
-        if not request.judge(choice["text"], ids, finish):
-            return "wrong", f"{choice['text']!r} {ids} {finish}"
+        if request.expected is not None and got != request.expected[index]:
+            return "wrong", f"{got}, expected {request.expected[index]}"
+        if not request.judge(got):
+            return "wrong", str(got)
     return None
 
 

@@ -4,7 +4,7 @@ import json
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from support import odd_requests
@@ -60,28 +60,37 @@ STRUCTURED: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
 ]
 
 
+@dataclass(frozen=True)
+class Answer:
+    """One choice of an answer."""
+
+    ids: list[int]
+    finish: str
+    text: str
+
+    @property
+    def own_text(self) -> str:
+        """Text of the token ids alone; `text` may begin with bytes of the prompt."""
+        return TOKENIZER.decode([token for token in self.ids if token != EOS])
+
+
 @dataclass
 class SoakRequest:
     """A request and how to judge its answer.
 
     Attributes:
         kind: "certain", "sampled", "structured" or "odd".
-        expected: token ids and finish reasons of every choice, where they are known.
+        expected: every choice, where plain vLLM's answer is not random.
         refused: plain vLLM does not take the request; None where HTTP may be stricter.
-        judge: of one choice's text, token ids and finish reason.
+        judge: whether a choice of a random answer is right in form.
     """
 
     kind: str
     prompt: list[int]
     params: dict[str, Any]
-    expected: list[tuple[list[int], str]] | None = None
+    expected: list[Answer] | None = None
     refused: bool | None = False
-    judge: Callable[[str, list[int], str], bool] = field(default=lambda text, ids, finish: True)
-
-    @property
-    def case(self) -> dict:
-        """The request for `support.case_engine`."""
-        return {"prompts": [self.prompt], "params": [self.params]}
+    judge: Callable[[Answer], bool] = lambda answer: True
 
     @property
     def body(self) -> dict[str, Any]:
@@ -136,38 +145,39 @@ def catalog(seeded: bool = True) -> list[SoakRequest]:
     return found
 
 
-def _length_is(length: int, allowed: list[int] | None) -> Callable[[str, list[int], str], bool]:
+def _length_is(length: int, allowed: list[int] | None) -> Callable[[Answer], bool]:
     vocabulary = set(range(VOCABULARY) if allowed is None else allowed)
-    return lambda text, ids, finish: len(ids) == length and set(ids) <= vocabulary
+    return lambda answer: len(answer.ids) == length and set(answer.ids) <= vocabulary
 
 
-def _is_valid(valid: Callable[[str], bool]) -> Callable[[str, list[int], str], bool]:
-    # A grammar may still be open where max_tokens ends it.
-    return lambda text, ids, finish: finish == "length" or valid(text)
+def _is_valid(valid: Callable[[str], bool]) -> Callable[[Answer], bool]:
+    def judge(answer: Answer) -> bool:
+        # A grammar may still be open where max_tokens ends it.
+        try:
+            return answer.finish == "length" or valid(answer.own_text)
+        except json.JSONDecodeError:
+            return False
+
+    return judge
 
 
-def expect(requests: list[SoakRequest], answers: list[dict]) -> None:
+def expect(requests: list[SoakRequest], outputs: list) -> None:
     """Note what a plain engine answered to the requests of kind "certain" and "odd".
 
     Args:
-        answers: results of `support.case_engine.run_cases` for them, in order.
+        outputs: "outputs" of `support.case_engine.run_cases`, in the order of the requests.
     """
-    exact = {
-        name: request.exact for name, request in odd_requests.table().items() if request.served
-    }
-    odd = iter(exact.values())
-    for request, answer in zip(requests, answers, strict=True):
-        assert answer["raised"] is None, answer
-        [output] = answer["outputs"]
+    odd = iter([request.exact for request in odd_requests.table().values() if request.served])
+    for request, output in zip(requests, outputs, strict=True):
         certain = request.kind == "certain" or next(odd)
         if isinstance(output, dict):
             request.refused = True
         elif certain:
             request.refused = False
-            request.expected = [(sequence["ids"], sequence["finish"]) for sequence in output]
+            request.expected = [Answer(**sequence) for sequence in output]
         else:
             longest = min(request.params["max_tokens"], MAX_MODEL_LEN - len(request.prompt))
-            request.judge = lambda text, ids, finish, longest=longest: 0 < len(ids) <= longest
+            request.judge = lambda answer, longest=longest: 0 < len(answer.ids) <= longest
 
 
 def waiting_for_plain(requests: list[SoakRequest]) -> list[SoakRequest]:
