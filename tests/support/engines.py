@@ -1,17 +1,20 @@
-"""One vLLM engine in a process of its own: jobs in, plain data out.
+"""vLLM engines for tests: `vllm_hsd.engine` with tiny defaults, jobs and patches.
 
-The processes are forked from a server that has imported vLLM, which saves each of them the
-import; no engine ever shares a process with another.
+Processes are forked from a server that has imported vLLM, which saves the import at each start.
+No two engines share a process.
 """
 
+import contextlib
+import functools
 import gc
 import importlib
-import json
 import multiprocessing
-import os
 import tempfile
-import traceback
+from collections.abc import Iterator
 from pathlib import Path
+
+from vllm_hsd.engine import EngineProcess, WorkerProcess
+from vllm_hsd.errors import UserError
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -38,78 +41,71 @@ ENGINE_DEFAULTS = {
     # Zeroing vLLM's default of 1 GiB takes longer than loading a tiny model.
     "kv_cache_memory_bytes": 64 << 20,
 }
+LOG_CHARACTERS = 6000
 
 
 def run_engine(engine: dict, jobs: dict[str, dict], *, patch: str | None = None, env=None) -> dict:
     """Start an engine, run the jobs one after the other, and return name -> result of `run_job`.
 
     Args:
-        engine: arguments of `vllm.LLM` beside ENGINE_DEFAULTS.
+        engine: arguments of `vllm.LLM` in addition to ENGINE_DEFAULTS.
         jobs: name -> {"prompts": [token ids], "params": mapping or list of mappings, and
             optionally "arrive": [engine step], "abort": {request: engine step}}.
-        patch: "module:function" that is called before the engine starts.
-        env: environment variables beside ENVIRONMENT.
+        patch: "module:function", called in the process before the engine starts.
+        env: environment variables in addition to ENVIRONMENT.
 
     Raises:
-        RuntimeError: the process failed; the message ends with its output.
+        RuntimeError: the process failed; the message ends with its log.
     """
-    return _in_process(_run, {"engine": engine, "jobs": jobs}, patch, env)
+    with (
+        _options(patch, env) as options,
+        EngineProcess({**ENGINE_DEFAULTS, **engine}, **options) as process,
+    ):
+        return process.call(_run_jobs, jobs)
 
 
 def configuration_errors(engines: list[dict], *, patch: str | None = None) -> list[str | None]:
-    """What vLLM says to each of these arguments of an engine, None where it accepts them.
+    """ "ExceptionType: message" of vLLM for each engine's arguments, None where it accepts them.
 
-    No model is loaded. `patch` as for `run_engine`.
+    No weights are loaded. `patch` as for `run_engine`.
     """
-    return _in_process(_configure, {"engines": engines}, patch, None)
+    return in_process(_configure, {"engines": engines}, patch)
 
 
-def _in_process(work, arguments: dict, patch: str | None, env: dict | None):
-    os.environ.update(ENVIRONMENT)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+def in_process(work, arguments: dict, patch: str | None = None, env: dict | None = None):
+    """`work(**arguments)`, called in a process of the fork server; both must be picklable."""
+    with _options(patch, env) as options, WorkerProcess(**options) as process:
+        return process.call(work, **arguments)
+
+
+@contextlib.contextmanager
+def _options(patch: str | None, env: dict | None) -> Iterator[dict]:
+    """Arguments of `WorkerProcess`; a failure of the process is raised with the end of its log."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as scratch:
-        result, log = Path(scratch, "result.json"), Path(scratch, "log")
-        call = (work, arguments, patch, env or {}, str(result), str(log))
-        process = context.Process(target=_main, args=call)
-        process.start()
-        process.join()
-        if process.exitcode or not result.exists():
-            raise RuntimeError(f"engine process exited with {process.exitcode}:\n{_tail(log)}")
-        return json.loads(result.read_text())
+        log = Path(scratch, "log")
+        try:
+            yield {
+                "log": log,
+                "environment": {**ENVIRONMENT, **(env or {})},
+                "prepare": functools.partial(_prepare, patch),
+                "start_method": "forkserver",
+            }
+        except UserError as error:
+            tail = log.read_text(errors="replace")[-LOG_CHARACTERS:]
+            raise RuntimeError(f"{error}\n{tail}") from error
 
 
-def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-6000:] if log.exists() else ""
-
-
-def _main(work, arguments: dict, patch: str | None, env: dict, result: str, log: str) -> None:
-    target = os.open(log, os.O_WRONLY | os.O_CREAT)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    os.environ.update(env)
-    # vLLM collects garbage nine times at start-up; most of the time goes to imported modules.
+def _prepare(patch: str | None) -> None:
+    # vLLM collects garbage nine times at start-up; most of that time goes to imported modules.
     gc.freeze()
-    try:
-        if patch:
-            module, function = patch.split(":")
-            getattr(importlib.import_module(module), function)()
-        Path(result).write_text(json.dumps(work(**arguments)))
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    # vLLM's own shutdown hooks are of no use to a process that ends here.
-    os._exit(0)
+    if patch:
+        module, function = patch.split(":")
+        getattr(importlib.import_module(module), function)()
 
 
-def _run(engine: dict, jobs: dict) -> dict:
-    from vllm import LLM
-
-    llm = LLM(**{**ENGINE_DEFAULTS, **engine})
-    try:
-        return {name: run_job(llm, **job) for name, job in jobs.items()}
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+def _run_jobs(llm, jobs: dict[str, dict]) -> dict[str, dict]:
+    return {name: run_job(llm, **job) for name, job in jobs.items()}
 
 
 def _configure(engines: list[dict]) -> list[str | None]:
@@ -127,10 +123,10 @@ def _configure(engines: list[dict]) -> list[str | None]:
 
 
 def run_job(llm, prompts, params, arrive=None, abort=None) -> dict:
-    """{"outputs": [per prompt [per sequence {...}]], "levels", "counters"}: counts of this job."""
+    """One job: {"outputs": [per prompt [per sequence {...}]], "levels": ..., "counters": ...}."""
     levels, counters = _level_counts(), _counters(llm)
     listed = params if isinstance(params, list) else [params] * len(prompts)
-    sampling = [_sampling_params(llm, given) for given in listed]
+    sampling = [sampling_params(llm, given) for given in listed]
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
     if arrive is None and abort is None:
         outputs = llm.generate(requests, sampling, use_tqdm=False)
@@ -143,7 +139,8 @@ def run_job(llm, prompts, params, arrive=None, abort=None) -> dict:
     }
 
 
-def _sampling_params(llm, given: dict):
+def sampling_params(llm, given: dict):
+    """`vllm.SamplingParams`; `given` may hold "bad_words_ids" and plain structured outputs."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -155,7 +152,7 @@ def _sampling_params(llm, given: dict):
         given.setdefault("detokenize", False)
     params = SamplingParams(**given)
     if bad_words_ids:
-        # What vLLM makes of `bad_words` with the tokenizer that these engines do without.
+        # vLLM derives these from `bad_words` with a tokenizer, which these engines lack.
         params._bad_words_token_ids = bad_words_ids
     return params
 
@@ -186,7 +183,7 @@ def _plain(output) -> list[dict] | None:
             "text": sequence.text,
             "logprobs": sequence.logprobs
             and [
-                {token: [entry.logprob, entry.rank] for token, entry in position.items()}
+                {token: (entry.logprob, entry.rank) for token, entry in position.items()}
                 for position in sequence.logprobs
             ],
         }
