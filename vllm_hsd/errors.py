@@ -9,23 +9,27 @@ class UserError(ValueError):
     """
 
 
-def quoted(value: object, limit: int = 80) -> str:
-    """`repr` of a value from outside, cut to at most `limit` characters."""
-    if isinstance(value, str | bytes):
-        text = repr(value[: limit + 1])  # repr of the whole could take memory for nothing
+def quoted(value: object, limit: int = 100) -> str:
+    """`repr` of a value from outside, cut in the middle to at most `limit` characters."""
+    if isinstance(value, str) and len(value) > 2 * limit:
+        value = value[:limit] + value[-limit:]  # repr of the whole could take memory for nothing
     elif isinstance(value, int) and not -(10**limit) < value < 10**limit:
         return f"an integer of {value.bit_length()} bits"  # Python refuses to print long ones
     elif isinstance(value, dict | list | tuple) and len(value) > limit:
         return f"a {type(value).__name__} of {len(value)} entries"
-    else:
-        try:
-            text = repr(value)
-        except (ValueError, RecursionError):  # a long integer inside, or a list within itself
-            return f"a {type(value).__name__}"
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    try:
+        return _cut(repr(value), limit)
+    except (ValueError, RecursionError):  # a long integer inside, or a deep nest
+        return f"a {type(value).__name__}"
 
 
-def brief(reason: object, limit: int = 200) -> str:
-    """Another program's message on one line, cut to at most `limit` characters."""
-    text = " ".join(str(reason).split()).rstrip(".")
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+def brief(reason: object, limit: int = 150) -> str:
+    """Another program's message on one line, cut in the middle to at most `limit` characters."""
+    return _cut(" ".join(str(reason).split()).rstrip("."), limit)
+
+
+def _cut(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    half = (limit - 3) // 2
+    return f"{text[:half]}...{text[-half:]}"

@@ -14,7 +14,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from vllm_hsd.checked_files import check_safetensors
 from vllm_hsd.errors import UserError, brief, quoted
 
 FILE_NAME = "exit_head.safetensors"
@@ -115,7 +114,6 @@ def _reading(directory: str) -> Iterator[Any]:
             f"exit_head: no directory {quoted(directory)}; `vllm-hsd build exit-heads` writes one."
         )
     try:
-        check_safetensors(path)
         with safe_open(path, framework="pt") as stored:
             yield stored
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:

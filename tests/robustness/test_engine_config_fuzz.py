@@ -1,0 +1,132 @@
+"""Mutated cascades given to vLLM: an engine configuration, or one sentence of ours."""
+
+import json
+import pickle
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.cascade_mutations import mutated, sentence_objection
+from support.cascade_rules import VLLM_KEYS, is_valid, plain_keys, valid_cascade
+from support.engines import configuration_errors
+
+from vllm_hsd.core.bigram import count_bigrams, write_bigram
+from vllm_hsd.core.exit_head import ExitHead, write_exit_head
+
+COUNT = 100
+VOCABULARY, HIDDEN, LAYERS = 64, 64, 2  # of the tiny target
+PREFIX = "UserError: "
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, str]:
+    """What lookup levels read, fit for the tiny target."""
+    scratch = tmp_path_factory.mktemp("levels")
+    found = {"bigram": str(scratch / "table.npz"), "exit_head": str(scratch / "layer-1")}
+    write_bigram(count_bigrams([np.arange(VOCABULARY)], VOCABULARY), found["bigram"])
+    head = ExitHead(1, torch.ones(HIDDEN), torch.ones(VOCABULARY, HIDDEN), 1e-6)
+    write_exit_head(head, found["exit_head"])
+    return found
+
+
+def suits_the_target(cascade: object, models: list[str], files: dict[str, str]) -> bool | None:
+    """Whether the tiny target can be served with it; None where vLLM's own keys decide."""
+    if not is_valid(cascade):
+        return False
+    depth = 0
+    for level in map(plain_keys, plain_keys(cascade)["levels"]):
+        if any(level.get(key) is not None for key in VLLM_KEYS):
+            return None
+        if "model" in level and level["model"] not in models:
+            return False
+        if any(key in level and level[key] != path for key, path in files.items()):
+            return False
+        layers = 1 if "exit_head" in level else level.get("early_exit", 0)
+        if layers > LAYERS or 0 < layers <= depth:
+            return False
+        depth = max(depth, layers)
+    return True
+
+
+def can_be_sent(value: object) -> bool:
+    """Whether it reaches the process that makes the configuration."""
+    try:
+        return bool(pickle.dumps(value))
+    except RecursionError:
+        return False
+
+
+def test_vllm_accepts_a_mutation_or_says_one_sentence(family, files):
+    rng, models = random.Random(0), [family.small, family.mid]
+    lookups = {**files, "ngram": {"max": 3}, "early_exit": 1}
+    cascades = [valid_cascade(rng, models, lookups) for _ in range(COUNT)]
+    cascades = [raw if i % 5 == 0 else mutated(rng, raw) for i, raw in enumerate(cascades)]
+    cascades = [raw for raw in cascades if isinstance(raw, dict) and can_be_sent(raw)]
+    engines = [
+        {"model": family.target, "speculative_config": {"method": "hsd", **raw}} for raw in cascades
+    ]
+    wrong, accepted = [], 0
+    for raw, error in zip(cascades, configuration_errors(engines), strict=True):
+        wanted = suits_the_target(raw, models, files)
+        accepted += error is None
+        if (wanted is not None and wanted != (error is None)) or (
+            error is not None
+            and (not error.startswith(PREFIX) or sentence_objection(error.removeprefix(PREFIX)))
+        ):
+            wrong.append((raw, error))
+    assert wrong == []
+    assert 0.2 * COUNT < accepted < 0.8 * COUNT
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def no_header(path: Path) -> None:
+    path.write_bytes(bytes(100))
+
+
+def longer(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"more")
+
+
+WEIGHTS = {"cut": cut, "empty": empty, "no header": no_header, "longer": longer}
+CONFIGS = {
+    "no JSON": "{",
+    "binary": "\u0000\u0001",
+    "a list": "[1]",
+    "empty": "",
+    "no model type": "{}",
+    "layers of another type": {"num_hidden_layers": "many"},
+    "unknown architecture": {"architectures": ["Nonsense"]},
+    "no vocabulary": {"vocab_size": -1},
+    "heads of another type": {"num_attention_heads": "x"},
+}
+
+
+def test_damaged_drafters_are_reported_with_level_and_file(family, tmp_path):
+    engines, expected = [], []
+    for name, damage in {**WEIGHTS, **CONFIGS}.items():
+        directory = tmp_path / f"drafter-{name.replace(' ', '-')}"
+        shutil.copytree(family.small, directory)
+        if callable(damage):
+            damage(directory / "model.safetensors")
+        else:
+            config = directory / "config.json"
+            if isinstance(damage, dict):
+                damage = json.dumps({**json.loads(config.read_text()), **damage})
+            config.write_text(damage)
+        levels = [{"model": family.small, "num_tokens": 2}, {"model": str(directory)}]
+        cascade = {"method": "hsd", "num_speculative_tokens": 6, "levels": levels}
+        engines.append({"model": family.target, "speculative_config": cascade})
+        expected.append(directory.name)
+    for name, error in zip(expected, configuration_errors(engines), strict=True):
+        assert error and error.startswith(f"{PREFIX}levels[1].model"), f"{name}: {error}"
+        assert name in error and sentence_objection(error.removeprefix(PREFIX)) is None, error

@@ -1,0 +1,152 @@
+"""The rules for the keys of method "hsd", written a second time and without vllm_hsd.
+
+`is_valid` is the oracle of the configuration fuzzer; `valid_cascade` draws what it must accept.
+"""
+
+import math
+import random
+
+KIND_KEYS = {"model", "early_exit", "exit_head", "ngram", "bigram"}
+SAMPLING_KEYS = {"num_tokens", "verifier", "max_rounds", "stopping", "temperature_scale"}
+VLLM_KEYS = {
+    "attention_backend",
+    "code_revision",
+    "draft_load_config",
+    "draft_tensor_parallel_size",
+    "enforce_eager",
+    "kv_cache_dtype",
+    "max_model_len",
+    "moe_backend",
+    "quantization",
+    "revision",
+}
+TOP_KEYS = {"num_speculative_tokens", "levels", "verifier", "horizontal_tokens"}
+VERIFIERS = ("block", "hierarchical", "standard")
+
+
+def is_valid(raw: object) -> bool:
+    """Whether a cascade (without its key `method`) may be served, whatever the target."""
+    keys = plain_keys(raw)
+    if keys is None or not keys.keys() <= TOP_KEYS:
+        return False
+    longest, levels = keys.get("num_speculative_tokens"), keys.get("levels")
+    horizontal = keys.get("horizontal_tokens", 0)
+    if not _whole(longest, 1, 128) or not _whole(horizontal, 0, longest - 1):
+        return False
+    if not _one_of(keys.get("verifier", "block"), VERIFIERS):
+        return False
+    if not isinstance(levels, list) or not 1 <= len(levels) <= 16:
+        return False
+    if not all(_valid_level(level, i, len(levels), longest) for i, level in enumerate(levels)):
+        return False
+    if horizontal and len(levels) == 1:
+        return False
+    # Level j asks the one below for a token less than it passes up, and level 0 needs one.
+    for j, level in enumerate(levels):
+        passes = plain_keys(level).get("num_tokens") or longest
+        if j == len(levels) - 1:
+            passes = longest - horizontal
+        if j > 0 and min(passes, longest - horizontal) < j + 1:
+            return False
+    return True
+
+
+def plain_keys(raw: object) -> dict | None:
+    """The mapping with underscores, None if it is not a mapping of texts or repeats a key."""
+    if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
+        return None
+    keys = {key.replace("-", "_"): value for key, value in raw.items()}
+    return keys if len(keys) == len(raw) else None
+
+
+def _valid_level(raw: object, place: int, count: int, longest: int) -> bool:
+    level = plain_keys(raw)
+    if level is None:
+        return False
+    kinds = sorted(KIND_KEYS & level.keys())
+    if len(kinds) != 1:
+        return False
+    kind = kinds[0]
+    known = {kind, "num_tokens"}
+    if kind != "ngram":
+        known |= SAMPLING_KEYS
+    if kind == "model":
+        known |= VLLM_KEYS
+    if not level.keys() <= known or not _valid_kind(kind, level[kind]):
+        return False
+    tokens = level.get("num_tokens")
+    if tokens is not None and not _whole(tokens, 1, longest):
+        return False
+    if place == count - 1 and tokens not in (None, longest):
+        return False
+    if place < count - 1 and tokens is None:
+        return False
+    if kind == "ngram" and place > 0:
+        return False
+    verifier, rounds = level.get("verifier"), level.get("max_rounds")
+    if verifier is not None and not (place > 0 and _one_of(verifier, VERIFIERS)):
+        return False
+    if rounds is not None and not (place > 0 and _whole(rounds, 1, 128)):
+        return False
+    context = level.get("max_model_len")
+    if context is not None and not _whole(context, 1, math.inf):
+        return False
+    scale = level.get("temperature_scale", 1)
+    return _one_of(level.get("stopping", "fixed"), ("fixed", "entropy")) and (
+        type(scale) in (int, float) and 0.01 <= scale <= 100
+    )
+
+
+def _valid_kind(kind: str, value: object) -> bool:
+    if kind == "early_exit":
+        return _whole(value, 1, 10_000)
+    if kind == "ngram":
+        if not isinstance(value, dict) or not value.keys() <= {"max", "min"}:
+            return False
+        largest, smallest = value.get("max", 4), value.get("min", 1)
+        return _whole(largest, 1, 1024) and _whole(smallest, 1, largest)
+    return isinstance(value, str) and value != "" and "\ud800" not in value
+
+
+def _whole(value: object, low: float, high: float) -> bool:
+    return type(value) is int and low <= value <= high
+
+
+def _one_of(value: object, names: tuple[str, ...]) -> bool:
+    return isinstance(value, str) and value in names
+
+
+def valid_cascade(rng: random.Random, models: list[str], lookups: dict[str, object]) -> dict:
+    """A random cascade that must be accepted.
+
+    Args:
+        rng: the source of randomness.
+        models: names of draft models.
+        lookups: kind -> value of levels that can stand at the bottom.
+    """
+    longest = rng.randint(6, 20)
+    count = rng.randint(1, 4)
+    levels = []
+    for place in range(count):
+        kinds = {"model": rng.choice(models)}
+        if place == 0:
+            kinds |= lookups
+        kind = rng.choice(sorted(kinds))
+        level = {kind: kinds[kind]}
+        if place < count - 1:
+            level["num_tokens"] = rng.randint(place + 1, 5)
+        if kind != "ngram" and rng.random() < 0.3:
+            level["stopping"] = rng.choice(["fixed", "entropy"])
+        if kind != "ngram" and rng.random() < 0.3:
+            level["temperature_scale"] = rng.choice([0.5, 1, 2.0])
+        if place and rng.random() < 0.3:
+            level["max_rounds"] = rng.randint(1, 3)
+        if place and rng.random() < 0.3:
+            level["verifier"] = rng.choice(VERIFIERS)
+        levels.append(level)
+    cascade = {"num_speculative_tokens": longest, "levels": levels}
+    if rng.random() < 0.5:
+        cascade["verifier"] = rng.choice(VERIFIERS)
+    if count > 1 and rng.random() < 0.3:
+        cascade["horizontal_tokens"] = rng.randint(0, longest - count)
+    return cascade
