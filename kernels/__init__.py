@@ -1,1 +1,1 @@
-"""Triton kernels for lossless verification."""
+"""Triton kernels for lossless verification of drafts."""

@@ -1,27 +1,29 @@
-"""The two kernels of chain verification; chain_verify.py launches them, README.md derives them."""
+"""The two kernels of chain verification.
+
+chain_verify.py launches them; README.md in this directory derives them.
+"""
 
 import triton
 import triton.language as tl
 
 from vllm_hsd.kernels.blocks import (
+    argmax_of_chunks,
     block_masses,
-    exp_below,
-    greedy_token,
+    exp_shifted,
+    extract_lane,
+    inverse_cdf_index,
     inverse_temperature,
-    lane,
     load_scaled,
-    peak_and_index,
-    peak_and_sum,
-    pick,
+    store_row_stats,
 )
-from vllm_hsd.kernels.chain_rule import plan, request_layout, residual_weight
+from vllm_hsd.kernels.chain_rule import bound_acceptance, request_layout, residual_weight
 from vllm_hsd.kernels.rng import uniform
 
 
-@triton.jit(do_not_specialize=["plane"])
+@triton.jit(do_not_specialize=["stats_stride"])
 def row_stats_kernel(
-    stats_ptr,  # float32 [4, B, K + 1, CHUNKS]: peak, sum (T = 0: argmax) of target; of draft
-    plane,  # B * (K + 1) * CHUNKS
+    stats_ptr,  # float32 [4, B, K + 1, CHUNKS]: max, sum (T = 0: argmax) of target; of draft
+    stats_stride,  # B * (K + 1) * CHUNKS
     arrived_ptr,  # int32 [B]
     target_ptr,  # [sum(n_i + 1), V]
     target_stride,
@@ -51,41 +53,26 @@ def row_stats_kernel(
     temperature = tl.load(temperature_ptr + state)
     # Only a greedy request needs the row after its draft now: it may be the argmax to emit.
     if row < length + (temperature <= 0).to(tl.int32):
-        entry = chunk * CHUNK + tl.arange(0, CHUNK)
-        slot = stats_ptr + (request * (MAX_DRAFT + 1) + row) * tl.num_programs(0) + chunk
-        x = load_scaled(
+        store_row_stats(
+            stats_ptr + (request * (MAX_DRAFT + 1) + row) * tl.num_programs(0) + chunk,
+            stats_stride,
             target_ptr + (target_row + row) * target_stride,
-            entry,
+            draft_ptr + draft_origin * draft_stride_origin + row * draft_stride_row,
+            chunk * CHUNK + tl.arange(0, CHUNK),
             vocab_size,
-            inverse_temperature(temperature),
+            temperature,
+            draft_temperature_ptr + state,
+            READ_DRAFT,
         )
-        if temperature > 0:
-            peak, second = peak_and_sum(x)
-        else:
-            peak, second = peak_and_index(x, entry)
-        tl.store(slot, peak)
-        tl.store(slot + plane, second)
-        if READ_DRAFT:
-            draft_temperature = tl.load(draft_temperature_ptr + state)
-            if (temperature > 0) & (draft_temperature > 0):
-                x = load_scaled(
-                    draft_ptr + draft_origin * draft_stride_origin + row * draft_stride_row,
-                    entry,
-                    vocab_size,
-                    1.0 / draft_temperature,
-                )
-                peak, second = peak_and_sum(x)
-                tl.store(slot + 2 * plane, peak)
-                tl.store(slot + 3 * plane, second)
 
 
-@triton.jit(do_not_specialize=["plane", "accept_stream", "final_stream", "num_requests"])
-def settle_kernel(
+@triton.jit(do_not_specialize=["stats_stride", "accept_stream", "next_stream", "num_requests"])
+def verify_kernel(
     out_ptr,  # int64 [B, K + 1], -1 after the emitted tokens (launch 3)
     count_ptr,  # int32 [2, B]: accepted; emitted (launch 3)
     mass_ptr,  # float32 [B, K + 1, CHUNKS, CHUNK / BLOCK], of residuals; of p after a whole draft
     stats_ptr,  # float32 [4, B, K + 1, CHUNKS], see row_stats_kernel
-    plane,  # B * (K + 1) * CHUNKS
+    stats_stride,  # B * (K + 1) * CHUNKS
     arrived_ptr,  # int32 [B]
     target_ptr,  # [sum(n_i + 1), V]
     target_stride,
@@ -103,11 +90,11 @@ def settle_kernel(
     seed_ptr,  # int64, like temperature
     draw_ptr,  # int64, like temperature
     accept_stream,
-    final_stream,
+    next_stream,
     vocab_size,
     num_requests,
     DECIDE: tl.constexpr,  # False: launch 2, residual masses; True: launch 3
-    HIERARCHICAL: tl.constexpr,
+    BLOCK_VERIFICATION: tl.constexpr,
     HAS_DRAFT: tl.constexpr,
     HAS_LSE: tl.constexpr,
     PADDED: tl.constexpr,
@@ -123,12 +110,12 @@ def settle_kernel(
     request = tl.program_id(1)
     row = tl.arange(0, ROWS)
     part = chunk * parts + tl.arange(0, parts)
-    state, target_row, draft_origin, drawn, token = request_layout(
+    state, target_row, draft_origin, num_drafted, token = request_layout(
         cu_ptr, index_ptr, token_ptr, request, vocab_size, row, MAX_DRAFT, PADDED
     )
     temperature = tl.load(temperature_ptr + state)
     draft_temperature = tl.load(draft_temperature_ptr + state)
-    # To a greedy target the proposal row makes no difference.
+    # A greedy target does not read the proposals.
     one_hot = ((draft_temperature <= 0) | (temperature <= 0)).to(tl.int32)
     if not HAS_DRAFT:
         one_hot = 1
@@ -140,9 +127,9 @@ def settle_kernel(
     mass_ptr += request * (MAX_DRAFT + 1) * chunks * parts
     seed = tl.load(seed_ptr + state)
     draw = tl.load(draw_ptr + state)
-    length, tau, open_, log_a, coin, target_lse, draft_lse = plan(
+    length, tau, undecided, log_a, u, target_lse, draft_lse = bound_acceptance(
         stats_ptr,
-        plane,
+        stats_stride,
         target_ptr,
         target_stride,
         draft_ptr,
@@ -150,7 +137,7 @@ def settle_kernel(
         draft_lse_ptr + draft_origin * draft_lse_stride_origin,
         draft_lse_stride_row,
         token,
-        drawn,
+        num_drafted,
         seed,
         draw,
         accept_stream,
@@ -159,66 +146,66 @@ def settle_kernel(
         one_hot,
         chunks,
         row,
-        HIERARCHICAL,
+        BLOCK_VERIFICATION,
         HAS_LSE,
         ROWS,
         CHUNKS,
     )
     entry = chunk * CHUNK + tl.arange(0, CHUNK)
-    num_open = tl.sum(open_, axis=0)
+    num_undecided = tl.sum(undecided, axis=0)
     greedy = temperature <= 0
     if not DECIDE:
-        # Where nothing is open the certain success is the answer: read its row now.
-        open_ = tl.where((num_open == 0) & (row == tau), 1, open_)
-        # From 0, because a first value that is not constant makes Triton give up on wide loads; and
-        # what LICM would lift out of the loop is cheap, the registers that it takes are not.
+        # If nothing is undecided, tau is final: read its row now.
+        undecided = tl.where((num_undecided == 0) & (row == tau), 1, undecided)
+        # From 0, because with a dynamic first value Triton gives up on row64 loads. What LICM would
+        # lift out of the loop is cheap, the registers that it takes are not.
         for ahead in tl.range(0, tl.where(greedy, 0, length + 1 - tau), disable_licm=True):
             r = tau + ahead
-            if lane(open_, row, r) > 0:
-                wide = lane(row.to(tl.int64), row, r)
-                target_row_ptr = target_ptr + wide * target_stride
+            if extract_lane(undecided, row, r) > 0:
+                row64 = extract_lane(row.to(tl.int64), row, r)
+                target_row_ptr = target_ptr + row64 * target_stride
                 if r < length:
                     weight = residual_weight(
                         target_row_ptr,
-                        draft_ptr + wide * draft_stride_row,
+                        draft_ptr + row64 * draft_stride_row,
                         entry,
                         vocab_size,
                         inv_temperature,
                         inv_draft_temperature,
-                        lane(target_lse - log_a, row, r),
-                        lane(draft_lse, row, r),
-                        lane(token, row, r),
+                        extract_lane(target_lse - log_a, row, r),
+                        extract_lane(draft_lse, row, r),
+                        extract_lane(token, row, r),
                         one_hot,
                     )
                 else:
                     x = load_scaled(target_row_ptr, entry, vocab_size, inv_temperature)
-                    peak = tl.max(x, axis=0)
-                    weight = exp_below(x, peak)
-                    tl.store(stats_ptr + r * chunks + chunk, peak)
+                    maximum = tl.max(x, axis=0)
+                    weight = exp_shifted(x, maximum)
+                    tl.store(stats_ptr + r * chunks + chunk, maximum)
                 masses = block_masses(weight, CHUNK, BLOCK)
                 tl.store(mass_ptr + r * chunks * parts + part, masses)
     else:
         b = tl.arange(0, CHUNKS * parts)
         inside = b < chunks * parts
-        open_mass = tl.load(
+        undecided_mass = tl.load(
             mass_ptr + row[:, None] * chunks * parts + b[None, :],
-            mask=(open_ > 0)[:, None] & inside[None, :],
+            mask=(undecided > 0)[:, None] & inside[None, :],
             other=0.0,
         )
-        s = tl.sum(open_mass, axis=1)
-        h = s / (s + 1.0 - tl.where(open_ > 0, tl.exp(log_a), 0.0))
-        won = tl.max(tl.where((open_ > 0) & (coin < h.to(tl.float64)), row, -1), axis=0)
-        # If every open position failed, the residual of the certain one has not been read yet.
-        late = (num_open > 0) & (won < 0)
-        tau = tl.maximum(tau, won)
+        s = tl.sum(undecided_mass, axis=1)
+        h = s / (s + 1.0 - tl.where(undecided > 0, tl.exp(log_a), 0.0))
+        accepted = tl.max(tl.where((undecided > 0) & (u < h.to(tl.float64)), row, -1), axis=0)
+        # If every undecided prefix is rejected, the residual after tau has not been read yet.
+        residual_unread = (num_undecided > 0) & (accepted < 0)
+        tau = tl.maximum(tau, accepted)
         bonus = tau == length
         target_row_ptr = target_ptr + tau.to(tl.int64) * target_stride
         draft_row_ptr = draft_ptr + tau.to(tl.int64) * draft_stride_row
-        target_shift = lane(target_lse - log_a, row, tau)
-        q_shift = lane(draft_lse, row, tau)
-        rejected = lane(token, row, tau)
+        target_shift = extract_lane(target_lse - log_a, row, tau)
+        q_shift = extract_lane(draft_lse, row, tau)
+        rejected = extract_lane(token, row, tau)
         earlier = chunks - 1
-        if late:
+        if residual_unread:
             weight = residual_weight(
                 target_row_ptr,
                 draft_row_ptr,
@@ -237,30 +224,32 @@ def settle_kernel(
             tl.debug_barrier()
             earlier = tl.atomic_add(arrived_ptr + request, 1, sem="acq_rel")
         if earlier == chunks - 1:
-            final = tl.full((), -1, tl.int64)
+            next_token = tl.full((), -1, tl.int64)
             owner = tl.zeros((), tl.int32)
             if greedy:
                 c = tl.arange(0, CHUNKS)
-                present = (c < chunks) & (drawn >= 0)
+                present = (c < chunks) & (num_drafted >= 0)
                 slot = stats_ptr + tau * chunks + c
-                peak = tl.load(slot, mask=present, other=float("-inf"))
-                final = greedy_token(peak, tl.load(slot + plane, mask=present, other=0.0))
-            elif drawn >= 0:
+                maximum = tl.load(slot, mask=present, other=float("-inf"))
+                index = tl.load(slot + stats_stride, mask=present, other=0.0)
+                argmax = tl.max(argmax_of_chunks(maximum[None, :], index[None, :]), axis=0)
+                next_token = tl.where(num_drafted >= 0, argmax, -1)
+            elif num_drafted >= 0:
                 mass = tl.load(mass_ptr + tau * chunks * parts + b, mask=inside, other=0.0)
                 slot = stats_ptr + tau * chunks + b // parts
-                peak = tl.load(slot, mask=inside & bonus, other=float("-inf"))
-                top = tl.max(peak, axis=0)
-                mass = tl.where(bonus, mass * exp_below(peak, top), mass).to(tl.float64)
+                maximum = tl.load(slot, mask=inside & bonus, other=float("-inf"))
+                row_max = tl.max(maximum, axis=0)
+                mass = tl.where(bonus, mass * exp_shifted(maximum, row_max), mass).to(tl.float64)
                 total = tl.sum(mass, axis=0)
-                goal = uniform(seed, final_stream, draw) * total
+                goal = uniform(seed, next_stream, draw) * total
                 if total > 0:
-                    chosen, before = pick(mass, b, goal)
+                    chosen, before = inverse_cdf_index(mass, b, goal)
                     owner = chosen // parts
-                    if late | (owner == chunk):
+                    if residual_unread | (owner == chunk):
                         entries = chosen * BLOCK + tl.arange(0, BLOCK)
                         if bonus:
                             x = load_scaled(target_row_ptr, entries, vocab_size, inv_temperature)
-                            weight = exp_below(x, top)
+                            weight = exp_shifted(x, row_max)
                         else:
                             weight = residual_weight(
                                 target_row_ptr,
@@ -274,13 +263,17 @@ def settle_kernel(
                                 rejected,
                                 one_hot,
                             )
-                        index, _ = pick(weight.to(tl.float64), entries, goal - before)
-                        final = index.to(tl.int64)
+                        index, _ = inverse_cdf_index(weight.to(tl.float64), entries, goal - before)
+                        next_token = index.to(tl.int64)
                 elif not bonus:
-                    # No residual mass: p is q, and the rejected token was drawn from q.
-                    final = rejected
-            if late | (owner == chunk):
-                out = tl.where(row < tau, token, tl.where(row == tau, final, -1))
+                    # No residual mass: p equals q, and the rejected token was drawn from q.
+                    next_token = rejected
+                elif tau == 0:
+                    # The request's own row is unusable: vLLM's softmax of it is NaN everywhere and
+                    # the argmax of NaN is token 0.
+                    next_token = tl.zeros((), tl.int64)
+            if residual_unread | (owner == chunk):
+                out = tl.where(row < tau, token, tl.where(row == tau, next_token, -1))
                 tl.store(out_ptr + request * (MAX_DRAFT + 1) + row, out, mask=row <= MAX_DRAFT)
                 tl.store(count_ptr + request, tau)
-                tl.store(count_ptr + num_requests + request, tau + (final >= 0).to(tl.int32))
+                tl.store(count_ptr + num_requests + request, tau + (next_token >= 0).to(tl.int32))

@@ -1,15 +1,21 @@
-"""The chain rule inside kernels: where a request lies, and what its normalisers alone decide.
+"""The acceptance rule of a chain inside kernels, and the layout of a request.
 
-Used by chain_verify.py; README.md beside this file has the derivation.
+Used by chain_kernels.py; README.md in this directory has the derivation.
 """
 
 import triton
 import triton.language as tl
 
-from vllm_hsd.kernels.blocks import inverse_temperature, is_finite, load_scaled, log_normaliser
+from vllm_hsd.kernels.blocks import (
+    argmax_of_chunks,
+    inverse_temperature,
+    is_finite,
+    load_scaled,
+    logsumexp_of_chunks,
+)
 from vllm_hsd.kernels.rng import uniform
 
-# Stands for log(0) where sums must not meet -inf - -inf.
+# Replaces log(0) where sums must not meet -inf - -inf.
 _LOG_ZERO = tl.constexpr(-1.0e30)
 
 
@@ -24,14 +30,14 @@ def request_layout(
     MAX_DRAFT: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Where a request's rows and tokens lie, and its draft up to the first empty slot.
+    """Position of a request's rows and tokens, and its draft up to the first empty slot.
 
-    Returns (state index, first target row, draft row origin, draft length, tokens [ROWS]); the
+    Returns (state index, first target row, first proposal row, draft length, tokens [ROWS]); the
     length is -1 where a padded request has no logits row at all.
     """
     begin = tl.load(cu_ptr + request).to(tl.int64)
     count = tl.load(cu_ptr + request + 1).to(tl.int64) - begin
-    if PADDED:  # cu counts logits rows; a token stands at the row that it was the input of
+    if PADDED:  # cu counts logits rows; a token is stored at the row that it was the input of
         state = tl.load(index_ptr + request).to(tl.int64)
         target_row = begin
         draft_origin = state
@@ -45,23 +51,23 @@ def request_layout(
         slots = count
     slots = tl.minimum(slots, MAX_DRAFT).to(tl.int32)
     token = tl.load(token_ptr + first_token + row, mask=row < slots, other=-1).to(tl.int64)
-    drawn = (token >= 0) & (token < vocab_size)
+    valid = (token >= 0) & (token < vocab_size)
     # There are more lanes than slots, so some lane is always empty.
-    length = tl.min(tl.where(drawn, 2147483647, row), axis=0)
+    length = tl.min(tl.where(valid, 2147483647, row), axis=0)
     length = tl.where(slots < 0, -1, length)
     return state, target_row, draft_origin, length, token
 
 
 @triton.jit
-def _capped(sum1, cap1, sum2, cap2):
-    """Compose log a -> min(cap1, log a + sum1) with the same map of 2."""
+def _compose_capped(sum1, cap1, sum2, cap2):
+    """Compose the maps log a -> min(cap, log a + sum): first map 1, then map 2."""
     return sum1 + sum2, tl.minimum(cap2, cap1 + sum2)
 
 
 @triton.jit
-def plan(
+def bound_acceptance(
     stats_ptr,
-    plane,
+    stats_stride,
     target_ptr,
     target_stride,
     draft_ptr,
@@ -72,87 +78,88 @@ def plan(
     length,
     seed,
     draw,
-    stream,
+    accept_stream,
     temperature,
     draft_temperature,
     one_hot,
     chunks,
     row,
-    HIERARCHICAL: tl.constexpr,
+    BLOCK_VERIFICATION: tl.constexpr,
     HAS_LSE: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """What the normalisers alone decide about a request; pointers stand at its first row.
+    """What the logsumexps alone decide about a request; pointers are at its first row.
 
-    Returns (usable length, last certain success, int32 [ROWS] 1 where a later position may still
-    succeed, log a [ROWS], coins [ROWS], log-normalisers of target [ROWS] and draft [ROWS]).
-    Lane r stands for the prefix of r tokens and for the rows after it.
+    Lane r is the prefix of r tokens and the rows after it.
+
+    Returns (usable length, longest prefix that is certainly accepted, int32 [ROWS] 1 where a
+    longer prefix may still be accepted, log prefix acceptance probability [ROWS], uniforms
+    [ROWS], logsumexps of target [ROWS] and proposals [ROWS]).
     """
     c = tl.arange(0, CHUNKS)
     inside = (row < length)[:, None] & (c < chunks)[None, :]
     slot = stats_ptr + row[:, None] * chunks + c[None, :]
-    peak = tl.load(slot, mask=inside, other=float("-inf"))
-    second = tl.load(slot + plane, mask=inside, other=0.0)
-    drafted = row < length
+    maximum = tl.load(slot, mask=inside, other=float("-inf"))
+    second = tl.load(slot + stats_stride, mask=inside, other=0.0)
+    in_draft = row < length
     if temperature > 0:
-        target_lse = log_normaliser(peak, second)
-        # 64-bit offsets: a row number times the vocabulary passes 2**31.
+        target_lse = logsumexp_of_chunks(maximum, second)
+        # 64-bit offsets: a row number times the vocabulary exceeds 2**31.
         logit_ptr = target_ptr + row.to(tl.int64) * target_stride + token
-        logit = tl.load(logit_ptr, mask=drafted, other=0.0).to(tl.float32)
+        logit = tl.load(logit_ptr, mask=in_draft, other=0.0).to(tl.float32)
         log_p = logit * inverse_temperature(temperature) - target_lse
         usable = is_finite(target_lse)
     else:
-        top = tl.max(peak, axis=1)
-        index = tl.min(tl.where(peak == top[:, None], second, 16777216.0), axis=1)
-        log_p = tl.where(index.to(tl.int64) == token, 0.0, float("-inf"))
-        usable = is_finite(top) & (tl.sum((peak != peak).to(tl.int32), axis=1) == 0)
-        target_lse = tl.zeros_like(top)
+        log_p = tl.where(argmax_of_chunks(maximum, second) == token, 0.0, float("-inf"))
+        # Every row has an argmax, and greedy decoding takes it whatever it is.
+        usable = row >= 0
+        target_lse = tl.zeros_like(log_p)
     draft_lse = tl.zeros_like(target_lse)
     log_q = tl.zeros_like(target_lse)
     if one_hot == 0:
         if HAS_LSE:
             lse_ptr = draft_lse_ptr + row.to(tl.int64) * draft_lse_stride_row
-            draft_lse = tl.load(lse_ptr, mask=drafted, other=0.0)
+            draft_lse = tl.load(lse_ptr, mask=in_draft, other=0.0)
         else:
-            draft_lse = log_normaliser(
-                tl.load(slot + 2 * plane, mask=inside, other=float("-inf")),
-                tl.load(slot + 3 * plane, mask=inside, other=0.0),
+            draft_lse = logsumexp_of_chunks(
+                tl.load(slot + 2 * stats_stride, mask=inside, other=float("-inf")),
+                tl.load(slot + 3 * stats_stride, mask=inside, other=0.0),
             )
         logit_ptr = draft_ptr + row.to(tl.int64) * draft_stride_row + token
-        logit = tl.load(logit_ptr, mask=drafted, other=0.0).to(tl.float32)
+        logit = tl.load(logit_ptr, mask=in_draft, other=0.0).to(tl.float32)
         log_q = logit * inverse_temperature(draft_temperature) - draft_lse
         usable = usable & is_finite(draft_lse)
     length = tl.minimum(length, tl.min(tl.where(usable, 2147483647, row), axis=0))
 
-    drafted = row < length
-    possible = drafted & (log_p > float("-inf")) & (log_q > float("-inf"))
-    log_rho = tl.where(possible, log_p - log_q, _LOG_ZERO)
-    kept = tl.minimum(log_rho, 0.0)
-    if HIERARCHICAL:
-        _, kept = tl.associative_scan((log_rho, kept), 0, _capped)
-    # Row r yields the ratio of prefix r + 1: move up one lane, 1 for the empty prefix.
+    in_draft = row < length
+    possible = in_draft & (log_p > float("-inf")) & (log_q > float("-inf"))
+    log_ratio = tl.where(possible, log_p - log_q, _LOG_ZERO)
+    log_accept = tl.minimum(log_ratio, 0.0)
+    if BLOCK_VERIFICATION:
+        _, log_accept = tl.associative_scan((log_ratio, log_accept), 0, _compose_capped)
+    # Row r yields the probability of prefix r + 1: move up one lane, 1 for the empty prefix.
     earlier = row[None, :] == row[:, None] - 1
-    log_a = tl.sum(tl.where(earlier, kept[None, :], 0.0), axis=1)
-    coin = uniform(seed, stream, draw + row - 1)
+    log_a = tl.sum(tl.where(earlier, log_accept[None, :], 0.0), axis=1)
+    u = uniform(seed, accept_stream, draw + row - 1)
     a = tl.exp(log_a)
-    if HIERARCHICAL:
-        # Bounds on the residual mass s from the drafted token alone (see README).
-        p = tl.where(drafted, tl.exp(log_p), 0.0)
-        q = tl.where(drafted, tl.exp(log_q), 0.0)
+    if BLOCK_VERIFICATION:
+        # Bounds on the residual mass from the next draft token alone (see README).
+        p = tl.where(in_draft, tl.exp(log_p), 0.0)
+        q = tl.where(in_draft, tl.exp(log_q), 0.0)
         low = tl.maximum(a * p - q, 0.0) + tl.maximum(a * (1.0 - p) - (1.0 - q), 0.0)
         high = a - tl.minimum(a * p, q)
         low = tl.where(a < 1.0, low / (low + 1.0 - a), 1.0)
         high = tl.where(a < 1.0, high / (high + 1.0 - a), 1.0)
-        success = (row <= length) & (coin < tl.where(row == length, a, low).to(tl.float64))
+        success = (row <= length) & (u < tl.where(row == length, a, low).to(tl.float64))
         certain = tl.max(tl.where(success | (row == 0), row, 0), axis=0)
-        open_ = (row > certain) & (row < length) & (coin < high.to(tl.float64))
+        undecided = (row > certain) & (row < length) & (u < high.to(tl.float64))
     else:
-        failure = (row > 0) & (coin >= a.to(tl.float64))
+        failure = (row > 0) & (u >= a.to(tl.float64))
         certain = tl.minimum(tl.min(tl.where(failure, row, ROWS), axis=0) - 1, length)
-        open_ = row < 0
+        undecided = row < 0
         log_a = tl.zeros_like(log_a)
-    return length, certain, open_.to(tl.int32), log_a, coin, target_lse, draft_lse
+    return length, certain, undecided.to(tl.int32), log_a, u, target_lse, draft_lse
 
 
 @triton.jit
@@ -168,7 +175,7 @@ def residual_weight(
     token,
     one_hot,
 ):
-    """max(a * p - q, 0) of one block; target_shift = log-normaliser - log a."""
+    """max(a * p - q, 0) of one block; target_shift = logsumexp - log a."""
     x = load_scaled(target_row_ptr, entry, vocab_size, inv_temperature)
     weight = tl.exp(x - target_shift)
     if one_hot:

@@ -1,18 +1,21 @@
-"""Verify one draft per request on logits: acceptance, residual and the next token in 3 launches.
+"""Verification of one draft per request on logits, in 3 launches.
 
-The rule is that of ``vllm_hsd.verify.verify_chain``; README.md beside this file has the
-derivation, the byte count and the traps. Launch 1 reads each target row of the draft once (and
-each proposal row, unless its log-normaliser is given), launch 2 reads the residual rows that can
-still decide, launch 3 decides, and reads again the one block that holds the next token.
+The rule is that of ``vllm_hsd.verify.verify_chain``: block verification (Sun et al., "Block
+Verification Accelerates Speculative Decoding", arXiv:2403.10444) or standard rejection sampling
+(Leviathan et al., "Fast Inference from Transformers via Speculative Decoding",
+arXiv:2211.17192). README.md in this directory has the derivation, the byte count and the traps.
+Launch 1 reads each target row of the draft once, and each proposal row unless its logsumexp is
+given. Launch 2 reads the residual rows that can still decide. Launch 3 decides, and reads again
+the one block that holds the next token.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from vllm_hsd.kernels.blocks import NUM_WARPS, check_logits, check_vector, cut, pad
-from vllm_hsd.kernels.chain_kernels import row_stats_kernel, settle_kernel
-from vllm_hsd.kernels.rng import ACCEPT, FINAL, stream_id
+from vllm_hsd.kernels.blocks import NUM_WARPS, check_logits, check_vector, padded_size, tile_shape
+from vllm_hsd.kernels.chain_kernels import row_stats_kernel, verify_kernel
+from vllm_hsd.kernels.rng import ACCEPT, NEXT, stream_id
 
 METHODS = ("block", "standard")
 MAX_DRAFT_TOKENS = 63
@@ -20,9 +23,15 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class ChainResult(NamedTuple):
-    """token_ids: int64 [B, max_draft_tokens + 1], the emitted tokens, then -1; num_accepted: int32
-    [B], draft tokens that stay; num_emitted: int32 [B], these and the token after them (which is
-    missing only where its target row is not a law)."""
+    """Result of chain verification for B requests.
+
+    Attributes:
+        token_ids: int64 [B, max_draft_tokens + 1], the emitted tokens, then -1.
+        num_accepted: int32 [B], accepted draft tokens.
+        num_emitted: int32 [B], accepted tokens and the recovered or bonus token after them. That
+            one is missing only after an accepted token whose target row is unusable at a
+            temperature above 0, and for a padded request without rows.
+    """
 
     token_ids: torch.Tensor
     num_accepted: torch.Tensor
@@ -46,47 +55,56 @@ def verify_chain(
 ) -> ChainResult:
     """Verify a ragged batch of drafts; the emitted tokens follow softmax(target / temperature).
 
-    Nothing is read on the host, so lengths, tokens and rows are not checked there: a slot whose
-    token is negative or outside the vocabulary is empty and ends the draft, and so does a row
-    that is not a law (NaN, +inf, all -inf) as in ``vllm_hsd.verify.verify_chain``; a draft longer
-    than max_draft_tokens is cut there, before its tokens are looked at.
+    Nothing is read on the host, so lengths, tokens and rows are not checked there. A slot whose
+    token is negative or outside the vocabulary is empty and ends the draft. So does, at a
+    temperature above 0, an unusable row (a NaN or +inf in it, or only -inf), as in
+    ``vllm_hsd.verify.verify_chain``. A draft longer than max_draft_tokens is cut there, before
+    its tokens are looked at.
+
+    A request whose own row, the first one, is unusable emits the token that vLLM emits without
+    speculation. At temperature 0 that is the argmax of any row, with NaN as the maximum: the
+    first NaN, else the first maximum, and token 0 if all are -inf. Above it vLLM takes the argmax
+    of softmax(row / temperature) / exponential; softmax makes an unusable row NaN everywhere, so
+    it is token 0 and nothing is accepted.
 
     Args:
         target_logits: [sum(n_i + 1), V] bfloat16, float16 or float32; row t of a request is the
             target's after its first t draft tokens.
-        draft_logits: [sum(n_i), V], the rows the tokens were drawn from, or None (one-hot rows).
+        draft_logits: [sum(n_i), V], the rows the tokens were drawn from, or None (one-hot).
         draft_token_ids: int64 or int32 [sum(n_i)], -1 in an empty slot.
         cu_num_draft_tokens: int64 or int32 [B + 1], 0 followed by the cumulated n_i.
         temperature: float32 [B] of the target; 0 is greedy.
         seeds: int64 [B], request seeds.
-        draws: int64 [B], the request's counter. A call uses the coins draws .. draws + n_i - 1
+        draws: int64 [B], the request's counter. A call uses the uniforms draws .. draws + n_i - 1
             (at least one), so the next call needs a counter that is higher by that.
         max_draft_tokens: upper bound of n_i, at most 63; fixes the grid.
         method: "block" or "standard".
-        level: level whose coins are tossed.
+        level: level whose uniforms are used.
         draft_temperature: float32 [B] at which the draft was drawn, 0 where its rows are one-hot;
-            the target's by default.
+            by default that of the target.
         draft_lse: float32 [sum(n_i)], log(sum(exp(draft_logits / draft_temperature))) as
             ``sample_row`` returns it; saves one read of every proposal row.
+
     Returns:
         ChainResult on the device of target_logits.
+
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; names the argument.
     """
     batch = cu_num_draft_tokens.shape[0] - 1
     device = target_logits.device
     check_logits("target_logits", target_logits, 2)
-    drafted = target_logits.shape[0] - batch
+    num_drafted = target_logits.shape[0] - batch
     if draft_logits is not None:
         check_logits("draft_logits", draft_logits, 2)
-        if draft_logits.shape[0] != drafted:
+        if draft_logits.shape[0] != num_drafted:
             raise ValueError(
-                f"draft_logits must have {drafted} rows, one less than target_logits for each of "
-                f"the {batch} requests, got {draft_logits.shape[0]}."
+                f"draft_logits must have {num_drafted} rows, one less than target_logits for each "
+                f"of the {batch} requests, got {draft_logits.shape[0]}."
             )
-    check_vector("draft_token_ids", draft_token_ids, drafted, _INTEGERS, device)
+    check_vector("draft_token_ids", draft_token_ids, num_drafted, _INTEGERS, device)
     if draft_lse is not None:
-        check_vector("draft_lse", draft_lse, drafted, (torch.float32,), device)
+        check_vector("draft_lse", draft_lse, num_drafted, (torch.float32,), device)
     row_stride = 0 if draft_logits is None else draft_logits.stride(0)
     return _launch(
         target_logits,
@@ -118,13 +136,13 @@ def verify_chain_padded(
     draft_temperature: torch.Tensor | None = None,
     draft_lse: torch.Tensor | None = None,
 ) -> ChainResult:
-    """``verify_chain`` on the layout of vLLM's V2 runner, where state is kept per request slot.
+    """``verify_chain`` on the layout of vLLM's V2 runner, which keeps state per request slot.
 
     Args:
         target_logits: [num_logits, V]; num_logits = sum(n_i + 1).
         draft_logits: [max_num_reqs, K, V], K >= max_draft_tokens, before temperature; or None.
-        draft_sampled: int64 or int32 [num_logits], the token that was the input of each row: the
-            t-th draft token of a request stands at its row t. -1 in an empty slot.
+        draft_sampled: int64 or int32 [num_logits], the input token of each row: the t-th
+            draft token of a request is at its row t. -1 in an empty slot.
         cu_num_logits: int64 or int32 [B + 1]; a request may have no row at all.
         idx_mapping: int64 or int32 [B], slot of each request.
         temperature, seeds, draws, draft_temperature: as in ``verify_chain``, [max_num_reqs].
@@ -132,8 +150,10 @@ def verify_chain_padded(
             and the draft's as draft_temperature.
         draft_lse: float32 [max_num_reqs, K], contiguous rows, or None.
         max_draft_tokens, method, level: as in ``verify_chain``.
+
     Returns:
         ChainResult; a request without rows emits nothing.
+
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; names the argument.
     """
@@ -181,14 +201,17 @@ def _launch(
     method: str,
     level: int,
 ) -> ChainResult:
-    """Check what both layouts share, allocate and launch; draft and lse: tensor and strides."""
+    """Check the arguments that both layouts share, allocate and launch.
+
+    draft and lse: (tensor, strides); state: (temperature, draft_temperature, seeds, draws).
+    """
     device = target_logits.device
     vocab_size = target_logits.shape[1]
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
     if not 0 <= max_draft <= MAX_DRAFT_TOKENS:
         raise ValueError(f"max_draft_tokens must be in [0, {MAX_DRAFT_TOKENS}], got {max_draft}.")
-    streams = stream_id(level, ACCEPT), stream_id(level, FINAL)
+    streams = stream_id(level, ACCEPT), stream_id(level, NEXT)
     draft_logits, *draft_strides = draft
     draft_lse, *lse_strides = lse
     if draft_logits is None:
@@ -214,20 +237,20 @@ def _launch(
     result = ChainResult(out, counts[0], counts[1])
     if batch == 0:
         return result
-    chunk, block, chunks = cut(vocab_size)
+    chunk, block, chunks = tile_shape(vocab_size)
     stats = torch.empty(4, batch, max_draft + 1, chunks, dtype=torch.float32, device=device)
     mass = torch.empty(
         batch, max_draft + 1, chunks, chunk // block, dtype=torch.float32, device=device
     )
     arrived = torch.empty(batch, dtype=torch.int32, device=device)
-    # Pointers that a specialisation does not follow still have to be tensors.
+    # Arguments that a specialization does not read still have to be tensors.
     draft_rows = target_logits if draft_logits is None else draft_logits
     lse_values = temperature if draft_lse is None else draft_lse
     index_values = cu if index is None else index
     shared = {
         "PADDED": index is not None,
         "MAX_DRAFT": max_draft,
-        "ROWS": pad(max_draft + 1),
+        "ROWS": padded_size(max_draft + 1),
         "CHUNK": chunk,
         "num_warps": NUM_WARPS,
     }
@@ -249,7 +272,7 @@ def _launch(
         **shared,
     )
     for decide in (False, True):
-        settle_kernel[(chunks, batch)](
+        verify_kernel[(chunks, batch)](
             out,
             counts,
             mass,
@@ -273,11 +296,11 @@ def _launch(
             vocab_size,
             batch,
             DECIDE=decide,
-            HIERARCHICAL=method == "block",
+            BLOCK_VERIFICATION=method == "block",
             HAS_DRAFT=draft_logits is not None,
             HAS_LSE=draft_lse is not None,
             BLOCK=block,
-            CHUNKS=pad(chunks),
+            CHUNKS=padded_size(chunks),
             **shared,
         )
     return result

@@ -1,7 +1,7 @@
-"""Draw one token per row of logits and keep the row's log-normaliser.
+"""One token drawn per row of logits, together with the row's logsumexp.
 
-For the drafting side: whoever draws a token has read the whole row, so its normaliser costs
-nothing here and saves the verifier one read of every proposal row (``draft_lse``).
+For drafting: the draw reads the whole row, so its logsumexp costs nothing here and saves the
+verifier one read of every proposal row (``draft_lse``).
 """
 
 import torch
@@ -10,28 +10,28 @@ import triton.language as tl
 
 from vllm_hsd.kernels.blocks import (
     NUM_WARPS,
+    argmax_of_chunks,
     block_masses,
     check_logits,
     check_vector,
-    cut,
-    exp_below,
-    greedy_token,
+    exp_shifted,
+    inverse_cdf_index,
     inverse_temperature,
     is_finite,
     load_scaled,
-    log_normaliser,
-    pad,
-    peak_and_index,
-    pick,
+    logsumexp_of_chunks,
+    max_and_index,
+    padded_size,
+    tile_shape,
 )
 from vllm_hsd.kernels.rng import DRAFT, stream_id, uniform
 
 
-@triton.jit(do_not_specialize=["plane"])
-def row_stats_kernel(
-    stats_ptr,  # float32 [2, N, CHUNKS]: peak; sum of exp(x - peak), or argmax where T = 0
-    plane,  # N * CHUNKS
-    mass_ptr,  # float32 [N, CHUNKS, CHUNK / BLOCK], relative to the peak of the chunk
+@triton.jit(do_not_specialize=["stats_stride"])
+def sample_stats_kernel(
+    stats_ptr,  # float32 [2, N, CHUNKS]: max; sum of exp(x - max), or argmax where T = 0
+    stats_stride,  # N * CHUNKS
+    mass_ptr,  # float32 [N, CHUNKS, CHUNK / BLOCK], relative to the maximum of the chunk
     logits_ptr,  # [N, V]
     logits_stride,
     temperature_ptr,  # float32 [N]
@@ -48,23 +48,23 @@ def row_stats_kernel(
         logits_ptr + row * logits_stride, entry, vocab_size, inverse_temperature(temperature)
     )
     if temperature > 0:
-        peak = tl.max(x, axis=0)
-        masses = block_masses(exp_below(x, peak), CHUNK, BLOCK)
+        maximum = tl.max(x, axis=0)
+        masses = block_masses(exp_shifted(x, maximum), CHUNK, BLOCK)
         part = tl.arange(0, CHUNK // BLOCK)
         tl.store(mass_ptr + slot.to(tl.int64) * (CHUNK // BLOCK) + part, masses)
         second = tl.sum(masses, axis=0)
     else:
-        peak, second = peak_and_index(x, entry)
-    tl.store(stats_ptr + slot, peak)
-    tl.store(stats_ptr + slot + plane, second)
+        maximum, second = max_and_index(x, entry)
+    tl.store(stats_ptr + slot, maximum)
+    tl.store(stats_ptr + slot + stats_stride, second)
 
 
-@triton.jit(do_not_specialize=["plane", "stream"])
+@triton.jit(do_not_specialize=["stats_stride", "stream"])
 def draw_kernel(
     token_ptr,  # int64 [N]
     lse_ptr,  # float32 [N]
     stats_ptr,  # float32 [2, N, CHUNKS]
-    plane,  # N * CHUNKS
+    stats_stride,  # N * CHUNKS
     mass_ptr,  # float32 [N, CHUNKS, CHUNK / BLOCK]
     logits_ptr,  # [N, V]
     logits_stride,
@@ -83,11 +83,12 @@ def draw_kernel(
     temperature = tl.load(temperature_ptr + row)
     c = tl.arange(0, CHUNKS)
     stats_ptr += row * chunks
-    peak = tl.load(stats_ptr + c, mask=c < chunks, other=float("-inf"))
-    second = tl.load(stats_ptr + plane + c, mask=c < chunks, other=0.0)
-    token = tl.full((), -1, tl.int64)
+    maximum = tl.load(stats_ptr + c, mask=c < chunks, other=float("-inf"))
+    second = tl.load(stats_ptr + stats_stride + c, mask=c < chunks, other=0.0)
+    # That of an unusable row at T > 0: its softmax is NaN everywhere, and the argmax of NaN is 0.
+    token = tl.zeros((), tl.int64)
     if temperature > 0:
-        lse = tl.max(log_normaliser(peak[None, :], second[None, :]), axis=0)
+        lse = tl.max(logsumexp_of_chunks(maximum[None, :], second[None, :]), axis=0)
         if is_finite(lse):
             b = tl.arange(0, CHUNKS * parts)
             inside = b < chunks * parts
@@ -96,14 +97,14 @@ def draw_kernel(
             mass = (mass * tl.exp(scale - lse)).to(tl.float64)
             u = uniform(tl.load(seed_ptr + row), stream, tl.load(draw_ptr + row))
             goal = u * tl.sum(mass, axis=0)
-            chosen, before = pick(mass, b, goal)
+            chosen, before = inverse_cdf_index(mass, b, goal)
             entry = chosen * BLOCK + tl.arange(0, BLOCK)
             x = load_scaled(logits_ptr + row * logits_stride, entry, vocab_size, 1.0 / temperature)
-            index, _ = pick(tl.exp(x - lse).to(tl.float64), entry, goal - before)
+            index, _ = inverse_cdf_index(tl.exp(x - lse).to(tl.float64), entry, goal - before)
             token = index.to(tl.int64)
     else:
         lse = 0.0
-        token = greedy_token(peak, second)
+        token = tl.max(argmax_of_chunks(maximum[None, :], second[None, :]), axis=0)
     tl.store(token_ptr + row, token)
     tl.store(lse_ptr + row, lse)
 
@@ -118,16 +119,22 @@ def sample_row(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token from softmax(logits / temperature) of every row, by inverse CDF.
 
+    An unusable row (a NaN or +inf in it, or only -inf) gives the token that vLLM emits for it:
+    the argmax with NaN as the maximum at temperature 0, token 0 above it (see ``verify_chain``).
+    Its logsumexp is not finite, which ends a draft before that token in verification.
+
     Args:
         logits: [N, V] bfloat16, float16 or float32, contiguous rows.
-        temperature: float32 [N]; 0 takes the (lowest) argmax.
+        temperature: float32 [N]; 0 takes the argmax (the lowest index of it).
         seeds: int64 [N], request seeds.
-        draws: int64 [N], the request's counter for this level's drafts; never goes back.
-        level: level that drafts; enters the stream of the coin.
+        draws: int64 [N], the request's counter for this level's drafts; must only increase.
+        level: drafting level; part of the stream of the uniforms.
+
     Returns:
-        (token ids int64 [N], -1 for a row that is not a law; log(sum(exp(logits / temperature)))
-        float32 [N], 0 where the temperature is 0). Coin of row i:
+        (token ids int64 [N], log(sum(exp(logits / temperature))) float32 [N], which is 0 where
+        the temperature is 0). The uniform of row i is
         ``uniforms(seeds[i], stream_id(level, DRAFT), draws[i])``.
+
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
     """
@@ -141,10 +148,10 @@ def sample_row(
     lse = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows == 0:
         return token, lse
-    chunk, block, chunks = cut(vocab_size)
+    chunk, block, chunks = tile_shape(vocab_size)
     stats = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
     mass = torch.empty(rows, chunks, chunk // block, dtype=torch.float32, device=logits.device)
-    row_stats_kernel[(rows * chunks,)](
+    sample_stats_kernel[(rows * chunks,)](
         stats,
         rows * chunks,
         mass,
@@ -173,7 +180,7 @@ def sample_row(
         vocab_size,
         CHUNK=chunk,
         BLOCK=block,
-        CHUNKS=pad(chunks),
+        CHUNKS=padded_size(chunks),
         num_warps=NUM_WARPS,
     )
     return token, lse

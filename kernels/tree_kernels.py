@@ -1,31 +1,31 @@
-"""The two kernels of tree verification; tree_verify.py launches them, README.md derives them.
+"""The two kernels of tree verification.
 
-Rows of a tree are numbered from the root, row 0; node i owns row i + 1.
+tree_verify.py launches them; README.md in this directory derives them. The root has row 0, node i
+has row i + 1.
 """
 
 import triton
 import triton.language as tl
 
 from vllm_hsd.kernels.blocks import (
+    argmax_of_chunks,
     block_masses,
-    exp_below,
-    greedy_token,
+    exp_shifted,
+    extract_lane,
+    inverse_cdf_index,
     inverse_temperature,
     is_finite,
-    lane,
     load_scaled,
-    log_normaliser,
-    peak_and_index,
-    peak_and_sum,
-    pick,
+    logsumexp_of_chunks,
+    store_row_stats,
 )
 from vllm_hsd.kernels.rng import uniform
 
 
-@triton.jit(do_not_specialize=["plane"])
+@triton.jit(do_not_specialize=["stats_stride"])
 def node_stats_kernel(
-    stats_ptr,  # float32 [4, B, N + 1, CHUNKS]: peak, sum (T = 0: argmax) of target; of draft
-    plane,  # B * (N + 1) * CHUNKS
+    stats_ptr,  # float32 [4, B, N + 1, CHUNKS]: max, sum (T = 0: argmax) of target; of draft
+    stats_stride,  # B * (N + 1) * CHUNKS
     target_ptr,  # [B, N + 1, V]
     draft_ptr,  # [B, N + 1, V]
     token_ptr,  # [B, N]
@@ -48,31 +48,22 @@ def node_stats_kernel(
     children = (parent == row - 1) & (token >= 0) & (token < vocab_size)
     # A leaf's row matters only if the leaf is accepted, or to a greedy request.
     if (tl.sum(children.to(tl.int32), axis=0) > 0) | (temperature <= 0):
-        entry = chunk * CHUNK + tl.arange(0, CHUNK)
         flat = request * (NODES + 1) + row
-        slot = stats_ptr + flat * tl.num_programs(0) + chunk
-        x = load_scaled(
-            target_ptr + flat * vocab_size, entry, vocab_size, inverse_temperature(temperature)
+        store_row_stats(
+            stats_ptr + flat * tl.num_programs(0) + chunk,
+            stats_stride,
+            target_ptr + flat * vocab_size,
+            draft_ptr + flat * vocab_size,
+            chunk * CHUNK + tl.arange(0, CHUNK),
+            vocab_size,
+            temperature,
+            draft_temperature_ptr + request,
+            HAS_DRAFT,
         )
-        if temperature > 0:
-            peak, second = peak_and_sum(x)
-        else:
-            peak, second = peak_and_index(x, entry)
-        tl.store(slot, peak)
-        tl.store(slot + plane, second)
-        if HAS_DRAFT:
-            draft_temperature = tl.load(draft_temperature_ptr + request)
-            if (temperature > 0) & (draft_temperature > 0):
-                x = load_scaled(
-                    draft_ptr + flat * vocab_size, entry, vocab_size, 1.0 / draft_temperature
-                )
-                peak, second = peak_and_sum(x)
-                tl.store(slot + 2 * plane, peak)
-                tl.store(slot + 3 * plane, second)
 
 
 @triton.jit
-def _row_left(
+def _remaining_row(
     target_row_ptr,
     draft_row_ptr,
     factor_ptr,
@@ -89,9 +80,9 @@ def _row_left(
     one_hot,
     REPLACEMENT: tl.constexpr,
 ):
-    """What is left of a row's law after its children before node ``end``, unnormalised.
+    """A row's residual after its children before node ``end``, unnormalized, at ``entry``.
 
-    Returns (weights, proposal of node ``end`` if it is a child of the row) at ``entry``.
+    Returns (weights, proposal of node ``end`` if it is a child of the row).
     """
     x = load_scaled(target_row_ptr, entry, vocab_size, inv_temperature)
     weight = tl.exp(x - target_lse)
@@ -99,7 +90,7 @@ def _row_left(
     if one_hot == 0:
         x = load_scaled(draft_row_ptr, entry, vocab_size, inv_draft_temperature)
         proposal = tl.exp(x - draft_lse)
-    undrawn = tl.full((), 1.0, tl.float32)
+    not_drawn = tl.full((), 1.0, tl.float32)
     # Children come after their parent, which is node row - 1.
     for child in range(row, end):
         token = tl.load(token_ptr + child).to(tl.int32)
@@ -109,23 +100,23 @@ def _row_left(
             if one_hot:
                 weight = tl.where(entry == token, 0.0, weight * tl.where(factor > 0, factor, 1.0))
             elif factor > 0:
-                weight = tl.maximum(factor * weight - proposal / undrawn, 0.0)
+                weight = tl.maximum(factor * weight - proposal / not_drawn, 0.0)
             if not REPLACEMENT and one_hot == 0:
                 logit = tl.load(draft_row_ptr + token).to(tl.float32)
-                undrawn -= tl.exp(logit * inv_draft_temperature - draft_lse)
+                not_drawn -= tl.exp(logit * inv_draft_temperature - draft_lse)
                 proposal = tl.where(entry == token, 0.0, proposal)
-    return weight, tl.where(one_hot > 0, 1.0, proposal / undrawn)
+    return weight, tl.where(one_hot > 0, 1.0, proposal / not_drawn)
 
 
-@triton.jit(do_not_specialize=["plane", "accept_stream", "final_stream"])
+@triton.jit(do_not_specialize=["stats_stride", "accept_stream", "next_stream"])
 def traverse_kernel(
     out_ptr,  # int64 [B, N + 1]
     path_ptr,  # int64 [B, N]
     count_ptr,  # int32 [2, B]: accepted; emitted
-    state_ptr,  # float32 [B, 5, N + 1]: normalisers of target, draft; a; mass; factor (by node)
-    mass_ptr,  # float32 [B, CHUNKS, CHUNK / BLOCK], of the row looked at last
+    state_ptr,  # float32 [B, 5, N + 1]: logsumexp of target, draft; a; mass; factor (by node)
+    mass_ptr,  # float32 [B, CHUNKS, CHUNK / BLOCK], of the row measured last
     stats_ptr,  # float32 [4, B, N + 1, CHUNKS], see node_stats_kernel
-    plane,  # B * (N + 1) * CHUNKS
+    stats_stride,  # B * (N + 1) * CHUNKS
     target_ptr,  # [B, N + 1, V]
     draft_ptr,  # [B, N + 1, V]
     token_ptr,  # [B, N]
@@ -135,7 +126,7 @@ def traverse_kernel(
     seed_ptr,  # int64 [B]
     draw_ptr,  # int64 [B]
     accept_stream,
-    final_stream,
+    next_stream,
     vocab_size,
     chunks,
     NODES: tl.constexpr,
@@ -154,7 +145,7 @@ def traverse_kernel(
     draft_temperature = tl.load(draft_temperature_ptr + request)
     inv_temperature = inverse_temperature(temperature)
     inv_draft_temperature = inverse_temperature(draft_temperature)
-    # To a greedy target the proposal row makes no difference.
+    # A greedy target does not read the proposals.
     one_hot = ((draft_temperature <= 0) | (temperature <= 0)).to(tl.int32)
     if not HAS_DRAFT:
         one_hot = 1
@@ -172,35 +163,36 @@ def traverse_kernel(
     usable = (token >= 0) & (token < vocab_size)
     c = tl.arange(0, CHUNKS)
     row = tl.zeros((), tl.int32)
-    final = tl.full((), -1, tl.int64)
+    next_token = tl.full((), -1, tl.int64)
     walking = tl.full((), 1, tl.int32)
     if temperature <= 0:
         while walking > 0:
             slot = stats_ptr + row * chunks + c
-            peak = tl.load(slot, mask=c < chunks, other=float("-inf"))
-            final = greedy_token(peak, tl.load(slot + plane, mask=c < chunks, other=0.0))
-            match = usable & (parent == row - 1) & (token == final)
+            maximum = tl.load(slot, mask=c < chunks, other=float("-inf"))
+            index_of_max = tl.load(slot + stats_stride, mask=c < chunks, other=0.0)
+            next_token = tl.max(argmax_of_chunks(maximum[None, :], index_of_max[None, :]), axis=0)
+            match = usable & (parent == row - 1) & (token == next_token)
             child = tl.min(tl.where(match, index, NODES), axis=0)
             walking = (child < NODES).to(tl.int32)
             row = tl.where(child < NODES, child + 1, row)
     else:
         seed = tl.load(seed_ptr + request)
         draw = tl.load(draw_ptr + request)
-        coin = uniform(seed, accept_stream, draw + index)
-        # Leaves have no statistics; whatever stands there is not looked at.
+        u = uniform(seed, accept_stream, draw + index)
+        # Leaves have no statistics; what is stored there is not used.
         r = tl.arange(0, ROWS)
         slot = stats_ptr + r[:, None] * chunks + c[None, :]
         inside = (r < rows)[:, None] & (c < chunks)[None, :]
-        peak = tl.load(slot, mask=inside, other=float("-inf"))
-        lse = log_normaliser(peak, tl.load(slot + plane, mask=inside, other=0.0))
+        maximum = tl.load(slot, mask=inside, other=float("-inf"))
+        lse = logsumexp_of_chunks(maximum, tl.load(slot + stats_stride, mask=inside, other=0.0))
         tl.store(state_ptr + r, lse, mask=r < rows)
         draft_lse = tl.zeros_like(lse)
         if one_hot == 0:
-            peak = tl.load(slot + 2 * plane, mask=inside, other=float("-inf"))
-            total = tl.load(slot + 3 * plane, mask=inside, other=0.0)
-            draft_lse = log_normaliser(peak, total)
+            maximum = tl.load(slot + 2 * stats_stride, mask=inside, other=float("-inf"))
+            total = tl.load(slot + 3 * stats_stride, mask=inside, other=0.0)
+            draft_lse = logsumexp_of_chunks(maximum, total)
         tl.store(state_ptr + rows + r, draft_lse, mask=r < rows)
-        tl.store(factor_ptr + index, tl.zeros_like(coin).to(tl.float32), mask=index < NODES)
+        tl.store(factor_ptr + index, tl.zeros_like(u).to(tl.float32), mask=index < NODES)
         tl.debug_barrier()
         row_ptr = state_ptr + parent + 1
         usable = usable & is_finite(tl.load(row_ptr, mask=usable, other=0.0))
@@ -209,7 +201,7 @@ def traverse_kernel(
         seen = tl.full((), -1, tl.int32)  # last child of the row that was visited
         measured = tl.zeros((), tl.int32)  # whether mass_ptr holds the row as it is now
         a = tl.full((), 1.0, tl.float32)
-        scale = tl.full((), 1.0, tl.float32)  # mass of what is left of the row
+        scale = tl.full((), 1.0, tl.float32)  # mass of the residual of the row
         while walking > 0:
             failed = tl.full((), -1, tl.int32)
             siblings = usable & (parent == row - 1)
@@ -217,10 +209,10 @@ def traverse_kernel(
             if child < NODES:
                 seen = child
                 x = tl.load(token_ptr + child).to(tl.int32)
-                wide = row.to(tl.int64) * vocab_size
-                weight, proposal = _row_left(
-                    target_ptr + wide,
-                    draft_ptr + wide,
+                row64 = row.to(tl.int64) * vocab_size
+                weight, proposal = _remaining_row(
+                    target_ptr + row64,
+                    draft_ptr + row64,
                     factor_ptr,
                     token_ptr,
                     parent_ptr,
@@ -235,8 +227,8 @@ def traverse_kernel(
                     one_hot,
                     REPLACEMENT,
                 )
-                # A token drawn twice needs no care: had the first visit not been certain to end
-                # there, its residual would have left nothing of the token.
+                # A token that was drawn twice needs no special case: if the first visit did not
+                # end there, the residual after it has no mass at that token.
                 ratio = a / scale * weight / tl.where(proposal > 0, proposal, 1.0)
                 below = tl.where(proposal > 0, tl.minimum(ratio, 1.0), 0.0)
                 if below > 0:
@@ -248,7 +240,7 @@ def traverse_kernel(
                     measured = tl.zeros((), tl.int32)
                 else:
                     failed = child
-            elif (row == 0) | (lane(coin, index, row - 1) < a.to(tl.float64)):
+            elif (row == 0) | (extract_lane(u, index, row - 1) < a.to(tl.float64)):
                 walking = tl.zeros((), tl.int32)
             else:
                 failed = row - 1
@@ -260,19 +252,19 @@ def traverse_kernel(
             if failed >= 0:
                 more = usable & (parent == row - 1) & (index > failed)
                 more_left = tl.sum(more.to(tl.int32), axis=0) > 0
-                # a can only fall: a node that would fail now and has no more children has failed.
-                hopeless = (row > 0) & (lane(coin, index, row - 1) >= a.to(tl.float64))
+                # a only decreases: a node that would fail now and has no more children has failed.
+                hopeless = (row > 0) & (extract_lane(u, index, row - 1) >= a.to(tl.float64))
                 measured = tl.zeros((), tl.int32)
                 if more_left | (hopeless == 0):
                     tl.debug_barrier()
                     tl.store(factor_ptr + failed, a / scale)
                     tl.debug_barrier()
                     total = tl.zeros((), tl.float32)
-                    wide = row.to(tl.int64) * vocab_size
+                    row64 = row.to(tl.int64) * vocab_size
                     for chunk in range(0, chunks):
-                        weight, _ = _row_left(
-                            target_ptr + wide,
-                            draft_ptr + wide,
+                        weight, _ = _remaining_row(
+                            target_ptr + row64,
+                            draft_ptr + row64,
                             factor_ptr,
                             token_ptr,
                             parent_ptr,
@@ -298,10 +290,10 @@ def traverse_kernel(
                     else:
                         tl.store(factor_ptr + failed, 0.0)
 
-        # Here the walk ends: draw from what is left of this row.
-        wide = row.to(tl.int64) * vocab_size
-        target_ptr += wide
-        draft_ptr += wide
+        # The walk ends here: draw from the residual of this row.
+        row64 = row.to(tl.int64) * vocab_size
+        target_ptr += row64
+        draft_ptr += row64
         target_lse = tl.load(state_ptr + row)
         draft_lse = tl.load(state_ptr + rows + row)
         is_leaf = tl.sum((usable & (parent == row - 1)).to(tl.int32), axis=0) == 0
@@ -310,11 +302,11 @@ def traverse_kernel(
                 entry = chunk * CHUNK + tl.arange(0, CHUNK)
                 if is_leaf:
                     x = load_scaled(target_ptr, entry, vocab_size, inv_temperature)
-                    top = tl.max(x, axis=0)
-                    weight = exp_below(x, top)
-                    tl.store(stats_ptr + row * chunks + chunk, top)
+                    maximum = tl.max(x, axis=0)
+                    weight = exp_shifted(x, maximum)
+                    tl.store(stats_ptr + row * chunks + chunk, maximum)
                 else:
-                    weight, _ = _row_left(
+                    weight, _ = _remaining_row(
                         target_ptr,
                         draft_ptr,
                         factor_ptr,
@@ -338,19 +330,19 @@ def traverse_kernel(
         inside = b < chunks * parts
         mass = tl.load(mass_ptr + b, mask=inside, other=0.0)
         slot = stats_ptr + row * chunks + b // parts
-        peaks = tl.load(slot, mask=inside & is_leaf, other=float("-inf"))
-        top = tl.max(peaks, axis=0)
-        mass = tl.where(is_leaf, mass * exp_below(peaks, top), mass).to(tl.float64)
+        maximum = tl.load(slot, mask=inside & is_leaf, other=float("-inf"))
+        row_max = tl.max(maximum, axis=0)
+        mass = tl.where(is_leaf, mass * exp_shifted(maximum, row_max), mass).to(tl.float64)
         total = tl.sum(mass, axis=0)
-        goal = uniform(seed, final_stream, draw) * total
+        goal = uniform(seed, next_stream, draw) * total
         if total > 0:
-            chosen, before = pick(mass, b, goal)
+            chosen, before = inverse_cdf_index(mass, b, goal)
             entry = chosen * BLOCK + tl.arange(0, BLOCK)
             if is_leaf:
                 x = load_scaled(target_ptr, entry, vocab_size, inv_temperature)
-                weight = exp_below(x, top)
+                weight = exp_shifted(x, row_max)
             else:
-                weight, _ = _row_left(
+                weight, _ = _remaining_row(
                     target_ptr,
                     draft_ptr,
                     factor_ptr,
@@ -367,26 +359,30 @@ def traverse_kernel(
                     one_hot,
                     REPLACEMENT,
                 )
-            drawn, _ = pick(weight.to(tl.float64), entry, goal - before)
-            final = drawn.to(tl.int64)
+            drawn, _ = inverse_cdf_index(weight.to(tl.float64), entry, goal - before)
+            next_token = drawn.to(tl.int64)
+        elif row == 0:
+            # The root's row is unusable: vLLM's softmax of it is NaN everywhere and the argmax of
+            # NaN is token 0.
+            next_token = tl.zeros((), tl.int64)
 
-    # Ancestors come before their descendants, so a node's place is its rank among the accepted.
+    # Ancestors come before their descendants: a node's position is its rank among the accepted.
     on_path = index < 0
     node = row - 1
     while node >= 0:
         on_path = on_path | (index == node)
         node = tl.load(parent_ptr + node).to(tl.int32)
     accepted = tl.sum(on_path.to(tl.int32), axis=0)
-    place = tl.cumsum(on_path.to(tl.int32), axis=0) - 1
+    position = tl.cumsum(on_path.to(tl.int32), axis=0) - 1
     out_ptr += request * rows
     path_ptr += request * NODES
-    tl.store(out_ptr + place, token.to(tl.int64), mask=on_path)
-    tl.store(path_ptr + place, index.to(tl.int64), mask=on_path)
-    tl.store(out_ptr + accepted, final)
+    tl.store(out_ptr + position, token.to(tl.int64), mask=on_path)
+    tl.store(path_ptr + position, index.to(tl.int64), mask=on_path)
+    tl.store(out_ptr + accepted, next_token)
     nothing = tl.full([ROWS], -1, tl.int64)
     column = tl.arange(0, ROWS)
     tl.store(out_ptr + column, nothing, mask=(column > accepted) & (column < rows))
     tl.store(path_ptr + column, nothing, mask=(column >= accepted) & (column < NODES))
     num_requests = tl.num_programs(0)
     tl.store(count_ptr + request, accepted)
-    tl.store(count_ptr + num_requests + request, accepted + (final >= 0).to(tl.int32))
+    tl.store(count_ptr + num_requests + request, accepted + (next_token >= 0).to(tl.int32))

@@ -1,8 +1,9 @@
 """Traversal verification of one small draft tree per request, on logits, in 2 launches.
 
-The rule is that of ``vllm_hsd.verify.verify_tree`` (method "traversal"); README.md beside this
-file says how a node's residual is rebuilt from two rows. Launch 1 reads the rows that have
-children, launch 2 walks each tree with one program.
+The rule is that of ``vllm_hsd.verify.verify_tree`` with method "traversal" (Weng et al.,
+"Traversal Verification for Speculative Tree Decoding", arXiv:2505.12398; verify/tree.py says how
+it relates). README.md in this directory says how a node's residual is rebuilt from two rows.
+Launch 1 reads the rows that have children, launch 2 walks each tree with one program.
 """
 
 from typing import NamedTuple
@@ -10,8 +11,8 @@ from typing import NamedTuple
 import torch
 import triton
 
-from vllm_hsd.kernels.blocks import NUM_WARPS, check_logits, check_vector, cut, pad
-from vllm_hsd.kernels.rng import ACCEPT, FINAL, stream_id
+from vllm_hsd.kernels.blocks import NUM_WARPS, check_logits, check_vector, padded_size, tile_shape
+from vllm_hsd.kernels.rng import ACCEPT, NEXT, stream_id
 from vllm_hsd.kernels.tree_kernels import node_stats_kernel, traverse_kernel
 
 MAX_NODES = 64
@@ -19,9 +20,15 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class TreeResult(NamedTuple):
-    """token_ids: int64 [B, N + 1], the accepted nodes' tokens and the one after them, then -1;
-    path: int64 [B, N], the accepted nodes' numbers, then -1; num_accepted, num_emitted: int32 [B],
-    equal only where the target row of the last token is not a law."""
+    """Result of tree verification for B requests.
+
+    Attributes:
+        token_ids: int64 [B, N + 1], tokens of the accepted nodes and the one after them, then -1.
+        path: int64 [B, N], numbers of the accepted nodes, then -1.
+        num_accepted: int32 [B], accepted nodes.
+        num_emitted: int32 [B], emitted tokens: num_accepted + 1, or num_accepted where the target
+            row after the last accepted node is unusable at a temperature above 0.
+    """
 
     token_ids: torch.Tensor
     path: torch.Tensor
@@ -45,7 +52,9 @@ def verify_tree(
     """Verify draft trees; the emitted tokens follow softmax(target / temperature).
 
     Nothing is read on the host: nodes whose token is negative or outside the vocabulary are
-    skipped, and a row that is not a law ends its branch, as in ``vllm_hsd.verify.verify_tree``.
+    skipped. At a temperature above 0 an unusable row (a NaN or +inf in it, or only -inf) ends its
+    branch, as in ``vllm_hsd.verify.verify_tree``. If it is the root's, nothing is accepted and
+    token 0 is emitted, as by vLLM without speculation (see ``chain_verify.verify_chain``).
 
     Args:
         target_logits: [B, N + 1, V] bfloat16, float16 or float32, contiguous; row 0 is the
@@ -57,13 +66,15 @@ def verify_tree(
         parents: int64 or int32 [B, N], the parent's number, -1 for the root.
         temperature: float32 [B] of the target; 0 is greedy.
         seeds: int64 [B], request seeds.
-        draws: int64 [B], the request's counter; a call uses the coins draws .. draws + N.
+        draws: int64 [B], the request's counter; a call uses the uniforms draws .. draws + N.
         replacement: whether siblings were drawn independently, or each from the row
-            renormalised without the earlier ones.
-        level: level whose coins are tossed.
+            renormalized without the earlier ones.
+        level: level whose uniforms are used.
         draft_temperature: float32 [B] at which the nodes were drawn; the target's by default.
+
     Returns:
         TreeResult on the device of target_logits.
+
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; names the argument.
     """
@@ -92,14 +103,14 @@ def verify_tree(
     check_vector("seeds", seeds, batch, (torch.int64,), device)
     check_vector("draws", draws, batch, (torch.int64,), device)
 
-    streams = stream_id(level, ACCEPT), stream_id(level, FINAL)
+    streams = stream_id(level, ACCEPT), stream_id(level, NEXT)
     token_ids = torch.empty(batch, nodes + 1, dtype=torch.int64, device=device)
     path = torch.empty(batch, nodes, dtype=torch.int64, device=device)
     counts = torch.empty(2, batch, dtype=torch.int32, device=device)
     result = TreeResult(token_ids, path, counts[0], counts[1])
     if batch == 0:
         return result
-    chunk, block, chunks = cut(vocab_size)
+    chunk, block, chunks = tile_shape(vocab_size)
     stats = torch.empty(4, batch, rows, chunks, dtype=torch.float32, device=device)
     state = torch.empty(batch, 5, rows, dtype=torch.float32, device=device)
     mass = torch.empty(batch, chunks, chunk // block, dtype=torch.float32, device=device)
@@ -140,9 +151,9 @@ def verify_tree(
         chunks,
         HAS_DRAFT=has_draft,
         REPLACEMENT=replacement,
-        ROWS=pad(rows),
+        ROWS=padded_size(rows),
         BLOCK=block,
-        CHUNKS=pad(chunks),
+        CHUNKS=padded_size(chunks),
         num_warps=NUM_WARPS,
         **shared,
     )

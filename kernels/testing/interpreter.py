@@ -1,8 +1,9 @@
-"""Run the kernels without a GPU under TRITON_INTERPRET=1, and count the bytes that they move.
+"""Triton's interpreter (TRITON_INTERPRET=1): repairs, and a count of the bytes moved.
 
-Triton 3.9.0's interpreter needs two repairs. Comparisons come back with their operands' dtype, so
-a mask made from scalars is refused ("mask has unsupported dtype"); functions of libdevice come
-back as None. It also patches the language at every call of a device function, half of the time.
+Triton 3.9.0's interpreter needs two repairs. Comparisons keep their operands' dtype, so a mask
+made from scalars is refused ("mask has unsupported dtype"), and functions of libdevice return
+None. It also patches the language again at every call of a device function, which took half of
+the time.
 """
 
 import os
@@ -19,7 +20,7 @@ _LIBDEVICE = {"log1p": np.log1p, "isnan": np.isnan, "fast_expf": np.exp, "fast_l
 
 
 def repair() -> None:
-    """Patch the interpreter once; later calls change nothing.
+    """Patch the interpreter; later calls change nothing.
 
     Raises:
         RuntimeError: TRITON_INTERPRET is not 1, so the kernels are not interpreted.
@@ -42,10 +43,10 @@ def repair() -> None:
 
 @contextmanager
 def count_bytes() -> Iterator[Counter]:
-    """Count what kernels load and store inside the block: bytes of unmasked lanes.
+    """Count the bytes of unmasked lanes that kernels load and store within the context.
 
     Yields:
-        A Counter: "loaded", "stored" (bytes, atomics are both) and "launches".
+        A Counter with "loaded", "stored" (bytes; an atomic counts as both) and "launches".
     """
     counts: Counter = Counter()
     builder = interpreter.InterpreterBuilder

@@ -1,7 +1,7 @@
-"""vLLM's V2 rejection sampler on its own: its file from the installed package, no engine.
+"""vLLM's V2 rejection sampler on its own, loaded from the files of the installed package.
 
 Works where `import vllm` does not (no GPU, no compiled extension) and under Triton's interpreter,
-because only the modules that the sampler needs are run, with the real Triton behind them.
+because only the modules that the sampler needs are executed, with the real Triton.
 """
 
 import importlib
@@ -24,8 +24,8 @@ _PACKAGES = (
 )
 
 
-def load() -> tuple[Callable, Callable]:
-    """(rejection_sample, apply_temperature) of the installed vLLM.
+def load_v2_sampler() -> tuple[Callable, Callable]:
+    """Functions (rejection_sample, apply_temperature) of the installed vLLM.
 
     Raises:
         ImportError: no vLLM is installed, or its modules are laid out differently.

@@ -1,6 +1,7 @@
-"""Plain torch twins of the kernels, with the same coins: what the tests compare with.
+"""Reference implementations of the kernels in plain torch, with the same uniforms.
 
-Softmax in float64, then ``vllm_hsd.verify``. Readable and slow; nothing here is tuned.
+Softmax in float64, then ``vllm_hsd.verify``, one request at a time. Readable and slow; the tests
+and the GPU benchmark compare the kernels with them.
 """
 
 from itertools import pairwise
@@ -8,7 +9,7 @@ from itertools import pairwise
 import torch
 
 from vllm_hsd.kernels.chain_verify import ChainResult
-from vllm_hsd.kernels.rng import ACCEPT, DRAFT, FINAL, stream_id
+from vllm_hsd.kernels.rng import ACCEPT, DRAFT, NEXT, stream_id
 from vllm_hsd.kernels.tree_verify import TreeResult
 from vllm_hsd.verify import uniforms
 from vllm_hsd.verify import verify_chain as verify_chain_probs
@@ -16,21 +17,30 @@ from vllm_hsd.verify.residual import BlockedCDF
 from vllm_hsd.verify.tree import ROOT, Tree, TreeRows, traversal_stops
 
 
-def probabilities(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """softmax(logits / temperature) in float64; one-hot at the lowest argmax where it is 0.
+def scaled_logits(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """logits / temperature in float32 as the kernels compute it, unscaled where it is 0.
 
     Args:
-        logits: [N, V]; temperature: float32 [N]. Rows that are not laws come out as NaN.
+        logits: [N, V]; temperature: float32 [N].
     """
-    x = logits.double()
-    hot = temperature > 0
     # The kernels multiply by the float32 reciprocal.
-    scale = torch.where(hot, 1 / torch.where(hot, temperature, 1.0), 1.0).double()
-    rows = torch.softmax(x * scale[:, None], -1)
-    peak = x.max(-1).values
-    one_hot = torch.nn.functional.one_hot((x == peak[:, None]).int().argmax(-1), x.shape[1])
-    greedy = torch.where(peak.isfinite()[:, None], one_hot.double(), float("nan"))
-    return torch.where(hot[:, None], rows, greedy)
+    scale = torch.where(temperature > 0, 1 / torch.where(temperature > 0, temperature, 1.0), 1.0)
+    return logits.float() * scale[:, None]
+
+
+def probabilities(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """softmax(logits / temperature) in float64; one-hot at the argmax where it is 0.
+
+    Args:
+        logits: [N, V]; temperature: float32 [N].
+
+    Returns:
+        [N, V]. A row that is unusable (a NaN or +inf in it, or only -inf) is NaN everywhere at a
+        temperature above 0, as in torch and vLLM. The argmax at 0 has NaN as the maximum.
+    """
+    x = scaled_logits(logits, temperature).double()
+    one_hot = torch.nn.functional.one_hot(x.argmax(-1), x.shape[1]).double()
+    return torch.where((temperature > 0)[:, None], torch.softmax(x, -1), one_hot)
 
 
 def sample_row(
@@ -41,15 +51,15 @@ def sample_row(
     *,
     level: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``vllm_hsd.kernels.sample_row.sample_row``; the normaliser in float64."""
+    """``vllm_hsd.kernels.sample_row.sample_row``; the logsumexp in float64."""
     rows = probabilities(logits, temperature)
-    coins = uniforms(seeds, torch.tensor(stream_id(level, DRAFT)), draws)
+    u = uniforms(seeds, torch.tensor(stream_id(level, DRAFT)), draws)
     cumulative = rows.cumsum(-1)
-    goal = coins[:, None] * cumulative[:, -1:]
+    goal = u[:, None] * cumulative[:, -1:]
+    # All of a NaN row compares as False: token 0, which is the argmax of NaN in vLLM.
     token = ((cumulative > goal) & (rows > 0)).int().argmax(-1)
-    token = torch.where(cumulative[:, -1].isnan(), -1, token)
-    scaled = logits.double() / torch.where(temperature > 0, temperature, 1.0).double()[:, None]
-    return token, torch.where(temperature > 0, scaled.logsumexp(-1), 0.0)
+    lse = scaled_logits(logits, temperature).double().logsumexp(-1)
+    return token, torch.where(temperature > 0, lse, 0.0)
 
 
 def verify_chain(
@@ -79,18 +89,14 @@ def verify_chain(
         draft = None
         if draft_logits is not None and draft_temperature[i] > 0 and temperature[i] > 0:
             draft = probabilities(draft_logits[begin:end], draft_temperature[i].expand(n))
-        coins = torch.cat(
+        accept, last = (torch.tensor(stream_id(level, p)) for p in (ACCEPT, NEXT))
+        u = torch.cat(
             (
-                uniforms(
-                    seeds[i], torch.tensor(stream_id(level, ACCEPT)), draws[i] + torch.arange(n)
-                ),
-                uniforms(seeds[i], torch.tensor(stream_id(level, FINAL)), draws[i])[None],
+                uniforms(seeds[i], accept, draws[i] + torch.arange(n)),
+                uniforms(seeds[i], last, draws[i])[None],
             )
         )
-        if target[0].isnan().any():
-            results.append(([-1] * (n + 1), 0))
-            continue
-        out = verify_chain_probs(target, draft, tokens, [n], method=method, uniforms=coins)
+        out = verify_chain_probs(target, draft, tokens, [n], method=method, uniforms=u)
         results.append((out.token_ids[0].tolist(), int(out.num_accepted[0])))
     token_ids = torch.full((len(results), max_draft_tokens + 1), -1, dtype=torch.int64)
     for i, (row, _) in enumerate(results):
@@ -118,7 +124,9 @@ def verify_tree(
         draft_temperature = temperature
     token_ids = torch.full((batch, rows), -1, dtype=torch.int64)
     path = torch.full((batch, rows - 1), -1, dtype=torch.int64)
+    accept, last = (torch.tensor(stream_id(level, p)) for p in (ACCEPT, NEXT))
     for i in range(batch):
+        # Nodes without a token are left out, with everything below them.
         number, kept, parent, token = {ROOT: ROOT}, [], [], []
         for n, (x, above) in enumerate(zip(tokens[i].tolist(), parents[i].tolist(), strict=True)):
             if 0 <= x < vocab_size and above in number:
@@ -137,22 +145,20 @@ def verify_tree(
                 earlier = [token[j] for j in range(k) if parent[j] == parent[k]]
                 proposal[k, earlier] = 0
                 proposal[k] /= proposal[k].sum()
-        coins = uniforms(
-            seeds[i], torch.tensor(stream_id(level, ACCEPT)), draws[i] + torch.arange(rows - 1)
-        )
-        last = uniforms(seeds[i], torch.tensor(stream_id(level, FINAL)), draws[i])
-        if target[0].isnan().any():
-            continue
-        laws = TreeRows(target, proposal, tree, "traversal")
+        u = uniforms(seeds[i], accept, draws[i] + torch.arange(rows - 1))
+        last_u = uniforms(seeds[i], last, draws[i])
+        tree_rows = TreeRows(target, proposal, tree, "traversal")
         node, row = next(
             (node, row)
-            for node, stop, row in traversal_stops(laws)
-            if node == ROOT or coins[kept[node]] < stop
+            for node, stop, row in traversal_stops(tree_rows)
+            if node == ROOT or u[kept[node]] < stop
         )
-        nodes = laws.path_to(node)
+        nodes = tree_rows.path_to(node)
         out = [token[n] for n in nodes]
-        if laws.target_ok[node + 1]:
-            out.append(int(BlockedCDF(row).draw(last[None])))
+        if node == ROOT and not tree_rows.target_ok[0]:
+            out.append(int(row.argmax()))
+        elif tree_rows.target_ok[node + 1]:
+            out.append(int(BlockedCDF(row).draw(last_u[None])))
         token_ids[i, : len(out)] = torch.tensor(out, dtype=torch.int64)
         path[i, : len(nodes)] = torch.tensor([kept[n] for n in nodes], dtype=torch.int64)
     accepted = (path >= 0).sum(-1).to(torch.int32)

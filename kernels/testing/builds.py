@@ -1,4 +1,4 @@
-"""Build the kernels ahead of time, without a GPU, and read what a build needs of one."""
+"""Ahead-of-time builds of the kernels, without a GPU: registers, spills and shared memory."""
 
 import re
 import subprocess
@@ -28,7 +28,7 @@ _POINTERS = {
     "draft_ptr": "bf16",
     "logits_ptr": "bf16",
 }
-# A vocabulary of 128,256 in bf16: what the loads need to know to be 16 bytes wide.
+# A vocabulary of 128,256 in bfloat16: what makes the loads 16 bytes wide.
 _MULTIPLES_OF_16 = (
     "vocab_size",
     "logits_stride",
@@ -38,9 +38,9 @@ _MULTIPLES_OF_16 = (
 )
 _NARROW_LOAD = re.compile(r"ld\.global\S*\.[bu]16\s")
 _CHAIN = {"MAX_DRAFT": 8, "ROWS": 16, "PADDED": True, "CHUNK": blocks.CHUNK}
-_SETTLE = {
+_VERIFY = {
     **_CHAIN,
-    "HIERARCHICAL": True,
+    "BLOCK_VERIFICATION": True,
     "HAS_DRAFT": True,
     "BLOCK": blocks.BLOCK,
     "CHUNKS": 16,
@@ -53,20 +53,20 @@ VARIANTS = {
     "chain_stats": (chain_kernels.row_stats_kernel, {**_CHAIN, "READ_DRAFT": True}),
     "chain_stats_lse": (chain_kernels.row_stats_kernel, {**_CHAIN, "READ_DRAFT": False}),
     "chain_residual": (
-        chain_kernels.settle_kernel,
-        {**_SETTLE, "DECIDE": False, "HAS_LSE": False},
+        chain_kernels.verify_kernel,
+        {**_VERIFY, "DECIDE": False, "HAS_LSE": False},
     ),
     "chain_residual_lse": (
-        chain_kernels.settle_kernel,
-        {**_SETTLE, "DECIDE": False, "HAS_LSE": True},
+        chain_kernels.verify_kernel,
+        {**_VERIFY, "DECIDE": False, "HAS_LSE": True},
     ),
-    "chain_decide": (chain_kernels.settle_kernel, {**_SETTLE, "DECIDE": True, "HAS_LSE": False}),
-    "chain_decide_lse": (chain_kernels.settle_kernel, {**_SETTLE, "DECIDE": True, "HAS_LSE": True}),
+    "chain_decide": (chain_kernels.verify_kernel, {**_VERIFY, "DECIDE": True, "HAS_LSE": False}),
+    "chain_decide_lse": (chain_kernels.verify_kernel, {**_VERIFY, "DECIDE": True, "HAS_LSE": True}),
     "chain_decide_one_hot": (
-        chain_kernels.settle_kernel,
-        {**_SETTLE, "DECIDE": True, "HAS_LSE": False, "HAS_DRAFT": False},
+        chain_kernels.verify_kernel,
+        {**_VERIFY, "DECIDE": True, "HAS_LSE": False, "HAS_DRAFT": False},
     ),
-    "sample_stats": (sample_row.row_stats_kernel, _ROW),
+    "sample_stats": (sample_row.sample_stats_kernel, _ROW),
     "sample_draw": (sample_row.draw_kernel, {**_ROW, "CHUNKS": 16}),
     "tree_stats": (tree_kernels.node_stats_kernel, _TREE),
     "tree_traverse": (
@@ -77,8 +77,14 @@ VARIANTS = {
 
 
 class Usage(NamedTuple):
-    """Registers per thread; bytes of stack, of spilled registers and of shared memory; loads of a
-    single 16-bit logit (a row that is streamed so would take eight times the instructions)."""
+    """What a compiled kernel uses.
+
+    Attributes:
+        registers: per thread.
+        stack, spilled, shared: bytes of stack, of spilled registers and of shared memory.
+        narrow_loads: load instructions of a single 16-bit logit; streaming a row with them would
+            take eight times the instructions.
+    """
 
     registers: int
     stack: int
@@ -88,7 +94,11 @@ class Usage(NamedTuple):
 
 
 def build(name: str, capability: int) -> Usage:
-    """Compile a variant for CUDA compute capability 80, 90, ... and let ptxas report on it.
+    """Compile a variant of VARIANTS and let ptxas report on it.
+
+    Args:
+        name: key of VARIANTS.
+        capability: CUDA compute capability, 80, 90, ...
 
     Raises:
         RuntimeError: kernels are interpreted (TRITON_INTERPRET=1), or ptxas fails.
@@ -120,8 +130,8 @@ def build(name: str, capability: int) -> Usage:
 def _assemble(ptx: str, capability: int) -> tuple[int, int, int]:
     """(registers, stack, spilled) as ptxas reports them."""
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE).group(1)
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
+    with tempfile.TemporaryDirectory() as directory:
+        source = Path(directory) / "kernel.ptx"
         source.write_text(ptx)
         report = subprocess.run(
             [
@@ -130,7 +140,7 @@ def _assemble(ptx: str, capability: int) -> tuple[int, int, int]:
                 f"-arch={target}",
                 source,
                 "-o",
-                Path(folder) / "out",
+                Path(directory) / "out",
             ],
             capture_output=True,
             text=True,
