@@ -23,10 +23,13 @@ demo: venv
 	$(BIN)/vllm-hsd demo
 
 test: venv
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow and not interpret"
+# Triton decides at import whether kernels are interpreted: a run of its own.
+	TRITON_INTERPRET=1 $(BIN)/pytest -m "interpret and not slow" -n 2 tests/kernels
 
 test-slow: venv
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m "slow and not interpret"
+	TRITON_INTERPRET=1 $(BIN)/pytest -m "interpret and slow" tests/kernels
 
 lint: venv
 	$(BIN)/ruff check .

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from vllm_hsd.kernels import builds
+from vllm_hsd.kernels.testing import builds
 
 
 def main() -> None:

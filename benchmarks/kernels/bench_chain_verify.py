@@ -1,6 +1,6 @@
 """GPU: chain verification kernels against vLLM's V2 and V1 samplers, the torch path and a copy.
 
-Every case is checked before it is timed: on the device against the torch twin, and once more when
+Every case is checked before it is timed: on the device against the reference, and once more when
 replayed from a CUDA graph. Times are medians of cold-cache runs (L2 is overwritten in between);
 what can be captured is timed as a CUDA graph. The floor is the time in which the rows that any
 verifier must read once (see kernels/README.md) pass at the copy bandwidth measured here. Where
@@ -16,11 +16,10 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-import vllm_v2
 from drafts import Drafts
 from vllm_v1 import load_v1
 
-from vllm_hsd.kernels import naive
+from vllm_hsd.kernels.testing import reference, vllm_sampler
 from vllm_hsd.verify import verify_chain
 
 NOISE = 1.5
@@ -67,13 +66,13 @@ def torch_path(drafts: Drafts) -> torch.Tensor:
 
 
 def check(temperature: float) -> None:
-    """Kernels on the device against their torch twins; raises SystemExit when they differ."""
+    """Kernels on the device against the reference; raises SystemExit when they differ."""
     drafts = Drafts.make(5000, 64, 5, temperature, noise=NOISE, device="cuda")
     host = {
         name: getattr(drafts, name).cpu() for name in ("target", "draft", "tokens", "temperature")
     }
     for method in ("block", "standard"):
-        expected = naive.verify_chain(
+        expected = reference.verify_chain(
             host["target"],
             host["draft"],
             host["tokens"],
@@ -86,7 +85,7 @@ def check(temperature: float) -> None:
         ).token_ids
         for lse in (True, False):
             got = drafts.ours(method, lse).token_ids.cpu()
-            # A coin within rounding distance of a boundary may fall on its other side.
+            # A uniform within rounding distance of a boundary may fall on its other side.
             wrong = int((got != expected).any(1).sum())
             if wrong > 1:
                 raise SystemExit(f"{method}, T={temperature}: {wrong} of 64 differ, not timed.")
@@ -162,7 +161,7 @@ def plot(table: pd.DataFrame, path: Path) -> None:
     for axis, ((vocabulary, temperature), rows) in zip(axes[0], panels, strict=True):
         for name, line in rows.groupby("sampler", sort=False):
             axis.plot(line.batch, line.us, marker="o", label=name)
-        floor = rows[rows.sampler == "hierarchical, lse given"]
+        floor = rows[rows.sampler == "block, lse given"]
         axis.plot(floor.batch, floor.floor_us, "k--", label="floor, lse given")
         axis.set(xscale="log", yscale="log", xlabel="batch", ylabel="us")
         axis.set_title(f"V={vocabulary}, T={temperature}")
@@ -185,7 +184,7 @@ def main() -> None:
         raise SystemExit(subprocess.run(command).returncode)
     torch.manual_seed(0)
     loaded = {}
-    for name, load in (("vLLM V2", vllm_v2.load), ("vLLM V1", load_v1)):
+    for name, load in (("vLLM V2", vllm_sampler.load_v2_sampler), ("vLLM V1", load_v1)):
         try:
             loaded[name] = load()
         except ImportError as error:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-import vllm_v2
 from drafts import Drafts
 
-from vllm_hsd.kernels.interpreter import count_bytes, repair
+from vllm_hsd.kernels.testing import vllm_sampler
+from vllm_hsd.kernels.testing.interpreter import count_bytes, repair
 
 METHODS = {"block": True, "standard": False}
 
@@ -96,7 +96,7 @@ def main() -> None:
     repair()
     torch.manual_seed(0)
     try:
-        sampler = vllm_v2.load()
+        sampler = vllm_sampler.load_v2_sampler()
     except ImportError as error:
         print(f"vLLM's sampler is left out: {error}.")
         sampler = None

@@ -13,7 +13,6 @@ from vllm_hsd.kernels.rng import ACCEPT, DRAFT, NEXT, stream_id
 from vllm_hsd.kernels.tree_verify import TreeResult
 from vllm_hsd.verify import uniforms
 from vllm_hsd.verify import verify_chain as verify_chain_probs
-from vllm_hsd.verify.residual import BlockedCDF
 from vllm_hsd.verify.tree import ROOT, Tree, TreeRows, traversal_stops
 
 
@@ -155,10 +154,8 @@ def verify_tree(
         )
         nodes = tree_rows.path_to(node)
         out = [token[n] for n in nodes]
-        if node == ROOT and not tree_rows.target_ok[0]:
-            out.append(int(row.argmax()))
-        elif tree_rows.target_ok[node + 1]:
-            out.append(int(BlockedCDF(row).draw(last_u[None])))
+        if (after := tree_rows.draw_next(node, row, last_u[None])) is not None:
+            out.append(after)
         token_ids[i, : len(out)] = torch.tensor(out, dtype=torch.int64)
         path[i, : len(nodes)] = torch.tensor([kept[n] for n in nodes], dtype=torch.int64)
     accepted = (path >= 0).sum(-1).to(torch.int32)

@@ -1,14 +1,10 @@
-"""Every kernel is built for sm_80 and sm_90 ahead of time, without a GPU."""
-
-import os
+"""Every kernel compiles for sm_80 and sm_90 ahead of time, without a GPU."""
 
 import pytest
 
-from vllm_hsd.kernels import builds
+from vllm_hsd.kernels.testing import builds
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="the kernels are interpreted, not compiled"
-)
+pytestmark = pytest.mark.compiled
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""Bytes that a verification moves, counted lane by lane, against the rows that it has to read."""
+"""Bytes that a verification moves, counted lane by lane, against the rows it has to read."""
 
 import pytest
 import torch
-from kernel_batches import draft_lse, make_batch
+from support.kernel_batches import draft_lse, make_chains
 
 from vllm_hsd.kernels import chain_verify
 from vllm_hsd.kernels.blocks import BLOCK
@@ -11,7 +11,7 @@ V, K, BATCH = 16384, 5, 2
 
 
 def bytes_per_entry(batch, **options):
-    from vllm_hsd.kernels.interpreter import count_bytes
+    from vllm_hsd.kernels.testing.interpreter import count_bytes
 
     with count_bytes() as counts:
         result = chain_verify.verify_chain(**batch, **options)
@@ -20,7 +20,7 @@ def bytes_per_entry(batch, **options):
 
 
 def whole_draft_kept():
-    batch = make_batch(V, [K] * BATCH, torch.bfloat16, noise=0.0)
+    batch = make_chains(V, [K] * BATCH, torch.bfloat16, noise=0.0)
     batch["temperature"] = torch.tensor([1.0, 0.7])
     return batch
 

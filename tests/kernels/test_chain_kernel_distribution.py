@@ -1,12 +1,12 @@
-"""The law of what the kernels emit for a fixed draft, over many seeds, against the exact law."""
+"""The kernels' distribution over many seeds, for a fixed draft, against the exact one."""
 
 import pytest
 import torch
-import vllm_v2
+from oracle.distributions import chain_distribution
 from scipy import stats
 
 from vllm_hsd.kernels import chain_verify
-from vllm_hsd.verify.law import chain_distribution
+from vllm_hsd.kernels.testing import vllm_sampler
 
 V, K = 3, 3
 REJECTED, KEPT = 1e-6, 1e-3
@@ -19,15 +19,15 @@ def make_draft():
     return target.log(), draft.log(), torch.tensor([1, 0, 1])
 
 
-def p_value(outcomes, law):
-    """Chi-square of (accepted, next token) pairs against an exact law [K + 1, V]."""
-    counts = torch.zeros(law.shape, dtype=torch.float64)
+def p_value(outcomes, distribution):
+    """Chi-square of (accepted, next token) pairs against an exact distribution [K + 1, V]."""
+    counts = torch.zeros(distribution.shape, dtype=torch.float64)
     for t, v in outcomes:
         counts[t, v] += 1
-    possible = law > 1e-12
+    possible = distribution > 1e-12
     if counts[~possible].sum() > 0:
         return 0.0
-    expected = law[possible] / law[possible].sum() * len(outcomes)
+    expected = distribution[possible] / distribution[possible].sum() * len(outcomes)
     return stats.chisquare(counts[possible].numpy(), expected.numpy()).pvalue
 
 
@@ -37,8 +37,11 @@ def outcomes_of(token_ids, num_accepted):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize(("method", "requests"), [("block", 400), ("standard", 150)])
-def test_law_of_one_draft(method, requests):
+@pytest.mark.parametrize(
+    ("method", "requests"),
+    [("block", 400), pytest.param("standard", 150, marks=pytest.mark.slow)],
+)
+def test_distribution_for_one_draft(method, requests):
     target, draft, tokens = make_draft()
     result = chain_verify.verify_chain(
         target.repeat(requests, 1),
@@ -56,11 +59,11 @@ def test_law_of_one_draft(method, requests):
     assert p_value(outcomes, chain_distribution(p, q, tokens, method=method)) > KEPT
     if method == "block":
         assert p_value(outcomes, chain_distribution(p, q, tokens, method="standard")) < REJECTED
-        assert p_value(outcomes, careless_law(p, q, tokens)) < REJECTED
+        assert p_value(outcomes, plain_residual_distribution(p, q, tokens)) < REJECTED
 
 
-def careless_law(p, q, tokens):
-    """A biased rule: the residual (p - q)+ instead of (a * p - q)+."""
+def plain_residual_distribution(p, q, tokens):
+    """That of a biased rule, with the residual (p - q)+ in place of (a * p - q)+."""
     a = [1.0]
     for t, x in enumerate(tokens.tolist()):
         a.append(min(1.0, a[-1] * float(p[t, x] / q[t, x])))
@@ -75,10 +78,11 @@ def careless_law(p, q, tokens):
 
 
 @pytest.mark.interpret
-def test_vllm_draws_from_the_same_law():
-    """Within one call vLLM's coins are independent (across calls 0.32's block coins are not)."""
+@pytest.mark.slow
+def test_vllm_draws_from_the_same_distribution():
+    """Within one call vLLM's uniforms are independent (across calls those of 0.32 are not)."""
     try:
-        rejection_sample, _ = vllm_v2.load()
+        rejection_sample, _ = vllm_sampler.load_v2_sampler()
     except ImportError as error:
         pytest.skip(f"vLLM's sampler cannot be loaded: {error}")
     requests = 200
@@ -99,5 +103,5 @@ def test_vllm_draws_from_the_same_law():
         K,
         use_block_verification=True,
     )
-    law = chain_distribution(target.softmax(-1), draft.softmax(-1), tokens, method="block")
-    assert p_value(outcomes_of(sampled, num_sampled - 1), law) > KEPT
+    expected = chain_distribution(target.softmax(-1), draft.softmax(-1), tokens, method="block")
+    assert p_value(outcomes_of(sampled, num_sampled - 1), expected) > KEPT

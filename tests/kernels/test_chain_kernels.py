@@ -1,8 +1,9 @@
 import pytest
 import torch
-from kernel_batches import draft_lse, make_batch
+from support.kernel_batches import UNUSABLE_ROWS, draft_lse, make_chains, plain_vllm_tokens
 
-from vllm_hsd.kernels import blocks, chain_verify, naive
+from vllm_hsd.kernels import blocks, chain_verify
+from vllm_hsd.kernels.testing import reference
 
 INF = float("inf")
 
@@ -15,7 +16,7 @@ def small_blocks(monkeypatch):
 
 
 def assert_matches(batch, result, **options):
-    expected = naive.verify_chain(**batch, **options)
+    expected = reference.verify_chain(**batch, **options)
     assert result.token_ids.tolist() == expected.token_ids.tolist()
     assert result.num_accepted.tolist() == expected.num_accepted.tolist()
     assert result.num_emitted.tolist() == expected.num_emitted.tolist()
@@ -26,7 +27,7 @@ def assert_matches(batch, result, **options):
 @pytest.mark.parametrize("method", chain_verify.METHODS)
 def test_random_rows(method, rows, small_blocks):
     dtype = {"rows": torch.float32, "lse": torch.bfloat16, "one-hot": torch.float16}[rows]
-    batch = make_batch(700, [7, 0, 3, 5, 4, 1, 7, 2], dtype, one_hot=rows == "one-hot")
+    batch = make_chains(700, [7, 0, 3, 5, 4, 1, 7, 2], dtype, one_hot=rows == "one-hot")
     lse = draft_lse(batch) if rows == "lse" else None
     result = chain_verify.verify_chain(**batch, method=method, level=3, draft_lse=lse)
     assert_matches(batch, result, method=method, level=3)
@@ -35,13 +36,13 @@ def test_random_rows(method, rows, small_blocks):
 @pytest.mark.interpret
 @pytest.mark.parametrize("vocab_size", [1, 31, 2048])
 def test_vocabulary_sizes(vocab_size, small_blocks):
-    batch = make_batch(vocab_size, [2, 3, 1, 3], torch.bfloat16, seed=vocab_size)
+    batch = make_chains(vocab_size, [2, 3, 1, 3], torch.bfloat16, seed=vocab_size)
     assert_matches(batch, chain_verify.verify_chain(**batch))
 
 
 @pytest.mark.interpret
 def test_whole_vocabulary_and_default_blocks():
-    batch = make_batch(32000, [2, 3], torch.bfloat16, noise=0.3)
+    batch = make_chains(32000, [2, 3], torch.bfloat16, noise=0.3)
     batch["temperature"][0] = 0.7
     assert_matches(batch, chain_verify.verify_chain(**batch))
 
@@ -49,7 +50,7 @@ def test_whole_vocabulary_and_default_blocks():
 @pytest.mark.interpret
 @pytest.mark.parametrize("method", chain_verify.METHODS)
 def test_draft_equal_to_target_is_kept(method):
-    batch = make_batch(50, [4, 4, 4, 4], noise=0.0)
+    batch = make_chains(50, [4, 4, 4, 4], noise=0.0)
     batch["temperature"] = torch.tensor([0.7, 1.0, 1.3, 1e-2])
     tokens = torch.softmax(batch["draft_logits"], -1).argmax(-1)
     result = chain_verify.verify_chain(**batch | {"draft_token_ids": tokens}, method=method)
@@ -60,7 +61,7 @@ def test_draft_equal_to_target_is_kept(method):
 @pytest.mark.parametrize("method", chain_verify.METHODS)
 def test_degenerate_rows(method, small_blocks):
     """Saturated, masked, tied and unusable rows, empty slots, tokens outside the vocabulary."""
-    batch = make_batch(600, [4] * 12)
+    batch = make_chains(600, [4] * 12)
     batch["temperature"] = torch.full((12,), 0.9)
     batch["temperature"][8:10] = 0
     target, draft = batch["target_logits"].view(12, 5, 600), batch["draft_logits"].view(12, 4, 600)
@@ -82,19 +83,54 @@ def test_degenerate_rows(method, small_blocks):
     tokens[8] = torch.tensor([0, 0, 1, 0])
     target[9, 3, 9] = float("nan")
     tokens[9] = target[9, :4].nan_to_num(0).argmax(-1)
-    target[10, 0] = float("nan")  # nothing can be emitted
+    target[10, 0] = float("nan")  # the request's own row: token 0
     tokens[11, 1] = 600
     result = chain_verify.verify_chain(**batch, method=method)
     assert_matches(batch, result, method=method)
     assert result.num_emitted[6] == result.num_accepted[6] == 4
-    assert result.token_ids[10].tolist() == [-1] * 5
+    assert result.token_ids[10].tolist() == [0, -1, -1, -1, -1]
     assert result.num_accepted[7] <= 2 and result.num_accepted[11] <= 1
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("draft_tokens", [0, 3])
+@pytest.mark.parametrize("kind", list(UNUSABLE_ROWS))
+def test_an_unusable_own_row_gives_the_token_of_plain_vllm(kind, draft_tokens, small_blocks):
+    """In both layouts and for both methods; at a temperature above 0 nothing is accepted."""
+    batch = make_chains(700, [draft_tokens] * 4)
+    batch["temperature"] = torch.tensor([0.0, 0.7, 1.0, 0.0])
+    own = batch["target_logits"].view(4, draft_tokens + 1, 700)[:, 0]
+    UNUSABLE_ROWS[kind](own)
+    plain = plain_vllm_tokens(own, batch["temperature"])
+    if draft_tokens:
+        batch["draft_token_ids"][-draft_tokens] = plain[3]
+    for method in chain_verify.METHODS:
+        result = chain_verify.verify_chain(**batch, method=method)
+        assert_matches(batch, result, method=method)
+        assert result.token_ids[:, 0].tolist() == plain.tolist()
+        assert result.num_emitted.tolist()[1:3] == [1, 1]
+        # A greedy request goes on from the argmax of its own row.
+        assert (result.num_accepted[3] >= 1) == (draft_tokens > 0)
+        padded = chain_verify.verify_chain_padded(
+            batch["target_logits"],
+            batch["draft_logits"].view(4, draft_tokens, 700),
+            torch.cat(
+                (torch.zeros(4, 1).long(), batch["draft_token_ids"].view(4, draft_tokens)), 1
+            ).flatten(),
+            torch.arange(5) * (draft_tokens + 1),
+            torch.arange(4),
+            *(batch[k] for k in ("temperature", "seeds", "draws")),
+            max_draft_tokens=draft_tokens,
+            method=method,
+        )
+        assert padded.token_ids.tolist() == result.token_ids.tolist()
+        assert padded.num_emitted.tolist() == result.num_emitted.tolist()
 
 
 @pytest.mark.interpret
 def test_nearly_equal_rows_and_rising_ratios(small_blocks):
     """Ratios that fall to e^-8 and rise again: only a cap that includes t gives these tokens."""
-    batch = make_batch(600, [5] * 6, noise=1e-3, seed=3)
+    batch = make_chains(600, [5] * 6, noise=1e-3, seed=3)
     batch["temperature"] = torch.ones(6)
     draft = batch["draft_logits"].view(6, 5, 600)
     tokens = batch["draft_token_ids"].view(6, 5)
@@ -107,7 +143,7 @@ def test_nearly_equal_rows_and_rising_ratios(small_blocks):
 @pytest.mark.interpret
 def test_a_forbidden_token_after_a_doubtful_prefix():
     """p(x_2) = 0 and p in proportion to q elsewhere leave no residual at 1, whatever a_1 is."""
-    batch = make_batch(40, [2] * 12, noise=0.0)
+    batch = make_chains(40, [2] * 12, noise=0.0)
     batch["temperature"] = torch.ones(12)
     target, draft = batch["target_logits"].view(12, 3, 40), batch["draft_logits"].view(12, 2, 40)
     target[:], draft[:] = 0, 0
@@ -124,7 +160,7 @@ def test_a_forbidden_token_after_a_doubtful_prefix():
 @pytest.mark.interpret
 @pytest.mark.parametrize("given", [True, False])
 def test_one_hot_by_request_and_own_draft_temperature(given):
-    batch = make_batch(90, [3] * 6)
+    batch = make_chains(90, [3] * 6)
     batch["temperature"] = torch.full((6,), 0.8)
     batch["temperature"][4] = 0
     temperature = torch.tensor([0.0, 0.5, 0.0, 1.2, 0.5, 1.2])
@@ -135,7 +171,7 @@ def test_one_hot_by_request_and_own_draft_temperature(given):
 
 @pytest.mark.interpret
 def test_no_memory_is_read_before_it_is_written(small_blocks, monkeypatch):
-    batch = make_batch(700, [3, 0, 2, 3])
+    batch = make_chains(700, [3, 0, 2, 3])
     clean = chain_verify.verify_chain(**batch)
     allocate = torch.empty
 
@@ -153,7 +189,7 @@ def test_no_memory_is_read_before_it_is_written(small_blocks, monkeypatch):
 def test_alone_or_in_a_batch():
     """A request gives the same tokens wherever it stands, and with its rows in another layout."""
     lengths = [3, 0, 4, 2]
-    batch = make_batch(100, lengths)
+    batch = make_chains(100, lengths)
     together = chain_verify.verify_chain(**batch)
     for i, n in enumerate(lengths):
         begin = sum(lengths[:i])
@@ -175,7 +211,7 @@ def test_alone_or_in_a_batch():
 def test_padded_layout(given):
     """vLLM's V2 layout gives the tokens of the flat one; a request may have no row at all."""
     lengths = [3, 0, 2, 3]
-    batch = make_batch(100, lengths)
+    batch = make_chains(100, lengths)
     batch["temperature"] = torch.tensor([0.7, 1.0, 0.0, 1.0])
     flat = chain_verify.verify_chain(**batch)
     slots, k = 9, 4
@@ -213,9 +249,9 @@ def test_padded_layout(given):
 
 @pytest.mark.interpret
 def test_no_drafts_and_no_requests():
-    batch = make_batch(40, [0, 0])
+    batch = make_chains(40, [0, 0])
     assert_matches(batch, chain_verify.verify_chain(**batch))
-    nothing = make_batch(40, [1])
+    nothing = make_chains(40, [1])
     for name in ("target_logits", "draft_logits", "draft_token_ids"):
         nothing[name] = nothing[name][:0]
     for name in ("temperature", "seeds", "draws"):
@@ -237,7 +273,7 @@ def test_no_drafts_and_no_requests():
         ({"draws": torch.zeros(4, dtype=torch.int64)[::2]}, "draws must be contiguous"),
         ({"draft_lse": torch.zeros(2)}, r"draft_lse must have shape \[3\]"),
         ({"max_draft_tokens": 64}, r"max_draft_tokens must be in \[0, 63\]"),
-        ({"method": "block"}, "method must be one of block, standard"),
+        ({"method": "greedy"}, "method must be one of block, standard"),
         ({"level": -1}, "level must be"),
     ],
 )

@@ -1,10 +1,19 @@
 import pytest
 import torch
+from support.kernel_batches import UNUSABLE_ROWS, plain_vllm_tokens
 
-from vllm_hsd.kernels import blocks, naive
+from vllm_hsd.kernels import blocks
 from vllm_hsd.kernels.sample_row import sample_row
+from vllm_hsd.kernels.testing import reference
 
 INF = float("inf")
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Several chunks and blocks per row, although the vocabulary is small."""
+    monkeypatch.setattr(blocks, "CHUNK", 512)
+    monkeypatch.setattr(blocks, "BLOCK", 128)
 
 
 def _batch(vocab_size, dtype, seed=0):
@@ -28,23 +37,33 @@ def _batch(vocab_size, dtype, seed=0):
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("vocab_size", [1, 31, 2048])
-def test_matches_reference(vocab_size, dtype, monkeypatch):
-    monkeypatch.setattr(blocks, "CHUNK", 512)
-    monkeypatch.setattr(blocks, "BLOCK", 128)
+def test_matches_reference(vocab_size, dtype, small_blocks):
     batch = _batch(vocab_size, dtype)
     token, lse = sample_row(*batch, level=2)
-    expected, expected_lse = naive.sample_row(*batch, level=2)
+    expected, expected_lse = reference.sample_row(*batch, level=2)
     assert token.tolist() == expected.tolist()
-    usable = expected >= 0
+    usable = expected_lse.isfinite()
     torch.testing.assert_close(lse[usable].double(), expected_lse[usable], rtol=1e-6, atol=1e-5)
-    assert (expected < 0).sum() == 6  # rows 3 to 6, 8 and 10
+    assert lse.isfinite().equal(usable)
+    assert token[[3, 4, 5, 6, 10]].tolist() == [0, 0, 0, 0, 0]
+    assert token[8] == vocab_size - 1
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("kind", list(UNUSABLE_ROWS))
+def test_an_unusable_row_gives_the_token_of_plain_vllm(kind, small_blocks):
+    logits, temperature = torch.randn(3, 700), torch.tensor([0.0, 0.7, 1.0])
+    UNUSABLE_ROWS[kind](logits)
+    token, lse = sample_row(logits, temperature, torch.arange(3), torch.arange(3))
+    assert token.equal(plain_vllm_tokens(logits, temperature))
+    assert not lse[1:].isfinite().any()
 
 
 @pytest.mark.interpret
 def test_whole_vocabulary_and_default_blocks():
     logits, temperature, seeds, draws = (x[:2] for x in _batch(32000, torch.bfloat16))
     token, _ = sample_row(logits, temperature, seeds, draws)
-    assert token.equal(naive.sample_row(logits, temperature, seeds, draws)[0])
+    assert token.equal(reference.sample_row(logits, temperature, seeds, draws)[0])
 
 
 @pytest.mark.interpret

@@ -1,14 +1,12 @@
 import pytest
 import torch
+from support.kernel_batches import UNUSABLE_ROWS, make_trees, plain_vllm_tokens
 
-from vllm_hsd.kernels import blocks, chain_verify, naive
+from vllm_hsd.kernels import blocks, chain_verify
+from vllm_hsd.kernels.testing import reference
 from vllm_hsd.kernels.tree_verify import verify_tree
 
 INF = float("inf")
-#        0
-#     /  |  \
-#    0   1   2   9      4 children of the root, two levels below
-PARENTS = (-1, -1, -1, 0, 0, 1, 3, 3, 6, -1)
 
 
 @pytest.fixture
@@ -18,41 +16,9 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK", 16)
 
 
-def make_batch(batch, vocab_size, kind="iid", parents=PARENTS, seed=0, dtype=torch.float32):
-    """Trees whose siblings were drawn from their parent's row; every fourth request greedy."""
-    g = torch.Generator().manual_seed(seed)
-    rows = len(parents) + 1
-    target = (torch.randn(batch, rows, vocab_size, generator=g) * 2).to(dtype)
-    draft = target.float() + 1.5 * torch.randn(batch, rows, vocab_size, generator=g)
-    draft = draft.to(dtype)
-    temperature = torch.rand(batch, generator=g) + 0.5
-    temperature[1::4] = 0
-    tokens = torch.full((batch, rows - 1), -1)
-    for i in range(batch):
-        law = torch.softmax(draft[i].float() / (temperature[i] if temperature[i] > 0 else 0.5), -1)
-        for node in range(-1, rows - 1):
-            children = [c for c, p in enumerate(parents) if p == node]
-            if not children:
-                continue
-            if kind == "one-hot":
-                drawn = law[node + 1].topk(len(children)).indices
-            else:
-                drawn = torch.multinomial(law[node + 1], len(children), kind == "iid", generator=g)
-            tokens[i, children] = drawn
-    return {
-        "target_logits": target,
-        "draft_logits": None if kind == "one-hot" else draft,
-        "tokens": tokens,
-        "parents": torch.tensor(parents).expand(batch, -1).contiguous(),
-        "temperature": temperature,
-        "seeds": torch.randint(-(2**62), 2**62, (batch,), generator=g),
-        "draws": torch.randint(0, 2**40, (batch,), generator=g),
-    }
-
-
 def assert_matches(batch, **options):
     result = verify_tree(**batch, **options)
-    for got, wanted in zip(result, naive.verify_tree(**batch, **options), strict=True):
+    for got, wanted in zip(result, reference.verify_tree(**batch, **options), strict=True):
         assert got.tolist() == wanted.tolist()
     return result
 
@@ -60,7 +26,7 @@ def assert_matches(batch, **options):
 @pytest.mark.interpret
 @pytest.mark.parametrize("kind", ["iid", "without replacement", "one-hot"])
 def test_random_trees(kind, small_blocks):
-    batch = make_batch(10, 70, kind)
+    batch = make_trees(10, 70, kind)
     result = assert_matches(batch, replacement=kind == "iid", level=1)
     assert result.num_accepted.max() > 1
 
@@ -68,13 +34,13 @@ def test_random_trees(kind, small_blocks):
 @pytest.mark.interpret
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1, torch.bfloat16), (2048, torch.float16)])
 def test_vocabulary_sizes(vocab_size, dtype):
-    assert_matches(make_batch(2, vocab_size, parents=(-1, -1, 0), dtype=dtype))
+    assert_matches(make_trees(2, vocab_size, parents=(-1, -1, 0), dtype=dtype))
 
 
 @pytest.mark.interpret
 def test_duplicate_draws(small_blocks):
     """i.i.d. siblings over four tokens repeat themselves: a repeat only leaves its residual."""
-    batch = make_batch(10, 4, parents=(-1,) * 6, seed=5)
+    batch = make_trees(10, 4, parents=(-1,) * 6, seed=5)
     assert any(len(set(row)) < 6 for row in batch["tokens"].tolist())
     assert_matches(batch)
 
@@ -82,13 +48,13 @@ def test_duplicate_draws(small_blocks):
 @pytest.mark.interpret
 def test_sixty_four_nodes(small_blocks):
     parents = tuple((i - 3) // 3 if i >= 3 else -1 for i in range(64))
-    assert_matches(make_batch(2, 40, "without replacement", parents, seed=2), replacement=False)
+    assert_matches(make_trees(2, 40, "without replacement", parents, seed=2), replacement=False)
 
 
 @pytest.mark.interpret
 def test_degenerate_trees(small_blocks):
-    """Unusable rows, empty slots, tokens outside the vocabulary, own draft temperature."""
-    batch = make_batch(9, 70, "iid", seed=1)
+    """Unusable rows, empty slots, tokens outside the vocabulary, a draft temperature of its own."""
+    batch = make_trees(9, 70, "iid", seed=1)
     batch["temperature"] = torch.full((9,), 0.9)
     batch["temperature"][7] = 0
     target, draft, tokens = (batch[k] for k in ("target_logits", "draft_logits", "tokens"))
@@ -105,14 +71,30 @@ def test_degenerate_trees(small_blocks):
     draft_temperature = torch.full((9,), 0.9)
     draft_temperature[4] = 0
     result = assert_matches(batch, draft_temperature=draft_temperature)
-    assert result.token_ids[0].tolist() == [-1] * 11
+    assert result.token_ids[0].tolist() == [0] + [-1] * 10
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("kind", list(UNUSABLE_ROWS))
+def test_an_unusable_root_row_gives_the_token_of_plain_vllm(kind, small_blocks):
+    batch = make_trees(4, 70)
+    batch["temperature"] = torch.tensor([0.0, 0.7, 1.0, 0.0])
+    logits = batch["target_logits"][:, 0]
+    UNUSABLE_ROWS[kind](logits)
+    batch["tokens"][3, 0] = logits[3].argmax()
+    result = assert_matches(batch)
+    plain = plain_vllm_tokens(logits, batch["temperature"])
+    assert result.token_ids[:, 0].tolist() == plain.tolist()
+    assert result.num_emitted.tolist()[1:3] == [1, 1]
+    # A greedy request goes on from the argmax of its own row.
+    assert result.num_accepted[3] >= 1
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("rows", ["rows", "one-hot"])
 def test_a_chain_is_a_tree(rows):
-    """One child everywhere: the same coins give the tokens of the chain kernel."""
-    batch = make_batch(6, 50, "one-hot" if rows == "one-hot" else "iid", (-1, 0, 1, 2), seed=4)
+    """One child everywhere: the same uniforms give the tokens of the chain kernel."""
+    batch = make_trees(6, 50, "one-hot" if rows == "one-hot" else "iid", (-1, 0, 1, 2), seed=4)
     draft = batch["draft_logits"]
     chain = chain_verify.verify_chain(
         batch["target_logits"].flatten(0, 1),
@@ -128,7 +110,7 @@ def test_a_chain_is_a_tree(rows):
 
 @pytest.mark.interpret
 def test_no_memory_is_read_before_it_is_written(small_blocks, monkeypatch):
-    batch = make_batch(4, 70)
+    batch = make_trees(4, 70)
     clean = verify_tree(**batch)
     allocate = torch.empty
 

@@ -1,18 +1,18 @@
-"""Exact laws of programs that toss coins, by running them along every path of choices."""
+"""Exact distributions of random programs, by running them along every path of choices."""
 
 import random
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from fractions import Fraction
 
-from vllm_hsd.verify.naive import argmax
+from oracle.sequential import argmax
 
-Law = dict[Hashable, Fraction]
+Distribution = dict[Hashable, Fraction]
 Tokens = tuple[int, ...]
 
 
 class Choices:
-    """The coins of one run: follows a script of choices, then takes the first possible branch.
+    """The random draws of one run: a script of choices, then the first possible branch.
 
     Choices with the same key share one uniform number, as a keyed generator would make them. Such
     a number is known only up to an interval, which every choice narrows.
@@ -25,7 +25,7 @@ class Choices:
         self.others: list[list[int]] = []
         self._known: dict[Hashable, tuple[Fraction, Fraction]] = {}
 
-    def toss(self, h: Fraction, key: Hashable = None) -> bool:
+    def bernoulli(self, h: Fraction, key: Hashable = None) -> bool:
         """True with probability h (U < h)."""
         return self.sample((h, 1 - h), key) == 0
 
@@ -52,32 +52,34 @@ class Choices:
         return pick
 
 
-def law_of(program: Callable[[Choices], Hashable]) -> Law:
-    """The law of what ``program`` returns."""
-    law: Law = defaultdict(Fraction)
+def distribution_of(program: Callable[[Choices], Hashable]) -> Distribution:
+    """The distribution of what ``program`` returns."""
+    distribution: Distribution = defaultdict(Fraction)
     scripts: list[list[int]] = [[]]
     while scripts:
         choices = Choices(scripts.pop())
-        law[program(choices)] += choices.weight
+        distribution[program(choices)] += choices.weight
         scripts += choices.others
-    return dict(law)
+    return dict(distribution)
 
 
-def then(law: Law, program: Callable[[Hashable, Choices], Hashable]) -> Law:
-    """The law of ``program(outcome, choices)`` with the outcome drawn from ``law`` first."""
-    result: Law = defaultdict(Fraction)
-    for outcome, weight in law.items():
-        for following, part in law_of(lambda c, o=outcome: program(o, c)).items():
+def then(
+    distribution: Distribution, program: Callable[[Hashable, Choices], Hashable]
+) -> Distribution:
+    """Distribution of ``program(outcome, choices)``, the outcome drawn from ``distribution``."""
+    result: Distribution = defaultdict(Fraction)
+    for outcome, weight in distribution.items():
+        for following, part in distribution_of(lambda c, o=outcome: program(o, c)).items():
             result[following] += weight * part
     return dict(result)
 
 
 class Table:
-    """A model: a law over ``vocabulary`` tokens for every prefix, drawn once at random.
+    """A model: a distribution over ``vocabulary`` tokens for every prefix, drawn once at random.
 
     Args:
         zeros: how often an entry is zero, in tenths.
-        weight: entries are weight(random) before they are normalised.
+        weight: entries are weight(random) before they are normalized.
     """
 
     def __init__(self, vocabulary: int, seed: int, zeros: int = 1, temperature: int = 1):
@@ -101,22 +103,22 @@ class Table:
         return row
 
     def tempered(self, power: int) -> "Table":
-        """The same model with every row raised to a power and normalised (temperature 1/power)."""
+        """The same model with every row raised to a power and normalized (temperature 1/power)."""
         return Table(self.vocabulary, self.seed, self.zeros, self.temperature * power)
 
     def rows(self, tokens: Tokens, count: int, prefix: Tokens = ()) -> list[tuple[Fraction, ...]]:
-        """The laws after the first 0, 1, .. count - 1 of ``tokens``, after ``prefix``."""
+        """The distributions after the first 0, 1, .. count - 1 of ``tokens``, after ``prefix``."""
         return [self(prefix + tokens[:t]) for t in range(count)]
 
-    def joint(self, length: int) -> Law:
-        """The law of the model's next ``length`` tokens."""
+    def joint(self, length: int) -> Distribution:
+        """The distribution of the model's next ``length`` tokens."""
         return extended({(): Fraction(1)}, self, length)
 
 
-def extended(law: Law, model: Table, length: int) -> Law:
+def extended(distribution: Distribution, model: Table, length: int) -> Distribution:
     """Emitted blocks, cut to ``length`` tokens or filled up by the model."""
-    result: Law = defaultdict(Fraction)
-    todo = list(law.items())
+    result: Distribution = defaultdict(Fraction)
+    todo = list(distribution.items())
     while todo:
         tokens, weight = todo.pop()
         if len(tokens) >= length:
@@ -126,7 +128,7 @@ def extended(law: Law, model: Table, length: int) -> Law:
     return dict(result)
 
 
-def distance(one: Law, other: Law) -> Fraction:
+def distance(one: Distribution, other: Distribution) -> Fraction:
     """Total variation."""
     keys: Iterable[Hashable] = one.keys() | other.keys()
     return sum((abs(one.get(k, 0) - other.get(k, 0)) for k in keys), Fraction(0)) / 2

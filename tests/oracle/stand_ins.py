@@ -7,9 +7,10 @@ from unittest import mock
 
 import numpy as np
 import torch
-from oracle.exact import Choices, Law, Tokens, law_of
+from oracle.distributions import chain_distribution, tree_distribution
+from oracle.exact import Choices, Distribution, Tokens, distribution_of
 
-from vllm_hsd import verify
+from vllm_hsd.verify import VerifyResult
 from vllm_hsd.verify.residual import BlockedCDF
 
 # Rounding errors of float64 must not become branches of their own.
@@ -17,7 +18,7 @@ NOTHING = 1e-12
 
 
 class TableLevel:
-    """A model whose laws are a function of the tokens behind the prompt.
+    """A model whose distributions are a function of the tokens after the prompt.
 
     It remembers which tokens it was fed and fails if it is told that others are in its cache.
     """
@@ -47,13 +48,13 @@ class TableLevel:
             return None
         return torch.tensor(logits, dtype=torch.float64).reshape(len(logits), -1)
 
-    def row(self, behind_prompt: Tokens) -> list[float]:
-        """Logarithms of the law there."""
-        if behind_prompt not in self.known:
-            law = np.array([float(v) for v in self.table(behind_prompt)])
+    def row(self, after_prompt: Tokens) -> list[float]:
+        """Logarithms of the distribution there."""
+        if after_prompt not in self.known:
+            distribution = np.array([float(v) for v in self.table(after_prompt)])
             with np.errstate(divide="ignore"):
-                self.known[behind_prompt] = np.log(law).tolist()
-        return self.known[behind_prompt]
+                self.known[after_prompt] = np.log(distribution).tolist()
+        return self.known[after_prompt]
 
 
 class TableLookup:
@@ -70,21 +71,23 @@ class TableLookup:
         for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
             text = tuple(tokens[row, self.prompt : end].tolist())
             while counts[i] < ask[i] and sum(text) % 3 != 2:
-                law = self.table(text)
-                found[i, counts[i]] = max(range(len(law)), key=lambda v: (law[v], -v))
+                distribution = self.table(text)
+                found[i, counts[i]] = max(
+                    range(len(distribution)), key=lambda v: (distribution[v], -v)
+                )
                 text += (int(found[i, counts[i]]),)
                 counts[i] += 1
         return found, counts
 
 
-def exact_law(program: Callable[[], Tokens]) -> Law:
-    """The law of what a program returns whose random draws are those of cascade or engine."""
+def exact_distribution(program: Callable[[], Tokens]) -> Distribution:
+    """The distribution of a program's result over all draws of the cascade or engine in it."""
 
     def chosen(choices: Choices):
         with _drawn_by(choices):
             return program()
 
-    return law_of(chosen)
+    return distribution_of(chosen)
 
 
 @contextmanager
@@ -95,15 +98,15 @@ def _drawn_by(choices: Choices):
     def verify_chain(target, draft, token_ids, counts, *, method, uniforms):
         assert len(counts) == 1
         assert uniforms is None or len(uniforms) == counts[0] + 1
-        law = verify.chain_distribution(target, draft, token_ids, method=method)
-        accepted, final = divmod(pick(law.flatten()), law.shape[1])
+        distribution = chain_distribution(target, draft, token_ids, method=method)
+        accepted, final = divmod(pick(distribution.flatten()), distribution.shape[1])
         tokens = torch.full((1, counts[0] + 1), -1)
         tokens[0, :accepted], tokens[0, accepted] = token_ids[:accepted], final
-        return verify.VerifyResult(tokens, torch.tensor([accepted]))
+        return VerifyResult(tokens, torch.tensor([accepted]))
 
     def verify_tree(target, draft, tree, *, method, generator):
-        law = verify.tree_distribution(target, draft, tree, method=method)
-        end, final = divmod(pick(law.flatten()), law.shape[1])
+        distribution = tree_distribution(target, draft, tree, method=method)
+        end, final = divmod(pick(distribution.flatten()), distribution.shape[1])
         path, node = [], end - 1
         while node != -1:
             path.append(node)

@@ -2,9 +2,8 @@
 
 from fractions import Fraction
 
+from oracle import sequential
 from oracle.exact import Choices, Tokens
-
-from vllm_hsd.verify import naive
 
 
 def iid(row, k: int, choices: Choices):
@@ -31,13 +30,13 @@ def top_k(row, k: int, choices: Choices):
 DRAWS = [iid, without_replacement, top_k]
 
 
-def grow(p, q, draw, widths, choices: Choices, path: Tokens = ()) -> naive.Node:
+def grow(p, q, draw, widths, choices: Choices, path: Tokens = ()) -> sequential.Node:
     """A tree that draws widths[depth] children at each node; a token drawn twice has one node."""
     if not widths:
-        return naive.Node(p(path))
+        return sequential.Node(p(path))
     nodes, children = {}, []
     for token, row in draw(q(path), widths[0], choices):
         if token not in nodes:
             nodes[token] = grow(p, q, draw, widths[1:], choices, (*path, token))
         children.append((token, row, nodes[token]))
-    return naive.Node(p(path), children)
+    return sequential.Node(p(path), children)

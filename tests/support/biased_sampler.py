@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 import torch
-from oracle.biased import uncapped_final_ratio
+from oracle.biased_rules import uncapped_final_ratio
 
 from vllm_hsd.verify import VerifyResult
 

@@ -1,10 +1,45 @@
-"""Random batches for the chain kernels."""
+"""Random batches for the kernels, unusable rows, and what plain vLLM does with them."""
 
 import torch
 
+#        0
+#     /  |  \
+#    0   1   2   9      4 children of the root, two levels below
+PARENTS = (-1, -1, -1, 0, 0, 1, 3, 3, 6, -1)
 
-def make_batch(vocab_size, lengths, dtype=torch.float32, one_hot=False, noise=0.7, seed=0):
-    """Random requests: every fourth greedy, drafts drawn from their rows."""
+NAN, INF = float("nan"), float("inf")
+
+
+def _first_nan_wins(rows):
+    rows[:, 40] = INF
+    rows[:, [7, 30, 33]] = NAN
+
+
+def _all_masked(rows):
+    rows[:] = -INF
+
+
+def _infinite(rows):
+    rows[:, [36, 50]] = INF
+
+
+# Change logits [N, V >= 64] in place.
+UNUSABLE_ROWS = {"nan": _first_nan_wins, "masked": _all_masked, "infinite": _infinite}
+
+
+def plain_vllm_tokens(logits, temperature):
+    """vLLM's tokens without speculation, int64 [N], for logits [N, V]; randomness as it comes.
+
+    vllm/v1/sample: argmax of the logits where greedy, else of softmax(logits / T) / exponential.
+    """
+    scale = torch.where(temperature > 0, temperature, 1.0)[:, None]
+    probs = torch.softmax(logits.float() / scale, -1, dtype=torch.float32)
+    sampled = (probs / torch.empty_like(probs).exponential_()).argmax(-1)
+    return torch.where(temperature > 0, sampled, logits.argmax(-1))
+
+
+def make_chains(vocab_size, lengths, dtype=torch.float32, one_hot=False, noise=0.7, seed=0):
+    """Random chains: every fourth request greedy, drafts drawn from their rows."""
     g = torch.Generator().manual_seed(seed)
     batch, drafted = len(lengths), sum(lengths)
     target = (torch.randn(drafted + batch, vocab_size, generator=g) * 2).to(dtype)
@@ -15,8 +50,8 @@ def make_batch(vocab_size, lengths, dtype=torch.float32, one_hot=False, noise=0.
     temperature = torch.rand(batch, generator=g) + 0.5
     temperature[::4] = 0
     scale = torch.where(temperature > 0, temperature, 0.5)[owner]
-    law = torch.softmax(draft.float() / scale[:, None], -1)
-    tokens = torch.multinomial(law, 1, generator=g)[:, 0]
+    probs = torch.softmax(draft.float() / scale[:, None], -1)
+    tokens = torch.multinomial(probs, 1, generator=g)[:, 0]
     if one_hot:
         best = target[rows].float().argmax(-1)
         tokens = torch.where(torch.rand(drafted, generator=g) < 0.7, best, tokens)
@@ -33,6 +68,43 @@ def make_batch(vocab_size, lengths, dtype=torch.float32, one_hot=False, noise=0.
 
 
 def draft_lse(batch):
+    """logsumexp of the proposals at the target's temperature, float32 [drafted]."""
     lengths = batch["cu_num_draft_tokens"].diff()
     scale = batch["temperature"].repeat_interleave(lengths)[:, None]
     return torch.logsumexp(batch["draft_logits"].double() / scale, -1).float()
+
+
+def make_trees(batch, vocab_size, kind="iid", parents=PARENTS, seed=0, dtype=torch.float32):
+    """Trees whose siblings were drawn from their parent's row; every fourth request greedy."""
+    g = torch.Generator().manual_seed(seed)
+    rows = len(parents) + 1
+    target = (torch.randn(batch, rows, vocab_size, generator=g) * 2).to(dtype)
+    draft = target.float() + 1.5 * torch.randn(batch, rows, vocab_size, generator=g)
+    draft = draft.to(dtype)
+    temperature = torch.rand(batch, generator=g) + 0.5
+    temperature[1::4] = 0
+    tokens = torch.full((batch, rows - 1), -1)
+    for i in range(batch):
+        probs = torch.softmax(
+            draft[i].float() / (temperature[i] if temperature[i] > 0 else 0.5), -1
+        )
+        for node in range(-1, rows - 1):
+            children = [c for c, p in enumerate(parents) if p == node]
+            if not children:
+                continue
+            if kind == "one-hot":
+                drawn = probs[node + 1].topk(len(children)).indices
+            else:
+                drawn = torch.multinomial(
+                    probs[node + 1], len(children), kind == "iid", generator=g
+                )
+            tokens[i, children] = drawn
+    return {
+        "target_logits": target,
+        "draft_logits": None if kind == "one-hot" else draft,
+        "tokens": tokens,
+        "parents": torch.tensor(parents).expand(batch, -1).contiguous(),
+        "temperature": temperature,
+        "seeds": torch.randint(-(2**62), 2**62, (batch,), generator=g),
+        "draws": torch.randint(0, 2**40, (batch,), generator=g),
+    }

@@ -1,13 +1,14 @@
-"""verify_chain coin by coin against the naive verifiers, and its contract on odd input."""
+"""verify_chain against the sequential verifiers on equal uniforms, and its contract."""
 
 from itertools import accumulate
 
 import pytest
 import torch
+from oracle import sequential
 
-from vllm_hsd.verify import naive, verify_chain
+from vllm_hsd.verify import verify_chain
 
-VERIFIERS = {"block": naive.hierarchical, "standard": naive.tokenwise}
+VERIFIERS = {"block": sequential.block, "standard": sequential.standard}
 METHODS = [*VERIFIERS, "greedy"]
 
 
@@ -61,7 +62,7 @@ def requests(target, draft, ids, lengths, uniforms):
 
 
 def by_hand(method, rows, uniforms):
-    """(accepted, tokens) of every request from the naive verifier and the same coins."""
+    """(accepted, tokens) of every request from the sequential verifier and the same uniforms."""
     for p, q, x, coins in requests(*rows, uniforms):
         tosses = iter(coins)
         tau, y = VERIFIERS[method](
@@ -109,7 +110,7 @@ def test_greedy_accepts_the_argmax_path():
     (target, draft, ids, lengths), _ = batch(31, seed=4)
     ids[::2] = torch.cat([target[s : s + n].argmax(-1) for s, n in starts(lengths)])[::2]
     expected = [
-        naive.greedy(p, q, x, None, None)
+        sequential.greedy(p, q, x, None, None)
         for p, q, x, _ in requests(target, draft, ids, lengths, target[:, 0])
     ]
     for rows in (target, target.log(), target.float().log(), target.log().bfloat16()):

@@ -1,19 +1,15 @@
 """Lossless verification of drafts, as pure functions on tensors."""
 
 from vllm_hsd.verify.chain import VerifyResult, verify_chain
-from vllm_hsd.verify.law import chain_distribution, expected_tokens, tree_distribution
 from vllm_hsd.verify.rng import uniforms
 from vllm_hsd.verify.tree import Tree, draw_iid, draw_without_replacement, top_k, verify_tree
 
 __all__ = [
     "Tree",
     "VerifyResult",
-    "chain_distribution",
     "draw_iid",
     "draw_without_replacement",
-    "expected_tokens",
     "top_k",
-    "tree_distribution",
     "uniforms",
     "verify_chain",
     "verify_tree",

@@ -1,14 +1,14 @@
-"""verify_tree against its exact law, the helpers that draw, and the contract on odd input."""
+"""verify_tree against its exact distribution, drawing of siblings, and odd input."""
 
 import pytest
 import torch
+from oracle.distributions import tree_distribution
 
 from vllm_hsd.verify import (
     Tree,
     draw_iid,
     draw_without_replacement,
     top_k,
-    tree_distribution,
     verify_chain,
     verify_tree,
 )
@@ -34,19 +34,19 @@ def test_children_of_a_repeated_token_hang_below_the_first():
 
 @pytest.mark.parametrize("one_hot", [False, True], ids=["rows", "one-hot"])
 @pytest.mark.parametrize("method", METHODS)
-def test_samples_follow_the_law(method, one_hot):
+def test_samples_follow_the_distribution(method, one_hot):
     target, draft = rows(8, 1), None if one_hot else rows(7, 2)
-    law = tree_distribution(target, draft, TREE, method=method).flatten()
+    distribution = tree_distribution(target, draft, TREE, method=method).flatten()
     gen = torch.Generator().manual_seed(0)
-    counts, samples = torch.zeros_like(law), 4000
+    counts, samples = torch.zeros_like(distribution), 4000
     for _ in range(samples):
         tokens, path = verify_tree(target, draft, TREE, method=method, generator=gen)
         assert tokens[:-1].tolist() == [TREE.tokens[n] for n in path]
         node = int(path[-1]) + 1 if len(path) else 0
         counts[node * V + int(tokens[-1])] += 1
-    assert (counts[law == 0] == 0).all()
-    common = law * samples > 5
-    chi2 = ((counts - samples * law)[common] ** 2 / (samples * law[common])).sum()
+    assert (counts[distribution == 0] == 0).all()
+    common = distribution * samples > 5
+    chi2 = ((counts - samples * distribution)[common] ** 2 / (samples * distribution[common])).sum()
     degrees = int(common.sum())
     # Five standard deviations of a chi-squared variable above its mean.
     assert chi2 < degrees + 5 * (2 * degrees) ** 0.5
@@ -59,7 +59,26 @@ def test_greedy_follows_the_argmax():
     assert (tokens.tolist(), path.tolist()) == ([1, 1, 4], [1, 5])
     target[6, 0] = torch.nan
     tokens, path = verify_tree(target, None, TREE, method="greedy")
-    assert (tokens.tolist(), path.tolist()) == ([1, 1], [1, 5])
+    assert (tokens.tolist(), path.tolist()) == ([1, 1, 0], [1, 5])
+
+
+@pytest.mark.parametrize("method", [*METHODS, "greedy"])
+@pytest.mark.parametrize("row", ["nan", "minus infinity", "plus infinity"])
+def test_a_bad_root_row_gives_the_token_of_plain_sampling(method, row):
+    """vLLM: the argmax of softmax / exponential, or of the logits when greedy; NaN is largest."""
+    logits = rows(8, 1)
+    if row == "nan":
+        logits[0, 2:4] = torch.nan
+    elif row == "minus infinity":
+        logits[0] = -torch.inf
+    else:
+        logits[0, 3] = torch.inf
+    target = logits if method == "greedy" else logits.softmax(-1)
+    plain = target[0] if method == "greedy" else target[0] / torch.empty(V).exponential_()
+    tokens, path = verify_tree(target, rows(7, 2), TREE, method=method)
+    assert tokens[0] == plain.argmax()
+    if method != "greedy":
+        assert len(tokens) == 1 and len(path) == 0
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -79,7 +98,7 @@ def test_an_empty_tree_gives_a_token_of_the_target(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_generator_gives_one_coin_per_node_and_one_more(method):
+def test_the_generator_gives_one_uniform_per_node_and_one_more(method):
     generator, same = (torch.Generator().manual_seed(1) for _ in range(2))
     verify_tree(rows(8, 1), rows(7, 2), TREE, method=method, generator=generator)
     torch.rand(8, dtype=torch.float64, generator=same)
@@ -95,8 +114,8 @@ def test_unusable_rows_end_the_tree_there(method):
         gens = [torch.Generator().manual_seed(seed) for _ in range(2)]
         # The root keeps its first child, which has neither children nor a token after it.
         tokens, path = verify_tree(target, draft, TREE, method=method, generator=gens[0])
-        coins = torch.rand(8, dtype=torch.float64, generator=gens[1])
-        uniforms = coins[[0, 7]]
+        drawn = torch.rand(8, dtype=torch.float64, generator=gens[1])
+        uniforms = drawn[[0, 7]]
         chain = verify_chain(
             target[:1].repeat(2, 1), draft[:1], torch.tensor(small.tokens), [1], uniforms=uniforms
         )
@@ -150,7 +169,6 @@ def test_first_draws_follow_the_row(draw):
         (lambda: verify_tree(rows(2, 1), None, Tree([-1], [V])), r"tree.tokens\[0\] is 5, outside"),
         (lambda: verify_tree(rows(2, 1), None, Tree([-1], [-1])), r"tree.tokens\[0\] is -1"),
         (lambda: verify_tree(rows(8, 1), None, TREE, method="block"), "method must be one of"),
-        (lambda: verify_tree(rows(8, 1) * torch.nan, None, TREE), "target_probs row 0, the root"),
     ],
 )
 def test_arguments_are_named(build, message):

@@ -1,4 +1,4 @@
-"""Exact law of cascades, in fractions: levels that verify each other below a target."""
+"""Exact distribution of cascades, in fractions: levels that verify each other below a target."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,11 +6,19 @@ from fractions import Fraction
 from itertools import product
 
 import pytest
-from oracle.exact import Choices, Law, Table, Tokens, distance, extended, law_of, then
+from oracle import sequential
+from oracle.exact import (
+    Choices,
+    Distribution,
+    Table,
+    Tokens,
+    distance,
+    distribution_of,
+    extended,
+    then,
+)
 
-from vllm_hsd.verify import naive
-
-VERIFIERS = [naive.hierarchical, naive.tokenwise]
+VERIFIERS = [sequential.block, sequential.standard]
 Buffer = tuple[tuple[int, int], ...]  # (token, level whose row it was drawn from)
 
 
@@ -30,42 +38,47 @@ class Cascade:
     said_level: Callable[[int, int], int] = lambda level, top: level
     kept: Callable[[Tokens, int], Tokens] = lambda x, y: (*x, y)
 
-    def buffer(self, level: int, prefix: Tokens) -> Law:
-        """The law of what a level passes up."""
+    def buffer(self, level: int, prefix: Tokens) -> Distribution:
+        """The distribution of what a level passes up."""
         if level == 0:
             return self._drawn(prefix, self.num_tokens)
-        law: Law = {(): Fraction(1)}
+        distribution: Distribution = {(): Fraction(1)}
         for _ in range(self.rounds):
-            law = then(
-                law, lambda got, c: (got, pick(self.buffer(level - 1, prefix + ids(got)), c))
+            distribution = then(
+                distribution,
+                lambda got, c: (got, pick(self.buffer(level - 1, prefix + ids(got)), c)),
             )
-            law = then(law, lambda pair, c: pair[0] + self._verified(level, prefix, *pair, c))
-        return law
+            distribution = then(
+                distribution, lambda pair, c: pair[0] + self._verified(level, prefix, *pair, c)
+            )
+        return distribution
 
-    def emitted(self, target: Table) -> Law:
-        """The law of the tokens of one target call."""
+    def emitted(self, target: Table) -> Distribution:
+        """The distribution of the tokens of one target call."""
         top = len(self.models) - 1
-        law = self.buffer(top, ())
-        law = then(law, lambda got, c: got + pick(self._drawn(ids(got), self.tail), c))
+        distribution = self.buffer(top, ())
+        distribution = then(
+            distribution, lambda got, c: got + pick(self._drawn(ids(got), self.tail), c)
+        )
 
         def verify(got: Buffer, choices: Choices) -> Tokens:
             x = ids(got)
             told = [self.models[self.said_level(k, top)](x[:t]) for t, (_, k) in enumerate(got)]
             tau, y = self.verifiers[top](
-                target.rows(x, len(x) + 1), told, x, choices.toss, choices.sample
+                target.rows(x, len(x) + 1), told, x, choices.bernoulli, choices.sample
             )
             return (*x[:tau], y)
 
-        return then(law, verify)
+        return then(distribution, verify)
 
-    def _drawn(self, prefix: Tokens, count: int) -> Law:
+    def _drawn(self, prefix: Tokens, count: int) -> Distribution:
         def program(choices: Choices) -> Buffer:
             got: Buffer = ()
             for _ in range(count):
                 got += ((choices.sample(self.models[0](prefix + ids(got))), 0),)
             return got
 
-        return law_of(program)
+        return distribution_of(program)
 
     def _verified(
         self, level: int, prefix: Tokens, got: Buffer, offered: Buffer, choices: Choices
@@ -73,7 +86,11 @@ class Cascade:
         start, x = prefix + ids(got), ids(offered)
         told = [self.models[k](start + x[:t]) for t, (_, k) in enumerate(offered)]
         tau, y = self.verifiers[level - 1](
-            self.models[level].rows(x, len(x) + 1, start), told, x, choices.toss, choices.sample
+            self.models[level].rows(x, len(x) + 1, start),
+            told,
+            x,
+            choices.bernoulli,
+            choices.sample,
         )
         return tuple((token, level) for token in self.kept(x[:tau], y))
 
@@ -82,16 +99,16 @@ def ids(buffer: Buffer) -> Tokens:
     return tuple(token for token, _ in buffer)
 
 
-def pick(law: Law, choices: Choices) -> Buffer:
-    outcomes = list(law)
-    return outcomes[choices.sample([law[o] for o in outcomes])]
+def pick(distribution: Distribution, choices: Choices) -> Buffer:
+    outcomes = list(distribution)
+    return outcomes[choices.sample([distribution[o] for o in outcomes])]
 
 
 def bias(cascade: Cascade, length: int) -> Fraction:
     """Total variation between the next ``length`` tokens and the target's."""
     target = Table(cascade.models[0].vocabulary, 1)
-    law = extended(cascade.emitted(target), target, length)
-    return distance(law, target.joint(length))
+    distribution = extended(cascade.emitted(target), target, length)
+    return distance(distribution, target.joint(length))
 
 
 def models(vocabulary: int, count: int) -> list[Table]:

@@ -1,16 +1,14 @@
-"""Exact law of one and two verification calls on a chain, in fractions."""
+"""Exact distribution of one and two verification calls on a chain, in fractions."""
 
 from collections import defaultdict
 from fractions import Fraction
 
 import pytest
-from oracle import biased
-from oracle.exact import ArgmaxOf, Choices, Table, Tokens, distance, extended, law_of
-
-from vllm_hsd.verify import naive
+from oracle import biased_rules, sequential
+from oracle.exact import ArgmaxOf, Choices, Table, Tokens, distance, distribution_of, extended
 
 SIZES = [(2, 1), (2, 4), (3, 2), (3, 4), (4, 3)]
-VERIFIERS = [naive.hierarchical, naive.tokenwise]
+VERIFIERS = [sequential.block, sequential.standard]
 
 
 def draft(q, n: int, choices: Choices, prefix: Tokens = (), stop=None) -> Tokens:
@@ -39,7 +37,7 @@ def call(p, q, n: int, verify, *, rows=None, stop=None):
     def program(choices: Choices) -> Tokens:
         x = draft(q, n, choices, stop=stop)
         told = (rows or q).rows(x, len(x))
-        tau, y = verify(p.rows(x, len(x) + 1), told, x, choices.toss, choices.sample)
+        tau, y = verify(p.rows(x, len(x) + 1), told, x, choices.bernoulli, choices.sample)
         return (*x[:tau], y)
 
     return program
@@ -47,7 +45,7 @@ def call(p, q, n: int, verify, *, rows=None, stop=None):
 
 def bias(p, n: int, program) -> Fraction:
     """Total variation between the next n + 1 tokens and the target's."""
-    return distance(extended(law_of(program), p, n + 1), p.joint(n + 1))
+    return distance(extended(distribution_of(program), p, n + 1), p.joint(n + 1))
 
 
 @pytest.mark.parametrize(("vocabulary", "n"), SIZES)
@@ -109,10 +107,10 @@ def test_look_and_drop_is_caught(verify):
 @pytest.mark.parametrize(
     "verify",
     [
-        biased.uncapped_final_ratio,
-        biased.exclusive_cap,
-        biased.plain_residual,
-        biased.first_failure_ends,
+        biased_rules.uncapped_final_ratio,
+        biased_rules.exclusive_cap,
+        biased_rules.plain_residual,
+        biased_rules.first_failure_ends,
     ],
 )
 def test_faulty_rules_are_caught(verify):
@@ -121,8 +119,8 @@ def test_faulty_rules_are_caught(verify):
 
 
 def test_one_shared_uniform_is_caught():
-    def verify(p, q, x, toss, sample):
-        return naive.hierarchical(p, q, x, lambda h: toss(h, "shared"), sample)
+    def verify(p, q, x, bernoulli, sample):
+        return sequential.block(p, q, x, lambda h: bernoulli(h, "shared"), sample)
 
     p, q = Table(3, 1), Table(3, 101)
     assert bias(p, 3, call(p, q, 3, verify)) > Fraction(1, 1000)
@@ -158,7 +156,7 @@ def test_unusable_target_row_ends_the_draft_after_its_token(verify):
         def call(choices: Choices) -> Tokens:
             x = cut(draft(q, n, choices))
             tau, y = verify(
-                p.rows(x, len(x) + 1), q.rows(x, len(x)), x, choices.toss, choices.sample
+                p.rows(x, len(x) + 1), q.rows(x, len(x)), x, choices.bernoulli, choices.sample
             )
             return x[:tau] if unusable(x[:tau]) else (*x[:tau], y)
 
@@ -169,7 +167,7 @@ def test_unusable_target_row_ends_the_draft_after_its_token(verify):
 
 
 def two_calls(p, q, n: int, verify, *, by_position: bool):
-    """Two calls in a row, with fresh coins or with coins that belong to absolute positions."""
+    """Two calls in a row, with fresh uniforms or with uniforms keyed by absolute position."""
 
     def one(choices: Choices, emitted: Tokens) -> Tokens:
         def keys(purpose: str):
@@ -180,40 +178,42 @@ def two_calls(p, q, n: int, verify, *, by_position: bool):
             x += (choices.sample(q(emitted + x), key),)
         accept = keys("accept")
         target, drawn = p.rows(x, n + 1, emitted), q.rows(x, n, emitted)
-        tau, y = verify(target, drawn, x, lambda h: choices.toss(h, next(accept)), choices.sample)
+        tau, y = verify(
+            target, drawn, x, lambda h: choices.bernoulli(h, next(accept)), choices.sample
+        )
         return (*emitted, *x[:tau], y)
 
     return lambda choices: one(choices, one(choices, ()))
 
 
-def test_coins_keyed_by_position_are_caught_over_two_calls():
+def test_uniforms_keyed_by_position_are_caught_over_two_calls():
     p, q = Table(2, 1), Table(2, 101)
     for verify in VERIFIERS:
         assert bias(p, 3, two_calls(p, q, 2, verify, by_position=False)) == 0
-    # A token-wise verifier never looks past its first failure, so there the keys do no harm.
-    assert bias(p, 3, two_calls(p, q, 2, naive.tokenwise, by_position=True)) == 0
-    hierarchical = two_calls(p, q, 2, naive.hierarchical, by_position=True)
-    assert bias(p, 3, hierarchical) > Fraction(1, 1000)
+    # Standard verification never reads past its first rejection, so there the keys do no harm.
+    assert bias(p, 3, two_calls(p, q, 2, sequential.standard, by_position=True)) == 0
+    keyed = two_calls(p, q, 2, sequential.block, by_position=True)
+    assert bias(p, 3, keyed) > Fraction(1, 1000)
 
 
 @pytest.mark.parametrize("verify", VERIFIERS)
 def test_drafts_past_the_end_token_change_nothing_before_it(verify):
     p, q, n, end = Table(3, 1), Table(3, 101), 3, 2
 
-    def cut(law):
+    def cut(distribution):
         result = defaultdict(Fraction)
-        for tokens, weight in law.items():
+        for tokens, weight in distribution.items():
             result[tokens[: (*tokens, end).index(end) + 1]] += weight
         return result
 
-    law = extended(law_of(call(p, q, n, verify)), p, n + 1)
-    assert distance(cut(law), cut(p.joint(n + 1))) == 0
+    distribution = extended(distribution_of(call(p, q, n, verify)), p, n + 1)
+    assert distance(cut(distribution), cut(p.joint(n + 1))) == 0
 
 
-def test_hierarchical_accepts_more_than_tokenwise():
+def test_block_accepts_more_than_standard():
     p, q = Table(3, 1), Table(3, 101)
     mean = {}
     for verify in VERIFIERS:
-        law = law_of(call(p, q, 3, verify))
-        mean[verify] = sum(len(tokens) * weight for tokens, weight in law.items())
-    assert mean[naive.hierarchical] > mean[naive.tokenwise]
+        distribution = distribution_of(call(p, q, 3, verify))
+        mean[verify] = sum(len(tokens) * weight for tokens, weight in distribution.items())
+    assert mean[sequential.block] > mean[sequential.standard]

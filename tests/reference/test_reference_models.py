@@ -157,12 +157,12 @@ def test_generation_ends_with_eos(models):
 def test_first_token_follows_the_target():
     target = llama()
     engine = engines((target, noisy(target, 0.15), noisy(target, 0.3)))["windows"]
-    law = target(torch.tensor([PROMPT])).logits[0, -1].detach().double().softmax(-1)
+    distribution = target(torch.tensor([PROMPT])).logits[0, -1].detach().double().softmax(-1)
     counts = torch.zeros(VOCABULARY)
     for seed in range(200):
         counts[engine.generate(PROMPT, 2, seed=seed).token_ids[0]] += 1
-    keep = law > 0.02
-    expected = 200 * torch.cat((law[keep], law[~keep].sum()[None]))
+    keep = distribution > 0.02
+    expected = 200 * torch.cat((distribution[keep], distribution[~keep].sum()[None]))
     observed = torch.cat((counts[keep], counts[~keep].sum()[None]))
     chi_square = float(((observed - expected).square() / expected).sum())
     assert chi_square < len(expected) + 4 * (2 * len(expected)) ** 0.5

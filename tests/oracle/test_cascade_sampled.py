@@ -1,7 +1,7 @@
-"""Law of the cascade with its own coins: many requests in one ragged batch, chi-square.
+"""The cascade's distribution with its own random numbers: one ragged batch, chi-square.
 
-`test_cascade_laws` enumerates the random draws; here they are the real ones, from the generator
-that the runners use, and requests of different lengths take part together.
+`test_cascade_exact` enumerates the random draws. Here they come from the generator that the runners
+use, and requests of different lengths are in one batch.
 """
 
 import numpy as np
@@ -34,7 +34,7 @@ def generate(
     thresholds = EntropyThresholds.fresh(len(levels), REQUESTS)
     draws = np.zeros(REQUESTS, dtype=np.int64)
 
-    def coins(requests, counts, stream):
+    def draw_uniforms(requests, counts, stream):
         owners, offsets = ragged_arange(counts)
         who = requests[owners]
         drawn = uniforms(
@@ -54,7 +54,7 @@ def generate(
             eos=np.full(REQUESTS, -1),
             greedy=False,
             probs=lambda logits, requests, level: logits.softmax(-1),
-            uniforms=coins,
+            uniforms=draw_uniforms,
             thresholds=thresholds,
         )
         # Requests that are done stay in the batch without drafting, as in a runner.
@@ -69,7 +69,7 @@ def generate(
             draft.flat_laws(),
             torch.from_numpy(draft.flat_token_ids()),
             counts.tolist(),
-            uniforms=coins(open_, counts + 1, len(levels)),
+            uniforms=draw_uniforms(open_, counts + 1, len(levels)),
         )
         accepted = result.num_accepted.numpy()
         cascade.record_acceptance(draft, open_, accepted, thresholds, open_)
@@ -83,13 +83,13 @@ def generate(
 
 
 def p_value(tokens: np.ndarray) -> float:
-    """That of a chi-square test of all outcomes against the target's law."""
-    law = TARGET.joint(LENGTH)
+    """That of a chi-square test of all outcomes against the target's distribution."""
+    distribution = TARGET.joint(LENGTH)
     found, counts = np.unique(tokens, axis=0, return_counts=True)
     observed = {tuple(map(int, row)): n for row, n in zip(found, counts, strict=True)}
-    assert observed.keys() <= law.keys()
-    expected = [float(weight) * REQUESTS for weight in law.values()]
-    return stats.chisquare([observed.get(outcome, 0) for outcome in law], expected).pvalue
+    assert observed.keys() <= distribution.keys()
+    expected = [float(weight) * REQUESTS for weight in distribution.values()]
+    return stats.chisquare([observed.get(outcome, 0) for outcome in distribution], expected).pvalue
 
 
 def model(seed: int) -> TableLevel:
@@ -115,7 +115,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_joint_law_of_many_requests(case):
+def test_joint_distribution_of_many_requests(case):
     levels, plans, tail = CASES[case]
     assert p_value(generate(levels, plans or [LevelOptions(2), LevelOptions(3)], tail)) > 1e-3
 

@@ -1,11 +1,11 @@
-"""Exact laws of generations with K drafts and trees, by the engine on table-driven models."""
+"""Exact distributions of the reference engine with K drafts and trees, on table models."""
 
 from unittest import mock
 
 import pytest
 from oracle.exact import Table, Tokens, distance
-from oracle.stand_ins import TableLevel, exact_law
-from oracle.test_cascade_laws import stopped
+from oracle.stand_ins import TableLevel, exact_distribution
+from oracle.test_cascade_exact import stopped
 
 from vllm_hsd.core.cascade import LevelOptions
 from vllm_hsd.reference import ReferenceEngine, TreePlan, trees
@@ -15,7 +15,7 @@ DRAWS = ["iid", "without_replacement", "top_k"]
 
 
 def bias(plan: TreePlan, length: int, *, vocabulary: int = 2, eos: int | None = None) -> float:
-    """Total variation between a generation and the target's law."""
+    """Total variation between a generation and the target's distribution."""
     target, drafter = Table(vocabulary, 1), Table(vocabulary, 101)
     engine = ReferenceEngine(
         TableLevel(target, len(PROMPT)), [TableLevel(drafter, len(PROMPT))], draft_tree=plan
@@ -24,7 +24,9 @@ def bias(plan: TreePlan, length: int, *, vocabulary: int = 2, eos: int | None = 
     def generate() -> Tokens:
         return tuple(engine.generate(PROMPT, length, eos_token_id=eos).token_ids)
 
-    return float(distance(exact_law(generate), stopped(target, length, -1 if eos is None else eos)))
+    return float(
+        distance(exact_distribution(generate), stopped(target, length, -1 if eos is None else eos))
+    )
 
 
 @pytest.mark.parametrize("verifier", ["traversal", "recursive_rejection"])
@@ -61,7 +63,7 @@ def test_rows_of_the_first_draw_are_caught():
 
 
 def test_one_child_everywhere_is_a_chain():
-    def law(plans, **settings):
+    def distribution(plans, **settings):
         target, drafter = (TableLevel(Table(2, seed), len(PROMPT)) for seed in (1, 101))
         engine = ReferenceEngine(target, [drafter], plans, **settings)
 
@@ -69,9 +71,9 @@ def test_one_child_everywhere_is_a_chain():
             generation = engine.generate(PROMPT, 4)
             return (*generation.token_ids, generation.target_calls, generation.accepted)
 
-        return exact_law(generate)
+        return exact_distribution(generate)
 
-    chain, tree = law([LevelOptions(2)]), law([], draft_tree=TreePlan((1, 1)))
+    chain, tree = distribution([LevelOptions(2)]), distribution([], draft_tree=TreePlan((1, 1)))
     assert float(distance(chain, tree)) < 1e-9
 
 

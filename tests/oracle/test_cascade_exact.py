@@ -1,4 +1,4 @@
-"""Exact laws of whole generations with the real cascade: every level kind, window and tail.
+"""Exact distributions of whole generations with the real cascade, for every kind of level.
 
 Requests of a few tokens over a vocabulary of two or three; every random draw is enumerated.
 """
@@ -8,8 +8,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from oracle.exact import Choices, Law, Table, Tokens, distance, law_of
-from oracle.stand_ins import TableLevel, TableLookup, exact_law
+from oracle.exact import Choices, Distribution, Table, Tokens, distance, distribution_of
+from oracle.stand_ins import TableLevel, TableLookup, exact_distribution
 
 from vllm_hsd.core.bigram import BigramLevel, count_bigrams
 from vllm_hsd.core.cascade import Cascade, LevelOptions
@@ -33,8 +33,8 @@ def bigram(vocabulary: int, seed: int) -> BigramLevel:
     return BigramLevel(count_bigrams([rng.integers(0, vocabulary, 12)], vocabulary))
 
 
-def stopped(table, length: int, eos: int) -> Law:
-    """The law of a model's next tokens, up to a length or the first eos."""
+def stopped(table, length: int, eos: int) -> Distribution:
+    """The distribution of a model's next tokens, up to a length or the first eos."""
 
     def program(choices: Choices) -> Tokens:
         text: Tokens = ()
@@ -42,11 +42,11 @@ def stopped(table, length: int, eos: int) -> Law:
             text += (choices.sample(table(text)),)
         return text
 
-    return law_of(program)
+    return distribution_of(program)
 
 
 def bias(levels, plans, length: int, *, vocabulary=2, eos=None, power=1, **settings) -> float:
-    """Total variation between a generation and the target's law, at temperature 1 / power."""
+    """Total variation distance of a generation to the target, at temperature 1 / power."""
     table = Table(vocabulary, 1)
     engine = ReferenceEngine(TableLevel(table, len(PROMPT)), levels, plans, **settings)
 
@@ -55,7 +55,7 @@ def bias(levels, plans, length: int, *, vocabulary=2, eos=None, power=1, **setti
         return tuple(sampled.token_ids)
 
     expected = stopped(table.tempered(power), length, -1 if eos is None else eos)
-    return float(distance(exact_law(generate), expected))
+    return float(distance(exact_distribution(generate), expected))
 
 
 LEVELS = {
@@ -166,8 +166,8 @@ def test_entropy_windows_end_drafts_early():
             return tuple(level.drafted for level in engine.generate(PROMPT, 4).levels)
 
         with mock.patch.object(EntropyThresholds, "fresh", strict_thresholds):
-            law = exact_law(drafted)
-        return float(sum(weight * sum(counts) for counts, weight in law.items()))
+            distribution = exact_distribution(drafted)
+        return float(sum(weight * sum(counts) for counts, weight in distribution.items()))
 
     assert mean_drafts("entropy") < mean_drafts("fixed") - 0.05
 

@@ -1,4 +1,4 @@
-"""Philox known answers and the coins made of it."""
+"""Philox4x32-10 against known answers, and the uniforms made from it."""
 
 import numpy as np
 import pytest
@@ -29,18 +29,18 @@ def test_known_answers(counter, key, answer):
     assert (philox(words(key), words(counter)) == words(answer)).all()
 
 
-def test_a_coin_is_the_top_53_bits_of_its_block():
+def test_a_uniform_is_the_top_53_bits_of_its_block():
     seed, stream, draw = 0x299F31D0A4093822, 0x13198A2E, 0x85A308D3243F6A88 - 2**64
-    coin = uniforms(torch.tensor(seed), torch.tensor(stream), torch.tensor(draw))
+    uniform = uniforms(torch.tensor(seed), torch.tensor(stream), torch.tensor(draw))
     first, second = philox(words("a4093822 299f31d0"), words("243f6a88 85a308d3 13198a2e 0"))[
         :2, 0
     ].tolist()
-    assert coin.dtype == torch.float64 and coin.shape == ()
-    assert float(coin) == ((first >> 5) * 2**26 + (second >> 6)) / 2**53
-    assert int(float(coin) * 2**24) == first >> 8
+    assert uniform.dtype == torch.float64 and uniform.shape == ()
+    assert float(uniform) == ((first >> 5) * 2**26 + (second >> 6)) / 2**53
+    assert int(float(uniform) * 2**24) == first >> 8
 
 
-def test_coins_belong_to_their_names_and_to_nothing_else():
+def test_uniforms_depend_on_seed_stream_and_draw_alone():
     seeds = torch.tensor([[1], [-5], [2**62]])
     draws = torch.arange(200)
     together = uniforms(seeds, torch.tensor(3), draws)
@@ -51,10 +51,10 @@ def test_coins_belong_to_their_names_and_to_nothing_else():
     assert torch.cat((together, others)).unique().numel() == 1200
 
 
-def test_coins_are_uniform():
-    coins = uniforms(torch.tensor(7), torch.tensor(0), torch.arange(200_000))
-    assert coins.min() >= 0 and coins.max() < 1
-    counts = torch.histc(coins, bins=100, min=0, max=1)
+def test_uniforms_are_uniform():
+    drawn = uniforms(torch.tensor(7), torch.tensor(0), torch.arange(200_000))
+    assert drawn.min() >= 0 and drawn.max() < 1
+    counts = torch.histc(drawn, bins=100, min=0, max=1)
     # 99 degrees of freedom: 160 is exceeded with probability 1e-4 by a uniform sample.
     assert ((counts - 2000) ** 2 / 2000).sum() < 160
 

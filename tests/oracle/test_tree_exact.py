@@ -1,24 +1,23 @@
-"""Exact law of tree verification, in fractions: K drafts from a row, each way of drawing them."""
+"""Exact distribution of tree verification, in fractions, for each way of drawing siblings."""
 
 from fractions import Fraction
 
 import pytest
-from oracle.exact import ArgmaxOf, Choices, Table, Tokens, distance, extended, law_of
+from oracle import sequential
+from oracle.exact import ArgmaxOf, Choices, Table, Tokens, distance, distribution_of, extended
 from oracle.trees import DRAWS, grow, iid, without_replacement
 
-from vllm_hsd.verify import naive
-
-VERIFIERS = [naive.traversal, naive.recursive_rejection]
+VERIFIERS = [sequential.traversal, sequential.recursive_rejection]
 
 
 def bias(p, depth: int, program) -> Fraction:
-    return distance(extended(law_of(program), p, depth + 1), p.joint(depth + 1))
+    return distance(extended(distribution_of(program), p, depth + 1), p.joint(depth + 1))
 
 
 def call(p, q, draw, widths, verify):
     def program(choices: Choices) -> Tokens:
         root = grow(p, q, draw, widths, choices)
-        return tuple(verify(root, choices.toss, choices.sample))
+        return tuple(verify(root, choices.bernoulli, choices.sample))
 
     return program
 
@@ -50,10 +49,12 @@ def test_a_chain_is_the_tree_with_one_child_everywhere():
         x: Tokens = ()
         for _ in range(3):
             x += (choices.sample(q(x)),)
-        tau, y = naive.hierarchical(p.rows(x, 4), q.rows(x, 3), x, choices.toss, choices.sample)
+        tau, y = sequential.block(p.rows(x, 4), q.rows(x, 3), x, choices.bernoulli, choices.sample)
         return (*x[:tau], y)
 
-    assert law_of(chain) == law_of(call(p, q, iid, (1, 1, 1), naive.traversal))
+    assert distribution_of(chain) == distribution_of(
+        call(p, q, iid, (1, 1, 1), sequential.traversal)
+    )
 
 
 def drawn_twice_but_offered_once(row, k: int, choices: Choices):
@@ -85,6 +86,6 @@ def test_traversal_emits_more_than_recursive_rejection():
     p, q = Table(3, 1), Table(3, 101)
     mean = {}
     for verify in VERIFIERS:
-        law = law_of(call(p, q, iid, (2, 2), verify))
-        mean[verify] = sum(len(tokens) * weight for tokens, weight in law.items())
-    assert mean[naive.traversal] > mean[naive.recursive_rejection]
+        distribution = distribution_of(call(p, q, iid, (2, 2), verify))
+        mean[verify] = sum(len(tokens) * weight for tokens, weight in distribution.items())
+    assert mean[sequential.traversal] > mean[sequential.recursive_rejection]

@@ -1,0 +1,125 @@
+"""Exact distributions of the verifiers' results for a given draft, in float64.
+
+They are built from the quantities that the samplers of `vllm_hsd.verify` use themselves.
+"""
+
+import numpy as np
+import torch
+
+from vllm_hsd.verify.chain import bonus_cdf, prefix_probabilities, recovered_cdf, verify_greedy
+from vllm_hsd.verify.inputs import check_probs, read_chain_batch
+from vllm_hsd.verify.residual import BlockedCDF
+from vllm_hsd.verify.tree import (
+    ROOT,
+    Tree,
+    TreeRows,
+    greedy_end,
+    rejection_steps,
+    traversal_stops,
+)
+
+
+def chain_distribution(
+    target_probs: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    draft_token_ids: torch.Tensor,
+    *,
+    method: str = "block",
+) -> torch.Tensor:
+    """Exact distribution of (accepted length, next token) for one draft of n tokens.
+
+    Args:
+        target_probs: [n + 1, V]; draft_probs: [n, V] or None; draft_token_ids: [n], as for
+            verify_chain with one request.
+        method: "block", "standard" or "greedy".
+
+    Returns:
+        float64 [n + 1, V]: entry [t, v] is P(t tokens are accepted and v follows | draft).
+
+    Raises:
+        ValueError: as verify_chain, and for every row that is not normalized.
+    """
+    n = draft_token_ids.shape[0]
+    batch = read_chain_batch(
+        target_probs.double(),
+        None if draft_probs is None else draft_probs.double(),
+        draft_token_ids,
+        [n],
+        method,
+    )
+    check_probs("target_probs", target_probs)
+    distribution = torch.zeros_like(batch.target_probs)
+    if method == "greedy":
+        token_ids, accepted = verify_greedy(batch)
+        distribution[accepted[0], token_ids[0, accepted[0]]] = 1
+        return distribution
+    if draft_probs is not None:
+        check_probs("draft_probs", draft_probs)
+    m = int(np.logical_and.accumulate(batch.tokens[0] >= 0).sum())
+    a = prefix_probabilities(batch, np.array([m]), method)[0, :m]
+    inner, request = np.arange(m), np.zeros(m, dtype=np.int64)
+    if method == "standard":
+        recovered, _ = recovered_cdf(batch, request, inner, np.ones(m))
+        ends_at = np.append(1.0, a.cumprod()) * np.append(1.0 - a, 1.0)
+    else:
+        recovered, h = recovered_cdf(batch, request, inner, np.append(1.0, a)[:m])
+        h = np.append(h, a[-1:] if m else 1.0)
+        later_rejected = np.append(1.0 - h[1:], 1.0)[::-1].cumprod()[::-1]
+        ends_at = h * later_rejected
+    bonus = bonus_cdf(batch, np.zeros(1, dtype=np.int64), np.array([m]))
+    distribution[: m + 1] = torch.cat((_normalized(recovered), _normalized(bonus)))
+    distribution[: m + 1] *= torch.from_numpy(ends_at.copy()).to(distribution)[:, None]
+    return distribution
+
+
+def tree_distribution(
+    target_probs: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    tree: Tree,
+    *,
+    method: str = "traversal",
+) -> torch.Tensor:
+    """Exact distribution of (end of the accepted path, next token) for one tree of N nodes.
+
+    Args:
+        target_probs: [N + 1, V]; draft_probs: [N, V] or None; tree; method: as for verify_tree.
+
+    Returns:
+        float64 [N + 1, V]: row 0 is the path that ends at the root, row i + 1 the one that ends at
+        node i. The row of a repeated sibling is zero: its path is that of the first one.
+
+    Raises:
+        ValueError: as verify_tree, and for every row that is not normalized.
+    """
+    draft = None if draft_probs is None else draft_probs.double()
+    rows = TreeRows(target_probs.double(), draft, tree, method)
+    check_probs("target_probs", target_probs)
+    distribution = torch.zeros_like(rows.target_probs)
+    if method == "greedy":
+        node, token = greedy_end(rows)
+        distribution[node + 1, token] = 1
+        return distribution
+    if draft_probs is not None:
+        check_probs("draft_probs", draft_probs)
+    if method == "traversal":
+        remaining = 1.0
+        for node, stop, row in traversal_stops(rows):
+            distribution[node + 1] = remaining * stop * _normalized(BlockedCDF(row))[0]
+            remaining *= 1 - stop
+        return distribution
+    reached = {ROOT: 1.0}
+    for node in range(ROOT, len(tree)):
+        remaining = reached.get(node, 0.0)
+        if remaining == 0:
+            continue
+        for child, accept, row in rejection_steps(rows, node):
+            if child is None:
+                distribution[node + 1] = remaining * _normalized(BlockedCDF(row))[0]
+            else:
+                reached[child] = reached.get(child, 0.0) + remaining * accept
+                remaining *= 1 - accept
+    return distribution
+
+
+def _normalized(cdf: BlockedCDF) -> torch.Tensor:
+    return cdf.rows / cdf.rows.sum(-1, keepdim=True)
