@@ -2,24 +2,36 @@
 
 The worker attaches them to a step's output, the scheduler to the step's statistics, which vLLM
 carries to the front end. vLLM's own `vllm:spec_decode_*` keep their meaning for the target.
+
+vLLM's entry points `vllm.stat_logger_plugins` are not enough: only the asynchronous engine loads
+them, and a logger only sees what vLLM's own statistics carry from the scheduler.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, field, fields
+import logging
+from dataclasses import astuple, dataclass, field, fields
 
 import prometheus_client
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_hsd.core.cascade import LevelStats
+from vllm_hsd.runner_v1.hooks import changes, replaces
+
+logger = logging.getLogger(__name__)
 
 COUNTERS = {
-    "drafted": "Tokens that a level offered to the next model up.",
-    "accepted": "Tokens of a level that the next model up accepted.",
-    "rounds": "Drafts that a level offered to the next model up.",
+    "drafted": "Tokens that a level proposed to the next level or the target.",
+    "accepted": "Tokens of a level that the next level or the target accepted.",
+    "rounds": "Drafts that a level proposed to the next level or the target.",
     "forwards": "Forward passes of a level.",
-    "forward_seconds": "Seconds in forward passes of a level.",
+    "forward_seconds": "Seconds in forward passes of a level; on CPU only, where they are exact.",
 }
+
+_METRICS = "vllm.v1.spec_decode.metrics"
+_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
+_UNTIL = "vLLM carries a drafter's own statistics"
 
 
 @dataclass
@@ -31,21 +43,30 @@ class LevelTotals:
     def add(self, levels: list[LevelStats]) -> None:
         if not self.levels:
             self.levels = [LevelStats() for _ in levels]
-        for total, level in zip(self.levels, levels, strict=True):
-            for name in COUNTERS:
-                setattr(total, name, getattr(total, name) + getattr(level, name))
+        self.levels = [_sum(*pair) for pair in zip(self.levels, levels, strict=True)]
 
-    def line(self) -> str:
-        """One line per level for the log."""
-        parts = []
-        for i, level in enumerate(self.levels):
-            rate = level.accepted / level.drafted if level.drafted else float("nan")
-            parts.append(
-                f"level {i}: drafted {level.drafted}, accepted {level.accepted} ({rate:.1%}), "
-                f"rounds {level.max_rounds}, forwards {level.forwards} "
-                f"in {level.forward_seconds:.2f} s"
-            )
-        return "; ".join(parts)
+    def take(self) -> list[LevelStats]:
+        """Totals since the last call."""
+        taken, self.levels = self.levels, []
+        return taken
+
+
+def _sum(a: LevelStats, b: LevelStats) -> LevelStats:
+    return LevelStats(*(x + y for x, y in zip(astuple(a), astuple(b), strict=True)))
+
+
+def log_line(levels: list[LevelStats]) -> str:
+    """One part per level for the log."""
+    return "; ".join(f"level {i}: {_described(level)}" for i, level in enumerate(levels))
+
+
+def _described(level: LevelStats) -> str:
+    rate = level.accepted / level.drafted if level.drafted else float("nan")
+    seconds = f" in {level.forward_seconds:.2f} s" if level.forward_seconds else ""
+    return (
+        f"drafted {level.drafted}, accepted {level.accepted} ({rate:.1%}), "
+        f"rounds {level.rounds}, forwards {level.forwards}{seconds}"
+    )
 
 
 _counters: dict[str, prometheus_client.Counter] = {}
@@ -60,97 +81,127 @@ def count(levels: list[LevelStats], engine: int) -> None:
             )
     for i, level in enumerate(levels):
         for name, counter in _counters.items():
-            counter.labels(str(engine), str(i)).inc(getattr(level, name))
+            value = getattr(level, name)
+            if value or name != "forward_seconds":
+                counter.labels(str(engine), str(i)).inc(value)
 
 
 def level_counts() -> list[dict[str, float]]:
-    """The counters of this process, one mapping per level, summed over engines.
+    """Counters of this process, one mapping per level, summed over engines.
 
     Empty before the first step, and when vLLM runs with statistics switched off.
     """
     found: dict[int, dict[str, float]] = {}
     for name, counter in _counters.items():
-        for sample in counter.collect()[0].samples:
+        for sample in next(iter(counter.collect())).samples:
             if sample.name.endswith("_total"):
                 level = found.setdefault(int(sample.labels["level"]), dict.fromkeys(COUNTERS, 0.0))
                 level[name] += sample.value
     return [found[i] for i in sorted(found)]
 
 
-def install() -> None:
-    """Hook vLLM's scheduler, its log line and its Prometheus logger (see compat.py)."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.metrics.stats import SchedulerStats
-    from vllm.v1.spec_decode.metrics import (
-        SpecDecodingLogging,
-        SpecDecodingProm,
-        SpecDecodingStats,
-    )
+@dataclass
+class HsdSpecDecodingStats(SpecDecodingStats):
+    """vLLM's statistics of a step's drafts with the counts of every level."""
 
-    @dataclass
-    class HsdSpecDecodingStats(SpecDecodingStats):
-        """vLLM's statistics of a step's drafts with the counts of every level."""
+    levels: list[LevelStats] = field(default_factory=list)
 
-        levels: list[LevelStats] = field(default_factory=list)
 
-    # msgspec decodes by this annotation: without it the levels would be dropped on the way to
-    # the front end.
+@changes(
+    "vllm.v1.metrics.stats.SchedulerStats.__annotations__",
+    why="carries the counts per level to the front end: msgspec decodes by the annotation",
+    until=_UNTIL,
+)
+def widen_statistics() -> None:
+    # msgspec reads annotations once, when a process makes its first engine.
+    if hasattr(SchedulerStats, "__msgspec_cache__"):
+        logger.warning(
+            "Counts per level will be missing: this process has run an engine without a cascade."
+        )
     SchedulerStats.__annotations__["spec_decoding_stats"] = HsdSpecDecodingStats | None
 
-    update_from_output, make_stats = Scheduler.update_from_output, Scheduler.make_stats
 
-    @functools.wraps(update_from_output)
-    def update_with_levels(self, scheduler_output, model_runner_output):
-        levels = getattr(model_runner_output, "hsd_level_stats", None)
-        if levels is not None:
-            if not hasattr(self, "hsd_totals"):
-                self.hsd_totals = LevelTotals()
-            self.hsd_totals.add(levels)
-        return update_from_output(self, scheduler_output, model_runner_output)
-
-    @functools.wraps(make_stats)
-    def make_stats_with_levels(self, spec_decoding_stats=None, *args, **kwargs):
-        totals = getattr(self, "hsd_totals", None)
-        if totals is not None and totals.levels and self.log_stats:
-            stats = spec_decoding_stats or SpecDecodingStats.new(self.num_spec_tokens)
-            values = {f.name: getattr(stats, f.name) for f in fields(SpecDecodingStats)}
-            spec_decoding_stats = HsdSpecDecodingStats(**values, levels=totals.levels)
-            totals.levels = []
-        return make_stats(self, spec_decoding_stats, *args, **kwargs)
-
-    Scheduler.update_from_output = update_with_levels
-    Scheduler.make_stats = make_stats_with_levels
-    _install_loggers(SpecDecodingLogging, SpecDecodingProm)
+@replaces(
+    f"{_SCHEDULER}.update_from_output",
+    ("self", "scheduler_output", "model_runner_output"),
+    why="keeps the counts per level that come with a step's output",
+    until=_UNTIL,
+)
+def update_from_output(original, self, scheduler_output, model_runner_output):
+    levels = getattr(model_runner_output, "hsd_level_stats", None)
+    if levels is not None:
+        _totals(self).add(levels)
+    return original(self, scheduler_output, model_runner_output)
 
 
-def _install_loggers(logging_class, prometheus_class) -> None:
-    observe, log = logging_class.observe, logging_class.log
-    observe_prometheus = prometheus_class.observe
+@replaces(
+    f"{_SCHEDULER}.make_stats",
+    (
+        "self",
+        "spec_decoding_stats",
+        "kv_connector_stats",
+        "cudagraph_stats",
+        "perf_stats",
+        "ec_connector_stats",
+    ),
+    why="adds the counts per level to the statistics of the step",
+    until=_UNTIL,
+)
+def make_stats(original, self, spec_decoding_stats=None, *args, **kwargs):
+    if self.log_stats and (levels := _totals(self).take()):
+        stats = spec_decoding_stats or SpecDecodingStats.new(self.num_spec_tokens)
+        values = {f.name: getattr(stats, f.name) for f in fields(SpecDecodingStats)}
+        spec_decoding_stats = HsdSpecDecodingStats(**values, levels=levels)
+    return original(self, spec_decoding_stats, *args, **kwargs)
 
-    @functools.wraps(observe)
-    def observe_levels(self, spec_decoding_stats):
-        levels = getattr(spec_decoding_stats, "levels", [])
-        if levels:
-            if not hasattr(self, "hsd_totals"):
-                self.hsd_totals = LevelTotals()
-            self.hsd_totals.add(levels)
-        if not levels or spec_decoding_stats.num_drafts:
-            observe(self, spec_decoding_stats)
 
-    @functools.wraps(log)
-    def log_levels(self, log_fn=log.__defaults__[0]):
-        log(self, log_fn)
-        totals = getattr(self, "hsd_totals", None)
-        if totals is not None and totals.levels:
-            log_fn("Cascade metrics: %s", totals.line())
-            totals.levels = []
+@replaces(
+    f"{_METRICS}.SpecDecodingLogging.observe",
+    ("self", "spec_decoding_stats"),
+    why="gathers the counts per level for the log line",
+    until=_UNTIL,
+)
+def observe(original, self, spec_decoding_stats):
+    levels = getattr(spec_decoding_stats, "levels", [])
+    if levels:
+        _totals(self).add(levels)
+    if not levels or spec_decoding_stats.num_drafts:
+        original(self, spec_decoding_stats)
 
-    @functools.wraps(observe_prometheus)
-    def observe_prometheus_levels(self, spec_decoding_stats, engine_idx=0):
-        observe_prometheus(self, spec_decoding_stats, engine_idx)
-        if levels := getattr(spec_decoding_stats, "levels", []):
-            count(levels, engine_idx)
 
-    logging_class.observe = observe_levels
-    logging_class.log = log_levels
-    prometheus_class.observe = observe_prometheus_levels
+@replaces(
+    f"{_METRICS}.SpecDecodingLogging.log",
+    ("self", "log_fn"),
+    why="prints the counts per level after vLLM's own line",
+    until=_UNTIL,
+)
+def log(original, self, *args, **kwargs):
+    original(self, *args, **kwargs)
+    if levels := _totals(self).take():
+        log_fn = kwargs.get("log_fn", args[0] if args else _vllm_logger().info)
+        log_fn("Cascade metrics: %s", log_line(levels))
+
+
+@replaces(
+    f"{_METRICS}.SpecDecodingProm.observe",
+    ("self", "spec_decoding_stats", "engine_idx"),
+    why="counts per level for /metrics",
+    until=_UNTIL,
+)
+def observe_prometheus(original, self, spec_decoding_stats, engine_idx=0):
+    original(self, spec_decoding_stats, engine_idx)
+    if levels := getattr(spec_decoding_stats, "levels", []):
+        count(levels, engine_idx)
+
+
+def _totals(owner) -> LevelTotals:
+    """Totals that live as long as a scheduler or logger of vLLM."""
+    if not hasattr(owner, "hsd_totals"):
+        owner.hsd_totals = LevelTotals()
+    return owner.hsd_totals
+
+
+def _vllm_logger() -> logging.Logger:
+    from vllm.v1.spec_decode import metrics
+
+    return metrics.logger

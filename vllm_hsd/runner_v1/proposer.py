@@ -11,9 +11,9 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_hsd.core.cascade import Cascade, DraftBatch, LevelOptions, LevelStats
 from vllm_hsd.core.stopping import EntropyThresholds
-from vllm_hsd.runner_v1.hooks import take_over_runner
 from vllm_hsd.runner_v1.level_kinds import build_level
 from vllm_hsd.runner_v1.levels import ModelLevel
+from vllm_hsd.runner_v1.replacements import complete_logits_processors, take_over_runner
 from vllm_hsd.runner_v1.requests import PendingDraft, RequestTable
 from vllm_hsd.runner_v1.sampler import HsdSampler
 from vllm_hsd.runner_v1.sampling import RequestSampling
@@ -96,6 +96,7 @@ class CascadeProposer(DraftModelProposer):
                 level.attach(target_model)
             else:
                 level.load(self._draft_vllm_config(config), config.draft_load_config)
+        complete_logits_processors(self.runner)
         self.runner.rejection_sampler = HsdSampler(self)
 
     def _draft_vllm_config(self, level_config):

@@ -10,6 +10,7 @@ from vllm.config.utils import config
 from vllm.utils.hashing import safe_hash
 
 from vllm_hsd.config import CascadeConfig, ModelLevelConfig
+from vllm_hsd.runner_v1.hooks import NeedsHooks
 from vllm_hsd.runner_v1.level_checks import (
     check_exit_order,
     check_level,
@@ -19,7 +20,7 @@ from vllm_hsd.runner_v1.level_checks import (
 
 
 @config
-class HsdSpeculativeConfig(SpeculativeConfig):
+class HsdSpeculativeConfig(NeedsHooks, SpeculativeConfig):
     """What vLLM carries around for a cascade; build it with `create`."""
 
     method: str | None = None  # type: ignore[assignment]

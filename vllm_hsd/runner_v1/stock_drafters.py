@@ -1,55 +1,16 @@
-"""Our verifier under vLLM's own drafters: `rejection_sample_method: "block"`."""
+"""Our verifier under vLLM's own drafters (see stock_config.py)."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from pydantic import ValidationError
-from vllm.config.speculative import SpeculativeConfig
-from vllm.config.utils import config
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.runner_v1.sampler import VerifyingSampler
 from vllm_hsd.runner_v1.sampling import RequestSampling
 from vllm_hsd.verify import verify_chain
-
-METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp", "ngram", "suffix")
-
-
-@config
-class BlockVerificationConfig(SpeculativeConfig):
-    """A stock drafter whose drafts our sampler verifies; build it with `create`."""
-
-    verifier: str = "block"
-    """Ours; `rejection_sample_method` stays "standard", where vLLM keeps a drafter's rows."""
-
-    @classmethod
-    def create(cls, raw: dict, target_model_config, target_parallel_config):
-        """vLLM's configuration of a stock drafter.
-
-        Raises:
-            UserError: the drafter is not one that vLLM's V1 runner hosts, or vLLM refuses a key.
-        """
-        try:
-            parsed = cls(
-                **{key: value for key, value in raw.items() if key != "rejection_sample_method"},
-                target_model_config=target_model_config,
-                target_parallel_config=target_parallel_config,
-            )
-        except ValidationError as error:
-            fault = error.errors()[0]
-            key = ".".join(map(str, fault["loc"])) or "speculative_config"
-            raise UserError(f"vLLM refuses {brief(key, 80)}: {brief(fault['msg'])}.") from error
-        if parsed.method not in METHODS:
-            raise UserError(
-                f"rejection_sample_method 'block' works with the methods {', '.join(METHODS)}, "
-                f"not with {quoted(parsed.method)}."
-            )
-        return parsed
-
 
 class StockDraftSampler(VerifyingSampler):
     """Verifies the drafts of a stock drafter at sequence level.

@@ -1,0 +1,54 @@
+"""Configurations of vLLM's own drafters with our block verification on the V1 runner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+from vllm.config.speculative import SpeculativeConfig
+from vllm.config.utils import config
+
+from vllm_hsd.errors import UserError
+from vllm_hsd.runner_v1.hooks import NeedsHooks
+from vllm_hsd.runner_v1.replacements import STOCK_METHODS
+
+
+@config
+class BlockSpeculativeConfig(NeedsHooks, SpeculativeConfig):
+    """Configuration with `rejection_sample_method: "block"`, on whichever runner vLLM chooses."""
+
+
+@config
+class HierarchicalSpeculativeConfig(BlockSpeculativeConfig):
+    """Configuration with `rejection_sample_method: "hierarchical"`: block verification on V1."""
+
+    @classmethod
+    def create(
+        cls, raw: dict[str, Any], target_model_config, target_parallel_config
+    ) -> HierarchicalSpeculativeConfig:
+        """Check the user's keys and build the configuration.
+
+        Raises:
+            UserError: the drafter is not one that vLLM's V1 runner hosts, or vLLM refuses a key.
+        """
+        try:
+            parsed = cls(
+                **{**raw, "rejection_sample_method": "block"},
+                target_model_config=target_model_config,
+                target_parallel_config=target_parallel_config,
+            )
+        except ValidationError as error:
+            raise UserError(refusal(error)) from error
+        if parsed.method not in STOCK_METHODS:
+            raise UserError(
+                f"rejection_sample_method 'hierarchical' works with the methods "
+                f"{', '.join(STOCK_METHODS)}, not with '{parsed.method}'."
+            )
+        return parsed
+
+
+def refusal(error: ValidationError) -> str:
+    """One sentence for the first fault that vLLM finds in its own keys."""
+    fault = error.errors()[0]
+    key = ".".join(map(str, fault["loc"])) or "speculative_config"
+    return f"vLLM refuses {key}: {' '.join(fault['msg'].split())[:200]}."

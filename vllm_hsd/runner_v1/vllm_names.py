@@ -1,0 +1,197 @@
+"""Names of vLLM that this package overrides in subclasses, reads or calls (see hooks.py).
+
+Names that are imported are not listed: `hooks.faults` reports an import that fails. A test compares
+this list with what the modules of `runner_v1` read from vLLM's objects.
+"""
+
+from __future__ import annotations
+
+from vllm_hsd.runner_v1.hooks import Hook, How, register
+
+_WORKER = "vllm.v1.worker"
+_SAMPLE = "vllm.v1.sample"
+_SPECULATION = "vllm.config.speculative.SpeculativeConfig"
+_PROPOSER = "vllm.v1.spec_decode.draft_model.DraftModelProposer"
+_SAMPLER = f"{_SAMPLE}.rejection_sampler.RejectionSampler"
+
+# name -> (why, parameters)
+_OVERRIDDEN: dict[str, tuple[str, tuple[str, ...] | None]] = {
+    f"{_SPECULATION}.uses_draft_model": ("gives the drafts their slots in the cache", ("self",)),
+    f"{_SPECULATION}.uses_draft_kv_cache": ("counts the levels' caches", ("self",)),
+    f"{_SPECULATION}.max_num_new_slots_for_drafting": ("slots of the drafts", None),
+    f"{_SPECULATION}.compute_hash": ("tells compiled cascades apart", ("self",)),
+    f"{_SPECULATION}.verify_equal_vocab_size_if_draft_model": (
+        "names the level whose vocabulary differs",
+        ("self",),
+    ),
+    f"{_PROPOSER}.__init__": ("replaced by ours in the subclass", ("self", "vllm_config", "device", "runner")),
+    f"{_PROPOSER}._create_draft_vllm_config": ("configures each level", ("self",)),
+    f"{_PROPOSER}.load_model": ("loads every level", ("self", "target_model")),
+    f"{_PROPOSER}.initialize_attn_backend": (
+        "makes attention metadata builders per level",
+        ("self", "kv_cache_config", "kernel_block_sizes"),
+    ),
+    f"{_PROPOSER}.initialize_cudagraph_keys": ("runs without CUDA graphs", ("self", "cudagraph_mode")),
+    f"{_PROPOSER}.validate_same_kv_cache_group": (
+        "allows several KV-cache groups",
+        ("self", "kv_cache_config"),
+    ),
+    f"{_PROPOSER}.dummy_run": (
+        "runs every level for memory profiling",
+        ("self", "num_tokens", "use_cudagraphs", "is_graph_capturing", "slot_mappings"),
+    ),
+    f"{_SAMPLER}.__init__": ("replaced by ours in the subclass", ("self", "sampler", "spec_config", "device")),
+    f"{_SAMPLER}.forward": (
+        "verifies blocks of draft tokens",
+        ("self", "metadata", "draft_probs", "logits", "sampling_metadata"),
+    ),
+    f"{_SAMPLER}._get_logprobs_tensors": (
+        "gathers log-probabilities",
+        (
+            "self",
+            "max_num_logprobs",
+            "metadata",
+            "logits",
+            "target_logits",
+            "bonus_logits",
+            "sampled_token_ids",
+        ),
+    ),
+}
+
+# class -> {attribute: why}
+_READ: dict[str, dict[str, str]] = {
+    f"{_WORKER}.gpu_model_runner.GPUModelRunner": {
+        "device": "device of the levels",
+        "vllm_config": "configuration of the logits processors",
+        "input_batch": "requests of the step",
+        "requests": "sampling parameters and seeds",
+        "sampler": "log-probabilities",
+        "rejection_sampler": "replaced by our sampler once the levels are loaded",
+        "discard_request_mask": "prompt chunks, whose samples are thrown away",
+    },
+    f"{_WORKER}.gpu_input_batch.InputBatch": {
+        "req_ids": "order of the batch",
+        "num_reqs": "size of the batch",
+        "token_ids_cpu": "tokens so far; drafts are written after them",
+        "num_tokens_no_spec": "accepted tokens",
+        "num_computed_tokens_cpu": "tokens in the target's cache",
+        "num_prompt_tokens": "limit by max_tokens",
+        "generators": "emptied: our uniforms are keyed by request, not drawn from generators",
+        "block_table": "blocks of the KV cache, shared by all levels",
+        "logitsprocs": "completed by min_p and logit_bias",
+    },
+    f"{_WORKER}.gpu_input_batch.CachedRequestState": {
+        "sampling_params": "seed, max_tokens, end of sequence",
+    },
+    f"{_WORKER}.block_table.BlockTable": {
+        "block_table": "blocks of each request",
+        "block_size": "slots per block",
+    },
+    f"{_WORKER}.block_table.MultiGroupBlockTable": {"__getitem__": "table of one KV-cache group"},
+    "vllm.v1.utils.CpuGpuBuffer": {"np": "host copy of a buffer"},
+    f"{_WORKER}.utils.AttentionGroup": {
+        "layer_names": "layers of a group",
+        "kv_cache_group_id": "block table of a group",
+        "create_metadata_builders": "makes a group's builders",
+        "build_metadata_for_drafting": "makes a group's metadata",
+    },
+    "vllm.v1.core.sched.output.SchedulerOutput": {
+        "finished_req_ids": "requests that left",
+        "scheduled_new_reqs": "requests that joined",
+        "scheduled_cached_reqs": "requests that came back",
+        "num_scheduled_tokens": "tokens of the step",
+    },
+    "vllm.v1.core.sched.output.CachedRequestData": {
+        "req_ids": "requests of the step",
+        "resumed_req_ids": "requests that came back after preemption",
+        "num_computed_tokens": "tokens in their cache",
+    },
+    "vllm.v1.core.sched.output.NewRequestData": {
+        "req_id": "new request",
+        "num_computed_tokens": "tokens in the prefix cache",
+    },
+    f"{_SAMPLE}.metadata.SamplingMetadata": {
+        "temperature": "sampling parameter",
+        "all_greedy": "sampling parameter",
+        "all_random": "sampling parameter",
+        "top_p": "sampling parameter",
+        "top_k": "sampling parameter",
+        "generators": "uniforms of seeded requests under vLLM's own drafters",
+        "max_num_logprobs": "log-probabilities wanted",
+        "no_penalties": "sampling parameter",
+        "prompt_token_ids": "penalties",
+        "frequency_penalties": "sampling parameter",
+        "presence_penalties": "sampling parameter",
+        "repetition_penalties": "sampling parameter",
+        "output_token_ids": "penalties, bad words",
+        "allowed_token_ids_mask": "sampling parameter",
+        "bad_words_token_ids": "sampling parameter",
+        "logitsprocs": "min_p, logit_bias, min_tokens",
+        "spec_token_ids": "thinking budget",
+        "thinking_budget_state_holder": "thinking budget",
+    },
+    f"{_SAMPLE}.logits_processor.builtin.MinPLogitsProcessor": {
+        "min_p_count": "whether a request asks for min_p",
+        "min_p_cpu_tensor": "min_p of each request",
+    },
+    f"{_SAMPLE}.logits_processor.builtin.LogitBiasLogitsProcessor": {"biases": "logit_bias"},
+    f"{_SAMPLE}.logits_processor.builtin.MinTokensLogitsProcessor": {
+        "min_toks": "min_tokens",
+        "apply_with_spec_decode": "min_tokens for each draft token",
+    },
+    f"{_SAMPLE}.logits_processor.state.LogitsProcessors": {
+        "all": "processors of the batch",
+        "argmax_invariant": "place of min_p",
+        "non_argmax_invariant": "place of logit_bias and min_tokens",
+    },
+    "vllm.v1.spec_decode.metadata.SpecDecodeMetadata": {
+        "num_draft_tokens": "draft lengths as scheduled",
+        "draft_token_ids": "drafts as scheduled",
+        "target_logits_indices": "rows for log-probabilities",
+        "bonus_logits_indices": "rows for log-probabilities",
+    },
+    "vllm.v1.core.sched.scheduler.Scheduler": {
+        "log_stats": "whether anyone reads the counts",
+        "num_spec_tokens": "empty statistics of a step",
+    },
+    "vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer": {
+        "_enable_probabilistic_draft_probs": "set for block verification",
+    },
+    _SPECULATION: {
+        "rejection_sample_method": "block verification",
+        "draft_sample_method": "whether a drafter keeps its probabilities",
+        "disable_padded_drafter_batch": "drafts after bookkeeping, on the host",
+    },
+    "vllm.engine.arg_utils.EngineArgs": {
+        "enable_lora": "refuses early exits under adapters",
+        "spec_method": "--spec-method",
+        "spec_model": "--spec-model",
+        "spec_tokens": "--spec-tokens",
+    },
+    "vllm.sampling_params.SamplingParams": {
+        "min_p": "allowed under speculation",
+        "logit_bias": "allowed under speculation",
+        "seed": "uniforms of a request",
+        "max_tokens": "limit of the drafts",
+        "ignore_eos": "end of the drafts",
+        "eos_token_id": "end of the drafts",
+    },
+}
+
+
+def _register(name: str, how: How, why: str, parameters: tuple[str, ...] | None = None) -> None:
+    register(Hook(name, how, why, parameters))
+
+
+for _name, (_why, _parameters) in _OVERRIDDEN.items():
+    _register(_name, "overridden", _why, _parameters)
+for _owner, _attributes in _READ.items():
+    for _name, _why in _attributes.items():
+        _register(f"{_owner}.{_name}", "read", _why)
+_register(
+    "vllm.v1.spec_decode.ngram_proposer._find_longest_matched_ngram_and_propose_tokens",
+    "read late",
+    "matches n-grams",
+    ("origin_tokens", "min_ngram", "max_ngram", "max_model_len", "k"),
+)
