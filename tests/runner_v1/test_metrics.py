@@ -1,10 +1,17 @@
 """Counts per level on their way from the worker to the front end."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
+import torch
 from support.engines import run_engine
 
+from vllm.v1.outputs import ModelRunnerOutput
+
 from vllm_hsd.core.cascade import LevelStats
-from vllm_hsd.runner_v1.metrics import LevelTotals
+from vllm_hsd.runner_v1.metrics import LevelTotals, log_line
+from vllm_hsd.runner_v1.replacements import sample_tokens
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(6)]
 JOBS = {
@@ -60,10 +67,25 @@ def test_counts_cross_the_processes_of_an_engine(engine, in_process):
 
 def test_totals_add_up_and_print():
     totals = LevelTotals()
-    assert totals.line() == ""
+    assert totals.take() == []
     for _ in range(2):
         totals.add([LevelStats(8, 4, 3, 9, 0.25), LevelStats()])
-    assert totals.line() == (
+    levels = totals.take()
+    assert levels == [LevelStats(16, 8, 6, 18, 0.5), LevelStats()]
+    assert totals.take() == []
+    assert log_line(levels) == (
         "level 0: drafted 16, accepted 8 (50.0%), rounds 6, forwards 18 in 0.50 s; "
-        "level 1: drafted 0, accepted 0 (nan%), rounds 0, forwards 0 in 0.00 s"
+        "level 1: drafted 0, accepted 0 (nan%), rounds 0, forwards 0"
     )
+
+
+def test_seconds_are_left_out_where_they_are_not_exact():
+    """On an accelerator the host's clock only shows how long it took to enqueue the work."""
+    stats = [LevelStats(8, 4, 3, 9, 0.25)]
+    for device, seconds in (("cpu", 0.25), ("cuda", 0.0)):
+        output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
+        proposer = SimpleNamespace(
+            device=torch.device(device), take_stats=lambda: [replace(level) for level in stats]
+        )
+        found = sample_tokens(lambda grammar_output: output, proposer, None)  # noqa: B023
+        assert found.hsd_level_stats == [replace(stats[0], forward_seconds=seconds)]

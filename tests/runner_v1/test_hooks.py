@@ -1,0 +1,144 @@
+"""The registry of vLLM names: complete, as installed, all replaced or none."""
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.engines import configuration_errors
+
+import vllm_hsd
+from vllm_hsd.runner_v1 import hooks
+
+hooks.load()
+CASCADE = {"method": "hsd", "num_speculative_tokens": 4}
+VALIDATE = hooks.HOOKS["vllm.sampling_params.SamplingParams._validate_spec_decode"]
+SOURCES = sorted(Path(vllm_hsd.__file__).parent.glob("runner_v1/*.py"))
+
+# Names that the modules of runner_v1 give to objects of vLLM, and their classes.
+VARIABLES = {
+    "runner": ("GPUModelRunner",),
+    "input_batch": ("InputBatch",),
+    "scheduler_output": ("SchedulerOutput",),
+    "cached": ("CachedRequestData",),
+    "metadata": ("SamplingMetadata", "SpecDecodeMetadata"),
+    "sampling_metadata": ("SamplingMetadata",),
+    "params": ("SamplingParams",),
+    "sampling_params": ("SamplingParams",),
+    "logitsprocs": ("LogitsProcessors",),
+}
+
+
+@pytest.mark.parametrize("hook", hooks.HOOKS.values(), ids=lambda hook: hook.name[5:])
+def test_a_name_is_as_tested_in_the_installed_vllm(hook):
+    if hook.how != "read late":  # numba would break vLLM's Triton kernels in this process
+        assert hooks.fault_of(hook) is None
+    assert hook.why and hook.tested == hooks.TESTED
+
+
+def test_the_late_name_is_as_tested():
+    code = (
+        "from vllm_hsd.runner_v1 import hooks, vllm_names\n"
+        "late = [hook for hook in hooks.HOOKS.values() if hook.how == 'read late']\n"
+        "assert late and not any(map(hooks.fault_of, late)), late"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_the_installed_release_is_tested():
+    assert hooks.installed_release() in hooks.TESTED
+    assert hooks.faults() == []
+
+
+def test_every_attribute_that_is_read_from_vllm_is_registered():
+    known = {}
+    for name in hooks.HOOKS:
+        owner, _, attribute = name.rpartition(".")
+        known.setdefault(owner.rpartition(".")[2], set()).add(attribute)
+    missing = set()
+    for source in SOURCES:
+        for node in ast.walk(ast.parse(source.read_text())):
+            if not isinstance(node, ast.Attribute):
+                continue
+            variable = getattr(node.value, "attr", getattr(node.value, "id", None))
+            classes = VARIABLES.get(variable, ())
+            if classes and not any(node.attr in known[cls] for cls in classes):
+                missing.add(f"{source.name}: {variable}.{node.attr}")
+    assert missing == set()
+
+
+def test_names_that_are_gone_are_reported():
+    gone = dataclasses.replace(VALIDATE, name="vllm.engine.arg_utils.EngineArgs.gone")
+    assert "EngineArgs.gone is not there" in hooks.fault_of(gone)
+    gone = dataclasses.replace(gone, name="vllm.no_such_module.gone")
+    assert "vllm.no_such_module.gone is not there" in hooks.fault_of(gone)
+    gone = dataclasses.replace(
+        gone, name="vllm.v1.worker.gpu_input_batch.InputBatch.gone", parameters=None
+    )
+    assert "InputBatch.gone is not there" in hooks.fault_of(gone)
+
+
+def test_other_parameters_are_reported(monkeypatch):
+    changed = dataclasses.replace(VALIDATE, parameters=(*VALIDATE.parameters, "another"))
+    fault = hooks.fault_of(changed)
+    assert VALIDATE.name in fault and re.search(r"takes \(.*\), not \(.*another\)", fault)
+    monkeypatch.setitem(hooks.HOOKS, VALIDATE.name, changed)
+    assert hooks.faults() == [fault]
+
+
+def test_an_unknown_release_is_reported(monkeypatch):
+    monkeypatch.setattr("vllm.__version__", "0.99.1")
+    assert re.search(r"vLLM 0\.99 .*0\.32\.\*", hooks.version_fault())
+
+
+@pytest.mark.parametrize("patch", ["other_release", "other_parameters", "missing_attribute"])
+def test_only_this_package_refuses_another_vllm(family, patch):
+    stock = {"method": "draft_model", "model": family.mid, "num_speculative_tokens": 3}
+    engine = {"model": family.target}
+    cascade_error, hierarchical_error, *others = configuration_errors(
+        [
+            {**engine, "speculative_config": {**CASCADE, "levels": [{"model": family.mid}]}},
+            {
+                **engine,
+                "speculative_config": {**stock, "rejection_sample_method": "hierarchical"},
+            },
+            {**engine, "speculative_config": {**stock, "rejection_sample_method": "block"}},
+            {**engine, "speculative_config": stock},
+            engine,
+        ],
+        patch=f"support.other_vllm:{patch}",
+    )
+    said = {
+        "other_release": "0.99",
+        "other_parameters": "_validate_spec_decode",
+        "missing_attribute": "InputBatch",
+    }[patch]
+    assert said in cascade_error and said in hierarchical_error
+    assert others == [None, None, None]
+
+
+IMPORTS = """
+import sys
+from vllm.entrypoints.llm import LLM
+from vllm_hsd import plugin
+from vllm_hsd.runner_v1 import hooks
+before = set(sys.modules)
+plugin.register()
+plugin.register()
+from vllm.engine.arg_utils import EngineArgs
+assert hooks.is_ours(EngineArgs.create_speculative_config)
+assert not hooks.is_ours(EngineArgs.create_speculative_config.__wrapped__)
+assert not [name for name in set(sys.modules) - before if not name.startswith("vllm_hsd.")]
+hooks.load()
+replaced = [hook.name for hook in hooks.HOOKS.values() if hook.how == "replaced"]
+assert [name for name in replaced if hooks.in_place(hooks.HOOKS[name])] == replaced[:1]
+hooks.install()
+assert all(hooks.in_place(hooks.HOOKS[name]) for name in replaced)
+"""
+
+
+def test_a_process_without_a_cascade_imports_and_replaces_next_to_nothing():
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True, timeout=300)

@@ -1,0 +1,64 @@
+"""min_p and logit_bias under a cascade, whatever other plugins have wrapped."""
+
+import pytest
+from support.engines import run_engine
+
+PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(8)]
+FAVORED = 17
+JOBS = {
+    "greedy": {"prompts": PROMPTS, "params": {"temperature": 0, "max_tokens": 20}},
+    # Only the most likely token is left, so that sampling is greedy.
+    "min_p": {"prompts": PROMPTS, "params": {"temperature": 1, "min_p": 1.0, "max_tokens": 20}},
+    "logit_bias": {
+        "prompts": PROMPTS,
+        "params": {"temperature": 1, "logit_bias": {FAVORED: 100.0}, "max_tokens": 20},
+    },
+    "min_tokens": {
+        "prompts": PROMPTS,
+        "params": {"temperature": 0, "logit_bias": {1: 90.0}, "min_tokens": 9, "max_tokens": 20},
+    },
+}
+
+
+def engine(family) -> dict:
+    cascade = {
+        "method": "hsd",
+        "num_speculative_tokens": 4,
+        "levels": [{"model": family.small, "num_tokens": 2}, {"model": family.mid}],
+    }
+    return {"model": family.target, "speculative_config": cascade}
+
+
+@pytest.mark.parametrize(
+    "patch", [None, "wrapped_before", "wrapped_after", "rebuilt_logits_processors"]
+)
+def test_sampling_parameters_are_applied(family, patch):
+    results = run_engine(
+        engine(family), JOBS, patch=patch and f"support.other_vllm:{patch}"
+    )
+    ids = {
+        name: [[sequence["ids"] for sequence in output] for output in result["outputs"]]
+        for name, result in results.items()
+    }
+    assert ids["min_p"] == ids["greedy"]
+    assert ids["logit_bias"] == [[[FAVORED] * 20]] * len(PROMPTS)
+    assert all(len(sequence) == 10 for (sequence,) in ids["min_tokens"])
+
+
+def test_a_processor_that_would_not_be_applied_is_refused_at_start(family):
+    with pytest.raises(RuntimeError, match=r"does not apply the logits processor \S*Foreign"):
+        run_engine(engine(family), JOBS, patch="support.other_vllm:foreign_logits_processor")
+
+
+@pytest.mark.parametrize("job", ["min_p", "logit_bias"])
+def test_requests_are_refused_where_the_permission_is_lost(family, job):
+    with pytest.raises(RuntimeError, match="min_p and logit_bias sampling parameters"):
+        run_engine(
+            engine(family), {job: JOBS[job]}, patch="support.other_vllm:swallowed_validation"
+        )
+
+
+def test_custom_logits_processors_are_refused_as_by_vllm(family):
+    custom = ["vllm.v1.sample.logits_processor.builtin:MinPLogitsProcessor"]
+    with pytest.raises(RuntimeError, match="Custom logits processors are not supported"):
+        run_engine({**engine(family), "logits_processors": custom}, JOBS)
