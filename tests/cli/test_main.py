@@ -1,7 +1,9 @@
 """The command line: doctor's findings and exit status, errors of the user's making."""
 
 import argparse
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,15 +11,15 @@ import sys
 import pytest
 
 import vllm_hsd
-from vllm_hsd import compat
 from vllm_hsd.cli import doctor
 from vllm_hsd.cli import main as cli
 from vllm_hsd.errors import UserError
+from vllm_hsd.runner_v1 import hooks
 
 
-def run_doctor(**environment: str) -> subprocess.CompletedProcess:
+def run_doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "vllm_hsd.cli.main", "doctor"],
+        [sys.executable, "-m", "vllm_hsd.cli.main", "doctor", *arguments],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -25,17 +27,74 @@ def run_doctor(**environment: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_doctor_passes_here_and_names_every_hook():
+def test_doctor_passes_here_with_one_line_about_vllm_names():
     result = run_doctor()
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     for name in ("Python", "torch", "transformers", "vllm", "device:", "runner:"):
         assert any(line.startswith("ok") and name in line for line in lines), name
-    for hook in compat.HOOKS:
-        line = next(line for line in lines if f"hook {hook.name}:" in line)
-        expected = "in place" if hook.place == "class" else "as tested"
-        assert line.startswith("ok") and expected in line
+    (line,) = [line for line in lines if "vLLM names" in line]
+    assert re.search(r"^ok +(\d+) of \1 vLLM names as tested with 0\.32", line)
     assert lines[-1] == "Method 'hsd' can run here (0 problems)."
+
+
+def test_doctor_lists_every_name_and_checks_a_configuration(family):
+    cascade = {"method": "hsd", "num_speculative_tokens": 4, "levels": [{"model": family.mid}]}
+    result = run_doctor(
+        "--verbose", "--model", family.target, "--speculative-config", json.dumps(cascade),
+        "--", "--skip-tokenizer-init", "--max-model-len", "64",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert any("configuration is valid, on vLLM's V1 runner" in line for line in lines)
+    hooks.load()
+    for hook in hooks.HOOKS.values():
+        if hook.how == "read late":
+            continue
+        (line,) = [line for line in lines if f"vLLM name {hook.name}:" in line]
+        assert line.startswith("ok") and hook.why in line
+
+
+@pytest.mark.parametrize(
+    ("configuration", "arguments", "words"),
+    [
+        ({"method": "hsd", "num_speculative_tokens": 4, "levels": []}, [], "levels"),
+        (
+            {"method": "hsd", "num_speculative_tokens": 4, "levels": [{"early_exit": 1}]},
+            ["--enable-lora"],
+            r"levels\[0\]\.early_exit .* LoRA",
+        ),
+        (
+            {
+                "method": "ngram",
+                "num_speculative_tokens": 4,
+                "rejection_sample_method": "hierarchical",
+                "prompt": 3,
+            },
+            [],
+            "vLLM refuses prompt",
+        ),
+        ({"method": "ngram", "num_speculative_tokens": 4, "prompt": 3}, [], "vLLM refuses prompt"),
+        ({"method": "draft_model", "model": "/no/where"}, [], "/no/where"),
+    ],
+)
+def test_doctor_refuses_a_configuration_in_one_sentence(
+    family, configuration, arguments, words, capsys
+):
+    """In this process: nothing but configuration classes is made."""
+    status = cli.main(
+        ["doctor", "--model", family.target, "--speculative-config", json.dumps(configuration),
+         "--", "--skip-tokenizer-init", *arguments]
+    )  # fmt: skip
+    said = capsys.readouterr().err
+    assert status == 2
+    (line,) = [line for line in said.splitlines() if line.startswith("vllm-hsd doctor: ")]
+    assert re.search(words, line)
+
+
+def test_doctor_checks_a_configuration_only_for_a_target(capsys):
+    assert cli.main(["doctor", "--speculative-config", "{}"]) == 2
+    assert "add --model" in capsys.readouterr().err
 
 
 def test_doctor_fails_where_vllm_would_not_load_the_plugin_or_would_use_another_runner():
@@ -47,18 +106,21 @@ def test_doctor_fails_where_vllm_would_not_load_the_plugin_or_would_use_another_
     assert "VLLM_USE_V2_MODEL_RUNNER" in problems[1]
 
 
-def test_doctor_names_a_hook_that_differs_or_is_missing():
-    differs = compat.Hook("vllm_hsd.cli.doctor.hook_finding", "is a test", ("other",))
-    finding = doctor.hook_finding(differs)
-    assert finding.status == "problem" and "takes (hook), not (other)" in finding.text
-    missing = compat.Hook("vllm_hsd.cli.doctor.nowhere", "is a test", ())
-    finding = doctor.hook_finding(missing)
+def test_doctor_names_what_differs_or_is_missing():
+    name = "vllm.engine.arg_utils.EngineArgs.create_speculative_config"
+    finding = doctor.hook_finding(hooks.Hook(name, "replaced", "is a test", ("other",)))
+    assert finding.status == "problem" and "not (other)" in finding.text
+    finding = doctor.hook_finding(hooks.Hook("vllm.engine.nowhere", "read", "is a test"))
     assert finding.status == "problem" and "is not there" in finding.text
 
 
-def test_doctor_names_a_hook_that_somebody_else_replaced():
-    hook = compat.Hook("textwrap.shorten", "is a test", ("text", "width", "kwargs"))
-    finding = doctor.hook_finding(hook)
+def test_doctor_names_what_another_plugin_replaced(monkeypatch):
+    name = "vllm.engine.arg_utils.EngineArgs.is_replaced"
+    monkeypatch.setattr(hooks, "is_installed", lambda: True)
+    monkeypatch.setattr(
+        "vllm.engine.arg_utils.EngineArgs.is_replaced", lambda self: None, raising=False
+    )
+    finding = doctor.hook_finding(hooks.Hook(name, "replaced", "is a test", ("self",)))
     assert finding.status == "problem" and "another plugin" in finding.text
 
 
@@ -70,7 +132,7 @@ def test_doctor_stops_at_a_module_that_does_not_import(tmp_path, monkeypatch):
     assert result.returncode == 1
     assert "torchvision" in result.stdout and "pip uninstall torchvision" in result.stdout
     assert "transformers does not import: RuntimeError: nms\n" in result.stdout
-    assert "hook" not in result.stdout
+    assert "vLLM name" not in result.stdout
 
 
 @pytest.mark.parametrize(

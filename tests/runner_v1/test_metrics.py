@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.engines import run_engine
-
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_hsd.core.cascade import LevelStats

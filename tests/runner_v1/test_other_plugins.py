@@ -33,9 +33,7 @@ def engine(family) -> dict:
     "patch", [None, "wrapped_before", "wrapped_after", "rebuilt_logits_processors"]
 )
 def test_sampling_parameters_are_applied(family, patch):
-    results = run_engine(
-        engine(family), JOBS, patch=patch and f"support.other_vllm:{patch}"
-    )
+    results = run_engine(engine(family), JOBS, patch=patch and f"support.other_vllm:{patch}")
     ids = {
         name: [[sequence["ids"] for sequence in output] for output in result["outputs"]]
         for name, result in results.items()

@@ -104,7 +104,7 @@ def test_drafts_are_verified_with_their_own_probabilities(stock):
     [
         (
             {"method": "custom_class", "model": "a.B", "num_speculative_tokens": 2},
-            "rejection_sample_method 'block' works with",
+            "rejection_sample_method 'hierarchical' works with",
         ),
         (
             {"method": "ngram", "num_speculative_tokens": 2, "levls": []},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.metadata
 import importlib.util
@@ -10,17 +11,18 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
-from vllm_hsd import compat, plugin
-
-PACKAGE = Path(__file__).parent
+from vllm_hsd import plugin
+from vllm_hsd.errors import UserError, brief
+from vllm_hsd.runner_v1 import hooks
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -33,21 +35,79 @@ class Finding:
     text: str
 
 
-def main() -> int:
-    """Print all findings; returns 1 if one of them is a problem, else 0."""
+def add_parser(commands) -> None:
+    """Add the command to the subparsers of the command line."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check whether method 'hsd' can run here, or your own configuration",
+        description="Check this installation and, with --model, a configuration of vLLM. No "
+        "weights are loaded.",
+        epilog="Arguments after -- go to vLLM, as in: "
+        "vllm-hsd doctor --model M --speculative-config JSON -- --enable-lora",
+    )
+    parser.add_argument("--verbose", action="store_true", help="list every name of vLLM in use")
+    parser.add_argument("--model", help="target model of the configuration to check")
+    parser.add_argument(
+        "--speculative-config",
+        metavar="JSON",
+        help="speculative configuration to check, of method 'hsd' or one of vLLM's own",
+    )
+    parser.add_argument(
+        "vllm_arguments", nargs="*", metavar="VLLM_ARGUMENT", help="arguments of `vllm serve`"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.model is None and (arguments.speculative_config or arguments.vllm_arguments):
+        raise UserError("--speculative-config is checked for a target: add --model.")
+    return main(
+        arguments.verbose, arguments.model, arguments.speculative_config, arguments.vllm_arguments
+    )
+
+
+def main(
+    verbose: bool = False,
+    model: str | None = None,
+    speculative_config: str | None = None,
+    vllm_arguments: Sequence[str] = (),
+) -> int:
+    """Print all findings; returns 1 if one of them is a problem, else 0.
+
+    Args:
+        verbose: one line per name of vLLM.
+        model: target of the configuration to check; None checks the installation only.
+        speculative_config: JSON object as for `vllm serve`.
+        vllm_arguments: further arguments as for `vllm serve`.
+
+    Raises:
+        UserError: vLLM or this package refuses the configuration.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     console = Console(soft_wrap=True)
     problems = 0
-    for finding in findings():
+    for finding in findings(verbose, late=model is None):
         problems += finding.status == "problem"
-        console.print(Text(f"{finding.status:8}", _STYLES[finding.status]) + Text(finding.text))
+        _print(console, finding)
+    if model is not None and not problems:
+        _print(console, configuration_finding(model, speculative_config, vllm_arguments))
     verdict = "cannot run here" if problems else "can run here"
     console.print(f"Method 'hsd' {verdict} ({problems} problem{'s' * (problems != 1)}).")
     return 1 if problems else 0
 
 
-def findings() -> Iterator[Finding]:
-    """Everything there is to say, in order; stops where nothing further can be looked at."""
+def _print(console: Console, finding: Finding) -> None:
+    console.print(Text(f"{finding.status:8}", _STYLES[finding.status]) + Text(finding.text))
+
+
+def findings(verbose: bool = False, late: bool = True) -> Iterator[Finding]:
+    """All findings about the installation, in order; ends where nothing further can be checked.
+
+    Args:
+        verbose: one line per name of vLLM.
+        late: also look at names whose modules load numba, after which vLLM 0.32 cannot import
+            further Triton kernels.
+    """
     yield Finding("ok", f"Python {platform.python_version()}")
     if not (yield from _imports("torch")):
         return
@@ -59,19 +119,84 @@ def findings() -> Iterator[Finding]:
     if not (yield from _imports("vllm")):
         return
     yield from _vllm_distribution()
-    if fault := compat.version_fault():
-        yield Finding("problem", fault)
-    elif (release := compat.installed_release()) not in compat.TESTED:
-        yield Finding(
-            "note",
-            f"vLLM {release} has every name that vllm-hsd replaces, but nothing was run with it: "
-            f"install {compat.TESTED[-1]} for what was tested",
-        )
     yield from _plugin_found()
     yield from _device()
-    plugin.register()
-    for hook in compat.HOOKS:
-        yield hook_finding(hook)
+    yield from _names(verbose, late)
+
+
+def _names(verbose: bool, late: bool) -> Iterator[Finding]:
+    """Whether the names of vLLM in use are as tested, and replaced where they are replaced."""
+    import vllm
+
+    if fault := hooks.version_fault():
+        yield Finding("problem", fault)
+        return
+    try:
+        hooks.load()
+    except (ImportError, AttributeError) as error:
+        yield Finding("problem", f"a name of vLLM is not there ({_first_line(error)})")
+        return
+    if not hooks.faults():
+        plugin.register()
+        hooks.install()
+    listed = [hook for hook in hooks.HOOKS.values() if late or hook.how != "read late"]
+    found = [hook_finding(hook) for hook in listed]
+    bad = [finding for finding in found if finding.status != "ok"]
+    yield from found if verbose else bad
+    release = hooks.installed_release()
+    if not bad:
+        tested = f"with {vllm.__version__}" if release in hooks.TESTED else f"in {hooks.TESTED[-1]}"
+        yield Finding("ok", f"{len(found)} of {len(found)} vLLM names as tested {tested}")
+    if not bad and release not in hooks.TESTED:
+        yield Finding(
+            "note",
+            f"nothing was run with vLLM {release}: install {hooks.TESTED[-1]} for what was tested",
+        )
+
+
+def hook_finding(hook: hooks.Hook) -> Finding:
+    """Whether one name of vLLM is as tested, and replaced if it is to be."""
+    if fault := hooks.fault_of(hook):
+        return Finding("problem", f"vLLM name {fault}")
+    if hook.how == "replaced" and hooks.is_installed() and not hooks.in_place(hook):
+        return Finding("problem", f"vLLM name {hook.name}: another plugin has replaced it")
+    until = f"; until {hook.until}" if hook.until else ""
+    issue = f"; see {hook.issue}" if hook.issue else ""
+    return Finding("ok", f"vLLM name {hook.name}: {hook.how}; {hook.why}{until}{issue}")
+
+
+def configuration_finding(
+    model: str, speculative_config: str | None, vllm_arguments: Sequence[str]
+) -> Finding:
+    """What vLLM makes of a configuration; no weights are loaded.
+
+    Raises:
+        UserError: it is refused.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    given = ["--model", model]
+    if speculative_config is not None:
+        given += ["--speculative-config", speculative_config]
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-hsd doctor"))
+    parsed = parser.parse_args([*given, *vllm_arguments])
+    try:
+        config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+    except UserError:
+        raise
+    except ValidationError as error:
+        from vllm_hsd.runner_v1.stock_config import refusal
+
+        raise UserError(refusal(error)) from error
+    except (OSError, ValueError, KeyError, TypeError, ImportError, NotImplementedError) as error:
+        raise UserError(f"vLLM refuses the configuration: {brief(error)}.") from error
+    runner = "V2" if config.use_v2_model_runner else "V1"
+    return Finding(
+        "ok",
+        f"the configuration is valid, on vLLM's {runner} runner: "
+        f"{config.speculative_config or 'no speculation'}",
+    )
 
 
 def _imports(name: str) -> Iterator[Finding]:
@@ -195,25 +320,6 @@ def _cpu_flags() -> set[str]:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return set(next((line for line in lines if line.startswith("flags")), "").split())
-
-
-def hook_finding(hook: compat.Hook) -> Finding:
-    """Whether one name of vLLM is as tested, and replaced if it is replaced at registration."""
-    if fault := compat.hook_fault(hook):
-        return Finding("problem", f"hook {fault}")
-    if hook.place != "class":
-        return Finding("ok", f"hook {hook.name}: as tested, used once an engine starts; {hook.why}")
-    if not _in_place(hook.name):
-        return Finding("problem", f"hook {hook.name}: another plugin has replaced it; {hook.why}")
-    return Finding("ok", f"hook {hook.name}: in place; {hook.why}")
-
-
-def _in_place(name: str) -> bool:
-    """Whether the code behind a name, or behind its class's __new__, is this package's."""
-    owner, _, attribute = name.rpartition(".")
-    found = compat.resolve(f"{owner}.__new__" if attribute == "__init__" else name)
-    code = getattr(found, "__code__", None)
-    return code is not None and Path(code.co_filename).is_relative_to(PACKAGE)
 
 
 def _version(name: str) -> str:

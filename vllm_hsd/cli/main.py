@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from vllm_hsd import __version__
-from vllm_hsd.cli import build, plan
+from vllm_hsd.cli import build, doctor, plan
 from vllm_hsd.errors import UserError
 
 EPILOG = """\
@@ -69,16 +69,9 @@ def make_parser() -> CommandParser:
     )
     demo.set_defaults(run=_demo)
     build.add_parser(commands)
-    doctor = commands.add_parser("doctor", help="check whether method 'hsd' can run here")
-    doctor.set_defaults(run=_doctor)
+    doctor.add_parser(commands)
     plan.add_parsers(commands)
     return parser
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from vllm_hsd.cli import doctor
-
-    return doctor.main()
 
 
 def _demo(arguments: argparse.Namespace) -> int:

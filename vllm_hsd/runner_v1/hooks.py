@@ -36,6 +36,7 @@ _MODULES = (
     "stock_config",
     "proposer",
     "sampler",
+    "level_checks",
     "levels",
     "level_kinds",
     "stock_drafters",
@@ -106,7 +107,7 @@ def changes(name: str, *, why: str, until: str = "") -> Callable[[Callable], Cal
 def replaces_on_runner(
     name: str, parameters: tuple[str, ...], *, why: str, until: str = "", issue: str = ""
 ) -> Callable[[Callable], Callable]:
-    """Like `replaces`, for a method of one runner instance; called as f(original, proposer, ...)."""
+    """Like `replaces`, for a method of one runner; called as f(original, proposer, *arguments)."""
     return _registered(Hook(name, "on runner", why, parameters, issue, until))
 
 
@@ -289,5 +290,6 @@ def _functions(cls: type) -> Iterator[Any]:
 def _assigns(function: Any, attribute: str) -> bool:
     code = function.__code__
     return attribute in code.co_names and any(
-        step.opname == "STORE_ATTR" and step.argval == attribute for step in dis.get_instructions(code)
+        step.opname == "STORE_ATTR" and step.argval == attribute
+        for step in dis.get_instructions(code)
     )

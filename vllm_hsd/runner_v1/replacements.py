@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_hsd.errors import UserError
@@ -34,11 +35,11 @@ _NO_PLUGIN_API = "vLLM has a plugin interface for drafters that run models on th
     until="vLLM lets a plugin register a speculative method",
 )
 def create_speculative_config(original, self, target_model_config, target_parallel_config):
-    keys = _given_keys(self)
-    raw = dict(keys)
+    if not _may_be_ours(self):
+        return original(self, target_model_config, target_parallel_config)
+    raw = _speculative_keys(self)
     verifier = raw.get("rejection_sample_method")
     if raw.get("method") == "hsd":
-        _check_unique(keys)
         _prepare("method 'hsd'")
         from vllm_hsd.runner_v1.spec_config import HsdSpeculativeConfig
 
@@ -46,45 +47,45 @@ def create_speculative_config(original, self, target_model_config, target_parall
         _check_adapters(self, parsed)
         return parsed
     if verifier == "hierarchical":
-        _check_unique(keys)
         _prepare("rejection_sample_method 'hierarchical'")
-        from vllm_hsd.runner_v1.stock_config import HierarchicalSpeculativeConfig
+        from vllm_hsd.runner_v1.stock_config import V1BlockVerificationConfig
 
-        return HierarchicalSpeculativeConfig.create(
-            raw, target_model_config, target_parallel_config
-        )
+        return V1BlockVerificationConfig.create(raw, target_model_config, target_parallel_config)
     parsed = original(self, target_model_config, target_parallel_config)
     if verifier == "block":
         _serve_block_verification(parsed)
     return parsed
 
 
-def _given_keys(arguments) -> list[tuple[str, Any]]:
-    """Keys of the engine's speculative configuration and flags, spelled with underscores.
+def _may_be_ours(arguments) -> bool:
+    """Whether the engine's arguments mention this package, or are no configuration at all."""
+    given = arguments.speculative_config
+    if given is None or isinstance(given, Mapping):
+        mentioned = [arguments.spec_method, *(given or {}).values()]
+        return any(name in mentioned for name in ("hsd", "hierarchical", "block"))
+    return True
+
+
+def _speculative_keys(arguments) -> dict[str, Any]:
+    """Speculative configuration of the engine's arguments, spelled with underscores.
 
     Raises:
-        UserError: the configuration is not a JSON object.
+        UserError: it is not a mapping, or gives a key twice.
     """
-    given = arguments.speculative_config or {}
-    if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
-        raise UserError(
-            "speculative_config is not a JSON object with string keys: write it like "
-            '{"method": "hsd", ...}.'
-        )
+    from vllm_hsd.config import read_speculative_config
+
+    raw = read_speculative_config(arguments.speculative_config)
     flags = {
-        "method": arguments.spec_method,
-        "model": arguments.spec_model,
-        "num_speculative_tokens": arguments.spec_tokens,
+        "method": ("--spec-method", arguments.spec_method),
+        "model": ("--spec-model", arguments.spec_model),
+        "num_speculative_tokens": ("--spec-tokens", arguments.spec_tokens),
     }
-    keys = [(key.replace("-", "_"), value) for key, value in given.items()]
-    return keys + [(key, value) for key, value in flags.items() if value is not None]
-
-
-def _check_unique(keys: list[tuple[str, Any]]) -> None:
-    names = [name for name, _ in keys]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"{name[:200]} is given twice for speculation: keep one of the two.")
+    for key, (flag, value) in flags.items():
+        if value is not None and key in raw:
+            raise UserError(f"{flag} and the key {key} of speculative_config exclude each other.")
+        if value is not None:
+            raw[key] = value
+    return raw
 
 
 def _prepare(feature: str) -> None:
@@ -109,7 +110,9 @@ def _prepare(feature: str) -> None:
 
 
 def _check_adapters(arguments, parsed) -> None:
-    exits = [i for i, level in enumerate(parsed.hsd.levels) if level.kind in ("early_exit", "exit_head")]
+    exits = [
+        i for i, level in enumerate(parsed.hsd.levels) if level.kind in ("early_exit", "exit_head")
+    ]
     if arguments.enable_lora and exits:
         level = parsed.hsd.levels[exits[0]]
         raise UserError(
@@ -127,10 +130,10 @@ def _serve_block_verification(config) -> None:
     except UserError as error:
         logger.warning("rejection_sample_method 'block' is left to vLLM: %s", error)
         return
-    from vllm_hsd.runner_v1.stock_config import BlockSpeculativeConfig
+    from vllm_hsd.runner_v1.stock_config import BlockVerificationConfig
 
     # vLLM's own object, of a class whose arrival in another process installs the hooks there.
-    config.__class__ = BlockSpeculativeConfig
+    config.__class__ = BlockVerificationConfig
 
 
 @replaces(
@@ -140,12 +143,12 @@ def _serve_block_verification(config) -> None:
     until="cascades run on the V2 runner",
 )
 def unsupported_features_of_v2(original, self):
-    from vllm_hsd.runner_v1.stock_config import HierarchicalSpeculativeConfig
+    from vllm_hsd.runner_v1.stock_config import V1BlockVerificationConfig
 
     features = original(self)
     if _is_cascade(self.speculative_config):
         features.append("speculative method 'hsd'")
-    elif isinstance(self.speculative_config, HierarchicalSpeculativeConfig):
+    elif isinstance(self.speculative_config, V1BlockVerificationConfig):
         features.append("rejection_sample_method 'hierarchical'")
     return features
 

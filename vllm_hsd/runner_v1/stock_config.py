@@ -8,24 +8,24 @@ from pydantic import ValidationError
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
-from vllm_hsd.errors import UserError
+from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.runner_v1.hooks import NeedsHooks
 from vllm_hsd.runner_v1.replacements import STOCK_METHODS
 
 
 @config
-class BlockSpeculativeConfig(NeedsHooks, SpeculativeConfig):
+class BlockVerificationConfig(NeedsHooks, SpeculativeConfig):
     """Configuration with `rejection_sample_method: "block"`, on whichever runner vLLM chooses."""
 
 
 @config
-class HierarchicalSpeculativeConfig(BlockSpeculativeConfig):
+class V1BlockVerificationConfig(BlockVerificationConfig):
     """Configuration with `rejection_sample_method: "hierarchical"`: block verification on V1."""
 
     @classmethod
     def create(
         cls, raw: dict[str, Any], target_model_config, target_parallel_config
-    ) -> HierarchicalSpeculativeConfig:
+    ) -> V1BlockVerificationConfig:
         """Check the user's keys and build the configuration.
 
         Raises:
@@ -42,7 +42,7 @@ class HierarchicalSpeculativeConfig(BlockSpeculativeConfig):
         if parsed.method not in STOCK_METHODS:
             raise UserError(
                 f"rejection_sample_method 'hierarchical' works with the methods "
-                f"{', '.join(STOCK_METHODS)}, not with '{parsed.method}'."
+                f"{', '.join(STOCK_METHODS)}, not with {quoted(parsed.method)}."
             )
         return parsed
 
@@ -51,4 +51,4 @@ def refusal(error: ValidationError) -> str:
     """One sentence for the first fault that vLLM finds in its own keys."""
     fault = error.errors()[0]
     key = ".".join(map(str, fault["loc"])) or "speculative_config"
-    return f"vLLM refuses {key}: {' '.join(fault['msg'].split())[:200]}."
+    return f"vLLM refuses {brief(key, 80)}: {brief(fault['msg'])}."

@@ -12,6 +12,7 @@ from vllm_hsd.runner_v1.sampler import VerifyingSampler
 from vllm_hsd.runner_v1.sampling import RequestSampling
 from vllm_hsd.verify import verify_chain
 
+
 class StockDraftSampler(VerifyingSampler):
     """Verifies the drafts of a stock drafter at sequence level.
 

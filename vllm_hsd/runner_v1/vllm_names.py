@@ -24,14 +24,20 @@ _OVERRIDDEN: dict[str, tuple[str, tuple[str, ...] | None]] = {
         "names the level whose vocabulary differs",
         ("self",),
     ),
-    f"{_PROPOSER}.__init__": ("replaced by ours in the subclass", ("self", "vllm_config", "device", "runner")),
+    f"{_PROPOSER}.__init__": (
+        "replaced by ours in the subclass",
+        ("self", "vllm_config", "device", "runner"),
+    ),
     f"{_PROPOSER}._create_draft_vllm_config": ("configures each level", ("self",)),
     f"{_PROPOSER}.load_model": ("loads every level", ("self", "target_model")),
     f"{_PROPOSER}.initialize_attn_backend": (
         "makes attention metadata builders per level",
         ("self", "kv_cache_config", "kernel_block_sizes"),
     ),
-    f"{_PROPOSER}.initialize_cudagraph_keys": ("runs without CUDA graphs", ("self", "cudagraph_mode")),
+    f"{_PROPOSER}.initialize_cudagraph_keys": (
+        "runs without CUDA graphs",
+        ("self", "cudagraph_mode"),
+    ),
     f"{_PROPOSER}.validate_same_kv_cache_group": (
         "allows several KV-cache groups",
         ("self", "kv_cache_config"),
@@ -40,7 +46,10 @@ _OVERRIDDEN: dict[str, tuple[str, tuple[str, ...] | None]] = {
         "runs every level for memory profiling",
         ("self", "num_tokens", "use_cudagraphs", "is_graph_capturing", "slot_mappings"),
     ),
-    f"{_SAMPLER}.__init__": ("replaced by ours in the subclass", ("self", "sampler", "spec_config", "device")),
+    f"{_SAMPLER}.__init__": (
+        "replaced by ours in the subclass",
+        ("self", "sampler", "spec_config", "device"),
+    ),
     f"{_SAMPLER}.forward": (
         "verifies blocks of draft tokens",
         ("self", "metadata", "draft_probs", "logits", "sampling_metadata"),
