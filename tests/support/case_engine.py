@@ -18,7 +18,7 @@ def run_cases(engine: dict, cases: list[dict], *, patch: str | None = None) -> l
         {"refused": message} where vLLM does not take the request. "raised": the first line of
         what the engine raised, None if nothing; the cases after it are not run.
     """
-    return engines._in_process(answer_cases, {"engine": engine, "cases": cases}, patch, None)
+    return engines.in_process(answer_cases, {"engine": engine, "cases": cases}, patch, None)
 
 
 def answer_cases(engine: dict, cases: list[dict]) -> list[dict]:
@@ -41,7 +41,7 @@ def _answer(llm, number: int, prompts: list[list[int]], params: list[dict]) -> d
     engine, outputs = llm.llm_engine, []
     for i, (prompt, given) in enumerate(zip(prompts, params, strict=True)):
         try:
-            sampling = engines._sampling_params(llm, given)
+            sampling = engines.sampling_params(llm, given)
             engine.add_request(f"{number}-{i}", {"prompt_token_ids": prompt}, sampling)
         except Exception as error:
             outputs.append({"refused": f"{type(error).__name__}: {error}"[:200]})
