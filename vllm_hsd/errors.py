@@ -15,7 +15,7 @@ def quoted(value: object, limit: int = 100) -> str:
         value = value[:limit] + value[-limit:]  # repr of the whole could take memory for nothing
     elif isinstance(value, int) and not -(10**limit) < value < 10**limit:
         return f"an integer of {value.bit_length()} bits"  # Python refuses to print long ones
-    elif isinstance(value, dict | list | tuple) and len(value) > limit:
+    elif isinstance(value, dict | list | tuple | bytes) and len(value) > limit:
         return f"a {type(value).__name__} of {len(value)} entries"
     try:
         return _cut(repr(value), limit)

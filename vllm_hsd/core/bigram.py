@@ -23,6 +23,8 @@ from vllm_hsd.errors import UserError, brief, quoted
 
 MAX_VOCABULARY = 1 << 24
 MAX_PAIRS = 1 << 27
+# Tables compress by a factor of 5 to 20; only a file made to fill memory exceeds this one.
+MAX_EXPANSION = 100
 # Counts are summed in int64 and divided in float64: both are exact up to here.
 MAX_COUNT = 1 << 53
 
@@ -174,7 +176,7 @@ def _check_headers(archive: zipfile.ZipFile) -> int:
     """Check types, shapes and sizes without reading any array; returns V."""
     names = sorted(archive.namelist())
     _require(names == [f"{name}.npy" for name in _DTYPES], "it holds other arrays")
-    length = {}
+    length, expanded = {}, 0
     for name, dtypes in _DTYPES.items():
         member = archive.getinfo(f"{name}.npy")
         # Other methods expand without a bound that zipfile could set.
@@ -189,6 +191,9 @@ def _check_headers(archive: zipfile.ZipFile) -> int:
         _require(1 <= length[name] <= longest, f"'{name}' declares {quoted(length[name])} entries")
         declared = header + length[name] * dtype.itemsize
         _require(member.file_size == declared, f"'{name}' has another size than it declares")
+        expanded += declared
+    limit = MAX_EXPANSION * os.path.getsize(str(archive.filename)) + (64 << 20)
+    _require(expanded <= limit, f"it expands to {expanded} bytes")
     _require(length["data"] == length["indices"], "'data' and 'indices' differ in length")
     _require(length["indptr"] == length["unigram"] + 1, "'indptr' and 'unigram' do not fit")
     return length["unigram"]
