@@ -177,9 +177,11 @@ class EngineProcess(WorkerProcess):
         self._send(_load, (self.engine_args,), {})
         return self
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def memory_bytes(self) -> int:
+        """Host memory that the process shares with no other."""
+        import psutil
+
+        return psutil.Process(self._process.pid).memory_full_info().uss
 
     def wait(self) -> None:
         """Wait until the engine has loaded.
@@ -235,7 +237,7 @@ def configuration_errors(engines: Sequence[Mapping[str, Any]], **options: Any) -
     No weights are loaded. `options` as for `WorkerProcess`.
     """
     with WorkerProcess("configuration check", **options) as worker:
-        return worker.call(_configuration_errors, [dict(engine) for engine in engines])
+        return [worker.call(configuration_error, dict(engine)) for engine in engines]
 
 
 def engine_environment() -> dict[str, str]:
@@ -325,19 +327,19 @@ def _with_engine(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     return function(_engine, *args, **kwargs)
 
 
-def _configuration_errors(engines: list[dict[str, Any]]) -> list[str | None]:
+def configuration_error(engine_args: Mapping[str, Any]) -> str | None:
+    """vLLM's objection to arguments of `vllm.LLM`, None where it accepts them.
+
+    Imports vLLM into this process and loads no weights.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
-    errors: list[str | None] = []
-    for engine in engines:
-        try:
-            EngineArgs(**{**ENGINE_DEFAULTS, **engine}).create_engine_config()
-        except Exception as error:
-            traceback.print_exc()
-            errors.append(_reason(error))
-        else:
-            errors.append(None)
-    return errors
+    try:
+        EngineArgs(**{**ENGINE_DEFAULTS, **engine_args}).create_engine_config()
+    except Exception as error:
+        traceback.print_exc()
+        return _reason(error)
+    return None
 
 
 def generate(

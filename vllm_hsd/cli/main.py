@@ -7,13 +7,13 @@ import sys
 from typing import Any
 
 from vllm_hsd import __version__
-from vllm_hsd.cli import build, doctor, plan
+from vllm_hsd.cli import bench, build, doctor, plan
 from vllm_hsd.errors import UserError
 
 EPILOG = """\
 exit status:
   0    done
-  1    `doctor` found a problem
+  1    `doctor` found a problem, or a configuration of `bench` could not run
   2    wrong arguments or input; one line on stderr says which and what to do
   130  interrupted
 """
@@ -64,20 +64,11 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument("--version", action="version", version=f"vllm-hsd {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    demo = commands.add_parser(
-        "demo", help="compare a cascade with one drafter and with none on tiny models"
-    )
-    demo.set_defaults(run=_demo)
+    bench.add_parser(commands)
     build.add_parser(commands)
     doctor.add_parser(commands)
     plan.add_parsers(commands)
     return parser
-
-
-def _demo(arguments: argparse.Namespace) -> int:
-    from vllm_hsd.cli import demo
-
-    return demo.main()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,109 @@
+"""Paths, prompts, statistics, CSV files and figures that the benchmarks share.
+
+Run a benchmark from the root of the repository, for example `python -m benchmarks.end_to_end.demo`.
+"""
+
+import csv
+import json
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from benchmarks.models.widen import intermediate_size_for, widen
+from vllm_hsd.cli.bench_report import machine
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+MODELS = REPOSITORY / "benchmarks" / "models"
+RESULTS = REPOSITORY / "results"
+# Parameters of the zero-padded target.
+TARGET_PARAMS = 300e6
+PADDED_NOTE = (
+    f"the target is zero-padded: the function of a 5 M parameter model at the cost of one with "
+    f"{TARGET_PARAMS / 1e6:.0f} M (see benchmarks/models/widen.py)"
+)
+# Arguments of `vllm.LLM` for engines on the tiny family. bfloat16 ends with an illegal instruction
+# on some virtual machines; prefix caching would make a repeated prompt cheaper.
+ENGINE_ARGS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "kv_cache_memory_bytes": 1 << 30,
+    "enable_prefix_caching": False,
+}
+
+
+def prompts(count: int | None = None) -> list[str]:
+    """The first prompts (default all) that come with the tiny family."""
+    lines = (MODELS / "prompts.jsonl").read_text().splitlines()
+    return [json.loads(line)["prompt"] for line in lines[:count]]
+
+
+def padded_target() -> Path:
+    """The zero-padded target, made on first use."""
+    directory = RESULTS / "models" / f"target-{TARGET_PARAMS / 1e6:.0f}M"
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    size = intermediate_size_for(MODELS / "target", TARGET_PARAMS)
+    return widen(MODELS / "target", directory, size)
+
+
+def commit() -> str:
+    """Short hash of the checked-out commit, with "+" after it where files differ from it."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(REPOSITORY), *arguments]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, smallest and largest of one value per round."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float] | np.ndarray) -> Self:
+        return cls(float(np.median(values)), float(np.min(values)), float(np.max(values)))
+
+    def columns(self, name: str) -> dict[str, str]:
+        """Cells of a CSV row."""
+        return {
+            name: f"{self.median:.3f}",
+            f"{name}_low": f"{self.low:.3f}",
+            f"{name}_high": f"{self.high:.3f}",
+        }
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]], threads: int = 1) -> None:
+    """Write rows with the same keys; every row also gets the commit and the machine."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    origin = {"commit": commit(), "machine": machine("cpu", threads)}
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *origin], lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            cells = {k: f"{v:.4f}" if isinstance(v, float) else v for k, v in row.items()}
+            writer.writerow({**cells, **origin})
+
+
+@contextmanager
+def saved_figure(path: Path, width: float, height: float) -> Iterator[Any]:
+    """A matplotlib figure that is written to `path` on leaving the block."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    yield figure
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

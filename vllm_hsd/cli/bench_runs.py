@@ -1,0 +1,297 @@
+"""Runs of `vllm-hsd bench`: engines that alternate over the same prompts.
+
+The configurations alternate prompt by prompt in an order that rotates, and never run at the same
+time, so that what slows the machine down slows all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_hsd.engine import EngineProcess, Generation
+from vllm_hsd.errors import UserError
+
+# Room between the longest output and the engine's longest context: near it, drafters stop.
+SPARE_TOKENS = 256
+# A drafting engine needs more memory than the plain one, whose size is known when it has loaded.
+DRAFTER_MEMORY = 1.2
+MAX_CPU_CACHE = 4 << 30
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What to measure.
+
+    Attributes:
+        model: name or directory of the target.
+        configs: speculative configurations, None for no speculation; the first is None.
+        prompts: texts, or chats of one message.
+        num_prompts: prompts per round; the given ones are repeated if they are fewer.
+        rounds: repetitions of everything; the spread is over these.
+        engine_args: further arguments of `vllm.LLM`.
+        output: directory for results and the engines' logs.
+    """
+
+    model: str
+    configs: Sequence[dict[str, Any] | None]
+    prompts: Sequence[str | list[dict[str, str]]]
+    batch_sizes: Sequence[int]
+    temperatures: Sequence[float]
+    max_tokens: int
+    num_prompts: int
+    rounds: int
+    engine_args: dict[str, Any]
+    output: Path
+
+    @property
+    def names(self) -> list[str]:
+        """Short names of the configurations, no two equal."""
+        names: list[str] = []
+        for config in self.configs:
+            name = config_name(config)
+            names.append(f"{name} ({len(names)})" if name in names else name)
+        return names
+
+    @property
+    def base_args(self) -> dict[str, Any]:
+        """Arguments of the engine without speculation, as far as they are known before it runs."""
+        return {
+            "model": self.model,
+            "max_num_seqs": max(self.batch_sizes),
+            # A prompt must cost the same every time.
+            "enable_prefix_caching": False,
+            **self.engine_args,
+        }
+
+    def prompt_batches(self, batch_size: int) -> list[tuple[int, ...]]:
+        """Indices of prompts, in full batches."""
+        count = math.ceil(self.num_prompts / batch_size) * batch_size
+        return [
+            tuple(i % self.num_prompts for i in range(first, first + batch_size))
+            for first in range(0, count, batch_size)
+        ]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What vLLM says about a comparison before it runs.
+
+    Attributes:
+        errors: objection to each configuration, or None.
+        prompt_ids: token ids of the prompts.
+        available_memory: bytes of host memory.
+    """
+
+    errors: list[str | None]
+    prompt_ids: list[list[int]] = field(default_factory=list)
+    has_chat_template: bool = False
+    max_model_len: int = 0
+    dtype: str = ""
+    device: str = ""
+    threads: int = 1
+    available_memory: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One batch of prompts for one configuration."""
+
+    config: int
+    round: int
+    batch_size: int
+    temperature: float
+    part: int
+    prompts: tuple[int, ...]
+
+
+@dataclass
+class Results:
+    """Generations by job, and why a configuration (by index) could not run."""
+
+    comparison: Comparison
+    generations: dict[Job, Generation] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def config_name(config: dict[str, Any] | None) -> str:
+    """A short name of a speculative configuration."""
+    if config is None:
+        return "no speculation"
+    method = str(config.get("method", "draft_model"))
+    length = config.get("num_speculative_tokens")
+    levels = config.get("levels")
+    if isinstance(levels, list) and levels:
+        parts = [
+            f"{_level_name(level)} {level.get('num_tokens', length if level is levels[-1] else '')}"
+            for level in levels
+            if isinstance(level, dict)
+        ]
+        name = ", ".join(part.strip() for part in parts)
+    else:
+        source = config.get("cascade") or config.get("model")
+        parts = [method, Path(source).name if isinstance(source, str) else "", str(length or "")]
+        name = " ".join(part for part in parts if part)
+    rule = config.get("verifier") or config.get("rejection_sample_method")
+    return f"{name} ({rule})" if rule else name
+
+
+def _level_name(level: dict[str, Any]) -> str:
+    if isinstance(level.get("model"), str):
+        return Path(level["model"]).name
+    if "early_exit" in level:
+        return f"exit {level['early_exit']}"
+    return next((kind for kind in ("exit_head", "ngram", "bigram") if kind in level), "level")
+
+
+class Engines:
+    """Engine processes by configuration, of which one at most is at work.
+
+    All stay loaded where memory allows; otherwise starting one ends the others.
+    """
+
+    def __init__(self, comparison: Comparison, setup: Setup) -> None:
+        self._comparison = comparison
+        self._running: dict[int, EngineProcess] = {}
+        self._available = setup.available_memory
+        self._on_host = setup.device == "cpu"
+        self._prompt = setup.prompt_ids[0]
+        count = len(comparison.configs)
+        longest = max(map(len, setup.prompt_ids)) + comparison.max_tokens + SPARE_TOKENS
+        self._args = {"max_model_len": min(longest, setup.max_model_len), **comparison.base_args}
+        if self._on_host:
+            # vLLM's default is nearly all memory, which leaves no room for a second engine.
+            share = min(MAX_CPU_CACHE, setup.available_memory // (4 * count))
+            self._args = {"kv_cache_memory_bytes": share, **self._args}
+        # On an accelerator every engine takes its share of the memory in advance.
+        share_asked = self._args.get("gpu_memory_utilization", 1.0)
+        self.stay_loaded = self._on_host or share_asked * count <= 1
+
+    def get(self, index: int) -> EngineProcess:
+        """The engine of a configuration, loaded and warm.
+
+        Raises:
+            UserError: it cannot start.
+        """
+        if index in self._running:
+            return self._running[index]
+        if not self.stay_loaded:
+            self.close()
+        comparison = self._comparison
+        name = comparison.names[index]
+        progress(f"loading: {name}")
+        config = comparison.configs[index]
+        engine = EngineProcess(
+            self._args | ({"speculative_config": config} if config is not None else {}),
+            f"'{name}'",
+            log=comparison.output / "logs" / f"{index}.log",
+        )
+        self._running[index] = engine.__enter__()
+        # The first batch of an engine is slower than all later ones.
+        warm_up = {"max_tokens": min(comparison.max_tokens, 16), "ignore_eos": True}
+        engine.generate([self._prompt] * max(comparison.batch_sizes), warm_up)
+        if index == 0 and self._on_host:
+            rest = len(comparison.configs) - 1
+            need = rest * DRAFTER_MEMORY * engine.memory_bytes()
+            self.stay_loaded = need < self._available - engine.memory_bytes()
+            if not self.stay_loaded:
+                progress("too little memory for all engines at once: they load again every round")
+        return engine
+
+    def close(self, index: int | None = None) -> None:
+        """End one engine, or all."""
+        for number in [index] if index is not None else list(self._running):
+            if number in self._running:
+                self._running.pop(number).close()
+
+
+def measure(results: Results, setup: Setup) -> None:
+    """Run all jobs; a configuration that fails takes no further part.
+
+    Raises:
+        UserError: no speculation, which all others are compared with, cannot run.
+    """
+    comparison = results.comparison
+    engines = Engines(comparison, setup)
+    with closing(engines):
+        engines.get(0)
+        total = comparison.rounds * len(list(jobs(comparison, 0, True)))
+        done = 0
+        for round_ in range(comparison.rounds):
+            for job in jobs(comparison, round_, engines.stay_loaded):
+                done += 1
+                if job.config in results.errors:
+                    continue
+                name = comparison.names[job.config]
+                try:
+                    found = _generate(engines.get(job.config), comparison, setup.prompt_ids, job)
+                except UserError as error:
+                    if job.config == 0:
+                        raise
+                    results.errors[job.config] = str(error)
+                    engines.close(job.config)
+                    progress(f"could not run: {error}")
+                    continue
+                results.generations[job] = found
+                rate = found.num_tokens / found.seconds
+                progress(
+                    f"[{done}/{total}] round {round_ + 1}, batch size {job.batch_size}, "
+                    f"temperature {job.temperature:g}, {name}: {rate:.1f} tokens/s"
+                )
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
+
+
+def jobs(comparison: Comparison, round_: int, alternate: bool) -> Iterator[Job]:
+    """The jobs of a round, in order.
+
+    Args:
+        alternate: change the engine with every batch of prompts, else only once per round.
+    """
+    parts = [
+        (batch_size, temperature, part, prompts)
+        for batch_size in comparison.batch_sizes
+        for temperature in comparison.temperatures
+        for part, prompts in enumerate(comparison.prompt_batches(batch_size))
+    ]
+    count = len(comparison.configs)
+    # Rotate the order, so that no configuration always runs first or after the same one.
+    if alternate:
+        for number, part in enumerate(parts):
+            for shift in range(count):
+                yield Job((round_ + number + shift) % count, round_, *part)
+    else:
+        for shift in range(count):
+            for part in parts:
+                yield Job((round_ + shift) % count, round_, *part)
+
+
+def _generate(
+    engine: EngineProcess, comparison: Comparison, prompt_ids: list[list[int]], job: Job
+) -> Generation:
+    sampling_params = [
+        {
+            "temperature": job.temperature,
+            "max_tokens": comparison.max_tokens,
+            "ignore_eos": True,
+            "seed": 1000 * job.round + job.batch_size * job.part + i,
+        }
+        for i in range(len(job.prompts))
+    ]
+    prompts = [prompt_ids[i % len(prompt_ids)] for i in job.prompts]
+    return engine.generate(prompts, sampling_params)
+
+
+def progress(text: str) -> None:
+    """Show what is under way: one line on a terminal, a line for every step elsewhere."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text[:100]}", end="", file=sys.stderr, flush=True)
+    else:
+        print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
