@@ -33,7 +33,7 @@ ENGINE_ARGS: dict[str, Any] = {
     "enforce_eager": True,
     "max_model_len": 512,
     "max_num_seqs": 16,
-    "kv_cache_memory_bytes": 1 << 30,
+    "kv_cache_memory_bytes": 1 << 28,
     "enable_prefix_caching": False,
 }
 

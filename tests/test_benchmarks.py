@@ -1,58 +1,32 @@
-"""The runner of all benchmarks: its list, and what it says about each outcome."""
+"""The Makefile reaches every benchmark, and the helpers that benchmarks share."""
 
-import importlib.util
-import sys
+import csv
+import re
 from pathlib import Path
 
-import pytest
+from benchmarks import common
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-
-
-@pytest.fixture
-def run_all(monkeypatch, tmp_path):
-    spec = importlib.util.spec_from_file_location("run_all", BENCHMARKS / "run_all.py")
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
-    monkeypatch.setitem(sys.modules, "run_all", module)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "RESULTS", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["run_all.py"])
-    return module
+ROOT = Path(__file__).parents[1]
 
 
-def test_every_benchmark_is_on_the_list(run_all):
+def test_make_bench_runs_every_benchmark():
+    makefile = (ROOT / "Makefile").read_text()
     scripts = {
-        path.relative_to(BENCHMARKS).as_posix()
-        for path in BENCHMARKS.rglob("*.py")
+        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        for path in (ROOT / "benchmarks").rglob("*.py")
         if '__name__ == "__main__"' in path.read_text() and path.parent.name != "models"
     }
-    listed = {b.script for b in run_all.ALL if b.script.endswith(".py")}
-    assert listed == scripts - {"run_all.py"}
+    assert scripts == set(re.findall(r"-m (benchmarks[\w.]+)", makefile))
 
 
-def test_outcomes_are_told_apart(run_all, monkeypatch, capsys, tmp_path):
-    for name, body in {"good": "print('hello')", "bad": "raise SystemExit(3)"}.items():
-        (tmp_path / f"{name}.py").write_text(body)
-    benchmarks = [run_all.Benchmark(str(tmp_path / f"{name}.py")) for name in ("good", "bad")]
-    monkeypatch.setattr(run_all.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(
-        run_all, "ALL", (*benchmarks, run_all.Benchmark("kernels/none.py", needs_gpu=True))
-    )
-    monkeypatch.setattr(run_all.Benchmark, "name", property(lambda b: Path(b.script).stem))
-    with pytest.raises(SystemExit) as stop:
-        run_all.main()
-    assert stop.value.code == 1
-    printed = capsys.readouterr().out
-    assert "good: ran in" in printed
-    assert "bad: FAILED with status 3" in printed
-    assert "none: not run: needs a GPU" in printed
-    assert (tmp_path / "logs" / "good.log").read_text() == "hello\n"
+def test_every_row_of_a_csv_names_the_commit_and_the_machine(tmp_path):
+    common.write_csv(tmp_path / "new" / "rows.csv", [{"x": 1, "rate": 0.5}, {"x": 2, "rate": 1.0}])
+    with (tmp_path / "new" / "rows.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["rate"] for row in rows] == ["0.5000", "1.0000"]
+    assert all(row["commit"] and "1 thread" in row["machine"] for row in rows)
 
 
-def test_all_is_well_without_a_gpu(run_all, monkeypatch):
-    monkeypatch.setattr(run_all.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(run_all, "ALL", (run_all.Benchmark("kernels/none.py", needs_gpu=True),))
-    with pytest.raises(SystemExit) as stop:
-        run_all.main()
-    assert not stop.value.code
+def test_a_spread_is_median_smallest_and_largest():
+    spread = common.Spread.of([3.0, 1.0, 2.0])
+    assert (spread.median, spread.low, spread.high) == (2.0, 1.0, 3.0)

@@ -1,29 +1,34 @@
 """Where one engine step spends its time: forward passes against everything around them.
 
-    python benchmarks/end_to_end/profile_step.py          # minutes; writes results/profile_step/
+    python -m benchmarks.end_to_end.profile_step      # minutes; writes results/profile_step/
 
-A cascade and no speculation, on the widened target (the tiny target's function at the cost of a
-larger model, see benchmarks/models/widen.py), at temperature 1 and batch 1, 4 and 16. Methods of
-the runner are timed from outside. Every part is given in wall time and in CPU time of the engine's
-thread: where the two differ, the cores were busy with something else.
+A cascade and no speculation, on the zero-padded target (see benchmarks/models/widen.py), at
+temperature 1 and batch sizes 1, 4 and 16. Methods of the runner are timed from outside. Every part
+is given in wall time and in CPU time of the engine's thread: where the two differ, the cores were
+busy with other work.
 """
 
 import argparse
-import csv
-import multiprocessing
-import os
 import time
 from collections import defaultdict
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from vllm_hsd.cli.demo import REPOSITORY, TARGET_PARAMS, family_prompts, widened
-from vllm_hsd.engine_process import engine_environment
+from benchmarks.common import (
+    ENGINE_ARGS,
+    MODELS,
+    PADDED_NOTE,
+    RESULTS,
+    padded_target,
+    prompts,
+    saved_figure,
+    write_csv,
+)
+from vllm_hsd.engine import EngineProcess
 
-MODELS = REPOSITORY / "benchmarks" / "models"
-OUT = REPOSITORY / "results" / "profile_step"
+OUTPUT = RESULTS / "profile_step"
 BATCHES = (1, 4, 16)
 MAX_TOKENS = 48
 OUTSIDE = "all outside forward passes"
@@ -70,29 +75,15 @@ class Clock:
         setattr(owner, method, timed)
 
 
-def profile(name: str, target: str) -> list[dict]:
-    """Rows of the table for one configuration; runs in a process of its own."""
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(
-        model=target,
-        speculative_config=CONFIGURATIONS[name],
-        dtype="float32",  # bfloat16 dies with an illegal instruction on some virtual machines
-        enforce_eager=True,
-        max_model_len=512,
-        max_num_seqs=max(BATCHES),
-        kv_cache_memory_bytes=1 << 30,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        seed=0,
-    )
+def profile(llm: Any, name: str) -> list[dict]:
+    """Rows of the table for one configuration; runs in the engine's process."""
     clock = Clock()
     levels = llm.collective_rpc(instrument, args=(clock,))[0]
-    prompts = family_prompts(MODELS)
-    rows = []
-    for batch in BATCHES:
-        rows += profile_batch(llm, clock, name, levels, prompts[:batch], SamplingParams)
-    return rows
+    return [
+        row
+        for batch in BATCHES
+        for row in profile_batch(llm.llm_engine, clock, name, levels, prompts(batch))
+    ]
 
 
 def instrument(worker, clock: Clock) -> int:
@@ -114,13 +105,13 @@ def instrument(worker, clock: Clock) -> int:
     return len(proposer.hosted)
 
 
-def profile_batch(llm, clock, name, levels, prompts, sampling_params) -> list[dict]:
-    engine = llm.llm_engine
-    for i, prompt in enumerate(prompts):
-        params = sampling_params(
-            temperature=1.0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=True
-        )
-        engine.add_request(f"{len(prompts)}-{i}", prompt, params)
+def profile_batch(engine, clock, name: str, levels: int, texts: list[str]) -> list[dict]:
+    """Rows of one batch size."""
+    from vllm import SamplingParams
+
+    for i, text in enumerate(texts):
+        params = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        engine.add_request(f"{len(texts)}-{i}", text, params)
     clock.steps, clock.calls = [], []
     inner_step = engine.step
     while engine.has_unfinished_requests():
@@ -132,7 +123,7 @@ def profile_batch(llm, clock, name, levels, prompts, sampling_params) -> list[di
         clock.recording = False
     # The first step is the prefill; in the last ones requests end and the batch shrinks.
     full = slice(1, max(2, len(clock.steps) * 3 // 4))
-    return table_rows(name, len(prompts), levels, clock.steps[full], clock.calls[full])
+    return table_rows(name, len(texts), levels, clock.steps[full], clock.calls[full])
 
 
 def table_rows(name, batch, levels, steps, calls) -> list[dict]:
@@ -176,46 +167,38 @@ def table_rows(name, batch, levels, steps, calls) -> list[dict]:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
     bars = [(name, batch) for name in CONFIGURATIONS for batch in BATCHES]
     left = np.zeros(len(bars))
-    for part in dict.fromkeys(row["part"] for row in rows):
-        if part in ("whole step", OUTSIDE):
-            continue
-        value = {
-            (r["configuration"], r["batch"]): float(r["cpu_ms"]) for r in rows if r["part"] == part
-        }
-        widths = np.array([value.get(bar, 0.0) for bar in bars])
-        axes.barh([f"{name}, batch {batch}" for name, batch in bars], widths, left=left, label=part)
-        left += widths
-    axes.invert_yaxis()
-    axes.set_xlabel("CPU ms per step (medians)")
-    axes.set_title(f"Target widened to the cost of {TARGET_PARAMS / 1e6:.0f} M parameters", size=9)
-    axes.legend(fontsize=7)
-    figure.savefig(path, dpi=150)
+    with saved_figure(path, 9, 4.5) as figure:
+        axes = figure.add_subplot()
+        for part in dict.fromkeys(row["part"] for row in rows):
+            if part in ("whole step", OUTSIDE):
+                continue
+            value = {
+                (row["configuration"], row["batch"]): float(row["cpu_ms"])
+                for row in rows
+                if row["part"] == part
+            }
+            widths = np.array([value.get(bar, 0.0) for bar in bars])
+            labels = [f"{name}, batch {batch}" for name, batch in bars]
+            axes.barh(labels, widths, left=left, label=part)
+            left += widths
+        axes.invert_yaxis()
+        axes.set_xlabel("CPU ms per step (medians)")
+        axes.set_title(PADDED_NOTE, size=8)
+        axes.legend(fontsize=7)
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
-    os.environ.update(engine_environment())
-    target = str(widened(MODELS, TARGET_PARAMS, REPOSITORY / "results" / "models"))
+    model = {"model": str(padded_target())}
     rows = []
-    spawn = multiprocessing.get_context("spawn")
-    # One engine per process.
-    with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
-        for name in CONFIGURATIONS:
-            rows += pool.submit(profile, name, target).result()
-    OUT.mkdir(parents=True, exist_ok=True)
-    with (OUT / "profile_step.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    plot(rows, OUT / "profile_step.png")
+    for name, config in CONFIGURATIONS.items():
+        engine_args = {**ENGINE_ARGS, **model, "speculative_config": config}
+        with EngineProcess(engine_args, name, log=OUTPUT / "engine.log") as engine:
+            rows += engine.call(profile, name)
+    write_csv(OUTPUT / "profile_step.csv", rows)
+    plot(rows, OUTPUT / "profile_step.png")
     for row in rows:
         print(
             f"{row['configuration']:15} batch {row['batch']:2} {row['part']:32} "
