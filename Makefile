@@ -20,12 +20,13 @@ venv: .venv/.installed
 	touch $@
 
 demo: venv
-	$(BIN)/vllm-hsd demo
+	$(BIN)/python -m benchmarks.end_to_end.demo
 
+# Engines are single-threaded, so two test processes share two cores.
 test: venv
-	$(BIN)/pytest -m "not slow and not interpret"
+	$(BIN)/pytest -n 2 --dist loadfile --durations=25 -m "not slow and not interpret"
 # Triton decides at import whether kernels are interpreted: a run of its own.
-	TRITON_INTERPRET=1 $(BIN)/pytest -m "interpret and not slow" -n 2 tests/kernels
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 -m "interpret and not slow" tests/kernels
 
 test-slow: venv
 	$(BIN)/pytest -m "slow and not interpret"
@@ -34,9 +35,54 @@ test-slow: venv
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
+# All benchmarks, one after another; a failure does not stop the others. An hour or two.
+BENCHMARKS := toy-models paper-tables kernel-builds kernel-bytes cpu-verification gpu-verification \
+	predictions ablations step-profile demo batch-sizes
 bench: venv
-	$(BIN)/python benchmarks/run_all.py
+	@failed=; \
+	for name in $(addprefix bench-,$(BENCHMARKS)); do \
+		echo "== $$name"; \
+		$(MAKE) --no-print-directory $$name || failed="$$failed $$name"; \
+	done; \
+	echo "Tables and figures are in results/."; \
+	if [ -n "$$failed" ]; then echo "Failed:$$failed"; exit 1; fi
+
+bench-toy-models: venv
+	$(BIN)/python -m benchmarks.toy_models --out results/toy_models
+
+bench-paper-tables: venv
+	$(BIN)/python -m benchmarks.paper_tables.gsp_tables --output results/paper_tables
+
+bench-kernel-builds: venv
+	$(BIN)/python benchmarks/kernels/aot_usage.py --out results/kernels
+
+bench-kernel-bytes: venv
+	$(BIN)/python benchmarks/kernels/count_bytes.py --out results/kernels
+
+bench-cpu-verification: venv
+	$(BIN)/python benchmarks/kernels/bench_cpu_verify.py --out results/kernels
+
+bench-gpu-verification: venv
+	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+		$(BIN)/python benchmarks/kernels/bench_chain_verify.py --out results/kernels; \
+	else echo "Not run: needs a GPU."; fi
+
+bench-predictions: venv
+	$(BIN)/python -m benchmarks.planner.check_predictions --output results/planner
+
+bench-ablations: venv
+	$(BIN)/python -m benchmarks.ablations.run
+
+bench-step-profile: venv
+	$(BIN)/python -m benchmarks.end_to_end.profile_step
+
+bench-demo: demo
+
+bench-batch-sizes: venv
+	$(BIN)/python -m benchmarks.end_to_end.demo --batch-sizes 1 4 8 16 --num-prompts 16 \
+		--output results/batch_sizes
 
 clean:
 	rm -rf .venv results

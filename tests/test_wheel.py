@@ -1,0 +1,102 @@
+"""The wheel by itself: installed into a new environment and used outside the checkout."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import vllm_hsd
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "vllm_hsd", "kernels")
+
+
+def run(*command: object, **options) -> subprocess.CompletedProcess:
+    result = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=500, **options
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel, built from a copy of the sources: a build writes beside them."""
+    directory = tmp_path_factory.mktemp("wheel")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, directory / name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, directory)
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", directory / "dist", directory)
+    return next((directory / "dist").glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """Runs a program of a new environment that has the wheel and this environment's libraries."""
+    directory = tmp_path_factory.mktemp("installed")
+    venv.create(directory / "venv", symlinks=True)
+    binaries = directory / "venv" / "bin"
+    python = binaries / "python"
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = directory / "venv" / "lib" / version / "site-packages"
+    # A path in a .pth file brings the libraries without their .pth files, so without the checkout.
+    (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
+    run(*pip, "install", "--no-deps", "--no-index", "--quiet", wheel)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    work = directory / "work"
+    work.mkdir()
+
+    def call(program: str, *arguments: object) -> str:
+        command = (binaries / program, *arguments)
+        return run(*command, cwd=work, env=environment).stdout
+
+    place = call("python", "-c", "import vllm_hsd; print(vllm_hsd.__file__)")
+    assert Path(place.strip()).is_relative_to(packages)
+    return call
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    metadata = f"vllm_hsd-{vllm_hsd.__version__}.dist-info/"
+    assert all(name.startswith(("vllm_hsd/", metadata)) for name in names)
+    assert {"vllm_hsd/py.typed", "vllm_hsd/kernels/chain_verify.py"} <= set(names)
+    assert not any("testing" in name or "test_" in name for name in names)
+
+
+def test_version_and_doctor_work_without_the_checkout(installed):
+    assert installed("vllm-hsd", "--version").strip() == f"vllm-hsd {vllm_hsd.__version__}"
+    assert "can run here" in installed("vllm-hsd", "doctor")
+
+
+def test_bench_works_without_the_checkout(installed, text_family, tmp_path):
+    level = {"model": text_family.small}
+    config = {"method": "hsd", "num_speculative_tokens": 2, "levels": [level]}
+    engine_args = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26}
+    options = {
+        "--model": text_family.target,
+        "--speculative-config": json.dumps(config),
+        "--temperatures": 0,
+        "--max-tokens": 4,
+        "--num-prompts": 1,
+        "--rounds": 1,
+        "--dtype": "float32",
+        "--engine-args": json.dumps(engine_args),
+        "--output": tmp_path,
+    }
+    printed = installed("vllm-hsd", "bench", *(part for pair in options.items() for part in pair))
+    assert "small 2" in printed and "no speculation" in printed
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert [row["greedy_differences"] for row in rows] == [0, 0]
+    assert (tmp_path / "bench.csv").exists()
