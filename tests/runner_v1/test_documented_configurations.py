@@ -1,0 +1,29 @@
+"""Every speculative configuration shown in the README and in docs/ starts an engine."""
+
+import copy
+
+import pytest
+from support.documented_configurations import documented_configurations, with_tiny_models
+from support.engines import run_engine
+
+CONFIGURATIONS = documented_configurations()
+GREEDY = {
+    "prompts": [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(4)],
+    "params": {"temperature": 0, "max_tokens": 24, "ignore_eos": True},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(family) -> list:
+    return run_engine({"model": family.target}, {"greedy": GREEDY})["greedy"]["outputs"]
+
+
+def test_the_readme_shows_a_configuration():
+    assert any(name.startswith("README.md") for name in CONFIGURATIONS)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_it_serves_greedy_requests_as_no_speculation_does(family, plain, name, tmp_path):
+    config = with_tiny_models(copy.deepcopy(CONFIGURATIONS[name]), family, tmp_path)
+    engine = {"model": family.target, "speculative_config": config}
+    assert run_engine(engine, {"greedy": GREEDY})["greedy"]["outputs"] == plain

@@ -1,0 +1,73 @@
+"""Speculative configurations shown in the documentation, and their tiny counterparts."""
+
+import json
+import re
+from pathlib import Path
+
+from support.eagle3_head import write_eagle3_head
+from support.level_files import target_head, write_level_files
+from support.tiny_models import Family
+
+from vllm_hsd.core.exit_head import write_exit_head
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted(REPOSITORY.glob("docs/*.md"))))
+# Keys of real checkpoints that a tiny model has no use for.
+CHECKPOINT_KEYS = ("quantization", "revision", "code_revision", "max_model_len")
+
+
+def documented_configurations() -> dict[str, dict]:
+    """ "page, number" -> every JSON object in a code block that is a speculative configuration."""
+    found = {}
+    for page in PAGES:
+        blocks = re.findall(r"^ *```.*?\n(.*?)^ *```", (REPOSITORY / page).read_text(), re.M | re.S)
+        configs = [config for block in blocks for config in _configurations(block)]
+        found |= {f"{page}, {i}": config for i, config in enumerate(configs)}
+    return found
+
+
+def _configurations(block: str) -> list[dict]:
+    decoder, position, found = json.JSONDecoder(), 0, []
+    while (position := block.find("{", position)) >= 0:
+        try:
+            value, position = decoder.raw_decode(block, position)
+        except ValueError:
+            position += 1
+            continue
+        found += [part for part in (value, value.get("speculative_config")) if _is_one(part)]
+    return found
+
+
+def _is_one(value: object) -> bool:
+    return isinstance(value, dict) and "method" in value
+
+
+def with_tiny_models(config: dict, family: Family, directory: Path) -> dict:
+    """The configuration with every model, table, head and cascade file replaced by a tiny one."""
+    files = write_level_files(family.target, directory, vocab_size=family.vocabulary)
+    config = {key: value for key, value in config.items() if key not in CHECKPOINT_KEYS}
+    if "cascade" in config:
+        path = directory / "cascade.json"
+        levels = [{"model": family.small, "num_tokens": 2}, {"model": family.mid}]
+        path.write_text(json.dumps({"schema": 1, "num_speculative_tokens": 5, "levels": levels}))
+        config["cascade"] = str(path)
+    if "model" in config:
+        eagle = config["method"] in ("eagle", "eagle3")
+        config["model"] = write_eagle3_head(family.target, directory) if eagle else family.mid
+    models, layer = [family.mid, family.small], 0
+    for level in config.get("levels", []):
+        for key in CHECKPOINT_KEYS:
+            level.pop(key, None)
+        if "model" in level:
+            level["model"] = models.pop()
+        if "bigram" in level:
+            level["bigram"] = files.bigram
+        if "early_exit" in level or "exit_head" in level:
+            # Exits must be ordered by depth, and the target has two layers.
+            layer += 1
+        if "early_exit" in level:
+            level["early_exit"] = layer
+        if "exit_head" in level:
+            level["exit_head"] = str(directory / f"head-{layer}")
+            write_exit_head(target_head(family.target, layer), directory / f"head-{layer}")
+    return config
