@@ -1,9 +1,9 @@
-"""Long-run tokens per target call of the verifiers on toy models, beside recorded values.
+"""Long-run tokens per target call of the verifiers on toy models, next to recorded values.
 
-Target and draft are order-1 Markov models over 32 tokens: target logits are 2 * N(0, 1), the
-draft adds sigma * N(0, 1) to them, with sigma such that the mean acceptance rate
-sum_v min(p(v), q(v)) over the target's stationary law is the rate asked for. Chains and trees run
-through verify_chain and verify_tree; a tree holds K independent drafts of the same length.
+Target and draft are order-1 Markov models over 32 tokens: target logits are 2 * N(0, 1), the draft
+adds sigma * N(0, 1) to them. Sigma is chosen so that the mean acceptance rate
+sum_v min(p(v), q(v)) over the target's stationary distribution is the requested rate. Chains and
+trees run through verify_chain and verify_tree; a tree holds K independent drafts of equal length.
 """
 
 import argparse
@@ -29,7 +29,7 @@ RECORDED = {
 
 
 def toy_models(rate: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Transition tables (target, draft), float64 [V, V], with the acceptance rate asked for."""
+    """Transition tables (target, draft), float64 [V, V], with the requested acceptance rate."""
     generator = torch.Generator().manual_seed(seed)
     logits, noise = torch.randn(2, VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64)
     target = (2 * logits).softmax(-1)
@@ -113,7 +113,7 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder for the CSV")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="directory of the CSV")
     parser.add_argument("--seeds", type=int, default=4, help="pairs of toy models")
     parser.add_argument("--chain-calls", type=int, default=50, help="of 1000 sequences, per pair")
     parser.add_argument("--tree-calls", type=int, default=1500, help="of 1 sequence, per pair")

@@ -103,10 +103,14 @@ def max_and_sum(x):
 @triton.jit
 def max_and_index(x, entry):
     """max(x) and its lowest index as a float32, with NaN as the maximum (as torch.argmax)."""
+    none: tl.constexpr = 2147483647
+    nan_offset: tl.constexpr = 1 << 30
     maximum = tl.max(x, axis=0)
-    is_nan = x != x
-    has_nan = tl.sum(is_nan.to(tl.int32), axis=0) > 0
-    index = tl.min(tl.where(tl.where(has_nan, is_nan, x == maximum), entry, 2147483647), axis=0)
+    # One reduction finds both: the indices of NaN are shifted below zero, so the first one wins.
+    candidate = tl.where(x != x, entry - nan_offset, tl.where(x == maximum, entry, none))
+    index = tl.min(candidate, axis=0)
+    has_nan = index < 0
+    index = tl.where(has_nan, index + nan_offset, index)
     return tl.where(has_nan, float("nan"), maximum), index.to(tl.float32)
 
 

@@ -302,9 +302,9 @@ def traverse_kernel(
                 entry = chunk * CHUNK + tl.arange(0, CHUNK)
                 if is_leaf:
                     x = load_scaled(target_ptr, entry, vocab_size, inv_temperature)
-                    maximum = tl.max(x, axis=0)
-                    weight = exp_shifted(x, maximum)
-                    tl.store(stats_ptr + row * chunks + chunk, maximum)
+                    chunk_max = tl.max(x, axis=0)
+                    weight = exp_shifted(x, chunk_max)
+                    tl.store(stats_ptr + row * chunks + chunk, chunk_max)
                 else:
                     weight, _ = _remaining_row(
                         target_ptr,

@@ -1,4 +1,4 @@
-"""Registers, spills and shared memory of every kernel, built ahead of time; needs no GPU."""
+"""Registers, spills and shared memory of every kernel, compiled without a GPU."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ from vllm_hsd.kernels.testing import builds
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder for the CSV")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="directory of the CSV")
     parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90])
     args = parser.parse_args()
     rows = [

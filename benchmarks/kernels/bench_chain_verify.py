@@ -1,10 +1,10 @@
 """GPU: chain verification kernels against vLLM's V2 and V1 samplers, the torch path and a copy.
 
-Every case is checked before it is timed: on the device against the reference, and once more when
-replayed from a CUDA graph. Times are medians of cold-cache runs (L2 is overwritten in between);
-what can be captured is timed as a CUDA graph. The floor is the time in which the rows that any
-verifier must read once (see kernels/README.md) pass at the copy bandwidth measured here. Where
-there is no GPU, the CPU benchmark runs instead.
+Every case is checked before it is timed: on the device against the reference, and again when
+replayed from a CUDA graph. Times are medians of cold-cache runs (L2 is overwritten in between).
+Calls that can be captured are timed as CUDA graphs. The floor is the time to read, at the copy
+bandwidth measured here, the rows that any verifier must read once (see kernels/README.md). Without
+a GPU, the CPU benchmark runs in its place. It has not been run on a GPU yet.
 """
 
 import argparse
@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 
 
 def samplers(drafts: Drafts, v2, v1) -> dict[str, Callable[[], object]]:
-    """What is timed, by name; each call verifies the whole batch."""
+    """The timed calls by name; each one verifies the whole batch."""
     choices: dict[str, Callable[[], object]] = {}
     for method in ("block", "standard"):
         for lse in (True, False):
@@ -171,7 +171,9 @@ def plot(table: pd.DataFrame, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder for CSV and PNG")
+    parser.add_argument(
+        "--out", type=Path, default=Path("results"), help="directory of CSV and PNG"
+    )
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32000, 128256, 152064])
     parser.add_argument("--drafts", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64, 256])

@@ -1,11 +1,11 @@
-"""CPU: verify_chain against vLLM's V1 rejection sampler, from logits to tokens, paired.
+"""CPU: verify_chain against vLLM's V1 rejection sampler, from logits to tokens, in pairs.
 
-Both sides get the same logits, draft rows and tokens and run in turns in one process; what counts
-is the ratio of the two times of a pair, in wall time and, for machines that are shared, in CPU
-time. vLLM runs RejectionSampler.forward (its C++ kernels), we run softmax and verify_chain. At
-temperature 1 vLLM's forward also divides by an expanded temperature; its CPU version of that step
-writes into a copy in 0.32 and 0.33 (vLLM issues 55005, 55006) and is skipped here, in vLLM's
-favour. Correctness is checked before anything is timed.
+Both sides get the same logits, draft rows and tokens and alternate in one process. The result is
+the ratio of the two times of a pair, in wall time and, for shared machines, in CPU time. vLLM runs
+RejectionSampler.forward (its C++ kernels), ours is softmax and verify_chain. At temperature 1
+vLLM's forward also divides by an expanded temperature. Its CPU version of that step writes into a
+copy in 0.32 and 0.33 (vLLM issues 55005, 55006) and is skipped here, in vLLM's favor. Correctness
+is checked before anything is timed.
 """
 
 import argparse
@@ -151,7 +151,9 @@ def plot(table: pd.DataFrame, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder for CSV and PNG")
+    parser.add_argument(
+        "--out", type=Path, default=Path("results"), help="directory of CSV and PNG"
+    )
     parser.add_argument("--pairs", type=int, default=30, help="timed pairs for each case")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32000, 152064])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])

@@ -1,4 +1,4 @@
-"""Bytes and launches per verification, counted by Triton's interpreter: ours and vLLM's V2.
+"""Bytes and launches per verification, ours and vLLM's V2, counted by Triton's interpreter.
 
 Counts every unmasked lane that a kernel loads or stores (a host-side cast or copy is added as what
 it reads and writes), per request and vocabulary entry. Needs no GPU.
@@ -86,7 +86,9 @@ def plot(table: pd.DataFrame, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder for CSV and PNG")
+    parser.add_argument(
+        "--out", type=Path, default=Path("results"), help="directory of CSV and PNG"
+    )
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--draft", type=int, default=5, help="draft tokens per request")

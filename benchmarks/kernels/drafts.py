@@ -1,4 +1,4 @@
-"""Batches of drafts for the kernel benchmarks, in the layouts of all who verify them."""
+"""Batches of drafts for the kernel benchmarks, in the layouts of the compared samplers."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from vllm_hsd.kernels.sample_row import sample_row
 class Drafts:
     """``batch`` drafts of ``n`` tokens, drawn from their rows by ``sample_row``.
 
-    Target logits are independent normal numbers times ``peak``, the draft's are the target's plus
+    Target logits are independent normal numbers times ``scale``, the draft's are the target's plus
     ``noise`` times normal numbers.
     """
 
@@ -33,35 +33,37 @@ class Drafts:
         temperature: float,
         *,
         noise: float,
-        peak: float = 4.0,
+        scale: float = 4.0,
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
     ) -> "Drafts":
         target = torch.empty(batch, n + 1, vocabulary, device=device, dtype=dtype)
         draft = torch.empty(batch, n, vocabulary, device=device, dtype=dtype)
         for i in range(batch):
-            target[i] = (peak * torch.randn(n + 1, vocabulary, device=device)).to(dtype)
+            target[i] = (scale * torch.randn(n + 1, vocabulary, device=device)).to(dtype)
             near = target[i, :n].float() + noise * torch.randn(n, vocabulary, device=device)
             draft[i] = near.to(dtype)
         seeds = torch.randint(2**62, (batch,), device=device)
         draws = torch.arange(n, device=device).repeat(batch)
         draft = draft.flatten(0, 1)
-        heat = torch.full((batch * n,), temperature, device=device)
-        tokens, lse = sample_row(draft, heat, seeds.repeat_interleave(n), draws)
-        return cls(target.flatten(0, 1), draft, tokens, lse, heat[:batch].clone(), seeds, n)
+        row_temperature = torch.full((batch * n,), temperature, device=device)
+        tokens, lse = sample_row(draft, row_temperature, seeds.repeat_interleave(n), draws)
+        return cls(
+            target.flatten(0, 1), draft, tokens, lse, row_temperature[:batch].clone(), seeds, n
+        )
 
     @property
     def batch(self) -> int:
         return self.seeds.shape[0]
 
     def overlap(self) -> float:
-        """Mean of sum(min(p, q)) over the first draft position: the token-wise acceptance rate."""
-        scale = self.temperature[0] if self.temperature[0] > 0 else 1.0
+        """Mean of sum(min(p, q)) at the first draft position: the standard acceptance rate."""
+        temperature = self.temperature[0] if self.temperature[0] > 0 else 1.0
         rows = range(0, min(self.batch, 16))
         shared = [
             torch.minimum(
-                (self.target[i * (self.n + 1)].float() / scale).softmax(-1),
-                (self.draft[i * self.n].float() / scale).softmax(-1),
+                (self.target[i * (self.n + 1)].float() / temperature).softmax(-1),
+                (self.draft[i * self.n].float() / temperature).softmax(-1),
             ).sum()
             for i in rows
         ]
@@ -105,10 +107,10 @@ class Drafts:
         }
 
     def needed_bytes(self, num_accepted: torch.Tensor, lse: bool) -> float:
-        """Bytes of the rows that any verifier has to read once, for what it decided.
+        """Bytes of the rows that any verifier has to read once for its decision.
 
-        Every target row of a draft for its normaliser (and the proposal rows, unless theirs is
-        known), the row after a draft that stays whole, target and proposal row of a residual.
+        Every target row of a draft for its logsumexp (and every proposal row, unless theirs is
+        given), the row after a draft that is accepted whole, and both rows of a residual.
         """
         row = self.target.shape[1] * self.target.element_size()
         if self.temperature[0] == 0:

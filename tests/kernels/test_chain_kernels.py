@@ -1,3 +1,5 @@
+"""Chain kernels against the reference, under the interpreter, and their contract."""
+
 import pytest
 import torch
 from support.kernel_batches import UNUSABLE_ROWS, draft_lse, make_chains, plain_vllm_tokens
@@ -92,39 +94,57 @@ def test_degenerate_rows(method, small_blocks):
     assert result.num_accepted[7] <= 2 and result.num_accepted[11] <= 1
 
 
-@pytest.mark.interpret
-@pytest.mark.parametrize("draft_tokens", [0, 3])
-@pytest.mark.parametrize("kind", list(UNUSABLE_ROWS))
-def test_an_unusable_own_row_gives_the_token_of_plain_vllm(kind, draft_tokens, small_blocks):
-    """In both layouts and for both methods; at a temperature above 0 nothing is accepted."""
-    batch = make_chains(700, [draft_tokens] * 4)
-    batch["temperature"] = torch.tensor([0.0, 0.7, 1.0, 0.0])
-    own = batch["target_logits"].view(4, draft_tokens + 1, 700)[:, 0]
-    UNUSABLE_ROWS[kind](own)
+def requests_with_unusable_own_rows():
+    """Each kind of row at temperature 0 and 0.8, without a draft and with two draft tokens.
+
+    Returns (batch, plain vLLM's tokens [12]).
+    """
+    lengths = [0, 2] * 6
+    batch = make_chains(100, lengths)
+    batch["temperature"] = torch.tensor([0.0, 0.0, 0.8, 0.8]).repeat(3)
+    first = torch.arange(12) + torch.tensor([0, *lengths[:-1]]).cumsum(0)
+    own = batch["target_logits"][first]
+    for change, rows in zip(UNUSABLE_ROWS.values(), own.split(4), strict=True):
+        change(rows)
+    batch["target_logits"][first] = own
     plain = plain_vllm_tokens(own, batch["temperature"])
-    if draft_tokens:
-        batch["draft_token_ids"][-draft_tokens] = plain[3]
-    for method in chain_verify.METHODS:
-        result = chain_verify.verify_chain(**batch, method=method)
-        assert_matches(batch, result, method=method)
-        assert result.token_ids[:, 0].tolist() == plain.tolist()
-        assert result.num_emitted.tolist()[1:3] == [1, 1]
-        # A greedy request goes on from the argmax of its own row.
-        assert (result.num_accepted[3] >= 1) == (draft_tokens > 0)
-        padded = chain_verify.verify_chain_padded(
+    # The greedy drafts begin with the argmax of the unusable row.
+    batch["draft_token_ids"].view(6, 2)[::2, 0] = plain[1::4]
+    return batch, plain
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("method", chain_verify.METHODS)
+def test_an_unusable_own_row_gives_the_token_of_plain_vllm(method, monkeypatch):
+    monkeypatch.setattr(blocks, "CHUNK", 64)
+    monkeypatch.setattr(blocks, "BLOCK", 16)
+    batch, plain = requests_with_unusable_own_rows()
+    if method == "block":
+        result = chain_verify.verify_chain(**batch)
+    else:
+        rows = batch["cu_num_draft_tokens"] + torch.arange(13)
+        sampled = torch.zeros(24, dtype=torch.int64)
+        drafts = batch["draft_token_ids"].view(6, 2)
+        sampled[(rows[1:-1:2, None] + torch.tensor([1, 2])).flatten()] = drafts.flatten()
+        draft_logits = torch.zeros(12, 2, 100)
+        draft_logits[1::2] = batch["draft_logits"].view(6, 2, 100)
+        result = chain_verify.verify_chain_padded(
             batch["target_logits"],
-            batch["draft_logits"].view(4, draft_tokens, 700),
-            torch.cat(
-                (torch.zeros(4, 1).long(), batch["draft_token_ids"].view(4, draft_tokens)), 1
-            ).flatten(),
-            torch.arange(5) * (draft_tokens + 1),
-            torch.arange(4),
+            draft_logits,
+            sampled,
+            rows,
+            torch.arange(12),
             *(batch[k] for k in ("temperature", "seeds", "draws")),
-            max_draft_tokens=draft_tokens,
+            max_draft_tokens=2,
             method=method,
         )
-        assert padded.token_ids.tolist() == result.token_ids.tolist()
-        assert padded.num_emitted.tolist() == result.num_emitted.tolist()
+    assert_matches(batch, result, method=method)
+    assert result.token_ids[:, 0].tolist() == plain.tolist()
+    sampled_requests = batch["temperature"] > 0
+    assert (result.num_emitted[sampled_requests] == 1).all()
+    assert (result.num_accepted[sampled_requests] == 0).all()
+    # A greedy request continues from the argmax of its own row.
+    assert (result.num_accepted[1::4] >= 1).all()
 
 
 @pytest.mark.interpret

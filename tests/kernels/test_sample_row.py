@@ -1,3 +1,5 @@
+"""sample_row against the reference, under the interpreter, and its contract."""
+
 import pytest
 import torch
 from support.kernel_batches import UNUSABLE_ROWS, plain_vllm_tokens

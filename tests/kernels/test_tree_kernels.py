@@ -1,3 +1,5 @@
+"""Tree kernels against the reference, under the interpreter, and their contract."""
+
 import pytest
 import torch
 from support.kernel_batches import UNUSABLE_ROWS, make_trees, plain_vllm_tokens
@@ -53,7 +55,7 @@ def test_sixty_four_nodes(small_blocks):
 
 @pytest.mark.interpret
 def test_degenerate_trees(small_blocks):
-    """Unusable rows, empty slots, tokens outside the vocabulary, a draft temperature of its own."""
+    """Unusable rows, empty slots, tokens outside the vocabulary, a separate draft temperature."""
     batch = make_trees(9, 70, "iid", seed=1)
     batch["temperature"] = torch.full((9,), 0.9)
     batch["temperature"][7] = 0
@@ -86,7 +88,7 @@ def test_an_unusable_root_row_gives_the_token_of_plain_vllm(kind, small_blocks):
     plain = plain_vllm_tokens(logits, batch["temperature"])
     assert result.token_ids[:, 0].tolist() == plain.tolist()
     assert result.num_emitted.tolist()[1:3] == [1, 1]
-    # A greedy request goes on from the argmax of its own row.
+    # A greedy request continues from the argmax of its own row.
     assert result.num_accepted[3] >= 1
 
 
