@@ -36,8 +36,10 @@ class OpenAIServer:
         model: directory of the target, served under the name "tiny".
         directory: empty directory for the log.
         speculative_config: None for no speculation.
-        arguments: further command-line options without dashes; None for those without a value.
+        arguments: further command-line options without dashes; True for those without a value,
+            False to leave one of ours out.
         plugin: "module:function" that vLLM calls in each of its processes as a general plugin.
+        environment: variables in addition to those of `support.engines`.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class OpenAIServer:
         speculative_config: dict | None = None,
         arguments: dict | None = None,
         plugin: str | None = None,
+        environment: dict[str, str] | None = None,
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -58,30 +61,33 @@ class OpenAIServer:
             "served-model-name": "tiny",
             "dtype": "float32",
             "max-model-len": 256,
-            "enforce-eager": None,
+            "enforce-eager": True,
+            "kv-cache-memory-bytes": 64 << 20,
             **(arguments or {}),
         }
         if speculative_config:
             options["speculative-config"] = json.dumps(speculative_config)
         flags = []
         for key, value in options.items():
-            flags += [f"--{key}"] if value is None else [f"--{key}", str(value)]
-        environment = {
+            if value is not False:
+                flags += [f"--{key}"] if value is True else [f"--{key}", str(value)]
+        variables = {
             **os.environ,
             **ENVIRONMENT,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_LOG_STATS_INTERVAL": "1",
+            **(environment or {}),
         }
         if plugin:
             paths = [_distribution_of(plugin, directory), os.environ.get("PYTHONPATH", "")]
             paths.append(str(Path(__file__).parents[1]))
-            environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+            variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         self.log = directory / "log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*command(model), *flags],
-                env=environment,
+                env=variables,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

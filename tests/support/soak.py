@@ -49,6 +49,10 @@ class Report:
     def fault_count(self) -> int:
         return sum(self.outcomes[outcome] for outcome in ("wrong", "lost", "hung", "error"))
 
+    def growth(self, role: str) -> float:
+        """Resident MB gained between the middle and the end of the soak."""
+        return self.memory[-1][1][role] - self.memory[len(self.memory) // 2][1][role]
+
     def note(self, request: SoakRequest, outcome: str, detail: str = "") -> None:
         self.outcomes[outcome] += 1
         self.kinds[request.kind] += 1
@@ -77,67 +81,92 @@ def soak(
     seed: int = 0,
     patience: float = PATIENCE,
     at_least: int = 0,
+    priorities: int = 1,
 ) -> Report:
     """Send requests in `streams` streams until the time is over, then wait for the last answers.
 
     Args:
         requests: each stream draws from them at random.
+        patience: seconds after which a request counts as hung.
         at_least: go on until so many were sent, whatever the time.
+        priorities: number of priorities among the requests, for a server that schedules by them.
     """
     report = Report()
-    asyncio.run(_soak(server, requests, seconds, streams, seed, patience, at_least, report))
+    plan = _Plan(server, requests, seconds, streams, seed, patience, at_least, priorities, report)
+    asyncio.run(_soak(plan))
     return report
 
 
-async def _soak(server, requests, seconds, streams, seed, patience, at_least, report) -> None:
+@dataclass
+class _Plan:
+    """Arguments of `soak` and its report."""
+
+    server: OpenAIServer
+    requests: list[SoakRequest]
+    seconds: float
+    streams: int
+    seed: int
+    patience: float
+    at_least: int
+    priorities: int
+    report: Report
+
+
+async def _soak(plan: _Plan) -> None:
+    server, report = plan.server, plan.report
     began = time.monotonic()
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 
         async def stream(number: int) -> None:
-            draw = random.Random(f"{seed}-{number}")
-            while time.monotonic() - began < seconds or report.sent < at_least:
-                if report.fault_count > 3 * streams or server.process.poll() is not None:
+            draw = random.Random(f"{plan.seed}-{number}")
+            while time.monotonic() - began < plan.seconds or report.sent < plan.at_least:
+                if report.fault_count > 3 * plan.streams or server.process.poll() is not None:
                     return
                 report.sent += 1
-                await _send(session, server.url, draw.choice(requests), draw, patience, report)
+                await _send(session, plan, draw.choice(plan.requests), draw)
 
-        sampler = asyncio.create_task(_watch_memory(server, began, seconds, report))
-        await asyncio.gather(*[stream(number) for number in range(streams)])
-        sampler.cancel()
+        watch = asyncio.create_task(_watch_memory(server, began, plan.seconds, report))
+        await asyncio.gather(*[stream(number) for number in range(plan.streams)])
+        watch.cancel()
         report.seconds = time.monotonic() - began
     if server.process.poll() is None:
         _look_after(server, report)
 
 
-async def _send(session, url, request, draw, patience, report) -> None:
+async def _send(session, plan: _Plan, request: SoakRequest, draw: random.Random) -> None:
+    report = plan.report
     aborted = draw.random() < ABORTED_SHARE
     streamed = aborted or draw.random() < STREAMED_SHARE
     if "prompt_logprobs" in request.params:  # vLLM does not stream these.
         aborted = streamed = False
     chunks = draw.randrange(6) if aborted else None
+    body = {**request.body, "stream": streamed}
+    if plan.priorities > 1:
+        body["priority"] = draw.randrange(plan.priorities)
     try:
-        async with asyncio.timeout(patience):
-            await _converse(session, f"{url}/v1/completions", request, streamed, chunks, report)
+        async with asyncio.timeout(plan.patience):
+            url = f"{plan.server.url}/v1/completions"
+            await _converse(session, url, body, request, chunks, report)
     except _HttpError as error:
         report.note(request, *_judge_error(request, error))
     except TimeoutError:
-        report.note(request, "hung", f"no answer after {patience:.0f} s")
+        report.note(request, "hung", f"no answer after {plan.patience:.0f} s")
     except (aiohttp.ClientError, json.JSONDecodeError, KeyError) as error:
         report.note(request, "lost", f"{type(error).__name__}: {error}")
 
 
-async def _converse(session, url, request, streamed, chunks, report) -> None:
+async def _converse(session, url, body, request, chunks, report) -> None:
     """Send a request and judge its answer; `chunks`: leave after so many of them."""
-    async with session.post(url, json={**request.body, "stream": streamed}) as answer:
+    async with session.post(url, json=body) as answer:
         if answer.status >= 400:
             raise _HttpError(answer.status, await answer.text())
-        if streamed:
+        if body["stream"]:
             choices, whole = await _read_stream(answer, chunks)
         else:
-            body = await answer.json()
-            choices, whole = {choice["index"]: choice for choice in body["choices"]}, True
+            listed = (await answer.json())["choices"]
+            choices, whole = {choice["index"]: choice for choice in listed}, True
     fault = _fault_of(request, choices, whole)
     report.note(request, *(fault or ("finished" if whole else "aborted",)))
 

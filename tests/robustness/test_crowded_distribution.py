@@ -1,0 +1,100 @@
+"""Sampled tokens keep the target's distribution where drafts are cut and requests preempted."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from support.engines import run_engine
+from support.exact_joint_distribution import chi_square_p_value
+from support.odd_requests import EOS, LETTERS, TOKENIZER
+from support.sampling_cases import SIGNIFICANCE
+from transformers import AutoModelForCausalLM
+
+# The outputs begin in one cache block and end in the next: more requests start than can go on.
+PROMPT = TOKENIZER.encode("a cab a bed a bead a cafe aced")[:30]
+CHOICES = ["ab", "ace", "add", "be", "bee", "cab"]
+OUTCOMES = {
+    "grammar": [(*TOKENIZER.encode(choice), EOS) for choice in CHOICES],
+    "free": [
+        *itertools.product(LETTERS[:2], repeat=5),
+        *((*some, EOS) for n in range(5) for some in itertools.product(LETTERS[:2], repeat=n)),
+    ],
+}
+PARAMS = {
+    "grammar": {
+        "structured_outputs": {"choice": CHOICES},
+        "allowed_token_ids": [*LETTERS, EOS],
+        "temperature": 2.0,
+        "max_tokens": 40,
+    },
+    "free": {"allowed_token_ids": [*LETTERS[:2], EOS], "temperature": 1.0, "max_tokens": 5},
+}
+
+
+def crowded_engine(family) -> dict:
+    """A budget of two tokens for most requests of a step, and blocks for half of them."""
+    levels = [
+        {"model": family.small, "num_tokens": 3},
+        {"model": family.mid, "temperature_scale": 0.4},
+    ]
+    return {
+        "model": family.target,
+        "skip_tokenizer_init": False,
+        "structured_outputs_config": {"backend": "xgrammar"},
+        "speculative_config": {"method": "hsd", "num_speculative_tokens": 6, "levels": levels},
+        "max_num_seqs": 24,
+        "max_num_batched_tokens": 48,
+        "block_size": 32,
+        "num_gpu_blocks_override": 16,
+    }
+
+
+def sample(family, count: int, patch: str | None = None) -> tuple[dict[str, list], dict]:
+    """Kind of request -> token ids of its outputs, and the result of the job."""
+    params = [{**PARAMS[kind], "seed": i} for i in range(count) for kind in PARAMS]
+    job = {"prompts": [PROMPT] * len(params), "params": params}
+    result = run_engine(crowded_engine(family), {"job": job}, patch=patch)["job"]
+    outputs = [tuple(output[0]["ids"]) for output in result["outputs"]]
+    return {kind: outputs[i :: len(PARAMS)] for i, kind in enumerate(PARAMS)}, result
+
+
+@pytest.fixture(scope="module")
+def exact(text_family) -> dict[str, dict[tuple[int, ...], float]]:
+    """Kind of request -> outcome -> probability, in float64."""
+    network = AutoModelForCausalLM.from_pretrained(text_family.target, dtype=torch.float64).eval()
+
+    def probs(outcomes: list[tuple[int, ...]], temperature: float) -> dict:
+        found = dict.fromkeys(outcomes, 1.0)
+        for n in range(max(map(len, outcomes))):
+            for start in {outcome[:n] for outcome in outcomes if len(outcome) > n}:
+                going_on = [outcome for outcome in outcomes if outcome[:n] == start]
+                tokens = sorted({outcome[n] for outcome in going_on})
+                with torch.inference_mode():
+                    logits = network(torch.tensor([[*PROMPT, *start]])).logits[0, -1].numpy()
+                weights = np.exp((logits[tokens] - logits[tokens].max()) / temperature)
+                for outcome in going_on:
+                    found[outcome] *= weights[tokens.index(outcome[n])] / weights.sum()
+        assert sum(found.values()) == pytest.approx(1)
+        return found
+
+    return {kind: probs(OUTCOMES[kind], PARAMS[kind]["temperature"]) for kind in PARAMS}
+
+
+@pytest.mark.parametrize(
+    "count", [1500, pytest.param(15000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])]
+)
+def test_crowded_samples_follow_the_target(text_family, exact, count):
+    outputs, result = sample(text_family, count)
+    assert result["counters"]["num_preemptions"] > 10
+    for kind in PARAMS:
+        assert chi_square_p_value(outputs[kind], exact[kind]) > SIGNIFICANCE, kind
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [("install_plain_bonus", "grammar"), ("install_uncapped_final_ratio", "free")],
+)
+def test_a_biased_sampler_is_caught_in_the_crowd(text_family, exact, fault, kind):
+    outputs, _ = sample(text_family, 3000, patch=f"support.biased_sampler:{fault}")
+    assert chi_square_p_value(outputs[kind], exact[kind]) < SIGNIFICANCE
