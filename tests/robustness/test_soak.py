@@ -17,7 +17,7 @@ from vllm_hsd.core.bigram import count_bigrams, write_bigram
 CROWDED = {
     "max-num-seqs": 64,
     "block-size": 32,
-    "num-gpu-blocks-override": 48,
+    "num-gpu-blocks-override": 24,
     "max-num-batched-tokens": 160,
 }
 # Twenty minutes unless the environment says otherwise.

@@ -14,6 +14,7 @@ from support.soak_requests import Answer, SoakRequest
 # A request that takes longer is counted as hung; the slowest take seconds.
 PATIENCE = 120.0
 ABORTED_SHARE, STREAMED_SHARE = 0.08, 0.4
+SHARES = {"certain": 0.4, "sampled": 0.3, "structured": 0.15, "odd": 0.15}
 
 
 class _HttpError(Exception):
@@ -86,7 +87,7 @@ def soak(
     """Send requests in `streams` streams until the time is over, then wait for the last answers.
 
     Args:
-        requests: each stream draws from them at random.
+        requests: each stream draws from them at random, by the SHARES of their kinds.
         patience: seconds after which a request counts as hung.
         at_least: go on until so many were sent, whatever the time.
         priorities: number of priorities among the requests, for a server that schedules by them.
@@ -125,7 +126,9 @@ async def _soak(plan: _Plan) -> None:
                 if report.fault_count > 3 * plan.streams or server.process.poll() is not None:
                     return
                 report.sent += 1
-                await _send(session, plan, draw.choice(plan.requests), draw)
+                [kind] = draw.choices(list(SHARES), list(SHARES.values()))
+                of_kind = [request for request in plan.requests if request.kind == kind]
+                await _send(session, plan, draw.choice(of_kind), draw)
 
         watch = asyncio.create_task(_watch_memory(server, began, plan.seconds, report))
         await asyncio.gather(*[stream(number) for number in range(plan.streams)])
