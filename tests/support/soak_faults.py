@@ -8,7 +8,7 @@ import itertools
 import torch
 
 
-def one_token_in_a_thousand() -> None:
+def one_token_in_a_hundred() -> None:
     """The target's verification now and then emits a token that it never drew."""
     from vllm_hsd.runner_v1 import sampler
 
@@ -18,7 +18,7 @@ def one_token_in_a_thousand() -> None:
         output = forward(self, *args, **kwargs)
         ids = output.sampled_token_ids
         for row in range(len(ids)):
-            if ids[row, 0] >= 0 and next(count) % 1000 == 0:
+            if ids[row, 0] >= 0 and next(count) % 100 == 0:
                 ids[row, 0] = torch.where(ids[row, 0] == 5, 6, 5)
         return output
 
@@ -39,7 +39,7 @@ def one_request_in_fifty_forgotten() -> None:
 
 
 def both() -> None:
-    one_token_in_a_thousand()
+    one_token_in_a_hundred()
     one_request_in_fifty_forgotten()
 
 
