@@ -50,7 +50,8 @@ def run_engine(engine: dict, jobs: dict[str, dict], *, patch: str | None = None,
     Args:
         engine: arguments of `vllm.LLM` in addition to ENGINE_DEFAULTS.
         jobs: name -> {"prompts": [token ids], "params": mapping or list of mappings, and
-            optionally "arrive": [engine step], "abort": {request: engine step}}.
+            optionally "arrive": [engine step], "abort": {request: engine step}}, or
+            "adapters": [directory of a LoRA adapter or None].
         patch: "module:function", called in the process before the engine starts.
         env: environment variables in addition to ENVIRONMENT.
 
@@ -122,14 +123,15 @@ def _configure(engines: list[dict]) -> list[str | None]:
     return errors
 
 
-def run_job(llm, prompts, params, arrive=None, abort=None) -> dict:
+def run_job(llm, prompts, params, arrive=None, abort=None, adapters=None) -> dict:
     """One job: {"outputs": [per prompt [per sequence {...}]], "levels": ..., "counters": ...}."""
     levels, counters = _level_counts(), _counters(llm)
     listed = params if isinstance(params, list) else [params] * len(prompts)
     sampling = [sampling_params(llm, given) for given in listed]
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
     if arrive is None and abort is None:
-        outputs = llm.generate(requests, sampling, use_tqdm=False)
+        loras = adapters and _lora_requests(adapters)
+        outputs = llm.generate(requests, sampling, use_tqdm=False, lora_request=loras)
     else:
         outputs = _step_by_step(llm, requests, sampling, arrive or [0] * len(prompts), abort or {})
     return {
@@ -137,6 +139,13 @@ def run_job(llm, prompts, params, arrive=None, abort=None) -> dict:
         "levels": _difference(_level_counts(), levels),
         "counters": {name: value - counters[name] for name, value in _counters(llm).items()},
     }
+
+
+def _lora_requests(adapters: list[str | None]) -> list:
+    from vllm.lora.request import LoRARequest
+
+    paths = sorted({path for path in adapters if path})
+    return [path and LoRARequest(path, 1 + paths.index(path), path) for path in adapters]
 
 
 def sampling_params(llm, given: dict):

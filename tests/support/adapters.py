@@ -1,0 +1,41 @@
+"""LoRA adapters with random weights for the tiny models, in the layout that PEFT writes."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+RANK = 4
+TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+
+
+def write_adapter(directory: Path, model: str, seed: int, strength: float = 1.0) -> str:
+    """Write an adapter of a model.
+
+    Args:
+        strength: size of the change to a weight matrix, relative to its standard deviation.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, weight in load_file(f"{model}/model.safetensors").items():
+        layer = name.removesuffix(".weight")
+        if layer.rpartition(".")[2] in TARGETS:
+            rows, columns = weight.shape
+            down = torch.randn(RANK, columns, generator=generator)
+            up = torch.randn(rows, RANK, generator=generator)
+            scale = strength * weight.std() / RANK**0.5
+            weights[f"base_model.model.{layer}.lora_A.weight"] = down
+            weights[f"base_model.model.{layer}.lora_B.weight"] = up * scale
+    directory.mkdir(parents=True)
+    save_file(weights, directory / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": model,
+        "r": RANK,
+        "lora_alpha": RANK,
+        "target_modules": list(TARGETS),
+        "bias": "none",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return str(directory)
