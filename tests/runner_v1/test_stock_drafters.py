@@ -1,10 +1,16 @@
 """`rejection_sample_method: "block"` with vLLM's own drafters on the V1 runner."""
 
+import pickle
+
 import pytest
+from pydantic import ValidationError
 from support.eagle3_head import write_eagle3_head
 from support.engines import run_engine
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
 
 from vllm_hsd.errors import UserError
+from vllm_hsd.plugin import register
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(8)]
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
@@ -24,26 +30,34 @@ def plain(family):
     return run_engine({"model": family.target}, {"greedy": JOBS["greedy"]})["greedy"]["outputs"]
 
 
-@pytest.fixture(scope="module", params=["draft_model", "ngram", "eagle3"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("draft_model", "block"),
+        ("draft_model", "hierarchical"),
+        ("ngram", "block"),
+        ("eagle3", "hierarchical"),
+    ],
+    ids=" ".join,
+)
 def stock(request, family, tmp_path_factory):
     """(drafter, results of JOBS) with block verification."""
+    drafter, method = request.param
     drafters = {
         "draft_model": {"model": family.target, "draft_sample_method": "probabilistic"},
         "ngram": {"prompt_lookup_max": 3},
         "eagle3": {"model": None, "draft_sample_method": "probabilistic"},
     }
-    keys = drafters[request.param]
-    if request.param == "eagle3":
+    keys = drafters[drafter]
+    if drafter == "eagle3":
         keys["model"] = write_eagle3_head(family.target, tmp_path_factory.mktemp("eagle3"))
     speculative = {
-        "method": request.param,
+        "method": drafter,
         "num_speculative_tokens": 4,
-        "rejection_sample_method": "block",
+        "rejection_sample_method": method,
         **keys,
     }
-    return request.param, run_engine(
-        {"model": family.target, "speculative_config": speculative}, JOBS
-    )
+    return drafter, run_engine({"model": family.target, "speculative_config": speculative}, JOBS)
 
 
 def test_greedy_equals_no_speculation(stock, plain):
@@ -80,14 +94,43 @@ def test_drafts_are_verified_with_their_own_probabilities(stock):
     ],
 )
 def test_unsupported_drafters_are_refused(family, keys, message):
-    from vllm.engine.arg_utils import EngineArgs
-
-    from vllm_hsd.plugin import register
-
     register()
     with pytest.raises(UserError, match=message):
-        EngineArgs(
-            model=family.target,
-            skip_tokenizer_init=True,
-            speculative_config={**keys, "rejection_sample_method": "hierarchical"},
-        ).create_engine_config()
+        configure(family, {**keys, "rejection_sample_method": "hierarchical"})
+
+
+def configure(family, speculative_config: dict) -> VllmConfig:
+    """vLLM's configuration for a speculative configuration."""
+    return EngineArgs(
+        model=family.target, skip_tokenizer_init=True, speculative_config=speculative_config
+    ).create_engine_config()
+
+
+def test_hierarchical_is_kept_on_the_v1_runner_and_block_is_left_to_vllm(family):
+    register()
+    drafter = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    found = {}
+    for method in ("standard", "block", "hierarchical"):
+        config = configure(family, {**drafter, "rejection_sample_method": method})
+        found[method] = config._get_v2_model_runner_unsupported_features()
+        assert config.speculative_config.rejection_sample_method == (
+            "standard" if method == "standard" else "block"
+        )
+        assert pickle.loads(pickle.dumps(config.speculative_config)) is not None
+    assert found["standard"] == found["block"]
+    assert found["hierarchical"] == [*found["block"], "rejection_sample_method 'hierarchical'"]
+
+
+def test_vllm_refuses_block_in_its_own_words(family):
+    register()
+    faulty = {"method": "ngram", "num_speculative_tokens": -2, "rejection_sample_method": "block"}
+    with pytest.raises(ValidationError, match="num_speculative_tokens"):
+        configure(family, faulty)
+
+
+def test_hierarchical_is_refused_where_the_v2_runner_is_enforced(family, monkeypatch):
+    register()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    drafter = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    with pytest.raises(UserError, match="VLLM_USE_V2_MODEL_RUNNER is 1"):
+        configure(family, {**drafter, "rejection_sample_method": "hierarchical"})
