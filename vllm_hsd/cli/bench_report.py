@@ -142,7 +142,8 @@ def machine(device: str, threads: int) -> str:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if device != "cpu":
         return f"{device}, host {_processor()}, {cores} cores"
-    return f"{_processor()}, {cores} cores, {threads} threads per engine"
+    plural = "s" if threads > 1 else ""
+    return f"{_processor()}, {cores} cores, {threads} thread{plural} per engine"
 
 
 def _processor() -> str:

@@ -1,0 +1,282 @@
+"""`vllm-hsd bench`: arguments, order of runs, figures and files; once with engines."""
+
+import csv
+import json
+import sys
+from typing import Any, ClassVar
+
+import pytest
+
+from vllm_hsd.cli import bench, bench_report, bench_runs
+from vllm_hsd.cli import main as cli
+from vllm_hsd.cli.bench_runs import Comparison, Results, Setup, config_name, jobs, measure
+from vllm_hsd.engine import Generation
+from vllm_hsd.errors import UserError
+
+KEYS = [
+    "config", "name", "batch_size", "temperature", "tokens_per_second", "speedup", "speedup_low",
+    "speedup_high", "tokens_per_step", "acceptance", "ttft_ms", "tpot_ms", "greedy_differences",
+]  # fmt: skip
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+CASCADE = {
+    "method": "hsd",
+    "num_speculative_tokens": 8,
+    "levels": [{"ngram": {"max": 4}, "num_tokens": 3}, {"model": "org/small"}],
+}
+SETUP = Setup([None] * 3, [[1, 2], [3]], True, 1000, "float32", "cpu", 1, 1 << 40)
+
+
+def make_comparison(tmp_path, **changes):
+    options = dict(
+        model="org/target",
+        configs=[None, NGRAM, CASCADE],
+        prompts=["a", "b"],
+        batch_sizes=[1, 2],
+        temperatures=[0.0, 1.0],
+        max_tokens=5,
+        num_prompts=2,
+        rounds=3,
+        engine_args={},
+        output=tmp_path,
+    )
+    return Comparison(**{**options, **changes})
+
+
+class FakeEngines:
+    """Engines that answer at once."""
+
+    latest: ClassVar[Any] = None
+
+    def __init__(self, comparison, setup):
+        self.stay_loaded = True
+        self.closed: list[int | None] = []
+        FakeEngines.latest = self
+
+    def get(self, index):
+        return FakeEngine(index)
+
+    def close(self, index=None):
+        self.closed.append(index)
+
+
+class FakeEngine:
+    """Takes SECONDS per prompt and round, can break in a round, and can answer wrongly."""
+
+    SECONDS: ClassVar = {0: (4.0, 4.0, 8.0), 1: (4.0, 2.0, 2.0), 2: (1.0, 1.0, 1.0)}
+    broken_in_round: ClassVar[dict[int, int]] = {}
+    wrong: ClassVar[set[int]] = set()
+
+    def __init__(self, index):
+        self.index = index
+
+    def generate(self, prompts, sampling_params):
+        round_ = sampling_params[0]["seed"] // 1000
+        if self.broken_in_round.get(self.index) == round_:
+            raise UserError("'x' ended early with signal SIGKILL.")
+        seconds = self.SECONDS[self.index][round_] * len(prompts)
+        tokens = [[7, 7, 7, 7, 7]] * len(prompts)
+        if self.index in self.wrong:
+            tokens[-1] = [7, 7, 7, 7, 8]
+        steps = {0: 5, 1: 3, 2: 2}[self.index]
+        levels = [{"drafted": 6, "accepted": 3}, {"drafted": 4, "accepted": 3}]
+        return Generation(
+            tokens,
+            ["text"] * len(prompts),
+            seconds,
+            seconds,
+            [0.5] * len(prompts),
+            [2.5] * len(prompts),
+            [steps] * len(prompts),
+            drafted=0 if self.index == 0 else 8,
+            accepted=0 if self.index == 0 else 2,
+            levels=levels if self.index == 2 else [],
+        )
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    monkeypatch.setattr(bench_runs, "Engines", FakeEngines)
+    monkeypatch.setattr(FakeEngine, "broken_in_round", {})
+    monkeypatch.setattr(FakeEngine, "wrong", set())
+
+
+def measured(comparison):
+    results = Results(comparison, metadata=bench.describe(comparison, SETUP))
+    measure(results, SETUP)
+    return results, bench_report.rows(results)
+
+
+def test_configurations_have_short_names():
+    assert config_name(None) == "no speculation"
+    assert config_name(NGRAM) == "ngram 4"
+    assert config_name(CASCADE) == "ngram 3, small 8"
+    eagle = {"method": "eagle3", "model": "org/head", "num_speculative_tokens": 7}
+    assert config_name({**eagle, "rejection_sample_method": "block"}) == "eagle3 head 7 (block)"
+    assert config_name({"method": "hsd", "cascade": "x/cascade.json"}) == "hsd cascade.json"
+    assert config_name({"model": "org/small", "num_speculative_tokens": 2}) == "draft_model small 2"
+
+
+def test_equal_names_are_told_apart(tmp_path):
+    comparison = make_comparison(tmp_path, configs=[None, NGRAM, {**NGRAM, "prompt_lookup_max": 2}])
+    assert comparison.names == ["no speculation", "ngram 4", "ngram 4 (2)"]
+
+
+def test_batches_are_full_and_prompts_repeat(tmp_path):
+    comparison = make_comparison(tmp_path, num_prompts=3)
+    assert comparison.prompt_batches(1) == [(0,), (1,), (2,)]
+    assert comparison.prompt_batches(2) == [(0, 1), (2, 0)]
+
+
+def test_configurations_alternate_in_an_order_that_rotates(tmp_path):
+    comparison = make_comparison(tmp_path, batch_sizes=[1], temperatures=[0.0])
+    assert [(job.part, job.config) for job in jobs(comparison, 0, True)] == [
+        (0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (1, 0),
+    ]  # fmt: skip
+    assert [job.config for job in jobs(comparison, 1, True)][:3] == [1, 2, 0]
+    # Engines that cannot stay loaded change once a round.
+    assert [job.config for job in jobs(comparison, 1, False)] == [1, 1, 2, 2, 0, 0]
+
+
+def test_rows_hold_the_figures(fakes, tmp_path, capsys):
+    _, rows = measured(make_comparison(tmp_path))
+    assert [list(row) for row in rows] == [KEYS] * 12
+    none, ngram, cascade = rows[:3]
+    assert (none["config"], ngram["config"]) == (None, NGRAM)
+    assert [row["tokens_per_second"] for row in rows[:3]] == [1.25, 2.5, 5.0]
+    assert [row["speedup"] for row in rows[:3]] == [1.0, 2.0, 4.0]
+    assert (ngram["speedup_low"], ngram["speedup_high"]) == (1.0, 4.0)
+    # Five tokens: one from prefill, four from the other steps.
+    assert [row["tokens_per_step"] for row in rows[:3]] == [1.0, 2.0, 4.0]
+    assert none["acceptance"] == [] and ngram["acceptance"] == [0.25]
+    assert cascade["acceptance"] == [0.5, 0.75]
+    assert (none["ttft_ms"], none["tpot_ms"]) == (500.0, 500.0)
+    assert [row["greedy_differences"] for row in rows[:6]] == [0, 0, 0, None, None, None]
+    # A line for every run, also when the output is not a terminal.
+    assert capsys.readouterr().err.count("tokens/s") == 3 * 3 * 2 * (2 + 1)
+
+
+def test_greedy_differences_are_counted_over_prompts_and_rounds(fakes, tmp_path):
+    FakeEngine.wrong = {2}
+    _, rows = measured(make_comparison(tmp_path, batch_sizes=[2]))
+    assert [row["greedy_differences"] for row in rows[:3]] == [0, 0, 3]
+
+
+def test_what_could_not_run_has_no_numbers(fakes, tmp_path, capsys):
+    FakeEngine.broken_in_round = {1: 2}
+    results, rows = measured(make_comparison(tmp_path))
+    broken = [row for row in rows if row["name"] == "ngram 4"]
+    assert len(broken) == 4
+    for row in broken:
+        assert row["error"] == "'x' ended early with signal SIGKILL."
+        assert all(row[key] is None for key in KEYS[4:])
+    assert FakeEngines.latest.closed == [1, None]
+    table = bench_report.table(results, rows)
+    assert table.count("ngram 4") == table.count("could not run: 'x' ended early") == 4
+    bench_report.write(results, rows)
+    assert json.loads((tmp_path / "bench.json").read_text())["rows"][1] == rows[1]
+
+
+def test_nothing_can_be_compared_if_no_speculation_cannot_run(fakes, tmp_path):
+    FakeEngine.broken_in_round = {0: 0}
+    with pytest.raises(UserError, match="SIGKILL"):
+        measured(make_comparison(tmp_path))
+
+
+def test_table_and_files(fakes, tmp_path):
+    comparison = make_comparison(tmp_path)
+    results, rows = measured(comparison)
+    table = bench_report.table(results, rows)
+    assert max(map(len, table.splitlines())) <= 98
+    assert "Batch size 2, temperature 1" in table
+    line = next(line for line in table.splitlines() if line.startswith("ngram 3, small 8"))
+    figures = line.removeprefix("ngram 3, small 8").split()
+    assert figures == ["5.0", "4.00", "(4.00-8.00)", "4.00", "0.50", "0.75", "500.0", "0"]
+    assert "55005" in table  # the n-gram configuration samples with vLLM's own sampler
+    written = bench_report.write(results, rows)
+    assert written == [
+        f"Written: {tmp_path / 'bench.json'}, {tmp_path / 'bench.csv'}, {tmp_path / 'bench.png'}"
+    ]
+    document = json.loads((tmp_path / "bench.json").read_text())
+    assert document["rows"] == rows
+    assert document["dtype"] == "float32" and "1 thread" in document["machine"]
+    with (tmp_path / "bench.csv").open() as file:
+        table_rows = list(csv.DictReader(file))
+    assert list(table_rows[0]) == [*KEYS, "error"]
+    assert json.loads(table_rows[2]["config"]) == CASCADE
+    assert table_rows[2]["acceptance"] == "0.5000 0.7500"
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_chart_is_skipped(fakes, tmp_path, monkeypatch):
+    results, rows = measured(make_comparison(tmp_path))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install 'vllm-hsd[bench]'" in bench_report.write(results, rows)[1]
+    assert not (tmp_path / "bench.png").exists() and (tmp_path / "bench.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--speculative-config", "{", "--speculative-config number 2 is not JSON"),
+        ("--speculative-config", "[1]", "--speculative-config number 2 is not a JSON object"),
+        ("--engine-args", "nope", "--engine-args is not JSON"),
+        ("--engine-args", '{"speculative_config": {}}', "use --speculative-config"),
+        ("--batch-sizes", "1,x", "--batch-sizes must be numbers with commas"),
+        ("--batch-sizes", "0,4", "--batch-sizes must be at least 1"),
+        ("--temperatures", "-1", "--temperatures must be at least 0"),
+        ("--temperatures", "nan", "--temperatures must be at least 0"),
+        ("--rounds", "0", "--rounds must be at least 1"),
+        ("--max-tokens", "0", "--max-tokens must be at least 1"),
+        ("--prompts", "nowhere.jsonl", "nowhere.jsonl"),
+    ],
+)
+def test_wrong_arguments_get_one_sentence_and_status_2(option, value, message, capsys, tmp_path):
+    command = ["bench", "--model", "x", "--output", str(tmp_path), "--speculative-config"]
+    assert cli.main([*command, json.dumps(NGRAM), f"{option}={value}"]) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and errors.count("\n") == 1
+
+
+def test_a_bad_configuration_ends_bench_before_it_measures(text_family, tmp_path, capsys):
+    command = ["bench", "--model", text_family.target, "--output", str(tmp_path / "out")]
+    for config in (NGRAM, {**CASCADE, "levelz": 1}):
+        command += ["--speculative-config", json.dumps(config)]
+    status = cli.main(command)
+    captured = capsys.readouterr()
+    assert status == 2 and "--speculative-config number 2: " in captured.err
+    assert "levelz" in captured.err and "loading" not in captured.err and not captured.out
+
+
+def test_bench_on_untrained_models(text_family, tmp_path, capsys):
+    cascade = {
+        "method": "hsd",
+        "num_speculative_tokens": 4,
+        "levels": [{"model": text_family.small, "num_tokens": 2}, {"model": text_family.mid}],
+    }
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"turns": ["def f(", "later"]}\n{"prompt": "import "}\n')
+    engine_args = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26}
+    options = {
+        "--model": text_family.target,
+        "--speculative-config": json.dumps(cascade),
+        "--prompts": prompts,
+        "--batch-sizes": "1,2",
+        "--max-tokens": 12,
+        "--num-prompts": 2,
+        "--rounds": 2,
+        "--dtype": "float32",
+        "--engine-args": json.dumps(engine_args),
+        "--output": tmp_path,
+    }
+    assert cli.main(["bench", *(str(part) for pair in options.items() for part in pair)]) == 0
+    printed = capsys.readouterr().out
+    assert "no chat template" in printed and "small 2, mid 4" in printed
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert [list(row) for row in rows] == [KEYS] * 8
+    for row in rows:
+        assert row["greedy_differences"] == (0 if row["temperature"] == 0 else None)
+        assert 0 < row["speedup_low"] <= row["speedup"] <= row["speedup_high"]
+        assert row["tokens_per_second"] > 0 and row["ttft_ms"] > 0 and row["tpot_ms"] > 0
+        assert 1 <= row["tokens_per_step"] <= 5
+        assert len(row["acceptance"]) == (2 if row["config"] else 0)
+        assert all(0 < rate <= 1 for rate in row["acceptance"])
