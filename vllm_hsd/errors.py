@@ -18,18 +18,14 @@ def quoted(value: object, limit: int = 100) -> str:
     elif isinstance(value, dict | list | tuple | bytes) and len(value) > limit:
         return f"a {type(value).__name__} of {len(value)} entries"
     try:
-        return _cut(repr(value), limit)
+        text = repr(value)
     except (ValueError, RecursionError):  # a long integer inside, or a deep nest
         return f"a {type(value).__name__}"
+    half = (limit - 3) // 2
+    return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
 
 
 def brief(reason: object, limit: int = 150) -> str:
-    """Another program's message on one line, cut in the middle to at most `limit` characters."""
-    return _cut(" ".join(str(reason).split()).rstrip("."), limit)
-
-
-def _cut(text: str, limit: int) -> str:
-    if len(text) <= limit:
-        return text
-    half = (limit - 3) // 2
-    return f"{text[:half]}...{text[-half:]}"
+    """Another program's message on one line, cut to at most `limit` characters."""
+    text = " ".join(str(reason).split()).rstrip(".")
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
