@@ -50,23 +50,23 @@ bench: venv
 	if [ -n "$$failed" ]; then echo "Failed:$$failed"; exit 1; fi
 
 bench-toy-models: venv
-	$(BIN)/python -m benchmarks.toy_models --out results/toy_models
+	$(BIN)/python -m benchmarks.toy_models --output results/toy_models
 
 bench-paper-tables: venv
 	$(BIN)/python -m benchmarks.paper_tables.gsp_tables --output results/paper_tables
 
 bench-kernel-builds: venv
-	$(BIN)/python benchmarks/kernels/aot_usage.py --out results/kernels
+	$(BIN)/python -m benchmarks.kernels.aot_usage --output results/kernels
 
 bench-kernel-bytes: venv
-	$(BIN)/python benchmarks/kernels/count_bytes.py --out results/kernels
+	$(BIN)/python -m benchmarks.kernels.count_bytes --output results/kernels
 
 bench-cpu-verification: venv
-	$(BIN)/python benchmarks/kernels/bench_cpu_verify.py --out results/kernels
+	$(BIN)/python -m benchmarks.kernels.bench_cpu_verify --output results/kernels
 
 bench-gpu-verification: venv
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
-		$(BIN)/python benchmarks/kernels/bench_chain_verify.py --out results/kernels; \
+		$(BIN)/python -m benchmarks.kernels.bench_chain_verify --output results/kernels; \
 	else echo "Not run: needs a GPU."; fi
 
 bench-predictions: venv

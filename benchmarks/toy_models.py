@@ -7,7 +7,6 @@ trees run through verify_chain and verify_tree; a tree holds K independent draft
 """
 
 import argparse
-import csv
 import math
 import statistics
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 from scipy.optimize import brentq
 
+from benchmarks.common import write_csv
 from vllm_hsd.verify import Tree, verify_chain, verify_tree
 
 VOCABULARY = 32
@@ -113,7 +113,7 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("results"), help="directory of the CSV")
+    parser.add_argument("--output", type=Path, default=Path("results"), help="directory of the CSV")
     parser.add_argument("--seeds", type=int, default=4, help="pairs of toy models")
     parser.add_argument("--chain-calls", type=int, default=50, help="of 1000 sequences, per pair")
     parser.add_argument("--tree-calls", type=int, default=1500, help="of 1 sequence, per pair")
@@ -125,20 +125,24 @@ def main() -> None:
             mean, error = measure(
                 rate, length, verifier, args.seeds, args.chain_calls, args.tree_calls
             )
-            rows.append([rate, length, verifier, mean, error, expected, mean / expected - 1])
+            rows.append(
+                {
+                    "rate": rate,
+                    "draft": length,
+                    "verifier": verifier,
+                    "tokens_per_call": mean,
+                    "error": error,
+                    "recorded": expected,
+                    "difference": mean / expected - 1,
+                }
+            )
             print(
                 f"rate {rate:.2f} draft {length:2d} {verifier:12s} {mean:6.3f} +- {error:.3f}   "
                 f"recorded {expected:5.2f}   {100 * (mean / expected - 1):+.1f} %",
                 flush=True,
             )
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / "toy_models.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            ["rate", "draft", "verifier", "tokens_per_call", "error", "recorded", "difference"]
-        )
-        writer.writerows(rows)
+    path = args.output / "toy_models.csv"
+    write_csv(path, rows)
     print(f"wrote {path}")
 
 

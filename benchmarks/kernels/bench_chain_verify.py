@@ -3,27 +3,24 @@
 Every case is checked before it is timed: on the device against the reference, and again when
 replayed from a CUDA graph. Times are medians of cold-cache runs (L2 is overwritten in between).
 Calls that can be captured are timed as CUDA graphs. The floor is the time to read, at the copy
-bandwidth measured here, the rows that any verifier must read once (see kernels/README.md). Without
-a GPU, the CPU benchmark runs in its place. It has not been run on a GPU yet.
+bandwidth measured here, the rows that any verifier must read once (see kernels/README.md). No run
+on a GPU has been made yet.
 """
 
 import argparse
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pandas as pd
 import torch
-from drafts import Drafts
-from vllm_v1 import load_v1
 
+from benchmarks.common import saved_figure, write_csv
+from benchmarks.kernels.drafts import Drafts
+from benchmarks.kernels.vllm_v1 import load_v1
 from vllm_hsd.kernels.testing import reference, vllm_sampler
 from vllm_hsd.verify import verify_chain
 
 NOISE = 1.5
-HERE = Path(__file__).parent
 
 
 def samplers(drafts: Drafts, v2, v1) -> dict[str, Callable[[], object]]:
@@ -138,7 +135,8 @@ def measure(drafts: Drafts, v2, v1, bandwidth: float, repeats: int, flush) -> li
             raise SystemExit(f"{name} could not be captured in a CUDA graph.")
         if ours and not replay().token_ids.equal(call().token_ids):
             raise SystemExit(f"{name}: a graph replay gives other tokens.")
-        row = {"sampler": name, "graph": replay is not None}
+        row = {"sampler": name, "graph": replay is not None, "floor_us": None}
+        row["of_copy_bandwidth"] = None
         row |= median_us(replay or call, repeats, flush)
         if ours:
             needed = drafts.needed_bytes(call().num_accepted, name.endswith("given"))
@@ -148,31 +146,35 @@ def measure(drafts: Drafts, v2, v1, bandwidth: float, repeats: int, flush) -> li
     return rows
 
 
-def plot(table: pd.DataFrame, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels = list(table.groupby(["vocabulary", "temperature"], sort=False))
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(4 * len(panels), 4), layout="constrained", squeeze=False
-    )
-    for axis, ((vocabulary, temperature), rows) in zip(axes[0], panels, strict=True):
-        for name, line in rows.groupby("sampler", sort=False):
-            axis.plot(line.batch, line.us, marker="o", label=name)
-        floor = rows[rows.sampler == "block, lse given"]
-        axis.plot(floor.batch, floor.floor_us, "k--", label="floor, lse given")
-        axis.set(xscale="log", yscale="log", xlabel="batch", ylabel="us")
-        axis.set_title(f"V={vocabulary}, T={temperature}")
-    axes[0][0].legend(fontsize="small")
-    figure.savefig(path, dpi=150)
+def plot(rows: list[dict], path: Path) -> None:
+    panels = list(dict.fromkeys((row["vocabulary"], row["temperature"]) for row in rows))
+    with saved_figure(path, 4 * len(panels), 4) as figure:
+        axes = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axis, (vocabulary, temperature) in zip(axes, panels, strict=True):
+            panel = [
+                row
+                for row in rows
+                if (row["vocabulary"], row["temperature"]) == (vocabulary, temperature)
+            ]
+            for name in dict.fromkeys(row["sampler"] for row in panel):
+                line = [(row["batch"], row["us"]) for row in panel if row["sampler"] == name]
+                axis.plot(*zip(*line, strict=True), marker="o", label=name)
+            floor = [row for row in panel if row["sampler"] == "block, lse given"]
+            axis.plot(
+                [row["batch"] for row in floor],
+                [row["floor_us"] for row in floor],
+                "k--",
+                label="floor, lse given",
+            )
+            axis.set(xscale="log", yscale="log", xlabel="batch", ylabel="us")
+            axis.set_title(f"V={vocabulary}, T={temperature}")
+        axes[0].legend(fontsize="small")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--out", type=Path, default=Path("results"), help="directory of CSV and PNG"
+        "--output", type=Path, default=Path("results"), help="directory of CSV and PNG"
     )
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32000, 128256, 152064])
     parser.add_argument("--drafts", type=int, nargs="+", default=[4, 8, 16])
@@ -181,9 +183,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30)
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        print("No CUDA device here: the GPU part was not run. CPU part:", flush=True)
-        command = [sys.executable, HERE / "bench_cpu_verify.py", "--out", args.out]
-        raise SystemExit(subprocess.run(command).returncode)
+        raise SystemExit("needs a CUDA device.")
     torch.manual_seed(0)
     loaded = {}
     for name, load in (("vLLM V2", vllm_sampler.load_v2_sampler), ("vLLM V1", load_v1)):
@@ -198,7 +198,6 @@ def main() -> None:
     bandwidth = copy_bandwidth(flush, args.repeats)
     device = torch.cuda.get_device_name()
     print(f"{device}: copy {bandwidth / 1e12:.2f} TB/s (read and written)", flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
     rows = []
     for vocabulary in args.vocabularies:
         for n in args.drafts:
@@ -220,12 +219,11 @@ def main() -> None:
                     shown = ", ".join(f"{r['sampler']} {r['us']:.0f}" for r in results)
                     print(f"V={vocabulary} n={n} B={batch} T={temperature} us: {shown}", flush=True)
                     del drafts
-    table = pd.DataFrame(rows).assign(device=device, copy_bytes_per_s=bandwidth)
-    table.to_csv(args.out / "chain_verify_gpu.csv", index=False, float_format="%.4g")
-    plot(
-        table[table.draft == args.drafts[len(args.drafts) // 2]], args.out / "chain_verify_gpu.png"
-    )
-    print(f"wrote {args.out / 'chain_verify_gpu.csv'} and .png")
+    rows = [row | {"device": device, "copy_bytes_per_s": bandwidth} for row in rows]
+    write_csv(args.output / "chain_verify_gpu.csv", rows)
+    shown = args.drafts[len(args.drafts) // 2]
+    plot([row for row in rows if row["draft"] == shown], args.output / "chain_verify_gpu.png")
+    print(f"wrote {args.output / 'chain_verify_gpu.csv'} and .png")
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ import statistics
 import time
 from pathlib import Path
 
-import pandas as pd
 import torch
-from vllm_v1 import plain_sampling
 
+from benchmarks.common import saved_figure, write_csv
+from benchmarks.kernels.vllm_v1 import plain_sampling
 from vllm_hsd.verify import verify_chain
 
 DRAFT = 8
@@ -127,32 +127,30 @@ def paired(case: Case, method: str, vllm: Vllm, pairs: int) -> dict:
     return result | {"pairs": pairs}
 
 
-def plot(table: pd.DataFrame, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    groups = table.groupby(["vocabulary", "batch"], sort=False)
-    places = range(len(groups))
-    for k, method in enumerate(METHODS):
-        rows = table[table.method == method]
-        spread = [rows.wall_ratio - rows.wall_q25, rows.wall_q75 - rows.wall_ratio]
-        at = [place + 0.27 * (k - 1) for place in places]
-        axes.bar(at, rows.wall_ratio, 0.25, yerr=spread, label=method)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(places, [f"V={v}\nbatch {b}" for (v, b), _ in groups])
-    axes.set_ylabel("time, ours / vLLM V1")
-    axes.set_title(f"CPU verification, drafts of {DRAFT}: below 1 is faster")
-    axes.legend()
-    figure.savefig(path, dpi=150)
+def plot(rows: list[dict], path: Path) -> None:
+    groups = list(dict.fromkeys((row["vocabulary"], row["batch"]) for row in rows))
+    with saved_figure(path, 8, 4) as figure:
+        axes = figure.subplots()
+        for k, method in enumerate(METHODS):
+            bars = [row for row in rows if row["method"] == method]
+            ratios = [row["wall_ratio"] for row in bars]
+            spread = [
+                [row["wall_ratio"] - row["wall_q25"] for row in bars],
+                [row["wall_q75"] - row["wall_ratio"] for row in bars],
+            ]
+            at = [i + 0.27 * (k - 1) for i in range(len(groups))]
+            axes.bar(at, ratios, 0.25, yerr=spread, label=method)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_xticks(range(len(groups)), [f"V={v}\nbatch {b}" for v, b in groups])
+        axes.set_ylabel("time, ours / vLLM V1")
+        axes.set_title(f"CPU verification, drafts of {DRAFT}: below 1 is faster")
+        axes.legend()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--out", type=Path, default=Path("results"), help="directory of CSV and PNG"
+        "--output", type=Path, default=Path("results"), help="directory of CSV and PNG"
     )
     parser.add_argument("--pairs", type=int, default=30, help="timed pairs for each case")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32000, 152064])
@@ -181,11 +179,10 @@ def main() -> None:
                     f"({result['cpu_q25']:.2f}..{result['cpu_q75']:.2f})",
                     flush=True,
                 )
-    args.out.mkdir(parents=True, exist_ok=True)
-    table = pd.DataFrame(rows).assign(draft=DRAFT, threads=args.threads)
-    table.to_csv(args.out / "cpu_verify.csv", index=False, float_format="%.4g")
-    plot(table, args.out / "cpu_verify.png")
-    print(f"wrote {args.out / 'cpu_verify.csv'} and .png")
+    rows = [row | {"draft": DRAFT, "threads": args.threads} for row in rows]
+    write_csv(args.output / "cpu_verify.csv", rows, args.threads)
+    plot(rows, args.output / "cpu_verify.png")
+    print(f"wrote {args.output / 'cpu_verify.csv'} and .png")
 
 
 if __name__ == "__main__":

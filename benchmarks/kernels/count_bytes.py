@@ -11,10 +11,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 import argparse
 from pathlib import Path
 
-import pandas as pd
 import torch
-from drafts import Drafts
 
+from benchmarks.common import saved_figure, write_csv
+from benchmarks.kernels.drafts import Drafts
 from vllm_hsd.kernels.testing import vllm_sampler
 from vllm_hsd.kernels.testing.interpreter import count_bytes, repair
 
@@ -64,30 +64,28 @@ def _mean(accepted: torch.Tensor) -> dict[str, float]:
     return {"accepted": float(accepted.float().mean())}
 
 
-def plot(table: pd.DataFrame, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    groups = list(table.groupby(["temperature", "method"], sort=False))
-    figure, axes = plt.subplots(
-        1, len(groups), figsize=(4 * len(groups), 4), sharey=True, layout="constrained"
-    )
-    for axis, ((temperature, method), rows) in zip(axes, groups, strict=True):
-        for name, line in rows.sort_values("overlap").groupby("sampler", sort=False):
-            axis.plot(line.overlap, line.bytes, marker="o", label=name)
-        axis.set(title=f"{method}, T={temperature}", xlabel="overlap of draft and target")
-    axes[0].set_ylabel("bytes per request and vocabulary entry")
-    axes[0].set_ylim(bottom=0)
-    axes[0].legend()
-    figure.savefig(path, dpi=150)
+def plot(rows: list[dict[str, object]], path: Path) -> None:
+    panels = list(dict.fromkeys((row["temperature"], row["method"]) for row in rows))
+    samplers = list(dict.fromkeys(row["sampler"] for row in rows))
+    with saved_figure(path, 4 * len(panels), 4) as figure:
+        axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for axis, (temperature, method) in zip(axes, panels, strict=True):
+            for sampler in samplers:
+                case = {"temperature": temperature, "method": method, "sampler": sampler}
+                line = sorted(
+                    (row["overlap"], row["bytes"]) for row in rows if case.items() <= row.items()
+                )
+                axis.plot(*zip(*line, strict=True), marker="o", label=sampler)
+            axis.set(title=f"{method}, T={temperature}", xlabel="overlap of draft and target")
+        axes[0].set_ylabel("bytes per request and vocabulary entry")
+        axes[0].set_ylim(bottom=0)
+        axes[0].legend()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--out", type=Path, default=Path("results"), help="directory of CSV and PNG"
+        "--output", type=Path, default=Path("results"), help="directory of CSV and PNG"
     )
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--batch", type=int, default=64)
@@ -108,20 +106,28 @@ def main() -> None:
             drafts = Drafts.make(args.vocabulary, args.batch, args.draft, temperature, noise=noise)
             case = {"temperature": temperature, "noise": noise, "overlap": drafts.overlap()}
             for method in METHODS:
-                for lse in (True, False):
-                    counts = count_ours(drafts, method, lse)
-                    name = "ours, lse given" if lse else "ours"
-                    rows.append({**case, "sampler": name, "method": method, **counts})
+                counted = {
+                    "ours, lse given": count_ours(drafts, method, True),
+                    "ours": count_ours(drafts, method, False),
+                }
                 if sampler is not None:
-                    counts = count_vllm(drafts, method, sampler)
-                    rows.append({**case, "sampler": "vLLM V2", "method": method, **counts})
-            print(pd.DataFrame(rows[-6:]).to_string(index=False, float_format="%.2f"), flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    shape = {"vocabulary": args.vocabulary, "batch": args.batch, "draft": args.draft}
-    table = pd.DataFrame(rows).assign(**shape, dtype="bfloat16")
-    table.to_csv(args.out / "count_bytes.csv", index=False, float_format="%.4g")
-    plot(table, args.out / "count_bytes.png")
-    print(f"wrote {args.out / 'count_bytes.csv'} and .png")
+                    counted["vLLM V2"] = count_vllm(drafts, method, sampler)
+                for name, counts in counted.items():
+                    rows.append({**case, "sampler": name, "method": method, **counts})
+                    print(
+                        f"T={temperature} overlap {case['overlap']:.2f} {method} {name}: "
+                        f"{counts['bytes']:.2f} bytes, {counts['launches']} launches",
+                        flush=True,
+                    )
+    shape = {
+        "vocabulary": args.vocabulary,
+        "batch": args.batch,
+        "draft": args.draft,
+        "dtype": "bfloat16",
+    }
+    write_csv(args.output / "count_bytes.csv", [row | shape for row in rows])
+    plot(rows, args.output / "count_bytes.png")
+    print(f"wrote {args.output / 'count_bytes.csv'} and .png")
 
 
 if __name__ == "__main__":

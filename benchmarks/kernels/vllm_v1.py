@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 import torch
-from drafts import Drafts
+
+from benchmarks.kernels.drafts import Drafts
 
 
 def plain_sampling(temperature: torch.Tensor | None, batch: int, device: torch.device | str):
