@@ -6,7 +6,7 @@ EXTRA ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 # The threads of a contended core wait for each other: one per process is the safe default.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test test-slow lint bench clean
+.PHONY: venv demo test test-033 test-slow lint bench clean
 
 venv: .venv/.installed
 
@@ -24,9 +24,15 @@ demo: venv
 
 # Engines are single-threaded, so two test processes share two cores.
 test: venv
-	$(BIN)/pytest -n 2 --dist loadfile --durations=25 -m "not slow and not interpret"
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25 -m "not slow and not interpret"
 # Triton decides at import whether kernels are interpreted: a run of its own.
 	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 -m "interpret and not slow" tests/kernels
+
+# The V1 runner's tests on the next release of vLLM, without a GPU.
+test-033: venv
+	tests/vllm_overlay.sh $(BIN)/python .overlay-0.33 0.33.0
+	PYTHONPATH=$(CURDIR)/.overlay-0.33/site $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder \
+		-m "not slow" tests/runner_v1
 
 test-slow: venv
 	$(BIN)/pytest -m "slow and not interpret"
@@ -85,4 +91,4 @@ bench-batch-sizes: venv
 		--output results/batch_sizes
 
 clean:
-	rm -rf .venv results
+	rm -rf .venv .overlay-* results

@@ -1,4 +1,4 @@
-"""Session fixtures: tiny models."""
+"""Session fixtures (tiny models), and the order of test files."""
 
 import os
 
@@ -6,6 +6,14 @@ import pytest
 from support import engines, tiny_models
 
 os.environ.update(engines.ENVIRONMENT)
+
+# Engines, servers and environments start here: parallel runs begin with them.
+SLOWEST = ("runner_v1", "robustness", "test_serve.py", "test_wheel.py", "test_engine.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `pytest -n 2 --dist loadfile --no-loadscope-reorder`, no long file is left for last."""
+    items.sort(key=lambda item: not {item.path.name, item.path.parent.name} & set(SLOWEST))
 
 
 @pytest.fixture(scope="session")
