@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from benchmarks.models.widen import intermediate_size_for, widen
+from benchmarks.models.zero_pad import intermediate_size_for, zero_pad
 from vllm_hsd.cli.bench_report import machine
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -24,7 +24,7 @@ RESULTS = REPOSITORY / "results"
 TARGET_PARAMS = 300e6
 PADDED_NOTE = (
     f"the target is zero-padded: the function of a 5 M parameter model at the cost of one with "
-    f"{TARGET_PARAMS / 1e6:.0f} M (see benchmarks/models/widen.py)"
+    f"{TARGET_PARAMS / 1e6:.0f} M (see benchmarks/models/zero_pad.py)"
 )
 # Arguments of `vllm.LLM` for engines on the tiny family. bfloat16 ends with an illegal instruction
 # on some virtual machines; prefix caching would make a repeated prompt cheaper.
@@ -49,7 +49,7 @@ def padded_target() -> Path:
     directory = RESULTS / "models" / f"target-{TARGET_PARAMS / 1e6:.0f}M"
     directory.parent.mkdir(parents=True, exist_ok=True)
     size = intermediate_size_for(MODELS / "target", TARGET_PARAMS)
-    return widen(MODELS / "target", directory, size)
+    return zero_pad(MODELS / "target", directory, size)
 
 
 def commit() -> str:

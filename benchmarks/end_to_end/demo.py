@@ -2,7 +2,7 @@
 
     python -m benchmarks.end_to_end.demo          # or `make demo`; about five minutes
 
-The target is zero-padded (see benchmarks/models/widen.py): on a CPU the tiny one costs no more than
+The target is zero-padded (see benchmarks/models/zero_pad.py): on a CPU the tiny one costs no more than
 its drafters. Ends with status 1 if greedy outputs differ.
 """
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.end_to_end.profile_step      # minutes; writes results/profile_step/
 
-A cascade and no speculation, on the zero-padded target (see benchmarks/models/widen.py), at
+A cascade and no speculation, on the zero-padded target (see benchmarks/models/zero_pad.py), at
 temperature 1 and batch sizes 1, 4 and 16. Methods of the runner are timed from outside. Every part
 is given in wall time and in CPU time of the engine's thread: where the two differ, the cores were
 busy with other work.

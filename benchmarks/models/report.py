@@ -1,9 +1,9 @@
-"""Measure the family: overlaps.csv and loss.png beside this file.
+"""Measure the tiny models: writes overlaps.csv and loss.png next to them.
 
-    python benchmarks/models/report.py
+    python -m benchmarks.models.report
 
 The overlap of two models in a context is sum_v min(p(v), q(v)) at temperature 1, the acceptance
-rate of token-wise speculative decoding. It is measured on two kinds of context: held-out files of
+rate of standard speculative decoding. It is measured on two kinds of context: held-out files of
 the standard library (needs the library's sources, of the same Python version for the same
 numbers), and text that the target continued from prompts.jsonl at temperature 1.
 """
@@ -11,13 +11,14 @@ numbers), and text that the target continued from prompts.jsonl at temperature 1
 import argparse
 import csv
 import itertools
-import json
 from pathlib import Path
 
 import torch
 from matplotlib import pyplot as plt
-from train import HERE, SEQUENCE, encode, library_files
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.common import prompts
+from benchmarks.models.train import HERE, SEQUENCE, encode, library_files
 
 NAMES = ("target", "mid", "small")
 WINDOWS = 256  # windows of held-out text
@@ -26,11 +27,11 @@ NEW_TOKENS = 128
 
 
 @torch.no_grad()
-def sampled_contexts(model, tokenizer, prompts: list[str]) -> list[tuple[torch.Tensor, int]]:
+def sampled_contexts(model, tokenizer, texts: list[str]) -> list[tuple[torch.Tensor, int]]:
     """Continuations sampled from `model`: (ids [1, n], the first generated position)."""
     contexts = []
-    for prompt in prompts:
-        ids = tokenizer(prompt, return_tensors="pt")
+    for text in texts:
+        ids = tokenizer(text, return_tensors="pt")
         outputs = model.generate(
             **ids, do_sample=True, top_k=0, max_new_tokens=NEW_TOKENS, num_return_sequences=COPIES
         )
@@ -47,9 +48,9 @@ def compare(models: dict, contexts: list[tuple[torch.Tensor, int]], kind: str) -
     pairs = list(itertools.combinations(NAMES, 2))
     sums = {pair: [] for pair in pairs}
     for ids, first in contexts:
-        laws = {n: m(ids[:, :-1]).logits[0, first - 1 :].softmax(-1) for n, m in models.items()}
+        probs = {n: m(ids[:, :-1]).logits[0, first - 1 :].softmax(-1) for n, m in models.items()}
         for pair in pairs:
-            p, q = laws[pair[0]], laws[pair[1]]
+            p, q = probs[pair[0]], probs[pair[1]]
             overlap = torch.minimum(p, q).sum().item()
             agree = (p.argmax(-1) == q.argmax(-1)).sum().item()
             sums[pair].append((overlap, agree, len(p)))
@@ -92,27 +93,26 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    folder = options.models
-    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    directory = options.models
+    tokenizer = AutoTokenizer.from_pretrained(directory / "target")
     models = {
-        n: AutoModelForCausalLM.from_pretrained(folder / n, dtype="float32").eval() for n in NAMES
+        n: AutoModelForCausalLM.from_pretrained(directory / n, dtype="float32").eval()
+        for n in NAMES
     }
     texts = [path.read_text(errors="ignore") for path in library_files()[1]]
     windows = encode(tokenizer, texts).unfold(0, SEQUENCE + 1, SEQUENCE)
     chosen = windows[torch.randperm(len(windows))[:WINDOWS]]
     rows = compare(models, [(w[None], 1) for w in chosen], "held-out text")
 
-    lines = (HERE / "prompts.jsonl").read_text().splitlines()
-    prompts = [json.loads(line)["prompt"] for line in lines]
-    contexts = sampled_contexts(models["target"], tokenizer, prompts)
+    contexts = sampled_contexts(models["target"], tokenizer, prompts())
     rows += compare(models, contexts, "sampled from target")
-    with (folder / "overlaps.csv").open("w", newline="") as file:
+    with (directory / "overlaps.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     for row in rows:
         print(*row.values())
-    plot_losses(folder / "loss.csv", folder / "loss.png")
+    plot_losses(directory / "loss.csv", directory / "loss.png")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Train the tiny family: one tokenizer, a target, two drafters distilled from it, a bigram table.
+"""Train the tiny models: one tokenizer, a target, two drafters distilled from it, a bigram table.
 
-    python benchmarks/models/train.py                # the committed models; about 40 minutes
-    python benchmarks/models/train.py --scale 0.1 -o /tmp/family
+    python -m benchmarks.models.train                # the committed models; about 40 minutes
+    python -m benchmarks.models.train --scale 0.1 --output /tmp/models
 
 The text is the Python standard library of the interpreter that runs this script (sources with
 their docstrings; no tests, no generated tables). The target learns the next token. Mid and small
-then learn the target's law, both from one pass of the target: first by Kullback-Leibler
+then learn the target's distribution, both from one pass of the target: first by Kullback-Leibler
 divergence and gradually by total variation, because 1 - total variation = sum_v min(p(v), q(v))
 is the acceptance rate of speculative decoding. Half of their text was sampled from the target
 itself, since a drafter meets text that the target wrote.
@@ -47,7 +47,7 @@ SHAPES = {
     "small": dict(hidden_size=128, intermediate_size=512, num_hidden_layers=1,
                   num_attention_heads=4, num_key_value_heads=4, head_dim=32),
 }  # fmt: skip
-SKIPPED_FOLDERS = {
+SKIPPED_DIRECTORIES = {
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings",
     "pydoc_data", "lib-dynload", "__phello__",
 }  # fmt: skip
@@ -60,7 +60,7 @@ def library_files() -> tuple[list[Path], list[Path]]:
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         # _sysconfigdata holds the paths of the machine that built Python.
-        if SKIPPED_FOLDERS & set(name.parts) or name.name.startswith("_sysconfigdata"):
+        if SKIPPED_DIRECTORIES & set(name.parts) or name.name.startswith("_sysconfigdata"):
             continue
         parts[zlib.crc32(name.as_posix().encode()) % 25 == 0].append(path)
     return parts
@@ -106,15 +106,15 @@ def new_model(name: str, eos: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).float()
 
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """Write float16 weights with a config that asks for float32, and round `model` alike."""
-    model.half().save_pretrained(folder)
+    model.half().save_pretrained(directory)
     model.float()
-    tokenizer.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)
-    config = json.loads((folder / "config.json").read_text())
+    tokenizer.save_pretrained(directory)
+    (directory / "model.safetensors").chmod(0o644)
+    config = json.loads((directory / "config.json").read_text())
     config["dtype"] = "float32"
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 class Batches:
@@ -138,10 +138,10 @@ class Batches:
         return batch
 
 
-class Optimiser:
+class Optimizer:
     """Muon on the layers' matrices, AdamW on embeddings and norms; warm-up, then cosine decay.
 
-    Muon (Jordan et al., 2024) orthogonalises each update. In one early comparison at 4096 tokens
+    Muon (Jordan et al., 2024) orthogonalizes each update. In one early comparison at 4096 tokens
     a batch (Muon without decay of the rate, AdamW with it) it reached after 90 steps the held-out
     loss, 4.82 nats, that AdamW alone reached after 270.
     """
@@ -222,11 +222,11 @@ class Log:
 
 
 def train_target(model, text: Batches, steps: int, log: Log) -> None:
-    optimiser = Optimiser(model, 3e-3, steps)
+    optimizer = Optimizer(model, 3e-3, steps)
     for step in range(steps):
         tokens = text.draw(SEQUENCE if step % 4 else 4 * SEQUENCE)
         loss = F.cross_entropy(logits_of(model, tokens[:, :-1]), tokens[:, 1:].flatten())
-        optimiser.step(loss)
+        optimizer.step(loss)
         log.add("target", model, step, loss.item())
 
 
@@ -244,26 +244,26 @@ def sample_stream(model: LlamaForCausalLM, text: Batches, sequences: int) -> tor
     return torch.cat(parts).flatten()
 
 
-def distil(teacher, students: dict, sources: list[Batches], steps: int, log: Log) -> None:
-    """Fit every student to the teacher's law; the loss moves from KL to total variation."""
-    optimisers = {n: Optimiser(m, 4e-3, steps) for n, m in students.items()}
+def distill(teacher, students: dict, sources: list[Batches], steps: int, log: Log) -> None:
+    """Fit every student to the teacher; the loss moves from KL to total variation."""
+    optimizers = {n: Optimizer(m, 4e-3, steps) for n, m in students.items()}
     for step in range(steps):
         source = sources[step % len(sources)]
         tokens = source.draw(4 * SEQUENCE if step % 8 in (0, 1) else SEQUENCE)[:, :-1]
         with torch.no_grad():
-            law = logits_of(teacher, tokens).softmax(-1)
+            probs = logits_of(teacher, tokens).softmax(-1)
         share = step / steps
         for name, student in students.items():
             log_q = logits_of(student, tokens).log_softmax(-1)
-            divergence = F.kl_div(log_q, law, reduction="batchmean")
-            variation = 0.5 * (log_q.exp() - law).abs().sum(-1).mean()
-            optimisers[name].step((1 - share) * divergence + 3 * share * variation)
+            divergence = F.kl_div(log_q, probs, reduction="batchmean")
+            variation = 0.5 * (log_q.exp() - probs).abs().sum(-1).mean()
+            optimizers[name].step((1 - share) * divergence + 3 * share * variation)
             log.add(name, student, step, variation.item())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("-o", "--output", type=Path, default=HERE)
+    parser.add_argument("--output", type=Path, default=HERE)
     parser.add_argument("--scale", type=float, default=1.0, help="fraction of the training steps")
     parser.add_argument("--threads", type=int, default=1, help="2 helps only on idle cores")
     options = parser.parse_args()
@@ -289,7 +289,7 @@ def main() -> None:
 
     sampled = sample_stream(target.eval(), text, 128 * max(1, round(24 * options.scale)))
     students = {name: new_model(name, tokenizer.eos_token_id) for name in ("mid", "small")}
-    distil(target, students, [text, Batches(sampled, generator)], steps["mid"], log)
+    distill(target, students, [text, Batches(sampled, generator)], steps["mid"], log)
     for name, model in students.items():
         save(model, tokenizer, options.output / name)
     log.write(options.output / "loss.csv")

@@ -1,7 +1,6 @@
-"""The trained tiny family in benchmarks/models and its widened target."""
+"""The trained tiny models in benchmarks/models and their zero-padded target."""
 
 import csv
-import importlib.util
 import json
 from pathlib import Path
 
@@ -9,21 +8,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.models.zero_pad import intermediate_size_for, zero_pad
+
 MODELS = Path(__file__).parents[1] / "benchmarks" / "models"
 PARAMETERS = {"target": (4e6, 6e6), "mid": (0.8e6, 1.3e6), "small": (0.2e6, 0.4e6)}
 TEXT = 'def read_lines(path):\n    """Return the lines of a file as a list."""\n    with open(path'
 
 
 @pytest.fixture(scope="module")
-def widen():
-    spec = importlib.util.spec_from_file_location("widen", MODELS / "widen.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def family():
+def models():
     torch.set_num_threads(1)
     return {name: AutoModelForCausalLM.from_pretrained(MODELS / name) for name in PARAMETERS}
 
@@ -33,11 +26,11 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(MODELS / "target")
 
 
-def test_parameter_counts_and_dtype(family):
+def test_parameter_counts_and_dtype(models):
     for name, (low, high) in PARAMETERS.items():
-        assert low < family[name].num_parameters() < high
+        assert low < models[name].num_parameters() < high
         # Weights are stored in float16; config.json makes the loader widen them.
-        assert family[name].dtype == torch.float32
+        assert models[name].dtype == torch.float32
 
 
 def test_total_size_is_below_20_megabytes():
@@ -45,8 +38,8 @@ def test_total_size_is_below_20_megabytes():
     assert sum(p.stat().st_size for p in files) < 20e6
 
 
-def test_one_tokenizer_for_all(family, tokenizer):
-    for name, model in family.items():
+def test_one_tokenizer_for_all(models, tokenizer):
+    for name, model in models.items():
         own = AutoTokenizer.from_pretrained(MODELS / name)
         assert own.get_vocab() == tokenizer.get_vocab()
         assert model.config.vocab_size == len(tokenizer)
@@ -75,52 +68,52 @@ def test_published_overlaps_are_ordered():
 
 
 @torch.no_grad()
-def test_published_overlaps_hold_on_text_sampled_now(family, tokenizer):
-    """A weight file that does not belong to overlaps.csv is found out."""
+def test_published_overlaps_hold_on_text_sampled_now(models, tokenizer):
+    """A weight file that does not belong to overlaps.csv fails."""
     torch.manual_seed(1)
     ids = tokenizer(TEXT, return_tensors="pt")
     first = ids.input_ids.shape[1]
-    text = family["target"].generate(
+    text = models["target"].generate(
         **ids, do_sample=True, top_k=0, max_new_tokens=64, min_new_tokens=64, num_return_sequences=8
     )
-    laws = {n: m(text[:, :-1]).logits[:, first - 1 :].softmax(-1) for n, m in family.items()}
+    probs = {n: m(text[:, :-1]).logits[:, first - 1 :].softmax(-1) for n, m in models.items()}
     rows = csv.DictReader((MODELS / "overlaps.csv").open())
     for row in rows:
         if row["contexts"] == "sampled from target":
-            pair = laws[row["verifier"]], laws[row["drafter"]]
+            pair = probs[row["verifier"]], probs[row["drafter"]]
             now = torch.minimum(*pair).sum(-1).mean().item()
             assert now == pytest.approx(float(row["overlap"]), abs=0.12)
 
 
 @torch.no_grad()
-def test_widened_target_is_the_same_function(widen, family, tokenizer, tmp_path):
-    size = widen.intermediate_size_for(MODELS / "target", 20e6)
-    out = widen.widen(MODELS / "target", tmp_path / "wide", size)
+def test_a_zero_padded_target_is_the_same_function(models, tokenizer, tmp_path):
+    size = intermediate_size_for(MODELS / "target", 20e6)
+    out = zero_pad(MODELS / "target", tmp_path / "wide", size)
     wide = AutoModelForCausalLM.from_pretrained(out)
     assert wide.num_parameters() == pytest.approx(20e6, rel=0.01)
     ids = tokenizer(TEXT, return_tensors="pt")
-    want, have = family["target"](**ids).logits, wide(**ids).logits
+    want, have = models["target"](**ids).logits, wide(**ids).logits
     torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
     greedy = dict(do_sample=False, max_new_tokens=32)
-    assert torch.equal(wide.generate(**ids, **greedy), family["target"].generate(**ids, **greedy))
+    assert torch.equal(wide.generate(**ids, **greedy), models["target"].generate(**ids, **greedy))
 
 
-def test_widening_is_built_once_and_again_for_another_size(widen, tmp_path):
-    out = widen.widen(MODELS / "small", tmp_path / "wide", 640)
+def test_padding_is_built_once_and_again_for_another_size(tmp_path):
+    out = zero_pad(MODELS / "small", tmp_path / "wide", 640)
     built = (out / "model.safetensors").stat().st_mtime_ns
-    widen.widen(MODELS / "small", out, 640)
+    zero_pad(MODELS / "small", out, 640)
     assert (out / "model.safetensors").stat().st_mtime_ns == built
-    widen.widen(MODELS / "small", out, 704)
+    zero_pad(MODELS / "small", out, 704)
     assert json.loads((out / "config.json").read_text())["intermediate_size"] == 704
 
 
-def test_widening_refuses_what_it_cannot_do(widen, tmp_path):
+def test_padding_refuses_what_it_cannot_do(tmp_path):
     with pytest.raises(ValueError, match="intermediate_size=64 is below"):
-        widen.widen(MODELS / "small", tmp_path / "wide", 64)
+        zero_pad(MODELS / "small", tmp_path / "wide", 64)
     with pytest.raises(ValueError, match="params=1000 is below"):
-        widen.intermediate_size_for(MODELS / "small", 1000)
+        intermediate_size_for(MODELS / "small", 1000)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
     with pytest.raises(ValueError, match="holds other files"):
-        widen.widen(MODELS / "small", tmp_path / "mine", 640)
+        zero_pad(MODELS / "small", tmp_path / "mine", 640)
     assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"

@@ -1,14 +1,12 @@
-"""Make a tiny Llama-architecture model cost what a large one costs, without changing its function.
+"""Zero-pad a tiny Llama-architecture model to the cost of a large one, with the same function.
 
-    python benchmarks/models/widen.py --params 300e6 -o results/models/target-widened
+    python -m benchmarks.models.zero_pad --params 300e6 --output results/models/target-300M
 
 On a CPU a forward pass of a 5 M parameter target costs little more than one of its drafters, so
-speculation could not pay. The widened target has the same layers, but MLPs with many more hidden
-units, all of whose weights are zero: each forward pass reads and multiplies them, and they add
-nothing. Every figure from a widened target measures the cost of a model of that size with the
-text and the acceptance of the tiny one, and has to say so.
-
-This file imports nothing of the repository, so that it can also be loaded by its path.
+speculation could not pay. The zero-padded target has the same layers, but MLPs with many more
+hidden units, all of whose weights are zero: each forward pass reads and multiplies them, and they
+add nothing. Every figure from a zero-padded target measures the cost of a model of that size with
+the text and the acceptance of the tiny one, and has to say so.
 """
 
 import argparse
@@ -21,13 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 DEFAULT_PARAMS = 300_000_000
-STAMP = "widened.json"
+STAMP = "zero_padded.json"
 
 
 def intermediate_size_for(source_dir: str | Path, params: float = DEFAULT_PARAMS) -> int:
     """The MLP width, a multiple of 64, that gives the model about `params` parameters.
 
-    Raises ValueError when the source has more parameters than that.
+    Raises:
+        ValueError: the source has more parameters than that.
     """
     config = json.loads((Path(source_dir) / "config.json").read_text())
     own = sum(t.numel() for t in load_file(Path(source_dir) / "model.safetensors").values())
@@ -38,7 +37,7 @@ def intermediate_size_for(source_dir: str | Path, params: float = DEFAULT_PARAMS
     return config["intermediate_size"] + extra
 
 
-def widen(source_dir: str | Path, out_dir: str | Path, intermediate_size: int) -> Path:
+def zero_pad(source_dir: str | Path, out_dir: str | Path, intermediate_size: int) -> Path:
     """Write a copy of a Llama-architecture model whose MLPs have `intermediate_size` units.
 
     In every layer gate_proj and up_proj, [intermediate, hidden], get rows of zeros and down_proj,
@@ -46,12 +45,16 @@ def widen(source_dir: str | Path, out_dir: str | Path, intermediate_size: int) -
     silu(0) * 0 = 0 and adds 0 to the output: in exact arithmetic the function is the same. In
     floating point the logits are equal up to rounding, not bit for bit, because a matrix product
     over more columns may add the same numbers in another order; greedy output can differ where
-    two logits tie to about 1e-5. Compare a widened target with itself when outputs must be equal.
+    two logits tie to about 1e-5. Compare a padded target with itself when outputs must be equal.
 
-    An `out_dir` that already holds this widening of these weights is left as it is.
+    An `out_dir` that already holds these weights padded to this size is left as it is.
 
-    Returns `out_dir`. Raises ValueError when `intermediate_size` is below the source's own, or
-    when `out_dir` exists and holds something else.
+    Returns:
+        `out_dir`.
+
+    Raises:
+        ValueError: `intermediate_size` is below the source's own, or `out_dir` exists and holds
+            something else.
     """
     source, out = Path(source_dir), Path(out_dir)
     weights = source / "model.safetensors"
@@ -68,7 +71,7 @@ def widen(source_dir: str | Path, out_dir: str | Path, intermediate_size: int) -
     if out.exists() and any(out.iterdir()) and not (out / STAMP).exists():
         raise ValueError(f"out_dir={out} holds other files; name an empty or a new directory.")
 
-    # Built beside its final place, so that an interrupted run leaves no half model there.
+    # Built next to its final place, so that an interrupted run leaves no half model there.
     part = out.with_name(out.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(source, part, ignore=shutil.ignore_patterns("model.safetensors"))
@@ -93,10 +96,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--source", type=Path, default=Path(__file__).parent / "target")
     parser.add_argument("--params", type=float, default=DEFAULT_PARAMS)
-    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     size = intermediate_size_for(options.source, options.params)
-    print(f"{widen(options.source, options.output, size)}: intermediate_size {size}")
+    print(f"{zero_pad(options.source, options.output, size)}: intermediate_size {size}")
 
 
 if __name__ == "__main__":
