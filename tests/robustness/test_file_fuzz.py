@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.damage import damaged, npy, npy_header, write_members
+from support.damaged_bytes import damaged, npy, npy_header, write_members
 
 from vllm_hsd.checked_files import check_safetensors, read_json
 from vllm_hsd.config import CascadeConfig

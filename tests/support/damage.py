@@ -1,55 +1,125 @@
-"""Damage to files: bytes changed at random, and arrays changed on purpose."""
+"""Damaged copies of a model, and recorders of what an engine does with them.
 
-import io
-import random
-import zipfile
+The recorders are `patch` functions of `support.engines`; the file that they write is named by the
+environment variable RECORD.
+"""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+RECORD = "HSD_TEST_RECORD"
+WEIGHTS = "model.safetensors"
 
 
-def damaged(rng: random.Random, content: bytes) -> bytes:
-    """The content cut off, longer, with other bits, bytes or ranges."""
-    content = bytearray(content)
-    for _ in range(rng.choice([1, 1, 1, 2, 4])):
-        at = rng.randrange(len(content) + 1)
-        end = min(len(content), at + rng.choice([1, 4, 8, 64]))
-        change = rng.choice(["cut", "more", "flip", "zeros", "random", "swap", "remove"])
-        if change == "cut":
-            del content[at:]
-        elif change == "more":
-            content += rng.randbytes(rng.randint(1, 40))
-        elif change == "flip" and at < len(content):
-            content[at] ^= 1 << rng.randrange(8)
-        elif change == "zeros":
-            content[at:end] = bytes(end - at)
-        elif change == "random":
-            content[at:end] = rng.randbytes(end - at)
-        elif change == "swap":
-            content = content[at:] + content[:at]
-        elif change == "remove":
-            del content[at:end]
-    return bytes(content)
+def damaged_copy(model: str, directory: Path, damage: Callable[[Path], None]) -> str:
+    """A copy of the model's directory with `damage` done to it."""
+    shutil.copytree(model, directory)
+    damage(directory)
+    return str(directory)
 
 
-def write_members(path: Path, members: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> None:
-    """An archive with raw members, as numpy's .npz is one."""
-    with zipfile.ZipFile(path, "w", method) as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
+def change_weights(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    """Damage that edits the state dict in place."""
+
+    def damage(directory: Path) -> None:
+        weights = load_file(directory / WEIGHTS)
+        change(weights)
+        save_file(weights, directory / WEIGHTS, metadata={"format": "pt"})
+
+    return damage
 
 
-def npy(array: np.ndarray) -> bytes:
-    """An array in numpy's format, pickled if it holds objects."""
-    buffer = io.BytesIO()
-    np.save(buffer, array, allow_pickle=True)
-    return buffer.getvalue()
+def change_config(**values) -> Callable[[Path], None]:
+    """Damage that sets keys of config.json."""
+
+    def damage(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return damage
 
 
-def npy_header(shape: tuple[int, ...], descr: object = "<i8") -> bytes:
-    """A header of numpy's format that declares an array without holding it."""
-    buffer = io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        buffer, {"shape": shape, "fortran_order": False, "descr": descr}
-    )
-    return buffer.getvalue()
+def nan_everywhere(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.norm.weight"].fill_(float("nan"))
+
+
+def nan_for_one_token(weights: dict[str, torch.Tensor]) -> None:
+    """Every row of logits has one that is NaN."""
+    weights["lm_head.weight"][3].fill_(float("nan"))
+
+
+def nan_after_one_token(weights: dict[str, torch.Tensor]) -> None:
+    """Rows are NaN as soon as one token of the vocabulary has been read."""
+    weights["model.embed_tokens.weight"][4].fill_(float("nan"))
+
+
+def inf_for_one_token(weights: dict[str, torch.Tensor]) -> None:
+    weights["lm_head.weight"][3].mul_(1e38)
+
+
+def truncate(directory: Path) -> None:
+    path = directory / WEIGHTS
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def truncate_header(directory: Path) -> None:
+    path = directory / WEIGHTS
+    path.write_bytes(path.read_bytes()[:20])
+
+
+def empty(directory: Path) -> None:
+    (directory / WEIGHTS).write_bytes(b"")
+
+
+def remove(directory: Path) -> None:
+    (directory / WEIGHTS).unlink()
+
+
+def replace_by_text(directory: Path) -> None:
+    (directory / WEIGHTS).write_text("these are no weights\n" * 100)
+
+
+def cut_rows(weights: dict[str, torch.Tensor]) -> None:
+    weights["lm_head.weight"] = weights["lm_head.weight"][:-1].clone()
+
+
+def cut_columns(weights: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights[name] = weights[name][:, :-8].clone()
+
+
+def record_warnings() -> None:
+    """Append every warning of this package to the record, one line each."""
+    handler = logging.FileHandler(os.environ[RECORD])
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.getLogger("vllm_hsd").addHandler(handler)
+
+
+def record_positions() -> None:
+    """Keep the highest position that each model was fed, by the prefix of its weights' names."""
+    from vllm.model_executor.models.llama import LlamaModel
+
+    record, highest = Path(os.environ[RECORD]), {}
+    init, forward = LlamaModel.__init__, LlamaModel.forward
+
+    def init_with_prefix(self, *, prefix="", **kwargs):
+        init(self, prefix=prefix, **kwargs)
+        self.recorded_as = prefix
+
+    def forward_recorded(self, input_ids, positions, *args, **kwargs):
+        position = int(positions.max())
+        if position > highest.get(self.recorded_as, -1):
+            highest[self.recorded_as] = position
+            record.write_text(json.dumps(highest))
+        assert position < self.config.max_position_embeddings, self.recorded_as
+        return forward(self, input_ids, positions, *args, **kwargs)
+
+    LlamaModel.__init__, LlamaModel.forward = init_with_prefix, forward_recorded
