@@ -1,6 +1,6 @@
-"""What the recursion keeps to, apart from the law: draft_lengths, rounds, eos, caches, bad rows.
+"""The recursion apart from its distribution: draft lengths, rounds, eos, caches, contexts, NaN.
 
-The laws of whole cascades stand in tests/oracle.
+tests/oracle enumerates the distributions of ownerle cascades.
 """
 
 import logging
@@ -12,9 +12,9 @@ from oracle.exact import Table
 from oracle.stand_ins import TableLevel, TableLookup
 
 from vllm_hsd.core.cascade import Cascade, DraftBatch, LevelOptions
-from vllm_hsd.core.drafts import ragged_arange
+from vllm_hsd.core.drafts import DraftStore, ragged_arange
 from vllm_hsd.core.stopping import EntropyThresholds
-from vllm_hsd.verify import uniforms
+from vllm_hsd.verify.rng import host_uniforms
 
 PROMPT, VOCABULARY, WIDTH = 3, 4, 40
 
@@ -39,14 +39,10 @@ def levels(count: int, kind=CountingLevel):
 def batch_of(size: int, num_levels: int, *, greedy=False, eos=-1, seed=0) -> DraftBatch:
     draws = np.zeros(size, dtype=np.int64)
 
-    def coins(requests, counts, level):
+    def drawn_uniforms(requests, counts, level):
         owners, offsets = ragged_arange(counts)
-        who = requests[owners]
-        drawn = uniforms(
-            torch.from_numpy(1000 * seed + who),
-            torch.tensor(level),
-            torch.from_numpy(draws[who] + offsets),
-        )
+        owner = requests[owners]
+        drawn = host_uniforms(1000 * seed + owner, np.int64(level), draws[owner] + offsets)
         draws[requests] += counts
         return drawn
 
@@ -55,58 +51,70 @@ def batch_of(size: int, num_levels: int, *, greedy=False, eos=-1, seed=0) -> Dra
     return DraftBatch(
         tokens=tokens,
         rows=np.arange(size),
-        length=np.full(size, PROMPT),
-        kv=np.zeros((num_levels, size), dtype=np.int64),
+        end=np.full(size, PROMPT),
+        cached=np.zeros((num_levels, size), dtype=np.int64),
         eos=np.full(size, eos),
         greedy=greedy,
         probs=lambda logits, requests, level: logits.softmax(-1),
-        uniforms=coins,
+        uniforms=drawn_uniforms,
         thresholds=EntropyThresholds.fresh(num_levels, size),
     )
 
 
-def plans(*draft_lengths, **last) -> list[LevelOptions]:
+def options(*draft_lengths, **last) -> list[LevelOptions]:
     return [
-        LevelOptions(budget, **(last if k == len(draft_lengths) - 1 else {}))
-        for k, budget in enumerate(draft_lengths)
+        LevelOptions(length, **(last if k == len(draft_lengths) - 1 else {}))
+        for k, length in enumerate(draft_lengths)
     ]
 
 
-WANT = np.array([0, 1, 2, 3, 5, 8, 0, 8])
+REQUESTED = np.array([0, 1, 2, 3, 5, 8, 0, 8])
+
+
+def propose(cascade: Cascade, batch: DraftBatch, requested: np.ndarray) -> DraftStore:
+    return cascade.propose(batch, np.arange(len(requested)), requested)
 
 
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("draft_lengths", [(8,), (1, 8), (3, 8), (2, 3, 8), (9, 8)])
-def test_every_request_gets_what_it_asks_for(draft_lengths, greedy):
-    """Without eos a level fills its buffer exactly, and nothing is written behind it."""
-    cascade = Cascade(levels(len(draft_lengths)), plans(*draft_lengths))
-    batch = batch_of(len(WANT), len(draft_lengths), greedy=greedy)
-    draft = cascade.propose(batch, WANT)
-    assert draft.counts.tolist() == WANT.tolist()
-    assert (batch.end == batch.length + WANT).all()
-    for row, want in enumerate(WANT):
-        kept = batch.tokens[row, PROMPT : PROMPT + want]
-        assert kept.tolist() == draft.token_ids[row, :want].tolist()
-        # A level below may have drafted over the end, never beyond what was asked for.
-        assert (batch.tokens[row, PROMPT + want :] == -9).all()
-    assert (batch.kv <= batch.end).all()
+def test_every_request_gets_the_draft_length_it_requested(draft_lengths, greedy):
+    """Without eos a level fills its draft exactly, and nothing is written after it."""
+    size = len(REQUESTED)
+    cascade = Cascade(levels(len(draft_lengths)), options(*draft_lengths), size)
+    batch = batch_of(size, len(draft_lengths), greedy=greedy)
+    drafts = propose(cascade, batch, REQUESTED)
+    assert drafts.counts.tolist() == REQUESTED.tolist()
+    assert (batch.end == PROMPT + REQUESTED).all()
+    for row, length in enumerate(REQUESTED):
+        kept = batch.tokens[row, PROMPT : PROMPT + length]
+        assert kept.tolist() == drafts.token_ids[row, :length].tolist()
+        # A level below may have drafted over the end, never beyond what was requested.
+        assert (batch.tokens[row, PROMPT + length :] == -9).all()
+    assert (batch.cached <= batch.end).all()
 
 
 @pytest.mark.parametrize("draft_lengths", [(8,), (3, 8), (2, 3, 8)])
-def test_nobody_asks(draft_lengths):
-    cascade = Cascade(levels(len(draft_lengths)), plans(*draft_lengths))
-    draft = cascade.propose(batch_of(4, len(draft_lengths)), np.zeros(4, dtype=np.int64))
-    assert draft.counts.tolist() == [0] * 4
-    assert len(draft.flat_token_ids()) == 0
+def test_nothing_runs_where_nothing_is_requested(draft_lengths):
+    cascade = Cascade(levels(len(draft_lengths)), options(*draft_lengths), 4)
+    drafts = propose(cascade, batch_of(4, len(draft_lengths)), np.zeros(4, dtype=np.int64))
+    assert drafts.counts.tolist() == [0] * 4
     assert all(level.forwards == 0 for level in cascade.stats)
-    empty = cascade.propose(batch_of(0, len(draft_lengths)), np.zeros(0, dtype=np.int64))
-    assert len(empty.counts) == 0
+    propose(cascade, batch_of(0, len(draft_lengths)), np.zeros(0, dtype=np.int64))
+    assert all(level.forwards == 0 for level in cascade.stats)
 
 
-def test_budgets_bound_every_round():
+def test_slots_that_take_no_part_are_left_alone():
+    cascade = Cascade(levels(2), options(2, 6), 9)
+    batch = batch_of(9, 2)
+    cascade.propose(batch, np.array([7, 2]), np.array([6, 3]))
+    assert cascade.drafts[-1].counts.tolist() == [0, 0, 3, 0, 0, 0, 0, 6, 0]
+    assert (batch.end[[0, 1, 3, 4, 5, 6, 8]] == PROMPT).all()
+
+
+def test_draft_lengths_bound_every_round():
     below, above = levels(2)
-    cascade = Cascade([below, above], plans(2, 7))
-    cascade.propose(batch_of(50, 2), np.full(50, 7))
+    cascade = Cascade([below, above], options(2, 7), 50)
+    propose(cascade, batch_of(50, 2), np.full(50, 7))
     stats = cascade.stats[0]
     assert stats.drafted <= 2 * stats.rounds
     # The first pass brings the prompt in; later ones verify at most two drafts, and feed what
@@ -115,25 +123,28 @@ def test_budgets_bound_every_round():
     assert max(max(counts) for counts in above.passes) <= PROMPT + 2
 
 
-def test_rounds():
-    cascade = Cascade(levels(2), plans(2, 8, max_rounds=1))
-    draft = cascade.propose(batch_of(200, 2), np.full(200, 8))
-    assert set(draft.counts.tolist()) == {1, 2, 3}
+def test_rounds_are_limited():
+    cascade = Cascade(levels(2), options(2, 8, max_rounds=1), 200)
+    drafts = propose(cascade, batch_of(200, 2), np.full(200, 8))
+    assert set(drafts.counts.tolist()) == {1, 2, 3}
     assert cascade.stats[0].rounds == 200
-    cascade = Cascade(levels(2), plans(2, 8, max_rounds=2))
-    draft = cascade.propose(batch_of(200, 2), np.full(200, 8))
-    assert draft.counts.min() >= 2 and draft.counts.max() <= 6
+    cascade = Cascade(levels(2), options(2, 8, max_rounds=2), 200)
+    drafts = propose(cascade, batch_of(200, 2), np.full(200, 8))
+    assert drafts.counts.min() >= 2 and drafts.counts.max() <= 6
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-@pytest.mark.parametrize("tail", [0, 2])
+@pytest.mark.parametrize("horizontal_tokens", [0, 2])
 @pytest.mark.parametrize("draft_lengths", [(8,), (3, 8), (2, 3, 8)])
-def test_a_draft_ends_with_eos(draft_lengths, tail, greedy):
-    cascade = Cascade(levels(len(draft_lengths)), plans(*draft_lengths), tail)
-    batch = batch_of(300, len(draft_lengths), greedy=greedy, eos=1)
-    draft = cascade.propose(batch, np.full(300, 8))
+def test_a_draft_ends_with_eos(draft_lengths, horizontal_tokens, greedy):
+    size = 300
+    if len(draft_lengths) == 1:
+        horizontal_tokens = 0
+    cascade = Cascade(levels(len(draft_lengths)), options(*draft_lengths), size, horizontal_tokens)
+    batch = batch_of(size, len(draft_lengths), greedy=greedy, eos=1)
+    drafts = propose(cascade, batch, np.full(size, 8))
     ended = 0
-    for ids, count in zip(draft.token_ids, draft.counts, strict=True):
+    for ids, count in zip(drafts.token_ids, drafts.counts, strict=True):
         assert count >= 1
         assert 1 not in ids[: count - 1]
         assert count == 8 or ids[count - 1] == 1
@@ -142,14 +153,14 @@ def test_a_draft_ends_with_eos(draft_lengths, tail, greedy):
 
 
 def test_greedy_follows_the_top_level():
-    """At temperature 0 every level hands up its own argmax, whatever is below."""
+    """At temperature 0 every level passes on its own argmax, whatever is below."""
     top = Table(VOCABULARY, 102)
     for count in (1, 2, 3):
         stand_ins = [*levels(2)[: count - 1], CountingLevel(top, PROMPT)]
-        cascade = Cascade(stand_ins, plans(*[2, 3, 8][-count:]))
-        draft = cascade.propose(batch_of(4, count, greedy=True), np.full(4, 8))
-        assert draft.laws is None
-        for ids in draft.token_ids:
+        cascade = Cascade(stand_ins, options(*[2, 3, 8][-count:]), 4)
+        drafts = propose(cascade, batch_of(4, count, greedy=True), np.full(4, 8))
+        assert drafts.probs is None and drafts.point_mass.all()
+        for ids in drafts.token_ids:
             for t in range(8):
                 row = top(tuple(ids[:t].tolist()))
                 assert ids[t] == max(range(VOCABULARY), key=lambda v: (row[v], -v))
@@ -159,46 +170,103 @@ def test_caches_over_calls_with_rejections_and_idle_requests():
     """TableLevel fails when it is told that its cache holds a token that it was not fed."""
     rng = np.random.default_rng(0)
     stand_ins = levels(3)
-    cascade = Cascade(stand_ins, plans(2, 3, 6), horizontal_tokens=1)
     size = 20
+    cascade = Cascade(stand_ins, options(2, 3, 6), size, horizontal_tokens=1)
     batch = batch_of(size, 3)
-    tokens, length, kv = batch.tokens, batch.length.copy(), batch.kv.copy()
+    tokens, length, cached = batch.tokens, batch.end.copy(), batch.cached
     for call in range(6):
         batch = batch_of(size, 3, seed=call)
-        batch.tokens, batch.length, batch.kv = tokens, length.copy(), kv
-        batch.end = length.copy()
-        want = rng.integers(0, 6, size) * (rng.random(size) < 0.7)
-        idle = np.flatnonzero(want == 0)
+        batch.tokens, batch.end, batch.cached = tokens, length.copy(), cached.copy()
+        requested = rng.integers(0, 6, size) * (rng.random(size) < 0.7)
+        idle = np.flatnonzero(requested == 0)
         cascade.ingest(batch, idle, length[idle] - 1)
-        draft = cascade.propose(batch, want)
-        assert (batch.kv[:, idle] >= length[idle] - 1).all()
+        drafts = propose(cascade, batch, requested)
+        assert (batch.cached[:, idle] >= length[idle] - 1).all()
         # The target keeps a part of the draft and adds a token of its own.
-        accepted = rng.integers(0, draft.counts + 1)
+        accepted = rng.integers(0, drafts.counts + 1)
         tokens[np.arange(size), length + accepted] = rng.integers(0, VOCABULARY, size)
         length += accepted + 1
-        kv = np.minimum(batch.kv, length - 1)
+        cached = np.minimum(batch.cached, length - 1)
     # Every call feeds a level few new tokens: what is valid is not computed again.
     assert max(max(counts) for level in stand_ins for counts in level.passes[5:]) <= 12
 
 
 def test_ingest_feeds_each_level_up_to_the_end():
     stand_ins = levels(2)
-    cascade = Cascade(stand_ins, plans(2, 4))
+    cascade = Cascade(stand_ins, options(2, 4), 3)
     batch = batch_of(3, 2)
     batch.tokens[:, :10] = 2
-    batch.kv[:] = [[0, 4, 10], [2, 10, 10]]
-    for level, valid in zip(stand_ins, batch.kv, strict=True):
+    batch.cached[:] = [[0, 4, 10], [2, 10, 10]]
+    for level, valid in zip(stand_ins, batch.cached, strict=True):
         level.fed = {row: [2] * int(n) for row, n in enumerate(valid)}
     cascade.ingest(batch, np.arange(3), np.array([10, 10, 10]))
-    assert batch.kv.tolist() == [[10] * 3] * 2
+    assert batch.cached.tolist() == [[10] * 3] * 2
     assert [level.passes for level in stand_ins] == [[[10, 6]], [[8]]]
 
 
-def test_a_level_that_finds_nothing_offers_nothing():
-    cascade = Cascade([TableLookup(Table(VOCABULARY, 1), PROMPT), *levels(1)], plans(3, 6))
-    draft = cascade.propose(batch_of(30, 2), np.full(30, 6))
-    assert draft.counts.tolist() == [6] * 30
+def test_a_level_that_finds_nothing_proposes_nothing():
+    cascade = Cascade([TableLookup(Table(VOCABULARY, 1), PROMPT), *levels(1)], options(3, 6), 30)
+    drafts = propose(cascade, batch_of(30, 2), np.full(30, 6))
+    assert drafts.counts.tolist() == [6] * 30
     assert 0 < cascade.stats[0].drafted < 3 * 30 * 6
+
+
+class ShortLevel(CountingLevel):
+    """Fails when it is fed a position beyond its context."""
+
+    def __init__(self, seed: int, context_length: int):
+        super().__init__(Table(VOCABULARY, seed), PROMPT)
+        self.context_length = context_length
+
+    def forward(self, tokens, rows, starts, counts, num_logits):
+        assert (starts + counts).max(initial=0) <= self.context_length
+        return super().forward(tokens, rows, starts, counts, num_logits)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize(
+    ("contexts", "drafted"),
+    # A draft may end one token after the longest text that the highest level taking part reads.
+    [
+        ((7, 40), 12),
+        ((40, 7), 5),
+        ((7, 7), 5),
+        ((5, 7), 5),
+        ((7, 5), 3),
+        ((2, 40), 12),
+        ((2, 2), 0),
+    ],
+)
+def test_levels_sit_out_beyond_their_context(contexts, drafted, greedy):
+    stand_ins = [ShortLevel(100 + k, length) for k, length in enumerate(contexts)]
+    cascade = Cascade(stand_ins, options(12, 12), 60)
+    batch = batch_of(60, 2, greedy=greedy)
+    everything = np.arange(60)
+    drafts = propose(cascade, batch, np.full(60, 12))
+    assert (drafts.counts <= drafted).all()
+    assert drafts.counts.max() == drafted
+    assert (batch.end == PROMPT + drafts.counts).all()
+    if contexts[1] == 2:
+        assert (drafts.level[everything, 0] == 0).all() or not drafted
+    later = batch_of(60, 2, greedy=greedy)
+    later.tokens[:, :30] = 1
+    cascade.ingest(later, everything, np.full(60, 30))
+    assert (later.cached <= np.array(contexts)[:, None]).all()
+
+
+def test_the_level_below_drafts_where_a_level_sits_out():
+    """Its tokens keep its own probabilities, and count as its own."""
+    stand_ins = [ShortLevel(100, 40), ShortLevel(101, PROMPT - 1)]
+    cascade = Cascade(stand_ins, options(3, 8), 20)
+    drafts = propose(cascade, batch_of(20, 2), np.full(20, 8))
+    assert drafts.counts.tolist() == [3] * 20 and not stand_ins[1].passes
+    for slot in range(20):
+        for t, row in enumerate(drafts.rows(np.array([slot]), 3)[0]):
+            expected = stand_ins[0].table(tuple(drafts.token_ids[slot, :t].tolist()))
+            assert drafts.probs[row].tolist() == pytest.approx([float(v) for v in expected])
+    assert (cascade.stats[0].drafted, cascade.stats[1].drafted) == (60, 0)
+    cascade.record_acceptance(np.arange(20), np.full(20, 2), batch_of(20, 2).thresholds)
+    assert (cascade.stats[0].accepted, cascade.stats[1].accepted) == (40, 0)
 
 
 class BrokenLevel(TableLevel):
@@ -212,36 +280,39 @@ class BrokenLevel(TableLevel):
         return super().row(behind_prompt)
 
 
+@pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("broken", [0, 1])
-def test_rows_that_are_not_finite_become_uniform_and_are_reported_once(broken, caplog):
+def test_logits_that_are_not_finite_are_reported_once_and_drafting_goes_on(broken, greedy, caplog):
     stand_ins = levels(2)
     stand_ins[broken] = BrokenLevel(Table(VOCABULARY, 100 + broken), PROMPT)
-    cascade = Cascade(stand_ins, plans(2, 6))
+    cascade = Cascade(stand_ins, options(2, 6), 40)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            draft = cascade.propose(batch_of(40, 2), np.full(40, 6))
-    assert draft.counts.tolist() == [6] * 40
-    assert torch.allclose(draft.flat_laws().sum(-1), torch.ones(240, dtype=torch.float64))
+            drafts = propose(cascade, batch_of(40, 2, greedy=greedy), np.full(40, 6))
+    assert drafts.counts.tolist() == [6] * 40
+    if not greedy:
+        assert torch.allclose(drafts.probs.sum(-1), torch.ones(240, dtype=torch.float64))
     assert len(caplog.records) == 1 and f"levels[{broken}]" in caplog.text
 
 
-def test_laws_belong_to_their_tokens():
-    """The row of every token is the emitting level's law after the tokens before it."""
+def test_probabilities_belong_to_their_tokens():
+    """Each token has the emitting level's distribution after the tokens before it."""
     stand_ins = levels(2)
-    cascade = Cascade(stand_ins, plans(2, 5), horizontal_tokens=2)
-    draft = cascade.propose(batch_of(30, 2), np.full(30, 7))
-    rows = iter(draft.flat_laws())
-    for ids, count, own in zip(draft.token_ids, draft.counts, draft.verified, strict=True):
-        for t in range(count):
-            level = stand_ins[1 if t < own else 0]
-            law = [float(v) for v in level.table(tuple(ids[:t].tolist()))]
-            assert next(rows).tolist() == pytest.approx(law)
-            assert law[ids[t]] > 0
+    cascade = Cascade(stand_ins, options(2, 7), 30, horizontal_tokens=2)
+    drafts = propose(cascade, batch_of(30, 2), np.full(30, 7))
+    for slot in range(30):
+        count = drafts.counts[slot]
+        assert drafts.level[slot, :count].tolist() == [1] * 5 + [0] * 2
+        for t, row in enumerate(drafts.rows(np.array([slot]), count)[0]):
+            table = stand_ins[drafts.level[slot, t]].table
+            probs = [float(v) for v in table(tuple(drafts.token_ids[slot, :t].tolist()))]
+            assert drafts.probs[row].tolist() == pytest.approx(probs)
+            assert probs[drafts.token_ids[slot, t]] > 0
 
 
 def test_counts_start_again_at_zero():
-    cascade = Cascade(levels(2), plans(2, 4))
-    cascade.propose(batch_of(5, 2), np.full(5, 4))
+    cascade = Cascade(levels(2), options(2, 4), 5)
+    propose(cascade, batch_of(5, 2), np.full(5, 4))
     taken = cascade.take_stats()
     assert [level.drafted > 0 for level in taken] == [True, True]
     assert taken[0].accepted <= taken[0].drafted

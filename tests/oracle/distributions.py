@@ -50,7 +50,7 @@ def chain_distribution(
     check_probs("target_probs", target_probs)
     distribution = torch.zeros_like(batch.target_probs)
     if method == "greedy":
-        token_ids, accepted = verify_greedy(batch)
+        token_ids, accepted = verify_greedy(batch, batch.target_probs.argmax(-1).numpy())
         distribution[accepted[0], token_ids[0, accepted[0]]] = 1
         return distribution
     if draft_probs is not None:

@@ -10,7 +10,9 @@ import torch
 from oracle.distributions import chain_distribution, tree_distribution
 from oracle.exact import Choices, Distribution, Tokens, distribution_of
 
+from vllm_hsd.core.levels import UNLIMITED
 from vllm_hsd.verify import VerifyResult
+from vllm_hsd.verify.inputs import ChainBatch
 from vllm_hsd.verify.residual import BlockedCDF
 
 # Rounding errors of float64 must not become branches of their own.
@@ -22,6 +24,8 @@ class TableLevel:
 
     It remembers which tokens it was fed and fails if it is told that others are in its cache.
     """
+
+    context_length = UNLIMITED
 
     def __init__(self, table: Callable[[Tokens], tuple], prompt: int, keeps_cache: bool = True):
         self.table, self.prompt, self.keeps_cache = table, prompt, keeps_cache
@@ -60,8 +64,6 @@ class TableLevel:
 class TableLookup:
     """Finds the likeliest token of a table, and after some texts nothing."""
 
-    keeps_cache = False
-
     def __init__(self, table: Callable[[Tokens], tuple], prompt: int):
         self.table, self.prompt = table, prompt
 
@@ -78,6 +80,18 @@ class TableLookup:
                 text += (int(found[i, counts[i]]),)
                 counts[i] += 1
         return found, counts
+
+
+def proposal_rows(batch: ChainBatch, like: torch.Tensor) -> torch.Tensor:
+    """[n, V] proposal probabilities of the one request of a batch; point masses written out."""
+    n = int(batch.lengths[0])
+    rows = torch.zeros(n, like.shape[1], dtype=like.dtype)
+    for t in range(n):
+        if batch.draft_rows[0, t] < 0:
+            rows[t, batch.tokens[0, t]] = 1
+        else:
+            rows[t] = batch.draft_probs[batch.draft_rows[0, t]]
+    return rows
 
 
 def exact_distribution(program: Callable[[], Tokens]) -> Distribution:
@@ -116,15 +130,27 @@ def _drawn_by(choices: Choices):
         tokens = [*(tree.tokens[n] for n in path), final]
         return torch.tensor(tokens), torch.tensor(path, dtype=torch.int64)
 
+    def verify_batch(batch: ChainBatch, method, uniforms):
+        """What the cascade calls: one request, its rows picked from the batch's arrays."""
+        assert batch.size == 1
+        n = int(batch.lengths[0])
+        assert len(uniforms) == n + 1
+        token_ids = torch.from_numpy(batch.tokens[0, :n])
+        target = batch.target_probs[torch.from_numpy(batch.target_rows[0, : n + 1])]
+        result = verify_chain(
+            target, proposal_rows(batch, target), token_ids, [n], method=method, uniforms=uniforms
+        )
+        return result.token_ids.numpy(), result.num_accepted.numpy()
+
     class ChosenCDF(BlockedCDF):
         def draw(self, uniforms):
             assert len(uniforms) == len(self.rows)
             return torch.tensor([pick(row / row.sum()) for row in self.rows])
 
     with (
-        mock.patch("vllm_hsd.core.cascade.verify_chain", verify_chain),
+        mock.patch("vllm_hsd.core.cascade.verify_batch", verify_batch),
         mock.patch("vllm_hsd.core.cascade.BlockedCDF", ChosenCDF),
-        mock.patch("vllm_hsd.reference.engine.verify_chain", verify_chain),
+        mock.patch("vllm_hsd.reference.engine.verify_batch", verify_batch),
         mock.patch("vllm_hsd.reference.engine.verify_tree", verify_tree),
         # draw_iid and draw_without_replacement draw with it.
         mock.patch("vllm_hsd.verify.tree.BlockedCDF", ChosenCDF),

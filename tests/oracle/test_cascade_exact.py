@@ -177,17 +177,18 @@ class LooksAtTokens(Cascade):
 
     keeps_it = True
 
-    def _draft_lowest(self, batch, requests, ask):
-        draft = super()._draft_lowest(batch, requests, ask)
-        if not draft.counts[0]:
-            return draft
-        likely = draft.laws[draft.source[0], torch.from_numpy(draft.token_ids[0])] >= 0.5
-        likely = likely.numpy()[: draft.counts[0]]
-        kept = len(likely) if likely.all() else int(likely.argmin()) + self.keeps_it
-        draft.counts[:] = kept
-        batch.end[requests] += kept - len(likely)
-        batch.kv[0, requests] = np.minimum(batch.kv[0, requests], batch.end[requests])
-        return draft
+    def _draft_lowest(self, batch, slots, requested):
+        super()._draft_lowest(batch, slots, requested)
+        drafts = self.drafts[0]
+        count = drafts.counts[0]
+        if not count:
+            return
+        token_ids = torch.from_numpy(drafts.token_ids[0, :count])
+        likely = (drafts.probs[torch.arange(count), token_ids] >= 0.5).numpy()
+        kept = count if likely.all() else int(likely.argmin()) + self.keeps_it
+        drafts.counts[:] = kept
+        batch.end[slots] += kept - count
+        batch.cached[0, slots] = np.minimum(batch.cached[0, slots], batch.end[slots])
 
 
 class LooksAndDrops(LooksAtTokens):
@@ -212,15 +213,14 @@ def test_a_window_that_looks_at_a_removed_token_is_caught(kinds, verifier):
 class DropsCorrections(Cascade):
     """A level forgets the last token that its own verification drew."""
 
-    def _draft_verified(self, batch, level, requests, ask):
-        draft = super()._draft_verified(batch, level, requests, ask)
-        dropped = draft.counts > 0
-        draft.counts[:] -= dropped
-        batch.end[requests] -= dropped
-        batch.kv[: level + 1, requests] = np.minimum(
-            batch.kv[: level + 1, requests], batch.end[requests]
-        )
-        return draft
+    def _draft_verified(self, batch, level, slots, requested):
+        super()._draft_verified(batch, level, slots, requested)
+        drafts = self.drafts[level]
+        dropped = drafts.counts > 0
+        drafts.counts -= dropped
+        batch.end[slots] -= dropped
+        cached = batch.cached[: level + 1, slots]
+        batch.cached[: level + 1, slots] = np.minimum(cached, batch.end[slots])
 
 
 def test_a_dropped_correction_is_caught():

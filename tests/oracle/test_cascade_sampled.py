@@ -12,9 +12,11 @@ from oracle.stand_ins import TableLevel, TableLookup
 from scipy import stats
 
 from vllm_hsd.core.cascade import Cascade, DraftBatch, LevelOptions
-from vllm_hsd.core.drafts import ragged_arange
+from vllm_hsd.core.drafts import ragged_arange, ragged_starts
 from vllm_hsd.core.stopping import EntropyThresholds
-from vllm_hsd.verify import uniforms, verify_chain
+from vllm_hsd.verify.chain import verify_batch
+from vllm_hsd.verify.inputs import ChainBatch
+from vllm_hsd.verify.rng import host_uniforms
 
 REQUESTS, LENGTH, VOCABULARY = 10_000, 4, 3
 PROMPT = 2
@@ -25,7 +27,8 @@ def generate(
     levels, plans, horizontal_tokens: int = 0, cascade: type[Cascade] = Cascade
 ) -> np.ndarray:
     """[REQUESTS, LENGTH] tokens of as many requests, which take part in every step together."""
-    target, cascade = TableLevel(TARGET, PROMPT), cascade(levels, plans, horizontal_tokens)
+    target = TableLevel(TARGET, PROMPT)
+    cascade = cascade(levels, plans, REQUESTS, horizontal_tokens)
     everyone = np.arange(REQUESTS)
     longest = plans[-1].draft_length
     tokens = np.zeros((REQUESTS, PROMPT + LENGTH + longest + 1), dtype=np.int32)
@@ -37,11 +40,7 @@ def generate(
     def draw_uniforms(requests, counts, stream):
         owners, offsets = ragged_arange(counts)
         who = requests[owners]
-        drawn = uniforms(
-            torch.from_numpy(who),
-            torch.tensor(stream),
-            torch.from_numpy(draws[who] + offsets),
-        )
+        drawn = host_uniforms(who, np.int64(stream), draws[who] + offsets)
         draws[requests] += counts
         return drawn
 
@@ -49,8 +48,8 @@ def generate(
         batch = DraftBatch(
             tokens=tokens,
             rows=everyone,
-            length=length,
-            kv=kv[:-1],
+            end=length.copy(),
+            cached=kv[:-1],
             eos=np.full(REQUESTS, -1),
             greedy=False,
             probs=lambda logits, requests, level: logits.softmax(-1),
@@ -59,23 +58,25 @@ def generate(
         )
         # Requests that are done stay in the batch without drafting, as in a runner.
         want = np.clip(PROMPT + LENGTH - 1 - length, 0, longest)
-        draft = cascade.propose(batch, want)
+        drafts = cascade.propose(batch, everyone, want)
         open_ = np.flatnonzero(length < PROMPT + LENGTH)
-        counts = draft.counts[open_]
+        counts = drafts.counts[open_]
         ends = length[open_] + counts
         logits = target.forward(tokens, open_, kv[-1, open_], ends - kv[-1, open_], counts + 1)
-        result = verify_chain(
-            logits.softmax(-1),
-            draft.flat_laws(),
-            torch.from_numpy(draft.flat_token_ids()),
-            counts.tolist(),
-            uniforms=draw_uniforms(open_, counts + 1, len(levels)),
+        width = int(counts.max(initial=0))
+        positions = np.minimum(np.arange(width + 1), counts[:, None])
+        chain = ChainBatch(
+            target_probs=logits.softmax(-1),
+            target_rows=ragged_starts(counts + 1)[:, None] + positions,
+            draft_probs=drafts.probs,
+            draft_rows=drafts.rows(open_, width),
+            tokens=drafts.token_ids[open_, :width],
+            lengths=counts,
         )
-        accepted = result.num_accepted.numpy()
-        cascade.record_acceptance(draft, open_, accepted, thresholds, open_)
-        tokens[open_, length[open_] + accepted] = result.token_ids.numpy()[
-            np.arange(len(open_)), accepted
-        ]
+        drawn = draw_uniforms(open_, counts + 1, len(levels))
+        token_ids, accepted = verify_batch(chain, "block", drawn)
+        cascade.record_acceptance(open_, accepted, thresholds)
+        tokens[open_, length[open_] + accepted] = token_ids[np.arange(len(open_)), accepted]
         length[open_] += accepted + 1
         kv[-1, open_] = ends
         kv = np.minimum(kv, length - 1)
@@ -123,11 +124,14 @@ def test_joint_distribution_of_many_requests(case):
 class SaysOtherRows(Cascade):
     """Draws from its rows and passes up the rows of a higher temperature."""
 
-    def propose(self, batch, want):
-        draft = super().propose(batch, want)
-        if draft.laws is not None:
-            draft.laws = draft.laws.sqrt() / draft.laws.sqrt().sum(-1, keepdim=True)
-        return draft
+    def propose(self, batch, slots, requested):
+        drafts = super().propose(batch, slots, requested)
+        if drafts.probs is not None:
+            rows = torch.from_numpy(np.unique(drafts.rows(slots, drafts.length)))
+            rows = rows[rows >= 0]
+            others = drafts.probs[rows].sqrt()
+            drafts.probs[rows] = others / others.sum(-1, keepdim=True)
+        return drafts
 
 
 def test_rows_that_were_not_drawn_from_are_caught():

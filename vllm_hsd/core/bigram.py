@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from vllm_hsd.core.drafts import ragged_arange
+from vllm_hsd.core.levels import UNLIMITED
 from vllm_hsd.errors import UserError, brief, quoted
 
 MAX_VOCABULARY = 1 << 24
@@ -237,6 +238,7 @@ class BigramLevel:
     """A level whose logits are the logarithms of a bigram table's probabilities."""
 
     keeps_cache = False
+    context_length = UNLIMITED
 
     def __init__(self, table: BigramTable) -> None:
         self.table = table

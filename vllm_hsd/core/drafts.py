@@ -1,123 +1,121 @@
-"""Ragged drafts with the laws that their tokens were drawn from."""
+"""Preallocated drafts, one slot per request, with their proposal probabilities."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 
-@dataclass
-class Proposal:
-    """A ragged draft with the law that each of its tokens was drawn from.
+class DraftStore:
+    """The drafts of one level.
+
+    Probabilities lie in one `[num_slots, length, V]` array that is allocated once (`allocate`, or
+    the first `append` with probabilities); slots that are never written take no memory on a CPU.
+
+    Args:
+        num_slots: requests that can have a draft at the same time.
+        length: longest draft.
 
     Attributes:
-        token_ids: [batch, width] int64; request i owns the first counts[i].
-        counts: [batch] int64.
-        source: [batch, width] int64, row of `laws` that token was drawn from.
-        laws: [n, V] float32 proposal rows; None when all rows are one-hot.
-        entropy: [batch, width] float64 entropies of the rows, nan where the window needs none.
-        verified: [batch] int64, tokens that are the level's own; the rest is the unverified tail.
+        token_ids: [num_slots, length] int64; slot s owns the first counts[s].
+        counts: [num_slots] int64.
+        point_mass: [num_slots, length] bool, the token was certain: it has no probabilities.
+        level: [num_slots, length] int64, the level that drafted the token.
+        entropy: [num_slots, length] float64 nats, NaN where it was not needed.
+        probs: [num_slots * length, V] proposal probabilities, None before the first.
     """
 
-    token_ids: np.ndarray
-    counts: np.ndarray
-    source: np.ndarray
-    laws: torch.Tensor | None
-    entropy: np.ndarray
-    verified: np.ndarray
+    def __init__(self, num_slots: int, length: int) -> None:
+        self.length = length
+        self.token_ids = np.zeros((num_slots, length), dtype=np.int64)
+        self.counts = np.zeros(num_slots, dtype=np.int64)
+        self.point_mass = np.zeros((num_slots, length), dtype=bool)
+        self.level = np.zeros((num_slots, length), dtype=np.int64)
+        self.entropy = np.full((num_slots, length), np.nan)
+        self.probs: torch.Tensor | None = None
 
-    def flat_token_ids(self) -> np.ndarray:
-        """[sum(counts)] int64, request after request."""
-        return self.token_ids[_filled(self.counts, self.token_ids.shape[1])]
+    def allocate(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Reserve the memory of the proposal probabilities."""
+        self.probs = torch.empty(self.token_ids.size, vocab_size, dtype=dtype, device=device)
 
-    def flat_laws(self) -> torch.Tensor | None:
-        """[sum(counts), V] proposal rows, request after request."""
-        if self.laws is None:
-            return None
-        index = torch.from_numpy(self.source[_filled(self.counts, self.source.shape[1])])
-        return self.laws.index_select(0, index.to(self.laws.device))
-
-    def with_laws(self, like: torch.Tensor) -> Proposal:
-        """The same draft with its one-hot rows written out, of the width and dtype of `like`."""
-        if self.laws is not None:
-            return self
-        token_ids = torch.from_numpy(self.flat_token_ids()).to(like.device)
-        laws = torch.nn.functional.one_hot(token_ids, like.shape[1]).to(like.dtype)
-        source = np.zeros_like(self.source)
-        source[_filled(self.counts, source.shape[1])] = np.arange(len(token_ids))
-        return replace(self, laws=laws, source=source)
-
-
-class DraftBuffer:
-    """Tokens of a level's call as they come, with the place of each one's law."""
-
-    def __init__(self, batch: int, width: int) -> None:
-        self.token_ids = np.zeros((batch, width), dtype=np.int64)
-        self.source = np.zeros((batch, width), dtype=np.int64)
-        self.entropy = np.full((batch, width), np.nan)
-        self.counts = np.zeros(batch, dtype=np.int64)
-        self.laws: list[torch.Tensor] = []
-        self.num_laws = 0
+    def clear(self, slots: np.ndarray) -> None:
+        """Empty the drafts of `slots`."""
+        self.counts[slots] = 0
 
     def append(
         self,
-        active: np.ndarray,
+        slots: np.ndarray,
         token_ids: np.ndarray,
         emitted: np.ndarray,
-        laws: torch.Tensor | None,
-        first_law: np.ndarray,
+        probs: torch.Tensor | None,
+        first_row: np.ndarray,
+        level: int,
         entropy: np.ndarray,
     ) -> None:
-        """Add the first emitted[j] of token_ids[j] to request active[j].
+        """Add the first emitted[j] of token_ids[j] to the draft of slots[j].
 
-        Their laws are the rows first_law[j], first_law[j] + 1, ... of `laws`, whose entropies
-        are `entropy`.
+        Args:
+            slots: [n] int64.
+            token_ids: [n, width] int64.
+            emitted: [n] int64.
+            probs: [R, V]; rows first_row[j], first_row[j] + 1, ... belong to slots[j]. None where
+                every token is certain.
+            first_row: [n] int64.
+            level: the level that drafted them.
+            entropy: [R] float64 entropies of the rows.
         """
         owners, offsets = ragged_arange(emitted)
-        place = (active[owners], self.counts[active][owners] + offsets)
-        law = first_law[owners] + offsets
+        place = (slots[owners], self.counts[slots][owners] + offsets)
+        rows = first_row[owners] + offsets
         self.token_ids[place] = token_ids[owners, offsets]
-        self.source[place] = self.num_laws + law
-        self.entropy[place] = entropy[law]
-        self.counts[active] += emitted
-        if laws is not None:
-            self.laws.append(laws)
-            self.num_laws += len(laws)
+        self.level[place] = level
+        self.entropy[place] = entropy[rows]
+        self.point_mass[place] = probs is None
+        self.counts[slots] += emitted
+        if probs is not None:
+            self._write(place, probs, rows)
 
-    def proposal(self) -> Proposal:
-        laws = None
-        if self.laws:
-            laws = self.laws[0] if len(self.laws) == 1 else torch.cat(self.laws)
-        return Proposal(self.token_ids, self.counts, self.source, laws, self.entropy, self.counts)
+    def extend(self, other: DraftStore, slots: np.ndarray) -> None:
+        """Append the drafts of another store for the same slots."""
+        owners, offsets = ragged_arange(other.counts[slots])
+        source = (slots[owners], offsets)
+        place = (slots[owners], self.counts[slots][owners] + offsets)
+        for mine, theirs in (
+            (self.token_ids, other.token_ids),
+            (self.level, other.level),
+            (self.entropy, other.entropy),
+            (self.point_mass, other.point_mass),
+        ):
+            mine[place] = theirs[source]
+        self.counts[slots] += other.counts[slots]
+        drawn = ~other.point_mass[source]
+        if other.probs is not None and drawn.any():
+            rows = (source[0] * other.length + source[1])[drawn]
+            self._write((place[0][drawn], place[1][drawn]), other.probs, rows)
 
+    def rows(self, slots: np.ndarray, width: int) -> np.ndarray:
+        """[n, width] int64 rows of `probs` of the first tokens, -1 where the token was certain."""
+        rows = slots[:, None] * self.length + np.arange(width)
+        return np.where(self.point_mass[slots, :width], -1, rows)
 
-def joined(top: Proposal, tail: Proposal) -> Proposal:
-    """The top level's tokens with the tail behind them, each with its own law."""
-    counts = top.counts + tail.counts
-    token_ids = np.zeros((len(counts), int(counts.max(initial=0))), dtype=np.int64)
-    source, entropy = np.zeros_like(token_ids), np.full(token_ids.shape, np.nan)
-    laws, moved = top.laws, 0
-    if laws is not None:
-        tail, moved = tail.with_laws(laws), len(laws)
-        laws = torch.cat([laws, tail.laws])
-    for part, at, shift in ((top, np.zeros_like(counts), 0), (tail, top.counts, moved)):
-        owners, offsets = ragged_arange(part.counts)
-        place = (owners, at[owners] + offsets)
-        token_ids[place] = part.token_ids[owners, offsets]
-        source[place] = shift + part.source[owners, offsets]
-    top_owners, top_offsets = ragged_arange(top.counts)
-    entropy[top_owners, top_offsets] = top.entropy[top_owners, top_offsets]
-    return Proposal(token_ids, counts, source, laws, entropy, top.counts)
+    def _write(
+        self, place: tuple[np.ndarray, np.ndarray], probs: torch.Tensor, rows: np.ndarray
+    ) -> None:
+        if self.probs is None:
+            self.allocate(probs.shape[1], probs.dtype, probs.device)
+        assert self.probs is not None
+        if not np.array_equal(rows, np.arange(len(probs))):
+            probs = probs.index_select(0, torch.from_numpy(rows).to(probs.device))
+        index = torch.from_numpy(place[0] * self.length + place[1])
+        self.probs.index_copy_(0, index.to(probs.device), probs)
 
 
 def ragged_arange(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """For counts [2, 0, 3]: owners [0, 0, 2, 2, 2] and offsets [0, 1, 0, 1, 2]."""
     owners = np.repeat(np.arange(len(counts)), counts)
-    offsets = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return owners, offsets
+    return owners, np.arange(len(owners)) - np.repeat(ragged_starts(counts), counts)
 
 
-def _filled(counts: np.ndarray, width: int) -> np.ndarray:
-    return np.arange(width) < counts[:, None]
+def ragged_starts(counts: np.ndarray) -> np.ndarray:
+    """For counts [2, 0, 3]: [0, 2, 2], the flat index at which each one begins."""
+    return np.cumsum(counts) - counts

@@ -13,10 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from vllm_hsd.core.cascade import Cascade, Level, LevelOptions, LevelStats, LookupLevel
+from vllm_hsd.core.cascade import Cascade
+from vllm_hsd.core.drafts import DraftStore
+from vllm_hsd.core.levels import Level, LevelOptions, LevelStats, LookupLevel
 from vllm_hsd.reference.request import ONLY, Request
 from vllm_hsd.reference.trees import TreePlan, grow, target_rows
-from vllm_hsd.verify import verify_chain, verify_tree
+from vllm_hsd.verify import verify_tree
+from vllm_hsd.verify.chain import verify_batch, verify_greedy
+from vllm_hsd.verify.inputs import ChainBatch
 
 
 @dataclass
@@ -70,7 +74,7 @@ class ReferenceEngine:
         if draft_tree is None and len(levels) != len(plans):
             raise ValueError(f"plans has {len(plans)} entries for {len(levels)} levels.")
         if draft_tree is not None and (
-            len(levels) != 1 or hasattr(levels[0], "lookup") or plans or horizontal_tokens
+            len(levels) != 1 or isinstance(levels[0], LookupLevel) or plans or horizontal_tokens
         ):
             raise ValueError(
                 "draft_tree needs exactly one level, with rows of its own, no plans and no horizontal_tokens."
@@ -82,7 +86,7 @@ class ReferenceEngine:
                     f"levels[{i}] and the target must both be encoder-decoders or both decoders."
                 )
         self.target, self.verifier, self.draft_tree = target, verifier, draft_tree
-        self.cascade = Cascade(levels, plans, horizontal_tokens)
+        self.cascade = Cascade(levels, plans, 1, horizontal_tokens)
         if draft_tree is None:
             self.scales = [plan.temperature_scale for plan in plans]
             self.longest = plans[-1].draft_length if plans else 0
@@ -152,26 +156,30 @@ class ReferenceEngine:
 
     def _chain_step(self, request: Request, most: int) -> tuple[int, int, list[int]]:
         """Draft tokens, accepted ones, and the tokens of one target call."""
-        counts, draft = ONLY, None
-        if self.cascade.levels:
-            draft = self.cascade.propose(request.draft_batch(), np.array([most]))
-            counts = draft.counts
-        count = int(counts[0])
-        path = [] if draft is None else draft.token_ids[0, :count].tolist()
+        if not self.cascade.levels:
+            drafts = DraftStore(1, 0)
+        else:
+            drafts = self.cascade.propose(request.draft_batch(), ONLY, np.array([most]))
+        count = int(drafts.counts[0])
+        path = drafts.token_ids[0, :count]
         model = len(self.cascade.levels)
-        logits = request.logits_along(self.target, model, path)
-        result = verify_chain(
-            logits if request.greedy else request.law(logits, model),
-            None if draft is None else draft.flat_laws(),
-            torch.tensor(path, dtype=torch.int64),
-            counts.tolist(),
-            method="greedy" if request.greedy else self.verifier,
-            uniforms=None if request.greedy else request.coins(ONLY, counts + 1, model),
+        logits = request.logits_along(self.target, model, path.tolist())
+        chain = ChainBatch(
+            target_probs=logits if request.greedy else request.law(logits, model),
+            target_rows=np.arange(count + 1)[None],
+            draft_probs=drafts.probs,
+            draft_rows=drafts.rows(ONLY, count),
+            tokens=path[None],
+            lengths=np.array([count]),
         )
-        accepted = result.num_accepted.numpy()
+        if request.greedy:
+            token_ids, accepted = verify_greedy(chain, logits.argmax(-1).cpu().numpy())
+        else:
+            uniforms = request.coins(ONLY, np.array([count + 1]), model)
+            token_ids, accepted = verify_batch(chain, self.verifier, uniforms)
         if count:
-            self.cascade.record_acceptance(draft, ONLY, accepted, request.thresholds, ONLY)
-        emitted = [token for token in result.token_ids[0].tolist() if token >= 0]
+            self.cascade.record_acceptance(ONLY, accepted, request.thresholds)
+        emitted = [token for token in token_ids[0].tolist() if token >= 0]
         return count, int(accepted[0]), emitted
 
     def _tree_step(self, request: Request, most: int) -> tuple[int, int, list[int]]:

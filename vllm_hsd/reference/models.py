@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
+from vllm_hsd.core.levels import UNLIMITED
+
 
 class HuggingFaceLevel:
     """A causal language model or an encoder-decoder, for one request at a time.
@@ -22,6 +24,8 @@ class HuggingFaceLevel:
     def __init__(self, model: PreTrainedModel, keeps_cache: bool = True) -> None:
         self.model = model.eval()
         self.keeps_cache = keeps_cache
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.context_length = longest or UNLIMITED
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         if keeps_cache and not _can_forget(DynamicCache(config=model.config)):
             raise ValueError(

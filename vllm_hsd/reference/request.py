@@ -13,9 +13,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from vllm_hsd.core.cascade import DraftBatch, Level
+from vllm_hsd.core.cascade import DraftBatch
+from vllm_hsd.core.levels import Level
 from vllm_hsd.core.stopping import EntropyThresholds
-from vllm_hsd.verify import uniforms
+from vllm_hsd.verify.rng import host_uniforms
 
 ONLY = np.zeros(1, dtype=np.int64)  # the batch holds one request
 
@@ -64,20 +65,20 @@ class Request:
             return best.double()
         return self.warpers[model](None, logits.double()).softmax(-1)
 
-    def coins(self, requests: np.ndarray, counts: np.ndarray, model: int) -> torch.Tensor:
+    def coins(self, requests: np.ndarray, counts: np.ndarray, model: int) -> np.ndarray:
         """[sum(counts)] float64 uniforms; one counter for all models, which never goes back."""
         count = int(counts.sum())
-        draws = torch.arange(self.draws, self.draws + count)
+        draws = np.arange(self.draws, self.draws + count)
         self.draws += count
-        return uniforms(torch.tensor(self.seed), torch.tensor(model), draws)
+        return host_uniforms(np.int64(self.seed), np.int64(model), draws)
 
     def draft_batch(self) -> DraftBatch:
         """What a cascade drafts for."""
         return DraftBatch(
             tokens=self.tokens,
             rows=ONLY,
-            length=np.array([self.length]),
-            kv=self.kv[:-1],
+            end=np.array([self.length]),
+            cached=self.kv[:-1],
             eos=np.array([self.eos]),
             greedy=self.greedy,
             probs=lambda logits, requests, model: self.law(logits, model),

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from vllm_hsd.core.cascade import Level
+from vllm_hsd.core.levels import Level
 from vllm_hsd.reference.request import Request
 from vllm_hsd.verify import Tree, draw_iid, draw_without_replacement, top_k
 

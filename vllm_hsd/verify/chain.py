@@ -81,7 +81,7 @@ def verify_chain(
     batch = read_chain_batch(target_probs, draft_probs, draft_token_ids, num_draft_tokens, method)
     device = target_probs.device
     if method == "greedy":
-        token_ids, accepted = verify_greedy(batch)
+        token_ids, accepted = verify_greedy(batch, argmax_rows(target_probs)[0])
     else:
         flat = read_uniforms(batch.lengths, device, generators, uniforms)
         draft_ok = None if batch.draft_probs is None else is_normalized(batch.draft_probs)
@@ -126,13 +126,16 @@ def verify_batch(
     return _emitted(batch, accepted, token, has_last | (accepted < length)), accepted
 
 
-def verify_greedy(batch: ChainBatch) -> tuple[np.ndarray, np.ndarray]:
-    """Accept while the draft is the argmax of the target's logits or probabilities.
+def verify_greedy(batch: ChainBatch, best: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Accept while the draft is the target's argmax.
+
+    Args:
+        batch: drafts; its probabilities are not read.
+        best: [R] int64 argmax of every target row.
 
     Returns:
         as `verify_batch`.
     """
-    best, _ = argmax_rows(batch.target_probs)
     expected = best[batch.target_rows]
     matches = (batch.tokens == expected[:, :-1]) & batch.valid
     accepted = np.logical_and.accumulate(matches, axis=1).sum(1)
