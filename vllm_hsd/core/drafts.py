@@ -38,7 +38,7 @@ class DraftStore:
         """Reserve the memory of the proposal probabilities."""
         self.probs = torch.empty(self.token_ids.size, vocab_size, dtype=dtype, device=device)
 
-    def clear(self, slots: np.ndarray) -> None:
+    def clear(self, slots: np.ndarray | int) -> None:
         """Empty the drafts of `slots`."""
         self.counts[slots] = 0
 

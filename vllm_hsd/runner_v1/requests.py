@@ -1,148 +1,173 @@
-"""What the cascade remembers about the requests of a V1 runner between steps."""
+"""What drafting keeps about the requests of a V1 runner between steps."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from vllm_hsd.core.drafts import Proposal, ragged_arange
+from vllm_hsd.core.drafts import DraftStore, ragged_arange
 from vllm_hsd.core.stopping import EntropyThresholds
-from vllm_hsd.verify import uniforms
+from vllm_hsd.verify.rng import host_uniforms
 
-# Coins of a request and level that are tossed at once.
-_AHEAD = 256
-# As a first coin tossed ahead: there are none.
+# Uniforms of a request and level that are drawn at once: 256 cost hardly more than one. No step
+# takes more than num_speculative_tokens + 1 <= 129.
+_BUFFERED = 256
+# Sentinel: nothing buffered.
 _NONE = np.iinfo(np.int64).min // 2
 
 
-@dataclass
-class PendingDraft:
-    """A draft that waits for the target: row `row` of `proposal`."""
+@dataclass(frozen=True)
+class RequestLimits:
+    """What the sampling parameters of a request say about drafting.
 
-    proposal: Proposal
-    row: int
+    Attributes:
+        seed: the user's, None without one.
+        eos: token that ends the request, -1 for none.
+        max_tokens: most tokens to generate.
+    """
 
-    @property
-    def token_ids(self) -> np.ndarray:
-        return self.proposal.token_ids[self.row, : self.proposal.counts[self.row]]
-
-    @property
-    def sources(self) -> np.ndarray:
-        """Rows of `proposal.laws`, one per token."""
-        return self.proposal.source[self.row, : self.proposal.counts[self.row]]
+    seed: int | None
+    eos: int
+    max_tokens: int
 
 
 class RequestTable:
-    """Seeds, draw counters, cache positions and pending drafts, one slot per live request.
+    """Arrays indexed by request slot; a slot belongs to a request from its first step to its last.
 
-    Random numbers are keyed by (request seed, level, draw number) with a counter per request and
-    level that only grows: coins keyed by position would be drawn again by the next call (DESIGN,
-    what silently loses losslessness). They are tossed `_AHEAD` at a time: one call of the
-    generator costs the same for one coin as for a few hundred.
+    There are as many slots as the runner's batch has rows. Where a request that waits (preempted,
+    or not scheduled) holds a slot that a newcomer needs, its draft is dropped and what must not be
+    lost is set aside: its seed, its draw counters and its thresholds.
+
+    Uniforms are keyed by (request seed, level, draw number), with a counter per request and level
+    that only grows: a uniform keyed by position would be met again by the next step, after a block
+    verification that had looked at it.
 
     Args:
         num_levels: levels of the cascade.
-        engine_seed: vLLM's seed; unseeded requests derive theirs from it and the order in which
-            they arrive, so that all tensor-parallel ranks toss the same coins and a run repeats.
+        drafts: the drafts that wait for the target; its slots are this table's.
+        engine_seed: vLLM's seed. Unseeded requests derive theirs from it and from the order in
+            which they arrive, so that all tensor-parallel ranks draw alike and a run repeats.
             (vLLM adds a random suffix to request ids: they would not do.)
+
+    Attributes:
+        rows: [slots] int64, row in the runner's batch.
+        end: [slots] int64, tokens in the text.
+        eos, max_tokens: [slots] int64, see `RequestLimits`.
+        cached: [levels, slots] int64, positions whose KV entries are valid.
+        thresholds: entropy thresholds per level and slot.
     """
 
-    def __init__(self, num_levels: int, engine_seed: int) -> None:
+    def __init__(self, num_levels: int, drafts: DraftStore, engine_seed: int) -> None:
+        num_slots = len(drafts.counts)
+        self.drafts = drafts
         self.engine_seed = engine_seed
         self.arrivals = 0
         self.slot_of: dict[str, int] = {}
-        self.free: list[int] = []
-        self.pending: list[PendingDraft | None] = []
-        self.seed = np.zeros(0, dtype=np.int64)
+        # Low slots first, and the last one freed is the next one taken: few are ever touched.
+        self.free = list(range(num_slots))[::-1]
+        self.waiting: dict[str, tuple[np.ndarray, ...]] = {}
+        self.rows = np.zeros(num_slots, dtype=np.int64)
+        self.end = np.zeros(num_slots, dtype=np.int64)
+        self.eos = np.zeros(num_slots, dtype=np.int64)
+        self.max_tokens = np.zeros(num_slots, dtype=np.int64)
+        self.cached = np.zeros((num_levels, num_slots), dtype=np.int64)
+        self.thresholds = EntropyThresholds.fresh(num_levels, num_slots)
+        self.seed = np.zeros(num_slots, dtype=np.int64)
         # The last row of these three is the target's.
-        self.draws = np.zeros((num_levels + 1, 0), dtype=np.int64)
-        self.ahead = np.zeros((num_levels + 1, 0, _AHEAD))
-        self.ahead_from = np.zeros((num_levels + 1, 0), dtype=np.int64)
-        self.kv = np.zeros((num_levels, 0), dtype=np.int64)
-        self.thresholds = EntropyThresholds.fresh(num_levels, 0)
+        self.draws = np.zeros((num_levels + 1, num_slots), dtype=np.int64)
+        self.buffered = np.zeros((num_levels + 1, num_slots, _BUFFERED))
+        self.buffered_from = np.full((num_levels + 1, num_slots), _NONE)
 
-    def slots(self, request_ids: list[str], seeds: list[int | None]) -> np.ndarray:
+    def slots(
+        self, request_ids: Sequence[str], limits: Callable[[str], RequestLimits]
+    ) -> np.ndarray:
         """[n] slots of the requests; unknown ones are added with an empty cache."""
         found = [
-            self.slot_of[request_id] if request_id in self.slot_of else self._add(request_id, seed)
-            for request_id, seed in zip(request_ids, seeds, strict=True)
+            self.slot_of[request_id] if request_id in self.slot_of else self._add(request_id, limits)
+            for request_id in request_ids
         ]
         return np.array(found, dtype=np.int64)
 
     def remove(self, request_id: str) -> None:
         """Forget a request that has ended; unknown ids are ignored (aborted before a step)."""
-        slot = self.slot_of.pop(request_id, None)
-        if slot is not None:
-            self.pending[slot] = None
-            self.free.append(slot)
+        self.waiting.pop(request_id, None)
+        self._release(request_id)
 
-    def restart(self, request_id: str, seed: int | None, valid: int) -> None:
-        """A request enters the batch, new or resumed, with `valid` tokens in the cache."""
-        slot = self.slots([request_id], [seed])[0]
-        self.kv[:, slot] = valid
-        self.pending[slot] = None
+    def enter(
+        self, request_id: str, limits: Callable[[str], RequestLimits], num_cached: int
+    ) -> None:
+        """A request enters the batch, new or resumed, with `num_cached` valid KV entries."""
+        slot = self.slots([request_id], limits)[0]
+        self.cached[:, slot] = num_cached
+        self.drafts.clear(slot)
 
-    def coins(self, slots: np.ndarray, counts: np.ndarray, stream: int) -> torch.Tensor:
-        """[sum(counts)] float64 uniforms in [0, 1), the next counts[i] of every request.
+    def make_room(self, in_batch: Collection[str]) -> None:
+        """Free the slots of requests that are not in the batch, if the others need them."""
+        if sum(request_id not in self.slot_of for request_id in in_batch) <= len(self.free):
+            return
+        for request_id, slot in list(self.slot_of.items()):
+            if request_id in in_batch:
+                continue
+            kept = (self.seed, self.draws, self.thresholds.total, self.thresholds.count)
+            self.waiting[request_id] = tuple(array[..., slot].copy() for array in kept)
+            self._release(request_id)
 
-        `stream` names who tosses: level k is k, the target is the number of levels.
+    def uniforms(self, slots: np.ndarray, counts: np.ndarray, stream: int) -> np.ndarray:
+        """[sum(counts)] float64 in [0, 1), the next counts[i] of every request.
+
+        `stream` is the level, or the number of levels for the target.
         """
-        draws, first = self.draws[stream, slots], self.ahead_from[stream, slots]
-        # Twice where longer rows of coins were made, which leaves the other requests without.
-        while (short := draws + counts > first + self.ahead.shape[2]).any():
-            self._toss_ahead(slots[short], int(counts.max()), stream)
-            first = self.ahead_from[stream, slots]
+        draws, first = self.draws[stream, slots], self.buffered_from[stream, slots]
+        short = draws + counts > first + _BUFFERED
+        if short.any():
+            self._refill(slots[short], stream)
+            first = self.buffered_from[stream, slots]
         owners, offsets = ragged_arange(counts)
         self.draws[stream, slots] += counts
-        place = (draws - first)[owners] + offsets
-        return torch.from_numpy(self.ahead[stream, slots[owners], place])
+        return self.buffered[stream, slots[owners], (draws - first)[owners] + offsets]
 
-    def _toss_ahead(self, slots: np.ndarray, least: int, stream: int) -> None:
-        """Make the next coins of some requests, at least `least` for each."""
-        if least > self.ahead.shape[2]:
-            self.ahead = np.zeros((*self.draws.shape, least))
-            # Nothing is left of any other request's coins either: they are tossed again.
-            self.ahead_from[:] = _NONE
+    def _refill(self, slots: np.ndarray, stream: int) -> None:
         draws = self.draws[stream, slots]
-        self.ahead_from[stream, slots] = draws
-        self.ahead[stream, slots] = uniforms(
-            torch.from_numpy(self.seed[slots, None]),
-            torch.full((), stream, dtype=torch.int64),
-            torch.from_numpy(draws[:, None] + np.arange(self.ahead.shape[2])),
-        ).numpy()
+        self.buffered_from[stream, slots] = draws
+        self.buffered[stream, slots] = host_uniforms(
+            self.seed[slots, None], np.int64(stream), draws[:, None] + np.arange(_BUFFERED)
+        )
 
-    def _add(self, request_id: str, seed: int | None) -> int:
-        if not self.free:
-            self._grow()
+    def _add(self, request_id: str, limits: Callable[[str], RequestLimits]) -> int:
         slot = self.free.pop()
         self.slot_of[request_id] = slot
-        self.seed[slot] = self._derived_seed() if seed is None else seed
+        given = limits(request_id)
+        self.eos[slot], self.max_tokens[slot] = given.eos, given.max_tokens
+        self.cached[:, slot] = 0
+        self.buffered_from[:, slot] = _NONE
+        self.drafts.clear(slot)
+        if request_id in self.waiting:
+            kept = self.waiting.pop(request_id)
+            self.seed[slot], self.draws[:, slot] = kept[0], kept[1]
+            self.thresholds.total[:, slot], self.thresholds.count[:, slot] = kept[2], kept[3]
+            return slot
+        self.seed[slot] = self._derived_seed() if given.seed is None else _int64(given.seed)
         self.arrivals += 1
         self.draws[:, slot] = 0
-        self.ahead_from[:, slot] = _NONE
-        self.kv[:, slot] = 0
         self.thresholds.total[:, slot] = 0
         self.thresholds.count[:, slot] = 0
         return slot
+
+    def _release(self, request_id: str) -> None:
+        slot = self.slot_of.pop(request_id, None)
+        if slot is not None:
+            self.drafts.clear(slot)
+            self.free.append(slot)
 
     def _derived_seed(self) -> int:
         digest = hashlib.blake2b(f"{self.engine_seed}:{self.arrivals}".encode(), digest_size=8)
         return int.from_bytes(digest.digest(), "little", signed=True)
 
-    def _grow(self) -> None:
-        old = len(self.seed)
-        new = max(16, 2 * old)
-        self.seed = np.resize(self.seed, new)
-        wider = ((0, 0), (0, new - old))
-        self.kv = np.pad(self.kv, wider)
-        self.draws = np.pad(self.draws, wider)
-        self.ahead_from = np.pad(self.ahead_from, wider)
-        self.ahead = np.pad(self.ahead, (*wider, (0, 0)))
-        self.thresholds = EntropyThresholds(
-            np.pad(self.thresholds.total, wider), np.pad(self.thresholds.count, wider)
-        )
-        self.pending.extend([None] * (new - old))
-        self.free.extend(range(old, new))
+
+def _int64(seed: int) -> int:
+    """The low 64 bits of a seed of any size, as a signed number."""
+    low = seed % 2**64
+    return low - 2**64 if low >= 2**63 else low

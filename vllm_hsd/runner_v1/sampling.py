@@ -1,4 +1,4 @@
-"""Sampling parameters of a V1 batch, as laws over the vocabulary.
+"""Sampling parameters of a V1 batch, as distributions over the vocabulary.
 
 The stock rejection sampler of vLLM 0.32 truncates the temperature on CPU (vLLM issues 55005 and
 55006), so nothing of its expansion is used here.
@@ -55,7 +55,7 @@ class RequestSampling:
     def probabilities(
         self, logits: torch.Tensor, requests: np.ndarray, scale: float = 1.0
     ) -> torch.Tensor:
-        """The law that a token is drawn from.
+        """The distribution that a token is drawn from.
 
         Args:
             logits: [n, V] float32, penalties and masks already applied.
@@ -67,13 +67,13 @@ class RequestSampling:
         """
         rows = torch.from_numpy(requests).to(logits.device)
         scaled, is_greedy = self.constrained(logits, rows, scale)
-        laws = scaled.softmax(-1)
+        probs = scaled.softmax(-1)
         if is_greedy is not None:
             chosen = is_greedy.nonzero()[:, 0]
             best = logits[chosen].argmax(-1)
-            laws[chosen] = 0.0
-            laws[chosen, best] = 1.0
-        return laws
+            probs[chosen] = 0.0
+            probs[chosen, best] = 1.0
+        return probs
 
     def constrained(
         self, logits: torch.Tensor, rows: torch.Tensor, scale: float = 1.0
@@ -98,7 +98,7 @@ class RequestSampling:
     def draft_probabilities(
         self, logits: torch.Tensor, requests: np.ndarray, level: int
     ) -> torch.Tensor:
-        """The law of a level: like the target's, but blind to what depends on earlier output.
+        """Probabilities of a level: the target's parameters, except those that depend on earlier output.
 
         Allowed tokens and logit bias are applied, penalties, bad words and min_tokens are not.
         """
@@ -124,20 +124,20 @@ class RequestSampling:
         return logits
 
     def target_logits(
-        self, logits: torch.Tensor, num_tokens: list[int], drafts: list[list[int]]
+        self, logits: torch.Tensor, counts: np.ndarray, drafts: np.ndarray
     ) -> torch.Tensor:
         """Apply everything that may change the argmax, in the order of vLLM's plain sampler.
 
         Args:
-            logits: [sum(num_tokens), V], request after request; not changed.
-            num_tokens: rows of each request, its draft length + 1.
-            drafts: draft token ids of each request.
+            logits: [sum(counts + 1), V], request after request; not changed.
+            counts: [batch] int64 draft lengths.
+            drafts: [batch, max(counts)] int64 draft token ids, -1 where there is none.
 
         Returns:
-            [sum(num_tokens), V] float32.
+            [sum(counts + 1), V] float32.
         """
         metadata = self.metadata
-        requests = np.repeat(np.arange(len(num_tokens)), num_tokens)
+        requests = np.repeat(np.arange(len(counts)), counts + 1)
         masked = self.masked(logits, requests)
         bad_words = metadata.bad_words_token_ids
         min_tokens = [
@@ -150,7 +150,8 @@ class RequestSampling:
         if not (bad_words or min_tokens or thinking) and metadata.no_penalties:
             return masked
         masked = masked.clone() if masked.data_ptr() == logits.data_ptr() else masked
-        past = _outputs_per_row(metadata.output_token_ids, drafts)
+        num_tokens = (counts + 1).tolist()
+        past = _outputs_per_row(metadata.output_token_ids, counts, drafts)
         if bad_words:
             apply_bad_words_with_drafts(masked, bad_words, past, num_tokens)
         for processor in min_tokens:
@@ -170,12 +171,14 @@ class RequestSampling:
         return masked
 
 
-def _outputs_per_row(outputs: list[list[int]], drafts: list[list[int]]) -> list[list[int]]:
+def _outputs_per_row(
+    outputs: list[list[int]], counts: np.ndarray, drafts: np.ndarray
+) -> list[list[int]]:
     """Output tokens that precede every row: none, one, ... all of the request's draft."""
     return [
         [*output, *draft[:n]]
-        for output, draft in zip(outputs, drafts, strict=False)
-        for n in range(len(draft) + 1)
+        for output, count, draft in zip(outputs, counts, drafts.clip(0).tolist(), strict=False)
+        for n in range(count + 1)
     ]
 
 

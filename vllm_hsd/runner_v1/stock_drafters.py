@@ -8,7 +8,7 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_hsd.runner_v1.sampler import VerifyingSampler
+from vllm_hsd.runner_v1.sampler import VerifyingSampler, padded
 from vllm_hsd.runner_v1.sampling import RequestSampling
 from vllm_hsd.verify import verify_chain
 
@@ -16,10 +16,10 @@ from vllm_hsd.verify import verify_chain
 class StockDraftSampler(VerifyingSampler):
     """Verifies the drafts of a stock drafter at sequence level.
 
-    Where the drafter gives its laws (`draft_sample_method: "probabilistic"`) they are the
-    proposal rows; otherwise a draft token counts as certain, a one-hot row. A seeded request
-    draws from vLLM's generator of it, in one call, which is what the runner rewinds where a
-    prompt chunk's sample is thrown away.
+    Where the drafter keeps its probabilities (`draft_sample_method: "probabilistic"`) they are the
+    proposal probabilities; otherwise a draft token is a point mass. A seeded request draws from
+    vLLM's generator of it, in one call, which is what the runner rewinds where a prompt chunk's
+    sample is thrown away.
     """
 
     def __init__(self, sampler, spec_config=None, device=None) -> None:
@@ -35,8 +35,8 @@ class StockDraftSampler(VerifyingSampler):
         """Sample every request's next tokens.
 
         Args:
-            metadata: draft tokens of the batch, -1 for slots that hold none.
-            draft_probs: [sum(n_i), V] proposal rows, or None.
+            metadata: draft tokens of the batch, -1 for positions that hold none.
+            draft_probs: [sum(n_i), V] proposal probabilities, or None.
             logits: [sum(n_i + 1), V] the target's logits, request after request.
             sampling_metadata: sampling parameters of the batch.
 
@@ -45,21 +45,20 @@ class StockDraftSampler(VerifyingSampler):
         """
         counts = np.array(metadata.num_draft_tokens, dtype=np.int64)
         token_ids = metadata.draft_token_ids
-        drafts = np.split(token_ids.clamp(min=0).cpu().numpy(), np.cumsum(counts)[:-1])
-        laws = RequestSampling(sampling_metadata)
-        num_rows = (counts + 1).tolist()
-        processed = laws.target_logits(logits, num_rows, [draft.tolist() for draft in drafts])
+        sampling = RequestSampling(sampling_metadata)
+        drafts = padded(token_ids.cpu().numpy(), counts)
+        processed = sampling.target_logits(logits, counts, drafts)
         owners = np.repeat(np.arange(len(counts)), counts + 1)
         result = verify_chain(
-            processed if laws.greedy else laws.probabilities(processed, owners),
-            None if laws.greedy or draft_probs is None else draft_probs.float(),
+            processed if sampling.greedy else sampling.probabilities(processed, owners),
+            None if sampling.greedy or draft_probs is None else draft_probs.float(),
             token_ids,
             counts.tolist(),
-            method="greedy" if laws.greedy else "block",
+            method="greedy" if sampling.greedy else "block",
             generators=sampling_metadata.generators,
         )
         sampled = result.token_ids.to(torch.int32)
         return SamplerOutput(
             sampled_token_ids=sampled,
-            logprobs_tensors=self._logprobs(metadata, logits, processed, sampled, laws, owners),
+            logprobs_tensors=self._logprobs(metadata, logits, processed, sampled, sampling, owners),
         )
