@@ -38,7 +38,6 @@ _MODULES = (
     "sampler",
     "level_checks",
     "levels",
-    "level_kinds",
     "stock_drafters",
 )
 

@@ -1,4 +1,4 @@
-"""Levels that are models: loaded by vLLM's loader, with their cache in vLLM's allocator."""
+"""The levels of a cascade inside a V1 runner."""
 
 from __future__ import annotations
 
@@ -14,30 +14,42 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_hsd.config import (
+    BigramLevelConfig,
+    EarlyExitLevelConfig,
+    ExitHeadLevelConfig,
+    LevelConfig,
+    NgramConfig,
+    NgramLevelConfig,
+)
+from vllm_hsd.core.bigram import BigramLevel, read_bigram
 from vllm_hsd.core.drafts import ragged_arange
+from vllm_hsd.core.exit_head import ExitHead, read_exit_head
 
 
 class ModelLevel:
-    """One drafter model inside a V1 runner, sharing the target's block tables.
+    """A drafter model, loaded by vLLM's loader, with its KV cache in the target's block tables.
 
     Args:
         runner: the GPUModelRunner (or CPUModelRunner) that hosts the target.
         vllm_config: the target's configuration.
-        index: place in the cascade, 0 the cheapest.
+        index: position in the cascade, 0 the cheapest.
+        context_length: longest text in tokens that the model can read.
     """
 
     keeps_cache = True
 
-    def __init__(self, runner, vllm_config: VllmConfig, index: int) -> None:
+    def __init__(self, runner, vllm_config: VllmConfig, index: int, context_length: int) -> None:
         self.runner = runner
         self.vllm_config = vllm_config
         self.index = index
+        self.context_length = context_length
         self.max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.device = runner.device
         self.attention_groups: list[AttentionGroup] = []
 
     def load(self, draft_vllm_config: VllmConfig, load_config) -> None:
-        """Load the weights and note the attention layers that came with them.
+        """Load the weights and record the attention layers that came with them.
 
         The tag and `additional_config` keep torch.compile from sharing one artefact between two
         levels of equal configuration; the prefix holds no integer as a dotted component, since
@@ -65,10 +77,9 @@ class ModelLevel:
         }
 
     def init_attention(self, kv_cache_config, kernel_block_sizes: list[int] | None) -> None:
-        """Make the attention metadata builders, apart per KV-cache group.
+        """Make the attention metadata builders, one set per KV-cache group.
 
-        Sliding-window layers put one model's layers into several groups with block sizes of
-        their own.
+        Sliding-window layers put one model's layers into several groups with different block sizes.
         """
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
         groups: dict[tuple, AttentionGroup] = {}
@@ -99,31 +110,28 @@ class ModelLevel:
         counts: np.ndarray,
         num_logits: np.ndarray,
     ) -> torch.Tensor | None:
-        """See `cascade.Level.forward`; at most `max_num_batched_tokens` tokens run at a time."""
-        starts, counts = starts.copy(), counts.copy()
-        while counts.sum() > self.max_tokens:
-            # Long prompts first fill the cache by chunks that need no logits.
-            spare = counts - np.maximum(num_logits, 1)
-            before = np.cumsum(spare) - spare
-            chunk = np.clip(self.max_tokens - before, 0, spare)
-            some = chunk > 0
-            if not some.any():
-                return self._forward_in_halves(tokens, rows, starts, counts, num_logits)
-            none = np.zeros(some.sum(), dtype=np.int64)
-            self._forward_once(tokens, rows[some], starts[some], chunk[some], none)
-            starts, counts = starts + chunk, counts - chunk
-        return self._forward_once(tokens, rows, starts, counts, num_logits)
-
-    def _forward_in_halves(self, tokens, rows, starts, counts, num_logits) -> torch.Tensor | None:
-        if len(rows) == 1:
+        """See `core.levels.Level.forward`; at most `max_num_batched_tokens` tokens at a time."""
+        ends = np.cumsum(counts)
+        if len(ends) and ends[-1] <= self.max_tokens:
             return self._forward_once(tokens, rows, starts, counts, num_logits)
-        middle = len(rows) // 2
-        halves = [
-            self.forward(tokens, rows[part], starts[part], counts[part], num_logits[part])
-            for part in (slice(None, middle), slice(middle, None))
-        ]
-        halves = [half for half in halves if half is not None]
-        return torch.cat(halves) if halves else None
+        parts = []
+        begins, wanted = ends - counts, ends - num_logits
+        for low in range(0, int(ends[-1]) if len(ends) else 0, self.max_tokens):
+            # This part's stretch of every request in the flat sequence of all tokens.
+            first = np.clip(begins, low, low + self.max_tokens)
+            last = np.clip(ends, low, low + self.max_tokens)
+            some = last > first
+            parts.append(
+                self._forward_once(
+                    tokens,
+                    rows[some],
+                    (starts + first - begins)[some],
+                    (last - first)[some],
+                    np.maximum(last - np.maximum(first, wanted), 0)[some],
+                )
+            )
+        logits = [part for part in parts if part is not None]
+        return torch.cat(logits) if logits else None
 
     def _forward_once(self, tokens, rows, starts, counts, num_logits) -> torch.Tensor | None:
         owners, offsets = ragged_arange(counts)
@@ -137,8 +145,8 @@ class ModelLevel:
         if not num_logits.any():
             return None
         ends = np.cumsum(counts)
-        which, back = ragged_arange(num_logits)
-        wanted = ends[which] - num_logits[which] + back
+        request, offset = ragged_arange(num_logits)
+        wanted = ends[request] - num_logits[request] + offset
         if len(wanted) < total:
             hidden = hidden[torch.from_numpy(wanted).to(self.device)]
         return self.logits(hidden).to(torch.float32)
@@ -186,3 +194,109 @@ class ModelLevel:
             for name in group.layer_names:
                 metadata[name], slots[name] = built, common[gid].slot_mapping
         return metadata, slots
+
+
+class EarlyExitLevel(ModelLevel):
+    """The target's first layers with its own final norm and head.
+
+    It runs on the target's weights and writes the target's KV cache: the lower layers' entries of
+    target and exit are the same for the same tokens, so it has no cache of its own to fill.
+
+    Args:
+        num_layers: layers that run, 1 to the target's depth.
+    """
+
+    keeps_cache = False
+
+    def __init__(self, runner, vllm_config: VllmConfig, index: int, num_layers: int) -> None:
+        super().__init__(runner, vllm_config, index, vllm_config.model_config.max_model_len)
+        self.num_layers = num_layers
+
+    def attach(self, target_model) -> None:
+        """Share the layers of the loaded target."""
+        self.target = target_model.unwrap() if hasattr(target_model, "unwrap") else target_model
+        self.layers = self.target.model.layers[: self.num_layers]
+        self.layer_names = {layer.self_attn.attn.layer_name for layer in self.layers}
+
+    def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden, residual = self._through_layers(input_ids, positions)
+        return self.target.model.norm(hidden, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.target.compute_logits(hidden)
+
+    def _through_layers(
+        self, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = self.target.model.embed_input_ids(input_ids), None
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden, residual)
+        return hidden, residual
+
+
+class ExitHeadLevel(EarlyExitLevel):
+    """The target's first layers with a norm and a head trained for them."""
+
+    def __init__(self, runner, vllm_config: VllmConfig, index: int, head: ExitHead) -> None:
+        super().__init__(runner, vllm_config, index, head.layer)
+        dtype = vllm_config.model_config.dtype
+        self.head = head.to(self.device, dtype)
+
+    def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden, residual = self._through_layers(input_ids, positions)
+        return hidden + residual
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head.logits(hidden)
+
+
+class NgramLevel:
+    """Prompt lookup with vLLM's own matcher."""
+
+    def __init__(self, config: NgramConfig, max_model_len: int) -> None:
+        # Only now: once numba is loaded, vLLM 0.32 fails to import further Triton kernels.
+        from vllm.v1.spec_decode import ngram_proposer
+
+        self.config, self.max_model_len = config, max_model_len
+        self.match = ngram_proposer._find_longest_matched_ngram_and_propose_tokens
+
+    def lookup(
+        self, tokens: np.ndarray, rows: np.ndarray, ends: np.ndarray, requested: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See `core.levels.LookupLevel.lookup`."""
+        token_ids = np.zeros((len(rows), int(requested.max(initial=0))), dtype=np.int64)
+        counts = np.zeros(len(rows), dtype=np.int64)
+        for i in np.flatnonzero(requested):
+            found = self.match(
+                origin_tokens=tokens[rows[i], : ends[i]],
+                min_ngram=self.config.min,
+                max_ngram=self.config.max,
+                max_model_len=self.max_model_len,
+                k=int(requested[i]),
+            )
+            counts[i] = len(found)
+            token_ids[i, : counts[i]] = found
+        return token_ids, counts
+
+
+def build_level(
+    level: LevelConfig, runner, vllm_config: VllmConfig, index: int, context_length: int
+):
+    """The level that a configuration describes, not yet loaded.
+
+    Args:
+        level: the user's keys.
+        runner: the V1 runner that hosts the target.
+        vllm_config: the target's configuration.
+        index: position in the cascade.
+        context_length: of a level that is a model of its own.
+    """
+    if isinstance(level, EarlyExitLevelConfig):
+        return EarlyExitLevel(runner, vllm_config, index, level.early_exit)
+    if isinstance(level, ExitHeadLevelConfig):
+        return ExitHeadLevel(runner, vllm_config, index, read_exit_head(level.exit_head))
+    if isinstance(level, BigramLevelConfig):
+        return BigramLevel(read_bigram(level.bigram))
+    if isinstance(level, NgramLevelConfig):
+        return NgramLevel(level.ngram, vllm_config.model_config.max_model_len)
+    return ModelLevel(runner, vllm_config, index, context_length)

@@ -7,16 +7,19 @@ from dataclasses import replace
 import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from vllm_hsd.core.cascade import Cascade, DraftBatch, LevelOptions, LevelStats
-from vllm_hsd.core.stopping import EntropyThresholds
-from vllm_hsd.runner_v1.level_kinds import build_level
-from vllm_hsd.runner_v1.levels import ModelLevel
+from vllm_hsd.core.cascade import Cascade, DraftBatch
+from vllm_hsd.core.levels import LevelOptions, LevelStats
+from vllm_hsd.runner_v1.level_checks import loading
+from vllm_hsd.runner_v1.levels import EarlyExitLevel, ModelLevel, build_level
 from vllm_hsd.runner_v1.replacements import complete_logits_processors, take_over_runner
-from vllm_hsd.runner_v1.requests import PendingDraft, RequestTable
-from vllm_hsd.runner_v1.sampler import HsdSampler
+from vllm_hsd.runner_v1.requests import RequestLimits, RequestTable
+from vllm_hsd.runner_v1.sampler import CascadeSampler
 from vllm_hsd.runner_v1.sampling import RequestSampling
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class CascadeProposer(DraftModelProposer):
@@ -33,71 +36,100 @@ class CascadeProposer(DraftModelProposer):
         self.max_model_len = vllm_config.model_config.max_model_len
         self.kv_cache_gid = 0
         self.draft_attn_groups = []
+        contexts = [
+            self.max_model_len if config is None else config.draft_model_config.max_model_len
+            for config in self.speculative_config.level_configs
+        ]
         self.hosted = [
-            build_level(level, runner, vllm_config, i) for i, level in enumerate(hsd.levels)
+            build_level(level, runner, vllm_config, i, context)
+            for i, (level, context) in enumerate(zip(hsd.levels, contexts, strict=True))
         ]
         self.model_levels = [level for level in self.hosted if isinstance(level, ModelLevel)]
-        self.plans = [
+        self.options = [
             LevelOptions(
-                draft_length=budget,
+                draft_length=draft_length,
                 verifier=level.verifier or hsd.verifier,
                 max_rounds=level.max_rounds,
                 stopping=level.stopping,
                 temperature_scale=level.temperature_scale,
             )
-            for budget, level in zip(hsd.draft_lengths, hsd.levels, strict=True)
+            for draft_length, level in zip(hsd.draft_lengths, hsd.levels, strict=True)
         ]
-        self.use(list(range(len(self.hosted))), hsd.draft_lengths)
+        self.select_levels(list(range(len(self.hosted))), hsd.draft_lengths)
         take_over_runner(self, runner)
 
-    def use(self, levels: list[int], draft_lengths: list[int]) -> None:
+    def select_levels(self, levels: list[int], draft_lengths: list[int]) -> None:
         """Serve the next requests with some of the hosted levels: one engine compares cascades.
 
-        Only between requests: what is known of those under way is forgotten.
+        Only between requests: what is known of those in progress is forgotten.
 
         Args:
             levels: numbers of the levels, cheapest first.
-            draft_lengths: tokens that each hands up; the last is the draft that the target verifies.
+            draft_lengths: one per level; the last is the draft that the target verifies.
 
         Raises:
-            ValueError: unknown levels, or draft_lengths that the engine was not started for.
+            ValueError: unknown levels, or draft lengths that the engine was not started for.
         """
         hsd, hosted = self.speculative_config.hsd, range(len(self.hosted))
         if not levels or len(set(levels)) < len(levels) or not set(levels) <= set(hosted):
-            raise ValueError(f"levels {levels} are no cascade of the {len(hosted)} hosted.")
+            raise ValueError(f"levels {levels} are not a cascade of the {len(hosted)} hosted.")
         if len(draft_lengths) != len(levels) or min(draft_lengths) < 1:
             raise ValueError(
-                f"draft_lengths {draft_lengths} do not give every one of levels {levels} a token."
+                f"draft_lengths {draft_lengths} do not give each of levels {levels} a token."
             )
         if draft_lengths[-1] > hsd.num_speculative_tokens:
             raise ValueError(
-                f"draft_lengths {draft_lengths} end above num_speculative_tokens={hsd.num_speculative_tokens}."
+                f"draft_lengths {draft_lengths} end above num_speculative_tokens="
+                f"{hsd.num_speculative_tokens}."
             )
-        self.in_use = levels
-        plans = [
-            replace(self.plans[i], draft_length=b)
-            for i, b in zip(levels, draft_lengths, strict=True)
+        self.selected = levels
+        options = [
+            replace(self.options[i], draft_length=length)
+            for i, length in zip(levels, draft_lengths, strict=True)
         ]
-        self.cascade = Cascade([self.hosted[i] for i in levels], plans, hsd.horizontal_tokens)
-        self.requests = RequestTable(len(levels), self.vllm_config.model_config.seed)
+        num_slots = self.vllm_config.scheduler_config.max_num_seqs
+        chosen = [self.hosted[i] for i in levels]
+        self.cascade = Cascade(chosen, options, num_slots, hsd.horizontal_tokens)
+        self.requests = RequestTable(
+            len(levels), self.cascade.drafts[-1], self.vllm_config.model_config.seed
+        )
         self.num_speculative_tokens = draft_lengths[-1]
+        self._allocate_drafts()
+
+    def _allocate_drafts(self) -> None:
+        """Reserve the proposal probabilities before vLLM profiles its memory."""
+        vocab_size = self.vllm_config.model_config.get_vocab_size()
+        first = 0 if self.cascade.lookup is None else 1
+        for drafts in self.cascade.drafts[first:]:
+            drafts.allocate(vocab_size, torch.float32, self.device)
+        reserved = sum(
+            drafts.probs.nbytes for drafts in self.cascade.drafts if drafts.probs is not None
+        )
+        logger.info(
+            "Proposal probabilities take up to %.2f GiB: max_num_seqs x draft lengths x vocabulary "
+            "x 4 bytes%s.",
+            reserved / 2**30,
+            "; on a CPU only as much as sampled requests use" if self.device.type == "cpu" else "",
+        )
 
     def take_stats(self) -> list[LevelStats]:
         """Counts of every hosted level since the last call."""
         stats = [LevelStats() for _ in self.hosted]
-        for i, counted in zip(self.in_use, self.cascade.take_stats(), strict=True):
+        for i, counted in zip(self.selected, self.cascade.take_stats(), strict=True):
             stats[i] = counted
         return stats
 
     def load_model(self, target_model) -> None:
+        """Load the levels that are models; give early exits the target's layers."""
         configs = self.speculative_config.level_configs
-        for level, config in zip(self.hosted, configs, strict=True):
-            if config is None:
+        for i, (level, config) in enumerate(zip(self.hosted, configs, strict=True)):
+            if config is not None:
+                with loading(f"levels[{i}]", config.model):
+                    level.load(self._draft_vllm_config(config), config.draft_load_config)
+            elif isinstance(level, EarlyExitLevel):
                 level.attach(target_model)
-            else:
-                level.load(self._draft_vllm_config(config), config.draft_load_config)
         complete_logits_processors(self.runner)
-        self.runner.rejection_sampler = HsdSampler(self)
+        self.runner.rejection_sampler = CascadeSampler(self)
 
     def _draft_vllm_config(self, level_config):
         """vLLM's own way from a target's configuration to a drafter's, for one level."""
@@ -133,9 +165,7 @@ class CascadeProposer(DraftModelProposer):
 
     def request_slots(self, count: int) -> np.ndarray:
         """[count] slots in `requests` of the first `count` requests of the batch."""
-        runner = self.runner
-        ids = runner.input_batch.req_ids[:count]
-        return self.requests.slots(ids, [_seed(runner.requests[i]) for i in ids])
+        return self.requests.slots(self.runner.input_batch.req_ids[:count], self._limits)
 
     @torch.inference_mode()
     def propose_draft_token_ids(
@@ -146,57 +176,57 @@ class CascadeProposer(DraftModelProposer):
         Takes the place of the runner's method of the same name; runs after bookkeeping, so
         `sampled_token_ids` are lists and the batch already holds them.
         """
-        input_batch = self.runner.input_batch
+        input_batch, requests = self.runner.input_batch, self.requests
         slots = self.request_slots(input_batch.num_reqs)
         sampled = np.array([len(ids) > 0 for ids in sampled_token_ids])
-        length, want = self._lengths(scheduler_output, sampled)
-        # Whatever a level computed behind the last accepted token is forgotten; a level without
-        # a cache of its own is always up to date.
-        kv = np.minimum(self.requests.kv[:, slots], length - sampled)
-        kv[[not level.keeps_cache for level in self.cascade.levels]] = length - sampled
-        laws = RequestSampling(
-            sampling_metadata, [plan.temperature_scale for plan in self.cascade.plans]
-        )
-        table = self.requests.thresholds
-        thresholds = EntropyThresholds(table.total[:, slots], table.count[:, slots])
+        length, requested = self._lengths(scheduler_output, slots, sampled)
+        # Whatever a level computed after the last accepted token is forgotten; a level without a
+        # cache of its own is always up to date.
+        computed = length - sampled
+        requests.cached[:, slots] = np.minimum(requests.cached[:, slots], computed)
+        for k, level in enumerate(self.cascade.levels):
+            if level is not self.cascade.lookup and not level.keeps_cache:
+                requests.cached[k, slots] = computed
+        requests.rows[slots] = np.arange(len(slots))
+        requests.end[slots] = length
+        scales = [options.temperature_scale for options in self.cascade.options]
+        sampling = RequestSampling(sampling_metadata, scales)
         batch = DraftBatch(
             tokens=input_batch.token_ids_cpu,
-            rows=np.arange(len(slots)),
-            length=length,
-            kv=kv,
-            eos=self._eos(len(slots)),
-            greedy=laws.greedy and not laws.masks,
-            probs=laws.draft_probabilities,
-            uniforms=lambda who, counts, level: self.requests.coins(slots[who], counts, level),
-            thresholds=thresholds,
+            rows=requests.rows,
+            end=requests.end,
+            cached=requests.cached,
+            eos=requests.eos,
+            greedy=sampling.greedy and not sampling.masks,
+            probs=lambda logits, slots, level: sampling.draft_probabilities(
+                logits, requests.rows[slots], level
+            ),
+            uniforms=requests.uniforms,
+            thresholds=requests.thresholds,
         )
-        idle = np.flatnonzero(want == 0)
-        self.cascade.ingest(batch, idle, (length - sampled)[idle])
-        proposal = self.cascade.propose(batch, want)
-        self.requests.kv[:, slots] = kv
-        table.total[:, slots], table.count[:, slots] = thresholds.total, thresholds.count
-        for row, slot in enumerate(slots):
-            self.requests.pending[slot] = PendingDraft(proposal, row) if want[row] else None
-        return [
-            ids[:count].tolist()
-            for ids, count in zip(proposal.token_ids, proposal.counts, strict=True)
-        ]
+        idle = requested == 0
+        self.cascade.ingest(batch, slots[idle], computed[idle])
+        drafts = self.cascade.propose(batch, slots, requested)
+        counts = drafts.counts[slots].tolist()
+        token_ids = drafts.token_ids[slots].tolist()
+        return [ids[:count] for ids, count in zip(token_ids, counts, strict=True)]
 
     def follow_scheduler(self, scheduler_output) -> None:
         """Take note of requests that left, joined or came back since the last step."""
         for request_id in scheduler_output.finished_req_ids:
             self.requests.remove(request_id)
+        self.requests.make_room(self.runner.input_batch.req_id_to_index)
         for request in scheduler_output.scheduled_new_reqs:
-            state = self.runner.requests[request.req_id]
             self.requests.remove(request.req_id)
-            self.requests.restart(request.req_id, _seed(state), request.num_computed_tokens)
+            self.requests.enter(request.req_id, self._limits, request.num_computed_tokens)
         cached = scheduler_output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
             if request_id in cached.resumed_req_ids:
-                state = self.runner.requests[request_id]
-                self.requests.restart(request_id, _seed(state), cached.num_computed_tokens[i])
+                self.requests.enter(request_id, self._limits, cached.num_computed_tokens[i])
 
-    def _lengths(self, scheduler_output, sampled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _lengths(
+        self, scheduler_output, slots: np.ndarray, sampled: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Committed tokens of every request, and how many to draft for it.
 
         The target adds a token of its own to every draft, so a request never drafts the last
@@ -212,27 +242,15 @@ class CascadeProposer(DraftModelProposer):
             input_batch.num_tokens_no_spec[:batch],
             input_batch.num_computed_tokens_cpu[:batch] + scheduled,
         ).astype(np.int64)
-        max_tokens = np.array(
-            [self._max_tokens(i) for i in input_batch.req_ids[:batch]], dtype=np.int64
-        )
         generated = length - input_batch.num_prompt_tokens[:batch]
+        max_tokens = self.requests.max_tokens[slots]
         left = np.minimum(self.max_model_len - length, max_tokens - generated)
-        want = np.clip(left - 1, 0, self.num_speculative_tokens)
-        return length, np.where(sampled, want, 0)
+        requested = np.clip(left - 1, 0, self.num_speculative_tokens)
+        return length, np.where(sampled, requested, 0)
 
-    def _max_tokens(self, request_id: str) -> int:
+    def _limits(self, request_id: str) -> RequestLimits:
+        """What a request's sampling parameters say about drafting."""
         params = self.runner.requests[request_id].sampling_params
-        return self.max_model_len if params.max_tokens is None else params.max_tokens
-
-    def _eos(self, count: int) -> np.ndarray:
-        """[count] token that ends each request, -1 where it is ignored or there is none."""
-        ids = self.runner.input_batch.req_ids[:count]
-        params = [self.runner.requests[i].sampling_params for i in ids]
-        return np.array(
-            [-1 if p.ignore_eos or p.eos_token_id is None else p.eos_token_id for p in params]
-        )
-
-
-def _seed(request_state) -> int | None:
-    params = request_state.sampling_params
-    return None if params is None else params.seed
+        eos = -1 if params.ignore_eos or params.eos_token_id is None else params.eos_token_id
+        longest = self.max_model_len if params.max_tokens is None else params.max_tokens
+        return RequestLimits(seed=params.seed, eos=eos, max_tokens=longest)

@@ -86,7 +86,9 @@ class RequestTable:
     ) -> np.ndarray:
         """[n] slots of the requests; unknown ones are added with an empty cache."""
         found = [
-            self.slot_of[request_id] if request_id in self.slot_of else self._add(request_id, limits)
+            self.slot_of[request_id]
+            if request_id in self.slot_of
+            else self._add(request_id, limits)
             for request_id in request_ids
         ]
         return np.array(found, dtype=np.int64)

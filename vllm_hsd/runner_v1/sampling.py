@@ -98,7 +98,7 @@ class RequestSampling:
     def draft_probabilities(
         self, logits: torch.Tensor, requests: np.ndarray, level: int
     ) -> torch.Tensor:
-        """Probabilities of a level: the target's parameters, except those that depend on earlier output.
+        """Probabilities of a level: as the target's, without what depends on earlier output.
 
         Allowed tokens and logit bias are applied, penalties, bad words and min_tokens are not.
         """
