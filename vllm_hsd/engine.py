@@ -412,7 +412,7 @@ def select_levels(llm: Any, levels: list[int], draft_lengths: list[int]) -> None
 
 def _select_levels(worker: Any, levels: list[int], draft_lengths: list[int]) -> None:
     drafter = getattr(worker.model_runner, "drafter", None)
-    select = getattr(drafter, "select_levels", None) or getattr(drafter, "use", None)
+    select = getattr(drafter, "select_levels", None)
     if select is None:
         raise UserError(
             'levels can be selected only with method "hsd" on vLLM\'s V1 runner '

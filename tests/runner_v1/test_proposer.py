@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from vllm_hsd.core.cascade import LevelOptions
 from vllm_hsd.engine import EngineProcess
@@ -13,20 +14,25 @@ from vllm_hsd.runner_v1.proposer import CascadeProposer
 def proposer():
     """One that hosts three levels and runs nothing."""
     bare = object.__new__(CascadeProposer)
-    bare.hosted = ["bigram", "small", "mid"]
-    bare.plans = [LevelOptions(4, stopping="entropy"), LevelOptions(4), LevelOptions(8)]
+    bare.hosted = [SimpleNamespace(context_length=100) for _ in range(3)]
+    bare.device = torch.device("cpu")
+    bare.options = [LevelOptions(4, stopping="entropy"), LevelOptions(4), LevelOptions(8)]
     bare.speculative_config = SimpleNamespace(
         hsd=SimpleNamespace(num_speculative_tokens=8, horizontal_tokens=0)
     )
-    bare.vllm_config = SimpleNamespace(model_config=SimpleNamespace(seed=0))
+    bare.vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(seed=0, get_vocab_size=lambda: 5),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+    )
     return bare
 
 
-def test_levels_in_use_keep_their_plans_and_get_new_budgets(proposer):
-    proposer.use([0, 2], [2, 6])
-    assert proposer.cascade.levels == ["bigram", "mid"]
-    assert proposer.cascade.plans == [LevelOptions(2, stopping="entropy"), LevelOptions(6)]
+def test_selected_levels_keep_their_options_and_get_new_draft_lengths(proposer):
+    proposer.select_levels([0, 2], [2, 6])
+    assert proposer.cascade.levels == [proposer.hosted[0], proposer.hosted[2]]
+    assert proposer.cascade.options == [LevelOptions(2, stopping="entropy"), LevelOptions(6)]
     assert proposer.num_speculative_tokens == 6
+    assert proposer.cascade.drafts[-1].probs.shape == (4 * 6, 5)
     proposer.cascade.stats[1].drafted = 5
     assert [stats.drafted for stats in proposer.take_stats()] == [0, 0, 5]
 
@@ -34,17 +40,17 @@ def test_levels_in_use_keep_their_plans_and_get_new_budgets(proposer):
 @pytest.mark.parametrize(
     ("levels", "draft_lengths", "message"),
     [
-        ([], [], "no cascade of the 3 hosted"),
-        ([1, 1], [2, 4], "no cascade of the 3 hosted"),
-        ([3], [4], "no cascade of the 3 hosted"),
-        ([0, 1], [4], "do not give every one"),
-        ([0, 1], [0, 4], "do not give every one"),
+        ([], [], "are not a cascade of the 3 hosted"),
+        ([1, 1], [2, 4], "are not a cascade of the 3 hosted"),
+        ([3], [4], "are not a cascade of the 3 hosted"),
+        ([0, 1], [4], "do not give each of levels"),
+        ([0, 1], [0, 4], "do not give each of levels"),
         ([0, 1], [4, 9], "end above num_speculative_tokens=8"),
     ],
 )
-def test_levels_and_budgets_that_do_not_fit_are_refused(proposer, levels, draft_lengths, message):
+def test_levels_and_draft_lengths_that_do_not_fit_are_refused(proposer, levels, draft_lengths, message):
     with pytest.raises(ValueError, match=message):
-        proposer.use(levels, draft_lengths)
+        proposer.select_levels(levels, draft_lengths)
 
 
 def test_an_engine_changes_its_cascade_between_requests(text_family, tmp_path):

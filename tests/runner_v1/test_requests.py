@@ -1,91 +1,126 @@
-"""Slots and coins of the requests of a runner."""
+"""Slots and uniforms of the requests of a runner."""
+
+from functools import partial
 
 import numpy as np
 import pytest
 
-from vllm_hsd.runner_v1.requests import RequestTable
+from vllm_hsd.core.drafts import DraftStore
+from vllm_hsd.runner_v1.requests import RequestLimits, RequestTable
 
 
-def coins(table: RequestTable, slots, counts, stream=0) -> list[float]:
-    return table.coins(np.asarray(slots), np.asarray(counts), stream).tolist()
+def table_of(num_levels: int, num_slots: int = 8, engine_seed: int = 0) -> RequestTable:
+    return RequestTable(num_levels, DraftStore(num_slots, 4), engine_seed)
 
 
-def test_coins_belong_to_seed_and_draw():
-    alone, together = RequestTable(2, 0), RequestTable(2, 0)
-    one = alone.slots(["a"], [7])
-    expected = coins(alone, one, [3]) + coins(alone, one, [2])
-    many = together.slots(["x", "a", "y"], [1, 7, None])
-    first, second = coins(together, many, [2, 3, 1]), coins(together, many, [0, 2, 4])
+def slots_of(table: RequestTable, request_ids: list[str], seeds: list[int | None]) -> np.ndarray:
+    given = dict(zip(request_ids, seeds, strict=True))
+    return table.slots(request_ids, lambda request_id: limits(given[request_id]))
+
+
+def limits(seed: int | None, request_id: str = "") -> RequestLimits:
+    return RequestLimits(seed=seed, eos=-1, max_tokens=10)
+
+
+def uniforms(table: RequestTable, slots, counts, stream=0) -> list[float]:
+    return table.uniforms(np.asarray(slots), np.asarray(counts), stream).tolist()
+
+
+def test_uniforms_belong_to_seed_and_draw():
+    alone, together = table_of(2), table_of(2)
+    one = slots_of(alone, ["a"], [7])
+    expected = uniforms(alone, one, [3]) + uniforms(alone, one, [2])
+    many = slots_of(together, ["x", "a", "y"], [1, 7, None])
+    first, second = uniforms(together, many, [2, 3, 1]), uniforms(together, many, [0, 2, 4])
     assert first[2:5] + second[:2] == expected
     assert len(set(first + second)) == 12
 
 
-def test_levels_toss_coins_of_their_own():
-    table = RequestTable(2, 0)
-    slot = table.slots(["a"], [7])
-    found = [coins(table, slot, [4], stream) for stream in range(3)]
-    assert len({coin for row in found for coin in row}) == 12
+def test_levels_draw_different_uniforms():
+    table = table_of(2)
+    slot = slots_of(table, ["a"], [7])
+    found = [uniforms(table, slot, [4], stream) for stream in range(3)]
+    assert len({value for row in found for value in row}) == 12
 
 
 def test_unseeded_requests_differ_and_repeat_with_the_engine():
-    def tossed(engine_seed: int, prefix: str) -> list[float]:
-        table = RequestTable(1, engine_seed)
-        slots = table.slots([f"{prefix}{i}" for i in range(4)], [None, 5, None, None])
-        return coins(table, slots, [1] * 4)
+    def drawn(engine_seed: int, prefix: str) -> list[float]:
+        table = table_of(1, engine_seed=engine_seed)
+        ids = [f"{prefix}{i}" for i in range(4)]
+        return uniforms(table, slots_of(table, ids, [None, 5, None, None]), [1] * 4)
 
-    assert tossed(0, "a") == tossed(0, "b")
-    assert len(set(tossed(0, "a"))) == 4
-    assert tossed(0, "a")[1] == tossed(1, "a")[1]
-    assert not set(tossed(0, "a")[2:]) & set(tossed(1, "a")[2:])
+    assert drawn(0, "a") == drawn(0, "b")
+    assert len(set(drawn(0, "a"))) == 4
+    assert drawn(0, "a")[1] == drawn(1, "a")[1]
+    assert not set(drawn(0, "a")[2:]) & set(drawn(1, "a")[2:])
+
+
+@pytest.mark.parametrize("seed", [2**63, 2**64 - 1, -1, -(2**63), 2**100 + 5])
+def test_seeds_of_any_size_are_taken(seed):
+    table = table_of(1)
+    slots = slots_of(table, ["a", "b"], [seed, seed % 2**64])
+    first, second = uniforms(table, slots, [1, 1])
+    assert first == second
 
 
 def test_a_slot_that_is_used_again_remembers_nothing():
-    table = RequestTable(2, 0)
-    [slot] = table.slots(["a"], [7])
-    first = coins(table, [slot], [3])
-    table.kv[:, slot] = 9
+    table = table_of(2)
+    [slot] = slots_of(table, ["a"], [7])
+    first = uniforms(table, [slot], [3])
+    table.cached[:, slot] = 9
+    table.drafts.counts[slot] = 3
     table.thresholds.total[:, slot] = table.thresholds.count[:, slot] = 1
     table.remove("a")
-    table.remove("nobody")
-    [again] = table.slots(["b"], [7])
+    table.remove("unknown")
+    [again] = slots_of(table, ["b"], [7])
     assert again == slot
-    assert table.kv[:, again].tolist() == [0, 0] and table.pending[again] is None
+    assert table.cached[:, again].tolist() == [0, 0] and table.drafts.counts[again] == 0
     assert not table.thresholds.total[:, again].any() and not table.thresholds.count[:, again].any()
-    assert coins(table, [again], [3]) == first
+    assert uniforms(table, [again], [3]) == first
 
 
-def test_restart_keeps_the_coins_of_a_preempted_request():
+def test_a_resumed_request_goes_on_with_new_uniforms():
     """Its earlier draws decided tokens that stay: they must not be drawn again."""
-    table = RequestTable(2, 0)
-    [slot] = table.slots(["a"], [7])
-    before = coins(table, [slot], [3])
-    table.restart("a", 7, 5)
-    assert table.kv[:, slot].tolist() == [5, 5]
-    assert not set(coins(table, [slot], [3])) & set(before)
+    table = table_of(2)
+    [slot] = slots_of(table, ["a"], [7])
+    before = uniforms(table, [slot], [3])
+    table.enter("a", partial(limits, 7), 5)
+    assert table.cached[:, slot].tolist() == [5, 5]
+    assert not set(uniforms(table, [slot], [3])) & set(before)
 
 
-@pytest.mark.parametrize("size", [16, 17, 100])
-def test_growing_keeps_what_is_there(size):
-    table = RequestTable(2, 0)
-    [first] = table.slots(["first"], [7])
-    table.kv[:, first] = [3, 4]
-    before = coins(table, [first], [2])
-    slots = table.slots([f"r{i}" for i in range(size)], list(range(size)))
-    assert len({first, *slots.tolist()}) == size + 1
-    assert table.kv[:, first].tolist() == [3, 4] and not table.kv[:, slots].any()
-    assert table.slots(["first"], [7])[0] == first
-    assert not set(coins(table, [first], [2])) & set(before)
-    fresh = RequestTable(2, 0)
-    assert coins(table, slots[-1:], [2]) == coins(fresh, fresh.slots(["x"], [size - 1]), [2])
+def test_waiting_requests_make_room_and_come_back_where_they_were():
+    """Every slot is taken by preempted requests, newcomers need them all."""
+    table, whole = table_of(2, num_slots=4), table_of(2, num_slots=4)
+    old = [f"old{i}" for i in range(4)]
+    for each in (table, whole):
+        slots = slots_of(each, old, [1, None, 3, None])
+        uniforms(each, slots, [3, 2, 1, 0], stream=1)
+        each.thresholds.total[:, slots] = np.arange(8).reshape(2, 4)
+        each.drafts.counts[slots] = 2
+    table.make_room(["old0", "old1", "old2", "old3"])
+    assert not table.waiting
+    new = ["old2", "new0", "new1", "new2"]
+    table.make_room(new)
+    assert set(table.waiting) == {"old0", "old1", "old3"}
+    assert len(set(slots_of(table, new, [None] * 4).tolist())) == 4
+    for request_id in new:
+        table.remove(request_id)
+    # Not old2: it ended.
+    back = slots_of(table, ["old3", "old0", "old1"], [None, 1, None])
+    there = slots_of(whole, ["old3", "old0", "old1"], [None, 1, None])
+    assert uniforms(table, back, [2, 2, 2], stream=1) == uniforms(whole, there, [2, 2, 2], stream=1)
+    assert (table.thresholds.total[:, back] == whole.thresholds.total[:, there]).all()
+    assert not table.drafts.counts[back].any() and not table.waiting
 
 
-def test_coins_are_the_same_however_many_are_tossed_at_once():
-    """Also where the row of coins tossed ahead runs out, or is too short for one request."""
-    one_by_one, at_once = RequestTable(1, 0), RequestTable(1, 0)
-    single, both = one_by_one.slots(["a"], [7]), at_once.slots(["a", "b"], [7, 8])
-    first = coins(at_once, both, [250, 1])[:250]
-    long = coins(at_once, both, [300, 3])
-    expected = [coins(one_by_one, single, [1])[0] for _ in range(550)]
-    assert first + long[:300] == expected
-    fresh = RequestTable(1, 0)
-    assert long[300:] == coins(fresh, fresh.slots(["b"], [8]), [4])[1:]
+def test_uniforms_do_not_depend_on_how_many_are_drawn_at_once():
+    """Also where the buffer of one request runs out."""
+    one_by_one, at_once = table_of(1), table_of(1)
+    single = slots_of(one_by_one, ["a"], [7])
+    both = slots_of(at_once, ["a", "b"], [7, 8])
+    found = [uniforms(at_once, both, [129, 1]) for _ in range(4)]
+    expected = [uniforms(one_by_one, single, [1])[0] for _ in range(4 * 129)]
+    assert [value for row in found for value in row[:129]] == expected
+    fresh = table_of(1)
+    assert [row[129] for row in found] == uniforms(fresh, slots_of(fresh, ["b"], [8]), [4])

@@ -2,53 +2,49 @@
 
 import bisect
 import itertools
+from dataclasses import replace
 
 import numpy as np
-import torch
 from oracle.biased_rules import uncapped_final_ratio
 
-from vllm_hsd.verify import VerifyResult
+from vllm_hsd.verify.inputs import ChainBatch
 
 
 def install_plain_bonus() -> None:
     """Do not score the first token that a grammar cuts off a draft."""
     from vllm_hsd.runner_v1 import sampler
 
-    class Drafts(sampler._Drafts):
-        def __init__(self, *args):
-            super().__init__(*args)
-            kept = [ids[:n] for ids, n in zip(self._split(), self.scored, strict=True)]
-            self.token_ids, self.counts = np.concatenate(kept), self.scored.copy()
+    whole = sampler.drafts_to_verify
 
-        def _split(self):
-            return np.split(self.token_ids, np.cumsum(self.counts)[:-1])
+    def drafts_to_verify(*args):
+        batch, scored = whole(*args)
+        return replace(batch, lengths=scored), scored
 
-    sampler._Drafts = Drafts
+    sampler.drafts_to_verify = drafts_to_verify
 
 
 def install_uncapped_final_ratio() -> None:
     """Accept whole drafts with their uncapped joint ratio."""
     from vllm_hsd.runner_v1 import sampler
 
-    sampler.verify_chain = verify_chain
+    sampler.verify_batch = verify_batch
 
 
-def verify_chain(target_probs, draft_probs, draft_token_ids, num_draft_tokens, *, method, uniforms):
-    """Replacement of `vllm_hsd.verify.verify_chain`, one request after the other."""
-    assert method == "block"
-    if draft_probs is None:
-        draft_probs = torch.zeros(0, target_probs.shape[1])
-    p, q = target_probs.tolist(), draft_probs.tolist()
-    draws, ids = iter(uniforms.tolist()), draft_token_ids.tolist()
-    token_ids = np.full((len(num_draft_tokens), max(num_draft_tokens) + 1), -1)
-    accepted = np.zeros(len(num_draft_tokens), dtype=np.int64)
-    for i, n in enumerate(num_draft_tokens):
+def verify_batch(batch: ChainBatch, method: str, uniforms: np.ndarray, *, target_ok):
+    """Replacement of `vllm_hsd.verify.chain.verify_batch`, one request after the other."""
+    assert method == "block" and target_ok.all()
+    draws = iter(uniforms.tolist())
+    token_ids = np.full((batch.size, batch.tokens.shape[1] + 1), -1)
+    accepted = np.zeros(batch.size, dtype=np.int64)
+    for i, n in enumerate(batch.lengths):
+        ids = batch.tokens[i, :n].tolist()
+        p = batch.target_probs[batch.target_rows[i, : n + 1]].tolist()
+        q = batch.draft_probs[batch.draft_rows[i, :n]].tolist() if n else []
         tau, recovered = uncapped_final_ratio(
-            p[: n + 1], q[:n], ids[:n], lambda h: next(draws) < h, lambda w: _draw(w, next(draws))
+            p, q, ids, lambda h: next(draws) < h, lambda w: _draw(w, next(draws))
         )
         token_ids[i, :tau], token_ids[i, tau], accepted[i] = ids[:tau], recovered, tau
-        p, q, ids = p[n + 1 :], q[n:], ids[n:]
-    return VerifyResult(torch.from_numpy(token_ids), torch.from_numpy(accepted))
+    return token_ids, accepted
 
 
 def _draw(weights, uniform: float) -> int:

@@ -12,7 +12,7 @@ def one_token_in_a_hundred() -> None:
     """The target's verification now and then emits a token that it never drew."""
     from vllm_hsd.runner_v1 import sampler
 
-    forward, count = sampler.HsdSampler.forward, itertools.count(1)
+    forward, count = sampler.CascadeSampler.forward, itertools.count(1)
 
     def forward_with_a_fault(self, *args, **kwargs):
         output = forward(self, *args, **kwargs)
@@ -22,7 +22,7 @@ def one_token_in_a_hundred() -> None:
                 ids[row, 0] = torch.where(ids[row, 0] == 5, 6, 5)
         return output
 
-    sampler.HsdSampler.forward = forward_with_a_fault
+    sampler.CascadeSampler.forward = forward_with_a_fault
 
 
 def one_request_in_fifty_forgotten() -> None:

@@ -98,7 +98,7 @@ class Recorder:
             raise RuntimeError(
                 "only cascades on vLLM's V1 runner can be timed: set VLLM_USE_V2_MODEL_RUNNER=0"
             )
-        self.runner.drafter.use(levels, draft_lengths)
+        self.runner.drafter.select_levels(levels, draft_lengths)
 
     def _execute(self, execute):
         def timed(scheduler_output, *args, **kwargs):
