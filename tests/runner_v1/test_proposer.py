@@ -48,7 +48,9 @@ def test_selected_levels_keep_their_options_and_get_new_draft_lengths(proposer):
         ([0, 1], [4, 9], "end above num_speculative_tokens=8"),
     ],
 )
-def test_levels_and_draft_lengths_that_do_not_fit_are_refused(proposer, levels, draft_lengths, message):
+def test_levels_and_draft_lengths_that_do_not_fit_are_refused(
+    proposer, levels, draft_lengths, message
+):
     with pytest.raises(ValueError, match=message):
         proposer.select_levels(levels, draft_lengths)
 
