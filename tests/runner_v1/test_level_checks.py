@@ -1,0 +1,207 @@
+"""Cascades against their target: each fault is one sentence, before any model is loaded."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.engines import configuration_errors
+
+from vllm_hsd.core.bigram import count_bigrams, write_bigram
+from vllm_hsd.core.exit_head import ExitHead, write_exit_head
+
+
+def hsd(*levels, **keys) -> dict:
+    return {"num_speculative_tokens": 6, "levels": list(levels), **keys}
+
+
+def with_config(source: str, target: Path, **changes) -> str:
+    """A copy of a model's directory with other values in its config.json."""
+    shutil.copytree(source, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **changes}))
+    return str(target)
+
+
+@pytest.fixture(scope="module")
+def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
+    """name -> (arguments of the engine, what the message must say)."""
+    scratch = tmp_path_factory.mktemp("faults")
+    qwen = with_config(text_family.target, scratch / "152064", vocab_size=152064)
+    smaller = with_config(text_family.small, scratch / "151936", vocab_size=151936)
+    renamed = scratch / "renamed"
+    shutil.copytree(text_family.small, renamed)
+    tokenizer = (renamed / "tokenizer.json").read_text()
+    (renamed / "tokenizer.json").write_text(
+        tokenizer.replace('"A":', '"A\\u0001":').replace('"B":', '"A":').replace("A\\u0001", "B")
+    )
+    mamba = with_config(
+        family.small, scratch / "mamba", model_type="mamba", architectures=["MambaForCausalLM"]
+    )
+
+    gemma = with_config(
+        family.target, scratch / "gemma", model_type="gemma", architectures=["GemmaForCausalLM"]
+    )
+    table, cut = str(scratch / "table.npz"), scratch / "cut.npz"
+    write_bigram(count_bigrams([np.arange(5)], vocab_size=5), table)
+    cut.write_bytes(Path(table).read_bytes()[:100])
+    for layer, hidden in ((1, 64), (9, 64), (1, 32)):
+        head = ExitHead(layer, torch.ones(hidden), torch.ones(64, hidden), 1e-6)
+        write_exit_head(head, scratch / "heads" / f"layer-{layer}-of-{hidden}")
+
+    def exit_head(name: str) -> dict:
+        return {"exit_head": str(scratch / "heads" / name)}
+
+    def on(target: str, *levels, engine=(), **keys) -> dict:
+        cascade = {"method": "hsd", **hsd(*levels, **keys)}
+        return {"model": target, "speculative_config": cascade, **dict(engine)}
+
+    def target(*levels, **keys) -> dict:
+        return on(family.target, *levels, **keys)
+
+    text = {"skip_tokenizer_init": False}
+    return {
+        "unknown key": (target({"model": "mid"}, foo=1), "no key 'foo'"),
+        "missing path": (
+            target({"model": "/nowhere/model"}),
+            r"levels\[0\]\.model.*/nowhere/model",
+        ),
+        "missing name": (target({"model": "nobody/nothing"}), r"levels\[0\].*nobody/nothing"),
+        "another vocabulary": (
+            target({"model": small_vocabulary.mid}),
+            r"levels\[0\]\.model.*5 tokens.*64.*vocab_size",
+        ),
+        "padded vocabularies": (
+            on(qwen, {"model": smaller}),
+            r"levels\[0\]\.model.*151936.*152064.*padded",
+        ),
+        "other meanings": (
+            on(text_family.target, {"model": str(renamed)}, engine=text),
+            r"levels\[0\]\.model.*tokenizer",
+        ),
+        "tensor parallel size": (
+            target({"model": family.mid, "draft_tensor_parallel_size": 2}),
+            r"levels\[0\]\.draft_tensor_parallel_size is 2.*1",
+        ),
+        "value of a key of vLLM": (
+            target({"model": family.mid, "quantization": "no-such"}),
+            r"levels\[0\].*quantization",
+        ),
+        "recurrent drafter": (target({"model": mamba}), r"levels\[0\]\.model.*recurrent"),
+        "pipeline parallel": (
+            target({"model": family.mid}, engine={"pipeline_parallel_size": 2}),
+            "pipeline_parallel_size",
+        ),
+        "too many layers": (
+            target({"early_exit": 9}),
+            r"levels\[0\]\.early_exit is 9.*2 layers: lower it",
+        ),
+        "exit of another architecture": (
+            on(gemma, {"early_exit": 1}),
+            r"levels\[0\]\.early_exit needs a Llama-like .*, not GemmaForCausalLM: use",
+        ),
+        "exit head of another architecture": (
+            on(gemma, exit_head("layer-1-of-64")),
+            r"levels\[0\]\.exit_head needs a Llama-like .*, not GemmaForCausalLM: use",
+        ),
+        "exits out of order": (
+            target({"early_exit": 2, "num_tokens": 2}, {"early_exit": 1}),
+            r"levels\[1\]\.early_exit runs 1 layers .* levels\[0\]\.early_exit, which runs 2: ",
+        ),
+        "exits of one depth": (
+            target(
+                {"early_exit": 1, "num_tokens": 2},
+                {"model": family.small, "num_tokens": 3},
+                exit_head("layer-1-of-64"),
+            ),
+            r"levels\[2\]\.exit_head runs 1 layers .* levels\[0\]\.early_exit, which runs 1: ",
+        ),
+        "bigram of another vocabulary": (
+            target({"bigram": table}),
+            r"levels\[0\]\.bigram: '.*' was built for 5 tokens .* 64: build it with",
+        ),
+        "unreadable bigram": (
+            target({"bigram": str(cut)}),
+            r"levels\[0\]\.bigram: '.*' is not a bigram table .* `vllm-hsd build bigram`",
+        ),
+        "head after more layers": (
+            target(exit_head("layer-9-of-64")),
+            r"levels\[0\]\.exit_head: '.*' sits on layer 9, but the target has 2: train it",
+        ),
+        "head of another width": (
+            target(exit_head("layer-1-of-32")),
+            r"levels\[0\]\.exit_head: '.*' has the shape \(64, 32\) .* \(64, 64\): train it",
+        ),
+        "directory of heads": (
+            target(exit_head("")),
+            r"levels\[0\]\.exit_head: '.*' holds no readable .* layer-K",
+        ),
+        "missing bigram": (
+            target({"bigram": "/nowhere.npz"}),
+            r"levels\[0\]\.bigram.*/nowhere\.npz",
+        ),
+        "missing exit_head": (
+            target({"exit_head": "/nowhere"}),
+            r"levels\[0\]\.exit_head.*/nowhere",
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def engine_messages(engine_faults):
+    errors = configuration_errors([engine for engine, _ in engine_faults.values()])
+    return dict(zip(engine_faults, errors, strict=True))
+
+
+ENGINE_FAULTS = [
+    "unknown key",
+    "missing path",
+    "missing name",
+    "another vocabulary",
+    "padded vocabularies",
+    "other meanings",
+    "tensor parallel size",
+    "value of a key of vLLM",
+    "recurrent drafter",
+    "pipeline parallel",
+    "too many layers",
+    "exit of another architecture",
+    "exit head of another architecture",
+    "exits out of order",
+    "exits of one depth",
+    "bigram of another vocabulary",
+    "unreadable bigram",
+    "head after more layers",
+    "head of another width",
+    "directory of heads",
+    "missing bigram",
+    "missing exit_head",
+]
+
+
+@pytest.mark.parametrize("fault", ENGINE_FAULTS)
+def test_a_fault_names_the_level_and_the_fix(engine_faults, engine_messages, fault):
+    message = engine_messages[fault]
+    assert message and message.startswith("UserError: "), message
+    assert re.search(engine_faults[fault][1], message), message
+    assert "\n" not in message
+
+
+def test_good_cascades_and_other_methods_are_accepted(family, text_family):
+    cascade = {"method": "hsd", **hsd({"early_exit": 1, "num_tokens": 2}, {"model": family.mid})}
+    stock = {"method": "draft_model", "model": family.mid, "num_speculative_tokens": 3}
+    text = {"method": "hsd", **hsd({"model": text_family.mid})}
+    engines = [
+        {"model": family.target, "speculative_config": cascade},
+        {"model": family.target, "speculative_config": stock},
+        {"model": family.target},
+        {
+            "model": text_family.target,
+            "speculative_config": text,
+            "skip_tokenizer_init": False,
+        },
+    ]
+    assert configuration_errors(engines) == [None] * 4
