@@ -11,10 +11,10 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from rich.console import Console
@@ -35,7 +35,7 @@ class Finding:
     text: str
 
 
-def add_parser(commands) -> None:
+def add_parser(commands: Any) -> None:
     """Add the command to the subparsers of the command line."""
     parser = commands.add_parser(
         "doctor",
@@ -199,7 +199,7 @@ def configuration_finding(
     )
 
 
-def _imports(name: str) -> Iterator[Finding]:
+def _imports(name: str) -> Generator[Finding, None, bool]:
     """Whether a module imports, as a finding and as the generator's value."""
     if importlib.util.find_spec(name) is None:
         hint = "'vllm-hsd[cpu]' or 'vllm-hsd[cuda]'" if name == "vllm" else name
