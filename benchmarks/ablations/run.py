@@ -1,4 +1,4 @@
-"""Ablations on the tiny family: what each choice does to the tokens per target step.
+"""Ablations on the tiny models: what each choice does to the block efficiency.
 
     python -m benchmarks.ablations.run [--only NAME ...] [--output results/ablations]
 
@@ -6,6 +6,10 @@ Everything but the number of drafts runs through vLLM with method "hsd" on the t
 (not zero-padded): the figures are counts, not times, and so hold on a busy machine. Each row is the
 mean over RUNS batches of the same prompts with other seeds, +- their standard deviation. The
 number of drafts (trees, which vLLM's runner cannot host) runs on the reference engine.
+
+Columns: block efficiency (tokens per target call, prefill included), redundancy (share of drafted
+tokens that were thrown away) and target utilization (target calls per token); the last two are
+those of "Hierarchical Speculative Decoding with Dynamic Window", section "Further Discussion".
 """
 
 from __future__ import annotations
@@ -178,16 +182,16 @@ def figures(runs: list[Generation]) -> dict[str, float]:
     )
     accepted = sum(run.accepted for run in runs)
     return {
-        "tokens_per_step": float(np.mean(efficiency)),
-        "tokens_per_step_sd": float(np.std(efficiency, ddof=1)),
-        "accepted_per_generated": accepted / generated,
-        "steps_per_token": steps / tokens,
-        "generated_per_step": generated / steps,
+        "block_efficiency": float(np.mean(efficiency)),
+        "block_efficiency_sd": float(np.std(efficiency, ddof=1)),
+        "redundancy": 1 - accepted / generated,
+        "target_utilization": steps / tokens,
+        "generated_per_target_call": generated / steps,
     }
 
 
 def measure_number_of_drafts(texts: list[str]) -> Iterator[dict[str, Any]]:
-    """Tokens per target step with K drafts of four tokens on the reference engine."""
+    """Block efficiency with K drafts of four tokens on the reference engine."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from vllm_hsd.reference import HuggingFaceLevel, ReferenceEngine, TreePlan
@@ -212,16 +216,16 @@ def measure_number_of_drafts(texts: list[str]) -> Iterator[dict[str, Any]]:
                 "variant": draw,
                 "x": drafts,
                 "temperature": 1.0,
-                "tokens_per_step": tokens / calls,
-                "tokens_per_step_sd": float(np.std(efficiency, ddof=1) / len(efficiency) ** 0.5),
-                "accepted_per_generated": "",
-                "steps_per_token": calls / tokens,
-                "generated_per_step": sum(result.drafted for result in results) / calls,
+                "block_efficiency": tokens / calls,
+                "block_efficiency_sd": float(np.std(efficiency, ddof=1) / len(efficiency) ** 0.5),
+                "redundancy": "",
+                "target_utilization": calls / tokens,
+                "generated_per_target_call": sum(result.drafted for result in results) / calls,
             }
 
 
 def plot(rows: list[dict[str, Any]], labels: dict[str, str], path: Path) -> None:
-    """One panel per ablation: tokens per target step over x."""
+    """One panel per ablation: block efficiency over x."""
     height = (len(labels) + 1) // 2
     with saved_figure(path, 12, 3.2 * height + 1) as figure:
         panels = figure.subplots(height, 2, squeeze=False).flat
@@ -232,7 +236,7 @@ def plot(rows: list[dict[str, Any]], labels: dict[str, str], path: Path) -> None
             if not own:
                 axes.axis("off")
                 continue
-            axes.set(title=name, xlabel=label, ylabel="tokens per target step")
+            axes.set(title=name, xlabel=label, ylabel="tokens per target call")
             xs = {row["x"] for row in own}
             if len(xs) == 1:
                 # One point per variant: the variants are the axis.
@@ -247,8 +251,8 @@ def plot(rows: list[dict[str, Any]], labels: dict[str, str], path: Path) -> None
 
 
 def columns(rows: list[dict[str, Any]], x: str) -> list[list[Any]]:
-    """Values, tokens per step and their deviation."""
-    return [[row[key] for row in rows] for key in (x, "tokens_per_step", "tokens_per_step_sd")]
+    """Values of x, block efficiency and its standard deviation."""
+    return [[row[key] for row in rows] for key in (x, "block_efficiency", "block_efficiency_sd")]
 
 
 def main() -> None:
@@ -272,7 +276,7 @@ def main() -> None:
     write_csv(options.output / "ablations.csv", rows)
     plot(rows, labels, options.output / "ablations.png")
     for row in rows:
-        counts = f"{row['tokens_per_step']:6.3f} +- {row['tokens_per_step_sd']:.3f}"
+        counts = f"{row['block_efficiency']:6.3f} +- {row['block_efficiency_sd']:.3f}"
         place = f"{row['x']:5g} temperature {row['temperature']:g}"
         print(f"{row['ablation']:36} {row['variant']:28} {place} {counts}")
 
