@@ -164,8 +164,8 @@ def test_first_token_follows_the_target():
     keep = distribution > 0.02
     expected = 200 * torch.cat((distribution[keep], distribution[~keep].sum()[None]))
     observed = torch.cat((counts[keep], counts[~keep].sum()[None]))
-    chi_square = float(((observed - expected).square() / expected).sum())
-    assert chi_square < len(expected) + 4 * (2 * len(expected)) ** 0.5
+    chi_square_p_value = float(((observed - expected).square() / expected).sum())
+    assert chi_square_p_value < len(expected) + 4 * (2 * len(expected)) ** 0.5
 
 
 def test_sliding_windows_need_no_cache():

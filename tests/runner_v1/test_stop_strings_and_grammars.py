@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.engines import run_engine
-from support.exact_joint_distribution import chi_square
+from support.exact_joint_distribution import chi_square_p_value
 from support.sampling_cases import SIGNIFICANCE
 from support.tiny_models import EOS, byte_tokenizer
 from transformers import AutoModelForCausalLM
@@ -182,14 +182,14 @@ def choice_distribution(model: str) -> dict[tuple[int, ...], float]:
 
 def test_samples_follow_the_target_under_a_grammar(text_family, speculated):
     samples = [tuple(output[0]["ids"]) for output in speculated["sampled choices"]["outputs"]]
-    assert chi_square(samples, choice_distribution(text_family.target)) > SIGNIFICANCE
+    assert chi_square_p_value(samples, choice_distribution(text_family.target)) > SIGNIFICANCE
 
 
 def test_a_plain_bonus_after_a_refused_token_is_caught(text_family):
     engine, patch = hsd(text_family), "support.biased_sampler:install_plain_bonus"
     outputs = run_engine(engine, {"sampled": CHOICE_SAMPLES}, patch=patch)["sampled"]["outputs"]
     samples = [tuple(output[0]["ids"]) for output in outputs]
-    assert chi_square(samples, choice_distribution(text_family.target)) < SIGNIFICANCE
+    assert chi_square_p_value(samples, choice_distribution(text_family.target)) < SIGNIFICANCE
 
 
 def test_samples_follow_the_target_with_an_end_of_text(text_family, speculated):
@@ -204,4 +204,4 @@ def test_samples_follow_the_target_with_an_end_of_text(text_family, speculated):
         unfinished = extended
     samples = [tuple(output[0]["ids"]) for output in speculated["sampled ends"]["outputs"]]
     assert len({len(sample) for sample in samples}) > 1
-    assert chi_square(samples, finished) > SIGNIFICANCE
+    assert chi_square_p_value(samples, finished) > SIGNIFICANCE

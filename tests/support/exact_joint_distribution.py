@@ -67,7 +67,9 @@ def next_token_distribution(
     return probs / probs.sum()
 
 
-def chi_square(samples: list[tuple[int, ...]], distribution: dict[tuple[int, ...], float]) -> float:
+def chi_square_p_value(
+    samples: list[tuple[int, ...]], distribution: dict[tuple[int, ...], float]
+) -> float:
     """p-value of Pearson's chi-square test; outcomes expected less than 5 times are pooled.
 
     It is 0 if an impossible outcome was seen.

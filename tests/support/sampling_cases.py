@@ -6,7 +6,7 @@ tokens can be enumerated. Most requests are seeded: results repeat.
 
 import functools
 
-from support.exact_joint_distribution import chi_square, joint_distribution
+from support.exact_joint_distribution import chi_square_p_value, joint_distribution
 from support.tiny_models import EOS
 
 # A correct sampler fails one comparison with this probability.
@@ -74,7 +74,7 @@ def p_values(model: str, outputs: dict[str, list[tuple[int, ...]]]) -> dict[str,
             marginal: dict[tuple[int, ...], float] = {}
             for outcome, p in exact_distribution(model, case).items():
                 marginal[outcome[part]] = marginal.get(outcome[part], 0.0) + p
-            found[f"{case}, from token {part.start}"] = chi_square(
+            found[f"{case}, from token {part.start}"] = chi_square_p_value(
                 [output[part] for output in samples], marginal
             )
     return found
