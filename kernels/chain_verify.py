@@ -160,7 +160,8 @@ def verify_chain_padded(
     device = target_logits.device
     check_logits("target_logits", target_logits, 2)
     slots = temperature.shape[0]
-    lse_strides = (0, 0)
+    lse_strides = 0, 0
+    draft_strides = 0, 0
     for name, value in (("draft_logits", draft_logits), ("draft_lse", draft_lse)):
         if value is not None and (value.shape[0] != slots or value.shape[1] < max_draft_tokens):
             raise ValueError(
@@ -169,15 +170,16 @@ def verify_chain_padded(
             )
     if draft_logits is not None:
         check_logits("draft_logits", draft_logits, 3)
+        draft_strides = draft_logits.stride(0), draft_logits.stride(1)
     if draft_lse is not None:
         if draft_lse.dtype != torch.float32 or draft_lse.device != device:
             raise ValueError(f"draft_lse must be float32 on {device}.")
-        lse_strides = draft_lse.stride()
+        lse_strides = draft_lse.stride(0), draft_lse.stride(1)
     check_vector("draft_sampled", draft_sampled, target_logits.shape[0], _INTEGERS, device)
     check_vector("idx_mapping", idx_mapping, cu_num_logits.shape[0] - 1, _INTEGERS, device)
     return _launch(
         target_logits,
-        (draft_logits, *((0, 0) if draft_logits is None else draft_logits.stride()[:2])),
+        (draft_logits, *draft_strides),
         (draft_lse, *lse_strides),
         draft_sampled,
         cu_num_logits,

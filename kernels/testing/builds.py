@@ -129,7 +129,7 @@ def build(name: str, capability: int) -> Usage:
 
 def _assemble(ptx: str, capability: int) -> tuple[int, int, int]:
     """(registers, stack, spilled) as ptxas reports them."""
-    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE).group(1)
+    target = _found(r"^\.target (\w+)", ptx)
     with tempfile.TemporaryDirectory() as directory:
         source = Path(directory) / "kernel.ptx"
         source.write_text(ptx)
@@ -148,7 +148,14 @@ def _assemble(ptx: str, capability: int) -> tuple[int, int, int]:
     if report.returncode:
         raise RuntimeError(f"ptxas failed: {report.stderr}")
     stack, stores, loads = (
-        int(re.search(rf"(\d+) bytes {what}", report.stderr).group(1))
+        int(_found(rf"(\d+) bytes {what}", report.stderr))
         for what in ("stack frame", "spill stores", "spill loads")
     )
-    return int(re.search(r"Used (\d+) registers", report.stderr).group(1)), stack, stores + loads
+    return int(_found(r"Used (\d+) registers", report.stderr)), stack, stores + loads
+
+
+def _found(pattern: str, text: str) -> str:
+    match = re.search(pattern, text, re.MULTILINE)
+    if match is None:
+        raise RuntimeError(f"No {pattern!r} in the compiler's output: {text[:200]}")
+    return match.group(1)

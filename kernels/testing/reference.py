@@ -126,7 +126,10 @@ def verify_tree(
     accept, last = (torch.tensor(stream_id(level, p)) for p in (ACCEPT, NEXT))
     for i in range(batch):
         # Nodes without a token are left out, with everything below them.
-        number, kept, parent, token = {ROOT: ROOT}, [], [], []
+        number = {ROOT: ROOT}
+        kept: list[int] = []
+        parent: list[int] = []
+        token: list[int] = []
         for n, (x, above) in enumerate(zip(tokens[i].tolist(), parents[i].tolist(), strict=True)):
             if 0 <= x < vocab_size and above in number:
                 number[n] = len(kept)

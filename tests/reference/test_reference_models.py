@@ -184,7 +184,7 @@ def test_sliding_windows_need_no_cache():
 
 def test_errors_of_the_engine():
     level = HuggingFaceLevel(llama())
-    with pytest.raises(ValueError, match="plans has 0 entries for 1 levels"):
+    with pytest.raises(ValueError, match="options has 0 entries for 1 levels"):
         ReferenceEngine(level, [level])
     with pytest.raises(ValueError, match="draft_tree needs exactly one level"):
         ReferenceEngine(level, [level], [LevelOptions(2)], draft_tree=TreePlan((2,)))

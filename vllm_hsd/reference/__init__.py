@@ -1,4 +1,7 @@
-"""A small reference engine on Hugging Face models, for settings that vLLM cannot host."""
+"""A small reference engine on Hugging Face models; serving does not use it.
+
+It hosts what vLLM's runners cannot: draft trees, K drafts, encoder-decoders.
+"""
 
 from vllm_hsd.reference.engine import Generation, ReferenceEngine
 from vllm_hsd.reference.models import HuggingFaceLevel

@@ -1,8 +1,9 @@
 """Speculative decoding with Hugging Face models, one request at a time: slow, short, exact.
 
-It runs what `vllm_hsd.verify` and `vllm_hsd.core.cascade` define, with laws in float64: single drafts,
-cascades of any depth (with windows, rounds and tails), K drafts and trees; on decoders and on
-encoder-decoders. It is the reference for the vLLM path and hosts what vLLM's runners cannot.
+Serving does not use this engine. It is the reference for the vLLM path, and it hosts what vLLM's
+runners cannot: draft trees, K drafts, encoder-decoders. It runs `vllm_hsd.core.cascade` and
+`vllm_hsd.verify` with probabilities in float64: single drafts, cascades of any depth (with entropy-
+based early stopping, several rounds and horizontal tokens), K drafts and trees.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.drafts import DraftStore
 from vllm_hsd.core.levels import Level, LevelOptions, LevelStats, LookupLevel
 from vllm_hsd.reference.request import ONLY, Request
-from vllm_hsd.reference.trees import TreePlan, grow, target_rows
+from vllm_hsd.reference.trees import TreePlan, grow, target_logits
 from vllm_hsd.verify import verify_tree
 from vllm_hsd.verify.chain import verify_batch, verify_greedy
 from vllm_hsd.verify.inputs import ChainBatch
@@ -25,12 +26,12 @@ from vllm_hsd.verify.inputs import ChainBatch
 
 @dataclass
 class Generation:
-    """The tokens of one request and how they came about.
+    """The tokens of one request and counts of how they were generated.
 
     Attributes:
         token_ids: the continuation, eos included.
         target_calls: verifications by the target.
-        drafted, accepted: draft tokens that it was offered, and that it accepted.
+        drafted, accepted: draft tokens that the target verified, and that it accepted.
         levels: counts per level, cheapest first; for a tree `drafted` counts its nodes.
     """
 
@@ -50,12 +51,13 @@ class ReferenceEngine:
     """A target with a cascade below it, or with one drafter that draws trees.
 
     Args:
-        target: what is decoded losslessly, e.g. a `HuggingFaceLevel`.
+        target: the model whose distribution is kept, e.g. a `HuggingFaceLevel`.
         levels: drafters, cheapest first; none for plain decoding.
-        plans: one per level; the last one's budget is the longest draft that the target verifies.
+        options: one per level; the draft length of the last one is that of the target's drafts.
         verifier: "block" or "standard", how the target verifies a cascade's draft.
         horizontal_tokens: see `Cascade`.
-        draft_tree: the single level draws trees; `plans`, `verifier` and `horizontal_tokens` are left out.
+        draft_tree: the single level draws trees; `options`, `verifier` and `horizontal_tokens` are
+            left out.
 
     Raises:
         ValueError: arguments that do not fit together.
@@ -65,32 +67,33 @@ class ReferenceEngine:
         self,
         target: Level,
         levels: Sequence[Level | LookupLevel] = (),
-        plans: Sequence[LevelOptions] = (),
+        options: Sequence[LevelOptions] = (),
         *,
         verifier: str = "block",
         horizontal_tokens: int = 0,
         draft_tree: TreePlan | None = None,
     ) -> None:
-        if draft_tree is None and len(levels) != len(plans):
-            raise ValueError(f"plans has {len(plans)} entries for {len(levels)} levels.")
-        if draft_tree is not None and (
-            len(levels) != 1 or isinstance(levels[0], LookupLevel) or plans or horizontal_tokens
-        ):
-            raise ValueError(
-                "draft_tree needs exactly one level, with rows of its own, no plans and no horizontal_tokens."
-            )
+        if draft_tree is None and len(levels) != len(options):
+            raise ValueError(f"options has {len(options)} entries for {len(levels)} levels.")
         for i, level in enumerate(levels):
             theirs = getattr(level, "encoder_decoder", None)
             if theirs is not None and theirs != getattr(target, "encoder_decoder", None):
                 raise ValueError(
                     f"levels[{i}] and the target must both be encoder-decoders or both decoders."
                 )
-        self.target, self.verifier, self.draft_tree = target, verifier, draft_tree
-        self.cascade = Cascade(levels, plans, 1, horizontal_tokens)
-        if draft_tree is None:
-            self.scales = [plan.temperature_scale for plan in plans]
-            self.longest = plans[-1].draft_length if plans else 0
-        else:
+        self.target, self.verifier = target, verifier
+        self.cascade = Cascade(levels, options, 1, horizontal_tokens)
+        self.scales = [option.temperature_scale for option in options]
+        self.longest = options[-1].draft_length if options else 0
+        self.tree_drafter: tuple[Level, TreePlan] | None = None
+        if draft_tree is not None:
+            if len(levels) != 1 or options or horizontal_tokens:
+                raise ValueError(
+                    "draft_tree needs exactly one level, no options and no horizontal_tokens."
+                )
+            if isinstance(levels[0], LookupLevel):
+                raise ValueError("draft_tree needs a level with probabilities, not a lookup.")
+            self.tree_drafter = levels[0], draft_tree
             self.scales = [draft_tree.temperature_scale]
             self.longest = len(draft_tree.widths)
 
@@ -106,13 +109,14 @@ class ReferenceEngine:
         seed: int = 0,
         eos_token_id: int | None = None,
     ) -> Generation:
-        """Continue a prompt (for an encoder-decoder: answer it).
+        """Continue a prompt; an encoder-decoder encodes it and starts from its start token.
 
         Args:
             prompt_token_ids: at least one token.
             max_tokens: tokens to generate, unless `eos_token_id` comes first.
-            temperature: 0 takes the argmax; drafters take part with their own temperature scale.
-            top_k, top_p: applied to every model's rows after the temperature; 0 and 1 do nothing.
+            temperature: 0 takes the argmax; each drafter multiplies it by its temperature scale.
+            top_k, top_p: applied to every model's probabilities after the temperature; 0 and 1 do
+                nothing.
             seed: of all random numbers of the request.
             eos_token_id: token that ends the request; None for none.
 
@@ -130,12 +134,14 @@ class ReferenceEngine:
             eos=-1 if eos_token_id is None else eos_token_id,
         )
         self.cascade.take_stats()
-        step = self._chain_step if self.draft_tree is None else self._tree_step
         result = Generation()
         while len(result.token_ids) < max_tokens and eos_token_id not in result.token_ids[-1:]:
             # The target adds a token of its own to every draft.
             most = min(self.longest, max_tokens - len(result.token_ids) - 1)
-            drafted, accepted, emitted = step(request, most)
+            if self.tree_drafter is None:
+                drafted, accepted, emitted = self._chain_step(request, most)
+            else:
+                drafted, accepted, emitted = self._tree_step(request, most, *self.tree_drafter)
             if eos_token_id in emitted:
                 emitted = emitted[: emitted.index(eos_token_id) + 1]
             request.commit(emitted)
@@ -149,23 +155,23 @@ class ReferenceEngine:
     def _begin(self, prompt: list[int], max_tokens: int, **sampling) -> Request:
         first = prompt
         for model in (*self.cascade.levels, self.target):
-            if hasattr(model, "begin"):
-                first = model.begin(prompt)
+            # Only levels with state per request have it.
+            if begin := getattr(model, "begin", None):
+                first = begin(prompt)
         capacity = len(first) + max_tokens + self.longest
         return Request(first, capacity, [*self.scales, 1.0], **sampling)
 
     def _chain_step(self, request: Request, most: int) -> tuple[int, int, list[int]]:
-        """Draft tokens, accepted ones, and the tokens of one target call."""
-        if not self.cascade.levels:
-            drafts = DraftStore(1, 0)
-        else:
+        """(draft tokens, accepted ones, tokens of one target call)."""
+        drafts = DraftStore(1, 0)
+        if self.cascade.levels:
             drafts = self.cascade.propose(request.draft_batch(), ONLY, np.array([most]))
         count = int(drafts.counts[0])
         path = drafts.token_ids[0, :count]
         model = len(self.cascade.levels)
         logits = request.logits_along(self.target, model, path.tolist())
         chain = ChainBatch(
-            target_probs=logits if request.greedy else request.law(logits, model),
+            target_probs=logits if request.greedy else request.probs(logits, model),
             target_rows=np.arange(count + 1)[None],
             draft_probs=drafts.probs,
             draft_rows=drafts.rows(ONLY, count),
@@ -175,22 +181,24 @@ class ReferenceEngine:
         if request.greedy:
             token_ids, accepted = verify_greedy(chain, logits.argmax(-1).cpu().numpy())
         else:
-            uniforms = request.coins(ONLY, np.array([count + 1]), model)
+            uniforms = request.uniforms(ONLY, np.array([count + 1]), model)
             token_ids, accepted = verify_batch(chain, self.verifier, uniforms)
         if count:
             self.cascade.record_acceptance(ONLY, accepted, request.thresholds)
         emitted = [token for token in token_ids[0].tolist() if token >= 0]
         return count, int(accepted[0]), emitted
 
-    def _tree_step(self, request: Request, most: int) -> tuple[int, int, list[int]]:
-        """Nodes, accepted ones, and the tokens of one target call."""
-        draft = grow(self.cascade.levels[0], self.draft_tree, request, most)
-        logits = target_rows(self.target, 1, draft, request)
+    def _tree_step(
+        self, request: Request, most: int, drafter: Level, plan: TreePlan
+    ) -> tuple[int, int, list[int]]:
+        """(nodes, accepted ones, tokens of one target call)."""
+        draft = grow(drafter, plan, request, most)
+        logits = target_logits(self.target, 1, draft, request)
         emitted, path = verify_tree(
-            logits if request.greedy else request.law(logits, 1),
-            draft.rows,
+            logits if request.greedy else request.probs(logits, 1),
+            draft.probs,
             draft.tree,
-            method="greedy" if request.greedy else self.draft_tree.verifier,
+            method="greedy" if request.greedy else plan.verifier,
             generator=request.generator,
         )
         stats = self.cascade.stats[0]
@@ -201,7 +209,9 @@ class ReferenceEngine:
         return len(draft.tree), len(path), emitted.tolist()
 
 
-def _check(prompt, max_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
+def _check(
+    prompt: Sequence[int], max_tokens: int, temperature: float, top_k: int, top_p: float
+) -> None:
     if not len(prompt):
         raise ValueError("prompt_token_ids is empty: give at least one token.")
     if max_tokens < 1:

@@ -1,4 +1,4 @@
-"""Hugging Face models as the target and the levels of the reference engine."""
+"""Hugging Face models as target and levels of the reference engine."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class HuggingFaceLevel:
 
     Args:
         model: on any device; it is put into evaluation mode.
-        keeps_cache: keep keys and values between calls; False computes everything anew in every
-            call, for models whose cache cannot forget tokens (sliding windows, recurrent layers).
+        keeps_cache: keep keys and values between calls; False recomputes everything in every
+            call, for models whose cache cannot drop tokens (sliding windows, recurrent layers).
 
     Raises:
         ValueError: keeps_cache is set for such a model.
@@ -27,15 +27,19 @@ class HuggingFaceLevel:
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.context_length = longest or UNLIMITED
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
-        if keeps_cache and not _can_forget(DynamicCache(config=model.config)):
+        if keeps_cache and not _can_drop_tokens(DynamicCache(config=model.config)):
             raise ValueError(
-                f"keeps_cache: the cache of {type(model).__name__} cannot forget rejected tokens "
+                f"keeps_cache: the cache of {type(model).__name__} cannot drop rejected tokens "
                 "(sliding windows or recurrent layers): pass keeps_cache=False."
             )
 
     @torch.inference_mode()
     def begin(self, prompt: list[int]) -> list[int]:
-        """Start a request; the tokens that its continuation follows: [prompt] or [start token]."""
+        """Start a request.
+
+        Returns:
+            the tokens that are continued: the prompt, or the start token of an encoder-decoder.
+        """
         self.cache = self._new_cache()
         if not self.encoder_decoder:
             return prompt
@@ -76,5 +80,5 @@ class HuggingFaceLevel:
         return torch.tensor([tokens], device=self.model.device)
 
 
-def _can_forget(cache: DynamicCache) -> bool:
+def _can_drop_tokens(cache: DynamicCache) -> bool:
     return not any(cache.is_sliding) and not any(cache.is_linear)

@@ -22,12 +22,12 @@ ONLY = np.zeros(1, dtype=np.int64)  # the batch holds one request
 
 
 class Request:
-    """Tokens so far, how far each cache is valid, and the random numbers of one request.
+    """Tokens so far, valid lengths of the caches, and random numbers of one request.
 
     Args:
-        tokens: what the continuation follows.
-        capacity: most tokens, drafts included.
-        temperature_scales: of every drafter; the target comes last, its scale is 1.
+        tokens: the tokens to continue.
+        capacity: largest number of tokens, drafts included.
+        temperature_scales: of every drafter, then of the target (1).
         temperature: 0 for the argmax.
         top_k, top_p: 0 and 1 keep everything.
         seed: of all random numbers.
@@ -49,7 +49,7 @@ class Request:
         self.tokens = np.zeros((1, capacity), dtype=np.int32)
         self.length = len(tokens)
         self.tokens[0, : self.length] = tokens
-        self.kv = np.zeros((len(temperature_scales), 1), dtype=np.int64)
+        self.cached = np.zeros((len(temperature_scales), 1), dtype=np.int64)
         self.greedy, self.eos = temperature == 0, eos
         self.warpers = []
         if not self.greedy:
@@ -58,52 +58,55 @@ class Request:
         self.generator = torch.Generator().manual_seed(seed)
         self.thresholds = EntropyThresholds.fresh(len(temperature_scales) - 1, 1)
 
-    def law(self, logits: torch.Tensor, model: int) -> torch.Tensor:
-        """[n, V] float64 rows that a model draws from; one-hot at temperature 0."""
+    def probs(self, logits: torch.Tensor, model: int) -> torch.Tensor:
+        """[n, V] float64 probabilities that a model draws from; one-hot at temperature 0."""
         if self.greedy:
             best = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1])
             return best.double()
-        return self.warpers[model](None, logits.double()).softmax(-1)
+        # No warper here reads the token ids. transformers annotates legacy tensor types.
+        scores = self.warpers[model](None, logits.double())  # type: ignore[arg-type]
+        return scores.softmax(-1)
 
-    def coins(self, requests: np.ndarray, counts: np.ndarray, model: int) -> np.ndarray:
-        """[sum(counts)] float64 uniforms; one counter for all models, which never goes back."""
+    def uniforms(self, requests: np.ndarray, counts: np.ndarray, model: int) -> np.ndarray:
+        """[sum(counts)] float64 uniforms; one counter for all models, which only increases."""
         count = int(counts.sum())
         draws = np.arange(self.draws, self.draws + count)
         self.draws += count
         return host_uniforms(np.int64(self.seed), np.int64(model), draws)
 
     def draft_batch(self) -> DraftBatch:
-        """What a cascade drafts for."""
+        """The batch of one request that a cascade drafts for."""
         return DraftBatch(
             tokens=self.tokens,
             rows=ONLY,
             end=np.array([self.length]),
-            cached=self.kv[:-1],
+            cached=self.cached[:-1],
             eos=np.array([self.eos]),
             greedy=self.greedy,
-            probs=lambda logits, requests, model: self.law(logits, model),
-            uniforms=self.coins,
+            probs=lambda logits, requests, model: self.probs(logits, model),
+            uniforms=self.uniforms,
             thresholds=self.thresholds,
         )
 
     def logits_along(self, level: Level, model: int, path: Sequence[int]) -> torch.Tensor:
         """[len(path) + 1, V] logits after the tokens so far and after each token of `path`.
 
-        `level` is what runs, `model` its row in `kv`.
+        `level` runs, `model` is its row in `cached`.
         """
         end = self.length + len(path)
         self.tokens[0, self.length : end] = path
-        valid = self.kv[model]
+        valid = self.cached[model]
         logits = level.forward(self.tokens, ONLY, valid, end - valid, np.array([len(path) + 1]))
-        # The next call asks for the first of these logits again, and paths differ behind them.
-        self.kv[model] = self.length - 1
+        assert logits is not None
+        # The next call needs the first of these logits again, and paths differ after it.
+        self.cached[model] = self.length - 1
         return logits
 
     def commit(self, emitted: Sequence[int]) -> None:
-        """Append the tokens of a step; caches stay valid where they had seen them."""
+        """Append the tokens of a step; caches stay valid up to the last token before the end."""
         self.tokens[0, self.length : self.length + len(emitted)] = emitted
         self.length += len(emitted)
-        self.kv = np.minimum(self.kv, self.length - 1)
+        self.cached = np.minimum(self.cached, self.length - 1)
 
 
 def _warpers(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:

@@ -1,4 +1,4 @@
-"""Drafts that branch: K drafts and trees, drawn from one drafter."""
+"""Draft trees of the reference engine, drawn from one drafter; serving does not use this."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from vllm_hsd.core.levels import Level
 from vllm_hsd.reference.request import Request
 from vllm_hsd.verify import Tree, draw_iid, draw_without_replacement, top_k
+from vllm_hsd.verify.tree import ROOT
 
 DRAWS = ("iid", "without_replacement", "top_k")
 VERIFIERS = ("traversal", "recursive_rejection")
@@ -21,10 +22,11 @@ class TreePlan:
 
     Attributes:
         widths: children of every node, by depth; (K, 1, 1) is K drafts of three tokens.
-        draw: how siblings are drawn: "iid", "without_replacement" (fewer where a law has fewer
-            tokens) or "top_k", the likeliest tokens at any temperature, with one-hot rows.
+        draw: how siblings are drawn: "iid", "without_replacement" (fewer where fewer tokens have
+            positive probability) or "top_k", the likeliest tokens at any temperature, as point
+            masses.
         verifier: "traversal" or "recursive_rejection", see `verify.verify_tree`.
-        temperature_scale: factor on the request's temperature for the drafter's law.
+        temperature_scale: factor on the request's temperature for the drafter's distribution.
 
     Raises:
         ValueError: names the attribute and what it may be.
@@ -48,39 +50,48 @@ class TreePlan:
 
 @dataclass
 class DraftTree:
-    """A drawn tree: `paths[i]` leads to node i; rows are [N, V], None when all are one-hot."""
+    """A drawn tree of N nodes.
+
+    Attributes:
+        tree: parents and tokens of the nodes.
+        paths: for every node the tokens from the root to it.
+        probs: [N, V], what each token was drawn from; None when all are point masses.
+        forwards: forward passes of the drafter.
+    """
 
     tree: Tree
     paths: list[tuple[int, ...]]
-    rows: torch.Tensor | None
+    probs: torch.Tensor | None
     forwards: int
 
 
 def grow(drafter: Level, plan: TreePlan, request: Request, depth: int) -> DraftTree:
-    """Draw the first `depth` generations of a tree; nothing grows below the request's eos."""
-    seen: dict[tuple[int, ...], torch.Tensor] = {}
-    parents, paths, rows = [], [], []
-    generation = [(-1, ())]
+    """Draw the first `depth` generations of a tree; the request's eos has no children."""
+    logits_after: dict[tuple[int, ...], torch.Tensor] = {}
+    parents: list[int] = []
+    paths: list[tuple[int, ...]] = []
+    probs: list[torch.Tensor] = []
+    generation: list[tuple[int, tuple[int, ...]]] = [(ROOT, ())]
     for width in plan.widths[:depth]:
         children = []
         for parent, path in generation:
-            if path not in seen:
-                seen[path] = request.logits_along(drafter, 0, path)[-1:]
-            tokens, drawn_from = _siblings(seen[path], width, plan.draw, request)
+            if path not in logits_after:
+                logits_after[path] = request.logits_along(drafter, 0, path)[-1:]
+            tokens, drawn_from = _siblings(logits_after[path], width, plan.draw, request)
             for i, token in enumerate(tokens):
                 if token != request.eos:
                     children.append((len(parents), (*path, token)))
                 parents.append(parent)
                 paths.append((*path, token))
                 if drawn_from is not None:
-                    rows.append(drawn_from[i])
+                    probs.append(drawn_from[i])
         generation = children
     tree = Tree(parents, [path[-1] for path in paths])
-    return DraftTree(tree, paths, torch.stack(rows) if rows else None, forwards=len(seen))
+    return DraftTree(tree, paths, torch.stack(probs) if probs else None, len(logits_after))
 
 
-def target_rows(target: Level, model: int, draft: DraftTree, request: Request) -> torch.Tensor:
-    """[N + 1, V] logits of the target at the root and at every node, one path after the other."""
+def target_logits(target: Level, model: int, draft: DraftTree, request: Request) -> torch.Tensor:
+    """[N + 1, V] logits of the target at the root and at every node, one leaf path per forward."""
     inner = {path[:-1] for path in draft.paths}
     leaves = [path for path in dict.fromkeys(draft.paths) if path not in inner] or [()]
     at: dict[tuple[int, ...], torch.Tensor] = {}
@@ -93,13 +104,13 @@ def target_rows(target: Level, model: int, draft: DraftTree, request: Request) -
 def _siblings(
     logits: torch.Tensor, width: int, draw: str, request: Request
 ) -> tuple[list[int], torch.Tensor | None]:
-    """Tokens in draw order and their proposal rows [k, V], None when they are one-hot."""
+    """Tokens in draw order and their proposals [k, V], None when they are point masses."""
     if draw == "top_k":
         return top_k(logits[0], min(width, logits.shape[1])).tolist(), None
-    law = request.law(logits, 0)[0]
+    row = request.probs(logits, 0)[0]
     if draw == "iid":
-        tokens, rows = draw_iid(law, width, request.generator)
+        tokens, probs = draw_iid(row, width, request.generator)
     else:
-        width = min(width, int((law > 0).sum()))
-        tokens, rows = draw_without_replacement(law, width, request.generator)
-    return tokens.tolist(), rows
+        width = min(width, int((row > 0).sum()))
+        tokens, probs = draw_without_replacement(row, width, request.generator)
+    return tokens.tolist(), probs
