@@ -67,12 +67,12 @@ class TableLookup:
     def __init__(self, table: Callable[[Tokens], tuple], prompt: int):
         self.table, self.prompt = table, prompt
 
-    def lookup(self, tokens, rows, ends, ask) -> tuple[np.ndarray, np.ndarray]:
-        found = np.zeros((len(rows), int(ask.max(initial=0))), dtype=np.int64)
+    def lookup(self, tokens, rows, ends, requested) -> tuple[np.ndarray, np.ndarray]:
+        found = np.zeros((len(rows), int(requested.max(initial=0))), dtype=np.int64)
         counts = np.zeros(len(rows), dtype=np.int64)
         for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
             text = tuple(tokens[row, self.prompt : end].tolist())
-            while counts[i] < ask[i] and sum(text) % 3 != 2:
+            while counts[i] < requested[i] and sum(text) % 3 != 2:
                 distribution = self.table(text)
                 found[i, counts[i]] = max(
                     range(len(distribution)), key=lambda v: (distribution[v], -v)
@@ -130,7 +130,7 @@ def _drawn_by(choices: Choices):
         tokens = [*(tree.tokens[n] for n in path), final]
         return torch.tensor(tokens), torch.tensor(path, dtype=torch.int64)
 
-    def verify_batch(batch: ChainBatch, method, uniforms):
+    def verify_batch(batch: ChainBatch, method, uniforms, target_ok=None):
         """What the cascade calls: one request, its rows picked from the batch's arrays."""
         assert batch.size == 1
         n = int(batch.lengths[0])

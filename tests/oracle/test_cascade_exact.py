@@ -1,18 +1,19 @@
 """Exact distributions of whole generations with the real cascade, for every kind of level.
 
 Requests of a few tokens over a vocabulary of two or three; every random draw is enumerated.
+test_cascade_mutants.py has the faulty cascades that these tests must reject.
 """
 
+from itertools import product
 from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 from oracle.exact import Choices, Distribution, Table, Tokens, distance, distribution_of
 from oracle.stand_ins import TableLevel, TableLookup, exact_distribution
 
 from vllm_hsd.core.bigram import BigramLevel, count_bigrams
-from vllm_hsd.core.cascade import Cascade, LevelOptions
+from vllm_hsd.core.cascade import LevelOptions
 from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.reference import ReferenceEngine
 
@@ -45,10 +46,10 @@ def stopped(table, length: int, eos: int) -> Distribution:
     return distribution_of(program)
 
 
-def bias(levels, plans, length: int, *, vocabulary=2, eos=None, power=1, **settings) -> float:
+def bias(levels, options, length: int, *, vocabulary=2, eos=None, power=1, **settings) -> float:
     """Total variation distance of a generation to the target, at temperature 1 / power."""
     table = Table(vocabulary, 1)
-    engine = ReferenceEngine(TableLevel(table, len(PROMPT)), levels, plans, **settings)
+    engine = ReferenceEngine(TableLevel(table, len(PROMPT)), levels, options, **settings)
 
     def generate() -> Tokens:
         sampled = engine.generate(PROMPT, length, temperature=1 / power, eos_token_id=eos)
@@ -78,15 +79,15 @@ def build(kinds: str, vocabulary: int = 2):
 @pytest.mark.parametrize("kinds", LEVELS)
 def test_level_kinds(kinds, verifier):
     levels = build(kinds)
-    plans = [LevelOptions(1 + (k > 0), verifier) for k in range(len(levels))]
-    assert bias(levels, plans, 4, verifier=verifier) < 1e-9
+    options = [LevelOptions(1 + (k > 0), verifier) for k in range(len(levels))]
+    assert bias(levels, options, 4, verifier=verifier) < 1e-9
 
 
 @pytest.mark.parametrize("kinds", ["model", "lookup", "lookup, model"])
 def test_vocabulary_of_three(kinds):
     levels = build(kinds, 3)
-    plans = [LevelOptions(2) for _ in levels]
-    assert bias(levels, plans, 3, vocabulary=3) < 1e-9
+    options = [LevelOptions(2) for _ in levels]
+    assert bias(levels, options, 3, vocabulary=3) < 1e-9
 
 
 def test_levels_without_a_cache():
@@ -94,17 +95,38 @@ def test_levels_without_a_cache():
     assert bias(levels, [LevelOptions(1), LevelOptions(2)], 4) < 1e-9
 
 
-@pytest.mark.parametrize("tail", [1, 2])
+@pytest.mark.parametrize("context", [len(PROMPT) + extra for extra in (0, 1, 2)])
+def test_levels_that_the_text_outgrows(context):
+    """A level sits out for longer texts, and the one below drafts in its place."""
+    for limited in (0, 1):
+        levels = build("model, model")
+        levels[limited].context_length = context
+        assert bias(levels, [LevelOptions(1), LevelOptions(3)], 4) < 1e-9
+
+
+@pytest.mark.parametrize("horizontal_tokens", [1, 2])
 @pytest.mark.parametrize("kinds", ["model, model", "lookup, model"])
-def test_tail(kinds, tail):
-    assert bias(build(kinds), [LevelOptions(1), LevelOptions(3)], 4, horizontal_tokens=tail) < 1e-9
+def test_horizontal_tokens(kinds, horizontal_tokens):
+    options = [LevelOptions(1), LevelOptions(3)]
+    assert bias(build(kinds), options, 4, horizontal_tokens=horizontal_tokens) < 1e-9
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_rounds(rounds):
-    assert (
-        bias(build("model, model"), [LevelOptions(1), LevelOptions(3, max_rounds=rounds)], 4) < 1e-9
-    )
+@pytest.mark.parametrize("max_rounds", [1, 2])
+def test_rounds(max_rounds):
+    options = [LevelOptions(1), LevelOptions(3, max_rounds=max_rounds)]
+    assert bias(build("model, model"), options, 4) < 1e-9
+
+
+@pytest.mark.parametrize("verifiers", list(product(VERIFIERS, repeat=3)))
+def test_three_models_with_a_verifier_each(verifiers):
+    levels = [model(2, 100 + i) for i in range(3)]
+    options = [
+        LevelOptions(1),
+        LevelOptions(2, verifiers[0], max_rounds=1),
+        LevelOptions(3, verifiers[1], max_rounds=2),
+    ]
+    settings = {"verifier": verifiers[2], "horizontal_tokens": 1}
+    assert bias(levels, options, 3, **settings) < 1e-9
 
 
 @pytest.mark.parametrize("eos", [0, 1])
@@ -114,11 +136,12 @@ def test_eos(eos):
 
 
 def test_temperature_and_temperature_scale():
-    plans = [LevelOptions(1, temperature_scale=0.5), LevelOptions(3, temperature_scale=1.5)]
-    assert bias(build("model, model"), plans, 4, power=2) < 1e-9
+    options = [LevelOptions(1, temperature_scale=0.5), LevelOptions(3, temperature_scale=1.5)]
+    assert bias(build("model, model"), options, 4, power=2) < 1e-9
 
 
-# hsddw_dynamic_window, Table 2: drafts of fixed length, pre-verify, self-verify, both, HSDDW.
+# Syu and Lee, "Hierarchical Speculative Decoding with Dynamic Windows for Efficient Language Model
+# Inference", Table 2: drafts of fixed length, pre-verify, self-verify, both, HSDDW.
 VARIANTS = {
     "fixed": ("model", [("fixed", None)]),
     "pre-verify": ("model, model", [("fixed", None), ("fixed", None)]),
@@ -135,31 +158,34 @@ def no_thresholds_yet(num_levels: int, batch: int) -> EntropyThresholds:
 
 
 def strict_thresholds(num_levels: int, batch: int) -> EntropyThresholds:
-    """As if a token of a row of half a nat had been rejected."""
+    """As if a token had been rejected where the entropy was half a nat."""
     return EntropyThresholds(
         np.full((num_levels, batch), 0.5), np.ones((num_levels, batch), dtype=np.int64)
     )
 
 
-@pytest.mark.parametrize("fresh", [no_thresholds_yet, strict_thresholds])
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_windows(variant, verifier, fresh):
+@pytest.mark.parametrize(
+    ("variant", "fresh"),
+    [(variant, no_thresholds_yet) for variant in VARIANTS]
+    + [(variant, strict_thresholds) for variant in ("self-verify", "both", "three stages")],
+)
+def test_entropy_based_early_stopping(variant, fresh, verifier):
     kinds, rules = VARIANTS[variant]
-    plans = [
-        LevelOptions(budget, verifier, max_rounds=rounds, stopping=window)
-        for budget, (window, rounds) in zip([2, 3][-len(rules) :], rules, strict=True)
+    options = [
+        LevelOptions(length, verifier, max_rounds=rounds, stopping=stopping)
+        for length, (stopping, rounds) in zip([2, 3][-len(rules) :], rules, strict=True)
     ]
     with mock.patch.object(EntropyThresholds, "fresh", fresh):
-        assert bias(build(kinds), plans, 4, verifier=verifier) < 1e-9
+        assert bias(build(kinds), options, 4, verifier=verifier) < 1e-9
 
 
-def test_entropy_windows_end_drafts_early():
-    def mean_drafts(window: str) -> float:
+def test_entropy_based_stopping_shortens_drafts():
+    def mean_drafts(stopping: str) -> float:
         engine = ReferenceEngine(
             TableLevel(Table(2, 1), len(PROMPT)),
             build("model, model"),
-            [LevelOptions(2, stopping=window), LevelOptions(3, stopping=window)],
+            [LevelOptions(2, stopping=stopping), LevelOptions(3, stopping=stopping)],
         )
 
         def drafted() -> Tokens:
@@ -170,60 +196,3 @@ def test_entropy_windows_end_drafts_early():
         return float(sum(weight * sum(counts) for counts, weight in distribution.items()))
 
     assert mean_drafts("entropy") < mean_drafts("fixed") - 0.05
-
-
-class LooksAtTokens(Cascade):
-    """The lowest level ends its draft at a token that its own row finds unlikely."""
-
-    keeps_it = True
-
-    def _draft_lowest(self, batch, slots, requested):
-        super()._draft_lowest(batch, slots, requested)
-        drafts = self.drafts[0]
-        count = drafts.counts[0]
-        if not count:
-            return
-        token_ids = torch.from_numpy(drafts.token_ids[0, :count])
-        likely = (drafts.probs[torch.arange(count), token_ids] >= 0.5).numpy()
-        kept = count if likely.all() else int(likely.argmin()) + self.keeps_it
-        drafts.counts[:] = kept
-        batch.end[slots] += kept - count
-        batch.cached[0, slots] = np.minimum(batch.cached[0, slots], batch.end[slots])
-
-
-class LooksAndDrops(LooksAtTokens):
-    """As above, but the unlikely token is removed: the fault that a window must not have."""
-
-    keeps_it = False
-
-
-@pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("kinds", ["model", "model, model"])
-def test_a_window_that_looks_at_a_removed_token_is_caught(kinds, verifier):
-    plans = [LevelOptions(2, verifier) for _ in LEVELS[kinds]]
-
-    def bias_of(cascade: type[Cascade]) -> float:
-        with mock.patch("vllm_hsd.reference.engine.Cascade", cascade):
-            return bias(build(kinds), plans, 3, verifier=verifier)
-
-    assert bias_of(LooksAtTokens) < 1e-9
-    assert bias_of(LooksAndDrops) > 1e-3
-
-
-class DropsCorrections(Cascade):
-    """A level forgets the last token that its own verification drew."""
-
-    def _draft_verified(self, batch, level, slots, requested):
-        super()._draft_verified(batch, level, slots, requested)
-        drafts = self.drafts[level]
-        dropped = drafts.counts > 0
-        drafts.counts -= dropped
-        batch.end[slots] -= dropped
-        cached = batch.cached[: level + 1, slots]
-        batch.cached[: level + 1, slots] = np.minimum(cached, batch.end[slots])
-
-
-def test_a_dropped_correction_is_caught():
-    plans = [LevelOptions(2), LevelOptions(2, max_rounds=1)]
-    with mock.patch("vllm_hsd.reference.engine.Cascade", DropsCorrections):
-        assert bias(build("model, model"), plans, 3) > 1e-3

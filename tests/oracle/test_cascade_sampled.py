@@ -24,62 +24,66 @@ TARGET = Table(VOCABULARY, 1)
 
 
 def generate(
-    levels, plans, horizontal_tokens: int = 0, cascade: type[Cascade] = Cascade
+    levels, options, horizontal_tokens: int = 0, cascade: type[Cascade] = Cascade
 ) -> np.ndarray:
-    """[REQUESTS, LENGTH] tokens of as many requests, which take part in every step together."""
+    """[REQUESTS, LENGTH] tokens of as many requests, all of them in one batch."""
     target = TableLevel(TARGET, PROMPT)
-    cascade = cascade(levels, plans, REQUESTS, horizontal_tokens)
-    everyone = np.arange(REQUESTS)
-    longest = plans[-1].draft_length
+    cascade = cascade(levels, options, REQUESTS, horizontal_tokens)
+    all_requests = np.arange(REQUESTS)
+    longest = options[-1].draft_length
     tokens = np.zeros((REQUESTS, PROMPT + LENGTH + longest + 1), dtype=np.int32)
     length = np.full(REQUESTS, PROMPT)
-    kv = np.zeros((len(levels) + 1, REQUESTS), dtype=np.int64)
+    cached = np.zeros((len(levels) + 1, REQUESTS), dtype=np.int64)
     thresholds = EntropyThresholds.fresh(len(levels), REQUESTS)
     draws = np.zeros(REQUESTS, dtype=np.int64)
 
     def draw_uniforms(requests, counts, stream):
         owners, offsets = ragged_arange(counts)
-        who = requests[owners]
-        drawn = host_uniforms(who, np.int64(stream), draws[who] + offsets)
+        repeated = requests[owners]
+        drawn = host_uniforms(repeated, np.int64(stream), draws[repeated] + offsets)
         draws[requests] += counts
         return drawn
 
     while (length < PROMPT + LENGTH).any():
         batch = DraftBatch(
             tokens=tokens,
-            rows=everyone,
+            rows=all_requests,
             end=length.copy(),
-            cached=kv[:-1],
+            cached=cached[:-1],
             eos=np.full(REQUESTS, -1),
             greedy=False,
             probs=lambda logits, requests, level: logits.softmax(-1),
             uniforms=draw_uniforms,
             thresholds=thresholds,
         )
-        # Requests that are done stay in the batch without drafting, as in a runner.
-        want = np.clip(PROMPT + LENGTH - 1 - length, 0, longest)
-        drafts = cascade.propose(batch, everyone, want)
-        open_ = np.flatnonzero(length < PROMPT + LENGTH)
-        counts = drafts.counts[open_]
-        ends = length[open_] + counts
-        logits = target.forward(tokens, open_, kv[-1, open_], ends - kv[-1, open_], counts + 1)
+        # Finished requests stay in the batch without drafting, as in a runner.
+        requested = np.clip(PROMPT + LENGTH - 1 - length, 0, longest)
+        drafts = cascade.propose(batch, all_requests, requested)
+        unfinished = np.flatnonzero(length < PROMPT + LENGTH)
+        counts = drafts.counts[unfinished]
+        ends = length[unfinished] + counts
+        logits = target.forward(
+            tokens, unfinished, cached[-1, unfinished], ends - cached[-1, unfinished], counts + 1
+        )
         width = int(counts.max(initial=0))
         positions = np.minimum(np.arange(width + 1), counts[:, None])
         chain = ChainBatch(
             target_probs=logits.softmax(-1),
             target_rows=ragged_starts(counts + 1)[:, None] + positions,
             draft_probs=drafts.probs,
-            draft_rows=drafts.rows(open_, width),
-            tokens=drafts.token_ids[open_, :width],
+            draft_rows=drafts.rows(unfinished, width),
+            tokens=drafts.token_ids[unfinished, :width],
             lengths=counts,
         )
-        drawn = draw_uniforms(open_, counts + 1, len(levels))
+        drawn = draw_uniforms(unfinished, counts + 1, len(levels))
         token_ids, accepted = verify_batch(chain, "block", drawn)
-        cascade.record_acceptance(open_, accepted, thresholds)
-        tokens[open_, length[open_] + accepted] = token_ids[np.arange(len(open_)), accepted]
-        length[open_] += accepted + 1
-        kv[-1, open_] = ends
-        kv = np.minimum(kv, length - 1)
+        cascade.record_acceptance(unfinished, accepted, thresholds)
+        tokens[unfinished, length[unfinished] + accepted] = token_ids[
+            np.arange(len(unfinished)), accepted
+        ]
+        length[unfinished] += accepted + 1
+        cached[-1, unfinished] = ends
+        cached = np.minimum(cached, length - 1)
     return tokens[:, PROMPT : PROMPT + LENGTH]
 
 
@@ -101,7 +105,7 @@ CASES = {
     "one model": ([model(100)], [LevelOptions(3)], 0),
     "lookup, model": ([TableLookup(Table(VOCABULARY, 100), PROMPT), model(101)], None, 0),
     "two models": ([model(100), model(101)], None, 0),
-    "tail": ([model(100), model(101)], None, 1),
+    "horizontal tokens": ([model(100), model(101)], None, 1),
     "entropy": (
         [model(100), model(101)],
         [LevelOptions(2, stopping="entropy"), LevelOptions(3, stopping="entropy")],
@@ -117,12 +121,15 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_joint_distribution_of_many_requests(case):
-    levels, plans, tail = CASES[case]
-    assert p_value(generate(levels, plans or [LevelOptions(2), LevelOptions(3)], tail)) > 1e-3
+    levels, options, horizontal_tokens = CASES[case]
+    assert (
+        p_value(generate(levels, options or [LevelOptions(2), LevelOptions(3)], horizontal_tokens))
+        > 1e-3
+    )
 
 
-class SaysOtherRows(Cascade):
-    """Draws from its rows and passes up the rows of a higher temperature."""
+class ClaimsOtherProbabilities(Cascade):
+    """Mutant: claims proposal probabilities of a higher temperature than it drew from."""
 
     def propose(self, batch, slots, requested):
         drafts = super().propose(batch, slots, requested)
@@ -134,6 +141,6 @@ class SaysOtherRows(Cascade):
         return drafts
 
 
-def test_rows_that_were_not_drawn_from_are_caught():
-    levels, plans = [model(100), model(101)], [LevelOptions(2), LevelOptions(3)]
-    assert p_value(generate(levels, plans, cascade=SaysOtherRows)) < 1e-6
+def test_probabilities_that_were_not_drawn_from_are_caught():
+    levels, options = [model(100), model(101)], [LevelOptions(2), LevelOptions(3)]
+    assert p_value(generate(levels, options, cascade=ClaimsOtherProbabilities)) < 1e-6

@@ -22,6 +22,7 @@ from vllm_hsd.reference.trees import TreePlan, grow, target_logits
 from vllm_hsd.verify import verify_tree
 from vllm_hsd.verify.chain import verify_batch, verify_greedy
 from vllm_hsd.verify.inputs import ChainBatch
+from vllm_hsd.verify.residual import is_normalized
 
 
 @dataclass
@@ -182,7 +183,8 @@ class ReferenceEngine:
             token_ids, accepted = verify_greedy(chain, logits.argmax(-1).cpu().numpy())
         else:
             uniforms = request.uniforms(ONLY, np.array([count + 1]), model)
-            token_ids, accepted = verify_batch(chain, self.verifier, uniforms)
+            target_ok = is_normalized(chain.target_probs)
+            token_ids, accepted = verify_batch(chain, self.verifier, uniforms, target_ok=target_ok)
         if count:
             self.cascade.record_acceptance(ONLY, accepted, request.thresholds)
         emitted = [token for token in token_ids[0].tolist() if token >= 0]

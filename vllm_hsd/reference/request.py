@@ -72,7 +72,7 @@ class Request:
         count = int(counts.sum())
         draws = np.arange(self.draws, self.draws + count)
         self.draws += count
-        return host_uniforms(np.int64(self.seed), np.int64(model), draws)
+        return host_uniforms(np.array(self.seed), np.array(model), draws)
 
     def draft_batch(self) -> DraftBatch:
         """The batch of one request that a cascade drafts for."""
