@@ -81,6 +81,7 @@ _READ: dict[str, dict[str, str]] = {
     },
     f"{_WORKER}.gpu_input_batch.InputBatch": {
         "req_ids": "order of the batch",
+        "req_id_to_index": "which requests hold a row, when slots run out",
         "num_reqs": "size of the batch",
         "token_ids_cpu": "tokens so far; drafts are written after them",
         "num_tokens_no_spec": "accepted tokens",
