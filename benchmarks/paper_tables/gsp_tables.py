@@ -2,10 +2,10 @@
 
     python benchmarks/paper_tables/gsp_tables.py            # prints, and writes CSV beside itself
 
-Ours: the exact optimum of the paper's instance (Corollary 3.1, draft_lengths to 15), with gamma as the
-renewal expectation. As a check of that closed form, Algorithm 1 is simulated with coins at the
-optimal draft_lengths, in both readings: a level hands up exactly T_k tokens (Theorem 2.2) or all that
-it has when it stops (line 16 of Algorithm 1, which may be more).
+Ours: the exact optimum of the paper's instance (Corollary 3.1, draft lengths to 15), with gamma as
+the renewal expectation. As a check of that closed form, Algorithm 1 is simulated with independent
+acceptance at the optimal draft lengths, in both readings: a level passes on exactly T_k tokens
+(Theorem 2.2) or all that it has when it stops (line 16 of Algorithm 1, which may be more).
 """
 
 import argparse
@@ -13,12 +13,14 @@ import csv
 from pathlib import Path
 
 import numpy as np
+from paper_instance import paper_graph
 from rich.console import Console
 from rich.table import Table
 
-from vllm_hsd.planner.optimize import Plan, paper_graph, solve
+from vllm_hsd.planner.optimize import solve
+from vllm_hsd.planner.predict import Selection
 
-MAX_BUDGET = 15
+MAX_DRAFT_TOKENS = 15
 SIMULATED_CALLS = 200_000
 
 # Appendix B.3: costs c_1..c_6, rates alpha[i][j] of rows i = 1..5 and columns j = i + 1..6
@@ -81,8 +83,8 @@ From the third model on, Tables 1 and 8 differ from ours:
   33 / 10.61 = 3.11, where 3.0211, 3.0620, 3.0829 and 3.0839 are printed. The printed latencies
   of four and more models are ours within 0.02, the printed speed-ups are not.
 - Table 8's latencies are 6 to 10 % below ours. They come closer to the second reading, in which
-  a level hands up more than its budget, without agreeing with it either (15.45 / 14.61 / 14.46 /
-  14.40 against the last simulated column).
+  a level passes on more than its draft length, without agreeing with it either (15.45 / 14.61 /
+  14.46 / 14.40 against the last simulated column).
 """
 
 
@@ -94,14 +96,14 @@ def instance(table: int, models: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array(EXAMPLES[table]["costs"])[-models:], rates[-models:, -models:]
 
 
-def optimum(table: int, models: int) -> Plan:
-    return solve(paper_graph(*instance(table, models), MAX_BUDGET))[0]
+def optimum(table: int, models: int) -> tuple[Selection, float]:
+    return solve(paper_graph(*instance(table, models), MAX_DRAFT_TOKENS))[0]
 
 
-def simulated_latency(plan: Plan, costs, rates, hands_up_all: bool, rng) -> float:
+def simulated_latency(selection: Selection, costs, rates, passes_on_all: bool, rng) -> float:
     """Time per token of SIMULATED_CALLS runs of Algorithm 1, all at once."""
     calls = SIMULATED_CALLS
-    chain = [*plan.levels, len(costs) - 1]
+    chain = [*selection.levels, len(costs) - 1]
 
     def verified(drafted: np.ndarray, rate: float) -> np.ndarray:
         run = rng.geometric(1 - rate, size=len(drafted)) - 1 if rate < 1 else drafted
@@ -110,19 +112,19 @@ def simulated_latency(plan: Plan, costs, rates, hands_up_all: bool, rng) -> floa
     def tokens(level: int, count: int) -> tuple[np.ndarray, float]:
         """Lengths of `count` buffers of a level, and the total time to make them."""
         if level == 0:
-            budget = plan.draft_lengths[0]
-            return np.full(count, budget), count * budget * costs[chain[0]]
+            wanted = selection.draft_lengths[0]
+            return np.full(count, wanted), count * wanted * costs[chain[0]]
         have, time = np.zeros(count, dtype=int), 0.0
-        budget, rate = plan.draft_lengths[level], rates[chain[level - 1], chain[level]]
-        while (short := np.flatnonzero(have < budget)).size:
+        wanted, rate = selection.draft_lengths[level], rates[chain[level - 1], chain[level]]
+        while (short := np.flatnonzero(have < wanted)).size:
             drafted, below = tokens(level - 1, len(short))
             time += below + len(short) * costs[chain[level]]
             have[short] += verified(drafted, rate)
-        return (have if hands_up_all else np.minimum(have, budget)), time
+        return (have if passes_on_all else np.minimum(have, wanted)), time
 
-    if not plan.levels:
+    if not selection.levels:
         return costs[-1]
-    drafted, time = tokens(len(plan.levels) - 1, calls)
+    drafted, time = tokens(len(selection.levels) - 1, calls)
     emitted = verified(drafted, rates[chain[-2], chain[-1]])
     return (time + calls * costs[-1]) / emitted.sum()
 
@@ -133,20 +135,20 @@ def example_rows(table: int) -> list[dict[str, object]]:
     rows = []
     for models, (speedup, latency) in enumerate(EXAMPLES[table]["printed"], 1):
         costs, rates = instance(table, models)
-        plan = optimum(table, models)
-        names = [7 - models + level for level in plan.levels]
+        selection, cost = optimum(table, models)
+        names = [7 - models + level for level in selection.levels]
         rows.append(
             {
                 "models": models,
                 "paper_speedup": speedup,
-                "our_speedup": round(33 / plan.cost, 4),
+                "our_speedup": round(33 / cost, 4),
                 "paper_latency": latency,
-                "our_latency": round(plan.cost, 4),
+                "our_latency": round(cost, 4),
                 "paper_33_over_latency": round(33 / latency, 4),
-                "simulated": round(simulated_latency(plan, costs, rates, False, rng), 3),
-                "simulated_all_up": round(simulated_latency(plan, costs, rates, True, rng), 3),
+                "simulated": round(simulated_latency(selection, costs, rates, False, rng), 3),
+                "simulated_all_up": round(simulated_latency(selection, costs, rates, True, rng), 3),
                 "levels": " ".join(map(str, names)),
-                "draft_lengths": " ".join(map(str, plan.draft_lengths)),
+                "draft_lengths": " ".join(map(str, selection.draft_lengths)),
             }
         )
     return rows
@@ -160,15 +162,18 @@ def table_9_rows() -> list[dict[str, object]]:
             # Lower bound of the rate of C to A, as in the paper: the triangle inequality.
             to_target = max(0.0, rate + 0.5 - 1)
             rates = [[1, rate, to_target], [rate, 1, 0.5], [to_target, 0.5, 1]]
-            plan = solve(paper_graph([cost, 256, 1024], rates, MAX_BUDGET))[0]
+            graph = paper_graph([cost, 256, 1024], rates, MAX_DRAFT_TOKENS)
+            selection, cost_per_token = solve(graph)[0]
             rows.append(
                 {
                     "rate_C_to_B": rate,
                     "cost_C": cost,
                     "paper_speedup": value,
-                    "our_speedup": round(1024 / plan.cost, 4),
-                    "hierarchy": "-".join(["A", *("CB"[level] for level in plan.levels[::-1])]),
-                    "draft_lengths": " ".join(map(str, plan.draft_lengths)),
+                    "our_speedup": round(1024 / cost_per_token, 4),
+                    "hierarchy": "-".join(
+                        ["A", *("CB"[level] for level in selection.levels[::-1])]
+                    ),
+                    "draft_lengths": " ".join(map(str, selection.draft_lengths)),
                 }
             )
     return rows

@@ -2,11 +2,12 @@
 
     python benchmarks/planner/check_predictions.py -o results/planner
 
-Measures a profile of the tiny family unless the output folder holds one, plans, runs the ten
-cascades in turns in one engine and no speculation in another, and writes predictions.csv and
-predictions.png. A shared machine is not equally fast all the time: the passes that time the models
-for the profile run again between these runs, and their times are what the predictions are made of.
-With --widened, the target is the widened one (see benchmarks/models/widen.py): the text and the
+Measures a profile of the bundled models unless the output directory holds one, plans, runs the ten
+cascades in turn in one engine and no speculation in another, and writes predictions.csv,
+predictions.png, landscape.csv and landscape.png. A shared machine is not equally fast all the time:
+the passes that time the models for the profile run again between these runs, and their times are
+what the predictions are made of.
+With --widened, the target is the zero-padded one (see benchmarks/models/widen.py): the text and the
 acceptance of the tiny target at the cost of a larger one.
 
 Times are CPU times of the engine's one model thread by default (--clock wall for wall time):
@@ -14,7 +15,6 @@ waiting for a core is left out, but not what a shared cache or a busy sibling co
 """
 
 import argparse
-import contextlib
 import csv
 import itertools
 import os
@@ -26,26 +26,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from plots import plot_landscape
 from rich.console import Console
 from scipy.stats import spearmanr
 
-from vllm_hsd.planner.costs import Costs
-from vllm_hsd.planner.latency import Cascade, Prediction
-from vllm_hsd.planner.laws import Effort, measure
-from vllm_hsd.planner.models import Family, Sampling
+from vllm_hsd.cli.plan import label
+from vllm_hsd.planner.acceptance import measure_acceptance
+from vllm_hsd.planner.latencies import Latencies
+from vllm_hsd.planner.measure import make_profile
+from vllm_hsd.planner.models import ModelSet
 from vllm_hsd.planner.optimize import solve
-from vllm_hsd.planner.parts import Parts
-from vllm_hsd.planner.plan import Planner, Wanted, label
-from vllm_hsd.planner.profile import (
-    Candidate,
-    Profile,
-    Prompts,
-    Settings,
-    from_laws,
-    load_profile,
-)
+from vllm_hsd.planner.predict import Measured, Prediction, Selection
+from vllm_hsd.planner.profile import Profile, Prompts, Sampling, load_profile
 from vllm_hsd.planner.prompts import encode, read_prompts
-from vllm_hsd.planner.timing import PASSES, Engine, Machine, measure_costs, tables
+from vllm_hsd.planner.search import Constraints, Search
+from vllm_hsd.planner.task import Task, candidates
+from vllm_hsd.planner.timing import PASSES, Timing
 
 MODELS = Path(__file__).parents[1] / "models"
 ENGINE = {
@@ -58,98 +54,76 @@ ENGINE = {
 
 # No speculation is run on every so many prompts, and timed before each over so many tokens.
 PLAIN_EVERY, PLAIN_TOKENS = 4, 16
-# Texts that the profile's laws are measured on, per prompt, and contexts of own texts.
+# Texts that the profile's acceptance is measured on, per prompt, and contexts of own texts.
 TEXTS, CONTEXTS = 4, 2048
 
 
-def measured_profile(arguments, contexts, machine: Machine, folder: Path) -> Profile:
-    """The profile of an earlier run in the same folder, or a new one."""
-    path = folder / "profile.json"
+def measured_profile(
+    arguments: argparse.Namespace, models: ModelSet, contexts: list[list[int]], timing: Timing
+) -> Profile:
+    """The profile of an earlier run in the same directory, or a new one."""
+    path = arguments.output / "profile.json"
     if path.exists():
         return load_profile(path)
-    family = Family(
-        str(MODELS / "target"), [str(MODELS / "small"), str(MODELS / "mid")], arguments.early_exits
-    )
-    settings = {key: str(value) for key, value in sorted(vars(arguments).items())}
-    parts = Parts(folder / "parts", settings)
     # Several texts of every prompt, many contexts: cheap on the tiny models, and less noise.
-    effort = Effort(
-        text_tokens=arguments.tokens, contexts=CONTEXTS, max_tokens=arguments.max_tokens
-    )
-    sampling = Sampling(arguments.temperature)
-    laws = measure(family, list(contexts) * TEXTS, sampling, effort, parts)
-    costs = measure_costs(machine, contexts, parts.folder)
-    profile = from_laws(
-        laws,
-        target=machine.target,
-        candidates=list(machine.candidates),
-        settings=Settings(temperature=arguments.temperature, top_p=1.0),
-        prompts=Prompts(file="prompts.jsonl", prompts=len(contexts), contexts=laws.positions),
-        costs=costs,
-    )
+    found = measure_acceptance(models, contexts * TEXTS, timing.task)
+    latencies = timing.measure(arguments.output / "timing.json")
+    prompts = Prompts(file="prompts.jsonl", prompts=len(contexts), contexts=found.positions)
+    profile = make_profile(timing.task, found, prompts, latencies)
     profile.save(path)
     return profile
 
 
-def ten_cascades(planner: Planner, rng: np.random.Generator) -> list[Cascade]:
+def ten_cascades(search: Search, rng: np.random.Generator) -> list[Selection]:
     """The five best predicted, best first, and five random ones of one or two levels."""
-    plans = [plan for plan in solve(planner.graph, k=64) if plan.levels]
-    best = sorted(map(planner.cascade, plans), key=lambda c: planner.predict(c).ms_per_token)[:5]
+    found = [selection for selection, _ in solve(search.graph, k=64) if selection.levels]
+    best = sorted(found, key=lambda selection: search.predict(selection).ms_per_token)[:5]
+    lookups = search.measured.acceptance.lookups
     while len(best) < 10:
         depth = int(rng.integers(1, 3))
-        levels = np.sort(rng.choice(len(planner.order), size=depth, replace=False))
-        draft_lengths = np.sort(
-            rng.choice(np.arange(1, planner.size + 1), size=depth, replace=False)
-        )
-        exits = frozenset(
-            i
-            for i, level in enumerate(levels)
-            if planner.profile.candidates[planner.order[level]].early_exit
-        )
-        cascade = Cascade(
-            tuple(planner.order[levels].tolist()),
-            tuple(draft_lengths.tolist()),
-            shares_target_kv=exits,
-        )
-        if cascade not in best:
-            best.append(cascade)
+        nodes = np.sort(rng.choice(len(search.graph.order), size=depth, replace=False))
+        lengths = np.sort(rng.choice(np.arange(1, search.size + 1), size=depth, replace=False))
+        levels = tuple(search.graph.order[node] for node in nodes)
+        selection = Selection(levels, tuple(lengths.tolist()))
+        if selection not in best and not set(levels[1:]) & set(lookups):
+            best.append(selection)
     return best
 
 
 def run_for_real(
-    cascades: Sequence[Cascade], machine: Machine, contexts, repeats: int, tokens: int, log: Path
-) -> tuple[list[list[dict]], Costs]:
+    cascades: Sequence[Selection], timing: Timing, repeats: int, tokens: int
+) -> tuple[list[list[dict]], Latencies]:
     """Recordings of every cascade, then of no speculation, all of which continue the same prompts;
     and the models' times, taken in between."""
-    (batch,) = machine.batch_sizes
+    (batch,) = timing.task.batch_sizes
     groups: list[list[dict]] = [[] for _ in range(len(cascades) + 1)]
     timed: tuple[list[dict], list[dict]] = ([], [])
-    with contextlib.ExitStack() as running:
-        speculating, plain = [
-            running.enter_context(Engine(machine.job(speculative, contexts), log))
-            for speculative in (True, False)
-        ]
-        passes = [setting for number in range(PASSES) for setting in machine.settings(number)]
+    with timing.engine(True) as speculating, timing.engine(False) as plain:
+        passes = [setting for number in range(PASSES) for setting in timing.settings(number)]
         for repeat in range(repeats):
-            timed[0].extend(speculating.run(passes[repeat::repeats]))
-            alone = {**machine.plain_settings(repeat)[0], "tokens": PLAIN_TOKENS}
-            timed[1].extend(plain.run([alone]))
+            timed[0].extend(timing.run(speculating, passes[repeat::repeats]))
+            alone = {**timing.plain_settings(repeat)[0], "tokens": PLAIN_TOKENS}
+            timed[1].extend(timing.run(plain, [alone]))
             common = {"batch": batch, "tokens": tokens, "first_prompt": repeat * batch}
-            found = speculating.run(
-                [{"levels": c.levels, "draft_lengths": c.draft_lengths, **common} for c in cascades]
+            found = timing.run(
+                speculating,
+                [
+                    {"levels": c.levels, "draft_lengths": c.draft_lengths, **common}
+                    for c in cascades
+                ],
             )
             # Without acceptance there is little to average over.
             if repeat % PLAIN_EVERY == 0:
-                (alone,) = plain.run([{"levels": [], "draft_lengths": [], **common}])
+                (alone,) = timing.run(plain, [{"levels": [], "draft_lengths": [], **common}])
                 alone["emitted"] = sum(step["batch"] for step in alone["steps"])
                 found.append(alone)
             for group, recording in zip(groups, found, strict=False):
                 group.append(recording)
-    return groups, tables(machine, *timed)
+    return groups, timing.latencies(*timed)
 
 
 def summary(group: list[dict], batch: int) -> tuple[float, float, float]:
-    """(ms per token, its standard error, tokens per call) of one group of recordings."""
+    """(ms per token, its standard error, tokens per step) of one group of recordings."""
     spent = np.array([sum(step["ms"] + step["drafting_ms"] for step in r["steps"]) for r in group])
     emitted = np.array([recording["emitted"] for recording in group])
     calls = sum(step["batch"] for recording in group for step in recording["steps"])
@@ -170,7 +144,7 @@ def write(
         writer = csv.writer(stream)
         writer.writerow(
             ["cascade", "predicted_ms_per_token", "measured_ms_per_token", "standard_error",
-             "difference", "predicted_tokens_per_call", "measured_tokens_per_call",
+             "difference", "predicted_tokens_per_step", "measured_tokens_per_step",
              "predicted_ms_per_token_at_own_times"]
         )  # fmt: skip
         rows = zip(names, predictions, at_own_times, real, strict=True)
@@ -206,10 +180,14 @@ def plot(path: Path, names: list[str], predictions: list[Prediction], real, titl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--widened", type=Path, default=None, help="folder of the widened target")
-    parser.add_argument("--early-exits", nargs="*", type=int, default=[2])
+    parser.add_argument(
+        "--widened", type=Path, default=None, help="directory of the widened target"
+    )
+    parser.add_argument("--exits", nargs="*", type=int, default=[2])
+    parser.add_argument("--bigram", action="store_true", help="with the bigram table")
+    parser.add_argument("--ngram", action="store_true", help="with a prompt lookup")
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--max-tokens", type=int, default=12)
+    parser.add_argument("--max-draft-tokens", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--prompts", type=Path, default=MODELS / "prompts.jsonl")
     parser.add_argument(
@@ -225,39 +203,49 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     console = Console(soft_wrap=True)
 
-    candidates = [
-        *(Candidate(name=name, model=str(MODELS / name)) for name in ("small", "mid")),
-        *(Candidate(name=f"exit {k}", early_exit=k) for k in sorted(arguments.early_exits)),
-    ]
-    tiny = Family(str(MODELS / "target"), [c.model for c in candidates[:2]], arguments.early_exits)
-    machine = Machine(
+    found = candidates(
+        models=[str(MODELS / name) for name in ("small", "mid")],
+        exits=arguments.exits,
+        bigrams=[str(MODELS / "bigram.npz")] if arguments.bigram else [],
+        ngram=4 if arguments.ngram else None,
+    )
+    models = ModelSet(str(MODELS / "target"), found)
+    task = Task(
         target=str(arguments.widened or MODELS / "target"),
-        candidates=candidates,
-        sizes=[tiny.size(member) for member in range(len(candidates))],
+        candidates=found,
+        sampling=Sampling(temperature=arguments.temperature),
+        max_draft_tokens=arguments.max_draft_tokens,
+        text_tokens=arguments.tokens,
+        contexts=CONTEXTS,
         engine_args=ENGINE,
         batch_sizes=[arguments.batch_size],
-        max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
         clock=arguments.clock,
     )
     prompts = read_prompts(arguments.prompts)[: arguments.repeats]
-    contexts = [encode(tiny.tokenizer, prompt, 256) for prompt in prompts]
-    del tiny
-    profile = measured_profile(arguments, contexts, machine, arguments.output)
+    contexts = [encode(models.tokenizer, prompt, 256) for prompt in prompts]
+    sizes = [models.size(i) for i in range(len(found))]
+    timing = Timing(task, sizes, contexts, models.vocabulary, arguments.output)
+    profile = measured_profile(arguments, models, contexts, timing)
+    del models
     # Drafts never pass the end of a request: short requests draft a little less.
-    wanted = Wanted(batch=arguments.batch_size, output_tokens=arguments.tokens)
-    planner = Planner(profile, wanted)
-    cascades = ten_cascades(planner, np.random.default_rng(arguments.seed))
-    groups, planner.costs = run_for_real(
-        cascades, machine, contexts, arguments.repeats, arguments.tokens,
-        arguments.output / "engine.log",
-    )  # fmt: skip
+    search = Search(
+        profile, Constraints(batch=arguments.batch_size, output_tokens=arguments.tokens)
+    )
+    plot_landscape(search, arguments.output)
+    cascades = ten_cascades(search, np.random.default_rng(arguments.seed))
+    groups, latencies = run_for_real(cascades, timing, arguments.repeats, arguments.tokens)
     real = [summary(group, arguments.batch_size) for group in groups]
-    cascades.append(Cascade((), ()))
-    predictions = [planner.predict(cascade) for cascade in cascades]
+    cascades.append(Selection((), ()))
+
+    def predictions_with(latencies: Latencies) -> list[Prediction]:
+        measured = search.measured
+        search.measured = Measured(latencies, measured.acceptance, measured.cacheless)
+        return [search.predict(selection) for selection in cascades]
+
+    predictions = predictions_with(latencies)
     # With the times of these very runs: what then still differs is not the machine's doing.
-    planner.costs = tables(machine, list(itertools.chain(*groups[:-1])), groups[-1])
-    at_own_times = [planner.predict(cascade) for cascade in cascades]
+    own = timing.latencies(list(itertools.chain(*groups[:-1])), groups[-1])
+    at_own_times = predictions_with(own)
     names = [label(profile, cascade) for cascade in cascades]
     write(arguments.output / "predictions.csv", names, predictions, at_own_times, real)
     kind = "widened target" if arguments.widened else "tiny target"
@@ -270,8 +258,8 @@ def main() -> None:
     for name, p, own, (ms, error, tokens) in rows:
         console.print(
             f"{name:34} predicted {p.ms_per_token:7.3f}  measured {ms:7.3f} +- {error:.3f} ms/token"
-            f"  {p.ms_per_token / ms - 1:+6.1%}  tokens/call {p.tokens_per_step:.2f} / {tokens:.2f}"
-            f"  ms/call {p.ms_per_step / (ms * tokens) - 1:+6.1%}"
+            f"  {p.ms_per_token / ms - 1:+6.1%}  tokens/step {p.tokens_per_step:.2f} / {tokens:.2f}"
+            f"  ms/step {p.ms_per_step / (ms * tokens) - 1:+6.1%}"
             f" (at own times {own.ms_per_step / (ms * tokens) - 1:+6.1%})"
         )
     differences = np.abs(predicted / times - 1)[:-1]

@@ -6,22 +6,23 @@ import pytest
 
 from vllm_hsd.cli import main as cli
 from vllm_hsd.planner import measure
-from vllm_hsd.planner.costs import Costs, TimeTable
-from vllm_hsd.planner.profile import Candidate, Profile
+from vllm_hsd.planner.latencies import Latencies, LatencyTable
+from vllm_hsd.planner.profile import Profile
 
 
 def flat(ms):
-    return TimeTable(batch_sizes=[1], tokens=[1], ms=[[ms]])
+    return LatencyTable(batch_sizes=[1], tokens=[1], ms=[[ms]])
 
 
 @pytest.fixture
 def profile():
     return Profile(
+        schema=3,
         target="models/target",
-        candidates=[Candidate(name="small", model="models/small")],
-        max_tokens=4,
+        candidates=[{"name": "small", "level": {"model": "models/small"}}],
+        max_draft_tokens=4,
         rates=[[1, 0.7], [0.7, 1]],
-        costs=Costs(forward=[flat(0.5), flat(5.0)]),
+        latencies=Latencies(forward=[flat(0.5), flat(5.0)]),
     )
 
 
@@ -40,24 +41,24 @@ def fails(capsys, *arguments):
         (["--max-draft-tokens", 0], "covers 1 to 4 tokens"),
         (["--max-draft-tokens", 5], "covers 1 to 4 tokens"),
         (["--batch-sizes", 3], "batch size 3 was not measured"),
-        (["--batch-sizes", 0], "batch size is 0"),
+        (["--batch-sizes", 0], "--batch-sizes has 0"),
         (["--output-tokens", 1], "--output-tokens"),
-        (["-o", "nowhere/cascade.json"], "no folder 'nowhere'"),
+        (["-o", "nowhere/cascade.json"], "no directory 'nowhere'"),
     ],
 )
-def test_wishes_of_a_plan(profile, tmp_path, capsys, monkeypatch, arguments, message):
+def test_impossible_constraints(profile, tmp_path, capsys, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     profile.save("profile.json")
     assert message in fails(capsys, "plan", "profile.json", *arguments)
 
 
-def test_profiles_that_are_none(tmp_path, capsys):
-    assert "no profile" in fails(capsys, "plan", tmp_path / "missing.json")
+def test_files_that_are_not_profiles_end_plan_with_one_sentence(tmp_path, capsys):
+    assert "no file" in fails(capsys, "plan", tmp_path / "missing.json")
     (tmp_path / "half.json").write_text("{")
     assert "is not JSON" in fails(capsys, "plan", tmp_path / "half.json")
 
 
-def test_a_profile_of_elsewhere_is_planned_with_a_warning(profile, tmp_path, capsys):
+def test_a_profile_of_another_machine_is_planned_with_a_warning(profile, tmp_path, capsys):
     profile.versions, profile.machine = {"vllm": "0.1.0"}, {"processor": "Abacus 9"}
     path = tmp_path / "profile.json"
     profile.save(path)
@@ -71,12 +72,21 @@ def test_a_profile_of_elsewhere_is_planned_with_a_warning(profile, tmp_path, cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--target", "T", "--candidates", "T"], "the target 'T' is among its own candidates"),
-        (["--target", "T"], "at least one candidate or one early exit"),
-        (["--target", "T", "--candidates", "A", "--temperature", -1], "temperature is -1"),
-        (["--target", "T", "--candidates", "A", "--top-p", 1.5], "top_p is 1.5"),
-        (["--target", "T", "--candidates", "A", "--prompts", "empty.txt"], "holds no prompt"),
-        (["--target", "T", "--candidates", "A", "--prompts", "lines.jsonl"], "line 1 of"),
+        (["--target", "T", "--models", "T"], "the target 'T' is among its own candidates"),
+        (["--target", "T"], "give at least one candidate"),
+        (["--target", "T", "--models", "A", "--temperature", -1], "--temperature is -1"),
+        (["--target", "T", "--models", "A", "--top-p", 1.5], "--top-p is 1.5"),
+        (["--target", "T", "--models", "A", "--ngram", 0], "--ngram is 0"),
+        (["--target", "T", "--exit-heads", "D"], "D"),
+        (["--target", "T", "--models", "A", "--max-draft-tokens", 0], "give 1 to 64"),
+        (["--target", "T", "--models", "A", "--max-draft-tokens", 65], "give 1 to 64"),
+        (["--target", "T", "--models", "A", "--batch-sizes", 0], "--batch-sizes must be at least"),
+        (["--target", "T", "--models", "A", "--num-prompts", 0], "--num-prompts is 0"),
+        (["--target", "T", "--models", "A", "-o", "x/p.json"], "no directory 'x'"),
+        (["--target", "T", "--models", "A", "-o", "p.npz"], "names the JSON file"),
+        (["--target", "T", "--models", "A", "--prompts", "none.jsonl"], "no prompts file"),
+        (["--target", "T", "--models", "A", "--prompts", "empty.txt"], "holds no prompt"),
+        (["--target", "T", "--models", "A", "--prompts", "lines.jsonl"], "line 1 of"),
     ],
 )
 def test_profiles_that_cannot_be_measured(tmp_path, capsys, monkeypatch, arguments, message):
@@ -84,21 +94,21 @@ def test_profiles_that_cannot_be_measured(tmp_path, capsys, monkeypatch, argumen
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "lines.jsonl").write_text('{"prompt": ""}\n')
     assert message in fails(capsys, "profile", *arguments)
-    assert not list(tmp_path.glob("*.parts"))
+    assert not list(tmp_path.glob("*.partial"))
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[1]", "not a JSON object")])
 def test_engine_arguments_are_a_json_object(capsys, text, message):
     with pytest.raises(SystemExit) as ended:
-        cli.main(["profile", "--target", "T", "--candidates", "A", "--engine-args", text])
+        cli.main(["profile", "--target", "T", "--models", "A", "--engine-args", text])
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_an_interrupted_profile_says_how_to_go_on(tmp_path, capsys, monkeypatch):
-    def interrupted(*arguments):
+def test_an_interrupted_profile_says_how_to_resume(tmp_path, capsys, monkeypatch):
+    def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(measure, "measure_profile", interrupted)
-    arguments = ["--target", "T", "--candidates", "A", "-o", str(tmp_path / "p.json")]
+    arguments = ["--target", "T", "--models", "A", "-o", str(tmp_path / "p.json")]
     assert cli.main(["profile", *arguments]) == 130
-    assert "the same command continues" in capsys.readouterr().err
+    assert "Rerun the same command to resume" in capsys.readouterr().err

@@ -1,21 +1,15 @@
-"""The script that sets our optima beside Tables 1, 8 and 9 of the paper."""
+"""The script that sets our optima next to Tables 1, 8 and 9 of the paper."""
 
 import csv
-import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "paper_tables" / "gsp_tables.py"
+from support.benchmark_scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def tables():
-    spec = importlib.util.spec_from_file_location("gsp_tables", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("paper_tables/gsp_tables.py")
 
 
 def test_every_cell_of_table_9(tables):

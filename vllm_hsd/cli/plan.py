@@ -4,199 +4,332 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from vllm_hsd.errors import UserError
+from vllm_hsd.errors import UserError, brief, quoted
+from vllm_hsd.planner.predict import Selection
+from vllm_hsd.planner.profile import (
+    MAX_DRAFT_TOKENS,
+    Profile,
+    Sampling,
+    environment_warnings,
+    load_profile,
+    write_whole,
+)
+from vllm_hsd.planner.search import Choice, Constraints, Option, Search
+from vllm_hsd.planner.task import Task, candidates
 
-# Steps that vary by more than this, relatively, are reported.
-UNREST = 0.15
+# Relative spread of equal steps above which the times are reported as unreliable.
+NOISY = 0.15
 
 
-def add_parsers(subparsers) -> None:
-    """Add both commands; each sets `run`, a function of the parsed arguments -> exit status.
-
-    `run` raises UserError, one sentence for the user.
-    """
+def add_parsers(subparsers: Any) -> None:
+    """Add both commands; each sets `run`, a function of the parsed arguments -> exit status."""
     profile = subparsers.add_parser(
-        "profile", help="measure costs and acceptance of candidate drafters on this machine"
+        "profile",
+        help="measure latencies and acceptance of candidate drafters on this machine",
+        epilog="example: vllm-hsd profile --target TARGET --models SMALL MID --ngram "
+        "--prompts prompts.jsonl",
     )
-    profile.add_argument("--target", required=True, help="path or hub name of the target")
-    profile.add_argument("--candidates", nargs="*", default=[], metavar="MODEL")
-    profile.add_argument(
-        "--early-exits", nargs="*", type=int, default=[], metavar="LAYERS",
-        help="the target's first LAYERS layers as candidates",
+    add = profile.add_argument
+    add("--target", required=True, metavar="MODEL", help="path or hub name of the target")
+    add("--models", nargs="*", default=[], metavar="MODEL", help="drafter models")
+    add(
+        "--exits", nargs="*", type=int, default=[], metavar="LAYERS",
+        help="the target's first LAYERS layers as drafters",
     )  # fmt: skip
-    profile.add_argument(
+    add(
+        "--exit-heads", nargs="*", default=[], metavar="DIR",
+        help="directories written by `vllm-hsd build exit-heads`",
+    )  # fmt: skip
+    add(
+        "--bigram", nargs="*", default=[], metavar="FILE",
+        help="tables written by `vllm-hsd build bigram`",
+    )  # fmt: skip
+    add(
+        "--ngram", nargs="?", type=int, const=4, default=None, metavar="MAX",
+        help="prompt lookup of the last 1 to MAX tokens (4 if no MAX is given)",
+    )  # fmt: skip
+    add(
         "--prompts", type=Path, default=None, metavar="FILE",
         help="JSON lines (.jsonl) with 'turns' or 'prompt', or text with blank lines between; "
-        "without, the target writes texts of its own",
+        "without it, the target writes texts of its own",
     )  # fmt: skip
-    profile.add_argument("--max-prompts", type=int, default=64, help="prompts that are read")
-    profile.add_argument("--temperature", type=float, default=1.0)
-    profile.add_argument("--top-p", type=float, default=1.0)
-    profile.add_argument("--max-draft-tokens", type=int, default=16, help="longest draft covered")
-    profile.add_argument("--batch-sizes", nargs="+", type=int, default=[1], metavar="N")
-    profile.add_argument(
+    add("--num-prompts", type=int, default=64, metavar="N", help="most prompts to use")
+    add("--temperature", type=float, default=1.0, help="temperature of the requests")
+    add("--top-p", type=float, default=1.0, help="top-p of the requests")
+    add("--max-draft-tokens", type=int, default=16, metavar="N", help="longest draft to measure")
+    add(
+        "--batch-sizes", nargs="+", type=int, default=[1], metavar="N",
+        help="requests per step to time",
+    )  # fmt: skip
+    add(
         "--engine-args", type=_object, default={}, metavar="JSON",
-        help="further arguments of vLLM's LLM() for the measurement of times",
+        help="further arguments of vLLM's LLM() while timing",
     )  # fmt: skip
-    profile.add_argument("--seed", type=int, default=0)
-    profile.add_argument("--device", default=None, help="of the law measurement (cuda or cpu)")
-    profile.add_argument(
+    add("--seed", type=int, default=0, help="seed of everything drawn")
+    add("--device", default=None, help="device of the acceptance measurement (a GPU if present)")
+    add(
         "--skip-timing", action="store_true",
-        help="measure acceptance only; `plan` needs the costs too",
+        help="measure acceptance only; `plan` needs the latencies too",
     )  # fmt: skip
-    profile.add_argument("-o", "--output", type=Path, default=Path("profile.json"))
+    add("-o", "--output", type=Path, default=Path("profile.json"), help="file to write")
     profile.set_defaults(run=profile_command)
 
-    plan = subparsers.add_parser("plan", help="choose the cascade for a profile")
-    plan.add_argument("profile", type=Path)
-    plan.add_argument("--max-levels", type=int, default=None, help="most drafters in a cascade")
-    plan.add_argument(
-        "--max-draft-tokens", type=int, default=None, help="longest draft of any level"
+    plan = subparsers.add_parser(
+        "plan",
+        help="choose the cascade for a profile",
+        epilog="example: vllm-hsd plan profile.json --batch-sizes 1 8",
     )
-    plan.add_argument("--batch-sizes", nargs="+", type=int, default=[1], metavar="N")
-    plan.add_argument("--verifier", choices=("block", "standard"), default="block")
-    plan.add_argument(
-        "--acceptance", choices=("recorded", "independent"), default="recorded",
-        help="from the recorded ratios, or powers of the mean rate",
+    add = plan.add_argument
+    add("profile", type=Path, help="file written by `vllm-hsd profile`")
+    add("--max-levels", type=int, default=None, metavar="N", help="most drafters (any number)")
+    add(
+        "--max-draft-tokens", type=int, default=None, metavar="N",
+        help="longest draft of any level (as long as the profile covers)",
     )  # fmt: skip
-    plan.add_argument(
-        "--output-tokens", type=int, default=None, help="tokens per request (default: endless)"
-    )
-    plan.add_argument("--plot", type=Path, default=None, metavar="DIR")
-    plan.add_argument("-o", "--output", type=Path, default=Path("cascade.json"))
+    add(
+        "--batch-sizes", nargs="+", type=int, default=[1], metavar="N",
+        help="requests per step; one cascade is chosen for each",
+    )  # fmt: skip
+    add("--verifier", choices=("block", "standard"), default="block", help="at every level")
+    add(
+        "--output-tokens", type=int, default=None, metavar="N",
+        help="tokens per request (endless)",
+    )  # fmt: skip
+    add("-o", "--output", type=Path, default=Path("cascade.json"), help="file to write")
     plan.set_defaults(run=plan_command)
 
 
 def _object(text: str) -> dict[str, Any]:
     try:
         parsed = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not JSON ({brief(error)})") from None
     if not isinstance(parsed, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a JSON object")
     return parsed
 
 
 def profile_command(arguments: argparse.Namespace) -> int:
-    """Measure and write the profile file; an interrupted run continues where it was."""
-    from vllm_hsd.planner.measure import Task, measure_profile
+    """Measure and write the profile; an interrupted run is resumed by the same command."""
+    _check_profile_arguments(arguments)
+    from vllm_hsd.core.exit_head import exit_head_header
+    from vllm_hsd.planner.measure import measure_profile
 
-    if arguments.max_draft_tokens < 1 or arguments.max_prompts < 1:
-        raise UserError("--max-draft-tokens and --max-prompts must be at least 1.")
-    if min(arguments.batch_sizes) < 1:
-        raise UserError("--batch-sizes must be at least 1.")
     console = Console(stderr=True)
     task = Task(
         target=arguments.target,
-        candidates=arguments.candidates,
-        early_exits=sorted(arguments.early_exits),
-        prompts=arguments.prompts,
-        max_prompts=arguments.max_prompts,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        max_tokens=arguments.max_draft_tokens,
-        batch_sizes=sorted(set(arguments.batch_sizes)),
+        candidates=candidates(
+            models=arguments.models,
+            exits=arguments.exits,
+            exit_heads=[(path, exit_head_header(path).layer) for path in arguments.exit_heads],
+            bigrams=arguments.bigram,
+            ngram=arguments.ngram,
+        ),
+        sampling=Sampling(temperature=arguments.temperature, top_p=arguments.top_p),
+        max_draft_tokens=arguments.max_draft_tokens,
         engine_args=arguments.engine_args,
+        batch_sizes=sorted(set(arguments.batch_sizes)),
         seed=arguments.seed,
-        device=arguments.device,
-        costs=not arguments.skip_timing,
     )
     try:
-        profile = measure_profile(task, arguments.output, console)
+        profile = measure_profile(
+            task,
+            arguments.output,
+            console,
+            prompts_file=arguments.prompts,
+            max_prompts=arguments.num_prompts,
+            device=arguments.device,
+            with_latencies=not arguments.skip_timing,
+        )
     except KeyboardInterrupt:
-        console.print("interrupted; the same command continues where it was.")
+        console.print("Interrupted. Rerun the same command to resume.")
         return 130
     profile.save(arguments.output)
     Console().print(rate_table(profile))
-    if profile.costs and profile.costs.unrest() > UNREST:
+    if profile.latencies and (spread := profile.latencies.relative_spread()) > NOISY:
         console.print(
-            f"warning: equal steps took times that differ by +-{profile.costs.unrest():.0%}, so "
-            f"predictions are no better; profile again when nothing else uses this machine.",
+            f"warning: equal steps took times that differ by +-{spread:.0%}, so predictions are "
+            f"no better; profile again when nothing else uses this machine.",
             style="yellow",
         )
-    console.print(f"wrote {arguments.output}")
+    tables = arguments.output.with_suffix(".npz")
+    console.print(f"wrote {arguments.output} and {tables}", soft_wrap=True)
     return 0
 
 
-def plan_command(arguments: argparse.Namespace) -> int:
-    """Choose a cascade per batch size, explain it, and write it."""
-    from vllm_hsd.planner import plan
-    from vllm_hsd.planner.profile import environment_warnings, load_profile
+def _check_profile_arguments(arguments: argparse.Namespace) -> None:
+    if not 1 <= arguments.max_draft_tokens <= MAX_DRAFT_TOKENS:
+        raise UserError(
+            f"--max-draft-tokens is {arguments.max_draft_tokens}: give 1 to {MAX_DRAFT_TOKENS}."
+        )
+    if arguments.num_prompts < 1:
+        raise UserError(f"--num-prompts is {arguments.num_prompts}: give at least 1.")
+    if min(arguments.batch_sizes) < 1:
+        raise UserError("--batch-sizes must be at least 1.")
+    if not 0 <= arguments.temperature < float("inf"):
+        raise UserError(f"--temperature is {arguments.temperature:g}: it must be at least 0.")
+    if not 0 < arguments.top_p <= 1:
+        raise UserError(f"--top-p is {arguments.top_p:g}: it must be above 0 and at most 1.")
+    if arguments.ngram is not None and not 1 <= arguments.ngram <= 1024:
+        raise UserError(f"--ngram is {arguments.ngram}: give the longest match, 1 to 1024 tokens.")
+    if arguments.output.suffix == ".npz":
+        raise UserError("--output names the JSON file; its tables go to an .npz file next to it.")
+    _check_directory(arguments.output)
 
+
+def _check_directory(output: Path) -> None:
+    if not output.parent.is_dir():
+        raise UserError(f"--output: there is no directory {quoted(str(output.parent))}.")
+
+
+def plan_command(arguments: argparse.Namespace) -> int:
+    """Choose a cascade per batch size, explain it, write it, and print how to serve with it."""
     profile = load_profile(arguments.profile)
     if arguments.output_tokens is not None and arguments.output_tokens < 2:
         raise UserError(
-            f"--output-tokens is {arguments.output_tokens}: the prefill makes the first token, "
+            f"--output-tokens is {arguments.output_tokens}: the prefill emits the first token, "
             f"so give at least 2."
         )
-    if not arguments.output.parent.is_dir():
-        raise UserError(f"-o: there is no folder '{arguments.output.parent}'.")
-    console, warnings = Console(), Console(stderr=True)
+    _check_directory(arguments.output)
+    console, messages = Console(), Console(stderr=True)
     for warning in environment_warnings(profile):
-        warnings.print(f"warning: {warning}", style="yellow")
+        messages.print(f"warning: {warning}", style="yellow")
+    commands = []
     for batch in arguments.batch_sizes:
-        wanted = plan.Wanted(
+        constraints = Constraints(
             batch=batch,
             max_levels=arguments.max_levels,
-            max_budget=arguments.max_draft_tokens,
+            max_draft_tokens=arguments.max_draft_tokens,
             verifier=arguments.verifier,
-            acceptance=arguments.acceptance,
             output_tokens=arguments.output_tokens,
         )
-        planner = plan.Planner(profile, wanted)
-        choice = planner.choose()
+        choice = Search(profile, constraints).choose()
         console.print(choice_table(profile, choice))
         for name, option in losers(choice):
-            why = plan.why_slower(profile, option, choice.best)
+            why = why_slower(profile, option, choice.best)
             console.print(f"{name}: {option.ms / choice.best.ms - 1:+.1%}, {why}", soft_wrap=True)
         path = arguments.output
         if len(arguments.batch_sizes) > 1:
             path = path.with_stem(f"{path.stem}-batch{batch}")
-        if choice.best.cascade.levels:
-            chosen = plan.cascade_file(profile, choice, arguments.profile)
-            path.write_text(json.dumps(chosen, indent=2) + "\n")
-            warnings.print(f"wrote {path}")
+            commands.append(f"# batch size {batch}")
+        commands.append(serve_command(profile, choice))
+        if choice.best.selection.levels:
+            chosen = cascade_file(profile, choice, arguments.profile)
+            write_whole(path, (json.dumps(chosen, indent=2) + "\n").encode())
+            messages.print(f"wrote {path}", soft_wrap=True)
         else:
-            warnings.print(
-                f"No speculation is the fastest at batch size {batch}: no {path} was written."
+            stale = path.exists()
+            path.unlink(missing_ok=True)
+            messages.print(
+                f"No speculation is the fastest at batch size {batch}: "
+                + (f"removed the older {path}." if stale else f"did not write {path}."),
+                soft_wrap=True,
             )
-        if arguments.plot:
-            from vllm_hsd.planner.plots import plot_plan
-
-            for written in plot_plan(planner, choice, arguments.plot):
-                warnings.print(f"wrote {written}")
+    print("\n".join(commands))
     return 0
 
 
-def losers(choice) -> list[tuple[str, object]]:
-    """What was not chosen: the single draft and no speculation first, then by time."""
-    listed = [("best single draft", choice.single), ("no speculation", choice.none)]
+def cascade_keys(profile: Profile, choice: Choice) -> dict[str, Any]:
+    """The chosen cascade as keys of a speculative config.
+
+    The last level has no draft length of its own: it fills num_speculative_tokens.
+    """
+    selection = choice.best.selection
+    levels = [profile.candidates[level].keys() for level in selection.levels]
+    for level, length in zip(levels[:-1], selection.draft_lengths, strict=False):
+        level["num_tokens"] = length
+    return {
+        "num_speculative_tokens": selection.draft_lengths[-1],
+        "levels": levels,
+        "verifier": choice.constraints.verifier,
+    }
+
+
+def cascade_file(profile: Profile, choice: Choice, source: Path) -> dict[str, Any]:
+    """What the plugin reads from `{"method": "hsd", "cascade": "cascade.json"}`."""
+    return {
+        "schema": 1,
+        **cascade_keys(profile, choice),
+        "planned_for": {
+            "target": profile.target,
+            "profile": str(source),
+            "batch_size": choice.constraints.batch,
+            "temperature": profile.sampling.temperature,
+            "top_p": profile.sampling.top_p,
+            "ms_per_token": round(choice.best.ms, 4),
+            "tokens_per_step": round(choice.best.prediction.tokens_per_step, 3),
+            "speedup_over_none": round(choice.none.ms / choice.best.ms, 3),
+            "speedup_over_single": round(choice.single.ms / choice.best.ms, 3),
+            "machine": profile.machine,
+            "versions": profile.versions,
+        },
+    }
+
+
+def serve_command(profile: Profile, choice: Choice) -> str:
+    """The shell command that serves the target with what was chosen."""
+    command = ["vllm", "serve", profile.target]
+    if choice.best.selection.levels:
+        config = {"method": "hsd", **cascade_keys(profile, choice)}
+        command += ["--speculative-config", json.dumps(config)]
+    return shlex.join(command)
+
+
+def label(profile: Profile, selection: Selection) -> str:
+    """One line such as `small 3 > mid 8 > target`."""
+    steps = [
+        f"{profile.candidates[level].name} {length}"
+        for level, length in zip(selection.levels, selection.draft_lengths, strict=True)
+    ]
+    return " > ".join([*steps, profile.names[-1]])
+
+
+def why_slower(profile: Profile, option: Option, best: Option) -> str:
+    """What costs an option more time per token than the best one."""
+    times: dict[str, list[float]] = {}
+    for column, this in enumerate((option, best)):
+        prediction = this.prediction
+        models = [*this.selection.levels, len(profile.candidates)]
+        for model, ms in zip(models, prediction.level_ms, strict=True):
+            times.setdefault(profile.names[model], [0.0, 0.0])[column] += (
+                ms * prediction.ms_per_token / prediction.ms_per_step
+            )
+    name, (here, there) = max(times.items(), key=lambda item: item[1][0] - item[1][1])
+    text = f"{name} takes {here:.3g} ms/token (chosen: {there:.3g})"
+    emitted = option.prediction.tokens_per_step, best.prediction.tokens_per_step
+    if name == profile.names[-1] and emitted[0] < emitted[1]:
+        text += f" and emits {emitted[0]:.2f} tokens per step (chosen: {emitted[1]:.2f})"
+    return text
+
+
+def losers(choice: Choice) -> list[tuple[str, Option]]:
+    """What was not chosen: the single drafter and no speculation first, then by time."""
+    listed = [("best single drafter", choice.single), ("no speculation", choice.none)]
     return [(n, option) for n, option in (*listed, *choice.others) if option is not choice.best]
 
 
-def choice_table(profile, choice) -> Table:
+def choice_table(profile: Profile, choice: Choice) -> Table:
     """The chosen cascade and the losers, one row each."""
-    from vllm_hsd.planner.plan import label
-
-    wanted = choice.wanted
+    constraints = choice.constraints
     table = Table(
-        title=f"{profile.names[-1]}, batch size {wanted.batch}, temperature "
-        f"{profile.sampling.temperature:g}, {wanted.verifier} verification"
+        title=f"{profile.names[-1]}, batch size {constraints.batch}, temperature "
+        f"{profile.sampling.temperature:g}, {constraints.verifier} verification"
     )
     for heading in ("", "cascade"):
         table.add_column(heading)
-    for heading in ("ms/token", "tokens/call", "vs none", "vs single"):
+    for heading in ("ms/token", "tokens/step", "speed-up", "vs best single"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, option in [("chosen", choice.best), *losers(choice)]:
         table.add_row(
             name,
-            label(profile, option.cascade),
+            label(profile, option.selection),
             f"{option.ms:.3f}",
             f"{option.prediction.tokens_per_step:.2f}",
             f"{choice.none.ms / option.ms:.2f}x",
@@ -206,17 +339,24 @@ def choice_table(profile, choice) -> Table:
     return table
 
 
-def rate_table(profile) -> Table:
-    """Acceptance rates of all pairs, with the measured cost of one token where there is one."""
+def rate_table(profile: Profile) -> Table:
+    """Acceptance rates of all pairs, with the latency of one token where it was measured.
+
+    A prompt lookup has no distribution: its row says how often the target accepts its first
+    token, offered or not.
+    """
     table = Table(title="acceptance rates (1 - total variation)")
     table.add_column("")
     for name in profile.names:
         table.add_column(name, justify="right")
-    if profile.costs:
+    if profile.latencies:
         table.add_column("ms/forward", justify="right")
+    rates = profile.rate_matrix()
+    for i in profile.lookups:
+        rates[i, -1] = profile.acceptance("block").survival[-1, i, 1, 0, 1]
     for i, name in enumerate(profile.names):
-        row = [f"{rate:.3f}" for rate in profile.rate_matrix()[i]]
-        if profile.costs:
-            row.append(f"{profile.costs.forward[i].at(1, 1):.3f}")
+        row = ["" if rate != rate else f"{rate:.3f}" for rate in rates[i]]
+        if profile.latencies:
+            row.append(f"{profile.latencies.forward[i].at(1, 1):.3f}")
         table.add_row(name, *row)
     return table

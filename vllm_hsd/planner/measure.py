@@ -1,134 +1,177 @@
-"""Measure a profile: laws with transformers, times through vLLM; resumable."""
+"""Measurement of a profile: acceptance with transformers, latencies through vLLM; resumable."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+import shutil
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from vllm_hsd.errors import UserError
-from vllm_hsd.planner.laws import Effort, batches
-from vllm_hsd.planner.laws import measure as measure_laws
-from vllm_hsd.planner.models import Family, Sampling
-from vllm_hsd.planner.parts import Parts
-from vllm_hsd.planner.profile import Candidate, Profile, Prompts, Settings, from_laws, versions
+from vllm_hsd.planner.acceptance import Acceptances, measure_acceptance, num_batches
+from vllm_hsd.planner.latencies import Latencies
+from vllm_hsd.planner.models import ModelSet
+from vllm_hsd.planner.profile import (
+    Profile,
+    Prompts,
+    check_table_size,
+    machine,
+    versions,
+)
 from vllm_hsd.planner.prompts import encode, read_prompts
-from vllm_hsd.planner.timing import Machine, measure_costs, settings_in_all
+from vllm_hsd.planner.task import Task
+from vllm_hsd.planner.timing import Timing
 
 
-@dataclass(frozen=True)
-class Task:
-    """What to measure: the arguments of `vllm-hsd profile`."""
+class Stages:
+    """A directory with the finished stages of a measurement, so that it can be resumed.
 
-    target: str
-    candidates: Sequence[str]
-    early_exits: Sequence[int]
-    prompts: Path | None
-    max_prompts: int = 64
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_tokens: int = 16
-    batch_sizes: Sequence[int] = (1,)
-    engine_args: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    device: str | None = None
-    costs: bool = True
+    It holds acceptance.npz, timing.json and the engine's log.
 
-    def named_candidates(self) -> list[Candidate]:
-        """The candidates in the order of a profile: models, then early exits."""
-        short = [Path(path).name for path in self.candidates]
-        names = short if len(set(short)) == len(short) else self.candidates
-        models = [
-            # A server may start in another folder than the one that the paths were typed in.
-            Candidate(name=name, model=str(Path(path).resolve()) if Path(path).is_dir() else path)
-            for name, path in zip(names, self.candidates, strict=True)
-        ]
-        exits = [Candidate(name=f"exit {k}", early_exit=k) for k in self.early_exits]
-        return [*models, *exits]
-
-
-def measure_profile(task: Task, output: Path, console: Console) -> Profile:
-    """Measure everything that `task` asks for.
-
-    Finished parts are kept in a folder beside `output` until all is done.
+    Args:
+        fingerprint: of the measurement; see `Task.fingerprint`.
 
     Raises:
-        UserError: bad input, or an engine that failed; one sentence.
+        UserError: the directory belongs to another measurement.
     """
-    prompts = None if task.prompts is None else read_prompts(task.prompts)[: task.max_prompts]
-    sampling = Sampling(task.temperature, task.top_p)
-    effort = Effort(max_tokens=task.max_tokens, seed=task.seed)
-    device = task.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    candidates = task.named_candidates()
-    family = Family(task.target, task.candidates, task.early_exits, device)
-    longest = family.longest - effort.text_tokens - effort.max_tokens
+
+    def __init__(self, directory: Path, fingerprint: str):
+        self.directory = directory
+        note = directory / "fingerprint"
+        if not note.exists():
+            directory.mkdir(parents=True, exist_ok=True)
+            note.write_text(fingerprint)
+        elif note.read_text() != fingerprint:
+            raise UserError(
+                f"'{directory}' holds an unfinished measurement with other settings: finish "
+                f"it with those, or delete the directory."
+            )
+        self.timing = directory / "timing.json"
+        self.acceptance = directory / "acceptance.npz"
+
+    def load_acceptance(self) -> Acceptances | None:
+        """The measured acceptance, if this stage is finished."""
+        if not self.acceptance.exists():
+            return None
+        with np.load(self.acceptance, allow_pickle=False) as stored:
+            tables = dict(stored)
+        return Acceptances(tables.pop("rates"), tables, int(tables.pop("positions")))
+
+    def save_acceptance(self, found: Acceptances) -> None:
+        """Keep the measured acceptance."""
+        unfinished = self.directory / "unfinished.npz"
+        arrays: dict[str, Any] = {
+            "rates": found.rates, "positions": np.array(found.positions), **found.tables
+        }  # fmt: skip
+        np.savez_compressed(unfinished, **arrays)
+        unfinished.rename(self.acceptance)
+
+
+def measure_profile(
+    task: Task,
+    output: Path,
+    console: Console,
+    *,
+    prompts_file: Path | None = None,
+    max_prompts: int = 64,
+    device: str | None = None,
+    with_latencies: bool = True,
+) -> Profile:
+    """Measure everything that `task` asks for.
+
+    Finished stages are kept in a directory next to `output` until all is done.
+
+    Args:
+        prompts_file: see `prompts.read_prompts`; None: the target writes texts of its own.
+        device: torch device of the acceptance measurement; None: a GPU if there is one.
+
+    Raises:
+        UserError: bad input, or an engine that failed.
+    """
+    prompts = None if prompts_file is None else read_prompts(prompts_file)[:max_prompts]
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_table_size(
+        len(task.candidates) + 1,
+        sum(candidate.kind == "ngram" for candidate in task.candidates),
+        task.max_draft_tokens,
+    )
+    models = ModelSet(task.target, task.candidates, device)
+    longest = models.longest - task.text_tokens - task.max_draft_tokens
     if longest < 1:
         raise UserError(
-            f"--max-draft-tokens is {effort.max_tokens}, but the shortest context of the models is "
-            f"{family.longest} tokens, of which {effort.text_tokens} are for text: lower it."
+            f"--max-draft-tokens is {task.max_draft_tokens}, but the shortest context of the "
+            f"models is {models.longest} tokens, of which {task.text_tokens} are for text: lower "
+            f"it."
         )
     if prompts is None:
-        contexts = [_start(family.tokenizer, task.target)] * task.max_prompts
+        contexts = [_start(models.tokenizer, task.target)] * max_prompts
         console.print(
             "No --prompts: the target writes texts of its own; acceptance on your prompts differs."
         )
     else:
-        contexts = [encode(family.tokenizer, prompt, longest) for prompt in prompts]
-    settings = asdict(task) | asdict(effort) | versions() | {"prompts": _digest(contexts)}
-    parts = Parts(output.with_name(output.name + ".parts"), json.loads(json.dumps(settings)))
+        contexts = [encode(models.tokenizer, prompt, longest) for prompt in prompts]
+    stages = Stages(
+        output.with_name(output.name + ".partial"), task.fingerprint(contexts, versions())
+    )
     columns = *Progress.get_default_columns()[:3], MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("laws", total=batches(family, len(contexts), effort))
-        laws = measure_laws(
-            family,
-            contexts,
-            sampling,
-            effort,
-            parts,
-            lambda what: progress.update(bar, advance=1, description=what),
-        )
-        costs = None
-        if task.costs:
-            machine = Machine(
-                target=task.target,
-                candidates=candidates,
-                sizes=[family.size(member) for member in range(len(candidates))],
-                engine_args=_defaults(device) | task.engine_args,
-                batch_sizes=task.batch_sizes,
-                max_tokens=task.max_tokens,
-                temperature=task.temperature,
-                top_p=task.top_p,
-                seed=task.seed,
-            )
-            del family  # the engine needs the memory
-            torch.cuda.empty_cache()
-            bar = progress.add_task("times", total=settings_in_all(machine))
-            costs = measure_costs(
-                machine,
+        found = stages.load_acceptance()
+        if found is None:
+            total = num_batches(models, len(contexts), task)
+            bar = progress.add_task("acceptance", total=total)
+            found = measure_acceptance(
+                models,
                 contexts,
-                parts.folder,
-                lambda done: progress.update(bar, completed=done),
+                task,
+                lambda what: progress.update(bar, advance=1, description=what),
             )
-    profile = from_laws(
-        laws,
+            stages.save_acceptance(found)
+        latencies = None
+        if with_latencies:
+            sizes = [models.size(i) for i in range(len(task.candidates))]
+            timing = Timing(
+                _with_defaults(task, device), sizes, contexts, models.vocabulary, stages.directory
+            )
+            del models  # the engine needs the memory
+            torch.cuda.empty_cache()
+            bar = progress.add_task("latencies", total=timing.num_settings)
+            latencies = timing.measure(stages.timing, lambda: progress.update(bar, advance=1))
+    file = prompts_file.name if prompts_file else ""
+    described = Prompts(file=file, prompts=len(contexts), contexts=found.positions)
+    profile = make_profile(task, found, described, latencies)
+    shutil.rmtree(stages.directory)
+    return profile
+
+
+def make_profile(
+    task: Task, found: Acceptances, prompts: Prompts, latencies: Latencies | None
+) -> Profile:
+    """A profile of this machine from what was measured."""
+    here = machine() | {"threads": torch.get_num_threads()}
+    if torch.cuda.is_available():
+        here["gpu"] = torch.cuda.get_device_name()
+    rates = [[None if np.isnan(r) else r for r in row] for row in found.rates.round(6).tolist()]
+    profile = Profile(
+        schema=3,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=versions(),
+        machine=here,
         target=task.target,
-        candidates=candidates,
-        settings=Settings(temperature=task.temperature, top_p=task.top_p),
-        prompts=Prompts(
-            file=task.prompts.name if task.prompts else "",
-            prompts=len(contexts),
-            contexts=laws.positions,
-        ),
-        costs=costs,
+        candidates=list(task.candidates),
+        sampling=task.sampling,
+        prompts=prompts,
+        max_draft_tokens=task.max_draft_tokens,
+        rates=rates,
+        tables="",  # known when it is saved
+        latencies=latencies,
     )
-    parts.delete()
+    profile.set_tables(found.tables)
     return profile
 
 
@@ -140,13 +183,10 @@ def _start(tokenizer: Any, target: str) -> list[int]:
     raise UserError(f"the tokenizer of '{target}' marks no beginning of a text: give --prompts.")
 
 
-def _defaults(device: str) -> dict[str, Any]:
+def _with_defaults(task: Task, device: str) -> Task:
     if device != "cpu":
-        return {}
+        return task
     # bfloat16 dies with an illegal instruction on some virtual machines; two engines share the
     # memory, and vLLM means the CPU's by this name.
-    return {"dtype": "float32", "gpu_memory_utilization": 0.3}
-
-
-def _digest(contexts: Sequence[Sequence[int]]) -> str:
-    return hashlib.sha256(json.dumps(contexts).encode()).hexdigest()
+    defaults = {"dtype": "float32", "gpu_memory_utilization": 0.3}
+    return replace(task, engine_args=defaults | task.engine_args)

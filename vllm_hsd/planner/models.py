@@ -1,55 +1,52 @@
-"""Candidate models in transformers: their laws on given contexts, and text drawn from them."""
+"""A target and its candidate drafters in transformers: logits on given texts, and drawn text."""
 
 from __future__ import annotations
 
 import copy
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from vllm_hsd.errors import UserError
+from vllm_hsd.config import (
+    BigramLevelConfig,
+    EarlyExitLevelConfig,
+    ExitHeadLevelConfig,
+    ModelLevelConfig,
+    NgramLevelConfig,
+)
+from vllm_hsd.core.bigram import BigramTable, read_bigram
+from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, ExitHead, read_exit_head
+from vllm_hsd.errors import UserError, brief, quoted
+from vllm_hsd.planner.profile import Candidate, Sampling
+
+EXITS = ("early_exit", "exit_head")
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How every law is made from logits: softmax of logits / temperature, then top-p.
-
-    Temperature 0 is greedy: all mass on the largest logit.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise UserError(f"temperature is {self.temperature:g}: it must be at least 0.")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p:g}: it must be above 0 and at most 1.")
-
-    def laws(self, logits: Tensor) -> Tensor:
-        """Laws float32 [..., V] of logits [..., V]."""
-        if self.temperature == 0:
-            return nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-        laws = torch.softmax(logits.float() / self.temperature, dim=-1)
-        if self.top_p < 1:
-            ranked, order = laws.sort(dim=-1, descending=True)
-            # A token stays while the more probable ones together hold less than top_p.
-            ranked[ranked.cumsum(-1) - ranked >= self.top_p] = 0
-            laws = torch.zeros_like(laws).scatter_(-1, order, ranked)
-            laws /= laws.sum(-1, keepdim=True)
-        return laws
+def probabilities(sampling: Sampling, logits: Tensor) -> Tensor:
+    """Probabilities float32 [..., V] of logits [..., V]."""
+    if sampling.temperature == 0:
+        return nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+    probs = torch.softmax(logits.float() / sampling.temperature, dim=-1)
+    if sampling.top_p < 1:
+        ranked, order = probs.sort(dim=-1, descending=True)
+        # A token stays while the more probable ones together hold less than top_p.
+        ranked[ranked.cumsum(-1) - ranked >= sampling.top_p] = 0
+        probs = torch.zeros_like(probs).scatter_(-1, order, ranked)
+        probs /= probs.sum(-1, keepdim=True)
+    return probs
 
 
-def truncated(model: Any, layers: int) -> Any:
-    """The model that stops after `layers` layers: shares all weights, has its own module tree.
+def truncated(model: Any, layers: int, head: ExitHead | None = None) -> Any:
+    """The model that stops after `layers` layers: shares its weights, has its own module tree.
 
-    Final norm and head follow directly, as in an early exit.
+    Final norm and output head follow directly: the model's, as in an early exit, or those of an
+    exit head.
     """
     short = copy.copy(model)
     short._modules = dict(model._modules)
@@ -60,130 +57,195 @@ def truncated(model: Any, layers: int) -> Any:
     decoder.config.num_hidden_layers = layers
     short.model = decoder
     short.config = decoder.config
+    if head is not None:
+        weight = model.lm_head.weight
+        head = head.to(weight.device, weight.dtype)
+        norm = nn.RMSNorm(len(head.norm), eps=head.eps)
+        norm.weight = nn.Parameter(head.norm, requires_grad=False)
+        vocabulary, hidden = head.weight.shape
+        linear = nn.Linear(hidden, vocabulary, bias=False, device="meta")
+        linear.weight = nn.Parameter(head.weight, requires_grad=False)
+        decoder.norm, short.lm_head = norm, linear
     return short
 
 
-class Family:
-    """A target, its early exits and other drafters, all with one vocabulary.
+class ModelSet:
+    """A target, its exits and other drafters, all with one vocabulary.
 
-    Members are ordered as the candidates of a profile: other models, early exits, the target.
+    Models are numbered as the candidates of a profile; the target comes last. Prompt lookups have
+    no probabilities and are left out of everything here.
 
     Args:
         target: path or hub name of the target.
-        candidates: the same of the drafters.
-        early_exits: numbers of layers after which the target may stop.
         device: torch device of the models.
 
     Raises:
-        UserError: the target among its candidates, a model given twice, another vocabulary,
-            an exit that the target does not have, a model that cannot be loaded.
+        UserError: the target among its candidates, a candidate given twice, another vocabulary,
+            an exit that the target does not have, a file that cannot be read.
     """
 
-    def __init__(
-        self,
-        target: str,
-        candidates: Sequence[str],
-        early_exits: Sequence[int] = (),
-        device: str = "cpu",
-    ):
-        _check_names(target, candidates, early_exits)
-        self.device = device
+    def __init__(self, target: str, candidates: Sequence[Candidate], device: str = "cpu"):
+        _check_names(target, candidates)
+        self.candidates, self.device = list(candidates), device
         self.target = _load(target, device)
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(target)
         except (OSError, ValueError) as error:
             raise UserError(_cannot_load(f"the tokenizer of '{target}'", error)) from None
-        self.exits = tuple(early_exits)
-        self.depth: int = self.target.config.num_hidden_layers
-        if self.exits:
-            _check_exits(target, self.target, self.exits)
-        self.drafters = []
-        vocabulary = self.tokenizer.get_vocab()
-        for path in candidates:
-            if _vocabulary(path) not in (None, vocabulary):
+        self.vocabulary: int = self.target.config.vocab_size
+        words = self.tokenizer.get_vocab()
+        self.models: list[Any] = []
+        for level in (candidate.level for candidate in candidates):
+            if isinstance(level, ModelLevelConfig):
+                self.models.append(self._drafter(level.model, words))
+            elif isinstance(level, BigramLevelConfig):
+                self.models.append(self._bigram(level.bigram))
+            elif isinstance(level, NgramLevelConfig):
+                self.models.append(None)
+            else:
+                self.models.append(self._exit(level))
+        self.models.append(self.target)
+        depths = [depth for model in range(len(candidates)) if (depth := self.layers(model))]
+        if len(set(depths)) < len(depths):
+            raise UserError(
+                f"two exits run equally many layers of the target ({depths}): one engine cannot "
+                f"host both, so measure one of them."
+            )
+
+    def _drafter(self, path: str, words: dict[str, int]) -> Any:
+        target = self.target.config.name_or_path
+        if _vocabulary(path) not in (None, words):
+            raise UserError(
+                f"candidate '{path}' has another vocabulary than the target '{target}': "
+                f"only drafters with the target's tokenizer can be verified."
+            )
+        model = _load(path, self.device)
+        self._check_vocabulary(f"candidate '{path}'", model.config.vocab_size)
+        return model
+
+    def _check_vocabulary(self, name: str, size: int) -> None:
+        if size != self.vocabulary:
+            raise UserError(
+                f"{name} has a vocabulary of {size} entries and the target one of "
+                f"{self.vocabulary}: they must be the same."
+            )
+
+    def _bigram(self, path: str) -> BigramTable:
+        table = read_bigram(path)
+        self._check_vocabulary(f"the bigram table {quoted(path)}", table.vocab_size)
+        return table
+
+    def _exit(self, level: EarlyExitLevelConfig | ExitHeadLevelConfig) -> Any:
+        architecture, config = type(self.target).__name__, self.target.config
+        if architecture not in EXIT_ARCHITECTURES:
+            raise UserError(
+                f"exits need a Llama-like target ({', '.join(EXIT_ARCHITECTURES)}), not "
+                f"{architecture}: leave them out."
+            )
+        head: ExitHead | None = None
+        if isinstance(level, ExitHeadLevelConfig):
+            head = read_exit_head(level.exit_head)
+            layers, name = head.layer, f"exit head {quoted(level.exit_head)} at layer"
+            wanted = self.vocabulary, config.hidden_size
+            if tuple(head.weight.shape) != wanted:
                 raise UserError(
-                    f"candidate '{path}' has another vocabulary than the target '{target}': "
-                    f"only drafters with the target's tokenizer can be verified."
+                    f"exit head {quoted(level.exit_head)} has the shape "
+                    f"{tuple(head.weight.shape)} and the target needs {wanted}: train it for this "
+                    f"target."
                 )
-            model = _load(path, device)
-            ours, theirs = model.config.vocab_size, self.target.config.vocab_size
-            if ours != theirs:
-                raise UserError(
-                    f"candidate '{path}' has a vocabulary of {ours} entries and the target "
-                    f"'{target}' one of {theirs}: they must be the same."
-                )
-            self.drafters.append(model)
-        self.members = [
-            *self.drafters,
-            *(truncated(self.target, layers) for layers in self.exits),
-            self.target,
-        ]
+        else:
+            layers, name = level.early_exit, "early exit"
+        depth = config.num_hidden_layers
+        if not 1 <= layers < depth:
+            raise UserError(
+                f"{name} {layers} does not exist: the target has {depth} layers, so give 1 to "
+                f"{depth - 1}."
+            )
+        return truncated(self.target, layers, head)
 
     @property
     def longest(self) -> int:
-        """Tokens that every member can attend to."""
-        return min(m.config.max_position_embeddings for m in (*self.drafters, self.target))
+        """Tokens that every model can attend to."""
+        configs: list[Any] = [m.config for m in self.models if isinstance(m, nn.Module)]
+        return min(config.max_position_embeddings for config in configs)
 
-    def layers(self, member: int) -> int | None:
-        """Layers of the target that a member runs; None for the other models."""
-        first = len(self.drafters)
-        return None if member < first else (*self.exits, self.depth)[member - first]
+    @property
+    def with_probabilities(self) -> list[int]:
+        """The models that are not prompt lookups."""
+        return [i for i, model in enumerate(self.models) if model is not None]
 
-    def size(self, member: int) -> int:
-        """Parameters that a forward of a member uses."""
-        return sum(parameter.numel() for parameter in self.members[member].parameters())
+    def layers(self, model: int) -> int | None:
+        """Layers of the target that a model runs; None for other models."""
+        found = self.models[model]
+        if model < len(self.candidates) and not self.candidates[model].kind.startswith(EXITS):
+            return None
+        return found.config.num_hidden_layers
+
+    def drafters_for(self, model: int) -> list[int]:
+        """Candidates that may draft for a candidate: cheaper exits, and any other model."""
+        if not isinstance(self.models[model], nn.Module):
+            return []
+        own = self.layers(model)
+        return [
+            other
+            for other in range(len(self.candidates))
+            if other != model and not (own and (self.layers(other) or 0) >= own)
+        ]
+
+    def size(self, model: int) -> int:
+        """Parameters that a forward of a model uses; 0 for tables and lookups."""
+        found = self.models[model]
+        return sum(p.numel() for p in found.parameters()) if isinstance(found, nn.Module) else 0
 
     @torch.inference_mode()
-    def logits(self, tokens: Tensor, first: int, members: Sequence[int]) -> dict[int, Tensor]:
-        """Logits of some members on the same texts; early exits come from one target pass.
+    def logits(self, tokens: Tensor, first: int, models: Sequence[int]) -> dict[int, Tensor]:
+        """Logits of some models on the same texts; exits come from one pass of the target.
 
         Args:
-            tokens: int64 [B, L], right-padded; padding does not change what stands before it.
+            tokens: int64 [B, L], right-padded; padding does not change what comes before it.
             first: position of the first logits wanted.
 
         Returns:
-            [B, L - first, V] per member; row t predicts token first + t + 1.
+            [B, L - first, V] per model; row t predicts token first + t + 1.
         """
         keep = tokens.shape[1] - first
-        exits = [m for m in members if self.layers(m)]
-        deepest = max(exits, key=self.layers, default=None)
-        out = {}
-        for member in members:
-            if member == deepest or member not in exits:
-                result = self.members[member](
-                    input_ids=tokens,
-                    logits_to_keep=keep,
-                    output_hidden_states=member == deepest and len(exits) > 1,
+        depths = {m: depth for m in models if (depth := self.layers(m))}
+        deepest = max(depths, key=depths.__getitem__, default=None)
+        out, hidden = {}, ()
+        for model in models:
+            found = self.models[model]
+            if isinstance(found, BigramTable):
+                rows = found.rows(tokens[:, first:].cpu().numpy().ravel())
+                scores = torch.from_numpy(np.log(rows)).float().to(self.device)
+                out[model] = scores.unflatten(0, (len(tokens), keep))
+            elif model == deepest or model not in depths:
+                with_hidden = model == deepest and len(depths) > 1
+                result = found(
+                    input_ids=tokens, logits_to_keep=keep, output_hidden_states=with_hidden
                 )
-                out[member] = result.logits
-                if member == deepest:
+                out[model] = result.logits
+                if with_hidden:
                     hidden = result.hidden_states
-        for member in exits:
-            if member != deepest:
-                out[member] = self._head(hidden[self.layers(member)][:, first:])
+        for model, depth in depths.items():
+            if model != deepest:
+                found = self.models[model]
+                out[model] = found.lm_head(found.model.norm(hidden[depth][:, first:]))
         return out
-
-    def _head(self, hidden: Tensor) -> Tensor:
-        """The target's logits from the output of one of its layers."""
-        logits = self.target.lm_head(self.target.model.norm(hidden))
-        if cap := getattr(self.target.config, "final_logit_softcapping", None):
-            logits = cap * torch.tanh(logits / cap)
-        return logits
 
     @torch.inference_mode()
     def draw(
         self,
-        member: int,
+        model: int,
         contexts: Sequence[Sequence[int]],
         length: int,
         sampling: Sampling,
         generator: torch.Generator,
     ) -> Tensor:
-        """Continuations int64 [B, length] of each context, drawn from one member's law.
+        """Continuations int64 [B, length] of each context, drawn from one model.
 
         Nothing stops at the end of text; the caller cuts there.
         """
-        model = self.members[member]
+        drawing = self.models[model]
         widest = max(map(len, contexts))
         tokens = torch.zeros(len(contexts), widest, dtype=torch.long, device=self.device)
         mask = torch.zeros_like(tokens)
@@ -193,7 +255,7 @@ class Family:
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
         drawn, cache = [], None
         for _ in range(length):
-            result = model(
+            result = drawing(
                 input_ids=tokens,
                 attention_mask=mask,
                 position_ids=positions,
@@ -202,8 +264,8 @@ class Family:
                 logits_to_keep=1,
             )
             cache = result.past_key_values
-            laws = sampling.laws(result.logits[:, -1])
-            tokens = torch.multinomial(laws, 1, generator=generator)
+            probs = probabilities(sampling, result.logits[:, -1])
+            tokens = torch.multinomial(probs, 1, generator=generator)
             drawn.append(tokens)
             mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
             positions = positions[:, -1:] + 1
@@ -212,18 +274,17 @@ class Family:
 
 def _load(path: str, device: str) -> Any:
     transformers_logging.disable_progress_bar()
-    # Laws are compared in float32; half precision on a CPU is slow and may not run at all.
+    # Probabilities are compared in float32; half precision on a CPU is slow and may not run.
     dtype = torch.float32 if device == "cpu" else "auto"
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError) as error:
         raise UserError(_cannot_load(f"model '{path}'", error)) from None
-    return model.to(device).eval()
+    return model.eval().to(device)  # type: ignore[arg-type]  # its stub lacks the arguments
 
 
 def _cannot_load(what: str, error: Exception) -> str:
-    reason = " ".join(str(error).split()).rstrip(".")
-    return f"{what} cannot be loaded ({reason})."
+    return f"{what} cannot be loaded ({brief(error)})."
 
 
 def _vocabulary(path: str) -> dict[str, int] | None:
@@ -234,32 +295,20 @@ def _vocabulary(path: str) -> dict[str, int] | None:
         return None
 
 
-def _check_names(target: str, candidates: Sequence[str], early_exits: Sequence[int]) -> None:
-    if not candidates and not early_exits:
-        raise UserError("give at least one candidate or one early exit of the target.")
+def _check_names(target: str, candidates: Sequence[Candidate]) -> None:
+    if not candidates:
+        raise UserError("give at least one candidate: --models, --exits, --exit-heads, --bigram "
+                        "or --ngram.")  # fmt: skip
     seen: set[str] = set()
-    for path in candidates:
-        real = os.path.realpath(path) if os.path.exists(path) else path
-        if real == (os.path.realpath(target) if os.path.exists(target) else target):
+    for candidate in candidates:
+        level = candidate.keys()
+        if "model" in level and _real(level["model"]) == _real(target):
             raise UserError(f"the target '{target}' is among its own candidates: remove it.")
-        if real in seen:
-            raise UserError(f"candidate '{path}' is given twice: remove one.")
-        seen.add(real)
-    if len(set(early_exits)) != len(early_exits):
-        raise UserError(f"early exits {list(early_exits)} repeat themselves: remove one.")
+        key = str({kind: _real(v) if isinstance(v, str) else v for kind, v in level.items()})
+        if key in seen:
+            raise UserError(f"candidate '{candidate.name}' is given twice: remove one.")
+        seen.add(key)
 
 
-def _check_exits(path: str, model: Any, exits: Sequence[int]) -> None:
-    layers = model.config.num_hidden_layers
-    for layer in exits:
-        if not 1 <= layer < layers:
-            raise UserError(
-                f"early exit {layer} does not exist: the target '{path}' has {layers} layers, "
-                f"so give 1 to {layers - 1}."
-            )
-    decoder = getattr(model, "model", None)
-    if not all(hasattr(decoder, name) for name in ("layers", "norm")):
-        raise UserError(
-            f"the target '{path}' ({type(model).__name__}) has no decoder of layers and a final "
-            f"norm, so its early exits cannot be profiled."
-        )
+def _real(path: str) -> str:
+    return os.path.realpath(path) if os.path.exists(path) else path

@@ -1,265 +1,320 @@
-"""The profile file: everything measured on one machine that a plan needs."""
+"""The profile: what was measured on one machine, as profile.json with tables in profile.npz."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import io
 import itertools
-import json
 import math
 import os
 import platform
-from datetime import UTC, datetime
+import zipfile
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from vllm_hsd.errors import UserError
-from vllm_hsd.planner.costs import Costs
-from vllm_hsd.planner.laws import QUANTILES, Laws
-from vllm_hsd.planner.prompts import read_text
-from vllm_hsd.planner.recorded import Verifier
-from vllm_hsd.planner.theory import check_rates, survival_table
+from vllm_hsd.checked_files import read_json
+from vllm_hsd.config import Level
+from vllm_hsd.errors import UserError, brief, quoted
+from vllm_hsd.planner.latencies import Latencies
+from vllm_hsd.planner.survival import VERIFIERS, Acceptance, Verifier, independent_survival
 
 Floats = NDArray[np.float64]
-Rate = float | None
-# [verifying][drafting][position][budget - 1][t - 1]
-Survival = list[list[list[list[list[float]]] | None]]
+
+SCHEMA = 3
+MAX_DRAFT_TOKENS = 64
+MAX_JSON_BYTES = 16 << 20
+MAX_TABLE_BYTES = 1 << 30
+# Rates are means over float32 probabilities: rounding may break exact inequalities by this much.
+TOLERANCE = 1e-5
+
+Name = Annotated[str, Field(min_length=1, max_length=4096)]
+Rate = Annotated[float, Field(allow_inf_nan=False)] | None
 
 
-class Candidate(BaseModel):
-    """A drafter: another model or an early exit of the target."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: str
-    model: str | None = None
-    early_exit: Annotated[int, Field(ge=1)] | None = None
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> Candidate:
-        if (self.model is None) == (self.early_exit is None):
-            raise ValueError("give exactly one of 'model' and 'early_exit'")
-        return self
-
-    def level(self) -> dict[str, Any]:
-        """The candidate as a level of a cascade, without a budget."""
-        return {"model": self.model} if self.model else {"early_exit": self.early_exit}
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
 
 
-class Entropy(BaseModel):
-    """Entropy of one member's laws in nats: its mean and its quantiles over contexts."""
+class Candidate(_Strict):
+    """A possible level of a cascade: a level's keys without a draft length."""
 
-    mean: float
-    quantiles: dict[str, float]
+    name: Name
+    level: Level
+
+    @property
+    def kind(self) -> str:
+        """One of `config.LEVEL_KINDS`."""
+        return self.level.kind
+
+    def keys(self) -> dict[str, Any]:
+        """The level as a user writes it in a configuration."""
+        return self.level.model_dump(exclude_unset=True)
 
 
-class Prompts(BaseModel):
-    """The text that the laws were measured on; `file` is empty where the target wrote freely."""
+class Prompts(_Strict):
+    """The text that acceptance was measured on; `file` is empty where the target wrote freely."""
 
     file: str
     prompts: int
     contexts: int
 
 
-class Settings(BaseModel):
-    """How tokens are drawn from logits."""
+class Sampling(_Strict):
+    """How probabilities are made from logits: softmax of logits / temperature, then top-p.
 
-    temperature: float
-    top_p: float
-
-
-class Profile(BaseModel):
-    """Costs and acceptance of the target and M candidates; matrices have the target last.
-
-    Attributes:
-        rates: acceptance rate of every pair, [M + 1, M + 1].
-        survival: per verifier, [verifying][drafting] -> for each position (tokens made by the
-            verifier since it was asked; only one: the same everywhere, as for the target) rows
-            of budget 1..H with P(at least t accepted), t as far as the budget and H - position
-            reach; null where a pair was not measured. See `laws.Laws`. Absent: acceptance is
-            taken as independent with the rates.
-        costs: times; absent as long as they have not been measured.
+    Temperature 0 is greedy: all mass on the largest logit.
     """
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
-    schema_version: Literal[2] = Field(2, alias="schema")
+
+class Profile(_Strict):
+    """Latencies and acceptance of M candidates and the target; matrices have the target last.
+
+    Attributes:
+        rates: acceptance rate of every pair, [M + 1, M + 1]; null where one is a prompt lookup,
+            which has no distribution of its own.
+        tables: SHA-256 of the .npz file beside the profile; absent: acceptance is taken as
+            independent with the rates.
+        latencies: absent as long as they have not been measured.
+    """
+
+    schema_version: Literal[3] = Field(3, alias="schema")
     created: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
     machine: dict[str, str | int] = Field(default_factory=dict)
-    target: str
-    candidates: list[Candidate]
-    sampling: Settings = Settings(temperature=1.0, top_p=1.0)
+    target: Name
+    candidates: Annotated[list[Candidate], Field(min_length=1, max_length=256)]
+    sampling: Sampling = Field(default_factory=Sampling)
     prompts: Prompts | None = None
-    max_tokens: Annotated[int, Field(ge=1)]
+    max_draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)]
     rates: list[list[Rate]]
-    rate_errors: list[list[float]] | None = None
-    survival: dict[Verifier, Survival] | None = None
-    entropies: list[Entropy] | None = None
-    costs: Costs | None = None
+    tables: str | None = None
+    latencies: Latencies | None = None
+    _acceptance: dict[Verifier, Acceptance] = {}
 
     @model_validator(mode="after")
     def _consistent(self) -> Profile:
-        if not self.candidates:
-            raise ValueError("candidates must name at least one drafter")
-        members = len(self.candidates) + 1
-        if len(self.rates) != members or any(len(row) != members for row in self.rates):
-            raise ValueError(f"rates must be {members} x {members}: candidates, then the target")
+        models = len(self.candidates) + 1
+        if len(self.rates) != models or any(len(row) != models for row in self.rates):
+            raise ValueError(f"rates must be {models} x {models}: candidates, then the target")
+        check_table_size(models, len(self.lookups), self.max_draft_tokens)
         self.rate_matrix()
-        for verifier, table in (self.survival or {}).items():
-            self._check_survival(verifier, table)
-        if self.costs is not None:
-            self._check_costs(members)
+        if self.lookups and self.tables is None:
+            name = self.candidates[self.lookups[0]].name
+            raise ValueError(f"candidate {name} is a prompt lookup, which needs 'tables'")
+        if self.latencies is not None:
+            self._check_latencies(models, self.latencies)
         return self
 
-    def _check_survival(self, verifier: str, table: Survival) -> None:
-        members = len(self.names)
-        if len(table) != members or any(len(row) != members for row in table):
-            raise ValueError(f"survival.{verifier} must be {members} x {members}, as rates")
-        longest = self.max_tokens
-        for above, below in itertools.product(range(members), repeat=2):
-            positions = table[above][below]
-            if positions is None:
-                continue
-            where = f"survival.{verifier} of {self.names[below]} under {self.names[above]}"
-            if len(positions) not in (1, longest):
-                raise ValueError(f"{where} must have 1 or {longest} positions")
-            for position, rows in enumerate(positions):
-                left = longest - position
-                if [len(row) for row in rows] != [min(n, left) for n in range(1, longest + 1)]:
-                    raise ValueError(
-                        f"{where} must have rows of 1 to {left} values at position {position}"
-                    )
-            values = itertools.chain.from_iterable(itertools.chain.from_iterable(positions))
-            if not all(0 <= value <= 1 for value in values):
-                raise ValueError(f"{where} has a value outside [0, 1]")
-
-    def _check_costs(self, members: int) -> None:
-        if len(self.costs.forward) != members:
+    def _check_latencies(self, models: int, latencies: Latencies) -> None:
+        if len(latencies.forward) != models:
             raise ValueError(
-                f"costs.forward must have {members} entries: candidates, then the target"
+                f"latencies.forward must have {models} entries: candidates, then the target"
             )
-        for key, tables in self.costs.tables().items():
+        for key, tables in latencies.tables().items():
             names = self.names if key == "forward" else [key]
             for name, table in zip(names, tables, strict=True):
                 for ms in itertools.chain(*table.ms):
-                    # What a turn adds to its forward may vanish; a forward takes time.
+                    # What a level adds to its forward may vanish; a forward takes time.
                     if not (0 < ms < math.inf or (ms == 0 and key.startswith("overhead"))):
-                        raise ValueError(f"a cost of {name} is {ms:g}, not above 0")
+                        raise ValueError(f"a latency of {name} is {ms:g}, not above 0")
 
     @property
     def names(self) -> list[str]:
         """Names of the candidates, then of the target."""
         return [*(candidate.name for candidate in self.candidates), Path(self.target).name]
 
+    @property
+    def lookups(self) -> list[int]:
+        """Indices of the candidates that are prompt lookups."""
+        return [i for i, candidate in enumerate(self.candidates) if candidate.kind == "ngram"]
+
     def rate_matrix(self) -> Floats:
-        """The rates as float64 [M + 1, M + 1], checked (see `theory.check_rates`)."""
+        """The rates as float64 [M + 1, M + 1], checked; nan where one is a prompt lookup."""
         rates = np.array([[np.nan if r is None else r for r in row] for row in self.rates])
-        return check_rates(rates, self.names)
+        known = np.setdiff1d(np.arange(len(rates)), self.lookups)
+        inner = np.ix_(known, known)
+        checked = np.full_like(rates, np.nan)
+        checked[inner] = check_rates(rates[inner], [self.names[i] for i in known])
+        return checked
 
-    def survival_tables(self, verifier: Verifier) -> Floats:
-        """P(at least t accepted), [M + 1 (verifying), M + 1 (drafting), H + 1 (budget),
-        H + 1 (position), H + 1 (t)].
+    def acceptance(self, verifier: Verifier) -> Acceptance:
+        """Acceptance under one verifier; pairs that were not measured accept nothing."""
+        if self.tables is None:
+            return Acceptance(independent_survival(self.rate_matrix(), self.max_draft_tokens))
+        return self._acceptance[verifier]
 
-        Pairs that were not measured accept nothing.
+    def set_tables(self, tables: dict[str, Floats]) -> None:
+        """Take in survival tables by verifier and, by name, the tables of lookups.
+
+        Raises:
+            UserError: an impossible value.
         """
-        if self.survival is None:
-            return survival_table(self.rate_matrix(), self.max_tokens)
-        size = self.max_tokens + 1
-        members = len(self.candidates) + 1
-        tables = np.zeros((members, members, size, size, size))
-        tables[..., 0] = 1.0
-        for above, row in enumerate(self.survival[verifier]):
-            for below, positions in enumerate(row):
-                for position, draft_lengths in enumerate(positions or ()):
-                    here = position if len(positions) > 1 else slice(None)
-                    for budget, values in enumerate(draft_lengths, 1):
-                        tables[above, below, budget, here, 1 : len(values) + 1] = values
-        return tables
+        for key in tables:
+            if not np.all((tables[key] >= 0) & (tables[key] <= 1.001)):
+                raise UserError(f"table {key} has a value outside [0, 1].")
+        lookups = {i: tables[f"lookup{i}"] for i in self.lookups}
+        for i, table in lookups.items():
+            if not np.allclose(table.sum((-2, -1)), 1, atol=1e-3):
+                raise UserError(f"table lookup{i} does not sum to 1.")
+        self._acceptance = {v: Acceptance(tables[v], lookups) for v in VERIFIERS}
 
     def save(self, path: str | Path) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file and, before it, its tables; each whole or not at all."""
         path = Path(path)
-        unfinished = path.with_name(path.name + ".part")
-        unfinished.write_text(self.model_dump_json(by_alias=True, exclude_none=True) + "\n")
-        unfinished.rename(path)
+        if self._acceptance:
+            stream = io.BytesIO()
+            arrays: dict[str, Floats] = {v: self._acceptance[v].survival for v in VERIFIERS}
+            found = self._acceptance["block"].lookups
+            arrays |= {f"lookup{i}": table for i, table in found.items()}
+            small = {key: table.astype(np.float32) for key, table in arrays.items()}
+            np.savez_compressed(stream, **small)  # type: ignore[arg-type]
+            write_whole(path.with_suffix(".npz"), stream.getvalue())
+            self.tables = hashlib.sha256(stream.getvalue()).hexdigest()
+        text = self.model_dump_json(by_alias=True, exclude_none=True)
+        write_whole(path, text.encode() + b"\n")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_bytes(content)
+    unfinished.rename(path)
+
+
+def table_shapes(
+    models: int, lookups: Sequence[int], max_tokens: int
+) -> dict[str, tuple[int, ...]]:
+    """Shape of every table of a profile of `models` models, the target included."""
+    size = max_tokens + 1
+    shapes: dict[str, tuple[int, ...]] = {v: (models, models, *[size] * 3) for v in VERIFIERS}
+    return shapes | {f"lookup{i}": (models, *[size] * 4) for i in lookups}
+
+
+def check_table_size(models: int, lookups: int, max_tokens: int) -> None:
+    """Refuse tables that would take too much memory.
+
+    Raises:
+        UserError: names the option that makes them smaller.
+    """
+    shapes = table_shapes(models, range(lookups), max_tokens)
+    size = sum(8 * math.prod(shape) for shape in shapes.values())
+    if size > MAX_TABLE_BYTES:
+        raise UserError(
+            f"{models - 1} candidates with drafts of {max_tokens} tokens need tables of "
+            f"{size / 2**30:.1f} GiB: lower --max-draft-tokens or give fewer candidates."
+        )
+
+
+def check_rates(rates: ArrayLike, names: Sequence[str] | None = None) -> Floats:
+    """The rate matrix as float64 [M, M], if rates of M models can look like this.
+
+    Total variation is a metric, so rates obey rates[i, j] + rates[j, k] <= 1 + rates[i, k].
+    The diagonal is not read: a model always accepts its own tokens.
+
+    Raises:
+        UserError: not square, a missing pair (nan), a rate outside [0, 1], an asymmetric
+            pair, or a broken triangle inequality; the message names the models.
+    """
+    matrix = np.array(rates, dtype=np.float64)
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+        raise UserError(f"rates must be a square matrix, not of shape {matrix.shape}.")
+    names = [f"model {i}" for i in range(len(matrix))] if names is None else names
+    np.fill_diagonal(matrix, 1.0)
+    for i, j in np.argwhere(np.isnan(matrix)):
+        raise UserError(f"the acceptance rate of {names[i]} and {names[j]} is missing.")
+    for i, j in np.argwhere((matrix < -TOLERANCE) | (matrix > 1 + TOLERANCE)):
+        raise UserError(
+            f"the acceptance rate of {names[i]} and {names[j]} is {matrix[i, j]:g}, outside [0, 1]."
+        )
+    for i, j in np.argwhere(np.abs(matrix - matrix.T) > TOLERANCE):
+        raise UserError(
+            f"the acceptance rate of {names[i]} and {names[j]} is {matrix[i, j]:g} one way and "
+            f"{matrix[j, i]:g} the other, but 1 - total variation is symmetric."
+        )
+    # excess[i, j, k] = rates[i, j] + rates[j, k] - 1 - rates[i, k]
+    excess = matrix[:, :, None] + matrix[None] - 1 - matrix[:, None, :]
+    i, j, k = map(int, np.unravel_index(int(excess.argmax()), excess.shape))
+    if excess[i, j, k] > TOLERANCE:
+        raise UserError(
+            f"the rates break the triangle inequality: {names[i]}-{names[j]} "
+            f"({matrix[i, j]:g}) plus {names[j]}-{names[k]} ({matrix[j, k]:g}) must not exceed "
+            f"1 plus {names[i]}-{names[k]} ({matrix[i, k]:g}); measure all pairs on the same "
+            f"contexts."
+        )
+    return matrix
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Read and check a profile.
+    """Read and check a profile and its tables.
 
     Raises:
-        UserError: no such file, not a profile of this schema, or values that cannot be; one
-            sentence that names the key.
+        UserError: no such file, not a profile of this schema, or impossible values; one sentence
+            that names the key.
     """
     path = Path(path)
-    if not path.is_file():
-        raise UserError(f"no profile '{path}'; `vllm-hsd profile` writes one.")
-    try:
-        raw = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise UserError(f"the profile '{path}' is not JSON ({error}).") from None
-    if not isinstance(raw, dict) or raw.get("schema") != 2:
+    where = f"profile {quoted(str(path))}"
+    raw = read_json(path, "profile", "vllm-hsd profile", MAX_JSON_BYTES)
+    schema = raw.get("schema") if isinstance(raw, dict) else None
+    if type(schema) is not int or schema != SCHEMA:
         raise UserError(
-            f"the profile '{path}' lacks \"schema\": 2; write it with this version's "
-            f"vllm-hsd profile."
+            f'{where} lacks "schema": {SCHEMA}; write it with this version\'s vllm-hsd profile.'
         )
     try:
-        return Profile.model_validate(raw)
+        profile = Profile.model_validate(raw)
+        if profile.tables is not None:
+            profile.set_tables(_read_tables(path.with_suffix(".npz"), profile))
     except ValidationError as error:
         fault = error.errors()[0]
         key = ".".join(str(part) for part in fault["loc"])
-        text = fault["msg"].removeprefix("Value error, ").rstrip(".")
-        where = f"key '{key}': " if key else ""
-        raise UserError(f"the profile '{path}': {where}{text}.") from None
+        text = brief(fault["msg"].removeprefix("Value error, "))
+        if key:
+            text = f"key '{brief(key)}': {text}"
+        raise UserError(f"{where}: {text}.") from None
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    return profile
 
 
-def from_laws(
-    laws: Laws,
-    *,
-    target: str,
-    candidates: list[Candidate],
-    settings: Settings,
-    prompts: Prompts,
-    costs: Costs | None,
-) -> Profile:
-    """A profile of this machine from what was measured."""
-    size = laws.survival["block"].shape[-1]
-    return Profile(
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=versions(),
-        machine=machine(),
-        target=target,
-        candidates=candidates,
-        sampling=settings,
-        prompts=prompts,
-        max_tokens=size - 1,
-        rates=laws.rates.round(6).tolist(),
-        rate_errors=laws.rate_errors.round(6).tolist(),
-        survival={verifier: _as_lists(table) for verifier, table in laws.survival.items()},
-        entropies=[
-            Entropy(mean=row[0], quantiles=dict(zip(map(str, QUANTILES), row[1:], strict=True)))
-            for row in laws.entropies.round(5).tolist()
-        ],
-        costs=costs,
-    )
+def _read_tables(path: Path, profile: Profile) -> dict[str, Floats]:
+    """The arrays of the .npz file; their sizes are checked before memory is taken."""
+    shapes = table_shapes(len(profile.names), profile.lookups, profile.max_draft_tokens)
+    largest = sum(4 * math.prod(shape) for shape in shapes.values()) + (1 << 16)
+    advice = "profile again, or move both files together"
+    try:
+        if path.stat().st_size > largest:
+            raise UserError(f"{quoted(path.name)} is larger than its tables can be: {advice}.")
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != profile.tables:
+            raise UserError(f"{quoted(path.name)} belongs to another profile: {advice}.")
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            return {key: _read_table(archive, key, shape) for key, shape in shapes.items()}
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"{quoted(path.name)} cannot be read ({reason}): {advice}.") from None
+    except (KeyError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{quoted(path.name)} does not hold its tables: {advice}.") from None
 
 
-def _as_lists(tables: Floats) -> Survival:
-    longest = tables.shape[-1] - 1
-    lists: Survival = [[None] * len(tables) for _ in tables]
-    for above, below in np.argwhere(~np.isnan(tables).any((-3, -2, -1))):
-        pair = tables[above, below].round(6)
-        positions = 1 if above == len(tables) - 1 else longest
-        lists[above][below] = [
-            [pair[n, c, 1 : min(n, longest - c) + 1].tolist() for n in range(1, longest + 1)]
-            for c in range(positions)
-        ]
-    return lists
+def _read_table(archive: zipfile.ZipFile, key: str, shape: tuple[int, ...]) -> Floats:
+    with archive.open(f"{key}.npy") as file:
+        np.lib.format.read_magic(file)
+        declared, _, dtype = np.lib.format.read_array_header_1_0(file)
+        if declared != shape or dtype != np.float32:
+            raise UserError(f"table {key} has the shape {brief(declared)}, not {shape}.")
+        values = np.frombuffer(file.read(4 * math.prod(shape)), np.float32)
+    return values.reshape(shape).astype(np.float64)
 
 
 def versions() -> dict[str, str]:
@@ -280,17 +335,11 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, str | int]:
-    """What decides how fast a forward is: processor, cores in use, threads, memory, GPU."""
-    found: dict[str, str | int] = {
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1,
-        "threads": torch.get_num_threads(),
-    }
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
+    """Processor and cores in use."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    return {"processor": _processor(), "cores": cores}
 
 
 def _processor() -> str:
@@ -310,12 +359,11 @@ def environment_warnings(profile: Profile) -> list[str]:
         warnings.append(
             f"the profile was measured with vLLM {then} and this is vLLM {now}: times may differ."
         )
-    here = machine()
-    for key in ("processor", "gpu", "cores", "threads"):
-        then, now = profile.machine.get(key), here.get(key)
-        if profile.machine and then != now:
+    for key, here in machine().items():
+        there = profile.machine.get(key)
+        if profile.machine and there != here:
             warnings.append(
-                f"the profile was measured with {key} {then or 'none'} and this machine has "
-                f"{now or 'none'}: times may differ."
+                f"the profile was measured with {key} {there or 'none'} and this machine has "
+                f"{here}: times may differ."
             )
     return warnings

@@ -1,159 +1,192 @@
 """Discrete-event simulation of a cascade: a clock, batches in lock-step, and any acceptance.
 
-`latency.predict` gives the expectation for one request; here a batch of requests shares every
+`predict.predict` gives the expectation for one request; here a batch of requests shares every
 forward, so a level's loop lasts until the slowest request has its tokens. Several independent
 replicas of the batch run side by side as numpy arrays [replicas, batch].
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_hsd.planner.costs import Costs, Role
-from vllm_hsd.planner.latency import (
-    Cascade,
+from vllm_hsd.planner.latencies import Role
+from vllm_hsd.planner.predict import (
+    Measured,
     Prediction,
-    check_reach,
-    level_gains,
-    target_gains,
+    Selection,
+    check_draft_lengths,
+    gain_table,
 )
+from vllm_hsd.planner.survival import Acceptance
 
-Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 BLOCKS = 20
 
 
-class World(Protocol):
-    """Where tokens come from; `who` [replicas, batch] selects the requests that take part."""
+class TokenSource(Protocol):
+    """Where tokens come from; `active` [replicas, batch] selects the requests that take part."""
 
-    def draft(self, who: Mask) -> None:
-        """Level 0 appends one token to each request."""
+    def draft(self, active: Mask) -> None:
+        """Append one token of level 0 to each request."""
 
-    def verify(self, who: Mask, level: int, made: Ints, drafted: Ints) -> Ints:
-        """Level `level` (K: the target) verifies the last `drafted` tokens of each request.
+    def look_up(self, active: Mask, emitted: Ints, asked: Ints) -> Ints:
+        """Append at most `asked` tokens found by prompt lookup; how many, [replicas, batch].
 
-        Keeps a prefix of them, appends one token, and returns how many it kept [replicas, batch].
-        It has `made` tokens since it was asked; the target: 0.
+        `emitted`: tokens that the verifying level has emitted since it was asked.
+        """
+        ...
+
+    def verify(self, active: Mask, level: int, emitted: Ints, drafted: Ints) -> Ints:
+        """Verify the last `drafted` tokens of each request at a level (K: the target).
+
+        Keeps a prefix of them, appends one token, and returns how many were kept
+        [replicas, batch]. The level has `emitted` tokens since it was asked; the target: 0.
         """
         ...
 
 
-class Coins:
-    """Tokens without content: rounds accept independently, by survival tables.
+class TableAcceptance:
+    """Accepted lengths drawn independently from survival tables; tokens carry no content.
 
     Args:
-        cascade: whose pairs of levels meet.
-        survival: [M + 1, M + 1, T + 1, T + 1, T + 1], see `latency.target_gains`.
-        rng: source of the coins.
+        rng: source of the uniforms.
     """
 
-    def __init__(self, cascade: Cascade, survival: Floats, rng: np.random.Generator):
-        check_reach(cascade, survival)
-        self.reached = [gains.cumsum(-1) for gains in level_gains(cascade, survival)]
-        rows = [row[-1] for row in target_gains(cascade, survival)]
-        longest = len(rows[-1])
-        padded = [np.pad(row, (0, longest - len(row))) for row in rows]
-        self.reached.append(np.array(padded).cumsum(-1)[None])
-        self.tail, self.top = cascade.tail, len(cascade.levels)
+    def __init__(self, selection: Selection, acceptance: Acceptance, rng: np.random.Generator):
+        check_draft_lengths(selection, acceptance)
+        levels, lengths = selection.levels, selection.draft_lengths
         self.rng = rng
+        self.reached = [
+            gain_table(acceptance.survival[above, below, length]).cumsum(-1)
+            for below, length, above in zip(levels, lengths, (*levels[1:], -1), strict=True)
+        ]
+        self.joint = None
+        if levels[0] in acceptance.lookups:
+            above = levels[1] if len(levels) > 1 else -1
+            joint = acceptance.lookups[levels[0]][above, lengths[0]]
+            self.joint = joint.reshape(len(joint), -1).cumsum(-1)
+        self.found: Ints = np.zeros(0, dtype=np.int64)
 
-    def draft(self, who: Mask) -> None:
+    def draft(self, active: Mask) -> None:
         pass
 
-    def verify(self, who: Mask, level: int, made: Ints, drafted: Ints) -> Ints:
-        buffer = np.maximum(drafted - self.tail, 0) if level == self.top else drafted
-        reached = self.reached[level - 1][made, buffer]
-        gain = (reached <= self.rng.random(who.shape)[..., None]).sum(-1)
-        return np.minimum(gain, drafted + 1) - 1  # rounding may leave the last sum below 1
+    def look_up(self, active: Mask, emitted: Ints, asked: Ints) -> Ints:
+        assert self.joint is not None
+        size = len(self.joint)
+        reached = self.joint[np.minimum(emitted, size - 1)]
+        cell = (reached <= self.rng.random(active.shape)[..., None]).sum(-1)
+        offered, self.found = np.divmod(np.minimum(cell, size * size - 1), size)
+        return np.minimum(offered, asked)
+
+    def verify(self, active: Mask, level: int, emitted: Ints, drafted: Ints) -> Ints:
+        if level == 1 and self.joint is not None:
+            return np.minimum(self.found, drafted)
+        reached = self.reached[level - 1][emitted, drafted]
+        kept = (reached <= self.rng.random(active.shape)[..., None]).sum(-1)
+        return np.minimum(kept, drafted)  # rounding may leave the last sum below 1
 
 
 class _Run:
     """The recursion over levels for all replicas, with their clocks."""
 
     def __init__(
-        self, cascade: Cascade, costs: Costs, world: World, replicas: int, batch: int
+        self,
+        selection: Selection,
+        measured: Measured,
+        tokens: TokenSource,
+        replicas: int,
+        batch: int,
     ) -> None:
-        self.cascade, self.costs, self.world = cascade, costs, world
-        self.depth = len(cascade.levels)
-        self.everyone = np.ones((replicas, batch), dtype=bool)
-        self.behind = np.ones((self.depth, replicas, batch), dtype=np.int64)
+        self.selection, self.measured, self.tokens = selection, measured, tokens
+        self.depth = len(selection.levels)
+        self.looks_up = selection.levels[0] in measured.acceptance.lookups
+        self.cacheless = [i for i, m in enumerate(selection.levels) if m in measured.cacheless]
+        self.all = np.ones((replicas, batch), dtype=bool)
+        self.uncached = np.ones((self.depth, replicas, batch), dtype=np.int64)
         self.ms = np.zeros((self.depth + 1, replicas))
         self.calls = np.zeros((self.depth + 1, replicas))
         self.known: dict[tuple[int, int, int], float] = {}
 
-    def forward(self, level: int, who: Mask, tokens: Ints) -> None:
+    def forward(self, level: int, active: Mask, tokens: Ints) -> None:
         """Advance the clocks by one forward over `tokens` of each active request."""
-        active = who.sum(1)
-        running = active > 0
-        total = (tokens * who).sum(1)
-        shift = int(total.max()) + 1
-        keys, which = np.unique(active[running] * shift + total[running], return_inverse=True)
-        times = np.array([self.turn(level, *divmod(key, shift)) for key in keys.tolist()])
+        requests = active.sum(1)
+        running = requests > 0
+        total = (tokens * active).sum(1)
+        base = int(total.max()) + 1
+        keys, which = np.unique(requests[running] * base + total[running], return_inverse=True)
+        times = np.array([self.call(level, *divmod(key, base)) for key in keys.tolist()])
         self.ms[level, running] += times[which]
         self.calls[level, running] += 1
 
-    def turn(self, level: int, active: int, total: int) -> float:
-        key = level, active, total
+    def call(self, level: int, requests: int, total: int) -> float:
+        key = level, requests, total
         if key not in self.known:
-            model = -1 if level == self.depth else self.cascade.levels[level]
-            role: Role = "draft" if level == 0 else "target" if level == self.depth else "verify"
-            self.known[key] = self.costs.turn(model, role, active, total / active)
+            model, role = -1, cast(Role, "target")
+            if level < self.depth:
+                model = self.selection.levels[level]
+                role = self.measured.role(level, model)
+            self.known[key] = self.measured.latencies.call(model, role, requests, total / requests)
         return self.known[key]
 
-    def make(self, level: int, want: Ints) -> Ints:
-        """Level `level` makes up to `want` tokens for each request; returns how many."""
-        made = np.zeros_like(want)
-        rounds = 0
-        while (who := made < want).any():
-            if level == 0:
-                self.forward(0, who, self.behind[0])
-                self.world.draft(who)
-                self.behind[0, who] = 1
-                self.behind[1:, who] += 1
-                made += who
-                continue
-            if rounds == self.cascade.limit(level):
-                break
-            rounds += 1
-            room = np.where(who, want - made - 1, 0)
-            drafted = self.make(level - 1, np.minimum(self.cascade.draft_lengths[level - 1], room))
-            self.forward(level, who, self.behind[level])
-            made += self.settle(who, level, made, drafted)
-        return made
+    def draft(self, level: int, wanted: Ints, emitted: Ints) -> Ints:
+        """Draft up to `wanted` tokens of a level for each request; returns how many.
 
-    def settle(self, who: Mask, level: int, made: Ints, drafted: Ints) -> Ints:
-        """Verify at one level, and note how far every level is behind; returns the gains."""
-        kept = self.world.verify(who, level, made, drafted)
-        gone = np.where(who, drafted - kept - 1, 0)
-        self.behind -= gone
-        self.behind[:level] = np.maximum(self.behind[:level], 1)
+        Args:
+            emitted: by the level above since it was asked.
+        """
+        have = np.zeros_like(wanted)
+        if level == 0 and self.looks_up:
+            active = wanted > 0
+            if active.any():
+                self.forward(0, active, np.ones_like(wanted))
+                have = np.where(active, self.tokens.look_up(active, emitted, wanted), 0)
+                self.uncached[1:] += have
+            return have
+        while (active := have < wanted).any():
+            if level == 0:
+                self.forward(0, active, self.uncached[0])
+                self.tokens.draft(active)
+                self.uncached[0, active] = 1
+                self.uncached[1:, active] += 1
+                have += active
+                continue
+            room = np.where(active, wanted - have - 1, 0)
+            asked = np.minimum(self.selection.draft_lengths[level - 1], room)
+            drafted = self.draft(level - 1, asked, have)
+            self.forward(level, active, self.uncached[level])
+            have += self.settle(active, level, have, drafted)
+        return have
+
+    def settle(self, active: Mask, level: int, emitted: Ints, drafted: Ints) -> Ints:
+        """Verify at one level and update the uncached tokens; returns the tokens emitted."""
+        kept = self.tokens.verify(active, level, emitted, drafted)
+        gone = np.where(active, drafted - kept - 1, 0)
+        self.uncached -= gone
+        self.uncached[:level] = np.maximum(self.uncached[:level], 1)
         if level < self.depth:
-            self.behind[level, who] = 1
-        return np.where(who, kept + 1, 0)
+            self.uncached[level, active] = 1
+        return np.where(active, kept + 1, 0)
 
     def step(self) -> Ints:
         """One call of the target for every request; returns the tokens emitted."""
-        offered = self.make(
-            self.depth - 1, np.full(self.everyone.shape, self.cascade.draft_lengths[-1])
-        )
-        if self.cascade.tail:
-            offered += self.make(0, np.full(self.everyone.shape, self.cascade.tail))
-        self.forward(self.depth, self.everyone, offered + 1)
-        emitted = self.settle(self.everyone, self.depth, np.zeros_like(offered), offered)
-        for level in self.cascade.shares_target_kv:
-            self.behind[level] = 1
+        none = np.zeros(self.all.shape, dtype=np.int64)
+        wanted = np.full_like(none, self.selection.draft_lengths[-1])
+        offered = self.draft(self.depth - 1, wanted, none)
+        self.forward(self.depth, self.all, offered + 1)
+        emitted = self.settle(self.all, self.depth, none, offered)
+        self.uncached[self.cacheless] = 1
         return emitted
 
 
 def simulate(
-    cascade: Cascade,
-    costs: Costs,
-    world: World,
+    selection: Selection,
+    measured: Measured,
+    tokens: TokenSource,
     *,
     batch: int = 1,
     replicas: int = 1,
@@ -164,18 +197,18 @@ def simulate(
     `ms_per_token` is the time between two tokens of one request; its standard error comes from
     BLOCKS blocks of consecutive steps.
     """
-    run = _Run(cascade, costs, world, replicas, batch)
-    tokens, times = np.zeros((2, replicas, steps))
+    run = _Run(selection, measured, tokens, replicas, batch)
+    emitted, times = np.zeros((2, replicas, steps))
     for step in range(steps):
         before = run.ms.sum(0)
-        tokens[:, step] = run.step().mean(1)
+        emitted[:, step] = run.step().mean(1)
         times[:, step] = run.ms.sum(0) - before
     total = replicas * steps
-    blocks = np.array_split(np.stack([times.ravel(), tokens.ravel()]), min(BLOCKS, total), axis=1)
+    blocks = np.array_split(np.stack([times.ravel(), emitted.ravel()]), min(BLOCKS, total), axis=1)
     rates = [block[0].sum() / block[1].sum() for block in blocks]
     return Prediction(
-        ms_per_token=float(times.sum() / tokens.sum()),
-        tokens_per_step=float(tokens.mean()),
+        ms_per_token=float(times.sum() / emitted.sum()),
+        tokens_per_step=float(emitted.mean()),
         ms_per_step=float(times.mean()),
         level_ms=tuple((run.ms.sum(1) / total).tolist()),
         level_calls=tuple((run.calls.sum(1) / total).tolist()),

@@ -1,9 +1,11 @@
-"""Order-1 Markov models with known laws: cascades that really draw, verify and emit tokens."""
+"""Order-1 Markov models: cascades that really draw, verify and emit tokens."""
 
 import numpy as np
 
+from vllm_hsd.planner import prompt_lookup
 
-def chain_family(rng, models, vocabulary=5, drift=0.4):
+
+def markov_chains(rng, models, vocabulary=5, drift=0.4):
     """Transition tables float64 [models, V, V], worst drafter first, the target last."""
     tables = [rng.dirichlet(np.full(vocabulary, 0.6), size=vocabulary)]
     for _ in range(models - 1):
@@ -30,9 +32,9 @@ def log_ratios(drafter, verifier, tokens):
 
 
 def verify_chain(p, q, draft, verifier, rng):
-    """Accepted length of one draft and the row of the next token.
+    """Accepted length of one draft and the probabilities of the next token.
 
-    p [n + 1, V], q [n, V], draft [n]; hierarchical as in DESIGN: capped prefix ratios, the last
+    p [n + 1, V], q [n, V], draft [n]. Block verification caps the prefix ratios, and the last
     success wins.
     """
     n = len(draft)
@@ -54,31 +56,43 @@ def verify_chain(p, q, draft, verifier, rng):
     return kept, residual / residual.sum() if residual.sum() > 0 else p[kept]
 
 
-class MarkovWorld:
-    """A `simulate.World` whose rounds verify real tokens.
+class MarkovTokens:
+    """A `simulate.TokenSource` whose rounds verify real tokens.
 
-    tables: transition tables of the levels, cheapest first, then the target.
+    tables: transition tables of the levels, cheapest first, then the target; None for a prompt
+    lookup at level 0, of matches of 1 to `longest` tokens.
     """
 
-    def __init__(self, tables, verifier, rng, requests=1):
-        self.tables, self.verifier, self.rng = tables, verifier, rng
-        self.last = [0] * requests  # last token that the target emitted
+    def __init__(self, tables, verifier, rng, requests=1, longest=2):
+        self.tables, self.verifier, self.rng, self.longest = tables, verifier, rng, longest
+        self.texts = [[0] for _ in range(requests)]  # what the target emitted
         self.drafts = [[] for _ in range(requests)]  # (token, row it was drawn from)
 
     def _draw(self, row):
         return int(min(np.searchsorted(row.cumsum(), self.rng.random()), len(row) - 1))
 
     def _end(self, request):
-        return self.drafts[request][-1][0] if self.drafts[request] else self.last[request]
+        return self.drafts[request][-1][0] if self.drafts[request] else self.texts[request][-1]
 
-    def draft(self, who):
-        for request in np.flatnonzero(who):
+    def draft(self, active):
+        for request in np.flatnonzero(active):
             row = self.tables[0][self._end(request)]
             self.drafts[request].append((self._draw(row), row))
 
-    def verify(self, who, level, made, drafted):
+    def look_up(self, active, emitted, asked):
+        found = np.zeros_like(asked)
+        for request in np.flatnonzero(active):
+            drafted = [token for token, _ in self.drafts[request]]
+            text = np.array(self.texts[request] + drafted)
+            tokens = prompt_lookup.propose(text, 1, self.longest, asked.flat[request])
+            rows = np.eye(len(self.tables[-1]))[tokens]
+            self.drafts[request].extend(zip(tokens.tolist(), rows, strict=True))
+            found.flat[request] = len(tokens)
+        return found
+
+    def verify(self, active, level, emitted, drafted):
         kept = np.zeros_like(drafted)
-        for request in np.flatnonzero(who):
+        for request in np.flatnonzero(active):
             kept.flat[request] = self.verify_one(request, level, drafted.flat[request])
         return kept
 
@@ -93,7 +107,7 @@ class MarkovWorld:
         kept, row = verify_chain(rows, q, tokens, self.verifier, self.rng)
         token = self._draw(row)
         if level == len(self.tables) - 1:
-            self.last[request] = token
+            self.texts[request] += [*tokens[:kept], token]
             stack.clear()
         else:
             stack.extend(zip(tokens[:kept], rows[:kept], strict=True))

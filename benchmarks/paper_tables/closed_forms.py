@@ -1,4 +1,4 @@
-"""Closed forms of the speculative decoding literature, as functions of rates, draft_lengths and costs.
+"""Closed forms of the speculative decoding literature, of rates, draft lengths and costs.
 
 A rate is the probability that one drafted token is accepted (1 - total variation); a survival
 table holds P(at least t drafted tokens are accepted). Costs are in any one unit of time.
@@ -11,14 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vllm_hsd.errors import UserError
-
-# Rates are means over measured float32 laws: rounding may break exact inequalities by this much.
-TOLERANCE = 1e-5
-
 
 def total_variation(p: ArrayLike, q: ArrayLike) -> NDArray[np.float64]:
-    """Total variation distance of laws p and q, [..., V] each; the result has shape [...]."""
+    """Total variation distance [...] of distributions p and q, [..., V] each."""
     p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
     return 0.5 * np.abs(p - q).sum(-1)
 
@@ -27,50 +22,11 @@ def acceptance_rate(p: ArrayLike, q: ArrayLike) -> NDArray[np.float64]:
     """P(a token drawn from q is accepted by p) = 1 - TV(p, q) = sum_v min(p(v), q(v)).
 
     Args:
-        p, q: laws over the vocabulary, [..., V], in either order (the rate is symmetric).
+        p, q: distributions over the vocabulary, [..., V], in either order (the rate is symmetric).
 
     Source: Leviathan et al. (2023), Corollary 3.6.
     """
     return 1.0 - total_variation(p, q)
-
-
-def check_rates(rates: ArrayLike, names: Sequence[str] | None = None) -> NDArray[np.float64]:
-    """The rate matrix as float64 [M, M], if rates of M models can look like this.
-
-    Total variation is a metric, so rates obey rates[i, j] + rates[j, k] <= 1 + rates[i, k].
-    The diagonal is not read: a model always accepts its own tokens.
-
-    Raises:
-        UserError: not square, a missing pair (nan), a rate outside [0, 1], an asymmetric
-            pair, or a broken triangle inequality; the message names the models.
-    """
-    matrix = np.array(rates, dtype=np.float64)
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-        raise UserError(f"rates must be a square matrix, not of shape {matrix.shape}.")
-    names = [f"model {i}" for i in range(len(matrix))] if names is None else names
-    np.fill_diagonal(matrix, 1.0)
-    for i, j in np.argwhere(np.isnan(matrix)):
-        raise UserError(f"the acceptance rate of {names[i]} and {names[j]} is missing.")
-    for i, j in np.argwhere((matrix < -TOLERANCE) | (matrix > 1 + TOLERANCE)):
-        raise UserError(
-            f"the acceptance rate of {names[i]} and {names[j]} is {matrix[i, j]:g}, outside [0, 1]."
-        )
-    for i, j in np.argwhere(np.abs(matrix - matrix.T) > TOLERANCE):
-        raise UserError(
-            f"the acceptance rate of {names[i]} and {names[j]} is {matrix[i, j]:g} one way and "
-            f"{matrix[j, i]:g} the other, but 1 - total variation is symmetric."
-        )
-    # excess[i, j, k] = rates[i, j] + rates[j, k] - 1 - rates[i, k]
-    excess = matrix[:, :, None] + matrix[None] - 1 - matrix[:, None, :]
-    i, j, k = np.unravel_index(int(excess.argmax()), excess.shape)
-    if excess[i, j, k] > TOLERANCE:
-        raise UserError(
-            f"the rates break the triangle inequality: {names[i]}-{names[j]} "
-            f"({matrix[i, j]:g}) plus {names[j]}-{names[k]} ({matrix[j, k]:g}) must not exceed "
-            f"1 plus {names[i]}-{names[k]} ({matrix[i, k]:g}); measure all pairs on the same "
-            f"contexts."
-        )
-    return matrix
 
 
 def power_survival(rate: ArrayLike, max_tokens: int) -> NDArray[np.float64]:
@@ -85,21 +41,6 @@ def power_survival(rate: ArrayLike, max_tokens: int) -> NDArray[np.float64]:
     return np.asarray(rate, dtype=np.float64)[..., None] ** np.arange(max_tokens + 1)
 
 
-def survival_table(rates: ArrayLike, max_tokens: int) -> NDArray[np.float64]:
-    """P(at least t drafted tokens are accepted) = rate^t, whatever the budget and the position.
-
-    Args:
-        rates: acceptance rates, any shape [...].
-
-    Returns:
-        float64 [..., T + 1 (budget), T + 1 (position), T + 1 (t)] with T = max_tokens, read-only;
-        see `recorded.survival_by_position`.
-    """
-    alive = power_survival(rates, max_tokens)
-    size = max_tokens + 1
-    return np.broadcast_to(alive[..., None, None, :], (*alive.shape[:-1], size, size, size))
-
-
 def expected_tokens(rate: float, draft_tokens: int) -> float:
     """E[L], tokens of one target call: (1 - rate^(n+1)) / (1 - rate), bonus token included.
 
@@ -109,7 +50,7 @@ def expected_tokens(rate: float, draft_tokens: int) -> float:
 
 
 def expected_tokens_from_ratios(ratios: ArrayLike) -> float:
-    """Tokens of one call of the hierarchical verifier, 1 + sum_t E[a_t].
+    """Tokens of one call under block verification, 1 + sum_t E[a_t].
 
     Args:
         ratios: rho_t = p_t(x_t) / q_t(x_t) of drafts x drawn from q, [..., n]; leading axes
@@ -150,7 +91,7 @@ def cascade_latency(
     Args:
         costs: time of one forward of each model, cheapest first, the target last [K + 1].
         rates: acceptance rate of each model by the one above it [K].
-        draft_lengths: tokens that each level hands up [K].
+        draft_lengths: tokens that each level passes on [K].
 
     Source: Fast Inference via Hierarchical Speculative Decoding, Corollary 3.1.
     """
@@ -210,10 +151,10 @@ def interleaved_tokens(alpha: float, beta: float, m: int, n: int) -> float:
 
     The draft is m blocks of n tokens from the small model and one from the medium model. The
     theorem counts accepted tokens plus one, which is what the lossless form emits: each token
-    is verified against the row that it was drawn from, and the first rejected one is replaced
-    by a draw from norm(max(p - row, 0)). The printed Algorithm 2 keeps the rejected token and
-    adds a plain draw from p after it, one token more than the theorem counts and not the
-    target's law.
+    is verified against the distribution that it was drawn from, and the first rejected one is
+    replaced by a draw from norm(max(p - q, 0)). The printed Algorithm 2 keeps the rejected token
+    and adds a plain draw from p after it, one token more than the theorem counts and not the
+    target's distribution.
 
     Args:
         alpha: acceptance rate of the medium model's tokens.

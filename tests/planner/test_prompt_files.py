@@ -1,4 +1,4 @@
-"""Prompt files in their formats, and files that are none."""
+"""Prompt files in their formats, and files without prompts."""
 
 import json
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.benchmark_scripts import load_script
 
-from vllm_hsd.errors import UserError
-from vllm_hsd.planner import theory
+closed_forms = load_script("paper_tables/closed_forms.py")
+
 
 rates = st.floats(0.0, 1.0)
 counts = st.integers(1, 8)
@@ -33,86 +34,60 @@ def rounds_by_enumeration(rate, draft_tokens, wanted):
 @given(rates, counts, st.integers(1, 20))
 def test_expected_rounds_is_the_renewal_expectation(rate, draft_tokens, wanted):
     expected = rounds_by_enumeration(rate, draft_tokens, wanted)
-    assert theory.expected_rounds(rate, draft_tokens, wanted) == pytest.approx(expected)
+    assert closed_forms.expected_rounds(rate, draft_tokens, wanted) == pytest.approx(expected)
 
 
 @given(rates, counts)
 def test_expected_tokens_is_the_geometric_sum(rate, n):
     closed = n + 1 if rate == 1 else (1 - rate ** (n + 1)) / (1 - rate)
-    assert theory.expected_tokens(rate, n) == pytest.approx(closed, rel=1e-6)
+    assert closed_forms.expected_tokens(rate, n) == pytest.approx(closed, rel=1e-6)
 
 
-def test_expected_tokens_from_ratios_exceeds_the_tokenwise_product():
+def test_expected_tokens_from_ratios_exceeds_the_standard_product():
     rng = np.random.default_rng(0)
     p, q = rng.dirichlet(np.ones(6)), rng.dirichlet(np.ones(6))
     draft = rng.choice(6, size=(20000, 5), p=q)
     ratios = (p / q)[draft]
-    tokens = theory.expected_tokens_from_ratios(ratios)
-    tokenwise = theory.expected_tokens(theory.acceptance_rate(p, q), 5)
-    assert tokens > tokenwise + 0.02
-    # Exact E[a_t] for an i.i.d. law, by enumerating all drafts of two tokens.
-    two = 1 + theory.acceptance_rate(p, q)
+    tokens = closed_forms.expected_tokens_from_ratios(ratios)
+    standard = closed_forms.expected_tokens(closed_forms.acceptance_rate(p, q), 5)
+    assert tokens > standard + 0.02
+    # Exact E[a_t] for an i.i.d. distribution, by enumerating all drafts of two tokens.
+    two = 1 + closed_forms.acceptance_rate(p, q)
     for x, y in itertools.product(range(6), repeat=2):
         two += q[x] * q[y] * min(1, min(1, p[x] / q[x]) * p[y] / q[y])
-    assert theory.expected_tokens_from_ratios(ratios[:, :2]) == pytest.approx(two, abs=0.02)
+    assert closed_forms.expected_tokens_from_ratios(ratios[:, :2]) == pytest.approx(two, abs=0.02)
 
 
 def test_cascade_latency_of_no_and_one_level():
-    assert theory.cascade_latency([5.0], [], []) == 5.0
-    one = theory.cascade_latency([1.0, 5.0], [0.8], [3])
-    assert one == pytest.approx((3 + 5) / theory.expected_tokens(0.8, 3))
-    assert 5.0 / one == pytest.approx(theory.speculation_speedup(0.8, 3, 0.2))
-
-
-@given(st.integers(0, 2**32 - 1))
-def test_rates_of_any_laws_pass_the_check(seed):
-    laws = np.random.default_rng(seed).dirichlet(np.full(4, 0.3), size=5)
-    matrix = theory.acceptance_rate(laws[:, None], laws[None])
-    assert np.allclose(theory.check_rates(matrix), matrix)
-    assert np.allclose(theory.total_variation(laws, laws), 0)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({(0, 1): 1.2, (1, 0): 1.2}, r"small and mid is 1\.2, outside \[0, 1\]"),
-        ({(0, 1): float("nan")}, "small and mid is missing"),
-        ({(0, 1): 0.5}, "0.5 one way and 0.7 the other"),
-        ({(0, 2): 0.1, (2, 0): 0.1}, "triangle inequality: .*mid.* measure all pairs"),
-    ],
-)
-def test_impossible_rates_are_one_sentence(change, message):
-    matrix = np.array([[1, 0.7, 0.6], [0.7, 1, 0.8], [0.6, 0.8, 1]])
-    for pair, value in change.items():
-        matrix[pair] = value
-    with pytest.raises(UserError, match=message) as error:
-        theory.check_rates(matrix, ["small", "mid", "target"])
-    assert str(error.value).endswith(".") and "\n" not in str(error.value)
+    assert closed_forms.cascade_latency([5.0], [], []) == 5.0
+    one = closed_forms.cascade_latency([1.0, 5.0], [0.8], [3])
+    assert one == pytest.approx((3 + 5) / closed_forms.expected_tokens(0.8, 3))
+    assert 5.0 / one == pytest.approx(closed_forms.speculation_speedup(0.8, 3, 0.2))
 
 
 def test_metrics_of_a_run():
     # 10 target calls of 5 drafted tokens each emitted 32 tokens: 22 accepted.
-    assert theory.redundancy(22, 50) == pytest.approx(0.56)
-    assert theory.target_utilisation(10, 32) == pytest.approx(0.3125)
-    swi = theory.standardized_walltime_improvement(32, [50, 10], [0.1, 1.0])
+    assert closed_forms.redundancy(22, 50) == pytest.approx(0.56)
+    assert closed_forms.target_utilisation(10, 32) == pytest.approx(0.3125)
+    swi = closed_forms.standardized_walltime_improvement(32, [50, 10], [0.1, 1.0])
     assert swi == pytest.approx(32 / 15)
 
 
 @given(rates, rates, counts, st.integers(0, 5))
 def test_interleaved_tokens_is_the_sum_of_its_survival(alpha, beta, m, n):
-    survival = theory.interleaved_survival(alpha, beta, m, n)
+    survival = closed_forms.interleaved_survival(alpha, beta, m, n)
     assert len(survival) == m * (n + 1) + 1
-    assert theory.interleaved_tokens(alpha, beta, m, n) == pytest.approx(survival.sum())
+    assert closed_forms.interleaved_tokens(alpha, beta, m, n) == pytest.approx(survival.sum())
 
 
 def test_interleaved_special_cases_of_the_paper():
-    assert theory.interleaved_tokens(0.8, 0.3, 4, 0) == pytest.approx(
-        theory.expected_tokens(0.8, 4)
+    assert closed_forms.interleaved_tokens(0.8, 0.3, 4, 0) == pytest.approx(
+        closed_forms.expected_tokens(0.8, 4)
     )
-    assert theory.interleaved_tokens(0.6, 0.6, 1, 3) == pytest.approx(
-        theory.expected_tokens(0.6, 4)
+    assert closed_forms.interleaved_tokens(0.6, 0.6, 1, 3) == pytest.approx(
+        closed_forms.expected_tokens(0.6, 4)
     )
-    assert theory.interleaved_tokens(0.8, 0.6, 3, 200) == pytest.approx(1 / 0.4)
+    assert closed_forms.interleaved_tokens(0.8, 0.6, 3, 200) == pytest.approx(1 / 0.4)
 
 
 def test_interleaved_speedup_against_simulated_calls():
@@ -121,25 +96,26 @@ def test_interleaved_speedup_against_simulated_calls():
     chances = np.tile([beta] * n + [alpha], m)
     accepted = (rng.random((200_000, len(chances))) < chances).cumprod(1).sum(1)
     time = 1 + m * medium + m * n * medium * small
-    speedup = theory.interleaved_speedup(alpha, beta, m, n, medium, small)
+    speedup = closed_forms.interleaved_speedup(alpha, beta, m, n, medium, small)
     assert (accepted + 1).mean() / time == pytest.approx(speedup, rel=0.005)
 
 
-def interleaved_law(p, rows, lossless):
-    """Exact law of the emitted tokens of one interleaved call, continued by p to full length.
+def interleaved_distribution(p, rows, lossless):
+    """Exact distribution of the tokens of one interleaved call, continued by p to full length.
 
-    p: law of every next token [V] (context-free models); rows [n, V]: law that each draft token
-    is drawn from. The printed rule keeps the first rejected token and draws the next from p.
+    p: distribution of every next token [V] (context-free models); rows [n, V]: distribution that
+    each draft token is drawn from. The printed rule keeps the first rejected token and
+    draws the next from p.
     Returns ({tokens: P}, expected accepted + 1).
     """
     size, length = len(p), len(rows) + 1
-    law, tokens = {}, 0.0
+    joint, tokens = {}, 0.0
 
     def emit(prefix, chance):
         prefix = prefix[:length]
         for rest in itertools.product(range(size), repeat=length - len(prefix)):
             text = prefix + rest
-            law[text] = law.get(text, 0.0) + chance * np.prod([p[x] for x in rest])
+            joint[text] = joint.get(text, 0.0) + chance * np.prod([p[x] for x in rest])
 
     for draft in itertools.product(range(size), repeat=len(rows)):
         chance = np.prod([rows[t][x] for t, x in enumerate(draft)])
@@ -157,7 +133,7 @@ def interleaved_law(p, rows, lossless):
             chance *= accept
         tokens += chance * (len(rows) + 1)
         emit(draft, chance)
-    return law, tokens
+    return joint, tokens
 
 
 def test_interleaved_rule_as_printed_is_biased_and_its_correction_is_not():
@@ -166,12 +142,12 @@ def test_interleaved_rule_as_printed_is_biased_and_its_correction_is_not():
     rows = [small, medium, small, medium]  # m = 2, n = 1
     truth = {text: np.prod([p[x] for x in text]) for text in itertools.product(range(3), repeat=5)}
 
-    def distance(law):
-        return 0.5 * sum(abs(law[text] - truth[text]) for text in truth)
+    def distance(joint):
+        return 0.5 * sum(abs(joint[text] - truth[text]) for text in truth)
 
-    fixed, fixed_tokens = interleaved_law(p, rows, lossless=True)
-    printed, _ = interleaved_law(p, rows, lossless=False)
+    fixed, fixed_tokens = interleaved_distribution(p, rows, lossless=True)
+    printed, _ = interleaved_distribution(p, rows, lossless=False)
     assert distance(fixed) < 1e-12
     assert distance(printed) > 0.2
-    alpha, beta = theory.acceptance_rate(p, medium), theory.acceptance_rate(p, small)
-    assert fixed_tokens == pytest.approx(theory.interleaved_tokens(alpha, beta, 2, 1))
+    alpha, beta = closed_forms.acceptance_rate(p, medium), closed_forms.acceptance_rate(p, small)
+    assert fixed_tokens == pytest.approx(closed_forms.interleaved_tokens(alpha, beta, 2, 1))

@@ -1,4 +1,4 @@
-"""Measured times: of a forward by batch size and tokens, and of what a step adds around it."""
+"""Measured latencies: of a forward by batch size and tokens, and of what a step adds around it."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
-Role = Literal["draft", "verify", "target", "plain"]
+Positive = Annotated[int, Field(ge=1, le=1 << 20)]
+Milliseconds = Annotated[float, Field(allow_inf_nan=False)]
+Role = Literal["draft", "lookup", "verify", "target", "plain"]
 
 
-class TimeTable(BaseModel):
+class LatencyTable(BaseModel):
     """Milliseconds by batch size (rows) and tokens per request (columns).
 
     `ms[r][c]` is the mean time for `batch_sizes[r]` requests of `tokens[c]` tokens each;
     `spread[r][c]` the half-width of its interquartile range.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     batch_sizes: list[Positive]
     tokens: list[Positive]
-    ms: list[list[float]]
-    spread: list[list[float]] | None = None
+    ms: list[list[Milliseconds]]
+    spread: list[list[Milliseconds]] | None = None
 
     @model_validator(mode="after")
-    def _shapes(self) -> TimeTable:
+    def _shapes(self) -> LatencyTable:
         for axis, values in (("batch_sizes", self.batch_sizes), ("tokens", self.tokens)):
             if not values or values != sorted(set(values)):
                 raise ValueError(f"{axis} must be ascending without repetitions")
@@ -42,37 +44,38 @@ class TimeTable(BaseModel):
         return self
 
     def at(self, batch: float, tokens: float) -> float:
-        """Bilinear in batch size and tokens; linear beyond the measured ends, never below 0."""
-        rows = [prolonged(self.tokens, row, tokens) for row in self.ms]
-        return max(prolonged(self.batch_sizes, rows, batch), 0.0)
+        """Bilinear in batch size and tokens, extrapolated linearly, never below 0."""
+        rows = [interpolated(self.tokens, row, tokens) for row in self.ms]
+        return max(interpolated(self.batch_sizes, rows, batch), 0.0)
 
 
-def prolonged(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Piecewise linear through (xs, ys), the outer pieces prolonged."""
+def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    """Piecewise-linear interpolation, extrapolated linearly."""
     if len(xs) == 1:
         return ys[0]
     i = min(max(bisect_left(xs, x) - 1, 0), len(xs) - 2)
     return ys[i] + (ys[i + 1] - ys[i]) * (x - xs[i]) / (xs[i + 1] - xs[i])
 
 
-class Costs(BaseModel):
-    """Times of all models on one machine.
+class Latencies(BaseModel):
+    """Latencies of all models on one machine.
 
     Attributes:
         forward: one table per model, the target last. The target's holds a whole step of the
-            engine with speculation except the drafting: scheduling, forward, verification.
-        overhead: what a turn of a level adds to its forward (its law, sampling or
-            verification, bookkeeping): `draft` at level 0, `verify` above.
+            engine with speculation except the drafting: scheduling, forward, verification. A
+            prompt lookup's holds its whole call.
+        overhead: what a level adds to its forward (probabilities, sampling or verification,
+            bookkeeping): `draft` at level 0, `verify` above.
         plain: a step of the engine without speculation; absent: the target's forward of 1 token.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
-    forward: list[TimeTable]
-    overhead: dict[Literal["draft", "verify"], TimeTable] = Field(default_factory=dict)
-    plain: TimeTable | None = None
+    forward: list[LatencyTable]
+    overhead: dict[Literal["draft", "verify"], LatencyTable] = Field(default_factory=dict)
+    plain: LatencyTable | None = None
 
-    def tables(self) -> dict[str, list[TimeTable]]:
+    def tables(self) -> dict[str, list[LatencyTable]]:
         """All tables by the key that holds them."""
         found = {"forward": self.forward}
         found |= {f"overhead.{role}": [table] for role, table in self.overhead.items()}
@@ -83,7 +86,7 @@ class Costs(BaseModel):
         every = [set(table.batch_sizes) for tables in self.tables().values() for table in tables]
         return sorted(set.intersection(*every))
 
-    def unrest(self) -> float:
+    def relative_spread(self) -> float:
         """Half-width of the interquartile range of a step's times, relative to the time.
 
         The median over batch sizes and tokens; 0 where no spread was recorded.
@@ -94,20 +97,22 @@ class Costs(BaseModel):
         ]
         return float(np.median(np.concatenate(ratios))) if ratios else 0.0
 
-    def turn(self, model: int, role: Role, batch: float, tokens: float) -> float:
-        """Milliseconds of one turn of a model: its forward and the overhead of its role.
+    def call(self, model: int, role: Role, batch: float, tokens: float) -> float:
+        """Milliseconds of one call of a model: its forward and the overhead of its role.
 
         Args:
             model: index into `forward`.
-            role: `draft` and `verify` of a level, `target` and `plain` of the target.
+            role: `draft`, `lookup` or `verify` of a level, `target` or `plain` of the target.
             batch: requests that take part.
             tokens: tokens per request, the mean where requests differ.
         """
         if role == "plain" and self.plain is not None:
             return self.plain.at(batch, tokens)
-        extra = self.overhead[role].at(batch, tokens) if role in self.overhead else 0.0
+        extra = 0.0
+        if (role == "draft" or role == "verify") and role in self.overhead:
+            extra = self.overhead[role].at(batch, tokens)
         return self.forward[model].at(batch, tokens) + extra
 
-    def turns(self, model: int, role: Role, batch: int, max_tokens: int) -> np.ndarray:
-        """`turn` for 1..max_tokens tokens, float64 [max_tokens]."""
-        return np.array([self.turn(model, role, batch, t + 1) for t in range(max_tokens)])
+    def calls(self, model: int, role: Role, batch: int, max_tokens: int) -> NDArray[np.float64]:
+        """`call` for 1..max_tokens tokens, float64 [max_tokens]."""
+        return np.array([self.call(model, role, batch, t + 1) for t in range(max_tokens)])

@@ -1,0 +1,184 @@
+"""Measured acceptance: against direct computation, and against cascades that really run."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.benchmark_scripts import load_script
+
+from vllm_hsd.core.bigram import BigramLevel, count_bigrams, write_bigram
+from vllm_hsd.core.cascade import LevelOptions
+from vllm_hsd.errors import UserError
+from vllm_hsd.planner import acceptance
+from vllm_hsd.planner.latencies import Latencies, LatencyTable
+from vllm_hsd.planner.measure import Stages
+from vllm_hsd.planner.models import ModelSet
+from vllm_hsd.planner.predict import Measured, Selection, predict
+from vllm_hsd.planner.profile import Sampling, check_rates
+from vllm_hsd.planner.prompt_lookup import propose
+from vllm_hsd.planner.survival import Acceptance
+from vllm_hsd.planner.task import Task, candidates
+from vllm_hsd.reference import HuggingFaceLevel, ReferenceEngine
+
+closed_forms = load_script("paper_tables/closed_forms.py")
+
+NGRAM, BIGRAM, SMALL, MID, EXIT, TARGET = range(6)
+
+
+def prompts(count, vocabulary):
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, vocabulary, size=rng.integers(3, 9)).tolist() for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def task(text_family, tmp_path_factory):
+    """Every kind of candidate that reads no trained head."""
+    path = tmp_path_factory.mktemp("bigram") / "pairs.npz"
+    size = text_family.vocabulary
+    documents = [np.random.default_rng(1).integers(size, size=4000)]
+    write_bigram(count_bigrams(documents, size), str(path))
+    found = candidates(
+        models=[text_family.small, text_family.mid], exits=[1], bigrams=[str(path)], ngram=3
+    )
+    return Task(
+        text_family.target, found, max_draft_tokens=6, text_tokens=48, contexts=128,
+        texts_per_forward=32,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(task):
+    return ModelSet(task.target, task.candidates)
+
+
+@pytest.fixture(scope="module")
+def measured(models, task, text_family):
+    contexts, done = prompts(64, text_family.vocabulary), []
+    found = acceptance.measure_acceptance(models, contexts, task, done.append)
+    assert len(done) == acceptance.num_batches(models, len(contexts), task)
+    return found
+
+
+def test_rates_are_those_of_the_probabilities_on_the_same_contexts(models, task, text_family):
+    contexts = prompts(3, text_family.vocabulary)
+    cooler = replace(task, sampling=Sampling(temperature=0.8))
+    texts = acceptance.scored_texts(models, TARGET, contexts, cooler, (0, 0, 0))
+    for row, context in enumerate(contexts):
+        length = texts.lengths[row]
+        text = texts.tokens[row, :length]
+        whole = torch.tensor([[*context, *text[:-1]]])
+        logits = models.logits(whole, len(context) - 1, range(1, 6))
+        probs = {m: torch.softmax(logits[m][0].double() / 0.8, -1).numpy() for m in logits}
+        for i in probs:
+            for j in probs:
+                rate = closed_forms.acceptance_rate(probs[i], probs[j]).mean()
+                assert texts.rates[row, i, j] == pytest.approx(rate, abs=1e-5)
+            log_prob = np.log(probs[i][np.arange(length), text])
+            assert texts.log_probs[i, row, :length] == pytest.approx(log_prob, abs=1e-3)
+        for position in range(length):
+            proposal = propose(np.array([*context, *text[:position]]), 1, 3, 6)
+            assert texts.offered[NGRAM][row, position] == len(proposal)
+    assert np.isnan(texts.rates[:, NGRAM]).all() and np.isnan(texts.log_probs[NGRAM]).all()
+
+
+def test_matrices_have_the_shape_of_rates(measured):
+    check_rates(measured.rates[1:, 1:])
+    assert measured.rates[SMALL, TARGET] < measured.rates[MID, TARGET] < 1
+    better, worse = measured.tables["block"], measured.tables["standard"]
+    assert better.shape == worse.shape == (6, 6, 7, 7, 7)
+    for table in (better, worse):
+        assert np.all(np.diff(table, axis=-1) <= 1e-12) and np.allclose(table[..., 0], 1)
+        # Nothing drafts for a table or a lookup, nor an exit for itself.
+        assert np.all(table[[NGRAM, BIGRAM], :, :, :, 1:] == 0)
+    # Their rounds start at other positions, so single entries may differ a little.
+    assert np.min(better - worse) > -0.02
+    # The first drafted token is accepted at the mean rate under both verifiers.
+    for drafter in (BIGRAM, MID):
+        first = better[TARGET, drafter, 1, 0, 1]
+        assert first == pytest.approx(measured.rates[drafter, TARGET], abs=0.03)
+    assert np.allclose(measured.tables["lookup0"].sum((-2, -1)), 1)
+
+
+SELECTIONS = {
+    "mid": Selection((MID,), (5,)),
+    "small > mid": Selection((SMALL, MID), (2, 5)),
+    "bigram": Selection((BIGRAM,), (3,)),
+    "bigram > mid": Selection((BIGRAM, MID), (2, 5)),
+}
+
+
+@pytest.mark.parametrize("selection", SELECTIONS.values(), ids=SELECTIONS)
+def test_predicted_calls_are_those_of_cascades_that_run(measured, models, text_family, selection):
+    """Tokens per target call and forwards per level, against the reference engine."""
+    levels = [
+        BigramLevel(models.models[level]) if level == BIGRAM
+        else HuggingFaceLevel(models.models[level])
+        for level in selection.levels
+    ]  # fmt: skip
+    options = [LevelOptions(length) for length in selection.draft_lengths]
+    engine = ReferenceEngine(HuggingFaceLevel(models.target), levels, options)
+    calls, forwards, tokens = [], [], []
+    for seed, prompt in enumerate(prompts(12, text_family.vocabulary)):
+        result = engine.generate(prompt, 30, seed=seed)
+        calls.append(result.target_calls)
+        tokens.append(len(result.token_ids))
+        forwards.append([stats.forwards for stats in result.levels])
+    forward = [LatencyTable(batch_sizes=[1], tokens=[1], ms=[[1.0]]) for _ in range(6)]
+    found = Acceptance(measured.tables["block"], {NGRAM: measured.tables["lookup0"]})
+    predicted = predict(selection, Measured(Latencies(forward=forward), found), output_tokens=31)
+    per_call = np.array(tokens) / np.array(calls)
+    error = 4 * per_call.std() / np.sqrt(len(calls))
+    assert predicted.tokens_per_step == pytest.approx(sum(tokens) / sum(calls), abs=error)
+    ran = np.sum(forwards, axis=0) / sum(calls)
+    assert predicted.level_calls[:-1] == pytest.approx(ran, rel=0.08)
+
+
+def test_a_candidate_is_asked_where_it_failed_and_not_where_it_was_right():
+    """Greedy: a candidate that is right at tokens 1 and 2 of 6, drafts of 1 and 2 tokens."""
+    right = np.array([[False, True, True, False, False, False]])
+    ratios = np.stack([np.where(right, 0.0, -np.inf), np.zeros(right.shape)])
+    chances = acceptance.asked_at(acceptance.after_prefill(ratios)[0], 2)
+    # The prefill emits token 0. Drafts of 1: one for token 1, whose bonus is token 2, then at
+    # 3, 4 and 5. Drafts of 2: one for tokens 1 and 2, whose bonus is token 3, then at 4 and 5.
+    ones, twos = np.array([[0, 1, 0, 1, 1, 1]]) / 4, np.array([[0, 1, 0, 0, 1, 1]]) / 3
+    assert chances == pytest.approx((ones + twos) / 2)
+
+
+def test_texts_without_a_second_token_are_one_sentence():
+    ratios = np.concatenate([np.zeros((2, 3, 1)), np.full((2, 3, 4), np.nan)], axis=-1)
+    with pytest.raises(UserError, match="ends its text with the first token after every"):
+        acceptance.after_prefill(ratios)
+
+
+def test_greedy_texts_are_accepted_as_far_as_they_agree(models, task, text_family):
+    greedy = replace(task, sampling=Sampling(temperature=0), contexts=16, text_tokens=24)
+    contexts = prompts(8, text_family.vocabulary)
+    tables = acceptance.measure_acceptance(models, contexts, greedy).tables
+    assert np.allclose(tables["block"][TARGET, 1:5], tables["standard"][TARGET, 1:5])
+
+
+def test_wide_vocabularies_take_smaller_batches(models, task, monkeypatch):
+    few = replace(task, text_tokens=10, contexts=4, max_draft_tokens=2, texts_per_forward=8)
+    assert acceptance.num_batches(models, 16, few) == 16 // 8 + 3
+    one_text = 6 * models.vocabulary * 4 * 10
+    monkeypatch.setattr(acceptance, "LOGITS_BYTES", 2 * one_text)
+    assert acceptance.num_batches(models, 16, few) == 16 // 2 + 3 * 2
+
+
+def test_a_token_just_outside_its_own_probabilities_counts_as_drawn():
+    drafter, verifier = [-1.0, -np.inf, -1.0], [-2.0, -np.inf, -np.inf]
+    ratios = acceptance._ratios(np.array([[drafter], [verifier]]), 1)
+    assert ratios[0, 0].tolist() == [1.0, -np.inf, 13.0]
+
+
+def test_a_finished_stage_is_kept_and_another_measurement_refused(measured, tmp_path):
+    stages = Stages(tmp_path / "partial", "one")
+    assert stages.load_acceptance() is None
+    stages.save_acceptance(measured)
+    again = Stages(tmp_path / "partial", "one").load_acceptance()
+    assert again.positions == measured.positions
+    assert np.array_equal(again.rates, measured.rates, equal_nan=True)
+    assert all(np.array_equal(again.tables[k], table) for k, table in measured.tables.items())
+    with pytest.raises(UserError, match="unfinished measurement with other settings"):
+        Stages(tmp_path / "partial", "another")

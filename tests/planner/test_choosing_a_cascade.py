@@ -1,0 +1,263 @@
+"""Choosing from a profile, explaining the choice, and what `plan` writes."""
+
+import csv
+import itertools
+import json
+import shlex
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from cli.command_line import run
+from support.benchmark_scripts import load_script
+
+from vllm_hsd.cli.plan import why_slower
+from vllm_hsd.config import CascadeConfig
+from vllm_hsd.errors import UserError
+from vllm_hsd.planner.latencies import Latencies, LatencyTable
+from vllm_hsd.planner.predict import Selection
+from vllm_hsd.planner.profile import Profile
+from vllm_hsd.planner.search import Constraints, Option, Search
+
+plots = load_script("planner/plots.py")
+
+
+def table(ms, slope):
+    """A forward whose tokens cost more at larger batches."""
+    batches, tokens = [1, 2, 8], [1, 9]
+    rows = [[ms * b**0.3 + slope * b * (t - 1) for t in tokens] for b in batches]
+    return LatencyTable(batch_sizes=batches, tokens=tokens, ms=rows)
+
+
+def plain(ms):
+    return LatencyTable(batch_sizes=[1, 2, 8], tokens=[1], ms=[[ms]] * 3)
+
+
+def candidate(name, **level):
+    return {"name": name, "level": level}
+
+
+@pytest.fixture
+def profile():
+    """Two drafters for which the cascade of both pays, and an exit that never does."""
+    return Profile(
+        schema=3,
+        target="models/target",
+        candidates=[
+            candidate("mid", model="models/mid"),
+            candidate("small", model="models/small"),
+            candidate("exit 3", early_exit=3),
+        ],
+        max_draft_tokens=8,
+        rates=[[1, 0.8, 0.6, 0.85], [0.8, 1, 0.5, 0.68], [0.6, 0.5, 1, 0.5], [0.85, 0.68, 0.5, 1]],
+        latencies=Latencies(
+            forward=[table(1.0, 0.01), table(0.05, 0.01), table(4.0, 0.1), table(10.0, 0.05)],
+            plain=plain(9.5),
+        ),
+    )
+
+
+@pytest.fixture
+def with_lookup():
+    """A model that accepts half of what a prompt lookup offers, as the target does."""
+    size = 9
+    survival = np.zeros((3, 3, size, size, size))
+    survival[..., 0] = 1.0
+    reached = np.tril(0.9 ** np.arange(size) * np.ones((size, 1)))
+    survival[2, 1] = reached[:, None]
+    joint = np.zeros((3, size, size, size, size))
+    joint[..., 0, 0], joint[..., 8, 0], joint[..., 8, 8] = 0.4, 0.2, 0.4
+    survival[:, 0] = np.minimum(1, np.tril(np.ones((size, size))) * 0.4)[:, None]
+    survival[:, 0, :, :, 0] = 1.0
+    profile = Profile(
+        schema=3,
+        target="models/target",
+        candidates=[candidate("ngram 4", ngram={"max": 4}), candidate("mid", model="models/mid")],
+        max_draft_tokens=8,
+        rates=[[None] * 3, [None, 1, 0.9], [None, 0.9, 1]],
+        tables="",
+        latencies=Latencies(
+            forward=[table(0.01, 0), table(1.0, 0.01), table(10.0, 0.05)], plain=plain(9.5)
+        ),
+    )
+    profile.set_tables({"block": survival, "standard": survival, "lookup0": joint})
+    return profile
+
+
+def everything(search):
+    """All cascades of the profile's candidates, predicted one by one."""
+    options = []
+    for depth in range(1, len(search.graph.order) + 1):
+        for levels in itertools.combinations(search.graph.order, depth):
+            options += plots.landscape(search, levels)
+    return options
+
+
+@pytest.mark.parametrize(("size", "tokens"), [(8, None), (5, 24)])
+def test_the_chosen_cascade_is_the_best_of_all(profile, size, tokens):
+    search = Search(profile, Constraints(max_draft_tokens=size, output_tokens=tokens))
+    choice = search.choose()
+    options = everything(search)
+    assert choice.best.ms == pytest.approx(min(option.ms for option in options))
+    assert choice.best.selection.levels == (1, 0)
+    singles = [option.ms for option in options if len(option.selection.levels) == 1]
+    assert choice.single.ms == pytest.approx(min(singles))
+    assert choice.none.ms == 9.5
+    with_exit = [option.ms for option in options if 2 in option.selection.levels]
+    others = dict(choice.others)
+    assert others["best with exit 3"].ms == pytest.approx(min(with_exit))
+    assert [o.ms for _, o in choice.others] == sorted(o.ms for _, o in choice.others)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_lookup_below_a_model_is_chosen_where_it_pays(with_lookup, batch):
+    search = Search(with_lookup, Constraints(batch=batch))
+    choice = search.choose()
+    assert choice.best.selection.levels == (0, 1)
+    assert choice.best.ms == pytest.approx(min(option.ms for option in everything(search)))
+
+
+def test_fewer_levels_and_shorter_drafts_on_request(profile):
+    best = Search(profile, Constraints(max_levels=1, max_draft_tokens=3)).choose().best
+    assert len(best.selection.levels) == 1 and best.selection.draft_lengths[0] <= 3
+
+
+def test_a_larger_batch_drafts_less(profile):
+    alone = Search(profile, Constraints()).choose().best
+    together = Search(profile, Constraints(batch=8)).choose().best
+    assert sum(together.selection.draft_lengths) < sum(alone.selection.draft_lengths)
+
+
+def test_no_speculation_can_win(profile):
+    profile.latencies.plain = plain(0.01)
+    choice = Search(profile, Constraints()).choose()
+    assert choice.best is choice.none and choice.best.selection == Selection((), ())
+
+
+def test_the_reason_names_the_model_that_takes_the_time(profile):
+    search = Search(profile, Constraints())
+    choice = search.choose()
+    why = why_slower(profile, dict(choice.others)["best with exit 3"], choice.best)
+    assert why.startswith("target takes") and "(chosen: 5.12)" in why
+    many_rounds = Selection((1, 0), (1, 8))
+    slow = Option(many_rounds, search.predict(many_rounds))
+    assert why_slower(profile, slow, choice.best).startswith("mid takes")
+    assert "target takes 9.5 ms/token" in why_slower(profile, choice.none, choice.best)
+    assert "emits 1.00 tokens per step" in why_slower(profile, choice.none, choice.best)
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        ({"max_draft_tokens": 9}, "covers 1 to 8 tokens"),
+        ({"max_draft_tokens": 0}, "--max-draft-tokens is 0"),
+        ({"batch": 0}, "--batch-sizes has 0"),
+        ({"batch": 4}, r"batch size 4 was not measured, only 1, 2, 8: .* --batch-sizes 4"),
+        ({"max_levels": -1}, "allow at least 1 level"),
+        ({"max_levels": 0}, "allow at least 1 level"),
+    ],
+)
+def test_constraints_that_cannot_be_met(profile, constraints, message):
+    with pytest.raises(UserError, match=message):
+        Search(profile, Constraints(**constraints))
+
+
+def test_a_profile_without_latencies_cannot_be_planned_with(profile):
+    profile.latencies = None
+    with pytest.raises(UserError, match="holds no latencies"):
+        Search(profile, Constraints())
+
+
+def served(output):
+    """The last line that `plan` printed, as arguments."""
+    return shlex.split(output.strip().splitlines()[-1])
+
+
+def test_plan_writes_what_the_plugin_reads_and_prints_how_to_serve_it(profile, tmp_path, capsys):
+    profile.save(tmp_path / "profile.json")
+    output = tmp_path / "cascade.json"
+    assert run("plan", tmp_path / "profile.json", "-o", output) == 0
+    shown = capsys.readouterr().out
+    for text in ("chosen", "small", "mid", "no speculation", "best single drafter", "ms/token"):
+        assert text in shown
+    written = json.loads(output.read_text())
+    parsed = CascadeConfig.parse({"cascade": str(output)})
+    choice = Search(profile, Constraints()).choose()
+    assert parsed.draft_lengths == list(choice.best.selection.draft_lengths)
+    assert [level.model for level in parsed.levels] == ["models/small", "models/mid"]
+    assert parsed.verifier == "block"
+    assert written["planned_for"]["ms_per_token"] == pytest.approx(choice.best.ms, abs=1e-3)
+    *command, config = served(shown)
+    assert command == ["vllm", "serve", "models/target", "--speculative-config"]
+    config = json.loads(config)
+    assert config.pop("method") == "hsd" and CascadeConfig.parse(config) == parsed
+
+
+def test_a_cascade_with_a_lookup_is_read_by_the_plugin(with_lookup, tmp_path, capsys):
+    with_lookup.save(tmp_path / "profile.json")
+    output = tmp_path / "cascade.json"
+    run("plan", tmp_path / "profile.json", "-o", output)
+    parsed = CascadeConfig.parse({"cascade": str(output)})
+    assert parsed.levels[0].ngram.max == 4 and parsed.levels[1].model == "models/mid"
+
+
+def test_plan_for_several_batch_sizes_and_exits(profile, tmp_path, capsys):
+    profile.candidates = profile.candidates[2:]
+    profile.rates = [[1, 0.5], [0.5, 1]]
+    profile.latencies.forward = profile.latencies.forward[2:]
+    profile.latencies.forward[0] = table(0.5, 0.01)
+    profile.save(tmp_path / "profile.json")
+    output = tmp_path / "cascade.json"
+    run("plan", tmp_path / "profile.json", "--batch-sizes", 1, 2, "-o", output)
+    for batch in (1, 2):
+        parsed = CascadeConfig.parse({"cascade": str(tmp_path / f"cascade-batch{batch}.json")})
+        assert parsed.levels[0].early_exit == 3
+    assert not output.exists()
+    assert capsys.readouterr().out.splitlines()[-4::2] == ["# batch size 1", "# batch size 2"]
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_plan_says_when_nothing_pays_and_leaves_no_stale_file(profile, tmp_path, capsys, stale):
+    profile.latencies.plain = plain(0.01)
+    profile.save(tmp_path / "profile.json")
+    output = tmp_path / "cascade.json"
+    if stale:
+        output.write_text("{}")
+    run("plan", tmp_path / "profile.json", "-o", output)
+    captured = capsys.readouterr()
+    said = " ".join(captured.err.split())
+    assert "No speculation is the fastest" in said
+    assert ("removed the older" if stale else "did not write") in said
+    assert not output.exists()
+    assert served(captured.out) == ["vllm", "serve", "models/target"]
+
+
+def test_plan_needs_no_torch(profile, tmp_path):
+    """A process in which torch, transformers and vLLM cannot be imported."""
+    profile.save(tmp_path / "profile.json")
+    code = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "vllm"):
+            raise AssertionError(f"plan imports {name}")
+sys.meta_path.insert(0, Refuse())
+from vllm_hsd.cli.main import main
+sys.exit(main(["plan", "profile.json"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert served(done.stdout)[0] == "vllm" and (tmp_path / "cascade.json").exists()
+
+
+def test_the_landscape_comes_with_its_numbers(profile, tmp_path):
+    pytest.importorskip("matplotlib")
+    search = Search(profile, Constraints(max_draft_tokens=4))
+    plots.plot_landscape(search, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"landscape.png", "landscape.csv"}
+    rows = list(csv.DictReader((tmp_path / "landscape.csv").open()))
+    best = search.choose().best.ms
+    assert min(float(row["ms_per_token"]) for row in rows) == pytest.approx(best)

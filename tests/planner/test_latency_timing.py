@@ -1,0 +1,260 @@
+"""Tables from recordings, and an engine that records."""
+
+import json
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from cli.command_line import run
+
+from vllm_hsd.core.bigram import count_bigrams, write_bigram
+from vllm_hsd.errors import UserError
+from vllm_hsd.planner import timing
+from vllm_hsd.planner.profile import Sampling, load_profile
+from vllm_hsd.planner.task import Task, candidates
+from vllm_hsd.planner.timing import Timing
+
+MODEL_AND_EXIT = candidates(models=["m"], exits=[2])
+
+
+def make_timing(tmp_path, candidates=MODEL_AND_EXIT, sizes=(10, 5), **changes):
+    task = {
+        "engine_args": {"dtype": "float32"}, "batch_sizes": [1, 4], "max_draft_tokens": 8
+    }  # fmt: skip
+    return Timing(Task("t", candidates, **{**task, **changes}), sizes, [[1, 2]], 50, tmp_path)
+
+
+def shapes(found):
+    return [(tuple(s["levels"]), tuple(s["draft_lengths"])) for s in found if s["batch"] == 1]
+
+
+def test_every_candidate_drafts_and_verifies_and_the_target_verifies_every_length(tmp_path):
+    found = make_timing(tmp_path).settings(0)
+    cascades = shapes(found)
+    assert ((0,), (4,)) in cascades and ((1,), (4,)) in cascades
+    assert {b for levels, b in cascades if levels == (1, 0)} == {(1, 2), (2, 3), (4, 5), (7, 8)}
+    assert {b for levels, b in cascades if levels == (0, 1)} == {(1, 2), (2, 3), (4, 5), (7, 8)}
+    assert {b for levels, b in cascades if levels == (1,)} == {(1,), (2,), (4,), (7,), (8,)}
+    assert {s["batch"] for s in found} == {1, 4}
+    passes = (make_timing(tmp_path).settings(number) for number in (0, 1))
+    first, second = ({s["first_prompt"] for s in settings} for settings in passes)
+    assert not first & second and len(first) == len(cascades)
+
+
+def test_a_table_drafts_where_only_a_lookup_is_left_to(tmp_path):
+    timed = make_timing(tmp_path, candidates(models=["m"], ngram=4), sizes=[0, 9])
+    levels = timed.engine_args(True)["speculative_config"]["levels"]
+    assert levels[0] == {"ngram": {"max": 4}, "num_tokens": 8}
+    assert levels[2] == {"bigram": str(tmp_path / "filler.npz"), "num_tokens": 8}
+    cascades = shapes(timed.settings(0))
+    assert ((0,), (4,)) in cascades and ((2, 1), (4, 5)) in cascades
+    assert all(levels[-1] != 0 or len(levels) == 1 for levels, _ in cascades)
+    assert ((1,), (8,)) in cascades
+
+
+def test_the_engine_hosts_all_candidates(tmp_path):
+    arguments = make_timing(tmp_path).engine_args(True)
+    assert arguments["speculative_config"]["levels"] == [
+        {"model": "m", "num_tokens": 8},
+        {"early_exit": 2, "num_tokens": 8},
+    ]
+    assert arguments["max_num_seqs"] == 4 and arguments["dtype"] == "float32"
+    assert "speculative_config" not in make_timing(tmp_path).engine_args(False)
+
+
+def recordings(rng, batches=(1, 4)):
+    """Calls of 2 + 0.5 t ms (model 0) and 1 ms (model 1), with an overhead and rare pauses."""
+    calls, steps = [], []
+    for batch in batches:
+        for tokens in range(1, 10):
+            for _ in range(12):
+                noise = 1 + 0.02 * rng.standard_normal() + 5 * (rng.random() < 0.05)
+                ms = (2 + 0.5 * tokens) * noise
+                call = {"batch": batch, "tokens": batch * tokens, "role": "verify"}
+                calls.append({**call, "level": 0, "ms": ms, "call_ms": ms + 0.3})
+                draft = {"batch": batch, "tokens": batch, "role": "draft", "level": 1}
+                calls.append({**draft, "ms": noise, "call_ms": noise + 0.1})
+                steps.append({"batch": batch, "tokens": batch * tokens, "ms": 20 * noise})
+    plain = [{"steps": [{"batch": b, "tokens": b, "ms": 15.0} for b in batches for _ in range(5)]}]
+    return [{"calls": calls, "steps": steps}], plain
+
+
+def test_tables_are_the_times_that_were_recorded(tmp_path):
+    found = make_timing(tmp_path).latencies(*recordings(np.random.default_rng(0)))
+    for tokens in (1, 3, 5, 9):
+        assert found.forward[0].at(1, tokens) == pytest.approx(2 + 0.5 * tokens, rel=0.03)
+        assert found.call(0, "verify", 4, tokens) == pytest.approx(2.3 + 0.5 * tokens, rel=0.03)
+    assert found.call(1, "draft", 1, 1) == pytest.approx(1.1, rel=0.03)
+    assert found.call(1, "lookup", 1, 1) == pytest.approx(1.0, rel=0.03)
+    assert found.call(-1, "target", 4, 5) == pytest.approx(20, rel=0.03)
+    assert found.call(-1, "plain", 1, 1) == 15.0
+    assert found.forward[0].tokens[-1] == 9
+    assert found.relative_spread() < 0.15 and found.batch_sizes() == [1, 4]
+    busy = found.forward[-1]
+    busy.spread = [[0.4 * ms for ms in row] for row in busy.ms]
+    assert found.relative_spread() == pytest.approx(0.4)
+    for table in found.forward:
+        assert all(np.diff(row).min() >= 0 for row in table.ms)
+
+
+def test_a_lookup_takes_its_whole_call(tmp_path):
+    timed = make_timing(tmp_path, candidates(models=["m"], ngram=4), sizes=[0, 9], batch_sizes=[1])
+    cascades, plain = recordings(np.random.default_rng(0), batches=(1,))
+    for call in cascades[0]["calls"]:
+        call["level"] = 1 - call["level"]
+        call["role"] = "lookup" if call["level"] == 0 else call["role"]
+    found = timed.latencies(cascades, plain)
+    assert found.forward[0].tokens == [1]
+    assert found.call(0, "lookup", 1, 1) == pytest.approx(1.1, rel=0.03)
+    assert "draft" not in found.overhead
+
+
+def test_a_batch_that_never_ran_is_one_sentence(tmp_path):
+    recorded = recordings(np.random.default_rng(0), batches=(1,))
+    with pytest.raises(UserError, match="no step of batch size 4 was seen"):
+        make_timing(tmp_path).latencies(*recorded)
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_start_says_why(tmp_path):
+    timed = make_timing(tmp_path)
+    reason = r"the engine to time cannot start: .*log"
+    with timed.engine(False) as engine, pytest.raises(UserError, match=reason):
+        timed.run(engine, [])
+
+
+class RecordedTiming(Timing):
+    """Answers from recordings in place of engines, and counts what is asked of it."""
+
+    asked: ClassVar[list] = []
+    alive = 0
+
+    def engine(self, speculative):
+        timed = self
+
+        class Engine:
+            def __enter__(self):
+                timed.alive += 1
+                return speculative
+
+            def __exit__(self, *exception):
+                timed.alive -= 1
+
+        return Engine()
+
+    def run(self, engine, settings, advance=lambda: None):
+        if len(self.asked) == 3:
+            self.asked.append("interrupted")
+            raise KeyboardInterrupt
+        self.asked.append(("cascades" if engine else "plain", self.alive))
+        cascades, plain = recordings(np.random.default_rng(0))
+        for _ in settings:
+            advance()
+        return cascades if engine else plain
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_engines_alternate_and_an_interrupted_measurement_continues(tmp_path, monkeypatch, gpu):
+    monkeypatch.setattr(RecordedTiming, "asked", [])
+    monkeypatch.setattr(timing.torch.cuda, "is_available", lambda: gpu)
+    task = make_timing(tmp_path).task
+    store = tmp_path / "timing.json"
+    with pytest.raises(KeyboardInterrupt):
+        RecordedTiming(task, (10, 5), [[1]], 50, tmp_path).measure(store)
+    done = []
+    timed = RecordedTiming(task, (10, 5), [[1]], 50, tmp_path)
+    found = timed.measure(store, lambda: done.append(1))
+    asked = [name for name in RecordedTiming.asked if name != "interrupted"]
+    assert len(done) == timed.num_settings
+    assert found.call(-1, "plain", 1, 1) == 15.0
+    assert timed.alive == 0
+    names = [name for name, _ in asked]
+    if gpu:
+        assert names == ["cascades"] * timing.PASSES + ["plain"] * timing.PASSES
+        assert {alive for _, alive in asked} == {1}
+    else:
+        assert names == ["cascades", "plain"] * timing.PASSES
+        assert asked[-1][1] == 2
+
+
+ENGINE = {
+    "dtype": "float32", "enforce_eager": True, "max_model_len": 128,
+    "kv_cache_memory_bytes": 1 << 26,
+}  # fmt: skip
+
+
+def test_an_engine_records_every_call_and_step(text_family, tmp_path):
+    """A single drafter, a cascade, and a lookup below a model, in one engine."""
+    found = candidates(models=[text_family.small, text_family.mid], ngram=3)
+    task = Task(
+        text_family.target, found, Sampling(), 4, batch_sizes=[2], engine_args=ENGINE
+    )  # fmt: skip
+    prompts = [[5, 9, 30], [7, 80, 81, 12], [5, 6, 7, 5, 6, 7, 5]]
+    timed = Timing(task, [0, 1, 2], prompts, text_family.vocabulary, tmp_path)
+    settings = [
+        {"levels": [2], "draft_lengths": [3], "batch": 1, "tokens": 24, "first_prompt": 0},
+        {"levels": [1, 2], "draft_lengths": [2, 4], "batch": 2, "tokens": 24, "first_prompt": 1},
+        {"levels": [0, 1], "draft_lengths": [2, 4], "batch": 1, "tokens": 24, "first_prompt": 2},
+    ]
+    done = []
+    with timed.engine(True) as engine:
+        single, cascade, lookup = timed.run(engine, settings, lambda: done.append(1))
+        (again,) = timed.run(engine, settings[:1])
+    assert len(done) == 3
+    assert again["emitted"] == single["emitted"]  # seeded: the same text
+    full = [step for step in single["steps"] if step["tokens"] == 4]
+    assert {step["batch"] for step in single["steps"]} == {1}
+    assert {call["level"] for call in single["calls"]} == {2}
+    assert {call["role"] for call in single["calls"]} == {"draft"}
+    # The first draft comes with the prefill, which is not timed.
+    assert 3 * (len(full) - 1) <= len(single["calls"]) <= 3 * len(single["steps"]) + 3
+    # The prefill emits the first token of a request, decoding all others.
+    assert single["emitted"] == 24 - 1 and cascade["emitted"] == 2 * (24 - 1)
+    assert len(single["steps"]) < single["emitted"]
+    # Calls and steps share out the time, but for the drafts that come with the prefill; after the
+    # last token the level only catches up with it.
+    assert all(step["ms"] > 0 and step["drafting_ms"] > 0 for step in single["steps"])
+    drafting = sum(step["drafting_ms"] for step in single["steps"][1:])
+    assert sum(call["call_ms"] for call in single["calls"][:-1]) == pytest.approx(drafting)
+    assert {(c["level"], c["role"]) for c in cascade["calls"]} == {(1, "draft"), (2, "verify")}
+    assert max(call["tokens"] / call["batch"] for call in cascade["calls"]) <= 5
+    assert max(step["batch"] for step in cascade["steps"]) == 2
+    assert {(c["level"], c["role"]) for c in lookup["calls"]} == {(0, "lookup"), (1, "verify")}
+
+
+@pytest.mark.slow
+def test_profile_command_measures_everything(text_family, tmp_path, capsys):
+    """From the command line to a plan, through real engines."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello\n\nworld of words\n\nand a third\n\n")
+    path, table = tmp_path / "profile.json", tmp_path / "pairs.npz"
+    size = text_family.vocabulary
+    write_bigram(count_bigrams([np.arange(size)], size), str(table))
+    engine = {"enforce_eager": True, "max_model_len": 256, "kv_cache_memory_bytes": 1 << 28}
+    status = run(
+        "profile", "--target", text_family.target, "--models", text_family.small,
+        "--exits", 1, "--bigram", table, "--ngram", "--prompts", prompts, "--max-draft-tokens", 4,
+        "--batch-sizes", 1, 2, "--engine-args", json.dumps(engine), "-o", path,
+    )  # fmt: skip
+    assert status == 0 and not path.with_name("profile.json.partial").exists()
+    assert "ms/forward" in capsys.readouterr().out
+    profile = load_profile(path)
+    assert profile.names == ["ngram 4", "pairs.npz", "small", "exit 1", "target"]
+    assert profile.latencies.plain.batch_sizes == [1, 2]
+    assert profile.versions["vllm"] and profile.prompts.prompts == 3
+    assert run("plan", path, "-o", tmp_path / "cascade.json") == 0
+
+
+def test_profile_command_without_timing_and_prompts(text_family, tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    status = run(
+        "profile", "--target", text_family.target, "--models", text_family.mid, "--ngram", 2,
+        "--num-prompts", 8, "--max-draft-tokens", 3, "--skip-timing", "-o", path,
+    )  # fmt: skip
+    assert status == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"profile.json", "profile.npz"}
+    captured = capsys.readouterr()
+    assert "No --prompts" in captured.err and "acceptance rates" in captured.out
+    profile = load_profile(path)
+    assert profile.latencies is None and profile.prompts.file == ""
+    assert 0.5 < profile.rate_matrix()[1, 2] < 1 and profile.lookups == [0]

@@ -1,0 +1,215 @@
+"""The dynamic program against brute force, and the papers' tables."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.benchmark_scripts import load_script
+
+from vllm_hsd.errors import UserError
+from vllm_hsd.planner import optimize
+from vllm_hsd.planner.predict import Selection
+from vllm_hsd.planner.profile import check_rates
+from vllm_hsd.planner.survival import Acceptance, folded, independent_survival
+
+closed_forms = load_script("paper_tables/closed_forms.py")
+paper_instance = load_script("paper_tables/paper_instance.py")
+
+
+def random_instance(seed, models):
+    """Ascending costs [M + 1] and rates [M + 1, M + 1] of random distributions."""
+    rng = np.random.default_rng(seed)
+    probs = [rng.dirichlet(np.ones(6))]
+    for _ in range(models):  # neighbors resemble each other
+        probs.append(0.6 * probs[-1] + 0.4 * rng.dirichlet(np.ones(6)))
+    probs = np.stack(probs)
+    costs = np.sort(np.exp(rng.uniform(-4, 2, size=models + 1)))
+    return costs, closed_forms.acceptance_rate(probs[:, None], probs[None])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 4))
+def test_optimum_equals_brute_force(seed, models, max_tokens):
+    costs, rates = random_instance(seed, models)
+    ((best, cost),) = optimize.solve(paper_instance.paper_graph(costs, rates, max_tokens))
+    ((_, cheapest),) = paper_instance.brute_force(costs, rates, max_tokens)
+    assert cost == pytest.approx(cheapest, rel=1e-12)
+    pairs = [*best.levels, models]
+    chain = [rates[a, b] for a, b in itertools.pairwise(pairs)]
+    closed = closed_forms.cascade_latency(costs[pairs], chain, best.draft_lengths)
+    assert closed == pytest.approx(cost)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 4), st.integers(2, 25))
+def test_k_best_equal_brute_force(seed, models, max_tokens, k):
+    costs, rates = random_instance(seed, models)
+    graph = paper_instance.paper_graph(costs, rates, max_tokens)
+    found = optimize.solve(graph, k=k)
+    expected = paper_instance.brute_force(costs, rates, max_tokens, k=k)
+    assert [c for _, c in found] == pytest.approx([c for _, c in expected], rel=1e-9)
+    assert len({selection for selection, _ in found}) == len(found)
+    for selection, cost in found:
+        of_graph = paper_instance.selection_cost(graph, selection.levels, selection.draft_lengths)
+        assert of_graph == pytest.approx(cost)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 3))
+def test_max_levels_equals_brute_force_over_shallow_cascades(seed, max_levels):
+    costs, rates = random_instance(seed, 4)
+    graph = paper_instance.paper_graph(costs, rates, 3)
+    ((_, cost),) = optimize.solve(graph, max_levels=max_levels)
+    everything = paper_instance.brute_force(costs, rates, 3, k=10**6)
+    shallow = [cost for selection, cost in everything if len(selection.levels) <= max_levels]
+    assert cost == pytest.approx(shallow[0])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_capped_graph_with_recorded_survival_equals_brute_force(seed, with_lookup):
+    """Times that depend on tokens, survival that depends on draft length and position; lookups."""
+    rng = np.random.default_rng(seed)
+    models, size = 3, 4
+    draft = np.sort(rng.uniform(0.1, 1, models))
+    verify = np.sort(rng.uniform(0.1, 3, (models + 1, size + 1)), axis=None)
+    verify = verify.reshape(models + 1, size + 1)
+    shape = (models + 1, models + 1, size + 1, size + 1, size + 1)
+    survival = np.sort(rng.random(shape))[..., ::-1]
+    survival[..., 0] = 1.0
+    lookups = {}
+    if with_lookup:
+        joint = np.tril(rng.random((models + 1, *[size + 1] * 4)))
+        lookups = {2: joint / joint.sum((-2, -1), keepdims=True)}
+    acceptance = Acceptance(survival, lookups)
+    graph = optimize.build_graph(draft, verify, 4.0, acceptance, capped=True)
+    costs = {
+        Selection(tuple(graph.order[node] for node in nodes), lengths): cost
+        for nodes, lengths in paper_instance.all_cascades(models, size)
+        if (cost := paper_instance.selection_cost(graph, nodes, lengths)) < np.inf
+    }
+    found = optimize.solve(graph, k=5)
+    assert [cost for _, cost in found] == pytest.approx(sorted(costs.values())[:5])
+    assert all(costs[selection] == pytest.approx(cost) for selection, cost in found)
+    assert all(2 not in selection.levels[1:] for selection, _ in found if with_lookup)
+
+
+def test_the_cost_to_verify_a_lookup_is_that_of_what_it_offers():
+    joint = np.zeros((1, 4, 4, 4, 4))
+    joint[..., 0, 0], joint[..., 2, 1], joint[..., 3, 3] = 0.5, 0.2, 0.3
+    spent = optimize.expected_cost(joint, np.array([[1.0, 2.0, 4.0, 8.0]]))
+    assert spent[0, 1, 0] == pytest.approx([1, 1.5, 2.5, 0.5 + 0.8 + 2.4])
+    assert folded(joint[0, 0, 0], 2).tolist() == [[0.5, 0, 0], [0, 0, 0], [0, 0.2, 0.3]]
+
+
+def test_renewal_counts_rounds_and_asked_tokens():
+    survival = independent_survival(0.7, 6)
+    one, asked = np.ones((1, 1, 1)), np.arange(7.0)[None, None]
+    rounds = optimize.renewal(survival, one, capped=False)
+    for length in (1, 3, 6):
+        for wanted in (1, 4, 6):
+            expected = closed_forms.expected_rounds(0.7, length, wanted)
+            assert rounds[length - 1, wanted - 1] == pytest.approx(expected)
+    capped = optimize.renewal(survival, one, capped=True)
+    tokens = optimize.renewal(survival, asked, capped=True)
+    # One token is owed: one round, nothing asked. Two: ask for one; if it fails, one more round.
+    assert capped[3, :2] == pytest.approx([1.0, 1.3])
+    assert tokens[3, :2] == pytest.approx([0.0, 1.0])
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_rates_of_any_distributions_pass_the_check(seed):
+    probs = np.random.default_rng(seed).dirichlet(np.full(4, 0.3), size=5)
+    matrix = closed_forms.acceptance_rate(probs[:, None], probs[None])
+    assert np.allclose(check_rates(matrix), matrix)
+    assert np.allclose(closed_forms.total_variation(probs, probs), 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({(0, 1): 1.2, (1, 0): 1.2}, r"small and mid is 1\.2, outside \[0, 1\]"),
+        ({(0, 1): float("nan")}, "small and mid is missing"),
+        ({(0, 1): 0.5}, "0.5 one way and 0.7 the other"),
+        ({(0, 2): 0.1, (2, 0): 0.1}, "triangle inequality: .*mid.* measure all pairs"),
+    ],
+)
+def test_impossible_rates_are_one_sentence(change, message):
+    matrix = np.array([[1, 0.7, 0.6], [0.7, 1, 0.8], [0.6, 0.8, 1]])
+    for pair, value in change.items():
+        matrix[pair] = value
+    with pytest.raises(UserError, match=message) as error:
+        check_rates(matrix, ["small", "mid", "target"])
+    assert str(error.value).endswith(".") and "\n" not in str(error.value)
+
+
+# Appendix B.3, Tables 6 and 7: rates of models 1..6, row i, columns i + 1..6.
+TABLES = {
+    1: (
+        [0.00001, 0.003, 0.01, 0.25, 4, 33],
+        [[0.75, 0.5, 0.25, 0, 0], [0.75, 0.5, 0.25, 0.05], [0.75, 0.5, 0.3], [0.75, 0.55], [0.8]],
+        {1: (1.0, 33.00), 2: (2.2971, 14.37)},
+        [2.94, 3.10, 3.10, 3.11],
+    ),
+    8: (
+        [0.00005, 0.0002, 0.05, 2, 8, 33],
+        [[0.525, 0.125, 0, 0, 0], [0.6, 0.275, 0.025, 0], [0.675, 0.425, 0.225], [0.75, 0.55],
+         [0.8]],
+        {1: (1.0, 33.00), 2: (1.7091, 19.31)},
+        [1.93, 2.12, 2.13, 2.13],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("table", [1, 8])
+def test_motivating_examples_of_the_paper(table):
+    costs, upper, exact, rest = TABLES[table]
+    rates = np.eye(6)
+    for i, row in enumerate(upper):
+        rates[i, i + 1 :] = rates[i + 1 :, i] = row
+    speedups = {}
+    for models in range(1, 7):
+        graph = paper_instance.paper_graph(costs[-models:], rates[-models:, -models:], 15)
+        speedups[models] = 33 / optimize.solve(graph)[0][1]
+    for models, (speedup, latency) in exact.items():
+        assert round(speedups[models], 4) == speedup
+        assert round(33 / speedups[models], 2) == latency
+    assert [round(speedups[models], 2) for models in range(3, 7)] == rest
+
+
+def test_each_batch_size_has_its_own_optimum():
+    """When verification grows with the batch, a shorter draft wins."""
+    acceptance = Acceptance(independent_survival(np.full((2, 2), 0.8), 8))
+    lengths = []
+    for batch in (1, 16):
+        verify = np.ones((2, 9)) + 0.04 * batch * np.arange(9)
+        graph = optimize.build_graph(np.full(1, 0.02), verify, 1.0, acceptance, capped=True)
+        lengths.append(optimize.solve(graph)[0][0].draft_lengths)
+    assert lengths[0] > lengths[1]
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ([0.0, 1.0], "cost of model 0 is 0: it must be above 0"),
+        ([1.0, -2.0], "cost of model 1 is -2"),
+        ([float("nan"), 1.0], "cost of model 0 is nan"),
+    ],
+)
+def test_impossible_costs_are_one_sentence(costs, message):
+    with pytest.raises(UserError, match=message):
+        paper_instance.paper_graph(costs, np.full((2, 2), 0.5), 4)
+
+
+def test_eighty_candidates_are_solved():
+    """The paper's largest instance: every layer of an 80-layer target, draft lengths to 15."""
+    position = np.linspace(0, 1, 81) ** 0.5
+    rates = 1 - np.abs(position[:, None] - position)
+    costs = np.arange(1, 82, dtype=float)
+    graph = paper_instance.paper_graph(costs, rates, 15)
+    best, cost = optimize.solve(graph)[0]
+    of_graph = paper_instance.selection_cost(graph, best.levels, best.draft_lengths)
+    assert cost == pytest.approx(of_graph)
+    assert cost < optimize.solve(graph, max_levels=1)[0][1]

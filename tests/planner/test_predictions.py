@@ -1,0 +1,279 @@
+"""Predicted latency against the discrete-event simulation, with tables and with real tokens."""
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+from support import markov_models
+from support.benchmark_scripts import load_script
+
+from vllm_hsd.errors import UserError
+from vllm_hsd.planner import optimize, predict, prompt_lookup, simulate, survival
+from vllm_hsd.planner.latencies import Latencies, LatencyTable
+from vllm_hsd.planner.predict import Measured, Selection
+from vllm_hsd.planner.survival import Acceptance, independent_survival
+
+closed_forms = load_script("paper_tables/closed_forms.py")
+paper_instance = load_script("paper_tables/paper_instance.py")
+
+LONGEST = 12
+LOOKUP = 3  # index of the prompt lookup among the candidates
+
+
+def table(base, slope):
+    """A forward that grows with tokens and batch size."""
+    batches, tokens = [1, 4, 16], [1, 4, 16]
+    ms = [[base * b**0.2 + slope * (t - 1) * b**0.5 for t in tokens] for b in batches]
+    return LatencyTable(batch_sizes=batches, tokens=tokens, ms=ms)
+
+
+def random_lookup(verifiers, size, seed=0):
+    """A lookup's table with all the shares that a measurement can have."""
+    offered, accepted = np.tril_indices(size + 1)
+    joint = np.zeros((verifiers, size + 1, size + 1, size + 1, size + 1))
+    shares = np.random.default_rng(seed).dirichlet(np.ones(len(offered)), joint.shape[:3])
+    joint[..., offered, accepted] = shares
+    joint[-1] = joint[-1, :, :1]  # the same everywhere for the target
+    return joint
+
+
+def with_lookup(tables, joint):
+    """Acceptance of models and, before the target, a lookup."""
+    models, lookup = len(tables), len(tables) - 1
+    wide = np.zeros((models + 1, models + 1, *tables.shape[2:]))
+    wide[..., 0] = 1.0
+    inner = [*range(models - 1), models]
+    wide[np.ix_(inner, inner)] = tables
+    reached = np.cumsum(joint.sum(-2)[..., ::-1], -1)[..., ::-1]
+    within = np.arange(tables.shape[-1]) <= np.arange(tables.shape[-1])[:, None, None]
+    wide[:, lookup] = np.minimum(reached * within, 1.0)
+    return Acceptance(wide, {lookup: joint})
+
+
+@pytest.fixture(scope="module")
+def acceptance():
+    """Drafters 0..2 with independent acceptance, a prompt lookup, and the target."""
+    rates = [[1, 0.7, 0.6, 0.5], [0.7, 1, 0.8, 0.7], [0.6, 0.8, 1, 0.85], [0.5, 0.7, 0.85, 1]]
+    return with_lookup(independent_survival(rates, LONGEST), random_lookup(5, LONGEST))
+
+
+@pytest.fixture(scope="module")
+def measured(acceptance):
+    forward = [table(0.2, 0.02), table(0.5, 0.05), table(1.5, 0.1), table(0.03, 0), table(5, 0.2)]
+    overhead = {"verify": table(0.3, 0.1), "draft": table(0.1, 0)}
+    return Measured(Latencies(forward=forward, overhead=overhead), acceptance, frozenset({LOOKUP}))
+
+
+def flat(acceptance, *ms):
+    """Latencies that depend on nothing."""
+    forward = [LatencyTable(batch_sizes=[1], tokens=[1], ms=[[x]]) for x in ms]
+    return Measured(Latencies(forward=forward), acceptance, frozenset({LOOKUP}))
+
+
+CASCADES = {
+    "one model": Selection((0,), (5,)),
+    "two models": Selection((0, 1), (3, 8)),
+    "three models": Selection((0, 1, 2), (3, 6, 12)),
+    "a dearer drafter below": Selection((1, 2), (4, 2)),
+    "a lookup": Selection((LOOKUP,), (6,)),
+    "a lookup below a model": Selection((LOOKUP, 1), (5, 8)),
+    "a lookup below two models": Selection((LOOKUP, 0, 2), (4, 6, 12)),
+}
+
+
+@pytest.mark.parametrize("selection", CASCADES.values(), ids=CASCADES)
+@pytest.mark.parametrize("cacheless", [frozenset(), frozenset({0, 2})], ids=["caches", "exits"])
+def test_the_prediction_is_the_mean_of_the_simulation(selection, cacheless, measured):
+    measured = Measured(measured.latencies, measured.acceptance, cacheless | {LOOKUP})
+    predicted = predict.predict(selection, measured)
+    tokens = simulate.TableAcceptance(selection, measured.acceptance, np.random.default_rng(0))
+    seen = simulate.simulate(selection, measured, tokens, replicas=500, steps=20)
+    assert predicted.ms_per_token == pytest.approx(seen.ms_per_token, abs=5 * seen.stderr)
+    assert predicted.level_calls == pytest.approx(seen.level_calls, rel=0.05)
+    assert predicted.level_ms == pytest.approx(seen.level_ms, rel=0.05)
+    assert predicted.stderr == 0.0
+
+
+def test_a_lookup_that_offers_what_it_is_asked_for_is_a_model_with_one_call(acceptance, measured):
+    """The two paths of the prediction meet: full offers with a model's acceptance."""
+    gains = predict.gain_table(acceptance.survival[:, 1, :, :, :])
+    joint = np.zeros((5, LONGEST + 1, LONGEST + 1, LONGEST + 1, LONGEST + 1))
+    for length in range(LONGEST + 1):
+        joint[:, length, :, LONGEST] = gains[:, length, :, LONGEST]
+    full = Acceptance(acceptance.survival, {1: joint})
+    one, other = (
+        predict.predict(Selection((1, 2), (3, 8)), flat(found, 1, 1, 1, 1, 9))
+        for found in (acceptance, full)
+    )
+    assert other.tokens_per_step == pytest.approx(one.tokens_per_step)
+    assert other.level_calls[1:] == pytest.approx(one.level_calls[1:])
+    assert other.level_calls[0] < one.level_calls[0]
+
+
+def test_one_level_is_the_closed_form(acceptance):
+    predicted = predict.predict(Selection((1,), (6,)), flat(acceptance, 0.1, 0.5, 1, 1, 5))
+    assert predicted.ms_per_token == pytest.approx(
+        closed_forms.cascade_latency([0.5, 5], [0.7], [6]), rel=1e-12
+    )
+    assert predicted.tokens_per_step == pytest.approx(closed_forms.expected_tokens(0.7, 6))
+
+
+def test_no_level_is_the_plain_target(measured):
+    assert predict.predict(Selection((), ()), measured).ms_per_token == 5.0
+
+
+def test_two_levels_never_overshoot(acceptance):
+    """Draft lengths 2 and 3: the second request is for what is missing, less one."""
+    predicted = predict.predict(Selection((0, 1), (2, 3)), flat(acceptance, 1, 10, 1, 1, 100))
+    rate = 0.7
+    # Ask 2: all kept -> done. One kept -> one owed, no draft. None kept -> two owed: ask 1.
+    rounds = 1 + rate * (1 - rate) + (1 - rate) * (1 + (1 - rate))
+    drafted = 2 + (1 - rate) * 1
+    assert predicted.level_calls == pytest.approx((drafted, rounds, 1.0))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_graph_agrees_with_the_prediction_when_latencies_ignore_uncached_tokens(
+    acceptance, recorded
+):
+    """The graph ignores uncached tokens; where they cost nothing both are the same."""
+    if recorded:  # any tables that depend on draft length and position, but the target's on it
+        shape = (5, 5, LONGEST + 1, LONGEST + 1, LONGEST + 1)
+        survivals = -np.sort(-np.random.default_rng(3).random(shape), axis=-1)
+        survivals[..., 0] = 1.0
+        survivals[-1] = survivals[-1, :, :, :1]
+        survivals[:, LOOKUP] = acceptance.survival[:, LOOKUP]
+        acceptance = Acceptance(survivals, acceptance.lookups)
+    found = flat(acceptance, 0.2, 1.0, 3.0, 0.1, 9.0)
+    graph = optimize.measured_graph(found, 1)
+    assert graph.order == (LOOKUP, 0, 1, 2)
+    cascades = (((0,), (4,)), ((0, 1), (3, 8)), ((1, 2), (2, 9)), ((LOOKUP,), (5,)),
+                ((LOOKUP, 1), (4, 9)), ((LOOKUP, 2), (3, 12)))  # fmt: skip
+    for levels, draft_lengths in cascades:
+        nodes = [graph.order.index(level) for level in levels]
+        cost = paper_instance.selection_cost(graph, nodes, draft_lengths)
+        predicted = predict.predict(Selection(levels, draft_lengths), found)
+        assert predicted.ms_per_token == pytest.approx(cost)
+
+
+def test_finite_requests(measured):
+    cascade = Selection((0, 1), (3, 8))
+    endless = predict.predict(cascade, measured)
+    long = predict.predict(cascade, measured, output_tokens=2000)
+    assert long.ms_per_token == pytest.approx(endless.ms_per_token, rel=0.002)
+    # One token to come: no draft. Two: the drafter cannot be asked, its verifier makes one.
+    one = predict.predict(cascade, measured, output_tokens=2)
+    assert one.level_calls == (0.0, 0.0, 1.0) and one.tokens_per_step == 1.0
+    two = predict.predict(cascade, measured, output_tokens=3)
+    steps = 1 * 0.7 + 2 * 0.3
+    assert two.level_calls == pytest.approx((0.0, 1 / steps, 1.0))
+    assert two.tokens_per_step == pytest.approx(2 / steps)
+
+
+def test_a_batch_waits_for_its_slowest_request(measured):
+    cascade = Selection((0, 1), (3, 8))
+    tokens = simulate.TableAcceptance(cascade, measured.acceptance, np.random.default_rng(0))
+    together = simulate.simulate(cascade, measured, tokens, batch=4, replicas=40, steps=10)
+    assert together.level_calls[1] > predict.predict(cascade, measured).level_calls[1]
+    assert together.tokens_per_step == pytest.approx(3.2, abs=0.2)
+
+
+@pytest.mark.parametrize("verifier", survival.VERIFIERS)
+@pytest.mark.parametrize(("levels", "draft_lengths"), [((1,), (6,)), ((0, 1), (3, 8))])
+def test_recorded_ratios_predict_cascades_that_verify_tokens(verifier, levels, draft_lengths):
+    """Within the noise of the simulation for recorded ratios; rates alone miss the verifier."""
+    rng = np.random.default_rng(1)
+    tables = markov_models.markov_chains(rng, 3, drift=0.5)
+    contexts = markov_models.sample_text(tables[-1], 300, 80, rng)
+    seen = contexts[:, :-1].ravel()
+    along = np.zeros((3, 3, 9, 9, 9))
+    rates = np.zeros((3, 3))
+    for above in range(3):
+        text = contexts
+        if above < 2:
+            start = rng.choice(seen, 3000)
+            text = markov_models.sample_text(tables[above], 3000, 8, rng, start=start)
+        for below in range(3):
+            ratios = markov_models.log_ratios(tables[below], tables[above], text)
+            if above < 2:
+                along[above, below] = survival.survival_by_position(ratios, 8, verifier)
+            else:
+                along[above, below] = survival.survival_anywhere(ratios, 8, verifier)[:, None]
+            pair = tables[below][seen], tables[above][seen]
+            rates[above, below] = closed_forms.acceptance_rate(*pair).mean()
+    cascade = Selection(levels, draft_lengths)
+    tokens = markov_models.MarkovTokens(
+        [*(tables[i] for i in levels), tables[-1]], verifier, rng, 100
+    )
+    recorded = flat(Acceptance(along), 0.2, 1.0, 4.0)
+    real = simulate.simulate(cascade, recorded, tokens, replicas=100, steps=40)
+    exact = predict.predict(cascade, recorded)
+    assert exact.ms_per_token == pytest.approx(real.ms_per_token, rel=0.01, abs=4 * real.stderr)
+    independent = predict.predict(
+        cascade, flat(Acceptance(independent_survival(rates, 8)), 0.2, 1.0, 4.0)
+    )
+    if verifier == "standard":
+        assert independent.ms_per_token == pytest.approx(real.ms_per_token, rel=0.05)
+    else:
+        assert independent.ms_per_token > 1.03 * exact.ms_per_token
+
+
+def replayed(contexts, texts):
+    """Lookups of 8 tokens before every token of texts: offered and accepted, [texts, L]."""
+    pairs = zip(contexts, texts, strict=True)
+    found = [prompt_lookup.replay(context, text, 1, 2, 8) for context, text in pairs]
+    return (np.stack(column) for column in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("levels", "draft_lengths", "verifier"),
+    [((1,), (6,), "block"), ((1, 0), (4, 8), "block"), ((1, 0), (4, 8), "standard")],
+)
+def test_replayed_lookups_predict_cascades_that_look_up(levels, draft_lengths, verifier):
+    """Lookups in real text below the target and below a model, verified token by token."""
+    rng = np.random.default_rng(2)
+    tables = markov_models.markov_chains(rng, 2, vocabulary=5, drift=0.3)
+    whole = markov_models.sample_text(tables[-1], 200, 120, rng)
+    contexts, texts = whole[:, :61], whole[:, 61:]
+    joint = np.zeros((3, 9, 9, 9, 9))
+    at_target = survival.lookup_table(*replayed(contexts, texts), np.full(200, 60), 8, False)
+    # The texts that the model drafts for the target: it is asked anywhere in them.
+    ends = rng.integers(61, 113, 600)
+    asked = [text[:end] for text, end in zip(np.tile(whole, (3, 1)), ends, strict=True)]
+    last = np.array([context[-1] for context in asked])
+    own = markov_models.sample_text(tables[0], 600, 8, rng, start=last)[:, 1:]
+    joint[0] = survival.lookup_table(*replayed(asked, own), np.full(600, 8), 8, True)
+    joint[1, ..., 0, 0], joint[2] = 1.0, at_target
+    accepted = np.zeros((2, 2, 9, 9, 9))
+    accepted[..., 0] = 1.0
+    ratios = markov_models.log_ratios(*tables, whole[:, 60:])
+    accepted[1, 0] = survival.survival_anywhere(ratios, 8, verifier)[:, None]
+    recorded = flat(with_lookup(accepted, joint), 1.0, 0.1, 4.0)
+    sources = [tables[0] if level == 0 else None for level in levels]
+    tokens = markov_models.MarkovTokens([*sources, tables[-1]], verifier, rng, 150)
+    tokens.texts = contexts[:150].tolist()
+    selection = Selection(levels, draft_lengths)
+    real = simulate.simulate(selection, recorded, tokens, replicas=150, steps=20)
+    exact = predict.predict(selection, recorded)
+    assert exact.ms_per_token == pytest.approx(real.ms_per_token, rel=0.02, abs=4 * real.stderr)
+    assert exact.tokens_per_step == pytest.approx(real.tokens_per_step, rel=0.03)
+
+
+def test_impossible_draft_lengths_are_one_sentence(measured):
+    with pytest.raises(UserError, match="13 tokens is longer than the 12 tokens"):
+        predict.predict(Selection((0,), (13,)), measured)
+    with pytest.raises(UserError, match="level 0 would never draft"):
+        predict.predict(Selection((0, 1), (4, 1)), measured)
+    with pytest.raises(UserError, match="2 levels needs as many draft lengths, not 1"):
+        Selection((0, 1), (4,))
+
+
+def test_latency_tables_interpolate_and_extrapolate():
+    times = LatencyTable(batch_sizes=[1, 4], tokens=[1, 5], ms=[[1, 3], [4, 10]])
+    assert times.at(1, 1) == 1 and times.at(4, 5) == 10
+    assert times.at(1, 3) == 2
+    assert times.at(2, 1) == 2
+    assert times.at(1, 7) == 4
+    with pytest.raises(ValidationError, match="ascending"):
+        LatencyTable(batch_sizes=[4, 1], tokens=[1], ms=[[1], [2]])
+    with pytest.raises(ValidationError, match="one row per batch size"):
+        LatencyTable(batch_sizes=[1], tokens=[1, 2], ms=[[1]])

@@ -1,0 +1,309 @@
+"""Measured acceptance of a target's candidates by each other: rates and survival tables.
+
+The target continues every prompt, and one teacher-forced pass of every model over these texts
+gives all distributions on the same contexts: the pairwise rates, and the acceptance of every
+drafter by the target. A level below the target verifies text of its own, so from where the
+target would ask it for a draft each candidate draws short continuations, which the others then
+score. Prompt lookups are replayed over the same texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_hsd.config import NgramLevelConfig
+from vllm_hsd.errors import UserError
+from vllm_hsd.planner.models import ModelSet, probabilities
+from vllm_hsd.planner.prompt_lookup import replay
+from vllm_hsd.planner.survival import (
+    VERIFIERS,
+    lookup_table,
+    survival_along,
+    survival_anywhere,
+    survival_by_position,
+    visits,
+)
+from vllm_hsd.planner.task import Task
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+LEAST_LOG_PROB = -14.0
+# Logits of all models on one batch of texts stay within this many bytes.
+LOGITS_BYTES = 1 << 31
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts drawn from one model, and what all models make of them.
+
+    Attributes:
+        tokens: [N, L].
+        lengths: tokens of each text up to its end-of-text token, which counts [N].
+        log_probs: of each model at the tokens, [M + 1, N, L]; nan past a text's end and for
+            models that did not score it.
+        rates: mean of 1 - total variation of each pair over each text, [N, M + 1, M + 1]; nan
+            where a model has no probabilities.
+        offered, accepted: by candidate, what a prompt lookup of H tokens before each token
+            proposes and how many of it the text continues with, [N, L].
+    """
+
+    tokens: Ints
+    lengths: Ints
+    log_probs: Floats
+    rates: Floats
+    offered: dict[int, Ints]
+    accepted: dict[int, Ints]
+
+
+@dataclass(frozen=True)
+class Acceptances:
+    """What was measured on M + 1 models, the target last.
+
+    Attributes:
+        rates: mean of 1 - total variation on the target's texts, [M + 1, M + 1]; nan for prompt
+            lookups.
+        tables: by name, as for `profile.Profile.set_tables`.
+        positions: contexts that the rates are means over.
+    """
+
+    rates: Floats
+    tables: dict[str, Floats]
+    positions: int
+
+
+def measure_acceptance(
+    models: ModelSet,
+    contexts: Sequence[list[int]],
+    task: Task,
+    advance: Callable[[str], None] = lambda what: None,
+) -> Acceptances:
+    """Draw texts and compare all models on them.
+
+    Args:
+        contexts: token ids of the prompts.
+        advance: told what was finished after every batch; see `num_batches`.
+
+    Raises:
+        UserError: the target leaves nothing to draft.
+    """
+    task = _fitting(models, task)
+    target, longest = len(models.candidates), task.max_draft_tokens
+    # Texts of one batch are padded to the longest.
+    contexts = sorted(contexts, key=len)
+    texts = _texts(models, target, contexts, task, lambda: advance("the target's texts"))
+    ratios = after_prefill(_ratios(texts.log_probs, target))
+    size = longest + 1
+    tables: dict[str, Floats] = {
+        v: np.zeros((target + 1, target + 1, size, size, size)) for v in VERIFIERS
+    }
+    for table in tables.values():
+        table[..., 0] = 1.0
+    for i in texts.offered:
+        tables[f"lookup{i}"] = np.zeros((target + 1, *[size] * 4))
+        tables[f"lookup{i}"][..., 0, 0] = 1.0
+    known = [i for i in models.with_probabilities if i != target]
+    for verifier in VERIFIERS:
+        everywhere = survival_anywhere(ratios[known], longest, verifier)
+        tables[verifier][target, known] = everywhere[:, :, None]
+    # The prefill emits the first token.
+    offered = {i: found[:, 1:] for i, found in texts.offered.items()}
+    accepted = {i: found[:, 1:] for i, found in texts.accepted.items()}
+    for i in offered:
+        found = lookup_table(offered[i], accepted[i], texts.lengths - 1, longest, False)
+        _store_lookup(tables, target, i, found)
+    for model in range(target):
+        below = models.drafters_for(model)
+        if not below:
+            continue
+        starts = _asked_contexts(contexts, texts, ratios[model], model, task)
+        own = _texts(models, model, starts, task, lambda: advance("the candidates' texts"))
+        drafting = [i for i in below if i not in own.offered]
+        for verifier in VERIFIERS:
+            along = _ratios(own.log_probs, model)[drafting]
+            tables[verifier][model, drafting] = survival_by_position(along, longest, verifier)
+        for i in own.offered:
+            found = lookup_table(own.offered[i], own.accepted[i], own.lengths, longest, True)
+            _store_lookup(tables, model, i, found)
+    rates = np.average(texts.rates, axis=0, weights=texts.lengths)
+    return Acceptances(rates, tables, int(texts.lengths.sum()))
+
+
+def _store_lookup(tables: dict[str, Floats], verifier: int, lookup: int, table: Floats) -> None:
+    """Keep a lookup's table and the survival that follows from it."""
+    tables[f"lookup{lookup}"][verifier] = table
+    reached = np.cumsum(table.sum(-2)[..., ::-1], -1)[..., ::-1]
+    for name in VERIFIERS:
+        # A draft of n tokens accepts no more than n.
+        size = table.shape[0]
+        within = np.arange(size) <= np.arange(size)[:, None, None]
+        tables[name][verifier, lookup] = np.minimum(reached * within, 1.0)
+
+
+def num_batches(models: ModelSet, prompts: int, task: Task) -> int:
+    """How often `measure_acceptance` calls `advance`."""
+    each = _fitting(models, task).texts_per_forward
+    drawing = sum(bool(models.drafters_for(i)) for i in range(len(models.candidates)))
+    return -(-prompts // each) + drawing * -(-task.contexts // each)
+
+
+def _fitting(models: ModelSet, task: Task) -> Task:
+    width = len(models.models) * models.vocabulary * 4
+    most = LOGITS_BYTES // (width * max(task.text_tokens, task.max_draft_tokens))
+    return replace(task, texts_per_forward=max(1, min(task.texts_per_forward, most)))
+
+
+def _texts(
+    models: ModelSet,
+    model: int,
+    contexts: list[list[int]],
+    task: Task,
+    advance: Callable[[], None],
+) -> Texts:
+    """Continuations of all contexts, drawn from one model and scored by those that may meet it."""
+    found = []
+    for start in range(0, len(contexts), task.texts_per_forward):
+        group = contexts[start : start + task.texts_per_forward]
+        found.append(scored_texts(models, model, group, task, (task.seed, model, start)))
+        advance()
+    lookups = found[0].offered
+    return Texts(
+        tokens=np.concatenate([part.tokens for part in found]),
+        lengths=np.concatenate([part.lengths for part in found]),
+        log_probs=np.concatenate([part.log_probs for part in found], axis=1),
+        rates=np.concatenate([part.rates for part in found]),
+        offered={i: np.concatenate([part.offered[i] for part in found]) for i in lookups},
+        accepted={i: np.concatenate([part.accepted[i] for part in found]) for i in lookups},
+    )
+
+
+def scored_texts(
+    models: ModelSet, model: int, contexts: list[list[int]], task: Task, seed: tuple[int, ...]
+) -> Texts:
+    """One batch of `_texts`: of `text_tokens` if they are the target's, else of H tokens."""
+    target = len(models.candidates)
+    state = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> 1)
+    generator = torch.Generator(models.device).manual_seed(state)
+    length = task.text_tokens if model == target else task.max_draft_tokens
+    drawn = models.draw(model, contexts, length, task.sampling, generator)
+    tokens = drawn.cpu().numpy()
+    lengths = _lengths(models, tokens)
+    meeting = range(target) if model == target else models.drafters_for(model)
+    scoring = [i for i in models.with_probabilities if i in meeting or i == model]
+    logits = _on_texts(models, contexts, drawn, scoring)
+    log_probs = np.full((target + 1, *tokens.shape), np.nan)
+    rates = np.full((len(tokens), target + 1, target + 1), np.nan)
+    for row, end in enumerate(lengths):
+        probs = torch.stack([probabilities(task.sampling, each[row][:end]) for each in logits])
+        if model == target:
+            for a, i in enumerate(scoring):
+                overlap = torch.minimum(probs[a], probs[a:]).sum(-1).double().mean(-1)
+                rates[row, i, scoring[a:]] = rates[row, scoring[a:], i] = overlap.cpu().numpy()
+        index = drawn[row, :end].expand(len(scoring), -1).unsqueeze(-1)
+        with np.errstate(divide="ignore"):
+            at_text = np.log(probs.gather(-1, index).squeeze(-1).double().cpu().numpy())
+        log_probs[scoring, row, :end] = at_text
+    offered, accepted = {}, {}
+    for i, candidate in enumerate(models.candidates):
+        if isinstance(candidate.level, NgramLevelConfig) and i in meeting:
+            ngram = candidate.level.ngram
+            offered[i], accepted[i] = np.zeros((2, *tokens.shape), dtype=np.int64)
+            for row, end in enumerate(lengths):
+                offered[i][row, :end], accepted[i][row, :end] = replay(
+                    np.array(contexts[row]),
+                    tokens[row, :end],
+                    ngram.min,
+                    ngram.max,
+                    task.max_draft_tokens,
+                )
+    return Texts(tokens, lengths, log_probs, rates, offered, accepted)
+
+
+def _asked_contexts(
+    prompts: list[list[int]], texts: Texts, ratios: Floats, model: int, task: Task
+) -> list[list[int]]:
+    """Contexts at which the target asks a candidate for a draft, shortest first."""
+    rng = np.random.default_rng((task.seed, 1, model))
+    reached = asked_at(ratios, task.max_draft_tokens).cumsum()
+    # Evenly along all texts, which leaves less to chance than independent draws.
+    even = (np.arange(task.contexts) + rng.random()) / task.contexts
+    chosen = np.searchsorted(reached, even * reached[-1], side="right")
+    rows, ends = np.unravel_index(chosen, texts.tokens.shape)
+    found = [
+        [*prompts[row], *texts.tokens[row, :end].tolist()]
+        for row, end in zip(rows, ends, strict=True)
+    ]
+    return sorted(found, key=len)
+
+
+def asked_at(ratios: Floats, max_tokens: int) -> Floats:
+    """Where the target asks a candidate for a draft: P(text, position), [texts, L].
+
+    Not everywhere alike: a candidate drafts anew where it has just failed, and skips what was
+    accepted. Drafts of all lengths count alike.
+
+    Args:
+        ratios: of the candidate, from `after_prefill`, [texts, L - 1].
+    """
+    alive = survival_along(ratios, max_tokens, "block")
+    starts = [visits(alive, draft) for draft in range(1, max_tokens + 1)]
+    chances = np.where(np.isnan(ratios), 0.0, sum(each / each.sum() for each in starts))
+    return np.pad(chances / chances.sum(), ((0, 0), (1, 0)))
+
+
+def _on_texts(
+    models: ModelSet, contexts: list[list[int]], tokens: Tensor, scoring: Sequence[int]
+) -> list[list[Tensor]]:
+    """Logits per model and text, [L, V] each, that predict the tokens drawn after contexts."""
+    length = tokens.shape[1]
+    shortest = min(map(len, contexts)) - 1
+    longest = max(map(len, contexts)) + length - 1
+    padded = torch.zeros(len(contexts), longest, dtype=torch.long, device=models.device)
+    for row, context in enumerate(contexts):
+        whole = torch.cat([torch.tensor(context, device=models.device), tokens[row, :-1]])
+        padded[row, : len(whole)] = whole
+    found = models.logits(padded, shortest, scoring)
+    starts = [len(context) - 1 - shortest for context in contexts]
+    return [
+        [found[model][row, start : start + length] for row, start in enumerate(starts)]
+        for model in scoring
+    ]
+
+
+def _lengths(models: ModelSet, tokens: Ints) -> Ints:
+    """Tokens of each text up to its end-of-text token, which counts."""
+    end = models.target.generation_config.eos_token_id
+    ends = [] if end is None else [end] if isinstance(end, int) else end
+    ended = np.isin(tokens, ends)
+    return np.where(ended.any(1), ended.argmax(1) + 1, tokens.shape[1])
+
+
+def _ratios(log_probs: Floats, verifying: int) -> Floats:
+    """log q - log p of all models to the verifying one, [M + 1, N, L]; nan past the ends.
+
+    The verifying model drew these tokens, so where rounding puts one just outside its
+    probabilities (top-p, near ties of greedy decoding) it still had some mass.
+    """
+    return log_probs - np.maximum(log_probs[verifying], LEAST_LOG_PROB)
+
+
+def after_prefill(ratios: Floats) -> Floats:
+    """Log ratios without the first token of each text, [..., L] -> [..., L - 1].
+
+    The prefill emits the first token of a text, so the first draft starts after it.
+
+    Raises:
+        UserError: no text has a second token.
+    """
+    if np.isnan(ratios[-1, :, 1:]).all():
+        raise UserError(
+            "the target ends its text with the first token after every prompt, which leaves "
+            "nothing to draft: give other prompts."
+        )
+    return ratios[..., 1:]

@@ -1,0 +1,342 @@
+"""Predicted time per token of a cascade: exact for the algorithm as this package runs it.
+
+A level that was asked for `wanted` tokens and has emitted `have` asks the level below for
+min(draft length below, wanted - have - 1) tokens, so that the accepted ones and the recovered or
+bonus token never overshoot; with nothing to ask for, its own forward yields one token. A forward
+runs over the draft and over the uncached tokens of its model (at least the last one). Acceptance
+in a round depends only on the pair of models, the draft length and the position; given that, the
+expectation below is exact: a Markov chain over the uncached tokens of every level.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_hsd.errors import UserError
+from vllm_hsd.planner.latencies import Latencies, Role
+from vllm_hsd.planner.survival import Acceptance, folded
+
+Floats = NDArray[np.float64]
+# Tokens that each level has not computed yet.
+Uncached = tuple[int, ...]
+# (tokens offered, P(offered so many, k of them accepted) for k = 0..offered) of one round.
+Outcome = tuple[int, list[float]]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The candidates of a cascade, cheapest first, and their draft lengths.
+
+    Attributes:
+        levels: index of each level among a profile's candidates; empty: no speculation.
+        draft_lengths: tokens that each level passes to the next.
+
+    Raises:
+        UserError: not one draft length of at least 1 per level.
+    """
+
+    levels: tuple[int, ...]
+    draft_lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.levels) != len(self.draft_lengths):
+            raise UserError(
+                f"a cascade of {len(self.levels)} levels needs as many draft lengths, "
+                f"not {len(self.draft_lengths)}."
+            )
+        if any(length < 1 for length in self.draft_lengths):
+            raise UserError("draft lengths must be at least 1.")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What predictions are made from.
+
+    Attributes:
+        latencies: of M candidates and the target, which is last.
+        acceptance: of the same M + 1.
+        cacheless: candidates that need no KV cache of their own, hence never lag behind the
+            target.
+    """
+
+    latencies: Latencies
+    acceptance: Acceptance
+    cacheless: frozenset[int] = frozenset()
+
+    def role(self, level: int, model: int) -> Role:
+        """What a candidate does at a level."""
+        if level > 0:
+            return "verify"
+        return "lookup" if model in self.acceptance.lookups else "draft"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step of the target costs and yields in the long run.
+
+    Attributes:
+        ms_per_token: milliseconds per emitted token of one request.
+        tokens_per_step: block efficiency, bonus token included.
+        ms_per_step: milliseconds of a target call with all that led to it.
+        level_ms: share of `ms_per_step` spent in each level, the target last [K + 1].
+        level_calls: forwards of each level per target call, the target last [K + 1].
+        stderr: standard error of ms_per_token; 0 where the prediction is exact.
+    """
+
+    ms_per_token: float
+    tokens_per_step: float
+    ms_per_step: float
+    level_ms: tuple[float, ...]
+    level_calls: tuple[float, ...]
+    stderr: float = 0.0
+
+
+def gain_table(survival: Floats) -> Floats:
+    """P(exactly k tokens are accepted | n were drafted), [..., T + 1 (n), T + 1 (k)].
+
+    Args:
+        survival: P(at least t tokens are accepted), [..., T + 1]; 1 at t = 0.
+    """
+    size = survival.shape[-1]
+    # Nothing beyond the draft's end.
+    alive = np.tril(np.repeat(survival[..., None, :], size, axis=-2))
+    gains = alive.copy()
+    gains[..., :-1] -= alive[..., 1:]
+    return gains
+
+
+def round_outcomes(
+    acceptance: Acceptance, verifier: int, drafter: int, draft_length: int
+) -> list[list[list[Outcome]]]:
+    """Outcomes of rounds by the verifier's position and by the tokens asked for, 0..draft_length.
+
+    Args:
+        verifier: index of a model, -1 for the target.
+    """
+    if drafter in acceptance.lookups:
+        joint = acceptance.lookups[drafter][verifier, draft_length]
+        by_asked = [folded(joint, asked) for asked in range(draft_length + 1)]
+        return [
+            [_offers(table[position].tolist()) for table in by_asked]
+            for position in range(len(joint))
+        ]
+    gains = gain_table(acceptance.survival[verifier, drafter, draft_length])
+    return [
+        [[(asked, row[: asked + 1])] for asked, row in enumerate(rows[: draft_length + 1])]
+        for rows in gains.tolist()
+    ]
+
+
+def _offers(table: list[list[float]]) -> list[Outcome]:
+    return [(m, row[: m + 1]) for m, row in enumerate(table) if any(row)]
+
+
+def check_draft_lengths(selection: Selection, acceptance: Acceptance) -> None:
+    """Refuse drafts longer than what was measured and levels that are never asked.
+
+    Raises:
+        UserError: names the draft length and the fix.
+    """
+    lengths = selection.draft_lengths
+    longest = acceptance.survival.shape[-1] - 1
+    if max(lengths) > longest:
+        raise UserError(
+            f"a draft of {max(lengths)} tokens is longer than the {longest} tokens that the "
+            f"profile covers: profile again with a larger --max-draft-tokens."
+        )
+    asked = lengths[-1]
+    for level in reversed(range(len(lengths) - 1)):
+        asked = min(lengths[level], asked - 1)
+        if asked < 1:
+            raise UserError(
+                f"level {level} would never draft, because the draft lengths {lengths} leave the "
+                f"level above nothing to ask for: raise them towards the target."
+            )
+
+
+class _Chain:
+    """Expected calls of one cascade at one batch size; `draft` is memoized over its state."""
+
+    def __init__(self, selection: Selection, measured: Measured, batch: int):
+        latencies, levels = measured.latencies, selection.levels
+        self.draft_lengths = selection.draft_lengths
+        self.depth = len(levels)
+        self.outcomes = [
+            round_outcomes(measured.acceptance, above, below, length)
+            for below, length, above in zip(
+                levels, selection.draft_lengths, (*levels[1:], -1), strict=True
+            )
+        ]
+        self.looks_up = levels[0] in measured.acceptance.lookups
+        self.cacheless = {i for i, level in enumerate(levels) if level in measured.cacheless}
+        # A level lags at most its whole draft when it is next asked.
+        longest = 2 * sum(selection.draft_lengths) + 2
+        self.ms = [
+            latencies.calls(model, measured.role(level, model), batch, longest).tolist()
+            for level, model in enumerate(levels)
+        ]
+        self.target_ms = latencies.calls(-1, "target", batch, longest).tolist()
+        self.memo: dict[tuple[int, int, Uncached], tuple[Floats, dict[Uncached, float]]] = {}
+
+    def zeros(self) -> Floats:
+        """[2, K + 1] milliseconds and calls of each level, the target last."""
+        return np.zeros((2, self.depth + 1))
+
+    def draft(
+        self, level: int, wanted: int, uncached: Uncached
+    ) -> tuple[Floats, dict[Uncached, float]]:
+        """Expected [2, K + 1] (ms, calls) of `wanted` tokens of a level, and P(uncached after).
+
+        Args:
+            uncached: of the levels up to this one.
+        """
+        key = level, wanted, uncached
+        if key not in self.memo:
+            if wanted == 0:
+                self.memo[key] = self.zeros(), {uncached: 1.0}
+            elif level > 0:
+                self.memo[key] = self._draft_verified(*key)
+            else:
+                total, ms = self.zeros(), self.ms[0]
+                calls = 1 if self.looks_up else wanted
+                total[:, 0] = ms[uncached[0] - 1] + (calls - 1) * ms[0], calls
+                self.memo[key] = total, {(1,): 1.0}
+        return self.memo[key]
+
+    def _draft_verified(
+        self, level: int, wanted: int, uncached: Uncached
+    ) -> tuple[Floats, dict[Uncached, float]]:
+        total, ms = self.zeros(), self.ms[level]
+        done: dict[Uncached, float] = {}
+        states = {(0, uncached): 1.0}
+        while states:
+            after: dict[tuple[int, Uncached], float] = {}
+            for (have, lags), chance in states.items():
+                asked = min(self.draft_lengths[level - 1], wanted - have - 1)
+                below, drafts = self.draft(level - 1, asked, lags[:level])
+                total += chance * below
+                for low, p in drafts.items():
+                    for offered, accepted in self.outcomes[level - 1][have][asked]:
+                        share = chance * p * sum(accepted)
+                        total[:, level] += share * ms[lags[level] + offered - 1], share
+                        for kept, q in enumerate(accepted):
+                            if not (weight := chance * p * q):
+                                continue
+                            state = (*self._catch_up(low, offered, kept), 1)
+                            if have + kept + 1 == wanted:
+                                done[state] = done.get(state, 0.0) + weight
+                            else:
+                                key = have + kept + 1, state
+                                after[key] = after.get(key, 0.0) + weight
+            states = after
+        return total, done
+
+    def _catch_up(self, uncached: Uncached, offered: int, kept: int) -> Uncached:
+        """Uncached tokens once `kept` of `offered` drafted tokens and one more stay."""
+        gone = offered - kept - 1
+        after = [lag - gone if lag > gone else 1 for lag in uncached]
+        if self.looks_up:
+            after[0] = 1
+        return tuple(after)
+
+    def step(
+        self, uncached: Uncached, wanted: int
+    ) -> tuple[Floats, dict[tuple[int, Uncached], float]]:
+        """One target call on `wanted` drafted tokens: [2, K + 1] and P(emitted, uncached)."""
+        spent, drafts = self.draft(self.depth - 1, wanted, uncached)
+        total = spent.copy()
+        after: dict[tuple[int, Uncached], float] = {}
+        for low, p in drafts.items():
+            for offered, accepted in self.outcomes[-1][0][wanted]:
+                share = p * sum(accepted)
+                total[:, -1] += share * self.target_ms[offered], share
+                for kept, q in enumerate(accepted):
+                    if q:
+                        lags = enumerate(self._catch_up(low, offered, kept))
+                        state = (
+                            kept + 1,
+                            tuple(1 if level in self.cacheless else lag for level, lag in lags),
+                        )
+                        after[state] = after.get(state, 0.0) + p * q
+        return total, after
+
+
+def predict(
+    selection: Selection, measured: Measured, *, batch: int = 1, output_tokens: int | None = None
+) -> Prediction:
+    """Time per token of one cascade, exact for batch size 1.
+
+    At larger batch sizes the requests are taken to need equally many rounds; use
+    `simulate.simulate` where they differ (a batch waits for its slowest request).
+
+    Args:
+        batch: requests per step.
+        output_tokens: tokens per request, of which the prefill emits the first; drafts never
+            pass the last one. None: endless text.
+
+    Raises:
+        UserError: draft lengths beyond the tables.
+    """
+    if not selection.levels:
+        ms = measured.latencies.call(-1, "plain", batch, 1)
+        return Prediction(ms, 1.0, ms, (ms,), (1.0,))
+    check_draft_lengths(selection, measured.acceptance)
+    chain = _Chain(selection, measured, batch)
+    if output_tokens is None:
+        spent, per_step = _long_run(chain)
+    else:
+        total = _whole_request(chain, output_tokens - 1)
+        steps = total[1, -1]
+        spent, per_step = total / steps, float((output_tokens - 1) / steps)
+    ms_per_step = float(spent[0].sum())
+    return Prediction(
+        ms_per_token=ms_per_step / per_step,
+        tokens_per_step=per_step,
+        ms_per_step=ms_per_step,
+        level_ms=tuple(spent[0].tolist()),
+        level_calls=tuple(spent[1].tolist()),
+    )
+
+
+def _long_run(chain: _Chain) -> tuple[Floats, float]:
+    """Stationary means of a step: [2, K + 1] (ms, calls) and emitted tokens."""
+    found: dict[Uncached, int] = {(1,) * chain.depth: 0}
+    order = list(found)
+    steps: list[tuple[Floats, dict[tuple[int, Uncached], float]]] = []
+    while len(steps) < len(order):
+        spent, after = chain.step(order[len(steps)], chain.draft_lengths[-1])
+        for _, uncached in after:
+            if uncached not in found:
+                found[uncached] = len(order)
+                order.append(uncached)
+        steps.append((spent, after))
+    moves = np.zeros((len(steps), len(steps)))
+    tokens = np.zeros(len(steps))
+    for row, (_, after) in enumerate(steps):
+        for (emitted, uncached), chance in after.items():
+            moves[row, found[uncached]] += chance
+            tokens[row] += chance * emitted
+    # pi (P - I) = 0 and sum pi = 1, in the least-squares sense.
+    system = np.vstack([moves.T - np.eye(len(steps)), np.ones(len(steps))])
+    weights = np.linalg.lstsq(system, np.append(np.zeros(len(steps)), 1.0), rcond=None)[0]
+    spent = np.tensordot(weights, np.stack([spent for spent, _ in steps]), axes=1)
+    return spent, float(weights @ tokens)
+
+
+def _whole_request(chain: _Chain, tokens: int) -> Floats:
+    """Expected [2, K + 1] (ms, calls) until `tokens` are emitted; drafts never pass the end."""
+    total = chain.zeros()
+    # reached[left][uncached]: P(ever there)
+    reached: list[dict[Uncached, float]] = [{} for _ in range(tokens + 1)]
+    reached[tokens][(1,) * chain.depth] = 1.0
+    for left in range(tokens, 0, -1):
+        for state, chance in reached[left].items():
+            spent, after = chain.step(state, min(chain.draft_lengths[-1], left - 1))
+            total += chance * spent
+            for (emitted, uncached), p in after.items():
+                there = reached[left - emitted]
+                there[uncached] = there.get(uncached, 0.0) + chance * p
+    return total

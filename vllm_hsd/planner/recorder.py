@@ -1,0 +1,180 @@
+"""Times of every call of a level and of every step, taken inside an engine's process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from vllm_hsd.engine import generate
+
+
+@dataclass
+class Call:
+    """A call of a level: `ms` of its forward or lookup, `call_ms` until the next begins."""
+
+    level: int
+    role: str
+    batch: int
+    tokens: int
+    ms: float
+    call_ms: float
+
+
+@dataclass
+class Step:
+    """A step of the engine that only decodes, after `drafting_ms` of drafting for it.
+
+    `ms` is its period without any drafting. The drafting for a request's first step includes the
+    drafters' prefill.
+    """
+
+    batch: int
+    tokens: int
+    ms: float
+    drafting_ms: float
+
+
+@dataclass
+class Recording:
+    """The calls and steps of one run; its steps, drafting included, emitted `emitted` tokens."""
+
+    calls: list[Call] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    emitted: int = 0
+
+
+class Recorder:
+    """Times the calls and steps of one worker's runner by wrapping its methods."""
+
+    def __init__(self, runner: Any, clock: str):
+        self.runner = runner
+        self.seconds = time.thread_time if clock == "cpu" else time.perf_counter
+        self.recording = Recording()
+        # Start of the current step if it only decodes, its schedule, and the drafting before it.
+        self.started: tuple[float, Any, float] | None = None
+        self.proposed = 0.0
+        self.drafting = 0.0
+        self.emitted = 0
+        self.open: list[tuple[int, int, int, float, float]] = []
+        runner.execute_model = self._execute(runner.execute_model)
+        self.levels: list[Any] = []
+        if hasattr(getattr(runner, "drafter", None), "cascade"):
+            self.levels = list(runner.drafter.hosted)
+            for index, level in enumerate(self.levels):
+                if hasattr(level, "lookup"):
+                    level.lookup = self._lookup(index, level.lookup)
+                else:
+                    level.forward = self._forward(index, level.forward)
+            runner.propose_draft_token_ids = self._propose(runner.propose_draft_token_ids)
+
+    def clock(self) -> float:
+        """Milliseconds, after the device has finished its work."""
+        if self.runner.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self.runner.device)
+        return self.seconds() * 1e3
+
+    def take(self) -> Recording:
+        """What was recorded since the last call."""
+        if self.levels:
+            # No further step marks the end of the last one; it ends with its sampling.
+            self._end_step(self.proposed)
+        taken, self.recording, self.started = self.recording, Recording(), None
+        return taken
+
+    def _execute(self, execute: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            now = self.clock()
+            self._end_step(now)
+            cached = scheduler_output.scheduled_cached_reqs
+            decoding = cached.req_ids and not (
+                scheduler_output.scheduled_new_reqs
+                or any(map(self._prefilling, cached.req_ids, cached.num_computed_tokens))
+            )
+            self.started = (now, scheduler_output, self.drafting) if decoding else None
+            self.drafting = 0.0
+            return execute(scheduler_output, *args, **kwargs)
+
+        return timed
+
+    def _prefilling(self, request: str, computed: int) -> bool:
+        return computed < self.runner.requests[request].num_prompt_tokens
+
+    def _end_step(self, now: float) -> None:
+        if self.started is None:
+            return
+        began, scheduled, drafted = self.started
+        ms = now - began - self.drafting
+        tokens = scheduled.num_scheduled_tokens
+        self.recording.steps.append(Step(len(tokens), sum(tokens.values()), ms, drafted))
+        self.recording.emitted += self.emitted
+
+    def _propose(self, propose: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            self.open = []
+            drafts = propose(*args)
+            self.proposed = self.clock()
+            if self.started is not None:
+                self._close(self.proposed)
+            # What comes before the first forward belongs to the step, like the sampling.
+            self.drafting = self.proposed - (self.open[0][3] if self.open else self.proposed)
+            self.emitted = sum(len(ids) for ids in args[1])
+            return drafts
+
+        return timed
+
+    def _close(self, ended: float) -> None:
+        starts = [*(began for *_, began, _ in self.open), ended]
+        lowest = self.runner.drafter.cascade.levels[0]
+        for (index, batch, tokens, began, ms), then in zip(self.open, starts[1:], strict=True):
+            level = self.levels[index]
+            role = "verify" if level is not lowest else "draft"
+            role = "lookup" if hasattr(level, "lookup") else role
+            self.recording.calls.append(Call(index, role, batch, tokens, ms, then - began))
+
+    def _forward(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(tokens: Any, rows: Any, starts: Any, counts: Any, *rest: Any) -> Any:
+            began = self.clock()
+            logits = forward(tokens, rows, starts, counts, *rest)
+            self.open.append((index, len(rows), int(counts.sum()), began, self.clock() - began))
+            return logits
+
+        return timed
+
+    def _lookup(self, index: int, lookup: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(tokens: Any, rows: Any, ends: Any, asked: Any) -> Any:
+            began = self.clock()
+            found = lookup(tokens, rows, ends, asked)
+            if batch := int((asked > 0).sum()):
+                self.open.append((index, batch, batch, began, self.clock() - began))
+            return found
+
+        return timed
+
+
+def install(llm: Any, clock: str) -> None:
+    """Record from now on what an engine does, unless that is so already.
+
+    Args:
+        llm: a `vllm.LLM`.
+        clock: "wall" or "cpu", see `task.Task`.
+    """
+    llm.collective_rpc(_install, args=(clock,))
+
+
+def record(llm: Any, prompts: Sequence[list[int]], params: dict[str, Any]) -> dict[str, Any]:
+    """Continue prompts of token ids and return the recording of it."""
+    generate(llm, list(prompts), [params] * len(prompts))
+    return llm.collective_rpc(_take)[0]
+
+
+def _install(worker: Any, clock: str) -> None:
+    if not hasattr(worker, "hsd_recorder"):
+        worker.hsd_recorder = Recorder(worker.model_runner, clock)
+
+
+def _take(worker: Any) -> dict[str, Any]:
+    return asdict(worker.hsd_recorder.take())

@@ -1,0 +1,179 @@
+"""From a profile to a cascade: search on the graph, then exact prediction of the best finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_hsd.errors import UserError
+from vllm_hsd.planner.optimize import Graph, measured_graph, solve
+from vllm_hsd.planner.predict import Measured, Prediction, Selection, predict
+from vllm_hsd.planner.profile import Profile
+from vllm_hsd.planner.simulate import TableAcceptance, simulate
+from vllm_hsd.planner.survival import Verifier
+
+# The graph ignores uncached tokens and takes a batch's requests to be alike: what it ranks within
+# this factor of its best is predicted exactly.
+CLOSE = 1.1
+# At most so many cascades per depth are predicted.
+KEPT = 8
+# Candidates whose best cascade is shown beside the chosen one.
+SHOWN = 8
+# Batches with several rounds are simulated: independent batches, target calls of each.
+REPLICAS, STEPS = 300, 3
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What a cascade is chosen for.
+
+    Attributes:
+        batch: requests per step.
+        max_levels: most drafters; None: any number.
+        max_draft_tokens: longest draft of any level; None: as long as the profile covers.
+        verifier: how the target and the levels verify.
+        output_tokens: tokens per request; None: endless text.
+    """
+
+    batch: int = 1
+    max_levels: int | None = None
+    max_draft_tokens: int | None = None
+    verifier: Verifier = "block"
+    output_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Option:
+    """A cascade and its prediction."""
+
+    selection: Selection
+    prediction: Prediction
+
+    @property
+    def ms(self) -> float:
+        """Milliseconds per token."""
+        return self.prediction.ms_per_token
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best cascade, and the best of each kind that lost.
+
+    Attributes:
+        best: the fastest option.
+        none: no speculation.
+        single: the best single drafter.
+        others: (what it is, option) of further losers, best of its kind.
+    """
+
+    constraints: Constraints
+    best: Option
+    none: Option
+    single: Option
+    others: tuple[tuple[str, Option], ...]
+
+
+class Search:
+    """Predictions and the choice for one profile under some constraints.
+
+    Raises:
+        UserError: a profile without latencies, or constraints that it cannot meet.
+    """
+
+    def __init__(self, profile: Profile, constraints: Constraints):
+        if profile.latencies is None:
+            raise UserError(
+                "the profile holds no latencies; run `vllm-hsd profile` where vLLM is installed, "
+                "without --skip-timing."
+            )
+        self.profile, self.constraints = profile, constraints
+        longest = profile.max_draft_tokens
+        self.size = longest if (asked := constraints.max_draft_tokens) is None else asked
+        if not 1 <= self.size <= longest:
+            raise UserError(
+                f"--max-draft-tokens is {self.size}, but the profile covers 1 to {longest} tokens."
+            )
+        batch, measured = constraints.batch, profile.latencies.batch_sizes()
+        if batch < 1:
+            raise UserError(f"--batch-sizes has {batch}: a batch holds at least 1 request.")
+        if batch not in measured:
+            raise UserError(
+                f"batch size {batch} was not measured, only "
+                f"{', '.join(map(str, measured)) or 'none in common'}: profile again with "
+                f"--batch-sizes {batch}."
+            )
+        if constraints.max_levels is not None and constraints.max_levels < 1:
+            raise UserError(f"--max-levels is {constraints.max_levels}: allow at least 1 level.")
+        self.measured = Measured(
+            profile.latencies,
+            profile.acceptance(constraints.verifier).shortened(self.size),
+            frozenset(i for i, c in enumerate(profile.candidates) if c.kind != "model"),
+        )
+        self.graph = measured_graph(self.measured, batch)
+
+    def predict(self, selection: Selection) -> Prediction:
+        """Exact for one request, and for a batch whose requests are alike; else by simulation."""
+        batch, levels = self.constraints.batch, selection.levels
+        looks_up = bool(levels) and levels[0] in self.measured.acceptance.lookups
+        if batch == 1 or not levels or (len(levels) == 1 and not looks_up):
+            return predict(
+                selection,
+                self.measured,
+                batch=batch,
+                output_tokens=self.constraints.output_tokens,
+            )
+        # The same uniforms for every cascade, so that differences are not sampling noise.
+        tokens = TableAcceptance(selection, self.measured.acceptance, np.random.default_rng(0))
+        return simulate(
+            selection, self.measured, tokens, batch=batch, replicas=REPLICAS, steps=STEPS
+        )
+
+    def choose(self) -> Choice:
+        """Search, predict what comes close, and keep the best of every kind."""
+        nodes, limit = len(self.graph.order), self.constraints.max_levels
+        deepest = nodes if limit is None else min(nodes, limit)
+        found: dict[Selection, Option] = {}
+
+        def best_of(selections: list[Selection]) -> Option | None:
+            for selection in selections:
+                if selection not in found:
+                    found[selection] = Option(selection, self.predict(selection))
+            return min((found[s] for s in selections), key=lambda option: option.ms, default=None)
+
+        none = Option(Selection((), ()), self.predict(Selection((), ())))
+        by_depth: list[tuple[str, Option]] = []
+        for depth in range(1, deepest + 1):
+            option = best_of(self._near_best(self.graph, depth, exactly=True))
+            if option is None:
+                break
+            by_depth.append((f"best of {depth} levels", option))
+            if option.ms > CLOSE * min(other.ms for _, other in by_depth):
+                break  # of what is deeper, only the graph's own best is predicted
+        best_of(self._near_best(self.graph, deepest))
+        using = []
+        for node in self.graph.best_singles()[:SHOWN]:
+            selections = self._near_best(self.graph.through(node), deepest, kept=2)
+            if option := best_of(selections):
+                name = self.profile.candidates[self.graph.order[node]].name
+                using.append((f"best with {name}", option))
+        best = min([none, *found.values()], key=lambda option: option.ms)
+        singles = [option for option in found.values() if len(option.selection.levels) == 1]
+        single = min(singles, key=lambda option: option.ms)
+        others, seen = [], {best.selection, none.selection, single.selection}
+        for name, option in [*by_depth[1:], *using]:
+            if option.selection not in seen:
+                seen.add(option.selection)
+                others.append((name, option))
+        others.sort(key=lambda other: other[1].ms)
+        return Choice(self.constraints, best, none, single, tuple(others))
+
+    def _near_best(
+        self, graph: Graph, depth: int, kept: int = KEPT, exactly: bool = False
+    ) -> list[Selection]:
+        found = [
+            (selection, cost)
+            for selection, cost in solve(graph, kept, depth, exactly=exactly)
+            if selection.levels
+        ]
+        return [selection for selection, cost in found if cost <= CLOSE * found[0][1]]

@@ -1,0 +1,244 @@
+"""Acceptance-length survival tables from recorded text, without assuming independent rounds.
+
+Let x be text drawn from the verifying model p, and q the drafter's distribution on the same
+contexts. For a round that starts after x_1..x_c, the accepted length tau satisfies, for every t up
+to the draft length,
+
+    block       P(tau >= t | text) = min over 0 <= s <= t of prod_{r <= s} q_r(x_r) / p_r(x_r)
+    standard    P(tau >= t | text) = prod_{r <= t} min(1, q_r(x_r) / p_r(x_r))
+
+with positions r counted from c, whatever the text after t is: verification is lossless, so the
+text after a rejection is again text of p. A prompt lookup proposes point masses: both forms are
+then 1 as long as the proposal matches the text, and 0 from the first mismatch on. One
+teacher-forced pass over text of p therefore gives the accepted lengths of every drafter and draft
+length. The rounds along a text are a renewal process on its positions, which keeps the dependence
+between rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Verifier = Literal["block", "standard"]
+VERIFIERS: tuple[Verifier, ...] = ("block", "standard")
+
+# Stands for log 0: a product with it is 0 in float64, and differences of sums stay finite.
+LOG_ZERO = -1e4
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How many tokens M + 1 models accept of each other's drafts of at most T tokens.
+
+    Attributes:
+        survival: P(at least t tokens are accepted) in a round of a verifier that has emitted
+            `position` tokens since it was asked, [M + 1 (verifier), M + 1 (drafter), T + 1 (draft
+            length), T + 1 (position), T + 1 (t)]; the target is last. The rows of the target are
+            the same at all positions.
+        lookups: for each drafter that proposes at most as many tokens as asked (prompt lookup),
+            P(offers exactly m tokens, of which exactly k are accepted) when asked for T,
+            [M + 1 (verifier), T + 1 (draft length), T + 1 (position), T + 1 (m), T + 1 (k)].
+    """
+
+    survival: Floats
+    lookups: Mapping[int, Floats] = field(default_factory=dict)
+
+    def shortened(self, max_tokens: int) -> Acceptance:
+        """The same for drafts of at most `max_tokens` <= T tokens."""
+        size = max_tokens + 1
+        lookups = {
+            k: folded(table[:, :size, :size], max_tokens) for k, table in self.lookups.items()
+        }
+        return Acceptance(self.survival[:, :, :size, :size, :size], lookups)
+
+
+def independent_survival(rates: ArrayLike, max_tokens: int) -> Floats:
+    """P(at least t drafted tokens are accepted) = rate^t at any draft length and position.
+
+    Args:
+        rates: acceptance rates, any shape [...].
+
+    Returns:
+        float64 [..., T + 1 (draft length), T + 1 (position), T + 1 (t)], read-only.
+    """
+    size = max_tokens + 1
+    alive = np.asarray(rates, dtype=np.float64)[..., None] ** np.arange(size)
+    return np.broadcast_to(alive[..., None, None, :], (*alive.shape[:-1], size, size, size))
+
+
+def folded(joint: Floats, asked: int) -> Floats:
+    """P(m offered, k accepted) for a shorter request: both are cut at `asked`.
+
+    Args:
+        joint: [..., T + 1 (m), T + 1 (k)].
+
+    Returns:
+        float64 [..., asked + 1 (m), asked + 1 (k)].
+    """
+    for axis in (-2, -1):
+        kept, beyond = np.split(joint, [asked], axis)
+        joint = np.concatenate([kept, beyond.sum(axis, keepdims=True)], axis)
+    return joint
+
+
+def survival_along(log_ratios: ArrayLike, max_tokens: int, verifier: Verifier) -> Floats:
+    """P(at least t tokens are accepted | text) of a round that starts at each position.
+
+    Args:
+        log_ratios: log q(x) - log p(x) of the text's tokens, [..., L]; -inf where q is 0, nan
+            past the end of a text.
+        max_tokens: the longest draft H.
+
+    Returns:
+        float64 [..., L, H + 1 (t)]; 0 where t reaches past the text's end.
+    """
+    ratios = np.asarray(log_ratios, dtype=np.float64)
+    length = ratios.shape[-1]
+    past = np.full((*ratios.shape[:-1], max_tokens), np.nan)
+    padded = np.concatenate([ratios, past], axis=-1)
+    ended = np.isnan(padded)
+    steps = np.clip(np.where(ended, LOG_ZERO, padded), LOG_ZERO, -LOG_ZERO)
+    if verifier == "standard":
+        steps = np.minimum(steps, 0.0)
+    alive = np.zeros((*ratios.shape, max_tokens + 1))
+    alive[..., 0] = 1.0
+    total, lowest = np.zeros_like(ratios), np.zeros_like(ratios)
+    for t in range(1, max_tokens + 1):
+        here = slice(t - 1, t - 1 + length)
+        total += steps[..., here]
+        lowest = np.minimum(lowest, total)
+        alive[..., t] = np.where(ended[..., here], 0.0, np.exp(lowest))
+    return alive
+
+
+def visits(alive: Floats, draft_length: int) -> Floats:
+    """P(a round starts at a position) where rounds of `draft_length` tokens follow one another.
+
+    Args:
+        alive: as from `survival_along`, [..., L, H + 1]; the first round starts at position 0.
+
+    Returns:
+        float64 [..., L].
+    """
+    length = alive.shape[-2]
+    # Accepted k: the next round starts k + 1 further on.
+    gain = alive[..., : draft_length + 1].copy()
+    gain[..., :-1] -= gain[..., 1:]
+    starts = np.zeros((*alive.shape[:-2], length + draft_length + 1))
+    starts[..., 0] = 1.0
+    for c in range(length):
+        starts[..., c + 1 : c + draft_length + 2] += starts[..., c, None] * gain[..., c, :]
+    return starts[..., :length]
+
+
+def survival_anywhere(log_ratios: ArrayLike, max_tokens: int, verifier: Verifier) -> Floats:
+    """Survival table of the rounds that run along the texts, for every draft length.
+
+    For each n, rounds of n drafted tokens follow one another from the start of every text as
+    long as n tokens of it are left; positions count as often as a round starts there.
+
+    Args:
+        log_ratios: as for `survival_along`, [..., N texts, L].
+        max_tokens: the longest draft H; texts shorter than n do not count for n.
+
+    Returns:
+        float64 [..., H + 1 (n), H + 1 (t)], P(at least t of n accepted); 0 for t > n. Where no
+        text is as long as n, the row of the longest draft seen, and 0 beyond it.
+    """
+    ratios = np.asarray(log_ratios, dtype=np.float64)
+    alive = survival_along(ratios, max_tokens, verifier)
+    room = _room(ratios)
+    table = np.zeros((*ratios.shape[:-2], max_tokens + 1, max_tokens + 1))
+    table[..., 0] = 1.0
+    for n in range(1, max_tokens + 1):
+        starts = np.where(room >= n, visits(alive, n), 0.0)
+        reached = alive[..., : n + 1]
+        table[..., n, : n + 1] = _mean(reached, starts, (-3, -2), table[..., n - 1, : n + 1])
+    return table
+
+
+def survival_by_position(log_ratios: ArrayLike, max_tokens: int, verifier: Verifier) -> Floats:
+    """Survival of rounds by how many tokens the verifier has emitted since it was asked.
+
+    A level below the target emits at most H tokens from where it is asked, and what it meets
+    there changes on the way: it is asked where it failed before. The texts start where it is
+    asked; rounds follow one another along each, as in a cascade.
+
+    Args:
+        log_ratios: as for `survival_along`, [..., N texts, L].
+        max_tokens: H, the longest draft and the longest text.
+
+    Returns:
+        float64 [..., H + 1 (draft length), H + 1 (position), H + 1 (t)], P(at least t accepted);
+        0 for t beyond the draft or the H tokens. Where no round of a draft length starts, as for
+        the next shorter one.
+    """
+    ratios = np.asarray(log_ratios, dtype=np.float64)[..., :max_tokens]
+    alive = survival_along(ratios, max_tokens, verifier)
+    length = ratios.shape[-1]
+    room, left = _room(ratios), max_tokens - np.arange(length)
+    size = max_tokens + 1
+    table = np.zeros((*ratios.shape[:-2], size, size, size))
+    table[..., 0] = 1.0
+    for n in range(1, size):
+        starts = np.where(room >= np.minimum(n, left), visits(alive, n), 0.0)
+        reached = alive[..., : n + 1]
+        shorter = table[..., n - 1, :length, : n + 1]
+        table[..., n, :length, : n + 1] = _mean(reached, starts, -3, shorter)
+    return table
+
+
+def lookup_table(
+    offered: Ints, accepted: Ints, lengths: Ints, max_tokens: int, by_position: bool
+) -> Floats:
+    """P(offers m tokens, k accepted) of the lookups in the rounds that run along the texts.
+
+    Args:
+        offered, accepted: tokens that a lookup of H tokens at each position of each text
+            proposes, and how many of them the text continues with, [N texts, L].
+        lengths: tokens of each text, [N].
+        max_tokens: H.
+        by_position: rounds apart by their position, as in `survival_by_position`; otherwise the
+            same table at all positions, as in `survival_anywhere`.
+
+    Returns:
+        float64 [H + 1 (draft length), H + 1 (position), H + 1 (m), H + 1 (k)].
+    """
+    size = max_tokens + 1
+    if by_position:
+        offered, accepted = offered[:, :max_tokens], accepted[:, :max_tokens]
+    positions = np.arange(offered.shape[1])
+    room = lengths[:, None] - positions
+    alive = (accepted[..., None] >= np.arange(size)).astype(np.float64)
+    left = max_tokens - positions if by_position else np.full(len(positions), max_tokens)
+    columns = size if by_position else 1
+    cells = (positions % columns * size + offered) * size + accepted
+    table = np.zeros((size, columns, size, size))
+    table[..., 0, 0] = 1.0
+    for n in range(1, size):
+        starts = np.where(room >= np.minimum(n, left), visits(alive, n), 0.0)
+        counted = np.bincount(cells.ravel(), starts.ravel(), columns * size * size)
+        counted = counted.reshape(columns, size, size)
+        total = counted.sum((-2, -1), keepdims=True)
+        table[n] = np.where(total > 0, counted / np.where(total > 0, total, 1.0), table[n - 1])
+    return np.broadcast_to(table, (size, size, size, size)).copy()
+
+
+def _room(ratios: Floats) -> Ints:
+    """Tokens of each text from each position on, [..., L]; nan marks the texts' ends."""
+    return (~np.isnan(ratios)).sum(-1, keepdims=True) - np.arange(ratios.shape[-1])
+
+
+def _mean(alive: Floats, starts: Floats, axis: int | tuple[int, ...], otherwise: Floats) -> Floats:
+    """Mean survival [..., texts, L, t] of the rounds that start; `otherwise` where none does."""
+    weights = starts[..., None]
+    total = weights.sum(axis)
+    reached = (weights * alive).sum(axis)
+    return np.where(total > 0, reached / np.where(total > 0, total, 1.0), otherwise)

@@ -1,0 +1,100 @@
+"""What to measure: the arguments of `vllm-hsd profile`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from vllm_hsd.planner.profile import Candidate, Sampling
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to measure, and how much text to measure it on.
+
+    Attributes:
+        target: path or hub name of the target.
+        candidates: as `candidates` builds them: prompt lookup, bigram tables, models, exits.
+        max_draft_tokens: longest draft that the profile covers (H).
+        text_tokens: tokens of the target's continuation of each prompt.
+        contexts: contexts per candidate from which it draws continuations of its own.
+        texts_per_forward: most texts per forward; fewer where their logits are large.
+        engine_args: arguments of `vllm.LLM` in addition to the models.
+        batch_sizes: requests per step that are timed.
+        clock: "wall", or "cpu" for the time that the engine's main thread really ran, which
+            is the wall time of a quiet machine when models run on one CPU thread.
+        seed: of everything drawn.
+    """
+
+    target: str
+    candidates: Sequence[Candidate]
+    sampling: Sampling = field(default_factory=Sampling)
+    max_draft_tokens: int = 16
+    text_tokens: int = 96
+    contexts: int = 512
+    texts_per_forward: int = 16
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    batch_sizes: Sequence[int] = (1,)
+    clock: Literal["wall", "cpu"] = "wall"
+    seed: int = 0
+
+    def fingerprint(self, prompts: Sequence[Sequence[int]], versions: dict[str, str]) -> str:
+        """Digest that is equal only for the same measurement of the same token ids."""
+        values = asdict(self) | {
+            "candidates": [candidate.model_dump() for candidate in self.candidates],
+            "sampling": self.sampling.model_dump(),
+            "prompts": prompts,
+            "versions": versions,
+        }
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def candidates(
+    *,
+    models: Sequence[str] = (),
+    exits: Sequence[int] = (),
+    exit_heads: Sequence[tuple[str, int]] = (),
+    bigrams: Sequence[str] = (),
+    ngram: int | None = None,
+) -> list[Candidate]:
+    """Candidates in the order in which one engine can host them: exits by their depth, last.
+
+    Args:
+        exit_heads: directory and layer of each.
+        ngram: longest match of a prompt lookup.
+    """
+    found = []
+    if ngram is not None:
+        found.append(_candidate(f"ngram {ngram}", "ngram", {"max": ngram}))
+    for kind, paths in (("bigram", bigrams), ("model", models)):
+        found += [
+            _candidate(name, kind, _absolute(path))
+            for name, path in zip(_short(paths), paths, strict=True)
+        ]
+    leaving = [(layer, _candidate(f"exit {layer}", "early_exit", layer)) for layer in exits]
+    leaving += [
+        (layer, _candidate(name, "exit_head", _absolute(path)))
+        for name, (path, layer) in zip(
+            _short([path for path, _ in exit_heads]), exit_heads, strict=True
+        )
+    ]
+    return found + [candidate for _, candidate in sorted(leaving, key=lambda item: item[0])]
+
+
+def _candidate(name: str, kind: str, value: object) -> Candidate:
+    return Candidate.model_validate({"name": name, "level": {kind: value}})
+
+
+def _short(paths: Sequence[str]) -> list[str]:
+    """Names of the paths without their directories, where they differ."""
+    names = [Path(path).name for path in paths]
+    return names if len(set(names)) == len(names) else list(paths)
+
+
+def _absolute(path: str) -> str:
+    """A server may start in another directory than the one that the path was typed in."""
+    return str(Path(path).resolve()) if Path(path).exists() else path
