@@ -194,7 +194,7 @@ def measure_number_of_drafts(texts: list[str]) -> Iterator[dict[str, Any]]:
     """Block efficiency with K drafts of four tokens on the reference engine."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from vllm_hsd.reference import HuggingFaceLevel, ReferenceEngine, TreePlan
+    from vllm_hsd.reference import HuggingFaceLevel, ReferenceEngine, TreeOptions
 
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
     models = {n: AutoModelForCausalLM.from_pretrained(MODELS / n) for n in ("target", "small")}
@@ -203,7 +203,7 @@ def measure_number_of_drafts(texts: list[str]) -> Iterator[dict[str, Any]]:
             engine = ReferenceEngine(
                 HuggingFaceLevel(models["target"]),
                 [HuggingFaceLevel(models["small"])],
-                draft_tree=TreePlan(widths=(drafts, 1, 1, 1), draw=draw),
+                draft_tree=TreeOptions(widths=(drafts, 1, 1, 1), draw=draw),
             )
             results = [
                 engine.generate(tokenizer(prompt).input_ids, TOKENS // 2, seed=i)

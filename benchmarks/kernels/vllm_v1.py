@@ -62,7 +62,7 @@ def load_v1() -> Callable[[Drafts], Callable[[], torch.Tensor]]:
         temperature = drafts.temperature[0].item()
         greedy = temperature == 0
         sampling = plain_sampling(None if greedy else drafts.temperature, drafts.batch, device)
-        # V1's drafter hands over probabilities: they are made before the clock starts.
+        # V1's drafter returns probabilities: they are computed before the timed call.
         probs = None if greedy else (drafts.draft.float() / temperature).softmax(-1)
 
         def call() -> torch.Tensor:

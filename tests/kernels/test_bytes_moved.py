@@ -19,7 +19,7 @@ def bytes_per_entry(batch, **options):
     return (counts["loaded"] + counts["stored"]) / (BATCH * V), result.num_accepted.tolist()
 
 
-def whole_draft_kept():
+def whole_draft_accepted():
     batch = make_chains(V, [K] * BATCH, torch.bfloat16, noise=0.0)
     batch["temperature"] = torch.tensor([1.0, 0.7])
     return batch
@@ -29,13 +29,13 @@ def whole_draft_kept():
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     ("case", "rows"),
-    [("kept", 12), ("kept, no lse", 22), ("refused", 14), ("greedy", 12), ("one-hot", 12)],
+    [("accepted", 12), ("accepted, no lse", 22), ("rejected", 14), ("greedy", 12), ("one-hot", 12)],
 )
 def test_every_needed_row_is_read_once(case, rows):
-    batch = whole_draft_kept()
+    batch = whole_draft_accepted()
     lse = draft_lse(batch)
     accepted = [K, K]
-    if case == "refused":
+    if case == "rejected":
         first = batch["draft_token_ids"][::K]
         batch["target_logits"][:: K + 1].scatter_(1, first[:, None], float("-inf"))
         accepted = [0, 0]
@@ -47,7 +47,7 @@ def test_every_needed_row_is_read_once(case, rows):
         batch["draft_logits"] = None
         batch["draft_token_ids"][::K] = batch["target_logits"][:: K + 1].float().argmin(-1)
         accepted = [0, 0]
-    given = None if case in ("kept, no lse", "one-hot") else lse
+    given = None if case in ("accepted, no lse", "one-hot") else lse
     moved, got = bytes_per_entry(batch, draft_lse=given)
     assert got == accepted
     # One block is read again to draw; a few hundred numbers a request are left between launches.

@@ -63,30 +63,21 @@ def distribution_of(program: Callable[[Choices], Hashable]) -> Distribution:
     return dict(distribution)
 
 
-def then(
-    distribution: Distribution, program: Callable[[Hashable, Choices], Hashable]
-) -> Distribution:
-    """Distribution of ``program(outcome, choices)``, the outcome drawn from ``distribution``."""
-    result: Distribution = defaultdict(Fraction)
-    for outcome, weight in distribution.items():
-        for following, part in distribution_of(lambda c, o=outcome: program(o, c)).items():
-            result[following] += weight * part
-    return dict(result)
-
-
 class Table:
     """A model: a distribution over ``vocabulary`` tokens for every prefix, drawn once at random.
 
     Args:
+        vocabulary: number of tokens.
+        seed: of the random entries.
         zeros: how often an entry is zero, in tenths.
-        weight: entries are weight(random) before they are normalized.
+        power: exponent of the entries before they are normalized (an inverse temperature).
     """
 
-    def __init__(self, vocabulary: int, seed: int, zeros: int = 1, temperature: int = 1):
+    def __init__(self, vocabulary: int, seed: int, zeros: int = 1, power: int = 1):
         self.vocabulary = vocabulary
         self.seed = seed
         self.zeros = zeros
-        self.temperature = temperature
+        self.power = power
         self._rows: dict[Tokens, tuple[Fraction, ...]] = {}
 
     def __call__(self, prefix: Tokens) -> tuple[Fraction, ...]:
@@ -98,13 +89,13 @@ class Table:
                 for _ in range(self.vocabulary)
             ]
             weights[rng.randrange(self.vocabulary)] += 1
-            powers = [w**self.temperature for w in weights]
+            powers = [w**self.power for w in weights]
             row = self._rows[prefix] = tuple(Fraction(w, sum(powers)) for w in powers)
         return row
 
     def tempered(self, power: int) -> "Table":
         """The same model with every row raised to a power and normalized (temperature 1/power)."""
-        return Table(self.vocabulary, self.seed, self.zeros, self.temperature * power)
+        return Table(self.vocabulary, self.seed, self.zeros, self.power * power)
 
     def rows(self, tokens: Tokens, count: int, prefix: Tokens = ()) -> list[tuple[Fraction, ...]]:
         """The distributions after the first 0, 1, .. count - 1 of ``tokens``, after ``prefix``."""
@@ -129,7 +120,7 @@ def extended(distribution: Distribution, model: Table, length: int) -> Distribut
 
 
 def distance(one: Distribution, other: Distribution) -> Fraction:
-    """Total variation."""
+    """Total variation distance."""
     keys: Iterable[Hashable] = one.keys() | other.keys()
     return sum((abs(one.get(k, 0) - other.get(k, 0)) for k in keys), Fraction(0)) / 2
 

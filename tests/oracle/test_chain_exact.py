@@ -12,9 +12,9 @@ VERIFIERS = [sequential.block, sequential.standard]
 
 
 def draft(q, n: int, choices: Choices, prefix: Tokens = (), stop=None) -> Tokens:
-    """Up to n tokens of q; ``stop(row, token)`` says what to do after drawing: keep, last, drop.
+    """Up to n tokens of q; ``stop(row, token)`` is called after each draw, and before it with None.
 
-    Before drawing it is asked with token None.
+    It returns "keep", "last" or "drop".
     """
     x: Tokens = ()
     for _ in range(n):
@@ -22,22 +22,22 @@ def draft(q, n: int, choices: Choices, prefix: Tokens = (), stop=None) -> Tokens
         if stop and stop(row, None) == "last":
             break
         token = choices.sample(row)
-        verdict = stop(row, token) if stop else "keep"
-        if verdict == "drop":
+        decision = stop(row, token) if stop else "keep"
+        if decision == "drop":
             break
         x += (token,)
-        if verdict == "last":
+        if decision == "last":
             break
     return x
 
 
 def call(p, q, n: int, verify, *, rows=None, stop=None):
-    """One verification call as a program; ``rows`` are the proposal rows told to the verifier."""
+    """One verification call as a program; ``rows`` are the proposals that the verifier is given."""
 
     def program(choices: Choices) -> Tokens:
         x = draft(q, n, choices, stop=stop)
-        told = (rows or q).rows(x, len(x))
-        tau, y = verify(p.rows(x, len(x) + 1), told, x, choices.bernoulli, choices.sample)
+        claimed = (rows or q).rows(x, len(x))
+        tau, y = verify(p.rows(x, len(x) + 1), claimed, x, choices.bernoulli, choices.sample)
         return (*x[:tau], y)
 
     return program
@@ -76,7 +76,7 @@ def test_degenerate_rows(verify, p, q):
 
 
 def own_probability_kept(row, token):
-    """Ends after an unlikely token, which stays in the draft."""
+    """Ends after an unlikely token, which remains in the draft."""
     return "last" if token is not None and row[token] < Fraction(2, 5) else "keep"
 
 
@@ -134,7 +134,7 @@ def test_raw_rows_for_tempered_drafts_are_caught(verify):
 
 
 def unusable(context: Tokens) -> bool:
-    """Where the target's row is said to be broken."""
+    """Whether the target's row counts as unusable there."""
     return context[-1:] == (1,) and len(context) % 2 == 0
 
 

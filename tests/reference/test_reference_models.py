@@ -1,4 +1,4 @@
-"""The engine on Hugging Face models: greedy decoding, caches, equal models, errors."""
+"""The reference engine on Hugging Face models: greedy decoding, caches, equal models, errors."""
 
 import copy
 
@@ -15,7 +15,7 @@ from transformers import (
 
 from vllm_hsd.core.bigram import BigramLevel, count_bigrams
 from vllm_hsd.core.cascade import LevelOptions
-from vllm_hsd.reference import HuggingFaceLevel, ReferenceEngine, TreePlan
+from vllm_hsd.reference import HuggingFaceLevel, ReferenceEngine, TreeOptions
 
 VOCABULARY, PROMPT, LENGTH = 24, [3, 5, 7, 11, 5, 3], 16
 
@@ -87,25 +87,34 @@ def engines(models, keeps_cache: bool = True) -> dict[str, ReferenceEngine]:
         "cascade": ReferenceEngine(
             target, [small, mid], [LevelOptions(2), LevelOptions(6)], horizontal_tokens=2
         ),
-        "windows": ReferenceEngine(target, [small, mid], entropy),
-        "three": ReferenceEngine(
+        "entropy": ReferenceEngine(target, [small, mid], entropy),
+        "three levels": ReferenceEngine(
             target,
             [bigram(), small, mid],
             [LevelOptions(1), LevelOptions(3), LevelOptions(6, max_rounds=2)],
         ),
-        "drafts": ReferenceEngine(target, [mid], draft_tree=TreePlan((3, 1, 1))),
-        "tree": ReferenceEngine(target, [mid], draft_tree=TreePlan((2, 2), draw="top_k")),
-        "different": ReferenceEngine(
-            target, [mid], draft_tree=TreePlan((2, 2), draw="without_replacement")
+        "three drafts": ReferenceEngine(target, [mid], draft_tree=TreeOptions((3, 1, 1))),
+        "top-k tree": ReferenceEngine(target, [mid], draft_tree=TreeOptions((2, 2), draw="top_k")),
+        "tree without replacement": ReferenceEngine(
+            target, [mid], draft_tree=TreeOptions((2, 2), draw="without_replacement")
         ),
     }
 
 
-NAMES = ["none", "chain", "cascade", "windows", "three", "drafts", "tree", "different"]
+NAMES = [
+    "none",
+    "chain",
+    "cascade",
+    "entropy",
+    "three levels",
+    "three drafts",
+    "top-k tree",
+    "tree without replacement",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_is_what_generate_says(models, name):
+def test_greedy_equals_generate_of_transformers(models, name):
     generated = models[0].generate(
         torch.tensor([PROMPT]), max_new_tokens=LENGTH, do_sample=False, use_cache=False
     )
@@ -115,12 +124,12 @@ def test_greedy_is_what_generate_says(models, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_cache_changes_nothing(models, name):
-    """The caches of all models hold what they should after every rejection."""
-    cached, anew = engines(models)[name], engines(models, keeps_cache=False)[name]
+def test_with_and_without_cache_the_tokens_are_equal(models, name):
+    """After every rejection the caches of all models are valid."""
+    cached, recomputed = engines(models)[name], engines(models, keeps_cache=False)[name]
     drafted = accepted = 0
     for seed in range(3):
-        one, other = (engine.generate(PROMPT, LENGTH, seed=seed) for engine in (cached, anew))
+        one, other = (engine.generate(PROMPT, LENGTH, seed=seed) for engine in (cached, recomputed))
         assert one.token_ids == other.token_ids
         drafted, accepted = drafted + one.drafted, accepted + one.accepted
     assert name == "none" or 0 < accepted < drafted
@@ -137,7 +146,7 @@ def test_equal_models_accept_everything(models, sampling):
     assert all(level.accepted == level.drafted for level in generation.levels)
 
 
-def test_requests_do_not_share_anything(models):
+def test_requests_are_independent(models):
     engine = engines(models)["cascade"]
     first, other, again = (
         engine.generate(prompt, LENGTH, seed=1) for prompt in (PROMPT, [1, 2], PROMPT)
@@ -156,14 +165,14 @@ def test_generation_ends_with_eos(models):
 
 def test_first_token_follows_the_target():
     target = llama()
-    engine = engines((target, noisy(target, 0.15), noisy(target, 0.3)))["windows"]
-    distribution = target(torch.tensor([PROMPT])).logits[0, -1].detach().double().softmax(-1)
+    engine = engines((target, noisy(target, 0.15), noisy(target, 0.3)))["entropy"]
+    probs = target(torch.tensor([PROMPT])).logits[0, -1].detach().double().softmax(-1)
     counts = torch.zeros(VOCABULARY)
     for seed in range(200):
         counts[engine.generate(PROMPT, 2, seed=seed).token_ids[0]] += 1
-    keep = distribution > 0.02
-    expected = 200 * torch.cat((distribution[keep], distribution[~keep].sum()[None]))
-    observed = torch.cat((counts[keep], counts[~keep].sum()[None]))
+    likely = probs > 0.02
+    expected = 200 * torch.cat((probs[likely], probs[~likely].sum()[None]))
+    observed = torch.cat((counts[likely], counts[~likely].sum()[None]))
     chi_square_p_value = float(((observed - expected).square() / expected).sum())
     assert chi_square_p_value < len(expected) + 4 * (2 * len(expected)) ** 0.5
 
@@ -187,7 +196,7 @@ def test_errors_of_the_engine():
     with pytest.raises(ValueError, match="options has 0 entries for 1 levels"):
         ReferenceEngine(level, [level])
     with pytest.raises(ValueError, match="draft_tree needs exactly one level"):
-        ReferenceEngine(level, [level], [LevelOptions(2)], draft_tree=TreePlan((2,)))
+        ReferenceEngine(level, [level], [LevelOptions(2)], draft_tree=TreeOptions((2,)))
     with pytest.raises(ValueError, match=r"levels\[0\] and the target must both be"):
         ReferenceEngine(level, [HuggingFaceLevel(t5())], [LevelOptions(2)])
 

@@ -8,17 +8,19 @@ from oracle.stand_ins import TableLevel, exact_distribution
 from oracle.test_cascade_exact import stopped
 
 from vllm_hsd.core.cascade import LevelOptions
-from vllm_hsd.reference import ReferenceEngine, TreePlan, trees
+from vllm_hsd.reference import ReferenceEngine, TreeOptions, trees
 
 PROMPT = [0, 1]
 DRAWS = ["iid", "without_replacement", "top_k"]
 
 
-def bias(plan: TreePlan, length: int, *, vocabulary: int = 2, eos: int | None = None) -> float:
+def bias(
+    options: TreeOptions, length: int, *, vocabulary: int = 2, eos: int | None = None
+) -> float:
     """Total variation between a generation and the target's distribution."""
     target, drafter = Table(vocabulary, 1), Table(vocabulary, 101)
     engine = ReferenceEngine(
-        TableLevel(target, len(PROMPT)), [TableLevel(drafter, len(PROMPT))], draft_tree=plan
+        TableLevel(target, len(PROMPT)), [TableLevel(drafter, len(PROMPT))], draft_tree=options
     )
 
     def generate() -> Tokens:
@@ -33,21 +35,21 @@ def bias(plan: TreePlan, length: int, *, vocabulary: int = 2, eos: int | None = 
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("widths", [(2,), (2, 1), (1, 2)], ids=["K tokens", "K drafts", "tree"])
 def test_generation_follows_the_target(widths, draw, verifier):
-    assert bias(TreePlan(widths, draw, verifier), 3) < 1e-9
+    assert bias(TreeOptions(widths, draw, verifier), 3) < 1e-9
 
 
 @pytest.mark.parametrize("draw", DRAWS)
 def test_vocabulary_of_three(draw):
-    assert bias(TreePlan((2,), draw), 3, vocabulary=3) < 1e-9
+    assert bias(TreeOptions((2,), draw), 3, vocabulary=3) < 1e-9
 
 
 @pytest.mark.parametrize("draw", DRAWS)
 def test_nothing_grows_below_eos(draw):
-    assert bias(TreePlan((2, 1), draw), 3, eos=1) < 1e-9
+    assert bias(TreeOptions((2, 1), draw), 3, eos=1) < 1e-9
 
 
 def test_temperature_scale():
-    assert bias(TreePlan((2, 1), temperature_scale=0.5), 3) < 1e-9
+    assert bias(TreeOptions((2, 1), temperature_scale=0.5), 3) < 1e-9
 
 
 def test_rows_of_the_first_draw_are_caught():
@@ -59,13 +61,13 @@ def test_rows_of_the_first_draw_are_caught():
         return tokens, rows[:1].expand_as(rows)
 
     with mock.patch.object(trees, "draw_without_replacement", with_full_rows):
-        assert bias(TreePlan((2,), "without_replacement"), 2, vocabulary=4) > 1e-3
+        assert bias(TreeOptions((2,), "without_replacement"), 2, vocabulary=4) > 1e-3
 
 
 def test_one_child_everywhere_is_a_chain():
-    def distribution(plans, **settings):
+    def distribution(options, **settings):
         target, drafter = (TableLevel(Table(2, seed), len(PROMPT)) for seed in (1, 101))
-        engine = ReferenceEngine(target, [drafter], plans, **settings)
+        engine = ReferenceEngine(target, [drafter], options, **settings)
 
         def generate() -> Tokens:
             generation = engine.generate(PROMPT, 4)
@@ -73,7 +75,7 @@ def test_one_child_everywhere_is_a_chain():
 
         return exact_distribution(generate)
 
-    chain, tree = distribution([LevelOptions(2)]), distribution([], draft_tree=TreePlan((1, 1)))
+    chain, tree = distribution([LevelOptions(2)]), distribution([], draft_tree=TreeOptions((1, 1)))
     assert float(distance(chain, tree)) < 1e-9
 
 
@@ -89,4 +91,4 @@ def test_one_child_everywhere_is_a_chain():
 )
 def test_errors(settings, message):
     with pytest.raises(ValueError, match=message):
-        TreePlan(**settings)
+        TreeOptions(**settings)

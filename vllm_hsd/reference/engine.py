@@ -18,7 +18,7 @@ from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.drafts import DraftStore
 from vllm_hsd.core.levels import Level, LevelOptions, LevelStats, LookupLevel
 from vllm_hsd.reference.request import ONLY, Request
-from vllm_hsd.reference.trees import TreePlan, grow, target_logits
+from vllm_hsd.reference.trees import TreeOptions, grow, target_logits
 from vllm_hsd.verify import verify_tree
 from vllm_hsd.verify.chain import verify_batch, verify_greedy
 from vllm_hsd.verify.inputs import ChainBatch
@@ -72,7 +72,7 @@ class ReferenceEngine:
         *,
         verifier: str = "block",
         horizontal_tokens: int = 0,
-        draft_tree: TreePlan | None = None,
+        draft_tree: TreeOptions | None = None,
     ) -> None:
         if draft_tree is None and len(levels) != len(options):
             raise ValueError(f"options has {len(options)} entries for {len(levels)} levels.")
@@ -86,7 +86,7 @@ class ReferenceEngine:
         self.cascade = Cascade(levels, options, 1, horizontal_tokens)
         self.scales = [option.temperature_scale for option in options]
         self.longest = options[-1].draft_length if options else 0
-        self.tree_drafter: tuple[Level, TreePlan] | None = None
+        self.tree_drafter: tuple[Level, TreeOptions] | None = None
         if draft_tree is not None:
             if len(levels) != 1 or options or horizontal_tokens:
                 raise ValueError(
@@ -191,16 +191,16 @@ class ReferenceEngine:
         return count, int(accepted[0]), emitted
 
     def _tree_step(
-        self, request: Request, most: int, drafter: Level, plan: TreePlan
+        self, request: Request, most: int, drafter: Level, options: TreeOptions
     ) -> tuple[int, int, list[int]]:
         """(nodes, accepted ones, tokens of one target call)."""
-        draft = grow(drafter, plan, request, most)
+        draft = grow(drafter, options, request, most)
         logits = target_logits(self.target, 1, draft, request)
         emitted, path = verify_tree(
             logits if request.greedy else request.probs(logits, 1),
             draft.probs,
             draft.tree,
-            method="greedy" if request.greedy else plan.verifier,
+            method="greedy" if request.greedy else options.verifier,
             generator=request.generator,
         )
         stats = self.cascade.stats[0]

@@ -17,7 +17,7 @@ VERIFIERS = ("traversal", "recursive_rejection")
 
 
 @dataclass(frozen=True)
-class TreePlan:
+class TreeOptions:
     """The shape of a draft tree and how it is drawn and verified.
 
     Attributes:
@@ -65,19 +65,19 @@ class DraftTree:
     forwards: int
 
 
-def grow(drafter: Level, plan: TreePlan, request: Request, depth: int) -> DraftTree:
+def grow(drafter: Level, options: TreeOptions, request: Request, depth: int) -> DraftTree:
     """Draw the first `depth` generations of a tree; the request's eos has no children."""
     logits_after: dict[tuple[int, ...], torch.Tensor] = {}
     parents: list[int] = []
     paths: list[tuple[int, ...]] = []
     probs: list[torch.Tensor] = []
     generation: list[tuple[int, tuple[int, ...]]] = [(ROOT, ())]
-    for width in plan.widths[:depth]:
+    for width in options.widths[:depth]:
         children = []
         for parent, path in generation:
             if path not in logits_after:
                 logits_after[path] = request.logits_along(drafter, 0, path)[-1:]
-            tokens, drawn_from = _siblings(logits_after[path], width, plan.draw, request)
+            tokens, drawn_from = _siblings(logits_after[path], width, options.draw, request)
             for i, token in enumerate(tokens):
                 if token != request.eos:
                     children.append((len(parents), (*path, token)))
