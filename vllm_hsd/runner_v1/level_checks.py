@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.speculative import SpeculativeConfig
@@ -192,7 +193,13 @@ def draft_config(
             target_parallel_config=target_parallel_config,
             **level.model_keys,
         )
-    except Exception as error:  # whatever a config.json or a key makes vLLM or transformers raise
+    except ValidationError as error:
+        fault = error.errors()[0]
+        key = fault["loc"][0] if fault["loc"] else ""
+        where = str(key) if key in level.model_keys else f"model {quoted(level.model)}"
+        reason = brief(fault["msg"].removeprefix("Value error, "))
+        raise UserError(f"{name}.{where}: vLLM refuses it ({reason}).") from error
+    except Exception as error:  # whatever a config.json makes vLLM or transformers raise
         raise UserError(
             f"{name}.model {quoted(level.model)} cannot be loaded as a drafter: {_reason(error)}."
         ) from error
