@@ -207,12 +207,12 @@ def check_like(name: str, rows: torch.Tensor, target_probs: torch.Tensor) -> Non
 
 
 def check_probs(name: str, rows: torch.Tensor) -> None:
-    """Raise ValueError for the first row that is not a probability law."""
+    """Raise ValueError for the first row that is not normalized."""
     bad = ~is_normalized(rows)
     if bad.any():
         raise ValueError(
-            f"{name} row {int(bad.argmax())} is not a probability distribution (finite, not negative, sum 1 within "
-            "1e-3)."
+            f"{name} row {int(bad.argmax())} is not a probability distribution (finite, not "
+            "negative, sum 1 within 1e-3)."
         )
 
 

@@ -53,31 +53,8 @@ def acceptance_probability(a: np.ndarray, mass: np.ndarray) -> np.ndarray:
     return np.where(certain, 1.0, mass / np.where(certain, 1.0, mass + (1.0 - a)))
 
 
-def residual_rows(
-    target: torch.Tensor,
-    a: np.ndarray,
-    draft: torch.Tensor | None,
-    tokens: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """max(a * p - q, 0), unnormalised, computed in place of ``target``.
-
-    Args:
-        target: [k, V] rows; overwritten.
-        a: float64 [k] on the host.
-        draft: [k, V] proposal rows, or None when they are one-hot at ``tokens``.
-        tokens: int64 [k], read only without ``draft``.
-    Returns:
-        ``target``.
-    """
-    if (a != 1).any():
-        target.mul_(torch.from_numpy(a).to(target)[:, None])
-    if draft is None:
-        return target.scatter_(1, tokens[:, None], 0)
-    return target.sub_(draft).clamp_min_(0)
-
-
 class BlockedCDF:
-    """Cumulative mass of unnormalised rows [k, V], in blocks: for totals and inverse-CDF draws."""
+    """Cumulative mass of unnormalized rows [k, V], in blocks: for totals and inverse-CDF draws."""
 
     def __init__(self, rows: torch.Tensor):
         self.rows = rows

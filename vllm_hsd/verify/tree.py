@@ -24,7 +24,6 @@ from vllm_hsd.verify.residual import (
     acceptance_probability,
     is_normalized,
     probability_ratios,
-    residual_rows,
 )
 
 TREE_METHODS = ("traversal", "recursive_rejection", "greedy")
@@ -161,7 +160,7 @@ class TreeRows:
         ids = torch.as_tensor(tree.tokens, dtype=torch.int64, device=target_probs.device)
         read_tokens("tree.tokens", ids.reshape(-1), len(tree), target_probs, lowest=0)
         self.target_probs, self.draft_probs = target_probs, draft_probs
-        self.tree, self.ids = tree, ids
+        self.tree = tree
 
     def children(self, node: int) -> list[int]:
         """Children in draw order up to the first unusable proposal, duplicates included."""
@@ -196,9 +195,11 @@ class TreeRows:
 
     def residual(self, row: torch.Tensor, a: np.ndarray, child: int) -> torch.Tensor:
         """max(a * row - q, 0) with the child's proposal q: a new [1, V] tensor."""
+        rest = row.clone() if a[0] == 1 else row * torch.from_numpy(a).to(row)[:, None]
         if self.draft_probs is None:
-            return residual_rows(row.clone(), a, None, self.ids[child : child + 1])
-        return residual_rows(row.clone(), a, self.draft_probs[child : child + 1])
+            rest[:, self.tree.tokens[child]] = 0
+            return rest
+        return rest.sub_(self.draft_probs[child : child + 1]).clamp_min_(0)
 
     def draw_next(self, node: int, row: torch.Tensor, uniform: torch.Tensor) -> int | None:
         """The token after ``node``: the quantile ``uniform`` [1] of row [1, V], if it has one."""
