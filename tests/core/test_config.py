@@ -183,8 +183,8 @@ def test_keys_next_to_a_cascade_file_win(tmp_path):
     assert CascadeConfig.parse({"cascade": str(path)}) == CascadeConfig.parse(
         hsd(TOP, verifier="standard")
     )
-    beside = CascadeConfig.parse({"cascade": str(path), "num_speculative_tokens": 3})
-    assert beside.num_speculative_tokens == 3 and beside.verifier == "standard"
+    given = CascadeConfig.parse({"cascade": str(path), "num_speculative_tokens": 3})
+    assert given.num_speculative_tokens == 3 and given.verifier == "standard"
 
 
 def test_cascade_schema_is_not_a_switch(tmp_path):

@@ -12,7 +12,7 @@ VERIFIERS = {"block": sequential.block, "standard": sequential.standard}
 METHODS = [*VERIFIERS, "greedy"]
 
 
-def law(vocabulary: int, sharpness: float, gen: torch.Generator) -> torch.Tensor:
+def random_row(vocabulary: int, sharpness: float, gen: torch.Generator) -> torch.Tensor:
     logits = sharpness * torch.randn(vocabulary, generator=gen, dtype=torch.float64)
     if vocabulary > 1:
         logits[torch.rand(vocabulary, generator=gen) < 0.2] = -torch.inf
@@ -32,15 +32,15 @@ def batch(vocabulary: int, seed: int, size: int = 60, longest: int = 6):
         n = i % (longest + 1)
         lengths.append(n)
         for _ in range(n):
-            p = law(vocabulary, 2.0, gen)
+            p = random_row(vocabulary, 2.0, gen)
             kind = i % 5
-            q = p.clone() if kind == 0 else law(vocabulary, 1.0, gen)
+            q = p.clone() if kind == 0 else random_row(vocabulary, 1.0, gen)
             if kind == 1:
                 q = (7 * p + q) / 8
             target.append(one_hot(p) if kind == 2 else p)
             draft.append(one_hot(q) if kind == 3 else q)
             ids.append(int(torch.multinomial(draft[-1], 1, generator=gen)))
-        target.append(law(vocabulary, 2.0, gen))
+        target.append(random_row(vocabulary, 2.0, gen))
     uniforms = torch.rand(len(target), generator=gen, dtype=torch.float64)
     rows = torch.stack(target), torch.stack(draft), torch.tensor(ids), lengths
     return rows, uniforms
@@ -53,7 +53,7 @@ def quantile(weights, u: float) -> int:
 
 
 def requests(target, draft, ids, lengths, uniforms):
-    """The batch cut into (p rows, q rows, tokens, coins), as lists."""
+    """The batch cut into (p rows, q rows, tokens, uniforms), as lists."""
     p0 = q0 = 0
     for n in lengths:
         p, q = target[p0 : p0 + n + 1].tolist(), draft[q0 : q0 + n].tolist()
@@ -63,10 +63,10 @@ def requests(target, draft, ids, lengths, uniforms):
 
 def by_hand(method, rows, uniforms):
     """(accepted, tokens) of every request from the sequential verifier and the same uniforms."""
-    for p, q, x, coins in requests(*rows, uniforms):
-        tosses = iter(coins)
+    for p, q, x, drawn in requests(*rows, uniforms):
+        draws = iter(drawn)
         tau, y = VERIFIERS[method](
-            p, q, x, lambda h, c=tosses: next(c) < h, lambda w, u=coins[-1]: quantile(w, u)
+            p, q, x, lambda h, c=draws: next(c) < h, lambda w, u=drawn[-1]: quantile(w, u)
         )
         yield tau, [*x[:tau], y]
 
@@ -158,14 +158,14 @@ def test_empty_slots_end_the_draft(method):
     for i, (first, n) in enumerate(starts(lengths)):
         x = holes[q0 : q0 + n].tolist()
         m = x.index(-1) if -1 in x else n
-        coins = torch.cat((uniforms[first : first + m], uniforms[first + n : first + n + 1]))
+        drawn = torch.cat((uniforms[first : first + m], uniforms[first + n : first + n + 1]))
         alone = verify_chain(
             target[first : first + m + 1],
             draft[q0 : q0 + m],
             ids[q0 : q0 + m],
             [m],
             method=method,
-            uniforms=coins,
+            uniforms=drawn,
         )
         assert emitted(result)[i] == emitted(alone)[0]
         q0 += n
@@ -209,7 +209,7 @@ def test_a_generator_gives_one_coin_per_token_and_one_more(method):
 @pytest.mark.parametrize("at", [0, 2, 5])
 def test_everything_is_accepted_when_the_rows_agree(method, at):
     gen = torch.Generator().manual_seed(at)
-    p = torch.stack([law(200, 3.0, gen) for _ in range(7)]).float()
+    p = torch.stack([random_row(200, 3.0, gen) for _ in range(7)]).float()
     ids = torch.multinomial(p[:6], 1, generator=gen)[:, 0]
     result = verify_chain(p, p[:6], ids, [6], method=method)
     assert result.num_accepted.tolist() == [6]

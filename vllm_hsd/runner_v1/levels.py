@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 import torch
 from vllm.compilation.backends import set_model_tag
@@ -26,6 +28,9 @@ from vllm_hsd.core.bigram import BigramLevel, read_bigram
 from vllm_hsd.core.drafts import ragged_arange
 from vllm_hsd.core.exit_head import ExitHead, read_exit_head
 
+# vLLM's function takes abstract classes too, which its annotation does not say.
+_AttentionLayer: Any = AttentionLayerBase
+
 
 class ModelLevel:
     """A drafter model, loaded by vLLM's loader, with its KV cache in the target's block tables.
@@ -47,6 +52,7 @@ class ModelLevel:
         self.max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.device = runner.device
         self.attention_groups: list[AttentionGroup] = []
+        self.model: Any = None
 
     def load(self, draft_vllm_config: VllmConfig, load_config) -> None:
         """Load the weights and record the attention layers that came with them.
@@ -55,7 +61,7 @@ class ModelLevel:
         levels of equal configuration; the prefix holds no integer as a dotted component, since
         vLLM reads layer numbers from those.
         """
-        before = set(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))
+        before = set(get_layers_from_vllm_config(self.vllm_config, _AttentionLayer))
         extra = draft_vllm_config.additional_config
         draft_vllm_config = replace(
             draft_vllm_config,
@@ -69,7 +75,7 @@ class ModelLevel:
             self.model = get_model(
                 vllm_config=draft_vllm_config, prefix=tag, load_config=load_config
             )
-        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        layers = get_layers_from_vllm_config(self.vllm_config, _AttentionLayer)
         self.layer_names = {
             name
             for name in set(layers) - before
@@ -81,7 +87,7 @@ class ModelLevel:
 
         Sliding-window layers put one model's layers into several groups with different block sizes.
         """
-        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        layers = get_layers_from_vllm_config(self.vllm_config, _AttentionLayer)
         groups: dict[tuple, AttentionGroup] = {}
         for gid, group in enumerate(kv_cache_config.kv_cache_groups):
             for name in group.layer_names:
@@ -162,12 +168,11 @@ class ModelLevel:
     def _attention_metadata(self, rows, owners, positions, starts, counts) -> tuple[dict, dict]:
         """Metadata and slot mapping per layer name, one build per attention group."""
         batch, total = len(rows), len(positions)
-        query_start = np.zeros(batch + 1, dtype=np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        query_start = torch.from_numpy(query_start)
+        query_start = torch.from_numpy(np.append(0, np.cumsum(counts)).astype(np.int32))
         seq_lens = torch.from_numpy((starts + counts).astype(np.int32))
-        metadata, slots = {}, {}
-        common = {}
+        metadata: dict = {}
+        slots: dict = {}
+        common: dict[int, CommonAttentionMetadata] = {}
         for group in self.attention_groups:
             gid = group.kv_cache_group_id
             if gid not in common:
@@ -212,7 +217,7 @@ class EarlyExitLevel(ModelLevel):
         super().__init__(runner, vllm_config, index, vllm_config.model_config.max_model_len)
         self.num_layers = num_layers
 
-    def attach(self, target_model) -> None:
+    def attach(self, target_model: Any) -> None:
         """Share the layers of the loaded target."""
         self.target = target_model.unwrap() if hasattr(target_model, "unwrap") else target_model
         self.layers = self.target.model.layers[: self.num_layers]
@@ -227,7 +232,8 @@ class EarlyExitLevel(ModelLevel):
 
     def _through_layers(
         self, input_ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Any]:
+        """Hidden states and residual stream after the last of these layers."""
         hidden, residual = self.target.model.embed_input_ids(input_ids), None
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, residual)
@@ -239,8 +245,7 @@ class ExitHeadLevel(EarlyExitLevel):
 
     def __init__(self, runner, vllm_config: VllmConfig, index: int, head: ExitHead) -> None:
         super().__init__(runner, vllm_config, index, head.layer)
-        dtype = vllm_config.model_config.dtype
-        self.head = head.to(self.device, dtype)
+        self.head = head.to(self.device, cast(torch.dtype, vllm_config.model_config.dtype))
 
     def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden, residual = self._through_layers(input_ids, positions)

@@ -10,6 +10,7 @@ from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
+from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.cascade import Cascade, DraftBatch
 from vllm_hsd.core.levels import LevelOptions, LevelStats
 from vllm_hsd.runner_v1.level_checks import loading
@@ -32,13 +33,15 @@ class CascadeProposer(DraftModelProposer):
     def __init__(self, vllm_config, device: torch.device, runner) -> None:
         self.vllm_config, self.device, self.runner = vllm_config, device, runner
         self.speculative_config = vllm_config.speculative_config
-        hsd = self.speculative_config.hsd
+        self.cascade_config: CascadeConfig = vllm_config.speculative_config.hsd
+        self.level_configs = vllm_config.speculative_config.level_configs
+        hsd = self.cascade_config
         self.max_model_len = vllm_config.model_config.max_model_len
         self.kv_cache_gid = 0
         self.draft_attn_groups = []
         contexts = [
             self.max_model_len if config is None else config.draft_model_config.max_model_len
-            for config in self.speculative_config.level_configs
+            for config in self.level_configs
         ]
         self.hosted = [
             build_level(level, runner, vllm_config, i, context)
@@ -70,7 +73,7 @@ class CascadeProposer(DraftModelProposer):
         Raises:
             ValueError: unknown levels, or draft lengths that the engine was not started for.
         """
-        hsd, hosted = self.speculative_config.hsd, range(len(self.hosted))
+        hsd, hosted = self.cascade_config, range(len(self.hosted))
         if not levels or len(set(levels)) < len(levels) or not set(levels) <= set(hosted):
             raise ValueError(f"levels {levels} are not a cascade of the {len(hosted)} hosted.")
         if len(draft_lengths) != len(levels) or min(draft_lengths) < 1:
@@ -121,8 +124,7 @@ class CascadeProposer(DraftModelProposer):
 
     def load_model(self, target_model) -> None:
         """Load the levels that are models; give early exits the target's layers."""
-        configs = self.speculative_config.level_configs
-        for i, (level, config) in enumerate(zip(self.hosted, configs, strict=True)):
+        for i, (level, config) in enumerate(zip(self.hosted, self.level_configs, strict=True)):
             if config is not None:
                 with loading(f"levels[{i}]", config.model):
                     level.load(self._draft_vllm_config(config), config.draft_load_config)

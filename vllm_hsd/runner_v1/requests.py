@@ -135,7 +135,7 @@ class RequestTable:
         draws = self.draws[stream, slots]
         self.buffered_from[stream, slots] = draws
         self.buffered[stream, slots] = host_uniforms(
-            self.seed[slots, None], np.int64(stream), draws[:, None] + np.arange(_BUFFERED)
+            self.seed[slots, None], np.array(stream), draws[:, None] + np.arange(_BUFFERED)
         )
 
     def _add(self, request_id: str, limits: Callable[[str], RequestLimits]) -> int:

@@ -69,7 +69,7 @@ class CascadeSampler(VerifyingSampler):
     def __init__(self, proposer: CascadeProposer) -> None:
         super().__init__(proposer.runner.sampler)
         self.proposer = proposer
-        self.verifier = proposer.speculative_config.hsd.verifier
+        self.verifier = proposer.cascade_config.verifier
 
     def forward(
         self,

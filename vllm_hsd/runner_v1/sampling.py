@@ -35,7 +35,8 @@ class RequestSampling:
     def __init__(self, metadata: SamplingMetadata, scales: list[float] | None = None) -> None:
         self.metadata = metadata
         self.scales = scales or []
-        self.bias, self.min_p = None, None
+        self.bias: dict[int, dict[int, float]] = {}
+        self.min_p: torch.Tensor | None = None
         for processor in metadata.logitsprocs.all:
             if isinstance(processor, MinPLogitsProcessor) and processor.min_p_count:
                 self.min_p = processor.min_p_cpu_tensor
@@ -50,7 +51,7 @@ class RequestSampling:
     @property
     def masks(self) -> bool:
         """Some request has allowed tokens or logit bias, which move even the argmax of a level."""
-        return self.metadata.allowed_token_ids_mask is not None or self.bias is not None
+        return self.metadata.allowed_token_ids_mask is not None or bool(self.bias)
 
     def probabilities(
         self, logits: torch.Tensor, requests: np.ndarray, scale: float = 1.0
@@ -82,6 +83,7 @@ class RequestSampling:
         metadata = self.metadata
         if metadata.all_greedy:
             return logits, torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+        assert metadata.temperature is not None
         temperature = metadata.temperature[rows] * scale
         is_greedy = None
         if not metadata.all_random:
@@ -110,7 +112,7 @@ class RequestSampling:
         allowed = self.metadata.allowed_token_ids_mask
         if allowed is not None:
             logits = logits.masked_fill(allowed[torch.from_numpy(requests)], -float("inf"))
-        if self.bias is not None:
+        if self.bias:
             logits = self._biased(logits, requests)
         return logits
 
@@ -158,6 +160,7 @@ class RequestSampling:
             masked = processor.apply_with_spec_decode(masked, num_tokens)
         if not metadata.no_penalties:
             rows = torch.from_numpy(requests).to(masked.device)
+            assert metadata.prompt_token_ids is not None
             masked = apply_all_penalties(
                 masked,
                 metadata.prompt_token_ids[rows],
