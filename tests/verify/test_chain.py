@@ -77,7 +77,7 @@ def emitted(result) -> list[list[int]]:
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 5, 31, 300, 700])
 @pytest.mark.parametrize("method", VERIFIERS)
-def test_same_coins_same_tokens(method, vocabulary):
+def test_equal_uniforms_give_equal_tokens(method, vocabulary):
     rows, uniforms = batch(vocabulary, seed=vocabulary)
     result = verify_chain(*rows, method=method, uniforms=uniforms)
     expected = list(by_hand(method, rows, uniforms))
