@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.damaged_bytes import damaged, npy, npy_header, write_members
+from support.damaged_bytes import (
+    COUNT,
+    damaged,
+    npy,
+    npy_header,
+    objection,
+    objections,
+    sentence_objection,
+    write_members,
+)
 
 from vllm_hsd.checked_files import check_safetensors, read_json
 from vllm_hsd.config import CascadeConfig
@@ -28,40 +37,8 @@ from vllm_hsd.core.bigram import (
 from vllm_hsd.core.exit_head import FILE_NAME, ExitHead, read_exit_head, write_exit_head
 from vllm_hsd.errors import UserError
 
-COUNT = 400
 VOCABULARY = 40
-LONGEST_MESSAGE = 500
 MOST_MEMORY = 8 << 20
-
-
-def sentence_objection(message: str, name: str) -> str | None:
-    """What keeps a message from being one sentence that names the file."""
-    if "\n" in message or not message.endswith(".") or len(message) > LONGEST_MESSAGE:
-        return f"is not one sentence: {message[:300]!r}"
-    return None if name in message else f"does not name the file: {message}"
-
-
-def objection(read: Callable[[str], object], valid: Callable, path: Path) -> str | None:
-    """What is wrong with the answer to a file, None if nothing is."""
-    try:
-        found = read(str(path))
-    except UserError as error:
-        return sentence_objection(str(error), path.name)
-    except Exception as error:
-        return f"raises {type(error).__name__}: {str(error)[:100]}"
-    return None if valid(found) else "accepts what is not valid"
-
-
-def objections(read: Callable, valid: Callable, content: bytes, scratch: Path) -> list[str]:
-    """Objections over `COUNT` damaged copies; every path is new, since readers keep results."""
-    rng, found = random.Random(0), []
-    for i in range(COUNT):
-        path = scratch / f"{read.__name__}-{i}"
-        path.write_bytes(damaged(rng, content))
-        if said := objection(read, valid, path):
-            found.append(said)
-        path.unlink()
-    return found
 
 
 def is_distribution(table: BigramTable) -> bool:

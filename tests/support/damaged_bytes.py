@@ -1,11 +1,17 @@
-"""Damage to files: bytes changed at random, and arrays changed on purpose."""
+"""Files with bytes changed at random, and what a reader may answer to them."""
 
 import io
 import random
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+
+from vllm_hsd.errors import UserError
+
+COUNT = 400
+LONGEST_MESSAGE = 500
 
 
 def damaged(rng: random.Random, content: bytes) -> bytes:
@@ -53,3 +59,33 @@ def npy_header(shape: tuple[int, ...], descr: object = "<i8") -> bytes:
         buffer, {"shape": shape, "fortran_order": False, "descr": descr}
     )
     return buffer.getvalue()
+
+
+def sentence_objection(message: str, name: str) -> str | None:
+    """What keeps a message from being one sentence that names the file."""
+    if "\n" in message or not message.endswith(".") or len(message) > LONGEST_MESSAGE:
+        return f"is not one sentence: {message[:300]!r}"
+    return None if name in message else f"does not name the file: {message}"
+
+
+def objection(read: Callable[[str], object], valid: Callable, path: Path) -> str | None:
+    """What is wrong with the answer to a file, None if nothing is."""
+    try:
+        found = read(str(path))
+    except UserError as error:
+        return sentence_objection(str(error), path.name)
+    except Exception as error:
+        return f"raises {type(error).__name__}: {str(error)[:100]}"
+    return None if valid(found) else "accepts what is not valid"
+
+
+def objections(read: Callable, valid: Callable, content: bytes, scratch: Path) -> list[str]:
+    """Objections over `COUNT` damaged copies; every path is new, since readers keep results."""
+    rng, found = random.Random(0), []
+    for i in range(COUNT):
+        path = scratch / f"{read.__name__}-{i}"
+        path.write_bytes(damaged(rng, content))
+        if said := objection(read, valid, path):
+            found.append(said)
+        path.unlink()
+    return found
