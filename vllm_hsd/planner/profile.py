@@ -10,7 +10,6 @@ import math
 import os
 import platform
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -301,9 +300,9 @@ def _read_tables(path: Path, profile: Profile) -> dict[str, Floats]:
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"{quoted(path.name)} cannot be read ({reason}): {advice}.") from None
-    except (KeyError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
-        if isinstance(error, UserError):
-            raise
+    except UserError:
+        raise
+    except Exception:  # zipfile, zlib and numpy raise many kinds on damaged bytes
         raise UserError(f"{quoted(path.name)} does not hold its tables: {advice}.") from None
 
 
