@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,14 +13,26 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from vllm_hsd.config import CascadeConfig
+from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.drafts import DraftStore, ragged_starts
+from vllm_hsd.runner_v1.requests import RequestTable
 from vllm_hsd.runner_v1.sampling import RequestSampling
 from vllm_hsd.verify.chain import argmax_rows, verify_batch, verify_greedy
 from vllm_hsd.verify.inputs import ChainBatch
 from vllm_hsd.verify.residual import ROW_SUM_TOLERANCE
 
-if TYPE_CHECKING:
-    from vllm_hsd.runner_v1.proposer import CascadeProposer
+
+class DraftingState(Protocol):
+    """What a sampler shares with the proposer whose drafts it verifies."""
+
+    runner: Any
+    cascade: Cascade
+    cascade_config: CascadeConfig
+    requests: RequestTable
+
+    def request_slots(self, count: int) -> np.ndarray:
+        """[count] slots in `requests` of the first `count` requests of the batch."""
 
 
 class VerifyingSampler(RejectionSampler):
@@ -66,10 +78,10 @@ class VerifyingSampler(RejectionSampler):
 class CascadeSampler(VerifyingSampler):
     """Verifies the cascade's drafts by the target's probabilities."""
 
-    def __init__(self, proposer: CascadeProposer) -> None:
-        super().__init__(proposer.runner.sampler)
-        self.proposer = proposer
-        self.verifier = proposer.cascade_config.verifier
+    def __init__(self, state: DraftingState) -> None:
+        super().__init__(state.runner.sampler)
+        self.state = state
+        self.verifier = state.cascade_config.verifier
 
     def forward(
         self,
@@ -101,7 +113,7 @@ class CascadeSampler(VerifyingSampler):
             batch, scored = ChainBatch.flat(probs, None, scheduled[:0, 0], 0 * counts), 0 * counts
         else:
             batch, scored = drafts_to_verify(
-                self.proposer.cascade.drafts[-1], slots, scheduled, counts, probs
+                self.state.cascade.drafts[-1], slots, scheduled, counts, probs
             )
         if sampling.greedy:
             token_ids, accepted = verify_greedy(batch, argmax_rows(probs)[0])
@@ -112,8 +124,8 @@ class CascadeSampler(VerifyingSampler):
                 batch, self.verifier, uniforms, target_ok=target_ok.cpu().numpy()
             )
         if slots is not None:
-            requests = self.proposer.requests
-            self.proposer.cascade.record_acceptance(slots, accepted, requests.thresholds)
+            requests = self.state.requests
+            self.state.cascade.record_acceptance(slots, accepted, requests.thresholds)
         width = int(counts.max(initial=0)) + 1
         emitted = np.full((len(counts), width), -1, dtype=np.int32)
         emitted[:, : token_ids.shape[1]] = token_ids[:, :width]
@@ -128,22 +140,22 @@ class CascadeSampler(VerifyingSampler):
 
     def _slots(self, batch: int) -> np.ndarray | None:
         """Slots of the batch's requests; None in vLLM's warm-up, whose batch has no requests."""
-        input_batch = self.proposer.runner.input_batch
+        input_batch = self.state.runner.input_batch
         if input_batch.num_reqs != batch:
             return None
         # Our uniforms are counted per request: vLLM need not rewind its generators, which torch
         # cannot do on CPU when a prompt chunk's sample is thrown away.
         input_batch.generators.clear()
-        return self.proposer.request_slots(batch)
+        return self.state.request_slots(batch)
 
     def _uniforms(self, slots: np.ndarray | None, counts: np.ndarray) -> np.ndarray:
         if slots is None:
             return np.random.default_rng(0).random(int(counts.sum()))
-        requests = self.proposer.requests
-        target = len(self.proposer.cascade.levels)
+        requests = self.state.requests
+        target = len(self.state.cascade.levels)
         uniforms = requests.uniforms(slots, counts, stream=target)
         # A prompt chunk's sample is thrown away: it must not move a seeded request's counter.
-        discarded = self.proposer.runner.discard_request_mask.np[: len(slots)]
+        discarded = self.state.runner.discard_request_mask.np[: len(slots)]
         requests.draws[target, slots] -= np.where(discarded, counts, 0)
         return uniforms
 
