@@ -110,7 +110,7 @@ def test_one_engine_measures_generations_and_selects_levels(family, tmp_path):
 
 def test_engines_that_cannot_start_say_why(family, tmp_path):
     engine_args = {**ENGINE, "model": family.target}
-    wrong = {**engine_args, "speculative_config": {"method": "hsd", "levelz": []}}
+    wrong = {**engine_args, "speculative_config": {"method": "hsd", "num_speculative_tokens": 2}}
     accepted, refused = configuration_errors([engine_args, wrong])
     assert accepted is None and refused is not None and "levels" in refused
     log = tmp_path / "log"
