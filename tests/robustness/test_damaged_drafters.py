@@ -10,7 +10,7 @@ from support.sampling_cases import SIGNIFICANCE
 
 PROMPTS = [[(3 * i + j * j) % 5 for j in range(4 + 6 * i)] for i in range(6)]
 GREEDY = {"temperature": 0, "max_tokens": 32, "ignore_eos": True}
-SAMPLED_PROMPT, SAMPLES = [2, 4, 4, 0, 3], 1500
+SAMPLED_PROMPT, SAMPLES = [2, 4, 4, 0, 3], 500
 SAMPLED = {
     "prompts": [SAMPLED_PROMPT] * SAMPLES,
     "params": [{"max_tokens": 4, "ignore_eos": True, "seed": i} for i in range(SAMPLES)],
@@ -66,13 +66,19 @@ DAMAGES = {
     "one logit overflows": damage.inf_for_one_token,
 }
 COMBINATIONS = [
-    ("everything is NaN", "alone"),
     ("everything is NaN", "lowest and horizontal"),
-    ("everything is NaN", "middle"),
     ("everything is NaN", "top"),
-    ("one logit is NaN", "top"),
-    ("NaN after one token", "lowest"),
-    ("one logit overflows", "middle"),
+    ("NaN after one token", "middle"),
+    *(
+        pytest.param(kind, place, marks=pytest.mark.slow)
+        for kind, place in (
+            ("everything is NaN", "alone"),
+            ("everything is NaN", "middle"),
+            ("one logit is NaN", "top"),
+            ("NaN after one token", "lowest"),
+            ("one logit overflows", "middle"),
+        )
+    ),
 ]
 
 
@@ -141,9 +147,13 @@ def expected_at_the_edge(small_vocabulary):
 @pytest.mark.parametrize(
     ("place", "by"),
     [
-        *((place, "config.json") for place in SHORT),
-        ("lowest", "the key max_model_len"),
+        ("lowest and horizontal", "config.json"),
         ("top", "the key max_model_len"),
+        *(
+            pytest.param(place, by, marks=pytest.mark.slow)
+            for place in SHORT
+            for by in ("config.json", "the key max_model_len")
+        ),
     ],
 )
 def test_drafter_with_a_shorter_context(
@@ -187,7 +197,16 @@ UNLOADABLE = {
 }
 
 
-@pytest.mark.parametrize("kind", UNLOADABLE)
+IN_THE_FAST_SUITE = ("half of the file", "a layer of fewer columns")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in IN_THE_FAST_SUITE else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in UNLOADABLE
+    ],
+)
 def test_weights_that_cannot_be_loaded_are_named(small_vocabulary, tmp_path, kind):
     broken = damage.damaged_copy(small_vocabulary.mid, tmp_path / "broken", UNLOADABLE[kind])
     arguments = cascade({"model": small_vocabulary.small}, {"model": broken})
