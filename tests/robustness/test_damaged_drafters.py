@@ -6,7 +6,7 @@ import json
 import pytest
 from support import damage
 from support.engines import run_engine
-from support.exact_joint_distribution import chi_square, joint_distribution
+from support.exact_joint_distribution import chi_square_p_value, joint_distribution
 from support.sampling_cases import SIGNIFICANCE
 
 PROMPTS = [[(3 * i + j * j) % 5 for j in range(4 + 6 * i)] for i in range(6)]
@@ -99,7 +99,7 @@ def test_weights_that_are_not_finite(
     )
     assert result["greedy"]["outputs"] == plain["greedy"]["outputs"]
     assert result["mixed"]["outputs"][::2] == plain["mixed"]["outputs"][::2]
-    assert chi_square(sampled_outputs(result["sampled"]), expected) > SIGNIFICANCE
+    assert chi_square_p_value(sampled_outputs(result["sampled"]), expected) > SIGNIFICANCE
     warnings = [line for line in record.read_text().splitlines() if "levels[" in line]
     assert len(warnings) == (0 if kind == "one logit overflows" else 1), warnings
     assert all(f"levels[{index}]" in line for line in warnings)
@@ -180,7 +180,7 @@ def test_drafter_with_a_shorter_context(
     for job in ("greedy", "one by one"):
         assert result[job]["outputs"] == plain_long[job]["outputs"]
     sampled = [ids[2:] for ids in sampled_outputs(result["sampled"])]
-    assert chi_square(sampled, expected_at_the_edge) > SIGNIFICANCE
+    assert chi_square_p_value(sampled, expected_at_the_edge) > SIGNIFICANCE
     highest = json.loads(record.read_text())
     assert LIMIT - 4 <= highest[f"hsd_level{index}.model"] < LIMIT
     assert highest["model"] > LIMIT
