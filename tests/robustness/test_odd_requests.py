@@ -124,7 +124,8 @@ def test_neighbors_notice_nothing(plain, speculated):
 
 
 def test_all_at_once_is_one_by_one(speculated):
+    """Seeded requests repeat in a batch of a hundred."""
     together = speculated["together"]["outputs"][1:-1]
     for name, got in zip(TABLE, together, strict=True):
-        if "seed" in TABLE[name].params:
+        if TABLE[name].params.get("seed", -1) != -1:  # vLLM reads -1 as no seed.
             assert got == speculated[name]["outputs"][1], name
