@@ -198,15 +198,16 @@ def parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
 
 def test_every_option_has_a_line_of_help_and_shows_its_default():
     for parser in parsers(cli.make_parser()):
-        if parser.prog in ("vllm-hsd plan", "vllm-hsd profile"):
-            continue
         text = " ".join(parser.format_help().split())
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):
                 continue
             assert action.help, f"{parser.prog} {action.option_strings or action.dest}"
-            if action.option_strings and action.default not in (None, False, "==SUPPRESS=="):
+            shown = action.option_strings and action.default not in (None, "==SUPPRESS==", [], {})
+            if shown and action.default is not False:
                 assert f"default: {action.default}" in text, f"{parser.prog} {action.dest}"
+        is_group = any(isinstance(action, argparse._SubParsersAction) for action in parser._actions)
+        assert is_group or re.search(rf"^example:\n  {parser.prog} ", parser.format_help(), re.M)
 
 
 @pytest.mark.parametrize("error", [None, UserError("--x is 0: raise it."), KeyboardInterrupt()])

@@ -209,7 +209,7 @@ def test_plan_for_several_batch_sizes_and_exits(profile, tmp_path, capsys):
     profile.latencies.forward[0] = table(0.5, 0.01)
     profile.save(tmp_path / "profile.json")
     output = tmp_path / "cascade.json"
-    run("plan", tmp_path / "profile.json", "--batch-sizes", 1, 2, "-o", output)
+    run("plan", tmp_path / "profile.json", "--batch-sizes", "1,2", "-o", output)
     for batch in (1, 2):
         parsed = CascadeConfig.parse({"cascade": str(tmp_path / f"cascade-batch{batch}.json")})
         assert parsed.levels[0].early_exit == 3

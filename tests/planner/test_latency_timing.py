@@ -234,7 +234,7 @@ def test_profile_command_measures_everything(text_family, tmp_path, capsys):
     status = run(
         "profile", "--target", text_family.target, "--models", text_family.small,
         "--exits", 1, "--bigram", table, "--ngram", "--prompts", prompts, "--max-draft-tokens", 4,
-        "--batch-sizes", 1, 2, "--engine-args", json.dumps(engine), "-o", path,
+        "--batch-sizes", "1,2", "--engine-args", json.dumps(engine), "-o", path,
     )  # fmt: skip
     assert status == 0 and not path.with_name("profile.json.partial").exists()
     assert "ms/forward" in capsys.readouterr().out

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_hsd.cli.options import integers
 from vllm_hsd.errors import UserError, brief, quoted
 
 if TYPE_CHECKING:
@@ -33,16 +34,16 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "exit-heads",
         help="train heads on the target's layers for 'exit_head' levels",
         description="Train a norm and a head on each of several layers of the target, to match "
-        "its last layer; a level {'exit_head': DIR/layer-K} drafts with one.",
+        "its last layer; a level {'exit_head': DIR/layer-N} drafts with one.",
         epilog="example:\n"
         "  vllm-hsd build exit-heads --target Qwen/Qwen3-8B --layers 6,12 --output heads chats.txt",
     )
-    _add_texts(heads, "DIR", "directory to write; each head goes to DIR/layer-K")
+    _add_texts(heads, "DIR", "directory to write; each head goes to DIR/layer-N")
     heads.add_argument(
         "--layers",
         required=True,
-        type=_layers,
-        metavar="K[,K...]",
+        type=integers,
+        metavar="N[,N...]",
         help="layers of the target that run below each head",
     )
     heads.add_argument("--steps", type=int, default=300, metavar="N", help="optimizer steps")
@@ -50,16 +51,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_texts(parser: argparse.ArgumentParser, output: str, written: str) -> None:
-    parser.add_argument("--target", required=True, metavar="MODEL", help="path or name")
+    parser.add_argument(
+        "--target", required=True, metavar="MODEL", help="the target: a name or a directory"
+    )
     parser.add_argument("texts", nargs="+", metavar="TEXT", help="file in UTF-8, one document")
     parser.add_argument("-o", "--output", required=True, metavar=output, help=written)
-
-
-def _layers(text: str) -> list[int]:
-    try:
-        return [int(layer) for layer in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a list like 6,12") from None
 
 
 def build_bigram(target: str, texts: Sequence[str], output: str) -> str:

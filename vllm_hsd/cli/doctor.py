@@ -42,8 +42,9 @@ def add_parser(commands: Any) -> None:
         help="check whether method 'hsd' can run here, or your own configuration",
         description="Check this installation and, with --model, a configuration of vLLM. No "
         "weights are loaded.",
-        epilog="Arguments after -- go to vLLM, as in: "
-        "vllm-hsd doctor --model M --speculative-config JSON -- --enable-lora",
+        epilog="example:\n"
+        '  vllm-hsd doctor --model Qwen/Qwen3-8B --speculative-config \'{"method": "hsd",\n'
+        '    "cascade": "cascade.json"}\' -- --enable-lora',
     )
     parser.add_argument("--verbose", action="store_true", help="list every name of vLLM in use")
     parser.add_argument("--model", help="target model of the configuration to check")
@@ -53,7 +54,10 @@ def add_parser(commands: Any) -> None:
         help="speculative configuration to check, of method 'hsd' or one of vLLM's own",
     )
     parser.add_argument(
-        "vllm_arguments", nargs="*", metavar="VLLM_ARGUMENT", help="arguments of `vllm serve`"
+        "vllm_arguments",
+        nargs="*",
+        metavar="VLLM_ARGUMENT",
+        help="arguments of `vllm serve`, after --",
     )
     parser.set_defaults(run=_run)
 

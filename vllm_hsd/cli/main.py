@@ -28,7 +28,9 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._fill_text(text, width, indent)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.required or action.default in (None, False):
+        if action.required or action.default is None or action.default is False:
+            return action.help
+        if action.default in ([], {}):
             return action.help
         return super()._get_help_string(action)
 

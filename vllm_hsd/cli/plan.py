@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from vllm_hsd.cli.options import integers
 from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.planner.predict import Selection
 from vllm_hsd.planner.profile import (
@@ -33,15 +34,16 @@ def add_parsers(subparsers: Any) -> None:
     profile = subparsers.add_parser(
         "profile",
         help="measure latencies and acceptance of candidate drafters on this machine",
-        epilog="example: vllm-hsd profile --target TARGET --models SMALL MID --ngram "
-        "--prompts prompts.jsonl",
+        epilog="example:\n"
+        "  vllm-hsd profile --target Qwen/Qwen3-8B --models Qwen/Qwen3-0.6B --ngram \\\n"
+        "    --prompts prompts.jsonl --batch-sizes 1,8",
     )
     add = profile.add_argument
     add("--target", required=True, metavar="MODEL", help="path or hub name of the target")
     add("--models", nargs="*", default=[], metavar="MODEL", help="drafter models")
     add(
-        "--exits", nargs="*", type=int, default=[], metavar="LAYERS",
-        help="the target's first LAYERS layers as drafters",
+        "--exits", type=integers, default=[], metavar="N[,N...]",
+        help="the target's first N layers as drafters",
     )  # fmt: skip
     add(
         "--exit-heads", nargs="*", default=[], metavar="DIR",
@@ -65,7 +67,7 @@ def add_parsers(subparsers: Any) -> None:
     add("--top-p", type=float, default=1.0, help="top-p of the requests")
     add("--max-draft-tokens", type=int, default=16, metavar="N", help="longest draft to measure")
     add(
-        "--batch-sizes", nargs="+", type=int, default=[1], metavar="N",
+        "--batch-sizes", type=integers, default="1", metavar="N[,N...]",
         help="requests per step to time",
     )  # fmt: skip
     add(
@@ -84,7 +86,7 @@ def add_parsers(subparsers: Any) -> None:
     plan = subparsers.add_parser(
         "plan",
         help="choose the cascade for a profile",
-        epilog="example: vllm-hsd plan profile.json --batch-sizes 1 8",
+        epilog="example:\n  vllm-hsd plan profile.json --batch-sizes 1,8",
     )
     add = plan.add_argument
     add("profile", type=Path, help="file written by `vllm-hsd profile`")
@@ -94,7 +96,7 @@ def add_parsers(subparsers: Any) -> None:
         help="longest draft of any level (as long as the profile covers)",
     )  # fmt: skip
     add(
-        "--batch-sizes", nargs="+", type=int, default=[1], metavar="N",
+        "--batch-sizes", type=integers, default="1", metavar="N[,N...]",
         help="requests per step; one cascade is chosen for each",
     )  # fmt: skip
     add("--verifier", choices=("block", "standard"), default="block", help="at every level")
