@@ -58,6 +58,12 @@ class FakeEngines:
     def close(self, index=None):
         self.closed.append(index)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
 
 class FakeEngine:
     """Takes SECONDS per prompt and round, can break in a round, and can answer wrongly."""
@@ -228,6 +234,7 @@ def test_without_matplotlib_the_chart_is_skipped(fakes, tmp_path, monkeypatch):
         ("--rounds", "0", "--rounds must be at least 1"),
         ("--max-tokens", "0", "--max-tokens must be at least 1"),
         ("--prompts", "nowhere.jsonl", "nowhere.jsonl"),
+        ("--model", "./nowhere", "--model './nowhere' is not a directory"),
     ],
 )
 def test_wrong_arguments_get_one_sentence_and_status_2(option, value, message, capsys, tmp_path):
@@ -235,6 +242,13 @@ def test_wrong_arguments_get_one_sentence_and_status_2(option, value, message, c
     assert cli.main([*command, json.dumps(NGRAM), f"{option}={value}"]) == 2
     errors = capsys.readouterr().err
     assert message in errors and errors.count("\n") == 1
+
+
+def test_an_output_that_cannot_be_written_gets_one_sentence(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert cli.main(["bench", "--model", "x", "--output", str(tmp_path / "file")]) == 2
+    errors = capsys.readouterr().err
+    assert "--output" in errors and errors.count("\n") == 1
 
 
 def test_a_bad_configuration_ends_bench_before_it_measures(text_family, tmp_path, capsys):

@@ -103,6 +103,8 @@ def parse(arguments: argparse.Namespace) -> Comparison:
     for option in ("max_tokens", "num_prompts", "rounds"):
         if getattr(arguments, option) < 1:
             raise UserError(f"--{option.replace('_', '-')} must be at least 1.")
+    if arguments.model.startswith((".", "/", "~")) and not Path(arguments.model).is_dir():
+        raise UserError(f"--model '{arguments.model}' is not a directory.")
     given = [
         _json_object(text, f"--speculative-config number {n}")
         for n, text in enumerate(arguments.speculative_config or [], 1)
@@ -158,7 +160,10 @@ def run(comparison: Comparison, **metadata: Any) -> int:
         UserError: the model or a configuration cannot be used, or no speculation cannot run.
     """
     directory = comparison.output / "logs"
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output '{comparison.output}' cannot be used ({error}).") from None
     for log in directory.glob("*.log"):
         log.unlink()
     setup = inspect(comparison)

@@ -10,10 +10,9 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.errors import UserError
@@ -205,11 +204,17 @@ class Engines:
                 progress("too little memory for all engines at once: they load again every round")
         return engine
 
-    def close(self, index: int | None = None) -> None:
+    def close(self, index: int | None = None, at_once: bool = False) -> None:
         """End one engine, or all."""
         for number in [index] if index is not None else list(self._running):
             if number in self._running:
-                self._running.pop(number).close()
+                self._running.pop(number).close(at_once)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close(at_once=exception[0] is not None)
 
 
 def measure(results: Results, setup: Setup) -> None:
@@ -219,8 +224,7 @@ def measure(results: Results, setup: Setup) -> None:
         UserError: no speculation, which all others are compared with, cannot run.
     """
     comparison = results.comparison
-    engines = Engines(comparison, setup)
-    with closing(engines):
+    with Engines(comparison, setup) as engines:
         engines.get(0)
         total = comparison.rounds * len(list(jobs(comparison, 0, True)))
         done = 0
