@@ -29,6 +29,17 @@ VARIABLES = {
     "params": ("SamplingParams",),
     "sampling_params": ("SamplingParams",),
     "logitsprocs": ("LogitsProcessors",),
+    "vllm_config": ("VllmConfig",),
+    "model_config": ("ModelConfig",),
+    "target_model_config": ("ModelConfig",),
+    "target_config": ("ModelConfig",),
+    "draft_config": ("ModelConfig",),
+    "scheduler_config": ("SchedulerConfig",),
+    "parallel_config": ("ParallelConfig",),
+    "target_parallel_config": ("ParallelConfig",),
+    "kv_cache_config": ("KVCacheConfig",),
+    "holder": ("ThinkingBudgetStateHolder",),
+    "table": ("BlockTable",),
 }
 
 
@@ -39,7 +50,7 @@ def test_a_name_is_as_tested_in_the_installed_vllm(hook):
     assert hook.why and hook.tested == hooks.TESTED
 
 
-def test_the_late_name_is_as_tested():
+def test_late_names_are_as_tested():
     code = (
         "from vllm_hsd.runner_v1 import hooks, vllm_names\n"
         "late = [hook for hook in hooks.HOOKS.values() if hook.how == 'read late']\n"

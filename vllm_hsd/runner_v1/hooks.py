@@ -53,8 +53,8 @@ class Hook:
         name: module and attribute path.
         how: "replaced" in its class or module; "changed" in place; "on runner" replaced on one
             runner instance; "overridden" in a subclass of ours; "read" from an instance or called;
-            "read late" once a level needs it (numba, once loaded, breaks vLLM 0.32's import of
-            Triton kernels).
+            "read late" once a level needs it (n-gram levels load numba, after which vLLM 0.32
+            cannot import Triton kernels).
         why: purpose of the dependency.
         parameters: parameter names in order; None for what is not a function.
         issue: vLLM issue or pull request about it, if there is one.
@@ -284,6 +284,9 @@ def _functions(cls: type) -> Iterator[Any]:
         function = inspect.unwrap(member) if callable(member) else member
         if inspect.isfunction(function):
             yield function
+            # What vLLM's decorators of classes replace, they keep in a closure.
+            cells = [cell.cell_contents for cell in function.__closure__ or ()]
+            yield from filter(inspect.isfunction, cells)
 
 
 def _assigns(function: Any, attribute: str) -> bool:

@@ -81,7 +81,7 @@ _READ: dict[str, dict[str, str]] = {
     },
     f"{_WORKER}.gpu_input_batch.InputBatch": {
         "req_ids": "order of the batch",
-        "req_id_to_index": "which requests hold a row, when slots run out",
+        "req_id_to_index": "requests that are in the batch",
         "num_reqs": "size of the batch",
         "token_ids_cpu": "tokens so far; drafts are written after them",
         "num_tokens_no_spec": "accepted tokens",
@@ -173,6 +173,53 @@ _READ: dict[str, dict[str, str]] = {
         "draft_sample_method": "whether a drafter keeps its probabilities",
         "disable_padded_drafter_batch": "drafts after bookkeeping, on the host",
     },
+    "vllm.config.vllm.VllmConfig": {
+        "speculative_config": "the cascade",
+        "model_config": "the target",
+        "scheduler_config": "limits of a step",
+        "additional_config": "tells compiled levels apart",
+    },
+    "vllm.config.model.ModelConfig": {
+        "model": "name in messages",
+        "architecture": "targets that early exits know",
+        "dtype": "type of exit heads",
+        "max_model_len": "longest request of a model",
+        "seed": "seeds of requests without one",
+        "tokenizer": "compared with a drafter's",
+        "skip_tokenizer_init": "whether there is a tokenizer to compare",
+        "trust_remote_code": "loads a drafter's tokenizer",
+        "hf_text_config": "number of layers",
+        "is_hybrid": "recurrent state cannot be taken back",
+        "is_attention_free": "recurrent state cannot be taken back",
+        "uses_mrope": "refused",
+        "get_vocab_size": "compared with a drafter's",
+        "get_hidden_size": "compared with an exit head's",
+    },
+    "vllm.config.scheduler.SchedulerConfig": {
+        "max_num_seqs": "slots of the request table",
+        "max_num_batched_tokens": "tokens of one forward pass",
+    },
+    "vllm.config.parallel.ParallelConfig": {
+        "tensor_parallel_size": "shared by all levels",
+        "pipeline_parallel_size": "refused above 1",
+        "data_parallel_size": "refused above 1",
+    },
+    "vllm.v1.kv_cache_interface.KVCacheConfig": {"kv_cache_groups": "groups of the levels' layers"},
+    "vllm.v1.kv_cache_interface.KVCacheGroupSpec": {
+        "layer_names": "layers of a group",
+        "kv_cache_spec": "cache of a group",
+    },
+    "vllm.v1.kv_cache_interface.UniformTypeKVCacheSpecs": {"kv_cache_specs": "cache of a layer"},
+    "vllm.model_executor.layers.attention_layer_base.AttentionLayerBase": {
+        "get_attn_backend": "backend of a layer",
+        "get_kv_cache_spec": "whether a layer has a cache",
+    },
+    "vllm.v1.attention.backend.AttentionBackend": {"full_cls_name": "tells groups apart"},
+    f"{_SAMPLE}.thinking_budget_state.ThinkingBudgetStateHolder": {
+        "has_tracked_requests": "whether a request has a thinking budget",
+        "update_state": "follows a request's thinking",
+        "apply_to_logits": "ends a request's thinking",
+    },
     "vllm.engine.arg_utils.EngineArgs": {
         "enable_lora": "refuses early exits under adapters",
         "spec_method": "--spec-method",
@@ -199,6 +246,16 @@ for _name, (_why, _parameters) in _OVERRIDDEN.items():
 for _owner, _attributes in _READ.items():
     for _name, _why in _attributes.items():
         _register(f"{_owner}.{_name}", "read", _why)
+for _name in (
+    "LlamaForCausalLM.compute_logits",
+    "LlamaForCausalLM.model",
+    "LlamaModel.embed_input_ids",
+    "LlamaModel.layers",
+    "LlamaModel.norm",
+    "LlamaDecoderLayer.self_attn",
+    "LlamaAttention.attn",
+):
+    _register(f"vllm.model_executor.models.llama.{_name}", "read late", "runs early exits")
 _register(
     "vllm.v1.spec_decode.ngram_proposer._find_longest_matched_ngram_and_propose_tokens",
     "read late",
