@@ -95,13 +95,13 @@ def test_levels_without_a_cache():
     assert bias(levels, [LevelOptions(1), LevelOptions(2)], 4) < 1e-9
 
 
-@pytest.mark.parametrize("context", [len(PROMPT) + extra for extra in (0, 1, 2)])
-def test_levels_that_the_text_outgrows(context):
+@pytest.mark.parametrize("extra", [(1, 9), (9, 1), (2, 0)])
+def test_levels_that_the_text_outgrows(extra):
     """A level sits out for longer texts, and the one below drafts in its place."""
-    for limited in (0, 1):
-        levels = build("model, model")
-        levels[limited].context_length = context
-        assert bias(levels, [LevelOptions(1), LevelOptions(3)], 4) < 1e-9
+    levels = build("model, model")
+    for level, tokens in zip(levels, extra, strict=True):
+        level.context_length = len(PROMPT) + tokens
+    assert bias(levels, [LevelOptions(1), LevelOptions(3)], 4) < 1e-9
 
 
 @pytest.mark.parametrize("horizontal_tokens", [1, 2])
