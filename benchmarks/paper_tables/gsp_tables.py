@@ -1,6 +1,6 @@
-"""Tables 1, 8 and 9 of "Fast Inference via Hierarchical Speculative Decoding" beside ours.
+"""Tables 1, 8 and 9 of "Fast Inference via Hierarchical Speculative Decoding" next to ours.
 
-    python benchmarks/paper_tables/gsp_tables.py            # prints, and writes CSV beside itself
+    python benchmarks/paper_tables/gsp_tables.py            # prints, and writes CSV next to itself
 
 Ours: the exact optimum of the paper's instance (Corollary 3.1, draft lengths to 15), with gamma as
 the renewal expectation. As a check of that closed form, Algorithm 1 is simulated with independent

@@ -1,13 +1,17 @@
 """Tables from recordings, and an engine that records."""
 
+import functools
 import json
+import multiprocessing
 from typing import ClassVar
 
 import numpy as np
 import pytest
 from cli.command_line import run
+from support.engines import ENVIRONMENT, PRELOAD
 
 from vllm_hsd.core.bigram import count_bigrams, write_bigram
+from vllm_hsd.engine import EngineProcess
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner import timing
 from vllm_hsd.planner.profile import Sampling, load_profile
@@ -183,7 +187,7 @@ ENGINE = {
 }  # fmt: skip
 
 
-def test_an_engine_records_every_call_and_step(text_family, tmp_path):
+def test_an_engine_records_every_call_and_step(text_family, tmp_path, monkeypatch):
     """A single drafter, a cascade, and a lookup below a model, in one engine."""
     found = candidates(models=[text_family.small, text_family.mid], ngram=3)
     task = Task(
@@ -197,6 +201,10 @@ def test_an_engine_records_every_call_and_step(text_family, tmp_path):
         {"levels": [0, 1], "draft_lengths": [2, 4], "batch": 1, "tokens": 24, "first_prompt": 2},
     ]
     done = []
+    # From the fork server: no further import of vLLM.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    forked = functools.partial(EngineProcess, start_method="forkserver", environment=ENVIRONMENT)
+    monkeypatch.setattr(timing, "EngineProcess", forked)
     with timed.engine(True) as engine:
         single, cascade, lookup = timed.run(engine, settings, lambda: done.append(1))
         (again,) = timed.run(engine, settings[:1])

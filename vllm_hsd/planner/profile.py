@@ -81,7 +81,7 @@ class Profile(_Strict):
     Attributes:
         rates: acceptance rate of every pair, [M + 1, M + 1]; null where one is a prompt lookup,
             which has no distribution of its own.
-        tables: SHA-256 of the .npz file beside the profile; absent: acceptance is taken as
+        tables: SHA-256 of the .npz file next to the profile; absent: acceptance is taken as
             independent with the rates.
         latencies: absent as long as they have not been measured.
     """

@@ -18,7 +18,7 @@ from vllm_hsd.planner.survival import Verifier
 CLOSE = 1.1
 # At most so many cascades per depth are predicted.
 KEPT = 8
-# Candidates whose best cascade is shown beside the chosen one.
+# Candidates whose best cascade is shown next to the chosen one.
 SHOWN = 8
 # Batches with several rounds are simulated: independent batches, target calls of each.
 REPLICAS, STEPS = 300, 3
