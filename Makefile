@@ -87,7 +87,7 @@ bench-step-profile: venv
 bench-demo: demo
 
 bench-batch-sizes: venv
-	$(BIN)/python -m benchmarks.end_to_end.demo --batch-sizes 1 4 8 16 --num-prompts 16 \
+	$(BIN)/python -m benchmarks.end_to_end.demo --batch-sizes 1,4,8,16 --num-prompts 16 \
 		--output results/batch_sizes
 
 clean:

@@ -2,12 +2,13 @@
 
     python -m benchmarks.end_to_end.demo          # or `make demo`; about five minutes
 
-The target is zero-padded (see benchmarks/models/zero_pad.py): on a CPU the tiny one costs no more than
-its drafters. Ends with status 1 if greedy outputs differ.
+The target is zero-padded (see benchmarks/models/zero_pad.py): on a CPU the tiny one costs no more
+than its drafters. Ends with status 1 if greedy outputs differ.
 """
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from benchmarks.common import (
@@ -21,9 +22,12 @@ from benchmarks.common import (
 )
 from vllm_hsd.cli import bench
 from vllm_hsd.cli.bench_runs import Comparison
+from vllm_hsd.cli.options import integers
 
-BIGRAM = {"bigram": str(MODELS / "bigram.npz")}
-SMALL, MID = {"model": str(MODELS / "small")}, {"model": str(MODELS / "mid")}
+# Results name these paths: relative ones say nothing about the machine.
+BIGRAM = {"bigram": os.path.relpath(MODELS / "bigram.npz")}
+SMALL = {"model": os.path.relpath(MODELS / "small")}
+MID = {"model": os.path.relpath(MODELS / "mid")}
 
 
 def cascade(*levels: dict) -> dict:
@@ -42,7 +46,7 @@ CONFIGS = [
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1])
+    parser.add_argument("--batch-sizes", type=integers, default=[1])
     parser.add_argument("--num-prompts", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
@@ -51,7 +55,7 @@ def main() -> int:
     print(f"Note: {PADDED_NOTE}. A token is a byte: read the ratios, not the rates.")
     keys = ("dtype", "enforce_eager", "kv_cache_memory_bytes")
     comparison = Comparison(
-        model=str(padded_target()),
+        model=os.path.relpath(padded_target()),
         configs=[None, *CONFIGS],
         prompts=prompts(),
         batch_sizes=options.batch_sizes,

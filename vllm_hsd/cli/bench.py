@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from vllm_hsd.cli import bench_report
 from vllm_hsd.cli.bench_runs import Comparison, Results, Setup, measure, progress
+from vllm_hsd.cli.options import integers, numbers
 from vllm_hsd.engine import WorkerProcess, configuration_error
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner.prompts import encode, read_prompts
@@ -59,8 +59,12 @@ def add_parser(commands: Any) -> None:
         help="one JSON object a line with 'prompt' (text) or 'turns' (the first becomes a chat "
         "message); default: a few built-in questions",
     )
-    parser.add_argument("--batch-sizes", default="1", metavar="N[,N...]", help="requests at a time")
-    parser.add_argument("--temperatures", default="0,1", metavar="T[,T...]", help="temperatures")
+    parser.add_argument(
+        "--batch-sizes", type=integers, default="1", metavar="N[,N...]", help="requests at a time"
+    )
+    parser.add_argument(
+        "--temperatures", type=numbers, default="0,1", metavar="T[,T...]", help="temperatures"
+    )
     parser.add_argument(
         "--max-tokens", type=int, default=64, metavar="N", help="tokens of every answer"
     )
@@ -118,8 +122,8 @@ def parse(arguments: argparse.Namespace) -> Comparison:
         prompts=read_prompts(arguments.prompts)
         if arguments.prompts
         else [[{"role": "user", "content": text}] for text in DEFAULT_PROMPTS],
-        batch_sizes=_numbers(arguments.batch_sizes, int, "--batch-sizes", 1),
-        temperatures=_numbers(arguments.temperatures, float, "--temperatures", 0),
+        batch_sizes=_in_order(arguments.batch_sizes, "--batch-sizes", 1),
+        temperatures=_in_order(arguments.temperatures, "--temperatures", 0),
         max_tokens=arguments.max_tokens,
         num_prompts=arguments.num_prompts,
         rounds=arguments.rounds,
@@ -138,13 +142,7 @@ def _json_object(text: str, option: str) -> dict[str, Any]:
     return value
 
 
-def _numbers(text: str, kind: Callable[[str], Any], option: str, least: int) -> list[Any]:
-    try:
-        values = [kind(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(
-            f"{option} must be numbers with commas between them, such as 1,8."
-        ) from None
+def _in_order(values: list[Any], option: str, least: int) -> list[Any]:
     if not all(least <= value < math.inf for value in values):
         raise UserError(f"{option} must be at least {least}.")
     return sorted(set(values))

@@ -13,3 +13,11 @@ def integers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{quoted(text)} is not a list such as 1,8") from None
+
+
+def numbers(text: str) -> list[float]:
+    """Decimal numbers with commas between them, as in `--temperatures 0,0.7`."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a list such as 0,0.7") from None
