@@ -46,7 +46,7 @@ def prompts(count: int | None = None) -> list[str]:
 
 def padded_target() -> Path:
     """The zero-padded target, made on first use."""
-    directory = RESULTS / "models" / f"target-{TARGET_PARAMS / 1e6:.0f}M"
+    directory = RESULTS / "models" / f"zero-padded-{TARGET_PARAMS / 1e6:.0f}M"
     directory.parent.mkdir(parents=True, exist_ok=True)
     size = intermediate_size_for(MODELS / "target", TARGET_PARAMS)
     return zero_pad(MODELS / "target", directory, size)

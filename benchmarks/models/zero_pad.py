@@ -1,6 +1,6 @@
 """Zero-pad a tiny Llama-architecture model to the cost of a large one, with the same function.
 
-    python -m benchmarks.models.zero_pad --params 300e6 --output results/models/target-300M
+    python -m benchmarks.models.zero_pad --params 300e6 --output results/models/zero-padded-300M
 
 On a CPU a forward pass of a 5 M parameter target costs little more than one of its drafters, so
 speculation could not pay. The zero-padded target has the same layers, but MLPs with many more

@@ -7,8 +7,8 @@ cascades in turn in one engine and no speculation in another, and writes predict
 predictions.png, landscape.csv and landscape.png. A shared machine is not equally fast all the time:
 the passes that time the models for the profile run again between these runs, and their times are
 what the predictions are made of.
-With --widened, the target is the zero-padded one (see benchmarks/models/zero_pad.py): the text and the
-acceptance of the tiny target at the cost of a larger one.
+With --widened, the target is the zero-padded one (see benchmarks/models/zero_pad.py): the text and
+the acceptance of the tiny target at the cost of a larger one.
 
 Times are CPU times of the engine's one model thread by default (--clock wall for wall time):
 waiting for a core is left out, but not what a shared cache or a busy sibling core costs.
