@@ -31,6 +31,7 @@ How = Literal["replaced", "changed", "on runner", "overridden", "read", "read la
 _MODULES = (
     "vllm_names",
     "replacements",
+    "on_runner",
     "metrics",
     "spec_config",
     "stock_config",
@@ -40,6 +41,11 @@ _MODULES = (
     "levels",
     "stock_drafters",
 )
+
+# Drafters of vLLM's V1 runner under which block verification was tested.
+STOCK_METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp", "ngram", "suffix")
+
+NO_PLUGIN_API = "vLLM has a plugin interface for drafters that run models on the V1 runner"
 
 # Attribute of a function that replaces one of vLLM's. Not `__wrapped__`: every plugin sets that.
 _MARK = "__vllm_hsd__"

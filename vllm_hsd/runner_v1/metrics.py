@@ -10,13 +10,13 @@ them, and a logger only sees what vLLM's own statistics carry from the scheduler
 from __future__ import annotations
 
 import logging
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 
 import prometheus_client
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_hsd.core.cascade import LevelStats
+from vllm_hsd.core.levels import LevelStats
 from vllm_hsd.runner_v1.hooks import changes, replaces
 
 logger = logging.getLogger(__name__)
@@ -43,16 +43,12 @@ class LevelTotals:
     def add(self, levels: list[LevelStats]) -> None:
         if not self.levels:
             self.levels = [LevelStats() for _ in levels]
-        self.levels = [_sum(*pair) for pair in zip(self.levels, levels, strict=True)]
+        self.levels = [a + b for a, b in zip(self.levels, levels, strict=True)]
 
     def take(self) -> list[LevelStats]:
         """Totals since the last call."""
         taken, self.levels = self.levels, []
         return taken
-
-
-def _sum(a: LevelStats, b: LevelStats) -> LevelStats:
-    return LevelStats(*(x + y for x, y in zip(astuple(a), astuple(b), strict=True)))
 
 
 def log_line(levels: list[LevelStats]) -> str:

@@ -15,7 +15,7 @@ from vllm_hsd.core.cascade import Cascade, DraftBatch
 from vllm_hsd.core.levels import LevelOptions, LevelStats
 from vllm_hsd.runner_v1.level_checks import loading
 from vllm_hsd.runner_v1.levels import EarlyExitLevel, ModelLevel, build_level
-from vllm_hsd.runner_v1.replacements import complete_logits_processors, take_over_runner
+from vllm_hsd.runner_v1.on_runner import complete_logits_processors, take_over_runner
 from vllm_hsd.runner_v1.requests import RequestLimits, RequestTable
 from vllm_hsd.runner_v1.sampler import CascadeSampler
 from vllm_hsd.runner_v1.sampling import RequestSampling

@@ -1,4 +1,4 @@
-"""Replacements of vLLM's functions, apart from those of the metrics.
+"""Replacements of vLLM's functions, apart from those on one runner and of the metrics.
 
 Importing this module imports nothing of vLLM: the plugin does so in processes that never use it.
 """
@@ -8,24 +8,15 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.runner_v1 import hooks
-from vllm_hsd.runner_v1.hooks import replaces, replaces_on_runner
-
-if TYPE_CHECKING:
-    from vllm_hsd.runner_v1.proposer import CascadeProposer
+from vllm_hsd.runner_v1.hooks import NO_PLUGIN_API, STOCK_METHODS, replaces
 
 logger = logging.getLogger(__name__)
 
 ENTRANCE = "vllm.engine.arg_utils.EngineArgs.create_speculative_config"
-
-# Drafters of vLLM's V1 runner under which block verification was tested.
-STOCK_METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp", "ngram", "suffix")
-
-_RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
-_NO_PLUGIN_API = "vLLM has a plugin interface for drafters that run models on the V1 runner"
 
 
 @replaces(
@@ -171,7 +162,7 @@ def validate_spec_decode(original, self, speculative_config):
     None,
     why="makes the cascade where the runner makes its draft model; the subclass passes the "
     "runner's isinstance checks, a factory would not",
-    until=_NO_PLUGIN_API,
+    until=NO_PLUGIN_API,
 )
 def new_draft_model_proposer(original, cls, vllm_config, *args, **kwargs):
     if cls.__name__ == "DraftModelProposer" and _is_cascade(vllm_config.speculative_config):
@@ -221,118 +212,3 @@ def _verifies_blocks(config) -> bool:
         getattr(config, "rejection_sample_method", None) == "block"
         and config.method in STOCK_METHODS
     )
-
-
-@replaces_on_runner(
-    f"{_RUNNER}._update_states",
-    ("self", "scheduler_output"),
-    why="tells of requests that join, leave or come back, also in steps without tokens",
-    until=_NO_PLUGIN_API,
-)
-def update_states(original, proposer: CascadeProposer, scheduler_output):
-    deferred = original(scheduler_output)
-    proposer.follow_scheduler(scheduler_output)
-    return deferred
-
-
-@replaces_on_runner(
-    f"{_RUNNER}.sample_tokens",
-    ("self", "grammar_output"),
-    why="attaches the counts of every level to the step's output",
-    until="vLLM carries a drafter's own statistics",
-)
-def sample_tokens(original, proposer: CascadeProposer, grammar_output):
-    from vllm.v1.outputs import ModelRunnerOutput
-
-    output = original(grammar_output)
-    if isinstance(output, ModelRunnerOutput) and output.req_ids:
-        stats = proposer.take_stats()
-        if proposer.device.type != "cpu":
-            for level in stats:
-                # A device runs behind the host's clock: this is the time to enqueue the work.
-                level.forward_seconds = 0.0
-        # A plain attribute: pickled to the scheduler with the output, unknown to vLLM.
-        output.hsd_level_stats = stats  # type: ignore[attr-defined]
-    return output
-
-
-@replaces_on_runner(
-    f"{_RUNNER}.propose_draft_token_ids",
-    (
-        "self",
-        "scheduler_output",
-        "sampled_token_ids",
-        "sampling_metadata",
-        "hidden_states",
-        "sample_hidden_states",
-        "aux_hidden_states",
-        "spec_decode_metadata",
-        "common_attn_metadata",
-        "slot_mappings",
-    ),
-    why="drafts with the cascade",
-    until=_NO_PLUGIN_API,
-)
-def propose_draft_token_ids(original, proposer: CascadeProposer, *args, **kwargs):
-    return proposer.propose_draft_token_ids(*args, **kwargs)
-
-
-@replaces_on_runner(
-    f"{_RUNNER}._input_fits_in_drafter",
-    ("self", "common_attn_metadata"),
-    why="drafts up to max_model_len with a limit per request; vLLM stops the whole batch",
-    until=_NO_PLUGIN_API,
-)
-def input_fits_in_drafter(original, proposer: CascadeProposer, metadata):
-    return metadata is not None
-
-
-@replaces_on_runner(
-    f"{_RUNNER}._get_spec_decode_draft_probs",
-    ("self", "spec_decode_metadata"),
-    why="leaves the draft probabilities with the drafts; vLLM drops the batch's where one has none",
-    until=_NO_PLUGIN_API,
-)
-def no_draft_probs(original, proposer: CascadeProposer, metadata):
-    return None
-
-
-def take_over_runner(proposer: CascadeProposer, runner) -> None:
-    """Replace the runner's methods that know only one drafter."""
-    # vLLM is about to warn that min_p and logit_bias do nothing: see complete_logits_processors.
-    logging.getLogger("vllm.v1.sample.logits_processor").addFilter(
-        lambda record: "min_p and logit_bias" not in str(record.msg)
-    )
-    hooks.install_on_runner(runner, proposer)
-
-
-def complete_logits_processors(runner) -> None:
-    """Add the built-in logits processors that vLLM leaves out under speculation.
-
-    Done on the finished runner, so that it does not matter who has built the list or wrapped the
-    function that does.
-
-    Raises:
-        UserError: the list holds a processor that our sampler would not apply.
-    """
-    from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
-
-    present = runner.input_batch.logitsprocs
-    known = tuple(BUILTIN_LOGITS_PROCESSORS)
-    for processor in present.all:
-        if not isinstance(processor, known):
-            name = f"{type(processor).__module__}.{type(processor).__qualname__}"
-            raise UserError(
-                f"method 'hsd' does not apply the logits processor {name}: remove it, or serve "
-                "without speculation."
-            )
-    from vllm.utils.platform_utils import is_pin_memory_available
-
-    for kind in known:
-        if not any(isinstance(processor, kind) for processor in present.all):
-            processor = kind(runner.vllm_config, runner.device, is_pin_memory_available())
-            (
-                present.argmax_invariant
-                if processor.is_argmax_invariant()
-                else present.non_argmax_invariant
-            ).append(processor)

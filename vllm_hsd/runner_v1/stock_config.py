@@ -9,8 +9,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
 from vllm_hsd.errors import UserError, brief, quoted
-from vllm_hsd.runner_v1.hooks import NeedsHooks
-from vllm_hsd.runner_v1.replacements import STOCK_METHODS
+from vllm_hsd.runner_v1.hooks import STOCK_METHODS, NeedsHooks
 
 
 @config
