@@ -18,8 +18,10 @@ def plain(family) -> list:
     return run_engine({"model": family.target}, {"greedy": GREEDY})["greedy"]["outputs"]
 
 
-def test_the_readme_shows_a_configuration():
-    assert any(name.startswith("README.md") for name in CONFIGURATIONS)
+def test_the_readme_shows_a_cascade_and_block_verification():
+    shown = [config for name, config in CONFIGURATIONS.items() if name.startswith("README.md")]
+    assert any(config["method"] == "hsd" for config in shown)
+    assert any("rejection_sample_method" in config for config in shown)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)

@@ -27,6 +27,7 @@ def documented_configurations() -> dict[str, dict]:
 
 
 def _configurations(block: str) -> list[dict]:
+    block = re.sub(r"\s#.*", "", block)
     decoder, position, found = json.JSONDecoder(), 0, []
     while (position := block.find("{", position)) >= 0:
         try:
