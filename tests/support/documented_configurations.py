@@ -27,7 +27,8 @@ def documented_configurations() -> dict[str, dict]:
 
 
 def _configurations(block: str) -> list[dict]:
-    block = re.sub(r"\s#.*", "", block)
+    # Python's comments and trailing commas are not JSON.
+    block = re.sub(r",(\s*[}\]])", r"\1", re.sub(r"\s#.*", "", block))
     decoder, position, found = json.JSONDecoder(), 0, []
     while (position := block.find("{", position)) >= 0:
         try:
