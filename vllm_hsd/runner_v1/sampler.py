@@ -20,7 +20,6 @@ from vllm_hsd.runner_v1.requests import RequestTable
 from vllm_hsd.runner_v1.sampling import RequestSampling
 from vllm_hsd.verify.chain import argmax_rows, verify_batch, verify_greedy
 from vllm_hsd.verify.inputs import ChainBatch
-from vllm_hsd.verify.residual import ROW_SUM_TOLERANCE
 
 
 class DraftingState(Protocol):
@@ -107,7 +106,10 @@ class CascadeSampler(VerifyingSampler):
         processed = sampling.target_logits(logits, counts, scheduled)
         owners = np.repeat(np.arange(len(counts)), counts + 1)
         slots = self._slots(len(counts))
-        probs = processed if sampling.greedy else sampling.probabilities(processed, owners)
+        if sampling.greedy:
+            probs, target_ok = processed, None
+        else:
+            probs, target_ok = sampling.target_probabilities(processed, owners)
         if slots is None:
             # vLLM's warm-up: there are no drafts, and nothing is to be remembered.
             batch, scored = ChainBatch.flat(probs, None, scheduled[:0, 0], 0 * counts), 0 * counts
@@ -118,11 +120,8 @@ class CascadeSampler(VerifyingSampler):
         if sampling.greedy:
             token_ids, accepted = verify_greedy(batch, argmax_rows(probs)[0])
         else:
-            target_ok = (probs.sum(-1) - 1).abs() < ROW_SUM_TOLERANCE
             uniforms = self._uniforms(slots, batch.lengths + 1)
-            token_ids, accepted = verify_batch(
-                batch, self.verifier, uniforms, target_ok=target_ok.cpu().numpy()
-            )
+            token_ids, accepted = verify_batch(batch, self.verifier, uniforms, target_ok=target_ok)
         if slots is not None:
             requests = self.state.requests
             self.state.cascade.record_acceptance(slots, accepted, requests.thresholds)

@@ -20,6 +20,8 @@ from vllm.v1.sample.ops.bad_words import apply_bad_words_with_drafts
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from vllm_hsd.verify.residual import ROW_SUM_TOLERANCE
+
 # vLLM's own bound between greedy and sampled requests.
 _GREEDY_BELOW = 1e-5
 
@@ -75,6 +77,28 @@ class RequestSampling:
             probs[chosen] = 0.0
             probs[chosen, best] = 1.0
         return probs
+
+    def target_probabilities(
+        self, logits: torch.Tensor, requests: np.ndarray
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        """As `probabilities`, for the target, whose rows may hold anything a request asks for.
+
+        vLLM's sampler on a CPU takes the argmax of noisy logits and passes over NaN, so a row with
+        NaN or +inf still has a distribution there: it is returned. Elsewhere softmax makes all of
+        such a row NaN, which is left to `verify_batch`.
+
+        Returns:
+            ([n, V] float32 rows; [n] bool on the host, which of them sum to 1).
+        """
+        probs = self.probabilities(logits, requests)
+        normalized = (probs.sum(-1) - 1).abs() < ROW_SUM_TOLERANCE
+        if probs.device.type == "cpu" and not normalized.all():
+            odd = (~normalized).nonzero()[:, 0]
+            rows = torch.from_numpy(requests)[odd]
+            constrained, _ = self.constrained(logits[odd], rows)
+            probs[odd] = _argmax_sampled(constrained)
+            normalized[odd] = True
+        return probs, normalized.cpu().numpy()
 
     def constrained(
         self, logits: torch.Tensor, rows: torch.Tensor, scale: float = 1.0
@@ -172,6 +196,25 @@ class RequestSampling:
         if thinking:
             masked = _apply_thinking_budget(holder, metadata, masked, num_tokens)
         return masked
+
+
+def _argmax_sampled(logits: torch.Tensor) -> torch.Tensor:
+    """Distribution of a running argmax over logits + noise, as vLLM's CPU sampler computes it.
+
+    NaN never compares as larger, so it is passed over, except for the first token: nothing compares
+    as larger than a NaN there. The first +inf wins.
+
+    Args:
+        logits: [n, V] with any values.
+
+    Returns:
+        [n, V] rows that sum to 1; the first token where all logits are -inf.
+    """
+    known = logits.masked_fill(logits.isnan(), -float("inf"))
+    known[logits[:, 0].isnan(), 0] = float("inf")
+    peak, first = known.max(-1)
+    certain = torch.nn.functional.one_hot(first, known.shape[1]).to(known.dtype)
+    return torch.where(peak.isinf()[:, None], certain, known.softmax(-1))
 
 
 def _outputs_per_row(

@@ -49,8 +49,11 @@ class StockDraftSampler(VerifyingSampler):
         drafts = padded(token_ids.cpu().numpy(), counts)
         processed = sampling.target_logits(logits, counts, drafts)
         owners = np.repeat(np.arange(len(counts)), counts + 1)
+        probs = processed
+        if not sampling.greedy:
+            probs, _ = sampling.target_probabilities(processed, owners)
         result = verify_chain(
-            processed if sampling.greedy else sampling.probabilities(processed, owners),
+            probs,
             None if sampling.greedy or draft_probs is None else draft_probs.float(),
             token_ids,
             counts.tolist(),
