@@ -43,10 +43,11 @@ def crowded_engine(family) -> dict:
         "skip_tokenizer_init": False,
         "structured_outputs_config": {"backend": "xgrammar"},
         "speculative_config": {"method": "hsd", "num_speculative_tokens": 6, "levels": levels},
+        "max_model_len": 96,
         "max_num_seqs": 24,
         "max_num_batched_tokens": 48,
         "block_size": 32,
-        "num_gpu_blocks_override": 16,
+        "num_gpu_blocks_override": 8,
     }
 
 

@@ -116,7 +116,8 @@ class _Plan:
 async def _soak(plan: _Plan) -> None:
     server, report = plan.server, plan.report
     began = time.monotonic()
-    connector = aiohttp.TCPConnector(limit=0)
+    # A connection each: the server closes idle ones after 5 s, which would look like lost requests.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 
