@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner.acceptance import Acceptances, measure_acceptance, num_batches
@@ -121,6 +121,14 @@ def measure_profile(
     )
     columns = *Progress.get_default_columns()[:3], MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
+
+        def advance(bar: TaskID, what: str) -> None:
+            """One step further; a line where there is no terminal to draw a bar on."""
+            progress.update(bar, advance=1, description=what)
+            if not console.is_terminal:
+                state = progress.tasks[bar]
+                console.print(f"{what}: {state.completed:.0f} of {state.total:.0f}")
+
         found = stages.load_acceptance()
         if found is None:
             total = num_batches(models, len(contexts), task)
@@ -129,7 +137,7 @@ def measure_profile(
                 models,
                 contexts,
                 task,
-                lambda what: progress.update(bar, advance=1, description=what),
+                lambda what: advance(bar, what),
             )
             stages.save_acceptance(found)
         latencies = None
@@ -140,8 +148,8 @@ def measure_profile(
             )
             del models  # the engine needs the memory
             torch.cuda.empty_cache()
-            bar = progress.add_task("latencies", total=timing.num_settings)
-            latencies = timing.measure(stages.timing, lambda: progress.update(bar, advance=1))
+            timed = progress.add_task("latencies", total=timing.num_settings)
+            latencies = timing.measure(stages.timing, lambda: advance(timed, "latencies"))
     file = prompts_file.name if prompts_file else ""
     described = Prompts(file=file, prompts=len(contexts), contexts=found.positions)
     profile = make_profile(task, found, described, latencies)
