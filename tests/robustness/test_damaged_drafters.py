@@ -25,7 +25,7 @@ JOBS = {
 
 
 def cascade(*levels: dict, **keys) -> dict:
-    """Engine arguments of a cascade; every level but the last hands up three tokens."""
+    """Engine arguments of a cascade; every level but the last proposes three tokens."""
     *below, top = levels
     levels = [*({"num_tokens": 3, **level} for level in below), top]
     config = {"method": "hsd", "num_speculative_tokens": 5, "levels": levels, **keys}

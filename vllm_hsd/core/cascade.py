@@ -21,7 +21,6 @@ from vllm_hsd.core.drafts import DraftStore, ragged_arange, ragged_starts
 from vllm_hsd.core.levels import UNLIMITED, Level, LevelOptions, LevelStats, LookupLevel
 from vllm_hsd.core.stopping import EntropyThresholds, entropy_nats
 from vllm_hsd.verify.chain import argmax_rows, verify_batch, verify_greedy
-from vllm_hsd.verify.inputs import ChainBatch
 from vllm_hsd.verify.residual import ROW_SUM_TOLERANCE, BlockedCDF
 
 logger = logging.getLogger(__name__)
@@ -253,16 +252,8 @@ class Cascade:
         probs = None
         if not batch.greedy:
             probs = self._probs(batch, logits, np.repeat(slots, counts + 1), level)
-        width = int(counts.max(initial=0))
-        positions = np.minimum(np.arange(width + 1), counts[:, None])
-        chain = ChainBatch(
-            target_probs=logits if probs is None else probs,
-            target_rows=ragged_starts(counts + 1)[:, None] + positions,
-            draft_probs=below.probs,
-            draft_rows=below.rows(slots, width),
-            tokens=below.token_ids[slots, :width],
-            lengths=counts,
-        )
+        rows = logits if probs is None else probs
+        chain = below.chain_batch(slots, counts, rows, counts, counts)
         if probs is None:
             token_ids, accepted = verify_greedy(chain, self._argmax(logits, level))
         else:

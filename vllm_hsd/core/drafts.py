@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from vllm_hsd.verify.inputs import ChainBatch
+
 
 class DraftStore:
     """The drafts of one level.
@@ -97,6 +99,35 @@ class DraftStore:
         """[n, width] int64 rows of `probs` of the first tokens, -1 where the token was certain."""
         rows = slots[:, None] * self.length + np.arange(width)
         return np.where(self.point_mass[slots, :width], -1, rows)
+
+    def chain_batch(
+        self,
+        slots: np.ndarray,
+        lengths: np.ndarray,
+        probs: torch.Tensor,
+        counts: np.ndarray,
+        scored: np.ndarray,
+    ) -> ChainBatch:
+        """The first lengths[i] tokens of the drafts in slots[i], to be verified where they are.
+
+        Args:
+            slots: [batch] int64.
+            lengths: [batch] int64.
+            probs: [sum(counts + 1), V] target probabilities or logits, request after request.
+            counts: [batch] int64, target rows of each request, less one.
+            scored: [batch] int64, the last row of each request that is used; it also stands for
+                all later positions.
+        """
+        width = int(lengths.max(initial=0))
+        positions = np.minimum(np.arange(width + 1), scored[:, None])
+        return ChainBatch(
+            target_probs=probs,
+            target_rows=ragged_starts(counts + 1)[:, None] + positions,
+            draft_probs=self.probs,
+            draft_rows=self.rows(slots, width),
+            tokens=self.token_ids[slots, :width],
+            lengths=lengths,
+        )
 
     def _write(
         self, place: tuple[np.ndarray, np.ndarray], probs: torch.Tensor, rows: np.ndarray

@@ -15,7 +15,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.cascade import Cascade
-from vllm_hsd.core.drafts import DraftStore, ragged_starts
+from vllm_hsd.core.drafts import DraftStore
 from vllm_hsd.runner_v1.requests import RequestTable
 from vllm_hsd.runner_v1.sampling import RequestSampling
 from vllm_hsd.verify.chain import argmax_rows, verify_batch, verify_greedy
@@ -198,14 +198,4 @@ def drafts_to_verify(
     same &= np.arange(common) < np.minimum(counts, drawn)[:, None]
     scored = np.logical_and.accumulate(same, axis=1).sum(1)
     lengths = np.minimum(scored + 1, drawn)
-    width = int(lengths.max(initial=0))
-    positions = np.minimum(np.arange(width + 1), scored[:, None])
-    batch = ChainBatch(
-        target_probs=probs,
-        target_rows=ragged_starts(counts + 1)[:, None] + positions,
-        draft_probs=drafts.probs,
-        draft_rows=drafts.rows(slots, width),
-        tokens=drafts.token_ids[slots, :width],
-        lengths=lengths,
-    )
-    return batch, scored
+    return drafts.chain_batch(slots, lengths, probs, counts, scored), scored
