@@ -17,7 +17,6 @@ from vllm_hsd.kernels.blocks import (
     store_row_stats,
 )
 from vllm_hsd.kernels.chain_rule import bound_acceptance, request_layout, residual_weight
-from vllm_hsd.kernels.rng import uniform
 
 
 @triton.jit(do_not_specialize=["stats_stride"])
@@ -33,6 +32,8 @@ def row_stats_kernel(
     token_ptr,  # [sum(n_i)], or [sum(n_i + 1)]
     cu_ptr,  # [B + 1] draft tokens, or logits rows
     index_ptr,  # [B] -> max_num_reqs, with PADDED
+    draft_index_ptr,  # [B] -> draft rows, -1 for none, with PADDED
+    length_ptr,  # like the draft rows, with HAS_LENGTH
     temperature_ptr,  # float32 [B], or [max_num_reqs]
     draft_temperature_ptr,  # like temperature
     vocab_size,
@@ -40,6 +41,7 @@ def row_stats_kernel(
     ROWS: tl.constexpr,
     READ_DRAFT: tl.constexpr,
     PADDED: tl.constexpr,
+    HAS_LENGTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     chunk = tl.program_id(0)
@@ -48,7 +50,17 @@ def row_stats_kernel(
     if (chunk == 0) & (row == 0):
         tl.store(arrived_ptr + request, 0)
     state, target_row, draft_origin, length, _ = request_layout(
-        cu_ptr, index_ptr, token_ptr, request, vocab_size, tl.arange(0, ROWS), MAX_DRAFT, PADDED
+        cu_ptr,
+        index_ptr,
+        draft_index_ptr,
+        length_ptr,
+        token_ptr,
+        request,
+        vocab_size,
+        tl.arange(0, ROWS),
+        MAX_DRAFT,
+        PADDED,
+        HAS_LENGTH,
     )
     temperature = tl.load(temperature_ptr + state)
     # Only a greedy request needs the row after its draft now: it may be the argmax to emit.
@@ -66,10 +78,11 @@ def row_stats_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["stats_stride", "accept_stream", "next_stream", "num_requests"])
+@triton.jit(do_not_specialize=["stats_stride", "stream", "draw_offset", "num_requests"])
 def verify_kernel(
     out_ptr,  # int64 [B, K + 1], -1 after the emitted tokens (launch 3)
     count_ptr,  # int32 [2, B]: accepted; emitted (launch 3)
+    row_lse_ptr,  # float32 [B, K + 1], of the target rows 0 .. accepted, NaN after (launch 3)
     mass_ptr,  # float32 [B, K + 1, CHUNKS, CHUNK / BLOCK], of residuals; of p after a whole draft
     stats_ptr,  # float32 [4, B, K + 1, CHUNKS], see row_stats_kernel
     stats_stride,  # B * (K + 1) * CHUNKS
@@ -85,12 +98,14 @@ def verify_kernel(
     token_ptr,  # [sum(n_i)], or [sum(n_i + 1)]
     cu_ptr,  # [B + 1] draft tokens, or logits rows
     index_ptr,  # [B] -> max_num_reqs, with PADDED
+    draft_index_ptr,  # [B] -> draft rows, -1 for none, with PADDED
+    length_ptr,  # like the draft rows, with HAS_LENGTH
     temperature_ptr,  # float32 [B], or [max_num_reqs]
     draft_temperature_ptr,  # like temperature
     seed_ptr,  # int64, like temperature
     draw_ptr,  # int64, like temperature
-    accept_stream,
-    next_stream,
+    stream,
+    draw_offset,
     vocab_size,
     num_requests,
     DECIDE: tl.constexpr,  # False: launch 2, residual masses; True: launch 3
@@ -98,6 +113,7 @@ def verify_kernel(
     HAS_DRAFT: tl.constexpr,
     HAS_LSE: tl.constexpr,
     PADDED: tl.constexpr,
+    HAS_LENGTH: tl.constexpr,
     MAX_DRAFT: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -111,7 +127,17 @@ def verify_kernel(
     row = tl.arange(0, ROWS)
     part = chunk * parts + tl.arange(0, parts)
     state, target_row, draft_origin, num_drafted, token = request_layout(
-        cu_ptr, index_ptr, token_ptr, request, vocab_size, row, MAX_DRAFT, PADDED
+        cu_ptr,
+        index_ptr,
+        draft_index_ptr,
+        length_ptr,
+        token_ptr,
+        request,
+        vocab_size,
+        row,
+        MAX_DRAFT,
+        PADDED,
+        HAS_LENGTH,
     )
     temperature = tl.load(temperature_ptr + state)
     draft_temperature = tl.load(draft_temperature_ptr + state)
@@ -126,7 +152,7 @@ def verify_kernel(
     stats_ptr += request * (MAX_DRAFT + 1) * chunks
     mass_ptr += request * (MAX_DRAFT + 1) * chunks * parts
     seed = tl.load(seed_ptr + state)
-    draw = tl.load(draw_ptr + state)
+    draw = tl.load(draw_ptr + state) + draw_offset
     length, tau, undecided, log_a, u, target_lse, draft_lse = bound_acceptance(
         stats_ptr,
         stats_stride,
@@ -140,7 +166,7 @@ def verify_kernel(
         num_drafted,
         seed,
         draw,
-        accept_stream,
+        stream,
         temperature,
         draft_temperature,
         one_hot,
@@ -226,6 +252,7 @@ def verify_kernel(
         if earlier == chunks - 1:
             next_token = tl.full((), -1, tl.int64)
             owner = tl.zeros((), tl.int32)
+            next_lse = extract_lane(target_lse, row, tau)
             if greedy:
                 c = tl.arange(0, CHUNKS)
                 present = (c < chunks) & (num_drafted >= 0)
@@ -241,7 +268,9 @@ def verify_kernel(
                 row_max = tl.max(maximum, axis=0)
                 mass = tl.where(bonus, mass * exp_shifted(maximum, row_max), mass).to(tl.float64)
                 total = tl.sum(mass, axis=0)
-                goal = uniform(seed, next_stream, draw) * total
+                if bonus:
+                    next_lse = row_max + tl.log(total).to(tl.float32)
+                goal = extract_lane(u, row, 0) * total
                 if total > 0:
                     chosen, before = inverse_cdf_index(mass, b, goal)
                     owner = chosen // parts
@@ -275,5 +304,9 @@ def verify_kernel(
             if residual_unread | (owner == chunk):
                 out = tl.where(row < tau, token, tl.where(row == tau, next_token, -1))
                 tl.store(out_ptr + request * (MAX_DRAFT + 1) + row, out, mask=row <= MAX_DRAFT)
+                row_lse = tl.where(row < tau, target_lse, float("nan"))
+                row_lse = tl.where(row == tau, next_lse, row_lse)
+                lse_row_ptr = row_lse_ptr + request * (MAX_DRAFT + 1)
+                tl.store(lse_row_ptr + row, row_lse, mask=row <= MAX_DRAFT)
                 tl.store(count_ptr + request, tau)
                 tl.store(count_ptr + num_requests + request, tau + (next_token >= 0).to(tl.int32))

@@ -23,12 +23,15 @@ _LOG_ZERO = tl.constexpr(-1.0e30)
 def request_layout(
     cu_ptr,
     index_ptr,
+    draft_index_ptr,
+    length_ptr,
     token_ptr,
     request,
     vocab_size,
     row,
     MAX_DRAFT: tl.constexpr,
     PADDED: tl.constexpr,
+    HAS_LENGTH: tl.constexpr,
 ):
     """Position of a request's rows and tokens, and its draft up to the first empty slot.
 
@@ -40,9 +43,16 @@ def request_layout(
     if PADDED:  # cu counts logits rows; a token is stored at the row that it was the input of
         state = tl.load(index_ptr + request).to(tl.int64)
         target_row = begin
-        draft_origin = state
+        draft_index = tl.load(draft_index_ptr + request).to(tl.int64)
+        # Without rows of its own, index 0 is only pointed at.
+        draft_origin = tl.maximum(draft_index, 0)
         first_token = begin + 1
         slots = count - 1
+        if HAS_LENGTH:
+            slots = tl.minimum(
+                slots, tl.maximum(tl.load(length_ptr + draft_origin), 0).to(tl.int64)
+            )
+        slots = tl.where((count > 0) & (draft_index < 0), 0, slots)
     else:  # cu counts draft tokens
         state = request.to(tl.int64)
         target_row = begin + request
@@ -78,7 +88,7 @@ def bound_acceptance(
     length,
     seed,
     draw,
-    accept_stream,
+    stream,
     temperature,
     draft_temperature,
     one_hot,
@@ -141,7 +151,7 @@ def bound_acceptance(
     # Row r yields the probability of prefix r + 1: move up one lane, 1 for the empty prefix.
     earlier = row[None, :] == row[:, None] - 1
     log_a = tl.sum(tl.where(earlier, log_accept[None, :], 0.0), axis=1)
-    u = uniform(seed, accept_stream, draw + row - 1)
+    u = uniform(seed, stream, draw + row)
     a = tl.exp(log_a)
     if BLOCK_VERIFICATION:
         # Bounds on the residual mass from the next draft token alone (see README).

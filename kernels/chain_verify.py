@@ -15,7 +15,7 @@ import torch
 
 from vllm_hsd.kernels.blocks import NUM_WARPS, check_logits, check_vector, padded_size, tile_shape
 from vllm_hsd.kernels.chain_kernels import row_stats_kernel, verify_kernel
-from vllm_hsd.kernels.rng import ACCEPT, NEXT, stream_id
+from vllm_hsd.kernels.rng import stream_of
 
 METHODS = ("block", "standard")
 MAX_DRAFT_TOKENS = 63
@@ -31,11 +31,15 @@ class ChainResult(NamedTuple):
         num_emitted: int32 [B], accepted tokens and the recovered or bonus token after them. That
             one is missing only after an accepted token whose target row is unusable at a
             temperature above 0, and for a padded request without rows.
+        target_lse: float32 [B, max_draft_tokens + 1], log(sum(exp(target / temperature))) of the
+            target's rows 0 .. num_accepted, from which the emitted tokens would be drawn, and NaN
+            after them; 0 at temperature 0. A level that verifies passes it on as draft_lse.
     """
 
     token_ids: torch.Tensor
     num_accepted: torch.Tensor
     num_emitted: torch.Tensor
+    target_lse: torch.Tensor
 
 
 def verify_chain(
@@ -49,7 +53,7 @@ def verify_chain(
     *,
     max_draft_tokens: int,
     method: str = "block",
-    level: int = 0,
+    level: int = 1,
     draft_temperature: torch.Tensor | None = None,
     draft_lse: torch.Tensor | None = None,
 ) -> ChainResult:
@@ -75,11 +79,11 @@ def verify_chain(
         cu_num_draft_tokens: int64 or int32 [B + 1], 0 followed by the cumulated n_i.
         temperature: float32 [B] of the target; 0 is greedy.
         seeds: int64 [B], request seeds.
-        draws: int64 [B], the request's counter. A call uses the uniforms draws .. draws + n_i - 1
-            (at least one), so the next call needs a counter that is higher by that.
+        draws: int64 [B], first draw of the request. A call uses draws .. draws + n_i, so the next
+            one needs a number that is higher by n_i + 1.
         max_draft_tokens: upper bound of n_i, at most 63; fixes the grid.
         method: "block" or "standard".
-        level: level whose uniforms are used.
+        level: the verifying level, whose uniforms are used; level 0 only drafts.
         draft_temperature: float32 [B] at which the draft was drawn, 0 where its rows are one-hot;
             by default that of the target.
         draft_lse: float32 [sum(n_i)], log(sum(exp(draft_logits / draft_temperature))) as
@@ -112,11 +116,12 @@ def verify_chain(
         (draft_lse, 1, 1),
         draft_token_ids,
         cu_num_draft_tokens,
-        None,
+        (None, None, None),
         (temperature, draft_temperature, seeds, draws),
         max_draft_tokens,
         method,
         level,
+        0,
     )
 
 
@@ -132,15 +137,18 @@ def verify_chain_padded(
     *,
     max_draft_tokens: int,
     method: str = "block",
-    level: int = 0,
+    level: int = 1,
+    draw_offset: int = 0,
     draft_temperature: torch.Tensor | None = None,
     draft_lse: torch.Tensor | None = None,
+    draft_index: torch.Tensor | None = None,
+    draft_length: torch.Tensor | None = None,
 ) -> ChainResult:
     """``verify_chain`` on the layout of vLLM's V2 runner, which keeps state per request slot.
 
     Args:
         target_logits: [num_logits, V]; num_logits = sum(n_i + 1).
-        draft_logits: [max_num_reqs, K, V], K >= max_draft_tokens, before temperature; or None.
+        draft_logits: [D, K, V], K >= max_draft_tokens, before temperature; or None.
         draft_sampled: int64 or int32 [num_logits], the input token of each row: the t-th
             draft token of a request is at its row t. -1 in an empty slot.
         cu_num_logits: int64 or int32 [B + 1]; a request may have no row at all.
@@ -148,8 +156,13 @@ def verify_chain_padded(
         temperature, seeds, draws, draft_temperature: as in ``verify_chain``, [max_num_reqs].
             Where the target's logits are scaled already, pass 1 for its temperature (0 if greedy)
             and the draft's as draft_temperature.
-        draft_lse: float32 [max_num_reqs, K], contiguous rows, or None.
         max_draft_tokens, method, level: as in ``verify_chain``.
+        draw_offset: added to every entry of draws.
+        draft_lse: float32 [D, K], contiguous rows, or None.
+        draft_index: int64 or int32 [B], entry of draft_logits, draft_lse and draft_length that
+            belongs to each request; -1 for none, and then nothing of its draft is looked at. By
+            default idx_mapping, with D = max_num_reqs.
+        draft_length: int64 or int32 [D], so many draft tokens are looked at; None for all.
 
     Returns:
         ChainResult; a request without rows emits nothing.
@@ -159,14 +172,23 @@ def verify_chain_padded(
     """
     device = target_logits.device
     check_logits("target_logits", target_logits, 2)
-    slots = temperature.shape[0]
+    batch = cu_num_logits.shape[0] - 1
+    check_vector("draft_sampled", draft_sampled, target_logits.shape[0], _INTEGERS, device)
+    check_vector("idx_mapping", idx_mapping, batch, _INTEGERS, device)
+    entries = None if draft_index is not None else temperature.shape[0]
+    if draft_index is None:
+        draft_index = idx_mapping
+    check_vector("draft_index", draft_index, batch, _INTEGERS, device)
     lse_strides = 0, 0
     draft_strides = 0, 0
     for name, value in (("draft_logits", draft_logits), ("draft_lse", draft_lse)):
-        if value is not None and (value.shape[0] != slots or value.shape[1] < max_draft_tokens):
+        if value is None:
+            continue
+        entries = value.shape[0] if entries is None else entries
+        if value.shape[0] != entries or value.shape[1] < max_draft_tokens:
             raise ValueError(
-                f"{name} must have shape [{slots}, K, ...] with K >= {max_draft_tokens} (one slot "
-                f"per entry of temperature), got {list(value.shape)}."
+                f"{name} must have shape [{entries}, K, ...] with K >= {max_draft_tokens} (one "
+                f"entry per slot, or per entry that draft_index counts), got {list(value.shape)}."
             )
     if draft_logits is not None:
         check_logits("draft_logits", draft_logits, 3)
@@ -175,19 +197,20 @@ def verify_chain_padded(
         if draft_lse.dtype != torch.float32 or draft_lse.device != device:
             raise ValueError(f"draft_lse must be float32 on {device}.")
         lse_strides = draft_lse.stride(0), draft_lse.stride(1)
-    check_vector("draft_sampled", draft_sampled, target_logits.shape[0], _INTEGERS, device)
-    check_vector("idx_mapping", idx_mapping, cu_num_logits.shape[0] - 1, _INTEGERS, device)
+    if draft_length is not None:
+        check_vector("draft_length", draft_length, entries, _INTEGERS, device)
     return _launch(
         target_logits,
         (draft_logits, *draft_strides),
         (draft_lse, *lse_strides),
         draft_sampled,
         cu_num_logits,
-        idx_mapping,
+        (idx_mapping, draft_index, draft_length),
         (temperature, draft_temperature, seeds, draws),
         max_draft_tokens,
         method,
         level,
+        draw_offset,
     )
 
 
@@ -197,15 +220,17 @@ def _launch(
     lse: tuple[torch.Tensor | None, int, int],
     tokens: torch.Tensor,
     cu: torch.Tensor,
-    index: torch.Tensor | None,
+    layout: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     state: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor],
     max_draft: int,
     method: str,
     level: int,
+    draw_offset: int,
 ) -> ChainResult:
     """Check the arguments that both layouts share, allocate and launch.
 
-    draft and lse: (tensor, strides); state: (temperature, draft_temperature, seeds, draws).
+    draft and lse: (tensor, strides); layout: (idx_mapping, draft_index, draft_length), None in the
+    flat one; state: (temperature, draft_temperature, seeds, draws).
     """
     device = target_logits.device
     vocab_size = target_logits.shape[1]
@@ -213,7 +238,7 @@ def _launch(
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
     if not 0 <= max_draft <= MAX_DRAFT_TOKENS:
         raise ValueError(f"max_draft_tokens must be in [0, {MAX_DRAFT_TOKENS}], got {max_draft}.")
-    streams = stream_id(level, ACCEPT), stream_id(level, NEXT)
+    stream = stream_of(level, lowest=1)
     draft_logits, *draft_strides = draft
     draft_lse, *lse_strides = lse
     if draft_logits is None:
@@ -224,6 +249,7 @@ def _launch(
             f"match target_logits (vocabulary {vocab_size}, {device})."
         )
     temperature, draft_temperature, seeds, draws = state
+    index, _, draft_length = layout
     batch = cu.shape[0] - 1
     check_vector("cu", cu, None, _INTEGERS, device)
     slots = batch if index is None else temperature.shape[0]
@@ -236,7 +262,8 @@ def _launch(
 
     out = torch.empty(batch, max_draft + 1, dtype=torch.int64, device=device)
     counts = torch.empty(2, batch, dtype=torch.int32, device=device)
-    result = ChainResult(out, counts[0], counts[1])
+    row_lse = torch.empty(batch, max_draft + 1, dtype=torch.float32, device=device)
+    result = ChainResult(out, counts[0], counts[1], row_lse)
     if batch == 0:
         return result
     chunk, block, chunks = tile_shape(vocab_size)
@@ -248,9 +275,10 @@ def _launch(
     # Arguments that a specialization does not read still have to be tensors.
     draft_rows = target_logits if draft_logits is None else draft_logits
     lse_values = temperature if draft_lse is None else draft_lse
-    index_values = cu if index is None else index
+    layout_values = [cu if value is None else value for value in layout]
     shared = {
         "PADDED": index is not None,
+        "HAS_LENGTH": draft_length is not None,
         "MAX_DRAFT": max_draft,
         "ROWS": padded_size(max_draft + 1),
         "CHUNK": chunk,
@@ -266,7 +294,7 @@ def _launch(
         *draft_strides,
         tokens,
         cu,
-        index_values,
+        *layout_values,
         temperature,
         draft_temperature,
         vocab_size,
@@ -277,6 +305,7 @@ def _launch(
         verify_kernel[(chunks, batch)](
             out,
             counts,
+            row_lse,
             mass,
             stats,
             stats[0].numel(),
@@ -289,12 +318,13 @@ def _launch(
             *lse_strides,
             tokens,
             cu,
-            index_values,
+            *layout_values,
             temperature,
             draft_temperature,
             seeds,
             draws,
-            *streams,
+            stream,
+            draw_offset,
             vocab_size,
             batch,
             DECIDE=decide,

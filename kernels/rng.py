@@ -1,29 +1,27 @@
 """Counter-based uniforms inside kernels: the same numbers as ``vllm_hsd.verify.uniforms``.
 
 Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC
-2011) with key = request seed (64 bits) and counter = (draw low, draw high, stream, 0). A uniform
-belongs to (seed, stream, draw). The position in the sequence does not enter, because a rejected
-position is drawn again by the next call.
+2011) with key = request seed (64 bits) and counter = (draw low, draw high, stream, 0).
+``vllm_hsd.verify.rng`` says which stream and draw a level uses for what.
 """
 
 import triton
 import triton.language as tl
 
-# Purposes of a stream. DRAFT: a proposed token. ACCEPT: one uniform per draft token. NEXT: the
-# recovered or bonus token after the accepted prefix.
-DRAFT, ACCEPT, NEXT = range(3)
-_PURPOSES = 4
 
+def stream_of(level: int, lowest: int = 0) -> int:
+    """Stream of a level's uniforms: its number.
 
-def stream_id(level: int, purpose: int) -> int:
-    """Stream of the uniforms that ``level`` uses for ``purpose`` (DRAFT, ACCEPT or NEXT).
+    Args:
+        level: the level; the target's is the number of levels.
+        lowest: 1 where the level verifies.
 
     Raises:
-        ValueError: level outside [0, 2**24).
+        ValueError: level outside [lowest, 2**31).
     """
-    if not 0 <= level < 2**24:
-        raise ValueError(f"level must be in [0, 2**24), got {level}.")
-    return level * _PURPOSES + purpose
+    if not lowest <= level < 2**31:
+        raise ValueError(f"level must be in [{lowest}, 2**31), got {level}.")
+    return level
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from vllm_hsd.kernels.blocks import (
     padded_size,
     tile_shape,
 )
-from vllm_hsd.kernels.rng import DRAFT, stream_id, uniform
+from vllm_hsd.kernels.rng import stream_of, uniform
 
 
 @triton.jit(do_not_specialize=["stats_stride"])
@@ -59,7 +59,7 @@ def sample_stats_kernel(
     tl.store(stats_ptr + slot + stats_stride, second)
 
 
-@triton.jit(do_not_specialize=["stats_stride", "stream"])
+@triton.jit(do_not_specialize=["stats_stride", "stream", "draw_offset"])
 def draw_kernel(
     token_ptr,  # int64 [N]
     lse_ptr,  # float32 [N]
@@ -72,6 +72,7 @@ def draw_kernel(
     seed_ptr,  # int64 [N]
     draw_ptr,  # int64 [N]
     stream,
+    draw_offset,
     chunks,
     vocab_size,
     CHUNK: tl.constexpr,
@@ -95,7 +96,7 @@ def draw_kernel(
             mass = tl.load(mass_ptr + row * chunks * parts + b, mask=inside, other=0.0)
             scale = tl.load(stats_ptr + b // parts, mask=inside, other=float("-inf"))
             mass = (mass * tl.exp(scale - lse)).to(tl.float64)
-            u = uniform(tl.load(seed_ptr + row), stream, tl.load(draw_ptr + row))
+            u = uniform(tl.load(seed_ptr + row), stream, tl.load(draw_ptr + row) + draw_offset)
             goal = u * tl.sum(mass, axis=0)
             chosen, before = inverse_cdf_index(mass, b, goal)
             entry = chosen * BLOCK + tl.arange(0, BLOCK)
@@ -116,6 +117,7 @@ def sample_row(
     draws: torch.Tensor,
     *,
     level: int = 0,
+    draw_offset: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token from softmax(logits / temperature) of every row, by inverse CDF.
 
@@ -128,12 +130,13 @@ def sample_row(
         temperature: float32 [N]; 0 takes the argmax (the lowest index of it).
         seeds: int64 [N], request seeds.
         draws: int64 [N], the request's counter for this level's drafts; must only increase.
-        level: drafting level; part of the stream of the uniforms.
+        level: drafting level, the stream of the uniforms.
+        draw_offset: added to every entry of draws.
 
     Returns:
         (token ids int64 [N], log(sum(exp(logits / temperature))) float32 [N], which is 0 where
         the temperature is 0). The uniform of row i is
-        ``uniforms(seeds[i], stream_id(level, DRAFT), draws[i])``.
+        ``uniforms(seeds[i], level, draws[i] + draw_offset)``.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
@@ -143,7 +146,7 @@ def sample_row(
     check_vector("temperature", temperature, rows, (torch.float32,), logits.device)
     check_vector("seeds", seeds, rows, (torch.int64,), logits.device)
     check_vector("draws", draws, rows, (torch.int64,), logits.device)
-    stream = stream_id(level, DRAFT)
+    stream = stream_of(level)
     token = torch.empty(rows, dtype=torch.int64, device=logits.device)
     lse = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows == 0:
@@ -176,6 +179,7 @@ def sample_row(
         seeds,
         draws,
         stream,
+        draw_offset,
         chunks,
         vocab_size,
         CHUNK=chunk,

@@ -108,7 +108,7 @@ def _remaining_row(
     return weight, tl.where(one_hot > 0, 1.0, proposal / not_drawn)
 
 
-@triton.jit(do_not_specialize=["stats_stride", "accept_stream", "next_stream"])
+@triton.jit(do_not_specialize=["stats_stride", "stream"])
 def traverse_kernel(
     out_ptr,  # int64 [B, N + 1]
     path_ptr,  # int64 [B, N]
@@ -125,8 +125,7 @@ def traverse_kernel(
     draft_temperature_ptr,  # float32 [B]
     seed_ptr,  # int64 [B]
     draw_ptr,  # int64 [B]
-    accept_stream,
-    next_stream,
+    stream,
     vocab_size,
     chunks,
     NODES: tl.constexpr,
@@ -178,7 +177,7 @@ def traverse_kernel(
     else:
         seed = tl.load(seed_ptr + request)
         draw = tl.load(draw_ptr + request)
-        u = uniform(seed, accept_stream, draw + index)
+        u = uniform(seed, stream, draw + 1 + index)
         # Leaves have no statistics; what is stored there is not used.
         r = tl.arange(0, ROWS)
         slot = stats_ptr + r[:, None] * chunks + c[None, :]
@@ -334,7 +333,7 @@ def traverse_kernel(
         row_max = tl.max(maximum, axis=0)
         mass = tl.where(is_leaf, mass * exp_shifted(maximum, row_max), mass).to(tl.float64)
         total = tl.sum(mass, axis=0)
-        goal = uniform(seed, next_stream, draw) * total
+        goal = uniform(seed, stream, draw) * total
         if total > 0:
             chosen, before = inverse_cdf_index(mass, b, goal)
             entry = chosen * BLOCK + tl.arange(0, BLOCK)

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from vllm_hsd.kernels.blocks import NUM_WARPS, check_logits, check_vector, padded_size, tile_shape
-from vllm_hsd.kernels.rng import ACCEPT, NEXT, stream_id
+from vllm_hsd.kernels.rng import stream_of
 from vllm_hsd.kernels.tree_kernels import node_stats_kernel, traverse_kernel
 
 MAX_NODES = 64
@@ -46,7 +46,7 @@ def verify_tree(
     draws: torch.Tensor,
     *,
     replacement: bool = True,
-    level: int = 0,
+    level: int = 1,
     draft_temperature: torch.Tensor | None = None,
 ) -> TreeResult:
     """Verify draft trees; the emitted tokens follow softmax(target / temperature).
@@ -66,10 +66,10 @@ def verify_tree(
         parents: int64 or int32 [B, N], the parent's number, -1 for the root.
         temperature: float32 [B] of the target; 0 is greedy.
         seeds: int64 [B], request seeds.
-        draws: int64 [B], the request's counter; a call uses the uniforms draws .. draws + N.
+        draws: int64 [B], the request's counter; a call uses the draws .. draws + N.
         replacement: whether siblings were drawn independently, or each from the row
             renormalized without the earlier ones.
-        level: level whose uniforms are used.
+        level: the verifying level, whose uniforms are used; 0 only drafts.
         draft_temperature: float32 [B] at which the nodes were drawn; the target's by default.
 
     Returns:
@@ -103,7 +103,7 @@ def verify_tree(
     check_vector("seeds", seeds, batch, (torch.int64,), device)
     check_vector("draws", draws, batch, (torch.int64,), device)
 
-    streams = stream_id(level, ACCEPT), stream_id(level, NEXT)
+    stream = stream_of(level, lowest=1)
     token_ids = torch.empty(batch, nodes + 1, dtype=torch.int64, device=device)
     path = torch.empty(batch, nodes, dtype=torch.int64, device=device)
     counts = torch.empty(2, batch, dtype=torch.int32, device=device)
@@ -146,7 +146,7 @@ def verify_tree(
         draft_temperature,
         seeds,
         draws,
-        *streams,
+        stream,
         vocab_size,
         chunks,
         HAS_DRAFT=has_draft,

@@ -22,6 +22,8 @@ _POINTERS = {
     "parent_ptr": "i64",
     "cu_ptr": "i64",
     "index_ptr": "i64",
+    "draft_index_ptr": "i64",
+    "length_ptr": "i32",
     "seed_ptr": "i64",
     "draw_ptr": "i64",
     "target_ptr": "bf16",
@@ -37,7 +39,7 @@ _MULTIPLES_OF_16 = (
     "draft_stride_row",
 )
 _NARROW_LOAD = re.compile(r"ld\.global\S*\.[bu]16\s")
-_CHAIN = {"MAX_DRAFT": 8, "ROWS": 16, "PADDED": True, "CHUNK": blocks.CHUNK}
+_CHAIN = {"MAX_DRAFT": 8, "ROWS": 16, "PADDED": True, "HAS_LENGTH": True, "CHUNK": blocks.CHUNK}
 _VERIFY = {
     **_CHAIN,
     "BLOCK_VERIFICATION": True,
@@ -98,7 +100,7 @@ def build(name: str, capability: int) -> Usage:
 
     Args:
         name: key of VARIANTS.
-        capability: CUDA compute capability, 80, 90, ...
+        capability: CUDA compute capability, 80, 90, 100, ...
 
     Raises:
         RuntimeError: kernels are interpreted (TRITON_INTERPRET=1), or ptxas fails.

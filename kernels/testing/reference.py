@@ -9,7 +9,6 @@ from itertools import pairwise
 import torch
 
 from vllm_hsd.kernels.chain_verify import ChainResult
-from vllm_hsd.kernels.rng import ACCEPT, DRAFT, NEXT, stream_id
 from vllm_hsd.kernels.tree_verify import TreeResult
 from vllm_hsd.verify import uniforms
 from vllm_hsd.verify import verify_chain as verify_chain_probs
@@ -49,10 +48,11 @@ def sample_row(
     draws: torch.Tensor,
     *,
     level: int = 0,
+    draw_offset: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``vllm_hsd.kernels.sample_row.sample_row``; the logsumexp in float64."""
     rows = probabilities(logits, temperature)
-    u = uniforms(seeds, torch.tensor(stream_id(level, DRAFT)), draws)
+    u = uniforms(seeds, torch.tensor(level), draws + draw_offset)
     cumulative = rows.cumsum(-1)
     goal = u[:, None] * cumulative[:, -1:]
     # All of a NaN row compares as False: token 0, which is the argmax of NaN in vLLM.
@@ -72,7 +72,7 @@ def verify_chain(
     *,
     max_draft_tokens: int,
     method: str = "block",
-    level: int = 0,
+    level: int = 1,
     draft_temperature: torch.Tensor | None = None,
 ) -> ChainResult:
     """``vllm_hsd.kernels.chain_verify.verify_chain``, one request at a time."""
@@ -88,20 +88,22 @@ def verify_chain(
         draft = None
         if draft_logits is not None and draft_temperature[i] > 0 and temperature[i] > 0:
             draft = probabilities(draft_logits[begin:end], draft_temperature[i].expand(n))
-        accept, last = (torch.tensor(stream_id(level, p)) for p in (ACCEPT, NEXT))
-        u = torch.cat(
-            (
-                uniforms(seeds[i], accept, draws[i] + torch.arange(n)),
-                uniforms(seeds[i], last, draws[i])[None],
-            )
-        )
+        u = uniforms(seeds[i], torch.tensor(level), draws[i] + torch.arange(n + 1))
         out = verify_chain_probs(target, draft, tokens, [n], method=method, uniforms=u)
-        results.append((out.token_ids[0].tolist(), int(out.num_accepted[0])))
+        accepted = int(out.num_accepted[0])
+        lse = torch.full((max_draft_tokens + 1,), float("nan"))
+        lse[: accepted + 1] = 0
+        if temperature[i] > 0:
+            rows = target_logits[begin + i : begin + i + accepted + 1]
+            scaled = scaled_logits(rows, temperature[i].expand(len(rows)))
+            lse[: accepted + 1] = scaled.double().logsumexp(-1).float()
+        results.append((out.token_ids[0].tolist(), accepted, lse))
     token_ids = torch.full((len(results), max_draft_tokens + 1), -1, dtype=torch.int64)
-    for i, (row, _) in enumerate(results):
+    for i, (row, *_) in enumerate(results):
         token_ids[i, : len(row)] = torch.tensor(row)
-    accepted = torch.tensor([n for _, n in results], dtype=torch.int32)
-    return ChainResult(token_ids, accepted, (token_ids >= 0).sum(-1).to(torch.int32))
+    num_accepted = torch.tensor([n for _, n, _ in results], dtype=torch.int32)
+    lse = torch.stack([lse for *_, lse in results])
+    return ChainResult(token_ids, num_accepted, (token_ids >= 0).sum(-1).to(torch.int32), lse)
 
 
 def verify_tree(
@@ -114,7 +116,7 @@ def verify_tree(
     draws: torch.Tensor,
     *,
     replacement: bool = True,
-    level: int = 0,
+    level: int = 1,
     draft_temperature: torch.Tensor | None = None,
 ) -> TreeResult:
     """``vllm_hsd.kernels.tree_verify.verify_tree``, one request at a time."""
@@ -123,7 +125,6 @@ def verify_tree(
         draft_temperature = temperature
     token_ids = torch.full((batch, rows), -1, dtype=torch.int64)
     path = torch.full((batch, rows - 1), -1, dtype=torch.int64)
-    accept, last = (torch.tensor(stream_id(level, p)) for p in (ACCEPT, NEXT))
     for i in range(batch):
         # Nodes without a token are left out, with everything below them.
         number = {ROOT: ROOT}
@@ -147,8 +148,7 @@ def verify_tree(
                 earlier = [token[j] for j in range(k) if parent[j] == parent[k]]
                 proposal[k, earlier] = 0
                 proposal[k] /= proposal[k].sum()
-        u = uniforms(seeds[i], accept, draws[i] + torch.arange(rows - 1))
-        last_u = uniforms(seeds[i], last, draws[i])
+        last_u, *u = uniforms(seeds[i], torch.tensor(level), draws[i] + torch.arange(rows))
         tree_rows = TreeRows(target, proposal, tree, "traversal")
         node, row = next(
             (node, row)

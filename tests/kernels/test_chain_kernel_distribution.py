@@ -39,7 +39,7 @@ def outcomes_of(token_ids, num_accepted):
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     ("method", "requests"),
-    [("block", 400), pytest.param("standard", 150, marks=pytest.mark.slow)],
+    [("block", 700), pytest.param("standard", 150, marks=pytest.mark.slow)],
 )
 def test_distribution_for_one_draft(method, requests):
     target, draft, tokens = make_draft()

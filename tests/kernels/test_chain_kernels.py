@@ -22,6 +22,12 @@ def assert_matches(batch, result, **options):
     assert result.token_ids.tolist() == expected.token_ids.tolist()
     assert result.num_accepted.tolist() == expected.num_accepted.tolist()
     assert result.num_emitted.tolist() == expected.num_emitted.tolist()
+    # A row that cannot be sampled has no finite logsumexp, and which one it has does not matter.
+    finite = expected.target_lse.isfinite()
+    assert result.target_lse.isfinite().equal(finite)
+    torch.testing.assert_close(
+        result.target_lse[finite], expected.target_lse[finite], rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.interpret
@@ -203,6 +209,7 @@ def test_no_memory_is_read_before_it_is_written(small_blocks, monkeypatch):
     result = chain_verify.verify_chain(**batch)
     assert result.token_ids.tolist() == clean.token_ids.tolist()
     assert result.num_emitted.tolist() == clean.num_emitted.tolist()
+    assert result.target_lse.nan_to_num(-1).equal(clean.target_lse.nan_to_num(-1))
 
 
 @pytest.mark.interpret
@@ -267,6 +274,88 @@ def test_padded_layout(given):
     assert padded.token_ids[4].tolist() == [-1] * 5
 
 
+def padded_with_drafts_elsewhere(batch, lengths, index, draft_index, slots=9, entries=6, k=4):
+    """`batch` in the padded layout; drafts at entries of their own.
+
+    What lies past a request's length is valid too: ids, rows, as the V2 runner's unfilled slots.
+    """
+    vocab_size = batch["target_logits"].shape[1]
+    state = {
+        name: torch.full((slots,), 99, dtype=batch[name].dtype)
+        for name in ("temperature", "seeds", "draws")
+    }
+    draft = torch.zeros(entries, k, vocab_size)
+    lse = torch.full((entries, k), vocab_size).log()
+    length = torch.full((entries,), -7, dtype=torch.int32)
+    rows = torch.zeros(len(lengths) * (k + 1), vocab_size)
+    sampled = torch.randint(0, vocab_size, (len(rows),), dtype=torch.int32)
+    begin = 0
+    for i, n in enumerate(lengths):
+        for name, values in state.items():
+            values[index[i]] = batch[name][i]
+        first = i * (k + 1)
+        rows[first : first + n + 1] = batch["target_logits"][begin + i : begin + i + n + 1]
+        if (entry := int(draft_index[i])) >= 0:
+            draft[entry, :n] = batch["draft_logits"][begin : begin + n]
+            lse[entry, :n] = draft_lse(batch)[begin : begin + n]
+            length[entry] = n
+        sampled[first + 1 : first + n + 1] = batch["draft_token_ids"][begin : begin + n]
+        begin += n
+    cu = torch.arange(len(lengths) + 1, dtype=torch.int32) * (k + 1)
+    arguments = (rows, draft, sampled, cu, index)
+    return arguments, state, {"draft_lse": lse, "draft_index": draft_index, "draft_length": length}
+
+
+@pytest.mark.interpret
+def test_rows_and_state_by_different_indices_and_a_length_per_request():
+    """Equal to the flat layout; a request whose drafts are stale (-1) is as one without a draft."""
+    lengths = [3, 0, 2, 4, 3]
+    batch = make_chains(70, lengths)
+    batch["temperature"] = torch.tensor([0.7, 1.0, 0.0, 1.0, 0.9])
+    flat = chain_verify.verify_chain(**batch, level=2)
+    index = torch.tensor([7, 2, 5, 0, 3], dtype=torch.int32)
+    draft_index = torch.tensor([4, 1, 0, 3, -1])
+    arguments, state, drafts = padded_with_drafts_elsewhere(batch, lengths, index, draft_index)
+    state["draws"] -= 5
+    for given in (drafts, drafts | {"draft_lse": None}):
+        result = chain_verify.verify_chain_padded(
+            *arguments, **state, **given, max_draft_tokens=4, level=2, draw_offset=5
+        )
+        assert result.token_ids[:4].tolist() == flat.token_ids[:4].tolist()
+        assert result.num_emitted[:4].tolist() == flat.num_emitted[:4].tolist()
+        assert result.target_lse[:4].nan_to_num(-1).equal(flat.target_lse[:4].nan_to_num(-1))
+        assert result.num_accepted[4] == 0 and result.num_emitted[4] == 1
+    # Negative control: without the lengths what lies behind a draft counts.
+    every = drafts | {"draft_length": None}
+    result = chain_verify.verify_chain_padded(
+        *arguments, **state, **every, max_draft_tokens=4, level=2, draw_offset=5
+    )
+    assert result.token_ids[:4].tolist() != flat.token_ids[:4].tolist()
+
+
+@pytest.mark.interpret
+def test_kernels_write_inside_their_outputs_only(monkeypatch):
+    """Every output lies between guard rows, which stay what they were."""
+    lengths = [3, 1, 4]
+    batch = make_chains(70, lengths)
+    clean = chain_verify.verify_chain(**batch)
+    allocate, guarded = torch.empty, []
+
+    def between_guards(*size, dtype, device):
+        value = float("nan") if dtype.is_floating_point else -(2**31) + 5
+        outer = allocate((size[0] + 2, *size[1:]), dtype=dtype, device=device).fill_(value)
+        guarded.append((outer, value))
+        return outer[1:-1]
+
+    monkeypatch.setattr(torch, "empty", between_guards)
+    result = chain_verify.verify_chain(**batch)
+    assert result.token_ids.equal(clean.token_ids)
+    assert result.num_emitted.equal(clean.num_emitted)
+    for outer, value in guarded:
+        edges = torch.cat((outer[0].flatten(), outer[-1].flatten()))
+        assert (edges.isnan() if value != value else edges == value).all()
+
+
 @pytest.mark.interpret
 def test_no_drafts_and_no_requests():
     batch = make_chains(40, [0, 0])
@@ -294,7 +383,7 @@ def test_no_drafts_and_no_requests():
         ({"draft_lse": torch.zeros(2)}, r"draft_lse must have shape \[3\]"),
         ({"max_draft_tokens": 64}, r"max_draft_tokens must be in \[0, 63\]"),
         ({"method": "greedy"}, "method must be one of block, standard"),
-        ({"level": -1}, "level must be"),
+        ({"level": 0}, "level must be"),
     ],
 )
 def test_arguments_that_do_not_fit(change, message):

@@ -1,12 +1,20 @@
-"""Uniforms inside kernels equal those of `vllm_hsd.verify.uniforms`."""
+"""Uniforms inside kernels equal those on the host, and so do verdicts."""
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from support.kernel_batches import make_chains
 
-from vllm_hsd.kernels.rng import ACCEPT, DRAFT, NEXT, stream_id, uniform
+from vllm_hsd.core.drafts import DraftStore
+from vllm_hsd.kernels import chain_verify
+from vllm_hsd.kernels.rng import stream_of, uniform
+from vllm_hsd.kernels.testing.reference import probabilities
+from vllm_hsd.runner_v1.requests import RequestLimits, RequestTable
 from vllm_hsd.verify import uniforms
+from vllm_hsd.verify.chain import verify_batch
+from vllm_hsd.verify.inputs import ChainBatch
 
 
 @triton.jit
@@ -20,14 +28,53 @@ def _uniform_kernel(out_ptr, seed_ptr, draw_ptr, stream, LANES: tl.constexpr):
 @pytest.mark.parametrize(("seed", "draw"), [(0, 0), (-1, 2**32 - 3), (2**62 + 12345, 2**45)])
 def test_kernel_and_package_draw_the_same_uniforms(seed, draw):
     drawn = torch.full((8,), float("nan"), dtype=torch.float64)
-    stream = stream_id(5, NEXT)
     seeds, draws = torch.tensor([seed]), torch.tensor([draw])
-    _uniform_kernel[(1,)](drawn, seeds, draws, stream, LANES=8)
-    assert drawn.equal(uniforms(seeds, torch.tensor(stream), draws + torch.arange(8)))
+    _uniform_kernel[(1,)](drawn, seeds, draws, stream_of(5), LANES=8)
+    assert drawn.equal(uniforms(seeds, torch.tensor(5), draws + torch.arange(8)))
 
 
-def test_streams_differ():
-    streams = {stream_id(level, p) for level in range(4) for p in (DRAFT, ACCEPT, NEXT)}
-    assert len(streams) == 12
-    with pytest.raises(ValueError, match="level"):
-        stream_id(-1, ACCEPT)
+def test_level_zero_verifies_nothing():
+    """Its stream belongs to the tokens that it drafts."""
+    assert stream_of(0) == 0
+    for level, lowest in ((-1, 0), (0, 1), (2**31, 0)):
+        with pytest.raises(ValueError, match="level"):
+            stream_of(level, lowest)
+
+
+def host_verdict(batch, method: str, target_level: int, skipped: int):
+    """What V1 serves: uniforms of its request table, verification on the host."""
+    lengths = batch["cu_num_draft_tokens"].diff().numpy()
+    size = len(lengths)
+    table = RequestTable(target_level, DraftStore(size, int(lengths.max())), engine_seed=0)
+    seeds = batch["seeds"].tolist()
+    slots = table.slots(
+        [str(i) for i in range(size)],
+        lambda request_id: RequestLimits(seed=seeds[int(request_id)], eos=-1, max_tokens=9),
+    )
+    table.uniforms(slots, np.full(size, skipped), target_level)
+    drawn = table.uniforms(slots, lengths + 1, target_level)
+    owners = torch.arange(size).repeat_interleave(torch.from_numpy(lengths))
+    rows = torch.arange(size).repeat_interleave(torch.from_numpy(lengths + 1))
+    chain = ChainBatch.flat(
+        probabilities(batch["target_logits"], batch["temperature"][rows]),
+        probabilities(batch["draft_logits"], batch["temperature"][owners]),
+        batch["draft_token_ids"].numpy(),
+        lengths,
+    )
+    return verify_batch(chain, method, drawn)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("method", chain_verify.METHODS)
+def test_equal_seeds_and_drafts_give_equal_verdicts_on_host_and_device(method):
+    batch = make_chains(60, [3, 0, 5, 1, 4, 5], seed=7)
+    batch["temperature"] = torch.linspace(0.6, 1.2, 6)
+    batch["draws"] = torch.full((6,), 11)
+    for level in (1, 3):
+        result = chain_verify.verify_chain(**batch, method=method, level=level)
+        tokens, accepted = host_verdict(batch, method, level, skipped=11)
+        assert result.token_ids.tolist() == tokens.tolist()
+        assert result.num_accepted.tolist() == accepted.tolist()
+    # Another draw, another verdict: the uniforms are really the ones that decide.
+    other, _ = host_verdict(batch, method, 3, skipped=12)
+    assert result.token_ids.tolist() != other.tolist()

@@ -125,7 +125,7 @@ def test_unusable_proposal_row_ends_the_draft_before_its_token(method, fault, t)
             x[:t],
             [t],
             method=method,
-            uniforms=torch.cat((uniforms[:t], uniforms[-1:])),
+            uniforms=uniforms[: t + 1],
         )
         q[t] = FAULTS[fault]
         result = verify_chain(p, q, x, [4], method=method, uniforms=uniforms)
@@ -148,7 +148,7 @@ def test_unusable_target_row_ends_the_draft_after_the_token_before_it(method, fa
             x[:t],
             [t],
             method=method,
-            uniforms=torch.cat((uniforms[:t], uniforms[-1:])),
+            uniforms=uniforms[: t + 1],
         )
         p[t] = FAULTS[fault]
         result = verify_chain(p, q, x, [4], method=method, uniforms=uniforms)

@@ -115,7 +115,7 @@ def test_unusable_rows_end_the_tree_there(method):
         # The root keeps its first child, which has neither children nor a token after it.
         tokens, path = verify_tree(target, draft, TREE, method=method, generator=gens[0])
         drawn = torch.rand(8, dtype=torch.float64, generator=gens[1])
-        uniforms = drawn[[0, 7]]
+        uniforms = drawn[[7, 0]]
         chain = verify_chain(
             target[:1].repeat(2, 1), draft[:1], torch.tensor(small.tokens), [1], uniforms=uniforms
         )

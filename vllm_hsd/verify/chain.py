@@ -69,7 +69,8 @@ def verify_chain(
         generators: batch row -> generator on the rows' device, from which a seeded request draws
             its n_i + 1 uniforms; the other requests share the default generator.
         uniforms: float64 [sum(n_i + 1)] in [0, 1), used instead of generators: for each request
-            one per draft token, then one for the token that follows. Not read by `greedy`.
+            one for the token after the accepted prefix, then one per draft token. Not read by
+            `greedy`.
 
     Returns:
         VerifyResult on the device of target_probs.
@@ -221,11 +222,11 @@ def _usable_length(
 
 
 def _split_uniforms(batch: ChainBatch, flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """([batch, max_n] for the draft tokens, 1 where there is none; [batch] for the last ones)."""
-    last = np.cumsum(batch.lengths + 1) - 1
+    """([batch, max_n] for the draft tokens, 1 where there is none; [batch] for the next tokens)."""
+    first = np.cumsum(batch.lengths + 1) - batch.lengths - 1
     accept = np.ones(batch.tokens.shape)
-    accept[batch.valid] = np.delete(flat, last)
-    return accept, flat[last]
+    accept[batch.valid] = np.delete(flat, first)
+    return accept, flat[first]
 
 
 def _emitted(

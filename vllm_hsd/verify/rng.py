@@ -2,6 +2,15 @@
 
 Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, SC 2011),
 the generator behind Triton's ``tl.philox``, so host and kernels draw the same uniforms.
+
+Streams and draws, on the host and in kernels alike:
+
+- The stream is the level: 0 for the lowest one, the number of levels for the target.
+- Level 0 takes one draw for each token of its draft.
+- A verification of n draft tokens takes n + 1 draws in a row: the first one is for the token after
+  the accepted prefix, draw t after it decides about draft token t.
+- Nobody meets a draw twice. The runners reach that in two ways: a counter per request and level
+  (V1), or `first_draw` (V2), which needs no state.
 """
 
 import sys
@@ -14,6 +23,8 @@ _WEYL = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint32)
 _ROUNDS = 10
 # What the two key words have grown by when round r begins: [rounds, 2, 1].
 _KEY_STEPS = (np.arange(_ROUNDS, dtype=np.uint32)[:, None] * _WEYL)[..., None]
+# Draws of one stream that a request may use between two verifications by the target.
+DRAWS_PER_LENGTH = 1 << 16
 # Where the halves of a 64-bit word lie in memory.
 _LOW, _HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)
 
@@ -56,7 +67,7 @@ def uniforms(seeds: torch.Tensor, streams: torch.Tensor, draws: torch.Tensor) ->
 
     Args:
         seeds: int64, one per request (any value; 64 bits are the key).
-        streams: int64 in [0, 2**32), names the level and the purpose of the uniform.
+        streams: int64 in [0, 2**32), the level.
         draws: int64, counts the uniforms of a (request, stream); never goes back.
 
     Returns:
