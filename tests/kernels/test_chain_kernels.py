@@ -277,7 +277,8 @@ def test_padded_layout(given):
 def padded_with_drafts_elsewhere(batch, lengths, index, draft_index, slots=9, entries=6, k=4):
     """`batch` in the padded layout; drafts at entries of their own.
 
-    What lies past a request's length is valid too: ids, rows, as the V2 runner's unfilled slots.
+    What lies past a request's length are ids and rows as well, and the first of these tokens would
+    be accepted: the V2 runner's unfilled slots hold anything.
     """
     vocab_size = batch["target_logits"].shape[1]
     state = {
@@ -288,7 +289,7 @@ def padded_with_drafts_elsewhere(batch, lengths, index, draft_index, slots=9, en
     lse = torch.full((entries, k), vocab_size).log()
     length = torch.full((entries,), -7, dtype=torch.int32)
     rows = torch.zeros(len(lengths) * (k + 1), vocab_size)
-    sampled = torch.randint(0, vocab_size, (len(rows),), dtype=torch.int32)
+    sampled = torch.zeros(len(rows), dtype=torch.int32)
     begin = 0
     for i, n in enumerate(lengths):
         for name, values in state.items():
@@ -300,6 +301,8 @@ def padded_with_drafts_elsewhere(batch, lengths, index, draft_index, slots=9, en
             lse[entry, :n] = draft_lse(batch)[begin : begin + n]
             length[entry] = n
         sampled[first + 1 : first + n + 1] = batch["draft_token_ids"][begin : begin + n]
+        if n < k:
+            sampled[first + n + 1] = rows[first + n].argmax()
         begin += n
     cu = torch.arange(len(lengths) + 1, dtype=torch.int32) * (k + 1)
     arguments = (rows, draft, sampled, cu, index)
