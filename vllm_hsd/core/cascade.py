@@ -19,6 +19,7 @@ import torch
 
 from vllm_hsd.core.drafts import DraftStore, ragged_arange, ragged_starts
 from vllm_hsd.core.levels import UNLIMITED, Level, LevelOptions, LevelStats, LookupLevel
+from vllm_hsd.core.schedule import room_below
 from vllm_hsd.core.stopping import EntropyThresholds, entropy_nats
 from vllm_hsd.verify.chain import argmax_rows, verify_batch, verify_greedy
 from vllm_hsd.verify.residual import ROW_SUM_TOLERANCE, BlockedCDF
@@ -203,8 +204,7 @@ class Cascade:
             active = np.flatnonzero(open_)
             now = slots[active]
             start = batch.end[now]
-            # One position is kept for the token that this level's own verification draws.
-            room = requested[active] - drafts.counts[now] - 1
+            room = room_below(requested[active], drafts.counts[now])
             room = np.minimum(room, self.context_lengths[level] - start)
             below = self._draft(batch, level - 1, now, np.minimum(below_length, room))
             counts = below.counts[now]

@@ -9,8 +9,8 @@ Streams and draws, on the host and in kernels alike:
 - Level 0 takes one draw for each token of its draft.
 - A verification of n draft tokens takes n + 1 draws in a row: the first one is for the token after
   the accepted prefix, draw t after it decides about draft token t.
-- Nobody meets a draw twice. The runners reach that in two ways: a counter per request and level
-  (V1), or `first_draw` (V2), which needs no state.
+- No draw is met twice. The runners reach that in two ways: a counter per request and level (V1), or
+  draws numbered by the length of the text (V2, `core.schedule.first_draw`), which needs no state.
 """
 
 import sys
@@ -23,8 +23,6 @@ _WEYL = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint32)
 _ROUNDS = 10
 # What the two key words have grown by when round r begins: [rounds, 2, 1].
 _KEY_STEPS = (np.arange(_ROUNDS, dtype=np.uint32)[:, None] * _WEYL)[..., None]
-# Draws of one stream that a request may use between two verifications by the target.
-DRAWS_PER_LENGTH = 1 << 16
 # Where the halves of a 64-bit word lie in memory.
 _LOW, _HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)
 

@@ -1,0 +1,266 @@
+"""The fixed schedule: its ops, its bounds, and the catch-up rule by exhaustion."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import count
+
+import pytest
+
+from vllm_hsd.core.levels import LevelOptions
+from vllm_hsd.core.schedule import (
+    DRAWS_PER_LENGTH,
+    MAX_DRAFT_LENGTH,
+    Draft,
+    Lookup,
+    Schedule,
+    Verify,
+    compile_schedule,
+    first_draw,
+    room_below,
+)
+from vllm_hsd.errors import UserError
+
+
+def schedule_of(*lengths: int, rounds: tuple = (), **kind) -> Schedule:
+    """A compiled cascade; rounds: max_rounds of the levels from the second on."""
+    limits = [None, *rounds, *[None] * len(lengths)]
+    options = [LevelOptions(n, max_rounds=limits[k]) for k, n in enumerate(lengths)]
+    return compile_schedule(options, **kind)
+
+
+def test_ops_of_two_levels():
+    schedule = schedule_of(3, 8)
+    drafts = [Draft(0, j, 3 if j == 0 else 1, 0) for j in range(3)]
+    expected = []
+    for r in range(2):
+        expected += [replace(op, draw=3 * r + op.step) for op in drafts]
+        expected += [Verify(1, 5, 3, 4 * r)]
+    assert list(schedule.ops) == expected
+    assert schedule.rounds == (0, 2) and schedule.window == 3 and schedule.capacity == 3 + 8 + 8
+    assert schedule.query_lengths(0) == (1, 3) and schedule.query_lengths(1) == (5,)
+    assert [schedule.num_logits(op) for op in schedule.ops] == [1, 1, 1, 4] * 2
+
+
+def test_ops_of_three_levels_and_of_a_lookup():
+    schedule = schedule_of(1, 3, 7, rounds=(2, 2))
+    assert [op.level for op in schedule.ops] == [0, 1, 0, 1, 2] * 2
+    assert [op.query_length for op in schedule.ops] == [4, 4, 4, 4, 5] * 2
+    lookup = schedule_of(3, 8, lookup=True)
+    assert lookup.ops == (Lookup(0, 3), Verify(1, 5, 3, 0), Lookup(0, 3), Verify(1, 5, 3, 4))
+    assert lookup.query_lengths(0) == () and lookup.num_logits(lookup.ops[0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rounds"), [((4,), ()), ((3, 8), (5,)), ((1, 3, 7), (2, 4)), ((2, 2, 2, 9), ())]
+)
+def test_every_draw_of_a_stream_is_used_once(lengths, rounds):
+    """Within a proposal by offsets, between proposals by the length of the text."""
+    schedule = schedule_of(*lengths, rounds=rounds)
+    used = set()
+    for length in (1, 2, 3, 2**31 - 1):
+        for op in schedule.ops:
+            first = first_draw(length) + op.draw
+            for draw in range(first, first + schedule.num_logits(op)):
+                assert (op.level, draw) not in used
+                assert first_draw(length) <= draw < first_draw(length + 1) < 2**63
+                used.add((op.level, draw))
+    assert schedule.num_speculative_tokens + 1 <= DRAWS_PER_LENGTH
+
+
+def test_the_room_rule_keeps_one_place():
+    assert [room_below(3, drafted) for drafted in range(4)] == [2, 1, 0, -1]
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "key"),
+    [
+        ([LevelOptions(3), LevelOptions(8)], {"horizontal_tokens": 2}, "horizontal_tokens is 2"),
+        ([LevelOptions(3, stopping="entropy"), LevelOptions(8)], {}, r"levels\[0\].stopping"),
+        ([LevelOptions(64), LevelOptions(100)], {}, r"levels\[0\].num_tokens is 64"),
+        ([LevelOptions(3), LevelOptions(64)], {}, "num_speculative_tokens is 64"),
+        ([LevelOptions(3), LevelOptions(3)], {}, r"levels\[0\].num_tokens is 3, so levels\[1\]"),
+        ([LevelOptions(1), LevelOptions(1), LevelOptions(2)], {}, "there are 3 levels"),
+        (
+            [LevelOptions(1), LevelOptions(10), LevelOptions(40, max_rounds=12)],
+            {},
+            r"lower levels\[2\].max_rounds",
+        ),
+    ],
+)
+def test_what_a_fixed_schedule_cannot_do_is_refused(options, settings, key):
+    with pytest.raises(UserError, match=key):
+        compile_schedule(options, **settings)
+
+
+def test_the_kernels_take_the_longest_draft():
+    from vllm_hsd.kernels.chain_verify import MAX_DRAFT_TOKENS
+
+    assert MAX_DRAFT_LENGTH == MAX_DRAFT_TOKENS
+
+
+def test_it_needs_neither_torch_nor_vllm():
+    code = (
+        "import sys, vllm_hsd.core.schedule;"
+        "sys.exit(bool({'torch', 'vllm', 'numpy'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+class Hole(Exception):
+    """A forward pass would attend to a position that its level has not computed."""
+
+
+class Request:
+    """Which token every level has computed at which position, while a schedule runs.
+
+    Tokens are numbers that never repeat, so an entry of a rejected token is never taken for valid.
+
+    Args:
+        schedule: what runs.
+        shortened: tokens by which the first passes of rounds are shorter than the rule says.
+        feed_full: whether requests are fed whose own level has no room, as the rule says.
+    """
+
+    def __init__(self, schedule: Schedule, shortened: int = 0, feed_full: bool = True) -> None:
+        self.schedule, self.shortened, self.feed_full = schedule, shortened, feed_full
+        self.fresh = count()
+
+    def begin(self, missing: tuple[frozenset[int], ...]):
+        """A text whose level k has not computed the positions missing[k], counted from the end."""
+        n = self.schedule.window + 2
+        self.text = [next(self.fresh) for _ in range(n)]
+        self.computed = [
+            {p: t for p, t in enumerate(self.text) if n - p not in holes} for holes in missing
+        ]
+        self.committed = n
+        self.limit = n + self.schedule.num_speculative_tokens - 2
+        levels = range(self.schedule.num_levels)
+        self.start, self.have, self.asked = [n for _ in levels], [0 for _ in levels], []
+        self.asked = [0 for _ in levels]
+        self.asked[-1] = self.schedule.num_speculative_tokens
+        self.ask_below(self.schedule.num_levels - 1)
+
+    def ask_below(self, level: int) -> None:
+        for k in range(level - 1, -1, -1):
+            room = max(room_below(self.asked[k + 1], self.have[k + 1]), 0)
+            self.asked[k] = min(self.schedule.draft_lengths[k], room)
+            self.start[k], self.have[k] = len(self.text), 0
+
+    def feed(self, op) -> None:
+        below = op.draft_length if isinstance(op, Verify) else 0
+        end = self.start[op.level - 1] + below if below else len(self.text)
+        first = op.query_length > 1
+        has_room = self.have[op.level] < self.asked[op.level]
+        if self.have[-1] == self.asked[-1] or not (has_room or self.feed_full):
+            return
+        padded = self.text + [-1] * (end - len(self.text))
+        mine = self.computed[op.level]
+        for p in range(end - op.query_length + self.shortened * first, end):
+            if p <= self.limit:
+                mine[p] = padded[p]
+        # A level that passes nothing on may lag; one that does must have computed all of the text.
+        # Only the last token of a proposal lies past the limit, and nothing is drawn after it.
+        if has_room and any(mine.get(p) != t for p, t in enumerate(self.text)):
+            raise Hole(op)
+
+    def outcomes(self, at: int = 0):
+        """Run the ops from `at` on along every outcome; yields at the end of each."""
+        if at == len(self.schedule.ops):
+            yield
+            return
+        op = self.schedule.ops[at]
+        k = op.level
+        if not isinstance(op, Lookup):
+            self.feed(op)
+        if isinstance(op, Verify):
+            drafted = self.have[k - 1]
+            choices = range(drafted + 1) if self.have[k] < self.asked[k] else [None]
+        elif isinstance(op, Lookup):
+            choices = range(self.asked[0] + 1)
+        else:
+            choices = [int(self.have[0] < self.asked[0])]
+        before = self.saved()
+        for choice in choices:
+            self.restore(before)
+            if isinstance(op, Verify):
+                if choice is not None:
+                    del self.text[self.start[k - 1] + choice :]
+                    self.text.append(next(self.fresh))
+                    self.have[k] += choice + 1
+                self.ask_below(k)
+            else:
+                self.text += [next(self.fresh) for _ in range(choice)]
+                self.have[0] += choice
+            yield from self.outcomes(at + 1)
+
+    def saved(self):
+        return (
+            list(self.text),
+            [dict(level) for level in self.computed],
+            list(self.start),
+            list(self.have),
+            list(self.asked),
+        )
+
+    def restore(self, state) -> None:
+        text, computed, start, have, asked = state
+        self.text, self.computed = list(text), [dict(level) for level in computed]
+        self.start, self.have, self.asked = list(start), list(have), list(asked)
+
+    def missing_after(self, accepted: int) -> tuple[frozenset[int], ...]:
+        """What every level lacks once the target kept so many draft tokens and added its own."""
+        text = [*self.text[: self.committed + accepted], next(self.fresh)]
+        return tuple(
+            frozenset(len(text) - p for p, t in enumerate(text) if mine.get(p) != t)
+            for mine in self.computed
+        )
+
+
+def reachable(request: Request) -> set[tuple[frozenset[int], ...]]:
+    """All states of the caches between proposals, from a text that was just ingested."""
+    start = tuple(frozenset({1}) for _ in request.schedule.draft_lengths)
+    found, todo = {start}, [start]
+    while todo:
+        missing = todo.pop()
+        request.begin(missing)
+        for _ in request.outcomes():
+            for accepted in range(request.have[-1] + 1):
+                after = request.missing_after(accepted)
+                if after not in found:
+                    found.add(after)
+                    todo.append(after)
+    return found
+
+
+CASCADES = [
+    ((4,), (), False),
+    ((2, 4), (), False),
+    ((2, 4), (3,), False),
+    ((1, 4), (1,), False),
+    ((2, 4), (2,), True),
+    ((1, 2, 4), (1, 2), False),
+    ((1, 2, 4), (2, 2), False),
+    ((1, 2, 4), (1, 2), True),
+    ((3, 8), (), False),
+    ((2, 3, 7), (2, 3), False),
+]
+
+
+@pytest.mark.parametrize(("lengths", "rounds", "lookup"), CASCADES)
+def test_catch_up_leaves_no_hole(lengths, rounds, lookup):
+    """All outcomes of all verifications, until no new state of the caches appears."""
+    schedule = schedule_of(*lengths, rounds=rounds, lookup=lookup)
+    for missing in reachable(Request(schedule)):
+        for k, holes in enumerate(missing):
+            if not (lookup and k == 0):
+                assert max(holes) <= schedule.num_levels - k + 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "lengths"),
+    [({"shortened": 1}, (4,)), ({"shortened": 1}, (2, 4)), ({"feed_full": False}, (2, 4))],
+)
+def test_without_the_rule_there_are_holes(fault, lengths):
+    with pytest.raises(Hole):
+        reachable(Request(schedule_of(*lengths), **fault))

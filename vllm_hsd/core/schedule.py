@@ -1,0 +1,242 @@
+"""The fixed schedule of a cascade: every forward pass of a proposal, known before it runs.
+
+A CUDA graph cannot branch on what was drawn. So the recursion of `core.cascade` is unrolled with a
+fixed number of rounds for every level and one query length for every forward pass; how much of a
+round a request really uses is data on the device. Pure Python: the planner and the runner share it.
+
+Catch-up rule: when level k of L is asked for a forward pass, at most L - k + 1 tokens at the end of
+the text are missing from its KV cache. A level leaves its last token uncomputed, every verifier
+above adds one of its own, and so does the target. So the first pass of a round begins that many
+tokens before the end and may compute some of them again. tests/core/test_schedule.py proves it by
+exhaustion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+from vllm_hsd.errors import UserError
+
+if TYPE_CHECKING:
+    from vllm_hsd.core.levels import LevelOptions
+
+# The longest draft that the verification kernel takes.
+MAX_DRAFT_LENGTH = 63
+# Forward passes of one proposal; each is some ten graph nodes per layer.
+MAX_FORWARDS = 128
+# Draws of one stream that belong to one length of the text, so that no counter is kept: the text
+# grows by a token or more between two proposals that are verified.
+DRAWS_PER_LENGTH = 1 << 16
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Level 0 computes its uncached tokens and draws one more.
+
+    Attributes:
+        level: 0.
+        step: 0 for the first token of its draft.
+        query_length: tokens of each request that are fed, up to the end of the text.
+        draw: offset of its uniform, see `DRAWS_PER_LENGTH`.
+    """
+
+    level: int
+    step: int
+    query_length: int
+    draw: int
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Level 0 finds its whole draft in the text.
+
+    Attributes:
+        level: 0.
+        draft_length: most tokens.
+    """
+
+    level: int
+    draft_length: int
+
+
+@dataclass(frozen=True)
+class Verify:
+    """A level computes its uncached tokens and verifies the draft from below.
+
+    Attributes:
+        level: at least 1.
+        query_length: tokens of each request that are fed, up to the end of a full draft.
+        draft_length: most tokens of the draft from below.
+        draw: offset of the first of its draft_length + 1 uniforms.
+    """
+
+    level: int
+    query_length: int
+    draft_length: int
+    draw: int
+
+
+Op = Draft | Lookup | Verify
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A compiled cascade.
+
+    Attributes:
+        ops: in the order in which they run.
+        draft_lengths: most tokens that each level passes up, the last one's are for the target.
+        rounds: per level, how many drafts from below it verifies per call; 0 for level 0.
+        window: tokens at the end of the text that the first pass of a round may have to feed.
+    """
+
+    ops: tuple[Op, ...]
+    draft_lengths: tuple[int, ...]
+    rounds: tuple[int, ...]
+    window: int
+
+    @property
+    def num_levels(self) -> int:
+        """L."""
+        return len(self.draft_lengths)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """K, most tokens of a proposal."""
+        return self.draft_lengths[-1]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a window on the text must hold: what is committed and what is drafted."""
+        return self.window + self.num_speculative_tokens + max(self.draft_lengths)
+
+    def query_lengths(self, level: int) -> tuple[int, ...]:
+        """The different query lengths of a level's forward passes, ascending."""
+        passes = [op for op in self.ops if op.level == level and not isinstance(op, Lookup)]
+        return tuple(sorted({op.query_length for op in passes}))
+
+    def num_logits(self, op: Op) -> int:
+        """Rows of logits per request that an op's forward pass must give, the last ones fed."""
+        if isinstance(op, Verify):
+            return op.draft_length + 1
+        return int(isinstance(op, Draft))
+
+
+def room_below(requested, drafted):
+    """Tokens that a level may still ask of the one below, -1 where its draft is full.
+
+    One place is kept for the token that its own verification draws. For ints and arrays.
+    """
+    return requested - drafted - 1
+
+
+def uncached_bound(level: int, num_levels: int) -> int:
+    """Most tokens at the end of the text that a level has not computed (catch-up rule)."""
+    return num_levels - level + 1
+
+
+def first_draw(length):
+    """First draw of every stream for a proposal that begins after `length` tokens, and for the
+    target's verification of it. For ints and arrays.
+    """
+    return length * DRAWS_PER_LENGTH
+
+
+def compile_schedule(
+    options: Sequence[LevelOptions], *, lookup: bool = False, horizontal_tokens: int = 0
+) -> Schedule:
+    """Unroll a cascade.
+
+    Args:
+        options: one per level, cheapest first; the last draft length is num_speculative_tokens.
+            Where max_rounds is None, a level gets as many rounds as it needs to fill its draft if
+            every token is accepted.
+        lookup: level 0 finds its drafts in the text.
+        horizontal_tokens: as configured.
+
+    Raises:
+        UserError: what a fixed schedule cannot do; names the key.
+    """
+    lengths = tuple(option.draft_length for option in options)
+    longest = lengths[-1]
+    if horizontal_tokens:
+        raise UserError(
+            f"horizontal_tokens is {horizontal_tokens}, but vLLM's V2 runner has no horizontal "
+            "cascades here: remove it or set VLLM_USE_V2_MODEL_RUNNER=0."
+        )
+    for k, option in enumerate(options):
+        if option.stopping != "fixed":
+            raise UserError(
+                f'levels[{k}].stopping is "{option.stopping}", but on vLLM\'s V2 runner the '
+                'schedule is fixed and would gain nothing: set "fixed" or set '
+                "VLLM_USE_V2_MODEL_RUNNER=0."
+            )
+        if option.draft_length > MAX_DRAFT_LENGTH:
+            key = _length_key(k, len(options))
+            raise UserError(
+                f"{key} is {option.draft_length}, but the verification kernel takes at most "
+                f"{MAX_DRAFT_LENGTH}: lower it."
+            )
+    rounds = (0, *(_rounds(options, k) for k in range(1, len(options))))
+    forwards = 0 if lookup else lengths[0]
+    for k in range(1, len(options)):
+        forwards = rounds[k] * (forwards + 1)
+        if forwards > MAX_FORWARDS:
+            raise UserError(
+                f"levels[{k}] takes {forwards} forward passes per draft, above {MAX_FORWARDS}: "
+                f"lower levels[{k}].max_rounds or raise levels[{k - 1}].num_tokens."
+            )
+    ops = _unroll(lengths, rounds, lookup)
+    for op in ops:
+        if not isinstance(op, Lookup) and op.query_length > longest + 1:
+            cause, cure = f"there are {len(options)} levels", "remove one"
+            if isinstance(op, Verify):
+                cause = f"levels[{op.level - 1}].num_tokens is {op.draft_length}"
+                cure = "lower it"
+            raise UserError(
+                f"{cause}, so levels[{op.level}] would compute {op.query_length} tokens at once, "
+                f"above num_speculative_tokens + 1 ({longest + 1}), the most that decoding kernels "
+                f"take: {cure} or raise num_speculative_tokens."
+            )
+    return Schedule(ops, lengths, rounds, uncached_bound(0, len(options)))
+
+
+def _length_key(level: int, num_levels: int) -> str:
+    return "num_speculative_tokens" if level == num_levels - 1 else f"levels[{level}].num_tokens"
+
+
+def _rounds(options: Sequence[LevelOptions], level: int) -> int:
+    given = options[level].max_rounds
+    if given is not None:
+        return given
+    return ceil(options[level].draft_length / (options[level - 1].draft_length + 1))
+
+
+def _unroll(lengths: Sequence[int], rounds: Sequence[int], lookup: bool) -> tuple[Op, ...]:
+    ops: list[Op] = []
+    used = [0] * len(lengths)
+
+    def draws(level: int, count: int) -> int:
+        first, used[level] = used[level], used[level] + count
+        return first
+
+    def ask(level: int) -> None:
+        uncached = uncached_bound(level, len(lengths))
+        if level > 0:
+            below = lengths[level - 1]
+            for _ in range(rounds[level]):
+                ask(level - 1)
+                ops.append(Verify(level, uncached + below, below, draws(level, below + 1)))
+        elif lookup:
+            ops.append(Lookup(0, lengths[0]))
+        else:
+            for step in range(lengths[0]):
+                ops.append(Draft(0, step, uncached if step == 0 else 1, draws(0, 1)))
+
+    ask(len(lengths) - 1)
+    # MAX_FORWARDS * (MAX_DRAFT_LENGTH + 1) draws are the most, which is far below the bound.
+    assert max(used) <= DRAWS_PER_LENGTH
+    return tuple(ops)
