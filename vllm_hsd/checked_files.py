@@ -1,9 +1,11 @@
-"""Reading of files that users supply: everything is checked before memory is taken for it."""
+"""Files of users: checked before memory is taken for them, and written whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +85,25 @@ def check_safetensors(path: str | Path) -> None:
             f"{quoted(str(path))} is not a complete safetensors file ({brief(error, 80)}): copy "
             "it again."
         ) from error
+
+
+@contextlib.contextmanager
+def written_whole(path: str | Path) -> Iterator[Path]:
+    """Where to write a file that takes the place of `path` once it is complete.
+
+    Raises:
+        UserError: it cannot be written; what was at `path` is still there.
+    """
+    path = Path(path)
+    unfinished = path.with_name(f"{path.name}.part")
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or brief(error)
+        raise UserError(
+            f"cannot write {quoted(str(path))} ({reason}): make room or give another --output."
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ CROWDED = {
     "num-gpu-blocks-override": 24,
     "max-num-batched-tokens": 160,
 }
-# Twenty minutes unless the environment says otherwise.
+# Twenty minutes unless the environment says otherwise; the other modes take a tenth of it.
 LONG = float(os.environ.get("SOAK_SECONDS", "1200"))
 
 
@@ -92,9 +92,9 @@ def test_a_broken_server_is_noticed(text_family, requests, tmp_path):
 def test_an_engine_that_dies_ends_every_stream(text_family, requests, tmp_path):
     config, plugin = two_models(text_family), "support.soak_faults:engine_dies"
     with running_server(text_family.target, tmp_path, config, plugin=plugin) as server:
-        report = soak(server, requests, seconds=60, patience=60)
+        report = soak(server, requests, seconds=600)
         print(report)
-        assert server.process.wait(timeout=60) != 0
+        assert server.process.wait(timeout=300) != 0
     assert report.outcomes["lost"] + report.outcomes["error"] > 0, str(report)
     assert report.outcomes["hung"] == 0, str(report)
 
@@ -110,9 +110,9 @@ MODES: dict[str, dict] = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(LONG + 1800)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_minute_in_other_modes(text_family, bigram, requests, tmp_path, mode):
+def test_a_soak_in_other_modes(text_family, bigram, requests, tmp_path, mode):
     config, options = three_levels(text_family, bigram), {**CROWDED, **MODES[mode]}
     environment = {}
     if mode == "two ranks":
@@ -123,7 +123,7 @@ def test_a_minute_in_other_modes(text_family, bigram, requests, tmp_path, mode):
         streams = 256 if options["max-num-seqs"] == 256 else 64
         priorities = 3 if "scheduling-policy" in options else 1
         report = soak(
-            server, requests, seconds=45, at_least=300, streams=streams, priorities=priorities
+            server, requests, LONG / 10, at_least=300, streams=streams, priorities=priorities
         )
         print(report)
     assert_clean(report)

@@ -16,6 +16,14 @@ PARAMS = [
     {"temperature": 0, "repetition_penalty": 1.5},
     {"logit_bias": {2: 1.5}, "min_p": 0.05},
 ]
+# Requests that list the tokens beside others in one batch, which vLLM's own speculation dies of.
+LISTED = [
+    {"logprob_token_ids": [4, 1]},
+    {"logprobs": 1},
+    {"logprob_token_ids": [0, 1, 2, 3], "temperature": 0},
+    {},
+    {"logprobs": 2, "logprob_token_ids": [3, 0], "temperature": 0.7},
+]
 MODES = ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
@@ -35,8 +43,13 @@ def expected_row(mode: str, logits: np.ndarray, prompt, output, params) -> np.nd
         )
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_values_and_ranks(small_vocabulary, mode):
+@pytest.fixture(scope="module", params=MODES)
+def mode(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def results(small_vocabulary, mode) -> dict:
     engine = {
         "model": small_vocabulary.target,
         "logprobs_mode": mode,
@@ -49,23 +62,52 @@ def test_values_and_ranks(small_vocabulary, mode):
             ],
         },
     }
-    shared = {"max_tokens": 16, "ignore_eos": True, "logprobs": 2, "seed": 3}
-    job = {"prompts": PROMPTS, "params": [{**shared, **params} for params in PARAMS]}
-    outputs = run_engine(engine, {"job": job})["job"]["outputs"]
-    network = AutoModelForCausalLM.from_pretrained(small_vocabulary.target, dtype=torch.float64)
-    for prompt, params, [output] in zip(PROMPTS, PARAMS, outputs, strict=True):
-        ids = output["ids"]
-        assert len(ids) == len(output["logprobs"]) == 16
-        with torch.inference_mode():
-            rows = network(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 :].numpy()
-        for t, found in enumerate(output["logprobs"]):
-            expected = expected_row(mode, rows[t], prompt, tuple(ids[:t]), params)
-            if mode == "processed_logits":
-                # Known up to a constant, which the softmax removes.
-                best = int(expected.argmax())
-                if best in found:
-                    expected = expected + found[best][0] - expected[best]
-            assert ids[t] in found and 2 <= len(found) <= 3
+    shared = {"max_tokens": 16, "ignore_eos": True, "seed": 3}
+    likely = [{**shared, "logprobs": 2, **params} for params in PARAMS]
+    listed = [{**shared, **params} for params in LISTED]
+    jobs = {
+        "likely": {"prompts": PROMPTS, "params": likely},
+        "listed": {"prompts": PROMPTS[: len(LISTED)], "params": listed},
+    }
+    return {name: result["outputs"] for name, result in run_engine(engine, jobs).items()}
+
+
+@pytest.fixture(scope="module")
+def network(small_vocabulary):
+    return AutoModelForCausalLM.from_pretrained(small_vocabulary.target, dtype=torch.float64)
+
+
+def expected_rows(network, mode: str, prompt: list[int], output: dict, params: dict):
+    """(sampled token, [V] expected values, {token: (value, rank)} found) of every output token."""
+    ids = output["ids"]
+    assert len(ids) == len(output["logprobs"]) == 16
+    with torch.inference_mode():
+        rows = network(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 :].numpy()
+    for t, found in enumerate(output["logprobs"]):
+        expected = expected_row(mode, rows[t], prompt, tuple(ids[:t]), params)
+        if mode == "processed_logits":
+            # Known up to a constant, which the softmax removes.
+            known = [token for token in found if np.isfinite(expected[token])]
+            best = max(known, key=lambda token: expected[token])
+            expected = expected + found[best][0] - expected[best]
+        yield ids[t], expected, found
+
+
+def test_values_and_ranks(network, mode, results):
+    for prompt, params, [output] in zip(PROMPTS, PARAMS, results["likely"], strict=True):
+        for sampled, expected, found in expected_rows(network, mode, prompt, output, params):
+            assert sampled in found and 2 <= len(found) <= 3
             for token, (value, rank) in found.items():
                 assert value == pytest.approx(expected[token], abs=1e-3)
                 assert rank == 1 + (expected > expected[token] + 1e-9).sum()
+
+
+def test_listed_tokens(network, mode, results):
+    for prompt, params, [output] in zip(PROMPTS, LISTED, results["listed"], strict=False):
+        if "logprob_token_ids" not in params:
+            assert (output["logprobs"] is None) == ("logprobs" not in params)
+            continue
+        for sampled, expected, found in expected_rows(network, mode, prompt, output, params):
+            assert set(found) == {sampled, *params["logprob_token_ids"]}
+            for token, (value, _) in found.items():
+                assert value == pytest.approx(expected[token], abs=1e-3)

@@ -104,7 +104,7 @@ class OpenAIServer:
 
     def metrics(self) -> dict[str, float]:
         """Name and labels -> value of every sample at /metrics."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=120) as answer:
             lines = answer.read().decode().splitlines()
         return {
             name: float(value)

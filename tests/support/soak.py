@@ -1,18 +1,24 @@
 """A soak: many streams against one OpenAI server, every answer judged, nothing left behind."""
 
 import asyncio
+import contextlib
+import itertools
 import json
 import random
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import aiohttp
+import numpy as np
 from support.openai_server import OpenAIServer
 from support.soak_requests import Answer, SoakRequest
 
-# A request that takes longer is counted as hung; the slowest take seconds.
-PATIENCE = 120.0
+# A request is hung once so many later ones per stream were answered, or once no stream has got
+# anything for so many seconds. How long it takes itself depends on the machine.
+OVERTAKEN_PER_STREAM = 20
+PATIENCE = 300.0
 ABORTED_SHARE, STREAMED_SHARE = 0.08, 0.4
 SHARES = {"certain": 0.4, "sampled": 0.3, "structured": 0.15, "odd": 0.15}
 
@@ -51,8 +57,11 @@ class Report:
         return sum(self.outcomes[outcome] for outcome in ("wrong", "lost", "hung", "error"))
 
     def growth(self, role: str) -> float:
-        """Resident MB gained between the middle and the end of the soak."""
-        return self.memory[-1][1][role] - self.memory[len(self.memory) // 2][1][role]
+        """Resident MB gained in the second half of the soak, by a straight line through it."""
+        half = self.memory[len(self.memory) // 2 :]
+        seconds = [seconds for seconds, _ in half]
+        slope, _ = np.polyfit(seconds, [megabytes[role] for _, megabytes in half], 1)
+        return float(slope) * (seconds[-1] - seconds[0])
 
     def note(self, request: SoakRequest, outcome: str, detail: str = "") -> None:
         self.outcomes[outcome] += 1
@@ -69,7 +78,8 @@ class Report:
         for role in self.memory[0][1] if self.memory else ():
             points = self.memory[:: max(1, len(self.memory) // 10)]
             series = ", ".join(f"{seconds:.0f} s {mb[role]:.0f}" for seconds, mb in points)
-            lines.append(f"resident MB of {role}: {series}")
+            grown = f"; {self.growth(role):+.1f} in the second half" if len(points) > 9 else ""
+            lines.append(f"resident MB of {role}: {series}{grown}")
         return "\n".join([*lines, *self.faults])
 
 
@@ -88,14 +98,55 @@ def soak(
 
     Args:
         requests: each stream draws from them at random, by the SHARES of their kinds.
-        patience: seconds after which a request counts as hung.
+        patience: seconds without any answer to any stream after which all requests are hung.
         at_least: go on until so many were sent, whatever the time.
         priorities: number of priorities among the requests, for a server that schedules by them.
     """
     report = Report()
-    plan = _Plan(server, requests, seconds, streams, seed, patience, at_least, priorities, report)
+    watch = _HangWatch(patience, OVERTAKEN_PER_STREAM * streams)
+    plan = _Plan(server, requests, seconds, streams, seed, watch, at_least, priorities, report)
     asyncio.run(_soak(plan))
     return report
+
+
+class _HangWatch:
+    """Ends requests by what the other streams get meanwhile, not by how long they take.
+
+    Args:
+        patience: seconds without an event on any stream after which every request is hung.
+        most_overtaken: answers to requests sent later after which one request is hung.
+    """
+
+    def __init__(self, patience: float, most_overtaken: int) -> None:
+        self.patience, self.most_overtaken = patience, most_overtaken
+        # In the order of sending: the limit of a request without an answer, and its overtakings.
+        self.waiting: dict[asyncio.Timeout, int] = {}
+        self.event()
+
+    def event(self) -> None:
+        """A stream got an answer or a part of one."""
+        self.last_event = time.monotonic()
+
+    @contextlib.asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        """Raise TimeoutError in the block once the request that it sends is hung."""
+        async with asyncio.timeout(None) as limit:
+            self.waiting[limit] = 0
+            try:
+                yield
+            finally:
+                for earlier in itertools.takewhile(lambda other: other is not limit, self.waiting):
+                    self.waiting[earlier] += 1
+                del self.waiting[limit]
+                self.event()
+
+    async def run(self) -> None:
+        while True:
+            stalled = time.monotonic() - self.last_event > self.patience
+            for limit, overtaken in self.waiting.items():
+                if stalled or overtaken > self.most_overtaken:
+                    limit.reschedule(asyncio.get_running_loop().time())
+            await asyncio.sleep(1)
 
 
 @dataclass
@@ -107,7 +158,7 @@ class _Plan:
     seconds: float
     streams: int
     seed: int
-    patience: float
+    watch: _HangWatch
     at_least: int
     priorities: int
     report: Report
@@ -131,9 +182,11 @@ async def _soak(plan: _Plan) -> None:
                 of_kind = [request for request in plan.requests if request.kind == kind]
                 await _send(session, plan, draw.choice(of_kind), draw)
 
-        watch = asyncio.create_task(_watch_memory(server, began, plan.seconds, report))
+        watches = [_watch_memory(server, began, plan.seconds, report), plan.watch.run()]
+        tasks = [asyncio.create_task(watch) for watch in watches]
         await asyncio.gather(*[stream(number) for number in range(plan.streams)])
-        watch.cancel()
+        for task in tasks:
+            task.cancel()
         report.seconds = time.monotonic() - began
     if server.process.poll() is None:
         _look_after(server, report)
@@ -150,38 +203,40 @@ async def _send(session, plan: _Plan, request: SoakRequest, draw: random.Random)
     if plan.priorities > 1:
         body["priority"] = draw.randrange(plan.priorities)
     try:
-        async with asyncio.timeout(plan.patience):
-            url = f"{plan.server.url}/v1/completions"
-            await _converse(session, url, body, request, chunks, report)
+        async with plan.watch.limit():
+            await _converse(session, plan, body, request, chunks)
     except _HttpError as error:
         report.note(request, *_judge_error(request, error))
     except TimeoutError:
-        report.note(request, "hung", f"no answer after {plan.patience:.0f} s")
+        report.note(request, "hung", "no answer while others were answered, or none to anybody")
     except (aiohttp.ClientError, json.JSONDecodeError, KeyError) as error:
         report.note(request, "lost", f"{type(error).__name__}: {error}")
 
 
-async def _converse(session, url, body, request, chunks, report) -> None:
+async def _converse(session, plan: _Plan, body, request, chunks) -> None:
     """Send a request and judge its answer; `chunks`: leave after so many of them."""
-    async with session.post(url, json=body) as answer:
+    async with session.post(f"{plan.server.url}/v1/completions", json=body) as answer:
         if answer.status >= 400:
             raise _HttpError(answer.status, await answer.text())
         if body["stream"]:
-            choices, whole = await _read_stream(answer, chunks)
+            choices, whole = await _read_stream(answer, chunks, plan.watch)
         else:
             listed = (await answer.json())["choices"]
             choices, whole = {choice["index"]: choice for choice in listed}, True
     fault = _fault_of(request, choices, whole)
-    report.note(request, *(fault or ("finished" if whole else "aborted",)))
+    plan.report.note(request, *(fault or ("finished" if whole else "aborted",)))
 
 
-async def _read_stream(answer, chunks: int | None) -> tuple[dict[int, dict], bool]:
+async def _read_stream(
+    answer, chunks: int | None, watch: _HangWatch
+) -> tuple[dict[int, dict], bool]:
     """Choices put together from the chunks, and whether the stream was read to its end."""
     choices: dict[int, dict] = {}
     count = 0
     async for line in answer.content:
         if not line.startswith(b"data: "):
             continue
+        watch.event()
         if line.strip() == b"data: [DONE]":
             return choices, True
         if chunks is not None and count >= chunks:
@@ -204,7 +259,7 @@ def _judge_error(request: SoakRequest, error: _HttpError) -> tuple[str, str]:
     if error.status >= 500:
         as_plain = request.expected is not None and request.expected[0].finish == "error"
         return ("finished", "") if as_plain else ("error", str(error))
-    return ("wrong", str(error)) if request.refused is False else ("refused", "")
+    return ("refused", "") if request.refused else ("wrong", str(error))
 
 
 def _fault_of(
@@ -239,12 +294,16 @@ async def _watch_memory(server, began: float, seconds: float, report: Report) ->
 
 
 def _look_after(server: OpenAIServer, report: Report) -> None:
-    """Requests and cache blocks that the server still holds half a minute after the last answer."""
+    """Requests and cache blocks that the server still holds two minutes after the last answer."""
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    until = time.monotonic() + 30
+    report.leftover = {"unreachable server": 1}
+    until = time.monotonic() + 120
     while True:
-        report.leftover = {name: server.total(f"vllm:{name}") for name in names}
+        try:
+            report.leftover = {name: server.total(f"vllm:{name}") for name in names}
+            report.preemptions = int(server.total("vllm:num_preemptions_total"))
+        except OSError:  # The server is going down.
+            break
         if not any(report.leftover.values()) or time.monotonic() > until:
             break
         time.sleep(0.5)
-    report.preemptions = int(server.total("vllm:num_preemptions_total"))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_hsd.checked_files import written_whole
 from vllm_hsd.cli.bench_runs import Job, Results
 from vllm_hsd.engine import Generation
 
@@ -259,8 +260,9 @@ def write(results: Results, rows: Sequence[Row]) -> list[str]:
     output = results.comparison.output
     paths = [output / "bench.json", output / "bench.csv"]
     document = {**results.metadata, "rows": list(rows)}
-    paths[0].write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-    with paths[1].open("w", newline="") as file:
+    with written_whole(paths[0]) as unfinished:
+        unfinished.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    with written_whole(paths[1]) as unfinished, unfinished.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], "error"])
         writer.writeheader()
         for row in rows:
@@ -273,7 +275,8 @@ def write(results: Results, rows: Sequence[Row]) -> list[str]:
             writer.writerow(flat)
     lines = []
     try:
-        plot(results, rows, output / "bench.png")
+        with written_whole(output / "bench.png") as unfinished:
+            plot(results, rows, unfinished)
         paths.append(output / "bench.png")
     except ImportError:
         lines.append("bench.png was skipped: pip install 'vllm-hsd[bench]' for matplotlib.")
@@ -326,4 +329,4 @@ def plot(results: Results, rows: Sequence[Row], path: Path) -> None:
         f"{data['model']}, {data['dtype']}; {data['machine']}\nbars: speed-up; numbers: tokens/s"
     )
     figure.suptitle(title, fontsize=8)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")

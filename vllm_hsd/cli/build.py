@@ -80,10 +80,7 @@ def build_bigram(target: str, texts: Sequence[str], output: str) -> str:
         )
     tokenizer = _tokenizer(target)
     table = count_bigrams(_documents(texts, tokenizer), _vocab_size(target, len(tokenizer)))
-    try:
-        write_bigram(table, output)
-    except OSError as error:
-        raise _cannot_write(output, error) from error
+    write_bigram(table, output)
     return (
         f"{output}: {table.counts.sum()} pairs of tokens, {len(table.counts)} of them different, "
         f"over a vocabulary of {table.vocab_size}"
@@ -129,10 +126,7 @@ def build_exit_heads(
     for trained in train_heads(model, layers, torch.from_numpy(tokens), steps):
         head, before, after = trained.head, trained.before, trained.after
         directory = Path(output) / f"layer-{head.layer}"
-        try:
-            write_exit_head(head, directory)
-        except OSError as error:
-            raise _cannot_write(str(directory), error) from error
+        write_exit_head(head, directory)
         yield (
             f"{directory}: held-out divergence {before.divergence:.3f} -> {after.divergence:.3f} "
             f"nats, overlap with the target {before.overlap:.3f} -> {after.overlap:.3f} "
@@ -151,10 +145,6 @@ def _run_exit_heads(arguments: argparse.Namespace) -> int:
     ):
         print(line)
     return 0
-
-
-def _cannot_write(path: str, error: OSError) -> UserError:
-    return UserError(f"--output: cannot write {quoted(path)} ({error.strerror or error}).")
 
 
 def _tokenizer(target: str) -> PreTrainedTokenizerBase:

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from vllm_hsd.checked_files import written_whole
 from vllm_hsd.cli.options import integers
 from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.planner.predict import Selection
@@ -20,7 +21,6 @@ from vllm_hsd.planner.profile import (
     Sampling,
     environment_warnings,
     load_profile,
-    write_whole,
 )
 from vllm_hsd.planner.search import Choice, Constraints, Option, Search
 from vllm_hsd.planner.task import Task, candidates
@@ -153,7 +153,6 @@ def profile_command(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         console.print("Interrupted. Rerun the same command to resume.")
         return 130
-    profile.save(arguments.output)
     Console().print(rate_table(profile))
     if profile.latencies and (spread := profile.latencies.relative_spread()) > NOISY:
         console.print(
@@ -224,7 +223,8 @@ def plan_command(arguments: argparse.Namespace) -> int:
         commands.append(serve_command(profile, choice))
         if choice.best.selection.levels:
             chosen = cascade_file(profile, choice, arguments.profile)
-            write_whole(path, (json.dumps(chosen, indent=2) + "\n").encode())
+            with written_whole(path) as unfinished:
+                unfinished.write_text(json.dumps(chosen, indent=2) + "\n")
             messages.print(f"wrote {path}", soft_wrap=True)
         else:
             stale = path.exists()

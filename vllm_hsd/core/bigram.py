@@ -18,6 +18,7 @@ from typing import IO
 import numpy as np
 import torch
 
+from vllm_hsd.checked_files import written_whole
 from vllm_hsd.core.drafts import ragged_arange
 from vllm_hsd.core.levels import UNLIMITED
 from vllm_hsd.errors import UserError, brief, quoted
@@ -93,8 +94,12 @@ def count_bigrams(documents: Iterable[np.ndarray], vocab_size: int) -> BigramTab
 
 
 def write_bigram(table: BigramTable, path: str) -> None:
-    """Store a table as a compressed .npz file."""
-    with open(path, "wb") as file:
+    """Store a table as a compressed .npz file, whole or not at all.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    with written_whole(path) as unfinished, unfinished.open("wb") as file:
         np.savez_compressed(
             file,
             data=table.counts,

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from vllm_hsd.checked_files import written_whole
 from vllm_hsd.errors import UserError, brief, quoted
 
 FILE_NAME = "exit_head.safetensors"
@@ -55,13 +56,18 @@ class ExitHead:
 
 
 def write_exit_head(head: ExitHead, directory: str | Path) -> None:
-    """Store a head as `exit_head.safetensors` in a directory, which is made."""
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    save_file(
-        {"norm": head.norm.contiguous(), "weight": head.weight.contiguous()},
-        Path(directory) / FILE_NAME,
-        metadata={"layer": str(head.layer), "eps": repr(head.eps)},
-    )
+    """Store a head as `exit_head.safetensors` in a directory, which is made.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    with written_whole(Path(directory) / FILE_NAME) as unfinished:
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        save_file(
+            {"norm": head.norm.contiguous(), "weight": head.weight.contiguous()},
+            unfinished,
+            metadata={"layer": str(head.layer), "eps": repr(head.eps)},
+        )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
 
+from vllm_hsd.checked_files import written_whole
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner.acceptance import Acceptances, measure_acceptance, num_batches
 from vllm_hsd.planner.latencies import Latencies
@@ -45,8 +46,9 @@ class Stages:
         self.directory = directory
         note = directory / "fingerprint"
         if not note.exists():
-            directory.mkdir(parents=True, exist_ok=True)
-            note.write_text(fingerprint)
+            with written_whole(note) as unfinished:
+                directory.mkdir(parents=True, exist_ok=True)
+                unfinished.write_text(fingerprint)
         elif note.read_text() != fingerprint:
             raise UserError(
                 f"'{directory}' holds an unfinished measurement with other settings: finish "
@@ -65,12 +67,11 @@ class Stages:
 
     def save_acceptance(self, found: Acceptances) -> None:
         """Keep the measured acceptance."""
-        unfinished = self.directory / "unfinished.npz"
         arrays: dict[str, Any] = {
             "rates": found.rates, "positions": np.array(found.positions), **found.tables
         }  # fmt: skip
-        np.savez_compressed(unfinished, **arrays)
-        unfinished.rename(self.acceptance)
+        with written_whole(self.acceptance) as unfinished, unfinished.open("wb") as file:
+            np.savez_compressed(file, **arrays)
 
 
 def measure_profile(
@@ -83,7 +84,7 @@ def measure_profile(
     device: str | None = None,
     with_latencies: bool = True,
 ) -> Profile:
-    """Measure everything that `task` asks for.
+    """Measure everything that `task` asks for, and write the profile.
 
     Finished stages are kept in a directory next to `output` until all is done.
 
@@ -92,7 +93,7 @@ def measure_profile(
         device: torch device of the acceptance measurement; None: a GPU if there is one.
 
     Raises:
-        UserError: bad input, or an engine that failed.
+        UserError: bad input, an engine that failed, or a file that cannot be written.
     """
     prompts = None if prompts_file is None else read_prompts(prompts_file)[:max_prompts]
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -153,6 +154,7 @@ def measure_profile(
     file = prompts_file.name if prompts_file else ""
     described = Prompts(file=file, prompts=len(contexts), contexts=found.positions)
     profile = make_profile(task, found, described, latencies)
+    profile.save(output)
     shutil.rmtree(stages.directory)
     return profile
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from vllm_hsd.checked_files import read_json
+from vllm_hsd.checked_files import read_json, written_whole
 from vllm_hsd.config import Level
 from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.planner.latencies import Latencies
@@ -177,17 +177,12 @@ class Profile(_Strict):
             arrays |= {f"lookup{i}": table for i, table in found.items()}
             small = {key: table.astype(np.float32) for key, table in arrays.items()}
             np.savez_compressed(stream, **small)  # type: ignore[arg-type]
-            write_whole(path.with_suffix(".npz"), stream.getvalue())
+            with written_whole(path.with_suffix(".npz")) as unfinished:
+                unfinished.write_bytes(stream.getvalue())
             self.tables = hashlib.sha256(stream.getvalue()).hexdigest()
         text = self.model_dump_json(by_alias=True, exclude_none=True)
-        write_whole(path, text.encode() + b"\n")
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_bytes(content)
-    unfinished.rename(path)
+        with written_whole(path) as unfinished:
+            unfinished.write_text(text + "\n")
 
 
 def table_shapes(

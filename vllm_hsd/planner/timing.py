@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from scipy.optimize import isotonic_regression
 
+from vllm_hsd.checked_files import written_whole
 from vllm_hsd.core.bigram import count_bigrams, write_bigram
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner import recorder
 from vllm_hsd.planner.latencies import Latencies, LatencyTable, Role, interpolated
-from vllm_hsd.planner.profile import write_whole
 from vllm_hsd.planner.task import Task
 
 # Lengths at which verification is timed, up to the longest draft.
@@ -193,7 +193,8 @@ class Timing:
                         running.pop_all().close()
                     engines[name] = running.enter_context(self.engine(speculative))
                 done[key] = self.run(engines[name], settings, advance)
-                write_whole(store, json.dumps(done).encode())
+                with written_whole(store) as unfinished:
+                    unfinished.write_text(json.dumps(done))
         recorded = {
             name: [r for number in range(PASSES) for r in done[f"{name} {number}"]]
             for name in ("cascades", "plain")

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
-from vllm.v1.outputs import SamplerOutput
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
@@ -46,16 +46,20 @@ class VerifyingSampler(RejectionSampler):
 
     def _logprobs(
         self,
-        metadata: SpecDecodeMetadata,
         logits: torch.Tensor,
         processed: torch.Tensor,
         sampled: torch.Tensor,
         sampling: RequestSampling,
         owners: np.ndarray,
-    ):
-        """vLLM's log-probabilities of the sampled tokens, None where no request wants them."""
+    ) -> LogprobsTensors | None:
+        """vLLM's log-probabilities, a row for every place of `sampled`.
+
+        The sampled token's come first; then those of the most likely tokens, or of the tokens that
+        the request lists in `logprob_token_ids`. None where no request wants any.
+        """
         wanted = sampling.metadata.max_num_logprobs
-        if wanted is None:
+        listed = sampling.metadata.logprob_token_ids or {}
+        if wanted is None and not listed:
             return None
         rows = logits.to(torch.float32)
         if self.is_processed_logprobs_mode:
@@ -64,14 +68,20 @@ class VerifyingSampler(RejectionSampler):
             rows = constrained
             if is_greedy is not None:
                 rows = torch.where(is_greedy[:, None], processed, constrained)
-        return self._get_logprobs_tensors(
-            wanted,
-            metadata,
-            logits,
-            rows[metadata.target_logits_indices],
-            rows[metadata.bonus_logits_indices],
-            sampled,
-        )
+        batch, width = sampled.shape
+        starts = np.searchsorted(owners, np.arange(batch))
+        # Places after the last token are not read.
+        places = np.minimum(starts[:, None] + np.arange(width), len(rows) - 1).ravel()
+        rows = rows.index_select(0, torch.from_numpy(places).to(rows.device))
+        logprobs = rows if self.is_logits_logprobs_mode else self.sampler.compute_logprobs(rows)
+        count = max(wanted or 0, *map(len, listed.values()), 0)
+        found = self.sampler.gather_logprobs(logprobs, count, sampled.clamp_min(0).flatten().long())
+        for request, token_ids in listed.items():
+            own = slice(request * width, (request + 1) * width)
+            columns = torch.tensor(token_ids, device=rows.device)
+            found.logprob_token_ids[own, 1 : len(columns) + 1] = columns.to(torch.int32)
+            found.logprobs[own, 1 : len(columns) + 1] = logprobs[own, columns]
+        return found
 
 
 class CascadeSampler(VerifyingSampler):
@@ -134,7 +144,7 @@ class CascadeSampler(VerifyingSampler):
         sampled = torch.from_numpy(emitted).to(logits.device)
         return SamplerOutput(
             sampled_token_ids=sampled,
-            logprobs_tensors=self._logprobs(metadata, logits, processed, sampled, sampling, owners),
+            logprobs_tensors=self._logprobs(logits, processed, sampled, sampling, owners),
         )
 
     def _slots(self, batch: int) -> np.ndarray | None:

@@ -63,5 +63,5 @@ class StockDraftSampler(VerifyingSampler):
         sampled = result.token_ids.to(torch.int32)
         return SamplerOutput(
             sampled_token_ids=sampled,
-            logprobs_tensors=self._logprobs(metadata, logits, processed, sampled, sampling, owners),
+            logprobs_tensors=self._logprobs(logits, processed, sampled, sampling, owners),
         )

@@ -54,18 +54,6 @@ _OVERRIDDEN: dict[str, tuple[str, tuple[str, ...] | None]] = {
         "verifies blocks of draft tokens",
         ("self", "metadata", "draft_probs", "logits", "sampling_metadata"),
     ),
-    f"{_SAMPLER}._get_logprobs_tensors": (
-        "gathers log-probabilities",
-        (
-            "self",
-            "max_num_logprobs",
-            "metadata",
-            "logits",
-            "target_logits",
-            "bonus_logits",
-            "sampled_token_ids",
-        ),
-    ),
 }
 
 # class -> {attribute: why}
@@ -129,6 +117,7 @@ _READ: dict[str, dict[str, str]] = {
         "top_k": "sampling parameter",
         "generators": "uniforms of seeded requests under vLLM's own drafters",
         "max_num_logprobs": "log-probabilities wanted",
+        "logprob_token_ids": "tokens whose log-probabilities are wanted",
         "no_penalties": "sampling parameter",
         "prompt_token_ids": "penalties",
         "frequency_penalties": "sampling parameter",
@@ -158,8 +147,15 @@ _READ: dict[str, dict[str, str]] = {
     "vllm.v1.spec_decode.metadata.SpecDecodeMetadata": {
         "num_draft_tokens": "draft lengths as scheduled",
         "draft_token_ids": "drafts as scheduled",
-        "target_logits_indices": "rows for log-probabilities",
-        "bonus_logits_indices": "rows for log-probabilities",
+    },
+    f"{_SAMPLE}.sampler.Sampler": {
+        "logprobs_mode": "kind of log-probabilities",
+        "compute_logprobs": "log-probabilities of rows",
+        "gather_logprobs": "log-probabilities of the most likely tokens",
+    },
+    "vllm.v1.outputs.LogprobsTensors": {
+        "logprob_token_ids": "tokens with log-probabilities",
+        "logprobs": "log-probabilities",
     },
     "vllm.v1.core.sched.scheduler.Scheduler": {
         "log_stats": "whether anyone reads the counts",

@@ -1,0 +1,106 @@
+"""A disk that fills up while a file is written: one sentence, and the old file is still whole."""
+
+import contextlib
+import json
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.damaged_bytes import sentence_objection
+from support.plain_profile import plain_profile
+
+from vllm_hsd.checked_files import written_whole
+from vllm_hsd.core.bigram import count_bigrams, write_bigram
+from vllm_hsd.core.exit_head import FILE_NAME, ExitHead, write_exit_head
+from vllm_hsd.errors import UserError
+from vllm_hsd.planner.profile import Profile
+
+ROOM = 512
+
+
+@contextlib.contextmanager
+def disk_with(room: int) -> Iterator[None]:
+    """No file can grow beyond so many bytes: writes fail as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def write_table(path: Path) -> None:
+    text = np.random.default_rng(0).integers(0, 200, 4000)
+    write_bigram(count_bigrams([text], 200), str(path))
+
+
+def write_head(path: Path) -> None:
+    write_exit_head(ExitHead(2, torch.ones(8), torch.ones(500, 8), 1e-6), path.parent)
+
+
+def write_profile(path: Path) -> None:
+    Profile(**plain_profile()).save(path)
+
+
+def write_tables_of_a_profile(path: Path) -> None:
+    made = Profile(**plain_profile() | {"tables": ""})
+    survival = -np.sort(-np.random.default_rng(0).random((3, 3, 5, 5, 5)), axis=-1)
+    made.set_tables({"block": survival, "standard": survival / 2})
+    made.save(path.with_suffix(".json"))
+
+
+def write_text(path: Path) -> None:
+    with written_whole(path) as unfinished:
+        unfinished.write_text(json.dumps(list(range(1000))))
+
+
+def objection(write: Callable[[Path], None], path: Path) -> str | None:
+    """What is wrong with what is left of a whole file when its successor does not fit."""
+    write(path)
+    whole, files = path.read_bytes(), sorted(path.parent.iterdir())
+    assert len(whole) > ROOM
+    try:
+        with disk_with(ROOM):
+            write(path)
+    except UserError as error:
+        said = sentence_objection(str(error), path.name)
+    except Exception as error:
+        said = f"raises {type(error).__name__}: {error}"
+    else:
+        said = "says nothing"
+    if path.read_bytes() != whole:
+        return f"damages the file and {said}"
+    return said if sorted(path.parent.iterdir()) == files else "leaves a part"
+
+
+WRITERS = {
+    "table.npz": write_table,
+    FILE_NAME: write_head,
+    "profile.json": write_profile,
+    "profile.npz": write_tables_of_a_profile,
+    "cascade.json": write_text,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_full_disk_leaves_the_old_file(tmp_path, name):
+    assert objection(WRITERS[name], tmp_path / name) is None
+
+
+def test_the_harness_catches_a_writer_without_care(tmp_path):
+    def write(path: Path) -> None:
+        path.write_bytes(bytes(2 * ROOM))
+
+    assert objection(write, tmp_path / "table.npz").startswith("damages the file")
+
+
+@pytest.mark.parametrize("directory", ["missing", "a file", "x" * 300])
+def test_places_that_cannot_be_written(tmp_path, directory):
+    (tmp_path / "a file").touch()
+    path = tmp_path / directory / "profile.json"
+    with pytest.raises(UserError, match="cannot write") as error:
+        write_profile(path)
+    assert sentence_objection(str(error.value), path.name) is None

@@ -1,0 +1,104 @@
+"""Odd bodies over HTTP: the server with a cascade answers what the plain server beside it does."""
+
+import json
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support.odd_bodies import BASE, CERTAIN, RAW, mutations
+from support.odd_requests import table
+from support.openai_server import OpenAIServer, running_server
+
+MUTATIONS = 300
+# After every so many bodies a greedy request shows that nobody else has noticed anything.
+CANARY_EVERY = 10
+CANARY = {**BASE, "max_tokens": 30, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def servers(text_family, tmp_path_factory):
+    """(without speculation, with a cascade)."""
+    levels = [{"ngram": {"max": 3}, "num_tokens": 3}, {"model": text_family.small}]
+    cascade = {"method": "hsd", "num_speculative_tokens": 5, "levels": levels}
+    scratch = tmp_path_factory.mktemp("servers")
+    (scratch / "plain").mkdir()
+    (scratch / "cascade").mkdir()
+    with (
+        running_server(text_family.target, scratch / "plain") as plain,
+        running_server(text_family.target, scratch / "cascade", cascade) as speculating,
+    ):
+        yield plain, speculating
+
+
+def ask(server: OpenAIServer, body: dict | bytes) -> tuple[int, object]:
+    """Status, and the choices where it is 200."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    kind = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{server.url}/v1/completions", data, kind)
+    try:
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            text = answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, None
+    try:
+        return 200, json.loads(text)["choices"]
+    except json.JSONDecodeError:  # A stream.
+        return 200, None
+
+
+def same(one: object, other: object) -> bool:
+    """Equal but for the last digits of log-probabilities."""
+    if isinstance(one, float) and isinstance(other, float):
+        return one == pytest.approx(other, abs=1e-3)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return one == other
+
+
+def differences(servers, bodies: dict[str, dict | bytes], certain: bool) -> dict:
+    """Name -> answers of both servers, where they differ in status or in what is not random."""
+    found, canaries = {}, set()
+    with ThreadPoolExecutor(2) as pool:
+        for number, (name, body) in enumerate(bodies.items()):
+            plain, cascade = pool.map(lambda server, body=body: ask(server, body), servers)
+            if plain[0] != cascade[0] or (certain and not same(plain[1], cascade[1])):
+                found[name] = (plain, cascade)
+            if number % CANARY_EVERY == 0:
+                canaries.update(str(ask(server, CANARY)[1][0]["token_ids"]) for server in servers)
+    assert len(canaries) == 1, canaries
+    return found
+
+
+@pytest.mark.slow
+def test_bodies_that_are_no_requests(servers):
+    assert differences(servers, RAW, certain=False) == {}
+
+
+@pytest.mark.slow
+def test_bodies_whose_answer_is_not_random(servers):
+    bodies = {name: {**BASE, **change} for name, change in CERTAIN.items()}
+    assert differences(servers, bodies, certain=True) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_table_of_odd_requests(servers, exact):
+    bodies = {
+        name: {"model": "tiny", "prompt": list(odd.prompt), **odd.params}
+        for name, odd in table().items()
+        if odd.served and odd.exact == exact
+    }
+    assert differences(servers, bodies, certain=exact) == {}
+
+
+@pytest.mark.slow
+def test_junk_in_every_field(servers):
+    greedy, sampled = {}, {}
+    for change in mutations(MUTATIONS):
+        body = {**BASE, **change}
+        (greedy if str(body["temperature"]) == "0" else sampled)[str(change)[:200]] = body
+    assert differences(servers, greedy, certain=True) == {}
+    assert differences(servers, sampled, certain=False) == {}
