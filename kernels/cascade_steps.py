@@ -1,0 +1,303 @@
+"""The steps between the forward passes of a proposal on the V2 runner.
+
+`stage` runs before the captured program and is the only one that reads the runner's tensors, but
+for the block tables and the text that lookups search, whose memory never moves. The others read and
+write a `ProposalState`. Nothing is read on the host, and grids depend only on shapes.
+"""
+
+import torch
+import triton
+
+from vllm_hsd.core.proposal_state import KVGroups, ProposalState
+from vllm_hsd.core.schedule import DRAWS_PER_LENGTH, Draft, Schedule, Verify
+from vllm_hsd.kernels import step_kernels
+from vllm_hsd.kernels.blocks import padded_size
+from vllm_hsd.kernels.chain_verify import ChainResult
+
+# Entries of a row that one program copies: four 16-byte loads per thread in bfloat16.
+COPY_CHUNK = 8192
+COPY_WARPS = 8
+# Positions of the text that one program compares.
+SEARCH_CHUNK = 2048
+
+
+def stage(
+    state: ProposalState,
+    schedule: Schedule,
+    *,
+    index: torch.Tensor,
+    text: torch.Tensor,
+    length: torch.Tensor,
+    num_sampled: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    scales: torch.Tensor,
+    max_model_len: int,
+) -> None:
+    """Begin a proposal: read what the target's step has left and forget the last proposal.
+
+    A request drafts nothing if it has sampled nothing, if its text is shorter than the window, or
+    if there is no room before max_model_len.
+
+    Args:
+        state: of at least len(index) requests; the others become padding.
+        schedule: what will run.
+        index: int32 [num_reqs], request slots of the batch.
+        text: int32 [max_num_reqs, max_model_len or more], all tokens of the requests.
+        length: int32 [max_num_reqs], tokens in the text, the one just sampled included.
+        num_sampled: int32 [num_reqs], tokens that each request has sampled in this step.
+        temperature: float32 [max_num_reqs]; 0 is greedy.
+        seeds: int64 [max_num_reqs].
+        scales: float32 [L], factor on the temperature for each level.
+        max_model_len: most tokens of a text.
+    """
+    state.row_of_slot.fill_(-1)
+    step_kernels.stage_kernel[(state.batch,)](
+        state.num_reqs,
+        state.window,
+        state.window.stride(0),
+        state.base,
+        state.end,
+        state.start,
+        state.have,
+        state.asked,
+        state.have.stride(0),
+        state.draft_lengths,
+        state.limit,
+        state.slot,
+        state.temperature,
+        state.temperature.stride(0),
+        state.seeds,
+        state.draws,
+        state.row_of_slot,
+        index,
+        text,
+        text.stride(0),
+        length,
+        num_sampled,
+        temperature,
+        seeds,
+        scales,
+        index.shape[0],
+        max_model_len,
+        DRAWS_PER_LENGTH=DRAWS_PER_LENGTH,
+        WINDOW=schedule.window,
+        LANES=padded_size(schedule.window),
+        LEVELS=schedule.num_levels,
+        num_warps=1,
+    )
+
+
+def place(
+    state: ProposalState,
+    schedule: Schedule,
+    op: Draft | Verify,
+    groups: KVGroups,
+    max_model_len: int,
+    *,
+    committed_too: bool = True,
+) -> None:
+    """Write the inputs of an op's forward pass, and for a verification what it verifies.
+
+    The fed tokens are the last ones of the text, for a verification with a whole draft below. A KV
+    entry is written where the request still drafts and the position is at most its limit.
+
+    Args:
+        state, schedule, op: what runs.
+        groups: block tables of the KV-cache groups.
+        max_model_len: positions end before it.
+        committed_too: False for a level in the target's own cache (early exits): it leaves the
+            entries of committed tokens alone, but for the last one, which the target lacks.
+    """
+    verifies = isinstance(op, Verify)
+    step_kernels.place_kernel[(state.batch, groups.block_sizes.shape[0])](
+        state.input_ids,
+        state.positions,
+        state.seq_lens,
+        state.query_start_loc,
+        state.slot_mapping,
+        state.slot_mapping.stride(0),
+        state.sampled,
+        state.origin,
+        state.num_reqs,
+        state.window,
+        state.window.stride(0),
+        state.base,
+        state.end,
+        state.start,
+        state.have,
+        state.asked,
+        state.have.stride(0),
+        state.limit,
+        state.slot,
+        *groups,
+        max_model_len,
+        LEVEL=op.level,
+        LEVELS=schedule.num_levels,
+        VERIFIES=verifies,
+        DRAFT=op.draft_length if isinstance(op, Verify) else 0,
+        QUERY=op.query_length,
+        LANES=padded_size(op.query_length),
+        WINDOW=schedule.window,
+        COMMITTED_TOO=committed_too,
+        num_warps=1,
+    )
+
+
+def commit_draft(
+    state: ProposalState,
+    op: Draft,
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Append the tokens that level 0 drew, with the rows that they were drawn from.
+
+    Args:
+        logits: [B, V] of level 0's dtype, contiguous rows.
+        token_ids: int64 [B].
+        lse: float32 [B], as `sample_row` returns it.
+    """
+    rows = _rows(state, 0)
+    vocab_size = rows.shape[2]
+    step_kernels.commit_draft_kernel[(state.batch, triton.cdiv(vocab_size, COPY_CHUNK))](
+        rows,
+        state.lse[0],
+        state.window,
+        state.window.stride(0),
+        state.end,
+        state.start[0],
+        state.have[0],
+        state.asked[0],
+        state.counts,
+        state.temperature[0],
+        token_ids,
+        lse,
+        logits,
+        logits.stride(0),
+        vocab_size,
+        op.step,
+        N=rows.shape[1],
+        CHUNK=min(COPY_CHUNK, padded_size(vocab_size)),
+        num_warps=COPY_WARPS,
+    )
+
+
+def commit_verify(
+    state: ProposalState, op: Verify, logits: torch.Tensor, result: ChainResult
+) -> None:
+    """Append what a level's verification emitted, with its rows, and open new drafts below it.
+
+    Args:
+        logits: [B * (n + 1), V] of the level's dtype, contiguous rows.
+        result: of the verification of `state.sampled` by these logits.
+    """
+    rows = _rows(state, op.level)
+    vocab_size = rows.shape[2]
+    step_kernels.commit_verify_kernel[(state.batch, triton.cdiv(vocab_size, COPY_CHUNK))](
+        rows,
+        state.lse[op.level],
+        state.window,
+        state.window.stride(0),
+        state.end,
+        state.start,
+        state.have,
+        state.asked,
+        state.have.stride(0),
+        state.draft_lengths,
+        state.counts,
+        state.origin,
+        state.temperature[op.level],
+        result.token_ids,
+        result.num_accepted,
+        result.num_emitted,
+        result.target_lse,
+        logits,
+        logits.stride(0),
+        vocab_size,
+        LEVEL=op.level,
+        DRAFT=op.draft_length,
+        LANES=padded_size(op.draft_length + 1),
+        N=rows.shape[1],
+        CHUNK=min(COPY_CHUNK, padded_size(vocab_size)),
+        num_warps=COPY_WARPS,
+    )
+
+
+def lookup_ngram(state: ProposalState, text: torch.Tensor, *, shortest: int, longest: int) -> None:
+    """Continue every text from the first occurrence of its longest repeated suffix.
+
+    The rule of vLLM's prompt lookup (``vllm.v1.spec_decode.ngram_proposer``).
+
+    Args:
+        text: int32 [max_num_reqs, max_model_len], all committed tokens; its memory must not move.
+        shortest, longest: lengths of the suffix, in tokens.
+    """
+    chunks = triton.cdiv(text.shape[1], SEARCH_CHUNK)
+    best = torch.empty(state.batch, chunks, dtype=torch.int64, device=text.device)
+    where = (state.window, state.window.stride(0), state.base, state.end)
+    step_kernels.find_ngram_kernel[(state.batch, chunks)](
+        best,
+        *where,
+        state.asked[0],
+        state.slot,
+        text,
+        text.stride(0),
+        LONGEST=longest,
+        CHUNK=SEARCH_CHUNK,
+    )
+    step_kernels.copy_ngram_kernel[(state.batch,)](
+        *where,
+        state.have[0],
+        state.asked[0],
+        state.slot,
+        text,
+        text.stride(0),
+        best,
+        chunks,
+        SHORTEST=shortest,
+        LANES=padded_size(state.lse[0].shape[1]),
+        CHUNKS=padded_size(chunks),
+        num_warps=1,
+    )
+
+
+def lookup_bigram(state: ProposalState, successor: torch.Tensor) -> None:
+    """Continue every text by the successor of its last token, as often as is asked.
+
+    Args:
+        successor: int32 [V], -1 where a token has none.
+    """
+    step_kernels.lookup_bigram_kernel[(state.batch,)](
+        state.window,
+        state.window.stride(0),
+        state.end,
+        state.have[0],
+        state.asked[0],
+        successor,
+        num_warps=1,
+    )
+
+
+def collect(state: ProposalState, schedule: Schedule) -> None:
+    """Write the top level's draft where the target's step reads it."""
+    top = schedule.num_levels - 1
+    step_kernels.collect_kernel[(state.batch,)](
+        state.draft_tokens,
+        state.draft_length,
+        state.window,
+        state.window.stride(0),
+        state.end,
+        state.have[top],
+        state.counts[top],
+        WINDOW=schedule.window,
+        LONGEST=schedule.num_speculative_tokens,
+        LANES=padded_size(schedule.num_speculative_tokens),
+        num_warps=1,
+    )
+
+
+def _rows(state: ProposalState, level: int) -> torch.Tensor:
+    rows = state.rows[level]
+    assert rows is not None, f"levels[{level}] has no rows: it is a lookup"
+    return rows

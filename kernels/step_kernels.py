@@ -1,0 +1,459 @@
+"""The kernels between the forward passes of a proposal; cascade_steps.py launches them.
+
+One program writes what belongs to a request. No program of a launch reads what another one of the
+same launch writes: what the copies of rows need is left unchanged by the launch that makes them.
+"""
+
+import triton
+import triton.language as tl
+
+from vllm_hsd.kernels.blocks import is_finite
+
+DRAFTED, ACCEPTED, ROUNDS, UNUSABLE, COLUMNS = (tl.constexpr(i) for i in range(5))
+
+
+@triton.jit
+def _at(level, level_stride, request):
+    """Offset of a request in an [L, B] buffer."""
+    return level * level_stride + request
+
+
+@triton.jit
+def _count(counts_ptr, level, column: tl.constexpr, number):
+    if number > 0:
+        tl.atomic_add(counts_ptr + level * COLUMNS + column, number.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def _ask_below(
+    start_ptr,
+    have_ptr,
+    asked_ptr,
+    level_stride,
+    lengths_ptr,
+    request,
+    end,
+    room,
+    LEVEL: tl.constexpr,
+):
+    """Open new drafts of all levels below LEVEL, which has `room` for tokens from below."""
+    for i in tl.static_range(LEVEL):
+        k: tl.constexpr = LEVEL - 1 - i
+        asked = tl.minimum(tl.load(lengths_ptr + k), tl.maximum(room, 0))
+        at = _at(k, level_stride, request)
+        tl.store(start_ptr + at, end)
+        tl.store(have_ptr + at, 0)
+        tl.store(asked_ptr + at, asked)
+        room = asked - 1
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def stage_kernel(
+    num_reqs_ptr,  # int32 [1]
+    window_ptr,  # int32 [B, capacity]
+    window_stride,
+    base_ptr,  # int64 [B]
+    end_ptr,  # int32 [B]
+    start_ptr,  # int32 [L, B]
+    have_ptr,
+    asked_ptr,
+    level_stride,
+    lengths_ptr,  # int32 [L]
+    limit_ptr,  # int64 [B]
+    slot_ptr,  # int32 [B]
+    temperature_ptr,  # float32 [L, B]
+    temperature_stride,
+    seed_ptr,  # int64 [B]
+    draw_ptr,  # int64 [B]
+    row_of_slot_ptr,  # int32 [max_num_reqs]
+    index_ptr,  # int32 [num_reqs]
+    text_ptr,  # int32 [max_num_reqs, max_model_len]
+    text_stride,
+    length_ptr,  # int32 [max_num_reqs]
+    num_sampled_ptr,  # int32 [num_reqs]
+    request_temperature_ptr,  # float32 [max_num_reqs]
+    request_seed_ptr,  # int64 [max_num_reqs]
+    scale_ptr,  # float32 [L]
+    num_reqs,
+    max_model_len,
+    DRAWS_PER_LENGTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    LANES: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    request = tl.program_id(0)
+    in_batch = request < num_reqs
+    slot = tl.load(index_ptr + request, mask=in_batch, other=-1).to(tl.int64)
+    real = slot >= 0
+    length = tl.load(length_ptr + slot, mask=real, other=0).to(tl.int64)
+    sampled = tl.load(num_sampled_ptr + request, mask=real, other=0)
+    drafts = real & (sampled > 0) & (length >= WINDOW)
+    longest = tl.load(lengths_ptr + LEVELS - 1)
+    room = tl.minimum(longest.to(tl.int64), max_model_len - 1 - length)
+    asked = tl.where(drafts, tl.maximum(room, 0), 0).to(tl.int32)
+    base = tl.where(drafts, length - WINDOW, 0)
+    lane = tl.arange(0, LANES)
+    text = tl.load(
+        text_ptr + slot * text_stride + base + lane, mask=drafts & (lane < WINDOW), other=0
+    )
+    tl.store(window_ptr + request * window_stride + lane, text, mask=lane < WINDOW)
+    tl.store(base_ptr + request, base)
+    tl.store(end_ptr + request, WINDOW)
+    last = tl.minimum(length + longest - 2, max_model_len - 1)
+    tl.store(limit_ptr + request, tl.where(asked > 0, last, -1))
+    tl.store(slot_ptr + request, slot.to(tl.int32))
+    at = _at(LEVELS - 1, level_stride, request)
+    tl.store(start_ptr + at, WINDOW)
+    tl.store(have_ptr + at, 0)
+    tl.store(asked_ptr + at, asked)
+    _ask_below(
+        start_ptr,
+        have_ptr,
+        asked_ptr,
+        level_stride,
+        lengths_ptr,
+        request,
+        WINDOW,
+        asked - 1,
+        LEVELS - 1,
+    )
+    temperature = tl.load(request_temperature_ptr + slot, mask=real, other=0.0)
+    for k in tl.static_range(LEVELS):
+        scaled = temperature * tl.load(scale_ptr + k)
+        tl.store(temperature_ptr + k * temperature_stride + request, scaled)
+    tl.store(seed_ptr + request, tl.load(request_seed_ptr + slot, mask=real, other=0))
+    tl.store(draw_ptr + request, length * DRAWS_PER_LENGTH)
+    tl.store(row_of_slot_ptr + slot, request, mask=real)
+    if request == 0:
+        tl.store(num_reqs_ptr, num_reqs)
+
+
+@triton.jit
+def place_kernel(
+    input_ids_ptr,  # int32 [B * Q]
+    positions_ptr,  # int64 [B * Q]
+    seq_lens_ptr,  # int32 [B]
+    query_start_ptr,  # int32 [B + 1]
+    slot_mapping_ptr,  # int64 [G, B * Q]
+    slot_mapping_stride,
+    sampled_ptr,  # int32 [B * (DRAFT + 1)], with VERIFIES
+    origin_ptr,  # int32 [B], with VERIFIES
+    num_reqs_ptr,  # int32 [1]
+    window_ptr,  # int32 [B, capacity]
+    window_stride,
+    base_ptr,  # int64 [B]
+    end_ptr,  # int32 [B]
+    start_ptr,  # int32 [L, B]
+    have_ptr,
+    asked_ptr,
+    level_stride,
+    limit_ptr,  # int64 [B]
+    slot_ptr,  # int32 [B]
+    table_ptrs_ptr,  # uint64 [G]
+    table_strides_ptr,  # int64 [G]
+    block_sizes_ptr,  # int32 [G]
+    max_model_len,
+    LEVEL: tl.constexpr,
+    LEVELS: tl.constexpr,
+    VERIFIES: tl.constexpr,
+    DRAFT: tl.constexpr,  # draft length below, 0 for a draft op
+    QUERY: tl.constexpr,
+    LANES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    COMMITTED_TOO: tl.constexpr,  # False: leave the KV entries of all committed tokens but one
+):
+    request = tl.program_id(0)
+    group = tl.program_id(1)
+    num_reqs = tl.load(num_reqs_ptr)
+    slot = tl.load(slot_ptr + request).to(tl.int64)
+    base = tl.load(base_ptr + request)
+    text_end = tl.load(end_ptr + request)
+    if VERIFIES:
+        end = tl.load(start_ptr + _at(LEVEL - 1, level_stride, request)) + DRAFT
+    else:
+        end = text_end
+    top = _at(LEVELS - 1, level_stride, request)
+    running = tl.load(have_ptr + top) < tl.load(asked_ptr + top)
+    lane = tl.arange(0, LANES)
+    fed = lane < QUERY
+    index = end - QUERY + lane
+    position = tl.minimum(tl.maximum(base + index, 0), max_model_len - 1)
+    place = request * QUERY + lane
+    # Rows past the draft of a request repeat its last token; nothing is kept of them.
+    known = tl.minimum(index, text_end - 1)
+    token = tl.load(window_ptr + request * window_stride + known, mask=fed, other=0)
+    if group == 0:
+        tl.store(input_ids_ptr + place, tl.maximum(token, 0), mask=fed)
+        tl.store(positions_ptr + place, position, mask=fed)
+        length = tl.minimum(base + end, max_model_len).to(tl.int32)
+        tl.store(seq_lens_ptr + request, tl.where(request < num_reqs, length, 0))
+        tl.store(query_start_ptr + request, tl.minimum(request, num_reqs) * QUERY)
+        batch = tl.num_programs(0)
+        if request == batch - 1:
+            tl.store(query_start_ptr + batch, tl.minimum(batch, num_reqs) * QUERY)
+        if VERIFIES:
+            row = lane - (QUERY - DRAFT - 1)
+            at = request * (DRAFT + 1) + row
+            tl.store(sampled_ptr + at, tl.maximum(token, 0), mask=fed & (row >= 0))
+            own = _at(LEVEL, level_stride, request)
+            have = tl.load(have_ptr + own)
+            has_room = have < tl.load(asked_ptr + own)
+            tl.store(origin_ptr + request, tl.where(has_room, have, -1))
+    written = fed & running & (slot >= 0) & (base + index <= tl.load(limit_ptr + request))
+    if not COMMITTED_TOO:
+        written = written & (index >= WINDOW - 1)
+    table_ptr = tl.load(table_ptrs_ptr + group).to(tl.pointer_type(tl.int32))
+    block_size = tl.load(block_sizes_ptr + group)
+    block_ptr = table_ptr + slot * tl.load(table_strides_ptr + group) + position // block_size
+    block = tl.load(block_ptr, mask=written, other=0).to(tl.int64)
+    where = tl.where(written, block * block_size + position % block_size, -1)
+    tl.store(slot_mapping_ptr + group * slot_mapping_stride + place, where, mask=fed)
+
+
+@triton.jit(do_not_specialize=["step"])
+def commit_draft_kernel(
+    rows_ptr,  # [B, N, V]
+    lse_ptr,  # float32 [B, N]
+    window_ptr,  # int32 [B, capacity]
+    window_stride,
+    end_ptr,  # int32 [B]
+    start_ptr,  # int32 [B], of level 0
+    have_ptr,  # int32 [B]
+    asked_ptr,  # int32 [B]
+    counts_ptr,  # int64 [L, 4]
+    temperature_ptr,  # float32 [B]
+    token_ptr,  # int64 [B]
+    token_lse_ptr,  # float32 [B]
+    logits_ptr,  # [B, V]
+    logits_stride,
+    vocab_size,
+    step,
+    N: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    if step < tl.load(asked_ptr + request):
+        if tl.load(temperature_ptr + request) > 0:
+            entry = chunk * CHUNK + tl.arange(0, CHUNK)
+            x = tl.load(logits_ptr + request * logits_stride + entry, mask=entry < vocab_size)
+            row_ptr = rows_ptr + (request * N + step) * vocab_size
+            tl.store(row_ptr + entry, x, mask=entry < vocab_size)
+        if chunk == 0:
+            place = tl.load(start_ptr + request) + step
+            token = tl.load(token_ptr + request).to(tl.int32)
+            tl.store(window_ptr + request * window_stride + place, token)
+            lse = tl.load(token_lse_ptr + request)
+            tl.store(lse_ptr + request * N + step, lse)
+            tl.store(end_ptr + request, place + 1)
+            tl.store(have_ptr + request, step + 1)
+            _count(counts_ptr, 0, UNUSABLE, (is_finite(lse) == 0).to(tl.int32))
+
+
+@triton.jit
+def commit_verify_kernel(
+    rows_ptr,  # [B, N, V]
+    lse_ptr,  # float32 [B, N]
+    window_ptr,  # int32 [B, capacity]
+    window_stride,
+    end_ptr,  # int32 [B]
+    start_ptr,  # int32 [L, B]
+    have_ptr,
+    asked_ptr,
+    level_stride,
+    lengths_ptr,  # int32 [L]
+    counts_ptr,  # int64 [L, 4]
+    origin_ptr,  # int32 [B]
+    temperature_ptr,  # float32 [B]
+    token_ptr,  # int64 [B, DRAFT + 1]
+    accepted_ptr,  # int32 [B]
+    emitted_ptr,  # int32 [B]
+    target_lse_ptr,  # float32 [B, DRAFT + 1]
+    logits_ptr,  # [B * (DRAFT + 1), V]
+    logits_stride,
+    vocab_size,
+    LEVEL: tl.constexpr,
+    DRAFT: tl.constexpr,
+    LANES: tl.constexpr,
+    N: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    origin = tl.load(origin_ptr + request)
+    own = _at(LEVEL, level_stride, request)
+    if origin >= 0:
+        emitted = tl.load(emitted_ptr + request)
+        if tl.load(temperature_ptr + request) > 0:
+            entry = chunk * CHUNK + tl.arange(0, CHUNK)
+            first_row = logits_ptr + request * (DRAFT + 1) * logits_stride
+            first_place = rows_ptr + (request * N + origin) * vocab_size
+            for r in range(0, emitted):
+                x = tl.load(first_row + r * logits_stride + entry, mask=entry < vocab_size)
+                tl.store(first_place + r * vocab_size + entry, x, mask=entry < vocab_size)
+        if chunk == 0:
+            accepted = tl.load(accepted_ptr + request)
+            begin = tl.load(start_ptr + own) + origin
+            if emitted > accepted:
+                token = tl.load(token_ptr + request * (DRAFT + 1) + accepted).to(tl.int32)
+                place = request * window_stride + begin + accepted
+                tl.store(window_ptr + place, token)
+            lane = tl.arange(0, LANES)
+            lse = tl.load(
+                target_lse_ptr + request * (DRAFT + 1) + lane, mask=lane < emitted, other=0.0
+            )
+            tl.store(lse_ptr + request * N + origin + lane, lse, mask=lane < emitted)
+            have = origin + emitted
+            end = begin + emitted
+            tl.store(end_ptr + request, end)
+            tl.store(have_ptr + own, have)
+            below = tl.load(have_ptr + _at(LEVEL - 1, level_stride, request))
+            _count(counts_ptr, LEVEL - 1, DRAFTED, below)
+            _count(counts_ptr, LEVEL - 1, ROUNDS, (below > 0).to(tl.int32))
+            _count(counts_ptr, LEVEL - 1, ACCEPTED, accepted)
+            unusable = tl.sum((is_finite(lse) == 0).to(tl.int32), axis=0)
+            _count(counts_ptr, LEVEL, UNUSABLE, unusable + accepted + 1 - emitted)
+            room = tl.load(asked_ptr + own) - have - 1
+            _ask_below(
+                start_ptr,
+                have_ptr,
+                asked_ptr,
+                level_stride,
+                lengths_ptr,
+                request,
+                end,
+                room,
+                LEVEL,
+            )
+
+
+@triton.jit
+def find_ngram_kernel(
+    best_ptr,  # int64 [B, CHUNKS], length of the match << 32 | (2**32 - 1 - where it ends)
+    window_ptr,  # int32 [B, capacity]
+    window_stride,
+    base_ptr,  # int64 [B]
+    end_ptr,  # int32 [B]
+    asked_ptr,  # int32 [B], of level 0
+    slot_ptr,  # int32 [B]
+    text_ptr,  # int32 [max_num_reqs, max_model_len]
+    text_stride,
+    LONGEST: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    request = tl.program_id(0)
+    chunk = tl.program_id(1)
+    base = tl.load(base_ptr + request)
+    length = base + tl.load(end_ptr + request)
+    position = chunk.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    matched = tl.zeros([CHUNK], tl.int64)
+    wanted = (tl.load(asked_ptr + request) > 0) & (chunk * CHUNK < length - 1)
+    if wanted:
+        window_ptr += request * window_stride
+        text_ptr += tl.load(slot_ptr + request).to(tl.int64) * text_stride
+        going = position < length - 1
+        i = tl.zeros((), tl.int64)
+        while (i < LONGEST) & (tl.max(going.to(tl.int32), axis=0) > 0):
+            suffix = length - 1 - i
+            in_window = suffix >= base
+            one = tl.load(window_ptr + suffix - base, mask=in_window, other=0)
+            other = tl.load(text_ptr + suffix, mask=(suffix >= 0) & (suffix < base), other=-1)
+            wanted_token = tl.where(in_window, one, other)
+            at = position - i
+            drafted = going & (at >= base)
+            committed = going & (at >= 0) & (at < base)
+            one_token = tl.load(window_ptr + at - base, mask=drafted, other=0)
+            other_token = tl.load(text_ptr + at, mask=committed, other=-2)
+            token = tl.where(drafted, one_token, other_token)
+            going = going & (token == wanted_token)
+            matched += going.to(tl.int64)
+            i += 1
+    key = tl.where(matched > 0, (matched << 32) | (0xFFFFFFFF - position), 0)
+    tl.store(best_ptr + request * tl.num_programs(1) + chunk, tl.max(key, axis=0))
+
+
+@triton.jit
+def copy_ngram_kernel(
+    window_ptr,  # int32 [B, capacity]
+    window_stride,
+    base_ptr,  # int64 [B]
+    end_ptr,  # int32 [B]
+    have_ptr,  # int32 [B], of level 0
+    asked_ptr,  # int32 [B]
+    slot_ptr,  # int32 [B]
+    text_ptr,  # int32 [max_num_reqs, max_model_len]
+    text_stride,
+    best_ptr,  # int64 [B, CHUNKS]
+    chunks,
+    SHORTEST: tl.constexpr,
+    LANES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    request = tl.program_id(0)
+    c = tl.arange(0, CHUNKS)
+    best = tl.max(tl.load(best_ptr + request * chunks + c, mask=c < chunks, other=0), axis=0)
+    base = tl.load(base_ptr + request)
+    end = tl.load(end_ptr + request)
+    found = (best >> 32) >= SHORTEST
+    first = 0xFFFFFFFF - (best & 0xFFFFFFFF) + 1
+    lane = tl.arange(0, LANES)
+    count = tl.minimum(tl.load(asked_ptr + request).to(tl.int64), base + end - first)
+    count = tl.where(found, count, 0)
+    taken = lane < count
+    at = first + lane
+    window_ptr += request * window_stride
+    text_ptr += tl.load(slot_ptr + request).to(tl.int64) * text_stride
+    one = tl.load(window_ptr + at - base, mask=taken & (at >= base), other=0)
+    other = tl.load(text_ptr + at, mask=taken & (at < base), other=0)
+    tl.store(window_ptr + end + lane, tl.where(at >= base, one, other), mask=taken)
+    tl.store(end_ptr + request, end + count.to(tl.int32))
+    tl.store(have_ptr + request, count.to(tl.int32))
+
+
+@triton.jit
+def lookup_bigram_kernel(
+    window_ptr,  # int32 [B, capacity]
+    window_stride,
+    end_ptr,  # int32 [B]
+    have_ptr,  # int32 [B], of level 0
+    asked_ptr,  # int32 [B]
+    successor_ptr,  # int32 [V]
+):
+    request = tl.program_id(0)
+    asked = tl.load(asked_ptr + request)
+    end = tl.load(end_ptr + request)
+    window_ptr += request * window_stride
+    token = tl.load(window_ptr + end - 1)
+    count = tl.zeros((), tl.int32)
+    while (count < asked) & (token >= 0):
+        token = tl.load(successor_ptr + token)
+        if token >= 0:
+            tl.store(window_ptr + end + count, token)
+            count += 1
+    tl.store(end_ptr + request, end + count)
+    tl.store(have_ptr + request, count)
+
+
+@triton.jit
+def collect_kernel(
+    draft_tokens_ptr,  # int64 [B, LONGEST]
+    draft_length_ptr,  # int32 [B]
+    window_ptr,  # int32 [B, capacity]
+    window_stride,
+    end_ptr,  # int32 [B]
+    have_ptr,  # int32 [B], of the top level
+    counts_ptr,  # int64 [4], of the top level
+    WINDOW: tl.constexpr,
+    LONGEST: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    request = tl.program_id(0)
+    have = tl.load(have_ptr + request)
+    lane = tl.arange(0, LANES)
+    index = tl.minimum(WINDOW + lane, tl.load(end_ptr + request) - 1)
+    token = tl.load(window_ptr + request * window_stride + index)
+    place = draft_tokens_ptr + request * LONGEST + lane
+    tl.store(place, tl.maximum(token, 0).to(tl.int64), mask=lane < LONGEST)
+    tl.store(draft_length_ptr + request, have)
+    _count(counts_ptr, 0, DRAFTED, have)
+    _count(counts_ptr, 0, ROUNDS, (have > 0).to(tl.int32))

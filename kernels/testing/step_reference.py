@@ -1,0 +1,192 @@
+"""The steps of cascade_steps.py in plain Python on the same `ProposalState`, request by request."""
+
+import torch
+
+from vllm_hsd.core.proposal_state import COUNTS, KVGroups, ProposalState
+from vllm_hsd.core.schedule import Draft, Schedule, Verify, first_draw, room_below
+from vllm_hsd.kernels.chain_verify import ChainResult
+
+
+def stage(
+    state: ProposalState,
+    schedule: Schedule,
+    *,
+    index: torch.Tensor,
+    text: torch.Tensor,
+    length: torch.Tensor,
+    num_sampled: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    scales: torch.Tensor,
+    max_model_len: int,
+) -> None:
+    """``cascade_steps.stage``."""
+    state.row_of_slot.fill_(-1)
+    state.num_reqs[0] = len(index)
+    top, window = schedule.num_levels - 1, schedule.window
+    longest = schedule.num_speculative_tokens
+    for b in range(state.batch):
+        slot = int(index[b]) if b < len(index) else -1
+        n = int(length[slot]) if slot >= 0 else 0
+        drafts = slot >= 0 and int(num_sampled[b]) > 0 and n >= window
+        asked = max(min(longest, max_model_len - 1 - n), 0) if drafts else 0
+        state.slot[b] = slot
+        state.base[b] = n - window if drafts else 0
+        state.window[b, :window] = text[slot, n - window : n] if drafts else 0
+        state.end[b] = window
+        state.limit[b] = min(n + longest - 2, max_model_len - 1) if asked else -1
+        state.start[top, b], state.have[top, b], state.asked[top, b] = window, 0, asked
+        _ask_below(state, schedule.draft_lengths, top, b)
+        state.temperature[:, b] = temperature[slot] * scales if slot >= 0 else 0
+        state.seeds[b] = seeds[slot] if slot >= 0 else 0
+        state.draws[b] = first_draw(n)
+        if slot >= 0:
+            state.row_of_slot[slot] = b
+
+
+def place(
+    state: ProposalState,
+    schedule: Schedule,
+    op: Draft | Verify,
+    groups: KVGroups,
+    max_model_len: int,
+    *,
+    committed_too: bool = True,
+    tables: list[torch.Tensor],
+) -> None:
+    """``cascade_steps.place``; tables: what groups.table_ptrs points at, int32 [slots, blocks]."""
+    num_reqs, q = int(state.num_reqs), op.query_length
+    top = schedule.num_levels - 1
+    for b in range(state.batch):
+        end = int(state.end[b])
+        if isinstance(op, Verify):
+            end = int(state.start[op.level - 1, b]) + op.draft_length
+        state.query_start_loc[b : b + 2] = torch.tensor([b, b + 1]).clamp_max(num_reqs) * q
+        base = int(state.base[b])
+        state.seq_lens[b] = min(base + end, max_model_len) if b < num_reqs else 0
+        running = state.have[top, b] < state.asked[top, b] and state.slot[b] >= 0
+        for i in range(q):
+            index = end - q + i
+            position = base + index
+            at = b * q + i
+            token = max(int(state.window[b, min(index, int(state.end[b]) - 1)]), 0)
+            state.input_ids[at] = token
+            state.positions[at] = min(position, max_model_len - 1)
+            written = running and position <= state.limit[b]
+            written = written and (committed_too or index >= schedule.window - 1)
+            for g, table in enumerate(tables):
+                block, offset = divmod(position, int(groups.block_sizes[g]))
+                state.slot_mapping[g, at] = (
+                    int(table[state.slot[b], block]) * int(groups.block_sizes[g]) + offset
+                    if written
+                    else -1
+                )
+            if isinstance(op, Verify) and i >= q - op.draft_length - 1:
+                state.sampled[(b + 1) * (op.draft_length + 1) - (q - i)] = token
+        if isinstance(op, Verify):
+            has_room = state.have[op.level, b] < state.asked[op.level, b]
+            state.origin[b] = state.have[op.level, b] if has_room else -1
+
+
+def commit_draft(
+    state: ProposalState,
+    op: Draft,
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """``cascade_steps.commit_draft``."""
+    rows = state.rows[0]
+    assert rows is not None
+    for b in range(state.batch):
+        if op.step >= state.asked[0, b]:
+            continue
+        place = int(state.start[0, b]) + op.step
+        state.window[b, place] = token_ids[b]
+        if state.temperature[0, b] > 0:
+            rows[b, op.step] = logits[b]
+        state.lse[0][b, op.step] = lse[b]
+        state.end[b], state.have[0, b] = place + 1, op.step + 1
+        state.counts[0, COUNTS.unusable] += int(not lse[b].isfinite())
+
+
+def commit_verify(
+    state: ProposalState, op: Verify, logits: torch.Tensor, result: ChainResult
+) -> None:
+    """``cascade_steps.commit_verify``."""
+    k, width = op.level, op.draft_length + 1
+    rows = state.rows[k]
+    assert rows is not None
+    for b in range(state.batch):
+        origin = int(state.origin[b])
+        if origin < 0:
+            continue
+        accepted, emitted = int(result.num_accepted[b]), int(result.num_emitted[b])
+        begin = int(state.start[k, b]) + origin
+        if emitted > accepted:
+            state.window[b, begin + accepted] = result.token_ids[b, accepted]
+        if state.temperature[k, b] > 0:
+            rows[b, origin : origin + emitted] = logits[b * width : b * width + emitted]
+        lse = result.target_lse[b, :emitted]
+        state.lse[k][b, origin : origin + emitted] = lse
+        drafted = int(state.have[k - 1, b])
+        state.counts[k - 1, COUNTS.drafted] += drafted
+        state.counts[k - 1, COUNTS.rounds] += int(drafted > 0)
+        state.counts[k - 1, COUNTS.accepted] += accepted
+        state.counts[k, COUNTS.unusable] += int((~lse.isfinite()).sum()) + accepted + 1 - emitted
+        state.end[b], state.have[k, b] = begin + emitted, origin + emitted
+        _ask_below(state, state.draft_lengths.tolist(), k, b)
+
+
+def lookup_ngram(state: ProposalState, text: torch.Tensor, *, shortest: int, longest: int) -> None:
+    """``cascade_steps.lookup_ngram``."""
+    for b in range(state.batch):
+        asked, base, end = int(state.asked[0, b]), int(state.base[b]), int(state.end[b])
+        tokens = []
+        if asked:
+            tokens = text[state.slot[b], :base].tolist() + state.window[b, :end].tolist()
+        best, first = 0, 0
+        for p in range(len(tokens) - 1):
+            matched = 0
+            while matched < min(longest, p + 1) and tokens[p - matched] == tokens[-1 - matched]:
+                matched += 1
+            if matched > best:
+                best, first = matched, p + 1
+        found = tokens[first : first + asked] if best >= shortest else []
+        _write(state, b, found)
+
+
+def lookup_bigram(state: ProposalState, successor: torch.Tensor) -> None:
+    """``cascade_steps.lookup_bigram``."""
+    for b in range(state.batch):
+        found: list[int] = []
+        token = int(state.window[b, int(state.end[b]) - 1])
+        while len(found) < state.asked[0, b] and (token := int(successor[token])) >= 0:
+            found.append(token)
+        _write(state, b, found)
+
+
+def collect(state: ProposalState, schedule: Schedule) -> None:
+    """``cascade_steps.collect``."""
+    top = schedule.num_levels - 1
+    for b in range(state.batch):
+        have, end = int(state.have[top, b]), int(state.end[b])
+        state.draft_length[b] = have
+        state.counts[top, COUNTS.drafted] += have
+        state.counts[top, COUNTS.rounds] += int(have > 0)
+        for i in range(schedule.num_speculative_tokens):
+            token = state.window[b, min(schedule.window + i, end - 1)]
+            state.draft_tokens[b, i] = max(int(token), 0)
+
+
+def _write(state: ProposalState, b: int, found: list[int]) -> None:
+    end = int(state.end[b])
+    state.window[b, end : end + len(found)] = torch.tensor(found, dtype=torch.int32)
+    state.end[b], state.have[0, b] = end + len(found), len(found)
+
+
+def _ask_below(state: ProposalState, lengths: list[int] | tuple[int, ...], level: int, b: int):
+    for k in range(level - 1, -1, -1):
+        room = max(room_below(int(state.asked[k + 1, b]), int(state.have[k + 1, b])), 0)
+        state.asked[k, b] = min(lengths[k], room)
+        state.start[k, b], state.have[k, b] = state.end[b], 0

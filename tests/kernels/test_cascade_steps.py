@@ -1,0 +1,170 @@
+"""The kernels between forward passes against their reference, along random proposals."""
+
+import pytest
+import torch
+from support.proposal_states import (
+    GUARD,
+    LENGTHS,
+    MAX_MODEL_LEN,
+    VOCABULARY,
+    GuardedState,
+    assert_equal_states,
+    block_tables,
+    copied,
+    runner_tensors,
+    schedule_of,
+)
+
+from vllm_hsd.core.schedule import Draft, Lookup, Verify
+from vllm_hsd.kernels import cascade_steps, chain_verify
+from vllm_hsd.kernels.testing import step_reference
+
+pytestmark = pytest.mark.interpret
+
+
+def random_result(op: Verify, state, g) -> chain_verify.ChainResult:
+    """Any verdict on the drafts, unusable rows included; nonsense where there is no room."""
+    accepted = torch.zeros(state.batch, dtype=torch.int32)
+    emitted = accepted.clone()
+    width = op.draft_length + 1
+    tokens = torch.randint(0, VOCABULARY, (state.batch, width), generator=g)
+    for b in range(state.batch):
+        if state.origin[b] < 0:
+            emitted[b], tokens[b] = GUARD, GUARD
+            continue
+        accepted[b] = torch.randint(0, int(state.have[op.level - 1, b]) + 1, (), generator=g)
+        # An unusable row after an accepted token.
+        emitted[b] = accepted[b] + int(accepted[b] == 0 or torch.rand((), generator=g) < 0.9)
+    lse = torch.randn(state.batch, width, generator=g)
+    lse[torch.rand(state.batch, width, generator=g) < 0.05] = float("nan")
+    return chain_verify.ChainResult(tokens, accepted, emitted, lse)
+
+
+def walk(schedule, seed: int, batch: int, num_reqs: int, lookup: bool) -> None:
+    """Every op of a proposal by kernel and by reference, on states that must stay equal."""
+    g = torch.Generator().manual_seed(seed)
+    guarded = GuardedState(schedule, batch, lookup)
+    state = guarded.state
+    # Left over from another proposal.
+    for name in ("window", "end", "start", "have", "asked", "base", "limit", "origin"):
+        getattr(state, name).random_(0, 9, generator=g)
+    expected = copied(state)
+    groups, tables = block_tables(seed)
+    tensors = runner_tensors(seed, num_reqs, schedule.window)
+    tensors["scales"] = torch.tensor([0.5, 1.0, 2.0][: schedule.num_levels])
+    cascade_steps.stage(state, schedule, **tensors)
+    step_reference.stage(expected, schedule, **tensors)
+    assert_equal_states(state, expected)
+    for op in schedule.ops:
+        if isinstance(op, Lookup):
+            step = {"shortest": 1, "longest": 3}
+            cascade_steps.lookup_ngram(state, tensors["text"], **step)
+            step_reference.lookup_ngram(expected, tensors["text"], **step)
+            assert_equal_states(state, expected)
+            continue
+        shared = seed % 2 == 0
+        cascade_steps.place(state, schedule, op, groups, MAX_MODEL_LEN, committed_too=shared)
+        step_reference.place(
+            expected, schedule, op, groups, MAX_MODEL_LEN, committed_too=shared, tables=tables
+        )
+        assert_equal_states(state, expected)
+        count = batch * schedule.num_logits(op)
+        logits = torch.randn(count, VOCABULARY, generator=g).bfloat16()
+        if isinstance(op, Draft):
+            token = torch.randint(0, VOCABULARY, (batch,), generator=g)
+            drawn = (logits, token, torch.randn(batch, generator=g))
+            cascade_steps.commit_draft(state, op, *drawn)
+            step_reference.commit_draft(expected, op, *drawn)
+        else:
+            result = random_result(op, state, g)
+            cascade_steps.commit_verify(state, op, logits, result)
+            step_reference.commit_verify(expected, op, logits, result)
+        assert_equal_states(state, expected)
+    cascade_steps.collect(state, schedule)
+    step_reference.collect(expected, schedule)
+    assert_equal_states(state, expected)
+    assert (state.draft_tokens >= 0).all() and (state.draft_tokens < VOCABULARY).all()
+    assert (state.draft_length <= schedule.num_speculative_tokens).all()
+    assert (state.draft_length > 0).any()
+    guarded.assert_guards()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "lookup", "seed"),
+    [
+        ((4,), False, 0),
+        ((3, 8), False, 1),
+        (LENGTHS, False, 2),
+        ((3, 8), True, 3),
+        *(pytest.param(LENGTHS, s % 2 > 0, s, marks=pytest.mark.slow) for s in range(10, 20)),
+    ],
+)
+def test_every_step_equals_its_reference(lengths, lookup, seed):
+    """Padding, prompt chunks, texts shorter than the window or near max_model_len, guard rows."""
+    walk(schedule_of(*lengths, lookup=lookup), seed, batch=6, num_reqs=5, lookup=lookup)
+
+
+def test_a_batch_of_padding_drafts_nothing():
+    schedule = schedule_of(3, 8)
+    state = GuardedState(schedule, 2).state
+    tensors = runner_tensors(0, 0, schedule.window) | {"scales": torch.ones(2)}
+    cascade_steps.stage(state, schedule, **tensors)
+    groups, _ = block_tables(0)
+    for op in (schedule.ops[0], schedule.ops[3]):
+        cascade_steps.place(state, schedule, op, groups, MAX_MODEL_LEN)
+        fed = 2 * op.query_length
+        assert (state.slot_mapping[:, :fed] == -1).all() and (state.input_ids[:fed] == 0).all()
+        assert state.query_start_loc.tolist() == [0, 0, 0] and state.seq_lens.tolist() == [0, 0]
+    cascade_steps.collect(state, schedule)
+    assert state.draft_length.tolist() == [0, 0] and (state.row_of_slot == -1).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ngram_matches_of_vllm(seed, monkeypatch):
+    """The tokens of vLLM's matcher, over several chunks of the text and the drafted window."""
+    numba = pytest.importorskip("vllm.v1.spec_decode.ngram_proposer")
+    match = numba._find_longest_matched_ngram_and_propose_tokens.py_func
+    monkeypatch.setattr(cascade_steps, "SEARCH_CHUNK", 16)
+    schedule = schedule_of(3, 8, lookup=True)
+    state = GuardedState(schedule, 5, lookup=True).state
+    tensors = runner_tensors(seed, 5, schedule.window) | {"scales": torch.ones(2)}
+    cascade_steps.stage(state, schedule, **tensors)
+    # Some tokens are drafted already.
+    state.window[:, schedule.window : schedule.window + 2] = torch.randint(0, 5, (5, 2)).int()
+    state.end += torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32)
+    before = copied(state)
+    cascade_steps.lookup_ngram(state, tensors["text"], shortest=2, longest=3)
+    for b in range(5):
+        base, end = int(before.base[b]), int(before.end[b])
+        text = torch.cat((tensors["text"][before.slot[b], :base], before.window[b, :end])).numpy()
+        found = match(text, 2, 3, MAX_MODEL_LEN + 9, int(before.asked[0, b]))
+        count = int(state.have[0, b])
+        assert state.window[b, end : end + count].tolist() == list(found)
+        assert state.end[b] == end + count
+
+
+def test_bigram_chains_end_where_there_is_no_successor():
+    schedule = schedule_of(3, 8, lookup=True)
+    guarded = GuardedState(schedule, 6, lookup=True)
+    tensors = runner_tensors(4, 5, schedule.window) | {"scales": torch.ones(2)}
+    cascade_steps.stage(guarded.state, schedule, **tensors)
+    expected = copied(guarded.state)
+    successor = torch.tensor([3, 2, -1, 1, 4], dtype=torch.int32)
+    cascade_steps.lookup_bigram(guarded.state, successor)
+    step_reference.lookup_bigram(expected, successor)
+    assert_equal_states(guarded.state, expected)
+    assert len(set(guarded.state.have[0].tolist())) > 1
+    guarded.assert_guards()
+
+
+def test_a_bucket_is_a_view_of_the_first_requests():
+    schedule = schedule_of(3, 8)
+    state = GuardedState(schedule, 4).state
+    bucket = state.bucket(2)
+    assert bucket.batch == 2 and bucket.rows[1].shape == (2, 8, VOCABULARY)
+    tensors = runner_tensors(1, 2, schedule.window) | {"scales": torch.ones(2)}
+    rest = copied(state)
+    cascade_steps.stage(bucket, schedule, **tensors)
+    assert state.asked[:, :2].equal(bucket.asked) and bucket.asked[1].any()
+    assert state.asked[:, 2:].equal(rest.asked[:, 2:])
+    assert state.window[2:].equal(rest.window[2:])

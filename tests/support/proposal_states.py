@@ -1,0 +1,159 @@
+"""Random states of a proposal, for the kernels between forward passes and their reference."""
+
+import copy
+from dataclasses import fields
+
+import torch
+
+from vllm_hsd.core.levels import LevelOptions
+from vllm_hsd.core.proposal_state import KVGroups, ProposalState
+from vllm_hsd.core.schedule import compile_schedule
+
+VOCABULARY, MAX_MODEL_LEN, MAX_NUM_REQS = 70, 40, 7
+GUARD = -(2**31) + 7
+# Row and lane counts that no power of two hides.
+LENGTHS = (2, 3, 7)
+
+
+def schedule_of(*lengths, **kind):
+    return compile_schedule([LevelOptions(n) for n in lengths], **kind)
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill with what no kernel may read or leave behind."""
+    return tensor.fill_(float("nan") if tensor.dtype.is_floating_point else GUARD)
+
+
+class GuardedState:
+    """A `ProposalState` whose tensors are the middle of larger ones, which must not change.
+
+    Args:
+        schedule: for which it is allocated.
+        batch: requests.
+        lookup: level 0 has no rows.
+        groups: KV-cache groups.
+    """
+
+    def __init__(self, schedule, batch: int, lookup: bool = False, groups: int = 2) -> None:
+        dtypes = [None if lookup and k == 0 else torch.bfloat16 for k in range(schedule.num_levels)]
+        state = ProposalState.allocate(
+            schedule,
+            batch=batch,
+            max_num_reqs=MAX_NUM_REQS,
+            vocab_size=VOCABULARY,
+            dtypes=dtypes,
+            num_kv_groups=groups,
+            device=torch.device("cpu"),
+        )
+        self.outer: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors_of(state).items():
+            if name not in ("request", "draft_lengths", "counts") and "row_starts" not in name:
+                set_tensor(state, name, self._guarded(name, tensor))
+        self.state = state
+
+    def _guarded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        # Two-dimensional ones get guards around every row.
+        padding = (2, 2) if tensor.ndim == 1 else (*(0, 0) * (tensor.ndim - 2), 2, 2, 1, 1)
+        if tensor.ndim == 3:
+            padding = (0, 0, 0, 0, 1, 1)
+        shape = [
+            n + sum(padding[2 * (tensor.ndim - 1 - d) : 2 * (tensor.ndim - 1 - d) + 2])
+            for d, n in enumerate(tensor.shape)
+        ]
+        if name == "draft_tokens" or name.startswith("lse"):
+            # Rows that kernels expect to be contiguous.
+            shape = [tensor.shape[0] + 2, tensor.shape[1]]
+            padding = (0, 0, 1, 1)
+        outer = poison(torch.empty(shape, dtype=tensor.dtype))
+        inner = outer
+        for d in range(tensor.ndim):
+            before = padding[2 * (tensor.ndim - 1 - d)]
+            inner = inner.narrow(d, before, tensor.shape[d])
+        inner.copy_(tensor)
+        self.outer[name] = outer
+        return inner
+
+    def assert_guards(self) -> None:
+        """Nothing outside the tensors was written."""
+        for name, outer in self.outer.items():
+            inner = tensors_of(self.state)[name]
+            kept = outer.clone()
+            offset = inner.storage_offset()
+            torch.as_strided(kept, inner.shape, inner.stride(), offset).copy_(
+                poison(torch.empty(inner.shape, dtype=inner.dtype))
+            )
+            same = kept.isnan() if kept.dtype.is_floating_point else kept == GUARD
+            assert same.all(), name
+
+
+def tensors_of(state: ProposalState) -> dict[str, torch.Tensor]:
+    """Every tensor of a state by name."""
+    found: dict[str, torch.Tensor] = {}
+    for field in fields(state):
+        value = getattr(state, field.name)
+        if isinstance(value, list):
+            found |= {f"{field.name}[{i}]": t for i, t in enumerate(value) if t is not None}
+        elif isinstance(value, dict):
+            found |= {f"{field.name}[{i}]": t for i, t in value.items()}
+        else:
+            found[field.name] = value
+    return found
+
+
+def set_tensor(state: ProposalState, name: str, tensor: torch.Tensor) -> None:
+    if "[" in name:
+        field, i = name.removesuffix("]").split("[")
+        getattr(state, field)[int(i)] = tensor
+    else:
+        setattr(state, name, tensor)
+
+
+def assert_equal_states(one: ProposalState, other: ProposalState) -> None:
+    """Equal in every entry, NaN where the other one is NaN."""
+    theirs = tensors_of(other)
+    for name, mine in tensors_of(one).items():
+        equal = (mine == theirs[name]) | ((mine != mine) & (theirs[name] != theirs[name]))
+        assert equal.all(), (name, mine, theirs[name])
+
+
+def copied(state: ProposalState) -> ProposalState:
+    return copy.deepcopy(state)
+
+
+def block_tables(seed: int, sizes=(4, 16)) -> tuple[KVGroups, list[torch.Tensor]]:
+    """Tables of two KV-cache groups, blocks in random order."""
+    g = torch.Generator().manual_seed(seed)
+    tables = []
+    for size in sizes:
+        blocks = -(-MAX_MODEL_LEN // size)
+        order = torch.randperm(MAX_NUM_REQS * blocks, generator=g, dtype=torch.int32)
+        tables.append(order.view(MAX_NUM_REQS, blocks).contiguous())
+    groups = KVGroups(
+        torch.tensor([t.data_ptr() for t in tables], dtype=torch.uint64),
+        torch.tensor([t.stride(0) for t in tables]),
+        torch.tensor(sizes, dtype=torch.int32),
+    )
+    return groups, tables
+
+
+def runner_tensors(seed: int, num_reqs: int, window: int) -> dict:
+    """What `stage` reads: short texts, prompt chunks, texts near max_model_len, greedy requests."""
+    g = torch.Generator().manual_seed(seed)
+    length = torch.randint(1, MAX_MODEL_LEN + 1, (MAX_NUM_REQS,), generator=g, dtype=torch.int32)
+    index = torch.randperm(MAX_NUM_REQS, generator=g)[:num_reqs].to(torch.int32)
+    special = [window, window - 1, MAX_MODEL_LEN - 1, MAX_MODEL_LEN - 3, MAX_MODEL_LEN]
+    for b, n in enumerate(special[: max(num_reqs - 2, 0)]):
+        length[index[b]] = n
+    num_sampled = torch.ones(num_reqs, dtype=torch.int32)
+    num_sampled[-1:] = seed % 2
+    temperature = torch.rand(MAX_NUM_REQS, generator=g) + 0.5
+    temperature[::3] = 0
+    return {
+        "index": index,
+        "text": torch.randint(0, 5, (MAX_NUM_REQS, MAX_MODEL_LEN), generator=g, dtype=torch.int32),
+        "length": length,
+        "num_sampled": num_sampled,
+        "temperature": temperature,
+        "seeds": torch.randint(-(2**62), 2**62, (MAX_NUM_REQS,), generator=g),
+        "max_model_len": MAX_MODEL_LEN,
+    }
