@@ -10,7 +10,7 @@ from vllm_hsd.kernels.testing import builds
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("results"), help="directory of the CSV")
-    parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90])
+    parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90, 100])
     args = parser.parse_args()
     rows = []
     for name in builds.VARIANTS:

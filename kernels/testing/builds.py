@@ -11,7 +11,14 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from vllm_hsd.kernels import blocks, chain_kernels, sample_row, tree_kernels
+from vllm_hsd.kernels import (
+    blocks,
+    cascade_steps,
+    chain_kernels,
+    sample_row,
+    step_kernels,
+    tree_kernels,
+)
 
 _POINTERS = {
     "out_ptr": "i64",
@@ -29,6 +36,44 @@ _POINTERS = {
     "target_ptr": "bf16",
     "draft_ptr": "bf16",
     "logits_ptr": "bf16",
+    # Steps of a proposal.
+    "rows_ptr": "bf16",
+    "base_ptr": "i64",
+    "limit_ptr": "i64",
+    "positions_ptr": "i64",
+    "slot_mapping_ptr": "i64",
+    "draft_tokens_ptr": "i64",
+    "counts_ptr": "i64",
+    "best_ptr": "i64",
+    "table_ptrs_ptr": "u64",
+    "table_strides_ptr": "i64",
+    "request_seed_ptr": "i64",
+    **dict.fromkeys(
+        (
+            "num_reqs_ptr",
+            "window_ptr",
+            "end_ptr",
+            "start_ptr",
+            "have_ptr",
+            "asked_ptr",
+            "origin_ptr",
+            "lengths_ptr",
+            "slot_ptr",
+            "row_of_slot_ptr",
+            "text_ptr",
+            "num_sampled_ptr",
+            "input_ids_ptr",
+            "seq_lens_ptr",
+            "query_start_ptr",
+            "sampled_ptr",
+            "block_sizes_ptr",
+            "accepted_ptr",
+            "emitted_ptr",
+            "draft_length_ptr",
+            "successor_ptr",
+        ),
+        "i32",
+    ),
 }
 # A vocabulary of 128,256 in bfloat16: what makes the loads 16 bytes wide.
 _MULTIPLES_OF_16 = (
@@ -39,6 +84,7 @@ _MULTIPLES_OF_16 = (
     "draft_stride_row",
 )
 _NARROW_LOAD = re.compile(r"ld\.global\S*\.[bu]16\s")
+_ACCESS = r"{}\.global\S*?(?:\.v(\d))?\.[bsuf](\d+)\s"
 _CHAIN = {"MAX_DRAFT": 8, "ROWS": 16, "PADDED": True, "HAS_LENGTH": True, "CHUNK": blocks.CHUNK}
 _VERIFY = {
     **_CHAIN,
@@ -50,8 +96,46 @@ _VERIFY = {
 _TREE = {"NODES": 64, "LANES": 64, "CHUNK": blocks.CHUNK, "HAS_DRAFT": True}
 _ROW = {"CHUNK": blocks.CHUNK, "BLOCK": blocks.BLOCK}
 
-# name -> (kernel, compile-time arguments)
-VARIANTS = {
+_COPY = {"N": 8, "CHUNK": cascade_steps.COPY_CHUNK}
+_PLACE = {"LEVELS": 2, "WINDOW": 3, "LANES": 8, "COMMITTED_TOO": True}
+
+# name -> (kernel, compile-time arguments, warps)
+_STEPS = {
+    "stage": (
+        step_kernels.stage_kernel,
+        {"DRAWS_PER_LENGTH": 1 << 16, "WINDOW": 3, "LANES": 4, "LEVELS": 2},
+        1,
+    ),
+    "place_draft": (
+        step_kernels.place_kernel,
+        {**_PLACE, "LEVEL": 0, "VERIFIES": False, "DRAFT": 0, "QUERY": 3},
+        1,
+    ),
+    "place_verify": (
+        step_kernels.place_kernel,
+        {**_PLACE, "LEVEL": 1, "VERIFIES": True, "DRAFT": 3, "QUERY": 5},
+        1,
+    ),
+    "commit_draft": (step_kernels.commit_draft_kernel, _COPY, cascade_steps.COPY_WARPS),
+    "commit_verify": (
+        step_kernels.commit_verify_kernel,
+        {**_COPY, "LEVEL": 1, "DRAFT": 3, "LANES": 4},
+        cascade_steps.COPY_WARPS,
+    ),
+    "find_ngram": (
+        step_kernels.find_ngram_kernel,
+        {"LONGEST": 4, "CHUNK": cascade_steps.SEARCH_CHUNK},
+        4,
+    ),
+    "copy_ngram": (
+        step_kernels.copy_ngram_kernel,
+        {"SHORTEST": 1, "LANES": 8, "CHUNKS": 64},
+        1,
+    ),
+    "lookup_bigram": (step_kernels.lookup_bigram_kernel, {}, 1),
+    "collect": (step_kernels.collect_kernel, {"WINDOW": 3, "LONGEST": 8, "LANES": 8}, 1),
+}
+_VERIFICATION = {
     "chain_stats": (chain_kernels.row_stats_kernel, {**_CHAIN, "READ_DRAFT": True}),
     "chain_stats_lse": (chain_kernels.row_stats_kernel, {**_CHAIN, "READ_DRAFT": False}),
     "chain_residual": (
@@ -76,6 +160,7 @@ VARIANTS = {
         {**_TREE, "REPLACEMENT": False, "ROWS": 128, "BLOCK": blocks.BLOCK, "CHUNKS": 16},
     ),
 }
+VARIANTS = {name: (*each, blocks.NUM_WARPS) for name, each in _VERIFICATION.items()} | _STEPS
 
 
 class Usage(NamedTuple):
@@ -86,6 +171,7 @@ class Usage(NamedTuple):
         stack, spilled, shared: bytes of stack, of spilled registers and of shared memory.
         narrow_loads: load instructions of a single 16-bit logit; streaming a row with them would
             take eight times the instructions.
+        load_bits, store_bits: of the widest load from and store to global memory of a thread.
     """
 
     registers: int
@@ -93,6 +179,8 @@ class Usage(NamedTuple):
     spilled: int
     shared: int
     narrow_loads: int
+    load_bits: int
+    store_bits: int
 
 
 def build(name: str, capability: int) -> Usage:
@@ -105,7 +193,7 @@ def build(name: str, capability: int) -> Usage:
     Raises:
         RuntimeError: kernels are interpreted (TRITON_INTERPRET=1), or ptxas fails.
     """
-    kernel, constants = VARIANTS[name]
+    kernel, constants, num_warps = VARIANTS[name]
     if not hasattr(kernel, "arg_names") or triton.knobs.runtime.interpret:
         raise RuntimeError("Unset TRITON_INTERPRET: interpreted kernels cannot be compiled.")
     signature, attributes = {}, {}
@@ -121,12 +209,22 @@ def build(name: str, capability: int) -> Usage:
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": blocks.NUM_WARPS},
+        options={"num_warps": num_warps},
     )
     ptx = compiled.asm["ptx"]
     return Usage(
-        *_assemble(ptx, capability), compiled.metadata.shared, len(_NARROW_LOAD.findall(ptx))
+        *_assemble(ptx, capability),
+        compiled.metadata.shared,
+        len(_NARROW_LOAD.findall(ptx)),
+        _widest("ld", ptx),
+        _widest("st", ptx),
     )
+
+
+def _widest(instruction: str, ptx: str) -> int:
+    """Bits of the widest access of this kind, 0 without one."""
+    found = re.findall(_ACCESS.format(instruction), ptx)
+    return max((int(count or 1) * int(bits) for count, bits in found), default=0)
 
 
 def _assemble(ptx: str, capability: int) -> tuple[int, int, int]:

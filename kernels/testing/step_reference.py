@@ -64,7 +64,7 @@ def place(
         state.query_start_loc[b : b + 2] = torch.tensor([b, b + 1]).clamp_max(num_reqs) * q
         base = int(state.base[b])
         state.seq_lens[b] = min(base + end, max_model_len) if b < num_reqs else 0
-        running = state.have[top, b] < state.asked[top, b] and state.slot[b] >= 0
+        running = bool(state.have[top, b] < state.asked[top, b]) and int(state.slot[b]) >= 0
         for i in range(q):
             index = end - q + i
             position = base + index
@@ -72,7 +72,7 @@ def place(
             token = max(int(state.window[b, min(index, int(state.end[b]) - 1)]), 0)
             state.input_ids[at] = token
             state.positions[at] = min(position, max_model_len - 1)
-            written = running and position <= state.limit[b]
+            written = running and position <= int(state.limit[b])
             written = written and (committed_too or index >= schedule.window - 1)
             for g, table in enumerate(tables):
                 block, offset = divmod(position, int(groups.block_sizes[g]))
