@@ -31,6 +31,7 @@ Tokens = Annotated[int, Field(ge=1, le=128)]
 VllmKey = Annotated[Any, Field(exclude=True)]
 
 MAX_LEVELS = 16
+MAX_SOURCES = 8
 MAX_CASCADE_BYTES = 1 << 20
 CASCADE_SCHEMA = 1
 
@@ -57,6 +58,19 @@ class NgramConfig(_Keys):
         if self.min > self.max:
             raise ValueError(f"has min {self.min} above max {self.max}: lower min or raise max")
         return self
+
+
+class SuffixConfig(_Keys):
+    """Suffix-tree lookup.
+
+    Attributes:
+        store: file of texts to look in, which `vllm-hsd build suffix` wrote.
+        shared_tokens: most tokens of the server's earlier outputs to look in, whoever asked for
+            them; 0 for none.
+    """
+
+    store: Name | None = None
+    shared_tokens: Annotated[int, Field(ge=0, le=1 << 27)] = 0
 
 
 class _LevelKeys(_Keys):
@@ -142,16 +156,29 @@ class ExitHeadLevelConfig(_SamplingLevelKeys):
     exit_head: Name
 
 
-class NgramLevelConfig(_LevelKeys):
-    """Prompt lookup; its drafts are point masses, so it verifies nothing and samples nothing."""
+class _LookupLevelKeys(_LevelKeys):
+    """A lookup; its drafts are point masses, so it verifies nothing and samples nothing."""
 
-    kind = "ngram"
     verifier: ClassVar[None] = None
     max_rounds: ClassVar[None] = None
     stopping: ClassVar[Stopping] = "fixed"
     temperature_scale: ClassVar[float] = 1.0
 
+
+class NgramLevelConfig(_LookupLevelKeys):
+    """Prompt lookup."""
+
+    kind = "ngram"
+
     ngram: NgramConfig
+
+
+class SuffixLevelConfig(_LookupLevelKeys):
+    """Lookup in suffix trees of the request's text and of others."""
+
+    kind = "suffix"
+
+    suffix: SuffixConfig
 
 
 class BigramLevelConfig(_SamplingLevelKeys):
@@ -166,27 +193,34 @@ class BigramLevelConfig(_SamplingLevelKeys):
     bigram: Name
 
 
-LevelConfig = (
+SourceConfig = (
     ModelLevelConfig
     | EarlyExitLevelConfig
     | ExitHeadLevelConfig
     | NgramLevelConfig
+    | SuffixLevelConfig
     | BigramLevelConfig
 )
-LEVEL_CLASSES: dict[str, type[_LevelKeys]] = {cls.kind: cls for cls in get_args(LevelConfig)}
-LEVEL_KINDS = tuple(LEVEL_CLASSES)
 
 
 def _read_level(raw: object) -> object:
     """A level with underscores in its keys and exactly one kind."""
+    return _with_one_kind(raw, LEVEL_KINDS)
+
+
+def _read_source(raw: object) -> object:
+    return _with_one_kind(raw, SOURCE_KINDS)
+
+
+def _with_one_kind(raw: object, known: tuple[str, ...]) -> object:
     if isinstance(raw, _LevelKeys):
         return raw
     if not isinstance(raw, Mapping):
         raise ValueError(f'must be a mapping such as {{"model": PATH}} (given: {quoted(raw)})')
     level = _with_underscores(raw)
-    kinds = [kind for kind in LEVEL_KINDS if kind in level]
+    kinds = [kind for kind in known if kind in level]
     if not kinds:
-        raise ValueError(f"needs one of the kinds: {', '.join(LEVEL_KINDS)}")
+        raise ValueError(f"needs one of the kinds: {', '.join(known)}")
     if len(kinds) > 1:
         raise ValueError(f"has two kinds, '{kinds[0]}' and '{kinds[1]}': keep one")
     return level
@@ -198,15 +232,81 @@ def _kind(level: Any) -> str:
     return next(kind for kind in LEVEL_KINDS if kind in level)
 
 
-Level = Annotated[
+_Sources = (
     Annotated[ModelLevelConfig, Tag("model")]
     | Annotated[EarlyExitLevelConfig, Tag("early_exit")]
     | Annotated[ExitHeadLevelConfig, Tag("exit_head")]
     | Annotated[NgramLevelConfig, Tag("ngram")]
-    | Annotated[BigramLevelConfig, Tag("bigram")],
+    | Annotated[SuffixLevelConfig, Tag("suffix")]
+    | Annotated[BigramLevelConfig, Tag("bigram")]
+)
+Source = Annotated[_Sources, Discriminator(_kind), BeforeValidator(_read_source)]
+
+
+class FirstOfLevelConfig(_LevelKeys):
+    """Several sources, of which the most promising one drafts: lookups, then at most one other.
+
+    Attributes:
+        first_of: the sources.
+    """
+
+    kind = "first_of"
+    verifier: ClassVar[None] = None
+    max_rounds: ClassVar[None] = None
+
+    first_of: Annotated[list[Source], Field(min_length=1, max_length=MAX_SOURCES)]
+
+    @property
+    def stopping(self) -> Stopping:
+        """The last source's; lookups have none."""
+        return self.first_of[-1].stopping
+
+    @property
+    def temperature_scale(self) -> float:
+        """The last source's."""
+        return self.first_of[-1].temperature_scale
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> Self:
+        for i, source in enumerate(self.first_of):
+            if i < len(self.first_of) - 1 and not isinstance(source, _LookupLevelKeys):
+                raise ValueError(
+                    f"has first_of[{i}] of kind '{source.kind}' before others: lookups (ngram, "
+                    "suffix) come first, and one source of another kind may be the last"
+                )
+            for key in ("num_tokens", "verifier", "max_rounds"):
+                if getattr(source, key) is not None:
+                    raise ValueError(
+                        f"has first_of[{i}].{key}, which a source does not take: remove it"
+                        + (" or give it to the level" if key == "num_tokens" else "")
+                    )
+        return self
+
+
+LevelConfig = SourceConfig | FirstOfLevelConfig
+LEVEL_CLASSES: dict[str, type[_LevelKeys]] = {cls.kind: cls for cls in get_args(LevelConfig)}
+LEVEL_KINDS = tuple(LEVEL_CLASSES)
+SOURCE_KINDS = tuple(cls.kind for cls in get_args(SourceConfig))
+
+Level = Annotated[
+    _Sources | Annotated[FirstOfLevelConfig, Tag("first_of")],
     Discriminator(_kind),
     BeforeValidator(_read_level),
 ]
+
+
+def sources(level: LevelConfig) -> list[SourceConfig]:
+    """The sources of a level: itself, unless it has several."""
+    return level.first_of if isinstance(level, FirstOfLevelConfig) else [level]
+
+
+def source_names(level: FirstOfLevelConfig) -> list[str]:
+    """A name for each source: its kind, numbered where a kind is there twice."""
+    kinds = [source.kind for source in level.first_of]
+    return [
+        kind if kinds.count(kind) == 1 else f"{kind}-{kinds[: i + 1].count(kind)}"
+        for i, kind in enumerate(kinds)
+    ]
 
 
 class CascadeConfig(_Keys):
@@ -274,10 +374,15 @@ class CascadeConfig(_Keys):
                     f"{name}.num_tokens is {level.num_tokens}, above num_speculative_tokens "
                     f"({limit}): lower num_tokens or raise num_speculative_tokens"
                 )
-            if i > 0 and isinstance(level, NgramLevelConfig):
+            if i > 0 and isinstance(level, _LookupLevelKeys):
                 raise ValueError(
-                    f"{name}.ngram cannot verify levels[{i - 1}], since an n-gram level has no "
+                    f"{name}.{level.kind} cannot verify levels[{i - 1}], since a lookup has no "
                     "probabilities: put it first"
+                )
+            if i > 0 and isinstance(level, FirstOfLevelConfig):
+                raise ValueError(
+                    f"{name}.first_of cannot verify levels[{i - 1}], since its sources only draft: "
+                    "put it first"
                 )
         for key in ("verifier", "max_rounds"):
             if getattr(self.levels[0], key) is not None:
@@ -379,10 +484,24 @@ _MISSING = {
 }
 
 
+# Kinds whose value is a mapping.
+_VALUES: dict[str, type[_Keys]] = {"ngram": NgramConfig, "suffix": SuffixConfig}
+
+
+def _without_tags(location: tuple[Any, ...]) -> tuple[list[Any], str | None]:
+    """A fault's place without the kinds that pydantic adds to it, and the last of these."""
+    path, kind = [], None
+    for i, part in enumerate(location):
+        if i > 1 and location[i - 2] in ("levels", "first_of") and isinstance(location[i - 1], int):
+            kind = part
+        else:
+            path.append(part)
+    return path, kind
+
+
 def _sentence(fault: Any) -> str:
     """A fault of a pydantic report as one sentence: the key, what it must be, what was given."""
-    path = list(fault["loc"])
-    kind = path.pop(2) if len(path) > 2 and path[0] == "levels" else None
+    path, kind = _without_tags(fault["loc"])
     if fault["type"] == "missing":
         return f"method 'hsd' needs the key {_MISSING[path[0]]}."
     if fault["type"] == "extra_forbidden":
@@ -390,14 +509,15 @@ def _sentence(fault: Any) -> str:
         if kind is None:
             known = ["cascade", "method", *CascadeConfig.model_fields]
             return f"method 'hsd' has no key {unknown}; its keys are {', '.join(sorted(known))}."
-        fields = NgramConfig if owner.endswith(".ngram") else LEVEL_CLASSES[kind]
+        fields = _VALUES.get(str(path[-2]), LEVEL_CLASSES[kind])
         known = sorted(fields.model_fields)
         return f"{owner} of kind '{kind}' has no key {unknown}; its keys are {', '.join(known)}."
     if fault["type"] == "value_error":
         return f"{_key(path)} {fault['ctx']['error']}.".lstrip()
     given = f"(given: {quoted(fault['input'])})"
-    if path[-1] == "ngram":
-        return f'{_key(path)}: give a mapping such as {{"max": 4}} {given}.'
+    if path[-1] in _VALUES:
+        example = '{"max": 4}' if path[-1] == "ngram" else '{"store": "chats.npz"}'
+        return f"{_key(path)}: give a mapping such as {example} {given}."
     message = fault["msg"]
     return f"{_key(path)}: {message[0].lower()}{message[1:]} {given}."
 

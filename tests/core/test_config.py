@@ -77,6 +77,42 @@ FAULTS = {
         hsd({"ngram": {"min": 3, "max": 2}, "num_tokens": 2}, TOP),
         r"levels\[0\]\.ngram has min 3 above max 2",
     ),
+    "unknown key of suffix": (
+        hsd({"suffix": {"stores": "x"}}),
+        r"levels\[0\]\.suffix .*'stores'; its keys are shared_tokens, store",
+    ),
+    "suffix not a mapping": (hsd({"suffix": "x"}), r'suffix: give a mapping such as \{"store"'),
+    "suffix above a model": (
+        hsd({**MODEL, "num_tokens": 2}, {"suffix": {}}),
+        r"levels\[1\]\.suffix cannot verify",
+    ),
+    "no sources": (hsd({"first_of": []}), r"levels\[0\]\.first_of: .*at least 1"),
+    "one source for a list": (hsd({"first_of": {"ngram": {}}}), r"levels\[0\]\.first_of: .*list"),
+    "source without a kind": (hsd({"first_of": [{"max": 3}]}), r"first_of\[0\] needs one of"),
+    "sources in a source": (
+        hsd({"first_of": [{"first_of": [{"ngram": {}}]}]}),
+        r"levels\[0\]\.first_of\[0\] needs one of the kinds: model",
+    ),
+    "unknown key of a source": (
+        hsd({"first_of": [{"ngram": {}, "revision": "x"}]}),
+        r"levels\[0\]\.first_of\[0\] of kind 'ngram' has no key 'revision'",
+    ),
+    "unknown key of a source's value": (
+        hsd({"first_of": [{"ngram": {"length": 2}}]}),
+        r"levels\[0\]\.first_of\[0\]\.ngram .*'length'; its keys are max, min",
+    ),
+    "model before a lookup": (
+        hsd({"first_of": [MODEL, {"ngram": {}}]}),
+        r"levels\[0\] has first_of\[0\] of kind 'model' before others",
+    ),
+    "num_tokens of a source": (
+        hsd({"first_of": [{"ngram": {}, "num_tokens": 3}]}),
+        r"first_of\[0\]\.num_tokens, which a source does not take: remove it or give it to",
+    ),
+    "first_of above a model": (
+        hsd({**MODEL, "num_tokens": 2}, {"first_of": [{"ngram": {}}]}),
+        r"levels\[1\]\.first_of cannot verify",
+    ),
     "ngram above a model": (hsd({**MODEL, "num_tokens": 2}, {"ngram": {}}), r"levels\[1\]\.ngram"),
     "ngram not a mapping": (hsd({"ngram": 4, "num_tokens": 2}, TOP), r"ngram: give a mapping.*: 4"),
     "ngram a switch": (hsd({"ngram": True, "num_tokens": 2}, TOP), r"levels\[0\]\.ngram: .*True"),
@@ -219,7 +255,8 @@ def test_speculative_config_with_dashes():
 
 @pytest.mark.parametrize("kind", LEVEL_CLASSES)
 def test_every_kind_answers_what_a_runner_asks(kind):
-    value = {"early_exit": 2, "ngram": {}}.get(kind, "path")
+    values = {"early_exit": 2, "ngram": {}, "suffix": {}, "first_of": [{"ngram": {}}]}
+    value = values.get(kind, "path")
     (level,) = CascadeConfig.parse(hsd({kind: value})).levels
     assert level.kind == kind and getattr(level, kind) is not None
     assert (level.verifier, level.max_rounds) == (None, None)

@@ -10,7 +10,7 @@ import torch
 from oracle.distributions import chain_distribution, tree_distribution
 from oracle.exact import Choices, Distribution, Tokens, distribution_of
 
-from vllm_hsd.core.levels import UNLIMITED
+from vllm_hsd.core.levels import UNLIMITED, Lookup
 from vllm_hsd.verify import VerifyResult
 from vllm_hsd.verify.inputs import ChainBatch
 from vllm_hsd.verify.residual import BlockedCDF
@@ -62,14 +62,30 @@ class TableLevel:
 
 
 class TableLookup:
-    """Finds the likeliest token of a table, and after some texts nothing."""
+    """Finds the likeliest token of a table, and after some texts nothing.
+
+    Its confidence is the table's probability, which the choice between sources is to see through.
+    """
 
     def __init__(self, table: Callable[[Tokens], tuple], prompt: int):
         self.table, self.prompt = table, prompt
 
-    def lookup(self, tokens, rows, ends, requested) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, tokens, rows, slots, ends) -> None:
+        pass
+
+    def forget(self, slot) -> None:
+        pass
+
+    def set_aside(self, slot) -> None:
+        pass
+
+    def restore(self, slot, kept) -> None:
+        pass
+
+    def lookup(self, tokens, rows, slots, ends, requested) -> Lookup:
         found = np.zeros((len(rows), int(requested.max(initial=0))), dtype=np.int64)
         counts = np.zeros(len(rows), dtype=np.int64)
+        confidence = np.zeros(found.shape)
         for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
             text = tuple(tokens[row, self.prompt : end].tolist())
             while counts[i] < requested[i] and sum(text) % 3 != 2:
@@ -77,9 +93,12 @@ class TableLookup:
                 found[i, counts[i]] = max(
                     range(len(distribution)), key=lambda v: (distribution[v], -v)
                 )
-                text += (int(found[i, counts[i]]),)
+                token = int(found[i, counts[i]])
+                before = confidence[i, counts[i] - 1] if counts[i] else 1.0
+                confidence[i, counts[i]] = before * float(distribution[token])
+                text += (token,)
                 counts[i] += 1
-        return found, counts
+        return Lookup(found, counts, confidence)
 
 
 def proposal_rows(batch: ChainBatch, like: torch.Tensor) -> torch.Tensor:

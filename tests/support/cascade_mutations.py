@@ -44,6 +44,7 @@ NAMES = sorted(
     | cascade_rules.SAMPLING_KEYS
     | cascade_rules.VLLM_KEYS
     | cascade_rules.TOP_KEYS
+    | {"store", "shared_tokens"}
     | {"cascade", "max", "min", "rounds", "window", "tail", "levls", "Q" * 500, ""}
 )
 NOT_TEXT = [1, None, True, ("Q",), b"Q", 2.5]
@@ -75,6 +76,10 @@ def _mappings(raw: dict) -> list[dict]:
         if isinstance(level, dict):
             found.append(level)
             found += [value for value in level.values() if isinstance(value, dict)]
+            sources = level.get("first_of")
+            for source in sources if isinstance(sources, list) and len(sources) < 20 else []:
+                if isinstance(source, dict):
+                    found += [source, *(v for v in source.values() if isinstance(v, dict))]
     return found
 
 
@@ -139,7 +144,13 @@ CHANGES = [_replace, _remove, _add, _dashes, _repeat, _not_text, _lengths, _leve
 def cascades(seed: int, count: int) -> list[Any]:
     """Every fifth cascade is left as it was drawn, the others are mutated."""
     rng = random.Random(seed)
-    lookups = {"ngram": {"max": 3}, "bigram": "t.npz", "early_exit": 2, "exit_head": "heads"}
+    lookups = {
+        "ngram": {"max": 3},
+        "suffix": {"store": "t.safetensors", "shared_tokens": 9},
+        "bigram": "t.npz",
+        "early_exit": 2,
+        "exit_head": "heads",
+    }
     found = []
     for i in range(count):
         raw = valid_cascade(rng, ["small", "mid"], lookups)

@@ -6,7 +6,9 @@
 import math
 import random
 
-KIND_KEYS = {"model", "early_exit", "exit_head", "ngram", "bigram"}
+LOOKUPS = ("ngram", "suffix")
+SOURCE_KEYS = {"model", "early_exit", "exit_head", "ngram", "suffix", "bigram"}
+KIND_KEYS = SOURCE_KEYS | {"first_of"}
 SAMPLING_KEYS = {"num_tokens", "verifier", "max_rounds", "stopping", "temperature_scale"}
 VLLM_KEYS = {
     "attention_backend",
@@ -67,12 +69,10 @@ def _valid_level(raw: object, place: int, count: int, longest: int) -> bool:
     if len(kinds) != 1:
         return False
     kind = kinds[0]
-    known = {kind, "num_tokens"}
-    if kind != "ngram":
-        known |= SAMPLING_KEYS
-    if kind == "model":
-        known |= VLLM_KEYS
-    if not level.keys() <= known or not _valid_kind(kind, level[kind]):
+    if kind == "first_of":
+        if not level.keys() <= {kind, "num_tokens"} or not _valid_sources(level[kind]):
+            return False
+    elif not _valid_keys(kind, level):
         return False
     tokens = level.get("num_tokens")
     if tokens is not None and not _whole(tokens, 1, longest):
@@ -81,12 +81,37 @@ def _valid_level(raw: object, place: int, count: int, longest: int) -> bool:
         return False
     if place < count - 1 and tokens is None:
         return False
-    if kind == "ngram" and place > 0:
+    if kind in (*LOOKUPS, "first_of") and place > 0:
         return False
     verifier, rounds = level.get("verifier"), level.get("max_rounds")
     if verifier is not None and not (place > 0 and _one_of(verifier, VERIFIERS)):
         return False
-    if rounds is not None and not (place > 0 and _whole(rounds, 1, 128)):
+    return rounds is None or (place > 0 and _whole(rounds, 1, 128))
+
+
+def _valid_sources(raw: object) -> bool:
+    if not isinstance(raw, list) or not 1 <= len(raw) <= 8:
+        return False
+    for i, given in enumerate(raw):
+        source = plain_keys(given)
+        kinds = [] if source is None else sorted(SOURCE_KEYS & source.keys())
+        if source is None or len(kinds) != 1 or not _valid_keys(kinds[0], source):
+            return False
+        if kinds[0] not in LOOKUPS and i < len(raw) - 1:
+            return False
+        if any(source.get(key) is not None for key in ("num_tokens", "verifier", "max_rounds")):
+            return False
+    return True
+
+
+def _valid_keys(kind: str, level: dict) -> bool:
+    """Whether the keys belong to the kind, and the values that need no place in a cascade."""
+    known = {kind, "num_tokens"}
+    if kind not in LOOKUPS:
+        known |= SAMPLING_KEYS
+    if kind == "model":
+        known |= VLLM_KEYS
+    if not level.keys() <= known or not _valid_kind(kind, level[kind]):
         return False
     context = level.get("max_model_len")
     if context is not None and not _whole(context, 1, math.inf):
@@ -105,6 +130,15 @@ def _valid_kind(kind: str, value: object) -> bool:
             return False
         largest, smallest = value.get("max", 4), value.get("min", 1)
         return _whole(largest, 1, 1024) and _whole(smallest, 1, largest)
+    if kind == "suffix":
+        if not isinstance(value, dict) or not value.keys() <= {"store", "shared_tokens"}:
+            return False
+        store = value.get("store")
+        return (store is None or _name(store)) and _whole(value.get("shared_tokens", 0), 0, 1 << 27)
+    return _name(value)
+
+
+def _name(value: object) -> bool:
     return isinstance(value, str) and value != "" and "\ud800" not in value
 
 
@@ -133,11 +167,16 @@ def valid_cascade(rng: random.Random, models: list[str], lookups: dict[str, obje
             kinds |= lookups
         kind = rng.choice(sorted(kinds))
         level = {kind: kinds[kind]}
+        if kind in lookups and rng.random() < 0.4:
+            # The rest of the level's keys go to a model below.
+            first = {key: lookups[key] for key in LOOKUPS if key in lookups}
+            sources = [{key: value} for key, value in first.items() if rng.random() < 0.7]
+            kind, level = "first_of", {"first_of": [*sources, level]}
         if place < count - 1:
             level["num_tokens"] = rng.randint(place + 1, 5)
-        if kind != "ngram" and rng.random() < 0.3:
+        if kind not in (*LOOKUPS, "first_of") and rng.random() < 0.3:
             level["stopping"] = rng.choice(["fixed", "entropy"])
-        if kind != "ngram" and rng.random() < 0.3:
+        if kind not in (*LOOKUPS, "first_of") and rng.random() < 0.3:
             level["temperature_scale"] = rng.choice([0.5, 1, 2.0])
         if place and rng.random() < 0.3:
             level["max_rounds"] = rng.randint(1, 3)

@@ -12,14 +12,25 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from vllm_hsd.core.drafts import DraftStore, ragged_arange, ragged_starts
-from vllm_hsd.core.levels import UNLIMITED, Level, LevelOptions, LevelStats, LookupLevel
+from vllm_hsd.core.levels import (
+    UNLIMITED,
+    FirstOf,
+    Level,
+    LevelOptions,
+    LevelStats,
+    Lookup,
+    LookupLevel,
+    PerRequest,
+    SourceStats,
+)
 from vllm_hsd.core.schedule import room_below
+from vllm_hsd.core.sources import DRAFTER_ACCEPTANCE, SourceChoice
 from vllm_hsd.core.stopping import EntropyThresholds, entropy_nats
 from vllm_hsd.verify.chain import argmax_rows, verify_batch, verify_greedy
 from vllm_hsd.verify.residual import ROW_SUM_TOLERANCE, BlockedCDF
@@ -67,22 +78,28 @@ class Cascade:
             Drafting for Even Faster LLM Inference").
 
     Attributes:
+        levels: the model that runs at each level; None at a lowest level of lookups alone.
+        lookups: sources of the lowest level without forward passes.
         drafts: one `DraftStore` per level; the last one is what the target verifies.
         stats: counts per level since the last `take_stats`.
     """
 
     def __init__(
         self,
-        levels: Sequence[Level | LookupLevel],
+        levels: Sequence[Level | LookupLevel | FirstOf],
         options: Sequence[LevelOptions],
         num_slots: int,
         horizontal_tokens: int = 0,
     ) -> None:
-        self.lookup = levels[0] if levels and isinstance(levels[0], LookupLevel) else None
-        # All levels but a lookup run forward passes.
-        self.levels = [cast(Level, level) for level in levels]
+        self.levels: list[Level | None] = [cast(Level, level) for level in levels]
+        self.lookups: list[LookupLevel] = []
+        self.first_of = levels[0] if levels and isinstance(levels[0], FirstOf) else None
+        if self.first_of is not None:
+            self.lookups, self.levels[0] = self.first_of.lookups, self.first_of.drafter
+        elif levels and isinstance(levels[0], LookupLevel):
+            self.lookups, self.levels[0] = [levels[0]], None
         self.context_lengths = [
-            UNLIMITED if level is self.lookup else level.context_length for level in self.levels
+            UNLIMITED if level is None else level.context_length for level in self.levels
         ]
         self.options = list(options)
         self.horizontal_tokens = horizontal_tokens
@@ -90,8 +107,20 @@ class Cascade:
         if lengths:
             lengths[0] = max(lengths[0], horizontal_tokens)
         self.drafts = [DraftStore(num_slots, length) for length in lengths]
+        self.choice: SourceChoice | None = None
+        if self.first_of is not None:
+            cost = None if self.levels[0] is None else self.first_of.drafter_cost
+            self.choice = SourceChoice(len(self.lookups), cost, num_slots, lengths[0])
         self.stats = [LevelStats() for _ in self.levels]
         self.warned: set[int] = set()
+
+    @property
+    def per_request(self) -> list[PerRequest]:
+        """Whatever must be told when a request leaves its slot."""
+        kept: list[Any] = [*self.lookups, *self.levels]
+        if self.choice is not None:
+            kept.append(self.choice)
+        return [item for item in kept if hasattr(item, "set_aside")]
 
     def propose(self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray) -> DraftStore:
         """Draft at most requested[i] tokens for the request in slots[i].
@@ -100,6 +129,9 @@ class Cascade:
             the top level's drafts: less than requested where a draft ended with eos, the rounds ran
             out, or the text outgrew a level.
         """
+        drafting = slots[requested > 0]
+        for lookup in self.lookups:
+            lookup.read(batch.tokens, batch.rows[drafting], drafting, batch.end[drafting])
         own = np.where(requested > 0, np.maximum(requested - self.horizontal_tokens, 1), 0)
         top = self._draft(batch, len(self.levels) - 1, slots, own)
         if self.horizontal_tokens:
@@ -124,7 +156,7 @@ class Cascade:
     def ingest(self, batch: DraftBatch, slots: np.ndarray, end: np.ndarray) -> None:
         """Bring every level's cache of `slots` up to the positions `end`, without drafting."""
         for k, level in enumerate(self.levels):
-            if level is self.lookup or not level.keeps_cache:
+            if level is None or not level.keeps_cache:
                 continue
             cached = batch.cached[k]
             upto = np.minimum(end, self.context_lengths[k])
@@ -141,6 +173,9 @@ class Cascade:
         """The drafts of one level, made anew for `slots`."""
         drafts = self.drafts[level]
         drafts.clear(slots)
+        if level == 0 and self.choice is not None:
+            self._draft_from_sources(batch, self.choice, slots, requested)
+            return drafts
         fits = batch.end[slots] <= self.context_lengths[level]
         if level > 0 and not fits.all():
             # A level sits out where the text outgrew it: the one below drafts in its place.
@@ -151,29 +186,96 @@ class Cascade:
             slots, requested = slots[fits], requested[fits]
         if level > 0:
             self._draft_verified(batch, level, slots, requested)
-        elif self.lookup is not None:
-            self._draft_looked_up(batch, self.lookup, slots, requested)
+        elif self.lookups:
+            rows, ends = batch.rows[slots], batch.end[slots]
+            found = self.lookups[0].lookup(batch.tokens, rows, slots, ends, requested)
+            self._append_found(batch, slots, found.token_ids, found.counts)
         else:
             self._draft_lowest(batch, slots, requested)
         return drafts
 
-    def _draft_looked_up(
-        self, batch: DraftBatch, level: LookupLevel, slots: np.ndarray, requested: np.ndarray
+    def _append_found(
+        self,
+        batch: DraftBatch,
+        slots: np.ndarray,
+        token_ids: np.ndarray,
+        counts: np.ndarray,
+        source: np.ndarray | int = 0,
     ) -> None:
-        rows, ends = batch.rows[slots], batch.end[slots]
-        token_ids, counts = level.lookup(batch.tokens, rows, ends, requested)
+        """Add the first counts[i] of token_ids[i] to the draft of slots[i], as point masses."""
         owners, offsets = ragged_arange(counts)
-        batch.tokens[rows[owners], ends[owners] + offsets] = token_ids[owners, offsets]
+        now = slots[owners]
+        batch.tokens[batch.rows[now], batch.end[now] + offsets] = token_ids[owners, offsets]
         batch.end[slots] += counts
         unknown = np.full(len(owners), np.nan)
-        self.drafts[0].append(slots, token_ids, counts, None, ragged_starts(counts), 0, unknown)
+        first = ragged_starts(counts)
+        self.drafts[0].append(slots, token_ids, counts, None, first, 0, unknown, source)
+
+    def _draft_from_sources(
+        self, batch: DraftBatch, choice: SourceChoice, slots: np.ndarray, requested: np.ndarray
+    ) -> None:
+        """Drafts of lookups, each continued by the next one, and at last by the drafter."""
+        drafts = self.drafts[0]
+        choice.score(batch.tokens, batch.rows, slots, batch.end[slots])
+        open_ = requested > 0
+        sure, gained = np.ones(len(slots)), np.zeros(len(slots))
+        ended = np.zeros(len(slots), dtype=bool)
+        while open_.any():
+            active = np.flatnonzero(open_)
+            now = slots[active]
+            rows, ends, room = batch.rows[now], batch.end[now], (requested - drafts.counts[slots])
+            offers = [
+                lookup.lookup(batch.tokens, rows, now, ends, room[active])
+                for lookup in self.lookups
+            ]
+            choice.remember_first(now, ends, offers, drafts.counts[now] == 0)
+            source, counts, accepted = choice.best(
+                now, offers, room[active], sure[active], gained[active]
+            )
+            token_ids = _of_sources(offers, source)
+            cut, ended[active] = _until_eos(token_ids, counts, batch.eos[now])
+            self._append_found(batch, now, token_ids, cut, source)
+            gained[active] += accepted.sum(1)
+            last = accepted[np.arange(len(now)), np.maximum(cut - 1, 0)] if accepted.size else 0
+            sure[active] = np.where(cut > 0, last, sure[active])
+            open_[active] = (cut > 0) & ~ended[active] & (drafts.counts[now] < requested[active])
+        if self.levels[0] is not None:
+            self._continue_with_drafter(
+                batch, choice, slots, np.where(ended, drafts.counts[slots], requested)
+            )
+
+    def _continue_with_drafter(
+        self, batch: DraftBatch, choice: SourceChoice, slots: np.ndarray, requested: np.ndarray
+    ) -> None:
+        """Fill the drafts of `slots` up to requested[i] tokens where the drafter is worth it."""
+        drafts = self.drafts[0]
+        begin = drafts.counts[slots].copy()
+        fits = batch.end[slots] <= self.context_lengths[0]
+        used = choice.drafts(slots, requested - begin) & (requested > begin)
+        choice.note_use(slots[requested > 0], used[requested > 0])
+        used &= fits
+        slots, requested, begin = slots[used], requested[used], begin[used]
+        self._draft_lowest(batch, slots, requested)
+        source = len(self.lookups)
+        counts = drafts.counts[slots] - begin
+        owners, offsets = ragged_arange(counts)
+        token_ids = np.zeros((len(slots), drafts.length), dtype=np.int64)
+        place = (slots[owners], begin[owners] + offsets)
+        token_ids[owners, offsets] = drafts.token_ids[place]
+        drafts.source[place] = source
+        estimates = np.full(token_ids.shape, DRAFTER_ACCEPTANCE)
+        starts = batch.end[slots] - counts
+        choice.remember(source, slots, starts, token_ids, counts, estimates)
 
     def _draft_lowest(self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray) -> None:
+        """Draft until the drafts, which may have begun with looked-up tokens, are requested[i]."""
         drafts = self.drafts[0]
-        open_ = requested > 0
+        begin = drafts.counts[slots].copy()
+        open_ = requested > begin
         if not batch.greedy:
             # All uniforms are drawn at once; leftovers after an early stop are discarded.
-            uniforms, first = batch.uniforms(slots, requested, 0), ragged_starts(requested)
+            room = np.maximum(requested - begin, 0)
+            uniforms, first = batch.uniforms(slots, room, 0), ragged_starts(room) - begin
         while open_.any():
             active = np.flatnonzero(open_)
             now = slots[active]
@@ -304,6 +406,8 @@ class Cascade:
             made = filled & (drafts.level[slots] == k)
             stats.drafted += int(made.sum())
             stats.rounds += int(made.any(1).sum())
+            if k == 0:
+                self._count_sources(drafts, slots, made, "drafted")
 
     def _count_accepted(
         self,
@@ -316,13 +420,27 @@ class Cascade:
         """Count accepted tokens for the levels that made them; move the thresholds of `level`."""
         kept = np.arange(drafts.length) < accepted[:, None]
         for k, stats in enumerate(self.stats):
-            stats.accepted += int((kept & (drafts.level[slots] == k)).sum())
+            made = kept & (drafts.level[slots] == k)
+            stats.accepted += int(made.sum())
+            if k == 0:
+                self._count_sources(drafts, slots, made, "accepted")
         if self.options[level].stopping == "entropy":
             rejected = accepted < drafts.counts[slots]
             place = (slots[rejected], accepted[rejected])
             own = drafts.level[place] == level
             entropy = drafts.entropy[place][own]
             thresholds.observe_rejection(level, slots[rejected][own], entropy)
+
+    def _count_sources(
+        self, drafts: DraftStore, slots: np.ndarray, made: np.ndarray, name: str
+    ) -> None:
+        """Add the lowest level's tokens ([n, length] bool) to a count of their sources."""
+        if self.first_of is None:
+            return
+        for source, label in enumerate(self.first_of.names):
+            counts = self.stats[0].sources.setdefault(label, SourceStats())
+            count = int((made & (drafts.source[slots] == source)).sum())
+            setattr(counts, name, getattr(counts, name) + count)
 
     def _forward(
         self, batch: DraftBatch, level: int, slots: np.ndarray, num_logits: np.ndarray
@@ -345,8 +463,28 @@ class Cascade:
         began = time.perf_counter()
         starts = batch.cached[level, slots]
         rows = batch.rows[slots]
-        logits = self.levels[level].forward(batch.tokens, rows, starts, counts, num_logits)
+        model = self.levels[level]
+        assert model is not None
+        logits = model.forward(batch.tokens, rows, starts, counts, num_logits)
         stats = self.stats[level]
         stats.forwards += 1
         stats.forward_seconds += time.perf_counter() - began
         return logits
+
+
+def _of_sources(offers: Sequence[Lookup], source: np.ndarray) -> np.ndarray:
+    """[n, width] tokens of every request's chosen offer, zeros where none is chosen."""
+    width = max((offer.token_ids.shape[1] for offer in offers), default=0)
+    token_ids = np.zeros((len(source), width), dtype=np.int64)
+    for k, offer in enumerate(offers):
+        token_ids[source == k, : offer.token_ids.shape[1]] = offer.token_ids[source == k]
+    return token_ids
+
+
+def _until_eos(
+    token_ids: np.ndarray, counts: np.ndarray, eos: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths [n] of drafts cut after the token that ends the request, and which hold it [n]."""
+    is_eos = (token_ids == eos[:, None]) & (np.arange(token_ids.shape[1]) < counts[:, None])
+    ended = is_eos.any(1)
+    return np.where(ended, is_eos.argmax(1) + 1 if is_eos.size else 0, counts), ended

@@ -23,6 +23,7 @@ class DraftStore:
         counts: [num_slots] int64.
         point_mass: [num_slots, length] bool, the token was certain: it has no probabilities.
         level: [num_slots, length] int64, the level that drafted the token.
+        source: [num_slots, length] int64, the source of it within that level.
         entropy: [num_slots, length] float64 nats, NaN where it was not needed.
         probs: [num_slots * length, V] proposal probabilities, None before the first.
     """
@@ -33,6 +34,7 @@ class DraftStore:
         self.counts = np.zeros(num_slots, dtype=np.int64)
         self.point_mass = np.zeros((num_slots, length), dtype=bool)
         self.level = np.zeros((num_slots, length), dtype=np.int64)
+        self.source = np.zeros((num_slots, length), dtype=np.int64)
         self.entropy = np.full((num_slots, length), np.nan)
         self.probs: torch.Tensor | None = None
 
@@ -53,6 +55,7 @@ class DraftStore:
         first_row: np.ndarray,
         level: int,
         entropy: np.ndarray,
+        source: np.ndarray | int = 0,
     ) -> None:
         """Add the first emitted[j] of token_ids[j] to the draft of slots[j].
 
@@ -65,12 +68,14 @@ class DraftStore:
             first_row: [n] int64.
             level: the level that drafted them.
             entropy: [R] float64 entropies of the rows.
+            source: within the level, [n] int64 or one for all.
         """
         owners, offsets = ragged_arange(emitted)
         place = (slots[owners], self.counts[slots][owners] + offsets)
         rows = first_row[owners] + offsets
         self.token_ids[place] = token_ids[owners, offsets]
         self.level[place] = level
+        self.source[place] = np.broadcast_to(source, slots.shape)[owners]
         self.entropy[place] = entropy[rows]
         self.point_mass[place] = probs is None
         self.counts[slots] += emitted
@@ -85,6 +90,7 @@ class DraftStore:
         for mine, theirs in (
             (self.token_ids, other.token_ids),
             (self.level, other.level),
+            (self.source, other.source),
             (self.entropy, other.entropy),
             (self.point_mass, other.point_mass),
         ):

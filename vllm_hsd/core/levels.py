@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -44,18 +44,73 @@ class Level(Protocol):
         """
 
 
+@dataclass
+class Lookup:
+    """What a lookup found for a batch of requests.
+
+    Attributes:
+        token_ids: [batch, width] int64.
+        counts: [batch] int64, how many of them hold.
+        confidence: [batch, width] float64, estimated probability that the text continues with the
+            draft up to and including each token.
+    """
+
+    token_ids: np.ndarray
+    counts: np.ndarray
+    confidence: np.ndarray
+
+
+class PerRequest(Protocol):
+    """Whatever keeps something about the request in a slot."""
+
+    def forget(self, slot: int) -> None:
+        """The slot's request has ended, or gives its slot up."""
+
+    def set_aside(self, slot: int) -> Any:
+        """What must outlive the loss of the slot; None for nothing."""
+
+    def restore(self, slot: int, kept: Any) -> None:
+        """A request is back, in any slot, with what `set_aside` returned."""
+
+
 @runtime_checkable
-class LookupLevel(Protocol):
-    """A lowest level that finds its drafts in the text: its proposals are point masses."""
+class LookupLevel(PerRequest, Protocol):
+    """A source of the lowest level that finds its drafts in texts: proposals are point masses."""
+
+    def read(
+        self, tokens: np.ndarray, rows: np.ndarray, slots: np.ndarray, ends: np.ndarray
+    ) -> None:
+        """Take in the committed text `tokens[rows[i], : ends[i]]` of the request in slots[i]."""
 
     def lookup(
-        self, tokens: np.ndarray, rows: np.ndarray, ends: np.ndarray, requested: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+        self,
+        tokens: np.ndarray,
+        rows: np.ndarray,
+        slots: np.ndarray,
+        ends: np.ndarray,
+        requested: np.ndarray,
+    ) -> Lookup:
         """Continue `tokens[rows[i], : ends[i]]` by at most requested[i] tokens.
 
-        Returns:
-            token ids [batch, max(requested)] int64 and how many of them hold, [batch] int64.
+        The end of that text may be unverified; `read` has seen the committed part.
         """
+
+
+@dataclass
+class FirstOf:
+    """Several sources in the place of the lowest level; see `core.sources`.
+
+    Attributes:
+        names: one per source, for the counts; the lookups' first.
+        lookups: they cost no forward pass.
+        drafter: a level with probabilities, the last source; None without one.
+        drafter_cost: one forward pass of the drafter, in steps of the model that verifies.
+    """
+
+    names: list[str]
+    lookups: list[LookupLevel]
+    drafter: Level | None = None
+    drafter_cost: float = 0.1
 
 
 @dataclass
@@ -79,15 +134,41 @@ class LevelOptions:
 
 
 @dataclass
+class SourceStats:
+    """Tokens that a source drafted, and how many of them were accepted."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: SourceStats) -> SourceStats:
+        return SourceStats(self.drafted + other.drafted, self.accepted + other.accepted)
+
+
+@dataclass
 class LevelStats:
-    """Counts of one level; `drafted` tokens were proposed to the next model up."""
+    """Counts of one level; `drafted` tokens were proposed to the next model up.
+
+    `sources` has the counts of a `FirstOf` by the source's name.
+    """
 
     drafted: int = 0
     accepted: int = 0
     rounds: int = 0
     forwards: int = 0
     forward_seconds: float = 0.0
+    sources: dict[str, SourceStats] = field(default_factory=dict)
 
     def __add__(self, other: LevelStats) -> LevelStats:
-        names = [field.name for field in fields(self)]
-        return LevelStats(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        names = self.sources.keys() | other.sources.keys()
+        none = SourceStats()
+        return LevelStats(
+            drafted=self.drafted + other.drafted,
+            accepted=self.accepted + other.accepted,
+            rounds=self.rounds + other.rounds,
+            forwards=self.forwards + other.forwards,
+            forward_seconds=self.forward_seconds + other.forward_seconds,
+            sources={
+                name: self.sources.get(name, none) + other.sources.get(name, none)
+                for name in sorted(names)
+            },
+        )

@@ -103,6 +103,7 @@ class ModelSet:
             elif isinstance(level, NgramLevelConfig):
                 self.models.append(None)
             else:
+                assert isinstance(level, EarlyExitLevelConfig | ExitHeadLevelConfig)
                 self.models.append(self._exit(level))
         self.models.append(self.target)
         depths = [depth for model in range(len(candidates)) if (depth := self.layers(model))]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from vllm_hsd.core.levels import FirstOf
 from vllm_hsd.engine import generate
 
 
@@ -63,10 +64,11 @@ class Recorder:
         if hasattr(getattr(runner, "drafter", None), "cascade"):
             self.levels = list(runner.drafter.hosted)
             for index, level in enumerate(self.levels):
+                model: Any = level.drafter if isinstance(level, FirstOf) else level
                 if hasattr(level, "lookup"):
                     level.lookup = self._lookup(index, level.lookup)
-                else:
-                    level.forward = self._forward(index, level.forward)
+                elif model is not None:
+                    model.forward = self._forward(index, model.forward)
             runner.propose_draft_token_ids = self._propose(runner.propose_draft_token_ids)
 
     def clock(self) -> float:
@@ -128,7 +130,7 @@ class Recorder:
 
     def _close(self, ended: float) -> None:
         starts = [*(began for *_, began, _ in self.open), ended]
-        lowest = self.runner.drafter.cascade.levels[0]
+        lowest = self.levels[self.runner.drafter.selected[0]]
         for (index, batch, tokens, began, ms), then in zip(self.open, starts[1:], strict=True):
             level = self.levels[index]
             role = "verify" if level is not lowest else "draft"
@@ -145,9 +147,9 @@ class Recorder:
         return timed
 
     def _lookup(self, index: int, lookup: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(tokens: Any, rows: Any, ends: Any, asked: Any) -> Any:
+        def timed(tokens: Any, rows: Any, slots: Any, ends: Any, asked: Any) -> Any:
             began = self.clock()
-            found = lookup(tokens, rows, ends, asked)
+            found = lookup(tokens, rows, slots, ends, asked)
             if batch := int((asked > 0).sum()):
                 self.open.append((index, batch, batch, began, self.clock() - began))
             return found

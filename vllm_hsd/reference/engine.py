@@ -16,7 +16,7 @@ import torch
 
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.drafts import DraftStore
-from vllm_hsd.core.levels import Level, LevelOptions, LevelStats, LookupLevel
+from vllm_hsd.core.levels import FirstOf, Level, LevelOptions, LevelStats, LookupLevel
 from vllm_hsd.reference.request import ONLY, Request
 from vllm_hsd.reference.trees import TreeOptions, grow, target_logits
 from vllm_hsd.verify import verify_tree
@@ -67,7 +67,7 @@ class ReferenceEngine:
     def __init__(
         self,
         target: Level,
-        levels: Sequence[Level | LookupLevel] = (),
+        levels: Sequence[Level | LookupLevel | FirstOf] = (),
         options: Sequence[LevelOptions] = (),
         *,
         verifier: str = "block",
@@ -92,7 +92,7 @@ class ReferenceEngine:
                 raise ValueError(
                     "draft_tree needs exactly one level, no options and no horizontal_tokens."
                 )
-            if isinstance(levels[0], LookupLevel):
+            if isinstance(levels[0], LookupLevel | FirstOf):
                 raise ValueError("draft_tree needs a level with probabilities, not a lookup.")
             self.tree_drafter = levels[0], draft_tree
             self.scales = [draft_tree.temperature_scale]
@@ -125,6 +125,8 @@ class ReferenceEngine:
             ValueError: names the argument and what it may be.
         """
         _check(prompt_token_ids, max_tokens, temperature, top_k, top_p)
+        for item in self.cascade.per_request:
+            item.forget(0)
         request = self._begin(
             list(prompt_token_ids),
             max_tokens,

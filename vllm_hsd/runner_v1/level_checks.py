@@ -23,9 +23,14 @@ from vllm_hsd.config import (
     ExitHeadLevelConfig,
     LevelConfig,
     ModelLevelConfig,
+    SourceConfig,
+    SuffixLevelConfig,
+    sources,
 )
 from vllm_hsd.core.bigram import bigram_vocab_size, read_bigram
 from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, exit_head_header, read_exit_head
+from vllm_hsd.core.suffix import suffix_tree_class
+from vllm_hsd.core.suffix_store import read_store, store_vocab_size
 from vllm_hsd.errors import UserError, brief, quoted
 
 
@@ -53,11 +58,11 @@ def check_target(model_config: ModelConfig, parallel_config: ParallelConfig) -> 
         )
 
 
-def check_level(name: str, level: LevelConfig, target_config: ModelConfig) -> None:
-    """Check a level that loads no model against the target.
+def check_level(name: str, level: SourceConfig, target_config: ModelConfig) -> None:
+    """Check a level, or a source of one, that loads no model against the target.
 
     Args:
-        name: what messages call the level, "levels[i]".
+        name: what messages call it, "levels[i]".
         level: its keys.
         target_config: vLLM's configuration of the target.
 
@@ -84,6 +89,12 @@ def check_level(name: str, level: LevelConfig, target_config: ModelConfig) -> No
     elif isinstance(level, BigramLevelConfig):
         with _named(name):
             _check_bigram(level.bigram, target_config)
+    elif isinstance(level, SuffixLevelConfig):
+        with _named(name):
+            suffix_tree_class()
+        with _named(f"{name}.suffix"):
+            if level.suffix.store is not None:
+                _check_store(level.suffix.store, target_config)
 
 
 @contextlib.contextmanager
@@ -103,6 +114,16 @@ def _check_bigram(path: str, target_config: ModelConfig) -> None:
             "build it with the target's tokenizer."
         )
     read_bigram(path)
+
+
+def _check_store(path: str, target_config: ModelConfig) -> None:
+    size, vocabulary = store_vocab_size(path), target_config.get_vocab_size()
+    if size != vocabulary:
+        raise UserError(
+            f"store: {quoted(path)} was built for {size} tokens and the target has {vocabulary}: "
+            "build it with the target's tokenizer."
+        )
+    read_store(path)
 
 
 def _check_exit_head(path: str, target_config: ModelConfig) -> None:
@@ -130,10 +151,12 @@ def check_exit_order(levels: Sequence[LevelConfig]) -> None:
     """
     exits = []
     for i, level in enumerate(levels):
-        if isinstance(level, EarlyExitLevelConfig):
-            exits.append((f"levels[{i}].early_exit", level.early_exit))
-        elif isinstance(level, ExitHeadLevelConfig):
-            exits.append((f"levels[{i}].exit_head", exit_head_header(level.exit_head).layer))
+        # Only the last source of a level can be an exit.
+        source = sources(level)[-1]
+        if isinstance(source, EarlyExitLevelConfig):
+            exits.append((f"levels[{i}].early_exit", source.early_exit))
+        elif isinstance(source, ExitHeadLevelConfig):
+            exits.append((f"levels[{i}].exit_head", exit_head_header(source.exit_head).layer))
     for (lower, below), (upper, above) in itertools.pairwise(exits):
         if above <= below:
             raise UserError(

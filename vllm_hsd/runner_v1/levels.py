@@ -20,13 +20,19 @@ from vllm_hsd.config import (
     BigramLevelConfig,
     EarlyExitLevelConfig,
     ExitHeadLevelConfig,
+    FirstOfLevelConfig,
     LevelConfig,
     NgramConfig,
     NgramLevelConfig,
+    SuffixLevelConfig,
+    source_names,
 )
 from vllm_hsd.core.bigram import BigramLevel, read_bigram
 from vllm_hsd.core.drafts import ragged_arange
 from vllm_hsd.core.exit_head import ExitHead, read_exit_head
+from vllm_hsd.core.levels import FirstOf, Lookup, LookupLevel
+from vllm_hsd.core.suffix import SuffixLevel
+from vllm_hsd.core.suffix_store import read_store
 
 # vLLM's function takes abstract classes too, which its annotation does not say.
 _AttentionLayer: Any = AttentionLayerBase
@@ -255,6 +261,10 @@ class ExitHeadLevel(EarlyExitLevel):
         return self.head.logits(hidden)
 
 
+# Acceptance of a looked-up token before anything is seen of the text, for the choice of sources.
+NGRAM_ACCEPTANCE = 0.6
+
+
 class NgramLevel:
     """Prompt lookup with vLLM's own matcher."""
 
@@ -265,9 +275,28 @@ class NgramLevel:
         self.config, self.max_model_len = config, max_model_len
         self.match = ngram_proposer._find_longest_matched_ngram_and_propose_tokens
 
+    def read(
+        self, tokens: np.ndarray, rows: np.ndarray, slots: np.ndarray, ends: np.ndarray
+    ) -> None:
+        """See `core.levels.LookupLevel.read`: the matcher reads the whole text at each call."""
+
+    def forget(self, slot: int) -> None:
+        """See `core.levels.PerRequest`: nothing is kept."""
+
+    def set_aside(self, slot: int) -> None:
+        """See `core.levels.PerRequest`."""
+
+    def restore(self, slot: int, kept: None) -> None:
+        """See `core.levels.PerRequest`."""
+
     def lookup(
-        self, tokens: np.ndarray, rows: np.ndarray, ends: np.ndarray, requested: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+        self,
+        tokens: np.ndarray,
+        rows: np.ndarray,
+        slots: np.ndarray,
+        ends: np.ndarray,
+        requested: np.ndarray,
+    ) -> Lookup:
         """See `core.levels.LookupLevel.lookup`."""
         token_ids = np.zeros((len(rows), int(requested.max(initial=0))), dtype=np.int64)
         counts = np.zeros(len(rows), dtype=np.int64)
@@ -281,7 +310,8 @@ class NgramLevel:
             )
             counts[i] = len(found)
             token_ids[i, : counts[i]] = found
-        return token_ids, counts
+        confidence = NGRAM_ACCEPTANCE ** np.arange(1, token_ids.shape[1] + 1)
+        return Lookup(token_ids, counts, np.tile(confidence, (len(rows), 1)))
 
 
 def build_level(
@@ -302,6 +332,20 @@ def build_level(
         return ExitHeadLevel(runner, vllm_config, index, read_exit_head(level.exit_head))
     if isinstance(level, BigramLevelConfig):
         return BigramLevel(read_bigram(level.bigram))
+    if isinstance(level, SuffixLevelConfig):
+        path = level.suffix.store
+        store = None if path is None else read_store(path)
+        return SuffixLevel(store, level.suffix.shared_tokens)
+    if isinstance(level, FirstOfLevelConfig):
+        sources = [
+            build_level(source, runner, vllm_config, index, context_length)
+            for source in level.first_of
+        ]
+        return FirstOf(
+            names=source_names(level),
+            lookups=[source for source in sources if isinstance(source, LookupLevel)],
+            drafter=None if isinstance(sources[-1], LookupLevel) else sources[-1],
+        )
     if isinstance(level, NgramLevelConfig):
         return NgramLevel(level.ngram, vllm_config.model_config.max_model_len)
     return ModelLevel(runner, vllm_config, index, context_length)

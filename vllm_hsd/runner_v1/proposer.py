@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.cascade import Cascade, DraftBatch
-from vllm_hsd.core.levels import LevelOptions, LevelStats
+from vllm_hsd.core.levels import FirstOf, LevelOptions, LevelStats
 from vllm_hsd.runner_v1.level_checks import loading
 from vllm_hsd.runner_v1.levels import EarlyExitLevel, ModelLevel, build_level
 from vllm_hsd.runner_v1.on_runner import complete_logits_processors, take_over_runner
@@ -47,7 +48,11 @@ class CascadeProposer(DraftModelProposer):
             build_level(level, runner, vllm_config, i, context)
             for i, (level, context) in enumerate(zip(hsd.levels, contexts, strict=True))
         ]
-        self.model_levels = [level for level in self.hosted if isinstance(level, ModelLevel)]
+        # The model that runs at each level, also as the last of several sources.
+        self.models: list[Any] = [
+            level.drafter if isinstance(level, FirstOf) else level for level in self.hosted
+        ]
+        self.model_levels = [level for level in self.models if isinstance(level, ModelLevel)]
         self.options = [
             LevelOptions(
                 draft_length=draft_length,
@@ -94,7 +99,10 @@ class CascadeProposer(DraftModelProposer):
         chosen = [self.hosted[i] for i in levels]
         self.cascade = Cascade(chosen, options, num_slots, hsd.horizontal_tokens)
         self.requests = RequestTable(
-            len(levels), self.cascade.drafts[-1], self.vllm_config.model_config.seed
+            len(levels),
+            self.cascade.drafts[-1],
+            self.vllm_config.model_config.seed,
+            self.cascade.per_request,
         )
         self.num_speculative_tokens = draft_lengths[-1]
         self._allocate_drafts()
@@ -102,9 +110,9 @@ class CascadeProposer(DraftModelProposer):
     def _allocate_drafts(self) -> None:
         """Reserve the proposal probabilities before vLLM profiles its memory."""
         vocab_size = self.vllm_config.model_config.get_vocab_size()
-        first = 0 if self.cascade.lookup is None else 1
-        for drafts in self.cascade.drafts[first:]:
-            drafts.allocate(vocab_size, torch.float32, self.device)
+        for level, drafts in zip(self.cascade.levels, self.cascade.drafts, strict=True):
+            if level is not None:
+                drafts.allocate(vocab_size, torch.float32, self.device)
         reserved = sum(
             drafts.probs.nbytes for drafts in self.cascade.drafts if drafts.probs is not None
         )
@@ -124,7 +132,7 @@ class CascadeProposer(DraftModelProposer):
 
     def load_model(self, target_model) -> None:
         """Load the levels that are models; give early exits the target's layers."""
-        for i, (level, config) in enumerate(zip(self.hosted, self.level_configs, strict=True)):
+        for i, (level, config) in enumerate(zip(self.models, self.level_configs, strict=True)):
             if config is not None:
                 with loading(f"levels[{i}]", config.model):
                     level.load(self._draft_vllm_config(config), config.draft_load_config)
@@ -187,7 +195,7 @@ class CascadeProposer(DraftModelProposer):
         computed = length - sampled
         requests.cached[:, slots] = np.minimum(requests.cached[:, slots], computed)
         for k, level in enumerate(self.cascade.levels):
-            if level is not self.cascade.lookup and not level.keeps_cache:
+            if level is not None and not level.keeps_cache:
                 requests.cached[k, slots] = computed
         requests.rows[slots] = np.arange(len(slots))
         requests.end[slots] = length

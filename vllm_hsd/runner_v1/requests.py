@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from vllm_hsd.core.drafts import DraftStore, ragged_arange
+from vllm_hsd.core.levels import PerRequest
 from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.verify.rng import host_uniforms
 
@@ -51,6 +53,7 @@ class RequestTable:
         engine_seed: vLLM's seed. Unseeded requests derive theirs from it and from the order in
             which they arrive, so that all tensor-parallel ranks draw alike and a run repeats.
             (vLLM adds a random suffix to request ids: they would not do.)
+        per_request: what else keeps something about the request in a slot.
 
     Attributes:
         rows: [slots] int64, row in the runner's batch.
@@ -60,15 +63,21 @@ class RequestTable:
         thresholds: entropy thresholds per level and slot.
     """
 
-    def __init__(self, num_levels: int, drafts: DraftStore, engine_seed: int) -> None:
+    def __init__(
+        self,
+        num_levels: int,
+        drafts: DraftStore,
+        engine_seed: int,
+        per_request: Sequence[PerRequest] = (),
+    ) -> None:
         num_slots = len(drafts.counts)
-        self.drafts = drafts
+        self.drafts, self.per_request = drafts, per_request
         self.engine_seed = engine_seed
         self.arrivals = 0
         self.slot_of: dict[str, int] = {}
         # Low slots first, and the last one freed is the next one taken: few are ever touched.
         self.free = list(range(num_slots))[::-1]
-        self.waiting: dict[str, tuple[np.ndarray, ...]] = {}
+        self.waiting: dict[str, tuple[list[np.ndarray], list[Any]]] = {}
         self.rows = np.zeros(num_slots, dtype=np.int64)
         self.end = np.zeros(num_slots, dtype=np.int64)
         self.eos = np.zeros(num_slots, dtype=np.int64)
@@ -114,7 +123,10 @@ class RequestTable:
             if request_id in in_batch:
                 continue
             kept = (self.seed, self.draws, self.thresholds.total, self.thresholds.count)
-            self.waiting[request_id] = tuple(array[..., slot].copy() for array in kept)
+            self.waiting[request_id] = (
+                [array[..., slot].copy() for array in kept],
+                [item.set_aside(slot) for item in self.per_request],
+            )
             self._release(request_id)
 
     def uniforms(self, slots: np.ndarray, counts: np.ndarray, stream: int) -> np.ndarray:
@@ -147,7 +159,9 @@ class RequestTable:
         self.buffered_from[:, slot] = _NONE
         self.drafts.clear(slot)
         if request_id in self.waiting:
-            kept = self.waiting.pop(request_id)
+            kept, others = self.waiting.pop(request_id)
+            for item, state in zip(self.per_request, others, strict=True):
+                item.restore(slot, state)
             self.seed[slot], self.draws[:, slot] = kept[0], kept[1]
             self.thresholds.total[:, slot], self.thresholds.count[:, slot] = kept[2], kept[3]
             return slot
@@ -162,6 +176,8 @@ class RequestTable:
         slot = self.slot_of.pop(request_id, None)
         if slot is not None:
             self.drafts.clear(slot)
+            for item in self.per_request:
+                item.forget(slot)
             self.free.append(slot)
 
     def _derived_seed(self) -> int:

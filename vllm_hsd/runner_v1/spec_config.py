@@ -9,7 +9,13 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.utils.hashing import safe_hash
 
-from vllm_hsd.config import CascadeConfig, ModelLevelConfig
+from vllm_hsd.config import (
+    CascadeConfig,
+    FirstOfLevelConfig,
+    ModelLevelConfig,
+    source_names,
+    sources,
+)
 from vllm_hsd.runner_v1.hooks import NeedsHooks
 from vllm_hsd.runner_v1.level_checks import (
     check_exit_order,
@@ -41,16 +47,18 @@ class HsdSpeculativeConfig(NeedsHooks, SpeculativeConfig):
         check_target(target_model_config, target_parallel_config)
         levels: list[SpeculativeConfig | None] = []
         for i, (level, draft_length) in enumerate(zip(hsd.levels, hsd.draft_lengths, strict=True)):
-            name = f"levels[{i}]"
-            if isinstance(level, ModelLevelConfig):
-                levels.append(
-                    draft_config(
-                        name, level, draft_length, target_model_config, target_parallel_config
+            model = None
+            for j, source in enumerate(sources(level)):
+                name = f"levels[{i}]"
+                if isinstance(level, FirstOfLevelConfig):
+                    name += f".first_of[{j}]"
+                if isinstance(source, ModelLevelConfig):
+                    model = draft_config(
+                        name, source, draft_length, target_model_config, target_parallel_config
                     )
-                )
-            else:
-                check_level(name, level, target_model_config)
-                levels.append(None)
+                else:
+                    check_level(name, source, target_model_config)
+            levels.append(model)
         check_exit_order(hsd.levels)
         return cls(
             method="hsd",
@@ -94,7 +102,12 @@ class HsdSpeculativeConfig(NeedsHooks, SpeculativeConfig):
         ).hexdigest()
 
     def __repr__(self) -> str:
-        names = [getattr(level, level.kind) for level in self.hsd.levels]
+        names = [
+            source_names(level)
+            if isinstance(level, FirstOfLevelConfig)
+            else getattr(level, level.kind)
+            for level in self.hsd.levels
+        ]
         return (
             f"SpeculativeConfig(method='hsd', levels={names}, "
             f"num_spec_tokens={self.num_speculative_tokens}, verifier={self.hsd.verifier!r})"

@@ -1,0 +1,155 @@
+"""Exact distributions of whole generations with several sources at the lowest level.
+
+Whatever the rule that chooses, as long as it looks at no token that it then drops and at no verdict
+that is still to come: rules that do must fail the same comparison.
+"""
+
+import zlib
+from unittest import mock
+
+import numpy as np
+import pytest
+from oracle.test_cascade_exact import VERIFIERS, bias, bigram, lookup, model
+
+from vllm_hsd.core.cascade import Cascade
+from vllm_hsd.core.levels import FirstOf, LevelOptions
+from vllm_hsd.core.sources import SourceChoice
+
+SOURCES = {
+    "lookup": (1, None),
+    "two lookups": (2, None),
+    "lookup, model": (1, model),
+    "two lookups, bigram": (2, bigram),
+}
+
+
+def first_of(kinds: str, vocabulary: int = 2) -> FirstOf:
+    count, drafter = SOURCES[kinds]
+    return FirstOf(
+        names=[str(i) for i in range(count + (drafter is not None))],
+        lookups=[lookup(vocabulary, 100 + i) for i in range(count)],
+        drafter=None if drafter is None else drafter(vocabulary, 110),
+        drafter_cost=0.05,
+    )
+
+
+class Adversary(SourceChoice):
+    """Chooses by a hash of the text, of all offers and of all that ever happened in the request."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.history = 0
+
+    def forget(self, slot):
+        super().forget(slot)
+        self.history = 0
+
+    def note(self, *facts) -> int:
+        self.history = zlib.crc32(repr((self.history, facts)).encode())
+        return self.history
+
+    def score(self, tokens, rows, slots, ends):
+        self.note(tokens[rows[0], : ends[0]].tolist())
+        super().score(tokens, rows, slots, ends)
+
+    def remember(self, source, slots, starts, token_ids, counts, estimates):
+        self.note(source, token_ids.tolist(), counts.tolist())
+        super().remember(source, slots, starts, token_ids, counts, estimates)
+
+    def best(self, slots, offers, room, sure, gained):
+        bits = self.note(room.tolist(), [offer.token_ids.tolist() for offer in offers])
+        source = bits % (len(offers) + 1) - 1
+        counts = np.zeros(1, dtype=np.int64)
+        if source >= 0:
+            counts = np.minimum(offers[source].counts, 1 + bits // 8 % 3)
+        width = max(offer.token_ids.shape[1] for offer in offers)
+        return np.where(counts > 0, source, -1), counts, np.ones((1, width))
+
+    def drafts(self, slots, room):
+        return np.array([self.note(room.tolist()) % 3 > 0])
+
+
+@pytest.mark.parametrize("rule", [SourceChoice, Adversary])
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("kinds", SOURCES)
+def test_any_rule_under_the_target(kinds, verifier, rule):
+    with mock.patch("vllm_hsd.core.cascade.SourceChoice", rule):
+        levels, options = [first_of(kinds)], [LevelOptions(2, verifier)]
+        assert bias(levels, options, 4, verifier=verifier) < 1e-9
+
+
+@pytest.mark.parametrize("rule", [SourceChoice, Adversary])
+@pytest.mark.parametrize("kinds", SOURCES)
+def test_any_rule_below_a_verifying_level(kinds, rule):
+    with mock.patch("vllm_hsd.core.cascade.SourceChoice", rule):
+        levels = [first_of(kinds), model(2, 101)]
+        options = [LevelOptions(2), LevelOptions(3, max_rounds=2)]
+        assert bias(levels, options, 4, horizontal_tokens=kinds == "lookup, model") < 1e-9
+
+
+@pytest.mark.parametrize("settings", [{"vocabulary": 3}, {"eos": 0}, {"eos": 1}])
+def test_three_tokens_and_eos(settings):
+    with mock.patch("vllm_hsd.core.cascade.SourceChoice", Adversary):
+        levels = [first_of("lookup, model", settings.get("vocabulary", 2))]
+        assert bias(levels, [LevelOptions(2)], 3, **settings) < 1e-9
+
+
+def test_a_drafter_that_the_text_outgrows():
+    levels = [first_of("lookup, model")]
+    levels[0].drafter.context_length = 4
+    assert bias(levels, [LevelOptions(2)], 4) < 1e-9
+
+
+class LooksAtTheDraft(Cascade):
+    """Lets the drafter draft, looks at its first token, and may use the lookup instead."""
+
+    drops = True
+
+    def unwanted(self, batch, start: int) -> bool:
+        return batch.tokens[0, start] == 0
+
+    def _draft_from_sources(self, batch, choice, slots, requested):
+        start = int(batch.end[0])
+        with mock.patch.object(choice, "best", self.none):
+            super()._draft_from_sources(batch, choice, slots, requested)
+        drafts = self.drafts[0]
+        if not drafts.counts[0] or not self.unwanted(batch, start) or not self.drops:
+            return
+        drafts.clear(slots)
+        batch.end[slots] = start
+        batch.cached[0, slots] = np.minimum(batch.cached[0, slots], start)
+        found = self.lookups[0].lookup(batch.tokens, slots, slots, batch.end, requested)
+        self._append_found(batch, slots, found.token_ids, found.counts)
+
+    def none(self, slots, offers, room, sure, gained):
+        return np.array([-1]), np.array([0]), np.zeros((1, 1))
+
+
+class LooksAndKeeps(LooksAtTheDraft):
+    """As above, but whatever it sees changes nothing."""
+
+    drops = False
+
+
+class KnowsTheVerdict(LooksAtTheDraft):
+    """Uses the lookup where the target is less sure of the drawn token than the drafter was."""
+
+    def unwanted(self, batch, start: int) -> bool:
+        from oracle.exact import Table
+
+        text = tuple(batch.tokens[0, 3:start].tolist())
+        token = int(batch.tokens[0, start])
+        drawn = float(np.exp(self.levels[0].row(text)[token]))
+        return float(Table(2, 1)(text)[token]) < drawn
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("mutant", [LooksAtTheDraft, KnowsTheVerdict])
+def test_a_choice_by_the_drawn_token_is_caught(mutant, verifier):
+    def bias_of(cascade) -> float:
+        with mock.patch("vllm_hsd.reference.engine.Cascade", cascade):
+            levels = [first_of("lookup, model")]
+            return bias(levels, [LevelOptions(2, verifier)], 3, verifier=verifier)
+
+    assert bias_of(LooksAndKeeps) < 1e-9
+    assert bias_of(mutant) > 1e-3

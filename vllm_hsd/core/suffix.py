@@ -1,0 +1,164 @@
+"""A suffix level: the likeliest continuation of the text's end in suffix trees.
+
+After Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications"
+(arXiv:2411.04975), on the trees of arctic-inference: one of each request's own text, one of earlier
+outputs of the server where that is asked for, and one of a store that was written ahead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from vllm_hsd.core.levels import Lookup
+from vllm_hsd.core.suffix_store import SuffixStore
+from vllm_hsd.errors import UserError
+
+# Longest match and continuation together.
+DEPTH = 64
+# A draft ends where its tokens together were seen less often than this.
+LEAST_PROBABILITY = 0.1
+
+
+def suffix_tree_class() -> Any:
+    """The class of arctic-inference's trees.
+
+    Raises:
+        UserError: the package is not installed.
+    """
+    try:
+        from arctic_inference.suffix_decoding.cache import SuffixTree
+    except ImportError as error:
+        raise UserError(
+            "suffix needs the package arctic-inference, whose installation compiles C++: "
+            "`pip install 'vllm-hsd[suffix]'`."
+        ) from error
+    return SuffixTree
+
+
+class SuffixLevel:
+    """Lookup in the request's own text, in earlier outputs, and in a store.
+
+    Args:
+        store: texts written ahead, None for none.
+        shared_tokens: most tokens of earlier outputs that are kept, the oldest go first; 0 keeps
+            every request to its own text and the store.
+
+    Raises:
+        UserError: arctic-inference is not installed.
+    """
+
+    def __init__(self, store: SuffixStore | None = None, shared_tokens: int = 0) -> None:
+        self.tree = suffix_tree_class()
+        self.store = None
+        if store is not None:
+            self.store = self.tree(DEPTH)
+            for number, text in enumerate(store):
+                self.store.extend_ndarray(number, np.ascontiguousarray(text))
+        self.shared = SharedOutputs(self.tree(DEPTH), shared_tokens) if shared_tokens else None
+        # Tree of a slot's text and how much of the text it holds.
+        self.own: dict[int, tuple[Any, int]] = {}
+
+    def read(
+        self, tokens: np.ndarray, rows: np.ndarray, slots: np.ndarray, ends: np.ndarray
+    ) -> None:
+        """See `core.levels.LookupLevel`."""
+        for row, slot, end in zip(rows.tolist(), slots.tolist(), ends.tolist(), strict=True):
+            known = slot in self.own
+            tree, begin = self.own[slot] if known else (self.tree(DEPTH), 0)
+            tree.extend_ndarray(0, np.ascontiguousarray(tokens[row, begin:end]))
+            self.own[slot] = tree, end
+            if self.shared is not None:
+                # What a request brings along is its prompt, which is never shared.
+                self.shared.add(
+                    slot, np.ascontiguousarray(tokens[row, begin if known else end : end])
+                )
+
+    def lookup(
+        self,
+        tokens: np.ndarray,
+        rows: np.ndarray,
+        slots: np.ndarray,
+        ends: np.ndarray,
+        requested: np.ndarray,
+    ) -> Lookup:
+        """See `core.levels.LookupLevel`."""
+        width = int(requested.max(initial=0))
+        found = Lookup(
+            np.zeros((len(rows), width), dtype=np.int64),
+            np.zeros(len(rows), dtype=np.int64),
+            np.zeros((len(rows), width)),
+        )
+        others = [tree for tree in (self.shared and self.shared.tree, self.store) if tree]
+        for i in np.flatnonzero(requested):
+            end = ends[i]
+            context = np.ascontiguousarray(tokens[rows[i], max(end - DEPTH, 0) : end])
+            drafts = [
+                tree.speculate_ndarray(
+                    context, int(requested[i]), 1.0, 0.0, LEAST_PROBABILITY, False
+                )
+                for tree in (self.own[int(slots[i])][0], *others)
+            ]
+            best = max(drafts, key=lambda draft: draft.score)
+            count = len(best.token_ids)
+            found.counts[i] = count
+            found.token_ids[i, :count] = best.token_ids
+            found.confidence[i, :count] = best.probs
+        return found
+
+    def forget(self, slot: int) -> None:
+        """See `core.levels.PerRequest`."""
+        self.own.pop(slot, None)
+        if self.shared is not None:
+            self.shared.end(slot)
+
+    def set_aside(self, slot: int) -> None:
+        """See `core.levels.PerRequest`: the tree is built again from the text."""
+
+    def restore(self, slot: int, kept: None) -> None:
+        """See `core.levels.PerRequest`."""
+
+
+class SharedOutputs:
+    """One tree of the outputs of many requests, the oldest of which go first.
+
+    Args:
+        tree: an empty tree.
+        limit: most tokens to keep.
+    """
+
+    def __init__(self, tree: Any, limit: int) -> None:
+        self.tree, self.limit = tree, limit
+        self.number_of: dict[int, int] = {}
+        self.lengths: dict[int, int] = {}
+        self.order: deque[int] = deque()
+        self.total = 0
+        self.next = 0
+
+    def add(self, slot: int, tokens: np.ndarray) -> None:
+        """Continue the output of the request in a slot: [n] int32."""
+        if slot not in self.number_of:
+            self.number_of[slot], self.next = self.next, (self.next + 1) % (1 << 31)
+            self.lengths[self.number_of[slot]] = 0
+            self.order.append(self.number_of[slot])
+        number = self.number_of[slot]
+        if not len(tokens) or number not in self.lengths:
+            return
+        self.tree.extend_ndarray(number, tokens)
+        self.lengths[number] += len(tokens)
+        self.total += len(tokens)
+        while self.total > self.limit:
+            oldest = self.order.popleft()
+            length = self.lengths.pop(oldest)
+            self.total -= length
+            if length:
+                self.tree.remove(oldest)
+
+    def end(self, slot: int) -> None:
+        """The slot's request has ended; its output stays."""
+        number = self.number_of.pop(slot, None)
+        if number is not None and self.lengths.get(number) == 0:
+            del self.lengths[number]
+            self.order.remove(number)
