@@ -18,8 +18,10 @@ from vllm_hsd.errors import UserError
 
 # Longest match and continuation together.
 DEPTH = 64
-# A draft ends where its tokens together were seen less often than this.
-LEAST_PROBABILITY = 0.1
+# A draft ends before the token that is less likely than this to be accepted.
+LEAST_ACCEPTANCE = 0.1
+# A tree's draft may be so many times as long as the match, which is as much as is wanted.
+UNBOUNDED = 1000.0
 
 
 def suffix_tree_class() -> Any:
@@ -95,17 +97,19 @@ class SuffixLevel:
         for i in np.flatnonzero(requested):
             end = ends[i]
             context = np.ascontiguousarray(tokens[rows[i], max(end - DEPTH, 0) : end])
-            drafts = [
-                tree.speculate_ndarray(
-                    context, int(requested[i]), 1.0, 0.0, LEAST_PROBABILITY, False
+            best = 0.0
+            for source, tree in enumerate((self.own[int(slots[i])][0], *others)):
+                draft = tree.speculate_ndarray(
+                    context, int(requested[i]), UNBOUNDED, 0.0, LEAST_ACCEPTANCE, False
                 )
-                for tree in (self.own[int(slots[i])][0], *others)
-            ]
-            best = max(drafts, key=lambda draft: draft.score)
-            count = len(best.token_ids)
-            found.counts[i] = count
-            found.token_ids[i, :count] = best.token_ids
-            found.confidence[i, :count] = best.probs
+                confidence = acceptance(np.array(draft.probs), draft.match_len, own=source == 0)
+                count = int((confidence >= LEAST_ACCEPTANCE).sum())
+                expected = float(confidence[:count].sum())
+                if expected > best:
+                    best = expected
+                    found.counts[i] = count
+                    found.token_ids[i, :count] = draft.token_ids[:count]
+                    found.confidence[i, :count] = confidence[:count]
         return found
 
     def forget(self, slot: int) -> None:
@@ -162,3 +166,23 @@ class SharedOutputs:
         if number is not None and self.lengths.get(number) == 0:
             del self.lengths[number]
             self.order.remove(number)
+
+
+def acceptance(probs: np.ndarray, match: int, *, own: bool) -> np.ndarray:
+    """Estimated probability that the text continues with the first tokens of a tree's draft.
+
+    A tree's probabilities are shares of what it has seen, mostly once: after a short match they
+    promise too much, in another text more than in one's own. Fitted to greedy and sampled answers
+    of a chat model of 135 million parameters.
+
+    Args:
+        probs: [n] float64, the tree's probabilities of the first tokens.
+        match: tokens before the draft that the tree has seen.
+        own: the tree is of the request's own text.
+
+    Returns:
+        [n] float64, decreasing.
+    """
+    seen = match + np.arange(len(probs))
+    reliable = (seen + 1) / (seen + 2) if own else seen / (seen + 4)
+    return probs * np.cumprod(reliable)

@@ -101,15 +101,11 @@ def _prepare(feature: str) -> None:
 
 
 def _check_adapters(arguments, parsed) -> None:
-    from vllm_hsd.config import sources
-
     exits = [
-        i
-        for i, level in enumerate(parsed.hsd.levels)
-        if sources(level)[-1].kind in ("early_exit", "exit_head")
+        i for i, level in enumerate(parsed.hsd.levels) if level.kind in ("early_exit", "exit_head")
     ]
     if arguments.enable_lora and exits:
-        level = sources(parsed.hsd.levels[exits[0]])[-1]
+        level = parsed.hsd.levels[exits[0]]
         raise UserError(
             f"levels[{exits[0]}].{level.kind} runs layers of the target, which does not work "
             "with LoRA adapters: remove the level or enable_lora."
