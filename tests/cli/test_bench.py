@@ -1,21 +1,24 @@
 """`vllm-hsd bench`: arguments, order of runs, figures and files; once with engines."""
 
 import csv
+import dataclasses
 import json
+import math
 import sys
 from typing import Any, ClassVar
 
 import pytest
 
-from vllm_hsd.cli import bench, bench_report, bench_runs
+from vllm_hsd.cli import bench, bench_report, bench_runs, greedy
 from vllm_hsd.cli import main as cli
 from vllm_hsd.cli.bench_runs import Comparison, Results, Setup, config_name, jobs, measure
-from vllm_hsd.engine import Generation
+from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.errors import UserError
 
 KEYS = [
     "config", "name", "batch_size", "temperature", "tokens_per_second", "speedup", "speedup_low",
     "speedup_high", "tokens_per_step", "acceptance", "ttft_ms", "tpot_ms", "greedy_differences",
+    "greedy_gap",
 ]  # fmt: skip
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 CASCADE = {
@@ -71,16 +74,21 @@ class FakeEngine:
     SECONDS: ClassVar = {0: (4.0, 4.0, 8.0), 1: (4.0, 2.0, 2.0), 2: (1.0, 1.0, 1.0)}
     broken_in_round: ClassVar[dict[int, int]] = {}
     wrong: ClassVar[set[int]] = set()
+    gap: ClassVar[float] = 0.0
 
     def __init__(self, index):
         self.index = index
+
+    def call(self, function, places):
+        assert function is greedy.gaps_of_target and self.index == 0
+        return [self.gap] * len(places)
 
     def generate(self, prompts, sampling_params):
         round_ = sampling_params[0]["seed"] // 1000
         if self.broken_in_round.get(self.index) == round_:
             raise UserError("'x' ended early with signal SIGKILL.")
         seconds = self.SECONDS[self.index][round_] * len(prompts)
-        tokens = [[7, 7, 7, 7, 7]] * len(prompts)
+        tokens = [[7, 7, 7, 7, 7] for _ in prompts]
         if self.index in self.wrong:
             tokens[-1] = [7, 7, 7, 7, 8]
         steps = {0: 5, 1: 3, 2: 2}[self.index]
@@ -106,9 +114,10 @@ def fakes(monkeypatch):
     monkeypatch.setattr(FakeEngine, "wrong", set())
 
 
-def measured(comparison):
-    results = Results(comparison, metadata=bench.describe(comparison, SETUP))
-    measure(results, SETUP)
+def measured(comparison, dtype="float32"):
+    setup = dataclasses.replace(SETUP, dtype=dtype)
+    results = Results(comparison, metadata=bench.describe(comparison, setup))
+    measure(results, setup)
     return results, bench_report.rows(results)
 
 
@@ -165,6 +174,42 @@ def test_greedy_differences_are_counted_over_prompts_and_rounds(fakes, tmp_path)
     FakeEngine.wrong = {2}
     _, rows = measured(make_comparison(tmp_path, batch_sizes=[2]))
     assert [row["greedy_differences"] for row in rows[:3]] == [0, 0, 3]
+
+
+def test_a_greedy_difference_in_float32_is_a_failure(fakes, tmp_path):
+    FakeEngine.wrong = {2}
+    results, rows = measured(make_comparison(tmp_path, batch_sizes=[2]))
+    first = results.differences[0]
+    assert (first.context, first.expected, first.found) == ((3, 7, 7, 7, 7), 7, 8)
+    assert len(greedy.unexplained(results.differences, "float32")) == 3
+    assert rows[2]["greedy_gap"] is None
+    table = bench_report.table(results, rows)
+    assert "ngram 3, small 8: 3 of 6 greedy outputs differ" in table
+    assert "in float32 they must be equal" in table
+
+
+@pytest.mark.parametrize(("gap", "explained"), [(0.03, True), (0.5, True), (0.51, False)])
+def test_a_greedy_difference_in_bfloat16_must_be_a_near_tie(
+    fakes, tmp_path, monkeypatch, gap, explained
+):
+    FakeEngine.wrong = {2}
+    monkeypatch.setattr(FakeEngine, "gap", gap)
+    results, rows = measured(make_comparison(tmp_path, batch_sizes=[2]), "bfloat16")
+    assert (greedy.unexplained(results.differences, "bfloat16") == []) is explained
+    assert (rows[1]["greedy_gap"], rows[2]["greedy_gap"]) == (None, gap)
+    table = bench_report.table(results, rows)
+    assert ("nearly tie" in table) is explained and f"gap {gap:.3f} nats" in table.replace(
+        "up to ", ""
+    )
+
+
+def test_an_output_that_ends_elsewhere_is_never_a_near_tie(fakes, tmp_path, monkeypatch):
+    results, _ = measured(make_comparison(tmp_path, batch_sizes=[2]), "bfloat16")
+    job = next(job for job in results.generations if job.config == 2 and job.temperature == 0)
+    results.generations[job].token_ids[1].pop()
+    found = greedy.with_gaps(FakeEngine(0), greedy.differences(results, SETUP.prompt_ids))
+    assert [(each.job, each.found, each.gap) for each in found] == [(job, greedy.NONE, math.inf)]
+    assert greedy.unexplained(found, "bfloat16") == found
 
 
 def test_what_could_not_run_has_no_numbers(fakes, tmp_path, capsys):
@@ -300,3 +345,23 @@ def test_bench_on_untrained_models(text_family, tmp_path, capsys):
         assert 1 <= row["tokens_per_step"] <= 5
         assert len(row["acceptance"]) == (2 if row["config"] else 0)
         assert all(0 < rate <= 1 for rate in row["acceptance"])
+
+
+def test_gaps_come_from_the_target_itself(text_family, tmp_path):
+    """The likeliest token has none, and an unlikely one is no near tie."""
+    engine_args = {
+        "model": text_family.target,
+        "dtype": "bfloat16",
+        "enforce_eager": True,
+        "max_model_len": 64,
+        "kv_cache_memory_bytes": 1 << 26,
+    }
+    context = (20, 21, 22)
+    with EngineProcess(engine_args, log=tmp_path / "log") as engine:
+        params = {"temperature": 0.0, "max_tokens": 1, "logprobs": 5}
+        best = engine.generate([context], params).token_ids[0][0]
+        wrong = (best + 1) % text_family.vocabulary
+        none, some = engine.call(
+            greedy.gaps_of_target, [(context, best, best), (context, best, wrong)]
+        )
+    assert none == 0 and some > greedy.LARGEST_GAP["bfloat16"]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from vllm_hsd.cli import bench_report
+from vllm_hsd.cli import bench_report, greedy
 from vllm_hsd.cli.bench_runs import Comparison, Results, Setup, measure, progress
 from vllm_hsd.cli.options import integers, numbers
+from vllm_hsd.dtype import choose_dtype
 from vllm_hsd.engine import WorkerProcess, configuration_error
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner.prompts import encode, read_prompts
@@ -72,7 +74,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--rounds", type=int, default=3, metavar="R", help="repetitions; the spread is over these"
     )
-    parser.add_argument("--dtype", default="auto", metavar="D", help="as for `vllm serve`")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        metavar="D",
+        help="as for `vllm serve`; auto on a CPU: bfloat16 where a probe finds it works and is "
+        "faster, else float32",
+    )
     parser.add_argument(
         "--engine-args",
         default="{}",
@@ -90,7 +98,7 @@ def add_parser(commands: Any) -> None:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Run `vllm-hsd bench`; returns 1 if a configuration could not run, else 0.
+    """Run `vllm-hsd bench`; returns the status of `run`.
 
     Raises:
         UserError: the arguments, the model or one of the configurations cannot be used.
@@ -149,7 +157,11 @@ def _in_order(values: list[Any], option: str, least: int) -> list[Any]:
 
 
 def run(comparison: Comparison, **metadata: Any) -> int:
-    """Measure, print the table, write the files; returns 1 if a configuration could not run.
+    """Measure, print the table and write the files.
+
+    Returns:
+        1 if a configuration could not run, or its greedy outputs differ from those of no
+        speculation (in 16 bits: elsewhere than at near ties of the target), else 0.
 
     Args:
         metadata: further top-level entries of bench.json.
@@ -165,6 +177,8 @@ def run(comparison: Comparison, **metadata: Any) -> int:
     for log in directory.glob("*.log"):
         log.unlink()
     setup = inspect(comparison)
+    if setup.device == "cpu" and comparison.engine_args.get("dtype", "auto") == "auto":
+        comparison, setup = with_probed_dtype(comparison, setup)
     results = Results(comparison, metadata={**describe(comparison, setup), **metadata})
     print(bench_report.heading(results), flush=True)
     if (
@@ -177,7 +191,20 @@ def run(comparison: Comparison, **metadata: Any) -> int:
     print(bench_report.table(results, rows))
     for line in bench_report.write(results, rows):
         print(line)
-    return 1 if results.errors else 0
+    return 1 if results.errors or greedy.unexplained(results.differences, setup.dtype) else 0
+
+
+def with_probed_dtype(comparison: Comparison, setup: Setup) -> tuple[Comparison, Setup]:
+    """The comparison in the dtype that suits this CPU, which is printed.
+
+    Raises:
+        UserError: the model runs in no dtype.
+    """
+    progress("probing bfloat16 and float32")
+    choice = choose_dtype(comparison.model)
+    print(f"dtype: {choice}", flush=True)
+    engine_args = comparison.engine_args | {"dtype": choice.dtype}
+    return replace(comparison, engine_args=engine_args), replace(setup, dtype=choice.dtype)
 
 
 def inspect(comparison: Comparison) -> Setup:

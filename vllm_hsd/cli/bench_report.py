@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import platform
+import math
 import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_hsd import host
 from vllm_hsd.checked_files import written_whole
+from vllm_hsd.cli import greedy
 from vllm_hsd.cli.bench_runs import Job, Results
 from vllm_hsd.engine import Generation
 
@@ -44,7 +45,7 @@ def _row(results: Results, index: int, batch_size: int, temperature: float) -> R
         **dict.fromkeys(
             ("tokens_per_second", "speedup", "speedup_low", "speedup_high", "tokens_per_step")
         ),
-        **dict.fromkeys(("acceptance", "ttft_ms", "tpot_ms", "greedy_differences")),
+        **dict.fromkeys(("acceptance", "ttft_ms", "tpot_ms", "greedy_differences", "greedy_gap")),
     }
     if index in results.errors:
         return {**row, "error": results.errors[index]}
@@ -67,14 +68,14 @@ def _row(results: Results, index: int, batch_size: int, temperature: float) -> R
         "tpot_ms": time_per_output_token(everything),
     }
     if temperature == 0:
-        # Without speculation, against its own first round: differences there are not speculation's.
-        references = baseline if index else [baseline[0]] * len(baseline)
-        row["greedy_differences"] = sum(
-            ours != theirs
-            for part, reference in zip(own, references, strict=True)
-            for key in part
-            for ours, theirs in zip(part[key].token_ids, reference[key].token_ids, strict=True)
-        )
+        own_gaps = [
+            each.gap
+            for each in results.differences
+            if _cell(each.job) == (index, batch_size, temperature)
+        ]
+        row["greedy_differences"] = len(own_gaps)
+        if own_gaps and math.isfinite(max(own_gaps)):
+            row["greedy_gap"] = max(own_gaps)
     return {
         key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()
     }
@@ -140,20 +141,11 @@ def time_per_output_token(generations: Sequence[Generation]) -> float | None:
 
 def machine(device: str, threads: int) -> str:
     """The processor or accelerator that engines run on, with what vLLM uses of it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = f"{host.cores()} cores"
     if device != "cpu":
-        return f"{device}, host {_processor()}, {cores} cores"
+        return f"{device}, host {host.processor()}, {cores}"
     plural = "s" if threads > 1 else ""
-    return f"{_processor()}, {cores} cores, {threads} thread{plural} per engine"
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    return f"{host.processor()}, {cores}, {threads} thread{plural} per engine"
 
 
 def heading(results: Results) -> str:
@@ -210,6 +202,8 @@ def table(results: Results, rows: Sequence[Row]) -> str:
         "own row: not those of its first round)."
     )
     lines += ["", *textwrap.wrap(notes, WIDTH)]
+    for sentence in greedy.sentences(results, results.differences, results.metadata["dtype"]):
+        lines += textwrap.wrap(sentence, WIDTH)
     for note in _warnings(results):
         lines += textwrap.wrap(f"Note: {note}", WIDTH)
     return "\n".join(lines)

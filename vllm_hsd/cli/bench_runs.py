@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from vllm_hsd.cli import greedy
 from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.errors import UserError
 
@@ -112,11 +113,18 @@ class Job:
 
 @dataclass
 class Results:
-    """Generations by job, and why a configuration (by index) could not run."""
+    """What was measured.
+
+    Attributes:
+        generations: output and times of every job.
+        errors: why a configuration (by index) could not run.
+        differences: greedy outputs that are not those of no speculation.
+    """
 
     comparison: Comparison
     generations: dict[Job, Generation] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    differences: list[greedy.Difference] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
@@ -249,8 +257,22 @@ def measure(results: Results, setup: Setup) -> None:
                     f"[{done}/{total}] round {round_ + 1}, batch size {job.batch_size}, "
                     f"temperature {job.temperature:g}, {name}: {rate:.1f} tokens/s"
                 )
+        compare_greedy(results, setup, engines)
         if sys.stderr.isatty():
             print(file=sys.stderr)
+
+
+def compare_greedy(results: Results, setup: Setup, engines: Engines) -> None:
+    """Find the greedy outputs that differ, and in 16 bits by how little the target prefers its own.
+
+    Raises:
+        UserError: the engine without speculation failed.
+    """
+    found = greedy.differences(results, setup.prompt_ids)
+    if found and setup.dtype in greedy.LARGEST_GAP:
+        progress(f"looking at the target's logits at {len(found)} greedy differences")
+        found = greedy.with_gaps(engines.get(0), found)
+    results.differences = found
 
 
 def jobs(comparison: Comparison, round_: int, alternate: bool) -> Iterator[Job]:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
 
 from vllm_hsd.checked_files import written_whole
+from vllm_hsd.dtype import choose_dtype
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner.acceptance import Acceptances, measure_acceptance, num_batches
 from vllm_hsd.planner.latencies import Latencies
@@ -145,7 +146,11 @@ def measure_profile(
         if with_latencies:
             sizes = [models.size(i) for i in range(len(task.candidates))]
             timing = Timing(
-                _with_defaults(task, device), sizes, contexts, models.vocabulary, stages.directory
+                _with_defaults(task, device, console),
+                sizes,
+                contexts,
+                models.vocabulary,
+                stages.directory,
             )
             del models  # the engine needs the memory
             torch.cuda.empty_cache()
@@ -193,10 +198,14 @@ def _start(tokenizer: Any, target: str) -> list[int]:
     raise UserError(f"the tokenizer of '{target}' marks no beginning of a text: give --prompts.")
 
 
-def _with_defaults(task: Task, device: str) -> Task:
+def _with_defaults(task: Task, device: str, console: Console) -> Task:
+    """The task with what vLLM needs to be told on a CPU."""
     if device != "cpu":
         return task
-    # bfloat16 dies with an illegal instruction on some virtual machines; two engines share the
-    # memory, and vLLM means the CPU's by this name.
-    defaults = {"dtype": "float32", "gpu_memory_utilization": 0.3}
-    return replace(task, engine_args=defaults | task.engine_args)
+    # Two engines share the memory, and vLLM means the CPU's by this name.
+    engine_args = {"gpu_memory_utilization": 0.3} | task.engine_args
+    if engine_args.get("dtype", "auto") == "auto":
+        choice = choose_dtype(task.target)
+        console.print(f"dtype of the timed engine: {choice}", soft_wrap=True)
+        engine_args["dtype"] = choice.dtype
+    return replace(task, engine_args=engine_args)

@@ -7,7 +7,6 @@ import importlib.metadata
 import io
 import itertools
 import math
-import os
 import platform
 import zipfile
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from vllm_hsd import host
 from vllm_hsd.checked_files import read_json, written_whole
 from vllm_hsd.config import Level
 from vllm_hsd.errors import UserError, brief, quoted
@@ -330,19 +330,7 @@ def versions() -> dict[str, str]:
 
 def machine() -> dict[str, str | int]:
     """Processor and cores in use."""
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    return {"processor": _processor(), "cores": cores}
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    return {"processor": host.processor(), "cores": host.cores()}
 
 
 def environment_warnings(profile: Profile) -> list[str]:

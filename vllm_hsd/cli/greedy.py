@@ -1,0 +1,127 @@
+"""Greedy outputs of a comparison against those of no speculation.
+
+In float32 they must be equal. In 16 bits the target itself rounds differently when it verifies
+several tokens at once, so outputs may part where its own two best logits nearly tie, and nowhere
+else: the engine without speculation gives the gap at each such place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_hsd.cli.bench_runs import Job, Results
+    from vllm_hsd.engine import EngineProcess
+
+# Largest gap of a near tie, in nats. Measured on SmolLM2-135M in bfloat16: see docs/results.md.
+LARGEST_GAP = {"bfloat16": 0.5, "float16": 0.1}
+# In place of a token where an output has ended.
+NONE = -1
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token of a greedy output that is not the one without speculation.
+
+    Attributes:
+        job, sequence: the generation, and which of its outputs.
+        context: token ids of the prompt and of the output before that token.
+        expected, found: the token without speculation, and the other one; NONE after an end.
+        gap: by how much the less likely of the two falls short of the target's most likely token,
+            in nats, without speculation; infinite if one of them is no token or nothing looked.
+    """
+
+    job: Job
+    sequence: int
+    context: tuple[int, ...]
+    expected: int
+    found: int
+    gap: float = math.inf
+
+
+def differences(results: Results, prompt_ids: Sequence[Sequence[int]]) -> list[Difference]:
+    """First differences of all greedy outputs, in the order of the jobs.
+
+    Outputs without speculation are compared with those of its own first round.
+    """
+    found = []
+    for job, generation in results.generations.items():
+        if job.temperature > 0:
+            continue
+        reference = dataclasses.replace(job, config=0, round=job.round if job.config else 0)
+        expected = results.generations[reference].token_ids
+        for i, (ours, theirs) in enumerate(zip(generation.token_ids, expected, strict=True)):
+            pairs = list(zip_longest(ours, theirs, fillvalue=NONE))
+            n = next((n for n, (our, their) in enumerate(pairs) if our != their), None)
+            if n is not None:
+                prompt = prompt_ids[job.prompts[i] % len(prompt_ids)]
+                context = (*prompt, *theirs[:n])
+                found.append(Difference(job, i, context, pairs[n][1], pairs[n][0]))
+    return found
+
+
+def with_gaps(engine: EngineProcess, found: Sequence[Difference]) -> list[Difference]:
+    """The differences with their gaps, from the engine without speculation."""
+    places = {each: (each.context, each.expected, each.found) for each in found}
+    asked = list(dict.fromkeys(place for place in places.values() if NONE not in place[1:]))
+    gaps = dict(zip(asked, engine.call(gaps_of_target, asked), strict=True)) if asked else {}
+    return [
+        dataclasses.replace(each, gap=gaps.get(place, math.inf)) for each, place in places.items()
+    ]
+
+
+def gaps_of_target(llm: Any, places: Sequence[tuple[Sequence[int], int, int]]) -> list[float]:
+    """Gap at each (context, token, token); runs in the engine's process."""
+    from vllm import SamplingParams
+
+    gaps = []
+    for context, *pair in places:
+        params = SamplingParams(
+            temperature=0, max_tokens=1, logprob_token_ids=sorted(pair), detokenize=False
+        )
+        prompt: Any = {"prompt_token_ids": list(context)}
+        output = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+        logprobs = {token: found.logprob for token, found in output.logprobs[0].items()}
+        gaps.append(max(logprobs.values()) - min(logprobs[token] for token in pair))
+    return gaps
+
+
+def unexplained(found: Sequence[Difference], dtype: str) -> list[Difference]:
+    """Those that are no near ties: in float32 all of them."""
+    bound = LARGEST_GAP.get(dtype)
+    return [each for each in found if bound is None or not each.gap <= bound]
+
+
+def sentences(results: Results, found: Sequence[Difference], dtype: str) -> list[str]:
+    """What to say about the differences, one sentence per configuration that has any."""
+    lines = []
+    wrong = unexplained(found, dtype)
+    for index, name in enumerate(results.comparison.names):
+        own = [each for each in found if each.job.config == index]
+        if not own:
+            continue
+        total = sum(
+            len(job.prompts)
+            for job in results.generations
+            if job.config == index and job.temperature == 0
+        )
+        counted = f"{name}: {len(own)} of {total} greedy outputs differ from no speculation"
+        bad = [each for each in own if each in wrong]
+        if not bad:
+            lines.append(
+                f"{counted}, each first where two tokens nearly tie for the target itself (largest "
+                f"gap {max(each.gap for each in own):.3f} nats, bound {LARGEST_GAP[dtype]:g})."
+            )
+        elif dtype not in LARGEST_GAP:
+            lines.append(f"{counted}: in {dtype} they must be equal.")
+        else:
+            lines.append(
+                f"{counted}, {len(bad)} of them where nothing ties (gap up to "
+                f"{max(each.gap for each in bad):.3f} nats, bound {LARGEST_GAP[dtype]:g})."
+            )
+    return lines
