@@ -33,9 +33,11 @@ def test_parameter_counts_and_dtype(models):
         assert models[name].dtype == torch.float32
 
 
-def test_total_size_is_below_20_megabytes():
+def test_total_sizes_are_below_20_and_25_megabytes():
     files = [p for p in MODELS.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
-    assert sum(p.stat().st_size for p in files) < 20e6
+    head = [p for p in files if "smollm2-eagle3" in p.parts]
+    assert sum(p.stat().st_size for p in head) < 25e6
+    assert sum(p.stat().st_size for p in set(files) - set(head)) < 20e6
 
 
 def test_one_tokenizer_for_all(models, tokenizer):
