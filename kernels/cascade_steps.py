@@ -82,6 +82,7 @@ def stage(
         max_model_len,
         DRAWS_PER_LENGTH=DRAWS_PER_LENGTH,
         WINDOW=schedule.window,
+        MARGIN=schedule.margin,
         LANES=padded_size(schedule.window),
         LEVELS=schedule.num_levels,
         num_warps=1,

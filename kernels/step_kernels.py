@@ -78,6 +78,7 @@ def stage_kernel(
     max_model_len,
     DRAWS_PER_LENGTH: tl.constexpr,
     WINDOW: tl.constexpr,
+    MARGIN: tl.constexpr,
     LANES: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
@@ -89,7 +90,7 @@ def stage_kernel(
     sampled = tl.load(num_sampled_ptr + request, mask=real, other=0)
     drafts = real & (sampled > 0) & (length >= WINDOW)
     longest = tl.load(lengths_ptr + LEVELS - 1)
-    room = tl.minimum(longest.to(tl.int64), max_model_len - 1 - length)
+    room = tl.minimum(longest.to(tl.int64), max_model_len - MARGIN - length)
     asked = tl.where(drafts, tl.maximum(room, 0), 0).to(tl.int32)
     base = tl.where(drafts, length - WINDOW, 0)
     lane = tl.arange(0, LANES)

@@ -103,7 +103,7 @@ _PLACE = {"LEVELS": 2, "WINDOW": 3, "LANES": 8, "COMMITTED_TOO": True}
 _STEPS = {
     "stage": (
         step_kernels.stage_kernel,
-        {"DRAWS_PER_LENGTH": 1 << 16, "WINDOW": 3, "LANES": 4, "LEVELS": 2},
+        {"DRAWS_PER_LENGTH": 1 << 16, "WINDOW": 3, "MARGIN": 2, "LANES": 4, "LEVELS": 2},
         1,
     ),
     "place_draft": (

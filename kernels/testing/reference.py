@@ -106,6 +106,51 @@ def verify_chain(
     return ChainResult(token_ids, num_accepted, (token_ids >= 0).sum(-1).to(torch.int32), lse)
 
 
+def verify_chain_padded(
+    target_logits: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    draft_sampled: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    draws: torch.Tensor,
+    *,
+    max_draft_tokens: int,
+    method: str = "block",
+    level: int = 1,
+    draw_offset: int = 0,
+    draft_temperature: torch.Tensor | None = None,
+    draft_lse: torch.Tensor | None = None,
+    draft_index: torch.Tensor,
+    draft_length: torch.Tensor,
+) -> ChainResult:
+    """``vllm_hsd.kernels.chain_verify.verify_chain_padded`` where every request has a row."""
+    state = idx_mapping.long()
+    target, draft, tokens, lengths = [], [], [], []
+    for i, (begin, end) in enumerate(pairwise(cu_num_logits.tolist())):
+        entry = int(draft_index[i])
+        n = min(int(draft_length[entry]), end - begin - 1) if entry >= 0 else 0
+        lengths.append(n)
+        target.append(target_logits[begin : begin + n + 1])
+        tokens.append(draft_sampled[begin + 1 : begin + n + 1])
+        if draft_logits is not None:
+            draft.append(draft_logits[entry, :n])
+    return verify_chain(
+        torch.cat(target),
+        torch.cat(draft) if draft else None,
+        torch.cat(tokens),
+        torch.tensor([0, *lengths]).cumsum(0),
+        temperature[state],
+        seeds[state],
+        draws[state] + draw_offset,
+        max_draft_tokens=max_draft_tokens,
+        method=method,
+        level=level,
+        draft_temperature=None if draft_temperature is None else draft_temperature[state],
+    )
+
+
 def verify_tree(
     target_logits: torch.Tensor,
     draft_logits: torch.Tensor | None,

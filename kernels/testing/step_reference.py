@@ -29,7 +29,7 @@ def stage(
         slot = int(index[b]) if b < len(index) else -1
         n = int(length[slot]) if slot >= 0 else 0
         drafts = slot >= 0 and int(num_sampled[b]) > 0 and n >= window
-        asked = max(min(longest, max_model_len - 1 - n), 0) if drafts else 0
+        asked = max(min(longest, max_model_len - schedule.margin - n), 0) if drafts else 0
         state.slot[b] = slot
         state.base[b] = n - window if drafts else 0
         state.window[b, :window] = text[slot, n - window : n] if drafts else 0

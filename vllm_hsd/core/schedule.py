@@ -113,6 +113,16 @@ class Schedule:
         """Tokens that a window on the text must hold: what is committed and what is drafted."""
         return self.window + self.num_speculative_tokens + max(self.draft_lengths)
 
+    @property
+    def margin(self) -> int:
+        """Tokens by which a proposal stays below the longest text.
+
+        A forward pass is fed a whole draft even where there is room for less. Past the longest text
+        there are no blocks to read, and a shorter length would shift what each token attends to.
+        """
+        fed = [op.draft_length for op in self.ops if isinstance(op, Verify)]
+        return max(1, *(n - 1 for n in fed)) if fed else 1
+
     def query_lengths(self, level: int) -> tuple[int, ...]:
         """The different query lengths of a level's forward passes, ascending."""
         passes = [op for op in self.ops if op.level == level and not isinstance(op, Lookup)]

@@ -1,0 +1,123 @@
+"""The program against the host's cascade, on equal uniforms; its kernels as plain references.
+
+tests/kernels/test_program_kernels.py runs the same with the kernels under the interpreter.
+"""
+
+import numpy as np
+import pytest
+import torch
+from support.programs import Engine, reference_steps
+
+from vllm_hsd.kernels.testing import reference
+
+CASCADES = [
+    ((4,), ()),
+    ((2, 6), ()),
+    ((3, 8), (4,)),
+    ((1, 3, 7), (2, 3)),
+    ((2, 3, 6), (1, 2)),
+]
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize(("lengths", "rounds"), CASCADES)
+def test_token_for_token_as_the_cascade(lengths, rounds, greedy):
+    """Up to max_model_len, with caches that only the program itself keeps up to date."""
+    verifiers = ("block", "block", "standard") if len(lengths) == 3 else ("block",) * 2
+    engine = Engine(lengths, rounds, verifiers, greedy=greedy, seed=len(lengths))
+    rng = np.random.default_rng(0)
+    filled = []
+    with reference_steps(engine) as steps:
+        for _ in range(6 if greedy else 9):
+            drafts = engine.propose(steps)
+            assert drafts == engine.host_drafts()
+            filled += [len(draft) for draft in drafts]
+            engine.keep_some(drafts, rng)
+            if int(engine.length.max()) >= 40:
+                break
+    assert max(filled) == lengths[-1] or greedy or rounds
+
+
+def test_other_uniforms_give_other_tokens():
+    """Negative control of the comparison above."""
+    engine = Engine((2, 6))
+    with reference_steps(engine) as steps:
+        drafts = engine.propose(steps)
+    engine.seeds += 1
+    assert drafts != engine.host_drafts()
+
+
+def test_a_hole_in_a_cache_is_caught():
+    """Negative control: with a shorter first pass a level sees what it has not computed."""
+    engine = Engine((2, 6))
+    with reference_steps(engine) as steps:
+        drafts = engine.propose(steps)
+        for b, draft in enumerate(drafts):
+            engine.commit(b, [*draft, 0])
+        for level in engine.levels:
+            for slot in engine.index.tolist():
+                level.cache[level.places(slot, int(engine.length[slot]))[-4]] = -1
+        assert engine.propose(steps) != engine.host_drafts()
+
+
+class Recorded:
+    """Keys of all uniforms that decide something, (seed, stream, draw)."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.keys: list[tuple[int, int, int]] = []
+
+    def sample_row(self, logits, temperature, seeds, draws, *, level, draw_offset):
+        state = self.engine.state
+        for b in torch.nonzero(state.have[0] < state.asked[0])[:, 0].tolist():
+            self.keys.append((int(seeds[b]), level, int(draws[b]) + draw_offset))
+        return reference.sample_row(
+            logits, temperature, seeds, draws, level=level, draw_offset=draw_offset
+        )
+
+    def verify_chain_padded(self, *arguments, level, draw_offset, draft_length, **rest):
+        state = self.engine.state
+        for b in torch.nonzero(state.origin >= 0)[:, 0].tolist():
+            first = int(state.draws[b]) + draw_offset
+            self.keys += [
+                (int(state.seeds[b]), level, first + t) for t in range(int(draft_length[b]) + 1)
+            ]
+        return reference.verify_chain_padded(
+            *arguments, level=level, draw_offset=draw_offset, draft_length=draft_length, **rest
+        )
+
+
+@pytest.mark.parametrize("keyed_by_position", [False, True])
+def test_no_uniform_is_met_twice(keyed_by_position, monkeypatch):
+    """Over proposals with preemption, skipped steps and a request in another one's slot."""
+    engine = Engine((2, 3, 6), (2, 2), seed=3)
+    if keyed_by_position:
+        # Negative control: draws that move on by one with every token, as positions do.
+        monkeypatch.setattr("vllm_hsd.core.schedule.DRAWS_PER_LENGTH", 1)
+    recorded = Recorded(engine)
+    rng = np.random.default_rng(1)
+    functions = {
+        "sample_row": recorded.sample_row,
+        "verify_chain_padded": recorded.verify_chain_padded,
+    }
+    everyone = engine.index.clone()
+    with reference_steps(engine, **functions) as steps:
+        for step in range(8):
+            # Requests leave the batch for a step, and the batch changes its order.
+            present = torch.from_numpy(rng.permutation(3)[: rng.integers(1, 4)])
+            engine.index = everyone[present]
+            drafts = engine.propose(steps)
+            if step == 3:
+                # Preempted before the target saw the proposal: the same text, the same uniforms,
+                # and the same draft again.
+                before = len(recorded.keys)
+                assert engine.propose(steps) == drafts
+                del recorded.keys[before:]
+            engine.keep_some(drafts, rng)
+            if step == 5:
+                # Its slot goes to a new request.
+                slot = int(everyone[0])
+                engine.seeds[slot] += 12345
+                engine.length[slot] = 9
+    assert len(recorded.keys) > 150
+    assert (len(set(recorded.keys)) == len(recorded.keys)) is not keyed_by_position

@@ -1,0 +1,80 @@
+"""The program with its kernels under the interpreter, against the host's cascade."""
+
+import numpy as np
+import pytest
+import torch
+from support.programs import Engine, reference_steps
+from support.proposal_states import poison, tensors_of
+
+pytestmark = pytest.mark.interpret
+
+# What `stage` writes or what never changes.
+STAGED = {
+    "num_reqs", "window", "base", "end", "start", "have", "asked", "limit", "slot", "temperature",
+    "seeds", "draws", "row_of_slot", "draft_lengths", "request", "counts",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rounds", "greedy", "proposals"),
+    [
+        ((2, 6), (), False, 3),
+        ((2, 6), (), True, 1),
+        pytest.param((1, 3, 7), (2, 3), False, 2, marks=pytest.mark.slow),
+        pytest.param((3, 8), (4,), False, 6, marks=pytest.mark.slow),
+    ],
+)
+def test_token_for_token_as_the_cascade(lengths, rounds, greedy, proposals):
+    engine = Engine(lengths, rounds, ("block", "standard", "block"), greedy=greedy, seed=5)
+    # Greedy requests among the others.
+    engine.temperature[int(engine.index[0])] = 0
+    rng = np.random.default_rng(0)
+    for _ in range(proposals):
+        drafts = engine.propose()
+        assert drafts == engine.host_drafts()
+        assert any(drafts)
+        engine.keep_some(drafts, rng)
+
+
+def poisoned(engine: Engine) -> None:
+    """As a graph finds its buffers: whatever the last replay, or nobody, has left there."""
+    for name, tensor in tensors_of(engine.state).items():
+        if name not in STAGED and not name.startswith("row_starts"):
+            poison(tensor)
+    poison(engine.state.window)
+
+
+def test_no_op_reads_what_neither_stage_nor_an_earlier_op_wrote():
+    """Twice on poisoned buffers, as two replays of one graph, against clean ones."""
+    lengths, rounds = (2, 3, 6), (1, 2)
+    clean, engine = Engine(lengths, rounds, seed=6), Engine(lengths, rounds, seed=6)
+    with reference_steps(clean) as steps:
+        expected = clean.propose(steps)
+    for _ in range(2):
+        poisoned(engine)
+        assert engine.propose() == expected
+        for k, count in enumerate(clean.state.have.tolist()):
+            for b, n in enumerate(count):
+                mine, theirs = engine.state.rows[k][b, :n], clean.state.rows[k][b, :n]
+                if clean.state.temperature[k, b] > 0:
+                    assert mine.equal(theirs)
+                    torch.testing.assert_close(
+                        engine.state.lse[k][b, :n], clean.state.lse[k][b, :n]
+                    )
+    assert engine.state.counts[:, 0].equal(2 * clean.state.counts[:, 0])
+
+
+def test_a_read_of_what_nobody_wrote_is_caught(monkeypatch):
+    """Negative control: without `place` a pass is fed what was there before."""
+    clean, engine = Engine((2, 6), seed=6), Engine((2, 6), seed=6)
+    with reference_steps(clean) as steps:
+        expected = clean.propose(steps)
+    first = engine.program.levels[1].forward
+
+    def forward(state, op, num_logits):
+        poison(state.input_ids)
+        return first(state, op, num_logits)
+
+    monkeypatch.setattr(engine.program.levels[1], "forward", forward)
+    poisoned(engine)
+    assert engine.propose() != expected

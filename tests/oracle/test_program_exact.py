@@ -1,0 +1,156 @@
+"""Exact distribution of a proposal of the program, verified by the target; every draw enumerated.
+
+Uniforms are fresh in every proposal (tests/core/test_program.py), so that the tokens of one step,
+continued by the target, must have the target's joint distribution.
+"""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from oracle import sequential
+from oracle.exact import Choices, Table, Tokens, distance, distribution_of, extended
+from support.programs import PROMPT, Engine, reference_steps
+
+from vllm_hsd.kernels.chain_verify import ChainResult
+
+VOCABULARY = 3
+TARGET = Table(VOCABULARY, 1)
+VERIFIERS = {"block": sequential.block, "standard": sequential.standard}
+
+
+def exact_row(logits: torch.Tensor) -> list[Fraction]:
+    """The table's fractions, back from float64 logits."""
+    return [Fraction(p).limit_denominator(10**6) for p in logits.exp().tolist()]
+
+
+class Chosen:
+    """Enumerated choices in place of the kernels' draws, for one request at temperature 1.
+
+    Args:
+        engine: whose program runs.
+        by_position: choices of a level at one position of the text share a uniform (a fault).
+        claimed: rows that verification is told, in place of those that tokens were drawn from.
+    """
+
+    def __init__(self, engine: Engine, by_position: bool = False) -> None:
+        self.engine, self.by_position = engine, by_position
+        self.choices = Choices()
+
+    def key(self, *parts):
+        return parts if self.by_position else None
+
+    def sample_row(self, logits, temperature, seeds, draws, *, level, draw_offset):
+        state = self.engine.state
+        if not state.have[0, 0] < state.asked[0, 0]:
+            return torch.zeros(1, dtype=torch.int64), torch.zeros(1)
+        position = int(state.base[0] + state.end[0])
+        token = self.choices.sample(exact_row(logits[0]), self.key(0, "draft", position))
+        return torch.tensor([token]), torch.zeros(1)
+
+    def verify_chain_padded(
+        self, target_logits, draft_logits, sampled, cu, index, *_, method, level, **given
+    ):
+        state = self.engine.state
+        n = int(given["draft_length"][0])
+        width = given["max_draft_tokens"] + 1
+        accepted, token = 0, 0
+        if state.origin[0] >= 0:
+            first = int(state.base[0] + state.start[level - 1, 0])
+            accepted, token = self.verdict(
+                [exact_row(row) for row in target_logits[: n + 1]],
+                [exact_row(row) for row in draft_logits[0, :n]],
+                sampled[1 : n + 1].tolist(),
+                VERIFIERS[method],
+                level,
+                first,
+            )
+        tokens = torch.full((1, width), -1)
+        tokens[0, :accepted] = sampled[1 : accepted + 1]
+        tokens[0, accepted] = token
+        counts = torch.tensor([accepted], dtype=torch.int32)
+        return ChainResult(tokens, counts, counts + 1, torch.zeros(1, width))
+
+    def verdict(self, p, q, x, rule, level, first):
+        place = iter(range(first, first + len(x)))
+        return rule(
+            p,
+            q,
+            x,
+            lambda h: self.choices.bernoulli(h, self.key(level, "accept", next(place))),
+            lambda weights: self.choices.sample(weights, self.key(level, "next", first)),
+        )
+
+
+def bias(lengths, rounds=(), verifier="block", *, tokens=3, mutate=None, **faults) -> Fraction:
+    """Total variation distance of the next tokens to the target's joint distribution."""
+    engine = Engine(
+        lengths,
+        rounds,
+        (verifier,) * 3,
+        batch=1,
+        requests=1,
+        vocabulary=VOCABULARY,
+        dtype=torch.float64,
+    )
+    engine.temperature.fill_(1)
+    engine.scales.fill_(1)
+    chosen = Chosen(engine, **faults)
+    prompt = engine.text.clone()
+    caches = [level.cache.clone() for level in engine.levels]
+
+    def one_step(choices: Choices) -> Tokens:
+        chosen.choices = choices
+        engine.text.copy_(prompt)
+        for level, cache in zip(engine.levels, caches, strict=True):
+            level.cache.copy_(cache)
+        [draft] = engine.propose(steps)
+        state = engine.state
+        if mutate is not None:
+            mutate(state, len(draft))
+        rows = state.rows[-1][0, : len(draft)]
+        accepted, token = chosen.verdict(
+            TARGET.rows(tuple(draft), len(draft) + 1),
+            [exact_row(row) for row in rows],
+            draft,
+            VERIFIERS[verifier],
+            len(lengths),
+            PROMPT,
+        )
+        return (*draft[:accepted], token)
+
+    functions = {
+        "sample_row": chosen.sample_row,
+        "verify_chain_padded": chosen.verify_chain_padded,
+    }
+    with reference_steps(engine, **functions) as steps:
+        emitted = distribution_of(one_step)
+    return distance(extended(emitted, TARGET, tokens), TARGET.joint(tokens))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rounds", "verifier"),
+    [
+        ((2,), (), "block"),
+        ((1, 3), (), "block"),
+        ((2, 3), (2,), "standard"),
+        ((1, 2, 3), (1, 1), "block"),
+        pytest.param((2, 3), (2,), "block", marks=pytest.mark.slow),
+        pytest.param((1, 2, 3), (1, 2), "block", marks=pytest.mark.slow),
+        pytest.param((1, 2, 3), (2, 1), "standard", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_has_the_distribution_of_the_target(lengths, rounds, verifier):
+    assert bias(lengths, rounds, verifier) == 0
+
+
+def test_uniforms_keyed_by_position_are_caught():
+    """Rounds meet positions again whose uniforms block verification has looked at."""
+    assert bias((2, 3), (2,), by_position=True) > Fraction(1, 1000)
+
+
+def test_rows_that_the_tokens_were_not_drawn_from_are_caught():
+    def rows_of_level_zero(state, count):
+        state.rows[1][0, :1] = state.rows[0][0, :1]
+
+    assert bias((1, 3), mutate=rows_of_level_zero) > Fraction(1, 1000)

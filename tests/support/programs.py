@@ -1,0 +1,259 @@
+"""Programs over table-driven levels with paged caches, and the host's cascade beside them."""
+
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import torch
+from oracle.exact import Table
+from oracle.stand_ins import TableLevel
+from support.proposal_states import block_tables
+
+from vllm_hsd.core.cascade import Cascade, DraftBatch
+from vllm_hsd.core.drafts import DraftStore, ragged_arange
+from vllm_hsd.core.levels import LevelOptions
+from vllm_hsd.core.program import Program
+from vllm_hsd.core.proposal_state import ProposalState
+from vllm_hsd.core.schedule import Schedule, compile_schedule, first_draw
+from vllm_hsd.core.stopping import EntropyThresholds
+from vllm_hsd.kernels import cascade_steps
+from vllm_hsd.kernels.testing import reference, step_reference
+from vllm_hsd.verify.rng import host_uniforms
+
+MAX_MODEL_LEN, MAX_NUM_REQS, PROMPT = 40, 7, 5
+BLOCK_SIZE = 4
+
+
+class CachedTableLevel:
+    """A model that sees only what its KV cache holds: tokens, written where `slot_mapping` says.
+
+    Args:
+        table: distribution after every text that follows the prompt.
+        table_of_blocks: int32 [slots, blocks].
+        dtype: of its logits.
+    """
+
+    in_target_cache = False
+
+    def __init__(self, table: Table, blocks: torch.Tensor, dtype=torch.float32) -> None:
+        self.rows = TableLevel(table, PROMPT)
+        self.blocks, self.dtype = blocks, dtype
+        self.cache = torch.full((blocks.numel() * BLOCK_SIZE,), -1, dtype=torch.int64)
+        self.seen: list[tuple[int, ...]] = []
+
+    def places(self, slot: int, length: int) -> torch.Tensor:
+        positions = torch.arange(length)
+        return (
+            self.blocks[slot, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+        )
+
+    def ingest(self, slot: int, tokens: torch.Tensor) -> None:
+        """Compute the tokens of a prompt, as a prefill does."""
+        self.cache[self.places(slot, len(tokens))] = tokens.long()
+
+    def forward(self, state: ProposalState, op, num_logits: int) -> torch.Tensor:
+        q, batch = op.query_length, state.batch
+        vocabulary = self.rows.table.vocabulary
+        for at, place in enumerate(state.slot_mapping[0, : batch * q].tolist()):
+            if place >= 0:
+                self.cache[place] = int(state.input_ids[at])
+        logits = torch.full((batch * num_logits, vocabulary), float("nan"), dtype=self.dtype)
+        for b in range(batch):
+            assert state.query_start_loc[b + 1] - state.query_start_loc[b] in (0, q)
+            if state.seq_lens[b] == 0:
+                continue
+            # Attention takes the positions of a query from the end of the text.
+            assert state.positions[(b + 1) * q - 1] == state.seq_lens[b] - 1
+            if state.have[-1, b] < state.asked[-1, b]:
+                assert state.positions[b * q] == state.seq_lens[b] - q
+            cached = self.cache[self.places(int(state.slot[b]), int(state.seq_lens[b]))].tolist()
+            for i in range(num_logits):
+                text = cached[: len(cached) - num_logits + 1 + i]
+                # A hole shows as an unusable row, which ends a draft and changes the tokens.
+                if -1 not in text and max(text) < vocabulary:
+                    row = self.rows.row(tuple(text[PROMPT:]))
+                    logits[b * num_logits + i] = torch.tensor(row, dtype=self.dtype)
+        return logits
+
+
+class Engine:
+    """Requests, caches and levels for proposals of one schedule; the target is left to the tests.
+
+    Args:
+        lengths, rounds: of the levels; see `compile_schedule`.
+        verifiers: one per level.
+        batch: B; requests: how many of these rows are real.
+        vocabulary: V.
+        dtype: of the rows.
+    """
+
+    def __init__(
+        self,
+        lengths,
+        rounds=(),
+        verifiers=("block",) * 3,
+        *,
+        batch: int = 4,
+        requests: int = 3,
+        vocabulary: int = 5,
+        dtype=torch.float32,
+        greedy: bool = False,
+        seed: int = 0,
+    ) -> None:
+        limits = [None, *rounds, *[None] * len(lengths)]
+        plain = [LevelOptions(n, max_rounds=limits[k]) for k, n in enumerate(lengths)]
+        self.schedule: Schedule = compile_schedule(plain)
+        self.options = [
+            LevelOptions(n, verifier=verifiers[k], max_rounds=self.schedule.rounds[k] or None)
+            for k, n in enumerate(lengths)
+        ]
+        self.tables = [Table(vocabulary, 100 + k) for k in range(len(lengths))]
+        self.groups, self.blocks = block_tables(seed, sizes=(BLOCK_SIZE,))
+        self.levels = [CachedTableLevel(t, self.blocks[0], dtype) for t in self.tables]
+        self.program = Program(
+            self.schedule, self.levels, verifiers[: len(lengths)], self.groups, MAX_MODEL_LEN
+        )
+        self.state = ProposalState.allocate(
+            self.schedule,
+            batch=batch,
+            max_num_reqs=MAX_NUM_REQS,
+            vocab_size=vocabulary,
+            dtypes=[dtype] * len(lengths),
+            num_kv_groups=1,
+            device=torch.device("cpu"),
+        )
+        g = torch.Generator().manual_seed(seed)
+        self.index = torch.randperm(MAX_NUM_REQS, generator=g)[:requests].to(torch.int32)
+        self.text = torch.zeros(MAX_NUM_REQS, MAX_MODEL_LEN, dtype=torch.int32)
+        self.text[:, :PROMPT] = torch.randint(0, vocabulary, (MAX_NUM_REQS, PROMPT), generator=g)
+        self.length = torch.full((MAX_NUM_REQS,), PROMPT, dtype=torch.int32)
+        self.temperature = torch.rand(MAX_NUM_REQS, generator=g) + 0.5
+        if greedy:
+            self.temperature.zero_()
+        self.seeds = torch.randint(-(2**62), 2**62, (MAX_NUM_REQS,), generator=g)
+        self.scales = torch.tensor([0.75, 1.0, 1.5][: len(lengths)])
+        for slot in self.index.tolist():
+            for level in self.levels:
+                level.ingest(slot, self.text[slot, : PROMPT - 1])
+
+    def propose(self, steps=cascade_steps) -> list[list[int]]:
+        """The drafts of all requests."""
+        steps.stage(
+            self.state,
+            self.schedule,
+            index=self.index,
+            text=self.text,
+            length=self.length,
+            num_sampled=torch.ones(len(self.index), dtype=torch.int32),
+            temperature=self.temperature,
+            seeds=self.seeds,
+            scales=self.scales,
+            max_model_len=MAX_MODEL_LEN,
+        )
+        self.program.run(self.state)
+        return self.drafts()
+
+    def drafts(self) -> list[list[int]]:
+        lengths = self.state.draft_length.tolist()
+        return [self.state.draft_tokens[b, : lengths[b]].tolist() for b in range(len(self.index))]
+
+    def commit(self, b: int, tokens: list[int]) -> None:
+        """The target's step has kept these tokens."""
+        slot, n = int(self.index[b]), int(self.length[self.index[b]])
+        tokens = tokens[: MAX_MODEL_LEN - n]
+        self.text[slot, n : n + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        self.length[slot] = n + len(tokens)
+
+    def keep_some(self, drafts: list[list[int]], rng: np.random.Generator) -> None:
+        """The step of a target that keeps any part of every draft and adds any token."""
+        for b, draft in enumerate(drafts):
+            kept = int(rng.integers(0, len(draft) + 1))
+            self.commit(b, [*draft[:kept], int(rng.integers(0, self.tables[0].vocabulary))])
+
+    def host_drafts(self) -> list[list[int]]:
+        """What the host's cascade drafts on the same texts with the same uniforms."""
+        slots = np.arange(len(self.index))
+        order = self.index.long().numpy()
+        length = self.length.numpy()[order].astype(np.int64)
+        tokens = np.zeros((len(slots), MAX_MODEL_LEN + 20), dtype=np.int32)
+        tokens[:, :MAX_MODEL_LEN] = self.text.numpy()[order]
+        levels = [TableLevel(t, PROMPT, keeps_cache=False) for t in self.tables]
+        cascade = _NumberedCascade(levels, self.options, len(slots), self.schedule)
+        temperature = (self.temperature[:, None] * self.scales).numpy()[order]
+        seeds = self.seeds.numpy()[order]
+
+        def probs(logits, requests, level):
+            scale = torch.from_numpy(temperature[requests, level]).double()[:, None]
+            one_hot = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[1]).double()
+            return torch.where(scale > 0, (logits / scale.clamp_min(1e-9)).softmax(-1), one_hot)
+
+        def uniforms(requests, counts, level):
+            owners, offsets = ragged_arange(counts)
+            first = first_draw(length[requests]) + cascade.first_offset(level)
+            return host_uniforms(seeds[requests[owners]], np.int64(level), first[owners] + offsets)
+
+        batch = DraftBatch(
+            tokens=tokens,
+            rows=slots,
+            end=length.copy(),
+            cached=np.zeros((len(levels), len(slots)), dtype=np.int64),
+            eos=np.full(len(slots), -1),
+            greedy=False,
+            probs=probs,
+            uniforms=uniforms,
+            thresholds=EntropyThresholds.fresh(len(levels), len(slots)),
+        )
+        longest = self.schedule.num_speculative_tokens
+        requested = np.clip(
+            np.minimum(longest, MAX_MODEL_LEN - self.schedule.margin - length), 0, None
+        )
+        drafts: DraftStore = cascade.propose(batch, slots, requested)
+        return [drafts.token_ids[b, : drafts.counts[b]].tolist() for b in slots]
+
+
+class _NumberedCascade(Cascade):
+    """Knows at which op of the schedule it is, to take the draws of that op."""
+
+    def __init__(self, levels, options, num_slots, schedule: Schedule) -> None:
+        super().__init__(levels, options, num_slots)
+        self.schedule = schedule
+        self.call = [0] * len(levels)
+        self.round = [0] * len(levels)
+
+    def _draft(self, batch, level, slots, requested):
+        above = level + 1
+        self.round[level] = 0
+        self.call[level] = 0
+        if above < len(self.levels):
+            self.call[level] = self.call[above] * self.schedule.rounds[above] + self.round[above]
+            self.round[above] += 1
+        return super()._draft(batch, level, slots, requested)
+
+    def first_offset(self, level: int) -> int:
+        lengths = self.schedule.draft_lengths
+        if level == 0:
+            return self.call[0] * lengths[0]
+        number = self.call[level] * self.schedule.rounds[level] + self.round[level] - 1
+        return number * (lengths[level - 1] + 1)
+
+
+@contextmanager
+def reference_steps(engine: Engine, **replaced):
+    """Run the program with the references of all kernels; `replaced` overrides some of them.
+
+    Yields:
+        what to pass to `Engine.propose`.
+    """
+    names = ("stage", "commit_draft", "commit_verify", "collect")
+    steps = SimpleNamespace(
+        place=partial(step_reference.place, tables=engine.blocks),
+        **{name: getattr(step_reference, name) for name in names},
+    )
+    functions = {
+        "sample_row": reference.sample_row,
+        "verify_chain_padded": reference.verify_chain_padded,
+    } | replaced
+    with mock.patch.multiple("vllm_hsd.core.program", cascade_steps=steps, **functions):
+        yield steps

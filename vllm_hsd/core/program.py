@@ -1,0 +1,152 @@
+"""One proposal on the V2 runner: the ops of a schedule, the same code eagerly and in a CUDA graph.
+
+The counterpart of `core.cascade` for devices. Nothing is read on the host, no shape and no branch
+depends on data. tests/core/test_program.py compares the two token for token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import torch
+
+from vllm_hsd.core.proposal_state import KVGroups, ProposalState
+from vllm_hsd.core.schedule import Draft, Lookup, Schedule, Verify
+from vllm_hsd.kernels import cascade_steps
+from vllm_hsd.kernels.chain_verify import verify_chain_padded
+from vllm_hsd.kernels.sample_row import sample_row
+
+
+class ProgramLevel(Protocol):
+    """A level that runs forward passes.
+
+    Attributes:
+        in_target_cache: it reads and writes the target's own KV cache (early exits).
+    """
+
+    in_target_cache: bool
+
+    def forward(self, state: ProposalState, op: Draft | Verify, num_logits: int) -> torch.Tensor:
+        """Feed op.query_length tokens of each of the B requests in `state`.
+
+        Inputs are the first B * op.query_length entries of `input_ids`, `positions` and (per KV-
+        cache group) `slot_mapping`, and `seq_lens` and `query_start_loc`.
+
+        Returns:
+            [B * num_logits, V] logits of the last num_logits tokens of every request, in the dtype
+            of `state.rows[op.level]`, contiguous rows. Rows of padding may hold anything.
+        """
+
+
+class ProgramLookup(Protocol):
+    """A level that finds its drafts without forward passes: point masses."""
+
+    def lookup(self, state: ProposalState) -> None:
+        """Write at most `state.asked[0]` tokens at the end of every text, see `cascade_steps`."""
+
+
+class NgramProgramLookup:
+    """Prompt lookup.
+
+    Args:
+        text: int32 [max_num_reqs, max_model_len], as for `cascade_steps.lookup_ngram`.
+        shortest, longest: lengths of the n-gram.
+    """
+
+    def __init__(self, text: torch.Tensor, shortest: int, longest: int) -> None:
+        self.text, self.shortest, self.longest = text, shortest, longest
+
+    def lookup(self, state: ProposalState) -> None:
+        """See `ProgramLookup`."""
+        cascade_steps.lookup_ngram(state, self.text, shortest=self.shortest, longest=self.longest)
+
+
+class BigramProgramLookup:
+    """The likeliest successor of every token.
+
+    Args:
+        successor: int32 [V], -1 for none.
+    """
+
+    def __init__(self, successor: torch.Tensor) -> None:
+        self.successor = successor
+
+    def lookup(self, state: ProposalState) -> None:
+        """See `ProgramLookup`."""
+        cascade_steps.lookup_bigram(state, self.successor)
+
+
+class Program:
+    """A schedule with the levels that it runs.
+
+    Args:
+        schedule: the ops.
+        levels: cheapest first; level 0 is a `ProgramLookup` where the schedule says so.
+        verifiers: "block" or "standard" for each level; the first is not used.
+        groups: block tables of the KV-cache groups.
+        max_model_len: of the target; levels read texts as long.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        levels: Sequence[ProgramLevel | ProgramLookup],
+        verifiers: Sequence[str],
+        groups: KVGroups,
+        max_model_len: int,
+    ) -> None:
+        self.schedule, self.levels, self.verifiers = schedule, list(levels), list(verifiers)
+        self.groups, self.max_model_len = groups, max_model_len
+
+    def run(self, state: ProposalState) -> None:
+        """Draft for all requests of `state`, which `cascade_steps.stage` has prepared."""
+        for op in self.schedule.ops:
+            if isinstance(op, Lookup):
+                cast(ProgramLookup, self.levels[0]).lookup(state)
+                continue
+            level = cast(ProgramLevel, self.levels[op.level])
+            cascade_steps.place(
+                state,
+                self.schedule,
+                op,
+                self.groups,
+                self.max_model_len,
+                committed_too=not level.in_target_cache,
+            )
+            logits = level.forward(state, op, self.schedule.num_logits(op))
+            if isinstance(op, Draft):
+                token_ids, lse = sample_row(
+                    logits,
+                    state.temperature[0],
+                    state.seeds,
+                    state.draws,
+                    level=0,
+                    draw_offset=op.draw,
+                )
+                cascade_steps.commit_draft(state, op, logits, token_ids, lse)
+            else:
+                self._verify(state, op, logits)
+        cascade_steps.collect(state, self.schedule)
+
+    def _verify(self, state: ProposalState, op: Verify, logits: torch.Tensor) -> None:
+        below = op.level - 1
+        result = verify_chain_padded(
+            logits,
+            state.rows[below],
+            state.sampled[: logits.shape[0]],
+            state.row_starts[op.draft_length],
+            state.request,
+            state.temperature[op.level],
+            state.seeds,
+            state.draws,
+            max_draft_tokens=op.draft_length,
+            method=self.verifiers[op.level],
+            level=op.level,
+            draw_offset=op.draw,
+            draft_temperature=state.temperature[below],
+            draft_lse=None if state.rows[below] is None else state.lse[below],
+            draft_index=state.request,
+            draft_length=state.have[below],
+        )
+        cascade_steps.commit_verify(state, op, logits, result)
