@@ -108,6 +108,19 @@ def test_one_engine_measures_generations_and_selects_levels(family, tmp_path):
     assert one.levels[0]["drafted"] == one.levels[0]["forwards"] == 0
 
 
+def test_text_arrives_while_it_is_generated(text_family, tmp_path):
+    arguments = {**ENGINE, "model": text_family.target, "skip_tokenizer_init": False}
+    pieces: list[tuple[int, str]] = []
+    with EngineProcess(arguments, log=tmp_path / "log") as engine:
+        params = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+        found = engine.generate(["ab", "cd"], params, lambda i, text: pieces.append((i, text)))
+        # The pipe holds nothing else afterwards.
+        assert engine.generate(["ab"], params).token_ids == found.token_ids[:1]
+    assert len(pieces) > 4
+    for i, text in enumerate(found.texts):
+        assert "".join(piece for index, piece in pieces if index == i) == text
+
+
 def test_engines_that_cannot_start_say_why(family, tmp_path):
     engine_args = {**ENGINE, "model": family.target}
     wrong = {**engine_args, "speculative_config": {"method": "hsd", "num_speculative_tokens": 2}}

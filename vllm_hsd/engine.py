@@ -137,9 +137,12 @@ class WorkerProcess:
         with contextlib.suppress(BrokenPipeError):
             self._pipe.send((function, args, kwargs))
 
-    def _receive(self, failed: str) -> Any:
+    def _receive(self, failed: str, on_text: Callable[[int, str], object] | None = None) -> Any:
         try:
             succeeded, answer = self._pipe.recv()
+            while succeeded is None and on_text is not None:
+                on_text(*answer)
+                succeeded, answer = self._pipe.recv()
         except (EOFError, ConnectionResetError):
             self._process.join()
             raise self._error(f"ended early with {_exit_status(self._process.exitcode)}") from None
@@ -206,6 +209,7 @@ class EngineProcess(WorkerProcess):
         self,
         prompts: Sequence[Prompt],
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        on_text: Callable[[int, str], object] | None = None,
     ) -> Generation:
         """Generate for all prompts at once.
 
@@ -213,10 +217,14 @@ class EngineProcess(WorkerProcess):
             prompts: texts or token ids.
             sampling_params: arguments of `vllm.SamplingParams`, one mapping for all prompts or
                 one each.
+            on_text: called with the index of a prompt and new text, as it is generated.
         """
         shared = isinstance(sampling_params, Mapping)
         each = [sampling_params] * len(prompts) if shared else list(sampling_params)
-        return self.call(generate, list(prompts), each)
+        self.wait()
+        arguments = (generate, list(prompts), each, on_text is not None)
+        self._send(_with_engine, arguments, {})
+        return self._receive("failed", on_text)
 
     def select_levels(self, levels: Sequence[int], draft_lengths: Sequence[int]) -> None:
         """Draft with some of a cascade's levels from now on; one engine can so compare cascades.
@@ -277,12 +285,15 @@ def _exit_status(code: int | None) -> str:
 # What follows runs in the child process.
 
 _engine: Any = None
+_parent: Any = None
 
 
 def _serve(
     pipe: Any, log: str, environment: dict[str, str], prepare: Callable[[], object] | None
 ) -> None:
     """Answer calls until the parent closes the pipe or dies."""
+    global _parent
+    _parent = pipe
     # Ctrl-C reaches the whole process group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -343,9 +354,12 @@ def configuration_error(engine_args: Mapping[str, Any]) -> str | None:
 
 
 def generate(
-    llm: Any, prompts: list[Prompt], sampling_params: list[Mapping[str, Any]]
+    llm: Any,
+    prompts: list[Prompt],
+    sampling_params: list[Mapping[str, Any]],
+    stream: bool = False,
 ) -> Generation:
-    """See `EngineProcess.generate`."""
+    """See `EngineProcess.generate`; with `stream`, new text is sent to the parent at once."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -374,6 +388,8 @@ def generate(
                 steps[i] += 1
             token_ids[i] += sequence.token_ids
             texts[i] += sequence.text
+            if stream and sequence.text:
+                _parent.send((None, (i, sequence.text)))
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     drafted, accepted, levels = _counts(llm)
     earlier = before[2] or [dict.fromkeys(level, 0.0) for level in levels]

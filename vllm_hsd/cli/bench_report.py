@@ -204,12 +204,12 @@ def table(results: Results, rows: Sequence[Row]) -> str:
     lines += ["", *textwrap.wrap(notes, WIDTH)]
     for sentence in greedy.sentences(results, results.differences, results.metadata["dtype"]):
         lines += textwrap.wrap(sentence, WIDTH)
-    for note in _warnings(results):
+    for note in warnings(results):
         lines += textwrap.wrap(f"Note: {note}", WIDTH)
     return "\n".join(lines)
 
 
-def _warnings(results: Results) -> list[str]:
+def warnings(results: Results) -> list[str]:
     """What makes the figures less trustworthy than they look."""
     if not results.metadata["on_host"]:
         return []
