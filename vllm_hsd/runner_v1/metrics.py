@@ -17,7 +17,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_hsd.core.levels import LevelStats
-from vllm_hsd.runner_v1.hooks import changes, replaces
+from vllm_hsd.runner_v1.hooks import NONE_FILED, changes, replaces
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ COUNTERS = {
 _METRICS = "vllm.v1.spec_decode.metrics"
 _SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 _UNTIL = "vLLM carries a drafter's own statistics"
+# Plugins may log what vLLM's statistics hold, in `AsyncLLM` only.
+LOGGER_PLUGINS = "vllm-project/vllm#22456"
 
 
 @dataclass
@@ -107,6 +109,7 @@ class HsdSpecDecodingStats(SpecDecodingStats):
     "vllm.v1.metrics.stats.SchedulerStats.__annotations__",
     why="carries the counts per level to the front end: msgspec decodes by the annotation",
     until=_UNTIL,
+    issue=NONE_FILED,
 )
 def widen_statistics() -> None:
     # msgspec reads annotations once, when a process makes its first engine.
@@ -122,6 +125,7 @@ def widen_statistics() -> None:
     ("self", "scheduler_output", "model_runner_output"),
     why="keeps the counts per level that come with a step's output",
     until=_UNTIL,
+    issue=NONE_FILED,
 )
 def update_from_output(original, self, scheduler_output, model_runner_output):
     levels = getattr(model_runner_output, "hsd_level_stats", None)
@@ -142,6 +146,7 @@ def update_from_output(original, self, scheduler_output, model_runner_output):
     ),
     why="adds the counts per level to the statistics of the step",
     until=_UNTIL,
+    issue=NONE_FILED,
 )
 def make_stats(original, self, spec_decoding_stats=None, *args, **kwargs):
     if self.log_stats and (levels := _totals(self).take()):
@@ -156,6 +161,7 @@ def make_stats(original, self, spec_decoding_stats=None, *args, **kwargs):
     ("self", "spec_decoding_stats"),
     why="gathers the counts per level for the log line",
     until=_UNTIL,
+    issue=LOGGER_PLUGINS,
 )
 def observe(original, self, spec_decoding_stats):
     levels = getattr(spec_decoding_stats, "levels", [])
@@ -170,6 +176,7 @@ def observe(original, self, spec_decoding_stats):
     ("self", "log_fn"),
     why="prints the counts per level after vLLM's own line",
     until=_UNTIL,
+    issue=LOGGER_PLUGINS,
 )
 def log(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
@@ -183,6 +190,7 @@ def log(original, self, *args, **kwargs):
     ("self", "spec_decoding_stats", "engine_idx"),
     why="counts per level for /metrics",
     until=_UNTIL,
+    issue=LOGGER_PLUGINS,
 )
 def observe_prometheus(original, self, spec_decoding_stats, engine_idx=0):
     original(self, spec_decoding_stats, engine_idx)
