@@ -11,7 +11,7 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -285,7 +285,7 @@ def _device() -> Iterator[Finding]:
         yield bfloat16_finding(_bfloat16_status(), host.flags())
 
 
-def bfloat16_finding(status: int, flags: set[str]) -> Finding:
+def bfloat16_finding(status: int, flags: Set[str]) -> Finding:
     """What to say about bfloat16 on this CPU.
 
     Args:
