@@ -7,9 +7,11 @@ import math
 import random
 
 LOOKUPS = ("ngram", "suffix")
-SOURCE_KEYS = {"model", "early_exit", "exit_head", "ngram", "suffix", "bigram"}
+SOURCE_KEYS = {"model", "early_exit", "exit_head", "ngram", "suffix", "bigram", "eagle3"}
 KIND_KEYS = SOURCE_KEYS | {"first_of"}
-SAMPLING_KEYS = {"num_tokens", "verifier", "max_rounds", "stopping", "temperature_scale"}
+ONLY_LOWEST = (*LOOKUPS, "first_of", "eagle3")
+SAMPLING_KEYS = {"stopping", "temperature_scale"}
+VERIFYING_KEYS = {"verifier", "max_rounds"}
 VLLM_KEYS = {
     "attention_backend",
     "code_revision",
@@ -81,7 +83,7 @@ def _valid_level(raw: object, place: int, count: int, longest: int) -> bool:
         return False
     if place < count - 1 and tokens is None:
         return False
-    if kind in (*LOOKUPS, "first_of") and place > 0:
+    if kind in ONLY_LOWEST and place > 0:
         return False
     verifier, rounds = level.get("verifier"), level.get("max_rounds")
     if verifier is not None and not (place > 0 and _one_of(verifier, VERIFIERS)):
@@ -109,7 +111,9 @@ def _valid_keys(kind: str, level: dict) -> bool:
     known = {kind, "num_tokens"}
     if kind not in LOOKUPS:
         known |= SAMPLING_KEYS
-    if kind == "model":
+    if kind not in ONLY_LOWEST:
+        known |= VERIFYING_KEYS
+    if kind in ("model", "eagle3"):
         known |= VLLM_KEYS
     if not level.keys() <= known or not _valid_kind(kind, level[kind]):
         return False

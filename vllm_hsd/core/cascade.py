@@ -53,6 +53,7 @@ class DraftBatch:
             from and is verified by.
         uniforms: (slots [b], counts [b], level) -> [sum(counts)] float64, each used once.
         thresholds: entropy thresholds per level and slot; updated in place.
+        sits_out: [levels, slots] bool, requests that a level can draft nothing for; None for none.
     """
 
     tokens: np.ndarray
@@ -64,6 +65,7 @@ class DraftBatch:
     probs: Callable[[torch.Tensor, np.ndarray, int], torch.Tensor]
     uniforms: Callable[[np.ndarray, np.ndarray, int], np.ndarray]
     thresholds: EntropyThresholds
+    sits_out: np.ndarray | None = None
 
 
 class Cascade:
@@ -154,13 +156,20 @@ class Cascade:
         return taken
 
     def ingest(self, batch: DraftBatch, slots: np.ndarray, end: np.ndarray) -> None:
-        """Bring every level's cache of `slots` up to the positions `end`, without drafting."""
+        """Bring every level's cache of `slots` up to the positions `end`, without drafting.
+
+        Args:
+            batch: the step's requests.
+            slots: [n] int64.
+            end: [n] int64, or [levels, n].
+        """
+        end = np.broadcast_to(end, (len(self.levels), len(slots)))
         for k, level in enumerate(self.levels):
             if level is None or not level.keeps_cache:
                 continue
             cached = batch.cached[k]
-            upto = np.minimum(end, self.context_lengths[k])
-            uncached = cached[slots] < upto
+            upto = np.minimum(end[k], self.context_lengths[k])
+            uncached = (cached[slots] < upto) & self._takes_part(batch, k, slots)
             if uncached.any():
                 filled, upto = slots[uncached], upto[uncached]
                 none = np.zeros(len(filled), dtype=np.int64)
@@ -177,6 +186,7 @@ class Cascade:
             self._draft_from_sources(batch, self.choice, slots, requested)
             return drafts
         fits = batch.end[slots] <= self.context_lengths[level]
+        fits &= self._takes_part(batch, level, slots)
         if level > 0 and not fits.all():
             # A level sits out where the text outgrew it: the one below drafts in its place.
             out = slots[~fits]
@@ -193,6 +203,12 @@ class Cascade:
         else:
             self._draft_lowest(batch, slots, requested)
         return drafts
+
+    def _takes_part(self, batch: DraftBatch, level: int, slots: np.ndarray) -> np.ndarray:
+        """[n] bool, the requests for which the level has what it needs."""
+        if batch.sits_out is None:
+            return np.ones(len(slots), dtype=bool)
+        return ~batch.sits_out[level, slots]
 
     def _append_found(
         self,
@@ -251,6 +267,7 @@ class Cascade:
         drafts = self.drafts[0]
         begin = drafts.counts[slots].copy()
         fits = batch.end[slots] <= self.context_lengths[0]
+        fits &= self._takes_part(batch, 0, slots)
         used = choice.drafts(slots, requested - begin) & (requested > begin)
         choice.note_use(slots[requested > 0], used[requested > 0])
         used &= fits

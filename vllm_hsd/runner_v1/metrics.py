@@ -27,7 +27,11 @@ COUNTERS = {
     "rounds": "Drafts that a level proposed to the next level or the target.",
     "forwards": "Forward passes of a level.",
     "forward_seconds": "Seconds in forward passes of a level; on CPU only, where they are exact.",
+    "sat_out": "Requests that a level drafted nothing for: states of the target were gone.",
 }
+
+# Counters that appear once they count something.
+_OFTEN_ZERO = ("forward_seconds", "sat_out")
 
 _METRICS = "vllm.v1.spec_decode.metrics"
 _SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
@@ -61,9 +65,10 @@ def log_line(levels: list[LevelStats]) -> str:
 def _described(level: LevelStats) -> str:
     rate = level.accepted / level.drafted if level.drafted else float("nan")
     seconds = f" in {level.forward_seconds:.2f} s" if level.forward_seconds else ""
+    sat_out = f", sat out {level.sat_out} requests" if level.sat_out else ""
     return (
         f"drafted {level.drafted}, accepted {level.accepted} ({rate:.1%}), "
-        f"rounds {level.rounds}, forwards {level.forwards}{seconds}"
+        f"rounds {level.rounds}, forwards {level.forwards}{seconds}{sat_out}"
     )
 
 
@@ -80,7 +85,7 @@ def count(levels: list[LevelStats], engine: int) -> None:
     for i, level in enumerate(levels):
         for name, counter in _counters.items():
             value = getattr(level, name)
-            if value or name != "forward_seconds":
+            if value or name not in _OFTEN_ZERO:
                 counter.labels(str(engine), str(i)).inc(value)
 
 

@@ -23,6 +23,13 @@ from vllm_hsd.runner_v1.hooks import (
 
 logger = logging.getLogger(__name__)
 
+# kind of level -> what it does with the target's modules
+_WITHOUT_ADAPTERS = {
+    "early_exit": "runs layers of the target",
+    "exit_head": "runs layers of the target",
+    "eagle3": "may share the target's embedding",
+}
+
 ENTRANCE = "vllm.engine.arg_utils.EngineArgs.create_speculative_config"
 
 
@@ -103,15 +110,15 @@ def _prepare(feature: str) -> None:
 
 
 def _check_adapters(arguments, parsed) -> None:
-    exits = [
-        i for i, level in enumerate(parsed.hsd.levels) if level.kind in ("early_exit", "exit_head")
-    ]
-    if arguments.enable_lora and exits:
-        level = parsed.hsd.levels[exits[0]]
-        raise UserError(
-            f"levels[{exits[0]}].{level.kind} runs layers of the target, which does not work "
-            "with LoRA adapters: remove the level or enable_lora."
-        )
+    from vllm_hsd.config import sources
+
+    for i, level in enumerate(parsed.hsd.levels):
+        kind = sources(level)[-1].kind
+        if arguments.enable_lora and kind in _WITHOUT_ADAPTERS:
+            raise UserError(
+                f"levels[{i}].{kind} {_WITHOUT_ADAPTERS[kind]}, which does not work with LoRA "
+                "adapters: remove the level or enable_lora."
+            )
 
 
 def _serve_block_verification(config) -> None:
@@ -137,10 +144,12 @@ def _serve_block_verification(config) -> None:
     issue=NONE_FILED,
 )
 def unsupported_features_of_v2(original, self):
+    from vllm_hsd.runner_v1.level_checks import DraftConfig
     from vllm_hsd.runner_v1.stock_config import V1BlockVerificationConfig
 
     features = original(self)
-    if _is_cascade(self.speculative_config):
+    # A head is loaded with its own speculative configuration in the cascade's place.
+    if _is_cascade(self.speculative_config) or isinstance(self.speculative_config, DraftConfig):
         features.append("speculative method 'hsd'")
     elif isinstance(self.speculative_config, V1BlockVerificationConfig):
         features.append("rejection_sample_method 'hierarchical'")
