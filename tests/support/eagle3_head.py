@@ -141,8 +141,10 @@ class TorchHead:
         return self._norm(x, w["norm.weight"]) @ w["lm_head.weight"].T, x
 
     @torch.no_grad()
-    def drafts(self, text: list[int], count: int, shift: int = 0) -> list[int]:
-        """The head's greedy draft after a text.
+    def guesses(self, text: list[int], draft: list[int], shift: int = 0) -> list[int]:
+        """The head's likeliest token at every place of a draft, after the draft's tokens before it.
+
+        A draft that the head made itself is equal to its guesses.
 
         Args:
             shift: positions by which the states come too late, for a control that must differ.
@@ -150,13 +152,13 @@ class TorchHead:
         ids = torch.tensor([text])
         read = self.states(ids)[:, :-1].roll(shift, 1) @ self.weights["fc.weight"].T
         following = ids[:, 1:]
-        drafted: list[int] = []
-        while len(drafted) < count:
+        found: list[int] = []
+        for token in draft:
             logits, outputs = self.entries(following, read)
-            drafted.append(int(self.draft_ids[logits[0, -1].argmax()]))
-            following = torch.cat([following, torch.tensor([[drafted[-1]]])], 1)
+            found.append(int(self.draft_ids[logits[0, -1].argmax()]))
+            following = torch.cat([following, torch.tensor([[token]])], 1)
             read = torch.cat([read, outputs[:, -1:]], 1)
-        return drafted
+        return found
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x, weight.shape, weight, self.config["rms_norm_eps"])

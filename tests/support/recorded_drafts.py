@@ -1,4 +1,4 @@
-"""Patch for an engine's process: writes every draft that the scheduler receives to a file."""
+"""Patches for an engine's process: they write every greedy draft to a file."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def install() -> None:
         with open(os.environ[FILE], "a") as file:
             for request_id, draft in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
                 request = self.requests.get(request_id)
-                if request is not None and draft:
+                if request is not None and draft and not request.sampling_params.temperature:
                     text = list(request.all_token_ids)
                     file.write(json.dumps([text, list(map(int, draft))]) + "\n")
         original(self, drafts)
@@ -25,7 +25,29 @@ def install() -> None:
     Scheduler.update_draft_token_ids = update_draft_token_ids
 
 
-def read(path: Path) -> dict[tuple[int, ...], list[int]]:
+def install_with_sources() -> None:
+    """Append [text, [draft, source of each token]] for every draft of several sources."""
+    from vllm_hsd.runner_v1.proposer import CascadeProposer
+
+    original = CascadeProposer.propose_draft_token_ids
+
+    def propose_draft_token_ids(self, *args):
+        drafts = original(self, *args)
+        batch = self.runner.input_batch
+        with open(os.environ[FILE], "a") as file:
+            for row, draft in enumerate(drafts):
+                text = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]].tolist()
+                slot = self.requests.slot_of[batch.req_ids[row]]
+                source = self.cascade.drafts[-1].source[slot, : len(draft)].tolist()
+                params = self.runner.requests[batch.req_ids[row]].sampling_params
+                if draft and not params.temperature:
+                    file.write(json.dumps([text, [draft, source]]) + "\n")
+        return drafts
+
+    CascadeProposer.propose_draft_token_ids = propose_draft_token_ids
+
+
+def read(path: Path) -> dict[tuple[int, ...], list]:
     """Text -> the last draft made after it."""
     lines = path.read_text().splitlines()
     return {tuple(text): draft for text, draft in map(json.loads, lines)}
