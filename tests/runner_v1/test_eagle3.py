@@ -137,7 +137,8 @@ def test_drafts_equal_those_of_vllm(engine, head, speculated, tmp_path):
         pytest.skip("one comparison is enough")
     stock = {"method": "eagle3", "model": head, "num_speculative_tokens": TOKENS}
     _, theirs = recorded({**engine, "speculative_config": stock}, tmp_path)
-    common = drafts.keys() & theirs.keys()
+    # Where one request comes close to max_model_len, vLLM drafts zeros for the whole batch.
+    common = [text for text in drafts.keys() & theirs.keys() if any(theirs[text])]
     assert len(common) > 100
     for text in common:
         assert drafts[text] == theirs[text][: len(drafts[text])], text

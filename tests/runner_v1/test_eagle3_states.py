@@ -53,6 +53,17 @@ def level(monkeypatch):
     bare.attention_groups = [SimpleNamespace(kv_cache_group_id=0, kv_cache_spec=spec)]
     bare.computed_with = np.full(ROWS * WIDTH, -1, dtype=np.int32)
     monkeypatch.setattr(bare, "_attention_metadata", lambda *_: ({}, {}))
+    states_before = bare._states_before
+
+    def checked(rows, entries, verified):
+        found = states_before(rows, entries, verified)
+        for row, entry, read in zip(
+            rows[verified], entries[verified], found[verified], strict=True
+        ):
+            assert read.tolist() == state(row, entry).sum(0).tolist()
+        return found
+
+    monkeypatch.setattr(bare, "_states_before", checked)
     return bare
 
 

@@ -19,11 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import supports_eagle3
 
 from vllm_hsd.core.drafts import ragged_arange
 from vllm_hsd.errors import UserError
 from vllm_hsd.runner_v1.levels import ModelLevel
+
+logger = init_logger(f"vllm.{__name__}")
 
 _EMPTY = -1
 # Most states that are kept for a request, in positions.
@@ -81,6 +84,13 @@ class Eagle3Level(ModelLevel):
         shape = (len(self.first), KEPT_STATES, hidden)
         self.kept = torch.zeros(shape, dtype=dtype, device=self.device)
         self.inputs = torch.zeros(0, hidden, dtype=dtype, device=self.device)
+        logger.info(
+            "States for %s take %.2f GiB: max_num_seqs x (num_speculative_tokens + %d) x hidden "
+            "size.",
+            name,
+            (self.own.nbytes + self.kept.nbytes) / 2**30,
+            1 + KEPT_STATES,
+        )
 
     @property
     def reads_final_states(self) -> bool:
