@@ -46,9 +46,9 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
     gemma = with_config(
         family.target, scratch / "gemma", model_type="gemma", architectures=["GemmaForCausalLM"]
     )
-    (scratch / "head").mkdir()
-    head = write_eagle3_head(family.target, scratch / "head")
-    parallel = with_config(head, scratch / "parallel", ptd_token_id=3)
+    (scratch / "eagle3").mkdir()
+    eagle3 = write_eagle3_head(family.target, scratch / "eagle3")
+    parallel = with_config(eagle3, scratch / "parallel", ptd_token_id=3)
     table, cut = str(scratch / "table.npz"), scratch / "cut.npz"
     write_bigram(count_bigrams([np.arange(5)], vocab_size=5), table)
     cut.write_bytes(Path(table).read_bytes()[:100])
@@ -140,7 +140,7 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
             r"levels\[0\]\.exit_head: '.*' has the shape \(64, 32\) .* \(64, 64\): train it",
         ),
         "eagle3 of another vocabulary": (
-            target({"eagle3": with_config(head, scratch / "another", vocab_size=60)}),
+            target({"eagle3": with_config(eagle3, scratch / "another", vocab_size=60)}),
             r"levels\[0\]\.eagle3 '.*' has a vocabulary of 60 tokens and the target .* 64: use",
         ),
         "parallel eagle3": (
@@ -152,7 +152,7 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
             r"levels\[0\]\.eagle3: no dir.*/nowhere",
         ),
         "eagle3 with adapters": (
-            target({"eagle3": head}, engine={"enable_lora": True}),
+            target({"eagle3": eagle3}, engine={"enable_lora": True}),
             r"levels\[0\]\.eagle3 may share .*: remove the level or enable_lora",
         ),
         "directory of heads": (
