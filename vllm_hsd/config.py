@@ -88,36 +88,32 @@ class _LevelKeys(_Keys):
 
 
 class _SamplingLevelKeys(_LevelKeys):
-    """Keys of levels that have probabilities.
-
-    Attributes:
-        stopping: fixed draft lengths, or entropy-based early stopping (experimental).
-        temperature_scale: factor on the request's temperature (experimental).
-    """
-
-    stopping: Stopping = "fixed"
-    temperature_scale: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
-
-
-class _VerifyingLevelKeys(_SamplingLevelKeys):
-    """Keys of levels that have probabilities for any token, and so can verify the level below.
+    """Keys of levels that have probabilities, and so can verify the level below.
 
     Attributes:
         verifier: how the level verifies the level below; None for the cascade's verifier.
         max_rounds: verification rounds per draft; None for as many as it takes.
+        stopping: fixed draft lengths, or entropy-based early stopping (experimental).
+        temperature_scale: factor on the request's temperature (experimental).
     """
 
     verifier: Verifier | None = None
     max_rounds: Tokens | None = None
+    stopping: Stopping = "fixed"
+    temperature_scale: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
 
 
-class _VllmModelKeys(_LevelKeys):
-    """Keys of levels that vLLM loads as a model: those of its own draft configuration.
+class ModelLevelConfig(_SamplingLevelKeys):
+    """A draft model, with the per-model keys of vLLM's own draft configuration.
 
     Attributes:
+        model: path or name.
         max_model_len: longest context that the level drafts for, in tokens.
     """
 
+    kind = "model"
+
+    model: Name
     attention_backend: VllmKey = None
     code_revision: VllmKey = None
     draft_load_config: VllmKey = None
@@ -130,46 +126,13 @@ class _VllmModelKeys(_LevelKeys):
     revision: VllmKey = None
 
     @property
-    def path(self) -> str:
-        """Path or name of the model."""
-        return getattr(self, self.kind)
-
-    @property
     def model_keys(self) -> dict[str, Any]:
         """The keys of vLLM that were given; vLLM's class parses their values."""
-        keys = _VllmModelKeys.model_fields.keys() - _LevelKeys.model_fields.keys()
-        return {key: getattr(self, key) for key in sorted(self.model_fields_set & keys)}
+        own = _SamplingLevelKeys.model_fields.keys() | {"model"}
+        return {key: getattr(self, key) for key in sorted(self.model_fields_set - own)}
 
 
-class ModelLevelConfig(_VerifyingLevelKeys, _VllmModelKeys):
-    """A draft model.
-
-    Attributes:
-        model: path or name.
-    """
-
-    kind = "model"
-
-    model: Name
-
-
-class Eagle3LevelConfig(_SamplingLevelKeys, _VllmModelKeys):
-    """An EAGLE-3 head of the target, which reads the target's states of verified tokens.
-
-    It takes one unverified token at a time, so it cannot verify a draft: only the lowest level.
-
-    Attributes:
-        eagle3: path or name of the head.
-    """
-
-    kind = "eagle3"
-    verifier: ClassVar[None] = None
-    max_rounds: ClassVar[None] = None
-
-    eagle3: Name
-
-
-class EarlyExitLevelConfig(_VerifyingLevelKeys):
+class EarlyExitLevelConfig(_SamplingLevelKeys):
     """The target's first layers with its own norm and head.
 
     Attributes:
@@ -181,7 +144,7 @@ class EarlyExitLevelConfig(_VerifyingLevelKeys):
     early_exit: Annotated[int, Field(ge=1, le=10_000)]
 
 
-class ExitHeadLevelConfig(_VerifyingLevelKeys):
+class ExitHeadLevelConfig(_SamplingLevelKeys):
     """The target's first layers with a trained head.
 
     Attributes:
@@ -218,7 +181,7 @@ class SuffixLevelConfig(_LookupLevelKeys):
     suffix: SuffixConfig
 
 
-class BigramLevelConfig(_VerifyingLevelKeys):
+class BigramLevelConfig(_SamplingLevelKeys):
     """A table of token pairs.
 
     Attributes:
@@ -237,7 +200,6 @@ SourceConfig = (
     | NgramLevelConfig
     | SuffixLevelConfig
     | BigramLevelConfig
-    | Eagle3LevelConfig
 )
 
 
@@ -277,7 +239,6 @@ _Sources = (
     | Annotated[NgramLevelConfig, Tag("ngram")]
     | Annotated[SuffixLevelConfig, Tag("suffix")]
     | Annotated[BigramLevelConfig, Tag("bigram")]
-    | Annotated[Eagle3LevelConfig, Tag("eagle3")]
 )
 Source = Annotated[_Sources, Discriminator(_kind), BeforeValidator(_read_source)]
 
@@ -326,13 +287,6 @@ LevelConfig = SourceConfig | FirstOfLevelConfig
 LEVEL_CLASSES: dict[str, type[_LevelKeys]] = {cls.kind: cls for cls in get_args(LevelConfig)}
 LEVEL_KINDS = tuple(LEVEL_CLASSES)
 SOURCE_KINDS = tuple(cls.kind for cls in get_args(SourceConfig))
-# kind -> why such a level verifies no other
-_ONLY_LOWEST = {
-    "ngram": "a lookup has no probabilities",
-    "suffix": "a lookup has no probabilities",
-    "eagle3": "an EAGLE-3 head takes unverified tokens one by one",
-    "first_of": "its sources only draft",
-}
 
 Level = Annotated[
     _Sources | Annotated[FirstOfLevelConfig, Tag("first_of")],
@@ -364,12 +318,15 @@ class CascadeConfig(_Keys):
         verifier: how the target verifies, and every level that does not say otherwise.
         horizontal_tokens: unverified tokens of level 0 after the top level's draft, a horizontal
             cascade (experimental).
+        adaptive: select the levels and draft lengths step by step, from what is learned while
+            serving; the lengths given here are then upper limits (experimental).
     """
 
     num_speculative_tokens: Tokens
     levels: Annotated[list[Level], Field(min_length=1, max_length=MAX_LEVELS)]
     verifier: Verifier = "block"
     horizontal_tokens: Annotated[int, Field(ge=0)] = 0
+    adaptive: bool = False
 
     @classmethod
     def parse(cls, raw: object) -> CascadeConfig:
@@ -420,10 +377,15 @@ class CascadeConfig(_Keys):
                     f"{name}.num_tokens is {level.num_tokens}, above num_speculative_tokens "
                     f"({limit}): lower num_tokens or raise num_speculative_tokens"
                 )
-            if i > 0 and level.kind in _ONLY_LOWEST:
+            if i > 0 and isinstance(level, _LookupLevelKeys):
                 raise ValueError(
-                    f"{name}.{level.kind} cannot verify levels[{i - 1}], since "
-                    f"{_ONLY_LOWEST[level.kind]}: put it first"
+                    f"{name}.{level.kind} cannot verify levels[{i - 1}], since a lookup has no "
+                    "probabilities: put it first"
+                )
+            if i > 0 and isinstance(level, FirstOfLevelConfig):
+                raise ValueError(
+                    f"{name}.first_of cannot verify levels[{i - 1}], since its sources only draft: "
+                    "put it first"
                 )
         for key in ("verifier", "max_rounds"):
             if getattr(self.levels[0], key) is not None:

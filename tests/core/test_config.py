@@ -47,7 +47,10 @@ FAULTS = {
     ),
     "num_speculative_tokens zero": (hsd(TOP, num_speculative_tokens=0), "num_speculative_tokens: "),
     "num_speculative_tokens text": (hsd(TOP, num_speculative_tokens="x"), "num_speculative_tokens"),
-    "unknown key": (hsd(TOP, verifyer="standard"), "no key 'verifyer'; its keys are cascade, "),
+    "unknown key": (
+        hsd(TOP, verifyer="standard"),
+        "no key 'verifyer'; its keys are adaptive, cascade, ",
+    ),
     "key of another method": (hsd(TOP, prompt_lookup_max=3), "'prompt_lookup_max'"),
     "unknown verifier": (hsd(TOP, verifier="tokenwise"), "verifier: .*standard.*'tokenwise'"),
     "unknown key in a level": (hsd({**MODEL, "num_token": 3}, TOP), r"levels\[0\].*'num_token'"),
@@ -114,15 +117,6 @@ FAULTS = {
         r"levels\[1\]\.first_of cannot verify",
     ),
     "ngram above a model": (hsd({**MODEL, "num_tokens": 2}, {"ngram": {}}), r"levels\[1\]\.ngram"),
-    "eagle3 above a model": (
-        hsd({**MODEL, "num_tokens": 2}, {"eagle3": "head"}),
-        r"levels\[1\]\.eagle3 cannot verify levels\[0\].*put it first",
-    ),
-    "eagle3 empty": (hsd({"eagle3": ""}), r"levels\[0\]\.eagle3: .*''"),
-    "verifier of eagle3": (
-        hsd({"eagle3": "head", "num_tokens": 2, "verifier": "block"}, TOP),
-        r"levels\[0\] of kind 'eagle3' has no key 'verifier'",
-    ),
     "ngram not a mapping": (hsd({"ngram": 4, "num_tokens": 2}, TOP), r"ngram: give a mapping.*: 4"),
     "ngram a switch": (hsd({"ngram": True, "num_tokens": 2}, TOP), r"levels\[0\]\.ngram: .*True"),
     "early_exit a switch": (hsd({"early_exit": True}), r"levels\[0\]\.early_exit: .*True"),

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.benchmark_scripts import load_script
 
-from benchmarks.paper_tables import closed_forms
+closed_forms = load_script("paper_tables/closed_forms.py")
+
 
 rates = st.floats(0.0, 1.0)
 counts = st.integers(1, 8)

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from support.tiny_models import tiny_llama
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     T5Config,
@@ -30,7 +31,20 @@ def noisy(model, noise: float):
 
 
 def llama():
-    return tiny_llama(VOCABULARY, eos_token_id=None)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        initializer_range=0.4,
+        eos_token_id=None,
+        bos_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
 
 
 def t5():

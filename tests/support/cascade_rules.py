@@ -7,11 +7,9 @@ import math
 import random
 
 LOOKUPS = ("ngram", "suffix")
-SOURCE_KEYS = {"model", "early_exit", "exit_head", "ngram", "suffix", "bigram", "eagle3"}
+SOURCE_KEYS = {"model", "early_exit", "exit_head", "ngram", "suffix", "bigram"}
 KIND_KEYS = SOURCE_KEYS | {"first_of"}
-ONLY_LOWEST = (*LOOKUPS, "first_of", "eagle3")
-SAMPLING_KEYS = {"stopping", "temperature_scale"}
-VERIFYING_KEYS = {"verifier", "max_rounds"}
+SAMPLING_KEYS = {"num_tokens", "verifier", "max_rounds", "stopping", "temperature_scale"}
 VLLM_KEYS = {
     "attention_backend",
     "code_revision",
@@ -24,7 +22,7 @@ VLLM_KEYS = {
     "quantization",
     "revision",
 }
-TOP_KEYS = {"num_speculative_tokens", "levels", "verifier", "horizontal_tokens"}
+TOP_KEYS = {"num_speculative_tokens", "levels", "verifier", "horizontal_tokens", "adaptive"}
 VERIFIERS = ("block", "hierarchical", "standard")
 
 
@@ -38,6 +36,8 @@ def is_valid(raw: object) -> bool:
     if not _whole(longest, 1, 128) or not _whole(horizontal, 0, longest - 1):
         return False
     if not _one_of(keys.get("verifier", "block"), VERIFIERS):
+        return False
+    if type(keys.get("adaptive", False)) is not bool:
         return False
     if not isinstance(levels, list) or not 1 <= len(levels) <= 16:
         return False
@@ -83,7 +83,7 @@ def _valid_level(raw: object, place: int, count: int, longest: int) -> bool:
         return False
     if place < count - 1 and tokens is None:
         return False
-    if kind in ONLY_LOWEST and place > 0:
+    if kind in (*LOOKUPS, "first_of") and place > 0:
         return False
     verifier, rounds = level.get("verifier"), level.get("max_rounds")
     if verifier is not None and not (place > 0 and _one_of(verifier, VERIFIERS)):
@@ -111,9 +111,7 @@ def _valid_keys(kind: str, level: dict) -> bool:
     known = {kind, "num_tokens"}
     if kind not in LOOKUPS:
         known |= SAMPLING_KEYS
-    if kind not in ONLY_LOWEST:
-        known |= VERIFYING_KEYS
-    if kind in ("model", "eagle3"):
+    if kind == "model":
         known |= VLLM_KEYS
     if not level.keys() <= known or not _valid_kind(kind, level[kind]):
         return False
@@ -192,4 +190,6 @@ def valid_cascade(rng: random.Random, models: list[str], lookups: dict[str, obje
         cascade["verifier"] = rng.choice(VERIFIERS)
     if count > 1 and rng.random() < 0.3:
         cascade["horizontal_tokens"] = rng.randint(0, longest - count)
+    if rng.random() < 0.3:
+        cascade["adaptive"] = rng.random() < 0.5
     return cascade

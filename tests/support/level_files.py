@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from support.eagle3_head import write_eagle3_head
 from transformers import AutoModelForCausalLM
 
 from vllm_hsd.core.bigram import count_bigrams, write_bigram
@@ -14,24 +13,15 @@ from vllm_hsd.core.exit_head import ExitHead, write_exit_head
 
 @dataclass(frozen=True)
 class LevelFiles:
-    """A bigram table, an exit head on the target's first layer, and an EAGLE-3 head."""
+    """A bigram table, and an exit head on the target's first layer."""
 
     bigram: str
     exit_head: str
-    eagle3: str
 
 
-def write_level_files(
-    target: str, directory: Path, vocab_size: int = 5, trained: bool = False
-) -> LevelFiles:
-    """Write a table of random text, and the target's own head with noise on every weight.
-
-    The EAGLE-3 head drafts all but one token; it is random or trained for some seconds.
-    """
-    eagle3 = directory / "eagle3"
-    eagle3.mkdir()
-    write_eagle3_head(target, eagle3, draft_vocabulary=vocab_size - 1, trained=trained)
-    files = LevelFiles(str(directory / "table.npz"), str(directory / "layer-1"), str(eagle3))
+def write_level_files(target: str, directory: Path, vocab_size: int = 5) -> LevelFiles:
+    """Write a table of random text, and the target's own head with noise on every weight."""
+    files = LevelFiles(str(directory / "table.npz"), str(directory / "layer-1"))
     text = np.random.default_rng(0).integers(0, vocab_size, 100 * vocab_size)
     write_bigram(count_bigrams([text], vocab_size=vocab_size), files.bigram)
     own = target_head(target, layer=1)

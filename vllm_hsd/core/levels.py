@@ -146,11 +146,9 @@ class SourceStats:
 
 @dataclass
 class LevelStats:
-    """Counts of one level.
+    """Counts of one level; `drafted` tokens were proposed to the next model up.
 
-    `drafted` tokens were proposed to the next model up; `sources` has the counts of a `FirstOf` by
-    the source's name. For `sat_out` requests the level could draft nothing, since the target's
-    states that it needs were gone.
+    `sources` has the counts of a `FirstOf` by the source's name.
     """
 
     drafted: int = 0
@@ -159,7 +157,6 @@ class LevelStats:
     forwards: int = 0
     forward_seconds: float = 0.0
     sources: dict[str, SourceStats] = field(default_factory=dict)
-    sat_out: int = 0
 
     def __add__(self, other: LevelStats) -> LevelStats:
         names = self.sources.keys() | other.sources.keys()

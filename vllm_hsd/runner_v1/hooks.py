@@ -21,7 +21,9 @@ from typing import Any, Literal
 
 from vllm_hsd.errors import UserError
 
-TESTED = ("0.32", "0.33")
+TESTED = ("0.32",)
+# Releases with the same names and parameters in which nothing was run.
+COMPARED = ("0.33",)
 
 How = Literal["replaced", "changed", "on runner", "overridden", "read", "read late"]
 
@@ -34,10 +36,10 @@ _MODULES = (
     "spec_config",
     "stock_config",
     "proposer",
+    "adaptive",
     "sampler",
     "level_checks",
     "levels",
-    "eagle3",
     "stock_drafters",
 )
 
@@ -45,11 +47,6 @@ _MODULES = (
 STOCK_METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp", "ngram", "suffix")
 
 NO_PLUGIN_API = "vLLM has a plugin interface for drafters that run models on the V1 runner"
-# Proposals for such an interface, for block verification on the V1 runner, and for min_p and
-# logit_bias under speculation.
-PLUGIN_ISSUE = "vllm-project/vllm#36219"
-BLOCK_ISSUE = "vllm-project/vllm#40819"
-NONE_FILED = "none filed"
 
 # Attribute of a function that replaces one of vLLM's. Not `__wrapped__`: every plugin sets that.
 _MARK = "__vllm_hsd__"
@@ -67,8 +64,7 @@ class Hook:
             cannot import Triton kernels).
         why: purpose of the dependency.
         parameters: parameter names in order; None for what is not a function.
-        issue: vLLM issue or pull request about what makes it necessary, or NONE_FILED; empty for
-            what is only overridden or read.
+        issue: vLLM issue or pull request about it, if there is one.
         until: when the dependency can go.
         tested: releases in which it was tested.
     """
@@ -100,7 +96,7 @@ def register(hook: Hook) -> None:
 
 
 def replaces(
-    name: str, parameters: tuple[str, ...] | None, *, why: str, until: str, issue: str
+    name: str, parameters: tuple[str, ...] | None, *, why: str, until: str = "", issue: str = ""
 ) -> Callable[[Callable], Callable]:
     """Register the decorated function as the replacement of a function or method of vLLM.
 
@@ -109,13 +105,13 @@ def replaces(
     return _registered(Hook(name, "replaced", why, parameters, issue, until))
 
 
-def changes(name: str, *, why: str, until: str, issue: str) -> Callable[[Callable], Callable]:
+def changes(name: str, *, why: str, until: str = "") -> Callable[[Callable], Callable]:
     """Register the decorated function, which `install` calls, as one that changes a name."""
-    return _registered(Hook(name, "changed", why, None, issue, until))
+    return _registered(Hook(name, "changed", why, until=until))
 
 
 def replaces_on_runner(
-    name: str, parameters: tuple[str, ...], *, why: str, until: str, issue: str
+    name: str, parameters: tuple[str, ...], *, why: str, until: str = "", issue: str = ""
 ) -> Callable[[Callable], Callable]:
     """Like `replaces`, for a method of one runner; called as f(original, proposer, *arguments)."""
     return _registered(Hook(name, "on runner", why, parameters, issue, until))
@@ -229,9 +225,9 @@ def load() -> None:
 def version_fault() -> str | None:
     """One sentence where the installed vLLM is of an unknown release, None otherwise."""
     release = installed_release()
-    if release in TESTED:
+    if release in (*TESTED, *COMPARED):
         return None
-    known = ", ".join(f"{known}.*" for known in TESTED)
+    known = ", ".join(f"{known}.*" for known in (*TESTED, *COMPARED))
     return f"vLLM {release} is not supported by this version of vllm-hsd: install one of {known}."
 
 

@@ -12,23 +12,9 @@ from typing import Any
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.runner_v1 import hooks
-from vllm_hsd.runner_v1.hooks import (
-    BLOCK_ISSUE,
-    NO_PLUGIN_API,
-    NONE_FILED,
-    PLUGIN_ISSUE,
-    STOCK_METHODS,
-    replaces,
-)
+from vllm_hsd.runner_v1.hooks import NO_PLUGIN_API, STOCK_METHODS, replaces
 
 logger = logging.getLogger(__name__)
-
-# kind of level -> what it does with the target's modules
-_WITHOUT_ADAPTERS = {
-    "early_exit": "runs layers of the target",
-    "exit_head": "runs layers of the target",
-    "eagle3": "may share the target's embedding",
-}
 
 ENTRANCE = "vllm.engine.arg_utils.EngineArgs.create_speculative_config"
 
@@ -38,7 +24,6 @@ ENTRANCE = "vllm.engine.arg_utils.EngineArgs.create_speculative_config"
     ("self", "target_model_config", "target_parallel_config"),
     why="reads method 'hsd' and rejection_sample_method; LLM() and `vllm serve` both call it",
     until="vLLM lets a plugin register a speculative method",
-    issue=PLUGIN_ISSUE,
 )
 def create_speculative_config(original, self, target_model_config, target_parallel_config):
     if not _may_be_ours(self):
@@ -107,18 +92,24 @@ def _prepare(feature: str) -> None:
             f"VLLM_USE_V2_MODEL_RUNNER is 1, but {feature} needs vLLM's V1 runner: unset it."
         )
     hooks.install()
+    if hooks.installed_release() not in hooks.TESTED:
+        logger.warning(
+            "vllm-hsd was tested with vLLM %s; vLLM %s has the same names, but was not run.",
+            ", ".join(hooks.TESTED),
+            hooks.installed_release(),
+        )
 
 
 def _check_adapters(arguments, parsed) -> None:
-    from vllm_hsd.config import sources
-
-    for i, level in enumerate(parsed.hsd.levels):
-        kind = sources(level)[-1].kind
-        if arguments.enable_lora and kind in _WITHOUT_ADAPTERS:
-            raise UserError(
-                f"levels[{i}].{kind} {_WITHOUT_ADAPTERS[kind]}, which does not work with LoRA "
-                "adapters: remove the level or enable_lora."
-            )
+    exits = [
+        i for i, level in enumerate(parsed.hsd.levels) if level.kind in ("early_exit", "exit_head")
+    ]
+    if arguments.enable_lora and exits:
+        level = parsed.hsd.levels[exits[0]]
+        raise UserError(
+            f"levels[{exits[0]}].{level.kind} runs layers of the target, which does not work "
+            "with LoRA adapters: remove the level or enable_lora."
+        )
 
 
 def _serve_block_verification(config) -> None:
@@ -141,15 +132,12 @@ def _serve_block_verification(config) -> None:
     ("self",),
     why="keeps method 'hsd' and rejection_sample_method 'hierarchical' on the V1 runner",
     until="cascades run on the V2 runner",
-    issue=NONE_FILED,
 )
 def unsupported_features_of_v2(original, self):
-    from vllm_hsd.runner_v1.level_checks import DraftConfig
     from vllm_hsd.runner_v1.stock_config import V1BlockVerificationConfig
 
     features = original(self)
-    # A head is loaded with its own speculative configuration in the cascade's place.
-    if _is_cascade(self.speculative_config) or isinstance(self.speculative_config, DraftConfig):
+    if _is_cascade(self.speculative_config):
         features.append("speculative method 'hsd'")
     elif isinstance(self.speculative_config, V1BlockVerificationConfig):
         features.append("rejection_sample_method 'hierarchical'")
@@ -161,7 +149,6 @@ def unsupported_features_of_v2(original, self):
     ("self", "speculative_config"),
     why="allows min_p and logit_bias, which our sampler applies to every draft token",
     until="vLLM's rejection sampler applies both",
-    issue="vllm-project/vllm#42744",
 )
 def validate_spec_decode(original, self, speculative_config):
     if _is_cascade(speculative_config) and (self.min_p or self.logit_bias):
@@ -176,7 +163,6 @@ def validate_spec_decode(original, self, speculative_config):
     why="makes the cascade where the runner makes its draft model; the subclass passes the "
     "runner's isinstance checks, a factory would not",
     until=NO_PLUGIN_API,
-    issue=PLUGIN_ISSUE,
 )
 def new_draft_model_proposer(original, cls, vllm_config, *args, **kwargs):
     if cls.__name__ == "DraftModelProposer" and _is_cascade(vllm_config.speculative_config):
@@ -190,8 +176,7 @@ def new_draft_model_proposer(original, cls, vllm_config, *args, **kwargs):
     "vllm.v1.sample.rejection_sampler.RejectionSampler.__new__",
     None,
     why="makes our sampler for block verification on the V1 runner, which has none",
-    until="vLLM's V1 runner verifies blocks, or is gone",
-    issue=BLOCK_ISSUE,
+    until="vLLM's V1 runner is gone",
 )
 def new_rejection_sampler(original, cls, sampler, spec_config=None, *args, **kwargs):
     if cls.__name__ == "RejectionSampler" and _verifies_blocks(spec_config):
@@ -205,8 +190,7 @@ def new_rejection_sampler(original, cls, sampler, spec_config=None, *args, **kwa
     "vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer.__init__",
     ("self", "vllm_config", "device", "pass_hidden_states_to_model", "runner"),
     why="keeps a drafter's probabilities for block verification; vLLM keeps them for 'standard'",
-    until="vLLM's V1 runner verifies blocks, or is gone",
-    issue=BLOCK_ISSUE,
+    until="vLLM's V1 runner is gone",
 )
 def init_base_proposer(original, self, vllm_config, *args, **kwargs):
     original(self, vllm_config, *args, **kwargs)

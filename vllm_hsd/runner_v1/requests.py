@@ -17,8 +17,6 @@ from vllm_hsd.verify.rng import host_uniforms
 # Uniforms of a request and level that are drawn at once: 256 cost hardly more than one. No step
 # takes more than num_speculative_tokens + 1 <= 129.
 _BUFFERED = 256
-# Beyond any text.
-NOTHING_KEPT = np.iinfo(np.int64).max
 # Sentinel: nothing buffered.
 _NONE = np.iinfo(np.int64).min // 2
 
@@ -61,10 +59,8 @@ class RequestTable:
         rows: [slots] int64, row in the runner's batch.
         end: [slots] int64, tokens in the text.
         eos, max_tokens: [slots] int64, see `RequestLimits`.
+        seeded: [slots] bool, the user gave a seed.
         cached: [levels, slots] int64, positions whose KV entries are valid.
-        sits_out: [levels, slots] bool, a level lacks what it needs to draft for the request.
-        kept_from: [levels, slots] int64, first position whose state of the target a level has kept
-            from earlier steps; `NOTHING_KEPT` for none.
         thresholds: entropy thresholds per level and slot.
     """
 
@@ -87,9 +83,8 @@ class RequestTable:
         self.end = np.zeros(num_slots, dtype=np.int64)
         self.eos = np.zeros(num_slots, dtype=np.int64)
         self.max_tokens = np.zeros(num_slots, dtype=np.int64)
+        self.seeded = np.zeros(num_slots, dtype=bool)
         self.cached = np.zeros((num_levels, num_slots), dtype=np.int64)
-        self.sits_out = np.zeros((num_levels, num_slots), dtype=bool)
-        self.kept_from = np.full((num_levels, num_slots), NOTHING_KEPT)
         self.thresholds = EntropyThresholds.fresh(num_levels, num_slots)
         self.seed = np.zeros(num_slots, dtype=np.int64)
         # The last row of these three is the target's.
@@ -115,12 +110,20 @@ class RequestTable:
         self._release(request_id)
 
     def enter(
-        self, request_id: str, limits: Callable[[str], RequestLimits], num_cached: int
+        self,
+        request_id: str,
+        limits: Callable[[str], RequestLimits],
+        num_cached: int | np.ndarray,
     ) -> None:
-        """A request enters the batch, new or resumed, with `num_cached` valid KV entries."""
+        """A request enters the batch, new or resumed.
+
+        Args:
+            request_id: the request.
+            limits: what its sampling parameters say.
+            num_cached: valid KV entries, one number or one per level.
+        """
         slot = self.slots([request_id], limits)[0]
         self.cached[:, slot] = num_cached
-        self._forget_states(slot)
         self.drafts.clear(slot)
 
     def make_room(self, in_batch: Collection[str]) -> None:
@@ -163,8 +166,8 @@ class RequestTable:
         self.slot_of[request_id] = slot
         given = limits(request_id)
         self.eos[slot], self.max_tokens[slot] = given.eos, given.max_tokens
+        self.seeded[slot] = given.seed is not None
         self.cached[:, slot] = 0
-        self._forget_states(slot)
         self.buffered_from[:, slot] = _NONE
         self.drafts.clear(slot)
         if request_id in self.waiting:
@@ -180,10 +183,6 @@ class RequestTable:
         self.thresholds.total[:, slot] = 0
         self.thresholds.count[:, slot] = 0
         return slot
-
-    def _forget_states(self, slot: int) -> None:
-        self.sits_out[:, slot] = False
-        self.kept_from[:, slot] = NOTHING_KEPT
 
     def _release(self, request_id: str) -> None:
         slot = self.slot_of.pop(request_id, None)

@@ -23,7 +23,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm_hsd.verify.residual import ROW_SUM_TOLERANCE
 
 # vLLM's own bound between greedy and sampled requests.
-_GREEDY_BELOW = 1e-5
+GREEDY_BELOW = 1e-5
 
 
 class RequestSampling:
@@ -111,7 +111,7 @@ class RequestSampling:
         temperature = metadata.temperature[rows] * scale
         is_greedy = None
         if not metadata.all_random:
-            is_greedy = temperature < _GREEDY_BELOW
+            is_greedy = temperature < GREEDY_BELOW
             temperature = torch.where(is_greedy, torch.ones_like(temperature), temperature)
         scaled = logits / temperature[:, None]
         if self.min_p is not None:

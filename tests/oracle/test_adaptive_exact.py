@@ -1,0 +1,112 @@
+"""Exact distributions of whole generations whose levels and draft lengths change at every step.
+
+Whatever selects them, as long as it looks only at committed text and past verdicts: selectors that
+look at a drafted token before it is verified must fail the same comparison.
+"""
+
+import zlib
+from itertools import combinations
+from unittest import mock
+
+import numpy as np
+import pytest
+from oracle.test_cascade_exact import LEVELS, VERIFIERS, bias, build
+
+from vllm_hsd.core.cascade import Cascade, LevelOptions
+from vllm_hsd.core.controller import DepthController, Selection
+
+
+class Adversary(Cascade):
+    """Selects by a hash of the committed text and of all verdicts on the request so far."""
+
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        self.verdicts = []
+
+    def propose(self, batch, slots, requested, selection=None):
+        committed = batch.tokens[batch.rows[slots[0]], : batch.end[slots[0]]].tolist()
+        if len(committed) <= 3:
+            self.verdicts = []
+        bits = zlib.crc32(repr((committed, self.verdicts)).encode())
+        selection, most = self.selected(bits)
+        return super().propose(batch, slots, np.minimum(requested, most), selection)
+
+    def selected(self, bits: int) -> tuple[Selection, int]:
+        places = range(len(self.levels))
+        subsets = [s for n in range(len(self.levels) + 1) for s in combinations(places, n)]
+        levels = subsets[bits % len(subsets)]
+        lengths = tuple(1 + (bits >> (8 + k)) % self.options[k].draft_length for k in levels)
+        return Selection(levels, lengths), lengths[-1] if levels else 0
+
+    def record_acceptance(self, slots, accepted, thresholds):
+        self.verdicts.append(accepted.tolist())
+        super().record_acceptance(slots, accepted, thresholds)
+
+
+class LooksAtTheDraft(Adversary):
+    """Drafts, then gives the draft up because of its first token: biased."""
+
+    def propose(self, batch, slots, requested, selection=None):
+        start = batch.end[slots].copy()
+        top = Cascade.propose(self, batch, slots, requested)
+        drafted = top.counts[slots] > 0
+        refused = slots[drafted & (top.token_ids[slots, 0] == 0)]
+        top.clear(refused)
+        batch.end[refused] = start[np.isin(slots, refused)]
+        batch.cached[:, refused] = np.minimum(batch.cached[:, refused], batch.end[refused])
+        return top
+
+
+class ShortensByTheDraft(LooksAtTheDraft):
+    """Cuts the draft after its first token because of the second: biased."""
+
+    def propose(self, batch, slots, requested, selection=None):
+        top = Cascade.propose(self, batch, slots, requested)
+        refused = slots[(top.counts[slots] > 1) & (top.token_ids[slots, 1] == 0)]
+        cut = top.counts[refused] - 1
+        top.counts[refused] = 1
+        batch.end[refused] -= cut
+        batch.cached[:, refused] = np.minimum(batch.cached[:, refused], batch.end[refused])
+        return top
+
+
+class Learning(Cascade):
+    """With the real controller, anew for each generation, on a clock that runs by calls."""
+
+    def propose(self, batch, slots, requested, selection=None):
+        if batch.end[slots[0]] <= 4:
+            lengths = [option.draft_length for option in self.options]
+            lookups = [level is None for level in self.levels]
+            self.controller, self.ticks = DepthController(lengths, lookups, 1, 64), 0
+        with mock.patch("vllm_hsd.core.cascade.time.perf_counter", self.tick):
+            self.controller.target_times.observe(1 + self.ticks % 3, 1.0)
+            selection, requested = self.controller.choose(slots, requested)
+            return super().propose(batch, slots, requested, selection)
+
+    def tick(self) -> float:
+        self.ticks += 1
+        return float(self.ticks**2)
+
+
+def bias_of(cascade, kinds, verifier, length=4) -> float:
+    levels = build(kinds)
+    options = [LevelOptions(1 + (k > 0), verifier) for k in range(len(levels))]
+    with mock.patch("vllm_hsd.reference.engine.Cascade", cascade):
+        return bias(levels, options, length, verifier=verifier)
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("kinds", LEVELS)
+def test_any_selection_by_the_past_is_lossless(kinds, verifier):
+    assert bias_of(Adversary, kinds, verifier) < 1e-9
+
+
+@pytest.mark.parametrize("kinds", ["model", "lookup, model"])
+def test_the_controller_is_lossless(kinds):
+    assert bias_of(Learning, kinds, "block") < 1e-9
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("mutant", [LooksAtTheDraft, ShortensByTheDraft])
+def test_a_selection_by_the_draft_is_caught(mutant, verifier):
+    assert bias_of(mutant, "model, model", verifier, length=3) > 1e-3

@@ -1,0 +1,108 @@
+"""Adaptive depth in the engine: levels that switch in and out change no text and lose no cache."""
+
+import pytest
+from support.engines import run_engine
+
+PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(12)]
+GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+SAMPLED = {"temperature": 1, "max_tokens": 40, "ignore_eos": True}
+SEEDED = [{**SAMPLED, "seed": 100 + i} for i in range(4)]
+
+JOBS = {
+    "batch": {"prompts": PROMPTS, "params": GREEDY},
+    "prefix cache": {"prompts": PROMPTS, "params": GREEDY},
+    "joining": {"prompts": PROMPTS, "params": GREEDY, "arrive": [3 * (i // 2) for i in range(12)]},
+    "max_model_len": {"prompts": PROMPTS[::4], "params": {**GREEDY, "max_tokens": 400}},
+    "sampled": {"prompts": PROMPTS, "params": SAMPLED},
+    "sampled, prefix cache": {"prompts": PROMPTS, "params": SAMPLED},
+    **{f"alone {i}": {"prompts": [PROMPTS[i]], "params": SEEDED[i]} for i in range(4)},
+    "together": {"prompts": PROMPTS[:8], "params": SEEDED + [SAMPLED] * 4},
+}
+GREEDY_JOBS = ("batch", "prefix cache", "joining", "max_model_len")
+SWITCHING = "support.adversarial_depth:install"
+
+
+def cascade(*levels: dict, length: int = 7) -> dict:
+    keys = {"method": "hsd", "num_speculative_tokens": length, "levels": list(levels)}
+    return {"speculative_config": {**keys, "adaptive": True}}
+
+
+@pytest.fixture(scope="module")
+def plain(family):
+    jobs = {name: JOBS[name] for name in GREEDY_JOBS}
+    return run_engine({"model": family.target}, jobs)
+
+
+def run_copies(family, patch: str) -> dict:
+    """Both levels are the target itself, in chunks, and in a cache that is too small."""
+    engine = {
+        "model": family.target,
+        **cascade({"model": family.target, "num_tokens": 3}, {"model": family.target}),
+        "max_num_batched_tokens": 96,
+        "max_num_seqs": 12,
+        "block_size": 32,
+        "num_gpu_blocks_override": 32,
+    }
+    return run_engine(engine, JOBS, patch=patch)
+
+
+@pytest.fixture(scope="module")
+def copies(family):
+    return run_copies(family, SWITCHING)
+
+
+@pytest.fixture(scope="module")
+def learned(family):
+    """The real controller over three different levels."""
+    levels = {"ngram": {"max": 3}, "num_tokens": 3}, {"model": family.small, "num_tokens": 3}
+    return run_engine({"model": family.target, **cascade(*levels, {"model": family.mid})}, JOBS)
+
+
+def ids(result) -> list[list[int]]:
+    return [sequence["ids"] for output in result["outputs"] for sequence in output]
+
+
+@pytest.mark.parametrize("job", GREEDY_JOBS)
+@pytest.mark.parametrize("engine", ["copies", "learned"])
+def test_same_tokens_as_without_speculation(plain, engine, job, request):
+    assert ids(request.getfixturevalue(engine)[job]) == ids(plain[job])
+
+
+def disagreements(results: dict) -> list[str]:
+    """Jobs in which a copy of the target rejected drafts of the other."""
+    found = []
+    for name, result in results.items():
+        # A preempted request's draft is never verified.
+        dropped = 7 * result["counters"]["num_preemptions"]
+        lost = [level["drafted"] - level["accepted"] for level in result["levels"]]
+        found += [name] * (max(lost) > dropped)
+    return found
+
+
+def test_levels_that_were_left_out_catch_up_through_prefix_hits_and_preemption(copies):
+    """A cache with a hole would make a copy of the target disagree with it."""
+    assert disagreements(copies) == []
+    counters = [result["counters"] for result in copies.values()]
+    assert sum(count["num_preemptions"] for count in counters) > 0
+    assert sum(count["num_preemptions"] == 0 for count in counters) > 3
+    assert sum(count["prefix_cache_hits"] for count in counters) > 0
+
+
+@pytest.mark.slow
+def test_a_level_that_forgets_its_holes_is_caught(family):
+    assert disagreements(run_copies(family, f"{SWITCHING}_and_forget_holes"))
+
+
+@pytest.mark.parametrize("engine", ["copies", "learned"])
+def test_sampled_requests_with_a_seed_repeat_at_any_load(engine, request):
+    results = request.getfixturevalue(engine)
+    expected = [ids(results[f"alone {i}"])[0] for i in range(4)]
+    assert ids(results["together"])[:4] == expected
+
+
+def test_every_level_is_tried_and_what_loses_is_left_out(learned):
+    """On models this small a step costs what a draft costs: no draft of a model pays."""
+    drafted = [sum(r["levels"][k]["drafted"] for r in learned.values()) for k in range(3)]
+    fixed = 4 * 40 * 7
+    assert all(count > 0 for count in drafted)
+    assert drafted[2] < fixed * len(JOBS)

@@ -1,0 +1,33 @@
+"""A controller that switches levels in and out all the time, to break what must not break."""
+
+import zlib
+from itertools import combinations
+
+import numpy as np
+
+from vllm_hsd.core.controller import DepthController, Selection
+
+
+def install() -> None:
+    """Replace the controller's choice in this process."""
+    DepthController.choose = _choose
+
+
+def install_and_forget_holes() -> None:
+    """As `install`; levels also believe that they have filled every block of a prefix hit."""
+    from vllm_hsd.runner_v1.lazy_caches import FilledBlocks
+
+    install()
+    FilledBlocks.usable = lambda self, blocks, length: np.full(len(self.filled), length)
+
+
+def _choose(self: DepthController, slots: np.ndarray, most: np.ndarray):
+    self.step += 1
+    bits = zlib.crc32(str(self.step).encode())
+    places = range(len(self.draft_lengths))
+    subsets = [s for n in range(len(places) + 1) for s in combinations(places, n)]
+    levels = subsets[bits % len(subsets)]
+    lengths = tuple(1 + (bits >> (8 + k)) % self.draft_lengths[k] for k in levels)
+    # Some requests draft less than the others, some nothing.
+    own = (np.arange(len(slots)) * 7 + self.step) % (lengths[-1] + 1 if levels else 1)
+    return Selection(levels, lengths), np.minimum(most, own)

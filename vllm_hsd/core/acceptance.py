@@ -1,0 +1,101 @@
+"""Acceptance by level, draft position and request, learned from past verifications."""
+
+from __future__ import annotations
+
+import numpy as np
+
+# Drafts after which an observation of the shared curve, or of a request, weighs half.
+_SHARED_HALF_LIFE, _OWN_HALF_LIFE = 1000.0, 40.0
+# Steps without a draft that halve what is known of a request alone: it is tried again.
+_IDLE_HALF_LIFE = 512.0
+# Tokens verified, and rejected among them, that the estimates start from.
+_PRIOR_VERIFIED, _PRIOR_REJECTED = 2.0, 0.6
+# Verified tokens of all positions that a position's own rate starts from.
+_POOLED = 8.0
+# Verified tokens, as the shared curve says, with which every request starts at every position.
+_OWN_PRIOR = 4.0
+
+
+class AcceptanceEstimates:
+    """How likely drafted tokens are accepted.
+
+    Per level a curve that all requests share: P(token j is rejected, given that the tokens before
+    it were accepted). Per request the same from its own drafts, with the shared curve as its prior.
+    Both are exponentially forgotten; the memory is bounded.
+
+    Args:
+        num_levels: drafting levels.
+        num_slots: requests at the same time.
+        max_length: longest draft in tokens.
+    """
+
+    def __init__(self, num_levels: int, num_slots: int, max_length: int) -> None:
+        self.max_length = max_length
+        self.verified = np.zeros((num_levels, max_length))
+        self.rejected = np.zeros((num_levels, max_length))
+        self.drafts = np.full(num_levels, 1.0)
+        self.filled = np.full(num_levels, 1.0)
+        self.own_verified = np.zeros((num_levels, num_slots, max_length))
+        self.own_rejected = np.zeros((num_levels, num_slots, max_length))
+
+    def reset(self, slots: np.ndarray | int) -> None:
+        """Forget the requests in `slots`."""
+        self.own_verified[:, slots] = 0
+        self.own_rejected[:, slots] = 0
+
+    def observe(
+        self, level: int, slots: np.ndarray, lengths: np.ndarray, accepted: np.ndarray
+    ) -> None:
+        """Take in one verified draft of `level` per request.
+
+        Args:
+            slots: [n] int64.
+            lengths: [n] int64 tokens that were verified; those of 0 say nothing.
+            accepted: [n] int64, at most `lengths`.
+        """
+        some = lengths > 0
+        slots, lengths, accepted = slots[some], lengths[some], accepted[some]
+        if not len(slots):
+            return
+        keep = 0.5 ** (len(slots) / _SHARED_HALF_LIFE)
+        reached = np.arange(self.max_length) < np.minimum(accepted + 1, lengths)[:, None]
+        failed = accepted < lengths
+        own = 0.5 ** (1 / _OWN_HALF_LIFE)
+        self.own_verified[level, slots] = own * self.own_verified[level, slots] + reached
+        self.own_rejected[level, slots] *= own
+        self.own_rejected[level, slots[failed], accepted[failed]] += 1
+        # What is not met for long stays as it was.
+        seen = reached.any(0)
+        self.verified[level, seen] *= keep
+        self.rejected[level, seen] *= keep
+        self.verified[level] += reached.sum(0)
+        np.add.at(self.rejected[level], accepted[failed], 1)
+
+    def count(self, level: int, asked: int, filled: int) -> None:
+        """Take in that `filled` of `asked` drafts of `level` hold any token."""
+        keep = 0.5 ** (asked / _SHARED_HALF_LIFE)
+        self.drafts[level] = keep * self.drafts[level] + asked
+        self.filled[level] = keep * self.filled[level] + filled
+
+    def rest(self, levels: list[int], slots: np.ndarray) -> None:
+        """Note that `levels` drafted nothing for the requests in `slots` in this step."""
+        keep = 0.5 ** (1 / _IDLE_HALF_LIFE)
+        place = (np.array(levels, dtype=np.int64)[:, None], slots)
+        self.own_verified[place] *= keep
+        self.own_rejected[place] *= keep
+
+    def fill(self, level: int) -> float:
+        """Share of drafts asked of `level` that hold any token: a lookup often finds none."""
+        return float(self.filled[level] / self.drafts[level])
+
+    def hazard(self, level: int) -> np.ndarray:
+        """[max_length] probability that token j is rejected where those before it were not."""
+        verified, rejected = self.verified[level], self.rejected[level]
+        pooled = (rejected.sum() + _PRIOR_REJECTED) / (verified.sum() + _PRIOR_VERIFIED)
+        return (rejected + _POOLED * pooled) / (verified + _POOLED)
+
+    def survival(self, level: int, slots: np.ndarray) -> np.ndarray:
+        """[n, max_length] probability that the first j + 1 drafted tokens are all accepted."""
+        rejected = self.own_rejected[level, slots] + _OWN_PRIOR * self.hazard(level)
+        hazard = rejected / (self.own_verified[level, slots] + _OWN_PRIOR)
+        return np.cumprod(1 - np.minimum(hazard, 0.999), axis=1)

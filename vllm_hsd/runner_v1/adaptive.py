@@ -1,0 +1,136 @@
+"""Adaptive depth on the V1 runner: the controller's clock, its ranks, and caches filled late."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import numpy as np
+from vllm.distributed.parallel_state import get_tp_group
+
+from vllm_hsd.config import CascadeConfig
+from vllm_hsd.core.cascade import Cascade, DraftBatch
+from vllm_hsd.core.controller import Selection
+from vllm_hsd.core.drafts import DraftStore
+from vllm_hsd.runner_v1.lazy_caches import FilledBlocks
+from vllm_hsd.runner_v1.requests import RequestTable
+from vllm_hsd.runner_v1.sampling import GREEDY_BELOW
+
+
+class Hosted(Protocol):
+    """What is read of the proposer."""
+
+    runner: Any
+    cascade: Cascade
+    cascade_config: CascadeConfig
+
+    @property
+    def requests(self) -> RequestTable:
+        """What is kept of every request."""
+
+
+class AdaptiveDrafting:
+    """Drafts with the levels and draft lengths that the cascade's controller selects.
+
+    A level that is not selected computes nothing, prompts included. It catches up in one forward
+    pass when it is selected again.
+
+    Args:
+        host: the proposer.
+    """
+
+    def __init__(self, host: Hosted) -> None:
+        assert host.cascade.controller is not None
+        self.host, self.controller = host, host.cascade.controller
+        self.filled: FilledBlocks | None = None
+        self.marked = np.zeros((len(host.cascade.levels), len(host.cascade.top)), dtype=np.int64)
+        self.last_step_ended: float | None = None
+
+    def step_began(self, scheduler_output, length: np.ndarray, all_sampled: bool) -> None:
+        """Take note of what the target has just computed, and of the time it took.
+
+        Args:
+            scheduler_output: vLLM's, of the step.
+            length: [batch] int64 committed tokens.
+            all_sampled: every request of the batch got a token.
+        """
+        now, input_batch = time.perf_counter(), self.host.runner.input_batch
+        computed = input_batch.num_computed_tokens_cpu[: len(length)].astype(np.int64)
+        self._filled_blocks().begin(self._block_ids(), computed, length)
+        longest = max(scheduler_output.num_scheduled_tokens.values(), default=0)
+        only_decodes = (
+            all_sampled
+            and longest <= self.host.cascade_config.num_speculative_tokens + 1
+            and not scheduler_output.scheduled_new_reqs
+            and not scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        )
+        # Between two drafts lie the target's step and all that vLLM does around it.
+        if only_decodes and self.last_step_ended is not None:
+            tokens = scheduler_output.total_num_scheduled_tokens
+            self.controller.target_times.observe(tokens, now - self.last_step_ended)
+
+    def propose(self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray) -> DraftStore:
+        """Draft at most requested[i] tokens for the request in slots[i].
+
+        Sampled requests with a seed draft by the configured lengths: they repeat at any load.
+        """
+        cascade, requests = self.host.cascade, self.host.requests
+        input_batch = self.host.runner.input_batch
+        drafts = cascade.drafts[-1]
+        drafts.clear(slots)
+        committed = batch.end[slots].copy()
+        greedy = input_batch.temperature_cpu[: len(slots)] < GREEDY_BELOW
+        fixed = requests.seeded[slots] & ~greedy
+        free = ~fixed & (requested > 0)
+        if fixed.any():
+            cascade.propose(batch, slots[fixed], requested[fixed])
+        if free.any():
+            first = committed - input_batch.num_prompt_tokens[: len(slots)] == 1
+            selection, lengths = self._select(slots[free], requested[free], first[free])
+            if lengths.any():
+                cascade.propose(batch, slots[free], lengths, selection)
+        self._note_filled(slots, np.minimum(batch.cached[:, slots], committed))
+        self.last_step_ended = time.perf_counter()
+        return drafts
+
+    def usable(self, request_id: str, computed: int) -> np.ndarray:
+        """[levels] int64 entries of a prefix of `computed` tokens that each level really has."""
+        row = self.host.runner.input_batch.req_id_to_index[request_id]
+        return self._filled_blocks().usable(self._block_ids()[row], computed)
+
+    def _select(
+        self, slots: np.ndarray, most: np.ndarray, first: np.ndarray
+    ) -> tuple[Selection, np.ndarray]:
+        """Levels and draft lengths of the next step; requests in `first` have their first token."""
+        group = get_tp_group()
+        if group.rank_in_group > 0:
+            return group.broadcast_object()
+        selection, lengths = self.controller.choose(slots, most)
+        levels = self.host.cascade.levels
+        if any(levels[level] is not None for level in selection.levels):
+            # A first token does not wait for a model to read the prompt.
+            lengths = np.where(first, 0, lengths)
+        # Clocks differ by rank, and all ranks must draft alike.
+        if group.world_size > 1:
+            group.broadcast_object((selection, lengths))
+        return selection, lengths
+
+    def _note_filled(self, slots: np.ndarray, cached: np.ndarray) -> None:
+        """Mark the blocks of `slots` that levels have filled up to cached ([levels, batch])."""
+        blocks, filled = self._block_ids(), self._filled_blocks()
+        # A slot's new request begins anew, and a text may have lost its rejected tokens.
+        self.marked[:, slots] = np.minimum(self.marked[:, slots], cached)
+        for level, ends in enumerate(cached):
+            filled.fill(level, blocks, self.marked[level, slots], ends)
+        self.marked[:, slots] = cached
+
+    def _block_ids(self) -> np.ndarray:
+        """[batch, width] ids of the KV blocks of every request, in the first KV-cache group."""
+        input_batch = self.host.runner.input_batch
+        return input_batch.block_table[0].block_table.np[: input_batch.num_reqs]
+
+    def _filled_blocks(self) -> FilledBlocks:
+        if self.filled is None:
+            size = self.host.runner.input_batch.block_table[0].block_size
+            self.filled = FilledBlocks(len(self.host.cascade.levels), size)
+        return self.filled
