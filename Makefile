@@ -102,5 +102,10 @@ bench-batch-sizes: venv
 	$(BIN)/python -m benchmarks.end_to_end.demo_cascade --batch-sizes 1,4,8,16 --num-prompts 16 \
 		--output results/batch_sizes
 
+# The papers' tables on the real model; hours, resumed where it was stopped. PROMPTS: a directory of
+# JSON lines files with "turns", one for each set.
+bench-real: venv
+	$(BIN)/python -m benchmarks.paper_tables.real_model --prompts $(PROMPTS)
+
 clean:
 	rm -rf .venv .overlay-* results

@@ -84,13 +84,21 @@ class Spread:
         }
 
 
-def write_csv(path: Path, rows: Sequence[dict[str, Any]], threads: int = 1) -> None:
-    """Write rows with the same keys; every row also gets the commit and the machine."""
+def write_csv(
+    path: Path, rows: Sequence[dict[str, Any]], threads: int = 1, append: bool = False
+) -> None:
+    """Write rows with the same keys; every row also gets the commit and the machine.
+
+    Args:
+        append: keep the rows of the same columns that the file has already.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     origin = {"commit": commit(), "machine": machine("cpu", threads)}
-    with path.open("w", newline="") as file:
+    append = append and path.exists()
+    with path.open("a" if append else "w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], *origin], lineterminator="\n")
-        writer.writeheader()
+        if not append:
+            writer.writeheader()
         for row in rows:
             cells = {k: f"{v:.4f}" if isinstance(v, float) else v for k, v in row.items()}
             writer.writerow({**cells, **origin})

@@ -36,9 +36,7 @@ from vllm_hsd.cli.bench_runs import (
     Job,
     Results,
     compare_greedy,
-    progress,
 )
-from vllm_hsd.dtype import choose_dtype
 from vllm_hsd.engine import Generation
 
 PROMPTS = Path(__file__).parent / "demo_prompts.jsonl"
@@ -286,12 +284,6 @@ def main() -> int:
     called = float(os.environ.get("DEMO_STARTED") or time.time())
     # Results name the model: a relative path says nothing about the machine.
     model = options.model or os.path.relpath(smollm2())
-    dtype = options.dtype
-    if dtype == "auto":
-        progress("probing bfloat16 and float32")
-        choice = choose_dtype(model)
-        dtype = choice.dtype
-        print(f"dtype: {choice}", flush=True)
     by_kind = {kind: texts[: options.rounds] for kind, texts in read_demo_prompts().items()}
     configs = [None, *sources()]
     comparison = Comparison(
@@ -305,10 +297,10 @@ def main() -> int:
         max_tokens=options.max_tokens,
         num_prompts=len(by_kind) * options.rounds,
         rounds=options.rounds,
-        engine_args={"dtype": dtype, "enforce_eager": True},
+        engine_args={"dtype": options.dtype, "enforce_eager": True},
         output=options.output,
     )
-    setup = bench.inspect(comparison)
+    comparison, setup = bench.with_probed_dtype(comparison, bench.inspect(comparison))
     results = Results(comparison, metadata=bench.describe(comparison, setup))
     kinds, names = list(by_kind), comparison.names
     with Engines(comparison, setup) as engines:
@@ -331,7 +323,7 @@ def main() -> int:
         print("Greedy answers are equal, token for token.")
     write_csv(options.output / "demo.csv", rows)
     title = (
-        f"SmolLM2-135M-Instruct, {dtype}, {results.metadata['machine']}, commit {commit()}\n"
+        f"SmolLM2-135M-Instruct, {setup.dtype}, {results.metadata['machine']}, commit {commit()}\n"
         "bars: median speed-up over no speculation; lines: lowest to highest round"
     )
     plot(rows, names, title, options.output / "demo.png")

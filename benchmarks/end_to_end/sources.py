@@ -22,3 +22,8 @@ def sources(length: int = DRAFT_LENGTH, **keys: Any) -> list[dict[str, Any]]:
 def levels() -> list[dict[str, Any]]:
     """The level of every source, and last the one that mixes them."""
     return [NGRAM]
+
+
+def drafter() -> dict[str, Any]:
+    """The level for tables of draft lengths and verifiers: the best one that draws its drafts."""
+    return NGRAM

@@ -176,9 +176,7 @@ def run(comparison: Comparison, **metadata: Any) -> int:
         raise UserError(f"--output '{comparison.output}' cannot be used ({error}).") from None
     for log in directory.glob("*.log"):
         log.unlink()
-    setup = inspect(comparison)
-    if setup.device == "cpu" and comparison.engine_args.get("dtype", "auto") == "auto":
-        comparison, setup = with_probed_dtype(comparison, setup)
+    comparison, setup = with_probed_dtype(comparison, inspect(comparison))
     results = Results(comparison, metadata={**describe(comparison, setup), **metadata})
     print(bench_report.heading(results), flush=True)
     if (
@@ -195,11 +193,13 @@ def run(comparison: Comparison, **metadata: Any) -> int:
 
 
 def with_probed_dtype(comparison: Comparison, setup: Setup) -> tuple[Comparison, Setup]:
-    """The comparison in the dtype that suits this CPU, which is printed.
+    """Both in the dtype that suits this CPU, which is printed, if none was asked for.
 
     Raises:
         UserError: the model runs in no dtype.
     """
+    if setup.device != "cpu" or comparison.engine_args.get("dtype", "auto") != "auto":
+        return comparison, setup
     progress("probing bfloat16 and float32")
     choice = choose_dtype(comparison.model)
     print(f"dtype: {choice}", flush=True)
