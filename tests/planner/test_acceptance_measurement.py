@@ -182,3 +182,11 @@ def test_a_finished_stage_is_kept_and_another_measurement_refused(measured, tmp_
     assert all(np.array_equal(again.tables[k], table) for k, table in measured.tables.items())
     with pytest.raises(UserError, match="unfinished measurement with other settings"):
         Stages(tmp_path / "partial", "another")
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", bytes(300)])
+def test_a_damaged_stage_is_named(tmp_path, content):
+    stages = Stages(tmp_path, "one")
+    stages.acceptance.write_bytes(content)
+    with pytest.raises(UserError, match=r"acceptance.npz' is damaged: delete its directory"):
+        stages.load_acceptance()

@@ -1,6 +1,7 @@
 """The OpenAI server under 64 streams of everything at once: nothing lost, wrong, hung or left."""
 
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -88,15 +89,22 @@ def test_a_broken_server_is_noticed(text_family, requests, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_an_engine_that_dies_ends_every_stream(text_family, requests, tmp_path):
-    config, plugin = two_models(text_family), "support.soak_faults:engine_dies"
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("end", ["the engine raises", "the engine is killed", "SIGTERM"])
+def test_a_server_that_ends_under_load_ends_every_stream(text_family, requests, tmp_path, end):
+    plugin = "support.soak_faults:engine_dies" if end == "the engine raises" else None
+    config = two_models(text_family)
     with running_server(text_family.target, tmp_path, config, plugin=plugin) as server:
-        report = soak(server, requests, seconds=600)
+        signals = {"the engine is killed": server.kill_engine, "SIGTERM": server.process.terminate}
+        timer = threading.Timer(20, signals.get(end, bool))
+        timer.start()
+        report = soak(server, requests, seconds=1200)
         print(report)
-        assert server.process.wait(timeout=300) != 0
+        timer.join()
+        status = server.process.wait(timeout=600)
+    assert (status == 0) == (end == "SIGTERM")
     assert report.outcomes["lost"] + report.outcomes["error"] > 0, str(report)
-    assert report.outcomes["hung"] == 0, str(report)
+    assert report.outcomes["hung"] == report.outcomes["wrong"] == 0, str(report)
 
 
 MODES: dict[str, dict] = {

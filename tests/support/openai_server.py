@@ -115,7 +115,7 @@ class OpenAIServer:
         return sum(value for key, value in self.metrics().items() if key.split("{")[0] == name)
 
     def resident_megabytes(self) -> dict[str, float]:
-        """Role -> resident memory of the server's processes: "api" and "engine"."""
+        """Role -> resident memory: "api", and "engine" for the largest of the other processes."""
         found = {"api": 0.0, "engine": 0.0}
         with contextlib.suppress(psutil.NoSuchProcess):
             parent = psutil.Process(self.process.pid)
@@ -124,6 +124,11 @@ class OpenAIServer:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     found["engine"] = max(found["engine"], child.memory_info().rss / 2**20)
         return found
+
+    def kill_engine(self) -> None:
+        """End the process with the model at once, and no other."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        max(children, key=lambda child: child.memory_info().rss).kill()
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)

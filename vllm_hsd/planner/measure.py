@@ -15,7 +15,7 @@ from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingCol
 
 from vllm_hsd.checked_files import written_whole
 from vllm_hsd.dtype import choose_dtype
-from vllm_hsd.errors import UserError
+from vllm_hsd.errors import UserError, quoted
 from vllm_hsd.planner.acceptance import Acceptances, measure_acceptance, num_batches
 from vllm_hsd.planner.latencies import Latencies
 from vllm_hsd.planner.models import ModelSet
@@ -50,7 +50,7 @@ class Stages:
             with written_whole(note) as unfinished:
                 directory.mkdir(parents=True, exist_ok=True)
                 unfinished.write_text(fingerprint)
-        elif note.read_text() != fingerprint:
+        elif note.read_text(errors="replace") != fingerprint:
             raise UserError(
                 f"'{directory}' holds an unfinished measurement with other settings: finish "
                 f"it with those, or delete the directory."
@@ -59,12 +59,22 @@ class Stages:
         self.acceptance = directory / "acceptance.npz"
 
     def load_acceptance(self) -> Acceptances | None:
-        """The measured acceptance, if this stage is finished."""
+        """The measured acceptance, if this stage is finished.
+
+        Raises:
+            UserError: the file is damaged.
+        """
         if not self.acceptance.exists():
             return None
-        with np.load(self.acceptance, allow_pickle=False) as stored:
-            tables = dict(stored)
-        return Acceptances(tables.pop("rates"), tables, int(tables.pop("positions")))
+        try:
+            with np.load(self.acceptance, allow_pickle=False) as stored:
+                tables = dict(stored)
+            return Acceptances(tables.pop("rates"), tables, int(tables.pop("positions")))
+        except Exception:  # zipfile, zlib and numpy raise many kinds on damaged bytes
+            raise UserError(
+                f"{quoted(str(self.acceptance))} is damaged: delete its directory and measure "
+                "again."
+            ) from None
 
     def save_acceptance(self, found: Acceptances) -> None:
         """Keep the measured acceptance."""

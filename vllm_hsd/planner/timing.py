@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from scipy.optimize import isotonic_regression
 
-from vllm_hsd.checked_files import written_whole
+from vllm_hsd.checked_files import read_json, written_whole
 from vllm_hsd.core.bigram import count_bigrams, write_bigram
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.errors import UserError
@@ -178,7 +178,9 @@ class Timing:
         together = not torch.cuda.is_available()
         if not together:
             order.sort()
-        done: dict[str, list[Recording]] = json.loads(store.read_text()) if store.exists() else {}
+        done: dict[str, list[Recording]] = {}
+        if store.exists():
+            done = read_json(store, "timing", "vllm-hsd profile")
         with contextlib.ExitStack() as running:
             engines: dict[str, EngineProcess] = {}
             for name, number in order:
