@@ -17,8 +17,8 @@ CHOICES = ["ab", "ace", "add", "be", "bee", "cab"]
 OUTCOMES = {
     "grammar": [(*TOKENIZER.encode(choice), EOS) for choice in CHOICES],
     "free": [
-        *itertools.product(LETTERS[:2], repeat=5),
-        *((*some, EOS) for n in range(5) for some in itertools.product(LETTERS[:2], repeat=n)),
+        *itertools.product(LETTERS[:2], repeat=4),
+        *((*some, EOS) for n in range(4) for some in itertools.product(LETTERS[:2], repeat=n)),
     ],
 }
 PARAMS = {
@@ -28,7 +28,7 @@ PARAMS = {
         "temperature": 2.0,
         "max_tokens": 40,
     },
-    "free": {"allowed_token_ids": [*LETTERS[:2], EOS], "temperature": 1.0, "max_tokens": 5},
+    "free": {"allowed_token_ids": [*LETTERS[:2], EOS], "temperature": 3.0, "max_tokens": 4},
 }
 
 
@@ -51,13 +51,15 @@ def crowded_engine(family) -> dict:
     }
 
 
-def sample(family, count: int, patch: str | None = None) -> tuple[dict[str, list], dict]:
+def sample(
+    family, count: int, kinds: list[str], patch: str | None = None
+) -> tuple[dict[str, list], dict]:
     """Kind of request -> token ids of its outputs, and the result of the job."""
-    params = [{**PARAMS[kind], "seed": i} for i in range(count) for kind in PARAMS]
+    params = [{**PARAMS[kind], "seed": i} for i in range(count) for kind in kinds]
     job = {"prompts": [PROMPT] * len(params), "params": params}
     result = run_engine(crowded_engine(family), {"job": job}, patch=patch)["job"]
     outputs = [tuple(output[0]["ids"]) for output in result["outputs"]]
-    return {kind: outputs[i :: len(PARAMS)] for i, kind in enumerate(PARAMS)}, result
+    return {kind: outputs[i :: len(kinds)] for i, kind in enumerate(kinds)}, result
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +85,10 @@ def exact(text_family) -> dict[str, dict[tuple[int, ...], float]]:
 
 
 @pytest.mark.parametrize(
-    "count", [400, pytest.param(4000, marks=[pytest.mark.slow, pytest.mark.timeout(9000)])]
+    "count", [400, pytest.param(2500, marks=[pytest.mark.slow, pytest.mark.timeout(9000)])]
 )
 def test_crowded_samples_follow_the_target(text_family, exact, count):
-    outputs, result = sample(text_family, count)
+    outputs, result = sample(text_family, count, list(PARAMS))
     assert result["counters"]["num_preemptions"] > 10
     for kind in PARAMS:
         assert chi_square_p_value(outputs[kind], exact[kind]) > SIGNIFICANCE, kind
@@ -96,8 +98,8 @@ def test_crowded_samples_follow_the_target(text_family, exact, count):
 @pytest.mark.timeout(9000)
 @pytest.mark.parametrize(
     ("fault", "kind"),
-    [("install_plain_bonus", "grammar"), ("install_uncapped_final_ratio", "free")],
+    [("install_plain_bonus", "grammar"), ("install_plain_recovery", "free")],
 )
 def test_a_biased_sampler_is_caught_in_the_crowd(text_family, exact, fault, kind):
-    outputs, _ = sample(text_family, 2000, patch=f"support.biased_sampler:{fault}")
+    outputs, _ = sample(text_family, 2500, [kind], patch=f"support.biased_sampler:{fault}")
     assert chi_square_p_value(outputs[kind], exact[kind]) < SIGNIFICANCE

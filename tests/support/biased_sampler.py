@@ -23,6 +23,23 @@ def install_plain_bonus() -> None:
     sampler.drafts_to_verify = drafts_to_verify
 
 
+def install_plain_recovery() -> None:
+    """Draw recovered tokens from the target: wrong even where drafts have one token."""
+    from vllm_hsd.runner_v1 import sampler
+
+    whole = sampler.verify_batch
+
+    def verify_batch(batch, *args, **kwargs):
+        return whole(_NothingSubtracted(**vars(batch)), *args, **kwargs)
+
+    sampler.verify_batch = verify_batch
+
+
+class _NothingSubtracted(ChainBatch):
+    def subtract_draft(self, rows, requests, t) -> None:
+        pass
+
+
 def install_uncapped_final_ratio() -> None:
     """Accept whole drafts with their uncapped joint ratio."""
     from vllm_hsd.runner_v1 import sampler
