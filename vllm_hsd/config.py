@@ -28,10 +28,13 @@ Verifier = Annotated[
 Stopping = Literal["fixed", "entropy"]
 Name = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[int, Field(ge=1, le=128)]
+Probability = Annotated[float, Field(ge=0, le=1)]
 VllmKey = Annotated[Any, Field(exclude=True)]
 
 MAX_LEVELS = 16
 MAX_SOURCES = 8
+# 300 bytes each: 5 GiB.
+MAX_SHARED_TOKENS = 1 << 24
 MAX_CASCADE_BYTES = 1 << 20
 CASCADE_SCHEMA = 1
 
@@ -67,10 +70,12 @@ class SuffixConfig(_Keys):
         store: file of texts to look in, which `vllm-hsd build suffix` wrote.
         shared_tokens: most tokens of the server's earlier outputs to look in, whoever asked for
             them; 0 for none.
+        min_acceptance: a draft ends before the token that is less likely to be accepted.
     """
 
     store: Name | None = None
-    shared_tokens: Annotated[int, Field(ge=0, le=1 << 27)] = 0
+    shared_tokens: Annotated[int, Field(ge=0, le=MAX_SHARED_TOKENS)] = 0
+    min_acceptance: Probability = 0.05
 
 
 class _LevelKeys(_Keys):
@@ -248,6 +253,7 @@ class FirstOfLevelConfig(_LevelKeys):
 
     Attributes:
         first_of: the sources.
+        min_acceptance: a lookup's draft ends before the token that is less likely to be accepted.
     """
 
     kind = "first_of"
@@ -255,6 +261,7 @@ class FirstOfLevelConfig(_LevelKeys):
     max_rounds: ClassVar[None] = None
 
     first_of: Annotated[list[Source], Field(min_length=1, max_length=MAX_SOURCES)]
+    min_acceptance: Probability = 0.05
 
     @property
     def stopping(self) -> Stopping:

@@ -1,5 +1,6 @@
 """The commands that write bigram tables and exit heads."""
 
+import gzip
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ import pytest
 from vllm_hsd.cli.main import main
 from vllm_hsd.core.bigram import read_bigram
 from vllm_hsd.core.exit_head import read_exit_head
+from vllm_hsd.core.suffix_store import read_store
 
 FAMILY = Path(__file__).parents[2] / "benchmarks" / "models"
 TARGET = str(FAMILY / "target")
@@ -47,6 +49,58 @@ def test_bigram_with_a_tokenizer_alone(tmp_path, corpus):
     assert read_bigram(output).vocab_size == CONFIG["vocab_size"]
 
 
+def lines(path: Path, *records: object) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def test_suffix_from_texts_and_records(tmp_path, corpus, capsys):
+    records = lines(
+        tmp_path / "served.jsonl",
+        {"answer_token_ids": [3, 1, 4]},
+        {"token_ids": [1, 5], "prompt_token_ids": [9]},
+        {"choices": [{"message": {"content": "return"}}, {"text": "a + b"}]},
+        {"messages": [{"role": "user", "content": "no"}, {"role": "assistant", "content": "def"}]},
+        {"text": "def add"},
+    )
+    with gzip.open(tmp_path / "more.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"token_ids": [7, 7, 7]}) + "\n\n")
+    output = str(tmp_path / "store.safetensors")
+    arguments = [records, str(tmp_path / "more.jsonl.gz"), corpus]
+    assert run("suffix", "--target", TARGET, *arguments, "-o", output) == 0
+    assert "8 texts, over a vocabulary of" in capsys.readouterr().out
+    store = read_store(output)
+    assert store.vocab_size == CONFIG["vocab_size"]
+    texts = [text.tolist() for text in store]
+    assert texts[:2] == [[3, 1, 4], [1, 5]] and texts[6] == [7, 7, 7] and len(texts[7]) > 1000
+    # Every text is ended by the token that ends a document.
+    assert {text[-1] for text in (*texts[2:6], texts[7])} == {0}
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ("[1]", "line 1: must be an object"),
+        ("{", "line 1 is not JSON"),
+        ('{"tokens": [1]}', "line 1: needs one of the keys answer_token_ids, token_ids, choices"),
+        ('{"token_ids": [1, "2"]}', "line 1: 'token_ids' must be a list of token ids"),
+        ('{"token_ids": [-1]}', "line 1: 'token_ids' must be a list of token ids"),
+        ('{"token_ids": [99999999]}', "token 99999999 lies outside the vocabulary"),
+        ('{"choices": [{"delta": {}}]}', "line 1: holds an output that is not text"),
+        ('{"messages": ["x"]}', "line 1: 'messages' must be a list of turns"),
+        ("[" * 100_000, "line 1 is not JSON"),
+        ("", "the texts have no token"),
+    ],
+)
+def test_records_that_cannot_be_used(tmp_path, capsys, record, message):
+    path = tmp_path / "served.jsonl"
+    path.write_text(record)
+    assert run("suffix", "--target", TARGET, str(path), "-o", str(tmp_path / "store")) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message in error and error.startswith("vllm-hsd build suffix: ")
+    assert not (tmp_path / "store").exists()
+
+
 def test_exit_heads(tmp_path, corpus, capsys):
     output = tmp_path / "heads"
     arguments = ["--target", TARGET, "--layers", "2", "--steps", "1", corpus]
@@ -64,6 +118,9 @@ def test_exit_heads(tmp_path, corpus, capsys):
         (["bigram", "--target", TARGET, "no-such-file"], "TEXT 'no-such-file' cannot be read"),
         (["bigram", "--target", TARGET, "BINARY"], "TEXT '.*' is not text in UTF-8"),
         (["bigram", "--target", TARGET, "EMPTY"], "no pair of tokens"),
+        (["suffix", "--target", TARGET], "no texts: give files, or let the target write chats"),
+        (["suffix", "--target", TARGET, "--chats=-1", "CORPUS"], "--chats is -1: it must be 0 to"),
+        (["suffix", "--target", TARGET, "--chats", "2"], "--chats: the target has no chat templ"),
         (["bigram", "--target", TARGET, "CORPUS", "-o", "no/such"], "--output: no directory 'no'"),
         (
             ["exit-heads", "--target", TARGET, "--layers", "99", "CORPUS"],

@@ -82,7 +82,7 @@ FAULTS = {
     ),
     "unknown key of suffix": (
         hsd({"suffix": {"stores": "x"}}),
-        r"levels\[0\]\.suffix .*'stores'; its keys are shared_tokens, store",
+        r"levels\[0\]\.suffix .*'stores'; its keys are min_acceptance, shared_tokens, store",
     ),
     "suffix not a mapping": (hsd({"suffix": "x"}), r'suffix: give a mapping such as \{"store"'),
     "suffix above a model": (

@@ -44,7 +44,7 @@ NAMES = sorted(
     | cascade_rules.SAMPLING_KEYS
     | cascade_rules.VLLM_KEYS
     | cascade_rules.TOP_KEYS
-    | {"store", "shared_tokens"}
+    | cascade_rules.SUFFIX_KEYS
     | {"cascade", "max", "min", "rounds", "window", "tail", "levls", "Q" * 500, ""}
 )
 NOT_TEXT = [1, None, True, ("Q",), b"Q", 2.5]

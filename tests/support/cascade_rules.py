@@ -8,6 +8,7 @@ import random
 
 LOOKUPS = ("ngram", "suffix")
 SOURCE_KEYS = {"model", "early_exit", "exit_head", "ngram", "suffix", "bigram"}
+SUFFIX_KEYS = {"store", "shared_tokens", "min_acceptance"}
 KIND_KEYS = SOURCE_KEYS | {"first_of"}
 SAMPLING_KEYS = {"num_tokens", "verifier", "max_rounds", "stopping", "temperature_scale"}
 VLLM_KEYS = {
@@ -72,7 +73,10 @@ def _valid_level(raw: object, place: int, count: int, longest: int) -> bool:
         return False
     kind = kinds[0]
     if kind == "first_of":
-        if not level.keys() <= {kind, "num_tokens"} or not _valid_sources(level[kind]):
+        known = {kind, "num_tokens", "min_acceptance"}
+        if not level.keys() <= known or not _valid_sources(level[kind]):
+            return False
+        if not _share(level.get("min_acceptance", 0)):
             return False
     elif not _valid_keys(kind, level):
         return False
@@ -133,11 +137,17 @@ def _valid_kind(kind: str, value: object) -> bool:
         largest, smallest = value.get("max", 4), value.get("min", 1)
         return _whole(largest, 1, 1024) and _whole(smallest, 1, largest)
     if kind == "suffix":
-        if not isinstance(value, dict) or not value.keys() <= {"store", "shared_tokens"}:
+        if not isinstance(value, dict) or not value.keys() <= SUFFIX_KEYS:
+            return False
+        if not _share(value.get("min_acceptance", 0)):
             return False
         store = value.get("store")
-        return (store is None or _name(store)) and _whole(value.get("shared_tokens", 0), 0, 1 << 27)
+        return (store is None or _name(store)) and _whole(value.get("shared_tokens", 0), 0, 1 << 24)
     return _name(value)
+
+
+def _share(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 1
 
 
 def _name(value: object) -> bool:

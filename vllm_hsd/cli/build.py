@@ -1,4 +1,4 @@
-"""`vllm-hsd build`: writes the files that bigram and exit-head levels read."""
+"""`vllm-hsd build`: writes the files that bigram, suffix and exit-head levels read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add `build` and its two artifacts to the parser of `vllm-hsd`."""
+    """Add `build` and its artifacts to the parser of `vllm-hsd`."""
     build = commands.add_parser(
-        "build", help="write the files that bigram and exit-head levels read"
+        "build", help="write the files that bigram, suffix and exit-head levels read"
     )
     artifacts = build.add_subparsers(required=True, metavar="ARTIFACT")
     bigram = artifacts.add_parser(
@@ -30,6 +30,21 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     _add_texts(bigram, "FILE", "table to write")
     bigram.set_defaults(run=_run_bigram)
+    suffix = artifacts.add_parser(
+        "suffix",
+        help="collect texts for a 'suffix' level",
+        description="Store texts that a level {'suffix': {'store': FILE}} looks in: text files, "
+        "outputs that were served (.jsonl or .jsonl.gz: responses of the OpenAI API, chats as "
+        "'messages', or 'token_ids'), or chats that the target writes itself.",
+        epilog="examples:\n"
+        "  vllm-hsd build suffix --target Qwen/Qwen3-8B --output served.safetensors logs.jsonl\n"
+        "  vllm-hsd build suffix --target Qwen/Qwen3-8B --output own.safetensors --chats 1000",
+    )
+    _add_texts(suffix, "FILE", "store to write", least="*")
+    suffix.add_argument(
+        "--chats", type=int, default=0, metavar="N", help="chats that the target writes itself"
+    )
+    suffix.set_defaults(run=_run_suffix)
     heads = artifacts.add_parser(
         "exit-heads",
         help="train heads on the target's layers for 'exit_head' levels",
@@ -50,11 +65,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     heads.set_defaults(run=_run_exit_heads)
 
 
-def _add_texts(parser: argparse.ArgumentParser, output: str, written: str) -> None:
+def _add_texts(
+    parser: argparse.ArgumentParser, output: str, written: str, least: str = "+"
+) -> None:
     parser.add_argument(
         "--target", required=True, metavar="MODEL", help="the target: a name or a directory"
     )
-    parser.add_argument("texts", nargs="+", metavar="TEXT", help="file in UTF-8, one document")
+    parser.add_argument("texts", nargs=least, metavar="TEXT", help="file in UTF-8, one document")
     parser.add_argument("-o", "--output", required=True, metavar=output, help=written)
 
 
@@ -84,6 +101,51 @@ def build_bigram(target: str, texts: Sequence[str], output: str) -> str:
     return (
         f"{output}: {table.counts.sum()} pairs of tokens, {len(table.counts)} of them different, "
         f"over a vocabulary of {table.vocab_size}"
+    )
+
+
+def build_suffix(target: str, texts: Sequence[str], output: str, chats: int = 0) -> str:
+    """Collect token ids and store them.
+
+    Args:
+        target: path or name of a model, or of its tokenizer alone where it writes no chats.
+        texts: text files, one document each, and files of JSON lines (see `served_texts`).
+        output: file to write.
+        chats: how many chats the target writes itself.
+
+    Returns:
+        one line that says what was written.
+
+    Raises:
+        UserError: names the argument or file.
+    """
+    from vllm_hsd.cli.served_texts import RECORDS, recorded_outputs, self_written_answers
+    from vllm_hsd.core.suffix_store import collect_texts, write_store
+
+    if not texts and chats < 1:
+        raise UserError("no texts: give files, or let the target write chats with --chats N.")
+    if not 0 <= chats <= 1_000_000:
+        raise UserError(f"--chats is {chats}: it must be 0 to 1000000.")
+    if not Path(output).absolute().parent.is_dir():
+        raise UserError(
+            f"--output: no directory {quoted(str(Path(output).parent))} to write to; make it."
+        )
+    tokenizer = _tokenizer(target)
+
+    def documents() -> Iterator[np.ndarray]:
+        for path in texts:
+            if path.endswith(RECORDS):
+                yield from recorded_outputs(path, tokenizer)
+            else:
+                yield from _documents([path], tokenizer)
+        if chats:
+            yield from self_written_answers(target, tokenizer, chats)
+
+    store = collect_texts(documents(), _vocab_size(target, len(tokenizer)))
+    write_store(store, output)
+    return (
+        f"{output}: {len(store.tokens)} tokens in {len(store.starts) - 1} texts, over a vocabulary "
+        f"of {store.vocab_size}"
     )
 
 
@@ -136,6 +198,11 @@ def build_exit_heads(
 
 def _run_bigram(arguments: argparse.Namespace) -> int:
     print(build_bigram(arguments.target, arguments.texts, arguments.output))
+    return 0
+
+
+def _run_suffix(arguments: argparse.Namespace) -> int:
+    print(build_suffix(arguments.target, arguments.texts, arguments.output, arguments.chats))
     return 0
 
 

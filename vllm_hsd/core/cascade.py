@@ -113,7 +113,8 @@ class Cascade:
         self.choice: SourceChoice | None = None
         if self.first_of is not None:
             cost = None if self.levels[0] is None else self.first_of.drafter_cost
-            self.choice = SourceChoice(len(self.lookups), cost, num_slots, lengths[0])
+            least = self.first_of.min_acceptance
+            self.choice = SourceChoice(len(self.lookups), cost, num_slots, lengths[0], least)
         self.stats = [LevelStats() for _ in self.levels]
         self.warned: set[int] = set()
         self.controller = controller

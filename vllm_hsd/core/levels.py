@@ -105,12 +105,14 @@ class FirstOf:
         lookups: they cost no forward pass.
         drafter: a level with probabilities, the last source; None without one.
         drafter_cost: one forward pass of the drafter, in steps of the model that verifies.
+        min_acceptance: a lookup's draft ends before the token that is less likely to be accepted.
     """
 
     names: list[str]
     lookups: list[LookupLevel]
     drafter: Level | None = None
     drafter_cost: float = 0.1
+    min_acceptance: float = 0.05
 
 
 @dataclass

@@ -22,11 +22,9 @@ from vllm_hsd.core.levels import Lookup
 # What a drafter is taken to be worth before it is known: acceptance of each of its tokens.
 DRAFTER_ACCEPTANCE = 0.7
 # Expected acceptances that a source's own estimates count for, beside what was seen.
-PRIOR_TOKENS = 2.0
+PRIOR_TOKENS = 6.0
 # Weight of a verdict after each further one.
 MEMORY = 0.95
-# A draft ends before the token that is less likely than this to be accepted.
-LEAST_ACCEPTANCE = 0.15
 # No estimate is surer than this of a token.
 SUREST = 0.98
 # A drafter that was passed over gets another try after so many rounds.
@@ -45,12 +43,19 @@ class SourceChoice:
             verifies; None without a drafter.
         num_slots: requests at the same time.
         length: longest draft.
+        min_acceptance: a lookup's draft ends before the token that is less likely to be accepted.
     """
 
     def __init__(
-        self, num_lookups: int, drafter_cost: float | None, num_slots: int, length: int
+        self,
+        num_lookups: int,
+        drafter_cost: float | None,
+        num_slots: int,
+        length: int,
+        min_acceptance: float,
     ) -> None:
         self.num_lookups, self.drafter_cost, self.length = num_lookups, drafter_cost, length
+        self.min_acceptance = min_acceptance
         sources = num_lookups + (drafter_cost is not None)
         self.seen = np.zeros((sources, num_slots))
         self.expected = np.zeros((sources, num_slots))
@@ -160,7 +165,7 @@ class SourceChoice:
             scaled = np.minimum(estimates * self.scale(source, slots)[:, None], SUREST)
             survival = sure[:, None] * np.cumprod(scaled, axis=1)
             survival[np.arange(survival.shape[1]) >= offer.counts[:, None]] = 0
-            likely = (survival >= LEAST_ACCEPTANCE).sum(1)
+            likely = ((survival >= self.min_acceptance) & (survival > 0)).sum(1)
             survival[np.arange(survival.shape[1]) >= likely[:, None]] = 0
             after = survival[np.arange(len(slots)), np.maximum(likely - 1, 0)]
             total = gained + survival.sum(1)

@@ -18,8 +18,6 @@ from vllm_hsd.errors import UserError
 
 # Longest match and continuation together.
 DEPTH = 64
-# A draft ends before the token that is less likely than this to be accepted.
-LEAST_ACCEPTANCE = 0.1
 # A tree's draft may be so many times as long as the match, which is as much as is wanted.
 UNBOUNDED = 1000.0
 
@@ -47,13 +45,20 @@ class SuffixLevel:
         store: texts written ahead, None for none.
         shared_tokens: most tokens of earlier outputs that are kept, the oldest go first; 0 keeps
             every request to its own text and the store.
+        min_acceptance: a draft ends before the token that is less likely to be accepted.
 
     Raises:
         UserError: arctic-inference is not installed.
     """
 
-    def __init__(self, store: SuffixStore | None = None, shared_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        store: SuffixStore | None = None,
+        shared_tokens: int = 0,
+        min_acceptance: float = 0.05,
+    ) -> None:
         self.tree = suffix_tree_class()
+        self.min_acceptance = min_acceptance
         self.store = None
         if store is not None:
             self.store = self.tree(DEPTH)
@@ -100,10 +105,10 @@ class SuffixLevel:
             best = 0.0
             for source, tree in enumerate((self.own[int(slots[i])][0], *others)):
                 draft = tree.speculate_ndarray(
-                    context, int(requested[i]), UNBOUNDED, 0.0, LEAST_ACCEPTANCE, False
+                    context, int(requested[i]), UNBOUNDED, 0.0, self.min_acceptance, False
                 )
                 confidence = acceptance(np.array(draft.probs), draft.match_len, own=source == 0)
-                count = int((confidence >= LEAST_ACCEPTANCE).sum())
+                count = int((confidence >= self.min_acceptance).sum())
                 expected = float(confidence[:count].sum())
                 if expected > best:
                     best = expected

@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from vllm_hsd.checked_files import written_whole
 from vllm_hsd.errors import UserError, brief, quoted
 
 # A tree takes about 320 bytes a token: 5 GiB.
@@ -75,12 +76,17 @@ def collect_texts(documents: Iterable[np.ndarray], vocab_size: int) -> SuffixSto
 
 
 def write_store(store: SuffixStore, path: str) -> None:
-    """Store token ids as a .safetensors file."""
-    save_file(
-        {"tokens": store.tokens, "starts": store.starts},
-        path,
-        metadata={"vocab_size": str(store.vocab_size)},
-    )
+    """Store token ids as a .safetensors file, whole or not at all.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    with written_whole(path) as unfinished:
+        save_file(
+            {"tokens": store.tokens, "starts": store.starts},
+            unfinished,
+            metadata={"vocab_size": str(store.vocab_size)},
+        )
 
 
 def store_vocab_size(path: str) -> int:

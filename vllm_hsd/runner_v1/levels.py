@@ -335,7 +335,7 @@ def build_level(
     if isinstance(level, SuffixLevelConfig):
         path = level.suffix.store
         store = None if path is None else read_store(path)
-        return SuffixLevel(store, level.suffix.shared_tokens)
+        return SuffixLevel(store, level.suffix.shared_tokens, level.suffix.min_acceptance)
     if isinstance(level, FirstOfLevelConfig):
         sources = [
             build_level(source, runner, vllm_config, index, context_length)
@@ -345,6 +345,7 @@ def build_level(
             names=source_names(level),
             lookups=[source for source in sources if isinstance(source, LookupLevel)],
             drafter=None if isinstance(sources[-1], LookupLevel) else sources[-1],
+            min_acceptance=level.min_acceptance,
         )
     if isinstance(level, NgramLevelConfig):
         return NgramLevel(level.ngram, vllm_config.model_config.max_model_len)

@@ -29,6 +29,11 @@ COUNTERS = {
     "forward_seconds": "Seconds in forward passes of a level; on CPU only, where they are exact.",
 }
 
+SOURCE_COUNTERS = {
+    "drafted": "Tokens of one of a level's sources that the level proposed.",
+    "accepted": "Tokens of one of a level's sources that were accepted.",
+}
+
 _METRICS = "vllm.v1.spec_decode.metrics"
 _SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 _UNTIL = "vLLM carries a drafter's own statistics"
@@ -59,13 +64,17 @@ def log_line(levels: list[LevelStats]) -> str:
 def _described(level: LevelStats) -> str:
     rate = level.accepted / level.drafted if level.drafted else float("nan")
     seconds = f" in {level.forward_seconds:.2f} s" if level.forward_seconds else ""
+    sources = "".join(
+        f", {name} {source.accepted} of {source.drafted}" for name, source in level.sources.items()
+    )
     return (
         f"drafted {level.drafted}, accepted {level.accepted} ({rate:.1%}), "
-        f"rounds {level.rounds}, forwards {level.forwards}{seconds}"
+        f"rounds {level.rounds}, forwards {level.forwards}{seconds}{sources}"
     )
 
 
 _counters: dict[str, prometheus_client.Counter] = {}
+_source_counters: dict[str, prometheus_client.Counter] = {}
 
 
 def count(levels: list[LevelStats], engine: int) -> None:
@@ -75,11 +84,18 @@ def count(levels: list[LevelStats], engine: int) -> None:
             _counters[name] = prometheus_client.Counter(
                 f"vllm_hsd:level_{name}", text, labelnames=["engine", "level"]
             )
+        for name, text in SOURCE_COUNTERS.items():
+            _source_counters[name] = prometheus_client.Counter(
+                f"vllm_hsd:source_{name}", text, labelnames=["engine", "level", "source"]
+            )
     for i, level in enumerate(levels):
         for name, counter in _counters.items():
             value = getattr(level, name)
             if value or name != "forward_seconds":
                 counter.labels(str(engine), str(i)).inc(value)
+        for source, counts in level.sources.items():
+            for name, counter in _source_counters.items():
+                counter.labels(str(engine), str(i), source).inc(getattr(counts, name))
 
 
 def level_counts() -> list[dict[str, float]]:
