@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import save_file
 from support.damaged_bytes import (
     COUNT,
@@ -35,6 +36,13 @@ from vllm_hsd.core.bigram import (
     write_bigram,
 )
 from vllm_hsd.core.exit_head import FILE_NAME, ExitHead, read_exit_head, write_exit_head
+from vllm_hsd.core.suffix_store import (
+    MAX_STORE_TOKENS,
+    SuffixStore,
+    collect_texts,
+    read_store,
+    write_store,
+)
 from vllm_hsd.errors import UserError
 
 VOCABULARY = 40
@@ -166,6 +174,78 @@ def assert_refused_in_little_memory(path: Path) -> None:
             tracemalloc.stop()
         assert peak < MOST_MEMORY
         assert sentence_objection(str(error.value), path.name) is None
+
+
+def is_store(store: SuffixStore) -> bool:
+    texts = [text for text in store if len(text)]
+    return sum(map(len, texts)) == len(store.tokens) and store.tokens.max() < store.vocab_size
+
+
+def write_whole_store(path: Path) -> bytes:
+    texts = np.random.default_rng(0).integers(0, VOCABULARY, (6, 20))
+    write_store(collect_texts(texts, VOCABULARY), str(path))
+    return path.read_bytes()
+
+
+def test_damaged_suffix_stores(tmp_path):
+    content = write_whole_store(tmp_path / "whole")
+    assert objections(read_store, is_store, content, tmp_path) == []
+
+
+STORE_FAULTS: dict[str, tuple[dict[str, np.ndarray], dict[str, str] | None, str]] = {
+    "no metadata": ({}, None, "no metadata"),
+    "a vocabulary of text": ({}, {"vocab_size": "x"}, "vocab_size is not a number"),
+    "a vocabulary of 0": ({}, {"vocab_size": "0"}, "vocab_size is not between"),
+    "a huge vocabulary": ({}, {"vocab_size": "9" * 9}, "vocab_size is not between"),
+    "a small vocabulary": ({}, {"vocab_size": "3"}, "a token lies outside the vocabulary"),
+    "another tensor": ({"more": np.zeros(2)}, {}, "other tensors"),
+    "long tokens": ({"tokens": np.zeros(9, np.int64)}, {}, "other types"),
+    "two dimensions": ({"tokens": np.zeros((3, 3), np.int32)}, {}, "other shapes"),
+    "no tokens": ({"tokens": np.zeros(0, np.int32)}, {}, "declares 0 tokens"),
+    "negative tokens": ({"tokens": np.full(9, -1, np.int32)}, {}, "outside the vocabulary"),
+    "more texts than tokens": ({"starts": np.arange(11)}, {}, "10 texts of 9 tokens"),
+    "texts beyond the tokens": ({"starts": np.array([0, 99])}, {}, "does not split"),
+    "empty texts": ({"starts": np.array([0, 4, 4, 9])}, {}, "does not split"),
+    "texts that go back": ({"starts": np.array([0, 6, 4, 9])}, {}, "does not split"),
+}
+
+
+@pytest.mark.parametrize("fault", STORE_FAULTS)
+def test_faults_in_a_suffix_store(tmp_path, fault):
+    changes, facts, said = STORE_FAULTS[fault]
+    path = tmp_path / "store"
+    tensors = {"tokens": np.arange(9, dtype=np.int32), "starts": np.array([0, 4, 9]), **changes}
+    metadata = None if facts is None else {"vocab_size": str(VOCABULARY), **facts}
+    save_numpy(tensors, path, metadata)
+    with pytest.raises(UserError, match=said) as error:
+        read_store(str(path))
+    assert sentence_objection(str(error.value), path.name) is None
+
+
+def test_a_store_that_declares_too_many_tokens_takes_no_memory(tmp_path):
+    path = tmp_path / "store"
+    size = 4 * (MAX_STORE_TOKENS + 1)
+    header = {
+        "__metadata__": {"vocab_size": "40"},
+        "starts": {"dtype": "I64", "shape": [2], "data_offsets": [0, 16]},
+        "tokens": {
+            "dtype": "I32",
+            "shape": [MAX_STORE_TOKENS + 1],
+            "data_offsets": [16, 16 + size],
+        },
+    }
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + 16 + size)  # a hole: it takes no space on the disk
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match="declares 16777217 tokens"):
+            read_store(str(path))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < MOST_MEMORY
 
 
 class Trap:

@@ -4,6 +4,7 @@ import pytest
 from support.engines import run_engine
 from support.level_files import LevelFiles, cascade, write_level_files
 from support.sampling_cases import CASES, SIGNIFICANCE, outputs_by_case, p_values, sampling_job
+from support.suffix_extra import needs_suffix
 
 PROMPTS = [[(3 * i + j * j) % 5 for j in range(4 + 6 * i)] for i in range(8)]
 GREEDY = {"prompts": PROMPTS, "params": {"temperature": 0, "max_tokens": 40, "ignore_eos": True}}
@@ -42,6 +43,19 @@ CASCADES = {
         {"model": family.small, "num_tokens": 4, "stopping": "entropy"},
         {"model": family.mid, "stopping": "entropy"},
     ),
+    "suffix": lambda family, files: cascade({"suffix": {"store": files.store}}),
+    "several sources": lambda family, files: cascade(
+        {
+            "first_of": [
+                {"ngram": {"max": 3}},
+                {"suffix": {"store": files.store, "shared_tokens": 500}},
+                {"model": family.small},
+            ],
+            "num_tokens": 3,
+        },
+        {"model": family.mid},
+        horizontal_tokens=1,
+    ),
     "five models from ngram": lambda family, files: cascade(
         {"ngram": {"max": 3}, "num_tokens": 2},
         {"exit_head": files.exit_head, "num_tokens": 3, "stopping": "entropy"},
@@ -66,7 +80,13 @@ def files(small_vocabulary, tmp_path_factory) -> LevelFiles:
     return write_level_files(small_vocabulary.target, tmp_path_factory.mktemp("files"))
 
 
-@pytest.fixture(scope="module", params=CASCADES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=needs_suffix) if name in ("suffix", "several sources") else name
+        for name in CASCADES
+    ],
+)
 def engine(request, small_vocabulary, files) -> dict:
     return {"model": small_vocabulary.target, **CASCADES[request.param](small_vocabulary, files)}
 

@@ -8,7 +8,7 @@ import torch
 from support.engines import run_engine
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_hsd.core.cascade import LevelStats
+from vllm_hsd.core.levels import LevelStats, SourceStats
 from vllm_hsd.runner_v1.metrics import LevelTotals, log_line
 from vllm_hsd.runner_v1.on_runner import sample_tokens
 
@@ -76,6 +76,15 @@ def test_totals_add_up_and_print():
         "level 0: drafted 16, accepted 8 (50.0%), rounds 6, forwards 18 in 0.50 s; "
         "level 1: drafted 0, accepted 0 (nan%), rounds 0, forwards 0"
     )
+
+
+def test_counts_by_source_add_up_and_print():
+    totals = LevelTotals()
+    totals.add([LevelStats(8, 4, 3, sources={"ngram": SourceStats(5, 2)})])
+    totals.add([LevelStats(1, 1, 1, sources={"ngram": SourceStats(1, 1), "model": SourceStats(2)})])
+    (level,) = totals.take()
+    assert level.sources == {"model": SourceStats(2, 0), "ngram": SourceStats(6, 3)}
+    assert log_line([level]).endswith("forwards 0, model 0 of 2, ngram 3 of 6")
 
 
 def test_seconds_are_left_out_where_they_are_not_exact():

@@ -35,7 +35,10 @@ def results(family, request):
         "speculative_config": {
             "method": "hsd",
             "num_speculative_tokens": 4,
-            "levels": [{"model": family.small, "num_tokens": 2}, {"model": family.mid}],
+            "levels": [
+                {"first_of": [{"ngram": {}}, {"model": family.small}], "num_tokens": 2},
+                {"model": family.mid},
+            ],
         },
     }
     if request.param == "prompts in chunks":

@@ -9,21 +9,25 @@ from transformers import AutoModelForCausalLM
 
 from vllm_hsd.core.bigram import count_bigrams, write_bigram
 from vllm_hsd.core.exit_head import ExitHead, write_exit_head
+from vllm_hsd.core.suffix_store import collect_texts, write_store
 
 
 @dataclass(frozen=True)
 class LevelFiles:
-    """A bigram table, and an exit head on the target's first layer."""
+    """A bigram table, an exit head on the target's first layer, and a suffix store."""
 
     bigram: str
     exit_head: str
+    store: str
 
 
 def write_level_files(target: str, directory: Path, vocab_size: int = 5) -> LevelFiles:
     """Write a table of random text, and the target's own head with noise on every weight."""
-    files = LevelFiles(str(directory / "table.npz"), str(directory / "layer-1"))
+    names = ("table.npz", "layer-1", "store.safetensors")
+    files = LevelFiles(*(str(directory / name) for name in names))
     text = np.random.default_rng(0).integers(0, vocab_size, 100 * vocab_size)
     write_bigram(count_bigrams([text], vocab_size=vocab_size), files.bigram)
+    write_store(collect_texts([text], vocab_size), files.store)
     own = target_head(target, layer=1)
     noise = torch.randn(own.weight.shape, generator=torch.Generator().manual_seed(0))
     noisy = own.weight + 0.3 * own.weight.std() * noise

@@ -293,7 +293,10 @@ class Cascade:
             gained[active] += accepted.sum(1)
             last = accepted[np.arange(len(now)), np.maximum(cut - 1, 0)] if accepted.size else 0
             sure[active] = np.where(cut > 0, last, sure[active])
-            open_[active] = (cut > 0) & ~ended[active] & (drafts.counts[now] < requested[active])
+            # What is too unlikely in the best offer is not likelier in the next one.
+            whole = cut == _offered(offers, source)
+            room_left = drafts.counts[now] < requested[active]
+            open_[active] = (cut > 0) & whole & ~ended[active] & room_left
         if self.levels[0] is not None:
             self._continue_with_drafter(
                 batch, choice, slots, np.where(ended, drafts.counts[slots], requested)
@@ -560,6 +563,12 @@ def _of_sources(offers: Sequence[Lookup], source: np.ndarray) -> np.ndarray:
     for k, offer in enumerate(offers):
         token_ids[source == k, : offer.token_ids.shape[1]] = offer.token_ids[source == k]
     return token_ids
+
+
+def _offered(offers: Sequence[Lookup], source: np.ndarray) -> np.ndarray:
+    """[n] tokens of every request's chosen offer, 0 where none is chosen."""
+    counts = np.stack([offer.counts for offer in offers])
+    return np.where(source < 0, 0, counts[source, np.arange(len(source))])
 
 
 def _until_eos(

@@ -21,8 +21,10 @@ from vllm_hsd.core.levels import Lookup
 
 # What a drafter is taken to be worth before it is known: acceptance of each of its tokens.
 DRAFTER_ACCEPTANCE = 0.7
-# Expected acceptances that a source's own estimates count for, beside what was seen.
+# Accepted tokens, all of them expected, that every source begins with.
 PRIOR_TOKENS = 6.0
+# So few expected tokens say nothing yet.
+LEAST_EXPECTED = 0.1
 # Weight of a verdict after each further one.
 MEMORY = 0.95
 # No estimate is surer than this of a token.
@@ -57,8 +59,8 @@ class SourceChoice:
         self.num_lookups, self.drafter_cost, self.length = num_lookups, drafter_cost, length
         self.min_acceptance = min_acceptance
         sources = num_lookups + (drafter_cost is not None)
-        self.seen = np.zeros((sources, num_slots))
-        self.expected = np.zeros((sources, num_slots))
+        self.seen = np.full((sources, num_slots), PRIOR_TOKENS)
+        self.expected = np.full((sources, num_slots), PRIOR_TOKENS)
         self.passed_over = np.zeros(num_slots, dtype=np.int64)
         # The last offer of every source: where it begins, its tokens, and its own estimates.
         self.starts = np.zeros((sources, num_slots), dtype=np.int64)
@@ -205,14 +207,12 @@ class SourceChoice:
 
     def scale(self, source: int, slots: np.ndarray) -> np.ndarray:
         """[n] accepted over expected tokens of a source, 1 before anything is known."""
-        return (self.seen[source, slots] + PRIOR_TOKENS) / (
-            self.expected[source, slots] + PRIOR_TOKENS
-        )
+        return self.seen[source, slots] / np.maximum(self.expected[source, slots], LEAST_EXPECTED)
 
     def forget(self, slot: int) -> None:
         """See `core.levels.PerRequest`."""
         self.counts[:, slot] = 0
-        self.seen[:, slot] = self.expected[:, slot] = 0
+        self.seen[:, slot] = self.expected[:, slot] = PRIOR_TOKENS
         self.passed_over[slot] = 0
 
     def set_aside(self, slot: int) -> Any:

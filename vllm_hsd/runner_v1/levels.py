@@ -261,8 +261,8 @@ class ExitHeadLevel(EarlyExitLevel):
         return self.head.logits(hidden)
 
 
-# Acceptance of a looked-up token before anything is seen of the text, for the choice of sources.
-NGRAM_ACCEPTANCE = 0.6
+# Acceptance of the first looked-up token and of each later one, before anything is seen of a text.
+NGRAM_FIRST, NGRAM_LATER = 0.25, 0.8
 
 
 class NgramLevel:
@@ -310,7 +310,7 @@ class NgramLevel:
             )
             counts[i] = len(found)
             token_ids[i, : counts[i]] = found
-        confidence = NGRAM_ACCEPTANCE ** np.arange(1, token_ids.shape[1] + 1)
+        confidence = NGRAM_FIRST * NGRAM_LATER ** np.arange(token_ids.shape[1])
         return Lookup(token_ids, counts, np.tile(confidence, (len(rows), 1)))
 
 

@@ -1,0 +1,152 @@
+"""Suffix levels: which texts they find, and what they keep."""
+
+import sys
+from unittest import mock
+
+import numpy as np
+import pytest
+from support.suffix_extra import needs_suffix
+
+from vllm_hsd.core.suffix import SuffixLevel, acceptance
+from vllm_hsd.core.suffix_store import collect_texts, read_store, store_vocab_size, write_store
+from vllm_hsd.errors import UserError
+
+VOCABULARY = 100
+STORY = list(range(40, 60))
+
+
+def continued(level: SuffixLevel, text: list[int], *, slot: int = 0, room: int = 4) -> list[int]:
+    """What the level finds after a text that is all committed."""
+    tokens = np.zeros((1, len(text) + room), dtype=np.int32)
+    tokens[0, : len(text)] = text
+    row, slots, end = np.zeros(1, dtype=np.int64), np.array([slot]), np.array([len(text)])
+    level.read(tokens, row, slots, end)
+    found = level.lookup(tokens, row, slots, end, np.array([room]))
+    confidence = found.confidence[0, : found.counts[0]]
+    assert (confidence > 0).all() and (np.diff(confidence) <= 0).all() and (confidence <= 1).all()
+    return found.token_ids[0, : found.counts[0]].tolist()
+
+
+@needs_suffix
+def test_own_text_is_continued():
+    level = SuffixLevel()
+    assert continued(level, [*STORY, 1, 2, *STORY[:8]]) == STORY[8:12]
+    assert continued(level, [*STORY, 1, 2, *STORY[:8], 48, 49], room=2) == STORY[10:12]
+    assert continued(level, [7, 8, 9], slot=1) == []
+
+
+@needs_suffix
+def test_the_end_of_the_text_may_be_unverified():
+    level = SuffixLevel()
+    text = np.array([[*STORY, 1, *STORY[:8], 0, 0]], dtype=np.int32)
+    zero = np.zeros(1, dtype=np.int64)
+    level.read(text, zero, zero, np.array([22]))
+    found = level.lookup(text, zero, zero, np.array([29]), np.array([2]))
+    assert found.token_ids.tolist() == [STORY[8:10]]
+    # What was not committed is not remembered.
+    text[0, 22:26] = [5, 6, 7, 8]
+    level.read(text, zero, zero, np.array([26]))
+    assert level.own[0][1] == 26
+
+
+@needs_suffix
+def test_a_store_is_found():
+    store = collect_texts([np.array(STORY), np.array([9, 8, 7, 6])], VOCABULARY)
+    level = SuffixLevel(store)
+    assert continued(level, [1, 2, *STORY[:6]]) == STORY[6:10]
+    assert continued(level, [1, 2, 9, 8, 7], slot=1) == [6]
+
+
+@needs_suffix
+def test_outputs_are_shared_only_when_asked_for_and_prompts_never():
+    prompt = list(range(10, 30))
+    for shared in (0, 1000):
+        level = SuffixLevel(shared_tokens=shared)
+        continued(level, prompt)
+        continued(level, [*prompt, *STORY])
+        level.forget(0)
+        expected = STORY[6:10] if shared else []
+        assert continued(level, [1, *STORY[:6]], slot=1) == expected
+        assert continued(level, [2, *prompt[:9]], slot=2) == []
+
+
+@needs_suffix
+def test_shared_outputs_are_bounded():
+    level = SuffixLevel(shared_tokens=100)
+    for i in range(40):
+        slot = i % 3
+        level.forget(slot)
+        continued(level, [i], slot=slot)
+        continued(level, [i, *np.random.default_rng(i).integers(0, 90, 30).tolist()], slot=slot)
+        assert level.shared.total <= 100
+        assert level.shared.tree.num_seqs() == len(level.shared.lengths) <= 4
+    assert len(level.own) == 3
+    for slot in range(3):
+        level.forget(slot)
+    assert not level.own and not level.shared.number_of
+
+
+@needs_suffix
+def test_an_output_longer_than_the_limit_is_not_shared_any_more():
+    level = SuffixLevel(shared_tokens=10)
+    continued(level, [1])
+    continued(level, [1, *STORY])
+    assert level.shared.total == 0
+    assert continued(level, [1, *STORY, *STORY[:4]]) == STORY[4:8]
+    assert level.shared.total == 0 and level.shared.tree.num_seqs() == 0
+
+
+@needs_suffix
+def test_a_slot_that_was_lost_is_built_again():
+    level = SuffixLevel()
+    text = [*STORY, 1, *STORY[:8]]
+    before = continued(level, text)
+    level.restore(3, level.set_aside(0))
+    level.forget(0)
+    assert continued(level, text, slot=3) == before
+
+
+@needs_suffix
+def test_unlikely_tokens_are_cut():
+    text = [token for i in range(10) for token in (1, 10 + i)] + [1]
+    assert continued(SuffixLevel(min_acceptance=0.3), text) == []
+    assert len(continued(SuffixLevel(min_acceptance=0.01), text)) > 0
+
+
+def test_acceptance_trusts_long_matches_and_the_own_text():
+    probs = np.ones(4)
+    assert (acceptance(probs, 2, own=True) > acceptance(probs, 2, own=False)).all()
+    assert (acceptance(probs, 9, own=False) > acceptance(probs, 2, own=False)).all()
+    np.testing.assert_allclose(acceptance(probs, 1, own=True), [2 / 3, 1 / 2, 2 / 5, 1 / 3])
+
+
+def test_without_the_package():
+    with (
+        mock.patch.dict(sys.modules, {"arctic_inference.suffix_decoding.cache": None}),
+        pytest.raises(UserError, match=r"suffix needs the package .*vllm-hsd\[suffix\]"),
+    ):
+        SuffixLevel()
+
+
+def test_stores_come_back(tmp_path):
+    path = str(tmp_path / "store")
+    texts = [np.array([3, 1, 4]), np.array([], dtype=np.int64), np.array([5])]
+    write_store(collect_texts(texts, VOCABULARY), path)
+    store = read_store(path)
+    assert [text.tolist() for text in store] == [[3, 1, 4], [5]]
+    assert store_vocab_size(path) == store.vocab_size == VOCABULARY
+    assert store.tokens.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([[1, VOCABULARY]], "token 100 lies outside the vocabulary of 100"),
+        ([[1, -1]], "token -1 lies outside"),
+        ([], "no token"),
+        ([[]], "no token"),
+    ],
+)
+def test_texts_that_make_no_store(texts, message):
+    with pytest.raises(UserError, match=message):
+        collect_texts([np.array(text, dtype=np.int64) for text in texts], VOCABULARY)
