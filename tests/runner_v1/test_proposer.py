@@ -17,7 +17,9 @@ def proposer():
     bare.hosted = [SimpleNamespace(context_length=100) for _ in range(3)]
     bare.device = torch.device("cpu")
     bare.options = [LevelOptions(4, stopping="entropy"), LevelOptions(4), LevelOptions(8)]
-    bare.cascade_config = SimpleNamespace(num_speculative_tokens=8, horizontal_tokens=0)
+    bare.cascade_config = SimpleNamespace(
+        num_speculative_tokens=8, horizontal_tokens=0, adaptive=False
+    )
     bare.vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(seed=0, get_vocab_size=lambda: 5),
         scheduler_config=SimpleNamespace(max_num_seqs=4),

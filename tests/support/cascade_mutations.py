@@ -13,7 +13,7 @@ LONGEST_MESSAGE = 500
 LONGEST_QUOTE = 200
 SENTENCE = re.compile(
     r"(speculative_config|method 'hsd'|'cascade'|cascade|levels|num_speculative_tokens|verifier|"
-    r"horizontal_tokens)(?!\w).*\.",
+    r"horizontal_tokens|adaptive)(?!\w).*\.",
 )
 
 
