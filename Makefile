@@ -36,17 +36,19 @@ demo-cascade: venv
 test: venv
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25 -m "not slow and not interpret"
 # Triton decides at import whether kernels are interpreted: a run of its own.
-	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 -m "interpret and not slow" tests/kernels
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 -m "interpret and not slow" tests/kernels tests/runner_v2
 
-# The V1 runner's tests on the next release of vLLM, without a GPU.
+# The runners' tests on the next release of vLLM, without a GPU.
 test-033: venv
 	tests/vllm_overlay.sh $(BIN)/python .overlay-0.33 0.33.0
 	PYTHONPATH=$(CURDIR)/.overlay-0.33/site $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder \
-		-m "not slow" tests/runner_v1
+		-m "not slow and not interpret" tests/runner_v1
+	PYTHONPATH=$(CURDIR)/.overlay-0.33/site TRITON_INTERPRET=1 $(BIN)/pytest -n 2 \
+		-m "interpret and not slow" tests/runner_v2
 
 test-slow: venv
 	$(BIN)/pytest -m "slow and not interpret"
-	TRITON_INTERPRET=1 $(BIN)/pytest -m "interpret and slow" tests/kernels
+	TRITON_INTERPRET=1 $(BIN)/pytest -m "interpret and slow" tests/kernels tests/runner_v2
 
 lint: venv
 	$(BIN)/ruff check .

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class UserError(ValueError):
     """A mistake of the user's; the message is one sentence that names the key or file and says
@@ -29,3 +31,10 @@ def brief(reason: object, limit: int = 150) -> str:
     """Another program's message on one line, cut to at most `limit` characters."""
     text = " ".join(str(reason).split()).rstrip(".")
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def refusal(error: Any) -> str:
+    """One sentence for the first fault that vLLM finds in its own keys (a `ValidationError`)."""
+    fault = error.errors()[0]
+    key = ".".join(map(str, fault["loc"])) or "speculative_config"
+    return f"vLLM refuses {brief(key, 80)}: {brief(fault['msg'])}."

@@ -7,10 +7,9 @@ def register() -> None:
     """Replace the one function of vLLM that reads a speculative configuration.
 
     vLLM calls this in every process, whether or not it will use the plugin. All other replacements
-    wait for a configuration that needs them (`runner_v1.hooks.install`), in the process that reads
-    it and in those that receive it. A process that meets none keeps vLLM as it is.
+    wait for a configuration that needs them (`Registry.install`), in the process that reads it and
+    in those that receive it. A process that meets none keeps vLLM as it is.
     """
-    from vllm_hsd.runner_v1 import hooks
-    from vllm_hsd.runner_v1.replacements import ENTRANCE
+    from vllm_hsd import entrance
 
-    hooks.place(ENTRANCE)
+    entrance.REGISTRY.place(entrance.ENTRANCE)

@@ -33,8 +33,10 @@ def test_doctor_passes_here_with_one_line_about_vllm_names():
     lines = result.stdout.splitlines()
     for name in ("Python", "torch", "transformers", "vllm", "device:", "runner:"):
         assert any(line.startswith("ok") and name in line for line in lines), name
-    (line,) = [line for line in lines if "vLLM names" in line]
-    assert re.search(r"^ok +(\d+) of \1 vLLM names as tested with 0\.32", line)
+    found = [line for line in lines if "vLLM names" in line]
+    for runner, line in zip(("V1", "V2"), found, strict=True):
+        expected = rf"^ok +(\d+) of \1 vLLM names for the {runner} runner as tested with 0\.32"
+        assert re.search(expected, line)
     assert lines[-1] == "Method 'hsd' can run here (0 problems)."
 
 
@@ -108,19 +110,18 @@ def test_doctor_fails_where_vllm_would_not_load_the_plugin_or_would_use_another_
 
 def test_doctor_names_what_differs_or_is_missing():
     name = "vllm.engine.arg_utils.EngineArgs.create_speculative_config"
-    finding = doctor.hook_finding(hooks.Hook(name, "replaced", "is a test", ("other",)))
+    finding = doctor.hook_finding(hooks.Hook(name, "replaced", "is a test", ("other",)), False)
     assert finding.status == "problem" and "not (other)" in finding.text
-    finding = doctor.hook_finding(hooks.Hook("vllm.engine.nowhere", "read", "is a test"))
+    finding = doctor.hook_finding(hooks.Hook("vllm.engine.nowhere", "read", "is a test"), False)
     assert finding.status == "problem" and "is not there" in finding.text
 
 
 def test_doctor_names_what_another_plugin_replaced(monkeypatch):
     name = "vllm.engine.arg_utils.EngineArgs.is_replaced"
-    monkeypatch.setattr(hooks, "is_installed", lambda: True)
     monkeypatch.setattr(
         "vllm.engine.arg_utils.EngineArgs.is_replaced", lambda self: None, raising=False
     )
-    finding = doctor.hook_finding(hooks.Hook(name, "replaced", "is a test", ("self",)))
+    finding = doctor.hook_finding(hooks.Hook(name, "replaced", "is a test", ("self",)), True)
     assert finding.status == "problem" and "another plugin" in finding.text
 
 

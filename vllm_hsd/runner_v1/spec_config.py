@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, SkipValidation
 from vllm.config.speculative import SpeculativeConfig
@@ -28,6 +28,9 @@ from vllm_hsd.runner_v1.level_checks import (
 @config
 class HsdSpeculativeConfig(NeedsHooks, SpeculativeConfig):
     """What vLLM carries around for a cascade; build it with `create`."""
+
+    hsd_runner: ClassVar[str] = "V1"
+    hsd_applies_min_p: ClassVar[bool] = True
 
     method: str | None = None  # type: ignore[assignment]
     """Widens vLLM's closed list of methods."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import ValidationError
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
-from vllm_hsd.errors import UserError, brief, quoted
+from vllm_hsd.errors import UserError, quoted, refusal
 from vllm_hsd.runner_v1.hooks import STOCK_METHODS, NeedsHooks
 
 
@@ -20,6 +20,8 @@ class BlockVerificationConfig(NeedsHooks, SpeculativeConfig):
 @config
 class V1BlockVerificationConfig(BlockVerificationConfig):
     """Configuration with `rejection_sample_method: "hierarchical"`: block verification on V1."""
+
+    hsd_runner: ClassVar[str] = "V1"
 
     @classmethod
     def create(
@@ -44,10 +46,3 @@ class V1BlockVerificationConfig(BlockVerificationConfig):
                 f"{', '.join(STOCK_METHODS)}, not with {quoted(parsed.method)}."
             )
         return parsed
-
-
-def refusal(error: ValidationError) -> str:
-    """One sentence for the first fault that vLLM finds in its own keys."""
-    fault = error.errors()[0]
-    key = ".".join(map(str, fault["loc"])) or "speculative_config"
-    return f"vLLM refuses {brief(key, 80)}: {brief(fault['msg'])}."

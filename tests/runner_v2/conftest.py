@@ -1,0 +1,22 @@
+"""The V2 runner's tests run interpreted: Triton and vLLM decide at import (see support.triton_cpu).
+
+`TRITON_INTERPRET=1 pytest -m interpret tests/runner_v2`; `make test` runs that as its own step.
+"""
+
+import os
+import warnings
+
+import pytest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if INTERPRETED:
+    from support import triton_cpu
+
+    triton_cpu.install()
+    warnings.filterwarnings("ignore", category=RuntimeWarning)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("interpret") and not INTERPRETED:
+        pytest.skip("needs TRITON_INTERPRET=1: pytest -m interpret tests/runner_v2")

@@ -1,0 +1,286 @@
+"""Our verifier under vLLM's own drafters on the V2 runner, with tables in the place of models."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from oracle.distributions import chain_distribution
+from support.exact_joint_distribution import chi_square_p_value, next_token_distribution
+
+from vllm_hsd.core.schedule import DRAWS_PER_LENGTH
+from vllm_hsd.verify import verify_chain
+from vllm_hsd.verify.rng import host_uniforms
+
+pytestmark = pytest.mark.interpret
+
+CASES = {
+    "temperature 1": {},
+    "greedy": {"temperature": 0.0},
+    "temperature 0.7": {"temperature": 0.7},
+    "top_p": {"top_p": 0.8},
+    "top_k at 1.3": {"top_k": 4, "temperature": 1.3},
+    "min_p": {"min_p": 0.15, "temperature": 1.2},
+    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
+    "logit_bias": {"logit_bias": {1: 1.5, 3: -2.0}},
+    "allowed tokens": {"allowed_token_ids": [0, 2, 3, 5]},
+}
+
+
+def tables(vocabulary=6, difference=0.7):
+    from support.table_runner import table
+
+    target = table(0, vocabulary, 1.3)
+    return target, target + difference * table(1, vocabulary, 1.0)
+
+
+def runner(params, **options):
+    from support.table_runner import TableRunner
+
+    target, draft = tables()
+    return TableRunner(target, options.pop("draft", draft), params, length=3, **options)
+
+
+def host_verdict(case, target, draft, text, drafted, seed):
+    """Tokens that the host's verifier emits for one request.
+
+    text: tokens so far; drafted: [K] int64. The uniforms are those of the target's stream.
+    """
+    temperature = case.get("temperature", 1.0)
+    prompt, output = text[:1], text[1:]
+    rows = []
+    for t in range(len(drafted) + 1):
+        so_far = [*output, *drafted[:t].tolist()]
+        logits = target[(prompt + so_far)[-1]].double().numpy()
+        rows.append(next_token_distribution(logits, prompt, tuple(so_far), case, None))
+    p = torch.from_numpy(np.stack(rows))
+    contexts = torch.tensor([text[-1], *drafted.tolist()[:-1]])
+    q = (draft[contexts].double() / max(temperature, 1e-9)).softmax(-1)
+    draws = len(text) * DRAWS_PER_LENGTH + np.arange(len(drafted) + 1)
+    uniforms = host_uniforms(np.array([seed]), np.array([1]), draws)
+    method = "greedy" if temperature == 0 else "block"
+    result = verify_chain(
+        p, q, drafted, [len(drafted)], method=method, uniforms=torch.from_numpy(uniforms)
+    )
+    return result.token_ids[0, : int(result.num_accepted[0]) + 1].tolist()
+
+
+def test_every_verdict_is_that_of_the_hosts_verifier():
+    """The same seeds and drafts give the same tokens on V1's verifier and on V2's kernels."""
+    cases = list(CASES.values())
+    params = [{"seed": 1000 + i, **case} for i, case in enumerate(cases)]
+    served = runner(params)
+    target, draft = tables()
+    accepted = []
+    for _ in range(5):
+        texts, drafted = served.texts(), served.drafted
+        output = served.step()
+        if drafted is None:
+            continue
+        for i, case in enumerate(cases):
+            count = int(output.num_sampled[i])
+            found = output.sampled_token_ids[i, :count].tolist()
+            expected = host_verdict(case, target, draft, texts[i], drafted[i], params[i]["seed"])
+            assert found == expected, (case, texts[i], drafted[i])
+            accepted.append(count - 1)
+    assert set(accepted) >= {0, 1, 3}
+
+
+@pytest.mark.parametrize("keeps_rows", [True, False], ids=["rows", "point masses"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_a_drafter_equal_to_the_target_loses_nothing(keeps_rows, temperature):
+    if not keeps_rows and temperature > 0:
+        pytest.skip("its argmax is not the target's sample")
+    target, _ = tables()
+    served = runner([{"temperature": temperature}] * 4, draft=target, keeps_rows=keeps_rows)
+    for _ in range(4):
+        served.step()
+    assert served.accepted == served.verified > 0
+
+
+def joint(params, length):
+    """Exact distribution of the first `length` tokens after token 0 of the target's table."""
+    target, _ = tables()
+    law = {}
+    for outcome in itertools.product(range(len(target)), repeat=length):
+        probability, text = 1.0, [0]
+        for t, token in enumerate(outcome):
+            row = next_token_distribution(
+                target[text[-1]].double().numpy(), [0], outcome[:t], params, None
+            )
+            probability *= row[token]
+            text.append(token)
+        if probability > 0:
+            law[outcome] = probability
+    return law
+
+
+def sampled_texts(count, params, length, **options):
+    served = runner([{"seed": 7919 * i, **params} for i in range(count)], **options)
+    while min(map(len, served.texts())) <= length:
+        served.step()
+    return [tuple(text[1 : length + 1]) for text in served.texts()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(
+    ("params", "keeps_rows"), [({}, True), ({}, False), ({"top_p": 0.8}, True)]
+)
+def test_text_follows_the_target(params, keeps_rows):
+    texts = sampled_texts(1500, params, 3, keeps_rows=keeps_rows)
+    assert chi_square_p_value(texts, joint(params, 3)) > 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_uniforms_that_are_met_twice_are_caught(monkeypatch):
+    """Negative control: the same draws at every step."""
+    from vllm_hsd.runner_v2 import sampler, stock_drafters
+
+    monkeypatch.setattr(sampler, "DRAWS_PER_LENGTH", 0)
+    monkeypatch.setattr(stock_drafters, "DRAWS_PER_LENGTH", 0)
+    texts = sampled_texts(1500, {}, 3)
+    assert chi_square_p_value(texts, joint({}, 3)) < 1e-6
+
+
+def test_no_uniform_is_met_twice(monkeypatch):
+    from vllm_hsd.runner_v2 import sampler, stock_drafters
+
+    met = []
+
+    def sample_row(logits, temperature, seeds, draws, **options):
+        met.extend(
+            (seed, 0, draw) for seed, draw in zip(seeds.tolist(), draws.tolist(), strict=True)
+        )
+        return original_sample(logits, temperature, seeds, draws, **options)
+
+    def verify(logits, rows, tokens, cu, index, temperature, seeds, draws, **options):
+        lengths = (cu[1:] - cu[:-1] - 1).tolist()
+        for slot, length in zip(index.tolist(), lengths, strict=True):
+            met.extend((int(seeds[slot]), 1, int(draws[slot]) + t) for t in range(length + 1))
+        return original_verify(
+            logits, rows, tokens, cu, index, temperature, seeds, draws, **options
+        )
+
+    original_sample, original_verify = stock_drafters.sample_row, sampler.verify_chain_padded
+    monkeypatch.setattr(stock_drafters, "sample_row", sample_row)
+    monkeypatch.setattr(sampler, "verify_chain_padded", verify)
+    served = runner([{"seed": i} for i in range(5)])
+    for _ in range(4):
+        served.step()
+    assert len(met) == len(set(met)) > 80
+
+
+def test_a_seeded_request_does_not_depend_on_its_neighbours():
+    params = {"seed": 42, "temperature": 0.9}
+    alone = runner([params])
+    crowd = runner([{"seed": 3, "top_p": 0.5}, params, {"temperature": 0.0}])
+    for _ in range(4):
+        alone.step()
+        crowd.step()
+    assert alone.texts()[0] == crowd.texts()[1]
+
+
+def test_logits_are_not_copied_where_only_temperatures_are_set(monkeypatch):
+    served = runner([{"temperature": 0.7}, {"temperature": 0.0}, {}])
+    monkeypatch.setattr(served.sampler, "apply_sampling_params", None)
+    for _ in range(3):
+        served.step()
+    filtered = runner([{"temperature": 0.7}, {"min_p": 0.1}])
+    monkeypatch.setattr(filtered.sampler, "apply_sampling_params", None)
+    with pytest.raises(TypeError):
+        filtered.step()
+
+
+def test_the_verifier_is_given_the_logsumexps_of_kept_rows(monkeypatch):
+    """So a verification takes 3 launches and does not read a proposal row to normalize it."""
+    from vllm_hsd.kernels.testing.interpreter import count_bytes
+    from vllm_hsd.runner_v2 import sampler
+
+    given, verify = [], sampler.verify_chain_padded
+
+    def counted(target, draft, *args, **options):
+        given.append((draft, options["draft_lse"]))
+        with count_bytes() as counts:
+            result = verify(target, draft, *args, **options)
+        assert counts["launches"] == 3
+        return result
+
+    monkeypatch.setattr(sampler, "verify_chain_padded", counted)
+    served = runner([{"temperature": 0.7}] * 2)
+    for _ in range(2):
+        served.step()
+    rows, lse = given[-1]
+    expected = (rows[served.slots] / 0.7).logsumexp(-1)
+    # The rows of the last proposal are newer than those that were verified; both are kept alike.
+    assert torch.allclose(lse[served.slots], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("row", [float("nan"), float("inf"), -float("inf")])
+def test_unusable_rows_end_in_token_0(row):
+    served = runner([{}, {"temperature": 0.0}, {"top_p": 0.9}])
+    served.step()
+    output = served.step(logits=lambda tokens: torch.full((len(tokens), 6), row))
+    assert output.num_sampled[0] == output.num_sampled[2] == 1
+    assert output.sampled_token_ids[[0, 2], 0].tolist() == [0, 0]
+    assert output.num_sampled[1] >= 1
+    served.step()
+
+
+def masked_law(target, draft, allowed, cut_after):
+    """Exact distribution of two tokens from one verification of two draft tokens under a grammar.
+
+    allowed: [2, V] bool for the two positions. cut_after: the draft ends so many tokens after the
+    accepted ones (1: the refused token is verified; 0: vLLM's rule, the draft ends before it).
+    """
+    p = [torch.where(a, t, 0.0) / t[a].sum() for a, t in zip(allowed, target, strict=True)]
+    vocabulary = target.shape[1]
+    law = torch.zeros(vocabulary, vocabulary, dtype=torch.float64)
+    for x, y in itertools.product(range(vocabulary), repeat=2):
+        acceptable = 0 if not allowed[0, x] else 1 if not allowed[1, y] else 2
+        n = min(2, acceptable + cut_after)
+        # Rows behind the first refused token are permissive, as vLLM's are.
+        rows = torch.stack([p[0], p[1], target[1]])[: n + 1]
+        found = chain_distribution(rows, draft[:n], torch.tensor([x, y])[:n])
+        weight = draft[0, x] * draft[1, y]
+        # The next call draws the second token exactly where this one emitted one only.
+        law += weight * found[0][:, None] * p[1][None, :]
+        law[x] += weight * found[1:2].sum(0) if n >= 1 else 0.0
+        law[x, y] += weight * found[2].sum() if n == 2 else 0.0
+    return law, p[0][:, None] * p[1][None, :]
+
+
+def test_a_refused_draft_token_is_verified_before_the_draft_ends():
+    generator = torch.Generator().manual_seed(0)
+    target = torch.rand(2, 4, generator=generator, dtype=torch.float64)
+    draft = torch.rand(2, 4, generator=generator, dtype=torch.float64)
+    target, draft = (m / m.sum(1, keepdim=True) for m in (target, draft))
+    for bits in itertools.product([False, True], repeat=8):
+        allowed = torch.tensor(bits).view(2, 4)
+        if not allowed.any(1).all():
+            continue
+        law, exact = masked_law(target, draft, allowed, cut_after=1)
+        assert torch.allclose(law, exact, atol=1e-12)
+    # Negative control: vLLM's rule.
+    allowed = torch.tensor([[True, True, False, True], [True, False, True, True]])
+    law, exact = masked_law(target, draft, allowed, cut_after=0)
+    assert (law - exact).abs().sum() > 1e-2
+
+
+def test_the_sampler_ends_a_draft_after_the_refused_token(monkeypatch):
+    from vllm_hsd.runner_v2 import sampler
+
+    verified, verify = [], sampler.verify_chain_padded
+
+    def recorded(target, draft, tokens, *args, **options):
+        verified.append(tokens)
+        return verify(target, draft, tokens, *args, **options)
+
+    monkeypatch.setattr(sampler, "verify_chain_padded", recorded)
+    served = runner([{}] * 4)
+    served.step()
+    # Acceptable draft tokens: 0, 1, 2 and 3 (all).
+    invalid = torch.arange(4)[None, :] > torch.tensor([0, 1, 2, 3])[:, None]
+    served.step(invalid.flatten())
+    assert (verified[-1].view(4, 4)[:, 1:] >= 0).sum(1).tolist() == [1, 2, 3, 3]

@@ -1,0 +1,130 @@
+"""The registry of names of vLLM's V2 runner, and the wall between the two runners."""
+
+import ast
+import pickle
+from pathlib import Path
+
+import pytest
+
+import vllm_hsd
+from vllm_hsd.errors import UserError
+
+SOURCE = Path(vllm_hsd.__file__).parent
+# Names that the modules of runner_v2 give to objects of vLLM, and their classes.
+VARIABLES = {
+    "runner": ("GPUModelRunner",),
+    "sampler": ("Sampler",),
+    "states": ("SamplingStates",),
+    "req_states": ("RequestState",),
+    "speculator": ("DraftModelSpeculator",),
+    "parsed": ("SpeculativeConfig",),
+}
+interpret = pytest.mark.interpret
+
+
+def imported(path: Path) -> set[str]:
+    """Modules that a file imports, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("package", "other"), [("runner_v1", "runner_v2"), ("runner_v2", "runner_v1")]
+)
+def test_neither_runner_imports_the_other(package, other):
+    for path in SOURCE.glob(f"{package}/*.py"):
+        assert not [name for name in imported(path) if name.startswith(f"vllm_hsd.{other}")], path
+
+
+def test_only_the_entrance_and_the_doctor_import_the_v2_runner():
+    importing = {
+        path.relative_to(SOURCE).as_posix()
+        for path in SOURCE.rglob("*.py")
+        if path.parent.name != "runner_v2"
+        and any(name.startswith("vllm_hsd.runner_v2") for name in imported(path))
+    }
+    assert importing == {"entrance.py", "cli/doctor.py"}
+
+
+@interpret
+def test_every_name_is_as_tested_in_the_installed_vllm():
+    from support import triton_cpu
+
+    triton_cpu.prepare_vllm()
+    from vllm_hsd.runner_v2 import hooks
+
+    assert hooks.REGISTRY.faults() == []
+    assert all(hook.why for hook in hooks.HOOKS.values())
+
+
+@interpret
+def test_every_attribute_that_is_read_from_vllm_is_registered():
+    from vllm_hsd.runner_v2 import hooks
+
+    hooks.REGISTRY.load()
+    known: dict[str, set[str]] = {}
+    for name in hooks.HOOKS:
+        owner, _, attribute = name.rpartition(".")
+        known.setdefault(owner.rpartition(".")[2], set()).add(attribute)
+    missing = set()
+    for source in SOURCE.glob("runner_v2/*.py"):
+        for node in ast.walk(ast.parse(source.read_text())):
+            if not isinstance(node, ast.Attribute):
+                continue
+            variable = getattr(node.value, "attr", getattr(node.value, "id", None))
+            classes = VARIABLES.get(variable, ())
+            if classes and not any(node.attr in known[cls] for cls in classes):
+                missing.add(f"{source.name}: {variable}.{node.attr}")
+    ours = {"sampler.py: sampler.processed", "sampler.py: sampler.sampler"}
+    ours |= {f"sampler.py: sampler.{name}" for name in ("verify", "target_logits")}
+    assert missing <= ours
+
+
+@pytest.fixture
+def v2(monkeypatch):
+    """vLLM chooses the V2 runner."""
+    from support import triton_cpu
+
+    triton_cpu.prepare_vllm()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+
+
+def configure(family, speculative_config: dict):
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_hsd.plugin import register
+
+    register()
+    return EngineArgs(
+        model=family.target, skip_tokenizer_init=True, speculative_config=speculative_config
+    ).create_engine_config()
+
+
+@interpret
+def test_a_configuration_of_the_v2_runner_stays_there(family, v2):
+    given = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    config = configure(family, {**given, "rejection_sample_method": "hierarchical"})
+    assert config.use_v2_model_runner
+    assert config.speculative_config.hsd_runner == "V2"
+    copied = pickle.loads(pickle.dumps(config.speculative_config))
+    assert copied.rejection_sample_method == "block" and copied.hsd_runner == "V2"
+
+
+@interpret
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"method": "custom_class", "model": "a.B"}, "works on vLLM's V2 runner with the methods"),
+        ({"method": "ngram", "num_speculative_tokens": 64}, "num_speculative_tokens is 64, above"),
+        ({"method": "ngram", "levls": []}, r"^vLLM refuses levls: [^\n]*\.$"),
+    ],
+)
+def test_what_the_v2_runner_refuses(family, v2, keys, message):
+    given = {"num_speculative_tokens": 2, "rejection_sample_method": "hierarchical", **keys}
+    with pytest.raises(UserError, match=message):
+        configure(family, given)

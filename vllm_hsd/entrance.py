@@ -1,0 +1,193 @@
+"""Where vLLM's configuration becomes ours, and which model runner serves it.
+
+On CUDA a configuration of ours is served by vLLM's V2 runner, elsewhere by V1;
+`VLLM_USE_V2_MODEL_RUNNER` decides otherwise. The names of vLLM that are replaced here belong to
+both runners. Importing this module imports nothing of vLLM: the plugin does so in processes that
+never use it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from vllm_hsd.errors import UserError
+from vllm_hsd.registry import NONE_FILED, PLUGIN_ISSUE, Registry
+
+logger = logging.getLogger(__name__)
+
+REGISTRY = Registry("vllm_hsd")
+ENTRANCE = "vllm.engine.arg_utils.EngineArgs.create_speculative_config"
+
+
+@REGISTRY.replaces(
+    ENTRANCE,
+    ("self", "target_model_config", "target_parallel_config"),
+    why="reads method 'hsd' and rejection_sample_method; LLM() and `vllm serve` both call it",
+    until="vLLM lets a plugin register a speculative method",
+    issue=PLUGIN_ISSUE,
+)
+def create_speculative_config(original, self, target_model_config, target_parallel_config):
+    if not _may_be_ours(self):
+        return original(self, target_model_config, target_parallel_config)
+    raw = _speculative_keys(self)
+    verifier = raw.get("rejection_sample_method")
+    target = target_model_config, target_parallel_config
+    if raw.get("method") == "hsd":
+        parsed = _cascade_class().create(raw, *target)
+        _check_adapters(self, parsed)
+        return parsed
+    if verifier == "hierarchical":
+        return _stock_class().create(raw, *target)
+    parsed = original(self, *target)
+    if verifier == "block":
+        _serve_block_verification(parsed)
+    return parsed
+
+
+def runner() -> Literal["V1", "V2"]:
+    """The model runner that configurations of this package are made for."""
+    import vllm.envs as envs
+    from vllm.platforms import current_platform
+
+    if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
+        return "V2" if envs.VLLM_USE_V2_MODEL_RUNNER else "V1"
+    if not current_platform.is_cuda():
+        return "V1"
+    from vllm.triton_utils import HAS_TRITON
+
+    return "V2" if HAS_TRITON else "V1"
+
+
+def _may_be_ours(arguments) -> bool:
+    """Whether the engine's arguments mention this package, or are no configuration at all."""
+    given = arguments.speculative_config
+    if given is None or isinstance(given, Mapping):
+        mentioned = [arguments.spec_method, *(given or {}).values()]
+        return any(name in mentioned for name in ("hsd", "hierarchical", "block"))
+    return True
+
+
+def _speculative_keys(arguments) -> dict[str, Any]:
+    """Speculative configuration of the engine's arguments, spelled with underscores.
+
+    Raises:
+        UserError: it is not a mapping, or gives a key twice.
+    """
+    from vllm_hsd.config import read_speculative_config
+
+    raw = read_speculative_config(arguments.speculative_config)
+    flags = {
+        "method": ("--spec-method", arguments.spec_method),
+        "model": ("--spec-model", arguments.spec_model),
+        "num_speculative_tokens": ("--spec-tokens", arguments.spec_tokens),
+    }
+    for key, (flag, value) in flags.items():
+        if value is not None and key in raw:
+            raise UserError(f"{flag} and the key {key} of speculative_config exclude each other.")
+        if value is not None:
+            raw[key] = value
+    return raw
+
+
+def _cascade_class() -> Any:
+    import vllm.envs as envs
+
+    if envs.VLLM_USE_V2_MODEL_RUNNER:
+        raise UserError(
+            "VLLM_USE_V2_MODEL_RUNNER is 1, but method 'hsd' needs vLLM's V1 runner: unset it."
+        )
+    _install_v1()
+    from vllm_hsd.runner_v1.spec_config import HsdSpeculativeConfig
+
+    return HsdSpeculativeConfig
+
+
+def _stock_class() -> Any:
+    if runner() == "V2":
+        _install_v2()
+        from vllm_hsd.runner_v2 import stock_config as v2
+
+        return v2.V2BlockVerificationConfig
+    _install_v1()
+    from vllm_hsd.runner_v1 import stock_config as v1
+
+    return v1.V1BlockVerificationConfig
+
+
+def _install_v1() -> None:
+    from vllm_hsd.runner_v1 import hooks
+
+    hooks.install()
+
+
+def _install_v2() -> None:
+    from vllm_hsd.runner_v2 import hooks
+
+    hooks.install()
+
+
+def _check_adapters(arguments, parsed) -> None:
+    exits = [
+        i for i, level in enumerate(parsed.hsd.levels) if level.kind in ("early_exit", "exit_head")
+    ]
+    if arguments.enable_lora and exits:
+        level = parsed.hsd.levels[exits[0]]
+        raise UserError(
+            f"levels[{exits[0]}].{level.kind} runs layers of the target, which does not work "
+            "with LoRA adapters: remove the level or enable_lora."
+        )
+
+
+def _serve_block_verification(config) -> None:
+    """Let the V1 runner verify blocks where it would run; V2 has block verification of its own."""
+    from vllm_hsd.runner_v1 import hooks
+
+    if config.method not in hooks.STOCK_METHODS:
+        return
+    try:
+        hooks.install()
+    except UserError as error:
+        logger.warning("rejection_sample_method 'block' is left to vLLM: %s", error)
+        return
+    from vllm_hsd.runner_v1.stock_config import BlockVerificationConfig
+
+    # vLLM's own object, of a class whose arrival in another process installs the hooks there.
+    config.__class__ = BlockVerificationConfig
+
+
+@REGISTRY.replaces(
+    "vllm.config.vllm.VllmConfig._get_v2_model_runner_unsupported_features",
+    ("self",),
+    why="keeps a configuration of ours on the runner that it was made for",
+    until="cascades run on the V2 runner wherever it runs",
+    issue=NONE_FILED,
+)
+def unsupported_features_of_v2(original, self):
+    features = original(self)
+    made_for = getattr(self.speculative_config, "hsd_runner", None)
+    if made_for == "V1":
+        features.append("a speculative configuration of vllm-hsd that was made for V1")
+    elif made_for == "V2" and features:
+        raise UserError(
+            f"vLLM's V2 runner does not support {', '.join(features)}: set "
+            "VLLM_USE_V2_MODEL_RUNNER=0 to serve this configuration on the V1 runner."
+        )
+    return features
+
+
+@REGISTRY.replaces(
+    "vllm.sampling_params.SamplingParams._validate_spec_decode",
+    ("self", "speculative_config"),
+    why="allows min_p and logit_bias, which our samplers apply to every draft token",
+    until="vLLM's rejection samplers apply both",
+    issue="vllm-project/vllm#42744",
+)
+def validate_spec_decode(original, self, speculative_config):
+    applies = getattr(speculative_config, "hsd_applies_min_p", False)
+    if applies and (self.min_p or self.logit_bias):
+        self = copy.copy(self)
+        self.min_p, self.logit_bias = 0.0, None
+    original(self, speculative_config)

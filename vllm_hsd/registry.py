@@ -1,0 +1,287 @@
+"""Registries of the vLLM names that this package replaces, overrides or reads.
+
+Each model runner of vLLM has a registry of its own (`runner_v1.hooks`, `runner_v2.hooks`); the
+names that both need are registered in `entrance`. Replacements register themselves with
+`Registry.replaces`. `Registry.install` compares all names with the installed vLLM and then replaces
+all or nothing.
+
+A replacement takes the replaced function as its first argument. Nothing is replaced before a
+configuration asks for it, except the one function that reads configurations (see plugin.py).
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import importlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vllm_hsd.errors import UserError
+
+TESTED = ("0.32", "0.33")
+
+# A proposal for an interface for speculative methods of plugins.
+PLUGIN_ISSUE = "vllm-project/vllm#36219"
+NONE_FILED = "none filed"
+
+How = Literal["replaced", "changed", "on runner", "overridden", "read", "read late"]
+
+# Attribute of a function that replaces one of vLLM's. Not `__wrapped__`: every plugin sets that.
+_MARK = "__vllm_hsd__"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One name of vLLM that this package depends on.
+
+    Attributes:
+        name: module and attribute path.
+        how: "replaced" in its class or module; "changed" in place; "on runner" replaced on one
+            runner instance; "overridden" in a subclass of ours; "read" from an instance or called;
+            "read late" once a level needs it (n-gram levels load numba, after which vLLM 0.32
+            cannot import Triton kernels).
+        why: purpose of the dependency.
+        parameters: parameter names in order; None for what is not a function. Where releases
+            differ, a tuple of such tuples.
+        issue: vLLM issue or pull request about what makes it necessary, or NONE_FILED; empty for
+            what is only overridden or read.
+        until: when the dependency can go.
+        tested: releases in which it was tested.
+    """
+
+    name: str
+    how: How
+    why: str
+    parameters: tuple | None = None
+    issue: str = ""
+    until: str = ""
+    tested: tuple[str, ...] = TESTED
+
+
+class Registry:
+    """The names that one part of this package needs, and its replacements.
+
+    Args:
+        package: package whose modules register names when they are imported.
+        modules: those modules, in the order in which their replacements are made.
+        shared: a registry whose names belong to this one too.
+    """
+
+    def __init__(
+        self, package: str, modules: tuple[str, ...] = (), shared: Registry | None = None
+    ) -> None:
+        self.hooks: dict[str, Hook] = dict(shared.hooks) if shared else {}
+        self.replacements: dict[str, Callable] = dict(shared.replacements) if shared else {}
+        self._package, self._modules = package, modules
+        self._installed = False
+        self._lock = threading.RLock()
+
+    def register(self, hook: Hook) -> None:
+        """Add a name.
+
+        Raises:
+            ValueError: the name is there already.
+        """
+        if hook.name in self.hooks:
+            raise ValueError(f"'{hook.name}' is registered twice")
+        self.hooks[hook.name] = hook
+
+    def replaces(
+        self,
+        name: str,
+        parameters: tuple | None,
+        *,
+        why: str,
+        until: str = "",
+        issue: str = "",
+    ) -> Callable[[Callable], Callable]:
+        """Register the decorated function as the replacement of a function or method of vLLM.
+
+        The decorated function is called as f(original, *arguments).
+        """
+        return self._registered(Hook(name, "replaced", why, parameters, issue, until))
+
+    def changes(
+        self, name: str, *, why: str, until: str = "", issue: str = ""
+    ) -> Callable[[Callable], Callable]:
+        """Register the decorated function, which `install` calls, as one that changes a name."""
+        return self._registered(Hook(name, "changed", why, None, issue, until))
+
+    def replaces_on_runner(
+        self, name: str, parameters: tuple, *, why: str, until: str = "", issue: str = ""
+    ) -> Callable[[Callable], Callable]:
+        """Like `replaces`, for a method of one object; f(original, owner, *arguments)."""
+        return self._registered(Hook(name, "on runner", why, parameters, issue, until))
+
+    def _registered(self, hook: Hook) -> Callable[[Callable], Callable]:
+        def decorate(replacement: Callable) -> Callable:
+            self.register(hook)
+            self.replacements[hook.name] = replacement
+            return replacement
+
+        return decorate
+
+    def install(self) -> None:
+        """Replace and change all registered names of vLLM; does nothing when called again.
+
+        Raises:
+            UserError: the installed vLLM differs; nothing was replaced.
+        """
+        with self._lock:
+            if self._installed:
+                return
+            if found := self.faults():
+                raise UserError(f"vllm-hsd cannot run: {found[0]}")
+            for hook in self.hooks.values():
+                if hook.how == "replaced":
+                    self.place(hook.name)
+                elif hook.how == "changed":
+                    self.replacements[hook.name]()
+            self._installed = True
+
+    def is_installed(self) -> bool:
+        """Whether `install` has replaced vLLM's names in this process."""
+        return self._installed
+
+    def place(self, name: str) -> None:
+        """Put the registered replacement in the place of a name, unless it is there."""
+        owner_name, _, attribute = name.rpartition(".")
+        owner = resolve(owner_name)
+        original = getattr(owner, attribute)
+        if not is_ours(original):
+            setattr(owner, attribute, _wrap(original, self.replacements[name]))
+
+    def faults(self) -> list[str]:
+        """One sentence for all in which the installed vLLM differs from the tested releases."""
+        if version := version_fault():
+            return [version]
+        try:
+            self.load()
+        except (ImportError, AttributeError) as error:
+            return [f"vLLM {installed_release()} has not every name that is needed ({error})."]
+        early = (hook for hook in self.hooks.values() if hook.how != "read late")
+        return [fault for hook in early if (fault := fault_of(hook)) is not None]
+
+    def load(self) -> None:
+        """Import the modules that register names.
+
+        Raises:
+            ImportError or AttributeError: they need a name that the installed vLLM does not have.
+        """
+        for module in self._modules:
+            importlib.import_module(f"{self._package}.{module}")
+
+
+def _wrap(original, replacement: Callable) -> Callable:
+    @functools.wraps(original)
+    def call(*args, **kwargs):
+        return replacement(original, *args, **kwargs)
+
+    setattr(call, _MARK, True)
+    return call
+
+
+def is_ours(function) -> bool:
+    """Whether a function, or one that it wraps by functools.wraps, is a replacement of ours."""
+    while function is not None:
+        if _MARK in getattr(function, "__dict__", {}):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def in_place(hook: Hook) -> bool:
+    """Whether a "replaced" name still leads to our replacement."""
+    return is_ours(resolve(hook.name))
+
+
+def version_fault() -> str | None:
+    """One sentence where the installed vLLM is of an unknown release, None otherwise."""
+    release = installed_release()
+    if release in TESTED:
+        return None
+    known = ", ".join(f"{known}.*" for known in TESTED)
+    return f"vLLM {release} is not supported by this version of vllm-hsd: install one of {known}."
+
+
+def installed_release() -> str:
+    """Major and minor number of the installed vLLM, as in "0.32"."""
+    import vllm
+
+    return ".".join(vllm.__version__.split(".")[:2])
+
+
+def fault_of(hook: Hook) -> str | None:
+    """One sentence on how a name differs from the tested releases, None if it does not."""
+    if hook.parameters is None:
+        return None if _is_there(hook.name) else f"{hook.name} is not there."
+    try:
+        found = inspect.unwrap(resolve(hook.name))
+    except (ImportError, AttributeError) as error:
+        return f"{hook.name} is not there ({error})."
+    parameters = tuple(inspect.signature(found).parameters)
+    tested = hook.parameters if _several(hook.parameters) else (hook.parameters,)
+    if parameters not in tested:
+        expected = " or ".join(f"({', '.join(names)})" for names in tested)
+        return f"{hook.name} takes ({', '.join(parameters)}), not {expected}."
+    return None
+
+
+def _several(parameters: tuple) -> bool:
+    return bool(parameters) and isinstance(parameters[0], tuple)
+
+
+def resolve(name: str) -> Any:
+    """Object with a dotted name of module and attributes.
+
+    Raises:
+        AttributeError or ImportError: there is none.
+    """
+    parts = name.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        return found
+    raise ImportError(f"no module in '{name}'")
+
+
+def _is_there(name: str) -> bool:
+    """Whether a class has an attribute, by itself or on its instances; or a module a member."""
+    owner_name, _, attribute = name.rpartition(".")
+    try:
+        owner = resolve(owner_name)
+    except (ImportError, AttributeError):
+        return False
+    if hasattr(owner, attribute):
+        return True
+    return inspect.isclass(owner) and any(
+        attribute in vars(cls).get("__annotations__", ())
+        or any(_assigns(function, attribute) for function in _functions(cls))
+        for cls in owner.__mro__
+    )
+
+
+def _functions(cls: type) -> Iterator[Any]:
+    for member in vars(cls).values():
+        function = inspect.unwrap(member) if callable(member) else member
+        if inspect.isfunction(function):
+            yield function
+            # What vLLM's decorators of classes replace, they keep in a closure.
+            cells = [cell.cell_contents for cell in function.__closure__ or ()]
+            yield from filter(inspect.isfunction, cells)
+
+
+def _assigns(function: Any, attribute: str) -> bool:
+    code = function.__code__
+    return attribute in code.co_names and any(
+        step.opname == "STORE_ATTR" and step.argval == attribute
+        for step in dis.get_instructions(code)
+    )

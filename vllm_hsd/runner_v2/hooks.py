@@ -1,0 +1,44 @@
+"""Registry of every vLLM name that the V2 runner's part replaces, overrides or reads.
+
+`vllm_names.py` lists what is only overridden or read. See `vllm_hsd.registry`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from vllm_hsd import entrance
+from vllm_hsd.registry import Registry
+
+# Modules whose import fills the registry, in the order in which their replacements are made.
+_MODULES = ("vllm_names", "replacements", "stock_config", "sampler", "stock_drafters")
+
+# Drafters of vLLM's V2 runner that our verifier serves.
+STOCK_METHODS = ("draft_model", "eagle", "eagle3", "mtp", "ngram", "ngram_gpu", "dflash")
+
+REGISTRY = Registry("vllm_hsd.runner_v2", _MODULES, entrance.REGISTRY)
+HOOKS = REGISTRY.hooks
+install = REGISTRY.install
+
+
+class NeedsHooks:
+    """Base of configurations that install the hooks in every process that receives them."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        install()
+
+
+def replace_on(owner: Any, *names: str, by: Any) -> None:
+    """Replace methods of one object that are registered as "on runner".
+
+    Args:
+        owner: object of vLLM.
+        names: registered names; the last part is the method's.
+        by: first argument of the replacements after the replaced method.
+    """
+    for name in names:
+        attribute = name.rpartition(".")[2]
+        replacement = REGISTRY.replacements[name]
+        setattr(owner, attribute, functools.partial(replacement, getattr(owner, attribute), by))

@@ -1,0 +1,23 @@
+"""Replacements of functions of vLLM's V2 runner; importing this module imports nothing of vLLM."""
+
+from __future__ import annotations
+
+from vllm_hsd.registry import NONE_FILED
+from vllm_hsd.runner_v2.hooks import REGISTRY
+
+RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
+
+
+@REGISTRY.replaces(
+    f"{RUNNER}.load_model",
+    ("self", "load_dummy_weights", "args", "model", "kwargs"),
+    why="puts our verifier in the place of vLLM's once the runner has made its sampler and drafter",
+    until="vLLM lets a plugin choose the rejection sampler",
+    issue=NONE_FILED,
+)
+def load_model(original, self, *args, **kwargs):
+    original(self, *args, **kwargs)
+    if getattr(self.speculative_config, "hsd_runner", None) == "V2":
+        from vllm_hsd.runner_v2.sampler import serve
+
+        serve(self)

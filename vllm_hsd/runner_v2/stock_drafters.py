@@ -1,0 +1,100 @@
+"""Drafts of vLLM's own drafters as our verifier needs them.
+
+vLLM 0.32 keys a draft token's noise by its position. Block verification looks at all tokens of a
+draft, so that a rejected position would meet noise again that is no longer independent of the past.
+Here a draft token takes one uniform that nobody meets twice, and its row's logsumexp, a by-product
+of the draw, is kept for the verifier.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_hsd.core.schedule import DRAWS_PER_LENGTH
+from vllm_hsd.kernels.keep_rows import keep_rows
+from vllm_hsd.kernels.sample_row import sample_row
+from vllm_hsd.registry import NONE_FILED
+from vllm_hsd.runner_v2.hooks import REGISTRY, replace_on
+
+_SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator"
+_SAMPLE_DRAFT = (
+    "self",
+    "hidden_states",
+    "sample_src_positions",
+    "idx_mapping",
+    "temperature",
+    "seeds",
+    "draft_step",
+    "draft_logits",
+    "spec_step_idx",
+)
+
+
+class KeptDrafts:
+    """Draws and logsumexps of a drafter that keeps its rows.
+
+    Args:
+        speculator: vLLM's drafter; two of its methods are replaced.
+        req_states: vLLM's table of requests.
+
+    Attributes:
+        lse: float32 [max_num_seqs, K], log(sum(exp(row / temperature))) of the kept rows.
+    """
+
+    def __init__(self, speculator: Any, req_states: Any) -> None:
+        rows = speculator.draft_logits
+        self.speculator, self.req_states = speculator, req_states
+        self.lse = torch.zeros(rows.shape[:2], dtype=torch.float32, device=rows.device)
+        # CUDA graphs of the drafter read it, so it stays where it is.
+        self.first_draw = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
+        replace_on(
+            speculator,
+            f"{_SPECULATOR}._copy_request_inputs",
+            f"{_SPECULATOR}.sample_draft",
+            by=self,
+        )
+
+
+@REGISTRY.replaces_on_runner(
+    f"{_SPECULATOR}._copy_request_inputs",
+    ("self", "num_reqs", "idx_mapping", "temperature", "seeds", "dummy_run"),
+    why="sets the draws of a proposal; every drafter calls it before its first draft token",
+    until="vLLM's drafters draw with uniforms that block verification meets once",
+    issue=NONE_FILED,
+)
+def copy_request_inputs(original, kept: KeptDrafts, *args, **kwargs):
+    original(*args, **kwargs)
+    kept.first_draw.copy_(kept.req_states.total_len.gpu).mul_(DRAWS_PER_LENGTH)
+
+
+@REGISTRY.replaces_on_runner(
+    f"{_SPECULATOR}.sample_draft",
+    (_SAMPLE_DRAFT, (*_SAMPLE_DRAFT, "num_steps")),
+    why="draws a draft token with a uniform of its own and keeps its row's logsumexp",
+    until="vLLM's drafters draw with uniforms that block verification meets once",
+    issue=NONE_FILED,
+)
+def sample_draft(
+    original,
+    kept: KeptDrafts,
+    hidden_states,
+    sample_src_positions,
+    idx_mapping,
+    temperature,
+    seeds,
+    draft_step,
+    draft_logits,
+    spec_step_idx=0,
+    num_steps=1,
+):
+    logits = kept.speculator.compute_draft_logits(hidden_states, spec_step_idx)
+    # The stored row is the distribution that the token is drawn from, so it is rounded first.
+    logits = logits.to(draft_logits.dtype)
+    slots = idx_mapping.contiguous()
+    token_ids, lse = sample_row(
+        logits, temperature[slots], seeds[slots], kept.first_draw[slots] + draft_step
+    )
+    keep_rows(draft_logits, kept.lse, logits, lse, slots, draft_step)
+    return token_ids

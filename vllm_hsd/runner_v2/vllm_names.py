@@ -1,0 +1,87 @@
+"""Names of vLLM that this package overrides in subclasses, reads or calls (see hooks.py).
+
+Names that are imported are not listed: `Registry.faults` reports an import that fails. A test
+compares this list with what the modules of `runner_v2` read from vLLM's objects.
+"""
+
+from __future__ import annotations
+
+from vllm_hsd.registry import Hook
+from vllm_hsd.runner_v2.hooks import REGISTRY
+
+_GPU = "vllm.v1.worker.gpu"
+_REJECTION = f"{_GPU}.spec_decode.rejection_sampler.RejectionSampler"
+
+# name -> (why, parameters)
+_OVERRIDDEN: dict[str, tuple[str, tuple[str, ...]]] = {
+    f"{_REJECTION}.__init__": (
+        "is called by ours",
+        ("self", "sampler", "spec_config", "device", "watermark_key"),
+    ),
+    f"{_REJECTION}.__call__": (
+        "verifies the draft token that a grammar refuses",
+        ("self", "logits", "input_batch", "draft_logits", "invalid_drafts"),
+    ),
+    f"{_REJECTION}._verify": (
+        "verifies blocks of draft tokens",
+        (
+            "self",
+            "logits",
+            "draft_logits",
+            "draft_sampled",
+            "pos",
+            "cu_num_logits",
+            "idx_mapping",
+            "idx_mapping_np",
+            "expanded_idx_mapping",
+            "expanded_local_pos",
+            "seq_lens_upper_bound_np",
+            "verify_draft_sampled",
+        ),
+    ),
+}
+
+# class -> {attribute: why}
+_READ: dict[str, dict[str, str]] = {
+    f"{_GPU}.model_runner.GPUModelRunner": {
+        "sampler": "sampling parameters of the requests",
+        "rejection_sampler": "replaced by ours",
+        "speculator": "the drafter",
+        "speculative_config": "the configuration",
+        "req_states": "table of requests",
+        "batch_sharder": "refused",
+        "vocab_size": "compared with the drafter's",
+        "device": "device of the models",
+    },
+    f"{_GPU}.sample.sampler.Sampler": {
+        "sampling_states": "sampling parameters",
+        "needs_logits_processing": "requests that need more than a temperature",
+        "apply_sampling_params": "applies all other sampling parameters",
+        "logprobs_mode": "log-probabilities before or after the sampling parameters",
+        "req_states": "table of requests",
+    },
+    f"{_GPU}.sample.states.SamplingStates": {
+        "temperature": "sampling parameter",
+        "min_p": "sampling parameter",
+        "top_k": "sampling parameter",
+        "top_p": "sampling parameter",
+        "seeds": "seeds of the requests",
+        "vocab_size": "top_k of a request that has none",
+    },
+    f"{_GPU}.states.RequestState": {"total_len": "tokens of a request, the key of its uniforms"},
+    f"{_GPU}.spec_decode.speculator.DraftModelSpeculator": {
+        "draft_logits": "rows that the draft tokens were drawn from",
+        "compute_draft_logits": "the drafter's logits",
+    },
+    "vllm.config.speculative.SpeculativeConfig": {
+        "num_speculative_tokens": "longest draft",
+        "enable_adaptive_verification": "refused",
+        "method": "the drafter",
+    },
+}
+
+for _name, (_why, _parameters) in _OVERRIDDEN.items():
+    REGISTRY.register(Hook(_name, "overridden", _why, _parameters))
+for _owner, _attributes in _READ.items():
+    for _name, _why in _attributes.items():
+        REGISTRY.register(Hook(f"{_owner}.{_name}", "read", _why))
