@@ -64,7 +64,7 @@ def assert_clean(report: Report) -> None:
     assert not any(report.leftover.values()), str(report)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_half_a_minute_of_everything(text_family, bigram, requests, tmp_path):
     config = three_levels(text_family, bigram)
     with running_server(text_family.target, tmp_path, config, CROWDED) as server:
@@ -77,7 +77,7 @@ def test_half_a_minute_of_everything(text_family, bigram, requests, tmp_path):
     assert report.preemptions > 0
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_a_broken_server_is_noticed(text_family, requests, tmp_path):
     """Corrupted and forgotten requests are counted as what they are."""
     config, plugin = two_models(text_family), "support.soak_faults:both"
@@ -122,7 +122,7 @@ MODES: dict[str, dict] = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(LONG + 1800)
+@pytest.mark.timeout(LONG + 3600)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_soak_in_other_modes(text_family, bigram, requests, tmp_path, mode):
     config, options = three_levels(text_family, bigram), {**CROWDED, **MODES[mode]}
@@ -142,7 +142,7 @@ def test_a_soak_in_other_modes(text_family, bigram, requests, tmp_path, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3 * LONG + 900)
+@pytest.mark.timeout(3 * LONG + 3600)
 def test_a_long_soak_beside_plain_vllm(text_family, bigram, requests, tmp_path):
     """Two servers at once: after the first half, memory grows no faster than plain vLLM's."""
     plain_requests = catalog(seeded=False)
@@ -166,5 +166,6 @@ def test_a_long_soak_beside_plain_vllm(text_family, bigram, requests, tmp_path):
     assert_clean(cascade_report)
     assert_clean(plain_report)
     assert cascade_report.preemptions > 0
-    grown = cascade_report.growth("engine")
-    assert grown < plain_report.growth("engine") + 32, (cascade_report, plain_report)
+    for role in ("api", "EngineCore", "Worker"):
+        grown = cascade_report.growth(role)
+        assert grown < plain_report.growth(role) + 32, (role, cascade_report, plain_report)
