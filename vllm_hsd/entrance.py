@@ -130,11 +130,13 @@ def _install_v2() -> None:
 
 
 def _check_adapters(arguments, parsed) -> None:
-    exits = [
-        i for i, level in enumerate(parsed.hsd.levels) if level.kind in ("early_exit", "exit_head")
-    ]
+    from vllm_hsd.config import sources
+
+    # Only the last source of a level can be an exit.
+    last = [sources(level)[-1] for level in parsed.hsd.levels]
+    exits = [i for i, level in enumerate(last) if level.kind in ("early_exit", "exit_head")]
     if arguments.enable_lora and exits:
-        level = parsed.hsd.levels[exits[0]]
+        level = last[exits[0]]
         raise UserError(
             f"levels[{exits[0]}].{level.kind} runs layers of the target, which does not work "
             "with LoRA adapters: remove the level or enable_lora."

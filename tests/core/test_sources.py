@@ -1,9 +1,14 @@
 """The choice between sources: what it learns, and what it remembers."""
 
-import numpy as np
+from unittest import mock
 
-from vllm_hsd.core.levels import Lookup
+import numpy as np
+from oracle.stand_ins import TableLookup
+
+from vllm_hsd.core.cascade import Cascade, DraftBatch
+from vllm_hsd.core.levels import FirstOf, LevelOptions, Lookup
 from vllm_hsd.core.sources import RETRY_ROUNDS, SourceChoice
+from vllm_hsd.core.stopping import EntropyThresholds
 
 SLOT, ROW = np.array([1]), np.array([0])
 ROOM = np.array([4])
@@ -11,7 +16,11 @@ SURE, GAINED = np.ones(1), np.zeros(1)
 
 
 def choice_of(num_lookups: int, drafter_cost: float | None = None) -> SourceChoice:
-    return SourceChoice(num_lookups, drafter_cost, 3, 4, 0.05)
+    names = [str(i) for i in range(num_lookups + (drafter_cost is not None))]
+    sources = FirstOf(names, [None] * num_lookups)
+    if drafter_cost is not None:
+        sources.drafter, sources.drafter_cost = mock.Mock(), drafter_cost
+    return SourceChoice(sources, 3, 4)
 
 
 def offer(tokens: list[int], acceptance: float = 0.6) -> Lookup:
@@ -94,3 +103,54 @@ def test_a_request_that_waits_keeps_what_it_knows():
     assert choice.scale(0, SLOT).item() == 1 and choice.scale(0, np.array([2])).item() == 1
     choice.restore(2, kept)
     assert choice.scale(0, np.array([2])).item() == scale
+
+
+class Counting(TableLookup):
+    """Expects the text to go on in steps of a fixed size."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def lookup(self, tokens, rows, slots, ends, requested) -> Lookup:
+        last = tokens[rows, ends - 1].astype(np.int64)
+        width = int(requested.max(initial=0))
+        token_ids = last[:, None] + self.step * np.arange(1, width + 1)
+        confidence = np.tile(0.7 ** np.arange(1, width + 1), (len(rows), 1))
+        return Lookup(token_ids, requested.copy(), confidence)
+
+
+def drafts_of(texts: list[list[int]], slots: list[int], rows: list[int]) -> list[list[list[int]]]:
+    """Drafts of every text at each of its positions, from the fourth on, as one batch."""
+    sources = FirstOf(["ones", "twos"], [Counting(1), Counting(2)])
+    cascade = Cascade([sources], [LevelOptions(4)], num_slots=6)
+    found: list[list[list[int]]] = [[] for _ in texts]
+    for end in range(4, len(texts[0])):
+        tokens = np.zeros((6, len(texts[0]) + 4), dtype=np.int32)
+        of_slot, ends = np.zeros(6, dtype=np.int64), np.zeros(6, dtype=np.int64)
+        for text, slot, row in zip(texts, slots, rows, strict=True):
+            tokens[row, :end], of_slot[slot], ends[slot] = text[:end], row, end
+        batch = DraftBatch(
+            tokens=tokens,
+            rows=of_slot,
+            end=ends,
+            cached=np.zeros((1, 6), dtype=np.int64),
+            eos=np.full(6, -1),
+            greedy=True,
+            probs=None,
+            uniforms=None,
+            thresholds=EntropyThresholds.fresh(1, 6),
+        )
+        drafts = cascade.propose(batch, np.array(slots), np.full(len(slots), 4))
+        for i, slot in enumerate(slots):
+            found[i].append(drafts.token_ids[slot, : drafts.counts[slot]].tolist())
+    return found
+
+
+def test_requests_of_a_batch_choose_as_they_would_alone():
+    ones, twos = list(range(30)), list(range(0, 60, 2))
+    mixed = ones[:15] + [14 + 2 * i for i in range(1, 16)]
+    together = drafts_of([ones, twos, mixed], slots=[4, 0, 2], rows=[0, 3, 1])
+    for text, found in zip([ones, twos, mixed], together, strict=True):
+        assert drafts_of([text], slots=[0], rows=[0]) == [found]
+    assert together[0][-1] == [29, 30, 31, 32][: len(together[0][-1])] and together[0][-1]
+    assert together[1][-1] == [58, 60, 62, 64][: len(together[1][-1])] and together[1][-1]

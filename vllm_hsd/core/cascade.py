@@ -112,9 +112,7 @@ class Cascade:
         self.drafts = [DraftStore(num_slots, length) for length in lengths]
         self.choice: SourceChoice | None = None
         if self.first_of is not None:
-            cost = None if self.levels[0] is None else self.first_of.drafter_cost
-            least = self.first_of.min_acceptance
-            self.choice = SourceChoice(len(self.lookups), cost, num_slots, lengths[0], least)
+            self.choice = SourceChoice(self.first_of, num_slots, lengths[0])
         self.stats = [LevelStats() for _ in self.levels]
         self.warned: set[int] = set()
         self.controller = controller
@@ -271,7 +269,7 @@ class Cascade:
     ) -> None:
         """Drafts of lookups, each continued by the next one, and at last by the drafter."""
         drafts = self.drafts[0]
-        choice.score(batch.tokens, batch.rows, slots, batch.end[slots])
+        choice.score(batch.tokens, batch.rows[slots], slots, batch.end[slots])
         open_ = requested > 0
         sure, gained = np.ones(len(slots)), np.zeros(len(slots))
         ended = np.zeros(len(slots), dtype=bool)

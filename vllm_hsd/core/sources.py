@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_hsd.core.levels import Lookup
+from vllm_hsd.core.levels import FirstOf, Lookup
 
 # What a drafter is taken to be worth before it is known: acceptance of each of its tokens.
 DRAFTER_ACCEPTANCE = 0.7
@@ -40,33 +40,22 @@ class SourceChoice:
     accepted tokens over the ones that it expected. Nothing is carried from one request to another.
 
     Args:
-        num_lookups: lookups; they come first.
-        drafter_cost: one forward pass of the drafter that comes last, in steps of the model that
-            verifies; None without a drafter.
+        sources: what there is to choose from.
         num_slots: requests at the same time.
         length: longest draft.
-        min_acceptance: a lookup's draft ends before the token that is less likely to be accepted.
     """
 
-    def __init__(
-        self,
-        num_lookups: int,
-        drafter_cost: float | None,
-        num_slots: int,
-        length: int,
-        min_acceptance: float,
-    ) -> None:
-        self.num_lookups, self.drafter_cost, self.length = num_lookups, drafter_cost, length
-        self.min_acceptance = min_acceptance
-        sources = num_lookups + (drafter_cost is not None)
-        self.seen = np.full((sources, num_slots), PRIOR_TOKENS)
-        self.expected = np.full((sources, num_slots), PRIOR_TOKENS)
+    def __init__(self, sources: FirstOf, num_slots: int, length: int) -> None:
+        self.sources, self.length = sources, length
+        count = len(sources.names)
+        self.seen = np.full((count, num_slots), PRIOR_TOKENS)
+        self.expected = np.full((count, num_slots), PRIOR_TOKENS)
         self.passed_over = np.zeros(num_slots, dtype=np.int64)
         # The last offer of every source: where it begins, its tokens, and its own estimates.
-        self.starts = np.zeros((sources, num_slots), dtype=np.int64)
-        self.counts = np.zeros((sources, num_slots), dtype=np.int64)
-        self.token_ids = np.zeros((sources, num_slots, length), dtype=np.int64)
-        self.estimates = np.zeros((sources, num_slots, length))
+        self.starts = np.zeros((count, num_slots), dtype=np.int64)
+        self.counts = np.zeros((count, num_slots), dtype=np.int64)
+        self.token_ids = np.zeros((count, num_slots, length), dtype=np.int64)
+        self.estimates = np.zeros((count, num_slots, length))
 
     def score(
         self, tokens: np.ndarray, rows: np.ndarray, slots: np.ndarray, ends: np.ndarray
@@ -167,7 +156,7 @@ class SourceChoice:
             scaled = np.minimum(estimates * self.scale(source, slots)[:, None], SUREST)
             survival = sure[:, None] * np.cumprod(scaled, axis=1)
             survival[np.arange(survival.shape[1]) >= offer.counts[:, None]] = 0
-            likely = ((survival >= self.min_acceptance) & (survival > 0)).sum(1)
+            likely = ((survival >= self.sources.min_acceptance) & (survival > 0)).sum(1)
             survival[np.arange(survival.shape[1]) >= likely[:, None]] = 0
             after = survival[np.arange(len(slots)), np.maximum(likely - 1, 0)]
             total = gained + survival.sum(1)
@@ -185,25 +174,25 @@ class SourceChoice:
 
         See `best`; without a drafter, or with one that is passed over, nothing is drafted.
         """
-        if self.drafter_cost is None:
+        if self.sources.drafter is None:
             return 1 + gained
         each = np.minimum(self.drafter_acceptance(slots), SUREST)
         more = sure * each * (1 - each**room) / (1 - each)
-        value = (1 + gained + more) / (1 + self.drafter_cost * room)
+        value = (1 + gained + more) / (1 + self.sources.drafter_cost * room)
         return np.where(self.drafts(slots, room), value, 1 + gained)
 
     def drafts(self, slots: np.ndarray, room: np.ndarray) -> np.ndarray:
         """[n] bool, whether the drafter is worth its time, or is due for another try."""
-        if self.drafter_cost is None:
+        if self.sources.drafter is None:
             return np.zeros(len(slots), dtype=bool)
         each = np.minimum(self.drafter_acceptance(slots), SUREST)
         first = np.minimum(room, 1)
-        pays = each * first > self.drafter_cost * first
+        pays = each * first > self.sources.drafter_cost * first
         return pays | ((self.passed_over[slots] >= RETRY_ROUNDS) & (room > 0))
 
     def drafter_acceptance(self, slots: np.ndarray) -> np.ndarray:
         """[n] estimated acceptance of each token of the drafter."""
-        return DRAFTER_ACCEPTANCE * self.scale(self.num_lookups, slots)
+        return DRAFTER_ACCEPTANCE * self.scale(len(self.sources.lookups), slots)
 
     def scale(self, source: int, slots: np.ndarray) -> np.ndarray:
         """[n] accepted over expected tokens of a source, 1 before anything is known."""

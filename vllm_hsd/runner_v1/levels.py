@@ -163,6 +163,11 @@ class ModelLevel:
             hidden = hidden[torch.from_numpy(wanted).to(self.device)]
         return self.logits(hidden).to(torch.float32)
 
+    @property
+    def weights_read(self) -> int:
+        """Bytes of weights that a forward pass over few tokens reads."""
+        return weights_read(self.model)
+
     def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[n, hidden] final hidden states of [n] tokens at [n] positions."""
         return self.model(input_ids=input_ids, positions=positions)
@@ -229,6 +234,12 @@ class EarlyExitLevel(ModelLevel):
         self.layers = self.target.model.layers[: self.num_layers]
         self.layer_names = {layer.self_attn.attn.layer_name for layer in self.layers}
 
+    @property
+    def weights_read(self) -> int:
+        """See `ModelLevel.weights_read`."""
+        layers = sum(weights_read(layer) for layer in self.layers)
+        return layers + weights_read(self.target) - weights_read(self.target.model.layers)
+
     def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden, residual = self._through_layers(input_ids, positions)
         return self.target.model.norm(hidden, residual)[0]
@@ -259,6 +270,16 @@ class ExitHeadLevel(EarlyExitLevel):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head.logits(hidden)
+
+
+def weights_read(model: torch.nn.Module) -> int:
+    """Bytes of a model's weights that a forward pass over few tokens reads.
+
+    Not an input embedding that is no output head at the same time: of it a few rows are read.
+    """
+    sizes = {name: weight.nbytes for name, weight in model.named_parameters()}
+    untied = any("lm_head" in name for name in sizes)
+    return sum(size for name, size in sizes.items() if not (untied and "embed_tokens" in name))
 
 
 # Acceptance of the first looked-up token and of each later one, before anything is seen of a text.

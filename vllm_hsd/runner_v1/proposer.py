@@ -17,7 +17,7 @@ from vllm_hsd.core.controller import DepthController
 from vllm_hsd.core.levels import FirstOf, LevelOptions, LevelStats, LookupLevel
 from vllm_hsd.runner_v1.adaptive import AdaptiveDrafting
 from vllm_hsd.runner_v1.level_checks import loading
-from vllm_hsd.runner_v1.levels import EarlyExitLevel, ModelLevel, build_level
+from vllm_hsd.runner_v1.levels import EarlyExitLevel, ModelLevel, build_level, weights_read
 from vllm_hsd.runner_v1.on_runner import complete_logits_processors, take_over_runner
 from vllm_hsd.runner_v1.requests import RequestLimits, RequestTable
 from vllm_hsd.runner_v1.sampler import CascadeSampler
@@ -118,7 +118,11 @@ class CascadeProposer(DraftModelProposer):
         scheduler = self.vllm_config.scheduler_config
         return DepthController(
             [option.draft_length for option in options],
-            [isinstance(level, LookupLevel) for level in levels],
+            [
+                isinstance(level, LookupLevel)
+                or (isinstance(level, FirstOf) and level.drafter is None)
+                for level in levels
+            ],
             scheduler.max_num_seqs,
             scheduler.max_num_batched_tokens,
         )
@@ -154,8 +158,20 @@ class CascadeProposer(DraftModelProposer):
                     level.load(self._draft_vllm_config(config), config.draft_load_config)
             elif isinstance(level, EarlyExitLevel):
                 level.attach(target_model)
+        self._estimate_drafter_cost(target_model)
         complete_logits_processors(self.runner)
         self.runner.rejection_sampler = CascadeSampler(self)
+
+    def _estimate_drafter_cost(self, target_model) -> None:
+        """Cost of a source's forward pass by the weights read: a clock would make choices differ
+        from run to run.
+        """
+        first, above = self.hosted[0], [*self.models, None][1]
+        if isinstance(first, FirstOf) and isinstance(first.drafter, ModelLevel):
+            verifying = weights_read(target_model)
+            if isinstance(above, ModelLevel):
+                verifying = above.weights_read
+            first.drafter_cost = first.drafter.weights_read / verifying
 
     def _draft_vllm_config(self, level_config):
         """vLLM's own way from a target's configuration to a drafter's, for one level."""
