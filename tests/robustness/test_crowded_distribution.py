@@ -17,8 +17,8 @@ CHOICES = ["ab", "ace", "add", "be", "bee", "cab"]
 OUTCOMES = {
     "grammar": [(*TOKENIZER.encode(choice), EOS) for choice in CHOICES],
     "free": [
-        *itertools.product(LETTERS[:2], repeat=4),
-        *((*some, EOS) for n in range(4) for some in itertools.product(LETTERS[:2], repeat=n)),
+        *itertools.product(LETTERS[:3], repeat=4),
+        *((*some, EOS) for n in range(4) for some in itertools.product(LETTERS[:3], repeat=n)),
     ],
 }
 PARAMS = {
@@ -28,7 +28,7 @@ PARAMS = {
         "temperature": 2.0,
         "max_tokens": 40,
     },
-    "free": {"allowed_token_ids": [*LETTERS[:2], EOS], "temperature": 3.0, "max_tokens": 4},
+    "free": {"allowed_token_ids": [*LETTERS[:3], EOS], "temperature": 2.0, "max_tokens": 4},
 }
 
 
