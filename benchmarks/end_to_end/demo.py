@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.common import RESULTS, Spread, commit, saved_figure, write_csv
-from benchmarks.end_to_end.sources import sources
+from benchmarks.end_to_end.sources import missing, sources
 from benchmarks.models.smollm2 import smollm2
 from vllm_hsd.cli import bench, bench_report, greedy
 from vllm_hsd.cli.bench_runs import (
@@ -284,6 +284,8 @@ def main() -> int:
     called = float(os.environ.get("DEMO_STARTED") or time.time())
     # Results name the model: a relative path says nothing about the machine.
     model = options.model or os.path.relpath(smollm2())
+    for sentence in missing():
+        print(sentence)
     by_kind = {kind: texts[: options.rounds] for kind, texts in read_demo_prompts().items()}
     configs = [None, *sources()]
     comparison = Comparison(

@@ -1,29 +1,57 @@
 """Speculative configurations of the real model: every source of drafts alone, and their mix."""
 
+import importlib.util
+import os
 from typing import Any
+
+from benchmarks.common import MODELS
 
 DRAFT_LENGTH = 8
 NGRAM: dict[str, Any] = {"ngram": {"max": 4}}
+# Results name these paths: relative ones say nothing about the machine.
+STORE = MODELS / "smollm2-suffix" / "store.safetensors"
+HEAD = MODELS / "smollm2-eagle3"
+SUFFIX: dict[str, Any] = {"suffix": {"store": os.path.relpath(STORE)}}
+EAGLE3: dict[str, Any] = {"eagle3": os.path.relpath(HEAD)}
 
 
-def sources(length: int = DRAFT_LENGTH, **keys: Any) -> list[dict[str, Any]]:
-    """Configurations of method "hsd", in the order of the tables.
+def sources(length: int = DRAFT_LENGTH) -> list[dict[str, Any]]:
+    """Configurations of method "hsd", in the order of the tables; the last one mixes the others.
 
     Args:
         length: longest draft.
-        keys: further keys of every configuration, such as `verifier`.
     """
+    alone = levels()
+    mixed = [{"first_of": alone}] if len(alone) > 1 else []
     return [
-        {"method": "hsd", "num_speculative_tokens": length, "levels": [level], **keys}
-        for level in levels()
+        {"method": "hsd", "num_speculative_tokens": length, "levels": [level]}
+        for level in alone + mixed
     ]
 
 
 def levels() -> list[dict[str, Any]]:
-    """The level of every source, and last the one that mixes them."""
-    return [NGRAM]
+    """The level of every source that this installation has."""
+    return [NGRAM] + [SUFFIX] * _has_suffix() + [EAGLE3] * _has_head()
 
 
 def drafter() -> dict[str, Any]:
     """The level for tables of draft lengths and verifiers: the best one that draws its drafts."""
-    return NGRAM
+    return EAGLE3 if _has_head() else NGRAM
+
+
+def missing() -> list[str]:
+    """One sentence for every source that this installation does not have."""
+    sentences = []
+    if not _has_suffix():
+        sentences.append("No suffix lookup: its store or the extra [suffix] is missing.")
+    if not _has_head():
+        sentences.append(f"No EAGLE-3 head: {os.path.relpath(HEAD)} is not there.")
+    return sentences
+
+
+def _has_suffix() -> bool:
+    return STORE.is_file() and importlib.util.find_spec("arctic_inference") is not None
+
+
+def _has_head() -> bool:
+    return (HEAD / "config.json").is_file()

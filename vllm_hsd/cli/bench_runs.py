@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from vllm_hsd.cli import greedy
+from vllm_hsd.config import LEVEL_KINDS
 from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.errors import UserError
 
@@ -153,9 +154,11 @@ def config_name(config: dict[str, Any] | None) -> str:
 def _level_name(level: dict[str, Any]) -> str:
     if isinstance(level.get("model"), str):
         return Path(level["model"]).name
+    if isinstance(level.get("first_of"), list):
+        return "+".join(_level_name(source) for source in level["first_of"])
     if "early_exit" in level:
         return f"exit {level['early_exit']}"
-    return next((kind for kind in ("exit_head", "ngram", "bigram") if kind in level), "level")
+    return next((kind for kind in LEVEL_KINDS if kind in level), "level")
 
 
 class Engines:
