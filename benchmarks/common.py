@@ -53,13 +53,14 @@ def padded_target() -> Path:
 
 
 def commit() -> str:
-    """Short hash of the checked-out commit, with "+" after it where files differ from it."""
+    """Short hash of the checked-out commit, with "+" after it where code differs from it."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(REPOSITORY), *arguments]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no")
+    results = (":!*.csv", ":!*.png", ":!*.md")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *results)
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")
 
 

@@ -158,8 +158,11 @@ def commit_draft(
         logits: [B, V] of level 0's dtype, contiguous rows.
         token_ids: int64 [B].
         lse: float32 [B], as `sample_row` returns it.
+
+    Raises:
+        ValueError: logits that are not of the rows' dtype or width.
     """
-    rows = _rows(state, 0)
+    rows = _rows(state, 0, logits)
     vocab_size = rows.shape[2]
     step_kernels.commit_draft_kernel[(state.batch, triton.cdiv(vocab_size, COPY_CHUNK))](
         rows,
@@ -192,8 +195,11 @@ def commit_verify(
     Args:
         logits: [B * (n + 1), V] of the level's dtype, contiguous rows.
         result: of the verification of `state.sampled` by these logits.
+
+    Raises:
+        ValueError: logits that are not of the rows' dtype or width.
     """
-    rows = _rows(state, op.level)
+    rows = _rows(state, op.level, logits)
     vocab_size = rows.shape[2]
     step_kernels.commit_verify_kernel[(state.batch, triton.cdiv(vocab_size, COPY_CHUNK))](
         rows,
@@ -298,7 +304,16 @@ def collect(state: ProposalState, schedule: Schedule) -> None:
     )
 
 
-def _rows(state: ProposalState, level: int) -> torch.Tensor:
+def _rows(state: ProposalState, level: int, logits: torch.Tensor) -> torch.Tensor:
+    """The rows of a level's draft, into which `logits` can be copied as they are."""
     rows = state.rows[level]
-    assert rows is not None, f"levels[{level}] has no rows: it is a lookup"
+    # Rounding after the draw would make the rows others than those drawn from.
+    if rows is None or rows.dtype != logits.dtype or rows.shape[2] != logits.shape[1]:
+        expected = "none" if rows is None else f"{rows.dtype} with {rows.shape[2]} entries"
+        raise ValueError(
+            f"logits of levels[{level}] are {logits.dtype} with {logits.shape[1]} entries, but "
+            f"its rows are {expected}: allocate the state for the level's logits."
+        )
+    if logits.stride(1) != 1 or not rows.is_contiguous():
+        raise ValueError(f"logits and rows of levels[{level}] must have contiguous rows.")
     return rows

@@ -7,13 +7,31 @@ from support import engines, tiny_models
 
 os.environ.update(engines.ENVIRONMENT)
 
-# Engines, servers and environments start here: parallel runs begin with them.
-SLOWEST = ("runner_v1", "robustness", "test_serve.py", "test_wheel.py", "test_engine.py")
+# The longest first, then all other files that start engines: parallel runs end together.
+LONGEST = (
+    "test_serve.py",
+    "test_level_kinds.py",
+    "test_wheel.py",
+    "test_greedy_equality.py",
+    "test_odd_requests.py",
+    "test_damaged_drafters.py",
+    "test_crowded_distribution.py",
+    "test_stop_strings_and_grammars.py",
+    "test_sampled_distribution.py",
+)
+WITH_ENGINES = ("runner_v1", "robustness", "cli", "test_engine.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `pytest -n 2 --dist loadfile --no-loadscope-reorder`, no long file is left for last."""
-    items.sort(key=lambda item: not {item.path.name, item.path.parent.name} & set(SLOWEST))
+
+    def place(item: pytest.Item) -> int:
+        if item.path.name in LONGEST:
+            return LONGEST.index(item.path.name)
+        engines = {item.path.name, item.path.parent.name} & set(WITH_ENGINES)
+        return len(LONGEST) if engines else len(LONGEST) + 1
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,9 @@ import os
 import time
 
 import pytest
+from support.engines import forked
 
-from vllm_hsd.engine import EngineProcess, WorkerProcess, configuration_errors, engine_environment
+from vllm_hsd.engine import EngineProcess, WorkerProcess, engine_environment
 from vllm_hsd.errors import UserError
 
 ENGINE = {
@@ -89,23 +90,29 @@ def test_one_engine_measures_generations_and_selects_levels(family, tmp_path):
     engine_args = {**ENGINE, "model": family.target, "speculative_config": speculative}
     prompts = [[3, 4, 5], [7, 8, 9, 10]]
     greedy = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
-    with EngineProcess(engine_args, log=tmp_path / "log") as engine:
+    with EngineProcess(engine_args, log=tmp_path / "log", **forked()) as engine:
         both = engine.generate(prompts, greedy)
         engine.select_levels([1], [4])
         one = engine.generate(prompts, [greedy, {**greedy, "max_tokens": 5}])
+        engine.select_levels([0], [2])
+        lowest = engine.generate(prompts, greedy)
+        engine.select_levels([0, 1], [3, 4])
+        again = engine.generate(prompts, greedy)
         with pytest.raises(UserError, match=r"engine failed: levels \[2\]"):
             engine.select_levels([2], [4])
     assert [len(ids) for ids in both.token_ids] == [16, 16] and both.num_tokens == 32
     assert one.token_ids == [both.token_ids[0], both.token_ids[1][:5]]
-    for run in (both, one):
+    assert lowest.token_ids == again.token_ids == both.token_ids
+    for run in (both, one, lowest, again):
         for first, last in zip(run.first_token_seconds, run.last_token_seconds, strict=True):
             assert 0 < first <= last <= run.seconds
         assert 2 <= run.num_target_steps <= run.num_tokens
         assert 0 < run.accepted <= run.drafted
-        assert run.levels[-1]["drafted"] == run.drafted
-        assert run.levels[-1]["accepted"] == run.accepted
-    assert both.levels[0]["drafted"] > 0
-    assert one.levels[0]["drafted"] == one.levels[0]["forwards"] == 0
+        top = run.levels[0 if run is lowest else 1]
+        assert (top["drafted"], top["accepted"]) == (run.drafted, run.accepted)
+    drafted = [[level["drafted"] > 0 for level in run.levels] for run in (both, one, lowest, again)]
+    assert drafted == [[True, True], [False, True], [True, False], [True, True]]
+    assert one.levels[0]["forwards"] == lowest.levels[1]["forwards"] == 0
 
 
 def test_text_arrives_while_it_is_generated(text_family, tmp_path):
@@ -122,13 +129,11 @@ def test_text_arrives_while_it_is_generated(text_family, tmp_path):
 
 
 def test_engines_that_cannot_start_say_why(family, tmp_path):
-    engine_args = {**ENGINE, "model": family.target}
-    wrong = {**engine_args, "speculative_config": {"method": "hsd", "num_speculative_tokens": 2}}
-    accepted, refused = configuration_errors([engine_args, wrong])
-    assert accepted is None and refused is not None and "levels" in refused
+    speculative = {"method": "hsd", "num_speculative_tokens": 2}
+    wrong = {**ENGINE, "model": family.target, "speculative_config": speculative}
     log = tmp_path / "log"
     with (
-        EngineProcess(wrong, "engine 'wrong'", log=log) as engine,
+        EngineProcess(wrong, "engine 'wrong'", log=log, **forked()) as engine,
         pytest.raises(UserError, match=r"^engine 'wrong' cannot start: .*levels.*log"),
     ):
         engine.generate([[1, 2]], {})

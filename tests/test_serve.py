@@ -1,4 +1,4 @@
-"""The OpenAI server with a cascade, started for real and driven by the openai client."""
+"""The OpenAI server with a cascade: driven by the openai client, then by 64 streams at once."""
 
 import asyncio
 import os
@@ -9,17 +9,16 @@ import urllib.request
 import openai
 import pytest
 from support.openai_server import running_server
+from support.soak import assert_clean, soak
+from support.soak_requests import answered_catalog
+from support.soak_servers import CROWDED, three_levels, write_table
 
 
 @pytest.fixture(scope="module")
 def server(text_family, tmp_path_factory):
-    cascade = {
-        "method": "hsd",
-        "num_speculative_tokens": 6,
-        "levels": [{"model": text_family.small, "num_tokens": 3}, {"model": text_family.mid}],
-    }
     directory = tmp_path_factory.mktemp("server")
-    with running_server(text_family.target, directory, cascade) as server:
+    cascade = three_levels(text_family, write_table(directory / "table.npz"))
+    with running_server(text_family.target, directory, cascade, CROWDED) as server:
         yield server
 
 
@@ -51,12 +50,13 @@ def test_metrics(server):
     def level(name: str, index: int) -> float:
         return metrics[f'vllm_hsd:level_{name}_total{{engine="0",level="{index}"}}']
 
-    for index in (0, 1):
+    for index in (0, 1, 2):
         assert 0 < level("accepted", index) < level("drafted", index)
         assert 0 < level("rounds", index) <= level("drafted", index)
+    for index in (1, 2):
         assert level("forwards", index) > 0
         assert level("forward_seconds", index) > 0
-    assert server.total("vllm:spec_decode_num_accepted_tokens_total") == level("accepted", 1)
+    assert server.total("vllm:spec_decode_num_accepted_tokens_total") == level("accepted", 2)
     assert server.total("vllm:spec_decode_num_drafts_total") > 0
 
 
@@ -90,14 +90,26 @@ def test_sixteen_at_once_and_one_that_leaves(server):
 
 def test_log_line(server):
     until = time.monotonic() + 60
-    pattern = r"Cascade metrics: level 0: drafted \d+, accepted \d+ .*; level 1: drafted \d+"
+    pattern = r"Cascade metrics: level 0: drafted \d+, accepted \d+ .*; level 2: drafted \d+"
     while not re.search(pattern, server.log.read_text()) and time.monotonic() < until:
         time.sleep(0.5)
     assert re.search(pattern, server.log.read_text())
 
 
+@pytest.mark.timeout(900)
+def test_a_short_soak(server, text_family):
+    """Everything that a client may ask for: nothing lost, wrong, hung or left."""
+    report = soak(server, answered_catalog(text_family.target), seconds=20, at_least=200)
+    print(report)
+    assert_clean(report)
+    assert report.outcomes["finished"] > 100
+    assert report.outcomes["aborted"] > 0 and report.outcomes["refused"] > 0
+    assert report.preemptions > 0
+
+
 def test_clean_shutdown(server):
     """The last test: it stops the server."""
+    before = len(server.log.read_text())
     assert server.stop() == 0
     with pytest.raises(OSError):
         urllib.request.urlopen(f"{server.url}/health", timeout=5)
@@ -107,8 +119,9 @@ def test_clean_shutdown(server):
             os.killpg(server.process.pid, 0)
             time.sleep(0.2)
     log = server.log.read_text()
+    assert "vllm_hsd/" not in "".join(line for line in log.splitlines() if ' File "' in line)
+    log = log[before:]
     # Where the engine ends before the front end has stopped listening to it, vLLM logs that.
     faults = [line for line in log.splitlines() if "Traceback" in line]
     assert all("[async_llm.py:" in line for line in faults), log
     assert not faults or "EngineDeadError" in log, log
-    assert "vllm_hsd/" not in "".join(line for line in log.splitlines() if ' File "' in line)

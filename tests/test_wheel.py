@@ -28,7 +28,7 @@ def run(*command: object, **options) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel, built from a copy of the sources: a build writes beside them."""
+    """The wheel, built from a copy of the sources: a build writes next to them."""
     directory = tmp_path_factory.mktemp("wheel")
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -77,26 +77,38 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
 
 def test_version_and_doctor_work_without_the_checkout(installed):
     assert installed("vllm-hsd", "--version").strip() == f"vllm-hsd {vllm_hsd.__version__}"
-    assert "can run here" in installed("vllm-hsd", "doctor")
+    assert "Method 'hsd' can run here (0 problems)." in installed("vllm-hsd", "doctor")
 
 
 def test_bench_works_without_the_checkout(installed, text_family, tmp_path):
-    level = {"model": text_family.small}
-    config = {"method": "hsd", "num_speculative_tokens": 2, "levels": [level]}
+    cascade = {
+        "method": "hsd",
+        "num_speculative_tokens": 4,
+        "levels": [{"model": text_family.small, "num_tokens": 2}, {"model": text_family.mid}],
+    }
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"turns": ["def f(", "later"]}\n{"prompt": "import "}\n')
     engine_args = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26}
     options = {
         "--model": text_family.target,
-        "--speculative-config": json.dumps(config),
-        "--temperatures": 0,
-        "--max-tokens": 4,
-        "--num-prompts": 1,
-        "--rounds": 1,
+        "--speculative-config": json.dumps(cascade),
+        "--prompts": prompts,
+        "--batch-sizes": 2,
+        "--max-tokens": 8,
+        "--num-prompts": 2,
+        "--rounds": 2,
         "--dtype": "float32",
         "--engine-args": json.dumps(engine_args),
         "--output": tmp_path,
     }
     printed = installed("vllm-hsd", "bench", *(part for pair in options.items() for part in pair))
-    assert "small 2" in printed and "no speculation" in printed
+    assert "no chat template" in printed and "small 2, mid 4" in printed
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
-    assert [row["greedy_differences"] for row in rows] == [0, 0]
-    assert (tmp_path / "bench.csv").exists()
+    assert len(rows) == 2 * 2 and (tmp_path / "bench.csv").exists()
+    for row in rows:
+        assert row["greedy_differences"] == (0 if row["temperature"] == 0 else None)
+        assert 0 < row["speedup_low"] <= row["speedup"] <= row["speedup_high"]
+        assert row["tokens_per_second"] > 0 and row["ttft_ms"] > 0 and row["tpot_ms"] > 0
+        assert 1 <= row["tokens_per_step"] <= 5
+        assert len(row["acceptance"]) == (2 if row["config"] else 0)
+        assert all(0 < rate <= 1 for rate in row["acceptance"])

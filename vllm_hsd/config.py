@@ -93,32 +93,36 @@ class _LevelKeys(_Keys):
 
 
 class _SamplingLevelKeys(_LevelKeys):
-    """Keys of levels that have probabilities, and so can verify the level below.
+    """Keys of levels that have probabilities.
 
     Attributes:
-        verifier: how the level verifies the level below; None for the cascade's verifier.
-        max_rounds: verification rounds per draft; None for as many as it takes.
         stopping: fixed draft lengths, or entropy-based early stopping (experimental).
         temperature_scale: factor on the request's temperature (experimental).
     """
 
-    verifier: Verifier | None = None
-    max_rounds: Tokens | None = None
     stopping: Stopping = "fixed"
     temperature_scale: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
 
 
-class ModelLevelConfig(_SamplingLevelKeys):
-    """A draft model, with the per-model keys of vLLM's own draft configuration.
+class _VerifyingLevelKeys(_SamplingLevelKeys):
+    """Keys of levels that have probabilities for any token, and so can verify the level below.
 
     Attributes:
-        model: path or name.
+        verifier: how the level verifies the level below; None for the cascade's verifier.
+        max_rounds: verification rounds per draft; None for as many as it takes.
+    """
+
+    verifier: Verifier | None = None
+    max_rounds: Tokens | None = None
+
+
+class _VllmModelKeys(_LevelKeys):
+    """Keys of levels that vLLM loads as a model: those of its own draft configuration.
+
+    Attributes:
         max_model_len: longest context that the level drafts for, in tokens.
     """
 
-    kind = "model"
-
-    model: Name
     attention_backend: VllmKey = None
     code_revision: VllmKey = None
     draft_load_config: VllmKey = None
@@ -131,13 +135,46 @@ class ModelLevelConfig(_SamplingLevelKeys):
     revision: VllmKey = None
 
     @property
+    def path(self) -> str:
+        """Path or name of the model."""
+        return getattr(self, self.kind)
+
+    @property
     def model_keys(self) -> dict[str, Any]:
         """The keys of vLLM that were given; vLLM's class parses their values."""
-        own = _SamplingLevelKeys.model_fields.keys() | {"model"}
-        return {key: getattr(self, key) for key in sorted(self.model_fields_set - own)}
+        keys = _VllmModelKeys.model_fields.keys() - _LevelKeys.model_fields.keys()
+        return {key: getattr(self, key) for key in sorted(self.model_fields_set & keys)}
 
 
-class EarlyExitLevelConfig(_SamplingLevelKeys):
+class ModelLevelConfig(_VerifyingLevelKeys, _VllmModelKeys):
+    """A draft model.
+
+    Attributes:
+        model: path or name.
+    """
+
+    kind = "model"
+
+    model: Name
+
+
+class Eagle3LevelConfig(_SamplingLevelKeys, _VllmModelKeys):
+    """An EAGLE-3 head of the target, which reads the target's states of verified tokens.
+
+    It takes one unverified token at a time, so it cannot verify a draft: only the lowest level.
+
+    Attributes:
+        eagle3: path or name of the head.
+    """
+
+    kind = "eagle3"
+    verifier: ClassVar[None] = None
+    max_rounds: ClassVar[None] = None
+
+    eagle3: Name
+
+
+class EarlyExitLevelConfig(_VerifyingLevelKeys):
     """The target's first layers with its own norm and head.
 
     Attributes:
@@ -149,7 +186,7 @@ class EarlyExitLevelConfig(_SamplingLevelKeys):
     early_exit: Annotated[int, Field(ge=1, le=10_000)]
 
 
-class ExitHeadLevelConfig(_SamplingLevelKeys):
+class ExitHeadLevelConfig(_VerifyingLevelKeys):
     """The target's first layers with a trained head.
 
     Attributes:
@@ -186,7 +223,7 @@ class SuffixLevelConfig(_LookupLevelKeys):
     suffix: SuffixConfig
 
 
-class BigramLevelConfig(_SamplingLevelKeys):
+class BigramLevelConfig(_VerifyingLevelKeys):
     """A table of token pairs.
 
     Attributes:
@@ -205,6 +242,7 @@ SourceConfig = (
     | NgramLevelConfig
     | SuffixLevelConfig
     | BigramLevelConfig
+    | Eagle3LevelConfig
 )
 
 
@@ -244,6 +282,7 @@ _Sources = (
     | Annotated[NgramLevelConfig, Tag("ngram")]
     | Annotated[SuffixLevelConfig, Tag("suffix")]
     | Annotated[BigramLevelConfig, Tag("bigram")]
+    | Annotated[Eagle3LevelConfig, Tag("eagle3")]
 )
 Source = Annotated[_Sources, Discriminator(_kind), BeforeValidator(_read_source)]
 
@@ -294,6 +333,13 @@ LevelConfig = SourceConfig | FirstOfLevelConfig
 LEVEL_CLASSES: dict[str, type[_LevelKeys]] = {cls.kind: cls for cls in get_args(LevelConfig)}
 LEVEL_KINDS = tuple(LEVEL_CLASSES)
 SOURCE_KINDS = tuple(cls.kind for cls in get_args(SourceConfig))
+# kind -> why such a level verifies no other
+_ONLY_LOWEST = {
+    "ngram": "a lookup has no probabilities",
+    "suffix": "a lookup has no probabilities",
+    "eagle3": "an EAGLE-3 head takes unverified tokens one by one",
+    "first_of": "its sources only draft",
+}
 
 Level = Annotated[
     _Sources | Annotated[FirstOfLevelConfig, Tag("first_of")],
@@ -384,15 +430,15 @@ class CascadeConfig(_Keys):
                     f"{name}.num_tokens is {level.num_tokens}, above num_speculative_tokens "
                     f"({limit}): lower num_tokens or raise num_speculative_tokens"
                 )
-            if i > 0 and isinstance(level, _LookupLevelKeys):
+            if i > 0 and level.kind in _ONLY_LOWEST:
                 raise ValueError(
-                    f"{name}.{level.kind} cannot verify levels[{i - 1}], since a lookup has no "
-                    "probabilities: put it first"
+                    f"{name}.{level.kind} cannot verify levels[{i - 1}], since "
+                    f"{_ONLY_LOWEST[level.kind]}: put it first"
                 )
-            if i > 0 and isinstance(level, FirstOfLevelConfig):
+            if self.adaptive and any(source.kind == "eagle3" for source in sources(level)):
                 raise ValueError(
-                    f"{name}.first_of cannot verify levels[{i - 1}], since its sources only draft: "
-                    "put it first"
+                    f"{name} has an EAGLE-3 head, which must read every step of the target, and "
+                    "'adaptive' lets levels rest: remove one of them"
                 )
         for key in ("verifier", "max_rounds"):
             if getattr(self.levels[0], key) is not None:

@@ -101,10 +101,8 @@ def probe_shapes(model: str) -> dict[str, int]:
 
 
 def _fingerprint(shapes: Mapping[str, int]) -> str:
-    from vllm_hsd.planner.profile import versions
-
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    found = versions()
+    found = host.versions()
     parts = [host.processor(), host.cores(), threads, found.get("torch"), found.get("vllm")]
     text = json.dumps([*parts, sorted(host.flags()), sorted(shapes.items())])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -239,15 +239,6 @@ class EngineProcess(WorkerProcess):
         self.call(select_levels, list(levels), list(draft_lengths))
 
 
-def configuration_errors(engines: Sequence[Mapping[str, Any]], **options: Any) -> list[str | None]:
-    """vLLM's objection to each of these arguments of `vllm.LLM`, None where it accepts them.
-
-    No weights are loaded. `options` as for `WorkerProcess`.
-    """
-    with WorkerProcess("configuration check", **options) as worker:
-        return [worker.call(configuration_error, dict(engine)) for engine in engines]
-
-
 def engine_environment() -> dict[str, str]:
     """Environment variables of a process that runs an engine inside itself."""
     environment = {

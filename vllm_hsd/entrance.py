@@ -21,6 +21,13 @@ logger = logging.getLogger(__name__)
 REGISTRY = Registry("vllm_hsd")
 ENTRANCE = "vllm.engine.arg_utils.EngineArgs.create_speculative_config"
 
+# kind of level -> what it does with the target's modules
+_WITHOUT_ADAPTERS = {
+    "early_exit": "runs layers of the target",
+    "exit_head": "runs layers of the target",
+    "eagle3": "may share the target's embedding",
+}
+
 
 @REGISTRY.replaces(
     ENTRANCE,
@@ -132,15 +139,13 @@ def _install_v2() -> None:
 def _check_adapters(arguments, parsed) -> None:
     from vllm_hsd.config import sources
 
-    # Only the last source of a level can be an exit.
-    last = [sources(level)[-1] for level in parsed.hsd.levels]
-    exits = [i for i, level in enumerate(last) if level.kind in ("early_exit", "exit_head")]
-    if arguments.enable_lora and exits:
-        level = last[exits[0]]
-        raise UserError(
-            f"levels[{exits[0]}].{level.kind} runs layers of the target, which does not work "
-            "with LoRA adapters: remove the level or enable_lora."
-        )
+    for i, level in enumerate(parsed.hsd.levels):
+        kind = sources(level)[-1].kind
+        if arguments.enable_lora and kind in _WITHOUT_ADAPTERS:
+            raise UserError(
+                f"levels[{i}].{kind} {_WITHOUT_ADAPTERS[kind]}, which does not work with LoRA "
+                "adapters: remove the level or enable_lora."
+            )
 
 
 def _serve_block_verification(config) -> None:

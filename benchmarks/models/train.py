@@ -15,7 +15,6 @@ stored in float16 to keep the repository small; config.json asks for float32.
 """
 
 import argparse
-import csv
 import functools
 import json
 import math
@@ -30,7 +29,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.common import write_csv
 from vllm_hsd.core.bigram import count_bigrams, write_bigram
+from vllm_hsd.host import flags
 
 HERE = Path(__file__).parent
 EOS = "<|endoftext|>"
@@ -179,8 +180,7 @@ def logits_of(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def has_bf16() -> bool:
     """Whether the CPU multiplies bfloat16 natively (Linux names the flag avx512_bf16)."""
-    info = Path("/proc/cpuinfo")
-    return info.exists() and "avx512_bf16" in info.read_text()
+    return "avx512_bf16" in flags()
 
 
 @torch.no_grad()
@@ -215,10 +215,7 @@ class Log:
         print(*(f"{k}={v}" for k, v in row.items()), flush=True)
 
     def write(self, path: Path) -> None:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self.rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows)
+        write_csv(path, self.rows, torch.get_num_threads())
 
 
 def train_target(model, text: Batches, steps: int, log: Log) -> None:

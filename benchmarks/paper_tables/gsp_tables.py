@@ -1,6 +1,6 @@
 """Tables 1, 8 and 9 of "Fast Inference via Hierarchical Speculative Decoding" next to ours.
 
-    python benchmarks/paper_tables/gsp_tables.py            # prints, and writes CSV next to itself
+    python -m benchmarks.paper_tables.gsp_tables            # prints, and writes CSV next to itself
 
 Ours: the exact optimum of the paper's instance (Corollary 3.1, draft lengths to 15), with gamma as
 the renewal expectation. As a check of that closed form, Algorithm 1 is simulated with independent
@@ -9,14 +9,14 @@ acceptance at the optimal draft lengths, in both readings: a level passes on exa
 """
 
 import argparse
-import csv
 from pathlib import Path
 
 import numpy as np
-from paper_instance import paper_graph
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common import write_csv
+from benchmarks.paper_tables.paper_instance import paper_graph
 from vllm_hsd.planner.optimize import solve
 from vllm_hsd.planner.predict import Selection
 
@@ -203,26 +203,18 @@ def show_table_9(console: Console, rows: list[dict[str, object]]) -> None:
     console.print(table)
 
 
-def write(path: Path, rows: list[dict[str, object]]) -> None:
-    with path.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent)
     output = parser.parse_args().output
-    output.mkdir(parents=True, exist_ok=True)
     console = Console(soft_wrap=True)
     for table in EXAMPLES:
         rows = example_rows(table)
         show(console, f"Table {table}", rows)
-        write(output / f"table_{table}.csv", rows)
+        write_csv(output / f"table_{table}.csv", rows)
     rows = table_9_rows()
     show_table_9(console, rows)
-    write(output / "table_9.csv", rows)
+    write_csv(output / "table_9.csv", rows)
     worst = max(abs(row["paper_speedup"] - row["our_speedup"]) for row in rows)
     console.print(f"Table 9: the largest difference of a cell is {worst:.4f}.")
     console.print(NOTES, markup=False)

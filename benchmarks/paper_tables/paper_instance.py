@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from closed_forms import cascade_latency
 from numpy.typing import ArrayLike, NDArray
 
+from benchmarks.paper_tables.closed_forms import cascade_latency
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner.optimize import Graph, build_graph
 from vllm_hsd.planner.predict import Selection

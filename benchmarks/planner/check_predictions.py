@@ -1,6 +1,6 @@
 """Ten cascades for real: the five best predicted and five random others, against the planner.
 
-    python benchmarks/planner/check_predictions.py -o results/planner
+    python -m benchmarks.planner.check_predictions -o results/planner
 
 Measures a profile of the bundled models unless the output directory holds one, plans, runs the ten
 cascades in turn in one engine and no speculation in another, and writes predictions.csv,
@@ -15,7 +15,6 @@ waiting for a core is left out, but not what a shared cache or a busy sibling co
 """
 
 import argparse
-import csv
 import itertools
 import os
 
@@ -26,10 +25,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from plots import plot_landscape
 from rich.console import Console
 from scipy.stats import spearmanr
 
+from benchmarks.common import write_csv
+from benchmarks.planner.plots import plot_landscape
 from vllm_hsd.cli.plan import label
 from vllm_hsd.planner.acceptance import measure_acceptance
 from vllm_hsd.planner.latencies import Latencies
@@ -140,20 +140,22 @@ def write(
     at_own_times: list[Prediction],
     real: list[tuple[float, float, float]],
 ) -> None:
-    with path.open("w", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(
-            ["cascade", "predicted_ms_per_token", "measured_ms_per_token", "standard_error",
-             "difference", "predicted_tokens_per_step", "measured_tokens_per_step",
-             "predicted_ms_per_token_at_own_times"]
-        )  # fmt: skip
-        rows = zip(names, predictions, at_own_times, real, strict=True)
-        for name, predicted, at_own, (ms, error, tokens) in rows:
-            writer.writerow(
-                [name, f"{predicted.ms_per_token:.4f}", f"{ms:.4f}", f"{error:.4f}",
-                 f"{predicted.ms_per_token / ms - 1:+.4f}", f"{predicted.tokens_per_step:.3f}",
-                 f"{tokens:.3f}", f"{at_own.ms_per_token:.4f}"]
-            )  # fmt: skip
+    rows = [
+        {
+            "cascade": name,
+            "predicted_ms_per_token": predicted.ms_per_token,
+            "measured_ms_per_token": ms,
+            "standard_error": error,
+            "difference": f"{predicted.ms_per_token / ms - 1:+.4f}",
+            "predicted_tokens_per_step": predicted.tokens_per_step,
+            "measured_tokens_per_step": tokens,
+            "predicted_ms_per_token_at_own_times": at_own.ms_per_token,
+        }
+        for name, predicted, at_own, (ms, error, tokens) in zip(
+            names, predictions, at_own_times, real, strict=True
+        )
+    ]
+    write_csv(path, rows)
 
 
 def plot(path: Path, names: list[str], predictions: list[Prediction], real, title: str) -> None:

@@ -5,12 +5,12 @@ Every single drafter, and the best pair.
 
 from __future__ import annotations
 
-import csv
 import itertools
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.common import write_csv
 from vllm_hsd.planner.predict import Selection
 from vllm_hsd.planner.search import Option, Search
 
@@ -44,7 +44,15 @@ def plot_landscape(search: Search, directory: Path) -> None:
             lengths = option.selection.draft_lengths
             best[lengths[-1]] = min(best.get(lengths[-1], (np.inf, ())), (option.ms, lengths))
         name = " > ".join(profile.candidates[level].name for level in levels)
-        rows += [(name, top, lengths, ms) for top, (ms, lengths) in best.items()]
+        rows += [
+            {
+                "levels": name,
+                "num_speculative_tokens": top,
+                "draft_lengths": " ".join(map(str, lengths)),
+                "ms_per_token": ms,
+            }
+            for top, (ms, lengths) in best.items()
+        ]
         axes.plot(list(best), [ms for ms, _ in best.values()], marker="o", label=name)
     axes.axhline(choice.none.ms, color="grey", linestyle="--", label="no speculation")
     axes.set_xlabel("tokens that the target verifies per step")
@@ -54,7 +62,4 @@ def plot_landscape(search: Search, directory: Path) -> None:
     figure.tight_layout()
     figure.savefig(directory / "landscape.png", dpi=120)
     plt.close(figure)
-    with (directory / "landscape.csv").open("w", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(["levels", "num_speculative_tokens", "draft_lengths", "ms_per_token"])
-        writer.writerows(rows)
+    write_csv(directory / "landscape.csv", rows)

@@ -1,18 +1,20 @@
-"""`vllm-hsd bench`: arguments, order of runs, figures and files; once with engines."""
+"""`vllm-hsd bench`: arguments, order of runs, figures and files; `test_wheel` runs engines."""
 
 import csv
 import dataclasses
+import functools
 import json
 import math
 import sys
 from typing import Any, ClassVar
 
 import pytest
+from support.engines import forked
 
 from vllm_hsd.cli import bench, bench_report, bench_runs, greedy
 from vllm_hsd.cli import main as cli
 from vllm_hsd.cli.bench_runs import Comparison, Results, Setup, config_name, jobs, measure
-from vllm_hsd.engine import EngineProcess, Generation
+from vllm_hsd.engine import EngineProcess, Generation, WorkerProcess
 from vllm_hsd.errors import UserError
 
 KEYS = [
@@ -304,7 +306,10 @@ def test_an_output_that_cannot_be_written_gets_one_sentence(tmp_path, capsys):
     assert "--output" in errors and errors.count("\n") == 1
 
 
-def test_a_bad_configuration_ends_bench_before_it_measures(text_family, tmp_path, capsys):
+def test_a_bad_configuration_ends_bench_before_it_measures(
+    text_family, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(bench, "WorkerProcess", functools.partial(WorkerProcess, **forked()))
     command = ["bench", "--model", text_family.target, "--output", str(tmp_path / "out")]
     for config in (NGRAM, {**CASCADE, "levelz": 1}):
         command += ["--speculative-config", json.dumps(config)]
@@ -312,41 +317,6 @@ def test_a_bad_configuration_ends_bench_before_it_measures(text_family, tmp_path
     captured = capsys.readouterr()
     assert status == 2 and "--speculative-config number 2: " in captured.err
     assert "levelz" in captured.err and "loading" not in captured.err and not captured.out
-
-
-def test_bench_on_untrained_models(text_family, tmp_path, capsys):
-    cascade = {
-        "method": "hsd",
-        "num_speculative_tokens": 4,
-        "levels": [{"model": text_family.small, "num_tokens": 2}, {"model": text_family.mid}],
-    }
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"turns": ["def f(", "later"]}\n{"prompt": "import "}\n')
-    engine_args = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26}
-    options = {
-        "--model": text_family.target,
-        "--speculative-config": json.dumps(cascade),
-        "--prompts": prompts,
-        "--batch-sizes": "1,2",
-        "--max-tokens": 12,
-        "--num-prompts": 2,
-        "--rounds": 2,
-        "--dtype": "float32",
-        "--engine-args": json.dumps(engine_args),
-        "--output": tmp_path,
-    }
-    assert cli.main(["bench", *(str(part) for pair in options.items() for part in pair)]) == 0
-    printed = capsys.readouterr().out
-    assert "no chat template" in printed and "small 2, mid 4" in printed
-    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
-    assert [list(row) for row in rows] == [KEYS] * 8
-    for row in rows:
-        assert row["greedy_differences"] == (0 if row["temperature"] == 0 else None)
-        assert 0 < row["speedup_low"] <= row["speedup"] <= row["speedup_high"]
-        assert row["tokens_per_second"] > 0 and row["ttft_ms"] > 0 and row["tpot_ms"] > 0
-        assert 1 <= row["tokens_per_step"] <= 5
-        assert len(row["acceptance"]) == (2 if row["config"] else 0)
-        assert all(0 < rate <= 1 for rate in row["acceptance"])
 
 
 def test_gaps_come_from_the_target_itself(text_family, tmp_path):
@@ -359,7 +329,7 @@ def test_gaps_come_from_the_target_itself(text_family, tmp_path):
         "kv_cache_memory_bytes": 1 << 26,
     }
     context = (20, 21, 22)
-    with EngineProcess(engine_args, log=tmp_path / "log") as engine:
+    with EngineProcess(engine_args, log=tmp_path / "log", **forked()) as engine:
         params = {"temperature": 0.0, "max_tokens": 1, "logprobs": 5}
         best = engine.generate([context], params).token_ids[0][0]
         wrong = (best + 1) % text_family.vocabulary

@@ -1,6 +1,8 @@
 """The command line: doctor's findings and exit status, errors of the user's making."""
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import re
@@ -9,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+from support.engines import in_process
 
 import vllm_hsd
 from vllm_hsd.cli import doctor
@@ -17,20 +20,20 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.runner_v1 import hooks
 
 
-def run_doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "vllm_hsd.cli.main", "doctor", *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def run_doctor(*arguments: str, **environment: str) -> tuple[int, list[str]]:
+    """Exit status and printed lines of `vllm-hsd doctor`, in a process of its own."""
+    return in_process(doctor_here, {"arguments": arguments}, env=environment)
+
+
+def doctor_here(arguments: tuple[str, ...]) -> tuple[int, list[str]]:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        status = cli.main(["doctor", *arguments])
+    return status, printed.getvalue().splitlines()
 
 
 def test_doctor_passes_here_with_one_line_about_vllm_names():
-    result = run_doctor()
-    assert result.returncode == 0, result.stdout + result.stderr
-    lines = result.stdout.splitlines()
+    status, lines = run_doctor()
+    assert status == 0, lines
     for name in ("Python", "torch", "transformers", "vllm", "device:", "runner:"):
         assert any(line.startswith("ok") and name in line for line in lines), name
     found = [line for line in lines if "vLLM names" in line]
@@ -42,12 +45,11 @@ def test_doctor_passes_here_with_one_line_about_vllm_names():
 
 def test_doctor_lists_every_name_and_checks_a_configuration(family):
     cascade = {"method": "hsd", "num_speculative_tokens": 4, "levels": [{"model": family.mid}]}
-    result = run_doctor(
+    status, lines = run_doctor(
         "--verbose", "--model", family.target, "--speculative-config", json.dumps(cascade),
         "--", "--skip-tokenizer-init", "--max-model-len", "64",
     )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
-    lines = result.stdout.splitlines()
+    assert status == 0, lines
     assert any("configuration is valid, on vLLM's V1 runner" in line for line in lines)
     hooks.load()
     for hook in hooks.HOOKS.values():
@@ -100,9 +102,9 @@ def test_doctor_checks_a_configuration_only_for_a_target(capsys):
 
 
 def test_doctor_fails_where_vllm_would_not_load_the_plugin_or_would_use_another_runner():
-    result = run_doctor(VLLM_PLUGINS="other", VLLM_USE_V2_MODEL_RUNNER="1")
-    assert result.returncode == 1
-    problems = [line for line in result.stdout.splitlines() if line.startswith("problem")]
+    status, lines = run_doctor(VLLM_PLUGINS="other", VLLM_USE_V2_MODEL_RUNNER="1")
+    assert status == 1
+    problems = [line for line in lines if line.startswith("problem")]
     assert len(problems) == 2
     assert "VLLM_PLUGINS" in problems[0]
     assert "VLLM_USE_V2_MODEL_RUNNER" in problems[1]
@@ -125,11 +127,17 @@ def test_doctor_names_what_another_plugin_replaced(monkeypatch):
     assert finding.status == "problem" and "another plugin" in finding.text
 
 
-def test_doctor_stops_at_a_module_that_does_not_import(tmp_path, monkeypatch):
+def test_doctor_stops_at_a_module_that_does_not_import(tmp_path):
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "__init__.py").write_text("raise RuntimeError('nms\\nmore')")
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator is missing')")
-    result = run_doctor(PYTHONPATH=str(tmp_path))
+    result = subprocess.run(
+        [sys.executable, "-m", "vllm_hsd.cli.main", "doctor"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert result.returncode == 1
     assert "torchvision" in result.stdout and "pip uninstall torchvision" in result.stdout
     assert "transformers does not import: RuntimeError: nms\n" in result.stdout

@@ -117,6 +117,15 @@ FAULTS = {
         r"levels\[1\]\.first_of cannot verify",
     ),
     "ngram above a model": (hsd({**MODEL, "num_tokens": 2}, {"ngram": {}}), r"levels\[1\]\.ngram"),
+    "eagle3 above a model": (
+        hsd({**MODEL, "num_tokens": 2}, {"eagle3": "head"}),
+        r"levels\[1\]\.eagle3 cannot verify levels\[0\].*put it first",
+    ),
+    "eagle3 empty": (hsd({"eagle3": ""}), r"levels\[0\]\.eagle3: .*''"),
+    "verifier of eagle3": (
+        hsd({"eagle3": "head", "num_tokens": 2, "verifier": "block"}, TOP),
+        r"levels\[0\] of kind 'eagle3' has no key 'verifier'",
+    ),
     "ngram not a mapping": (hsd({"ngram": 4, "num_tokens": 2}, TOP), r"ngram: give a mapping.*: 4"),
     "ngram a switch": (hsd({"ngram": True, "num_tokens": 2}, TOP), r"levels\[0\]\.ngram: .*True"),
     "early_exit a switch": (hsd({"early_exit": True}), r"levels\[0\]\.early_exit: .*True"),

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.tiny_models import tiny_llama
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
 )
 
@@ -24,20 +24,9 @@ FAMILY = Path(__file__).parents[2] / "benchmarks" / "models" / "target"
 
 
 def target(tied: bool = False) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        tie_word_embeddings=tied,
+    return tiny_llama(
+        VOCABULARY, num_hidden_layers=3, max_position_embeddings=64, tie_word_embeddings=tied
     )
-    return LlamaForCausalLM(config).eval()
 
 
 def text(length: int = 64 * 20) -> torch.Tensor:

@@ -101,7 +101,7 @@ def walk(schedule, seed: int, batch: int, num_reqs: int, lookup: bool) -> None:
 )
 def test_every_step_equals_its_reference(lengths, lookup, seed):
     """Padding, prompt chunks, texts shorter than the window or near max_model_len, guard rows."""
-    walk(schedule_of(*lengths, lookup=lookup), seed, batch=6, num_reqs=5, lookup=lookup)
+    walk(schedule_of(*lengths, lookup=lookup), seed, batch=7, num_reqs=6, lookup=lookup)
 
 
 def test_a_batch_of_padding_drafts_nothing():
@@ -168,3 +168,12 @@ def test_a_bucket_is_a_view_of_the_first_requests():
     assert state.asked[:, :2].equal(bucket.asked) and bucket.asked[1].any()
     assert state.asked[:, 2:].equal(rest.asked[:, 2:])
     assert state.window[2:].equal(rest.window[2:])
+
+
+def test_rows_of_another_dtype_are_refused():
+    """Rounding a row after its token was drawn would change the distribution that is claimed."""
+    schedule = schedule_of(3, 8)
+    state = GuardedState(schedule, 2).state
+    logits = torch.zeros(2, VOCABULARY)
+    with pytest.raises(ValueError, match=r"levels\[0\] are torch.float32"):
+        cascade_steps.commit_draft(state, schedule.ops[0], logits, logits[:, 0], logits[:, 0])

@@ -12,10 +12,9 @@ from oracle.stand_ins import TableLevel, TableLookup
 from scipy import stats
 
 from vllm_hsd.core.cascade import Cascade, DraftBatch, LevelOptions
-from vllm_hsd.core.drafts import ragged_arange, ragged_starts
+from vllm_hsd.core.drafts import ragged_arange
 from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.verify.chain import verify_batch
-from vllm_hsd.verify.inputs import ChainBatch
 from vllm_hsd.verify.rng import host_uniforms
 
 REQUESTS, LENGTH, VOCABULARY = 10_000, 4, 3
@@ -65,16 +64,7 @@ def generate(
         logits = target.forward(
             tokens, unfinished, cached[-1, unfinished], ends - cached[-1, unfinished], counts + 1
         )
-        width = int(counts.max(initial=0))
-        positions = np.minimum(np.arange(width + 1), counts[:, None])
-        chain = ChainBatch(
-            target_probs=logits.softmax(-1),
-            target_rows=ragged_starts(counts + 1)[:, None] + positions,
-            draft_probs=drafts.probs,
-            draft_rows=drafts.rows(unfinished, width),
-            tokens=drafts.token_ids[unfinished, :width],
-            lengths=counts,
-        )
+        chain = drafts.chain_batch(unfinished, counts, logits.softmax(-1), counts, counts)
         drawn = draw_uniforms(unfinished, counts + 1, len(levels))
         token_ids, accepted = verify_batch(chain, "block", drawn)
         cascade.record_acceptance(unfinished, accepted, thresholds)

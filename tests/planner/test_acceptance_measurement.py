@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.benchmark_scripts import load_script
 
+from benchmarks.paper_tables import closed_forms
 from vllm_hsd.core.bigram import BigramLevel, count_bigrams, write_bigram
 from vllm_hsd.core.cascade import LevelOptions
 from vllm_hsd.errors import UserError
@@ -20,8 +20,6 @@ from vllm_hsd.planner.prompt_lookup import propose
 from vllm_hsd.planner.survival import Acceptance
 from vllm_hsd.planner.task import Task, candidates
 from vllm_hsd.reference import HuggingFaceLevel, ReferenceEngine
-
-closed_forms = load_script("paper_tables/closed_forms.py")
 
 NGRAM, BIGRAM, SMALL, MID, EXIT, TARGET = range(6)
 

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.benchmark_scripts import load_script
 
-closed_forms = load_script("paper_tables/closed_forms.py")
-
+from benchmarks.paper_tables import closed_forms
 
 rates = st.floats(0.0, 1.0)
 counts = st.integers(1, 8)

@@ -2,13 +2,12 @@
 
 import functools
 import json
-import multiprocessing
 from typing import ClassVar
 
 import numpy as np
 import pytest
 from cli.command_line import run
-from support.engines import ENVIRONMENT, PRELOAD
+from support.engines import forked
 
 from vllm_hsd.core.bigram import count_bigrams, write_bigram
 from vllm_hsd.engine import EngineProcess
@@ -201,10 +200,7 @@ def test_an_engine_records_every_call_and_step(text_family, tmp_path, monkeypatc
         {"levels": [0, 1], "draft_lengths": [2, 4], "batch": 1, "tokens": 24, "first_prompt": 2},
     ]
     done = []
-    # From the fork server: no further import of vLLM.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
-    forked = functools.partial(EngineProcess, start_method="forkserver", environment=ENVIRONMENT)
-    monkeypatch.setattr(timing, "EngineProcess", forked)
+    monkeypatch.setattr(timing, "EngineProcess", functools.partial(EngineProcess, **forked()))
     with timed.engine(True) as engine:
         single, cascade, lookup = timed.run(engine, settings, lambda: done.append(1))
         (again,) = timed.run(engine, settings[:1])

@@ -6,16 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.benchmark_scripts import load_script
 
+from benchmarks.paper_tables import closed_forms, paper_instance
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner import optimize
 from vllm_hsd.planner.predict import Selection
 from vllm_hsd.planner.profile import check_rates
 from vllm_hsd.planner.survival import Acceptance, folded, independent_survival
-
-closed_forms = load_script("paper_tables/closed_forms.py")
-paper_instance = load_script("paper_tables/paper_instance.py")
 
 
 def random_instance(seed, models):

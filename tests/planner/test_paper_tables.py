@@ -4,15 +4,11 @@ import csv
 import sys
 
 import pytest
-from support.benchmark_scripts import load_script
+
+from benchmarks.paper_tables import gsp_tables as tables
 
 
-@pytest.fixture(scope="module")
-def tables():
-    return load_script("paper_tables/gsp_tables.py")
-
-
-def test_every_cell_of_table_9(tables):
+def test_every_cell_of_table_9():
     rows = tables.table_9_rows()
     assert len(rows) == 80
     assert max(abs(row["paper_speedup"] - row["our_speedup"]) for row in rows) < 0.01
@@ -21,14 +17,14 @@ def test_every_cell_of_table_9(tables):
 
 
 @pytest.mark.parametrize("table", [1, 8])
-def test_simulated_algorithm_confirms_our_latency(tables, table, monkeypatch):
+def test_simulated_algorithm_confirms_our_latency(table, monkeypatch):
     monkeypatch.setattr(tables, "SIMULATED_CALLS", 40_000)
     for row in tables.example_rows(table):
         assert row["simulated"] == pytest.approx(row["our_latency"], rel=0.015)
         assert row["simulated_all_up"] <= row["simulated"] * 1.01
 
 
-def test_script_writes_its_tables(tables, tmp_path, monkeypatch, capsys):
+def test_script_writes_its_tables(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gsp_tables.py", "-o", str(tmp_path)])
     monkeypatch.setattr(tables, "SIMULATED_CALLS", 1000)
     tables.main()

@@ -4,16 +4,13 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 from support import markov_models
-from support.benchmark_scripts import load_script
 
+from benchmarks.paper_tables import closed_forms, paper_instance
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner import optimize, predict, prompt_lookup, simulate, survival
 from vllm_hsd.planner.latencies import Latencies, LatencyTable
 from vllm_hsd.planner.predict import Measured, Selection
 from vllm_hsd.planner.survival import Acceptance, independent_survival
-
-closed_forms = load_script("paper_tables/closed_forms.py")
-paper_instance = load_script("paper_tables/paper_instance.py")
 
 LONGEST = 12
 LOOKUP = 3  # index of the prompt lookup among the candidates

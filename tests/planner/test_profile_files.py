@@ -5,10 +5,12 @@ import zipfile
 
 import numpy as np
 import pytest
+from support.plain_profile import plain_profile
 
+from vllm_hsd import host
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner import profile
-from vllm_hsd.planner.latencies import Latencies, LatencyTable
+from vllm_hsd.planner.latencies import LatencyTable
 
 
 def flat(ms):
@@ -18,18 +20,7 @@ def flat(ms):
 @pytest.fixture
 def raw():
     """A valid file's content: two candidates and the target, rates only."""
-    latencies = Latencies(forward=[flat(0.5), flat(1.0), flat(5.0)])
-    return {
-        "schema": 3,
-        "target": "models/target",
-        "candidates": [
-            {"name": "small", "level": {"model": "models/small"}},
-            {"name": "exit 2", "level": {"early_exit": 2}},
-        ],
-        "max_draft_tokens": 8,
-        "rates": [[1, 0.7, 0.6], [0.7, 1, 0.8], [0.6, 0.8, 1]],
-        "latencies": latencies.model_dump(exclude_none=True),
-    }
+    return plain_profile()
 
 
 def written(tmp_path, content):
@@ -42,8 +33,8 @@ def test_a_profile_by_hand_needs_rates_and_latencies_only(tmp_path, raw):
     loaded = profile.load_profile(written(tmp_path, raw))
     assert loaded.names == ["small", "exit 2", "target"]
     survival = loaded.acceptance("block").survival
-    assert survival.shape == (3, 3, 9, 9, 9)
-    assert survival[2, 0, 4, 0, :5] == pytest.approx(0.6 ** np.arange(5))
+    assert survival.shape == (3, 3, 5, 5, 5)
+    assert survival[2, 0, 4, 0] == pytest.approx(0.6 ** np.arange(5))
     assert profile.environment_warnings(loaded) == []
 
 
@@ -55,7 +46,7 @@ def saved(tmp_path, raw):
     joint = np.tril(rng.random((3, 5, 5, 5, 5)))
     raw["candidates"][0] = {"name": "ngram 4", "level": {"ngram": {"max": 4}}}
     raw["rates"] = [[None] * 3, [None, 1, 0.8], [None, 0.8, 1]]
-    made = profile.Profile(**raw | {"max_draft_tokens": 4, "tables": ""})
+    made = profile.Profile(**raw | {"tables": ""})
     tables = {"block": survival, "standard": survival / 2}
     made.set_tables({**tables, "lookup0": joint / joint.sum((-2, -1), keepdims=True)})
     made.save(tmp_path / "profile.json")
@@ -141,12 +132,12 @@ def test_tables_too_large_for_memory_are_refused_early():
 
 def test_another_vllm_and_another_machine_are_named(tmp_path, raw):
     raw["versions"] = {"vllm": "0.1.0"}
-    raw["machine"] = profile.machine() | {"processor": "Abacus 9"}
+    raw["machine"] = host.machine() | {"processor": "Abacus 9"}
     loaded = profile.load_profile(written(tmp_path, raw))
     version, processor = profile.environment_warnings(loaded)
     assert "vLLM 0.1.0 and this is vLLM" in version
     assert "processor Abacus 9 and this machine has" in processor
-    assert profile.machine()["processor"] in processor
+    assert host.machine()["processor"] in processor
 
 
 @pytest.mark.parametrize(

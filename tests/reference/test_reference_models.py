@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
+from support.tiny_models import tiny_llama
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     T5Config,
@@ -31,20 +30,7 @@ def noisy(model, noise: float):
 
 
 def llama():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        initializer_range=0.4,
-        eos_token_id=None,
-        bos_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama(VOCABULARY, eos_token_id=None)
 
 
 def t5():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.cascade_mutations import mutated, sentence_objection
 from support.cascade_rules import VLLM_KEYS, is_valid, plain_keys, valid_cascade
+from support.eagle3_head import write_eagle3_head
 from support.engines import configuration_errors
 
 from vllm_hsd.core.bigram import count_bigrams, write_bigram
@@ -22,13 +23,14 @@ PREFIX = "UserError: "
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory) -> dict[str, str]:
+def files(family, tmp_path_factory) -> dict[str, str]:
     """What lookup levels read, fit for the tiny target."""
     scratch = tmp_path_factory.mktemp("levels")
     found = {"bigram": str(scratch / "table.npz"), "exit_head": str(scratch / "layer-1")}
     write_bigram(count_bigrams([np.arange(VOCABULARY)], VOCABULARY), found["bigram"])
     head = ExitHead(1, torch.ones(HIDDEN), torch.ones(VOCABULARY, HIDDEN), 1e-6)
     write_exit_head(head, found["exit_head"])
+    found["eagle3"] = write_eagle3_head(family.target, tmp_path_factory.mktemp("head"))
     return found
 
 

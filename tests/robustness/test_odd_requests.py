@@ -1,5 +1,7 @@
 """Nothing that a client asks for raises in the engine or disturbs another request."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from support.case_engine import run_cases
@@ -8,26 +10,33 @@ from support.odd_requests import MAX_MODEL_LEN, PROMPT, TOKENIZER, VOCABULARY, t
 from vllm_hsd.core.bigram import count_bigrams, write_bigram
 
 TABLE = table()
-# One greedy and one seeded request beside every odd one: neither may notice its neighbor.
+# One greedy and one seeded request next to every odd one: neither may notice its neighbor.
 GOOD_PROMPT = TOKENIZER.encode("a cab a bed")
 GOOD = [
     {"temperature": 0, "max_tokens": 24, "ignore_eos": True},
     {"temperature": 1, "seed": 5, "max_tokens": 24, "ignore_eos": True},
 ]
-# First the good requests alone, then beside each odd one, at last everything at once.
 ALONE = {"prompts": [GOOD_PROMPT] * 2, "params": GOOD}
-BESIDE = [
-    {
-        "prompts": [GOOD_PROMPT, list(odd.prompt), GOOD_PROMPT],
-        "params": [GOOD[0], odd.params, GOOD[1]],
+# Odd requests in one batch with the good ones; the slow form tries each by itself.
+GROUP_SIZES = [12, pytest.param(1, marks=pytest.mark.slow)]
+
+
+def with_good(names: list[str]) -> dict:
+    """The odd requests of these names between the two good ones."""
+    odd = [TABLE[name] for name in names]
+    return {
+        "prompts": [GOOD_PROMPT, *(list(request.prompt) for request in odd), GOOD_PROMPT],
+        "params": [GOOD[0], *(request.params for request in odd), GOOD[1]],
     }
-    for odd in TABLE.values()
-]
-TOGETHER = {
-    "prompts": [GOOD_PROMPT, *(list(odd.prompt) for odd in TABLE.values()), GOOD_PROMPT],
-    "params": [GOOD[0], *(odd.params for odd in TABLE.values()), GOOD[1]],
-}
-CASES = ["alone", *TABLE, "together"]
+
+
+def groups(size: int) -> list[list[str]]:
+    """Neighbors in the table, which are alike, are in different groups."""
+    names = list(TABLE)
+    count = -(-len(names) // size)
+    return [names[i::count] for i in range(count)]
+
+
 # vLLM's V1 runner refuses these with its own drafters.
 REFUSED_BY_STOCK = ("min_p", "logit_bias")
 
@@ -64,7 +73,7 @@ def engine(family, **arguments) -> dict:
 @pytest.fixture(scope="module")
 def plain(text_family):
     """Name of an odd request, or "alone" -> answer of an engine without speculation."""
-    alone, together = run_cases(engine(text_family), [ALONE, TOGETHER])
+    alone, together = run_cases(engine(text_family), [ALONE, with_good(list(TABLE))])
     assert not alone["raised"] and not together["raised"], together["raised"]
     return {"alone": alone["outputs"], **dict(zip(TABLE, together["outputs"][1:-1], strict=True))}
 
@@ -72,13 +81,50 @@ def plain(text_family):
 STOCK = "vLLM's n-grams"
 
 
+@dataclass(frozen=True)
+class Answers:
+    """Answers of an engine to the good and the odd requests.
+
+    Attributes:
+        alone: to the good requests without odd ones.
+        good: to the good requests, for every batch: [greedy, seeded].
+        grouped: name of an odd request -> answer in its group.
+        together: name of an odd request -> answer where all are in one batch.
+        raised: odd requests of a batch in which the engine raised -> what it raised.
+    """
+
+    alone: list
+    good: list[list]
+    grouped: dict
+    together: dict
+    raised: dict[str, str]
+
+
+@pytest.fixture(scope="module", params=GROUP_SIZES)
+def size(request) -> int:
+    return request.param
+
+
 @pytest.fixture(scope="module", params=["two models", "bigram, two models, horizontal", STOCK])
-def speculated(request, text_family, tmp_path_factory):
-    """Case -> answer; the cases after one that raised are missing."""
+def speculated(request, size, text_family, tmp_path_factory) -> Answers:
+    """First the good requests alone, then with each group, then everything at once."""
     config = speculation(request.param, text_family, tmp_path_factory.mktemp("tables"))
     arguments = engine(text_family, speculative_config=config)
-    found = run_cases(arguments, [ALONE, *BESIDE, TOGETHER])
-    return dict(zip(CASES, found, strict=False))
+    batches = [*groups(size), list(TABLE)]
+    alone, *found = run_cases(arguments, [ALONE, *map(with_good, batches)])
+    # Batches after one that raised were not run.
+    raised = {", ".join(batches[i]): a["raised"] for i, a in enumerate(found) if a["raised"]}
+    *grouped, together = [
+        dict(zip(names, answer["outputs"][1:-1], strict=True))
+        for names, answer in zip(batches, found, strict=False)
+    ]
+    return Answers(
+        alone["outputs"],
+        [[answer["outputs"][0], answer["outputs"][-1]] for answer in found],
+        {name: answer for group in grouped for name, answer in group.items()},
+        together,
+        raised,
+    )
 
 
 def refused(answer) -> bool:
@@ -91,15 +137,15 @@ def expected_refusal(odd, answer) -> bool:
 
 
 def test_nothing_raises(speculated):
-    assert {name: a["raised"] for name, a in speculated.items() if a["raised"]} == {}
-    assert list(speculated) == CASES
+    assert speculated.raised == {}
+    assert speculated.grouped.keys() == speculated.together.keys() == TABLE.keys()
 
 
 def test_answers_are_those_of_no_speculation(plain, speculated):
     """Token for token where plain vLLM's answer is not random, otherwise in form."""
     wrong = {}
     for name, odd in TABLE.items():
-        expected, got = plain[name], speculated[name]["outputs"][1]
+        expected, got = plain[name], speculated.grouped[name]
         if expected_refusal(odd, got):
             continue
         if refused(expected) or refused(got) or odd.exact:
@@ -123,19 +169,17 @@ def seeds_repeat(request) -> bool:
 
 
 def test_neighbors_notice_nothing(request, plain, speculated):
-    greedy, seeded = speculated["alone"]["outputs"]
+    greedy, seeded = speculated.alone
     assert greedy == plain["alone"][0]
-    found = {name: (a["outputs"][0], a["outputs"][-1]) for name, a in speculated.items()}
-    assert [name for name, outputs in found.items() if outputs[0] != greedy] == []
+    assert [i for i, found in enumerate(speculated.good) if found[0] != greedy] == []
     if seeds_repeat(request):
-        assert [name for name, outputs in found.items() if outputs[1] != seeded] == []
+        assert [i for i, found in enumerate(speculated.good) if found[1] != seeded] == []
 
 
-def test_all_at_once_is_one_by_one(request, speculated):
+def test_all_at_once_is_group_by_group(request, speculated):
     """Seeded requests repeat in a batch of a hundred."""
     if not seeds_repeat(request):
         pytest.skip("seeds are vLLM's own under a stock drafter")
-    together = speculated["together"]["outputs"][1:-1]
-    for name, got in zip(TABLE, together, strict=True):
+    for name, got in speculated.together.items():
         if TABLE[name].params.get("seed", -1) != -1:  # vLLM reads -1 as no seed.
-            assert got == speculated[name]["outputs"][1], name
+            assert got == speculated.grouped[name], name

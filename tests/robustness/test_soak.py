@@ -1,82 +1,48 @@
-"""The OpenAI server under 64 streams of everything at once: nothing lost, wrong, hung or left."""
+"""The OpenAI server under 64 streams of everything at once: long and in other modes.
+
+The one-minute form is in `test_serve`, on the server of the tests there.
+"""
 
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
-from support.case_engine import run_cases
-from support.odd_requests import MAX_MODEL_LEN, VOCABULARY
 from support.openai_server import running_server
-from support.soak import Report, soak
-from support.soak_requests import catalog, expect, prompts, waiting_for_plain
+from support.soak import assert_clean, soak
+from support.soak_requests import answered_catalog, catalog
+from support.soak_servers import CROWDED, FakeServer, three_levels, two_models, write_table
 
-from vllm_hsd.core.bigram import count_bigrams, write_bigram
-
-# Chunked prefill, preemption and prefix caching within seconds.
-CROWDED = {
-    "max-num-seqs": 64,
-    "block-size": 32,
-    "num-gpu-blocks-override": 24,
-    "max-num-batched-tokens": 160,
-}
 # Twenty minutes unless the environment says otherwise; the other modes take a tenth of it.
 LONG = float(os.environ.get("SOAK_SECONDS", "1200"))
 
 
 @pytest.fixture(scope="module")
 def requests(text_family):
-    """The catalog, with a plain engine's answers."""
-    found = catalog()
-    waiting = waiting_for_plain(found)
-    engine = {"model": text_family.target, "max_model_len": MAX_MODEL_LEN}
-    together = {"prompts": [r.prompt for r in waiting], "params": [r.params for r in waiting]}
-    [answer] = run_cases(engine, [together])
-    assert answer["raised"] is None, answer["raised"]
-    expect(waiting, answer["outputs"])
-    return found
+    return answered_catalog(text_family.target)
 
 
 @pytest.fixture(scope="module")
 def bigram(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("bigram") / "table.npz"
-    texts = [np.array(prompt) for prompt in prompts(200, seed=4)]
-    write_bigram(count_bigrams(texts, vocab_size=VOCABULARY), str(path))
-    return str(path)
+    return write_table(tmp_path_factory.mktemp("bigram") / "table.npz")
 
 
-def two_models(family) -> dict:
-    levels = [{"model": family.small, "num_tokens": 3}, {"model": family.mid}]
-    return {"method": "hsd", "num_speculative_tokens": 6, "levels": levels}
-
-
-def three_levels(family, bigram: str) -> dict:
-    config = two_models(family)
-    lowest = {"bigram": bigram, "num_tokens": 2}
-    return {**config, "levels": [lowest, *config["levels"]], "horizontal_tokens": 2}
-
-
-def assert_clean(report: Report) -> None:
-    assert report.fault_count == 0, str(report)
-    assert sum(report.outcomes.values()) == report.sent, str(report)
-    assert set(report.kinds) == {"certain", "sampled", "structured", "odd"}, str(report)
-    assert not any(report.leftover.values()), str(report)
-
-
-@pytest.mark.timeout(3600)
-def test_half_a_minute_of_everything(text_family, bigram, requests, tmp_path):
-    config = three_levels(text_family, bigram)
-    with running_server(text_family.target, tmp_path, config, CROWDED) as server:
-        report = soak(server, requests, seconds=25, at_least=300)
-        print(report)
-        assert server.stop() == 0
+def test_the_harness_counts_every_fault_of_a_server_and_no_other():
+    with FakeServer({"wrong": 12, "hung": 30, "error": 25, "lost": 15, "cut": 10}) as server:
+        report = soak(server, server.requests, seconds=0, at_least=400, patience=8)
+    faults, outcomes = server.faults, report.outcomes
+    assert all(faults[kind] > 0 for kind in server.every), faults
+    for kind in ("wrong", "hung", "error"):
+        assert outcomes[kind] == faults[kind], str(report)
+    # A client that leaves does not see that its stream has no end.
+    assert faults["lost"] < outcomes["lost"] <= faults["lost"] + faults["cut"], str(report)
+    with FakeServer({}) as server:
+        report = soak(server, server.requests, seconds=0, at_least=400)
     assert_clean(report)
-    assert report.outcomes["finished"] > 150
     assert report.outcomes["aborted"] > 0 and report.outcomes["refused"] > 0
-    assert report.preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_broken_server_is_noticed(text_family, requests, tmp_path):
     """Corrupted and forgotten requests are counted as what they are."""

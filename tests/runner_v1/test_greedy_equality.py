@@ -5,7 +5,8 @@ from support.engines import run_engine
 from support.tiny_models import EOS
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(16)]
-LONG = {"temperature": 0, "max_tokens": 48, "ignore_eos": True}
+LENGTH = 32
+LONG = {"temperature": 0, "max_tokens": LENGTH, "ignore_eos": True}
 
 PROCESSORS = {
     "repetition_penalty": {"repetition_penalty": 1.3},
@@ -26,11 +27,14 @@ PROCESSORS = {
     },
 }
 
+# Every processor for four prompts, all of them in one batch.
+PROCESSED = [(name, prompt) for name in PROCESSORS for prompt in PROMPTS[4:8]]
+
 JOBS = {
     **{f"batch {n}": {"prompts": PROMPTS[-n:], "params": LONG} for n in (1, 4, 16)},
     # Earlier jobs have put every full block of these prompts into the prefix cache.
     "prefix cache": {"prompts": PROMPTS, "params": {**LONG, "max_tokens": 24}},
-    "max_model_len": {"prompts": PROMPTS[::3], "params": {**LONG, "max_tokens": 400}},
+    "max_model_len": {"prompts": PROMPTS[-3:], "params": {**LONG, "max_tokens": 400}},
     "few tokens": {
         "prompts": PROMPTS,
         "params": [{**LONG, "max_tokens": 1 + i % 4} for i in range(16)],
@@ -50,13 +54,9 @@ JOBS = {
         "prompts": PROMPTS,
         "params": [LONG if i % 2 else {**LONG, "temperature": 1, "seed": i} for i in range(16)],
     },
-    **{
-        name: {"prompts": PROMPTS[:8], "params": {**LONG, **params}}
-        for name, params in PROCESSORS.items()
-    },
-    "different processors in a batch": {
-        "prompts": [prompt for prompt, _ in zip(PROMPTS, PROCESSORS, strict=False)],
-        "params": [{**LONG, **params} for params in PROCESSORS.values()],
+    "processors": {
+        "prompts": [prompt for _, prompt in PROCESSED],
+        "params": [{**LONG, **PROCESSORS[name]} for name, _ in PROCESSED],
     },
     "logprobs": {
         "prompts": PROMPTS[:6],
@@ -128,9 +128,9 @@ def test_aborted_requests_change_no_other_output(plain, speculated):
     _, results = speculated
     whole = [out[0]["ids"] for out in plain["batch 16"]["outputs"]]
     got = [out[0]["ids"] if out else [] for out in results["aborted"]["outputs"]]
-    assert any(0 < len(got[i]) < 48 for i in JOBS["aborted"]["abort"])
+    assert any(0 < len(got[i]) < LENGTH for i in JOBS["aborted"]["abort"])
     for i in range(16):
-        length = len(got[i]) if i in JOBS["aborted"]["abort"] else 48
+        length = len(got[i]) if i in JOBS["aborted"]["abort"] else LENGTH
         assert got[i] == whole[i][:length], f"request {i}"
 
 
@@ -156,9 +156,12 @@ def test_jobs_reach_the_conditions_they_name(plain, speculated):
         assert results["prefix cache"]["counters"]["prefix_cache_hits"] > 0
         levels = results["batch 16"]["levels"]
         assert all(0.2 < level["accepted"] / level["drafted"] < 0.9 for level in levels)
-    assert any(out["stop"] for out in finished(plain["stop_token_ids"]).values())
-    assert any(len(out["ids"]) < 48 for out in finished(plain["eos"]).values())
-    full = zip(PROMPTS[::3], finished(plain["max_model_len"]).values(), strict=True)
+    processed = finished(plain["processors"])
+    by_name = {name: [processed[i] for i, (n, _) in enumerate(PROCESSED) if n == name]
+               for name in PROCESSORS}  # fmt: skip
+    assert any(out["stop"] for out in by_name["stop_token_ids"])
+    assert any(len(out["ids"]) < LENGTH for out in by_name["eos"])
+    full = zip(PROMPTS[-3:], finished(plain["max_model_len"]).values(), strict=True)
     assert all(len(prompt) + len(out["ids"]) == 256 for prompt, out in full)
 
 

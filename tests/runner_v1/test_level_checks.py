@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.eagle3_head import write_eagle3_head
 from support.engines import configuration_errors
 
 from vllm_hsd.core.bigram import count_bigrams, write_bigram
@@ -45,6 +46,9 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
     gemma = with_config(
         family.target, scratch / "gemma", model_type="gemma", architectures=["GemmaForCausalLM"]
     )
+    (scratch / "eagle3").mkdir()
+    eagle3 = write_eagle3_head(family.target, scratch / "eagle3")
+    parallel = with_config(eagle3, scratch / "parallel", ptd_token_id=3)
     table, cut = str(scratch / "table.npz"), scratch / "cut.npz"
     write_bigram(count_bigrams([np.arange(5)], vocab_size=5), table)
     cut.write_bytes(Path(table).read_bytes()[:100])
@@ -135,6 +139,22 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
             target(exit_head("layer-1-of-32")),
             r"levels\[0\]\.exit_head: '.*' has the shape \(64, 32\) .* \(64, 64\): train it",
         ),
+        "eagle3 of another vocabulary": (
+            target({"eagle3": with_config(eagle3, scratch / "another", vocab_size=60)}),
+            r"levels\[0\]\.eagle3 '.*' has a vocabulary of 60 tokens and the target .* 64: use",
+        ),
+        "parallel eagle3": (
+            target({"eagle3": parallel}),
+            r"levels\[0\]\.eagle3 '.*' drafts all tokens in parallel.*: use",
+        ),
+        "missing eagle3": (
+            target({"eagle3": "/nowhere"}),
+            r"levels\[0\]\.eagle3: no dir.*/nowhere",
+        ),
+        "eagle3 with adapters": (
+            target({"eagle3": eagle3}, engine={"enable_lora": True}),
+            r"levels\[0\]\.eagle3 may share .*: remove the level or enable_lora",
+        ),
         "directory of heads": (
             target(exit_head("")),
             r"levels\[0\]\.exit_head: '.*' holds no readable .* layer-K",
@@ -176,6 +196,10 @@ ENGINE_FAULTS = [
     "unreadable bigram",
     "head after more layers",
     "head of another width",
+    "eagle3 of another vocabulary",
+    "parallel eagle3",
+    "missing eagle3",
+    "eagle3 with adapters",
     "directory of heads",
     "missing bigram",
     "missing exit_head",

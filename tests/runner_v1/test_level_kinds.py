@@ -22,6 +22,12 @@ CASCADES = {
         {"model": family.small, "num_tokens": 3},
         {"model": family.mid},
     ),
+    "eagle3": lambda family, files: cascade({"eagle3": files.eagle3}),
+    "eagle3 below a model": lambda family, files: cascade(
+        {"eagle3": files.eagle3, "num_tokens": 2, "stopping": "entropy"},
+        {"model": family.mid},
+        horizontal_tokens=1,
+    ),
     "early_exit": lambda family, files: cascade({"early_exit": 1}),
     "two early exits": lambda family, files: cascade(
         {"early_exit": 1, "num_tokens": 2},
@@ -77,7 +83,8 @@ CASCADES = {
 
 @pytest.fixture(scope="module")
 def files(small_vocabulary, tmp_path_factory) -> LevelFiles:
-    return write_level_files(small_vocabulary.target, tmp_path_factory.mktemp("files"))
+    directory = tmp_path_factory.mktemp("files")
+    return write_level_files(small_vocabulary.target, directory, trained=True)
 
 
 @pytest.fixture(

@@ -57,6 +57,7 @@ def test_counts_fit_together(in_process, job):
     assert tokens <= levels[1]["accepted"] + levels[1]["rounds"] + 2 * len(PROMPTS) + 12
 
 
+@pytest.mark.slow
 def test_counts_cross_the_processes_of_an_engine(engine, in_process):
     results = run_engine(engine, JOBS, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     for job in JOBS:

@@ -1,4 +1,4 @@
-"""Serving with some of the hosted levels."""
+"""Selecting some of the hosted levels; `test_engine` does so in an engine."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from vllm_hsd.core.cascade import LevelOptions
-from vllm_hsd.engine import EngineProcess
 from vllm_hsd.runner_v1.proposer import CascadeProposer
 
 
@@ -53,30 +52,3 @@ def test_levels_and_draft_lengths_that_do_not_fit_are_refused(
 ):
     with pytest.raises(ValueError, match=message):
         proposer.select_levels(levels, draft_lengths)
-
-
-def test_an_engine_changes_its_cascade_between_requests(text_family, tmp_path):
-    config = {
-        "method": "hsd",
-        "num_speculative_tokens": 4,
-        "levels": [{"model": text_family.small, "num_tokens": 3}, {"model": text_family.mid}],
-    }
-    engine_args = {
-        "model": text_family.target,
-        "speculative_config": config,
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 128,
-        "kv_cache_memory_bytes": 1 << 26,
-    }
-    drafted = []
-    with EngineProcess(engine_args, log=tmp_path / "log") as engine:
-        outputs = []
-        for levels, draft_lengths in (([0, 1], [2, 4]), ([1], [3]), ([0], [2]), ([0, 1], [3, 4])):
-            engine.select_levels(levels, draft_lengths)
-            greedy = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
-            run = engine.generate(["def f(", "import "], greedy)
-            outputs.append(run.token_ids)
-            drafted.append([level["drafted"] > 0 for level in run.levels])
-    assert all(output == outputs[0] for output in outputs)
-    assert drafted == [[True, True], [False, True], [True, False], [True, True]]

@@ -47,6 +47,18 @@ def install_uncapped_final_ratio() -> None:
     sampler.verify_batch = verify_batch
 
 
+def install_drafts_of_other_rows() -> None:
+    """Draw the lowest level's tokens from flatter rows than those that are kept with them."""
+    from vllm_hsd.core import cascade
+
+    class FlatterCDF(cascade.BlockedCDF):
+        def __init__(self, probs):
+            flatter = probs**0.3
+            super().__init__(flatter / flatter.sum(-1, keepdim=True))
+
+    cascade.BlockedCDF = FlatterCDF
+
+
 def verify_batch(batch: ChainBatch, method: str, uniforms: np.ndarray, *, target_ok):
     """Replacement of `vllm_hsd.verify.chain.verify_batch`, one request after the other."""
     assert method == "block" and target_ok.all()

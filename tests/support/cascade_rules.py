@@ -7,10 +7,12 @@ import math
 import random
 
 LOOKUPS = ("ngram", "suffix")
-SOURCE_KEYS = {"model", "early_exit", "exit_head", "ngram", "suffix", "bigram"}
+SOURCE_KEYS = {"model", "early_exit", "exit_head", "ngram", "suffix", "bigram", "eagle3"}
 SUFFIX_KEYS = {"store", "shared_tokens", "min_acceptance"}
 KIND_KEYS = SOURCE_KEYS | {"first_of"}
-SAMPLING_KEYS = {"num_tokens", "verifier", "max_rounds", "stopping", "temperature_scale"}
+ONLY_LOWEST = (*LOOKUPS, "first_of", "eagle3")
+SAMPLING_KEYS = {"stopping", "temperature_scale"}
+VERIFYING_KEYS = {"verifier", "max_rounds"}
 VLLM_KEYS = {
     "attention_backend",
     "code_revision",
@@ -44,6 +46,8 @@ def is_valid(raw: object) -> bool:
         return False
     if not all(_valid_level(level, i, len(levels), longest) for i, level in enumerate(levels)):
         return False
+    if keys.get("adaptive") and any(map(has_eagle3, levels)):
+        return False
     if horizontal and len(levels) == 1:
         return False
     # Level j asks the one below for a token less than it passes up, and level 0 needs one.
@@ -54,6 +58,14 @@ def is_valid(raw: object) -> bool:
         if j > 0 and min(passes, longest - horizontal) < j + 1:
             return False
     return True
+
+
+def has_eagle3(raw: object) -> bool:
+    """Whether a level is an EAGLE-3 head or has one among its sources."""
+    level = plain_keys(raw) or {}
+    return any(
+        "eagle3" in (plain_keys(source) or {}) for source in [level, *level.get("first_of", [])]
+    )
 
 
 def plain_keys(raw: object) -> dict | None:
@@ -87,7 +99,7 @@ def _valid_level(raw: object, place: int, count: int, longest: int) -> bool:
         return False
     if place < count - 1 and tokens is None:
         return False
-    if kind in (*LOOKUPS, "first_of") and place > 0:
+    if kind in ONLY_LOWEST and place > 0:
         return False
     verifier, rounds = level.get("verifier"), level.get("max_rounds")
     if verifier is not None and not (place > 0 and _one_of(verifier, VERIFIERS)):
@@ -115,7 +127,9 @@ def _valid_keys(kind: str, level: dict) -> bool:
     known = {kind, "num_tokens"}
     if kind not in LOOKUPS:
         known |= SAMPLING_KEYS
-    if kind == "model":
+    if kind not in ONLY_LOWEST:
+        known |= VERIFYING_KEYS
+    if kind in ("model", "eagle3"):
         known |= VLLM_KEYS
     if not level.keys() <= known or not _valid_kind(kind, level[kind]):
         return False
@@ -200,6 +214,6 @@ def valid_cascade(rng: random.Random, models: list[str], lookups: dict[str, obje
         cascade["verifier"] = rng.choice(VERIFIERS)
     if count > 1 and rng.random() < 0.3:
         cascade["horizontal_tokens"] = rng.randint(0, longest - count)
-    if rng.random() < 0.3:
+    if rng.random() < 0.3 and not any(map(has_eagle3, levels)):
         cascade["adaptive"] = rng.random() < 0.5
     return cascade

@@ -29,7 +29,10 @@ PRELOAD = [
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
+    "compressed_tensors",
     "vllm_hsd.runner_v1.proposer",
+    "vllm_hsd.runner_v1.spec_config",
+    "vllm_hsd.runner_v1.stock_drafters",
 ]
 ENGINE_DEFAULTS = {
     "dtype": "float32",
@@ -79,18 +82,22 @@ def in_process(work, arguments: dict, patch: str | None = None, env: dict | None
         return process.call(work, **arguments)
 
 
+def forked(env: dict | None = None) -> dict:
+    """Options of `WorkerProcess` for a process of the server that has imported vLLM."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    return {"start_method": "forkserver", "environment": {**ENVIRONMENT, **(env or {})}}
+
+
 @contextlib.contextmanager
 def _options(patch: str | None, env: dict | None) -> Iterator[dict]:
     """Arguments of `WorkerProcess`; a failure of the process is raised with the end of its log."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch, "log")
         try:
             yield {
+                **forked(env),
                 "log": log,
-                "environment": {**ENVIRONMENT, **(env or {})},
                 "prepare": functools.partial(_prepare, patch),
-                "start_method": "forkserver",
             }
         except UserError as error:
             tail = log.read_text(errors="replace")[-LOG_CHARACTERS:]

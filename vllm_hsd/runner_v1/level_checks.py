@@ -8,6 +8,7 @@ import os
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import ValidationError
 from vllm.config.model import ModelConfig
@@ -19,6 +20,7 @@ from vllm.tokenizers.registry import get_tokenizer
 from vllm_hsd.checked_files import check_safetensors
 from vllm_hsd.config import (
     BigramLevelConfig,
+    Eagle3LevelConfig,
     EarlyExitLevelConfig,
     ExitHeadLevelConfig,
     LevelConfig,
@@ -166,8 +168,11 @@ def check_exit_order(levels: Sequence[LevelConfig]) -> None:
 
 
 @config
-class _DraftConfig(SpeculativeConfig):
-    """vLLM's configuration of one draft model; its vocabulary is checked by `_check_model`."""
+class DraftConfig(SpeculativeConfig):
+    """vLLM's configuration of one drafter; its vocabulary is checked by `_check_model`."""
+
+    # A head is loaded with this configuration in the cascade's place.
+    hsd_runner: ClassVar[str] = "V1"
 
     def verify_equal_vocab_size_if_draft_model(self) -> None:
         """Our own message names the level and explains padded vocabularies."""
@@ -175,7 +180,7 @@ class _DraftConfig(SpeculativeConfig):
 
 def draft_config(
     name: str,
-    level: ModelLevelConfig,
+    level: ModelLevelConfig | Eagle3LevelConfig,
     draft_length: int,
     target_model_config: ModelConfig,
     target_parallel_config: ParallelConfig,
@@ -192,14 +197,13 @@ def draft_config(
     Raises:
         UserError: no such model, damaged weights, a key that vLLM refuses, or another vocabulary.
     """
-    model = os.path.expanduser(level.model)
-    looks_local = os.path.isabs(model) or level.model.startswith((".", "~"))
+    key = f"{name}.{level.kind}"
+    model = os.path.expanduser(level.path)
+    looks_local = os.path.isabs(model) or level.path.startswith((".", "~"))
     if looks_local and not os.path.isdir(model):
-        raise UserError(
-            f"{name}.model: no directory {quoted(level.model)}; give a model's path or name."
-        )
+        raise UserError(f"{key}: no directory {quoted(level.path)}; give a model's path or name.")
     if os.path.isdir(model):
-        _check_weights(name, model)
+        _check_weights(key, model)
     tp = target_parallel_config.tensor_parallel_size
     if level.model_keys.get("draft_tensor_parallel_size", tp) != tp:
         raise UserError(
@@ -208,9 +212,9 @@ def draft_config(
             f"tensor_parallel_size {tp}: they must be equal, leave the key out."
         )
     try:
-        parsed = _DraftConfig(
-            method="draft_model",
-            model=level.model,
+        parsed = DraftConfig(
+            method="eagle3" if isinstance(level, Eagle3LevelConfig) else "draft_model",
+            model=level.path,
             num_speculative_tokens=draft_length,
             target_model_config=target_model_config,
             target_parallel_config=target_parallel_config,
@@ -218,32 +222,35 @@ def draft_config(
         )
     except ValidationError as error:
         fault = error.errors()[0]
-        key = fault["loc"][0] if fault["loc"] else ""
-        where = str(key) if key in level.model_keys else f"model {quoted(level.model)}"
+        loc = fault["loc"][0] if fault["loc"] else ""
+        where = str(loc) if loc in level.model_keys else f"{level.kind} {quoted(level.path)}"
         reason = brief(fault["msg"].removeprefix("Value error, "))
         raise UserError(f"{name}.{where}: vLLM refuses it ({reason}).") from error
     except Exception as error:  # whatever a config.json makes vLLM or transformers raise
         raise UserError(
-            f"{name}.model {quoted(level.model)} cannot be loaded as a drafter: {_reason(error)}."
+            f"{key} {quoted(level.path)} cannot be loaded as a drafter: {_reason(error)}."
         ) from error
-    _check_model(name, level.model, parsed.draft_model_config, target_model_config)
+    _check_model(f"{key} {quoted(level.path)}", parsed.draft_model_config, target_model_config)
+    if hasattr(parsed.draft_model_config.hf_config, "ptd_token_id"):
+        raise UserError(
+            f"{key} {quoted(level.path)} drafts all tokens in parallel, which levels do not: use "
+            "a head that drafts one token after the other, or vLLM's own method 'eagle3'."
+        )
     return parsed
 
 
-def _check_weights(name: str, directory: str) -> None:
+def _check_weights(key: str, directory: str) -> None:
     for path in sorted(Path(directory).glob("*.safetensors")):
         try:
             check_safetensors(path)
         except UserError as error:
-            raise UserError(f"{name}.model: {error}") from error
+            raise UserError(f"{key}: {error}") from error
 
 
-def _check_model(
-    name: str, model: str, draft_config: ModelConfig, target_config: ModelConfig
-) -> None:
+def _check_model(named: str, draft_config: ModelConfig, target_config: ModelConfig) -> None:
     if draft_config.is_hybrid or draft_config.is_attention_free:
         raise UserError(
-            f"{name}.model {quoted(model)} keeps recurrent state and cannot take back rejected "
+            f"{named} keeps recurrent state and cannot take back rejected "
             "tokens: use an attention-only drafter."
         )
     theirs, ours = target_config.get_vocab_size(), draft_config.get_vocab_size()
@@ -256,14 +263,14 @@ def _check_model(
                 "compared)"
             )
         raise UserError(
-            f"{name}.model {quoted(model)} has a vocabulary of {ours} tokens and the target "
+            f"{named} has a vocabulary of {ours} tokens and the target "
             f"{quoted(target_config.model)} one of {theirs}{padded}: use a drafter whose "
             f"config.json has vocab_size {theirs}."
         )
     if target_config.skip_tokenizer_init:
         return
     try:
-        drafts = get_tokenizer(model, trust_remote_code=draft_config.trust_remote_code)
+        drafts = get_tokenizer(draft_config.model, trust_remote_code=draft_config.trust_remote_code)
     except (OSError, ValueError):
         return  # A drafter may come without tokenizer files: it only ever sees token ids.
     targets = get_tokenizer(
@@ -271,28 +278,29 @@ def _check_model(
     )
     if drafts.get_vocab() != targets.get_vocab():
         raise UserError(
-            f"{name}.model {quoted(model)} has {ours} tokens like the target, but its tokenizer "
+            f"{named} has {ours} tokens like the target, but its tokenizer "
             f"gives them other meanings than {quoted(target_config.tokenizer)}: use a drafter with "
             "the target's tokenizer."
         )
 
 
 @contextlib.contextmanager
-def loading(name: str, model: str) -> Iterator[None]:
+def loading(named: str) -> Iterator[None]:
     """Name the level and the model in whatever loading its weights raises.
 
     Args:
-        name: what the message calls the level, "levels[i]".
-        model: its path or name.
+        named: what the message calls them, "levels[i].model 'path'".
 
     Raises:
         UserError: the weights are damaged or do not fit the model's config.json.
     """
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(
-            f"{name}.model {quoted(model)} cannot be loaded ({_reason(error)}): check that its "
+            f"{named} cannot be loaded ({_reason(error)}): check that its "
             "weights are complete and fit its config.json."
         ) from error
 

@@ -18,6 +18,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_hsd.config import (
     BigramLevelConfig,
+    Eagle3LevelConfig,
     EarlyExitLevelConfig,
     ExitHeadLevelConfig,
     FirstOfLevelConfig,
@@ -60,7 +61,7 @@ class ModelLevel:
         self.attention_groups: list[AttentionGroup] = []
         self.model: Any = None
 
-    def load(self, draft_vllm_config: VllmConfig, load_config) -> None:
+    def load(self, draft_vllm_config: VllmConfig, model_config, load_config) -> None:
         """Load the weights and record the attention layers that came with them.
 
         The tag and `additional_config` keep torch.compile from sharing one artefact between two
@@ -79,7 +80,10 @@ class ModelLevel:
         tag = f"hsd_level{self.index}"
         with set_model_tag(tag):
             self.model = get_model(
-                vllm_config=draft_vllm_config, prefix=tag, load_config=load_config
+                vllm_config=draft_vllm_config,
+                model_config=model_config,
+                prefix=tag,
+                load_config=load_config,
             )
         layers = get_layers_from_vllm_config(self.vllm_config, _AttentionLayer)
         self.layer_names = {
@@ -168,6 +172,10 @@ class ModelLevel:
         """Bytes of weights that a forward pass over few tokens reads."""
         return weights_read(self.model)
 
+    def warm_up(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """Run [n] tokens at [n] positions, for memory profiling and compilation."""
+        self.run(input_ids, positions)
+
     def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[n, hidden] final hidden states of [n] tokens at [n] positions."""
         return self.model(input_ids=input_ids, positions=positions)
@@ -175,6 +183,12 @@ class ModelLevel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, V] logits of [n, hidden] states."""
         return self.model.compute_logits(hidden)
+
+    def slots(self, gid: int, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """[n] int64 slots of positions of the batch's rows in the KV cache of a group."""
+        table = self.runner.input_batch.block_table[gid]
+        blocks = table.block_table.np[rows, positions // table.block_size].astype(np.int64)
+        return blocks * table.block_size + positions % table.block_size
 
     def _attention_metadata(self, rows, owners, positions, starts, counts) -> tuple[dict, dict]:
         """Metadata and slot mapping per layer name, one build per attention group."""
@@ -187,10 +201,8 @@ class ModelLevel:
         for group in self.attention_groups:
             gid = group.kv_cache_group_id
             if gid not in common:
-                table = self.runner.input_batch.block_table[gid]
-                blocks = table.block_table.np[rows]
-                slot = blocks[owners, positions // table.block_size].astype(np.int64)
-                slot = slot * table.block_size + positions % table.block_size
+                blocks = self.runner.input_batch.block_table[gid].block_table.np[rows]
+                slot = self.slots(gid, rows[owners], positions)
                 common[gid] = CommonAttentionMetadata(
                     query_start_loc=query_start.to(self.device),
                     query_start_loc_cpu=query_start,
@@ -370,4 +382,8 @@ def build_level(
         )
     if isinstance(level, NgramLevelConfig):
         return NgramLevel(level.ngram, vllm_config.model_config.max_model_len)
+    if isinstance(level, Eagle3LevelConfig):
+        from vllm_hsd.runner_v1.eagle3 import Eagle3Level
+
+        return Eagle3Level(runner, vllm_config, index, context_length)
     return ModelLevel(runner, vllm_config, index, context_length)

@@ -17,7 +17,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_hsd.core.levels import LevelStats
-from vllm_hsd.runner_v1.hooks import changes, replaces
+from vllm_hsd.runner_v1.hooks import NONE_FILED, changes, replaces
 
 logger = logging.getLogger(__name__)
 
@@ -27,16 +27,21 @@ COUNTERS = {
     "rounds": "Drafts that a level proposed to the next level or the target.",
     "forwards": "Forward passes of a level.",
     "forward_seconds": "Seconds in forward passes of a level; on CPU only, where they are exact.",
+    "sat_out": "Requests that a level drafted nothing for: states of the target were gone.",
 }
 
 SOURCE_COUNTERS = {
     "drafted": "Tokens of one of a level's sources that the level proposed.",
     "accepted": "Tokens of one of a level's sources that were accepted.",
 }
+# Counters that appear once they count something.
+_OFTEN_ZERO = ("forward_seconds", "sat_out")
 
 _METRICS = "vllm.v1.spec_decode.metrics"
 _SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 _UNTIL = "vLLM carries a drafter's own statistics"
+# Plugins may log what vLLM's statistics hold, in `AsyncLLM` only.
+LOGGER_PLUGINS = "vllm-project/vllm#22456"
 
 
 @dataclass
@@ -64,12 +69,13 @@ def log_line(levels: list[LevelStats]) -> str:
 def _described(level: LevelStats) -> str:
     rate = level.accepted / level.drafted if level.drafted else float("nan")
     seconds = f" in {level.forward_seconds:.2f} s" if level.forward_seconds else ""
+    sat_out = f", sat out {level.sat_out} requests" if level.sat_out else ""
     sources = "".join(
         f", {name} {source.accepted} of {source.drafted}" for name, source in level.sources.items()
     )
     return (
         f"drafted {level.drafted}, accepted {level.accepted} ({rate:.1%}), "
-        f"rounds {level.rounds}, forwards {level.forwards}{seconds}{sources}"
+        f"rounds {level.rounds}, forwards {level.forwards}{seconds}{sat_out}{sources}"
     )
 
 
@@ -91,7 +97,7 @@ def count(levels: list[LevelStats], engine: int) -> None:
     for i, level in enumerate(levels):
         for name, counter in _counters.items():
             value = getattr(level, name)
-            if value or name != "forward_seconds":
+            if value or name not in _OFTEN_ZERO:
                 counter.labels(str(engine), str(i)).inc(value)
         for source, counts in level.sources.items():
             for name, counter in _source_counters.items():
@@ -123,6 +129,7 @@ class HsdSpecDecodingStats(SpecDecodingStats):
     "vllm.v1.metrics.stats.SchedulerStats.__annotations__",
     why="carries the counts per level to the front end: msgspec decodes by the annotation",
     until=_UNTIL,
+    issue=NONE_FILED,
 )
 def widen_statistics() -> None:
     # msgspec reads annotations once, when a process makes its first engine.
@@ -138,6 +145,7 @@ def widen_statistics() -> None:
     ("self", "scheduler_output", "model_runner_output"),
     why="keeps the counts per level that come with a step's output",
     until=_UNTIL,
+    issue=NONE_FILED,
 )
 def update_from_output(original, self, scheduler_output, model_runner_output):
     levels = getattr(model_runner_output, "hsd_level_stats", None)
@@ -158,6 +166,7 @@ def update_from_output(original, self, scheduler_output, model_runner_output):
     ),
     why="adds the counts per level to the statistics of the step",
     until=_UNTIL,
+    issue=NONE_FILED,
 )
 def make_stats(original, self, spec_decoding_stats=None, *args, **kwargs):
     if self.log_stats and (levels := _totals(self).take()):
@@ -172,6 +181,7 @@ def make_stats(original, self, spec_decoding_stats=None, *args, **kwargs):
     ("self", "spec_decoding_stats"),
     why="gathers the counts per level for the log line",
     until=_UNTIL,
+    issue=LOGGER_PLUGINS,
 )
 def observe(original, self, spec_decoding_stats):
     levels = getattr(spec_decoding_stats, "levels", [])
@@ -186,6 +196,7 @@ def observe(original, self, spec_decoding_stats):
     ("self", "log_fn"),
     why="prints the counts per level after vLLM's own line",
     until=_UNTIL,
+    issue=LOGGER_PLUGINS,
 )
 def log(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
@@ -199,6 +210,7 @@ def log(original, self, *args, **kwargs):
     ("self", "spec_decoding_stats", "engine_idx"),
     why="counts per level for /metrics",
     until=_UNTIL,
+    issue=LOGGER_PLUGINS,
 )
 def observe_prometheus(original, self, spec_decoding_stats, engine_idx=0):
     original(self, spec_decoding_stats, engine_idx)

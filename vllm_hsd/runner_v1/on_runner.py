@@ -10,7 +10,7 @@ import torch
 from vllm_hsd.core.levels import LevelStats
 from vllm_hsd.errors import UserError
 from vllm_hsd.runner_v1 import hooks
-from vllm_hsd.runner_v1.hooks import NO_PLUGIN_API, replaces_on_runner
+from vllm_hsd.runner_v1.hooks import NO_PLUGIN_API, NONE_FILED, PLUGIN_ISSUE, replaces_on_runner
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 
@@ -35,6 +35,7 @@ class HostedCascade(Protocol):
     ("self", "scheduler_output"),
     why="tells of requests that join, leave or come back, also in steps without tokens",
     until=NO_PLUGIN_API,
+    issue=PLUGIN_ISSUE,
 )
 def update_states(original, proposer: HostedCascade, scheduler_output):
     deferred = original(scheduler_output)
@@ -47,6 +48,7 @@ def update_states(original, proposer: HostedCascade, scheduler_output):
     ("self", "grammar_output"),
     why="attaches the counts of every level to the step's output",
     until="vLLM carries a drafter's own statistics",
+    issue=NONE_FILED,
 )
 def sample_tokens(original, proposer: HostedCascade, grammar_output):
     from vllm.v1.outputs import ModelRunnerOutput
@@ -79,6 +81,7 @@ def sample_tokens(original, proposer: HostedCascade, grammar_output):
     ),
     why="drafts with the cascade",
     until=NO_PLUGIN_API,
+    issue=PLUGIN_ISSUE,
 )
 def propose_draft_token_ids(original, proposer: HostedCascade, *args, **kwargs):
     return proposer.propose_draft_token_ids(*args, **kwargs)
@@ -89,6 +92,7 @@ def propose_draft_token_ids(original, proposer: HostedCascade, *args, **kwargs):
     ("self", "common_attn_metadata"),
     why="drafts up to max_model_len with a limit per request; vLLM stops the whole batch",
     until=NO_PLUGIN_API,
+    issue="vllm-project/vllm#29422",
 )
 def input_fits_in_drafter(original, proposer: HostedCascade, metadata):
     return metadata is not None
@@ -99,6 +103,7 @@ def input_fits_in_drafter(original, proposer: HostedCascade, metadata):
     ("self", "spec_decode_metadata"),
     why="leaves the draft probabilities with the drafts; vLLM drops the batch's where one has none",
     until=NO_PLUGIN_API,
+    issue="vllm-project/vllm#40269",
 )
 def no_draft_probs(original, proposer: HostedCascade, metadata):
     return None

@@ -7,19 +7,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config.utils import replace as replace_config
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from vllm_hsd.config import CascadeConfig
+from vllm_hsd.config import CascadeConfig, sources
 from vllm_hsd.core.cascade import Cascade, DraftBatch
 from vllm_hsd.core.controller import DepthController
 from vllm_hsd.core.levels import FirstOf, LevelOptions, LevelStats, LookupLevel
+from vllm_hsd.errors import quoted
 from vllm_hsd.runner_v1.adaptive import AdaptiveDrafting
+from vllm_hsd.runner_v1.eagle3 import Eagle3Level
 from vllm_hsd.runner_v1.level_checks import loading
 from vllm_hsd.runner_v1.levels import EarlyExitLevel, ModelLevel, build_level, weights_read
 from vllm_hsd.runner_v1.on_runner import complete_logits_processors, take_over_runner
-from vllm_hsd.runner_v1.requests import RequestLimits, RequestTable
+from vllm_hsd.runner_v1.requests import NOTHING_KEPT, RequestLimits, RequestTable
 from vllm_hsd.runner_v1.sampler import CascadeSampler
 from vllm_hsd.runner_v1.sampling import RequestSampling
 
@@ -93,12 +97,12 @@ class CascadeProposer(DraftModelProposer):
                 f"{hsd.num_speculative_tokens}."
             )
         self.selected = levels
+        chosen = [self.hosted[i] for i in levels]
         options = [
             replace(self.options[i], draft_length=length)
             for i, length in zip(levels, draft_lengths, strict=True)
         ]
         num_slots = self.vllm_config.scheduler_config.max_num_seqs
-        chosen = [self.hosted[i] for i in levels]
         self.cascade = Cascade(
             chosen, options, num_slots, hsd.horizontal_tokens, self._controller(chosen, options)
         )
@@ -109,6 +113,11 @@ class CascadeProposer(DraftModelProposer):
             self.vllm_config.model_config.seed,
             self.cascade.per_request,
         )
+        self.heads = [
+            (k, level)
+            for k, level in enumerate(self.cascade.levels)
+            if isinstance(level, Eagle3Level)
+        ]
         self.num_speculative_tokens = draft_lengths[-1]
         self._allocate_drafts()
 
@@ -151,11 +160,24 @@ class CascadeProposer(DraftModelProposer):
         return stats
 
     def load_model(self, target_model) -> None:
-        """Load the levels that are models; give early exits the target's layers."""
+        """Load the levels that are models; give exits and heads what they share of the target."""
         for i, (level, config) in enumerate(zip(self.models, self.level_configs, strict=True)):
             if config is not None:
-                with loading(f"levels[{i}]", config.model):
-                    level.load(self._draft_vllm_config(config), config.draft_load_config)
+                name = f"levels[{i}]"
+                if isinstance(self.hosted[i], FirstOf):
+                    name += f".first_of[{len(self.hosted[i].names) - 1}]"
+                kind = sources(self.cascade_config.levels[i])[-1].kind
+                named = f"{name}.{kind} {quoted(config.model)}"
+                with loading(named):
+                    level.load(
+                        self._draft_vllm_config(config),
+                        config.draft_model_config,
+                        config.draft_load_config,
+                    )
+                    if isinstance(level, Eagle3Level):
+                        level.attach(target_model, named)
+                        # vLLM then has the target give out the states that the head names.
+                        self.runner.use_aux_hidden_state_outputs = not level.reads_final_states
             elif isinstance(level, EarlyExitLevel):
                 level.attach(target_model)
         self._estimate_drafter_cost(target_model)
@@ -177,6 +199,10 @@ class CascadeProposer(DraftModelProposer):
         """vLLM's own way from a target's configuration to a drafter's, for one level."""
         own, self.speculative_config = self.speculative_config, level_config
         try:
+            if level_config.method == "eagle3":
+                # A head's modules read the target's configuration and their own beside it.
+                config = SpecDecodeBaseProposer._create_draft_vllm_config(self)
+                return replace_config(config, speculative_config=level_config)
             return self._create_draft_vllm_config()
         finally:
             self.speculative_config = own
@@ -203,7 +229,7 @@ class CascadeProposer(DraftModelProposer):
             with set_forward_context(
                 None, self.vllm_config, num_tokens=num_tokens, slot_mapping={}
             ):
-                level.run(input_ids, positions)
+                level.warm_up(input_ids, positions)
 
     def request_slots(self, count: int) -> np.ndarray:
         """[count] slots in `requests` of the first `count` requests of the batch."""
@@ -211,7 +237,14 @@ class CascadeProposer(DraftModelProposer):
 
     @torch.inference_mode()
     def propose_draft_token_ids(
-        self, scheduler_output, sampled_token_ids, sampling_metadata, *unused
+        self,
+        scheduler_output,
+        sampled_token_ids,
+        sampling_metadata,
+        hidden_states,
+        sample_hidden_states,
+        aux_hidden_states,
+        *unused,
     ) -> list[list[int]]:
         """Draft for the requests that have just sampled, fill the caches for all others.
 
@@ -221,7 +254,8 @@ class CascadeProposer(DraftModelProposer):
         input_batch, requests = self.runner.input_batch, self.requests
         slots = self.request_slots(input_batch.num_reqs)
         sampled = np.array([len(ids) > 0 for ids in sampled_token_ids])
-        length, requested = self._lengths(scheduler_output, slots, sampled)
+        scheduled = self._scheduled(scheduler_output, len(slots))
+        length, requested = self._lengths(scheduled, slots, sampled)
         if self.adaptive is not None:
             self.adaptive.step_began(scheduler_output, length, bool(sampled.all()))
         # Whatever a level computed after the last accepted token is forgotten; a level without a
@@ -231,6 +265,15 @@ class CascadeProposer(DraftModelProposer):
         for k, level in enumerate(self.cascade.levels):
             if level is not None and not level.keeps_cache:
                 requests.cached[k, slots] = computed
+        first = input_batch.num_computed_tokens_cpu[: len(slots)].astype(np.int64)
+        for level in self.model_levels:
+            if isinstance(level, Eagle3Level):
+                states = [hidden_states] if level.reads_final_states else aux_hidden_states
+                level.take_states(states, slots, first, scheduled, computed)
+        # A head reads the target's state of a position and the token after it.
+        known = np.tile(computed, (len(self.cascade.levels), 1))
+        for k, _ in self.heads:
+            known[k] += 1
         requests.rows[slots] = np.arange(len(slots))
         requests.end[slots] = length
         scales = [options.temperature_scale for options in self.cascade.options]
@@ -247,13 +290,20 @@ class CascadeProposer(DraftModelProposer):
             ),
             uniforms=requests.uniforms,
             thresholds=requests.thresholds,
+            sits_out=requests.sits_out,
         )
+        for k, head in self.heads:
+            self._recover(k, head, batch, slots, known)
         if self.adaptive is None:
             idle = requested == 0
-            self.cascade.ingest(batch, slots[idle], computed[idle])
+            self.cascade.ingest(batch, slots[idle], known[:, idle])
             drafts = self.cascade.propose(batch, slots, requested)
         else:
             drafts = self.adaptive.propose(batch, slots, requested)
+        for k, head in self.heads:
+            # Entries of drafts were computed without the target's states.
+            requests.cached[k, slots] = np.minimum(requests.cached[k, slots], known[k])
+            self._catch_up(k, head, batch, slots, known)
         counts = drafts.counts[slots].tolist()
         token_ids = drafts.token_ids[slots].tolist()
         return [ids[:count] for ids, count in zip(token_ids, counts, strict=True)]
@@ -275,8 +325,72 @@ class CascadeProposer(DraftModelProposer):
         cached = computed if self.adaptive is None else self.adaptive.usable(request_id, computed)
         self.requests.enter(request_id, self._limits, cached)
 
+    def _recover(
+        self, k: int, head: Eagle3Level, batch: DraftBatch, slots: np.ndarray, known: np.ndarray
+    ) -> None:
+        """Find out for which requests a head has all entries before this step's positions.
+
+        Those of requests that were there in the last step are in its cache or kept. Those of others
+        are in shared blocks of the prefix cache, or the target's states for them are gone.
+        """
+        requests, first = self.requests, head.first[: len(slots)]
+        takes_part = ~requests.sits_out[k, slots] & (known[k] <= head.context_length)
+        head.expect(batch.tokens, np.flatnonzero(takes_part))
+        has_from = np.minimum(first, requests.kept_from[k, slots])
+        unsure = takes_part & (np.maximum(requests.cached[k, slots] - 1, 0) < has_from)
+        if not unsure.any():
+            return
+        found = unsure
+        while True:
+            # One request's blocks may hold what another one renounces.
+            lost = [row for row in np.flatnonzero(found) if not head.holds(batch.tokens, row)]
+            if not lost:
+                break
+            found[lost] = False
+            for row in lost:
+                head.renounce(row)
+            self._sit_out(k, slots[lost])
+        requests.cached[k, slots[found]] = first[found] + 1
+        # Such a request may share blocks with one of this step: the prefixes come first.
+        prefixes = np.zeros_like(known)
+        prefixes[k] = known[k] - 1
+        self.cascade.ingest(batch, slots, prefixes)
+
+    def _catch_up(
+        self, k: int, head: Eagle3Level, batch: DraftBatch, slots: np.ndarray, known: np.ndarray
+    ) -> None:
+        """Keep the states of requests that a head did not run for, or run it where it must."""
+        requests = self.requests
+        behind = ~requests.sits_out[k, slots] & (known[k] <= head.context_length)
+        behind &= requests.cached[k, slots] < known[k]
+        rows = np.flatnonzero(behind)
+        entries = np.maximum(requests.cached[k, slots[rows]] - 1, 0)
+        now = head.must_catch_up(rows, entries)
+        fed = np.zeros_like(known)
+        fed[k] = known[k]
+        self.cascade.ingest(batch, slots[rows[now]], fed[:, rows[now]])
+        head.keep(rows[~now], entries[~now])
+        requests.kept_from[k, slots] = NOTHING_KEPT
+        requests.kept_from[k, slots[rows[~now]]] = entries[~now]
+
+    def _sit_out(self, k: int, slots: np.ndarray) -> None:
+        """A head drafts nothing for requests whose states of the target are gone."""
+        self.requests.sits_out[k, slots] = True
+        self.cascade.stats[k].sat_out += len(slots)
+        logger.warning_once(
+            "levels[%d] drafts nothing for a request whose prefix it has not read: the target's "
+            "states of these tokens are gone. /metrics counts such requests as "
+            "vllm_hsd:level_sat_out.",
+            self.selected[k],
+        )
+
+    def _scheduled(self, scheduler_output, batch: int) -> np.ndarray:
+        """[batch] int64 tokens that the target computed in this step."""
+        ids = self.runner.input_batch.req_ids[:batch]
+        return np.array([scheduler_output.num_scheduled_tokens[i] for i in ids], dtype=np.int64)
+
     def _lengths(
-        self, scheduler_output, slots: np.ndarray, sampled: np.ndarray
+        self, scheduled: np.ndarray, slots: np.ndarray, sampled: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Committed tokens of every request, and how many to draft for it.
 
@@ -285,9 +399,6 @@ class CascadeProposer(DraftModelProposer):
         """
         input_batch = self.runner.input_batch
         batch = len(sampled)
-        scheduled = np.array(
-            [scheduler_output.num_scheduled_tokens[i] for i in input_batch.req_ids[:batch]]
-        )
         length = np.where(
             sampled,
             input_batch.num_tokens_no_spec[:batch],

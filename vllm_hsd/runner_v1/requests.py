@@ -17,6 +17,8 @@ from vllm_hsd.verify.rng import host_uniforms
 # Uniforms of a request and level that are drawn at once: 256 cost hardly more than one. No step
 # takes more than num_speculative_tokens + 1 <= 129.
 _BUFFERED = 256
+# Beyond any text.
+NOTHING_KEPT = np.iinfo(np.int64).max
 # Sentinel: nothing buffered.
 _NONE = np.iinfo(np.int64).min // 2
 
@@ -61,6 +63,9 @@ class RequestTable:
         eos, max_tokens: [slots] int64, see `RequestLimits`.
         seeded: [slots] bool, the user gave a seed.
         cached: [levels, slots] int64, positions whose KV entries are valid.
+        sits_out: [levels, slots] bool, a level lacks what it needs to draft for the request.
+        kept_from: [levels, slots] int64, first position whose state of the target a level has kept
+            from earlier steps; `NOTHING_KEPT` for none.
         thresholds: entropy thresholds per level and slot.
     """
 
@@ -85,6 +90,8 @@ class RequestTable:
         self.max_tokens = np.zeros(num_slots, dtype=np.int64)
         self.seeded = np.zeros(num_slots, dtype=bool)
         self.cached = np.zeros((num_levels, num_slots), dtype=np.int64)
+        self.sits_out = np.zeros((num_levels, num_slots), dtype=bool)
+        self.kept_from = np.full((num_levels, num_slots), NOTHING_KEPT)
         self.thresholds = EntropyThresholds.fresh(num_levels, num_slots)
         self.seed = np.zeros(num_slots, dtype=np.int64)
         # The last row of these three is the target's.
@@ -124,6 +131,7 @@ class RequestTable:
         """
         slot = self.slots([request_id], limits)[0]
         self.cached[:, slot] = num_cached
+        self._forget_states(slot)
         self.drafts.clear(slot)
 
     def make_room(self, in_batch: Collection[str]) -> None:
@@ -168,6 +176,7 @@ class RequestTable:
         self.eos[slot], self.max_tokens[slot] = given.eos, given.max_tokens
         self.seeded[slot] = given.seed is not None
         self.cached[:, slot] = 0
+        self._forget_states(slot)
         self.buffered_from[:, slot] = _NONE
         self.drafts.clear(slot)
         if request_id in self.waiting:
@@ -183,6 +192,10 @@ class RequestTable:
         self.thresholds.total[:, slot] = 0
         self.thresholds.count[:, slot] = 0
         return slot
+
+    def _forget_states(self, slot: int) -> None:
+        self.sits_out[:, slot] = False
+        self.kept_from[:, slot] = NOTHING_KEPT
 
     def _release(self, request_id: str) -> None:
         slot = self.slot_of.pop(request_id, None)

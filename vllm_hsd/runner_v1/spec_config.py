@@ -11,6 +11,7 @@ from vllm.utils.hashing import safe_hash
 
 from vllm_hsd.config import (
     CascadeConfig,
+    Eagle3LevelConfig,
     FirstOfLevelConfig,
     ModelLevelConfig,
     source_names,
@@ -37,7 +38,8 @@ class HsdSpeculativeConfig(NeedsHooks, SpeculativeConfig):
     hsd: SkipValidation[Any] = None
     """The parsed `CascadeConfig`."""
     level_configs: SkipValidation[list] = Field(default_factory=list)
-    """One stock `SpeculativeConfig(method="draft_model")` per level, None where no model loads."""
+    """One stock `SpeculativeConfig` of method "draft_model" or "eagle3" per level, None where no
+    model loads."""
 
     @classmethod
     def create(cls, raw: dict, target_model_config, target_parallel_config):
@@ -55,7 +57,7 @@ class HsdSpeculativeConfig(NeedsHooks, SpeculativeConfig):
                 name = f"levels[{i}]"
                 if isinstance(level, FirstOfLevelConfig):
                     name += f".first_of[{j}]"
-                if isinstance(source, ModelLevelConfig):
+                if isinstance(source, ModelLevelConfig | Eagle3LevelConfig):
                     model = draft_config(
                         name, source, draft_length, target_model_config, target_parallel_config
                     )
@@ -73,8 +75,10 @@ class HsdSpeculativeConfig(NeedsHooks, SpeculativeConfig):
         )
 
     def __post_init__(self) -> None:
-        # Code of vLLM that knows one drafter sees the highest level that is a model of its own.
+        # Code of vLLM that knows one drafter sees the highest level that is a model of its own, or
+        # an EAGLE-3 head: the runner reads from it which states of the target to keep.
         models = [level for level in self.level_configs if level is not None]
+        models.sort(key=lambda level: level.method == "eagle3")
         self.draft_model_config = self.target_model_config
         self.draft_parallel_config = self.target_parallel_config
         if models:
@@ -93,6 +97,10 @@ class HsdSpeculativeConfig(NeedsHooks, SpeculativeConfig):
 
     def uses_draft_kv_cache(self) -> bool:
         return True
+
+    def use_eagle_block_drop(self) -> bool:
+        # A head's entry at the last position of a block depends on the token after it.
+        return any(level and level.method == "eagle3" for level in self.level_configs)
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:

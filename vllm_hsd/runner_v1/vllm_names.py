@@ -11,6 +11,7 @@ from vllm_hsd.runner_v1.hooks import Hook, How, register
 _WORKER = "vllm.v1.worker"
 _SAMPLE = "vllm.v1.sample"
 _SPECULATION = "vllm.config.speculative.SpeculativeConfig"
+_SPECULATION_BASE = "vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer"
 _PROPOSER = "vllm.v1.spec_decode.draft_model.DraftModelProposer"
 _SAMPLER = f"{_SAMPLE}.rejection_sampler.RejectionSampler"
 
@@ -18,6 +19,10 @@ _SAMPLER = f"{_SAMPLE}.rejection_sampler.RejectionSampler"
 _OVERRIDDEN: dict[str, tuple[str, tuple[str, ...] | None]] = {
     f"{_SPECULATION}.uses_draft_model": ("gives the drafts their slots in the cache", ("self",)),
     f"{_SPECULATION}.uses_draft_kv_cache": ("counts the levels' caches", ("self",)),
+    f"{_SPECULATION}.use_eagle_block_drop": (
+        "recomputes the last block of a prefix for EAGLE-3 heads",
+        ("self",),
+    ),
     f"{_SPECULATION}.max_num_new_slots_for_drafting": ("slots of the drafts", None),
     f"{_SPECULATION}.compute_hash": ("tells compiled cascades apart", ("self",)),
     f"{_SPECULATION}.verify_equal_vocab_size_if_draft_model": (
@@ -66,6 +71,8 @@ _READ: dict[str, dict[str, str]] = {
         "sampler": "log-probabilities",
         "rejection_sampler": "replaced by our sampler once the levels are loaded",
         "discard_request_mask": "prompt chunks, whose samples are thrown away",
+        "use_aux_hidden_state_outputs": "set where an EAGLE-3 head reads the target's states",
+        "_get_eagle3_aux_layers_from_config": "layers whose states a head reads",
     },
     f"{_WORKER}.gpu_input_batch.InputBatch": {
         "req_ids": "order of the batch",
@@ -92,6 +99,7 @@ _READ: dict[str, dict[str, str]] = {
     f"{_WORKER}.utils.AttentionGroup": {
         "layer_names": "layers of a group",
         "kv_cache_group_id": "block table of a group",
+        "kv_cache_spec": "size of a group's blocks",
         "create_metadata_builders": "makes a group's builders",
         "build_metadata_for_drafting": "makes a group's metadata",
     },
@@ -163,10 +171,11 @@ _READ: dict[str, dict[str, str]] = {
         "log_stats": "whether anyone reads the counts",
         "num_spec_tokens": "empty statistics of a step",
     },
-    "vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer": {
+    _SPECULATION_BASE: {
         "_enable_probabilistic_draft_probs": "set for block verification",
     },
     _SPECULATION: {
+        "draft_model_config": "what the runner reads the layers of a head's states from",
         "rejection_sample_method": "block verification",
         "draft_sample_method": "whether a drafter keeps its probabilities",
         "disable_padded_drafter_batch": "drafts after bookkeeping, on the host",
@@ -202,7 +211,11 @@ _READ: dict[str, dict[str, str]] = {
         "pipeline_parallel_size": "refused above 1",
         "data_parallel_size": "refused above 1",
     },
-    "vllm.v1.kv_cache_interface.KVCacheConfig": {"kv_cache_groups": "groups of the levels' layers"},
+    "vllm.v1.kv_cache_interface.KVCacheConfig": {
+        "kv_cache_groups": "groups of the levels' layers",
+        "num_blocks": "slots that a head fills",
+    },
+    "vllm.v1.kv_cache_interface.AttentionSpec": {"block_size": "slots that a head fills"},
     "vllm.v1.kv_cache_interface.KVCacheGroupSpec": {
         "layer_names": "layers of a group",
         "kv_cache_spec": "cache of a group",
@@ -254,6 +267,25 @@ for _name in (
     "LlamaAttention.attn",
 ):
     _register(f"vllm.model_executor.models.llama.{_name}", "read late", "runs early exits")
+for _name in (
+    "Eagle3LlamaForCausalLM.combine_hidden_states",
+    "Eagle3LlamaForCausalLM.has_own_embed_tokens",
+    "Eagle3LlamaForCausalLM.has_own_lm_head",
+    "Eagle3LlamaForCausalLM.lm_head",
+    "Eagle3LlamaForCausalLM.model",
+    "LlamaModel.embed_tokens",
+    "LlamaModel.fc",
+    "LlamaModel.use_aux_hidden_state",
+):
+    _register(f"vllm.model_executor.models.llama_eagle3.{_name}", "read late", "runs EAGLE-3 heads")
+_register(
+    "vllm.model_executor.models.interfaces.SupportsEagle3"
+    ".get_eagle3_default_aux_hidden_state_layers",
+    "read",
+    "layers of a head that names none",
+    ("self",),
+)
+_register(f"{_SPECULATION_BASE}._create_draft_vllm_config", "read", "configures a head", ("self",))
 _register(
     "vllm.v1.spec_decode.ngram_proposer._find_longest_matched_ngram_and_propose_tokens",
     "read late",

@@ -1,0 +1,194 @@
+"""EAGLE-3 heads as levels: drafts equal the head's own, whatever vLLM does with a request.
+
+The reference recomputes head and target from the text alone (support/eagle3_head.py). vLLM's own
+method "eagle3" gives drafts for the same texts.
+"""
+
+import pytest
+from support import recorded_drafts
+from support.eagle3_head import TorchHead, write_eagle3_head
+from support.engines import run_engine
+from support.sampling_cases import CASES, SIGNIFICANCE, outputs_by_case, p_values, sampling_job
+
+from vllm_hsd.engine import EngineProcess
+
+TOKENS = 4
+GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+PROMPTS = [[(3 * i + j * j) % 5 for j in range(4 + 9 * i)] for i in range(12)]
+# They share 64 tokens, two blocks of the cache.
+SHARED = [[(j * j + j // 7) % 5 for j in range(64)] + [i % 5, i // 5, 3] for i in range(8)]
+
+JOBS = {
+    "batch 1": {"prompts": PROMPTS[-1:], "params": GREEDY},
+    "batch 4": {"prompts": PROMPTS[:4], "params": GREEDY},
+    "batch 12": {"prompts": PROMPTS, "params": GREEDY},
+    # The first one alone, so that the others find its blocks.
+    "first": {"prompts": SHARED[:1], "params": GREEDY},
+    "prefix hits": {"prompts": SHARED, "params": GREEDY},
+    "joining": {
+        "prompts": PROMPTS,
+        "params": [{**GREEDY, "max_tokens": 6 + 3 * i} for i in range(12)],
+        "arrive": [2 * (i // 3) for i in range(12)],
+        "abort": {5: 6},
+    },
+    # Requests of one step share the blocks of one prompt.
+    "same prompt": {
+        "prompts": [[(3 * j + j // 5) % 5 for j in range(70)]] * 3,
+        "params": {**GREEDY, "max_tokens": 12},
+    },
+    "max_model_len": {"prompts": PROMPTS[::4], "params": {**GREEDY, "max_tokens": 400}},
+    "with sampled": {
+        "prompts": PROMPTS[:8],
+        "params": [GREEDY if i % 2 else {**GREEDY, "temperature": 1, "seed": i} for i in range(8)],
+    },
+}
+
+ENGINES = {
+    "whole prompts": {},
+    "chunked prefill": {"max_num_batched_tokens": 24, "max_num_seqs": 12},
+    "few blocks": {"num_gpu_blocks_override": 20},
+}
+
+
+def hsd(*levels) -> dict:
+    cascade = {"method": "hsd", "num_speculative_tokens": TOKENS, "levels": list(levels)}
+    return {"speculative_config": cascade}
+
+
+@pytest.fixture(scope="module")
+def head(small_vocabulary, tmp_path_factory) -> str:
+    directory = tmp_path_factory.mktemp("eagle3")
+    return write_eagle3_head(small_vocabulary.target, directory, draft_vocabulary=4, trained=True)
+
+
+@pytest.fixture(scope="module")
+def engine(small_vocabulary) -> dict:
+    return {"model": small_vocabulary.target, "block_size": 32}
+
+
+@pytest.fixture(scope="module")
+def plain(engine) -> dict:
+    return run_engine(engine, JOBS)
+
+
+def recorded(engine: dict, directory, install: str = "install") -> tuple[dict, dict]:
+    """Results of JOBS, and text -> draft."""
+    file = directory / "drafts"
+    patch = f"support.recorded_drafts:{install}"
+    results = run_engine(engine, JOBS, patch=patch, env={recorded_drafts.FILE: str(file)})
+    return results, recorded_drafts.read(file)
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def speculated(request, engine, head, tmp_path_factory) -> tuple[str, dict, dict]:
+    arguments = {**engine, **hsd({"eagle3": head}), **ENGINES[request.param]}
+    return request.param, *recorded(arguments, tmp_path_factory.mktemp("recorded"))
+
+
+@pytest.fixture(scope="module")
+def reference(small_vocabulary, head) -> TorchHead:
+    return TorchHead.load(small_vocabulary.target, head)
+
+
+def test_greedy_equals_no_speculation(plain, speculated):
+    _, results, _ = speculated
+    for job, result in results.items():
+        for i, (got, wanted) in enumerate(
+            zip(result["outputs"], plain[job]["outputs"], strict=True)
+        ):
+            if JOBS[job].get("abort", {}).get(i) is None and (job != "with sampled" or i % 2):
+                assert got == wanted, f"{job}, request {i}"
+
+
+def test_jobs_reach_the_conditions_they_name(speculated):
+    name, results, drafts = speculated
+    preempted = sum(result["counters"]["num_preemptions"] for result in results.values())
+    assert (preempted > 0) == (name == "few blocks")
+    if name != "few blocks":
+        assert results["prefix hits"]["counters"]["prefix_cache_hits"] > 0
+    level = results["batch 12"]["levels"][0]
+    assert 0.1 < level["accepted"] / level["drafted"] < 0.9
+    assert max(map(len, drafts)) >= 250
+    assert all(result["levels"][0]["sat_out"] == 0 for result in results.values())
+
+
+def test_drafts_equal_those_of_the_head_in_torch(speculated, reference):
+    """After every text, through chunks, prefix hits, preemption and near max_model_len."""
+    _, _, drafts = speculated
+    texts = sorted(drafts)[::7]
+    assert len(texts) > 30
+    for text in texts:
+        assert drafts[text] == reference.guesses(list(text), drafts[text]), text
+
+
+def test_states_that_are_one_position_off_give_other_drafts(speculated, reference):
+    """Control for the comparison above."""
+    _, _, drafts = speculated
+    texts = [text for text in sorted(drafts)[::11] if len(drafts[text]) == TOKENS]
+    off = sum(
+        drafts[text] != reference.guesses(list(text), drafts[text], shift=1) for text in texts
+    )
+    assert off > len(texts) / 4
+
+
+def test_drafts_equal_those_of_vllm(engine, head, speculated, tmp_path):
+    name, _, drafts = speculated
+    if name != "whole prompts":
+        pytest.skip("one comparison is enough")
+    stock = {"method": "eagle3", "model": head, "num_speculative_tokens": TOKENS}
+    _, theirs = recorded({**engine, "speculative_config": stock}, tmp_path)
+    # Where one request comes close to max_model_len, vLLM drafts zeros for the whole batch.
+    common = [text for text in drafts.keys() & theirs.keys() if any(theirs[text])]
+    assert len(common) > 100
+    for text in common:
+        assert drafts[text] == theirs[text][: len(drafts[text])], text
+
+
+def test_a_head_that_takes_turns_with_lookups_catches_up_from_kept_states(
+    engine, head, plain, reference, tmp_path
+):
+    sources = [{"ngram": {"max": 3}}, {"eagle3": head}]
+    results, drafts = recorded(
+        {**engine, **hsd({"first_of": sources})}, tmp_path, "install_with_sources"
+    )
+    for job in ("batch 1", "batch 12", "prefix hits", "max_model_len"):
+        assert results[job]["outputs"] == plain[job]["outputs"]
+        assert results[job]["levels"][0]["sat_out"] == 0
+    texts = sorted(drafts)[::5]
+    made = [0, 0]
+    for text in texts:
+        draft, source = drafts[text]
+        guesses = reference.guesses(list(text), draft)
+        for token, guess, by_head in zip(draft, guesses, source, strict=True):
+            made[by_head] += 1
+            assert token == guess or not by_head, text
+    assert min(made) > 30
+
+
+def test_drafts_of_other_rows_than_the_kept_ones_are_caught(small_vocabulary, engine, head):
+    """Negative control of the samples in test_level_kinds.py."""
+    cases = {"temperature 0.7": CASES["temperature 0.7"]}
+    job = sampling_job(cases, 2000)
+    patch = "support.biased_sampler:install_drafts_of_other_rows"
+    result = run_engine({**engine, **hsd({"eagle3": head})}, {"sampled": job}, patch=patch)
+    found = p_values(small_vocabulary.target, outputs_by_case(cases, result["sampled"]))
+    assert min(found.values()) < SIGNIFICANCE, found
+
+
+def test_a_request_whose_prefix_the_head_has_not_read_gets_no_drafts(
+    small_vocabulary, engine, head, plain, tmp_path
+):
+    levels = [{"eagle3": head, "num_tokens": 2}, {"model": small_vocabulary.mid}]
+    arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256}
+    arguments |= {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 26}
+    counts = {}
+    with EngineProcess({**engine, **arguments, **hsd(*levels)}, log=tmp_path / "log") as process:
+        for name, chosen in {"unread": [1], "read again": [0, 1]}.items():
+            process.select_levels(chosen, [2, TOKENS][-len(chosen) :])
+            run = process.generate(SHARED, GREEDY)
+            counts[name] = run.levels
+            for ids, wanted in zip(run.token_ids, plain["prefix hits"]["outputs"], strict=True):
+                assert ids == wanted[0]["ids"]
+    assert counts["read again"][0]["sat_out"] == len(SHARED)
+    assert counts["read again"][0]["drafted"] == 0
+    assert "states of these tokens are gone" in (tmp_path / "log").read_text()

@@ -1,0 +1,295 @@
+"""EAGLE-3 heads as levels: drafters that read the target's hidden states.
+
+A head computes one entry per position: entry e reads token e + 1 and the target's state at position
+e, and its logits are of token e + 2. Beyond the verified text the target has no states yet: there
+an entry reads the head's own output at the entry before it (Li et al., "EAGLE-3: Scaling up
+Inference Acceleration of Large Language Models via Training-Time Test", section 3).
+
+The states of a step's positions exist in that step only. Where the head does not run for a
+request, because another source drafts, some are kept, and it catches up before they are too many or
+a block of the KV cache is full: later requests may share that block. Which token every slot of the
+cache was computed with is noted: a request whose prefix lies in slots that the head never filled is
+one for which it drafts nothing, instead of attending to noise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.model_executor.models.interfaces import supports_eagle3
+
+from vllm_hsd.core.drafts import ragged_arange
+from vllm_hsd.errors import UserError
+from vllm_hsd.runner_v1.levels import ModelLevel
+
+logger = init_logger(f"vllm.{__name__}")
+
+_EMPTY = -1
+# Most states that are kept for a request, in positions.
+KEPT_STATES = 32
+
+
+class Eagle3Level(ModelLevel):
+    """A head loaded by vLLM's loader, fed with the states of one step at a time (`take_states`).
+
+    Args:
+        runner: the GPUModelRunner (or CPUModelRunner) that hosts the target.
+        vllm_config: the target's configuration.
+        index: position in the cascade, 0 the cheapest.
+        context_length: longest text in tokens that the head can read.
+    """
+
+    def __init__(self, runner, vllm_config: VllmConfig, index: int, context_length: int) -> None:
+        super().__init__(runner, vllm_config, index, context_length)
+        rows = vllm_config.scheduler_config.max_num_seqs
+        # Per row of the batch: the request's slot, the first position with a state in this step,
+        # its index among the step's states, and the number of positions whose tokens are verified.
+        self.slot_of_row, self.first, self.index_of_first, self.verified = np.zeros(
+            (4, rows), dtype=np.int64
+        )
+        self.states: list[torch.Tensor] = []
+        self.computed_with = np.zeros(0, dtype=np.int32)
+
+    def attach(self, target: Any, name: str) -> None:
+        """Share the target's embedding and head where the checkpoint has none of its own.
+
+        Args:
+            target: the loaded target.
+            name: what messages call the level, "levels[i].eagle3 'path'".
+
+        Raises:
+            UserError: the target gives no hidden states, or not those that the head reads.
+        """
+        if not supports_eagle3(target):
+            raise UserError(
+                f"{name} reads hidden states that {type(target).__name__} does not give in vLLM: "
+                "use another kind of level."
+            )
+        self._check_layers(target, name)
+        if not self.model.has_own_embed_tokens:
+            self.model.model.embed_tokens = target.model.embed_tokens
+        if not self.model.has_own_lm_head:
+            self.model.lm_head = target.lm_head
+        hidden = self.model.config.hidden_size
+        dtype = self.vllm_config.model_config.dtype
+        tokens = self.vllm_config.speculative_config.num_speculative_tokens
+        shape = (len(self.first), tokens + 1, hidden)
+        # The head's own outputs, from the last verified entry on.
+        self.own = torch.zeros(shape, dtype=dtype, device=self.device)
+        # By request slot and position modulo KEPT_STATES.
+        shape = (len(self.first), KEPT_STATES, hidden)
+        self.kept = torch.zeros(shape, dtype=dtype, device=self.device)
+        self.inputs = torch.zeros(0, hidden, dtype=dtype, device=self.device)
+        logger.info(
+            "States for %s take %.2f GiB: max_num_seqs x (num_speculative_tokens + %d) x hidden "
+            "size.",
+            name,
+            (self.own.nbytes + self.kept.nbytes) / 2**30,
+            1 + KEPT_STATES,
+        )
+
+    @property
+    def reads_final_states(self) -> bool:
+        """Whether the head reads the target's last hidden states in place of inner ones."""
+        return not getattr(self.model.model, "use_aux_hidden_state", True)
+
+    def _check_layers(self, target: Any, name: str) -> None:
+        width = self.vllm_config.model_config.get_hidden_size()
+        depth = self.vllm_config.model_config.hf_text_config.num_hidden_layers
+        if self.reads_final_states:
+            return
+        layers = self.runner._get_eagle3_aux_layers_from_config()
+        layers = set(layers or target.get_eagle3_default_aux_hidden_state_layers())
+        if not layers <= set(range(depth + 1)):
+            raise UserError(
+                f"{name} reads states after the layers {sorted(layers)}, but the target has "
+                f"{depth}: use a head of this target."
+            )
+        reads = self.model.model.fc.input_size
+        if reads != len(layers) * width:
+            raise UserError(
+                f"{name} reads states of {reads} numbers, but {len(layers)} layers of the target "
+                f"give {len(layers) * width}: use a head of this target."
+            )
+
+    def init_attention(self, kv_cache_config, kernel_block_sizes: list[int] | None) -> None:
+        """See `ModelLevel.init_attention`."""
+        super().init_attention(kv_cache_config, kernel_block_sizes)
+        group = self.attention_groups[0]
+        slots = kv_cache_config.num_blocks * group.kv_cache_spec.block_size
+        self.computed_with = np.full(slots, _EMPTY, dtype=np.int32)
+
+    def take_states(
+        self,
+        states: list[torch.Tensor],
+        slots: np.ndarray,
+        first: np.ndarray,
+        counts: np.ndarray,
+        verified: np.ndarray,
+    ) -> None:
+        """Take the target's hidden states of one step.
+
+        Args:
+            states: [n, width] states of one layer each, request after request.
+            slots: [batch] int64, slot of each request.
+            first: [batch] int64, first position of each request in the step.
+            counts: [batch] int64, positions of each request.
+            verified: [batch] int64, positions of each request whose tokens are verified.
+        """
+        batch = len(first)
+        self.states = states
+        self.slot_of_row[:batch], self.first[:batch], self.verified[:batch] = slots, first, verified
+        self.index_of_first[:batch] = np.cumsum(counts) - counts
+        rows, offsets = ragged_arange(counts)
+        self.computed_with[self._slots(rows, first[rows] + offsets)] = _EMPTY
+
+    def expect(self, tokens: np.ndarray, rows: np.ndarray) -> None:
+        """Note the step's verified positions of `rows` as computed: they will be, in this step.
+
+        Args:
+            tokens: [table rows, max length] int32.
+            rows: [n] int64.
+        """
+        owners, offsets = ragged_arange(self.verified[rows] - self.first[rows])
+        owners = rows[owners]
+        entries = self.first[owners] + offsets
+        self.computed_with[self._slots(owners, entries)] = tokens[owners, entries + 1]
+
+    def renounce(self, row: int) -> None:
+        """Take back what `expect` noted for a row."""
+        entries = np.arange(self.first[row], self.verified[row])
+        self.computed_with[self._slots(np.full(len(entries), row), entries)] = _EMPTY
+
+    def holds(self, tokens: np.ndarray, row: int) -> bool:
+        """Whether the cache has the entries of a request's positions before this step's.
+
+        Args:
+            tokens: [table rows, max length] int32.
+            row: row of the request in the batch and in `tokens`.
+        """
+        count = self.first[row]
+        slots = self._slots(np.full(count, row), np.arange(count))
+        return np.array_equal(self.computed_with[slots], tokens[row, 1 : count + 1])
+
+    def must_catch_up(self, rows: np.ndarray, entries: np.ndarray) -> np.ndarray:
+        """[n] bool, rows whose states from position entries[i] on must not wait for another step.
+
+        Args:
+            rows: [n] int64.
+            entries: [n] int64.
+        """
+        verified = self.verified[rows]
+        size = self.attention_groups[0].kv_cache_spec.block_size
+        # The next step may verify a whole draft and a token.
+        many = verified - entries + self.own.shape[1] > KEPT_STATES
+        return many | (verified // size > entries // size)
+
+    def keep(self, rows: np.ndarray, entries: np.ndarray) -> None:
+        """Keep the states of this step from position entries[i] of rows[i] on, for a later one.
+
+        Args:
+            rows: [n] int64.
+            entries: [n] int64.
+        """
+        begin = np.maximum(entries, self.first[rows])
+        owners, offsets = ragged_arange(self.verified[rows] - begin)
+        positions, owners = begin[owners] + offsets, rows[owners]
+        states = self._states_before(owners, positions, np.ones(len(owners), dtype=bool))
+        index = np.stack([self.slot_of_row[owners], positions % KEPT_STATES])
+        index = torch.from_numpy(index).to(self.device)
+        self.kept[index[0], index[1]] = states
+        self.computed_with[self._slots(owners, positions)] = _EMPTY
+
+    def forward(
+        self,
+        tokens: np.ndarray,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        num_logits: np.ndarray,
+    ) -> torch.Tensor | None:
+        """See `core.levels.Level.forward`; at most one row of logits for each request.
+
+        One pass for all tokens that follow verified ones, then one pass per token.
+        """
+        assert num_logits.max(initial=0) <= 1
+        # Nothing precedes a text's first token, so it has no entry.
+        entries, left = starts - 1, counts.copy()
+        left[entries < 0] -= 1
+        entries = np.maximum(entries, 0)
+        logits, owners = [], []
+        while (left > 0).any():
+            now = np.flatnonzero(left > 0)
+            verified = np.minimum(self.verified[rows[now]] - entries[now], left[now])
+            count = np.maximum(verified, 1)
+            wanted = np.where(count == left[now], num_logits[now], 0)
+            part = super().forward(tokens[:, 1:], rows[now], entries[now], count, wanted)
+            if part is not None:
+                logits.append(part)
+                owners.append(now[wanted > 0])
+            entries[now] += count
+            left[now] -= count
+        if len(logits) < 2:
+            return logits[0] if logits else None
+        order = torch.from_numpy(np.argsort(np.concatenate(owners)))
+        return torch.cat(logits)[order.to(self.device)]
+
+    def _forward_once(self, tokens, rows, starts, counts, num_logits) -> torch.Tensor | None:
+        """As `ModelLevel._forward_once`; starts and counts are of entries."""
+        owners, offsets = ragged_arange(counts)
+        owners, entries = rows[owners], starts[np.repeat(np.arange(len(rows)), counts)] + offsets
+        verified = entries < self.verified[owners]
+        self.inputs = self._states_before(owners, entries, verified)
+        logits = super()._forward_once(tokens, rows, starts, counts, num_logits)
+        self.computed_with[self._slots(owners, entries)] = np.where(
+            verified, tokens[owners, entries], _EMPTY
+        )
+        place = entries - self.verified[owners] + 1
+        kept = np.flatnonzero(place >= 0)
+        index = torch.from_numpy(np.stack([owners[kept], place[kept]])).to(self.device)
+        self.own[index[0], index[1]] = self.outputs[torch.from_numpy(kept).to(self.device)]
+        return logits
+
+    def _states_before(
+        self, rows: np.ndarray, entries: np.ndarray, verified: np.ndarray
+    ) -> torch.Tensor:
+        """[n, hidden] what entries of rows read beside their token."""
+        hidden = self.own.new_empty(len(rows), self.own.shape[-1])
+        current = verified & (entries >= self.first[rows])
+        kept = verified & ~current
+        if current.any():
+            r, e = rows[current], entries[current]
+            index = torch.from_numpy(e - self.first[r] + self.index_of_first[r]).to(self.device)
+            states = torch.cat([state.index_select(0, index) for state in self.states], dim=-1)
+            self._put(hidden, current, self.model.combine_hidden_states(states))
+        for where, source, r, place in (
+            (kept, self.kept, self.slot_of_row[rows], entries % KEPT_STATES),
+            (~verified, self.own, rows, entries - self.verified[rows]),
+        ):
+            if where.any():
+                index = torch.from_numpy(np.stack([r[where], place[where]])).to(self.device)
+                self._put(hidden, where, source[index[0], index[1]])
+        return hidden
+
+    def _put(self, hidden: torch.Tensor, where: np.ndarray, values: torch.Tensor) -> None:
+        hidden[torch.from_numpy(where).to(self.device)] = values
+
+    def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] final hidden states; keeps what the next entries read in `outputs`."""
+        final, self.outputs = self.model(
+            input_ids=input_ids, positions=positions, hidden_states=self.inputs
+        )
+        return final
+
+    def warm_up(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """See `ModelLevel.warm_up`."""
+        self.inputs = self.own.new_zeros(len(input_ids), self.own.shape[-1])
+        self.run(input_ids, positions)
+
+    def _slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """[n] int64 slots of the head's KV cache."""
+        return self.slots(self.attention_groups[0].kv_cache_group_id, rows, positions)
