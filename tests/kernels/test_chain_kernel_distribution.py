@@ -38,10 +38,15 @@ def outcomes_of(token_ids, num_accepted):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize(
-    ("method", "requests"),
-    [("block", 700), pytest.param("standard", 150, marks=pytest.mark.slow)],
+    ("method", "requests", "rejected"),
+    [
+        # An interpreted request costs 50 ms: the fast form tells other rules apart less clearly.
+        ("block", 400, KEPT),
+        pytest.param("block", 700, REJECTED, marks=pytest.mark.slow),
+        pytest.param("standard", 150, REJECTED, marks=pytest.mark.slow),
+    ],
 )
-def test_distribution_for_one_draft(method, requests):
+def test_distribution_for_one_draft(method, requests, rejected):
     target, draft, tokens = make_draft()
     result = chain_verify.verify_chain(
         target.repeat(requests, 1),
@@ -58,8 +63,8 @@ def test_distribution_for_one_draft(method, requests):
     p, q = target.softmax(-1), draft.softmax(-1)
     assert p_value(outcomes, chain_distribution(p, q, tokens, method=method)) > KEPT
     if method == "block":
-        assert p_value(outcomes, chain_distribution(p, q, tokens, method="standard")) < REJECTED
-        assert p_value(outcomes, plain_residual_distribution(p, q, tokens)) < REJECTED
+        assert p_value(outcomes, chain_distribution(p, q, tokens, method="standard")) < rejected
+        assert p_value(outcomes, plain_residual_distribution(p, q, tokens)) < rejected
 
 
 def plain_residual_distribution(p, q, tokens):

@@ -3,8 +3,17 @@
 import pytest
 import torch
 from support.kernel_batches import draft_lse, make_chains, make_trees
+from support.proposal_states import (
+    MAX_MODEL_LEN,
+    MAX_NUM_REQS,
+    block_tables,
+    runner_tensors,
+    schedule_of,
+)
 
-from vllm_hsd.kernels import chain_verify
+from vllm_hsd.core.program import Program
+from vllm_hsd.core.proposal_state import KVGroups, ProposalState
+from vllm_hsd.kernels import cascade_steps, chain_verify
 from vllm_hsd.kernels.sample_row import sample_row
 from vllm_hsd.kernels.testing import reference
 from vllm_hsd.kernels.tree_verify import verify_tree
@@ -65,3 +74,73 @@ def test_trees():
         result = verify_tree(**on_gpu(batch), replacement=kind == "iid")
         expected = reference.verify_tree(**batch, replacement=kind == "iid")
         assert (result.token_ids.cpu() != expected.token_ids).any(1).sum() <= 1
+
+
+class TinyModel:
+    """Embedding and head over the fed tokens."""
+
+    in_target_cache = False
+
+    def __init__(self, vocab_size: int) -> None:
+        g = torch.Generator().manual_seed(0)
+        self.embedding = torch.randn(vocab_size, 16, generator=g).bfloat16().cuda()
+        self.head = torch.randn(16, vocab_size, generator=g).bfloat16().cuda()
+
+    def forward(self, state, op, num_logits):
+        fed = state.batch * op.query_length
+        hidden = torch.nn.functional.embedding(state.input_ids[:fed], self.embedding)
+        last = hidden.view(state.batch, op.query_length, -1)[:, -num_logits:]
+        return last.reshape(-1, last.shape[-1]) @ self.head
+
+
+def test_a_replayed_proposal_equals_the_eager_one():
+    """Graph and eager run of one program, staged from the same texts; the CPU's states for both."""
+    vocab_size, device = 5000, torch.device("cuda")
+    schedule = schedule_of(3, 8)
+    _, tables = block_tables(0)
+    tables = [table.cuda() for table in tables]
+    groups = KVGroups(
+        torch.tensor([t.data_ptr() for t in tables], dtype=torch.uint64, device=device),
+        torch.tensor([t.stride(0) for t in tables], device=device),
+        torch.tensor([4, 16], dtype=torch.int32, device=device),
+    )
+    levels = [TinyModel(vocab_size) for _ in range(2)]
+    program = Program(schedule, levels, ["block"] * 2, groups, MAX_MODEL_LEN)
+    states = [
+        ProposalState.allocate(
+            schedule,
+            batch=6,
+            max_num_reqs=MAX_NUM_REQS,
+            vocab_size=vocab_size,
+            dtypes=[torch.bfloat16] * 2,
+            num_kv_groups=2,
+            device=device,
+        )
+        for _ in range(2)
+    ]
+
+    def stage(seed):
+        runner = on_gpu(runner_tensors(seed, 5, schedule.window))
+        for state in states:
+            cascade_steps.stage(state, schedule, **runner, scales=torch.ones(2, device=device))
+
+    stage(0)
+    for state in states:
+        program.run(state)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        program.run(states[0])
+    drafted = 0
+    for seed in range(20):
+        stage(seed)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            graph.replay()
+            program.run(states[1])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert states[0].draft_tokens.equal(states[1].draft_tokens)
+        assert states[0].draft_length.equal(states[1].draft_length)
+        drafted += int(states[0].draft_length.sum())
+    assert drafted > 0
