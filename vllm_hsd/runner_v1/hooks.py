@@ -54,6 +54,7 @@ _MODULES = (
     "level_checks",
     "levels",
     "eagle3",
+    "head_states",
     "stock_drafters",
 )
 

@@ -20,10 +20,11 @@ from vllm_hsd.core.levels import FirstOf, LevelOptions, LevelStats, LookupLevel
 from vllm_hsd.errors import quoted
 from vllm_hsd.runner_v1.adaptive import AdaptiveDrafting
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
+from vllm_hsd.runner_v1.head_states import HeadStates
 from vllm_hsd.runner_v1.level_checks import loading
 from vllm_hsd.runner_v1.levels import EarlyExitLevel, ModelLevel, build_level, weights_read
 from vllm_hsd.runner_v1.on_runner import complete_logits_processors, take_over_runner
-from vllm_hsd.runner_v1.requests import NOTHING_KEPT, RequestLimits, RequestTable
+from vllm_hsd.runner_v1.requests import RequestLimits, RequestTable
 from vllm_hsd.runner_v1.sampler import CascadeSampler
 from vllm_hsd.runner_v1.sampling import RequestSampling
 
@@ -114,7 +115,7 @@ class CascadeProposer(DraftModelProposer):
             self.cascade.per_request,
         )
         self.heads = [
-            (k, level)
+            HeadStates(level, k, levels[k], self.cascade, self.requests)
             for k, level in enumerate(self.cascade.levels)
             if isinstance(level, Eagle3Level)
         ]
@@ -268,12 +269,12 @@ class CascadeProposer(DraftModelProposer):
         first = input_batch.num_computed_tokens_cpu[: len(slots)].astype(np.int64)
         for level in self.model_levels:
             if isinstance(level, Eagle3Level):
-                states = [hidden_states] if level.reads_final_states else aux_hidden_states
-                level.take_states(states, slots, first, scheduled, computed)
+                layers = [hidden_states] if level.reads_final_states else aux_hidden_states
+                level.take_states(layers, slots, first, scheduled, computed)
         # A head reads the target's state of a position and the token after it.
         known = np.tile(computed, (len(self.cascade.levels), 1))
-        for k, _ in self.heads:
-            known[k] += 1
+        for states in self.heads:
+            known[states.k] += 1
         requests.rows[slots] = np.arange(len(slots))
         requests.end[slots] = length
         scales = [options.temperature_scale for options in self.cascade.options]
@@ -292,18 +293,16 @@ class CascadeProposer(DraftModelProposer):
             thresholds=requests.thresholds,
             sits_out=requests.sits_out,
         )
-        for k, head in self.heads:
-            self._recover(k, head, batch, slots, known)
+        for states in self.heads:
+            states.before_drafting(batch, slots, known)
         if self.adaptive is None:
             idle = requested == 0
             self.cascade.ingest(batch, slots[idle], known[:, idle])
             drafts = self.cascade.propose(batch, slots, requested)
         else:
             drafts = self.adaptive.propose(batch, slots, requested)
-        for k, head in self.heads:
-            # Entries of drafts were computed without the target's states.
-            requests.cached[k, slots] = np.minimum(requests.cached[k, slots], known[k])
-            self._catch_up(k, head, batch, slots, known)
+        for states in self.heads:
+            states.after_drafting(batch, slots, known)
         counts = drafts.counts[slots].tolist()
         token_ids = drafts.token_ids[slots].tolist()
         return [ids[:count] for ids, count in zip(token_ids, counts, strict=True)]
@@ -324,65 +323,6 @@ class CascadeProposer(DraftModelProposer):
     def _enter(self, request_id: str, computed: int) -> None:
         cached = computed if self.adaptive is None else self.adaptive.usable(request_id, computed)
         self.requests.enter(request_id, self._limits, cached)
-
-    def _recover(
-        self, k: int, head: Eagle3Level, batch: DraftBatch, slots: np.ndarray, known: np.ndarray
-    ) -> None:
-        """Find out for which requests a head has all entries before this step's positions.
-
-        Those of requests that were there in the last step are in its cache or kept. Those of others
-        are in shared blocks of the prefix cache, or the target's states for them are gone.
-        """
-        requests, first = self.requests, head.first[: len(slots)]
-        takes_part = ~requests.sits_out[k, slots] & (known[k] <= head.context_length)
-        head.expect(batch.tokens, np.flatnonzero(takes_part))
-        has_from = np.minimum(first, requests.kept_from[k, slots])
-        unsure = takes_part & (np.maximum(requests.cached[k, slots] - 1, 0) < has_from)
-        if not unsure.any():
-            return
-        found = unsure
-        while True:
-            # One request's blocks may hold what another one renounces.
-            lost = [row for row in np.flatnonzero(found) if not head.holds(batch.tokens, row)]
-            if not lost:
-                break
-            found[lost] = False
-            for row in lost:
-                head.renounce(row)
-            self._sit_out(k, slots[lost])
-        requests.cached[k, slots[found]] = first[found] + 1
-        # Such a request may share blocks with one of this step: the prefixes come first.
-        prefixes = np.zeros_like(known)
-        prefixes[k] = known[k] - 1
-        self.cascade.ingest(batch, slots, prefixes)
-
-    def _catch_up(
-        self, k: int, head: Eagle3Level, batch: DraftBatch, slots: np.ndarray, known: np.ndarray
-    ) -> None:
-        """Keep the states of requests that a head did not run for, or run it where it must."""
-        requests = self.requests
-        behind = ~requests.sits_out[k, slots] & (known[k] <= head.context_length)
-        behind &= requests.cached[k, slots] < known[k]
-        rows = np.flatnonzero(behind)
-        entries = np.maximum(requests.cached[k, slots[rows]] - 1, 0)
-        now = head.must_catch_up(rows, entries)
-        fed = np.zeros_like(known)
-        fed[k] = known[k]
-        self.cascade.ingest(batch, slots[rows[now]], fed[:, rows[now]])
-        head.keep(rows[~now], entries[~now])
-        requests.kept_from[k, slots] = NOTHING_KEPT
-        requests.kept_from[k, slots[rows[~now]]] = entries[~now]
-
-    def _sit_out(self, k: int, slots: np.ndarray) -> None:
-        """A head drafts nothing for requests whose states of the target are gone."""
-        self.requests.sits_out[k, slots] = True
-        self.cascade.stats[k].sat_out += len(slots)
-        logger.warning_once(
-            "levels[%d] drafts nothing for a request whose prefix it has not read: the target's "
-            "states of these tokens are gone. /metrics counts such requests as "
-            "vllm_hsd:level_sat_out.",
-            self.selected[k],
-        )
 
     def _scheduled(self, scheduler_output, batch: int) -> np.ndarray:
         """[batch] int64 tokens that the target computed in this step."""
