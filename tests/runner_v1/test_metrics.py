@@ -69,9 +69,9 @@ def test_totals_add_up_and_print():
     totals = LevelTotals()
     assert totals.take() == []
     for _ in range(2):
-        totals.add([LevelStats(8, 4, 3, 9, 0.25), LevelStats()])
+        totals.add([LevelStats(8, 4, 3, 9, 0.25, sat_out=1), LevelStats()])
     levels = totals.take()
-    assert levels == [LevelStats(16, 8, 6, 18, 0.5), LevelStats()]
+    assert levels == [LevelStats(16, 8, 6, 18, 0.5, sat_out=2), LevelStats()]
     assert totals.take() == []
     assert log_line(levels) == (
         "level 0: drafted 16, accepted 8 (50.0%), rounds 6, forwards 18 in 0.50 s; "

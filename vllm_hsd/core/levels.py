@@ -176,4 +176,5 @@ class LevelStats:
                 name: self.sources.get(name, none) + other.sources.get(name, none)
                 for name in sorted(names)
             },
+            sat_out=self.sat_out + other.sat_out,
         )
