@@ -48,7 +48,7 @@ ENGINES = {
     "chunked prefill, few blocks": {
         "max_num_batched_tokens": 24,
         "max_num_seqs": 12,
-        "num_gpu_blocks_override": 20,
+        "num_gpu_blocks_override": 12,
     },
 }
 
