@@ -74,11 +74,11 @@ def plain(engine) -> dict:
     return run_engine(engine, JOBS)
 
 
-def recorded(engine: dict, directory, install: str = "install") -> tuple[dict, dict]:
-    """Results of JOBS, and text -> draft."""
+def recorded(engine: dict, directory, install: str = "install", jobs=JOBS) -> tuple[dict, dict]:
+    """Results of the jobs, and text -> draft."""
     file = directory / "drafts"
     patch = f"support.recorded_drafts:{install}"
-    results = run_engine(engine, JOBS, patch=patch, env={recorded_drafts.FILE: str(file)})
+    results = run_engine(engine, jobs, patch=patch, env={recorded_drafts.FILE: str(file)})
     return results, recorded_drafts.read(file)
 
 
@@ -138,9 +138,10 @@ def test_drafts_equal_those_of_vllm(engine, head, speculated, tmp_path):
     if name != "whole prompts":
         pytest.skip("one comparison is enough")
     stock = {"method": "eagle3", "model": head, "num_speculative_tokens": TOKENS}
-    _, theirs = recorded({**engine, "speculative_config": stock}, tmp_path)
-    # Where one request comes close to max_model_len, vLLM drafts zeros for the whole batch.
-    common = [text for text in drafts.keys() & theirs.keys() if any(theirs[text])]
+    # Near max_model_len vLLM skips the head for the whole batch, whose cache then has holes.
+    jobs = {name: job for name, job in JOBS.items() if name != "max_model_len"}
+    _, theirs = recorded({**engine, "speculative_config": stock}, tmp_path, jobs=jobs)
+    common = drafts.keys() & theirs.keys()
     assert len(common) > 100
     for text in common:
         assert drafts[text] == theirs[text][: len(drafts[text])], text
