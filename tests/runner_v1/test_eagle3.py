@@ -4,6 +4,8 @@ The reference recomputes head and target from the text alone (support/eagle3_hea
 method "eagle3" gives drafts for the same texts.
 """
 
+import random
+
 import pytest
 from support import recorded_drafts
 from support.eagle3_head import TorchHead, write_eagle3_head
@@ -14,7 +16,7 @@ from vllm_hsd.engine import EngineProcess
 
 TOKENS = 4
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
-PROMPTS = [[(3 * i + j * j) % 5 for j in range(4 + 9 * i)] for i in range(12)]
+PROMPTS = [random.Random(i).choices(range(5), k=4 + 9 * i) for i in range(12)]
 # They share 64 tokens, two blocks of the cache.
 SHARED = [[(j * j + j // 7) % 5 for j in range(64)] + [i % 5, i // 5, 3] for i in range(8)]
 
