@@ -30,7 +30,6 @@ class Chosen:
     Args:
         engine: whose program runs.
         by_position: choices of a level at one position of the text share a uniform (a fault).
-        claimed: rows that verification is told, in place of those that tokens were drawn from.
     """
 
     def __init__(self, engine: Engine, by_position: bool = False) -> None:
