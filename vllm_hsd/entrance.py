@@ -100,16 +100,15 @@ def _speculative_keys(arguments) -> dict[str, Any]:
 
 
 def _cascade_class() -> Any:
-    import vllm.envs as envs
+    if runner() == "V2":
+        _install_v2()
+        from vllm_hsd.runner_v2 import spec_config as v2
 
-    if envs.VLLM_USE_V2_MODEL_RUNNER:
-        raise UserError(
-            "VLLM_USE_V2_MODEL_RUNNER is 1, but method 'hsd' needs vLLM's V1 runner: unset it."
-        )
+        return v2.CascadeSpeculativeConfig
     _install_v1()
-    from vllm_hsd.runner_v1.spec_config import HsdSpeculativeConfig
+    from vllm_hsd.runner_v1 import spec_config as v1
 
-    return HsdSpeculativeConfig
+    return v1.HsdSpeculativeConfig
 
 
 def _stock_class() -> Any:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from oracle.distributions import chain_distribution
 from support.exact_joint_distribution import chi_square_p_value, next_token_distribution
+from support.table_laws import joint, tables
 
 from vllm_hsd.core.schedule import DRAWS_PER_LENGTH
 from vllm_hsd.verify import verify_chain
@@ -25,13 +26,6 @@ CASES = {
     "logit_bias": {"logit_bias": {1: 1.5, 3: -2.0}},
     "allowed tokens": {"allowed_token_ids": [0, 2, 3, 5]},
 }
-
-
-def tables(vocabulary=6, difference=0.7):
-    from support.table_runner import table
-
-    target = table(0, vocabulary, 1.3)
-    return target, target + difference * table(1, vocabulary, 1.0)
 
 
 def runner(params, **options):
@@ -96,23 +90,6 @@ def test_a_drafter_equal_to_the_target_loses_nothing(keeps_rows, temperature):
     for _ in range(4):
         served.step()
     assert served.accepted == served.verified > 0
-
-
-def joint(params, length):
-    """Exact distribution of the first `length` tokens after token 0 of the target's table."""
-    target, _ = tables()
-    law = {}
-    for outcome in itertools.product(range(len(target)), repeat=length):
-        probability, text = 1.0, [0]
-        for t, token in enumerate(outcome):
-            row = next_token_distribution(
-                target[text[-1]].double().numpy(), [0], outcome[:t], params, None
-            )
-            probability *= row[token]
-            text.append(token)
-        if probability > 0:
-            law[outcome] = probability
-    return law
 
 
 def sampled_texts(count, params, length, **options):

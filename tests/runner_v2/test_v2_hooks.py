@@ -17,6 +17,8 @@ VARIABLES = {
     "states": ("SamplingStates",),
     "req_states": ("RequestState",),
     "speculator": ("DraftModelSpeculator",),
+    "block_tables": ("BlockTables",),
+    "input_batch": ("InputBatch",),
     "parsed": ("SpeculativeConfig",),
 }
 interpret = pytest.mark.interpret
@@ -81,6 +83,10 @@ def test_every_attribute_that_is_read_from_vllm_is_registered():
             if classes and not any(node.attr in known[cls] for cls in classes):
                 missing.add(f"{source.name}: {variable}.{node.attr}")
     ours = {"sampler.py: sampler.processed", "sampler.py: sampler.sampler"}
+    ours |= {"stock_drafters.py: kept.lse", "spec_config.py: parsed.draft_model_config"}
+    ours |= {f"sampler.py: speculator.{name}" for name in ("req_states", "schedule", "hsd")}
+    ours |= {f"sampler.py: speculator.{name}" for name in ("state", "scales")}
+    ours |= {"levels.py: speculator.longest"}
     ours |= {f"sampler.py: sampler.{name}" for name in ("verify", "target_logits")}
     assert missing <= ours
 

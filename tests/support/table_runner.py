@@ -6,7 +6,6 @@ Triton's interpreter; logits of target and drafter are rows of a table that the 
 
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 from support import triton_cpu
 
@@ -19,7 +18,12 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler  #
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator  # noqa: E402
 from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
 
+from vllm_hsd.config import CascadeConfig  # noqa: E402
+from vllm_hsd.core.program import NgramProgramLookup, Program  # noqa: E402
+from vllm_hsd.core.proposal_state import KVGroups, ProposalState  # noqa: E402
 from vllm_hsd.runner_v2.sampler import serve  # noqa: E402
+from vllm_hsd.runner_v2.spec_config import schedule_of, verifiers  # noqa: E402
+from vllm_hsd.runner_v2.speculator import CascadeSpeculator  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -43,6 +47,81 @@ class TableDrafter:
         return hidden_states
 
 
+class TableLevel:
+    """A level whose next-token logits depend on the last token only, so that it needs no cache."""
+
+    in_target_cache = False
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+    def forward(self, state, op, num_logits: int) -> torch.Tensor:
+        fed = state.input_ids[: state.batch * op.query_length].view(state.batch, -1).long()
+        return self.logits[fed[:, op.query_length - num_logits :].flatten()]
+
+
+class TableCascade(CascadeSpeculator):
+    """The cascade of the V2 runner without vLLM's models.
+
+    Args:
+        cascade: see `TableRunner`.
+        req_states: vLLM's table of requests.
+    """
+
+    def __init__(self, cascade: dict, req_states) -> None:
+        tables = [level["model"] for level in cascade["levels"] if "model" in level]
+        given = [
+            {**level, "model": "table"} if "model" in level else level
+            for level in cascade["levels"]
+        ]
+        self.hsd = CascadeConfig.parse({**cascade, "levels": given})
+        self.schedule = schedule_of(self.hsd)
+        self.scales = torch.tensor([level.temperature_scale for level in self.hsd.levels])
+        self.req_states, self.hosted, self.draft_logits = req_states, [], None
+        self.max_model_len = req_states.max_model_len
+        slots, vocabulary = req_states.max_num_reqs, len(tables[0])
+        self.draft_tokens = torch.zeros(
+            slots, self.schedule.num_speculative_tokens, dtype=torch.int64
+        )
+        lookup = self.hsd.levels[0].kind == "ngram"
+        self.state = ProposalState.allocate(
+            self.schedule,
+            batch=slots,
+            max_num_reqs=slots,
+            vocab_size=vocabulary,
+            dtypes=[None] * lookup + [torch.float32] * len(tables),
+            num_kv_groups=1,
+            device=CPU,
+        )
+        self.blocks = torch.arange(slots * 16, dtype=torch.int32).view(slots, 16)
+        groups = KVGroups(
+            torch.tensor([self.blocks.data_ptr()], dtype=torch.uint64),
+            torch.tensor([16]),
+            torch.tensor([16], dtype=torch.int32),
+        )
+        levels: list = [TableLevel(logits) for logits in tables]
+        if lookup:
+            ngram = self.hsd.levels[0].ngram
+            levels.insert(0, NgramProgramLookup(req_states.all_token_ids.gpu, ngram.min, ngram.max))
+        self.program = Program(
+            self.schedule, levels, verifiers(self.hsd), groups, self.max_model_len
+        )
+
+    def drafts(self, slots: torch.Tensor, states) -> torch.Tensor:
+        count = len(slots)
+        batch = SimpleNamespace(
+            num_reqs=count,
+            has_prefill=False,
+            idx_mapping=slots,
+            seq_lens_cpu_upper_bound=torch.zeros(count, dtype=torch.int32),
+        )
+        sampled = torch.ones(count, dtype=torch.int32)
+        return self.propose(
+            batch, {}, {}, None, None, sampled, None, None, None, states.temperature.gpu,
+            states.seeds.gpu,
+        )  # fmt: skip
+
+
 class TableRunner:
     """Requests that generate with a drafter; all of them take part in every step.
 
@@ -54,6 +133,7 @@ class TableRunner:
         ours: whether our verifier replaces vLLM's.
         prompt: token that every text starts with.
         prompt_length: how often.
+        cascade: as configured, of levels {"model": table [V, V]}, in the place of `draft`.
     """
 
     def __init__(
@@ -67,6 +147,7 @@ class TableRunner:
         ours: bool = True,
         prompt: int = 0,
         prompt_length: int = 1,
+        cascade: dict | None = None,
     ) -> None:
         self.target, self.draft, self.length = target, draft, length
         self.count, vocabulary = len(params), len(target)
@@ -88,6 +169,8 @@ class TableRunner:
             fly_entropy_top_k=None,
         )
         self.drafter = TableDrafter(self.count, length, vocabulary, keeps_rows)
+        if cascade is not None:
+            self.drafter = TableCascade(cascade, self.states)
         self.runner = SimpleNamespace(
             sampler=self.sampler,
             rejection_sampler=RejectionSampler(self.sampler, spec_config, CPU),
@@ -175,6 +258,9 @@ class TableRunner:
         )
 
     def propose(self) -> None:
+        if isinstance(self.drafter, TableCascade):
+            self.drafted = self.drafter.drafts(self.slots, self.sampler.sampling_states).clone()
+            return
         drafter, states = self.drafter, self.sampler.sampling_states
         drafter._copy_request_inputs(
             self.count, self.slots, states.temperature.gpu, states.seeds.gpu
@@ -199,9 +285,3 @@ class TableRunner:
         lengths = self.states.total_len.gpu[self.slots].tolist()
         rows = self.states.all_token_ids.gpu[self.slots].tolist()
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
-
-
-def table(seed: int, vocabulary: int, spread: float) -> torch.Tensor:
-    """Normal logits [V, V] of standard deviation `spread`."""
-    rng = np.random.default_rng(seed)
-    return torch.from_numpy(rng.normal(size=(vocabulary, vocabulary)) * spread).float()

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
-from vllm_hsd import host, plugin, registry
+from vllm_hsd import entrance, host, plugin, registry
 from vllm_hsd.errors import UserError, brief
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
@@ -289,13 +289,7 @@ def _device() -> Iterator[Finding]:
     else:
         name = f"{kind} ({current_platform.get_device_name()})"
     yield Finding("ok", f"device: {name}")
-    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-        yield Finding(
-            "problem",
-            "VLLM_USE_V2_MODEL_RUNNER is 1, and method 'hsd' runs on vLLM's V1 runner: unset it",
-        )
-    else:
-        yield Finding("ok", "runner: vLLM's V1 runner serves method 'hsd'")
+    yield Finding("ok", f"runner: vLLM's {entrance.runner()} runner serves method 'hsd'")
     if kind == "cpu":
         yield bfloat16_finding(_bfloat16_status(), host.flags())
 

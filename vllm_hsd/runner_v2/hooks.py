@@ -12,7 +12,16 @@ from vllm_hsd import entrance
 from vllm_hsd.registry import Registry
 
 # Modules whose import fills the registry, in the order in which their replacements are made.
-_MODULES = ("vllm_names", "replacements", "stock_config", "sampler", "stock_drafters")
+_MODULES = (
+    "vllm_names",
+    "replacements",
+    "stock_config",
+    "spec_config",
+    "sampler",
+    "stock_drafters",
+    "levels",
+    "speculator",
+)
 
 # Drafters of vLLM's V2 runner that our verifier serves.
 STOCK_METHODS = ("draft_model", "eagle", "eagle3", "mtp", "ngram", "ngram_gpu", "dflash")

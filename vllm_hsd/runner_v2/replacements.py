@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_hsd.registry import NONE_FILED
+from vllm_hsd.registry import NONE_FILED, PLUGIN_ISSUE
 from vllm_hsd.runner_v2.hooks import REGISTRY
 
 RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
@@ -21,3 +21,20 @@ def load_model(original, self, *args, **kwargs):
         from vllm_hsd.runner_v2.sampler import serve
 
         serve(self)
+
+
+@REGISTRY.replaces(
+    "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator.StandaloneARSpeculator.__new__",
+    None,
+    why="makes the cascade where the runner makes its draft model; the subclass passes the "
+    "runner's isinstance checks, a factory would not",
+    until="vLLM has a plugin interface for drafters that run models",
+    issue=PLUGIN_ISSUE,
+)
+def new_draft_model_speculator(original, cls, vllm_config, *args, **kwargs):
+    stock = cls.__name__ == "StandaloneARSpeculator"
+    if stock and getattr(vllm_config.speculative_config, "hsd", None) is not None:
+        from vllm_hsd.runner_v2.speculator import CascadeSpeculator
+
+        cls = CascadeSpeculator
+    return original(cls) if original is object.__new__ else original(cls, vllm_config)

@@ -14,12 +14,11 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.kernels.chain_verify import verify_chain_padded
 from vllm_hsd.registry import NONE_FILED
 from vllm_hsd.runner_v2.hooks import REGISTRY, replace_on
+from vllm_hsd.runner_v2.speculator import CascadeSpeculator
 from vllm_hsd.runner_v2.stock_drafters import KeptDrafts
 
 _SAMPLER = "vllm.v1.worker.gpu.sample.sampler.Sampler"
 _STATES = "vllm.v1.worker.gpu.sample.states.SamplingStates"
-# Streams of uniforms: the drafter's is 0, the target's 1 (see verify.rng).
-_TARGET = 1
 
 
 def serve(runner: Any) -> None:
@@ -42,6 +41,12 @@ def serve(runner: Any) -> None:
             "sampling: remove one of them."
         )
     speculator, kept = runner.speculator, None
+    if isinstance(speculator, CascadeSpeculator):
+        speculator.req_states = runner.req_states
+        runner.rejection_sampler = CascadeRejectionSampler(
+            sampler, runner.speculative_config, runner.device, speculator
+        )
+        return
     if speculator.draft_logits is not None:
         drafted, vocabulary = speculator.draft_logits.shape[-1], runner.vocab_size
         if drafted != vocabulary:
@@ -67,6 +72,9 @@ class BlockRejectionSampler(RejectionSampler):
         device: of the model.
         kept: the drafter's logsumexps, None if its draft tokens are point masses.
     """
+
+    # Stream of the target's uniforms (see verify.rng) and the rule.
+    level, method = 1, "block"
 
     def __init__(self, sampler, spec_config, device, kept: KeptDrafts | None) -> None:
         super().__init__(sampler, spec_config, device)
@@ -135,6 +143,21 @@ class BlockRejectionSampler(RejectionSampler):
         )
         return processed, True
 
+    def draft_rows(
+        self, draft_logits: torch.Tensor | None, max_draft_tokens: int
+    ) -> torch.Tensor | None:
+        """Rows that the draft tokens were drawn from, None for point masses."""
+        return draft_logits
+
+    def drafts(self, draft_logits: torch.Tensor | None, idx_mapping: torch.Tensor) -> dict:
+        """Arguments of the verifier that say where the drafts of the batch are."""
+        temperature = self.sampler.sampling_states.temperature.gpu
+        kept = self.kept if draft_logits is not None else None
+        return {
+            "draft_temperature": temperature,
+            "draft_lse": None if kept is None else kept.lse,
+        }
+
     def verify(
         self,
         target_logits: torch.Tensor,
@@ -150,7 +173,7 @@ class BlockRejectionSampler(RejectionSampler):
         temperature = states.temperature.gpu
         result = verify_chain_padded(
             target_logits,
-            draft_logits,
+            self.draft_rows(draft_logits, max_draft_tokens),
             draft_sampled,
             cu_num_logits,
             idx_mapping,
@@ -158,11 +181,37 @@ class BlockRejectionSampler(RejectionSampler):
             states.seeds.gpu,
             self.sampler.req_states.total_len.gpu.long() * DRAWS_PER_LENGTH,
             max_draft_tokens=max_draft_tokens,
-            level=_TARGET,
-            draft_temperature=temperature,
-            draft_lse=self.kept.lse if self.kept is not None and draft_logits is not None else None,
+            level=self.level,
+            method=self.method,
+            **self.drafts(draft_logits, idx_mapping),
         )
         return result.token_ids, result.num_emitted
+
+
+class CascadeRejectionSampler(BlockRejectionSampler):
+    """Verification of a cascade's drafts, which lie in the order of the last proposal's batch."""
+
+    def __init__(self, sampler, spec_config, device, speculator: CascadeSpeculator) -> None:
+        super().__init__(sampler, spec_config, device, None)
+        self.speculator = speculator
+        self.level, self.method = speculator.schedule.num_levels, speculator.hsd.verifier
+
+    def draft_rows(self, draft_logits, max_draft_tokens):
+        if max_draft_tokens == 0:
+            return None
+        return self.speculator.state.rows[-1]
+
+    def drafts(self, draft_logits, idx_mapping) -> dict:
+        state, speculator = self.speculator.state, self.speculator
+        temperature = self.sampler.sampling_states.temperature.gpu
+        if state is None:  # vLLM's warm-up, before there is a cache
+            return {}
+        return {
+            "draft_temperature": temperature * speculator.scales[-1],
+            "draft_lse": None if state.rows[-1] is None else state.lse[-1],
+            "draft_index": state.row_of_slot[idx_mapping.long()],
+            "draft_length": state.draft_length,
+        }
 
 
 @REGISTRY.replaces_on_runner(

@@ -10,10 +10,11 @@ from vllm_hsd.registry import Hook
 from vllm_hsd.runner_v2.hooks import REGISTRY
 
 _GPU = "vllm.v1.worker.gpu"
+_STANDALONE = f"{_GPU}.spec_decode.standalone_ar.speculator.StandaloneARSpeculator"
 _REJECTION = f"{_GPU}.spec_decode.rejection_sampler.RejectionSampler"
 
 # name -> (why, parameters)
-_OVERRIDDEN: dict[str, tuple[str, tuple[str, ...]]] = {
+_OVERRIDDEN: dict[str, tuple[str, tuple[str, ...] | None]] = {
     f"{_REJECTION}.__init__": (
         "is called by ours",
         ("self", "sampler", "spec_config", "device", "watermark_key"),
@@ -38,6 +39,59 @@ _OVERRIDDEN: dict[str, tuple[str, tuple[str, ...]]] = {
             "seq_lens_upper_bound_np",
             "verify_draft_sampled",
         ),
+    ),
+}
+
+_OVERRIDDEN |= {
+    f"{_GPU}.spec_decode.speculator.DraftModelSpeculator.__init__": (
+        "is called by the cascade",
+        ("self", "vllm_config", "device"),
+    ),
+    f"{_GPU}.spec_decode.speculator.DraftModelSpeculator.set_attn": (
+        "makes attention metadata builders per level",
+        (
+            "self",
+            "model_state",
+            "kv_cache_config",
+            "block_tables",
+            "target_input_buffers",
+            "target_attn_groups",
+        ),
+    ),
+    f"{_STANDALONE}.load_draft_model": (
+        "loads every level",
+        ("self", "target_model", "target_attn_layer_names"),
+    ),
+    f"{_STANDALONE}.propose": (
+        "runs the cascade",
+        (
+            "self",
+            "input_batch",
+            "attn_metadata",
+            "slot_mappings",
+            "last_hidden_states",
+            "aux_hidden_states",
+            "num_sampled",
+            "num_rejected",
+            "last_sampled",
+            "next_prefill_tokens",
+            "temperature",
+            "seeds",
+            "dp_sync_state",
+            "dummy_run",
+            "skip_attn_for_dummy_run",
+            "mm_inputs",
+            "is_profile",
+            "num_speculative_tokens",
+        ),
+    ),
+    "vllm.config.speculative.SpeculativeConfig.max_num_new_slots_for_drafting": (
+        "slots of the drafts",
+        None,
+    ),
+    "vllm.config.speculative.SpeculativeConfig.compute_hash": (
+        "tells compiled cascades apart",
+        ("self",),
     ),
 }
 
@@ -68,10 +122,40 @@ _READ: dict[str, dict[str, str]] = {
         "seeds": "seeds of the requests",
         "vocab_size": "top_k of a request that has none",
     },
-    f"{_GPU}.states.RequestState": {"total_len": "tokens of a request, the key of its uniforms"},
+    f"{_GPU}.states.RequestState": {
+        "total_len": "tokens of a request, the key of its uniforms",
+        "all_token_ids": "text of a request",
+    },
+    f"{_GPU}.block_table.BlockTables": {
+        "block_table_ptrs": "tables of all requests",
+        "block_table_strides": "tables of all requests",
+        "block_sizes_tensor": "slots per block",
+        "input_block_tables": "tables of the batch, for attention",
+        "num_kv_cache_groups": "tables per request",
+    },
+    f"{_GPU}.input_batch.InputBatch": {
+        "num_reqs": "size of the batch",
+        "idx_mapping": "slots of the batch",
+        "has_prefill": "prompts to ingest",
+        "num_tokens_after_padding": "tokens to ingest",
+        "input_ids": "tokens to ingest",
+        "positions": "tokens to ingest",
+        "seq_lens_cpu_upper_bound": "longest texts, for attention",
+    },
     f"{_GPU}.spec_decode.speculator.DraftModelSpeculator": {
         "draft_logits": "rows that the draft tokens were drawn from",
         "compute_draft_logits": "the drafter's logits",
+        "vllm_config": "configuration of the levels",
+        "speculative_config": "the cascade",
+        "device": "device of the levels",
+        "dtype": "type of the rows",
+        "vocab_size": "length of the rows",
+        "max_num_reqs": "slots",
+        "max_model_len": "longest text",
+        "draft_tokens": "where the runner finds drafts",
+        "attn_groups": "groups whose caches vLLM maps to kernel blocks",
+        "block_tables": "places in the cache",
+        "kv_cache_config": "groups of the levels' layers",
     },
     "vllm.config.speculative.SpeculativeConfig": {
         "num_speculative_tokens": "longest draft",

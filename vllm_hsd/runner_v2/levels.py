@@ -1,0 +1,185 @@
+"""Levels of a cascade that run forward passes on the V2 runner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.compilation.backends import set_model_tag
+from vllm.config import get_layers_from_vllm_config, replace
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader import get_model
+from vllm.v1.worker.gpu.attn_utils import (
+    build_attn_metadata,
+    build_slot_mappings_by_layer,
+    init_attn_backend,
+)
+
+from vllm_hsd.core.exit_head import ExitHead
+from vllm_hsd.core.proposal_state import ProposalState
+from vllm_hsd.core.schedule import Draft, Verify
+
+
+class ModelLevel:
+    """A drafter model with its KV cache in the target's block tables.
+
+    Args:
+        speculator: the cascade that it belongs to.
+        index: position in the cascade, 0 the cheapest.
+    """
+
+    in_target_cache = False
+
+    def __init__(self, speculator: Any, index: int) -> None:
+        self.speculator, self.index = speculator, index
+        self.vllm_config = speculator.vllm_config
+        self.model: Any = None
+        self.groups: list = []
+
+    def load(self, level_config: Any) -> None:
+        """Load the weights and record the attention layers that came with them."""
+        before = set(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))
+        extra = self.vllm_config.additional_config
+        parallel = replace(
+            level_config.draft_parallel_config, rank=self.vllm_config.parallel_config.rank
+        )
+        # The tag and additional_config keep torch.compile from sharing one artefact between levels.
+        draft_config = replace(
+            self.vllm_config,
+            model_config=level_config.draft_model_config,
+            quant_config=None,
+            parallel_config=parallel,
+            additional_config={
+                **(extra if isinstance(extra, dict) else {}),
+                "hsd_level": self.index,
+            },
+        )
+        tag = f"hsd_level{self.index}"
+        with set_model_tag(tag):
+            self.model = get_model(vllm_config=draft_config, prefix=tag)
+        layers = set(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))
+        self.layer_names = layers - before
+
+    def init_attention(self, kv_cache_config: Any) -> None:
+        """Make attention metadata builders of its own."""
+        self.groups, _, _ = init_attn_backend(
+            kv_cache_config,
+            self.vllm_config,
+            self.speculator.device,
+            active_layer_names=self.layer_names,
+        )
+
+    def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, H]; called inside a forward context."""
+        hidden = self.model(input_ids=input_ids, positions=positions)
+        return hidden[0] if isinstance(hidden, tuple) else hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, H] to [n, V]."""
+        return self.model.compute_logits(hidden)
+
+    def compute(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """Hidden states of a forward pass without a CUDA graph of its own."""
+        count = input_ids.shape[0]
+        with set_forward_context(
+            attn_metadata,
+            self.vllm_config,
+            num_tokens=count,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            slot_mapping=slot_mappings,
+            batch_descriptor=BatchDescriptor(num_tokens=count),
+        ):
+            return self.run(input_ids, positions)
+
+    def forward(self, state: ProposalState, op: Draft | Verify, num_logits: int) -> torch.Tensor:
+        """See `core.program.ProgramLevel`."""
+        q, batch = op.query_length, state.batch
+        count = batch * q
+        slot_mapping = state.slot_mapping[:, :count]
+        config = self.speculator.kv_cache_config
+        # Rows that sit out have no text of that length; what they compute is not looked at.
+        seq_lens = state.seq_lens.clamp(min=q)
+        metadata = build_attn_metadata(
+            attn_groups=self.groups,
+            num_reqs=batch,
+            num_tokens=count,
+            query_start_loc_gpu=state.query_start_loc,
+            query_start_loc_cpu=torch.arange(batch + 1, dtype=torch.int32) * q,
+            max_query_len=q,
+            seq_lens=seq_lens,
+            max_seq_len=self.speculator.max_model_len,
+            block_tables=[
+                table[:batch] for table in self.speculator.block_tables.input_block_tables
+            ],
+            slot_mappings=slot_mapping,
+            kv_cache_config=config,
+            seq_lens_cpu_upper_bound=self.speculator.longest[:batch].clamp(min=q),
+            positions=state.positions[:count],
+            is_prefilling=torch.zeros(batch, dtype=torch.bool),
+        )
+        hidden = self.compute(
+            state.input_ids[:count],
+            state.positions[:count],
+            metadata,
+            build_slot_mappings_by_layer(slot_mapping, config),
+        )
+        last = hidden.view(batch, q, -1)[:, q - num_logits :].reshape(batch * num_logits, -1)
+        rows = state.rows[op.level]
+        assert rows is not None
+        return self.logits(last).to(rows.dtype)
+
+
+class EarlyExitLevel(ModelLevel):
+    """The target's first layers with its own norm and head; it writes the target's cache.
+
+    Args:
+        num_layers: layers that run.
+    """
+
+    in_target_cache = True
+
+    def __init__(self, speculator: Any, index: int, num_layers: int) -> None:
+        super().__init__(speculator, index)
+        self.num_layers = num_layers
+
+    def attach(self, target: Any) -> None:
+        """Share the layers of the loaded target."""
+        self.target = target.unwrap() if hasattr(target, "unwrap") else target
+        self.layers = self.target.model.layers[: self.num_layers]
+        self.layer_names = {layer.self_attn.attn.layer_name for layer in self.layers}
+
+    def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden, residual = self._through_layers(input_ids, positions)
+        return self.target.model.norm(hidden, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.target.compute_logits(hidden)
+
+    def _through_layers(self, input_ids: torch.Tensor, positions: torch.Tensor):
+        hidden, residual = self.target.model.embed_input_ids(input_ids), None
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden, residual)
+        return hidden, residual
+
+
+class ExitHeadLevel(EarlyExitLevel):
+    """The target's first layers with a norm and a head trained for them."""
+
+    def __init__(self, speculator: Any, index: int, head: ExitHead) -> None:
+        super().__init__(speculator, index, head.layer)
+        self.head = head.to(speculator.device, speculator.dtype)
+
+    def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden, residual = self._through_layers(input_ids, positions)
+        return hidden + residual
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head.logits(hidden)
