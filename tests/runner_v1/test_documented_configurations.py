@@ -5,6 +5,7 @@ import copy
 import pytest
 from support.documented_configurations import documented_configurations, with_tiny_models
 from support.engines import run_engine
+from support.suffix_extra import needs_suffix
 
 CONFIGURATIONS = documented_configurations()
 GREEDY = {
@@ -24,7 +25,15 @@ def test_the_readme_shows_a_cascade_and_block_verification():
     assert any("rejection_sample_method" in config for config in shown)
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=needs_suffix) if "'suffix'" in str(config["levels"]) else name
+        for name, config in CONFIGURATIONS.items()
+        if "levels" in config
+    ]
+    + [name for name, config in CONFIGURATIONS.items() if "levels" not in config],
+)
 def test_it_serves_greedy_requests_as_no_speculation_does(family, plain, name, tmp_path):
     config = with_tiny_models(copy.deepcopy(CONFIGURATIONS[name]), family, tmp_path)
     engine = {"model": family.target, "speculative_config": config}

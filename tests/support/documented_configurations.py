@@ -57,9 +57,12 @@ def with_tiny_models(config: dict, family: Family, directory: Path) -> dict:
         eagle = config["method"] in ("eagle", "eagle3")
         config["model"] = write_eagle3_head(family.target, directory) if eagle else family.mid
     models, layer = [family.mid, family.small], 0
-    for level in config.get("levels", []):
+    given = config.get("levels", [])
+    for level in [*given, *(source for outer in given for source in outer.get("first_of", []))]:
         for key in CHECKPOINT_KEYS:
             level.pop(key, None)
+        if "suffix" in level:
+            level["suffix"] = {**level["suffix"], "store": files.store}
         if "model" in level:
             level["model"] = models.pop()
         if "eagle3" in level:
