@@ -134,3 +134,26 @@ def test_what_the_v2_runner_refuses(family, v2, keys, message):
     given = {"num_speculative_tokens": 2, "rejection_sample_method": "hierarchical", **keys}
     with pytest.raises(UserError, match=message):
         configure(family, given)
+
+
+@interpret
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"horizontal_tokens": 1}, "horizontal_tokens is 1, but vLLM's V2 runner"),
+        ({"adaptive": True}, "adaptive does not run on vLLM's V2 runner"),
+    ],
+)
+def test_what_cascades_of_the_v2_runner_refuse(family, v2, keys, message):
+    levels = [{"model": family.small, "num_tokens": 2}, {"model": family.mid}]
+    with pytest.raises(UserError, match=message):
+        configure(family, {"method": "hsd", "num_speculative_tokens": 5, "levels": levels, **keys})
+
+
+@interpret
+def test_a_cascade_of_the_v2_runner_stays_there(family, v2):
+    levels = [{"model": family.small, "num_tokens": 2}, {"model": family.mid}]
+    config = configure(family, {"method": "hsd", "num_speculative_tokens": 5, "levels": levels})
+    assert config.use_v2_model_runner and config.speculative_config.hsd_runner == "V2"
+    copied = pickle.loads(pickle.dumps(config.speculative_config))
+    assert copied.hsd == config.speculative_config.hsd

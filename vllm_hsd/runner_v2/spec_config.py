@@ -44,8 +44,10 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
         """
         hsd = CascadeConfig.parse({key: value for key, value in raw.items() if key != "method"})
         _check_target(target_model_config, target_parallel_config)
+        if hsd.adaptive:
+            raise UserError(f"adaptive does not run on vLLM's V2 runner: remove it or {_USE_V1}.")
         schedule_of(hsd)
-        levels = []
+        levels: list[SpeculativeConfig | None] = []
         for i, (level, length) in enumerate(zip(hsd.levels, hsd.draft_lengths, strict=True)):
             _check_level(f"levels[{i}]", level, target_model_config)
             levels.append(
