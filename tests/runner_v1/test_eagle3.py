@@ -159,15 +159,15 @@ def test_a_head_that_takes_turns_with_lookups_catches_up_from_kept_states(
     for job in ("batch 1", "batch 12", "prefix hits", "max_model_len"):
         assert results[job]["outputs"] == plain[job]["outputs"]
         assert results[job]["levels"][0]["sat_out"] == 0
-    texts = sorted(drafts)[::5]
-    made = [0, 0]
-    for text in texts:
-        draft, source = drafts[text]
-        guesses = reference.guesses(list(text), draft)
-        for token, guess, by_head in zip(draft, guesses, source, strict=True):
-            made[by_head] += 1
-            assert token == guess or not by_head, text
-    assert min(made) > 30
+    # Lookups draft most of this text; the head drafts where they find nothing.
+    made = 0
+    for text, (draft, source) in drafts.items():
+        if any(source):
+            guesses = reference.guesses(list(text), draft)
+            for token, guess, by_head in zip(draft, guesses, source, strict=True):
+                made += by_head
+                assert token == guess or not by_head, text
+    assert made >= 5
 
 
 def test_drafts_of_other_rows_than_the_kept_ones_are_caught(small_vocabulary, engine, head):

@@ -14,7 +14,7 @@ one for which it drafts nothing, instead of attending to noise.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -70,13 +70,10 @@ class Eagle3Level(ModelLevel):
                 "use another kind of level."
             )
         self._check_layers(target, name)
-        if not self.model.has_own_embed_tokens:
-            self.model.model.embed_tokens = target.model.embed_tokens
-        if not self.model.has_own_lm_head:
-            self.model.lm_head = target.lm_head
+        self._share(target)
         hidden = self.model.config.hidden_size
-        dtype = self.vllm_config.model_config.dtype
-        tokens = self.vllm_config.speculative_config.num_speculative_tokens
+        dtype = cast(torch.dtype, self.vllm_config.model_config.dtype)
+        tokens = cast(Any, self.vllm_config.speculative_config).num_speculative_tokens
         shape = (len(self.first), tokens + 1, hidden)
         # The head's own outputs, from the last verified entry on.
         self.own = torch.zeros(shape, dtype=dtype, device=self.device)
@@ -91,6 +88,12 @@ class Eagle3Level(ModelLevel):
             (self.own.nbytes + self.kept.nbytes) / 2**30,
             1 + KEPT_STATES,
         )
+
+    def _share(self, target: Any) -> None:
+        if not self.model.has_own_embed_tokens:
+            self.model.model.embed_tokens = target.model.embed_tokens
+        if not self.model.has_own_lm_head:
+            self.model.lm_head = target.lm_head
 
     @property
     def reads_final_states(self) -> bool:
@@ -205,8 +208,8 @@ class Eagle3Level(ModelLevel):
         owners, offsets = ragged_arange(self.verified[rows] - begin)
         positions, owners = begin[owners] + offsets, rows[owners]
         states = self._states_before(owners, positions, np.ones(len(owners), dtype=bool))
-        index = np.stack([self.slot_of_row[owners], positions % KEPT_STATES])
-        index = torch.from_numpy(index).to(self.device)
+        place = np.stack([self.slot_of_row[owners], positions % KEPT_STATES])
+        index = torch.from_numpy(place).to(self.device)
         self.kept[index[0], index[1]] = states
         self.computed_with[self._slots(owners, positions)] = _EMPTY
 
