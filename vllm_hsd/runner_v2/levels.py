@@ -21,6 +21,9 @@ from vllm_hsd.core.exit_head import ExitHead
 from vllm_hsd.core.proposal_state import ProposalState
 from vllm_hsd.core.schedule import Draft, Verify
 
+# vLLM's annotation wants a concrete class and gets this abstract one everywhere.
+_AttentionLayer: Any = AttentionLayerBase
+
 
 class ModelLevel:
     """A drafter model with its KV cache in the target's block tables.
@@ -40,7 +43,7 @@ class ModelLevel:
 
     def load(self, level_config: Any) -> None:
         """Load the weights and record the attention layers that came with them."""
-        before = set(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))
+        before = set(get_layers_from_vllm_config(self.vllm_config, _AttentionLayer))
         extra = self.vllm_config.additional_config
         parallel = replace(
             level_config.draft_parallel_config, rank=self.vllm_config.parallel_config.rank
@@ -59,7 +62,7 @@ class ModelLevel:
         tag = f"hsd_level{self.index}"
         with set_model_tag(tag):
             self.model = get_model(vllm_config=draft_config, prefix=tag)
-        layers = set(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))
+        layers = set(get_layers_from_vllm_config(self.vllm_config, _AttentionLayer))
         self.layer_names = layers - before
 
     def init_attention(self, kv_cache_config: Any) -> None:

@@ -6,7 +6,7 @@ own attention metadata, which covers the levels' layers because they share its b
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
@@ -78,12 +78,13 @@ class CascadeSpeculator(StandaloneARSpeculator):
                 level.init_attention(kv_cache_config)
                 # vLLM maps the caches of all groups listed here to kernel blocks.
                 self.attn_groups.extend(level.groups)
+        dtype = cast(torch.dtype, self.dtype)
         self.state = ProposalState.allocate(
             self.schedule,
             batch=self.max_num_reqs,
             max_num_reqs=self.max_num_reqs,
             vocab_size=self.vocab_size,
-            dtypes=[None if level is None else self.dtype for level in self.hosted],
+            dtypes=[None if level is None else dtype for level in self.hosted],
             num_kv_groups=block_tables.num_kv_cache_groups,
             device=self.device,
         )
