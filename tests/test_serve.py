@@ -56,7 +56,9 @@ def test_metrics(server):
     for index in (1, 2):
         assert level("forwards", index) > 0
         assert level("forward_seconds", index) > 0
-    assert server.total("vllm:spec_decode_num_accepted_tokens_total") == level("accepted", 2)
+    # The target also accepts horizontal tokens, which level 0 drafts.
+    beyond = server.total("vllm:spec_decode_num_accepted_tokens_total") - level("accepted", 2)
+    assert 0 <= beyond < level("accepted", 0)
     assert server.total("vllm:spec_decode_num_drafts_total") > 0
 
 
