@@ -215,7 +215,7 @@ def test_every_option_has_a_line_of_help_and_shows_its_default():
             if shown and action.default is not False:
                 assert f"default: {action.default}" in text, f"{parser.prog} {action.dest}"
         is_group = any(isinstance(action, argparse._SubParsersAction) for action in parser._actions)
-        assert is_group or re.search(rf"^example:\n  {parser.prog} ", parser.format_help(), re.M)
+        assert is_group or re.search(rf"^examples?:\n  {parser.prog} ", parser.format_help(), re.M)
 
 
 @pytest.mark.parametrize("error", [None, UserError("--x is 0: raise it."), KeyboardInterrupt()])

@@ -74,7 +74,8 @@ def test_totals_add_up_and_print():
     assert levels == [LevelStats(16, 8, 6, 18, 0.5, sat_out=2), LevelStats()]
     assert totals.take() == []
     assert log_line(levels) == (
-        "level 0: drafted 16, accepted 8 (50.0%), rounds 6, forwards 18 in 0.50 s; "
+        "level 0: drafted 16, accepted 8 (50.0%), rounds 6, forwards 18 in 0.50 s, "
+        "sat out 2 requests; "
         "level 1: drafted 0, accepted 0 (nan%), rounds 0, forwards 0"
     )
 

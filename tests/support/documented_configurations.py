@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-from support.eagle3_head import write_eagle3_head
 from support.level_files import target_head, write_level_files
 from support.tiny_models import Family
 
@@ -55,7 +54,7 @@ def with_tiny_models(config: dict, family: Family, directory: Path) -> dict:
         config["cascade"] = str(path)
     if "model" in config:
         eagle = config["method"] in ("eagle", "eagle3")
-        config["model"] = write_eagle3_head(family.target, directory) if eagle else family.mid
+        config["model"] = files.eagle3 if eagle else family.mid
     models, layer = [family.mid, family.small], 0
     given = config.get("levels", [])
     for level in [*given, *(source for outer in given for source in outer.get("first_of", []))]:
