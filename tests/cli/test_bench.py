@@ -216,6 +216,20 @@ def test_an_output_that_ends_elsewhere_is_never_a_near_tie(fakes, tmp_path, monk
     assert greedy.unexplained(found, "bfloat16") == found
 
 
+def test_rounds_with_prompts_of_their_own_are_compared_with_each_other(fakes, tmp_path):
+    """The demo answers another prompt of each kind in every round."""
+    results, _ = measured(make_comparison(tmp_path, batch_sizes=[2]))
+    results.generations = {
+        dataclasses.replace(job, prompts=tuple(2 * job.round + i for i in range(2))): generation
+        for job, generation in results.generations.items()
+    }
+    assert greedy.differences(results, SETUP.prompt_ids) == []
+    job = next(job for job in results.generations if job.config == 1 and job.round == 2)
+    job = dataclasses.replace(job, temperature=0.0)
+    results.generations[job].token_ids[1][2] += 1
+    assert [each.job for each in greedy.differences(results, SETUP.prompt_ids)] == [job]
+
+
 def test_what_could_not_run_has_no_numbers(fakes, tmp_path, capsys):
     FakeEngine.broken_in_round = {1: 2}
     results, rows = measured(make_comparison(tmp_path))

@@ -47,13 +47,19 @@ class Difference:
 def differences(results: Results, prompt_ids: Sequence[Sequence[int]]) -> list[Difference]:
     """First differences of all greedy outputs, in the order of the jobs.
 
-    Outputs without speculation are compared with those of its own first round.
+    Outputs without speculation are compared with those of its own first round with these prompts.
     """
     found = []
+    first: dict[tuple, Job] = {}
+    for job in sorted(results.generations, key=lambda job: job.round):
+        if job.config == 0:
+            first.setdefault((job.batch_size, job.temperature, job.part, job.prompts), job)
     for job, generation in results.generations.items():
         if job.temperature > 0:
             continue
-        reference = dataclasses.replace(job, config=0, round=job.round if job.config else 0)
+        reference = dataclasses.replace(job, config=0)
+        if not job.config:
+            reference = first[job.batch_size, job.temperature, job.part, job.prompts]
         expected = results.generations[reference].token_ids
         for i, (ours, theirs) in enumerate(zip(generation.token_ids, expected, strict=True)):
             pairs = list(zip_longest(ours, theirs, fillvalue=NONE))
