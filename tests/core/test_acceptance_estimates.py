@@ -38,9 +38,20 @@ def test_a_new_request_starts_as_the_others_are():
     feed(estimates, [0.9], 200)
     assert estimates.survival(0, np.array([1]))[0, 0] == pytest.approx(0.9, abs=0.05)
     feed(estimates, [0.1], 5)
-    estimates.reset(0)
+    estimates.forget(0)
     alike = estimates.survival(0, np.arange(2))
     assert np.array_equal(alike[0], alike[1])
+
+
+def test_a_request_takes_what_is_known_of_it_to_another_slot():
+    estimates = AcceptanceEstimates(1, 2, LENGTH)
+    feed(estimates, [0.1], 30)
+    before = estimates.survival(0, np.array([0]))
+    kept = estimates.set_aside(0)
+    estimates.forget(0)
+    estimates.restore(1, kept)
+    assert np.array_equal(estimates.survival(0, np.array([1])), before)
+    assert not np.array_equal(estimates.survival(0, np.array([0])), before)
 
 
 def test_a_request_whose_text_changes_is_followed():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 # Drafts after which an observation of the shared curve, or of a request, weighs half.
@@ -38,10 +40,18 @@ class AcceptanceEstimates:
         self.own_verified = np.zeros((num_levels, num_slots, max_length))
         self.own_rejected = np.zeros((num_levels, num_slots, max_length))
 
-    def reset(self, slots: np.ndarray | int) -> None:
-        """Forget the requests in `slots`."""
-        self.own_verified[:, slots] = 0
-        self.own_rejected[:, slots] = 0
+    def forget(self, slot: int) -> None:
+        """See `core.levels.PerRequest`."""
+        self.own_verified[:, slot] = 0
+        self.own_rejected[:, slot] = 0
+
+    def set_aside(self, slot: int) -> Any:
+        """See `core.levels.PerRequest`."""
+        return self.own_verified[:, slot].copy(), self.own_rejected[:, slot].copy()
+
+    def restore(self, slot: int, kept: Any) -> None:
+        """See `core.levels.PerRequest`."""
+        self.own_verified[:, slot], self.own_rejected[:, slot] = kept
 
     def observe(
         self, level: int, slots: np.ndarray, lengths: np.ndarray, accepted: np.ndarray

@@ -131,6 +131,8 @@ class Cascade:
         kept: list[Any] = [*self.lookups, *self.levels]
         if self.choice is not None:
             kept.append(self.choice)
+        if self.controller is not None:
+            kept.append(self.controller.acceptance)
         return [item for item in kept if hasattr(item, "set_aside")]
 
     def propose(

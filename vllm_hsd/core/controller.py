@@ -165,10 +165,9 @@ class DepthController:
         """Value every candidate at this batch, and settle the trial that has ended."""
         self.next_plan = self.step + _PLAN_EVERY
         self.planned_size = len(slots)
-        for candidate in self.candidates:
-            if self._timed(candidate):
-                self._value(candidate, slots, most)
         known = [candidate for candidate in self.candidates if self._timed(candidate)]
+        for candidate in known:
+            self._value(candidate, slots, most)
         best = max(known, key=lambda candidate: candidate.goodput)
         if best.goodput < _HYSTERESIS * self.plain.goodput:
             self.best = self.plain
@@ -217,11 +216,9 @@ class DepthController:
         worth = (survival >= candidate.threshold).sum(1)
         lengths = np.minimum(np.minimum(worth, candidate.selection.draft_lengths[-1]), most)
         if candidate is self.trial:
-            first = self.step * max(len(slots) // _TRIAL_SPARES, 1)
-            taking_part = np.arange(first, first + max(len(slots) // _TRIAL_SPARES, 1)) % len(slots)
-            spared = np.ones(len(slots), dtype=bool)
-            spared[taking_part] = False
-            lengths[spared] = 0
+            count = max(len(slots) // _TRIAL_SPARES, 1)
+            turn = (np.arange(len(slots)) - self.step * count) % len(slots)
+            lengths[turn >= count] = 0
         return lengths
 
     def _value(self, candidate: _Candidate, slots: np.ndarray, most: np.ndarray) -> None:
