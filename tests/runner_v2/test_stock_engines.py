@@ -100,5 +100,5 @@ def test_sampled_text_follows_the_target(name, small_vocabulary, tmp_path):
     results = run_engine(engine, jobs)
     for case, params in cases.items():
         texts = [tuple(output[0]["ids"][:3]) for output in results[case]["outputs"]]
-        law = joint_distribution(family.target, [2, 3, 0], 3, params)
-        assert chi_square_p_value(texts, law) > 1e-6, case
+        probs = joint_distribution(family.target, [2, 3, 0], 3, params)
+        assert chi_square_p_value(texts, probs) > 1e-6, case

@@ -1,4 +1,4 @@
-"""Programs over table-driven levels with paged caches, and the host's cascade beside them."""
+"""Programs over table-driven levels with paged caches, and the host's cascade next to them."""
 
 from contextlib import contextmanager
 from functools import partial

@@ -266,7 +266,7 @@ class Eagle3Level(ModelLevel):
     def _states_before(
         self, rows: np.ndarray, entries: np.ndarray, verified: np.ndarray
     ) -> torch.Tensor:
-        """[n, hidden] what entries of rows read beside their token."""
+        """[n, hidden] what entries of rows read in addition to their token."""
         hidden = self.own.new_empty(len(rows), self.own.shape[-1])
         current = verified & (entries >= self.first[rows])
         kept = verified & ~current

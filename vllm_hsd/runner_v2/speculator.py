@@ -154,7 +154,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
     def _ingest(self, input_batch, attn_metadata, slot_mappings, with_logits: bool) -> None:
         """Let every model compute what the target has computed in this step.
 
-        Entries of rejected tokens lie behind the text and are overwritten before they are read.
+        Entries of rejected tokens lie after the text and are overwritten before they are read.
         """
         tokens = input_batch.num_tokens_after_padding
         for level in self.hosted:

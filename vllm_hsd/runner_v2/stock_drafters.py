@@ -2,7 +2,7 @@
 
 vLLM 0.32 keys a draft token's noise by its position. Block verification looks at all tokens of a
 draft, so that a rejected position would meet noise again that is no longer independent of the past.
-Here a draft token takes one uniform that nobody meets twice, and its row's logsumexp, a by-product
+Here a draft token takes one uniform that is met once, and its row's logsumexp, a by-product
 of the draw, is kept for the verifier.
 """
 
