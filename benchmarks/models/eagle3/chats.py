@@ -85,6 +85,7 @@ def converse(target: Path, count: int, seed: int, dtype: str) -> list[Chat]:
         max_model_len=1024,
         max_num_seqs=128,
         enforce_eager=True,
+        kv_cache_memory_bytes=1 << 31,
     )
     tokenizer = llm.get_tokenizer()
     mark = "QUESTION"
