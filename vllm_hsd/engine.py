@@ -47,6 +47,7 @@ class Generation:
         drafted, accepted: draft tokens that the target verified and accepted.
         levels: counts of every level of a cascade, cheapest first (see
             `runner_v1.metrics.COUNTERS`); empty for other methods.
+        step_lengths: tokens of every step of the target, of every prompt.
     """
 
     token_ids: list[list[int]]
@@ -59,6 +60,7 @@ class Generation:
     drafted: int = 0
     accepted: int = 0
     levels: list[dict[str, float]] = field(default_factory=list)
+    step_lengths: list[list[int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -362,7 +364,8 @@ def generate(
     count = len(prompts)
     token_ids: list[list[int]] = [[] for _ in prompts]
     texts = [""] * count
-    first, last, steps = [0.0] * count, [0.0] * count, [0] * count
+    first, last = [0.0] * count, [0.0] * count
+    steps: list[list[int]] = [[] for _ in prompts]
     before = _counts(llm)
     began, cpu_began = time.perf_counter(), time.process_time()
     engine = llm.llm_engine
@@ -376,7 +379,7 @@ def generate(
             i, sequence = int(output.request_id), output.outputs[0]
             if sequence.token_ids:
                 first[i], last[i] = first[i] or now, now
-                steps[i] += 1
+                steps[i].append(len(sequence.token_ids))
             token_ids[i] += sequence.token_ids
             texts[i] += sequence.text
             if stream and sequence.text:
@@ -391,13 +394,14 @@ def generate(
         cpu_seconds,
         first,
         last,
-        steps,
+        [len(own) for own in steps],
         drafted - before[0],
         accepted - before[1],
         [
             {name: value - old[name] for name, value in new.items()}
             for new, old in zip(levels, earlier, strict=True)
         ],
+        steps,
     )
 
 

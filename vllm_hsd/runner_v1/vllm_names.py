@@ -162,6 +162,10 @@ _READ: dict[str, dict[str, str]] = {
         "logprobs_mode": "kind of log-probabilities",
         "compute_logprobs": "log-probabilities of rows",
         "gather_logprobs": "log-probabilities of the most likely tokens",
+        "topk_topp_sampler": "gives out the texts that `verify` scores, in place of drawn tokens",
+    },
+    f"{_SAMPLE}.ops.topk_topp_sampler.TopKTopPSampler": {
+        "forward": "gives out the texts that `verify` scores, in place of drawn tokens",
     },
     "vllm.v1.outputs.LogprobsTensors": {
         "logprob_token_ids": "tokens with log-probabilities",
@@ -244,6 +248,7 @@ _READ: dict[str, dict[str, str]] = {
         "max_tokens": "limit of the drafts",
         "ignore_eos": "end of the drafts",
         "eos_token_id": "end of the drafts",
+        "extra_args": "holds a text that `verify` scores",
     },
 }
 
