@@ -8,7 +8,6 @@ on a GPU has been made yet.
 """
 
 import argparse
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 
 from benchmarks.common import saved_figure, write_csv
 from benchmarks.kernels.drafts import Drafts
+from benchmarks.kernels.timing import NotTimed, capture, copy_bandwidth, spread_us
 from benchmarks.kernels.vllm_v1 import load_v1
 from vllm_hsd.kernels.testing import reference, vllm_sampler
 from vllm_hsd.verify import verify_chain
@@ -63,81 +63,64 @@ def torch_path(drafts: Drafts) -> torch.Tensor:
 
 
 def check(temperature: float) -> None:
-    """Kernels on the device against the reference; raises SystemExit when they differ."""
-    drafts = Drafts.make(5000, 64, 5, temperature, noise=NOISE, device="cuda")
-    host = {
-        name: getattr(drafts, name).cpu() for name in ("target", "draft", "tokens", "temperature")
-    }
+    """Kernels on the device against the reference, every request of a batch of short rows.
+
+    Raises:
+        NotTimed: they differ.
+    """
+    check_case(Drafts.make(5000, 64, 5, temperature, noise=NOISE, device="cuda"), 64)
+
+
+def check_case(drafts: Drafts, count: int) -> None:
+    """The verdicts on the first `count` requests against the reference.
+
+    Raises:
+        NotTimed: more than one differs. A uniform within rounding distance of a boundary may fall
+            on its other side.
+    """
+    n = drafts.n
+    count = min(count, drafts.batch)
     for method in ("block", "standard"):
         expected = reference.verify_chain(
-            host["target"],
-            host["draft"],
-            host["tokens"],
-            torch.arange(65) * 5,
-            host["temperature"],
-            drafts.seeds.cpu(),
-            torch.zeros(64, dtype=torch.int64),
-            max_draft_tokens=5,
+            drafts.target[: count * (n + 1)].cpu(),
+            drafts.draft[: count * n].cpu(),
+            drafts.tokens[: count * n].cpu(),
+            torch.arange(count + 1) * n,
+            drafts.temperature[:count].cpu(),
+            drafts.seeds[:count].cpu(),
+            torch.zeros(count, dtype=torch.int64),
+            max_draft_tokens=n,
             method=method,
         ).token_ids
         for lse in (True, False):
-            got = drafts.ours(method, lse).token_ids.cpu()
-            # A uniform within rounding distance of a boundary may fall on its other side.
+            got = drafts.ours(method, lse).token_ids[:count].cpu()
             wrong = int((got != expected).any(1).sum())
             if wrong > 1:
-                raise SystemExit(f"{method}, T={temperature}: {wrong} of 64 differ, not timed.")
-
-
-def capture(call: Callable[[], object]) -> Callable[[], object] | None:
-    """The call as a replay of a CUDA graph, None where it cannot be captured."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            result = call()
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return None
-    return lambda: (graph.replay(), result)[1]
-
-
-def median_us(call: Callable[[], object], repeats: int, flush: torch.Tensor) -> dict[str, float]:
-    times = []
-    for _ in range(repeats + 3):
-        flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    low, middle, high = statistics.quantiles(times[3:], n=4)
-    return {"us": middle, "us_q25": low, "us_q75": high}
-
-
-def copy_bandwidth(flush: torch.Tensor, repeats: int) -> float:
-    """Bytes per second read and written by a device copy of 1 GiB."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / (median_us(lambda: target.copy_(source), repeats, flush)["us"] / 1e6)
+                temperature = drafts.temperature[0].item()
+                raise NotTimed(
+                    f"{method}, T={temperature:g}, V={drafts.target.shape[1]}, n={n}: {wrong} of "
+                    f"{count} requests differ from the reference; not timed."
+                )
 
 
 def measure(drafts: Drafts, v2, v1, bandwidth: float, repeats: int, flush) -> list[dict]:
+    """A row for each sampler that is here.
+
+    Raises:
+        NotTimed: a kernel's verdicts are wrong, or other ones when replayed.
+    """
+    check_case(drafts, 8)
     rows = []
     for name, call in samplers(drafts, v2, v1).items():
-        replay = capture(call) if name not in ("torch", "vLLM V1") else None
+        replay = capture(call, flush.device) if name not in ("torch", "vLLM V1") else None
         ours = name.startswith(("block", "standard"))
         if ours and replay is None:
-            raise SystemExit(f"{name} could not be captured in a CUDA graph.")
+            raise NotTimed(f"{name} could not be captured in a CUDA graph.")
         if ours and not replay().token_ids.equal(call().token_ids):
-            raise SystemExit(f"{name}: a graph replay gives other tokens.")
+            raise NotTimed(f"{name}: a graph replay gives other tokens.")
         row = {"sampler": name, "graph": replay is not None, "floor_us": None}
         row["of_copy_bandwidth"] = None
-        row |= median_us(replay or call, repeats, flush)
+        row |= spread_us(replay or call, repeats, flush)
         if ours:
             needed = drafts.needed_bytes(call().num_accepted, name.endswith("given"))
             row["floor_us"] = 1e6 * needed / bandwidth
@@ -195,7 +178,7 @@ def main() -> None:
     for temperature in args.temperatures:
         check(temperature)
     flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")
-    bandwidth = copy_bandwidth(flush, args.repeats)
+    bandwidth = copy_bandwidth(2**30, args.repeats, flush)
     device = torch.cuda.get_device_name()
     print(f"{device}: copy {bandwidth / 1e12:.2f} TB/s (read and written)", flush=True)
     rows = []
