@@ -3,7 +3,6 @@
 import pytest
 import torch
 from support.proposal_states import (
-    GUARD,
     LENGTHS,
     MAX_MODEL_LEN,
     VOCABULARY,
@@ -14,79 +13,12 @@ from support.proposal_states import (
     runner_tensors,
     schedule_of,
 )
+from support.proposal_walk import walk
 
-from vllm_hsd.core.schedule import Draft, Lookup, Verify
-from vllm_hsd.kernels import cascade_steps, chain_verify
+from vllm_hsd.kernels import cascade_steps
 from vllm_hsd.kernels.testing import step_reference
 
 pytestmark = pytest.mark.interpret
-
-
-def random_result(op: Verify, state, g) -> chain_verify.ChainResult:
-    """Any verdict on the drafts, unusable rows included; nonsense where there is no room."""
-    accepted = torch.zeros(state.batch, dtype=torch.int32)
-    emitted = accepted.clone()
-    width = op.draft_length + 1
-    tokens = torch.randint(0, VOCABULARY, (state.batch, width), generator=g)
-    for b in range(state.batch):
-        if state.origin[b] < 0:
-            emitted[b], tokens[b] = GUARD, GUARD
-            continue
-        accepted[b] = torch.randint(0, int(state.have[op.level - 1, b]) + 1, (), generator=g)
-        # An unusable row after an accepted token.
-        emitted[b] = accepted[b] + int(accepted[b] == 0 or torch.rand((), generator=g) < 0.9)
-    lse = torch.randn(state.batch, width, generator=g)
-    lse[torch.rand(state.batch, width, generator=g) < 0.05] = float("nan")
-    return chain_verify.ChainResult(tokens, accepted, emitted, lse)
-
-
-def walk(schedule, seed: int, batch: int, num_reqs: int, lookup: bool) -> None:
-    """Every op of a proposal by kernel and by reference, on states that must stay equal."""
-    g = torch.Generator().manual_seed(seed)
-    guarded = GuardedState(schedule, batch, lookup)
-    state = guarded.state
-    # Left over from another proposal.
-    for name in ("window", "end", "start", "have", "asked", "base", "limit", "origin"):
-        getattr(state, name).random_(0, 9, generator=g)
-    expected = copied(state)
-    groups, tables = block_tables(seed)
-    tensors = runner_tensors(seed, num_reqs, schedule.window)
-    tensors["scales"] = torch.tensor([0.5, 1.0, 2.0][: schedule.num_levels])
-    cascade_steps.stage(state, schedule, **tensors)
-    step_reference.stage(expected, schedule, **tensors)
-    assert_equal_states(state, expected)
-    for op in schedule.ops:
-        if isinstance(op, Lookup):
-            step = {"shortest": 1, "longest": 3}
-            cascade_steps.lookup_ngram(state, tensors["text"], **step)
-            step_reference.lookup_ngram(expected, tensors["text"], **step)
-            assert_equal_states(state, expected)
-            continue
-        shared = seed % 2 == 0
-        cascade_steps.place(state, schedule, op, groups, MAX_MODEL_LEN, committed_too=shared)
-        step_reference.place(
-            expected, schedule, op, groups, MAX_MODEL_LEN, committed_too=shared, tables=tables
-        )
-        assert_equal_states(state, expected)
-        count = batch * schedule.num_logits(op)
-        logits = torch.randn(count, VOCABULARY, generator=g).bfloat16()
-        if isinstance(op, Draft):
-            token = torch.randint(0, VOCABULARY, (batch,), generator=g)
-            drawn = (logits, token, torch.randn(batch, generator=g))
-            cascade_steps.commit_draft(state, op, *drawn)
-            step_reference.commit_draft(expected, op, *drawn)
-        else:
-            result = random_result(op, state, g)
-            cascade_steps.commit_verify(state, op, logits, result)
-            step_reference.commit_verify(expected, op, logits, result)
-        assert_equal_states(state, expected)
-    cascade_steps.collect(state, schedule)
-    step_reference.collect(expected, schedule)
-    assert_equal_states(state, expected)
-    assert (state.draft_tokens >= 0).all() and (state.draft_tokens < VOCABULARY).all()
-    assert (state.draft_length <= schedule.num_speculative_tokens).all()
-    assert (state.draft_length > 0).any()
-    guarded.assert_guards()
 
 
 @pytest.mark.parametrize(

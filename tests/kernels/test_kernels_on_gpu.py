@@ -132,7 +132,7 @@ def test_a_replayed_proposal_equals_the_eager_one():
     with torch.cuda.graph(graph):
         program.run(states[0])
     drafted = 0
-    for seed in range(20):
+    for seed in range(100):
         stage(seed)
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -34,7 +34,14 @@ class GuardedState:
         groups: KV-cache groups.
     """
 
-    def __init__(self, schedule, batch: int, lookup: bool = False, groups: int = 2) -> None:
+    def __init__(
+        self,
+        schedule,
+        batch: int,
+        lookup: bool = False,
+        groups: int = 2,
+        device: torch.device | str = "cpu",
+    ) -> None:
         dtypes = [None if lookup and k == 0 else torch.bfloat16 for k in range(schedule.num_levels)]
         state = ProposalState.allocate(
             schedule,
@@ -43,7 +50,7 @@ class GuardedState:
             vocab_size=VOCABULARY,
             dtypes=dtypes,
             num_kv_groups=groups,
-            device=torch.device("cpu"),
+            device=torch.device(device),
         )
         self.outer: dict[str, torch.Tensor] = {}
         for name, tensor in tensors_of(state).items():
@@ -64,7 +71,7 @@ class GuardedState:
             # Rows that kernels expect to be contiguous.
             shape = [tensor.shape[0] + 2, tensor.shape[1]]
             padding = (0, 0, 1, 1)
-        outer = poison(torch.empty(shape, dtype=tensor.dtype))
+        outer = poison(torch.empty(shape, dtype=tensor.dtype, device=tensor.device))
         inner = outer
         for d in range(tensor.ndim):
             before = padding[2 * (tensor.ndim - 1 - d)]
@@ -80,7 +87,7 @@ class GuardedState:
             kept = outer.clone()
             offset = inner.storage_offset()
             torch.as_strided(kept, inner.shape, inner.stride(), offset).copy_(
-                poison(torch.empty(inner.shape, dtype=inner.dtype))
+                poison(torch.empty_like(inner))
             )
             same = kept.isnan() if kept.dtype.is_floating_point else kept == GUARD
             assert same.all(), name
@@ -109,29 +116,34 @@ def set_tensor(state: ProposalState, name: str, tensor: torch.Tensor) -> None:
 
 
 def assert_equal_states(one: ProposalState, other: ProposalState) -> None:
-    """Equal in every entry, NaN where the other one is NaN."""
-    theirs = tensors_of(other)
-    for name, mine in tensors_of(one).items():
+    """Equal in every entry, NaN where the other one is NaN; on any devices."""
+    theirs = {name: tensor.cpu() for name, tensor in tensors_of(other).items()}
+    for name, tensor in tensors_of(one).items():
+        mine = tensor.cpu()
         equal = (mine == theirs[name]) | ((mine != mine) & (theirs[name] != theirs[name]))
         assert equal.all(), (name, mine, theirs[name])
 
 
 def copied(state: ProposalState) -> ProposalState:
-    return copy.deepcopy(state)
+    """A copy on the CPU."""
+    other = copy.deepcopy(state)
+    for name, tensor in tensors_of(other).items():
+        set_tensor(other, name, tensor.cpu())
+    return other
 
 
-def block_tables(seed: int, sizes=(4, 16)) -> tuple[KVGroups, list[torch.Tensor]]:
+def block_tables(seed: int, sizes=(4, 16), device="cpu") -> tuple[KVGroups, list[torch.Tensor]]:
     """Tables of two KV-cache groups, blocks in random order."""
     g = torch.Generator().manual_seed(seed)
     tables = []
     for size in sizes:
         blocks = -(-MAX_MODEL_LEN // size)
         order = torch.randperm(MAX_NUM_REQS * blocks, generator=g, dtype=torch.int32)
-        tables.append(order.view(MAX_NUM_REQS, blocks).contiguous())
+        tables.append(order.view(MAX_NUM_REQS, blocks).contiguous().to(device))
     groups = KVGroups(
-        torch.tensor([t.data_ptr() for t in tables], dtype=torch.uint64),
-        torch.tensor([t.stride(0) for t in tables]),
-        torch.tensor(sizes, dtype=torch.int32),
+        torch.tensor([t.data_ptr() for t in tables], dtype=torch.uint64, device=device),
+        torch.tensor([t.stride(0) for t in tables], device=device),
+        torch.tensor(sizes, dtype=torch.int32, device=device),
     )
     return groups, tables
 

@@ -1,0 +1,21 @@
+"""The kernels between forward passes on a GPU; `test_cascade_steps.py` interprets the same."""
+
+import pytest
+import torch
+from support.proposal_states import LENGTHS, schedule_of
+from support.proposal_walk import walk
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.compiled,
+]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "lookup"), [((4,), False), ((3, 8), False), (LENGTHS, False), ((3, 8), True)]
+)
+def test_every_step_equals_its_reference(lengths, lookup):
+    """Each on 25 random states: padding, prompt chunks, little room, guard rows."""
+    for seed in range(25):
+        walk(schedule_of(*lengths, lookup=lookup), seed, 7, 6, lookup, device="cuda")
