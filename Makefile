@@ -6,7 +6,7 @@ EXTRA ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 # The threads of a contended core wait for each other: one per process is the safe default.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv smollm2 demo demo-cascade test test-033 test-slow lint bench clean
+.PHONY: venv smollm2 demo demo-cascade test test-033 test-slow lint bench gpu-proof clean
 
 venv: .venv/.installed
 
@@ -110,6 +110,11 @@ bench-batch-sizes: venv
 # JSON lines files with "turns", one for each set.
 bench-real: venv
 	$(BIN)/python -m benchmarks.paper_tables.real_model --prompts $(PROMPTS)
+
+# Everything that only a GPU can show, item by item; goes on where it was ended. Builds no .venv: a
+# host without a network brings its packages (docs/gpu-proof.md). ARGS="--seconds 540", for example.
+gpu-proof:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu.prove $(ARGS)
 
 clean:
 	rm -rf .venv .overlay-* results

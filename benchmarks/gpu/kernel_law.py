@@ -1,0 +1,215 @@
+"""Text that cascades write by the kernels alone, on tables in the place of models.
+
+`core.program.Program` drafts, `verify_chain_padded` verifies for the target, in a batch, for many
+steps; every level's next-token logits depend on the last token only, so that no cache is needed
+and the target's law is known exactly. In the control the lowest level's tokens are drawn hotter
+than is said to the verifier above it, which must show.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from unittest import mock
+
+import numpy as np
+import torch
+
+from benchmarks.gpu import pit
+from benchmarks.gpu.items import CheckFailed, Finding, Setting
+from vllm_hsd.core import program as program_module
+from vllm_hsd.core.levels import LevelOptions
+from vllm_hsd.core.program import Program
+from vllm_hsd.core.proposal_state import KVGroups, ProposalState
+from vllm_hsd.core.schedule import compile_schedule, first_draw
+from vllm_hsd.kernels import cascade_steps
+from vllm_hsd.kernels.chain_verify import verify_chain_padded
+from vllm_hsd.kernels.sample_row import sample_row
+
+CASES = {"two levels": (2, 5), "three levels": (1, 2, 5)}
+# Temperature of the control's draws over that of the rows that are kept with them.
+HOTTER = 3.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much text, over how many tokens."""
+
+    vocabulary: int
+    batch: int
+    length: int
+    grid: int
+    control_length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+
+# 256 requests of 800 tokens are 200,000.
+FULL = Sizes(vocabulary=4096, batch=256, length=800, grid=pit.GRID, control_length=200)
+TOY = Sizes(vocabulary=6, batch=6, length=24, grid=3, control_length=60)
+
+
+class TableLevel:
+    """Logits of the next token after each token.
+
+    Args:
+        logits: [V, V].
+    """
+
+    in_target_cache = False
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+    def forward(self, state: ProposalState, op, num_logits: int) -> torch.Tensor:
+        fed = state.input_ids[: state.batch * op.query_length].view(state.batch, -1).long()
+        return self.logits[fed[:, op.query_length - num_logits :].flatten()]
+
+
+def tables(sizes: Sizes, count: int, device: torch.device) -> list[torch.Tensor]:
+    """Logits of `count` levels, each nearer to the target than the one below, then the target's.
+
+    Rank 16 plus noise keeps a large vocabulary's tables cheap and its rows peaked.
+    """
+    g = torch.Generator().manual_seed(0)
+    v = sizes.vocabulary
+    left, right = (torch.randn(v, 16, generator=g) for _ in range(2))
+    target = (left @ right.T / 2).to(device)
+    noise = torch.randn(v, v, generator=g).to(device)
+    levels = [target + noise * (1.0 - 0.4 * k) for k in range(count)]
+    return [table.bfloat16() for table in (*levels, target)]
+
+
+@torch.inference_mode()
+def texts(
+    lengths: tuple[int, ...],
+    sizes: Sizes,
+    device: torch.device,
+    biased: bool = False,
+    tokens: int | None = None,
+) -> tuple[list[np.ndarray], float]:
+    """(transformed values of every text, tokens per target step) of one cascade."""
+    *drafters, target = tables(sizes, len(lengths), device)
+    schedule = compile_schedule([LevelOptions(n) for n in lengths])
+    batch, k = sizes.batch, schedule.num_speculative_tokens
+    wanted = tokens or sizes.length
+    longest = wanted + 2 * k + schedule.window + schedule.margin + 2
+    blocks = torch.zeros(batch, longest // 16 + 1, dtype=torch.int32, device=device)
+    groups = KVGroups(
+        torch.tensor([blocks.data_ptr()], dtype=torch.uint64, device=device),
+        torch.tensor([blocks.stride(0)], device=device),
+        torch.tensor([16], dtype=torch.int32, device=device),
+    )
+    levels = [TableLevel(table) for table in drafters]
+    program = Program(schedule, levels, ["block"] * len(lengths), groups, longest)
+    state = ProposalState.allocate(
+        schedule,
+        batch=batch,
+        max_num_reqs=batch,
+        vocab_size=sizes.vocabulary,
+        dtypes=[torch.bfloat16] * len(lengths),
+        num_kv_groups=1,
+        device=device,
+    )
+    g = torch.Generator().manual_seed(1)
+    text = torch.zeros(batch, longest, dtype=torch.int32)
+    # The window before the text that is judged.
+    prompt = schedule.window + 1
+    text[:, :prompt] = torch.randint(0, sizes.vocabulary, (batch, prompt), generator=g)
+    text = text.to(device)
+    length = torch.full((batch,), prompt, dtype=torch.int32, device=device)
+    seeds = torch.randint(-(2**62), 2**62, (batch,), generator=g).to(device)
+    one = torch.ones(batch, device=device)
+    index = torch.arange(batch, dtype=torch.int32, device=device)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * (k + 1)
+    columns = torch.arange(k + 1, device=device)
+    steps = 0
+    hotter = mock.patch.object(program_module, "sample_row", _hotter) if biased else None
+    if hotter is not None:
+        hotter.start()
+    try:
+        while int(length.min()) < prompt + wanted:
+            cascade_steps.stage(
+                state,
+                schedule,
+                index=index,
+                text=text,
+                length=length,
+                num_sampled=torch.ones(batch, dtype=torch.int32, device=device),
+                temperature=one,
+                seeds=seeds,
+                scales=torch.ones(len(lengths), device=device),
+                max_model_len=longest,
+            )
+            program.run(state)
+            last = text.gather(1, (length - 1)[:, None].long())
+            fed = torch.cat((last, state.draft_tokens.int()), 1)
+            result = verify_chain_padded(
+                target[fed.flatten().long()],
+                state.rows[-1],
+                fed.flatten(),
+                starts,
+                index,
+                one,
+                seeds,
+                first_draw(length.long()),
+                max_draft_tokens=k,
+                level=len(lengths),
+                draft_temperature=one,
+                draft_lse=state.lse[-1],
+                draft_index=index,
+                draft_length=state.draft_length,
+            )
+            steps += 1
+            # A text that is long enough waits for the others.
+            emitted = torch.where(length < prompt + wanted, result.num_emitted, 0)
+            keep = columns[None] < emitted[:, None]
+            at = (length[:, None] + columns[None]).long()
+            text.scatter_(1, at, torch.where(keep, result.token_ids.int(), text.gather(1, at)))
+            length += emitted
+    finally:
+        if hotter is not None:
+            hotter.stop()
+    rate = float((length - prompt).sum()) / (steps * batch)
+    values = []
+    for b in range(batch):
+        whole = text[b, prompt - 1 : prompt + wanted].long()
+        values.append(pit.transformed(target[whole[:-1]].float(), whole[1:], g).numpy())
+    return values, rate
+
+
+def _hotter(logits, temperature, *rest, **options):
+    """The drawn token of a hotter law, the logsumexp of the colder one: what a bug would give."""
+    token, _ = sample_row(logits, temperature * HOTTER, *rest, **options)
+    _, lse = sample_row(logits, temperature, *rest, **options)
+    return token, lse
+
+
+def run(setting: Setting) -> Finding:
+    """See the module.
+
+    Raises:
+        CheckFailed: the text does not follow the target, or the control is not noticed.
+    """
+    sizes = TOY if setting.toy else FULL
+    rows = []
+    for name, lengths in CASES.items():
+        for biased in (False, True):
+            count = sizes.control_length if biased else sizes.length
+            values, rate = texts(lengths, sizes, torch.device(setting.device), biased, count)
+            p = pit.p_value(values, sizes.grid)
+            rows.append(
+                {
+                    "cascade": name,
+                    "control": biased,
+                    "tokens": sum(map(len, values)),
+                    "tokens_per_step": rate,
+                    "p_value": f"{p:.2g}",
+                }
+            )
+            if p < pit.PASSES and not biased:
+                raise CheckFailed(f"{name}: p-value {p:.2g}, the text does not follow the target.")
+            if p > pit.REJECTED and biased:
+                raise CheckFailed(f"{name}: the biased control is not noticed, p-value {p:.2g}.")
+    return Finding([pit.sentence(row, row["cascade"]) for row in rows], rows)

@@ -1,0 +1,108 @@
+"""Times of the verification kernels, with vLLM's samplers and the copy speed beside them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.items import Finding, Setting
+from benchmarks.kernels import bench_chain_verify as bench
+from benchmarks.kernels.drafts import Drafts
+from benchmarks.kernels.timing import copy_bandwidth
+from benchmarks.kernels.vllm_v1 import load_v1
+from vllm_hsd.kernels.testing import vllm_sampler
+
+# (vocabulary, draft length, batch, temperature), most valuable first.
+CASES = [
+    (vocabulary, n, batch, temperature)
+    for (vocabulary, n), temperature, batch in itertools.product(
+        [(152064, 4), (152064, 8), (32000, 4)], [1.0, 0.7, 0.0], [1, 8, 64, 256]
+    )
+]
+REPEATS = 30
+TOY_CASES = [(70, 1, 2, 0.7)]
+# Seconds that a case may take at the end of the item.
+RESERVE = 15
+
+
+def run(setting: Setting) -> Finding:
+    """One row for each sampler and case; a case that fails its check ends the item."""
+    torch.manual_seed(0)
+    loaded: dict[str, Any] = {}
+    left_out = []
+    for name, load in (("vLLM V2", vllm_sampler.load_v2_sampler), ("vLLM V1", load_v1)):
+        if setting.toy and name == "vLLM V1":
+            loaded[name] = None  # its kernels are none that the interpreter can run
+            continue
+        try:
+            loaded[name] = load()
+        except Exception as error:
+            loaded[name] = None
+            left_out.append(f"{name}'s sampler: {type(error).__name__}: {error}.")
+    cases, repeats, size = (TOY_CASES, 2, 2**16) if setting.toy else (CASES, REPEATS, 2**30)
+    # Larger than the last-level cache.
+    flush = torch.empty(size // 4, dtype=torch.uint8, device=setting.device)
+    bandwidth = copy_bandwidth(size, repeats, flush)
+    rows: list[dict[str, Any]] = []
+    for number, (vocabulary, n, batch, temperature) in enumerate(cases):
+        if setting.time_left() < RESERVE:
+            left_out.append(f"{len(cases) - number} of {len(cases)} cases: no time left.")
+            break
+        drafts = Drafts.make(
+            vocabulary, batch, n, temperature, noise=bench.NOISE, device=setting.device
+        )
+        case = {"vocabulary": vocabulary, "draft": n, "batch": batch, "temperature": temperature}
+        v2, v1 = loaded["vLLM V2"], loaded["vLLM V1"]
+        measured = bench.measure(drafts, v2, v1, bandwidth, repeats, flush)
+        rows += [case | row for row in measured]
+    rows = [row | {"copy_bytes_per_s": bandwidth} for row in rows]
+    lines = [f"Copy: {bandwidth / 1e12:.2f} TB/s read and written.", *_lines(rows)]
+    return Finding(lines, rows, left_out)
+
+
+def _lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Block verification at each vocabulary's largest batch, and vLLM's there."""
+    lines = []
+    for (vocabulary, n), group in itertools.groupby(rows, lambda r: (r["vocabulary"], r["draft"])):
+        cell = list(group)
+        largest = max(row["batch"] for row in cell)
+        for temperature in dict.fromkeys(row["temperature"] for row in cell):
+            times = {
+                row["sampler"]: row
+                for row in cell
+                if (row["batch"], row["temperature"]) == (largest, temperature)
+            }
+            ours = times.get("block, lse given")
+            if ours is None:
+                continue
+            line = (
+                f"V={vocabulary}, n={n}, batch {largest}, T={temperature:g}: {_us(ours)}, "
+                f"{ours['of_copy_bandwidth']:.2f} of copy speed over one read of the inputs"
+            )
+            stock = times.get("vLLM V2 block")
+            lines.append(line + (f"; vLLM's block verification {_us(stock)}." if stock else "."))
+    return lines
+
+
+def _us(row: dict[str, Any]) -> str:
+    return f"{row['us']:.0f} us ({row['us_q25']:.0f}-{row['us_q75']:.0f})"
+
+
+def plot(rows: list[dict[str, Any]], figure: Any) -> None:
+    """Times over batch sizes for the first vocabulary and draft length."""
+    shown = [r for r in rows if all(r[k] == rows[0][k] for k in ("vocabulary", "draft"))]
+    panels = list(dict.fromkeys(row["temperature"] for row in shown))
+    for axis, temperature in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+    ):
+        panel = [row for row in shown if row["temperature"] == temperature]
+        for name in dict.fromkeys(row["sampler"] for row in panel):
+            line = [(row["batch"], row["us"]) for row in panel if row["sampler"] == name]
+            axis.plot(*zip(*line, strict=True), marker="o", label=name)
+        floor = [row for row in panel if row["sampler"] == "block, lse given"]
+        axis.plot([r["batch"] for r in floor], [r["floor_us"] for r in floor], "k--", label="floor")
+        axis.set(xscale="log", yscale="log", xlabel="batch", ylabel="us")
+        axis.set_title(f"V={shown[0]['vocabulary']}, n={shown[0]['draft']}, T={temperature:g}")
+        axis.legend(fontsize="x-small")

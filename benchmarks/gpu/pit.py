@@ -1,0 +1,72 @@
+"""Probability integral transform: does text follow a known law?
+
+For a token drawn from P, with the tokens in any fixed order and U uniform, P(before it) + U P(it)
+is uniform on [0, 1]. Where P is the exact law of every token given the text before it, these
+values are independent, too, however the text was produced. So pairs of neighbours are counted in a
+grid of GRID x GRID equal cells and tested by Pearson's chi-square: it finds a wrong law of single
+tokens, and a wrong joint law of two.
+
+The order is that of falling probability, so that a law that is too peaked, or too flat, moves all
+values one way.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from scipy.stats import chi2
+
+GRID = 12
+# The least that a cell is to be expected to hold.
+EXPECTED = 5.0
+# An exact sampler fails with this probability; a biased one must fall below the second bound.
+PASSES, REJECTED = 1e-3, 1e-6
+
+
+def transformed(
+    logits: torch.Tensor, tokens: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    """Values of the transform, float64 [N] on the CPU.
+
+    Args:
+        logits: [N, V] of the law, at the temperature that the tokens were drawn at.
+        tokens: int64 [N].
+        generator: of the CPU.
+    """
+    probs = logits.double().softmax(-1)
+    own = probs.gather(1, tokens[:, None])
+    ids = torch.arange(probs.shape[1], device=probs.device)
+    before = (probs > own) | ((probs == own) & (ids < tokens[:, None]))
+    below = torch.where(before, probs, 0.0).sum(-1).cpu()
+    return (
+        below + torch.rand(len(tokens), generator=generator, dtype=torch.float64) * own[:, 0].cpu()
+    )
+
+
+def p_value(texts: list[np.ndarray], grid: int = GRID) -> float:
+    """p-value of independent uniform values.
+
+    Args:
+        texts: the values of each text in order; neighbours are paired without overlap.
+
+    Raises:
+        ValueError: too few values for the grid.
+    """
+    pairs = [text[: len(text) // 2 * 2].reshape(-1, 2) for text in texts]
+    values = np.concatenate(pairs)
+    expected = len(values) / grid**2
+    if expected < EXPECTED:
+        raise ValueError(f"{len(values)} pairs are too few for {grid}^2 cells.")
+    cells = np.minimum((values * grid).astype(int), grid - 1)
+    counts = np.bincount(cells[:, 0] * grid + cells[:, 1], minlength=grid**2)
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return float(chi2.sf(statistic, grid**2 - 1))
+
+
+def sentence(row: dict, name: str) -> str:
+    """A row of a law item in words."""
+    bound = f"at most {REJECTED:g}" if row["control"] else f"at least {PASSES:g}"
+    return (
+        f"{name}{', biased control' if row['control'] else ''}: p-value {row['p_value']} "
+        f"({bound}) over {row['tokens']} tokens, {row['tokens_per_step']:.2f} per step."
+    )

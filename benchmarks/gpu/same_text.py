@@ -1,0 +1,116 @@
+"""The tiny family's text with and without speculation, eager and captured, in float32.
+
+A GPU rounds a forward pass of several tokens differently from several of one, in attention to ten
+bits, so greedy texts may part where the target's two best logits nearly tie, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.common import prompts
+from benchmarks.gpu import engines
+from benchmarks.gpu.items import CheckFailed, Finding, Setting
+from vllm_hsd.cli.greedy import gaps_of_target
+from vllm_hsd.engine import EngineProcess, Generation
+
+# Largest gap of a near tie, in nats.
+LARGEST_GAP = 0.02
+# Of the drafts of a drafter that is the target: rounding may cost some.
+EQUAL_MODELS = 0.995
+PROMPTS, TOKENS = 8, 64
+TOY_PROMPTS, TOY_TOKENS = 2, 6
+# No step may wait for the device.
+SYNC_CHECK = {"VLLM_GPU_SYNC_CHECK": "error"}
+
+
+def configurations(family: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Engine arguments by name; all are compared with no speculation."""
+    small, mid = {"model": family["small"], "num_tokens": 2}, {"model": family["mid"]}
+    levels = engines.cascade(5, small, mid)
+    return {
+        "cascade": {"speculative_config": levels},
+        "cascade, eager": {"speculative_config": levels, "enforce_eager": True},
+        "block verification": {
+            "speculative_config": engines.draft_model(family["mid"], 4, "hierarchical")
+        },
+        "equal models": {"speculative_config": engines.cascade(4, {"model": family["target"]})},
+    }
+
+
+def run(setting: Setting, family: dict[str, str] = engines.TINY) -> Finding:
+    """See the module.
+
+    Args:
+        family: directories of target, mid and small.
+
+    Raises:
+        CheckFailed: texts differ that must not.
+    """
+    engines.require_vllm()
+    count, tokens = (TOY_PROMPTS, TOY_TOKENS) if setting.toy else (PROMPTS, TOKENS)
+    asked = prompts(count)
+    greedy = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
+    seeded = [greedy | {"temperature": 0.8, "seed": i} for i in range(count)]
+    plain_args = engines.TINY_ARGS | {"model": family["target"]}
+    found: dict[str, tuple[Generation, Generation]] = {}
+    lines, left_out = [], []
+    with engines.engine(setting, "text plain", plain_args) as plain:
+        expected = plain.generate(asked, greedy)
+        ids = plain.call(_prompt_ids, asked)
+        for name, arguments in configurations(family).items():
+            with engines.engine(
+                setting, f"text {name}", plain_args | arguments, environment=SYNC_CHECK
+            ) as process:
+                found[name] = process.generate(asked, greedy), process.generate(asked, seeded)
+                seen = engines.described(process)
+            lines.append(_greedy_line(name, ids, expected, found[name][0], plain))
+            reason = engines.eager_reason(seen)
+            if name == "cascade" and reason:
+                left_out.append(f"captured against eager: {reason}.")
+    captured, eager = found["cascade"][1], found["cascade, eager"][1]
+    if captured.token_ids != eager.token_ids:
+        differ = sum(a != b for a, b in zip(captured.token_ids, eager.token_ids, strict=True))
+        raise CheckFailed(f"{differ} of {count} seeded texts differ between captured and eager.")
+    lines.append(f"Seeded text at temperature 0.8: {count} of {count} equal, captured and eager.")
+    equal = found["equal models"][1]
+    rate = equal.accepted / max(equal.drafted, 1)
+    if rate < EQUAL_MODELS:
+        raise CheckFailed(f"A drafter equal to the target: only {rate:.4f} accepted.")
+    lines.append(f"A drafter equal to the target: {rate:.4f} of {equal.drafted} accepted.")
+    if not setting.toy:
+        lines.append("No step waited for the host (VLLM_GPU_SYNC_CHECK=error).")
+    return Finding(lines, left_out=left_out)
+
+
+def _greedy_line(
+    name: str,
+    prompt_ids: list[list[int]],
+    expected: Generation,
+    got: Generation,
+    plain: EngineProcess,
+) -> str:
+    places = []
+    for prompt, theirs, ours in zip(prompt_ids, expected.token_ids, got.token_ids, strict=True):
+        if len(theirs) != len(ours):
+            raise CheckFailed(f"{name}: {len(ours)} tokens in place of {len(theirs)}.")
+        at = next((i for i, token in enumerate(theirs) if token != ours[i]), None)
+        if at is not None:
+            places.append(((*prompt, *theirs[:at]), theirs[at], ours[at]))
+    if not places:
+        return f"{name}: greedy text equals that of no speculation, {len(prompt_ids)} prompts."
+    gaps = plain.call(gaps_of_target, places)
+    if max(gaps) > LARGEST_GAP:
+        raise CheckFailed(
+            f"{name}: {len(places)} of {len(prompt_ids)} greedy texts differ, where the target's "
+            f"logits are up to {max(gaps):.3g} nats apart (bound {LARGEST_GAP:g})."
+        )
+    return (
+        f"{name}: {len(places)} of {len(prompt_ids)} greedy texts part at near ties, the largest "
+        f"gap {max(gaps):.2g} nats."
+    )
+
+
+def _prompt_ids(llm: Any, texts: list[str]) -> list[list[int]]:
+    tokenizer = llm.get_tokenizer()
+    return [tokenizer.encode(text) for text in texts]

@@ -1,0 +1,142 @@
+"""Time of a decoding step of a large target, with vLLM's drafters and with ours at equal K.
+
+All weights are random: a fixed program costs the same whatever is accepted, so the step is what is
+timed, not the token. A row is not written unless the engine gave every request its tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import Spread
+from benchmarks.gpu import engines
+from benchmarks.gpu.items import CheckFailed, Finding, Setting
+from vllm_hsd.engine import EngineProcess
+
+K = 4
+BATCHES = (1, 8, 32)
+TOKENS, PROMPT_LENGTH, REPEATS = 64, 64, 5
+# Seconds that an engine needs at least, loading included.
+ENGINE_SECONDS = 25
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A way to draft.
+
+    Attributes:
+        k: draft tokens that the target verifies in each step.
+    """
+
+    name: str
+    k: int
+    config: dict[str, Any] | None
+
+
+def stacks(setting: Setting) -> list[Stack]:
+    """Most valuable first."""
+    small, mid = (engines.shaped(setting, size) for size in ("0.6B", "1.7B"))
+    ngram = {"ngram": {"max": 3}, "num_tokens": 2}
+    return [
+        Stack("no speculation", 0, None),
+        Stack("vLLM draft_model 0.6B", K, engines.draft_model(small, K, "block")),
+        Stack("ours, one level 0.6B", K, engines.cascade(K, {"model": small})),
+        Stack("vLLM's drafter, our verifier", K, engines.draft_model(small, K, "hierarchical")),
+        Stack("ours, n-gram below 0.6B", K, engines.cascade(K, ngram, {"model": small})),
+        Stack(
+            "ours, 0.6B below 1.7B",
+            K,
+            engines.cascade(K, {"model": small, "num_tokens": 2}, {"model": mid}),
+        ),
+    ]
+
+
+def run(setting: Setting) -> Finding:
+    """A target of 8B."""
+    return measure(setting, "8B")
+
+
+def measure(setting: Setting, target: str) -> Finding:
+    """Rows for every stack that there is time for.
+
+    Raises:
+        CheckFailed: a request did not get its tokens, or none of ours ran.
+    """
+    engines.require_vllm()
+    batches, repeats, tokens = BATCHES, REPEATS, TOKENS
+    if setting.toy:
+        batches, repeats, tokens = (2,), 2, 4
+    rows: list[dict[str, Any]] = []
+    left_out = []
+    for stack in stacks(setting):
+        if setting.time_left() < ENGINE_SECONDS:
+            left_out.append(f"{stack.name}: no time left.")
+            continue
+        arguments = engines.DUMMY_ARGS | {
+            "model": engines.shaped(setting, target),
+            "max_num_seqs": max(batches),
+            "speculative_config": stack.config,
+        }
+        name = f"steps {target} {stack.name}"
+        with engines.engine(setting, name, arguments) as process:
+            for batch in batches:
+                rows.append(_row(process, stack, batch, tokens, repeats))
+            reason = engines.eager_reason(engines.described(process))
+        if stack.config and stack.config["method"] == "hsd" and reason:
+            left_out.append(f"CUDA graphs of {stack.name}: {reason}.")
+    if len(rows) <= len(batches):
+        raise CheckFailed("there was no time for any drafter.")
+    return Finding([f"Target {target}, random weights, K = {K}.", *_lines(rows)], rows, left_out)
+
+
+def _row(
+    process: EngineProcess, stack: Stack, batch: int, tokens: int, repeats: int
+) -> dict[str, Any]:
+    prompt = list(range(3, 3 + PROMPT_LENGTH)) if tokens == TOKENS else [3, 4, 5]
+    prompts = [[*prompt, 3 + i] for i in range(batch)]
+    params = {"temperature": 1, "max_tokens": tokens, "ignore_eos": True}
+    milliseconds, cpu = [], []
+    for repeat in range(repeats + 1):
+        found = process.generate(prompts, params)
+        if [len(ids) for ids in found.token_ids] != [tokens] * batch:
+            lengths = [len(ids) for ids in found.token_ids]
+            raise CheckFailed(f"{stack.name}: {lengths} tokens in place of {tokens}; not timed.")
+        if repeat == 0:
+            continue  # compiles kernels
+        first, last = np.array(found.first_token_seconds), np.array(found.last_token_seconds)
+        steps = np.array(found.target_steps)
+        milliseconds.append(float(1e3 * np.mean((last - first) / (steps - 1))))
+        cpu.append(1e3 * found.cpu_seconds / max(found.target_steps))
+    spread = Spread.of(milliseconds)
+    return {
+        "stack": stack.name,
+        "K": stack.k,
+        "batch": batch,
+        "ms_per_step": spread.median,
+        "ms_low": spread.low,
+        "ms_high": spread.high,
+        "cpu_ms_per_step": Spread.of(cpu).median,
+    }
+
+
+def _lines(rows: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"{row['stack']}, batch {row['batch']}: {row['ms_per_step']:.2f} ms per step "
+        f"({row['ms_low']:.2f}-{row['ms_high']:.2f}), CPU {row['cpu_ms_per_step']:.2f} ms."
+        for row in rows
+    ]
+
+
+def plot(rows: list[dict[str, Any]], figure: Any) -> None:
+    """Bars by stack, a panel for every batch size."""
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    axes = figure.subplots(1, len(batches), squeeze=False, sharey=True)[0]
+    for axis, batch in zip(axes, batches, strict=True):
+        shown = [row for row in rows if row["batch"] == batch][::-1]
+        times = np.array([[row["ms_per_step"], row["ms_low"], row["ms_high"]] for row in shown])
+        errors = np.abs(times[:, 1:] - times[:, :1]).T
+        axis.barh([row["stack"] for row in shown], times[:, 0], xerr=errors)
+        axis.set(title=f"batch {batch}", xlabel="ms per step")

@@ -1,0 +1,60 @@
+"""The items of `make gpu-proof` that need kernels only, interpreted, in toy sizes."""
+
+import pytest
+
+from benchmarks.gpu import kernel_law, kernel_times, pit
+from benchmarks.gpu.items import CheckFailed, Setting
+from benchmarks.kernels import bench_chain_verify, timing
+from benchmarks.kernels.drafts import Drafts
+from vllm_hsd.kernels.testing import reference
+
+pytestmark = pytest.mark.interpret
+
+
+@pytest.fixture
+def setting(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "WARM_UP", 0)
+    return Setting("cpu", tmp_path)
+
+
+@pytest.mark.slow
+def test_times_of_every_sampler(setting):
+    found = kernel_times.run(setting)
+    samplers = [row["sampler"] for row in found.rows]
+    assert samplers[0] == "block, lse given" and "vLLM V2 block" in samplers
+    assert all(row["us"] > 0 and row["copy_bytes_per_s"] > 0 for row in found.rows)
+    ours = [row for row in found.rows if row["floor_us"] is not None]
+    assert len(ours) == 4 and not found.left_out
+    assert "vLLM's block verification" in found.lines[1]
+
+
+def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
+    drafts = Drafts.make(40, 3, 1, 0.7, noise=1.5)
+    bench_chain_verify.check_case(drafts, 3)
+    right = reference.verify_chain
+
+    def wrong(*args, **options):
+        result = right(*args, **options)
+        return result._replace(token_ids=result.token_ids + 1)
+
+    monkeypatch.setattr(reference, "verify_chain", wrong)
+    with pytest.raises(timing.NotTimed, match="3 of 3 requests differ"):
+        bench_chain_verify.check_case(drafts, 3)
+
+
+@pytest.mark.slow
+def test_the_law_of_two_and_three_levels_and_of_the_controls(setting):
+    found = kernel_law.run(setting)
+    assert [row["control"] for row in found.rows] == [False, True, False, True]
+    assert all(row["tokens_per_step"] > 1 for row in found.rows)
+
+
+def test_a_law_that_is_missed_is_a_failure(setting, monkeypatch):
+    monkeypatch.setattr(kernel_law, "texts", lambda *args: ([], 2.0))
+    monkeypatch.setattr(pit, "p_value", lambda *args: 1e-5)
+    with pytest.raises(CheckFailed, match="does not follow the target"):
+        kernel_law.run(setting)
+    p_values = iter([0.5, 0.5])
+    monkeypatch.setattr(pit, "p_value", lambda *args: next(p_values))
+    with pytest.raises(CheckFailed, match="control is not noticed"):
+        kernel_law.run(setting)

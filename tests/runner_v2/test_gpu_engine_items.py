@@ -1,0 +1,88 @@
+"""The items of `make gpu-proof` that run engines, interpreted, in toy sizes."""
+
+from types import SimpleNamespace
+
+import pytest
+from support import triton_cpu, v2_engines
+
+from benchmarks.gpu import boot, engines, forwards, law, memory, same_text, soak, step_times
+from benchmarks.gpu.items import CannotRun, Setting
+from vllm_hsd.engine import EngineProcess
+
+pytestmark = [pytest.mark.interpret, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture
+def setting(tmp_path):
+    small = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "kv_cache_memory_bytes": 64 << 20,
+        "attention_backend": None,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 128,
+        "num_gpu_blocks_override": None,
+    }
+    options = {"environment": v2_engines.ENVIRONMENT, "prepare": triton_cpu.prepare_vllm}
+    return Setting("cpu", tmp_path, engine_args=small, engine_options=options)
+
+
+def paths(family) -> dict[str, str]:
+    return {name: getattr(family, name) for name in ("small", "mid", "target")}
+
+
+def test_without_vllm_no_engine_item_runs(tmp_path, monkeypatch):
+    without_extensions = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    for spec, reason in ((None, "not installed"), (without_extensions, "no compiled extensions")):
+        monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name, spec=spec: spec)
+        for module in (boot, forwards, law, memory, same_text, soak, step_times):
+            with pytest.raises(CannotRun, match=reason):
+                module.run(Setting("cpu", tmp_path))
+
+
+@pytest.mark.slow
+def test_boot(setting):
+    found = boot.run(setting)
+    assert "runner V2" in found.lines[0] and "CascadeSpeculator" in found.lines[1]
+
+
+@pytest.mark.slow
+def test_same_text(setting, text_family):
+    found = same_text.run(setting, paths(text_family))
+    assert sum("equals that of no speculation" in line for line in found.lines) == 4
+    assert found.lines[-1].startswith("A drafter equal to the target: 1.0000")
+
+
+@pytest.mark.slow
+def test_law(setting, family):
+    found = law.run(setting, paths(family))
+    assert [row["control"] for row in found.rows] == [False, True, False, False]
+    assert all(row["tokens_per_step"] > 1 for row in found.rows)
+
+
+@pytest.mark.slow
+def test_soak(setting, family):
+    found = soak.run(setting, paths(family))
+    assert found.lines[0].startswith("8 requests in")
+    assert found.lines[1].startswith("2 of 2 texts equal")
+
+
+@pytest.mark.slow
+def test_step_times(setting):
+    found = step_times.run(setting)
+    assert len({row["stack"] for row in found.rows}) == 6
+    assert all(row["ms_low"] <= row["ms_per_step"] <= row["ms_high"] for row in found.rows)
+
+
+@pytest.mark.slow
+def test_forwards_and_memory(setting):
+    assert len(forwards.run(setting).rows) == 6
+    rows = memory.run(setting).rows
+    assert all(row["bytes"] > 0 for row in rows[:2]) and rows[3]["bytes"] > 0
+
+
+def test_engine_arguments_of_the_setting_take_the_place_of_the_items(setting):
+    process = engines.engine(setting, "name", engines.TINY_ARGS | {"model": "m"})
+    assert isinstance(process, EngineProcess)
+    assert process.engine_args["max_num_seqs"] == 8 and process.engine_args["model"] == "m"
