@@ -20,6 +20,8 @@ VARIABLES = {
     "block_tables": ("BlockTables",),
     "input_batch": ("InputBatch",),
     "parsed": ("SpeculativeConfig",),
+    "group": ("AttentionGroup",),
+    "compilation_config": ("CompilationConfig",),
 }
 interpret = pytest.mark.interpret
 
@@ -86,7 +88,7 @@ def test_every_attribute_that_is_read_from_vllm_is_registered():
     ours |= {"stock_drafters.py: kept.lse", "spec_config.py: parsed.draft_model_config"}
     ours |= {f"sampler.py: speculator.{name}" for name in ("req_states", "schedule", "hsd")}
     ours |= {f"sampler.py: speculator.{name}" for name in ("state", "scales")}
-    ours |= {"levels.py: speculator.longest"}
+    ours |= {"levels.py: speculator.longest", "levels.py: speculator.schedule"}
     ours |= {f"sampler.py: sampler.{name}" for name in ("verify", "target_logits")}
     assert missing <= ours
 

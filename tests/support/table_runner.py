@@ -78,6 +78,9 @@ class TableCascade(CascadeSpeculator):
         self.schedule = schedule_of(self.hsd)
         self.scales = torch.tensor([level.temperature_scale for level in self.hsd.levels])
         self.req_states, self.hosted, self.draft_logits = req_states, [], None
+        self.graphs, self.checks = None, False
+        self.temperature = torch.zeros(req_states.max_num_reqs)
+        self.seeds = self.idx_mapping = torch.zeros(req_states.max_num_reqs, dtype=torch.int64)
         self.max_model_len = req_states.max_model_len
         slots, vocabulary = req_states.max_num_reqs, len(tables[0])
         self.draft_tokens = torch.zeros(
@@ -86,7 +89,7 @@ class TableCascade(CascadeSpeculator):
         lookup = self.hsd.levels[0].kind == "ngram"
         self.state = ProposalState.allocate(
             self.schedule,
-            batch=slots,
+            batch=slots + 1,  # so that a CUDA graph has padding
             max_num_reqs=slots,
             vocab_size=vocabulary,
             dtypes=[None] * lookup + [torch.float32] * len(tables),

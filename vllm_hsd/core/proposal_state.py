@@ -137,7 +137,7 @@ class ProposalState:
         levels, lengths = schedule.num_levels, schedule.draft_lengths
         longest = schedule.num_speculative_tokens
         verified = sorted({op.draft_length for op in schedule.ops if isinstance(op, Verify)})
-        fed = max(max(schedule.query_lengths(k), default=1) for k in range(levels))
+        fed = max(1, schedule.longest_query)
         steps = torch.arange(batch + 1, dtype=torch.int32, device=device)
         return cls(
             num_reqs=empty(1),

@@ -128,6 +128,11 @@ class Schedule:
         passes = [op for op in self.ops if op.level == level and not isinstance(op, Lookup)]
         return tuple(sorted({op.query_length for op in passes}))
 
+    @property
+    def longest_query(self) -> int:
+        """Most tokens that a request feeds to one forward pass; 0 without forward passes."""
+        return max((q for k in range(self.num_levels) for q in self.query_lengths(k)), default=0)
+
     def num_logits(self, op: Op) -> int:
         """Rows of logits per request that an op's forward pass must give, the last ones fed."""
         if isinstance(op, Verify):

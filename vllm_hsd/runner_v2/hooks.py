@@ -20,6 +20,8 @@ _MODULES = (
     "sampler",
     "stock_drafters",
     "levels",
+    "graphs",
+    "graph_checks",
     "speculator",
 )
 

@@ -40,6 +40,8 @@ class ModelLevel:
         self.vllm_config = speculator.vllm_config
         self.model: Any = None
         self.groups: list = []
+        # (batch size, query length) -> attention metadata that a CUDA graph refers to
+        self.captured: dict[tuple[int, int], dict[str, Any]] = {}
 
     def load(self, level_config: Any) -> None:
         """Load the weights and record the attention layers that came with them."""
@@ -73,6 +75,24 @@ class ModelLevel:
             self.speculator.device,
             active_layer_names=self.layer_names,
         )
+        self.captured = {}
+
+    def prepare_capture(self, state: ProposalState) -> None:
+        """Build the attention metadata of a batch size, outside the CUDA graph that refers to it.
+
+        Its tensors are those of `state` and of the builders, whose memory does not move. The graph
+        refreshes what the builders derive from them before every forward pass.
+        """
+        for q in self.speculator.schedule.query_lengths(self.index):
+            self.captured[state.batch, q] = self._metadata(state, q, for_capture=True)
+
+    def prepare_replay(self) -> None:
+        """Map the block tables of the batch to the blocks of the attention kernels."""
+        for groups in self.groups:
+            for group in groups:
+                group.map_to_kernel_block_table(
+                    self.speculator.block_tables.input_block_tables[group.kv_cache_group_id]
+                )
 
     def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, H]; called inside a forward context."""
@@ -106,38 +126,48 @@ class ModelLevel:
         """See `core.program.ProgramLevel`."""
         q, batch = op.query_length, state.batch
         count = batch * q
-        slot_mapping = state.slot_mapping[:, :count]
-        config = self.speculator.kv_cache_config
-        # Rows that sit out have no text of that length; what they compute is not looked at.
-        seq_lens = state.seq_lens.clamp(min=q)
-        metadata = build_attn_metadata(
-            attn_groups=self.groups,
-            num_reqs=batch,
-            num_tokens=count,
-            query_start_loc_gpu=state.query_start_loc,
-            query_start_loc_cpu=torch.arange(batch + 1, dtype=torch.int32) * q,
-            max_query_len=q,
-            seq_lens=seq_lens,
-            max_seq_len=self.speculator.max_model_len,
-            block_tables=[
-                table[:batch] for table in self.speculator.block_tables.input_block_tables
-            ],
-            slot_mappings=slot_mapping,
-            kv_cache_config=config,
-            seq_lens_cpu_upper_bound=self.speculator.longest[:batch].clamp(min=q),
-            positions=state.positions[:count],
-            is_prefilling=torch.zeros(batch, dtype=torch.bool),
-        )
+        metadata = self.captured.get((batch, q))
+        if metadata is None:
+            metadata = self._metadata(state, q)
+        else:
+            for groups in self.groups:
+                for group in groups:
+                    group.update_draft_decode_metadata(metadata)
         hidden = self.compute(
             state.input_ids[:count],
             state.positions[:count],
             metadata,
-            build_slot_mappings_by_layer(slot_mapping, config),
+            build_slot_mappings_by_layer(
+                state.slot_mapping[:, :count], self.speculator.kv_cache_config
+            ),
         )
         last = hidden.view(batch, q, -1)[:, q - num_logits :].reshape(batch * num_logits, -1)
         rows = state.rows[op.level]
         assert rows is not None
         return self.logits(last).to(rows.dtype)
+
+    def _metadata(
+        self, state: ProposalState, q: int, *, for_capture: bool = False
+    ) -> dict[str, Any]:
+        """Attention metadata of a batch that feeds q tokens for each request."""
+        batch, speculator = state.batch, self.speculator
+        return build_attn_metadata(
+            attn_groups=self.groups,
+            num_reqs=batch,
+            num_tokens=batch * q,
+            query_start_loc_gpu=state.query_start_loc,
+            query_start_loc_cpu=torch.arange(batch + 1, dtype=torch.int32) * q,
+            max_query_len=q,
+            seq_lens=state.seq_lens,
+            max_seq_len=speculator.max_model_len,
+            block_tables=[table[:batch] for table in speculator.block_tables.input_block_tables],
+            slot_mappings=state.slot_mapping[:, : batch * q],
+            kv_cache_config=speculator.kv_cache_config,
+            seq_lens_cpu_upper_bound=speculator.longest[:batch],
+            positions=state.positions[: batch * q],
+            is_prefilling=torch.zeros(batch, dtype=torch.bool),
+            for_cudagraph_capture=for_capture,
+        )
 
 
 class EarlyExitLevel(ModelLevel):

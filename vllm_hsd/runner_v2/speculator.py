@@ -1,11 +1,13 @@
-"""A cascade in the place of vLLM's draft model on the V2 runner, eagerly.
+"""A cascade in the place of vLLM's draft model on the V2 runner.
 
-A proposal is `core.program.Program` on a `ProposalState`. Prompts are ingested with the target's
-own attention metadata, which covers the levels' layers because they share its block tables.
+A proposal is `core.program.Program` on a `ProposalState`, replayed as a CUDA graph where the batch
+size has one. Prompts are ingested with the target's own attention metadata, which covers the
+levels' layers because they share its block tables.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any, cast
 
 import torch
@@ -16,8 +18,12 @@ from vllm_hsd.core.exit_head import read_exit_head
 from vllm_hsd.core.program import NgramProgramLookup, Program
 from vllm_hsd.core.proposal_state import KVGroups, ProposalState
 from vllm_hsd.kernels.cascade_steps import stage
+from vllm_hsd.runner_v2 import graph_checks
+from vllm_hsd.runner_v2.graphs import ProposalGraphs, batch_sizes, why_eager
 from vllm_hsd.runner_v2.levels import EarlyExitLevel, ExitHeadLevel, ModelLevel
 from vllm_hsd.runner_v2.spec_config import schedule_of, verifiers
+
+logger = logging.getLogger(__name__)
 
 
 class CascadeSpeculator(StandaloneARSpeculator):
@@ -28,6 +34,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
     Attributes:
         req_states: vLLM's table of requests, set once the runner has loaded its models.
         state: of the last proposal, set with the KV cache.
+        graphs: captured proposals; None where all run without a CUDA graph.
     """
 
     num_extra_query_per_req = 0
@@ -42,6 +49,8 @@ class CascadeSpeculator(StandaloneARSpeculator):
         self.req_states: Any = None
         self.state: ProposalState | None = None
         self.hosted: list[Any] = []
+        self.graphs: ProposalGraphs | None = None
+        self.checks = graph_checks.enabled()
 
     def load_draft_model(self, target_model, target_attn_layer_names):
         for i, level in enumerate(self.hsd.levels):
@@ -100,6 +109,46 @@ class CascadeSpeculator(StandaloneARSpeculator):
         )
         self.program = Program(self.schedule, levels, self.verifiers, groups, self.max_model_len)
 
+    def init_cudagraph_manager(self, cudagraph_mode) -> None:
+        self.graphs = None
+        assert self.state is not None
+        levels = [level for level in self.hosted if level is not None]
+        longest = self.schedule.longest_query
+        reason = why_eager(cudagraph_mode, levels, longest)
+        if reason is not None:
+            logger.warning("The cascade drafts without CUDA graphs: %s.", reason)
+            return
+        limit = self.vllm_config.compilation_config.max_cudagraph_capture_size
+        wanted = batch_sizes(self.state.batch)
+        # Attention kernels size what they capture for this many tokens.
+        sizes = [size for size in wanted if size * longest <= limit]
+        if sizes != wanted:
+            logger.warning(
+                "The cascade drafts without CUDA graphs for more than %d requests: "
+                "max_cudagraph_capture_size is %d, and a request feeds up to %d tokens.",
+                max(sizes, default=0),
+                limit,
+                longest,
+            )
+        if sizes:
+            self.graphs = ProposalGraphs(self.vllm_config, self.device, sizes)
+
+    def capture(self) -> None:
+        if self.graphs is not None:
+            self.graphs.capture_all(self._prepare_capture, self.program.run)
+
+    def _prepare_capture(self, batch: int) -> ProposalState:
+        """State of a batch size with nothing but padding, and attention metadata for it."""
+        assert self.state is not None
+        state = self.state.bucket(batch)
+        self.longest = torch.full((batch,), self.max_model_len, dtype=torch.int32)
+        for level in self.hosted:
+            if level is not None:
+                level.prepare_capture(state)
+        none = self.idx_mapping[:0]
+        self._stage(state, none, none, self.temperature, self.seeds)
+        return state
+
     @torch.inference_mode()
     def propose(
         self,
@@ -135,11 +184,53 @@ class CascadeSpeculator(StandaloneARSpeculator):
         self.longest = (
             input_batch.seq_lens_cpu_upper_bound[:count] + self.schedule.capacity
         ).clamp(max=self.max_model_len)
-        state = self.state.bucket(count)
+        size = None if self.graphs is None else self.graphs.size_for(count)
+        state = self.state.bucket(size or count)
+        inputs = input_batch.idx_mapping, num_sampled, temperature, seeds
+        self._stage(state, *inputs)
+        if size is not None:
+            for level in self.hosted:
+                if level is not None:
+                    level.prepare_replay()
+        if self.checks:
+            foreign = {"the batch": input_batch, "the table of requests": self.req_states}
+            foreign |= {"num_sampled": num_sampled, "temperature": temperature, "seeds": seeds}
+            self._run_checked(state, foreign, inputs)
+        elif size is None or self.graphs is None:
+            self.program.run(state)
+        else:
+            self.graphs.replay(size)
+        return drafts.copy_(state.draft_tokens[:count])
+
+    def _run_checked(self, state: ProposalState, foreign: dict[str, Any], inputs: tuple) -> None:
+        """Draft without a graph, on nothing that the runner hands over; then with the graph.
+
+        Raises:
+            GraphError: one of the two drafts something else, or cannot be captured.
+        """
+        before, real = state.counts.clone(), len(inputs[0])
+        # Lookups search the text where it lies; its memory does not move.
+        with graph_checks.no_foreign_reads(foreign, but=self.req_states.all_token_ids.gpu):
+            self.program.run(state)
+        if self.graphs is None or self.graphs.size_for(state.batch) != state.batch:
+            return
+        drafted = state.draft_tokens[:real].clone()
+        state.counts.copy_(before)
+        self._stage(state, *inputs)
+        self.graphs.replay(state.batch)
+        replayed = state.draft_tokens[:real]
+        if not drafted.equal(replayed):
+            raise graph_checks.GraphError(
+                f"the CUDA graph for {state.batch} requests drafts {replayed.tolist()}, the same "
+                f"proposal without a graph {drafted.tolist()}."
+            )
+
+    def _stage(self, state, index, num_sampled, temperature, seeds) -> None:
+        """Begin a proposal; nothing after it reads what the runner hands over."""
         stage(
             state,
             self.schedule,
-            index=input_batch.idx_mapping.int(),
+            index=index.int(),
             text=self.req_states.all_token_ids.gpu,
             length=self.req_states.total_len.gpu,
             num_sampled=num_sampled,
@@ -148,8 +239,6 @@ class CascadeSpeculator(StandaloneARSpeculator):
             scales=self.scales,
             max_model_len=self.max_model_len,
         )
-        self.program.run(state)
-        return drafts.copy_(state.draft_tokens)
 
     def _ingest(self, input_batch, attn_metadata, slot_mappings, with_logits: bool) -> None:
         """Let every model compute what the target has computed in this step.

@@ -42,7 +42,28 @@ _OVERRIDDEN: dict[str, tuple[str, tuple[str, ...] | None]] = {
     ),
 }
 
+_MANAGER = f"{_GPU}.cudagraph_utils.CudaGraphManager"
+
 _OVERRIDDEN |= {
+    f"{_MANAGER}.__init__": (
+        "is called by ours",
+        (
+            "self",
+            "vllm_config",
+            "device",
+            "cudagraph_mode",
+            "decode_query_len",
+            "lora_capture_cases",
+            "varlen_decode",
+            "ubatch_runner",
+        ),
+    ),
+    f"{_MANAGER}._init_candidates": ("batch sizes of proposals", ("self",)),
+    f"{_STANDALONE}.init_cudagraph_manager": (
+        "chooses the batch sizes of proposals",
+        ("self", "cudagraph_mode"),
+    ),
+    f"{_STANDALONE}.capture": ("captures proposals", ("self",)),
     f"{_GPU}.spec_decode.speculator.DraftModelSpeculator.__init__": (
         "is called by the cascade",
         ("self", "vllm_config", "device"),
@@ -125,6 +146,27 @@ _READ: dict[str, dict[str, str]] = {
     f"{_GPU}.states.RequestState": {
         "total_len": "tokens of a request, the key of its uniforms",
         "all_token_ids": "text of a request",
+    },
+    _MANAGER: {
+        "_capture_descs": "what is captured",
+        "capture": "captures it",
+        "graphs": "what was captured",
+        "run_fullgraph": "replays it",
+    },
+    "vllm.v1.worker.utils.AttentionGroup": {
+        "backend": "named where it cannot be captured",
+        "kv_cache_spec": "asks whether it can be captured",
+        "kv_cache_group_id": "block tables of the group",
+        "get_metadata_builder": "asks whether it can be captured",
+        "map_to_kernel_block_table": "maps the block tables of a batch before a replay",
+        "supports_draft_decode_metadata_update": "asks whether it can be captured",
+        "update_draft_decode_metadata": "plans the work of a forward pass inside a graph",
+    },
+    "vllm.v1.attention.backend.AttentionMetadataBuilder": {
+        "get_cudagraph_support": "asks whether it can be captured",
+    },
+    "vllm.config.compilation.CompilationConfig": {
+        "max_cudagraph_capture_size": "most tokens that attention kernels are captured for",
     },
     f"{_GPU}.block_table.BlockTables": {
         "block_table_ptrs": "tables of all requests",

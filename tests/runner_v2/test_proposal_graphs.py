@@ -1,0 +1,155 @@
+"""Proposals as CUDA graphs, recorded and replayed on a CPU (see support.recorded_graph)."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.table_laws import table, tables
+
+pytestmark = pytest.mark.interpret
+
+PARAMS = [{"temperature": t, "seed": i} for i, t in enumerate([0.0, 1.0, 0.7])]
+
+
+def runner(params=PARAMS, levels: int = 2):
+    from support.table_runner import TableRunner
+
+    target, draft = tables()
+    middle = {"model": target + 0.4 * table(2, len(target), 1.0)}
+    lowest = [{"model": draft, "num_tokens": 1}, {"ngram": {"max": 2}, "num_tokens": 1}][levels - 2]
+    cascade = {"num_speculative_tokens": 3, "levels": [lowest, middle]}
+    return TableRunner(target, draft, params, length=3, prompt_length=4, cascade=cascade)
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Gives a runner's cascade graphs for at most 4 requests."""
+    from support import recorded_graph, triton_cpu
+
+    triton_cpu.prepare_vllm()
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    from vllm_hsd.runner_v2.graphs import ProposalGraphs
+
+    recorded_graph.install(monkeypatch)
+    first = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: first)
+    monkeypatch.setattr(cudagraph_utils, "is_global_first_rank", lambda: False)
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4]),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+
+    def capture(served, sizes=(2, 3)):
+        served.drafter.graphs = ProposalGraphs(config, torch.device("cpu"), sizes)
+        served.drafter.capture()
+        return served
+
+    return capture
+
+
+@pytest.mark.parametrize("levels", [2, 3], ids=["two models", "a lookup below"])
+def test_a_graph_drafts_what_the_program_drafts(captured, levels):
+    """Captured once with nothing but padding; the texts grow, and a request is padding.
+
+    The checks find nothing: only `stage` reads what the runner hands over.
+    """
+    from support.recorded_graph import RecordedGraph
+
+    plain, graphed = runner(levels=levels), captured(runner(levels=levels), sizes=(2, 4))
+    graphed.drafter.checks = True
+    for _ in range(2):
+        plain.step()
+        graphed.step()
+        assert graphed.drafted.equal(plain.drafted)
+    assert graphed.texts() == plain.texts()
+    assert [graph.replays for graph in RecordedGraph.made] == [2, 0]  # the largest is first
+    assert graphed.drafter.state.counts.equal(plain.drafter.state.counts)
+
+
+@pytest.mark.slow
+def test_a_batch_above_the_largest_graph_drafts_without_one(captured):
+    from support.recorded_graph import RecordedGraph
+
+    plain, graphed = runner(), captured(runner(), sizes=(1, 2))
+    for _ in range(2):
+        plain.step()
+        graphed.step()
+    assert graphed.texts() == plain.texts()
+    assert not any(graph.replays for graph in RecordedGraph.made)
+
+
+def read_after_stage(served, of) -> None:
+    """Level 1 adds zero times a tensor that the runner hands over anew for each proposal."""
+    level = served.drafter.program.levels[1]
+    forward = level.forward
+    level.forward = lambda *args: forward(*args) + 0 * of(served)
+
+
+@pytest.mark.parametrize(
+    ("of", "named"),
+    [
+        (lambda served: served.sampler.sampling_states.temperature.gpu[0], "temperature"),
+        (lambda served: served.states.total_len.gpu[0], "the table of requests.total_len"),
+        (lambda served: served.slots[0], "the batch.idx_mapping"),
+    ],
+)
+def test_a_read_after_stage_is_caught(of, named):
+    from vllm_hsd.runner_v2.graph_checks import GraphError
+
+    served = runner()
+    served.drafter.checks = True
+    read_after_stage(served, of)
+    with pytest.raises(GraphError, match=f"reads {named} of the runner"):
+        served.step()
+
+
+def test_a_kernel_that_reads_after_stage_is_caught():
+    """Launches pass torch's dispatcher by."""
+    from vllm_hsd.runner_v2.graph_checks import GraphError
+
+    served = runner()
+    served.drafter.checks = True
+    state = served.drafter.state
+    bucket = state.bucket
+
+    def seeds_of_the_runner(batch):
+        cut = bucket(batch)
+        cut.seeds = served.sampler.sampling_states.seeds.gpu[:batch]
+        return cut
+
+    state.bucket = seeds_of_the_runner
+    with pytest.raises(GraphError, match="kernel reads seeds of the runner"):
+        served.step()
+
+
+def test_a_graph_with_an_old_address_is_caught(captured):
+    """A table moves after the capture: the program follows it, the graph does not."""
+    from vllm_hsd.runner_v2.graph_checks import GraphError
+
+    served = captured(runner([{"temperature": 0.0}] * 3), sizes=(4,))
+    served.drafter.checks = True
+    served.drafter.program.levels[1].logits = -served.target
+    with pytest.raises(GraphError, match="the CUDA graph for 4 requests drafts"):
+        served.step()
+
+
+def test_a_host_read_while_captured_is_caught(captured):
+    served = runner()
+    level = served.drafter.program.levels[1]
+    forward = level.forward
+    level.forward = lambda *args: forward(*args) * served.target[0, 0].item()
+    with pytest.raises(RuntimeError, match="read on the host while a CUDA graph"):
+        captured(served)
+
+
+def test_batch_sizes():
+    from support import triton_cpu
+
+    triton_cpu.prepare_vllm()
+    from vllm_hsd.runner_v2.graphs import batch_sizes
+
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(8) == [1, 2, 4, 8]
+    assert batch_sizes(11) == [1, 2, 4, 8, 11]

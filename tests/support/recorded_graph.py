@@ -1,0 +1,102 @@
+"""A stand-in for CUDA graphs on a CPU: what a graph keeps and what it does not run again.
+
+While it captures, every operation of torch and every launch of an interpreted kernel is recorded
+with the tensors that it was called with. A replay repeats them on the same tensors: Python code
+between them does not run again, and a tensor that the code would look up anew stays the old one.
+"""
+
+import contextlib
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import InterpretedFunction
+
+aten = torch.ops.aten
+HOST_READS = (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default)
+
+
+class RecordedGraph:
+    """In the place of `torch.cuda.CUDAGraph`."""
+
+    made: ClassVar[list["RecordedGraph"]] = []
+
+    def __init__(self) -> None:
+        self.calls: list = []
+        self.replays = 0
+        RecordedGraph.made.append(self)
+
+    def replay(self) -> None:
+        self.replays += 1
+        for call in self.calls:
+            call()
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, graph: RecordedGraph) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in HOST_READS:
+            raise RuntimeError("a value is read on the host while a CUDA graph is captured")
+        kwargs = kwargs or {}
+        given = func(*args, **kwargs)
+        self.graph.calls.append(partial(_again, func, args, kwargs, given))
+        return given
+
+
+def _again(func, args, kwargs, given) -> None:
+    known = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
+    for old, new in zip(_tensors(given), _tensors(func(*args, **kwargs)), strict=True):
+        # A view, or an argument that was changed in place, is where it was.
+        if old.untyped_storage().data_ptr() in known:
+            continue
+        if old.shape == new.shape:
+            old.copy_(new)
+        else:  # plans of the CPU's attention
+            old.set_(new)
+
+
+def _tensors(tree) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@contextlib.contextmanager
+def capture(graph: RecordedGraph, *_args, **_kwargs):
+    """In the place of `torch.cuda.graph`."""
+    launch = InterpretedFunction.run
+
+    def run(self, *args, **kwargs):
+        again = partial(_launch, launch, self, args, kwargs)
+        graph.calls.append(again)
+        again()
+
+    InterpretedFunction.run = run
+    try:
+        with _Recorder(graph):
+            yield
+    finally:
+        InterpretedFunction.run = launch
+
+
+def _launch(launch, kernel, args, kwargs) -> None:
+    # The interpreter itself computes with torch.
+    with _disable_current_modes():
+        launch(kernel, *args, **kwargs)
+
+
+def install(monkeypatch) -> None:
+    """Let vLLM's `CudaGraphManager` capture recorded graphs."""
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    RecordedGraph.made = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda self: None)
+    for name in ("graph_capture", "capture_pool"):
+        monkeypatch.setattr(cudagraph_utils, name, lambda *a, **k: contextlib.nullcontext())
+    monkeypatch.setattr(cudagraph_utils, "current_stream", lambda: None)

@@ -1,0 +1,108 @@
+"""CUDA graphs of whole proposals, one for every batch size of a short list.
+
+vLLM captures them with its own, at start-up and once more when it profiles memory. What runs in a
+graph is `core.program.Program.run`, the same code that runs without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+
+from vllm_hsd.core.proposal_state import ProposalState
+
+
+def batch_sizes(max_batch_size: int) -> list[int]:
+    """Powers of two up to a batch size, and that one.
+
+    A graph has a node for every kernel of all forward passes, so few sizes are captured and
+    batches are padded to the next one.
+    """
+    below = [1 << i for i in range((max_batch_size - 1).bit_length())]
+    return [*below, max_batch_size]
+
+
+def why_eager(
+    cudagraph_mode: CUDAGraphMode, levels: Sequence[Any], longest_query: int
+) -> str | None:
+    """Why proposals cannot run as CUDA graphs; None if they can.
+
+    Args:
+        cudagraph_mode: of the target.
+        levels: those that run forward passes.
+        longest_query: tokens that one request feeds to a forward pass at most.
+    """
+    if cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
+        return f"cudagraph_mode is {cudagraph_mode.name}"
+    for level in levels:
+        for group in (group for groups in level.groups for group in groups):
+            backend = group.backend.get_name()
+            if not group.supports_draft_decode_metadata_update:
+                return f"the attention backend {backend} plans its work on the host"
+            support = group.get_metadata_builder(0).get_cudagraph_support(
+                level.vllm_config, group.kv_cache_spec
+            )
+            needed = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+            if longest_query > 1:
+                needed = AttentionCGSupport.UNIFORM_BATCH
+            if support.value < needed.value:
+                return (
+                    f"the attention backend {backend} cannot capture {longest_query} tokens "
+                    "for each request"
+                )
+    return None
+
+
+class ProposalGraphs(CudaGraphManager):
+    """Captured proposals by batch size; vLLM drops them after it has profiled memory.
+
+    Args:
+        sizes: batch sizes, ascending.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        super().__init__(vllm_config, device, CUDAGraphMode.FULL_DECODE_ONLY, decode_query_len=1)
+
+    def _init_candidates(self) -> None:
+        self.descriptors = {
+            size: BatchExecutionDescriptor(
+                cg_mode=CUDAGraphMode.FULL, num_tokens=size, num_reqs=size, uniform_token_count=1
+            )
+            for size in self.sizes
+        }
+        # The largest first: the others find their memory in its pool.
+        self._capture_descs = {CUDAGraphMode.FULL: list(self.descriptors.values())[::-1]}
+
+    def capture_all(
+        self,
+        prepare: Callable[[int], ProposalState],
+        run: Callable[[ProposalState], None],
+    ) -> None:
+        """Capture a graph for every batch size.
+
+        Args:
+            prepare: makes the state of a batch size, all of it padding, and what attention needs;
+                runs outside the graph, once before the warm-up and once before the capture.
+            run: what is captured.
+        """
+
+        def create_forward_fn(desc, warmup):
+            state = prepare(desc.num_reqs)
+            return lambda cg_mode: run(state)
+
+        self.capture(create_forward_fn, "Capturing proposals of the cascade")
+
+    def size_for(self, batch: int) -> int | None:
+        """The smallest captured batch size that holds a batch, None if there is none."""
+        captured = (size for size in self.sizes if self.descriptors[size] in self.graphs)
+        return next((size for size in captured if size >= batch), None)
+
+    def replay(self, size: int) -> None:
+        """Run the proposal that was captured for a batch size, on what its state holds now."""
+        self.run_fullgraph(self.descriptors[size])
