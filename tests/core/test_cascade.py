@@ -11,8 +11,9 @@ import torch
 from oracle.exact import Table
 from oracle.stand_ins import TableLevel, TableLookup
 
-from vllm_hsd.core.cascade import Cascade, DraftBatch, LevelOptions
+from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.drafts import DraftStore, ragged_arange
+from vllm_hsd.core.levels import DraftBatch, LevelOptions
 from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.verify.rng import host_uniforms
 
@@ -98,9 +99,9 @@ def test_nothing_runs_where_nothing_is_requested(draft_lengths):
     cascade = Cascade(levels(len(draft_lengths)), options(*draft_lengths), 4)
     drafts = propose(cascade, batch_of(4, len(draft_lengths)), np.zeros(4, dtype=np.int64))
     assert drafts.counts.tolist() == [0] * 4
-    assert all(level.forwards == 0 for level in cascade.stats)
+    assert all(level.forwards == 0 for level in cascade.counters.stats)
     propose(cascade, batch_of(0, len(draft_lengths)), np.zeros(0, dtype=np.int64))
-    assert all(level.forwards == 0 for level in cascade.stats)
+    assert all(level.forwards == 0 for level in cascade.counters.stats)
 
 
 def test_slots_that_take_no_part_are_left_alone():
@@ -115,7 +116,7 @@ def test_draft_lengths_bound_every_round():
     below, above = levels(2)
     cascade = Cascade([below, above], options(2, 7), 50)
     propose(cascade, batch_of(50, 2), np.full(50, 7))
-    stats = cascade.stats[0]
+    stats = cascade.counters.stats[0]
     assert stats.drafted <= 2 * stats.rounds
     # The first pass brings the prompt in; later ones verify at most two drafts, and feed what
     # the level drew itself the round before.
@@ -127,7 +128,7 @@ def test_rounds_are_limited():
     cascade = Cascade(levels(2), options(2, 8, max_rounds=1), 200)
     drafts = propose(cascade, batch_of(200, 2), np.full(200, 8))
     assert set(drafts.counts.tolist()) == {1, 2, 3}
-    assert cascade.stats[0].rounds == 200
+    assert cascade.counters.stats[0].rounds == 200
     cascade = Cascade(levels(2), options(2, 8, max_rounds=2), 200)
     drafts = propose(cascade, batch_of(200, 2), np.full(200, 8))
     assert drafts.counts.min() >= 2 and drafts.counts.max() <= 6
@@ -179,7 +180,7 @@ def test_caches_over_calls_with_rejections_and_idle_requests():
         batch.tokens, batch.end, batch.cached = tokens, length.copy(), cached.copy()
         requested = rng.integers(0, 6, size) * (rng.random(size) < 0.7)
         idle = np.flatnonzero(requested == 0)
-        cascade.ingest(batch, idle, length[idle] - 1)
+        cascade.models.ingest(batch, idle, length[idle] - 1)
         drafts = propose(cascade, batch, requested)
         assert (batch.cached[:, idle] >= length[idle] - 1).all()
         # The target keeps a part of the draft and adds a token of its own.
@@ -199,7 +200,7 @@ def test_ingest_feeds_each_level_up_to_the_end():
     batch.cached[:] = [[0, 4, 10], [2, 10, 10]]
     for level, valid in zip(stand_ins, batch.cached, strict=True):
         level.fed = {row: [2] * int(n) for row, n in enumerate(valid)}
-    cascade.ingest(batch, np.arange(3), np.array([10, 10, 10]))
+    cascade.models.ingest(batch, np.arange(3), np.array([10, 10, 10]))
     assert batch.cached.tolist() == [[10] * 3] * 2
     assert [level.passes for level in stand_ins] == [[[10, 6]], [[8]]]
 
@@ -208,7 +209,7 @@ def test_a_level_that_finds_nothing_proposes_nothing():
     cascade = Cascade([TableLookup(Table(VOCABULARY, 1), PROMPT), *levels(1)], options(3, 6), 30)
     drafts = propose(cascade, batch_of(30, 2), np.full(30, 6))
     assert drafts.counts.tolist() == [6] * 30
-    assert 0 < cascade.stats[0].drafted < 3 * 30 * 6
+    assert 0 < cascade.counters.stats[0].drafted < 3 * 30 * 6
 
 
 class ShortLevel(CountingLevel):
@@ -250,7 +251,7 @@ def test_levels_sit_out_beyond_their_context(contexts, drafted, greedy):
         assert (drafts.level[everything, 0] == 0).all() or not drafted
     later = batch_of(60, 2, greedy=greedy)
     later.tokens[:, :30] = 1
-    cascade.ingest(later, everything, np.full(60, 30))
+    cascade.models.ingest(later, everything, np.full(60, 30))
     assert (later.cached <= np.array(contexts)[:, None]).all()
 
 
@@ -264,9 +265,9 @@ def test_the_level_below_drafts_where_a_level_sits_out():
         for t, row in enumerate(drafts.rows(np.array([slot]), 3)[0]):
             expected = stand_ins[0].table(tuple(drafts.token_ids[slot, :t].tolist()))
             assert drafts.probs[row].tolist() == pytest.approx([float(v) for v in expected])
-    assert (cascade.stats[0].drafted, cascade.stats[1].drafted) == (60, 0)
+    assert (cascade.counters.stats[0].drafted, cascade.counters.stats[1].drafted) == (60, 0)
     cascade.record_acceptance(np.arange(20), np.full(20, 2), batch_of(20, 2).thresholds)
-    assert (cascade.stats[0].accepted, cascade.stats[1].accepted) == (40, 0)
+    assert (cascade.counters.stats[0].accepted, cascade.counters.stats[1].accepted) == (40, 0)
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -280,7 +281,7 @@ def test_a_level_sits_out_for_the_requests_that_are_marked(greedy):
     drafts = propose(cascade, batch, np.full(20, 8))
     assert drafts.counts.tolist() == np.where(top, 3, 8).tolist()
     assert (drafts.level[lowest] == 1).all() and (drafts.level[top, :3] == 0).all()
-    cascade.ingest(batch, np.arange(20), np.full(20, PROMPT + 3))
+    cascade.models.ingest(batch, np.arange(20), np.full(20, PROMPT + 3))
     assert (batch.cached[0, lowest] == 0).all() and (batch.cached[1, top] == 0).all()
     alone = batch_of(20, 1, greedy=greedy)
     alone.sits_out = np.array([lowest])
@@ -332,8 +333,8 @@ def test_probabilities_belong_to_their_tokens():
 def test_counts_start_again_at_zero():
     cascade = Cascade(levels(2), options(2, 4), 5)
     propose(cascade, batch_of(5, 2), np.full(5, 4))
-    taken = cascade.take_stats()
+    taken = cascade.counters.take()
     assert [level.drafted > 0 for level in taken] == [True, True]
     assert taken[0].accepted <= taken[0].drafted
     assert taken[1].drafted == 20 and taken[1].rounds == 5
-    assert all(level.drafted == level.forwards == 0 for level in cascade.take_stats())
+    assert all(level.drafted == level.forwards == 0 for level in cascade.counters.take())

@@ -5,8 +5,8 @@ from unittest import mock
 import numpy as np
 from oracle.stand_ins import TableLookup
 
-from vllm_hsd.core.cascade import Cascade, DraftBatch
-from vllm_hsd.core.levels import FirstOf, LevelOptions, Lookup
+from vllm_hsd.core.cascade import Cascade
+from vllm_hsd.core.levels import DraftBatch, FirstOf, LevelOptions, Lookup
 from vllm_hsd.core.sources import RETRY_ROUNDS, SourceChoice
 from vllm_hsd.core.stopping import EntropyThresholds
 

@@ -168,7 +168,7 @@ def _drawn_by(choices: Choices):
 
     with (
         mock.patch("vllm_hsd.core.cascade.verify_batch", verify_batch),
-        mock.patch("vllm_hsd.core.cascade.BlockedCDF", ChosenCDF),
+        mock.patch("vllm_hsd.core.lowest_level.BlockedCDF", ChosenCDF),
         mock.patch("vllm_hsd.reference.engine.verify_batch", verify_batch),
         mock.patch("vllm_hsd.reference.engine.verify_tree", verify_tree),
         # draw_iid and draw_without_replacement draw with it.

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from oracle.test_cascade_exact import LEVELS, VERIFIERS, bias, build
 
-from vllm_hsd.core.cascade import Cascade, LevelOptions
+from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.controller import DepthController, Selection
+from vllm_hsd.core.levels import LevelOptions
 
 
 class Adversary(Cascade):

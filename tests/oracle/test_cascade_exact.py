@@ -13,7 +13,7 @@ from oracle.exact import Choices, Distribution, Table, Tokens, distance, distrib
 from oracle.stand_ins import TableLevel, TableLookup, exact_distribution
 
 from vllm_hsd.core.bigram import BigramLevel, count_bigrams
-from vllm_hsd.core.cascade import LevelOptions
+from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.reference import ReferenceEngine
 

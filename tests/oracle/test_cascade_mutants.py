@@ -9,11 +9,15 @@ from oracle.test_cascade_exact import LEVELS, PROMPT, VERIFIERS, bias, build
 
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.levels import LevelOptions
+from vllm_hsd.core.lowest_level import LowestLevel
 
 
-def bias_of(cascade: type[Cascade], kinds: str, options, **settings) -> float:
+def bias_of(mutant: type, kinds: str, options, **settings) -> float:
     """Total variation distance between generations with a mutant and the target."""
-    with mock.patch("vllm_hsd.reference.engine.Cascade", cascade):
+    original = "core.cascade.LowestLevel"
+    if issubclass(mutant, Cascade):
+        original = "reference.engine.Cascade"
+    with mock.patch(f"vllm_hsd.{original}", mutant):
         return bias(build(kinds), options, 3, **settings)
 
 
@@ -59,14 +63,14 @@ def test_probabilities_of_another_level_are_caught(mutant, horizontal_tokens, ve
     assert bias_of(mutant, "model, model", options, **settings) > 1e-3
 
 
-class LooksAtTokens(Cascade):
+class LooksAtTokens(LowestLevel):
     """The lowest level ends its draft at a token that its own row finds unlikely."""
 
     keeps_it = True
 
-    def _draft_lowest(self, batch, slots, requested):
-        super()._draft_lowest(batch, slots, requested)
-        drafts = self.drafts[0]
+    def draft(self, batch, slots, requested):
+        super().draft(batch, slots, requested)
+        drafts = self.drafts
         count = drafts.counts[0]
         if not count:
             return

@@ -11,8 +11,9 @@ from oracle.exact import Table
 from oracle.stand_ins import TableLevel, TableLookup
 from scipy import stats
 
-from vllm_hsd.core.cascade import Cascade, DraftBatch, LevelOptions
+from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.drafts import ragged_arange
+from vllm_hsd.core.levels import DraftBatch, LevelOptions
 from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.verify.chain import verify_batch
 from vllm_hsd.verify.rng import host_uniforms

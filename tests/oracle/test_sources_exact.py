@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from oracle.test_cascade_exact import VERIFIERS, bias, bigram, lookup, model
 
-from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.levels import FirstOf, LevelOptions
+from vllm_hsd.core.lowest_level import LowestLevel
 from vllm_hsd.core.sources import SourceChoice
 
 SOURCES = {
@@ -73,7 +73,7 @@ class Adversary(SourceChoice):
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("kinds", SOURCES)
 def test_any_rule_under_the_target(kinds, verifier, rule):
-    with mock.patch("vllm_hsd.core.cascade.SourceChoice", rule):
+    with mock.patch("vllm_hsd.core.lowest_level.SourceChoice", rule):
         levels, options = [first_of(kinds)], [LevelOptions(2, verifier)]
         assert bias(levels, options, 4, verifier=verifier) < 1e-9
 
@@ -81,7 +81,7 @@ def test_any_rule_under_the_target(kinds, verifier, rule):
 @pytest.mark.parametrize("rule", [SourceChoice, Adversary])
 @pytest.mark.parametrize("kinds", SOURCES)
 def test_any_rule_below_a_verifying_level(kinds, rule):
-    with mock.patch("vllm_hsd.core.cascade.SourceChoice", rule):
+    with mock.patch("vllm_hsd.core.lowest_level.SourceChoice", rule):
         levels = [first_of(kinds), model(2, 101)]
         options = [LevelOptions(2), LevelOptions(3, max_rounds=2)]
         assert bias(levels, options, 4, horizontal_tokens=kinds == "lookup, model") < 1e-9
@@ -89,7 +89,7 @@ def test_any_rule_below_a_verifying_level(kinds, rule):
 
 @pytest.mark.parametrize("settings", [{"vocabulary": 3}, {"eos": 0}, {"eos": 1}])
 def test_three_tokens_and_eos(settings):
-    with mock.patch("vllm_hsd.core.cascade.SourceChoice", Adversary):
+    with mock.patch("vllm_hsd.core.lowest_level.SourceChoice", Adversary):
         levels = [first_of("lookup, model", settings.get("vocabulary", 2))]
         assert bias(levels, [LevelOptions(2)], 3, **settings) < 1e-9
 
@@ -100,7 +100,7 @@ def test_a_drafter_that_the_text_outgrows():
     assert bias(levels, [LevelOptions(2)], 4) < 1e-9
 
 
-class LooksAtTheDraft(Cascade):
+class LooksAtTheDraft(LowestLevel):
     """Lets the drafter draft, looks at its first token, and may use the lookup instead."""
 
     drops = True
@@ -112,7 +112,7 @@ class LooksAtTheDraft(Cascade):
         start = int(batch.end[0])
         with mock.patch.object(choice, "best", self.none):
             super()._draft_from_sources(batch, choice, slots, requested)
-        drafts = self.drafts[0]
+        drafts = self.drafts
         if not drafts.counts[0] or not self.unwanted(batch, start) or not self.drops:
             return
         drafts.clear(slots)
@@ -139,15 +139,15 @@ class KnowsTheVerdict(LooksAtTheDraft):
 
         text = tuple(batch.tokens[0, 3:start].tolist())
         token = int(batch.tokens[0, start])
-        drawn = float(np.exp(self.levels[0].row(text)[token]))
+        drawn = float(np.exp(self.models.models[0].row(text)[token]))
         return float(Table(2, 1)(text)[token]) < drawn
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("mutant", [LooksAtTheDraft, KnowsTheVerdict])
 def test_a_choice_by_the_drawn_token_is_caught(mutant, verifier):
-    def bias_of(cascade) -> float:
-        with mock.patch("vllm_hsd.reference.engine.Cascade", cascade):
+    def bias_of(lowest_level) -> float:
+        with mock.patch("vllm_hsd.core.cascade.LowestLevel", lowest_level):
             levels = [first_of("lookup, model")]
             return bias(levels, [LevelOptions(2, verifier)], 3, verifier=verifier)
 

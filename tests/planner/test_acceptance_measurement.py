@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.paper_tables import closed_forms
 from vllm_hsd.core.bigram import BigramLevel, count_bigrams, write_bigram
-from vllm_hsd.core.cascade import LevelOptions
+from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner import acceptance
 from vllm_hsd.planner.latencies import Latencies, LatencyTable

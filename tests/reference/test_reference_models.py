@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from vllm_hsd.core.bigram import BigramLevel, count_bigrams
-from vllm_hsd.core.cascade import LevelOptions
+from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.reference import HuggingFaceLevel, ReferenceEngine, TreeOptions
 
 VOCABULARY, PROMPT, LENGTH = 24, [3, 5, 7, 11, 5, 3], 16

@@ -7,7 +7,7 @@ from oracle.exact import Table, Tokens, distance
 from oracle.stand_ins import TableLevel, exact_distribution
 from oracle.test_cascade_exact import stopped
 
-from vllm_hsd.core.cascade import LevelOptions
+from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.reference import ReferenceEngine, TreeOptions, trees
 
 PROMPT = [0, 1]

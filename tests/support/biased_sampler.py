@@ -49,14 +49,14 @@ def install_uncapped_final_ratio() -> None:
 
 def install_drafts_of_other_rows() -> None:
     """Draw the lowest level's tokens from flatter rows than those that are kept with them."""
-    from vllm_hsd.core import cascade
+    from vllm_hsd.core import lowest_level
 
-    class FlatterCDF(cascade.BlockedCDF):
+    class FlatterCDF(lowest_level.BlockedCDF):
         def __init__(self, probs):
             flatter = probs**0.3
             super().__init__(flatter / flatter.sum(-1, keepdim=True))
 
-    cascade.BlockedCDF = FlatterCDF
+    lowest_level.BlockedCDF = FlatterCDF
 
 
 def verify_batch(batch: ChainBatch, method: str, uniforms: np.ndarray, *, target_ok):

@@ -11,9 +11,9 @@ from oracle.exact import Table
 from oracle.stand_ins import TableLevel
 from support.proposal_states import block_tables
 
-from vllm_hsd.core.cascade import Cascade, DraftBatch
+from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.drafts import DraftStore, ragged_arange
-from vllm_hsd.core.levels import LevelOptions
+from vllm_hsd.core.levels import DraftBatch, LevelOptions
 from vllm_hsd.core.program import Program
 from vllm_hsd.core.proposal_state import ProposalState
 from vllm_hsd.core.schedule import Schedule, compile_schedule, first_draw

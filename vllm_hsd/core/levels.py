@@ -1,13 +1,16 @@
-"""What a cascade is made of: the protocols of its levels, their options and their counts."""
+"""What a cascade is made of: its levels, their options and counts, the batch they draft for."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+
+from vllm_hsd.core.stopping import EntropyThresholds
 
 UNLIMITED = sys.maxsize
 
@@ -133,6 +136,42 @@ class LevelOptions:
     max_rounds: int | None = None
     stopping: str = "fixed"
     temperature_scale: float = 1.0
+
+
+@dataclass
+class DraftBatch:
+    """The requests that a cascade drafts for in one step; every array is indexed by slot.
+
+    Attributes:
+        tokens: [table rows, max length] int32; drafts are written after the committed tokens.
+        rows: [slots] int64, row of each slot's request in `tokens`.
+        end: [slots] int64, tokens in the text, first the committed ones; grows while drafting.
+        cached: [levels, slots] int64, positions whose KV entries are valid; updated in place.
+        eos: [slots] int64, token that ends the request, -1 for none; drafts end with it.
+        greedy: every request takes the argmax: no probabilities are built.
+        probs: (logits [n, V], slots [n], level) -> [n, V] probabilities that the level samples
+            from and is verified by.
+        uniforms: (slots [b], counts [b], level) -> [sum(counts)] float64, each used once.
+        thresholds: entropy thresholds per level and slot; updated in place.
+        sits_out: [levels, slots] bool, requests that a level can draft nothing for; None for none.
+    """
+
+    tokens: np.ndarray
+    rows: np.ndarray
+    end: np.ndarray
+    cached: np.ndarray
+    eos: np.ndarray
+    greedy: bool
+    probs: Callable[[torch.Tensor, np.ndarray, int], torch.Tensor]
+    uniforms: Callable[[np.ndarray, np.ndarray, int], np.ndarray]
+    thresholds: EntropyThresholds
+    sits_out: np.ndarray | None = None
+
+    def takes_part(self, level: int, slots: np.ndarray) -> np.ndarray:
+        """[n] bool, the requests for which the level has what it needs to draft."""
+        if self.sits_out is None:
+            return np.ones(len(slots), dtype=bool)
+        return ~self.sits_out[level, slots]
 
 
 @dataclass

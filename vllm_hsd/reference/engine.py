@@ -135,7 +135,7 @@ class ReferenceEngine:
             seed=seed,
             eos=-1 if eos_token_id is None else eos_token_id,
         )
-        self.cascade.take_stats()
+        self.cascade.counters.take()
         result = Generation()
         while len(result.token_ids) < max_tokens and eos_token_id not in result.token_ids[-1:]:
             # The target adds a token of its own to every draft.
@@ -151,7 +151,7 @@ class ReferenceEngine:
             result.target_calls += 1
             result.drafted += drafted
             result.accepted += accepted
-        result.levels = self.cascade.take_stats()
+        result.levels = self.cascade.counters.take()
         return result
 
     def _begin(self, prompt: list[int], max_tokens: int, **sampling) -> Request:
@@ -199,7 +199,7 @@ class ReferenceEngine:
             method="greedy" if request.greedy else options.verifier,
             generator=request.generator,
         )
-        stats = self.cascade.stats[0]
+        stats = self.cascade.counters.stats[0]
         stats.drafted += len(draft.tree)
         stats.accepted += len(path)
         stats.rounds += len(draft.tree) > 0

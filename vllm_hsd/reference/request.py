@@ -13,8 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from vllm_hsd.core.cascade import DraftBatch
-from vllm_hsd.core.levels import Level
+from vllm_hsd.core.levels import DraftBatch, Level
 from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.verify.rng import host_uniforms
 

@@ -9,9 +9,10 @@ import numpy as np
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_hsd.config import CascadeConfig
-from vllm_hsd.core.cascade import Cascade, DraftBatch
+from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.controller import Selection
 from vllm_hsd.core.drafts import DraftStore
+from vllm_hsd.core.levels import DraftBatch
 from vllm_hsd.runner_v1.lazy_caches import FilledBlocks
 from vllm_hsd.runner_v1.requests import RequestTable
 from vllm_hsd.runner_v1.sampling import GREEDY_BELOW

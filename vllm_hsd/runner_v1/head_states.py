@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from vllm.logger import init_logger
 
-from vllm_hsd.core.cascade import Cascade, DraftBatch
+from vllm_hsd.core.cascade import Cascade
+from vllm_hsd.core.levels import DraftBatch
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
 from vllm_hsd.runner_v1.requests import NOTHING_KEPT, RequestTable
 
@@ -80,11 +81,11 @@ class HeadStates:
         """Feed the head, and no other level, up to end[i] tokens of the request in slots[i]."""
         ends = np.zeros((len(self.cascade.levels), len(slots)), dtype=np.int64)
         ends[self.k] = end
-        self.cascade.ingest(batch, slots, ends)
+        self.cascade.models.ingest(batch, slots, ends)
 
     def _sit_out(self, slots: np.ndarray) -> None:
         self.requests.sits_out[self.k, slots] = True
-        self.cascade.stats[self.k].sat_out += len(slots)
+        self.cascade.counters.stats[self.k].sat_out += len(slots)
         logger.warning_once(
             "levels[%d] drafts nothing for a request whose prefix it has not read: the target's "
             "states of these tokens are gone. /metrics counts such requests as "

@@ -14,9 +14,9 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from vllm_hsd.config import CascadeConfig, sources
-from vllm_hsd.core.cascade import Cascade, DraftBatch
+from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.controller import DepthController
-from vllm_hsd.core.levels import FirstOf, LevelOptions, LevelStats, LookupLevel
+from vllm_hsd.core.levels import DraftBatch, FirstOf, LevelOptions, LevelStats, LookupLevel
 from vllm_hsd.errors import quoted
 from vllm_hsd.runner_v1.adaptive import AdaptiveDrafting
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
@@ -156,7 +156,7 @@ class CascadeProposer(DraftModelProposer):
     def take_stats(self) -> list[LevelStats]:
         """Counts of every hosted level since the last call."""
         stats = [LevelStats() for _ in self.hosted]
-        for i, counted in zip(self.selected, self.cascade.take_stats(), strict=True):
+        for i, counted in zip(self.selected, self.cascade.counters.take(), strict=True):
             stats[i] = counted
         return stats
 
@@ -297,7 +297,7 @@ class CascadeProposer(DraftModelProposer):
             states.before_drafting(batch, slots, known)
         if self.adaptive is None:
             idle = requested == 0
-            self.cascade.ingest(batch, slots[idle], known[:, idle])
+            self.cascade.models.ingest(batch, slots[idle], known[:, idle])
             drafts = self.cascade.propose(batch, slots, requested)
         else:
             drafts = self.adaptive.propose(batch, slots, requested)

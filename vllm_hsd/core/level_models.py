@@ -1,0 +1,140 @@
+"""What the models of a cascade compute for a batch: logits, probabilities, greedy tokens."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from vllm_hsd.core.counters import Counters
+from vllm_hsd.core.levels import UNLIMITED, DraftBatch, Level, LevelOptions
+from vllm_hsd.core.stopping import entropy_nats
+from vllm_hsd.verify.chain import argmax_rows
+from vllm_hsd.verify.residual import ROW_SUM_TOLERANCE
+
+logger = logging.getLogger(__name__)
+
+
+class LevelModels:
+    """The models of a cascade's levels.
+
+    Args:
+        models: one per level, None at a lowest level of lookups alone.
+        options: one per level.
+        counters: counts their forward passes.
+
+    Attributes:
+        context_lengths: longest text of each level in tokens.
+    """
+
+    def __init__(
+        self, models: Sequence[Level | None], options: Sequence[LevelOptions], counters: Counters
+    ) -> None:
+        self.models, self.options, self.counters = models, options, counters
+        self.context_lengths = [
+            UNLIMITED if model is None else model.context_length for model in models
+        ]
+        self.warned: set[int] = set()
+
+    def can_draft(self, batch: DraftBatch, level: int, slots: np.ndarray) -> np.ndarray:
+        """[n] bool, the requests whose text fits the level and for which it has what it needs."""
+        return (batch.end[slots] <= self.context_lengths[level]) & batch.takes_part(level, slots)
+
+    def forward(
+        self, batch: DraftBatch, level: int, slots: np.ndarray, num_logits: np.ndarray
+    ) -> torch.Tensor:
+        """Logits of the last positions of `slots`; the level's cache is then valid to the end.
+
+        Args:
+            batch: the requests.
+            level: the level.
+            slots: [n] int64.
+            num_logits: [n] int64, how many of the last positions yield logits.
+
+        Returns:
+            [sum(num_logits), V].
+        """
+        counts = batch.end[slots] - batch.cached[level, slots]
+        logits = self._timed(batch, level, slots, counts, num_logits)
+        assert logits is not None
+        batch.cached[level, slots] = batch.end[slots]
+        return logits
+
+    def ingest(self, batch: DraftBatch, slots: np.ndarray, end: np.ndarray) -> None:
+        """Bring every level's cache of `slots` up to the positions `end`, without drafting.
+
+        Args:
+            batch: the step's requests.
+            slots: [n] int64.
+            end: [n] int64, or [levels, n].
+        """
+        end = np.broadcast_to(end, (len(self.models), len(slots)))
+        for k, model in enumerate(self.models):
+            if model is None or not model.keeps_cache:
+                continue
+            cached = batch.cached[k]
+            upto = np.minimum(end[k], self.context_lengths[k])
+            uncached = (cached[slots] < upto) & batch.takes_part(k, slots)
+            if uncached.any():
+                filled, upto = slots[uncached], upto[uncached]
+                none = np.zeros(len(filled), dtype=np.int64)
+                self._timed(batch, k, filled, upto - cached[filled], none)
+                cached[filled] = upto
+
+    def probs(
+        self, batch: DraftBatch, level: int, logits: torch.Tensor, slots: np.ndarray
+    ) -> torch.Tensor:
+        """[n, V] probabilities of the level; uniform where its logits are not finite."""
+        probs = batch.probs(logits, slots, level)
+        usable = (probs.sum(-1) - 1).abs() < ROW_SUM_TOLERANCE
+        if not usable.all():
+            self._warn_unless(level, False)
+            probs[~usable] = 1 / probs.shape[1]
+        return probs
+
+    def argmax(self, logits: torch.Tensor, level: int) -> np.ndarray:
+        """[n] int64 greedy tokens."""
+        best, peak = argmax_rows(logits)
+        self._warn_unless(level, bool(np.isfinite(peak).all()))
+        return best
+
+    def confidence(
+        self, batch: DraftBatch, level: int, logits: torch.Tensor, slots: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Entropies of rows [n] and whether each lies above its request's threshold."""
+        if self.options[level].stopping != "entropy":
+            return np.full(len(slots), np.nan), np.zeros(len(slots), dtype=bool)
+        entropy = entropy_nats(logits)
+        return entropy, batch.thresholds.exceeded(level, slots, entropy)
+
+    def _warn_unless(self, level: int, finite: bool) -> None:
+        """One warning per level: any token that it drafts then is still verified losslessly."""
+        if not finite and level not in self.warned:
+            self.warned.add(level)
+            logger.warning(
+                "levels[%d] gives logits that are not finite; its drafts are arbitrary there, "
+                "which costs acceptance: check its weights and dtype.",
+                level,
+            )
+
+    def _timed(
+        self,
+        batch: DraftBatch,
+        level: int,
+        slots: np.ndarray,
+        counts: np.ndarray,
+        num_logits: np.ndarray,
+    ) -> torch.Tensor | None:
+        began = time.perf_counter()
+        model = self.models[level]
+        assert model is not None
+        logits = model.forward(
+            batch.tokens, batch.rows[slots], batch.cached[level, slots], counts, num_logits
+        )
+        stats = self.counters.stats[level]
+        stats.forwards += 1
+        stats.forward_seconds += time.perf_counter() - began
+        return logits
