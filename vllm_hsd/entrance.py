@@ -136,7 +136,7 @@ def _install_v2() -> None:
 
 
 def _check_adapters(arguments, parsed) -> None:
-    from vllm_hsd.config import sources
+    from vllm_hsd.level_config import sources
 
     for i, level in enumerate(parsed.hsd.levels):
         kind = sources(level)[-1].kind

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from vllm_hsd.config import LEVEL_CLASSES, CascadeConfig, read_speculative_config
+from vllm_hsd.config import CascadeConfig, read_speculative_config
 from vllm_hsd.errors import UserError
+from vllm_hsd.level_config import LEVEL_CLASSES
 
 MODEL = {"model": "small"}
 TOP = {"model": "mid"}

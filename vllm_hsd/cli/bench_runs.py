@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from vllm_hsd.cli import greedy
-from vllm_hsd.config import LEVEL_KINDS
 from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.errors import UserError
+from vllm_hsd.level_config import LEVEL_KINDS
 
 # Room between the longest output and the engine's longest context: near it, drafters stop.
 SPARE_TOKENS = 256

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from vllm_hsd.config import (
+from vllm_hsd.core.bigram import BigramTable, read_bigram
+from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, ExitHead, read_exit_head
+from vllm_hsd.errors import UserError, brief, quoted
+from vllm_hsd.level_config import (
     BigramLevelConfig,
     EarlyExitLevelConfig,
     ExitHeadLevelConfig,
     ModelLevelConfig,
     NgramLevelConfig,
 )
-from vllm_hsd.core.bigram import BigramTable, read_bigram
-from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, ExitHead, read_exit_head
-from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.planner.profile import Candidate, Sampling
 
 EXITS = ("early_exit", "exit_head")

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from vllm_hsd import host
 from vllm_hsd.checked_files import read_json, written_whole
-from vllm_hsd.config import Level
 from vllm_hsd.errors import UserError, brief, quoted
+from vllm_hsd.level_config import Level
 from vllm_hsd.planner.latencies import Latencies
 from vllm_hsd.planner.survival import VERIFIERS, Acceptance, Verifier, independent_survival
 

@@ -18,7 +18,12 @@ from vllm.config.utils import config
 from vllm.tokenizers.registry import get_tokenizer
 
 from vllm_hsd.checked_files import check_safetensors
-from vllm_hsd.config import (
+from vllm_hsd.core.bigram import bigram_vocab_size, read_bigram
+from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, exit_head_header, read_exit_head
+from vllm_hsd.core.suffix import suffix_tree_class
+from vllm_hsd.core.suffix_store import read_store, store_vocab_size
+from vllm_hsd.errors import UserError, brief, quoted
+from vllm_hsd.level_config import (
     BigramLevelConfig,
     Eagle3LevelConfig,
     EarlyExitLevelConfig,
@@ -29,11 +34,6 @@ from vllm_hsd.config import (
     SuffixLevelConfig,
     sources,
 )
-from vllm_hsd.core.bigram import bigram_vocab_size, read_bigram
-from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, exit_head_header, read_exit_head
-from vllm_hsd.core.suffix import suffix_tree_class
-from vllm_hsd.core.suffix_store import read_store, store_vocab_size
-from vllm_hsd.errors import UserError, brief, quoted
 
 
 def check_target(model_config: ModelConfig, parallel_config: ParallelConfig) -> None:

@@ -16,7 +16,13 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_hsd.config import (
+from vllm_hsd.core.bigram import BigramLevel, read_bigram
+from vllm_hsd.core.drafts import ragged_arange
+from vllm_hsd.core.exit_head import ExitHead, read_exit_head
+from vllm_hsd.core.levels import FirstOf, Lookup, LookupLevel
+from vllm_hsd.core.suffix import SuffixLevel
+from vllm_hsd.core.suffix_store import read_store
+from vllm_hsd.level_config import (
     BigramLevelConfig,
     Eagle3LevelConfig,
     EarlyExitLevelConfig,
@@ -28,12 +34,6 @@ from vllm_hsd.config import (
     SuffixLevelConfig,
     source_names,
 )
-from vllm_hsd.core.bigram import BigramLevel, read_bigram
-from vllm_hsd.core.drafts import ragged_arange
-from vllm_hsd.core.exit_head import ExitHead, read_exit_head
-from vllm_hsd.core.levels import FirstOf, Lookup, LookupLevel
-from vllm_hsd.core.suffix import SuffixLevel
-from vllm_hsd.core.suffix_store import read_store
 
 # vLLM's function takes abstract classes too, which its annotation does not say.
 _AttentionLayer: Any = AttentionLayerBase

@@ -13,11 +13,12 @@ from vllm.logger import init_logger
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from vllm_hsd.config import CascadeConfig, sources
+from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.controller import DepthController
 from vllm_hsd.core.levels import DraftBatch, FirstOf, LevelOptions, LevelStats, LookupLevel
 from vllm_hsd.errors import quoted
+from vllm_hsd.level_config import sources
 from vllm_hsd.runner_v1.adaptive import AdaptiveDrafting
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
 from vllm_hsd.runner_v1.head_states import HeadStates

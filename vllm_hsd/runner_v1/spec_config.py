@@ -9,8 +9,8 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.utils.hashing import safe_hash
 
-from vllm_hsd.config import (
-    CascadeConfig,
+from vllm_hsd.config import CascadeConfig
+from vllm_hsd.level_config import (
     Eagle3LevelConfig,
     FirstOfLevelConfig,
     ModelLevelConfig,

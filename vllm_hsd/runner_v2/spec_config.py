@@ -9,11 +9,12 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.utils.hashing import safe_hash
 
-from vllm_hsd.config import CascadeConfig, ModelLevelConfig
+from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES
 from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.core.schedule import Schedule, compile_schedule
 from vllm_hsd.errors import UserError, quoted, refusal
+from vllm_hsd.level_config import ModelLevelConfig
 from vllm_hsd.runner_v2.hooks import NeedsHooks
 
 KINDS = ("model", "early_exit", "exit_head", "ngram")
