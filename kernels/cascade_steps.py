@@ -10,7 +10,7 @@ import triton
 
 from vllm_hsd.core.proposal_state import KVGroups, ProposalState
 from vllm_hsd.core.schedule import DRAWS_PER_LENGTH, Draft, Schedule, Verify
-from vllm_hsd.kernels import step_kernels
+from vllm_hsd.kernels import lookup_kernels, step_kernels
 from vllm_hsd.kernels.blocks import padded_size
 from vllm_hsd.kernels.chain_verify import ChainResult
 
@@ -243,7 +243,7 @@ def lookup_ngram(state: ProposalState, text: torch.Tensor, *, shortest: int, lon
     chunks = triton.cdiv(text.shape[1], SEARCH_CHUNK)
     best = torch.empty(state.batch, chunks, dtype=torch.int64, device=text.device)
     where = (state.window, state.window.stride(0), state.base, state.end)
-    step_kernels.find_ngram_kernel[(state.batch, chunks)](
+    lookup_kernels.find_ngram_kernel[(state.batch, chunks)](
         best,
         *where,
         state.asked[0],
@@ -253,7 +253,7 @@ def lookup_ngram(state: ProposalState, text: torch.Tensor, *, shortest: int, lon
         LONGEST=longest,
         CHUNK=SEARCH_CHUNK,
     )
-    step_kernels.copy_ngram_kernel[(state.batch,)](
+    lookup_kernels.copy_ngram_kernel[(state.batch,)](
         *where,
         state.have[0],
         state.asked[0],
@@ -275,7 +275,7 @@ def lookup_bigram(state: ProposalState, successor: torch.Tensor) -> None:
     Args:
         successor: int32 [V], -1 where a token has none.
     """
-    step_kernels.lookup_bigram_kernel[(state.batch,)](
+    lookup_kernels.lookup_bigram_kernel[(state.batch,)](
         state.window,
         state.window.stride(0),
         state.end,

@@ -15,6 +15,7 @@ from vllm_hsd.kernels import (
     blocks,
     cascade_steps,
     chain_kernels,
+    lookup_kernels,
     sample_row,
     step_kernels,
     tree_kernels,
@@ -123,16 +124,16 @@ _STEPS = {
         cascade_steps.COPY_WARPS,
     ),
     "find_ngram": (
-        step_kernels.find_ngram_kernel,
+        lookup_kernels.find_ngram_kernel,
         {"LONGEST": 4, "CHUNK": cascade_steps.SEARCH_CHUNK},
         4,
     ),
     "copy_ngram": (
-        step_kernels.copy_ngram_kernel,
+        lookup_kernels.copy_ngram_kernel,
         {"SHORTEST": 1, "LANES": 8, "CHUNKS": 64},
         1,
     ),
-    "lookup_bigram": (step_kernels.lookup_bigram_kernel, {}, 1),
+    "lookup_bigram": (lookup_kernels.lookup_bigram_kernel, {}, 1),
     "collect": (step_kernels.collect_kernel, {"WINDOW": 3, "LONGEST": 8, "LANES": 8}, 1),
 }
 _VERIFICATION = {

@@ -1,0 +1,115 @@
+"""The lowest level's drafts from n-grams and token pairs; cascade_steps.py launches the kernels.
+
+They read the text of a request: its committed part where the runner keeps it, the rest, which may
+be unverified, in the window.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find_ngram_kernel(
+    best_ptr,  # int64 [B, CHUNKS], length of the match << 32 | (2**32 - 1 - where it ends)
+    window_ptr,  # int32 [B, capacity]
+    window_stride,
+    base_ptr,  # int64 [B]
+    end_ptr,  # int32 [B]
+    asked_ptr,  # int32 [B], of level 0
+    slot_ptr,  # int32 [B]
+    text_ptr,  # int32 [max_num_reqs, max_model_len]
+    text_stride,
+    LONGEST: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    request = tl.program_id(0)
+    chunk = tl.program_id(1)
+    base = tl.load(base_ptr + request)
+    length = base + tl.load(end_ptr + request)
+    position = chunk.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    matched = tl.zeros([CHUNK], tl.int64)
+    wanted = (tl.load(asked_ptr + request) > 0) & (chunk * CHUNK < length - 1)
+    if wanted:
+        window_ptr += request * window_stride
+        text_ptr += tl.load(slot_ptr + request).to(tl.int64) * text_stride
+        going = position < length - 1
+        i = tl.zeros((), tl.int64)
+        while (i < LONGEST) & (tl.max(going.to(tl.int32), axis=0) > 0):
+            suffix = length - 1 - i
+            in_window = suffix >= base
+            one = tl.load(window_ptr + suffix - base, mask=in_window, other=0)
+            other = tl.load(text_ptr + suffix, mask=(suffix >= 0) & (suffix < base), other=-1)
+            wanted_token = tl.where(in_window, one, other)
+            at = position - i
+            drafted = going & (at >= base)
+            committed = going & (at >= 0) & (at < base)
+            one_token = tl.load(window_ptr + at - base, mask=drafted, other=0)
+            other_token = tl.load(text_ptr + at, mask=committed, other=-2)
+            token = tl.where(drafted, one_token, other_token)
+            going = going & (token == wanted_token)
+            matched += going.to(tl.int64)
+            i += 1
+    key = tl.where(matched > 0, (matched << 32) | (0xFFFFFFFF - position), 0)
+    tl.store(best_ptr + request * tl.num_programs(1) + chunk, tl.max(key, axis=0))
+
+
+@triton.jit
+def copy_ngram_kernel(
+    window_ptr,  # int32 [B, capacity]
+    window_stride,
+    base_ptr,  # int64 [B]
+    end_ptr,  # int32 [B]
+    have_ptr,  # int32 [B], of level 0
+    asked_ptr,  # int32 [B]
+    slot_ptr,  # int32 [B]
+    text_ptr,  # int32 [max_num_reqs, max_model_len]
+    text_stride,
+    best_ptr,  # int64 [B, CHUNKS]
+    chunks,
+    SHORTEST: tl.constexpr,
+    LANES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    request = tl.program_id(0)
+    c = tl.arange(0, CHUNKS)
+    best = tl.max(tl.load(best_ptr + request * chunks + c, mask=c < chunks, other=0), axis=0)
+    base = tl.load(base_ptr + request)
+    end = tl.load(end_ptr + request)
+    found = (best >> 32) >= SHORTEST
+    first = 0xFFFFFFFF - (best & 0xFFFFFFFF) + 1
+    lane = tl.arange(0, LANES)
+    count = tl.minimum(tl.load(asked_ptr + request).to(tl.int64), base + end - first)
+    count = tl.where(found, count, 0)
+    taken = lane < count
+    at = first + lane
+    window_ptr += request * window_stride
+    text_ptr += tl.load(slot_ptr + request).to(tl.int64) * text_stride
+    one = tl.load(window_ptr + at - base, mask=taken & (at >= base), other=0)
+    other = tl.load(text_ptr + at, mask=taken & (at < base), other=0)
+    tl.store(window_ptr + end + lane, tl.where(at >= base, one, other), mask=taken)
+    tl.store(end_ptr + request, end + count.to(tl.int32))
+    tl.store(have_ptr + request, count.to(tl.int32))
+
+
+@triton.jit
+def lookup_bigram_kernel(
+    window_ptr,  # int32 [B, capacity]
+    window_stride,
+    end_ptr,  # int32 [B]
+    have_ptr,  # int32 [B], of level 0
+    asked_ptr,  # int32 [B]
+    successor_ptr,  # int32 [V]
+):
+    request = tl.program_id(0)
+    asked = tl.load(asked_ptr + request)
+    end = tl.load(end_ptr + request)
+    window_ptr += request * window_stride
+    token = tl.load(window_ptr + end - 1)
+    count = tl.zeros((), tl.int32)
+    while (count < asked) & (token >= 0):
+        token = tl.load(successor_ptr + token)
+        if token >= 0:
+            tl.store(window_ptr + end + count, token)
+            count += 1
+    tl.store(end_ptr + request, end + count)
+    tl.store(have_ptr + request, count)
