@@ -13,12 +13,14 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from vllm_hsd import vllm_names
 from vllm_hsd.errors import UserError
 from vllm_hsd.registry import NONE_FILED, PLUGIN_ISSUE, Registry
 
 logger = logging.getLogger(__name__)
 
 REGISTRY = Registry("vllm_hsd")
+REGISTRY.depends_on(vllm_names.OVERRIDDEN, vllm_names.READ)
 ENTRANCE = "vllm.engine.arg_utils.EngineArgs.create_speculative_config"
 
 # kind of level -> what it does with the target's modules
@@ -43,9 +45,9 @@ def create_speculative_config(original, self, target_model_config, target_parall
     verifier = raw.get("rejection_sample_method")
     target = target_model_config, target_parallel_config
     if raw.get("method") == "hsd":
-        parsed = _cascade_class().create(raw, *target)
-        _check_adapters(self, parsed)
-        return parsed
+        cascade = _cascade_class().create(raw, *target)
+        _check_adapters(self, cascade)
+        return cascade
     if verifier == "hierarchical":
         return _stock_class().create(raw, *target)
     parsed = original(self, *target)
@@ -104,11 +106,11 @@ def _cascade_class() -> Any:
         _install_v2()
         from vllm_hsd.runner_v2 import spec_config as v2
 
-        return v2.CascadeSpeculativeConfig
+        return v2.V2CascadeConfig
     _install_v1()
     from vllm_hsd.runner_v1 import spec_config as v1
 
-    return v1.HsdSpeculativeConfig
+    return v1.V1CascadeConfig
 
 
 def _stock_class() -> Any:
@@ -135,10 +137,10 @@ def _install_v2() -> None:
     hooks.install()
 
 
-def _check_adapters(arguments, parsed) -> None:
+def _check_adapters(arguments, cascade) -> None:
     from vllm_hsd.level_config import sources
 
-    for i, level in enumerate(parsed.hsd.levels):
+    for i, level in enumerate(cascade.hsd.levels):
         kind = sources(level)[-1].kind
         if arguments.enable_lora and kind in _WITHOUT_ADAPTERS:
             raise UserError(

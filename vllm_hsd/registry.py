@@ -16,7 +16,7 @@ import functools
 import importlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -89,6 +89,23 @@ class Registry:
         if hook.name in self.hooks:
             raise ValueError(f"'{hook.name}' is registered twice")
         self.hooks[hook.name] = hook
+
+    def depends_on(
+        self,
+        overridden: Mapping[str, tuple[str, tuple | None]],
+        read: Mapping[str, Mapping[str, str]],
+    ) -> None:
+        """Add names that nothing replaces.
+
+        Args:
+            overridden: name -> (why, parameters).
+            read: class -> {attribute: why}.
+        """
+        for name, (why, parameters) in overridden.items():
+            self.register(Hook(name, "overridden", why, parameters))
+        for owner, attributes in read.items():
+            for attribute, why in attributes.items():
+                self.register(Hook(f"{owner}.{attribute}", "read", why))
 
     def replaces(
         self,

@@ -16,7 +16,9 @@ from vllm_hsd.runner_v1 import hooks
 hooks.load()
 CASCADE = {"method": "hsd", "num_speculative_tokens": 4}
 VALIDATE = hooks.HOOKS["vllm.sampling_params.SamplingParams._validate_spec_decode"]
-SOURCES = sorted(Path(vllm_hsd.__file__).parent.glob("runner_v1/*.py"))
+PACKAGE = Path(vllm_hsd.__file__).parent
+SOURCES = [PACKAGE / name for name in ("entrance.py", "level_checks.py", "spec_config.py")]
+SOURCES += sorted(PACKAGE.glob("runner_v1/*.py"))
 
 # Names that the modules of runner_v1 give to objects of vLLM, and their classes.
 VARIABLES = {
@@ -36,6 +38,9 @@ VARIABLES = {
     "draft_config": ("ModelConfig",),
     "scheduler_config": ("SchedulerConfig",),
     "parallel_config": ("ParallelConfig",),
+    "draft_model_config": ("ModelConfig",),
+    "arguments": ("EngineArgs",),
+    "parsed": ("SpeculativeConfig",),
     "target_parallel_config": ("ParallelConfig",),
     "kv_cache_config": ("KVCacheConfig",),
     "holder": ("ThinkingBudgetStateHolder",),

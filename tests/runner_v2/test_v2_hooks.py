@@ -85,7 +85,7 @@ def test_every_attribute_that_is_read_from_vllm_is_registered():
             if classes and not any(node.attr in known[cls] for cls in classes):
                 missing.add(f"{source.name}: {variable}.{node.attr}")
     ours = {"sampler.py: sampler.processed", "sampler.py: sampler.sampler"}
-    ours |= {"stock_drafters.py: kept.lse", "spec_config.py: parsed.draft_model_config"}
+    ours |= {"stock_drafters.py: kept.lse"}
     ours |= {f"sampler.py: speculator.{name}" for name in ("req_states", "schedule", "hsd")}
     ours |= {f"sampler.py: speculator.{name}" for name in ("state", "scales")}
     ours |= {"levels.py: speculator.longest", "levels.py: speculator.schedule"}
@@ -144,6 +144,10 @@ def test_what_the_v2_runner_refuses(family, v2, keys, message):
     [
         ({"horizontal_tokens": 1}, "horizontal_tokens is 1, but vLLM's V2 runner"),
         ({"adaptive": True}, "adaptive does not run on vLLM's V2 runner"),
+        ({"levels": [{"bigram": "table.npz"}]}, r"levels\[0\].bigram does not run on vLLM's V2"),
+        ({"levels": [{"early_exit": 90}]}, r"levels\[0\].early_exit is 90, but the target has"),
+        ({"levels": [{"exit_head": "none"}]}, r"levels\[0\].exit_head: .*none"),
+        ({"levels": [{"model": "/none"}]}, r"levels\[0\].model: no directory '/none'"),
     ],
 )
 def test_what_cascades_of_the_v2_runner_refuse(family, v2, keys, message):

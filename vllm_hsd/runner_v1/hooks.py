@@ -51,7 +51,6 @@ _MODULES = (
     "proposer",
     "adaptive",
     "sampler",
-    "level_checks",
     "levels",
     "eagle3",
     "head_states",

@@ -18,11 +18,11 @@ from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.controller import DepthController
 from vllm_hsd.core.levels import DraftBatch, FirstOf, LevelOptions, LevelStats, LookupLevel
 from vllm_hsd.errors import quoted
+from vllm_hsd.level_checks import loading
 from vllm_hsd.level_config import sources
 from vllm_hsd.runner_v1.adaptive import AdaptiveDrafting
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
 from vllm_hsd.runner_v1.head_states import HeadStates
-from vllm_hsd.runner_v1.level_checks import loading
 from vllm_hsd.runner_v1.levels import EarlyExitLevel, ModelLevel, build_level, weights_read
 from vllm_hsd.runner_v1.on_runner import complete_logits_processors, take_over_runner
 from vllm_hsd.runner_v1.requests import RequestLimits, RequestTable

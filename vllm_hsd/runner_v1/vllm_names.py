@@ -6,7 +6,8 @@ this list with what the modules of `runner_v1` read from vLLM's objects.
 
 from __future__ import annotations
 
-from vllm_hsd.runner_v1.hooks import Hook, How, register
+from vllm_hsd.registry import Hook, How
+from vllm_hsd.runner_v1.hooks import REGISTRY
 
 _WORKER = "vllm.v1.worker"
 _SAMPLE = "vllm.v1.sample"
@@ -21,12 +22,6 @@ _OVERRIDDEN: dict[str, tuple[str, tuple[str, ...] | None]] = {
     f"{_SPECULATION}.uses_draft_kv_cache": ("counts the levels' caches", ("self",)),
     f"{_SPECULATION}.use_eagle_block_drop": (
         "recomputes the last block of a prefix for EAGLE-3 heads",
-        ("self",),
-    ),
-    f"{_SPECULATION}.max_num_new_slots_for_drafting": ("slots of the drafts", None),
-    f"{_SPECULATION}.compute_hash": ("tells compiled cascades apart", ("self",)),
-    f"{_SPECULATION}.verify_equal_vocab_size_if_draft_model": (
-        "names the level whose vocabulary differs",
         ("self",),
     ),
     f"{_PROPOSER}.__init__": (
@@ -179,8 +174,6 @@ _READ: dict[str, dict[str, str]] = {
         "_enable_probabilistic_draft_probs": "set for block verification",
     },
     _SPECULATION: {
-        "draft_model_config": "what the runner reads the layers of a head's states from",
-        "rejection_sample_method": "block verification",
         "draft_sample_method": "whether a drafter keeps its probabilities",
         "disable_padded_drafter_batch": "drafts after bookkeeping, on the host",
     },
@@ -191,29 +184,12 @@ _READ: dict[str, dict[str, str]] = {
         "additional_config": "tells compiled levels apart",
     },
     "vllm.config.model.ModelConfig": {
-        "model": "name in messages",
-        "architecture": "targets that early exits know",
         "dtype": "type of exit heads",
-        "max_model_len": "longest request of a model",
         "seed": "seeds of requests without one",
-        "tokenizer": "compared with a drafter's",
-        "skip_tokenizer_init": "whether there is a tokenizer to compare",
-        "trust_remote_code": "loads a drafter's tokenizer",
-        "hf_text_config": "number of layers",
-        "is_hybrid": "recurrent state cannot be taken back",
-        "is_attention_free": "recurrent state cannot be taken back",
-        "uses_mrope": "refused",
-        "get_vocab_size": "compared with a drafter's",
-        "get_hidden_size": "compared with an exit head's",
     },
     "vllm.config.scheduler.SchedulerConfig": {
         "max_num_seqs": "slots of the request table",
         "max_num_batched_tokens": "tokens of one forward pass",
-    },
-    "vllm.config.parallel.ParallelConfig": {
-        "tensor_parallel_size": "shared by all levels",
-        "pipeline_parallel_size": "refused above 1",
-        "data_parallel_size": "refused above 1",
     },
     "vllm.v1.kv_cache_interface.KVCacheConfig": {
         "kv_cache_groups": "groups of the levels' layers",
@@ -235,15 +211,7 @@ _READ: dict[str, dict[str, str]] = {
         "update_state": "follows a request's thinking",
         "apply_to_logits": "ends a request's thinking",
     },
-    "vllm.engine.arg_utils.EngineArgs": {
-        "enable_lora": "refuses early exits under adapters",
-        "spec_method": "--spec-method",
-        "spec_model": "--spec-model",
-        "spec_tokens": "--spec-tokens",
-    },
     "vllm.sampling_params.SamplingParams": {
-        "min_p": "allowed under speculation",
-        "logit_bias": "allowed under speculation",
         "seed": "uniforms of a request",
         "max_tokens": "limit of the drafts",
         "ignore_eos": "end of the drafts",
@@ -254,14 +222,10 @@ _READ: dict[str, dict[str, str]] = {
 
 
 def _register(name: str, how: How, why: str, parameters: tuple[str, ...] | None = None) -> None:
-    register(Hook(name, how, why, parameters))
+    REGISTRY.register(Hook(name, how, why, parameters))
 
 
-for _name, (_why, _parameters) in _OVERRIDDEN.items():
-    _register(_name, "overridden", _why, _parameters)
-for _owner, _attributes in _READ.items():
-    for _name, _why in _attributes.items():
-        _register(f"{_owner}.{_name}", "read", _why)
+REGISTRY.depends_on(_OVERRIDDEN, _READ)
 for _name in (
     "LlamaForCausalLM.compute_logits",
     "LlamaForCausalLM.model",

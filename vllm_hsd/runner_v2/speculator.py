@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class CascadeSpeculator(StandaloneARSpeculator):
-    """Drafts with the levels of a `CascadeSpeculativeConfig`.
+    """Drafts with the levels of a `V2CascadeConfig`.
 
     The subclass passes the runner's isinstance checks; nothing of vLLM's drafting is used.
 

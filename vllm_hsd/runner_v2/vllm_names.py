@@ -6,7 +6,6 @@ compares this list with what the modules of `runner_v2` read from vLLM's objects
 
 from __future__ import annotations
 
-from vllm_hsd.registry import Hook
 from vllm_hsd.runner_v2.hooks import REGISTRY
 
 _GPU = "vllm.v1.worker.gpu"
@@ -106,14 +105,6 @@ _OVERRIDDEN |= {
             "num_speculative_tokens",
         ),
     ),
-    "vllm.config.speculative.SpeculativeConfig.max_num_new_slots_for_drafting": (
-        "slots of the drafts",
-        None,
-    ),
-    "vllm.config.speculative.SpeculativeConfig.compute_hash": (
-        "tells compiled cascades apart",
-        ("self",),
-    ),
 }
 
 # class -> {attribute: why}
@@ -202,12 +193,7 @@ _READ: dict[str, dict[str, str]] = {
     "vllm.config.speculative.SpeculativeConfig": {
         "num_speculative_tokens": "longest draft",
         "enable_adaptive_verification": "refused",
-        "method": "the drafter",
     },
 }
 
-for _name, (_why, _parameters) in _OVERRIDDEN.items():
-    REGISTRY.register(Hook(_name, "overridden", _why, _parameters))
-for _owner, _attributes in _READ.items():
-    for _name, _why in _attributes.items():
-        REGISTRY.register(Hook(f"{_owner}.{_name}", "read", _why))
+REGISTRY.depends_on(_OVERRIDDEN, _READ)

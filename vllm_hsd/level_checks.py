@@ -8,7 +8,6 @@ import os
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 from pydantic import ValidationError
 from vllm.config.model import ModelConfig
@@ -46,6 +45,10 @@ def check_target(model_config: ModelConfig, parallel_config: ParallelConfig) -> 
         raise UserError(
             "method 'hsd' runs with tensor parallelism only: set pipeline_parallel_size and "
             "data_parallel_size to 1."
+        )
+    if parallel_config.decode_context_parallel_size > 1:
+        raise UserError(
+            "method 'hsd' does not run with decode_context_parallel_size above 1: set it to 1."
         )
     if model_config.is_hybrid or model_config.is_attention_free:
         raise UserError(
@@ -171,9 +174,6 @@ def check_exit_order(levels: Sequence[LevelConfig]) -> None:
 class DraftConfig(SpeculativeConfig):
     """vLLM's configuration of one drafter; its vocabulary is checked by `_check_model`."""
 
-    # A head is loaded with this configuration in the cascade's place.
-    hsd_runner: ClassVar[str] = "V1"
-
     def verify_equal_vocab_size_if_draft_model(self) -> None:
         """Our own message names the level and explains padded vocabularies."""
 
@@ -184,7 +184,8 @@ def draft_config(
     draft_length: int,
     target_model_config: ModelConfig,
     target_parallel_config: ParallelConfig,
-) -> SpeculativeConfig:
+    config_class: type[DraftConfig],
+) -> DraftConfig:
     """vLLM's configuration of one draft model, which parses the per-model keys.
 
     Args:
@@ -193,6 +194,7 @@ def draft_config(
         draft_length: tokens that it drafts at a time.
         target_model_config: of the target.
         target_parallel_config: of the target.
+        config_class: class of the result.
 
     Raises:
         UserError: no such model, damaged weights, a key that vLLM refuses, or another vocabulary.
@@ -212,7 +214,7 @@ def draft_config(
             f"tensor_parallel_size {tp}: they must be equal, leave the key out."
         )
     try:
-        parsed = DraftConfig(
+        parsed = config_class(
             method="eagle3" if isinstance(level, Eagle3LevelConfig) else "draft_model",
             model=level.path,
             num_speculative_tokens=draft_length,

@@ -1,0 +1,122 @@
+"""`SpeculativeConfig` for method "hsd", as far as it does not depend on the model runner.
+
+Ours outside, one of vLLM's own per level inside.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field, SkipValidation
+from vllm.config.speculative import SpeculativeConfig
+from vllm.config.utils import config
+from vllm.utils.hashing import safe_hash
+
+from vllm_hsd.config import CascadeConfig
+from vllm_hsd.level_checks import (
+    DraftConfig,
+    check_exit_order,
+    check_level,
+    check_target,
+    draft_config,
+)
+from vllm_hsd.level_config import (
+    Eagle3LevelConfig,
+    FirstOfLevelConfig,
+    ModelLevelConfig,
+    source_names,
+    sources,
+)
+
+
+@config
+class CascadeSpeculativeConfig(SpeculativeConfig):
+    """What vLLM carries around for a cascade; build it with `create`."""
+
+    hsd_runner: ClassVar[str]
+    hsd_method: ClassVar[str]
+    """The method that vLLM sees."""
+    hsd_applies_min_p: ClassVar[bool] = True
+    draft_config_class: ClassVar[type[DraftConfig]] = DraftConfig
+
+    method: str | None = None  # type: ignore[assignment]
+    """Widens vLLM's closed list of methods."""
+    hsd: SkipValidation[Any] = None
+    """The parsed `CascadeConfig`."""
+    level_configs: SkipValidation[list] = Field(default_factory=list)
+    """One stock `SpeculativeConfig` of method "draft_model" or "eagle3" per level, None where no
+    model loads."""
+
+    @classmethod
+    def create(cls, raw: dict, target_model_config, target_parallel_config):
+        """Check the user's keys and build the configuration.
+
+        Raises:
+            UserError: one sentence that names the key and the fix.
+        """
+        hsd = CascadeConfig.parse({key: value for key, value in raw.items() if key != "method"})
+        check_target(target_model_config, target_parallel_config)
+        cls.check_runner(hsd)
+        target = target_model_config, target_parallel_config, cls.draft_config_class
+        levels: list[SpeculativeConfig | None] = []
+        for i, (level, draft_length) in enumerate(zip(hsd.levels, hsd.draft_lengths, strict=True)):
+            model = None
+            for j, source in enumerate(sources(level)):
+                name = f"levels[{i}]"
+                if isinstance(level, FirstOfLevelConfig):
+                    name += f".first_of[{j}]"
+                if isinstance(source, ModelLevelConfig | Eagle3LevelConfig):
+                    model = draft_config(name, source, draft_length, *target)
+                else:
+                    check_level(name, source, target_model_config)
+            levels.append(model)
+        check_exit_order(hsd.levels)
+        return cls(
+            method=cls.hsd_method,
+            hsd=hsd,
+            level_configs=levels,
+            num_speculative_tokens=hsd.num_speculative_tokens,
+            target_model_config=target_model_config,
+            target_parallel_config=target_parallel_config,
+        )
+
+    @classmethod
+    def check_runner(cls, hsd: CascadeConfig) -> None:
+        """Check that the runner can serve such a cascade.
+
+        Raises:
+            UserError: names the key.
+        """
+
+    def __post_init__(self) -> None:
+        # Code of vLLM that knows one drafter sees the highest level that is a model of its own, or
+        # an EAGLE-3 head: the runner reads from it which states of the target to keep.
+        models = [level for level in self.level_configs if level is not None]
+        models.sort(key=lambda level: level.method == "eagle3")
+        self.draft_model_config = self.target_model_config
+        self.draft_parallel_config = self.target_parallel_config
+        if models:
+            self.draft_model_config = models[-1].draft_model_config
+            self.draft_parallel_config = models[-1].draft_parallel_config
+        self.model = self.draft_model_config.model
+        self.draft_tensor_parallel_size = self.target_parallel_config.tensor_parallel_size
+        self.prompt_lookup_max = self.prompt_lookup_min = 0
+
+    def compute_hash(self) -> str:
+        models = [level.compute_hash() for level in self.level_configs if level is not None]
+        return safe_hash(
+            str(("hsd", self.hsd_runner, models, self.hsd.model_dump_json())).encode(),
+            usedforsecurity=False,
+        ).hexdigest()
+
+    def __repr__(self) -> str:
+        names = [
+            source_names(level)
+            if isinstance(level, FirstOfLevelConfig)
+            else getattr(level, level.kind)
+            for level in self.hsd.levels
+        ]
+        return (
+            f"SpeculativeConfig(method='hsd', levels={names}, "
+            f"num_spec_tokens={self.num_speculative_tokens}, verifier={self.hsd.verifier!r})"
+        )
