@@ -84,6 +84,24 @@ def _without_room_check(raw: Any) -> object:
     return None
 
 
+def _adapts_heads(raw: Any) -> object:
+    try:
+        return CascadeConfig.parse(raw)
+    except UserError as error:
+        if "lets levels rest" not in str(error):
+            raise
+    return None
+
+
+def _takes_models_before_lookups(raw: Any) -> object:
+    try:
+        return CascadeConfig.parse(raw)
+    except UserError as error:
+        if "lookups (ngram, suffix) come first" not in str(error):
+            raise
+    return None
+
+
 def _echoes(raw: Any) -> object:
     try:
         return CascadeConfig.parse(raw)
@@ -116,6 +134,8 @@ BROKEN = {
         _drops_unknown_keys,
         _true_is_one,
         _without_room_check,
+        _adapts_heads,
+        _takes_models_before_lookups,
     ],
     "says ": [_echoes],
     "refuses what is valid": [_refuses_dashes],

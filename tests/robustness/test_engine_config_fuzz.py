@@ -1,5 +1,6 @@
 """Mutated cascades given to vLLM: an engine configuration, or one sentence of ours."""
 
+import itertools
 import json
 import pickle
 import random
@@ -13,9 +14,11 @@ from support.cascade_mutations import mutated, sentence_objection
 from support.cascade_rules import VLLM_KEYS, is_valid, plain_keys, valid_cascade
 from support.eagle3_head import write_eagle3_head
 from support.engines import configuration_errors
+from support.suffix_extra import MISSING
 
 from vllm_hsd.core.bigram import count_bigrams, write_bigram
 from vllm_hsd.core.exit_head import ExitHead, write_exit_head
+from vllm_hsd.core.suffix_store import collect_texts, write_store
 
 COUNT = 100
 VOCABULARY, HIDDEN, LAYERS = 64, 64, 2  # of the tiny target
@@ -31,6 +34,8 @@ def files(family, tmp_path_factory) -> dict[str, str]:
     head = ExitHead(1, torch.ones(HIDDEN), torch.ones(VOCABULARY, HIDDEN), 1e-6)
     write_exit_head(head, found["exit_head"])
     found["eagle3"] = write_eagle3_head(family.target, tmp_path_factory.mktemp("head"))
+    found["store"] = str(scratch / "store.safetensors")
+    write_store(collect_texts([np.arange(VOCABULARY)], VOCABULARY), found["store"])
     return found
 
 
@@ -39,18 +44,24 @@ def suits_the_target(cascade: object, models: list[str], files: dict[str, str]) 
     if not is_valid(cascade):
         return False
     depth = 0
-    for level in map(plain_keys, plain_keys(cascade)["levels"]):
+    levels = map(plain_keys, plain_keys(cascade)["levels"])
+    for level in itertools.chain(*map(_with_sources, levels)):
         if any(level.get(key) is not None for key in VLLM_KEYS):
             return None
         if "model" in level and level["model"] not in models:
             return False
-        if any(key in level and level[key] != path for key, path in files.items()):
+        given = {**level, "store": plain_keys(level.get("suffix", {})).get("store")}
+        if any(given.get(key) not in (None, path) for key, path in files.items()):
             return False
         layers = 1 if "exit_head" in level else level.get("early_exit", 0)
         if layers > LAYERS or 0 < layers <= depth:
             return False
         depth = max(depth, layers)
     return True
+
+
+def _with_sources(level: dict) -> list[dict]:
+    return [level, *map(plain_keys, level.get("first_of", []))]
 
 
 def can_be_sent(value: object) -> bool:
@@ -63,7 +74,10 @@ def can_be_sent(value: object) -> bool:
 
 def test_vllm_accepts_a_mutation_or_says_one_sentence(family, files):
     rng, models = random.Random(0), [family.small, family.mid]
-    lookups = {**files, "ngram": {"max": 3}, "early_exit": 1}
+    lookups = {key: path for key, path in files.items() if key != "store"}
+    lookups |= {"ngram": {"max": 3}, "early_exit": 1}
+    if not MISSING:
+        lookups["suffix"] = {"store": files["store"]}
     cascades = [valid_cascade(rng, models, lookups) for _ in range(COUNT)]
     cascades = [raw if i % 5 == 0 else mutated(rng, raw) for i, raw in enumerate(cascades)]
     cascades = [raw for raw in cascades if isinstance(raw, dict) and can_be_sent(raw)]
@@ -113,22 +127,39 @@ CONFIGS = {
 }
 
 
-def test_damaged_drafters_are_reported_with_level_and_file(family, tmp_path):
+HEAD_DAMAGES = {**WEIGHTS, "a list": "[1]", "vocabulary": {"vocab_size": VOCABULARY + 1}}
+
+
+def damage_directory(directory: Path, damage: object) -> None:
+    """Apply one of WEIGHTS, or write one of CONFIGS in place of config.json or of its keys."""
+    if callable(damage):
+        damage(directory / "model.safetensors")
+        return
+    config = directory / "config.json"
+    if isinstance(damage, dict):
+        damage = json.dumps({**json.loads(config.read_text()), **damage})
+    config.write_text(str(damage))
+
+
+def test_damaged_drafters_are_reported_with_level_and_file(family, files, tmp_path):
     engines, expected = [], []
-    for name, damage in {**WEIGHTS, **CONFIGS}.items():
-        directory = tmp_path / f"drafter-{name.replace(' ', '-')}"
-        shutil.copytree(family.small, directory)
-        if callable(damage):
-            damage(directory / "model.safetensors")
-        else:
-            config = directory / "config.json"
-            if isinstance(damage, dict):
-                damage = json.dumps({**json.loads(config.read_text()), **damage})
-            config.write_text(damage)
-        levels = [{"model": family.small, "num_tokens": 2}, {"model": str(directory)}]
+    drafters = [
+        *(("model", family.small, *damage) for damage in {**WEIGHTS, **CONFIGS}.items()),
+        *(("eagle3", files["eagle3"], *damage) for damage in HEAD_DAMAGES.items()),
+    ]
+    for i, (kind, whole, name, damage) in enumerate(drafters):
+        directory = tmp_path / f"{kind}-{name.replace(' ', '-')}"
+        shutil.copytree(whole, directory)
+        damage_directory(directory, damage)
+        broken = {kind: str(directory)}
+        key, levels = f"levels[0].{kind}", [broken]
+        if i % 2:
+            key, levels = f"levels[0].first_of[1].{kind}", [{"first_of": [{"ngram": {}}, broken]}]
+        elif kind == "model":
+            key, levels = "levels[1].model", [{"model": family.small, "num_tokens": 2}, broken]
         cascade = {"method": "hsd", "num_speculative_tokens": 6, "levels": levels}
         engines.append({"model": family.target, "speculative_config": cascade})
-        expected.append(directory.name)
-    for name, error in zip(expected, configuration_errors(engines), strict=True):
-        assert error and error.startswith(f"{PREFIX}levels[1].model"), f"{name}: {error}"
+        expected.append((key, directory.name))
+    for (key, name), error in zip(expected, configuration_errors(engines), strict=True):
+        assert error and error.startswith(f"{PREFIX}{key}"), f"{key} {name}: {error}"
         assert name in error and sentence_objection(error.removeprefix(PREFIX)) is None, error

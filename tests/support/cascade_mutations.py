@@ -138,7 +138,34 @@ def _levels(rng: random.Random, raw: dict) -> None:
         levels[rng.randrange(len(levels))] = _junk(rng)
 
 
-CHANGES = [_replace, _remove, _add, _dashes, _repeat, _not_text, _lengths, _levels]
+def _adapt(rng: random.Random, raw: dict) -> None:
+    raw["adaptive"] = rng.choice([True, True, False, 1, "true"])
+
+
+def _sources(rng: random.Random, raw: dict) -> None:
+    """Reorder, repeat, nest or empty the sources of a level."""
+    lists = [m["first_of"] for m in _mappings(raw) if isinstance(m.get("first_of"), list)]
+    lists = [found for found in lists if 0 < len(found) < 20]
+    if not lists:
+        return
+    sources = rng.choice(lists)
+    change = rng.choice(["shuffle", "drop", "repeat", "nest", "junk"])
+    if change == "shuffle":
+        rng.shuffle(sources)
+    elif change == "drop":
+        sources.pop()
+    elif change == "repeat":
+        sources[:0] = [dict(sources[0]) if isinstance(sources[0], dict) else sources[0]]
+    elif change == "nest":
+        sources[-1] = {"first_of": [{"ngram": {}}]}
+    else:
+        sources[rng.randrange(len(sources))] = _junk(rng)
+
+
+CHANGES = [
+    *(_replace, _remove, _add, _dashes, _repeat, _not_text, _lengths, _levels),
+    *(_adapt, _sources),
+]
 
 
 def cascades(seed: int, count: int) -> list[Any]:
@@ -150,6 +177,7 @@ def cascades(seed: int, count: int) -> list[Any]:
         "bigram": "t.npz",
         "early_exit": 2,
         "exit_head": "heads",
+        "eagle3": "eagle3",
     }
     found = []
     for i in range(count):

@@ -62,7 +62,8 @@ class Eagle3Level(ModelLevel):
             name: what messages call the level, "levels[i].eagle3 'path'".
 
         Raises:
-            UserError: the target gives no hidden states, or not those that the head reads.
+            UserError: the target gives no hidden states, or not those that the head reads, or the
+                head drafts tokens that the target has not.
         """
         if not supports_eagle3(target):
             raise UserError(
@@ -70,6 +71,7 @@ class Eagle3Level(ModelLevel):
                 "use another kind of level."
             )
         self._check_layers(target, name)
+        self._check_tokens(name)
         self._share(target)
         hidden = self.model.config.hidden_size
         dtype = cast(torch.dtype, self.vllm_config.model_config.dtype)
@@ -117,6 +119,18 @@ class Eagle3Level(ModelLevel):
             raise UserError(
                 f"{name} reads states of {reads} numbers, but {len(layers)} layers of the target "
                 f"give {len(layers) * width}: use a head of this target."
+            )
+
+    def _check_tokens(self, name: str) -> None:
+        offsets = getattr(self.model, "draft_id_to_target_id", None)
+        if offsets is None:
+            return
+        size = self.vllm_config.model_config.get_vocab_size()
+        tokens = torch.arange(len(offsets), device=offsets.device) + offsets
+        if tokens.min() < 0 or tokens.max() >= size or len(tokens.unique()) < len(tokens):
+            raise UserError(
+                f"{name} has a tensor 'd2t' whose tokens repeat or are none of the target's "
+                f"{size}: use a head of this target."
             )
 
     def init_attention(self, kv_cache_config, kernel_block_sizes: list[int] | None) -> None:

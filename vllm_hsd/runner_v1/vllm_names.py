@@ -238,6 +238,7 @@ for _name in (
     _register(f"vllm.model_executor.models.llama.{_name}", "read late", "runs early exits")
 for _name in (
     "Eagle3LlamaForCausalLM.combine_hidden_states",
+    "Eagle3LlamaForCausalLM.draft_id_to_target_id",
     "Eagle3LlamaForCausalLM.has_own_embed_tokens",
     "Eagle3LlamaForCausalLM.has_own_lm_head",
     "Eagle3LlamaForCausalLM.lm_head",
