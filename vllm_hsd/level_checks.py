@@ -14,6 +14,7 @@ from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
+from vllm.logger import init_logger
 from vllm.tokenizers.registry import get_tokenizer
 
 from vllm_hsd.checked_files import check_safetensors
@@ -21,6 +22,7 @@ from vllm_hsd.core.bigram import bigram_vocab_size, read_bigram
 from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, exit_head_header, read_exit_head
 from vllm_hsd.core.suffix import suffix_tree_class
 from vllm_hsd.core.suffix_store import read_store, store_vocab_size
+from vllm_hsd.core.vocabulary import differing_token
 from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.level_config import (
     BigramLevelConfig,
@@ -33,6 +35,8 @@ from vllm_hsd.level_config import (
     SuffixLevelConfig,
     sources,
 )
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 def check_target(model_config: ModelConfig, parallel_config: ParallelConfig) -> None:
@@ -213,9 +217,10 @@ def draft_config(
             f"{quoted(level.draft_tensor_parallel_size)} and the target's "
             f"tensor_parallel_size {tp}: they must be equal, leave the key out."
         )
+    is_head = isinstance(level, Eagle3LevelConfig)
     try:
         parsed = config_class(
-            method="eagle3" if isinstance(level, Eagle3LevelConfig) else "draft_model",
+            method="eagle3" if is_head else "draft_model",
             model=level.path,
             num_speculative_tokens=draft_length,
             target_model_config=target_model_config,
@@ -232,7 +237,9 @@ def draft_config(
         raise UserError(
             f"{key} {quoted(level.path)} cannot be loaded as a drafter: {_reason(error)}."
         ) from error
-    _check_model(f"{key} {quoted(level.path)}", parsed.draft_model_config, target_model_config)
+    _check_model(
+        f"{key} {quoted(level.path)}", parsed.draft_model_config, target_model_config, is_head
+    )
     if hasattr(parsed.draft_model_config.hf_config, "ptd_token_id"):
         raise UserError(
             f"{key} {quoted(level.path)} drafts all tokens in parallel, which levels do not: use "
@@ -249,41 +256,64 @@ def _check_weights(key: str, directory: str) -> None:
             raise UserError(f"{key}: {error}") from error
 
 
-def _check_model(named: str, draft_config: ModelConfig, target_config: ModelConfig) -> None:
+def _check_model(
+    named: str, draft_config: ModelConfig, target_config: ModelConfig, is_head: bool
+) -> None:
     if draft_config.is_hybrid or draft_config.is_attention_free:
         raise UserError(
             f"{named} keeps recurrent state and cannot take back rejected "
             "tokens: use an attention-only drafter."
         )
+    _check_vocabulary(named, draft_config, target_config, is_head)
+
+
+def _check_vocabulary(
+    named: str, draft_config: ModelConfig, target_config: ModelConfig, is_head: bool
+) -> None:
+    """Token ids must mean the same; a model may pad the logits of one tokenizer differently."""
     theirs, ours = target_config.get_vocab_size(), draft_config.get_vocab_size()
-    if theirs != ours:
-        padded = ""
-        if abs(theirs - ours) < 1024 and max(theirs, ours) > 16 * 1024:
-            padded = (
-                " (sizes this close, like Qwen's 151936 and 152064, often mean one tokenizer with "
-                "embeddings padded differently, but distributions of different size cannot be "
-                "compared)"
-            )
-        raise UserError(
-            f"{named} has a vocabulary of {ours} tokens and the target "
-            f"{quoted(target_config.model)} one of {theirs}{padded}: use a drafter whose "
-            f"config.json has vocab_size {theirs}."
-        )
-    if target_config.skip_tokenizer_init:
-        return
-    try:
-        drafts = get_tokenizer(draft_config.model, trust_remote_code=draft_config.trust_remote_code)
-    except (OSError, ValueError):
-        return  # A drafter may come without tokenizer files: it only ever sees token ids.
-    targets = get_tokenizer(
-        target_config.tokenizer, trust_remote_code=target_config.trust_remote_code
+    sizes = (
+        f"{named} has a vocabulary of {ours} tokens and the target "
+        f"{quoted(target_config.model)} one of {theirs}"
     )
-    if drafts.get_vocab() != targets.get_vocab():
+    if is_head and ours != theirs:
+        raise UserError(f"{sizes}: use a head of this target.")
+    if target_config.skip_tokenizer_init and ours == theirs:
+        return
+    drafts = _tokens(draft_config.model, draft_config)
+    targets = _tokens(target_config.tokenizer, target_config)
+    if drafts is None or targets is None:
+        # A drafter only ever sees token ids, so it may come without tokenizer files.
+        if ours != theirs:
+            raise UserError(
+                f"{sizes}, and there are not two tokenizers to compare: use a drafter whose "
+                f"config.json has vocab_size {theirs}, or give both models tokenizer files."
+            )
+        return
+    differing = differing_token(drafts, targets)
+    if differing is not None:
         raise UserError(
-            f"{named} has {ours} tokens like the target, but its tokenizer "
-            f"gives them other meanings than {quoted(target_config.tokenizer)}: use a drafter with "
-            "the target's tokenizer."
+            f"{named} has another tokenizer than {quoted(target_config.tokenizer)}: token "
+            f"{differing} is {quoted(_token(drafts, differing))} in one and "
+            f"{quoted(_token(targets, differing))} in the other; use a drafter with the target's "
+            "tokenizer."
         )
+    if ours != theirs:
+        logger.info(
+            "%s; one tokenizer, padded differently: the level drafts tokens that both have.", sizes
+        )
+
+
+def _tokens(path: str, config: ModelConfig) -> dict[str, int] | None:
+    """Id of every token of a tokenizer; None without its files."""
+    try:
+        return get_tokenizer(path, trust_remote_code=config.trust_remote_code).get_vocab()
+    except (OSError, ValueError):
+        return None
+
+
+def _token(tokens: dict[str, int], token_id: int) -> str:
+    return next(token for token, known in tokens.items() if known == token_id)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from support.tiny_models import byte_tokenizer, resized
 from transformers import AutoModelForCausalLM
 
 from vllm_hsd.core.bigram import count_bigrams, write_bigram
@@ -112,6 +113,24 @@ def test_another_vocabulary(text_family, family, tmp_path):
     (other / "tokenizer.json").write_text(swapped)
     with pytest.raises(UserError, match="another vocabulary than the target"):
         ModelSet(text_family.target, make_candidates(models=[str(other)]))
+
+
+def test_padded_vocabularies(text_family, tmp_path):
+    size = text_family.vocabulary
+    paths = [
+        resized(text_family.small, tmp_path / str(rows), rows) for rows in (size + 9, size - 9)
+    ]
+    for path in paths:
+        byte_tokenizer().save_pretrained(path)
+    models = ModelSet(text_family.target, make_candidates(models=paths))
+    tokens = torch.tensor([[5, 9, size - 1, 40, 7]])
+    wide, narrow, target = (models.logits(tokens, 1, range(3))[m] for m in range(3))
+    assert wide.shape == narrow.shape == target.shape == (1, 4, size)
+    small = AutoModelForCausalLM.from_pretrained(text_family.small)(input_ids=tokens).logits[:, 1:]
+    assert torch.allclose(wide, small, atol=1e-5)
+    # Before it reads a token that it has no row for.
+    assert torch.allclose(narrow[:, 0, : size - 9], small[:, 0, : size - 9], atol=1e-5)
+    assert narrow[..., size - 9 :].isneginf().all() and narrow[..., : size - 9].isfinite().all()
 
 
 def test_models_that_cannot_be_loaded(text_family, tmp_path):

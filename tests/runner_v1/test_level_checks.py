@@ -31,8 +31,7 @@ def with_config(source: str, target: Path, **changes) -> str:
 def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
     """name -> (arguments of the engine, what the message must say)."""
     scratch = tmp_path_factory.mktemp("faults")
-    qwen = with_config(text_family.target, scratch / "152064", vocab_size=152064)
-    smaller = with_config(text_family.small, scratch / "151936", vocab_size=151936)
+    padded = with_config(text_family.target, scratch / "padded", vocab_size=512)
     renamed = scratch / "renamed"
     shutil.copytree(text_family.small, renamed)
     tokenizer = (renamed / "tokenizer.json").read_text()
@@ -76,15 +75,15 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
         "missing name": (target({"model": "nobody/nothing"}), r"levels\[0\].*nobody/nothing"),
         "another vocabulary": (
             target({"model": small_vocabulary.mid}),
-            r"levels\[0\]\.model.*5 tokens.*64.*vocab_size",
+            r"levels\[0\]\.model.*5 tokens.*64, and there are not two tokenizers.*vocab_size 64",
         ),
-        "padded vocabularies": (
-            on(qwen, {"model": smaller}),
-            r"levels\[0\]\.model.*151936.*152064.*padded",
+        "padded vocabularies of other meanings": (
+            on(padded, {"model": str(renamed)}),
+            r"levels\[0\]\.model.*another tokenizer.*token \d+ is '.' in one and '.' in the other",
         ),
         "other meanings": (
             on(text_family.target, {"model": str(renamed)}, engine=text),
-            r"levels\[0\]\.model.*tokenizer",
+            r"levels\[0\]\.model.*another tokenizer.*token \d+ is '.' in one and '.' in the other",
         ),
         "tensor parallel size": (
             target({"model": family.mid, "draft_tensor_parallel_size": 2}),
@@ -181,7 +180,7 @@ ENGINE_FAULTS = [
     "missing path",
     "missing name",
     "another vocabulary",
-    "padded vocabularies",
+    "padded vocabularies of other meanings",
     "other meanings",
     "tensor parallel size",
     "value of a key of vLLM",
@@ -214,10 +213,12 @@ def test_a_fault_names_the_level_and_the_fix(engine_faults, engine_messages, fau
     assert "\n" not in message
 
 
-def test_good_cascades_and_other_methods_are_accepted(family, text_family):
+def test_good_cascades_and_other_methods_are_accepted(family, text_family, tmp_path):
     cascade = {"method": "hsd", **hsd({"early_exit": 1, "num_tokens": 2}, {"model": family.mid})}
     stock = {"method": "draft_model", "model": family.mid, "num_speculative_tokens": 3}
     text = {"method": "hsd", **hsd({"model": text_family.mid})}
+    larger = with_config(text_family.target, tmp_path / "152064", vocab_size=152064)
+    smaller = with_config(text_family.small, tmp_path / "151936", vocab_size=151936)
     engines = [
         {"model": family.target, "speculative_config": cascade},
         {"model": family.target, "speculative_config": stock},
@@ -226,6 +227,10 @@ def test_good_cascades_and_other_methods_are_accepted(family, text_family):
             "model": text_family.target,
             "speculative_config": text,
             "skip_tokenizer_init": False,
+        },
+        {
+            "model": larger,
+            "speculative_config": {"method": "hsd", **hsd({"model": smaller})},
         },
     ]
     assert configuration_errors(engines) == [None] * 4

@@ -70,6 +70,20 @@ def build_family(directory: Path, vocabulary: int, peak: float, seed: int = 0) -
     return Family(**paths, vocabulary=vocabulary)
 
 
+def resized(source: str, directory: Path, rows: int) -> str:
+    """A copy of a model with another number of rows; new ones are as likely as the old."""
+    model = LlamaForCausalLM.from_pretrained(source)
+    head = model.lm_head.weight.detach().clone()
+    torch.manual_seed(rows)
+    new = torch.randn(rows, head.shape[1]) * head.std()
+    new[: len(head)] = head[:rows]
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(new)
+    model.save_pretrained(directory)
+    return str(directory)
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte: "<s>" is 0, "</s>" is EOS, "<unk>" is 2, then 256 bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

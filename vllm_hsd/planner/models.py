@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from vllm_hsd.core.bigram import BigramTable, read_bigram
 from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, ExitHead, read_exit_head
+from vllm_hsd.core.vocabulary import differing_token, fit_logits, readable
 from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.level_config import (
     BigramLevelConfig,
@@ -115,13 +116,15 @@ class ModelSet:
 
     def _drafter(self, path: str, words: dict[str, int]) -> Any:
         target = self.target.config.name_or_path
-        if _vocabulary(path) not in (None, words):
+        tokens = _vocabulary(path)
+        if tokens is not None and (differing := differing_token(tokens, words)) is not None:
             raise UserError(
-                f"candidate '{path}' has another vocabulary than the target '{target}': "
-                f"only drafters with the target's tokenizer can be verified."
+                f"candidate '{path}' has another vocabulary than the target '{target}', token "
+                f"{differing} for one: only drafters with the target's tokenizer can be verified."
             )
         model = _load(path, self.device)
-        self._check_vocabulary(f"candidate '{path}'", model.config.vocab_size)
+        if tokens is None:
+            self._check_vocabulary(f"candidate '{path}'", model.config.vocab_size)
         return model
 
     def _check_vocabulary(self, name: str, size: int) -> None:
@@ -221,8 +224,8 @@ class ModelSet:
                 out[model] = scores.unflatten(0, (len(tokens), keep))
             elif model == deepest or model not in depths:
                 with_hidden = model == deepest and len(depths) > 1
-                result = found(
-                    input_ids=tokens, logits_to_keep=keep, output_hidden_states=with_hidden
+                result = self._forward(
+                    found, tokens, logits_to_keep=keep, output_hidden_states=with_hidden
                 )
                 out[model] = result.logits
                 if with_hidden:
@@ -232,6 +235,12 @@ class ModelSet:
                 found = self.models[model]
                 out[model] = found.lm_head(found.model.norm(hidden[depth][:, first:]))
         return out
+
+    def _forward(self, model: Any, tokens: Tensor, **keys: Any) -> Any:
+        """A forward pass with logits over the target's vocabulary."""
+        result = model(input_ids=readable(tokens, model.config.vocab_size), **keys)
+        result.logits = fit_logits(result.logits, self.vocabulary)
+        return result
 
     @torch.inference_mode()
     def draw(
@@ -256,8 +265,9 @@ class ModelSet:
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
         drawn, cache = [], None
         for _ in range(length):
-            result = drawing(
-                input_ids=tokens,
+            result = self._forward(
+                drawing,
+                tokens,
                 attention_mask=mask,
                 position_ids=positions,
                 past_key_values=cache,

@@ -22,6 +22,7 @@ from vllm_hsd.core.exit_head import ExitHead, read_exit_head
 from vllm_hsd.core.levels import FirstOf, Lookup, LookupLevel
 from vllm_hsd.core.suffix import SuffixLevel
 from vllm_hsd.core.suffix_store import read_store
+from vllm_hsd.core.vocabulary import fit_logits, readable
 from vllm_hsd.level_config import (
     BigramLevelConfig,
     Eagle3LevelConfig,
@@ -47,6 +48,9 @@ class ModelLevel:
         vllm_config: the target's configuration.
         index: position in the cascade, 0 the cheapest.
         context_length: longest text in tokens that the model can read.
+
+    Attributes:
+        vocab_size: tokens that the loaded model has rows for; the target's unless padded otherwise.
     """
 
     keeps_cache = True
@@ -56,6 +60,7 @@ class ModelLevel:
         self.vllm_config = vllm_config
         self.index = index
         self.context_length = context_length
+        self.target_vocab_size = self.vocab_size = vllm_config.model_config.get_vocab_size()
         self.max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.device = runner.device
         self.attention_groups: list[AttentionGroup] = []
@@ -68,6 +73,7 @@ class ModelLevel:
         levels of equal configuration; the prefix holds no integer as a dotted component, since
         vLLM reads layer numbers from those.
         """
+        self.vocab_size = model_config.get_vocab_size()
         before = set(get_layers_from_vllm_config(self.vllm_config, _AttentionLayer))
         extra = draft_vllm_config.additional_config
         draft_vllm_config = replace(
@@ -154,6 +160,8 @@ class ModelLevel:
         positions = starts[owners] + offsets
         total = len(positions)
         input_ids = torch.from_numpy(tokens[rows[owners], positions]).to(self.device)
+        if self.vocab_size < self.target_vocab_size:
+            input_ids = readable(input_ids, self.vocab_size)
         metadata, slots = self._attention_metadata(rows, owners, positions, starts, counts)
         positions = torch.from_numpy(positions).to(self.device)
         with set_forward_context(metadata, self.vllm_config, num_tokens=total, slot_mapping=slots):
@@ -165,7 +173,7 @@ class ModelLevel:
         wanted = ends[request] - num_logits[request] + offset
         if len(wanted) < total:
             hidden = hidden[torch.from_numpy(wanted).to(self.device)]
-        return self.logits(hidden).to(torch.float32)
+        return fit_logits(self.logits(hidden).to(torch.float32), self.target_vocab_size)
 
     @property
     def weights_read(self) -> int:
@@ -181,7 +189,7 @@ class ModelLevel:
         return self.model(input_ids=input_ids, positions=positions)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, V] logits of [n, hidden] states."""
+        """[n, vocab_size] logits of [n, hidden] states."""
         return self.model.compute_logits(hidden)
 
     def slots(self, gid: int, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.attn_utils import (
 from vllm_hsd.core.exit_head import ExitHead
 from vllm_hsd.core.proposal_state import ProposalState
 from vllm_hsd.core.schedule import Draft, Verify
+from vllm_hsd.core.vocabulary import fit_logits, readable
 
 # vLLM's annotation wants a concrete class and gets this abstract one everywhere.
 _AttentionLayer: Any = AttentionLayerBase
@@ -38,6 +39,7 @@ class ModelLevel:
     def __init__(self, speculator: Any, index: int) -> None:
         self.speculator, self.index = speculator, index
         self.vllm_config = speculator.vllm_config
+        self.vocab_size = speculator.vocab_size
         self.model: Any = None
         self.groups: list = []
         # (batch size, query length) -> attention metadata that a CUDA graph refers to
@@ -45,6 +47,7 @@ class ModelLevel:
 
     def load(self, level_config: Any) -> None:
         """Load the weights and record the attention layers that came with them."""
+        self.vocab_size = level_config.draft_model_config.get_vocab_size()
         before = set(get_layers_from_vllm_config(self.vllm_config, _AttentionLayer))
         extra = self.vllm_config.additional_config
         parallel = replace(
@@ -112,6 +115,8 @@ class ModelLevel:
     ) -> torch.Tensor:
         """Hidden states of a forward pass without a CUDA graph of its own."""
         count = input_ids.shape[0]
+        if self.vocab_size < self.speculator.vocab_size:
+            input_ids = readable(input_ids, self.vocab_size)
         with set_forward_context(
             attn_metadata,
             self.vllm_config,
@@ -144,7 +149,9 @@ class ModelLevel:
         last = hidden.view(batch, q, -1)[:, q - num_logits :].reshape(batch * num_logits, -1)
         rows = state.rows[op.level]
         assert rows is not None
-        return self.logits(last).to(rows.dtype)
+        # The kernels want contiguous rows.
+        logits = fit_logits(self.logits(last), self.speculator.vocab_size)
+        return logits.to(rows.dtype).contiguous()
 
     def _metadata(
         self, state: ProposalState, q: int, *, for_capture: bool = False
