@@ -7,8 +7,9 @@ import time
 import pytest
 from support.engines import forked
 
-from vllm_hsd.engine import EngineProcess, WorkerProcess, engine_environment
+from vllm_hsd.engine import EngineProcess
 from vllm_hsd.errors import UserError
+from vllm_hsd.worker_process import WorkerProcess, engine_environment
 
 ENGINE = {
     "dtype": "float32",

@@ -14,8 +14,9 @@ from support.engines import forked
 from vllm_hsd.cli import bench, bench_report, bench_runs, greedy
 from vllm_hsd.cli import main as cli
 from vllm_hsd.cli.bench_runs import Comparison, Results, Setup, config_name, jobs, measure
-from vllm_hsd.engine import EngineProcess, Generation, WorkerProcess
+from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.errors import UserError
+from vllm_hsd.worker_process import WorkerProcess
 
 KEYS = [
     "config", "name", "batch_size", "temperature", "tokens_per_second", "speedup", "speedup_low",

@@ -13,8 +13,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_hsd.engine import EngineProcess, WorkerProcess
+from vllm_hsd.engine import EngineProcess
 from vllm_hsd.errors import UserError
+from vllm_hsd.worker_process import WorkerProcess
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -14,9 +14,10 @@ from vllm_hsd.cli import bench_report, greedy
 from vllm_hsd.cli.bench_runs import Comparison, Results, Setup, measure, progress
 from vllm_hsd.cli.options import integers, numbers
 from vllm_hsd.dtype import choose_dtype
-from vllm_hsd.engine import WorkerProcess, configuration_error
+from vllm_hsd.engine import configuration_error
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner.prompts import encode, read_prompts
+from vllm_hsd.worker_process import WorkerProcess
 
 DEFAULT_PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
