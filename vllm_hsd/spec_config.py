@@ -102,6 +102,9 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
         self.draft_tensor_parallel_size = self.target_parallel_config.tensor_parallel_size
         self.prompt_lookup_max = self.prompt_lookup_min = 0
 
+    def verify_equal_vocab_size_if_draft_model(self) -> None:
+        """Every level has been checked."""
+
     def compute_hash(self) -> str:
         models = [level.compute_hash() for level in self.level_configs if level is not None]
         return safe_hash(

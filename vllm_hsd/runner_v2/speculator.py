@@ -41,6 +41,8 @@ class CascadeSpeculator(StandaloneARSpeculator):
 
     def __init__(self, vllm_config, device: torch.device) -> None:
         DraftModelSpeculator.__init__(self, vllm_config, device)
+        # vLLM's is the drafter's, whose logits may be padded to another size.
+        self.vocab_size = vllm_config.model_config.get_vocab_size()
         self.hsd = vllm_config.speculative_config.hsd
         self.schedule = schedule_of(self.hsd)
         self.verifiers = verifiers(self.hsd)
