@@ -1,25 +1,9 @@
 """`rejection_sample_method: "hierarchical"` on the V2 runner, whole engines, interpreted."""
 
 import pytest
-from support import engines
 from support.eagle3_head import write_eagle3_head
 from support.exact_joint_distribution import chi_square_p_value, joint_distribution
 
-PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(3 + 9 * i)] for i in range(4)]
-GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
-JOBS = {
-    "greedy": {"prompts": PROMPTS, "params": GREEDY},
-    "mixed": {
-        "prompts": PROMPTS,
-        "params": [
-            GREEDY,
-            {**GREEDY, "temperature": 0.7, "logprobs": 2},
-            {**GREEDY, "temperature": 1},
-            {**GREEDY, "temperature": 1.3},
-        ],
-    },
-    "joining": {"prompts": PROMPTS, "params": GREEDY, "arrive": [0, 2, 3, 5]},
-}
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(900)]
 
 
@@ -44,14 +28,6 @@ def drafter(name: str, family, directory) -> dict:
     return hierarchical("ngram_gpu", prompt_lookup_max=3, prompt_lookup_min=1)
 
 
-@pytest.fixture(scope="module")
-def plain(family):
-    """Tokens without speculation, on the V1 runner."""
-    jobs = {"greedy": JOBS["greedy"]}
-    found = engines.run_engine({"model": family.target}, jobs)["greedy"]["outputs"]
-    return [output[0]["ids"] for output in found]
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -62,16 +38,11 @@ def plain(family):
     ],
 )
 def test_greedy_text_is_that_of_no_speculation(name, family, plain, tmp_path):
-    from support.v2_engines import run_engine
+    from support.v2_engines import run_greedy_and_mixed
 
-    # Prompts are prefilled in chunks of at most 16 tokens.
-    engine = {"model": family.target, "max_num_batched_tokens": 24, "max_num_seqs": 4}
-    results = run_engine({**engine, "speculative_config": drafter(name, family, tmp_path)}, JOBS)
-    for job in ("greedy", "joining"):
-        assert [output[0]["ids"] for output in results[job]["outputs"]] == plain
-    assert results["mixed"]["outputs"][0][0]["ids"] == plain[0]
-    assert len(results["mixed"]["outputs"][1][0]["logprobs"]) == 12
-    counters = results["mixed"]["counters"]
+    mixed = run_greedy_and_mixed(family.target, drafter(name, family, tmp_path), plain)
+    assert len(mixed["outputs"][1][0]["logprobs"]) == 12
+    counters = mixed["counters"]
     drafted = counters["spec_decode_num_draft_tokens"]
     assert drafted > 0
     if name == "draft_model, sampled":  # the target itself

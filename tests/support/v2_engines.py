@@ -14,6 +14,36 @@ ENVIRONMENT = {**engines.ENVIRONMENT, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODE
 # Interpreted kernels cost milliseconds per row: few requests, small batches.
 ENGINE_DEFAULTS = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
 
+PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(3 + 9 * i)] for i in range(4)]
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+JOBS = {
+    "greedy": {"prompts": PROMPTS, "params": GREEDY},
+    "mixed": {
+        "prompts": PROMPTS,
+        "params": [
+            GREEDY,
+            {**GREEDY, "temperature": 0.7, "logprobs": 2},
+            {**GREEDY, "temperature": 1},
+            {**GREEDY, "temperature": 1.3},
+        ],
+    },
+    "joining": {"prompts": PROMPTS, "params": GREEDY, "arrive": [0, 2, 3, 5]},
+}
+
+
+def run_greedy_and_mixed(target: str, speculative_config: dict, plain: list[list[int]]) -> dict:
+    """Check that greedy tokens are `plain`; prompts are prefilled in chunks of 24 tokens at most.
+
+    Returns:
+        the result of a job with greedy and sampled requests in one batch.
+    """
+    engine = {"model": target, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    results = run_engine({**engine, "speculative_config": speculative_config}, JOBS)
+    for job in ("greedy", "joining"):
+        assert [output[0]["ids"] for output in results[job]["outputs"]] == plain
+    assert results["mixed"]["outputs"][0][0]["ids"] == plain[0]
+    return results["mixed"]
+
 
 def run_engine(engine: dict, jobs: dict[str, dict], *, patch: str | None = None) -> dict:
     """As `engines.run_engine`, on the V2 runner and in a process that is spawned for it."""
