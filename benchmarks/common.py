@@ -15,7 +15,6 @@ from typing import Any, Self
 import numpy as np
 
 from benchmarks.models.zero_pad import intermediate_size_for, zero_pad
-from vllm_hsd.cli.bench_report import machine
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODELS = REPOSITORY / "benchmarks" / "models"
@@ -93,6 +92,8 @@ def write_csv(
     Args:
         append: keep the rows of the same columns that the file has already.
     """
+    from vllm_hsd.cli.bench_report import machine  # not where it is read: it needs pydantic
+
     path.parent.mkdir(parents=True, exist_ok=True)
     origin = {"commit": commit(), "machine": machine("cpu", threads)}
     append = append and path.exists()

@@ -51,12 +51,16 @@ DUMMY_ARGS = {
     "enable_prefix_caching": False,
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
 }
+# Seconds in which an engine is up and has answered; where less is left, none is started.
+ENGINE_SECONDS = 30
 # float32 needs an attention backend that takes it.
 TINY_ARGS = {
     "dtype": "float32",
     "max_model_len": 1024,
     "max_num_seqs": 32,
-    "kv_cache_memory_bytes": 1 << 30,
+    "kv_cache_memory_bytes": 8 << 30,
+    # What vLLM wants to be free at least; two engines run at once.
+    "gpu_memory_utilization": 0.3,
     "enable_prefix_caching": False,
     "attention_backend": "TRITON_ATTN",
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},

@@ -18,7 +18,6 @@ COUNTS = (1, 2, 3, 5, 9, 17, 33, 64, 128, 256)
 REPEATS = 30
 # Tokens that each request has in its cache.
 CONTEXT = 512
-ENGINE_SECONDS = 25
 
 
 def run(setting: Setting) -> Finding:
@@ -27,7 +26,7 @@ def run(setting: Setting) -> Finding:
     counts, repeats = ((1, 2), 2) if setting.toy else (COUNTS, REPEATS)
     rows, lines, left_out = [], [], []
     for size in MODELS:
-        if setting.time_left() < ENGINE_SECONDS:
+        if setting.time_left() < engines.ENGINE_SECONDS:
             left_out.append(f"{size}: no time left.")
             continue
         arguments = engines.DUMMY_ARGS | {

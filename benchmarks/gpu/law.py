@@ -59,8 +59,11 @@ def run(setting: Setting, family: dict[str, str] = engines.TINY) -> Finding:
     configs = configurations(family)
     cases = [(name, config, False) for name, config in configs.items()]
     cases.insert(1, ("two levels", configs["two levels"], True))
-    rows = []
+    rows, left_out = [], []
     for name, config, biased in cases:
+        if setting.time_left() < engines.ENGINE_SECONDS:
+            left_out.append(f"{name}: no time left.")
+            continue
         values, rate = _texts(setting, family["target"], name, config, biased)
         p = pit.p_value(values, TOY_GRID if setting.toy else pit.GRID)
         rows.append(
@@ -77,7 +80,7 @@ def run(setting: Setting, family: dict[str, str] = engines.TINY) -> Finding:
         # A few tokens cannot show a bias that strongly.
         if p > pit.REJECTED and biased and not setting.toy:
             raise CheckFailed(f"{name}: the biased control is not noticed, p-value {p:.2g}.")
-    return Finding([pit.sentence(row, row["configuration"]) for row in rows], rows)
+    return Finding([pit.sentence(row, row["configuration"]) for row in rows], rows, left_out)
 
 
 def _texts(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import saved_figure, write_csv
+from benchmarks.common import commit, saved_figure
 from benchmarks.gpu.items import Item
 from benchmarks.gpu.results import Result
 
@@ -37,8 +38,12 @@ def write_tables(output: Path, item: Item, result: Result) -> None:
     """The CSV file and the figure of an item that has just run."""
     if not result.rows:
         return
-    machine = {"device": result.host["device"], "clocks": " | ".join(result.clocks)}
-    write_csv(output / f"{item.name}.csv", [row | machine for row in result.rows])
+    origin = {"device": result.host["device"], "clocks": " | ".join(result.clocks)}
+    origin |= {"commit": commit(), "code": result.host["code"]}
+    with (output / f"{item.name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*result.rows[0], *origin], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row | origin for row in result.rows)
     plot = getattr(item.load(), "plot", None)
     if plot is not None:
         with saved_figure(output / f"{item.name}.png", 9, 4) as figure:

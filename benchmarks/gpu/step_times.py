@@ -19,8 +19,6 @@ from vllm_hsd.engine import EngineProcess
 K = 4
 BATCHES = (1, 8, 32)
 TOKENS, PROMPT_LENGTH, REPEATS = 64, 64, 5
-# Seconds that an engine needs at least, loading included.
-ENGINE_SECONDS = 25
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ def measure(setting: Setting, target: str) -> Finding:
     rows: list[dict[str, Any]] = []
     left_out = []
     for stack in stacks(setting):
-        if setting.time_left() < ENGINE_SECONDS:
+        if setting.time_left() < engines.ENGINE_SECONDS:
             left_out.append(f"{stack.name}: no time left.")
             continue
         arguments = engines.DUMMY_ARGS | {

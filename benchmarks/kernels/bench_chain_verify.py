@@ -8,7 +8,7 @@ on a GPU has been made yet.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -103,8 +103,10 @@ def check_case(drafts: Drafts, count: int) -> None:
                 )
 
 
-def measure(drafts: Drafts, v2, v1, bandwidth: float, repeats: int, flush) -> list[dict]:
-    """A row for each sampler that is here.
+def measure(
+    drafts: Drafts, v2, v1, bandwidth: float, repeats: int, flush, without: Sequence[str] = ()
+) -> list[dict]:
+    """A row for each sampler that is here, but for those named in `without`.
 
     Raises:
         NotTimed: a kernel's verdicts are wrong, or other ones when replayed.
@@ -112,6 +114,8 @@ def measure(drafts: Drafts, v2, v1, bandwidth: float, repeats: int, flush) -> li
     check_case(drafts, 8)
     rows = []
     for name, call in samplers(drafts, v2, v1).items():
+        if name in without:
+            continue
         replay = capture(call, flush.device) if name not in ("torch", "vLLM V1") else None
         ours = name.startswith(("block", "standard"))
         if ours and replay is None:
