@@ -7,7 +7,6 @@ import os
 import warnings
 
 import pytest
-from support import engines
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -24,10 +23,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def plain(family):
-    """Tokens without speculation, on the V1 runner."""
-    from support.v2_engines import JOBS
+def greedy_tokens(family) -> list[list[int]]:
+    """The target's greedy tokens after `v2_engines.PROMPTS`, by transformers."""
+    import torch
+    from support.v2_engines import GREEDY, PROMPTS
+    from transformers import AutoModelForCausalLM
 
-    jobs = {"greedy": JOBS["greedy"]}
-    found = engines.run_engine({"model": family.target}, jobs)["greedy"]["outputs"]
-    return [output[0]["ids"] for output in found]
+    model = AutoModelForCausalLM.from_pretrained(family.target, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    count = GREEDY["max_tokens"]
+    return [
+        model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)[
+            0, -count:
+        ].tolist()
+        for prompt in PROMPTS
+    ]

@@ -39,8 +39,8 @@ def configuration(name: str, family) -> dict:
         pytest.param("lookup, exit, model", marks=pytest.mark.slow),
     ],
 )
-def test_greedy_text_is_that_of_no_speculation(name, family, plain):
+def test_greedy_text_is_that_of_no_speculation(name, family, greedy_tokens):
     from support.v2_engines import run_greedy_and_mixed
 
-    mixed = run_greedy_and_mixed(family.target, configuration(name, family), plain)
+    mixed = run_greedy_and_mixed(family.target, configuration(name, family), greedy_tokens)
     assert mixed["counters"]["spec_decode_num_accepted_tokens"] > 0

@@ -37,11 +37,11 @@ def drafter(name: str, family, directory) -> dict:
         pytest.param("ngram_gpu", marks=pytest.mark.slow),
     ],
 )
-def test_greedy_text_is_that_of_no_speculation(name, family, plain, tmp_path):
+def test_greedy_text_is_that_of_no_speculation(name, family, greedy_tokens, tmp_path):
     from support.v2_engines import run_greedy_and_mixed
 
-    mixed = run_greedy_and_mixed(family.target, drafter(name, family, tmp_path), plain)
-    assert len(mixed["outputs"][1][0]["logprobs"]) == 12
+    mixed = run_greedy_and_mixed(family.target, drafter(name, family, tmp_path), greedy_tokens)
+    assert len(mixed["outputs"][1][0]["logprobs"]) == 9
     counters = mixed["counters"]
     drafted = counters["spec_decode_num_draft_tokens"]
     assert drafted > 0
