@@ -21,8 +21,14 @@ LARGEST_GAP = 0.02
 EQUAL_MODELS = 0.995
 PROMPTS, TOKENS = 8, 64
 TOY_PROMPTS, TOY_TOKENS = 2, 6
-# vLLM then raises where a step waits for the device.
-SYNC_CHECK = {"VLLM_GPU_SYNC_CHECK": "error"}
+# What holds where an engine with this variable answers: without it, it raises.
+CHECKS = {
+    "a proposal replayed as a CUDA graph equals the eager one": (
+        "VLLM_HSD_CHECK_GRAPHS",
+        "1",
+    ),
+    "no step waits for the device": ("VLLM_GPU_SYNC_CHECK", "error"),
+}
 
 
 def configurations(family: dict[str, str]) -> dict[str, dict[str, Any]]:
@@ -77,21 +83,25 @@ def run(setting: Setting, family: dict[str, str] = engines.TINY) -> Finding:
     if rate < EQUAL_MODELS:
         raise CheckFailed(f"A drafter equal to the target: only {rate:.4f} accepted.")
     lines.append(f"A drafter equal to the target: {rate:.4f} of {equal.drafted} accepted.")
-    if setting.time_left() < engines.ENGINE_SECONDS:
-        left_out.append("steps that wait for the device: no time left.")
-    elif not setting.toy:
-        lines.append(_sync_line(setting, plain_args | configurations(family)["cascade"], asked))
+    for claim, variable in CHECKS.items():
+        if setting.time_left() < engines.ENGINE_SECONDS:
+            left_out.append(f"{claim}: no time left.")
+        elif not setting.toy:
+            _check(setting, plain_args | configurations(family)["cascade"], asked, *variable)
+            lines.append(f"The cascade's engine with {'='.join(variable)}: {claim}.")
     return Finding(lines, left_out=left_out)
 
 
-def _sync_line(setting: Setting, arguments: dict[str, Any], asked: list[str]) -> str:
+def _check(
+    setting: Setting, arguments: dict[str, Any], asked: list[str], name: str, value: str
+) -> None:
     params = {"temperature": 0.8, "max_tokens": 16, "ignore_eos": True}
-    with engines.engine(setting, "text sync", arguments, environment=SYNC_CHECK) as process:
+    label = f"text {name}"
+    with engines.engine(setting, label, arguments, environment={name: value}) as process:
         try:
             process.generate(asked, params)
         except UserError as error:
-            raise CheckFailed(f"with VLLM_GPU_SYNC_CHECK=error, {error}") from error
-    return "No step of the cascade waited for the device (VLLM_GPU_SYNC_CHECK=error)."
+            raise CheckFailed(f"with {name}={value}, {error}") from error
 
 
 def _greedy_line(
