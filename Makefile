@@ -59,7 +59,7 @@ lint: venv
 
 # All benchmarks, one after another; a failure does not stop the others. An hour or two.
 BENCHMARKS := toy-models paper-tables kernel-builds kernel-bytes cpu-verification gpu-verification \
-	predictions ablations step-profile demo demo-cascade batch-sizes
+	predictions cascade-points cascade-map several-drafts ablations step-profile demo demo-cascade batch-sizes
 bench: venv
 	@failed=; \
 	for name in $(addprefix bench-,$(BENCHMARKS)); do \
@@ -91,6 +91,16 @@ bench-gpu-verification: venv
 
 bench-predictions: venv
 	$(BIN)/python -m benchmarks.planner.check_predictions --output results/planner
+
+# docs/when-cascades-pay.md: measured points, the map with those that are committed, several drafts.
+bench-cascade-points: venv
+	$(BIN)/python -m benchmarks.planner.cascade_points --output results/planner
+
+bench-cascade-map: venv
+	$(BIN)/python -m benchmarks.planner.cascade_map --output results/planner
+
+bench-several-drafts: venv
+	$(BIN)/python -m benchmarks.planner.several_drafts --output results/planner
 
 bench-ablations: venv
 	$(BIN)/python -m benchmarks.ablations.run

@@ -1,0 +1,145 @@
+"""Measured points of the map: the tiny family at several widenings, one engine each.
+
+    python -m benchmarks.planner.cascade_points --output results/planner
+
+Mid and target are zero-padded to several sizes (benchmarks/models/zero_pad.py), which changes their
+costs and not their text. In one engine per widening, single drafters and cascades take turns on the
+same prompts, and the best of each kind are compared; the planner predicts the same selections from
+the times of these very runs and from acceptance measured once. Writes cascade_points.csv.
+"""
+
+import argparse
+import os
+
+# One thread per engine: what is measured is then comparable on shared cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import MODELS, RESULTS, write_csv
+from benchmarks.models.zero_pad import intermediate_size_for, zero_pad
+from benchmarks.planner.check_predictions import ENGINE, summary
+from vllm_hsd.planner.acceptance import Acceptances, measure_acceptance
+from vllm_hsd.planner.models import ModelSet
+from vllm_hsd.planner.predict import Measured, Selection, predict
+from vllm_hsd.planner.profile import Sampling
+from vllm_hsd.planner.prompts import encode, read_prompts
+from vllm_hsd.planner.survival import Acceptance
+from vllm_hsd.planner.task import Task, candidates
+from vllm_hsd.planner.timing import Timing
+
+# Parameters of mid and target.
+WIDENINGS = ((1e6, 300e6), (10e6, 300e6), (30e6, 300e6), (10e6, 100e6))
+SINGLES = [Selection((level,), (n,)) for level, n in ((0, 3), (0, 6), (1, 4), (1, 8), (1, 12))]
+PAIRS = [Selection((0, 1), lengths) for lengths in ((2, 6), (4, 8), (4, 12), (7, 8), (11, 12))]
+MAX_DRAFT = 12
+PLAIN_TOKENS = 12
+
+
+def padded(name: str, params: float) -> str:
+    """A model of the family at the cost of `params` parameters, made on first use."""
+    if params <= 1e6:
+        return str(MODELS / name)
+    directory = RESULTS / "models" / f"{name}-{params / 1e6:.0f}M"
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    size = intermediate_size_for(MODELS / name, params)
+    return str(zero_pad(MODELS / name, directory, size))
+
+
+def point(
+    mid_params: float, target_params: float, found: Acceptances, task: Task, timing: Timing
+) -> dict[str, Any]:
+    """A row: costs, rates, and the best cascade over the best single drafter."""
+    every = [*SINGLES, *PAIRS]
+    groups: list[list[dict]] = [[] for _ in every]
+    with timing.engine(True) as engine, timing.engine(False) as plain:
+        alone = timing.run(
+            plain,
+            [
+                {"levels": [], "draft_lengths": [], "batch": 1, "tokens": PLAIN_TOKENS}
+                | {"first_prompt": number}
+                for number in range(len(timing.prompts))
+            ],
+        )
+        for number in range(len(timing.prompts)):
+            settings = [
+                {"levels": list(each.levels), "draft_lengths": list(each.draft_lengths)}
+                | {"batch": 1, "tokens": task.text_tokens, "first_prompt": number}
+                for each in every
+            ]
+            for group, recording in zip(groups, timing.run(engine, settings), strict=True):
+                group.append(recording)
+    latencies = timing.latencies([r for group in groups for r in group], alone)
+    measured = Measured(latencies, Acceptance(found.tables["block"]))
+    real = [summary(group, 1) for group in groups]
+    predicted = [
+        predict(each, measured, output_tokens=task.text_tokens).ms_per_token for each in every
+    ]
+    of_single = range(len(SINGLES))
+    of_pair = range(len(SINGLES), len(every))
+    single = min(of_single, key=lambda i: real[i][0])
+    pair = min(of_pair, key=lambda i: real[i][0])
+    target_ms = latencies.call(-1, "target", 1, 1)
+    mid_ms = latencies.call(1, "verify", 1, 1)
+    ratio = real[single][0] / real[pair][0]
+    errors = [real[i][1] / real[i][0] for i in (single, pair)]
+    return {
+        "mid_parameters": int(mid_params),
+        "target_parameters": int(target_params),
+        "mid_cost": mid_ms / target_ms,
+        "small_cost": latencies.call(0, "draft", 1, 1) / mid_ms,
+        "target_slope": (latencies.call(-1, "target", 1, 9) / target_ms - 1) / 8,
+        "mid_at_target": float(found.rates[2, 1]),
+        "small_at_mid": float(found.rates[1, 0]),
+        "small_at_target": float(found.rates[2, 0]),
+        "best_single": f"{('small', 'mid')[every[single].levels[0]]} "
+        f"{every[single].draft_lengths[0]}",
+        "single_ms_per_token": real[single][0],
+        "best_cascade": "small {} > mid {}".format(*every[pair].draft_lengths),
+        "cascade_ms_per_token": real[pair][0],
+        "plain_ms_per_token": latencies.call(-1, "plain", 1, 1),
+        "measured_ratio": ratio,
+        "standard_error": ratio * float(np.hypot(*errors)),
+        "predicted_ratio": min(predicted[i] for i in of_single)
+        / min(predicted[i] for i in of_pair),
+        "largest_difference": max(abs(p / r[0] - 1) for p, r in zip(predicted, real, strict=True)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("results"))
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=64)
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    plain = candidates(models=[str(MODELS / name) for name in ("small", "mid")])
+    models = ModelSet(str(MODELS / "target"), plain)
+    texts = read_prompts(MODELS / "prompts.jsonl")
+    contexts = [encode(models.tokenizer, text, 256) for text in texts]
+    settings: dict[str, Any] = {
+        "sampling": Sampling(temperature=1.0),
+        "max_draft_tokens": MAX_DRAFT,
+        "text_tokens": args.tokens,
+        "engine_args": ENGINE,
+        "clock": "cpu",
+    }
+    task = Task(str(MODELS / "target"), plain, **settings)
+    found = measure_acceptance(models, contexts, task)
+    vocabulary = models.vocabulary
+    del models
+    rows = []
+    for mid_params, target_params in WIDENINGS:
+        wide = candidates(models=[str(MODELS / "small"), padded("mid", mid_params)])
+        task = Task(padded("target", target_params), wide, **settings)
+        timing = Timing(task, (1, 2), contexts[: args.prompts], vocabulary, args.output)
+        rows.append(point(mid_params, target_params, found, task, timing))
+        print({k: f"{v:.3g}" if isinstance(v, float) else v for k, v in rows[-1].items()})
+        write_csv(args.output / "cascade_points.csv", rows)
+
+
+if __name__ == "__main__":
+    main()

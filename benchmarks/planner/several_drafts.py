@@ -1,0 +1,127 @@
+"""When do several drafts of one request pay? K i.i.d. chains against one, both of optimal length.
+
+    python -m benchmarks.planner.several_drafts --output results/planner
+
+Tokens per target call come from the toy models of benchmarks/toy_models.py, with block verification
+of one chain and the traversal rule for a tree of 2 or 4. A target call over m tokens costs
+1 + slope * (m - 1) of one over a token, and a draft step of K tokens the drafter's cost times as
+much; the chain may be of another length than those of the tree. Writes several_drafts.csv (tokens),
+several_drafts_map.csv and several_drafts.png.
+"""
+
+import argparse
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common import saved_figure, write_csv
+from benchmarks.toy_models import measure
+
+RATES = (0.5, 0.6, 0.7, 0.8, 0.9)
+LENGTHS = (1, 2, 3, 4, 6, 8, 12)
+CHAINS = (1, 2, 4)
+COSTS = (0.02, 0.1, 0.3)
+SLOPES = (0.0, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08)
+
+# (rate, chains, length) -> tokens per target call
+Tokens = Mapping[tuple[float, int, int], float]
+
+
+def step_cost(chains: int, length: int, cost: float, slope: float) -> float:
+    """Time of a target call with its drafting, over a plain step of the target."""
+    drafting = length * cost * (1 + slope * (chains - 1))
+    return drafting + 1 + slope * chains * length
+
+
+def best(tokens: Tokens, rate: float, chains: int, cost: float, slope: float) -> tuple[float, int]:
+    """(speed-up over no speculation, draft length) of the best length of so many chains."""
+    lengths = sorted(n for r, k, n in tokens if (r, k) == (rate, chains))
+    return max((tokens[rate, chains, n] / step_cost(chains, n, cost, slope), n) for n in lengths)
+
+
+def gains(tokens: Tokens) -> list[dict[str, Any]]:
+    """The map, a row for every cell."""
+    rows = []
+    rates = sorted({rate for rate, _, _ in tokens})
+    several = sorted({chains for _, chains, _ in tokens} - {1})
+    for chains, cost, rate, slope in itertools.product(several, COSTS, rates, SLOPES):
+        chain, length = best(tokens, rate, 1, cost, slope)
+        tree, tree_length = best(tokens, rate, chains, cost, slope)
+        rows.append(
+            {
+                "chains": chains,
+                "drafter_cost": cost,
+                "rate": rate,
+                "slope": slope,
+                "chain_length": length,
+                "chain_speedup": chain,
+                "tree_length": tree_length,
+                "tree_speedup": tree,
+                "ratio": tree / chain,
+            }
+        )
+    return rows
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Gain over the slope, a line for every rate."""
+    several = sorted({row["chains"] for row in rows})
+    with saved_figure(path, 11, 6.5) as figure:
+        axes = figure.subplots(len(several), len(COSTS), sharex=True, sharey=True)
+        for (i, chains), (j, cost) in itertools.product(enumerate(several), enumerate(COSTS)):
+            axis = axes[i, j]
+            for rate in RATES:
+                line = [
+                    (row["slope"], row["ratio"])
+                    for row in rows
+                    if (row["chains"], row["drafter_cost"], row["rate"]) == (chains, cost, rate)
+                ]
+                axis.plot(*zip(*line, strict=True), marker="o", label=f"acceptance {rate:g}")
+            axis.axhline(1.0, color="black", linewidth=1)
+            axis.set_xscale("symlog", linthresh=0.0025)
+            axis.set_title(f"{chains} drafts, drafter costs {cost:g}", fontsize="medium")
+            if i == len(several) - 1:
+                axis.set_xlabel("cost of each further token / target step")
+            if j == 0:
+                axis.set_ylabel("several drafts / one chain")
+        axes[0, 0].legend(fontsize="x-small")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("results"))
+    parser.add_argument("--seeds", type=int, default=2, help="pairs of toy models")
+    parser.add_argument("--chain-calls", type=int, default=20, help="of 1000 sequences, per pair")
+    parser.add_argument("--tree-calls", type=int, default=700, help="of 1 sequence, per pair")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    tokens: dict[tuple[float, int, int], float] = {}
+    for rate, chains, length in itertools.product(RATES, CHAINS, LENGTHS):
+        verifier = "block" if chains == 1 else f"tree K={chains}"
+        counts = args.seeds, args.chain_calls, args.tree_calls
+        tokens[rate, chains, length], error = measure(rate, length, verifier, *counts)
+        rows.append(
+            {
+                "rate": rate,
+                "chains": chains,
+                "draft": length,
+                "tokens_per_call": tokens[rate, chains, length],
+                "error": error,
+            }
+        )
+        print(f"{rate:g} {verifier} {length}: {rows[-1]['tokens_per_call']:.3f} +- {error:.3f}")
+    write_csv(args.output / "several_drafts.csv", rows)
+    table = gains(tokens)
+    write_csv(args.output / "several_drafts_map.csv", table)
+    plot(table, args.output / "several_drafts.png")
+    ratios = np.array([row["ratio"] for row in table])
+    print(f"several drafts over one chain: {ratios.min():.2f} to {ratios.max():.2f}")
+
+
+if __name__ == "__main__":
+    main()
