@@ -5,13 +5,15 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from support.architectures import write_models
 from support.tiny_models import byte_tokenizer, resized
 from transformers import AutoModelForCausalLM
 
 from vllm_hsd.core.bigram import count_bigrams, write_bigram
 from vllm_hsd.core.exit_head import ExitHead, read_exit_head, write_exit_head
+from vllm_hsd.core.exit_head_training import plain_exit_head
 from vllm_hsd.errors import UserError
-from vllm_hsd.planner.models import ModelSet, probabilities
+from vllm_hsd.planner.models import ModelSet, probabilities, truncated
 from vllm_hsd.planner.profile import Sampling
 from vllm_hsd.planner.task import candidates as make_candidates
 
@@ -113,6 +115,26 @@ def test_another_vocabulary(text_family, family, tmp_path):
     (other / "tokenizer.json").write_text(swapped)
     with pytest.raises(UserError, match="another vocabulary than the target"):
         ModelSet(text_family.target, make_candidates(models=[str(other)]))
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Granite"])
+def test_exits_keep_soft_caps_and_scaling(name, tmp_path):
+    target, _ = write_models(name, tmp_path)
+    byte_tokenizer().save_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(target)
+    write_exit_head(plain_exit_head(model, 2), tmp_path / "head")
+    found = make_candidates(exits=[1], exit_heads=[(str(tmp_path / "head"), 2)])
+    models = ModelSet(target, found)
+    tokens = torch.randint(3, 60, (2, 20))
+    together = models.logits(tokens, 5, range(3))
+    for i in range(3):
+        alone = models.logits(tokens, 5, [i])[i]
+        assert torch.allclose(together[i], alone, atol=1e-4)
+    assert torch.allclose(together[2], model(input_ids=tokens).logits[:, 5:], atol=1e-4)
+    # The head's start is the plain exit of its layer, but for the cap.
+    exits = truncated(model, 2)(input_ids=tokens).logits[:, 5:]
+    cap = model.config.final_logit_softcapping if name == "Gemma2" else 1e6
+    assert torch.allclose(torch.tanh(together[1] / cap) * cap, exits, atol=1e-2)
 
 
 def test_padded_vocabularies(text_family, tmp_path):

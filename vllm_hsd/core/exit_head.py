@@ -19,13 +19,19 @@ from vllm_hsd.errors import UserError, brief, quoted
 
 FILE_NAME = "exit_head.safetensors"
 
-# Targets that an exit can leave early: their decoder layers pass on one residual stream, and
-# after the last of them come an RMS norm and a linear head, nothing else.
+# Targets that an exit can leave early: after their decoder layers come a norm and a linear head.
+# tests/runner_v1/test_architectures.py serves each of them.
 EXIT_ARCHITECTURES = (
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GraniteForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
 )
 
 

@@ -72,7 +72,7 @@ def train_heads(
     _check(model, layers)
     train, held_out = _split(tokens, model.config.max_position_embeddings)
     model = model.eval().requires_grad_(False)
-    heads = [_plain_exit(model, layer) for layer in layers]
+    heads = [plain_exit_head(model, layer) for layer in layers]
     before = _evaluate(model, heads, held_out)
     parameters = [p for head in heads for p in (head.norm, head.weight)]
     optimizer = torch.optim.Adam(
@@ -123,13 +123,18 @@ def _split(tokens: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tens
     return windows[:-held_out], windows[-held_out:][:HELD_OUT_WINDOWS]
 
 
-def _plain_exit(model: PreTrainedModel, layer: int) -> ExitHead:
+def plain_exit_head(model: PreTrainedModel, layer: int) -> ExitHead:
+    """The model's own norm and head on the states after `layer` layers, without a soft cap."""
     norm = model.model.norm
+    eps = getattr(norm, "variance_epsilon", None) or norm.eps
+    # What the norm multiplies by, which is not its weight in every model: Gemma adds one.
+    ones = torch.ones(model.config.hidden_size, dtype=torch.float32, device=norm.weight.device)
+    scaling = getattr(model.config, "logits_scaling", 1.0)
     return ExitHead(
         layer=layer,
-        norm=norm.weight.detach().float().clone(),
-        weight=model.lm_head.weight.detach().float().clone(),
-        eps=norm.variance_epsilon,
+        norm=norm(ones).detach().float() * (1 + eps) ** 0.5,
+        weight=model.lm_head.weight.detach().float() / scaling,
+        eps=eps,
     )
 
 

@@ -67,7 +67,16 @@ def truncated(model: Any, layers: int, head: ExitHead | None = None) -> Any:
         linear = nn.Linear(hidden, vocabulary, bias=False, device="meta")
         linear.weight = nn.Parameter(head.weight, requires_grad=False)
         decoder.norm, short.lm_head = norm, linear
+        # They belong to the model's own head.
+        decoder.config.final_logit_softcapping, decoder.config.logits_scaling = None, 1.0
     return short
+
+
+def _head_logits(model: Any, hidden: Tensor) -> Tensor:
+    """[..., V] logits that a transformers model computes from its last layer's output."""
+    logits = model.lm_head(model.model.norm(hidden)) / getattr(model.config, "logits_scaling", 1.0)
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 class ModelSet:
@@ -233,7 +242,7 @@ class ModelSet:
         for model, depth in depths.items():
             if model != deepest:
                 found = self.models[model]
-                out[model] = found.lm_head(found.model.norm(hidden[depth][:, first:]))
+                out[model] = _head_logits(found, hidden[depth][:, first:])
         return out
 
     def _forward(self, model: Any, tokens: Tensor, **keys: Any) -> Any:

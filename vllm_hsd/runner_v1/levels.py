@@ -23,6 +23,7 @@ from vllm_hsd.core.levels import FirstOf, Lookup, LookupLevel
 from vllm_hsd.core.suffix import SuffixLevel
 from vllm_hsd.core.suffix_store import read_store
 from vllm_hsd.core.vocabulary import fit_logits, readable
+from vllm_hsd.exits import ResidualStream, attention_layer_names, leave_after
 from vllm_hsd.level_config import (
     BigramLevelConfig,
     Eagle3LevelConfig,
@@ -243,6 +244,7 @@ class EarlyExitLevel(ModelLevel):
     """
 
     keeps_cache = False
+    final_norm: torch.nn.Module | None = None  # the target's own
 
     def __init__(self, runner, vllm_config: VllmConfig, index: int, num_layers: int) -> None:
         super().__init__(runner, vllm_config, index, vllm_config.model_config.max_model_len)
@@ -252,7 +254,8 @@ class EarlyExitLevel(ModelLevel):
         """Share the layers of the loaded target."""
         self.target = target_model.unwrap() if hasattr(target_model, "unwrap") else target_model
         self.layers = self.target.model.layers[: self.num_layers]
-        self.layer_names = {layer.self_attn.attn.layer_name for layer in self.layers}
+        self.layer_names = attention_layer_names(self.layers)
+        self.decoder = leave_after(self.target.model, self.num_layers, self.final_norm)
 
     @property
     def weights_read(self) -> int:
@@ -261,32 +264,21 @@ class EarlyExitLevel(ModelLevel):
         return layers + weights_read(self.target) - weights_read(self.target.model.layers)
 
     def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        hidden, residual = self._through_layers(input_ids, positions)
-        return self.target.model.norm(hidden, residual)[0]
+        # Not __call__: that is the whole target where it is compiled.
+        return self.decoder.forward(input_ids, positions, None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.target.compute_logits(hidden)
-
-    def _through_layers(
-        self, input_ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, Any]:
-        """Hidden states and residual stream after the last of these layers."""
-        hidden, residual = self.target.model.embed_input_ids(input_ids), None
-        for layer in self.layers:
-            hidden, residual = layer(positions, hidden, residual)
-        return hidden, residual
 
 
 class ExitHeadLevel(EarlyExitLevel):
     """The target's first layers with a norm and a head trained for them."""
 
+    final_norm = ResidualStream()
+
     def __init__(self, runner, vllm_config: VllmConfig, index: int, head: ExitHead) -> None:
         super().__init__(runner, vllm_config, index, head.layer)
         self.head = head.to(self.device, cast(torch.dtype, vllm_config.model_config.dtype))
-
-    def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        hidden, residual = self._through_layers(input_ids, positions)
-        return hidden + residual
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head.logits(hidden)

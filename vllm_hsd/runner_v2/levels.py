@@ -21,6 +21,7 @@ from vllm_hsd.core.exit_head import ExitHead
 from vllm_hsd.core.proposal_state import ProposalState
 from vllm_hsd.core.schedule import Draft, Verify
 from vllm_hsd.core.vocabulary import fit_logits, readable
+from vllm_hsd.exits import ResidualStream, attention_layer_names, leave_after
 
 # vLLM's annotation wants a concrete class and gets this abstract one everywhere.
 _AttentionLayer: Any = AttentionLayerBase
@@ -185,6 +186,7 @@ class EarlyExitLevel(ModelLevel):
     """
 
     in_target_cache = True
+    final_norm: torch.nn.Module | None = None  # the target's own
 
     def __init__(self, speculator: Any, index: int, num_layers: int) -> None:
         super().__init__(speculator, index)
@@ -194,32 +196,25 @@ class EarlyExitLevel(ModelLevel):
         """Share the layers of the loaded target."""
         self.target = target.unwrap() if hasattr(target, "unwrap") else target
         self.layers = self.target.model.layers[: self.num_layers]
-        self.layer_names = {layer.self_attn.attn.layer_name for layer in self.layers}
+        self.layer_names = attention_layer_names(self.layers)
+        self.decoder = leave_after(self.target.model, self.num_layers, self.final_norm)
 
     def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        hidden, residual = self._through_layers(input_ids, positions)
-        return self.target.model.norm(hidden, residual)[0]
+        # Not __call__: that is the whole target where it is compiled.
+        return self.decoder.forward(input_ids, positions, None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.target.compute_logits(hidden)
-
-    def _through_layers(self, input_ids: torch.Tensor, positions: torch.Tensor):
-        hidden, residual = self.target.model.embed_input_ids(input_ids), None
-        for layer in self.layers:
-            hidden, residual = layer(positions, hidden, residual)
-        return hidden, residual
 
 
 class ExitHeadLevel(EarlyExitLevel):
     """The target's first layers with a norm and a head trained for them."""
 
+    final_norm = ResidualStream()
+
     def __init__(self, speculator: Any, index: int, head: ExitHead) -> None:
         super().__init__(speculator, index, head.layer)
         self.head = head.to(speculator.device, speculator.dtype)
-
-    def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        hidden, residual = self._through_layers(input_ids, positions)
-        return hidden + residual
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head.logits(hidden)

@@ -1,0 +1,79 @@
+"""Targets of the architectures that people serve, with model levels and early exits."""
+
+import pytest
+import transformers
+from support.architectures import ARCHITECTURES, COMMON, write_models
+from support.engines import run_engine
+from support.level_files import cascade
+
+from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, write_exit_head
+from vllm_hsd.core.exit_head_training import plain_exit_head
+
+# Longer than the sliding windows.
+PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(4 + 9 * i)] for i in range(4)]
+PARAMS = [{"temperature": t, "max_tokens": 30, "ignore_eos": True} for t in (0, 0, 0, 1)]
+GREEDY = {"text": {"prompts": PROMPTS[:3], "params": PARAMS[:3]}}
+JOBS = {"text": {"prompts": PROMPTS, "params": PARAMS}}
+FAST = "Gemma2"
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def architecture(name: str) -> str:
+    return name.removesuffix("Text") + "ForCausalLM"
+
+
+def greedy(result: dict) -> list[list[int]]:
+    return [output[0]["ids"] for output in result["text"]["outputs"][:3]]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name == FAST else pytest.param(name, marks=pytest.mark.slow)
+            for name in ARCHITECTURES],
+)  # fmt: skip
+def models(request, tmp_path_factory):
+    target, drafter = write_models(request.param, tmp_path_factory.mktemp(request.param))
+    return request.param, target, drafter, greedy(run_engine({"model": target}, JOBS))
+
+
+def test_an_exit_after_all_layers_is_the_target(models):
+    """The strictest test of an exit: scaling, norm and soft caps are all there."""
+    name, target, _, plain = models
+    if architecture(name) not in EXIT_ARCHITECTURES:
+        pytest.skip(f"{name} has no early exits")
+    depth = COMMON["num_hidden_layers"]
+    result = run_engine({"model": target, **cascade({"early_exit": depth})}, JOBS)
+    assert greedy(result) == plain
+    (level,) = result["text"]["levels"]
+    assert level["accepted"] == level["drafted"] > 0
+
+
+def test_an_exit_head_reads_the_stream_of_the_target(models, tmp_path):
+    """The target's own norm and head as an exit head after all layers: the same argmax."""
+    name, target, _, plain = models
+    if architecture(name) not in EXIT_ARCHITECTURES:
+        pytest.skip(f"{name} has no exit heads")
+    model = transformers.AutoModelForCausalLM.from_pretrained(target)
+    write_exit_head(plain_exit_head(model, COMMON["num_hidden_layers"]), tmp_path)
+    result = run_engine({"model": target, **cascade({"exit_head": str(tmp_path)})}, GREEDY)
+    assert greedy(result) == plain
+    (level,) = result["text"]["levels"]
+    assert level["accepted"] == level["drafted"] > 0
+
+
+def test_cascade_text_is_that_of_no_speculation(models):
+    name, target, drafter, plain = models
+    levels = [{"model": drafter}]
+    if architecture(name) in EXIT_ARCHITECTURES:
+        levels = [{"early_exit": 1, "num_tokens": 2}, *levels]
+    result = run_engine({"model": target, **cascade(*levels)}, JOBS)
+    assert greedy(result) == plain
+    assert all(level["drafted"] > 0 for level in result["text"]["levels"])
+    assert result["text"]["levels"][-1]["accepted"] > 0
+
+
+def test_every_architecture_with_exits_is_tested():
+    assert {architecture(name) for name in ARCHITECTURES} >= set(EXIT_ARCHITECTURES)
+    for name in EXIT_ARCHITECTURES:
+        assert hasattr(transformers, name)
