@@ -37,7 +37,7 @@ def leave_after(decoder: nn.Module, num_layers: int, norm: nn.Module | None = No
     """
     short = copy.copy(decoder)
     short._modules = dict(decoder._modules)
-    short.end_layer = num_layers
+    short.end_layer = min(num_layers, decoder.end_layer)
     short.aux_hidden_state_layers = ()
     if norm is not None:
         short.norm = norm

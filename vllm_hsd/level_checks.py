@@ -82,8 +82,8 @@ def check_level(name: str, level: SourceConfig, target_config: ModelConfig) -> N
         found = target_config.architecture
         if found not in EXIT_ARCHITECTURES:
             raise UserError(
-                f"{name}.{level.kind} needs a Llama-like target "
-                f"({', '.join(EXIT_ARCHITECTURES)}), not {found}: use another kind of level."
+                f"{name}.{level.kind} works with the targets {', '.join(EXIT_ARCHITECTURES)}, not "
+                f"{found}: use another kind of level."
             )
     if isinstance(level, EarlyExitLevelConfig):
         layers = target_config.hf_text_config.num_hidden_layers

@@ -104,11 +104,11 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
         ),
         "exit of another architecture": (
             on(gemma, {"early_exit": 1}),
-            r"levels\[0\]\.early_exit needs a Llama-like .*, not GemmaForCausalLM: use",
+            r"levels\[0\]\.early_exit works with the targets .*, not GemmaForCausalLM: use",
         ),
         "exit head of another architecture": (
             on(gemma, exit_head("layer-1-of-64")),
-            r"levels\[0\]\.exit_head needs a Llama-like .*, not GemmaForCausalLM: use",
+            r"levels\[0\]\.exit_head works with the targets .*, not GemmaForCausalLM: use",
         ),
         "exits out of order": (
             target({"early_exit": 2, "num_tokens": 2}, {"early_exit": 1}),

@@ -155,7 +155,7 @@ def build_exit_heads(
     """Train heads and store them in `output`/layer-K.
 
     Args:
-        target: path or name of a Llama-like model.
+        target: path or name of a model whose architecture has exits.
         layers: layers that run below each head.
         texts: text files; the last tenth of them is held out.
         output: directory to write.

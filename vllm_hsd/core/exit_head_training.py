@@ -56,7 +56,7 @@ def train_heads(
     """Train a head on each of several layers, all from the same passes of the target.
 
     Args:
-        model: the target, Llama-like; its weights do not change.
+        model: the target, of EXIT_ARCHITECTURES; its weights do not change.
         layers: how many layers run below each head, 1 to the target's depth - 1.
         tokens: [n] int64 text; its last tenth is held out.
         steps: optimizer steps of `WINDOWS_PER_STEP` windows each.

@@ -152,8 +152,8 @@ class ModelSet:
         architecture, config = type(self.target).__name__, self.target.config
         if architecture not in EXIT_ARCHITECTURES:
             raise UserError(
-                f"exits need a Llama-like target ({', '.join(EXIT_ARCHITECTURES)}), not "
-                f"{architecture}: leave them out."
+                f"exits work with the targets {', '.join(EXIT_ARCHITECTURES)}, not {architecture}: "
+                "leave them out."
             )
         head: ExitHead | None = None
         if isinstance(level, ExitHeadLevelConfig):

@@ -229,11 +229,11 @@ REGISTRY.depends_on(_OVERRIDDEN, _READ)
 for _name in (
     "LlamaForCausalLM.compute_logits",
     "LlamaForCausalLM.model",
-    "LlamaModel.embed_input_ids",
+    "LlamaModel.aux_hidden_state_layers",
+    "LlamaModel.end_layer",
+    "LlamaModel.forward",
     "LlamaModel.layers",
     "LlamaModel.norm",
-    "LlamaDecoderLayer.self_attn",
-    "LlamaAttention.attn",
 ):
     _register(f"vllm.model_executor.models.llama.{_name}", "read late", "runs early exits")
 for _name in (
