@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ class ResidualStream(nn.Module):
         return hidden + residual, residual
 
 
-def leave_after(decoder: nn.Module, num_layers: int, norm: nn.Module | None = None) -> nn.Module:
+def leave_after(decoder: Any, num_layers: int, norm: nn.Module | None = None) -> Any:
     """A decoder that shares another one's weights and ends after `num_layers` layers.
 
     Args:
@@ -44,7 +45,7 @@ def leave_after(decoder: nn.Module, num_layers: int, norm: nn.Module | None = No
     return short
 
 
-def attention_layer_names(layers: Iterable[nn.Module]) -> set[str]:
+def attention_layer_names(layers: Iterable[Any]) -> set[str]:
     """Names under which vLLM knows the attention of decoder layers."""
     return {
         module.layer_name
