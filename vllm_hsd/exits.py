@@ -47,9 +47,7 @@ def leave_after(decoder: Any, num_layers: int, norm: nn.Module | None = None) ->
 
 def attention_layer_names(layers: Iterable[Any]) -> set[str]:
     """Names under which vLLM knows the attention of decoder layers."""
-    return {
-        module.layer_name
-        for layer in layers
-        for module in layer.modules()
-        if isinstance(module, AttentionLayerBase)
-    }
+    # The abstract class does not declare the name that all its subclasses have.
+    base: Any = AttentionLayerBase
+    modules = (module for layer in layers for module in layer.modules())
+    return {module.layer_name for module in modules if isinstance(module, base)}
