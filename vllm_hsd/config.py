@@ -107,10 +107,11 @@ class CascadeConfig(Keys):
                     f"{name}.{level.kind} cannot verify levels[{i - 1}], since "
                     f"{_ONLY_LOWEST[level.kind]}: put it first"
                 )
-            if self.adaptive and any(source.kind == "eagle3" for source in sources(level)):
+            if self.adaptive and last and any(s.kind == "eagle3" for s in sources(level)):
                 raise ValueError(
                     f"{name} has an EAGLE-3 head, which must read every step of the target, and "
-                    "'adaptive' lets levels rest: remove one of them"
+                    "'adaptive' lets the levels of a cascade rest: remove the other levels or "
+                    "'adaptive'"
                 )
         for key in ("verifier", "max_rounds"):
             if getattr(self.levels[0], key) is not None:

@@ -113,6 +113,10 @@ FAULTS = {
         hsd({"first_of": [{"ngram": {}, "num_tokens": 3}]}),
         r"first_of\[0\]\.num_tokens, which a source does not take: remove it or give it to",
     ),
+    "adaptive head below a model": (
+        hsd({"eagle3": "head", "num_tokens": 2}, TOP, adaptive=True),
+        r"levels\[0\] has an EAGLE-3 head, .*remove the other levels or 'adaptive'",
+    ),
     "first_of above a model": (
         hsd({**MODEL, "num_tokens": 2}, {"first_of": [{"ngram": {}}]}),
         r"levels\[1\]\.first_of cannot verify",

@@ -7,20 +7,24 @@ from oracle.stand_ins import TableLookup
 
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.levels import DraftBatch, FirstOf, LevelOptions, Lookup
-from vllm_hsd.core.sources import RETRY_ROUNDS, SourceChoice
+from vllm_hsd.core.prices import Prices
+from vllm_hsd.core.sources import DRAFTER_ACCEPTANCE, RETRY_ROUNDS, Offers, SourceChoice
 from vllm_hsd.core.stopping import EntropyThresholds
 
 SLOT, ROW = np.array([1]), np.array([0])
 ROOM = np.array([4])
-SURE, GAINED = np.ones(1), np.zeros(1)
+SURE, PLACED = np.ones(1), np.zeros(1, dtype=np.int64)
 
 
 def choice_of(num_lookups: int, drafter_cost: float | None = None) -> SourceChoice:
+    """With a request that must repeat: fixed prices, and nothing learned from other requests."""
     names = [str(i) for i in range(num_lookups + (drafter_cost is not None))]
     sources = FirstOf(names, [None] * num_lookups)
     if drafter_cost is not None:
         sources.drafter, sources.drafter_cost = mock.Mock(), drafter_cost
-    return SourceChoice(sources, 3, 4)
+    choice = SourceChoice(sources, 3, 4)
+    choice.price(None, np.ones(3, dtype=bool))
+    return choice
 
 
 def offer(tokens: list[int], acceptance: float = 0.6) -> Lookup:
@@ -33,12 +37,12 @@ def rounds(choice: SourceChoice, offers: list[Lookup], continuation: list[int], 
     """Verdicts: after `count` offers the text went on by `continuation`."""
     text = np.array([[9, *continuation]], dtype=np.int32)
     for _ in range(count):
-        choice.remember_first(SLOT, np.array([1]), offers, np.array([True]))
+        choice.remember_first(SLOT, np.array([1]), Offers.of(offers), np.array([True]))
         choice.score(text, ROW, SLOT, np.array([text.shape[1]]))
 
 
 def best(choice: SourceChoice, offers: list[Lookup]) -> tuple[int, int]:
-    source, counts, _ = choice.best(SLOT, offers, ROOM, SURE, GAINED)
+    source, counts, _ = choice.best(SLOT, Offers.of(offers), ROOM, SURE, PLACED)
     return int(source[0]), int(counts[0])
 
 
@@ -51,12 +55,13 @@ def test_the_surest_offer_is_used():
 def test_a_source_that_fails_is_passed_over_though_it_was_not_used():
     offers = [offer([1, 2, 3, 4], 0.8), offer([5, 6, 7, 8], 0.6)]
     choice = choice_of(2)
+    choice.sources.min_acceptance = 0.2
     assert best(choice, offers) == (0, 4)
     rounds(choice, offers, [5, 6, 7, 8, 9], count=5)  # 25 tokens
     assert best(choice, offers) == (1, 4)
-    rounds(choice, offers, [0], count=100)
+    rounds(choice, offers, [0], count=150)
     assert best(choice, offers) == (-1, 0)
-    rounds(choice, offers, [1, 2, 3, 4, 5], count=15)
+    rounds(choice, offers, [1, 2, 3, 4, 5], count=30)
     assert best(choice, offers) == (0, 4)
 
 
@@ -66,26 +71,52 @@ def test_a_draft_ends_where_acceptance_is_unlikely():
 
 def test_an_offer_after_a_text_that_changed_says_nothing():
     choice, offers = choice_of(1), [offer([5, 6])]
-    choice.remember_first(SLOT, np.array([3]), offers, np.array([True]))
+    choice.remember_first(SLOT, np.array([3]), Offers.of(offers), np.array([True]))
     choice.score(np.array([[9, 9, 9, 9, 9]], dtype=np.int32), ROW, SLOT, np.array([3]))
     choice.score(np.array([[9, 9, 9, 9, 9]], dtype=np.int32), ROW, SLOT, np.array([5]))
     assert choice.scale(0, SLOT) == 1
 
 
-def test_a_drafter_is_passed_over_and_tried_again():
-    choice = choice_of(1, drafter_cost=0.2)
-    assert choice.drafts(SLOT, ROOM).all()
-    wrong = np.array([[1, 1, 1, 1]])
-    text = np.array([[9, 2, 2]], dtype=np.int32)
-    for _ in range(60):
-        choice.remember(1, SLOT, np.array([1]), wrong, np.array([4]), np.full((1, 4), 0.7))
+def drafter_tokens(choice: SourceChoice) -> int:
+    return int(choice.drafts(SLOT, ROOM, SURE, PLACED)[0])
+
+
+def drafter_fails(choice: SourceChoice, count: int) -> None:
+    wrong, text = np.array([[[1, 1, 1, 1]]]), np.array([[9, 2, 2]], dtype=np.int32)
+    for _ in range(count):
+        choice.remember(
+            1, SLOT, np.array([1]), wrong, np.array([[4]]), np.full((1, 1, 4), DRAFTER_ACCEPTANCE)
+        )
         choice.score(text, ROW, SLOT, np.array([3]))
-    assert not choice.drafts(SLOT, ROOM).any()
-    for _ in range(RETRY_ROUNDS):
-        choice.note_use(SLOT, choice.drafts(SLOT, ROOM))
-    assert choice.drafts(SLOT, ROOM).all()
-    choice.note_use(SLOT, np.array([True]))
-    assert not choice.drafts(SLOT, ROOM).any()
+
+
+def test_a_drafter_is_passed_over_and_tried_ever_more_rarely():
+    choice = choice_of(1, drafter_cost=0.2)
+    assert drafter_tokens(choice) == 4
+    drafter_fails(choice, 60)
+    tried = [drafter_tokens(choice) for _ in range(1000)]
+    assert set(tried) == {0, 1}
+    gaps = np.diff(np.flatnonzero(tried))
+    assert tried.index(1) == RETRY_ROUNDS and gaps[0] > RETRY_ROUNDS and np.all(np.diff(gaps) > 0)
+
+
+def test_a_drafter_drafts_as_many_tokens_as_pay():
+    assert drafter_tokens(choice_of(0, drafter_cost=0.05)) == 4
+    assert drafter_tokens(choice_of(0, drafter_cost=0.4)) == 2
+    assert drafter_tokens(choice_of(0, drafter_cost=0.8)) == 0
+
+
+def test_a_forward_pass_is_worth_it_once_enough_requests_share_it():
+    choice = choice_of(0, drafter_cost=0.1)
+    slots = np.arange(3)
+    choice.price(Prices(np.zeros(5), forward=1.5, size=3), np.zeros(3, dtype=bool))
+
+    def drafting(sure: list[float]) -> list[int]:
+        zero = np.zeros(3, dtype=np.int64)
+        return choice.drafts(slots, np.full(3, 4), np.array(sure), zero).tolist()
+
+    assert drafting([1, 1, 1]) == [1, 1, 1]
+    assert drafting([1, 0.5, 0.5]) == [0, 0, 0]
 
 
 def test_a_lookup_goes_before_a_drafter_where_it_is_surer():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from oracle.test_cascade_exact import VERIFIERS, bias, bigram, lookup, model
 
+from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.levels import FirstOf, LevelOptions
 from vllm_hsd.core.lowest_level import LowestLevel
 from vllm_hsd.core.sources import SourceChoice
@@ -52,21 +53,21 @@ class Adversary(SourceChoice):
         self.note(tokens[rows[0], : ends[0]].tolist())
         super().score(tokens, rows, slots, ends)
 
-    def remember(self, source, slots, starts, token_ids, counts, estimates):
-        self.note(source, token_ids.tolist(), counts.tolist())
-        super().remember(source, slots, starts, token_ids, counts, estimates)
+    def remember(self, first, slots, starts, token_ids, counts, estimates):
+        self.note(first, token_ids.tolist(), counts.tolist())
+        super().remember(first, slots, starts, token_ids, counts, estimates)
 
-    def best(self, slots, offers, room, sure, gained):
-        bits = self.note(room.tolist(), [offer.token_ids.tolist() for offer in offers])
-        source = bits % (len(offers) + 1) - 1
+    def best(self, slots, offers, room, sure, placed):
+        bits = self.note(room.tolist(), offers.token_ids.tolist())
+        source = bits % (len(offers.counts) + 1) - 1
         counts = np.zeros(1, dtype=np.int64)
         if source >= 0:
-            counts = np.minimum(offers[source].counts, 1 + bits // 8 % 3)
-        width = max(offer.token_ids.shape[1] for offer in offers)
-        return np.where(counts > 0, source, -1), counts, np.ones((1, width))
+            counts = np.minimum(offers.counts[source], 1 + bits // 8 % 3)
+        return np.where(counts > 0, source, -1), counts, np.ones(1)
 
-    def drafts(self, slots, room):
-        return np.array([self.note(room.tolist()) % 3 > 0])
+    def drafts(self, slots, room, sure, placed):
+        bits = self.note(room.tolist())
+        return np.minimum(room, bits % 3)
 
 
 @pytest.mark.parametrize("rule", [SourceChoice, Adversary])
@@ -85,6 +86,30 @@ def test_any_rule_below_a_verifying_level(kinds, rule):
         levels = [first_of(kinds), model(2, 101)]
         options = [LevelOptions(2), LevelOptions(3, max_rounds=2)]
         assert bias(levels, options, 4, horizontal_tokens=kinds == "lookup, model") < 1e-9
+
+
+class Timed(Cascade):
+    """With learned prices, anew for each generation, on a clock that runs by calls."""
+
+    def propose(self, batch, slots, requested, selection=None):
+        if batch.end[slots[0]] <= 4:
+            self.__init__([self.lowest.choice.sources], self.options, len(self.top))
+            self.ticks, batch.cached[:] = 0, 0
+        batch.repeats = np.zeros(len(self.top), dtype=bool)
+        with mock.patch("vllm_hsd.core.cascade.time.perf_counter", self.tick):
+            self.target_times.observe(1 + self.ticks % 3, 1.0 + self.ticks % 2)
+            batch.prices = self.current_prices(1)
+            return super().propose(batch, slots, requested)
+
+    def tick(self) -> float:
+        self.ticks += 1
+        return 1e-4 * self.ticks**2
+
+
+@pytest.mark.parametrize("kinds", SOURCES)
+def test_learned_prices(kinds):
+    with mock.patch("vllm_hsd.reference.engine.Cascade", Timed):
+        assert bias([first_of(kinds)], [LevelOptions(2)], 4) < 1e-9
 
 
 @pytest.mark.parametrize("settings", [{"vocabulary": 3}, {"eos": 0}, {"eos": 1}])
@@ -108,10 +133,10 @@ class LooksAtTheDraft(LowestLevel):
     def unwanted(self, batch, start: int) -> bool:
         return batch.tokens[0, start] == 0
 
-    def _draft_from_sources(self, batch, choice, slots, requested):
+    def _draft_from_sources(self, batch, choice, slots, requested, verifier):
         start = int(batch.end[0])
         with mock.patch.object(choice, "best", self.none):
-            super()._draft_from_sources(batch, choice, slots, requested)
+            super()._draft_from_sources(batch, choice, slots, requested, verifier)
         drafts = self.drafts
         if not drafts.counts[0] or not self.unwanted(batch, start) or not self.drops:
             return
@@ -121,8 +146,8 @@ class LooksAtTheDraft(LowestLevel):
         found = self.lookups[0].lookup(batch.tokens, slots, slots, batch.end, requested)
         self._append_found(batch, slots, found.token_ids, found.counts)
 
-    def none(self, slots, offers, room, sure, gained):
-        return np.array([-1]), np.array([0]), np.zeros((1, 1))
+    def none(self, slots, offers, room, sure, placed):
+        return np.array([-1]), np.array([0]), np.ones(1)
 
 
 class LooksAndKeeps(LooksAtTheDraft):

@@ -88,7 +88,7 @@ def _adapts_heads(raw: Any) -> object:
     try:
         return CascadeConfig.parse(raw)
     except UserError as error:
-        if "lets levels rest" not in str(error):
+        if "lets the levels of a cascade rest" not in str(error):
             raise
     return None
 

@@ -58,12 +58,19 @@ def learned(family):
     return run_engine({"model": family.target, **cascade(*levels, {"model": family.mid})}, JOBS)
 
 
+@pytest.fixture(scope="module")
+def sources(family):
+    """Two sources that take turns with each other and with no draft."""
+    level = {"first_of": [{"ngram": {"max": 3}}, {"model": family.small}]}
+    return run_engine({"model": family.target, **cascade(level)}, JOBS, patch=SWITCHING)
+
+
 def ids(result) -> list[list[int]]:
     return [sequence["ids"] for output in result["outputs"] for sequence in output]
 
 
 @pytest.mark.parametrize("job", GREEDY_JOBS)
-@pytest.mark.parametrize("engine", ["copies", "learned"])
+@pytest.mark.parametrize("engine", ["copies", "learned", "sources"])
 def test_same_tokens_as_without_speculation(plain, engine, job, request):
     assert ids(request.getfixturevalue(engine)[job]) == ids(plain[job])
 
@@ -93,11 +100,16 @@ def test_a_level_that_forgets_its_holes_is_caught(family):
     assert disagreements(run_copies(family, f"{SWITCHING}_and_forget_holes"))
 
 
-@pytest.mark.parametrize("engine", ["copies", "learned"])
+@pytest.mark.parametrize("engine", ["copies", "learned", "sources"])
 def test_sampled_requests_with_a_seed_repeat_at_any_load(engine, request):
     results = request.getfixturevalue(engine)
     expected = [ids(results[f"alone {i}"])[0] for i in range(4)]
     assert ids(results["together"])[:4] == expected
+
+
+def test_sources_take_turns(sources):
+    (level,) = sources["batch"]["levels"]
+    assert 0.05 < level["empty"] / level["asked"] < 0.95 and level["drafted"] > 0
 
 
 def test_every_level_is_tried_and_what_loses_is_left_out(learned):

@@ -170,6 +170,22 @@ def test_a_head_that_takes_turns_with_lookups_catches_up_from_kept_states(
     assert made >= 5
 
 
+def test_an_adaptive_head_catches_up_with_what_it_sat_out(engine, head, plain, reference, tmp_path):
+    """Steps without a draft, alone and in batches, through chunks, prefix hits and preemption."""
+    arguments = {**engine, **hsd({"eagle3": head}), **ENGINES["chunked prefill, few blocks"]}
+    arguments["speculative_config"]["adaptive"] = True
+    jobs = {name: JOBS[name] for name in ("batch 1", "batch 12", "first", "prefix hits")}
+    results, drafts = recorded(arguments, tmp_path, "install_in_turns", jobs)
+    for job, result in results.items():
+        assert result["outputs"] == plain[job]["outputs"]
+        level = result["levels"][0]
+        assert level["sat_out"] == 0 and level["asked"] > level["empty"] > 0
+    texts = sorted(drafts)[::3]
+    assert len(texts) > 30
+    for text in texts:
+        assert drafts[text] == reference.guesses(list(text), drafts[text]), text
+
+
 def test_drafts_of_other_rows_than_the_kept_ones_are_caught(small_vocabulary, engine, head):
     """Negative control of the samples in test_level_kinds.py."""
     cases = {"temperature 0.7": CASES["temperature 0.7"]}

@@ -46,7 +46,7 @@ def is_valid(raw: object) -> bool:
         return False
     if not all(_valid_level(level, i, len(levels), longest) for i, level in enumerate(levels)):
         return False
-    if keys.get("adaptive") and any(map(has_eagle3, levels)):
+    if keys.get("adaptive") and len(levels) > 1 and any(map(has_eagle3, levels)):
         return False
     if horizontal and len(levels) == 1:
         return False
@@ -214,6 +214,6 @@ def valid_cascade(rng: random.Random, models: list[str], lookups: dict[str, obje
         cascade["verifier"] = rng.choice(VERIFIERS)
     if count > 1 and rng.random() < 0.3:
         cascade["horizontal_tokens"] = rng.randint(0, longest - count)
-    if rng.random() < 0.3 and not any(map(has_eagle3, levels)):
+    if rng.random() < 0.3 and (count == 1 or not any(map(has_eagle3, levels))):
         cascade["adaptive"] = rng.random() < 0.5
     return cascade

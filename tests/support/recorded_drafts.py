@@ -4,6 +4,8 @@ import json
 import os
 from pathlib import Path
 
+from support import adversarial_depth
+
 FILE = "HSD_TEST_DRAFTS"
 
 
@@ -25,8 +27,15 @@ def install() -> None:
     Scheduler.update_draft_token_ids = update_draft_token_ids
 
 
+def install_in_turns() -> None:
+    """As `install`, with drafts that come and go."""
+    adversarial_depth.install()
+    install()
+
+
 def install_with_sources() -> None:
-    """Append [text, [draft, source of each token]] for every draft of several sources."""
+    """Append [text, [draft, source of each token]] for every draft of sources that take turns."""
+    adversarial_depth.install()
     from vllm_hsd.runner_v1.proposer import CascadeProposer
 
     original = CascadeProposer.propose_draft_token_ids

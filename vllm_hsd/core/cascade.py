@@ -28,7 +28,9 @@ from vllm_hsd.core.levels import (
     PerRequest,
 )
 from vllm_hsd.core.lowest_level import LowestLevel, split_sources
+from vllm_hsd.core.prices import PriceEstimates, Prices
 from vllm_hsd.core.schedule import room_below
+from vllm_hsd.core.step_times import StepTimes
 from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.verify.chain import verify_batch, verify_greedy
 
@@ -50,6 +52,9 @@ class Cascade:
         models: what those models compute; fills their caches.
         drafts: one `DraftStore` per level; the last one is what the target verifies.
         counters: drafted and accepted tokens per level.
+        target_times: seconds of the target's step by tokens; whoever runs the target tells them.
+        level_times: per level, see `DepthController.level_times`.
+        prices: what drafts of several sources cost; None without them.
     """
 
     def __init__(
@@ -74,6 +79,15 @@ class Cascade:
         self.counters = Counters(len(self.levels), names)
         self.models = LevelModels(self.levels, self.options, self.counters)
         self.lowest = LowestLevel(levels[0], self.models, self.drafts[0]) if options else None
+        self.target_times, self.level_times = StepTimes(), [StepTimes() for _ in self.levels]
+        if controller is not None:
+            self.target_times, self.level_times = controller.target_times, controller.level_times
+        self.prices: PriceEstimates | None = None
+        if self.lowest is not None and self.lowest.choice is not None:
+            verifiers = [*self.level_times, self.target_times]
+            self.prices = PriceEstimates(lengths[0], verifiers, self.lowest.model_times)
+        # Requests that could draft for the step under way, and the seconds that drafting took.
+        self.asked, self.drafting_seconds = np.zeros(num_slots, dtype=bool), 0.0
         self.controller = controller
         self.everything = Selection(
             tuple(range(len(self.levels))), tuple(option.draft_length for option in self.options)
@@ -111,6 +125,7 @@ class Cascade:
             the top level's drafts: less than requested where a draft ended with eos, the rounds ran
             out, or the text outgrew a level.
         """
+        began = time.perf_counter()
         self.selection = self.everything if selection is None else selection
         drafting = slots[requested > 0]
         assert self.lowest is not None
@@ -123,12 +138,41 @@ class Cascade:
             room = np.minimum(requested - top.counts[slots], self.horizontal_tokens)
             top.extend(self._draft(batch, 0, slots, np.where(ended, 0, room)), slots)
         self.counters.add_drafted(top, slots)
+        empty = int((top.counts[drafting] == 0).sum())
+        self.counters.add_asked(len(self.levels) - 1, len(drafting), empty)
         if self.controller is not None and self.selection.levels:
             self.top[slots] = self.selection.levels[-1]
             pair = self.controller.pair(self.selection.levels[-1], len(self.levels))
-            filled = int((top.counts[drafting] > 0).sum())
-            self.controller.acceptance.count(pair, len(drafting), filled)
+            self.controller.acceptance.count(pair, len(drafting), len(drafting) - empty)
+        self.asked[slots], self.drafting_seconds = requested > 0, time.perf_counter() - began
+        if not top.counts[slots].any():
+            # Without drafts there is nothing to verify: the round ends here.
+            self._close_round(drafting, np.zeros(len(drafting), dtype=np.int64))
         return top
+
+    def current_prices(self, size: int) -> list[Prices] | None:
+        """For `DraftBatch.prices` with `size` requests; None where no source chooses.
+
+        They depend on times, so the ranks of a tensor-parallel target must agree on one's.
+        """
+        if self.prices is None or self.lowest is None:
+            return None
+        cost = self.lowest.model_cost
+        return [
+            self.prices.prices(verifier, size, cost) for verifier in range(len(self.levels) + 1)
+        ]
+
+    def _close_round(self, slots: np.ndarray, accepted: np.ndarray) -> None:
+        """Take in what became of the last drafts of `slots`, and what they cost."""
+        own = self.asked[slots]
+        self.asked[slots] = False
+        if self.prices is None:
+            return
+        drafted = int(self.drafts[-1].counts[slots[own]].sum())
+        emitted = int((accepted[own] + 1).sum())
+        self.prices.observe(
+            len(self.levels), int(own.sum()), drafted, emitted, self.drafting_seconds
+        )
 
     def record_acceptance(
         self, slots: np.ndarray, accepted: np.ndarray, thresholds: EntropyThresholds
@@ -137,6 +181,7 @@ class Cascade:
         top = self.drafts[-1]
         self.counters.add_accepted(top, slots, accepted)
         self._move_thresholds(len(self.levels) - 1, slots, accepted, thresholds)
+        self._close_round(slots, accepted)
         if self.controller is not None:
             for level in np.unique(self.top[slots]).tolist():
                 own = slots[self.top[slots] == level]
@@ -173,15 +218,17 @@ class Cascade:
         began = time.perf_counter()
         uncached = batch.end[slots] - batch.cached[0, slots]
         assert self.lowest is not None
-        self.lowest.draft(batch, slots, requested)
+        verifier = next((k for k in self.selection.levels if k > 0), len(self.levels))
+        self.lowest.draft(batch, slots, requested, verifier)
         size, longest = int((requested > 0).sum()), int(requested.max(initial=0))
-        if self.controller is None or not size:
+        if not size:
             return
-        if self.levels[0] is None:
-            self.controller.level_times[0].observe(size, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self.counters.stats[0].seconds += seconds
+        if self.levels[0] is None or self.lowest.choice is not None:
+            self.level_times[0].observe(size, seconds)
         elif not (uncached > self.drafts[-1].length + 1).any():
-            seconds = (time.perf_counter() - began) / longest
-            self.controller.level_times[0].observe(size, seconds)
+            self.level_times[0].observe(size, seconds / longest)
 
     def _draft_verified(
         self, batch: DraftBatch, level: int, slots: np.ndarray, requested: np.ndarray
@@ -197,6 +244,7 @@ class Cascade:
             room = room_below(requested[active], drafts.counts[now])
             room = np.minimum(room, models.context_lengths[level] - start)
             asked = np.minimum(below_length, room)
+            drafting_began = time.perf_counter()
             below = self._draft(batch, level - 1, now, asked)
             counts = below.counts[now]
             began, computed = time.perf_counter(), int((start - batch.cached[level, now]).sum())
@@ -219,10 +267,18 @@ class Cascade:
             self.counters.add_drafted(below, now)
             self.counters.add_accepted(below, now, accepted)
             self._move_thresholds(level - 1, now, accepted, batch.thresholds)
-            if self.controller is not None:
-                seconds = time.perf_counter() - began
-                self.controller.level_times[level].observe(computed + int(counts.sum()), seconds)
-                self._learn_acceptance(level, now, asked, counts, accepted)
+            seconds, drafted = time.perf_counter() - began, int(counts.sum())
+            self.level_times[level].observe(computed + drafted, seconds)
+            self.counters.stats[level].seconds += seconds
+            filled = int((counts > 0).sum())
+            self.counters.add_asked(
+                level - 1, int((asked > 0).sum()), int((asked > 0).sum()) - filled
+            )
+            if self.prices is not None:
+                produced = int((accepted + 1).sum())
+                spent = began - drafting_began
+                self.prices.observe(level, len(now), drafted, produced, spent)
+            self._learn_acceptance(level, now, asked, counts, accepted)
             rounds += 1
             # Ignore the entropy of rejected positions.
             stopped = np.zeros(len(now), dtype=bool)

@@ -41,6 +41,12 @@ class Counters:
                 for counts, tokens in self._by_source(drafts, slots, made):
                     counts.drafted += tokens
 
+    def add_asked(self, level: int, asked: int, empty: int) -> None:
+        """Count drafts that the model above `level` could take, and those without a token."""
+        stats = self.stats[level]
+        stats.asked += asked
+        stats.empty += empty
+
     def add_accepted(self, drafts: DraftStore, slots: np.ndarray, accepted: np.ndarray) -> None:
         """Count the first accepted[i] tokens of slots[i] for the levels that made them."""
         kept = np.arange(drafts.length) < accepted[:, None]

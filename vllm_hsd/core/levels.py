@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
+from vllm_hsd.core.prices import Prices
 from vllm_hsd.core.stopping import EntropyThresholds
 
 UNLIMITED = sys.maxsize
@@ -154,6 +155,11 @@ class DraftBatch:
         uniforms: (slots [b], counts [b], level) -> [sum(counts)] float64, each used once.
         thresholds: entropy thresholds per level and slot; updated in place.
         sits_out: [levels, slots] bool, requests that a level can draft nothing for; None for none.
+        repeats: [slots] bool, requests whose drafts must not depend on times or on other requests;
+            None for all.
+        prices: what drafts of several sources cost, by the level that verifies them (the target is
+            the last); None for fixed ones. They may depend on committed text, past verdicts and
+            times.
     """
 
     tokens: np.ndarray
@@ -166,6 +172,8 @@ class DraftBatch:
     uniforms: Callable[[np.ndarray, np.ndarray, int], np.ndarray]
     thresholds: EntropyThresholds
     sits_out: np.ndarray | None = None
+    repeats: np.ndarray | None = None
+    prices: Sequence[Prices] | None = None
 
     def takes_part(self, level: int, slots: np.ndarray) -> np.ndarray:
         """[n] bool, the requests for which the level has what it needs to draft."""
@@ -191,7 +199,8 @@ class LevelStats:
 
     `drafted` tokens were proposed to the next model up; `sources` has the counts of a `FirstOf` by
     the source's name. For `sat_out` requests the level could draft nothing, since the target's
-    states that it needs were gone.
+    states that it needs were gone. The next model up could take `asked` drafts, `empty` of which
+    got no token. `seconds` went into the level's forward passes, lookups and verifications.
     """
 
     drafted: int = 0
@@ -201,6 +210,9 @@ class LevelStats:
     forward_seconds: float = 0.0
     sources: dict[str, SourceStats] = field(default_factory=dict)
     sat_out: int = 0
+    asked: int = 0
+    empty: int = 0
+    seconds: float = 0.0
 
     def __add__(self, other: LevelStats) -> LevelStats:
         names = self.sources.keys() | other.sources.keys()
@@ -216,4 +228,7 @@ class LevelStats:
                 for name in sorted(names)
             },
             sat_out=self.sat_out + other.sat_out,
+            asked=self.asked + other.asked,
+            empty=self.empty + other.empty,
+            seconds=self.seconds + other.seconds,
         )

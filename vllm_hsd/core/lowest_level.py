@@ -6,15 +6,16 @@ masses; several sources follow each other in one draft, as `core.sources` choose
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
 
 import numpy as np
 import torch
 
 from vllm_hsd.core.drafts import DraftStore, ragged_arange, ragged_starts
 from vllm_hsd.core.level_models import LevelModels
-from vllm_hsd.core.levels import DraftBatch, FirstOf, Level, Lookup, LookupLevel
-from vllm_hsd.core.sources import DRAFTER_ACCEPTANCE, SourceChoice
+from vllm_hsd.core.levels import DraftBatch, FirstOf, Level, LookupLevel
+from vllm_hsd.core.sources import DRAFTER_ACCEPTANCE, Offers, SourceChoice
+from vllm_hsd.core.step_times import StepTimes
 from vllm_hsd.verify.residual import BlockedCDF
 
 
@@ -30,6 +31,7 @@ class LowestLevel:
         lookups: the sources without forward passes.
         has_model: one source is a model, the last one.
         choice: between several sources, None for one.
+        model_times: seconds of a forward pass of the model as one of several sources, by requests.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class LowestLevel:
         self.lookups, model = split_sources(level)
         self.has_model = model is not None
         self.models, self.drafts = models, drafts
+        self.model_times = StepTimes()
         self.choice: SourceChoice | None = None
         if isinstance(level, FirstOf):
             self.choice = SourceChoice(level, len(drafts.counts), drafts.length)
@@ -47,10 +50,23 @@ class LowestLevel:
         for lookup in self.lookups:
             lookup.read(batch.tokens, batch.rows[slots], slots, batch.end[slots])
 
-    def draft(self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray) -> None:
-        """Draft at most requested[i] tokens for the request in slots[i]; their drafts are empty."""
+    @property
+    def model_cost(self) -> float:
+        """A forward pass of the model among several sources, in steps of the verifier: a guess."""
+        return 0.0 if self.choice is None else self.choice.sources.drafter_cost
+
+    def draft(
+        self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray, verifier: int
+    ) -> None:
+        """Draft at most requested[i] tokens for the request in slots[i]; their drafts are empty.
+
+        Args:
+            batch: the requests.
+            slots, requested: [n] int64.
+            verifier: the level that verifies the drafts; the number of levels for the target.
+        """
         if self.choice is not None:
-            self._draft_from_sources(batch, self.choice, slots, requested)
+            self._draft_from_sources(batch, self.choice, slots, requested, verifier)
         elif self.lookups:
             rows, ends = batch.rows[slots], batch.end[slots]
             found = self.lookups[0].lookup(batch.tokens, rows, slots, ends, requested)
@@ -77,62 +93,78 @@ class LowestLevel:
         self.drafts.append(slots, token_ids, counts, None, first, 0, unknown, source)
 
     def _draft_from_sources(
-        self, batch: DraftBatch, choice: SourceChoice, slots: np.ndarray, requested: np.ndarray
+        self,
+        batch: DraftBatch,
+        choice: SourceChoice,
+        slots: np.ndarray,
+        requested: np.ndarray,
+        verifier: int,
     ) -> None:
-        """Drafts of lookups, each continued by the next one, and at last by the drafter."""
+        """Drafts of lookups, each continued by the next one, and at last by the model."""
         drafts = self.drafts
+        choice.price(None if batch.prices is None else batch.prices[verifier], batch.repeats)
         choice.score(batch.tokens, batch.rows[slots], slots, batch.end[slots])
         open_ = requested > 0
-        sure, gained = np.ones(len(slots)), np.zeros(len(slots))
-        ended = np.zeros(len(slots), dtype=bool)
-        while open_.any():
+        sure, ended = np.ones(len(slots)), np.zeros(len(slots), dtype=bool)
+        while self.lookups and open_.any():
             active = np.flatnonzero(open_)
             now = slots[active]
             rows, ends, room = batch.rows[now], batch.end[now], (requested - drafts.counts[slots])
-            offers = [
-                lookup.lookup(batch.tokens, rows, now, ends, room[active])
-                for lookup in self.lookups
-            ]
-            choice.remember_first(now, ends, offers, drafts.counts[now] == 0)
-            source, counts, accepted = choice.best(
-                now, offers, room[active], sure[active], gained[active]
+            offers = Offers.of(
+                [
+                    lookup.lookup(batch.tokens, rows, now, ends, room[active])
+                    for lookup in self.lookups
+                ]
             )
-            token_ids = _of_sources(offers, source)
+            choice.remember_first(now, ends, offers, drafts.counts[now] == 0)
+            source, counts, sure[active] = choice.best(
+                now, offers, room[active], sure[active], drafts.counts[now]
+            )
+            at = np.arange(len(now))
+            token_ids = offers.token_ids[source, at]
             cut, ended[active] = _until_eos(token_ids, counts, batch.eos[now])
             self._append_found(batch, now, token_ids, cut, source)
-            gained[active] += accepted.sum(1)
-            last = accepted[np.arange(len(now)), np.maximum(cut - 1, 0)] if accepted.size else 0
-            sure[active] = np.where(cut > 0, last, sure[active])
             # What is too unlikely in the best offer is not likelier in the next one.
-            whole = cut == _offered(offers, source)
+            whole = cut == offers.counts[source, at]
             room_left = drafts.counts[now] < requested[active]
             open_[active] = (cut > 0) & whole & ~ended[active] & room_left
         if self.has_model:
-            self._continue_with_model(
-                batch, choice, slots, np.where(ended, drafts.counts[slots], requested)
-            )
+            room = np.where(ended, 0, requested - drafts.counts[slots])
+            self._continue_with_model(batch, choice, slots, room, sure)
 
     def _continue_with_model(
-        self, batch: DraftBatch, choice: SourceChoice, slots: np.ndarray, requested: np.ndarray
+        self,
+        batch: DraftBatch,
+        choice: SourceChoice,
+        slots: np.ndarray,
+        room: np.ndarray,
+        sure: np.ndarray,
     ) -> None:
-        """Fill the drafts of `slots` up to requested[i] tokens where the drafter is worth it."""
+        """Add at most room[i] tokens of the model where it is worth it."""
         drafts = self.drafts
+        able = self.models.can_draft(batch, 0, slots) & (room > 0)
+        slots, room, sure = slots[able], room[able], sure[able]
+        tokens = choice.drafts(slots, room, sure, drafts.counts[slots])
+        slots, tokens = slots[tokens > 0], tokens[tokens > 0]
+        if not len(slots):
+            return
         begin = drafts.counts[slots].copy()
-        used = choice.drafts(slots, requested - begin) & (requested > begin)
-        choice.note_use(slots[requested > 0], used[requested > 0])
-        used &= self.models.can_draft(batch, 0, slots)
-        slots, requested, begin = slots[used], requested[used], begin[used]
-        self._draft_from_model(batch, slots, requested)
-        source = len(self.lookups)
+        uncached = batch.end[slots] - batch.cached[0, slots]
+        began = time.perf_counter()
+        self._draft_from_model(batch, slots, begin + tokens)
         counts = drafts.counts[slots] - begin
+        if not (uncached > 2 * drafts.length).any():
+            seconds = (time.perf_counter() - began) / int(counts.max())
+            self.model_times.observe(len(slots), seconds)
+        source = len(self.lookups)
         owners, offsets = ragged_arange(counts)
-        token_ids = np.zeros((len(slots), drafts.length), dtype=np.int64)
+        token_ids = np.zeros((1, len(slots), drafts.length), dtype=np.int64)
         place = (slots[owners], begin[owners] + offsets)
-        token_ids[owners, offsets] = drafts.token_ids[place]
+        token_ids[0, owners, offsets] = drafts.token_ids[place]
         drafts.source[place] = source
         estimates = np.full(token_ids.shape, DRAFTER_ACCEPTANCE)
         starts = batch.end[slots] - counts
-        choice.remember(source, slots, starts, token_ids, counts, estimates)
+        choice.remember(source, slots, starts, token_ids, counts[None], estimates)
 
     def _draft_from_model(
         self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray
@@ -172,21 +204,6 @@ def split_sources(
     if isinstance(level, FirstOf):
         return level.lookups, level.drafter
     return ([level], None) if isinstance(level, LookupLevel) else ([], level)
-
-
-def _of_sources(offers: Sequence[Lookup], source: np.ndarray) -> np.ndarray:
-    """[n, width] tokens of every request's chosen offer, zeros where none is chosen."""
-    width = max((offer.token_ids.shape[1] for offer in offers), default=0)
-    token_ids = np.zeros((len(source), width), dtype=np.int64)
-    for k, offer in enumerate(offers):
-        token_ids[source == k, : offer.token_ids.shape[1]] = offer.token_ids[source == k]
-    return token_ids
-
-
-def _offered(offers: Sequence[Lookup], source: np.ndarray) -> np.ndarray:
-    """[n] tokens of every request's chosen offer, 0 where none is chosen."""
-    counts = np.stack([offer.counts for offer in offers])
-    return np.where(source < 0, 0, counts[source, np.arange(len(source))])
 
 
 def _until_eos(

@@ -1,43 +1,78 @@
 """The choice between several sources of drafts at the lowest level of a cascade.
 
-For each request and round the source with the best expected draft is used. All lookups are asked,
-since that costs no forward pass, and every offer is compared with the text that is verified later,
-whether it was used or not. Only a drafter with forward passes has to draft to be known.
+For each request and round the source and the draft length with the most expected accepted tokens
+above their price (`core.prices`) are used; where none is worth its price, nothing is drafted. All
+lookups are asked, since that costs no forward pass, and every offer is compared with the text that
+is verified later, whether it was used or not. Only a drafter with forward passes has to draft to be
+known.
 
 What keeps it lossless: the choice is made before any token is drawn. It reads the text so far, the
-offers, which are functions of texts, and the verdicts on earlier drafts; never a token that it then
-drops, nor a uniform that is still to be used. So each token is drawn from the distribution that it
-is verified with, whatever the rule.
+offers, which are functions of texts, the verdicts on earlier drafts, and times; never a token that
+it then drops, nor a uniform that is still to be used. So each token is drawn from the distribution
+that it is verified with, whatever the rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from vllm_hsd.core.levels import FirstOf, Lookup
+from vllm_hsd.core.prices import FORBIDDEN, Prices
 
 # What a drafter is taken to be worth before it is known: acceptance of each of its tokens.
 DRAFTER_ACCEPTANCE = 0.7
-# Accepted tokens, all of them expected, that every source begins with.
+# Accepted tokens, all of them expected, that stand for what is not known of a request.
 PRIOR_TOKENS = 6.0
-# So few expected tokens say nothing yet.
-LEAST_EXPECTED = 0.1
-# Weight of a verdict after each further one.
-MEMORY = 0.95
+# Weight of a verdict after each further one in the same request, and in any request.
+MEMORY, SHARED_MEMORY = 0.97, 0.999
 # No estimate is surer than this of a token.
 SUREST = 0.98
-# A drafter that was passed over gets another try after so many rounds.
-RETRY_ROUNDS = 32
+# Places in a draft and values of a source's own estimate that are told apart, and verified tokens,
+# as the source itself expects, that each of them begins with.
+PLACES, STEPS, PRIOR_VERIFIED = 4, 8, 4.0
+# A drafter that was passed over gets another try after so many rounds, and later after more.
+RETRY_ROUNDS, MOST_RETRY_ROUNDS = 32, 1024
+
+
+@dataclass
+class Offers:
+    """What S lookups offer n requests.
+
+    Attributes:
+        token_ids: [S, n, width] int64.
+        counts: [S, n] int64.
+        estimates: [S, n, width] float64, the source's own acceptance probability of each token
+            after the ones before.
+    """
+
+    token_ids: np.ndarray
+    counts: np.ndarray
+    estimates: np.ndarray
+
+    @classmethod
+    def of(cls, found: Sequence[Lookup]) -> Offers:
+        """What lookups found for the same requests, at least one of them, all of one width."""
+        confidence = np.stack([lookup.confidence for lookup in found])
+        before = np.ones_like(confidence)
+        before[..., 1:] = confidence[..., :-1]
+        estimates = np.divide(confidence, before, out=np.zeros_like(confidence), where=before > 0)
+        return cls(
+            np.stack([lookup.token_ids for lookup in found]),
+            np.stack([lookup.counts for lookup in found]),
+            estimates,
+        )
 
 
 class SourceChoice:
     """Chooses a source per request; remembers offers and verdicts, indexed by slot.
 
-    A source's estimates of its own acceptance are scaled by what was seen of it in this request:
-    accepted tokens over the ones that it expected. Nothing is carried from one request to another.
+    A source's own estimates are corrected twice: by what became of tokens with such estimates in
+    all requests, and by what was seen of the source in this request, accepted tokens over expected
+    ones. A request that must repeat leaves out the first, and pays fixed prices.
 
     Args:
         sources: what there is to choose from.
@@ -48,14 +83,37 @@ class SourceChoice:
     def __init__(self, sources: FirstOf, num_slots: int, length: int) -> None:
         self.sources, self.length = sources, length
         count = len(sources.names)
-        self.seen = np.full((count, num_slots), PRIOR_TOKENS)
-        self.expected = np.full((count, num_slots), PRIOR_TOKENS)
+        # Accepted and verified tokens by source, place in the draft and the source's own estimate.
+        self.accepted = np.zeros((count, PLACES, STEPS))
+        self.verified = np.zeros((count, PLACES, STEPS))
+        # Accepted and expected tokens by source and request.
+        self.seen, self.expected = np.zeros((2, count, num_slots))
         self.passed_over = np.zeros(num_slots, dtype=np.int64)
-        # The last offer of every source: where it begins, its tokens, and its own estimates.
+        self.pause = np.full(num_slots, RETRY_ROUNDS)
+        # The same for requests that need not repeat together: they share a try.
+        self.rested, self.shared_pause = 0, RETRY_ROUNDS
+        # The last offer of every source: where it begins, its tokens, its own and our estimates.
         self.starts = np.zeros((count, num_slots), dtype=np.int64)
         self.counts = np.zeros((count, num_slots), dtype=np.int64)
         self.token_ids = np.zeros((count, num_slots, length), dtype=np.int64)
+        self.steps = np.zeros((count, num_slots, length), dtype=np.int64)
         self.estimates = np.zeros((count, num_slots, length))
+        self.price(None, None)
+
+    def price(self, prices: Prices | None, repeats: np.ndarray | None) -> None:
+        """Set the prices of the next rounds.
+
+        Args:
+            prices: of this step, None for the fixed ones.
+            repeats: [slots] bool, requests whose drafts must not depend on times or on others;
+                None for all.
+        """
+        fixed = Prices.fixed(self.length, self.sources.drafter_cost)
+        both = (fixed if prices is None else prices, fixed)
+        self.verify_price = np.stack([price.verify for price in both])
+        self.forward_price = np.array([price.forward for price in both])
+        self.sharing = np.array([price.size for price in both])
+        self.repeats = np.ones(len(self.passed_over), dtype=bool) if repeats is None else repeats
 
     def score(
         self, tokens: np.ndarray, rows: np.ndarray, slots: np.ndarray, ends: np.ndarray
@@ -68,152 +126,240 @@ class SourceChoice:
             slots: [n] int64.
             ends: [n] int64, tokens in the texts, all of them verified by the model above.
         """
-        position = np.arange(self.length)
-        for source in range(len(self.seen)):
-            starts = self.starts[source, slots]
-            # A text that ends where the offer began or before has changed before the offer.
-            known = np.clip(np.minimum(self.counts[source, slots], ends - starts), 0, None)
-            at = np.minimum(starts[:, None] + position, tokens.shape[1] - 1)
-            same = tokens[rows[:, None], at] == self.token_ids[source, slots]
-            same &= position < known[:, None]
-            matched = np.logical_and.accumulate(same, axis=1).sum(1)
-            reached = np.minimum(matched + 1, known)
-            tried = position < reached[:, None]
-            expected = (self.estimates[source, slots] * tried).sum(1)
-            fade = np.where(known > 0, MEMORY, 1.0)
-            self.seen[source, slots] = self.seen[source, slots] * fade + matched
-            self.expected[source, slots] = self.expected[source, slots] * fade + expected
+        starts = self.starts[:, slots]
+        # A text that ends where the offer began or before has changed before the offer.
+        known = np.clip(np.minimum(self.counts[:, slots], ends - starts), 0, None)
         self.counts[:, slots] = 0
+        if not known.any():
+            return
+        place = np.arange(self.length)
+        at = np.minimum(starts[..., None] + place, tokens.shape[1] - 1)
+        same = tokens[rows[:, None], at] == self.token_ids[:, slots]
+        same &= place < known[..., None]
+        matched = np.logical_and.accumulate(same, axis=2).sum(2)
+        tried = place < np.minimum(matched + 1, known)[..., None]
+        expected = (self.estimates[:, slots] * tried).sum(2)
+        fade = np.where(known > 0, MEMORY, 1.0)
+        self.seen[:, slots] = self.seen[:, slots] * fade + matched
+        self.expected[:, slots] = self.expected[:, slots] * fade + expected
+        source, request, where = np.nonzero(tried)
+        group = (source, np.minimum(where, PLACES - 1), self.steps[source, slots[request], where])
+        keep = SHARED_MEMORY ** len(slots)
+        self.verified *= keep
+        self.accepted *= keep
+        np.add.at(self.verified, group, 1)
+        np.add.at(self.accepted, group, where < matched[source, request])
+
+    def corrected(self, estimates: np.ndarray, slots: np.ndarray, first: int = 0) -> np.ndarray:
+        """What became of tokens with such estimates, in all requests.
+
+        Args:
+            estimates: [S, n, width] float64, of the sources first, first + 1, ...
+            slots: [n] int64.
+        """
+        source = np.arange(first, first + len(estimates))[:, None, None]
+        group = (source, np.minimum(np.arange(estimates.shape[2]), PLACES - 1), _steps(estimates))
+        verified, accepted = self.verified[group], self.accepted[group]
+        found = (accepted + PRIOR_VERIFIED * estimates) / (verified + PRIOR_VERIFIED)
+        return np.where(self.repeats[slots, None], estimates, found)
 
     def remember_first(
-        self, slots: np.ndarray, ends: np.ndarray, offers: Sequence[Lookup], first: np.ndarray
+        self, slots: np.ndarray, ends: np.ndarray, offers: Offers, first: np.ndarray
     ) -> None:
         """Keep the offers that continue verified text: those of requests where `first` holds."""
-        for source, offer in enumerate(offers):
+        if first.any():
             self.remember(
-                source,
+                0,
                 slots[first],
                 ends[first],
-                offer.token_ids[first],
-                offer.counts[first],
-                conditional(offer.confidence[first]),
+                offers.token_ids[:, first],
+                offers.counts[:, first],
+                offers.estimates[:, first],
             )
 
-    def note_use(self, slots: np.ndarray, used: np.ndarray) -> None:
-        """Count the rounds in which the drafter was passed over: [n] slots, [n] bool."""
+    def note_use(self, slots: np.ndarray, used: np.ndarray, paid: np.ndarray) -> None:
+        """Count the rounds in which the drafter was passed over.
+
+        Args:
+            slots: [n] int64.
+            used: [n] bool, it drafts in this round.
+            paid: [n] bool, because it is worth its price, not only for another try.
+        """
+        longer = np.minimum(2 * self.pause[slots], MOST_RETRY_ROUNDS)
+        pause = np.where(used, longer, self.pause[slots])
+        self.pause[slots] = np.where(paid, RETRY_ROUNDS, pause)
         self.passed_over[slots] = np.where(used, 0, self.passed_over[slots] + 1)
+        shared = ~self.repeats[slots]
+        if not shared.any():
+            return
+        self.rested += 1
+        if used[shared].any():
+            self.rested = 0
+            self.shared_pause = min(2 * self.shared_pause, MOST_RETRY_ROUNDS)
+        if paid[shared].any():
+            self.shared_pause = RETRY_ROUNDS
 
     def remember(
         self,
-        source: int,
+        first: int,
         slots: np.ndarray,
         starts: np.ndarray,
         token_ids: np.ndarray,
         counts: np.ndarray,
         estimates: np.ndarray,
     ) -> None:
-        """Keep a source's offers until the texts go on.
+        """Keep what the sources first, first + 1, ... offer until the texts go on.
 
         Args:
-            source: its number.
-            slots, starts, counts: [n] int64; an offer begins at position starts[i].
-            token_ids: [n, width] int64.
-            estimates: [n, width] float64, the source's own acceptance probability of each token
-                after the ones before.
+            first: number of the first source.
+            slots, starts: [n] int64; an offer begins at position starts[i].
+            token_ids: [S, n, width] int64.
+            counts: [S, n] int64.
+            estimates: [S, n, width] float64, see `Offers`.
         """
-        width = token_ids.shape[1]
-        self.starts[source, slots], self.counts[source, slots] = starts, counts
-        self.token_ids[source, slots, :width] = token_ids
-        self.estimates[source, slots, :width] = estimates
+        width, sources = token_ids.shape[2], np.arange(first, first + len(token_ids))[:, None]
+        self.starts[sources, slots], self.counts[sources, slots] = starts, counts
+        self.token_ids[sources, slots, :width] = token_ids
+        self.steps[sources, slots, :width] = _steps(estimates)
+        self.estimates[sources, slots, :width] = self.corrected(estimates, slots, first)
 
     def best(
         self,
         slots: np.ndarray,
-        offers: Sequence[Lookup],
+        offers: Offers,
         room: np.ndarray,
         sure: np.ndarray,
-        gained: np.ndarray,
+        placed: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The source that drafts next for each request, and how many tokens of its offer.
 
         Args:
             slots: [n] int64.
-            offers: one per lookup.
+            offers: of the lookups.
             room: [n] int64, tokens that may still be drafted.
             sure: [n] float64, probability that all tokens drafted so far are accepted.
-            gained: [n] float64, expected accepted ones of them.
+            placed: [n] int64, tokens drafted so far.
 
         Returns:
-            lookup [n] int64, -1 for none; tokens of its offer [n] int64; probability [n, width]
-            that the first of them are accepted, `sure` included.
+            lookup [n] int64, -1 for none; tokens of its offer [n] int64; probability [n] that all
+            tokens drafted then are accepted.
         """
-        alone = self.drafter_value(slots, room, sure, gained)
-        best, lookup, counts = alone, np.full(len(slots), -1), np.zeros(len(slots), dtype=np.int64)
-        width = max((offer.token_ids.shape[1] for offer in offers), default=0)
-        accepted = np.zeros((len(slots), width))
-        for source, offer in enumerate(offers):
-            estimates = conditional(offer.confidence)
-            scaled = np.minimum(estimates * self.scale(source, slots)[:, None], SUREST)
-            survival = sure[:, None] * np.cumprod(scaled, axis=1)
-            survival[np.arange(survival.shape[1]) >= offer.counts[:, None]] = 0
-            likely = ((survival >= self.sources.min_acceptance) & (survival > 0)).sum(1)
-            survival[np.arange(survival.shape[1]) >= likely[:, None]] = 0
-            after = survival[np.arange(len(slots)), np.maximum(likely - 1, 0)]
-            total = gained + survival.sum(1)
-            value = np.maximum(1 + total, self.drafter_value(slots, room - likely, after, total))
-            better = (likely > 0) & (value >= best)
-            best = np.where(better, value, best)
-            lookup[better], counts[better] = source, likely[better]
-            accepted[better, : survival.shape[1]] = survival[better]
-        return lookup, counts, accepted
+        lookup, counts, value = (
+            np.full(len(slots), -1),
+            np.zeros(len(slots), dtype=np.int64),
+            self.drafter_plan(slots, room, sure, placed)[1],
+        )
+        if not offers.counts.any():
+            return lookup, counts, sure
+        count, n, width = offers.token_ids.shape
+        scaled = (
+            self.corrected(offers.estimates, slots) * self.scale(slice(0, count), slots)[..., None]
+        )
+        survival = sure[:, None] * np.cumprod(np.minimum(scaled, SUREST), axis=2)
+        net = np.cumsum(survival, axis=2) - self._verify_prices(slots, placed, width)
+        allowed = (np.arange(width) < offers.counts[..., None]) & (survival > 0)
+        net[~(allowed & (survival >= self.sources.min_acceptance))] = -np.inf
+        likely = net.argmax(2)
+        at = (np.arange(count)[:, None], np.arange(n), likely)
+        best_sure, best_net = survival[at], net[at]
+        for source in range(count):
+            tokens = likely[source] + 1
+            total = (
+                best_net[source]
+                + self.drafter_plan(slots, room - tokens, best_sure[source], placed + tokens)[1]
+            )
+            better = (best_net[source] > 0) & (total >= value)
+            value = np.where(better, total, value)
+            lookup[better], counts[better] = source, tokens[better]
+            sure = np.where(better, best_sure[source], sure)
+        return lookup, counts, sure
 
-    def drafter_value(
-        self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray, gained: np.ndarray
+    def drafter_plan(
+        self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray, placed: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """How many tokens the drafter is worth from here, and what it gains above their price.
+
+        See `best`.
+
+        Returns:
+            tokens [n] int64, expected tokens above the price [n] float64.
+        """
+        if self.sources.drafter is None:
+            return np.zeros(len(slots), dtype=np.int64), np.zeros(len(slots))
+        share = (self.forward_price / self.sharing)[self._row(slots)]
+        net = self._drafter_gains(slots, room, sure, placed)
+        net -= share[:, None] * np.arange(1, self.length + 1)
+        best = net.argmax(1)
+        value = net[np.arange(len(slots)), best]
+        return np.where(value > 0, best + 1, 0), np.maximum(value, 0.0)
+
+    def drafts(
+        self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray, placed: np.ndarray
     ) -> np.ndarray:
-        """[n] expected tokens per step's time if the drafter goes on from here.
+        """[n] int64 tokens that the drafter drafts: as many as pay, or one for another try.
 
-        See `best`; without a drafter, or with one that is passed over, nothing is drafted.
+        A forward pass is paid by all requests that it drafts for. See `best`.
         """
-        if self.sources.drafter is None:
-            return 1 + gained
-        each = np.minimum(self.drafter_acceptance(slots), SUREST)
-        more = sure * each * (1 - each**room) / (1 - each)
-        value = (1 + gained + more) / (1 + self.sources.drafter_cost * room)
-        return np.where(self.drafts(slots, room), value, 1 + gained)
+        if self.sources.drafter is None or not len(slots):
+            return np.zeros(len(slots), dtype=np.int64)
+        tokens = self.drafter_plan(slots, room, sure, placed)[0]
+        shared = ~self.repeats[slots]
+        if shared.any():
+            gains = self._drafter_gains(slots[shared], room[shared], sure[shared], placed[shared])
+            own = np.maximum(np.diff(gains, axis=1, prepend=0.0), 0.0)
+            net = np.cumsum(own.sum(0) - self.forward_price[0])
+            passes = int(net.argmax()) + 1 if net.max() > 0 else 0
+            tokens[shared] = (own[:, :passes] > 0).sum(1)
+        due = (self.passed_over[slots] >= self.pause[slots]) & (room > 0)
+        due &= ~shared | (self.rested >= self.shared_pause)
+        self.note_use(slots, due | (tokens > 0), tokens > 0)
+        return np.where(due, np.maximum(tokens, 1), tokens)
 
-    def drafts(self, slots: np.ndarray, room: np.ndarray) -> np.ndarray:
-        """[n] bool, whether the drafter is worth its time, or is due for another try."""
-        if self.sources.drafter is None:
-            return np.zeros(len(slots), dtype=bool)
-        each = np.minimum(self.drafter_acceptance(slots), SUREST)
-        first = np.minimum(room, 1)
-        pays = each * first > self.sources.drafter_cost * first
-        return pays | ((self.passed_over[slots] >= RETRY_ROUNDS) & (room > 0))
+    def _drafter_gains(
+        self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray, placed: np.ndarray
+    ) -> np.ndarray:
+        """[n, length] expected tokens of 1, 2, ... drafter's tokens, above what verifying costs."""
+        drafter = len(self.sources.lookups)
+        expected = np.full((1, len(slots), self.length), DRAFTER_ACCEPTANCE)
+        each = self.corrected(expected, slots, drafter)[0] * self.scale(drafter, slots)[:, None]
+        survival = sure[:, None] * np.cumprod(np.minimum(each, SUREST), axis=1)
+        gains = np.cumsum(survival, axis=1) - self._verify_prices(slots, placed, self.length)
+        gains[np.arange(self.length) >= room[:, None]] = -FORBIDDEN
+        return gains
 
-    def drafter_acceptance(self, slots: np.ndarray) -> np.ndarray:
-        """[n] estimated acceptance of each token of the drafter."""
-        return DRAFTER_ACCEPTANCE * self.scale(len(self.sources.lookups), slots)
+    def _row(self, slots: np.ndarray) -> np.ndarray:
+        """[n] which prices each request pays."""
+        return self.repeats[slots].astype(np.int64)
 
-    def scale(self, source: int, slots: np.ndarray) -> np.ndarray:
-        """[n] accepted over expected tokens of a source, 1 before anything is known."""
-        return self.seen[source, slots] / np.maximum(self.expected[source, slots], LEAST_EXPECTED)
+    def _verify_prices(self, slots: np.ndarray, placed: np.ndarray, width: int) -> np.ndarray:
+        """[n, width] price of verifying 1, 2, ... tokens more than are placed."""
+        prices = self.verify_price[self._row(slots)]
+        own = np.arange(len(slots))[:, None]
+        upto = np.minimum(placed[:, None] + np.arange(1, width + 1), self.length)
+        return prices[own, upto] - prices[own, placed[:, None]]
+
+    def scale(self, source: int | slice, slots: np.ndarray) -> np.ndarray:
+        """Accepted over expected tokens of a source, 1 before anything is known: [n], or [S, n]."""
+        seen, expected = self.seen[source][..., slots], self.expected[source][..., slots]
+        return (seen + PRIOR_TOKENS) / (expected + PRIOR_TOKENS)
 
     def forget(self, slot: int) -> None:
         """See `core.levels.PerRequest`."""
         self.counts[:, slot] = 0
-        self.seen[:, slot] = self.expected[:, slot] = PRIOR_TOKENS
-        self.passed_over[slot] = 0
+        self.seen[:, slot] = self.expected[:, slot] = 0
+        self.passed_over[slot], self.pause[slot] = 0, RETRY_ROUNDS
 
     def set_aside(self, slot: int) -> Any:
         """See `core.levels.PerRequest`."""
-        return self.seen[:, slot].copy(), self.expected[:, slot].copy(), self.passed_over[slot]
+        own = self.seen[:, slot].copy(), self.expected[:, slot].copy()
+        return *own, self.passed_over[slot], self.pause[slot]
 
     def restore(self, slot: int, kept: Any) -> None:
         """See `core.levels.PerRequest`."""
-        self.seen[:, slot], self.expected[:, slot], self.passed_over[slot] = kept
+        self.seen[:, slot], self.expected[:, slot] = kept[:2]
+        self.passed_over[slot], self.pause[slot] = kept[2:]
 
 
-def conditional(confidence: np.ndarray) -> np.ndarray:
-    """Acceptance of each token after the ones before, from that of the first tokens: [n, width]."""
-    before = np.concatenate((np.ones((len(confidence), 1)), confidence[:, :-1]), axis=1)
-    return np.divide(confidence, before, out=np.zeros_like(confidence), where=before > 0)
+def _steps(estimates: np.ndarray) -> np.ndarray:
+    """Estimates as one of STEPS integers."""
+    return np.minimum((estimates * STEPS).astype(np.int64), STEPS - 1)

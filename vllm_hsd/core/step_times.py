@@ -6,8 +6,11 @@ import numpy as np
 
 # One residual moves an estimate by a factor of at most e^0.3: a stalled step is an outlier.
 _MOST_LOG_RESIDUAL = 0.3
-# Weight of a new observation once an estimate is settled: a lasting shift is followed in 20.
-_RATE = 0.1
+# Weights of a new observation once an estimate is settled: in the speed of the whole machine, and
+# in what is particular to a size. A lasting shift is followed in 20 observations.
+_MACHINE_RATE, _SIZE_RATE = 0.08, 0.02
+# Observations of a size from which on a residual is the machine's.
+_SETTLED = 3
 # Observations at other sizes after which what a size has seen weighs half.
 _HALF_LIFE = 200.0
 
@@ -15,18 +18,21 @@ _HALF_LIFE = 200.0
 class StepTimes:
     """A curve through the times seen at a few token counts; bounded memory, O(sizes) per call.
 
-    The sizes lie on a grid with steps of at most 1.5. Each holds an exponentially forgotten mean of
-    log seconds, its residuals clipped. A size that has not been met for long learns anew at once.
+    The sizes lie on a grid with steps of at most 1.5. Log seconds are the sum of one number for the
+    machine, which others may slow down for a while, and one for each size; both are exponentially
+    forgotten means, residuals clipped. A size that has not been met for long learns anew at once.
 
     Args:
         max_tokens: largest number of tokens that is told apart.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int = 1 << 16) -> None:
         grid = [1, 2, 3]
         while grid[-1] < max_tokens:
             grid.append(2 * grid[-2])
         self.sizes = np.array(grid, dtype=np.float64)
+        self.log_sizes = np.log(self.sizes)
+        self.machine = 0.0
         self.log_seconds = np.full(len(grid), np.nan)
         self.weight = np.zeros(len(grid))
         self.last_seen = np.zeros(len(grid), dtype=np.int64)
@@ -38,26 +44,36 @@ class StepTimes:
             return
         self.observed += 1
         size = self._nearest(tokens)
-        log_seconds = float(np.log(seconds))
+        log_seconds = float(np.log(seconds)) - self.machine
         age = self.observed - self.last_seen[size]
         self.last_seen[size] = self.observed
-        if not self.weight[size]:
+        known = self.weight > 0
+        if not known[size]:
             # To the grid's own size by the slope of those that are known.
-            if self.weight.any():
-                log_seconds += self._log(self.sizes[size]) - self._log(tokens)
+            if known.any():
+                curve = self.log_seconds[known]
+                own, there = self._along(curve, known, np.array([self.sizes[size], tokens]))
+                log_seconds += own - there
             self.log_seconds[size] = log_seconds
             self.weight[size] = 1
             return
-        residual = log_seconds - self._log(tokens)
+        residual = log_seconds - float(self._along(self.log_seconds[known], known, tokens))
         self.weight[size] *= 0.5 ** (age / _HALF_LIFE)
-        if self.weight[size] >= 3:
-            residual = np.clip(residual, -_MOST_LOG_RESIDUAL, _MOST_LOG_RESIDUAL)
+        settled = self.weight[size] >= _SETTLED
+        if settled:
+            residual = float(np.clip(residual, -_MOST_LOG_RESIDUAL, _MOST_LOG_RESIDUAL))
+            self.machine += _MACHINE_RATE * residual
         self.weight[size] += 1
-        self.log_seconds[size] += residual * max(1 / self.weight[size], _RATE)
+        self.log_seconds[size] += residual * max(1 / self.weight[size], _SIZE_RATE)
 
     def knows(self, tokens: int) -> bool:
         """Whether a pass of about this many tokens has been seen."""
         return bool(self.weight[self._nearest(tokens)])
+
+    def age(self, tokens: int) -> float:
+        """Passes of other sizes since one of about this many tokens; infinite before the first."""
+        size = self._nearest(tokens)
+        return self.observed - self.last_seen[size] if self.weight[size] else np.inf
 
     @property
     def empty(self) -> bool:
@@ -76,17 +92,38 @@ class StepTimes:
         """
         if self.empty:
             raise ValueError("No forward pass has been seen.")
-        return np.exp(self._log(tokens))
-
-    def _nearest(self, tokens: float) -> int:
-        return int(np.abs(np.log(self.sizes) - np.log(max(tokens, 1))).argmin())
-
-    def _log(self, tokens: np.ndarray | float) -> np.ndarray:
         known = self.weight > 0
-        sizes, curve = self.sizes[known], np.maximum.accumulate(self.log_seconds[known])
-        inside = np.interp(np.log(np.maximum(tokens, 1)), np.log(sizes), curve)
+        return np.exp(self.machine + self._along(self._rising(known), known, tokens))
+
+    def _along(
+        self, curve: np.ndarray, known: np.ndarray, tokens: np.ndarray | float
+    ) -> np.ndarray:
+        """Log seconds by a curve through the known sizes, without the machine's part."""
+        sizes = self.sizes[known]
+        inside = np.interp(np.log(np.maximum(tokens, 1)), self.log_sizes[known], curve)
         if len(sizes) == 1:
             return inside
         low, high = np.exp(curve[-2:])
-        slope = min((high - low) / (sizes[-1] - sizes[-2]), high / sizes[-1])
+        slope = np.clip((high - low) / (sizes[-1] - sizes[-2]), 0, high / sizes[-1])
         return inside + np.log1p(np.maximum(tokens - sizes[-1], 0) * slope / high)
+
+    def _rising(self, known: np.ndarray) -> np.ndarray:
+        """Log seconds of the known sizes, pooled where they would fall (isotonic regression)."""
+        curve = self.log_seconds[known]
+        if np.all(curve[1:] >= curve[:-1]):
+            return curve
+        age = self.observed - self.last_seen[known]
+        pools: list[list[float]] = []
+        for value, weight in zip(
+            curve, self.weight[known] * 0.5 ** (age / _HALF_LIFE), strict=True
+        ):
+            pools.append([value, max(weight, 1e-9), 1])
+            while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+                above, below = pools.pop(), pools.pop()
+                total = above[1] + below[1]
+                mean = (above[0] * above[1] + below[0] * below[1]) / total
+                pools.append([mean, total, above[2] + below[2]])
+        return np.repeat([pool[0] for pool in pools], [int(pool[2]) for pool in pools])
+
+    def _nearest(self, tokens: float) -> int:
+        return int(np.abs(self.log_sizes - np.log(max(tokens, 1))).argmin())

@@ -1,4 +1,4 @@
-"""Adaptive depth on the V1 runner: the controller's clock, its ranks, and caches filled late."""
+"""Adaptive depth on the V1 runner: the target's clock, the ranks, and caches filled late."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any, Protocol
 import numpy as np
 from vllm.distributed.parallel_state import get_tp_group
 
-from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.controller import Selection
 from vllm_hsd.core.drafts import DraftStore
 from vllm_hsd.core.levels import DraftBatch
+from vllm_hsd.core.prices import Prices
+from vllm_hsd.core.step_times import StepTimes
 from vllm_hsd.runner_v1.lazy_caches import FilledBlocks
-from vllm_hsd.runner_v1.requests import RequestTable
-from vllm_hsd.runner_v1.sampling import GREEDY_BELOW
 
 
 class Hosted(Protocol):
@@ -23,11 +22,53 @@ class Hosted(Protocol):
 
     runner: Any
     cascade: Cascade
-    cascade_config: CascadeConfig
 
-    @property
-    def requests(self) -> RequestTable:
-        """What is kept of every request."""
+
+class StepClock:
+    """Tells the times of the target's steps.
+
+    Args:
+        longest: most tokens of a request in a step without prompts.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self.drafted: float | None = None
+
+    def step_ended(self, scheduler_output, all_sampled: bool, times: StepTimes) -> None:
+        """Between two drafts lie the target's step and all that vLLM does around it.
+
+        Args:
+            scheduler_output: vLLM's, of the step.
+            all_sampled: every request of the batch got a token.
+            times: what to tell.
+        """
+        now, cached = time.perf_counter(), scheduler_output.scheduled_cached_reqs
+        only_decodes = (
+            all_sampled
+            and not scheduler_output.scheduled_new_reqs
+            and not cached.resumed_req_ids
+            and max(scheduler_output.num_scheduled_tokens.values(), default=0) <= self.longest
+        )
+        if only_decodes and self.drafted is not None:
+            times.observe(scheduler_output.total_num_scheduled_tokens, now - self.drafted)
+
+    def drafting_ended(self) -> None:
+        """The next step begins."""
+        self.drafted = time.perf_counter()
+
+
+def agreed_prices(cascade: Cascade, size: int) -> list[Prices] | None:
+    """What drafts cost with `size` requests: clocks differ by rank, and all ranks draft alike."""
+    if cascade.prices is None:
+        return None
+    group = get_tp_group()
+    if group.rank_in_group > 0:
+        return group.broadcast_object()
+    prices = cascade.current_prices(size)
+    if group.world_size > 1:
+        group.broadcast_object(prices)
+    return prices
 
 
 class AdaptiveDrafting:
@@ -45,53 +86,35 @@ class AdaptiveDrafting:
         self.host, self.controller = host, host.cascade.controller
         self.filled: FilledBlocks | None = None
         self.marked = np.zeros((len(host.cascade.levels), len(host.cascade.top)), dtype=np.int64)
-        self.last_step_ended: float | None = None
 
-    def step_began(self, scheduler_output, length: np.ndarray, all_sampled: bool) -> None:
-        """Take note of what the target has just computed, and of the time it took.
-
-        Args:
-            scheduler_output: vLLM's, of the step.
-            length: [batch] int64 committed tokens.
-            all_sampled: every request of the batch got a token.
-        """
-        now, input_batch = time.perf_counter(), self.host.runner.input_batch
+    def step_began(self, length: np.ndarray) -> None:
+        """Take note of what the target has just computed: up to length[i] committed tokens."""
+        input_batch = self.host.runner.input_batch
         computed = input_batch.num_computed_tokens_cpu[: len(length)].astype(np.int64)
         self._filled_blocks().begin(self._block_ids(), computed, length)
-        longest = max(scheduler_output.num_scheduled_tokens.values(), default=0)
-        only_decodes = (
-            all_sampled
-            and longest <= self.host.cascade_config.num_speculative_tokens + 1
-            and not scheduler_output.scheduled_new_reqs
-            and not scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        )
-        # Between two drafts lie the target's step and all that vLLM does around it.
-        if only_decodes and self.last_step_ended is not None:
-            tokens = scheduler_output.total_num_scheduled_tokens
-            self.controller.target_times.observe(tokens, now - self.last_step_ended)
 
     def propose(self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray) -> DraftStore:
         """Draft at most requested[i] tokens for the request in slots[i].
 
         Sampled requests with a seed draft by the configured lengths: they repeat at any load.
         """
-        cascade, requests = self.host.cascade, self.host.requests
-        input_batch = self.host.runner.input_batch
+        cascade, input_batch = self.host.cascade, self.host.runner.input_batch
         drafts = cascade.drafts[-1]
         drafts.clear(slots)
         committed = batch.end[slots].copy()
-        greedy = input_batch.temperature_cpu[: len(slots)] < GREEDY_BELOW
-        fixed = requests.seeded[slots] & ~greedy
+        assert batch.repeats is not None
+        fixed = batch.repeats[slots]
         free = ~fixed & (requested > 0)
         if fixed.any():
             cascade.propose(batch, slots[fixed], requested[fixed])
         if free.any():
             first = committed - input_batch.num_prompt_tokens[: len(slots)] == 1
             selection, lengths = self._select(slots[free], requested[free], first[free])
+            none = int((lengths == 0).sum())
+            cascade.counters.add_asked(len(cascade.levels) - 1, none, none)
             if lengths.any():
                 cascade.propose(batch, slots[free], lengths, selection)
         self._note_filled(slots, np.minimum(batch.cached[:, slots], committed))
-        self.last_step_ended = time.perf_counter()
         return drafts
 
     def usable(self, request_id: str, computed: int) -> np.ndarray:

@@ -387,3 +387,19 @@ def build_level(
 
         return Eagle3Level(runner, vllm_config, index, context_length)
     return ModelLevel(runner, vllm_config, index, context_length)
+
+
+def as_sources(level: Any, kind: str) -> Any:
+    """A lowest level that may choose not to draft: a lookup or an EAGLE-3 head as one source.
+
+    Args:
+        level: the lowest level of a cascade, from `build_level`.
+        kind: the user's name for what it is.
+    """
+    from vllm_hsd.runner_v1.eagle3 import Eagle3Level
+
+    if isinstance(level, LookupLevel):
+        return FirstOf([kind], [level])
+    if isinstance(level, Eagle3Level):
+        return FirstOf([kind], [], level)
+    return level

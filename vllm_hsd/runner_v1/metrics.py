@@ -27,6 +27,9 @@ COUNTERS = {
     "rounds": "Drafts that a level proposed to the next level or the target.",
     "forwards": "Forward passes of a level.",
     "forward_seconds": "Seconds in forward passes of a level; on CPU only, where they are exact.",
+    "asked": "Drafts that the next level or the target could take from a level.",
+    "empty": "Drafts asked of a level that got no token: none was found, or none was worth it.",
+    "seconds": "Seconds of a level: forward passes, lookups, verification; on CPU only.",
     "sat_out": "Requests that a level drafted nothing for: states of the target were gone.",
 }
 
@@ -35,7 +38,7 @@ SOURCE_COUNTERS = {
     "accepted": "Tokens of one of a level's sources that were accepted.",
 }
 # Counters that appear once they count something.
-_OFTEN_ZERO = ("forward_seconds", "sat_out")
+_OFTEN_ZERO = ("forward_seconds", "sat_out", "asked", "empty", "seconds")
 
 _METRICS = "vllm.v1.spec_decode.metrics"
 _SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
@@ -69,12 +72,18 @@ def log_line(levels: list[LevelStats]) -> str:
 def _described(level: LevelStats) -> str:
     rate = level.accepted / level.drafted if level.drafted else float("nan")
     seconds = f" in {level.forward_seconds:.2f} s" if level.forward_seconds else ""
+    asked = ""
+    if level.asked:
+        mean, empty = level.drafted / level.asked, level.empty / level.asked
+        asked = f"mean length {mean:.1f}, none for {empty:.1%}, "
+    drafting = f"{level.seconds:.2f} s, " if level.seconds else ""
     sat_out = f", sat out {level.sat_out} requests" if level.sat_out else ""
     sources = "".join(
         f", {name} {source.accepted} of {source.drafted}" for name, source in level.sources.items()
     )
     return (
         f"drafted {level.drafted}, accepted {level.accepted} ({rate:.1%}), "
+        f"{asked}{drafting}"
         f"rounds {level.rounds}, forwards {level.forwards}{seconds}{sat_out}{sources}"
     )
 

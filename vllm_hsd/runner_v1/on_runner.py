@@ -59,7 +59,7 @@ def sample_tokens(original, proposer: HostedCascade, grammar_output):
         if proposer.device.type != "cpu":
             for level in stats:
                 # A device runs behind the host's clock: this is the time to enqueue the work.
-                level.forward_seconds = 0.0
+                level.forward_seconds = level.seconds = 0.0
         # A plain attribute: pickled to the scheduler with the output, unknown to vLLM.
         output.hsd_level_stats = stats  # type: ignore[attr-defined]
     return output

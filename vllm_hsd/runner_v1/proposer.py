@@ -16,18 +16,24 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.controller import DepthController
-from vllm_hsd.core.levels import DraftBatch, FirstOf, LevelOptions, LevelStats, LookupLevel
+from vllm_hsd.core.levels import DraftBatch, FirstOf, LevelOptions, LevelStats
 from vllm_hsd.errors import quoted
 from vllm_hsd.level_checks import loading
-from vllm_hsd.level_config import sources
-from vllm_hsd.runner_v1.adaptive import AdaptiveDrafting
+from vllm_hsd.level_config import FirstOfLevelConfig, sources
+from vllm_hsd.runner_v1.adaptive import AdaptiveDrafting, StepClock, agreed_prices
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
 from vllm_hsd.runner_v1.head_states import HeadStates
-from vllm_hsd.runner_v1.levels import EarlyExitLevel, ModelLevel, build_level, weights_read
+from vllm_hsd.runner_v1.levels import (
+    EarlyExitLevel,
+    ModelLevel,
+    as_sources,
+    build_level,
+    weights_read,
+)
 from vllm_hsd.runner_v1.on_runner import complete_logits_processors, take_over_runner
 from vllm_hsd.runner_v1.requests import RequestLimits, RequestTable
 from vllm_hsd.runner_v1.sampler import CascadeSampler
-from vllm_hsd.runner_v1.sampling import RequestSampling
+from vllm_hsd.runner_v1.sampling import GREEDY_BELOW, RequestSampling
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -56,6 +62,8 @@ class CascadeProposer(DraftModelProposer):
             build_level(level, runner, vllm_config, i, context)
             for i, (level, context) in enumerate(zip(hsd.levels, contexts, strict=True))
         ]
+        if hsd.adaptive:
+            self.hosted[0] = as_sources(self.hosted[0], hsd.levels[0].kind)
         # The model that runs at each level, also as the last of several sources.
         self.models: list[Any] = [
             level.drafter if isinstance(level, FirstOf) else level for level in self.hosted
@@ -105,10 +113,10 @@ class CascadeProposer(DraftModelProposer):
             for i, length in zip(levels, draft_lengths, strict=True)
         ]
         num_slots = self.vllm_config.scheduler_config.max_num_seqs
-        self.cascade = Cascade(
-            chosen, options, num_slots, hsd.horizontal_tokens, self._controller(chosen, options)
-        )
-        self.adaptive = AdaptiveDrafting(self) if hsd.adaptive else None
+        controller = self._controller(chosen, options)
+        self.cascade = Cascade(chosen, options, num_slots, hsd.horizontal_tokens, controller)
+        self.adaptive = None if controller is None else AdaptiveDrafting(self)
+        self.clock = StepClock(hsd.num_speculative_tokens + 1)
         self.requests = RequestTable(
             len(levels),
             self.cascade.drafts[-1],
@@ -124,16 +132,14 @@ class CascadeProposer(DraftModelProposer):
         self._allocate_drafts()
 
     def _controller(self, levels, options: list[LevelOptions]) -> DepthController | None:
-        if not self.cascade_config.adaptive:
+        # Sources choose among themselves, and no draft where none is worth its price.
+        choose = len(levels) == 1 and isinstance(levels[0], FirstOf)
+        if choose or not self.cascade_config.adaptive:
             return None
         scheduler = self.vllm_config.scheduler_config
         return DepthController(
             [option.draft_length for option in options],
-            [
-                isinstance(level, LookupLevel)
-                or (isinstance(level, FirstOf) and level.drafter is None)
-                for level in levels
-            ],
+            [isinstance(level, FirstOf) for level in levels],
             scheduler.max_num_seqs,
             scheduler.max_num_batched_tokens,
         )
@@ -166,7 +172,7 @@ class CascadeProposer(DraftModelProposer):
         for i, (level, config) in enumerate(zip(self.models, self.level_configs, strict=True)):
             if config is not None:
                 name = f"levels[{i}]"
-                if isinstance(self.hosted[i], FirstOf):
+                if isinstance(self.cascade_config.levels[i], FirstOfLevelConfig):
                     name += f".first_of[{len(self.hosted[i].names) - 1}]"
                 kind = sources(self.cascade_config.levels[i])[-1].kind
                 named = f"{name}.{kind} {quoted(config.model)}"
@@ -258,8 +264,9 @@ class CascadeProposer(DraftModelProposer):
         sampled = np.array([len(ids) > 0 for ids in sampled_token_ids])
         scheduled = self._scheduled(scheduler_output, len(slots))
         length, requested = self._lengths(scheduled, slots, sampled)
+        self.clock.step_ended(scheduler_output, bool(sampled.all()), self.cascade.target_times)
         if self.adaptive is not None:
-            self.adaptive.step_began(scheduler_output, length, bool(sampled.all()))
+            self.adaptive.step_began(length)
         # Whatever a level computed after the last accepted token is forgotten; a level without a
         # cache of its own is always up to date.
         computed = length - sampled
@@ -293,6 +300,8 @@ class CascadeProposer(DraftModelProposer):
             uniforms=requests.uniforms,
             thresholds=requests.thresholds,
             sits_out=requests.sits_out,
+            repeats=self._repeats(slots),
+            prices=agreed_prices(self.cascade, int((requested > 0).sum())),
         )
         for states in self.heads:
             states.before_drafting(batch, slots, known)
@@ -306,7 +315,15 @@ class CascadeProposer(DraftModelProposer):
             states.after_drafting(batch, slots, known)
         counts = drafts.counts[slots].tolist()
         token_ids = drafts.token_ids[slots].tolist()
+        self.clock.drafting_ended()
         return [ids[:count] for ids, count in zip(token_ids, counts, strict=True)]
+
+    def _repeats(self, slots: np.ndarray) -> np.ndarray:
+        """[slots] bool, sampled requests with a seed: they draft alike at any load."""
+        repeats = np.zeros_like(self.requests.seeded)
+        sampled = self.runner.input_batch.temperature_cpu[: len(slots)] >= GREEDY_BELOW
+        repeats[slots] = self.requests.seeded[slots] & sampled
+        return repeats
 
     def follow_scheduler(self, scheduler_output) -> None:
         """Take note of requests that left, joined or came back since the last step."""
