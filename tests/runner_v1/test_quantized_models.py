@@ -1,0 +1,37 @@
+"""8-bit copies of the target as levels, and 8-bit targets."""
+
+import pytest
+from support.engines import run_engine
+from support.level_files import cascade
+from support.quantized import write_int8
+
+PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(4 + 9 * i)] for i in range(4)]
+PARAMS = [{"temperature": t, "max_tokens": 30, "ignore_eos": True} for t in (0, 0, 0, 1)]
+JOBS = {"text": {"prompts": PROMPTS, "params": PARAMS}}
+
+
+@pytest.fixture(scope="module")
+def int8(family, tmp_path_factory) -> str:
+    return write_int8(family.target, tmp_path_factory.mktemp("quantized") / "int8")
+
+
+def greedy(result: dict) -> list[list[int]]:
+    return [output[0]["ids"] for output in result["text"]["outputs"][:3]]
+
+
+def test_a_quantized_copy_of_the_target_drafts_for_it(family, int8):
+    plain = greedy(run_engine({"model": family.target}, JOBS))
+    levels = {"ngram": {"max": 3}, "num_tokens": 3}, {"model": int8}
+    result = run_engine({"model": family.target, **cascade(*levels)}, JOBS)
+    assert greedy(result) == plain
+    level = result["text"]["levels"][1]
+    # It differs from the target by rounding only.
+    assert 0.7 * level["drafted"] < level["accepted"]
+
+
+def test_a_quantized_target_with_other_drafters(family, int8):
+    plain = greedy(run_engine({"model": int8}, JOBS))
+    levels = {"early_exit": 1, "num_tokens": 2}, {"model": family.mid}
+    result = run_engine({"model": int8, **cascade(*levels)}, JOBS)
+    assert greedy(result) == plain
+    assert all(level["accepted"] > 0 for level in result["text"]["levels"])
