@@ -6,7 +6,7 @@ EXTRA ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 # The threads of a contended core wait for each other: one per process is the safe default.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv smollm2 demo demo-cascade test test-033 test-slow lint bench gpu-proof clean
+.PHONY: venv smollm2 demo demo-cascade test test-033 test-slow vllm-diff lint bench gpu-proof clean
 
 venv: .venv/.installed
 
@@ -51,6 +51,10 @@ test-033: venv
 test-slow: venv
 	$(BIN)/pytest -m "slow and not interpret"
 	TRITON_INTERPRET=1 $(BIN)/pytest -m "interpret and slow" tests/kernels tests/runner_v2
+
+# Names of vLLM in use that differ between two releases: wheels, or directories that hold vllm/.
+vllm-diff: venv
+	$(BIN)/python -m tools.vllm_diff $(OLD) $(NEW)
 
 lint: venv
 	$(BIN)/ruff check .

@@ -1,0 +1,197 @@
+"""Differences between two releases of vLLM in the names that this package depends on.
+
+Both releases are only read, as text; the names come from the registries, whose modules import the
+installed vLLM.
+
+    python -m tools.vllm_diff OLD NEW
+
+OLD and NEW: a wheel, or a directory that holds `vllm/` (site-packages, an unpacked wheel, a clone).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import importlib
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllm_hsd.registry import Hook
+
+REGISTRIES = ("vllm_hsd.runner_v1.hooks", "vllm_hsd.runner_v2.hooks")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass
+class Release:
+    """The source of one release.
+
+    Args:
+        root: directory or wheel that holds `vllm/`.
+
+    Raises:
+        ValueError: it does not.
+    """
+
+    root: Path | zipfile.Path
+    modules: dict[str, ast.Module | None] = field(default_factory=dict)
+
+    @staticmethod
+    def at(path: Path) -> Release:
+        if not path.exists():
+            raise ValueError(f"'{path}' is not there.")
+        root = zipfile.Path(path) if path.suffix == ".whl" else path
+        if not (root / "vllm" / "__init__.py").is_file():
+            raise ValueError(f"'{path}' holds no vllm/.")
+        return Release(root)
+
+    def module(self, name: str) -> ast.Module | None:
+        """The parsed module, None where there is none."""
+        if name not in self.modules:
+            path = "/".join(name.split("."))
+            self.modules[name] = None
+            for file in (f"{path}.py", f"{path}/__init__.py"):
+                if (self.root / file).is_file():
+                    self.modules[name] = ast.parse((self.root / file).read_text(encoding="utf-8"))
+                    break
+        return self.modules[name]
+
+    def source(self, name: str) -> str | None:
+        """What defines a dotted name, without comments and docstrings; None where nothing does."""
+        parts = name.split(".")
+        for cut in range(len(parts) - 1, 0, -1):
+            module = ".".join(parts[:cut])
+            if self.module(module) is not None:
+                found = self._member(module, parts[cut], set())
+                if len(parts) == cut + 1:
+                    return found and _text(found[1])
+                if found and isinstance(found[1], ast.ClassDef) and len(parts) == cut + 2:
+                    return self._attribute(found[0], found[1], parts[-1])
+                return None
+        return None
+
+    def _member(self, module: str, name: str, seen: set) -> tuple[str, ast.AST] | None:
+        """(module, statement) that defines a name of a module, through imports."""
+        tree = self.module(module)
+        if tree is None or (module, name) in seen:
+            return None
+        seen.add((module, name))
+        for node in _statements(tree.body):
+            if isinstance(node, ast.ClassDef | Function) and node.name == name:
+                return module, node
+            if isinstance(node, ast.Assign | ast.AnnAssign) and name in _targets(node):
+                return module, node
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        found = self._member(node.module, alias.name, seen)
+                        if found:
+                            return found
+        return None
+
+    def _attribute(self, module: str, cls: ast.ClassDef, name: str) -> str | None:
+        """Definitions of an attribute in a class, or else in its bases."""
+        if name == "__annotations__":
+            return "\n".join(_text(node) for node in cls.body if isinstance(node, ast.AnnAssign))
+        found = []
+        for node in cls.body:
+            if (isinstance(node, Function) and node.name == name) or (
+                isinstance(node, ast.Assign | ast.AnnAssign) and name in _targets(node)
+            ):
+                found.append(_text(node))
+        if not found:
+            for node in ast.walk(cls):
+                targets = _targets(node) if isinstance(node, ast.Assign | ast.AnnAssign) else []
+                if f"self.{name}" in targets:
+                    found.append(_text(node))
+        if found:
+            return "\n".join(found)
+        for base in cls.bases:
+            outer = base.value if isinstance(base, ast.Subscript) else base
+            if isinstance(outer, ast.Name):
+                parent = self._member(module, outer.id, set())
+                if parent and isinstance(parent[1], ast.ClassDef):
+                    inherited = self._attribute(*parent, name)
+                    if inherited is not None:
+                        return inherited
+        # Every class has these.
+        return "" if name in ("__new__", "__init__") else None
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a module, those under `if` and `try` too."""
+    for node in body:
+        yield node
+        for part in ("body", "orelse", "finalbody"):
+            if isinstance(node, ast.If | ast.Try):
+                yield from _statements(getattr(node, part, []))
+
+
+def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [
+        ast.unparse(name)
+        for target in targets
+        for name in (target.elts if isinstance(target, ast.Tuple) else [target])
+    ]
+
+
+def _text(node: ast.AST) -> str:
+    """Source without comments and docstrings."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.ClassDef | Function) and ast.get_docstring(inner, clean=False):
+            inner.body = inner.body[1:] or [ast.Pass()]
+    return ast.unparse(node)
+
+
+def registered() -> dict[str, Hook]:
+    """All names of both registries."""
+    found: dict[str, Hook] = {}
+    for name in REGISTRIES:
+        registry = importlib.import_module(name).REGISTRY
+        registry.load()
+        found |= registry.hooks
+    return found
+
+
+def differences(old: Release, new: Release, hooks: dict[str, Hook]) -> list[str]:
+    """A paragraph for every name that is not the same in both."""
+    found = []
+    for name, hook in sorted(hooks.items()):
+        before, after = old.source(name), new.source(name)
+        if before == after and before is not None:
+            continue
+        head = f"{name} ({hook.how}: {hook.why})"
+        if before is None or after is None:
+            where = "not found in either" if before is after else "gone" if after is None else "new"
+            found.append(f"{where}: {head}")
+            continue
+        lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1)
+        body = [f"    {line}" for line in lines if not line.startswith(("---", "+++"))]
+        found.append("\n".join([f"changed: {head}", *body]))
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the differences."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("old", type=Path, help="wheel or directory with vllm/")
+    parser.add_argument("new", type=Path, help="wheel or directory with vllm/")
+    arguments = parser.parse_args(argv)
+    try:
+        old, new = Release.at(arguments.old), Release.at(arguments.new)
+    except ValueError as error:
+        parser.error(str(error))
+    hooks = registered()
+    found = differences(old, new, hooks)
+    print("\n\n".join(found))
+    print(f"\n{len(found)} of {len(hooks)} names differ.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
