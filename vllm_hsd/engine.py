@@ -181,12 +181,10 @@ def generate(
     stream: bool = False,
 ) -> Generation:
     """See `EngineProcess.generate`; with `stream`, new text is sent to the parent at once."""
-    from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    defaults = {"detokenize": False} if llm.model_config.skip_tokenizer_init else {}
     params = [
-        SamplingParams(**{**defaults, **given}, output_kind=RequestOutputKind.DELTA)
+        vllm_params(llm, {**given, "output_kind": RequestOutputKind.DELTA})
         for given in sampling_params
     ]
     count = len(prompts)
@@ -231,6 +229,19 @@ def generate(
         ],
         steps,
     )
+
+
+def vllm_params(llm: Any, given: Mapping[str, Any]) -> Any:
+    """`vllm.SamplingParams`; structured outputs may be given as a mapping."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    arguments = dict(given)
+    if llm.model_config.skip_tokenizer_init:
+        arguments.setdefault("detokenize", False)
+    if isinstance(grammar := arguments.get("structured_outputs"), Mapping):
+        arguments["structured_outputs"] = StructuredOutputsParams(**grammar)
+    return SamplingParams(**arguments)
 
 
 def _counts(llm: Any) -> tuple[int, int, list[dict[str, float]]]:

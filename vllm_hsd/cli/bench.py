@@ -116,6 +116,22 @@ def parse(arguments: argparse.Namespace) -> Comparison:
     for option in ("max_tokens", "num_prompts", "rounds"):
         if getattr(arguments, option) < 1:
             raise UserError(f"--{option.replace('_', '-')} must be at least 1.")
+    return comparison_of(
+        arguments,
+        batch_sizes=in_order(arguments.batch_sizes, "--batch-sizes", 1),
+        temperatures=in_order(arguments.temperatures, "--temperatures", 0),
+        max_tokens=arguments.max_tokens,
+        num_prompts=arguments.num_prompts,
+        rounds=arguments.rounds,
+    )
+
+
+def comparison_of(arguments: argparse.Namespace, **extent: Any) -> Comparison:
+    """The model, configurations and prompts of the arguments, compared to the given extent.
+
+    Raises:
+        UserError: an argument is not JSON, or what it names is not there.
+    """
     if arguments.model.startswith((".", "/", "~")) and not Path(arguments.model).is_dir():
         raise UserError(f"--model '{arguments.model}' is not a directory.")
     given = [
@@ -131,13 +147,9 @@ def parse(arguments: argparse.Namespace) -> Comparison:
         prompts=read_prompts(arguments.prompts)
         if arguments.prompts
         else [[{"role": "user", "content": text}] for text in DEFAULT_PROMPTS],
-        batch_sizes=_in_order(arguments.batch_sizes, "--batch-sizes", 1),
-        temperatures=_in_order(arguments.temperatures, "--temperatures", 0),
-        max_tokens=arguments.max_tokens,
-        num_prompts=arguments.num_prompts,
-        rounds=arguments.rounds,
         engine_args={"dtype": arguments.dtype, **engine_args},
         output=arguments.output,
+        **extent,
     )
 
 
@@ -151,7 +163,12 @@ def _json_object(text: str, option: str) -> dict[str, Any]:
     return value
 
 
-def _in_order(values: list[Any], option: str, least: int) -> list[Any]:
+def in_order(values: list[Any], option: str, least: int) -> list[Any]:
+    """The different values in ascending order.
+
+    Raises:
+        UserError: one is below `least`, or not finite.
+    """
     if not all(least <= value < math.inf for value in values):
         raise UserError(f"{option} must be at least {least}.")
     return sorted(set(values))
@@ -170,13 +187,7 @@ def run(comparison: Comparison, **metadata: Any) -> int:
     Raises:
         UserError: the model or a configuration cannot be used, or no speculation cannot run.
     """
-    directory = comparison.output / "logs"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output '{comparison.output}' cannot be used ({error}).") from None
-    for log in directory.glob("*.log"):
-        log.unlink()
+    prepare_output(comparison.output)
     comparison, setup = with_probed_dtype(comparison, inspect(comparison))
     results = Results(comparison, metadata={**describe(comparison, setup), **metadata})
     print(bench_report.heading(results), flush=True)
@@ -191,6 +202,21 @@ def run(comparison: Comparison, **metadata: Any) -> int:
     for line in bench_report.write(results, rows):
         print(line)
     return 1 if results.errors or greedy.unexplained(results.differences, setup.dtype) else 0
+
+
+def prepare_output(output: Path) -> None:
+    """Make the directory of the results; logs of earlier runs are removed.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    directory = output / "logs"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output '{output}' cannot be used ({error}).") from None
+    for log in directory.glob("*.log"):
+        log.unlink()
 
 
 def with_probed_dtype(comparison: Comparison, setup: Setup) -> tuple[Comparison, Setup]:

@@ -174,12 +174,7 @@ class Engines:
         self._on_host = setup.device == "cpu"
         self._prompt = setup.prompt_ids[0]
         count = len(comparison.configs)
-        longest = max(map(len, setup.prompt_ids)) + comparison.max_tokens + SPARE_TOKENS
-        self._args = {"max_model_len": min(longest, setup.max_model_len), **comparison.base_args}
-        if self._on_host:
-            # vLLM's default is nearly all memory, which leaves no room for a second engine.
-            share = min(MAX_CPU_CACHE, setup.available_memory // (4 * count))
-            self._args = {"kv_cache_memory_bytes": share, **self._args}
+        self._args = engine_arguments(comparison, setup, count)
         # On an accelerator every engine takes its share of the memory in advance.
         share_asked = self._args.get("gpu_memory_utilization", 1.0)
         self.stay_loaded = self._on_host or share_asked * count <= 1
@@ -226,6 +221,17 @@ class Engines:
 
     def __exit__(self, *exception: object) -> None:
         self.close(at_once=exception[0] is not None)
+
+
+def engine_arguments(comparison: Comparison, setup: Setup, count: int) -> dict[str, Any]:
+    """Arguments of each of `count` engines that are loaded together, without speculation."""
+    longest = max(map(len, setup.prompt_ids)) + comparison.max_tokens + SPARE_TOKENS
+    found = {"max_model_len": min(longest, setup.max_model_len), **comparison.base_args}
+    if setup.device == "cpu":
+        # vLLM's default is nearly all memory, which leaves no room for a second engine.
+        share = min(MAX_CPU_CACHE, setup.available_memory // (4 * count))
+        found = {"kv_cache_memory_bytes": share, **found}
+    return found
 
 
 def measure(results: Results, setup: Setup) -> None:

@@ -7,13 +7,14 @@ import sys
 from typing import Any
 
 from vllm_hsd import __version__
-from vllm_hsd.cli import bench, build, doctor, plan
+from vllm_hsd.cli import bench, build, doctor, plan, verify
 from vllm_hsd.errors import UserError
 
 EPILOG = """\
 exit status:
   0    done
-  1    `doctor` found a problem, or a configuration of `bench` could not run
+  1    `doctor` found a problem, a configuration of `bench` could not run, or `verify` found
+       that a configuration is not lossless
   2    wrong arguments or input; one line on stderr says which and what to do
   130  interrupted
 """
@@ -70,6 +71,7 @@ def make_parser() -> CommandParser:
     build.add_parser(commands)
     doctor.add_parser(commands)
     plan.add_parsers(commands)
+    verify.add_parser(commands)
     return parser
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from scipy import optimize, stats
@@ -28,6 +29,8 @@ ORDERS = ("token id", "falling probability")
 
 # Fewer tokens at a place are counted with the place before it.
 _FEWEST = 500
+# Fewer tokens at place 0, the first ones of answers, are not tested by themselves.
+_FEWEST_FIRST = 100
 # Expected count of a cell of a chi-square test, at least.
 _PER_CELL = 20
 _MOST_BINS = 10
@@ -63,7 +66,8 @@ class Check:
         num_tokens: how many.
         p_value: probability of a deviation as large as this one in a lossless engine.
         shift: estimate of the deviation, in probability (0: none).
-        freedom: degrees of freedom of a chi-square test, 0 for Kolmogorov-Smirnov's.
+        method: "KS" (Kolmogorov-Smirnov), "chi-square" or "Poisson" (a count of rare events).
+        parameter: degrees of freedom of chi-square, expected events of Poisson.
     """
 
     setting: str
@@ -73,24 +77,29 @@ class Check:
     num_tokens: int
     p_value: float
     shift: float
-    freedom: int = 0
+    method: Literal["KS", "chi-square", "Poisson"] = "KS"
+    parameter: float = 0
 
     def detectable(self, significance: float) -> float:
         """Smallest shift of probability that is found with probability POWER.
 
         Kolmogorov-Smirnov: mass moved across one quantile. Chi-square: total variation distance
-        between the cells, if it is spread evenly.
+        between the cells, if it is spread evenly. Poisson: share of the events.
         """
-        if not self.freedom:
-            critical = stats.kstwo.isf(significance, self.num_tokens)
-            return float(critical + stats.norm.ppf(POWER) / (2 * np.sqrt(self.num_tokens)))
-        critical = stats.chi2.isf(significance, self.freedom)
+        count = self.num_tokens
+        if self.method == "KS":
+            critical = stats.kstwo.isf(significance, count)
+            return float(critical + stats.norm.ppf(POWER) / (2 * np.sqrt(count)))
+        if self.method == "Poisson":
+            events = stats.poisson.isf(significance, self.parameter) + 1
+            return float(stats.gamma.ppf(POWER, events) / count)
+        critical = stats.chi2.isf(significance, self.parameter)
 
         def missed(noncentrality: float) -> float:
-            return stats.ncx2.cdf(critical, self.freedom, noncentrality) - (1 - POWER)
+            return stats.ncx2.cdf(critical, self.parameter, noncentrality) - (1 - POWER)
 
         noncentrality = optimize.brentq(missed, 1e-9, 10 * critical + 1000)
-        return float(np.sqrt(noncentrality / self.num_tokens) / 2)
+        return float(np.sqrt(noncentrality / count) / 2)
 
 
 def arrange(quantiles: Sequence[np.ndarray], step_lengths: Sequence[Sequence[int]]) -> Tokens:
@@ -134,7 +143,9 @@ def checks_of(setting: str, tokens: Tokens) -> list[Check]:
         if len(names) > 1:
             found.append(_uniform(setting, order, "all", quantiles))
         for name in names:
-            found.append(_uniform(setting, order, name, quantiles[labels == name]))
+            own = quantiles[labels == name]
+            if name != "0" or len(own) >= _FEWEST_FIRST:
+                found.append(_uniform(setting, order, name, own))
         previous = np.concatenate(([np.nan], quantiles[:-1]))
         for name in names:
             chosen = (labels == name) & ~tokens.first
@@ -159,7 +170,9 @@ def checks_of(setting: str, tokens: Tokens) -> list[Check]:
 def rare_event_check(setting: str, hypothesis: str, count: int, trials: int, rate: float) -> Check:
     """Check that an event that rounding causes at most at `rate` is not more frequent."""
     p_value = float(stats.poisson.sf(count - 1, rate * trials)) if count else 1.0
-    return Check(setting, hypothesis, ORDERS[1], "all", trials, p_value, count / max(trials, 1))
+    share = count / trials
+    expected = rate * trials
+    return Check(setting, hypothesis, ORDERS[1], "all", trials, p_value, share, "Poisson", expected)
 
 
 def adjusted(p_values: Sequence[float]) -> list[float]:
@@ -218,8 +231,12 @@ def _frequent_rows(values: np.ndarray, fewest: int) -> tuple[np.ndarray, int]:
 
 def _chi_square(
     rows: np.ndarray, quantiles: np.ndarray, num_rows: int, bins: int
-) -> tuple[int, float, float, int]:
-    """(tokens, p-value, shift, degrees of freedom): within each row all bins are equally likely."""
+) -> tuple[int, float, float, Literal["chi-square"], int]:
+    """Within each row all bins are equally likely.
+
+    Returns:
+        (tokens, p-value, shift, method, degrees of freedom).
+    """
     counts = np.zeros((num_rows, bins))
     np.add.at(counts, (rows, _bin(quantiles, bins)), 1)
     expected = np.broadcast_to(counts.sum(1, keepdims=True) / bins, counts.shape)
@@ -228,4 +245,4 @@ def _chi_square(
     freedom = int(used[:, 0].sum()) * (bins - 1)
     count = len(quantiles)
     shift = float(np.sqrt(max(statistic - freedom, 0) / count) / 2)
-    return count, float(stats.chi2.sf(statistic, freedom)), shift, freedom
+    return count, float(stats.chi2.sf(statistic, freedom)), shift, "chi-square", freedom

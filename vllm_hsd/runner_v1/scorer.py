@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from vllm_hsd.engine import vllm_params
 from vllm_hsd.errors import UserError
 from vllm_hsd.lossless.quantiles import token_ranges
 
@@ -86,18 +87,15 @@ def score(
     Raises:
         UserError: the engine does not run on the V1 runner.
     """
-    from vllm import SamplingParams
-
-    defaults = {"detokenize": False} if llm.model_config.skip_tokenizer_init else {}
     params = [
-        SamplingParams(
-            **{
-                **defaults,
+        vllm_params(
+            llm,
+            {
                 **given,
                 "seed": None,
                 "max_tokens": len(text),
                 "extra_args": {_TEXT: [number, *text]},
-            }
+            },
         )
         for number, (text, given) in enumerate(zip(texts, sampling_params, strict=True))
     ]

@@ -1,0 +1,121 @@
+"""`vllm-hsd verify` on the tiny models: sound configurations pass, broken samplers are found."""
+
+import functools
+import json
+
+import pytest
+from support.engines import ENGINE_DEFAULTS, forked
+
+from vllm_hsd.cli import bench, verify_report, verify_runs
+from vllm_hsd.cli import main as cli
+from vllm_hsd.engine import EngineProcess, WorkerProcess
+from vllm_hsd.lossless import sampled, self_test
+from vllm_hsd.lossless.mutants import MUTANTS
+from vllm_hsd.lossless.sampled import Setting
+
+ENGINE_ARGS = {
+    key: ENGINE_DEFAULTS[key] for key in ("enforce_eager", "max_model_len", "kv_cache_memory_bytes")
+}
+
+
+def silent(text: str) -> None:
+    """Shows no progress."""
+
+
+@pytest.fixture
+def processes_are_forked(monkeypatch):
+    """From a server that has imported vLLM; a user's are spawned."""
+
+    def engine_process(*args, environment=None, **options):
+        env = dict(environment or {})
+        return EngineProcess(*args, **options, **forked(env))
+
+    monkeypatch.setattr(verify_runs, "EngineProcess", engine_process)
+    worker = functools.partial(WorkerProcess, **forked())
+    monkeypatch.setattr(bench, "WorkerProcess", worker)
+
+
+def verify(model: str, config: dict, directory, *options: str) -> tuple[int, dict]:
+    """(exit status, verify.json) of the command."""
+    arguments = ["verify", "--model", model, "--speculative-config", json.dumps(config)]
+    arguments += ["--dtype", "float32", "--engine-args", json.dumps(ENGINE_ARGS)]
+    status = cli.main([*arguments, "--output", str(directory), *options])
+    return status, json.loads((directory / "verify.json").read_text())
+
+
+def every_kind(family) -> dict:
+    return {
+        "method": "hsd",
+        "num_speculative_tokens": 4,
+        "levels": [
+            {"ngram": {"max": 2}, "num_tokens": 2},
+            {"early_exit": 1, "num_tokens": 3},
+            {"model": family.mid},
+        ],
+    }
+
+
+def test_a_cascade_passes(text_family, tmp_path, processes_are_forked, capsys):
+    options = ("--temperatures", "0,1", "--tokens", "2048", "--equal-drafter")
+    status, found = verify(text_family.target, every_kind(text_family), tmp_path, *options)
+    page = capsys.readouterr().out
+    assert status == 0 and found["lossless"]
+    assert "PASSED" in page and "equal to no speculation" in page and "place 1" in page
+    assert max(map(len, page.splitlines())) <= 98 and len(page.splitlines()) < 60
+    assert found["sampled"]["tokens"] == 2048 and found["sampled"]["accepted"] > 200
+    assert all(check["passed"] for check in found["sampled"]["checks"])
+    assert found["greedy"] == {"bound": 1e-4, "differences": [], "passed": True}
+    assert found["equal_drafter"]["passed"] and found["equal_drafter"]["drafted"] > 1000
+
+
+def test_the_fault_of_vllm_on_cpu_is_found(text_family, tmp_path, processes_are_forked, capsys):
+    """vLLM issues 55005 and 55006."""
+    config = {"method": "draft_model", "model": text_family.mid, "num_speculative_tokens": 4}
+    options = ("--temperatures", "0.7", "--tokens", "2048")
+    status, found = verify(text_family.target, config, tmp_path, *options)
+    assert status == 1 and not found["lossless"] and "greedy" not in found
+    assert "NOT LOSSLESS" in capsys.readouterr().out
+
+
+# Those that deviate least take too many tokens for the fast form.
+FAST = [name for name, mutant in MUTANTS.items() if mutant.weight == 1]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "mutants"),
+    [
+        (4096, FAST),
+        pytest.param(32768, list(MUTANTS), marks=[pytest.mark.slow, pytest.mark.timeout(3000)]),
+    ],
+    ids=["fast", "all"],
+)
+def test_mutants_are_found_and_the_sound_sampler_is_not(tmp_path, num_tokens, mutants):
+    results = self_test.run(tmp_path, num_tokens, silent, forked(), mutants)
+    assert [result.name for result in results] == [self_test.SOUND, *mutants]
+    page = verify_report.self_test_page(results)
+    assert all(result.as_expected for result in results), page
+    assert "SELF-TEST PASSED" in page
+
+
+# Trials of every place, temperature and filter.
+TRIALS = 131_072
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6000)
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}])
+def test_many_tokens_follow_the_target(family, temperature, filters):
+    settings = [Setting(temperature, filters)]
+    prompts = [[2 + i, 3, 5 + 2 * i] for i in range(20)]
+    arguments = {**ENGINE_DEFAULTS, "model": family.target}
+    config = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"model": family.mid}]}
+    with EngineProcess(arguments | {"speculative_config": config}, **forked()) as engine:
+        texts = sampled.generate(engine, prompts, settings, 8 * TRIALS, 64, 64, silent)
+    with EngineProcess(arguments, **forked()) as engine:
+        ranges = sampled.scored(engine, texts, 64, silent)
+    checks = sampled.checks(settings, texts, ranges, "float32", 0)
+    assert not sampled.failures(checks)
+    tested = {check.place: check.num_tokens for check in checks if check.method == "KS"}
+    assert set(tested) == {"all", "0", "1", "2", "3", "4"}
+    assert min(tested[place] for place in "1234") >= TRIALS

@@ -1,0 +1,86 @@
+"""`vllm-hsd verify`: whether a speculative configuration changes the text of a user's own model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from vllm_hsd.cli.options import numbers
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command `verify`."""
+    parser = commands.add_parser(
+        "verify",
+        help="test that a speculative configuration leaves your model's text as it is",
+        description="Test that a speculative configuration, one of vLLM's own too, is lossless: "
+        "sampled tokens follow the target's probabilities, greedy text is that of no speculation. "
+        "Prints one page and writes verify.json.",
+        epilog="example:\n"
+        "  vllm-hsd verify --model Qwen/Qwen3-8B --speculative-config '{\n"
+        '    "method": "hsd", "num_speculative_tokens": 8, "levels": [{"ngram": {"max": 4},\n'
+        '    "num_tokens": 4}, {"model": "Qwen/Qwen3-0.6B"}]}'
+        "'",
+    )
+    parser.add_argument("--model", help="the target: a name or a directory")
+    parser.add_argument("--speculative-config", metavar="JSON", help="as for `vllm serve`")
+    parser.add_argument(
+        "--self-test",
+        action="store_true",
+        help="verify deliberately broken samplers on two small models that are made for it; each "
+        "must be found. Needs no --model",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="one JSON object a line with 'prompt' (text) or 'turns' (the first becomes a chat "
+        "message); default: a few built-in questions",
+    )
+    parser.add_argument(
+        "--temperatures", type=numbers, default="0,0.7,1", metavar="T[,T...]", help="temperatures"
+    )
+    parser.add_argument(
+        "--top-p", type=numbers, default="1", metavar="P[,P...]", help="values of top_p"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=16384,
+        metavar="N",
+        help="sampled tokens for every temperature and top-p; four times as many find a deviation "
+        "of half the size",
+    )
+    parser.add_argument(
+        "--equal-drafter",
+        action="store_true",
+        help="also serve the model as its own drafter, which must have everything accepted",
+    )
+    parser.add_argument("--dtype", default="auto", metavar="D", help="as for `vllm-hsd bench`")
+    parser.add_argument(
+        "--engine-args",
+        default="{}",
+        metavar="JSON",
+        help="further arguments of vllm.LLM, such as '{\"enforce_eager\": true}'",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("verify"),
+        metavar="DIR",
+        help="directory for verify.json and the engines' logs",
+    )
+    parser.set_defaults(run=command)
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Run `vllm-hsd verify`; 0 if nothing speaks against losslessness, else 1.
+
+    Raises:
+        UserError: the arguments, the model or the configuration cannot be used.
+    """
+    # torch and scipy, which a parser must not import.
+    from vllm_hsd.cli import verify_runs
+
+    return verify_runs.command(arguments)

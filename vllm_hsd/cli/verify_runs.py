@@ -1,0 +1,274 @@
+"""Runs of `vllm-hsd verify`: text with speculation, judged by the same model without."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm_hsd.cli import bench, greedy, verify_report
+from vllm_hsd.cli.bench_runs import Comparison, Job, Results, engine_arguments, progress
+from vllm_hsd.engine import EngineProcess, Generation
+from vllm_hsd.errors import UserError
+from vllm_hsd.lossless import sampled, self_test
+from vllm_hsd.lossless.sampled import Setting, Texts
+from vllm_hsd.lossless.statistics import Check
+
+ANSWER_TOKENS = 64
+BATCH_SIZE = 64
+# Seed of the uniforms that make quantiles continuous.
+SEED = 0
+# The engine without speculation runs where its sampler can be made to give out a text.
+SCORER_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+SCORER_ARGUMENTS = {"async_scheduling": False}
+# Share of the draft that a drafter equal to the target may lose to rounding.
+LARGEST_LOSS = {"float32": 1e-3}
+LARGEST_LOSS_16_BIT = 0.05
+# Largest gap of two logits that rounding may exchange, in nats.
+LARGEST_GAP = {**greedy.LARGEST_GAP, "float32": 1e-4}
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What to verify.
+
+    Attributes:
+        comparison: the model with no speculation and with the configuration to verify.
+        settings: sampling parameters of the sampled text; may be none.
+        num_tokens: tokens of every setting.
+        greedy: whether greedy text is compared.
+        equal_drafter: whether the model is served as its own drafter too.
+    """
+
+    comparison: Comparison
+    settings: list[Setting]
+    num_tokens: int
+    greedy: bool
+    equal_drafter: bool
+
+
+@dataclass
+class Outcome:
+    """What was found.
+
+    Attributes:
+        metadata: machine, versions, what was asked for.
+        texts: sampled text.
+        checks: of the sampled text.
+        greedy_results: generations without (config 0) and with (config 1) speculation, and
+            differences.
+        dtype: of the model.
+        equal_drafter: (drafted, accepted) with the model as its own drafter, None if not asked for.
+        seconds: wall time by part.
+    """
+
+    verification: Verification
+    metadata: dict[str, Any]
+    texts: Texts
+    checks: list[Check]
+    greedy_results: Results
+    dtype: str
+    equal_drafter: tuple[int, int] | None
+    seconds: dict[str, float]
+
+    @property
+    def failed_checks(self) -> list[Check]:
+        return sampled.failures(self.checks)
+
+    @property
+    def unexplained(self) -> list[greedy.Difference]:
+        """Greedy differences where the target's two best tokens do not nearly tie."""
+        return [
+            each for each in self.greedy_results.differences if not each.gap <= self.largest_gap
+        ]
+
+    @property
+    def largest_gap(self) -> float:
+        """Largest gap of two logits that rounding may exchange, in nats."""
+        return LARGEST_GAP[self.dtype]
+
+    @property
+    def equal_drafter_failed(self) -> bool:
+        if self.equal_drafter is None:
+            return False
+        drafted, accepted = self.equal_drafter
+        bound = LARGEST_LOSS.get(self.dtype, LARGEST_LOSS_16_BIT)
+        return not drafted or 1 - accepted / drafted > bound
+
+    @property
+    def lossless(self) -> bool:
+        return not (self.failed_checks or self.unexplained or self.equal_drafter_failed)
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Run `vllm-hsd verify`; 0 if nothing speaks against losslessness, else 1.
+
+    Raises:
+        UserError: the arguments, the model or the configuration cannot be used.
+    """
+    if arguments.self_test:
+        return _self_test(arguments)
+    verification = parse(arguments)
+    outcome = run(verification)
+    print(verify_report.page(outcome))
+    path = verification.comparison.output / "verify.json"
+    verify_report.write(outcome, path)
+    print(f"Written: {path}")
+    return 0 if outcome.lossless else 1
+
+
+def _self_test(arguments: argparse.Namespace) -> int:
+    if arguments.model or arguments.speculative_config:
+        raise UserError("--self-test has models of its own: leave out --model and the rest.")
+    bench.prepare_output(arguments.output)
+    results = self_test.run(arguments.output, arguments.tokens, progress)
+    print(verify_report.self_test_page(results))
+    return 0 if all(result.as_expected for result in results) else 1
+
+
+def parse(arguments: argparse.Namespace) -> Verification:
+    """What the arguments ask for.
+
+    Raises:
+        UserError: an argument is out of range or not JSON.
+    """
+    for option in ("model", "speculative_config"):
+        if not getattr(arguments, option):
+            raise UserError(f"--{option.replace('_', '-')} is missing.")
+    temperatures = bench.in_order(arguments.temperatures, "--temperatures", 0)
+    top_p = bench.in_order(arguments.top_p, "--top-p", 0)
+    if not 0 < top_p[0] <= top_p[-1] <= 1:
+        raise UserError("--top-p must be above 0 and at most 1.")
+    if arguments.tokens < ANSWER_TOKENS:
+        raise UserError(f"--tokens must be at least {ANSWER_TOKENS}, one answer.")
+    arguments.speculative_config = [arguments.speculative_config]
+    comparison = bench.comparison_of(
+        arguments,
+        batch_sizes=[BATCH_SIZE],
+        temperatures=temperatures,
+        max_tokens=ANSWER_TOKENS,
+        num_prompts=1,
+        rounds=1,
+    )
+    return Verification(
+        comparison,
+        [
+            Setting(temperature, {} if p == 1 else {"top_p": p})
+            for temperature in temperatures
+            if temperature > 0
+            for p in top_p
+        ],
+        arguments.tokens,
+        greedy=0 in temperatures,
+        equal_drafter=arguments.equal_drafter,
+    )
+
+
+def run(verification: Verification) -> Outcome:
+    """Generate with speculation, then judge it by the same model without.
+
+    Raises:
+        UserError: the model or the configuration cannot be used, or an engine failed.
+    """
+    comparison = verification.comparison
+    bench.prepare_output(comparison.output)
+    comparison, setup = bench.with_probed_dtype(comparison, bench.inspect(comparison))
+    verification = replace(verification, comparison=comparison)
+    if setup.dtype not in LARGEST_GAP:
+        raise UserError(f"--dtype {setup.dtype}: rounding is known for {', '.join(LARGEST_GAP)}.")
+    arguments = engine_arguments(comparison, setup, 1)
+    results = Results(comparison)
+    seconds: dict[str, float] = {}
+    count = min(len(setup.prompt_ids), BATCH_SIZE)
+    greedy_jobs = [Job(i, 0, BATCH_SIZE, 0.0, 0, tuple(range(count))) for i in (0, 1)]
+    prompts, settings = setup.prompt_ids, verification.settings
+
+    config = comparison.configs[1]
+    with _loaded(comparison, "speculation", arguments | {"speculative_config": config}) as engine:
+        began = time.perf_counter()
+        if verification.greedy:
+            results.generations[greedy_jobs[1]] = _greedy(engine, prompts[:count])
+        texts = sampled.generate(
+            engine,
+            prompts,
+            settings,
+            verification.num_tokens,
+            ANSWER_TOKENS,
+            BATCH_SIZE,
+            progress,
+        )
+        seconds["speculation"] = time.perf_counter() - began
+    with _loaded(
+        comparison, "no speculation", arguments | SCORER_ARGUMENTS, SCORER_ENVIRONMENT
+    ) as engine:
+        began = time.perf_counter()
+        if verification.greedy:
+            results.generations[greedy_jobs[0]] = _greedy(engine, prompts[:count])
+            found = greedy.differences(results, prompts)
+            results.differences = greedy.with_gaps(engine, found) if found else []
+        ranges = sampled.scored(engine, texts, BATCH_SIZE, progress)
+        seconds["no speculation"] = time.perf_counter() - began
+    equal = None
+    if verification.equal_drafter:
+        equal = _equal_drafter(comparison, arguments, prompts, settings)
+    return Outcome(
+        verification,
+        bench.describe(comparison, setup),
+        texts,
+        sampled.checks(settings, texts, ranges, setup.dtype, SEED),
+        results,
+        setup.dtype,
+        equal,
+        seconds,
+    )
+
+
+def equal_drafter_config(config: dict[str, Any], model: str) -> dict[str, Any]:
+    """A configuration of the same method and verifier whose only drafter is the target."""
+    kept = ("num_speculative_tokens", "verifier", "rejection_sample_method")
+    found = {key: config[key] for key in kept if key in config}
+    found.setdefault("num_speculative_tokens", 4)
+    if config.get("method") == "hsd":
+        return {"method": "hsd", **found, "levels": [{"model": model}]}
+    return {
+        "method": "draft_model",
+        "model": model,
+        "draft_sample_method": "probabilistic",
+        **found,
+    }
+
+
+def _equal_drafter(
+    comparison: Comparison,
+    arguments: dict[str, Any],
+    prompts: list[list[int]],
+    settings: list[Setting],
+) -> tuple[int, int]:
+    """(drafted, accepted) tokens of one batch."""
+    config = comparison.configs[1]
+    assert config is not None
+    config = equal_drafter_config(config, comparison.model)
+    with _loaded(comparison, "equal drafter", arguments | {"speculative_config": config}) as engine:
+        settings = settings or [Setting(1.0)]
+        count = BATCH_SIZE * ANSWER_TOKENS // len(settings)
+        texts = sampled.generate(
+            engine, prompts, settings, count, ANSWER_TOKENS, BATCH_SIZE, progress
+        )
+    return texts.drafted, texts.accepted
+
+
+def _loaded(
+    comparison: Comparison,
+    name: str,
+    arguments: dict[str, Any],
+    environment: dict[str, str] | None = None,
+) -> EngineProcess:
+    progress(f"loading the engine: {name}")
+    log = comparison.output / "logs" / f"{name.replace(' ', '_')}.log"
+    return EngineProcess(arguments, f"'{name}'", log=log, environment=environment)
+
+
+def _greedy(engine: EngineProcess, prompts: list[list[int]]) -> Generation:
+    params = {"temperature": 0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
+    return engine.generate(prompts, params)
