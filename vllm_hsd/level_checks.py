@@ -45,10 +45,14 @@ def check_target(model_config: ModelConfig, parallel_config: ParallelConfig) -> 
     Raises:
         UserError: names the key or the target.
     """
-    if parallel_config.pipeline_parallel_size > 1 or parallel_config.data_parallel_size > 1:
+    if parallel_config.pipeline_parallel_size > 1:
         raise UserError(
-            "method 'hsd' runs with tensor parallelism only: set pipeline_parallel_size and "
-            "data_parallel_size to 1."
+            "method 'hsd' does not run with pipeline parallelism: set pipeline_parallel_size to 1."
+        )
+    if parallel_config.data_parallel_size > 1 and model_config.is_moe:
+        raise UserError(
+            "method 'hsd' runs data-parallel with dense targets only, whose ranks do not wait for "
+            f"each other: set data_parallel_size to 1 for {quoted(model_config.model)}."
         )
     if parallel_config.decode_context_parallel_size > 1:
         raise UserError(

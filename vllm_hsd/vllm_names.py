@@ -36,13 +36,14 @@ READ: dict[str, dict[str, str]] = {
         "is_hybrid": "recurrent state cannot be taken back",
         "is_attention_free": "recurrent state cannot be taken back",
         "uses_mrope": "refused",
+        "is_moe": "refused with data parallelism",
         "get_vocab_size": "compared with a drafter's",
         "get_hidden_size": "compared with an exit head's",
     },
     "vllm.config.parallel.ParallelConfig": {
         "tensor_parallel_size": "shared by all levels",
         "pipeline_parallel_size": "refused above 1",
-        "data_parallel_size": "refused above 1",
+        "data_parallel_size": "refused above 1 for mixtures of experts",
         "decode_context_parallel_size": "refused above 1",
     },
     "vllm.engine.arg_utils.EngineArgs": {

@@ -42,6 +42,13 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
         family.small, scratch / "mamba", model_type="mamba", architectures=["MambaForCausalLM"]
     )
 
+    experts = with_config(
+        family.target,
+        scratch / "experts",
+        model_type="mixtral",
+        architectures=["MixtralForCausalLM"],
+        num_local_experts=4,
+    )
     gemma = with_config(
         family.target, scratch / "gemma", model_type="gemma", architectures=["GemmaForCausalLM"]
     )
@@ -94,6 +101,10 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
             r"levels\[0\].*quantization",
         ),
         "recurrent drafter": (target({"model": mamba}), r"levels\[0\]\.model.*recurrent"),
+        "data-parallel experts": (
+            on(experts, {"early_exit": 1}, engine={"data_parallel_size": 2}),
+            "data_parallel_size",
+        ),
         "pipeline parallel": (
             target({"model": family.mid}, engine={"pipeline_parallel_size": 2}),
             "pipeline_parallel_size",
@@ -185,6 +196,7 @@ ENGINE_FAULTS = [
     "tensor parallel size",
     "value of a key of vLLM",
     "recurrent drafter",
+    "data-parallel experts",
     "pipeline parallel",
     "too many layers",
     "exit of another architecture",
