@@ -111,7 +111,8 @@ def test_many_tokens_follow_the_target(family, temperature, filters):
     arguments = {**ENGINE_DEFAULTS, "model": family.target}
     config = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"model": family.mid}]}
     with EngineProcess(arguments | {"speculative_config": config}, **forked()) as engine:
-        texts = sampled.generate(engine, prompts, settings, 8 * TRIALS, 64, 64, silent)
+        plan = sampled.planned(prompts, settings, 8 * TRIALS, 64)
+        texts = sampled.generate(engine, plan, 64, silent)
     with EngineProcess(arguments, **forked()) as engine:
         ranges = sampled.scored(engine, texts, 64, silent)
     checks = sampled.checks(settings, texts, ranges, "float32", 0)

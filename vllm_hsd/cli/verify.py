@@ -26,6 +26,15 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--model", help="the target: a name or a directory")
     parser.add_argument("--speculative-config", metavar="JSON", help="as for `vllm serve`")
     parser.add_argument(
+        "--url",
+        metavar="URL",
+        help="verify a running OpenAI server of vLLM instead, such as http://localhost:8000; "
+        "text is sampled with top_k 20, the log-probabilities that a server gives out",
+    )
+    parser.add_argument(
+        "--plain-url", metavar="URL", help="a server of the same model without speculation"
+    )
+    parser.add_argument(
         "--self-test",
         action="store_true",
         help="verify deliberately broken samplers on two small models that are made for it; each "

@@ -25,23 +25,26 @@ _FOLLOWS = "follows the target"
 
 def page(outcome: Outcome) -> str:
     """What was verified, a table per setting, and the verdict."""
-    data, comparison = outcome.metadata, outcome.verification.comparison
+    data = outcome.metadata
     versions = ", ".join(f"{name} {number}" for name, number in data["versions"].items())
     lines = [
         f"Model: {data['model']} ({data['dtype']})",
-        f"Configuration: {config_name(comparison.configs[1])}",
+        f"Configuration: {_configuration(outcome)}",
         f"Machine: {data['machine']}",
         f"Versions: {versions}",
     ]
     if outcome.checks:
         texts = outcome.texts
-        rate = texts.accepted / texts.drafted if texts.drafted else 0.0
+        drafts = ""
+        if texts.drafted:
+            rate = texts.accepted / texts.drafted
+            drafts = f", {rate:.1%} of {texts.drafted} draft tokens accepted"
         lines += [
             "",
             *_wrap(
-                f"Sampled text: {texts.num_tokens} tokens, {rate:.1%} of {texts.drafted} draft "
-                "tokens accepted. Each token's place in the target's own distribution, without "
-                "speculation, must be uniform at every place of a step, whatever came before."
+                f"Sampled text: {texts.num_tokens} tokens{drafts}. Each token's place in the "
+                "target's own distribution, without speculation, must be uniform at every place of "
+                "a step, whatever came before."
             ),
             *table(outcome.checks),
         ]
@@ -161,7 +164,8 @@ def write(outcome: Outcome, path: Path) -> None:
         "lossless": outcome.lossless,
         "verdict": verdict(outcome),
         **{k: v for k, v in outcome.metadata.items() if k not in ("num_prompts", "rounds")},
-        "speculative_config": verification.comparison.configs[1],
+        "speculative_config": verification.comparison.configs[1] or None,
+        "servers": verification.servers,
         "seconds": {name: round(value, 1) for name, value in outcome.seconds.items()},
         "error_probability": ERROR_PROBABILITY,
         "power": POWER,
@@ -205,6 +209,12 @@ def write(outcome: Outcome, path: Path) -> None:
         }
     with written_whole(path) as unfinished:
         unfinished.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def _configuration(outcome: Outcome) -> str:
+    if servers := outcome.verification.servers:
+        return f"served at {servers[0]}; without speculation at {servers[1]}"
+    return config_name(outcome.verification.comparison.configs[1])
 
 
 def _place(check: Check) -> str:

@@ -39,6 +39,7 @@ class Verification:
         num_tokens: tokens of every setting.
         greedy: whether greedy text is compared.
         equal_drafter: whether the model is served as its own drafter too.
+        servers: URLs of running servers with and without speculation, instead of engines.
     """
 
     comparison: Comparison
@@ -46,6 +47,7 @@ class Verification:
     num_tokens: int
     greedy: bool
     equal_drafter: bool
+    servers: tuple[str, str] | None = None
 
 
 @dataclass
@@ -110,7 +112,12 @@ def command(arguments: argparse.Namespace) -> int:
     if arguments.self_test:
         return _self_test(arguments)
     verification = parse(arguments)
-    outcome = run(verification)
+    if verification.servers:
+        from vllm_hsd.cli.verify_servers import run_on_servers
+
+        outcome = run_on_servers(verification, verification.servers)
+    else:
+        outcome = run(verification)
     print(verify_report.page(outcome))
     path = verification.comparison.output / "verify.json"
     verify_report.write(outcome, path)
@@ -133,7 +140,8 @@ def parse(arguments: argparse.Namespace) -> Verification:
     Raises:
         UserError: an argument is out of range or not JSON.
     """
-    for option in ("model", "speculative_config"):
+    servers = _servers(arguments)
+    for option in () if servers else ("model", "speculative_config"):
         if not getattr(arguments, option):
             raise UserError(f"--{option.replace('_', '-')} is missing.")
     temperatures = bench.in_order(arguments.temperatures, "--temperatures", 0)
@@ -142,7 +150,9 @@ def parse(arguments: argparse.Namespace) -> Verification:
         raise UserError("--top-p must be above 0 and at most 1.")
     if arguments.tokens < ANSWER_TOKENS:
         raise UserError(f"--tokens must be at least {ANSWER_TOKENS}, one answer.")
-    arguments.speculative_config = [arguments.speculative_config]
+    # A server's configuration is its own affair.
+    arguments.speculative_config = [arguments.speculative_config or "{}"]
+    arguments.model = arguments.model or ""
     comparison = bench.comparison_of(
         arguments,
         batch_sizes=[BATCH_SIZE],
@@ -162,7 +172,20 @@ def parse(arguments: argparse.Namespace) -> Verification:
         arguments.tokens,
         greedy=0 in temperatures,
         equal_drafter=arguments.equal_drafter,
+        servers=servers,
     )
+
+
+def _servers(arguments: argparse.Namespace) -> tuple[str, str] | None:
+    if not arguments.url and not arguments.plain_url:
+        return None
+    if not arguments.url or not arguments.plain_url:
+        raise UserError("--url and --plain-url belong together: servers with and without.")
+    if arguments.speculative_config or arguments.equal_drafter:
+        raise UserError(
+            "--url verifies a running server: leave out --speculative-config and --equal-drafter."
+        )
+    return arguments.url, arguments.plain_url
 
 
 def run(verification: Verification) -> Outcome:
@@ -189,15 +212,8 @@ def run(verification: Verification) -> Outcome:
         began = time.perf_counter()
         if verification.greedy:
             results.generations[greedy_jobs[1]] = _greedy(engine, prompts[:count])
-        texts = sampled.generate(
-            engine,
-            prompts,
-            settings,
-            verification.num_tokens,
-            ANSWER_TOKENS,
-            BATCH_SIZE,
-            progress,
-        )
+        plan = sampled.planned(prompts, settings, verification.num_tokens, ANSWER_TOKENS)
+        texts = sampled.generate(engine, plan, BATCH_SIZE, progress)
         seconds["speculation"] = time.perf_counter() - began
     with _loaded(
         comparison, "no speculation", arguments | SCORER_ARGUMENTS, SCORER_ENVIRONMENT
@@ -252,9 +268,8 @@ def _equal_drafter(
     with _loaded(comparison, "equal drafter", arguments | {"speculative_config": config}) as engine:
         settings = settings or [Setting(1.0)]
         count = BATCH_SIZE * ANSWER_TOKENS // len(settings)
-        texts = sampled.generate(
-            engine, prompts, settings, count, ANSWER_TOKENS, BATCH_SIZE, progress
-        )
+        plan = sampled.planned(prompts, settings, count, ANSWER_TOKENS)
+        texts = sampled.generate(engine, plan, BATCH_SIZE, progress)
     return texts.drafted, texts.accepted
 
 

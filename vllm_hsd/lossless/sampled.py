@@ -74,24 +74,20 @@ class Texts:
         return sum(map(len, self.token_ids))
 
 
-def generate(
-    engine: EngineProcess,
+def planned(
     prompts: Sequence[Sequence[int]],
     settings: Sequence[Setting],
     num_tokens: int,
     answer_tokens: int,
-    batch_size: int,
-    progress: Callable[[str], object],
 ) -> Texts:
-    """Answers with all settings, which share every batch; every second request has a seed.
+    """Requests of all settings in turn, without answers; every second one has a seed.
 
     Args:
         num_tokens: tokens of every setting, at least.
         answer_tokens: tokens of every answer.
     """
     texts = Texts()
-    per_setting = math.ceil(num_tokens / answer_tokens)
-    for i in range(per_setting):
+    for i in range(math.ceil(num_tokens / answer_tokens)):
         for number, setting in enumerate(settings):
             texts.prompts.append(prompts[i % len(prompts)])
             texts.settings.append(number)
@@ -104,6 +100,14 @@ def generate(
                     **setting.others,
                 }
             )
+    return texts
+
+
+def generate(
+    engine: EngineProcess, texts: Texts, batch_size: int, progress: Callable[[str], object]
+) -> Texts:
+    """Fill in the answers of `texts`; the settings share every batch."""
+    total = sum(params["max_tokens"] for params in texts.params)
     for part in _parts(len(texts.prompts), batch_size):
         found = engine.generate(texts.prompts[part], texts.params[part])
         texts.token_ids += found.token_ids
@@ -111,7 +115,7 @@ def generate(
         texts.drafted += found.drafted
         texts.accepted += found.accepted
         texts.seconds += found.seconds
-        progress(f"sampled {texts.num_tokens} of {len(texts.prompts) * answer_tokens} tokens")
+        progress(f"sampled {texts.num_tokens} of {total} tokens")
     return texts
 
 

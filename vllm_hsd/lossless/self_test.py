@@ -97,15 +97,9 @@ def run(
     with _engine(directory, arguments, cascade, process_options) as engine:
         for name, own in settings.items():
             engine.call(install, None if name == SOUND else name)
-            texts[name] = sampled.generate(
-                engine,
-                prompts,
-                own,
-                num_tokens * (1 if name == SOUND else MUTANTS[name].weight),
-                ANSWER_TOKENS,
-                BATCH_SIZE,
-                _named(progress, name),
-            )
+            count = num_tokens * (1 if name == SOUND else MUTANTS[name].weight)
+            plan = sampled.planned(prompts, own, count, ANSWER_TOKENS)
+            texts[name] = sampled.generate(engine, plan, BATCH_SIZE, _named(progress, name))
     results = []
     with _engine(directory, arguments, None, process_options) as engine:
         for seed, (name, own) in enumerate(settings.items()):

@@ -1,0 +1,65 @@
+"""`vllm-hsd verify --url`, against servers whose model is a table."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from support.markov_server import markov_server
+
+from vllm_hsd.cli import main as cli
+from vllm_hsd.lossless.quantiles import token_ranges
+from vllm_hsd.lossless.servers import token_range
+
+
+def verify(tmp_path, url: str, plain_url: str, *options: str) -> int:
+    arguments = ["verify", "--url", url, "--plain-url", plain_url, "--dtype", "float32"]
+    return cli.main([*arguments, "--output", str(tmp_path), *options])
+
+
+@pytest.mark.parametrize("top_p", [None, 0.6, 0.95])
+def test_ranges_are_those_of_whole_rows(top_p):
+    rng = np.random.default_rng(1)
+    logits = torch.from_numpy(rng.normal(size=40) * 2)
+    probs = torch.where(logits >= logits.topk(20).values[-1], logits / 0.7, -torch.inf).softmax(0)
+    if top_p is not None:
+        order = probs.argsort(descending=True)
+        above = probs[order].cumsum(0) - probs[order]
+        probs[order[above >= top_p]] = 0
+    given = dict(enumerate(logits.log_softmax(0).tolist()))
+    params = {"temperature": 0.7, "top_k": 20} | ({} if top_p is None else {"top_p": top_p})
+    for token in range(40):
+        expected = token_ranges(probs.log()[None], torch.tensor([token]))[0].tolist()
+        assert token_range(given, token, params) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_server_that_follows_the_target_passes(tmp_path, capsys):
+    with markov_server() as url, markov_server() as plain_url:
+        options = ("--temperatures", "0,1", "--top-p", "0.9,1", "--tokens", "4096")
+        status = verify(tmp_path, url, plain_url, *options)
+    found = json.loads((tmp_path / "verify.json").read_text())
+    assert status == 0 and found["lossless"] and found["servers"] == [url, plain_url]
+    page = capsys.readouterr().out
+    assert "equal to no speculation" in page and "temperature 1, top-k 20, top-p 0.9" in page
+
+
+def test_a_server_that_does_not_is_found(tmp_path):
+    with markov_server(wrong=0.1) as url, markov_server() as plain_url:
+        assert verify(tmp_path, url, plain_url, "--temperatures", "1", "--tokens", "4096") == 1
+    found = json.loads((tmp_path / "verify.json").read_text())
+    assert not found["lossless"] and "follows the target" in found["verdict"]
+
+
+def test_mistakes_are_named(tmp_path, capsys):
+    def error(*arguments: str) -> str:
+        assert cli.main(["verify", *arguments, "--output", str(tmp_path)]) == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert "--plain-url belong together" in error("--url", "http://127.0.0.1:1")
+    both = ("--url", "http://127.0.0.1:1", "--plain-url", "http://127.0.0.1:1")
+    assert "--url 'http://127.0.0.1:1' cannot be reached" in error(*both)
+    assert "leave out --speculative-config" in error(*both, "--speculative-config", "{}")
+    assert "is not a URL" in error("--url", "localhost", "--plain-url", "localhost")
+    with markov_server() as url, markov_server(max_logprobs=5) as plain_url:
+        message = error("--url", url, "--plain-url", plain_url, "--temperatures", "1")
+        assert "start it with --max-logprobs 20" in message

@@ -1,0 +1,96 @@
+"""`vllm-hsd verify --url`: running servers instead of engines."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from vllm_hsd import host
+from vllm_hsd.cli import greedy
+from vllm_hsd.cli.bench_runs import Job, Results, progress
+from vllm_hsd.cli.verify_runs import ANSWER_TOKENS, LARGEST_GAP, SEED, Outcome, Verification
+from vllm_hsd.engine import Generation
+from vllm_hsd.errors import UserError
+from vllm_hsd.lossless import sampled, servers
+from vllm_hsd.lossless.sampled import Setting, Texts
+from vllm_hsd.lossless.servers import TOP_K, Server
+
+
+def run_on_servers(verification: Verification, urls: tuple[str, str]) -> Outcome:
+    """Sample at the first server, and judge it by the second one.
+
+    Raises:
+        UserError: a server cannot be reached or refuses, or they serve different models.
+    """
+    comparison = verification.comparison
+    speculating, plain = Server("--url", urls[0]), Server("--plain-url", urls[1])
+    models = [comparison.model or server.model() for server in (speculating, plain)]
+    if models[0] != models[1]:
+        raise UserError(f"--url serves '{models[0]}', --plain-url '{models[1]}': give one model.")
+    model = models[0]
+    # What a server computes in, it does not say.
+    dtype = str(comparison.engine_args["dtype"])
+    dtype = dtype if dtype in LARGEST_GAP else "bfloat16"
+    comparison.output.mkdir(parents=True, exist_ok=True)
+    settings = [
+        Setting(each.temperature, {"top_k": TOP_K, **each.others}) for each in verification.settings
+    ]
+    verification = replace(
+        verification, comparison=replace(comparison, model=model), settings=settings
+    )
+    prompts = [plain.token_ids(model, prompt) for prompt in comparison.prompts]
+    results, seconds = Results(comparison), {}
+    began = time.perf_counter()
+    if verification.greedy:
+        for config, server in enumerate((plain, speculating)):
+            job = Job(config, 0, len(prompts), 0.0, 0, tuple(range(len(prompts))))
+            results.generations[job] = _greedy(server, model, prompts)
+        results.differences = [
+            replace(each, gap=_gap(plain, model, each))
+            for each in greedy.differences(results, prompts)
+        ]
+    texts = sampled.planned(prompts, settings, verification.num_tokens, ANSWER_TOKENS)
+    servers.generate(speculating, model, texts, progress)
+    seconds["speculation"] = time.perf_counter() - began
+    began = time.perf_counter()
+    ranges = servers.score(plain, model, texts, progress)
+    seconds["no speculation"] = time.perf_counter() - began
+    return Outcome(
+        verification,
+        {
+            "model": model,
+            "dtype": dtype,
+            "machine": "that of the servers",
+            "versions": {**host.versions(), "server": speculating.get("/version")["version"]},
+            "max_tokens": ANSWER_TOKENS,
+        },
+        texts,
+        sampled.checks(settings, texts, ranges, dtype, SEED),
+        results,
+        dtype,
+        None,
+        seconds,
+    )
+
+
+def _greedy(server: Server, model: str, prompts: list[list[int]]) -> Generation:
+    texts = Texts(prompts=list(prompts))
+    params = {"temperature": 0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
+    texts.params = [dict(params) for _ in prompts]
+    servers.generate(server, model, texts, progress)
+    count = len(prompts)
+    return Generation(
+        texts.token_ids,
+        [""] * count,
+        0.0,
+        0.0,
+        [0.0] * count,
+        [0.0] * count,
+        [len(steps) for steps in texts.step_lengths],
+    )
+
+
+def _gap(plain: Server, model: str, each: greedy.Difference) -> float:
+    if greedy.NONE in (each.expected, each.found):
+        return each.gap
+    return servers.gap(plain, model, each.context, each.expected, each.found)
