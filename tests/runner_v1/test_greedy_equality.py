@@ -5,7 +5,9 @@ from support.engines import run_engine
 from support.tiny_models import EOS
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(16)]
-LENGTH = 32
+# Some tokens are left before max_model_len, 256.
+FULL = [[(7 * i + j * j) % 60 + 2 for j in range(226 + 5 * i)] for i in range(3)]
+LENGTH = 24
 LONG = {"temperature": 0, "max_tokens": LENGTH, "ignore_eos": True}
 
 PROCESSORS = {
@@ -14,14 +16,14 @@ PROCESSORS = {
     "frequency_penalty": {"frequency_penalty": 0.8},
     "logit_bias": {"logit_bias": {5: 4.0, 9: -4.0}},
     "allowed_token_ids": {"allowed_token_ids": [3, 4, 5, 6, 7, 8]},
-    "min_tokens": {"min_tokens": 20, "ignore_eos": False, "logit_bias": {EOS: 6.0}},
+    "min_tokens": {"min_tokens": 16, "ignore_eos": False, "logit_bias": {EOS: 6.0}},
     "stop_token_ids": {"stop_token_ids": list(range(2, 12)), "ignore_eos": False},
     "eos": {"ignore_eos": False, "logit_bias": {EOS: 4.0}},
     "several processors": {
         "repetition_penalty": 1.3,
         "presence_penalty": 0.5,
         "frequency_penalty": 0.2,
-        "min_tokens": 20,
+        "min_tokens": 16,
         "logit_bias": {5: 3.0},
         "ignore_eos": False,
     },
@@ -31,10 +33,10 @@ PROCESSORS = {
 PROCESSED = [(name, prompt) for name in PROCESSORS for prompt in PROMPTS[4:8]]
 
 JOBS = {
-    **{f"batch {n}": {"prompts": PROMPTS[-n:], "params": LONG} for n in (1, 4, 16)},
+    **{f"batch {n}": {"prompts": PROMPTS[-n:], "params": LONG} for n in (1, 16)},
     # Earlier jobs have put every full block of these prompts into the prefix cache.
-    "prefix cache": {"prompts": PROMPTS, "params": {**LONG, "max_tokens": 24}},
-    "max_model_len": {"prompts": PROMPTS[-3:], "params": {**LONG, "max_tokens": 400}},
+    "prefix cache": {"prompts": PROMPTS, "params": {**LONG, "max_tokens": 12}},
+    "max_model_len": {"prompts": FULL, "params": {**LONG, "max_tokens": 400}},
     "few tokens": {
         "prompts": PROMPTS,
         "params": [{**LONG, "max_tokens": 1 + i % 4} for i in range(16)],
@@ -161,7 +163,7 @@ def test_jobs_reach_the_conditions_they_name(plain, speculated):
                for name in PROCESSORS}  # fmt: skip
     assert any(out["stop"] for out in by_name["stop_token_ids"])
     assert any(len(out["ids"]) < LENGTH for out in by_name["eos"])
-    full = zip(PROMPTS[-3:], finished(plain["max_model_len"]).values(), strict=True)
+    full = zip(FULL, finished(plain["max_model_len"]).values(), strict=True)
     assert all(len(prompt) + len(out["ids"]) == 256 for prompt, out in full)
 
 

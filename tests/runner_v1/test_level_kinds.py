@@ -8,7 +8,7 @@ from support.suffix_extra import needs_suffix
 
 PROMPTS = [[(3 * i + j * j) % 5 for j in range(4 + 6 * i)] for i in range(8)]
 GREEDY = {"prompts": PROMPTS, "params": {"temperature": 0, "max_tokens": 40, "ignore_eos": True}}
-COMPARED = {name: CASES[name] for name in ("temperature 0.7", "top_p", "greedy")}
+COMPARED = {name: CASES[name] for name in ("temperature 0.7", "top_p")}
 # Drafts shrink near the end of a request: long enough for the lowest of four levels to draft.
 MAX_TOKENS = 10
 
@@ -79,6 +79,13 @@ CASCADES = {
         horizontal_tokens=2,
     ),
 }
+# Their levels are also in the others.
+SLOW = ("two early exits", "exit_head above a model", "five models from bigram")
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    found = [needs_suffix] if name in ("suffix", "several sources") else []
+    return [*found, pytest.mark.slow] if name in SLOW else found
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +94,7 @@ def files(small_vocabulary, tmp_path_factory) -> LevelFiles:
     return write_level_files(small_vocabulary.target, directory, trained=True)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=needs_suffix) if name in ("suffix", "several sources") else name
-        for name in CASCADES
-    ],
-)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=marks(name)) for name in CASCADES])
 def engine(request, small_vocabulary, files) -> dict:
     return {"model": small_vocabulary.target, **CASCADES[request.param](small_vocabulary, files)}
 

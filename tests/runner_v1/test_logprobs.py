@@ -24,7 +24,12 @@ LISTED = [
     {},
     {"logprobs": 2, "logprob_token_ids": [3, 0], "temperature": 0.7},
 ]
-MODES = ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+MODES = [
+    "raw_logprobs",
+    pytest.param("processed_logprobs", marks=pytest.mark.slow),
+    pytest.param("raw_logits", marks=pytest.mark.slow),
+    "processed_logits",
+]
 
 
 def expected_row(mode: str, logits: np.ndarray, prompt, output, params) -> np.ndarray:

@@ -29,11 +29,9 @@ def engine(family) -> dict:
     return {"model": family.target, "speculative_config": cascade}
 
 
-@pytest.mark.parametrize(
-    "patch", [None, "wrapped_before", "wrapped_after", "rebuilt_logits_processors"]
-)
+@pytest.mark.parametrize("patch", ["wrapped_before", "wrapped_after", "rebuilt_logits_processors"])
 def test_sampling_parameters_are_applied(family, patch):
-    results = run_engine(engine(family), JOBS, patch=patch and f"support.other_vllm:{patch}")
+    results = run_engine(engine(family), JOBS, patch=f"support.other_vllm:{patch}")
     ids = {
         name: [[sequence["ids"] for sequence in output] for output in result["outputs"]]
         for name, result in results.items()
@@ -48,7 +46,7 @@ def test_a_processor_that_would_not_be_applied_is_refused_at_start(family):
         run_engine(engine(family), JOBS, patch="support.other_vllm:foreign_logits_processor")
 
 
-@pytest.mark.parametrize("job", ["min_p", "logit_bias"])
+@pytest.mark.parametrize("job", ["min_p", pytest.param("logit_bias", marks=pytest.mark.slow)])
 def test_requests_are_refused_where_the_permission_is_lost(family, job):
     with pytest.raises(RuntimeError, match="min_p and logit_bias sampling parameters"):
         run_engine(

@@ -47,10 +47,23 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize(
-    "count", [400, pytest.param(20000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])]
+# With them the fast form has either verifier, one drafter and two, and every sampling parameter.
+FAST = (
+    "one drafter, block",
+    "two drafters, standard",
+    "two drafters, few tokens and KV blocks",
+    "every kind of level",
 )
-@pytest.mark.parametrize("engine", ENGINES)
+
+
+@pytest.mark.parametrize(
+    ("engine", "count"),
+    [(engine, 400) for engine in FAST]
+    + [
+        pytest.param(engine, 20000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])
+        for engine in ENGINES
+    ],
+)
 def test_samples_follow_the_target(small_vocabulary, engine, count):
     arguments = {"model": small_vocabulary.target, **ENGINES[engine](small_vocabulary)}
     preempting = engine.endswith("KV blocks")

@@ -5,11 +5,11 @@ from support.engines import run_engine
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(90 + i)] for i in range(6)]
 SEEDED = [
-    {"max_tokens": 30, "ignore_eos": True, "seed": 100 + i, "temperature": 0.7 + 0.1 * i}
+    {"max_tokens": 20, "ignore_eos": True, "seed": 100 + i, "temperature": 0.7 + 0.1 * i}
     for i in range(6)
 ]
 OTHERS = [{**SEEDED[i], "seed": None, "temperature": i} for i in range(2)]
-SEVERAL = {"max_tokens": 20, "ignore_eos": True, "n": 3}
+SEVERAL = {"max_tokens": 12, "ignore_eos": True, "n": 3}
 
 JOBS = {
     **{f"alone {i}": {"prompts": [PROMPTS[i]], "params": SEEDED[i]} for i in range(6)},
@@ -80,6 +80,6 @@ def test_several_sequences(results):
     _, jobs = results
     for name in ("several", "several again", "several without a seed"):
         for output in jobs[name]["outputs"]:
-            assert [len(sequence["ids"]) for sequence in output] == [20] * 3
+            assert [len(sequence["ids"]) for sequence in output] == [12] * 3
             assert len({tuple(sequence["ids"]) for sequence in output}) == 3
     assert jobs["several"]["outputs"] == jobs["several again"]["outputs"][::-1]
