@@ -65,7 +65,7 @@ def test_states_are_those_of_transformers(target, shards):
             torch.testing.assert_close(
                 chat.states[:, 0].float(), whole.hidden_states[1][0], atol=0.02, rtol=0.01
             )
-            # transformers keeps the last state behind the final norm.
+            # transformers keeps the last state after the final norm.
             last = target.model.norm(chat.states[:, 1].float())
             torch.testing.assert_close(last, whole.hidden_states[2][0], atol=0.02, rtol=0.02)
             torch.testing.assert_close(chat.lse, whole.logits[0].logsumexp(-1))

@@ -141,11 +141,11 @@ def _check_store(path: str, target_config: ModelConfig) -> None:
 
 def _check_exit_head(path: str, target_config: ModelConfig) -> None:
     header = exit_head_header(path)
-    wanted = (target_config.get_vocab_size(), target_config.get_hidden_size())
-    if header.shape != wanted:
+    needed = (target_config.get_vocab_size(), target_config.get_hidden_size())
+    if header.shape != needed:
         raise UserError(
             f"exit_head: {quoted(path)} has the shape {header.shape} and the target needs "
-            f"{wanted}: train it for this target."
+            f"{needed}: train it for this target."
         )
     layers = target_config.hf_text_config.num_hidden_layers
     if header.layer > layers:

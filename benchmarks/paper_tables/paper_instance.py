@@ -64,7 +64,7 @@ def selection_cost(graph: Graph, levels: Sequence[int], draft_lengths: Sequence[
 
 
 def all_cascades(models: int, max_tokens: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Every (levels, draft lengths) whose draft lengths do not fall towards the target."""
+    """Every (levels, draft lengths) whose draft lengths do not fall toward the target."""
     for depth in range(models + 1):
         for levels in itertools.combinations(range(models), depth):
             for lengths in itertools.combinations_with_replacement(range(1, max_tokens + 1), depth):

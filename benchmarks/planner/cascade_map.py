@@ -63,15 +63,15 @@ def rate_of(accepted: float, drafted: float) -> float:
     return float(brentq(excess, 1e-6, 1 - 1e-9))
 
 
-def single_drafter(utilisation: float, redundancy: float, speedup: float) -> tuple[float, float]:
+def single_drafter(utilization: float, redundancy: float, speedup: float) -> tuple[float, float]:
     """(cost of a draft token, acceptance rate) of a paper's run with one drafter.
 
     With eta target calls per token and a share sigma of drafts thrown away, a target call accepts
     1 / eta - 1 of (1 / eta - 1) / (1 - sigma) drafts, and speedup = 1 / (eta (1 + drafts * cost)).
     """
-    accepted = 1 / utilisation - 1
+    accepted = 1 / utilization - 1
     drafted = accepted / (1 - redundancy)
-    return (1 / (speedup * utilisation) - 1) / drafted, rate_of(accepted, drafted)
+    return (1 / (speedup * utilization) - 1) / drafted, rate_of(accepted, drafted)
 
 
 def published() -> list[Published]:

@@ -171,7 +171,7 @@ def plot(path: Path, names: list[str], predictions: list[Prediction], real, titl
     axes.set_yscale("log")
     reach = np.array([p.ms_per_token for p in predictions])
     ends = [0.8 * reach.min(), 1.25 * reach.max()]
-    axes.plot(ends, ends, color="grey", linewidth=1)
+    axes.plot(ends, ends, color="gray", linewidth=1)
     axes.set_xlabel("predicted ms per token")
     axes.set_ylabel("measured ms per token (two standard errors)")
     axes.set_title(title)

@@ -54,7 +54,7 @@ def plot_landscape(search: Search, directory: Path) -> None:
             for top, (ms, lengths) in best.items()
         ]
         axes.plot(list(best), [ms for ms, _ in best.values()], marker="o", label=name)
-    axes.axhline(choice.none.ms, color="grey", linestyle="--", label="no speculation")
+    axes.axhline(choice.none.ms, color="gray", linestyle="--", label="no speculation")
     axes.set_xlabel("tokens that the target verifies per step")
     axes.set_ylabel("predicted ms per token")
     axes.set_title(f"{profile.names[-1]}, batch size {search.constraints.batch}")

@@ -328,7 +328,7 @@ def test_rows_and_state_by_different_indices_and_a_length_per_request():
         assert result.num_emitted[:4].tolist() == flat.num_emitted[:4].tolist()
         assert result.target_lse[:4].nan_to_num(-1).equal(flat.target_lse[:4].nan_to_num(-1))
         assert result.num_accepted[4] == 0 and result.num_emitted[4] == 1
-    # Negative control: without the lengths what lies behind a draft counts.
+    # Negative control: without the lengths what follows a draft counts.
     every = drafts | {"draft_length": None}
     result = chain_verify.verify_chain_padded(
         *arguments, **state, **every, max_draft_tokens=4, level=2, draw_offset=5

@@ -33,7 +33,7 @@ PARAMS = {
 
 
 def crowded_engine(family) -> dict:
-    """A budget of two tokens for most requests of a step, and blocks for half of them."""
+    """Two tokens for most requests of a step, and blocks for half of them."""
     levels = [
         {"model": family.small, "num_tokens": 3},
         {"model": family.mid, "temperature_scale": 0.4},

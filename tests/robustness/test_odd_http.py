@@ -1,4 +1,4 @@
-"""Odd bodies over HTTP: the server with a cascade answers what the plain server beside it does."""
+"""Odd bodies over HTTP: the server with a cascade answers what a plain server answers."""
 
 import json
 import urllib.error

@@ -108,13 +108,13 @@ def test_every_draft_follows_the_states_of_the_verified_text(level, seed):
             fed[now] = end
             tokens[now, end] = rng.integers(2, 9, len(now))
         fed = np.minimum(fed, text)
-        behind = np.flatnonzero(fed < text)
-        entries = np.maximum(fed[behind] - 1, 0)
-        must = level.must_catch_up(behind, entries)
-        now = behind[must]
+        lagging = np.flatnonzero(fed < text)
+        entries = np.maximum(fed[lagging] - 1, 0)
+        must = level.must_catch_up(lagging, entries)
+        now = lagging[must]
         level.forward(tokens, now, fed[now], text[now] - fed[now], np.zeros(len(now), int))
         fed[now] = text[now]
-        level.keep(behind[~must], entries[~must])
+        level.keep(lagging[~must], entries[~must])
         for row in rows:
             slots = row * WIDTH + np.arange(verified[row])
             done = np.where(

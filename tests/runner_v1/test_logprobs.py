@@ -16,7 +16,7 @@ PARAMS = [
     {"temperature": 0, "repetition_penalty": 1.5},
     {"logit_bias": {2: 1.5}, "min_p": 0.05},
 ]
-# Requests that list the tokens beside others in one batch, which vLLM's own speculation dies of.
+# Requests that list the tokens, among others in one batch, which vLLM's own speculation dies of.
 LISTED = [
     {"logprob_token_ids": [4, 1]},
     {"logprobs": 1},

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from support.exact_joint_distribution import chi_square_p_value
-from support.table_laws import joint, table, tables
+from support.table_distributions import joint, table, tables
 
 pytestmark = pytest.mark.interpret
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.table_laws import table, tables
+from support.table_distributions import table, tables
 
 pytestmark = pytest.mark.interpret
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracle.distributions import chain_distribution
 from support.exact_joint_distribution import chi_square_p_value, next_token_distribution
-from support.table_laws import joint, tables
+from support.table_distributions import joint, tables
 
 from vllm_hsd.core.schedule import DRAWS_PER_LENGTH
 from vllm_hsd.verify import verify_chain

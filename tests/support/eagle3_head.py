@@ -63,7 +63,7 @@ def write_eagle3_head(
 
 
 class TorchHead:
-    """A head beside its target, in float32.
+    """A head with its target, in float32.
 
     Args:
         target: directory of the target.

@@ -81,10 +81,10 @@ class AcceptanceEstimates:
         self.verified[level] += reached.sum(0)
         np.add.at(self.rejected[level], accepted[failed], 1)
 
-    def count(self, level: int, asked: int, filled: int) -> None:
-        """Take in that `filled` of `asked` drafts of `level` hold any token."""
-        keep = 0.5 ** (asked / _SHARED_HALF_LIFE)
-        self.drafts[level] = keep * self.drafts[level] + asked
+    def count(self, level: int, requested: int, filled: int) -> None:
+        """Take in that `filled` of `requested` drafts of `level` hold any token."""
+        keep = 0.5 ** (requested / _SHARED_HALF_LIFE)
+        self.drafts[level] = keep * self.drafts[level] + requested
         self.filled[level] = keep * self.filled[level] + filled
 
     def rest(self, levels: list[int], slots: np.ndarray) -> None:
@@ -95,7 +95,7 @@ class AcceptanceEstimates:
         self.own_rejected[place] *= keep
 
     def fill(self, level: int) -> float:
-        """Share of drafts asked of `level` that hold any token: a lookup often finds none."""
+        """Share of drafts requested of `level` that hold any token: a lookup often finds none."""
         return float(self.filled[level] / self.drafts[level])
 
     def hazard(self, level: int) -> np.ndarray:

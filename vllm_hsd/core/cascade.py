@@ -87,7 +87,7 @@ class Cascade:
             verifiers = [*self.level_times, self.target_times]
             self.prices = PriceEstimates(lengths[0], verifiers, self.lowest.model_times)
         # Requests that could draft for the step under way, and the seconds that drafting took.
-        self.asked, self.drafting_seconds = np.zeros(num_slots, dtype=bool), 0.0
+        self.requested_below, self.drafting_seconds = np.zeros(num_slots, dtype=bool), 0.0
         self.controller = controller
         self.everything = Selection(
             tuple(range(len(self.levels))), tuple(option.draft_length for option in self.options)
@@ -144,7 +144,10 @@ class Cascade:
             self.top[slots] = self.selection.levels[-1]
             pair = self.controller.pair(self.selection.levels[-1], len(self.levels))
             self.controller.acceptance.count(pair, len(drafting), len(drafting) - empty)
-        self.asked[slots], self.drafting_seconds = requested > 0, time.perf_counter() - began
+        self.requested_below[slots], self.drafting_seconds = (
+            requested > 0,
+            time.perf_counter() - began,
+        )
         if not top.counts[slots].any():
             # Without drafts there is nothing to verify: the round ends here.
             self._close_round(drafting, np.zeros(len(drafting), dtype=np.int64))
@@ -164,8 +167,8 @@ class Cascade:
 
     def _close_round(self, slots: np.ndarray, accepted: np.ndarray) -> None:
         """Take in what became of the last drafts of `slots`, and what they cost."""
-        own = self.asked[slots]
-        self.asked[slots] = False
+        own = self.requested_below[slots]
+        self.requested_below[slots] = False
         if self.prices is None:
             return
         drafted = int(self.drafts[-1].counts[slots[own]].sum())
@@ -243,9 +246,9 @@ class Cascade:
             start = batch.end[now]
             room = room_below(requested[active], drafts.counts[now])
             room = np.minimum(room, models.context_lengths[level] - start)
-            asked = np.minimum(below_length, room)
+            requested_below = np.minimum(below_length, room)
             drafting_began = time.perf_counter()
-            below = self._draft(batch, level - 1, now, asked)
+            below = self._draft(batch, level - 1, now, requested_below)
             counts = below.counts[now]
             began, computed = time.perf_counter(), int((start - batch.cached[level, now]).sum())
             logits = models.forward(batch, level, now, counts + 1)
@@ -272,13 +275,15 @@ class Cascade:
             self.counters.stats[level].seconds += seconds
             filled = int((counts > 0).sum())
             self.counters.add_asked(
-                level - 1, int((asked > 0).sum()), int((asked > 0).sum()) - filled
+                level - 1,
+                int((requested_below > 0).sum()),
+                int((requested_below > 0).sum()) - filled,
             )
             if self.prices is not None:
                 produced = int((accepted + 1).sum())
                 spent = began - drafting_began
                 self.prices.observe(level, len(now), drafted, produced, spent)
-            self._learn_acceptance(level, now, asked, counts, accepted)
+            self._learn_acceptance(level, now, requested_below, counts, accepted)
             rounds += 1
             # Ignore the entropy of rejected positions.
             stopped = np.zeros(len(now), dtype=bool)
@@ -296,7 +301,7 @@ class Cascade:
         self,
         level: int,
         slots: np.ndarray,
-        asked: np.ndarray,
+        requested_below: np.ndarray,
         counts: np.ndarray,
         accepted: np.ndarray,
     ) -> None:
@@ -304,7 +309,9 @@ class Cascade:
         place = self.selection.levels.index(level)
         if place and self.controller is not None:
             pair = self.controller.pair(self.selection.levels[place - 1], level)
-            self.controller.acceptance.count(pair, int((asked > 0).sum()), int((counts > 0).sum()))
+            self.controller.acceptance.count(
+                pair, int((requested_below > 0).sum()), int((counts > 0).sum())
+            )
             self.controller.acceptance.observe(pair, slots, counts, accepted)
 
     def _verify(

@@ -162,7 +162,7 @@ class DepthController:
         return self.best
 
     def _plan(self, slots: np.ndarray, most: np.ndarray) -> None:
-        """Value every candidate at this batch, and settle the trial that has ended."""
+        """Value every candidate at this batch, and judge the trial that has ended."""
         self.next_plan = self.step + _PLAN_EVERY
         self.planned_size = len(slots)
         known = [candidate for candidate in self.candidates if self._timed(candidate)]

@@ -3,7 +3,7 @@
 The target continues every prompt, and one teacher-forced pass of every model over these texts
 gives all distributions on the same contexts: the pairwise rates, and the acceptance of every
 drafter by the target. A level below the target verifies text of its own, so from where the
-target would ask it for a draft each candidate draws short continuations, which the others then
+target would request a draft each candidate draws short continuations, which the others then
 score. Prompt lookups are replayed over the same texts.
 """
 
@@ -228,7 +228,7 @@ def scored_texts(
 def _asked_contexts(
     prompts: list[list[int]], texts: Texts, ratios: Floats, model: int, task: Task
 ) -> list[list[int]]:
-    """Contexts at which the target asks a candidate for a draft, shortest first."""
+    """Contexts at which the target requests a candidate's draft, shortest first."""
     rng = np.random.default_rng((task.seed, 1, model))
     reached = asked_at(ratios, task.max_draft_tokens).cumsum()
     # Evenly along all texts, which leaves less to chance than independent draws.
@@ -243,7 +243,7 @@ def _asked_contexts(
 
 
 def asked_at(ratios: Floats, max_tokens: int) -> Floats:
-    """Where the target asks a candidate for a draft: P(text, position), [texts, L].
+    """Where the target requests a candidate's draft: P(text, position), [texts, L].
 
     Not everywhere alike: a candidate drafts anew where it has just failed, and skips what was
     accepted. Drafts of all lengths count alike.

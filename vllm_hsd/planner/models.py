@@ -159,11 +159,11 @@ class ModelSet:
         if isinstance(level, ExitHeadLevelConfig):
             head = read_exit_head(level.exit_head)
             layers, name = head.layer, f"exit head {quoted(level.exit_head)} at layer"
-            wanted = self.vocabulary, config.hidden_size
-            if tuple(head.weight.shape) != wanted:
+            needed = self.vocabulary, config.hidden_size
+            if tuple(head.weight.shape) != needed:
                 raise UserError(
                     f"exit head {quoted(level.exit_head)} has the shape "
-                    f"{tuple(head.weight.shape)} and the target needs {wanted}: train it for this "
+                    f"{tuple(head.weight.shape)} and the target needs {needed}: train it for this "
                     f"target."
                 )
         else:
@@ -216,7 +216,7 @@ class ModelSet:
 
         Args:
             tokens: int64 [B, L], right-padded; padding does not change what comes before it.
-            first: position of the first logits wanted.
+            first: position of the first logits to compute.
 
         Returns:
             [B, L - first, V] per model; row t predicts token first + t + 1.

@@ -63,33 +63,33 @@ class Graph:
 
 
 def renewal(survival: Floats, reward: Floats, capped: bool) -> Floats:
-    """Expected reward summed over rounds until T tokens are emitted, [..., T (l), T (wanted)].
+    """Expected reward summed over rounds until T tokens are emitted, [..., T (l), T (requested)].
 
     Args:
         survival: P(at least t accepted) of rounds of draft length l that start at a position,
             [..., T + 1 (l), T + 1 (position), T + 1 (t)]; 1 at t = 0.
-        reward: of a round that asks for n tokens, broadcast to [..., T + 1 (l), T + 1 (position),
+        reward: of a round that requests n tokens, broadcast to [..., T + 1 (l), T + 1 (position),
             T + 1 (n)].
-        capped: ask for min(l, wanted - have - 1) tokens, as this package's cascade does, so
-            that no round overshoots; otherwise always ask for l, as the paper does.
+        capped: request min(l, requested - have - 1) tokens, as this package's cascade does, so
+            that no round overshoots; otherwise always l, as the paper does.
     """
     size = survival.shape[-1] - 1
     lengths = np.arange(1, size + 1)
     shape = np.broadcast_shapes(survival.shape[:-3], reward.shape[:-3])
     reward = np.broadcast_to(reward, (*reward.shape[:-3], size + 1, size + 1, size + 1))
     total = np.zeros((*shape, size, size))
-    for wanted in range(1, size + 1):
+    for requested in range(1, size + 1):
         # What is still to come once so many tokens are emitted; the last: enough.
-        value = [np.zeros((*shape, size)) for _ in range(wanted + 1)]
-        for have in reversed(range(wanted)):
-            asked = np.minimum(lengths, wanted - have - 1) if capped else lengths
+        value = [np.zeros((*shape, size)) for _ in range(requested + 1)]
+        for have in reversed(range(requested)):
+            requested_below = np.minimum(lengths, requested - have - 1) if capped else lengths
             here = value[have]
-            here += reward[..., lengths, have, asked] + value[have + 1]
+            here += reward[..., lengths, have, requested_below] + value[have + 1]
             # E[value] = value at no token accepted + the change at each further one.
-            for t in range(1, wanted - have):
+            for t in range(1, requested - have):
                 change = value[have + t + 1] - value[have + t]
                 here[..., t - 1 :] += survival[..., t:, have, t] * change[..., t - 1 :]
-        total[..., wanted - 1] = value[0]
+        total[..., requested - 1] = value[0]
     return total
 
 
@@ -119,8 +119,8 @@ def build_graph(
         draft: time in which a model drafts one token on its own, a lookup all of them [M].
         verify: time in which a model verifies n tokens, [M + 1, T + 1 (n)].
         plain: time in which the target emits one token without speculation.
-        capped: whether the last rounds ask for fewer tokens (see `renewal`). A capped level
-            that asks for fewer tokens than its drafter's draft length is taken to pay in
+        capped: whether the last rounds request fewer tokens (see `renewal`). A capped level
+            that requests fewer tokens than its drafter's draft length is taken to pay in
             proportion.
     """
     models, size = len(draft), verify.shape[1] - 1
@@ -130,10 +130,10 @@ def build_graph(
     survival = acceptance.survival[np.ix_(nodes, nodes)]
     lookups = {order.index(model): table[nodes] for model, table in acceptance.lookups.items()}
     tokens = np.arange(1, size + 1)
-    asked = np.arange(size + 1, dtype=np.float64)
+    requested = np.arange(size + 1, dtype=np.float64)
     pairs = survival[:-1, :-1]
     cost = renewal(pairs, verify[:-1, None, None, None], capped)
-    multiplier = renewal(pairs, asked[None, None, None, None], capped) / tokens[:, None]
+    multiplier = renewal(pairs, requested[None, None, None, None], capped) / tokens[:, None]
     alone = draft[:, None] * tokens
     emitted = np.tril(survival[-1, :-1, :, 0]).sum(-1)[:, 1:]
     target_cost = np.repeat(verify[-1:, 1:], models, axis=0)
@@ -142,7 +142,7 @@ def build_graph(
         spent = expected_cost(table[:-1], verify[:-1])
         cost[:, k] = renewal(pairs[:, k], spent, capped)
         multiplier[:, k] = renewal(
-            pairs[:, k], (asked > 0).astype(np.float64)[None, None, None], capped
+            pairs[:, k], (requested > 0).astype(np.float64)[None, None, None], capped
         )
         alone[k] = draft[k]
         at_target = expected_cost(table[-1:], verify[-1:])[0]
@@ -150,7 +150,7 @@ def build_graph(
     cost[list(lookups)] = np.inf
     cost[np.triu_indices(models)] = np.inf  # a drafter is cheaper than its verifier
     # The paper's graph has no drafter with a longer draft than the level that it drafts for;
-    # a capped level that owes j tokens never asks for more than j - 1.
+    # a capped level that owes j tokens never requests more than j - 1.
     useless = tokens[:, None] >= tokens if capped else tokens[:, None] > tokens
     cost[:, :, useless] = np.inf
     multiplier[:, :, useless] = 1.0
@@ -166,7 +166,7 @@ def build_graph(
 
 
 def expected_cost(joint: Floats, verify: Floats) -> Floats:
-    """Expected time to verify what a lookup offers when asked for n tokens.
+    """Expected time to verify what a lookup offers when n tokens are requested.
 
     Args:
         joint: [M, T + 1 (l), T + 1 (position), T + 1 (offered), T + 1 (accepted)].

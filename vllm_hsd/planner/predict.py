@@ -1,11 +1,11 @@
 """Predicted time per token of a cascade: exact for the algorithm as this package runs it.
 
-A level that was asked for `wanted` tokens and has emitted `have` asks the level below for
-min(draft length below, wanted - have - 1) tokens, so that the accepted ones and the recovered or
-bonus token never overshoot; with nothing to ask for, its own forward yields one token. A forward
-runs over the draft and over the uncached tokens of its model (at least the last one). Acceptance
-in a round depends only on the pair of models, the draft length and the position; given that, the
-expectation below is exact: a Markov chain over the uncached tokens of every level.
+A level that drafts `requested` tokens and has emitted `have` of them requests
+min(draft length below, requested - have - 1) tokens of the level below, so that the accepted ones
+and the recovered or bonus token never overshoot; with none to request, its own forward yields one
+token. A forward runs over the draft and over the uncached tokens of its model (at least the last
+one). Acceptance in a round depends only on the pair of models, the draft length and the position;
+given that, the expectation below is exact: a Markov chain over the uncached tokens of every level.
 """
 
 from __future__ import annotations
@@ -111,21 +111,24 @@ def gain_table(survival: Floats) -> Floats:
 def round_outcomes(
     acceptance: Acceptance, verifier: int, drafter: int, draft_length: int
 ) -> list[list[list[Outcome]]]:
-    """Outcomes of rounds by the verifier's position and by the tokens asked for, 0..draft_length.
+    """Outcomes of rounds by the verifier's position and by the tokens requested, 0..draft_length.
 
     Args:
         verifier: index of a model, -1 for the target.
     """
     if drafter in acceptance.lookups:
         joint = acceptance.lookups[drafter][verifier, draft_length]
-        by_asked = [folded(joint, asked) for asked in range(draft_length + 1)]
+        by_requested = [folded(joint, requested) for requested in range(draft_length + 1)]
         return [
-            [_offers(table[position].tolist()) for table in by_asked]
+            [_offers(table[position].tolist()) for table in by_requested]
             for position in range(len(joint))
         ]
     gains = gain_table(acceptance.survival[verifier, drafter, draft_length])
     return [
-        [[(asked, row[: asked + 1])] for asked, row in enumerate(rows[: draft_length + 1])]
+        [
+            [(requested, row[: requested + 1])]
+            for requested, row in enumerate(rows[: draft_length + 1])
+        ]
         for rows in gains.tolist()
     ]
 
@@ -135,7 +138,7 @@ def _offers(table: list[list[float]]) -> list[Outcome]:
 
 
 def check_draft_lengths(selection: Selection, acceptance: Acceptance) -> None:
-    """Refuse drafts longer than what was measured and levels that are never asked.
+    """Refuse drafts longer than what was measured and levels that never draft.
 
     Raises:
         UserError: names the draft length and the fix.
@@ -147,13 +150,13 @@ def check_draft_lengths(selection: Selection, acceptance: Acceptance) -> None:
             f"a draft of {max(lengths)} tokens is longer than the {longest} tokens that the "
             f"profile covers: profile again with a larger --max-draft-tokens."
         )
-    asked = lengths[-1]
+    requested = lengths[-1]
     for level in reversed(range(len(lengths) - 1)):
-        asked = min(lengths[level], asked - 1)
-        if asked < 1:
+        requested = min(lengths[level], requested - 1)
+        if requested < 1:
             raise UserError(
                 f"level {level} would never draft, because the draft lengths {lengths} leave the "
-                f"level above nothing to ask for: raise them towards the target."
+                f"level above nothing to request: raise them toward the target."
             )
 
 
@@ -172,7 +175,7 @@ class _Chain:
         ]
         self.looks_up = levels[0] in measured.acceptance.lookups
         self.cacheless = {i for i, level in enumerate(levels) if level in measured.cacheless}
-        # A level lags at most its whole draft when it is next asked.
+        # A level lags at most its whole draft when it next drafts.
         longest = 2 * sum(selection.draft_lengths) + 2
         self.ms = [
             latencies.calls(model, measured.role(level, model), batch, longest).tolist()
@@ -186,28 +189,28 @@ class _Chain:
         return np.zeros((2, self.depth + 1))
 
     def draft(
-        self, level: int, wanted: int, uncached: Uncached
+        self, level: int, requested: int, uncached: Uncached
     ) -> tuple[Floats, dict[Uncached, float]]:
-        """Expected [2, K + 1] (ms, calls) of `wanted` tokens of a level, and P(uncached after).
+        """Expected [2, K + 1] (ms, calls) of `requested` tokens of a level, and P(uncached after).
 
         Args:
             uncached: of the levels up to this one.
         """
-        key = level, wanted, uncached
+        key = level, requested, uncached
         if key not in self.memo:
-            if wanted == 0:
+            if requested == 0:
                 self.memo[key] = self.zeros(), {uncached: 1.0}
             elif level > 0:
                 self.memo[key] = self._draft_verified(*key)
             else:
                 total, ms = self.zeros(), self.ms[0]
-                calls = 1 if self.looks_up else wanted
+                calls = 1 if self.looks_up else requested
                 total[:, 0] = ms[uncached[0] - 1] + (calls - 1) * ms[0], calls
                 self.memo[key] = total, {(1,): 1.0}
         return self.memo[key]
 
     def _draft_verified(
-        self, level: int, wanted: int, uncached: Uncached
+        self, level: int, requested: int, uncached: Uncached
     ) -> tuple[Floats, dict[Uncached, float]]:
         total, ms = self.zeros(), self.ms[level]
         done: dict[Uncached, float] = {}
@@ -215,18 +218,18 @@ class _Chain:
         while states:
             after: dict[tuple[int, Uncached], float] = {}
             for (have, lags), chance in states.items():
-                asked = min(self.draft_lengths[level - 1], wanted - have - 1)
-                below, drafts = self.draft(level - 1, asked, lags[:level])
+                requested_below = min(self.draft_lengths[level - 1], requested - have - 1)
+                below, drafts = self.draft(level - 1, requested_below, lags[:level])
                 total += chance * below
                 for low, p in drafts.items():
-                    for offered, accepted in self.outcomes[level - 1][have][asked]:
+                    for offered, accepted in self.outcomes[level - 1][have][requested_below]:
                         share = chance * p * sum(accepted)
                         total[:, level] += share * ms[lags[level] + offered - 1], share
                         for kept, q in enumerate(accepted):
                             if not (weight := chance * p * q):
                                 continue
                             state = (*self._catch_up(low, offered, kept), 1)
-                            if have + kept + 1 == wanted:
+                            if have + kept + 1 == requested:
                                 done[state] = done.get(state, 0.0) + weight
                             else:
                                 key = have + kept + 1, state
@@ -243,14 +246,14 @@ class _Chain:
         return tuple(after)
 
     def step(
-        self, uncached: Uncached, wanted: int
+        self, uncached: Uncached, requested: int
     ) -> tuple[Floats, dict[tuple[int, Uncached], float]]:
-        """One target call on `wanted` drafted tokens: [2, K + 1] and P(emitted, uncached)."""
-        spent, drafts = self.draft(self.depth - 1, wanted, uncached)
+        """One target call on `requested` drafted tokens: [2, K + 1] and P(emitted, uncached)."""
+        spent, drafts = self.draft(self.depth - 1, requested, uncached)
         total = spent.copy()
         after: dict[tuple[int, Uncached], float] = {}
         for low, p in drafts.items():
-            for offered, accepted in self.outcomes[-1][0][wanted]:
+            for offered, accepted in self.outcomes[-1][0][requested]:
                 share = p * sum(accepted)
                 total[:, -1] += share * self.target_ms[offered], share
                 for kept, q in enumerate(accepted):

@@ -147,10 +147,10 @@ class Recorder:
         return timed
 
     def _lookup(self, index: int, lookup: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(tokens: Any, rows: Any, slots: Any, ends: Any, asked: Any) -> Any:
+        def timed(tokens: Any, rows: Any, slots: Any, ends: Any, requested: Any) -> Any:
             began = self.clock()
-            found = lookup(tokens, rows, slots, ends, asked)
-            if batch := int((asked > 0).sum()):
+            found = lookup(tokens, rows, slots, ends, requested)
+            if batch := int((requested > 0).sum()):
                 self.open.append((index, batch, batch, began, self.clock() - began))
             return found
 

@@ -89,7 +89,7 @@ class Search:
             )
         self.profile, self.constraints = profile, constraints
         longest = profile.max_draft_tokens
-        self.size = longest if (asked := constraints.max_draft_tokens) is None else asked
+        self.size = longest if (given := constraints.max_draft_tokens) is None else given
         if not 1 <= self.size <= longest:
             raise UserError(
                 f"--max-draft-tokens is {self.size}, but the profile covers 1 to {longest} tokens."

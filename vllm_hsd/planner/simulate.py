@@ -34,10 +34,10 @@ class TokenSource(Protocol):
     def draft(self, active: Mask) -> None:
         """Append one token of level 0 to each request."""
 
-    def look_up(self, active: Mask, emitted: Ints, asked: Ints) -> Ints:
-        """Append at most `asked` tokens found by prompt lookup; how many, [replicas, batch].
+    def look_up(self, active: Mask, emitted: Ints, requested: Ints) -> Ints:
+        """Append at most `requested` tokens found by prompt lookup; how many, [replicas, batch].
 
-        `emitted`: tokens that the verifying level has emitted since it was asked.
+        `emitted`: tokens that the verifying level has emitted since its draft began.
         """
         ...
 
@@ -45,7 +45,7 @@ class TokenSource(Protocol):
         """Verify the last `drafted` tokens of each request at a level (K: the target).
 
         Keeps a prefix of them, appends one token, and returns how many were kept
-        [replicas, batch]. The level has `emitted` tokens since it was asked; the target: 0.
+        [replicas, batch]. The level has `emitted` tokens since its draft began; the target: 0.
         """
         ...
 
@@ -75,13 +75,13 @@ class TableAcceptance:
     def draft(self, active: Mask) -> None:
         pass
 
-    def look_up(self, active: Mask, emitted: Ints, asked: Ints) -> Ints:
+    def look_up(self, active: Mask, emitted: Ints, requested: Ints) -> Ints:
         assert self.joint is not None
         size = len(self.joint)
         reached = self.joint[np.minimum(emitted, size - 1)]
         cell = (reached <= self.rng.random(active.shape)[..., None]).sum(-1)
         offered, self.found = np.divmod(np.minimum(cell, size * size - 1), size)
-        return np.minimum(offered, asked)
+        return np.minimum(offered, requested)
 
     def verify(self, active: Mask, level: int, emitted: Ints, drafted: Ints) -> Ints:
         if level == 1 and self.joint is not None:
@@ -133,21 +133,21 @@ class _Run:
             self.known[key] = self.measured.latencies.call(model, role, requests, total / requests)
         return self.known[key]
 
-    def draft(self, level: int, wanted: Ints, emitted: Ints) -> Ints:
-        """Draft up to `wanted` tokens of a level for each request; returns how many.
+    def draft(self, level: int, requested: Ints, emitted: Ints) -> Ints:
+        """Draft up to `requested` tokens of a level for each request; returns how many.
 
         Args:
-            emitted: by the level above since it was asked.
+            emitted: by the level above since its draft began.
         """
-        have = np.zeros_like(wanted)
+        have = np.zeros_like(requested)
         if level == 0 and self.looks_up:
-            active = wanted > 0
+            active = requested > 0
             if active.any():
-                self.forward(0, active, np.ones_like(wanted))
-                have = np.where(active, self.tokens.look_up(active, emitted, wanted), 0)
+                self.forward(0, active, np.ones_like(requested))
+                have = np.where(active, self.tokens.look_up(active, emitted, requested), 0)
                 self.uncached[1:] += have
             return have
-        while (active := have < wanted).any():
+        while (active := have < requested).any():
             if level == 0:
                 self.forward(0, active, self.uncached[0])
                 self.tokens.draft(active)
@@ -155,14 +155,14 @@ class _Run:
                 self.uncached[1:, active] += 1
                 have += active
                 continue
-            room = np.where(active, wanted - have - 1, 0)
-            asked = np.minimum(self.selection.draft_lengths[level - 1], room)
-            drafted = self.draft(level - 1, asked, have)
+            room = np.where(active, requested - have - 1, 0)
+            requested_below = np.minimum(self.selection.draft_lengths[level - 1], room)
+            drafted = self.draft(level - 1, requested_below, have)
             self.forward(level, active, self.uncached[level])
-            have += self.settle(active, level, have, drafted)
+            have += self.verify(active, level, have, drafted)
         return have
 
-    def settle(self, active: Mask, level: int, emitted: Ints, drafted: Ints) -> Ints:
+    def verify(self, active: Mask, level: int, emitted: Ints, drafted: Ints) -> Ints:
         """Verify at one level and update the uncached tokens; returns the tokens emitted."""
         kept = self.tokens.verify(active, level, emitted, drafted)
         gone = np.where(active, drafted - kept - 1, 0)
@@ -175,10 +175,10 @@ class _Run:
     def step(self) -> Ints:
         """One call of the target for every request; returns the tokens emitted."""
         none = np.zeros(self.all.shape, dtype=np.int64)
-        wanted = np.full_like(none, self.selection.draft_lengths[-1])
-        offered = self.draft(self.depth - 1, wanted, none)
+        requested = np.full_like(none, self.selection.draft_lengths[-1])
+        offered = self.draft(self.depth - 1, requested, none)
         self.forward(self.depth, self.all, offered + 1)
-        emitted = self.settle(self.all, self.depth, none, offered)
+        emitted = self.verify(self.all, self.depth, none, offered)
         self.uncached[self.cacheless] = 1
         return emitted
 

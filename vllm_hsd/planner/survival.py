@@ -39,11 +39,11 @@ class Acceptance:
 
     Attributes:
         survival: P(at least t tokens are accepted) in a round of a verifier that has emitted
-            `position` tokens since it was asked, [M + 1 (verifier), M + 1 (drafter), T + 1 (draft
-            length), T + 1 (position), T + 1 (t)]; the target is last. The rows of the target are
+            `position` tokens since its draft began, [M + 1 (verifier), M + 1 (drafter), T + 1
+            (draft length), T + 1 (position), T + 1 (t)]; the target is last. The target's rows are
             the same at all positions.
-        lookups: for each drafter that proposes at most as many tokens as asked (prompt lookup),
-            P(offers exactly m tokens, of which exactly k are accepted) when asked for T,
+        lookups: for each drafter that proposes at most as many tokens as requested (prompt lookup),
+            P(offers exactly m tokens, of which exactly k are accepted) of T requested ones,
             [M + 1 (verifier), T + 1 (draft length), T + 1 (position), T + 1 (m), T + 1 (k)].
     """
 
@@ -73,17 +73,17 @@ def independent_survival(rates: ArrayLike, max_tokens: int) -> Floats:
     return np.broadcast_to(alive[..., None, None, :], (*alive.shape[:-1], size, size, size))
 
 
-def folded(joint: Floats, asked: int) -> Floats:
-    """P(m offered, k accepted) for a shorter request: both are cut at `asked`.
+def folded(joint: Floats, requested: int) -> Floats:
+    """P(m offered, k accepted) for a shorter request: both are cut at `requested`.
 
     Args:
         joint: [..., T + 1 (m), T + 1 (k)].
 
     Returns:
-        float64 [..., asked + 1 (m), asked + 1 (k)].
+        float64 [..., requested + 1 (m), requested + 1 (k)].
     """
     for axis in (-2, -1):
-        kept, beyond = np.split(joint, [asked], axis)
+        kept, beyond = np.split(joint, [requested], axis)
         joint = np.concatenate([kept, beyond.sum(axis, keepdims=True)], axis)
     return joint
 
@@ -165,11 +165,11 @@ def survival_anywhere(log_ratios: ArrayLike, max_tokens: int, verifier: Verifier
 
 
 def survival_by_position(log_ratios: ArrayLike, max_tokens: int, verifier: Verifier) -> Floats:
-    """Survival of rounds by how many tokens the verifier has emitted since it was asked.
+    """Survival of rounds by how many tokens the verifier has emitted since its draft began.
 
-    A level below the target emits at most H tokens from where it is asked, and what it meets
-    there changes on the way: it is asked where it failed before. The texts start where it is
-    asked; rounds follow one another along each, as in a cascade.
+    A level below the target emits at most H tokens from where its draft begins, and what it meets
+    there changes on the way: it begins where it failed before. The texts start where its
+    draft begins; rounds follow one another along each, as in a cascade.
 
     Args:
         log_ratios: as for `survival_along`, [..., N texts, L].

@@ -65,7 +65,7 @@ class Timing:
         models = [i for i, candidate in enumerate(task.candidates) if candidate.kind != "ngram"]
         self.drafters = sorted(models, key=lambda i: sizes[i])
         # A prompt lookup drafts as it likes: where no two others are there, a bigram table
-        # drafts as many tokens as it is asked for.
+        # drafts as many tokens as are requested.
         self.filler = len(models) < 2
         if self.filler:
             self.drafters.append(len(task.candidates))

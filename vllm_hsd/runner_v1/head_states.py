@@ -68,8 +68,8 @@ class HeadStates:
         head, k, requests = self.head, self.k, self.requests
         # Entries of drafts were computed without the target's states.
         requests.cached[k, slots] = np.minimum(requests.cached[k, slots], known[k])
-        behind = ~requests.sits_out[k, slots] & (known[k] <= head.context_length)
-        rows = np.flatnonzero(behind & (requests.cached[k, slots] < known[k]))
+        lagging = ~requests.sits_out[k, slots] & (known[k] <= head.context_length)
+        rows = np.flatnonzero(lagging & (requests.cached[k, slots] < known[k]))
         entries = np.maximum(requests.cached[k, slots[rows]] - 1, 0)
         now = head.must_catch_up(rows, entries)
         self._feed(batch, slots[rows[now]], known[k, rows[now]])

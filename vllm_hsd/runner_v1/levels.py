@@ -70,7 +70,7 @@ class ModelLevel:
     def load(self, draft_vllm_config: VllmConfig, model_config, load_config) -> None:
         """Load the weights and record the attention layers that came with them.
 
-        The tag and `additional_config` keep torch.compile from sharing one artefact between two
+        The tag and `additional_config` keep torch.compile from sharing one artifact between two
         levels of equal configuration; the prefix holds no integer as a dotted component, since
         vLLM reads layer numbers from those.
         """

@@ -208,7 +208,7 @@ class CascadeProposer(DraftModelProposer):
         own, self.speculative_config = self.speculative_config, level_config
         try:
             if level_config.method == "eagle3":
-                # A head's modules read the target's configuration and their own beside it.
+                # A head's modules read the target's configuration in addition to their own.
                 config = SpecDecodeBaseProposer._create_draft_vllm_config(self)
                 return replace_config(config, speculative_config=level_config)
             return self._create_draft_vllm_config()

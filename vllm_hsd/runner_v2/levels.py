@@ -54,7 +54,7 @@ class ModelLevel:
         parallel = replace(
             level_config.draft_parallel_config, rank=self.vllm_config.parallel_config.rank
         )
-        # The tag and additional_config keep torch.compile from sharing one artefact between levels.
+        # The tag and additional_config keep torch.compile from sharing one artifact between levels.
         draft_config = replace(
             self.vllm_config,
             model_config=level_config.draft_model_config,

@@ -76,7 +76,7 @@ def evaluate(
 
 
 def plot_curve(path: Path) -> None:
-    """Draws the evaluations of a training run, `path` (CSV), beside it as PNG."""
+    """Draws the evaluations of a training run, `path` (CSV), next to it as PNG."""
     import matplotlib
 
     matplotlib.use("Agg")

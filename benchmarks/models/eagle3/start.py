@@ -25,7 +25,7 @@ def warm_start(
     """Sets the weights of an untrained head.
 
     One linear map predicts the target's last state at the next position from the auxiliary
-    states here and the next token's embedding. Its part for the states becomes `fc`, behind
+    states here and the next token's embedding. Its part for the states becomes `fc`, after
     norms that divide every channel by its root mean square (a Llama has a few huge ones). Its
     part for the embedding goes through the attention's values, cut to their rank; queries and
     keys begin as one random projection of the whitened embedding, so a token attends to itself

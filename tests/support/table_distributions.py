@@ -21,7 +21,7 @@ def tables(vocabulary=6, difference=0.7):
 def joint(params, length):
     """Exact distribution of the first `length` tokens after token 0 of the target's table."""
     target, _ = tables()
-    law = {}
+    distribution = {}
     for outcome in itertools.product(range(len(target)), repeat=length):
         probability, text = 1.0, [0]
         for t, token in enumerate(outcome):
@@ -31,5 +31,5 @@ def joint(params, length):
             probability *= row[token]
             text.append(token)
         if probability > 0:
-            law[outcome] = probability
-    return law
+            distribution[outcome] = probability
+    return distribution
