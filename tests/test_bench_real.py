@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.paper_tables import real_model
-from vllm_hsd.cli.bench_runs import Comparison, Setup
+from vllm_hsd.cli.bench_jobs import Comparison, Setup
 from vllm_hsd.engine import Generation
 
 SETUP = Setup([None] * 9, [[1], [2], [3], [4]], True, 1000, "float32", "cpu", 1, 1 << 40)

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from benchmarks.end_to_end import demo
-from vllm_hsd.cli.bench_runs import Comparison, Results
+from vllm_hsd.cli.bench_jobs import Comparison, Results
 from vllm_hsd.engine import Generation
 
 KINDS = ["a", "b"]

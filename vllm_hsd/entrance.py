@@ -1,26 +1,22 @@
 """Where vLLM's configuration becomes ours, and which model runner serves it.
 
 On CUDA a configuration of ours is served by vLLM's V2 runner, elsewhere by V1;
-`VLLM_USE_V2_MODEL_RUNNER` decides otherwise. The names of vLLM that are replaced here belong to
-both runners. Importing this module imports nothing of vLLM: the plugin does so in processes that
-never use it.
+`VLLM_USE_V2_MODEL_RUNNER` decides otherwise. Importing this module imports nothing of vLLM: the
+plugin does so in processes that never use it.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from vllm_hsd import vllm_names
 from vllm_hsd.errors import UserError
-from vllm_hsd.registry import NONE_FILED, PLUGIN_ISSUE, Registry
+from vllm_hsd.registry import PLUGIN_ISSUE
+from vllm_hsd.shared_hooks import REGISTRY
 
 logger = logging.getLogger(__name__)
 
-REGISTRY = Registry("vllm_hsd")
-REGISTRY.depends_on(vllm_names.OVERRIDDEN, vllm_names.READ)
 ENTRANCE = "vllm.engine.arg_utils.EngineArgs.create_speculative_config"
 
 # kind of level -> what it does with the target's modules
@@ -164,38 +160,3 @@ def _serve_block_verification(config) -> None:
 
     # vLLM's own object, of a class whose arrival in another process installs the hooks there.
     config.__class__ = BlockVerificationConfig
-
-
-@REGISTRY.replaces(
-    "vllm.config.vllm.VllmConfig._get_v2_model_runner_unsupported_features",
-    ("self",),
-    why="keeps a configuration of ours on the runner that it was made for",
-    until="cascades run on the V2 runner wherever it runs",
-    issue=NONE_FILED,
-)
-def unsupported_features_of_v2(original, self):
-    features = original(self)
-    made_for = getattr(self.speculative_config, "hsd_runner", None)
-    if made_for == "V1":
-        features.append("a speculative configuration of vllm-hsd that was made for V1")
-    elif made_for == "V2" and features:
-        raise UserError(
-            f"vLLM's V2 runner does not support {', '.join(features)}: set "
-            "VLLM_USE_V2_MODEL_RUNNER=0 to serve this configuration on the V1 runner."
-        )
-    return features
-
-
-@REGISTRY.replaces(
-    "vllm.sampling_params.SamplingParams._validate_spec_decode",
-    ("self", "speculative_config"),
-    why="allows min_p and logit_bias, which our samplers apply to every draft token",
-    until="vLLM's rejection samplers apply both",
-    issue="vllm-project/vllm#42744",
-)
-def validate_spec_decode(original, self, speculative_config):
-    applies = getattr(speculative_config, "hsd_applies_min_p", False)
-    if applies and (self.min_p or self.logit_bias):
-        self = copy.copy(self)
-        self.min_p, self.logit_bias = 0.0, None
-    original(self, speculative_config)

@@ -1,7 +1,7 @@
 """Registries of the vLLM names that this package replaces, overrides or reads.
 
 Each model runner of vLLM has a registry of its own (`runner_v1.hooks`, `runner_v2.hooks`); the
-names that both need are registered in `entrance`. Replacements register themselves with
+names that both need are registered in `shared_hooks`. Replacements register themselves with
 `Registry.replaces`. `Registry.install` compares all names with the installed vLLM and then replaces
 all or nothing.
 
@@ -16,6 +16,7 @@ import functools
 import importlib
 import inspect
 import threading
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -74,8 +75,11 @@ class Registry:
     def __init__(
         self, package: str, modules: tuple[str, ...] = (), shared: Registry | None = None
     ) -> None:
-        self.hooks: dict[str, Hook] = dict(shared.hooks) if shared else {}
-        self.replacements: dict[str, Callable] = dict(shared.replacements) if shared else {}
+        # The shared names come first, also those that are registered later.
+        self.hooks: ChainMap[str, Hook] = ChainMap({}, shared.hooks if shared else {})
+        self.replacements: ChainMap[str, Callable] = ChainMap(
+            {}, shared.replacements if shared else {}
+        )
         self._package, self._modules = package, modules
         self._installed = False
         self._lock = threading.RLock()

@@ -30,13 +30,8 @@ from benchmarks.common import RESULTS, Spread, commit, saved_figure, write_csv
 from benchmarks.end_to_end.sources import missing, sources
 from benchmarks.models.smollm2 import smollm2
 from vllm_hsd.cli import bench, bench_report, greedy
-from vllm_hsd.cli.bench_runs import (
-    Comparison,
-    Engines,
-    Job,
-    Results,
-    compare_greedy,
-)
+from vllm_hsd.cli.bench_jobs import Comparison, Job, Results
+from vllm_hsd.cli.bench_runs import Engines, compare_greedy
 from vllm_hsd.engine import Generation
 
 PROMPTS = Path(__file__).parent / "demo_prompts.jsonl"

@@ -20,7 +20,7 @@ from benchmarks.common import (
     prompts,
 )
 from vllm_hsd.cli import bench
-from vllm_hsd.cli.bench_runs import Comparison
+from vllm_hsd.cli.bench_jobs import Comparison
 from vllm_hsd.cli.options import integers
 
 # Results name these paths: relative ones say nothing about the machine.

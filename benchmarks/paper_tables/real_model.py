@@ -22,16 +22,8 @@ from benchmarks.common import RESULTS, saved_figure, write_csv
 from benchmarks.end_to_end.sources import drafter, sources
 from benchmarks.models.smollm2 import smollm2
 from vllm_hsd.cli import bench, bench_report, greedy
-from vllm_hsd.cli.bench_runs import (
-    Comparison,
-    Engines,
-    Job,
-    Results,
-    Setup,
-    compare_greedy,
-    config_name,
-    progress,
-)
+from vllm_hsd.cli.bench_jobs import Comparison, Job, Results, Setup, config_name
+from vllm_hsd.cli.bench_runs import Engines, compare_greedy, progress
 from vllm_hsd.cli.options import integers, numbers
 from vllm_hsd.engine import Generation
 from vllm_hsd.planner.prompts import read_prompts

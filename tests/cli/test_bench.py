@@ -13,7 +13,8 @@ from support.engines import forked
 
 from vllm_hsd.cli import bench, bench_report, bench_runs, greedy
 from vllm_hsd.cli import main as cli
-from vllm_hsd.cli.bench_runs import Comparison, Results, Setup, config_name, jobs, measure
+from vllm_hsd.cli.bench_jobs import Comparison, Results, Setup, config_name
+from vllm_hsd.cli.bench_runs import jobs, measure
 from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.errors import UserError
 from vllm_hsd.worker_process import WorkerProcess

@@ -17,7 +17,8 @@ hooks.load()
 CASCADE = {"method": "hsd", "num_speculative_tokens": 4}
 VALIDATE = hooks.HOOKS["vllm.sampling_params.SamplingParams._validate_spec_decode"]
 PACKAGE = Path(vllm_hsd.__file__).parent
-SOURCES = [PACKAGE / name for name in ("entrance.py", "level_checks.py", "spec_config.py")]
+SOURCES = [PACKAGE / name for name in ("entrance.py", "shared_hooks.py")]
+SOURCES += [PACKAGE / name for name in ("level_checks.py", "spec_config.py")]
 SOURCES += sorted(PACKAGE.glob("runner_v1/*.py"))
 
 # Names that the modules of runner_v1 give to objects of vLLM, and their classes.

@@ -11,7 +11,8 @@ from typing import Any
 
 from vllm_hsd import host
 from vllm_hsd.cli import bench_report, greedy
-from vllm_hsd.cli.bench_runs import Comparison, Results, Setup, measure, progress
+from vllm_hsd.cli.bench_jobs import Comparison, Results, Setup
+from vllm_hsd.cli.bench_runs import measure, progress
 from vllm_hsd.cli.options import integers, numbers
 from vllm_hsd.dtype import choose_dtype
 from vllm_hsd.engine import configuration_error

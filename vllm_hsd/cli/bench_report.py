@@ -14,7 +14,7 @@ from typing import Any
 from vllm_hsd import host
 from vllm_hsd.checked_files import written_whole
 from vllm_hsd.cli import greedy
-from vllm_hsd.cli.bench_runs import Job, Results
+from vllm_hsd.cli.bench_jobs import Job, Results
 from vllm_hsd.engine import Generation
 
 Row = dict[str, Any]

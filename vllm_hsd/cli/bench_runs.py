@@ -6,159 +6,21 @@ time, so that what slows the machine down slows all of them.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, Self
 
 from vllm_hsd.cli import greedy
+from vllm_hsd.cli.bench_jobs import Comparison, Job, Results, Setup
 from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.errors import UserError
-from vllm_hsd.level_config import LEVEL_KINDS
 
 # Room between the longest output and the engine's longest context: near it, drafters stop.
 SPARE_TOKENS = 256
 # A drafting engine needs more memory than the plain one, whose size is known when it has loaded.
 DRAFTER_MEMORY = 1.2
 MAX_CPU_CACHE = 4 << 30
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What to measure.
-
-    Attributes:
-        model: name or directory of the target.
-        configs: speculative configurations, None for no speculation; the first is None.
-        prompts: texts, or chats of one message.
-        num_prompts: prompts per round; the given ones are repeated if they are fewer.
-        rounds: repetitions of everything; the spread is over these.
-        engine_args: further arguments of `vllm.LLM`.
-        output: directory for results and the engines' logs.
-    """
-
-    model: str
-    configs: Sequence[dict[str, Any] | None]
-    prompts: Sequence[str | list[dict[str, str]]]
-    batch_sizes: Sequence[int]
-    temperatures: Sequence[float]
-    max_tokens: int
-    num_prompts: int
-    rounds: int
-    engine_args: dict[str, Any]
-    output: Path
-
-    @property
-    def names(self) -> list[str]:
-        """Short names of the configurations, no two equal."""
-        names: list[str] = []
-        for config in self.configs:
-            name = config_name(config)
-            names.append(f"{name} ({len(names)})" if name in names else name)
-        return names
-
-    @property
-    def base_args(self) -> dict[str, Any]:
-        """Arguments of the engine without speculation, as far as they are known before it runs."""
-        return {
-            "model": self.model,
-            "max_num_seqs": max(self.batch_sizes),
-            # A prompt must cost the same every time.
-            "enable_prefix_caching": False,
-            **self.engine_args,
-        }
-
-    def prompt_batches(self, batch_size: int) -> list[tuple[int, ...]]:
-        """Indices of prompts, in full batches."""
-        count = math.ceil(self.num_prompts / batch_size) * batch_size
-        return [
-            tuple(i % self.num_prompts for i in range(first, first + batch_size))
-            for first in range(0, count, batch_size)
-        ]
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What vLLM says about a comparison before it runs.
-
-    Attributes:
-        errors: objection to each configuration, or None.
-        prompt_ids: token ids of the prompts.
-        available_memory: bytes of host memory.
-    """
-
-    errors: list[str | None]
-    prompt_ids: list[list[int]] = field(default_factory=list)
-    has_chat_template: bool = False
-    max_model_len: int = 0
-    dtype: str = ""
-    device: str = ""
-    threads: int = 1
-    available_memory: int = 0
-
-
-@dataclass(frozen=True)
-class Job:
-    """One batch of prompts for one configuration."""
-
-    config: int
-    round: int
-    batch_size: int
-    temperature: float
-    part: int
-    prompts: tuple[int, ...]
-
-
-@dataclass
-class Results:
-    """What was measured.
-
-    Attributes:
-        generations: output and times of every job.
-        errors: why a configuration (by index) could not run.
-        differences: greedy outputs that are not those of no speculation.
-    """
-
-    comparison: Comparison
-    generations: dict[Job, Generation] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
-    differences: list[greedy.Difference] = field(default_factory=list)
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-
-def config_name(config: dict[str, Any] | None) -> str:
-    """A short name of a speculative configuration."""
-    if config is None:
-        return "no speculation"
-    method = str(config.get("method", "draft_model"))
-    length = config.get("num_speculative_tokens")
-    levels = config.get("levels")
-    if isinstance(levels, list) and levels:
-        parts = [
-            f"{_level_name(level)} {level.get('num_tokens', length if level is levels[-1] else '')}"
-            for level in levels
-            if isinstance(level, dict)
-        ]
-        name = ", ".join(part.strip() for part in parts)
-    else:
-        source = config.get("cascade") or config.get("model")
-        parts = [method, Path(source).name if isinstance(source, str) else "", str(length or "")]
-        name = " ".join(part for part in parts if part)
-    rule = config.get("verifier") or config.get("rejection_sample_method")
-    return f"{name} ({rule})" if rule else name
-
-
-def _level_name(level: dict[str, Any]) -> str:
-    if isinstance(level.get("model"), str):
-        return Path(level["model"]).name
-    if isinstance(level.get("first_of"), list):
-        return "+".join(_level_name(source) for source in level["first_of"])
-    if "early_exit" in level:
-        return f"exit {level['early_exit']}"
-    return next((kind for kind in LEVEL_KINDS if kind in level), "level")
 
 
 class Engines:

@@ -10,38 +10,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from vllm_hsd.cli.bench_jobs import NONE, Difference, Job, Results
+
 if TYPE_CHECKING:
-    from vllm_hsd.cli.bench_runs import Job, Results
     from vllm_hsd.engine import EngineProcess
 
 # Largest gap of a near tie, in nats: a few rounding steps of logits near 20.
 LARGEST_GAP = {"bfloat16": 0.5, "float16": 0.1}
-# In place of a token where an output has ended.
-NONE = -1
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first token of a greedy output that is not the one without speculation.
-
-    Attributes:
-        job, sequence: the generation, and which of its outputs.
-        context: token ids of the prompt and of the output before that token.
-        expected, found: the token without speculation, and the other one; NONE after an end.
-        gap: by how much the less likely of the two falls short of the target's most likely token,
-            in nats, without speculation; infinite if one of them is no token or nothing looked.
-    """
-
-    job: Job
-    sequence: int
-    context: tuple[int, ...]
-    expected: int
-    found: int
-    gap: float = math.inf
 
 
 def differences(results: Results, prompt_ids: Sequence[Sequence[int]]) -> list[Difference]:

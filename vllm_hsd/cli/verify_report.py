@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_hsd.checked_files import written_whole
-from vllm_hsd.cli.bench_runs import config_name
+from vllm_hsd.cli.bench_jobs import config_name
 from vllm_hsd.lossless.mutants import MUTANTS
 from vllm_hsd.lossless.self_test import Result
 from vllm_hsd.lossless.statistics import ERROR_PROBABILITY, POWER, Check, adjusted
 
 if TYPE_CHECKING:
-    from vllm_hsd.cli.verify_runs import Outcome
+    from vllm_hsd.cli.verify_results import Outcome
 
 WIDTH = 98
 _FOLLOWS = "follows the target"

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from vllm_hsd.cli import bench, greedy, verify_report
-from vllm_hsd.cli.bench_runs import Comparison, Job, Results, engine_arguments, progress
+from vllm_hsd.cli.bench_jobs import Comparison, Job, Results
+from vllm_hsd.cli.bench_runs import engine_arguments, progress
+from vllm_hsd.cli.verify_results import (
+    LARGEST_GAP,
+    Outcome,
+    Verification,
+)
 from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.errors import UserError
 from vllm_hsd.lossless import sampled, self_test
-from vllm_hsd.lossless.sampled import Setting, Texts
-from vllm_hsd.lossless.statistics import Check
+from vllm_hsd.lossless.sampled import Setting
 
 ANSWER_TOKENS = 64
 BATCH_SIZE = 64
@@ -22,85 +27,6 @@ SEED = 0
 # The engine without speculation runs where its sampler can be made to give out a text.
 SCORER_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 SCORER_ARGUMENTS = {"async_scheduling": False}
-# Share of the draft that a drafter equal to the target may lose to rounding.
-LARGEST_LOSS = {"float32": 1e-3}
-LARGEST_LOSS_16_BIT = 0.05
-# Largest gap of two logits that rounding may exchange, in nats.
-LARGEST_GAP = {**greedy.LARGEST_GAP, "float32": 1e-4}
-
-
-@dataclass(frozen=True)
-class Verification:
-    """What to verify.
-
-    Attributes:
-        comparison: the model with no speculation and with the configuration to verify.
-        settings: sampling parameters of the sampled text; may be none.
-        num_tokens: tokens of every setting.
-        greedy: whether greedy text is compared.
-        equal_drafter: whether the model is served as its own drafter too.
-        servers: URLs of running servers with and without speculation, instead of engines.
-    """
-
-    comparison: Comparison
-    settings: list[Setting]
-    num_tokens: int
-    greedy: bool
-    equal_drafter: bool
-    servers: tuple[str, str] | None = None
-
-
-@dataclass
-class Outcome:
-    """What was found.
-
-    Attributes:
-        metadata: machine, versions, what was asked for.
-        texts: sampled text.
-        checks: of the sampled text.
-        greedy_results: generations without (config 0) and with (config 1) speculation, and
-            differences.
-        dtype: of the model.
-        equal_drafter: (drafted, accepted) with the model as its own drafter, None if not asked for.
-        seconds: wall time by part.
-    """
-
-    verification: Verification
-    metadata: dict[str, Any]
-    texts: Texts
-    checks: list[Check]
-    greedy_results: Results
-    dtype: str
-    equal_drafter: tuple[int, int] | None
-    seconds: dict[str, float]
-
-    @property
-    def failed_checks(self) -> list[Check]:
-        return sampled.failures(self.checks)
-
-    @property
-    def unexplained(self) -> list[greedy.Difference]:
-        """Greedy differences where the target's two best tokens do not nearly tie."""
-        return [
-            each for each in self.greedy_results.differences if not each.gap <= self.largest_gap
-        ]
-
-    @property
-    def largest_gap(self) -> float:
-        """Largest gap of two logits that rounding may exchange, in nats."""
-        return LARGEST_GAP[self.dtype]
-
-    @property
-    def equal_drafter_failed(self) -> bool:
-        if self.equal_drafter is None:
-            return False
-        drafted, accepted = self.equal_drafter
-        bound = LARGEST_LOSS.get(self.dtype, LARGEST_LOSS_16_BIT)
-        return not drafted or 1 - accepted / drafted > bound
-
-    @property
-    def lossless(self) -> bool:
-        return not (self.failed_checks or self.unexplained or self.equal_drafter_failed)
 
 
 def command(arguments: argparse.Namespace) -> int:

@@ -87,7 +87,7 @@ class Cascade:
             verifiers = [*self.level_times, self.target_times]
             self.prices = PriceEstimates(lengths[0], verifiers, self.lowest.model_times)
         # Requests that could draft for the step under way, and the seconds that drafting took.
-        self.requested_below, self.drafting_seconds = np.zeros(num_slots, dtype=bool), 0.0
+        self.requested, self.drafting_seconds = np.zeros(num_slots, dtype=bool), 0.0
         self.controller = controller
         self.everything = Selection(
             tuple(range(len(self.levels))), tuple(option.draft_length for option in self.options)
@@ -144,7 +144,7 @@ class Cascade:
             self.top[slots] = self.selection.levels[-1]
             pair = self.controller.pair(self.selection.levels[-1], len(self.levels))
             self.controller.acceptance.count(pair, len(drafting), len(drafting) - empty)
-        self.requested_below[slots], self.drafting_seconds = (
+        self.requested[slots], self.drafting_seconds = (
             requested > 0,
             time.perf_counter() - began,
         )
@@ -167,8 +167,8 @@ class Cascade:
 
     def _close_round(self, slots: np.ndarray, accepted: np.ndarray) -> None:
         """Take in what became of the last drafts of `slots`, and what they cost."""
-        own = self.requested_below[slots]
-        self.requested_below[slots] = False
+        own = self.requested[slots]
+        self.requested[slots] = False
         if self.prices is None:
             return
         drafted = int(self.drafts[-1].counts[slots[own]].sum())

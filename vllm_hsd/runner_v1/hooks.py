@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from vllm_hsd import entrance
+from vllm_hsd import shared_hooks
 from vllm_hsd.registry import (
     NONE_FILED,
     PLUGIN_ISSUE,
@@ -53,6 +53,7 @@ _MODULES = (
     "sampler",
     "levels",
     "eagle3",
+    "level_factory",
     "head_states",
     "stock_drafters",
 )
@@ -64,7 +65,7 @@ NO_PLUGIN_API = "vLLM has a plugin interface for drafters that run models on the
 # A proposal for block verification on the V1 runner.
 BLOCK_ISSUE = "vllm-project/vllm#40819"
 
-REGISTRY = Registry("vllm_hsd.runner_v1", _MODULES, entrance.REGISTRY)
+REGISTRY = Registry("vllm_hsd.runner_v1", _MODULES, shared_hooks.REGISTRY)
 HOOKS = REGISTRY.hooks
 register = REGISTRY.register
 replaces = REGISTRY.replaces

@@ -23,13 +23,8 @@ from vllm_hsd.level_config import FirstOfLevelConfig, sources
 from vllm_hsd.runner_v1.adaptive import AdaptiveDrafting, StepClock, agreed_prices
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
 from vllm_hsd.runner_v1.head_states import HeadStates
-from vllm_hsd.runner_v1.levels import (
-    EarlyExitLevel,
-    ModelLevel,
-    as_sources,
-    build_level,
-    weights_read,
-)
+from vllm_hsd.runner_v1.level_factory import as_sources, build_level
+from vllm_hsd.runner_v1.levels import EarlyExitLevel, ModelLevel, weights_read
 from vllm_hsd.runner_v1.on_runner import complete_logits_processors, take_over_runner
 from vllm_hsd.runner_v1.requests import RequestLimits, RequestTable
 from vllm_hsd.runner_v1.sampler import CascadeSampler

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from vllm_hsd import entrance
+from vllm_hsd import shared_hooks
 from vllm_hsd.registry import Registry
 
 # Modules whose import fills the registry, in the order in which their replacements are made.
@@ -28,7 +28,7 @@ _MODULES = (
 # Drafters of vLLM's V2 runner that our verifier serves.
 STOCK_METHODS = ("draft_model", "eagle", "eagle3", "mtp", "ngram", "ngram_gpu", "dflash")
 
-REGISTRY = Registry("vllm_hsd.runner_v2", _MODULES, entrance.REGISTRY)
+REGISTRY = Registry("vllm_hsd.runner_v2", _MODULES, shared_hooks.REGISTRY)
 HOOKS = REGISTRY.hooks
 install = REGISTRY.install
 

@@ -1,0 +1,51 @@
+"""Registry of the vLLM names that both model runners' parts need.
+
+`entrance` adds the function that reads configurations. Importing this module imports nothing of
+vLLM.
+"""
+
+from __future__ import annotations
+
+import copy
+
+from vllm_hsd import vllm_names
+from vllm_hsd.errors import UserError
+from vllm_hsd.registry import NONE_FILED, Registry
+
+REGISTRY = Registry("vllm_hsd")
+REGISTRY.depends_on(vllm_names.OVERRIDDEN, vllm_names.READ)
+
+
+@REGISTRY.replaces(
+    "vllm.config.vllm.VllmConfig._get_v2_model_runner_unsupported_features",
+    ("self",),
+    why="keeps a configuration of ours on the runner that it was made for",
+    until="cascades run on the V2 runner wherever it runs",
+    issue=NONE_FILED,
+)
+def unsupported_features_of_v2(original, self):
+    features = original(self)
+    made_for = getattr(self.speculative_config, "hsd_runner", None)
+    if made_for == "V1":
+        features.append("a speculative configuration of vllm-hsd that was made for V1")
+    elif made_for == "V2" and features:
+        raise UserError(
+            f"vLLM's V2 runner does not support {', '.join(features)}: set "
+            "VLLM_USE_V2_MODEL_RUNNER=0 to serve this configuration on the V1 runner."
+        )
+    return features
+
+
+@REGISTRY.replaces(
+    "vllm.sampling_params.SamplingParams._validate_spec_decode",
+    ("self", "speculative_config"),
+    why="allows min_p and logit_bias, which our samplers apply to every draft token",
+    until="vLLM's rejection samplers apply both",
+    issue="vllm-project/vllm#42744",
+)
+def validate_spec_decode(original, self, speculative_config):
+    applies = getattr(speculative_config, "hsd_applies_min_p", False)
+    if applies and (self.min_p or self.logit_bias):
+        self = copy.copy(self)
+        self.min_p, self.logit_bias = 0.0, None
+    original(self, speculative_config)
