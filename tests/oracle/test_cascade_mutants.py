@@ -68,8 +68,8 @@ class LooksAtTokens(LowestLevel):
 
     keeps_it = True
 
-    def draft(self, batch, slots, requested):
-        super().draft(batch, slots, requested)
+    def draft(self, batch, slots, requested, verifier):
+        super().draft(batch, slots, requested, verifier)
         drafts = self.drafts
         count = drafts.counts[0]
         if not count:
