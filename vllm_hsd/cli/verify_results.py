@@ -11,6 +11,9 @@ from vllm_hsd.lossless import sampled
 from vllm_hsd.lossless.sampled import Setting, Texts
 from vllm_hsd.lossless.statistics import Check
 
+ANSWER_TOKENS = 64
+# Seed of the uniforms that make quantiles continuous.
+SEED = 0
 # Share of the draft that a drafter equal to the target may lose to rounding.
 LARGEST_LOSS = {"float32": 1e-3}
 LARGEST_LOSS_16_BIT = 0.05

@@ -11,19 +11,19 @@ from vllm_hsd.cli import bench, greedy, verify_report
 from vllm_hsd.cli.bench_jobs import Comparison, Job, Results
 from vllm_hsd.cli.bench_runs import engine_arguments, progress
 from vllm_hsd.cli.verify_results import (
+    ANSWER_TOKENS,
     LARGEST_GAP,
+    SEED,
     Outcome,
     Verification,
 )
+from vllm_hsd.cli.verify_servers import run_on_servers
 from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.errors import UserError
 from vllm_hsd.lossless import sampled, self_test
 from vllm_hsd.lossless.sampled import Setting
 
-ANSWER_TOKENS = 64
 BATCH_SIZE = 64
-# Seed of the uniforms that make quantiles continuous.
-SEED = 0
 # The engine without speculation runs where its sampler can be made to give out a text.
 SCORER_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 SCORER_ARGUMENTS = {"async_scheduling": False}
@@ -39,8 +39,6 @@ def command(arguments: argparse.Namespace) -> int:
         return _self_test(arguments)
     verification = parse(arguments)
     if verification.servers:
-        from vllm_hsd.cli.verify_servers import run_on_servers
-
         outcome = run_on_servers(verification, verification.servers)
     else:
         outcome = run(verification)

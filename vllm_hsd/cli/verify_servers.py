@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from vllm_hsd import host
 from vllm_hsd.cli import greedy
-from vllm_hsd.cli.bench_runs import Job, Results, progress
-from vllm_hsd.cli.verify_runs import ANSWER_TOKENS, LARGEST_GAP, SEED, Outcome, Verification
+from vllm_hsd.cli.bench_jobs import Job, Results
+from vllm_hsd.cli.bench_runs import progress
+from vllm_hsd.cli.verify_results import ANSWER_TOKENS, LARGEST_GAP, SEED, Outcome, Verification
 from vllm_hsd.engine import Generation
 from vllm_hsd.errors import UserError
 from vllm_hsd.lossless import sampled, servers
