@@ -51,6 +51,8 @@ DUMMY_ARGS = {
     "enable_prefix_caching": False,
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
 }
+# Package of vLLM's V2 runner.
+V2 = "vllm.v1.worker.gpu."
 # Seconds in which an engine is up and has answered; where less is left, none is started.
 ENGINE_SECONDS = 30
 # float32 needs an attention backend that takes it.
@@ -171,8 +173,9 @@ def _describe_worker(worker: Any) -> dict[str, Any]:
     runner = worker.model_runner
     speculator = getattr(runner, "speculator", None)
     graphs = getattr(speculator, "graphs", None)
+    modules = [base.__module__ for base in type(runner).__mro__]
     return {
-        "runner": "V2" if type(runner).__module__.startswith("vllm.v1.worker.gpu.") else "V1",
+        "runner": "V2" if any(name.startswith(V2) for name in modules) else "V1",
         "drafter": type(speculator).__name__,
         "verifier": type(getattr(runner, "rejection_sampler", None)).__name__,
         "cudagraph_mode": worker.vllm_config.compilation_config.cudagraph_mode.name,

@@ -19,6 +19,8 @@ def setting(tmp_path):
         "enforce_eager": True,
         "max_model_len": 256,
         "kv_cache_memory_bytes": 64 << 20,
+        # vLLM wants this part of the machine's memory to be free.
+        "gpu_memory_utilization": 0.05,
         "attention_backend": None,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 128,
