@@ -156,14 +156,15 @@ class Cascade:
     def current_prices(self, size: int) -> list[Prices] | None:
         """For `DraftBatch.prices` with `size` requests; None where no source chooses.
 
+        Level 0 verifies nothing: its entry is not to be read.
+
         They depend on times, so the ranks of a tensor-parallel target must agree on one's.
         """
         if self.prices is None or self.lowest is None:
             return None
-        cost = self.lowest.model_cost
-        return [
-            self.prices.prices(verifier, size, cost) for verifier in range(len(self.levels) + 1)
-        ]
+        cost, verifiers = self.lowest.model_cost, range(1, len(self.levels) + 1)
+        paid = [self.prices.prices(verifier, size, cost) for verifier in verifiers]
+        return [paid[0], *paid]
 
     def _close_round(self, slots: np.ndarray, accepted: np.ndarray) -> None:
         """Take in what became of the last drafts of `slots`, and what they cost."""

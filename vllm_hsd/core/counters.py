@@ -32,7 +32,10 @@ class Counters:
 
     def add_drafted(self, drafts: DraftStore, slots: np.ndarray) -> None:
         """Count the tokens of these drafts for the levels that made them: [n] slots."""
-        filled = np.arange(drafts.length) < drafts.counts[slots][:, None]
+        counted = drafts.counts[slots]
+        if not counted.any():
+            return
+        filled = np.arange(drafts.length) < counted[:, None]
         for k, stats in enumerate(self.stats):
             made = filled & (drafts.level[slots] == k)
             stats.drafted += int(made.sum())
@@ -49,6 +52,8 @@ class Counters:
 
     def add_accepted(self, drafts: DraftStore, slots: np.ndarray, accepted: np.ndarray) -> None:
         """Count the first accepted[i] tokens of slots[i] for the levels that made them."""
+        if not accepted.any():
+            return
         kept = np.arange(drafts.length) < accepted[:, None]
         for k, stats in enumerate(self.stats):
             made = kept & (drafts.level[slots] == k)

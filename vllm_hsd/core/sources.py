@@ -98,6 +98,9 @@ class SourceChoice:
         self.token_ids = np.zeros((count, num_slots, length), dtype=np.int64)
         self.steps = np.zeros((count, num_slots, length), dtype=np.int64)
         self.estimates = np.zeros((count, num_slots, length))
+        # Prices of this step, and the fixed ones.
+        self.verify_price = np.zeros((2, length + 1))
+        self.forward_price, self.sharing = np.zeros((2, 2))
         self.price(None, None)
 
     def price(self, prices: Prices | None, repeats: np.ndarray | None) -> None:
@@ -109,10 +112,9 @@ class SourceChoice:
                 None for all.
         """
         fixed = Prices.fixed(self.length, self.sources.drafter_cost)
-        both = (fixed if prices is None else prices, fixed)
-        self.verify_price = np.stack([price.verify for price in both])
-        self.forward_price = np.array([price.forward for price in both])
-        self.sharing = np.array([price.size for price in both])
+        for row, price in enumerate((fixed if prices is None else prices, fixed)):
+            self.verify_price[row] = price.verify
+            self.forward_price[row], self.sharing[row] = price.forward, price.size
         self.repeats = np.ones(len(self.passed_over), dtype=bool) if repeats is None else repeats
 
     def score(
@@ -128,7 +130,7 @@ class SourceChoice:
         """
         starts = self.starts[:, slots]
         # A text that ends where the offer began or before has changed before the offer.
-        known = np.clip(np.minimum(self.counts[:, slots], ends - starts), 0, None)
+        known = np.maximum(np.minimum(self.counts[:, slots], ends - starts), 0)
         self.counts[:, slots] = 0
         if not known.any():
             return
@@ -244,13 +246,10 @@ class SourceChoice:
             lookup [n] int64, -1 for none; tokens of its offer [n] int64; probability [n] that all
             tokens drafted then are accepted.
         """
-        lookup, counts, value = (
-            np.full(len(slots), -1),
-            np.zeros(len(slots), dtype=np.int64),
-            self.drafter_plan(slots, room, sure, placed)[1],
-        )
+        lookup, counts = np.full(len(slots), -1), np.zeros(len(slots), dtype=np.int64)
         if not offers.counts.any():
             return lookup, counts, sure
+        value = self.drafter_plan(slots, room, sure, placed)[1]
         count, n, width = offers.token_ids.shape
         scaled = (
             self.corrected(offers.estimates, slots) * self.scale(slice(0, count), slots)[..., None]

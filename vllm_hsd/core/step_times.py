@@ -61,7 +61,7 @@ class StepTimes:
         self.weight[size] *= 0.5 ** (age / _HALF_LIFE)
         settled = self.weight[size] >= _SETTLED
         if settled:
-            residual = float(np.clip(residual, -_MOST_LOG_RESIDUAL, _MOST_LOG_RESIDUAL))
+            residual = min(max(residual, -_MOST_LOG_RESIDUAL), _MOST_LOG_RESIDUAL)
             self.machine += _MACHINE_RATE * residual
         self.weight[size] += 1
         self.log_seconds[size] += residual * max(1 / self.weight[size], _SIZE_RATE)
@@ -104,7 +104,7 @@ class StepTimes:
         if len(sizes) == 1:
             return inside
         low, high = np.exp(curve[-2:])
-        slope = np.clip((high - low) / (sizes[-1] - sizes[-2]), 0, high / sizes[-1])
+        slope = min(max((high - low) / (sizes[-1] - sizes[-2]), 0.0), high / sizes[-1])
         return inside + np.log1p(np.maximum(tokens - sizes[-1], 0) * slope / high)
 
     def _rising(self, known: np.ndarray) -> np.ndarray:
