@@ -63,7 +63,8 @@ lint: venv
 
 # All benchmarks, one after another; a failure does not stop the others. An hour or two.
 BENCHMARKS := toy-models paper-tables kernel-builds kernel-bytes cpu-verification gpu-verification \
-	predictions cascade-points cascade-map several-drafts ablations step-profile demo demo-cascade batch-sizes
+	predictions cascade-points cascade-map several-drafts ablations step-profile demo demo-cascade batch-sizes \
+	adaptive
 bench: venv
 	@failed=; \
 	for name in $(addprefix bench-,$(BENCHMARKS)); do \
@@ -119,6 +120,9 @@ bench-demo-cascade: demo-cascade
 bench-batch-sizes: venv
 	$(BIN)/python -m benchmarks.end_to_end.demo_cascade --batch-sizes 1,4,8,16 --num-prompts 16 \
 		--output results/batch_sizes
+
+bench-adaptive: venv
+	$(BIN)/python -m benchmarks.end_to_end.adaptive
 
 # The papers' tables on the real model; hours, resumed where it was stopped. PROMPTS: a directory of
 # JSON lines files with "turns", one for each set.

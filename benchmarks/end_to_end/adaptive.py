@@ -1,0 +1,157 @@
+"""A load that swings between one stream and many: no speculation, fixed drafts, adaptive drafts.
+
+    python -m benchmarks.end_to_end.adaptive        # or `make bench-adaptive`; about eight minutes
+
+SmolLM2-135M-Instruct answers the prompts of the demo. The engines take turns in every phase: what
+slows the machine down slows all of them. Each keeps what it has learned from one phase to the next.
+Writes adaptive.csv and adaptive.png: tokens per second over those of no speculation, and what was
+chosen: mean draft length and the share of steps without a draft, per request.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS, commit, saved_figure, write_csv
+from benchmarks.end_to_end.demo import read_demo_prompts
+from benchmarks.end_to_end.sources import DRAFT_LENGTH, levels, missing
+from benchmarks.models.smollm2 import smollm2
+from vllm_hsd.cli import bench
+from vllm_hsd.cli.bench_runs import Comparison, Engines, progress
+from vllm_hsd.cli.options import integers
+from vllm_hsd.engine import Generation
+
+
+def configurations() -> dict[str, dict[str, Any] | None]:
+    """No speculation; the best lookup with fixed drafts; the same, and all sources, adaptive."""
+    lookup = [level for level in levels() if "eagle3" not in level][-1]
+    fixed = {"method": "hsd", "num_speculative_tokens": DRAFT_LENGTH, "levels": [lookup]}
+    mixed = {**fixed, "levels": [{"first_of": levels()}]}
+    kind = next(iter(lookup))
+    return {
+        "no speculation": None,
+        f"{kind}, fixed": fixed,
+        f"{kind}, adaptive": {**fixed, "adaptive": True},
+        "all sources, adaptive": {**mixed, "adaptive": True},
+    }
+
+
+def measure(
+    engines: Engines, names: Sequence[str], prompt_ids: list[list[int]], options: Any
+) -> list[dict[str, Any]]:
+    """A row per phase and configuration."""
+    rows = []
+    for phase, streams in enumerate(options.streams):
+        found: dict[str, list[Generation]] = {name: [] for name in names}
+        for part in range(max(options.answers // streams, 1)):
+            first = phase * options.answers + part * streams
+            asked = [prompt_ids[(first + i) % len(prompt_ids)] for i in range(streams)]
+            for shift in range(len(names)):
+                index = (phase + part + shift) % len(names)
+                params = {
+                    "temperature": options.temperature,
+                    "max_tokens": options.max_tokens,
+                    "ignore_eos": True,
+                }
+                found[names[index]].append(engines.get(index).generate(asked, params))
+        plain = _rate(found[names[0]])
+        for name in names:
+            rows.append(
+                {
+                    "phase": phase,
+                    "streams": streams,
+                    "temperature": options.temperature,
+                    "configuration": name,
+                    "tokens_per_second": _rate(found[name]),
+                    "over_no_speculation": _rate(found[name]) / plain,
+                    **chosen(found[name]),
+                }
+            )
+            progress(
+                f"phase {phase + 1} of {len(options.streams)}, {streams} streams, {name}: "
+                f"{rows[-1]['over_no_speculation']:.2f}"
+            )
+    return rows
+
+
+def chosen(generations: Sequence[Generation]) -> dict[str, float]:
+    """Mean draft length and the share of drafts without a token, NaN without speculation."""
+    tops = [generation.levels[-1] for generation in generations if generation.levels]
+    asked = sum(level["asked"] for level in tops)
+    names = {"draft_length": "drafted", "no_draft": "empty"}
+    if not asked:
+        return dict.fromkeys(names, float("nan"))
+    return {column: sum(level[name] for level in tops) / asked for column, name in names.items()}
+
+
+def _rate(generations: Sequence[Generation]) -> float:
+    return sum(g.num_tokens for g in generations) / sum(g.seconds for g in generations)
+
+
+def plot(rows: Sequence[dict[str, Any]], names: Sequence[str], title: str, path: Path) -> None:
+    """By phase: speed, mean draft length, share of steps without a draft."""
+    columns = {
+        "over_no_speculation": "tokens/s over\nno speculation",
+        "draft_length": "mean draft\nlength",
+        "no_draft": "share without\na draft",
+    }
+    phases = [row["streams"] for row in rows if row["configuration"] == names[0]]
+    with saved_figure(path, 8, 6.5) as figure:
+        panels = figure.subplots(len(columns), 1, sharex=True)
+        for axes, (column, label) in zip(panels, columns.items(), strict=True):
+            for name in names:
+                values = [row[column] for row in rows if row["configuration"] == name]
+                axes.plot(range(len(phases)), values, marker="o", label=name)
+            axes.set_ylabel(label)
+        panels[-1].set_xticks(range(len(phases)), [f"{streams} streams" for streams in phases])
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        figure.suptitle(title, fontsize=8)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", help="name or directory (default: SmolLM2, converted on demand)")
+    parser.add_argument("--streams", type=integers, default=[1, 16, 1, 16, 1])
+    parser.add_argument("--answers", type=int, default=8, help="least answers of a phase")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--output", type=Path, default=RESULTS / "adaptive")
+    options = parser.parse_args()
+    for sentence in missing():
+        print(sentence)
+    configs = configurations()
+    comparison = Comparison(
+        model=options.model or os.path.relpath(smollm2()),
+        configs=list(configs.values()),
+        prompts=[
+            [{"role": "user", "content": text}]
+            for texts in zip(*read_demo_prompts().values(), strict=True)
+            for text in texts
+        ],
+        batch_sizes=sorted(set(options.streams)),
+        temperatures=[options.temperature],
+        max_tokens=options.max_tokens,
+        num_prompts=max(options.streams),
+        rounds=1,
+        engine_args={"dtype": options.dtype, "enforce_eager": True},
+        output=options.output,
+    )
+    comparison, setup = bench.with_probed_dtype(comparison, bench.inspect(comparison))
+    names = list(configs)
+    with Engines(comparison, setup) as engines:
+        for index in range(len(names)):
+            engines.get(index)
+        rows = measure(engines, names, setup.prompt_ids, options)
+    write_csv(options.output / "adaptive.csv", rows)
+    machine = bench.describe(comparison, setup)["machine"]
+    title = f"SmolLM2-135M-Instruct, {setup.dtype}, {machine}, commit {commit()}"
+    plot(rows, names, title, options.output / "adaptive.png")
+    print(f"Written: {options.output / 'adaptive.csv'}, {options.output / 'adaptive.png'}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
