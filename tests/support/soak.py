@@ -289,9 +289,10 @@ def _fault_of(
         if got.finish is None:
             return "lost", "no finish reason"
         if request.expected is not None and got != request.expected[index]:
-            return "wrong", f"{got}, expected {request.expected[index]}"
+            outcome = "lost" if got.finish == "abort" else "wrong"
+            return outcome, f"{got}, expected {request.expected[index]}"
         if not request.judge(got):
-            return "wrong", str(got)
+            return "lost" if got.finish == "abort" else "wrong", str(got)
     return None
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from aiohttp import web
+from support.level_files import LevelFiles
 from support.odd_requests import EOS, LETTERS, TOKENIZER, VOCABULARY
 from support.soak_requests import Answer, SoakRequest, catalog, prompts
 
@@ -42,6 +43,31 @@ def three_levels(family, bigram: str) -> dict:
     config = two_models(family)
     lowest = {"bigram": bigram, "num_tokens": 2}
     return {**config, "levels": [lowest, *config["levels"]], "horizontal_tokens": 2}
+
+
+def lookups_and_heads(family, files: LevelFiles) -> dict[str, dict]:
+    """Name -> a cascade with kinds of levels that `three_levels` has not."""
+    ngram, head = {"ngram": {"max": 3}}, {"eagle3": files.eagle3}
+    # The oldest outputs soon make room for new ones.
+    suffix = {"suffix": {"store": files.store, "shared_tokens": 4000}}
+    small, mid = {"model": family.small}, {"model": family.mid}
+    levels = {
+        "suffix": [suffix],
+        "suffix below a model": [{**suffix, "num_tokens": 4}, mid],
+        "first_of": [{"first_of": [ngram, suffix, small], "num_tokens": 3}, mid],
+        "eagle3": [head],
+        "eagle3 below a model": [{**head, "num_tokens": 2}, {**mid, "max_rounds": 1}],
+        "eagle3 in first_of": [{"first_of": [ngram, suffix, head]}],
+        "adaptive": [
+            {"first_of": [ngram, suffix], "num_tokens": 2},
+            {**small, "num_tokens": 3},
+            mid,
+        ],
+    }
+    base = {"method": "hsd", "num_speculative_tokens": 6}
+    found = {name: {**base, "levels": given} for name, given in levels.items()}
+    found["adaptive"]["adaptive"] = True
+    return found
 
 
 class FakeServer:

@@ -1,0 +1,113 @@
+"""An error that concerns one request ends that request, where vLLM's interface allows it.
+
+In the worker it does not (docs/failures.md, "Internal errors"): there every stream ends at once. A
+server that is stopped and given time for it ends no request at all.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+from support import request_faults
+from support.openai_server import OpenAIServer, running_server
+from support.soak_servers import two_models
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+NEIGHBOURS = 6
+ALL_OTHERS = {"temperature": 0, "max_tokens": 160, "extra_body": {"ignore_eos": True}}
+# name -> (the request's parameters, status or finish_reason)
+ENDS_ALONE = {
+    "refused by vLLM": ({"extra_body": {"allowed_token_ids": [10**6]}}, 400),
+    "refused by vLLM's limit": ({"logprobs": 10**6}, 400),
+    "raised in validation": ({"seed": request_faults.VALIDATED}, 500),
+    "raised where the engine adds it": ({"seed": request_faults.ADDED}, 500),
+    "refused by its grammar": (
+        {
+            "seed": request_faults.GRAMMAR,
+            "extra_body": {"structured_outputs": {"regex": "(ab){40}"}},
+        },
+        500,
+    ),
+}
+
+
+def client(server: OpenAIServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600, max_retries=0)
+
+
+def stream(client: openai.OpenAI, number: int) -> Iterator[str]:
+    """Parts of the text of a request of a neighbour."""
+    prompt = "a cab " * number + "a bed"
+    for part in client.completions.create(model="tiny", prompt=prompt, stream=True, **ALL_OTHERS):
+        yield part.choices[0].text
+
+
+@pytest.fixture(scope="module")
+def server(text_family, tmp_path_factory):
+    config, plugin = two_models(text_family), "support.request_faults:install"
+    directory = tmp_path_factory.mktemp("server")
+    with running_server(text_family.target, directory, config, plugin=plugin) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server) -> list[str]:
+    return ["".join(stream(client(server), i)) for i in range(NEIGHBOURS)]
+
+
+@pytest.mark.parametrize("name", ENDS_ALONE)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_error_of_one_request_ends_that_request_only(server, undisturbed, name, streamed):
+    params, status = ENDS_ALONE[name]
+    asking = client(server)
+    streams = [stream(asking, i) for i in range(NEIGHBOURS)]
+    texts = [next(parts) for parts in streams]
+    with ThreadPoolExecutor(NEIGHBOURS) as pool:
+        rest = [pool.submit("".join, parts) for parts in streams]
+        with pytest.raises(openai.APIError) as raised:
+            answer = asking.completions.create(
+                model="tiny", prompt="abc", max_tokens=120, stream=streamed, **params
+            )
+            for _ in answer if streamed else ():
+                pass
+        found = [text + others.result() for text, others in zip(texts, rest, strict=True)]
+    code = getattr(raised.value, "status_code", None) or raised.value.code
+    assert int(code) == status, raised.value
+    assert found == undisturbed
+    assert "".join(stream(asking, 0)) == undisturbed[0]
+
+
+@pytest.mark.parametrize("place", ["drafting", "verification"])
+def test_an_error_in_the_worker_ends_every_stream_and_the_server(text_family, tmp_path, place):
+    """A step's output has no field for a failed request: nobody may wait for ever."""
+    config, plugin = two_models(text_family), f"support.request_faults:{place}"
+    seed = {"drafting": request_faults.DRAFTED, "verification": request_faults.VERIFIED}[place]
+    with running_server(text_family.target, tmp_path, config, plugin=plugin) as server:
+        asking = client(server)
+        streams = [stream(asking, i) for i in range(NEIGHBOURS)]
+        for parts in streams:
+            next(parts)
+        with ThreadPoolExecutor(NEIGHBOURS + 1) as pool:
+            ends = [pool.submit("".join, parts) for parts in streams]
+            asked = {"model": "tiny", "prompt": "abc", "max_tokens": 160, "seed": seed}
+            ends.append(pool.submit(asking.completions.create, **asked))
+            errors = [end.exception() for end in ends]
+        assert all(isinstance(error, openai.APIError) for error in errors), errors
+        server.process.wait(timeout=600)
+        log = server.log.read_text()
+    assert "OwnFault: the test's own fault" in log
+
+
+def test_a_server_that_is_stopped_answers_what_is_under_way(text_family, tmp_path):
+    config, options = two_models(text_family), {"shutdown-timeout": 300}
+    with running_server(text_family.target, tmp_path, config, options) as server:
+        wanted = ["".join(stream(client(server), i)) for i in range(NEIGHBOURS)]
+        streams = [stream(client(server), i) for i in range(NEIGHBOURS)]
+        texts = [next(parts) for parts in streams]
+        server.process.terminate()
+        with ThreadPoolExecutor(NEIGHBOURS) as pool:
+            rest = pool.map("".join, streams)
+            assert [text + more for text, more in zip(texts, rest, strict=True)] == wanted
+        assert server.process.wait(timeout=600) == 0
