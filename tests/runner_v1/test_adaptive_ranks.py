@@ -1,0 +1,49 @@
+"""Adaptive drafting with tensor parallelism: clocks differ by rank, so one rank decides for all."""
+
+import pytest
+from support import clocks
+from support.engines import run_engine
+
+PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(6)]
+JOBS = {
+    "greedy": {"prompts": PROMPTS, "params": {"temperature": 0, "max_tokens": 30}},
+    "sampled": {"prompts": PROMPTS, "params": {"max_tokens": 30, "ignore_eos": True}},
+}
+
+
+def cascades(family) -> dict[str, list[dict]]:
+    lookup = {"ngram": {"max": 3}}
+    return {
+        "sources": [{"first_of": [lookup, {"model": family.small}]}],
+        "levels": [{**lookup, "num_tokens": 3}, {"model": family.small}],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sources", "levels"])
+def test_ranks_whose_clocks_disagree_draft_alike(kind, family, tmp_path):
+    plain = run_engine({"model": family.target}, {"greedy": JOBS["greedy"]})
+    results = run_engine(
+        {
+            "model": family.target,
+            "tensor_parallel_size": 2,
+            "worker_extension_cls": "support.clocks.Worker",
+            "speculative_config": {
+                "method": "hsd",
+                "num_speculative_tokens": 6,
+                "levels": cascades(family)[kind],
+                "adaptive": True,
+            },
+        },
+        JOBS,
+        env={
+            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+            clocks.DIRECTORY: str(tmp_path),
+        },
+    )
+    assert results["greedy"]["outputs"] == plain["greedy"]["outputs"]
+    first, second = clocks.read(tmp_path, "agreed")
+    assert first == second and len(first) > 20
+    # Otherwise nothing has been tested.
+    first, second = clocks.read(tmp_path, "own")
+    assert sum(a != b for a, b in zip(first, second, strict=True)) > 5

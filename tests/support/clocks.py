@@ -1,0 +1,72 @@
+"""Clocks that disagree between the ranks of a tensor-parallel engine, and what the ranks chose."""
+
+import json
+import os
+from pathlib import Path
+
+DIRECTORY = "HSD_TEST_RANKS"
+
+
+def install() -> None:
+    """Rank 1 sees other times; every rank notes what it would choose alone and what it does."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    from vllm_hsd.core.controller import DepthController
+    from vllm_hsd.core.step_times import StepTimes
+    from vllm_hsd.runner_v1 import adaptive, proposer
+
+    observe, select = StepTimes.observe, adaptive.AdaptiveDrafting._select
+    agreed_prices, take_prices = adaptive.agreed_prices, proposer.agreed_prices
+    assert agreed_prices is take_prices
+
+    def note(kind: str, value: object) -> None:
+        file = Path(os.environ[DIRECTORY], str(get_tensor_model_parallel_rank()))
+        with file.open("a") as lines:
+            lines.write(json.dumps([kind, str(value)]) + "\n")
+
+    def disagreeing(self, tokens: int, seconds: float) -> None:
+        factor = 1 + get_tensor_model_parallel_rank() * (tokens % 5) * 3
+        observe(self, tokens, seconds * factor)
+
+    def noted_selection(self, slots, most, first):
+        if get_tensor_model_parallel_rank():
+            # What this rank would select, had it to.
+            note("own", DepthController.choose(self.controller, slots, most))
+        found = select(self, slots, most, first)
+        if not get_tensor_model_parallel_rank():
+            note("own", found)
+        note("agreed", found)
+        return found
+
+    def noted_prices(cascade, size: int):
+        if get_tensor_model_parallel_rank():
+            note("own", cascade.current_prices(size))
+        found = agreed_prices(cascade, size)
+        if not get_tensor_model_parallel_rank():
+            note("own", found)
+        note("agreed", found)
+        return found
+
+    StepTimes.observe = disagreeing
+    adaptive.AdaptiveDrafting._select = noted_selection
+    proposer.agreed_prices = noted_prices
+
+
+class Worker:
+    """For `worker_extension_cls`: vLLM imports this module in every rank's process."""
+
+
+if DIRECTORY in os.environ:
+    install()
+
+
+def read(directory: Path, kind: str) -> list[list[str]]:
+    """What each rank noted, in its order."""
+    return [
+        [
+            value
+            for noted, value in map(json.loads, (directory / rank).read_text().splitlines())
+            if noted == kind
+        ]
+        for rank in "01"
+    ]
