@@ -70,6 +70,7 @@ def stage(
         state.seeds,
         state.draws,
         state.row_of_slot,
+        state.counts[schedule.num_levels - 1],
         index,
         text,
         text.stride(0),

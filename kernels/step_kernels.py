@@ -66,6 +66,7 @@ def stage_kernel(
     seed_ptr,  # int64 [B]
     draw_ptr,  # int64 [B]
     row_of_slot_ptr,  # int32 [max_num_reqs]
+    counts_ptr,  # int64 [4], of the top level
     index_ptr,  # int32 [num_reqs]
     text_ptr,  # int32 [max_num_reqs, max_model_len]
     text_stride,
@@ -125,6 +126,8 @@ def stage_kernel(
     tl.store(seed_ptr + request, tl.load(request_seed_ptr + slot, mask=real, other=0))
     tl.store(draw_ptr + request, length * DRAWS_PER_LENGTH)
     tl.store(row_of_slot_ptr + slot, request, mask=real)
+    # What a step samples but for its last token, the target has accepted.
+    _count(counts_ptr, 0, ACCEPTED, sampled - 1)
     if request == 0:
         tl.store(num_reqs_ptr, num_reqs)
 

@@ -43,6 +43,8 @@ class CascadeConfig(Keys):
         verifier: how the target verifies, and every level that does not say otherwise.
         horizontal_tokens: unverified tokens of level 0 after the top level's draft, a horizontal
             cascade (experimental).
+        disable_by_batch_size: in steps with more requests than this nothing is drafted, on the V2
+            runner; None for 64 there.
         adaptive: select the levels and draft lengths step by step, from what is learned while
             serving; the lengths given here are then upper limits (experimental).
     """
@@ -51,6 +53,7 @@ class CascadeConfig(Keys):
     levels: Annotated[list[Level], Field(min_length=1, max_length=MAX_LEVELS)]
     verifier: Verifier = "block"
     horizontal_tokens: Annotated[int, Field(ge=0)] = 0
+    disable_by_batch_size: Annotated[int, Field(ge=1)] | None = None
     adaptive: bool = False
 
     @classmethod

@@ -36,7 +36,7 @@ class Generation:
         target_steps: steps of the target that emitted tokens, of every prompt.
         drafted, accepted: draft tokens that the target verified and accepted.
         levels: counts of every level of a cascade, cheapest first (see
-            `runner_v1.metrics.COUNTERS`); empty for other methods.
+            `metrics.COUNTERS`); empty for other methods.
         step_lengths: tokens of every step of the target, of every prompt.
     """
 
@@ -246,7 +246,7 @@ def vllm_params(llm: Any, given: Mapping[str, Any]) -> Any:
 
 def _counts(llm: Any) -> tuple[int, int, list[dict[str, float]]]:
     """Tokens drafted for and accepted by the target so far, and the counts of every level."""
-    from vllm_hsd.runner_v1.metrics import level_counts
+    from vllm_hsd.metrics import level_counts
 
     values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     drafted, accepted = (

@@ -80,7 +80,7 @@ class Registry:
         self.replacements: ChainMap[str, Callable] = ChainMap(
             {}, shared.replacements if shared else {}
         )
-        self._package, self._modules = package, modules
+        self._package, self._modules, self._shared = package, modules, shared
         self._installed = False
         self._lock = threading.RLock()
 
@@ -193,6 +193,8 @@ class Registry:
         Raises:
             ImportError or AttributeError: they need a name that the installed vLLM does not have.
         """
+        if self._shared is not None:
+            self._shared.load()
         for module in self._modules:
             importlib.import_module(f"{self._package}.{module}")
 

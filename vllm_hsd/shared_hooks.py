@@ -12,14 +12,15 @@ from vllm_hsd import vllm_names
 from vllm_hsd.errors import UserError
 from vllm_hsd.registry import NONE_FILED, Registry
 
-REGISTRY = Registry("vllm_hsd")
+REGISTRY = Registry("vllm_hsd", ("metrics",))
 REGISTRY.depends_on(vllm_names.OVERRIDDEN, vllm_names.READ)
 
 
 @REGISTRY.replaces(
     "vllm.config.vllm.VllmConfig._get_v2_model_runner_unsupported_features",
     ("self",),
-    why="keeps a configuration of ours on the runner that it was made for",
+    why="keeps a configuration of ours on the runner that it was made for, and shows it the "
+    "scheduler's",
     until="cascades run on the V2 runner wherever it runs",
     issue=NONE_FILED,
 )
@@ -33,17 +34,26 @@ def unsupported_features_of_v2(original, self):
             f"vLLM's V2 runner does not support {', '.join(features)}: set "
             "VLLM_USE_V2_MODEL_RUNNER=0 to serve this configuration on the V1 runner."
         )
+    elif made_for == "V2":
+        self.speculative_config.adapt(self.scheduler_config)
     return features
 
 
 @REGISTRY.replaces(
     "vllm.sampling_params.SamplingParams._validate_spec_decode",
     ("self", "speculative_config"),
-    why="allows min_p and logit_bias, which our samplers apply to every draft token",
+    why="allows min_p and logit_bias, which our samplers apply to every draft token; refuses "
+    "grammars where the scheduler cuts drafts by what their tokens are",
     until="vLLM's rejection samplers apply both",
     issue="vllm-project/vllm#42744",
 )
 def validate_spec_decode(original, self, speculative_config):
+    if self.structured_outputs and getattr(speculative_config, "hsd_synchronous", False):
+        raise UserError(
+            "structured_outputs with speculative decoding on vLLM's V2 runner is exact with "
+            "asynchronous scheduling only: start the engine without --no-async-scheduling, or "
+            "without a speculative configuration."
+        )
     applies = getattr(speculative_config, "hsd_applies_min_p", False)
     if applies and (self.min_p or self.logit_bias):
         self = copy.copy(self)

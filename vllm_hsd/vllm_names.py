@@ -46,6 +46,14 @@ READ: dict[str, dict[str, str]] = {
         "data_parallel_size": "refused above 1 for mixtures of experts",
         "decode_context_parallel_size": "refused above 1",
     },
+    "vllm.config.vllm.VllmConfig": {
+        "scheduler_config": "limits of a step; shown to configurations of the V2 runner",
+        "speculative_config": "configurations of ours",
+    },
+    "vllm.config.scheduler.SchedulerConfig": {
+        "async_scheduling": "grammars are exact with it only",
+        "max_num_seqs": "slots of the request table; whether a batch can be too large for drafts",
+    },
     "vllm.engine.arg_utils.EngineArgs": {
         "speculative_config": "the keys of a cascade",
         "enable_lora": "refuses early exits under adapters",
@@ -56,5 +64,6 @@ READ: dict[str, dict[str, str]] = {
     "vllm.sampling_params.SamplingParams": {
         "min_p": "allowed under speculation",
         "logit_bias": "allowed under speculation",
+        "structured_outputs": "refused where the scheduler cuts drafts by what their tokens are",
     },
 }

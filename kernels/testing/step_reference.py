@@ -42,6 +42,7 @@ def stage(
         state.draws[b] = first_draw(n)
         if slot >= 0:
             state.row_of_slot[slot] = b
+            state.counts[top, COUNTS.accepted] += max(int(num_sampled[b]) - 1, 0)
 
 
 def place(

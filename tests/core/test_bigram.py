@@ -122,3 +122,17 @@ def test_an_array_is_not_a_table(tmp_path):
     np.save(tmp_path / "counts.npy", np.zeros(3))
     with pytest.raises(UserError, match="is not a bigram table"):
         read_bigram(str(tmp_path / "counts.npy"))
+
+
+def test_successors_are_the_likeliest_tokens():
+    """Also where a single token outweighs every pair: many different followers, each seen once."""
+    rng = np.random.default_rng(3)
+    documents = [rng.zipf(1.4, size=200) % 30 for _ in range(4)]
+    documents.append(np.array([31, 32, 31, 33, 31, 34, 31, 35, 31, 36]))
+    table = count_bigrams([*documents, np.full(400, 37)], 40)
+    rows = table.rows(np.arange(40))
+    found = table.successors()
+    seen = np.diff(table.starts) > 0
+    assert (found[~seen] == -1).all() and (~seen).any()
+    assert (rows[seen, found[seen]] == rows[seen].max(1)).all()
+    assert found[31] == 37

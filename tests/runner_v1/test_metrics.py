@@ -9,7 +9,7 @@ from support.engines import run_engine
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_hsd.core.levels import LevelStats, SourceStats
-from vllm_hsd.runner_v1.metrics import LevelTotals, log_line
+from vllm_hsd.metrics import LevelTotals, log_line
 from vllm_hsd.runner_v1.on_runner import sample_tokens
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(6)]

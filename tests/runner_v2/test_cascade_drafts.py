@@ -20,6 +20,7 @@ def cascade(name: str) -> dict:
             {"model": middle, "num_tokens": 2},
             {"model": target + 0.3 * table(3, len(target), 1.0)},
         ],
+        "bigram": [{"bigram": "counts.npz", "num_tokens": 1}, {"model": middle}],
         "lookup": [{"ngram": {"max": 2}, "num_tokens": 1}, {"model": middle}],
         "equal": [{"model": target, "num_tokens": 1}, {"model": target}],
     }[name]
@@ -36,7 +37,7 @@ def runner(params, name, **options):
     )
 
 
-@pytest.mark.parametrize("name", ["one", "two", "three", "lookup"])
+@pytest.mark.parametrize("name", ["one", "two", "three", "lookup", "bigram"])
 def test_greedy_text_is_the_targets(name):
     target, _ = tables()
     served = runner([{"temperature": 0.0}] * 3, name)
@@ -62,7 +63,13 @@ def test_levels_equal_to_the_target_lose_nothing(temperature):
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
     ("name", "params"),
-    [("two", {}), ("three", {}), ("lookup", {}), ("two", {"top_p": 0.8, "temperature": 0.9})],
+    [
+        ("two", {}),
+        ("three", {}),
+        ("lookup", {}),
+        ("bigram", {}),
+        ("two", {"top_p": 0.8, "temperature": 0.9}),
+    ],
 )
 def test_text_follows_the_target(name, params):
     count = 1000
@@ -80,3 +87,52 @@ def test_a_request_without_a_proposal_has_no_drafts():
     served.drafter.state.row_of_slot[served.slots[1]] = -1
     output = served.step()
     assert output.num_sampled[1] == 1
+
+
+def test_counts_of_the_levels():
+    """Once per token: the target's verdict is counted with the next proposal."""
+    served = runner([{"temperature": 1.0}] * 3, "two")
+    counts = served.drafter.counts
+    for _ in range(3):
+        served.step()
+    lower, top = counts.take()
+    assert top.accepted == served.accepted > 0
+    assert top.rounds == 9 and top.drafted <= 9 * 4
+    assert 0 < lower.accepted < lower.drafted <= lower.rounds
+    # Two rounds of a draft token and a verification each, in three proposals.
+    assert (lower.forwards, top.forwards) == (6, 6)
+    assert [level.drafted for level in counts.take()] == [0, 0]
+    before = served.accepted
+    # As in a step with too many requests: nothing is drafted, and the last verdict is counted.
+    served.drafter.asked = 0
+    served.step()
+    lower, top = counts.take()
+    assert top.accepted == served.accepted - before
+    assert (top.drafted, top.forwards, lower.drafted) == (0, 0, 0)
+    assert served.step().num_sampled.tolist() == [1, 1, 1]
+
+
+def test_counts_wait_for_the_device():
+    """Negative control of a copy under way: nothing is taken, and nothing twice."""
+    served = runner([{"temperature": 1.0}] * 3, "two")
+    counts = served.drafter.counts
+
+    class Event:
+        there = False
+
+        def record(self):
+            pass
+
+        def query(self):
+            return self.there
+
+    counts.arrived = Event()
+    served.step()
+    assert counts.take() is None
+    served.step()
+    assert counts.take() is None
+    counts.arrived.there = True
+    first, second = counts.take(), counts.take()
+    total = served.drafter.state.counts[:, 0].tolist()
+    assert [a.drafted + b.drafted for a, b in zip(first, second, strict=True)] == total
+    assert 0 < first[1].drafted < total[1]

@@ -90,6 +90,7 @@ def test_every_attribute_that_is_read_from_vllm_is_registered():
     ours |= {f"sampler.py: speculator.{name}" for name in ("state", "scales")}
     ours |= {"levels.py: speculator.longest", "levels.py: speculator.schedule"}
     ours |= {f"sampler.py: sampler.{name}" for name in ("verify", "target_logits")}
+    ours |= {"metrics.py: speculator.counts"}
     assert missing <= ours
 
 
@@ -102,14 +103,17 @@ def v2(monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
 
 
-def configure(family, speculative_config: dict):
+def configure(family, speculative_config: dict, **engine):
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_hsd.plugin import register
 
     register()
     return EngineArgs(
-        model=family.target, skip_tokenizer_init=True, speculative_config=speculative_config
+        model=family.target,
+        skip_tokenizer_init=True,
+        speculative_config=speculative_config,
+        **engine,
     ).create_engine_config()
 
 
@@ -144,7 +148,18 @@ def test_what_the_v2_runner_refuses(family, v2, keys, message):
     [
         ({"horizontal_tokens": 1}, "horizontal_tokens is 1, but vLLM's V2 runner"),
         ({"adaptive": True}, "adaptive does not run on vLLM's V2 runner"),
-        ({"levels": [{"bigram": "table.npz"}]}, r"levels\[0\].bigram does not run on vLLM's V2"),
+        ({"levels": [{"suffix": {}}]}, r"levels\[0\].suffix does not run on vLLM's V2"),
+        ({"levels": [{"eagle3": "a"}]}, r"levels\[0\].eagle3 does not run on vLLM's V2"),
+        ({"levels": [{"first_of": [{"ngram": {}}]}]}, r"levels\[0\].first_of does not run on"),
+        ({"levels": [{"bigram": "none.npz"}]}, r"levels\[0\].bigram: no file 'none.npz'"),
+        (
+            {"levels": [{"bigram": "a", "temperature_scale": 2.0}]},
+            r"levels\[0\].temperature_scale has no meaning on vLLM's V2",
+        ),
+        (
+            {"levels": [{"ngram": {}, "num_tokens": 2}, {"bigram": "a"}]},
+            r"levels\[1\].bigram verifies levels\[0\], but on vLLM's V2 runner",
+        ),
         ({"levels": [{"early_exit": 90}]}, r"levels\[0\].early_exit is 90, but the target has"),
         ({"levels": [{"exit_head": "none"}]}, r"levels\[0\].exit_head: .*none"),
         ({"levels": [{"model": "/none"}]}, r"levels\[0\].model: no directory '/none'"),
@@ -163,3 +178,65 @@ def test_a_cascade_of_the_v2_runner_stays_there(family, v2):
     assert config.use_v2_model_runner and config.speculative_config.hsd_runner == "V2"
     copied = pickle.loads(pickle.dumps(config.speculative_config))
     assert copied.hsd == config.speculative_config.hsd
+
+
+LOOKUP = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"ngram": {}}]}
+
+
+@interpret
+@pytest.mark.parametrize(
+    ("keys", "max_num_seqs", "drafts"),
+    [
+        ({}, 65, {1: 3, 64: 3, 65: 0}),
+        ({}, 64, None),
+        ({"disable_by_batch_size": 8}, 16, {1: 3, 8: 3, 9: 0, 16: 0}),
+        ({"disable_by_batch_size": 16}, 16, None),
+    ],
+)
+def test_large_batches_draft_nothing(family, v2, keys, max_num_seqs, drafts):
+    """By vLLM's own schedule of draft lengths, only where a batch can be as large."""
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    config = configure(family, {**LOOKUP, **keys}, max_num_seqs=max_num_seqs)
+    given = config.speculative_config.num_speculative_tokens_per_batch_size
+    assert (given is None) == (drafts is None)
+    if drafts is not None:
+        by_size = build_dynamic_sd_schedule_lookup(given, max_num_seqs, 3)
+        assert {size: by_size[size] for size in drafts} == drafts
+
+
+@interpret
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_the_batch_size_is_a_key_of_v2(family, v2, monkeypatch, runner):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "V2" else "0")
+    given = {**LOOKUP, "disable_by_batch_size": 8}
+    if runner == "V2":
+        configure(family, given)
+        return
+    with pytest.raises(UserError, match="disable_by_batch_size works on vLLM's V2 runner only"):
+        configure(family, given)
+
+
+@interpret
+@pytest.mark.parametrize("kind", ["cascade", "stock drafter"])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_grammar_needs_asynchronous_scheduling(family, v2, kind, asynchronous):
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    stock = {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    given = {"cascade": LOOKUP}.get(kind, {**stock, "rejection_sample_method": "hierarchical"})
+    config = configure(family, given)
+    # vLLM schedules synchronously on CPUs.
+    assert config.speculative_config.hsd_synchronous
+    if asynchronous:
+        config.scheduler_config.async_scheduling = True
+        config.speculative_config.adapt(config.scheduler_config)
+    speculative = pickle.loads(pickle.dumps(config.speculative_config))
+    SamplingParams()._validate_spec_decode(speculative)
+    constrained = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a", "b"]))
+    if asynchronous:
+        constrained._validate_spec_decode(speculative)
+        return
+    with pytest.raises(UserError, match="exact with asynchronous scheduling only"):
+        constrained._validate_spec_decode(speculative)

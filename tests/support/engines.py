@@ -210,7 +210,7 @@ def _plain(output) -> list[dict] | None:
 
 
 def _level_counts() -> list[dict]:
-    from vllm_hsd.runner_v1.metrics import level_counts
+    from vllm_hsd.metrics import level_counts
 
     return level_counts()
 

@@ -158,6 +158,7 @@ def runner_tensors(seed: int, num_reqs: int, window: int) -> dict:
     for b, n in enumerate(special[: max(num_reqs - 1, 0)]):
         length[index[b]] = n
     num_sampled = torch.ones(num_reqs, dtype=torch.int32)
+    num_sampled[: num_reqs // 2] += 2
     num_sampled[-1:] = seed % 2
     temperature = torch.rand(MAX_NUM_REQS, generator=g) + 0.5
     temperature[::3] = 0

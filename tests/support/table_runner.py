@@ -19,10 +19,11 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator  # no
 from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
 
 from vllm_hsd.config import CascadeConfig  # noqa: E402
-from vllm_hsd.core.program import NgramProgramLookup, Program  # noqa: E402
+from vllm_hsd.core.program import BigramProgramLookup, NgramProgramLookup, Program  # noqa: E402
 from vllm_hsd.core.proposal_state import KVGroups, ProposalState  # noqa: E402
+from vllm_hsd.runner_v2.metrics import DeviceCounts  # noqa: E402
 from vllm_hsd.runner_v2.sampler import serve  # noqa: E402
-from vllm_hsd.runner_v2.spec_config import schedule_of, verifiers  # noqa: E402
+from vllm_hsd.runner_v2.spec_config import LOOKUPS, schedule_of, verifiers  # noqa: E402
 from vllm_hsd.runner_v2.speculator import CascadeSpeculator  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -79,6 +80,7 @@ class TableCascade(CascadeSpeculator):
         self.scales = torch.tensor([level.temperature_scale for level in self.hsd.levels])
         self.req_states, self.hosted, self.draft_logits = req_states, [], None
         self.graphs, self.checks = None, False
+        self.asked: int | None = None  # by vLLM's scheduler, None for the configured number
         self.temperature = torch.zeros(req_states.max_num_reqs)
         self.seeds = self.idx_mapping = torch.zeros(req_states.max_num_reqs, dtype=torch.int64)
         self.max_model_len = req_states.max_model_len
@@ -86,7 +88,7 @@ class TableCascade(CascadeSpeculator):
         self.draft_tokens = torch.zeros(
             slots, self.schedule.num_speculative_tokens, dtype=torch.int64
         )
-        lookup = self.hsd.levels[0].kind == "ngram"
+        lookup = self.hsd.levels[0].kind in LOOKUPS
         self.state = ProposalState.allocate(
             self.schedule,
             batch=slots + 1,  # so that a CUDA graph has padding
@@ -96,6 +98,7 @@ class TableCascade(CascadeSpeculator):
             num_kv_groups=1,
             device=CPU,
         )
+        self.counts = DeviceCounts(self.state.counts, self.schedule)
         self.blocks = torch.arange(slots * 16, dtype=torch.int32).view(slots, 16)
         groups = KVGroups(
             torch.tensor([self.blocks.data_ptr()], dtype=torch.uint64),
@@ -104,24 +107,29 @@ class TableCascade(CascadeSpeculator):
         )
         levels: list = [TableLevel(logits) for logits in tables]
         if lookup:
-            ngram = self.hsd.levels[0].ngram
-            levels.insert(0, NgramProgramLookup(req_states.all_token_ids.gpu, ngram.min, ngram.max))
+            levels.insert(0, self._lookup(self.hsd.levels[0], tables[0]))
         self.program = Program(
             self.schedule, levels, verifiers(self.hsd), groups, self.max_model_len
         )
 
-    def drafts(self, slots: torch.Tensor, states) -> torch.Tensor:
+    def _lookup(self, level, table: torch.Tensor):
+        if level.kind == "bigram":
+            return BigramProgramLookup(table.argmax(1).int())
+        text = self.req_states.all_token_ids.gpu
+        return NgramProgramLookup(text, level.ngram.min, level.ngram.max)
+
+    def drafts(self, slots: torch.Tensor, states, num_sampled: torch.Tensor) -> torch.Tensor:
         count = len(slots)
         batch = SimpleNamespace(
             num_reqs=count,
             has_prefill=False,
+            num_tokens_after_padding=0,
             idx_mapping=slots,
             seq_lens_cpu_upper_bound=torch.zeros(count, dtype=torch.int32),
         )
-        sampled = torch.ones(count, dtype=torch.int32)
         return self.propose(
-            batch, {}, {}, None, None, sampled, None, None, None, states.temperature.gpu,
-            states.seeds.gpu,
+            batch, {}, {}, None, None, num_sampled, None, None, None, states.temperature.gpu,
+            states.seeds.gpu, num_speculative_tokens=self.asked,
         )  # fmt: skip
 
 
@@ -183,6 +191,7 @@ class TableRunner:
             batch_sharder=None,
             vocab_size=vocabulary,
             device=CPU,
+            sample_tokens=None,
         )
         if ours:
             serve(self.runner)
@@ -226,7 +235,7 @@ class TableRunner:
             self.states.all_token_ids.gpu,
             self.states.total_len.gpu,
         )
-        self.propose()
+        self.propose(output.num_sampled)
         return output
 
     def input_batch(self) -> SimpleNamespace:
@@ -260,9 +269,10 @@ class TableRunner:
             num_draft_tokens=self.count * drafts,
         )
 
-    def propose(self) -> None:
+    def propose(self, num_sampled: torch.Tensor) -> None:
         if isinstance(self.drafter, TableCascade):
-            self.drafted = self.drafter.drafts(self.slots, self.sampler.sampling_states).clone()
+            states = self.sampler.sampling_states
+            self.drafted = self.drafter.drafts(self.slots, states, num_sampled).clone()
             return
         drafter, states = self.drafter, self.sampler.sampling_states
         drafter._copy_request_inputs(

@@ -69,6 +69,22 @@ class BigramTable:
         rows[owners, self.following[pairs]] += self.counts[pairs] / norm[owners]
         return rows
 
+    def successors(self) -> np.ndarray:
+        """[V] int32, the likeliest token after each token, -1 after one without a pair."""
+        sizes = np.diff(self.starts)
+        pairs = np.repeat(np.arange(self.vocab_size), sizes)
+        # `rows` without the common divisor; a token without a pair is the likeliest one at most
+        # where many different ones were seen.
+        value = self.counts + sizes[pairs] * self.unigram[self.following]
+        order = np.lexsort((-self.following, value, pairs))
+        last = np.cumsum(sizes)[sizes > 0] - 1
+        best = order[last]
+        common = int(self.unigram.argmax())
+        found = np.full(self.vocab_size, -1, np.int32)
+        outweighed = sizes[pairs[best]] * self.unigram[common] > value[best]
+        found[pairs[best]] = np.where(outweighed, common, self.following[best])
+        return found
+
 
 def count_bigrams(documents: Iterable[np.ndarray], vocab_size: int) -> BigramTable:
     """Count the pairs of tokenized documents ([n] int arrays each).

@@ -45,7 +45,6 @@ _MODULES = (
     "vllm_names",
     "replacements",
     "on_runner",
-    "metrics",
     "spec_config",
     "stock_config",
     "proposer",

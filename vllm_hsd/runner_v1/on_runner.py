@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from vllm_hsd import metrics
 from vllm_hsd.core.levels import LevelStats
 from vllm_hsd.errors import UserError
 from vllm_hsd.runner_v1 import hooks
@@ -60,8 +61,7 @@ def sample_tokens(original, proposer: HostedCascade, grammar_output):
             for level in stats:
                 # A device runs behind the host's clock: this is the time to enqueue the work.
                 level.forward_seconds = level.seconds = 0.0
-        # A plain attribute: pickled to the scheduler with the output, unknown to vLLM.
-        output.hsd_level_stats = stats  # type: ignore[attr-defined]
+        setattr(output, metrics.ATTRIBUTE, stats)
     return output
 
 

@@ -6,6 +6,8 @@ from typing import ClassVar
 
 from vllm.config.utils import config
 
+from vllm_hsd.config import CascadeConfig
+from vllm_hsd.errors import UserError
 from vllm_hsd.level_checks import DraftConfig
 from vllm_hsd.runner_v1.hooks import NeedsHooks
 from vllm_hsd.spec_config import CascadeSpeculativeConfig
@@ -25,6 +27,14 @@ class V1CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
     hsd_runner: ClassVar[str] = "V1"
     hsd_method: ClassVar[str] = "hsd"
     draft_config_class: ClassVar[type[DraftConfig]] = V1DraftConfig
+
+    @classmethod
+    def check_runner(cls, hsd: CascadeConfig) -> None:
+        if hsd.disable_by_batch_size is not None:
+            raise UserError(
+                "disable_by_batch_size works on vLLM's V2 runner only: remove it, or set "
+                "'adaptive', which looks at the load."
+            )
 
     def __post_init__(self) -> None:
         super().__post_init__()

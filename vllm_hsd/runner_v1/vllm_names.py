@@ -178,9 +178,7 @@ _READ: dict[str, dict[str, str]] = {
         "disable_padded_drafter_batch": "drafts after bookkeeping, on the host",
     },
     "vllm.config.vllm.VllmConfig": {
-        "speculative_config": "the cascade",
         "model_config": "the target",
-        "scheduler_config": "limits of a step",
         "additional_config": "tells compiled levels apart",
     },
     "vllm.config.model.ModelConfig": {
@@ -188,7 +186,6 @@ _READ: dict[str, dict[str, str]] = {
         "seed": "seeds of requests without one",
     },
     "vllm.config.scheduler.SchedulerConfig": {
-        "max_num_seqs": "slots of the request table",
         "max_num_batched_tokens": "tokens of one forward pass",
     },
     "vllm.v1.kv_cache_interface.KVCacheConfig": {

@@ -17,6 +17,7 @@ _MODULES = (
     "replacements",
     "stock_config",
     "spec_config",
+    "metrics",
     "sampler",
     "stock_drafters",
     "levels",
@@ -34,7 +35,18 @@ install = REGISTRY.install
 
 
 class NeedsHooks:
-    """Base of configurations that install the hooks in every process that receives them."""
+    """Base of configurations that install the hooks in every process that receives them.
+
+    Attributes:
+        hsd_synchronous: without asynchronous scheduling, vLLM's scheduler cuts a draft before the
+            token that a grammar refuses, so that it is never verified.
+    """
+
+    hsd_synchronous = False
+
+    def adapt(self, scheduler_config: Any) -> None:
+        """Take in the scheduler's configuration, each time that vLLM settles more of it."""
+        self.hsd_synchronous = scheduler_config.async_scheduling is False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -14,6 +14,7 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.kernels.chain_verify import verify_chain_padded
 from vllm_hsd.registry import NONE_FILED
 from vllm_hsd.runner_v2.hooks import REGISTRY, replace_on
+from vllm_hsd.runner_v2.replacements import RUNNER
 from vllm_hsd.runner_v2.speculator import CascadeSpeculator
 from vllm_hsd.runner_v2.stock_drafters import KeptDrafts
 
@@ -43,6 +44,7 @@ def serve(runner: Any) -> None:
     speculator, kept = runner.speculator, None
     if isinstance(speculator, CascadeSpeculator):
         speculator.req_states = runner.req_states
+        replace_on(runner, f"{RUNNER}.sample_tokens", by=speculator)
         runner.rejection_sampler = CascadeRejectionSampler(
             sampler, runner.speculative_config, runner.device, speculator
         )

@@ -14,14 +14,16 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
+from vllm_hsd.core.bigram import read_bigram
 from vllm_hsd.core.exit_head import read_exit_head
-from vllm_hsd.core.program import NgramProgramLookup, Program
-from vllm_hsd.core.proposal_state import KVGroups, ProposalState
+from vllm_hsd.core.program import BigramProgramLookup, NgramProgramLookup, Program
+from vllm_hsd.core.proposal_state import COUNTS, KVGroups, ProposalState
 from vllm_hsd.kernels.cascade_steps import stage
 from vllm_hsd.runner_v2 import graph_checks
 from vllm_hsd.runner_v2.graphs import ProposalGraphs, batch_sizes, why_eager
 from vllm_hsd.runner_v2.levels import EarlyExitLevel, ExitHeadLevel, ModelLevel
-from vllm_hsd.runner_v2.spec_config import schedule_of, verifiers
+from vllm_hsd.runner_v2.metrics import DeviceCounts
+from vllm_hsd.runner_v2.spec_config import LOOKUPS, max_batch_size, schedule_of, verifiers
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
 
     def load_draft_model(self, target_model, target_attn_layer_names):
         for i, level in enumerate(self.hsd.levels):
-            if level.kind == "ngram":
+            if level.kind in LOOKUPS:
                 self.hosted.append(None)
                 continue
             if level.kind == "early_exit":
@@ -92,24 +94,30 @@ class CascadeSpeculator(StandaloneARSpeculator):
         dtype = cast(torch.dtype, self.dtype)
         self.state = ProposalState.allocate(
             self.schedule,
-            batch=self.max_num_reqs,
+            batch=min(self.max_num_reqs, max_batch_size(self.hsd)),
             max_num_reqs=self.max_num_reqs,
             vocab_size=self.vocab_size,
             dtypes=[None if level is None else dtype for level in self.hosted],
             num_kv_groups=block_tables.num_kv_cache_groups,
             device=self.device,
         )
+        self.counts = DeviceCounts(self.state.counts, self.schedule)
         levels = list(self.hosted)
         if levels[0] is None:
-            ngram = self.hsd.levels[0].ngram
-            text = self.req_states.all_token_ids.gpu
-            levels[0] = NgramProgramLookup(text, ngram.min, ngram.max)
+            levels[0] = self._lookup(self.hsd.levels[0])
         groups = KVGroups(
             block_tables.block_table_ptrs,
             block_tables.block_table_strides,
             block_tables.block_sizes_tensor,
         )
         self.program = Program(self.schedule, levels, self.verifiers, groups, self.max_model_len)
+
+    def _lookup(self, level):
+        if level.kind == "bigram":
+            successors = torch.from_numpy(read_bigram(level.bigram).successors())
+            return BigramProgramLookup(successors.to(self.device))
+        text = self.req_states.all_token_ids.gpu
+        return NgramProgramLookup(text, level.ngram.min, level.ngram.max)
 
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
         self.graphs = None
@@ -174,12 +182,17 @@ class CascadeSpeculator(StandaloneARSpeculator):
     ) -> torch.Tensor:
         count = input_batch.num_reqs
         drafts = self.draft_tokens[:count]
-        if dummy_run or input_batch.has_prefill or num_speculative_tokens == 0:
+        # vLLM's scheduler asks for no drafts then; its warm-up may.
+        too_many = self.state is not None and count > self.state.batch
+        drafts_none = num_speculative_tokens == 0 or too_many
+        if dummy_run or input_batch.has_prefill or drafts_none:
             self._ingest(input_batch, attn_metadata, slot_mappings, with_logits=dummy_run)
         if dummy_run:
             return drafts
         assert self.state is not None
-        if num_speculative_tokens == 0:
+        if drafts_none:
+            accepted = (num_sampled - 1).clamp(min=0).sum()
+            self.state.counts[-1, COUNTS.accepted] += accepted
             self.state.row_of_slot.fill_(-1)
             return drafts
         # What attention may read at most; the lengths themselves are on the device.
@@ -188,6 +201,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
         ).clamp(max=self.max_model_len)
         size = None if self.graphs is None else self.graphs.size_for(count)
         state = self.state.bucket(size or count)
+        self.counts.add_proposal()
         inputs = input_batch.idx_mapping, num_sampled, temperature, seeds
         self._stage(state, *inputs)
         if size is not None:
@@ -217,8 +231,8 @@ class CascadeSpeculator(StandaloneARSpeculator):
         if self.graphs is None or self.graphs.size_for(state.batch) != state.batch:
             return
         drafted = state.draft_tokens[:real].clone()
-        state.counts.copy_(before)
         self._stage(state, *inputs)
+        state.counts.copy_(before)
         self.graphs.replay(state.batch)
         replayed = state.draft_tokens[:real]
         if not drafted.equal(replayed):

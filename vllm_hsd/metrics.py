@@ -1,7 +1,8 @@
 """Counts per level, from the worker to vLLM's log line and to /metrics.
 
-The worker attaches them to a step's output, the scheduler to the step's statistics, which vLLM
-carries to the front end. vLLM's own `vllm:spec_decode_*` keep their meaning for the target.
+The worker attaches them to a step's output (`ATTRIBUTE`), the scheduler to the step's statistics,
+which vLLM carries to the front end, the same on both runners. vLLM's own `vllm:spec_decode_*` keep
+their meaning for the target.
 
 vLLM's entry points `vllm.stat_logger_plugins` are not enough: only the asynchronous engine loads
 them, and a logger only sees what vLLM's own statistics carry from the scheduler.
@@ -17,7 +18,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_hsd.core.levels import LevelStats
-from vllm_hsd.runner_v1.hooks import NONE_FILED, changes, replaces
+from vllm_hsd.registry import NONE_FILED
+from vllm_hsd.shared_hooks import REGISTRY
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,9 @@ SOURCE_COUNTERS = {
 }
 # Counters that appear once they count something.
 _OFTEN_ZERO = ("forward_seconds", "sat_out", "asked", "empty", "seconds")
+
+# Of a step's output: pickled to the scheduler with it, unknown to vLLM.
+ATTRIBUTE = "hsd_level_stats"
 
 _METRICS = "vllm.v1.spec_decode.metrics"
 _SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
@@ -134,7 +139,7 @@ class HsdSpecDecodingStats(SpecDecodingStats):
     levels: list[LevelStats] = field(default_factory=list)
 
 
-@changes(
+@REGISTRY.changes(
     "vllm.v1.metrics.stats.SchedulerStats.__annotations__",
     why="carries the counts per level to the front end: msgspec decodes by the annotation",
     until=_UNTIL,
@@ -149,7 +154,7 @@ def widen_statistics() -> None:
     SchedulerStats.__annotations__["spec_decoding_stats"] = HsdSpecDecodingStats | None
 
 
-@replaces(
+@REGISTRY.replaces(
     f"{_SCHEDULER}.update_from_output",
     ("self", "scheduler_output", "model_runner_output"),
     why="keeps the counts per level that come with a step's output",
@@ -157,13 +162,13 @@ def widen_statistics() -> None:
     issue=NONE_FILED,
 )
 def update_from_output(original, self, scheduler_output, model_runner_output):
-    levels = getattr(model_runner_output, "hsd_level_stats", None)
+    levels = getattr(model_runner_output, ATTRIBUTE, None)
     if levels is not None:
         _totals(self).add(levels)
     return original(self, scheduler_output, model_runner_output)
 
 
-@replaces(
+@REGISTRY.replaces(
     f"{_SCHEDULER}.make_stats",
     (
         "self",
@@ -185,7 +190,7 @@ def make_stats(original, self, spec_decoding_stats=None, *args, **kwargs):
     return original(self, spec_decoding_stats, *args, **kwargs)
 
 
-@replaces(
+@REGISTRY.replaces(
     f"{_METRICS}.SpecDecodingLogging.observe",
     ("self", "spec_decoding_stats"),
     why="gathers the counts per level for the log line",
@@ -200,7 +205,7 @@ def observe(original, self, spec_decoding_stats):
         original(self, spec_decoding_stats)
 
 
-@replaces(
+@REGISTRY.replaces(
     f"{_METRICS}.SpecDecodingLogging.log",
     ("self", "log_fn"),
     why="prints the counts per level after vLLM's own line",
@@ -214,7 +219,7 @@ def log(original, self, *args, **kwargs):
         log_fn("Cascade metrics: %s", log_line(levels))
 
 
-@replaces(
+@REGISTRY.replaces(
     f"{_METRICS}.SpecDecodingProm.observe",
     ("self", "spec_decoding_stats", "engine_idx"),
     why="counts per level for /metrics",

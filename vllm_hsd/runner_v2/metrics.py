@@ -1,0 +1,78 @@
+"""Counts per level of a cascade on the V2 runner, which stay on the device until they are there.
+
+No step waits for them: a copy is enqueued behind a proposal, and the first step after it has
+arrived attaches what was counted since the last one (see `vllm_hsd.metrics`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_hsd import metrics
+from vllm_hsd.core.levels import LevelStats
+from vllm_hsd.core.proposal_state import COUNTS
+from vllm_hsd.core.schedule import Lookup, Schedule
+from vllm_hsd.registry import NONE_FILED
+from vllm_hsd.runner_v2.hooks import REGISTRY
+from vllm_hsd.runner_v2.replacements import RUNNER
+
+
+class DeviceCounts:
+    """Reads the counts of a `ProposalState`, and counts forward passes, which the host knows.
+
+    Args:
+        counts: int64 [L, 4], `ProposalState.counts`.
+        schedule: what a proposal runs.
+    """
+
+    def __init__(self, counts: torch.Tensor, schedule: Schedule) -> None:
+        self.counts = counts
+        self.on_host = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=counts.is_cuda)
+        self.arrived = torch.cuda.Event() if counts.is_cuda else None
+        self.is_copying = False
+        self.taken = torch.zeros_like(self.on_host)
+        passes = [op.level for op in schedule.ops if not isinstance(op, Lookup)]
+        self.per_proposal = [passes.count(k) for k in range(schedule.num_levels)]
+        self.forwards = [0] * schedule.num_levels
+
+    def add_proposal(self) -> None:
+        """Count the forward passes of a proposal."""
+        self.forwards = [a + b for a, b in zip(self.forwards, self.per_proposal, strict=True)]
+
+    def take(self) -> list[LevelStats] | None:
+        """What was counted since the last call that returned it; None where it is not there yet."""
+        if not self.is_copying:
+            self.on_host.copy_(self.counts, non_blocking=True)
+            if self.arrived is not None:
+                self.arrived.record()
+            self.is_copying = True
+        if self.arrived is not None and not self.arrived.query():
+            return None
+        self.is_copying = False
+        new, self.taken = self.on_host - self.taken, self.on_host.clone()
+        forwards, self.forwards = self.forwards, [0] * len(self.forwards)
+        return [
+            LevelStats(
+                drafted=row[COUNTS.drafted],
+                accepted=row[COUNTS.accepted],
+                rounds=row[COUNTS.rounds],
+                forwards=passes,
+            )
+            for row, passes in zip(new.tolist(), forwards, strict=True)
+        ]
+
+
+@REGISTRY.replaces_on_runner(
+    f"{RUNNER}.sample_tokens",
+    ("self", "grammar_output"),
+    why="attaches the counts of every level to the step's output",
+    until="vLLM carries a drafter's own statistics",
+    issue=NONE_FILED,
+)
+def sample_tokens(original, speculator: Any, grammar_output):
+    output = original(grammar_output)
+    if output is not None and (levels := speculator.counts.take()) is not None:
+        setattr(output.model_runner_output, metrics.ATTRIBUTE, levels)
+    return output
