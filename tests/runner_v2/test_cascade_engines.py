@@ -1,6 +1,7 @@
 """Cascades on the V2 runner, whole engines, interpreted."""
 
 import pytest
+from support import engines
 
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(900)]
 
@@ -44,3 +45,82 @@ def test_greedy_text_is_that_of_no_speculation(name, family, greedy_tokens):
 
     mixed = run_greedy_and_mixed(family.target, configuration(name, family), greedy_tokens)
     assert mixed["counters"]["spec_decode_num_accepted_tokens"] > 0
+
+
+# Blocks of 16 tokens, of which there are too few for all requests at once; 16 tokens in a step, so
+# that some of four requests with 5 tokens each sit a step out.
+CROWDED = {
+    "block_size": 16,
+    "num_gpu_blocks_override": 14,
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 4,
+    "max_model_len": 64,
+}
+LONG = [[(5 * i + j) % 60 + 2 for j in range(20 + 4 * i)] for i in range(4)]
+TO_THE_END = {"temperature": 0, "max_tokens": 64, "ignore_eos": True}
+CROWDED_JOBS = {
+    "preempted": {"prompts": LONG, "params": {**TO_THE_END, "max_tokens": 30}},
+    # Prompts of whole blocks, their first one known already; then all of a prompt but a token.
+    "prefix hits": {
+        "prompts": [LONG[3], LONG[3], LONG[3][:16] + LONG[0], LONG[3][:17]],
+        "params": {**TO_THE_END, "max_tokens": 8},
+        "arrive": [0, 9, 9, 9],
+    },
+    # Up to max_model_len, and prompts that leave room for a token or two.
+    "to the end": {
+        "prompts": [LONG[0], [7, 8] * 31, [9] * 63, LONG[1]],
+        "params": TO_THE_END,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def crowded_plain(family):
+    """Tokens without speculation, on the V1 runner with room for all."""
+    jobs = {name: {**job, "arrive": None} for name, job in CROWDED_JOBS.items()}
+    found = engines.run_engine({"model": family.target, "max_model_len": 64}, jobs)
+    return {name: ids(result) for name, result in found.items()}
+
+
+def ids(result: dict) -> list[list[int]]:
+    return [output[0]["ids"] for output in result["outputs"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two models", "lookup, exit, model"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_a_crowded_engine_loses_nothing(name, graphs, family, crowded_plain):
+    """Preemption, prefix hits, requests that sit a step out, texts up to max_model_len."""
+    from support.v2_engines import run_engine
+
+    engine = {"model": family.target, **CROWDED}
+    results = run_engine(
+        {**engine, "speculative_config": configuration(name, family)},
+        CROWDED_JOBS,
+        patch="support.recorded_graph:serve" if graphs else None,
+    )
+    for job, expected in crowded_plain.items():
+        assert ids(results[job]) == expected, job
+        levels, counters = results[job]["levels"], results[job]["counters"]
+        assert levels[-1]["accepted"] == counters["spec_decode_num_accepted_tokens"] > 0
+        assert all(0 <= level["accepted"] <= level["drafted"] for level in levels)
+    assert results["preempted"]["counters"]["num_preemptions"] > 0
+    assert results["prefix hits"]["counters"]["prefix_cache_hits"] > 0
+
+
+@pytest.mark.slow
+def test_large_batches_draft_nothing(family):
+    """Requests join until an engine stops drafting; it starts again as they leave."""
+    from support.v2_engines import GREEDY, PROMPTS, run_engine
+
+    speculative = {**configuration("two models", family), "disable_by_batch_size": 2}
+    params = [{**GREEDY, "max_tokens": n} for n in (30, 24, 8, 8)]
+    jobs = {"joining": {"prompts": PROMPTS, "params": params, "arrive": [0, 1, 6, 6]}}
+    engine = {"model": family.target, "max_num_seqs": 4}
+    drafting = run_engine({**engine, "speculative_config": speculative}, jobs)["joining"]
+    plain = engines.run_engine(engine, {"all": {"prompts": PROMPTS, "params": params}})["all"]
+    assert ids(drafting) == ids(plain)
+    top = drafting["levels"][-1]
+    assert top["accepted"] == drafting["counters"]["spec_decode_num_accepted_tokens"] > 0
+    # Four requests take 8 steps at least, in which none of them drafts.
+    assert top["accepted"] + top["rounds"] < sum(map(len, ids(plain))) - 8

@@ -31,7 +31,7 @@ def captured(monkeypatch):
 
     from vllm_hsd.runner_v2.graphs import ProposalGraphs
 
-    recorded_graph.install(monkeypatch)
+    recorded_graph.install(monkeypatch.setattr)
     first = SimpleNamespace(is_first_rank=True, is_last_rank=True)
     monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: first)
     monkeypatch.setattr(cudagraph_utils, "is_global_first_rank", lambda: False)

@@ -88,15 +88,76 @@ def _launch(launch, kernel, args, kwargs) -> None:
         launch(kernel, *args, **kwargs)
 
 
-def install(monkeypatch) -> None:
-    """Let vLLM's `CudaGraphManager` capture recorded graphs."""
+def install(replace=setattr) -> None:
+    """Let vLLM's `CudaGraphManager` capture recorded graphs.
+
+    Args:
+        replace: sets an attribute, `monkeypatch.setattr` in a test.
+    """
     from vllm.platforms import current_platform
     from vllm.v1.worker.gpu import cudagraph_utils
 
     RecordedGraph.made = []
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda self: None)
+    replace(torch.cuda, "CUDAGraph", RecordedGraph)
+    replace(torch.cuda, "graph", capture)
+    replace(type(current_platform), "get_global_graph_pool", lambda self: None)
     for name in ("graph_capture", "capture_pool"):
-        monkeypatch.setattr(cudagraph_utils, name, lambda *a, **k: contextlib.nullcontext())
-    monkeypatch.setattr(cudagraph_utils, "current_stream", lambda: None)
+        replace(cudagraph_utils, name, lambda *a, **k: contextlib.nullcontext())
+    replace(cudagraph_utils, "current_stream", lambda: None)
+
+
+def serve() -> None:
+    """A patch for engines on the V2 runner: their cascades draft by recorded graphs alone.
+
+    The CPU's attention plans its work on the host; here it makes a new plan where a GPU's attention
+    refreshes its own, so that the plan is part of the graph.
+    """
+    from vllm import _custom_ops as ops
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    install()
+    # Attention as one opaque operation would look its arguments up at every replay.
+    CpuPlatform.opaque_attention_op = classmethod(lambda cls: False)
+
+    def refresh(self, metadata) -> None:
+        metadata.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(metadata.seq_lens),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            seq_lens=metadata.seq_lens,
+            dtype=self.dtype,
+            query_start_loc=metadata.query_start_loc,
+            causal=True,
+            sliding_window_size=self.window_size,
+            isa=self.isa,
+            enable_kv_split=False,
+            dynamic_causal=None,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+
+    CPUAttentionMetadataBuilder.supports_draft_decode_metadata_update = True
+    CPUAttentionMetadataBuilder.update_draft_decode_metadata = refresh
+    CPUAttentionMetadataBuilder.get_cudagraph_support = classmethod(
+        lambda cls, *args: AttentionCGSupport.ALWAYS
+    )
+    initialize = GPUModelRunner.initialize_kv_cache
+
+    def initialize_kv_cache(self, *args, **kwargs):
+        initialize(self, *args, **kwargs)
+        speculator = self.speculator
+        self.compilation_config.max_cudagraph_capture_size = 512
+        speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
+        speculator.capture()
+        assert len(RecordedGraph.made) == len(speculator.graphs.sizes)
+        speculator.program.run = _without_a_graph
+
+    GPUModelRunner.initialize_kv_cache = initialize_kv_cache
+
+
+def _without_a_graph(state) -> None:
+    raise AssertionError("a proposal ran without its CUDA graph")
