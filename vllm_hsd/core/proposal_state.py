@@ -180,6 +180,10 @@ class ProposalState:
         """B."""
         return self.end.shape[0]
 
+    def set_kv_groups(self, number: int) -> None:
+        """Make room for the places of that many KV-cache groups."""
+        self.slot_mapping = self.slot_mapping.new_full((number, len(self.input_ids)), -1)
+
     def bucket(self, batch: int) -> ProposalState:
         """The first `batch` requests: views of the same memory, for one CUDA graph."""
         by_request = ("base", "end", "window", "origin", "limit", "slot", "seeds", "draws")

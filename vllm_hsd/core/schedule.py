@@ -133,6 +133,11 @@ class Schedule:
         """Most tokens that a request feeds to one forward pass; 0 without forward passes."""
         return max((q for k in range(self.num_levels) for q in self.query_lengths(k)), default=0)
 
+    @property
+    def longest_logits(self) -> int:
+        """Most rows of logits per request that one forward pass gives."""
+        return max(map(self.num_logits, self.ops))
+
     def num_logits(self, op: Op) -> int:
         """Rows of logits per request that an op's forward pass must give, the last ones fed."""
         if isinstance(op, Verify):

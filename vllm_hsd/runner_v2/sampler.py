@@ -206,8 +206,6 @@ class CascadeRejectionSampler(BlockRejectionSampler):
     def drafts(self, draft_logits, idx_mapping) -> dict:
         state, speculator = self.speculator.state, self.speculator
         temperature = self.sampler.sampling_states.temperature.gpu
-        if state is None:  # vLLM's warm-up, before there is a cache
-            return {}
         return {
             "draft_temperature": temperature * speculator.scales[-1],
             "draft_lse": None if state.rows[-1] is None else state.lse[-1],

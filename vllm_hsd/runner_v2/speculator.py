@@ -35,7 +35,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
 
     Attributes:
         req_states: vLLM's table of requests, set once the runner has loaded its models.
-        state: of the last proposal, set with the KV cache.
+        state: of the last proposal.
         graphs: captured proposals; None where all run without a CUDA graph.
     """
 
@@ -51,7 +51,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
         scales = [level.temperature_scale for level in self.hsd.levels]
         self.scales = torch.tensor(scales, dtype=torch.float32, device=device)
         self.req_states: Any = None
-        self.state: ProposalState | None = None
+        self.state: ProposalState  # once the levels are loaded
         self.hosted: list[Any] = []
         self.graphs: ProposalGraphs | None = None
         self.checks = graph_checks.enabled()
@@ -72,6 +72,18 @@ class CascadeSpeculator(StandaloneARSpeculator):
             else:
                 hosted.load(self.speculative_config.level_configs[i])
             self.hosted.append(hosted)
+        # Here, since vLLM's memory profile comes before the KV cache, and its groups.
+        dtype = cast(torch.dtype, self.dtype)
+        self.state = ProposalState.allocate(
+            self.schedule,
+            batch=min(self.max_num_reqs, max_batch_size(self.hsd)),
+            max_num_reqs=self.max_num_reqs,
+            vocab_size=self.vocab_size,
+            dtypes=[None if level is None else dtype for level in self.hosted],
+            num_kv_groups=1,
+            device=self.device,
+        )
+        self.counts = DeviceCounts(self.state.counts, self.schedule)
         models = [level.model for level in self.hosted if level is not None and level.model]
         return models[-1] if models else target_model
 
@@ -91,17 +103,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
                 level.init_attention(kv_cache_config)
                 # vLLM maps the caches of all groups listed here to kernel blocks.
                 self.attn_groups.extend(level.groups)
-        dtype = cast(torch.dtype, self.dtype)
-        self.state = ProposalState.allocate(
-            self.schedule,
-            batch=min(self.max_num_reqs, max_batch_size(self.hsd)),
-            max_num_reqs=self.max_num_reqs,
-            vocab_size=self.vocab_size,
-            dtypes=[None if level is None else dtype for level in self.hosted],
-            num_kv_groups=block_tables.num_kv_cache_groups,
-            device=self.device,
-        )
-        self.counts = DeviceCounts(self.state.counts, self.schedule)
+        self.state.set_kv_groups(block_tables.num_kv_cache_groups)
         levels = list(self.hosted)
         if levels[0] is None:
             levels[0] = self._lookup(self.hsd.levels[0])
@@ -121,7 +123,6 @@ class CascadeSpeculator(StandaloneARSpeculator):
 
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
         self.graphs = None
-        assert self.state is not None
         levels = [level for level in self.hosted if level is not None]
         longest = self.schedule.longest_query
         reason = why_eager(cudagraph_mode, levels, longest)
@@ -149,13 +150,12 @@ class CascadeSpeculator(StandaloneARSpeculator):
 
     def _prepare_capture(self, batch: int) -> ProposalState:
         """State of a batch size with nothing but padding, and attention metadata for it."""
-        assert self.state is not None
         state = self.state.bucket(batch)
         self.longest = torch.full((batch,), self.max_model_len, dtype=torch.int32)
         for level in self.hosted:
             if level is not None:
                 level.prepare_capture(state)
-        none = self.idx_mapping[:0]
+        none = self.idx_mapping[:0].int()
         self._stage(state, none, none, self.temperature, self.seeds)
         return state
 
@@ -182,14 +182,12 @@ class CascadeSpeculator(StandaloneARSpeculator):
     ) -> torch.Tensor:
         count = input_batch.num_reqs
         drafts = self.draft_tokens[:count]
-        # vLLM's scheduler asks for no drafts then; its warm-up may.
-        too_many = self.state is not None and count > self.state.batch
-        drafts_none = num_speculative_tokens == 0 or too_many
+        # vLLM's scheduler asks for no drafts of a large batch; its warm-up may.
+        drafts_none = num_speculative_tokens == 0 or count > self.state.batch
         if dummy_run or input_batch.has_prefill or drafts_none:
             self._ingest(input_batch, attn_metadata, slot_mappings, with_logits=dummy_run)
         if dummy_run:
             return drafts
-        assert self.state is not None
         if drafts_none:
             accepted = (num_sampled - 1).clamp(min=0).sum()
             self.state.counts[-1, COUNTS.accepted] += accepted
@@ -272,4 +270,5 @@ class CascadeSpeculator(StandaloneARSpeculator):
                 slot_mappings,
             )
             if with_logits:
-                level.logits(hidden[: self.max_num_reqs])
+                rows = self.state.batch * self.schedule.longest_logits
+                level.logits(hidden[:rows])
