@@ -124,3 +124,31 @@ def test_large_batches_draft_nothing(family):
     assert top["accepted"] == drafting["counters"]["spec_decode_num_accepted_tokens"] > 0
     # Four requests take 8 steps at least, in which none of them drafts.
     assert top["accepted"] + top["rounds"] < sum(map(len, ids(plain))) - 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", ["two models", "lookup, exit, model"])
+def test_sampled_text_follows_the_target(name, small_vocabulary):
+    from support.v2_engines import p_values
+
+    cases = {"temperature 1": {}, "top_p": {"top_p": 0.8}}
+    speculative = configuration(name, small_vocabulary)
+    found = p_values(small_vocabulary.target, speculative, [2, 3, 0, 1], cases)
+    assert min(found.values()) > 1e-6, found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_a_biased_verdict_is_caught(small_vocabulary):
+    """Negative control of the comparison above, with as many texts."""
+    from support.v2_engines import p_values
+
+    found = p_values(
+        small_vocabulary.target,
+        configuration("two models", small_vocabulary),
+        [2, 3, 0, 1],
+        {"temperature 1": {}},
+        patch="support.certain_drafts:install",
+    )
+    assert found["temperature 1"] < 1e-6

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from support import engines, triton_cpu
+from support.exact_joint_distribution import chi_square_p_value, joint_distribution
 
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.errors import UserError
@@ -44,6 +45,41 @@ def run_greedy_and_mixed(target: str, speculative_config: dict, greedy: list[lis
     assert [output[0]["ids"] for output in results["joining"]["outputs"]] == greedy
     assert results["mixed"]["outputs"][0][0]["ids"] == greedy[0]
     return results["mixed"]
+
+
+def p_values(
+    target: str,
+    speculative_config: dict,
+    prompt: list[int],
+    cases: dict[str, dict],
+    *,
+    count: int = 400,
+    patch: str | None = None,
+) -> dict[str, float]:
+    """Case -> chi-square p-value of three sampled tokens against their joint distribution.
+
+    Args:
+        cases: name -> sampling parameters.
+        count: texts of each case, with seeds 0 to count - 1.
+    """
+    jobs = {
+        case: {
+            "prompts": [prompt] * count,
+            "params": [
+                {"max_tokens": 4, "ignore_eos": True, "seed": i, **params} for i in range(count)
+            ],
+        }
+        for case, params in cases.items()
+    }
+    engine = {"model": target, "max_num_seqs": 64, "speculative_config": speculative_config}
+    results = run_engine(engine, jobs, patch=patch)
+    return {
+        case: chi_square_p_value(
+            [tuple(output[0]["ids"][:3]) for output in results[case]["outputs"]],
+            joint_distribution(target, prompt, 3, params),
+        )
+        for case, params in cases.items()
+    }
 
 
 def run_engine(engine: dict, jobs: dict[str, dict], *, patch: str | None = None) -> dict:
