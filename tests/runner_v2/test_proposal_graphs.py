@@ -153,3 +153,54 @@ def test_batch_sizes():
     assert batch_sizes(1) == [1]
     assert batch_sizes(8) == [1, 2, 4, 8]
     assert batch_sizes(11) == [1, 2, 4, 8, 11]
+
+
+def level(supports: bool = True, support: str = "UNIFORM_BATCH") -> SimpleNamespace:
+    """A level with one attention backend."""
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    builder = SimpleNamespace(get_cudagraph_support=lambda *args: AttentionCGSupport[support])
+    group = SimpleNamespace(
+        backend=SimpleNamespace(get_name=lambda: "SOME_ATTENTION"),
+        supports_draft_decode_metadata_update=supports,
+        get_metadata_builder=lambda index: builder,
+        kv_cache_spec=None,
+    )
+    return SimpleNamespace(groups=[[group]], vllm_config=None)
+
+
+@pytest.mark.parametrize(
+    ("mode", "of", "warning"),
+    [
+        ("FULL_DECODE_ONLY", {}, None),
+        ("FULL_AND_PIECEWISE", {}, None),
+        ("NONE", {}, "without CUDA graphs: cudagraph_mode is NONE."),
+        ("PIECEWISE", {}, "without CUDA graphs: cudagraph_mode is PIECEWISE."),
+        ("FULL", {"supports": False}, "backend SOME_ATTENTION plans its work on the host."),
+        ("FULL", {"support": "UNIFORM_SINGLE_TOKEN_DECODE"}, "SOME_ATTENTION cannot capture 3 "),
+        ("FULL", {"support": "NEVER"}, "SOME_ATTENTION cannot capture 3 tokens for each request."),
+    ],
+)
+def test_no_cascade_drafts_without_graphs_in_silence(captured, caplog, mode, of, warning):
+    from vllm.config.compilation import CUDAGraphMode
+
+    drafter = captured(runner(), sizes=()).drafter
+    drafter.vllm_config = drafter.graphs.vllm_config
+    drafter.vllm_config.compilation_config.max_cudagraph_capture_size = 512
+    drafter.hosted, drafter.device = [level(**of), None], torch.device("cpu")
+    drafter.init_cudagraph_manager(CUDAGraphMode[mode])
+    if warning is None:
+        assert drafter.graphs.sizes == [1, 2, 4] and not caplog.text
+    else:
+        assert drafter.graphs is None and warning in caplog.text
+
+
+def test_batches_that_are_too_large_to_capture_are_named(captured, caplog):
+    from vllm.config.compilation import CUDAGraphMode
+
+    drafter = captured(runner(), sizes=()).drafter
+    drafter.vllm_config, drafter.device = drafter.graphs.vllm_config, torch.device("cpu")
+    drafter.vllm_config.compilation_config.max_cudagraph_capture_size = 9
+    drafter.init_cudagraph_manager(CUDAGraphMode.FULL)
+    assert drafter.graphs.sizes == [1, 2]
+    assert "without CUDA graphs for more than 2 requests" in caplog.text
