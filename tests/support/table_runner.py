@@ -69,6 +69,8 @@ class TableCascade(CascadeSpeculator):
         req_states: vLLM's table of requests.
     """
 
+    max_model_len = 0  # a property of the configuration in vLLM 0.33
+
     def __init__(self, cascade: dict, req_states) -> None:
         tables = [level["model"] for level in cascade["levels"] if "model" in level]
         given = [
