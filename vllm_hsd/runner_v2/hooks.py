@@ -29,6 +29,8 @@ _MODULES = (
 # Drafters of vLLM's V2 runner that our verifier serves.
 STOCK_METHODS = ("draft_model", "eagle", "eagle3", "mtp", "ngram", "ngram_gpu", "dflash")
 
+RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
+
 REGISTRY = Registry("vllm_hsd.runner_v2", _MODULES, shared_hooks.REGISTRY)
 HOOKS = REGISTRY.hooks
 install = REGISTRY.install

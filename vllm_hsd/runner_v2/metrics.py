@@ -15,8 +15,7 @@ from vllm_hsd.core.levels import LevelStats
 from vllm_hsd.core.proposal_state import COUNTS
 from vllm_hsd.core.schedule import Lookup, Schedule
 from vllm_hsd.registry import NONE_FILED
-from vllm_hsd.runner_v2.hooks import REGISTRY
-from vllm_hsd.runner_v2.replacements import RUNNER
+from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER
 
 
 class DeviceCounts:

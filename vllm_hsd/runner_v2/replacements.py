@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from vllm_hsd.registry import NONE_FILED, PLUGIN_ISSUE
-from vllm_hsd.runner_v2.hooks import REGISTRY
-
-RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
+from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER
 
 
 @REGISTRY.replaces(

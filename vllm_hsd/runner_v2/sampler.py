@@ -13,8 +13,7 @@ from vllm_hsd.core.schedule import DRAWS_PER_LENGTH
 from vllm_hsd.errors import UserError
 from vllm_hsd.kernels.chain_verify import verify_chain_padded
 from vllm_hsd.registry import NONE_FILED
-from vllm_hsd.runner_v2.hooks import REGISTRY, replace_on
-from vllm_hsd.runner_v2.replacements import RUNNER
+from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER, replace_on
 from vllm_hsd.runner_v2.speculator import CascadeSpeculator
 from vllm_hsd.runner_v2.stock_drafters import KeptDrafts
 
