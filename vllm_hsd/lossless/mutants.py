@@ -131,12 +131,12 @@ MUTANTS = {
     "standard residual": Mutant(
         "block verification recovers with the residual of token-level rejection",
         _standard_residual,
-        weight=4,
+        weight=16,
     ),
     "uniforms met twice": Mutant(
         "uniforms belong to positions, and rejected positions meet theirs again",
         _uniforms_by_position,
-        weight=4,
+        weight=16,
     ),
     "unscored grammar cut": Mutant(
         "a grammar cuts a draft at a refused token, which is then not verified",
