@@ -28,7 +28,7 @@ def assert_matches(batch, **options):
 @pytest.mark.interpret
 @pytest.mark.parametrize("kind", ["iid", "without replacement", "one-hot"])
 def test_random_trees(kind, small_blocks):
-    batch = make_trees(10, 70, kind)
+    batch = make_trees(5, 70, kind)
     result = assert_matches(batch, replacement=kind == "iid", level=1)
     assert result.num_accepted.max() > 1
 
