@@ -13,7 +13,7 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.plugin import register
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(8)]
-GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 JOBS = {
     "greedy": {"prompts": PROMPTS, "params": GREEDY},
     "greedy with sampled": {
