@@ -47,22 +47,23 @@ def test_greedy_text_is_that_of_no_speculation(name, family, greedy_tokens):
     assert mixed["counters"]["spec_decode_num_accepted_tokens"] > 0
 
 
-# Blocks of 16 tokens, of which there are too few for all requests at once; 16 tokens in a step, so
-# that some of four requests with 5 tokens each sit a step out.
+# Blocks of 32 tokens (a CPU takes no smaller ones), of which there are too few for all requests at
+# once; 16 tokens in a step, so that some of four requests with 5 tokens each sit a step out.
 CROWDED = {
-    "block_size": 16,
-    "num_gpu_blocks_override": 14,
+    "block_size": 32,
+    "num_gpu_blocks_override": 5,
     "max_num_batched_tokens": 16,
     "max_num_seqs": 4,
     "max_model_len": 64,
 }
 LONG = [[(5 * i + j) % 60 + 2 for j in range(20 + 4 * i)] for i in range(4)]
+SHARED = LONG[3] + LONG[0]
 TO_THE_END = {"temperature": 0, "max_tokens": 64, "ignore_eos": True}
 CROWDED_JOBS = {
     "preempted": {"prompts": LONG, "params": {**TO_THE_END, "max_tokens": 30}},
-    # Prompts of whole blocks, their first one known already; then all of a prompt but a token.
+    # Prompts whose first block is known already; then all of a prompt but a token.
     "prefix hits": {
-        "prompts": [LONG[3], LONG[3], LONG[3][:16] + LONG[0], LONG[3][:17]],
+        "prompts": [SHARED[:40], SHARED[:40], SHARED[:32] + [9] * 9, SHARED[:33]],
         "params": {**TO_THE_END, "max_tokens": 8},
         "arrive": [0, 9, 9, 9],
     },
