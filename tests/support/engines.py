@@ -53,9 +53,9 @@ def run_engine(engine: dict, jobs: dict[str, dict], *, patch: str | None = None,
 
     Args:
         engine: arguments of `vllm.LLM` in addition to ENGINE_DEFAULTS.
-        jobs: name -> {"prompts": [token ids], "params": mapping or list of mappings, and
-            optionally "arrive": [engine step], "abort": {request: engine step}}, or
-            "adapters": [directory of a LoRA adapter or None].
+        jobs: name -> {"prompts": [token ids, or vLLM's mapping], "params": mapping or list of
+            mappings, and optionally "arrive": [engine step], "abort": {request: engine step}}, or
+            "adapters": [directory of a LoRA adapter or None], or "priority": [int].
         patch: "module:function", called in the process before the engine starts.
         env: environment variables in addition to ENVIRONMENT.
 
@@ -132,19 +132,25 @@ def _configure(engines: list[dict]) -> list[str | None]:
     return errors
 
 
-def run_job(llm, prompts, params, arrive=None, abort=None, adapters=None) -> dict:
-    """One job: {"outputs": [per prompt [per sequence {...}]], "levels": ..., "counters": ...}."""
+def run_job(llm, prompts, params, arrive=None, abort=None, adapters=None, priority=None) -> dict:
+    """One job: {"outputs": [per prompt [per sequence {...}]], "levels": ..., "counters": ...}.
+
+    "prompt_logprobs" has a list per prompt, None where the request did not ask.
+    """
     levels, counters = _level_counts(), _counters(llm)
     listed = params if isinstance(params, list) else [params] * len(prompts)
     sampling = [sampling_params(llm, given) for given in listed]
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    requests = [p if isinstance(p, dict) else {"prompt_token_ids": p} for p in prompts]
     if arrive is None and abort is None:
         loras = adapters and _lora_requests(adapters)
-        outputs = llm.generate(requests, sampling, use_tqdm=False, lora_request=loras)
+        outputs = llm.generate(
+            requests, sampling, use_tqdm=False, lora_request=loras, priority=priority
+        )
     else:
         outputs = _step_by_step(llm, requests, sampling, arrive or [0] * len(prompts), abort or {})
     return {
         "outputs": [_plain(output) for output in outputs],
+        "prompt_logprobs": [output and _logprobs(output.prompt_logprobs) for output in outputs],
         "levels": _difference(_level_counts(), levels),
         "counters": {name: value - counters[name] for name, value in _counters(llm).items()},
     }
@@ -199,13 +205,17 @@ def _plain(output) -> list[dict] | None:
             "finish": sequence.finish_reason,
             "stop": sequence.stop_reason,
             "text": sequence.text,
-            "logprobs": sequence.logprobs
-            and [
-                {token: (entry.logprob, entry.rank) for token, entry in position.items()}
-                for position in sequence.logprobs
-            ],
+            "logprobs": _logprobs(sequence.logprobs),
         }
         for sequence in output.outputs
+    ]
+
+
+def _logprobs(positions) -> list[dict | None] | None:
+    """[per position {token: (log-probability, rank)}]; a text's first token has none."""
+    return positions and [
+        position and {token: (entry.logprob, entry.rank) for token, entry in position.items()}
+        for position in positions
     ]
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from vllm_hsd.lossless.tiny_models import (
     EOS,
@@ -14,7 +14,16 @@ from vllm_hsd.lossless.tiny_models import (
     tiny_llama,
 )
 
-__all__ = ["EOS", "NOISE", "Family", "build_family", "byte_tokenizer", "resized", "tiny_llama"]
+__all__ = [
+    "EOS",
+    "NOISE",
+    "Family",
+    "build_family",
+    "byte_tokenizer",
+    "resized",
+    "tiny_llama",
+    "with_sliding_window",
+]
 
 
 def resized(source: str, directory: Path, rows: int) -> str:
@@ -28,4 +37,16 @@ def resized(source: str, directory: Path, rows: int) -> str:
     with torch.no_grad():
         model.lm_head.weight.copy_(new)
     model.save_pretrained(directory)
+    return str(directory)
+
+
+def with_sliding_window(model: str, directory: Path, window: int) -> str:
+    """The same weights as a Mistral, which attends to the last `window` tokens only."""
+    loaded = LlamaForCausalLM.from_pretrained(model)
+    config = {**loaded.config.to_dict(), "sliding_window": window}
+    for key in ("model_type", "architectures", "transformers_version"):
+        config.pop(key, None)
+    mistral = MistralForCausalLM(MistralConfig(**config))
+    mistral.load_state_dict(loaded.state_dict())
+    mistral.save_pretrained(directory)
     return str(directory)
