@@ -120,23 +120,22 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _check_bigram(path: str, target_config: ModelConfig) -> None:
-    size, vocabulary = bigram_vocab_size(path), target_config.get_vocab_size()
-    if size != vocabulary:
-        raise UserError(
-            f"bigram: {quoted(path)} was built for {size} tokens and the target has {vocabulary}: "
-            "build it with the target's tokenizer."
-        )
+    _check_size("bigram", path, bigram_vocab_size(path), target_config)
     read_bigram(path)
 
 
 def _check_store(path: str, target_config: ModelConfig) -> None:
-    size, vocabulary = store_vocab_size(path), target_config.get_vocab_size()
+    _check_size("store", path, store_vocab_size(path), target_config)
+    read_store(path)
+
+
+def _check_size(key: str, path: str, size: int, target_config: ModelConfig) -> None:
+    vocabulary = target_config.get_vocab_size()
     if size != vocabulary:
         raise UserError(
-            f"store: {quoted(path)} was built for {size} tokens and the target has {vocabulary}: "
+            f"{key}: {quoted(path)} was built for {size} tokens and the target has {vocabulary}: "
             "build it with the target's tokenizer."
         )
-    read_store(path)
 
 
 def _check_exit_head(path: str, target_config: ModelConfig) -> None:

@@ -5,23 +5,9 @@ from pathlib import Path
 import torch
 import transformers
 
-EOS = 1
-COMMON = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.25,
-    "bos_token_id": 0,
-    "eos_token_id": EOS,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-    "dtype": "float32",
-}
+from vllm_hsd.lossless.tiny_models import CONFIG
+
+COMMON = {**CONFIG, "vocab_size": 64, "num_hidden_layers": 3}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # Name in transformers, without "Config" -> keys of its configuration.
 ARCHITECTURES = {

@@ -2,25 +2,17 @@
 
 import bisect
 import itertools
-from dataclasses import replace
 
 import numpy as np
 from oracle.biased_rules import uncapped_final_ratio
 
+from vllm_hsd.lossless import mutants
 from vllm_hsd.verify.inputs import ChainBatch
 
 
 def install_plain_bonus() -> None:
     """Do not score the first token that a grammar cuts off a draft."""
-    from vllm_hsd.runner_v1 import sampler
-
-    whole = sampler.drafts_to_verify
-
-    def drafts_to_verify(*args):
-        batch, scored = whole(*args)
-        return replace(batch, lengths=scored), scored
-
-    sampler.drafts_to_verify = drafts_to_verify
+    mutants.install(None, "unscored grammar cut")
 
 
 def install_plain_recovery() -> None:

@@ -13,7 +13,7 @@ from vllm_hsd import host
 from vllm_hsd.cli import bench_report, greedy
 from vllm_hsd.cli.bench_jobs import Comparison, Results, Setup
 from vllm_hsd.cli.bench_runs import measure, progress
-from vllm_hsd.cli.options import integers, numbers
+from vllm_hsd.cli.options import add_engine_args, add_prompts, integers, numbers
 from vllm_hsd.dtype import choose_dtype
 from vllm_hsd.engine import configuration_error
 from vllm_hsd.errors import UserError
@@ -56,13 +56,7 @@ def add_parser(commands: Any) -> None:
         metavar="JSON",
         help="as for `vllm serve`; give the option once per configuration",
     )
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE.jsonl",
-        help="one JSON object a line with 'prompt' (text) or 'turns' (the first becomes a chat "
-        "message); default: a few built-in questions",
-    )
+    add_prompts(parser)
     parser.add_argument(
         "--batch-sizes", type=integers, default="1", metavar="N[,N...]", help="requests at a time"
     )
@@ -83,12 +77,7 @@ def add_parser(commands: Any) -> None:
         help="as for `vllm serve`; auto on a CPU: bfloat16 where a probe finds it works and is "
         "faster, else float32",
     )
-    parser.add_argument(
-        "--engine-args",
-        default="{}",
-        metavar="JSON",
-        help="further arguments of vllm.LLM, such as '{\"enforce_eager\": true}'",
-    )
+    add_engine_args(parser)
     parser.add_argument(
         "--output",
         type=Path,

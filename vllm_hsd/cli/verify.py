@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from vllm_hsd.cli.options import numbers
+from vllm_hsd.cli.options import add_engine_args, add_prompts, numbers
 
 
 def add_parser(commands: Any) -> None:
@@ -40,13 +40,7 @@ def add_parser(commands: Any) -> None:
         help="verify deliberately broken samplers on two small models that are made for it; each "
         "must be found. Needs no --model",
     )
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE.jsonl",
-        help="one JSON object a line with 'prompt' (text) or 'turns' (the first becomes a chat "
-        "message); default: a few built-in questions",
-    )
+    add_prompts(parser)
     parser.add_argument(
         "--temperatures", type=numbers, default="0,0.7,1", metavar="T[,T...]", help="temperatures"
     )
@@ -67,12 +61,7 @@ def add_parser(commands: Any) -> None:
         help="also serve the model as its own drafter, which must have everything accepted",
     )
     parser.add_argument("--dtype", default="auto", metavar="D", help="as for `vllm-hsd bench`")
-    parser.add_argument(
-        "--engine-args",
-        default="{}",
-        metavar="JSON",
-        help="further arguments of vllm.LLM, such as '{\"enforce_eager\": true}'",
-    )
+    add_engine_args(parser)
     parser.add_argument(
         "--output",
         type=Path,

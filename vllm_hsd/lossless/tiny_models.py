@@ -25,26 +25,28 @@ class Family:
     vocabulary: int
 
 
+CONFIG = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.25,
+    "bos_token_id": 0,
+    "eos_token_id": EOS,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+
+
 def tiny_llama(vocabulary: int, seed: int = 0, **changes) -> LlamaForCausalLM:
     """A model with random weights; `changes` are keys of its configuration."""
     torch.manual_seed(seed)
-    config = {
-        "vocab_size": vocabulary,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.25,
-        "bos_token_id": 0,
-        "eos_token_id": EOS,
-        "pad_token_id": None,
-        "tie_word_embeddings": False,
-        "dtype": "float32",
-    }
-    return LlamaForCausalLM(LlamaConfig(**{**config, **changes})).eval()
+    config = {**CONFIG, "vocab_size": vocabulary, **changes}
+    return LlamaForCausalLM(LlamaConfig(**config)).eval()
 
 
 def build_family(directory: Path, vocabulary: int, peak: float, seed: int = 0, **changes) -> Family:
