@@ -72,12 +72,29 @@ def test_levels_equal_to_the_target_lose_nothing(temperature):
     ],
 )
 def test_text_follows_the_target(name, params):
-    count = 1000
-    served = runner([{"seed": 7919 * i, **params} for i in range(count)], name)
+    assert p_value(name, params) > 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", ["two", "three"])
+def test_wrong_rows_of_the_drafts_are_caught(name, monkeypatch):
+    """Negative control of the comparison above, with as many texts."""
+    from support import wrong_draft_temperature
+
+    wrong_draft_temperature.install(monkeypatch.setattr)
+    assert p_value(name, {}) < 1e-6
+
+
+def p_value(name: str, params: dict) -> float:
+    """Of three tokens of 1000 texts against their joint distribution."""
+    served = runner([{"seed": 7919 * i, **params} for i in range(1000)], name)
     while min(map(len, served.texts())) <= 7:
         served.step()
     texts = [tuple(text[4:7]) for text in served.texts()]
-    assert chi_square_p_value(texts, joint(params, 3)) > 1e-6
+    found = chi_square_p_value(texts, joint(params, 3))
+    print(name, params, found)
+    return found
 
 
 def test_a_request_without_a_proposal_has_no_drafts():

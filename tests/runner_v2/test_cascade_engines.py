@@ -127,6 +127,9 @@ def test_large_batches_draft_nothing(family):
     assert top["accepted"] + top["rounds"] < sum(map(len, ids(plain))) - 8
 
 
+PROMPT = [2, 3, 0, 1]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("name", ["two models", "lookup, exit, model"])
@@ -135,21 +138,24 @@ def test_sampled_text_follows_the_target(name, small_vocabulary):
 
     cases = {"temperature 1": {}, "top_p": {"top_p": 0.8}}
     speculative = configuration(name, small_vocabulary)
-    found = p_values(small_vocabulary.target, speculative, [2, 3, 0, 1], cases)
+    found = p_values(small_vocabulary.target, speculative, PROMPT, cases)
+    print(found)
     assert min(found.values()) > 1e-6, found
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_a_biased_verdict_is_caught(small_vocabulary):
+@pytest.mark.parametrize("name", ["two models", "lookup, exit, model"])
+def test_wrong_rows_of_the_drafts_are_caught(name, small_vocabulary):
     """Negative control of the comparison above, with as many texts."""
     from support.v2_engines import p_values
 
     found = p_values(
         small_vocabulary.target,
-        configuration("two models", small_vocabulary),
-        [2, 3, 0, 1],
+        configuration(name, small_vocabulary),
+        PROMPT,
         {"temperature 1": {}},
-        patch="support.certain_drafts:install",
+        patch="support.wrong_draft_temperature:install",
     )
+    print(found)
     assert found["temperature 1"] < 1e-6

@@ -48,14 +48,39 @@ def test_greedy_text_is_that_of_no_speculation(name, family, greedy_tokens, tmp_
         assert counters["spec_decode_num_accepted_tokens"] == drafted
 
 
+def sampling(name: str, family, directory) -> dict:
+    """A drafter that keeps the rows of its drafts."""
+    model = family.small if name == "draft_model" else write_eagle3_head(family.target, directory)
+    return hierarchical(name, 3, model=model, draft_sample_method="probabilistic")
+
+
+PROMPT = [2, 3, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["draft_model", "eagle3"])
 def test_sampled_text_follows_the_target(name, small_vocabulary, tmp_path):
     from support.v2_engines import p_values
 
-    family = small_vocabulary
-    model = family.small if name == "draft_model" else write_eagle3_head(family.target, tmp_path)
-    speculative = hierarchical(name, 3, model=model, draft_sample_method="probabilistic")
+    speculative = sampling(name, small_vocabulary, tmp_path)
     cases = {"temperature 1": {}, "top_p": {"top_p": 0.8}}
-    found = p_values(family.target, speculative, [2, 3, 0], cases)
+    found = p_values(small_vocabulary.target, speculative, PROMPT, cases)
+    print(found)
     assert min(found.values()) > 1e-6, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["draft_model", "eagle3"])
+def test_wrong_rows_of_the_drafts_are_caught(name, small_vocabulary, tmp_path):
+    """Negative control of the comparison above, with as many texts."""
+    from support.v2_engines import p_values
+
+    found = p_values(
+        small_vocabulary.target,
+        sampling(name, small_vocabulary, tmp_path),
+        PROMPT,
+        {"temperature 1": {}},
+        patch="support.wrong_draft_temperature:install",
+    )
+    print(found)
+    assert found["temperature 1"] < 1e-6
