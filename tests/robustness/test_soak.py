@@ -175,13 +175,16 @@ def test_a_soak_of_other_levels(text_family, other_cascades, requests, tmp_path,
 
 @pytest.mark.slow
 @pytest.mark.timeout(3 * LONG + 3600)
-def test_a_long_soak_beside_plain_vllm(text_family, bigram, requests, tmp_path):
+@pytest.mark.parametrize("name", ["three levels", pytest.param("adaptive", marks=needs_suffix)])
+def test_a_long_soak_beside_plain_vllm(
+    text_family, bigram, other_cascades, requests, tmp_path, name
+):
     """Two servers at once: after the first half, memory grows no faster than plain vLLM's."""
     plain_requests = catalog(seeded=False)
     for request, known in zip(plain_requests, requests, strict=True):
         request.expected, request.refused = known.expected, known.refused
         request.judge = known.judge
-    config = three_levels(text_family, bigram)
+    config = {"three levels": three_levels(text_family, bigram), **other_cascades}[name]
     (tmp_path / "cascade").mkdir()
     (tmp_path / "plain").mkdir()
     with (
