@@ -43,6 +43,7 @@ def create_speculative_config(original, self, target_model_config, target_parall
     if raw.get("method") == "hsd":
         cascade = _cascade_class().create(raw, *target)
         _check_adapters(self, cascade)
+        _check_connector(self, cascade)
         return cascade
     if verifier == "hierarchical":
         return _stock_class().create(raw, *target)
@@ -143,6 +144,29 @@ def _check_adapters(arguments, cascade) -> None:
                 f"levels[{i}].{kind} {_WITHOUT_ADAPTERS[kind]}, which does not work with LoRA "
                 "adapters: remove the level or enable_lora."
             )
+
+
+def _check_connector(arguments, cascade) -> None:
+    """A connector takes what a step has computed, and a level that reads late has not yet."""
+    from vllm_hsd.level_config import sources
+
+    used = [
+        key
+        for key in ("kv_transfer_config", "kv_offloading_size")
+        if getattr(arguments, key) is not None
+    ]
+    levels = [sources(level) for level in cascade.hsd.levels]
+    late = [
+        "adaptive" if cascade.hsd.adaptive else f"levels[{i}].first_of"
+        for i, level in enumerate(levels)
+        if level[-1].kind in ("model", "eagle3")
+        and (cascade.hsd.adaptive or (len(level) > 1 and level[-1].kind == "model"))
+    ]
+    if used and late:
+        raise UserError(
+            f"{late[0]} fills the cache of a model no sooner than the model drafts, too late for a "
+            f"KV connector: remove {late[0]} or {used[0]}."
+        )
 
 
 def _serve_block_verification(config) -> None:

@@ -57,6 +57,8 @@ READ: dict[str, dict[str, str]] = {
     "vllm.engine.arg_utils.EngineArgs": {
         "speculative_config": "the keys of a cascade",
         "enable_lora": "refuses early exits under adapters",
+        "kv_transfer_config": "refuses levels that fill their caches late",
+        "kv_offloading_size": "refuses levels that fill their caches late",
         "spec_method": "--spec-method",
         "spec_model": "--spec-model",
         "spec_tokens": "--spec-tokens",

@@ -236,5 +236,6 @@ def _difference(after: list[dict], before: list[dict]) -> list[dict]:
 def _counters(llm) -> dict[str, float]:
     names = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "num_preemptions")
     names += ("spec_decode_num_accepted_tokens", "prefix_cache_hits")
+    names += ("external_prefix_cache_hits",)
     found = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     return {name: found.get(f"vllm:{name}", 0) for name in names}
