@@ -90,10 +90,10 @@ class PriceEstimates:
         times = self.verifier_times[verifier]
         if not size or times.empty:
             return
-        plain = float(times.seconds(size))
+        plain, verified = times.seconds(np.array([size, size + drafted])).tolist()
         keep = 0.5 ** (1 / _HALF_LIFE)
         self.emitted[verifier] = keep * self.emitted[verifier] + emitted / size
-        spent = (float(times.seconds(size + drafted)) + seconds) / plain
+        spent = (verified + seconds) / plain
         self.spent[verifier] = keep * self.spent[verifier] + spent
         if drafted:
             self.idle[verifier], self.pause[verifier] = 0, _FIRST_PAUSE

@@ -37,12 +37,15 @@ class StepTimes:
         self.weight = np.zeros(len(grid))
         self.last_seen = np.zeros(len(grid), dtype=np.int64)
         self.observed = 0
+        # What `seconds` reads: which sizes are known, and the rising curve through them.
+        self._curve: tuple[np.ndarray, np.ndarray] | None = None
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Take in one forward pass over `tokens` tokens that took `seconds`."""
         if tokens < 1 or not 0 < seconds < np.inf:
             return
         self.observed += 1
+        self._curve = None
         size = self._nearest(tokens)
         log_seconds = float(np.log(seconds)) - self.machine
         age = self.observed - self.last_seen[size]
@@ -92,8 +95,11 @@ class StepTimes:
         """
         if self.empty:
             raise ValueError("No forward pass has been seen.")
-        known = self.weight > 0
-        return np.exp(self.machine + self._along(self._rising(known), known, tokens))
+        if self._curve is None:
+            known = self.weight > 0
+            self._curve = known, self._rising(known)
+        known, curve = self._curve
+        return np.exp(self.machine + self._along(curve, known, tokens))
 
     def _along(
         self, curve: np.ndarray, known: np.ndarray, tokens: np.ndarray | float

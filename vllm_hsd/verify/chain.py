@@ -114,11 +114,18 @@ def verify_batch(
     Returns:
         (token ids [batch, max_n + 1] int64 padded with -1, accepted tokens [batch] int64).
     """
-    length, has_last = _usable_length(batch, target_ok, draft_ok)
-    accept, last = _split_uniforms(batch, uniforms)
-    a = prefix_probabilities(batch, length, method)
-    decide = _first_failure if method == "standard" else _last_success
-    accepted, token = decide(batch, length, a, accept, last)
+    if batch.tokens.shape[1]:
+        length, has_last = _usable_length(batch, target_ok, draft_ok)
+        accept, last = _split_uniforms(batch, uniforms)
+        a = prefix_probabilities(batch, length, method)
+        decide = _first_failure if method == "standard" else _last_success
+        accepted, token = decide(batch, length, a, accept, last)
+    else:
+        # A step without drafts is to cost no more than without speculation.
+        accepted, token = np.zeros((2, batch.size), dtype=np.int64)
+        length, has_last = batch.lengths, np.ones(batch.size, dtype=bool)
+        every = np.arange(batch.size)
+        _draw(bonus_cdf(batch, every, accepted), every, uniforms, token)
     if target_ok is not None:
         broken = np.flatnonzero(~target_ok[batch.target_rows[:, 0]])
         if broken.size:
