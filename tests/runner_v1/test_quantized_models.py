@@ -1,9 +1,9 @@
-"""8-bit copies of the target as levels, and 8-bit targets."""
+"""8-bit and 4-bit copies of the target as levels, and quantized targets."""
 
 import pytest
 from support.engines import run_engine
 from support.level_files import cascade
-from support.quantized import write_int8
+from support.quantized import QUANTIZATION_4_BIT, write_int4, write_int8
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(4 + 9 * i)] for i in range(4)]
 PARAMS = [{"temperature": t, "max_tokens": 30, "ignore_eos": True} for t in (0, 0, 0, 1)]
@@ -35,3 +35,19 @@ def test_a_quantized_target_with_other_drafters(family, int8):
     result = run_engine({"model": int8, **cascade(*levels)}, JOBS)
     assert greedy(result) == plain
     assert all(level["accepted"] > 0 for level in result["text"]["levels"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", QUANTIZATION_4_BIT)
+def test_4_bits(family, tmp_path, stored):
+    """As a level of a target with the same rounded weights, and as a target.
+
+    vLLM's kernel for CPUs runs in 16 bits only, where greedy text may part.
+    """
+    rounded = write_int4(family.target, tmp_path / "rounded", None)
+    int4 = write_int4(family.target, tmp_path / stored, stored)
+    for target, level in ((rounded, int4), (int4, rounded)):
+        engine = {"model": target, "dtype": "bfloat16", **cascade({"model": level})}
+        (counts,) = run_engine(engine, JOBS)["text"]["levels"]
+        # Not all: the scales are rounded too.
+        assert counts["accepted"] > 0.7 * counts["drafted"] > 0
