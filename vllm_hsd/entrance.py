@@ -19,13 +19,6 @@ logger = logging.getLogger(__name__)
 
 ENTRANCE = "vllm.engine.arg_utils.EngineArgs.create_speculative_config"
 
-# kind of level -> what it does with the target's modules
-_WITHOUT_ADAPTERS = {
-    "early_exit": "runs layers of the target",
-    "exit_head": "runs layers of the target",
-    "eagle3": "may share the target's embedding",
-}
-
 
 @REGISTRY.replaces(
     ENTRANCE,
@@ -41,10 +34,7 @@ def create_speculative_config(original, self, target_model_config, target_parall
     verifier = raw.get("rejection_sample_method")
     target = target_model_config, target_parallel_config
     if raw.get("method") == "hsd":
-        cascade = _cascade_class().create(raw, *target)
-        _check_adapters(self, cascade)
-        _check_connector(self, cascade)
-        return cascade
+        return _cascade_class().create(raw, *target, self)
     if verifier == "hierarchical":
         return _stock_class().create(raw, *target)
     parsed = original(self, *target)
@@ -132,41 +122,6 @@ def _install_v2() -> None:
     from vllm_hsd.runner_v2 import hooks
 
     hooks.install()
-
-
-def _check_adapters(arguments, cascade) -> None:
-    from vllm_hsd.level_config import sources
-
-    for i, level in enumerate(cascade.hsd.levels):
-        kind = sources(level)[-1].kind
-        if arguments.enable_lora and kind in _WITHOUT_ADAPTERS:
-            raise UserError(
-                f"levels[{i}].{kind} {_WITHOUT_ADAPTERS[kind]}, which does not work with LoRA "
-                "adapters: remove the level or enable_lora."
-            )
-
-
-def _check_connector(arguments, cascade) -> None:
-    """A connector takes what a step has computed, and a level that reads late has not yet."""
-    from vllm_hsd.level_config import sources
-
-    used = [
-        key
-        for key in ("kv_transfer_config", "kv_offloading_size")
-        if getattr(arguments, key) is not None
-    ]
-    levels = [sources(level) for level in cascade.hsd.levels]
-    late = [
-        "adaptive" if cascade.hsd.adaptive else f"levels[{i}].first_of"
-        for i, level in enumerate(levels)
-        if level[-1].kind in ("model", "eagle3")
-        and (cascade.hsd.adaptive or (len(level) > 1 and level[-1].kind == "model"))
-    ]
-    if used and late:
-        raise UserError(
-            f"{late[0]} fills the cache of a model no sooner than the model drafts, too late for a "
-            f"KV connector: remove {late[0]} or {used[0]}."
-        )
 
 
 def _serve_block_verification(config) -> None:

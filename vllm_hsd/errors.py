@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 
 class UserError(ValueError):
-    """A mistake of the user's; the message is one sentence that names the key or file and says
+    """Mistakes of the user's; each argument is one sentence that names the key or file and says
     what to do.
     """
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.args))
+
+
+@contextlib.contextmanager
+def collected(mistakes: list[str]) -> Iterator[None]:
+    """Put the sentences of a `UserError` into a list, so that further checks run."""
+    try:
+        yield
+    except UserError as error:
+        mistakes.extend(error.args)
 
 
 def quoted(value: object, limit: int = 100) -> str:

@@ -14,10 +14,12 @@ from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
+from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.tokenizers.registry import get_tokenizer
 
 from vllm_hsd.checked_files import check_safetensors
+from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.bigram import bigram_vocab_size, read_bigram
 from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, exit_head_header, read_exit_head
 from vllm_hsd.core.suffix import suffix_tree_class
@@ -38,34 +40,31 @@ from vllm_hsd.level_config import (
 
 logger = init_logger(f"vllm.{__name__}")
 
+# Kinds that run layers of the target, for other rows than the target does.
+_WITHOUT_ADAPTERS = ("early_exit", "exit_head")
 
-def check_target(model_config: ModelConfig, parallel_config: ParallelConfig) -> None:
-    """Check that the target can be served with a cascade.
 
-    Raises:
-        UserError: names the key or the target.
-    """
+def target_mistakes(model_config: ModelConfig, parallel_config: ParallelConfig) -> Iterator[str]:
+    """Why the target cannot be served with a cascade: a sentence for each reason."""
     if parallel_config.pipeline_parallel_size > 1:
-        raise UserError(
+        yield (
             "method 'hsd' does not run with pipeline parallelism: set pipeline_parallel_size to 1."
         )
     if parallel_config.data_parallel_size > 1 and model_config.is_moe:
-        raise UserError(
+        yield (
             "method 'hsd' runs data-parallel with dense targets only, whose ranks do not wait for "
             f"each other: set data_parallel_size to 1 for {quoted(model_config.model)}."
         )
     if parallel_config.decode_context_parallel_size > 1:
-        raise UserError(
-            "method 'hsd' does not run with decode_context_parallel_size above 1: set it to 1."
-        )
+        yield "method 'hsd' does not run with decode_context_parallel_size above 1: set it to 1."
     if model_config.is_hybrid or model_config.is_attention_free:
-        raise UserError(
+        yield (
             f"method 'hsd' cannot take back rejected tokens of the target "
             f"{quoted(model_config.model)}, which keeps recurrent state: use an attention-only "
             "target."
         )
     if model_config.uses_mrope:
-        raise UserError(
+        yield (
             "method 'hsd' does not serve targets with multi-dimensional positions (M-RoPE) such "
             f"as {quoted(model_config.model)}: use a text-only target."
         )
@@ -155,14 +154,47 @@ def _check_exit_head(path: str, target_config: ModelConfig) -> None:
     read_exit_head(path)
 
 
-def check_exit_order(levels: Sequence[LevelConfig]) -> None:
+def engine_mistakes(hsd: CascadeConfig, arguments: EngineArgs) -> Iterator[str]:
+    """A sentence for every level that does not work with other arguments of the engine."""
+    levels = [sources(level) for level in hsd.levels]
+    for i, level in enumerate(levels):
+        if arguments.enable_lora and level[-1].kind in _WITHOUT_ADAPTERS:
+            yield (
+                f"levels[{i}].{level[-1].kind} runs layers of the target, which does not work with "
+                "LoRA adapters: remove the level or enable_lora."
+            )
+    # A connector takes what a step has computed, and a level that reads late has not yet.
+    used = [
+        key
+        for key in ("kv_transfer_config", "kv_offloading_size")
+        if getattr(arguments, key) is not None
+    ]
+    late = [
+        "adaptive" if hsd.adaptive else f"levels[{i}].first_of"
+        for i, level in enumerate(levels)
+        if level[-1].kind in ("model", "eagle3")
+        and (hsd.adaptive or (len(level) > 1 and level[-1].kind == "model"))
+    ]
+    if used and late:
+        yield (
+            f"{late[0]} fills the cache of a model no sooner than the model drafts, too late for a "
+            f"KV connector: remove {late[0]} or {used[0]}."
+        )
+
+
+def check_exit_order(levels: Sequence[LevelConfig | None]) -> None:
     """Check that every exit of the target runs more layers than the exits below it.
+
+    Args:
+        levels: of the cascade; None for one that is not looked at.
 
     Raises:
         UserError: names both levels.
     """
     exits = []
     for i, level in enumerate(levels):
+        if level is None:
+            continue
         # Only the last source of a level can be an exit.
         source = sources(level)[-1]
         if isinstance(source, EarlyExitLevelConfig):

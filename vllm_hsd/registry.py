@@ -223,12 +223,15 @@ def in_place(hook: Hook) -> bool:
 
 
 def version_fault() -> str | None:
-    """One sentence where the installed vLLM is of an unknown release, None otherwise."""
+    """One sentence where the installed vLLM is of an unverified release, None otherwise."""
     release = installed_release()
     if release in TESTED:
         return None
     known = ", ".join(f"{known}.*" for known in TESTED)
-    return f"vLLM {release} is not supported by this version of vllm-hsd: install one of {known}."
+    return (
+        f"vLLM {release} is unverified, method 'hsd' was tested with {known}: install one of them, "
+        "or a vllm-hsd that knows it."
+    )
 
 
 def installed_release() -> str:

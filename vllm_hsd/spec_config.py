@@ -10,19 +10,23 @@ from typing import Any, ClassVar
 from pydantic import Field, SkipValidation
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
+from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import safe_hash
 
 from vllm_hsd.config import CascadeConfig
+from vllm_hsd.errors import UserError, collected
 from vllm_hsd.level_checks import (
     DraftConfig,
     check_exit_order,
     check_level,
-    check_target,
     draft_config,
+    engine_mistakes,
+    target_mistakes,
 )
 from vllm_hsd.level_config import (
     Eagle3LevelConfig,
     FirstOfLevelConfig,
+    LevelConfig,
     ModelLevelConfig,
     source_names,
     sources,
@@ -48,29 +52,41 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
     model loads."""
 
     @classmethod
-    def create(cls, raw: dict, target_model_config, target_parallel_config):
+    def create(cls, raw: dict, target_model_config, target_parallel_config, arguments: EngineArgs):
         """Check the user's keys and build the configuration.
 
+        Args:
+            raw: the keys.
+            arguments: of the engine.
+
         Raises:
-            UserError: one sentence that names the key and the fix.
+            UserError: a sentence for every mistake, which names the key and the fix.
         """
         hsd = CascadeConfig.parse({key: value for key, value in raw.items() if key != "method"})
-        check_target(target_model_config, target_parallel_config)
-        cls.check_runner(hsd)
+        mistakes = list(target_mistakes(target_model_config, target_parallel_config))
+        with collected(mistakes):
+            cls.check_runner(hsd)
         target = target_model_config, target_parallel_config, cls.draft_config_class
         levels: list[SpeculativeConfig | None] = []
+        sound: list[LevelConfig | None] = []
         for i, (level, draft_length) in enumerate(zip(hsd.levels, hsd.draft_lengths, strict=True)):
-            model = None
+            model, before = None, len(mistakes)
             for j, source in enumerate(sources(level)):
                 name = f"levels[{i}]"
                 if isinstance(level, FirstOfLevelConfig):
                     name += f".first_of[{j}]"
-                if isinstance(source, ModelLevelConfig | Eagle3LevelConfig):
-                    model = draft_config(name, source, draft_length, *target)
-                else:
-                    check_level(name, source, target_model_config)
+                with collected(mistakes):
+                    if isinstance(source, ModelLevelConfig | Eagle3LevelConfig):
+                        model = draft_config(name, source, draft_length, *target)
+                    else:
+                        check_level(name, source, target_model_config)
             levels.append(model)
-        check_exit_order(hsd.levels)
+            sound.append(level if len(mistakes) == before else None)
+        with collected(mistakes):
+            check_exit_order(sound)
+        mistakes += engine_mistakes(hsd, arguments)
+        if mistakes:
+            raise UserError(*mistakes)
         return cls(
             method=cls.hsd_method,
             hsd=hsd,

@@ -109,6 +109,12 @@ def test_doctor_fails_where_vllm_would_not_load_the_plugin():
     assert any("vLLM's V2 runner serves" in line for line in lines)
 
 
+def test_doctor_calls_another_release_unverified(monkeypatch):
+    monkeypatch.setattr("vllm.__version__", "0.99.1")
+    (finding,) = doctor._names(verbose=False, late=False)
+    assert finding.status == "problem" and "vLLM 0.99 is unverified" in finding.text
+
+
 def test_doctor_names_what_differs_or_is_missing():
     name = "vllm.engine.arg_utils.EngineArgs.create_speculative_config"
     finding = doctor.hook_finding(hooks.Hook(name, "replaced", "is a test", ("other",)), False)

@@ -161,10 +161,6 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
             target({"eagle3": "/nowhere"}),
             r"levels\[0\]\.eagle3: no dir.*/nowhere",
         ),
-        "eagle3 with adapters": (
-            target({"eagle3": eagle3}, engine={"enable_lora": True}),
-            r"levels\[0\]\.eagle3 may share .*: remove the level or enable_lora",
-        ),
         "directory of heads": (
             target(exit_head("")),
             r"levels\[0\]\.exit_head: '.*' holds no readable .* layer-K",
@@ -210,7 +206,6 @@ ENGINE_FAULTS = [
     "eagle3 of another vocabulary",
     "parallel eagle3",
     "missing eagle3",
-    "eagle3 with adapters",
     "directory of heads",
     "missing bigram",
     "missing exit_head",

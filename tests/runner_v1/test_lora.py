@@ -2,24 +2,35 @@
 
 import pytest
 from support.adapters import write_adapter
+from support.eagle3_head import write_eagle3_head
 from support.engines import configuration_errors, run_engine
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(9)]
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 
 CASCADES = {
-    "small > mid": lambda family: [
+    "small > mid": lambda family, head: [
         {"model": family.small, "num_tokens": 2},
         {"model": family.mid},
     ],
-    "ngram": lambda family: [{"ngram": {"max": 3}}],
-    "ngram > mid": lambda family: [{"ngram": {"max": 3}, "num_tokens": 3}, {"model": family.mid}],
+    "ngram": lambda family, head: [{"ngram": {"max": 3}}],
+    "ngram > mid": lambda family, head: [
+        {"ngram": {"max": 3}, "num_tokens": 3},
+        {"model": family.mid},
+    ],
+    # It has no embedding of its own, and shares the target's.
+    "eagle3": lambda family, head: [{"eagle3": head}],
 }
 
 
 def configured(family, levels: list[dict]) -> dict:
     cascade = {"method": "hsd", "num_speculative_tokens": 5, "levels": levels}
     return {"model": family.target, "speculative_config": cascade}
+
+
+@pytest.fixture(scope="module")
+def head(family, tmp_path_factory) -> str:
+    return write_eagle3_head(family.target, tmp_path_factory.mktemp("eagle3"), trained=True)
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +60,16 @@ def plain(family, jobs) -> dict:
 
 
 @pytest.mark.parametrize(
-    "levels", ["small > mid", pytest.param("ngram", marks=pytest.mark.slow), "ngram > mid"]
+    "levels",
+    ["small > mid", pytest.param("ngram", marks=pytest.mark.slow), "ngram > mid", "eagle3"],
 )
-def test_greedy_texts_equal_those_without_speculation(family, jobs, plain, levels):
-    results = run_engine({**configured(family, CASCADES[levels](family)), **LORA}, jobs)
+def test_greedy_texts_equal_those_without_speculation(family, head, jobs, plain, levels):
+    cascade = CASCADES[levels](family, head)
+    results = run_engine({**configured(family, cascade), **LORA}, jobs)
     for name, result in results.items():
         assert result["outputs"] == plain[name]
         assert result["counters"]["spec_decode_num_draft_tokens"] > 0
+        assert result["counters"]["spec_decode_num_accepted_tokens"] > 0
 
 
 def test_early_exits_are_refused_with_adapters(family, tmp_path):

@@ -20,7 +20,9 @@ from rich.console import Console
 from rich.text import Text
 
 from vllm_hsd import entrance, host, plugin, registry
-from vllm_hsd.errors import UserError, brief
+from vllm_hsd.config import CascadeConfig
+from vllm_hsd.errors import UserError, brief, collected
+from vllm_hsd.level_config import Eagle3LevelConfig, sources
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -183,7 +185,7 @@ def configuration_finding(
     """What vLLM makes of a configuration; no weights are loaded.
 
     Raises:
-        UserError: it is refused.
+        UserError: it is refused; a sentence for each of our reasons, or vLLM's first one.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -192,23 +194,55 @@ def configuration_finding(
     if speculative_config is not None:
         given += ["--speculative-config", speculative_config]
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-hsd doctor"))
-    parsed = parser.parse_args([*given, *vllm_arguments])
+    engine = AsyncEngineArgs.from_cli_args(parser.parse_args([*given, *vllm_arguments]))
+    mistakes: list[str] = []
+    config: Any = None
     try:
-        config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
-    except UserError:
-        raise
+        with collected(mistakes):
+            config = engine.create_engine_config()
+        mistakes += _head_mistakes(engine)
     except ValidationError as error:
         from vllm_hsd.errors import refusal
 
         raise UserError(refusal(error)) from error
     except (OSError, ValueError, KeyError, TypeError, ImportError, NotImplementedError) as error:
         raise UserError(f"vLLM refuses the configuration: {brief(error)}.") from error
+    if mistakes:
+        raise UserError(*mistakes)
     runner = "V2" if config.use_v2_model_runner else "V1"
     return Finding(
         "ok",
         f"the configuration is valid, on vLLM's {runner} runner: "
         f"{config.speculative_config or 'no speculation'}",
     )
+
+
+def _head_mistakes(engine: Any) -> Iterator[str]:
+    """A sentence for every EAGLE-3 level whose target gives it no hidden states.
+
+    An engine sees it when it has loaded the target.
+    """
+    from vllm.model_executor.model_loader.utils import get_model_cls
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    given = engine.speculative_config
+    if not isinstance(given, dict) or given.get("method") != "hsd":
+        return
+    try:
+        levels = CascadeConfig.parse({k: v for k, v in given.items() if k != "method"}).levels
+    except UserError:
+        return
+    heads = [
+        f"levels[{i}].eagle3"
+        for i, level in enumerate(levels)
+        if any(isinstance(source, Eagle3LevelConfig) for source in sources(level))
+    ]
+    if heads and not supports_eagle3(target := get_model_cls(engine.create_model_config())):
+        for name in heads:
+            yield (
+                f"{name} reads hidden states that {target.__name__} does not give in vLLM: use "
+                "another kind of level."
+            )
 
 
 def _imports(name: str) -> Generator[Finding, None, bool]:

@@ -51,7 +51,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return arguments.run(arguments)
     except UserError as error:
-        print(f"{arguments.command}: {error}", file=sys.stderr)
+        for sentence in error.args:
+            print(f"{arguments.command}: {sentence}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{arguments.command}: interrupted", file=sys.stderr)

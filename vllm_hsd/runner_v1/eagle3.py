@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.models.interfaces import supports_eagle3
 
 from vllm_hsd.core.drafts import ragged_arange
@@ -93,7 +94,11 @@ class Eagle3Level(ModelLevel):
 
     def _share(self, target: Any) -> None:
         if not self.model.has_own_embed_tokens:
-            self.model.model.embed_tokens = target.model.embed_tokens
+            embedding = target.model.embed_tokens
+            if isinstance(embedding, BaseLayerWithLoRA):
+                # It looks up the adapters of the target's rows, which are not the head's.
+                embedding = embedding.base_layer
+            self.model.model.embed_tokens = embedding
         if not self.model.has_own_lm_head:
             self.model.lm_head = target.lm_head
 

@@ -35,8 +35,8 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
     hsd_method: ClassVar[str] = "draft_model"
 
     @classmethod
-    def create(cls, raw: dict, target_model_config, target_parallel_config):
-        cascade = super().create(raw, target_model_config, target_parallel_config)
+    def create(cls, raw: dict, target_model_config, target_parallel_config, arguments):
+        cascade = super().create(raw, target_model_config, target_parallel_config, arguments)
         longest = target_model_config.max_model_len
         for i, level in enumerate(cascade.level_configs):
             found = longest if level is None else level.draft_model_config.max_model_len
