@@ -1,11 +1,13 @@
-"""`vllm-hsd verify --url`, against servers whose model is a table."""
+"""`vllm-hsd verify --url`: servers whose model is a table, and slow: real ones."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from support.markov_server import markov_server
+from support.openai_server import running_server
 
 from vllm_hsd.cli import main as cli
 from vllm_hsd.lossless.quantiles import token_ranges
@@ -21,13 +23,15 @@ def verify(tmp_path, url: str, plain_url: str, *options: str) -> int:
 def test_ranges_are_those_of_whole_rows(top_p):
     rng = np.random.default_rng(1)
     logits = torch.from_numpy(rng.normal(size=40) * 2)
-    probs = torch.where(logits >= logits.topk(20).values[-1], logits / 0.7, -torch.inf).softmax(0)
+    logits[logits.argsort()[-18:-15]] = logits.sort().values[-16]  # a tie for the last place
+    probs = torch.where(logits >= logits.topk(16).values[-1], logits / 0.7, -torch.inf).softmax(0)
+    assert (probs > 0).sum() == 18
     if top_p is not None:
         order = probs.argsort(descending=True)
         above = probs[order].cumsum(0) - probs[order]
         probs[order[above >= top_p]] = 0
     given = dict(enumerate(logits.log_softmax(0).tolist()))
-    params = {"temperature": 0.7, "top_k": 20} | ({} if top_p is None else {"top_p": top_p})
+    params = {"temperature": 0.7, "top_k": 16} | ({} if top_p is None else {"top_p": top_p})
     for token in range(40):
         expected = token_ranges(probs.log()[None], torch.tensor([token]))[0].tolist()
         assert token_range(given, token, params) == pytest.approx(expected, abs=1e-6)
@@ -40,7 +44,7 @@ def test_a_server_that_follows_the_target_passes(tmp_path, capsys):
     found = json.loads((tmp_path / "verify.json").read_text())
     assert status == 0 and found["lossless"] and found["servers"] == [url, plain_url]
     page = capsys.readouterr().out
-    assert "equal to no speculation" in page and "temperature 1, top-k 20, top-p 0.9" in page
+    assert "equal to no speculation" in page and "temperature 1, top-k 16, top-p 0.9" in page
 
 
 def test_a_server_that_does_not_is_found(tmp_path):
@@ -48,6 +52,33 @@ def test_a_server_that_does_not_is_found(tmp_path):
         assert verify(tmp_path, url, plain_url, "--temperatures", "1", "--tokens", "4096") == 1
     found = json.loads((tmp_path / "verify.json").read_text())
     assert not found["lossless"] and "follows the target" in found["verdict"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_real_servers(text_family, tmp_path, capsys):
+    """One server without speculation judges a cascade, and vLLM's own draft_model on a CPU."""
+    draft = {"method": "draft_model", "num_speculative_tokens": 4, "model": text_family.mid}
+    levels = [{"ngram": {"max": 3}, "num_tokens": 3}, {"model": text_family.mid}]
+    cascade = {"method": "hsd", "num_speculative_tokens": 5, "levels": levels}
+    statuses, found = {}, {}
+    with running_server(text_family.target, new(tmp_path / "plain")) as plain:
+        for name, config in (("cascade", cascade), ("draft_model", draft)):
+            with running_server(text_family.target, new(tmp_path / name), config) as server:
+                options = ("--temperatures", "0,0.7,1", "--top-p", "0.9,1", "--tokens", "4096")
+                output = new(tmp_path / f"{name}-results")
+                statuses[name] = verify(output, server.url, plain.url, *options)
+                found[name] = json.loads((output / "verify.json").read_text())
+    page = capsys.readouterr().out
+    assert statuses == {"cascade": 0, "draft_model": 1}, page
+    assert found["cascade"]["greedy"]["passed"] and found["draft_model"]["greedy"]["passed"]
+    assert found["cascade"]["sampled"]["tokens"] == 4 * 4096
+    assert not found["draft_model"]["lossless"]
+
+
+def new(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
 
 
 def test_mistakes_are_named(tmp_path, capsys):
@@ -60,6 +91,9 @@ def test_mistakes_are_named(tmp_path, capsys):
     assert "--url 'http://127.0.0.1:1' cannot be reached" in error(*both)
     assert "leave out --speculative-config" in error(*both, "--speculative-config", "{}")
     assert "is not a URL" in error("--url", "localhost", "--plain-url", "localhost")
+    with markov_server(sends_token_ids=False) as url:
+        message = error("--url", url, "--plain-url", url, "--temperatures", "1")
+        assert "answers with no token ids: is it an OpenAI server of vLLM?" in message
     with markov_server() as url, markov_server(max_logprobs=5) as plain_url:
         message = error("--url", url, "--plain-url", plain_url, "--temperatures", "1")
         assert "start it with --max-logprobs 20" in message

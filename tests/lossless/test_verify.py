@@ -1,46 +1,17 @@
 """`vllm-hsd verify` on the tiny models: sound configurations pass, broken samplers are found."""
 
-import functools
-import json
-
 import pytest
 from support.engines import ENGINE_DEFAULTS, forked
 
-from vllm_hsd.cli import bench, verify_report, verify_runs
-from vllm_hsd.cli import main as cli
-from vllm_hsd.engine import EngineProcess, WorkerProcess
+from vllm_hsd.cli import verify_report
+from vllm_hsd.engine import EngineProcess
 from vllm_hsd.lossless import sampled, self_test
 from vllm_hsd.lossless.mutants import MUTANTS
 from vllm_hsd.lossless.sampled import Setting
 
-ENGINE_ARGS = {
-    key: ENGINE_DEFAULTS[key] for key in ("enforce_eager", "max_model_len", "kv_cache_memory_bytes")
-}
-
 
 def silent(text: str) -> None:
     """Shows no progress."""
-
-
-@pytest.fixture
-def processes_are_forked(monkeypatch):
-    """From a server that has imported vLLM; a user's are spawned."""
-
-    def engine_process(*args, environment=None, **options):
-        env = dict(environment or {})
-        return EngineProcess(*args, **options, **forked(env))
-
-    monkeypatch.setattr(verify_runs, "EngineProcess", engine_process)
-    worker = functools.partial(WorkerProcess, **forked())
-    monkeypatch.setattr(bench, "WorkerProcess", worker)
-
-
-def verify(model: str, config: dict, directory, *options: str) -> tuple[int, dict]:
-    """(exit status, verify.json) of the command."""
-    arguments = ["verify", "--model", model, "--speculative-config", json.dumps(config)]
-    arguments += ["--dtype", "float32", "--engine-args", json.dumps(ENGINE_ARGS)]
-    status = cli.main([*arguments, "--output", str(directory), *options])
-    return status, json.loads((directory / "verify.json").read_text())
 
 
 def every_kind(family) -> dict:
@@ -55,9 +26,9 @@ def every_kind(family) -> dict:
     }
 
 
-def test_a_cascade_passes(text_family, tmp_path, processes_are_forked, capsys):
+def test_a_cascade_passes(text_family, verify, capsys):
     options = ("--temperatures", "0,1", "--tokens", "2048", "--equal-drafter")
-    status, found = verify(text_family.target, every_kind(text_family), tmp_path, *options)
+    status, found = verify(text_family.target, every_kind(text_family), *options)
     page = capsys.readouterr().out
     assert status == 0 and found["lossless"]
     assert "PASSED" in page and "equal to no speculation" in page and "place 1" in page
@@ -68,11 +39,11 @@ def test_a_cascade_passes(text_family, tmp_path, processes_are_forked, capsys):
     assert found["equal_drafter"]["passed"] and found["equal_drafter"]["drafted"] > 1000
 
 
-def test_the_fault_of_vllm_on_cpu_is_found(text_family, tmp_path, processes_are_forked, capsys):
+def test_the_fault_of_vllm_on_cpu_is_found(text_family, verify, capsys):
     """vLLM issues 55005 and 55006."""
     config = {"method": "draft_model", "model": text_family.mid, "num_speculative_tokens": 4}
     options = ("--temperatures", "0.7", "--tokens", "2048")
-    status, found = verify(text_family.target, config, tmp_path, *options)
+    status, found = verify(text_family.target, config, *options)
     assert status == 1 and not found["lossless"] and "greedy" not in found
     assert "NOT LOSSLESS" in capsys.readouterr().out
 
@@ -109,9 +80,11 @@ def test_many_tokens_follow_the_target(family, temperature, filters):
     settings = [Setting(temperature, filters)]
     prompts = [[2 + i, 3, 5 + 2 * i] for i in range(20)]
     arguments = {**ENGINE_DEFAULTS, "model": family.target}
-    config = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"model": family.mid}]}
+    # Its drafts are too sure of themselves, and long enough that few tokens show the last place.
+    levels = [{"model": family.target, "temperature_scale": 0.7}]
+    config = {"method": "hsd", "num_speculative_tokens": 3, "levels": levels}
     with EngineProcess(arguments | {"speculative_config": config}, **forked()) as engine:
-        plan = sampled.planned(prompts, settings, 8 * TRIALS, 64)
+        plan = sampled.planned(prompts, settings, 21 * TRIALS // 4, 64)
         texts = sampled.generate(engine, plan, 64, silent)
     with EngineProcess(arguments, **forked()) as engine:
         ranges = sampled.scored(engine, texts, 64, silent)

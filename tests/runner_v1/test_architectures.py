@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 import transformers
 from support.architectures import ARCHITECTURES, COMMON, write_models
-from support.engines import run_engine
+from support.engines import ENGINE_DEFAULTS, forked, run_engine
 from support.level_files import cascade
 
 import vllm_hsd
 from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, write_exit_head
 from vllm_hsd.core.exit_head_training import plain_exit_head
+from vllm_hsd.engine import EngineProcess
+from vllm_hsd.lossless import sampled
+from vllm_hsd.lossless.sampled import Setting
 
 # Longer than the sliding windows.
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(4 + 9 * i)] for i in range(4)]
@@ -78,6 +81,24 @@ def test_cascade_text_is_that_of_no_speculation(models):
     assert last["accepted"] > 0
     # One layer is not the whole target.
     assert len(levels) == 1 or first["accepted"] < first["drafted"]
+
+
+@pytest.mark.slow
+def test_sampled_text_follows_the_target(models):
+    """Randomized quantiles under the engine without speculation; finds a deviation of 8 %."""
+    name, target, drafter, _ = models
+    levels = [{"model": drafter}]
+    if architecture(name) in EXIT_ARCHITECTURES:
+        levels = [{"early_exit": 2, "num_tokens": 3}, *levels]
+    settings = [Setting(1.0), Setting(0.7, {"top_p": 0.9})]
+    arguments = {**ENGINE_DEFAULTS, "model": target}
+    with EngineProcess(arguments | cascade(*levels), **forked()) as engine:
+        plan = sampled.planned(PROMPTS, settings, 2048, 64)
+        texts = sampled.generate(engine, plan, 32, lambda text: None)
+    with EngineProcess(arguments, **forked()) as engine:
+        ranges = sampled.scored(engine, texts, 32, lambda text: None)
+    assert texts.accepted > 0
+    assert not sampled.failures(sampled.checks(settings, texts, ranges, "float32", 0))
 
 
 def test_every_architecture_with_exits_is_tested_and_documented():

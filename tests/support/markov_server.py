@@ -13,7 +13,9 @@ LOGITS = np.random.default_rng(0).normal(size=(VOCABULARY, VOCABULARY)) * 1.5
 
 
 @contextlib.contextmanager
-def markov_server(wrong: float = 0.0, max_logprobs: int = 20) -> Iterator[str]:
+def markov_server(
+    wrong: float = 0.0, max_logprobs: int = 20, sends_token_ids: bool = True
+) -> Iterator[str]:
     """URL of a server whose every token is the likeliest one, `wrong` of the time more than due."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -47,7 +49,7 @@ def markov_server(wrong: float = 0.0, max_logprobs: int = 20) -> Iterator[str]:
                     last = draw(LOGITS[last], body, rng, wrong)
                     token_ids.append(last)
                 left, first = left - len(token_ids), False
-                event = {"choices": [{"token_ids": token_ids}]}
+                event = {"choices": [{"token_ids": token_ids if sends_token_ids else None}]}
                 self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
             self.wfile.write(b"data: [DONE]\n\n")
 

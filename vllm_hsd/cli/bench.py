@@ -241,7 +241,8 @@ def inspect(comparison: Comparison) -> Setup:
         )
     for index, error in enumerate(setup.errors):
         if error is not None:
-            what = f"--speculative-config number {index}" if index else "--model or --engine-args"
+            number = f" number {index}" if len(comparison.configs) > 2 else ""
+            what = f"--speculative-config{number}" if index else "--model or --engine-args"
             raise UserError(f"{what}: {error}")
     return setup
 

@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
         "--url",
         metavar="URL",
         help="verify a running OpenAI server of vLLM instead, such as http://localhost:8000; "
-        "text is sampled with top_k 20, the log-probabilities that a server gives out",
+        "text is sampled with top_k 16, since a server gives out 20 log-probabilities",
     )
     parser.add_argument(
         "--plain-url", metavar="URL", help="a server of the same model without speculation"

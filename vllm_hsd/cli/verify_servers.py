@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from vllm_hsd import host
@@ -15,6 +16,7 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.lossless import sampled, servers
 from vllm_hsd.lossless.sampled import Setting, Texts
 from vllm_hsd.lossless.servers import TOP_K, Server
+from vllm_hsd.planner.prompts import Prompt
 
 
 def run_on_servers(verification: Verification, urls: tuple[str, str]) -> Outcome:
@@ -39,7 +41,7 @@ def run_on_servers(verification: Verification, urls: tuple[str, str]) -> Outcome
     verification = replace(
         verification, comparison=replace(comparison, model=model), settings=settings
     )
-    prompts = [plain.token_ids(model, prompt) for prompt in comparison.prompts]
+    prompts = _encoded(plain, model, comparison.prompts)
     results, seconds = Results(comparison), {}
     began = time.perf_counter()
     if verification.greedy:
@@ -62,7 +64,7 @@ def run_on_servers(verification: Verification, urls: tuple[str, str]) -> Outcome
             "model": model,
             "dtype": dtype,
             "machine": "that of the servers",
-            "versions": {**host.versions(), "server": speculating.get("/version")["version"]},
+            "versions": {**host.versions(), "server": speculating.version()},
             "max_tokens": ANSWER_TOKENS,
         },
         texts,
@@ -72,6 +74,18 @@ def run_on_servers(verification: Verification, urls: tuple[str, str]) -> Outcome
         None,
         seconds,
     )
+
+
+def _encoded(plain: Server, model: str, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Token ids of the prompts; chats are plain text where the model has no chat template."""
+    try:
+        return [plain.token_ids(model, prompt) for prompt in prompts]
+    except UserError as error:
+        if "chat template" not in str(error):
+            raise
+        progress("the model has no chat template: prompts are plain text")
+    texts = [prompt if isinstance(prompt, str) else prompt[0]["content"] for prompt in prompts]
+    return [plain.token_ids(model, text) for text in texts]
 
 
 def _greedy(server: Server, model: str, prompts: list[list[int]]) -> Generation:

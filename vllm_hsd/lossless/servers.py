@@ -1,7 +1,8 @@
 """Text of a running OpenAI server of vLLM, scored by a second one without speculation.
 
-A server gives out the most likely tokens of a prompt's places, TOP_K of them unless it was started
-with more. So text is sampled with that top_k: the filtered distribution is then known exactly.
+A server gives out the most likely tokens of a prompt's places, LOGPROBS of them unless it was
+started with more. So text is sampled with a smaller top_k: the filtered distribution is then known,
+also where several tokens tie for the last place, which happens in 16 bits.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import numpy as np
 
 from vllm_hsd.errors import UserError, brief
 from vllm_hsd.lossless.sampled import Texts
+from vllm_hsd.planner.prompts import Prompt
 
 # vLLM's default of --max-logprobs.
-TOP_K = 20
+LOGPROBS = 20
+TOP_K = 16
 TIMEOUT = 600
 # Requests in progress at a server.
 AT_ONCE = 32
@@ -40,25 +43,29 @@ class Server:
         if not self.url.startswith(("http://", "https://")):
             raise UserError(f"{option} '{url}' is not a URL such as http://localhost:8000.")
 
-    def get(self, path: str) -> Any:
-        """The JSON answer of a GET request."""
-        with self._open(path, None) as response:
-            return json.load(response)
+    def version(self) -> str:
+        """Version of its vLLM."""
+        with self._open("/version", None) as response:
+            return self._read(response, "version")
 
     def model(self) -> str:
         """Name of the first model that it serves."""
-        return self.get("/v1/models")["data"][0]["id"]
+        with self._open("/v1/models", None) as response:
+            return self._read(response, "data", 0, "id")
 
-    def token_ids(self, model: str, prompt: str | list[dict[str, str]]) -> list[int]:
+    def token_ids(self, model: str, prompt: Prompt) -> list[int]:
         """Token ids of a text, or of a chat in the model's template."""
         key = "prompt" if isinstance(prompt, str) else "messages"
         with self._open("/tokenize", {"model": model, key: prompt}) as response:
-            return json.load(response)["tokens"]
+            return self._read(response, "tokens")
 
     def complete(self, body: dict[str, Any]) -> tuple[list[int], list[int]]:
         """(token ids, tokens of every step) of one answer.
 
         Tokens of steps that the server sends at once count as one step.
+
+        Raises:
+            UserError: the server refuses, or sends no token ids.
         """
         body = {**body, "stream": True, "return_token_ids": True}
         lengths, token_ids = [], []
@@ -70,6 +77,8 @@ class Server:
                     if new := choice.get("token_ids"):
                         token_ids += new
                         lengths.append(len(new))
+        if not token_ids:
+            raise self._odd("no token ids")
         return token_ids, lengths
 
     def likeliest(self, model: str, tokens: Sequence[int]) -> list[dict[int, float]]:
@@ -83,11 +92,26 @@ class Server:
             "prompt": list(tokens),
             "max_tokens": 1,
             "temperature": 0,
-            "prompt_logprobs": TOP_K,
+            "prompt_logprobs": LOGPROBS,
         }
         with self._open("/v1/completions", body) as response:
-            rows = json.load(response)["choices"][0]["prompt_logprobs"]
+            rows = self._read(response, "choices", 0, "prompt_logprobs")
         return [{int(token): entry["logprob"] for token, entry in row.items()} for row in rows[1:]]
+
+    def _read(self, response: Any, *path: str | int) -> Any:
+        """A value of a JSON answer."""
+        try:
+            found = json.load(response)
+            for key in path:
+                found = found[key]
+        except (ValueError, LookupError, TypeError):
+            raise self._odd("no " + ".".join(map(str, path))) from None
+        return found
+
+    def _odd(self, fault: str) -> UserError:
+        return UserError(
+            f"{self.option} '{self.url}' answers with {fault}: is it an OpenAI server of vLLM?"
+        )
 
     def _open(self, path: str, body: dict[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -98,7 +122,7 @@ class Server:
             )
         except urllib.error.HTTPError as error:
             reason = brief(error.read().decode(errors="replace"))
-            hint = "" if "logprobs" not in reason else f"; start it with --max-logprobs {TOP_K}"
+            hint = "" if "logprobs" not in reason else f"; start it with --max-logprobs {LOGPROBS}"
             raise UserError(f"{self.option} refuses {path}: {reason}{hint}.") from None
         except OSError as error:
             raise UserError(f"{self.option} '{self.url}' cannot be reached ({error}).") from None
@@ -150,11 +174,12 @@ def token_range(
     """`quantiles.token_ranges` of one token, of the likeliest tokens' log-probabilities.
 
     Args:
-        logprobs: of at least the params["top_k"] likeliest tokens.
+        logprobs: of the likeliest tokens, more than params["top_k"] of them.
         params: temperature, top_k and optionally top_p.
     """
-    kept = sorted(logprobs, key=lambda each: (-logprobs[each], each))[: params["top_k"]]
-    best = logprobs[kept[0]]
+    kept = sorted(logprobs, key=lambda each: (-logprobs[each], each))
+    best, last = logprobs[kept[0]], logprobs[kept[params["top_k"] - 1]]
+    kept = [each for each in kept if logprobs[each] >= last]
     weights = [math.exp((logprobs[each] - best) / params["temperature"]) for each in kept]
     total, above, count = sum(weights), 0.0, 0
     # A token is kept where the mass of all likelier ones is below top_p.

@@ -8,6 +8,9 @@ from typing import Any
 
 from vllm_hsd.errors import UserError
 
+# Raw text, or a chat of one message.
+Prompt = str | list[dict[str, str]]
+
 
 def read_text(path: Path) -> str:
     """The text of a file.
@@ -21,7 +24,7 @@ def read_text(path: Path) -> str:
         raise UserError(f"'{path}' cannot be read ({error}).") from None
 
 
-def read_prompts(path: str | Path) -> list[str | list[dict[str, str]]]:
+def read_prompts(path: str | Path) -> list[Prompt]:
     """Prompts of a file, in order.
 
     A file named `*.jsonl` holds one JSON object per line: `prompt` is raw text; of `turns` the
@@ -63,7 +66,7 @@ def _from_json(path: Path, number: int, line: str) -> str | list[dict[str, str]]
     raise UserError(f"{where} has neither a 'prompt' (text) nor 'turns' (a list of texts).")
 
 
-def encode(tokenizer: Any, prompt: str | list[dict[str, str]], longest: int) -> list[int]:
+def encode(tokenizer: Any, prompt: Prompt, longest: int) -> list[int]:
     """Token ids of a prompt, its last `longest` ones.
 
     A chat goes through the tokenizer's chat template where it has one, and is plain text

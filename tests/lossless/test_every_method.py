@@ -1,0 +1,136 @@
+"""`vllm-hsd verify` on a cascade of every kind of level and on every stock method: slow."""
+
+from dataclasses import dataclass
+
+import pytest
+from support.level_files import LevelFiles, cascade, write_level_files
+from support.stock_heads import write_eagle_head, write_medusa_heads, write_mtp_target
+from support.suffix_extra import needs_suffix
+from support.tiny_models import Family, build_family, byte_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+DRAFT_LENGTH = 4
+PASSES = ("--temperatures", "0,0.7,1", "--tokens", "4096")
+
+
+@dataclass(frozen=True)
+class Models:
+    """A family, what its levels read, and drafters of vLLM's own."""
+
+    family: Family
+    files: LevelFiles
+    eagle: str
+    medusa: str
+    mtp_target: str
+
+
+@pytest.fixture(scope="module")
+def models(text_family, tmp_path_factory) -> dict[bool, Models]:
+    """Whether their distributions are flat -> models."""
+    flat = build_family(tmp_path_factory.mktemp("flat"), text_family.vocabulary, peak=1.0)
+    found = {}
+    for key, family in ((False, text_family), (True, flat)):
+        directory, target = tmp_path_factory.mktemp("drafters"), family.target
+        found[key] = Models(
+            family,
+            write_level_files(target, directory, family.vocabulary, trained=True),
+            write_eagle_head(target, directory / "eagle"),
+            write_medusa_heads(target, directory / "medusa", DRAFT_LENGTH),
+            write_mtp_target(target, directory / "mtp"),
+        )
+        for path in (target, family.mid, family.small, found[key].mtp_target):
+            byte_tokenizer().save_pretrained(path)
+    return found
+
+
+LEVELS = {
+    "models": lambda m: [{"model": m.family.small, "num_tokens": 3}, {"model": m.family.mid}],
+    "early exit": lambda m: [{"early_exit": 1, "num_tokens": 3}, {"model": m.family.mid}],
+    "exit head": lambda m: [
+        {"exit_head": m.files.exit_head, "num_tokens": 3},
+        {"model": m.family.mid},
+    ],
+    "bigram": lambda m: [{"bigram": m.files.bigram, "num_tokens": 3}, {"model": m.family.mid}],
+    "ngram": lambda m: [{"ngram": {"max": 3}, "num_tokens": 3}, {"model": m.family.mid}],
+    "suffix": lambda m: [
+        {"suffix": {"store": m.files.store, "shared_tokens": 2000}, "num_tokens": 3},
+        {"model": m.family.mid},
+    ],
+    "eagle3": lambda m: [{"eagle3": m.files.eagle3}],
+    "eagle3, model": lambda m: [
+        {"eagle3": m.files.eagle3, "num_tokens": 3},
+        {"model": m.family.mid},
+    ],
+    "first_of": lambda m: [
+        {"first_of": [{"ngram": {"max": 3}}, {"eagle3": m.files.eagle3}], "num_tokens": 3},
+        {"model": m.family.mid},
+    ],
+    "horizontal": lambda m: [
+        {"bigram": m.files.bigram, "num_tokens": 2},
+        {"model": m.family.mid},
+    ],
+    "adaptive": lambda m: [
+        {"ngram": {"max": 3}, "num_tokens": 3},
+        {"model": m.family.small, "num_tokens": 3},
+        {"model": m.family.mid},
+    ],
+}
+KEYS = {"adaptive": {"adaptive": True}, "horizontal": {"horizontal_tokens": 2}}
+SOFT = {"draft_sample_method": "probabilistic"}
+STOCK = {
+    "ngram": lambda m: {"prompt_lookup_max": 3, "prompt_lookup_min": 1},
+    "suffix": lambda m: {},
+    "draft_model": lambda m: {"model": m.family.mid, **SOFT},
+    "eagle": lambda m: {"model": m.eagle, **SOFT},
+    "eagle3": lambda m: {"model": m.files.eagle3, **SOFT},
+    "medusa": lambda m: {"model": m.medusa},
+    # MiMo's layer predicts one token ahead.
+    "mtp": lambda m: {"num_speculative_tokens": 1, **SOFT},
+}
+
+
+# A head that was hardly trained has its drafts accepted only where the target is unsure.
+FLAT = {"eagle", "eagle3", "eagle3, model", "mtp"}
+
+
+def marked(names) -> list:
+    return [pytest.param(name, marks=needs_suffix) if name == "suffix" else name for name in names]
+
+
+def stock(name: str, models: dict[bool, Models]) -> tuple[str, dict]:
+    """(target, configuration) of one of vLLM's own methods."""
+    own = models[name in FLAT]
+    target = own.mtp_target if name == "mtp" else own.family.target
+    config = {"method": name, "num_speculative_tokens": DRAFT_LENGTH, **STOCK[name](own)}
+    return target, config
+
+
+def assert_passed(status: int, found: dict) -> None:
+    assert status == 0 and found["lossless"], found["verdict"]
+    assert found["greedy"]["passed"] and not found["greedy"]["differences"]
+    assert found["sampled"]["accepted"] > 0
+
+
+@pytest.mark.parametrize("name", marked(LEVELS))
+def test_a_cascade_with_every_kind_of_level_passes(models, verify, name):
+    own = models[name in FLAT]
+    config = cascade(*LEVELS[name](own), **KEYS.get(name, {}))["speculative_config"]
+    assert_passed(*verify(own.family.target, config, *PASSES))
+
+
+@pytest.mark.parametrize("name", marked(STOCK))
+def test_a_stock_method_passes_when_hosted(models, verify, name):
+    target, config = stock(name, models)
+    config["rejection_sample_method"] = "hierarchical"
+    assert_passed(*verify(target, config, *PASSES))
+
+
+@pytest.mark.parametrize("name", marked(STOCK))
+def test_the_fault_of_vllm_on_cpu_is_found_in_every_stock_method(models, verify, name):
+    """vLLM issues 55005 and 55006; greedy text is right."""
+    target, config = stock(name, models)
+    status, found = verify(target, config, "--temperatures", "0,1")
+    assert status == 1 and not found["lossless"]
+    assert found["greedy"]["passed"]
+    assert not all(check["passed"] for check in found["sampled"]["checks"])
