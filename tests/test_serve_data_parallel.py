@@ -14,15 +14,19 @@ PROMPTS = [[(7 * i + j * j) % 200 + 5 for j in range(5 + 3 * i)] for i in range(
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core for each rank")
-def test_both_engines_serve_text_of_no_speculation(text_family, tmp_path):
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_both_engines_serve_text_of_no_speculation(text_family, tmp_path, adaptive):
     params = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
     jobs = {"text": {"prompts": PROMPTS, "params": params}}
     plain = run_engine({"model": text_family.target}, jobs)["text"]["outputs"]
 
     options = {"data-parallel-size": 2}
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    # Adaptive ranks switch levels in every step, each by itself.
+    config = {**two_models(text_family), "adaptive": adaptive}
+    plugin = "support.adversarial_depth:install" if adaptive else None
     with running_server(
-        text_family.target, tmp_path, two_models(text_family), options, environment=environment
+        text_family.target, tmp_path, config, options, plugin, environment
     ) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300)
 

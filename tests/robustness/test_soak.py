@@ -143,7 +143,12 @@ def other_cascades(text_family, tmp_path_factory) -> dict[str, dict]:
     return lookups_and_heads(text_family, files)
 
 
-WITH_SUFFIX = ("suffix", "suffix below a model", "first_of", "eagle3 in first_of", "adaptive")
+# Levels and lengths then change in every step, whatever pays.
+FORCED = "forced "
+WITH_SUFFIX = (
+    *("suffix", "suffix below a model", "first_of", "eagle3 in first_of", "adaptive"),
+    FORCED + "adaptive",
+)
 WITHOUT_SUFFIX = ("eagle3", "eagle3 below a model")
 
 
@@ -153,8 +158,10 @@ WITHOUT_SUFFIX = ("eagle3", "eagle3 below a model")
     "name", [*(pytest.param(name, marks=needs_suffix) for name in WITH_SUFFIX), *WITHOUT_SUFFIX]
 )
 def test_a_soak_of_other_levels(text_family, other_cascades, requests, tmp_path, name):
-    config = other_cascades[name]
-    with running_server(text_family.target, tmp_path, config, CROWDED) as server:
+    config, plugin = other_cascades[name.removeprefix(FORCED)], None
+    if name.startswith(FORCED):
+        plugin = "support.adversarial_depth:install"
+    with running_server(text_family.target, tmp_path, config, CROWDED, plugin=plugin) as server:
         report = soak(server, requests, LONG / 10, at_least=300)
         print(report)
         metrics = server.metrics()
