@@ -166,7 +166,7 @@ def argmax_of_chunks(maximum, index):
 def logsumexp_of_chunks(maximum, total):
     """log(sum(exp(x))) of rows from their chunks [rows, chunks] (absent ones: -inf, 0).
 
-    Not finite where a row is not usable: it holds a NaN or +inf, or only -inf.
+    Not finite where a row is invalid: it holds a NaN or +inf, or only -inf.
     """
     row_max = tl.max(maximum, axis=1)
     shift = tl.where(row_max > float("-inf"), row_max, 0.0)

@@ -59,9 +59,9 @@ def stage(
         state.base,
         state.end,
         state.start,
-        state.have,
-        state.asked,
-        state.have.stride(0),
+        state.drafted,
+        state.requested,
+        state.drafted.stride(0),
         state.draft_lengths,
         state.limit,
         state.slot,
@@ -127,9 +127,9 @@ def place(
         state.base,
         state.end,
         state.start,
-        state.have,
-        state.asked,
-        state.have.stride(0),
+        state.drafted,
+        state.requested,
+        state.drafted.stride(0),
         state.limit,
         state.slot,
         *groups,
@@ -172,8 +172,8 @@ def commit_draft(
         state.window.stride(0),
         state.end,
         state.start[0],
-        state.have[0],
-        state.asked[0],
+        state.drafted[0],
+        state.requested[0],
         state.counts,
         state.temperature[0],
         token_ids,
@@ -209,9 +209,9 @@ def commit_verify(
         state.window.stride(0),
         state.end,
         state.start,
-        state.have,
-        state.asked,
-        state.have.stride(0),
+        state.drafted,
+        state.requested,
+        state.drafted.stride(0),
         state.draft_lengths,
         state.counts,
         state.origin,
@@ -247,7 +247,7 @@ def lookup_ngram(state: ProposalState, text: torch.Tensor, *, shortest: int, lon
     lookup_kernels.find_ngram_kernel[(state.batch, chunks)](
         best,
         *where,
-        state.asked[0],
+        state.requested[0],
         state.slot,
         text,
         text.stride(0),
@@ -256,8 +256,8 @@ def lookup_ngram(state: ProposalState, text: torch.Tensor, *, shortest: int, lon
     )
     lookup_kernels.copy_ngram_kernel[(state.batch,)](
         *where,
-        state.have[0],
-        state.asked[0],
+        state.drafted[0],
+        state.requested[0],
         state.slot,
         text,
         text.stride(0),
@@ -271,7 +271,7 @@ def lookup_ngram(state: ProposalState, text: torch.Tensor, *, shortest: int, lon
 
 
 def lookup_bigram(state: ProposalState, successor: torch.Tensor) -> None:
-    """Continue every text by the successor of its last token, as often as is asked.
+    """Continue every text by the successor of its last token, as often as is requested.
 
     Args:
         successor: int32 [V], -1 where a token has none.
@@ -280,8 +280,8 @@ def lookup_bigram(state: ProposalState, successor: torch.Tensor) -> None:
         state.window,
         state.window.stride(0),
         state.end,
-        state.have[0],
-        state.asked[0],
+        state.drafted[0],
+        state.requested[0],
         successor,
         num_warps=1,
     )
@@ -296,7 +296,7 @@ def collect(state: ProposalState, schedule: Schedule) -> None:
         state.window,
         state.window.stride(0),
         state.end,
-        state.have[top],
+        state.drafted[top],
         state.counts[top],
         WINDOW=schedule.window,
         LONGEST=schedule.num_speculative_tokens,

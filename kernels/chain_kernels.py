@@ -298,7 +298,7 @@ def verify_kernel(
                     # No residual mass: p equals q, and the rejected token was drawn from q.
                     next_token = rejected
                 elif tau == 0:
-                    # The request's own row is unusable: vLLM's softmax of it is NaN everywhere and
+                    # The request's own row is invalid: vLLM's softmax of it is NaN everywhere and
                     # the argmax of NaN is token 0.
                     next_token = tl.zeros((), tl.int64)
             if residual_unread | (owner == chunk):

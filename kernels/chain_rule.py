@@ -103,7 +103,7 @@ def bound_acceptance(
 
     Lane r is the prefix of r tokens and the rows after it.
 
-    Returns (usable length, longest prefix that is certainly accepted, int32 [ROWS] 1 where a
+    Returns (valid length, longest prefix that is certainly accepted, int32 [ROWS] 1 where a
     longer prefix may still be accepted, log prefix acceptance probability [ROWS], uniforms
     [ROWS], logsumexps of target [ROWS] and proposals [ROWS]).
     """
@@ -119,11 +119,11 @@ def bound_acceptance(
         logit_ptr = target_ptr + row.to(tl.int64) * target_stride + token
         logit = tl.load(logit_ptr, mask=in_draft, other=0.0).to(tl.float32)
         log_p = logit * inverse_temperature(temperature) - target_lse
-        usable = is_finite(target_lse)
+        valid = is_finite(target_lse)
     else:
         log_p = tl.where(argmax_of_chunks(maximum, second) == token, 0.0, float("-inf"))
         # Every row has an argmax, and greedy decoding takes it whatever it is.
-        usable = row >= 0
+        valid = row >= 0
         target_lse = tl.zeros_like(log_p)
     draft_lse = tl.zeros_like(target_lse)
     log_q = tl.zeros_like(target_lse)
@@ -139,8 +139,8 @@ def bound_acceptance(
         logit_ptr = draft_ptr + row.to(tl.int64) * draft_stride_row + token
         logit = tl.load(logit_ptr, mask=in_draft, other=0.0).to(tl.float32)
         log_q = logit * inverse_temperature(draft_temperature) - draft_lse
-        usable = usable & is_finite(draft_lse)
-    length = tl.minimum(length, tl.min(tl.where(usable, 2147483647, row), axis=0))
+        valid = valid & is_finite(draft_lse)
+    length = tl.minimum(length, tl.min(tl.where(valid, 2147483647, row), axis=0))
 
     in_draft = row < length
     possible = in_draft & (log_p > float("-inf")) & (log_q > float("-inf"))

@@ -29,7 +29,7 @@ class ChainResult(NamedTuple):
         token_ids: int64 [B, max_draft_tokens + 1], the emitted tokens, then -1.
         num_accepted: int32 [B], accepted draft tokens.
         num_emitted: int32 [B], accepted tokens and the recovered or bonus token after them. That
-            one is missing only after an accepted token whose target row is unusable at a
+            one is missing only after an accepted token whose target row is invalid at a
             temperature above 0, and for a padded request without rows.
         target_lse: float32 [B, max_draft_tokens + 1], log(sum(exp(target / temperature))) of the
             target's rows 0 .. num_accepted, from which the emitted tokens would be drawn, and NaN
@@ -61,14 +61,14 @@ def verify_chain(
 
     Nothing is read on the host, so lengths, tokens and rows are not checked there. A slot whose
     token is negative or outside the vocabulary is empty and ends the draft. So does, at a
-    temperature above 0, an unusable row (a NaN or +inf in it, or only -inf), as in
+    temperature above 0, an invalid row (a NaN or +inf in it, or only -inf), as in
     ``vllm_hsd.verify.verify_chain``. A draft longer than max_draft_tokens is cut there, before
     its tokens are looked at.
 
-    A request whose own row, the first one, is unusable emits the token that vLLM emits without
+    A request whose own row, the first one, is invalid emits the token that vLLM emits without
     speculation. At temperature 0 that is the argmax of any row, with NaN as the maximum: the
     first NaN, else the first maximum, and token 0 if all are -inf. Above it vLLM takes the argmax
-    of softmax(row / temperature) / exponential; softmax makes an unusable row NaN everywhere, so
+    of softmax(row / temperature) / exponential; softmax makes an invalid row NaN everywhere, so
     it is token 0 and nothing is accepted.
 
     Args:

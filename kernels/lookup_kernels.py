@@ -15,7 +15,7 @@ def find_ngram_kernel(
     window_stride,
     base_ptr,  # int64 [B]
     end_ptr,  # int32 [B]
-    asked_ptr,  # int32 [B], of level 0
+    requested_ptr,  # int32 [B], of level 0
     slot_ptr,  # int32 [B]
     text_ptr,  # int32 [max_num_reqs, max_model_len]
     text_stride,
@@ -28,7 +28,7 @@ def find_ngram_kernel(
     length = base + tl.load(end_ptr + request)
     position = chunk.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     matched = tl.zeros([CHUNK], tl.int64)
-    wanted = (tl.load(asked_ptr + request) > 0) & (chunk * CHUNK < length - 1)
+    wanted = (tl.load(requested_ptr + request) > 0) & (chunk * CHUNK < length - 1)
     if wanted:
         window_ptr += request * window_stride
         text_ptr += tl.load(slot_ptr + request).to(tl.int64) * text_stride
@@ -59,8 +59,8 @@ def copy_ngram_kernel(
     window_stride,
     base_ptr,  # int64 [B]
     end_ptr,  # int32 [B]
-    have_ptr,  # int32 [B], of level 0
-    asked_ptr,  # int32 [B]
+    drafted_ptr,  # int32 [B], of level 0
+    requested_ptr,  # int32 [B]
     slot_ptr,  # int32 [B]
     text_ptr,  # int32 [max_num_reqs, max_model_len]
     text_stride,
@@ -78,7 +78,7 @@ def copy_ngram_kernel(
     found = (best >> 32) >= SHORTEST
     first = 0xFFFFFFFF - (best & 0xFFFFFFFF) + 1
     lane = tl.arange(0, LANES)
-    count = tl.minimum(tl.load(asked_ptr + request).to(tl.int64), base + end - first)
+    count = tl.minimum(tl.load(requested_ptr + request).to(tl.int64), base + end - first)
     count = tl.where(found, count, 0)
     taken = lane < count
     at = first + lane
@@ -88,7 +88,7 @@ def copy_ngram_kernel(
     other = tl.load(text_ptr + at, mask=taken & (at < base), other=0)
     tl.store(window_ptr + end + lane, tl.where(at >= base, one, other), mask=taken)
     tl.store(end_ptr + request, end + count.to(tl.int32))
-    tl.store(have_ptr + request, count.to(tl.int32))
+    tl.store(drafted_ptr + request, count.to(tl.int32))
 
 
 @triton.jit
@@ -96,20 +96,20 @@ def lookup_bigram_kernel(
     window_ptr,  # int32 [B, capacity]
     window_stride,
     end_ptr,  # int32 [B]
-    have_ptr,  # int32 [B], of level 0
-    asked_ptr,  # int32 [B]
+    drafted_ptr,  # int32 [B], of level 0
+    requested_ptr,  # int32 [B]
     successor_ptr,  # int32 [V]
 ):
     request = tl.program_id(0)
-    asked = tl.load(asked_ptr + request)
+    requested = tl.load(requested_ptr + request)
     end = tl.load(end_ptr + request)
     window_ptr += request * window_stride
     token = tl.load(window_ptr + end - 1)
     count = tl.zeros((), tl.int32)
-    while (count < asked) & (token >= 0):
+    while (count < requested) & (token >= 0):
         token = tl.load(successor_ptr + token)
         if token >= 0:
             tl.store(window_ptr + end + count, token)
             count += 1
     tl.store(end_ptr + request, end + count)
-    tl.store(have_ptr + request, count)
+    tl.store(drafted_ptr + request, count)

@@ -86,7 +86,7 @@ def draw_kernel(
     stats_ptr += row * chunks
     maximum = tl.load(stats_ptr + c, mask=c < chunks, other=float("-inf"))
     second = tl.load(stats_ptr + stats_stride + c, mask=c < chunks, other=0.0)
-    # That of an unusable row at T > 0: its softmax is NaN everywhere, and the argmax of NaN is 0.
+    # That of an invalid row at T > 0: its softmax is NaN everywhere, and the argmax of NaN is 0.
     token = tl.zeros((), tl.int64)
     if temperature > 0:
         lse = tl.max(logsumexp_of_chunks(maximum[None, :], second[None, :]), axis=0)
@@ -121,7 +121,7 @@ def sample_row(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token from softmax(logits / temperature) of every row, by inverse CDF.
 
-    An unusable row (a NaN or +inf in it, or only -inf) gives the token that vLLM emits for it:
+    An invalid row (a NaN or +inf in it, or only -inf) gives the token that vLLM emits for it:
     the argmax with NaN as the maximum at temperature 0, token 0 above it (see ``verify_chain``).
     Its logsumexp is not finite, which ends a draft before that token in verification.
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from vllm_hsd.kernels.blocks import is_finite
 
-DRAFTED, ACCEPTED, ROUNDS, UNUSABLE, COLUMNS = (tl.constexpr(i) for i in range(5))
+DRAFTED, ACCEPTED, ROUNDS, INVALID, COLUMNS = (tl.constexpr(i) for i in range(5))
 
 
 @triton.jit
@@ -25,10 +25,10 @@ def _count(counts_ptr, level, column: tl.constexpr, number):
 
 
 @triton.jit
-def _ask_below(
+def _request_below(
     start_ptr,
-    have_ptr,
-    asked_ptr,
+    drafted_ptr,
+    requested_ptr,
     level_stride,
     lengths_ptr,
     request,
@@ -39,12 +39,12 @@ def _ask_below(
     """Open new drafts of all levels below LEVEL, which has `room` for tokens from below."""
     for i in tl.static_range(LEVEL):
         k: tl.constexpr = LEVEL - 1 - i
-        asked = tl.minimum(tl.load(lengths_ptr + k), tl.maximum(room, 0))
+        requested = tl.minimum(tl.load(lengths_ptr + k), tl.maximum(room, 0))
         at = _at(k, level_stride, request)
         tl.store(start_ptr + at, end)
-        tl.store(have_ptr + at, 0)
-        tl.store(asked_ptr + at, asked)
-        room = asked - 1
+        tl.store(drafted_ptr + at, 0)
+        tl.store(requested_ptr + at, requested)
+        room = requested - 1
 
 
 @triton.jit(do_not_specialize=["num_reqs"])
@@ -55,8 +55,8 @@ def stage_kernel(
     base_ptr,  # int64 [B]
     end_ptr,  # int32 [B]
     start_ptr,  # int32 [L, B]
-    have_ptr,
-    asked_ptr,
+    drafted_ptr,
+    requested_ptr,
     level_stride,
     lengths_ptr,  # int32 [L]
     limit_ptr,  # int64 [B]
@@ -92,7 +92,7 @@ def stage_kernel(
     drafts = real & (sampled > 0) & (length >= WINDOW)
     longest = tl.load(lengths_ptr + LEVELS - 1)
     room = tl.minimum(longest.to(tl.int64), max_model_len - MARGIN - length)
-    asked = tl.where(drafts, tl.maximum(room, 0), 0).to(tl.int32)
+    requested = tl.where(drafts, tl.maximum(room, 0), 0).to(tl.int32)
     base = tl.where(drafts, length - WINDOW, 0)
     lane = tl.arange(0, LANES)
     text = tl.load(
@@ -102,21 +102,21 @@ def stage_kernel(
     tl.store(base_ptr + request, base)
     tl.store(end_ptr + request, WINDOW)
     last = tl.minimum(length + longest - 2, max_model_len - 1)
-    tl.store(limit_ptr + request, tl.where(asked > 0, last, -1))
+    tl.store(limit_ptr + request, tl.where(requested > 0, last, -1))
     tl.store(slot_ptr + request, slot.to(tl.int32))
     at = _at(LEVELS - 1, level_stride, request)
     tl.store(start_ptr + at, WINDOW)
-    tl.store(have_ptr + at, 0)
-    tl.store(asked_ptr + at, asked)
-    _ask_below(
+    tl.store(drafted_ptr + at, 0)
+    tl.store(requested_ptr + at, requested)
+    _request_below(
         start_ptr,
-        have_ptr,
-        asked_ptr,
+        drafted_ptr,
+        requested_ptr,
         level_stride,
         lengths_ptr,
         request,
         WINDOW,
-        asked - 1,
+        requested - 1,
         LEVELS - 1,
     )
     temperature = tl.load(request_temperature_ptr + slot, mask=real, other=0.0)
@@ -148,8 +148,8 @@ def place_kernel(
     base_ptr,  # int64 [B]
     end_ptr,  # int32 [B]
     start_ptr,  # int32 [L, B]
-    have_ptr,
-    asked_ptr,
+    drafted_ptr,
+    requested_ptr,
     level_stride,
     limit_ptr,  # int64 [B]
     slot_ptr,  # int32 [B]
@@ -177,7 +177,7 @@ def place_kernel(
     else:
         end = text_end
     top = _at(LEVELS - 1, level_stride, request)
-    running = tl.load(have_ptr + top) < tl.load(asked_ptr + top)
+    running = tl.load(drafted_ptr + top) < tl.load(requested_ptr + top)
     lane = tl.arange(0, LANES)
     fed = lane < QUERY
     index = end - QUERY + lane
@@ -200,9 +200,9 @@ def place_kernel(
             at = request * (DRAFT + 1) + row
             tl.store(sampled_ptr + at, tl.maximum(token, 0), mask=fed & (row >= 0))
             own = _at(LEVEL, level_stride, request)
-            have = tl.load(have_ptr + own)
-            has_room = have < tl.load(asked_ptr + own)
-            tl.store(origin_ptr + request, tl.where(has_room, have, -1))
+            drafted = tl.load(drafted_ptr + own)
+            has_room = drafted < tl.load(requested_ptr + own)
+            tl.store(origin_ptr + request, tl.where(has_room, drafted, -1))
     written = fed & running & (slot >= 0) & (base + index <= tl.load(limit_ptr + request))
     if not COMMITTED_TOO:
         written = written & (index >= WINDOW - 1)
@@ -222,8 +222,8 @@ def commit_draft_kernel(
     window_stride,
     end_ptr,  # int32 [B]
     start_ptr,  # int32 [B], of level 0
-    have_ptr,  # int32 [B]
-    asked_ptr,  # int32 [B]
+    drafted_ptr,  # int32 [B]
+    requested_ptr,  # int32 [B]
     counts_ptr,  # int64 [L, 4]
     temperature_ptr,  # float32 [B]
     token_ptr,  # int64 [B]
@@ -237,7 +237,7 @@ def commit_draft_kernel(
 ):
     request = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    if step < tl.load(asked_ptr + request):
+    if step < tl.load(requested_ptr + request):
         if tl.load(temperature_ptr + request) > 0:
             entry = chunk * CHUNK + tl.arange(0, CHUNK)
             x = tl.load(logits_ptr + request * logits_stride + entry, mask=entry < vocab_size)
@@ -250,8 +250,8 @@ def commit_draft_kernel(
             lse = tl.load(token_lse_ptr + request)
             tl.store(lse_ptr + request * N + step, lse)
             tl.store(end_ptr + request, place + 1)
-            tl.store(have_ptr + request, step + 1)
-            _count(counts_ptr, 0, UNUSABLE, (is_finite(lse) == 0).to(tl.int32))
+            tl.store(drafted_ptr + request, step + 1)
+            _count(counts_ptr, 0, INVALID, (is_finite(lse) == 0).to(tl.int32))
 
 
 @triton.jit
@@ -262,8 +262,8 @@ def commit_verify_kernel(
     window_stride,
     end_ptr,  # int32 [B]
     start_ptr,  # int32 [L, B]
-    have_ptr,
-    asked_ptr,
+    drafted_ptr,
+    requested_ptr,
     level_stride,
     lengths_ptr,  # int32 [L]
     counts_ptr,  # int64 [L, 4]
@@ -307,21 +307,21 @@ def commit_verify_kernel(
                 target_lse_ptr + request * (DRAFT + 1) + lane, mask=lane < emitted, other=0.0
             )
             tl.store(lse_ptr + request * N + origin + lane, lse, mask=lane < emitted)
-            have = origin + emitted
+            drafted = origin + emitted
             end = begin + emitted
             tl.store(end_ptr + request, end)
-            tl.store(have_ptr + own, have)
-            below = tl.load(have_ptr + _at(LEVEL - 1, level_stride, request))
+            tl.store(drafted_ptr + own, drafted)
+            below = tl.load(drafted_ptr + _at(LEVEL - 1, level_stride, request))
             _count(counts_ptr, LEVEL - 1, DRAFTED, below)
             _count(counts_ptr, LEVEL - 1, ROUNDS, (below > 0).to(tl.int32))
             _count(counts_ptr, LEVEL - 1, ACCEPTED, accepted)
-            unusable = tl.sum((is_finite(lse) == 0).to(tl.int32), axis=0)
-            _count(counts_ptr, LEVEL, UNUSABLE, unusable + accepted + 1 - emitted)
-            room = tl.load(asked_ptr + own) - have - 1
-            _ask_below(
+            invalid = tl.sum((is_finite(lse) == 0).to(tl.int32), axis=0)
+            _count(counts_ptr, LEVEL, INVALID, invalid + accepted + 1 - emitted)
+            room = tl.load(requested_ptr + own) - drafted - 1
+            _request_below(
                 start_ptr,
-                have_ptr,
-                asked_ptr,
+                drafted_ptr,
+                requested_ptr,
                 level_stride,
                 lengths_ptr,
                 request,
@@ -338,19 +338,19 @@ def collect_kernel(
     window_ptr,  # int32 [B, capacity]
     window_stride,
     end_ptr,  # int32 [B]
-    have_ptr,  # int32 [B], of the top level
+    drafted_ptr,  # int32 [B], of the top level
     counts_ptr,  # int64 [4], of the top level
     WINDOW: tl.constexpr,
     LONGEST: tl.constexpr,
     LANES: tl.constexpr,
 ):
     request = tl.program_id(0)
-    have = tl.load(have_ptr + request)
+    drafted = tl.load(drafted_ptr + request)
     lane = tl.arange(0, LANES)
     index = tl.minimum(WINDOW + lane, tl.load(end_ptr + request) - 1)
     token = tl.load(window_ptr + request * window_stride + index)
     place = draft_tokens_ptr + request * LONGEST + lane
     tl.store(place, tl.maximum(token, 0).to(tl.int64), mask=lane < LONGEST)
-    tl.store(draft_length_ptr + request, have)
-    _count(counts_ptr, 0, DRAFTED, have)
-    _count(counts_ptr, 0, ROUNDS, (have > 0).to(tl.int32))
+    tl.store(draft_length_ptr + request, drafted)
+    _count(counts_ptr, 0, DRAFTED, drafted)
+    _count(counts_ptr, 0, ROUNDS, (drafted > 0).to(tl.int32))

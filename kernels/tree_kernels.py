@@ -159,7 +159,7 @@ def traverse_kernel(
     index = tl.arange(0, LANES)
     token = tl.load(token_ptr + index, mask=index < NODES, other=-1).to(tl.int32)
     parent = tl.load(parent_ptr + index, mask=index < NODES, other=-2).to(tl.int32)
-    usable = (token >= 0) & (token < vocab_size)
+    valid = (token >= 0) & (token < vocab_size)
     c = tl.arange(0, CHUNKS)
     row = tl.zeros((), tl.int32)
     next_token = tl.full((), -1, tl.int64)
@@ -170,7 +170,7 @@ def traverse_kernel(
             maximum = tl.load(slot, mask=c < chunks, other=float("-inf"))
             index_of_max = tl.load(slot + stats_stride, mask=c < chunks, other=0.0)
             next_token = tl.max(argmax_of_chunks(maximum[None, :], index_of_max[None, :]), axis=0)
-            match = usable & (parent == row - 1) & (token == next_token)
+            match = valid & (parent == row - 1) & (token == next_token)
             child = tl.min(tl.where(match, index, NODES), axis=0)
             walking = (child < NODES).to(tl.int32)
             row = tl.where(child < NODES, child + 1, row)
@@ -194,8 +194,8 @@ def traverse_kernel(
         tl.store(factor_ptr + index, tl.zeros_like(u).to(tl.float32), mask=index < NODES)
         tl.debug_barrier()
         row_ptr = state_ptr + parent + 1
-        usable = usable & is_finite(tl.load(row_ptr, mask=usable, other=0.0))
-        usable = usable & is_finite(tl.load(row_ptr + rows, mask=usable, other=0.0))
+        valid = valid & is_finite(tl.load(row_ptr, mask=valid, other=0.0))
+        valid = valid & is_finite(tl.load(row_ptr + rows, mask=valid, other=0.0))
 
         seen = tl.full((), -1, tl.int32)  # last child of the row that was visited
         measured = tl.zeros((), tl.int32)  # whether mass_ptr holds the row as it is now
@@ -203,7 +203,7 @@ def traverse_kernel(
         scale = tl.full((), 1.0, tl.float32)  # mass of the residual of the row
         while walking > 0:
             failed = tl.full((), -1, tl.int32)
-            siblings = usable & (parent == row - 1)
+            siblings = valid & (parent == row - 1)
             child = tl.min(tl.where(siblings & (index > seen), index, NODES), axis=0)
             if child < NODES:
                 seen = child
@@ -249,7 +249,7 @@ def traverse_kernel(
                 a = tl.load(state_ptr + 2 * rows + row)
                 scale = tl.load(state_ptr + 3 * rows + row)
             if failed >= 0:
-                more = usable & (parent == row - 1) & (index > failed)
+                more = valid & (parent == row - 1) & (index > failed)
                 more_left = tl.sum(more.to(tl.int32), axis=0) > 0
                 # a only decreases: a node that would fail now and has no more children has failed.
                 hopeless = (row > 0) & (extract_lane(u, index, row - 1) >= a.to(tl.float64))
@@ -295,7 +295,7 @@ def traverse_kernel(
         draft_ptr += row64
         target_lse = tl.load(state_ptr + row)
         draft_lse = tl.load(state_ptr + rows + row)
-        is_leaf = tl.sum((usable & (parent == row - 1)).to(tl.int32), axis=0) == 0
+        is_leaf = tl.sum((valid & (parent == row - 1)).to(tl.int32), axis=0) == 0
         if measured == 0:
             for chunk in range(0, chunks):
                 entry = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -361,7 +361,7 @@ def traverse_kernel(
             drawn, _ = inverse_cdf_index(weight.to(tl.float64), entry, goal - before)
             next_token = drawn.to(tl.int64)
         elif row == 0:
-            # The root's row is unusable: vLLM's softmax of it is NaN everywhere and the argmax of
+            # The root's row is invalid: vLLM's softmax of it is NaN everywhere and the argmax of
             # NaN is token 0.
             next_token = tl.zeros((), tl.int64)
 

@@ -27,7 +27,7 @@ class TreeResult(NamedTuple):
         path: int64 [B, N], numbers of the accepted nodes, then -1.
         num_accepted: int32 [B], accepted nodes.
         num_emitted: int32 [B], emitted tokens: num_accepted + 1, or num_accepted where the target
-            row after the last accepted node is unusable at a temperature above 0.
+            row after the last accepted node is invalid at a temperature above 0.
     """
 
     token_ids: torch.Tensor
@@ -52,7 +52,7 @@ def verify_tree(
     """Verify draft trees; the emitted tokens follow softmax(target / temperature).
 
     Nothing is read on the host: nodes whose token is negative or outside the vocabulary are
-    skipped. At a temperature above 0 an unusable row (a NaN or +inf in it, or only -inf) ends its
+    skipped. At a temperature above 0 an invalid row (a NaN or +inf in it, or only -inf) ends its
     branch, as in ``vllm_hsd.verify.verify_tree``. If it is the root's, nothing is accepted and
     token 0 is emitted, as by vLLM without speculation (see ``chain_verify.verify_chain``).
 

@@ -19,7 +19,7 @@ class FakeEngines:
     def generate(self, prompts, params):
         count = len(prompts)
         seconds = 1.0 if self.index else 2.0
-        levels = [{"asked": 8.0, "empty": 4.0, "drafted": 16.0}] if self.index else []
+        levels = [{"requested": 8.0, "empty": 4.0, "drafted": 16.0}] if self.index else []
         ids = [[1] * params["max_tokens"]] * count
         return Generation(ids, [""] * count, seconds, seconds, [], [], [], levels=levels)
 

@@ -32,15 +32,17 @@ def target(family):
 
 @pytest.fixture(scope="module")
 def shards(target, family, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("features")
+    directory = tmp_path_factory.mktemp("features")
     torch.manual_seed(3)
     chats = []
     for i in range(48):
         tokens = torch.randint(2, family.vocabulary, (12 + i % 7 * 5,)).tolist()
         chats.append(Chat(tuple(tokens[:6]), tuple(tokens[6:]), float(i % 2)))
     for k in range(2):
-        write_shard(folder / f"{k}.safetensors", target, chats[24 * k : 24 * k + 24], LAYERS, 100)
-    return folder
+        write_shard(
+            directory / f"{k}.safetensors", target, chats[24 * k : 24 * k + 24], LAYERS, 100
+        )
+    return directory
 
 
 @pytest.fixture

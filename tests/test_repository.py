@@ -49,8 +49,8 @@ def test_no_modules_import_each_other():
 
 
 def test_the_core_imports_no_vllm():
-    for folder in ("core", "verify"):
-        for path in (PACKAGE / folder).glob("*.py"):
+    for directory in ("core", "verify"):
+        for path in (PACKAGE / directory).glob("*.py"):
             assert not {name for name in imported(path) if name.split(".")[0] == "vllm"}, path
 
 

@@ -109,11 +109,11 @@ def _fingerprint(shapes: Mapping[str, int]) -> str:
 
 
 def _probe(shapes: Mapping[str, int]) -> Choice:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512}
-        Path(folder, "config.json").write_text(json.dumps({**llama, **shapes}))
+        Path(directory, "config.json").write_text(json.dumps({**llama, **shapes}))
         arguments = {
-            "model": folder,
+            "model": directory,
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "enforce_eager": True,

@@ -22,7 +22,7 @@ class ResidualStream(nn.Module):
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """[n, hidden] layer output and the stream beside it, if the decoder keeps them apart."""
+        """[n, hidden] layer output and the residual stream, if the decoder keeps them apart."""
         if residual is None:
             return hidden
         return hidden + residual, residual

@@ -62,8 +62,8 @@ class SuffixConfig(Keys):
 
     Attributes:
         store: file of texts to look in, which `vllm-hsd build suffix` wrote.
-        shared_tokens: most tokens of the server's earlier outputs to look in, whoever asked for
-            them; 0 for none.
+        shared_tokens: most tokens of the server's earlier outputs, to any client, to look in; 0 for
+            none.
         min_acceptance: a draft ends before the token that is less likely to be accepted.
     """
 

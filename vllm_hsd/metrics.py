@@ -29,8 +29,8 @@ COUNTERS = {
     "rounds": "Drafts that a level proposed to the next level or the target.",
     "forwards": "Forward passes of a level.",
     "forward_seconds": "Seconds in forward passes of a level; on CPU only, where they are exact.",
-    "asked": "Drafts that the next level or the target could take from a level.",
-    "empty": "Drafts asked of a level that got no token: none was found, or none was worth it.",
+    "requested": "Drafts that the next level or the target could take from a level.",
+    "empty": "Requested drafts that got no token: none was found, or none was worth it.",
     "seconds": "Seconds of a level: forward passes, lookups, verification; on CPU only.",
     "sat_out": "Requests that a level drafted nothing for: states of the target were gone.",
 }
@@ -40,7 +40,7 @@ SOURCE_COUNTERS = {
     "accepted": "Tokens of one of a level's sources that were accepted.",
 }
 # Counters that appear once they count something.
-_OFTEN_ZERO = ("forward_seconds", "sat_out", "asked", "empty", "seconds")
+_OFTEN_ZERO = ("forward_seconds", "sat_out", "requested", "empty", "seconds")
 
 # Of a step's output: pickled to the scheduler with it, unknown to vLLM.
 ATTRIBUTE = "hsd_level_stats"
@@ -77,10 +77,10 @@ def log_line(levels: list[LevelStats]) -> str:
 def _described(level: LevelStats) -> str:
     rate = level.accepted / level.drafted if level.drafted else float("nan")
     seconds = f" in {level.forward_seconds:.2f} s" if level.forward_seconds else ""
-    asked = ""
-    if level.asked:
-        mean, empty = level.drafted / level.asked, level.empty / level.asked
-        asked = f"mean length {mean:.1f}, none for {empty:.1%}, "
+    lengths = ""
+    if level.requested:
+        mean, empty = level.drafted / level.requested, level.empty / level.requested
+        lengths = f"mean length {mean:.1f}, none for {empty:.1%}, "
     drafting = f"{level.seconds:.2f} s, " if level.seconds else ""
     sat_out = f", sat out {level.sat_out} requests" if level.sat_out else ""
     sources = "".join(
@@ -88,7 +88,7 @@ def _described(level: LevelStats) -> str:
     )
     return (
         f"drafted {level.drafted}, accepted {level.accepted} ({rate:.1%}), "
-        f"{asked}{drafting}"
+        f"{lengths}{drafting}"
         f"rounds {level.rounds}, forwards {level.forwards}{seconds}{sat_out}{sources}"
     )
 

@@ -47,7 +47,7 @@ def measure(
         found: dict[str, list[Generation]] = {name: [] for name in names}
         for part in range(max(options.answers // streams, 1)):
             first = phase * options.answers + part * streams
-            asked = [prompt_ids[(first + i) % len(prompt_ids)] for i in range(streams)]
+            prompts = [prompt_ids[(first + i) % len(prompt_ids)] for i in range(streams)]
             for shift in range(len(names)):
                 index = (phase + part + shift) % len(names)
                 params = {
@@ -55,7 +55,7 @@ def measure(
                     "max_tokens": options.max_tokens,
                     "ignore_eos": True,
                 }
-                found[names[index]].append(engines.get(index).generate(asked, params))
+                found[names[index]].append(engines.get(index).generate(prompts, params))
         plain = _rate(found[names[0]])
         for name in names:
             rows.append(
@@ -79,11 +79,13 @@ def measure(
 def chosen(generations: Sequence[Generation]) -> dict[str, float]:
     """Mean draft length and the share of drafts without a token, NaN without speculation."""
     tops = [generation.levels[-1] for generation in generations if generation.levels]
-    asked = sum(level["asked"] for level in tops)
+    requested = sum(level["requested"] for level in tops)
     names = {"draft_length": "drafted", "no_draft": "empty"}
-    if not asked:
+    if not requested:
         return dict.fromkeys(names, float("nan"))
-    return {column: sum(level[name] for level in tops) / asked for column, name in names.items()}
+    return {
+        column: sum(level[name] for level in tops) / requested for column, name in names.items()
+    }
 
 
 def _rate(generations: Sequence[Generation]) -> float:

@@ -115,7 +115,7 @@ def engine(
     environment: dict[str, str] | None = None,
     prepare: Callable[[], object] | None = None,
 ) -> EngineProcess:
-    """An engine that logs beside the item's log.
+    """An engine that logs next to the item's log.
 
     Args:
         arguments: of `vllm.LLM`; those of the setting take their place.

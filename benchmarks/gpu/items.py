@@ -43,11 +43,13 @@ ITEMS = (
     Item("kernels", "verification and sampling kernels give the reference's tokens, also replayed"),
     Item("proposals", "every kernel of a proposal equals its reference on random states"),
     Item("kernel_times", "verification against vLLM's own and against one read of its inputs"),
-    Item("kernel_law", "cascades by the kernels keep the target's law, a biased control does not"),
+    Item(
+        "kernel_distribution", "text by the kernels follows the target, a biased control does not"
+    ),
     Item("boot", "vLLM imports, its V2 runner decodes with CUDA graphs, plain and with a cascade"),
     Item("same_text", "engines: greedy text, equal models, eager and captured, no host sync"),
     Item("step_times", "time of a step, no speculation, vLLM's drafters and ours at equal K"),
-    Item("law", "engines keep the target's law, a biased control does not"),
+    Item("engine_distribution", "text of engines follows the target, a biased control does not"),
     Item("soak", "requests join, leave and are preempted; seeded text as if each ran alone"),
     Item("forwards", "time of a forward pass by the number of tokens"),
     Item("step_times_32b", "the same with a large target"),

@@ -1,4 +1,4 @@
-"""Times of the verification kernels, with vLLM's samplers and the copy speed beside them."""
+"""Times of the verification kernels, compared with vLLM's samplers and the copy speed."""
 
 from __future__ import annotations
 

@@ -1,20 +1,24 @@
-"""Probability integral transform: does text follow a known law?
+"""Probability integral transform: does text follow a known distribution?
 
 For a token drawn from P, with the tokens in any fixed order and U uniform, P(before it) + U P(it)
-is uniform on [0, 1]. Where P is the exact law of every token given the text before it, these
-values are independent, too, however the text was produced. So pairs of neighbours are counted in a
-grid of GRID x GRID equal cells and tested by Pearson's chi-square: it finds a wrong law of single
-tokens, and a wrong joint law of two.
+is uniform on [0, 1]. Where P is the exact distribution of every token given the text before
+it, these values are independent, too, however the text was produced. So pairs of neighbors are
+counted in a grid of GRID x GRID equal cells and tested by Pearson's chi-square: it finds a wrong
+distribution of single tokens, and a wrong joint distribution of two.
 
-The order is that of falling probability, so that a law that is too peaked, or too flat, moves all
-values one way.
+The order is that of falling probability, so that a distribution that is too peaked, or too
+flat, moves all values one way.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from scipy.stats import chi2
+
+from benchmarks.gpu.items import CheckFailed
 
 GRID = 12
 # The least that a cell is to be expected to hold.
@@ -29,7 +33,7 @@ def transformed(
     """Values of the transform, float64 [N] on the CPU.
 
     Args:
-        logits: [N, V] of the law, at the temperature that the tokens were drawn at.
+        logits: [N, V], at the temperature that the tokens were drawn at.
         tokens: int64 [N].
         generator: of the CPU.
     """
@@ -47,7 +51,7 @@ def p_value(texts: list[np.ndarray], grid: int = GRID) -> float:
     """p-value of independent uniform values.
 
     Args:
-        texts: the values of each text in order; neighbours are paired without overlap.
+        texts: the values of each text in order; neighbors are paired without overlap.
 
     Raises:
         ValueError: too few values for the grid.
@@ -63,8 +67,44 @@ def p_value(texts: list[np.ndarray], grid: int = GRID) -> float:
     return float(chi2.sf(statistic, grid**2 - 1))
 
 
-def sentence(row: dict, name: str) -> str:
-    """A row of a law item in words."""
+def checked_row(
+    kind: str,
+    name: str,
+    texts: list[np.ndarray],
+    rate: float,
+    grid: int,
+    control: bool,
+    rejected: float | None = REJECTED,
+) -> dict[str, Any]:
+    """A row of an item's table.
+
+    Args:
+        kind: heading of the first column.
+        name: in the first column.
+        texts: as for `p_value`.
+        rate: tokens per target step.
+        control: whether the text was biased on purpose.
+        rejected: greatest p-value of a control; None where the texts are too short to tell.
+
+    Raises:
+        CheckFailed: the text does not follow the target, or the control is not noticed.
+    """
+    p = p_value(texts, grid)
+    if not control and p < PASSES:
+        raise CheckFailed(f"{name}: p-value {p:.2g}, the text does not follow the target.")
+    if control and rejected is not None and p > rejected:
+        raise CheckFailed(f"{name}: the biased control is not noticed, p-value {p:.2g}.")
+    return {
+        kind: name,
+        "control": control,
+        "tokens": sum(map(len, texts)),
+        "tokens_per_step": rate,
+        "p_value": f"{p:.2g}",
+    }
+
+
+def sentence(row: dict[str, Any], name: str) -> str:
+    """A row of `checked_row` in words."""
     bound = f"at most {REJECTED:g}" if row["control"] else f"at least {PASSES:g}"
     return (
         f"{name}{', biased control' if row['control'] else ''}: p-value {row['p_value']} "

@@ -72,7 +72,7 @@ def check(temperature: float) -> None:
 
 
 def check_case(drafts: Drafts, count: int) -> None:
-    """The verdicts on the first `count` requests against the reference.
+    """Tokens of the first `count` requests against the reference.
 
     Raises:
         NotTimed: more than one differs. A uniform within rounding distance of a boundary may fall
@@ -109,7 +109,7 @@ def measure(
     """A row for each sampler that is here, but for those named in `without`.
 
     Raises:
-        NotTimed: a kernel's verdicts are wrong, or other ones when replayed.
+        NotTimed: a kernel's tokens are wrong, or differ when replayed.
     """
     check_case(drafts, 8)
     rows = []

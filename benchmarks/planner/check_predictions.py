@@ -7,8 +7,8 @@ cascades in turn in one engine and no speculation in another, and writes predict
 predictions.png, landscape.csv and landscape.png. A shared machine is not equally fast all the time:
 the passes that time the models for the profile run again between these runs, and their times are
 what the predictions are made of.
-With --widened, the target is the zero-padded one (see benchmarks/models/zero_pad.py): the text and
-the acceptance of the tiny target at the cost of a larger one.
+With --zero-padded, the target is that of benchmarks/models/zero_pad.py: the text and the acceptance
+of the tiny target at the cost of a larger one.
 
 Times are CPU times of the engine's one model thread by default (--clock wall for wall time):
 waiting for a core is left out, but not what a shared cache or a busy sibling core costs.
@@ -183,7 +183,7 @@ def plot(path: Path, names: list[str], predictions: list[Prediction], real, titl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--widened", type=Path, default=None, help="directory of the widened target"
+        "--zero-padded", type=Path, default=None, help="directory of the zero-padded target"
     )
     parser.add_argument("--exits", nargs="*", type=int, default=[2])
     parser.add_argument("--bigram", action="store_true", help="with the bigram table")
@@ -213,7 +213,7 @@ def main() -> None:
     )
     models = ModelSet(str(MODELS / "target"), found)
     task = Task(
-        target=str(arguments.widened or MODELS / "target"),
+        target=str(arguments.zero_padded or MODELS / "target"),
         candidates=found,
         sampling=Sampling(temperature=arguments.temperature),
         max_draft_tokens=arguments.max_draft_tokens,
@@ -250,7 +250,7 @@ def main() -> None:
     at_own_times = predictions_with(own)
     names = [label(profile, cascade) for cascade in cascades]
     write(arguments.output / "predictions.csv", names, predictions, at_own_times, real)
-    kind = "widened target" if arguments.widened else "tiny target"
+    kind = "zero-padded target" if arguments.zero_padded else "tiny target"
     title = f"{kind}, batch size {arguments.batch_size}, {arguments.clock} time"
     plot(arguments.output / "predictions.png", names, predictions, real, title)
 

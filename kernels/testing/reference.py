@@ -33,7 +33,7 @@ def probabilities(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tens
         logits: [N, V]; temperature: float32 [N].
 
     Returns:
-        [N, V]. A row that is unusable (a NaN or +inf in it, or only -inf) is NaN everywhere at a
+        [N, V]. A row that is invalid (a NaN or +inf in it, or only -inf) is NaN everywhere at a
         temperature above 0, as in torch and vLLM. The argmax at 0 has NaN as the maximum.
     """
     x = scaled_logits(logits, temperature).double()

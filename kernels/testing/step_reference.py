@@ -29,14 +29,14 @@ def stage(
         slot = int(index[b]) if b < len(index) else -1
         n = int(length[slot]) if slot >= 0 else 0
         drafts = slot >= 0 and int(num_sampled[b]) > 0 and n >= window
-        asked = max(min(longest, max_model_len - schedule.margin - n), 0) if drafts else 0
+        requested = max(min(longest, max_model_len - schedule.margin - n), 0) if drafts else 0
         state.slot[b] = slot
         state.base[b] = n - window if drafts else 0
         state.window[b, :window] = text[slot, n - window : n] if drafts else 0
         state.end[b] = window
-        state.limit[b] = min(n + longest - 2, max_model_len - 1) if asked else -1
-        state.start[top, b], state.have[top, b], state.asked[top, b] = window, 0, asked
-        _ask_below(state, schedule.draft_lengths, top, b)
+        state.limit[b] = min(n + longest - 2, max_model_len - 1) if requested else -1
+        state.start[top, b], state.drafted[top, b], state.requested[top, b] = window, 0, requested
+        _request_below(state, schedule.draft_lengths, top, b)
         state.temperature[:, b] = temperature[slot] * scales if slot >= 0 else 0
         state.seeds[b] = seeds[slot] if slot >= 0 else 0
         state.draws[b] = first_draw(n)
@@ -65,7 +65,7 @@ def place(
         state.query_start_loc[b : b + 2] = torch.tensor([b, b + 1]).clamp_max(num_reqs) * q
         base = int(state.base[b])
         state.seq_lens[b] = min(base + end, max_model_len) if b < num_reqs else 0
-        running = bool(state.have[top, b] < state.asked[top, b]) and int(state.slot[b]) >= 0
+        running = bool(state.drafted[top, b] < state.requested[top, b]) and int(state.slot[b]) >= 0
         for i in range(q):
             index = end - q + i
             position = base + index
@@ -85,8 +85,8 @@ def place(
             if isinstance(op, Verify) and i >= q - op.draft_length - 1:
                 state.sampled[(b + 1) * (op.draft_length + 1) - (q - i)] = token
         if isinstance(op, Verify):
-            has_room = state.have[op.level, b] < state.asked[op.level, b]
-            state.origin[b] = state.have[op.level, b] if has_room else -1
+            has_room = state.drafted[op.level, b] < state.requested[op.level, b]
+            state.origin[b] = state.drafted[op.level, b] if has_room else -1
 
 
 def commit_draft(
@@ -100,15 +100,15 @@ def commit_draft(
     rows = state.rows[0]
     assert rows is not None
     for b in range(state.batch):
-        if op.step >= state.asked[0, b]:
+        if op.step >= state.requested[0, b]:
             continue
         place = int(state.start[0, b]) + op.step
         state.window[b, place] = token_ids[b]
         if state.temperature[0, b] > 0:
             rows[b, op.step] = logits[b]
         state.lse[0][b, op.step] = lse[b]
-        state.end[b], state.have[0, b] = place + 1, op.step + 1
-        state.counts[0, COUNTS.unusable] += int(not lse[b].isfinite())
+        state.end[b], state.drafted[0, b] = place + 1, op.step + 1
+        state.counts[0, COUNTS.invalid] += int(not lse[b].isfinite())
 
 
 def commit_verify(
@@ -130,21 +130,21 @@ def commit_verify(
             rows[b, origin : origin + emitted] = logits[b * width : b * width + emitted]
         lse = result.target_lse[b, :emitted]
         state.lse[k][b, origin : origin + emitted] = lse
-        drafted = int(state.have[k - 1, b])
+        drafted = int(state.drafted[k - 1, b])
         state.counts[k - 1, COUNTS.drafted] += drafted
         state.counts[k - 1, COUNTS.rounds] += int(drafted > 0)
         state.counts[k - 1, COUNTS.accepted] += accepted
-        state.counts[k, COUNTS.unusable] += int((~lse.isfinite()).sum()) + accepted + 1 - emitted
-        state.end[b], state.have[k, b] = begin + emitted, origin + emitted
-        _ask_below(state, state.draft_lengths.tolist(), k, b)
+        state.counts[k, COUNTS.invalid] += int((~lse.isfinite()).sum()) + accepted + 1 - emitted
+        state.end[b], state.drafted[k, b] = begin + emitted, origin + emitted
+        _request_below(state, state.draft_lengths.tolist(), k, b)
 
 
 def lookup_ngram(state: ProposalState, text: torch.Tensor, *, shortest: int, longest: int) -> None:
     """``cascade_steps.lookup_ngram``."""
     for b in range(state.batch):
-        asked, base, end = int(state.asked[0, b]), int(state.base[b]), int(state.end[b])
+        requested, base, end = int(state.requested[0, b]), int(state.base[b]), int(state.end[b])
         tokens = []
-        if asked:
+        if requested:
             tokens = text[state.slot[b], :base].tolist() + state.window[b, :end].tolist()
         best, first = 0, 0
         for p in range(len(tokens) - 1):
@@ -153,7 +153,7 @@ def lookup_ngram(state: ProposalState, text: torch.Tensor, *, shortest: int, lon
                 matched += 1
             if matched > best:
                 best, first = matched, p + 1
-        found = tokens[first : first + asked] if best >= shortest else []
+        found = tokens[first : first + requested] if best >= shortest else []
         _write(state, b, found)
 
 
@@ -162,7 +162,7 @@ def lookup_bigram(state: ProposalState, successor: torch.Tensor) -> None:
     for b in range(state.batch):
         found: list[int] = []
         token = int(state.window[b, int(state.end[b]) - 1])
-        while len(found) < state.asked[0, b] and (token := int(successor[token])) >= 0:
+        while len(found) < state.requested[0, b] and (token := int(successor[token])) >= 0:
             found.append(token)
         _write(state, b, found)
 
@@ -171,10 +171,10 @@ def collect(state: ProposalState, schedule: Schedule) -> None:
     """``cascade_steps.collect``."""
     top = schedule.num_levels - 1
     for b in range(state.batch):
-        have, end = int(state.have[top, b]), int(state.end[b])
-        state.draft_length[b] = have
-        state.counts[top, COUNTS.drafted] += have
-        state.counts[top, COUNTS.rounds] += int(have > 0)
+        drafted, end = int(state.drafted[top, b]), int(state.end[b])
+        state.draft_length[b] = drafted
+        state.counts[top, COUNTS.drafted] += drafted
+        state.counts[top, COUNTS.rounds] += int(drafted > 0)
         for i in range(schedule.num_speculative_tokens):
             token = state.window[b, min(schedule.window + i, end - 1)]
             state.draft_tokens[b, i] = max(int(token), 0)
@@ -183,11 +183,11 @@ def collect(state: ProposalState, schedule: Schedule) -> None:
 def _write(state: ProposalState, b: int, found: list[int]) -> None:
     end = int(state.end[b])
     state.window[b, end : end + len(found)] = torch.tensor(found, dtype=torch.int32)
-    state.end[b], state.have[0, b] = end + len(found), len(found)
+    state.end[b], state.drafted[0, b] = end + len(found), len(found)
 
 
-def _ask_below(state: ProposalState, lengths: list[int] | tuple[int, ...], level: int, b: int):
+def _request_below(state: ProposalState, lengths: list[int] | tuple[int, ...], level: int, b: int):
     for k in range(level - 1, -1, -1):
-        room = max(room_below(int(state.asked[k + 1, b]), int(state.have[k + 1, b])), 0)
-        state.asked[k, b] = min(lengths[k], room)
-        state.start[k, b], state.have[k, b] = state.end[b], 0
+        room = max(room_below(int(state.requested[k + 1, b]), int(state.drafted[k + 1, b])), 0)
+        state.requested[k, b] = min(lengths[k], room)
+        state.start[k, b], state.drafted[k, b] = state.end[b], 0

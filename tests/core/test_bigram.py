@@ -86,7 +86,7 @@ def test_level_reads_the_token_before_every_row():
         ([], "no pair of tokens"),
     ],
 )
-def test_unusable_corpora(documents, message):
+def test_invalid_corpora(documents, message):
     with pytest.raises(UserError, match=message):
         count_bigrams(documents, VOCABULARY)
 

@@ -69,7 +69,7 @@ class Recorded:
 
     def sample_row(self, logits, temperature, seeds, draws, *, level, draw_offset):
         state = self.engine.state
-        for b in torch.nonzero(state.have[0] < state.asked[0])[:, 0].tolist():
+        for b in torch.nonzero(state.drafted[0] < state.requested[0])[:, 0].tolist():
             self.keys.append((int(seeds[b]), level, int(draws[b]) + draw_offset))
         return reference.sample_row(
             logits, temperature, seeds, draws, level=level, draw_offset=draw_offset
@@ -100,12 +100,12 @@ def test_no_uniform_is_met_twice(keyed_by_position, monkeypatch):
         "sample_row": recorded.sample_row,
         "verify_chain_padded": recorded.verify_chain_padded,
     }
-    everyone = engine.index.clone()
+    all_slots = engine.index.clone()
     with reference_steps(engine, **functions) as steps:
         for step in range(8):
             # Requests leave the batch for a step, and the batch changes its order.
             present = torch.from_numpy(rng.permutation(3)[: rng.integers(1, 4)])
-            engine.index = everyone[present]
+            engine.index = all_slots[present]
             drafts = engine.propose(steps)
             if step == 3:
                 # Preempted before the target saw the proposal: the same text, the same uniforms,
@@ -116,7 +116,7 @@ def test_no_uniform_is_met_twice(keyed_by_position, monkeypatch):
             engine.keep_some(drafts, rng)
             if step == 5:
                 # Its slot goes to a new request.
-                slot = int(everyone[0])
+                slot = int(all_slots[0])
                 engine.seeds[slot] += 12345
                 engine.length[slot] = 9
     assert len(recorded.keys) > 150

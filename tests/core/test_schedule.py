@@ -136,31 +136,31 @@ class Request:
         self.committed = n
         self.limit = n + self.schedule.num_speculative_tokens - 2
         levels = range(self.schedule.num_levels)
-        self.start, self.have, self.asked = [n for _ in levels], [0 for _ in levels], []
-        self.asked = [0 for _ in levels]
-        self.asked[-1] = self.schedule.num_speculative_tokens
+        self.start, self.drafted, self.requested = [n for _ in levels], [0 for _ in levels], []
+        self.requested = [0 for _ in levels]
+        self.requested[-1] = self.schedule.num_speculative_tokens
         self.ask_below(self.schedule.num_levels - 1)
 
     def ask_below(self, level: int) -> None:
         for k in range(level - 1, -1, -1):
-            room = max(room_below(self.asked[k + 1], self.have[k + 1]), 0)
-            self.asked[k] = min(self.schedule.draft_lengths[k], room)
-            self.start[k], self.have[k] = len(self.text), 0
+            room = max(room_below(self.requested[k + 1], self.drafted[k + 1]), 0)
+            self.requested[k] = min(self.schedule.draft_lengths[k], room)
+            self.start[k], self.drafted[k] = len(self.text), 0
 
     def feed(self, op) -> None:
         below = op.draft_length if isinstance(op, Verify) else 0
         end = self.start[op.level - 1] + below if below else len(self.text)
         first = op.query_length > 1
-        has_room = self.have[op.level] < self.asked[op.level]
-        if self.have[-1] == self.asked[-1] or not (has_room or self.feed_full):
+        has_room = self.drafted[op.level] < self.requested[op.level]
+        if self.drafted[-1] == self.requested[-1] or not (has_room or self.feed_full):
             return
         padded = self.text + [-1] * (end - len(self.text))
         mine = self.computed[op.level]
         for p in range(end - op.query_length + self.shortened * first, end):
             if p <= self.limit:
                 mine[p] = padded[p]
-        # A level that passes nothing on may lag; one that does must have computed all of the text.
-        # Only the last token of a proposal lies past the limit, and nothing is drawn after it.
+        # A level that passes nothing on may lack some of the text; others have computed all of it.
+        # Only the last token of a proposal is past the limit, and nothing is drawn after it.
         if has_room and any(mine.get(p) != t for p, t in enumerate(self.text)):
             raise Hole(op)
 
@@ -174,12 +174,12 @@ class Request:
         if not isinstance(op, Lookup):
             self.feed(op)
         if isinstance(op, Verify):
-            drafted = self.have[k - 1]
-            choices = range(drafted + 1) if self.have[k] < self.asked[k] else [None]
+            drafted = self.drafted[k - 1]
+            choices = range(drafted + 1) if self.drafted[k] < self.requested[k] else [None]
         elif isinstance(op, Lookup):
-            choices = range(self.asked[0] + 1)
+            choices = range(self.requested[0] + 1)
         else:
-            choices = [int(self.have[0] < self.asked[0])]
+            choices = [int(self.drafted[0] < self.requested[0])]
         before = self.saved()
         for choice in choices:
             self.restore(before)
@@ -187,11 +187,11 @@ class Request:
                 if choice is not None:
                     del self.text[self.start[k - 1] + choice :]
                     self.text.append(next(self.fresh))
-                    self.have[k] += choice + 1
+                    self.drafted[k] += choice + 1
                 self.ask_below(k)
             else:
                 self.text += [next(self.fresh) for _ in range(choice)]
-                self.have[0] += choice
+                self.drafted[0] += choice
             yield from self.outcomes(at + 1)
 
     def saved(self):
@@ -199,14 +199,14 @@ class Request:
             list(self.text),
             [dict(level) for level in self.computed],
             list(self.start),
-            list(self.have),
-            list(self.asked),
+            list(self.drafted),
+            list(self.requested),
         )
 
     def restore(self, state) -> None:
-        text, computed, start, have, asked = state
+        text, computed, start, drafted, requested = state
         self.text, self.computed = list(text), [dict(level) for level in computed]
-        self.start, self.have, self.asked = list(start), list(have), list(asked)
+        self.start, self.drafted, self.requested = list(start), list(drafted), list(requested)
 
     def missing_after(self, accepted: int) -> tuple[frozenset[int], ...]:
         """What every level lacks once the target kept so many draft tokens and added its own."""
@@ -225,7 +225,7 @@ def reachable(request: Request) -> set[tuple[frozenset[int], ...]]:
         missing = todo.pop()
         request.begin(missing)
         for _ in request.outcomes():
-            for accepted in range(request.have[-1] + 1):
+            for accepted in range(request.drafted[-1] + 1):
                 after = request.missing_after(accepted)
                 if after not in found:
                     found.add(after)

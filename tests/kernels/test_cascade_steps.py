@@ -69,8 +69,8 @@ def test_ngram_matches_of_vllm(seed, monkeypatch):
     for b in range(5):
         base, end = int(before.base[b]), int(before.end[b])
         text = torch.cat((tensors["text"][before.slot[b], :base], before.window[b, :end])).numpy()
-        found = match(text, 2, 3, MAX_MODEL_LEN + 9, int(before.asked[0, b]))
-        count = int(state.have[0, b])
+        found = match(text, 2, 3, MAX_MODEL_LEN + 9, int(before.requested[0, b]))
+        count = int(state.drafted[0, b])
         assert state.window[b, end : end + count].tolist() == list(found)
         assert state.end[b] == end + count
 
@@ -85,7 +85,7 @@ def test_bigram_chains_end_where_there_is_no_successor():
     cascade_steps.lookup_bigram(guarded.state, successor)
     step_reference.lookup_bigram(expected, successor)
     assert_equal_states(guarded.state, expected)
-    assert len(set(guarded.state.have[0].tolist())) > 1
+    assert len(set(guarded.state.drafted[0].tolist())) > 1
     guarded.assert_guards()
 
 
@@ -97,8 +97,8 @@ def test_a_bucket_is_a_view_of_the_first_requests():
     tensors = runner_tensors(1, 2, schedule.window) | {"scales": torch.ones(2)}
     rest = copied(state)
     cascade_steps.stage(bucket, schedule, **tensors)
-    assert state.asked[:, :2].equal(bucket.asked) and bucket.asked[1].any()
-    assert state.asked[:, 2:].equal(rest.asked[:, 2:])
+    assert state.requested[:, :2].equal(bucket.requested) and bucket.requested[1].any()
+    assert state.requested[:, 2:].equal(rest.requested[:, 2:])
     assert state.window[2:].equal(rest.window[2:])
 
 

@@ -68,7 +68,7 @@ def test_draft_equal_to_target_is_kept(method):
 @pytest.mark.interpret
 @pytest.mark.parametrize("method", chain_verify.METHODS)
 def test_degenerate_rows(method, small_blocks):
-    """Saturated, masked, tied and unusable rows, empty slots, tokens outside the vocabulary."""
+    """Saturated, masked, tied and invalid rows, empty slots, tokens outside the vocabulary."""
     batch = make_chains(600, [4] * 12)
     batch["temperature"] = torch.full((12,), 0.9)
     batch["temperature"][8:10] = 0
@@ -81,7 +81,7 @@ def test_degenerate_rows(method, small_blocks):
     target[2] = 0  # flat
     draft[2] = 0
     target[3, 0, tokens[3, 0]] = -INF  # the drafted token is forbidden
-    target[4, 2, 5] = float("nan")  # unusable after two tokens
+    target[4, 2, 5] = float("nan")  # invalid after two tokens
     draft[5, 1, 5] = INF
     target[6, 4] = -INF  # no token after the whole draft
     draft[6] = target[6, :4]
@@ -100,7 +100,7 @@ def test_degenerate_rows(method, small_blocks):
     assert result.num_accepted[7] <= 2 and result.num_accepted[11] <= 1
 
 
-def requests_with_unusable_own_rows():
+def requests_with_invalid_own_rows():
     """Each kind of row at temperature 0 and 0.8, without a draft and with two draft tokens.
 
     Returns (batch, plain vLLM's tokens [12]).
@@ -114,17 +114,17 @@ def requests_with_unusable_own_rows():
         change(rows)
     batch["target_logits"][first] = own
     plain = plain_vllm_tokens(own, batch["temperature"])
-    # The greedy drafts begin with the argmax of the unusable row.
+    # The greedy drafts begin with the argmax of the invalid row.
     batch["draft_token_ids"].view(6, 2)[::2, 0] = plain[1::4]
     return batch, plain
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("method", chain_verify.METHODS)
-def test_an_unusable_own_row_gives_the_token_of_plain_vllm(method, monkeypatch):
+def test_an_invalid_own_row_gives_the_token_of_plain_vllm(method, monkeypatch):
     monkeypatch.setattr(blocks, "CHUNK", 64)
     monkeypatch.setattr(blocks, "BLOCK", 16)
-    batch, plain = requests_with_unusable_own_rows()
+    batch, plain = requests_with_invalid_own_rows()
     if method == "block":
         result = chain_verify.verify_chain(**batch)
     else:
@@ -214,7 +214,7 @@ def test_no_memory_is_read_before_it_is_written(small_blocks, monkeypatch):
 
 @pytest.mark.interpret
 def test_alone_or_in_a_batch():
-    """A request gives the same tokens wherever it stands, and with its rows in another layout."""
+    """A request gives the same tokens at any place of a batch and in any layout of its rows."""
     lengths = [3, 0, 4, 2]
     batch = make_chains(100, lengths)
     together = chain_verify.verify_chain(**batch)
@@ -277,7 +277,7 @@ def test_padded_layout(given):
 def padded_with_drafts_elsewhere(batch, lengths, index, draft_index, slots=9, entries=6, k=4):
     """`batch` in the padded layout; drafts at entries of their own.
 
-    What lies past a request's length are ids and rows as well, and the first of these tokens would
+    What follows a request's length are ids and rows as well, and the first of these tokens would
     be accepted: the V2 runner's unfilled slots hold anything.
     """
     vocab_size = batch["target_logits"].shape[1]
@@ -338,7 +338,7 @@ def test_rows_and_state_by_different_indices_and_a_length_per_request():
 
 @pytest.mark.interpret
 def test_kernels_write_inside_their_outputs_only(monkeypatch):
-    """Every output lies between guard rows, which stay what they were."""
+    """Every output is between guard rows, which stay what they were."""
     lengths = [3, 1, 4]
     batch = make_chains(70, lengths)
     clean = chain_verify.verify_chain(**batch)

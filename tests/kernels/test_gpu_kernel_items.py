@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.gpu import kernel_law, kernel_times, pit
+from benchmarks.gpu import kernel_distribution, kernel_times, pit
 from benchmarks.gpu.items import CheckFailed, Setting
 from benchmarks.kernels import bench_chain_verify, timing
 from benchmarks.kernels.drafts import Drafts
@@ -43,18 +43,18 @@ def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_law_of_two_and_three_levels_and_of_the_controls(setting):
-    found = kernel_law.run(setting)
+def test_the_distribution_of_two_and_three_levels_and_of_the_control(setting):
+    found = kernel_distribution.run(setting)
     assert [row["control"] for row in found.rows] == [False, True, False]
     assert all(row["tokens_per_step"] > 1 for row in found.rows)
 
 
-def test_a_law_that_is_missed_is_a_failure(setting, monkeypatch):
-    monkeypatch.setattr(kernel_law, "texts", lambda *args: ([], 2.0))
+def test_a_distribution_that_is_missed_is_a_failure(setting, monkeypatch):
+    monkeypatch.setattr(kernel_distribution, "texts", lambda *args: ([], 2.0))
     monkeypatch.setattr(pit, "p_value", lambda *args: 1e-5)
     with pytest.raises(CheckFailed, match="does not follow the target"):
-        kernel_law.run(setting)
+        kernel_distribution.run(setting)
     p_values = iter([0.5, 0.5])
     monkeypatch.setattr(pit, "p_value", lambda *args: next(p_values))
     with pytest.raises(CheckFailed, match="control is not noticed"):
-        kernel_law.run(setting)
+        kernel_distribution.run(setting)

@@ -1,4 +1,4 @@
-"""Uniforms inside kernels equal those on the host, and so do verdicts."""
+"""Uniforms inside kernels equal those on the host, and so do verified tokens."""
 
 import numpy as np
 import pytest
@@ -75,6 +75,6 @@ def test_equal_seeds_and_drafts_give_equal_verdicts_on_host_and_device(method):
         tokens, accepted = host_verdict(batch, method, level, skipped=11)
         assert result.token_ids.tolist() == tokens.tolist()
         assert result.num_accepted.tolist() == accepted.tolist()
-    # Another draw, another verdict: the uniforms are really the ones that decide.
+    # Another draw, another token: these uniforms really decide.
     other, _ = host_verdict(batch, method, 3, skipped=12)
     assert result.token_ids.tolist() != other.tolist()

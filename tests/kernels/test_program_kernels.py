@@ -10,8 +10,8 @@ pytestmark = pytest.mark.interpret
 
 # What `stage` writes or what never changes.
 STAGED = {
-    "num_reqs", "window", "base", "end", "start", "have", "asked", "limit", "slot", "temperature",
-    "seeds", "draws", "row_of_slot", "draft_lengths", "request", "counts",
+    "num_reqs", "window", "base", "end", "start", "drafted", "requested", "limit", "slot",
+    "temperature", "seeds", "draws", "row_of_slot", "draft_lengths", "request", "counts",
 }  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def test_token_for_token_as_the_cascade(lengths, rounds, greedy, proposals):
 
 
 def poisoned(engine: Engine) -> None:
-    """As a graph finds its buffers: whatever the last replay, or nobody, has left there."""
+    """As a graph finds its buffers: whatever the last replay has left there, if there was one."""
     for name, tensor in tensors_of(engine.state).items():
         if name not in STAGED and not name.startswith("row_starts"):
             poison(tensor)
@@ -53,7 +53,7 @@ def test_no_op_reads_what_neither_stage_nor_an_earlier_op_wrote():
     for _ in range(2):
         poisoned(engine)
         assert engine.propose() == expected
-        for k, count in enumerate(clean.state.have.tolist()):
+        for k, count in enumerate(clean.state.drafted.tolist()):
             for b, n in enumerate(count):
                 mine, theirs = engine.state.rows[k][b, :n], clean.state.rows[k][b, :n]
                 if clean.state.temperature[k, b] > 0:

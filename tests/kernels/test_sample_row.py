@@ -19,7 +19,7 @@ def small_blocks(monkeypatch):
 
 
 def _batch(vocab_size, dtype, seed=0):
-    """12 rows: random, half masked, unusable in every way, greedy, greedy with ties."""
+    """12 rows: random, half masked, invalid in every way, greedy, greedy with ties."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(12, vocab_size, generator=generator) * 3
     logits[2, 1::2] = -INF
@@ -44,16 +44,16 @@ def test_matches_reference(vocab_size, dtype, small_blocks):
     token, lse = sample_row(*batch, level=2)
     expected, expected_lse = reference.sample_row(*batch, level=2)
     assert token.tolist() == expected.tolist()
-    usable = expected_lse.isfinite()
-    torch.testing.assert_close(lse[usable].double(), expected_lse[usable], rtol=1e-6, atol=1e-5)
-    assert lse.isfinite().equal(usable)
+    valid = expected_lse.isfinite()
+    torch.testing.assert_close(lse[valid].double(), expected_lse[valid], rtol=1e-6, atol=1e-5)
+    assert lse.isfinite().equal(valid)
     assert token[[3, 4, 5, 6, 10]].tolist() == [0, 0, 0, 0, 0]
     assert token[8] == vocab_size - 1
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("kind", list(UNUSABLE_ROWS))
-def test_an_unusable_row_gives_the_token_of_plain_vllm(kind, small_blocks):
+def test_an_invalid_row_gives_the_token_of_plain_vllm(kind, small_blocks):
     logits, temperature = torch.randn(3, 700), torch.tensor([0.0, 0.7, 1.0])
     UNUSABLE_ROWS[kind](logits)
     token, lse = sample_row(logits, temperature, torch.arange(3), torch.arange(3))

@@ -55,7 +55,7 @@ def test_sixty_four_nodes(small_blocks):
 
 @pytest.mark.interpret
 def test_degenerate_trees(small_blocks):
-    """Unusable rows, empty slots, tokens outside the vocabulary, a separate draft temperature."""
+    """Invalid rows, empty slots, tokens outside the vocabulary, a separate draft temperature."""
     batch = make_trees(9, 70, "iid", seed=1)
     batch["temperature"] = torch.full((9,), 0.9)
     batch["temperature"][7] = 0
@@ -78,7 +78,7 @@ def test_degenerate_trees(small_blocks):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("kind", list(UNUSABLE_ROWS))
-def test_an_unusable_root_row_gives_the_token_of_plain_vllm(kind, small_blocks):
+def test_an_invalid_root_row_gives_the_token_of_plain_vllm(kind, small_blocks):
     batch = make_trees(4, 70)
     batch["temperature"] = torch.tensor([0.0, 0.7, 1.0, 0.0])
     logits = batch["target_logits"][:, 0]

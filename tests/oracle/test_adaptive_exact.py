@@ -1,7 +1,7 @@
 """Exact distributions of whole generations whose levels and draft lengths change at every step.
 
-Whatever selects them, as long as it looks only at committed text and past verdicts: selectors that
-look at a drafted token before it is verified must fail the same comparison.
+Whatever selects them, as long as it looks only at committed text and earlier acceptance. Selectors
+that look at a drafted token before it is verified must fail the same comparison.
 """
 
 import zlib
@@ -18,17 +18,17 @@ from vllm_hsd.core.levels import LevelOptions
 
 
 class Adversary(Cascade):
-    """Selects by a hash of the committed text and of all verdicts on the request so far."""
+    """Selects by a hash of the committed text and of all accepted counts of the request so far."""
 
     def __init__(self, *arguments, **settings):
         super().__init__(*arguments, **settings)
-        self.verdicts = []
+        self.accepted = []
 
     def propose(self, batch, slots, requested, selection=None):
         committed = batch.tokens[batch.rows[slots[0]], : batch.end[slots[0]]].tolist()
         if len(committed) <= 3:
-            self.verdicts = []
-        bits = zlib.crc32(repr((committed, self.verdicts)).encode())
+            self.accepted = []
+        bits = zlib.crc32(repr((committed, self.accepted)).encode())
         selection, most = self.selected(bits)
         return super().propose(batch, slots, np.minimum(requested, most), selection)
 
@@ -40,7 +40,7 @@ class Adversary(Cascade):
         return Selection(levels, lengths), lengths[-1] if levels else 0
 
     def record_acceptance(self, slots, accepted, thresholds):
-        self.verdicts.append(accepted.tolist())
+        self.accepted.append(accepted.tolist())
         super().record_acceptance(slots, accepted, thresholds)
 
 

@@ -133,23 +133,23 @@ def test_raw_rows_for_tempered_drafts_are_caught(verify):
     assert bias(p, 3, call(p, q.tempered(2), 3, verify, rows=q)) > Fraction(1, 1000)
 
 
-def unusable(context: Tokens) -> bool:
-    """Whether the target's row counts as unusable there."""
+def invalid(context: Tokens) -> bool:
+    """Whether the target's row counts as invalid there."""
     return context[-1:] == (1,) and len(context) % 2 == 0
 
 
 def cut_after(x: Tokens) -> Tokens:
-    """The draft up to and with the token that leads to an unusable target row."""
-    return next((x[:t] for t in range(1, len(x) + 1) if unusable(x[:t])), x)
+    """The draft up to and with the token that leads to an invalid target row."""
+    return next((x[:t] for t in range(1, len(x) + 1) if invalid(x[:t])), x)
 
 
 def cut_before(x: Tokens) -> Tokens:
     """The draft up to and without that token."""
-    return next((x[: t - 1] for t in range(1, len(x) + 1) if unusable(x[:t])), x)
+    return next((x[: t - 1] for t in range(1, len(x) + 1) if invalid(x[:t])), x)
 
 
 @pytest.mark.parametrize("verify", VERIFIERS)
-def test_unusable_target_row_ends_the_draft_after_its_token(verify):
+def test_invalid_target_row_ends_the_draft_after_its_token(verify):
     p, q, n = Table(3, 1), Table(3, 101), 3
 
     def program(cut):
@@ -158,7 +158,7 @@ def test_unusable_target_row_ends_the_draft_after_its_token(verify):
             tau, y = verify(
                 p.rows(x, len(x) + 1), q.rows(x, len(x)), x, choices.bernoulli, choices.sample
             )
-            return x[:tau] if unusable(x[:tau]) else (*x[:tau], y)
+            return x[:tau] if invalid(x[:tau]) else (*x[:tau], y)
 
         return call
 

@@ -41,7 +41,7 @@ class Chosen:
 
     def sample_row(self, logits, temperature, seeds, draws, *, level, draw_offset):
         state = self.engine.state
-        if not state.have[0, 0] < state.asked[0, 0]:
+        if not state.drafted[0, 0] < state.requested[0, 0]:
             return torch.zeros(1, dtype=torch.int64), torch.zeros(1)
         position = int(state.base[0] + state.end[0])
         token = self.choices.sample(exact_row(logits[0]), self.key(0, "draft", position))
@@ -56,7 +56,7 @@ class Chosen:
         accepted, token = 0, 0
         if state.origin[0] >= 0:
             first = int(state.base[0] + state.start[level - 1, 0])
-            accepted, token = self.verdict(
+            accepted, token = self.verify(
                 [exact_row(row) for row in target_logits[: n + 1]],
                 [exact_row(row) for row in draft_logits[0, :n]],
                 sampled[1 : n + 1].tolist(),
@@ -70,7 +70,7 @@ class Chosen:
         counts = torch.tensor([accepted], dtype=torch.int32)
         return ChainResult(tokens, counts, counts + 1, torch.zeros(1, width))
 
-    def verdict(self, p, q, x, rule, level, first):
+    def verify(self, p, q, x, rule, level, first):
         place = iter(range(first, first + len(x)))
         return rule(
             p,
@@ -108,7 +108,7 @@ def bias(lengths, rounds=(), verifier="block", *, tokens=3, mutate=None, **fault
         if mutate is not None:
             mutate(state, len(draft))
         rows = state.rows[-1][0, : len(draft)]
-        accepted, token = chosen.verdict(
+        accepted, token = chosen.verify(
             TARGET.rows(tuple(draft), len(draft) + 1),
             [exact_row(row) for row in rows],
             draft,

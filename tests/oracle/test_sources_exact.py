@@ -1,6 +1,6 @@
 """Exact distributions of whole generations with several sources at the lowest level.
 
-Whatever the rule that chooses, as long as it looks at no token that it then drops and at no verdict
+Whatever the rule that chooses, as long as it looks at no token that it then drops and at no outcome
 that is still to come: rules that do must fail the same comparison.
 """
 

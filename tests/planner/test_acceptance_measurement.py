@@ -136,7 +136,7 @@ def test_a_candidate_is_asked_where_it_failed_and_not_where_it_was_right():
     """Greedy: a candidate that is right at tokens 1 and 2 of 6, drafts of 1 and 2 tokens."""
     right = np.array([[False, True, True, False, False, False]])
     ratios = np.stack([np.where(right, 0.0, -np.inf), np.zeros(right.shape)])
-    chances = acceptance.asked_at(acceptance.after_prefill(ratios)[0], 2)
+    chances = acceptance.requested_at(acceptance.after_prefill(ratios)[0], 2)
     # The prefill emits token 0. Drafts of 1: one for token 1, whose bonus is token 2, then at
     # 3, 4 and 5. Drafts of 2: one for tokens 1 and 2, whose bonus is token 3, then at 4 and 5.
     ones, twos = np.array([[0, 1, 0, 1, 1, 1]]) / 4, np.array([[0, 1, 0, 0, 1, 1]]) / 3

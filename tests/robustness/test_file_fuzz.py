@@ -66,7 +66,7 @@ def table() -> BigramTable:
 
 @pytest.fixture
 def members(table, tmp_path) -> dict[str, bytes]:
-    """The arrays of a stored table, as they lie in its archive."""
+    """The arrays of a stored table, as stored in its archive."""
     write_bigram(table, str(tmp_path / "whole"))
     with zipfile.ZipFile(tmp_path / "whole") as archive:
         return {name: archive.read(name) for name in archive.namelist()}

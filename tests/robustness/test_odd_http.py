@@ -11,7 +11,7 @@ from support.odd_requests import table
 from support.openai_server import OpenAIServer, running_server
 
 MUTATIONS = 300
-# After every so many bodies a greedy request shows that nobody else has noticed anything.
+# After every so many bodies a greedy request shows that no other request is affected.
 CANARY_EVERY = 10
 CANARY = {**BASE, "max_tokens": 30, "ignore_eos": True}
 

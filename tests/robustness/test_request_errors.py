@@ -81,7 +81,7 @@ def test_an_error_of_one_request_ends_that_request_only(server, undisturbed, nam
 
 @pytest.mark.parametrize("place", ["drafting", "verification"])
 def test_an_error_in_the_worker_ends_every_stream_and_the_server(text_family, tmp_path, place):
-    """A step's output has no field for a failed request: nobody may wait for ever."""
+    """A step's output has no field for a failed request: no client may wait forever."""
     config, plugin = two_models(text_family), f"support.request_faults:{place}"
     seed = {"drafting": request_faults.DRAFTED, "verification": request_faults.VERIFIED}[place]
     with running_server(text_family.target, tmp_path, config, plugin=plugin) as server:

@@ -109,7 +109,7 @@ def test_sampled_requests_with_a_seed_repeat_at_any_load(engine, request):
 
 def test_sources_take_turns(sources):
     (level,) = sources["batch"]["levels"]
-    assert 0.05 < level["empty"] / level["asked"] < 0.95 and level["drafted"] > 0
+    assert 0.05 < level["empty"] / level["requested"] < 0.95 and level["drafted"] > 0
 
 
 def test_every_level_is_tried_and_what_loses_is_left_out(learned):

@@ -179,7 +179,7 @@ def test_an_adaptive_head_catches_up_with_what_it_sat_out(engine, head, plain, r
     for job, result in results.items():
         assert result["outputs"] == plain[job]["outputs"]
         level = result["levels"][0]
-        assert level["sat_out"] == 0 and level["asked"] > level["empty"] > 0
+        assert level["sat_out"] == 0 and level["requested"] > level["empty"] > 0
     texts = sorted(drafts)[::3]
     assert len(texts) > 30
     for text in texts:

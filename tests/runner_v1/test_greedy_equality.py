@@ -167,7 +167,7 @@ def test_jobs_reach_the_conditions_they_name(plain, speculated):
     assert all(len(prompt) + len(out["ids"]) == 256 for prompt, out in full)
 
 
-def test_no_unusable_token_is_drafted(speculated):
+def test_no_invalid_token_is_drafted(speculated):
     _, results = speculated
     levels = results["few tokens"]["levels"]
     # Requests of one or two tokens draft nothing, of three tokens one, of four at most two and one.

@@ -48,7 +48,7 @@ def test_counts_fit_together(in_process, job):
     levels, counters = in_process[job]["levels"], in_process[job]["counters"]
     for level in levels:
         assert 0 < level["accepted"] < level["drafted"]
-        assert level["rounds"] <= level["asked"] - level["empty"] and level["seconds"] > 0
+        assert level["rounds"] <= level["requested"] - level["empty"] and level["seconds"] > 0
         assert 0 < level["rounds"] <= level["drafted"]
         assert level["forwards"] > 0 and level["forward_seconds"] > 0
     assert levels[0]["drafted"] <= 2 * levels[0]["rounds"]
@@ -71,11 +71,14 @@ def test_totals_add_up_and_print():
     assert totals.take() == []
     for _ in range(2):
         totals.add(
-            [LevelStats(8, 4, 3, 9, 0.25, sat_out=1, asked=4, empty=1, seconds=0.5), LevelStats()]
+            [
+                LevelStats(8, 4, 3, 9, 0.25, sat_out=1, requested=4, empty=1, seconds=0.5),
+                LevelStats(),
+            ]
         )
     levels = totals.take()
     assert levels == [
-        LevelStats(16, 8, 6, 18, 0.5, sat_out=2, asked=8, empty=2, seconds=1.0),
+        LevelStats(16, 8, 6, 18, 0.5, sat_out=2, requested=8, empty=2, seconds=1.0),
         LevelStats(),
     ]
     assert totals.take() == []

@@ -107,7 +107,7 @@ def test_a_request_without_a_proposal_has_no_drafts():
 
 
 def test_counts_of_the_levels():
-    """Once per token: the target's verdict is counted with the next proposal."""
+    """Once per token: the target's acceptance is counted with the next proposal."""
     served = runner([{"temperature": 1.0}] * 3, "two")
     counts = served.drafter.counts
     for _ in range(3):
@@ -120,7 +120,7 @@ def test_counts_of_the_levels():
     assert (lower.forwards, top.forwards) == (6, 6)
     assert [level.drafted for level in counts.take()] == [0, 0]
     before = served.accepted
-    # As in a step with too many requests: nothing is drafted, and the last verdict is counted.
+    # As in a step with too many requests: nothing is drafted, and the last acceptance is counted.
     served.drafter.asked = 0
     served.step()
     lower, top = counts.take()

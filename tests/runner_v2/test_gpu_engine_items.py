@@ -5,7 +5,16 @@ from types import SimpleNamespace
 import pytest
 from support import triton_cpu, v2_engines
 
-from benchmarks.gpu import boot, engines, forwards, law, memory, same_text, soak, step_times
+from benchmarks.gpu import (
+    boot,
+    engine_distribution,
+    engines,
+    forwards,
+    memory,
+    same_text,
+    soak,
+    step_times,
+)
 from benchmarks.gpu.items import CannotRun, Setting
 from vllm_hsd.engine import EngineProcess
 
@@ -38,7 +47,7 @@ def test_without_vllm_no_engine_item_runs(tmp_path, monkeypatch):
     without_extensions = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     for spec, reason in ((None, "not installed"), (without_extensions, "no compiled extensions")):
         monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name, spec=spec: spec)
-        for module in (boot, forwards, law, memory, same_text, soak, step_times):
+        for module in (boot, engine_distribution, forwards, memory, same_text, soak, step_times):
             with pytest.raises(CannotRun, match=reason):
                 module.run(Setting("cpu", tmp_path))
 
@@ -57,8 +66,8 @@ def test_same_text(setting, text_family):
 
 
 @pytest.mark.slow
-def test_law(setting, family):
-    found = law.run(setting, paths(family))
+def test_engine_distribution(setting, family):
+    found = engine_distribution.run(setting, paths(family))
     assert [row["control"] for row in found.rows] == [False, True, False, False]
     assert all(row["tokens_per_step"] > 1 for row in found.rows)
 

@@ -195,7 +195,7 @@ def test_the_verifier_is_given_the_logsumexps_of_kept_rows(monkeypatch):
 
 
 @pytest.mark.parametrize("row", [float("nan"), float("inf"), -float("inf")])
-def test_unusable_rows_end_in_token_0(row):
+def test_invalid_rows_end_in_token_0(row):
     served = runner([{}, {"temperature": 0.0}, {"top_p": 0.9}])
     served.step()
     output = served.step(logits=lambda tokens: torch.full((len(tokens), 6), row))

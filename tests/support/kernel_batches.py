@@ -1,4 +1,4 @@
-"""Random batches for the kernels, unusable rows, and what plain vLLM does with them."""
+"""Random batches for the kernels, invalid rows, and what plain vLLM does with them."""
 
 import torch
 

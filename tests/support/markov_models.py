@@ -79,12 +79,12 @@ class MarkovTokens:
             row = self.tables[0][self._end(request)]
             self.drafts[request].append((self._draw(row), row))
 
-    def look_up(self, active, emitted, asked):
-        found = np.zeros_like(asked)
+    def look_up(self, active, emitted, requested):
+        found = np.zeros_like(requested)
         for request in np.flatnonzero(active):
             drafted = [token for token, _ in self.drafts[request]]
             text = np.array(self.texts[request] + drafted)
-            tokens = prompt_lookup.propose(text, 1, self.longest, asked.flat[request])
+            tokens = prompt_lookup.propose(text, 1, self.longest, requested.flat[request])
             rows = np.eye(len(self.tables[-1]))[tokens]
             self.drafts[request].extend(zip(tokens.tolist(), rows, strict=True))
             found.flat[request] = len(tokens)

@@ -66,12 +66,12 @@ class CachedTableLevel:
                 continue
             # Attention takes the positions of a query from the end of the text.
             assert state.positions[(b + 1) * q - 1] == state.seq_lens[b] - 1
-            if state.have[-1, b] < state.asked[-1, b]:
+            if state.drafted[-1, b] < state.requested[-1, b]:
                 assert state.positions[b * q] == state.seq_lens[b] - q
             cached = self.cache[self.places(int(state.slot[b]), int(state.seq_lens[b]))].tolist()
             for i in range(num_logits):
                 text = cached[: len(cached) - num_logits + 1 + i]
-                # A hole shows as an unusable row, which ends a draft and changes the tokens.
+                # A hole shows as an invalid row, which ends a draft and changes the tokens.
                 if -1 not in text and max(text) < vocabulary:
                     row = self.rows.row(tuple(text[PROMPT:]))
                     logits[b * num_logits + i] = torch.tensor(row, dtype=self.dtype)

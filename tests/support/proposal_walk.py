@@ -28,7 +28,7 @@ def walk(schedule, seed: int, batch: int, num_reqs: int, lookup: bool, device: s
     state = guarded.state
     expected = copied(state)
     # Left over from another proposal.
-    for name in ("window", "end", "start", "have", "asked", "base", "limit", "origin"):
+    for name in ("window", "end", "start", "drafted", "requested", "base", "limit", "origin"):
         left_over = getattr(expected, name).random_(0, 9, generator=g)
         getattr(state, name).copy_(left_over)
     groups, tables = block_tables(seed, device=device)
@@ -75,7 +75,7 @@ def walk(schedule, seed: int, batch: int, num_reqs: int, lookup: bool, device: s
 
 
 def random_result(op: Verify, state, g) -> chain_verify.ChainResult:
-    """Any verdict on the drafts, unusable rows included; nonsense where there is no room."""
+    """Any acceptance of the drafts, invalid rows included; nonsense where there is no room."""
     accepted = torch.zeros(state.batch, dtype=torch.int32)
     emitted = accepted.clone()
     width = op.draft_length + 1
@@ -84,8 +84,8 @@ def random_result(op: Verify, state, g) -> chain_verify.ChainResult:
         if state.origin[b] < 0:
             emitted[b], tokens[b] = GUARD, GUARD
             continue
-        accepted[b] = torch.randint(0, int(state.have[op.level - 1, b]) + 1, (), generator=g)
-        # An unusable row after an accepted token.
+        accepted[b] = torch.randint(0, int(state.drafted[op.level - 1, b]) + 1, (), generator=g)
+        # An invalid row after an accepted token.
         emitted[b] = accepted[b] + int(accepted[b] == 0 or torch.rand((), generator=g) < 0.9)
     lse = torch.randn(state.batch, width, generator=g)
     lse[torch.rand(state.batch, width, generator=g) < 0.05] = float("nan")

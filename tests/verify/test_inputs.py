@@ -115,7 +115,7 @@ def chain(n: int, seed: int):
 @pytest.mark.parametrize("method", ["block", "standard"])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("t", [0, 1, 3])
-def test_unusable_proposal_row_ends_the_draft_before_its_token(method, fault, t):
+def test_invalid_proposal_row_ends_the_draft_before_its_token(method, fault, t):
     for seed in range(20):
         p, q, x = chain(4, seed)
         uniforms = torch.rand(5, dtype=torch.float64)
@@ -137,7 +137,7 @@ def test_unusable_proposal_row_ends_the_draft_before_its_token(method, fault, t)
 @pytest.mark.parametrize("method", ["block", "standard"])
 @pytest.mark.parametrize("fault", ["nan", "inf"])
 @pytest.mark.parametrize("t", [1, 2, 4])
-def test_unusable_target_row_ends_the_draft_after_the_token_before_it(method, fault, t):
+def test_invalid_target_row_ends_the_draft_after_the_token_before_it(method, fault, t):
     """The token that led to the row is kept or refused as always, but nothing follows it."""
     for seed in range(20):
         p, q, x = chain(4, seed)

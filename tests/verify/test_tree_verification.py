@@ -106,7 +106,7 @@ def test_the_generator_gives_one_uniform_per_node_and_one_more(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_unusable_rows_end_the_tree_there(method):
+def test_invalid_rows_end_the_tree_there(method):
     target, draft = rows(8, 1), rows(7, 2)
     target[1], draft[1] = torch.nan, torch.nan
     small = Tree([-1], [3])

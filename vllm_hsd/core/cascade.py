@@ -52,7 +52,7 @@ class Cascade:
         models: what those models compute; fills their caches.
         drafts: one `DraftStore` per level; the last one is what the target verifies.
         counters: drafted and accepted tokens per level.
-        target_times: seconds of the target's step by tokens; whoever runs the target tells them.
+        target_times: seconds of the target's step by tokens; reported by what runs the target.
         level_times: per level, see `DepthController.level_times`.
         prices: what drafts of several sources cost; None without them.
     """
@@ -119,7 +119,7 @@ class Cascade:
             batch: the requests.
             slots, requested: [n] int64.
             selection: the levels that take part, with draft lengths that are at most those of their
-                options; None for all. It may depend on committed text, past verdicts and times.
+                options; None for all. It may depend on committed text, past acceptance and times.
 
         Returns:
             the top level's drafts: less than requested where a draft ended with eos, the rounds ran
@@ -139,7 +139,7 @@ class Cascade:
             top.extend(self._draft(batch, 0, slots, np.where(ended, 0, room)), slots)
         self.counters.add_drafted(top, slots)
         empty = int((top.counts[drafting] == 0).sum())
-        self.counters.add_asked(len(self.levels) - 1, len(drafting), empty)
+        self.counters.add_requested(len(self.levels) - 1, len(drafting), empty)
         if self.controller is not None and self.selection.levels:
             self.top[slots] = self.selection.levels[-1]
             pair = self.controller.pair(self.selection.levels[-1], len(self.levels))
@@ -275,7 +275,7 @@ class Cascade:
             self.level_times[level].observe(computed + drafted, seconds)
             self.counters.stats[level].seconds += seconds
             filled = int((counts > 0).sum())
-            self.counters.add_asked(
+            self.counters.add_requested(
                 level - 1,
                 int((requested_below > 0).sum()),
                 int((requested_below > 0).sum()) - filled,

@@ -1,8 +1,8 @@
 """Which levels draft in the next step, and how many tokens for each request.
 
 The selection maximizes the goodput: expected tokens of the whole batch per second of the step,
-drafting included. Not to speculate is always a candidate. Everything it looks at lies in the past
-(times, verdicts) or is committed text, never a token or uniform that is still to be verified: a
+drafting included. Not to speculate is always a candidate. Everything it looks at is in the past
+(times, acceptance) or is committed text, never a token or uniform that is still to be verified: a
 draft's length is then a stopping time, and the text keeps the target's distribution.
 """
 

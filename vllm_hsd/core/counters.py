@@ -44,10 +44,10 @@ class Counters:
                 for counts, tokens in self._by_source(drafts, slots, made):
                     counts.drafted += tokens
 
-    def add_asked(self, level: int, asked: int, empty: int) -> None:
+    def add_requested(self, level: int, requested: int, empty: int) -> None:
         """Count drafts that the model above `level` could take, and those without a token."""
         stats = self.stats[level]
-        stats.asked += asked
+        stats.requested += requested
         stats.empty += empty
 
     def add_accepted(self, drafts: DraftStore, slots: np.ndarray, accepted: np.ndarray) -> None:

@@ -11,7 +11,7 @@ from vllm_hsd.verify.inputs import ChainBatch
 class DraftStore:
     """The drafts of one level.
 
-    Probabilities lie in one `[num_slots, length, V]` array that is allocated once (`allocate`, or
+    Probabilities are in one `[num_slots, length, V]` array that is allocated once (`allocate`, or
     the first `append` with probabilities); slots that are never written take no memory on a CPU.
 
     Args:

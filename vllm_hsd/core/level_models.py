@@ -89,22 +89,22 @@ class LevelModels:
     ) -> torch.Tensor:
         """[n, V] probabilities of the level; uniform where its logits are not finite."""
         probs = batch.probs(logits, slots, level)
-        usable = (probs.sum(-1) - 1).abs() < ROW_SUM_TOLERANCE
-        if not usable.all():
+        valid = (probs.sum(-1) - 1).abs() < ROW_SUM_TOLERANCE
+        if not valid.all():
             self._warn_unless(level, False)
-            probs[~usable] = 1 / probs.shape[1]
+            probs[~valid] = 1 / probs.shape[1]
         return probs
 
     def argmax(self, logits: torch.Tensor, level: int) -> np.ndarray:
         """[n] int64 greedy tokens."""
-        best, peak = argmax_rows(logits)
-        self._warn_unless(level, bool(np.isfinite(peak).all()))
+        best, highest = argmax_rows(logits)
+        self._warn_unless(level, bool(np.isfinite(highest).all()))
         return best
 
     def confidence(
         self, batch: DraftBatch, level: int, logits: torch.Tensor, slots: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Entropies of rows [n] and whether each lies above its request's threshold."""
+        """Entropies of rows [n] and whether each exceeds its request's threshold."""
         if self.options[level].stopping != "entropy":
             return np.full(len(slots), np.nan), np.zeros(len(slots), dtype=bool)
         entropy = entropy_nats(logits)

@@ -158,7 +158,7 @@ class DraftBatch:
         repeats: [slots] bool, requests whose drafts must not depend on times or on other requests;
             None for all.
         prices: what drafts of several sources cost, by the level that verifies them (the target is
-            the last); None for fixed ones. They may depend on committed text, past verdicts and
+            the last); None for fixed ones. They may depend on committed text, past acceptance and
             times.
     """
 
@@ -199,7 +199,7 @@ class LevelStats:
 
     `drafted` tokens were proposed to the next model up; `sources` has the counts of a `FirstOf` by
     the source's name. For `sat_out` requests the level could draft nothing, since the target's
-    states that it needs were gone. The next model up could take `asked` drafts, `empty` of which
+    states that it needs were gone. The next model up requested `requested` drafts, `empty` of which
     got no token. `seconds` went into the level's forward passes, lookups and verifications.
     """
 
@@ -210,7 +210,7 @@ class LevelStats:
     forward_seconds: float = 0.0
     sources: dict[str, SourceStats] = field(default_factory=dict)
     sat_out: int = 0
-    asked: int = 0
+    requested: int = 0
     empty: int = 0
     seconds: float = 0.0
 
@@ -228,7 +228,7 @@ class LevelStats:
                 for name in sorted(names)
             },
             sat_out=self.sat_out + other.sat_out,
-            asked=self.asked + other.asked,
+            requested=self.requested + other.requested,
             empty=self.empty + other.empty,
             seconds=self.seconds + other.seconds,
         )

@@ -15,7 +15,7 @@ import numpy as np
 
 from vllm_hsd.core.step_times import StepTimes
 
-# A token in the verifier's step, where no clock may be asked: between machines that wait for
+# A token in the verifier's step, where no clock may be read: between machines that wait for
 # weights (.01) and those that compute (.05).
 FIXED_TOKEN_PRICE = 0.03
 # A draft must be worth so many times its price: estimates are noisy, and the offer that looks best

@@ -43,7 +43,7 @@ class ProgramLookup(Protocol):
     """A level that finds its drafts without forward passes: point masses."""
 
     def lookup(self, state: ProposalState) -> None:
-        """Write at most `state.asked[0]` tokens at the end of every text, see `cascade_steps`."""
+        """Append at most `state.requested[0]` tokens to every text, see `cascade_steps`."""
 
 
 class NgramProgramLookup:
@@ -147,6 +147,6 @@ class Program:
             draft_temperature=state.temperature[below],
             draft_lse=None if state.rows[below] is None else state.lse[below],
             draft_index=state.request,
-            draft_length=state.have[below],
+            draft_length=state.drafted[below],
         )
         cascade_steps.commit_verify(state, op, logits, result)

@@ -30,13 +30,13 @@ class LevelCounts(NamedTuple):
     Attributes:
         drafted, accepted: draft tokens that the next level up verified, and that it accepted.
         rounds: drafts with a token in them.
-        unusable: rows of logits that could not be sampled.
+        invalid: rows of logits that could not be sampled.
     """
 
     drafted: int = 0
     accepted: int = 1
     rounds: int = 2
-    unusable: int = 3
+    invalid: int = 3
 
 
 COUNTS = LevelCounts()
@@ -47,14 +47,14 @@ class ProposalState:
     """Buffers of B requests in the order of the batch, L levels, V tokens, a draft of K.
 
     The text of a request is seen through a window: its last committed tokens, then what is drafted.
-    A level's draft begins at `start`, holds `have` tokens and was asked for `asked`.
+    A level's draft begins at `start`, holds `drafted` tokens and was requested to hold `requested`.
 
     Attributes:
         num_reqs: int32 [1], requests in the batch; the rows after them are padding.
         window: int32 [B, schedule.capacity], the first schedule.window tokens are committed.
         base: int64 [B], position of window[:, 0] in the text.
         end: int32 [B], tokens in the window.
-        start, have, asked: int32 [L, B].
+        start, drafted, requested: int32 [L, B].
         origin: int32 [B], place in its level's draft for what the running verification gives, -1
             where the level has no room.
         limit: int64 [B], last position whose KV entry may be written.
@@ -83,8 +83,8 @@ class ProposalState:
     base: torch.Tensor
     end: torch.Tensor
     start: torch.Tensor
-    have: torch.Tensor
-    asked: torch.Tensor
+    drafted: torch.Tensor
+    requested: torch.Tensor
     origin: torch.Tensor
     limit: torch.Tensor
     slot: torch.Tensor
@@ -145,8 +145,8 @@ class ProposalState:
             base=empty(batch, dtype=torch.int64),
             end=empty(batch),
             start=empty(levels, batch),
-            have=empty(levels, batch),
-            asked=empty(levels, batch),
+            drafted=empty(levels, batch),
+            requested=empty(levels, batch),
             origin=empty(batch),
             limit=empty(batch, dtype=torch.int64),
             slot=torch.full((batch,), -1, dtype=torch.int32, device=device),
@@ -189,7 +189,7 @@ class ProposalState:
         by_request = ("base", "end", "window", "origin", "limit", "slot", "seeds", "draws")
         outputs = ("draft_tokens", "draft_length", "seq_lens", "request")
         cut = {name: getattr(self, name)[:batch] for name in (*by_request, *outputs)}
-        for name in ("start", "have", "asked", "temperature"):
+        for name in ("start", "drafted", "requested", "temperature"):
             cut[name] = getattr(self, name)[:, :batch]
         cut["rows"] = [None if rows is None else rows[:batch] for rows in self.rows]
         cut["lse"] = [lse[:batch] for lse in self.lse]

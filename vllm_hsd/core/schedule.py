@@ -4,7 +4,7 @@ A CUDA graph cannot branch on what was drawn. So the recursion of `core.cascade`
 fixed number of rounds for every level and one query length for every forward pass; how much of a
 round a request really uses is data on the device. Pure Python: the planner and the runner share it.
 
-Catch-up rule: when level k of L is asked for a forward pass, at most L - k + 1 tokens at the end of
+Catch-up rule: when level k of L runs a forward pass, at most L - k + 1 tokens at the end of
 the text are missing from its KV cache. A level leaves its last token uncomputed, every verifier
 above adds one of its own, and so does the target. So the first pass of a round begins that many
 tokens before the end and may compute some of them again. tests/core/test_schedule.py proves it by
@@ -146,7 +146,7 @@ class Schedule:
 
 
 def room_below(requested, drafted):
-    """Tokens that a level may still ask of the one below, -1 where its draft is full.
+    """Tokens that a level may still request from the one below, -1 where its draft is full.
 
     One place is kept for the token that its own verification draws. For ints and arrays.
     """
@@ -243,12 +243,12 @@ def _unroll(lengths: Sequence[int], rounds: Sequence[int], lookup: bool) -> tupl
         first, used[level] = used[level], used[level] + count
         return first
 
-    def ask(level: int) -> None:
+    def request(level: int) -> None:
         uncached = uncached_bound(level, len(lengths))
         if level > 0:
             below = lengths[level - 1]
             for _ in range(rounds[level]):
-                ask(level - 1)
+                request(level - 1)
                 ops.append(Verify(level, uncached + below, below, draws(level, below + 1)))
         elif lookup:
             ops.append(Lookup(0, lengths[0]))
@@ -256,7 +256,7 @@ def _unroll(lengths: Sequence[int], rounds: Sequence[int], lookup: bool) -> tupl
             for step in range(lengths[0]):
                 ops.append(Draft(0, step, uncached if step == 0 else 1, draws(0, 1)))
 
-    ask(len(lengths) - 1)
+    request(len(lengths) - 1)
     # MAX_FORWARDS * (MAX_DRAFT_LENGTH + 1) draws are the most, which is far below the bound.
     assert max(used) <= DRAWS_PER_LENGTH
     return tuple(ops)

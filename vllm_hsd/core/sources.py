@@ -2,12 +2,12 @@
 
 For each request and round the source and the draft length with the most expected accepted tokens
 above their price (`core.prices`) are used; where none is worth its price, nothing is drafted. All
-lookups are asked, since that costs no forward pass, and every offer is compared with the text that
-is verified later, whether it was used or not. Only a drafter with forward passes has to draft to be
+lookups search, since that costs no forward pass, and every offer is compared with the text that is
+verified later, whether it was used or not. Only a drafter with forward passes has to draft to be
 known.
 
 What keeps it lossless: the choice is made before any token is drawn. It reads the text so far, the
-offers, which are functions of texts, the verdicts on earlier drafts, and times; never a token that
+offers, which are functions of texts, the acceptance of past drafts, and times; never a token that
 it then drops, nor a uniform that is still to be used. So each token is drawn from the distribution
 that it is verified with, whatever the rule.
 """
@@ -27,7 +27,7 @@ from vllm_hsd.core.prices import FORBIDDEN, Prices
 DRAFTER_ACCEPTANCE = 0.7
 # Accepted tokens, all of them expected, that stand for what is not known of a request.
 PRIOR_TOKENS = 6.0
-# Weight of a verdict after each further one in the same request, and in any request.
+# Decay of an observed acceptance with each further one in the same request, and in any request.
 MEMORY, SHARED_MEMORY = 0.97, 0.999
 # No estimate is surer than this of a token.
 SUREST = 0.98
@@ -68,7 +68,7 @@ class Offers:
 
 
 class SourceChoice:
-    """Chooses a source per request; remembers offers and verdicts, indexed by slot.
+    """Chooses a source per request; remembers offers and what was accepted, indexed by slot.
 
     A source's own estimates are corrected twice: by what became of tokens with such estimates in
     all requests, and by what was seen of the source in this request, accepted tokens over expected

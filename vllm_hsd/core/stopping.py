@@ -40,7 +40,7 @@ class EntropyThresholds:
         return cls(np.zeros((num_levels, num_slots)), np.zeros((num_levels, num_slots), np.int64))
 
     def exceeded(self, level: int, slots: np.ndarray, entropy: np.ndarray) -> np.ndarray:
-        """Which entropies ([n], of [n] requests) lie above their request's threshold: [n] bool."""
+        """Which entropies ([n], of [n] requests) exceed their request's threshold: [n] bool."""
         count = self.count[level, slots]
         mean = self.total[level, slots] / np.maximum(count, 1)
         return (entropy > mean) & (count > 0)

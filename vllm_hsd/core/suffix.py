@@ -2,7 +2,7 @@
 
 After Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications"
 (arXiv:2411.04975), on the trees of arctic-inference: one of each request's own text, one of earlier
-outputs of the server where that is asked for, and one of a store that was written ahead.
+outputs of the server where that is configured, and one of a store that was written ahead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_hsd.errors import UserError
 
 # Longest match and continuation together.
 DEPTH = 64
-# A tree's draft may be so many times as long as the match, which is as much as is wanted.
+# A tree's draft may be so many times as long as the match, which is its largest useful length.
 UNBOUNDED = 1000.0
 
 

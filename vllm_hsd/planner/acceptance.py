@@ -122,7 +122,7 @@ def measure_acceptance(
         below = models.drafters_for(model)
         if not below:
             continue
-        starts = _asked_contexts(contexts, texts, ratios[model], model, task)
+        starts = _requested_contexts(contexts, texts, ratios[model], model, task)
         own = _texts(models, model, starts, task, lambda: advance("the candidates' texts"))
         drafting = [i for i in below if i not in own.offered]
         for verifier in VERIFIERS:
@@ -225,12 +225,12 @@ def scored_texts(
     return Texts(tokens, lengths, log_probs, rates, offered, accepted)
 
 
-def _asked_contexts(
+def _requested_contexts(
     prompts: list[list[int]], texts: Texts, ratios: Floats, model: int, task: Task
 ) -> list[list[int]]:
     """Contexts at which the target requests a candidate's draft, shortest first."""
     rng = np.random.default_rng((task.seed, 1, model))
-    reached = asked_at(ratios, task.max_draft_tokens).cumsum()
+    reached = requested_at(ratios, task.max_draft_tokens).cumsum()
     # Evenly along all texts, which leaves less to chance than independent draws.
     even = (np.arange(task.contexts) + rng.random()) / task.contexts
     chosen = np.searchsorted(reached, even * reached[-1], side="right")
@@ -242,7 +242,7 @@ def _asked_contexts(
     return sorted(found, key=len)
 
 
-def asked_at(ratios: Floats, max_tokens: int) -> Floats:
+def requested_at(ratios: Floats, max_tokens: int) -> Floats:
     """Where the target requests a candidate's draft: P(text, position), [texts, L].
 
     Not everywhere alike: a candidate drafts anew where it has just failed, and skips what was

@@ -1,8 +1,9 @@
 """Predicted time per token of a cascade: exact for the algorithm as this package runs it.
 
-A level that drafts `requested` tokens and has emitted `have` of them requests
-min(draft length below, requested - have - 1) tokens of the level below, so that the accepted ones
-and the recovered or bonus token never overshoot; with none to request, its own forward yields one
+A level that drafts `requested` tokens and has `drafted` of them already requests
+min(draft length below, requested - drafted - 1) tokens of the level below, so that the accepted
+ones and the recovered or bonus token never overshoot; with none to request, its own forward yields
+one
 token. A forward runs over the draft and over the uncached tokens of its model (at least the last
 one). Acceptance in a round depends only on the pair of models, the draft length and the position;
 given that, the expectation below is exact: a Markov chain over the uncached tokens of every level.
@@ -58,8 +59,8 @@ class Measured:
     Attributes:
         latencies: of M candidates and the target, which is last.
         acceptance: of the same M + 1.
-        cacheless: candidates that need no KV cache of their own, hence never lag behind the
-            target.
+        cacheless: candidates that need no KV cache of their own, hence never have uncached
+            tokens.
     """
 
     latencies: Latencies
@@ -175,7 +176,7 @@ class _Chain:
         ]
         self.looks_up = levels[0] in measured.acceptance.lookups
         self.cacheless = {i for i, level in enumerate(levels) if level in measured.cacheless}
-        # A level lags at most its whole draft when it next drafts.
+        # At most a level's whole draft is uncached when it next drafts.
         longest = 2 * sum(selection.draft_lengths) + 2
         self.ms = [
             latencies.calls(model, measured.role(level, model), batch, longest).tolist()
@@ -217,22 +218,22 @@ class _Chain:
         states = {(0, uncached): 1.0}
         while states:
             after: dict[tuple[int, Uncached], float] = {}
-            for (have, lags), chance in states.items():
-                requested_below = min(self.draft_lengths[level - 1], requested - have - 1)
-                below, drafts = self.draft(level - 1, requested_below, lags[:level])
+            for (drafted, missing), chance in states.items():
+                requested_below = min(self.draft_lengths[level - 1], requested - drafted - 1)
+                below, drafts = self.draft(level - 1, requested_below, missing[:level])
                 total += chance * below
                 for low, p in drafts.items():
-                    for offered, accepted in self.outcomes[level - 1][have][requested_below]:
+                    for offered, accepted in self.outcomes[level - 1][drafted][requested_below]:
                         share = chance * p * sum(accepted)
-                        total[:, level] += share * ms[lags[level] + offered - 1], share
+                        total[:, level] += share * ms[missing[level] + offered - 1], share
                         for kept, q in enumerate(accepted):
                             if not (weight := chance * p * q):
                                 continue
                             state = (*self._catch_up(low, offered, kept), 1)
-                            if have + kept + 1 == requested:
+                            if drafted + kept + 1 == requested:
                                 done[state] = done.get(state, 0.0) + weight
                             else:
-                                key = have + kept + 1, state
+                                key = drafted + kept + 1, state
                                 after[key] = after.get(key, 0.0) + weight
             states = after
         return total, done
@@ -240,7 +241,7 @@ class _Chain:
     def _catch_up(self, uncached: Uncached, offered: int, kept: int) -> Uncached:
         """Uncached tokens once `kept` of `offered` drafted tokens and one more stay."""
         gone = offered - kept - 1
-        after = [lag - gone if lag > gone else 1 for lag in uncached]
+        after = [n - gone if n > gone else 1 for n in uncached]
         if self.looks_up:
             after[0] = 1
         return tuple(after)
@@ -258,10 +259,10 @@ class _Chain:
                 total[:, -1] += share * self.target_ms[offered], share
                 for kept, q in enumerate(accepted):
                     if q:
-                        lags = enumerate(self._catch_up(low, offered, kept))
+                        missing = enumerate(self._catch_up(low, offered, kept))
                         state = (
                             kept + 1,
-                            tuple(1 if level in self.cacheless else lag for level, lag in lags),
+                            tuple(1 if level in self.cacheless else n for level, n in missing),
                         )
                         after[state] = after.get(state, 0.0) + p * q
         return total, after

@@ -111,7 +111,7 @@ class AdaptiveDrafting:
             first = committed - input_batch.num_prompt_tokens[: len(slots)] == 1
             selection, lengths = self._select(slots[free], requested[free], first[free])
             none = int((lengths == 0).sum())
-            cascade.counters.add_asked(len(cascade.levels) - 1, none, none)
+            cascade.counters.add_requested(len(cascade.levels) - 1, none, none)
             if lengths.any():
                 cascade.propose(batch, slots[free], lengths, selection)
         self._note_filled(slots, np.minimum(batch.cached[:, slots], committed))

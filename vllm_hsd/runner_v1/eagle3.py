@@ -8,7 +8,7 @@ Inference Acceleration of Large Language Models via Training-Time Test", section
 The states of a step's positions exist in that step only. Where the head does not run for a
 request, because another source drafts, some are kept, and it catches up before they are too many or
 a block of the KV cache is full: later requests may share that block. Which token every slot of the
-cache was computed with is noted: a request whose prefix lies in slots that the head never filled is
+cache was computed with is noted: a request whose prefix is in slots that the head never filled is
 one for which it drafts nothing, instead of attending to noise.
 """
 

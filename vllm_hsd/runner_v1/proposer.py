@@ -219,7 +219,7 @@ class CascadeProposer(DraftModelProposer):
         """Levels run without CUDA graphs on this runner."""
 
     def validate_same_kv_cache_group(self, kv_cache_config) -> None:
-        """Levels may lie in several KV-cache groups: nothing to check."""
+        """Levels may be in several KV-cache groups: nothing to check."""
 
     @torch.inference_mode()
     def dummy_run(

@@ -212,9 +212,9 @@ def _argmax_sampled(logits: torch.Tensor) -> torch.Tensor:
     """
     known = logits.masked_fill(logits.isnan(), -float("inf"))
     known[logits[:, 0].isnan(), 0] = float("inf")
-    peak, first = known.max(-1)
+    highest, first = known.max(-1)
     certain = torch.nn.functional.one_hot(first, known.shape[1]).to(known.dtype)
-    return torch.where(peak.isinf()[:, None], certain, known.softmax(-1))
+    return torch.where(highest.isinf()[:, None], certain, known.softmax(-1))
 
 
 def _outputs_per_row(

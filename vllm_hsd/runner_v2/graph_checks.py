@@ -90,7 +90,7 @@ def _by_address(foreign: dict[str, Any]) -> dict[int, str]:
         if not isinstance(value, torch.Tensor):
             parts = {f"{name}.{key}": part for key, part in vars(value).items()}
         for part_name, part in parts.items():
-            # vLLM keeps some tensors with their twin on the host.
+            # vLLM keeps some tensors with a copy on the host.
             tensor = getattr(part, "gpu", part)
             if isinstance(tensor, torch.Tensor) and tensor.numel():
                 found[tensor.untyped_storage().data_ptr()] = part_name

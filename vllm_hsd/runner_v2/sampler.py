@@ -190,7 +190,7 @@ class BlockRejectionSampler(RejectionSampler):
 
 
 class CascadeRejectionSampler(BlockRejectionSampler):
-    """Verification of a cascade's drafts, which lie in the order of the last proposal's batch."""
+    """Verification of a cascade's drafts, which are in the order of the last proposal's batch."""
 
     def __init__(self, sampler, spec_config, device, speculator: CascadeSpeculator) -> None:
         super().__init__(sampler, spec_config, device, None)

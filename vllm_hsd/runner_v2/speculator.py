@@ -223,7 +223,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
             GraphError: one of the two drafts something else, or cannot be captured.
         """
         before, real = state.counts.clone(), len(inputs[0])
-        # Lookups search the text where it lies; its memory does not move.
+        # Lookups search the text in place: its memory does not move.
         with graph_checks.no_foreign_reads(foreign, but=self.req_states.all_token_ids.gpu):
             self.program.run(state)
         if self.graphs is None or self.graphs.size_for(state.batch) != state.batch:
@@ -257,7 +257,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
     def _ingest(self, input_batch, attn_metadata, slot_mappings, with_logits: bool) -> None:
         """Let every model compute what the target has computed in this step.
 
-        Entries of rejected tokens lie after the text and are overwritten before they are read.
+        Entries of rejected tokens are after the text and are overwritten before they are read.
         """
         tokens = input_batch.num_tokens_after_padding
         for level in self.hosted:

@@ -152,7 +152,7 @@ def verify_greedy(batch: ChainBatch, best: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def prefix_probabilities(batch: ChainBatch, length: np.ndarray, method: str) -> np.ndarray:
-    """`prefix_acceptance` of every draft, 0 past its usable length: float64 [batch, max_n]."""
+    """`prefix_acceptance` of every draft, 0 past its valid length: float64 [batch, max_n]."""
     rho = probability_ratios(*batch.token_probs())
     rho[np.arange(rho.shape[1]) >= length[:, None]] = 0.0
     return prefix_acceptance(rho, method=method)
@@ -207,8 +207,8 @@ def argmax_rows(rows: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         best = values.argmax(-1)
         return best, values[np.arange(best.size), best]
     best = rows.argmax(-1)
-    peak = rows.gather(1, best[:, None])[:, 0].float()
-    return best.cpu().numpy(), peak.cpu().numpy()
+    highest = rows.gather(1, best[:, None])[:, 0].float()
+    return best.cpu().numpy(), highest.cpu().numpy()
 
 
 def _usable_length(

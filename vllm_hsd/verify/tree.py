@@ -163,12 +163,12 @@ class TreeRows:
         self.tree = tree
 
     def children(self, node: int) -> list[int]:
-        """Children in draw order up to the first unusable proposal, duplicates included."""
+        """Children in draw order up to the first invalid proposal, duplicates included."""
         if not self.target_ok[node + 1]:
             return []
         children = self.tree.children[node]
-        usable = [self.draft_ok[c] for c in children]
-        return children[: usable.index(False)] if False in usable else children
+        valid = [self.draft_ok[c] for c in children]
+        return children[: valid.index(False)] if False in valid else children
 
     def path_to(self, node: int) -> list[int]:
         """The nodes from the root (excluded) down to ``node``."""

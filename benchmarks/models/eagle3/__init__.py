@@ -5,6 +5,6 @@
     python -m benchmarks.models.eagle3.train --steps 2000   # goes on where it stopped
     python -m benchmarks.models.eagle3.evaluate             # figures on held-out chats, curve
 
-All of it lies in `results/models/smollm2-eagle3-training` (`--work`). Each command may be stopped
+All of it is in `results/models/smollm2-eagle3-training` (`--work`). Each command may be stopped
 at any time and started again; new chats become shards, new shards join at the next epoch.
 """

@@ -65,13 +65,13 @@ def shard(path: Path) -> Shard:
     return Shard(path)
 
 
-def shard_names(folder: Path) -> list[str]:
-    """Names of the complete shards of a folder."""
-    return sorted(p.name for p in folder.glob("*.safetensors"))
+def shard_names(directory: Path) -> list[str]:
+    """Names of the complete shards of a directory."""
+    return sorted(p.name for p in directory.glob("*.safetensors"))
 
 
 def epoch_batches(
-    folder: Path, names: list[str], seed: int, epoch: int, limit: int
+    directory: Path, names: list[str], seed: int, epoch: int, limit: int
 ) -> list[list[tuple[str, int]]]:
     """The epoch's batches of training chats, each a list of (shard, index).
 
@@ -80,8 +80,8 @@ def epoch_batches(
     chats = [
         (name, i, length)
         for name in names
-        for i, length in enumerate(shard(folder / name).lengths)
-        if not shard(folder / name).held_out[i]
+        for i, length in enumerate(shard(directory / name).lengths)
+        if not shard(directory / name).held_out[i]
     ]
     order = random.Random(seed * 1_000_003 + epoch)
     order.shuffle(chats)
@@ -94,16 +94,16 @@ def epoch_batches(
     return batches
 
 
-def read_batch(folder: Path, chats: list[tuple[str, int]]) -> Batch:
+def read_batch(directory: Path, chats: list[tuple[str, int]]) -> Batch:
     """The target states of a batch."""
-    return collate([shard(folder / name).chat(i) for name, i in chats])
+    return collate([shard(directory / name).chat(i) for name, i in chats])
 
 
-def held_out_chats(folder: Path, names: list[str]) -> list[Features]:
+def held_out_chats(directory: Path, names: list[str]) -> list[Features]:
     """Chats that are never trained on."""
     return [
-        shard(folder / name).chat(i)
+        shard(directory / name).chat(i)
         for name in names
-        for i, held in enumerate(shard(folder / name).held_out)
+        for i, held in enumerate(shard(directory / name).held_out)
         if held
     ]

@@ -71,7 +71,7 @@ def converse(target: Path, count: int, seed: int, dtype: str) -> list[Chat]:
     """Lets the target write `count` questions and answer those that come to an end.
 
     Args:
-        target: Folder of a chat model with its tokenizer.
+        target: Directory of a chat model with its tokenizer.
         count: Questions.
         seed: Of vLLM's sampling; another seed gives other chats.
         dtype: Of the engine.
@@ -120,15 +120,17 @@ def main() -> None:
     from benchmarks.models.eagle3.features import WORK
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", type=Path, help="folder of a chat model; SmolLM2 if left out")
-    parser.add_argument("--work", type=Path, default=WORK, help="folder that gets chats/")
+    parser.add_argument(
+        "--target", type=Path, help="directory of a chat model; SmolLM2 if left out"
+    )
+    parser.add_argument("--work", type=Path, default=WORK, help="directory that gets chats/")
     parser.add_argument("--count", type=int, default=1024, help="questions")
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16 or float32")
     args = parser.parse_args()
-    folder = args.work / "chats"
-    seed = len(list(folder.glob("*.jsonl.gz")))
+    directory = args.work / "chats"
+    seed = len(list(directory.glob("*.jsonl.gz")))
     chats = converse(args.target or smollm2(), args.count, seed, args.dtype)
-    path = folder / f"written{seed:03d}.jsonl.gz"
+    path = directory / f"written{seed:03d}.jsonl.gz"
     write_chats(path, chats)
     print(f"{path}: {len(chats)} chats, {sum(len(c.answer) for c in chats)} answer tokens")
 

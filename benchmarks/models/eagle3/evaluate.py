@@ -110,10 +110,12 @@ def plot_curve(path: Path) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", type=Path, help="transformers folder; SmolLM2 if left out")
-    parser.add_argument("--work", type=Path, default=WORK, help="folder of shards and curve")
+    parser.add_argument("--target", type=Path, help="transformers directory; SmolLM2 if left out")
+    parser.add_argument("--work", type=Path, default=WORK, help="directory of shards and curve")
     parser.add_argument("--head", type=Path, default=HEAD, help="head to judge")
-    parser.add_argument("--output", type=Path, default=HEAD, help="folder of the CSVs and the PNG")
+    parser.add_argument(
+        "--output", type=Path, default=HEAD, help="directory of the CSVs and the PNG"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     names = shard_names(args.work / "features")

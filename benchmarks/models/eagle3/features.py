@@ -173,8 +173,8 @@ class Shard:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", type=Path, help="transformers folder; SmolLM2 if left out")
-    parser.add_argument("--work", type=Path, default=WORK, help="folder of chats and shards")
+    parser.add_argument("--target", type=Path, help="transformers directory; SmolLM2 if left out")
+    parser.add_argument("--work", type=Path, default=WORK, help="directory of chats and shards")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(args.target or smollm2(), dtype=torch.bfloat16)

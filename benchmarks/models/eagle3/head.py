@@ -203,12 +203,12 @@ class Head(nn.Module):
         return outputs
 
 
-def save_head(head: Head, folder: Path) -> None:
+def save_head(head: Head, directory: Path) -> None:
     """Writes the head in bfloat16 as vLLM's `LlamaForCausalLMEagle3` checkpoint.
 
     It holds no embedding: vLLM then shares the target's.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     shape = asdict(head.shape)
     layers = list(shape.pop("layers"))
     theta = shape.pop("rope_theta")
@@ -234,21 +234,21 @@ def save_head(head: Head, folder: Path) -> None:
     }
     weights = {k: v.detach().bfloat16().contiguous() for k, v in head.state_dict().items()}
     weights["d2t"] = head.draft_tokens - torch.arange(len(head.draft_tokens))
-    save_file(weights, folder / "model.safetensors.partial", metadata={"format": "pt"})
-    (folder / "model.safetensors.partial").replace(folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(weights, directory / "model.safetensors.partial", metadata={"format": "pt"})
+    (directory / "model.safetensors.partial").replace(directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def load_head(folder: Path) -> Head:
+def load_head(directory: Path) -> Head:
     """Reads what `save_head` wrote, in float32."""
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((directory / "config.json").read_text())
     names = Shape.__dataclass_fields__
     shape = Shape(
         **{k: config[k] for k in names if k not in ("layers", "rope_theta")},
         layers=tuple(config["eagle_aux_hidden_state_layer_ids"]),
         rope_theta=config["rope_parameters"]["rope_theta"],
     )
-    weights = load_file(folder / "model.safetensors")
+    weights = load_file(directory / "model.safetensors")
     d2t = weights.pop("d2t")
     head = Head(shape, d2t + torch.arange(len(d2t)))
     head.load_state_dict({k: v.float() for k, v in weights.items()})

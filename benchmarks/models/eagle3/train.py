@@ -200,20 +200,20 @@ class Training:
         return place
 
 
-def choose_draft_tokens(folder: Path, names: list[str], size: int) -> Tensor:
+def choose_draft_tokens(directory: Path, names: list[str], size: int) -> Tensor:
     """The tokens that the target gives most probability over all answers; ascending ids.
 
     Expected counts see the many rare tokens that a small sample of texts does not hold.
     """
-    mass = torch.stack([shard(folder / n).mass for n in names]).sum(0)
+    mass = torch.stack([shard(directory / n).mass for n in names]).sum(0)
     return mass.topk(size).indices.sort().values
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", type=Path, help="transformers folder; SmolLM2 if left out")
-    parser.add_argument("--work", type=Path, default=WORK, help="folder of shards and states")
+    parser.add_argument("--target", type=Path, help="transformers directory; SmolLM2 if left out")
+    parser.add_argument("--work", type=Path, default=WORK, help="directory of shards and states")
     parser.add_argument("--steps", type=int, default=100_000, help="optimizer steps in all")
     parser.add_argument("--evaluate-every", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=25)
