@@ -9,9 +9,12 @@ import functools
 import gc
 import importlib
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.errors import UserError
@@ -19,22 +22,11 @@ from vllm_hsd.worker_process import WorkerProcess
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
-PRELOAD = [
-    "vllm.entrypoints.llm",
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.model_executor.models.llama",
-    "compressed_tensors",
-    "vllm_hsd.runner_v1.proposer",
-    "vllm_hsd.runner_v1.spec_config",
-    "vllm_hsd.runner_v1.stock_drafters",
-]
 ENGINE_DEFAULTS = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -42,7 +34,7 @@ ENGINE_DEFAULTS = {
     "skip_tokenizer_init": True,
     "disable_log_stats": False,
     "seed": 0,
-    # Zeroing vLLM's default of 1 GiB takes longer than loading a tiny model.
+    # Zeroing 1 GiB takes longer than loading a tiny model.
     "kv_cache_memory_bytes": 64 << 20,
 }
 LOG_CHARACTERS = 6000
@@ -85,7 +77,11 @@ def in_process(work, arguments: dict, patch: str | None = None, env: dict | None
 
 def forked(env: dict | None = None) -> dict:
     """Options of `WorkerProcess` for a process of the server that has imported vLLM."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["support.preloaded"])
+    paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))
+    # The server finds `support` by this variable only.
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths))):
+        forkserver.ensure_running()
     return {"start_method": "forkserver", "environment": {**ENVIRONMENT, **(env or {})}}
 
 
@@ -106,8 +102,8 @@ def _options(patch: str | None, env: dict | None) -> Iterator[dict]:
 
 
 def _prepare(patch: str | None) -> None:
-    # vLLM collects garbage nine times at start-up; most of that time goes to imported modules.
-    gc.freeze()
+    # vLLM unfreezes and collects all objects at the end of an engine, which is that of its process.
+    gc.unfreeze = lambda: None
     if patch:
         module, function = patch.split(":")
         getattr(importlib.import_module(module), function)()

@@ -1,0 +1,41 @@
+"""Imported by the fork server: what every engine's process needs, done once."""
+
+import gc
+import importlib
+import warnings
+
+from vllm.platforms import current_platform
+
+# With what vLLM imports while an engine starts.
+MODULES = (
+    "compressed_tensors",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.layers.fused_moe.oracle.nvfp4",
+    "vllm.model_executor.layers.quantization.compressed_tensors.utils",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.models.llama",
+    "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm_hsd.runner_v1.proposer",
+    "vllm_hsd.runner_v1.replacements",
+    "vllm_hsd.runner_v1.spec_config",
+    "vllm_hsd.runner_v1.stock_config",
+    "vllm_hsd.runner_v1.stock_drafters",
+)
+
+for module in MODULES:
+    importlib.import_module(module)
+
+if current_platform.is_cpu():
+    # C++ in the place of Triton kernels: half a second of looking through all modules.
+    with warnings.catch_warnings(action="ignore"):
+        current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+# vLLM collects garbage nine times at start-up; most of that time would go to imported modules.
+gc.freeze()
