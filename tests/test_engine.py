@@ -116,10 +116,17 @@ def test_one_engine_measures_generations_and_selects_levels(family, tmp_path):
     assert one.levels[0]["forwards"] == lowest.levels[1]["forwards"] == 0
 
 
-def test_text_arrives_while_it_is_generated(text_family, tmp_path):
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(forked, id="forked"),
+        pytest.param(dict, id="spawned", marks=pytest.mark.slow),
+    ],
+)
+def test_text_arrives_while_it_is_generated(text_family, tmp_path, start):
     arguments = {**ENGINE, "model": text_family.target, "skip_tokenizer_init": False}
     pieces: list[tuple[int, str]] = []
-    with EngineProcess(arguments, log=tmp_path / "log") as engine:
+    with EngineProcess(arguments, log=tmp_path / "log", **start()) as engine:
         params = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
         found = engine.generate(["ab", "cd"], params, lambda i, text: pieces.append((i, text)))
         # The pipe holds nothing else afterwards.

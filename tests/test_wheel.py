@@ -1,6 +1,6 @@
 """The wheel by itself: installed into a new environment and used outside the checkout."""
 
-import json
+import functools
 import os
 import shutil
 import subprocess
@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.bench_check import check_bench
 
 import vllm_hsd
 
@@ -80,35 +81,7 @@ def test_version_and_doctor_work_without_the_checkout(installed):
     assert "Method 'hsd' can run here (0 problems)." in installed("vllm-hsd", "doctor")
 
 
+@pytest.mark.slow
 def test_bench_works_without_the_checkout(installed, text_family, tmp_path):
-    cascade = {
-        "method": "hsd",
-        "num_speculative_tokens": 4,
-        "levels": [{"model": text_family.small, "num_tokens": 2}, {"model": text_family.mid}],
-    }
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"turns": ["def f(", "later"]}\n{"prompt": "import "}\n')
-    engine_args = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26}
-    options = {
-        "--model": text_family.target,
-        "--speculative-config": json.dumps(cascade),
-        "--prompts": prompts,
-        "--batch-sizes": 2,
-        "--max-tokens": 8,
-        "--num-prompts": 2,
-        "--rounds": 2,
-        "--dtype": "float32",
-        "--engine-args": json.dumps(engine_args),
-        "--output": tmp_path,
-    }
-    printed = installed("vllm-hsd", "bench", *(part for pair in options.items() for part in pair))
-    assert "no chat template" in printed and "small 2, mid 4" in printed
-    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
-    assert len(rows) == 2 * 2 and (tmp_path / "bench.csv").exists()
-    for row in rows:
-        assert row["greedy_differences"] == (0 if row["temperature"] == 0 else None)
-        assert 0 < row["speedup_low"] <= row["speedup"] <= row["speedup_high"]
-        assert row["tokens_per_second"] > 0 and row["ttft_ms"] > 0 and row["tpot_ms"] > 0
-        assert 1 <= row["tokens_per_step"] <= 5
-        assert len(row["acceptance"]) == (2 if row["config"] else 0)
-        assert all(0 < rate <= 1 for rate in row["acceptance"])
+    """In the checkout: `cli/test_bench.py`."""
+    check_bench(functools.partial(installed, "vllm-hsd"), text_family, tmp_path)

@@ -1,4 +1,4 @@
-"""`vllm-hsd bench`: arguments, order of runs, figures and files; `test_wheel` runs engines."""
+"""`vllm-hsd bench`: arguments, order of runs, figures and files; a short run with engines."""
 
 import csv
 import dataclasses
@@ -9,6 +9,7 @@ import sys
 from typing import Any, ClassVar
 
 import pytest
+from support.bench_check import check_bench
 from support.engines import forked
 
 from vllm_hsd.cli import bench, bench_report, bench_runs, greedy
@@ -333,6 +334,19 @@ def test_a_bad_configuration_ends_bench_before_it_measures(
     captured = capsys.readouterr()
     assert status == 2 and "--speculative-config number 2: " in captured.err
     assert "levelz" in captured.err and "loading" not in captured.err and not captured.out
+
+
+def test_a_cascade_is_compared_with_no_speculation(text_family, tmp_path, capsys, monkeypatch):
+    """The whole command, whose engines a user's machine spawns; `test_wheel` does (slow)."""
+    monkeypatch.setattr(bench, "WorkerProcess", functools.partial(WorkerProcess, **forked()))
+    engine = functools.partial(EngineProcess, **forked())
+    monkeypatch.setattr(bench_runs, "EngineProcess", engine)
+
+    def vllm_hsd(*arguments):
+        assert cli.main(list(arguments)) == 0
+        return capsys.readouterr().out
+
+    check_bench(vllm_hsd, text_family, tmp_path)
 
 
 def test_gaps_come_from_the_target_itself(text_family, tmp_path):

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 from support.engines import in_process
@@ -20,19 +21,39 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.runner_v1 import hooks
 
 
-def run_doctor(*arguments: str, **environment: str) -> tuple[int, list[str]]:
-    """Exit status and printed lines of `vllm-hsd doctor`, in a process of its own."""
-    return in_process(doctor_here, {"arguments": arguments}, env=environment)
+def doctor_here(runs: dict[str, tuple[tuple[str, ...], dict[str, str]]]) -> dict:
+    """Name -> (exit status, printed lines) of `vllm-hsd doctor` with arguments and environment."""
+    found = {}
+    for name, (arguments, environment) in runs.items():
+        with (
+            mock.patch.dict(os.environ, environment),
+            contextlib.redirect_stdout(io.StringIO()) as printed,
+        ):
+            status = cli.main(["doctor", *arguments])
+        found[name] = status, printed.getvalue().splitlines()
+        # Once in a process is enough.
+        doctor._bfloat16_status = lambda: 0
+    return found
 
 
-def doctor_here(arguments: tuple[str, ...]) -> tuple[int, list[str]]:
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        status = cli.main(["doctor", *arguments])
-    return status, printed.getvalue().splitlines()
+@pytest.fixture(scope="module")
+def doctor_runs(family) -> dict[str, tuple[int, list[str]]]:
+    """In a process of their own: in this one, tests have replaced functions of vLLM."""
+    cascade = {"method": "hsd", "num_speculative_tokens": 4, "levels": [{"model": family.mid}]}
+    configuration = (
+        "--verbose", "--model", family.target, "--speculative-config", json.dumps(cascade),
+        "--", "--skip-tokenizer-init", "--max-model-len", "64",
+    )  # fmt: skip
+    runs = {
+        "here": ((), {}),
+        "left out": ((), {"VLLM_PLUGINS": "other", "VLLM_USE_V2_MODEL_RUNNER": "1"}),
+        "configuration": (configuration, {}),
+    }
+    return in_process(doctor_here, {"runs": runs})
 
 
-def test_doctor_passes_here_with_one_line_about_vllm_names():
-    status, lines = run_doctor()
+def test_doctor_passes_here_with_one_line_about_vllm_names(doctor_runs):
+    status, lines = doctor_runs["here"]
     assert status == 0, lines
     for name in ("Python", "torch", "transformers", "vllm", "device:", "runner:"):
         assert any(line.startswith("ok") and name in line for line in lines), name
@@ -43,12 +64,8 @@ def test_doctor_passes_here_with_one_line_about_vllm_names():
     assert lines[-1] == "Method 'hsd' can run here (0 problems)."
 
 
-def test_doctor_lists_every_name_and_checks_a_configuration(family):
-    cascade = {"method": "hsd", "num_speculative_tokens": 4, "levels": [{"model": family.mid}]}
-    status, lines = run_doctor(
-        "--verbose", "--model", family.target, "--speculative-config", json.dumps(cascade),
-        "--", "--skip-tokenizer-init", "--max-model-len", "64",
-    )  # fmt: skip
+def test_doctor_lists_every_name_and_checks_a_configuration(doctor_runs):
+    status, lines = doctor_runs["configuration"]
     assert status == 0, lines
     assert any("configuration is valid, on vLLM's V1 runner" in line for line in lines)
     hooks.load()
@@ -83,9 +100,10 @@ def test_doctor_lists_every_name_and_checks_a_configuration(family):
     ],
 )
 def test_doctor_refuses_a_configuration_in_one_sentence(
-    family, configuration, arguments, words, capsys
+    family, configuration, arguments, words, capsys, monkeypatch
 ):
     """In this process: nothing but configuration classes is made."""
+    monkeypatch.setattr(doctor, "_bfloat16_status", lambda: 0)
     status = cli.main(
         ["doctor", "--model", family.target, "--speculative-config", json.dumps(configuration),
          "--", "--skip-tokenizer-init", *arguments]
@@ -101,8 +119,8 @@ def test_doctor_checks_a_configuration_only_for_a_target(capsys):
     assert "add --model" in capsys.readouterr().err
 
 
-def test_doctor_fails_where_vllm_would_not_load_the_plugin():
-    status, lines = run_doctor(VLLM_PLUGINS="other", VLLM_USE_V2_MODEL_RUNNER="1")
+def test_doctor_fails_where_vllm_would_not_load_the_plugin(doctor_runs):
+    status, lines = doctor_runs["left out"]
     assert status == 1
     (problem,) = [line for line in lines if line.startswith("problem")]
     assert "VLLM_PLUGINS" in problem

@@ -9,7 +9,7 @@ import random
 import pytest
 from support import recorded_drafts
 from support.eagle3_head import TorchHead, write_eagle3_head
-from support.engines import run_engine
+from support.engines import forked, run_engine
 from support.sampling_cases import CASES, SIGNIFICANCE, outputs_by_case, p_values, sampling_job
 
 from vllm_hsd.engine import EngineProcess
@@ -203,7 +203,8 @@ def test_a_request_whose_prefix_the_head_has_not_read_gets_no_drafts(
     arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256}
     arguments |= {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 26}
     counts = {}
-    with EngineProcess({**engine, **arguments, **hsd(*levels)}, log=tmp_path / "log") as process:
+    log = tmp_path / "log"
+    with EngineProcess({**engine, **arguments, **hsd(*levels)}, log=log, **forked()) as process:
         for name, chosen in {"unread": [1], "read again": [0, 1]}.items():
             process.select_levels(chosen, [2, TOKENS][-len(chosen) :])
             run = process.generate(SHARED, GREEDY)
@@ -212,4 +213,4 @@ def test_a_request_whose_prefix_the_head_has_not_read_gets_no_drafts(
                 assert ids == wanted[0]["ids"]
     assert counts["read again"][0]["sat_out"] == len(SHARED)
     assert counts["read again"][0]["drafted"] == 0
-    assert "states of these tokens are gone" in (tmp_path / "log").read_text()
+    assert "states of these tokens are gone" in log.read_text()
