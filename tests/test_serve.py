@@ -18,7 +18,12 @@ from support.soak_servers import CROWDED, three_levels, write_table
 def server(text_family, tmp_path_factory):
     directory = tmp_path_factory.mktemp("server")
     cascade = three_levels(text_family, write_table(directory / "table.npz"))
-    with running_server(text_family.target, directory, cascade, CROWDED) as server:
+    # One process serves, one runs engine and model, as on one GPU; on a CPU vLLM's default is a
+    # third one, for the model, which the slow soaks have.
+    together = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with running_server(
+        text_family.target, directory, cascade, CROWDED, environment=together
+    ) as server:
         yield server
 
 
@@ -101,10 +106,10 @@ def test_log_line(server):
 @pytest.mark.timeout(900)
 def test_a_short_soak(server, text_family):
     """Everything that a client may ask for: nothing lost, wrong, hung or left."""
-    report = soak(server, answered_catalog(text_family.target), seconds=0, at_least=200)
+    report = soak(server, answered_catalog(text_family.target), seconds=0, at_least=120)
     print(report)
     assert_clean(report)
-    assert report.outcomes["finished"] > 100
+    assert report.outcomes["finished"] > 60
     assert report.outcomes["aborted"] > 0 and report.outcomes["refused"] > 0
     assert report.preemptions > 0
 

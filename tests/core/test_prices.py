@@ -4,6 +4,8 @@ Times are counted by the simulation, so no test depends on the clock. Fixed seed
 the noise of these numbers of steps.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 from support.simulated_sources import LENGTH, Serving
@@ -42,9 +44,17 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 16])
-@pytest.mark.parametrize("target", [memory_bound, cpu, compute_bound])
-@pytest.mark.parametrize("mix", MIXES)
+# Hundreds of steps of one request each: one of three machines in the fast form.
+STRONG_ALONE = [("strong drafter", target, 1) for target in (memory_bound, compute_bound)]
+
+
+@pytest.mark.parametrize(
+    ("mix", "target", "size"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow) if case in STRONG_ALONE else case
+        for case in itertools.product(MIXES, (memory_bound, cpu, compute_bound), (1, 16))
+    ],
+)
 def test_a_mix_is_never_slower_than_no_drafts_nor_than_its_best_source(mix, target, size):
     lookups, (rate, cost) = MIXES[mix]
     drafter = rate, cost * target(1)

@@ -149,6 +149,7 @@ VARIANTS = {
     "both": ("model, model", [("entropy", None), ("fixed", 1)]),
     "three stages": ("model, model", [("entropy", None), ("entropy", None)]),
 }
+LARGE = ("pre-verify", "three stages")
 
 
 def no_thresholds_yet(num_levels: int, batch: int) -> EntropyThresholds:
@@ -164,20 +165,30 @@ def strict_thresholds(num_levels: int, batch: int) -> EntropyThresholds:
     )
 
 
-@pytest.mark.parametrize("verifier", VERIFIERS)
+# Two levels by the standard rule have the most outcomes: seconds for the fourth token.
+LENGTHS = [
+    (variant, verifier, 3 if verifier == "standard" and variant in LARGE else 4)
+    for variant in VARIANTS
+    for verifier in VERIFIERS
+]
+
+
 @pytest.mark.parametrize(
-    ("variant", "fresh"),
-    [(variant, no_thresholds_yet) for variant in VARIANTS]
-    + [(variant, strict_thresholds) for variant in ("self-verify", "both", "three stages")],
-)
-def test_entropy_based_early_stopping(variant, fresh, verifier):
+    ("variant", "fresh", "verifier", "length"),
+    [(variant, no_thresholds_yet, *rest) for variant, *rest in LENGTHS]
+    + [(variant, strict_thresholds, verifier, 4)
+       for variant in ("self-verify", "both", "three stages") for verifier in VERIFIERS]
+    + [pytest.param(variant, no_thresholds_yet, "standard", 4, marks=pytest.mark.slow)
+       for variant in LARGE],
+)  # fmt: skip
+def test_entropy_based_early_stopping(variant, fresh, verifier, length):
     kinds, rules = VARIANTS[variant]
     options = [
         LevelOptions(length, verifier, max_rounds=rounds, stopping=stopping)
         for length, (stopping, rounds) in zip([2, 3][-len(rules) :], rules, strict=True)
     ]
     with mock.patch.object(EntropyThresholds, "fresh", fresh):
-        assert bias(build(kinds), options, 4, verifier=verifier) < 1e-9
+        assert bias(build(kinds), options, length, verifier=verifier) < 1e-9
 
 
 def test_entropy_based_stopping_shortens_drafts():

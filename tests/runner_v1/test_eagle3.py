@@ -15,22 +15,22 @@ from support.sampling_cases import CASES, SIGNIFICANCE, outputs_by_case, p_value
 from vllm_hsd.engine import EngineProcess
 
 TOKENS = 4
-GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
-PROMPTS = [random.Random(i).choices(range(5), k=4 + 9 * i) for i in range(12)]
+GREEDY = {"temperature": 0, "max_tokens": 32, "ignore_eos": True}
+PROMPTS = [random.Random(i).choices(range(5), k=4 + 12 * i) for i in range(9)]
 # They share 64 tokens, two blocks of the cache.
 SHARED = [[(j * j + j // 7) % 5 for j in range(64)] + [i % 5, i // 5, 3] for i in range(8)]
 
 JOBS = {
     "batch 1": {"prompts": PROMPTS[-1:], "params": GREEDY},
     "batch 4": {"prompts": PROMPTS[:4], "params": GREEDY},
-    "batch 12": {"prompts": PROMPTS, "params": GREEDY},
+    "batch 9": {"prompts": PROMPTS, "params": GREEDY},
     # The first one alone, so that the others find its blocks.
     "first": {"prompts": SHARED[:1], "params": GREEDY},
     "prefix hits": {"prompts": SHARED, "params": GREEDY},
     "joining": {
         "prompts": PROMPTS,
-        "params": [{**GREEDY, "max_tokens": 6 + 3 * i} for i in range(12)],
-        "arrive": [2 * (i // 3) for i in range(12)],
+        "params": [{**GREEDY, "max_tokens": 6 + 3 * i} for i in range(9)],
+        "arrive": [2 * (i // 3) for i in range(9)],
         "abort": {5: 6},
     },
     # Requests of one step share the blocks of one prompt.
@@ -110,7 +110,7 @@ def test_jobs_reach_the_conditions_they_name(speculated):
     preempted = sum(result["counters"]["num_preemptions"] for result in results.values())
     assert (preempted > 0) == name.endswith("few blocks")
     assert results["prefix hits"]["counters"]["prefix_cache_hits"] > 0
-    level = results["batch 12"]["levels"][0]
+    level = results["batch 9"]["levels"][0]
     assert 0.1 < level["accepted"] / level["drafted"] < 0.9
     assert max(map(len, drafts)) >= 250
     assert all(result["levels"][0]["sat_out"] == 0 for result in results.values())
@@ -156,7 +156,7 @@ def test_a_head_that_takes_turns_with_lookups_catches_up_from_kept_states(
     results, drafts = recorded(
         {**engine, **hsd({"first_of": sources})}, tmp_path, "install_with_sources"
     )
-    for job in ("batch 1", "batch 12", "prefix hits", "max_model_len"):
+    for job in ("batch 1", "batch 9", "prefix hits", "max_model_len"):
         assert results[job]["outputs"] == plain[job]["outputs"]
         assert results[job]["levels"][0]["sat_out"] == 0
     # Text repeats sooner or later: lookups draft then, and the head does before.
@@ -174,7 +174,7 @@ def test_an_adaptive_head_catches_up_with_what_it_sat_out(engine, head, plain, r
     """Steps without a draft, alone and in batches, through chunks, prefix hits and preemption."""
     arguments = {**engine, **hsd({"eagle3": head}), **ENGINES["chunked prefill, few blocks"]}
     arguments["speculative_config"]["adaptive"] = True
-    jobs = {name: JOBS[name] for name in ("batch 1", "batch 12", "first", "prefix hits")}
+    jobs = {name: JOBS[name] for name in ("batch 1", "batch 9", "first", "prefix hits")}
     results, drafts = recorded(arguments, tmp_path, "install_in_turns", jobs)
     for job, result in results.items():
         assert result["outputs"] == plain[job]["outputs"]

@@ -4,7 +4,7 @@ import pytest
 from support.engines import run_engine
 from support.tiny_models import EOS
 
-PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(16)]
+PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 12 * i)] for i in range(12)]
 # Some tokens are left before max_model_len, 256.
 FULL = [[(7 * i + j * j) % 60 + 2 for j in range(226 + 5 * i)] for i in range(3)]
 LENGTH = 24
@@ -33,28 +33,28 @@ PROCESSORS = {
 PROCESSED = [(name, prompt) for name in PROCESSORS for prompt in PROMPTS[4:8]]
 
 JOBS = {
-    **{f"batch {n}": {"prompts": PROMPTS[-n:], "params": LONG} for n in (1, 16)},
+    **{f"batch {n}": {"prompts": PROMPTS[-n:], "params": LONG} for n in (1, 12)},
     # Earlier jobs have put every full block of these prompts into the prefix cache.
     "prefix cache": {"prompts": PROMPTS, "params": {**LONG, "max_tokens": 12}},
     "max_model_len": {"prompts": FULL, "params": {**LONG, "max_tokens": 400}},
     "few tokens": {
         "prompts": PROMPTS,
-        "params": [{**LONG, "max_tokens": 1 + i % 4} for i in range(16)],
+        "params": [{**LONG, "max_tokens": 1 + i % 4} for i in range(12)],
     },
     "joining": {
         "prompts": PROMPTS,
-        "params": [{**LONG, "max_tokens": 10 + 3 * i} for i in range(16)],
-        "arrive": [2 * (i // 3) for i in range(16)],
+        "params": [{**LONG, "max_tokens": 10 + 3 * i} for i in range(12)],
+        "arrive": [2 * (i // 3) for i in range(12)],
     },
     "aborted": {
         "prompts": PROMPTS,
         "params": LONG,
-        "arrive": [i % 5 for i in range(16)],
-        "abort": {i: 4 + i for i in range(0, 16, 3)},
+        "arrive": [i % 5 for i in range(12)],
+        "abort": {i: 4 + i for i in range(0, 12, 3)},
     },
     "greedy with sampled": {
         "prompts": PROMPTS,
-        "params": [LONG if i % 2 else {**LONG, "temperature": 1, "seed": i} for i in range(16)],
+        "params": [LONG if i % 2 else {**LONG, "temperature": 1, "seed": i} for i in range(12)],
     },
     "processors": {
         "prompts": [prompt for _, prompt in PROCESSED],
@@ -120,7 +120,7 @@ def finished(result) -> dict[int, dict]:
 def test_same_tokens_as_without_speculation(plain, speculated, job):
     _, results = speculated
     expected, got = finished(plain[job]), finished(results[job])
-    compared = range(1, 16, 2) if job == "greedy with sampled" else range(len(expected))
+    compared = range(1, 12, 2) if job == "greedy with sampled" else range(len(expected))
     for i in compared:
         for key in ("ids", "finish", "stop"):
             assert got[i][key] == expected[i][key], f"request {i}"
@@ -128,10 +128,10 @@ def test_same_tokens_as_without_speculation(plain, speculated, job):
 
 def test_aborted_requests_change_no_other_output(plain, speculated):
     _, results = speculated
-    whole = [out[0]["ids"] for out in plain["batch 16"]["outputs"]]
+    whole = [out[0]["ids"] for out in plain["batch 12"]["outputs"]]
     got = [out[0]["ids"] if out else [] for out in results["aborted"]["outputs"]]
     assert any(0 < len(got[i]) < LENGTH for i in JOBS["aborted"]["abort"])
-    for i in range(16):
+    for i in range(12):
         length = len(got[i]) if i in JOBS["aborted"]["abort"] else LENGTH
         assert got[i] == whole[i][:length], f"request {i}"
 
@@ -156,7 +156,7 @@ def test_jobs_reach_the_conditions_they_name(plain, speculated):
         assert preemptions > 0
     else:
         assert results["prefix cache"]["counters"]["prefix_cache_hits"] > 0
-        levels = results["batch 16"]["levels"]
+        levels = results["batch 12"]["levels"]
         assert all(0.2 < level["accepted"] / level["drafted"] < 0.9 for level in levels)
     processed = finished(plain["processors"])
     by_name = {name: [processed[i] for i, (n, _) in enumerate(PROCESSED) if n == name]
@@ -171,4 +171,4 @@ def test_no_invalid_token_is_drafted(speculated):
     _, results = speculated
     levels = results["few tokens"]["levels"]
     # Requests of one or two tokens draft nothing, of three tokens one, of four at most two and one.
-    assert levels[-1]["drafted"] <= 4 * 1 + 4 * 3
+    assert levels[-1]["drafted"] <= 3 * 1 + 3 * 3

@@ -19,13 +19,14 @@ def model_levels(family, count: int, **keys) -> dict:
     return {"speculative_config": {"method": "hsd", **cascade}}
 
 
+PREEMPTING = "two drafters, few tokens and KV blocks"
 ENGINES = {
     "one drafter, block": lambda family: model_levels(family, 1),
     "one drafter, standard": lambda family: model_levels(family, 1, verifier="standard"),
     "two drafters, block": lambda family: model_levels(family, 2),
     "two drafters, standard": lambda family: model_levels(family, 2, verifier="standard"),
     # The scheduler cuts drafts and preempts requests.
-    "two drafters, few tokens and KV blocks": lambda family: {
+    PREEMPTING: lambda family: {
         **model_levels(family, 2),
         "max_num_seqs": 48,
         "max_num_batched_tokens": 150,
@@ -51,14 +52,14 @@ ENGINES = {
 FAST = (
     "one drafter, block",
     "two drafters, standard",
-    "two drafters, few tokens and KV blocks",
+    PREEMPTING,
     "every kind of level",
 )
 
 
 @pytest.mark.parametrize(
     ("engine", "count"),
-    [(engine, 400) for engine in FAST]
+    [(engine, 150 if engine == PREEMPTING else 400) for engine in FAST]
     + [
         pytest.param(engine, 20000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])
         for engine in ENGINES
@@ -66,7 +67,7 @@ FAST = (
 )
 def test_samples_follow_the_target(small_vocabulary, engine, count):
     arguments = {"model": small_vocabulary.target, **ENGINES[engine](small_vocabulary)}
-    preempting = engine.endswith("KV blocks")
+    preempting = engine == PREEMPTING
     cases = LONG_CASES if preempting else CASES
     result = run_engine(arguments, {"sampled": sampling_job(cases, count)})["sampled"]
     for level in result["levels"]:
