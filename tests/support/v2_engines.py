@@ -53,7 +53,7 @@ def p_values(
     prompt: list[int],
     cases: dict[str, dict],
     *,
-    count: int = 400,
+    count: int = 300,
     patch: str | None = None,
 ) -> dict[str, float]:
     """Case -> chi-square p-value of three sampled tokens against their joint distribution.
