@@ -85,11 +85,11 @@ def exact(text_family) -> dict[str, dict[tuple[int, ...], float]]:
 
 
 @pytest.mark.parametrize(
-    "count", [400, pytest.param(2500, marks=[pytest.mark.slow, pytest.mark.timeout(9000)])]
+    "count", [150, pytest.param(2500, marks=[pytest.mark.slow, pytest.mark.timeout(9000)])]
 )
 def test_crowded_samples_follow_the_target(text_family, exact, count):
     outputs, result = sample(text_family, count, list(PARAMS))
-    assert result["counters"]["num_preemptions"] > 10
+    assert result["counters"]["num_preemptions"] > 5
     for kind in PARAMS:
         assert chi_square_p_value(outputs[kind], exact[kind]) > SIGNIFICANCE, kind
 

@@ -105,7 +105,15 @@ def size(request) -> int:
     return request.param
 
 
-@pytest.fixture(scope="module", params=["two models", "bigram, two models, horizontal", STOCK])
+# The levels of the slow one are also in the next.
+CONFIGURATIONS = [
+    pytest.param("two models", marks=pytest.mark.slow),
+    "bigram, two models, horizontal",
+    STOCK,
+]
+
+
+@pytest.fixture(scope="module", params=CONFIGURATIONS)
 def speculated(request, size, text_family, tmp_path_factory) -> Answers:
     """First the good requests alone, then with each group, then everything at once."""
     config = speculation(request.param, text_family, tmp_path_factory.mktemp("tables"))
