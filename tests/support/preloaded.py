@@ -1,5 +1,6 @@
 """Imported by the fork server: what every engine's process needs, done once."""
 
+import contextlib
 import gc
 import importlib
 import warnings
@@ -29,7 +30,9 @@ MODULES = (
 )
 
 for module in MODULES:
-    importlib.import_module(module)
+    # Releases differ in their modules.
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module(module)
 
 if current_platform.is_cpu():
     # C++ in the place of Triton kernels: half a second of looking through all modules.
