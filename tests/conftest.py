@@ -10,14 +10,21 @@ os.environ.update(engines.ENVIRONMENT)
 # The longest first, then all other files that start engines: parallel runs end together.
 LONGEST = (
     "test_serve.py",
+    "test_cascade_exact.py",
     "test_level_kinds.py",
     "test_wheel.py",
     "test_greedy_equality.py",
     "test_odd_requests.py",
-    "test_damaged_drafters.py",
-    "test_crowded_distribution.py",
+    "test_verify.py",
+    "test_eagle3.py",
     "test_stop_strings_and_grammars.py",
     "test_sampled_distribution.py",
+    "test_adaptive.py",
+    "test_prices.py",
+    "test_damaged_drafters.py",
+    "test_documented_configurations.py",
+    "test_seeds.py",
+    "test_crowded_distribution.py",
 )
 WITH_ENGINES = ("runner_v1", "robustness", "cli", "test_engine.py")
 

@@ -26,6 +26,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    # vLLM compiles one function of its log-probabilities even if eager: a second for each engine.
+    "TORCHDYNAMO_DISABLE": "1",
 }
 ENGINE_DEFAULTS = {
     "dtype": "float32",

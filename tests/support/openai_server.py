@@ -78,6 +78,7 @@ class OpenAIServer:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_LOG_STATS_INTERVAL": "1",
+            "TORCHDYNAMO_DISABLE": str(int(options["enforce-eager"] is True)),
             **(environment or {}),
         }
         if plugin:
