@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from vllm_hsd.core.bigram import count_bigrams, write_bigram
 from vllm_hsd.core.exit_head import ExitHead, write_exit_head
+from vllm_hsd.core.exit_head_training import plain_exit_head
 from vllm_hsd.core.suffix_store import collect_texts, write_store
 
 
@@ -47,9 +48,7 @@ def write_level_files(
 
 def target_head(model: str, layer: int) -> ExitHead:
     """The target's own norm and output head, as an exit head of a layer."""
-    loaded = AutoModelForCausalLM.from_pretrained(model)
-    norm = loaded.model.norm
-    return ExitHead(layer, norm.weight.data, loaded.lm_head.weight.data, norm.variance_epsilon)
+    return plain_exit_head(AutoModelForCausalLM.from_pretrained(model), layer)
 
 
 def cascade(*levels: dict, **keys) -> dict:
