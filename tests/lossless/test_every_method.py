@@ -119,6 +119,14 @@ def test_a_cascade_with_every_kind_of_level_passes(models, verify, name):
     assert_passed(*verify(own.family.target, config, *PASSES))
 
 
+def test_the_model_as_its_own_drafter_loses_nothing(models, verify):
+    config = cascade(*LEVELS["models"](models[False]))["speculative_config"]
+    options = ("--temperatures", "0.7,1", "--tokens", "2048", "--equal-drafter")
+    status, found = verify(models[False].family.target, config, *options)
+    assert status == 0 and found["equal_drafter"]["passed"]
+    assert found["equal_drafter"]["drafted"] > 1000
+
+
 @pytest.mark.parametrize("name", marked(STOCK))
 def test_a_stock_method_passes_when_hosted(models, verify, name):
     target, config = stock(name, models)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import transformers
 from support.architectures import ARCHITECTURES, COMMON, write_models
-from support.engines import ENGINE_DEFAULTS, forked, run_engine
+from support.engines import ENGINE_DEFAULTS, forked, in_process, run_engine
 from support.level_files import cascade
 
 import vllm_hsd
@@ -101,12 +101,30 @@ def test_sampled_text_follows_the_target(models):
     assert not sampled.failures(sampled.checks(settings, texts, ranges, "float32", 0))
 
 
+def targets_of_heads(names: list[str]) -> dict[str, bool]:
+    from vllm.model_executor.models.interfaces import supports_eagle3
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    known = ModelRegistry.models
+    return {name: supports_eagle3(known[name].load_model_cls()) for name in names}
+
+
+@pytest.mark.slow
+def test_the_documented_targets_give_states_to_eagle3_heads():
+    found = in_process(targets_of_heads, {"names": [architecture(n) for n in ARCHITECTURES]})
+    rows = re.findall(r"^\| `(\w+)` \| yes \| \w+ \| (yes|no)", table(), re.MULTILINE)
+    assert dict(rows) == {name: "yes" if gives else "no" for name, gives in found.items()}
+
+
+def table() -> str:
+    return (Path(vllm_hsd.__file__).parents[1] / "docs" / "models.md").read_text()
+
+
 def test_every_architecture_with_exits_is_tested_and_documented():
     assert {architecture(name) for name in ARCHITECTURES} >= set(EXIT_ARCHITECTURES)
     for name in EXIT_ARCHITECTURES:
         assert hasattr(transformers, name)
-    table = (Path(vllm_hsd.__file__).parents[1] / "docs" / "models.md").read_text()
-    rows = dict(re.findall(r"^\| `(\w+)` \| yes \| (yes|no)", table, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(\w+)` \| yes \| (yes|no)", table(), re.MULTILINE))
     assert rows == {
         architecture(name): "yes" if architecture(name) in EXIT_ARCHITECTURES else "no"
         for name in ARCHITECTURES

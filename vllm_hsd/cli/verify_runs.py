@@ -151,7 +151,7 @@ def run(verification: Verification) -> Outcome:
         seconds["no speculation"] = time.perf_counter() - began
     equal = None
     if verification.equal_drafter:
-        equal = _equal_drafter(comparison, arguments, prompts, settings)
+        equal = _equal_drafter(verification, arguments, prompts)
     return Outcome(
         verification,
         bench.describe(comparison, setup),
@@ -180,18 +180,16 @@ def equal_drafter_config(config: dict[str, Any], model: str) -> dict[str, Any]:
 
 
 def _equal_drafter(
-    comparison: Comparison,
-    arguments: dict[str, Any],
-    prompts: list[list[int]],
-    settings: list[Setting],
+    verification: Verification, arguments: dict[str, Any], prompts: list[list[int]]
 ) -> tuple[int, int]:
-    """(drafted, accepted) tokens of one batch."""
+    """(drafted, accepted) tokens of one batch at most."""
+    comparison = verification.comparison
     config = comparison.configs[1]
     assert config is not None
     config = equal_drafter_config(config, comparison.model)
     with _loaded(comparison, "equal drafter", arguments | {"speculative_config": config}) as engine:
-        settings = settings or [Setting(1.0)]
-        count = BATCH_SIZE * ANSWER_TOKENS // len(settings)
+        settings = verification.settings or [Setting(1.0)]
+        count = min(verification.num_tokens, BATCH_SIZE * ANSWER_TOKENS // len(settings))
         plan = sampled.planned(prompts, settings, count, ANSWER_TOKENS)
         texts = sampled.generate(engine, plan, BATCH_SIZE, progress)
     return texts.drafted, texts.accepted

@@ -43,6 +43,7 @@ class Setting:
     def name(self) -> str:
         parts = [f"temperature {self.temperature:g}"]
         parts += [f"{key.replace('_', '-')} {value}" for key, value in self.others.items()]
+        # Of what is long, a grammar for example, the key only.
         return ", ".join(part if len(part) < 20 else part.split()[0] for part in parts)
 
 
@@ -57,7 +58,6 @@ class Texts:
         token_ids: its answer.
         step_lengths: tokens of every step of the answer.
         drafted, accepted: draft tokens of all requests.
-        seconds: of generation.
     """
 
     prompts: list[Sequence[int]] = field(default_factory=list)
@@ -67,7 +67,6 @@ class Texts:
     step_lengths: list[list[int]] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
-    seconds: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +113,6 @@ def generate(
         texts.step_lengths += found.step_lengths
         texts.drafted += found.drafted
         texts.accepted += found.accepted
-        texts.seconds += found.seconds
         progress(f"sampled {texts.num_tokens} of {total} tokens")
     return texts
 
