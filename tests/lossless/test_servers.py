@@ -71,12 +71,12 @@ def test_real_servers(text_family, tmp_path, capsys):
         for name, plugin in plugins.items():
             target, directory = text_family.target, new(tmp_path / name)
             with running_server(target, directory, cascade, plugin=plugin) as server:
-                options = ("--temperatures", "0,0.7,1", "--top-p", "0.9,1", "--tokens", "4096")
+                options = ("--temperatures", "0,1", "--top-p", "0.9,1", "--tokens", "4096")
                 output = new(tmp_path / f"{name}-results")
                 statuses[name] = verify(output, server.url, plain.url, *options)
                 found[name] = json.loads((output / "verify.json").read_text())
     assert statuses == {"sound": 0, "biased": 1}, capsys.readouterr().out
-    assert found["sound"]["sampled"]["tokens"] == 4 * 4096
+    assert found["sound"]["sampled"]["tokens"] == 2 * 4096
     assert found["sound"]["greedy"]["passed"] and found["biased"]["greedy"]["passed"]
     assert not found["biased"]["lossless"]
 
