@@ -44,6 +44,8 @@ _OFTEN_ZERO = ("forward_seconds", "sat_out", "requested", "empty", "seconds")
 
 # Of a step's output: pickled to the scheduler with it, unknown to vLLM.
 ATTRIBUTE = "hsd_level_stats"
+# Of a scheduler: a function that is told of every step that has ended.
+STEP_ENDED = "hsd_step_ended"
 
 _METRICS = "vllm.v1.spec_decode.metrics"
 _SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
@@ -157,11 +159,13 @@ def widen_statistics() -> None:
 @REGISTRY.replaces(
     f"{_SCHEDULER}.update_from_output",
     ("self", "scheduler_output", "model_runner_output"),
-    why="keeps the counts per level that come with a step's output",
+    why="keeps the counts per level of a step's output, and tells what learns from steps",
     until=_UNTIL,
     issue=NONE_FILED,
 )
 def update_from_output(original, self, scheduler_output, model_runner_output):
+    if (step_ended := getattr(self, STEP_ENDED, None)) is not None:
+        step_ended(scheduler_output, model_runner_output)
     levels = getattr(model_runner_output, ATTRIBUTE, None)
     if levels is not None:
         _totals(self).add(levels)

@@ -127,6 +127,25 @@ def test_large_batches_draft_nothing(family):
     assert top["accepted"] + top["rounds"] < sum(map(len, ids(plain))) - 8
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("forced", [False, True], ids=["learned", "forced"])
+def test_a_batch_that_drafts_now_and_then_loses_nothing(forced, family, crowded_plain):
+    """`adaptive`: the scheduler asks for drafts or for none, by what was faster or at random."""
+    from support.v2_engines import run_engine
+
+    speculative = {**configuration("two models", family), "adaptive": True}
+    results = run_engine(
+        {"model": family.target, **CROWDED, "speculative_config": speculative},
+        CROWDED_JOBS,
+        patch="support.adversarial_depth:install_for_batches" if forced else None,
+    )
+    for job, expected in crowded_plain.items():
+        assert ids(results[job]) == expected, job
+    accepted = results["preempted"]["levels"][-1]["accepted"]
+    assert accepted == results["preempted"]["counters"]["spec_decode_num_accepted_tokens"]
+    assert accepted > 0 or not forced
+
+
 PROMPT = [2, 3, 0, 1]
 
 

@@ -147,7 +147,6 @@ def test_what_the_v2_runner_refuses(family, v2, keys, message):
     ("keys", "message"),
     [
         ({"horizontal_tokens": 1}, "horizontal_tokens is 1, but vLLM's V2 runner"),
-        ({"adaptive": True}, "adaptive does not run on vLLM's V2 runner"),
         ({"levels": [{"suffix": {}}]}, r"levels\[0\].suffix does not run on vLLM's V2"),
         ({"levels": [{"eagle3": "a"}]}, r"levels\[0\].eagle3 does not run on vLLM's V2"),
         ({"levels": [{"first_of": [{"ngram": {}}]}]}, r"levels\[0\].first_of does not run on"),
@@ -191,6 +190,7 @@ LOOKUP = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"ngram": {}}
         ({}, 64, None),
         ({"disable_by_batch_size": 8}, 16, {1: 3, 8: 3, 9: 0, 16: 0}),
         ({"disable_by_batch_size": 16}, 16, None),
+        ({"adaptive": True, "disable_by_batch_size": 16}, 16, {1: 3, 16: 3}),
     ],
 )
 def test_large_batches_draft_nothing(family, v2, keys, max_num_seqs, drafts):

@@ -18,6 +18,7 @@ _MODULES = (
     "stock_config",
     "spec_config",
     "metrics",
+    "adaptive",
     "sampler",
     "stock_drafters",
     "levels",

@@ -49,8 +49,6 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
 
     @classmethod
     def check_runner(cls, hsd: CascadeConfig) -> None:
-        if hsd.adaptive:
-            raise UserError(f"adaptive does not run on vLLM's V2 runner: remove it or {_USE_V1}.")
         for i, level in enumerate(hsd.levels):
             if level.kind not in KINDS:
                 raise UserError(
@@ -71,7 +69,8 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
 
     def adapt(self, scheduler_config) -> None:
         super().adapt(scheduler_config)
-        if scheduler_config.max_num_seqs <= max_batch_size(self.hsd):
+        always = scheduler_config.max_num_seqs <= max_batch_size(self.hsd)
+        if always and not self.hsd.adaptive:
             # With one draft length vLLM pads prefix hits to it, and captures them.
             self.num_speculative_tokens_per_batch_size = None
 
