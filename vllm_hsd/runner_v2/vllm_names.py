@@ -134,6 +134,19 @@ _READ: dict[str, dict[str, str]] = {
         "seeds": "seeds of the requests",
         "vocab_size": "top_k of a request that has none",
     },
+    "vllm.v1.core.sched.scheduler.Scheduler": {
+        "vllm_config": "whether its draft lengths are learned",
+        "dynamic_sd_lookup": "draft lengths by batch size",
+        "running": "requests that must repeat",
+    },
+    "vllm.v1.core.sched.output.SchedulerOutput": {
+        "num_scheduled_tokens": "requests of a step, and which of them read prompts",
+        "scheduled_spec_decode_tokens": "drafts that a step verifies",
+        "num_spec_tokens_to_schedule": "whether a step drafts",
+        "scheduled_new_reqs": "whether a step reads prompts",
+    },
+    "vllm.v1.outputs.ModelRunnerOutput": {"sampled_token_ids": "tokens that a step emits"},
+    "vllm.v1.request.Request": {"sampling_params": "whether a request must repeat"},
     f"{_GPU}.states.RequestState": {
         "total_len": "tokens of a request, the key of its uniforms",
         "all_token_ids": "text of a request",
