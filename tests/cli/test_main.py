@@ -64,10 +64,11 @@ def test_doctor_passes_here_with_one_line_about_vllm_names(doctor_runs):
     assert lines[-1] == "Method 'hsd' can run here (0 problems)."
 
 
-def test_doctor_lists_every_name_and_checks_a_configuration(doctor_runs):
+def test_doctor_lists_every_name_and_checks_a_configuration(doctor_runs, family):
     status, lines = doctor_runs["configuration"]
     assert status == 0, lines
-    assert any("configuration is valid, on vLLM's V1 runner" in line for line in lines)
+    (valid,) = [line for line in lines if "configuration is valid, on vLLM's V1 runner" in line]
+    assert f"method='hsd', levels=['{family.mid}'], num_spec_tokens=4" in valid
     hooks.load()
     for hook in hooks.HOOKS.values():
         if hook.how == "read late":

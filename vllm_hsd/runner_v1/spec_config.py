@@ -20,7 +20,7 @@ class V1DraftConfig(DraftConfig):
     hsd_runner: ClassVar[str] = "V1"
 
 
-@config
+@config(repr=False)
 class V1CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
     """What vLLM carries around for a cascade on V1; build it with `create`."""
 

@@ -23,7 +23,7 @@ MAX_BATCH_SIZE = 64
 _USE_V1 = "set VLLM_USE_V2_MODEL_RUNNER=0 for the V1 runner"
 
 
-@config
+@config(repr=False)
 class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
     """What vLLM carries around for a cascade on V2; build it with `create`.
 
