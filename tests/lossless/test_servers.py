@@ -63,9 +63,9 @@ def test_real_servers(text_family, tmp_path, capsys):
 
     vLLM's own methods are no control on a CPU: with top_k its fault there ends the engine.
     """
-    levels = [{"ngram": {"max": 3}, "num_tokens": 3}, {"model": text_family.mid}]
+    levels = [{"model": text_family.small, "num_tokens": 3}, {"model": text_family.mid}]
     cascade = {"method": "hsd", "num_speculative_tokens": 5, "levels": levels}
-    plugins = {"sound": None, "biased": "support.biased_sampler:install_plain_recovery"}
+    plugins = {"sound": None, "biased": "support.biased_sampler:install_drafts_of_other_rows"}
     statuses, found = {}, {}
     with running_server(text_family.target, new(tmp_path / "plain")) as plain:
         for name, plugin in plugins.items():
