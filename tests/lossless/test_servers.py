@@ -56,6 +56,10 @@ def test_a_server_that_does_not_is_found(tmp_path, capsys):
     assert "NOT LOSSLESS" in page and "FAILS" in page
 
 
+# vLLM binds every server's worker to the first core.
+FREE = {"environment": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_real_servers(text_family, tmp_path, capsys):
@@ -67,10 +71,10 @@ def test_real_servers(text_family, tmp_path, capsys):
     cascade = {"method": "hsd", "num_speculative_tokens": 5, "levels": levels}
     plugins = {"sound": None, "biased": "support.biased_sampler:install_drafts_of_other_rows"}
     statuses, found = {}, {}
-    with running_server(text_family.target, new(tmp_path / "plain")) as plain:
+    with running_server(text_family.target, new(tmp_path / "plain"), **FREE) as plain:
         for name, plugin in plugins.items():
             target, directory = text_family.target, new(tmp_path / name)
-            with running_server(target, directory, cascade, plugin=plugin) as server:
+            with running_server(target, directory, cascade, plugin=plugin, **FREE) as server:
                 options = ("--temperatures", "0,1", "--top-p", "0.9,1", "--tokens", "4096")
                 output = new(tmp_path / f"{name}-results")
                 statuses[name] = verify(output, server.url, plain.url, *options)

@@ -45,7 +45,7 @@ FAST = [name for name, mutant in MUTANTS.items() if mutant.weight == 1]
 @pytest.mark.parametrize(
     ("num_tokens", "mutants"),
     [
-        (3072, FAST),
+        (4096, FAST),
         pytest.param(16384, list(MUTANTS), marks=[pytest.mark.slow, pytest.mark.timeout(6000)]),
     ],
     ids=["fast", "all"],
