@@ -18,6 +18,8 @@ JOBS = {
     **{f"alone {i}": {"prompts": [PROMPTS[i]], "params": SEEDED[i]} for i in range(4)},
     "together": {"prompts": PROMPTS[:8], "params": SEEDED + [SAMPLED] * 4},
 }
+# A request ends with its first token, which nobody foresees.
+EVERY = list(range(64))
 GREEDY_JOBS = ("batch", "prefix cache", "joining", "max_model_len")
 SWITCHING = "support.adversarial_depth:install"
 
@@ -98,6 +100,31 @@ def test_levels_that_were_left_out_catch_up_through_prefix_hits_and_preemption(c
 @pytest.mark.slow
 def test_a_level_that_forgets_its_holes_is_caught(family):
     assert disagreements(run_copies(family, f"{SWITCHING}_and_forget_holes"))
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_model_among_sources_reads_a_prefix_that_another_request_has_left_unread(family, forgets):
+    """A copy of the target disagrees with it where it takes such a prefix for its own.
+
+    Its drafts are not worth their price to requests that must repeat, and cost others nothing.
+    """
+    keys = {"method": "hsd", "num_speculative_tokens": 4}
+    level = {"first_of": [{"ngram": {"min": 12, "max": 12}}, {"model": family.target}]}
+    jobs = {
+        "unread": {"prompts": PROMPTS, "params": {**SAMPLED, "seed": 1, "stop_token_ids": EVERY}},
+        "read": {"prompts": PROMPTS, "params": {**GREEDY, "max_tokens": 12}},
+    }
+    speculative = {**keys, "levels": [level]}
+    results = run_engine(
+        {"model": family.target, "block_size": 32, "speculative_config": speculative},
+        jobs,
+        patch="support.adversarial_depth:install_free_drafts" + "_and_forget_holes" * forgets,
+    )
+    assert results["unread"]["levels"][0]["drafted"] == 0
+    assert results["read"]["counters"]["prefix_cache_hits"] > 0
+    level = results["read"]["levels"][0]
+    assert level["drafted"] > 0
+    assert (level["accepted"] < level["drafted"]) == forgets
 
 
 @pytest.mark.parametrize("engine", ["copies", "learned", "sources"])

@@ -17,9 +17,24 @@ def install() -> None:
 
 def install_and_forget_holes() -> None:
     """As `install`; levels also believe that they have filled every block of a prefix hit."""
+    install()
+    _forget_holes()
+
+
+def install_free_drafts() -> None:
+    """Drafts cost nothing, except for requests that must repeat."""
+    PriceEstimates.prices = lambda self, *_: Prices(np.zeros(self.length + 1), 0.0)
+
+
+def install_free_drafts_and_forget_holes() -> None:
+    """As `install_free_drafts`, with the fault of `install_and_forget_holes`."""
+    install_free_drafts()
+    _forget_holes()
+
+
+def _forget_holes() -> None:
     from vllm_hsd.runner_v1.lazy_caches import FilledBlocks
 
-    install()
     FilledBlocks.usable = lambda self, blocks, length: np.full(len(self.filled), length)
 
 

@@ -1,4 +1,4 @@
-"""Adaptive depth on the V1 runner: the target's clock, the ranks, and caches filled late."""
+"""Adaptive depth on the V1 runner: the target's clock and the ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from vllm_hsd.core.drafts import DraftStore
 from vllm_hsd.core.levels import DraftBatch
 from vllm_hsd.core.prices import Prices
 from vllm_hsd.core.step_times import StepTimes
-from vllm_hsd.runner_v1.lazy_caches import FilledBlocks
 
 
 class Hosted(Protocol):
@@ -84,14 +83,6 @@ class AdaptiveDrafting:
     def __init__(self, host: Hosted) -> None:
         assert host.cascade.controller is not None
         self.host, self.controller = host, host.cascade.controller
-        self.filled: FilledBlocks | None = None
-        self.marked = np.zeros((len(host.cascade.levels), len(host.cascade.top)), dtype=np.int64)
-
-    def step_began(self, length: np.ndarray) -> None:
-        """Take note of what the target has just computed: up to length[i] committed tokens."""
-        input_batch = self.host.runner.input_batch
-        computed = input_batch.num_computed_tokens_cpu[: len(length)].astype(np.int64)
-        self._filled_blocks().begin(self._block_ids(), computed, length)
 
     def propose(self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray) -> DraftStore:
         """Draft at most requested[i] tokens for the request in slots[i].
@@ -114,13 +105,7 @@ class AdaptiveDrafting:
             cascade.counters.add_requested(len(cascade.levels) - 1, none, none)
             if lengths.any():
                 cascade.propose(batch, slots[free], lengths, selection)
-        self._note_filled(slots, np.minimum(batch.cached[:, slots], committed))
         return drafts
-
-    def usable(self, request_id: str, computed: int) -> np.ndarray:
-        """[levels] int64 entries of a prefix of `computed` tokens that each level really has."""
-        row = self.host.runner.input_batch.req_id_to_index[request_id]
-        return self._filled_blocks().usable(self._block_ids()[row], computed)
 
     def _select(
         self, slots: np.ndarray, most: np.ndarray, first: np.ndarray
@@ -138,23 +123,3 @@ class AdaptiveDrafting:
         if group.world_size > 1:
             group.broadcast_object((selection, lengths))
         return selection, lengths
-
-    def _note_filled(self, slots: np.ndarray, cached: np.ndarray) -> None:
-        """Mark the blocks of `slots` that levels have filled up to cached ([levels, batch])."""
-        blocks, filled = self._block_ids(), self._filled_blocks()
-        # A slot's new request begins anew, and a text may have lost its rejected tokens.
-        self.marked[:, slots] = np.minimum(self.marked[:, slots], cached)
-        for level, ends in enumerate(cached):
-            filled.fill(level, blocks, self.marked[level, slots], ends)
-        self.marked[:, slots] = cached
-
-    def _block_ids(self) -> np.ndarray:
-        """[batch, width] ids of the KV blocks of every request, in the first KV-cache group."""
-        input_batch = self.host.runner.input_batch
-        return input_batch.block_table[0].block_table.np[: input_batch.num_reqs]
-
-    def _filled_blocks(self) -> FilledBlocks:
-        if self.filled is None:
-            size = self.host.runner.input_batch.block_table[0].block_size
-            self.filled = FilledBlocks(len(self.host.cascade.levels), size)
-        return self.filled

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from vllm_hsd.core.drafts import ragged_arange
@@ -52,3 +54,49 @@ class FilledBlocks:
         missing = int(blocks.max(initial=0)) + 1 - self.filled.shape[1]
         if missing > 0:
             self.filled = np.pad(self.filled, ((0, 0), (0, missing)))
+
+
+class LazyCaches:
+    """Keeps the record of `FilledBlocks` for a runner whose levels need not compute every token.
+
+    Args:
+        runner: the GPUModelRunner (or CPUModelRunner) that hosts the target.
+        num_levels: levels of the cascade.
+        num_slots: requests at the same time.
+    """
+
+    def __init__(self, runner: Any, num_levels: int, num_slots: int) -> None:
+        self.runner = runner
+        self.blocks: FilledBlocks | None = None
+        self.marked = np.zeros((num_levels, num_slots), dtype=np.int64)
+
+    def step_began(self, length: np.ndarray) -> None:
+        """Take note of what the target has just computed: up to length[i] committed tokens."""
+        computed = self.runner.input_batch.num_computed_tokens_cpu[: len(length)].astype(np.int64)
+        self._filled().begin(self._block_ids(), computed, length)
+
+    def step_ended(self, slots: np.ndarray, cached: np.ndarray) -> None:
+        """Mark the blocks of `slots` that levels have filled up to cached ([levels, batch])."""
+        blocks, filled = self._block_ids(), self._filled()
+        # A slot's new request begins anew, and a text may have lost its rejected tokens.
+        self.marked[:, slots] = np.minimum(self.marked[:, slots], cached)
+        for level, ends in enumerate(cached):
+            filled.fill(level, blocks, self.marked[level, slots], ends)
+        self.marked[:, slots] = cached
+
+    def usable(self, request_id: str, computed: int) -> np.ndarray:
+        """[levels] int64 entries of a prefix of `computed` tokens that each level really has."""
+        row = self.runner.input_batch.req_id_to_index[request_id]
+        return self._filled().usable(self._block_ids()[row], computed)
+
+    def _block_ids(self) -> np.ndarray:
+        """[batch, width] ids of the KV blocks of every request, in the first KV-cache group."""
+        input_batch = self.runner.input_batch
+        return input_batch.block_table[0].block_table.np[: input_batch.num_reqs]
+
+    def _filled(self) -> FilledBlocks:
+        # The size of a block is not known before the KV cache.
+        if self.blocks is None:
+            size = self.runner.input_batch.block_table[0].block_size
+            self.blocks = FilledBlocks(len(self.marked), size)
+        return self.blocks

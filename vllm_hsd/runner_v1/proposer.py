@@ -23,6 +23,7 @@ from vllm_hsd.level_config import FirstOfLevelConfig, sources
 from vllm_hsd.runner_v1.adaptive import AdaptiveDrafting, StepClock, agreed_prices
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
 from vllm_hsd.runner_v1.head_states import HeadStates
+from vllm_hsd.runner_v1.lazy_caches import LazyCaches
 from vllm_hsd.runner_v1.level_factory import as_sources, build_level
 from vllm_hsd.runner_v1.levels import EarlyExitLevel, ModelLevel, weights_read
 from vllm_hsd.runner_v1.on_runner import complete_logits_processors, take_over_runner
@@ -111,6 +112,8 @@ class CascadeProposer(DraftModelProposer):
         controller = self._controller(chosen, options)
         self.cascade = Cascade(chosen, options, num_slots, hsd.horizontal_tokens, controller)
         self.adaptive = None if controller is None else AdaptiveDrafting(self)
+        late = controller is not None or _draws_late(chosen[0])
+        self.lazy = LazyCaches(self.runner, len(levels), num_slots) if late else None
         self.clock = StepClock(hsd.num_speculative_tokens + 1)
         self.requests = RequestTable(
             len(levels),
@@ -260,8 +263,8 @@ class CascadeProposer(DraftModelProposer):
         scheduled = self._scheduled(scheduler_output, len(slots))
         length, requested = self._lengths(scheduled, slots, sampled)
         self.clock.step_ended(scheduler_output, bool(sampled.all()), self.cascade.target_times)
-        if self.adaptive is not None:
-            self.adaptive.step_began(length)
+        if self.lazy is not None:
+            self.lazy.step_began(length)
         # Whatever a level computed after the last accepted token is forgotten; a level without a
         # cache of its own is always up to date.
         computed = length - sampled
@@ -306,6 +309,8 @@ class CascadeProposer(DraftModelProposer):
             drafts = self.cascade.propose(batch, slots, requested)
         else:
             drafts = self.adaptive.propose(batch, slots, requested)
+        if self.lazy is not None:
+            self.lazy.step_ended(slots, np.minimum(requests.cached[:, slots], length))
         for states in self.heads:
             states.after_drafting(batch, slots, known)
         counts = drafts.counts[slots].tolist()
@@ -334,7 +339,7 @@ class CascadeProposer(DraftModelProposer):
                 self._enter(request_id, cached.num_computed_tokens[i])
 
     def _enter(self, request_id: str, computed: int) -> None:
-        cached = computed if self.adaptive is None else self.adaptive.usable(request_id, computed)
+        cached = computed if self.lazy is None else self.lazy.usable(request_id, computed)
         self.requests.enter(request_id, self._limits, cached)
 
     def _scheduled(self, scheduler_output, batch: int) -> np.ndarray:
@@ -369,3 +374,12 @@ class CascadeProposer(DraftModelProposer):
         eos = -1 if params.ignore_eos or params.eos_token_id is None else params.eos_token_id
         longest = self.max_model_len if params.max_tokens is None else params.max_tokens
         return RequestLimits(seed=params.seed, eos=eos, max_tokens=longest)
+
+
+def _draws_late(lowest: Any) -> bool:
+    """Whether a model reads a text no sooner than it drafts for it, as the last of several sources.
+
+    EAGLE-3 heads keep a record of their own.
+    """
+    drafter = lowest.drafter if isinstance(lowest, FirstOf) else None
+    return drafter is not None and drafter.keeps_cache and not isinstance(drafter, Eagle3Level)
