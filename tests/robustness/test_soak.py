@@ -12,7 +12,7 @@ from support.level_files import write_level_files
 from support.odd_requests import VOCABULARY
 from support.openai_server import running_server
 from support.soak import assert_clean, soak
-from support.soak_requests import answered_catalog, catalog
+from support.soak_requests import SoakRequest, answered_catalog, catalog
 from support.soak_servers import (
     CROWDED,
     FakeServer,
@@ -83,6 +83,15 @@ def test_a_server_whose_engine_ends_under_load_ends_every_stream(
     assert report.outcomes["hung"] == report.outcomes["wrong"] == 0, str(report)
 
 
+def without_seeds(requests: list[SoakRequest]) -> list[SoakRequest]:
+    """The same requests for plain vLLM, which dies of seeded prompts prefilled in chunks."""
+    unseeded = catalog(seeded=False)
+    for request, known in zip(unseeded, requests, strict=True):
+        request.expected, request.refused = known.expected, known.refused
+        request.judge = known.judge
+    return unseeded
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("speculation", ["cascade", "plain"])
@@ -92,8 +101,7 @@ def test_a_server_that_is_stopped_under_load(text_family, requests, tmp_path, sp
     With `--shutdown-timeout` it answers first: `test_request_errors`.
     """
     config = two_models(text_family) if speculation == "cascade" else None
-    # Plain vLLM dies of seeded prompts prefilled in chunks.
-    asked = requests if config else [r for r in requests if "seed" not in r.params]
+    asked = requests if config else without_seeds(requests)
     with running_server(text_family.target, tmp_path, config) as server:
         threading.Timer(10, server.process.terminate).start()
         report = soak(server, asked, seconds=1200, patience=20)
@@ -190,10 +198,6 @@ def test_a_long_soak_beside_plain_vllm(
 
     Where levels change all the time the worker meets new shapes for about a thousand requests.
     """
-    plain_requests = catalog(seeded=False)
-    for request, known in zip(plain_requests, requests, strict=True):
-        request.expected, request.refused = known.expected, known.refused
-        request.judge = known.judge
     config = {"three levels": three_levels(text_family, bigram), **other_cascades}[name]
     (tmp_path / "cascade").mkdir()
     (tmp_path / "plain").mkdir()
@@ -204,7 +208,7 @@ def test_a_long_soak_beside_plain_vllm(
     ):
         soaks = [
             pool.submit(soak, cascade, requests, LONG, at_least=2000 if name == "adaptive" else 0),
-            pool.submit(soak, plain, plain_requests, LONG),
+            pool.submit(soak, plain, without_seeds(requests), LONG),
         ]
         cascade_report, plain_report = (running.result() for running in soaks)
         print("cascade:", cascade_report, "plain:", plain_report, sep="\n")
