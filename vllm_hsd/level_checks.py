@@ -35,6 +35,7 @@ from vllm_hsd.level_config import (
     ModelLevelConfig,
     SourceConfig,
     SuffixLevelConfig,
+    reads_late,
     sources,
 )
 
@@ -171,9 +172,8 @@ def engine_mistakes(hsd: CascadeConfig, arguments: EngineArgs) -> Iterator[str]:
     ]
     late = [
         "adaptive" if hsd.adaptive else f"levels[{i}].first_of"
-        for i, level in enumerate(levels)
-        if level[-1].kind in ("model", "eagle3")
-        and (hsd.adaptive or (len(level) > 1 and level[-1].kind == "model"))
+        for i, level in enumerate(hsd.levels)
+        if reads_late(level) or (hsd.adaptive and levels[i][-1].kind in ("model", "eagle3"))
     ]
     if used and late:
         yield (

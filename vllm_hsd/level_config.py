@@ -340,6 +340,14 @@ def sources(level: LevelConfig) -> list[SourceConfig]:
     return level.first_of if isinstance(level, FirstOfLevelConfig) else [level]
 
 
+def reads_late(level: LevelConfig) -> bool:
+    """Whether a model reads a text no sooner than it drafts for it, as the last of the sources.
+
+    EAGLE-3 heads read every step of the target.
+    """
+    return isinstance(level, FirstOfLevelConfig) and level.first_of[-1].kind == "model"
+
+
 def source_names(level: FirstOfLevelConfig) -> list[str]:
     """A name for each source: its kind, numbered where a kind is there twice."""
     kinds = [source.kind for source in level.first_of]

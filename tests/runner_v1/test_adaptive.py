@@ -18,7 +18,7 @@ JOBS = {
     **{f"alone {i}": {"prompts": [PROMPTS[i]], "params": SEEDED[i]} for i in range(4)},
     "together": {"prompts": PROMPTS[:8], "params": SEEDED + [SAMPLED] * 4},
 }
-# A request ends with its first token, which nobody foresees.
+# A request ends with its first token, which cannot be known when its draft is requested.
 EVERY = list(range(64))
 GREEDY_JOBS = ("batch", "prefix cache", "joining", "max_model_len")
 SWITCHING = "support.adversarial_depth:install"

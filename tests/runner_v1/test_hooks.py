@@ -147,7 +147,7 @@ def test_only_this_package_refuses_another_vllm(family, patch):
     assert others == [None, None, None]
 
 
-# All of this package that a process imports whose configuration asks for nothing of it.
+# All of this package that a process imports whose configuration does not use it.
 UNUSED = ("entrance", "errors", "plugin", "registry", "shared_hooks", "vllm_names")
 IMPORTS = """
 import sys

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from vllm import SamplingParams
 
 from vllm_hsd.runner_v2.adaptive import LearnedLengths
 
@@ -10,7 +11,7 @@ BY_SIZE = [0, 3, 3, 0]
 
 
 def request(seed: int | None = None, temperature: float = 1.0) -> SimpleNamespace:
-    return SimpleNamespace(sampling_params=SimpleNamespace(seed=seed, temperature=temperature))
+    return SimpleNamespace(sampling_params=SamplingParams(seed=seed, temperature=temperature))
 
 
 def step(drafts: list[int], drafting: bool, new: list | None = None, extra: int = 0):

@@ -130,7 +130,7 @@ def test_large_batches_draft_nothing(family):
 @pytest.mark.slow
 @pytest.mark.parametrize("forced", [False, True], ids=["learned", "forced"])
 def test_a_batch_that_drafts_now_and_then_loses_nothing(forced, family, crowded_plain):
-    """`adaptive`: the scheduler asks for drafts or for none, by what was faster or at random."""
+    """`adaptive`: the scheduler requests drafts or none, by what was faster or at random."""
     from support.v2_engines import run_engine
 
     speculative = {**configuration("two models", family), "adaptive": True}

@@ -19,7 +19,7 @@ from vllm_hsd.core.controller import DepthController
 from vllm_hsd.core.levels import DraftBatch, FirstOf, LevelOptions, LevelStats
 from vllm_hsd.errors import quoted
 from vllm_hsd.level_checks import loading
-from vllm_hsd.level_config import FirstOfLevelConfig, sources
+from vllm_hsd.level_config import FirstOfLevelConfig, reads_late, sources
 from vllm_hsd.runner_v1.adaptive import AdaptiveDrafting, StepClock, agreed_prices
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
 from vllm_hsd.runner_v1.head_states import HeadStates
@@ -112,7 +112,7 @@ class CascadeProposer(DraftModelProposer):
         controller = self._controller(chosen, options)
         self.cascade = Cascade(chosen, options, num_slots, hsd.horizontal_tokens, controller)
         self.adaptive = None if controller is None else AdaptiveDrafting(self)
-        late = controller is not None or _draws_late(chosen[0])
+        late = controller is not None or reads_late(hsd.levels[levels[0]])
         self.lazy = LazyCaches(self.runner, len(levels), num_slots) if late else None
         self.clock = StepClock(hsd.num_speculative_tokens + 1)
         self.requests = RequestTable(
@@ -374,12 +374,3 @@ class CascadeProposer(DraftModelProposer):
         eos = -1 if params.ignore_eos or params.eos_token_id is None else params.eos_token_id
         longest = self.max_model_len if params.max_tokens is None else params.max_tokens
         return RequestLimits(seed=params.seed, eos=eos, max_tokens=longest)
-
-
-def _draws_late(lowest: Any) -> bool:
-    """Whether a model reads a text no sooner than it drafts for it, as the last of several sources.
-
-    EAGLE-3 heads keep a record of their own.
-    """
-    drafter = lowest.drafter if isinstance(lowest, FirstOf) else None
-    return drafter is not None and drafter.keeps_cache and not isinstance(drafter, Eagle3Level)

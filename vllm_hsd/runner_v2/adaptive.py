@@ -1,7 +1,7 @@
 """Adaptive drafting on the V2 runner: the scheduler's table of draft lengths, learned.
 
-vLLM's scheduler asks a table for the draft length of a batch by its size. With `adaptive` the entry
-is the configured length or 0, whichever has been faster.
+vLLM's scheduler reads the draft length of a batch from a table by its size. With `adaptive` the
+entry is the configured length or 0, whichever has been faster.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from vllm.sampling_params import SamplingType
+
 from vllm_hsd import metrics
 from vllm_hsd.core.batch_draft_length import BatchDraftLength
 from vllm_hsd.registry import NONE_FILED
 from vllm_hsd.runner_v2.hooks import REGISTRY
-
-# vLLM's own bound between greedy and sampled requests.
-_GREEDY_BELOW = 1e-5
 
 
 class LearnedLengths:
@@ -60,8 +59,7 @@ class LearnedLengths:
 
 
 def _must_repeat(request: Any) -> bool:
-    params = request.sampling_params
-    return params.seed is not None and params.temperature >= _GREEDY_BELOW
+    return request.sampling_params.sampling_type is SamplingType.RANDOM_SEED
 
 
 @REGISTRY.replaces(

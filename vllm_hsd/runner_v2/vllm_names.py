@@ -147,6 +147,7 @@ _READ: dict[str, dict[str, str]] = {
     },
     "vllm.v1.outputs.ModelRunnerOutput": {"sampled_token_ids": "tokens that a step emits"},
     "vllm.v1.request.Request": {"sampling_params": "whether a request must repeat"},
+    "vllm.sampling_params.SamplingParams": {"sampling_type": "whether a request must repeat"},
     f"{_GPU}.states.RequestState": {
         "total_len": "tokens of a request, the key of its uniforms",
         "all_token_ids": "text of a request",
