@@ -17,7 +17,7 @@ def proposer():
     bare.device = torch.device("cpu")
     bare.options = [LevelOptions(4, stopping="entropy"), LevelOptions(4), LevelOptions(8)]
     bare.cascade_config = SimpleNamespace(
-        num_speculative_tokens=8, horizontal_tokens=0, adaptive=False
+        num_speculative_tokens=8, horizontal_tokens=0, adaptive=False, levels=[{"ngram": {}}] * 3
     )
     bare.vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(seed=0, get_vocab_size=lambda: 5),
