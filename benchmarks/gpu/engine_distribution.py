@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu import engines, pit
+from benchmarks.gpu import engines, pit, wrong_draft_temperature
 from benchmarks.gpu.items import Finding, Setting
 
 # 256 requests of 800 tokens are 200,000; the control needs fewer.
@@ -29,21 +29,6 @@ def configurations(family: dict[str, str]) -> dict[str, dict[str, Any]]:
         "three levels": engines.cascade(5, lookup, small | {"num_tokens": 2}, mid),
         "vLLM's drafter, our verifier": engines.draft_model(family["mid"], 4, "hierarchical"),
     }
-
-
-def install_wrong_temperature() -> None:
-    """Tell the verifier that the drafts were drawn twice as hot; for the control."""
-    from vllm_hsd.runner_v2.sampler import CascadeRejectionSampler
-
-    right = CascadeRejectionSampler.drafts
-
-    def drafts(self, draft_logits, idx_mapping):
-        found = right(self, draft_logits, idx_mapping)
-        if "draft_temperature" in found:
-            found = found | {"draft_temperature": 2 * found["draft_temperature"], "draft_lse": None}
-        return found
-
-    CascadeRejectionSampler.drafts = drafts  # type: ignore[method-assign]
 
 
 def run(setting: Setting, family: dict[str, str] = engines.TINY) -> Finding:
@@ -91,7 +76,7 @@ def _texts(
         "speculative_config": config,
     }
     label = f"distribution {name}{' control' if biased else ''}"
-    prepare = install_wrong_temperature if biased else None
+    prepare = wrong_draft_temperature.install if biased else None
     with engines.engine(setting, label, arguments, prepare=prepare) as process:
         found = process.generate(prompts, params)
     values = transformed(target, setting.device, prompts, found.token_ids)

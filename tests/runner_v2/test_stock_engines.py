@@ -81,7 +81,7 @@ def test_wrong_rows_of_the_drafts_are_caught(name, small_vocabulary, tmp_path):
         PROMPT,
         {"temperature 1": {}},
         count=600,
-        patch="support.wrong_draft_temperature:install",
+        patch="benchmarks.gpu.wrong_draft_temperature:install",
     )
     print(found)
     assert found["temperature 1"] < 1e-6

@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,14 +151,18 @@ def machine(device: str, threads: int) -> str:
 def heading(results: Results) -> str:
     """What is compared, on what."""
     data = results.metadata
+    size = f"{data['num_prompts']} prompts, {data['max_tokens']} tokens each"
+    return "\n".join([*environment(data), f"{size}, {data['rounds']} rounds"])
+
+
+def environment(data: Mapping[str, Any]) -> list[str]:
+    """Model, machine and versions, a line each."""
     versions = ", ".join(f"{name} {number}" for name, number in data["versions"].items())
-    lines = [
+    return [
         f"Model: {data['model']} ({data['dtype']})",
         f"Machine: {data['machine']}",
         f"Versions: {versions}",
-        f"{data['num_prompts']} prompts, {data['max_tokens']} tokens each, {data['rounds']} rounds",
     ]
-    return "\n".join(lines)
 
 
 def table(results: Results, rows: Sequence[Row]) -> str:

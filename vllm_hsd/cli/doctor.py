@@ -217,32 +217,34 @@ def configuration_finding(
     )
 
 
-def _head_mistakes(engine: Any) -> Iterator[str]:
+def _head_mistakes(engine: Any) -> list[str]:
     """A sentence for every EAGLE-3 level whose target gives it no hidden states.
 
     An engine sees it when it has loaded the target.
     """
     from vllm.model_executor.model_loader.utils import get_model_cls
-    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    from vllm_hsd.runner_v1.eagle3 import check_states
 
     given = engine.speculative_config
     if not isinstance(given, dict) or given.get("method") != "hsd":
-        return
+        return []
     try:
         levels = CascadeConfig.parse({k: v for k, v in given.items() if k != "method"}).levels
     except UserError:
-        return
+        return []
     heads = [
         f"levels[{i}].eagle3"
         for i, level in enumerate(levels)
         if any(isinstance(source, Eagle3LevelConfig) for source in sources(level))
     ]
-    if heads and not supports_eagle3(target := get_model_cls(engine.create_model_config())):
+    mistakes: list[str] = []
+    if heads:
+        target = get_model_cls(engine.create_model_config())
         for name in heads:
-            yield (
-                f"{name} reads hidden states that {target.__name__} does not give in vLLM: use "
-                "another kind of level."
-            )
+            with collected(mistakes):
+                check_states(target, name)
+    return mistakes
 
 
 def _imports(name: str) -> Generator[Finding, None, bool]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_hsd.checked_files import written_whole
 from vllm_hsd.cli.bench_jobs import config_name
+from vllm_hsd.cli.bench_report import WIDTH, environment
 from vllm_hsd.lossless.mutants import MUTANTS
 from vllm_hsd.lossless.self_test import Result
 from vllm_hsd.lossless.statistics import ERROR_PROBABILITY, POWER, Check, adjusted
@@ -19,20 +20,13 @@ from vllm_hsd.lossless.statistics import ERROR_PROBABILITY, POWER, Check, adjust
 if TYPE_CHECKING:
     from vllm_hsd.cli.verify_results import Outcome
 
-WIDTH = 98
 _FOLLOWS = "follows the target"
 
 
 def page(outcome: Outcome) -> str:
     """What was verified, a table per setting, and the verdict."""
     data = outcome.metadata
-    versions = ", ".join(f"{name} {number}" for name, number in data["versions"].items())
-    lines = [
-        f"Model: {data['model']} ({data['dtype']})",
-        f"Configuration: {_configuration(outcome)}",
-        f"Machine: {data['machine']}",
-        f"Versions: {versions}",
-    ]
+    lines = [*environment(data), f"Configuration: {_configuration(outcome)}"]
     if outcome.checks:
         texts = outcome.texts
         drafts = ""

@@ -34,6 +34,23 @@ _EMPTY = -1
 KEPT_STATES = 32
 
 
+def check_states(target: type, name: str) -> None:
+    """Refuse a head of a target that gives it nothing to read.
+
+    Args:
+        target: vLLM's class of the target.
+        name: what the message calls the level.
+
+    Raises:
+        UserError: the class gives no hidden states.
+    """
+    if not supports_eagle3(target):
+        raise UserError(
+            f"{name} reads hidden states that {target.__name__} does not give in vLLM: use "
+            "another kind of level."
+        )
+
+
 class Eagle3Level(ModelLevel):
     """A head loaded by vLLM's loader, fed with the states of one step at a time (`take_states`).
 
@@ -66,11 +83,7 @@ class Eagle3Level(ModelLevel):
             UserError: the target gives no hidden states, or not those that the head reads, or the
                 head drafts tokens that the target has not.
         """
-        if not supports_eagle3(target):
-            raise UserError(
-                f"{name} reads hidden states that {type(target).__name__} does not give in vLLM: "
-                "use another kind of level."
-            )
+        check_states(type(target), name)
         self._check_layers(target, name)
         self._check_tokens(name)
         self._share(target)
