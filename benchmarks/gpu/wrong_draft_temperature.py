@@ -4,7 +4,7 @@ Not a fault would be to take them for certain: that is lossless for any draft th
 on the verifier's uniforms.
 """
 
-COLDER = 3.0
+COLDER = 10.0
 
 
 def install(setattr=setattr) -> None:

@@ -72,16 +72,16 @@ def test_sampled_text_follows_the_target(name, small_vocabulary, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["draft_model", "eagle3"])
 def test_wrong_rows_of_the_drafts_are_caught(name, small_vocabulary, tmp_path):
-    """Negative control of the comparison above; with 300 texts p was 4e-6 below the draft model."""
+    """Negative control of the comparison above; two tokens to choose from make it sharper."""
     from support.v2_engines import p_values
 
     found = p_values(
         small_vocabulary.target,
         sampling(name, small_vocabulary, tmp_path),
         PROMPT,
-        {"temperature 1": {}},
+        {"top_k": {"top_k": 2}},
         count=600,
         patch="benchmarks.gpu.wrong_draft_temperature:install",
     )
     print(found)
-    assert found["temperature 1"] < 1e-6
+    assert found["top_k"] < 1e-6
