@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from vllm_hsd.checked_files import read_json
 from vllm_hsd.errors import UserError, quoted
@@ -14,6 +14,7 @@ from vllm_hsd.level_config import (
     LEVEL_CLASSES,
     Keys,
     Level,
+    Name,
     NgramConfig,
     SuffixConfig,
     Tokens,
@@ -34,6 +35,28 @@ _ONLY_LOWEST = {
 }
 
 
+class AdaptiveConfig(Keys):
+    """Adaptive drafting.
+
+    Attributes:
+        profile: file that `vllm-hsd profile` wrote, whose times and acceptance are what drafting
+            begins with; None to learn everything while serving.
+    """
+
+    profile: Name | None = None
+
+
+def _read_adaptive(raw: object) -> object:
+    if isinstance(raw, bool):
+        return AdaptiveConfig() if raw else None
+    if isinstance(raw, AdaptiveConfig | Mapping):
+        return raw
+    raise ValueError(
+        'must be true, false or a mapping such as {"profile": "profile.json"} '
+        f"(given: {quoted(raw)})"
+    )
+
+
 class CascadeConfig(Keys):
     """A cascade; build it with `CascadeConfig.parse`.
 
@@ -46,7 +69,7 @@ class CascadeConfig(Keys):
         disable_by_batch_size: in steps with more requests than this nothing is drafted, on the V2
             runner; None for 64 there.
         adaptive: select the levels and draft lengths step by step, from what is learned while
-            serving; the lengths given here are then upper limits (experimental).
+            serving; the lengths given here are then upper limits (experimental). None for not.
     """
 
     num_speculative_tokens: Tokens
@@ -54,7 +77,7 @@ class CascadeConfig(Keys):
     verifier: Verifier = "block"
     horizontal_tokens: Annotated[int, Field(ge=0)] = 0
     disable_by_batch_size: Annotated[int, Field(ge=1)] | None = None
-    adaptive: bool = False
+    adaptive: Annotated[AdaptiveConfig | None, BeforeValidator(_read_adaptive)] = None
 
     @classmethod
     def parse(cls, raw: object) -> CascadeConfig:
@@ -202,8 +225,12 @@ _MISSING = {
 }
 
 
-# Kinds whose value is a mapping.
-_VALUES: dict[str, type[Keys]] = {"ngram": NgramConfig, "suffix": SuffixConfig}
+# Keys whose value is a mapping.
+_VALUES: dict[str, type[Keys]] = {
+    "adaptive": AdaptiveConfig,
+    "ngram": NgramConfig,
+    "suffix": SuffixConfig,
+}
 
 
 def _without_tags(location: tuple[Any, ...]) -> tuple[list[Any], str | None]:
@@ -224,12 +251,13 @@ def _sentence(fault: Any) -> str:
         return f"method 'hsd' needs the key {_MISSING[path[0]]}."
     if fault["type"] == "extra_forbidden":
         owner, unknown = _key(path[:-1]), quoted(path[-1])
-        if kind is None:
+        if not owner:
             known = ["cascade", "method", *CascadeConfig.model_fields]
             return f"method 'hsd' has no key {unknown}; its keys are {', '.join(sorted(known))}."
-        fields = _VALUES.get(str(path[-2]), LEVEL_CLASSES[kind])
+        fields = _VALUES.get(str(path[-2])) or LEVEL_CLASSES[str(kind)]
+        named = owner if kind is None else f"{owner} of kind '{kind}'"
         known = sorted(fields.model_fields)
-        return f"{owner} of kind '{kind}' has no key {unknown}; its keys are {', '.join(known)}."
+        return f"{named} has no key {unknown}; its keys are {', '.join(known)}."
     if fault["type"] == "value_error":
         return f"{_key(path)} {fault['ctx']['error']}.".lstrip()
     given = f"(given: {quoted(fault['input'])})"

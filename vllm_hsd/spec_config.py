@@ -11,6 +11,7 @@ from pydantic import Field, SkipValidation
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
 from vllm.utils.hashing import safe_hash
 
 from vllm_hsd.config import CascadeConfig
@@ -31,6 +32,9 @@ from vllm_hsd.level_config import (
     source_names,
     sources,
 )
+from vllm_hsd.planner.seeds import check_seeds
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 @config
@@ -84,6 +88,10 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
             sound.append(level if len(mistakes) == before else None)
         with collected(mistakes):
             check_exit_order(sound)
+        with collected(mistakes):
+            if hsd.adaptive and hsd.adaptive.profile:
+                for warning in check_seeds(hsd, target_model_config.model):
+                    logger.warning(warning)
         mistakes += engine_mistakes(hsd, arguments)
         if mistakes:
             raise UserError(*mistakes)

@@ -91,3 +91,24 @@ def test_probabilities_stay_probabilities_when_everything_is_rejected_or_accepte
             estimates.observe(0, np.array([0]), np.array([LENGTH]), np.array([accepted]))
         survival = estimates.survival(0, np.array([0]))
         assert np.all((survival > 0) & (survival <= 1)) and np.all(np.diff(survival) <= 0)
+
+
+def test_seeds_hold_before_the_first_draft_and_are_forgotten():
+    estimates, slots = AcceptanceEstimates(1, 1, LENGTH), np.array([0])
+    estimates.seed(0, 0.9 ** np.arange(LENGTH + 1), 0.25)
+    assert estimates.survival(0, slots)[0] == pytest.approx(0.9 ** np.arange(1, 7), abs=0.03)
+    assert estimates.fill(0) == pytest.approx(0.25)
+    feed(estimates, [0.2], 300)
+    for _ in range(300):
+        estimates.count(0, 1, 1)
+    unseeded = AcceptanceEstimates(1, 1, LENGTH)
+    feed(unseeded, [0.2], 300)
+    assert abs(estimates.survival(0, slots) - unseeded.survival(0, slots)).max() < 0.03
+    assert estimates.fill(0) > 0.9
+
+
+@pytest.mark.parametrize("measured", [2, LENGTH + 3])
+def test_drafts_that_were_measured_may_be_shorter_or_longer(measured):
+    estimates = AcceptanceEstimates(1, 1, LENGTH)
+    estimates.seed(0, 0.8 ** np.arange(measured + 1), 1.0)
+    assert np.all(np.abs(estimates.hazard(0) - 0.2) < 0.03)

@@ -2,6 +2,7 @@
 
 import pytest
 from support.engines import run_engine
+from support.plain_profile import save_profile
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(12)]
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
@@ -24,9 +25,9 @@ GREEDY_JOBS = ("batch", "prefix cache", "joining", "max_model_len")
 SWITCHING = "support.adversarial_depth:install"
 
 
-def cascade(*levels: dict, length: int = 7) -> dict:
+def cascade(*levels: dict, length: int = 7, adaptive: bool | dict = True) -> dict:
     keys = {"method": "hsd", "num_speculative_tokens": length, "levels": list(levels)}
-    return {"speculative_config": {**keys, "adaptive": True}}
+    return {"speculative_config": {**keys, "adaptive": adaptive}}
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +55,17 @@ def copies(family):
 
 
 @pytest.fixture(scope="module")
-def learned(family):
-    """The real controller over three different levels."""
-    levels = {"ngram": {"max": 3}, "num_tokens": 3}, {"model": family.small, "num_tokens": 3}
-    return run_engine({"model": family.target, **cascade(*levels, {"model": family.mid})}, JOBS)
+def learned(family, tmp_path_factory):
+    """The real controller over three different levels; it begins with a profile."""
+    levels = [{"ngram": {"max": 3}}, {"model": family.small}, {"model": family.mid}]
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
+    # Drafts of the second level look best.
+    times = [lambda _: 0.1, lambda _: 0.1, lambda tokens: tokens, lambda tokens: 10 + tokens]
+    save_profile(path, family.target, levels, times, rate=0.9)
+    for level in levels[:2]:
+        level["num_tokens"] = 3
+    adaptive = cascade(*levels, adaptive={"profile": str(path)})
+    return run_engine({"model": family.target, **adaptive}, JOBS)
 
 
 @pytest.fixture(scope="module")

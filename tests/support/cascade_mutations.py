@@ -139,7 +139,9 @@ def _levels(rng: random.Random, raw: dict) -> None:
 
 
 def _adapt(rng: random.Random, raw: dict) -> None:
-    raw["adaptive"] = rng.choice([True, True, False, 1, "true"])
+    raw["adaptive"] = rng.choice(
+        [True, True, False, 1, "true", {}, {"profile": "p.json"}, {"profile": ""}, {"depth": 1}]
+    )
 
 
 def _sources(rng: random.Random, raw: dict) -> None:

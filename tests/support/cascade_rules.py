@@ -29,6 +29,15 @@ TOP_KEYS = {"num_speculative_tokens", "levels", "verifier", "horizontal_tokens",
 VERIFIERS = ("block", "hierarchical", "standard")
 
 
+def _valid_adaptive(value: object) -> bool:
+    if not isinstance(value, dict):
+        return type(value) is bool
+    profile = value.get("profile")
+    return value.keys() <= {"profile"} and (
+        profile is None or (isinstance(profile, str) and profile != "")
+    )
+
+
 def is_valid(raw: object) -> bool:
     """Whether a cascade (without its key `method`) may be served, whatever the target."""
     keys = plain_keys(raw)
@@ -40,13 +49,17 @@ def is_valid(raw: object) -> bool:
         return False
     if not _one_of(keys.get("verifier", "block"), VERIFIERS):
         return False
-    if type(keys.get("adaptive", False)) is not bool:
+    if not _valid_adaptive(keys.get("adaptive", False)):
         return False
     if not isinstance(levels, list) or not 1 <= len(levels) <= 16:
         return False
     if not all(_valid_level(level, i, len(levels), longest) for i, level in enumerate(levels)):
         return False
-    if keys.get("adaptive") and len(levels) > 1 and any(map(has_eagle3, levels)):
+    if (
+        keys.get("adaptive", False) is not False
+        and len(levels) > 1
+        and any(map(has_eagle3, levels))
+    ):
         return False
     if horizontal and len(levels) == 1:
         return False

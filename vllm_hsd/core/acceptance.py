@@ -16,6 +16,8 @@ _PRIOR_VERIFIED, _PRIOR_REJECTED = 2.0, 0.6
 _POOLED = 8.0
 # Verified tokens, as the shared curve says, with which every request starts at every position.
 _OWN_PRIOR = 4.0
+# Drafts that a measurement made before serving counts for.
+_SEED_DRAFTS = 16.0
 
 
 class AcceptanceEstimates:
@@ -52,6 +54,18 @@ class AcceptanceEstimates:
     def restore(self, slot: int, kept: Any) -> None:
         """See `core.levels.PerRequest`."""
         self.own_verified[:, slot], self.own_rejected[:, slot] = kept
+
+    def seed(self, level: int, survival: np.ndarray, filled: float) -> None:
+        """Start from what became of drafts before, which weigh as `_SEED_DRAFTS` drafts.
+
+        Args:
+            survival: [n + 1] float64, P(at least t tokens were accepted) of drafts with tokens.
+            filled: share of drafts with tokens.
+        """
+        alive = _SEED_DRAFTS * survival[: self.max_length + 1]
+        self.verified[level, : len(alive) - 1] = alive[:-1]
+        self.rejected[level, : len(alive) - 1] = alive[:-1] - alive[1:]
+        self.drafts[level], self.filled[level] = _SEED_DRAFTS, _SEED_DRAFTS * filled
 
     def observe(
         self, level: int, slots: np.ndarray, lengths: np.ndarray, accepted: np.ndarray

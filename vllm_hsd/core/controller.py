@@ -21,6 +21,8 @@ from vllm_hsd.core.step_times import StepTimes
 _PLAN_EVERY = 16
 # Steps of one trial, and pauses before a candidate that lost is tried again.
 _TRIAL_STEPS, _FIRST_PAUSE, _LONGEST_PAUSE = 3, 64, 4096
+# Steps before the first trials where what is known was measured before serving.
+_SEEDED_STEPS = 32
 # One request in so many takes part in a trial: that tells enough, and costs little.
 _TRIAL_SPARES = 8
 # Trials may cost this share of the time.
@@ -74,6 +76,7 @@ class DepthController:
         target_times: seconds of the target's step by tokens in the batch.
         level_times: per level, seconds of a forward pass by its tokens; of a lookup by requests.
         acceptance: estimates per pair (level, level or target that verifies it), see `pair`.
+        seeded: all of them began with measurements, so that no candidate needs a trial at once.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class DepthController:
             for size in range(1, count + 1)
             for levels in combinations(range(count), size)
         ]
+        self.seeded = False
         self.best = self.plain
         self.trial: _Candidate | None = None
         self.trial_left = 0
@@ -187,11 +191,13 @@ class DepthController:
         for candidate in self.candidates:
             if candidate is self.best:
                 continue
-            if not candidate.runs:
+            idle = self.step - candidate.last_run
+            if not candidate.runs and (idle > _SEEDED_STEPS or not self.seeded):
                 # Bounded: every sub-cascade is tried once, whatever it costs.
                 candidate.selection = self._first_selection(candidate.levels)
+                candidate.threshold = 0.0
                 return candidate
-            rested = self.step - candidate.last_run >= candidate.pause
+            rested = idle >= candidate.pause
             shortfall = 1 - candidate.goodput / self.best.goodput
             cost = _TRIAL_STEPS * candidate.seconds * shortfall / min(size, _TRIAL_SPARES)
             if rested and cost <= self.allowance:

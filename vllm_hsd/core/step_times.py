@@ -13,6 +13,8 @@ _MACHINE_RATE, _SIZE_RATE = 0.08, 0.02
 _SETTLED = 3
 # Observations at other sizes after which what a size has seen weighs half.
 _HALF_LIFE = 200.0
+# Observations after which a size that only a seed knows is forgotten.
+_SEED_LIFE = 32
 
 
 class StepTimes:
@@ -46,6 +48,10 @@ class StepTimes:
             return
         self.observed += 1
         self._curve = None
+        if self.observed == _SEED_LIFE:
+            # A seed of another machine would stay wrong at sizes that are avoided because of it.
+            unmet = self.last_seen == 0
+            self.weight[unmet], self.log_seconds[unmet] = 0, np.nan
         size = self._nearest(tokens)
         log_seconds = float(np.log(seconds)) - self.machine
         age = self.observed - self.last_seen[size]
@@ -68,6 +74,20 @@ class StepTimes:
             self.machine += _MACHINE_RATE * residual
         self.weight[size] += 1
         self.log_seconds[size] += residual * max(1 / self.weight[size], _SIZE_RATE)
+
+    def seed(self, tokens: np.ndarray, seconds: np.ndarray) -> None:
+        """Start from times measured before; a size weighs as one observation.
+
+        Args:
+            tokens: [n] of each pass, at least 1.
+            seconds: [n] above 0; those of equally many tokens are averaged.
+        """
+        counts, place = np.unique(tokens, return_inverse=True)
+        means = np.bincount(place, np.log(seconds)) / np.bincount(place)
+        sizes = [self._nearest(count) for count in counts]
+        self.log_seconds[sizes] = np.interp(self.log_sizes[sizes], np.log(counts), means)
+        self.weight[sizes] = 1
+        self._curve = None
 
     def knows(self, tokens: int) -> bool:
         """Whether a pass of about this many tokens has been seen."""

@@ -20,6 +20,7 @@ from vllm_hsd.core.levels import DraftBatch, FirstOf, LevelOptions, LevelStats
 from vllm_hsd.errors import quoted
 from vllm_hsd.level_checks import loading
 from vllm_hsd.level_config import FirstOfLevelConfig, reads_late, sources
+from vllm_hsd.planner.seeds import seed
 from vllm_hsd.runner_v1.adaptive import AdaptiveDrafting, StepClock, agreed_prices
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
 from vllm_hsd.runner_v1.head_states import HeadStates
@@ -111,6 +112,8 @@ class CascadeProposer(DraftModelProposer):
         num_slots = self.vllm_config.scheduler_config.max_num_seqs
         controller = self._controller(chosen, options)
         self.cascade = Cascade(chosen, options, num_slots, hsd.horizontal_tokens, controller)
+        if hsd.adaptive and hsd.adaptive.profile:
+            seed(hsd, levels, self.cascade)
         self.adaptive = None if controller is None else AdaptiveDrafting(self)
         late = controller is not None or reads_late(hsd.levels[levels[0]])
         self.lazy = LazyCaches(self.runner, len(levels), num_slots) if late else None

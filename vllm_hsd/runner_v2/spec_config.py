@@ -49,6 +49,11 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
 
     @classmethod
     def check_runner(cls, hsd: CascadeConfig) -> None:
+        if hsd.adaptive and hsd.adaptive.profile:
+            raise UserError(
+                "adaptive.profile has no meaning on vLLM's V2 runner, since `vllm-hsd profile` "
+                f'measures the V1 runner: give "adaptive": true or {_USE_V1}.'
+            )
         for i, level in enumerate(hsd.levels):
             if level.kind not in KINDS:
                 raise UserError(
