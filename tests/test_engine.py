@@ -85,6 +85,7 @@ def test_the_environment_is_the_parents_with_changes(monkeypatch):
 def test_one_engine_measures_generations_and_selects_levels(family, tmp_path):
     speculative = {
         "method": "hsd",
+        "adaptive": False,
         "num_speculative_tokens": 6,
         "levels": [{"model": family.small, "num_tokens": 3}, {"model": family.mid}],
     }
@@ -137,7 +138,7 @@ def test_text_arrives_while_it_is_generated(text_family, tmp_path, start):
 
 
 def test_engines_that_cannot_start_say_why(family, tmp_path):
-    speculative = {"method": "hsd", "num_speculative_tokens": 2}
+    speculative = {"method": "hsd", "adaptive": False, "num_speculative_tokens": 2}
     wrong = {**ENGINE, "model": family.target, "speculative_config": speculative}
     log = tmp_path / "log"
     with (

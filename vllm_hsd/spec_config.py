@@ -67,6 +67,7 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
             UserError: a sentence for every mistake, which names the key and the fix.
         """
         hsd = CascadeConfig.parse({key: value for key, value in raw.items() if key != "method"})
+        hsd = cls.with_defaults(hsd, arguments)
         mistakes = list(target_mistakes(target_model_config, target_parallel_config))
         with collected(mistakes):
             cls.check_runner(hsd)
@@ -103,6 +104,11 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
             target_model_config=target_model_config,
             target_parallel_config=target_parallel_config,
         )
+
+    @classmethod
+    def with_defaults(cls, hsd: CascadeConfig, arguments: EngineArgs) -> CascadeConfig:
+        """The cascade with the runner's defaults for keys that were not given."""
+        return hsd
 
     @classmethod
     def check_runner(cls, hsd: CascadeConfig) -> None:

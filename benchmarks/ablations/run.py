@@ -145,6 +145,7 @@ def measure(variant: Variant, texts: list[str], log: Path) -> Iterator[dict[str,
     """One row per point."""
     cascade = {
         "method": "hsd",
+        "adaptive": False,
         "num_speculative_tokens": variant.draft,
         "levels": variant.levels,
         **variant.keys,

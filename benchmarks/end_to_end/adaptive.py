@@ -27,7 +27,12 @@ from vllm_hsd.engine import Generation
 def configurations() -> dict[str, dict[str, Any] | None]:
     """No speculation; the best lookup with fixed drafts; the same, and all sources, adaptive."""
     lookup = [level for level in levels() if "eagle3" not in level][-1]
-    fixed = {"method": "hsd", "num_speculative_tokens": DRAFT_LENGTH, "levels": [lookup]}
+    fixed = {
+        "method": "hsd",
+        "adaptive": False,
+        "num_speculative_tokens": DRAFT_LENGTH,
+        "levels": [lookup],
+    }
     mixed = {**fixed, "levels": [{"first_of": levels()}]}
     kind = next(iter(lookup))
     return {

@@ -32,7 +32,12 @@ MID = {"model": os.path.relpath(MODELS / "mid")}
 def cascade(*levels: dict) -> dict:
     """A configuration of levels that have their draft lengths under "num_tokens"."""
     length = levels[-1]["num_tokens"]
-    return {"method": "hsd", "num_speculative_tokens": length, "levels": list(levels)}
+    return {
+        "method": "hsd",
+        "num_speculative_tokens": length,
+        "levels": list(levels),
+        "adaptive": False,
+    }
 
 
 CONFIGS = [

@@ -36,6 +36,7 @@ CONFIGURATIONS = {
     "no speculation": None,
     "small, mid": {
         "method": "hsd",
+        "adaptive": False,
         "num_speculative_tokens": 8,
         "levels": [
             {"model": str(MODELS / "small"), "num_tokens": 4},

@@ -24,7 +24,7 @@ def sources(length: int = DRAFT_LENGTH) -> list[dict[str, Any]]:
     alone = levels()
     mixed = [{"first_of": alone}] if len(alone) > 1 else []
     return [
-        {"method": "hsd", "num_speculative_tokens": length, "levels": [level]}
+        {"method": "hsd", "num_speculative_tokens": length, "levels": [level], "adaptive": False}
         for level in alone + mixed
     ]
 

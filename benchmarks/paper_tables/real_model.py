@@ -68,6 +68,7 @@ def groups(
 def _config(level: dict[str, Any], length: int, verifier: str) -> dict[str, Any]:
     return {
         "method": "hsd",
+        "adaptive": False,
         "num_speculative_tokens": length,
         "levels": [level],
         "verifier": verifier,

@@ -42,7 +42,12 @@ def crowded_engine(family) -> dict:
         "model": family.target,
         "skip_tokenizer_init": False,
         "structured_outputs_config": {"backend": "xgrammar"},
-        "speculative_config": {"method": "hsd", "num_speculative_tokens": 6, "levels": levels},
+        "speculative_config": {
+            "method": "hsd",
+            "adaptive": False,
+            "num_speculative_tokens": 6,
+            "levels": levels,
+        },
         "max_model_len": 96,
         "max_num_seqs": 24,
         "max_num_batched_tokens": 48,

@@ -28,7 +28,8 @@ def cascade(*levels: dict, **keys) -> dict:
     """Engine arguments of a cascade; every level but the last proposes three tokens."""
     *below, top = levels
     levels = [*({"num_tokens": 3, **level} for level in below), top]
-    config = {"method": "hsd", "num_speculative_tokens": 5, "levels": levels, **keys}
+    config = {"method": "hsd", "num_speculative_tokens": 5, "levels": levels}
+    config |= {"adaptive": False, **keys}
     return {"speculative_config": config}
 
 

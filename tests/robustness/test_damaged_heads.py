@@ -50,6 +50,7 @@ def cascade(place: str, head: dict, mid: str) -> dict:
         "in first_of": [{"first_of": [{"ngram": {"min": 3, "max": 5}}, head]}],
     }[place]
     config = {"method": "hsd", "num_speculative_tokens": 5, "levels": levels}
+    config["adaptive"] = False
     return {"speculative_config": config}
 
 

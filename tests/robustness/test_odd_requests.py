@@ -49,9 +49,15 @@ def speculation(name: str, family, directory) -> dict:
     )
     small, mid = {"model": family.small, "num_tokens": 3}, {"model": family.mid}
     return {
-        "two models": {"method": "hsd", "num_speculative_tokens": 6, "levels": [small, mid]},
+        "two models": {
+            "method": "hsd",
+            "adaptive": False,
+            "num_speculative_tokens": 6,
+            "levels": [small, mid],
+        },
         "bigram, two models, horizontal": {
             "method": "hsd",
+            "adaptive": False,
             "num_speculative_tokens": 7,
             "horizontal_tokens": 2,
             "levels": [{"bigram": table, "num_tokens": 2}, small, mid],

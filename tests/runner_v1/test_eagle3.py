@@ -57,6 +57,7 @@ ENGINES = {
 
 def hsd(*levels) -> dict:
     cascade = {"method": "hsd", "num_speculative_tokens": TOKENS, "levels": list(levels)}
+    cascade["adaptive"] = False
     return {"speculative_config": cascade}
 
 

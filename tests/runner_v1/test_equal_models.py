@@ -15,6 +15,7 @@ def cascade(model: str, levels: int) -> dict:
     below = [{"model": model, "num_tokens": 2 + k} for k in range(levels - 1)]
     return {
         "method": "hsd",
+        "adaptive": False,
         "num_speculative_tokens": 6,
         "levels": [*below, {"model": model}],
     }

@@ -70,6 +70,7 @@ SPECULATIVE = {
     "two drafters": lambda family: {
         "speculative_config": {
             "method": "hsd",
+            "adaptive": False,
             "num_speculative_tokens": 8,
             "levels": [{"model": family.small, "num_tokens": 3}, {"model": family.mid}],
         }
@@ -77,6 +78,7 @@ SPECULATIVE = {
     "chunked prefill": lambda family: {
         "speculative_config": {
             "method": "hsd",
+            "adaptive": False,
             "num_speculative_tokens": 4,
             "levels": [{"model": family.mid}],
         },
@@ -86,6 +88,7 @@ SPECULATIVE = {
     "three drafters in a tiny cache": lambda family: {
         "speculative_config": {
             "method": "hsd",
+            "adaptive": False,
             "num_speculative_tokens": 7,
             "verifier": "standard",
             "levels": [

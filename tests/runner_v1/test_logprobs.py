@@ -60,6 +60,7 @@ def results(small_vocabulary, mode) -> dict:
         "logprobs_mode": mode,
         "speculative_config": {
             "method": "hsd",
+            "adaptive": False,
             "num_speculative_tokens": 4,
             "levels": [
                 {"model": small_vocabulary.small, "num_tokens": 2},

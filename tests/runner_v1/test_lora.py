@@ -25,6 +25,7 @@ CASCADES = {
 
 def configured(family, levels: list[dict]) -> dict:
     cascade = {"method": "hsd", "num_speculative_tokens": 5, "levels": levels}
+    cascade["adaptive"] = False
     return {"model": family.target, "speculative_config": cascade}
 
 

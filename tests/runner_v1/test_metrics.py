@@ -27,6 +27,7 @@ def engine(family):
         "model": family.target,
         "speculative_config": {
             "method": "hsd",
+            "adaptive": False,
             "num_speculative_tokens": 6,
             "levels": [{"model": family.small, "num_tokens": 2}, {"model": family.mid}],
         },

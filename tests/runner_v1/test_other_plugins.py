@@ -23,6 +23,7 @@ JOBS = {
 def engine(family) -> dict:
     cascade = {
         "method": "hsd",
+        "adaptive": False,
         "num_speculative_tokens": 4,
         "levels": [{"model": family.small, "num_tokens": 2}, {"model": family.mid}],
     }

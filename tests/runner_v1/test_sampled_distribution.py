@@ -16,7 +16,7 @@ def model_levels(family, count: int, **keys) -> dict:
     """The `count` largest drafters of a family, in a cascade."""
     levels = [{"model": family.small, "num_tokens": 2}, {"model": family.mid}]
     cascade = {"num_speculative_tokens": 4, "levels": levels[-count:], **keys}
-    return {"speculative_config": {"method": "hsd", **cascade}}
+    return {"speculative_config": {"method": "hsd", "adaptive": False, **cascade}}
 
 
 PREEMPTING = "two drafters, few tokens and KV blocks"
@@ -36,6 +36,7 @@ ENGINES = {
     "every kind of level": lambda family: {
         "speculative_config": {
             "method": "hsd",
+            "adaptive": False,
             "num_speculative_tokens": 4,
             "horizontal_tokens": 1,
             "levels": [

@@ -34,6 +34,7 @@ def results(family, request):
         "model": family.target,
         "speculative_config": {
             "method": "hsd",
+            "adaptive": False,
             "num_speculative_tokens": 4,
             "levels": [
                 {"first_of": [{"ngram": {}}, {"model": family.small}], "num_tokens": 2},

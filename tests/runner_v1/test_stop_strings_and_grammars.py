@@ -113,6 +113,7 @@ def hsd(family) -> dict:
         **TEXT,
         "speculative_config": {
             "method": "hsd",
+            "adaptive": False,
             "num_speculative_tokens": 6,
             # Far from the target: otherwise a plain bonus token after a cut is hardly an error.
             "levels": [

@@ -52,6 +52,7 @@ def target_head(model: str, layer: int) -> ExitHead:
 
 
 def cascade(*levels: dict, **keys) -> dict:
-    """{"speculative_config": ...} of method "hsd"."""
-    config = {"method": "hsd", "num_speculative_tokens": 5, "levels": list(levels), **keys}
+    """{"speculative_config": ...} of method "hsd"; draft lengths are fixed unless keys say else."""
+    config = {"method": "hsd", "num_speculative_tokens": 5, "levels": list(levels)}
+    config = {**config, "adaptive": False, **keys}
     return {"speculative_config": config}

@@ -36,7 +36,7 @@ def write_table(path: Path) -> str:
 
 def two_models(family) -> dict:
     levels = [{"model": family.small, "num_tokens": 3}, {"model": family.mid}]
-    return {"method": "hsd", "num_speculative_tokens": 6, "levels": levels}
+    return {"method": "hsd", "adaptive": False, "num_speculative_tokens": 6, "levels": levels}
 
 
 def three_levels(family, bigram: str) -> dict:
@@ -64,7 +64,7 @@ def lookups_and_heads(family, files: LevelFiles) -> dict[str, dict]:
             mid,
         ],
     }
-    base = {"method": "hsd", "num_speculative_tokens": 6}
+    base = {"method": "hsd", "adaptive": False, "num_speculative_tokens": 6}
     found = {name: {**base, "levels": given} for name, given in levels.items()}
     found["adaptive"]["adaptive"] = True
     return found

@@ -170,7 +170,7 @@ def equal_drafter_config(config: dict[str, Any], model: str) -> dict[str, Any]:
     found = {key: config[key] for key in kept if key in config}
     found.setdefault("num_speculative_tokens", 4)
     if config.get("method") == "hsd":
-        return {"method": "hsd", **found, "levels": [{"model": model}]}
+        return {"method": "hsd", **found, "levels": [{"model": model}], "adaptive": False}
     return {
         "method": "draft_model",
         "model": model,

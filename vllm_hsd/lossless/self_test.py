@@ -85,6 +85,7 @@ def run(
         "method": "hsd",
         "num_speculative_tokens": DRAFT_LENGTH,
         "levels": [{"model": family.mid, "temperature_scale": TEMPERATURE_SCALE}],
+        "adaptive": False,
     }
     letters = tokenizer.convert_tokens_to_ids(list(LETTERS))
     plain = Setting(TEMPERATURE)

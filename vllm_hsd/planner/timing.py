@@ -119,6 +119,7 @@ class Timing:
                 "method": "hsd",
                 "levels": [{**level, "num_tokens": room} for level in levels],
                 "num_speculative_tokens": room,
+                "adaptive": False,
             }
         return arguments
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import ClassVar
 
 from vllm.config.utils import config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
 
-from vllm_hsd.config import CascadeConfig
+from vllm_hsd.config import AdaptiveConfig, CascadeConfig
 from vllm_hsd.errors import UserError
-from vllm_hsd.level_checks import DraftConfig
+from vllm_hsd.level_checks import DraftConfig, engine_mistakes
+from vllm_hsd.level_config import sources
 from vllm_hsd.runner_v1.hooks import NeedsHooks
 from vllm_hsd.spec_config import CascadeSpeculativeConfig
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 @config
@@ -29,11 +34,30 @@ class V1CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
     draft_config_class: ClassVar[type[DraftConfig]] = V1DraftConfig
 
     @classmethod
+    def with_defaults(cls, hsd: CascadeConfig, arguments: EngineArgs) -> CascadeConfig:
+        """Adaptive drafting, if it fits and the user does not decide."""
+        if "adaptive" in hsd.model_fields_set:
+            return hsd
+        adaptive = hsd.model_copy(update={"adaptive": AdaptiveConfig()})
+        kinds = [source.kind for level in hsd.levels for source in sources(level)]
+        reasons = {
+            "an EAGLE-3 head below other levels": len(hsd.levels) > 1 and "eagle3" in kinds,
+            "horizontal_tokens": hsd.horizontal_tokens > 0,
+            "a KV connector": list(engine_mistakes(adaptive, arguments))
+            != list(engine_mistakes(hsd, arguments)),
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                logger.info("Drafts have fixed lengths: %s excludes 'adaptive'.", reason)
+                return hsd
+        return adaptive
+
+    @classmethod
     def check_runner(cls, hsd: CascadeConfig) -> None:
         if hsd.disable_by_batch_size is not None:
             raise UserError(
-                "disable_by_batch_size works on vLLM's V2 runner only: remove it, or set "
-                "'adaptive', which looks at the load."
+                "disable_by_batch_size works on vLLM's V2 runner only: remove it; "
+                "'adaptive' looks at the load."
             )
 
     def __post_init__(self) -> None:
