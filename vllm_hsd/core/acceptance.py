@@ -103,6 +103,8 @@ class AcceptanceEstimates:
 
     def rest(self, levels: list[int], slots: np.ndarray) -> None:
         """Note that `levels` drafted nothing for the requests in `slots` in this step."""
+        if not levels or not len(slots):
+            return
         keep = 0.5 ** (1 / _IDLE_HALF_LIFE)
         place = (np.array(levels, dtype=np.int64)[:, None], slots)
         self.own_verified[place] *= keep

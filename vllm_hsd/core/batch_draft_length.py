@@ -82,7 +82,7 @@ class BatchDraftLength:
         if not self.steps or self.plain.empty:
             return None
         gained = self.emitted / self.steps
-        return gained * float(self.plain.seconds(size) / self.drafting.seconds(size))
+        return gained * self.plain.seconds(size) / self.drafting.seconds(size)
 
     def _faster_with_drafts(self, size: int) -> bool:
         speedup = self.speedup(size)

@@ -90,8 +90,9 @@ class DepthController:
         self.draft_lengths = list(draft_lengths)
         self.is_lookup = list(is_lookup)
         self.longest = max(draft_lengths)
-        self.target_times = StepTimes(max_tokens)
-        self.level_times = [StepTimes(max_tokens) for _ in draft_lengths]
+        most = max(max_tokens, num_slots * (self.longest + 1))
+        self.target_times = StepTimes(most)
+        self.level_times = [StepTimes(most) for _ in draft_lengths]
         pairs = [(low, high) for low in range(count) for high in range(low + 1, count + 1)]
         self.pairs = {pair: i for i, pair in enumerate(pairs)}
         self.acceptance = AcceptanceEstimates(len(pairs), num_slots, self.longest)
@@ -230,7 +231,7 @@ class DepthController:
     def _value(self, candidate: _Candidate, slots: np.ndarray, most: np.ndarray) -> None:
         """Best draft lengths of a candidate, its goodput and its threshold."""
         size = len(slots)
-        plain = float(self.target_times.seconds(size))
+        plain = self.target_times.seconds(size)
         candidate.selection, candidate.threshold = Selection(), np.inf
         candidate.seconds, candidate.goodput = plain, size / plain
         if not candidate.levels:
@@ -241,14 +242,14 @@ class DepthController:
         fill = self.acceptance.fill(pair)
         lengths, drafting = self._drafting_seconds(candidate.levels, size)
         survival = self.acceptance.survival(pair, slots)
-        positions = np.arange(self.longest)
-        allowed = positions < most[:, None]
+        allowed = np.arange(self.longest) < most[:, None]
+        tokens = np.arange(1, int(most.sum()) + 1)
+        target = self.target_times.seconds(size + fill * tokens)
         for length in _ladder(
             min(int(most.max()), self.draft_lengths[-1], self.draft_lengths[top])
         ):
             gains = np.sort(survival[:, :length][allowed[:, :length]])[::-1]
-            tokens = np.arange(1, len(gains) + 1)
-            seconds = self.target_times.seconds(size + fill * tokens) + drafting[length]
+            seconds = target[: len(gains)] + drafting[length]
             goodput = (size + fill * np.cumsum(gains)) / seconds
             most_useful = int(goodput.argmax())
             if goodput[most_useful] > candidate.goodput:
@@ -267,7 +268,7 @@ class DepthController:
         renewal of rounds, each worth its expected emitted tokens).
         """
         tokens = np.arange(self.longest + 1)
-        lowest = float(self.level_times[levels[0]].seconds(size))
+        lowest = self.level_times[levels[0]].seconds(size)
         seconds = np.full(len(tokens), lowest) if self.is_lookup[levels[0]] else lowest * tokens
         chosen: list[int] = []
         for below, level in pairwise(levels):

@@ -74,9 +74,8 @@ class PriceEstimates:
         count = len(self.verifier_times)
         # Per verifier: emitted tokens per request, and time in steps without drafts, both forgotten
         # exponentially.
-        self.emitted, self.spent = np.ones(count), np.ones(count)
-        self.idle = np.zeros(count, dtype=np.int64)
-        self.pause = np.full(count, _FIRST_PAUSE)
+        self.emitted, self.spent = [1.0] * count, [1.0] * count
+        self.idle, self.pause = [0] * count, [_FIRST_PAUSE] * count
 
     def observe(self, verifier: int, size: int, drafted: int, emitted: int, seconds: float) -> None:
         """Take in one round.
@@ -90,7 +89,7 @@ class PriceEstimates:
         times = self.verifier_times[verifier]
         if not size or times.empty:
             return
-        plain, verified = times.seconds(np.array([size, size + drafted])).tolist()
+        plain, verified = times.seconds(size), times.seconds(size + drafted)
         keep = 0.5 ** (1 / _HALF_LIFE)
         self.emitted[verifier] = keep * self.emitted[verifier] + emitted / size
         spent = (verified + seconds) / plain
@@ -102,7 +101,7 @@ class PriceEstimates:
 
     def gain(self, verifier: int) -> float:
         """Tokens per time with drafts over those without, at least 1."""
-        return max(float(self.emitted[verifier] / self.spent[verifier]), 1.0)
+        return max(self.emitted[verifier] / self.spent[verifier], 1.0)
 
     def prices(self, verifier: int, size: int, drafter_cost: float) -> Prices:
         """What a request pays if `size` requests draft.
@@ -115,13 +114,14 @@ class PriceEstimates:
             # Everything is measured against the time without drafts.
             return Prices(FORBIDDEN * np.arange(self.length + 1.0), FORBIDDEN)
         worth = _MARGIN * self.gain(verifier)
-        seconds = times.seconds(size * np.arange(1, self.length + 2))
-        verify = worth * (seconds / seconds[0] - 1)
+        plain = times.seconds(size)
+        longer = [times.seconds(size * tokens) for tokens in range(2, self.length + 2)]
+        verify = worth * (np.array([plain, *longer]) / plain - 1)
         if self.idle[verifier] >= self.pause[verifier]:
             # What long drafts cost may have been overestimated, and is not seen without any.
             self.idle[verifier] = 0
             verify = verify * max(_FIRST_PAUSE / (2 * self.pause[verifier]), _CHEAPEST)
             self.pause[verifier] = min(2 * self.pause[verifier], _LONGEST_PAUSE)
         if not self.forward_times.empty:
-            drafter_cost = float(self.forward_times.seconds(size) / seconds[0])
+            drafter_cost = self.forward_times.seconds(size) / plain
         return Prices(verify, worth * drafter_cost * size, size)

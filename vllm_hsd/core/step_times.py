@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect
+from itertools import pairwise
+from typing import overload
+
 import numpy as np
 
 # One residual moves an estimate by a factor of at most e^0.3: a stalled step is an outlier.
@@ -24,52 +29,56 @@ class StepTimes:
     machine, which others may slow down for a while, and one for each size; both are exponentially
     forgotten means, residuals clipped. A size that has not been met for long learns anew at once.
 
+    It is told of every pass, so single numbers go without numpy, whose calls cost microseconds each
+    once a model has emptied the caches.
+
     Args:
         max_tokens: largest number of tokens that is told apart.
     """
 
     def __init__(self, max_tokens: int = 1 << 16) -> None:
-        grid = [1, 2, 3]
-        while grid[-1] < max_tokens:
-            grid.append(2 * grid[-2])
-        self.sizes = np.array(grid, dtype=np.float64)
-        self.log_sizes = np.log(self.sizes)
+        self.sizes = [1, 2, 3]
+        while self.sizes[-1] < max_tokens:
+            self.sizes.append(2 * self.sizes[-2])
+        self.log_sizes = [math.log(size) for size in self.sizes]
+        # A count of tokens belongs to the size that is nearest in logarithms.
+        self.bounds = [math.sqrt(a * b) for a, b in pairwise(self.sizes)]
         self.machine = 0.0
-        self.log_seconds = np.full(len(grid), np.nan)
-        self.weight = np.zeros(len(grid))
-        self.last_seen = np.zeros(len(grid), dtype=np.int64)
+        self.log_seconds = [math.nan] * len(self.sizes)
+        self.weight = [0.0] * len(self.sizes)
+        self.last_seen = [0] * len(self.sizes)
+        self.known: list[int] = []
         self.observed = 0
-        # What `seconds` reads: which sizes are known, and the rising curve through them.
-        self._curve: tuple[np.ndarray, np.ndarray] | None = None
+        # What `seconds` reads: the rising curve at the known sizes, and at all sizes.
+        self._curve: list[float] | None = None
+        self._everywhere: np.ndarray | None = None
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Take in one forward pass over `tokens` tokens that took `seconds`."""
-        if tokens < 1 or not 0 < seconds < np.inf:
+        if tokens < 1 or not 0 < seconds < math.inf:
             return
         self.observed += 1
-        self._curve = None
+        self._curve = self._everywhere = None
         if self.observed == _SEED_LIFE:
             # A seed of another machine would stay wrong at sizes that are avoided because of it.
-            unmet = self.last_seen == 0
-            self.weight[unmet], self.log_seconds[unmet] = 0, np.nan
+            for size in self.known:
+                self.weight[size] *= self.last_seen[size] > 0
+            self._find_known()
         size = self._nearest(tokens)
-        log_seconds = float(np.log(seconds)) - self.machine
+        log_seconds = math.log(seconds) - self.machine
         age = self.observed - self.last_seen[size]
         self.last_seen[size] = self.observed
-        known = self.weight > 0
-        if not known[size]:
+        if not self.weight[size]:
             # To the grid's own size by the slope of those that are known.
-            if known.any():
-                curve = self.log_seconds[known]
-                own, there = self._along(curve, known, np.array([self.sizes[size], tokens]))
-                log_seconds += own - there
-            self.log_seconds[size] = log_seconds
-            self.weight[size] = 1
+            if self.known:
+                curve = self._own_curve()
+                log_seconds += self._along(curve, self.sizes[size]) - self._along(curve, tokens)
+            self.log_seconds[size], self.weight[size] = log_seconds, 1.0
+            self._find_known()
             return
-        residual = log_seconds - float(self._along(self.log_seconds[known], known, tokens))
+        residual = log_seconds - self._along(self._own_curve(), tokens)
         self.weight[size] *= 0.5 ** (age / _HALF_LIFE)
-        settled = self.weight[size] >= _SETTLED
-        if settled:
+        if self.weight[size] >= _SETTLED:
             residual = min(max(residual, -_MOST_LOG_RESIDUAL), _MOST_LOG_RESIDUAL)
             self.machine += _MACHINE_RATE * residual
         self.weight[size] += 1
@@ -84,31 +93,36 @@ class StepTimes:
         """
         counts, place = np.unique(tokens, return_inverse=True)
         means = np.bincount(place, np.log(seconds)) / np.bincount(place)
-        sizes = [self._nearest(count) for count in counts]
-        self.log_seconds[sizes] = np.interp(self.log_sizes[sizes], np.log(counts), means)
-        self.weight[sizes] = 1
-        self._curve = None
+        for size in map(self._nearest, counts.tolist()):
+            log_seconds = np.interp(self.log_sizes[size], np.log(counts), means)
+            self.log_seconds[size], self.weight[size] = float(log_seconds), 1.0
+        self._find_known()
+        self._curve = self._everywhere = None
 
     def knows(self, tokens: int) -> bool:
         """Whether a pass of about this many tokens has been seen."""
-        return bool(self.weight[self._nearest(tokens)])
+        return self.weight[self._nearest(tokens)] > 0
 
     def age(self, tokens: int) -> float:
         """Passes of other sizes since one of about this many tokens; infinite before the first."""
         size = self._nearest(tokens)
-        return self.observed - self.last_seen[size] if self.weight[size] else np.inf
+        return self.observed - self.last_seen[size] if self.weight[size] else math.inf
 
     @property
     def empty(self) -> bool:
         """Whether nothing has been seen."""
-        return not self.weight.any()
+        return not self.known
 
-    def seconds(self, tokens: np.ndarray | float) -> np.ndarray:
+    @overload
+    def seconds(self, tokens: float) -> float: ...
+    @overload
+    def seconds(self, tokens: np.ndarray) -> np.ndarray: ...
+    def seconds(self, tokens):
         """Seconds of passes over `tokens` tokens (any shape), never falling with more tokens.
 
         Between known sizes along a line in logarithms; above the largest along the line through the
         last two (a size that turns out slower is known after one pass); below the smallest one as
-        long as that.
+        long as that. An array is read off the curve at the grid's sizes.
 
         Raises:
             ValueError: nothing has been seen.
@@ -116,40 +130,51 @@ class StepTimes:
         if self.empty:
             raise ValueError("No forward pass has been seen.")
         if self._curve is None:
-            known = self.weight > 0
-            self._curve = known, self._rising(known)
-        known, curve = self._curve
-        return np.exp(self.machine + self._along(curve, known, tokens))
+            self._curve = self._rising()
+        if not isinstance(tokens, np.ndarray):
+            return math.exp(self.machine + self._along(self._curve, tokens))
+        if self._everywhere is None:
+            self._everywhere = np.array([self._along(self._curve, size) for size in self.sizes])
+        at = np.log(np.maximum(tokens, 1))
+        return np.exp(self.machine + np.interp(at, self.log_sizes, self._everywhere))
 
-    def _along(
-        self, curve: np.ndarray, known: np.ndarray, tokens: np.ndarray | float
-    ) -> np.ndarray:
+    def _find_known(self) -> None:
+        self.known = [size for size, weight in enumerate(self.weight) if weight > 0]
+
+    def _own_curve(self) -> list[float]:
+        return [self.log_seconds[size] for size in self.known]
+
+    def _along(self, curve: list[float], tokens: float) -> float:
         """Log seconds by a curve through the known sizes, without the machine's part."""
-        sizes = self.sizes[known]
-        inside = np.interp(np.log(np.maximum(tokens, 1)), self.log_sizes[known], curve)
-        if len(sizes) == 1:
-            return inside
-        low, high = np.exp(curve[-2:])
-        slope = min(max((high - low) / (sizes[-1] - sizes[-2]), 0.0), high / sizes[-1])
-        return inside + np.log1p(np.maximum(tokens - sizes[-1], 0) * slope / high)
+        known, last = self.known, self.sizes[self.known[-1]]
+        if tokens <= self.sizes[known[0]] or len(known) == 1:
+            return curve[0]
+        if tokens > last:
+            low, high = math.exp(curve[-2]), math.exp(curve[-1])
+            slope = min(max((high - low) / (last - self.sizes[known[-2]]), 0.0), high / last)
+            return curve[-1] + math.log1p((tokens - last) * slope / high)
+        at = math.log(tokens)
+        right = bisect(known, at, 1, len(known) - 1, key=self.log_sizes.__getitem__)
+        left = self.log_sizes[known[right - 1]]
+        share = (at - left) / (self.log_sizes[known[right]] - left)
+        return curve[right - 1] + share * (curve[right] - curve[right - 1])
 
-    def _rising(self, known: np.ndarray) -> np.ndarray:
+    def _rising(self) -> list[float]:
         """Log seconds of the known sizes, pooled where they would fall (isotonic regression)."""
-        curve = self.log_seconds[known]
-        if np.all(curve[1:] >= curve[:-1]):
+        curve = self._own_curve()
+        if all(low <= high for low, high in pairwise(curve)):
             return curve
-        age = self.observed - self.last_seen[known]
-        pools: list[list[float]] = []
-        for value, weight in zip(
-            curve, self.weight[known] * 0.5 ** (age / _HALF_LIFE), strict=True
-        ):
-            pools.append([value, max(weight, 1e-9), 1])
+        pools: list[tuple[float, float, int]] = []
+        for size, value in zip(self.known, curve, strict=True):
+            age = self.observed - self.last_seen[size]
+            weight = self.weight[size] * 0.5 ** (age / _HALF_LIFE)
+            pools.append((value, max(weight, 1e-9), 1))
             while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
                 above, below = pools.pop(), pools.pop()
                 total = above[1] + below[1]
                 mean = (above[0] * above[1] + below[0] * below[1]) / total
-                pools.append([mean, total, above[2] + below[2]])
-        return np.repeat([pool[0] for pool in pools], [int(pool[2]) for pool in pools])
+                pools.append((mean, total, above[2] + below[2]))
+        return [value for value, _, count in pools for _ in range(count)]
 
     def _nearest(self, tokens: float) -> int:
-        return int(np.abs(self.log_sizes - np.log(max(tokens, 1))).argmin())
+        return bisect(self.bounds, tokens)
