@@ -85,7 +85,10 @@ def drafter_fails(choice: SourceChoice, count: int) -> None:
     wrong, text = np.array([[[1, 1, 1, 1]]]), np.array([[9, 2, 2]], dtype=np.int32)
     for _ in range(count):
         choice.remember(
-            1, SLOT, np.array([1]), wrong, np.array([[4]]), np.full((1, 1, 4), DRAFTER_ACCEPTANCE)
+            1,
+            SLOT,
+            np.array([1]),
+            Offers(wrong, np.array([[4]]), np.full((1, 1, 4), DRAFTER_ACCEPTANCE)),
         )
         choice.score(text, ROW, SLOT, np.array([3]))
 

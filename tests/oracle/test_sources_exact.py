@@ -53,9 +53,9 @@ class Adversary(SourceChoice):
         self.note(tokens[rows[0], : ends[0]].tolist())
         super().score(tokens, rows, slots, ends)
 
-    def remember(self, first, slots, starts, token_ids, counts, estimates):
-        self.note(first, token_ids.tolist(), counts.tolist())
-        super().remember(first, slots, starts, token_ids, counts, estimates)
+    def remember(self, first, slots, starts, offers):
+        self.note(first, offers.token_ids.tolist(), offers.counts.tolist())
+        super().remember(first, slots, starts, offers)
 
     def best(self, slots, offers, room, sure, placed):
         bits = self.note(room.tolist(), offers.token_ids.tolist())

@@ -39,21 +39,22 @@ class AcceptanceEstimates:
         self.rejected = np.zeros((num_levels, max_length))
         self.drafts = np.full(num_levels, 1.0)
         self.filled = np.full(num_levels, 1.0)
-        self.own_verified = np.zeros((num_levels, num_slots, max_length))
-        self.own_rejected = np.zeros((num_levels, num_slots, max_length))
+        # Rejected and verified tokens of each request.
+        self.own = np.zeros((2, num_levels, num_slots, max_length))
+        # Per level what `hazard` gave, None where something was learned since.
+        self._hazard: list[np.ndarray | None] = [None] * num_levels
 
     def forget(self, slot: int) -> None:
         """See `core.levels.PerRequest`."""
-        self.own_verified[:, slot] = 0
-        self.own_rejected[:, slot] = 0
+        self.own[:, :, slot] = 0
 
     def set_aside(self, slot: int) -> Any:
         """See `core.levels.PerRequest`."""
-        return self.own_verified[:, slot].copy(), self.own_rejected[:, slot].copy()
+        return self.own[:, :, slot].copy()
 
     def restore(self, slot: int, kept: Any) -> None:
         """See `core.levels.PerRequest`."""
-        self.own_verified[:, slot], self.own_rejected[:, slot] = kept
+        self.own[:, :, slot] = kept
 
     def seed(self, level: int, survival: np.ndarray, filled: float) -> None:
         """Start from what became of drafts before, which weigh as `_SEED_DRAFTS` drafts.
@@ -66,6 +67,7 @@ class AcceptanceEstimates:
         self.verified[level, : len(alive) - 1] = alive[:-1]
         self.rejected[level, : len(alive) - 1] = alive[:-1] - alive[1:]
         self.drafts[level], self.filled[level] = _SEED_DRAFTS, _SEED_DRAFTS * filled
+        self._hazard[level] = None
 
     def observe(
         self, level: int, slots: np.ndarray, lengths: np.ndarray, accepted: np.ndarray
@@ -78,22 +80,24 @@ class AcceptanceEstimates:
             accepted: [n] int64, at most `lengths`.
         """
         some = lengths > 0
-        slots, lengths, accepted = slots[some], lengths[some], accepted[some]
+        if not some.all():
+            slots, lengths, accepted = slots[some], lengths[some], accepted[some]
         if not len(slots):
             return
-        keep = 0.5 ** (len(slots) / _SHARED_HALF_LIFE)
-        reached = np.arange(self.max_length) < np.minimum(accepted + 1, lengths)[:, None]
+        self._hazard[level] = None
+        # [2, n, max_length] tokens rejected and verified now.
+        now = np.zeros((2, len(slots), self.max_length))
         failed = accepted < lengths
-        own = 0.5 ** (1 / _OWN_HALF_LIFE)
-        self.own_verified[level, slots] = own * self.own_verified[level, slots] + reached
-        self.own_rejected[level, slots] *= own
-        self.own_rejected[level, slots[failed], accepted[failed]] += 1
+        now[0, failed, accepted[failed]] = 1
+        now[1] = np.arange(self.max_length) < np.minimum(accepted + 1, lengths)[:, None]
+        kept = self.own[:, level, slots]
+        kept *= 0.5 ** (1 / _OWN_HALF_LIFE)
+        self.own[:, level, slots] = kept + now
+        rejected, reached = now.sum(1)
         # What is not met for long stays as it was.
-        seen = reached.any(0)
-        self.verified[level, seen] *= keep
-        self.rejected[level, seen] *= keep
-        self.verified[level] += reached.sum(0)
-        np.add.at(self.rejected[level], accepted[failed], 1)
+        keep = np.where(reached > 0, 0.5 ** (len(slots) / _SHARED_HALF_LIFE), 1.0)
+        self.rejected[level] = keep * self.rejected[level] + rejected
+        self.verified[level] = keep * self.verified[level] + reached
 
     def count(self, level: int, requested: int, filled: int) -> None:
         """Take in that `filled` of `requested` drafts of `level` hold any token."""
@@ -105,10 +109,7 @@ class AcceptanceEstimates:
         """Note that `levels` drafted nothing for the requests in `slots` in this step."""
         if not levels or not len(slots):
             return
-        keep = 0.5 ** (1 / _IDLE_HALF_LIFE)
-        place = (np.array(levels, dtype=np.int64)[:, None], slots)
-        self.own_verified[place] *= keep
-        self.own_rejected[place] *= keep
+        self.own[:, np.array(levels)[:, None], slots] *= 0.5 ** (1 / _IDLE_HALF_LIFE)
 
     def fill(self, level: int) -> float:
         """Share of drafts requested of `level` that hold any token: a lookup often finds none."""
@@ -116,12 +117,17 @@ class AcceptanceEstimates:
 
     def hazard(self, level: int) -> np.ndarray:
         """[max_length] probability that token j is rejected where those before it were not."""
-        verified, rejected = self.verified[level], self.rejected[level]
-        pooled = (rejected.sum() + _PRIOR_REJECTED) / (verified.sum() + _PRIOR_VERIFIED)
-        return (rejected + _POOLED * pooled) / (verified + _POOLED)
+        known = self._hazard[level]
+        if known is None:
+            verified, rejected = self.verified[level], self.rejected[level]
+            pooled = (rejected.sum() + _PRIOR_REJECTED) / (verified.sum() + _PRIOR_VERIFIED)
+            known = (rejected + _POOLED * pooled) / (verified + _POOLED)
+            self._hazard[level] = known
+        return known
 
     def survival(self, level: int, slots: np.ndarray) -> np.ndarray:
         """[n, max_length] probability that the first j + 1 drafted tokens are all accepted."""
-        rejected = self.own_rejected[level, slots] + _OWN_PRIOR * self.hazard(level)
-        hazard = rejected / (self.own_verified[level, slots] + _OWN_PRIOR)
-        return np.cumprod(1 - np.minimum(hazard, 0.999), axis=1)
+        rejected, verified = self.own[:, level, slots]
+        rejected = rejected + _OWN_PRIOR * self.hazard(level)
+        hazard = np.minimum(rejected / (verified + _OWN_PRIOR), 0.999)
+        return np.cumprod(1 - hazard, axis=1)

@@ -236,27 +236,26 @@ class DepthController:
         candidate.seconds, candidate.goodput = plain, size / plain
         if not candidate.levels:
             return
-        candidate.goodput = 0.0
         top = candidate.levels[-1]
         pair = self.pair(top, len(self.draft_lengths))
         fill = self.acceptance.fill(pair)
         lengths, drafting = self._drafting_seconds(candidate.levels, size)
-        survival = self.acceptance.survival(pair, slots)
-        allowed = np.arange(self.longest) < most[:, None]
-        tokens = np.arange(1, int(most.sum()) + 1)
-        target = self.target_times.seconds(size + fill * tokens)
-        for length in _ladder(
-            min(int(most.max()), self.draft_lengths[-1], self.draft_lengths[top])
-        ):
-            gains = np.sort(survival[:, :length][allowed[:, :length]])[::-1]
-            seconds = target[: len(gains)] + drafting[length]
-            goodput = (size + fill * np.cumsum(gains)) / seconds
-            most_useful = int(goodput.argmax())
-            if goodput[most_useful] > candidate.goodput:
-                candidate.goodput = float(goodput[most_useful])
-                candidate.threshold = float(gains[most_useful])
-                candidate.seconds = float(seconds[most_useful])
-                candidate.selection = Selection(candidate.levels, (*lengths, length))
+        longest = min(int(most.max()), self.draft_lengths[-1], self.draft_lengths[top])
+        ladder = np.array(_ladder(longest))
+        # [draft lengths, tokens] survival of every token that may be drafted, best first, then 0.
+        room = np.minimum(most, longest)
+        survival = self.acceptance.survival(pair, slots)[:, :longest]
+        survival = np.where(np.arange(longest) < room[:, None], survival, 0.0)
+        within = np.arange(longest) < ladder[:, None, None]
+        gains = -np.sort(-np.where(within, survival, 0.0).reshape(len(ladder), -1))
+        gains = gains[:, : int(room.sum())]
+        tokens = np.arange(1, gains.shape[1] + 1)
+        seconds = self.target_times.seconds(size + fill * tokens) + drafting[ladder][:, None]
+        goodput = (size + fill * np.cumsum(gains, axis=1)) / seconds
+        best = divmod(int(goodput.argmax()), gains.shape[1])
+        candidate.goodput = float(goodput[best])
+        candidate.threshold, candidate.seconds = float(gains[best]), float(seconds[best])
+        candidate.selection = Selection(candidate.levels, (*lengths, int(ladder[best[0]])))
 
     def _drafting_seconds(
         self, levels: tuple[int, ...], size: int

@@ -110,12 +110,13 @@ class LowestLevel:
             active = np.flatnonzero(open_)
             now = slots[active]
             rows, ends, room = batch.rows[now], batch.end[now], (requested - drafts.counts[slots])
-            offers = Offers.of(
-                [
-                    lookup.lookup(batch.tokens, rows, now, ends, room[active])
-                    for lookup in self.lookups
-                ]
-            )
+            found = [
+                lookup.lookup(batch.tokens, rows, now, ends, room[active])
+                for lookup in self.lookups
+            ]
+            if not any(offer.counts.any() for offer in found):
+                break
+            offers = Offers.of(found)
             choice.remember_first(now, ends, offers, drafts.counts[now] == 0)
             source, counts, sure[active] = choice.best(
                 now, offers, room[active], sure[active], drafts.counts[now]
@@ -164,7 +165,7 @@ class LowestLevel:
         drafts.source[place] = source
         estimates = np.full(token_ids.shape, DRAFTER_ACCEPTANCE)
         starts = batch.end[slots] - counts
-        choice.remember(source, slots, starts, token_ids, counts[None], estimates)
+        choice.remember(source, slots, starts, Offers(token_ids, counts[None], estimates))
 
     def _draft_from_model(
         self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray
@@ -210,6 +211,9 @@ def _until_eos(
     token_ids: np.ndarray, counts: np.ndarray, eos: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Lengths [n] of drafts cut after the token that ends the request, and which hold it [n]."""
-    is_eos = (token_ids == eos[:, None]) & (np.arange(token_ids.shape[1]) < counts[:, None])
+    is_eos = token_ids == eos[:, None]
+    if not is_eos.any():
+        return counts, np.zeros(len(counts), dtype=bool)
+    is_eos &= np.arange(token_ids.shape[1]) < counts[:, None]
     ended = is_eos.any(1)
     return np.where(ended, is_eos.argmax(1) + 1 if is_eos.size else 0, counts), ended

@@ -25,6 +25,8 @@ _MARGIN = 1.1
 FORBIDDEN = 1e9
 # Rounds after which an observation of the gain weighs half.
 _HALF_LIFE = 50.0
+# Steps for which what more tokens cost is taken to stay as it is, once so many steps were timed.
+_STAYS, _TIMED = 8, 64
 # Passes at other sizes after which the verifier's time without drafts is measured again.
 _MEASURE_AGAIN = 512
 # Rounds without a draft before one at a lower price, and how far this pause grows and that price
@@ -76,6 +78,8 @@ class PriceEstimates:
         # exponentially.
         self.emitted, self.spent = [1.0] * count, [1.0] * count
         self.idle, self.pause = [0] * count, [_FIRST_PAUSE] * count
+        # Per verifier: requests, passes that its times had seen, and what more tokens cost then.
+        self._extra: list[tuple[int, int, np.ndarray] | None] = [None] * count
 
     def observe(self, verifier: int, size: int, drafted: int, emitted: int, seconds: float) -> None:
         """Take in one round.
@@ -114,14 +118,25 @@ class PriceEstimates:
             # Everything is measured against the time without drafts.
             return Prices(FORBIDDEN * np.arange(self.length + 1.0), FORBIDDEN)
         worth = _MARGIN * self.gain(verifier)
-        plain = times.seconds(size)
-        longer = [times.seconds(size * tokens) for tokens in range(2, self.length + 2)]
-        verify = worth * (np.array([plain, *longer]) / plain - 1)
+        verify = worth * self._extra_cost(verifier, size)
         if self.idle[verifier] >= self.pause[verifier]:
             # What long drafts cost may have been overestimated, and is not seen without any.
             self.idle[verifier] = 0
             verify = verify * max(_FIRST_PAUSE / (2 * self.pause[verifier]), _CHEAPEST)
             self.pause[verifier] = min(2 * self.pause[verifier], _LONGEST_PAUSE)
         if not self.forward_times.empty:
-            drafter_cost = self.forward_times.seconds(size) / plain
+            drafter_cost = self.forward_times.seconds(size) / times.seconds(size)
         return Prices(verify, worth * drafter_cost * size, size)
+
+    def _extra_cost(self, verifier: int, size: int) -> np.ndarray:
+        """[length + 1] steps without drafts that k more tokens per request take in addition."""
+        times, kept = self.verifier_times[verifier], self._extra[verifier]
+        if kept is not None and kept[0] == size:
+            _, observed, extra = kept
+            if observed >= _TIMED and times.observed - observed < _STAYS:
+                return extra
+        plain = times.seconds(size)
+        longer = [times.seconds(size * (1 + k)) / plain - 1 for k in range(1, self.length + 1)]
+        extra = np.array([0.0, *longer])
+        self._extra[verifier] = size, times.observed, extra
+        return extra

@@ -14,8 +14,9 @@ that it is verified with, whatever the rule.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,29 +41,40 @@ RETRY_ROUNDS, MOST_RETRY_ROUNDS = 32, 1024
 
 @dataclass
 class Offers:
-    """What S lookups offer n requests.
+    """What S sources offer n requests.
 
     Attributes:
         token_ids: [S, n, width] int64.
         counts: [S, n] int64.
         estimates: [S, n, width] float64, the source's own acceptance probability of each token
             after the ones before.
+        steps: [S, n, width] int64, the estimates as one of STEPS.
+        corrected: [S, n, width] float64, see `SourceChoice.corrected`; None before it is asked for.
     """
 
     token_ids: np.ndarray
     counts: np.ndarray
     estimates: np.ndarray
+    steps: np.ndarray = field(init=False)
+    corrected: np.ndarray | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = np.minimum((self.estimates * STEPS).astype(np.int64), STEPS - 1)
+
+    def of_requests(self, own: np.ndarray) -> Offers:
+        """What they offer the requests in `own`, [n] bool."""
+        return Offers(self.token_ids[:, own], self.counts[:, own], self.estimates[:, own])
 
     @classmethod
     def of(cls, found: Sequence[Lookup]) -> Offers:
         """What lookups found for the same requests, at least one of them, all of one width."""
-        confidence = np.stack([lookup.confidence for lookup in found])
-        before = np.ones_like(confidence)
-        before[..., 1:] = confidence[..., :-1]
-        estimates = np.divide(confidence, before, out=np.zeros_like(confidence), where=before > 0)
+        confidence = _stacked([lookup.confidence for lookup in found])
+        estimates = confidence.copy()
+        before, after = confidence[..., :-1], confidence[..., 1:]
+        np.divide(after, before, out=estimates[..., 1:], where=before > 0)
         return cls(
-            np.stack([lookup.token_ids for lookup in found]),
-            np.stack([lookup.counts for lookup in found]),
+            _stacked([lookup.token_ids for lookup in found]),
+            _stacked([lookup.counts for lookup in found]),
             estimates,
         )
 
@@ -84,10 +96,9 @@ class SourceChoice:
         self.sources, self.length = sources, length
         count = len(sources.names)
         # Accepted and verified tokens by source, place in the draft and the source's own estimate.
-        self.accepted = np.zeros((count, PLACES, STEPS))
-        self.verified = np.zeros((count, PLACES, STEPS))
+        self.shared = np.zeros((2, count, PLACES, STEPS))
         # Accepted and expected tokens by source and request.
-        self.seen, self.expected = np.zeros((2, count, num_slots))
+        self.own = np.zeros((2, count, num_slots))
         self.passed_over = np.zeros(num_slots, dtype=np.int64)
         self.pause = np.full(num_slots, RETRY_ROUNDS)
         # The same for requests that need not repeat together: they share a try.
@@ -99,8 +110,8 @@ class SourceChoice:
         self.steps = np.zeros((count, num_slots, length), dtype=np.int64)
         self.estimates = np.zeros((count, num_slots, length))
         # Prices of this step, and the fixed ones.
-        self.verify_price = np.zeros((2, length + 1))
-        self.forward_price, self.sharing = np.zeros((2, 2))
+        self.verify_price = np.tile(Prices.fixed(length, 0.0).verify, (2, 1))
+        self.forward_price, self.sharing = np.zeros(2), np.ones(2)
         self.price(None, None)
 
     def price(self, prices: Prices | None, repeats: np.ndarray | None) -> None:
@@ -111,10 +122,15 @@ class SourceChoice:
             repeats: [slots] bool, requests whose drafts must not depend on times or on others;
                 None for all.
         """
-        fixed = Prices.fixed(self.length, self.sources.drafter_cost)
-        for row, price in enumerate((fixed if prices is None else prices, fixed)):
-            self.verify_price[row] = price.verify
-            self.forward_price[row], self.sharing[row] = price.forward, price.size
+        self.forward_price[1] = self.sources.drafter_cost
+        if prices is None:
+            self.verify_price[0], self.forward_price[0] = (
+                self.verify_price[1],
+                self.forward_price[1],
+            )
+        else:
+            self.verify_price[0] = prices.verify
+            self.forward_price[0], self.sharing[0] = prices.forward, prices.size
         self.repeats = np.ones(len(self.passed_over), dtype=bool) if repeats is None else repeats
 
     def score(
@@ -128,40 +144,47 @@ class SourceChoice:
             slots: [n] int64.
             ends: [n] int64, tokens in the texts, all of them verified by the model above.
         """
+        counts = self.counts[:, slots]
+        if not counts.any():
+            return
         starts = self.starts[:, slots]
         # A text that ends where the offer began or before has changed before the offer.
-        known = np.maximum(np.minimum(self.counts[:, slots], ends - starts), 0)
+        known = np.maximum(np.minimum(counts, ends - starts), 0)
         self.counts[:, slots] = 0
-        if not known.any():
-            return
         place = np.arange(self.length)
         at = np.minimum(starts[..., None] + place, tokens.shape[1] - 1)
         same = tokens[rows[:, None], at] == self.token_ids[:, slots]
         same &= place < known[..., None]
         matched = np.logical_and.accumulate(same, axis=2).sum(2)
         tried = place < np.minimum(matched + 1, known)[..., None]
-        expected = (self.estimates[:, slots] * tried).sum(2)
-        fade = np.where(known > 0, MEMORY, 1.0)
-        self.seen[:, slots] = self.seen[:, slots] * fade + matched
-        self.expected[:, slots] = self.expected[:, slots] * fade + expected
-        source, request, where = np.nonzero(tried)
-        group = (source, np.minimum(where, PLACES - 1), self.steps[source, slots[request], where])
-        keep = SHARED_MEMORY ** len(slots)
-        self.verified *= keep
-        self.accepted *= keep
-        np.add.at(self.verified, group, 1)
-        np.add.at(self.accepted, group, where < matched[source, request])
+        own = self.own[:, :, slots]
+        own *= np.where(known > 0, MEMORY, 1.0)
+        own[0] += matched
+        own[1] += (self.estimates[:, slots] * tried).sum(2)
+        self.own[:, :, slots] = own
+        source, request, where = tried.nonzero()
+        group = (source, np.minimum(where, PLACES - 1), self.steps[:, slots][tried])
+        self.shared *= SHARED_MEMORY ** len(slots)
+        np.add.at(self.shared[0], group, where < matched[source, request])
+        np.add.at(self.shared[1], group, 1)
 
-    def corrected(self, estimates: np.ndarray, slots: np.ndarray, first: int = 0) -> np.ndarray:
-        """What became of tokens with such estimates, in all requests.
+    def corrected(self, offers: Offers, slots: np.ndarray, first: int = 0) -> np.ndarray:
+        """[S, n, width] float64 estimates by what became of tokens with such, in all requests.
 
         Args:
-            estimates: [S, n, width] float64, of the sources first, first + 1, ...
+            offers: of the sources first, first + 1, ...
             slots: [n] int64.
         """
+        if offers.corrected is None:
+            offers.corrected = self._corrected(offers.estimates, offers.steps, slots, first)
+        return offers.corrected
+
+    def _corrected(
+        self, estimates: np.ndarray, steps: np.ndarray | int, slots: np.ndarray, first: int
+    ) -> np.ndarray:
         source = np.arange(first, first + len(estimates))[:, None, None]
-        group = (source, np.minimum(np.arange(estimates.shape[2]), PLACES - 1), _steps(estimates))
-        verified, accepted = self.verified[group], self.accepted[group]
+        place = np.minimum(np.arange(estimates.shape[2]), PLACES - 1)
+        accepted, verified = self.shared[:, source, place, steps]
         found = (accepted + PRIOR_VERIFIED * estimates) / (verified + PRIOR_VERIFIED)
         return np.where(self.repeats[slots, None], estimates, found)
 
@@ -169,15 +192,10 @@ class SourceChoice:
         self, slots: np.ndarray, ends: np.ndarray, offers: Offers, first: np.ndarray
     ) -> None:
         """Keep the offers that continue verified text: those of requests where `first` holds."""
-        if first.any():
-            self.remember(
-                0,
-                slots[first],
-                ends[first],
-                offers.token_ids[:, first],
-                offers.counts[:, first],
-                offers.estimates[:, first],
-            )
+        if first.all():
+            self.remember(0, slots, ends, offers)
+        elif first.any():
+            self.remember(0, slots[first], ends[first], offers.of_requests(first))
 
     def note_use(self, slots: np.ndarray, used: np.ndarray, paid: np.ndarray) -> None:
         """Count the rounds in which the drafter was passed over.
@@ -201,29 +219,20 @@ class SourceChoice:
         if paid[shared].any():
             self.shared_pause = RETRY_ROUNDS
 
-    def remember(
-        self,
-        first: int,
-        slots: np.ndarray,
-        starts: np.ndarray,
-        token_ids: np.ndarray,
-        counts: np.ndarray,
-        estimates: np.ndarray,
-    ) -> None:
+    def remember(self, first: int, slots: np.ndarray, starts: np.ndarray, offers: Offers) -> None:
         """Keep what the sources first, first + 1, ... offer until the texts go on.
 
         Args:
             first: number of the first source.
             slots, starts: [n] int64; an offer begins at position starts[i].
-            token_ids: [S, n, width] int64.
-            counts: [S, n] int64.
-            estimates: [S, n, width] float64, see `Offers`.
+            offers: of these sources.
         """
-        width, sources = token_ids.shape[2], np.arange(first, first + len(token_ids))[:, None]
-        self.starts[sources, slots], self.counts[sources, slots] = starts, counts
-        self.token_ids[sources, slots, :width] = token_ids
-        self.steps[sources, slots, :width] = _steps(estimates)
-        self.estimates[sources, slots, :width] = self.corrected(estimates, slots, first)
+        count, _, width = offers.token_ids.shape
+        sources = slice(first, first + count)
+        self.starts[sources, slots], self.counts[sources, slots] = starts, offers.counts
+        self.token_ids[sources, slots, :width] = offers.token_ids
+        self.steps[sources, slots, :width] = offers.steps
+        self.estimates[sources, slots, :width] = self.corrected(offers, slots, first)
 
     def best(
         self,
@@ -246,32 +255,33 @@ class SourceChoice:
             lookup [n] int64, -1 for none; tokens of its offer [n] int64; probability [n] that all
             tokens drafted then are accepted.
         """
-        lookup, counts = np.full(len(slots), -1), np.zeros(len(slots), dtype=np.int64)
-        if not offers.counts.any():
-            return lookup, counts, sure
-        value = self.drafter_plan(slots, room, sure, placed)[1]
         count, n, width = offers.token_ids.shape
-        scaled = (
-            self.corrected(offers.estimates, slots) * self.scale(slice(0, count), slots)[..., None]
-        )
-        survival = sure[:, None] * np.cumprod(np.minimum(scaled, SUREST), axis=2)
+        scale = self.scale(slice(0, count), slots)[..., None]
+        scaled = np.minimum(self.corrected(offers, slots) * scale, SUREST)
+        survival = sure[:, None] * np.cumprod(scaled, axis=2)
         net = np.cumsum(survival, axis=2) - self._verify_prices(slots, placed, width)
-        allowed = (np.arange(width) < offers.counts[..., None]) & (survival > 0)
-        net[~(allowed & (survival >= self.sources.min_acceptance))] = -np.inf
-        likely = net.argmax(2)
-        at = (np.arange(count)[:, None], np.arange(n), likely)
-        best_sure, best_net = survival[at], net[at]
-        for source in range(count):
-            tokens = likely[source] + 1
-            total = (
-                best_net[source]
-                + self.drafter_plan(slots, room - tokens, best_sure[source], placed + tokens)[1]
-            )
-            better = (best_net[source] > 0) & (total >= value)
-            value = np.where(better, total, value)
-            lookup[better], counts[better] = source, tokens[better]
-            sure = np.where(better, best_sure[source], sure)
-        return lookup, counts, sure
+        allowed = survival >= max(self.sources.min_acceptance, sys.float_info.min)
+        allowed &= np.arange(width) < offers.counts[..., None]
+        net[~allowed] = -np.inf
+        likely, own = net.argmax(2), np.arange(n)
+        at = (np.arange(count)[:, None], own, likely)
+        total, then_sure = net[at], survival[at]
+        total[total <= 0] = -np.inf
+        value: np.ndarray | float = 0.0
+        if self.sources.drafter is not None:
+            value = self.drafter_plan(slots, room, sure, placed)[1]
+            for source in range(count):
+                tokens = likely[source] + 1
+                after = room - tokens, then_sure[source], placed + tokens
+                total[source] += self.drafter_plan(slots, *after)[1]
+        # Of equals the last one.
+        lookup = count - 1 - total[::-1].argmax(0)
+        taken = total[lookup, own] >= value
+        return (
+            np.where(taken, lookup, -1),
+            np.where(taken, likely[lookup, own] + 1, 0),
+            np.where(taken, then_sure[lookup, own], sure),
+        )
 
     def drafter_plan(
         self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray, placed: np.ndarray
@@ -320,7 +330,8 @@ class SourceChoice:
         """[n, length] expected tokens of 1, 2, ... drafter's tokens, above what verifying costs."""
         drafter = len(self.sources.lookups)
         expected = np.full((1, len(slots), self.length), DRAFTER_ACCEPTANCE)
-        each = self.corrected(expected, slots, drafter)[0] * self.scale(drafter, slots)[:, None]
+        each = self._corrected(expected, int(DRAFTER_ACCEPTANCE * STEPS), slots, drafter)[0]
+        each *= self.scale(drafter, slots)[:, None]
         survival = sure[:, None] * np.cumprod(np.minimum(each, SUREST), axis=1)
         gains = np.cumsum(survival, axis=1) - self._verify_prices(slots, placed, self.length)
         gains[np.arange(self.length) >= room[:, None]] = -FORBIDDEN
@@ -333,32 +344,31 @@ class SourceChoice:
     def _verify_prices(self, slots: np.ndarray, placed: np.ndarray, width: int) -> np.ndarray:
         """[n, width] price of verifying 1, 2, ... tokens more than are placed."""
         prices = self.verify_price[self._row(slots)]
+        if not placed.any():
+            return prices[:, 1 : width + 1]
         own = np.arange(len(slots))[:, None]
         upto = np.minimum(placed[:, None] + np.arange(1, width + 1), self.length)
         return prices[own, upto] - prices[own, placed[:, None]]
 
     def scale(self, source: int | slice, slots: np.ndarray) -> np.ndarray:
         """Accepted over expected tokens of a source, 1 before anything is known: [n], or [S, n]."""
-        seen, expected = self.seen[source][..., slots], self.expected[source][..., slots]
-        return (seen + PRIOR_TOKENS) / (expected + PRIOR_TOKENS)
+        accepted, expected = self.own[:, source, slots] + PRIOR_TOKENS
+        return accepted / expected
 
     def forget(self, slot: int) -> None:
         """See `core.levels.PerRequest`."""
         self.counts[:, slot] = 0
-        self.seen[:, slot] = self.expected[:, slot] = 0
+        self.own[:, :, slot] = 0
         self.passed_over[slot], self.pause[slot] = 0, RETRY_ROUNDS
 
     def set_aside(self, slot: int) -> Any:
         """See `core.levels.PerRequest`."""
-        own = self.seen[:, slot].copy(), self.expected[:, slot].copy()
-        return *own, self.passed_over[slot], self.pause[slot]
+        return self.own[:, :, slot].copy(), self.passed_over[slot], self.pause[slot]
 
     def restore(self, slot: int, kept: Any) -> None:
         """See `core.levels.PerRequest`."""
-        self.seen[:, slot], self.expected[:, slot] = kept[:2]
-        self.passed_over[slot], self.pause[slot] = kept[2:]
+        self.own[:, :, slot], self.passed_over[slot], self.pause[slot] = kept
 
 
-def _steps(estimates: np.ndarray) -> np.ndarray:
-    """Estimates as one of STEPS integers."""
-    return np.minimum((estimates * STEPS).astype(np.int64), STEPS - 1)
+def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.stack(arrays) if len(arrays) > 1 else arrays[0][None]
