@@ -43,10 +43,13 @@ class AcceptanceEstimates:
         self.own = np.zeros((2, num_levels, num_slots, max_length))
         # Per level what `hazard` gave, None where something was learned since.
         self._hazard: list[np.ndarray | None] = [None] * num_levels
+        # How often a slot's request has changed.
+        self.arrivals = 0
 
     def forget(self, slot: int) -> None:
         """See `core.levels.PerRequest`."""
         self.own[:, :, slot] = 0
+        self.arrivals += 1
 
     def set_aside(self, slot: int) -> Any:
         """See `core.levels.PerRequest`."""
@@ -55,6 +58,7 @@ class AcceptanceEstimates:
     def restore(self, slot: int, kept: Any) -> None:
         """See `core.levels.PerRequest`."""
         self.own[:, :, slot] = kept
+        self.arrivals += 1
 
     def seed(self, level: int, survival: np.ndarray, filled: float) -> None:
         """Start from what became of drafts before, which weigh as `_SEED_DRAFTS` drafts.
@@ -105,11 +109,11 @@ class AcceptanceEstimates:
         self.drafts[level] = keep * self.drafts[level] + requested
         self.filled[level] = keep * self.filled[level] + filled
 
-    def rest(self, levels: list[int], slots: np.ndarray) -> None:
-        """Note that `levels` drafted nothing for the requests in `slots` in this step."""
+    def rest(self, levels: list[int], slots: np.ndarray, steps: int = 1) -> None:
+        """Note that `levels` drafted nothing for the requests in `slots` for so many steps."""
         if not levels or not len(slots):
             return
-        self.own[:, np.array(levels)[:, None], slots] *= 0.5 ** (1 / _IDLE_HALF_LIFE)
+        self.own[:, np.array(levels)[:, None], slots] *= 0.5 ** (steps / _IDLE_HALF_LIFE)
 
     def fill(self, level: int) -> float:
         """Share of drafts requested of `level` that hold any token: a lookup often finds none."""

@@ -19,6 +19,8 @@ from vllm_hsd.core.step_times import StepTimes
 
 # Steps between two full plans; in between, requests are measured against the last plan's threshold.
 _PLAN_EVERY = 16
+# Steps for which draft lengths are kept while neither the plan nor the requests change.
+_LENGTHS_EVERY = 4
 # Steps of one trial, and pauses before a candidate that lost is tried again.
 _TRIAL_STEPS, _FIRST_PAUSE, _LONGEST_PAUSE = 3, 64, 4096
 # Steps before the first trials where what is known was measured before serving.
@@ -39,7 +41,7 @@ class Selection:
     draft_lengths: tuple[int, ...] = ()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Candidate:
     """A sub-cascade, and when it is tried.
 
@@ -111,6 +113,10 @@ class DepthController:
         self.step = 0
         self.next_plan = 0
         self.planned_size = 0
+        # What the last look at the requests found, its step, for which candidate and requests.
+        self.worth = np.zeros(0, dtype=np.int64)
+        self.looked = 0
+        self.looked_at: tuple[_Candidate, bytes, int] | None = None
 
     def pair(self, level: int, verifier: int) -> int:
         """Index of the drafts of `level` verified by level `verifier` in `acceptance`.
@@ -138,12 +144,11 @@ class DepthController:
         candidate.last_run = self.step
         if self.plain.goodput:
             self.allowance += _TRIAL_SHARE * self.best.seconds
-        lengths = self._lengths(candidate, slots, most)
-        self.acceptance.rest(self.facing_target, slots[lengths == 0])
-        if candidate.levels:
-            top = candidate.levels[-1]
-            others = [pair for level, pair in enumerate(self.facing_target) if level != top]
-            self.acceptance.rest(others, slots[lengths > 0])
+        lengths = np.minimum(self._worth(candidate, slots), most)
+        if candidate is self.trial:
+            count = max(size // _TRIAL_SPARES, 1)
+            turn = (np.arange(size) - self.step * count) % size
+            lengths[turn >= count] = 0
         return (candidate.selection if lengths.any() else Selection()), lengths
 
     def _candidate(self, slots: np.ndarray, most: np.ndarray) -> _Candidate:
@@ -168,6 +173,7 @@ class DepthController:
 
     def _plan(self, slots: np.ndarray, most: np.ndarray) -> None:
         """Value every candidate at this batch, and judge the trial that has ended."""
+        self.looked_at = None
         self.next_plan = self.step + _PLAN_EVERY
         self.planned_size = len(slots)
         known = [candidate for candidate in self.candidates if self._timed(candidate)]
@@ -214,19 +220,25 @@ class DepthController:
         lengths = tuple(min(self.draft_lengths[level], 3 + i) for i, level in enumerate(levels))
         return Selection(levels, lengths)
 
-    def _lengths(self, candidate: _Candidate, slots: np.ndarray, most: np.ndarray) -> np.ndarray:
-        """[n] tokens of each request that are likely enough to survive."""
+    def _worth(self, candidate: _Candidate, slots: np.ndarray) -> np.ndarray:
+        """[n] tokens of each request that are likely enough to survive, as of a recent step."""
+        looked_at = candidate, slots.tobytes(), self.acceptance.arrivals
+        steps = self.step - self.looked
+        if steps < _LENGTHS_EVERY and looked_at == self.looked_at:
+            return self.worth
+        self.looked, self.looked_at = self.step, looked_at
         if not candidate.selection.levels:
-            return np.zeros(len(slots), dtype=np.int64)
+            self.worth = np.zeros(len(slots), dtype=np.int64)
+            self.acceptance.rest(self.facing_target, slots, steps)
+            return self.worth
         top = candidate.levels[-1]
-        survival = self.acceptance.survival(self.pair(top, len(self.draft_lengths)), slots)
+        survival = self.acceptance.survival(self.facing_target[top], slots)
         worth = (survival >= candidate.threshold).sum(1)
-        lengths = np.minimum(np.minimum(worth, candidate.selection.draft_lengths[-1]), most)
-        if candidate is self.trial:
-            count = max(len(slots) // _TRIAL_SPARES, 1)
-            turn = (np.arange(len(slots)) - self.step * count) % len(slots)
-            lengths[turn >= count] = 0
-        return lengths
+        self.worth = np.minimum(worth, candidate.selection.draft_lengths[-1])
+        self.acceptance.rest(self.facing_target, slots[self.worth == 0], steps)
+        others = [pair for level, pair in enumerate(self.facing_target) if level != top]
+        self.acceptance.rest(others, slots[self.worth > 0], steps)
+        return self.worth
 
     def _value(self, candidate: _Candidate, slots: np.ndarray, most: np.ndarray) -> None:
         """Best draft lengths of a candidate, its goodput and its threshold."""
