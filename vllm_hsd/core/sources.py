@@ -124,10 +124,8 @@ class SourceChoice:
         """
         self.forward_price[1] = self.sources.drafter_cost
         if prices is None:
-            self.verify_price[0], self.forward_price[0] = (
-                self.verify_price[1],
-                self.forward_price[1],
-            )
+            self.verify_price[0] = self.verify_price[1]
+            self.forward_price[0], self.sharing[0] = self.forward_price[1], 1
         else:
             self.verify_price[0] = prices.verify
             self.forward_price[0], self.sharing[0] = prices.forward, prices.size
@@ -151,6 +149,8 @@ class SourceChoice:
         # A text that ends where the offer began or before has changed before the offer.
         known = np.maximum(np.minimum(counts, ends - starts), 0)
         self.counts[:, slots] = 0
+        if not known.any():
+            return
         place = np.arange(self.length)
         at = np.minimum(starts[..., None] + place, tokens.shape[1] - 1)
         same = tokens[rows[:, None], at] == self.token_ids[:, slots]

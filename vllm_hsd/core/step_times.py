@@ -69,11 +69,8 @@ class StepTimes:
         age = self.observed - self.last_seen[size]
         self.last_seen[size] = self.observed
         if not self.weight[size]:
-            # To the grid's own size by the slope of those that are known.
-            if self.known:
-                curve = self._own_curve()
-                log_seconds += self._along(curve, self.sizes[size]) - self._along(curve, tokens)
-            self.log_seconds[size], self.weight[size] = log_seconds, 1.0
+            self.log_seconds[size] = log_seconds + self._to_size(size, tokens)
+            self.weight[size] = 1.0
             self._find_known()
             return
         residual = log_seconds - self._along(self._own_curve(), tokens)
@@ -89,14 +86,16 @@ class StepTimes:
 
         Args:
             tokens: [n] of each pass, at least 1.
-            seconds: [n] above 0; those of equally many tokens are averaged.
+            seconds: [n] above 0; those of equally many tokens are averaged, and of several counts
+                that belong to one size the largest one's are taken.
         """
         counts, place = np.unique(tokens, return_inverse=True)
         means = np.bincount(place, np.log(seconds)) / np.bincount(place)
-        for size in map(self._nearest, counts.tolist()):
-            log_seconds = np.interp(self.log_sizes[size], np.log(counts), means)
-            self.log_seconds[size], self.weight[size] = float(log_seconds), 1.0
-        self._find_known()
+        for count, mean in zip(counts.tolist(), means.tolist(), strict=True):
+            size = self._nearest(count)
+            self.log_seconds[size] = mean + self._to_size(size, count)
+            self.weight[size] = 1.0
+            self._find_known()
         self._curve = self._everywhere = None
 
     def knows(self, tokens: int) -> bool:
@@ -143,6 +142,13 @@ class StepTimes:
 
     def _own_curve(self) -> list[float]:
         return [self.log_seconds[size] for size in self.known]
+
+    def _to_size(self, size: int, tokens: float) -> float:
+        """From log seconds of `tokens` tokens to those of a size, by the slope of known ones."""
+        if not self.known:
+            return 0.0
+        curve = self._own_curve()
+        return self._along(curve, self.sizes[size]) - self._along(curve, tokens)
 
     def _along(self, curve: list[float], tokens: float) -> float:
         """Log seconds by a curve through the known sizes, without the machine's part."""
