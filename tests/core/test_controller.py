@@ -112,3 +112,23 @@ def test_drafts_keep_to_what_is_allowed():
 def test_an_empty_batch_gets_no_drafts():
     choice, lengths = controller().choose(np.arange(0), np.arange(0))
     assert choice == Selection() and len(lengths) == 0
+
+
+def test_lengths_are_kept_for_a_few_steps_and_looked_at_for_a_new_request():
+    serving = SimulatedServing(
+        lambda n: 0.05 + 0.005 * n, lambda n: 0.0005 * n, np.full(SLOTS, 0.9)
+    )
+    learned, slots, most = controller(), np.arange(4), np.full(4, 8)
+    serving.adaptive_tokens_per_second(learned, slots, 400)
+    survival, looks = learned.acceptance.survival, []
+    learned.acceptance.survival = lambda *args: looks.append(learned.step) or survival(*args)
+    learned.next_plan = learned.step + 100
+    learned.trial = None
+    for _ in range(40):
+        learned.choose(slots, most)
+    assert 9 <= len(looks) <= 11
+    before = len(looks)
+    for _ in range(4):
+        learned.acceptance.forget(2)
+        learned.choose(slots, most)
+    assert len(looks) == before + 4

@@ -132,3 +132,14 @@ def test_without_drafts_for_long_they_become_cheaper_for_a_step():
         estimates.observe(0, size=1, drafted=0, emitted=1, seconds=0.0)
     cheap = np.flatnonzero(np.array(prices) < 0.9 * max(prices))
     assert 2 <= len(cheap) <= 6 and np.all(np.diff(np.diff(cheap)) > 0)
+
+
+def test_a_price_follows_the_size_at_once_and_the_times_within_eight_steps():
+    times = known([(1, 1.0), (9, 1.8), (4, 1.3), (36, 4.5)] * 20)
+    estimates = PriceEstimates(LENGTH, [times], StepTimes())
+    alone = estimates.prices(0, 1, 0.1).verify[8]
+    assert estimates.prices(0, 4, 0.1).verify[8] > 2 * alone
+    assert estimates.prices(0, 1, 0.1).verify[8] == pytest.approx(alone)
+    for _ in range(8):
+        times.observe(9, 3.6)
+    assert estimates.prices(0, 1, 0.1).verify[8] > 1.1 * alone
