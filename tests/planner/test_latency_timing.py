@@ -47,7 +47,7 @@ def test_every_candidate_drafts_and_verifies_and_the_target_verifies_every_lengt
 def test_a_table_drafts_where_only_a_lookup_is_left_to(tmp_path):
     timed = make_timing(tmp_path, candidates(models=["m"], ngram=4), sizes=[0, 9])
     levels = timed.engine_args(True)["speculative_config"]["levels"]
-    assert levels[0] == {"ngram": {"max": 4}, "num_tokens": 8}
+    assert levels[0] == {"ngram": {}, "num_tokens": 8}
     assert levels[2] == {"bigram": str(tmp_path / "filler.npz"), "num_tokens": 8}
     cascades = shapes(timed.settings(0))
     assert ((0,), (4,)) in cascades and ((2, 1), (4, 5)) in cascades
