@@ -54,10 +54,11 @@ def _again(func, args, kwargs, given) -> None:
         # A view, or an argument that was changed in place, is where it was.
         if old.untyped_storage().data_ptr() in known:
             continue
-        if old.shape == new.shape:
-            old.copy_(new)
-        else:  # plans of the CPU's attention
+        if "scheduler_metadata" in str(func):
+            # A plan of the CPU's attention has pointers into itself: a copy's would dangle.
             old.set_(new)
+        else:
+            old.copy_(new)
 
 
 def _tensors(tree) -> list[torch.Tensor]:
