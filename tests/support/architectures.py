@@ -53,14 +53,18 @@ def write_models(name: str, directory: Path, spread: float = 3.0) -> tuple[str, 
 
     Args:
         name: key of ARCHITECTURES.
-        spread: standard deviation of the target's logits.
+        spread: standard deviation of the target's logits; of tied embeddings the largest logit.
     """
     config = getattr(transformers, f"{name}Config")(**{**COMMON, **ARCHITECTURES[name]})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         logits = model(torch.randint(2, 64, (4, 24))).logits
-        if not config.tie_word_embeddings:
+        if config.tie_word_embeddings:
+            # It expects its last token once more, and is not to be sure of it. Gemma's norms
+            # multiply by 1 + weight.
+            model.model.norm.weight.fill_(min(spread / logits.amax(-1).mean().item(), 1.0) - 1)
+        else:
             model.lm_head.weight.mul_(spread / logits.std())
     target, drafter = directory / "target", directory / "drafter"
     model.save_pretrained(target)
