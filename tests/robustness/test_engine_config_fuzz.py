@@ -43,6 +43,8 @@ def suits_the_target(cascade: object, models: list[str], files: dict[str, str]) 
     """Whether the tiny target can be served with it; None where vLLM's own keys decide."""
     if not is_valid(cascade):
         return False
+    if isinstance(plain_keys(cascade).get("adaptive"), dict):
+        return None  # it may name a profile
     depth = 0
     levels = map(plain_keys, plain_keys(cascade)["levels"])
     for level in itertools.chain(*map(_with_sources, levels)):
