@@ -6,7 +6,7 @@ the noise of the simulated acceptance (a few percent at these numbers of steps).
 
 import numpy as np
 import pytest
-from support.simulated_serving import SimulatedServing
+from support.simulated_serving import SimulatedServing, flat, model, steep
 
 from vllm_hsd.core.controller import DepthController, Selection
 
@@ -17,20 +17,6 @@ FIXED = [
     *(Selection((1,), (k,)) for k in (1, 2, 4, 8)),
     *(Selection((0, 1), (2, k)) for k in (2, 4, 8)),
 ]
-
-
-def flat(tokens):
-    """A memory-bound target."""
-    return 0.08 * (1 + 0.01 * tokens)
-
-
-def steep(tokens):
-    """A compute-bound target."""
-    return 0.02 + 0.01 * tokens
-
-
-def model(tokens):
-    return 0.008 * (1 + 0.02 * tokens)
 
 
 def controller() -> DepthController:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support.plain_profile import save_profile
-from support.simulated_serving import SimulatedServing
+from support.simulated_serving import SimulatedServing, flat, model, steep
 
 from vllm_hsd import host
 from vllm_hsd.config import CascadeConfig
@@ -21,20 +21,6 @@ from vllm_hsd.planner import seeds
 
 NGRAM, MODEL = {"ngram": {"max": 3}}, {"model": "models/small"}
 SLOTS, LENGTH = 16, 8
-
-
-def flat(tokens):
-    """Seconds of a memory-bound target."""
-    return 0.08 * (1 + 0.01 * tokens)
-
-
-def steep(tokens):
-    """Seconds of a compute-bound target."""
-    return 0.02 + 0.01 * tokens
-
-
-def model(tokens):
-    return 0.008 * (1 + 0.02 * tokens)
 
 
 def lookup(tokens):

@@ -8,6 +8,21 @@ import numpy as np
 from vllm_hsd.core.controller import DepthController, Selection
 
 
+def flat(tokens):
+    """Seconds of a memory-bound target."""
+    return 0.08 * (1 + 0.01 * tokens)
+
+
+def steep(tokens):
+    """Seconds of a compute-bound target."""
+    return 0.02 + 0.01 * tokens
+
+
+def model(tokens):
+    """Seconds of a model that drafts."""
+    return 0.008 * (1 + 0.02 * tokens)
+
+
 @dataclass
 class SimulatedServing:
     """A lookup (level 0) and a model (level 1) under a target.
