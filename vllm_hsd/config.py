@@ -109,6 +109,12 @@ class CascadeConfig(Keys):
         """Draft length of each level, the last level's included."""
         return [level.num_tokens or self.num_speculative_tokens for level in self.levels]
 
+    @property
+    def head_below_others(self) -> bool:
+        """Whether an EAGLE-3 head drafts for another level; above the first level it is refused."""
+        lowest = sources(self.levels[0])
+        return len(self.levels) > 1 and any(source.kind == "eagle3" for source in lowest)
+
     @model_validator(mode="after")
     def _check_levels(self) -> Self:
         limit, last = self.num_speculative_tokens, len(self.levels) - 1
@@ -134,7 +140,7 @@ class CascadeConfig(Keys):
                     f"{name}.{level.kind} cannot verify levels[{i - 1}], since "
                     f"{_ONLY_LOWEST[level.kind]}: put it first"
                 )
-            if self.adaptive and last and any(s.kind == "eagle3" for s in sources(level)):
+            if self.adaptive and i == 0 and self.head_below_others:
                 raise ValueError(
                     f"{name} has an EAGLE-3 head, which must read every step of the target, and "
                     "'adaptive' lets the levels of a cascade rest: remove the other levels or "

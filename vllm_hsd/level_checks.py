@@ -164,7 +164,13 @@ def engine_mistakes(hsd: CascadeConfig, arguments: EngineArgs) -> Iterator[str]:
                 f"levels[{i}].{level[-1].kind} runs layers of the target, which does not work with "
                 "LoRA adapters: remove the level or enable_lora."
             )
-    # A connector takes what a step has computed, and a level that reads late has not yet.
+    if mistake := connector_mistake(hsd, arguments):
+        yield mistake
+
+
+def connector_mistake(hsd: CascadeConfig, arguments: EngineArgs) -> str | None:
+    """A sentence if a KV connector would take caches that a level has not filled yet."""
+    # It takes what a step has computed, and a level that reads late has not.
     used = [
         key
         for key in ("kv_transfer_config", "kv_offloading_size")
@@ -173,13 +179,14 @@ def engine_mistakes(hsd: CascadeConfig, arguments: EngineArgs) -> Iterator[str]:
     late = [
         "adaptive" if hsd.adaptive else f"levels[{i}].first_of"
         for i, level in enumerate(hsd.levels)
-        if reads_late(level) or (hsd.adaptive and levels[i][-1].kind in ("model", "eagle3"))
+        if reads_late(level) or (hsd.adaptive and sources(level)[-1].kind in ("model", "eagle3"))
     ]
-    if used and late:
-        yield (
-            f"{late[0]} fills the cache of a model no sooner than the model drafts, too late for a "
-            f"KV connector: remove {late[0]} or {used[0]}."
-        )
+    if not used or not late:
+        return None
+    return (
+        f"{late[0]} fills the cache of a model no sooner than the model drafts, too late for a "
+        f"KV connector: remove {late[0]} or {used[0]}."
+    )
 
 
 def check_exit_order(levels: Sequence[LevelConfig | None]) -> None:

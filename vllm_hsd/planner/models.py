@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from vllm_hsd.level_config import (
     ModelLevelConfig,
     NgramLevelConfig,
 )
-from vllm_hsd.planner.profile import Candidate, Sampling
+from vllm_hsd.planner.profile import Candidate, Sampling, place
 
 EXITS = ("early_exit", "exit_head")
 
@@ -322,13 +321,9 @@ def _check_names(target: str, candidates: Sequence[Candidate]) -> None:
     seen: set[str] = set()
     for candidate in candidates:
         level = candidate.keys()
-        if "model" in level and _real(level["model"]) == _real(target):
+        if "model" in level and place(level["model"]) == place(target):
             raise UserError(f"the target '{target}' is among its own candidates: remove it.")
-        key = str({kind: _real(v) if isinstance(v, str) else v for kind, v in level.items()})
+        key = str({kind: place(value) for kind, value in level.items()})
         if key in seen:
             raise UserError(f"candidate '{candidate.name}' is given twice: remove one.")
         seen.add(key)
-
-
-def _real(path: str) -> str:
-    return os.path.realpath(path) if os.path.exists(path) else path

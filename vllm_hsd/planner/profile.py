@@ -6,6 +6,7 @@ import hashlib
 import io
 import itertools
 import math
+import os
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -244,6 +245,13 @@ def check_rates(rates: ArrayLike, names: Sequence[str] | None = None) -> Floats:
             f"contexts."
         )
     return matrix
+
+
+def place(value: object) -> object:
+    """An existing path without links and `~`, to compare it; any other value as it is."""
+    if isinstance(value, str) and os.path.exists(path := os.path.expanduser(value)):
+        return os.path.realpath(path)
+    return value
 
 
 def load_profile(path: str | Path) -> Profile:

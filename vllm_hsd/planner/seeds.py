@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +12,7 @@ from vllm_hsd.core.step_times import StepTimes
 from vllm_hsd.errors import UserError, quoted
 from vllm_hsd.level_config import LevelConfig
 from vllm_hsd.planner.latencies import Latencies, Role
-from vllm_hsd.planner.profile import Profile, environment_warnings, load_profile
+from vllm_hsd.planner.profile import Profile, environment_warnings, load_profile, place
 from vllm_hsd.planner.survival import Acceptance
 
 # Kinds that `vllm-hsd profile` does not measure.
@@ -44,7 +43,7 @@ def check_seeds(hsd: CascadeConfig, target: str) -> list[str]:
                 "profile this level too, or remove the key."
             )
     warnings = environment_warnings(profile)
-    if _place(profile.target) != _place(target):
+    if place(profile.target) != place(target):
         warnings.insert(
             0,
             f"the profile was measured for {profile.target} and this is {target}: both may differ.",
@@ -113,16 +112,9 @@ def _candidate(profile: Profile, level: LevelConfig) -> int | None:
     """Index of the candidate that drafts as `level` does."""
     for i, candidate in enumerate(profile.candidates):
         ours, theirs = (getattr(x, level.kind, None) for x in (level, candidate.level))
-        if _place(ours) == _place(theirs):
+        if place(ours) == place(theirs):
             return i
     return None
-
-
-def _place(value: object) -> object:
-    """A path as an absolute one; any other value as it is."""
-    if isinstance(value, str) and os.path.exists(path := os.path.expanduser(value)):
-        return os.path.realpath(path)
-    return value
 
 
 def _seed_times(times: StepTimes, latencies: Latencies, model: int, role: Role) -> None:

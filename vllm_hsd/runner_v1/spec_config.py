@@ -10,8 +10,7 @@ from vllm.logger import init_logger
 
 from vllm_hsd.config import AdaptiveConfig, CascadeConfig
 from vllm_hsd.errors import UserError
-from vllm_hsd.level_checks import DraftConfig, engine_mistakes
-from vllm_hsd.level_config import sources
+from vllm_hsd.level_checks import DraftConfig, connector_mistake
 from vllm_hsd.runner_v1.hooks import NeedsHooks
 from vllm_hsd.spec_config import CascadeSpeculativeConfig
 
@@ -39,12 +38,10 @@ class V1CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
         if "adaptive" in hsd.model_fields_set:
             return hsd
         adaptive = hsd.model_copy(update={"adaptive": AdaptiveConfig()})
-        kinds = [source.kind for level in hsd.levels for source in sources(level)]
         reasons = {
-            "an EAGLE-3 head below other levels": len(hsd.levels) > 1 and "eagle3" in kinds,
+            "an EAGLE-3 head below other levels": hsd.head_below_others,
             "horizontal_tokens": hsd.horizontal_tokens > 0,
-            "a KV connector": list(engine_mistakes(adaptive, arguments))
-            != list(engine_mistakes(hsd, arguments)),
+            "a KV connector": connector_mistake(adaptive, arguments) is not None,
         }
         for reason, holds in reasons.items():
             if holds:
