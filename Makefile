@@ -129,6 +129,10 @@ bench-adaptive: venv
 bench-real: venv
 	$(BIN)/python -m benchmarks.paper_tables.real_model --prompts $(PROMPTS)
 
+# Adaptive drafting on every set, batch size, temperature and prefix cache; as long, and resumed, too.
+bench-workloads: venv
+	$(BIN)/python -m benchmarks.end_to_end.workloads --prompts $(PROMPTS)
+
 # Everything that only a GPU can show, item by item; goes on where it was ended. Builds no .venv: a
 # host without a network brings its packages (docs/gpu-proof.md). ARGS="--seconds 540", for example.
 gpu-proof:

@@ -53,29 +53,28 @@ def measure(monkeypatch, tmp_path):
 
 def test_groups_are_lengths_with_both_verifiers_stopping_and_the_sources():
     found = real_model.groups({"model": "small"}, [5, 10], [0.0, 0.3, 1.0])
-    assert [list(group.configs) for group in found[:2]] == [
-        ["standard 5", "block 5"],
-        ["standard 10", "block 10", "block 10, entropy-based stopping"],
+    stopping = "block 10, entropy-based stopping"
+    assert [(list(group.configs), group.temperatures) for group in found[:2]] == [
+        (["block 5", "block 10", stopping], [0.0]),
+        (["standard 5", "block 5", "standard 10", "block 10", stopping], [0.3, 1.0]),
     ]
     assert found[1].configs["standard 10"]["verifier"] == "standard"
-    assert found[1].configs["block 10, entropy-based stopping"]["levels"] == [
-        {"model": "small", "stopping": "entropy"}
-    ]
+    assert found[1].configs[stopping]["levels"] == [{"model": "small", "stopping": "entropy"}]
     assert found[2].name == "sources" and found[2].temperatures == [0.0, 1.0]
     # A lookup has no distribution of which an entropy could be taken.
-    assert len(real_model.groups({"ngram": {"max": 4}}, [5], [0.0])[0].configs) == 2
+    assert len(real_model.groups({"ngram": {"max": 4}}, [5], [0.0])[0].configs) == 1
 
 
 def test_every_cell_has_a_row_of_each_configuration(measure, tmp_path):
     rows = measure()
     cells = {(row["group"], row["set"], row["temperature"]) for row in rows}
-    assert len(cells) == 2 * 2 * 2 + 2 * 1
+    assert len(cells) == 2 * 2 + 2 * 1
     first = [row for row in rows if row["set"] == "a" and row["temperature"] == "0.0000"][:3]
     assert [row["speedup"] for row in first] == ["1.0000", "2.0000", "3.0000"]
     assert [row["speedup_quarter3"] for row in first] == ["1.0000", "2.0000", "3.0000"]
     assert [row["greedy_differences"] for row in first] == ["0", "0", "0"]
     text = "\n".join(real_model.means(rows))
-    assert "| standard 5 | 2.00 | 2.00 |" in text
+    assert "| standard 5 | 2.00 |" in text
     real_model.plot(rows, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 

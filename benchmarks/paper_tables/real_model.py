@@ -9,7 +9,6 @@ done, and the same command goes on where an earlier one was stopped. Takes hours
 """
 
 import argparse
-import csv
 import json
 import os
 import statistics
@@ -18,7 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, saved_figure, write_csv
+from benchmarks.cells import Table, read_sets
+from benchmarks.common import RESULTS, saved_figure
 from benchmarks.end_to_end.sources import drafter, sources
 from benchmarks.models.smollm2 import smollm2
 from vllm_hsd.cli import bench, bench_report, greedy
@@ -26,7 +26,6 @@ from vllm_hsd.cli.bench_jobs import Comparison, Job, Results, Setup, config_name
 from vllm_hsd.cli.bench_runs import Engines, compare_greedy, progress
 from vllm_hsd.cli.options import integers, numbers
 from vllm_hsd.engine import Generation
-from vllm_hsd.planner.prompts import read_prompts
 
 VERIFIERS = ("standard", "block")
 TEMPERATURES = [0.0, 0.3, 0.6, 0.8, 1.0]
@@ -46,23 +45,41 @@ class Group:
 def groups(
     level: dict[str, Any], lengths: Sequence[int], temperatures: Sequence[float]
 ) -> list[Group]:
-    """All groups: both verifiers at every draft length, entropy stopping, and the sources.
+    """All groups: draft lengths at temperature 0 and above it, and the sources.
+
+    At temperature 0 both verifiers accept the same tokens, so one of them is measured there.
 
     Args:
         level: the drafter of the first two.
     """
-    found = []
-    for length in lengths:
-        configs = {
-            f"{verifier} {length}": _config(level, length, verifier) for verifier in VERIFIERS
-        }
-        if length == max(lengths) and not {"ngram", "suffix"} & level.keys():
-            stopping = {**level, "stopping": "entropy"}
-            configs[f"block {length}, entropy-based stopping"] = _config(stopping, length, "block")
-        found.append(Group(f"draft length {length}", configs, temperatures))
+    sampled = [t for t in temperatures if t > 0]
+    found = [
+        Group(name, draft_lengths(level, lengths, verifiers), chosen)
+        for name, verifiers, chosen in (
+            ("draft lengths, greedy", VERIFIERS[-1:], [t for t in temperatures if t == 0]),
+            ("draft lengths, sampled", VERIFIERS, sampled),
+        )
+        if chosen
+    ]
     mixed = {config_name(config): config for config in sources()}
     ends = [t for t in temperatures if t in (0.0, 0.6, 1.0)] or list(temperatures)
     return [*found, Group("sources", mixed, ends)]
+
+
+def draft_lengths(
+    level: dict[str, Any], lengths: Sequence[int], verifiers: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Every length with every verifier, and the longest one with entropy-based stopping."""
+    found = {
+        f"{verifier} {length}": _config(level, length, verifier)
+        for length in lengths
+        for verifier in verifiers
+    }
+    if not {"ngram", "suffix"} & level.keys():
+        stopping = {**level, "stopping": "entropy"}
+        name = f"block {max(lengths)}, entropy-based stopping"
+        found[name] = _config(stopping, max(lengths), "block")
+    return found
 
 
 def _config(level: dict[str, Any], length: int, verifier: str) -> dict[str, Any]:
@@ -73,29 +90,6 @@ def _config(level: dict[str, Any], length: int, verifier: str) -> dict[str, Any]
         "levels": [level],
         "verifier": verifier,
     }
-
-
-class Table:
-    """The CSV file and the cells that are in it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._read()
-
-    def _read(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-        if self.path.exists():
-            with self.path.open() as file:
-                self.rows = list(csv.DictReader(file))
-
-    def has(self, group: str, name: str, temperature: float) -> bool:
-        cell = (group, name, f"{temperature:.4f}")
-        return any((row["group"], row["set"], row["temperature"]) == cell for row in self.rows)
-
-    def add(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Append a cell."""
-        write_csv(self.path, rows, append=True)
-        self._read()
 
 
 def measure_group(
@@ -113,7 +107,7 @@ def measure_group(
         (name, temperature)
         for temperature in group.temperatures
         for name in sets
-        if not table.has(group.name, name, temperature)
+        if not table.has(group=group.name, set=name, temperature=temperature)
     ]
     if not cells:
         return []
@@ -258,15 +252,10 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--output", type=Path, default=RESULTS / "real_model")
     options = parser.parse_args()
-    files = sorted(options.prompts.glob("*.jsonl"))
-    if not files:
-        parser.error(f"--prompts {options.prompts} holds no .jsonl file")
-    prompts: list[Any] = []
-    sets: dict[str, list[int]] = {}
-    for file in files:
-        chosen = read_prompts(file)[: options.num_prompts]
-        sets[file.stem] = list(range(len(prompts), len(prompts) + len(chosen)))
-        prompts += chosen
+    try:
+        prompts, sets = read_sets(options.prompts, options.num_prompts)
+    except ValueError as error:
+        parser.error(f"--prompts: {error}")
     model = options.model or os.path.relpath(smollm2())
     base = Comparison(
         model=model,
