@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from vllm_hsd.core.exit_head import FILE_NAME, ExitHead, read_exit_head, write_exit_head
-from vllm_hsd.core.exit_head_training import train_heads
+from vllm_hsd.core.exit_head_training import plain_exit_head, train_heads
 from vllm_hsd.errors import UserError
 
 VOCABULARY = 64
@@ -77,15 +77,26 @@ def test_training_comes_nearer_to_the_target(tied):
         assert torch.equal(value, weights[name]), f"training changed the target's {name}"
 
 
-def test_training_starts_at_the_plain_early_exit(monkeypatch):
-    monkeypatch.setattr("vllm_hsd.core.exit_head_training.LEARNING_RATE", 0.0)
+def test_a_plain_exit_is_the_shortened_target():
     model = target()
-    (trained,) = train_heads(model, [2], text(), steps=1)
-    assert trained.before == trained.after
+    head = plain_exit_head(model, 2)
     ids = text(30)[None]
     states = model(ids, output_hidden_states=True).hidden_states[2][0]
     model.model.layers = model.model.layers[:2]
-    torch.testing.assert_close(trained.head.logits(states), model(ids).logits[0])
+    torch.testing.assert_close(head.logits(states), model(ids).logits[0])
+
+
+def test_training_starts_at_a_linear_map_to_the_last_layer(monkeypatch):
+    monkeypatch.setattr("vllm_hsd.core.exit_head_training.LEARNING_RATE", 0.0)
+    model = target()
+    first, second = train_heads(model, [1, 2], text(), steps=1)
+    for trained in (first, second):
+        assert trained.after.divergence < 0.9 * trained.before.divergence
+    last = model.model.layers[-1]  # with these zero, its input is its output
+    last.self_attn.o_proj.weight.data.zero_()
+    last.mlp.down_proj.weight.data.zero_()
+    (trained,) = train_heads(model, [2], text(), steps=1)
+    assert trained.after.divergence < 1e-3 and trained.after.overlap > 0.99
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,11 @@ class ExitHead:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] states after `layer` layers -> [n, V] logits."""
-        normed = torch.nn.functional.rms_norm(hidden, self.norm.shape, self.norm, self.eps)
-        return normed @ self.weight.T
+        return self.normed(hidden) @ self.weight.T
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] states -> the same states, normed."""
+        return torch.nn.functional.rms_norm(hidden, self.norm.shape, self.norm, self.eps)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> ExitHead:
         """The same head on another device and of another dtype."""
