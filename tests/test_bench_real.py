@@ -51,18 +51,18 @@ def measure(monkeypatch, tmp_path):
     return run
 
 
-def test_groups_are_lengths_with_both_verifiers_stopping_and_the_sources():
+def test_groups_are_the_sources_and_lengths_with_both_verifiers_and_stopping():
     found = real_model.groups({"model": "small"}, [5, 10], [0.0, 0.3, 1.0])
     stopping = "block 10, entropy-based stopping"
-    assert [(list(group.configs), group.temperatures) for group in found[:2]] == [
+    assert [(list(group.configs), group.temperatures) for group in found[1:]] == [
         (["block 5", "block 10", stopping], [0.0]),
         (["standard 5", "block 5", "standard 10", "block 10", stopping], [0.3, 1.0]),
     ]
-    assert found[1].configs["standard 10"]["verifier"] == "standard"
-    assert found[1].configs[stopping]["levels"] == [{"model": "small", "stopping": "entropy"}]
-    assert found[2].name == "sources" and found[2].temperatures == [0.0, 1.0]
+    assert found[2].configs["standard 10"]["verifier"] == "standard"
+    assert found[2].configs[stopping]["levels"] == [{"model": "small", "stopping": "entropy"}]
+    assert found[0].name == "sources" and found[0].temperatures == [0.0, 1.0]
     # A lookup has no distribution of which an entropy could be taken.
-    assert len(real_model.groups({"ngram": {"max": 4}}, [5], [0.0])[0].configs) == 1
+    assert len(real_model.groups({"ngram": {"max": 4}}, [5], [0.0])[1].configs) == 1
 
 
 def test_every_cell_has_a_row_of_each_configuration(measure, tmp_path):

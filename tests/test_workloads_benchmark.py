@@ -31,10 +31,11 @@ class FakeEngines:
 
 def test_every_configuration_answers_cold_and_warm_in_an_order_that_rotates():
     engines = FakeEngines()
-    found = workloads.measure_cell(engines, NAMES, [[1], [2]], 16, {"max_tokens": 3})
-    assert [asked[0] for asked in engines.asked] == [0, 0, 1, 1, 2, 2, 3, 3, 1, 1, 2, 2, 3, 3, 0, 0]
-    assert {count for _, _, count in engines.asked} == {16}
-    assert [warm for _, warm, _ in engines.asked] == [False, True] * 8
+    found = workloads.measure_cell(engines, NAMES, [[1], [2]], 4, {"max_tokens": 3})
+    turns = [0, 1, 2, 3, 1, 2, 3, 0, 2, 3, 0, 1]
+    assert [asked[0] for asked in engines.asked] == [i for i in turns for _ in workloads.CACHES]
+    assert {count for _, _, count in engines.asked} == {4}
+    assert [warm for _, warm, _ in engines.asked] == [False, True] * 12
     rows = workloads.cell_rows(found, {"set": "a", "batch_size": 16, "temperature": 0.0})
     assert [row["over_no_speculation"] for row in rows] == [1, 8 / 7, 8 / 6, 8 / 5] * 2
     assert rows[7]["first_token_over_no_speculation"] == 5 / 8

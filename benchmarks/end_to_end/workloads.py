@@ -31,7 +31,7 @@ PLAIN, ADAPTIVE = "no speculation", "adaptive"
 SHORT_DRAFT_LENGTH = 3
 CACHES = ("cold", "warm")
 # Batches of a cell: small ones are over sooner and differ more.
-FEWEST_PROMPTS = {1: 8, 4: 16, 16: 32}
+FEWEST_PROMPTS = {1: 8, 4: 12}
 
 Answers = dict[str, dict[str, list[Generation]]]
 

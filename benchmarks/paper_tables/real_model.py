@@ -45,12 +45,12 @@ class Group:
 def groups(
     level: dict[str, Any], lengths: Sequence[int], temperatures: Sequence[float]
 ) -> list[Group]:
-    """All groups: draft lengths at temperature 0 and above it, and the sources.
+    """All groups: the sources, and draft lengths at temperature 0 and above it.
 
     At temperature 0 both verifiers accept the same tokens, so one of them is measured there.
 
     Args:
-        level: the drafter of the first two.
+        level: the drafter whose draft length varies.
     """
     sampled = [t for t in temperatures if t > 0]
     found = [
@@ -63,7 +63,7 @@ def groups(
     ]
     mixed = {config_name(config): config for config in sources()}
     ends = [t for t in temperatures if t in (0.0, 0.6, 1.0)] or list(temperatures)
-    return [*found, Group("sources", mixed, ends)]
+    return [Group("sources", mixed, ends), *found]
 
 
 def draft_lengths(
@@ -199,7 +199,7 @@ def means(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """A Markdown table for every group and measure: configurations by temperature, mean of sets."""
     for group in dict.fromkeys(row["group"] for row in rows):
         own = [row for row in rows if row["group"] == group]
-        temperatures = list(dict.fromkeys(row["temperature"] for row in own))
+        temperatures = sorted({row["temperature"] for row in own}, key=float)
         for measure, title in (("tokens_per_step", "tokens per step"), ("speedup", "speed-up")):
             yield f"\n{group}, {title}, mean of {len({row['set'] for row in own})} sets\n"
             yield f"| configuration | {' | '.join(f'{float(t):g}' for t in temperatures)} |"
@@ -224,7 +224,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         panels = figure.subplots(2, len(found), sharex=True, sharey="row", squeeze=False)
         for column, group in enumerate(found):
             own = [row for row in rows if row["group"] == group]
-            temperatures = list(dict.fromkeys(row["temperature"] for row in own))
+            temperatures = sorted({row["temperature"] for row in own}, key=float)
             for name in list(dict.fromkeys(row["configuration"] for row in own))[1:]:
                 for axes, measure in zip(
                     panels[:, column], ("tokens_per_step", "speedup"), strict=True
