@@ -1,15 +1,17 @@
 """A load that swings between one stream and many: no speculation, fixed drafts, adaptive drafts.
 
-    python -m benchmarks.end_to_end.adaptive        # or `make bench-adaptive`; about eight minutes
+    python -m benchmarks.end_to_end.adaptive        # or `make bench-adaptive`; about 20 minutes
 
-SmolLM2-135M-Instruct answers the prompts of the demo. The engines take turns in every phase: what
-slows the machine down slows all of them. Each keeps what it has learned from one phase to the next.
-Writes adaptive.csv and adaptive.png: tokens per second over those of no speculation, and what was
-chosen: mean draft length and the share of steps without a draft, per request.
+SmolLM2-135M-Instruct answers the prompts of the demo. A phase keeps a number of streams busy for a
+minute: what comes right after a shift counts. The engines take turns in every phase, and each keeps
+what it has learned from one phase to the next. Writes adaptive.csv and adaptive.png: tokens per
+second and median time per token over those of no speculation, and what was chosen: mean draft
+length and the share of steps without a draft, per request.
 """
 
 import argparse
 import os
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 from benchmarks.common import RESULTS, commit, saved_figure, write_csv
 from benchmarks.end_to_end.demo import read_demo_prompts
 from benchmarks.end_to_end.sources import DRAFT_LENGTH, levels, missing
+from benchmarks.end_to_end.streams import Served, keep_streams
 from benchmarks.models.smollm2 import smollm2
 from vllm_hsd.cli import bench
 from vllm_hsd.cli.bench_runs import Comparison, Engines, progress
@@ -48,30 +51,32 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A row per phase and configuration."""
     rows = []
+    params = {
+        "temperature": options.temperature,
+        "max_tokens": options.max_tokens,
+        "ignore_eos": True,
+    }
     for phase, streams in enumerate(options.streams):
-        found: dict[str, list[Generation]] = {name: [] for name in names}
-        for part in range(max(options.answers // streams, 1)):
-            first = phase * options.answers + part * streams
-            prompts = [prompt_ids[(first + i) % len(prompt_ids)] for i in range(streams)]
-            for shift in range(len(names)):
-                index = (phase + part + shift) % len(names)
-                params = {
-                    "temperature": options.temperature,
-                    "max_tokens": options.max_tokens,
-                    "ignore_eos": True,
-                }
-                found[names[index]].append(engines.get(index).generate(prompts, params))
-        plain = _rate(found[names[0]])
+        served: dict[str, Served] = {}
+        for shift in range(len(names)):
+            index = (phase + shift) % len(names)
+            served[names[index]] = engines.get(index).call(
+                keep_streams, prompt_ids, streams, options.seconds, params
+            )
+        plain = served[names[0]]
         for name in names:
+            own = served[name]
             rows.append(
                 {
                     "phase": phase,
                     "streams": streams,
                     "temperature": options.temperature,
                     "configuration": name,
-                    "tokens_per_second": _rate(found[name]),
-                    "over_no_speculation": _rate(found[name]) / plain,
-                    **chosen(found[name]),
+                    "tokens_per_second": _rate(own),
+                    "over_no_speculation": _rate(own) / _rate(plain),
+                    "per_token_over_no_speculation": statistics.median(own.per_token)
+                    / statistics.median(plain.per_token),
+                    **chosen([own]),
                 }
             )
             progress(
@@ -81,9 +86,9 @@ def measure(
     return rows
 
 
-def chosen(generations: Sequence[Generation]) -> dict[str, float]:
+def chosen(served: Sequence[Served | Generation]) -> dict[str, float]:
     """Mean draft length and the share of drafts without a token, NaN without speculation."""
-    tops = [generation.levels[-1] for generation in generations if generation.levels]
+    tops = [each.levels[-1] for each in served if each.levels]
     requested = sum(level["requested"] for level in tops)
     names = {"draft_length": "drafted", "no_draft": "empty"}
     if not requested:
@@ -93,19 +98,20 @@ def chosen(generations: Sequence[Generation]) -> dict[str, float]:
     }
 
 
-def _rate(generations: Sequence[Generation]) -> float:
-    return sum(g.num_tokens for g in generations) / sum(g.seconds for g in generations)
+def _rate(served: Served) -> float:
+    return served.num_tokens / served.seconds
 
 
 def plot(rows: Sequence[dict[str, Any]], names: Sequence[str], title: str, path: Path) -> None:
     """By phase: speed, mean draft length, share of steps without a draft."""
     columns = {
         "over_no_speculation": "tokens/s over\nno speculation",
+        "per_token_over_no_speculation": "median time per token\nover no speculation",
         "draft_length": "mean draft\nlength",
         "no_draft": "share without\na draft",
     }
     phases = [row["streams"] for row in rows if row["configuration"] == names[0]]
-    with saved_figure(path, 8, 6.5) as figure:
+    with saved_figure(path, 8, 8) as figure:
         panels = figure.subplots(len(columns), 1, sharex=True)
         for axes, (column, label) in zip(panels, columns.items(), strict=True):
             for name in names:
@@ -120,8 +126,8 @@ def plot(rows: Sequence[dict[str, Any]], names: Sequence[str], title: str, path:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="name or directory (default: SmolLM2, converted on demand)")
-    parser.add_argument("--streams", type=integers, default=[1, 16, 1, 16, 1])
-    parser.add_argument("--answers", type=int, default=8, help="least answers of a phase")
+    parser.add_argument("--streams", type=integers, default=[1, 64, 1, 64, 1])
+    parser.add_argument("--seconds", type=float, default=60.0, help="of a phase, for each engine")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", default="auto")
