@@ -7,8 +7,9 @@ from oracle.stand_ins import TableLookup
 
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.levels import DraftBatch, FirstOf, LevelOptions, Lookup
+from vllm_hsd.core.offers import Offers
 from vllm_hsd.core.prices import Prices
-from vllm_hsd.core.sources import DRAFTER_ACCEPTANCE, RETRY_ROUNDS, Offers, SourceChoice
+from vllm_hsd.core.sources import DRAFTER_ACCEPTANCE, RETRY_ROUNDS, SourceChoice
 from vllm_hsd.core.stopping import EntropyThresholds
 
 SLOT, ROW = np.array([1]), np.array([0])
@@ -77,8 +78,14 @@ def test_an_offer_after_a_text_that_changed_says_nothing():
     assert choice.scale(0, SLOT) == 1
 
 
-def drafter_tokens(choice: SourceChoice) -> int:
-    return int(choice.drafts(SLOT, ROOM, SURE, PLACED)[0])
+def drafter_tokens(choice: SourceChoice, confidence: float = DRAFTER_ACCEPTANCE) -> int:
+    """Tokens of a drafter that is always as sure as that."""
+    going, sure, drafted = choice.begins(SLOT, ROOM, SURE, PLACED), SURE.copy(), PLACED.copy()
+    while going[0]:
+        sure = sure * choice.acceptance_of(SLOT, np.array([confidence]), drafted)
+        drafted = drafted + 1
+        going = choice.goes_on(SLOT, ROOM - drafted, sure, drafted, drafted)
+    return int(drafted[0])
 
 
 def drafter_fails(choice: SourceChoice, count: int) -> None:
@@ -109,6 +116,28 @@ def test_a_drafter_drafts_as_many_tokens_as_pay():
     assert drafter_tokens(choice_of(0, drafter_cost=0.8)) == 0
 
 
+def test_a_drafter_stops_where_it_is_not_sure():
+    assert drafter_tokens(choice_of(0, drafter_cost=0.2), confidence=0.9) == 4
+    assert drafter_tokens(choice_of(0, drafter_cost=0.2), confidence=0.4) == 2
+    assert drafter_tokens(choice_of(0, drafter_cost=0.2), confidence=0.1) == 1
+
+
+def test_what_a_drafters_confidence_is_worth_is_learned():
+    choice = choice_of(0, drafter_cost=0.2)
+    choice.price(None, np.zeros(3, dtype=bool))
+    assert drafter_tokens(choice, confidence=0.9) == 4
+    text = np.array([[9, 2, 2, 2, 2, 2]], dtype=np.int32)
+    for number in range(200):
+        # Right when it is sure by half, wrong when it seems certain.
+        right = number % 2
+        offered = np.full((1, 1, 4), 2 if right else 1)
+        sureness = np.full((1, 1, 4), 0.5 if right else 0.9)
+        choice.remember(0, SLOT, np.array([1]), Offers(offered, np.array([[4]]), sureness))
+        choice.score(text, ROW, SLOT, np.array([6]))
+    assert drafter_tokens(choice, confidence=0.5) == 4
+    assert drafter_tokens(choice, confidence=0.9) == 1
+
+
 def test_a_forward_pass_is_worth_it_once_enough_requests_share_it():
     choice = choice_of(0, drafter_cost=0.1)
     slots = np.arange(3)
@@ -116,10 +145,10 @@ def test_a_forward_pass_is_worth_it_once_enough_requests_share_it():
 
     def drafting(sure: list[float]) -> list[int]:
         zero = np.zeros(3, dtype=np.int64)
-        return choice.drafts(slots, np.full(3, 4), np.array(sure), zero).tolist()
+        return choice.begins(slots, np.full(3, 4), np.array(sure), zero).tolist()
 
-    assert drafting([1, 1, 1]) == [1, 1, 1]
-    assert drafting([1, 0.5, 0.5]) == [0, 0, 0]
+    assert drafting([1, 1, 1]) == [True, True, True]
+    assert drafting([1, 0.5, 0.5]) == [False, False, False]
 
 
 def test_a_lookup_goes_before_a_drafter_where_it_is_surer():

@@ -19,6 +19,7 @@ from vllm_hsd.core.sources import SourceChoice
 SOURCES = {
     "lookup": (1, None),
     "two lookups": (2, None),
+    "model": (0, model),
     "lookup, model": (1, model),
     "two lookups, bigram": (2, bigram),
 }
@@ -65,9 +66,15 @@ class Adversary(SourceChoice):
             counts = np.minimum(offers.counts[source], 1 + bits // 8 % 3)
         return np.where(counts > 0, source, -1), counts, np.ones(1)
 
-    def drafts(self, slots, room, sure, placed):
-        bits = self.note(room.tolist())
-        return np.minimum(room, bits % 3)
+    def begins(self, slots, room, sure, placed):
+        return np.array([self.note(room.tolist()) % 3 > 0])
+
+    def acceptance_of(self, slots, confidence, drafted):
+        self.note(confidence.tolist())
+        return np.ones(1)
+
+    def goes_on(self, slots, room, sure, placed, drafted):
+        return np.array([self.note(room.tolist()) % 2 > 0] * len(slots))
 
 
 @pytest.mark.parametrize("rule", [SourceChoice, Adversary])
@@ -123,6 +130,43 @@ def test_a_drafter_that_the_text_outgrows():
     levels = [first_of("lookup, model")]
     levels[0].drafter.context_length = 4
     assert bias(levels, [LevelOptions(2)], 4) < 1e-9
+
+
+class StopsByTheToken(LowestLevel):
+    """Goes on by the token just drawn, which stays in the draft; or drops it where it stops."""
+
+    drops = False
+
+    def _draft_token(self, batch, slots, uniforms):
+        logits, ended = super()._draft_token(batch, slots, uniforms)
+        stops = batch.tokens[batch.rows[slots], batch.end[slots] - 1] == 0
+        if self.drops and stops.any():
+            self.drafts.counts[slots[stops]] -= 1
+            batch.end[slots[stops]] -= 1
+            batch.cached[0, slots] = np.minimum(batch.cached[0, slots], batch.end[slots])
+        return logits, ended | stops
+
+
+class StopsAndDrops(StopsByTheToken):
+    drops = True
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_draft_may_end_by_its_last_token_if_that_stays(levels, verifier):
+    def bias_of(lowest_level) -> float:
+        with (
+            mock.patch("vllm_hsd.core.cascade.LowestLevel", lowest_level),
+            mock.patch.object(SourceChoice, "goes_on", lambda self, slots, *_: slots >= 0),
+        ):
+            found, options = [first_of("model")], [LevelOptions(3, verifier)]
+            if levels == 2:
+                found.append(model(2, 101))
+                options.append(LevelOptions(3, max_rounds=2))
+            return bias(found, options, 3, verifier=verifier)
+
+    assert bias_of(StopsByTheToken) < 1e-9
+    assert bias_of(StopsAndDrops) > 1e-3
 
 
 class LooksAtTheDraft(LowestLevel):

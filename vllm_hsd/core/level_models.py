@@ -138,3 +138,9 @@ class LevelModels:
         stats.forwards += 1
         stats.forward_seconds += time.perf_counter() - began
         return logits
+
+
+def highest_probability(logits: torch.Tensor) -> np.ndarray:
+    """[n] float64, of the softmax of each row [n, V]; 0 where the row is not finite."""
+    peaks = (logits.amax(-1) - logits.logsumexp(-1)).exp()
+    return np.nan_to_num(peaks.double().cpu().numpy())

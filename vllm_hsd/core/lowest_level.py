@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from vllm_hsd.core.drafts import DraftStore, ragged_arange, ragged_starts
-from vllm_hsd.core.level_models import LevelModels
+from vllm_hsd.core.level_models import LevelModels, highest_probability
 from vllm_hsd.core.levels import DraftBatch, FirstOf, Level, LookupLevel
-from vllm_hsd.core.sources import DRAFTER_ACCEPTANCE, Offers, SourceChoice
+from vllm_hsd.core.offers import Offers
+from vllm_hsd.core.sources import SourceChoice
 from vllm_hsd.core.step_times import StepTimes
 from vllm_hsd.verify.residual import BlockedCDF
 
@@ -141,61 +142,95 @@ class LowestLevel:
         room: np.ndarray,
         sure: np.ndarray,
     ) -> None:
-        """Add at most room[i] tokens of the model where it is worth it."""
+        """Add at most room[i] tokens of the model, as long as another one is worth it."""
         drafts = self.drafts
         able = self.models.can_draft(batch, 0, slots) & (room > 0)
+        able[able] = choice.begins(slots[able], room[able], sure[able], drafts.counts[slots[able]])
         slots, room, sure = slots[able], room[able], sure[able]
-        tokens = choice.drafts(slots, room, sure, drafts.counts[slots])
-        slots, tokens = slots[tokens > 0], tokens[tokens > 0]
         if not len(slots):
             return
-        begin = drafts.counts[slots].copy()
-        uncached = batch.end[slots] - batch.cached[0, slots]
-        began = time.perf_counter()
-        self._draft_from_model(batch, slots, begin + tokens)
+        begin, starts = drafts.counts[slots].copy(), batch.end[slots].copy()
+        behind = (starts - batch.cached[0, slots] > 2 * drafts.length).any()
+        uniforms, first = self._uniforms(batch, slots, room)
+        confidence = np.zeros((1, len(slots), drafts.length))
+        open_ = np.ones(len(slots), dtype=bool)
+        while open_.any():
+            began = time.perf_counter()
+            active = np.flatnonzero(open_)
+            now, drafted = slots[active], drafts.counts[slots[active]] - begin[active]
+            drawn = None if uniforms is None else uniforms[first[active] + drafted]
+            logits, ended = self._draft_token(batch, now, drawn)
+            confidence[0, active, drafted] = sureness = highest_probability(logits)
+            sure[active] *= choice.acceptance_of(now, sureness, drafted)
+            open_[active] = ~ended & (drafted + 1 < room[active])
+            going = np.flatnonzero(open_)
+            after = drafts.counts[slots[going]]
+            left = room[going] - (after - begin[going])
+            open_[going] = choice.goes_on(
+                slots[going], left, sure[going], after, after - begin[going]
+            )
+            if not behind:
+                self.model_times.observe(len(now), time.perf_counter() - began)
+            behind = False
         counts = drafts.counts[slots] - begin
-        if not (uncached > 2 * drafts.length).any():
-            seconds = (time.perf_counter() - began) / int(counts.max())
-            self.model_times.observe(len(slots), seconds)
-        source = len(self.lookups)
         owners, offsets = ragged_arange(counts)
-        token_ids = np.zeros((1, len(slots), drafts.length), dtype=np.int64)
         place = (slots[owners], begin[owners] + offsets)
+        drafts.source[place] = len(self.lookups)
+        token_ids = np.zeros((1, len(slots), drafts.length), dtype=np.int64)
         token_ids[0, owners, offsets] = drafts.token_ids[place]
-        drafts.source[place] = source
-        estimates = np.full(token_ids.shape, DRAFTER_ACCEPTANCE)
-        starts = batch.end[slots] - counts
-        choice.remember(source, slots, starts, Offers(token_ids, counts[None], estimates))
+        offers = Offers(token_ids, counts[None], confidence)
+        choice.remember(len(self.lookups), slots, starts, offers)
 
     def _draft_from_model(
         self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray
     ) -> None:
-        """Draft until the drafts, which may have begun with looked-up tokens, are requested[i]."""
-        drafts, models = self.drafts, self.models
-        begin = drafts.counts[slots].copy()
-        open_ = requested > begin
-        if not batch.greedy:
-            # All uniforms are drawn at once; leftovers after an early stop are discarded.
-            room = np.maximum(requested - begin, 0)
-            uniforms, first = batch.uniforms(slots, room, 0), ragged_starts(room) - begin
+        """Draft requested[i] tokens for the request in slots[i], whose draft is empty."""
+        drafts = self.drafts
+        open_ = requested > 0
+        uniforms, first = self._uniforms(batch, slots, requested)
         while open_.any():
             active = np.flatnonzero(open_)
             now = slots[active]
-            one = np.ones(len(now), dtype=np.int64)
-            logits = models.forward(batch, 0, now, one)
-            entropy, uncertain = models.confidence(batch, 0, logits, now)
-            if batch.greedy:
-                probs, token_ids = None, models.argmax(logits, 0)
-            else:
-                probs = models.probs(batch, 0, logits, now)
-                drawn = torch.from_numpy(uniforms[first[active] + drafts.counts[now]])
-                token_ids = BlockedCDF(probs).draw(drawn.to(probs.device)).cpu().numpy()
-            batch.tokens[batch.rows[now], batch.end[now]] = token_ids
-            batch.end[now] += 1
-            drafts.append(now, token_ids[:, None], one, probs, np.arange(len(now)), 0, entropy)
-            ended = (token_ids == batch.eos[now]) | uncertain
-            fits = batch.end[now] <= models.context_lengths[0]
-            open_[active] = (drafts.counts[now] < requested[active]) & fits & ~ended
+            drawn = None if uniforms is None else uniforms[first[active] + drafts.counts[now]]
+            _, ended = self._draft_token(batch, now, drawn)
+            open_[active] = (drafts.counts[now] < requested[active]) & ~ended
+
+    def _uniforms(
+        self, batch: DraftBatch, slots: np.ndarray, most: np.ndarray
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        """Uniforms for most[i] tokens, leftovers are discarded, and where each request's begin."""
+        uniforms = None if batch.greedy else batch.uniforms(slots, most, 0)
+        return uniforms, ragged_starts(most)
+
+    def _draft_token(
+        self, batch: DraftBatch, slots: np.ndarray, uniforms: np.ndarray | None
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        """Add a token of the model to each draft.
+
+        Args:
+            batch: the requests.
+            slots: [n] int64.
+            uniforms: [n] float64, None where all requests are greedy.
+
+        Returns:
+            the model's logits [n, V]; [n] bool, drafts that end here.
+        """
+        models = self.models
+        one = np.ones(len(slots), dtype=np.int64)
+        logits = models.forward(batch, 0, slots, one)
+        entropy, uncertain = models.confidence(batch, 0, logits, slots)
+        if uniforms is None:
+            probs, token_ids = None, models.argmax(logits, 0)
+        else:
+            probs = models.probs(batch, 0, logits, slots)
+            drawn = torch.from_numpy(uniforms).to(probs.device)
+            token_ids = BlockedCDF(probs).draw(drawn).cpu().numpy()
+        batch.tokens[batch.rows[slots], batch.end[slots]] = token_ids
+        batch.end[slots] += 1
+        order = np.arange(len(slots))
+        self.drafts.append(slots, token_ids[:, None], one, probs, order, 0, entropy)
+        outgrown = batch.end[slots] > models.context_lengths[0]
+        return logits, (token_ids == batch.eos[slots]) | uncertain | outgrown
 
 
 def split_sources(

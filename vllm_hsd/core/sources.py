@@ -15,13 +15,12 @@ that it is verified with, whatever the rule.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from vllm_hsd.core.levels import FirstOf, Lookup
+from vllm_hsd.core.levels import FirstOf
+from vllm_hsd.core.offers import STEPS, Offers, step_of
 from vllm_hsd.core.prices import FORBIDDEN, Prices
 
 # What a drafter is taken to be worth before it is known: acceptance of each of its tokens.
@@ -32,51 +31,11 @@ PRIOR_TOKENS = 6.0
 MEMORY, SHARED_MEMORY = 0.97, 0.999
 # No estimate is surer than this of a token.
 SUREST = 0.98
-# Places in a draft and values of a source's own estimate that are told apart, and verified tokens,
-# as the source itself expects, that each of them begins with.
-PLACES, STEPS, PRIOR_VERIFIED = 4, 8, 4.0
+# Places in a draft that are told apart, and verified tokens, as the source itself expects, that
+# each place and step of an estimate begins with.
+PLACES, PRIOR_VERIFIED = 4, 4.0
 # A drafter that was passed over gets another try after so many rounds, and later after more.
 RETRY_ROUNDS, MOST_RETRY_ROUNDS = 32, 1024
-
-
-@dataclass
-class Offers:
-    """What S sources offer n requests.
-
-    Attributes:
-        token_ids: [S, n, width] int64.
-        counts: [S, n] int64.
-        estimates: [S, n, width] float64, the source's own acceptance probability of each token
-            after the ones before.
-        steps: [S, n, width] int64, the estimates as one of STEPS.
-        corrected: [S, n, width] float64, see `SourceChoice.corrected`; None before it is asked for.
-    """
-
-    token_ids: np.ndarray
-    counts: np.ndarray
-    estimates: np.ndarray
-    steps: np.ndarray = field(init=False)
-    corrected: np.ndarray | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self.steps = np.minimum((self.estimates * STEPS).astype(np.int64), STEPS - 1)
-
-    def of_requests(self, own: np.ndarray) -> Offers:
-        """What they offer the requests in `own`, [n] bool."""
-        return Offers(self.token_ids[:, own], self.counts[:, own], self.estimates[:, own])
-
-    @classmethod
-    def of(cls, found: Sequence[Lookup]) -> Offers:
-        """What lookups found for the same requests, at least one of them, all of one width."""
-        confidence = _stacked([lookup.confidence for lookup in found])
-        estimates = confidence.copy()
-        before, after = confidence[..., :-1], confidence[..., 1:]
-        np.divide(after, before, out=estimates[..., 1:], where=before > 0)
-        return cls(
-            _stacked([lookup.token_ids for lookup in found]),
-            _stacked([lookup.counts for lookup in found]),
-            estimates,
-        )
 
 
 class SourceChoice:
@@ -284,11 +243,18 @@ class SourceChoice:
         )
 
     def drafter_plan(
-        self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray, placed: np.ndarray
+        self,
+        slots: np.ndarray,
+        room: np.ndarray,
+        sure: np.ndarray,
+        placed: np.ndarray,
+        drafted: np.ndarray | int = 0,
     ) -> tuple[np.ndarray, np.ndarray]:
         """How many tokens the drafter is worth from here, and what it gains above their price.
 
-        See `best`.
+        Args:
+            slots, room, sure, placed: see `best`.
+            drafted: [n] int64, tokens of the draft that are the drafter's.
 
         Returns:
             tokens [n] int64, expected tokens above the price [n] float64.
@@ -296,41 +262,82 @@ class SourceChoice:
         if self.sources.drafter is None:
             return np.zeros(len(slots), dtype=np.int64), np.zeros(len(slots))
         share = (self.forward_price / self.sharing)[self._row(slots)]
-        net = self._drafter_gains(slots, room, sure, placed)
+        net = self._drafter_gains(slots, room, sure, placed, drafted)
         net -= share[:, None] * np.arange(1, self.length + 1)
         best = net.argmax(1)
         value = net[np.arange(len(slots)), best]
         return np.where(value > 0, best + 1, 0), np.maximum(value, 0.0)
 
-    def drafts(
+    def begins(
         self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray, placed: np.ndarray
     ) -> np.ndarray:
-        """[n] int64 tokens that the drafter drafts: as many as pay, or one for another try.
+        """[n] bool, requests that the drafter drafts a token for: it pays, or is due for a try.
 
-        A forward pass is paid by all requests that it drafts for. See `best`.
+        See `best`.
         """
         if self.sources.drafter is None or not len(slots):
-            return np.zeros(len(slots), dtype=np.int64)
-        tokens = self.drafter_plan(slots, room, sure, placed)[0]
+            return np.zeros(len(slots), dtype=bool)
+        paid = self.goes_on(slots, room, sure, placed, np.zeros_like(placed))
         shared = ~self.repeats[slots]
-        if shared.any():
-            gains = self._drafter_gains(slots[shared], room[shared], sure[shared], placed[shared])
-            own = np.maximum(np.diff(gains, axis=1, prepend=0.0), 0.0)
-            net = np.cumsum(own.sum(0) - self.forward_price[0])
-            passes = int(net.argmax()) + 1 if net.max() > 0 else 0
-            tokens[shared] = (own[:, :passes] > 0).sum(1)
         due = (self.passed_over[slots] >= self.pause[slots]) & (room > 0)
         due &= ~shared | (self.rested >= self.shared_pause)
-        self.note_use(slots, due | (tokens > 0), tokens > 0)
-        return np.where(due, np.maximum(tokens, 1), tokens)
+        self.note_use(slots, due | paid, paid)
+        return due | paid
+
+    def goes_on(
+        self,
+        slots: np.ndarray,
+        room: np.ndarray,
+        sure: np.ndarray,
+        placed: np.ndarray,
+        drafted: np.ndarray,
+    ) -> np.ndarray:
+        """[n] bool, requests that another token of the drafter pays for; they share its pass.
+
+        See `drafter_plan`.
+        """
+        going = self.drafter_plan(slots, room, sure, placed, drafted)[0] > 0
+        shared = ~self.repeats[slots]
+        if shared.any():
+            own = slots[shared], room[shared], sure[shared], placed[shared], drafted[shared]
+            gains = np.maximum(np.diff(self._drafter_gains(*own), axis=1, prepend=0.0), 0.0)
+            pays = np.cumsum(gains.sum(0) - self.forward_price[0]).max() > 0
+            going[shared] = pays & (gains[:, 0] > 0)
+        return going
+
+    def acceptance_of(
+        self, slots: np.ndarray, confidence: np.ndarray, drafted: np.ndarray
+    ) -> np.ndarray:
+        """[n] float64, expected acceptance of a token that the drafter has just drafted.
+
+        Args:
+            slots: [n] int64.
+            confidence: [n] float64, highest probability of what the token was drawn from.
+            drafted: [n] int64, tokens of the drafter before it.
+        """
+        drafter = len(self.sources.lookups)
+        place = np.minimum(drafted, PLACES - 1)
+        accepted, verified = self.shared[:, drafter, place, step_of(confidence)]
+        found = (accepted + PRIOR_VERIFIED * confidence) / (verified + PRIOR_VERIFIED)
+        found = np.where(self.repeats[slots], confidence, found)
+        return np.minimum(found * self.scale(drafter, slots), SUREST)
 
     def _drafter_gains(
-        self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray, placed: np.ndarray
+        self,
+        slots: np.ndarray,
+        room: np.ndarray,
+        sure: np.ndarray,
+        placed: np.ndarray,
+        drafted: np.ndarray | int = 0,
     ) -> np.ndarray:
         """[n, length] expected tokens of 1, 2, ... drafter's tokens, above what verifying costs."""
-        drafter = len(self.sources.lookups)
-        expected = np.full((1, len(slots), self.length), DRAFTER_ACCEPTANCE)
-        each = self._corrected(expected, int(DRAFTER_ACCEPTANCE * STEPS), slots, drafter)[0]
+        drafter, n = len(self.sources.lookups), len(slots)
+        # How sure the drafter will be is not known yet: the mean over all that it has been.
+        accepted, verified = self.shared[:, drafter].sum(-1)
+        known = (accepted + PRIOR_VERIFIED * DRAFTER_ACCEPTANCE) / (verified + PRIOR_VERIFIED)
+        place = np.broadcast_to(drafted, n)[:, None] + np.arange(self.length)
+        each = known[np.minimum(place, PLACES - 1)]
+        each = np.where(self.repeats[slots, None], DRAFTER_ACCEPTANCE, each)
         each *= self.scale(drafter, slots)[:, None]
         survival = sure[:, None] * np.cumprod(np.minimum(each, SUREST), axis=1)
         gains = np.cumsum(survival, axis=1) - self._verify_prices(slots, placed, self.length)
@@ -368,7 +375,3 @@ class SourceChoice:
     def restore(self, slot: int, kept: Any) -> None:
         """See `core.levels.PerRequest`."""
         self.own[:, :, slot], self.passed_over[slot], self.pause[slot] = kept
-
-
-def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
-    return np.stack(arrays) if len(arrays) > 1 else arrays[0][None]
