@@ -4,12 +4,12 @@ For each request and round the source and the draft length with the most expecte
 above their price (`core.prices`) are used; where none is worth its price, nothing is drafted. All
 lookups search, since that costs no forward pass, and every offer is compared with the text that is
 verified later, whether it was used or not. Only a drafter with forward passes has to draft to be
-known.
+known; it goes on token by token, by how sure it was of those that it has drafted.
 
-What keeps it lossless: the choice is made before any token is drawn. It reads the text so far, the
-offers, which are functions of texts, the acceptance of past drafts, and times; never a token that
-it then drops, nor a uniform that is still to be used. So each token is drawn from the distribution
-that it is verified with, whatever the rule.
+What keeps it lossless: whether a token is drawn is settled before it is. The choice reads the text
+so far with the draft so far, the offers, which are functions of texts, the acceptance of past
+drafts, and times; never a token that it then drops, nor a uniform that is still to be used. So each
+token is drawn from the distribution that it is verified with, whatever the rule.
 """
 
 from __future__ import annotations
