@@ -101,7 +101,7 @@ def drafter_fails(choice: SourceChoice, count: int) -> None:
 
 
 def test_a_drafter_is_passed_over_and_tried_ever_more_rarely():
-    choice = choice_of(1, drafter_cost=0.2)
+    choice = choice_of(1, drafter_cost=0.13)
     assert drafter_tokens(choice) == 4
     drafter_fails(choice, 60)
     tried = [drafter_tokens(choice) for _ in range(1000)]
@@ -112,18 +112,18 @@ def test_a_drafter_is_passed_over_and_tried_ever_more_rarely():
 
 def test_a_drafter_drafts_as_many_tokens_as_pay():
     assert drafter_tokens(choice_of(0, drafter_cost=0.05)) == 4
-    assert drafter_tokens(choice_of(0, drafter_cost=0.4)) == 2
+    assert drafter_tokens(choice_of(0, drafter_cost=0.3)) == 2
     assert drafter_tokens(choice_of(0, drafter_cost=0.8)) == 0
 
 
 def test_a_drafter_stops_where_it_is_not_sure():
-    assert drafter_tokens(choice_of(0, drafter_cost=0.2), confidence=0.9) == 4
-    assert drafter_tokens(choice_of(0, drafter_cost=0.2), confidence=0.4) == 2
-    assert drafter_tokens(choice_of(0, drafter_cost=0.2), confidence=0.1) == 1
+    assert drafter_tokens(choice_of(0, drafter_cost=0.13), confidence=0.9) == 4
+    assert drafter_tokens(choice_of(0, drafter_cost=0.13), confidence=0.4) == 2
+    assert drafter_tokens(choice_of(0, drafter_cost=0.13), confidence=0.1) == 1
 
 
 def test_what_a_drafters_confidence_is_worth_is_learned():
-    choice = choice_of(0, drafter_cost=0.2)
+    choice = choice_of(0, drafter_cost=0.13)
     choice.price(None, np.zeros(3, dtype=bool))
     assert drafter_tokens(choice, confidence=0.9) == 4
     text = np.array([[9, 2, 2, 2, 2, 2]], dtype=np.int32)

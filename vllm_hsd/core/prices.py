@@ -18,6 +18,8 @@ from vllm_hsd.core.step_times import StepTimes
 # A token in the verifier's step, where no clock may be read: between machines that wait for
 # weights (.01) and those that compute (.05).
 FIXED_TOKEN_PRICE = 0.03
+# Tokens that a step's time is worth where no clock may be read: drafts that pay give about so many.
+FIXED_WORTH = 1.5
 # A draft must be worth so many times its price: estimates are noisy, and the offer that looks best
 # is the one that is overestimated.
 _MARGIN = 1.1
@@ -56,7 +58,7 @@ class Prices:
             length: longest draft.
             forward: a forward pass of the drafter, in steps of the verifier.
         """
-        return cls(FIXED_TOKEN_PRICE * np.arange(length + 1.0), forward)
+        return cls(FIXED_TOKEN_PRICE * np.arange(length + 1.0), FIXED_WORTH * forward)
 
 
 class PriceEstimates:

@@ -56,8 +56,8 @@ class SourceChoice:
         count = len(sources.names)
         # Accepted and verified tokens by source, place in the draft and the source's own estimate.
         self.shared = np.zeros((2, count, PLACES, STEPS))
-        # Accepted and expected tokens by source and request.
-        self.own = np.zeros((2, count, num_slots))
+        # Accepted, expected and verified tokens by source and request.
+        self.own = np.zeros((3, count, num_slots))
         self.passed_over = np.zeros(num_slots, dtype=np.int64)
         self.pause = np.full(num_slots, RETRY_ROUNDS)
         # The same for requests that need not repeat together: they share a try.
@@ -69,7 +69,7 @@ class SourceChoice:
         self.steps = np.zeros((count, num_slots, length), dtype=np.int64)
         self.estimates = np.zeros((count, num_slots, length))
         # Prices of this step, and the fixed ones.
-        self.verify_price = np.tile(Prices.fixed(length, 0.0).verify, (2, 1))
+        self.verify_price = np.zeros((2, length + 1))
         self.forward_price, self.sharing = np.zeros(2), np.ones(2)
         self.price(None, None)
 
@@ -81,13 +81,10 @@ class SourceChoice:
             repeats: [slots] bool, requests whose drafts must not depend on times or on others;
                 None for all.
         """
-        self.forward_price[1] = self.sources.drafter_cost
-        if prices is None:
-            self.verify_price[0] = self.verify_price[1]
-            self.forward_price[0], self.sharing[0] = self.forward_price[1], 1
-        else:
-            self.verify_price[0] = prices.verify
-            self.forward_price[0], self.sharing[0] = prices.forward, prices.size
+        fixed = Prices.fixed(self.length, self.sources.drafter_cost)
+        for row, paid in ((0, prices or fixed), (1, fixed)):
+            self.verify_price[row], self.forward_price[row] = paid.verify, paid.forward
+            self.sharing[row] = paid.size
         self.repeats = np.ones(len(self.passed_over), dtype=bool) if repeats is None else repeats
 
     def score(
@@ -120,6 +117,7 @@ class SourceChoice:
         own *= np.where(known > 0, MEMORY, 1.0)
         own[0] += matched
         own[1] += (self.estimates[:, slots] * tried).sum(2)
+        own[2] += tried.sum(2)
         self.own[:, :, slots] = own
         source, request, where = tried.nonzero()
         group = (source, np.minimum(where, PLACES - 1), self.steps[:, slots][tried])
@@ -336,9 +334,10 @@ class SourceChoice:
         accepted, verified = self.shared[:, drafter].sum(-1)
         known = (accepted + PRIOR_VERIFIED * DRAFTER_ACCEPTANCE) / (verified + PRIOR_VERIFIED)
         place = np.broadcast_to(drafted, n)[:, None] + np.arange(self.length)
-        each = known[np.minimum(place, PLACES - 1)]
-        each = np.where(self.repeats[slots, None], DRAFTER_ACCEPTANCE, each)
-        each *= self.scale(drafter, slots)[:, None]
+        each = known[np.minimum(place, PLACES - 1)] * self.scale(drafter, slots)[:, None]
+        kept, _, seen = self.own[:, drafter, slots]
+        alone = (kept + PRIOR_TOKENS * DRAFTER_ACCEPTANCE) / (seen + PRIOR_TOKENS)
+        each = np.where(self.repeats[slots, None], alone[:, None], each)
         survival = sure[:, None] * np.cumprod(np.minimum(each, SUREST), axis=1)
         gains = np.cumsum(survival, axis=1) - self._verify_prices(slots, placed, self.length)
         gains[np.arange(self.length) >= room[:, None]] = -FORBIDDEN
@@ -359,7 +358,7 @@ class SourceChoice:
 
     def scale(self, source: int | slice, slots: np.ndarray) -> np.ndarray:
         """Accepted over expected tokens of a source, 1 before anything is known: [n], or [S, n]."""
-        accepted, expected = self.own[:, source, slots] + PRIOR_TOKENS
+        accepted, expected = self.own[:2, source, slots] + PRIOR_TOKENS
         return accepted / expected
 
     def forget(self, slot: int) -> None:
