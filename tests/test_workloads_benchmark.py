@@ -31,8 +31,8 @@ class FakeEngines:
 
 def test_every_configuration_answers_cold_and_warm_in_an_order_that_rotates():
     engines = FakeEngines()
-    found = workloads.measure_cell(engines, NAMES, [[1], [2]], 4, {"max_tokens": 3})
-    turns = [0, 1, 2, 3, 1, 2, 3, 0, 2, 3, 0, 1]
+    found = workloads.measure_cell(engines, NAMES, [[1], [2]], 4, {"max_tokens": 3}, turn=1)
+    turns = [1, 2, 3, 0, 2, 3, 0, 1, 3, 0, 1, 2]
     assert [asked[0] for asked in engines.asked] == [i for i in turns for _ in workloads.CACHES]
     assert {count for _, _, count in engines.asked} == {4}
     assert [warm for _, warm, _ in engines.asked] == [False, True] * 12
@@ -43,7 +43,7 @@ def test_every_configuration_answers_cold_and_warm_in_an_order_that_rotates():
 
 def test_cells_are_kept_and_summed_up(tmp_path):
     cell = {"set": "a", "batch_size": 16, "temperature": 0.0}
-    found = workloads.measure_cell(FakeEngines(), NAMES, [[1], [2]], 16, {"max_tokens": 3})
+    found = workloads.measure_cell(FakeEngines(), NAMES, [[1], [2]], 16, {"max_tokens": 3}, turn=0)
     table = Table(tmp_path / "workloads.csv")
     assert not table.has(**cell)
     table.add(workloads.cell_rows(found, cell))

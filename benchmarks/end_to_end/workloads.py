@@ -68,14 +68,19 @@ def measure_cell(
     prompt_ids: Sequence[list[int]],
     batch_size: int,
     params: dict[str, Any],
+    turn: int,
 ) -> Answers:
-    """By configuration and cache, the answers to every batch of the prompts."""
+    """By configuration and cache, the answers to every batch of the prompts.
+
+    Args:
+        turn: the configuration that begins.
+    """
     found: Answers = {name: {cache: [] for cache in CACHES} for name in names}
     count = max(FEWEST_PROMPTS.get(batch_size, 0), batch_size)
     for part, first in enumerate(range(0, count, batch_size)):
         prompts = [prompt_ids[i % len(prompt_ids)] for i in range(first, first + batch_size)]
         for shift in range(len(names)):
-            index = (part + shift) % len(names)
+            index = (turn + part + shift) % len(names)
             for cache, generation in answer(engines.get(index), prompts, params).items():
                 found[names[index]][cache].append(generation)
     return found
@@ -199,7 +204,7 @@ def main() -> int:
             engines.get(index)
         for temperature in options.temperatures:
             for batch_size in options.batch_sizes:
-                for name, indices in sets.items():
+                for turn, (name, indices) in enumerate(sets.items()):
                     cell = {"set": name, "batch_size": batch_size, "temperature": temperature}
                     if table.has(**cell):
                         continue
@@ -209,7 +214,7 @@ def main() -> int:
                         "ignore_eos": True,
                     }
                     own = [setup.prompt_ids[i] for i in indices]
-                    found = measure_cell(engines, names, own, batch_size, params)
+                    found = measure_cell(engines, names, own, batch_size, params, turn)
                     table.add(cell_rows(found, cell))
                     progress(f"{name}, batch size {batch_size}, temperature {temperature:g}")
     for lines in (summary(table.rows), shortfalls(table.rows)):
