@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, ExitHead
 from vllm_hsd.errors import UserError
@@ -21,6 +22,7 @@ WINDOW = 256  # tokens of context at most
 WINDOWS_PER_STEP = 4
 HELD_OUT_WINDOWS = 32
 FIT_WINDOWS = 160
+_ALL_STATES = {"output_hidden_states": True, "use_cache": False}
 RIDGE = 1e-3  # of the mean square of a channel
 LEARNING_RATE = 0.5  # over the hidden size, so that a step moves logits alike at any width
 
@@ -151,7 +153,7 @@ def _least_squares(
     size = model.config.hidden_size
     grams, moments = torch.zeros(2, len(heads), size, size, device=model.device)
     for window in windows:
-        _, hidden = _target_pass(model, window[None])
+        hidden = _states(model.model(window[None].to(model.device), **_ALL_STATES))
         for head, gram, moment in zip(heads, grams, moments, strict=True):
             normed = head.normed(hidden[head.layer])
             gram += normed.T @ normed
@@ -174,9 +176,13 @@ def _target_pass(
     model: PreTrainedModel, windows: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Log-probabilities [n, V] of the target, and the states [n, hidden] after 0, 1, .. layers."""
-    output = model(windows.to(model.device), output_hidden_states=True, use_cache=False)
-    states = [state.flatten(0, 1).float() for state in output.hidden_states]
-    return output.logits.flatten(0, 1).float().log_softmax(-1), states
+    output = model(windows.to(model.device), **_ALL_STATES)
+    return output.logits.flatten(0, 1).float().log_softmax(-1), _states(output)
+
+
+def _states(output: ModelOutput) -> list[torch.Tensor]:
+    """States [n, hidden] after 0, 1, .. layers, the last ones normed."""
+    return [state.flatten(0, 1).float() for state in output.hidden_states]
 
 
 @torch.no_grad()

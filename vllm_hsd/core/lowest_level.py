@@ -150,7 +150,7 @@ class LowestLevel:
         if not len(slots):
             return
         begin, starts = drafts.counts[slots].copy(), batch.end[slots].copy()
-        behind = (starts - batch.cached[0, slots] > 2 * drafts.length).any()
+        catches_up = (starts - batch.cached[0, slots] > 2 * drafts.length).any()
         uniforms, first = self._uniforms(batch, slots, room)
         confidence = np.zeros((1, len(slots), drafts.length))
         open_ = np.ones(len(slots), dtype=bool)
@@ -169,9 +169,9 @@ class LowestLevel:
             open_[going] = choice.goes_on(
                 slots[going], left, sure[going], after, after - begin[going]
             )
-            if not behind:
+            if not catches_up:
                 self.model_times.observe(len(now), time.perf_counter() - began)
-            behind = False
+            catches_up = False
         counts = drafts.counts[slots] - begin
         owners, offsets = ragged_arange(counts)
         place = (slots[owners], begin[owners] + offsets)

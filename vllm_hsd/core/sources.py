@@ -133,17 +133,25 @@ class SourceChoice:
             slots: [n] int64.
         """
         if offers.corrected is None:
-            offers.corrected = self._corrected(offers.estimates, offers.steps, slots, first)
+            count, _, width = offers.estimates.shape
+            source = np.arange(first, first + count)[:, None, None]
+            offers.corrected = self._learned(
+                offers.estimates, offers.steps, source, np.arange(width), self.repeats[slots, None]
+            )
         return offers.corrected
 
-    def _corrected(
-        self, estimates: np.ndarray, steps: np.ndarray | int, slots: np.ndarray, first: int
+    def _learned(
+        self,
+        estimates: np.ndarray,
+        steps: np.ndarray,
+        source: np.ndarray | int,
+        place: np.ndarray,
+        repeats: np.ndarray,
     ) -> np.ndarray:
-        source = np.arange(first, first + len(estimates))[:, None, None]
-        place = np.minimum(np.arange(estimates.shape[2]), PLACES - 1)
-        accepted, verified = self.shared[:, source, place, steps]
+        """Estimates by what became of tokens with such; all arguments are broadcast."""
+        accepted, verified = self.shared[:, source, np.minimum(place, PLACES - 1), steps]
         found = (accepted + PRIOR_VERIFIED * estimates) / (verified + PRIOR_VERIFIED)
-        return np.where(self.repeats[slots, None], estimates, found)
+        return np.where(repeats, estimates, found)
 
     def remember_first(
         self, slots: np.ndarray, ends: np.ndarray, offers: Offers, first: np.ndarray
@@ -226,11 +234,11 @@ class SourceChoice:
         total[total <= 0] = -np.inf
         value: np.ndarray | float = 0.0
         if self.sources.drafter is not None:
-            value = self.drafter_plan(slots, room, sure, placed)[1]
+            value = self.drafter_value(slots, room, sure, placed)
             for source in range(count):
                 tokens = likely[source] + 1
                 after = room - tokens, then_sure[source], placed + tokens
-                total[source] += self.drafter_plan(slots, *after)[1]
+                total[source] += self.drafter_value(slots, *after)
         # Of equals the last one.
         lookup = count - 1 - total[::-1].argmax(0)
         taken = total[lookup, own] >= value
@@ -240,31 +248,19 @@ class SourceChoice:
             np.where(taken, then_sure[lookup, own], sure),
         )
 
-    def drafter_plan(
-        self,
-        slots: np.ndarray,
-        room: np.ndarray,
-        sure: np.ndarray,
-        placed: np.ndarray,
-        drafted: np.ndarray | int = 0,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """How many tokens the drafter is worth from here, and what it gains above their price.
-
-        Args:
-            slots, room, sure, placed: see `best`.
-            drafted: [n] int64, tokens of the draft that are the drafter's.
-
-        Returns:
-            tokens [n] int64, expected tokens above the price [n] float64.
-        """
+    def drafter_value(
+        self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray, placed: np.ndarray
+    ) -> np.ndarray:
+        """[n] float64, expected tokens of the drafter from here, above their price; see `best`."""
         if self.sources.drafter is None:
-            return np.zeros(len(slots), dtype=np.int64), np.zeros(len(slots))
+            return np.zeros(len(slots))
+        gains = self._drafter_gains(slots, room, sure, placed, np.zeros_like(placed))
+        return self._above_price(slots, gains)
+
+    def _above_price(self, slots: np.ndarray, gains: np.ndarray) -> np.ndarray:
+        """[n] float64, what the best number of tokens gains; [n, length] gains of 1, 2, ..."""
         share = (self.forward_price / self.sharing)[self._row(slots)]
-        net = self._drafter_gains(slots, room, sure, placed, drafted)
-        net -= share[:, None] * np.arange(1, self.length + 1)
-        best = net.argmax(1)
-        value = net[np.arange(len(slots)), best]
-        return np.where(value > 0, best + 1, 0), np.maximum(value, 0.0)
+        return np.maximum((gains - share[:, None] * np.arange(1, self.length + 1)).max(1), 0.0)
 
     def begins(
         self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray, placed: np.ndarray
@@ -292,15 +288,17 @@ class SourceChoice:
     ) -> np.ndarray:
         """[n] bool, requests that another token of the drafter pays for; they share its pass.
 
-        See `drafter_plan`.
+        Args:
+            slots, room, sure, placed: see `best`.
+            drafted: [n] int64, tokens of the draft that are the drafter's.
         """
-        going = self.drafter_plan(slots, room, sure, placed, drafted)[0] > 0
+        gains = self._drafter_gains(slots, room, sure, placed, drafted)
+        going = self._above_price(slots, gains) > 0
         shared = ~self.repeats[slots]
         if shared.any():
-            own = slots[shared], room[shared], sure[shared], placed[shared], drafted[shared]
-            gains = np.maximum(np.diff(self._drafter_gains(*own), axis=1, prepend=0.0), 0.0)
-            pays = np.cumsum(gains.sum(0) - self.forward_price[0]).max() > 0
-            going[shared] = pays & (gains[:, 0] > 0)
+            own = np.maximum(np.diff(gains[shared], axis=1, prepend=0.0), 0.0)
+            pays = np.cumsum(own.sum(0) - self.forward_price[0]).max() > 0
+            going[shared] = pays & (own[:, 0] > 0)
         return going
 
     def acceptance_of(
@@ -314,10 +312,8 @@ class SourceChoice:
             drafted: [n] int64, tokens of the drafter before it.
         """
         drafter = len(self.sources.lookups)
-        place = np.minimum(drafted, PLACES - 1)
-        accepted, verified = self.shared[:, drafter, place, step_of(confidence)]
-        found = (accepted + PRIOR_VERIFIED * confidence) / (verified + PRIOR_VERIFIED)
-        found = np.where(self.repeats[slots], confidence, found)
+        steps, repeats = step_of(confidence), self.repeats[slots]
+        found = self._learned(confidence, steps, drafter, drafted, repeats)
         return np.minimum(found * self.scale(drafter, slots), SUREST)
 
     def _drafter_gains(
@@ -326,14 +322,14 @@ class SourceChoice:
         room: np.ndarray,
         sure: np.ndarray,
         placed: np.ndarray,
-        drafted: np.ndarray | int = 0,
+        drafted: np.ndarray,
     ) -> np.ndarray:
         """[n, length] expected tokens of 1, 2, ... drafter's tokens, above what verifying costs."""
-        drafter, n = len(self.sources.lookups), len(slots)
+        drafter = len(self.sources.lookups)
         # How sure the drafter will be is not known yet: the mean over all that it has been.
         accepted, verified = self.shared[:, drafter].sum(-1)
         known = (accepted + PRIOR_VERIFIED * DRAFTER_ACCEPTANCE) / (verified + PRIOR_VERIFIED)
-        place = np.broadcast_to(drafted, n)[:, None] + np.arange(self.length)
+        place = drafted[:, None] + np.arange(self.length)
         each = known[np.minimum(place, PLACES - 1)] * self.scale(drafter, slots)[:, None]
         kept, _, seen = self.own[:, drafter, slots]
         alone = (kept + PRIOR_TOKENS * DRAFTER_ACCEPTANCE) / (seen + PRIOR_TOKENS)
