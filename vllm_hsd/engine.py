@@ -183,6 +183,8 @@ def generate(
     """See `EngineProcess.generate`; with `stream`, new text is sent to the parent at once."""
     from vllm.sampling_params import RequestOutputKind
 
+    from vllm_hsd.metrics import counted_since, level_counts
+
     params = [
         vllm_params(llm, {**given, "output_kind": RequestOutputKind.DELTA})
         for given in sampling_params
@@ -192,7 +194,7 @@ def generate(
     texts = [""] * count
     first, last = [0.0] * count, [0.0] * count
     steps: list[list[int]] = [[] for _ in prompts]
-    before = _counts(llm)
+    before, levels_before = _counts(llm), level_counts()
     began, cpu_began = time.perf_counter(), time.process_time()
     engine = llm.llm_engine
     for i, prompt in enumerate(prompts):
@@ -211,8 +213,7 @@ def generate(
             if stream and sequence.text:
                 send_to_parent((i, sequence.text))
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
-    drafted, accepted, levels = _counts(llm)
-    earlier = before[2] or [dict.fromkeys(level, 0.0) for level in levels]
+    drafted, accepted = _counts(llm)
     return Generation(
         token_ids,
         texts,
@@ -223,10 +224,7 @@ def generate(
         [len(own) for own in steps],
         drafted - before[0],
         accepted - before[1],
-        [
-            {name: value - old[name] for name, value in new.items()}
-            for new, old in zip(levels, earlier, strict=True)
-        ],
+        counted_since(levels_before),
         steps,
     )
 
@@ -244,15 +242,13 @@ def vllm_params(llm: Any, given: Mapping[str, Any]) -> Any:
     return SamplingParams(**arguments)
 
 
-def _counts(llm: Any) -> tuple[int, int, list[dict[str, float]]]:
-    """Tokens drafted for and accepted by the target so far, and the counts of every level."""
-    from vllm_hsd.metrics import level_counts
-
+def _counts(llm: Any) -> tuple[int, int]:
+    """Tokens drafted for and accepted by the target so far."""
     values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     drafted, accepted = (
         int(values.get(f"vllm:spec_decode_num_{name}_tokens", 0)) for name in ("draft", "accepted")
     )
-    return drafted, accepted, level_counts()
+    return drafted, accepted
 
 
 def select_levels(llm: Any, levels: list[int], draft_lengths: list[int]) -> None:

@@ -11,6 +11,7 @@ them, and a logger only sees what vLLM's own statistics carry from the scheduler
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import prometheus_client
@@ -132,6 +133,16 @@ def level_counts() -> list[dict[str, float]]:
                 level = found.setdefault(int(sample.labels["level"]), dict.fromkeys(COUNTERS, 0.0))
                 level[name] += sample.value
     return [found[i] for i in sorted(found)]
+
+
+def counted_since(before: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """What `level_counts` has gained since it was `before`, which may have been empty."""
+    now = level_counts()
+    earlier = before or [dict.fromkeys(level, 0.0) for level in now]
+    return [
+        {name: value - old[name] for name, value in level.items()}
+        for level, old in zip(now, earlier, strict=True)
+    ]
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,7 @@ def keep_streams(
     from vllm.sampling_params import RequestOutputKind
 
     from vllm_hsd.engine import vllm_params
-    from vllm_hsd.metrics import level_counts
+    from vllm_hsd.metrics import counted_since, level_counts
 
     engine = llm.llm_engine
     sampling = vllm_params(llm, {**params, "output_kind": RequestOutputKind.DELTA})
@@ -89,13 +89,5 @@ def keep_streams(
             served.first_token.append(request.first - request.arrived)
         if request.tokens > 1:
             served.per_token.append((request.last - request.first) / (request.tokens - 1))
-    served.levels = list(_difference(level_counts(), before))
+    served.levels = counted_since(before)
     return served
-
-
-def _difference(
-    after: Sequence[Mapping[str, float]], before: Sequence[Mapping[str, float]]
-) -> Iterator[dict[str, float]]:
-    for level, counts in enumerate(after):
-        earlier = before[level] if before else dict.fromkeys(counts, 0.0)
-        yield {name: value - earlier[name] for name, value in counts.items()}

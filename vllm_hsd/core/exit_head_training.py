@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
 
 from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, ExitHead
 from vllm_hsd.errors import UserError
@@ -153,7 +152,8 @@ def _least_squares(
     size = model.config.hidden_size
     grams, moments = torch.zeros(2, len(heads), size, size, device=model.device)
     for window in windows:
-        hidden = _states(model.model(window[None].to(model.device), **_ALL_STATES))
+        output = model.model(window[None].to(model.device), **_ALL_STATES)
+        hidden = _flat(output.hidden_states)
         for head, gram, moment in zip(heads, grams, moments, strict=True):
             normed = head.normed(hidden[head.layer])
             gram += normed.T @ normed
@@ -177,12 +177,12 @@ def _target_pass(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Log-probabilities [n, V] of the target, and the states [n, hidden] after 0, 1, .. layers."""
     output = model(windows.to(model.device), **_ALL_STATES)
-    return output.logits.flatten(0, 1).float().log_softmax(-1), _states(output)
+    return output.logits.flatten(0, 1).float().log_softmax(-1), _flat(output.hidden_states)
 
 
-def _states(output: ModelOutput) -> list[torch.Tensor]:
-    """States [n, hidden] after 0, 1, .. layers, the last ones normed."""
-    return [state.flatten(0, 1).float() for state in output.hidden_states]
+def _flat(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """[batch, length, hidden] states after 0, 1, .. layers -> [n, hidden] in float32."""
+    return [state.flatten(0, 1).float() for state in states]
 
 
 @torch.no_grad()
