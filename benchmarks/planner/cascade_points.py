@@ -33,7 +33,11 @@ from vllm_hsd.planner.timing import Timing
 
 # Parameters of mid and target.
 WIDENINGS = ((1e6, 300e6), (10e6, 300e6), (30e6, 300e6), (10e6, 100e6))
-SINGLES = [Selection((level,), (n,)) for level, n in ((0, 3), (0, 6), (1, 4), (1, 8), (1, 12))]
+SINGLES = [
+    Selection((level,), (length,))
+    for level, lengths in ((0, (3, 6, 9, 12)), (1, (4, 8, 12)))
+    for length in lengths
+]
 PAIRS = [Selection((0, 1), lengths) for lengths in ((2, 6), (4, 8), (4, 12), (7, 8), (11, 12))]
 MAX_DRAFT = 12
 PLAIN_TOKENS = 12
