@@ -9,20 +9,18 @@ second and median time per token over those of no speculation, and what was chos
 length and the share of steps without a draft, per request.
 """
 
-import argparse
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import chat_model
 from benchmarks.common import RESULTS, commit, saved_figure, write_csv
 from benchmarks.end_to_end.demo import read_demo_prompts
 from benchmarks.end_to_end.sources import DRAFT_LENGTH, levels, missing
 from benchmarks.end_to_end.streams import Served, keep_streams
-from benchmarks.models.smollm2 import smollm2
 from vllm_hsd.cli import bench
-from vllm_hsd.cli.bench_runs import Comparison, Engines, progress
+from vllm_hsd.cli.bench_runs import Engines, progress
 from vllm_hsd.cli.options import integers
 from vllm_hsd.engine import Generation
 
@@ -124,35 +122,26 @@ def plot(rows: Sequence[dict[str, Any]], names: Sequence[str], title: str, path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="name or directory (default: SmolLM2, converted on demand)")
+    parser = chat_model.options(__doc__, RESULTS / "adaptive")
     parser.add_argument("--streams", type=integers, default=[1, 64, 1, 64, 1])
     parser.add_argument("--seconds", type=float, default=60.0, help="of a phase, for each engine")
-    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--output", type=Path, default=RESULTS / "adaptive")
     options = parser.parse_args()
     for sentence in missing():
         print(sentence)
     configs = configurations()
-    comparison = Comparison(
-        model=options.model or os.path.relpath(smollm2()),
-        configs=list(configs.values()),
-        prompts=[
-            [{"role": "user", "content": text}]
-            for texts in zip(*read_demo_prompts().values(), strict=True)
-            for text in texts
-        ],
+    prompts = [
+        [{"role": "user", "content": text}]
+        for texts in zip(*read_demo_prompts().values(), strict=True)
+        for text in texts
+    ]
+    comparison, setup = chat_model.compared(
+        options,
+        list(configs.values()),
+        prompts,
         batch_sizes=sorted(set(options.streams)),
         temperatures=[options.temperature],
-        max_tokens=options.max_tokens,
-        num_prompts=max(options.streams),
-        rounds=1,
-        engine_args={"dtype": options.dtype, "enforce_eager": True},
-        output=options.output,
     )
-    comparison, setup = bench.with_probed_dtype(comparison, bench.inspect(comparison))
     names = list(configs)
     with Engines(comparison, setup) as engines:
         for index in range(len(names)):

@@ -9,7 +9,6 @@ Writes demo.csv and demo.png. Ends with status 1 if greedy answers differ (in 16
 than at near ties of the target's own logits).
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -26,11 +25,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks import chat_model
 from benchmarks.common import RESULTS, Spread, commit, saved_figure, write_csv
 from benchmarks.end_to_end.sources import missing, sources
-from benchmarks.models.smollm2 import smollm2
 from vllm_hsd.cli import bench, bench_report, greedy
-from vllm_hsd.cli.bench_jobs import Comparison, Job, Results
+from vllm_hsd.cli.bench_jobs import Job, Results
 from vllm_hsd.cli.bench_runs import Engines, compare_greedy
 from vllm_hsd.engine import Generation
 
@@ -264,40 +263,23 @@ def plot(rows: Sequence[dict[str, Any]], names: Sequence[str], title: str, path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="name or directory (default: SmolLM2, converted on demand)")
+    parser = chat_model.options(__doc__, RESULTS / "demo")
     parser.add_argument(
         "--minutes", type=float, default=7.0, help="time after which no round starts"
     )
     parser.add_argument("--rounds", type=int, default=6, help="most prompts of each kind")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--output", type=Path, default=RESULTS / "demo")
     options = parser.parse_args()
     began = time.monotonic()
     # `make demo` says when it was called: .venv and the model are part of the wait.
     called = float(os.environ.get("DEMO_STARTED") or time.time())
-    # Results name the model: a relative path says nothing about the machine.
-    model = options.model or os.path.relpath(smollm2())
     for sentence in missing():
         print(sentence)
     by_kind = {kind: texts[: options.rounds] for kind, texts in read_demo_prompts().items()}
     configs = [None, *sources()]
-    comparison = Comparison(
-        model=model,
-        configs=configs,
-        prompts=[
-            [{"role": "user", "content": text}] for texts in by_kind.values() for text in texts
-        ],
-        batch_sizes=[1],
-        temperatures=TEMPERATURES,
-        max_tokens=options.max_tokens,
-        num_prompts=len(by_kind) * options.rounds,
-        rounds=options.rounds,
-        engine_args={"dtype": options.dtype, "enforce_eager": True},
-        output=options.output,
+    prompts = [[{"role": "user", "content": text}] for texts in by_kind.values() for text in texts]
+    comparison, setup = chat_model.compared(
+        options, configs, prompts, temperatures=TEMPERATURES, rounds=options.rounds
     )
-    comparison, setup = bench.with_probed_dtype(comparison, bench.inspect(comparison))
     results = Results(comparison, metadata=bench.describe(comparison, setup))
     kinds, names = list(by_kind), comparison.names
     with Engines(comparison, setup) as engines:

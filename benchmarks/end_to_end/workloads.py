@@ -9,20 +9,16 @@ is a set, a batch size and a temperature; the same command goes on where an earl
 Writes workloads.csv, prints how often the adaptive configuration is slower than the others.
 """
 
-import argparse
-import os
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import chat_model
 from benchmarks.cells import Table, read_sets
 from benchmarks.common import RESULTS
 from benchmarks.end_to_end.adaptive import chosen
 from benchmarks.end_to_end.sources import DRAFT_LENGTH, NGRAM, SUFFIX, levels, missing
-from benchmarks.models.smollm2 import smollm2
-from vllm_hsd.cli import bench
-from vllm_hsd.cli.bench_jobs import Comparison
 from vllm_hsd.cli.bench_runs import Engines, progress
 from vllm_hsd.cli.options import integers, numbers
 from vllm_hsd.engine import EngineProcess, Generation
@@ -166,14 +162,10 @@ def shortfalls(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = chat_model.options(__doc__, RESULTS / "workloads")
     parser.add_argument("--prompts", type=Path, required=True, help="directory of *.jsonl files")
-    parser.add_argument("--model", help="name or directory (default: SmolLM2, converted on demand)")
     parser.add_argument("--batch-sizes", type=integers, default=[1, 4, 16, 64])
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--output", type=Path, default=RESULTS / "workloads")
     options = parser.parse_args()
     try:
         prompts, sets = read_sets(
@@ -184,19 +176,14 @@ def main() -> int:
     for sentence in missing():
         print(sentence)
     configs = configurations()
-    comparison = Comparison(
-        model=options.model or os.path.relpath(smollm2()),
-        configs=list(configs.values()),
-        prompts=prompts,
+    comparison, setup = chat_model.compared(
+        options,
+        list(configs.values()),
+        prompts,
         batch_sizes=options.batch_sizes,
         temperatures=options.temperatures,
-        max_tokens=options.max_tokens,
-        num_prompts=len(prompts),
-        rounds=1,
-        engine_args={"dtype": options.dtype, "enforce_eager": True, "enable_prefix_caching": True},
-        output=options.output,
+        enable_prefix_caching=True,
     )
-    comparison, setup = bench.with_probed_dtype(comparison, bench.inspect(comparison))
     table = Table(options.output / "workloads.csv")
     names = list(configs)
     with Engines(comparison, setup) as engines:

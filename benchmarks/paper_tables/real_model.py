@@ -8,19 +8,17 @@ A cell is a group, a set and a temperature; its rows are appended to real_model.
 done, and the same command goes on where an earlier one was stopped. Takes hours.
 """
 
-import argparse
 import json
-import os
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import chat_model
 from benchmarks.cells import Table, read_sets
 from benchmarks.common import RESULTS, saved_figure
 from benchmarks.end_to_end.sources import drafter, sources
-from benchmarks.models.smollm2 import smollm2
 from vllm_hsd.cli import bench, bench_report, greedy
 from vllm_hsd.cli.bench_jobs import Comparison, Job, Results, Setup, config_name
 from vllm_hsd.cli.bench_runs import Engines, compare_greedy, progress
@@ -241,35 +239,18 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = chat_model.options(__doc__, RESULTS / "real_model")
     parser.add_argument("--prompts", type=Path, required=True, help="directory of *.jsonl files")
-    parser.add_argument("--model", help="name or directory (default: SmolLM2, converted on demand)")
     parser.add_argument("--drafter", type=json.loads, help="level (default: the head)")
     parser.add_argument("--num-prompts", type=int, default=20, help="of every set")
-    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--lengths", type=integers, default=LENGTHS)
     parser.add_argument("--temperatures", type=numbers, default=TEMPERATURES)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--output", type=Path, default=RESULTS / "real_model")
     options = parser.parse_args()
     try:
         prompts, sets = read_sets(options.prompts, options.num_prompts)
     except ValueError as error:
         parser.error(f"--prompts: {error}")
-    model = options.model or os.path.relpath(smollm2())
-    base = Comparison(
-        model=model,
-        configs=[None],
-        prompts=prompts,
-        batch_sizes=[1],
-        temperatures=options.temperatures,
-        max_tokens=options.max_tokens,
-        num_prompts=len(prompts),
-        rounds=1,
-        engine_args={"dtype": options.dtype, "enforce_eager": True},
-        output=options.output,
-    )
-    base, _ = bench.with_probed_dtype(base, bench.inspect(base))
+    base, _ = chat_model.compared(options, [None], prompts, temperatures=options.temperatures)
     table = Table(options.output / "real_model.csv")
     faults = []
     for group in groups(options.drafter or drafter(), options.lengths, options.temperatures):
