@@ -5,7 +5,8 @@
 Mid and target are zero-padded to several sizes (benchmarks/models/zero_pad.py), which changes their
 costs and not their text. In one engine per widening, single drafters and cascades take turns on the
 same prompts, and the best of each kind are compared; the planner predicts the same selections from
-the times of these very runs and from acceptance measured once. Writes cascade_points.csv.
+the times of these very runs and from acceptance measured once. Writes cascade_points.csv, a row
+when it is done; points that the file has already are left out.
 """
 
 import argparse
@@ -19,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import MODELS, RESULTS, write_csv
+from benchmarks.cells import Table
+from benchmarks.common import MODELS, RESULTS
 from benchmarks.models.zero_pad import intermediate_size_for, zero_pad
 from benchmarks.planner.check_predictions import ENGINE, summary
 from vllm_hsd.planner.acceptance import Acceptances, measure_acceptance
@@ -51,6 +53,13 @@ def padded(name: str, params: float) -> str:
     directory.parent.mkdir(parents=True, exist_ok=True)
     size = intermediate_size_for(MODELS / name, params)
     return str(zero_pad(MODELS / name, directory, size))
+
+
+def deviations(group: list[dict]) -> np.ndarray:
+    """[prompts] each prompt's part in the relative error of ms per token; answers are paired."""
+    spent = np.array([sum(s["ms"] + s["drafting_ms"] for s in each["steps"]) for each in group])
+    emitted = np.array([each["emitted"] for each in group])
+    return spent / spent.sum() - emitted / emitted.sum()
 
 
 def point(
@@ -89,7 +98,6 @@ def point(
     target_ms = latencies.call(-1, "target", 1, 1)
     mid_ms = latencies.call(1, "verify", 1, 1)
     ratio = real[single][0] / real[pair][0]
-    errors = [real[i][1] / real[i][0] for i in (single, pair)]
     return {
         "mid_parameters": int(mid_params),
         "target_parameters": int(target_params),
@@ -106,7 +114,8 @@ def point(
         "cascade_ms_per_token": real[pair][0],
         "plain_ms_per_token": latencies.call(-1, "plain", 1, 1),
         "measured_ratio": ratio,
-        "standard_error": ratio * float(np.hypot(*errors)),
+        "standard_error": ratio
+        * float(np.linalg.norm(deviations(groups[single]) - deviations(groups[pair]))),
         "predicted_ratio": min(predicted[i] for i in of_single)
         / min(predicted[i] for i in of_pair),
         "largest_difference": max(abs(p / r[0] - 1) for p, r in zip(predicted, real, strict=True)),
@@ -116,7 +125,7 @@ def point(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("results"))
-    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=64)
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -135,14 +144,16 @@ def main() -> None:
     found = measure_acceptance(models, contexts, task)
     vocabulary = models.vocabulary
     del models
-    rows = []
+    table = Table(args.output / "cascade_points.csv")
     for mid_params, target_params in WIDENINGS:
+        if table.has(mid_parameters=int(mid_params), target_parameters=int(target_params)):
+            continue
         wide = candidates(models=[str(MODELS / "small"), padded("mid", mid_params)])
         task = Task(padded("target", target_params), wide, **settings)
         timing = Timing(task, (1, 2), contexts[: args.prompts], vocabulary, args.output)
-        rows.append(point(mid_params, target_params, found, task, timing))
-        print({k: f"{v:.3g}" if isinstance(v, float) else v for k, v in rows[-1].items()})
-        write_csv(args.output / "cascade_points.csv", rows)
+        row = point(mid_params, target_params, found, task, timing)
+        print({k: f"{v:.3g}" if isinstance(v, float) else v for k, v in row.items()})
+        table.add([row])
 
 
 if __name__ == "__main__":
