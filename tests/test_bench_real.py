@@ -51,7 +51,8 @@ def measure(monkeypatch, tmp_path):
     return run
 
 
-def test_groups_are_the_sources_and_lengths_with_both_verifiers_and_stopping():
+def test_groups_are_the_sources_and_lengths_with_both_verifiers_and_stopping(monkeypatch):
+    monkeypatch.setattr(real_model, "levels", list)
     found = real_model.groups({"model": "small"}, [5, 10], [0.0, 0.3, 1.0])
     stopping = "block 10, entropy-based stopping"
     assert [(list(group.configs), group.temperatures) for group in found[1:]] == [
@@ -63,6 +64,13 @@ def test_groups_are_the_sources_and_lengths_with_both_verifiers_and_stopping():
     assert found[0].name == "sources" and found[0].temperatures == [0.0, 1.0]
     # A lookup has no distribution of which an entropy could be taken.
     assert len(real_model.groups({"ngram": {"max": 4}}, [5], [0.0])[1].configs) == 1
+
+
+def test_a_store_is_also_drawn_from_at_temperatures_above_zero(monkeypatch):
+    monkeypatch.setattr(real_model, "levels", lambda: [real_model.SUFFIX])
+    drawn = real_model.groups({"model": "small"}, [5], [0.0, 0.3, 1.0])[-1]
+    assert drawn.temperatures == [1.0]
+    assert list(drawn.configs) == ["suffix 8", "ngram_model 8", "suffix+ngram_model 8"]
 
 
 def test_every_cell_has_a_row_of_each_configuration(measure, tmp_path):

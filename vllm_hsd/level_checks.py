@@ -33,6 +33,7 @@ from vllm_hsd.level_config import (
     ExitHeadLevelConfig,
     LevelConfig,
     ModelLevelConfig,
+    NgramModelLevelConfig,
     SourceConfig,
     SuffixLevelConfig,
     reads_late,
@@ -102,12 +103,15 @@ def check_level(name: str, level: SourceConfig, target_config: ModelConfig) -> N
     elif isinstance(level, BigramLevelConfig):
         with _named(name):
             _check_bigram(level.bigram, target_config)
+    elif isinstance(level, NgramModelLevelConfig):
+        with _named(name):
+            _check_store("ngram_model", level.ngram_model, target_config)
     elif isinstance(level, SuffixLevelConfig):
         with _named(name):
             suffix_tree_class()
         with _named(f"{name}.suffix"):
             if level.suffix.store is not None:
-                _check_store(level.suffix.store, target_config)
+                _check_store("store", level.suffix.store, target_config)
 
 
 @contextlib.contextmanager
@@ -124,9 +128,9 @@ def _check_bigram(path: str, target_config: ModelConfig) -> None:
     read_bigram(path)
 
 
-def _check_store(path: str, target_config: ModelConfig) -> None:
-    _check_size("store", path, store_vocab_size(path), target_config)
-    read_store(path)
+def _check_store(key: str, path: str, target_config: ModelConfig) -> None:
+    _check_size(key, path, store_vocab_size(path, key), target_config)
+    read_store(path, key)
 
 
 def _check_size(key: str, path: str, size: int, target_config: ModelConfig) -> None:

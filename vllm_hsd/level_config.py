@@ -229,6 +229,18 @@ class BigramLevelConfig(_VerifyingLevelKeys):
     bigram: Name
 
 
+class NgramModelLevelConfig(_VerifyingLevelKeys):
+    """An n-gram language model of a store of texts and of the request's own text.
+
+    Attributes:
+        ngram_model: store that `vllm-hsd build suffix` wrote.
+    """
+
+    kind = "ngram_model"
+
+    ngram_model: Name
+
+
 SourceConfig = (
     ModelLevelConfig
     | EarlyExitLevelConfig
@@ -236,6 +248,7 @@ SourceConfig = (
     | NgramLevelConfig
     | SuffixLevelConfig
     | BigramLevelConfig
+    | NgramModelLevelConfig
     | Eagle3LevelConfig
 )
 
@@ -276,6 +289,7 @@ _Sources = (
     | Annotated[NgramLevelConfig, Tag("ngram")]
     | Annotated[SuffixLevelConfig, Tag("suffix")]
     | Annotated[BigramLevelConfig, Tag("bigram")]
+    | Annotated[NgramModelLevelConfig, Tag("ngram_model")]
     | Annotated[Eagle3LevelConfig, Tag("eagle3")]
 )
 Source = Annotated[_Sources, Discriminator(_kind), BeforeValidator(_read_source)]

@@ -12,6 +12,7 @@ NGRAM: dict[str, Any] = {"ngram": {"max": 4}}
 STORE = MODELS / "smollm2-suffix" / "store.safetensors"
 HEAD = MODELS / "smollm2-eagle3"
 SUFFIX: dict[str, Any] = {"suffix": {"store": os.path.relpath(STORE)}}
+NGRAM_MODEL: dict[str, Any] = {"ngram_model": os.path.relpath(STORE)}
 EAGLE3: dict[str, Any] = {"eagle3": os.path.relpath(HEAD)}
 
 

@@ -18,7 +18,14 @@ from typing import Any
 from benchmarks import chat_model
 from benchmarks.cells import Table, read_sets
 from benchmarks.common import RESULTS, saved_figure
-from benchmarks.end_to_end.sources import drafter, sources
+from benchmarks.end_to_end.sources import (
+    DRAFT_LENGTH,
+    NGRAM_MODEL,
+    SUFFIX,
+    drafter,
+    levels,
+    sources,
+)
 from vllm_hsd.cli import bench, bench_report, greedy
 from vllm_hsd.cli.bench_jobs import Comparison, Job, Results, Setup, config_name
 from vllm_hsd.cli.bench_runs import Engines, compare_greedy, progress
@@ -61,7 +68,20 @@ def groups(
     ]
     mixed = {config_name(config): config for config in sources()}
     ends = [t for t in temperatures if t in (0.0, 0.6, 1.0)] or list(temperatures)
-    return [Group("sources", mixed, ends), *found]
+    return [Group("sources", mixed, ends), *found, *_drawn_lookups([t for t in ends if t > 0])]
+
+
+def _drawn_lookups(temperatures: Sequence[float]) -> list[Group]:
+    """Lookups that propose one token, and a distribution, of the same store."""
+    if SUFFIX not in levels() or not temperatures:
+        return []
+    base = {"method": "hsd", "num_speculative_tokens": DRAFT_LENGTH, "adaptive": False}
+    configs = [
+        {**base, "levels": [level]}
+        for level in (SUFFIX, {"first_of": [NGRAM_MODEL]}, {"first_of": [SUFFIX, NGRAM_MODEL]})
+    ]
+    named = {config_name(config): config for config in configs}
+    return [Group("one token or a distribution", named, temperatures)]
 
 
 def draft_lengths(

@@ -14,7 +14,9 @@ from oracle.stand_ins import TableLevel, TableLookup, exact_distribution
 
 from vllm_hsd.core.bigram import BigramLevel, count_bigrams
 from vllm_hsd.core.levels import LevelOptions
+from vllm_hsd.core.ngram_model import NgramModelLevel
 from vllm_hsd.core.stopping import EntropyThresholds
+from vllm_hsd.core.suffix_store import collect_texts
 from vllm_hsd.reference import ReferenceEngine
 
 PROMPT = [0, 1, 1]
@@ -32,6 +34,11 @@ def lookup(vocabulary: int, seed: int) -> TableLookup:
 def bigram(vocabulary: int, seed: int) -> BigramLevel:
     rng = np.random.default_rng(seed)
     return BigramLevel(count_bigrams([rng.integers(0, vocabulary, 12)], vocabulary))
+
+
+def ngram_model(vocabulary: int, seed: int) -> NgramModelLevel:
+    rng = np.random.default_rng(seed)
+    return NgramModelLevel(collect_texts([rng.integers(0, vocabulary, 12)], vocabulary))
 
 
 def stopped(table, length: int, eos: int) -> Distribution:
@@ -62,11 +69,13 @@ def bias(levels, options, length: int, *, vocabulary=2, eos=None, power=1, **set
 LEVELS = {
     "model": [model],
     "bigram": [bigram],
+    "ngram_model": [ngram_model],
     "lookup": [lookup],
     "model, model": [model, model],
     "lookup, model": [lookup, model],
     "bigram, model": [bigram, model],
     "model, bigram": [model, bigram],
+    "lookup, ngram_model, model": [lookup, ngram_model, model],
     "lookup, bigram, model": [lookup, bigram, model],
 }
 

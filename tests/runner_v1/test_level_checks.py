@@ -13,6 +13,7 @@ from support.engines import configuration_errors
 
 from vllm_hsd.core.bigram import count_bigrams, write_bigram
 from vllm_hsd.core.exit_head import ExitHead, write_exit_head
+from vllm_hsd.core.suffix_store import collect_texts, write_store
 
 
 def hsd(*levels, **keys) -> dict:
@@ -57,6 +58,8 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
     parallel = with_config(eagle3, scratch / "parallel", ptd_token_id=3)
     table, cut = str(scratch / "table.npz"), scratch / "cut.npz"
     write_bigram(count_bigrams([np.arange(5)], vocab_size=5), table)
+    store = str(scratch / "store.safetensors")
+    write_store(collect_texts([np.arange(5)], vocab_size=5), store)
     cut.write_bytes(Path(table).read_bytes()[:100])
     for layer, hidden in ((1, 64), (9, 64), (1, 32)):
         head = ExitHead(layer, torch.ones(hidden), torch.ones(64, hidden), 1e-6)
@@ -140,6 +143,14 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
         "bigram of another vocabulary": (
             target({"bigram": table}),
             r"levels\[0\]\.bigram: '.*' was built for 5 tokens .* 64: build it with",
+        ),
+        "n-gram model of another vocabulary": (
+            target({"ngram_model": store}),
+            r"levels\[0\]\.ngram_model: '.*' was built for 5 tokens .* 64: build it with",
+        ),
+        "n-gram model without a store": (
+            target({"ngram_model": table}),
+            r"levels\[0\]\.ngram_model: '.*' is not a store of texts .* `vllm-hsd build suffix`",
         ),
         "unreadable bigram": (
             target({"bigram": str(cut)}),

@@ -50,6 +50,11 @@ CASCADES = {
         {"model": family.mid, "stopping": "entropy"},
     ),
     "suffix": lambda family, files: cascade({"suffix": {"store": files.store}}),
+    "ngram_model": lambda family, files: cascade({"ngram_model": files.store}),
+    "ngram_model among sources": lambda family, files: cascade(
+        {"first_of": [{"ngram": {"max": 3}}, {"ngram_model": files.store}], "num_tokens": 3},
+        {"model": family.mid},
+    ),
     "several sources": lambda family, files: cascade(
         {
             "first_of": [

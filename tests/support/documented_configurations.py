@@ -66,6 +66,8 @@ def with_tiny_models(config: dict, family: Family, directory: Path) -> dict:
             level["model"] = models.pop()
         if "eagle3" in level:
             level["eagle3"] = files.eagle3
+        if "ngram_model" in level:
+            level["ngram_model"] = files.store
         if "bigram" in level:
             level["bigram"] = files.bigram
         if "early_exit" in level or "exit_head" in level:

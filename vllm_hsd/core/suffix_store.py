@@ -89,26 +89,26 @@ def write_store(store: SuffixStore, path: str) -> None:
         )
 
 
-def store_vocab_size(path: str) -> int:
-    """Size of a store's vocabulary, from the header alone.
+def store_vocab_size(path: str, key: str = "store") -> int:
+    """Size of a store's vocabulary, from the header alone; `key` is the user's name for it.
 
     Raises:
         UserError: the file cannot be read or is not such a store.
     """
-    with _opened(path) as stored:
+    with _opened(path, key) as stored:
         return _check_header(stored)
 
 
 @lru_cache(maxsize=2)
-def read_store(path: str) -> SuffixStore:
-    """Read what `write_store` stored.
+def read_store(path: str, key: str = "store") -> SuffixStore:
+    """Read what `write_store` stored; `key` is the user's name for it.
 
     Types, shapes and sizes are checked before memory is taken, every value after.
 
     Raises:
         UserError: the file cannot be read or is not such a store.
     """
-    with _opened(path) as stored:
+    with _opened(path, key) as stored:
         vocab_size = _check_header(stored)
         store = SuffixStore(stored.get_tensor("tokens"), stored.get_tensor("starts"), vocab_size)
         starts = store.starts
@@ -120,16 +120,16 @@ def read_store(path: str) -> SuffixStore:
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[Any]:
+def _opened(path: str, key: str) -> Iterator[Any]:
     """The open store; whatever goes wrong while it is open is a fault of the file."""
     if not os.path.isfile(path):
-        raise UserError(f"store: no file {quoted(path)}; `vllm-hsd build suffix` writes one.")
+        raise UserError(f"{key}: no file {quoted(path)}; `vllm-hsd build suffix` writes one.")
     try:
         with safe_open(path, framework="np") as stored:
             yield stored
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"store: {quoted(path)} is not a store of texts ({brief(error)}); write one with "
+            f"{key}: {quoted(path)} is not a store of texts ({brief(error)}); write one with "
             "`vllm-hsd build suffix`."
         ) from error
 

@@ -9,6 +9,7 @@ from vllm.config import VllmConfig
 from vllm_hsd.core.bigram import BigramLevel, read_bigram
 from vllm_hsd.core.exit_head import read_exit_head
 from vllm_hsd.core.levels import FirstOf, LookupLevel
+from vllm_hsd.core.ngram_model import NgramModelLevel
 from vllm_hsd.core.suffix import SuffixLevel
 from vllm_hsd.core.suffix_store import read_store
 from vllm_hsd.level_config import (
@@ -19,6 +20,7 @@ from vllm_hsd.level_config import (
     FirstOfLevelConfig,
     LevelConfig,
     NgramLevelConfig,
+    NgramModelLevelConfig,
     SuffixLevelConfig,
     source_names,
 )
@@ -49,6 +51,8 @@ def build_level(
         return ExitHeadLevel(runner, vllm_config, index, read_exit_head(level.exit_head))
     if isinstance(level, BigramLevelConfig):
         return BigramLevel(read_bigram(level.bigram))
+    if isinstance(level, NgramModelLevelConfig):
+        return NgramModelLevel(read_store(level.ngram_model, "ngram_model"))
     if isinstance(level, SuffixLevelConfig):
         path = level.suffix.store
         store = None if path is None else read_store(path)
@@ -72,7 +76,7 @@ def build_level(
 
 
 def as_sources(level: Any, kind: str) -> Any:
-    """A lowest level that may choose not to draft: a lookup or an EAGLE-3 head as one source.
+    """A lowest level that may choose not to draft: a lookup, a head, an n-gram model as a source.
 
     Args:
         level: the lowest level of a cascade, from `build_level`.
@@ -80,6 +84,6 @@ def as_sources(level: Any, kind: str) -> Any:
     """
     if isinstance(level, LookupLevel):
         return FirstOf([kind], [level])
-    if isinstance(level, Eagle3Level):
+    if isinstance(level, Eagle3Level | NgramModelLevel):
         return FirstOf([kind], [], level)
     return level

@@ -14,9 +14,11 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from vllm_hsd.config import CascadeConfig
+from vllm_hsd.core.bigram import BigramLevel
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.controller import DepthController
 from vllm_hsd.core.levels import DraftBatch, FirstOf, LevelOptions, LevelStats
+from vllm_hsd.core.ngram_model import NgramModelLevel
 from vllm_hsd.errors import quoted
 from vllm_hsd.level_checks import loading
 from vllm_hsd.level_config import FirstOfLevelConfig, reads_late, sources
@@ -33,6 +35,9 @@ from vllm_hsd.runner_v1.sampler import CascadeSampler
 from vllm_hsd.runner_v1.sampling import GREEDY_BELOW, RequestSampling
 
 logger = init_logger(f"vllm.{__name__}")
+
+# What a table takes for a token, in steps of the verifier: less, the larger that one is.
+TABLE_COST = 0.02
 
 
 class CascadeProposer(DraftModelProposer):
@@ -198,11 +203,15 @@ class CascadeProposer(DraftModelProposer):
         from run to run.
         """
         first, above = self.hosted[0], [*self.models, None][1]
-        if isinstance(first, FirstOf) and isinstance(first.drafter, ModelLevel):
+        if not isinstance(first, FirstOf):
+            return
+        if isinstance(first.drafter, ModelLevel):
             verifying = weights_read(target_model)
             if isinstance(above, ModelLevel):
                 verifying = above.weights_read
             first.drafter_cost = first.drafter.weights_read / verifying
+        elif isinstance(first.drafter, BigramLevel | NgramModelLevel):
+            first.drafter_cost = TABLE_COST
 
     def _draft_vllm_config(self, level_config):
         """vLLM's own way from a target's configuration to a drafter's, for one level."""

@@ -1,0 +1,139 @@
+"""An n-gram language model as a level: counts in a store of texts and in the request's own text.
+
+The counts of the longest context are backed off to those of shorter ones, down to single tokens:
+
+    P_k(next) = (count_k(next) + d_k * P_{k-1}(next)) / (n_k + d_k)
+
+with n_k tokens seen after the last k tokens of the text, d_k of them distinct (Witten and Bell,
+"The zero-frequency problem", 1991, method C). Where suffix lookups propose one token, this is a
+distribution to draw from, which at temperatures near 1 is accepted more often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from vllm_hsd.core.bigram import BigramTable, count_bigrams
+from vllm_hsd.core.levels import UNLIMITED
+from vllm_hsd.core.suffix_store import SuffixStore
+
+# Longest context in tokens.
+ORDER = 6
+# An occurrence in the request's own text counts as so many in the store.
+OWN_WEIGHT = 3.0
+_NONE = np.zeros(0, np.int32)
+
+
+class ContextIndex:
+    """Where contexts of 2 to ORDER tokens occur in a store, and what follows them.
+
+    Args:
+        store: the texts; no context spans two of them.
+    """
+
+    def __init__(self, store: SuffixStore) -> None:
+        inside = np.arange(len(store.tokens)) - np.repeat(store.starts[:-1], np.diff(store.starts))
+        places = np.flatnonzero(inside >= 2)
+        # keys[k]: the token k + 1 places before each one, -1 before the text.
+        keys = np.full((ORDER, len(places)), -1, np.int32)
+        for k in range(ORDER):
+            there = inside[places] > k
+            keys[k, there] = store.tokens[places[there] - k - 1]
+        # In this order, tokens after the same context of any length stand together.
+        order = np.lexsort(keys[::-1])
+        self.keys, self.next = keys[:, order], store.tokens[places[order]]
+
+    def followers(self, context: np.ndarray) -> Iterator[np.ndarray]:
+        """Tokens seen after the last 2, 3, ... tokens of a context, as long as there are any.
+
+        Args:
+            context: [up to ORDER] int, the nearest token first.
+
+        Yields:
+            [n] int32, a token as often as it was seen.
+        """
+        low, high = 0, len(self.next)
+        for k, token in enumerate(context):
+            within = self.keys[k, low:high]
+            low, high = low + np.searchsorted(within, [token, token + 1])
+            if low == high:
+                return
+            if k:
+                yield self.next[low:high]
+
+
+class NgramModelLevel:
+    """A level whose logits are the logarithms of an n-gram model's probabilities.
+
+    Args:
+        store: texts like those to be generated.
+    """
+
+    keeps_cache = False
+    context_length = UNLIMITED
+
+    def __init__(self, store: SuffixStore) -> None:
+        self.pairs: BigramTable = count_bigrams(store, store.vocab_size)
+        self.single = self.pairs.unigram.astype(np.float32)
+        self.contexts = ContextIndex(store)
+
+    def forward(
+        self,
+        tokens: np.ndarray,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        num_logits: np.ndarray,
+    ) -> torch.Tensor | None:
+        """See `core.levels.Level.forward`."""
+        texts = [
+            tokens[row, : end - back]
+            for row, end, wanted in zip(rows, starts + counts, num_logits, strict=True)
+            for back in range(wanted - 1, -1, -1)
+        ]
+        if not texts:
+            return None
+        probs = np.stack([self.distribution(text) for text in texts])
+        return torch.from_numpy(probs).log()
+
+    def distribution(self, text: np.ndarray) -> np.ndarray:
+        """[V] float32 probabilities of the token after a text, [n] int32, n at least 1."""
+        probs = np.zeros(self.pairs.vocab_size, np.float32)
+        rest = 1.0
+        for followers, counts in reversed(self._counts(text)):
+            share = rest / (counts.sum() + len(counts))
+            probs[followers] += share * counts
+            rest = share * len(counts)
+        probs += np.float32(rest) * self.single
+        return probs
+
+    def _counts(self, text: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Distinct tokens [d] seen after the last 1, 2, ... tokens, and how often [d]."""
+        first, last = self.pairs.starts[text[-1] : text[-1] + 2]
+        stored = [
+            self.pairs.following[first:last],
+            *self.contexts.followers(text[: -ORDER - 1 : -1]),
+        ]
+        found = []
+        for k, here in enumerate(followers_in(text)):
+            there = stored[k] if k < len(stored) else _NONE
+            if not len(there) + len(here):
+                break
+            weights = np.ones(len(there)) if k else self.pairs.counts[first:last]
+            weights = np.append(weights, np.full(len(here), OWN_WEIGHT))
+            distinct, place = np.unique(np.append(there, here), return_inverse=True)
+            found.append((distinct, np.bincount(place, weights)))
+        return found
+
+
+def followers_in(text: np.ndarray) -> Iterator[np.ndarray]:
+    """Tokens that followed earlier occurrences of a text's last 1, 2, ... tokens."""
+    places = np.flatnonzero(text[:-1] == text[-1]) + 1
+    yield text[places]
+    for k in range(2, min(ORDER, len(text)) + 1):
+        places = places[places >= k]
+        places = places[text[places - k] == text[-k]]
+        yield text[places]
