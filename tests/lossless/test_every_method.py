@@ -53,6 +53,10 @@ LEVELS = {
     ],
     "bigram": lambda m: [{"bigram": m.files.bigram, "num_tokens": 3}, {"model": m.family.mid}],
     "ngram": lambda m: [{"ngram": {"max": 3}, "num_tokens": 3}, {"model": m.family.mid}],
+    "ngram_model": lambda m: [
+        {"ngram_model": m.files.store, "num_tokens": 3},
+        {"model": m.family.mid},
+    ],
     "suffix": lambda m: [
         {"suffix": {"store": m.files.store, "shared_tokens": 2000}, "num_tokens": 3},
         {"model": m.family.mid},

@@ -35,6 +35,7 @@ def files(family, tmp_path_factory) -> dict[str, str]:
     write_exit_head(head, found["exit_head"])
     found["eagle3"] = write_eagle3_head(family.target, tmp_path_factory.mktemp("head"))
     found["store"] = str(scratch / "store.safetensors")
+    found["ngram_model"] = found["store"]
     write_store(collect_texts([np.arange(VOCABULARY)], VOCABULARY), found["store"])
     return found
 

@@ -177,6 +177,7 @@ def cascades(seed: int, count: int) -> list[Any]:
         "ngram": {"max": 3},
         "suffix": {"store": "t.safetensors", "shared_tokens": 9},
         "bigram": "t.npz",
+        "ngram_model": "t.safetensors",
         "early_exit": 2,
         "exit_head": "heads",
         "eagle3": "eagle3",

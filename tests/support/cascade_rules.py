@@ -7,7 +7,8 @@ import math
 import random
 
 LOOKUPS = ("ngram", "suffix")
-SOURCE_KEYS = {"model", "early_exit", "exit_head", "ngram", "suffix", "bigram", "eagle3"}
+TABLES = {"bigram", "ngram_model"}
+SOURCE_KEYS = {"model", "early_exit", "exit_head", "ngram", "suffix", "eagle3"} | TABLES
 SUFFIX_KEYS = {"store", "shared_tokens", "min_acceptance"}
 KIND_KEYS = SOURCE_KEYS | {"first_of"}
 ONLY_LOWEST = (*LOOKUPS, "first_of", "eagle3")

@@ -1,4 +1,4 @@
-"""`vllm-hsd build`: writes the files that bigram, suffix and exit-head levels read."""
+"""`vllm-hsd build`: writes the files that bigram, suffix, ngram_model and exit-head levels read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add `build` and its artifacts to the parser of `vllm-hsd`."""
     build = commands.add_parser(
-        "build", help="write the files that bigram, suffix and exit-head levels read"
+        "build", help="write the files that bigram, suffix, ngram_model and exit-head levels read"
     )
     artifacts = build.add_subparsers(required=True, metavar="ARTIFACT")
     bigram = artifacts.add_parser(
@@ -32,8 +32,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     bigram.set_defaults(run=_run_bigram)
     suffix = artifacts.add_parser(
         "suffix",
-        help="collect texts for a 'suffix' level",
-        description="Store texts that a level {'suffix': {'store': FILE}} looks in: text files, "
+        help="collect texts for a 'suffix' or 'ngram_model' level",
+        description="Store texts that a level {'suffix': {'store': FILE}} looks in, or that "
+        "{'ngram_model': FILE} counts: text files, "
         "outputs that were served (.jsonl or .jsonl.gz: responses of the OpenAI API, chats as "
         "'messages', or 'token_ids'), or chats that the target writes itself.",
         epilog="examples:\n"

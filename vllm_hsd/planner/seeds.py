@@ -16,7 +16,7 @@ from vllm_hsd.planner.profile import Profile, environment_warnings, load_profile
 from vllm_hsd.planner.survival import Acceptance
 
 # Kinds that `vllm-hsd profile` does not measure.
-_NOT_MEASURED = ("suffix", "eagle3", "first_of")
+_NOT_MEASURED = ("suffix", "ngram_model", "eagle3", "first_of")
 
 
 def check_seeds(hsd: CascadeConfig, target: str) -> list[str]:
