@@ -58,7 +58,8 @@ class ContextIndex:
         low, high = 0, len(self.next)
         for k, token in enumerate(context):
             within = self.keys[k, low:high]
-            low, high = low + np.searchsorted(within, [token, token + 1])
+            # Of the same type: searching would copy the keys otherwise.
+            low, high = low + np.searchsorted(within, np.array([token, token + 1], np.int32))
             if low == high:
                 return
             if k:
