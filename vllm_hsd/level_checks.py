@@ -106,6 +106,12 @@ def check_level(name: str, level: SourceConfig, target_config: ModelConfig) -> N
     elif isinstance(level, NgramModelLevelConfig):
         with _named(name):
             _check_store("ngram_model", level.ngram_model, target_config)
+            store = read_store(level.ngram_model, "ngram_model")
+            if len(store.tokens) == len(store.starts) - 1:
+                raise UserError(
+                    f"ngram_model: {quoted(level.ngram_model)} has no text of two tokens: build it "
+                    "from longer texts."
+                )
     elif isinstance(level, SuffixLevelConfig):
         with _named(name):
             suffix_tree_class()

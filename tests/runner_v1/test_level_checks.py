@@ -60,6 +60,8 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
     write_bigram(count_bigrams([np.arange(5)], vocab_size=5), table)
     store = str(scratch / "store.safetensors")
     write_store(collect_texts([np.arange(5)], vocab_size=5), store)
+    short = str(scratch / "short.safetensors")
+    write_store(collect_texts([np.array([1]), np.array([2])], vocab_size=64), short)
     cut.write_bytes(Path(table).read_bytes()[:100])
     for layer, hidden in ((1, 64), (9, 64), (1, 32)):
         head = ExitHead(layer, torch.ones(hidden), torch.ones(64, hidden), 1e-6)
@@ -147,6 +149,10 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
         "n-gram model of another vocabulary": (
             target({"ngram_model": store}),
             r"levels\[0\]\.ngram_model: '.*' was built for 5 tokens .* 64: build it with",
+        ),
+        "n-gram model of single tokens": (
+            target({"ngram_model": short}),
+            r"levels\[0\]\.ngram_model: '.*' has no text of two tokens: build it",
         ),
         "n-gram model without a store": (
             target({"ngram_model": table}),

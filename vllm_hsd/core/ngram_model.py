@@ -22,7 +22,8 @@ from vllm_hsd.core.suffix_store import SuffixStore
 
 # Longest context in tokens.
 ORDER = 6
-# An occurrence in the request's own text counts as so many in the store.
+# An occurrence in the request's own text counts as so many in the store: accepted more often than
+# with 1 in chats that SmolLM2 wrote itself.
 OWN_WEIGHT = 3.0
 _NONE = np.zeros(0, np.int32)
 
