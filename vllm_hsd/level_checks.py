@@ -23,7 +23,7 @@ from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.bigram import bigram_vocab_size, read_bigram
 from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, exit_head_header, read_exit_head
 from vllm_hsd.core.suffix import suffix_tree_class
-from vllm_hsd.core.suffix_store import read_store, store_vocab_size
+from vllm_hsd.core.suffix_store import SuffixStore, read_store, store_vocab_size
 from vllm_hsd.core.vocabulary import differing_token
 from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.level_config import (
@@ -105,8 +105,7 @@ def check_level(name: str, level: SourceConfig, target_config: ModelConfig) -> N
             _check_bigram(level.bigram, target_config)
     elif isinstance(level, NgramModelLevelConfig):
         with _named(name):
-            _check_store("ngram_model", level.ngram_model, target_config)
-            store = read_store(level.ngram_model, "ngram_model")
+            store = _check_store("ngram_model", level.ngram_model, target_config)
             if len(store.tokens) == len(store.starts) - 1:
                 raise UserError(
                     f"ngram_model: {quoted(level.ngram_model)} has no text of two tokens: build it "
@@ -134,9 +133,9 @@ def _check_bigram(path: str, target_config: ModelConfig) -> None:
     read_bigram(path)
 
 
-def _check_store(key: str, path: str, target_config: ModelConfig) -> None:
+def _check_store(key: str, path: str, target_config: ModelConfig) -> SuffixStore:
     _check_size(key, path, store_vocab_size(path, key), target_config)
-    read_store(path, key)
+    return read_store(path, key)
 
 
 def _check_size(key: str, path: str, size: int, target_config: ModelConfig) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.cells import Table
 from benchmarks.common import MODELS, RESULTS
 from benchmarks.models.zero_pad import intermediate_size_for, zero_pad
-from benchmarks.planner.check_predictions import ENGINE, summary
+from benchmarks.planner.check_predictions import ENGINE, spent_and_emitted, summary
 from vllm_hsd.planner.acceptance import Acceptances, measure_acceptance
 from vllm_hsd.planner.models import ModelSet
 from vllm_hsd.planner.predict import Measured, Selection, predict
@@ -57,8 +57,7 @@ def padded(name: str, params: float) -> str:
 
 def deviations(group: list[dict]) -> np.ndarray:
     """[prompts] each prompt's part in the relative error of ms per token; answers are paired."""
-    spent = np.array([sum(s["ms"] + s["drafting_ms"] for s in each["steps"]) for each in group])
-    emitted = np.array([each["emitted"] for each in group])
+    spent, emitted = spent_and_emitted(group)
     return spent / spent.sum() - emitted / emitted.sum()
 
 

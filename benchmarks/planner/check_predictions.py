@@ -122,10 +122,15 @@ def run_for_real(
     return groups, timing.latencies(*timed)
 
 
+def spent_and_emitted(group: list[dict]) -> tuple[np.ndarray, np.ndarray]:
+    """Milliseconds, drafting included, and tokens of every recording: [recordings] each."""
+    spent = np.array([sum(step["ms"] + step["drafting_ms"] for step in r["steps"]) for r in group])
+    return spent, np.array([recording["emitted"] for recording in group])
+
+
 def summary(group: list[dict], batch: int) -> tuple[float, float, float]:
     """(ms per token, its standard error, tokens per step) of one group of recordings."""
-    spent = np.array([sum(step["ms"] + step["drafting_ms"] for step in r["steps"]) for r in group])
-    emitted = np.array([recording["emitted"] for recording in group])
+    spent, emitted = spent_and_emitted(group)
     calls = sum(step["batch"] for recording in group for step in recording["steps"])
     mean = spent.sum() / emitted.sum()
     # Standard error of a ratio of sums over repeats.

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from vllm_hsd.checked_files import written_whole
-from vllm_hsd.core.drafts import ragged_arange
+from vllm_hsd.core.drafts import last_positions, ragged_arange
 from vllm_hsd.core.levels import UNLIMITED
 from vllm_hsd.errors import UserError, brief, quoted
 
@@ -273,10 +273,8 @@ class BigramLevel:
         num_logits: np.ndarray,
     ) -> torch.Tensor | None:
         """See `cascade.Level.forward`."""
-        owners = np.repeat(np.arange(len(rows)), num_logits)
+        owners, positions = last_positions(starts + counts, num_logits)
         if not len(owners):
             return None
-        back = np.arange(len(owners)) - np.repeat(np.cumsum(num_logits), num_logits)
-        positions = (starts + counts)[owners] + back
         probs = self.table.rows(tokens[rows[owners], positions])
         return torch.from_numpy(probs).log().float()

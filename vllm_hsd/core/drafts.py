@@ -156,3 +156,9 @@ def ragged_arange(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def ragged_starts(counts: np.ndarray) -> np.ndarray:
     """For counts [2, 0, 3]: [0, 2, 2], the flat index at which each one begins."""
     return np.cumsum(counts) - counts
+
+
+def last_positions(ends: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(owner i, position), each [sum(counts)], of the last counts[i] positions before ends[i]."""
+    owners, offsets = ragged_arange(counts)
+    return owners, (ends - counts)[owners] + offsets

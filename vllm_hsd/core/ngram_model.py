@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from vllm_hsd.core.bigram import BigramTable, count_bigrams
+from vllm_hsd.core.drafts import last_positions
 from vllm_hsd.core.levels import UNLIMITED
 from vllm_hsd.core.suffix_store import SuffixStore
 
@@ -91,13 +92,10 @@ class NgramModelLevel:
         num_logits: np.ndarray,
     ) -> torch.Tensor | None:
         """See `core.levels.Level.forward`."""
-        texts = [
-            tokens[row, : end - back]
-            for row, end, wanted in zip(rows, starts + counts, num_logits, strict=True)
-            for back in range(wanted - 1, -1, -1)
-        ]
-        if not texts:
+        owners, positions = last_positions(starts + counts, num_logits)
+        if not len(owners):
             return None
+        texts = (tokens[row, : at + 1] for row, at in zip(rows[owners], positions, strict=True))
         probs = np.stack([self.distribution(text) for text in texts])
         return torch.from_numpy(probs).log()
 
