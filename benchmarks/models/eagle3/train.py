@@ -1,5 +1,7 @@
 """Train an EAGLE-3 head on the shards of `features`; the same command goes on where it stopped.
 
+Where the states of a training are lost, `--head` goes on from a published head's weights.
+
 The learning rate stays constant after its warm-up and a running average of the weights is what
 gets evaluated and saved, so there is a usable head at any time and no schedule to plan. New
 shards are taken in at the next epoch.
@@ -32,7 +34,7 @@ from benchmarks.models.eagle3.batches import (
 )
 from benchmarks.models.eagle3.evaluate import evaluate
 from benchmarks.models.eagle3.features import WORK
-from benchmarks.models.eagle3.head import Head, Shape, save_head
+from benchmarks.models.eagle3.head import Head, Shape, load_head, save_head
 from benchmarks.models.eagle3.loss import SoftCrossEntropy
 from benchmarks.models.eagle3.start import warm_start
 from benchmarks.models.smollm2 import smollm2
@@ -214,6 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", type=Path, help="transformers directory; SmolLM2 if left out")
     parser.add_argument("--work", type=Path, default=WORK, help="directory of shards and states")
+    parser.add_argument("--head", type=Path, help="head and curve that a new training goes on from")
     parser.add_argument("--steps", type=int, default=100_000, help="optimizer steps in all")
     parser.add_argument("--evaluate-every", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=25)
@@ -228,6 +231,8 @@ def main() -> None:
     if state.exists():
         with safe_open(state, "pt") as file:
             draft_tokens = file.get_tensor("draft_tokens")
+    elif args.head:
+        draft_tokens = load_head(args.head).draft_tokens
     else:
         draft_tokens = choose_draft_tokens(shards, names, recipe.draft_vocab_size)
     stored = shard(shards / names[0]).layers
@@ -236,6 +241,15 @@ def main() -> None:
     place: dict = {"epoch": 0, "batch": 0, "names": names, "seconds": 0.0, "tokens": 0}
     if state.exists():
         place = training.load(state)
+    elif args.head:
+        weights = load_head(args.head).state_dict()
+        training.head.load_state_dict(weights)
+        training.average.load_state_dict(weights)
+        curve = (args.head / "curve.csv").read_text()
+        (args.work / "curve.csv").write_text(curve)
+        *_, last = csv.DictReader(curve.splitlines())
+        training.step = int(last["step"])
+        place |= {"seconds": float(last["cpu_seconds"]), "tokens": int(last["tokens"])}
     else:
         batches = epoch_batches(shards, names, recipe.seed, 0, recipe.batch_tokens)
         chosen = [c for batch in batches for c in batch][: recipe.fit_chats]
