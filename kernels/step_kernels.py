@@ -38,9 +38,8 @@ def _request_below(
 ):
     """Open new drafts of all levels below LEVEL, which has `room` for tokens from below."""
     for i in tl.static_range(LEVEL):
-        k: tl.constexpr = LEVEL - 1 - i
-        requested = tl.minimum(tl.load(lengths_ptr + k), tl.maximum(room, 0))
-        at = _at(k, level_stride, request)
+        requested = tl.minimum(tl.load(lengths_ptr + LEVEL - 1 - i), tl.maximum(room, 0))
+        at = _at(LEVEL - 1 - i, level_stride, request)
         tl.store(start_ptr + at, end)
         tl.store(drafted_ptr + at, 0)
         tl.store(requested_ptr + at, requested)
