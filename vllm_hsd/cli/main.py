@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from vllm_hsd import __version__
-from vllm_hsd.cli import bench, build, doctor, plan, verify
+from vllm_hsd.cli import bench, build, doctor, plan, verify, watch
 from vllm_hsd.errors import UserError
 
 EPILOG = """\
@@ -73,6 +73,7 @@ def make_parser() -> CommandParser:
     doctor.add_parser(commands)
     plan.add_parsers(commands)
     verify.add_parser(commands)
+    watch.add_parser(commands)
     return parser
 
 
