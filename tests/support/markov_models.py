@@ -57,7 +57,7 @@ def verify_chain(p, q, draft, verifier, rng):
 
 
 class MarkovTokens:
-    """A `simulate.TokenSource` whose rounds verify real tokens.
+    """A `simulated_cascade.TokenSource` whose rounds verify real tokens.
 
     tables: transition tables of the levels, cheapest first, then the target; None for a prompt
     lookup at level 0, of matches of 1 to `longest` tokens.

@@ -1,12 +1,16 @@
-"""Predicted time per token of a cascade: exact for the algorithm as this package runs it.
+"""Predicted time per token of a cascade, as this package runs it: the planner's one evaluator.
 
 A level that drafts `requested` tokens and has `drafted` of them already requests
 min(draft length below, requested - drafted - 1) tokens of the level below, so that the accepted
-ones and the recovered or bonus token never overshoot; with none to request, its own forward yields
-one
-token. A forward runs over the draft and over the uncached tokens of its model (at least the last
-one). Acceptance in a round depends only on the pair of models, the draft length and the position;
-given that, the expectation below is exact: a Markov chain over the uncached tokens of every level.
+ones and the recovered or bonus token never overshoot; with nothing requested from below, the level
+decodes one token by itself. A forward runs over the draft and over the uncached tokens of its model
+(at least the last one). Acceptance in a round depends only on the pair of models, the draft length
+and the position; given that, the expectation is exact for one request: a Markov chain over the
+uncached tokens of every level.
+
+The requests of a batch share every forward, and a level's loop lasts until the slowest one has its
+tokens. Requests are independent, so the number of those that take part in a level's n-th round is
+binomial; only the tokens of a forward are taken to be the mean of those that take part.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import gammaln, xlog1py, xlogy
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner.latencies import Latencies, Role
@@ -84,7 +89,6 @@ class Prediction:
         ms_per_step: milliseconds of a target call with all that led to it.
         level_ms: share of `ms_per_step` spent in each level, the target last [K + 1].
         level_calls: forwards of each level per target call, the target last [K + 1].
-        stderr: standard error of ms_per_token; 0 where the prediction is exact.
     """
 
     ms_per_token: float
@@ -92,7 +96,6 @@ class Prediction:
     ms_per_step: float
     level_ms: tuple[float, ...]
     level_calls: tuple[float, ...]
-    stderr: float = 0.0
 
 
 def gain_table(survival: Floats) -> Floats:
@@ -162,11 +165,17 @@ def check_draft_lengths(selection: Selection, acceptance: Acceptance) -> None:
 
 
 class _Chain:
-    """Expected calls of one cascade at one batch size; `draft` is memoized over its state."""
+    """Expected calls of one cascade at one batch size; `draft` is memoized over its state.
+
+    What a draft of a level costs one request is an array [rounds, width]: in each of the level's
+    rounds, first its own (milliseconds at every batch size of `sizes`, calls) and then, flat, the
+    array of the level below. Rounds are told apart for batches alone; for one request they are
+    added up.
+    """
 
     def __init__(self, selection: Selection, measured: Measured, batch: int):
         latencies, levels = measured.latencies, selection.levels
-        self.draft_lengths = selection.draft_lengths
+        self.draft_lengths, self.batch = selection.draft_lengths, batch
         self.depth = len(levels)
         self.outcomes = [
             round_outcomes(measured.acceptance, above, below, length)
@@ -176,56 +185,70 @@ class _Chain:
         ]
         self.looks_up = levels[0] in measured.acceptance.lookups
         self.cacheless = {i for i, level in enumerate(levels) if level in measured.cacheless}
+        # Between them times are linear in the number of requests.
+        self.sizes = sorted({1, batch, *(b for b in latencies.batch_sizes() if b < batch)})
         # At most a level's whole draft is uncached when it next drafts.
         longest = 2 * sum(selection.draft_lengths) + 2
-        self.ms = [
-            latencies.calls(model, measured.role(level, model), batch, longest).tolist()
-            for level, model in enumerate(levels)
+        called = [(m, measured.role(i, m)) for i, m in enumerate(levels)]
+        # [longest (tokens - 1), sizes + 1] of every level, the target last
+        self.call = [
+            np.stack(
+                [
+                    *(latencies.calls(model, role, size, longest) for size in self.sizes),
+                    np.ones(longest),
+                ],
+                axis=-1,
+            )
+            for model, role in [*called, (-1, "target")]
         ]
-        self.target_ms = latencies.calls(-1, "target", batch, longest).tolist()
+        self.rounds = selection.draft_lengths if batch > 1 else (1,) * self.depth
+        self.own = len(self.sizes) + 1
+        self.width = [self.own]
+        for rounds in self.rounds:
+            self.width.append(self.own + rounds * self.width[-1])
         self.memo: dict[tuple[int, int, Uncached], tuple[Floats, dict[Uncached, float]]] = {}
-
-    def zeros(self) -> Floats:
-        """[2, K + 1] milliseconds and calls of each level, the target last."""
-        return np.zeros((2, self.depth + 1))
 
     def draft(
         self, level: int, requested: int, uncached: Uncached
     ) -> tuple[Floats, dict[Uncached, float]]:
-        """Expected [2, K + 1] (ms, calls) of `requested` tokens of a level, and P(uncached after).
+        """What `requested` tokens of a level cost [rounds, width], and P(uncached after).
 
         Args:
             uncached: of the levels up to this one.
         """
         key = level, requested, uncached
         if key not in self.memo:
-            if requested == 0:
-                self.memo[key] = self.zeros(), {uncached: 1.0}
-            elif level > 0:
-                self.memo[key] = self._draft_verified(*key)
-            else:
-                total, ms = self.zeros(), self.ms[0]
-                calls = 1 if self.looks_up else requested
-                total[:, 0] = ms[uncached[0] - 1] + (calls - 1) * ms[0], calls
-                self.memo[key] = total, {(1,): 1.0}
+            cost = np.zeros((self.rounds[level], self.width[level]))
+            done = {uncached: 1.0}
+            if requested and level:
+                done = self._draft_verified(cost, *key)
+            elif requested:
+                for call in range(1 if self.looks_up else requested):
+                    tokens = 1 if call else uncached[0]
+                    cost[min(call, len(cost) - 1)] += self.call[0][tokens - 1]
+                done = {(1,): 1.0}
+            self.memo[key] = cost, done
         return self.memo[key]
 
     def _draft_verified(
-        self, level: int, requested: int, uncached: Uncached
-    ) -> tuple[Floats, dict[Uncached, float]]:
-        total, ms = self.zeros(), self.ms[level]
+        self, cost: Floats, level: int, requested: int, uncached: Uncached
+    ) -> dict[Uncached, float]:
+        """Add up `cost`; returns P(uncached after)."""
         done: dict[Uncached, float] = {}
         states = {(0, uncached): 1.0}
+        round_ = 0
         while states:
             after: dict[tuple[int, Uncached], float] = {}
+            spent = cost[min(round_, len(cost) - 1)]
             for (drafted, missing), chance in states.items():
                 requested_below = min(self.draft_lengths[level - 1], requested - drafted - 1)
                 below, drafts = self.draft(level - 1, requested_below, missing[:level])
-                total += chance * below
+                if requested_below:
+                    spent[self.own :] += chance * below.ravel()
                 for low, p in drafts.items():
                     for offered, accepted in self.outcomes[level - 1][drafted][requested_below]:
                         share = chance * p * sum(accepted)
-                        total[:, level] += share * ms[missing[level] + offered - 1], share
+                        spent[: self.own] += share * self.call[level][missing[level] + offered - 1]
                         for kept, q in enumerate(accepted):
                             if not (weight := chance * p * q):
                                 continue
@@ -236,7 +259,8 @@ class _Chain:
                                 key = drafted + kept + 1, state
                                 after[key] = after.get(key, 0.0) + weight
             states = after
-        return total, done
+            round_ += 1
+        return done
 
     def _catch_up(self, uncached: Uncached, offered: int, kept: int) -> Uncached:
         """Uncached tokens once `kept` of `offered` drafted tokens and one more stay."""
@@ -249,14 +273,13 @@ class _Chain:
     def step(
         self, uncached: Uncached, requested: int
     ) -> tuple[Floats, dict[tuple[int, Uncached], float]]:
-        """One target call on `requested` drafted tokens: [2, K + 1] and P(emitted, uncached)."""
-        spent, drafts = self.draft(self.depth - 1, requested, uncached)
-        total = spent.copy()
+        """What a target call on `requested` drafted tokens costs, P(emitted, uncached after)."""
+        below, drafts = self.draft(self.depth - 1, requested, uncached)
+        cost = np.concatenate([np.zeros(self.own), below.ravel()])
         after: dict[tuple[int, Uncached], float] = {}
         for low, p in drafts.items():
             for offered, accepted in self.outcomes[-1][0][requested]:
-                share = p * sum(accepted)
-                total[:, -1] += share * self.target_ms[offered], share
+                cost[: self.own] += p * sum(accepted) * self.call[-1][offered]
                 for kept, q in enumerate(accepted):
                     if q:
                         missing = enumerate(self._catch_up(low, offered, kept))
@@ -265,16 +288,40 @@ class _Chain:
                             tuple(1 if level in self.cacheless else n for level, n in missing),
                         )
                         after[state] = after.get(state, 0.0) + p * q
-        return total, after
+        return cost, after
+
+    def of_batch(self, cost: Floats) -> Floats:
+        """[2, K + 1] milliseconds and calls of each level, the target last, from a step's cost."""
+        found = []
+        for width in reversed(self.width):
+            cost = cost.reshape(-1, width)
+            found.append(self._shared(cost[:, : self.own]))
+            cost = cost[:, self.own :]
+        return np.array(found[::-1]).T
+
+    def _shared(self, rounds: Floats) -> tuple[float, float]:
+        """Milliseconds and calls of a level, which the batch's requests share.
+
+        Args:
+            rounds: what one request takes in each round, [rounds, own].
+        """
+        ms, active = rounds[:, :-1], rounds[:, -1]
+        if self.batch == 1:
+            return float(ms.sum()), float(active.sum())
+        ms, active = ms[active > 0], np.minimum(active[active > 0], 1.0)[:, None]
+        count = np.arange(1, self.batch + 1)
+        ways = gammaln(self.batch + 1) - gammaln(count + 1) - gammaln(self.batch - count + 1)
+        # P(so many requests take part) [rounds, batch]
+        chance = np.exp(ways + xlogy(count, active) + xlog1py(self.batch - count, -active))
+        # Each number of requests as a mean of the sizes around it [batch, sizes].
+        between = np.stack([np.interp(count, self.sizes, row) for row in np.eye(len(self.sizes))])
+        return float((chance @ between.T * ms / active).sum()), float(chance.sum())
 
 
 def predict(
     selection: Selection, measured: Measured, *, batch: int = 1, output_tokens: int | None = None
 ) -> Prediction:
-    """Time per token of one cascade, exact for batch size 1.
-
-    At larger batch sizes the requests are taken to need equally many rounds; use
-    `simulate.simulate` where they differ (a batch waits for its slowest request).
+    """Time per token of one cascade.
 
     Args:
         batch: requests per step.
@@ -290,11 +337,11 @@ def predict(
     check_draft_lengths(selection, measured.acceptance)
     chain = _Chain(selection, measured, batch)
     if output_tokens is None:
-        spent, per_step = _long_run(chain)
+        cost, per_step = _long_run(chain)
     else:
-        total = _whole_request(chain, output_tokens - 1)
-        steps = total[1, -1]
-        spent, per_step = total / steps, float((output_tokens - 1) / steps)
+        cost, steps = _whole_request(chain, output_tokens - 1)
+        cost, per_step = cost / steps, (output_tokens - 1) / steps
+    spent = chain.of_batch(cost)
     ms_per_step = float(spent[0].sum())
     return Prediction(
         ms_per_token=ms_per_step / per_step,
@@ -306,17 +353,17 @@ def predict(
 
 
 def _long_run(chain: _Chain) -> tuple[Floats, float]:
-    """Stationary means of a step: [2, K + 1] (ms, calls) and emitted tokens."""
+    """Stationary means of a step: what it costs, and emitted tokens."""
     found: dict[Uncached, int] = {(1,) * chain.depth: 0}
     order = list(found)
     steps: list[tuple[Floats, dict[tuple[int, Uncached], float]]] = []
     while len(steps) < len(order):
-        spent, after = chain.step(order[len(steps)], chain.draft_lengths[-1])
+        cost, after = chain.step(order[len(steps)], chain.draft_lengths[-1])
         for _, uncached in after:
             if uncached not in found:
                 found[uncached] = len(order)
                 order.append(uncached)
-        steps.append((spent, after))
+        steps.append((cost, after))
     moves = np.zeros((len(steps), len(steps)))
     tokens = np.zeros(len(steps))
     for row, (_, after) in enumerate(steps):
@@ -326,21 +373,21 @@ def _long_run(chain: _Chain) -> tuple[Floats, float]:
     # pi (P - I) = 0 and sum pi = 1, in the least-squares sense.
     system = np.vstack([moves.T - np.eye(len(steps)), np.ones(len(steps))])
     weights = np.linalg.lstsq(system, np.append(np.zeros(len(steps)), 1.0), rcond=None)[0]
-    spent = np.tensordot(weights, np.stack([spent for spent, _ in steps]), axes=1)
-    return spent, float(weights @ tokens)
+    return weights @ np.stack([cost for cost, _ in steps]), float(weights @ tokens)
 
 
-def _whole_request(chain: _Chain, tokens: int) -> Floats:
-    """Expected [2, K + 1] (ms, calls) until `tokens` are emitted; drafts never pass the end."""
-    total = chain.zeros()
+def _whole_request(chain: _Chain, tokens: int) -> tuple[Floats, float]:
+    """Sums over the steps until `tokens` are emitted, past which no draft reaches: cost, steps."""
+    total, steps = np.zeros(chain.width[-1]), 0.0
     # reached[left][uncached]: P(ever there)
     reached: list[dict[Uncached, float]] = [{} for _ in range(tokens + 1)]
     reached[tokens][(1,) * chain.depth] = 1.0
     for left in range(tokens, 0, -1):
         for state, chance in reached[left].items():
-            spent, after = chain.step(state, min(chain.draft_lengths[-1], left - 1))
-            total += chance * spent
+            cost, after = chain.step(state, min(chain.draft_lengths[-1], left - 1))
+            total += chance * cost
+            steps += chance
             for (emitted, uncached), p in after.items():
                 there = reached[left - emitted]
                 there[uncached] = there.get(uncached, 0.0) + chance * p
-    return total
+    return total, steps

@@ -1,27 +1,22 @@
-"""From a profile to a cascade: search on the graph, then exact prediction of the best finds."""
+"""From a profile to a cascade: search on the graph, then prediction of the best finds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner.optimize import Graph, measured_graph, solve
 from vllm_hsd.planner.predict import Measured, Prediction, Selection, predict
 from vllm_hsd.planner.profile import Profile
-from vllm_hsd.planner.simulate import TableAcceptance, simulate
 from vllm_hsd.planner.survival import Verifier
 
 # The graph ignores uncached tokens and takes a batch's requests to be alike: what it ranks within
-# this factor of its best is predicted exactly.
+# this factor of its best is predicted.
 CLOSE = 1.1
 # At most so many cascades per depth are predicted.
 KEPT = 8
 # Candidates whose best cascade is shown next to the chosen one.
 SHOWN = 8
-# Batches with several rounds are simulated: independent batches, target calls of each.
-REPLICAS, STEPS = 300, 3
 
 
 @dataclass(frozen=True)
@@ -113,20 +108,12 @@ class Search:
         self.graph = measured_graph(self.measured, batch)
 
     def predict(self, selection: Selection) -> Prediction:
-        """Exact for one request, and for a batch whose requests are alike; else by simulation."""
-        batch, levels = self.constraints.batch, selection.levels
-        looks_up = bool(levels) and levels[0] in self.measured.acceptance.lookups
-        if batch == 1 or not levels or (len(levels) == 1 and not looks_up):
-            return predict(
-                selection,
-                self.measured,
-                batch=batch,
-                output_tokens=self.constraints.output_tokens,
-            )
-        # The same uniforms for every cascade, so that differences are not sampling noise.
-        tokens = TableAcceptance(selection, self.measured.acceptance, np.random.default_rng(0))
-        return simulate(
-            selection, self.measured, tokens, batch=batch, replicas=REPLICAS, steps=STEPS
+        """One cascade under the constraints."""
+        return predict(
+            selection,
+            self.measured,
+            batch=self.constraints.batch,
+            output_tokens=self.constraints.output_tokens,
         )
 
     def choose(self) -> Choice:

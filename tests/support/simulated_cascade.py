@@ -1,12 +1,12 @@
-"""Discrete-event simulation of a cascade: a clock, batches in lock-step, and any acceptance.
+"""Discrete-event simulation of a cascade, the oracle of `planner.predict`.
 
-`predict.predict` gives the expectation for one request; here a batch of requests shares every
-forward, so a level's loop lasts until the slowest request has its tokens. Several independent
-replicas of the batch run side by side as numpy arrays [replicas, batch].
+A clock, batches in lock-step, and any source of tokens. Several independent replicas of a batch run
+side by side as numpy arrays [replicas, batch].
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import numpy as np
@@ -183,6 +183,17 @@ class _Run:
         return emitted
 
 
+@dataclass(frozen=True)
+class Simulated(Prediction):
+    """Means of a simulation.
+
+    Attributes:
+        stderr: standard error of ms_per_token.
+    """
+
+    stderr: float = 0.0
+
+
 def simulate(
     selection: Selection,
     measured: Measured,
@@ -191,7 +202,7 @@ def simulate(
     batch: int = 1,
     replicas: int = 1,
     steps: int = 1000,
-) -> Prediction:
+) -> Simulated:
     """Run `steps` target calls of batches that never end and report the means.
 
     `ms_per_token` is the time between two tokens of one request; its standard error comes from
@@ -206,7 +217,7 @@ def simulate(
     total = replicas * steps
     blocks = np.array_split(np.stack([times.ravel(), emitted.ravel()]), min(BLOCKS, total), axis=1)
     rates = [block[0].sum() / block[1].sum() for block in blocks]
-    return Prediction(
+    return Simulated(
         ms_per_token=float(times.sum() / emitted.sum()),
         tokens_per_step=float(emitted.mean()),
         ms_per_step=float(times.mean()),
