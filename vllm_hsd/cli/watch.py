@@ -218,6 +218,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="Shows tokens per second and per verified draft, and for each level and source"
         " what it drafts, what is accepted, how long drafts are and which share of the time it"
         " takes. Reads /metrics only. End it with Ctrl-C.",
+        epilog="example:\n  vllm-hsd watch http://localhost:8000 --interval 2\n",
     )
     parser.add_argument("url", metavar="URL", help="of a server, as in http://localhost:8000")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between two refreshes")
