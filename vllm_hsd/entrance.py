@@ -1,22 +1,27 @@
 """Where vLLM's configuration becomes ours, and which model runner serves it.
 
-On CUDA a configuration of ours is served by vLLM's V2 runner, elsewhere by V1;
-`VLLM_USE_V2_MODEL_RUNNER` decides otherwise. Importing this module imports nothing of vLLM: the
+On CUDA a configuration of ours is served by vLLM's V2 runner, or by V1 where V2 cannot; elsewhere
+by V1. `VLLM_USE_V2_MODEL_RUNNER` decides otherwise. Importing this module imports nothing of vLLM: the
 plugin does so in processes that never use it.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from vllm_hsd.errors import UserError
+from vllm_hsd.errors import NeedsV1, UserError
 from vllm_hsd.registry import PLUGIN_ISSUE
-from vllm_hsd.shared_hooks import REGISTRY
+from vllm_hsd.shared_hooks import REGISTRY, STOCK_METHODS, install
 
 logger = logging.getLogger(__name__)
 
+_COST_OF_V1 = (
+    "that drafts between steps on V1, without CUDA graphs of the drafters and without asynchronous "
+    "scheduling"
+)
 ENTRANCE = "vllm.engine.arg_utils.EngineArgs.create_speculative_config"
 
 
@@ -33,10 +38,8 @@ def create_speculative_config(original, self, target_model_config, target_parall
     raw = _speculative_keys(self)
     verifier = raw.get("rejection_sample_method")
     target = target_model_config, target_parallel_config
-    if raw.get("method") == "hsd":
-        return _cascade_class().create(raw, *target, self)
-    if verifier == "hierarchical":
-        return _stock_class().create(raw, *target)
+    if raw.get("method") == "hsd" or verifier == "hierarchical":
+        return _served(raw, *target, self)
     parsed = original(self, *target)
     if verifier == "block":
         _serve_block_verification(parsed)
@@ -88,54 +91,55 @@ def _speculative_keys(arguments) -> dict[str, Any]:
     return raw
 
 
-def _cascade_class() -> Any:
-    if runner() == "V2":
-        _install_v2()
-        from vllm_hsd.runner_v2 import spec_config as v2
+def _served(raw: dict[str, Any], target_model_config, target_parallel_config, arguments) -> Any:
+    """The configuration for the runner that serves it: V1 where V2 cannot, as vLLM does it.
 
-        return v2.V2CascadeConfig
-    _install_v1()
-    from vllm_hsd.runner_v1 import spec_config as v1
+    Raises:
+        UserError: neither runner serves it, or `VLLM_USE_V2_MODEL_RUNNER` insists on one that
+            does not.
+    """
+    import vllm.envs as envs
 
-    return v1.V1CascadeConfig
-
-
-def _stock_class() -> Any:
-    if runner() == "V2":
-        _install_v2()
-        from vllm_hsd.runner_v2 import stock_config as v2
-
-        return v2.V2BlockVerificationConfig
-    _install_v1()
-    from vllm_hsd.runner_v1 import stock_config as v1
-
-    return v1.V1BlockVerificationConfig
+    given = raw, target_model_config, target_parallel_config, arguments
+    first = runner()
+    try:
+        return _made_for(first, *given)
+    except NeedsV1 as error:
+        if first == "V1" or envs.VLLM_USE_V2_MODEL_RUNNER:
+            raise
+        served = _made_for("V1", *given)
+        # vLLM logs it: "Model Runner V2 does not yet support %s; using the V1 model runner instead"
+        served.hsd_feature = f"this speculative configuration ({error.reason}) {_COST_OF_V1}"
+        return served
 
 
-def _install_v1() -> None:
-    from vllm_hsd.runner_v1 import hooks
+def _made_for(name: str, raw: dict[str, Any], model_config, parallel_config, arguments) -> Any:
+    install(name)
+    if name == "V2" and parallel_config.use_ubatching:
+        raise NeedsV1(
+            "dual batch overlap does not run with speculation on vLLM's V2 runner: remove it or "
+            "set VLLM_USE_V2_MODEL_RUNNER=0."
+        )
+    if raw.get("method") != "hsd":
+        from vllm_hsd import stock_config
 
-    hooks.install()
-
-
-def _install_v2() -> None:
-    from vllm_hsd.runner_v2 import hooks
-
-    hooks.install()
+        stock = getattr(stock_config, f"{name}BlockVerificationConfig")
+        return stock.create(raw, model_config, parallel_config)
+    module = importlib.import_module(f"vllm_hsd.runner_{name.lower()}.spec_config")
+    cascade = getattr(module, f"{name}CascadeConfig")
+    return cascade.create(raw, model_config, parallel_config, arguments)
 
 
 def _serve_block_verification(config) -> None:
     """Let the V1 runner verify blocks where it would run; V2 has block verification of its own."""
-    from vllm_hsd.runner_v1 import hooks
-
-    if config.method not in hooks.STOCK_METHODS:
+    if config.method not in STOCK_METHODS["V1"]:
         return
     try:
-        hooks.install()
+        install("V1")
     except UserError as error:
         logger.warning("rejection_sample_method 'block' is left to vLLM: %s", error)
         return
-    from vllm_hsd.runner_v1.stock_config import BlockVerificationConfig
+    from vllm_hsd.stock_config import BlockVerificationConfig
 
     # vLLM's own object, of a class whose arrival in another process installs the hooks there.
     config.__class__ = BlockVerificationConfig

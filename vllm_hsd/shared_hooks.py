@@ -7,6 +7,8 @@ vLLM.
 from __future__ import annotations
 
 import copy
+import importlib
+from typing import Any
 
 from vllm_hsd import vllm_names
 from vllm_hsd.errors import UserError
@@ -14,6 +16,46 @@ from vllm_hsd.registry import NONE_FILED, Registry
 
 REGISTRY = Registry("vllm_hsd", ("metrics",))
 REGISTRY.depends_on(vllm_names.OVERRIDDEN, vllm_names.READ)
+
+# Drafters of vLLM under which block verification was tested, by runner.
+STOCK_METHODS = {
+    "V1": ("draft_model", "eagle", "eagle3", "medusa", "mtp", "ngram", "suffix"),
+    "V2": ("draft_model", "eagle", "eagle3", "mtp", "ngram", "ngram_gpu", "dflash"),
+}
+
+
+def install(runner: str) -> None:
+    """Replace what a runner's part replaces.
+
+    Args:
+        runner: "V1" or "V2".
+
+    Raises:
+        UserError: the installed vLLM differs from the tested releases; nothing was replaced.
+    """
+    importlib.import_module(f"vllm_hsd.runner_{runner.lower()}.hooks").REGISTRY.install()
+
+
+class NeedsHooks:
+    """Base of configurations that install a runner's hooks in every process that receives them.
+
+    Attributes:
+        hsd_runner: "V1" or "V2"; not there where vLLM chooses and only V1 needs hooks.
+        hsd_feature: what vLLM says that its V2 runner does not support, for configurations of V1.
+        hsd_synchronous: without asynchronous scheduling, vLLM's scheduler cuts a draft before the
+            token that a grammar refuses, so that it is never verified.
+    """
+
+    hsd_feature = "a speculative configuration of vllm-hsd that was made for V1"
+    hsd_synchronous = False
+
+    def adapt(self, scheduler_config: Any) -> None:
+        """Take in the scheduler's configuration, each time that vLLM settles more of it."""
+        self.hsd_synchronous = scheduler_config.async_scheduling is False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        install(getattr(self, "hsd_runner", "V1"))
 
 
 @REGISTRY.replaces(
@@ -28,7 +70,7 @@ def unsupported_features_of_v2(original, self):
     features = original(self)
     made_for = getattr(self.speculative_config, "hsd_runner", None)
     if made_for == "V1":
-        features.append("a speculative configuration of vllm-hsd that was made for V1")
+        features.append(self.speculative_config.hsd_feature)
     elif made_for == "V2" and features:
         raise UserError(
             f"vLLM's V2 runner does not support {', '.join(features)}: set "

@@ -64,13 +64,18 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
             arguments: of the engine.
 
         Raises:
-            UserError: a sentence for every mistake, which names the key and the fix.
+            UserError: a sentence for every mistake, which names the key and the fix; of the class
+                that `check_runner` raised.
         """
         hsd = CascadeConfig.parse({key: value for key, value in raw.items() if key != "method"})
         hsd = cls.with_defaults(hsd, arguments)
-        mistakes = list(target_mistakes(target_model_config, target_parallel_config))
-        with collected(mistakes):
-            cls.check_runner(hsd)
+        mistakes: list[str] = []
+        refusal = UserError
+        try:
+            cls.check_runner(hsd, target_parallel_config)
+        except UserError as error:
+            mistakes, refusal = list(error.args), type(error)
+        mistakes += target_mistakes(target_model_config, target_parallel_config)
         target = target_model_config, target_parallel_config, cls.draft_config_class
         levels: list[SpeculativeConfig | None] = []
         sound: list[LevelConfig | None] = []
@@ -95,7 +100,7 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
                     logger.warning(warning)
         mistakes += engine_mistakes(hsd, arguments)
         if mistakes:
-            raise UserError(*mistakes)
+            raise refusal(*mistakes)
         return cls(
             method=cls.hsd_method,
             hsd=hsd,
@@ -111,7 +116,7 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
         return hsd
 
     @classmethod
-    def check_runner(cls, hsd: CascadeConfig) -> None:
+    def check_runner(cls, hsd: CascadeConfig, target_parallel_config) -> None:
         """Check that the runner can serve such a cascade.
 
         Raises:

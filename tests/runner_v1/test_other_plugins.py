@@ -1,10 +1,11 @@
-"""min_p and logit_bias under a cascade, whatever other plugins have wrapped."""
+"""min_p and logit_bias under our verifier, whatever other plugins have wrapped."""
 
 import pytest
 from support.engines import run_engine
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(8)]
 FAVORED = 17
+HIERARCHICAL = {"rejection_sample_method": "hierarchical"}
 JOBS = {
     "greedy": {"prompts": PROMPTS, "params": {"temperature": 0, "max_tokens": 20}},
     # Only the most likely token is left, so that sampling is greedy.
@@ -30,9 +31,15 @@ def engine(family) -> dict:
     return {"model": family.target, "speculative_config": cascade}
 
 
+def stock_drafter(family) -> dict:
+    keys = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2}
+    return {**engine(family), "speculative_config": {**keys, **HIERARCHICAL}}
+
+
+@pytest.mark.parametrize("made", [engine, stock_drafter])
 @pytest.mark.parametrize("patch", ["wrapped_before", "wrapped_after", "rebuilt_logits_processors"])
-def test_sampling_parameters_are_applied(family, patch):
-    results = run_engine(engine(family), JOBS, patch=f"support.other_vllm:{patch}")
+def test_sampling_parameters_are_applied(family, made, patch):
+    results = run_engine(made(family), JOBS, patch=f"support.other_vllm:{patch}")
     ids = {
         name: [[sequence["ids"] for sequence in output] for output in result["outputs"]]
         for name, result in results.items()

@@ -1,28 +1,19 @@
 """The registry of names of vLLM's V2 runner, and the wall between the two runners."""
 
 import ast
+import operator
 import pickle
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import vllm_hsd
 from vllm_hsd.errors import UserError
+from vllm_hsd.level_config import ModelLevelConfig, _LevelKeys, _VllmModelKeys
 
 SOURCE = Path(vllm_hsd.__file__).parent
-# Names that the modules of runner_v2 give to objects of vLLM, and their classes.
-VARIABLES = {
-    "runner": ("GPUModelRunner",),
-    "sampler": ("Sampler",),
-    "states": ("SamplingStates",),
-    "req_states": ("RequestState",),
-    "speculator": ("DraftModelSpeculator",),
-    "block_tables": ("BlockTables",),
-    "input_batch": ("InputBatch",),
-    "parsed": ("SpeculativeConfig",),
-    "group": ("AttentionGroup",),
-    "compilation_config": ("CompilationConfig",),
-}
 interpret = pytest.mark.interpret
 
 
@@ -64,34 +55,6 @@ def test_every_name_is_as_tested_in_the_installed_vllm():
 
     assert hooks.REGISTRY.faults() == []
     assert all(hook.why for hook in hooks.HOOKS.values())
-
-
-@interpret
-def test_every_attribute_that_is_read_from_vllm_is_registered():
-    from vllm_hsd.runner_v2 import hooks
-
-    hooks.REGISTRY.load()
-    known: dict[str, set[str]] = {}
-    for name in hooks.HOOKS:
-        owner, _, attribute = name.rpartition(".")
-        known.setdefault(owner.rpartition(".")[2], set()).add(attribute)
-    missing = set()
-    for source in SOURCE.glob("runner_v2/*.py"):
-        for node in ast.walk(ast.parse(source.read_text())):
-            if not isinstance(node, ast.Attribute):
-                continue
-            variable = getattr(node.value, "attr", getattr(node.value, "id", None))
-            classes = VARIABLES.get(variable, ())
-            if classes and not any(node.attr in known[cls] for cls in classes):
-                missing.add(f"{source.name}: {variable}.{node.attr}")
-    ours = {"sampler.py: sampler.processed", "sampler.py: sampler.sampler"}
-    ours |= {"stock_drafters.py: kept.lse"}
-    ours |= {f"sampler.py: speculator.{name}" for name in ("req_states", "schedule", "hsd")}
-    ours |= {f"sampler.py: speculator.{name}" for name in ("state", "scales")}
-    ours |= {"levels.py: speculator.longest", "levels.py: speculator.schedule"}
-    ours |= {f"sampler.py: sampler.{name}" for name in ("verify", "target_logits")}
-    ours |= {"metrics.py: speculator.counts"}
-    assert missing <= ours
 
 
 @pytest.fixture
@@ -149,7 +112,10 @@ def test_what_the_v2_runner_refuses(family, v2, keys, message):
         ({"adaptive": {"profile": "a"}}, r"adaptive.profile .* measures the V1 runner: give"),
         ({"horizontal_tokens": 1}, "horizontal_tokens is 1, but vLLM's V2 runner"),
         ({"levels": [{"suffix": {}}]}, r"levels\[0\].suffix does not run on vLLM's V2"),
-        ({"levels": [{"eagle3": "a"}]}, r"levels\[0\].eagle3 does not run on vLLM's V2"),
+        (
+            {"levels": [{"eagle3": "a", "num_tokens": 2}, {"early_exit": 1}]},
+            r"levels\[0\].eagle3 does not run on vLLM's V2",
+        ),
         ({"levels": [{"first_of": [{"ngram": {}}]}]}, r"levels\[0\].first_of does not run on"),
         ({"levels": [{"bigram": "none.npz"}]}, r"levels\[0\].bigram: no file 'none.npz'"),
         (
@@ -169,6 +135,124 @@ def test_what_cascades_of_the_v2_runner_refuse(family, v2, keys, message):
     levels = [{"model": family.small, "num_tokens": 2}, {"model": family.mid}]
     with pytest.raises(UserError, match=message):
         configure(family, {"method": "hsd", "num_speculative_tokens": 5, "levels": levels, **keys})
+
+
+HEAD = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"eagle3": "HEAD"}]}
+STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
+
+
+@interpret
+@pytest.mark.parametrize(
+    ("keys", "engine", "reason"),
+    [
+        ({"levels": [{"ngram": {}}]}, {}, None),
+        ({"levels": [{"suffix": {}}]}, {}, r"levels\[0\].suffix does not run"),
+        ({"levels": [{"first_of": [{"ngram": {}}]}]}, {}, r"levels\[0\].first_of does not run"),
+        ({"levels": [{"early_exit": 1, "stopping": "entropy"}]}, {}, r'stopping is "entropy"'),
+        ({"num_speculative_tokens": 64}, {}, "num_speculative_tokens is 64"),
+        ({"levels": [{"model": "SHORT"}]}, {}, r"levels\[0\] reads 99 tokens"),
+        ({"adaptive": True}, {"distributed_executor_backend": "external_launcher"}, "adaptive"),
+        ({}, {"enable_dbo": True}, "dual batch overlap does not run with speculation"),
+        ({"levels": [{"eagle3": "HEAD"}], "adaptive": True}, {}, "adaptive has no meaning"),
+        ({"method": "ngram", **STOCK}, {}, None),
+        ({"method": "ngram", **STOCK, "num_speculative_tokens": 64}, {}, "num_speculative_tokens"),
+        ({"method": "suffix", **STOCK}, {}, "not with 'suffix'"),
+    ],
+)
+def test_v1_serves_what_v2_cannot(family, v2, head, monkeypatch, keys, engine, reason):
+    """As on CUDA: with vLLM's own line that says why; not if the user insists on V2."""
+    from vllm.config import vllm as vllm_config
+
+    said: list[str] = []
+    monkeypatch.setattr(vllm_config.logger, "warning_once", lambda m, *args: said.append(m % args))
+    monkeypatch.setattr("vllm_hsd.entrance.runner", lambda: "V2")
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    given = {**({"levels": [{"ngram": {}}]} if "method" not in keys else {}), **LOOKUP, **keys}
+    if "method" in keys:
+        del given["levels"]
+    else:
+        given["levels"] = [with_paths(level, family, head) for level in given["levels"]]
+    config = configure(family, given, **engine)
+    assert config.use_v2_model_runner == (reason is None)
+    assert config.speculative_config.hsd_runner == ("V1" if reason else "V2")
+    lines = [line for line in said if "Model Runner V2 does not" in line]
+    assert bool(lines) == bool(reason) and len(set(lines)) < 2
+    if reason:
+        assert re.search(reason, lines[0]) and "without CUDA graphs of the drafters" in lines[0]
+        assert "VLLM_USE_V2_MODEL_RUNNER" not in lines[0]
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+        with pytest.raises(UserError, match=reason):
+            configure(family, given, **engine)
+
+
+def with_paths(level: dict, family, head: str) -> dict:
+    if level.get("model") == "SHORT":
+        return {"model": family.mid, "max_model_len": 99}
+    return {"eagle3": head} if "eagle3" in level else level
+
+
+@pytest.fixture(scope="module")
+def head(family, tmp_path_factory) -> str:
+    from support.eagle3_head import write_eagle3_head
+
+    return write_eagle3_head(family.target, tmp_path_factory.mktemp("head"))
+
+
+# key of vLLM -> (value, where vLLM or the cascade finds it, or what refuses it)
+LEVEL_KEYS = {
+    "attention_backend": ("TRITON_ATTN", "config.attention_config.backend.name"),
+    "code_revision": ("abc", "config.model_config.code_revision"),
+    "draft_load_config": ({"load_format": "dummy"}, "load_config.load_format"),
+    "draft_tensor_parallel_size": (2, "they must be equal"),
+    "enforce_eager": (True, "level.enforce_eager"),
+    "kv_cache_dtype": ("fp8", "config.cache_config.cache_dtype"),
+    "max_model_len": (99, r"levels\[0\] reads 99 tokens"),
+    "moe_backend": ("triton", "config.kernel_config.moe_backend"),
+    "quantization": ("fp8", "config.model_config.quantization"),
+    "revision": ("abc", "config.model_config.revision"),
+}
+
+
+def test_every_key_of_vllm_is_tried():
+    assert _VllmModelKeys.model_fields.keys() - _LevelKeys.model_fields.keys() == LEVEL_KEYS.keys()
+
+
+@interpret
+@pytest.mark.parametrize("key", sorted(LEVEL_KEYS))
+def test_a_key_of_vllm_reaches_the_level_or_is_refused(family, v2, monkeypatch, key):
+    from vllm.config.compilation import CUDAGraphMode
+
+    from vllm_hsd.runner_v2 import graphs, levels
+
+    found: dict = {}
+    monkeypatch.setattr(levels, "get_model", lambda vllm_config, prefix, **rest: found.update(rest))
+    value, place = LEVEL_KEYS[key]
+    given = {**LOOKUP, "levels": [{"model": family.mid, key: value}]}
+    if not place[0].isalpha() or " " in place:
+        with pytest.raises(UserError, match=place):
+            configure(family, given)
+        return
+    config = configure(family, given)
+    level = levels.ModelLevel(SimpleNamespace(vllm_config=config, vocab_size=64), 0)
+    level.load(config.speculative_config.level_configs[0])
+    places = {"level": level, "config": level.draft_config, **found}
+    expected = value["load_format"] if isinstance(value, dict) else value
+    assert operator.attrgetter(place.partition(".")[2])(places[place.partition(".")[0]]) == expected
+    eager = graphs.why_eager(CUDAGraphMode.FULL_DECODE_ONLY, [level], 1)
+    assert eager == ("levels[0].enforce_eager is set" if key == "enforce_eager" else None)
+
+
+@interpret
+@pytest.mark.parametrize("limit", [None, 8])
+def test_a_head_alone_is_vllms_own_drafter(family, v2, head, limit):
+    given = {**HEAD, "levels": [{"eagle3": head, "kv_cache_dtype": "bfloat16"}]}
+    config = configure(family, {**given, "disable_by_batch_size": limit}, max_num_seqs=16)
+    found = config.speculative_config
+    assert (found.method, found.model, found.hsd_runner) == ("eagle3", head, "V2")
+    assert found.draft_sample_method == "probabilistic" and found.kv_cache_dtype == "bfloat16"
+    assert found.rejection_sample_method == "block" and found.num_speculative_tokens == 3
+    by_size = None if limit is None else [(1, 8, 3), (9, 9, 0)]
+    assert found.num_speculative_tokens_per_batch_size == by_size
 
 
 @interpret

@@ -25,8 +25,8 @@ MODULES = (
     "vllm_hsd.runner_v1.proposer",
     "vllm_hsd.runner_v1.replacements",
     "vllm_hsd.runner_v1.spec_config",
-    "vllm_hsd.runner_v1.stock_config",
     "vllm_hsd.runner_v1.stock_drafters",
+    "vllm_hsd.stock_config",
 )
 
 for module in MODULES:

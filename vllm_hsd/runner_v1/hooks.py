@@ -46,7 +46,6 @@ _MODULES = (
     "replacements",
     "on_runner",
     "spec_config",
-    "stock_config",
     "proposer",
     "adaptive",
     "sampler",
@@ -56,9 +55,6 @@ _MODULES = (
     "head_states",
     "stock_drafters",
 )
-
-# Drafters of vLLM's V1 runner under which block verification was tested.
-STOCK_METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp", "ngram", "suffix")
 
 NO_PLUGIN_API = "vLLM has a plugin interface for drafters that run models on the V1 runner"
 # A proposal for block verification on the V1 runner.
@@ -75,14 +71,6 @@ is_installed = REGISTRY.is_installed
 place = REGISTRY.place
 faults = REGISTRY.faults
 load = REGISTRY.load
-
-
-class NeedsHooks:
-    """Base of configurations that install the hooks in every process that receives them."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        install()
 
 
 def install_on_runner(runner, proposer) -> None:

@@ -109,13 +109,23 @@ def no_draft_probs(original, proposer: HostedCascade, metadata):
     return None
 
 
-def take_over_runner(proposer: HostedCascade, runner) -> None:
-    """Replace the runner's methods that know only one drafter."""
-    # vLLM is about to warn that min_p and logit_bias do nothing: see complete_logits_processors.
-    logging.getLogger("vllm.v1.sample.logits_processor").addFilter(
-        lambda record: "min_p and logit_bias" not in str(record.msg)
-    )
-    hooks.install_on_runner(runner, proposer)
+@hooks.replaces(
+    f"{_RUNNER}.__init__",
+    ("self", "vllm_config", "device"),
+    why="adds the logits processors that vLLM leaves out under speculation and our samplers apply",
+    until="vLLM's rejection samplers apply min_p and logit_bias",
+    issue="vllm-project/vllm#42744",
+)
+def init_runner(original, self, vllm_config, device):
+    ours = getattr(vllm_config.speculative_config, "hsd_runner", None) == "V1"
+    if ours:
+        # vLLM is about to warn that min_p and logit_bias do nothing.
+        logging.getLogger("vllm.v1.sample.logits_processor").addFilter(
+            lambda record: "min_p and logit_bias" not in str(record.msg)
+        )
+    original(self, vllm_config, device)
+    if ours:
+        complete_logits_processors(self)
 
 
 def complete_logits_processors(runner) -> None:
@@ -135,7 +145,7 @@ def complete_logits_processors(runner) -> None:
         if not isinstance(processor, known):
             name = f"{type(processor).__module__}.{type(processor).__qualname__}"
             raise UserError(
-                f"method 'hsd' does not apply the logits processor {name}: remove it, or serve "
+                f"our verifier does not apply the logits processor {name}: remove it, or serve "
                 "without speculation."
             )
     from vllm.utils.platform_utils import is_pin_memory_available

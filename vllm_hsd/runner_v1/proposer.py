@@ -29,7 +29,7 @@ from vllm_hsd.runner_v1.head_states import HeadStates
 from vllm_hsd.runner_v1.lazy_caches import LazyCaches
 from vllm_hsd.runner_v1.level_factory import as_sources, build_level
 from vllm_hsd.runner_v1.levels import EarlyExitLevel, ModelLevel, weights_read
-from vllm_hsd.runner_v1.on_runner import complete_logits_processors, take_over_runner
+from vllm_hsd.runner_v1.hooks import install_on_runner
 from vllm_hsd.runner_v1.requests import RequestLimits, RequestTable
 from vllm_hsd.runner_v1.sampler import CascadeSampler
 from vllm_hsd.runner_v1.sampling import GREEDY_BELOW, RequestSampling
@@ -82,7 +82,7 @@ class CascadeProposer(DraftModelProposer):
             for draft_length, level in zip(hsd.draft_lengths, hsd.levels, strict=True)
         ]
         self.select_levels(list(range(len(self.hosted))), hsd.draft_lengths)
-        take_over_runner(self, runner)
+        install_on_runner(runner, self)
 
     def select_levels(self, levels: list[int], draft_lengths: list[int]) -> None:
         """Serve the next requests with some of the hosted levels: one engine compares cascades.
@@ -195,7 +195,6 @@ class CascadeProposer(DraftModelProposer):
             elif isinstance(level, EarlyExitLevel):
                 level.attach(target_model)
         self._estimate_drafter_cost(target_model)
-        complete_logits_processors(self.runner)
         self.runner.rejection_sampler = CascadeSampler(self)
 
     def _estimate_drafter_cost(self, target_model) -> None:

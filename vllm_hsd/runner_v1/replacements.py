@@ -10,9 +10,9 @@ from vllm_hsd.runner_v1.hooks import (
     BLOCK_ISSUE,
     NO_PLUGIN_API,
     PLUGIN_ISSUE,
-    STOCK_METHODS,
     replaces,
 )
+from vllm_hsd.shared_hooks import STOCK_METHODS
 
 
 @replaces(
@@ -76,5 +76,5 @@ def _is_cascade(config) -> bool:
 def _verifies_blocks(config) -> bool:
     return (
         getattr(config, "rejection_sample_method", None) == "block"
-        and config.method in STOCK_METHODS
+        and config.method in STOCK_METHODS["V1"]
     )

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm_hsd.config import AdaptiveConfig, CascadeConfig
 from vllm_hsd.errors import UserError
 from vllm_hsd.level_checks import DraftConfig, connector_mistake
-from vllm_hsd.runner_v1.hooks import NeedsHooks
+from vllm_hsd.shared_hooks import NeedsHooks
 from vllm_hsd.spec_config import CascadeSpeculativeConfig
 
 logger = init_logger(f"vllm.{__name__}")
@@ -50,7 +50,7 @@ class V1CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
         return adaptive
 
     @classmethod
-    def check_runner(cls, hsd: CascadeConfig) -> None:
+    def check_runner(cls, hsd: CascadeConfig, target_parallel_config) -> None:
         if hsd.disable_by_batch_size is not None:
             raise UserError(
                 "disable_by_batch_size works on vLLM's V2 runner only: remove it; "

@@ -40,6 +40,8 @@ def why_eager(
     if cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
         return f"cudagraph_mode is {cudagraph_mode.name}"
     for level in levels:
+        if level.enforce_eager:
+            return f"levels[{level.index}].enforce_eager is set"
         for group in (group for groups in level.groups for group in groups):
             backend = group.backend.get_name()
             if not group.supports_draft_decode_metadata_update:

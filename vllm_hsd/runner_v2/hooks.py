@@ -15,7 +15,6 @@ from vllm_hsd.registry import Registry
 _MODULES = (
     "vllm_names",
     "replacements",
-    "stock_config",
     "spec_config",
     "metrics",
     "adaptive",
@@ -27,33 +26,11 @@ _MODULES = (
     "speculator",
 )
 
-# Drafters of vLLM's V2 runner that our verifier serves.
-STOCK_METHODS = ("draft_model", "eagle", "eagle3", "mtp", "ngram", "ngram_gpu", "dflash")
-
 RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
 
 REGISTRY = Registry("vllm_hsd.runner_v2", _MODULES, shared_hooks.REGISTRY)
 HOOKS = REGISTRY.hooks
 install = REGISTRY.install
-
-
-class NeedsHooks:
-    """Base of configurations that install the hooks in every process that receives them.
-
-    Attributes:
-        hsd_synchronous: without asynchronous scheduling, vLLM's scheduler cuts a draft before the
-            token that a grammar refuses, so that it is never verified.
-    """
-
-    hsd_synchronous = False
-
-    def adapt(self, scheduler_config: Any) -> None:
-        """Take in the scheduler's configuration, each time that vLLM settles more of it."""
-        self.hsd_synchronous = scheduler_config.async_scheduling is False
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        install()
 
 
 def replace_on(owner: Any, *names: str, by: Any) -> None:

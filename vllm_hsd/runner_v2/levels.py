@@ -39,7 +39,8 @@ class ModelLevel:
 
     def __init__(self, speculator: Any, index: int) -> None:
         self.speculator, self.index = speculator, index
-        self.vllm_config = speculator.vllm_config
+        self.vllm_config = self.draft_config = speculator.vllm_config
+        self.enforce_eager = False
         self.vocab_size = speculator.vocab_size
         self.model: Any = None
         self.groups: list = []
@@ -55,8 +56,8 @@ class ModelLevel:
             level_config.draft_parallel_config, rank=self.vllm_config.parallel_config.rank
         )
         # The tag and additional_config keep torch.compile from sharing one artifact between levels.
-        draft_config = replace(
-            self.vllm_config,
+        self.draft_config = replace(
+            level_config.apply_draft_overrides(self.vllm_config),
             model_config=level_config.draft_model_config,
             quant_config=None,
             parallel_config=parallel,
@@ -67,15 +68,21 @@ class ModelLevel:
         )
         tag = f"hsd_level{self.index}"
         with set_model_tag(tag):
-            self.model = get_model(vllm_config=draft_config, prefix=tag)
+            self.model = get_model(
+                vllm_config=self.draft_config,
+                prefix=tag,
+                load_config=level_config.draft_load_config,
+            )
+        self.enforce_eager = bool(level_config.enforce_eager)
         layers = set(get_layers_from_vllm_config(self.vllm_config, _AttentionLayer))
         self.layer_names = layers - before
 
     def init_attention(self, kv_cache_config: Any) -> None:
         """Make attention metadata builders of its own."""
+        # The level's own configuration: builders size their buffers by its heads.
         self.groups, _, _ = init_attn_backend(
             kv_cache_config,
-            self.vllm_config,
+            self.draft_config,
             self.speculator.device,
             active_layer_names=self.layer_names,
         )

@@ -9,9 +9,10 @@ from vllm.config.utils import config
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.core.schedule import Schedule, compile_schedule
-from vllm_hsd.errors import UserError
-from vllm_hsd.runner_v2.hooks import NeedsHooks
+from vllm_hsd.errors import NeedsV1, UserError, collected
+from vllm_hsd.shared_hooks import NeedsHooks
 from vllm_hsd.spec_config import CascadeSpeculativeConfig
+from vllm_hsd.stock_config import V2BlockVerificationConfig
 
 KINDS = ("model", "early_exit", "exit_head", "ngram", "bigram")
 # Levels that find their drafts without forward passes: only the lowest.
@@ -35,39 +36,52 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
     hsd_method: ClassVar[str] = "draft_model"
 
     @classmethod
-    def create(cls, raw: dict, target_model_config, target_parallel_config, arguments):
-        cascade = super().create(raw, target_model_config, target_parallel_config, arguments)
+    def create(
+        cls, raw: dict, target_model_config, target_parallel_config, arguments
+    ) -> V2CascadeConfig | V2BlockVerificationConfig:
+        """See `CascadeSpeculativeConfig.create`; an EAGLE-3 head alone is vLLM's own drafter.
+
+        Raises:
+            NeedsV1: V2 cannot serve it and V1 may.
+        """
+        target = target_model_config, target_parallel_config
+        cascade = super().create(raw, *target, arguments)
         longest = target_model_config.max_model_len
         for i, level in enumerate(cascade.level_configs):
             found = longest if level is None else level.draft_model_config.max_model_len
             if found < longest:
-                raise UserError(
-                    f"levels[{i}].model reads {found} tokens, fewer than max_model_len "
-                    f"({longest}), which V2's cascades cannot do: lower max_model_len or {_USE_V1}."
+                raise NeedsV1(
+                    f"levels[{i}] reads {found} tokens, fewer than max_model_len ({longest}), "
+                    f"which V2's cascades cannot do: lower max_model_len or {_USE_V1}."
                 )
-        return cascade
+        hsd = cascade.hsd
+        if not _is_head_alone(hsd):
+            return cascade
+        keys = {"num_speculative_tokens": hsd.num_speculative_tokens, **hsd.levels[0].model_keys}
+        if limit := hsd.disable_by_batch_size:
+            keys["num_speculative_tokens_per_batch_size"] = _by_batch_size(cascade, limit)
+        keys |= {"method": "eagle3", "model": hsd.levels[0].eagle3}
+        return V2BlockVerificationConfig.create(
+            {**keys, "draft_sample_method": "probabilistic"}, *target
+        )
 
     @classmethod
-    def check_runner(cls, hsd: CascadeConfig) -> None:
-        if hsd.adaptive and hsd.adaptive.profile:
-            raise UserError(
-                "adaptive.profile has no meaning on vLLM's V2 runner, since `vllm-hsd profile` "
-                f'measures the V1 runner: give "adaptive": true or {_USE_V1}.'
-            )
-        for i, level in enumerate(hsd.levels):
-            if level.kind not in KINDS:
-                raise UserError(
-                    f"levels[{i}].{level.kind} does not run on vLLM's V2 runner, which takes the "
-                    f"kinds {', '.join(KINDS)}: {_USE_V1}."
-                )
-            if level.kind == "bigram":
-                _check_bigram(f"levels[{i}]", i, level)
-        schedule_of(hsd)
+    def check_runner(cls, hsd: CascadeConfig, target_parallel_config) -> None:
+        """Check that V2 can serve such a cascade.
+
+        Raises:
+            NeedsV1: it cannot.
+        """
+        found: list[str] = []
+        with collected(found):
+            _check(hsd, target_parallel_config)
+        if found:
+            raise NeedsV1(*found)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        limit, length = max_batch_size(self.hsd), self.num_speculative_tokens
-        self.num_speculative_tokens_per_batch_size = [(1, limit, length), (limit + 1, limit + 1, 0)]
+        limit = max_batch_size(self.hsd)
+        self.num_speculative_tokens_per_batch_size = _by_batch_size(self, limit)
         # Keeps vLLM from rows for every slot: the cascade keeps its own.
         self.draft_sample_method = "greedy"
         self.rejection_sample_method = "block"
@@ -91,6 +105,53 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
 def max_batch_size(hsd: CascadeConfig) -> int:
     """Most requests of a step that drafts."""
     return hsd.disable_by_batch_size or MAX_BATCH_SIZE
+
+
+def _by_batch_size(cascade: V2CascadeConfig, limit: int) -> list[tuple[int, int, int]]:
+    return [(1, limit, cascade.num_speculative_tokens), (limit + 1, limit + 1, 0)]
+
+
+def _is_head_alone(hsd: CascadeConfig) -> bool:
+    return len(hsd.levels) == 1 and hsd.levels[0].kind == "eagle3"
+
+
+def _check(hsd: CascadeConfig, target_parallel_config) -> None:
+    """Check what V2 cannot do.
+
+    Raises:
+        UserError: names the key.
+    """
+    if hsd.adaptive and hsd.adaptive.profile:
+        raise UserError(
+            "adaptive.profile has no meaning on vLLM's V2 runner, since `vllm-hsd profile` "
+            f"measures the V1 runner: give true or {_USE_V1}."
+        )
+    launcher = target_parallel_config.distributed_executor_backend
+    if hsd.adaptive and launcher == "external_launcher":
+        raise UserError(
+            "adaptive does not run with external_launcher on vLLM's V2 runner, where every rank "
+            f"schedules by its own clock: remove adaptive or {_USE_V1}."
+        )
+    for i, level in enumerate(hsd.levels):
+        if level.kind not in KINDS and not _is_head_alone(hsd):
+            raise UserError(
+                f"levels[{i}].{level.kind} does not run on vLLM's V2 runner, which takes the "
+                f"kinds {', '.join(KINDS)} and an eagle3 level alone: {_USE_V1}."
+            )
+        if level.kind == "bigram":
+            _check_bigram(f"levels[{i}]", i, level)
+    if _is_head_alone(hsd):
+        for key, holds in {
+            "adaptive": hsd.adaptive is not None,
+            "verifier": hsd.verifier != "block",
+            "levels[0].temperature_scale": hsd.levels[0].temperature_scale != 1,
+        }.items():
+            if holds:
+                raise UserError(
+                    f"{key} has no meaning on vLLM's V2 runner for an eagle3 level alone, which "
+                    f"vLLM's own drafter serves: remove it or {_USE_V1}."
+                )
+    schedule_of(hsd)
 
 
 def _check_bigram(name: str, index: int, level) -> None:

@@ -1,0 +1,91 @@
+"""Configurations of vLLM's own drafters with our block verification."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+from pydantic import ValidationError
+from vllm.config.speculative import SpeculativeConfig
+from vllm.config.utils import config
+
+from vllm_hsd.core.schedule import MAX_DRAFT_LENGTH
+from vllm_hsd.errors import NeedsV1, UserError, quoted, refusal
+from vllm_hsd.shared_hooks import STOCK_METHODS, NeedsHooks
+
+
+@config
+class BlockVerificationConfig(NeedsHooks, SpeculativeConfig):
+    """Configuration with `rejection_sample_method: "block"`, on whichever runner vLLM chooses."""
+
+
+@config
+class HierarchicalConfig(BlockVerificationConfig):
+    """Configuration with `rejection_sample_method: "hierarchical"`, on a runner of our choice."""
+
+    hsd_runner: ClassVar[str]
+    hsd_applies_min_p: ClassVar[bool] = True
+
+    @classmethod
+    def create(cls, raw: dict[str, Any], target_model_config, target_parallel_config) -> Self:
+        """Check the user's keys and build the configuration.
+
+        Raises:
+            UserError: the runner does not host the drafter, or vLLM refuses a key.
+        """
+        try:
+            parsed = cls(
+                **{**raw, "rejection_sample_method": "block"},
+                target_model_config=target_model_config,
+                target_parallel_config=target_parallel_config,
+            )
+        except ValidationError as error:
+            raise UserError(refusal(error)) from error
+        parsed.check_runner()
+        return parsed
+
+    def check_runner(self) -> None:
+        """Check that the runner can serve the drafter.
+
+        Raises:
+            UserError: names the key; a `NeedsV1` where V2 cannot and V1 may.
+        """
+
+
+@config
+class V1BlockVerificationConfig(HierarchicalConfig):
+    """Block verification on V1."""
+
+    hsd_runner: ClassVar[str] = "V1"
+
+    def check_runner(self) -> None:
+        if self.method not in STOCK_METHODS["V1"]:
+            raise UserError(
+                f"rejection_sample_method 'hierarchical' works with the methods "
+                f"{', '.join(STOCK_METHODS['V1'])}, not with {quoted(self.method)}."
+            )
+
+
+@config
+class V2BlockVerificationConfig(HierarchicalConfig):
+    """Block verification on V2."""
+
+    hsd_runner: ClassVar[str] = "V2"
+
+    def check_runner(self) -> None:
+        if self.enable_adaptive_verification:
+            raise UserError(
+                "enable_adaptive_verification cuts drafts by what their tokens look like, and "
+                "rejection_sample_method 'hierarchical' would not be exact: remove one of them."
+            )
+        if self.method not in STOCK_METHODS["V2"]:
+            raise NeedsV1(
+                f"rejection_sample_method 'hierarchical' works on vLLM's V2 runner with the "
+                f"methods {', '.join(STOCK_METHODS['V2'])}, not with {quoted(self.method)}: set "
+                "VLLM_USE_V2_MODEL_RUNNER=0 for the methods of the V1 runner."
+            )
+        if self.num_speculative_tokens > MAX_DRAFT_LENGTH:
+            raise NeedsV1(
+                f"num_speculative_tokens is {self.num_speculative_tokens}, above "
+                f"{MAX_DRAFT_LENGTH}, the longest draft of rejection_sample_method 'hierarchical' "
+                "on vLLM's V2 runner: lower it."
+            )
