@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from support.simulated_serving import SimulatedServing, flat, model, steep
 
-from vllm_hsd.core.controller import DepthController, Selection
+from vllm_hsd.core.controller import DepthController
+from vllm_hsd.core.levels import Selection
 
 SLOTS = 64
 FIXED = [

@@ -13,8 +13,9 @@ import pytest
 from oracle.test_cascade_exact import LEVELS, VERIFIERS, bias, build
 
 from vllm_hsd.core.cascade import Cascade
-from vllm_hsd.core.controller import DepthController, Selection
-from vllm_hsd.core.levels import LevelOptions
+from vllm_hsd.core.controller import DepthController
+from vllm_hsd.core.learning import Learning as Learned
+from vllm_hsd.core.levels import LevelOptions, Selection
 
 
 class Adversary(Cascade):
@@ -78,10 +79,12 @@ class Learning(Cascade):
         if batch.end[slots[0]] <= 4:
             lengths = [option.draft_length for option in self.options]
             lookups = [level is None for level in self.levels]
-            self.controller, self.ticks = DepthController(lengths, lookups, 1, 64), 0
+            controller, self.ticks = DepthController(lengths, lookups, 1, 64), 0
+            self.learning = Learned(self.lowest, self.drafts, 1, controller)
+            self.listeners[1] = self.learning.observe
         with mock.patch("vllm_hsd.core.cascade.time.perf_counter", self.tick):
-            self.controller.target_times.observe(1 + self.ticks % 3, 1.0)
-            selection, requested = self.controller.choose(slots, requested)
+            self.learning.target_times.observe(1 + self.ticks % 3, 1.0)
+            selection, requested = self.learning.controller.choose(slots, requested)
             return super().propose(batch, slots, requested, selection)
 
     def tick(self) -> float:

@@ -104,8 +104,8 @@ class Timed(Cascade):
             self.ticks, batch.cached[:] = 0, 0
         batch.repeats = np.zeros(len(self.top), dtype=bool)
         with mock.patch("vllm_hsd.core.cascade.time.perf_counter", self.tick):
-            self.target_times.observe(1 + self.ticks % 3, 1.0 + self.ticks % 2)
-            batch.prices = self.current_prices(1)
+            self.learning.target_times.observe(1 + self.ticks % 3, 1.0 + self.ticks % 2)
+            batch.prices = self.learning.current_prices(1)
             return super().propose(batch, slots, requested)
 
     def tick(self) -> float:

@@ -48,6 +48,7 @@ def seeded(raw: dict) -> SimpleNamespace:
         controller=controller,
         options=[LevelOptions(LENGTH), LevelOptions(LENGTH)],
     )
+    cascade.learning = cascade
     seeds.seed(CascadeConfig.parse(raw), [0, 1], cascade)
     return cascade
 
@@ -82,6 +83,7 @@ def test_a_lookup_alone_begins_with_the_targets_times(tmp_path):
         controller=None,
         options=[LevelOptions(LENGTH)],
     )
+    cascade.learning = cascade
     seeds.seed(CascadeConfig.parse(raw), [0], cascade)
     assert cascade.target_times.age(1) == 0 and not cascade.level_times[0].empty
 

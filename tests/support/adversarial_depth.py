@@ -5,7 +5,8 @@ from itertools import combinations
 
 import numpy as np
 
-from vllm_hsd.core.controller import DepthController, Selection
+from vllm_hsd.core.controller import DepthController
+from vllm_hsd.core.levels import Selection
 from vllm_hsd.core.prices import PriceEstimates, Prices
 
 

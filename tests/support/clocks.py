@@ -40,7 +40,7 @@ def install() -> None:
 
     def noted_prices(cascade, size: int):
         if get_tensor_model_parallel_rank():
-            note("own", cascade.current_prices(size))
+            note("own", cascade.learning.current_prices(size))
         found = agreed_prices(cascade, size)
         if not get_tensor_model_parallel_rank():
             note("own", found)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_hsd.core.controller import DepthController, Selection
+from vllm_hsd.core.controller import DepthController
+from vllm_hsd.core.levels import Selection
 
 
 def flat(tokens):

@@ -138,7 +138,7 @@ class Serving:
             uniforms=None,
             thresholds=EntropyThresholds.fresh(1, self.size),
             repeats=np.full(self.size, self.repeats),
-            prices=cascade.current_prices(self.size),
+            prices=cascade.learning.current_prices(self.size),
         )
         drafts = cascade.propose(batch, slots, np.full(self.size, LENGTH))
         counts = drafts.counts[slots]
@@ -147,7 +147,7 @@ class Serving:
         stalled = 10 if self.rng.random() < 0.01 else 1
         measured = seconds * stalled * np.exp(self.rng.normal(0, self.noise))
         self.clock.now += measured
-        cascade.target_times.observe(self.size + int(counts.sum()), measured)
+        cascade.learning.target_times.observe(self.size + int(counts.sum()), measured)
         place = self.ends[:, None] + np.arange(LENGTH)
         tokens[slots[:, None], place] = self.texts[slots[:, None], place]
         same = self.texts[slots[:, None], place] == drafts.token_ids

@@ -15,6 +15,7 @@ from itertools import combinations, pairwise
 import numpy as np
 
 from vllm_hsd.core.acceptance import AcceptanceEstimates
+from vllm_hsd.core.levels import Selection
 from vllm_hsd.core.step_times import StepTimes
 
 # Steps between two full plans; in between, requests are measured against the last plan's threshold.
@@ -31,14 +32,6 @@ _TRIAL_SPARES = 8
 _TRIAL_SHARE = 0.005
 # A plan changes for a gain of at least this much: estimates are noisy.
 _HYSTERESIS = 1.01
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Levels that draft in a step, cheapest first, and the draft length of each; none: no draft."""
-
-    levels: tuple[int, ...] = ()
-    draft_lengths: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)

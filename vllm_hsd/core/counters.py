@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from vllm_hsd.core.drafts import DraftStore
 from vllm_hsd.core.levels import LevelStats, SourceStats
+from vllm_hsd.core.rounds import Round
 
 
 class Counters:
@@ -30,37 +31,42 @@ class Counters:
         taken, self.stats = self.stats, [LevelStats() for _ in self.stats]
         return taken
 
-    def add_drafted(self, drafts: DraftStore, slots: np.ndarray) -> None:
-        """Count the tokens of these drafts for the levels that made them: [n] slots."""
-        counted = drafts.counts[slots]
-        if not counted.any():
-            return
-        filled = np.arange(drafts.length) < counted[:, None]
-        for k, stats in enumerate(self.stats):
-            made = filled & (drafts.level[slots] == k)
-            stats.drafted += int(made.sum())
-            stats.rounds += int(made.any(1).sum())
-            if k == 0:
-                for counts, tokens in self._by_source(drafts, slots, made):
-                    counts.drafted += tokens
+    def observe(self, finished: Round) -> None:
+        """Count a round's tokens for the levels that made them, and what was requested."""
+        drafts, slots = finished.drafts, finished.slots
+        if finished.requested is not None:
+            wanted = finished.requested > 0
+            asked = self.stats[finished.level]
+            asked.requested += int(wanted.sum())
+            asked.empty += int((wanted & (drafts.counts[slots] == 0)).sum())
+            for stats, sources, made in self._made(drafts, slots, drafts.counts[slots]):
+                stats.drafted += int(made.sum())
+                stats.rounds += int(made.any(1).sum())
+                for source, tokens in sources:
+                    source.drafted += tokens
+        if finished.accepted is not None:
+            for stats, sources, made in self._made(drafts, slots, finished.accepted):
+                stats.accepted += int(made.sum())
+                for source, tokens in sources:
+                    source.accepted += tokens
+        if finished.level == 0:
+            self.stats[0].seconds += finished.drafting_seconds
+        if finished.verifier < len(self.stats):
+            self.stats[finished.verifier].seconds += finished.verifying_seconds
 
-    def add_requested(self, level: int, requested: int, empty: int) -> None:
-        """Count drafts that the model above `level` could take, and those without a token."""
-        stats = self.stats[level]
-        stats.requested += requested
-        stats.empty += empty
+    def _made(
+        self, drafts: DraftStore, slots: np.ndarray, counts: np.ndarray
+    ) -> Iterator[tuple[LevelStats, list[tuple[SourceStats, int]], np.ndarray]]:
+        """For each level its counts, those of its sources, and which tokens are its own.
 
-    def add_accepted(self, drafts: DraftStore, slots: np.ndarray, accepted: np.ndarray) -> None:
-        """Count the first accepted[i] tokens of slots[i] for the levels that made them."""
-        if not accepted.any():
+        Only the first counts[i] tokens of slots[i] are looked at: [n, length] bool.
+        """
+        if not counts.any():
             return
-        kept = np.arange(drafts.length) < accepted[:, None]
+        within = np.arange(drafts.length) < counts[:, None]
         for k, stats in enumerate(self.stats):
-            made = kept & (drafts.level[slots] == k)
-            stats.accepted += int(made.sum())
-            if k == 0:
-                for counts, tokens in self._by_source(drafts, slots, made):
-                    counts.accepted += tokens
+            made = within & (drafts.level[slots] == k)
+            yield stats, self._by_source(drafts, slots, made) if k == 0 else [], made
 
     def _by_source(
         self, drafts: DraftStore, slots: np.ndarray, made: np.ndarray

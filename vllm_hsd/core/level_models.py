@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,6 +17,23 @@ from vllm_hsd.verify.chain import argmax_rows
 from vllm_hsd.verify.residual import ROW_SUM_TOLERANCE
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Forward:
+    """What a level's model says about some positions.
+
+    Attributes:
+        logits: [R, V].
+        probs: [R, V] that the level draws from and verifies by; None where all requests are greedy.
+        entropy: [R] float64 nats, NaN where the level does not stop by it.
+        uncertain: [R] bool, it exceeds the request's threshold.
+    """
+
+    logits: torch.Tensor
+    probs: torch.Tensor | None
+    entropy: np.ndarray
+    uncertain: np.ndarray
 
 
 class LevelModels:
@@ -45,23 +63,25 @@ class LevelModels:
 
     def forward(
         self, batch: DraftBatch, level: int, slots: np.ndarray, num_logits: np.ndarray
-    ) -> torch.Tensor:
-        """Logits of the last positions of `slots`; the level's cache is then valid to the end.
+    ) -> Forward:
+        """Run the level on all that its cache lacks of `slots`, which is then valid to the end.
 
         Args:
             batch: the requests.
             level: the level.
             slots: [n] int64.
-            num_logits: [n] int64, how many of the last positions yield logits.
+            num_logits: [n] int64, how many of the last positions are wanted.
 
         Returns:
-            [sum(num_logits), V].
+            sum(num_logits) rows, request after request.
         """
         counts = batch.end[slots] - batch.cached[level, slots]
         logits = self._timed(batch, level, slots, counts, num_logits)
         assert logits is not None
         batch.cached[level, slots] = batch.end[slots]
-        return logits
+        owners = np.repeat(slots, num_logits)
+        probs = None if batch.greedy else self._probs(batch, level, logits, owners)
+        return Forward(logits, probs, *self._confidence(batch, level, logits, owners))
 
     def ingest(self, batch: DraftBatch, slots: np.ndarray, end: np.ndarray) -> None:
         """Bring every level's cache of `slots` up to the positions `end`, without drafting.
@@ -84,7 +104,7 @@ class LevelModels:
                 self._timed(batch, k, filled, upto - cached[filled], none)
                 cached[filled] = upto
 
-    def probs(
+    def _probs(
         self, batch: DraftBatch, level: int, logits: torch.Tensor, slots: np.ndarray
     ) -> torch.Tensor:
         """[n, V] probabilities of the level; uniform where its logits are not finite."""
@@ -101,7 +121,7 @@ class LevelModels:
         self._warn_unless(level, bool(np.isfinite(highest).all()))
         return best
 
-    def confidence(
+    def _confidence(
         self, batch: DraftBatch, level: int, logits: torch.Tensor, slots: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Entropies of rows [n] and whether each exceeds its request's threshold."""

@@ -119,6 +119,14 @@ class FirstOf:
     min_acceptance: float = 0.05
 
 
+@dataclass(frozen=True)
+class Selection:
+    """Levels that draft in a step, cheapest first, and the draft length of each; none: no draft."""
+
+    levels: tuple[int, ...] = ()
+    draft_lengths: tuple[int, ...] = ()
+
+
 @dataclass
 class LevelOptions:
     """How one level takes part in a cascade.

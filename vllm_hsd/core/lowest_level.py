@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm_hsd.core.drafts import DraftStore, ragged_arange, ragged_starts
-from vllm_hsd.core.level_models import LevelModels, highest_probability
+from vllm_hsd.core.level_models import Forward, LevelModels, highest_probability
 from vllm_hsd.core.levels import DraftBatch, FirstOf, Level, LookupLevel
 from vllm_hsd.core.offers import Offers
 from vllm_hsd.core.sources import SourceChoice
@@ -33,6 +33,7 @@ class LowestLevel:
         has_model: one source is a model, the last one.
         choice: between several sources, None for one.
         model_times: seconds of a forward pass of the model as one of several sources, by requests.
+        times: seconds of a draft, or of a token of a model that drafts alone, by requests.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class LowestLevel:
         self.has_model = model is not None
         self.models, self.drafts = models, drafts
         self.model_times = StepTimes()
+        self.times: StepTimes | None = None
         self.choice: SourceChoice | None = None
         if isinstance(level, FirstOf):
             self.choice = SourceChoice(level, len(drafts.counts), drafts.length)
@@ -66,6 +68,9 @@ class LowestLevel:
             slots, requested: [n] int64.
             verifier: the level that verifies the drafts; the number of levels for the target.
         """
+        began = time.perf_counter()
+        uncached = batch.end[slots] - batch.cached[0, slots]
+        size, longest = int((requested > 0).sum()), int(requested.max(initial=0))
         if self.choice is not None:
             self._draft_from_sources(batch, self.choice, slots, requested, verifier)
         elif self.lookups:
@@ -75,6 +80,13 @@ class LowestLevel:
         else:
             fits = self.models.can_draft(batch, 0, slots)
             self._draft_from_model(batch, slots[fits], requested[fits])
+        if self.times is None or not size:
+            return
+        seconds = time.perf_counter() - began
+        if not self.has_model or self.choice is not None:
+            self.times.observe(size, seconds)
+        elif not (uncached > longest + 1).any():
+            self.times.observe(size, seconds / longest)
 
     def _append_found(
         self,
@@ -159,8 +171,8 @@ class LowestLevel:
             active = np.flatnonzero(open_)
             now, drafted = slots[active], drafts.counts[slots[active]] - begin[active]
             drawn = None if uniforms is None else uniforms[first[active] + drafted]
-            logits, ended = self._draft_token(batch, now, drawn)
-            confidence[0, active, drafted] = sureness = highest_probability(logits)
+            forward, ended = self._draft_token(batch, now, drawn)
+            confidence[0, active, drafted] = sureness = highest_probability(forward.logits)
             sure[active] *= choice.acceptance_of(now, sureness, drafted)
             open_[active] = ~ended & (drafted + 1 < room[active])
             going = np.flatnonzero(open_)
@@ -204,7 +216,7 @@ class LowestLevel:
 
     def _draft_token(
         self, batch: DraftBatch, slots: np.ndarray, uniforms: np.ndarray | None
-    ) -> tuple[torch.Tensor, np.ndarray]:
+    ) -> tuple[Forward, np.ndarray]:
         """Add a token of the model to each draft.
 
         Args:
@@ -213,24 +225,21 @@ class LowestLevel:
             uniforms: [n] float64, None where all requests are greedy.
 
         Returns:
-            the model's logits [n, V]; [n] bool, drafts that end here.
+            what the model says; [n] bool, drafts that end here.
         """
-        models = self.models
         one = np.ones(len(slots), dtype=np.int64)
-        logits = models.forward(batch, 0, slots, one)
-        entropy, uncertain = models.confidence(batch, 0, logits, slots)
-        if uniforms is None:
-            probs, token_ids = None, models.argmax(logits, 0)
+        forward = self.models.forward(batch, 0, slots, one)
+        if forward.probs is None or uniforms is None:
+            token_ids = self.models.argmax(forward.logits, 0)
         else:
-            probs = models.probs(batch, 0, logits, slots)
-            drawn = torch.from_numpy(uniforms).to(probs.device)
-            token_ids = BlockedCDF(probs).draw(drawn).cpu().numpy()
+            drawn = torch.from_numpy(uniforms).to(forward.probs.device)
+            token_ids = BlockedCDF(forward.probs).draw(drawn).cpu().numpy()
         batch.tokens[batch.rows[slots], batch.end[slots]] = token_ids
         batch.end[slots] += 1
         order = np.arange(len(slots))
-        self.drafts.append(slots, token_ids[:, None], one, probs, order, 0, entropy)
-        outgrown = batch.end[slots] > models.context_lengths[0]
-        return logits, (token_ids == batch.eos[slots]) | uncertain | outgrown
+        self.drafts.append(slots, token_ids[:, None], one, forward.probs, order, 0, forward.entropy)
+        outgrown = batch.end[slots] > self.models.context_lengths[0]
+        return forward, (token_ids == batch.eos[slots]) | forward.uncertain | outgrown
 
 
 def split_sources(

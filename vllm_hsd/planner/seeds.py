@@ -63,9 +63,9 @@ def seed(hsd: CascadeConfig, selected: Sequence[int], cascade: Cascade) -> None:
         UserError: see `check_seeds`.
     """
     profile = _profile(hsd)
-    latencies, controller = profile.latencies, cascade.controller
+    latencies, controller = profile.latencies, cascade.learning.controller
     assert latencies is not None
-    _seed_times(cascade.target_times, latencies, len(profile.candidates), "target")
+    _seed_times(cascade.learning.target_times, latencies, len(profile.candidates), "target")
     levels = [hsd.levels[i] for i in selected]
     drafters = [_candidate(profile, level) for level in levels]
     for k, drafter in enumerate(drafters):
@@ -73,7 +73,7 @@ def seed(hsd: CascadeConfig, selected: Sequence[int], cascade: Cascade) -> None:
             continue
         looks_up = drafter in profile.lookups
         role: Role = "verify" if k else "lookup" if looks_up else "draft"
-        _seed_times(cascade.level_times[k], latencies, drafter, role)
+        _seed_times(cascade.learning.level_times[k], latencies, drafter, role)
         verifiers = [*drafters[k + 1 :], len(profile.candidates)]
         for above, verifier in enumerate(verifiers, k + 1):
             if controller is None or verifier is None:

@@ -9,9 +9,8 @@ import numpy as np
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_hsd.core.cascade import Cascade
-from vllm_hsd.core.controller import Selection
 from vllm_hsd.core.drafts import DraftStore
-from vllm_hsd.core.levels import DraftBatch
+from vllm_hsd.core.levels import DraftBatch, Selection
 from vllm_hsd.core.prices import Prices
 from vllm_hsd.core.step_times import StepTimes
 
@@ -59,12 +58,12 @@ class StepClock:
 
 def agreed_prices(cascade: Cascade, size: int) -> list[Prices] | None:
     """What drafts cost with `size` requests: clocks differ by rank, and all ranks draft alike."""
-    if cascade.prices is None:
+    if cascade.learning.prices is None:
         return None
     group = get_tp_group()
     if group.rank_in_group > 0:
         return group.broadcast_object()
-    prices = cascade.current_prices(size)
+    prices = cascade.learning.current_prices(size)
     if group.world_size > 1:
         group.broadcast_object(prices)
     return prices
@@ -81,8 +80,8 @@ class AdaptiveDrafting:
     """
 
     def __init__(self, host: Hosted) -> None:
-        assert host.cascade.controller is not None
-        self.host, self.controller = host, host.cascade.controller
+        assert host.cascade.learning.controller is not None
+        self.host, self.controller = host, host.cascade.learning.controller
 
     def propose(self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray) -> DraftStore:
         """Draft at most requested[i] tokens for the request in slots[i].
@@ -102,7 +101,8 @@ class AdaptiveDrafting:
             first = committed - input_batch.num_prompt_tokens[: len(slots)] == 1
             selection, lengths = self._select(slots[free], requested[free], first[free])
             none = int((lengths == 0).sum())
-            cascade.counters.add_requested(len(cascade.levels) - 1, none, none)
+            cascade.counters.stats[-1].requested += none
+            cascade.counters.stats[-1].empty += none
             if lengths.any():
                 cascade.propose(batch, slots[free], lengths, selection)
         return drafts

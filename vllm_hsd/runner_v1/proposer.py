@@ -273,7 +273,9 @@ class CascadeProposer(DraftModelProposer):
         sampled = np.array([len(ids) > 0 for ids in sampled_token_ids])
         scheduled = self._scheduled(scheduler_output, len(slots))
         length, requested = self._lengths(scheduled, slots, sampled)
-        self.clock.step_ended(scheduler_output, bool(sampled.all()), self.cascade.target_times)
+        self.clock.step_ended(
+            scheduler_output, bool(sampled.all()), self.cascade.learning.target_times
+        )
         if self.lazy is not None:
             self.lazy.step_began(length)
         # Whatever a level computed after the last accepted token is forgotten; a level without a

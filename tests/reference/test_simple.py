@@ -1,0 +1,58 @@
+"""The plain cascade of `reference.simple` and the real one: equal uniforms, equal tokens."""
+
+import numpy as np
+import pytest
+import torch
+from oracle.exact import Table
+from oracle.stand_ins import TableLevel
+
+from vllm_hsd.core.levels import LevelOptions
+from vllm_hsd.reference import ReferenceEngine
+from vllm_hsd.reference.simple import SimpleCascade
+from vllm_hsd.verify.rng import host_uniforms
+
+PROMPT, VOCABULARY, COUNT = [1, 2, 0], 5, 12
+
+
+class CountedUniforms:
+    """Those of a request of the reference engine: one counter for all models."""
+
+    def __init__(self, seed: int, shift: int = 0):
+        self.seed, self.drawn = seed, shift
+
+    def __call__(self, model: int, count: int) -> list[float]:
+        draws = np.arange(self.drawn, self.drawn + count)
+        self.drawn += count
+        return host_uniforms(np.array(self.seed), np.array(model), draws).tolist()
+
+
+def table_model(table: Table):
+    def model(text: list[int]) -> torch.Tensor:
+        after = [tuple(text[len(PROMPT) : n]) for n in range(1, len(text) + 1)]
+        rows = [[float(v) for v in table(start)] for start in after]
+        return torch.tensor(rows, dtype=torch.float64)
+
+    return model
+
+
+def both(lengths: tuple[int, ...], seed: int, shift: int = 0) -> tuple[list[int], list[int]]:
+    """Tokens of the real cascade and of the plain one."""
+    tables = [Table(VOCABULARY, 10 + k) for k in range(len(lengths) + 1)]
+    *levels, target = [TableLevel(table, len(PROMPT)) for table in tables]
+    engine = ReferenceEngine(target, levels, [LevelOptions(length) for length in lengths])
+    real = engine.generate(PROMPT, COUNT, seed=seed).token_ids
+    uniforms = CountedUniforms(seed, shift)
+    plain = SimpleCascade([table_model(table) for table in tables], lengths, uniforms)
+    return real, plain.generate(PROMPT, COUNT)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (4,), (3, 5), (1, 2, 6), (2, 3, 4, 5)])
+def test_token_for_token(lengths):
+    for seed in range(30):
+        real, plain = both(lengths, seed)
+        assert real == plain
+
+
+def test_other_uniforms_give_other_tokens():
+    """The negative control: the comparison sees a shift by one uniform."""
+    assert any(real != plain for real, plain in (both((2, 4), seed, shift=1) for seed in range(5)))
