@@ -12,18 +12,19 @@ import pytest
 from support.bench_check import check_bench
 from support.engines import forked
 
-from vllm_hsd.cli import bench, bench_report, bench_runs, greedy
+from vllm_hsd.cli import bench, bench_html, bench_quality, bench_report, bench_runs, greedy
 from vllm_hsd.cli import main as cli
 from vllm_hsd.cli.bench_jobs import Comparison, Results, Setup, config_name
+from vllm_hsd.cli.bench_quality import CpuTimes
 from vllm_hsd.cli.bench_runs import jobs, measure
 from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.errors import UserError
 from vllm_hsd.worker_process import WorkerProcess
 
 KEYS = [
-    "config", "name", "batch_size", "temperature", "tokens_per_second", "speedup", "speedup_low",
-    "speedup_high", "tokens_per_step", "acceptance", "ttft_ms", "tpot_ms", "greedy_differences",
-    "greedy_gap",
+    "config", "name", "batch_size", "temperature", "rounds", "tokens_per_second", "speedup",
+    "speedup_low", "speedup_high", "tokens_per_step", "acceptance", "ttft_ms", "tpot_ms",
+    "greedy_differences", "greedy_gap",
 ]  # fmt: skip
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 CASCADE = {
@@ -57,6 +58,7 @@ class FakeEngines:
 
     def __init__(self, comparison, setup):
         self.stay_loaded = True
+        self.cores = [1]
         self.closed: list[int | None] = []
         FakeEngines.latest = self
 
@@ -84,7 +86,7 @@ class FakeEngine:
     def __init__(self, index):
         self.index = index
 
-    def call(self, function, places):
+    def call(self, function, places=()):
         assert function is greedy.gaps_of_target and self.index == 0
         return [self.gap] * len(places)
 
@@ -240,7 +242,7 @@ def test_what_could_not_run_has_no_numbers(fakes, tmp_path, capsys):
     assert len(broken) == 4
     for row in broken:
         assert row["error"] == "'x' ended early with signal SIGKILL."
-        assert all(row[key] is None for key in KEYS[4:])
+        assert all(row[key] is None for key in KEYS[5:])
     assert FakeEngines.latest.closed == [1, None]
     table = bench_report.table(results, rows)
     assert table.count("ngram 4") == table.count("could not run: 'x' ended early") == 4
@@ -266,7 +268,8 @@ def test_table_and_files(fakes, tmp_path):
     assert "55005" in table  # the n-gram configuration samples with vLLM's own sampler
     written = bench_report.write(results, rows)
     assert written == [
-        f"Written: {tmp_path / 'bench.json'}, {tmp_path / 'bench.csv'}, {tmp_path / 'bench.png'}"
+        "Written: "
+        + ", ".join(str(tmp_path / f"bench.{kind}") for kind in ("json", "csv", "png", "html"))
     ]
     document = json.loads((tmp_path / "bench.json").read_text())
     assert document["rows"] == rows
@@ -277,6 +280,35 @@ def test_table_and_files(fakes, tmp_path):
     assert json.loads(table_rows[2]["config"]) == CASCADE
     assert table_rows[2]["acceptance"] == "0.5000 0.7500"
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_disturbed_machine_is_named(fakes, tmp_path, monkeypatch):
+    """Drift between rounds, other processes, stolen time, and a ratio that cannot be."""
+    comparison = make_comparison(tmp_path, batch_sizes=[1])
+    results, rows = measured(comparison)
+    assert "drift" not in " ".join(bench_report.warnings(results, rows))
+    results.loads = dict.fromkeys(results.loads, (0.8, 0.3))
+    for job, generation in results.generations.items():
+        factor = 1.0 + (job.config == 0 and job.round)
+        slower = [factor * last for last in generation.last_token_seconds]
+        results.generations[job] = dataclasses.replace(generation, last_token_seconds=slower)
+    # One token a step, and four times as fast.
+    rows[2]["tokens_per_step"] = 1.0
+    notes = bench_report.warnings(results, rows)
+    for words in ("other processes used 0.8", "took 30%", "differ by 250%", "exceeds its tokens"):
+        assert any(words in note for note in notes), words
+    assert bench_quality.summary(results) == {"other_cores": 0.8, "steal": 0.3, "drift": 2.5}
+    assert "4.00 (4.00-8.00)!" in bench_report.table(results, rows)
+    page = bench_html.page(results, rows, notes)
+    assert "more than its tokens per step" in page and "http" not in page
+
+
+def test_what_other_processes_did():
+    before, after = CpuTimes(10.0, 1.0, 100.0), CpuTimes(13.0, 2.0, 110.0)
+    generation = FakeEngine(0).generate(["a"], [{"seed": 0}])  # 4 s, all of them on a core
+    assert after.others(before, generation) == 0
+    busy = dataclasses.replace(after, busy=16.0)
+    assert busy.others(before, generation) == 0.5 and busy.stolen(before) == 0.1
 
 
 def test_without_matplotlib_the_chart_is_skipped(fakes, tmp_path, monkeypatch):

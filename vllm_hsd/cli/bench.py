@@ -40,7 +40,7 @@ def add_parser(commands: Any) -> None:
         description=(
             "Compare speculative configurations, vLLM's own methods too, with no speculation. "
             "Every answer has exactly --max-tokens tokens. Prints a table and writes bench.csv, "
-            "bench.json and bench.png."
+            "bench.json, bench.html and bench.png."
         ),
         epilog="example:\n"
         "  vllm-hsd bench --model Qwen/Qwen3-8B --batch-sizes 1,8 --speculative-config '{\n"

@@ -127,12 +127,14 @@ class Results:
 
     Attributes:
         generations: output and times of every job.
+        loads: of every job, cores that other processes used meanwhile, and share of stolen time.
         errors: why a configuration (by index) could not run.
         differences: greedy outputs that are not those of no speculation.
     """
 
     comparison: Comparison
     generations: dict[Job, Generation] = field(default_factory=dict)
+    loads: dict[Job, tuple[float, float]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)

@@ -13,15 +13,13 @@ from typing import Any
 
 from vllm_hsd import host
 from vllm_hsd.checked_files import written_whole
-from vllm_hsd.cli import greedy
+from vllm_hsd.cli import bench_html, bench_quality, greedy
 from vllm_hsd.cli.bench_jobs import Job, Results
 from vllm_hsd.engine import Generation
 
 Row = dict[str, Any]
-# Wall time over CPU time above which other processes must have slowed a single thread down.
-BUSY = 1.25
 WIDTH = 98
-NAME_WIDTH = 26
+NAME_WIDTH = 25
 
 
 def rows(results: Results) -> list[Row]:
@@ -42,6 +40,7 @@ def _row(results: Results, index: int, batch_size: int, temperature: float) -> R
         "name": comparison.names[index],
         "batch_size": batch_size,
         "temperature": temperature,
+        "rounds": comparison.rounds,
         **dict.fromkeys(
             ("tokens_per_second", "speedup", "speedup_low", "speedup_high", "tokens_per_step")
         ),
@@ -65,7 +64,7 @@ def _row(results: Results, index: int, batch_size: int, temperature: float) -> R
         "tokens_per_step": tokens_per_step(everything),
         "acceptance": acceptance(everything),
         "ttft_ms": 1e3 * statistics.median(t for g in everything for t in g.first_token_seconds),
-        "tpot_ms": time_per_output_token(everything),
+        "tpot_ms": bench_quality.time_per_output_token(everything),
     }
     if temperature == 0:
         own_gaps = [
@@ -123,22 +122,6 @@ def acceptance(generations: Sequence[Generation]) -> list[float | None]:
     return [round(a / d, 4) if d else None for a, d in zip(accepted, drafted, strict=True)]
 
 
-def time_per_output_token(generations: Sequence[Generation]) -> float | None:
-    """Median over requests of the milliseconds per token after the first."""
-    times = [
-        1e3 * (last - first) / (len(ids) - 1)
-        for generation in generations
-        for first, last, ids in zip(
-            generation.first_token_seconds,
-            generation.last_token_seconds,
-            generation.token_ids,
-            strict=True,
-        )
-        if len(ids) > 1
-    ]
-    return statistics.median(times) if times else None
-
-
 def machine(device: str, threads: int) -> str:
     """The processor or accelerator that engines run on, with what vLLM uses of it."""
     cores = f"{host.cores()} cores"
@@ -191,7 +174,8 @@ def table(results: Results, rows: Sequence[Row]) -> str:
             _line(
                 row["name"],
                 f"{row['tokens_per_second']:.1f}",
-                f"{row['speedup']:.2f} ({row['speedup_low']:.2f}-{row['speedup_high']:.2f})",
+                f"{row['speedup']:.2f} ({row['speedup_low']:.2f}-{row['speedup_high']:.2f})"
+                + "!" * bench_quality.exceeds_tokens_per_step(row),
                 _number(row["tokens_per_step"], 2),
                 " ".join(_number(rate, 2) for rate in row["acceptance"]) or "-",
                 _number(row["ttft_ms"], 1),
@@ -200,27 +184,24 @@ def table(results: Results, rows: Sequence[Row]) -> str:
         )
     notes = (
         f"Medians of {results.comparison.rounds} rounds. speed-up: over no speculation in the same "
-        "round (lowest-highest). tok/step: tokens per decoding step of the target. accepted: share "
-        "of each level's draft tokens that the next model accepted, cheapest level first. TTFT: "
-        "time to first token. differ: greedy outputs that are not those of no speculation (in its "
-        "own row: not those of its first round)."
+        "round (lowest-highest of all rounds). tok/step: tokens per decoding step of the target. "
+        "accepted: share of each level's draft tokens that the next model accepted, cheapest level "
+        "first. TTFT: time to first token. differ: greedy outputs that are not those of no "
+        "speculation (in its own row: not those of its first round)."
     )
     lines += ["", *textwrap.wrap(notes, WIDTH)]
     for sentence in greedy.sentences(results, results.differences, results.metadata["dtype"]):
         lines += textwrap.wrap(sentence, WIDTH)
-    for note in warnings(results):
+    for note in warnings(results, rows):
         lines += textwrap.wrap(f"Note: {note}", WIDTH)
     return "\n".join(lines)
 
 
-def warnings(results: Results) -> list[str]:
+def warnings(results: Results, rows: Sequence[Row] = ()) -> list[str]:
     """What makes the figures less trustworthy than they look."""
+    notes = bench_quality.sentences(results, rows)
     if not results.metadata["on_host"]:
-        return []
-    notes = []
-    busy = statistics.median(g.seconds / g.cpu_seconds for g in results.generations.values())
-    if busy > BUSY:
-        notes.append(f"the cores were busy with other work (wall time {busy:.1f} times CPU time).")
+        return notes
     comparison = results.comparison
     stock = [config for config in comparison.configs if config and config.get("method") != "hsd"]
     if max(comparison.temperatures) > 0 and any(
@@ -238,7 +219,7 @@ def _short(name: str) -> str:
 
 
 def _line(name: str, *cells: str) -> str:
-    widths = (8, 17, 8, 14, 7, 6)
+    widths = (8, 18, 8, 14, 7, 6)
     return "  ".join(
         [f"{_short(name):{NAME_WIDTH}}"]
         + [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)]
@@ -250,7 +231,7 @@ def _number(value: float | None, decimals: int) -> str:
 
 
 def write(results: Results, rows: Sequence[Row]) -> list[str]:
-    """Write bench.json, bench.csv and, where matplotlib is installed, bench.png.
+    """Write bench.json, bench.csv, bench.html and, where matplotlib is installed, bench.png.
 
     Returns:
         lines that say what was written and what was not.
@@ -278,6 +259,9 @@ def write(results: Results, rows: Sequence[Row]) -> list[str]:
         paths.append(output / "bench.png")
     except ImportError:
         lines.append("bench.png was skipped: pip install 'vllm-hsd[bench]' for matplotlib.")
+    with written_whole(output / "bench.html") as unfinished:
+        unfinished.write_text(bench_html.page(results, rows, warnings(results, rows)))
+    paths.append(output / "bench.html")
     return [f"Written: {', '.join(map(str, paths))}", *lines]
 
 

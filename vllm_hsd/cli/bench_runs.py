@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Self
 
-from vllm_hsd.cli import greedy
+from vllm_hsd.cli import bench_quality, greedy
 from vllm_hsd.cli.bench_jobs import Comparison, Job, Results, Setup
 from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.errors import UserError
@@ -32,6 +32,7 @@ class Engines:
     def __init__(self, comparison: Comparison, setup: Setup) -> None:
         self._comparison = comparison
         self._running: dict[int, EngineProcess] = {}
+        self.cores: list[int] = []
         self._available = setup.available_memory
         self._on_host = setup.device == "cpu"
         self._prompt = setup.prompt_ids[0]
@@ -61,6 +62,7 @@ class Engines:
             log=comparison.output / "logs" / f"{index}.log",
         )
         self._running[index] = engine.__enter__()
+        self.cores = engine.call(bench_quality.pin) if self._on_host else []
         # The first batch of an engine is slower than all later ones.
         warm_up = {"max_tokens": min(comparison.max_tokens, 16), "ignore_eos": True}
         engine.generate([self._prompt] * max(comparison.batch_sizes), warm_up)
@@ -114,7 +116,8 @@ def measure(results: Results, setup: Setup) -> None:
                     continue
                 name = comparison.names[job.config]
                 try:
-                    found = _generate(engines.get(job.config), comparison, setup.prompt_ids, job)
+                    engine, before = engines.get(job.config), bench_quality.CpuTimes.now()
+                    found = _generate(engine, comparison, setup.prompt_ids, job)
                 except UserError as error:
                     if job.config == 0:
                         raise
@@ -122,13 +125,14 @@ def measure(results: Results, setup: Setup) -> None:
                     engines.close(job.config)
                     progress(f"could not run: {error}")
                     continue
-                results.generations[job] = found
+                bench_quality.record(results, job, found, before)
                 rate = found.num_tokens / found.seconds
                 progress(
                     f"[{done}/{total}] round {round_ + 1}, batch size {job.batch_size}, "
                     f"temperature {job.temperature:g}, {name}: {rate:.1f} tokens/s"
                 )
         compare_greedy(results, setup, engines)
+        results.metadata |= {"pinned_to_cores": engines.cores, **bench_quality.summary(results)}
         if sys.stderr.isatty():
             print(file=sys.stderr)
 
