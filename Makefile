@@ -28,11 +28,11 @@ smollm2: venv
 # The demo tells how long its first answer took, set-up included.
 demo: export DEMO_STARTED := $(shell date +%s)
 demo: venv
-	$(BIN)/python -m benchmarks.end_to_end.demo
+	$(BIN)/python -m benchmarks.studies.demo
 
 # Three levels below a synthetic target: the tiny family of benchmarks/models.
 demo-cascade: venv
-	$(BIN)/python -m benchmarks.end_to_end.demo_cascade
+	$(BIN)/python -m benchmarks.studies.demo_cascade
 
 # Engines are single-threaded, so two test processes share two cores.
 test: venv
@@ -108,30 +108,30 @@ bench-several-drafts: venv
 	$(BIN)/python -m benchmarks.planner.several_drafts --output results/planner
 
 bench-ablations: venv
-	$(BIN)/python -m benchmarks.ablations.run
+	$(BIN)/python -m benchmarks.studies.ablations
 
 bench-step-profile: venv
-	$(BIN)/python -m benchmarks.end_to_end.profile_step
+	$(BIN)/python -m benchmarks.studies.profile_step
 
 bench-demo: demo
 
 bench-demo-cascade: demo-cascade
 
 bench-batch-sizes: venv
-	$(BIN)/python -m benchmarks.end_to_end.demo_cascade --batch-sizes 1,4,8,16 --num-prompts 16 \
+	$(BIN)/python -m benchmarks.studies.demo_cascade --batch-sizes 1,4,8,16 --num-prompts 16 \
 		--output results/batch_sizes
 
 bench-adaptive: venv
-	$(BIN)/python -m benchmarks.end_to_end.adaptive
+	$(BIN)/python -m benchmarks.studies.adaptive
 
 # The papers' tables on the real model; hours, resumed where it was stopped. PROMPTS: a directory of
 # JSON lines files with "turns", one for each set.
 bench-real: venv
-	$(BIN)/python -m benchmarks.paper_tables.real_model --prompts $(PROMPTS)
+	$(BIN)/python -m benchmarks.studies.real_model --prompts $(PROMPTS)
 
 # Adaptive drafting on every set, batch size, temperature and prefix cache; as long, and resumed, too.
 bench-workloads: venv
-	$(BIN)/python -m benchmarks.end_to_end.workloads --prompts $(PROMPTS)
+	$(BIN)/python -m benchmarks.studies.workloads --prompts $(PROMPTS)
 
 # Everything that only a GPU can show, item by item; goes on where it was ended. Builds no .venv: a
 # host without a network brings its packages (docs/gpu-proof.md). ARGS="--seconds 540", for example.

@@ -1,13 +1,12 @@
-"""Paths, prompts, statistics, CSV files and figures that the benchmarks share.
+"""Paths, prompts, statistics and CSV files that the benchmarks share.
 
-Run a benchmark from the root of the repository, for example `python -m benchmarks.end_to_end.demo`.
+Run a benchmark from the root of the repository, for example `python -m benchmarks.studies.demo`.
 """
 
 import csv
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -104,16 +103,3 @@ def write_csv(
         for row in rows:
             cells = {k: f"{v:.4f}" if isinstance(v, float) else v for k, v in row.items()}
             writer.writerow({**cells, **origin})
-
-
-@contextmanager
-def saved_figure(path: Path, width: float, height: float) -> Iterator[Any]:
-    """A matplotlib figure that is written to `path` on leaving the block."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    yield figure
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)

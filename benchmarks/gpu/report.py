@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import commit, saved_figure
+from benchmarks.common import commit
 from benchmarks.gpu.items import Item
 from benchmarks.gpu.results import Result
+from benchmarks.plot import saved_figure
 
 # Rows that report.md shows; the CSV file has all.
 SHOWN = 40

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import saved_figure, write_csv
+from benchmarks.common import write_csv
 from benchmarks.kernels.drafts import Drafts
 from benchmarks.kernels.timing import NotTimed, capture, copy_bandwidth, spread_us
 from benchmarks.kernels.vllm_v1 import load_v1
+from benchmarks.plot import saved_figure
 from vllm_hsd.kernels.testing import reference, vllm_sampler
 from vllm_hsd.verify import verify_chain
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import saved_figure, write_csv
+from benchmarks.common import write_csv
 from benchmarks.kernels.vllm_v1 import plain_sampling
+from benchmarks.plot import saved_figure
 from vllm_hsd.verify import verify_chain
 
 DRAFT = 8

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import saved_figure, write_csv
+from benchmarks.common import write_csv
 from benchmarks.kernels.drafts import Drafts
+from benchmarks.plot import saved_figure
 from vllm_hsd.kernels.testing import vllm_sampler
 from vllm_hsd.kernels.testing.interpreter import count_bytes, repair
 

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from benchmarks.common import REPOSITORY, saved_figure, write_csv
+from benchmarks.common import REPOSITORY, write_csv
 from benchmarks.planner.two_levels import Drafters, best, small_at_target
+from benchmarks.plot import saved_figure
 
 # Costs of the mid model over the target's, and of the small model over the mid one's.
 MID_COSTS = np.geomspace(0.02, 0.6, 12)

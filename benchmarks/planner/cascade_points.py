@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cells import Table
 from benchmarks.common import MODELS, RESULTS
 from benchmarks.models.zero_pad import intermediate_size_for, zero_pad
 from benchmarks.planner.check_predictions import ENGINE, spent_and_emitted, summary
+from benchmarks.sweep import Table
 from vllm_hsd.planner.acceptance import Acceptances, measure_acceptance
 from vllm_hsd.planner.models import ModelSet
 from vllm_hsd.planner.predict import Measured, Selection, predict

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import saved_figure, write_csv
+from benchmarks.common import write_csv
+from benchmarks.plot import saved_figure
 from benchmarks.toy_models import measure
 
 RATES = (0.5, 0.6, 0.7, 0.8, 0.9)

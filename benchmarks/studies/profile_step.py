@@ -1,6 +1,6 @@
 """Where one engine step spends its time: forward passes against everything around them.
 
-    python -m benchmarks.end_to_end.profile_step      # minutes; writes results/profile_step/
+    python -m benchmarks.studies.profile_step      # minutes; writes results/profile_step/
 
 A cascade and no speculation, on the zero-padded target (see benchmarks/models/zero_pad.py), at
 temperature 1 and batch sizes 1, 4 and 16. Methods of the runner are timed from outside. Every part
@@ -23,9 +23,10 @@ from benchmarks.common import (
     RESULTS,
     padded_target,
     prompts,
-    saved_figure,
     write_csv,
 )
+from benchmarks.plot import saved_figure
+from benchmarks.studies.configs import fixed
 from vllm_hsd.engine import EngineProcess
 
 OUTPUT = RESULTS / "profile_step"
@@ -34,15 +35,9 @@ MAX_TOKENS = 48
 OUTSIDE = "all outside forward passes"
 CONFIGURATIONS = {
     "no speculation": None,
-    "small, mid": {
-        "method": "hsd",
-        "adaptive": False,
-        "num_speculative_tokens": 8,
-        "levels": [
-            {"model": str(MODELS / "small"), "num_tokens": 4},
-            {"model": str(MODELS / "mid")},
-        ],
-    },
+    "small, mid": fixed(
+        {"model": str(MODELS / "small"), "num_tokens": 4}, {"model": str(MODELS / "mid")}
+    ),
 }
 
 

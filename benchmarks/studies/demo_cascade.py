@@ -1,6 +1,6 @@
 """`vllm-hsd bench` on the tiny family: a cascade, single drafters and no speculation.
 
-    python -m benchmarks.end_to_end.demo_cascade      # or `make demo-cascade`; five minutes
+    python -m benchmarks.studies.demo_cascade         # or `make demo-cascade`; five minutes
 
 The target is zero-padded (see benchmarks/models/zero_pad.py): on a CPU the tiny one costs no more
 than its drafters. Ends with status 1 if greedy outputs differ.
@@ -19,6 +19,7 @@ from benchmarks.common import (
     padded_target,
     prompts,
 )
+from benchmarks.studies.configs import fixed
 from vllm_hsd.cli import bench
 from vllm_hsd.cli.bench_jobs import Comparison
 from vllm_hsd.cli.options import integers
@@ -31,13 +32,7 @@ MID = {"model": os.path.relpath(MODELS / "mid")}
 
 def cascade(*levels: dict) -> dict:
     """A configuration of levels that have their draft lengths under "num_tokens"."""
-    length = levels[-1]["num_tokens"]
-    return {
-        "method": "hsd",
-        "num_speculative_tokens": length,
-        "levels": list(levels),
-        "adaptive": False,
-    }
+    return fixed(*levels, length=levels[-1]["num_tokens"])
 
 
 CONFIGS = [

@@ -24,10 +24,18 @@ def sources(length: int = DRAFT_LENGTH) -> list[dict[str, Any]]:
     """
     alone = levels()
     mixed = [{"first_of": alone}] if len(alone) > 1 else []
-    return [
-        {"method": "hsd", "num_speculative_tokens": length, "levels": [level], "adaptive": False}
-        for level in alone + mixed
-    ]
+    return [fixed(level, length=length) for level in alone + mixed]
+
+
+def fixed(*levels: dict[str, Any], length: int = DRAFT_LENGTH, **keys: Any) -> dict[str, Any]:
+    """A configuration of levels, by default of fixed draft lengths.
+
+    Args:
+        length: tokens that the target verifies at most.
+        keys: further ones of the cascade.
+    """
+    config = {"method": "hsd", "num_speculative_tokens": length, "levels": list(levels)}
+    return {**config, "adaptive": False, **keys}
 
 
 def levels() -> list[dict[str, Any]]:

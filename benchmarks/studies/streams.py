@@ -15,14 +15,14 @@ class Served:
     Attributes:
         num_tokens: of all requests.
         seconds: the time.
-        first_token: seconds to it, of every request that got one.
+        first_token_seconds: seconds to it, of every request that got one.
         per_token: seconds of a token after the first one, of every request with two or more.
         levels: counts of every level of a cascade, cheapest first; empty for other methods.
     """
 
     num_tokens: int = 0
     seconds: float = 0.0
-    first_token: list[float] = field(default_factory=list)
+    first_token_seconds: list[float] = field(default_factory=list)
     per_token: list[float] = field(default_factory=list)
     levels: list[dict[str, float]] = field(default_factory=list)
 
@@ -86,7 +86,7 @@ def keep_streams(
     for request in [*ended, *requests.values()]:
         served.num_tokens += request.tokens
         if request.tokens:
-            served.first_token.append(request.first - request.arrived)
+            served.first_token_seconds.append(request.first - request.arrived)
         if request.tokens > 1:
             served.per_token.append((request.last - request.first) / (request.tokens - 1))
     served.levels = counted_since(before)

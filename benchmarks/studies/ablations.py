@@ -1,6 +1,6 @@
 """Ablations on the tiny models: what each choice does to the block efficiency.
 
-    python -m benchmarks.ablations.run [--only NAME ...] [--output results/ablations]
+    python -m benchmarks.studies.ablations [--only NAME ...] [--output results/ablations]
 
 Everything but the number of drafts runs through vLLM with method "hsd" on the target as trained
 (not zero-padded): the figures are counts, not times, and so hold on a busy machine. Each row is the
@@ -15,7 +15,6 @@ those of "Hierarchical Speculative Decoding with Dynamic Window", section "Furth
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +23,10 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
-from benchmarks.common import ENGINE_ARGS, MODELS, RESULTS, prompts, saved_figure, write_csv
-from vllm_hsd.engine import EngineProcess, Generation
+from benchmarks import plot, sweep
+from benchmarks.common import ENGINE_ARGS, MODELS, RESULTS, prompts
+from benchmarks.studies.configs import fixed
+from vllm_hsd.engine import EngineProcess
 
 RUNS, PROMPTS, TOKENS = 6, 16, 96
 SMALL, MID = {"model": str(MODELS / "small")}, {"model": str(MODELS / "mid")}
@@ -143,13 +144,7 @@ def experiments() -> dict[str, tuple[str, list[Variant]]]:
 
 def measure(variant: Variant, texts: list[str], log: Path) -> Iterator[dict[str, Any]]:
     """One row per point."""
-    cascade = {
-        "method": "hsd",
-        "adaptive": False,
-        "num_speculative_tokens": variant.draft,
-        "levels": variant.levels,
-        **variant.keys,
-    }
+    cascade = fixed(*variant.levels, length=variant.draft, **variant.keys)
     engine_args = {
         **ENGINE_ARGS,
         "model": str(MODELS / "target"),
@@ -160,35 +155,21 @@ def measure(variant: Variant, texts: list[str], log: Path) -> Iterator[dict[str,
             if draft_lengths is not None:
                 engine.select_levels(range(len(draft_lengths)), draft_lengths)
             runs = [engine.generate(texts, sampling(temperature, 1000 * i)) for i in range(RUNS)]
-            yield {"variant": variant.name, "x": x, "temperature": temperature, **figures(runs)}
+            yield {
+                "configuration": variant.name,
+                "x": x,
+                "batch_size": len(texts),
+                "temperature": temperature,
+                "batches": len(runs),
+                **sweep.counts(runs),
+                "max_tokens": TOKENS,
+            }
 
 
 def sampling(temperature: float, seed: int) -> list[dict[str, Any]]:
     """Sampling parameters of every prompt."""
     shared = {"temperature": temperature, "max_tokens": TOKENS, "ignore_eos": True}
     return [{**shared, "seed": seed + i} for i in range(PROMPTS)]
-
-
-def figures(runs: list[Generation]) -> dict[str, float]:
-    """Counts of several runs of one point, as the columns of a row."""
-    efficiency = [run.num_tokens / run.num_target_steps for run in runs]
-    steps, tokens = sum(run.num_target_steps for run in runs), sum(run.num_tokens for run in runs)
-    levels = [
-        {key: sum(run.levels[i][key] for run in runs) for key in ("drafted", "accepted")}
-        for i in range(len(runs[0].levels))
-    ]
-    # What a level passes on holds the tokens that it accepted from the level below.
-    generated = levels[0]["drafted"] + sum(
-        upper["drafted"] - lower["accepted"] for lower, upper in itertools.pairwise(levels)
-    )
-    accepted = sum(run.accepted for run in runs)
-    return {
-        "block_efficiency": float(np.mean(efficiency)),
-        "block_efficiency_sd": float(np.std(efficiency, ddof=1)),
-        "redundancy": 1 - accepted / generated,
-        "target_utilization": steps / tokens,
-        "generated_per_target_call": generated / steps,
-    }
 
 
 def measure_number_of_drafts(texts: list[str]) -> Iterator[dict[str, Any]]:
@@ -214,46 +195,14 @@ def measure_number_of_drafts(texts: list[str]) -> Iterator[dict[str, Any]]:
             calls = sum(result.target_calls for result in results)
             tokens = sum(len(result.token_ids) for result in results)
             yield {
-                "variant": draw,
+                "configuration": draw,
                 "x": drafts,
                 "temperature": 1.0,
                 "block_efficiency": tokens / calls,
                 "block_efficiency_sd": float(np.std(efficiency, ddof=1) / len(efficiency) ** 0.5),
-                "redundancy": "",
                 "target_utilization": calls / tokens,
                 "generated_per_target_call": sum(result.drafted for result in results) / calls,
             }
-
-
-def plot(rows: list[dict[str, Any]], labels: dict[str, str], path: Path) -> None:
-    """One panel per ablation: block efficiency over x."""
-    height = (len(labels) + 1) // 2
-    with saved_figure(path, 12, 3.2 * height + 1) as figure:
-        panels = figure.subplots(height, 2, squeeze=False).flat
-        for axes, (name, label) in itertools.zip_longest(
-            panels, labels.items(), fillvalue=("", "")
-        ):
-            own = [row for row in rows if row["ablation"] == name]
-            if not own:
-                axes.axis("off")
-                continue
-            axes.set(title=name, xlabel=label, ylabel="tokens per target call")
-            xs = {row["x"] for row in own}
-            if len(xs) == 1:
-                # One point per variant: the variants are the axis.
-                axes.set_xlabel(f"{label} {xs.pop():g}")
-                axes.errorbar(*columns(own, "variant"), fmt="o")
-                axes.tick_params("x", rotation=20, labelsize=7)
-                continue
-            for variant in dict.fromkeys(row["variant"] for row in own):
-                points = columns([row for row in own if row["variant"] == variant], "x")
-                axes.errorbar(*points, marker="o", label=variant)
-            axes.legend(fontsize=7)
-
-
-def columns(rows: list[dict[str, Any]], x: str) -> list[list[Any]]:
-    """Values of x, block efficiency and its standard deviation."""
-    return [[row[key] for row in rows] for key in (x, "block_efficiency", "block_efficiency_sd")]
 
 
 def main() -> None:
@@ -266,20 +215,31 @@ def main() -> None:
     labels = {name: label for name, (label, _) in chosen.items()}
     jobs = [(name, variant) for name, (_, variants) in chosen.items() for variant in variants]
     rows = [
-        {"ablation": name, **row}
+        {"group": name, **row}
         for name, variant in track(jobs, "ablations")
         for row in measure(variant, texts, options.output / "engine.log")
     ]
     drafts = "number of drafts (reference engine)"
     if not options.only or drafts in options.only:
         labels[drafts] = "drafts K"
-        rows += [{"ablation": drafts, **row} for row in measure_number_of_drafts(texts)]
-    write_csv(options.output / "ablations.csv", rows)
-    plot(rows, labels, options.output / "ablations.png")
+        rows += [{"group": drafts, **row} for row in measure_number_of_drafts(texts)]
+    table = sweep.Table(options.output / "ablations.csv")
+    table.path.unlink(missing_ok=True)
+    table.add(rows)
+    plot.lines(
+        rows,
+        table.path.with_suffix(".png"),
+        x="x",
+        measures={"block_efficiency": "tokens per target call"},
+        panel="group",
+        error="block_efficiency_sd",
+        wrap=2,
+        labels=labels,
+    )
     for row in rows:
         counts = f"{row['block_efficiency']:6.3f} +- {row['block_efficiency_sd']:.3f}"
         place = f"{row['x']:5g} temperature {row['temperature']:g}"
-        print(f"{row['ablation']:36} {row['variant']:28} {place} {counts}")
+        print(f"{row['group']:36} {row['configuration']:28} {place} {counts}")
 
 
 if __name__ == "__main__":

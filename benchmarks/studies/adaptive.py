@@ -1,0 +1,117 @@
+"""A load that swings between one stream and many: no speculation, fixed drafts, adaptive drafts.
+
+    python -m benchmarks.studies.adaptive        # or `make bench-adaptive`; about 20 minutes
+
+SmolLM2-135M-Instruct answers the prompts of the demo. A phase keeps a number of streams busy for a
+minute: what comes right after a shift counts. The engines take turns in every phase, and each keeps
+what it has learned from one phase to the next. Writes adaptive.csv and adaptive.png: tokens per
+second and median time per token over those of no speculation, and what was chosen: mean draft
+length and the share of steps without a draft, per request.
+"""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import plot, sweep
+from benchmarks.common import RESULTS, commit
+from benchmarks.studies.configs import fixed, levels, missing
+from benchmarks.studies.demo import read_demo_prompts
+from benchmarks.studies.streams import keep_streams
+from benchmarks.sweep import Sweep
+from vllm_hsd.cli.bench_runs import progress
+from vllm_hsd.cli.options import integers
+
+
+def configurations() -> dict[str, dict[str, Any]]:
+    """The best lookup with fixed drafts; the same, and all sources, adaptive."""
+    lookup = [level for level in levels() if "eagle3" not in level][-1]
+    kind = next(iter(lookup))
+    return {
+        f"{kind}, fixed": fixed(lookup),
+        f"{kind}, adaptive": fixed(lookup, adaptive=True),
+        "all sources, adaptive": fixed({"first_of": levels()}, adaptive=True),
+    }
+
+
+def measure(
+    engines: Sweep, streams: Sequence[int], seconds: float, temperature: float
+) -> list[dict[str, Any]]:
+    """A row per phase and configuration; `x` is the phase, the batch size its streams."""
+    rows = []
+    params = {**engines.params, "temperature": temperature}
+    prompts, names = engines.setup.prompt_ids, engines.names
+    for phase, count in enumerate(streams):
+        served = {}
+        for shift in range(len(names)):
+            index = (phase + shift) % len(names)
+            engine = engines.engines.get(index)
+            served[index] = engine.call(keep_streams, prompts, count, seconds, params)
+        plain = served[0]
+        for index, name in enumerate(names):
+            own = served[index]
+            per_token = [statistics.median(each.per_token) for each in (own, plain)]
+            rows.append(
+                {
+                    "x": phase,
+                    "batch_size": count,
+                    "temperature": temperature,
+                    "configuration": name,
+                    **sweep.times([own], [plain]),
+                    "per_token": per_token[0] / per_token[1],
+                    **sweep.chosen([own]),
+                    "dtype": engines.setup.dtype,
+                    "max_tokens": engines.params["max_tokens"],
+                }
+            )
+            progress(
+                f"phase {phase + 1} of {len(streams)}, {count} streams, {name}: "
+                f"{rows[-1]['speedup']:.2f}"
+            )
+    return rows
+
+
+def main() -> int:
+    parser = sweep.options(__doc__, RESULTS / "adaptive")
+    parser.add_argument("--streams", type=integers, default=[1, 64, 1, 64, 1])
+    parser.add_argument("--seconds", type=float, default=60.0, help="of a phase, for each engine")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    options = parser.parse_args()
+    print(*missing(), sep="\n")
+    prompts = [
+        [{"role": "user", "content": text}]
+        for texts in zip(*read_demo_prompts().values(), strict=True)
+        for text in texts
+    ]
+    with sweep.started(
+        options,
+        configurations(),
+        prompts,
+        batch_sizes=sorted(set(options.streams)),
+        temperatures=[options.temperature],
+    ) as engines:
+        for index in range(len(engines.names)):
+            engines.engines.get(index)
+        rows = measure(engines, options.streams, options.seconds, options.temperature)
+    table = sweep.Table(options.output / "adaptive.csv")
+    table.path.unlink(missing_ok=True)
+    table.add(rows)
+    plot.lines(
+        table.rows,
+        table.path.with_suffix(".png"),
+        x="x",
+        measures={
+            "speedup": "tokens/s over\nno speculation",
+            "per_token": "median time per token\nover no speculation",
+            "draft_length": "mean draft\nlength",
+            "no_draft": "share without\na draft",
+        },
+        labels={"": f"phase: {', '.join(map(str, options.streams))} streams"},
+        title=f"{options.dtype}, {table.rows[0]['machine']}, commit {commit()}",
+    )
+    print(f"Written: {table.path}, {table.path.with_suffix('.png')}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

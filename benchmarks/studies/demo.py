@@ -1,0 +1,227 @@
+"""Real answers of a real chat model, by every source of drafts alone and by all of them together.
+
+    python -m benchmarks.studies.demo             # or `make demo`; at most eight minutes
+
+SmolLM2-135M-Instruct answers prompts that were written for this demo (demo_prompts.jsonl: six kinds
+of six). Every prompt is answered without speculation and with every source, in an order that
+rotates, at temperature 0 and 0.7; rounds of one prompt of each kind go on until the time is over.
+Writes demo.csv and demo.png. Ends with status 1 if greedy answers differ (in 16 bits: elsewhere
+than at near ties of the target's own logits).
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks import plot, sweep
+from benchmarks.common import RESULTS, commit
+from benchmarks.studies.configs import missing, sources
+from benchmarks.sweep import PLAIN, Cell, Sweep
+from vllm_hsd.cli import bench_report
+from vllm_hsd.cli.bench_jobs import config_name
+from vllm_hsd.engine import Generation
+
+PROMPTS = Path(__file__).parent / "demo_prompts.jsonl"
+TEMPERATURES = [0.0, 0.7]
+ALL = "all kinds"
+# Lines of a streamed answer on the terminal.
+SHOWN = 240
+
+
+def read_demo_prompts() -> dict[str, list[str]]:
+    """Prompts by kind."""
+    prompts: dict[str, list[str]] = {}
+    for line in PROMPTS.read_text().splitlines():
+        entry = json.loads(line)
+        prompts.setdefault(entry["kind"], []).append(entry["turns"][0])
+    return prompts
+
+
+class Screen:
+    """Answers as they are written: in place on a terminal, a line for each one elsewhere."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._console = Console()
+        self._live = Live(console=self._console, refresh_per_second=6, transient=True)
+        self._names = names
+        self._answers = [""] * len(names)
+        self._rates = [""] * len(names)
+        self._title, self._done = "", 0
+
+    def __enter__(self) -> "Screen":
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._live.stop()
+
+    def ask(self, title: str) -> None:
+        """A new prompt, which all configurations are going to answer."""
+        self._title = title
+        self._answers = [""] * len(self._names)
+        self._rates = [""] * len(self._names)
+
+    def add(self, index: int, text: str) -> None:
+        """More of a configuration's answer."""
+        self._answers[index] += text
+        self._draw()
+
+    def finish(self, index: int, found: Generation) -> None:
+        """A configuration has answered."""
+        self._done += 1
+        steps = bench_report.tokens_per_step([found])
+        self._rates[index] = f"{found.num_tokens / found.seconds:.1f} tokens/s"
+        self._draw()
+        if not self._console.is_terminal:
+            answer = " ".join(found.texts[0].split())[:60]
+            per_step = "" if steps is None else f", {steps:.2f} tokens per step"
+            print(
+                f"{time.strftime('%H:%M:%S')} [{self._done}] {self._title}, {self._names[index]}: "
+                f"{self._rates[index]}{per_step}: {answer} ...",
+                flush=True,
+            )
+
+    def _draw(self) -> None:
+        if not self._console.is_terminal:
+            return
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column()
+        for name, rate, answer in zip(self._names, self._rates, self._answers, strict=True):
+            table.add_row(name, rate, Text(" ".join(answer.split())[-SHOWN:]))
+        self._live.update(Group(Text(self._title, style="bold"), table))
+
+
+def stream_first_answer(engines: Sweep) -> float:
+    """Show the first answer word by word, without speculation.
+
+    Returns:
+        the time at which its first word was there, in seconds of `time.time`.
+    """
+    times = []
+
+    def show(_: int, text: str) -> None:
+        times.append(time.time())
+        print(text, end="", flush=True)
+
+    params = {**engines.params, "temperature": 0.0}
+    engines.engines.get(0).generate(engines.setup.prompt_ids[:1], params, show)
+    print("\n")
+    return times[0]
+
+
+def measure(engines: Sweep, kinds: Sequence[str], rounds: int, until: float) -> list[Cell]:
+    """Answer rounds of a prompt of every kind until the time is over.
+
+    Args:
+        until: no round starts that would probably end after this time of `time.monotonic`.
+    """
+    cells = [
+        Cell("", kind, [(number * rounds + round_,) for round_ in range(rounds)], temperature)
+        for temperature in TEMPERATURES
+        for number, kind in enumerate(kinds)
+    ]
+    longest = 0.0
+    with Screen(engines.names) as screen:
+        for round_ in range(rounds):
+            began = time.monotonic()
+            if round_ and began + longest > until:
+                break
+            for turn, cell in enumerate(cells):
+                screen.ask(f"round {round_ + 1}, {cell.set}, temperature {cell.temperature:g}")
+                engines.answer(cell, round_, turn, screen.add, screen.finish)
+            longest = max(longest, time.monotonic() - began)
+    return cells
+
+
+def print_tables(rows: Sequence[dict[str, Any]]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for temperature in TEMPERATURES:
+        table = Table(title=f"Speed-up over no speculation, temperature {temperature:g}")
+        table.add_column("prompts")
+        table.add_column("no speculation, tokens/s", justify="right")
+        at = [row for row in rows if row["temperature"] == temperature]
+        for name in plot.values(at, "configuration")[1:]:
+            table.add_column(name, justify="right")
+        for kind in plot.values(at, "set"):
+            own = [row for row in at if row["set"] == kind]
+            table.add_row(
+                kind,
+                f"{own[0]['tokens_per_second']:.1f}",
+                *(
+                    f"{row['speedup']:.2f} ({row['speedup_low']:.2f}-{row['speedup_high']:.2f})"
+                    for row in own[1:]
+                ),
+                end_section=kind != ALL,
+            )
+        console.print(table)
+    console.print("All answers of a kind together (quartiles of single answers).", soft_wrap=True)
+
+
+def main() -> int:
+    parser = sweep.options(__doc__, RESULTS / "demo")
+    parser.add_argument(
+        "--minutes", type=float, default=7.0, help="time after which no round starts"
+    )
+    parser.add_argument("--rounds", type=int, default=6, help="most prompts of each kind")
+    options = parser.parse_args()
+    began = time.monotonic()
+    # `make demo` says when it was called: .venv and the model are part of the wait.
+    called = float(os.environ.get("DEMO_STARTED") or time.time())
+    print(*missing(), sep="\n")
+    by_kind = {kind: texts[: options.rounds] for kind, texts in read_demo_prompts().items()}
+    kinds, rounds = list(by_kind), min(map(len, by_kind.values()))
+    prompts = [[{"role": "user", "content": text}] for texts in by_kind.values() for text in texts]
+    configs = {config_name(config): config for config in sources()}
+    with sweep.started(
+        options, configs, prompts, temperatures=TEMPERATURES, ignore_eos=False
+    ) as engines:
+        engines.engines.get(0)
+        print(f"\n> {by_kind[kinds[0]][0]}\n", flush=True)
+        waited = stream_first_answer(engines) - called
+        print(f"First streamed answer {waited:.0f} s after the call.", flush=True)
+        for index in range(1, len(engines.names)):
+            engines.engines.get(index)
+        cells = measure(engines, kinds, rounds, began + 60 * options.minutes)
+        faults = engines.compare()
+    rows = []
+    for temperature in TEMPERATURES:
+        own = [cell for cell in cells if cell.temperature == temperature]
+        rows += [row for cell in own for row in engines.rows([cell])]
+        rows += engines.rows(own, set=ALL)
+    print_tables(rows)
+    for line in bench_report.warnings(engines.results):
+        print(f"Note: {line}")
+    print(*faults, sep="\n")
+    if not engines.results.differences:
+        print("Greedy answers are equal, token for token.")
+    table = sweep.Table(options.output / "demo.csv")
+    table.path.unlink(missing_ok=True)
+    table.add(rows)
+    plot.bars(
+        [row for row in rows if row["configuration"] != PLAIN],
+        table.path.with_suffix(".png"),
+        x="set",
+        panel="temperature",
+        measure="speedup",
+        title=f"SmolLM2-135M-Instruct, {options.dtype}, {table.rows[0]['machine']}, commit "
+        f"{commit()}\nbars: speed-up over no speculation; lines: quartiles of single answers",
+    )
+    print(f"Written: {table.path}, {table.path.with_suffix('.png')}")
+    print(f"{time.monotonic() - began:.0f} s; first answer {waited:.0f} s after the call.")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,424 @@
+"""Configurations take turns on the same prompts: cells, rows of one schema, resumed where stopped.
+
+A study is a table of groups; a group's cells are set x batch size x temperature. In a cell, every
+batch of prompts is answered by no speculation and by all configurations of the group, one after
+the other in an order that rotates, so that what slows the machine down slows all of them.
+"""
+
+import argparse
+import csv
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import write_csv
+from benchmarks.models.smollm2 import smollm2
+from vllm_hsd.cli import bench, bench_report, greedy
+from vllm_hsd.cli.bench_jobs import Comparison, Job, Results, Setup
+from vllm_hsd.cli.bench_runs import Engines, compare_greedy, progress
+from vllm_hsd.engine import Generation
+from vllm_hsd.planner.prompts import read_prompts
+
+PLAIN = "no speculation"
+Config = dict[str, Any] | None
+# Columns of every study: of the cell; of time; of counts; where it was run. What a study does not
+# measure is empty. `speedup` is a ratio of rates over all batches, `speedup_low` and `_high` are
+# what `spread` says of single batches; `first_token` and `per_token` are times over those of no
+# speculation; `tokens_per_step` leaves the prefill out, `block_efficiency` holds it.
+COLUMNS = (
+    *("group", "set", "x", "batch_size", "temperature", "cache", "configuration", "batches"),
+    *("tokens_per_second", "speedup", "speedup_low", "speedup_high", "spread"),
+    *("first_token", "per_token", "tokens_per_step", "acceptance", "draft_length", "no_draft"),
+    *("block_efficiency", "block_efficiency_sd", "redundancy", "target_utilization"),
+    *("generated_per_target_call", "greedy_differences", "largest_gap", "dtype", "max_tokens"),
+)
+
+
+class Table:
+    """The CSV file of a study."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+        if path.exists():
+            with path.open() as file:
+                self.rows = list(csv.DictReader(file))
+
+    def has(self, **cell: Any) -> bool:
+        """Whether there is a row with these values, numbers written as `write_csv` writes them."""
+        written = {k: f"{v:.4f}" if isinstance(v, float) else str(v) for k, v in cell.items()}
+        return any(written.items() <= row.items() for row in self.rows)
+
+    def add(self, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = COLUMNS) -> None:
+        """Append rows; what they do not have is empty."""
+        write_csv(self.path, [dict.fromkeys(columns, "") | row for row in rows], append=True)
+        self.__init__(self.path)  # type: ignore[misc]
+
+
+@dataclass
+class Cell:
+    """What the configurations of a group answer in turn.
+
+    Attributes:
+        batches: indices of prompts, a batch after the other.
+        caches: "cold" empties the prefix cache, "warm" has the prompts in it.
+        found: answers by cache and configuration (by index).
+    """
+
+    group: str
+    set: str
+    batches: list[tuple[int, ...]]
+    temperature: float
+    caches: tuple[str, ...] = ("",)
+    found: dict[tuple[str, int], list[Generation]] = field(default_factory=dict)
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """Columns that tell the cell apart."""
+        return {
+            "group": self.group,
+            "set": self.set,
+            "batch_size": len(self.batches[0]),
+            "temperature": self.temperature,
+        }
+
+
+@dataclass(frozen=True)
+class Group:
+    """Configurations that take turns, by name, and where.
+
+    Attributes:
+        fewest: prompts that a batch size has at least (small batches differ more).
+    """
+
+    name: str
+    configs: Mapping[str, Config]
+    temperatures: Sequence[float]
+    batch_sizes: Sequence[int] = (1,)
+    caches: tuple[str, ...] = ("",)
+    fewest: Mapping[int, int] = field(default_factory=dict)
+
+    def cells(self, sets: Mapping[str, Sequence[int]]) -> Iterator[Cell]:
+        """Every temperature, batch size and set; prompts repeat where a set has too few."""
+        for temperature in self.temperatures:
+            for size in self.batch_sizes:
+                for name, indices in sets.items():
+                    count = max(self.fewest.get(size, len(indices)), size)
+                    batches = [
+                        tuple(indices[i % len(indices)] for i in range(first, first + size))
+                        for first in range(0, count, size)
+                    ]
+                    yield Cell(self.name, name, batches, temperature, self.caches)
+
+
+class Sweep:
+    """Engines that answer cells, and the rows of their answers.
+
+    Args:
+        names: of the configurations; the first one is no speculation.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        comparison: Comparison,
+        setup: Setup,
+        engines: Engines,
+        *,
+        ignore_eos: bool = True,
+    ) -> None:
+        self.names, self.setup, self.engines = names, setup, engines
+        self.params = {"max_tokens": comparison.max_tokens, "ignore_eos": ignore_eos}
+        self.results = Results(comparison, metadata=bench.describe(comparison, setup))
+        self._compared: set[Job] = set()
+
+    def answer(
+        self,
+        cell: Cell,
+        part: int,
+        turn: int = 0,
+        on_text: Callable[[int, str], None] | None = None,
+        on_answer: Callable[[int, Generation], None] | None = None,
+    ) -> None:
+        """Every configuration answers one batch of a cell.
+
+        Args:
+            turn: the configuration that begins with the cell's first batch.
+            on_text: takes the configuration and what is new of its answer.
+        """
+        batch, count = cell.batches[part], len(self.names)
+        prompts = [self.setup.prompt_ids[i] for i in batch]
+        params = {**self.params, "temperature": cell.temperature}
+        for shift in range(count):
+            index = (turn + part + shift) % count
+            engine = self.engines.get(index)
+            if "cold" in cell.caches:
+                engine.call(empty_prefix_cache)
+            show = [lambda _, text, i=index: on_text(i, text)] if on_text else []
+            for cache in cell.caches:
+                found = engine.generate(prompts, params, *show)
+                cell.found.setdefault((cache, index), []).append(found)
+                if on_answer:
+                    on_answer(index, found)
+            # A larger batch rounds differently: what its answers share is for the tests.
+            if len(batch) == 1:
+                self.results.generations[Job(index, 0, 1, cell.temperature, part, batch)] = found
+
+    def compare(self) -> list[str]:
+        """Greedy answers that were not compared yet: sentences about those that are no near ties.
+
+        Raises:
+            UserError: the engine without speculation failed.
+        """
+        fresh = {
+            job: found
+            for job, found in self.results.generations.items()
+            if job not in self._compared
+        }
+        results = replace(self.results, generations=fresh, differences=[])
+        compare_greedy(results, self.setup, self.engines)
+        self._compared |= fresh.keys()
+        self.results.differences += results.differences
+        wrong = greedy.unexplained(results.differences, self.setup.dtype)
+        return greedy.sentences(results, wrong, self.setup.dtype)
+
+    def rows(self, cells: Sequence[Cell], **changed: Any) -> list[dict[str, Any]]:
+        """A row for every cache and configuration, over all batches of the cells.
+
+        Args:
+            changed: columns in place of those of the first cell.
+        """
+        rows = []
+        for cache in cells[0].caches:
+            plain = [found for cell in cells for found in cell.found[cache, 0]]
+            for index, name in enumerate(self.names):
+                own = [found for cell in cells for found in cell.found[cache, index]]
+                rows.append(
+                    {
+                        **cells[0].key,
+                        **changed,
+                        "cache": cache,
+                        "configuration": name,
+                        **times(own, plain),
+                        **chosen(own),
+                        **counts(own),
+                        **self._differences(cells, index),
+                        "dtype": self.setup.dtype,
+                        "max_tokens": self.params["max_tokens"],
+                    }
+                )
+        return rows
+
+    def _differences(self, cells: Sequence[Cell], index: int) -> dict[str, Any]:
+        batches = {batch for cell in cells for batch in cell.batches if len(batch) == 1}
+        if cells[0].temperature > 0 or not batches:
+            return {}
+        gaps = [
+            each.gap
+            for each in self.results.differences
+            if each.job.config == index and each.job.prompts in batches
+        ]
+        return {"greedy_differences": len(gaps), "largest_gap": max(gaps, default="")}
+
+
+def empty_prefix_cache(llm: Any) -> None:
+    """Runs in the engine's process."""
+    llm.reset_prefix_cache()
+
+
+def times(own: Sequence[Any], plain: Sequence[Any]) -> dict[str, Any]:
+    """Columns of time: answers against those of no speculation to the same batches."""
+    ratios = [rate([a]) / rate([b]) for a, b in zip(own, plain, strict=True)]
+    low, high = np.quantile(ratios, (0.25, 0.75))
+    first, first_plain = (
+        statistics.fmean(s for each in found for s in each.first_token_seconds)
+        for found in (own, plain)
+    )
+    return {
+        "batches": len(own),
+        "tokens_per_second": rate(own),
+        "speedup": rate(own) / rate(plain),
+        "speedup_low": float(low),
+        "speedup_high": float(high),
+        "spread": "quartiles of batches",
+        "first_token": first / first_plain,
+    }
+
+
+def rate(answers: Sequence[Any]) -> float:
+    """Tokens per second of all together."""
+    return sum(each.num_tokens for each in answers) / sum(each.seconds for each in answers)
+
+
+def chosen(answers: Sequence[Any]) -> dict[str, float]:
+    """Mean draft length and the share of drafts without a token; nothing without speculation."""
+    tops = [each.levels[-1] for each in answers if each.levels]
+    requested = sum(level["requested"] for level in tops)
+    names = {"draft_length": "drafted", "no_draft": "empty"} if requested else {}
+    return {c: sum(level[name] for level in tops) / requested for c, name in names.items()}
+
+
+def counts(answers: Sequence[Generation]) -> dict[str, Any]:
+    """Columns of counts: of steps, and of drafted and accepted tokens at every level."""
+    rates = bench_report.acceptance(answers)
+    found = {
+        "tokens_per_step": bench_report.tokens_per_step(answers) or 1.0,
+        "acceptance": " ".join("-" if rate is None else f"{rate:.3f}" for rate in rates),
+    }
+    steps = sum(each.num_target_steps for each in answers)
+    if not (answers[0].levels and steps):
+        return found
+    efficiency = [each.num_tokens / each.num_target_steps for each in answers]
+    levels = [
+        {key: sum(each.levels[i][key] for each in answers) for key in ("drafted", "accepted")}
+        for i in range(len(answers[0].levels))
+    ]
+    # What a level passes on holds the tokens that it accepted from the level below.
+    passed_on = sum(level["accepted"] for level in levels[:-1])
+    generated = sum(level["drafted"] for level in levels) - passed_on
+    return found | {
+        "block_efficiency": float(np.mean(efficiency)),
+        "block_efficiency_sd": float(np.std(efficiency, ddof=1)) if len(efficiency) > 1 else "",
+        "redundancy": 1 - sum(each.accepted for each in answers) / generated if generated else "",
+        "target_utilization": steps / sum(each.num_tokens for each in answers),
+        "generated_per_target_call": generated / steps,
+    }
+
+
+def options(description: str, output: Path, sets: bool = False) -> argparse.ArgumentParser:
+    """A parser with the options of every study of the chat model.
+
+    Args:
+        description: docstring of the study; its first line is shown.
+        output: default directory of the results.
+        sets: also the option that names a directory of prompts.
+    """
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser.add_argument("--model", help="name or directory (default: SmolLM2, converted on demand)")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--output", type=Path, default=output)
+    if sets:
+        parser.add_argument(
+            "--prompts", type=Path, required=True, help="directory of *.jsonl files, one per set"
+        )
+        parser.add_argument("--num-prompts", type=int, default=20, help="of every set")
+    return parser
+
+
+def read_sets(directory: Path, count: int) -> tuple[list[Any], dict[str, list[int]]]:
+    """The first prompts of every `*.jsonl` file, and the indices of each file's by its name.
+
+    Raises:
+        UserError: a file is no prompts file.
+        SystemExit: there is none.
+    """
+    prompts: list[Any] = []
+    sets: dict[str, list[int]] = {}
+    for file in sorted(directory.glob("*.jsonl")):
+        own = read_prompts(file)[:count]
+        sets[file.stem] = list(range(len(prompts), len(prompts) + len(own)))
+        prompts += own
+    if not prompts:
+        raise SystemExit(f"--prompts: {directory} holds no .jsonl file")
+    return prompts, sets
+
+
+@contextmanager
+def started(
+    chosen: argparse.Namespace,
+    configs: Mapping[str, Config],
+    prompts: Sequence[Any],
+    *,
+    temperatures: Sequence[float],
+    batch_sizes: Sequence[int] = (1,),
+    ignore_eos: bool = True,
+    **engine_args: Any,
+) -> Iterator[Sweep]:
+    """No speculation and the configurations, checked; engines load when they are first used.
+
+    Args:
+        chosen: values of `options`; a dtype that was probed is kept in them.
+        engine_args: further ones, of `vllm.LLM`.
+
+    Raises:
+        UserError: vLLM refuses the model or a configuration, or the model runs in no dtype.
+    """
+    comparison = Comparison(
+        # Results name the model: a relative path says nothing about the machine.
+        model=chosen.model or os.path.relpath(smollm2()),
+        configs=[None, *configs.values()],
+        prompts=list(prompts),
+        batch_sizes=list(batch_sizes),
+        temperatures=list(temperatures),
+        max_tokens=chosen.max_tokens,
+        num_prompts=len(prompts),
+        rounds=1,
+        engine_args={"dtype": chosen.dtype, "enforce_eager": True, **engine_args},
+        output=chosen.output,
+    )
+    comparison, setup = bench.with_probed_dtype(comparison, bench.inspect(comparison))
+    chosen.dtype = setup.dtype
+    with Engines(comparison, setup) as engines:
+        yield Sweep([PLAIN, *configs], comparison, setup, engines, ignore_eos=ignore_eos)
+
+
+def fill(
+    table: Table,
+    groups: Sequence[Group],
+    chosen: argparse.Namespace,
+    prompts: Sequence[Any],
+    sets: Mapping[str, Sequence[int]],
+) -> list[str]:
+    """Measure the cells that the table does not have; takes hours, goes on where it was stopped.
+
+    Returns:
+        a sentence for every greedy difference that is no near tie of the target.
+    """
+    faults: list[str] = []
+    for group in groups:
+        cells = [cell for cell in group.cells(sets) if not table.has(**cell.key)]
+        if not cells:
+            continue
+        with started(
+            chosen,
+            group.configs,
+            prompts,
+            temperatures=group.temperatures,
+            batch_sizes=group.batch_sizes,
+            enable_prefix_caching="cold" in group.caches,
+        ) as sweep:
+            for index in range(len(sweep.names)):
+                sweep.engines.get(index)
+            for turn, cell in enumerate(cells):
+                for part in range(len(cell.batches)):
+                    sweep.answer(cell, part, turn)
+                faults += sweep.compare()
+                rows = sweep.rows([cell])
+                table.add(rows)
+                best = max(rows, key=lambda row: row["speedup"])
+                where = ", ".join(f"{name} {value}" for name, value in cell.key.items() if value)
+                progress(f"{where}: best {best['configuration']}, {best['speedup']:.2f} times")
+    return faults
+
+
+def means(rows: Sequence[Mapping[str, Any]], measure: str, across: str) -> Iterator[str]:
+    """A Markdown table for every group: a measure by configuration and column, mean of the sets."""
+    for group in dict.fromkeys(row["group"] for row in rows):
+        own = [row for row in rows if row["group"] == group]
+        columns = sorted({row[across] for row in own}, key=float)
+        yield f"\n{group}, {measure}, mean of {len({row['set'] for row in own})} sets\n"
+        yield f"| configuration | {' | '.join(f'{float(each):g}' for each in columns)} |"
+        yield "| --- |" + " --- |" * len(columns)
+        for name in dict.fromkeys(row["configuration"] for row in own):
+            found = (
+                [float(r[measure]) for r in own if (r["configuration"], r[across]) == (name, each)]
+                for each in columns
+            )
+            yield f"| {name} | {' | '.join(f'{statistics.fmean(v):.2f}' for v in found)} |"
