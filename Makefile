@@ -48,8 +48,17 @@ test-033: venv
 	PYTHONPATH=$(CURDIR)/.overlay-0.33/site TRITON_INTERPRET=1 $(BIN)/pytest -n 2 \
 		-m "interpret and not slow" tests/runner_v2
 
-test-slow: venv
+# What CUDA users have: torch 2.13 (vLLM 0.32) requires Triton 3.7.1, torch 2.14 (0.33) 3.8.
+TRITONS := 3.7.1 3.8.0
+
+.overlay-triton-%: venv
+	$(BIN)/pip install --quiet --no-deps --target $@ triton==$*
+
+test-slow: venv $(TRITONS:%=.overlay-triton-%)
 	$(BIN)/pytest -m "slow and not interpret"
+	for release in $(TRITONS); do \
+		PYTHONPATH=$(CURDIR)/.overlay-triton-$$release $(BIN)/pytest -m "compiled and slow" tests/kernels || exit 1; \
+	done
 	TRITON_INTERPRET=1 $(BIN)/pytest -m "interpret and slow" tests/kernels tests/runner_v2
 
 # Names of vLLM in use that differ between two releases: wheels, or directories that hold vllm/.

@@ -1,10 +1,13 @@
-"""Registers, spills and shared memory of every kernel, compiled without a GPU."""
+"""Registers, stack and shared memory of every kernel that serving launches, without a GPU."""
 
 import argparse
+from collections import defaultdict
 from pathlib import Path
 
+import triton
+
 from benchmarks.common import write_csv
-from vllm_hsd.kernels.testing import builds
+from vllm_hsd.kernels.testing import builds, launches
 
 
 def main() -> None:
@@ -13,11 +16,23 @@ def main() -> None:
     parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90, 100])
     args = parser.parse_args()
     rows = []
-    for name in builds.VARIANTS:
-        for capability in args.capabilities:
-            usage = builds.build(name, capability)
-            rows.append({"kernel": name, "sm": capability, **usage._asdict()})
-            print(f"{name:22s} sm_{capability} {usage}", flush=True)
+    for capability in args.capabilities:
+        with builds.compile_launches(capability) as compiled:
+            launches.launch(launches.ALL)
+        for name, message in compiled.failed:
+            print(f"{name} sm_{capability} failed: {message}")
+        usages = defaultdict(list)
+        for build in compiled.built.values():
+            usages[build.name].append(builds.usage(build))
+        for name, found in sorted(usages.items()):
+            columns = dict(zip(builds.Usage._fields, zip(*found, strict=True), strict=True))
+            # The worst of all specializations; accesses of one entry are right where a vocabulary
+            # is not a multiple of 16.
+            worst = {key: max(values) for key, values in columns.items()}
+            worst["spilling"] = sum(stack > 0 for stack in columns["stack"])
+            row = {"kernel": name, "sm": capability, "triton": triton.__version__}
+            rows.append({**row, "specializations": len(found), **worst})
+            print(rows[-1], flush=True)
     write_csv(args.output / "aot_usage.csv", rows)
     print(f"wrote {args.output / 'aot_usage.csv'}")
 

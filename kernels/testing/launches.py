@@ -1,0 +1,227 @@
+"""What serving launches: proposals, their verification and the draws of vLLM's drafters.
+
+Whole programs on meta tensors, so that no compile-time argument can be forgotten; see
+`builds.compile_launches` for what becomes of the launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_hsd.core.levels import LevelOptions
+from vllm_hsd.core.program import BigramProgramLookup, NgramProgramLookup, Program
+from vllm_hsd.core.proposal_state import KVGroups, ProposalState
+from vllm_hsd.core.schedule import compile_schedule
+from vllm_hsd.kernels import cascade_steps
+from vllm_hsd.kernels.chain_verify import METHODS, verify_chain_padded
+from vllm_hsd.kernels.keep_rows import keep_rows
+from vllm_hsd.kernels.sample_row import sample_row
+from vllm_hsd.kernels.tree_verify import MAX_NODES, verify_tree
+
+# Requests of a launch; the number changes nothing but the grid.
+_BATCH = 3
+
+
+@dataclass(frozen=True)
+class Cascade:
+    """A cascade, and the engine that it runs in.
+
+    Attributes:
+        lengths: draft length of every level, cheapest first.
+        lowest: kind of level 0: "model", "ngram" or "bigram".
+        exits: levels in the target's cache.
+        capacity: most requests of a proposal.
+        groups: KV-cache groups.
+        slots: max_num_seqs.
+    """
+
+    lengths: tuple[int, ...]
+    lowest: str = "model"
+    exits: tuple[int, ...] = ()
+    method: str = "block"
+    vocab_size: int = 151936
+    dtype: torch.dtype = torch.bfloat16
+    capacity: int = 64
+    groups: int = 1
+    slots: int = 1024
+    max_model_len: int = 40960
+
+    def launch(self) -> None:
+        """Launch what a step does: the proposal and the target's verification of it."""
+        kinds = ["model"] * len(self.lengths)
+        kinds[0] = self.lowest
+        lookup = self.lowest != "model"
+        schedule = compile_schedule([LevelOptions(n) for n in self.lengths], lookup=lookup)
+        state = ProposalState.allocate(
+            schedule,
+            batch=self.capacity,
+            max_num_reqs=self.slots,
+            vocab_size=self.vocab_size,
+            dtypes=[self.dtype if kind == "model" else None for kind in kinds],
+            num_kv_groups=self.groups,
+            device=torch.device("meta"),
+        )
+        bucket = state.bucket(min(self.capacity, 8))
+        text = _empty(self.slots, self.max_model_len)
+        cascade_steps.stage(
+            bucket,
+            schedule,
+            index=_empty(_BATCH),
+            text=text,
+            length=_empty(self.slots),
+            num_sampled=_empty(_BATCH),
+            temperature=_floats(self.slots),
+            seeds=_longs(self.slots),
+            scales=_floats(len(self.lengths)),
+            max_model_len=self.max_model_len,
+        )
+        levels: list[Any] = [_Level(self, k in self.exits) for k in range(len(self.lengths))]
+        if self.lowest == "ngram":
+            levels[0] = NgramProgramLookup(text, 1, 4)
+        elif self.lowest == "bigram":
+            levels[0] = BigramProgramLookup(_empty(self.vocab_size))
+        groups = KVGroups(
+            _empty(self.groups, dtype=torch.uint64), _longs(self.groups), _empty(self.groups)
+        )
+        verifiers = [self.method] * len(levels)
+        Program(schedule, levels, verifiers, groups, self.max_model_len).run(bucket)
+        rows = state.rows[-1]
+        drafts = {
+            "draft_index": _empty(_BATCH),
+            "draft_length": state.draft_length,
+            "draft_lse": None if rows is None else state.lse[-1],
+        }
+        self.verify(rows, schedule.num_speculative_tokens, drafts)
+
+    def verify(self, rows: torch.Tensor | None, longest: int, drafts: dict) -> None:
+        """Launch the target's verification of drafts, of point masses, and of none."""
+        cases = [(longest, rows, drafts), (longest, None, drafts), (0, None, drafts)]
+        # The model's own logits; those of a padded head; with all sampling parameters applied.
+        padded = -(-self.vocab_size // 64) * 64
+        for dtype, width in ((self.dtype, self.vocab_size), (self.dtype, padded), (None, padded)):
+            for most, logits, kept in cases:
+                count = _BATCH * (most + 1)
+                target = _empty(count, width, dtype=dtype or torch.float32)[:, : self.vocab_size]
+                verify_chain_padded(
+                    target if dtype else target.contiguous(),
+                    logits,
+                    _empty(count) if most else _longs(count),
+                    _empty(_BATCH + 1),
+                    _empty(_BATCH),
+                    _floats(self.slots),
+                    _longs(self.slots),
+                    _longs(self.slots),
+                    max_draft_tokens=most,
+                    level=len(self.lengths),
+                    method=self.method,
+                    draft_temperature=_floats(self.slots),
+                    **kept,
+                )
+
+
+class _Level:
+    """Logits of a level that computes nothing."""
+
+    def __init__(self, cascade: Cascade, in_target_cache: bool) -> None:
+        self.cascade, self.in_target_cache = cascade, in_target_cache
+
+    def forward(self, state, op, num_logits: int) -> torch.Tensor:
+        return _empty(state.batch * num_logits, self.cascade.vocab_size, dtype=self.cascade.dtype)
+
+
+@dataclass(frozen=True)
+class StockDrafter:
+    """A drafter of vLLM's, with draft_sample_method "probabilistic"."""
+
+    dtype: torch.dtype
+    vocab_size: int = 151936
+    draft_length: int = 8
+    slots: int = 256
+
+    def launch(self) -> None:
+        """Launch a draft step, of one token and of all at once, and the verification."""
+        kept = _empty(self.slots, self.draft_length, self.vocab_size, dtype=self.dtype)
+        kept_lse = _floats(self.slots, self.draft_length)
+        logits = _empty(_BATCH, self.vocab_size, dtype=self.dtype)
+        inputs = _floats(_BATCH), _longs(_BATCH), _longs(_BATCH)
+        _, lse = sample_row(logits, *inputs)
+        for columns in (_longs(), _longs(_BATCH)):
+            keep_rows(kept, kept_lse, logits, lse, _longs(_BATCH), columns)
+        cascade = Cascade(
+            (self.draft_length,), dtype=self.dtype, vocab_size=self.vocab_size, slots=self.slots
+        )
+        for drafts in ({"draft_lse": kept_lse}, {"draft_lse": None}):
+            cascade.verify(kept, self.draft_length, drafts)
+
+
+@dataclass(frozen=True)
+class Trees:
+    """Verification of draft trees, which no runner launches yet."""
+
+    nodes: int = MAX_NODES
+    dtype: torch.dtype = torch.bfloat16
+    vocab_size: int = 151936
+
+    def launch(self) -> None:
+        """Launch it for rows, drawn with and without replacement, and for point masses."""
+        target = _empty(_BATCH, self.nodes + 1, self.vocab_size, dtype=self.dtype)
+        tree = _longs(_BATCH, self.nodes)
+        for rows, replacement in ((target, True), (target, False), (None, True)):
+            inputs = _floats(_BATCH), _longs(_BATCH), _longs(_BATCH)
+            verify_tree(target, rows, tree, tree, *inputs, replacement=replacement)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _longs(*shape: int) -> torch.Tensor:
+    return _empty(*shape, dtype=torch.int64)
+
+
+def _floats(*shape: int) -> torch.Tensor:
+    return _empty(*shape, dtype=torch.float32)
+
+
+# The fast suite's: one to three levels and a lookup in the shapes of Qwen3, one length for all.
+SHORT = (
+    Cascade((8,)),
+    Cascade((3, 8)),
+    Cascade((1, 3, 8)),
+    Cascade((4, 8), "ngram"),
+    StockDrafter(torch.bfloat16),
+)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+# Verification is compiled anew for every K, vocabulary and dtype: one of them changes at a time.
+ALL = (
+    *SHORT,
+    *(Cascade(n, method=m) for m in METHODS for n in ((3, 8), (2, 2, 2, 8))),
+    *(Cascade(n, k) for k in ("ngram", "bigram") for n in ((8,), (1, 2, 8))),
+    Cascade((3, 8), exits=(0,)),
+    *(Cascade((1, 2, 8), "ngram", exits=e) for e in ((1,), (1, 2))),
+    Cascade((3, 5)),
+    # Views of a state for an odd number of requests are not aligned.
+    *(Cascade((3, 8), capacity=c, slots=c) for c in (1, 2, 3, 33)),
+    *(Cascade((3, 8), "ngram", capacity=c, slots=c, max_model_len=2048) for c in (1, 3)),
+    Cascade((3, 8), groups=3),
+    *(Cascade((3, 8), dtype=d) for d in (torch.float16, torch.float32)),
+    *(Cascade((3, 8), vocab_size=v) for v in (32000, 50257, 262144)),
+    Cascade((1, 3, 8), vocab_size=128, dtype=torch.float32, max_model_len=1000),
+    # The longest drafts, and texts from a block to a million tokens.
+    Cascade((15, 31, 63)),
+    *(Cascade((4, 8), "ngram", max_model_len=n) for n in (16, 1 << 20)),
+    *(StockDrafter(d) for d in (torch.float16, torch.float32)),
+    StockDrafter(torch.bfloat16, vocab_size=50257),
+    *(Trees(n) for n in (5, MAX_NODES)),
+    Trees(dtype=torch.float32),
+)
+
+
+def launch(cases: Iterable[Cascade | StockDrafter | Trees]) -> None:
+    """Launch what each of them does."""
+    for case in cases:
+        case.launch()

@@ -1,0 +1,72 @@
+"""Every launch of serving compiles for sm_80, sm_90 and sm_100, without a GPU."""
+
+import importlib
+import pkgutil
+
+import pytest
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from vllm_hsd import kernels
+from vllm_hsd.kernels.testing import builds, launches
+
+pytestmark = pytest.mark.compiled
+
+
+@triton.jit
+def assigned_twice_kernel(NUMBER: tl.constexpr):
+    for i in tl.static_range(NUMBER):
+        k: tl.constexpr = i  # noqa: F841
+
+
+# One or two registers that are put aside once; where a loop spills, it is more.
+MOST_STACK = 16
+
+
+@pytest.mark.parametrize(
+    ("cases", "capability"),
+    [
+        ("SHORT", 90),
+        *(pytest.param("ALL", c, marks=pytest.mark.slow) for c in (80, 90, 100)),
+    ],
+)
+def test_every_launch_compiles_without_spills(cases, capability):
+    with builds.compile_launches(capability) as compiled:
+        launches.launch(getattr(launches, cases))
+    assert not compiled.failed, list(compiled.failed)
+    assert compiled.built
+    for build in compiled.built.values():
+        usage = builds.usage(build)
+        assert usage.stack <= MOST_STACK, (build, usage)
+        if cases == "SHORT":
+            # A few lanes gather the logits of drafted tokens; rows are read 16 bytes at a time.
+            assert usage.narrow_loads <= 8, (build, usage)
+            # Two programs of 256 threads fit a multiprocessor's 65,536 registers.
+            assert usage.registers <= 128, (build, usage)
+            if build.name.startswith("commit"):
+                assert usage.load_bits == usage.store_bits == 128, (build, usage)
+
+
+def test_every_kernel_is_launched(monkeypatch):
+    names = [name for _, name, _ in pkgutil.iter_modules(kernels.__path__) if name != "testing"]
+    modules = [importlib.import_module(f"{kernels.__name__}.{name}") for name in names]
+    found = {
+        name
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction) and name.endswith("_kernel")
+    }
+    launched = set()
+    monkeypatch.setattr(JITFunction, "run", lambda self, *_, **__: launched.add(self.fn.__name__))
+    launches.launch(launches.ALL)
+    assert launched == found
+
+
+def test_a_kernel_that_does_not_compile_is_named():
+    """The interpreter runs it."""
+    with builds.compile_launches(90) as compiled:
+        for number in (1, 2):
+            assigned_twice_kernel[(1,)](number)
+    ((name, message),) = compiled.failed
+    assert name == "assigned_twice_kernel" and "k is already defined" in message
