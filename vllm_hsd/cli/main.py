@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from vllm_hsd import __version__
-from vllm_hsd.cli import bench, build, doctor, plan, verify, watch
+from vllm_hsd.cli import advise, bench, build, doctor, plan, verify, watch
 from vllm_hsd.errors import UserError
 
 EPILOG = """\
@@ -68,6 +68,7 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument("--version", action="version", version=f"vllm-hsd {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    advise.add_parser(commands)
     bench.add_parser(commands)
     build.add_parser(commands)
     doctor.add_parser(commands)

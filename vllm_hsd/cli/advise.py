@@ -1,0 +1,179 @@
+"""`vllm-hsd advise`: the `vllm serve` line to start with on this machine, and what to measure."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_hsd import host
+from vllm_hsd.cli.doctor import configuration_finding
+from vllm_hsd.errors import UserError, brief
+
+LENGTH = 8
+SUFFIX = {"method": "hsd", "num_speculative_tokens": LENGTH, "levels": [{"suffix": {}}]}
+NGRAM = {"method": "hsd", "num_speculative_tokens": LENGTH, "levels": [{"ngram": {"max": 4}}]}
+STOCK_SUFFIX = {"method": "suffix", "num_speculative_tokens": LENGTH}
+STOCK_NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the advice depends on.
+
+    Attributes:
+        device: vLLM's name of the kind of device, as in "cpu" or "cuda".
+        suffix: whether arctic-inference, the suffix trees, is installed.
+        mtp_layers: layers of the model that predict further tokens.
+        recurrent: whether the model keeps a state that no one can take back.
+    """
+
+    device: str
+    suffix: bool
+    mtp_layers: int
+    recurrent: bool
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A configuration to start with (None: no speculation), why, and what to compare it with."""
+
+    config: dict[str, Any] | None
+    why: str
+    others: list[dict[str, Any]]
+
+
+def advice(situation: Situation) -> Advice:
+    """What to start with; every sentence of `why` says what was measured and what was not."""
+    lookup, stock = (SUFFIX, STOCK_SUFFIX) if situation.suffix else (NGRAM, STOCK_NGRAM)
+    if situation.mtp_layers:
+        own = {"method": "mtp", "num_speculative_tokens": situation.mtp_layers}
+        return Advice(
+            {**own, "rejection_sample_method": "hierarchical"},
+            "The model brings layers that draft for it; block verification keeps longer prefixes "
+            "of their drafts. Not measured by us: no such model fits our machines.",
+            [own],
+        )
+    if situation.recurrent:
+        return Advice(
+            None,
+            "Its recurrent layers keep a state that a cascade cannot take back after a rejection; "
+            "vLLM's own methods serve some of these models.",
+            [stock],
+        )
+    if situation.device == "cpu":
+        return Advice(
+            lookup,
+            "Lookups in the request's own text cost next to nothing, and draft lengths follow "
+            "acceptance and load, down to no draft. Chats, code edits and summaries gain most.",
+            [stock],
+        )
+    return Advice(
+        stock,
+        "Nothing of this package has been measured on a GPU. Where a trained EAGLE-3 head or a "
+        "small model of the same tokenizer exists, compare it: "
+        '{"method": "eagle3", "model": HEAD, "num_speculative_tokens": 5, '
+        '"rejection_sample_method": "hierarchical"}.',
+        [lookup],
+    )
+
+
+def situation_of(model: str) -> Situation:
+    """Reads the model's configuration and this machine; loads no weights.
+
+    Raises:
+        UserError: the model has no configuration that transformers reads.
+    """
+    from transformers import AutoConfig
+    from vllm.platforms import current_platform
+
+    try:
+        config = AutoConfig.from_pretrained(model).get_text_config()
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model '{model}' cannot be read ({brief(error)}).") from error
+    kinds = set(getattr(config, "layer_types", None) or ())
+    states = ("ssm_cfg", "mamba_d_state", "linear_num_key_heads")
+    return Situation(
+        device=current_platform.device_type,
+        suffix=importlib.util.find_spec("arctic_inference") is not None,
+        mtp_layers=int(getattr(config, "num_nextn_predict_layers", 0) or 0),
+        recurrent=bool(kinds & {"linear_attention", "mamba", "recurrent"})
+        or any(hasattr(config, name) for name in states),
+    )
+
+
+def serve_line(model: str, config: dict[str, Any] | None) -> str:
+    """The command that serves the model here."""
+    try:
+        importlib.metadata.version("vllm")
+        command = f"vllm serve {shlex.quote(model)}"
+    except importlib.metadata.PackageNotFoundError:
+        module = "vllm.entrypoints.openai.api_server"
+        command = f"python -m {module} --model {shlex.quote(model)}"
+    return command + _option(config)
+
+
+def _option(config: dict[str, Any] | None) -> str:
+    return f" --speculative-config {shlex.quote(json.dumps(config))}" if config else ""
+
+
+def report(model: str, given: str | None) -> str:
+    """What the command prints.
+
+    Args:
+        given: the user's own speculative configuration, which is checked first.
+
+    Raises:
+        UserError: the model cannot be read, or vLLM or this package refuses the configuration.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    situation = situation_of(model)
+    found = advice(situation)
+    lines = [f"{situation.device} ({host.processor()}, {host.cores()} cores), {model}"]
+    if given is not None:
+        lines += ["", "Yours: " + configuration_finding(model, given, ()).text + "."]
+    lines += ["", "Start with:", "", f"  {serve_line(model, found.config)}", "", found.why]
+    if situation.device == "cpu" and not situation.suffix:
+        lines.append("Suffix trees find more than n-grams: pip install 'vllm-hsd[suffix]'.")
+    name = shlex.quote(model)
+    configs = [config for config in (found.config, *found.others) if config]
+    compared = "".join(f" \\\n    {_option(config).strip()}" for config in configs)
+    if given is not None:
+        compared += f" \\\n    --speculative-config {shlex.quote(given)}"
+    lines += ["", "Then measure, on prompts of yours:", ""]
+    lines.append(f"  vllm-hsd bench --model {name} --prompts YOURS.jsonl{compared}")
+    if found.config:
+        lines.append(f"  vllm-hsd verify --model {name}{_option(found.config)}")
+    lines.append("")
+    lines.append(
+        "Smaller models of the same tokenizer, a quantized copy, or early exits: `vllm-hsd profile`"
+        f" --target {name} --models ... measures them, `vllm-hsd plan` finds the best cascade."
+    )
+    return "\n".join(lines)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The command; returns the exit status."""
+    print(report(arguments.model, arguments.speculative_config))
+    return 0
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `advise` to the commands."""
+    parser = commands.add_parser(
+        "advise",
+        help="print the `vllm serve` line to start with on this machine, and what to measure",
+        description="Reads the model's configuration, the device and what is installed, and prints "
+        "the command to start with. Loads no weights.",
+        epilog="example:\n  vllm-hsd advise --model Qwen/Qwen3-8B\n",
+    )
+    parser.add_argument("--model", required=True, help="the target: a name or a directory")
+    parser.add_argument(
+        "--speculative-config", metavar="JSON", help="yours, to be checked and compared"
+    )
+    parser.set_defaults(run=run)
