@@ -1,8 +1,8 @@
 """Where vLLM's configuration becomes ours, and which model runner serves it.
 
 On CUDA a configuration of ours is served by vLLM's V2 runner, or by V1 where V2 cannot; elsewhere
-by V1. `VLLM_USE_V2_MODEL_RUNNER` decides otherwise. Importing this module imports nothing of vLLM: the
-plugin does so in processes that never use it.
+by V1. `VLLM_USE_V2_MODEL_RUNNER` decides otherwise. Importing this module imports nothing of vLLM:
+the plugin does so in processes that never use it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 
 import vllm_hsd
 from vllm_hsd.errors import UserError
-from vllm_hsd.level_config import ModelLevelConfig, _LevelKeys, _VllmModelKeys
+from vllm_hsd.level_config import _LevelKeys, _VllmModelKeys
 
 SOURCE = Path(vllm_hsd.__file__).parent
 interpret = pytest.mark.interpret

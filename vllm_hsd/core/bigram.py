@@ -256,13 +256,18 @@ def _check_values(table: BigramTable) -> None:
 
 
 class BigramLevel:
-    """A level whose logits are the logarithms of a bigram table's probabilities."""
+    """A level whose logits are the logarithms of a bigram table's probabilities.
+
+    Args:
+        table: the counts.
+        device: where the logits are wanted.
+    """
 
     keeps_cache = False
     context_length = UNLIMITED
 
-    def __init__(self, table: BigramTable) -> None:
-        self.table = table
+    def __init__(self, table: BigramTable, device: torch.device | str = "cpu") -> None:
+        self.table, self.device = table, device
 
     def forward(
         self,
@@ -277,4 +282,4 @@ class BigramLevel:
         if not len(owners):
             return None
         probs = self.table.rows(tokens[rows[owners], positions])
-        return torch.from_numpy(probs).log().float()
+        return torch.from_numpy(probs).log().float().to(self.device)

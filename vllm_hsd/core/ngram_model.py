@@ -36,7 +36,8 @@ class ContextIndex:
         store: the texts; no context spans two of them.
     """
 
-    def __init__(self, store: SuffixStore) -> None:
+    def __init__(self, store: SuffixStore, device: torch.device | str = "cpu") -> None:
+        self.device = device
         inside = np.arange(len(store.tokens)) - np.repeat(store.starts[:-1], np.diff(store.starts))
         places = np.flatnonzero(inside >= 2)
         # keys[k]: the token k + 1 places before each one, -1 before the text.
@@ -73,12 +74,14 @@ class NgramModelLevel:
 
     Args:
         store: texts like those to be generated.
+        device: where the logits are wanted.
     """
 
     keeps_cache = False
     context_length = UNLIMITED
 
-    def __init__(self, store: SuffixStore) -> None:
+    def __init__(self, store: SuffixStore, device: torch.device | str = "cpu") -> None:
+        self.device = device
         self.pairs: BigramTable = count_bigrams(store, store.vocab_size)
         self.single = self.pairs.unigram.astype(np.float32)
         self.contexts = ContextIndex(store)
@@ -97,7 +100,7 @@ class NgramModelLevel:
             return None
         texts = (tokens[row, : at + 1] for row, at in zip(rows[owners], positions, strict=True))
         probs = np.stack([self.distribution(text) for text in texts])
-        return torch.from_numpy(probs).log()
+        return torch.from_numpy(probs).log().to(self.device)
 
     def distribution(self, text: np.ndarray) -> np.ndarray:
         """[V] float32 probabilities of the token after a text, [n] int32, n at least 1."""

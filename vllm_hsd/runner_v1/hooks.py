@@ -8,7 +8,6 @@ or read. See `vllm_hsd.registry`.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from vllm_hsd import shared_hooks
 from vllm_hsd.registry import (

@@ -50,9 +50,9 @@ def build_level(
     if isinstance(level, ExitHeadLevelConfig):
         return ExitHeadLevel(runner, vllm_config, index, read_exit_head(level.exit_head))
     if isinstance(level, BigramLevelConfig):
-        return BigramLevel(read_bigram(level.bigram))
+        return BigramLevel(read_bigram(level.bigram), runner.device)
     if isinstance(level, NgramModelLevelConfig):
-        return NgramModelLevel(read_store(level.ngram_model, "ngram_model"))
+        return NgramModelLevel(read_store(level.ngram_model, "ngram_model"), runner.device)
     if isinstance(level, SuffixLevelConfig):
         path = level.suffix.store
         store = None if path is None else read_store(path)

@@ -26,10 +26,10 @@ from vllm_hsd.planner.seeds import seed
 from vllm_hsd.runner_v1.adaptive import AdaptiveDrafting, StepClock, agreed_prices
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
 from vllm_hsd.runner_v1.head_states import HeadStates
+from vllm_hsd.runner_v1.hooks import install_on_runner
 from vllm_hsd.runner_v1.lazy_caches import LazyCaches
 from vllm_hsd.runner_v1.level_factory import as_sources, build_level
 from vllm_hsd.runner_v1.levels import EarlyExitLevel, ModelLevel, weights_read
-from vllm_hsd.runner_v1.hooks import install_on_runner
 from vllm_hsd.runner_v1.requests import RequestLimits, RequestTable
 from vllm_hsd.runner_v1.sampler import CascadeSampler
 from vllm_hsd.runner_v1.sampling import GREEDY_BELOW, RequestSampling

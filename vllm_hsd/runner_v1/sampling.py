@@ -135,7 +135,8 @@ class RequestSampling:
         logits = logits.to(torch.float32)
         allowed = self.metadata.allowed_token_ids_mask
         if allowed is not None:
-            logits = logits.masked_fill(allowed[torch.from_numpy(requests)], -float("inf"))
+            rows = torch.from_numpy(requests).to(allowed.device)
+            logits = logits.masked_fill(allowed[rows], -float("inf"))
         if self.bias:
             logits = self._biased(logits, requests)
         return logits
