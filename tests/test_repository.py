@@ -22,11 +22,14 @@ def tracked() -> list[str]:
 
 
 def modules() -> dict[str, Path]:
-    """Dotted name -> file of every module of the package."""
+    """Dotted name -> file of every module of the package, `kernels` included."""
     found = {}
-    for path in PACKAGE.rglob("*.py"):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        found[name.removesuffix(".__init__")] = path
+    # A walk does not follow the link vllm_hsd/kernels.
+    for directory in (PACKAGE, PACKAGE / "kernels"):
+        for path in directory.resolve().rglob("*.py"):
+            parts = path.relative_to(directory.resolve()).with_suffix("").parts
+            name = ".".join((*directory.relative_to(ROOT).parts, *parts))
+            found[name.removesuffix(".__init__")] = path
     return found
 
 
@@ -48,10 +51,32 @@ def test_no_modules_import_each_other():
     TopologicalSorter(graph).prepare()  # CycleError names the modules of a circle.
 
 
-def test_the_core_imports_no_vllm():
-    for directory in ("core", "verify"):
-        for path in (PACKAGE / directory).glob("*.py"):
-            assert not {name for name in imported(path) if name.split(".")[0] == "vllm"}, path
+def layout() -> dict[str, tuple[set[str], bool]]:
+    """Package -> what docs/design.md lets it import: other packages, and whether vLLM."""
+    text = (ROOT / "docs" / "design.md").read_text().split("## Layout")[1].split("\n## ")[0]
+    rows = [row.strip("|").split("|") for row in text.splitlines() if row.startswith("| ")][2:]
+    return {
+        package.strip(" `/"): (set(re.findall(r"\w+", allowed)), vllm.strip() == "yes")
+        for package, _, allowed, vllm in rows
+    }
+
+
+def test_packages_import_what_the_layout_allows():
+    known, allowed = modules(), layout()
+
+    def package(name: str) -> str:
+        parts = name.split(".")
+        alone = len(parts) == 2 and known[name].stem != "__init__"
+        return "modules" if alone or len(parts) == 1 else parts[1]
+
+    wrong = set()
+    for name, path in known.items():
+        own, names = package(name), imported(path)
+        used = {package(other) for other in names & known.keys() - {PACKAGE.name}} - {own}
+        wrong |= {f"{own} imports {other}" for other in used - allowed[own][0]}
+        if any(other.split(".")[0] == "vllm" for other in names) and not allowed[own][1]:
+            wrong.add(f"{own} imports vLLM ({name})")
+    assert not wrong, "docs/design.md (Layout) does not allow it"
 
 
 def test_no_two_test_files_share_a_name():

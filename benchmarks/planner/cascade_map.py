@@ -27,7 +27,7 @@ SMALL_COSTS = np.geomspace(0.01, 0.9, 12)
 MID_AT_TARGET = (0.7, 0.8, 0.9)
 SMALL_AT_MID = (0.4, 0.6, 0.8)
 # What each further token adds to a forward pass: nothing on a memory-bound machine, and about what
-# a compute-bound CPU took (59 ms over 9 tokens, 37 over one: docs/results.md).
+# a compute-bound CPU took (59 ms over 9 tokens, 37 over one: docs/lab-notes.md).
 SLOPES = (0.0, 0.07)
 X_TICKS, Y_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5), (0.01, 0.03, 0.1, 0.3, 0.9)
 POINTS = REPOSITORY / "benchmarks" / "planner" / "cascade_points.csv"
@@ -86,8 +86,8 @@ def published() -> list[Published]:
         Published("LayerSkip 70B, layers 7, 23 of 80", 1.77 / 1.58, layers, 23 / 80, 7 / 23),
         Published("Gemma2 9B CNN-DM, layers 0, 2 of 42", 1.06 / 1.03, f"{gsp}, Table 3"),
         Published("Gemma2 9B XSUM, layers 0, 1 of 42", 1.15 / 1.08, f"{gsp}, Table 3"),
-        Published("T5-XXL, bigram below base, GSM8K, T=1", 3.68 / 3.44, f"{gsp}, Table 4"),
-        Published("T5-XXL, bigram below base, MMLU, T=1", 4.06 / 3.61, f"{gsp}, Table 4"),
+        Published("T5-XXL, Max-Gram below base, GSM8K, T=1", 3.68 / 3.44, f"{gsp}, Table 4"),
+        Published("T5-XXL, Max-Gram below base, MMLU, T=1", 4.06 / 3.61, f"{gsp}, Table 4"),
     ]
     mid_cost, mid_rate = single_drafter(0.1442, 0.3987, 2.40)
     small_cost, small_rate = single_drafter(0.4930, 0.8969, 1.69)

@@ -3,9 +3,9 @@
 `block` is block verification (Sun et al., "Block Verification Accelerates Speculative Decoding",
 arXiv:2403.10444). On a chain it is the same rule as capped branch resampling, which Zhou et al.,
 "Overcoming Joint Intractability with Lossless Hierarchical Speculative Decoding", section 5.2, call
-hierarchical; the cap here includes position t and the last ratio. `standard` is token-level
-rejection sampling (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding",
-arXiv:2211.17192).
+hierarchical (capped at every position; their released code leaves the last ratio uncapped, which is
+biased). `standard` is token-level rejection sampling (Leviathan et al., "Fast Inference from
+Transformers via Speculative Decoding", arXiv:2211.17192).
 """
 
 from __future__ import annotations
