@@ -17,6 +17,7 @@ from vllm_hsd.level_config import (
     Name,
     NgramConfig,
     SuffixConfig,
+    TargetVerifier,
     Tokens,
     Verifier,
     sources,
@@ -63,7 +64,8 @@ class CascadeConfig(Keys):
     Attributes:
         num_speculative_tokens: longest draft that the target verifies in one call.
         levels: drafters, cheapest first.
-        verifier: how the target verifies, and every level that does not say otherwise.
+        verifier: how the target verifies, and every level that does not say otherwise. Sampled
+            requests with a seed are always verified by coupling, with "coupled" the others too.
         horizontal_tokens: unverified tokens of level 0 after the top level's draft, a horizontal
             cascade (experimental).
         disable_by_batch_size: in steps with more requests than this nothing is drafted, on the V2
@@ -75,7 +77,7 @@ class CascadeConfig(Keys):
 
     num_speculative_tokens: Tokens
     levels: Annotated[list[Level], Field(min_length=1, max_length=MAX_LEVELS)]
-    verifier: Verifier = "block"
+    verifier: TargetVerifier = "block"
     horizontal_tokens: Annotated[int, Field(ge=0)] = 0
     disable_by_batch_size: Annotated[int, Field(ge=1)] | None = None
     adaptive: Annotated[AdaptiveConfig | None, BeforeValidator(_read_adaptive)] = None
@@ -103,6 +105,11 @@ class CascadeConfig(Keys):
             if fault["loc"] and fault["loc"][0] in given:
                 source = ""
             raise UserError(source + _sentence(fault)) from None
+
+    @property
+    def drawn_verifier(self) -> Verifier:
+        """How drafts of requests that are not coupled are verified."""
+        return "block" if self.verifier == "coupled" else self.verifier
 
     @property
     def draft_lengths(self) -> list[int]:

@@ -18,10 +18,9 @@ from pydantic import (
 from vllm_hsd.errors import quoted
 
 # "hierarchical" is the papers' name of block verification.
-Verifier = Annotated[
-    Literal["block", "standard"],
-    BeforeValidator(lambda value: "block" if value == "hierarchical" else value),
-]
+_ALIAS = BeforeValidator(lambda value: "block" if value == "hierarchical" else value)
+Verifier = Annotated[Literal["block", "standard"], _ALIAS]
+TargetVerifier = Annotated[Literal["block", "standard", "coupled"], _ALIAS]
 Stopping = Literal["fixed", "entropy"]
 Name = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[int, Field(ge=1, le=128)]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
+import torch
 
 from vllm_hsd.core.controller import DepthController
 from vllm_hsd.core.counters import Counters
@@ -35,6 +36,7 @@ from vllm_hsd.core.rounds import Round, move_thresholds
 from vllm_hsd.core.schedule import room_below
 from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.verify.chain import verify_batch, verify_greedy
+from vllm_hsd.verify.coupled import verify_coupled
 
 
 class Cascade:
@@ -257,10 +259,27 @@ class Cascade:
         forward: Forward,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Verify the drafts from below: (token ids [batch, width + 1], accepted [batch])."""
-        counts = below.counts[slots]
+        counts, start = below.counts[slots], batch.end[slots] - below.counts[slots]
         rows = forward.logits if forward.probs is None else forward.probs
         chain = below.chain_batch(slots, counts, rows, counts, counts)
-        if forward.probs is None:
+        if batch.greedy:
             return verify_greedy(chain, self.models.argmax(forward.logits, level))
-        uniforms = batch.uniforms(slots, counts + 1, level)
-        return verify_batch(chain, self.options[level].verifier, uniforms)
+        is_drawn = batch.is_drawn(slots)
+        drawn, chosen = np.flatnonzero(is_drawn), np.flatnonzero(~is_drawn)
+        token_ids = np.full((len(slots), chain.tokens.shape[1] + 1), -1, dtype=np.int64)
+        accepted = np.zeros(len(slots), dtype=np.int64)
+        if len(drawn):
+            uniforms = batch.uniforms(slots[drawn], counts[drawn] + 1, level)
+            token_ids[drawn], accepted[drawn] = verify_batch(
+                chain.of(drawn), self.options[level].verifier, uniforms
+            )
+
+        def choose(requests: np.ndarray, t: int) -> np.ndarray:
+            own = chosen[requests]
+            logits = forward.logits[torch.from_numpy(chain.target_rows[own, t])]
+            return self.models.choose(batch, level, logits, slots[own], start[own] + t)
+
+        token_ids[chosen], accepted[chosen] = verify_coupled(
+            chain.tokens[chosen], counts[chosen], choose
+        )
+        return token_ids, accepted

@@ -25,7 +25,8 @@ class Forward:
 
     Attributes:
         logits: [R, V].
-        probs: [R, V] that the level draws from and verifies by; None where all requests are greedy.
+        probs: [R, V] that the level draws from and verifies by; None where no request is
+            drawn from them.
         entropy: [R] float64 nats, NaN where the level does not stop by it.
         uncertain: [R] bool, it exceeds the request's threshold.
     """
@@ -80,7 +81,8 @@ class LevelModels:
         assert logits is not None
         batch.cached[level, slots] = batch.end[slots]
         owners = np.repeat(slots, num_logits)
-        probs = None if batch.greedy else self._probs(batch, level, logits, owners)
+        drawn = batch.is_drawn(slots).any()
+        probs = self._probs(batch, level, logits, owners) if drawn else None
         return Forward(logits, probs, *self._confidence(batch, level, logits, owners))
 
     def ingest(self, batch: DraftBatch, slots: np.ndarray, end: np.ndarray) -> None:
@@ -114,6 +116,20 @@ class LevelModels:
             self._warn_unless(level, False)
             probs[~valid] = 1 / probs.shape[1]
         return probs
+
+    def choose(
+        self,
+        batch: DraftBatch,
+        level: int,
+        logits: torch.Tensor,
+        slots: np.ndarray,
+        positions: np.ndarray,
+    ) -> np.ndarray:
+        """[n] int64 tokens of requests that are not drawn from probabilities."""
+        if batch.greedy:
+            return self.argmax(logits, level)
+        assert batch.choose is not None
+        return batch.choose(logits, slots, positions, level)
 
     def argmax(self, logits: torch.Tensor, level: int) -> np.ndarray:
         """[n] int64 greedy tokens."""

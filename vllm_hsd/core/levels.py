@@ -162,6 +162,11 @@ class DraftBatch:
             from and is verified by.
         uniforms: (slots [b], counts [b], level) -> [sum(counts)] float64, each used once.
         thresholds: entropy thresholds per level and slot; updated in place.
+        coupled: [slots] bool, requests whose tokens `choose` gives, where `greedy` is false: the
+            text that the target emits does not depend on them, and no probabilities are kept. None
+            for none.
+        choose: (logits [n, V], slots [n], positions [n] in the text, level) -> [n] int64, the
+            level's tokens there, drawn with the noise of the position.
         sits_out: [levels, slots] bool, requests that a level can draft nothing for; None for none.
         repeats: [slots] bool, requests whose drafts must not depend on times or on other requests;
             None for all.
@@ -179,9 +184,17 @@ class DraftBatch:
     probs: Callable[[torch.Tensor, np.ndarray, int], torch.Tensor]
     uniforms: Callable[[np.ndarray, np.ndarray, int], np.ndarray]
     thresholds: EntropyThresholds
+    coupled: np.ndarray | None = None
+    choose: Callable[[torch.Tensor, np.ndarray, np.ndarray, int], np.ndarray] | None = None
     sits_out: np.ndarray | None = None
     repeats: np.ndarray | None = None
     prices: Sequence[Prices] | None = None
+
+    def is_drawn(self, slots: np.ndarray) -> np.ndarray:
+        """[n] bool, the requests whose tokens are drawn from probabilities that are kept."""
+        if self.greedy or self.coupled is None:
+            return np.full(len(slots), not self.greedy)
+        return ~self.coupled[slots]
 
     def takes_part(self, level: int, slots: np.ndarray) -> np.ndarray:
         """[n] bool, the requests for which the level has what it needs to draft."""

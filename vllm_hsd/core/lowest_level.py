@@ -211,7 +211,7 @@ class LowestLevel:
         self, batch: DraftBatch, slots: np.ndarray, most: np.ndarray
     ) -> tuple[np.ndarray | None, np.ndarray]:
         """Uniforms for most[i] tokens, leftovers are discarded, and where each request's begin."""
-        uniforms = None if batch.greedy else batch.uniforms(slots, most, 0)
+        uniforms = batch.uniforms(slots, most, 0) if batch.is_drawn(slots).any() else None
         return uniforms, ragged_starts(most)
 
     def _draft_token(
@@ -222,18 +222,23 @@ class LowestLevel:
         Args:
             batch: the requests.
             slots: [n] int64.
-            uniforms: [n] float64, None where all requests are greedy.
+            uniforms: [n] float64, None where no token is drawn from probabilities.
 
         Returns:
             what the model says; [n] bool, drafts that end here.
         """
         one = np.ones(len(slots), dtype=np.int64)
         forward = self.models.forward(batch, 0, slots, one)
-        if forward.probs is None or uniforms is None:
-            token_ids = self.models.argmax(forward.logits, 0)
-        else:
+        token_ids = np.zeros(len(slots), dtype=np.int64)
+        if forward.probs is not None and uniforms is not None:
             drawn = torch.from_numpy(uniforms).to(forward.probs.device)
             token_ids = BlockedCDF(forward.probs).draw(drawn).cpu().numpy()
+        chosen = np.flatnonzero(~batch.is_drawn(slots))
+        if len(chosen):
+            own, logits = slots[chosen], forward.logits
+            if len(chosen) < len(slots):
+                logits = logits[torch.from_numpy(chosen)]
+            token_ids[chosen] = self.models.choose(batch, 0, logits, own, batch.end[own])
         batch.tokens[batch.rows[slots], batch.end[slots]] = token_ids
         batch.end[slots] += 1
         order = np.arange(len(slots))

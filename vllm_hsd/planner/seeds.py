@@ -78,7 +78,7 @@ def seed(hsd: CascadeConfig, selected: Sequence[int], cascade: Cascade) -> None:
         for above, verifier in enumerate(verifiers, k + 1):
             if controller is None or verifier is None:
                 continue
-            rule = hsd.verifier
+            rule = hsd.drawn_verifier
             if above < len(levels):
                 rule = levels[above].verifier or rule
             length = min(cascade.options[k].draft_length, profile.max_draft_tokens)

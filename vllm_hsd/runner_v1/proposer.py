@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from vllm_hsd.runner_v1.hooks import install_on_runner
 from vllm_hsd.runner_v1.lazy_caches import LazyCaches
 from vllm_hsd.runner_v1.level_factory import as_sources, build_level
 from vllm_hsd.runner_v1.levels import EarlyExitLevel, ModelLevel, weights_read
+from vllm_hsd.runner_v1.noise import RequestNoise, skip_of
 from vllm_hsd.runner_v1.requests import RequestLimits, RequestTable
 from vllm_hsd.runner_v1.sampler import CascadeSampler
 from vllm_hsd.runner_v1.sampling import GREEDY_BELOW, RequestSampling
@@ -74,7 +76,7 @@ class CascadeProposer(DraftModelProposer):
         self.options = [
             LevelOptions(
                 draft_length=draft_length,
-                verifier=level.verifier or hsd.verifier,
+                verifier=level.verifier or hsd.drawn_verifier,
                 max_rounds=level.max_rounds,
                 stopping=level.stopping,
                 temperature_scale=level.temperature_scale,
@@ -195,6 +197,8 @@ class CascadeProposer(DraftModelProposer):
             elif isinstance(level, EarlyExitLevel):
                 level.attach(target_model)
         self._estimate_drafter_cost(target_model)
+        vocab_size = self.vllm_config.model_config.get_vocab_size()
+        self.skip = skip_of(self.runner.sampler.topk_topp_sampler, vocab_size)
         self.runner.rejection_sampler = CascadeSampler(self)
 
     def _estimate_drafter_cost(self, target_model) -> None:
@@ -295,7 +299,7 @@ class CascadeProposer(DraftModelProposer):
         for states in self.heads:
             known[states.k] += 1
         requests.rows[slots] = np.arange(len(slots))
-        requests.end[slots] = length
+        requests.end[slots] = requests.committed[slots] = length
         scales = [options.temperature_scale for options in self.cascade.options]
         sampling = RequestSampling(sampling_metadata, scales)
         batch = DraftBatch(
@@ -310,6 +314,8 @@ class CascadeProposer(DraftModelProposer):
             ),
             uniforms=requests.uniforms,
             thresholds=requests.thresholds,
+            coupled=self._coupled(slots),
+            choose=functools.partial(self._choose, sampling),
             sits_out=requests.sits_out,
             repeats=self._repeats(slots),
             prices=agreed_prices(self.cascade, int((requested > 0).sum())),
@@ -330,6 +336,35 @@ class CascadeProposer(DraftModelProposer):
         token_ids = drafts.token_ids[slots].tolist()
         self.clock.drafting_ended()
         return [ids[:count] for ids, count in zip(token_ids, counts, strict=True)]
+
+    def _coupled(self, slots: np.ndarray) -> np.ndarray | None:
+        """[slots] bool for `DraftBatch.coupled`: greedy requests need no probabilities either."""
+        coupled = self.requests.coupled(slots)
+        if not coupled.any():
+            return None
+        found = np.zeros(len(self.requests.end), dtype=bool)
+        greedy = self.runner.input_batch.temperature_cpu[: len(slots)] < GREEDY_BELOW
+        found[slots] = coupled | greedy
+        return found
+
+    def _choose(
+        self,
+        sampling: RequestSampling,
+        logits: torch.Tensor,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        level: int,
+    ) -> np.ndarray:
+        """See `DraftBatch.choose`: as the target's sampler would draw from the level's logits."""
+        requests = self.requests
+        rows = requests.rows[slots]
+        return sampling.coupled_tokens(
+            sampling.masked(logits, rows),
+            rows,
+            requests.generators(slots, positions - requests.committed[slots]),
+            self.runner.sampler.topk_topp_sampler,
+            sampling.scales[level],
+        )
 
     def _repeats(self, slots: np.ndarray) -> np.ndarray:
         """[slots] bool, sampled requests with a seed: they draft alike at any load."""
@@ -386,4 +421,18 @@ class CascadeProposer(DraftModelProposer):
         params = self.runner.requests[request_id].sampling_params
         eos = -1 if params.ignore_eos or params.eos_token_id is None else params.eos_token_id
         longest = self.max_model_len if params.max_tokens is None else params.max_tokens
-        return RequestLimits(seed=params.seed, eos=eos, max_tokens=longest)
+        return RequestLimits(params.seed, eos, longest, self._noise(request_id))
+
+    def _noise(self, request_id: str) -> RequestNoise | None:
+        """Noise of a request that is coupled: it has a seed, or all sampled requests are coupled.
+
+        vLLM gives a generator to sampled requests with seeds.
+        """
+        request = self.runner.requests[request_id]
+        generator = request.generator
+        if generator is None:
+            coupled = self.cascade_config.verifier == "coupled"
+            if not coupled or request.sampling_params.temperature < GREEDY_BELOW:
+                return None
+            generator = torch.Generator(self.device).manual_seed(self.requests.derived_seed())
+        return RequestNoise(generator, self.skip)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from vllm_hsd.core.drafts import DraftStore, ragged_arange
 from vllm_hsd.core.levels import PerRequest
 from vllm_hsd.core.stopping import EntropyThresholds
+from vllm_hsd.runner_v1.noise import RequestNoise
 from vllm_hsd.verify.rng import host_uniforms
 
 # Uniforms of a request and level that are drawn at once: 256 cost hardly more than one. No step
@@ -31,11 +33,13 @@ class RequestLimits:
         seed: the user's, None without one.
         eos: token that ends the request, -1 for none.
         max_tokens: most tokens to generate.
+        noise: with which its tokens are drawn; None where they are drawn from uniforms.
     """
 
     seed: int | None
     eos: int
     max_tokens: int
+    noise: RequestNoise | None = None
 
 
 class RequestTable:
@@ -45,9 +49,10 @@ class RequestTable:
     or not scheduled) holds a slot that a newcomer needs, its draft is dropped and what must not be
     lost is set aside: its seed, its draw counters and its thresholds.
 
-    Uniforms are keyed by (request seed, level, draw number), with a counter per request and level
-    that only grows: a uniform keyed by position would be met again by the next step, after a block
-    verification that had looked at it.
+    The noise of a coupled request belongs to a position of its text, see `runner_v1.noise`. Others
+    draw by uniforms, keyed by (request seed, level, draw number), with a counter per request and
+    level that only grows: a uniform keyed by position would be met again by the next step, after a
+    block verification that had looked at it.
 
     Args:
         num_levels: levels of the cascade.
@@ -59,7 +64,9 @@ class RequestTable:
 
     Attributes:
         rows: [slots] int64, row in the runner's batch.
-        end: [slots] int64, tokens in the text.
+        end: [slots] int64, tokens in the text; grows with the draft.
+        committed: [slots] int64, tokens in the text without the draft.
+        noise: [slots] `RequestNoise` of coupled requests, None for the others.
         eos, max_tokens: [slots] int64, see `RequestLimits`.
         seeded: [slots] bool, the user gave a seed.
         cached: [levels, slots] int64, positions whose KV entries are valid.
@@ -86,6 +93,8 @@ class RequestTable:
         self.waiting: dict[str, tuple[list[np.ndarray], list[Any]]] = {}
         self.rows = np.zeros(num_slots, dtype=np.int64)
         self.end = np.zeros(num_slots, dtype=np.int64)
+        self.committed = np.zeros(num_slots, dtype=np.int64)
+        self.noise = np.full(num_slots, None)
         self.eos = np.zeros(num_slots, dtype=np.int64)
         self.max_tokens = np.zeros(num_slots, dtype=np.int64)
         self.seeded = np.zeros(num_slots, dtype=bool)
@@ -143,7 +152,7 @@ class RequestTable:
                 continue
             kept = (self.seed, self.draws, self.thresholds.total, self.thresholds.count)
             self.waiting[request_id] = (
-                [array[..., slot].copy() for array in kept],
+                [*(array[..., slot].copy() for array in kept), self.noise[slot]],
                 [item.set_aside(slot) for item in self.per_request],
             )
             self._release(request_id)
@@ -161,6 +170,17 @@ class RequestTable:
         owners, offsets = ragged_arange(counts)
         self.draws[stream, slots] += counts
         return self.buffered[stream, slots[owners], (draws - first)[owners] + offsets]
+
+    def coupled(self, slots: np.ndarray) -> np.ndarray:
+        """[n] bool, requests whose tokens are drawn with noise by position."""
+        return self.noise[slots] != None  # noqa: E711
+
+    def generators(self, slots: np.ndarray, offsets: np.ndarray) -> list[torch.Generator | None]:
+        """[n] generators for token offsets[i] after the committed text; None where greedy."""
+        return [
+            noise and noise.at(offset)
+            for noise, offset in zip(self.noise[slots], offsets.tolist(), strict=True)
+        ]
 
     def _refill(self, slots: np.ndarray, stream: int) -> None:
         draws = self.draws[stream, slots]
@@ -185,8 +205,10 @@ class RequestTable:
                 item.restore(slot, state)
             self.seed[slot], self.draws[:, slot] = kept[0], kept[1]
             self.thresholds.total[:, slot], self.thresholds.count[:, slot] = kept[2], kept[3]
+            self.noise[slot] = kept[4]
             return slot
-        self.seed[slot] = self._derived_seed() if given.seed is None else _int64(given.seed)
+        self.seed[slot] = self.derived_seed() if given.seed is None else _int64(given.seed)
+        self.noise[slot] = given.noise
         self.arrivals += 1
         self.draws[:, slot] = 0
         self.thresholds.total[:, slot] = 0
@@ -201,11 +223,13 @@ class RequestTable:
         slot = self.slot_of.pop(request_id, None)
         if slot is not None:
             self.drafts.clear(slot)
+            self.noise[slot] = None
             for item in self.per_request:
                 item.forget(slot)
             self.free.append(slot)
 
-    def _derived_seed(self) -> int:
+    def derived_seed(self) -> int:
+        """A seed of the request that arrives next, any 64 bits."""
         digest = hashlib.blake2b(f"{self.engine_seed}:{self.arrivals}".encode(), digest_size=8)
         return int.from_bytes(digest.digest(), "little", signed=True)
 

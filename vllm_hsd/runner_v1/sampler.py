@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,10 +15,11 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.cascade import Cascade
-from vllm_hsd.core.drafts import DraftStore
+from vllm_hsd.core.drafts import DraftStore, ragged_starts
 from vllm_hsd.runner_v1.requests import RequestTable
-from vllm_hsd.runner_v1.sampling import RequestSampling
+from vllm_hsd.runner_v1.sampling import GREEDY_BELOW, RequestSampling
 from vllm_hsd.verify.chain import argmax_rows, verify_batch, verify_greedy
+from vllm_hsd.verify.coupled import verify_coupled
 from vllm_hsd.verify.inputs import ChainBatch
 
 
@@ -84,13 +85,33 @@ class VerifyingSampler(RejectionSampler):
         return found
 
 
+class TargetStep(NamedTuple):
+    """What the target computed for a batch.
+
+    Attributes:
+        counts: [batch] int64, draft lengths as scheduled.
+        scheduled: [batch, max(counts)] int64 draft tokens, padded with -1.
+        sampling: the batch's sampling parameters.
+        processed: [sum(counts + 1), V] float32 logits with penalties and masks applied.
+        owners: [sum(counts + 1)] int64, the request of each row.
+        slots: [batch] int64, see `DraftingState.requests`; None in vLLM's warm-up.
+    """
+
+    counts: np.ndarray
+    scheduled: np.ndarray
+    sampling: RequestSampling
+    processed: torch.Tensor
+    owners: np.ndarray
+    slots: np.ndarray | None
+
+
 class CascadeSampler(VerifyingSampler):
     """Verifies the cascade's drafts by the target's probabilities."""
 
     def __init__(self, state: DraftingState) -> None:
         super().__init__(state.runner.sampler)
         self.state = state
-        self.verifier = state.cascade_config.verifier
+        self.verifier = state.cascade_config.drawn_verifier
 
     def forward(
         self,
@@ -116,10 +137,76 @@ class CascadeSampler(VerifyingSampler):
         processed = sampling.target_logits(logits, counts, scheduled)
         owners = np.repeat(np.arange(len(counts)), counts + 1)
         slots = self._slots(len(counts))
-        if sampling.greedy:
-            probs, target_ok = processed, None
-        else:
-            probs, target_ok = sampling.target_probabilities(processed, owners)
+        step = TargetStep(counts, scheduled, sampling, processed, owners, slots)
+        emitted = np.full((len(counts), int(counts.max(initial=0)) + 1), -1, dtype=np.int32)
+        accepted = np.zeros(len(counts), dtype=np.int64)
+        chosen = self._chosen(step)
+        for some, verify in ((~chosen, self._verify_drawn), (chosen, self._verify_chosen)):
+            if some.any():
+                emitted[some], accepted[some] = verify(step, np.flatnonzero(some))
+        if slots is not None:
+            # The scheduler may have kept a draft that gave up its place here.
+            known = np.minimum(accepted, self.state.cascade.drafts[-1].counts[slots])
+            self.state.cascade.record_acceptance(slots, known, self.state.requests.thresholds)
+        sampled = torch.from_numpy(emitted).to(logits.device)
+        return SamplerOutput(
+            sampled_token_ids=sampled,
+            logprobs_tensors=self._logprobs(logits, processed, sampled, sampling, owners),
+        )
+
+    def _chosen(self, step: TargetStep) -> np.ndarray:
+        """[batch] bool, requests whose tokens follow from the logits and the position alone."""
+        if step.slots is None or step.sampling.greedy:
+            return np.zeros(len(step.counts), dtype=bool)
+        coupled = self.state.requests.coupled(step.slots)
+        if not coupled.any():
+            return coupled
+        temperature = self.state.runner.input_batch.temperature_cpu[: len(coupled)]
+        return coupled | (temperature < GREEDY_BELOW)
+
+    def _verify_chosen(
+        self, step: TargetStep, requests: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Accept while the draft is what vLLM draws from the target's row without speculation."""
+        kept = self.state.requests
+        assert step.slots is not None
+        # A prompt chunk's sample is thrown away: it takes no noise.
+        discarded = self.state.runner.discard_request_mask.np[requests]
+        now, slots = requests[~discarded], step.slots[requests[~discarded]]
+        first = ragged_starts(step.counts + 1)[now]
+
+        def choose(some: np.ndarray, t: int) -> np.ndarray:
+            rows = torch.from_numpy(first[some] + t).to(step.processed.device)
+            noise = kept.generators(slots[some], np.full(len(some), t))
+            return step.sampling.coupled_tokens(
+                step.processed.index_select(0, rows),
+                now[some],
+                noise,
+                self.sampler.topk_topp_sampler,
+            )
+
+        width = step.scheduled.shape[1]
+        emitted = np.full((len(requests), width + 1), -1, dtype=np.int64)
+        accepted = np.zeros(len(requests), dtype=np.int64)
+        found = verify_coupled(step.scheduled[now], step.counts[now], choose)
+        emitted[~discarded], accepted[~discarded] = found
+        for slot, count in zip(slots, found[1].tolist(), strict=True):
+            if kept.noise[slot] is not None:
+                kept.noise[slot].emitted(count + 1)
+        return emitted, accepted
+
+    def _verify_drawn(
+        self, step: TargetStep, requests: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Verify drafts by their proposal probabilities, or greedily where all requests are."""
+        counts, scheduled, sampling = step.counts[requests], step.scheduled[requests], step.sampling
+        probs, owners, target_ok = step.processed, step.owners, None
+        if len(requests) < len(step.counts):
+            own = np.flatnonzero(np.isin(owners, requests))
+            probs, owners = probs[torch.from_numpy(own).to(probs.device)], owners[own]
+        if not sampling.greedy:
+            probs, target_ok = sampling.target_probabilities(probs, owners)
+        slots = None if step.slots is None else step.slots[requests]
         if slots is None:
             # vLLM's warm-up: there are no drafts, and nothing is to be remembered.
             batch, scored = ChainBatch.flat(probs, None, scheduled[:0, 0], 0 * counts), 0 * counts
@@ -130,42 +217,36 @@ class CascadeSampler(VerifyingSampler):
         if sampling.greedy:
             token_ids, accepted = verify_greedy(batch, argmax_rows(probs)[0])
         else:
-            uniforms = self._uniforms(slots, batch.lengths + 1)
+            uniforms = self._uniforms(slots, batch.lengths + 1, requests)
             token_ids, accepted = verify_batch(batch, self.verifier, uniforms, target_ok=target_ok)
-        if slots is not None:
-            requests = self.state.requests
-            self.state.cascade.record_acceptance(slots, accepted, requests.thresholds)
-        width = int(counts.max(initial=0)) + 1
-        emitted = np.full((len(counts), width), -1, dtype=np.int32)
+        width = step.scheduled.shape[1] + 1
+        emitted = np.full((len(requests), width), -1, dtype=np.int64)
         emitted[:, : token_ids.shape[1]] = token_ids[:, :width]
         # No target probabilities exist for the token after an accepted draft token that was cut.
         end = np.where(batch.lengths > scored, batch.lengths, width)
         emitted[np.arange(width) >= end[:, None]] = -1
-        sampled = torch.from_numpy(emitted).to(logits.device)
-        return SamplerOutput(
-            sampled_token_ids=sampled,
-            logprobs_tensors=self._logprobs(logits, processed, sampled, sampling, owners),
-        )
+        return emitted, accepted
 
     def _slots(self, batch: int) -> np.ndarray | None:
         """Slots of the batch's requests; None in vLLM's warm-up, whose batch has no requests."""
         input_batch = self.state.runner.input_batch
         if input_batch.num_reqs != batch:
             return None
-        # Our uniforms are counted per request: vLLM need not rewind its generators, which torch
-        # cannot do on CPU when a prompt chunk's sample is thrown away.
+        # No generator moves for a sample that is thrown away, so vLLM must not rewind any: torch
+        # cannot do that on a CPU.
         input_batch.generators.clear()
         return self.state.request_slots(batch)
 
-    def _uniforms(self, slots: np.ndarray | None, counts: np.ndarray) -> np.ndarray:
+    def _uniforms(
+        self, slots: np.ndarray | None, counts: np.ndarray, requests: np.ndarray
+    ) -> np.ndarray:
         if slots is None:
             return np.random.default_rng(0).random(int(counts.sum()))
-        requests = self.state.requests
-        target = len(self.state.cascade.levels)
-        uniforms = requests.uniforms(slots, counts, stream=target)
-        # A prompt chunk's sample is thrown away: it must not move a seeded request's counter.
-        discarded = self.state.runner.discard_request_mask.np[: len(slots)]
-        requests.draws[target, slots] -= np.where(discarded, counts, 0)
+        kept, target = self.state.requests, len(self.state.cascade.levels)
+        uniforms = kept.uniforms(slots, counts, stream=target)
+        # A prompt chunk's sample is thrown away: it must not move its request's counter.
+        discarded = self.state.runner.discard_request_mask.np[requests]
+        kept.draws[target, slots] -= np.where(discarded, counts, 0)
         return uniforms
 
 

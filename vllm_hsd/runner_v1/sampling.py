@@ -7,6 +7,7 @@ The stock rejection sampler of vLLM 0.32 truncates the temperature on CPU (vLLM 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from vllm.v1.sample.logits_processor.builtin import (
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.bad_words import apply_bad_words_with_drafts
 from vllm.v1.sample.ops.penalties import apply_all_penalties
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
 from vllm_hsd.verify.residual import ROW_SUM_TOLERANCE
 
@@ -104,9 +105,48 @@ class RequestSampling:
         self, logits: torch.Tensor, rows: torch.Tensor, scale: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits after temperature, min-p, top-k and top-p, and which rows are greedy (or None)."""
-        metadata = self.metadata
-        if metadata.all_greedy:
+        if self.greedy:
             return logits, torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+        scaled, is_greedy = self._scaled(logits, rows, scale)
+        return apply_top_k_top_p(scaled, *self._top_k_top_p(rows)), is_greedy
+
+    def coupled_tokens(
+        self,
+        logits: torch.Tensor,
+        requests: np.ndarray,
+        noise: Sequence[torch.Generator | None],
+        sampler: TopKTopPSampler,
+        scale: float = 1.0,
+    ) -> np.ndarray:
+        """Tokens as vLLM's sampler draws them; the argmax for greedy requests.
+
+        Args:
+            logits: [n, V] float32, penalties and masks already applied.
+            requests: [n] int64, batch row of the request that each row belongs to.
+            noise: [n] generators, which move as vLLM's do; None for greedy requests.
+            sampler: vLLM's, of the target.
+            scale: factor on the temperature.
+
+        Returns:
+            [n] int64.
+        """
+        rows = torch.from_numpy(requests).to(logits.device)
+        scaled, is_greedy = self._scaled(logits, rows, scale)
+        generators = {i: generator for i, generator in enumerate(noise) if generator is not None}
+        tokens, _ = sampler(scaled, generators, *self._top_k_top_p(rows))
+        if is_greedy is not None and is_greedy.any():
+            tokens = torch.where(is_greedy, logits.argmax(-1), tokens)
+        return tokens.cpu().numpy().astype(np.int64)
+
+    def _top_k_top_p(self, rows: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        top_k, top_p = self.metadata.top_k, self.metadata.top_p
+        return None if top_k is None else top_k[rows], None if top_p is None else top_p[rows]
+
+    def _scaled(
+        self, logits: torch.Tensor, rows: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """New logits after temperature and min-p, and which rows are greedy (or None)."""
+        metadata = self.metadata
         assert metadata.temperature is not None
         temperature = metadata.temperature[rows] * scale
         is_greedy = None
@@ -117,9 +157,7 @@ class RequestSampling:
         if self.min_p is not None:
             bound = self.min_p.to(rows.device)[rows].log()[:, None] + scaled.amax(-1, keepdim=True)
             scaled.masked_fill_(scaled < bound, -float("inf"))
-        top_k = None if metadata.top_k is None else metadata.top_k[rows]
-        top_p = None if metadata.top_p is None else metadata.top_p[rows]
-        return apply_top_k_top_p(scaled, top_k, top_p), is_greedy
+        return scaled, is_greedy
 
     def draft_probabilities(
         self, logits: torch.Tensor, requests: np.ndarray, level: int

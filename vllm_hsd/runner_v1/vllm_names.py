@@ -77,13 +77,14 @@ _READ: dict[str, dict[str, str]] = {
         "num_tokens_no_spec": "accepted tokens",
         "num_computed_tokens_cpu": "tokens in the target's cache",
         "num_prompt_tokens": "limit by max_tokens",
-        "temperature_cpu": "greedy requests repeat without fixed draft lengths",
-        "generators": "emptied: our uniforms are keyed by request, not drawn from generators",
+        "temperature_cpu": "greedy requests",
+        "generators": "emptied: ours move only with a token that is emitted",
         "block_table": "blocks of the KV cache, shared by all levels",
         "logitsprocs": "completed by min_p and logit_bias",
     },
     f"{_WORKER}.gpu_input_batch.CachedRequestState": {
         "sampling_params": "seed, max_tokens, end of sequence",
+        "generator": "noise of seeded requests",
     },
     f"{_WORKER}.block_table.BlockTable": {
         "block_table": "blocks of each request",
@@ -157,10 +158,12 @@ _READ: dict[str, dict[str, str]] = {
         "logprobs_mode": "kind of log-probabilities",
         "compute_logprobs": "log-probabilities of rows",
         "gather_logprobs": "log-probabilities of the most likely tokens",
-        "topk_topp_sampler": "gives out the texts that `verify` scores, in place of drawn tokens",
+        "topk_topp_sampler": "draws tokens of coupled requests; see its forward",
     },
     f"{_SAMPLE}.ops.topk_topp_sampler.TopKTopPSampler": {
-        "forward": "gives out the texts that `verify` scores, in place of drawn tokens",
+        "forward": "draws tokens of coupled requests; gives out the texts that `verify` scores",
+        "forward_cpu": "takes an integer from a generator for each token, not a row of noise",
+        "use_fp64_gumbel": "dtype of the noise",
     },
     "vllm.v1.outputs.LogprobsTensors": {
         "logprob_token_ids": "tokens with log-probabilities",
@@ -210,6 +213,7 @@ _READ: dict[str, dict[str, str]] = {
     },
     "vllm.sampling_params.SamplingParams": {
         "seed": "uniforms of a request",
+        "temperature": "greedy requests need no noise",
         "max_tokens": "limit of the drafts",
         "ignore_eos": "end of the drafts",
         "eos_token_id": "end of the drafts",

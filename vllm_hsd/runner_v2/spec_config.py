@@ -126,6 +126,8 @@ def _check(hsd: CascadeConfig, target_parallel_config) -> None:
             "adaptive.profile has no meaning on vLLM's V2 runner, since `vllm-hsd profile` "
             f"measures the V1 runner: give true or {_USE_V1}."
         )
+    if hsd.verifier == "coupled":
+        raise UserError(f"verifier 'coupled' does not run on vLLM's V2 runner: {_USE_V1}.")
     launcher = target_parallel_config.distributed_executor_backend
     if hsd.adaptive and launcher == "external_launcher":
         raise UserError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -63,6 +63,16 @@ class ChainBatch:
         if draft_probs is not None:
             draft_rows[valid] = np.arange(len(token_ids))
         return cls(target_probs, target_rows, draft_probs, draft_rows, tokens, lengths)
+
+    def of(self, requests: np.ndarray) -> ChainBatch:
+        """The batch of some of the requests, [k] int64, over the same rows."""
+        return replace(
+            self,
+            target_rows=self.target_rows[requests],
+            draft_rows=self.draft_rows[requests],
+            tokens=self.tokens[requests],
+            lengths=self.lengths[requests],
+        )
 
     @property
     def size(self) -> int:
