@@ -1,39 +1,24 @@
-"""User-facing configuration: `--speculative-config` for method "hsd"; levels: `level_config`."""
+"""User-facing configuration: `--speculative-config` for method "hsd"; levels: `levels`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from vllm_hsd.checked_files import read_json
 from vllm_hsd.errors import UserError, quoted
-from vllm_hsd.level_config import (
-    LEVEL_CLASSES,
-    Keys,
-    Level,
-    Name,
-    NgramConfig,
-    SuffixConfig,
-    TargetVerifier,
-    Tokens,
-    Verifier,
-    sources,
-    with_underscores,
-)
+from vllm_hsd.levels import KINDS, Keys, Level, Name, Tokens, Verifier
+from vllm_hsd.levels.base import TargetVerifier, with_underscores
+
+if TYPE_CHECKING:
+    from vllm_hsd.core.levels import LevelOptions
 
 MAX_LEVELS = 16
 MAX_CASCADE_BYTES = 1 << 20
 CASCADE_SCHEMA = 1
-# kind -> why such a level verifies no other
-_ONLY_LOWEST = {
-    "ngram": "a lookup has no probabilities",
-    "suffix": "a lookup has no probabilities",
-    "eagle3": "an EAGLE-3 head takes unverified tokens one by one",
-    "first_of": "its sources only draft",
-}
 
 
 class AdaptiveConfig(Keys):
@@ -119,8 +104,15 @@ class CascadeConfig(Keys):
     @property
     def head_below_others(self) -> bool:
         """Whether an EAGLE-3 head drafts for another level; above the first level it is refused."""
-        lowest = sources(self.levels[0])
-        return len(self.levels) > 1 and any(source.kind == "eagle3" for source in lowest)
+        heads = [source.reads_target_states for source in self.levels[0].sources]
+        return len(self.levels) > 1 and any(heads)
+
+    def options(self) -> list[LevelOptions]:
+        """How each level takes part in the cascade."""
+        return [
+            level.options(length, self.drawn_verifier)
+            for level, length in zip(self.levels, self.draft_lengths, strict=True)
+        ]
 
     @model_validator(mode="after")
     def _check_levels(self) -> Self:
@@ -142,10 +134,10 @@ class CascadeConfig(Keys):
                     f"{name}.num_tokens is {level.num_tokens}, above num_speculative_tokens "
                     f"({limit}): lower num_tokens or raise num_speculative_tokens"
                 )
-            if i > 0 and level.kind in _ONLY_LOWEST:
+            if i > 0 and level.only_lowest:
                 raise ValueError(
                     f"{name}.{level.kind} cannot verify levels[{i - 1}], since "
-                    f"{_ONLY_LOWEST[level.kind]}: put it first"
+                    f"{level.only_lowest}: put it first"
                 )
             if self.adaptive and i == 0 and self.head_below_others:
                 raise ValueError(
@@ -154,7 +146,7 @@ class CascadeConfig(Keys):
                     "'adaptive'"
                 )
         for key in ("verifier", "max_rounds"):
-            if getattr(self.levels[0], key) is not None:
+            if getattr(self.levels[0], key, None) is not None:
                 raise ValueError(
                     f"levels[0].{key} has no meaning, since the first level verifies no other: "
                     "remove it"
@@ -239,14 +231,6 @@ _MISSING = {
 }
 
 
-# Keys whose value is a mapping.
-_VALUES: dict[str, type[Keys]] = {
-    "adaptive": AdaptiveConfig,
-    "ngram": NgramConfig,
-    "suffix": SuffixConfig,
-}
-
-
 def _without_tags(location: tuple[Any, ...]) -> tuple[list[Any], str | None]:
     """A fault's place without the kinds that pydantic adds to it, and the last of these."""
     path, kind = [], None
@@ -268,18 +252,25 @@ def _sentence(fault: Any) -> str:
         if not owner:
             known = ["cascade", "method", *CascadeConfig.model_fields]
             return f"method 'hsd' has no key {unknown}; its keys are {', '.join(sorted(known))}."
-        fields = _VALUES.get(str(path[-2])) or LEVEL_CLASSES[str(kind)]
-        named = owner if kind is None else f"{owner} of kind '{kind}'"
+        named, fields = owner, _value_keys(path[-2])
+        if fields is None:
+            named, fields = f"{owner} of kind '{kind}'", KINDS[str(kind)]
         known = sorted(fields.model_fields)
         return f"{named} has no key {unknown}; its keys are {', '.join(known)}."
     if fault["type"] == "value_error":
         return f"{_key(path)} {fault['ctx']['error']}.".lstrip()
     given = f"(given: {quoted(fault['input'])})"
-    if path[-1] in _VALUES:
-        example = '{"max": 4}' if path[-1] == "ngram" else '{"store": "chats.npz"}'
-        return f"{_key(path)}: give a mapping such as {example} {given}."
+    if (fields := _value_keys(path[-1])) is not None:
+        return f"{_key(path)}: give a mapping such as {fields.example} {given}."
     message = fault["msg"]
     return f"{_key(path)}: {message[0].lower()}{message[1:]} {given}."
+
+
+def _value_keys(key: object) -> type[Keys] | None:
+    """The keys of a key's value, if that is a mapping."""
+    if key == "adaptive":
+        return AdaptiveConfig
+    return KINDS[key].value_keys if isinstance(key, str) and key in KINDS else None
 
 
 def _key(path: list[Any]) -> str:

@@ -15,23 +15,10 @@ from vllm.logger import init_logger
 from vllm.utils.hashing import safe_hash
 
 from vllm_hsd.config import CascadeConfig
+from vllm_hsd.draft_models import DraftConfig
 from vllm_hsd.errors import UserError, collected
-from vllm_hsd.level_checks import (
-    DraftConfig,
-    check_exit_order,
-    check_level,
-    draft_config,
-    engine_mistakes,
-    target_mistakes,
-)
-from vllm_hsd.level_config import (
-    Eagle3LevelConfig,
-    FirstOfLevelConfig,
-    LevelConfig,
-    ModelLevelConfig,
-    source_names,
-    sources,
-)
+from vllm_hsd.level_checks import check_exit_order, engine_mistakes, target_mistakes
+from vllm_hsd.levels import LevelConfig, Target
 from vllm_hsd.planner.seeds import check_seeds
 
 logger = init_logger(f"vllm.{__name__}")
@@ -76,20 +63,15 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
         except UserError as error:
             mistakes, refusal = list(error.args), type(error)
         mistakes += target_mistakes(target_model_config, target_parallel_config)
-        target = target_model_config, target_parallel_config, cls.draft_config_class
+        target = Target(target_model_config, target_parallel_config, cls.draft_config_class)
         levels: list[SpeculativeConfig | None] = []
         sound: list[LevelConfig | None] = []
         for i, (level, draft_length) in enumerate(zip(hsd.levels, hsd.draft_lengths, strict=True)):
             model, before = None, len(mistakes)
-            for j, source in enumerate(sources(level)):
-                name = f"levels[{i}]"
-                if isinstance(level, FirstOfLevelConfig):
-                    name += f".first_of[{j}]"
+            for name, source in level.named_sources(f"levels[{i}]"):
                 with collected(mistakes):
-                    if isinstance(source, ModelLevelConfig | Eagle3LevelConfig):
-                        model = draft_config(name, source, draft_length, *target)
-                    else:
-                        check_level(name, source, target_model_config)
+                    # Only the last source can be a model.
+                    model = source.check(name, target, draft_length)
             levels.append(model)
             sound.append(level if len(mistakes) == before else None)
         with collected(mistakes):
@@ -148,12 +130,7 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
         ).hexdigest()
 
     def __repr__(self) -> str:
-        names = [
-            source_names(level)
-            if isinstance(level, FirstOfLevelConfig)
-            else getattr(level, level.kind)
-            for level in self.hsd.levels
-        ]
+        names = [level.description for level in self.hsd.levels]
         return (
             f"SpeculativeConfig(method='hsd', levels={names}, "
             f"num_spec_tokens={self.num_speculative_tokens}, verifier={self.hsd.verifier!r})"

@@ -94,7 +94,7 @@ def instrument(worker, clock: Clock) -> int:
     if proposer is None:
         return 0
     clock.wrap(runner, "propose_draft_token_ids", "proposing")
-    for i, level in enumerate(proposer.hosted):
+    for i, level in enumerate(hosted.level for hosted in proposer.hosted):
         clock.wrap(level, "forward", f"level {i} forward")
         clock.wrap(level, "run", f"level {i} model")
         clock.wrap(level, "logits", f"level {i} model")

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from vllm_hsd.config import CascadeConfig, read_speculative_config
+from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.errors import UserError
-from vllm_hsd.level_config import LEVEL_CLASSES
+from vllm_hsd.levels import KINDS
 
 MODEL = {"model": "small"}
 TOP = {"model": "mid"}
@@ -62,7 +63,7 @@ FAULTS = {
     "unknown verifier": (hsd(TOP, verifier="tokenwise"), "verifier: .*standard.*'tokenwise'"),
     "unknown key in a level": (hsd({**MODEL, "num_token": 3}, TOP), r"levels\[0\].*'num_token'"),
     "level not a mapping": (hsd("small"), r"levels\[0\]"),
-    "no kind": (hsd({"num_tokens": 3}, TOP), r"levels\[0\].*model, early_exit"),
+    "no kind": (hsd({"num_tokens": 3}, TOP), r"levels\[0\].*model, ngram"),
     "two kinds": (hsd({**MODEL, "ngram": {}, "num_tokens": 2}, TOP), r"levels\[0\].*'model'.*'ngr"),
     "no num_tokens": (hsd(MODEL, TOP), r"levels\[0\].*'num_tokens'"),
     "num_tokens zero": (hsd({**MODEL, "num_tokens": 0}, TOP), r"levels\[0\]\.num_tokens"),
@@ -101,7 +102,7 @@ FAULTS = {
     "source without a kind": (hsd({"first_of": [{"max": 3}]}), r"first_of\[0\] needs one of"),
     "sources in a source": (
         hsd({"first_of": [{"first_of": [{"ngram": {}}]}]}),
-        r"levels\[0\]\.first_of\[0\] needs one of the kinds: model",
+        r"levels\[0\]\.first_of\[0\] needs one of the kinds: bigram, .*, exit_head, model",
     ),
     "unknown key of a source": (
         hsd({"first_of": [{"ngram": {}, "revision": "x"}]}),
@@ -284,11 +285,10 @@ def test_speculative_config_with_dashes():
     assert read_speculative_config(None) == {}
 
 
-@pytest.mark.parametrize("kind", LEVEL_CLASSES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_answers_what_a_runner_asks(kind):
     values = {"early_exit": 2, "ngram": {}, "suffix": {}, "first_of": [{"ngram": {}}]}
     value = values.get(kind, "path")
     (level,) = CascadeConfig.parse(hsd({kind: value})).levels
     assert level.kind == kind and getattr(level, kind) is not None
-    assert (level.verifier, level.max_rounds) == (None, None)
-    assert (level.stopping, level.temperature_scale) == ("fixed", 1.0)
+    assert level.options(6, "standard") == LevelOptions(6, "standard")

@@ -166,7 +166,7 @@ def test_another_vllm_and_another_machine_are_named(tmp_path, raw):
         (["latencies", "forward", 0, "tokens"], [2, 1], "tokens must be ascending"),
         (["candidates"], [], "key 'candidates': "),
         (["candidates", 0], {"name": "x"}, "key 'candidates.0.level': "),
-        (["candidates", 0, "level"], {}, "needs one of the kinds: model"),
+        (["candidates", 0, "level"], {}, "needs one of the kinds: bigram"),
         (["candidates", 0, "level"], {"ngram": {}}, "which needs 'tables'"),
         (["max_draft_tokens"], 0, "key 'max_draft_tokens': "),
         (["max_draft_tokens"], 10**6, "key 'max_draft_tokens': "),

@@ -13,11 +13,16 @@ from vllm_hsd.runner_v1.proposer import CascadeProposer
 def proposer():
     """One that hosts three levels and runs nothing."""
     bare = object.__new__(CascadeProposer)
-    bare.hosted = [SimpleNamespace(context_length=100) for _ in range(3)]
+    options = [LevelOptions(4, stopping="entropy"), LevelOptions(4), LevelOptions(8)]
+    bare.hosted = [
+        SimpleNamespace(level=SimpleNamespace(context_length=100), options=each) for each in options
+    ]
     bare.device = torch.device("cpu")
-    bare.options = [LevelOptions(4, stopping="entropy"), LevelOptions(4), LevelOptions(8)]
     bare.cascade_config = SimpleNamespace(
-        num_speculative_tokens=8, horizontal_tokens=0, adaptive=False, levels=[{"ngram": {}}] * 3
+        num_speculative_tokens=8,
+        horizontal_tokens=0,
+        adaptive=False,
+        levels=[SimpleNamespace(fills_cache_lazily=False)] * 3,
     )
     bare.vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(seed=0, get_vocab_size=lambda: 5),
@@ -28,7 +33,7 @@ def proposer():
 
 def test_selected_levels_keep_their_options_and_get_new_draft_lengths(proposer):
     proposer.select_levels([0, 2], [2, 6])
-    assert proposer.cascade.levels == [proposer.hosted[0], proposer.hosted[2]]
+    assert proposer.cascade.levels == [proposer.hosted[0].level, proposer.hosted[2].level]
     assert proposer.cascade.options == [LevelOptions(2, stopping="entropy"), LevelOptions(6)]
     assert proposer.num_speculative_tokens == 6
     assert proposer.cascade.drafts[-1].probs.shape == (4 * 6, 5)

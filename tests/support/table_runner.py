@@ -23,7 +23,7 @@ from vllm_hsd.core.program import BigramProgramLookup, NgramProgramLookup, Progr
 from vllm_hsd.core.proposal_state import KVGroups, ProposalState  # noqa: E402
 from vllm_hsd.runner_v2.metrics import DeviceCounts  # noqa: E402
 from vllm_hsd.runner_v2.sampler import serve  # noqa: E402
-from vllm_hsd.runner_v2.spec_config import LOOKUPS, schedule_of, verifiers  # noqa: E402
+from vllm_hsd.runner_v2.spec_config import schedule_of, verifiers  # noqa: E402
 from vllm_hsd.runner_v2.speculator import CascadeSpeculator  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ class TableCascade(CascadeSpeculator):
         ]
         self.hsd = CascadeConfig.parse({**cascade, "levels": given})
         self.schedule = schedule_of(self.hsd)
-        self.scales = torch.tensor([level.temperature_scale for level in self.hsd.levels])
+        self.scales = torch.tensor([options.temperature_scale for options in self.hsd.options()])
         self.req_states, self.hosted, self.draft_logits = req_states, [], None
         self.graphs, self.checks = None, False
         self.asked: int | None = None  # by vLLM's scheduler, None for the configured number
@@ -90,7 +90,7 @@ class TableCascade(CascadeSpeculator):
         self.draft_tokens = torch.zeros(
             slots, self.schedule.num_speculative_tokens, dtype=torch.int64
         )
-        lookup = self.hsd.levels[0].kind in LOOKUPS
+        lookup = self.hsd.levels[0].on_v2 == "lookup"
         self.state = ProposalState.allocate(
             self.schedule,
             batch=slots + 1,  # so that a CUDA graph has padding

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hsd.engine import Generation
-from vllm_hsd.level_config import LEVEL_KINDS
+from vllm_hsd.levels.base import level_name
 
 # In place of a token where an output has ended.
 NONE = -1
@@ -149,7 +149,7 @@ def config_name(config: dict[str, Any] | None) -> str:
     levels = config.get("levels")
     if isinstance(levels, list) and levels:
         parts = [
-            f"{_level_name(level)} {level.get('num_tokens', length if level is levels[-1] else '')}"
+            f"{level_name(level)} {level.get('num_tokens', length if level is levels[-1] else '')}"
             for level in levels
             if isinstance(level, dict)
         ]
@@ -160,13 +160,3 @@ def config_name(config: dict[str, Any] | None) -> str:
         name = " ".join(part for part in parts if part)
     rule = config.get("verifier") or config.get("rejection_sample_method")
     return f"{name} ({rule})" if rule else name
-
-
-def _level_name(level: dict[str, Any]) -> str:
-    if isinstance(level.get("model"), str):
-        return Path(level["model"]).name
-    if isinstance(level.get("first_of"), list):
-        return "+".join(_level_name(source) for source in level["first_of"])
-    if "early_exit" in level:
-        return f"exit {level['early_exit']}"
-    return next((kind for kind in LEVEL_KINDS if kind in level), "level")

@@ -22,7 +22,6 @@ from rich.text import Text
 from vllm_hsd import entrance, host, plugin, registry
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.errors import UserError, brief, collected
-from vllm_hsd.level_config import Eagle3LevelConfig, sources
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -236,7 +235,7 @@ def _head_mistakes(engine: Any) -> list[str]:
     heads = [
         f"levels[{i}].eagle3"
         for i, level in enumerate(levels)
-        if any(isinstance(source, Eagle3LevelConfig) for source in sources(level))
+        if any(source.reads_target_states for source in level.sources)
     ]
     mistakes: list[str] = []
     if heads:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hsd.errors import UserError
-from vllm_hsd.level_config import NgramLevelConfig
+from vllm_hsd.levels.ngram import NgramLevelConfig
 from vllm_hsd.planner.models import ModelSet, probabilities
 from vllm_hsd.planner.prompt_lookup import replay
 from vllm_hsd.planner.survival import (

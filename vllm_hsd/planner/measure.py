@@ -109,7 +109,7 @@ def measure_profile(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_table_size(
         len(task.candidates) + 1,
-        sum(candidate.kind == "ngram" for candidate in task.candidates),
+        sum(candidate.level.is_lookup for candidate in task.candidates),
         task.max_draft_tokens,
     )
     models = ModelSet(task.target, task.candidates, device)

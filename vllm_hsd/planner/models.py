@@ -16,16 +16,7 @@ from vllm_hsd.core.bigram import BigramTable, read_bigram
 from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, ExitHead, read_exit_head
 from vllm_hsd.core.vocabulary import differing_token, fit_logits, readable
 from vllm_hsd.errors import UserError, brief, quoted
-from vllm_hsd.level_config import (
-    BigramLevelConfig,
-    EarlyExitLevelConfig,
-    ExitHeadLevelConfig,
-    ModelLevelConfig,
-    NgramLevelConfig,
-)
 from vllm_hsd.planner.profile import Candidate, Sampling, place
-
-EXITS = ("early_exit", "exit_head")
 
 
 def probabilities(sampling: Sampling, logits: Tensor) -> Tensor:
@@ -102,18 +93,8 @@ class ModelSet:
         except (OSError, ValueError) as error:
             raise UserError(_cannot_load(f"the tokenizer of '{target}'", error)) from None
         self.vocabulary: int = self.target.config.vocab_size
-        words = self.tokenizer.get_vocab()
-        self.models: list[Any] = []
-        for level in (candidate.level for candidate in candidates):
-            if isinstance(level, ModelLevelConfig):
-                self.models.append(self._drafter(level.model, words))
-            elif isinstance(level, BigramLevelConfig):
-                self.models.append(self._bigram(level.bigram))
-            elif isinstance(level, NgramLevelConfig):
-                self.models.append(None)
-            else:
-                assert isinstance(level, EarlyExitLevelConfig | ExitHeadLevelConfig)
-                self.models.append(self._exit(level))
+        self.words = self.tokenizer.get_vocab()
+        self.models: list[Any] = [candidate.level.measured(self) for candidate in candidates]
         self.models.append(self.target)
         depths = [depth for model in range(len(candidates)) if (depth := self.layers(model))]
         if len(set(depths)) < len(depths):
@@ -122,10 +103,11 @@ class ModelSet:
                 f"host both, so measure one of them."
             )
 
-    def _drafter(self, path: str, words: dict[str, int]) -> Any:
+    def drafter(self, path: str) -> Any:
+        """A draft model."""
         target = self.target.config.name_or_path
         tokens = _vocabulary(path)
-        if tokens is not None and (differing := differing_token(tokens, words)) is not None:
+        if tokens is not None and (differing := differing_token(tokens, self.words)) is not None:
             raise UserError(
                 f"candidate '{path}' has another vocabulary than the target '{target}', token "
                 f"{differing} for one: only drafters with the target's tokenizer can be verified."
@@ -142,31 +124,29 @@ class ModelSet:
                 f"{self.vocabulary}: they must be the same."
             )
 
-    def _bigram(self, path: str) -> BigramTable:
+    def bigram(self, path: str) -> BigramTable:
+        """A table of token pairs."""
         table = read_bigram(path)
         self._check_vocabulary(f"the bigram table {quoted(path)}", table.vocab_size)
         return table
 
-    def _exit(self, level: EarlyExitLevelConfig | ExitHeadLevelConfig) -> Any:
+    def exit(self, layers: int, head_path: str | None) -> Any:
+        """The target's first layers, with the exit head of a directory if there is one."""
         architecture, config = type(self.target).__name__, self.target.config
         if architecture not in EXIT_ARCHITECTURES:
             raise UserError(
                 f"exits work with the targets {', '.join(EXIT_ARCHITECTURES)}, not {architecture}: "
                 "leave them out."
             )
-        head: ExitHead | None = None
-        if isinstance(level, ExitHeadLevelConfig):
-            head = read_exit_head(level.exit_head)
-            layers, name = head.layer, f"exit head {quoted(level.exit_head)} at layer"
+        head, name = None, "early exit"
+        if head_path is not None:
+            head, name = read_exit_head(head_path), f"exit head {quoted(head_path)} at layer"
             needed = self.vocabulary, config.hidden_size
             if tuple(head.weight.shape) != needed:
                 raise UserError(
-                    f"exit head {quoted(level.exit_head)} has the shape "
-                    f"{tuple(head.weight.shape)} and the target needs {needed}: train it for this "
-                    f"target."
+                    f"exit head {quoted(head_path)} has the shape {tuple(head.weight.shape)} and "
+                    f"the target needs {needed}: train it for this target."
                 )
-        else:
-            layers, name = level.early_exit, "early exit"
         depth = config.num_hidden_layers
         if not 1 <= layers < depth:
             raise UserError(
@@ -189,7 +169,7 @@ class ModelSet:
     def layers(self, model: int) -> int | None:
         """Layers of the target that a model runs; None for other models."""
         found = self.models[model]
-        if model < len(self.candidates) and not self.candidates[model].kind.startswith(EXITS):
+        if model < len(self.candidates) and not self.candidates[model].level.runs_target:
             return None
         return found.config.num_hidden_layers
 

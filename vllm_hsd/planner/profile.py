@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from vllm_hsd import host
 from vllm_hsd.checked_files import read_json, written_whole
 from vllm_hsd.errors import UserError, brief, quoted
-from vllm_hsd.level_config import Level
+from vllm_hsd.levels import Level
 from vllm_hsd.planner.latencies import Latencies
 from vllm_hsd.planner.survival import VERIFIERS, Acceptance, Verifier, independent_survival
 
@@ -48,7 +48,7 @@ class Candidate(_Strict):
 
     @property
     def kind(self) -> str:
-        """One of `config.LEVEL_KINDS`."""
+        """One of `levels.KINDS`."""
         return self.level.kind
 
     def keys(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Profile(_Strict):
     @property
     def lookups(self) -> list[int]:
         """Indices of the candidates that are prompt lookups."""
-        return [i for i, candidate in enumerate(self.candidates) if candidate.kind == "ngram"]
+        return [i for i, candidate in enumerate(self.candidates) if candidate.level.is_lookup]
 
     def rate_matrix(self) -> Floats:
         """The rates as float64 [M + 1, M + 1], checked; nan where one is a prompt lookup."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from vllm_hsd.core.levels import FirstOf
 from vllm_hsd.engine import generate
 
 
@@ -63,12 +62,11 @@ class Recorder:
         self.levels: list[Any] = []
         if hasattr(getattr(runner, "drafter", None), "cascade"):
             self.levels = list(runner.drafter.hosted)
-            for index, level in enumerate(self.levels):
-                model: Any = level.drafter if isinstance(level, FirstOf) else level
-                if hasattr(level, "lookup"):
-                    level.lookup = self._lookup(index, level.lookup)
-                elif model is not None:
-                    model.forward = self._forward(index, model.forward)
+            for index, hosted in enumerate(self.levels):
+                if hosted.config.is_lookup:
+                    hosted.level.lookup = self._lookup(index, hosted.level.lookup)
+                elif hosted.model is not None:
+                    hosted.model.forward = self._forward(index, hosted.model.forward)
             runner.propose_draft_token_ids = self._propose(runner.propose_draft_token_ids)
 
     def clock(self) -> float:
@@ -134,7 +132,7 @@ class Recorder:
         for (index, batch, tokens, began, ms), then in zip(self.open, starts[1:], strict=True):
             level = self.levels[index]
             role = "verify" if level is not lowest else "draft"
-            role = "lookup" if hasattr(level, "lookup") else role
+            role = "lookup" if level.config.is_lookup else role
             self.recording.calls.append(Call(index, role, batch, tokens, ms, then - began))
 
     def _forward(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:

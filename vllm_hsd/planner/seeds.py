@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.step_times import StepTimes
 from vllm_hsd.errors import UserError, quoted
-from vllm_hsd.level_config import LevelConfig
+from vllm_hsd.levels import LevelConfig, Verifier
 from vllm_hsd.planner.latencies import Latencies, Role
 from vllm_hsd.planner.profile import Profile, environment_warnings, load_profile, place
 from vllm_hsd.planner.survival import Acceptance
@@ -80,7 +81,7 @@ def seed(hsd: CascadeConfig, selected: Sequence[int], cascade: Cascade) -> None:
                 continue
             rule = hsd.drawn_verifier
             if above < len(levels):
-                rule = levels[above].verifier or rule
+                rule = cast(Verifier, levels[above].options(1, rule).verifier)
             length = min(cascade.options[k].draft_length, profile.max_draft_tokens)
             controller.acceptance.seed(
                 controller.pair(k, above),

@@ -62,7 +62,7 @@ class Timing:
     ):
         self.task, self.prompts = task, [list(prompt) for prompt in prompts]
         self.vocabulary, self.directory = vocabulary, directory
-        models = [i for i, candidate in enumerate(task.candidates) if candidate.kind != "ngram"]
+        models = [i for i, candidate in enumerate(task.candidates) if not candidate.level.is_lookup]
         self.drafters = sorted(models, key=lambda i: sizes[i])
         # A prompt lookup drafts as it likes: where no two others are there, a bigram table
         # drafts as many tokens as are requested.
@@ -218,7 +218,7 @@ class Timing:
         forward = []
         for i, candidate in enumerate(self.task.candidates):
             # The whole call of a lookup; of a forward without what the level adds to it.
-            looks_up = candidate.kind == "ngram"
+            looks_up = candidate.level.is_lookup
             key = "call_ms" if looks_up else "ms"
             own = ((c["batch"], c["tokens"], c[key]) for c in calls if c["level"] == i)
             forward.append(self._table(1 if looks_up else longest, own))

@@ -72,21 +72,23 @@ class Eagle3Level(ModelLevel):
         self.states: list[torch.Tensor] = []
         self.computed_with = np.zeros(0, dtype=np.int32)
 
-    def attach(self, target: Any, name: str) -> None:
+    def attach(self, target_model: Any, named: str) -> None:
         """Share the target's embedding and head where the checkpoint has none of its own.
 
         Args:
-            target: the loaded target.
-            name: what messages call the level, "levels[i].eagle3 'path'".
+            target_model: the loaded target.
+            named: what messages call the level, "levels[i].eagle3 'path'".
 
         Raises:
             UserError: the target gives no hidden states, or not those that the head reads, or the
                 head drafts tokens that the target has not.
         """
-        check_states(type(target), name)
-        self._check_layers(target, name)
-        self._check_tokens(name)
-        self._share(target)
+        check_states(type(target_model), named)
+        self._check_layers(target_model, named)
+        self._check_tokens(named)
+        self._share(target_model)
+        # vLLM then has the target give out the states that the head names.
+        self.runner.use_aux_hidden_state_outputs = not self.reads_final_states
         hidden = self.model.config.hidden_size
         dtype = cast(torch.dtype, self.vllm_config.model_config.dtype)
         tokens = cast(Any, self.vllm_config.speculative_config).num_speculative_tokens
@@ -100,7 +102,7 @@ class Eagle3Level(ModelLevel):
         logger.info(
             "States for %s take %.2f GiB: max_num_seqs x (num_speculative_tokens + %d) x hidden "
             "size.",
-            name,
+            named,
             (self.own.nbytes + self.kept.nbytes) / 2**30,
             1 + KEPT_STATES,
         )

@@ -50,7 +50,7 @@ _MODULES = (
     "sampler",
     "levels",
     "eagle3",
-    "level_factory",
+    "hosted_levels",
     "head_states",
     "stock_drafters",
 )

@@ -21,9 +21,6 @@ from vllm_hsd.core.exit_head import ExitHead
 from vllm_hsd.core.levels import Lookup
 from vllm_hsd.core.vocabulary import fit_logits, readable
 from vllm_hsd.exits import ResidualStream, attention_layer_names, leave_after
-from vllm_hsd.level_config import (
-    NgramConfig,
-)
 
 # vLLM's function takes abstract classes too, which its annotation does not say.
 _AttentionLayer: Any = AttentionLayerBase
@@ -86,6 +83,14 @@ class ModelLevel:
             for name in set(layers) - before
             if layers[name].get_kv_cache_spec(self.vllm_config) is not None
         }
+
+    def attach(self, target_model: Any, named: str) -> None:
+        """Share what the level needs of the loaded target: nothing.
+
+        Args:
+            target_model: the target.
+            named: what messages call the level, "levels[i].model 'path'".
+        """
 
     def init_attention(self, kv_cache_config, kernel_block_sizes: list[int] | None) -> None:
         """Make the attention metadata builders, one set per KV-cache group.
@@ -238,7 +243,7 @@ class EarlyExitLevel(ModelLevel):
         super().__init__(runner, vllm_config, index, vllm_config.model_config.max_model_len)
         self.num_layers = num_layers
 
-    def attach(self, target_model: Any) -> None:
+    def attach(self, target_model: Any, named: str) -> None:
         """Share the layers of the loaded target."""
         self.target = target_model.unwrap() if hasattr(target_model, "unwrap") else target_model
         self.layers = self.target.model.layers[: self.num_layers]
@@ -287,13 +292,18 @@ NGRAM_FIRST, NGRAM_LATER = 0.25, 0.8
 
 
 class NgramLevel:
-    """Prompt lookup with vLLM's own matcher."""
+    """Prompt lookup with vLLM's own matcher.
 
-    def __init__(self, config: NgramConfig, max_model_len: int) -> None:
+    Args:
+        shortest, longest: n-grams at the end of the text that are looked up, in tokens.
+        max_model_len: longest text in tokens.
+    """
+
+    def __init__(self, shortest: int, longest: int, max_model_len: int) -> None:
         # Only now: once numba is loaded, vLLM 0.32 fails to import further Triton kernels.
         from vllm.v1.spec_decode import ngram_proposer
 
-        self.config, self.max_model_len = config, max_model_len
+        self.shortest, self.longest, self.max_model_len = shortest, longest, max_model_len
         self.match = ngram_proposer._find_longest_matched_ngram_and_propose_tokens
 
     def read(
@@ -324,8 +334,8 @@ class NgramLevel:
         for i in np.flatnonzero(requested):
             found = self.match(
                 origin_tokens=tokens[rows[i], : ends[i]],
-                min_ngram=self.config.min,
-                max_ngram=self.config.max,
+                min_ngram=self.shortest,
+                max_ngram=self.longest,
                 max_model_len=self.max_model_len,
                 k=int(requested[i]),
             )

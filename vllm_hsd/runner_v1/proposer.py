@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,22 +14,18 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from vllm_hsd.config import CascadeConfig
-from vllm_hsd.core.bigram import BigramLevel
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.controller import DepthController
 from vllm_hsd.core.levels import DraftBatch, FirstOf, LevelOptions, LevelStats
-from vllm_hsd.core.ngram_model import NgramModelLevel
-from vllm_hsd.errors import quoted
-from vllm_hsd.level_checks import loading
-from vllm_hsd.level_config import FirstOfLevelConfig, reads_late, sources
+from vllm_hsd.draft_models import loading
 from vllm_hsd.planner.seeds import seed
 from vllm_hsd.runner_v1.adaptive import AdaptiveDrafting, StepClock, agreed_prices
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
 from vllm_hsd.runner_v1.head_states import HeadStates
 from vllm_hsd.runner_v1.hooks import install_on_runner
+from vllm_hsd.runner_v1.hosted_levels import build_levels
 from vllm_hsd.runner_v1.lazy_caches import LazyCaches
-from vllm_hsd.runner_v1.level_factory import as_sources, build_level
-from vllm_hsd.runner_v1.levels import EarlyExitLevel, ModelLevel, weights_read
+from vllm_hsd.runner_v1.levels import ModelLevel, weights_read
 from vllm_hsd.runner_v1.noise import RequestNoise, skip_of
 from vllm_hsd.runner_v1.requests import RequestLimits, RequestTable
 from vllm_hsd.runner_v1.sampler import CascadeSampler
@@ -53,35 +48,13 @@ class CascadeProposer(DraftModelProposer):
         self.vllm_config, self.device, self.runner = vllm_config, device, runner
         self.speculative_config = vllm_config.speculative_config
         self.cascade_config: CascadeConfig = vllm_config.speculative_config.hsd
-        self.level_configs = vllm_config.speculative_config.level_configs
         hsd = self.cascade_config
         self.max_model_len = vllm_config.model_config.max_model_len
         self.kv_cache_gid = 0
         self.draft_attn_groups = []
-        contexts = [
-            self.max_model_len if config is None else config.draft_model_config.max_model_len
-            for config in self.level_configs
-        ]
-        self.hosted = [
-            build_level(level, runner, vllm_config, i, context)
-            for i, (level, context) in enumerate(zip(hsd.levels, contexts, strict=True))
-        ]
-        if hsd.adaptive:
-            self.hosted[0] = as_sources(self.hosted[0], hsd.levels[0].kind)
-        # The model that runs at each level, also as the last of several sources.
-        self.models: list[Any] = [
-            level.drafter if isinstance(level, FirstOf) else level for level in self.hosted
-        ]
-        self.model_levels = [level for level in self.models if isinstance(level, ModelLevel)]
-        self.options = [
-            LevelOptions(
-                draft_length=draft_length,
-                verifier=level.verifier or hsd.drawn_verifier,
-                max_rounds=level.max_rounds,
-                stopping=level.stopping,
-                temperature_scale=level.temperature_scale,
-            )
-            for draft_length, level in zip(hsd.draft_lengths, hsd.levels, strict=True)
+        self.hosted = build_levels(vllm_config, runner)
+        self.model_levels: list[ModelLevel] = [
+            hosted.model for hosted in self.hosted if isinstance(hosted.model, ModelLevel)
         ]
         self.select_levels(list(range(len(self.hosted))), hsd.draft_lengths)
         install_on_runner(runner, self)
@@ -111,9 +84,9 @@ class CascadeProposer(DraftModelProposer):
                 f"{hsd.num_speculative_tokens}."
             )
         self.selected = levels
-        chosen = [self.hosted[i] for i in levels]
+        chosen = [self.hosted[i].level for i in levels]
         options = [
-            replace(self.options[i], draft_length=length)
+            replace(self.hosted[i].options, draft_length=length)
             for i, length in zip(levels, draft_lengths, strict=True)
         ]
         num_slots = self.vllm_config.scheduler_config.max_num_seqs
@@ -122,7 +95,7 @@ class CascadeProposer(DraftModelProposer):
         if hsd.adaptive and hsd.adaptive.profile:
             seed(hsd, levels, self.cascade)
         self.adaptive = None if controller is None else AdaptiveDrafting(self)
-        late = controller is not None or reads_late(hsd.levels[levels[0]])
+        late = controller is not None or hsd.levels[levels[0]].fills_cache_lazily
         self.lazy = LazyCaches(self.runner, len(levels), num_slots) if late else None
         self.clock = StepClock(hsd.num_speculative_tokens + 1)
         self.requests = RequestTable(
@@ -177,25 +150,16 @@ class CascadeProposer(DraftModelProposer):
 
     def load_model(self, target_model) -> None:
         """Load the levels that are models; give exits and heads what they share of the target."""
-        for i, (level, config) in enumerate(zip(self.models, self.level_configs, strict=True)):
-            if config is not None:
-                name = f"levels[{i}]"
-                if isinstance(self.cascade_config.levels[i], FirstOfLevelConfig):
-                    name += f".first_of[{len(self.hosted[i].names) - 1}]"
-                kind = sources(self.cascade_config.levels[i])[-1].kind
-                named = f"{name}.{kind} {quoted(config.model)}"
-                with loading(named):
-                    level.load(
-                        self._draft_vllm_config(config),
-                        config.draft_model_config,
-                        config.draft_load_config,
-                    )
-                    if isinstance(level, Eagle3Level):
-                        level.attach(target_model, named)
-                        # vLLM then has the target give out the states that the head names.
-                        self.runner.use_aux_hidden_state_outputs = not level.reads_final_states
-            elif isinstance(level, EarlyExitLevel):
-                level.attach(target_model)
+        for hosted in self.hosted:
+            if isinstance(hosted.model, ModelLevel):
+                with loading(hosted.named):
+                    if hosted.loads is not None:
+                        hosted.model.load(
+                            self._draft_vllm_config(hosted.loads),
+                            hosted.loads.draft_model_config,
+                            hosted.loads.draft_load_config,
+                        )
+                    hosted.model.attach(target_model, hosted.named)
         self._estimate_drafter_cost(target_model)
         vocab_size = self.vllm_config.model_config.get_vocab_size()
         self.skip = skip_of(self.runner.sampler.topk_topp_sampler, vocab_size)
@@ -205,7 +169,8 @@ class CascadeProposer(DraftModelProposer):
         """Cost of a source's forward pass by the weights read: a clock would make choices differ
         from run to run.
         """
-        first, above = self.hosted[0], [*self.models, None][1]
+        first = self.hosted[0].level
+        above = self.hosted[1].model if len(self.hosted) > 1 else None
         if not isinstance(first, FirstOf):
             return
         if isinstance(first.drafter, ModelLevel):
@@ -213,7 +178,7 @@ class CascadeProposer(DraftModelProposer):
             if isinstance(above, ModelLevel):
                 verifying = above.weights_read
             first.drafter_cost = first.drafter.weights_read / verifying
-        elif isinstance(first.drafter, BigramLevel | NgramModelLevel):
+        elif first.drafter is not None:
             first.drafter_cost = TABLE_COST
 
     def _draft_vllm_config(self, level_config):

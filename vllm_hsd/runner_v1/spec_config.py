@@ -9,8 +9,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 
 from vllm_hsd.config import AdaptiveConfig, CascadeConfig
+from vllm_hsd.draft_models import DraftConfig
 from vllm_hsd.errors import UserError
-from vllm_hsd.level_checks import DraftConfig, connector_mistake
+from vllm_hsd.level_checks import connector_mistake
 from vllm_hsd.shared_hooks import NeedsHooks
 from vllm_hsd.spec_config import CascadeSpeculativeConfig
 

@@ -7,16 +7,13 @@ from typing import ClassVar
 from vllm.config.utils import config
 
 from vllm_hsd.config import CascadeConfig
-from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.core.schedule import Schedule, compile_schedule
 from vllm_hsd.errors import NeedsV1, UserError, collected
+from vllm_hsd.levels import KINDS
 from vllm_hsd.shared_hooks import NeedsHooks
 from vllm_hsd.spec_config import CascadeSpeculativeConfig
 from vllm_hsd.stock_config import V2BlockVerificationConfig
 
-KINDS = ("model", "early_exit", "exit_head", "ngram", "bigram")
-# Levels that find their drafts without forward passes: only the lowest.
-LOOKUPS = ("ngram", "bigram")
 # Where nothing else is configured: for as many requests the rows that drafts were drawn from take
 # 0.16 GB for 8 tokens of a vocabulary of 152,000 in bfloat16, and above it decoding is no longer
 # bound by the memory that it reads.
@@ -112,7 +109,7 @@ def _by_batch_size(cascade: V2CascadeConfig, limit: int) -> list[tuple[int, int,
 
 
 def _is_head_alone(hsd: CascadeConfig) -> bool:
-    return len(hsd.levels) == 1 and hsd.levels[0].kind == "eagle3"
+    return len(hsd.levels) == 1 and hsd.levels[0].reads_target_states
 
 
 def _check(hsd: CascadeConfig, target_parallel_config) -> None:
@@ -135,10 +132,11 @@ def _check(hsd: CascadeConfig, target_parallel_config) -> None:
             f"schedules by its own clock: remove adaptive or {_USE_V1}."
         )
     for i, level in enumerate(hsd.levels):
-        if level.kind not in KINDS and not _is_head_alone(hsd):
+        if not level.on_v2 and not _is_head_alone(hsd):
+            known = ", ".join(kind for kind, cls in KINDS.items() if cls.on_v2)
             raise UserError(
                 f"levels[{i}].{level.kind} does not run on vLLM's V2 runner, which takes the "
-                f"kinds {', '.join(KINDS)} and an eagle3 level alone: {_USE_V1}."
+                f"kinds {known} and an eagle3 level alone: {_USE_V1}."
             )
         if level.kind == "bigram":
             _check_bigram(f"levels[{i}]", i, level)
@@ -146,7 +144,7 @@ def _check(hsd: CascadeConfig, target_parallel_config) -> None:
         for key, holds in {
             "adaptive": hsd.adaptive is not None,
             "verifier": hsd.verifier != "block",
-            "levels[0].temperature_scale": hsd.levels[0].temperature_scale != 1,
+            "levels[0].temperature_scale": hsd.options()[0].temperature_scale != 1,
         }.items():
             if holds:
                 raise UserError(
@@ -171,7 +169,7 @@ def _check_bigram(name: str, index: int, level) -> None:
 
 def verifiers(hsd: CascadeConfig) -> list[str]:
     """How each level verifies the one below; the first is not used."""
-    return [level.verifier or hsd.verifier for level in hsd.levels]
+    return [options.verifier for options in hsd.options()]
 
 
 def schedule_of(hsd: CascadeConfig) -> Schedule:
@@ -180,12 +178,8 @@ def schedule_of(hsd: CascadeConfig) -> Schedule:
     Raises:
         UserError: what a fixed schedule cannot do.
     """
-    options = [
-        LevelOptions(length, max_rounds=level.max_rounds, stopping=level.stopping)
-        for level, length in zip(hsd.levels, hsd.draft_lengths, strict=True)
-    ]
     return compile_schedule(
-        options,
-        lookup=hsd.levels[0].kind in LOOKUPS,
+        hsd.options(),
+        lookup=hsd.levels[0].on_v2 == "lookup",
         horizontal_tokens=hsd.horizontal_tokens,
     )

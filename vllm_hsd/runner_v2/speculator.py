@@ -14,16 +14,14 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from vllm_hsd.core.bigram import read_bigram
-from vllm_hsd.core.exit_head import read_exit_head
-from vllm_hsd.core.program import BigramProgramLookup, NgramProgramLookup, Program
+from vllm_hsd.core.program import Program
 from vllm_hsd.core.proposal_state import COUNTS, KVGroups, ProposalState
 from vllm_hsd.kernels.cascade_steps import stage
 from vllm_hsd.runner_v2 import graph_checks
 from vllm_hsd.runner_v2.graphs import ProposalGraphs, batch_sizes, why_eager
-from vllm_hsd.runner_v2.levels import EarlyExitLevel, ExitHeadLevel, ModelLevel
+from vllm_hsd.runner_v2.levels import EarlyExitLevel
 from vllm_hsd.runner_v2.metrics import DeviceCounts
-from vllm_hsd.runner_v2.spec_config import LOOKUPS, max_batch_size, schedule_of, verifiers
+from vllm_hsd.runner_v2.spec_config import max_batch_size, schedule_of, verifiers
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +46,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
         self.hsd = vllm_config.speculative_config.hsd
         self.schedule = schedule_of(self.hsd)
         self.verifiers = verifiers(self.hsd)
-        scales = [level.temperature_scale for level in self.hsd.levels]
+        scales = [options.temperature_scale for options in self.hsd.options()]
         self.scales = torch.tensor(scales, dtype=torch.float32, device=device)
         self.req_states: Any = None
         self.state: ProposalState  # once the levels are loaded
@@ -58,15 +56,10 @@ class CascadeSpeculator(StandaloneARSpeculator):
 
     def load_draft_model(self, target_model, target_attn_layer_names):
         for i, level in enumerate(self.hsd.levels):
-            if level.kind in LOOKUPS:
+            if level.on_v2 == "lookup":
                 self.hosted.append(None)
                 continue
-            if level.kind == "early_exit":
-                hosted: ModelLevel = EarlyExitLevel(self, i, level.early_exit)
-            elif level.kind == "exit_head":
-                hosted = ExitHeadLevel(self, i, read_exit_head(level.exit_head))
-            else:
-                hosted = ModelLevel(self, i)
+            hosted = level.build_v2(self, i)
             if isinstance(hosted, EarlyExitLevel):
                 hosted.attach(target_model)
             else:
@@ -106,20 +99,13 @@ class CascadeSpeculator(StandaloneARSpeculator):
         self.state.set_kv_groups(block_tables.num_kv_cache_groups)
         levels = list(self.hosted)
         if levels[0] is None:
-            levels[0] = self._lookup(self.hsd.levels[0])
+            levels[0] = self.hsd.levels[0].build_v2(self, 0)
         groups = KVGroups(
             block_tables.block_table_ptrs,
             block_tables.block_table_strides,
             block_tables.block_sizes_tensor,
         )
         self.program = Program(self.schedule, levels, self.verifiers, groups, self.max_model_len)
-
-    def _lookup(self, level):
-        if level.kind == "bigram":
-            successors = torch.from_numpy(read_bigram(level.bigram).successors())
-            return BigramProgramLookup(successors.to(self.device))
-        text = self.req_states.all_token_ids.gpu
-        return NgramProgramLookup(text, level.ngram.min, level.ngram.max)
 
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
         self.graphs = None

@@ -1,0 +1,38 @@
+"""The kinds of levels, a file each: keys, checks, construction, cost, runners, what is measured.
+
+A new kind is a subclass of `base.LevelConfig` in a file of its own that is imported here.
+Everything else loops over `KINDS`.
+"""
+
+from vllm_hsd.levels import (
+    bigram,
+    eagle3,
+    early_exit,
+    exit_head,
+    first_of,
+    model,
+    ngram,
+    ngram_model,
+    suffix,
+)
+from vllm_hsd.levels.base import KINDS, Keys, Level, LevelConfig, Name, Target, Tokens, Verifier
+
+__all__ = [
+    "KINDS",
+    "Keys",
+    "Level",
+    "LevelConfig",
+    "Name",
+    "Target",
+    "Tokens",
+    "Verifier",
+    "bigram",
+    "eagle3",
+    "early_exit",
+    "exit_head",
+    "first_of",
+    "model",
+    "ngram",
+    "ngram_model",
+    "suffix",
+]

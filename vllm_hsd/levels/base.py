@@ -1,0 +1,382 @@
+"""What all kinds of levels have in common: keys, defaults, and how a kind is found by its key.
+
+Importing this package imports neither vLLM nor torch: what needs them imports them when called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from vllm_hsd.errors import UserError, quoted
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
+
+    from vllm_hsd.core.levels import LevelOptions
+
+# "hierarchical" is the papers' name of block verification.
+_ALIAS = BeforeValidator(lambda value: "block" if value == "hierarchical" else value)
+Verifier = Annotated[Literal["block", "standard"], _ALIAS]
+TargetVerifier = Annotated[Literal["block", "standard", "coupled"], _ALIAS]
+Stopping = Literal["fixed", "entropy"]
+Name = Annotated[str, Field(min_length=1)]
+Tokens = Annotated[int, Field(ge=1, le=128)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+VllmKey = Annotated[Any, Field(exclude=True)]
+
+
+class Keys(BaseModel):
+    """Keys that a user gives. Strict: an unknown key is an error, and true is not 1.
+
+    Attributes:
+        example: of a value that is such a mapping, for messages.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    example: ClassVar[str] = "{}"
+
+
+@dataclass(frozen=True)
+class Target:
+    """The target that a level is checked against.
+
+    Attributes:
+        model_config: vLLM's configuration of the target.
+        parallel_config: vLLM's configuration of the target.
+        draft_config_class: class of vLLM's configuration of a draft model.
+    """
+
+    model_config: ModelConfig
+    parallel_config: ParallelConfig
+    draft_config_class: type[SpeculativeConfig]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a level is built on the V1 runner.
+
+    Attributes:
+        runner: the GPUModelRunner (or CPUModelRunner) that hosts the target.
+        vllm_config: the target's configuration.
+        index: position in the cascade, 0 the cheapest.
+        context_length: longest text of a level that is a model of its own, in tokens.
+    """
+
+    runner: Any
+    vllm_config: VllmConfig
+    index: int
+    context_length: int
+
+
+class Measuring(Protocol):
+    """What `vllm-hsd profile` can measure without an engine; each is named by a user's value."""
+
+    def drafter(self, path: str) -> Any:
+        """A draft model."""
+
+    def bigram(self, path: str) -> Any:
+        """A table of token pairs."""
+
+    def exit(self, layers: int, head: str | None) -> Any:
+        """The target's first layers, with the exit head of a directory if there is one."""
+
+
+# kind -> its class, in the order in which messages list the kinds
+KINDS: dict[str, type[LevelConfig]] = {}
+
+
+class LevelConfig(Keys):
+    """A level: one subclass for each kind.
+
+    Attributes:
+        kind: the key that says what drafts, and the attribute that holds its value.
+        value_keys: keys of that value where it is a mapping.
+        is_source: a level of several sources may have it.
+        is_lookup: it finds its drafts in texts; they are point masses, so it verifies no other.
+        only_lowest: why it verifies no other level; empty if it does.
+        runs_target: it runs layers of the target, for other rows than the target does.
+        keeps_cache: it is a model with a KV cache of its own.
+        reads_target_states: it reads the target's hidden states of every step.
+        may_rest: with adaptive drafting, as the lowest level, it drafts only where that pays.
+        on_v2: how it drafts on the V2 runner; empty if it does not run there.
+        num_tokens: draft length, the tokens that the level passes to the level above it at a time;
+            None for the last level, which fills `num_speculative_tokens`.
+    """
+
+    kind: ClassVar[str]
+    value_keys: ClassVar[type[Keys] | None] = None
+    is_source: ClassVar[bool] = True
+    is_lookup: ClassVar[bool] = False
+    only_lowest: ClassVar[str] = ""
+    runs_target: ClassVar[bool] = False
+    keeps_cache: ClassVar[bool] = False
+    reads_target_states: ClassVar[bool] = False
+    may_rest: ClassVar[bool] = False
+    on_v2: ClassVar[Literal["", "lookup", "model"]] = ""
+
+    num_tokens: Tokens | None = None
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        if "kind" in cls.__dict__:
+            KINDS[cls.kind] = cls
+
+    @property
+    def sources(self) -> list[LevelConfig]:
+        """What may draft at this level: itself, unless it has several sources."""
+        return [self]
+
+    @property
+    def fills_cache_lazily(self) -> bool:
+        """True if the level's model fills its KV cache only when it is chosen to draft."""
+        return False
+
+    @property
+    def target_layers(self) -> int | None:
+        """Layers of the target that the level runs; None for a level that runs none."""
+        return None
+
+    @property
+    def description(self) -> object:
+        """The level's value, for a server's log."""
+        return getattr(self, self.kind)
+
+    @classmethod
+    def short_name(cls, value: object) -> str:
+        """Names a level in tables of results; `value` is the user's, which may be invalid."""
+        return cls.kind
+
+    def named_sources(self, name: str) -> list[tuple[str, LevelConfig]]:
+        """The sources with what messages call them, where the level is called `name`."""
+        return [(name, self)]
+
+    def options(self, draft_length: int, verifier: str) -> LevelOptions:
+        """How the level takes part in a cascade.
+
+        Args:
+            draft_length: most tokens that it passes to the level above at a time.
+            verifier: the cascade's, for a level that has none of its own.
+        """
+        from vllm_hsd.core.levels import LevelOptions
+
+        return LevelOptions(draft_length, verifier)
+
+    def check(self, name: str, target: Target, draft_length: int) -> SpeculativeConfig | None:
+        """Check the level against the target, before any weights are loaded.
+
+        Args:
+            name: what messages call it, "levels[i]".
+            target: the target.
+            draft_length: tokens that it drafts at a time.
+
+        Returns:
+            vLLM's configuration of the model that the level loads; None if it loads none.
+
+        Raises:
+            UserError: names the level, its key and its file.
+        """
+        return None
+
+    def build_v1(self, place: Place) -> Any:
+        """The level on the V1 runner, not yet loaded: see `core.levels`."""
+        raise NotImplementedError
+
+    def build_v2(self, speculator: Any, index: int) -> Any:
+        """The level on the V2 runner, not yet loaded: see `core.program`.
+
+        Args:
+            speculator: the cascade that it belongs to; of a lookup once the KV cache is there.
+            index: position in the cascade, 0 the cheapest.
+        """
+        raise NotImplementedError
+
+    def measured(self, models: Measuring) -> Any:
+        """What `vllm-hsd profile` measures of it; None where that is no distribution.
+
+        Raises:
+            UserError: it measures no such level, or the level does not fit the target.
+        """
+        raise UserError(f"`vllm-hsd profile` does not measure levels of kind '{self.kind}'.")
+
+
+class SamplingKeys(LevelConfig):
+    """Keys of levels that have probabilities.
+
+    Attributes:
+        stopping: fixed draft lengths, or entropy-based early stopping (experimental).
+        temperature_scale: factor on the request's temperature (experimental).
+    """
+
+    stopping: Stopping = "fixed"
+    temperature_scale: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
+
+    def options(self, draft_length: int, verifier: str) -> LevelOptions:
+        """See `LevelConfig.options`."""
+        from vllm_hsd.core.levels import LevelOptions
+
+        return LevelOptions(
+            draft_length,
+            verifier,
+            stopping=self.stopping,
+            temperature_scale=self.temperature_scale,
+        )
+
+
+class VerifyingKeys(SamplingKeys):
+    """Keys of levels that have probabilities for any token, and so can verify the level below.
+
+    Attributes:
+        verifier: how the level verifies the level below; None for the cascade's verifier.
+        max_rounds: verification rounds per draft; None for as many as it takes.
+    """
+
+    verifier: Verifier | None = None
+    max_rounds: Tokens | None = None
+
+    def options(self, draft_length: int, verifier: str) -> LevelOptions:
+        """See `LevelConfig.options`."""
+        options = super().options(draft_length, self.verifier or verifier)
+        options.max_rounds = self.max_rounds
+        return options
+
+
+class VllmModelKeys(LevelConfig):
+    """Keys of levels that vLLM loads as a model: those of its own draft configuration.
+
+    Attributes:
+        max_model_len: longest context that the level drafts for, in tokens.
+    """
+
+    keeps_cache = True
+
+    attention_backend: VllmKey = None
+    code_revision: VllmKey = None
+    draft_load_config: VllmKey = None
+    draft_tensor_parallel_size: VllmKey = None
+    enforce_eager: VllmKey = None
+    kv_cache_dtype: VllmKey = None
+    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    moe_backend: VllmKey = None
+    quantization: VllmKey = None
+    revision: VllmKey = None
+
+    @property
+    def model_keys(self) -> dict[str, Any]:
+        """The keys of vLLM that were given; vLLM's class parses their values."""
+        keys = VllmModelKeys.model_fields.keys() - LevelConfig.model_fields.keys()
+        return {key: getattr(self, key) for key in sorted(self.model_fields_set & keys)}
+
+    @classmethod
+    def short_name(cls, value: object) -> str:
+        """The last part of the model's path."""
+        return value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else cls.kind
+
+
+class LookupKeys(LevelConfig):
+    """Keys of lookups, whose drafts are point masses."""
+
+    is_lookup = True
+    only_lowest = "a lookup has no probabilities"
+    may_rest = True
+
+
+@dataclass(frozen=True)
+class AnyKind:
+    """Annotates a level that may be of any kind, and says so where its keys name none.
+
+    Attributes:
+        sources_only: of any kind that a level of several sources may have.
+    """
+
+    sources_only: bool = False
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        known = {kind: cls for kind, cls in KINDS.items() if cls.is_source or not self.sources_only}
+        union = core_schema.tagged_union_schema(
+            {kind: handler.generate_schema(cls) for kind, cls in known.items()},
+            discriminator=_kind,
+        )
+        read = partial(_with_one_kind, known=list(known))
+        return core_schema.no_info_before_validator_function(read, union)
+
+
+Level = Annotated[LevelConfig, AnyKind()]
+Source = Annotated[LevelConfig, AnyKind(sources_only=True)]
+
+
+def _with_one_kind(raw: object, known: list[str]) -> object:
+    """A level with underscores in its keys and exactly one kind."""
+    if isinstance(raw, LevelConfig):
+        return raw
+    if not isinstance(raw, Mapping):
+        raise ValueError(f'must be a mapping such as {{"model": PATH}} (given: {quoted(raw)})')
+    level = with_underscores(raw)
+    kinds = [kind for kind in known if kind in level]
+    if not kinds:
+        raise ValueError(f"needs one of the kinds: {', '.join(known)}")
+    if len(kinds) > 1:
+        raise ValueError(f"has two kinds, '{kinds[0]}' and '{kinds[1]}': keep one")
+    return level
+
+
+def _kind(level: Any) -> str:
+    if isinstance(level, LevelConfig):
+        return level.kind
+    return next(kind for kind in KINDS if kind in level)
+
+
+def level_name(raw: Mapping[str, Any]) -> str:
+    """A short name of a level as a user wrote it, which may be invalid."""
+    return next((cls.short_name(raw[kind]) for kind, cls in KINDS.items() if kind in raw), "level")
+
+
+def with_underscores(raw: Mapping[Any, Any]) -> dict[str, Any]:
+    """The mapping with underscores for the dashes in its keys.
+
+    Raises:
+        ValueError: a key that is not text, or one given both ways.
+    """
+    mapping: dict[str, Any] = {}
+    for key, value in raw.items():
+        if not isinstance(key, str):
+            raise ValueError(f"has the key {quoted(key)}: keys must be text")
+        name = key.replace("-", "_")
+        if name in mapping:
+            raise ValueError(
+                f"has the key {quoted(name)} twice, with a dash and with an underscore: keep one"
+            )
+        mapping[name] = value
+    return mapping
+
+
+@contextlib.contextmanager
+def named(name: str) -> Iterator[None]:
+    """Put the level in front of messages that begin with its key."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{name}.{error}") from error
+
+
+def check_vocabulary(key: str, path: str, size: int, target: Target) -> None:
+    """Check that a file was built for the target's vocabulary.
+
+    Raises:
+        UserError: it was built for `size` tokens and the target has others.
+    """
+    vocabulary = target.model_config.get_vocab_size()
+    if size != vocabulary:
+        raise UserError(
+            f"{key}: {quoted(path)} was built for {size} tokens and the target has {vocabulary}: "
+            "build it with the target's tokenizer."
+        )

@@ -1,0 +1,43 @@
+"""An EAGLE-3 head of the target."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_hsd.levels.base import Name, Place, SamplingKeys, Target, VllmModelKeys
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
+
+
+class Eagle3LevelConfig(SamplingKeys, VllmModelKeys):
+    """An EAGLE-3 head of the target, which reads the target's states of verified tokens.
+
+    Attributes:
+        eagle3: path or name of the head.
+    """
+
+    kind = "eagle3"
+    only_lowest = "an EAGLE-3 head takes unverified tokens one by one"
+    reads_target_states = True
+    may_rest = True
+
+    eagle3: Name
+
+    @classmethod
+    def short_name(cls, value: object) -> str:
+        """See `LevelConfig.short_name`."""
+        return cls.kind
+
+    def check(self, name: str, target: Target, draft_length: int) -> SpeculativeConfig:
+        """See `LevelConfig.check`."""
+        from vllm_hsd.draft_models import draft_config
+
+        key = name, self.kind, self.eagle3
+        return draft_config(*key, self.model_keys, draft_length, target, "eagle3")
+
+    def build_v1(self, place: Place) -> Any:
+        """See `LevelConfig.build_v1`."""
+        from vllm_hsd.runner_v1.eagle3 import Eagle3Level
+
+        return Eagle3Level(place.runner, place.vllm_config, place.index, place.context_length)

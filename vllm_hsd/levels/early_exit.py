@@ -1,0 +1,76 @@
+"""The target's first layers with its own norm and head."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from vllm_hsd.errors import UserError
+from vllm_hsd.levels.base import Measuring, Place, Target, VerifyingKeys
+
+
+class EarlyExitLevelConfig(VerifyingKeys):
+    """The target's first layers with its own norm and head.
+
+    Attributes:
+        early_exit: how many layers run.
+    """
+
+    kind = "early_exit"
+    runs_target = True
+    on_v2 = "model"
+
+    early_exit: Annotated[int, Field(ge=1, le=10_000)]
+
+    @property
+    def target_layers(self) -> int:
+        """See `LevelConfig.target_layers`."""
+        return self.early_exit
+
+    @classmethod
+    def short_name(cls, value: object) -> str:
+        """See `LevelConfig.short_name`."""
+        return f"exit {value}"
+
+    def check(self, name: str, target: Target, draft_length: int) -> None:
+        """See `LevelConfig.check`."""
+        check_architecture(f"{name}.{self.kind}", target)
+        layers = target.model_config.hf_text_config.num_hidden_layers
+        if self.early_exit > layers:
+            raise UserError(
+                f"{name}.early_exit is {self.early_exit}, but the target has {layers} layers: "
+                "lower it."
+            )
+
+    def build_v1(self, place: Place) -> Any:
+        """See `LevelConfig.build_v1`."""
+        from vllm_hsd.runner_v1.levels import EarlyExitLevel
+
+        return EarlyExitLevel(place.runner, place.vllm_config, place.index, self.early_exit)
+
+    def build_v2(self, speculator: Any, index: int) -> Any:
+        """See `LevelConfig.build_v2`."""
+        from vllm_hsd.runner_v2.levels import EarlyExitLevel
+
+        return EarlyExitLevel(speculator, index, self.early_exit)
+
+    def measured(self, models: Measuring) -> Any:
+        """See `LevelConfig.measured`."""
+        return models.exit(self.early_exit, None)
+
+
+def check_architecture(key: str, target: Target) -> None:
+    """Check that the target can be left early.
+
+    Raises:
+        UserError: names the key.
+    """
+    from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES
+
+    found = target.model_config.architecture
+    if found not in EXIT_ARCHITECTURES:
+        raise UserError(
+            f"{key} works with the targets {', '.join(EXIT_ARCHITECTURES)}, not {found}: use "
+            "another kind of level."
+        )

@@ -1,0 +1,77 @@
+"""The target's first layers with a trained head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_hsd.errors import UserError, quoted
+from vllm_hsd.levels.base import Measuring, Name, Place, Target, VerifyingKeys, named
+from vllm_hsd.levels.early_exit import check_architecture
+
+
+class ExitHeadLevelConfig(VerifyingKeys):
+    """The target's first layers with a trained head.
+
+    Attributes:
+        exit_head: directory that `vllm-hsd build exit-heads` wrote.
+    """
+
+    kind = "exit_head"
+    runs_target = True
+    on_v2 = "model"
+
+    exit_head: Name
+
+    @property
+    def target_layers(self) -> int:
+        """See `LevelConfig.target_layers`.
+
+        Raises:
+            UserError: the directory holds no such head.
+        """
+        from vllm_hsd.core.exit_head import exit_head_header
+
+        return exit_head_header(self.exit_head).layer
+
+    def check(self, name: str, target: Target, draft_length: int) -> None:
+        """See `LevelConfig.check`."""
+        check_architecture(f"{name}.{self.kind}", target)
+        with named(name):
+            self._check_file(target)
+
+    def _check_file(self, target: Target) -> None:
+        from vllm_hsd.core.exit_head import exit_head_header, read_exit_head
+
+        header, config = exit_head_header(self.exit_head), target.model_config
+        needed = (config.get_vocab_size(), config.get_hidden_size())
+        if header.shape != needed:
+            raise UserError(
+                f"exit_head: {quoted(self.exit_head)} has the shape {header.shape} and the target "
+                f"needs {needed}: train it for this target."
+            )
+        layers = config.hf_text_config.num_hidden_layers
+        if header.layer > layers:
+            raise UserError(
+                f"exit_head: {quoted(self.exit_head)} sits on layer {header.layer}, but the target "
+                f"has {layers}: train it for this target."
+            )
+        read_exit_head(self.exit_head)
+
+    def build_v1(self, place: Place) -> Any:
+        """See `LevelConfig.build_v1`."""
+        from vllm_hsd.core.exit_head import read_exit_head
+        from vllm_hsd.runner_v1.levels import ExitHeadLevel
+
+        head = read_exit_head(self.exit_head)
+        return ExitHeadLevel(place.runner, place.vllm_config, place.index, head)
+
+    def build_v2(self, speculator: Any, index: int) -> Any:
+        """See `LevelConfig.build_v2`."""
+        from vllm_hsd.core.exit_head import read_exit_head
+        from vllm_hsd.runner_v2.levels import ExitHeadLevel
+
+        return ExitHeadLevel(speculator, index, read_exit_head(self.exit_head))
+
+    def measured(self, models: Measuring) -> Any:
+        """See `LevelConfig.measured`."""
+        return models.exit(self.target_layers, self.exit_head)

@@ -1,0 +1,46 @@
+"""A draft model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_hsd.levels.base import Measuring, Name, Place, Target, VerifyingKeys, VllmModelKeys
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
+
+
+class ModelLevelConfig(VerifyingKeys, VllmModelKeys):
+    """A draft model.
+
+    Attributes:
+        model: path or name.
+    """
+
+    kind = "model"
+    on_v2 = "model"
+
+    model: Name
+
+    def check(self, name: str, target: Target, draft_length: int) -> SpeculativeConfig:
+        """See `LevelConfig.check`."""
+        from vllm_hsd.draft_models import draft_config
+
+        key = name, self.kind, self.model
+        return draft_config(*key, self.model_keys, draft_length, target, "draft_model")
+
+    def build_v1(self, place: Place) -> Any:
+        """See `LevelConfig.build_v1`."""
+        from vllm_hsd.runner_v1.levels import ModelLevel
+
+        return ModelLevel(place.runner, place.vllm_config, place.index, place.context_length)
+
+    def build_v2(self, speculator: Any, index: int) -> Any:
+        """See `LevelConfig.build_v2`."""
+        from vllm_hsd.runner_v2.levels import ModelLevel
+
+        return ModelLevel(speculator, index)
+
+    def measured(self, models: Measuring) -> Any:
+        """See `LevelConfig.measured`."""
+        return models.drafter(self.model)

@@ -1,0 +1,57 @@
+"""Prompt lookup: what followed an earlier occurrence of the text's end in the same text."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from vllm_hsd.levels.base import Keys, LookupKeys, Measuring, Place
+
+
+class NgramConfig(Keys):
+    """Prompt lookup.
+
+    Attributes:
+        max: longest n-gram at the end of the text that is looked up, in tokens.
+        min: shortest.
+    """
+
+    example: ClassVar[str] = '{"max": 4}'
+
+    max: Annotated[int, Field(ge=1, le=1024)] = 4
+    min: Annotated[int, Field(ge=1, le=1024)] = 1
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"has min {self.min} above max {self.max}: lower min or raise max")
+        return self
+
+
+class NgramLevelConfig(LookupKeys):
+    """Prompt lookup."""
+
+    kind = "ngram"
+    value_keys = NgramConfig
+    on_v2 = "lookup"
+
+    ngram: NgramConfig
+
+    def build_v1(self, place: Place) -> Any:
+        """See `LevelConfig.build_v1`."""
+        from vllm_hsd.runner_v1.levels import NgramLevel
+
+        longest = place.vllm_config.model_config.max_model_len
+        return NgramLevel(self.ngram.min, self.ngram.max, longest)
+
+    def build_v2(self, speculator: Any, index: int) -> Any:
+        """See `LevelConfig.build_v2`."""
+        from vllm_hsd.core.program import NgramProgramLookup
+
+        text = speculator.req_states.all_token_ids.gpu
+        return NgramProgramLookup(text, self.ngram.min, self.ngram.max)
+
+    def measured(self, models: Measuring) -> Any:
+        """None: its drafts are replayed on the texts."""
+        return None

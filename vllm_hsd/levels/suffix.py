@@ -1,0 +1,69 @@
+"""Lookup in suffix trees of the request's text and of others."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from vllm_hsd.levels.base import (
+    Keys,
+    LookupKeys,
+    Name,
+    Place,
+    Probability,
+    Target,
+    check_vocabulary,
+    named,
+)
+
+# 300 bytes each: 5 GiB.
+MAX_SHARED_TOKENS = 1 << 24
+
+
+class SuffixConfig(Keys):
+    """Suffix-tree lookup.
+
+    Attributes:
+        store: file of texts to look in, which `vllm-hsd build suffix` wrote.
+        shared_tokens: most tokens of the server's earlier outputs, to any client, to look in; 0 for
+            none.
+        min_acceptance: a draft ends before the token that is less likely to be accepted.
+    """
+
+    example: ClassVar[str] = '{"store": "chats.safetensors"}'
+
+    store: Name | None = None
+    shared_tokens: Annotated[int, Field(ge=0, le=MAX_SHARED_TOKENS)] = 0
+    min_acceptance: Probability = 0.05
+
+
+class SuffixLevelConfig(LookupKeys):
+    """Lookup in suffix trees of the request's text and of others."""
+
+    kind = "suffix"
+    value_keys = SuffixConfig
+
+    suffix: SuffixConfig
+
+    def check(self, name: str, target: Target, draft_length: int) -> None:
+        """See `LevelConfig.check`."""
+        from vllm_hsd.core.suffix import suffix_tree_class
+        from vllm_hsd.core.suffix_store import read_store, store_vocab_size
+
+        with named(name):
+            suffix_tree_class()
+        if self.suffix.store is not None:
+            with named(f"{name}.suffix"):
+                size = store_vocab_size(self.suffix.store)
+                check_vocabulary("store", self.suffix.store, size, target)
+                read_store(self.suffix.store)
+
+    def build_v1(self, place: Place) -> Any:
+        """See `LevelConfig.build_v1`."""
+        from vllm_hsd.core.suffix import SuffixLevel
+        from vllm_hsd.core.suffix_store import read_store
+
+        keys = self.suffix
+        store = None if keys.store is None else read_store(keys.store)
+        return SuffixLevel(store, keys.shared_tokens, keys.min_acceptance)
