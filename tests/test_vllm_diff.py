@@ -1,6 +1,7 @@
 """`make vllm-diff`: two releases, read as text."""
 
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +78,53 @@ def test_a_name_is_reported_if_it_differs(releases, name):
     assert [text.split(":")[0] for text in found] == ([NAMES[name]] if NAMES[name] else [])
     if name == "core.changed":
         assert "+def changed(a, b=None):" in found[0] and "(replaced: why not)" in found[0]
+
+
+SOURCE = """
+from vllm.core import changed, same
+
+def look(runner):
+    changed(runner.gone)
+    return runner.size, runner.inherited, runner.kept, runner.slots, runner.unknown
+"""
+READ = ("base.Base.inherited", "core.same", "core.changed")
+READ += tuple(f"core.Runner.{name}" for name in ("gone", "kept", "size", "slots"))
+
+
+def test_names_that_are_read_are_found_in_the_source(releases, tmp_path):
+    """Of a function the interface counts: the body of `inherited` differs. Defaults differ too."""
+    (tmp_path / "reads.py").write_text(SOURCE)
+    (tmp_path / "other.py").write_text("def f(x):\n    return x.other\n")
+    old, new = map(vllm_diff.Release.at, releases)
+    reads = vllm_diff.read_names([tmp_path / "reads.py", tmp_path / "other.py"], old, [])
+    assert reads == dict.fromkeys([f"vllm.{name}" for name in READ], "reads.py")
+    found = vllm_diff.differences(old, new, {}, reads)
+    assert [text.split(" (")[0] for text in found] == [
+        "gone: vllm.core.Runner.gone",
+        "changed: vllm.core.Runner.slots",
+        "changed: vllm.core.changed",
+    ]
+    assert "(read in reads.py)" in found[0]
+
+
+def test_the_package_reads_what_it_imports_and_accesses():
+    import vllm
+
+    release = vllm_diff.Release.at(Path(vllm.__file__).parents[1])
+    reads = vllm_diff.read_names(
+        sorted(vllm_diff.PACKAGE.rglob("*.py")), release, vllm_diff.registered()
+    )
+    assert reads.keys() >= EXPECTED
+
+
+EXPECTED = {
+    "vllm.config.vllm.VllmConfig.speculative_config",
+    "vllm.v1.core.sched.output.SchedulerOutput.num_scheduled_tokens",
+    "vllm.v1.worker.gpu.input_batch.InputBatch.has_prefill",
+    "vllm.v1.worker.gpu.sample.states.SamplingStates.top_p",
+    "vllm.v1.worker.gpu_input_batch.InputBatch.num_computed_tokens_cpu",
+    "vllm.v1.worker.utils.AttentionGroup",
+}
 
 
 def test_the_command_reads_both_registries(releases, capsys):

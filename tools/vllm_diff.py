@@ -1,7 +1,10 @@
 """Differences between two releases of vLLM in the names that this package depends on.
 
-Both releases are only read, as text; the names come from the registries, whose modules import the
-installed vLLM.
+Names that are replaced, changed or overridden come from the registries, whose modules import the
+installed vLLM; they are compared whole. Names that are only read come from the package's source:
+what it imports of vLLM, and its attribute accesses as far as a class of an imported module, or one
+that such a module imports, has an attribute of that name. That is more than is really read, so of
+these only the interface is compared. Both releases are only read, as text.
 
     python -m tools.vllm_diff OLD NEW
 
@@ -16,13 +19,17 @@ import difflib
 import importlib
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
+import vllm_hsd
 from vllm_hsd.registry import Hook
 
+PACKAGE = Path(vllm_hsd.__file__).parent
 REGISTRIES = ("vllm_hsd.runner_v1.hooks", "vllm_hsd.runner_v2.hooks")
+_NO_NAMES: Mapping[str, str] = MappingProxyType({})
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -73,6 +80,31 @@ class Release:
                     return self._attribute(found[0], found[1], parts[-1])
                 return None
         return None
+
+    def classes(self, module: str) -> dict[str, ast.ClassDef]:
+        """Classes that a module defines or imports from another one of vLLM, by dotted name."""
+        tree = self.module(module)
+        found: dict[str, ast.ClassDef] = {}
+        for node in _statements(tree.body if tree else []):
+            names = [node.name] if isinstance(node, ast.ClassDef) else []
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
+                names = [alias.name for alias in node.names]
+            for name in names:
+                member = self._member(module, name, set())
+                if member and isinstance(member[1], ast.ClassDef):
+                    found[f"{member[0]}.{name}"] = member[1]
+        return found
+
+    def interface(self, name: str) -> str | None:
+        """As `source`, of a function without its body, of a class without its members."""
+        text = self.source(name)
+        if not text:
+            return text
+        tree = ast.parse(text)
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef | Function):
+                node.body = [ast.Pass()]
+        return ast.unparse(tree)
 
     def _member(self, module: str, name: str, seen: set) -> tuple[str, ast.AST] | None:
         """(module, statement) that defines a name of a module, through imports."""
@@ -158,14 +190,74 @@ def registered() -> dict[str, Hook]:
     return found
 
 
-def differences(old: Release, new: Release, hooks: dict[str, Hook]) -> list[str]:
-    """A paragraph for every name that is not the same in both."""
+def read_names(
+    files: Iterable[Path], release: Release, registered: Iterable[str]
+) -> dict[str, str]:
+    """Names of vLLM that source files may read, and the first file that may.
+
+    Args:
+        files: modules; those that neither import vLLM nor register a name are passed over.
+        release: where classes are looked up.
+        registered: names whose modules hand objects to the package.
+    """
+    imported: dict[str, str] = {}
+    attributes: dict[str, str] = {}
+    modules = {name.rpartition(".")[0].rpartition(".")[0] for name in registered}
+    for file in files:
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        ours = False
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                if node.module.split(".")[0] == "vllm":
+                    modules.add(node.module)
+                    for alias in node.names:
+                        imported.setdefault(f"{node.module}.{alias.name}", file.name)
+                ours |= node.module.split(".")[0] == "vllm" or node.module.endswith("hooks")
+            elif isinstance(node, ast.Import):
+                ours |= any(alias.name.split(".")[0] == "vllm" for alias in node.names)
+        for node in nodes if ours else ():
+            if isinstance(node, ast.Attribute):
+                attributes.setdefault(node.attr, file.name)
+    found = {name: file for name, file in imported.items() if release.module(name) is None}
+    for module in sorted(modules):
+        for cls, node in release.classes(module).items():
+            for name in _members(node) & attributes.keys():
+                found.setdefault(f"{cls}.{name}", attributes[name])
+    return found
+
+
+def _members(cls: ast.ClassDef) -> set[str]:
+    """Names of a class's own attributes, those that its methods set on instances too."""
+    found = set()
+    for node in ast.walk(cls):
+        if isinstance(node, Function):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            found |= {target.removeprefix("self.") for target in _targets(node)}
+    return found
+
+
+def differences(
+    old: Release, new: Release, hooks: dict[str, Hook], reads: Mapping[str, str] = _NO_NAMES
+) -> list[str]:
+    """A paragraph for every name that is not the same in both.
+
+    Args:
+        old, new: the releases.
+        hooks: names whose definitions are compared.
+        reads: names whose interfaces are compared, with the file that reads each.
+    """
     found = []
-    for name, hook in sorted(hooks.items()):
-        before, after = old.source(name), new.source(name)
-        if before == after and before is not None:
+    names = {name: f"{hook.how}: {hook.why}" for name, hook in hooks.items()}
+    names |= {name: f"read in {file}" for name, file in reads.items() if name not in hooks}
+    for name, how in sorted(names.items()):
+        whole = name in hooks
+        before, after = (
+            release.source(name) if whole else release.interface(name) for release in (old, new)
+        )
+        if before == after and (before is not None or not whole):
             continue
-        head = f"{name} ({hook.how}: {hook.why})"
+        head = f"{name} ({how})"
         if before is None or after is None:
             where = "not found in either" if before is after else "gone" if after is None else "new"
             found.append(f"{where}: {head}")
@@ -187,9 +279,10 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     hooks = registered()
-    found = differences(old, new, hooks)
+    reads = read_names(sorted(PACKAGE.rglob("*.py")), old, hooks)
+    found = differences(old, new, hooks, reads)
     print("\n\n".join(found))
-    print(f"\n{len(found)} of {len(hooks)} names differ.")
+    print(f"\n{len(found)} of {len(hooks.keys() | reads.keys())} names differ.")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Registries of the vLLM names that this package replaces, overrides or reads.
+"""Registries of the vLLM names that this package replaces, changes or overrides.
 
 Each model runner of vLLM has a registry of its own (`runner_v1.hooks`, `runner_v2.hooks`); the
 names that both need are registered in `shared_hooks`. Replacements register themselves with
@@ -11,13 +11,12 @@ configuration asks for it, except the one function that reads configurations (se
 
 from __future__ import annotations
 
-import dis
 import functools
 import importlib
 import inspect
 import threading
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,7 +28,7 @@ TESTED = ("0.32", "0.33")
 PLUGIN_ISSUE = "vllm-project/vllm#36219"
 NONE_FILED = "none filed"
 
-How = Literal["replaced", "changed", "on runner", "overridden", "read", "read late"]
+How = Literal["replaced", "changed", "on runner", "overridden"]
 
 # Attribute of a function that replaces one of vLLM's. Not `__wrapped__`: every plugin sets that.
 _MARK = "__vllm_hsd__"
@@ -37,19 +36,20 @@ _MARK = "__vllm_hsd__"
 
 @dataclass(frozen=True)
 class Hook:
-    """One name of vLLM that this package depends on.
+    """One name of vLLM that this package replaces, changes or overrides.
+
+    What is only read has no entry: its absence raises by itself, and `tools.vllm_diff` finds it in
+    the source.
 
     Attributes:
         name: module and attribute path.
         how: "replaced" in its class or module; "changed" in place; "on runner" replaced on one
-            runner instance; "overridden" in a subclass of ours; "read" from an instance or called;
-            "read late" once a level needs it (n-gram levels load numba, after which vLLM 0.32
-            cannot import Triton kernels).
+            runner instance; "overridden" in a subclass of ours.
         why: purpose of the dependency.
         parameters: parameter names in order; None for what is not a function. Where releases
             differ, a tuple of such tuples.
         issue: vLLM issue or pull request about what makes it necessary, or NONE_FILED; empty for
-            what is only overridden or read.
+            what is only overridden.
         until: when the dependency can go.
         tested: releases in which it was tested.
     """
@@ -94,22 +94,10 @@ class Registry:
             raise ValueError(f"'{hook.name}' is registered twice")
         self.hooks[hook.name] = hook
 
-    def depends_on(
-        self,
-        overridden: Mapping[str, tuple[str, tuple | None]],
-        read: Mapping[str, Mapping[str, str]],
-    ) -> None:
-        """Add names that nothing replaces.
-
-        Args:
-            overridden: name -> (why, parameters).
-            read: class -> {attribute: why}.
-        """
-        for name, (why, parameters) in overridden.items():
+    def overrides(self, names: Mapping[str, tuple[str, tuple | None]]) -> None:
+        """Add names that subclasses of ours override: name -> (why, parameters)."""
+        for name, (why, parameters) in names.items():
             self.register(Hook(name, "overridden", why, parameters))
-        for owner, attributes in read.items():
-            for attribute, why in attributes.items():
-                self.register(Hook(f"{owner}.{attribute}", "read", why))
 
     def replaces(
         self,
@@ -184,8 +172,8 @@ class Registry:
             self.load()
         except (ImportError, AttributeError) as error:
             return [f"vLLM {installed_release()} has not every name that is needed ({error})."]
-        early = (hook for hook in self.hooks.values() if hook.how != "read late")
-        return [fault for hook in early if (fault := fault_of(hook)) is not None]
+        faults = map(fault_of, self.hooks.values())
+        return [fault for fault in faults if fault is not None]
 
     def load(self) -> None:
         """Import the modules that register names.
@@ -243,12 +231,13 @@ def installed_release() -> str:
 
 def fault_of(hook: Hook) -> str | None:
     """One sentence on how a name differs from the tested releases, None if it does not."""
-    if hook.parameters is None:
-        return None if _is_there(hook.name) else f"{hook.name} is not there."
     try:
-        found = inspect.unwrap(resolve(hook.name))
+        found = resolve(hook.name)
     except (ImportError, AttributeError) as error:
         return f"{hook.name} is not there ({error})."
+    if hook.parameters is None:
+        return None
+    found = inspect.unwrap(found)
     parameters = tuple(inspect.signature(found).parameters)
     tested = hook.parameters if _several(hook.parameters) else (hook.parameters,)
     if parameters not in tested:
@@ -277,37 +266,3 @@ def resolve(name: str) -> Any:
             found = getattr(found, part)
         return found
     raise ImportError(f"no module in '{name}'")
-
-
-def _is_there(name: str) -> bool:
-    """Whether a class has an attribute, by itself or on its instances; or a module a member."""
-    owner_name, _, attribute = name.rpartition(".")
-    try:
-        owner = resolve(owner_name)
-    except (ImportError, AttributeError):
-        return False
-    if hasattr(owner, attribute):
-        return True
-    return inspect.isclass(owner) and any(
-        attribute in vars(cls).get("__annotations__", ())
-        or any(_assigns(function, attribute) for function in _functions(cls))
-        for cls in owner.__mro__
-    )
-
-
-def _functions(cls: type) -> Iterator[Any]:
-    for member in vars(cls).values():
-        function = inspect.unwrap(member) if callable(member) else member
-        if inspect.isfunction(function):
-            yield function
-            # What vLLM's decorators of classes replace, they keep in a closure.
-            cells = [cell.cell_contents for cell in function.__closure__ or ()]
-            yield from filter(inspect.isfunction, cells)
-
-
-def _assigns(function: Any, attribute: str) -> bool:
-    code = function.__code__
-    return attribute in code.co_names and any(
-        step.opname == "STORE_ATTR" and step.argval == attribute
-        for step in dis.get_instructions(code)
-    )

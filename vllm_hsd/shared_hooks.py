@@ -10,12 +10,21 @@ import copy
 import importlib
 from typing import Any
 
-from vllm_hsd import vllm_names
 from vllm_hsd.errors import UserError
 from vllm_hsd.registry import NONE_FILED, Registry
 
 REGISTRY = Registry("vllm_hsd", ("metrics",))
-REGISTRY.depends_on(vllm_names.OVERRIDDEN, vllm_names.READ)
+_SPECULATION = "vllm.config.speculative.SpeculativeConfig"
+REGISTRY.overrides(
+    {
+        f"{_SPECULATION}.max_num_new_slots_for_drafting": ("slots of the drafts", None),
+        f"{_SPECULATION}.compute_hash": ("tells compiled cascades apart", ("self",)),
+        f"{_SPECULATION}.verify_equal_vocab_size_if_draft_model": (
+            "names the level whose vocabulary differs",
+            ("self",),
+        ),
+    }
+)
 
 # Drafters of vLLM under which block verification was tested, by runner.
 STOCK_METHODS = {

@@ -71,8 +71,6 @@ def test_doctor_lists_every_name_and_checks_a_configuration(doctor_runs, family)
     assert f"method='hsd', levels=['{family.mid}'], num_spec_tokens=4" in valid
     hooks.load()
     for hook in hooks.HOOKS.values():
-        if hook.how == "read late":
-            continue
         (line,) = [line for line in lines if f"vLLM name {hook.name}:" in line]
         assert line.startswith("ok") and hook.why in line
 
@@ -130,7 +128,7 @@ def test_doctor_fails_where_vllm_would_not_load_the_plugin(doctor_runs):
 
 def test_doctor_calls_another_release_unverified(monkeypatch):
     monkeypatch.setattr("vllm.__version__", "0.99.1")
-    (finding,) = doctor._names(verbose=False, late=False)
+    (finding,) = doctor._names(verbose=False)
     assert finding.status == "problem" and "vLLM 0.99 is unverified" in finding.text
 
 
@@ -138,7 +136,7 @@ def test_doctor_names_what_differs_or_is_missing():
     name = "vllm.engine.arg_utils.EngineArgs.create_speculative_config"
     finding = doctor.hook_finding(hooks.Hook(name, "replaced", "is a test", ("other",)), False)
     assert finding.status == "problem" and "not (other)" in finding.text
-    finding = doctor.hook_finding(hooks.Hook("vllm.engine.nowhere", "read", "is a test"), False)
+    finding = doctor.hook_finding(hooks.Hook("vllm.engine.nowhere", "changed", "is a test"), False)
     assert finding.status == "problem" and "is not there" in finding.text
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from support.engines import configuration_errors, in_process
+from support.engines import configuration_errors
 
 from vllm_hsd.runner_v1 import hooks
 
@@ -17,8 +17,7 @@ VALIDATE = hooks.HOOKS["vllm.sampling_params.SamplingParams._validate_spec_decod
 
 @pytest.mark.parametrize("hook", hooks.HOOKS.values(), ids=lambda hook: hook.name[5:])
 def test_a_name_is_as_tested_in_the_installed_vllm(hook):
-    if hook.how != "read late":  # numba would break vLLM's Triton kernels in this process
-        assert hooks.fault_of(hook) is None
+    assert hooks.fault_of(hook) is None
     assert hook.why and hook.tested == hooks.TESTED
 
 
@@ -29,16 +28,6 @@ def test_a_name_is_as_tested_in_the_installed_vllm(hook):
 )
 def test_a_replacement_says_when_it_can_go_and_names_an_issue(hook):
     assert hook.until and re.fullmatch(r"vllm-project/vllm#\d+|none filed", hook.issue)
-
-
-def faults_of_late_names() -> list[str | None]:
-    """Called in a process of its own: numba would break vLLM's Triton kernels in this one."""
-    return [hooks.fault_of(hook) for hook in hooks.HOOKS.values() if hook.how == "read late"]
-
-
-def test_late_names_are_as_tested():
-    found = in_process(faults_of_late_names, {})
-    assert found and not any(found)
 
 
 def test_the_installed_release_is_tested():
@@ -70,7 +59,7 @@ def test_an_unknown_release_is_reported(monkeypatch):
     assert re.search(r"vLLM 0\.99 .*0\.32\.\*", hooks.version_fault())
 
 
-@pytest.mark.parametrize("patch", ["other_release", "other_parameters", "missing_attribute"])
+@pytest.mark.parametrize("patch", ["other_release", "other_parameters", "missing_method"])
 def test_only_this_package_refuses_another_vllm(family, patch):
     stock = {"method": "draft_model", "model": family.mid, "num_speculative_tokens": 3}
     engine = {"model": family.target}
@@ -90,14 +79,14 @@ def test_only_this_package_refuses_another_vllm(family, patch):
     said = {
         "other_release": "0.99",
         "other_parameters": "_validate_spec_decode",
-        "missing_attribute": "InputBatch",
+        "missing_method": "_input_fits_in_drafter",
     }[patch]
     assert said in cascade_error and said in hierarchical_error
     assert others == [None, None, None]
 
 
 # All of this package that a process imports whose configuration does not use it.
-UNUSED = ("entrance", "errors", "plugin", "registry", "shared_hooks", "vllm_names")
+UNUSED = ("entrance", "errors", "plugin", "registry", "shared_hooks")
 IMPORTS = """
 import sys
 from vllm.engine.arg_utils import EngineArgs

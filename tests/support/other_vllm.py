@@ -18,14 +18,11 @@ def other_parameters() -> None:
     SamplingParams._validate_spec_decode = _validate_spec_decode
 
 
-def missing_attribute() -> None:
-    """An input batch that no longer has the list of accepted tokens."""
-    from vllm.v1.worker.gpu_input_batch import InputBatch
+def missing_method() -> None:
+    """A runner that no longer has a method that is replaced."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    def __init__(self):
-        raise AssertionError("only looked at")
-
-    InputBatch.__init__ = __init__
+    del GPUModelRunner._input_fits_in_drafter
 
 
 def wrapped_before() -> None:

@@ -89,7 +89,7 @@ def main(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     console = Console(soft_wrap=True)
     problems = 0
-    for finding in findings(verbose, late=model is None):
+    for finding in findings(verbose):
         problems += finding.status == "problem"
         _print(console, finding)
     if model is not None and not problems:
@@ -103,13 +103,11 @@ def _print(console: Console, finding: Finding) -> None:
     console.print(Text(f"{finding.status:8}", _STYLES[finding.status]) + Text(finding.text))
 
 
-def findings(verbose: bool = False, late: bool = True) -> Iterator[Finding]:
+def findings(verbose: bool = False) -> Iterator[Finding]:
     """All findings about the installation, in order; ends where nothing further can be checked.
 
     Args:
         verbose: one line per name of vLLM.
-        late: also look at names whose modules load numba, after which vLLM 0.32 cannot import
-            further Triton kernels.
     """
     yield Finding("ok", f"Python {platform.python_version()}")
     if not (yield from _imports("torch")):
@@ -124,10 +122,10 @@ def findings(verbose: bool = False, late: bool = True) -> Iterator[Finding]:
     yield from _vllm_distribution()
     yield from _plugin_found()
     yield from _device()
-    yield from _names(verbose, late)
+    yield from _names(verbose)
 
 
-def _names(verbose: bool, late: bool) -> Iterator[Finding]:
+def _names(verbose: bool) -> Iterator[Finding]:
     """Whether the names of vLLM in use are as tested, and replaced where they are replaced."""
     from vllm_hsd.runner_v1.hooks import REGISTRY as V1
     from vllm_hsd.runner_v2.hooks import REGISTRY as V2
@@ -137,11 +135,11 @@ def _names(verbose: bool, late: bool) -> Iterator[Finding]:
         return
     seen: set[str] = set()
     for name, names in (("V1", V1), ("V2", V2)):
-        yield from _registered(name, names, seen, verbose, late)
+        yield from _registered(name, names, seen, verbose)
 
 
 def _registered(
-    runner: str, names: registry.Registry, seen: set[str], verbose: bool, late: bool
+    runner: str, names: registry.Registry, seen: set[str], verbose: bool
 ) -> Iterator[Finding]:
     """Findings about the names of one runner's registry that are not in `seen`, and adds them."""
     import vllm
@@ -156,8 +154,7 @@ def _registered(
         names.install()
     hooks = [hook for hook in names.hooks.values() if hook.name not in seen]
     seen.update(names.hooks)
-    listed = [hook for hook in hooks if late or hook.how != "read late"]
-    found = [hook_finding(hook, names.is_installed()) for hook in listed]
+    found = [hook_finding(hook, names.is_installed()) for hook in hooks]
     bad = [finding for finding in found if finding.status != "ok"]
     yield from found if verbose else bad
     if not bad:
@@ -209,9 +206,11 @@ def configuration_finding(
     if mistakes:
         raise UserError(*mistakes)
     runner = "V2" if config.use_v2_model_runner else "V1"
+    fallback = vars(config.speculative_config or config).get("hsd_feature")
+    because = f", since V2 does not yet support {fallback}" if fallback else ""
     return Finding(
         "ok",
-        f"the configuration is valid, on vLLM's {runner} runner: "
+        f"the configuration is valid, on vLLM's {runner} runner{because}: "
         f"{config.speculative_config or 'no speculation'}",
     )
 

@@ -1,8 +1,8 @@
-"""Registry of every vLLM name that the V1 runner's part replaces, overrides or reads.
+"""Registry of every vLLM name that the V1 runner's part replaces, changes or overrides.
 
 Replacements register themselves with `@replaces` (one function or method of vLLM) or
-`@replaces_on_runner` (a method of one model runner); `vllm_names.py` lists what is only overridden
-or read. See `vllm_hsd.registry`.
+`@replaces_on_runner` (a method of one model runner); `vllm_names.py` lists what subclasses
+override. See `vllm_hsd.registry`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Registry of every vLLM name that the V2 runner's part replaces, overrides or reads.
+"""Registry of every vLLM name that the V2 runner's part replaces, changes or overrides.
 
-`vllm_names.py` lists what is only overridden or read. See `vllm_hsd.registry`.
+`vllm_names.py` lists what subclasses override. See `vllm_hsd.registry`.
 """
 
 from __future__ import annotations
