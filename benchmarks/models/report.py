@@ -14,9 +14,9 @@ import itertools
 from pathlib import Path
 
 import torch
-from matplotlib import pyplot as plt
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks import plot
 from benchmarks.common import prompts, write_csv
 from benchmarks.models.train import HERE, SEQUENCE, encode, library_files
 
@@ -71,19 +71,21 @@ def compare(models: dict, contexts: list[tuple[torch.Tensor, int]], kind: str) -
 
 
 def plot_losses(source: Path, picture: Path) -> None:
-    rows = list(csv.DictReader(source.open()))
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for name in NAMES:
-        mine = [row for row in rows if row["model"] == name]
-        tokens = [int(row["tokens"]) / 1e6 for row in mine]
-        left.plot(tokens, [float(row["held_out_nats"]) for row in mine], label=name)
-        if name != "target":
-            right.plot(tokens, [float(row["train_loss"]) for row in mine], label=name)
-    left.set(xlabel="million training tokens", ylabel="held-out loss (nats per token)")
-    right.set(xlabel="million training tokens", ylabel="total variation from the target")
-    left.legend()
-    right.legend()
-    figure.savefig(picture, dpi=110)
+    with source.open() as file:
+        rows = [{**row, "million_tokens": int(row["tokens"]) / 1e6} for row in csv.DictReader(file)]
+    for row in rows:
+        if row["model"] == "target":
+            row["train_loss"] = ""  # its own, not a distance from the target
+    plot.lines(
+        rows,
+        picture,
+        x="million_tokens",
+        measures={
+            "held_out_nats": "held-out loss (nats per token)",
+            "train_loss": "total variation from the target",
+        },
+        line="model",
+    )
 
 
 def main() -> None:

@@ -22,7 +22,13 @@ import numpy as np
 
 from benchmarks.common import MODELS, RESULTS
 from benchmarks.models.zero_pad import intermediate_size_for, zero_pad
-from benchmarks.planner.check_predictions import ENGINE, spent_and_emitted, summary
+from benchmarks.planner.check_predictions import (
+    ENGINE,
+    own_latencies,
+    run_for_real,
+    spent_and_emitted,
+    summary,
+)
 from benchmarks.sweep import Table
 from vllm_hsd.planner.acceptance import Acceptances, measure_acceptance
 from vllm_hsd.planner.models import ModelSet
@@ -42,7 +48,6 @@ SINGLES = [
 ]
 PAIRS = [Selection((0, 1), lengths) for lengths in ((2, 6), (4, 8), (4, 12), (7, 8), (11, 12))]
 MAX_DRAFT = 12
-PLAIN_TOKENS = 12
 
 
 def padded(name: str, params: float) -> str:
@@ -66,27 +71,10 @@ def point(
 ) -> dict[str, Any]:
     """A row: costs, rates, and the best cascade over the best single drafter."""
     every = [*SINGLES, *PAIRS]
-    groups: list[list[dict]] = [[] for _ in every]
-    with timing.engine(True) as engine, timing.engine(False) as plain:
-        alone = timing.run(
-            plain,
-            [
-                {"levels": [], "draft_lengths": [], "batch": 1, "tokens": PLAIN_TOKENS}
-                | {"first_prompt": number}
-                for number in range(len(timing.prompts))
-            ],
-        )
-        for number in range(len(timing.prompts)):
-            settings = [
-                {"levels": list(each.levels), "draft_lengths": list(each.draft_lengths)}
-                | {"batch": 1, "tokens": task.text_tokens, "first_prompt": number}
-                for each in every
-            ]
-            for group, recording in zip(groups, timing.run(engine, settings), strict=True):
-                group.append(recording)
-    latencies = timing.latencies([r for group in groups for r in group], alone)
+    groups, _ = run_for_real(every, timing, len(timing.prompts))
+    latencies = own_latencies(timing, groups)
     measured = Measured(latencies, Acceptance(found.tables["block"]))
-    real = [summary(group, 1) for group in groups]
+    real = [summary(group, 1) for group in groups[:-1]]
     predicted = [
         predict(each, measured, output_tokens=task.text_tokens).ms_per_token for each in every
     ]
@@ -152,7 +140,7 @@ def main() -> None:
         timing = Timing(task, (1, 2), contexts[: args.prompts], vocabulary, args.output)
         row = point(mid_params, target_params, found, task, timing)
         print({k: f"{v:.3g}" if isinstance(v, float) else v for k, v in row.items()})
-        table.add([row])
+        table.add([row], tuple(row))
 
 
 if __name__ == "__main__":

@@ -23,13 +23,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from scipy.stats import spearmanr
 
-from benchmarks.common import write_csv
-from benchmarks.planner.plots import plot_landscape
+from benchmarks import plot
+from benchmarks.common import MODELS, write_csv
 from vllm_hsd.cli.plan import label
 from vllm_hsd.planner.acceptance import measure_acceptance
 from vllm_hsd.planner.latencies import Latencies
@@ -39,11 +40,10 @@ from vllm_hsd.planner.optimize import solve
 from vllm_hsd.planner.predict import Measured, Prediction, Selection
 from vllm_hsd.planner.profile import Profile, Prompts, Sampling, load_profile
 from vllm_hsd.planner.prompts import encode, read_prompts
-from vllm_hsd.planner.search import Constraints, Search
+from vllm_hsd.planner.search import Constraints, Option, Search
 from vllm_hsd.planner.task import Task, candidates
 from vllm_hsd.planner.timing import PASSES, Timing
 
-MODELS = Path(__file__).parents[1] / "models"
 ENGINE = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -91,27 +91,32 @@ def ten_cascades(search: Search, rng: np.random.Generator) -> list[Selection]:
 
 
 def run_for_real(
-    cascades: Sequence[Selection], timing: Timing, repeats: int, tokens: int
-) -> tuple[list[list[dict]], Latencies]:
-    """Recordings of every cascade, then of no speculation, all of which continue the same prompts;
-    and the models' times, taken in between."""
+    cascades: Sequence[Selection], timing: Timing, repeats: int, passes: Sequence[dict] = ()
+) -> tuple[list[list[dict]], tuple[list[dict], list[dict]]]:
+    """Recordings of every cascade, then of no speculation, all of which continue the same prompts.
+
+    Args:
+        passes: settings that time the models, run in between; of no speculation as often.
+
+    Returns:
+        recordings by cascade; and those of the passes, with and without speculation.
+    """
     (batch,) = timing.task.batch_sizes
     groups: list[list[dict]] = [[] for _ in range(len(cascades) + 1)]
     timed: tuple[list[dict], list[dict]] = ([], [])
     with timing.engine(True) as speculating, timing.engine(False) as plain:
-        passes = [setting for number in range(PASSES) for setting in timing.settings(number)]
         for repeat in range(repeats):
-            timed[0].extend(timing.run(speculating, passes[repeat::repeats]))
-            alone = {**timing.plain_settings(repeat)[0], "tokens": PLAIN_TOKENS}
-            timed[1].extend(timing.run(plain, [alone]))
-            common = {"batch": batch, "tokens": tokens, "first_prompt": repeat * batch}
-            found = timing.run(
-                speculating,
-                [
-                    {"levels": c.levels, "draft_lengths": c.draft_lengths, **common}
-                    for c in cascades
-                ],
-            )
+            common = {"batch": batch, "first_prompt": repeat * batch}
+            if passes:
+                timed[0].extend(timing.run(speculating, passes[repeat::repeats]))
+                alone = {**timing.plain_settings(repeat)[0], "tokens": PLAIN_TOKENS}
+                timed[1].extend(timing.run(plain, [alone]))
+            common["tokens"] = timing.task.text_tokens
+            settings = [
+                {"levels": list(c.levels), "draft_lengths": list(c.draft_lengths), **common}
+                for c in cascades
+            ]
+            found = timing.run(speculating, settings)
             # Without acceptance there is little to average over.
             if repeat % PLAIN_EVERY == 0:
                 (alone,) = timing.run(plain, [{"levels": [], "draft_lengths": [], **common}])
@@ -119,7 +124,12 @@ def run_for_real(
                 found.append(alone)
             for group, recording in zip(groups, found, strict=False):
                 group.append(recording)
-    return groups, timing.latencies(*timed)
+    return groups, timed
+
+
+def own_latencies(timing: Timing, groups: list[list[dict]]) -> Latencies:
+    """Times of these very runs: what then still differs is not the machine's doing."""
+    return timing.latencies(list(itertools.chain(*groups[:-1])), groups[-1])
 
 
 def spent_and_emitted(group: list[dict]) -> tuple[np.ndarray, np.ndarray]:
@@ -138,13 +148,58 @@ def summary(group: list[dict], batch: int) -> tuple[float, float, float]:
     return batch * mean, batch * error, emitted.sum() / calls
 
 
+def landscape(search: Search, levels: tuple[int, ...]) -> list[Option]:
+    """Predictions of given levels, cheapest first, with all draft lengths that can be run."""
+    return [
+        Option(selection, search.predict(selection))
+        for lengths in itertools.combinations(range(1, search.size + 1), len(levels))
+        for selection in [Selection(levels, lengths)]
+    ]
+
+
+def write_landscape(search: Search, directory: Path) -> None:
+    """landscape.csv and .png: every single drafter and the best pair, by the target's draft."""
+    profile, plan = search.profile, search.choose()
+    lines = [(candidate,) for candidate in search.graph.order]
+    options = [plan.best, *(option for _, option in plan.others)]
+    if pairs := [option for option in options if len(option.selection.levels) == 2]:
+        lines.append(min(pairs, key=lambda option: option.ms).selection.levels)
+    rows: list[dict[str, Any]] = []
+    for levels in lines:
+        best: dict[int, Option] = {}
+        for option in landscape(search, levels):
+            top = option.selection.draft_lengths[-1]
+            best[top] = min(best.get(top, option), option, key=lambda each: each.ms)
+        rows += [
+            {
+                "levels": " > ".join(profile.candidates[level].name for level in levels),
+                "num_speculative_tokens": top,
+                "draft_lengths": " ".join(map(str, option.selection.draft_lengths)),
+                "ms_per_token": option.ms,
+            }
+            for top, option in best.items()
+        ]
+    write_csv(directory / "landscape.csv", rows)
+    plain = {"levels": "no speculation", "ms_per_token": plan.none.ms}
+    plot.lines(
+        [*rows, *({**plain, "num_speculative_tokens": end} for end in (1, search.size))],
+        directory / "landscape.png",
+        x="num_speculative_tokens",
+        measures={"ms_per_token": "predicted ms per token"},
+        line="levels",
+        title=f"{profile.names[-1]}, batch size {search.constraints.batch}",
+    )
+
+
 def write(
-    path: Path,
+    directory: Path,
     names: list[str],
     predictions: list[Prediction],
     at_own_times: list[Prediction],
     real: list[tuple[float, float, float]],
+    title: str,
 ) -> None:
+    """predictions.csv and .png."""
     rows = [
         {
             "cascade": name,
@@ -160,29 +215,24 @@ def write(
             names, predictions, at_own_times, real, strict=True
         )
     ]
-    write_csv(path, rows)
-
-
-def plot(path: Path, names: list[str], predictions: list[Prediction], real, title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 5.5))
-    for name, predicted, (ms, error, _) in zip(names, predictions, real, strict=True):
-        axes.errorbar(predicted.ms_per_token, ms, yerr=2 * error, fmt="o", label=name)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    reach = np.array([p.ms_per_token for p in predictions])
-    ends = [0.8 * reach.min(), 1.25 * reach.max()]
-    axes.plot(ends, ends, color="gray", linewidth=1)
-    axes.set_xlabel("predicted ms per token")
-    axes.set_ylabel("measured ms per token (two standard errors)")
-    axes.set_title(title)
-    axes.legend(fontsize="x-small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    write_csv(directory / "predictions.csv", rows)
+    reach = [p.ms_per_token for p in predictions]
+    equal = [
+        {"cascade": "equal", "predicted_ms_per_token": end, "measured_ms_per_token": end}
+        | {"standard_error": 0.0}
+        for end in (0.8 * min(reach), 1.25 * max(reach))
+    ]
+    plot.lines(
+        [*rows, *equal],
+        directory / "predictions.png",
+        x="predicted_ms_per_token",
+        measures={"measured_ms_per_token": "measured ms per token (one standard error)"},
+        line="cascade",
+        error="standard_error",
+        title=title,
+        xscale="log",
+        yscale="log",
+    )
 
 
 def main() -> None:
@@ -238,9 +288,10 @@ def main() -> None:
     search = Search(
         profile, Constraints(batch=arguments.batch_size, output_tokens=arguments.tokens)
     )
-    plot_landscape(search, arguments.output)
+    write_landscape(search, arguments.output)
     cascades = ten_cascades(search, np.random.default_rng(arguments.seed))
-    groups, latencies = run_for_real(cascades, timing, arguments.repeats, arguments.tokens)
+    passes = [setting for number in range(PASSES) for setting in timing.settings(number)]
+    groups, timed = run_for_real(cascades, timing, arguments.repeats, passes)
     real = [summary(group, arguments.batch_size) for group in groups]
     cascades.append(Selection((), ()))
 
@@ -249,15 +300,12 @@ def main() -> None:
         search.measured = Measured(latencies, measured.acceptance, measured.cacheless)
         return [search.predict(selection) for selection in cascades]
 
-    predictions = predictions_with(latencies)
-    # With the times of these very runs: what then still differs is not the machine's doing.
-    own = timing.latencies(list(itertools.chain(*groups[:-1])), groups[-1])
-    at_own_times = predictions_with(own)
+    predictions = predictions_with(timing.latencies(*timed))
+    at_own_times = predictions_with(own_latencies(timing, groups))
     names = [label(profile, cascade) for cascade in cascades]
-    write(arguments.output / "predictions.csv", names, predictions, at_own_times, real)
     kind = "zero-padded target" if arguments.zero_padded else "tiny target"
     title = f"{kind}, batch size {arguments.batch_size}, {arguments.clock} time"
-    plot(arguments.output / "predictions.png", names, predictions, real, title)
+    write(arguments.output, names, predictions, at_own_times, real, title)
 
     times = np.array([ms for ms, _, _ in real])
     predicted = np.array([p.ms_per_token for p in predictions])

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import plot
 from benchmarks.common import write_csv
-from benchmarks.plot import saved_figure
 from benchmarks.toy_models import measure
 
 RATES = (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -68,30 +68,6 @@ def gains(tokens: Tokens) -> list[dict[str, Any]]:
     return rows
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Gain over the slope, a line for every rate."""
-    several = sorted({row["chains"] for row in rows})
-    with saved_figure(path, 11, 6.5) as figure:
-        axes = figure.subplots(len(several), len(COSTS), sharex=True, sharey=True)
-        for (i, chains), (j, cost) in itertools.product(enumerate(several), enumerate(COSTS)):
-            axis = axes[i, j]
-            for rate in RATES:
-                line = [
-                    (row["slope"], row["ratio"])
-                    for row in rows
-                    if (row["chains"], row["drafter_cost"], row["rate"]) == (chains, cost, rate)
-                ]
-                axis.plot(*zip(*line, strict=True), marker="o", label=f"acceptance {rate:g}")
-            axis.axhline(1.0, color="black", linewidth=1)
-            axis.set_xscale("symlog", linthresh=0.0025)
-            axis.set_title(f"{chains} drafts, drafter costs {cost:g}", fontsize="medium")
-            if i == len(several) - 1:
-                axis.set_xlabel("cost of each further token / target step")
-            if j == 0:
-                axis.set_ylabel("several drafts / one chain")
-        axes[0, 0].legend(fontsize="x-small")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("results"))
@@ -119,7 +95,25 @@ def main() -> None:
     write_csv(args.output / "several_drafts.csv", rows)
     table = gains(tokens)
     write_csv(args.output / "several_drafts_map.csv", table)
-    plot(table, args.output / "several_drafts.png")
+    shown = [
+        row
+        | {
+            "panel": f"{row['chains']} drafts, drafter costs {row['drafter_cost']:g}",
+            "line": f"acceptance {row['rate']:g}",
+        }
+        for row in table
+    ]
+    plot.lines(
+        shown,
+        args.output / "several_drafts.png",
+        x="slope",
+        measures={"ratio": "several drafts / one chain"},
+        line="line",
+        panel="panel",
+        labels=dict.fromkeys(
+            plot.values(shown, "panel"), "cost of each further token / target step"
+        ),
+    )
     ratios = np.array([row["ratio"] for row in table])
     print(f"several drafts over one chain: {ratios.min():.2f} to {ratios.max():.2f}")
 

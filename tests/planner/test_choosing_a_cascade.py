@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cli.command_line import run
 
-from benchmarks.planner import plots
+from benchmarks.planner.check_predictions import landscape, write_landscape
 from vllm_hsd.cli.plan import why_slower
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.errors import UserError
@@ -88,7 +88,7 @@ def everything(search):
     options = []
     for depth in range(1, len(search.graph.order) + 1):
         for levels in itertools.combinations(search.graph.order, depth):
-            options += plots.landscape(search, levels)
+            options += landscape(search, levels)
     return options
 
 
@@ -254,7 +254,7 @@ sys.exit(main(["plan", "profile.json"]))
 def test_the_landscape_comes_with_its_numbers(profile, tmp_path):
     pytest.importorskip("matplotlib")
     search = Search(profile, Constraints(max_draft_tokens=4))
-    plots.plot_landscape(search, tmp_path)
+    write_landscape(search, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"landscape.png", "landscape.csv"}
     rows = list(csv.DictReader((tmp_path / "landscape.csv").open()))
     best = search.choose().best.ms

@@ -22,7 +22,7 @@ from vllm_hsd.planner.profile import (
     environment_warnings,
     load_profile,
 )
-from vllm_hsd.planner.search import Choice, Constraints, Option, Search
+from vllm_hsd.planner.search import Constraints, Option, Plan, Search
 from vllm_hsd.planner.task import Task, candidates
 
 # Relative spread of equal steps above which the times are reported as unreliable.
@@ -238,7 +238,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def cascade_keys(profile: Profile, choice: Choice) -> dict[str, Any]:
+def cascade_keys(profile: Profile, choice: Plan) -> dict[str, Any]:
     """The chosen cascade as keys of a speculative config.
 
     The last level has no draft length of its own: it fills num_speculative_tokens.
@@ -254,7 +254,7 @@ def cascade_keys(profile: Profile, choice: Choice) -> dict[str, Any]:
     }
 
 
-def cascade_file(profile: Profile, choice: Choice, source: Path) -> dict[str, Any]:
+def cascade_file(profile: Profile, choice: Plan, source: Path) -> dict[str, Any]:
     """What the plugin reads from `{"method": "hsd", "cascade": "cascade.json"}`."""
     return {
         "schema": 1,
@@ -275,7 +275,7 @@ def cascade_file(profile: Profile, choice: Choice, source: Path) -> dict[str, An
     }
 
 
-def serve_command(profile: Profile, choice: Choice) -> str:
+def serve_command(profile: Profile, choice: Plan) -> str:
     """The shell command that serves the target with what was chosen."""
     command = ["vllm", "serve", profile.target]
     if choice.best.selection.levels:
@@ -311,13 +311,13 @@ def why_slower(profile: Profile, option: Option, best: Option) -> str:
     return text
 
 
-def losers(choice: Choice) -> list[tuple[str, Option]]:
+def losers(choice: Plan) -> list[tuple[str, Option]]:
     """What was not chosen: the single drafter and no speculation first, then by time."""
     listed = [("best single drafter", choice.single), ("no speculation", choice.none)]
     return [(n, option) for n, option in (*listed, *choice.others) if option is not choice.best]
 
 
-def choice_table(profile: Profile, choice: Choice) -> Table:
+def choice_table(profile: Profile, choice: Plan) -> Table:
     """The chosen cascade and the losers, one row each."""
     constraints = choice.constraints
     table = Table(

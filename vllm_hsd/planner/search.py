@@ -52,7 +52,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Plan:
     """The best cascade, and the best of each kind that lost.
 
     Attributes:
@@ -116,7 +116,7 @@ class Search:
             output_tokens=self.constraints.output_tokens,
         )
 
-    def choose(self) -> Choice:
+    def choose(self) -> Plan:
         """Search, predict what comes close, and keep the best of every kind."""
         nodes, limit = len(self.graph.order), self.constraints.max_levels
         deepest = nodes if limit is None else min(nodes, limit)
@@ -153,7 +153,7 @@ class Search:
                 seen.add(option.selection)
                 others.append((name, option))
         others.sort(key=lambda other: other[1].ms)
-        return Choice(self.constraints, best, none, single, tuple(others))
+        return Plan(self.constraints, best, none, single, tuple(others))
 
     def _near_best(
         self, graph: Graph, depth: int, kept: int = KEPT, exactly: bool = False
