@@ -100,7 +100,7 @@ bench-cpu-verification: venv
 
 bench-gpu-verification: venv
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
-		$(BIN)/python -m benchmarks.kernels.bench_chain_verify --output results/kernels; \
+		$(BIN)/python -m benchmarks.gpu.prove --items kernel_times --again; \
 	else echo "Not run: needs a GPU."; fi
 
 bench-predictions: venv

@@ -116,36 +116,6 @@ def speculation_speedup(rate: float, draft_tokens: int, cost_ratio: float) -> fl
     return expected_tokens(rate, draft_tokens) / (1.0 + draft_tokens * cost_ratio)
 
 
-def standardized_walltime_improvement(
-    emitted: int, calls: Sequence[int], cost_ratios: Sequence[float]
-) -> float:
-    """SWI: emitted tokens over the time spent, when every call of a model costs the same.
-
-    Args:
-        calls: calls of each model, the target included.
-        cost_ratios: cost of one call of each model over one of the target (target: 1).
-
-    Source: Cascade Speculative Drafting (Chen et al., 2023b), section 4.
-    """
-    return emitted / float(np.dot(calls, cost_ratios))
-
-
-def redundancy(accepted: int, drafted: int) -> float:
-    """sigma = 1 - accepted / drafted: the share of drafted tokens that were thrown away.
-
-    Source: Hierarchical Speculative Decoding with Dynamic Window, "Further Discussion".
-    """
-    return 1.0 - accepted / drafted
-
-
-def target_utilisation(target_calls: int, emitted: int) -> float:
-    """eta = target calls / emitted tokens; the inverse of block efficiency.
-
-    Source: Hierarchical Speculative Decoding with Dynamic Window, "Further Discussion".
-    """
-    return target_calls / emitted
-
-
 def interleaved_tokens(alpha: float, beta: float, m: int, n: int) -> float:
     """Expected tokens of one call of the interleaved cascade (Theorem 3.2, as printed).
 

@@ -77,7 +77,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="of a phase, for each engine")
     parser.add_argument("--temperature", type=float, default=0.0)
     options = parser.parse_args()
-    print(*missing(), sep="\n")
+    for line in missing():
+        print(line)
     prompts = [
         [{"role": "user", "content": text}]
         for texts in zip(*read_demo_prompts().values(), strict=True)

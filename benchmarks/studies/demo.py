@@ -179,7 +179,8 @@ def main() -> int:
     began = time.monotonic()
     # `make demo` says when it was called: .venv and the model are part of the wait.
     called = float(os.environ.get("DEMO_STARTED") or time.time())
-    print(*missing(), sep="\n")
+    for line in missing():
+        print(line)
     by_kind = {kind: texts[: options.rounds] for kind, texts in read_demo_prompts().items()}
     kinds, rounds = list(by_kind), min(map(len, by_kind.values()))
     prompts = [[{"role": "user", "content": text}] for texts in by_kind.values() for text in texts]
@@ -203,7 +204,8 @@ def main() -> int:
     print_tables(rows)
     for line in bench_report.warnings(engines.results):
         print(f"Note: {line}")
-    print(*faults, sep="\n")
+    for line in faults:
+        print(line)
     if not engines.results.differences:
         print("Greedy answers are equal, token for token.")
     table = sweep.Table(options.output / "demo.csv")

@@ -82,12 +82,14 @@ def main() -> int:
     parser.add_argument("--batch-sizes", type=integers, default=[1, 4, 16, 64])
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
     options = parser.parse_args()
-    print(*missing(), sep="\n")
+    for line in missing():
+        print(line)
     table = sweep.Table(options.output / "workloads.csv")
     cells = [group(options.batch_sizes, options.temperatures)]
     faults = sweep.fill(table, cells, options, *sweep.read_sets(options.prompts, 64))
     print(*summary(table.rows), *shortfalls(table.rows), f"Written: {table.path}", sep="\n")
-    print(*faults, sep="\n")
+    for line in faults:
+        print(line)
     return 1 if faults else 0
 
 

@@ -63,14 +63,6 @@ def test_cascade_latency_of_no_and_one_level():
     assert 5.0 / one == pytest.approx(closed_forms.speculation_speedup(0.8, 3, 0.2))
 
 
-def test_metrics_of_a_run():
-    # 10 target calls of 5 drafted tokens each emitted 32 tokens: 22 accepted.
-    assert closed_forms.redundancy(22, 50) == pytest.approx(0.56)
-    assert closed_forms.target_utilisation(10, 32) == pytest.approx(0.3125)
-    swi = closed_forms.standardized_walltime_improvement(32, [50, 10], [0.1, 1.0])
-    assert swi == pytest.approx(32 / 15)
-
-
 @given(rates, rates, counts, st.integers(0, 5))
 def test_interleaved_tokens_is_the_sum_of_its_survival(alpha, beta, m, n):
     survival = closed_forms.interleaved_survival(alpha, beta, m, n)
