@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.common import write_csv
 from benchmarks.models.smollm2 import smollm2
-from vllm_hsd.cli import bench, bench_report, greedy
+from vllm_hsd.cli import bench, bench_quality, bench_report, greedy
 from vllm_hsd.cli.bench_jobs import Comparison, Job, Results, Setup
 from vllm_hsd.cli.bench_runs import Engines, compare_greedy, progress
 from vllm_hsd.engine import Generation
@@ -162,13 +162,15 @@ class Sweep:
                 engine.call(empty_prefix_cache)
             show = [lambda _, text, i=index: on_text(i, text)] if on_text else []
             for cache in cell.caches:
+                before = bench_quality.CpuTimes.now()
                 found = engine.generate(prompts, params, *show)
                 cell.found.setdefault((cache, index), []).append(found)
                 if on_answer:
                     on_answer(index, found)
             # A larger batch rounds differently: what its answers share is for the tests.
             if len(batch) == 1:
-                self.results.generations[Job(index, 0, 1, cell.temperature, part, batch)] = found
+                job = Job(index, 0, 1, cell.temperature, batch[0], batch)
+                bench_quality.record(self.results, job, found, before)
 
     def compare(self) -> list[str]:
         """Greedy answers that were not compared yet: sentences about those that are no near ties.

@@ -202,7 +202,7 @@ def main() -> int:
         rows += [row for cell in own for row in engines.rows([cell])]
         rows += engines.rows(own, set=ALL)
     print_tables(rows)
-    for line in bench_report.warnings(engines.results):
+    for line in bench_report.warnings(engines.results, rows):
         print(f"Note: {line}")
     for line in faults:
         print(line)
