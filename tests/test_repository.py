@@ -94,7 +94,7 @@ def test_documents_that_are_linked_or_named_are_there():
         for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
             if not link.startswith("http") and not ((ROOT / name).parent / link).exists():
                 missing.append(f"{name}: {link}")
-        for path in re.findall(r"`(\w+/[\w/]+\.(?:md|csv|png))`", text):
+        for path in re.findall(r"`(\w+/[\w/]+\.(?:md|csv|png|py))`", text):
             if not any(file == path or file.endswith(f"/{path}") for file in files):
                 missing.append(f"{name}: {path}")
     assert missing == []
