@@ -45,10 +45,14 @@ class Table:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows: list[dict[str, Any]] = []
-        if path.exists():
-            with path.open() as file:
-                self.rows = list(csv.DictReader(file))
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """As they are written; none where there is no file."""
+        if not self.path.exists():
+            return []
+        with self.path.open() as file:
+            return list(csv.DictReader(file))
 
     def has(self, **cell: Any) -> bool:
         """Whether there is a row with these values, numbers written as `write_csv` writes them."""
@@ -58,7 +62,6 @@ class Table:
     def add(self, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = COLUMNS) -> None:
         """Append rows; what they do not have is empty."""
         write_csv(self.path, [dict.fromkeys(columns, "") | row for row in rows], append=True)
-        self.__init__(self.path)  # type: ignore[misc]
 
 
 @dataclass
