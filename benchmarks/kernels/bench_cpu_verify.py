@@ -6,6 +6,9 @@ RejectionSampler.forward (its C++ kernels), ours is softmax and verify_chain. At
 vLLM's forward also divides by an expanded temperature. Its CPU version of that step writes into a
 copy in 0.32 and 0.33 (vLLM issues 55005, 55006) and is skipped here, in vLLM's favor. Correctness
 is checked before anything is timed.
+
+"coupled" is the verification of requests with seeds: there vLLM's side draws the emitted tokens one
+by one without speculation, with the same noise, so the ratio is the overhead of an emitted token.
 """
 
 import argparse
@@ -13,6 +16,7 @@ import statistics
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from benchmarks.common import write_csv
@@ -24,7 +28,8 @@ DRAFT = 8
 # Noise on the draft's logits that gives about three accepted tokens in four.
 NOISE = 0.6
 WARM_UP = 2
-METHODS = ["greedy", "standard", "block"]
+ACCEPTED = 6  # of the drafts of coupled requests
+METHODS = ["greedy", "standard", "block", "coupled"]
 
 
 class Case:
@@ -92,21 +97,75 @@ class Vllm:
         return self.sampler(*inputs).sampled_token_ids
 
 
+class Coupled:
+    """Requests with seeds: the drafts begin with ACCEPTED tokens that vLLM draws for them."""
+
+    def __init__(self, case: Case):
+        from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+        from vllm_hsd.runner_v1.noise import skip_of
+        from vllm_hsd.runner_v1.sampling import RequestSampling
+
+        self.batch, vocabulary = len(case.lengths), case.logits.shape[1]
+        self.logits = case.logits.view(self.batch, DRAFT + 1, vocabulary)
+        self.sampler = TopKTopPSampler()
+        self.skip = skip_of(self.sampler, vocabulary)
+        self.sampling = RequestSampling(plain_sampling(torch.ones(self.batch), self.batch, "cpu"))
+        self.drafts = torch.full((self.batch, DRAFT), -1, dtype=torch.int64)
+        self.drafts[:, :ACCEPTED] = self.vllm()[:, :ACCEPTED]
+
+    def vllm(self) -> torch.Tensor:
+        """[batch, ACCEPTED + 1] tokens, a step for each."""
+        generators = {i: torch.Generator().manual_seed(i) for i in range(self.batch)}
+        temperature = torch.ones(self.batch, 1)
+        steps = [
+            self.sampler(self.logits[:, t] / temperature, generators, None, None)[0]
+            for t in range(ACCEPTED + 1)
+        ]
+        return torch.stack(steps, 1)
+
+    def ours(self) -> torch.Tensor:
+        """The same tokens by one verification, padded with -1."""
+        from vllm_hsd.runner_v1.noise import RequestNoise, generators
+        from vllm_hsd.verify.coupled import verify_coupled
+
+        seeded = [torch.Generator().manual_seed(i) for i in range(self.batch)]
+        noise = np.array([RequestNoise(generator, self.skip) for generator in seeded])
+
+        def choose(requests: np.ndarray, t: int) -> np.ndarray:
+            rows, own = self.logits[torch.from_numpy(requests), t], noise[requests]
+            drawn = generators(own, [t] * len(own))
+            return self.sampling.coupled_tokens(rows, requests, drawn, self.sampler)
+
+        lengths = np.full(self.batch, DRAFT)
+        token_ids, accepted = verify_coupled(self.drafts.numpy(), lengths, choose)
+        for own, count in zip(noise, accepted.tolist(), strict=True):
+            own.emitted(count + 1)
+        return torch.from_numpy(token_ids)
+
+
 def check(vllm: Vllm) -> None:
     """Same tokens when greedy; everything accepted when the draft is the target."""
     case = Case(2048, 4)
     if not torch.equal(ours(case, "greedy"), vllm(vllm.inputs(case, True)).long()):
         raise SystemExit("greedy: the two samplers disagree, nothing was timed.")
     case = Case(2048, 4, noise=0.0)
-    results = [vllm(vllm.inputs(case, False)), *(ours(case, m) for m in METHODS[1:])]
+    results = [vllm(vllm.inputs(case, False)), *(ours(case, m) for m in METHODS[1:3])]
     if any((tokens < 0).any() for tokens in results):
         raise SystemExit("draft = target: not everything was accepted, nothing was timed.")
+    coupled = Coupled(case)
+    if not torch.equal(coupled.ours()[:, : ACCEPTED + 1], coupled.vllm()):
+        raise SystemExit("coupled: the tokens are not vLLM's, nothing was timed.")
 
 
 def paired(case: Case, method: str, vllm: Vllm, pairs: int) -> dict:
     """Medians of both sides and quartiles of the ratio of each pair, in wall and in CPU time."""
-    inputs = vllm.inputs(case, method == "greedy")
-    sides = {"vllm": lambda: vllm(inputs), "ours": lambda: ours(case, method)}
+    if method == "coupled":
+        coupled = Coupled(case)
+        sides = {"vllm": coupled.vllm, "ours": coupled.ours}
+    else:
+        inputs = vllm.inputs(case, method == "greedy")
+        sides = {"vllm": lambda: vllm(inputs), "ours": lambda: ours(case, method)}
     clocks = {"wall": time.perf_counter, "cpu": time.process_time}
     times = {(name, clock): [] for name in sides for clock in clocks}
     emitted = dict.fromkeys(sides, 0)
@@ -139,8 +198,8 @@ def plot(rows: list[dict], path: Path) -> None:
                 [row["wall_ratio"] - row["wall_q25"] for row in bars],
                 [row["wall_q75"] - row["wall_ratio"] for row in bars],
             ]
-            at = [i + 0.27 * (k - 1) for i in range(len(groups))]
-            axes.bar(at, ratios, 0.25, yerr=spread, label=method)
+            at = [i + 0.2 * (k - 1.5) for i in range(len(groups))]
+            axes.bar(at, ratios, 0.18, yerr=spread, label=method)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_xticks(range(len(groups)), [f"V={v}\nbatch {b}" for v, b in groups])
         axes.set_ylabel("time, ours / vLLM V1")
@@ -154,7 +213,7 @@ def main() -> None:
         "--output", type=Path, default=Path("results"), help="directory of CSV and PNG"
     )
     parser.add_argument("--pairs", type=int, default=30, help="timed pairs for each case")
-    parser.add_argument("--vocabularies", type=int, nargs="+", default=[32000, 152064])
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=[32000, 49152, 152064])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()

@@ -14,7 +14,7 @@ GREEDY = {"temperature": 0, "max_tokens": 32, "ignore_eos": True}
 SAMPLED_PROMPT, SAMPLES = [2, 4, 4, 0, 3], 300
 SAMPLED = {
     "prompts": [SAMPLED_PROMPT] * SAMPLES,
-    "params": [{"max_tokens": 4, "ignore_eos": True, "seed": i} for i in range(SAMPLES)],
+    "params": {"max_tokens": 4, "ignore_eos": True},
 }
 MIXED = [{**GREEDY, "temperature": i % 2, "seed": i} for i in range(len(PROMPTS))]
 JOBS = {
@@ -115,7 +115,7 @@ LONG_JOBS = {
     "one by one": {"prompts": LONG_PROMPTS[3:4], "params": {**GREEDY, "max_tokens": 40}},
     "sampled": {
         "prompts": [EDGE_PROMPT] * SAMPLES,
-        "params": [{"max_tokens": 6, "ignore_eos": True, "seed": i} for i in range(SAMPLES)],
+        "params": {"max_tokens": 6, "ignore_eos": True},
     },
 }
 SHORT = {

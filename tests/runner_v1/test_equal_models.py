@@ -11,18 +11,19 @@ TEMPERATURES = {
 }
 
 
-def cascade(model: str, levels: int) -> dict:
+def cascade(model: str, levels: int, **keys) -> dict:
     below = [{"model": model, "num_tokens": 2 + k} for k in range(levels - 1)]
     return {
         "method": "hsd",
         "adaptive": False,
         "num_speculative_tokens": 6,
         "levels": [*below, {"model": model}],
+        **keys,
     }
 
 
-@pytest.mark.parametrize("levels", [1, 2])
-def test_every_draft_is_accepted(family, levels):
+@pytest.mark.parametrize(("levels", "verifier"), [(1, "block"), (2, "block"), (2, "coupled")])
+def test_every_draft_is_accepted(family, levels, verifier):
     cases = {
         **TEMPERATURES,
         "top_k 5, min_p 0.05": {"top_k": 5, "min_p": 0.05},
@@ -36,7 +37,8 @@ def test_every_draft_is_accepted(family, levels):
         name: {"prompts": PROMPTS, "params": {**params, "max_tokens": 24, "ignore_eos": True}}
         for name, params in cases.items()
     }
-    engine = {"model": family.target, "speculative_config": cascade(family.target, levels)}
+    speculative = cascade(family.target, levels, verifier=verifier)
+    engine = {"model": family.target, "speculative_config": speculative}
     for name, result in run_engine(engine, jobs).items():
         assert all(len(output[0]["ids"]) == 24 for output in result["outputs"])
         counters = result["counters"]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from support.engines import run_engine
-from support.level_files import cascade, target_head
+from support.level_files import cascade, target_head, write_level_files
 
 from vllm_hsd.cli.main import main
 from vllm_hsd.core.exit_head import write_exit_head
@@ -11,7 +11,7 @@ from vllm_hsd.core.exit_head import write_exit_head
 PROMPTS = [[(3 * i + j * j) % 5 for j in range(4 + 6 * i)] for i in range(8)]
 SAMPLED = {
     "prompts": PROMPTS,
-    "params": {"temperature": 1, "max_tokens": 40, "ignore_eos": True, "seed": 1},
+    "params": {"temperature": 1, "max_tokens": 40, "ignore_eos": True},
 }
 
 
@@ -58,3 +58,45 @@ def test_entropy_based_stopping_wastes_fewer_tokens(small_vocabulary, fixed):
 def test_another_temperature_of_the_drafter_wastes_more_tokens(small_vocabulary, fixed):
     level = {"model": small_vocabulary.small, "temperature_scale": 3.0}
     assert acceptance_rates(small_vocabulary.target, level)[0] < fixed
+
+
+def tokens_per_step(model: str, verifier: str, *levels: dict) -> float:
+    """Emitted in a step that has a draft of five, at temperature 1 without seeds."""
+    params = {"temperature": 1, "max_tokens": 40, "ignore_eos": True}
+    prompts = [[(7 * i + j * j) % 60 + 2 for j in range(20)] for i in range(240)]
+    engine = {"model": model, **cascade(*levels, verifier=verifier)}
+    job = {"prompts": prompts, "params": params}
+    counters = run_engine(engine, {"sampled": job})["sampled"]["counters"]
+    drafts = counters["spec_decode_num_drafts"]
+    return 1 + counters["spec_decode_num_accepted_tokens"] / drafts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", ["ngram", "bigram", "ngram_model", "small", "mid", "early_exit", "eagle3", "cascade"]
+)
+def test_what_coupling_costs(family, tmp_path, kind):
+    """The table in docs/configuration.md: `pytest -m slow -s -k coupling_costs`."""
+    files = write_level_files(family.target, tmp_path, 64, trained=True)
+    lookup, mid = {"ngram": {"max": 3}}, {"model": family.mid}
+    levels = {
+        "ngram": [lookup],
+        "bigram": [{"bigram": files.bigram}],
+        "ngram_model": [{"ngram_model": files.store}],
+        "small": [{"model": family.small}],
+        "mid": [mid],
+        "early_exit": [{"early_exit": 1}],
+        "eagle3": [{"eagle3": files.eagle3}],
+        "cascade": [{**lookup, "num_tokens": 3}, {"model": family.small, "num_tokens": 4}, mid],
+    }[kind]
+    found = {
+        rule: tokens_per_step(family.target, rule, *levels)
+        for rule in ("block", "standard", "coupled")
+    }
+    print(f"| {kind} | " + " | ".join(f"{value:.2f}" for value in found.values()) + " |")
+    assert found["block"] > found["standard"] - 0.05
+    if kind == "ngram":
+        # Point masses: p(x) is the most that any rule accepts of one token.
+        assert abs(found["coupled"] - found["standard"]) < 0.05
+    else:
+        assert 1 < found["coupled"] < found["standard"] + 0.05

@@ -25,6 +25,7 @@ ENGINES = {
     "one drafter, standard": lambda family: model_levels(family, 1, verifier="standard"),
     "two drafters, block": lambda family: model_levels(family, 2),
     "two drafters, standard": lambda family: model_levels(family, 2, verifier="standard"),
+    "two drafters, coupled": lambda family: model_levels(family, 2, verifier="coupled"),
     # The scheduler cuts drafts and preempts requests.
     PREEMPTING: lambda family: {
         **model_levels(family, 2),
@@ -53,6 +54,7 @@ ENGINES = {
 FAST = (
     "one drafter, block",
     "two drafters, standard",
+    "two drafters, coupled",
     PREEMPTING,
     "every kind of level",
 )

@@ -1,86 +1,163 @@
-"""Seeded requests repeat, alone or in a batch; a request may have several sequences."""
+"""A seeded request gets the text of vLLM without speculation, whatever is drafted, and however."""
 
 import pytest
 from support.engines import run_engine
+from support.level_files import cascade, write_level_files
+from support.suffix_extra import needs_suffix
 
-PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(90 + i)] for i in range(6)]
-SEEDED = [
-    {"max_tokens": 20, "ignore_eos": True, "seed": 100 + i, "temperature": 0.7 + 0.1 * i}
-    for i in range(6)
+COUNT, EOS = 12, 1
+# Some prompts begin with the same block of the cache.
+SHARED = [(j * j) % 60 + 2 for j in range(64)]
+PROMPTS = [
+    [*SHARED[: 32 * (i % 3)], *((7 * i + j * j) % 60 + 2 for j in range(9 + 5 * i))]
+    for i in range(COUNT)
 ]
-OTHERS = [{**SEEDED[i], "seed": None, "temperature": i} for i in range(2)]
+VARIED = [
+    {"temperature": 0.2},  # repeats itself: lookups are accepted
+    {"top_p": 0.9},
+    {"top_k": 5},
+    {"min_p": 0.1, "temperature": 0.3},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    {"logit_bias": {3: 2.0}, "logprobs": 2},
+    {"min_tokens": 12, "ignore_eos": False, "logit_bias": {EOS: 4.0}},
+    {"bad_words_ids": [[2], [3, 3]], "allowed_token_ids": list(range(40))},
+    {"top_k": 20, "top_p": 0.8, "min_p": 0.02},
+    {"stop_token_ids": [5, 6, 7]},
+    {"max_tokens": 3},
+    {"max_tokens": 1},
+]
+SEEDED = [
+    {"max_tokens": 30, "ignore_eos": True, "temperature": 0.7 + 0.1 * (i % 6), "seed": 100 + i, **p}
+    for i, p in enumerate(VARIED)
+]
+OTHERS = [{"max_tokens": 30, "ignore_eos": True, "temperature": i} for i in range(2)]
+MIXED = {"prompts": PROMPTS + PROMPTS[:2], "params": SEEDED + OTHERS}
 SEVERAL = {"max_tokens": 12, "ignore_eos": True, "n": 3}
-
 JOBS = {
-    **{f"alone {i}": {"prompts": [PROMPTS[i]], "params": SEEDED[i]} for i in range(6)},
-    "together": {"prompts": PROMPTS + PROMPTS[:2], "params": SEEDED + OTHERS},
-    "after other requests": {"prompts": PROMPTS[:2] + PROMPTS, "params": OTHERS + SEEDED},
-    "joining": {
-        "prompts": PROMPTS + PROMPTS[:2],
-        "params": SEEDED + OTHERS,
-        "arrive": [0, 3, 5, 6, 6, 9, 1, 2],
-    },
-    "other seeds": {"prompts": PROMPTS, "params": [{**p, "seed": 7} for p in SEEDED]},
+    **{f"alone {i}": {"prompts": [PROMPTS[i]], "params": SEEDED[i]} for i in (0, 4)},
+    "four": {"prompts": PROMPTS[:4], "params": SEEDED[:4]},
+    "twelve and others, prefix hits": MIXED,
+    "join and leave": {**MIXED, "arrive": [0, 3, 5, 6, 6, 9, 1, 2, 11, 4, 4, 8, 0, 7]},
+    "several": {"prompts": PROMPTS[:4], "params": {**SEVERAL, "seed": 5}},
     "no seeds": {"prompts": [PROMPTS[0]] * 4, "params": {**SEEDED[0], "seed": None}},
-    "several": {"prompts": PROMPTS, "params": {**SEVERAL, "seed": 5}},
-    "several again": {"prompts": PROMPTS[::-1], "params": {**SEVERAL, "seed": 5}},
-    "several without a seed": {"prompts": PROMPTS, "params": SEVERAL},
 }
+SHAPES = {
+    "whole": {"block_size": 32},
+    # Twelve requests of 5 drafts + 1 token just fit: the scheduler cuts prompts, not drafts.
+    "in chunks": {"block_size": 32, "max_num_batched_tokens": 72, "max_num_seqs": 12},
+    "preempted": {"block_size": 32, "num_gpu_blocks_override": 14},
+}
+SOURCES = [{"ngram": {"max": 3}}, {"model": "small"}]
+# Levels that the smallest cascades of their kinds need; {names} are filled in.
+CASCADES = {
+    "ngram": [{"ngram": {"max": 3}}],
+    "suffix": [{"suffix": {"store": "store", "shared_tokens": 500}}],
+    "bigram": [{"bigram": "bigram"}],
+    "ngram_model": [{"ngram_model": "store"}],
+    "model": [{"model": "mid"}],
+    "early_exit": [{"early_exit": 1}],
+    "exit_head": [{"exit_head": "exit_head"}],
+    "eagle3": [{"eagle3": "eagle3"}],
+    "first_of": [{"first_of": SOURCES}],
+    "three": [
+        {"first_of": SOURCES, "num_tokens": 2},
+        {"exit_head": "exit_head", "num_tokens": 3, "temperature_scale": 1.3},
+        {"model": "mid", "verifier": "standard", "stopping": "entropy"},
+    ],
+}
+FAST = [("three", "whole", False), ("eagle3", "in chunks", True), ("first_of", "preempted", True)]
+SLOW = [(c, s, a) for c in CASCADES for s in SHAPES for a in (True, False)]
 
 
-@pytest.fixture(scope="module", params=["whole prompts", "prompts in chunks"])
-def results(family, request):
-    engine = {
-        "model": family.target,
-        "speculative_config": {
-            "method": "hsd",
-            "adaptive": False,
-            "num_speculative_tokens": 4,
-            "levels": [
-                {"first_of": [{"ngram": {}}, {"model": family.small}], "num_tokens": 2},
-                {"model": family.mid},
-            ],
-        },
-    }
-    if request.param == "prompts in chunks":
-        # Eight requests of 4 drafts + 1 token just fit: the scheduler cuts prompts, not drafts.
-        engine["max_num_batched_tokens"] = 40
-        engine["max_num_seqs"] = 8
-    return request.param, run_engine(engine, JOBS)
+def marks(case: tuple) -> list[pytest.MarkDecorator]:
+    return [needs_suffix] * (case[0] == "suffix") + [pytest.mark.slow] * (case not in FAST)
 
 
 @pytest.fixture(scope="module")
-def alone(family):
-    """Token ids of each request alone in an engine that prefills whole prompts."""
-    return {}
+def names(family, tmp_path_factory) -> dict[str, str]:
+    files = write_level_files(family.target, tmp_path_factory.mktemp("files"), 64, trained=True)
+    return {"small": family.small, "mid": family.mid, **vars(files)}
 
 
-def ids(result) -> list[list[int]]:
-    return [sequence["ids"] for output in result["outputs"] for sequence in output]
+@pytest.fixture(scope="module")
+def plain(family) -> dict:
+    return run_engine({"model": family.target}, JOBS)
 
 
-def test_alone_and_in_a_batch(results, alone):
-    name, jobs = results
-    expected = [ids(jobs[f"alone {i}"])[0] for i in range(6)]
-    assert ids(jobs["together"])[:6] == expected
-    assert ids(jobs["after other requests"])[2:] == expected
-    assert ids(jobs["joining"])[:6] == expected
-    # The engines differ only in how prompts are split.
-    alone[name] = expected
-    assert all(other == expected for other in alone.values())
+def filled(levels, names: dict[str, str]):
+    """The levels with the paths of their files."""
+    if isinstance(levels, list):
+        return [filled(level, names) for level in levels]
+    if isinstance(levels, dict):
+        return {key: filled(value, names) for key, value in levels.items()}
+    return names.get(levels, levels)
 
 
-def test_other_seeds_and_no_seed_differ(results):
-    _, jobs = results
-    one, other = ids(jobs["together"])[:6], ids(jobs["other seeds"])
-    assert all(a != b for a, b in zip(one, other, strict=True))
-    assert len({tuple(sequence) for sequence in ids(jobs["no seeds"])}) == 4
+def texts(result: dict) -> list:
+    """Of all requests but the one that is sampled without a seed, with their log-probabilities."""
+    return [output for i, output in enumerate(result["outputs"]) if i != COUNT + 1]
 
 
-def test_several_sequences(results):
-    _, jobs = results
-    for name in ("several", "several again", "several without a seed"):
-        for output in jobs[name]["outputs"]:
-            assert [len(sequence["ids"]) for sequence in output] == [12] * 3
-            assert len({tuple(sequence["ids"]) for sequence in output}) == 3
-    assert jobs["several"]["outputs"] == jobs["several again"]["outputs"][::-1]
+def differing(results: dict, plain: dict) -> list[str]:
+    """Jobs with a seeded text that is not plain vLLM's."""
+    found = []
+    for name in JOBS.keys() - {"no seeds"}:
+        for one, other in zip(texts(results[name]), texts(plain[name]), strict=True):
+            for got, expected in zip(one, other, strict=True):
+                if got["ids"] != expected["ids"] or got["finish"] != expected["finish"]:
+                    found.append(name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "adaptive"), [pytest.param(*case, marks=marks(case)) for case in SLOW]
+)
+def test_seeded_texts_are_those_of_vllm_without_speculation(
+    family, names, plain, name, shape, adaptive
+):
+    engine = cascade(*filled(CASCADES[name], names), adaptive=adaptive)
+    results = run_engine({"model": family.target, **SHAPES[shape], **engine}, JOBS)
+    assert differing(results, plain) == []
+    preempted = sum(result["counters"]["num_preemptions"] for result in results.values())
+    assert (preempted > 0) == (shape == "preempted")
+    assert sum(result["counters"]["prefix_cache_hits"] for result in results.values()) > 0
+    accepted = sum(result["levels"][-1]["accepted"] for result in results.values())
+    assert accepted > 0
+    unseeded = results["no seeds"]["outputs"]
+    assert len({tuple(output[0]["ids"]) for output in unseeded}) == 4
+
+
+STOCK = {
+    "ngram": {"prompt_lookup_max": 3},
+    "draft_model": {"model": "mid", "draft_sample_method": "probabilistic"},
+    "eagle3": {"model": "eagle3", "draft_sample_method": "probabilistic"},
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "shape"),
+    [("ngram", "in chunks"), ("draft_model", "whole")]
+    + [
+        pytest.param(method, shape, marks=pytest.mark.slow)
+        for method in STOCK
+        for shape in SHAPES
+        if (method, shape) not in (("ngram", "in chunks"), ("draft_model", "whole"))
+    ],
+)
+def test_under_stock_drafters_too(family, names, plain, method, shape):
+    keys = {"method": method, "num_speculative_tokens": 4, **filled(STOCK[method], names)}
+    speculative = {**keys, "rejection_sample_method": "hierarchical"}
+    engine = {"model": family.target, **SHAPES[shape], "speculative_config": speculative}
+    results = run_engine(engine, JOBS)
+    assert differing(results, plain) == []
+    assert sum(r["counters"]["spec_decode_num_accepted_tokens"] for r in results.values()) > 0
+
+
+def test_a_draw_of_another_position_is_seen(family, names, plain):
+    """Negative control: the noise of the next position, and noise that is met twice."""
+    engine = cascade(*filled(CASCADES["ngram"], names))
+    for fault in ("noise_of_the_next_position", "noise_met_twice"):
+        results = run_engine(
+            {"model": family.target, **engine}, JOBS, patch=f"support.biased_sampler:{fault}"
+        )
+        assert {"alone 4", "four", "several"} <= set(differing(results, plain))

@@ -80,17 +80,15 @@ CHOICE_SAMPLES = {
         {
             **structured(choice=CHOICES),
             "allowed_token_ids": [*LETTERS, EOS],
-            "seed": i,
             "temperature": 2.0,
         }
-        for i in range(NUM_SAMPLES)
+        for _ in range(NUM_SAMPLES)
     ],
 }
 END_SAMPLES = {
     "prompts": [SAMPLED_PROMPT] * NUM_SAMPLES,
     "params": [
-        {"max_tokens": 5, "seed": i, "allowed_token_ids": [*LETTERS[:2], EOS]}
-        for i in range(NUM_SAMPLES)
+        {"max_tokens": 5, "allowed_token_ids": [*LETTERS[:2], EOS]} for _ in range(NUM_SAMPLES)
     ],
 }
 

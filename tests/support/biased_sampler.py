@@ -71,3 +71,19 @@ def verify_batch(batch: ChainBatch, method: str, uniforms: np.ndarray, *, target
 def _draw(weights, uniform: float) -> int:
     sums = list(itertools.accumulate(weights))
     return min(bisect.bisect_right(sums, uniform * sums[-1]), len(sums) - 1)
+
+
+def noise_of_the_next_position() -> None:
+    """Draw each token of a seeded request with the noise of the token after it."""
+    from vllm_hsd.runner_v1.noise import RequestNoise
+
+    at = RequestNoise.at
+    RequestNoise.at = lambda self, offset: at(self, offset + 1)
+
+
+def noise_met_twice() -> None:
+    """Keep the noise of the token after the accepted draft for the next one."""
+    from vllm_hsd.runner_v1.noise import RequestNoise
+
+    emitted = RequestNoise.emitted
+    RequestNoise.emitted = lambda self, count: emitted(self, count - 1)

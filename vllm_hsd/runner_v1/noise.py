@@ -8,8 +8,9 @@ distribution.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
@@ -18,23 +19,23 @@ class RequestNoise:
     """A request's generator in the states before its next token, the one after it, and so on.
 
     Args:
-        generator: the request's, in the state before its next token; it is not moved.
+        generator: the request's, in the state before its next token.
         skip: moves a generator past the noise of one token.
     """
 
     def __init__(
         self, generator: torch.Generator, skip: Callable[[torch.Generator], object]
     ) -> None:
-        self.skip = skip
-        self.ahead = [generator]
+        self.generator, self.skip = generator, skip
+        self.ahead = [generator.clone_state()]
 
     def at(self, offset: int) -> torch.Generator:
         """A generator in the state before token `offset` after the committed text, to be used."""
         return self._reach(offset).clone_state()
 
     def emitted(self, count: int) -> None:
-        """`count` more tokens are committed: their noise is never used again."""
-        self._reach(count)
+        """`count` more tokens are committed: the request's generator moves past their noise."""
+        self.generator.set_state(self._reach(count).get_state())
         del self.ahead[:count]
 
     def _reach(self, offset: int) -> torch.Generator:
@@ -43,6 +44,11 @@ class RequestNoise:
             self.skip(after)
             self.ahead.append(after)
         return self.ahead[offset]
+
+
+def generators(noise: np.ndarray, offsets: Sequence[int]) -> list[torch.Generator | None]:
+    """[n] generators for token offsets[i] after the committed text; None without noise[i]."""
+    return [own and own.at(offset) for own, offset in zip(noise, offsets, strict=True)]
 
 
 def skip_of(sampler: TopKTopPSampler, vocab_size: int) -> Callable[[torch.Generator], object]:

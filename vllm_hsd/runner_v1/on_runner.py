@@ -112,7 +112,8 @@ def no_draft_probs(original, proposer: HostedCascade, metadata):
 @hooks.replaces(
     f"{_RUNNER}.__init__",
     ("self", "vllm_config", "device"),
-    why="adds the logits processors that vLLM leaves out under speculation and our samplers apply",
+    why="adds the logits processors that vLLM leaves out under speculation and our samplers apply; "
+    "gives the requests' generators to our sampler under stock drafters",
     until="vLLM's rejection samplers apply min_p and logit_bias",
     issue="vllm-project/vllm#42744",
 )
@@ -126,6 +127,10 @@ def init_runner(original, self, vllm_config, device):
     original(self, vllm_config, device)
     if ours:
         complete_logits_processors(self)
+    from vllm_hsd.runner_v1.stock_drafters import StockDraftSampler
+
+    if isinstance(getattr(self, "rejection_sampler", None), StockDraftSampler):
+        self.rejection_sampler.attach(self)
 
 
 def complete_logits_processors(runner) -> None:

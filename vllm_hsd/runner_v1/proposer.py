@@ -26,7 +26,7 @@ from vllm_hsd.runner_v1.hooks import install_on_runner
 from vllm_hsd.runner_v1.hosted_levels import build_levels
 from vllm_hsd.runner_v1.lazy_caches import LazyCaches
 from vllm_hsd.runner_v1.levels import ModelLevel, weights_read
-from vllm_hsd.runner_v1.noise import RequestNoise, skip_of
+from vllm_hsd.runner_v1.noise import RequestNoise, generators, skip_of
 from vllm_hsd.runner_v1.requests import RequestLimits, RequestTable
 from vllm_hsd.runner_v1.sampler import CascadeSampler
 from vllm_hsd.runner_v1.sampling import GREEDY_BELOW, RequestSampling
@@ -304,7 +304,7 @@ class CascadeProposer(DraftModelProposer):
 
     def _coupled(self, slots: np.ndarray) -> np.ndarray | None:
         """[slots] bool for `DraftBatch.coupled`: greedy requests need no probabilities either."""
-        coupled = self.requests.coupled(slots)
+        coupled = self.requests.noise[slots].astype(bool)
         if not coupled.any():
             return None
         found = np.zeros(len(self.requests.end), dtype=bool)
@@ -326,7 +326,7 @@ class CascadeProposer(DraftModelProposer):
         return sampling.coupled_tokens(
             sampling.masked(logits, rows),
             rows,
-            requests.generators(slots, positions - requests.committed[slots]),
+            generators(requests.noise[slots], (positions - requests.committed[slots]).tolist()),
             self.runner.sampler.topk_topp_sampler,
             sampling.scales[level],
         )

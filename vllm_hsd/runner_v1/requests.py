@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from vllm_hsd.core.drafts import DraftStore, ragged_arange
 from vllm_hsd.core.levels import PerRequest
@@ -170,17 +169,6 @@ class RequestTable:
         owners, offsets = ragged_arange(counts)
         self.draws[stream, slots] += counts
         return self.buffered[stream, slots[owners], (draws - first)[owners] + offsets]
-
-    def coupled(self, slots: np.ndarray) -> np.ndarray:
-        """[n] bool, requests whose tokens are drawn with noise by position."""
-        return self.noise[slots] != None  # noqa: E711
-
-    def generators(self, slots: np.ndarray, offsets: np.ndarray) -> list[torch.Generator | None]:
-        """[n] generators for token offsets[i] after the committed text; None where greedy."""
-        return [
-            noise and noise.at(offset)
-            for noise, offset in zip(self.noise[slots], offsets.tolist(), strict=True)
-        ]
 
     def _refill(self, slots: np.ndarray, stream: int) -> None:
         draws = self.draws[stream, slots]

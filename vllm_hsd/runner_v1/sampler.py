@@ -16,6 +16,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.drafts import DraftStore, ragged_starts
+from vllm_hsd.runner_v1.noise import generators
 from vllm_hsd.runner_v1.requests import RequestTable
 from vllm_hsd.runner_v1.sampling import GREEDY_BELOW, RequestSampling
 from vllm_hsd.verify.chain import argmax_rows, verify_batch, verify_greedy
@@ -35,8 +36,46 @@ class DraftingState(Protocol):
         """[count] slots in `requests` of the first `count` requests of the batch."""
 
 
+class TargetStep(NamedTuple):
+    """What the target computed for a batch.
+
+    Attributes:
+        counts: [batch] int64, draft lengths as scheduled.
+        scheduled: [batch, max(counts)] int64 draft tokens, padded with -1.
+        draft_probs: [sum(counts), V] proposal probabilities of a stock drafter, or None.
+        sampling: the batch's sampling parameters.
+        processed: [sum(counts + 1), V] float32 logits with penalties and masks applied.
+        owners: [sum(counts + 1)] int64, the request of each row.
+        slots: [batch] int64, see `DraftingState.requests`; None without a cascade and in vLLM's
+            warm-up.
+        noise: [batch] `RequestNoise` of coupled requests, None for the others.
+    """
+
+    counts: np.ndarray
+    scheduled: np.ndarray
+    draft_probs: torch.Tensor | None
+    sampling: RequestSampling
+    processed: torch.Tensor
+    owners: np.ndarray
+    slots: np.ndarray | None
+    noise: np.ndarray
+
+    def rows_of(self, requests: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
+        """`processed` and `owners` of some requests, [k] int64 in order."""
+        if len(requests) == len(self.counts):
+            return self.processed, self.owners
+        rows = np.flatnonzero(np.isin(self.owners, requests))
+        return self.processed[torch.from_numpy(rows).to(self.processed.device)], self.owners[rows]
+
+
 class VerifyingSampler(RejectionSampler):
-    """Base of our samplers: vLLM's class for log-probabilities and its place in the runner."""
+    """Base of our samplers: vLLM's class for log-probabilities and its place in the runner.
+
+    Attributes:
+        runner: vLLM's, which hosts the target; None outside an engine.
+    """
+
+    runner: Any = None
 
     def __init__(self, sampler: Sampler) -> None:
         torch.nn.Module.__init__(self)
@@ -44,6 +83,103 @@ class VerifyingSampler(RejectionSampler):
         mode = sampler.logprobs_mode
         self.is_processed_logprobs_mode = mode in PROCESSED_LOGPROBS_MODES
         self.is_logits_logprobs_mode = mode in ("raw_logits", "processed_logits")
+
+    def forward(
+        self,
+        metadata: SpecDecodeMetadata,
+        draft_probs: torch.Tensor | None,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> SamplerOutput:
+        """Sample every request's next tokens.
+
+        Args:
+            metadata: draft tokens of the batch as the scheduler passed them on, -1 for none.
+            draft_probs: [sum(n_i), V] proposal probabilities of a stock drafter, or None; a
+                cascade keeps them with its drafts.
+            logits: [sum(n_i + 1), V] the target's logits, request after request.
+            sampling_metadata: sampling parameters of the batch.
+
+        Returns:
+            sampled_token_ids [batch, max(n_i) + 1] int32, padded with -1.
+        """
+        counts = np.array(metadata.num_draft_tokens, dtype=np.int64)
+        scheduled = padded(metadata.draft_token_ids.cpu().numpy(), counts)
+        sampling = RequestSampling(sampling_metadata)
+        processed = sampling.target_logits(logits, counts, scheduled)
+        owners = np.repeat(np.arange(len(counts)), counts + 1)
+        slots, noise = None, np.full(len(counts), None)
+        # vLLM's warm-up has no requests.
+        if self.runner is not None and self.runner.input_batch.num_reqs == len(counts):
+            slots, noise = self._requests(len(counts))
+            # No generator moves for a sample that is thrown away, so vLLM must not rewind any:
+            # torch cannot do that on a CPU.
+            self.runner.input_batch.generators.clear()
+        step = TargetStep(counts, scheduled, draft_probs, sampling, processed, owners, slots, noise)
+        emitted = np.full((len(counts), scheduled.shape[1] + 1), -1, dtype=np.int32)
+        accepted = np.zeros(len(counts), dtype=np.int64)
+        chosen = self._chosen(step)
+        for some, verify in ((~chosen, self._verify_drawn), (chosen, self._verify_chosen)):
+            if some.any():
+                found, accepted[some] = verify(step, np.flatnonzero(some))
+                emitted[some, : found.shape[1]] = found
+        self._verified(step, accepted)
+        sampled = torch.from_numpy(emitted).to(logits.device)
+        return SamplerOutput(
+            sampled_token_ids=sampled,
+            logprobs_tensors=self._logprobs(logits, processed, sampled, sampling, owners),
+        )
+
+    def _requests(self, batch: int) -> tuple[np.ndarray | None, np.ndarray]:
+        """`TargetStep.slots` and `TargetStep.noise` of the runner's batch."""
+        raise NotImplementedError
+
+    def _verify_drawn(
+        self, step: TargetStep, requests: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Verify drafts by proposal probabilities, or greedily where all requests are greedy.
+
+        Returns:
+            (token ids [k, <= width] padded with -1, accepted [k]) of requests [k].
+        """
+        raise NotImplementedError
+
+    def _verified(self, step: TargetStep, accepted: np.ndarray) -> None:
+        """Take in how many tokens of each draft, [batch] int64, were accepted."""
+
+    def _chosen(self, step: TargetStep) -> np.ndarray:
+        """[batch] bool, requests whose tokens follow from the logits and the position alone."""
+        coupled = step.noise.astype(bool)
+        if step.sampling.greedy or not coupled.any():
+            return np.zeros(len(coupled), dtype=bool)
+        return coupled | (self.runner.input_batch.temperature_cpu[: len(coupled)] < GREEDY_BELOW)
+
+    def _verify_chosen(
+        self, step: TargetStep, requests: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Accept while the draft is what vLLM draws from the target's row without speculation."""
+        # A prompt chunk's sample is thrown away: it takes no noise.
+        kept = ~self.runner.discard_request_mask.np[requests]
+        now, noise = requests[kept], step.noise[requests[kept]]
+        first = ragged_starts(step.counts + 1)[now]
+
+        def choose(some: np.ndarray, t: int) -> np.ndarray:
+            rows = torch.from_numpy(first[some] + t).to(step.processed.device)
+            return step.sampling.coupled_tokens(
+                step.processed.index_select(0, rows),
+                now[some],
+                generators(noise[some], [t] * len(some)),
+                self.sampler.topk_topp_sampler,
+            )
+
+        token_ids = np.full((len(requests), step.scheduled.shape[1] + 1), -1, dtype=np.int64)
+        accepted = np.zeros(len(requests), dtype=np.int64)
+        found = verify_coupled(step.scheduled[now], step.counts[now], choose)
+        token_ids[kept], accepted[kept] = found
+        for own, count in zip(noise, found[1].tolist(), strict=True):
+            if own is not None:
+                own.emitted(count + 1)
+        return token_ids, accepted
 
     def _logprobs(
         self,
@@ -85,125 +221,29 @@ class VerifyingSampler(RejectionSampler):
         return found
 
 
-class TargetStep(NamedTuple):
-    """What the target computed for a batch.
-
-    Attributes:
-        counts: [batch] int64, draft lengths as scheduled.
-        scheduled: [batch, max(counts)] int64 draft tokens, padded with -1.
-        sampling: the batch's sampling parameters.
-        processed: [sum(counts + 1), V] float32 logits with penalties and masks applied.
-        owners: [sum(counts + 1)] int64, the request of each row.
-        slots: [batch] int64, see `DraftingState.requests`; None in vLLM's warm-up.
-    """
-
-    counts: np.ndarray
-    scheduled: np.ndarray
-    sampling: RequestSampling
-    processed: torch.Tensor
-    owners: np.ndarray
-    slots: np.ndarray | None
-
-
 class CascadeSampler(VerifyingSampler):
     """Verifies the cascade's drafts by the target's probabilities."""
 
     def __init__(self, state: DraftingState) -> None:
         super().__init__(state.runner.sampler)
-        self.state = state
+        self.state, self.runner = state, state.runner
         self.verifier = state.cascade_config.drawn_verifier
 
-    def forward(
-        self,
-        metadata: SpecDecodeMetadata,
-        draft_probs: torch.Tensor | None,
-        logits: torch.Tensor,
-        sampling_metadata: SamplingMetadata,
-    ) -> SamplerOutput:
-        """Sample every request's next tokens.
+    def _requests(self, batch: int) -> tuple[np.ndarray | None, np.ndarray]:
+        slots = self.state.request_slots(batch)
+        return slots, self.state.requests.noise[slots]
 
-        Args:
-            metadata: draft tokens of the batch as the scheduler passed them on.
-            draft_probs: unused, proposal probabilities are kept with the drafts.
-            logits: [sum(n_i + 1), V] the target's logits, request after request.
-            sampling_metadata: sampling parameters of the batch.
-
-        Returns:
-            sampled_token_ids [batch, max(n_i) + 1] int32, padded with -1.
-        """
-        counts = np.array(metadata.num_draft_tokens, dtype=np.int64)
-        scheduled = padded(metadata.draft_token_ids.cpu().numpy(), counts)
-        sampling = RequestSampling(sampling_metadata)
-        processed = sampling.target_logits(logits, counts, scheduled)
-        owners = np.repeat(np.arange(len(counts)), counts + 1)
-        slots = self._slots(len(counts))
-        step = TargetStep(counts, scheduled, sampling, processed, owners, slots)
-        emitted = np.full((len(counts), int(counts.max(initial=0)) + 1), -1, dtype=np.int32)
-        accepted = np.zeros(len(counts), dtype=np.int64)
-        chosen = self._chosen(step)
-        for some, verify in ((~chosen, self._verify_drawn), (chosen, self._verify_chosen)):
-            if some.any():
-                emitted[some], accepted[some] = verify(step, np.flatnonzero(some))
-        if slots is not None:
+    def _verified(self, step: TargetStep, accepted: np.ndarray) -> None:
+        if step.slots is not None:
             # The scheduler may have kept a draft that gave up its place here.
-            known = np.minimum(accepted, self.state.cascade.drafts[-1].counts[slots])
-            self.state.cascade.record_acceptance(slots, known, self.state.requests.thresholds)
-        sampled = torch.from_numpy(emitted).to(logits.device)
-        return SamplerOutput(
-            sampled_token_ids=sampled,
-            logprobs_tensors=self._logprobs(logits, processed, sampled, sampling, owners),
-        )
-
-    def _chosen(self, step: TargetStep) -> np.ndarray:
-        """[batch] bool, requests whose tokens follow from the logits and the position alone."""
-        if step.slots is None or step.sampling.greedy:
-            return np.zeros(len(step.counts), dtype=bool)
-        coupled = self.state.requests.coupled(step.slots)
-        if not coupled.any():
-            return coupled
-        temperature = self.state.runner.input_batch.temperature_cpu[: len(coupled)]
-        return coupled | (temperature < GREEDY_BELOW)
-
-    def _verify_chosen(
-        self, step: TargetStep, requests: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Accept while the draft is what vLLM draws from the target's row without speculation."""
-        kept = self.state.requests
-        assert step.slots is not None
-        # A prompt chunk's sample is thrown away: it takes no noise.
-        discarded = self.state.runner.discard_request_mask.np[requests]
-        now, slots = requests[~discarded], step.slots[requests[~discarded]]
-        first = ragged_starts(step.counts + 1)[now]
-
-        def choose(some: np.ndarray, t: int) -> np.ndarray:
-            rows = torch.from_numpy(first[some] + t).to(step.processed.device)
-            noise = kept.generators(slots[some], np.full(len(some), t))
-            return step.sampling.coupled_tokens(
-                step.processed.index_select(0, rows),
-                now[some],
-                noise,
-                self.sampler.topk_topp_sampler,
-            )
-
-        width = step.scheduled.shape[1]
-        emitted = np.full((len(requests), width + 1), -1, dtype=np.int64)
-        accepted = np.zeros(len(requests), dtype=np.int64)
-        found = verify_coupled(step.scheduled[now], step.counts[now], choose)
-        emitted[~discarded], accepted[~discarded] = found
-        for slot, count in zip(slots, found[1].tolist(), strict=True):
-            if kept.noise[slot] is not None:
-                kept.noise[slot].emitted(count + 1)
-        return emitted, accepted
+            known = np.minimum(accepted, self.state.cascade.drafts[-1].counts[step.slots])
+            self.state.cascade.record_acceptance(step.slots, known, self.state.requests.thresholds)
 
     def _verify_drawn(
         self, step: TargetStep, requests: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Verify drafts by their proposal probabilities, or greedily where all requests are."""
         counts, scheduled, sampling = step.counts[requests], step.scheduled[requests], step.sampling
-        probs, owners, target_ok = step.processed, step.owners, None
-        if len(requests) < len(step.counts):
-            own = np.flatnonzero(np.isin(owners, requests))
-            probs, owners = probs[torch.from_numpy(own).to(probs.device)], owners[own]
+        (probs, owners), target_ok = step.rows_of(requests), None
         if not sampling.greedy:
             probs, target_ok = sampling.target_probabilities(probs, owners)
         slots = None if step.slots is None else step.slots[requests]
@@ -219,23 +259,12 @@ class CascadeSampler(VerifyingSampler):
         else:
             uniforms = self._uniforms(slots, batch.lengths + 1, requests)
             token_ids, accepted = verify_batch(batch, self.verifier, uniforms, target_ok=target_ok)
-        width = step.scheduled.shape[1] + 1
-        emitted = np.full((len(requests), width), -1, dtype=np.int64)
-        emitted[:, : token_ids.shape[1]] = token_ids[:, :width]
+        emitted = token_ids[:, : step.scheduled.shape[1] + 1]
+        width = emitted.shape[1]
         # No target probabilities exist for the token after an accepted draft token that was cut.
         end = np.where(batch.lengths > scored, batch.lengths, width)
         emitted[np.arange(width) >= end[:, None]] = -1
         return emitted, accepted
-
-    def _slots(self, batch: int) -> np.ndarray | None:
-        """Slots of the batch's requests; None in vLLM's warm-up, whose batch has no requests."""
-        input_batch = self.state.runner.input_batch
-        if input_batch.num_reqs != batch:
-            return None
-        # No generator moves for a sample that is thrown away, so vLLM must not rewind any: torch
-        # cannot do that on a CPU.
-        input_batch.generators.clear()
-        return self.state.request_slots(batch)
 
     def _uniforms(
         self, slots: np.ndarray | None, counts: np.ndarray, requests: np.ndarray
@@ -245,7 +274,7 @@ class CascadeSampler(VerifyingSampler):
         kept, target = self.state.requests, len(self.state.cascade.levels)
         uniforms = kept.uniforms(slots, counts, stream=target)
         # A prompt chunk's sample is thrown away: it must not move its request's counter.
-        discarded = self.state.runner.discard_request_mask.np[requests]
+        discarded = self.runner.discard_request_mask.np[requests]
         kept.draws[target, slots] -= np.where(discarded, counts, 0)
         return uniforms
 

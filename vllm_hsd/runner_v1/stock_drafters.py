@@ -2,66 +2,60 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
-from vllm.v1.outputs import SamplerOutput
-from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_hsd.runner_v1.sampler import VerifyingSampler, padded
-from vllm_hsd.runner_v1.sampling import RequestSampling
+from vllm_hsd.runner_v1.noise import RequestNoise, skip_of
+from vllm_hsd.runner_v1.sampler import TargetStep, VerifyingSampler
 from vllm_hsd.verify import verify_chain
 
 
 class StockDraftSampler(VerifyingSampler):
-    """Verifies the drafts of a stock drafter at sequence level.
+    """Verifies the drafts of a stock drafter at sequence level, or coupled where a request is.
 
     Where the drafter keeps its probabilities (`draft_sample_method: "probabilistic"`) they are the
-    proposal probabilities; otherwise a draft token is a point mass. A seeded request draws from
-    vLLM's generator of it, in one call, which is what the runner rewinds where a prompt chunk's
-    sample is thrown away.
+    proposal probabilities; otherwise a draft token is a point mass.
     """
 
     def __init__(self, sampler, spec_config=None, device=None) -> None:
         super().__init__(sampler)
 
-    def forward(
-        self,
-        metadata: SpecDecodeMetadata,
-        draft_probs: torch.Tensor | None,
-        logits: torch.Tensor,
-        sampling_metadata: SamplingMetadata,
-    ) -> SamplerOutput:
-        """Sample every request's next tokens.
+    def attach(self, runner: Any) -> None:
+        """Take the requests' generators from vLLM's finished runner."""
+        self.runner = runner
+        vocab_size = runner.model_config.get_vocab_size()
+        self.skip = skip_of(self.sampler.topk_topp_sampler, vocab_size)
 
-        Args:
-            metadata: draft tokens of the batch, -1 for positions that hold none.
-            draft_probs: [sum(n_i), V] proposal probabilities, or None.
-            logits: [sum(n_i + 1), V] the target's logits, request after request.
-            sampling_metadata: sampling parameters of the batch.
+    def _requests(self, batch: int) -> tuple[None, np.ndarray]:
+        noise = np.full(batch, None)
+        for i, request_id in enumerate(self.runner.input_batch.req_ids[:batch]):
+            generator = self.runner.requests[request_id].generator
+            if generator is not None:
+                noise[i] = RequestNoise(generator, self.skip)
+        return None, noise
 
-        Returns:
-            sampled_token_ids [batch, max(n_i) + 1] int32, padded with -1.
-        """
-        counts = np.array(metadata.num_draft_tokens, dtype=np.int64)
-        token_ids = metadata.draft_token_ids
-        sampling = RequestSampling(sampling_metadata)
-        drafts = padded(token_ids.cpu().numpy(), counts)
-        processed = sampling.target_logits(logits, counts, drafts)
-        owners = np.repeat(np.arange(len(counts)), counts + 1)
-        probs = processed
-        if not sampling.greedy:
-            probs, _ = sampling.target_probabilities(processed, owners)
+    def _verify_drawn(
+        self, step: TargetStep, requests: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        greedy, counts = step.sampling.greedy, step.counts[requests]
+        (probs, owners), draft_probs = step.rows_of(requests), step.draft_probs
+        if not greedy:
+            probs, _ = step.sampling.target_probabilities(probs, owners)
+        if greedy or draft_probs is None:
+            draft_probs = None
+        else:
+            drafted = np.repeat(np.arange(len(step.counts)), step.counts)
+            own = torch.from_numpy(np.isin(drafted, requests)).to(draft_probs.device)
+            draft_probs = draft_probs[own].float()
+        drafts = step.scheduled[requests]
+        valid = np.arange(drafts.shape[1]) < counts[:, None]
         result = verify_chain(
             probs,
-            None if sampling.greedy or draft_probs is None else draft_probs.float(),
-            token_ids,
+            draft_probs,
+            torch.from_numpy(drafts[valid]).to(probs.device),
             counts.tolist(),
-            method="greedy" if sampling.greedy else "block",
-            generators=sampling_metadata.generators,
+            method="greedy" if greedy else "block",
         )
-        sampled = result.token_ids.to(torch.int32)
-        return SamplerOutput(
-            sampled_token_ids=sampled,
-            logprobs_tensors=self._logprobs(logits, processed, sampled, sampling, owners),
-        )
+        return result.token_ids.cpu().numpy(), result.num_accepted.cpu().numpy()

@@ -1,0 +1,120 @@
+"""Verification by the target's own draws: exact, over all outcomes of the noise.
+
+The noise of a position is a number that whoever draws a token there meets; a token is drawn from it
+by inverse CDF. What holds for one map from noise to tokens holds for vLLM's: the rule never looks
+into it.
+"""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from oracle.exact import Choices, Table, Tokens, distance, distribution_of
+
+from vllm_hsd.verify.coupled import verify_coupled
+
+LENGTH = 3
+TARGET = {vocabulary: Table(vocabulary, 1) for vocabulary in (2, 3)}
+
+
+class Generation:
+    """Steps of a draft and its verification, until LENGTH tokens are there.
+
+    Args:
+        vocabulary: of the target and its drafters.
+        levels: drafters; each one but the first verifies the draft of the one before it.
+        lookup: the first one drafts its likeliest tokens, else with the noise of the positions.
+        shift: positions from a token of the target to the noise that it is drawn with.
+        met_twice: every step after the first begins with noise that the one before it has used.
+    """
+
+    def __init__(self, vocabulary, levels, lookup=False, shift=0, met_twice=False) -> None:
+        self.target, self.lookup, self.shift = TARGET[vocabulary], lookup, shift
+        self.drafters = [Table(vocabulary, 100 + k) for k in range(levels)]
+        self.met_twice = met_twice
+
+    def __call__(self, choices: Choices) -> tuple[Tokens, Tokens]:
+        """The text, and the target's alone with the same noise."""
+        self.choices, self.late = choices, 0
+        text, alone = (), ()
+        while len(text) < LENGTH:
+            draft = ()
+            for k, model in enumerate(self.drafters):
+                draft = self.verified(model, text, draft) if k else self.drafted(model, text)
+            text += self.verified(self.target, text, draft, self.shift)
+            self.late += self.met_twice
+        self.late = 0
+        for _ in range(LENGTH):
+            alone += (self.draw(self.target, alone),)
+        return text[:LENGTH], alone
+
+    def draw(self, model: Table, text: Tokens, shift: int = 0) -> int:
+        return self.choices.sample(model(text), len(text) + shift - self.late)
+
+    def drafted(self, model: Table, text: Tokens) -> Tokens:
+        draft = ()
+        for _ in range(2):
+            row = model(text + draft)
+            token = row.index(max(row)) if self.lookup else self.draw(model, text + draft)
+            draft += (token,)
+        return draft
+
+    def verified(self, model: Table, text: Tokens, draft: Tokens, shift: int = 0) -> Tokens:
+        drafts = np.array(draft, dtype=np.int64)[None]
+
+        def choose(requests: np.ndarray, t: int) -> np.ndarray:
+            return np.array([self.draw(model, text + draft[:t], shift)])
+
+        token_ids, accepted = verify_coupled(drafts, np.array([len(draft)]), choose)
+        assert tuple(token_ids[0, : accepted[0]]) == draft[: accepted[0]]
+        return tuple(token_ids[0, : accepted[0] + 1].tolist())
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+@pytest.mark.parametrize(("vocabulary", "levels"), [(2, 0), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2)])
+def test_text_is_the_targets_own_for_every_outcome_of_the_noise(vocabulary, levels, lookup):
+    found = distribution_of(Generation(vocabulary, levels, lookup))
+    assert all(text == alone for text, alone in found)
+    texts = {text: weight for (text, _), weight in found.items()}
+    assert distance(texts, TARGET[vocabulary].joint(LENGTH)) == 0
+
+
+def test_noise_of_the_neighboring_position_is_caught():
+    found = distribution_of(Generation(2, 1, shift=1))
+    assert sum(weight for (text, alone), weight in found.items() if text != alone) > Fraction(1, 10)
+
+
+@pytest.mark.parametrize("levels", [0, 1, 2])
+def test_noise_that_is_met_twice_is_caught(levels):
+    texts = distribution_of(lambda choices: Generation(2, levels, met_twice=True)(choices)[0])
+    assert distance(texts, TARGET[2].joint(LENGTH)) > Fraction(1, 1000)
+
+
+def test_a_point_mass_is_accepted_with_its_probability():
+    """No rule accepts more."""
+    for token, p in enumerate(TARGET[3](())):
+
+        def accepted(choices: Choices, token: int = token) -> int:
+            def choose(requests: np.ndarray, t: int) -> np.ndarray:
+                return np.array([choices.sample(TARGET[3]((token,) * t))])
+
+            return int(verify_coupled(np.array([[token]]), np.array([1]), choose)[1][0])
+
+        assert distribution_of(accepted).get(1, 0) == p
+
+
+def test_every_draw_is_of_a_token_that_is_emitted():
+    """Requests that go on are drawn for together, and -1 ends a draft."""
+    drafts = np.array([[1, 2, 3], [1, 9, 3], [1, 2, -1], [5, 2, 3]])
+    drawn = np.array([[1, 2, 3, 4], [1, 2, 0, 0], [1, 2, 8, 0], [7, 0, 0, 0]])
+    asked = []
+
+    def choose(requests: np.ndarray, t: int) -> np.ndarray:
+        asked.extend((int(request), t) for request in requests)
+        return drawn[requests, t]
+
+    token_ids, accepted = verify_coupled(drafts, np.array([3, 3, 3, 0]), choose)
+    assert accepted.tolist() == [3, 1, 2, 0]
+    emitted = token_ids >= 0
+    assert (emitted.sum(1) == accepted + 1).all() and (token_ids == drawn)[emitted].all()
+    assert sorted(asked) == [(int(i), int(t)) for i, t in np.argwhere(emitted)]
