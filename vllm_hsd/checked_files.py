@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
 from vllm_hsd.errors import UserError, brief, quoted
+
+T = TypeVar("T")
 
 MAX_JSON_BYTES = 64 << 20
 
@@ -85,6 +88,74 @@ def check_safetensors(path: str | Path) -> None:
             f"{quoted(str(path))} is not a complete safetensors file ({brief(error, 80)}): copy "
             "it again."
         ) from error
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a .safetensors file declares.
+
+    Attributes:
+        facts: its metadata.
+        types: of every tensor, "F32".
+        shapes: of every tensor.
+    """
+
+    facts: dict[str, str]
+    types: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+
+    def number(self, fact: str, low: int, high: int) -> int:
+        """A whole number of the metadata.
+
+        Raises:
+            ValueError: it is not there, or not within [low, high].
+        """
+        digits = self.facts.get(fact, "")
+        if not (digits.isascii() and digits.isdigit() and len(digits) < 10):
+            raise ValueError(f"its {fact} is not a number")
+        if not low <= int(digits) <= high:
+            raise ValueError(f"its {fact} is not between {low} and {high}")
+        return int(digits)
+
+
+def read_tensors(
+    path: str | Path,
+    names: Collection[str],
+    check: Callable[[TensorHeader], T],
+    blame: Callable[[str], str],
+    framework: Literal["np", "pt"] = "np",
+    with_values: bool = True,
+) -> tuple[T, dict[str, Any]]:
+    """Read the tensors of a .safetensors file, whose header is checked before memory is taken.
+
+    Args:
+        path: the file, which is there.
+        names: the tensors that it must hold, and no others.
+        check: raises ValueError for a header that is not as it must be; returns what it says.
+        blame: from a reason to the sentence that tells the user.
+        framework: "np" for numpy arrays, "pt" for torch tensors.
+        with_values: False for the header alone.
+
+    Returns:
+        what `check` returned, and the tensors by name.
+
+    Raises:
+        UserError: `blame` of whatever is wrong with the file.
+    """
+    try:
+        with safe_open(path, framework=framework) as stored:
+            if set(stored.keys()) != set(names):
+                raise ValueError("it holds other tensors")
+            slices = {name: stored.get_slice(name) for name in names}
+            header = TensorHeader(
+                stored.metadata() or {},
+                {name: each.get_dtype() for name, each in slices.items()},
+                {name: tuple(each.get_shape()) for name, each in slices.items()},
+            )
+            found = check(header)
+            return found, {name: stored.get_tensor(name) for name in names if with_values}
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise UserError(blame(brief(error))) from error
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Train the tiny models: one tokenizer, a target, two drafters distilled from it, a bigram table.
+"""Train the tiny models: one tokenizer, a target, two drafters distilled from it, a store of texts.
 
     python -m benchmarks.models.train                # the committed models; about 40 minutes
     python -m benchmarks.models.train --scale 0.1 --output /tmp/models
@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.common import write_csv
-from vllm_hsd.core.bigram import count_bigrams, write_bigram
+from vllm_hsd.core.text_store import collect_texts, write_store
 from vllm_hsd.host import flags
 
 HERE = Path(__file__).parent
@@ -40,6 +40,7 @@ SEQUENCE = 256  # bytes; every fourth batch has sequences four times as long
 MAX_POSITIONS = 1024
 BATCH_TOKENS = 2048
 SEED = 20
+LIBRARY_STEP, LIBRARY_BYTES = 4, 1500
 SHAPES = {
     "target": dict(hidden_size=256, intermediate_size=704, num_hidden_layers=6,
                    num_attention_heads=4, num_key_value_heads=2, head_dim=64),
@@ -92,6 +93,15 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor
     """All texts as one stream of token ids, int64 [n], each text ended by EOS."""
     encoded = tokenizer.backend_tokenizer.encode_batch(texts)
     return torch.tensor([i for e in encoded for i in (*e.ids, tokenizer.eos_token_id)])
+
+
+def write_library(tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
+    """Store bytes from the middle of every n-th training file, for lookups and n-gram models."""
+    files = library_files()[0][::LIBRARY_STEP]
+    whole = [path.read_text(errors="ignore") for path in files]
+    texts = [text[len(text) // 2 :][:LIBRARY_BYTES] for text in whole]
+    documents = [encode(tokenizer, [text]).numpy() for text in texts]
+    write_store(collect_texts(documents, VOCAB_SIZE), str(output / "library.safetensors"))
 
 
 def new_model(name: str, eos: int) -> LlamaForCausalLM:
@@ -290,8 +300,7 @@ def main() -> None:
     for name, model in students.items():
         save(model, tokenizer, options.output / name)
     log.write(options.output / "loss.csv")
-    table = count_bigrams([stream.numpy()], VOCAB_SIZE)
-    write_bigram(table, str(options.output / "bigram.npz"))
+    write_library(tokenizer, options.output)
 
 
 if __name__ == "__main__":

@@ -241,7 +241,7 @@ def main() -> None:
         "--zero-padded", type=Path, default=None, help="directory of the zero-padded target"
     )
     parser.add_argument("--exits", nargs="*", type=int, default=[2])
-    parser.add_argument("--bigram", action="store_true", help="with the bigram table")
+    parser.add_argument("--pairs", action="store_true", help="with the n-gram model of order 1")
     parser.add_argument("--ngram", action="store_true", help="with a prompt lookup")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max-draft-tokens", type=int, default=12)
@@ -263,7 +263,7 @@ def main() -> None:
     found = candidates(
         models=[str(MODELS / name) for name in ("small", "mid")],
         exits=arguments.exits,
-        bigrams=[str(MODELS / "bigram.npz")] if arguments.bigram else [],
+        ngram_models=[(str(MODELS / "library.safetensors"), 1)] if arguments.pairs else [],
         ngram=4 if arguments.ngram else None,
     )
     models = ModelSet(str(MODELS / "target"), found)

@@ -25,7 +25,7 @@ from vllm_hsd.cli.bench_jobs import Comparison
 from vllm_hsd.cli.options import integers
 
 # Results name these paths: relative ones say nothing about the machine.
-BIGRAM = {"bigram": os.path.relpath(MODELS / "bigram.npz")}
+PAIRS = {"ngram_model": os.path.relpath(MODELS / "library.safetensors"), "order": 1}
 SMALL = {"model": os.path.relpath(MODELS / "small")}
 MID = {"model": os.path.relpath(MODELS / "mid")}
 
@@ -38,8 +38,8 @@ def cascade(*levels: dict) -> dict:
 CONFIGS = [
     cascade({"ngram": {"max": 4}, "num_tokens": 4}),
     cascade({**MID, "num_tokens": 5}),
-    cascade({**BIGRAM, "num_tokens": 3}, {**MID, "num_tokens": 12}),
-    cascade({**BIGRAM, "num_tokens": 2}, {**SMALL, "num_tokens": 4}, {**MID, "num_tokens": 8}),
+    cascade({**PAIRS, "num_tokens": 3}, {**MID, "num_tokens": 12}),
+    cascade({**PAIRS, "num_tokens": 2}, {**SMALL, "num_tokens": 4}, {**MID, "num_tokens": 8}),
 ]
 
 

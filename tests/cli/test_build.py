@@ -1,4 +1,4 @@
-"""The commands that write bigram tables and exit heads."""
+"""The commands that write stores of texts and exit heads."""
 
 import gzip
 import json
@@ -6,13 +6,11 @@ import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from vllm_hsd.cli.main import main
-from vllm_hsd.core.bigram import read_bigram
 from vllm_hsd.core.exit_head import read_exit_head
-from vllm_hsd.core.suffix_store import read_store
+from vllm_hsd.core.text_store import read_store
 
 FAMILY = Path(__file__).parents[2] / "benchmarks" / "models"
 TARGET = str(FAMILY / "target")
@@ -30,23 +28,12 @@ def corpus(tmp_path) -> str:
     return str(path)
 
 
-def test_bigram(tmp_path, corpus, capsys):
-    output = str(tmp_path / "table.bigram")
-    assert run("bigram", "--target", TARGET, corpus, corpus, "-o", output) == 0
-    table = read_bigram(output)
-    assert table.vocab_size == CONFIG["vocab_size"]
-    assert "pairs of tokens" in capsys.readouterr().out
-    # Every file is ended by the token that ends a document.
-    assert table.unigram[0] > table.unigram.min()
-    np.testing.assert_allclose(table.rows(np.arange(50)).sum(1), 1)
-
-
-def test_bigram_with_a_tokenizer_alone(tmp_path, corpus):
+def test_store_with_a_tokenizer_alone(tmp_path, corpus):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(TARGET) / name, tmp_path)
-    output = str(tmp_path / "table.bigram")
-    assert run("bigram", "--target", str(tmp_path), corpus, "-o", output) == 0
-    assert read_bigram(output).vocab_size == CONFIG["vocab_size"]
+    output = str(tmp_path / "store")
+    assert run("store", "--target", str(tmp_path), corpus, "-o", output) == 0
+    assert read_store(output).vocab_size == CONFIG["vocab_size"]
 
 
 def lines(path: Path, *records: object) -> str:
@@ -54,7 +41,7 @@ def lines(path: Path, *records: object) -> str:
     return str(path)
 
 
-def test_suffix_from_texts_and_records(tmp_path, corpus, capsys):
+def test_store_from_texts_and_records(tmp_path, corpus, capsys):
     records = lines(
         tmp_path / "served.jsonl",
         {"answer_token_ids": [3, 1, 4]},
@@ -67,7 +54,7 @@ def test_suffix_from_texts_and_records(tmp_path, corpus, capsys):
         file.write(json.dumps({"token_ids": [7, 7, 7]}) + "\n\n")
     output = str(tmp_path / "store.safetensors")
     arguments = [records, str(tmp_path / "more.jsonl.gz"), corpus]
-    assert run("suffix", "--target", TARGET, *arguments, "-o", output) == 0
+    assert run("store", "--target", TARGET, *arguments, "-o", output) == 0
     assert "8 texts, over a vocabulary of" in capsys.readouterr().out
     store = read_store(output)
     assert store.vocab_size == CONFIG["vocab_size"]
@@ -95,9 +82,9 @@ def test_suffix_from_texts_and_records(tmp_path, corpus, capsys):
 def test_records_that_cannot_be_used(tmp_path, capsys, record, message):
     path = tmp_path / "served.jsonl"
     path.write_text(record)
-    assert run("suffix", "--target", TARGET, str(path), "-o", str(tmp_path / "store")) == 2
+    assert run("store", "--target", TARGET, str(path), "-o", str(tmp_path / "store")) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert message in error and error.startswith("vllm-hsd build suffix: ")
+    assert message in error and error.startswith("vllm-hsd build store: ")
     assert not (tmp_path / "store").exists()
 
 
@@ -114,14 +101,13 @@ def test_exit_heads(tmp_path, corpus, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bigram", "--target", "CORPUS", "CORPUS"], "--target: '.*' has no tokenizer"),
-        (["bigram", "--target", TARGET, "no-such-file"], "TEXT 'no-such-file' cannot be read"),
-        (["bigram", "--target", TARGET, "BINARY"], "TEXT '.*' is not text in UTF-8"),
-        (["bigram", "--target", TARGET, "EMPTY"], "no pair of tokens"),
-        (["suffix", "--target", TARGET], "no texts: give files, or let the target write chats"),
-        (["suffix", "--target", TARGET, "--chats=-1", "CORPUS"], "--chats is -1: it must be 0 to"),
-        (["suffix", "--target", TARGET, "--chats", "2"], "--chats: the target has no chat templ"),
-        (["bigram", "--target", TARGET, "CORPUS", "-o", "no/such"], "--output: no directory 'no'"),
+        (["store", "--target", "CORPUS", "CORPUS"], "--target: '.*' has no tokenizer"),
+        (["store", "--target", TARGET, "no-such-file"], "TEXT 'no-such-file' cannot be read"),
+        (["store", "--target", TARGET, "BINARY"], "TEXT '.*' is not text in UTF-8"),
+        (["store", "--target", TARGET], "no texts: give files, or let the target write chats"),
+        (["store", "--target", TARGET, "--chats=-1", "CORPUS"], "--chats is -1: it must be 0 to"),
+        (["store", "--target", TARGET, "--chats", "2"], "--chats: the target has no chat templ"),
+        (["store", "--target", TARGET, "CORPUS", "-o", "no/such"], "--output: no directory 'no'"),
         (
             ["exit-heads", "--target", TARGET, "--layers", "99", "CORPUS"],
             "layers: 99 is not between 1 and",

@@ -11,7 +11,7 @@ import pytest
 from support.eagle3_head import write_eagle3_head
 
 from vllm_hsd.cli import main as cli
-from vllm_hsd.core.bigram import count_bigrams, write_bigram
+from vllm_hsd.core.text_store import collect_texts, write_store
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def models(family, small_vocabulary, tmp_path_factory) -> dict[str, str]:
 
     (directory / "eagle3").mkdir()
     table = str(directory / "table.npz")
-    write_bigram(count_bigrams([np.arange(5)], vocab_size=5), table)
+    write_store(collect_texts([np.arange(5)], vocab_size=5), table)
     experts = {"model_type": "mixtral", "num_local_experts": 4}
     gemma = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}
     mamba = {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}

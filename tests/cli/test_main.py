@@ -243,17 +243,17 @@ def test_every_option_has_a_line_of_help_and_shows_its_default():
 
 @pytest.mark.parametrize("error", [None, UserError("--x is 0: raise it."), KeyboardInterrupt()])
 def test_exit_status(monkeypatch, capsys, error):
-    def build_bigram(*arguments):
+    def build_store(*arguments):
         if error:
             raise error
         return "done"
 
-    monkeypatch.setattr("vllm_hsd.cli.build.build_bigram", build_bigram)
-    status = cli.main(["build", "bigram", "--target", "T", "--output", "O", "text"])
+    monkeypatch.setattr("vllm_hsd.cli.build.build_store", build_store)
+    status = cli.main(["build", "store", "--target", "T", "--output", "O", "text"])
     said = capsys.readouterr()
     if error is None:
         assert status == 0 and said.out == "done\n"
     elif isinstance(error, UserError):
-        assert status == 2 and said.err == "vllm-hsd build bigram: --x is 0: raise it.\n"
+        assert status == 2 and said.err == "vllm-hsd build store: --x is 0: raise it.\n"
     else:
-        assert status == 130 and said.err == "vllm-hsd build bigram: interrupted\n"
+        assert status == 130 and said.err == "vllm-hsd build store: interrupted\n"

@@ -214,6 +214,46 @@ FAULTS = {
         hsd({**MODEL, "num_tokens": 2}, TOP, horizontal_tokens=6),
         r"horizontal_tokens \(6\)",
     ),
+    "num_speculative_tokens a switch": (
+        hsd(TOP, num_speculative_tokens=True),
+        "num_speculative_tokens: .*True",
+    ),
+    "num_speculative_tokens too large": (
+        hsd(TOP, num_speculative_tokens=129),
+        "num_speculative_tokens: .*128",
+    ),
+    "17 levels": (hsd(*[{**MODEL, "num_tokens": 2}] * 16, TOP), "levels: .*at most 16"),
+    "9 sources": (hsd({"first_of": [{"ngram": {}}] * 9}), r"first_of: .*at most 8"),
+    "too many shared tokens": (
+        hsd({"suffix": {"shared_tokens": 1 << 25}}),
+        r"levels\[0\]\.suffix\.shared_tokens: ",
+    ),
+    "a share above 1": (
+        hsd({"suffix": {"min_acceptance": 1.5}}),
+        r"levels\[0\]\.suffix\.min_acceptance: ",
+    ),
+    "a share of sources above 1": (
+        hsd({"first_of": [{"ngram": {}}], "min_acceptance": 2}),
+        r"levels\[0\]\.min_acceptance: ",
+    ),
+    "order too large": (hsd({"ngram_model": "s", "order": 7}), r"levels\[0\]\.order: .*: 7"),
+    "temperature_scale of bigram": (
+        hsd({"bigram": "s", "temperature_scale": 2}),
+        r"levels\[0\] of kind 'bigram' has no key 'temperature_scale'",
+    ),
+    "bigram above a model": (
+        hsd({**MODEL, "num_tokens": 2}, {"bigram": "s"}),
+        r"levels\[1\]\.bigram cannot verify",
+    ),
+    "max_rounds of a source": (
+        hsd({"first_of": [{**MODEL, "max_rounds": 2}]}),
+        r"first_of\[0\]\.max_rounds, which a source does not take: remove it\.",
+    ),
+    "max_model_len zero": (hsd({**TOP, "max_model_len": 0}), r"levels\[0\]\.max_model_len: "),
+    "level's verifier unknown": (
+        hsd({**MODEL, "num_tokens": 2}, {**TOP, "verifier": "coupled"}),
+        r"levels\[1\]\.verifier: .*'coupled'",
+    ),
     "cascade not a path": ({"cascade": None}, "cascade is None: give the path"),
     "no cascade file": ({"cascade": "nowhere.json"}, r"cascade: no file 'nowhere\.json'"),
     "cascade and levels": (hsd(TOP, cascade="nowhere.json"), "'cascade' and 'levels'"),

@@ -5,19 +5,19 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from vllm_hsd.core.ngram_model import ORDER, OWN_WEIGHT, NgramModelLevel
-from vllm_hsd.core.suffix_store import collect_texts
+from vllm_hsd.core.ngram_model import OWN_WEIGHT, NgramModelLevel
+from vllm_hsd.core.text_store import collect_texts
 
-VOCABULARY = 5
+VOCABULARY, ORDER = 5, 6
 
 
-def by_hand(store: list[list[int]], text: list[int]) -> np.ndarray:
+def by_hand(store: list[list[int]], text: list[int], order: int) -> np.ndarray:
     """[V] float64: every order counted over again, from single tokens up."""
     single = np.ones(VOCABULARY)
     for document in store:
         single += np.bincount(document, minlength=VOCABULARY)
     probs = single / single.sum()
-    for k in range(1, min(ORDER, len(text)) + 1):
+    for k in range(1, min(order, len(text)) + 1):
         counts: Counter[int] = Counter()
         for document, weight in [*((d, 1.0) for d in store), (text, OWN_WEIGHT)]:
             for i in range(k, len(document)):
@@ -30,23 +30,26 @@ def by_hand(store: list[list[int]], text: list[int]) -> np.ndarray:
     return probs
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_equals_counting_by_hand(seed):
+@pytest.mark.parametrize("order", [1, 2, ORDER])
+@pytest.mark.parametrize("seed", range(8))
+def test_equals_counting_by_hand(seed, order):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 30, size=4)
     store = [rng.integers(0, VOCABULARY - 1, size=n).tolist() for n in lengths] + [[0, 1]]
-    level = NgramModelLevel(collect_texts(map(np.array, store), VOCABULARY))
+    level = NgramModelLevel(collect_texts(map(np.array, store), VOCABULARY), order)
     # Token 4 is in no text of the store.
     text = rng.integers(0, VOCABULARY, size=12)
     for end in range(1, len(text) + 1):
-        expected = by_hand(store, text[:end].tolist())
+        expected = by_hand(store, text[:end].tolist(), order)
         found = level.distribution(text[:end].astype(np.int32))
         assert (found > 0).all()
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_no_context_spans_two_texts():
-    level = NgramModelLevel(collect_texts([np.array([0, 1]), np.array([2, 3, 3])], VOCABULARY))
+    level = NgramModelLevel(
+        collect_texts([np.array([0, 1]), np.array([2, 3, 3])], VOCABULARY), ORDER
+    )
     assert list(level.contexts.followers(np.array([2, 1, 0]))) == []
     (found,) = level.contexts.followers(np.array([3, 2]))
     assert found.tolist() == [3]
@@ -54,7 +57,7 @@ def test_no_context_spans_two_texts():
 
 def test_logits_are_of_the_last_positions():
     rng = np.random.default_rng(0)
-    level = NgramModelLevel(collect_texts([rng.integers(0, VOCABULARY, 50)], VOCABULARY))
+    level = NgramModelLevel(collect_texts([rng.integers(0, VOCABULARY, 50)], VOCABULARY), ORDER)
     tokens = rng.integers(0, VOCABULARY, (3, 12)).astype(np.int32)
     rows, starts, counts = np.array([2, 0]), np.array([4, 0]), np.array([3, 6])
     logits = level.forward(tokens, rows, starts, counts, np.array([1, 2]))

@@ -8,7 +8,7 @@ import pytest
 from support.suffix_extra import needs_suffix
 
 from vllm_hsd.core.suffix import SuffixLevel, acceptance
-from vllm_hsd.core.suffix_store import collect_texts, read_store, store_vocab_size, write_store
+from vllm_hsd.core.text_store import collect_texts, read_store, store_vocab_size, write_store
 from vllm_hsd.errors import UserError
 
 VOCABULARY = 100

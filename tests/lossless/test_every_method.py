@@ -51,7 +51,7 @@ LEVELS = {
         {"exit_head": m.files.exit_head, "num_tokens": 3},
         {"model": m.family.mid},
     ],
-    "bigram": lambda m: [{"bigram": m.files.bigram, "num_tokens": 3}, {"model": m.family.mid}],
+    "bigram": lambda m: [{"bigram": m.files.store, "num_tokens": 3}, {"model": m.family.mid}],
     "ngram": lambda m: [{"ngram": {"max": 3}, "num_tokens": 3}, {"model": m.family.mid}],
     "ngram_model": lambda m: [
         {"ngram_model": m.files.store, "num_tokens": 3},
@@ -71,7 +71,7 @@ LEVELS = {
         {"model": m.family.mid},
     ],
     "horizontal": lambda m: [
-        {"bigram": m.files.bigram, "num_tokens": 2},
+        {"bigram": m.files.store, "num_tokens": 2},
         {"model": m.family.mid},
     ],
     "adaptive": lambda m: [

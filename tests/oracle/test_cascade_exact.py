@@ -12,11 +12,11 @@ import pytest
 from oracle.exact import Choices, Distribution, Table, Tokens, distance, distribution_of
 from oracle.stand_ins import TableLevel, TableLookup, exact_distribution
 
-from vllm_hsd.core.bigram import BigramLevel, count_bigrams
+from vllm_hsd.core.bigram import BigramLevel
 from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.core.ngram_model import NgramModelLevel
 from vllm_hsd.core.stopping import EntropyThresholds
-from vllm_hsd.core.suffix_store import collect_texts
+from vllm_hsd.core.text_store import TextStore, collect_texts
 from vllm_hsd.reference import ReferenceEngine
 
 PROMPT = [0, 1, 1]
@@ -31,14 +31,20 @@ def lookup(vocabulary: int, seed: int) -> TableLookup:
     return TableLookup(Table(vocabulary, seed), len(PROMPT))
 
 
+def store(vocabulary: int, seed: int) -> TextStore:
+    return collect_texts([np.random.default_rng(seed).integers(0, vocabulary, 12)], vocabulary)
+
+
 def bigram(vocabulary: int, seed: int) -> BigramLevel:
-    rng = np.random.default_rng(seed)
-    return BigramLevel(count_bigrams([rng.integers(0, vocabulary, 12)], vocabulary))
+    return BigramLevel(store(vocabulary, seed))
+
+
+def pair_model(vocabulary: int, seed: int) -> NgramModelLevel:
+    return NgramModelLevel(store(vocabulary, seed), 1)
 
 
 def ngram_model(vocabulary: int, seed: int) -> NgramModelLevel:
-    rng = np.random.default_rng(seed)
-    return NgramModelLevel(collect_texts([rng.integers(0, vocabulary, 12)], vocabulary))
+    return NgramModelLevel(store(vocabulary, seed), 6)
 
 
 def stopped(table, length: int, eos: int) -> Distribution:
@@ -74,9 +80,10 @@ LEVELS = {
     "model, model": [model, model],
     "lookup, model": [lookup, model],
     "bigram, model": [bigram, model],
-    "model, bigram": [model, bigram],
+    "pair_model, model": [pair_model, model],
+    "model, pair_model": [model, pair_model],
     "lookup, ngram_model, model": [lookup, ngram_model, model],
-    "lookup, bigram, model": [lookup, bigram, model],
+    "lookup, pair_model, model": [lookup, pair_model, model],
 }
 
 

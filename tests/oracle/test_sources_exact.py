@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from oracle.test_cascade_exact import VERIFIERS, bias, bigram, lookup, model
+from oracle.test_cascade_exact import VERIFIERS, bias, lookup, model, pair_model
 
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.levels import FirstOf, LevelOptions
@@ -21,7 +21,7 @@ SOURCES = {
     "two lookups": (2, None),
     "model": (0, model),
     "lookup, model": (1, model),
-    "two lookups, bigram": (2, bigram),
+    "two lookups, pair_model": (2, pair_model),
 }
 
 

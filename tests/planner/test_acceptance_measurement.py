@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks.paper_tables import closed_forms
-from vllm_hsd.core.bigram import BigramLevel, count_bigrams, write_bigram
 from vllm_hsd.core.levels import LevelOptions
+from vllm_hsd.core.text_store import collect_texts, write_store
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner import acceptance
 from vllm_hsd.planner.latencies import Latencies, LatencyTable
@@ -21,7 +21,7 @@ from vllm_hsd.planner.survival import Acceptance
 from vllm_hsd.planner.task import Task, candidates
 from vllm_hsd.reference import HuggingFaceLevel, ReferenceEngine
 
-NGRAM, BIGRAM, SMALL, MID, EXIT, TARGET = range(6)
+NGRAM, PAIRS, SMALL, MID, EXIT, TARGET = range(6)
 
 
 def prompts(count, vocabulary):
@@ -32,12 +32,15 @@ def prompts(count, vocabulary):
 @pytest.fixture(scope="module")
 def task(text_family, tmp_path_factory):
     """Every kind of candidate that reads no trained head."""
-    path = tmp_path_factory.mktemp("bigram") / "pairs.npz"
+    path = tmp_path_factory.mktemp("store") / "pairs.safetensors"
     size = text_family.vocabulary
     documents = [np.random.default_rng(1).integers(size, size=4000)]
-    write_bigram(count_bigrams(documents, size), str(path))
+    write_store(collect_texts(documents, size), str(path))
     found = candidates(
-        models=[text_family.small, text_family.mid], exits=[1], bigrams=[str(path)], ngram=3
+        models=[text_family.small, text_family.mid],
+        exits=[1],
+        ngram_models=[(str(path), 1)],
+        ngram=3,
     )
     return Task(
         text_family.target, found, max_draft_tokens=6, text_tokens=48, contexts=128,
@@ -88,11 +91,11 @@ def test_matrices_have_the_shape_of_rates(measured):
     for table in (better, worse):
         assert np.all(np.diff(table, axis=-1) <= 1e-12) and np.allclose(table[..., 0], 1)
         # Nothing drafts for a table or a lookup, nor an exit for itself.
-        assert np.all(table[[NGRAM, BIGRAM], :, :, :, 1:] == 0)
+        assert np.all(table[[NGRAM, PAIRS], :, :, :, 1:] == 0)
     # Their rounds start at other positions, so single entries may differ a little.
     assert np.min(better - worse) > -0.02
     # The first drafted token is accepted at the mean rate under both verifiers.
-    for drafter in (BIGRAM, MID):
+    for drafter in (PAIRS, MID):
         first = better[TARGET, drafter, 1, 0, 1]
         assert first == pytest.approx(measured.rates[drafter, TARGET], abs=0.03)
     assert np.allclose(measured.tables["lookup0"].sum((-2, -1)), 1)
@@ -101,8 +104,8 @@ def test_matrices_have_the_shape_of_rates(measured):
 SELECTIONS = {
     "mid": Selection((MID,), (5,)),
     "small > mid": Selection((SMALL, MID), (2, 5)),
-    "bigram": Selection((BIGRAM,), (3,)),
-    "bigram > mid": Selection((BIGRAM, MID), (2, 5)),
+    "pairs": Selection((PAIRS,), (3,)),
+    "pairs > mid": Selection((PAIRS, MID), (2, 5)),
 }
 
 
@@ -110,7 +113,7 @@ SELECTIONS = {
 def test_predicted_calls_are_those_of_cascades_that_run(measured, models, text_family, selection):
     """Tokens per target call and forwards per level, against the reference engine."""
     levels = [
-        BigramLevel(models.models[level]) if level == BIGRAM
+        models.models[level] if level == PAIRS
         else HuggingFaceLevel(models.models[level])
         for level in selection.levels
     ]  # fmt: skip

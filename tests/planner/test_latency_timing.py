@@ -9,7 +9,7 @@ import pytest
 from cli.command_line import run
 from support.engines import forked
 
-from vllm_hsd.core.bigram import count_bigrams, write_bigram
+from vllm_hsd.core.text_store import collect_texts, write_store
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner import timing
@@ -48,7 +48,11 @@ def test_a_table_drafts_where_only_a_lookup_is_left_to(tmp_path):
     timed = make_timing(tmp_path, candidates(models=["m"], ngram=4), sizes=[0, 9])
     levels = timed.engine_args(True)["speculative_config"]["levels"]
     assert levels[0] == {"ngram": {}, "num_tokens": 8}
-    assert levels[2] == {"bigram": str(tmp_path / "filler.npz"), "num_tokens": 8}
+    assert levels[2] == {
+        "ngram_model": str(tmp_path / "filler.safetensors"),
+        "order": 1,
+        "num_tokens": 8,
+    }
     cascades = shapes(timed.settings(0))
     assert ((0,), (4,)) in cascades and ((2, 1), (4, 5)) in cascades
     assert all(levels[-1] != 0 or len(levels) == 1 for levels, _ in cascades)
@@ -232,19 +236,20 @@ def test_profile_command_measures_everything(text_family, tmp_path, capsys):
     """From the command line to a plan, through real engines."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("hello\n\nworld of words\n\nand a third\n\n")
-    path, table = tmp_path / "profile.json", tmp_path / "pairs.npz"
+    path, table = tmp_path / "profile.json", tmp_path / "pairs"
     size = text_family.vocabulary
-    write_bigram(count_bigrams([np.arange(size)], size), str(table))
+    write_store(collect_texts([np.arange(size)], size), str(table))
     engine = {"enforce_eager": True, "max_model_len": 256, "kv_cache_memory_bytes": 1 << 28}
     status = run(
         "profile", "--target", text_family.target, "--models", text_family.small,
-        "--exits", 1, "--bigram", table, "--ngram", "--prompts", prompts, "--max-draft-tokens", 4,
+        "--exits", 1, "--ngram-model", f"{table}:1", "--ngram", "--prompts", prompts,
+        "--max-draft-tokens", 4,
         "--batch-sizes", "1,2", "--engine-args", json.dumps(engine), "-o", path,
     )  # fmt: skip
     assert status == 0 and not path.with_name("profile.json.partial").exists()
     assert "ms/forward" in capsys.readouterr().out
     profile = load_profile(path)
-    assert profile.names == ["ngram 4", "pairs.npz", "small", "exit 1", "target"]
+    assert profile.names == ["ngram 4", "pairs 1", "small", "exit 1", "target"]
     assert profile.latencies.plain.batch_sizes == [1, 2]
     assert profile.versions["vllm"] and profile.prompts.prompts == 3
     assert run("plan", path, "-o", tmp_path / "cascade.json") == 0

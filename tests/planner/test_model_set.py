@@ -9,9 +9,9 @@ from support.architectures import write_models
 from support.tiny_models import byte_tokenizer, resized
 from transformers import AutoModelForCausalLM
 
-from vllm_hsd.core.bigram import count_bigrams, write_bigram
 from vllm_hsd.core.exit_head import ExitHead, read_exit_head, write_exit_head
 from vllm_hsd.core.exit_head_training import plain_exit_head
+from vllm_hsd.core.text_store import collect_texts, write_store
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner.models import ModelSet, probabilities, truncated
 from vllm_hsd.planner.profile import Sampling
@@ -27,11 +27,11 @@ def models(text_family):
 
 @pytest.fixture(scope="module")
 def level_files(text_family, tmp_path_factory):
-    """A bigram table and an exit head at layer 1 for the target."""
+    """A store of texts and an exit head at layer 1 for the target."""
     directory = tmp_path_factory.mktemp("levels")
     rng = np.random.default_rng(0)
     size = text_family.vocabulary
-    write_bigram(count_bigrams([rng.integers(size, size=500)], size), str(directory / "pairs.npz"))
+    write_store(collect_texts([rng.integers(size, size=500)], size), str(directory / "pairs"))
     model = AutoModelForCausalLM.from_pretrained(text_family.target)
     weight = model.lm_head.weight.detach() + 0.1 * torch.randn(model.lm_head.weight.shape)
     norm = torch.rand(model.config.hidden_size)
@@ -167,15 +167,16 @@ def test_tables_heads_and_lookups_are_scored_without_further_passes(text_family,
     found = make_candidates(
         models=[text_family.small],
         exit_heads=[(str(level_files / "head"), 1)],
-        bigrams=[str(level_files / "pairs.npz")],
+        ngram_models=[(str(level_files / "pairs"), 1)],
         ngram=3,
     )
-    assert [c.name for c in found] == ["ngram 3", "pairs.npz", "small", "head"]
+    assert [c.name for c in found] == ["ngram 3", "pairs 1", "small", "head"]
     models = ModelSet(text_family.target, found)
     assert models.with_probabilities == [1, 2, 3, 4]
     tokens = torch.randint(3, text_family.vocabulary, (2, 12))
     logits = models.logits(tokens, 4, models.with_probabilities)
-    rows = models.models[1].rows(tokens[:, 4:].numpy().ravel()).reshape(2, 8, -1)
+    texts = [row[: t + 1] for row in tokens.int().numpy() for t in range(4, 12)]
+    rows = np.stack([models.models[1].distribution(text) for text in texts]).reshape(2, 8, -1)
     assert np.allclose(torch.softmax(logits[1], -1).numpy(), rows, atol=1e-6)
     target = AutoModelForCausalLM.from_pretrained(text_family.target)
     hidden = target(input_ids=tokens, output_hidden_states=True).hidden_states[1][:, 4:]
@@ -197,9 +198,9 @@ def test_two_exits_at_one_layer_cannot_be_hosted_together(text_family, level_fil
 
 
 def test_tables_and_heads_of_another_target_are_refused(text_family, tmp_path):
-    write_bigram(count_bigrams([np.arange(9)], 9), str(tmp_path / "pairs.npz"))
-    with pytest.raises(UserError, match=r"bigram table .* has a vocabulary of 9 entries"):
-        ModelSet(text_family.target, make_candidates(bigrams=[str(tmp_path / "pairs.npz")]))
+    write_store(collect_texts([np.arange(9)], 9), str(tmp_path / "pairs"))
+    with pytest.raises(UserError, match=r"store .* has a vocabulary of 9 entries"):
+        ModelSet(text_family.target, make_candidates(ngram_models=[(str(tmp_path / "pairs"), 1)]))
     head = ExitHead(1, torch.ones(4), torch.ones(9, 4), 1e-5)
     write_exit_head(head, tmp_path / "head")
     with pytest.raises(UserError, match=r"has the shape \(9, 4\) and the target needs"):

@@ -12,8 +12,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from vllm_hsd.core.bigram import BigramLevel, count_bigrams
 from vllm_hsd.core.levels import LevelOptions
+from vllm_hsd.core.ngram_model import NgramModelLevel
+from vllm_hsd.core.text_store import collect_texts
 from vllm_hsd.reference import HuggingFaceLevel, ReferenceEngine, TreeOptions
 
 VOCABULARY, PROMPT, LENGTH = 24, [3, 5, 7, 11, 5, 3], 16
@@ -59,9 +60,9 @@ def models(request):
     return target, noisy(target, 0.15), noisy(target, 0.3)
 
 
-def bigram() -> BigramLevel:
+def pair_model() -> NgramModelLevel:
     tokens = torch.randint(0, VOCABULARY, (200,), generator=torch.Generator().manual_seed(0))
-    return BigramLevel(count_bigrams([tokens.numpy()], VOCABULARY))
+    return NgramModelLevel(collect_texts([tokens.numpy()], VOCABULARY), 1)
 
 
 def engines(models, keeps_cache: bool = True) -> dict[str, ReferenceEngine]:
@@ -76,7 +77,7 @@ def engines(models, keeps_cache: bool = True) -> dict[str, ReferenceEngine]:
         "entropy": ReferenceEngine(target, [small, mid], entropy),
         "three levels": ReferenceEngine(
             target,
-            [bigram(), small, mid],
+            [pair_model(), small, mid],
             [LevelOptions(1), LevelOptions(3), LevelOptions(6, max_rounds=2)],
         ),
         "three drafts": ReferenceEngine(target, [mid], draft_tree=TreeOptions((3, 1, 1))),

@@ -1,44 +1,32 @@
 """Damaged files: each is read as a valid one or refused in one sentence, in little memory."""
 
-import bz2
 import json
+import pickle
 import random
 import struct
 import tracemalloc
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import save_file
 from support.damaged_bytes import (
     COUNT,
     damaged,
-    npy,
-    npy_header,
     objection,
     objections,
     sentence_objection,
-    write_members,
 )
 
 from vllm_hsd.checked_files import check_safetensors, read_json
 from vllm_hsd.config import CascadeConfig
-from vllm_hsd.core import bigram
-from vllm_hsd.core.bigram import (
-    BigramTable,
-    bigram_vocab_size,
-    count_bigrams,
-    read_bigram,
-    write_bigram,
-)
 from vllm_hsd.core.exit_head import FILE_NAME, ExitHead, read_exit_head, write_exit_head
-from vllm_hsd.core.suffix_store import (
+from vllm_hsd.core.text_store import (
     MAX_STORE_TOKENS,
-    SuffixStore,
+    TextStore,
     collect_texts,
     read_store,
     write_store,
@@ -49,134 +37,7 @@ VOCABULARY = 40
 MOST_MEMORY = 8 << 20
 
 
-def is_distribution(table: BigramTable) -> bool:
-    """Whether every token is followed by a distribution that can draw any token."""
-    size = table.vocab_size
-    rows = table.rows(np.arange(size))
-    return rows.shape == (size, size) and bool(
-        np.isfinite(rows).all() and (rows > 0).all() and np.allclose(rows.sum(1), 1, atol=1e-6)
-    )
-
-
-@pytest.fixture(scope="module")
-def table() -> BigramTable:
-    text = np.random.default_rng(0).integers(0, VOCABULARY, 400)
-    return count_bigrams([text], VOCABULARY)
-
-
-@pytest.fixture
-def members(table, tmp_path) -> dict[str, bytes]:
-    """The arrays of a stored table, as stored in its archive."""
-    write_bigram(table, str(tmp_path / "whole"))
-    with zipfile.ZipFile(tmp_path / "whole") as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
-def test_damaged_bigram_tables(table, tmp_path):
-    write_bigram(table, str(tmp_path / "whole"))
-    content = (tmp_path / "whole").read_bytes()
-    assert objections(read_bigram, is_distribution, content, tmp_path) == []
-
-
-def test_damaged_bigram_tables_whose_archive_is_whole(members, tmp_path):
-    """Checksums hide most damage from a reader; here the arrays are damaged before."""
-    rng = random.Random(0)
-    for i in range(COUNT):
-        path = tmp_path / f"table-{i}"
-        name = rng.choice(sorted(members))
-        write_members(path, {**members, name: damaged(rng, members[name])})
-        assert objection(read_bigram, is_distribution, path) is None
-
-
-def changed(array: np.ndarray, at: int, value: object) -> np.ndarray:
-    array = array.copy()
-    array[at] = value
-    return array
-
-
-# name -> (array of the file, its replacement, what the message must say)
-BIGRAM_FAULTS: dict[str, tuple[str, Callable[[BigramTable], np.ndarray], str]] = {
-    "unigram with NaN": ("unigram", lambda t: changed(t.unigram, 3, np.nan), "'unigram'.*finite"),
-    "unigram with inf": ("unigram", lambda t: changed(t.unigram, 3, np.inf), "'unigram'.*finite"),
-    "unigram with zero": ("unigram", lambda t: changed(t.unigram, 3, 0), "'unigram'.*positive"),
-    "unigram negative": ("unigram", lambda t: changed(t.unigram, 3, -0.1), "'unigram'.*positive"),
-    "unigram too large": ("unigram", lambda t: 2 * t.unigram, "'unigram' does not sum to 1"),
-    "unigram of text": ("unigram", lambda t: t.unigram.astype(str), "'unigram' has the type"),
-    "unigram complex": ("unigram", lambda t: t.unigram.astype(complex), "'unigram' has the type"),
-    "unigram in two dimensions": ("unigram", lambda t: t.unigram[None], "has 2 dimensions"),
-    "unigram without dimension": ("unigram", lambda t: t.unigram.sum(), "has 0 dimensions"),
-    "unigram too short": ("unigram", lambda t: t.unigram[:-1], "do not fit"),
-    "unigram empty": ("unigram", lambda t: t.unigram[:0], "'unigram' declares 0 entries"),
-    "data of floats": ("data", lambda t: t.counts / 1.0, "'data' has the type float64"),
-    "data of text": ("data", lambda t: t.counts.astype(str), "'data' has the type"),
-    "data negative": ("data", lambda t: changed(t.counts, 0, -1), "'data' holds a count below 1"),
-    "data zero": ("data", lambda t: changed(t.counts, 0, 0), "'data' holds a count below 1"),
-    "data that overflows": ("data", lambda t: changed(t.counts, 0, 2**62), "too large counts"),
-    "data too short": ("data", lambda t: t.counts[:-1], "differ in length"),
-    "indices too large": ("indices", lambda t: changed(t.following, 0, VOCABULARY), "leave the v"),
-    "indices negative": ("indices", lambda t: changed(t.following, 0, -1), "leave the vocabulary"),
-    "indices unsorted": ("indices", lambda t: t.following[::-1], "repeat or decrease"),
-    "indices repeated": ("indices", lambda t: changed(t.following, 1, t.following[0]), "repeat"),
-    "indptr that decreases": ("indptr", lambda t: changed(t.starts, 2, 10**6), "decreases"),
-    "indptr negative": ("indptr", lambda t: changed(t.starts, 2, -5), "decreases"),
-    "indptr beyond the pairs": ("indptr", lambda t: changed(t.starts, -1, 10**6), "span"),
-    "indptr from one": ("indptr", lambda t: changed(t.starts, 0, 1), "does not span"),
-    "indptr too short": ("indptr", lambda t: t.starts[:-1], "do not fit"),
-}
-
-
-@pytest.mark.parametrize("fault", BIGRAM_FAULTS)
-def test_faults_in_a_bigram_table(table, members, tmp_path, fault):
-    name, change, said = BIGRAM_FAULTS[fault]
-    path = tmp_path / "table.npz"
-    write_members(path, {**members, f"{name}.npy": npy(np.array(change(table), order="C"))})
-    with pytest.raises(UserError, match=said) as error:
-        read_bigram(str(path))
-    assert sentence_objection(str(error.value), path.name) is None
-
-
-@pytest.mark.parametrize("shape", [(10**12,), (-1,), (10**30,), (2**63,), (1 << 27,)])
-def test_declared_sizes_take_no_memory(members, tmp_path, shape):
-    path = tmp_path / "table.npz"
-    huge = {name: npy_header(shape) + bytes(64) for name in ("data.npy", "indices.npy")}
-    write_members(path, {**members, **huge}, zipfile.ZIP_DEFLATED)
-    assert_refused_in_little_memory(path)
-
-
-def test_a_zip_bomb_takes_no_memory(members, tmp_path):
-    path = tmp_path / "table.npz"
-    size, pairs = 1 << 16, 1 << 24
-    starts = np.full(size + 1, pairs)
-    starts[0] = 0
-    zeros = npy_header((pairs,)) + bytes(8 * pairs)
-    arrays = {"indptr.npy": npy(starts), "unigram.npy": npy(np.full(size, 1 / size))}
-    bomb = {**members, **arrays, "data.npy": zeros, "indices.npy": zeros}
-    write_members(path, bomb, zipfile.ZIP_DEFLATED)
-    assert path.stat().st_size < 1 << 20
-    assert_refused_in_little_memory(path)
-
-
-def test_a_method_of_compression_without_bounds_is_refused(members, tmp_path):
-    path = tmp_path / "table.npz"
-    assert len(bz2.compress(bytes(1 << 24))) < 100, "16 MB fit into 100 bytes"
-    write_members(path, members, zipfile.ZIP_BZIP2)
-    assert_refused_in_little_memory(path)
-
-
-def assert_refused_in_little_memory(path: Path) -> None:
-    for read in (bigram_vocab_size, read_bigram):
-        tracemalloc.start()
-        try:
-            with pytest.raises(UserError, match="is not a bigram table") as error:
-                read(str(path))
-            _, peak = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        assert peak < MOST_MEMORY
-        assert sentence_objection(str(error.value), path.name) is None
-
-
-def is_store(store: SuffixStore) -> bool:
+def is_store(store: TextStore) -> bool:
     texts = [text for text in store if len(text)]
     return sum(map(len, texts)) == len(store.tokens) and store.tokens.max() < store.vocab_size
 
@@ -193,7 +54,7 @@ def test_damaged_suffix_stores(tmp_path):
 
 
 STORE_FAULTS: dict[str, tuple[dict[str, np.ndarray], dict[str, str] | None, str]] = {
-    "no metadata": ({}, None, "no metadata"),
+    "no metadata": ({}, None, "vocab_size is not a number"),
     "a vocabulary of text": ({}, {"vocab_size": "x"}, "vocab_size is not a number"),
     "a vocabulary of 0": ({}, {"vocab_size": "0"}, "vocab_size is not between"),
     "a huge vocabulary": ({}, {"vocab_size": "9" * 9}, "vocab_size is not between"),
@@ -258,43 +119,36 @@ class Trap:
         return Path.touch, (self.path,)
 
 
-def test_nothing_is_unpickled(members, tmp_path):
-    sprung = tmp_path / "sprung"
-    objects = npy(np.array([Trap(sprung)] * (VOCABULARY + 1), dtype=object))
-    for name in members:
-        path = tmp_path / f"table-{name}"
-        write_members(path, {**members, name: objects})
-        with pytest.raises(UserError, match="is not a bigram table"):
-            read_bigram(str(path))
-    write_members(tmp_path / "table", {**members, "more.npy": objects})
-    with pytest.raises(UserError, match="it holds other arrays"):
-        read_bigram(str(tmp_path / "table"))
+def test_nothing_is_unpickled(tmp_path):
+    sprung, path = tmp_path / "sprung", tmp_path / FILE_NAME
+    for write in (pickle.dump, torch.save, lambda trap, file: np.save(file, np.array([trap]))):
+        with path.open("wb") as file:
+            write(Trap(sprung), file)
+        for read, place in ((read_store, path), (read_exit_head, tmp_path)):
+            with pytest.raises(UserError, match=r"is not a store of texts|holds no readable"):
+                read(str(place))
     assert not sprung.exists()
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "\ud800", "/dev/zero", "/", ""])
 def test_paths_that_are_not_files(path):
-    for read in (read_bigram, read_exit_head, lambda path: read_json(path, "cascade", "w")):
+    for read in (read_store, read_exit_head, lambda path: read_json(path, "cascade", "w")):
         with pytest.raises(UserError) as error:
             read(path)
         assert sentence_objection(str(error.value), "") is None
 
 
-def test_the_harness_catches_a_reader_without_checks(members, table, tmp_path, monkeypatch):
-    """Readers with a known fault: no check of values, no check of headers, raw exceptions."""
-    write_members(
-        tmp_path / "nan", {**members, "unigram.npy": npy(changed(table.unigram, 3, np.nan))}
-    )
-    with monkeypatch.context() as broken:
-        broken.setattr(bigram, "_check_values", lambda table: None)
-        said = objection(read_bigram, is_distribution, tmp_path / "nan")
-        assert said == "accepts what is not valid"
-    read_bigram.cache_clear()
-    content = (tmp_path / "whole").read_bytes()
-    assert any(
-        said.startswith("raises ")
-        for said in objections(np.load, lambda found: True, content, tmp_path)
-    )
+def test_the_harness_catches_a_reader_without_checks(tmp_path):
+    """Readers with a known fault: no check of values, raw exceptions."""
+    content = write_whole_store(tmp_path / "whole")
+
+    def unchecked(path: str) -> TextStore:
+        tensors = load_file(path)
+        return TextStore(tensors["tokens"], tensors["starts"], VOCABULARY)
+
+    said = objections(unchecked, is_store, content, tmp_path)
+    assert "accepts what is not valid" in said
+    assert any(each.startswith("raises ") for each in said)
 
 
 def cascade(**keys) -> dict:

@@ -13,8 +13,8 @@ from support.damaged_bytes import sentence_objection
 from support.plain_profile import plain_profile
 
 from vllm_hsd.checked_files import written_whole
-from vllm_hsd.core.bigram import count_bigrams, write_bigram
 from vllm_hsd.core.exit_head import FILE_NAME, ExitHead, write_exit_head
+from vllm_hsd.core.text_store import collect_texts, write_store
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner.profile import Profile
 
@@ -34,7 +34,7 @@ def disk_with(room: int) -> Iterator[None]:
 
 def write_table(path: Path) -> None:
     text = np.random.default_rng(0).integers(0, 200, 4000)
-    write_bigram(count_bigrams([text], 200), str(path))
+    write_store(collect_texts([text], 200), str(path))
 
 
 def write_head(path: Path) -> None:

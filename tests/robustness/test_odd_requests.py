@@ -7,7 +7,7 @@ import pytest
 from support.case_engine import run_cases
 from support.odd_requests import MAX_MODEL_LEN, PROMPT, TOKENIZER, VOCABULARY, table
 
-from vllm_hsd.core.bigram import count_bigrams, write_bigram
+from vllm_hsd.core.text_store import collect_texts, write_store
 
 TABLE = table()
 # One greedy and one seeded request next to every odd one: neither may notice its neighbor.
@@ -42,9 +42,9 @@ REFUSED_BY_STOCK = ("min_p", "logit_bias")
 
 
 def speculation(name: str, family, directory) -> dict:
-    table = str(directory / "table.npz")
-    write_bigram(
-        count_bigrams([np.array(PROMPT * 20), np.array(GOOD_PROMPT * 20)], vocab_size=VOCABULARY),
+    table = str(directory / "table.safetensors")
+    write_store(
+        collect_texts([np.array(PROMPT * 20), np.array(GOOD_PROMPT * 20)], vocab_size=VOCABULARY),
         table,
     )
     small, mid = {"model": family.small, "num_tokens": 3}, {"model": family.mid}

@@ -35,7 +35,7 @@ def test_files_written_by_the_commands_are_served(text_family, tmp_path):
     text = np.random.default_rng(0).integers(32, 127, 6000, dtype=np.uint8).tobytes().decode()
     corpus, table = str(tmp_path / "text"), str(tmp_path / "table")
     (tmp_path / "text").write_text(text)
-    assert main(["build", "bigram", "--target", text_family.target, corpus, "-o", table]) == 0
+    assert main(["build", "store", "--target", text_family.target, corpus, "-o", table]) == 0
     arguments = ["--target", text_family.target, "--layers", "1", "--steps", "80"]
     assert main(["build", "exit-heads", *arguments, "-o", str(tmp_path), corpus]) == 0
     lowest, head = {"bigram": table, "num_tokens": 2}, {"exit_head": str(tmp_path / "layer-1")}

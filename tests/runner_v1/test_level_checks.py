@@ -11,9 +11,8 @@ import torch
 from support.eagle3_head import write_eagle3_head
 from support.engines import configuration_errors
 
-from vllm_hsd.core.bigram import count_bigrams, write_bigram
 from vllm_hsd.core.exit_head import ExitHead, write_exit_head
-from vllm_hsd.core.suffix_store import collect_texts, write_store
+from vllm_hsd.core.text_store import collect_texts, write_store
 
 
 def hsd(*levels, **keys) -> dict:
@@ -57,7 +56,7 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
     eagle3 = write_eagle3_head(family.target, scratch / "eagle3")
     parallel = with_config(eagle3, scratch / "parallel", ptd_token_id=3)
     table, cut = str(scratch / "table.npz"), scratch / "cut.npz"
-    write_bigram(count_bigrams([np.arange(5)], vocab_size=5), table)
+    write_store(collect_texts([np.arange(5)], vocab_size=5), table)
     store = str(scratch / "store.safetensors")
     write_store(collect_texts([np.arange(5)], vocab_size=5), store)
     short = str(scratch / "short.safetensors")
@@ -156,11 +155,11 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
         ),
         "n-gram model without a store": (
             target({"ngram_model": table}),
-            r"levels\[0\]\.ngram_model: '.*' is not a store of texts .* `vllm-hsd build suffix`",
+            r"levels\[0\]\.ngram_model: '.*' is not a store of texts .* `vllm-hsd build store`",
         ),
         "unreadable bigram": (
             target({"bigram": str(cut)}),
-            r"levels\[0\]\.bigram: '.*' is not a bigram table .* `vllm-hsd build bigram`",
+            r"levels\[0\]\.bigram: '.*' is not a store of texts .* `vllm-hsd build store`",
         ),
         "head after more layers": (
             target(exit_head("layer-9-of-64")),

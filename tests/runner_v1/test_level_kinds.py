@@ -18,7 +18,7 @@ CASCADES = {
         {"model": family.mid},
     ),
     "bigram": lambda family, files: cascade(
-        {"bigram": files.bigram, "num_tokens": 2},
+        {"bigram": files.store, "num_tokens": 2},
         {"model": family.small, "num_tokens": 3},
         {"model": family.mid},
     ),
@@ -45,7 +45,7 @@ CASCADES = {
         {"model": family.mid},
     ),
     "entropy-based stopping": lambda family, files: cascade(
-        {"bigram": files.bigram, "num_tokens": 3, "stopping": "entropy"},
+        {"ngram_model": files.store, "order": 1, "num_tokens": 3, "stopping": "entropy"},
         {"model": family.small, "num_tokens": 4, "stopping": "entropy"},
         {"model": family.mid, "stopping": "entropy"},
     ),
@@ -75,8 +75,8 @@ CASCADES = {
         num_speculative_tokens=7,
         horizontal_tokens=1,
     ),
-    "five models from bigram": lambda family, files: cascade(
-        {"bigram": files.bigram, "num_tokens": 2, "stopping": "entropy"},
+    "five models from pairs": lambda family, files: cascade(
+        {"ngram_model": files.store, "order": 1, "num_tokens": 2, "stopping": "entropy"},
         {"early_exit": 1, "num_tokens": 3, "stopping": "entropy"},
         {"model": family.small, "num_tokens": 4, "stopping": "entropy"},
         {"model": family.mid, "stopping": "entropy"},
@@ -85,7 +85,7 @@ CASCADES = {
     ),
 }
 # Their levels are also in the others.
-SLOW = ("two early exits", "exit_head above a model", "five models from bigram")
+SLOW = ("two early exits", "exit_head above a model", "five models from pairs")
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:

@@ -51,7 +51,7 @@ ENGINE = {
 CASCADES = {
     "models": lambda f, files: cascade({"model": f.small, "num_tokens": 3}, {"model": f.mid}),
     "model over a horizontal bigram": lambda f, files: cascade(
-        {"bigram": files.bigram, "num_tokens": 2}, {"model": f.mid}, horizontal_tokens=2
+        {"bigram": files.store, "num_tokens": 2}, {"model": f.mid}, horizontal_tokens=2
     ),
     "exits": lambda f, files: cascade(
         {"exit_head": files.exit_head, "num_tokens": 3}, {"early_exit": 2}

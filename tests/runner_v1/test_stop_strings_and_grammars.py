@@ -189,7 +189,7 @@ def test_samples_follow_the_target_under_a_grammar(text_family, speculated):
 
 KINDS = {
     "ngram": lambda family, files: {"ngram": {"max": 3}},
-    "bigram": lambda family, files: {"bigram": files.bigram},
+    "bigram": lambda family, files: {"bigram": files.store},
     "suffix": lambda family, files: {"suffix": {"store": files.store}},
     "early_exit": lambda family, files: {"early_exit": 1},
     "exit_head": lambda family, files: {"exit_head": files.exit_head},

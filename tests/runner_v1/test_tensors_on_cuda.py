@@ -21,12 +21,12 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_hsd.core.bigram import BigramLevel, count_bigrams
+from vllm_hsd.core.bigram import BigramLevel
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.levels import UNLIMITED, DraftBatch, LevelOptions
 from vllm_hsd.core.ngram_model import NgramModelLevel
 from vllm_hsd.core.stopping import EntropyThresholds
-from vllm_hsd.core.suffix_store import collect_texts
+from vllm_hsd.core.text_store import collect_texts
 from vllm_hsd.runner_v1.levels import ModelLevel
 from vllm_hsd.runner_v1.sampler import drafts_to_verify
 from vllm_hsd.runner_v1.sampling import RequestSampling
@@ -108,16 +108,16 @@ def everywhere(run):
 
 def lowest(kind: str, device: torch.device):
     if kind == "bigram":
-        return BigramLevel(count_bigrams(TEXTS, V), device)
+        return BigramLevel(collect_texts(TEXTS, V))
     if kind == "ngram_model":
-        return NgramModelLevel(collect_texts(TEXTS, V), device)
+        return NgramModelLevel(collect_texts(TEXTS, V), 3, device)
     return OnDevice(device)
 
 
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("stopping", ["fixed", "entropy"])
 @pytest.mark.parametrize(
-    "kinds", [("model",), ("bigram", "model"), ("model", "bigram"), ("ngram_model", "model")]
+    "kinds", [("model",), ("bigram", "model"), ("model", "ngram_model"), ("ngram_model", "model")]
 )
 def test_cascades_draft_and_are_verified(kinds, stopping, greedy):
     def draft(device: torch.device):

@@ -117,15 +117,7 @@ def test_what_the_v2_runner_refuses(family, v2, keys, message):
             r"levels\[0\].eagle3 does not run on vLLM's V2",
         ),
         ({"levels": [{"first_of": [{"ngram": {}}]}]}, r"levels\[0\].first_of does not run on"),
-        ({"levels": [{"bigram": "none.npz"}]}, r"levels\[0\].bigram: no file 'none.npz'"),
-        (
-            {"levels": [{"bigram": "a", "temperature_scale": 2.0}]},
-            r"levels\[0\].temperature_scale has no meaning on vLLM's V2",
-        ),
-        (
-            {"levels": [{"ngram": {}, "num_tokens": 2}, {"bigram": "a"}]},
-            r"levels\[1\].bigram verifies levels\[0\], but on vLLM's V2 runner",
-        ),
+        ({"levels": [{"bigram": "none"}]}, r"levels\[0\].bigram: no file 'none'"),
         ({"levels": [{"early_exit": 90}]}, r"levels\[0\].early_exit is 90, but the target has"),
         ({"levels": [{"exit_head": "none"}]}, r"levels\[0\].exit_head: .*none"),
         ({"levels": [{"model": "/none"}]}, r"levels\[0\].model: no directory '/none'"),

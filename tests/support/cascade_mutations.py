@@ -1,19 +1,19 @@
-"""Random changes to cascades, and what a message about one must look like."""
+"""Valid cascades, random changes to them, and what a message about one must look like."""
 
 import copy
 import random
 import re
 from typing import Any
 
-from support import cascade_rules
-from support.cascade_rules import valid_cascade
+from vllm_hsd.config import CascadeConfig
+from vllm_hsd.levels import KINDS
 
 LONGEST_MESSAGE = 500
 # Whatever the user sent is marked with Q, so that a quote can be measured.
 LONGEST_QUOTE = 200
 SENTENCE = re.compile(
     r"(speculative_config|method 'hsd'|'cascade'|cascade|levels|num_speculative_tokens|verifier|"
-    r"horizontal_tokens|adaptive)(?!\w).*\.",
+    r"horizontal_tokens|adaptive|disable_by_batch_size)(?!\w).*\.",
 )
 
 
@@ -40,12 +40,8 @@ JUNK = [
     *(_nested(100_000), _circular()),
 ]
 NAMES = sorted(
-    cascade_rules.KIND_KEYS
-    | cascade_rules.SAMPLING_KEYS
-    | cascade_rules.VLLM_KEYS
-    | cascade_rules.TOP_KEYS
-    | cascade_rules.SUFFIX_KEYS
-    | {"cascade", "max", "min", "rounds", "window", "tail", "levls", "Q" * 500, ""}
+    {key for keys in (*KINDS.values(), CascadeConfig) for key in keys.model_fields}
+    | {"cascade", "max", "min", "store", "shared_tokens", "rounds", "levls", "Q" * 500, ""}
 )
 NOT_TEXT = [1, None, True, ("Q",), b"Q", 2.5]
 
@@ -170,23 +166,63 @@ CHANGES = [
 ]
 
 
-def cascades(seed: int, count: int) -> list[Any]:
-    """Every fifth cascade is left as it was drawn, the others are mutated."""
+def valid_cascades(
+    small: str, mid: str, store: str, exit_head: str, eagle3: str
+) -> list[dict[str, Any]]:
+    """A cascade for every key and kind, which must be accepted; all but the last can be served by a
+    target of two layers.
+
+    Args:
+        small, mid: draft models.
+        store: of texts.
+        exit_head: on the target's first layer.
+        eagle3: a head.
+    """
+    top = {"model": mid}
+
+    def two(lowest: dict, **keys: Any) -> dict[str, Any]:
+        levels = [{"num_tokens": 2, **lowest}, top]
+        return {"num_speculative_tokens": 6, "levels": levels, **keys}
+
+    return [
+        two({"model": small, "stopping": "entropy", "temperature_scale": 0.5, "revision": None}),
+        two({"early_exit": 1}, verifier="standard", adaptive=True),
+        two({"exit_head": exit_head, "num_tokens": 4}, verifier="hierarchical"),
+        two({"ngram": {"max": 3}}, horizontal_tokens=3, adaptive=False),
+        two({"bigram": store}, verifier="coupled"),
+        two({"ngram_model": store, "order": 2}),
+        two(
+            {"first_of": [{"ngram": {}}, {"bigram": store}, {"model": small, "stopping": "fixed"}]}
+        ),
+        {"num-speculative-tokens": 5, "levels": [{"eagle3": eagle3, "temperature-scale": 2}]},
+        {
+            "num_speculative_tokens": 9,
+            "levels": [
+                {"ngram_model": store, "num_tokens": 2},
+                {"early_exit": 1, "num_tokens": 4, "verifier": "standard", "max_rounds": 2},
+                {"early_exit": 2, "num_tokens": 5},
+                top,
+            ],
+        },
+        {
+            "num_speculative_tokens": 4,
+            "levels": [
+                {
+                    "first_of": [{"suffix": {"store": store, "shared_tokens": 9}}],
+                    "min_acceptance": 0.2,
+                }
+            ],
+        },
+    ]
+
+
+def cascades(valid: list[dict[str, Any]], seed: int, count: int) -> list[Any]:
+    """Every fifth cascade is one of `valid`, the others are mutated."""
     rng = random.Random(seed)
-    lookups = {
-        "ngram": {"max": 3},
-        "suffix": {"store": "t.safetensors", "shared_tokens": 9},
-        "bigram": "t.npz",
-        "ngram_model": "t.safetensors",
-        "early_exit": 2,
-        "exit_head": "heads",
-        "eagle3": "eagle3",
-    }
-    found = []
-    for i in range(count):
-        raw = valid_cascade(rng, ["small", "mid"], lookups)
-        found.append(raw if i % 5 == 0 else mutated(rng, raw))
-    return found
+    return [
+        valid[i // 5 % len(valid)] if i % 5 == 0 else mutated(rng, rng.choice(valid))
+        for i in range(count)
+    ]
 
 
 def sentence_objection(message: str) -> str | None:

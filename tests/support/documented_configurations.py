@@ -69,7 +69,7 @@ def with_tiny_models(config: dict, family: Family, directory: Path) -> dict:
         if "ngram_model" in level:
             level["ngram_model"] = files.store
         if "bigram" in level:
-            level["bigram"] = files.bigram
+            level["bigram"] = files.store
         if "early_exit" in level or "exit_head" in level:
             # Exits must be ordered by depth, and the target has two layers.
             layer += 1

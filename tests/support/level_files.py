@@ -8,17 +8,15 @@ import torch
 from support.eagle3_head import write_eagle3_head
 from transformers import AutoModelForCausalLM
 
-from vllm_hsd.core.bigram import count_bigrams, write_bigram
 from vllm_hsd.core.exit_head import ExitHead, write_exit_head
 from vllm_hsd.core.exit_head_training import plain_exit_head
-from vllm_hsd.core.suffix_store import collect_texts, write_store
+from vllm_hsd.core.text_store import collect_texts, write_store
 
 
 @dataclass(frozen=True)
 class LevelFiles:
-    """A bigram table, an exit head on the target's first layer, a suffix store, an EAGLE-3 head."""
+    """An exit head on the target's first layer, a store of texts, an EAGLE-3 head."""
 
-    bigram: str
     exit_head: str
     store: str
     eagle3: str
@@ -27,17 +25,16 @@ class LevelFiles:
 def write_level_files(
     target: str, directory: Path, vocab_size: int = 5, trained: bool = False
 ) -> LevelFiles:
-    """Write a table of random text, and the target's own head with noise on every weight.
+    """Write a store of random text, and the target's own head with noise on every weight.
 
     The EAGLE-3 head drafts all but one token; it is random or trained for some seconds.
     """
     eagle3 = directory / "eagle3"
     eagle3.mkdir()
     write_eagle3_head(target, eagle3, draft_vocabulary=vocab_size - 1, trained=trained)
-    names = ("table.npz", "layer-1", "store.safetensors", "eagle3")
+    names = ("layer-1", "store.safetensors", "eagle3")
     files = LevelFiles(*(str(directory / name) for name in names))
     text = np.random.default_rng(0).integers(0, vocab_size, 100 * vocab_size)
-    write_bigram(count_bigrams([text], vocab_size=vocab_size), files.bigram)
     write_store(collect_texts([text], vocab_size), files.store)
     own = target_head(target, layer=1)
     noise = torch.randn(own.weight.shape, generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,7 @@ from support.level_files import LevelFiles
 from support.odd_requests import EOS, LETTERS, TOKENIZER, VOCABULARY
 from support.soak_requests import Answer, SoakRequest, catalog, prompts
 
-from vllm_hsd.core.bigram import count_bigrams, write_bigram
+from vllm_hsd.core.text_store import collect_texts, write_store
 
 # Chunked prefill, preemption and prefix caching within seconds.
 CROWDED = {
@@ -28,9 +28,9 @@ VALID, INVALID = ("ab", "abcde123", '{"a": 7, "b": "x"}'), "{"
 
 
 def write_table(path: Path) -> str:
-    """A bigram table for `three_levels`."""
+    """A store of texts for `three_levels`."""
     texts = [np.array(prompt) for prompt in prompts(200, seed=4)]
-    write_bigram(count_bigrams(texts, vocab_size=VOCABULARY), str(path))
+    write_store(collect_texts(texts, vocab_size=VOCABULARY), str(path))
     return str(path)
 
 

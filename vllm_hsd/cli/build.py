@@ -1,4 +1,4 @@
-"""`vllm-hsd build`: writes the files that bigram, suffix, ngram_model and exit-head levels read."""
+"""`vllm-hsd build`: writes the files that levels read."""
 
 from __future__ import annotations
 
@@ -18,34 +18,26 @@ if TYPE_CHECKING:
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add `build` and its artifacts to the parser of `vllm-hsd`."""
     build = commands.add_parser(
-        "build", help="write the files that bigram, suffix, ngram_model and exit-head levels read"
+        "build", help="write the files that suffix, n-gram model, bigram and exit-head levels read"
     )
     artifacts = build.add_subparsers(required=True, metavar="ARTIFACT")
-    bigram = artifacts.add_parser(
-        "bigram",
-        help="count token pairs for a 'bigram' level",
-        description="Count the token pairs of texts; a level {'bigram': FILE} drafts from them.",
-        epilog="example:\n"
-        "  vllm-hsd build bigram --target Qwen/Qwen3-8B --output code.npz src/*.py",
-    )
-    _add_texts(bigram, "FILE", "table to write")
-    bigram.set_defaults(run=_run_bigram)
-    suffix = artifacts.add_parser(
-        "suffix",
-        help="collect texts for a 'suffix' or 'ngram_model' level",
-        description="Store texts that a level {'suffix': {'store': FILE}} looks in, or that "
-        "{'ngram_model': FILE} counts: text files, "
-        "outputs that were served (.jsonl or .jsonl.gz: responses of the OpenAI API, chats as "
-        "'messages', or 'token_ids'), or chats that the target writes itself.",
+    store = artifacts.add_parser(
+        "store",
+        help="collect texts for 'suffix', 'ngram_model' and 'bigram' levels",
+        description="Store texts that a level {'suffix': {'store': FILE}} looks in, or "
+        "{'ngram_model': FILE} and {'bigram': FILE} count: text files, outputs that were served "
+        "(.jsonl or .jsonl.gz: responses of the OpenAI API, chats as 'messages', or "
+        "'token_ids'), or chats that the target writes itself.",
         epilog="examples:\n"
-        "  vllm-hsd build suffix --target Qwen/Qwen3-8B --output served.safetensors logs.jsonl\n"
-        "  vllm-hsd build suffix --target Qwen/Qwen3-8B --output own.safetensors --chats 1000",
+        "  vllm-hsd build store --target Qwen/Qwen3-8B --output code.safetensors src/*.py\n"
+        "  vllm-hsd build store --target Qwen/Qwen3-8B --output served.safetensors logs.jsonl\n"
+        "  vllm-hsd build store --target Qwen/Qwen3-8B --output own.safetensors --chats 1000",
     )
-    _add_texts(suffix, "FILE", "store to write", least="*")
-    suffix.add_argument(
+    _add_texts(store, "FILE", "store to write", least="*")
+    store.add_argument(
         "--chats", type=int, default=0, metavar="N", help="chats that the target writes itself"
     )
-    suffix.set_defaults(run=_run_suffix)
+    store.set_defaults(run=_run_store)
     heads = artifacts.add_parser(
         "exit-heads",
         help="train heads on the target's layers for 'exit_head' levels",
@@ -76,36 +68,7 @@ def _add_texts(
     parser.add_argument("-o", "--output", required=True, metavar=output, help=written)
 
 
-def build_bigram(target: str, texts: Sequence[str], output: str) -> str:
-    """Count texts and store the table.
-
-    Args:
-        target: path or name of a model, or of its tokenizer alone.
-        texts: text files, one document each.
-        output: file to write.
-
-    Returns:
-        one line that says what was written.
-
-    Raises:
-        UserError: names the argument or file.
-    """
-    from vllm_hsd.core.bigram import count_bigrams, write_bigram
-
-    if not Path(output).absolute().parent.is_dir():
-        raise UserError(
-            f"--output: no directory {quoted(str(Path(output).parent))} to write to; make it."
-        )
-    tokenizer = _tokenizer(target)
-    table = count_bigrams(_documents(texts, tokenizer), _vocab_size(target, len(tokenizer)))
-    write_bigram(table, output)
-    return (
-        f"{output}: {table.counts.sum()} pairs of tokens, {len(table.counts)} of them different, "
-        f"over a vocabulary of {table.vocab_size}"
-    )
-
-
-def build_suffix(target: str, texts: Sequence[str], output: str, chats: int = 0) -> str:
+def build_store(target: str, texts: Sequence[str], output: str, chats: int = 0) -> str:
     """Collect token ids and store them.
 
     Args:
@@ -121,7 +84,7 @@ def build_suffix(target: str, texts: Sequence[str], output: str, chats: int = 0)
         UserError: names the argument or file.
     """
     from vllm_hsd.cli.served_texts import RECORDS, recorded_outputs, self_written_answers
-    from vllm_hsd.core.suffix_store import collect_texts, write_store
+    from vllm_hsd.core.text_store import collect_texts, write_store
 
     if not texts and chats < 1:
         raise UserError("no texts: give files, or let the target write chats with --chats N.")
@@ -197,13 +160,8 @@ def build_exit_heads(
         )
 
 
-def _run_bigram(arguments: argparse.Namespace) -> int:
-    print(build_bigram(arguments.target, arguments.texts, arguments.output))
-    return 0
-
-
-def _run_suffix(arguments: argparse.Namespace) -> int:
-    print(build_suffix(arguments.target, arguments.texts, arguments.output, arguments.chats))
+def _run_store(arguments: argparse.Namespace) -> int:
+    print(build_store(arguments.target, arguments.texts, arguments.output, arguments.chats))
     return 0
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from vllm_hsd.checked_files import written_whole
 from vllm_hsd.cli.options import integers
 from vllm_hsd.errors import UserError, brief, quoted
+from vllm_hsd.levels.ngram_model import MAX_ORDER
 from vllm_hsd.planner.predict import Selection
 from vllm_hsd.planner.profile import (
     MAX_DRAFT_TOKENS,
@@ -50,8 +51,8 @@ def add_parsers(subparsers: Any) -> None:
         help="directories written by `vllm-hsd build exit-heads`",
     )  # fmt: skip
     add(
-        "--bigram", nargs="*", default=[], metavar="FILE",
-        help="tables written by `vllm-hsd build bigram`",
+        "--ngram-model", nargs="*", default=[], type=_ngram_model, metavar="FILE[:ORDER]",
+        help="stores written by `vllm-hsd build store`, and how long contexts are (6)",
     )  # fmt: skip
     add(
         "--ngram", nargs="?", type=int, const=4, default=None, metavar="MAX",
@@ -108,6 +109,15 @@ def add_parsers(subparsers: Any) -> None:
     plan.set_defaults(run=plan_command)
 
 
+def _ngram_model(text: str) -> tuple[str, int]:
+    path, colon, order = text.rpartition(":")
+    if colon and order.isascii() and order.isdigit():
+        if not 1 <= int(order) <= MAX_ORDER:
+            raise argparse.ArgumentTypeError(f"{quoted(text)}: give an order of 1 to {MAX_ORDER}")
+        return path, int(order)
+    return text, MAX_ORDER
+
+
 def _object(text: str) -> dict[str, Any]:
     try:
         parsed = json.loads(text)
@@ -131,7 +141,7 @@ def profile_command(arguments: argparse.Namespace) -> int:
             models=arguments.models,
             exits=arguments.exits,
             exit_heads=[(path, exit_head_header(path).layer) for path in arguments.exit_heads],
-            bigrams=arguments.bigram,
+            ngram_models=arguments.ngram_model,
             ngram=arguments.ngram,
         ),
         sampling=Sampling(temperature=arguments.temperature, top_p=arguments.top_p),

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from vllm_hsd.checked_files import written_whole
-from vllm_hsd.errors import UserError, brief, quoted
+from vllm_hsd.checked_files import TensorHeader, read_tensors, written_whole
+from vllm_hsd.errors import UserError, quoted
 
 FILE_NAME = "exit_head.safetensors"
 
@@ -100,8 +97,7 @@ def exit_head_header(directory: str) -> ExitHeadHeader:
     Raises:
         UserError: the directory holds no such head.
     """
-    with _reading(directory) as stored:
-        return _header(stored)
+    return _read(directory, with_values=False)[0]
 
 
 @lru_cache(maxsize=4)
@@ -111,47 +107,37 @@ def read_exit_head(directory: str) -> ExitHead:
     Raises:
         UserError: the directory holds no such head, or it holds a weight that is not finite.
     """
-    with _reading(directory) as stored:
-        header = _header(stored)
-        norm, weight = stored.get_tensor("norm"), stored.get_tensor("weight")
-        for name, tensor in (("norm", norm), ("weight", weight)):
-            if not torch.isfinite(tensor).all():
-                raise ValueError(f"'{name}' holds a value that is not finite")
-        return ExitHead(header.layer, norm, weight, header.eps)
+    header, tensors = _read(directory)
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(_blame(directory, f"'{name}' holds a value that is not finite"))
+    return ExitHead(header.layer, tensors["norm"], tensors["weight"], header.eps)
 
 
-@contextmanager
-def _reading(directory: str) -> Iterator[Any]:
-    """The open file of a head; whatever goes wrong while it is open is a fault of the file."""
-    path = os.path.join(directory, FILE_NAME)
+def _read(directory: str, with_values: bool = True) -> tuple[ExitHeadHeader, dict[str, Any]]:
     if not os.path.isdir(directory):
         raise UserError(
             f"exit_head: no directory {quoted(directory)}; `vllm-hsd build exit-heads` writes one."
         )
-    try:
-        with safe_open(path, framework="pt") as stored:
-            yield stored
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"exit_head: {quoted(directory)} holds no readable {FILE_NAME} ({brief(error)}); give "
-            "a directory layer-K that `vllm-hsd build exit-heads` wrote."
-        ) from error
+    path, blame = os.path.join(directory, FILE_NAME), partial(_blame, directory)
+    return read_tensors(path, ("norm", "weight"), _check_header, blame, "pt", with_values)
 
 
-def _header(stored: Any) -> ExitHeadHeader:
-    """Check everything about an open file except the values of its weights."""
-    facts = stored.metadata() or {}
-    if not {"layer", "eps"} <= facts.keys() or set(stored.keys()) != {"norm", "weight"}:
-        raise ValueError("it holds other tensors or no metadata")
-    layer, eps = int(facts["layer"]), float(facts["eps"])
-    if not 1 <= layer <= 10_000:
-        raise ValueError("its layer is not between 1 and 10000")
+def _blame(directory: str, reason: str) -> str:
+    return (
+        f"exit_head: {quoted(directory)} holds no readable {FILE_NAME} ({reason}); give a "
+        "directory layer-K that `vllm-hsd build exit-heads` wrote."
+    )
+
+
+def _check_header(header: TensorHeader) -> ExitHeadHeader:
+    """Check everything about a file except the values of its weights."""
+    layer, eps = header.number("layer", 1, 10_000), float(header.facts.get("eps", "nan"))
     if not 0 < eps < 1:
         raise ValueError("its eps is not between 0 and 1")
-    norm, weight = stored.get_slice("norm"), stored.get_slice("weight")
-    if not {norm.get_dtype(), weight.get_dtype()} <= {"F64", "F32", "F16", "BF16"}:
+    if not set(header.types.values()) <= {"F64", "F32", "F16", "BF16"}:
         raise ValueError("its weights are not floating-point numbers")
-    width, shape = tuple(norm.get_shape()), tuple(weight.get_shape())
+    width, shape = header.shapes["norm"], header.shapes["weight"]
     if len(shape) != 2 or 0 in shape or width != shape[1:]:
         raise ValueError("the shapes of 'norm' and 'weight' do not fit")
-    return ExitHeadHeader(layer, eps, shape)
+    return ExitHeadHeader(layer, eps, (shape[0], shape[1]))

@@ -100,6 +100,24 @@ class LookupLevel(PerRequest, Protocol):
         """
 
 
+class Stateless:
+    """A lookup that keeps nothing of a request."""
+
+    def read(
+        self, tokens: np.ndarray, rows: np.ndarray, slots: np.ndarray, ends: np.ndarray
+    ) -> None:
+        """See `LookupLevel.read`."""
+
+    def forget(self, slot: int) -> None:
+        """See `PerRequest`."""
+
+    def set_aside(self, slot: int) -> None:
+        """See `PerRequest`."""
+
+    def restore(self, slot: int, kept: None) -> None:
+        """See `PerRequest`."""
+
+
 @dataclass
 class FirstOf:
     """Several sources in the place of the lowest level; see `core.sources`.

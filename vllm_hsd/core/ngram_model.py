@@ -12,48 +12,77 @@ distribution to draw from, which at temperatures near 1 is accepted more often.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from vllm_hsd.core.bigram import BigramTable, count_bigrams
 from vllm_hsd.core.drafts import last_positions
 from vllm_hsd.core.levels import UNLIMITED
-from vllm_hsd.core.suffix_store import SuffixStore
+from vllm_hsd.core.text_store import TextStore
 
-# Longest context in tokens.
-ORDER = 6
 # An occurrence in the request's own text counts as so many in the store: accepted more often than
 # with 1 in chats that SmolLM2 wrote itself.
 OWN_WEIGHT = 3.0
 _NONE = np.zeros(0, np.int32)
 
 
+@dataclass
+class PairCounts:
+    """Pairs of tokens in a store, as a sparse matrix by rows (CSR).
+
+    Attributes:
+        starts: [V + 1] int64; the pairs that begin with token v are starts[v] to starts[v + 1] - 1.
+        following: [P] int64, the second token of every pair, increasing for each first token.
+        counts: [P] int64, how often each pair occurs, at least 1.
+        single: [V] float64, P_0: tokens counted with one added to each; sums to 1.
+    """
+
+    starts: np.ndarray
+    following: np.ndarray
+    counts: np.ndarray
+    single: np.ndarray
+
+
+def count_pairs(store: TextStore) -> PairCounts:
+    """Count the pairs of a store; none spans two texts."""
+    vocab_size = store.vocab_size
+    single = 1.0 + np.bincount(store.tokens, minlength=vocab_size)
+    inside = np.ones(len(store.tokens), dtype=bool)
+    inside[store.starts[:-1]] = False
+    second = np.flatnonzero(inside)
+    pairs = store.tokens[second - 1].astype(np.int64) * vocab_size + store.tokens[second]
+    distinct, counts = np.unique(pairs, return_counts=True)
+    previous, following = np.divmod(distinct, vocab_size)
+    starts = np.searchsorted(previous, np.arange(vocab_size + 1))
+    return PairCounts(starts, following, counts, single / single.sum())
+
+
 class ContextIndex:
-    """Where contexts of 2 to ORDER tokens occur in a store, and what follows them.
+    """Where contexts of 2 to `order` tokens occur in a store, and what follows them.
 
     Args:
         store: the texts; no context spans two of them.
+        order: longest context in tokens.
     """
 
-    def __init__(self, store: SuffixStore, device: torch.device | str = "cpu") -> None:
-        self.device = device
+    def __init__(self, store: TextStore, order: int) -> None:
         inside = np.arange(len(store.tokens)) - np.repeat(store.starts[:-1], np.diff(store.starts))
         places = np.flatnonzero(inside >= 2)
         # keys[k]: the token k + 1 places before each one, -1 before the text.
-        keys = np.full((ORDER, len(places)), -1, np.int32)
-        for k in range(ORDER):
+        keys = np.full((order, len(places)), -1, np.int32)
+        for k in range(order):
             there = inside[places] > k
             keys[k, there] = store.tokens[places[there] - k - 1]
         # In this order, tokens after the same context of any length stand together.
-        order = np.lexsort(keys[::-1])
-        self.keys, self.next = keys[:, order], store.tokens[places[order]]
+        sort = np.lexsort(keys[::-1])
+        self.keys, self.next = keys[:, sort], store.tokens[places[sort]]
 
     def followers(self, context: np.ndarray) -> Iterator[np.ndarray]:
         """Tokens seen after the last 2, 3, ... tokens of a context, as long as there are any.
 
         Args:
-            context: [up to ORDER] int, the nearest token first.
+            context: [up to `order`] int, the nearest token first.
 
         Yields:
             [n] int32, a token as often as it was seen.
@@ -74,17 +103,18 @@ class NgramModelLevel:
 
     Args:
         store: texts like those to be generated.
+        order: longest context in tokens.
         device: where the logits are wanted.
     """
 
     keeps_cache = False
     context_length = UNLIMITED
 
-    def __init__(self, store: SuffixStore, device: torch.device | str = "cpu") -> None:
-        self.device = device
-        self.pairs: BigramTable = count_bigrams(store, store.vocab_size)
-        self.single = self.pairs.unigram.astype(np.float32)
-        self.contexts = ContextIndex(store)
+    def __init__(self, store: TextStore, order: int, device: torch.device | str = "cpu") -> None:
+        self.order, self.device = order, device
+        self.pairs = count_pairs(store)
+        self.single = self.pairs.single.astype(np.float32)
+        self.contexts = ContextIndex(store, order)
 
     def forward(
         self,
@@ -104,7 +134,7 @@ class NgramModelLevel:
 
     def distribution(self, text: np.ndarray) -> np.ndarray:
         """[V] float32 probabilities of the token after a text, [n] int32, n at least 1."""
-        probs = np.zeros(self.pairs.vocab_size, np.float32)
+        probs = np.zeros(len(self.single), np.float32)
         rest = 1.0
         for followers, counts in reversed(self._counts(text)):
             share = rest / (counts.sum() + len(counts))
@@ -118,10 +148,10 @@ class NgramModelLevel:
         first, last = self.pairs.starts[text[-1] : text[-1] + 2]
         stored = [
             self.pairs.following[first:last],
-            *self.contexts.followers(text[: -ORDER - 1 : -1]),
+            *self.contexts.followers(text[: -self.order - 1 : -1]),
         ]
         found = []
-        for k, here in enumerate(followers_in(text)):
+        for k, here in enumerate(followers_in(text, self.order)):
             there = stored[k] if k < len(stored) else _NONE
             if not len(there) + len(here):
                 break
@@ -132,11 +162,11 @@ class NgramModelLevel:
         return found
 
 
-def followers_in(text: np.ndarray) -> Iterator[np.ndarray]:
-    """Tokens that followed earlier occurrences of a text's last 1, 2, ... tokens."""
+def followers_in(text: np.ndarray, order: int) -> Iterator[np.ndarray]:
+    """Tokens that followed earlier occurrences of a text's last 1, 2, ..., `order` tokens."""
     places = np.flatnonzero(text[:-1] == text[-1]) + 1
     yield text[places]
-    for k in range(2, min(ORDER, len(text)) + 1):
+    for k in range(2, min(order, len(text)) + 1):
         places = places[places >= k]
         places = places[text[places - k] == text[-k]]
         yield text[places]

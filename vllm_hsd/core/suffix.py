@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vllm_hsd.core.levels import Lookup
-from vllm_hsd.core.suffix_store import SuffixStore
+from vllm_hsd.core.text_store import TextStore
 from vllm_hsd.errors import UserError
 
 # Longest match and continuation together.
@@ -53,7 +53,7 @@ class SuffixLevel:
 
     def __init__(
         self,
-        store: SuffixStore | None = None,
+        store: TextStore | None = None,
         shared_tokens: int = 0,
         min_acceptance: float = 0.05,
     ) -> None:

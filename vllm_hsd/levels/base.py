@@ -82,8 +82,8 @@ class Measuring(Protocol):
     def drafter(self, path: str) -> Any:
         """A draft model."""
 
-    def bigram(self, path: str) -> Any:
-        """A table of token pairs."""
+    def ngram_model(self, path: str, order: int) -> Any:
+        """An n-gram model of a store of texts."""
 
     def exit(self, layers: int, head: str | None) -> Any:
         """The target's first layers, with the exit head of a directory if there is one."""
@@ -368,15 +368,29 @@ def named(name: str) -> Iterator[None]:
         raise UserError(f"{name}.{error}") from error
 
 
-def check_vocabulary(key: str, path: str, size: int, target: Target) -> None:
-    """Check that a file was built for the target's vocabulary.
+def check_store(name: str, key: str, path: str, target: Target, shortest: int = 1) -> None:
+    """Check a store of texts.
+
+    Args:
+        name: what messages call the level.
+        key: the user's name of the store.
+        path: the store.
+        target: the target.
+        shortest: some text must have this many tokens.
 
     Raises:
-        UserError: it was built for `size` tokens and the target has others.
+        UserError: it cannot be read, was built for another vocabulary, or has no such text.
     """
-    vocabulary = target.model_config.get_vocab_size()
-    if size != vocabulary:
-        raise UserError(
-            f"{key}: {quoted(path)} was built for {size} tokens and the target has {vocabulary}: "
-            "build it with the target's tokenizer."
-        )
+    from vllm_hsd.core.text_store import read_store, store_vocab_size
+
+    with named(name):
+        size, vocabulary = store_vocab_size(path, key), target.model_config.get_vocab_size()
+        if size != vocabulary:
+            raise UserError(
+                f"{key}: {quoted(path)} was built for {size} tokens and the target has "
+                f"{vocabulary}: build it with the target's tokenizer."
+            )
+        if max(map(len, read_store(path, key))) < shortest:
+            raise UserError(
+                f"{key}: {quoted(path)} has no text of two tokens: build it from longer texts."
+            )

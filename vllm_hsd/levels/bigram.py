@@ -1,25 +1,17 @@
-"""A table of token pairs."""
+"""The likeliest token after the last one, by the pairs of tokens in a store of texts."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from vllm_hsd.levels.base import (
-    Measuring,
-    Name,
-    Place,
-    Target,
-    VerifyingKeys,
-    check_vocabulary,
-    named,
-)
+from vllm_hsd.levels.base import LookupKeys, Name, Place, Target, check_store
 
 
-class BigramLevelConfig(VerifyingKeys):
-    """A table of token pairs.
+class BigramLevelConfig(LookupKeys):
+    """The likeliest token after the last one; {"ngram_model": STORE, "order": 1} draws it instead.
 
     Attributes:
-        bigram: file that `vllm-hsd build bigram` wrote.
+        bigram: store that `vllm-hsd build store` wrote.
     """
 
     kind = "bigram"
@@ -29,28 +21,22 @@ class BigramLevelConfig(VerifyingKeys):
 
     def check(self, name: str, target: Target, draft_length: int) -> None:
         """See `LevelConfig.check`."""
-        from vllm_hsd.core.bigram import bigram_vocab_size, read_bigram
-
-        with named(name):
-            check_vocabulary("bigram", self.bigram, bigram_vocab_size(self.bigram), target)
-            read_bigram(self.bigram)
+        check_store(name, self.kind, self.bigram, target, shortest=2)
 
     def build_v1(self, place: Place) -> Any:
         """See `LevelConfig.build_v1`."""
-        from vllm_hsd.core.bigram import BigramLevel, read_bigram
+        from vllm_hsd.core.bigram import BigramLevel
+        from vllm_hsd.core.text_store import read_store
 
-        return BigramLevel(read_bigram(self.bigram), place.runner.device)
+        return BigramLevel(read_store(self.bigram, self.kind))
 
     def build_v2(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build_v2`."""
         import torch
 
-        from vllm_hsd.core.bigram import read_bigram
+        from vllm_hsd.core.bigram import successors
         from vllm_hsd.core.program import BigramProgramLookup
+        from vllm_hsd.core.text_store import read_store
 
-        successors = torch.from_numpy(read_bigram(self.bigram).successors())
-        return BigramProgramLookup(successors.to(speculator.device))
-
-    def measured(self, models: Measuring) -> Any:
-        """See `LevelConfig.measured`."""
-        return models.bigram(self.bigram)
+        tokens, _ = successors(read_store(self.bigram, self.kind))
+        return BigramProgramLookup(torch.from_numpy(tokens).to(speculator.device))

@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from vllm_hsd.errors import UserError, quoted
-from vllm_hsd.levels.base import Name, Place, Target, VerifyingKeys, check_vocabulary, named
+from pydantic import Field
+
+from vllm_hsd.levels.base import Measuring, Name, Place, Target, VerifyingKeys, check_store
+
+MAX_ORDER = 6
 
 
 class NgramModelLevelConfig(VerifyingKeys):
     """An n-gram language model of a store of texts and of the request's own text.
 
     Attributes:
-        ngram_model: store that `vllm-hsd build suffix` wrote.
+        ngram_model: store that `vllm-hsd build store` wrote.
+        order: longest context in tokens.
     """
 
     kind = "ngram_model"
     may_rest = True
 
     ngram_model: Name
+    order: Annotated[int, Field(ge=1, le=MAX_ORDER)] = MAX_ORDER
 
     def check(self, name: str, target: Target, draft_length: int) -> None:
         """See `LevelConfig.check`."""
-        from vllm_hsd.core.suffix_store import read_store, store_vocab_size
-
-        key, path = self.kind, self.ngram_model
-        with named(name):
-            check_vocabulary(key, path, store_vocab_size(path, key), target)
-            store = read_store(path, key)
-            if len(store.tokens) == len(store.starts) - 1:
-                raise UserError(
-                    f"{key}: {quoted(path)} has no text of two tokens: build it from longer texts."
-                )
+        check_store(name, self.kind, self.ngram_model, target, shortest=2)
 
     def build_v1(self, place: Place) -> Any:
         """See `LevelConfig.build_v1`."""
         from vllm_hsd.core.ngram_model import NgramModelLevel
-        from vllm_hsd.core.suffix_store import read_store
+        from vllm_hsd.core.text_store import read_store
 
         store = read_store(self.ngram_model, self.kind)
-        return NgramModelLevel(store, place.runner.device)
+        return NgramModelLevel(store, self.order, place.runner.device)
+
+    def measured(self, models: Measuring) -> Any:
+        """See `LevelConfig.measured`."""
+        return models.ngram_model(self.ngram_model, self.order)

@@ -13,7 +13,7 @@ from vllm_hsd.levels.base import (
     Place,
     Probability,
     Target,
-    check_vocabulary,
+    check_store,
     named,
 )
 
@@ -25,7 +25,7 @@ class SuffixConfig(Keys):
     """Suffix-tree lookup.
 
     Attributes:
-        store: file of texts to look in, which `vllm-hsd build suffix` wrote.
+        store: file of texts to look in, which `vllm-hsd build store` wrote.
         shared_tokens: most tokens of the server's earlier outputs, to any client, to look in; 0 for
             none.
         min_acceptance: a draft ends before the token that is less likely to be accepted.
@@ -49,20 +49,16 @@ class SuffixLevelConfig(LookupKeys):
     def check(self, name: str, target: Target, draft_length: int) -> None:
         """See `LevelConfig.check`."""
         from vllm_hsd.core.suffix import suffix_tree_class
-        from vllm_hsd.core.suffix_store import read_store, store_vocab_size
 
         with named(name):
             suffix_tree_class()
         if self.suffix.store is not None:
-            with named(f"{name}.suffix"):
-                size = store_vocab_size(self.suffix.store)
-                check_vocabulary("store", self.suffix.store, size, target)
-                read_store(self.suffix.store)
+            check_store(f"{name}.suffix", "store", self.suffix.store, target)
 
     def build_v1(self, place: Place) -> Any:
         """See `LevelConfig.build_v1`."""
         from vllm_hsd.core.suffix import SuffixLevel
-        from vllm_hsd.core.suffix_store import read_store
+        from vllm_hsd.core.text_store import read_store
 
         keys = self.suffix
         store = None if keys.store is None else read_store(keys.store)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from vllm_hsd.core.bigram import BigramTable, read_bigram
 from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, ExitHead, read_exit_head
+from vllm_hsd.core.ngram_model import NgramModelLevel
+from vllm_hsd.core.text_store import read_store
 from vllm_hsd.core.vocabulary import differing_token, fit_logits, readable
 from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.planner.profile import Candidate, Sampling, place
@@ -124,11 +125,11 @@ class ModelSet:
                 f"{self.vocabulary}: they must be the same."
             )
 
-    def bigram(self, path: str) -> BigramTable:
-        """A table of token pairs."""
-        table = read_bigram(path)
-        self._check_vocabulary(f"the bigram table {quoted(path)}", table.vocab_size)
-        return table
+    def ngram_model(self, path: str, order: int) -> NgramModelLevel:
+        """An n-gram model of a store of texts."""
+        store = read_store(path, "ngram_model")
+        self._check_vocabulary(f"the store {quoted(path)}", store.vocab_size)
+        return NgramModelLevel(store, order, self.device)
 
     def exit(self, layers: int, head_path: str | None) -> Any:
         """The target's first layers, with the exit head of a directory if there is one."""
@@ -206,9 +207,11 @@ class ModelSet:
         out, hidden = {}, ()
         for model in models:
             found = self.models[model]
-            if isinstance(found, BigramTable):
-                rows = found.rows(tokens[:, first:].cpu().numpy().ravel())
-                scores = torch.from_numpy(np.log(rows)).float().to(self.device)
+            if isinstance(found, NgramModelLevel):
+                texts = tokens.cpu().numpy().astype(np.int32)
+                rows, ends = np.arange(len(texts)), np.full(len(texts), texts.shape[1])
+                scores = found.forward(texts, rows, 0 * ends, ends, np.full_like(ends, keep))
+                assert scores is not None
                 out[model] = scores.unflatten(0, (len(tokens), keep))
             elif model == deepest or model not in depths:
                 with_hidden = model == deepest and len(depths) > 1
@@ -296,8 +299,8 @@ def _vocabulary(path: str) -> dict[str, int] | None:
 
 def _check_names(target: str, candidates: Sequence[Candidate]) -> None:
     if not candidates:
-        raise UserError("give at least one candidate: --models, --exits, --exit-heads, --bigram "
-                        "or --ngram.")  # fmt: skip
+        raise UserError("give at least one candidate: --models, --exits, --exit-heads, "
+                        "--ngram-model or --ngram.")  # fmt: skip
     seen: set[str] = set()
     for candidate in candidates:
         level = candidate.keys()

@@ -18,7 +18,7 @@ class Task:
 
     Attributes:
         target: path or hub name of the target.
-        candidates: as `candidates` builds them: prompt lookup, bigram tables, models, exits.
+        candidates: as `candidates` builds them: prompt lookup, n-gram models, models, exits.
         max_draft_tokens: longest draft that the profile covers (H).
         text_tokens: tokens of the target's continuation of each prompt.
         contexts: contexts per candidate from which it draws continuations of its own.
@@ -58,23 +58,25 @@ def candidates(
     models: Sequence[str] = (),
     exits: Sequence[int] = (),
     exit_heads: Sequence[tuple[str, int]] = (),
-    bigrams: Sequence[str] = (),
+    ngram_models: Sequence[tuple[str, int]] = (),
     ngram: int | None = None,
 ) -> list[Candidate]:
     """Candidates in the order in which one engine can host them: exits by their depth, last.
 
     Args:
         exit_heads: directory and layer of each.
+        ngram_models: store of texts and order of each.
         ngram: longest match of a prompt lookup.
     """
     found = []
     if ngram is not None:
         found.append(_candidate(f"ngram {ngram}", "ngram", {"max": ngram}))
-    for kind, paths in (("bigram", bigrams), ("model", models)):
-        found += [
-            _candidate(name, kind, _absolute(path))
-            for name, path in zip(_short(paths), paths, strict=True)
-        ]
+    stores = [path for path, _ in ngram_models]
+    for name, (path, order) in zip(_short(stores), ngram_models, strict=True):
+        level = {"ngram_model": _absolute(path), "order": order}
+        found.append(Candidate.model_validate({"name": f"{name} {order}", "level": level}))
+    for name, path in zip(_short(models), models, strict=True):
+        found.append(_candidate(name, "model", _absolute(path)))
     leaving = [(layer, _candidate(f"exit {layer}", "early_exit", layer)) for layer in exits]
     leaving += [
         (layer, _candidate(name, "exit_head", _absolute(path)))

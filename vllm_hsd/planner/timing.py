@@ -21,7 +21,7 @@ import torch
 from scipy.optimize import isotonic_regression
 
 from vllm_hsd.checked_files import read_json, written_whole
-from vllm_hsd.core.bigram import count_bigrams, write_bigram
+from vllm_hsd.core.text_store import collect_texts, write_store
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner import recorder
@@ -64,11 +64,15 @@ class Timing:
         self.vocabulary, self.directory = vocabulary, directory
         models = [i for i, candidate in enumerate(task.candidates) if not candidate.level.is_lookup]
         self.drafters = sorted(models, key=lambda i: sizes[i])
-        # A prompt lookup drafts as it likes: where no two others are there, a bigram table
+        # A prompt lookup drafts as it likes: where no two others are there, an n-gram model
         # drafts as many tokens as are requested.
         self.filler = len(models) < 2
         if self.filler:
             self.drafters.append(len(task.candidates))
+
+    @property
+    def _filler(self) -> str:
+        return str(self.directory / "filler.safetensors")
 
     def settings(self, number: int) -> list[dict[str, Any]]:
         """The cascades to time in one pass, the first being number 0, at every batch size."""
@@ -78,7 +82,7 @@ class Timing:
         for i, candidate in enumerate(self.task.candidates):
             cascades.append(([i], [min(4, longest)]))
             below = next((j for j in self.drafters if j != i), None)
-            if candidate.kind not in ("ngram", "bigram") and below is not None:
+            if not candidate.level.is_lookup and below is not None:
                 cascades += [([below, i], [n, n + 1]) for n in lengths]
         cascades += [(self.drafters[:1], [n]) for n in (*lengths, longest)]
         return [
@@ -112,7 +116,7 @@ class Timing:
         if speculative:
             levels = [candidate.keys() for candidate in task.candidates]
             if self.filler:
-                levels.append({"bigram": str(self.directory / "filler.npz")})
+                levels.append({"ngram_model": str(self._filler), "order": 1})
             # All candidates are levels of one cascade, in which every level needs room.
             room = max(task.max_draft_tokens, len(levels))
             arguments["speculative_config"] = {
@@ -126,8 +130,7 @@ class Timing:
     def engine(self, speculative: bool) -> EngineProcess:
         """The engine with or without speculation; a context manager."""
         if speculative and self.filler:
-            table = count_bigrams([np.arange(self.vocabulary)], self.vocabulary)
-            write_bigram(table, str(self.directory / "filler.npz"))
+            write_store(collect_texts([np.arange(self.vocabulary)], self.vocabulary), self._filler)
         return EngineProcess(
             self.engine_args(speculative), "the engine to time", log=self.directory / "engine.log"
         )

@@ -18,7 +18,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_hsd.core.drafts import ragged_arange
 from vllm_hsd.core.exit_head import ExitHead
-from vllm_hsd.core.levels import Lookup
+from vllm_hsd.core.levels import Lookup, Stateless
 from vllm_hsd.core.vocabulary import fit_logits, readable
 from vllm_hsd.exits import ResidualStream, attention_layer_names, leave_after
 
@@ -291,7 +291,7 @@ def weights_read(model: torch.nn.Module) -> int:
 NGRAM_FIRST, NGRAM_LATER = 0.25, 0.8
 
 
-class NgramLevel:
+class NgramLevel(Stateless):
     """Prompt lookup with vLLM's own matcher.
 
     Args:
@@ -305,20 +305,6 @@ class NgramLevel:
 
         self.shortest, self.longest, self.max_model_len = shortest, longest, max_model_len
         self.match = ngram_proposer._find_longest_matched_ngram_and_propose_tokens
-
-    def read(
-        self, tokens: np.ndarray, rows: np.ndarray, slots: np.ndarray, ends: np.ndarray
-    ) -> None:
-        """See `core.levels.LookupLevel.read`: the matcher reads the whole text at each call."""
-
-    def forget(self, slot: int) -> None:
-        """See `core.levels.PerRequest`: nothing is kept."""
-
-    def set_aside(self, slot: int) -> None:
-        """See `core.levels.PerRequest`."""
-
-    def restore(self, slot: int, kept: None) -> None:
-        """See `core.levels.PerRequest`."""
 
     def lookup(
         self,

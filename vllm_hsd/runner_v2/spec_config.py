@@ -138,8 +138,6 @@ def _check(hsd: CascadeConfig, target_parallel_config) -> None:
                 f"levels[{i}].{level.kind} does not run on vLLM's V2 runner, which takes the "
                 f"kinds {known} and an eagle3 level alone: {_USE_V1}."
             )
-        if level.kind == "bigram":
-            _check_bigram(f"levels[{i}]", i, level)
     if _is_head_alone(hsd):
         for key, holds in {
             "adaptive": hsd.adaptive is not None,
@@ -152,19 +150,6 @@ def _check(hsd: CascadeConfig, target_parallel_config) -> None:
                     f"vLLM's own drafter serves: remove it or {_USE_V1}."
                 )
     schedule_of(hsd)
-
-
-def _check_bigram(name: str, index: int, level) -> None:
-    if index > 0:
-        raise UserError(
-            f"{name}.bigram verifies levels[{index - 1}], but on vLLM's V2 runner a bigram table "
-            f"drafts its likeliest successors and verifies nothing: put it first or {_USE_V1}."
-        )
-    if level.temperature_scale != 1:
-        raise UserError(
-            f"{name}.temperature_scale has no meaning on vLLM's V2 runner, where a bigram table "
-            f"drafts its likeliest successors: remove it or {_USE_V1}."
-        )
 
 
 def verifiers(hsd: CascadeConfig) -> list[str]:
