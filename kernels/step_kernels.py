@@ -206,8 +206,11 @@ def place_kernel(
     if not COMMITTED_TOO:
         written = written & (index >= WINDOW - 1)
     table_ptr = tl.load(table_ptrs_ptr + group).to(tl.pointer_type(tl.int32))
+    table_stride = tl.load(table_strides_ptr + group)
     block_size = tl.load(block_sizes_ptr + group)
-    block_ptr = table_ptr + slot * tl.load(table_strides_ptr + group) + position // block_size
+    # Past its row lies the next request's.
+    written = written & (position // block_size < table_stride)
+    block_ptr = table_ptr + slot * table_stride + position // block_size
     block = tl.load(block_ptr, mask=written, other=0).to(tl.int64)
     where = tl.where(written, block * block_size + position % block_size, -1)
     tl.store(slot_mapping_ptr + group * slot_mapping_stride + place, where, mask=fed)

@@ -136,8 +136,9 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
 
 
 def test_every_item_is_there_and_has_a_limit_of_two_minutes():
+    """But for the one that compiles three models twice."""
     for item in ITEMS:
-        assert callable(item.load().run) and item.limit <= 120
+        assert callable(item.load().run) and item.limit <= (600 if item.name == "defaults" else 120)
 
 
 @pytest.mark.parametrize("name", ["kernels", "proposals"])

@@ -48,6 +48,9 @@ ITEMS = (
     ),
     Item("boot", "vLLM imports, its V2 runner decodes with CUDA graphs, plain and with a cascade"),
     Item("same_text", "engines: greedy text, equal models, eager and captured, no host sync"),
+    Item(
+        "defaults", "engines without any argument serve: no host sync, nothing compiled later", 600
+    ),
     Item("step_times", "time of a step, no speculation, vLLM's drafters and ours at equal K"),
     Item("engine_distribution", "text of engines follows the target, a biased control does not"),
     Item("soak", "requests join, leave and are preempted; seeded text as if each ran alone"),

@@ -51,6 +51,26 @@ def test_a_batch_of_padding_drafts_nothing():
     assert state.draft_length.tolist() == [0, 0] and (state.row_of_slot == -1).all()
 
 
+def test_no_entry_is_written_past_a_row_of_the_block_table():
+    """There lie the next request's blocks, of a level in the target's cache the target's own."""
+    schedule = schedule_of(3, 8)
+    state = GuardedState(schedule, 5).state
+    tensors = runner_tensors(0, 5, schedule.window) | {"scales": torch.ones(2)}
+    cascade_steps.stage(state, schedule, **tensors)
+    groups, _ = block_tables(0)
+    place = (state, schedule, schedule.ops[0], groups, MAX_MODEL_LEN)
+    cascade_steps.place(*place)
+    fed = 5 * schedule.ops[0].query_length
+    whole, position = state.slot_mapping[:, :fed].clone(), state.positions[:fed]
+    groups.table_strides.fill_(2)
+    cascade_steps.place(*place)
+    for g, size in enumerate(groups.block_sizes.tolist()):
+        inside = position // size < 2
+        cut = state.slot_mapping[g, :fed]
+        assert (cut[~inside] == -1).all() and ((cut >= 0) == (inside & (whole[g] >= 0))).all()
+    assert (whole[0] >= 0).sum() > (state.slot_mapping[0, :fed] >= 0).sum()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_ngram_matches_of_vllm(seed, monkeypatch):
     """The tokens of vLLM's matcher, over several chunks of the text and the drafted window."""

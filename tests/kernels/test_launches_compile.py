@@ -20,8 +20,9 @@ def assigned_twice_kernel(NUMBER: tl.constexpr):
         k: tl.constexpr = i  # noqa: F841
 
 
-# One or two registers that are put aside once; where a loop spills, it is more.
-MOST_STACK = 16
+# Bytes: ptxas puts a register or two aside that a launch uses once; where a loop spills, it is
+# more. One program walks a tree of 64 nodes, which no runner launches.
+MOST_STACK = {"traverse_kernel": 112}
 
 
 @pytest.mark.parametrize(
@@ -31,14 +32,14 @@ MOST_STACK = 16
         *(pytest.param("ALL", c, marks=pytest.mark.slow) for c in (80, 90, 100)),
     ],
 )
-def test_every_launch_compiles_without_spills(cases, capability):
+def test_every_launch_compiles_and_no_loop_spills(cases, capability):
     with builds.compile_launches(capability) as compiled:
         launches.launch(getattr(launches, cases))
     assert not compiled.failed, list(compiled.failed)
     assert compiled.built
     for build in compiled.built.values():
         usage = builds.usage(build)
-        assert usage.stack <= MOST_STACK, (build, usage)
+        assert usage.stack <= MOST_STACK.get(build.name, 8), (build, usage)
         if cases == "SHORT":
             # A few lanes gather the logits of drafted tokens; rows are read 16 bytes at a time.
             assert usage.narrow_loads <= 8, (build, usage)

@@ -4,8 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 from vllm import SamplingParams
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from vllm_hsd.runner_v2.adaptive import LearnedLengths
+from vllm_hsd.config import CascadeConfig
+from vllm_hsd.runner_v2.adaptive import LearnedLengths, make_scheduler
+from vllm_hsd.runner_v2.spec_config import MAX_BATCH_SIZE, V2CascadeConfig
 
 BY_SIZE = [0, 3, 3, 0]
 
@@ -67,3 +70,32 @@ def test_a_step_of_decodes_counts(lengths, drafts, drafting, kind):
 def test_other_steps_do_not(lengths, given):
     lengths.step_ended(*given)
     assert lengths.learned.drafting.empty and lengths.learned.plain.empty
+
+
+@pytest.mark.parametrize("slots", [2, 32, 64, 65, 256])
+@pytest.mark.parametrize("limit", [None, 4])
+def test_vllm_captures_the_target_with_and_without_drafts(slots, limit):
+    """For the lengths of the table within its largest batch; what is learned is restored."""
+    hsd = CascadeConfig.parse(
+        {
+            "num_speculative_tokens": 8,
+            "levels": [{"model": "a", "num_tokens": 3}, {"model": "b"}],
+            "adaptive": True,
+            **({} if limit is None else {"disable_by_batch_size": limit}),
+        }
+    )
+    config = object.__new__(V2CascadeConfig)
+    config.hsd, config.num_speculative_tokens = hsd, 8
+    most = limit or MAX_BATCH_SIZE
+    config.num_speculative_tokens_per_batch_size = [(1, most, 8), (most + 1, most + 1, 0)]
+    config.adapt(SimpleNamespace(max_num_seqs=slots, async_scheduling=True))
+    table = config.num_speculative_tokens_per_batch_size
+    dense = build_dynamic_sd_schedule_lookup(table, slots, 8)
+    assert set(dense[1:]) == {0, 8}
+    scheduler = SimpleNamespace(
+        vllm_config=SimpleNamespace(speculative_config=config),
+        dynamic_sd_lookup=dense,
+    )
+    make_scheduler(lambda self: None, scheduler)
+    last = min(slots, most)
+    assert scheduler.dynamic_sd_lookup.by_size[1:] == [8] * last + [0] * (slots - last)

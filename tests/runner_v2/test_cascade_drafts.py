@@ -1,8 +1,11 @@
 """Cascades on the V2 runner's sampling side, with tables in the place of models."""
 
 import itertools
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from support.exact_joint_distribution import chi_square_p_value
 from support.table_distributions import joint, table, tables
 
@@ -104,6 +107,103 @@ def test_a_request_without_a_proposal_has_no_drafts():
     served.drafter.state.row_of_slot[served.slots[1]] = -1
     output = served.step()
     assert output.num_sampled[1] == 1
+
+
+def test_above_the_batch_limit_a_step_of_decodes_runs_no_level():
+    """Its requests draft nothing later: the levels have not read all of their texts."""
+    served = runner([{"temperature": 0.0}] * 3, "equal")
+    passes = []
+    level = SimpleNamespace(in_target_cache=False, compute=lambda *args: passes.append(args))
+    served.drafter.hosted = [level]
+    served.step()
+    assert served.step().num_sampled.max() > 1 and not passes
+    whole = served.drafter.state
+    served.drafter.state = whole.bucket(2)  # fewer than there are requests
+    served.step()
+    assert served.step().num_sampled.tolist() == [1, 1, 1] and not passes
+    served.drafter.state = whole
+    # A request that begins anew in a slot is read from its first token.
+    served.drafter.stale[served.slots[0]] = False
+    served.step()
+    drafted = served.step().num_sampled
+    assert drafted[0] > 1 and drafted[1:].tolist() == [1, 1]
+    target, _ = tables()
+    for text in served.texts():
+        assert all(b == int(target[a].argmax()) for a, b in itertools.pairwise(text[3:]))
+    # A step within the limit that drafts nothing is read: the next one may draft.
+    served.drafter.asked = 0
+    served.step()
+    assert len(passes) == 1 and served.drafter.stale.sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("levels", "prompt", "stale"), [(1, 1, False), (3, 1, True), (3, 2, False), (4, 2, True)]
+)
+def test_prompts_that_leave_a_hole_below_the_window_never_draft(levels, prompt, stale):
+    served = runner([{}] * 3, "two")
+    served.drafter.schedule = SimpleNamespace(num_levels=levels)
+    served.drafter.stale[:] = True
+    batch = SimpleNamespace(
+        num_reqs=2,
+        has_prefill=True,
+        num_tokens_after_padding=0,
+        idx_mapping_np=np.array([2, 0]),
+        prefill_len_np=np.array([prompt, prompt]),
+        is_prefilling_np=np.array([True, False]),
+    )
+    served.drafter.state = served.drafter.state.bucket(1)
+    nothing = torch.zeros(2, dtype=torch.int32)
+    served.drafter.propose(batch, {}, {}, None, None, nothing, *[None] * 5)
+    assert served.drafter.stale.tolist() == [True, True, stale]
+
+
+def test_a_proposal_depends_on_nothing_that_the_last_one_left(monkeypatch):
+    """Garbage between two steps, as where sleep mode has taken the memory, changes no token."""
+    from support.proposal_states import poison, tensors_of
+
+    params = [{"temperature": t, "seed": i} for i, t in enumerate([0.0, 1.0, 0.7])]
+    plain, filled = runner(params, "three"), runner(params, "three")
+    stage = filled.drafter._stage
+    constants = "request", "draft_lengths", "counts", "row_starts"
+
+    def fill_and_stage(state, *args):
+        for name, tensor in tensors_of(filled.drafter.state).items():
+            if not name.startswith(constants) or name.startswith("requested"):
+                poison(tensor)
+        stage(state, *args)
+
+    monkeypatch.setattr(filled.drafter, "_stage", fill_and_stage)
+    for _ in range(4):
+        plain.step()
+        filled.step()
+    assert filled.texts() == plain.texts() and filled.accepted == plain.accepted > 0
+
+
+def test_what_is_made_before_the_weights_and_follows_the_configuration(monkeypatch):
+    """Sleep mode discards what is allocated with the weights; vLLM may shorten texts later."""
+    from support import table_runner
+
+    from vllm_hsd.config import CascadeConfig
+
+    given = {"num_speculative_tokens": 4, "levels": [{"ngram": {"max": 2}, "num_tokens": 1}]}
+    given["levels"].append({"model": "m"})
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 7),
+        speculative_config=SimpleNamespace(hsd=CascadeConfig.parse(given)),
+    )
+
+    def init(self, vllm_config, device):
+        self.vllm_config, self.speculative_config = vllm_config, vllm_config.speculative_config
+        self.max_model_len = vllm_config.model_config.max_model_len  # as in vLLM 0.32
+        self.max_num_reqs, self.max_num_tokens, self.dtype = 9, 20, torch.float32
+
+    monkeypatch.setattr(table_runner.DraftModelSpeculator, "__init__", init)
+    drafter = table_runner.CascadeSpeculator(config, torch.device("cpu"))
+    assert drafter.state.rows[0] is None and drafter.state.rows[1].shape[1:] == (4, 7)
+    # No more requests than torch.compile covers the tokens of.
+    assert drafter.state.batch == 20 // drafter.schedule.longest_query < 9
+    config.model_config.max_model_len = 32
+    assert drafter.max_model_len == 32
 
 
 def test_counts_of_the_levels():

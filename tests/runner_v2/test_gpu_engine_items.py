@@ -7,6 +7,7 @@ from support import triton_cpu, v2_engines
 
 from benchmarks.gpu import (
     boot,
+    defaults,
     engine_distribution,
     engines,
     forwards,
@@ -47,7 +48,7 @@ def test_without_vllm_no_engine_item_runs(tmp_path, monkeypatch):
     without_extensions = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     for spec, reason in ((None, "not installed"), (without_extensions, "no compiled extensions")):
         monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name, spec=spec: spec)
-        for module in (boot, engine_distribution, forwards, memory, same_text, soak, step_times):
+        for module in (boot, defaults, engine_distribution, forwards, memory, same_text, soak):
             with pytest.raises(CannotRun, match=reason):
                 module.run(Setting("cpu", tmp_path))
 
@@ -63,6 +64,15 @@ def test_same_text(setting, text_family):
     found = same_text.run(setting, paths(text_family))
     assert sum("equals that of no speculation" in line for line in found.lines) == 4
     assert found.lines[-1].startswith("A drafter equal to the target: 1.0000")
+
+
+@pytest.mark.slow
+def test_defaults(setting):
+    found = defaults.run(setting)
+    assert [line.split(";")[0] for line in found.lines] == [
+        "two levels: 5 requests of 30 tokens",
+        "three levels, adaptive: 5 requests of 30 tokens",
+    ]
 
 
 @pytest.mark.slow

@@ -144,15 +144,52 @@ def test_a_host_read_while_captured_is_caught(captured):
         captured(served)
 
 
-def test_batch_sizes():
-    from support import triton_cpu
-
-    triton_cpu.prepare_vllm()
+@pytest.mark.parametrize(
+    ("largest", "sizes"),
+    [
+        (1, [1]),
+        (8, [1, 2, 4, 8]),
+        (11, [1, 2, 4, 8, 11]),
+        (64, [1, 2, 4, 8, 16, 24, 32, 48, 64]),
+    ],
+)
+def test_the_largest_batch_that_drafts_is_captured(largest, sizes):
     from vllm_hsd.runner_v2.graphs import batch_sizes
 
-    assert batch_sizes(1) == [1]
-    assert batch_sizes(8) == [1, 2, 4, 8]
-    assert batch_sizes(11) == [1, 2, 4, 8, 11]
+    assert batch_sizes(largest) == sizes
+
+
+def test_no_proposal_feeds_more_than_torch_compile_covers():
+    from vllm_hsd.errors import UserError
+    from vllm_hsd.runner_v2.graphs import largest_batch
+
+    for longest, tokens, expected in ((0, 8, 64), (5, 8192, 64), (5, 256, 51), (10, 10, 1)):
+        assert largest_batch(64, longest, tokens) == expected
+        assert expected * longest <= tokens
+    with pytest.raises(UserError, match="max_num_batched_tokens is 9"):
+        largest_batch(64, 10, 9)
+
+
+def test_attention_captures_as_many_tokens_as_proposals_feed(monkeypatch):
+    """vLLM's bound is that of the target's batches, and stays."""
+    from vllm_hsd.runner_v2 import levels
+
+    given = []
+    monkeypatch.setattr(levels, "init_attn_backend", lambda *args, **_: (given.append(args), 0, 0))
+    compilation = SimpleNamespace(max_cudagraph_capture_size=512, static_forward_context={})
+    speculator = SimpleNamespace(
+        vllm_config=SimpleNamespace(compilation_config=compilation),
+        vocab_size=7,
+        device=None,
+        state=SimpleNamespace(batch=64),
+        schedule=SimpleNamespace(longest_query=10),
+    )
+    made = levels.ModelLevel(speculator, 0)
+    made.layer_names = set()
+    made.init_attention(None)
+    used = given[0][1].compilation_config
+    assert used.max_cudagraph_capture_size == 640 and compilation.max_cudagraph_capture_size == 512
+    assert used.static_forward_context is compilation.static_forward_context
 
 
 def level(supports: bool = True, support: str = "UNIFORM_BATCH") -> SimpleNamespace:
@@ -166,7 +203,7 @@ def level(supports: bool = True, support: str = "UNIFORM_BATCH") -> SimpleNamesp
         get_metadata_builder=lambda index: builder,
         kv_cache_spec=None,
     )
-    return SimpleNamespace(groups=[[group]], vllm_config=None)
+    return SimpleNamespace(groups=[[group]], vllm_config=None, enforce_eager=False)
 
 
 @pytest.mark.parametrize(
@@ -186,21 +223,9 @@ def test_no_cascade_drafts_without_graphs_in_silence(captured, caplog, mode, of,
 
     drafter = captured(runner(), sizes=()).drafter
     drafter.vllm_config = drafter.graphs.vllm_config
-    drafter.vllm_config.compilation_config.max_cudagraph_capture_size = 512
     drafter.hosted, drafter.device = [level(**of), None], torch.device("cpu")
     drafter.init_cudagraph_manager(CUDAGraphMode[mode])
     if warning is None:
         assert drafter.graphs.sizes == [1, 2, 4] and not caplog.text
     else:
         assert drafter.graphs is None and warning in caplog.text
-
-
-def test_batches_that_are_too_large_to_capture_are_named(captured, caplog):
-    from vllm.config.compilation import CUDAGraphMode
-
-    drafter = captured(runner(), sizes=()).drafter
-    drafter.vllm_config, drafter.device = drafter.graphs.vllm_config, torch.device("cpu")
-    drafter.vllm_config.compilation_config.max_cudagraph_capture_size = 9
-    drafter.init_cudagraph_manager(CUDAGraphMode.FULL)
-    assert drafter.graphs.sizes == [1, 2]
-    assert "without CUDA graphs for more than 2 requests" in caplog.text

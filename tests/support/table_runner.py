@@ -6,6 +6,7 @@ Triton's interpreter; logits of target and drafter are rows of a table that the 
 
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from support import triton_cpu
 
@@ -91,6 +92,7 @@ class TableCascade(CascadeSpeculator):
             slots, self.schedule.num_speculative_tokens, dtype=torch.int64
         )
         lookup = self.hsd.levels[0].on_v2 == "lookup"
+        self.device, self.stale = CPU, np.zeros(slots, dtype=bool)
         self.state = ProposalState.allocate(
             self.schedule,
             batch=slots + 1,  # so that a CUDA graph has padding
@@ -127,6 +129,9 @@ class TableCascade(CascadeSpeculator):
             has_prefill=False,
             num_tokens_after_padding=0,
             idx_mapping=slots,
+            idx_mapping_np=slots.numpy(),
+            input_ids=slots[:0],
+            positions=slots[:0],
             seq_lens_cpu_upper_bound=torch.zeros(count, dtype=torch.int32),
         )
         return self.propose(

@@ -2,6 +2,7 @@
 
 import importlib
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -82,21 +83,44 @@ def p_values(
     }
 
 
-def run_engine(engine: dict, jobs: dict[str, dict], *, patch: str | None = None) -> dict:
-    """As `engines.run_engine`, on the V2 runner and in a process that is spawned for it."""
+def run_engine(
+    engine: dict,
+    jobs: dict[str, dict],
+    *,
+    patch: str | None = None,
+    env: dict[str, str] | None = None,
+    work: Callable = engines.run_jobs,
+) -> dict:
+    """As `engines.run_engine`, on the V2 runner and in a process that is spawned for it.
+
+    Args:
+        work: called there with the engine and the jobs.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch, "log")
         try:
             with EngineProcess(
                 {**engines.ENGINE_DEFAULTS, **ENGINE_DEFAULTS, **engine},
                 log=log,
-                environment=ENVIRONMENT,
+                environment={**ENVIRONMENT, **(env or {})},
                 prepare=partial(_prepare, patch),
             ) as process:
-                return process.call(engines.run_jobs, jobs)
+                return process.call(work, jobs)
         except UserError as error:
             tail = log.read_text(errors="replace")[-engines.LOG_CHARACTERS :]
             raise RuntimeError(f"{error}\n{tail}") from error
+
+
+def run_compiled_jobs(llm, jobs: dict[str, dict]) -> dict:
+    """The jobs with the model's own sampling parameters, and how many models were compiled."""
+    from vllm.compilation.counter import compilation_counter
+
+    own = llm.get_default_sampling_params()
+    sampling = {key: getattr(own, key) for key in ("temperature", "top_k", "top_p")}
+    for job in jobs.values():
+        job["params"] = [{**sampling, **params} for params in job["params"]]
+    results = engines.run_jobs(llm, jobs)
+    return {**results, "sampling": sampling, "compiled": compilation_counter.num_models_seen}
 
 
 def _prepare(patch: str | None) -> None:

@@ -15,6 +15,7 @@ from vllm_hsd import metrics
 from vllm_hsd.core.batch_draft_length import BatchDraftLength
 from vllm_hsd.registry import NONE_FILED
 from vllm_hsd.runner_v2.hooks import REGISTRY
+from vllm_hsd.runner_v2.spec_config import max_batch_size
 
 
 class LearnedLengths:
@@ -73,6 +74,10 @@ def make_scheduler(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
     hsd = getattr(self.vllm_config.speculative_config, "hsd", None)
     if hsd is not None and hsd.adaptive and self.dynamic_sd_lookup is not None:
-        learned = LearnedLengths(self, self.dynamic_sd_lookup)
+        by_size = self.dynamic_sd_lookup
+        if len(by_size) - 1 <= max_batch_size(hsd):
+            # `V2CascadeConfig.adapt` has put 0 there.
+            by_size[-1] = max(by_size)
+        learned = LearnedLengths(self, by_size)
         self.dynamic_sd_lookup = learned
         setattr(self, metrics.STEP_ENDED, learned.step_ended)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from vllm.compilation.backends import set_model_tag
 from vllm.config import get_layers_from_vllm_config, replace
-from vllm.config.compilation import CUDAGraphMode
+from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.attn_utils import (
     build_attn_metadata,
     build_slot_mappings_by_layer,
@@ -79,10 +84,16 @@ class ModelLevel:
 
     def init_attention(self, kv_cache_config: Any) -> None:
         """Make attention metadata builders of its own."""
-        # The level's own configuration: builders size their buffers by its heads.
+        # The level's own configuration: builders size their buffers by its heads, and what they
+        # capture by its bound, which is otherwise that of the target's batches.
+        config = copy.copy(self.draft_config)
+        config.compilation_config = copy.copy(config.compilation_config)
+        fed = self.speculator.state.batch * self.speculator.schedule.longest_query
+        bound = config.compilation_config.max_cudagraph_capture_size or 0
+        config.compilation_config.max_cudagraph_capture_size = max(bound, fed)
         self.groups, _, _ = init_attn_backend(
             kv_cache_config,
-            self.draft_config,
+            config,
             self.speculator.device,
             active_layer_names=self.layer_names,
         )
@@ -185,6 +196,44 @@ class ModelLevel:
         )
 
 
+class Uncompiled:
+    """vLLM's own kernels for layers that run outside torch.compile.
+
+    Where vLLM compiles, it leaves norms, rotary embeddings and activations to the compiler. Layer
+    by layer they would be a kernel for every operation of torch.
+
+    Args:
+        parts: modules that run.
+        vllm_config: of the compiled model.
+        device: type of its device; its forward methods are named after it.
+    """
+
+    def __init__(self, parts: Iterable[torch.nn.Module], vllm_config: Any, device: str) -> None:
+        modules = [module for part in parts for module in part.modules()]
+        self.methods = [
+            (module, getattr(module, f"forward_{device}"))
+            for module in modules
+            if isinstance(module, CustomOp)
+        ]
+        config = copy.copy(vllm_config)
+        config.compilation_config = copy.copy(config.compilation_config)
+        config.compilation_config.mode = CompilationMode.NONE
+        self.priority = current_platform.get_default_ir_op_priority(config)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Call these kernels in a block; the compiled model does not look at them again."""
+        replaced = [module._forward_method for module, _ in self.methods]
+        try:
+            for module, method in self.methods:
+                module._forward_method = method
+            with self.priority.set_priority():
+                yield
+        finally:
+            for (module, _), method in zip(self.methods, replaced, strict=True):
+                module._forward_method = method
+
+
 class EarlyExitLevel(ModelLevel):
     """The target's first layers with its own norm and head; it writes the target's cache.
 
@@ -205,10 +254,13 @@ class EarlyExitLevel(ModelLevel):
         self.layers = self.target.model.layers[: self.num_layers]
         self.layer_names = attention_layer_names(self.layers)
         self.decoder = leave_after(self.target.model, self.num_layers, self.final_norm)
+        parts = [*self.layers, self.decoder.norm]
+        self.kernels = Uncompiled(parts, self.vllm_config, self.speculator.device.type)
 
     def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         # Not __call__: that is the whole target where it is compiled.
-        return self.decoder.forward(input_ids, positions, None)
+        with self.kernels.in_use():
+            return self.decoder.forward(input_ids, positions, None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.target.compute_logits(hidden)

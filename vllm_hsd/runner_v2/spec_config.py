@@ -85,10 +85,14 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
 
     def adapt(self, scheduler_config) -> None:
         super().adapt(scheduler_config)
-        always = scheduler_config.max_num_seqs <= max_batch_size(self.hsd)
-        if always and not self.hsd.adaptive:
+        largest = scheduler_config.max_num_seqs
+        if largest <= max_batch_size(self.hsd):
             # With one draft length vLLM pads prefix hits to it, and captures them.
             self.num_speculative_tokens_per_batch_size = None
+            if self.hsd.adaptive and largest > 1:
+                # vLLM captures the target for the lengths of the table, up to its largest batch;
+                # `LearnedLengths` puts the configured one back there.
+                self.num_speculative_tokens_per_batch_size = _by_batch_size(self, largest - 1)
 
     def use_ngram(self) -> bool:
         # Keeps the texts, which the lookup searches, in the GPU's memory.

@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 from typing import Any, cast
 
+import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
@@ -18,7 +20,7 @@ from vllm_hsd.core.program import Program
 from vllm_hsd.core.proposal_state import COUNTS, KVGroups, ProposalState
 from vllm_hsd.kernels.cascade_steps import stage
 from vllm_hsd.runner_v2 import graph_checks
-from vllm_hsd.runner_v2.graphs import ProposalGraphs, batch_sizes, why_eager
+from vllm_hsd.runner_v2.graphs import ProposalGraphs, batch_sizes, largest_batch, why_eager
 from vllm_hsd.runner_v2.levels import EarlyExitLevel
 from vllm_hsd.runner_v2.metrics import DeviceCounts
 from vllm_hsd.runner_v2.spec_config import max_batch_size, schedule_of, verifiers
@@ -34,6 +36,8 @@ class CascadeSpeculator(StandaloneARSpeculator):
     Attributes:
         req_states: vLLM's table of requests, set once the runner has loaded its models.
         state: of the last proposal.
+        stale: bool [max_num_reqs] on the host, slots whose texts the levels have not read whole.
+            Their requests draft nothing any more: what a level reads is never left out.
         graphs: captured proposals; None where all run without a CUDA graph.
     """
 
@@ -49,10 +53,35 @@ class CascadeSpeculator(StandaloneARSpeculator):
         scales = [options.temperature_scale for options in self.hsd.options()]
         self.scales = torch.tensor(scales, dtype=torch.float32, device=device)
         self.req_states: Any = None
-        self.state: ProposalState  # once the levels are loaded
         self.hosted: list[Any] = []
+        self.stale = np.zeros(self.max_num_reqs, dtype=bool)
         self.graphs: ProposalGraphs | None = None
         self.checks = graph_checks.enabled()
+        dtype = cast(torch.dtype, self.dtype)
+        # Before vLLM's memory profile, and not with the weights, which sleep mode may discard.
+        self.state = ProposalState.allocate(
+            self.schedule,
+            batch=largest_batch(
+                min(self.max_num_reqs, max_batch_size(self.hsd)),
+                self.schedule.longest_query,
+                self.max_num_tokens,
+            ),
+            max_num_reqs=self.max_num_reqs,
+            vocab_size=self.vocab_size,
+            dtypes=[None if level.on_v2 == "lookup" else dtype for level in self.hsd.levels],
+            num_kv_groups=1,
+            device=device,
+        )
+        self.counts = DeviceCounts(self.state.counts, self.schedule)
+
+    @property
+    def max_model_len(self) -> int:
+        """Of the target; vLLM may lower it to what the cache holds, after the drafter is made."""
+        return self.vllm_config.model_config.max_model_len
+
+    @max_model_len.setter
+    def max_model_len(self, value: int) -> None:
+        """vLLM 0.32 sets it once."""
 
     def load_draft_model(self, target_model, target_attn_layer_names):
         for i, level in enumerate(self.hsd.levels):
@@ -65,18 +94,6 @@ class CascadeSpeculator(StandaloneARSpeculator):
             else:
                 hosted.load(self.speculative_config.level_configs[i])
             self.hosted.append(hosted)
-        # Here, since vLLM's memory profile comes before the KV cache, and its groups.
-        dtype = cast(torch.dtype, self.dtype)
-        self.state = ProposalState.allocate(
-            self.schedule,
-            batch=min(self.max_num_reqs, max_batch_size(self.hsd)),
-            max_num_reqs=self.max_num_reqs,
-            vocab_size=self.vocab_size,
-            dtypes=[None if level is None else dtype for level in self.hosted],
-            num_kv_groups=1,
-            device=self.device,
-        )
-        self.counts = DeviceCounts(self.state.counts, self.schedule)
         models = [level.model for level in self.hosted if level is not None and level.model]
         return models[-1] if models else target_model
 
@@ -115,20 +132,8 @@ class CascadeSpeculator(StandaloneARSpeculator):
         if reason is not None:
             logger.warning("The cascade drafts without CUDA graphs: %s.", reason)
             return
-        limit = self.vllm_config.compilation_config.max_cudagraph_capture_size
-        wanted = batch_sizes(self.state.batch)
-        # Attention kernels size what they capture for this many tokens.
-        sizes = [size for size in wanted if size * longest <= limit]
-        if sizes != wanted:
-            logger.warning(
-                "The cascade drafts without CUDA graphs for more than %d requests: "
-                "max_cudagraph_capture_size is %d, and a request feeds up to %d tokens.",
-                max(sizes, default=0),
-                limit,
-                longest,
-            )
-        if sizes:
-            self.graphs = ProposalGraphs(self.vllm_config, self.device, sizes)
+        sizes = batch_sizes(self.state.batch)
+        self.graphs = ProposalGraphs(self.vllm_config, self.device, sizes)
 
     def capture(self) -> None:
         if self.graphs is not None:
@@ -170,10 +175,20 @@ class CascadeSpeculator(StandaloneARSpeculator):
         drafts = self.draft_tokens[:count]
         # vLLM's scheduler asks for no drafts of a large batch; its warm-up may.
         drafts_none = num_speculative_tokens == 0 or count > self.state.batch
-        if dummy_run or input_batch.has_prefill or drafts_none:
+        slots = input_batch.idx_mapping_np[:count]
+        if dummy_run or input_batch.has_prefill or (drafts_none and count <= self.state.batch):
             self._ingest(input_batch, attn_metadata, slot_mappings, with_logits=dummy_run)
+        elif drafts_none:
+            # Passes of all levels would cost a large batch more than its drafts are worth later.
+            self.stale[slots] = True
         if dummy_run:
             return drafts
+        if input_batch.has_prefill:
+            # A text that is shorter than the window drafts nothing until it has grown. By then
+            # the levels above the lowest would miss some of it, after the shortest prompts.
+            read = input_batch.prefill_len_np[:count] >= self.schedule.num_levels - 1
+            begins = input_batch.is_prefilling_np[:count]
+            self.stale[slots[begins]] = ~read[begins]
         if drafts_none:
             accepted = (num_sampled - 1).clamp(min=0).sum()
             self.state.counts[-1, COUNTS.accepted] += accepted
@@ -186,7 +201,11 @@ class CascadeSpeculator(StandaloneARSpeculator):
         size = None if self.graphs is None else self.graphs.size_for(count)
         state = self.state.bucket(size or count)
         self.counts.add_proposal()
-        inputs = input_batch.idx_mapping, num_sampled, temperature, seeds
+        index, stale = input_batch.idx_mapping, self.stale[slots]
+        if stale.any():
+            mask = async_tensor_h2d(stale, device=self.device, dtype=torch.bool)
+            index = index.masked_fill(mask, -1)
+        inputs = index, num_sampled, temperature, seeds
         self._stage(state, *inputs)
         if size is not None:
             for level in self.hosted:
