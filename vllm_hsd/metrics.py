@@ -13,17 +13,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
+import numpy as np
 import prometheus_client
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_hsd.core.levels import LevelStats
+from vllm_hsd.core.counters import Count, LevelCounts
 from vllm_hsd.registry import NONE_FILED
 from vllm_hsd.shared_hooks import REGISTRY
 
 logger = logging.getLogger(__name__)
 
+# In the order of the columns of `LevelCounts.rows`.
 COUNTERS = {
     "drafted": "Tokens that a level proposed to the next level or the target.",
     "accepted": "Tokens of a level that the next level or the target accepted.",
@@ -35,16 +38,13 @@ COUNTERS = {
     "seconds": "Seconds of a level: forward passes, lookups, verification; on CPU only.",
     "sat_out": "Requests that a level drafted nothing for: states of the target were gone.",
 }
-
 SOURCE_COUNTERS = {
     "drafted": "Tokens of one of a level's sources that the level proposed.",
     "accepted": "Tokens of one of a level's sources that were accepted.",
 }
-# Counters that appear once they count something.
-_OFTEN_ZERO = ("forward_seconds", "sat_out", "requested", "empty", "seconds")
 
 # Of a step's output: pickled to the scheduler with it, unknown to vLLM.
-ATTRIBUTE = "hsd_level_stats"
+ATTRIBUTE = "hsd_level_counts"
 # Of a scheduler: a function that is told of every step that has ended.
 STEP_ENDED = "hsd_step_ended"
 
@@ -55,70 +55,58 @@ _UNTIL = "vLLM carries a drafter's own statistics"
 LOGGER_PLUGINS = "vllm-project/vllm#22456"
 
 
-@dataclass
-class LevelTotals:
-    """Counts per level summed over steps; index 0 is the cheapest level."""
-
-    levels: list[LevelStats] = field(default_factory=list)
-
-    def add(self, levels: list[LevelStats]) -> None:
-        if not self.levels:
-            self.levels = [LevelStats() for _ in levels]
-        self.levels = [a + b for a, b in zip(self.levels, levels, strict=True)]
-
-    def take(self) -> list[LevelStats]:
-        """Totals since the last call."""
-        taken, self.levels = self.levels, []
-        return taken
-
-
-def log_line(levels: list[LevelStats]) -> str:
-    """One part per level for the log."""
-    return "; ".join(f"level {i}: {_described(level)}" for i, level in enumerate(levels))
-
-
-def _described(level: LevelStats) -> str:
-    rate = level.accepted / level.drafted if level.drafted else float("nan")
-    seconds = f" in {level.forward_seconds:.2f} s" if level.forward_seconds else ""
-    lengths = ""
-    if level.requested:
-        mean, empty = level.drafted / level.requested, level.empty / level.requested
-        lengths = f"mean length {mean:.1f}, none for {empty:.1%}, "
-    drafting = f"{level.seconds:.2f} s, " if level.seconds else ""
-    sat_out = f", sat out {level.sat_out} requests" if level.sat_out else ""
+def log_line(counts: LevelCounts) -> str:
+    """One part per level for the log, the first one with its sources."""
     sources = "".join(
-        f", {name} {source.accepted} of {source.drafted}" for name, source in level.sources.items()
+        f", {name} {row[Count.accepted]} of {row[Count.drafted]}"
+        for name, row in zip(counts.sources, counts.rows[counts.num_levels :], strict=True)
+        if row.any()
     )
+    return "; ".join(
+        f"level {i}: {_described(row)}{'' if i else sources}"
+        for i, row in enumerate(counts.rows[: counts.num_levels].tolist())
+    )
+
+
+def _described(row: list[int]) -> str:
+    drafted, accepted, rounds, forwards, forward_ns, requested, empty, ns, sat_out = row
+    rate = accepted / drafted if drafted else float("nan")
+    lengths = ""
+    if requested:
+        lengths = f"mean length {drafted / requested:.1f}, none for {empty / requested:.1%}, "
     return (
-        f"drafted {level.drafted}, accepted {level.accepted} ({rate:.1%}), "
-        f"{lengths}{drafting}"
-        f"rounds {level.rounds}, forwards {level.forwards}{seconds}{sat_out}{sources}"
+        f"drafted {drafted}, accepted {accepted} ({rate:.1%}), {lengths}"
+        + (f"{ns / 1e9:.2f} s, " if ns else "")
+        + f"rounds {rounds}, forwards {forwards}"
+        + (f" in {forward_ns / 1e9:.2f} s" if forward_ns else "")
+        + (f", sat out {sat_out} requests" if sat_out else "")
     )
 
 
-_counters: dict[str, prometheus_client.Counter] = {}
-_source_counters: dict[str, prometheus_client.Counter] = {}
+_counters: list[prometheus_client.Counter] = []
+_source_counters: list[prometheus_client.Counter] = []
 
 
-def count(levels: list[LevelStats], engine: int) -> None:
+def count(counts: LevelCounts, engine: int) -> None:
     """Add one step's counts to the Prometheus counters `vllm_hsd:level_*`."""
     if not _counters:
+        labels, new = ["engine", "level"], prometheus_client.Counter
         for name, text in COUNTERS.items():
-            _counters[name] = prometheus_client.Counter(
-                f"vllm_hsd:level_{name}", text, labelnames=["engine", "level"]
-            )
+            _counters.append(new(f"vllm_hsd:level_{name}", text, labels))
         for name, text in SOURCE_COUNTERS.items():
-            _source_counters[name] = prometheus_client.Counter(
-                f"vllm_hsd:source_{name}", text, labelnames=["engine", "level", "source"]
-            )
-    for i, level in enumerate(levels):
-        for name, counter in _counters.items():
-            value = getattr(level, name)
-            if value or name not in _OFTEN_ZERO:
-                counter.labels(str(engine), str(i)).inc(value)
-        for source, counts in level.sources.items():
-            for name, counter in _source_counters.items():
-                counter.labels(str(engine), str(i), source).inc(getattr(counts, name))
+            _source_counters.append(new(f"vllm_hsd:source_{name}", text, [*labels, "source"]))
+    rows = counts.rows.tolist()
+    for i, row in enumerate(rows[: counts.num_levels]):
+        for column, counter in enumerate(_counters):
+            # The first columns are there from the first step, others once they count something.
+            if row[column] or column <= Count.forwards:
+                seconds = column in (Count.forward_ns, Count.ns)
+                counter.labels(str(engine), str(i)).inc(
+                    row[column] / 1e9 if seconds else row[column]
+                )
+    for name, row in zip(counts.sources, rows[counts.num_levels :], strict=True):
+        for column, counter in enumerate(_source_counters):
+            counter.labels(str(engine), "0", name).inc(row[column])
 
 
 def level_counts() -> list[dict[str, float]]:
@@ -127,7 +115,7 @@ def level_counts() -> list[dict[str, float]]:
     Empty before the first step, and when vLLM runs with statistics switched off.
     """
     found: dict[int, dict[str, float]] = {}
-    for name, counter in _counters.items():
+    for name, counter in zip(COUNTERS, _counters, strict=False):
         for sample in next(iter(counter.collect())).samples:
             if sample.name.endswith("_total"):
                 level = found.setdefault(int(sample.labels["level"]), dict.fromkeys(COUNTERS, 0.0))
@@ -147,9 +135,10 @@ def counted_since(before: Sequence[Mapping[str, float]]) -> list[dict[str, float
 
 @dataclass
 class HsdSpecDecodingStats(SpecDecodingStats):
-    """vLLM's statistics of a step's drafts with the counts of every level."""
+    """vLLM's statistics of a step's drafts with the counts of every level, see `LevelCounts`."""
 
-    levels: list[LevelStats] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
 
 
 @REGISTRY.changes(
@@ -177,9 +166,8 @@ def widen_statistics() -> None:
 def update_from_output(original, self, scheduler_output, model_runner_output):
     if (step_ended := getattr(self, STEP_ENDED, None)) is not None:
         step_ended(scheduler_output, model_runner_output)
-    levels = getattr(model_runner_output, ATTRIBUTE, None)
-    if levels is not None:
-        _totals(self).add(levels)
+    if (counts := getattr(model_runner_output, ATTRIBUTE, None)) is not None:
+        _add(self, counts)
     return original(self, scheduler_output, model_runner_output)
 
 
@@ -198,10 +186,12 @@ def update_from_output(original, self, scheduler_output, model_runner_output):
     issue=NONE_FILED,
 )
 def make_stats(original, self, spec_decoding_stats=None, *args, **kwargs):
-    if self.log_stats and (levels := _totals(self).take()):
+    if self.log_stats and (counts := _take(self)) is not None:
         stats = spec_decoding_stats or SpecDecodingStats.new(self.num_spec_tokens)
         values = {f.name: getattr(stats, f.name) for f in fields(SpecDecodingStats)}
-        spec_decoding_stats = HsdSpecDecodingStats(**values, levels=levels)
+        spec_decoding_stats = HsdSpecDecodingStats(
+            **values, rows=counts.rows.tolist(), sources=counts.sources
+        )
     return original(self, spec_decoding_stats, *args, **kwargs)
 
 
@@ -213,10 +203,9 @@ def make_stats(original, self, spec_decoding_stats=None, *args, **kwargs):
     issue=LOGGER_PLUGINS,
 )
 def observe(original, self, spec_decoding_stats):
-    levels = getattr(spec_decoding_stats, "levels", [])
-    if levels:
-        _totals(self).add(levels)
-    if not levels or spec_decoding_stats.num_drafts:
+    if (counts := _counts_of(spec_decoding_stats)) is not None:
+        _add(self, counts)
+    if counts is None or spec_decoding_stats.num_drafts:
         original(self, spec_decoding_stats)
 
 
@@ -229,9 +218,9 @@ def observe(original, self, spec_decoding_stats):
 )
 def log(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
-    if levels := _totals(self).take():
+    if (counts := _take(self)) is not None:
         log_fn = kwargs.get("log_fn", args[0] if args else _vllm_logger().info)
-        log_fn("Cascade metrics: %s", log_line(levels))
+        log_fn("Cascade metrics: %s", log_line(counts))
 
 
 @REGISTRY.replaces(
@@ -243,15 +232,26 @@ def log(original, self, *args, **kwargs):
 )
 def observe_prometheus(original, self, spec_decoding_stats, engine_idx=0):
     original(self, spec_decoding_stats, engine_idx)
-    if levels := getattr(spec_decoding_stats, "levels", []):
-        count(levels, engine_idx)
+    if (counts := _counts_of(spec_decoding_stats)) is not None:
+        count(counts, engine_idx)
 
 
-def _totals(owner) -> LevelTotals:
-    """Totals that live as long as a scheduler or logger of vLLM."""
-    if not hasattr(owner, "hsd_totals"):
-        owner.hsd_totals = LevelTotals()
-    return owner.hsd_totals
+def _counts_of(stats: SpecDecodingStats) -> LevelCounts | None:
+    rows = getattr(stats, "rows", [])
+    return LevelCounts(np.array(rows, np.int64), stats.sources) if rows else None  # type: ignore[attr-defined]
+
+
+def _add(owner: Any, counts: LevelCounts) -> None:
+    """Add to the totals of a scheduler or logger of vLLM, which live as long as it."""
+    total = getattr(owner, "hsd_totals", None)
+    rows = counts.rows if total is None else total.rows + counts.rows
+    owner.hsd_totals = LevelCounts(rows, counts.sources)
+
+
+def _take(owner: Any) -> LevelCounts | None:
+    """The totals since the last call, None where nothing was added."""
+    taken, owner.hsd_totals = getattr(owner, "hsd_totals", None), None
+    return taken
 
 
 def _vllm_logger() -> logging.Logger:

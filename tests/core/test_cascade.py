@@ -12,6 +12,7 @@ from oracle.exact import Table
 from oracle.stand_ins import TableLevel, TableLookup
 
 from vllm_hsd.core.cascade import Cascade
+from vllm_hsd.core.counters import Count
 from vllm_hsd.core.drafts import DraftStore, ragged_arange
 from vllm_hsd.core.levels import DraftBatch, LevelOptions
 from vllm_hsd.core.stopping import EntropyThresholds
@@ -99,9 +100,9 @@ def test_nothing_runs_where_nothing_is_requested(draft_lengths):
     cascade = Cascade(levels(len(draft_lengths)), options(*draft_lengths), 4)
     drafts = propose(cascade, batch_of(4, len(draft_lengths)), np.zeros(4, dtype=np.int64))
     assert drafts.counts.tolist() == [0] * 4
-    assert all(level.forwards == 0 for level in cascade.counters.stats)
+    assert not cascade.counters.rows[:, Count.forwards].any()
     propose(cascade, batch_of(0, len(draft_lengths)), np.zeros(0, dtype=np.int64))
-    assert all(level.forwards == 0 for level in cascade.counters.stats)
+    assert not cascade.counters.rows[:, Count.forwards].any()
 
 
 def test_slots_that_take_no_part_are_left_alone():
@@ -116,8 +117,8 @@ def test_draft_lengths_bound_every_round():
     below, above = levels(2)
     cascade = Cascade([below, above], options(2, 7), 50)
     propose(cascade, batch_of(50, 2), np.full(50, 7))
-    stats = cascade.counters.stats[0]
-    assert stats.drafted <= 2 * stats.rounds
+    row = cascade.counters.rows[0]
+    assert row[Count.drafted] <= 2 * row[Count.rounds]
     # The first pass brings the prompt in; later ones verify at most two drafts, and feed what
     # the level drew itself the round before.
     assert max(max(counts) for counts in above.passes[1:]) <= 3
@@ -128,7 +129,7 @@ def test_rounds_are_limited():
     cascade = Cascade(levels(2), options(2, 8, max_rounds=1), 200)
     drafts = propose(cascade, batch_of(200, 2), np.full(200, 8))
     assert set(drafts.counts.tolist()) == {1, 2, 3}
-    assert cascade.counters.stats[0].rounds == 200
+    assert cascade.counters.rows[0, Count.rounds] == 200
     cascade = Cascade(levels(2), options(2, 8, max_rounds=2), 200)
     drafts = propose(cascade, batch_of(200, 2), np.full(200, 8))
     assert drafts.counts.min() >= 2 and drafts.counts.max() <= 6
@@ -209,7 +210,7 @@ def test_a_level_that_finds_nothing_proposes_nothing():
     cascade = Cascade([TableLookup(Table(VOCABULARY, 1), PROMPT), *levels(1)], options(3, 6), 30)
     drafts = propose(cascade, batch_of(30, 2), np.full(30, 6))
     assert drafts.counts.tolist() == [6] * 30
-    assert 0 < cascade.counters.stats[0].drafted < 3 * 30 * 6
+    assert 0 < cascade.counters.rows[0, Count.drafted] < 3 * 30 * 6
 
 
 class ShortLevel(CountingLevel):
@@ -265,9 +266,9 @@ def test_the_level_below_drafts_where_a_level_sits_out():
         for t, row in enumerate(drafts.rows(np.array([slot]), 3)[0]):
             expected = stand_ins[0].table(tuple(drafts.token_ids[slot, :t].tolist()))
             assert drafts.probs[row].tolist() == pytest.approx([float(v) for v in expected])
-    assert (cascade.counters.stats[0].drafted, cascade.counters.stats[1].drafted) == (60, 0)
+    assert cascade.counters.rows[:, Count.drafted].tolist() == [60, 0]
     cascade.record_acceptance(np.arange(20), np.full(20, 2), batch_of(20, 2).thresholds)
-    assert (cascade.counters.stats[0].accepted, cascade.counters.stats[1].accepted) == (40, 0)
+    assert cascade.counters.rows[:, Count.accepted].tolist() == [40, 0]
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -334,7 +335,7 @@ def test_counts_start_again_at_zero():
     cascade = Cascade(levels(2), options(2, 4), 5)
     propose(cascade, batch_of(5, 2), np.full(5, 4))
     taken = cascade.counters.take()
-    assert [level.drafted > 0 for level in taken] == [True, True]
-    assert taken[0].accepted <= taken[0].drafted
-    assert taken[1].drafted == 20 and taken[1].rounds == 5
-    assert all(level.drafted == level.forwards == 0 for level in cascade.counters.take())
+    assert (taken.rows[:, Count.drafted] > 0).all()
+    assert taken.rows[0, Count.accepted] <= taken.rows[0, Count.drafted]
+    assert taken.rows[1, [Count.drafted, Count.rounds]].tolist() == [20, 5]
+    assert not cascade.counters.take().rows.any()

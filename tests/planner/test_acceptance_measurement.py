@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.paper_tables import closed_forms
+from vllm_hsd.core.counters import Count
 from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.core.text_store import collect_texts, write_store
 from vllm_hsd.errors import UserError
@@ -124,7 +125,7 @@ def test_predicted_calls_are_those_of_cascades_that_run(measured, models, text_f
         result = engine.generate(prompt, 30, seed=seed)
         calls.append(result.target_calls)
         tokens.append(len(result.token_ids))
-        forwards.append([stats.forwards for stats in result.levels])
+        forwards.append(result.counts.rows[:, Count.forwards].tolist())
     forward = [LatencyTable(batch_sizes=[1], tokens=[1], ms=[[1.0]]) for _ in range(6)]
     found = Acceptance(measured.tables["block"], {NGRAM: measured.tables["lookup0"]})
     predicted = predict(selection, Measured(Latencies(forward=forward), found), output_tokens=31)

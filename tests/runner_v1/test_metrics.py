@@ -1,6 +1,5 @@
 """Counts per level on their way from the worker to the front end."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +7,8 @@ import torch
 from support.engines import run_engine
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_hsd.core.levels import LevelStats, SourceStats
-from vllm_hsd.metrics import LevelTotals, log_line
+from vllm_hsd import metrics
+from vllm_hsd.core.counters import Count, LevelCounts
 from vllm_hsd.runner_v1.on_runner import sample_tokens
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(6)]
@@ -67,45 +66,51 @@ def test_counts_cross_the_processes_of_an_engine(engine, in_process):
         assert counts(results[job]["levels"]) == counts(in_process[job]["levels"])
 
 
-def test_totals_add_up_and_print():
-    totals = LevelTotals()
-    assert totals.take() == []
-    for _ in range(2):
-        totals.add(
-            [
-                LevelStats(8, 4, 3, 9, 0.25, sat_out=1, requested=4, empty=1, seconds=0.5),
-                LevelStats(),
-            ]
-        )
-    levels = totals.take()
-    assert levels == [
-        LevelStats(16, 8, 6, 18, 0.5, sat_out=2, requested=8, empty=2, seconds=1.0),
-        LevelStats(),
-    ]
-    assert totals.take() == []
-    assert log_line(levels) == (
-        "level 0: drafted 16, accepted 8 (50.0%), mean length 2.0, none for 25.0%, 1.00 s, "
-        "rounds 6, forwards 18 in 0.50 s, sat out 2 requests; "
-        "level 1: drafted 0, accepted 0 (nan%), rounds 0, forwards 0"
-    )
+def counted(*rows: dict[str, int], sources: tuple[str, ...] = ()) -> LevelCounts:
+    counts = LevelCounts.zeros(len(rows) - len(sources), sources)
+    for row, given in zip(counts.rows, rows, strict=True):
+        for name, value in given.items():
+            row[Count[name]] = value
+    return counts
 
 
-def test_counts_by_source_add_up_and_print():
-    totals = LevelTotals()
-    totals.add([LevelStats(8, 4, 3, sources={"ngram": SourceStats(5, 2)})])
-    totals.add([LevelStats(1, 1, 1, sources={"ngram": SourceStats(1, 1), "model": SourceStats(2)})])
-    (level,) = totals.take()
-    assert level.sources == {"model": SourceStats(2, 0), "ngram": SourceStats(6, 3)}
-    assert log_line([level]).endswith("forwards 0, model 0 of 2, ngram 3 of 6")
+LEVEL = {"drafted": 8, "accepted": 4, "rounds": 3, "forwards": 9, "requested": 4, "empty": 1}
+LEVEL |= {"forward_ns": 250_000_000, "ns": 500_000_000, "sat_out": 1}
+NGRAM, MODEL = {"drafted": 6, "accepted": 3}, {"drafted": 2}
+NOTHING = "level 1: drafted 0, accepted 0 (nan%), rounds 0, forwards 0"
+LINE = (
+    "level 0: drafted 16, accepted 8 (50.0%), mean length 2.0, none for 25.0%, 1.00 s, "
+    "rounds 6, forwards 18 in 0.50 s, sat out 2 requests"
+)
 
 
-def test_seconds_are_left_out_where_they_are_not_exact():
+@pytest.mark.parametrize(
+    ("counts", "line"),
+    [
+        (
+            counted(LEVEL, {}),
+            f"{LINE}; level 1: drafted 0, accepted 0 (nan%), rounds 0, forwards 0",
+        ),
+        (counted(LEVEL, NGRAM, MODEL, sources=("n", "m")), f"{LINE}, n 6 of 12, m 0 of 4"),
+        (counted(LEVEL, NGRAM, {}, sources=("n", "m")), f"{LINE}, n 6 of 12"),
+    ],
+)
+def test_totals_add_up_and_print(counts, line):
+    owner = SimpleNamespace()
+    assert metrics._take(owner) is None
+    metrics._add(owner, counts)
+    metrics._add(owner, counts)
+    totals = metrics._take(owner)
+    assert (totals.rows == 2 * counts.rows).all() and counts.rows[0, Count.drafted] == 8
+    assert metrics._take(owner) is None
+    assert metrics.log_line(totals) == line
+
+
+@pytest.mark.parametrize(("device", "kept"), [("cpu", 1), ("cuda", 0)])
+def test_seconds_are_left_out_where_they_are_not_exact(device, kept):
     """On an accelerator the host's clock only shows how long it took to enqueue the work."""
-    stats = [LevelStats(8, 4, 3, 9, 0.25)]
-    for device, seconds in (("cpu", 0.25), ("cuda", 0.0)):
-        output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
-        proposer = SimpleNamespace(
-            device=torch.device(device), take_stats=lambda: [replace(level) for level in stats]
-        )
-        found = sample_tokens(lambda grammar_output: output, proposer, None)  # noqa: B023
-        assert found.hsd_level_stats == [replace(stats[0], forward_seconds=seconds)]
+    output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
+    proposer = SimpleNamespace(device=torch.device(device), take_counts=lambda: counted(LEVEL))
+    row = sample_tokens(lambda grammar: output, proposer, None).hsd_level_counts.rows[0]
+    assert row[[Count.forward_ns, Count.ns]].tolist() == [250_000_000 * kept, 500_000_000 * kept]
+    assert row[Count.drafted] == 8

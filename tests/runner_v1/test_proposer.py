@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm_hsd.core.counters import Count
 from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.runner_v1.proposer import CascadeProposer
 
@@ -37,8 +38,8 @@ def test_selected_levels_keep_their_options_and_get_new_draft_lengths(proposer):
     assert proposer.cascade.options == [LevelOptions(2, stopping="entropy"), LevelOptions(6)]
     assert proposer.num_speculative_tokens == 6
     assert proposer.cascade.drafts[-1].probs.shape == (4 * 6, 5)
-    proposer.cascade.counters.stats[1].drafted = 5
-    assert [stats.drafted for stats in proposer.take_stats()] == [0, 0, 5]
+    proposer.cascade.counters.rows[1, Count.drafted] = 5
+    assert proposer.take_counts().rows[:, Count.drafted].tolist() == [0, 0, 5]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import torch
 from support.exact_joint_distribution import chi_square_p_value
 from support.table_distributions import joint, table, tables
 
+from vllm_hsd.core.counters import Count
+
 pytestmark = pytest.mark.interpret
 
 
@@ -212,20 +214,21 @@ def test_counts_of_the_levels():
     counts = served.drafter.counts
     for _ in range(3):
         served.step()
-    lower, top = counts.take()
-    assert top.accepted == served.accepted > 0
-    assert top.rounds == 9 and top.drafted <= 9 * 4
-    assert 0 < lower.accepted < lower.drafted <= lower.rounds
+    rows = counts.take().rows
+    lower, top = rows
+    assert top[Count.accepted] == served.accepted > 0
+    assert top[Count.rounds] == 9 and top[Count.drafted] <= 9 * 4
+    assert 0 < lower[Count.accepted] < lower[Count.drafted] <= lower[Count.rounds]
     # Two rounds of a draft token and a verification each, in three proposals.
-    assert (lower.forwards, top.forwards) == (6, 6)
-    assert [level.drafted for level in counts.take()] == [0, 0]
+    assert rows[:, Count.forwards].tolist() == [6, 6]
+    assert not counts.take().rows[:, Count.drafted].any()
     before = served.accepted
     # As in a step with too many requests: nothing is drafted, and the last acceptance is counted.
     served.drafter.asked = 0
     served.step()
-    lower, top = counts.take()
-    assert top.accepted == served.accepted - before
-    assert (top.drafted, top.forwards, lower.drafted) == (0, 0, 0)
+    rows = counts.take().rows
+    assert rows[1, Count.accepted] == served.accepted - before
+    assert not rows[:, Count.drafted].any() and not rows[1, Count.forwards]
     assert served.step().num_sampled.tolist() == [1, 1, 1]
 
 

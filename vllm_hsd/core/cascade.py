@@ -77,7 +77,7 @@ class Cascade:
             lengths[0] = max(lengths[0], horizontal_tokens)
         self.drafts = [DraftStore(num_slots, length) for length in lengths]
         names = levels[0].names if levels and isinstance(levels[0], FirstOf) else []
-        self.counters = Counters(len(self.levels), names)
+        self.counters = Counters.zeros(len(self.levels), names)
         self.models = LevelModels(self.levels, self.options, self.counters)
         self.lowest = LowestLevel(levels[0], self.models, self.drafts[0]) if options else None
         self.learning = Learning(self.lowest, self.drafts, num_slots, controller)

@@ -2,81 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Self
 
 import numpy as np
 
 from vllm_hsd.core.drafts import DraftStore
-from vllm_hsd.core.levels import LevelStats, SourceStats
 from vllm_hsd.core.rounds import Round
 
 
-class Counters:
-    """Counts per level, and per source of the lowest level.
+class Count(IntEnum):
+    """Columns of `LevelCounts.rows`; the first three are also those of the V2 runner's device.
 
-    Args:
-        num_levels: levels of the cascade.
-        sources: names of the lowest level's sources, where it has several.
-
-    Attributes:
-        stats: one entry per level, since the last `take`.
+    A level proposed `drafted` tokens in `rounds` drafts to the next model up, which had requested
+    `requested` drafts, `empty` of which got no token. For `sat_out` requests it could draft
+    nothing, since the target's states that it needs were gone. `ns` nanoseconds went into its
+    forward passes (`forward_ns`), lookups and verifications.
     """
 
-    def __init__(self, num_levels: int, sources: Sequence[str] = ()) -> None:
-        self.sources = list(sources)
-        self.stats = [LevelStats() for _ in range(num_levels)]
+    drafted = 0
+    accepted = 1
+    rounds = 2
+    forwards = 3
+    forward_ns = 4
+    requested = 5
+    empty = 6
+    ns = 7
+    sat_out = 8
 
-    def take(self) -> list[LevelStats]:
-        """The counts since the last call, one entry per level; they start again at zero."""
-        taken, self.stats = self.stats, [LevelStats() for _ in self.stats]
+
+@dataclass
+class LevelCounts:
+    """Counts of the levels, and of the lowest level's sources where it has several.
+
+    Attributes:
+        rows: [levels + sources, len(Count)] int64, levels cheapest first.
+        sources: names of the sources.
+    """
+
+    rows: np.ndarray
+    sources: list[str] = field(default_factory=list)
+
+    @classmethod
+    def zeros(cls, num_levels: int, sources: Sequence[str] = ()) -> Self:
+        """Nothing counted yet."""
+        return cls(np.zeros((num_levels + len(sources), len(Count)), np.int64), list(sources))
+
+    @property
+    def num_levels(self) -> int:
+        """Rows that belong to levels."""
+        return len(self.rows) - len(self.sources)
+
+    def take(self) -> LevelCounts:
+        """The counts since the last call; they start again at zero."""
+        taken, self.rows = LevelCounts(self.rows, self.sources), np.zeros_like(self.rows)
         return taken
+
+
+class Counters(LevelCounts):
+    """Counts what a cascade's rounds tell."""
 
     def observe(self, finished: Round) -> None:
         """Count a round's tokens for the levels that made them, and what was requested."""
         drafts, slots = finished.drafts, finished.slots
         if finished.requested is not None:
             wanted = finished.requested > 0
-            asked = self.stats[finished.level]
-            asked.requested += int(wanted.sum())
-            asked.empty += int((wanted & (drafts.counts[slots] == 0)).sum())
-            for stats, sources, made in self._made(drafts, slots, drafts.counts[slots]):
-                stats.drafted += int(made.sum())
-                stats.rounds += int(made.any(1).sum())
-                for source, tokens in sources:
-                    source.drafted += tokens
+            self.rows[finished.level, Count.requested] += wanted.sum()
+            self.rows[finished.level, Count.empty] += (wanted & (drafts.counts[slots] == 0)).sum()
+            self._count(Count.drafted, drafts, slots, drafts.counts[slots])
         if finished.accepted is not None:
-            for stats, sources, made in self._made(drafts, slots, finished.accepted):
-                stats.accepted += int(made.sum())
-                for source, tokens in sources:
-                    source.accepted += tokens
+            self._count(Count.accepted, drafts, slots, finished.accepted)
         if finished.level == 0:
-            self.stats[0].seconds += finished.drafting_seconds
-        if finished.verifier < len(self.stats):
-            self.stats[finished.verifier].seconds += finished.verifying_seconds
+            self.rows[0, Count.ns] += int(1e9 * finished.drafting_seconds)
+        if finished.verifier < self.num_levels:
+            self.rows[finished.verifier, Count.ns] += int(1e9 * finished.verifying_seconds)
 
-    def _made(
-        self, drafts: DraftStore, slots: np.ndarray, counts: np.ndarray
-    ) -> Iterator[tuple[LevelStats, list[tuple[SourceStats, int]], np.ndarray]]:
-        """For each level its counts, those of its sources, and which tokens are its own.
-
-        Only the first counts[i] tokens of slots[i] are looked at: [n, length] bool.
-        """
+    def _count(
+        self, column: Count, drafts: DraftStore, slots: np.ndarray, counts: np.ndarray
+    ) -> None:
+        """Count the first counts[i] tokens of slots[i] for the levels and sources they are of."""
         if not counts.any():
             return
         within = np.arange(drafts.length) < counts[:, None]
-        for k, stats in enumerate(self.stats):
-            made = within & (drafts.level[slots] == k)
-            yield stats, self._by_source(drafts, slots, made) if k == 0 else [], made
-
-    def _by_source(
-        self, drafts: DraftStore, slots: np.ndarray, made: np.ndarray
-    ) -> list[tuple[SourceStats, int]]:
-        """The counts of every source, and how many of the tokens `made` [n, length] are its own."""
-        found = self.stats[0].sources
-        return [
-            (
-                found.setdefault(name, SourceStats()),
-                int((made & (drafts.source[slots] == source)).sum()),
-            )
-            for source, name in enumerate(self.sources)
-        ]
+        level, source = drafts.level[slots], drafts.source[slots]
+        for row in range(len(self.rows)):
+            k = row - self.num_levels
+            made = within & (level == row if k < 0 else (level == 0) & (source == k))
+            self.rows[row, column] += made.sum()
+            if column == Count.drafted:
+                self.rows[row, Count.rounds] += made.any(1).sum()

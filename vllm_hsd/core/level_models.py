@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_hsd.core.counters import Counters
+from vllm_hsd.core.counters import Count, Counters
 from vllm_hsd.core.levels import UNLIMITED, DraftBatch, Level, LevelOptions
 from vllm_hsd.core.stopping import entropy_nats
 from vllm_hsd.verify.chain import argmax_rows
@@ -164,15 +164,14 @@ class LevelModels:
         counts: np.ndarray,
         num_logits: np.ndarray,
     ) -> torch.Tensor | None:
-        began = time.perf_counter()
+        began = time.perf_counter_ns()
         model = self.models[level]
         assert model is not None
         logits = model.forward(
             batch.tokens, batch.rows[slots], batch.cached[level, slots], counts, num_logits
         )
-        stats = self.counters.stats[level]
-        stats.forwards += 1
-        stats.forward_seconds += time.perf_counter() - began
+        self.counters.rows[level, Count.forwards] += 1
+        self.counters.rows[level, Count.forward_ns] += time.perf_counter_ns() - began
         return logits
 
 

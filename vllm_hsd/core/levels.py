@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -219,55 +219,3 @@ class DraftBatch:
         if self.sits_out is None:
             return np.ones(len(slots), dtype=bool)
         return ~self.sits_out[level, slots]
-
-
-@dataclass
-class SourceStats:
-    """Tokens that a source drafted, and how many of them were accepted."""
-
-    drafted: int = 0
-    accepted: int = 0
-
-    def __add__(self, other: SourceStats) -> SourceStats:
-        return SourceStats(self.drafted + other.drafted, self.accepted + other.accepted)
-
-
-@dataclass
-class LevelStats:
-    """Counts of one level.
-
-    `drafted` tokens were proposed to the next model up; `sources` has the counts of a `FirstOf` by
-    the source's name. For `sat_out` requests the level could draft nothing, since the target's
-    states that it needs were gone. The next model up requested `requested` drafts, `empty` of which
-    got no token. `seconds` went into the level's forward passes, lookups and verifications.
-    """
-
-    drafted: int = 0
-    accepted: int = 0
-    rounds: int = 0
-    forwards: int = 0
-    forward_seconds: float = 0.0
-    sources: dict[str, SourceStats] = field(default_factory=dict)
-    sat_out: int = 0
-    requested: int = 0
-    empty: int = 0
-    seconds: float = 0.0
-
-    def __add__(self, other: LevelStats) -> LevelStats:
-        names = self.sources.keys() | other.sources.keys()
-        none = SourceStats()
-        return LevelStats(
-            drafted=self.drafted + other.drafted,
-            accepted=self.accepted + other.accepted,
-            rounds=self.rounds + other.rounds,
-            forwards=self.forwards + other.forwards,
-            forward_seconds=self.forward_seconds + other.forward_seconds,
-            sources={
-                name: self.sources.get(name, none) + other.sources.get(name, none)
-                for name in sorted(names)
-            },
-            sat_out=self.sat_out + other.sat_out,
-            requested=self.requested + other.requested,
-            empty=self.empty + other.empty,
-            seconds=self.seconds + other.seconds,
-        )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_hsd.core.counters import Count
 from vllm_hsd.core.schedule import Schedule, Verify
 
 
@@ -24,8 +25,8 @@ class KVGroups(NamedTuple):
     block_sizes: torch.Tensor
 
 
-class LevelCounts(NamedTuple):
-    """Columns of `ProposalState.counts`.
+class _Columns(NamedTuple):
+    """Columns of `ProposalState.counts`, the first ones those of `Count`.
 
     Attributes:
         drafted, accepted: draft tokens that the next level up verified, and that it accepted.
@@ -33,13 +34,13 @@ class LevelCounts(NamedTuple):
         invalid: rows of logits that could not be sampled.
     """
 
-    drafted: int = 0
-    accepted: int = 1
-    rounds: int = 2
+    drafted: int = Count.drafted
+    accepted: int = Count.accepted
+    rounds: int = Count.rounds
     invalid: int = 3
 
 
-COUNTS = LevelCounts()
+COUNTS = _Columns()
 
 
 @dataclass

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from vllm_hsd.core.cascade import Cascade
+from vllm_hsd.core.counters import Count, LevelCounts
 from vllm_hsd.core.drafts import DraftStore
-from vllm_hsd.core.levels import FirstOf, Level, LevelOptions, LevelStats, LookupLevel
+from vllm_hsd.core.levels import FirstOf, Level, LevelOptions, LookupLevel
 from vllm_hsd.reference.request import ONLY, Request
 from vllm_hsd.reference.trees import TreeOptions, grow, target_logits
 from vllm_hsd.verify import verify_tree
@@ -32,14 +33,14 @@ class Generation:
         token_ids: the continuation, eos included.
         target_calls: verifications by the target.
         drafted, accepted: draft tokens that the target verified, and that it accepted.
-        levels: counts per level, cheapest first; for a tree `drafted` counts its nodes.
+        counts: per level, cheapest first; for a tree `drafted` counts its nodes.
     """
 
     token_ids: list[int] = field(default_factory=list)
     target_calls: int = 0
     drafted: int = 0
     accepted: int = 0
-    levels: list[LevelStats] = field(default_factory=list)
+    counts: LevelCounts = field(default_factory=lambda: LevelCounts.zeros(0))
 
     @property
     def block_efficiency(self) -> float:
@@ -151,7 +152,7 @@ class ReferenceEngine:
             result.target_calls += 1
             result.drafted += drafted
             result.accepted += accepted
-        result.levels = self.cascade.counters.take()
+        result.counts = self.cascade.counters.take()
         return result
 
     def _begin(self, prompt: list[int], max_tokens: int, **sampling) -> Request:
@@ -199,11 +200,9 @@ class ReferenceEngine:
             method="greedy" if request.greedy else options.verifier,
             generator=request.generator,
         )
-        stats = self.cascade.counters.stats[0]
-        stats.drafted += len(draft.tree)
-        stats.accepted += len(path)
-        stats.rounds += len(draft.tree) > 0
-        stats.forwards += draft.forwards
+        # Columns drafted, accepted, rounds, forwards.
+        gained = len(draft.tree), len(path), len(draft.tree) > 0, draft.forwards
+        self.cascade.counters.rows[0, : Count.forwards + 1] += gained
         return len(draft.tree), len(path), emitted.tolist()
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_hsd.core.cascade import Cascade
+from vllm_hsd.core.counters import Count
 from vllm_hsd.core.drafts import DraftStore
 from vllm_hsd.core.levels import DraftBatch, Selection
 from vllm_hsd.core.prices import Prices
@@ -101,8 +102,8 @@ class AdaptiveDrafting:
             first = committed - input_batch.num_prompt_tokens[: len(slots)] == 1
             selection, lengths = self._select(slots[free], requested[free], first[free])
             none = int((lengths == 0).sum())
-            cascade.counters.stats[-1].requested += none
-            cascade.counters.stats[-1].empty += none
+            counters = cascade.counters
+            counters.rows[counters.num_levels - 1, [Count.requested, Count.empty]] += none
             if lengths.any():
                 cascade.propose(batch, slots[free], lengths, selection)
         return drafts

@@ -6,6 +6,7 @@ import numpy as np
 from vllm.logger import init_logger
 
 from vllm_hsd.core.cascade import Cascade
+from vllm_hsd.core.counters import Count
 from vllm_hsd.core.levels import DraftBatch
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
 from vllm_hsd.runner_v1.requests import NOTHING_KEPT, RequestTable
@@ -85,7 +86,7 @@ class HeadStates:
 
     def _sit_out(self, slots: np.ndarray) -> None:
         self.requests.sits_out[self.k, slots] = True
-        self.cascade.counters.stats[self.k].sat_out += len(slots)
+        self.cascade.counters.rows[self.k, Count.sat_out] += len(slots)
         logger.warning_once(
             "levels[%d] drafts nothing for a request whose prefix it has not read: the target's "
             "states of these tokens are gone. /metrics counts such requests as "

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from vllm_hsd import metrics
-from vllm_hsd.core.levels import LevelStats
+from vllm_hsd.core.counters import Count, LevelCounts
 from vllm_hsd.errors import UserError
 from vllm_hsd.runner_v1 import hooks
 from vllm_hsd.runner_v1.hooks import NO_PLUGIN_API, NONE_FILED, PLUGIN_ISSUE, replaces_on_runner
@@ -24,7 +24,7 @@ class HostedCascade(Protocol):
     def follow_scheduler(self, scheduler_output: Any) -> None:
         """Take note of requests that left, joined or came back since the last step."""
 
-    def take_stats(self) -> list[LevelStats]:
+    def take_counts(self) -> LevelCounts:
         """Counts of every level since the last call."""
 
     def propose_draft_token_ids(self, *args: Any) -> list[list[int]]:
@@ -56,12 +56,11 @@ def sample_tokens(original, proposer: HostedCascade, grammar_output):
 
     output = original(grammar_output)
     if isinstance(output, ModelRunnerOutput) and output.req_ids:
-        stats = proposer.take_stats()
+        counts = proposer.take_counts()
         if proposer.device.type != "cpu":
-            for level in stats:
-                # A device runs behind the host's clock: this is the time to enqueue the work.
-                level.forward_seconds = level.seconds = 0.0
-        setattr(output, metrics.ATTRIBUTE, stats)
+            # A device runs behind the host's clock: this is the time to enqueue the work.
+            counts.rows[:, [Count.forward_ns, Count.ns]] = 0
+        setattr(output, metrics.ATTRIBUTE, counts)
     return output
 
 

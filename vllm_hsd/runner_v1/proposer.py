@@ -16,7 +16,8 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.controller import DepthController
-from vllm_hsd.core.levels import DraftBatch, FirstOf, LevelOptions, LevelStats
+from vllm_hsd.core.counters import LevelCounts
+from vllm_hsd.core.levels import DraftBatch, FirstOf, LevelOptions
 from vllm_hsd.draft_models import loading
 from vllm_hsd.planner.seeds import seed
 from vllm_hsd.runner_v1.adaptive import AdaptiveDrafting, StepClock, agreed_prices
@@ -141,12 +142,16 @@ class CascadeProposer(DraftModelProposer):
             "; on a CPU only as much as sampled requests use" if self.device.type == "cpu" else "",
         )
 
-    def take_stats(self) -> list[LevelStats]:
-        """Counts of every hosted level since the last call."""
-        stats = [LevelStats() for _ in self.hosted]
-        for i, counted in zip(self.selected, self.cascade.counters.take(), strict=True):
-            stats[i] = counted
-        return stats
+    def take_counts(self) -> LevelCounts:
+        """Counts of every hosted level, and of the lowest one's sources, since the last call."""
+        taken = self.cascade.counters.take()
+        lowest = self.hosted[0].level
+        names = lowest.names if isinstance(lowest, FirstOf) else []
+        counts = LevelCounts.zeros(len(self.hosted), names)
+        counts.rows[self.selected] = taken.rows[: len(self.selected)]
+        if taken.sources:
+            counts.rows[len(self.hosted) :] = taken.rows[len(self.selected) :]
+        return counts
 
     def load_model(self, target_model) -> None:
         """Load the levels that are models; give exits and heads what they share of the target."""

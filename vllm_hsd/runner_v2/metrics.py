@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from vllm_hsd import metrics
-from vllm_hsd.core.levels import LevelStats
-from vllm_hsd.core.proposal_state import COUNTS
+from vllm_hsd.core.counters import Count, LevelCounts
 from vllm_hsd.core.schedule import Lookup, Schedule
 from vllm_hsd.registry import NONE_FILED
 from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER
@@ -22,7 +21,7 @@ class DeviceCounts:
     """Reads the counts of a `ProposalState`, and counts forward passes, which the host knows.
 
     Args:
-        counts: int64 [L, 4], `ProposalState.counts`.
+        counts: int64 [L, 4], `ProposalState.counts`, whose first columns are those of `Count`.
         schedule: what a proposal runs.
     """
 
@@ -40,7 +39,7 @@ class DeviceCounts:
         """Count the forward passes of a proposal."""
         self.forwards = [a + b for a, b in zip(self.forwards, self.per_proposal, strict=True)]
 
-    def take(self) -> list[LevelStats] | None:
+    def take(self) -> LevelCounts | None:
         """What was counted since the last call that returned it; None where it is not there yet."""
         if not self.is_copying:
             self.on_host.copy_(self.counts, non_blocking=True)
@@ -51,16 +50,11 @@ class DeviceCounts:
             return None
         self.is_copying = False
         new, self.taken = self.on_host - self.taken, self.on_host.clone()
-        forwards, self.forwards = self.forwards, [0] * len(self.forwards)
-        return [
-            LevelStats(
-                drafted=row[COUNTS.drafted],
-                accepted=row[COUNTS.accepted],
-                rounds=row[COUNTS.rounds],
-                forwards=passes,
-            )
-            for row, passes in zip(new.tolist(), forwards, strict=True)
-        ]
+        counts = LevelCounts.zeros(len(new))
+        counts.rows[:, : Count.forwards] = new[:, : Count.forwards].numpy()
+        counts.rows[:, Count.forwards] = self.forwards
+        self.forwards = [0] * len(self.forwards)
+        return counts
 
 
 @REGISTRY.replaces_on_runner(
