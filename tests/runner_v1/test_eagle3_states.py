@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.emulated_device import CUDA, emulated
 
 from vllm_hsd.runner_v1 import levels
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
@@ -35,22 +36,22 @@ def state(row: int, position: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def level(monkeypatch):
+def level(request, monkeypatch):
+    device = getattr(request, "param", torch.device("cpu"))
     monkeypatch.setattr(levels, "set_forward_context", lambda *_, **__: contextlib.nullcontext())
     table = SimpleNamespace(
         block_size=BLOCK,
         block_table=SimpleNamespace(np=np.arange(ROWS * WIDTH // BLOCK).reshape(ROWS, -1)),
     )
-    runner = SimpleNamespace(
-        device=torch.device("cpu"), input_batch=SimpleNamespace(block_table=[table])
-    )
+    runner = SimpleNamespace(device=device, input_batch=SimpleNamespace(block_table=[table]))
     limits = SimpleNamespace(max_num_seqs=ROWS, max_num_batched_tokens=7)
     model = SimpleNamespace(get_vocab_size=lambda: HIDDEN)
     config = SimpleNamespace(scheduler_config=limits, model_config=model)
     bare = Eagle3Level(runner, config, 0, WIDTH)
     bare.model = Head()
-    bare.own = torch.zeros(ROWS, TOKENS + 1, HIDDEN, dtype=torch.float64)
-    bare.kept = torch.zeros(ROWS, 32, HIDDEN, dtype=torch.float64)
+    with emulated() if device == CUDA else contextlib.nullcontext():
+        bare.own = torch.zeros(ROWS, TOKENS + 1, HIDDEN, dtype=torch.float64, device=device)
+        bare.kept = torch.zeros(ROWS, 32, HIDDEN, dtype=torch.float64, device=device)
     spec = SimpleNamespace(block_size=BLOCK)
     bare.attention_groups = [SimpleNamespace(kv_cache_group_id=0, kv_cache_spec=spec)]
     bare.computed_with = np.full(ROWS * WIDTH, -1, dtype=np.int32)
@@ -66,13 +67,16 @@ def level(monkeypatch):
         return found
 
     monkeypatch.setattr(bare, "_states_before", checked)
-    return bare
+    with emulated() if device == CUDA else contextlib.nullcontext():
+        yield bare
 
 
 def take(level, first, counts, verified) -> None:
     """A step of all rows: the target's states at positions first[i], ..., counts[i] of them."""
     states = [
-        torch.stack([state(r, first[r] + j)[i] for r in range(ROWS) for j in range(counts[r])])
+        torch.stack([state(r, first[r] + j)[i] for r in range(ROWS) for j in range(counts[r])]).to(
+            level.device
+        )
         for i in range(2)
     ]
     level.take_states(states, np.arange(ROWS)[::-1], first, counts, verified)
@@ -87,7 +91,11 @@ def expected(tokens, row: int, end: int, verified: int) -> torch.Tensor:
     return output
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    ("level", "seed"),
+    [*((torch.device("cpu"), seed) for seed in range(20)), (CUDA, 0), (CUDA, 1)],
+    indirect=["level"],
+)
 def test_every_draft_follows_the_states_of_the_verified_text(level, seed):
     """The head runs in some steps only, at most one token after the other beyond the text."""
     rng = np.random.default_rng(seed)
