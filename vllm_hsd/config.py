@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from vllm_hsd.checked_files import read_json
 from vllm_hsd.errors import UserError, quoted
-from vllm_hsd.levels import KINDS, Keys, Level, Name, Tokens, Verifier
+from vllm_hsd.levels import KINDS, Keys, Level, Tokens, Verifier
 from vllm_hsd.levels.base import TargetVerifier, with_underscores
 
 if TYPE_CHECKING:
@@ -21,26 +21,10 @@ MAX_CASCADE_BYTES = 1 << 20
 CASCADE_SCHEMA = 1
 
 
-class AdaptiveConfig(Keys):
-    """Adaptive drafting.
-
-    Attributes:
-        profile: file that `vllm-hsd profile` wrote, whose times and acceptance are what drafting
-            begins with; None to learn everything while serving.
-    """
-
-    profile: Name | None = None
-
-
 def _read_adaptive(raw: object) -> object:
-    if isinstance(raw, bool):
-        return AdaptiveConfig() if raw else None
-    if isinstance(raw, AdaptiveConfig | Mapping):
-        return raw
-    raise ValueError(
-        'must be true, false or a mapping such as {"profile": "profile.json"} '
-        f"(given: {quoted(raw)})"
-    )
+    if not isinstance(raw, bool):
+        raise ValueError(f"must be true or false (given: {quoted(raw)})")
+    return raw
 
 
 class CascadeConfig(Keys):
@@ -65,7 +49,7 @@ class CascadeConfig(Keys):
     verifier: TargetVerifier = "block"
     horizontal_tokens: Annotated[int, Field(ge=0)] = 0
     disable_by_batch_size: Annotated[int, Field(ge=1)] | None = None
-    adaptive: Annotated[AdaptiveConfig | None, BeforeValidator(_read_adaptive)] = None
+    adaptive: Annotated[bool, BeforeValidator(_read_adaptive)] = False
 
     @classmethod
     def parse(cls, raw: object) -> CascadeConfig:
@@ -268,8 +252,6 @@ def _sentence(fault: Any) -> str:
 
 def _value_keys(key: object) -> type[Keys] | None:
     """The keys of a key's value, if that is a mapping."""
-    if key == "adaptive":
-        return AdaptiveConfig
     return KINDS[key].value_keys if isinstance(key, str) and key in KINDS else None
 
 

@@ -19,7 +19,6 @@ from vllm_hsd.draft_models import DraftConfig
 from vllm_hsd.errors import UserError, collected
 from vllm_hsd.level_checks import check_exit_order, engine_mistakes, target_mistakes
 from vllm_hsd.levels import LevelConfig, Target
-from vllm_hsd.planner.seeds import check_seeds
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -76,10 +75,6 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
             sound.append(level if len(mistakes) == before else None)
         with collected(mistakes):
             check_exit_order(sound)
-        with collected(mistakes):
-            if hsd.adaptive and hsd.adaptive.profile:
-                for warning in check_seeds(hsd, target_model_config.model):
-                    logger.warning(warning)
         mistakes += engine_mistakes(hsd, arguments)
         if mistakes:
             raise refusal(*mistakes)

@@ -13,8 +13,7 @@ import pytest
 from oracle.test_cascade_exact import LEVELS, VERIFIERS, bias, build
 
 from vllm_hsd.core.cascade import Cascade
-from vllm_hsd.core.controller import DepthController
-from vllm_hsd.core.learning import Learning as Learned
+from vllm_hsd.core.draft_budget import DraftBudget
 from vllm_hsd.core.levels import LevelOptions, Selection
 
 
@@ -73,19 +72,19 @@ class ShortensByTheDraft(LooksAtTheDraft):
 
 
 class Learning(Cascade):
-    """With the real controller, anew for each generation, on a clock that runs by calls."""
+    """With the real budget, anew for each generation, on a clock that runs by calls."""
 
     def propose(self, batch, slots, requested, selection=None):
         if batch.end[slots[0]] <= 4:
+            if self.budget is not None:
+                self.listeners.remove(self.budget.observe)
             lengths = [option.draft_length for option in self.options]
-            lookups = [level is None for level in self.levels]
-            controller, self.ticks = DepthController(lengths, lookups, 1, 64), 0
-            self.learning = Learned(self.lowest, self.drafts, 1, controller)
-            self.listeners[1] = self.learning.observe
+            self.budget, self.ticks = DraftBudget(None, lengths, 1), 0
+            self.listeners.append(self.budget.observe)
         with mock.patch("vllm_hsd.core.cascade.time.perf_counter", self.tick):
-            self.learning.target_times.observe(1 + self.ticks % 3, 1.0)
-            selection, requested = self.learning.controller.choose(slots, requested)
-            return super().propose(batch, slots, requested, selection)
+            self.budget.times[-1].observe(1 + self.ticks % 3, 1.0)
+            self.budget.step = self.budget.prices(slots, requested, True)
+            return super().propose(batch, slots, requested, self.budget.step.selection)
 
     def tick(self) -> float:
         self.ticks += 1
@@ -105,8 +104,8 @@ def test_any_selection_by_the_past_is_lossless(kinds, verifier):
     assert bias_of(Adversary, kinds, verifier) < 1e-9
 
 
-@pytest.mark.parametrize("kinds", ["model", "lookup, model"])
-def test_the_controller_is_lossless(kinds):
+@pytest.mark.parametrize("kinds", ["lookup, model", "model, model"])
+def test_the_budget_is_lossless(kinds):
     assert bias_of(Learning, kinds, "block") < 1e-9
 
 

@@ -12,9 +12,10 @@ import pytest
 from oracle.test_cascade_exact import VERIFIERS, bias, lookup, model, pair_model
 
 from vllm_hsd.core.cascade import Cascade
+from vllm_hsd.core.draft_budget import DraftBudget
 from vllm_hsd.core.levels import FirstOf, LevelOptions
 from vllm_hsd.core.lowest_level import LowestLevel
-from vllm_hsd.core.sources import SourceChoice
+from vllm_hsd.core.sources import OfferRecord
 
 SOURCES = {
     "lookup": (1, None),
@@ -31,16 +32,30 @@ def first_of(kinds: str, vocabulary: int = 2) -> FirstOf:
         names=[str(i) for i in range(count + (drafter is not None))],
         lookups=[lookup(vocabulary, 100 + i) for i in range(count)],
         drafter=None if drafter is None else drafter(vocabulary, 110),
-        drafter_cost=0.05,
     )
 
 
-class Adversary(SourceChoice):
-    """Chooses by a hash of the text, of all offers and of all that ever happened in the request."""
+class Fresh(DraftBudget):
+    """The rule, anew for each generation: enumerated ones must not learn from each other."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.history = 0
+        self.arguments = arguments
+
+    @property
+    def per_request(self):
+        return [self]
+
+    def forget(self, slot):
+        self.__init__(*self.arguments)
+
+    set_aside = forget
+
+
+class HashedRecord(OfferRecord):
+    """Also hashes all that ever happened in the request."""
+
+    history = 0
 
     def forget(self, slot):
         super().forget(slot)
@@ -58,7 +73,17 @@ class Adversary(SourceChoice):
         self.note(first, offers.token_ids.tolist(), offers.counts.tolist())
         super().remember(first, slots, starts, offers)
 
-    def best(self, slots, offers, room, sure, placed):
+
+class Adversary(DraftBudget):
+    """Decides by a hash of the text, of all offers and of all that ever happened in the request."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        starts, length = self.offered.starts, self.offered.length
+        self.offered = HashedRecord(self.acceptance, *starts.shape, length)
+        self.note = self.offered.note
+
+    def best(self, slots, offers, room, sure):
         bits = self.note(room.tolist(), offers.token_ids.tolist())
         source = bits % (len(offers.counts) + 1) - 1
         counts = np.zeros(1, dtype=np.int64)
@@ -66,30 +91,30 @@ class Adversary(SourceChoice):
             counts = np.minimum(offers.counts[source], 1 + bits // 8 % 3)
         return np.where(counts > 0, source, -1), counts, np.ones(1)
 
-    def begins(self, slots, room, sure, placed):
+    def begins(self, slots, room, sure):
         return np.array([self.note(room.tolist()) % 3 > 0])
 
     def acceptance_of(self, slots, confidence, drafted):
         self.note(confidence.tolist())
         return np.ones(1)
 
-    def goes_on(self, slots, room, sure, placed, drafted):
+    def goes_on(self, slots, room, sure, drafted):
         return np.array([self.note(room.tolist()) % 2 > 0] * len(slots))
 
 
-@pytest.mark.parametrize("rule", [SourceChoice, Adversary])
+@pytest.mark.parametrize("rule", [Fresh, Adversary])
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("kinds", SOURCES)
 def test_any_rule_under_the_target(kinds, verifier, rule):
-    with mock.patch("vllm_hsd.core.lowest_level.SourceChoice", rule):
+    with mock.patch("vllm_hsd.core.cascade.DraftBudget", rule):
         levels, options = [first_of(kinds)], [LevelOptions(2, verifier)]
         assert bias(levels, options, 4, verifier=verifier) < 1e-9
 
 
-@pytest.mark.parametrize("rule", [SourceChoice, Adversary])
+@pytest.mark.parametrize("rule", [Fresh, Adversary])
 @pytest.mark.parametrize("kinds", SOURCES)
 def test_any_rule_below_a_verifying_level(kinds, rule):
-    with mock.patch("vllm_hsd.core.lowest_level.SourceChoice", rule):
+    with mock.patch("vllm_hsd.core.cascade.DraftBudget", rule):
         levels = [first_of(kinds), model(2, 101)]
         options = [LevelOptions(2), LevelOptions(3, max_rounds=2)]
         assert bias(levels, options, 4, horizontal_tokens=kinds == "lookup, model") < 1e-9
@@ -98,14 +123,13 @@ def test_any_rule_below_a_verifying_level(kinds, rule):
 class Timed(Cascade):
     """With learned prices, anew for each generation, on a clock that runs by calls."""
 
-    def propose(self, batch, slots, requested, selection=None):
+    def propose(self, batch, slots, requested):
         if batch.end[slots[0]] <= 4:
-            self.__init__([self.lowest.choice.sources], self.options, len(self.top))
+            self.__init__([self.budget.sources], self.options, len(self.top))
             self.ticks, batch.cached[:] = 0, 0
-        batch.repeats = np.zeros(len(self.top), dtype=bool)
         with mock.patch("vllm_hsd.core.cascade.time.perf_counter", self.tick):
-            self.learning.target_times.observe(1 + self.ticks % 3, 1.0 + self.ticks % 2)
-            batch.prices = self.learning.current_prices(1)
+            self.budget.times[-1].observe(1 + self.ticks % 3, 1.0 + self.ticks % 2)
+            self.budget.step = self.budget.prices(slots, requested, False)
             return super().propose(batch, slots, requested)
 
     def tick(self) -> float:
@@ -121,7 +145,7 @@ def test_learned_prices(kinds):
 
 @pytest.mark.parametrize("settings", [{"vocabulary": 3}, {"eos": 0}, {"eos": 1}])
 def test_three_tokens_and_eos(settings):
-    with mock.patch("vllm_hsd.core.lowest_level.SourceChoice", Adversary):
+    with mock.patch("vllm_hsd.core.cascade.DraftBudget", Adversary):
         levels = [first_of("lookup, model", settings.get("vocabulary", 2))]
         assert bias(levels, [LevelOptions(2)], 3, **settings) < 1e-9
 
@@ -129,7 +153,8 @@ def test_three_tokens_and_eos(settings):
 def test_a_drafter_that_the_text_outgrows():
     levels = [first_of("lookup, model")]
     levels[0].drafter.context_length = 4
-    assert bias(levels, [LevelOptions(2)], 4) < 1e-9
+    with mock.patch("vllm_hsd.core.cascade.DraftBudget", Fresh):
+        assert bias(levels, [LevelOptions(2)], 4) < 1e-9
 
 
 class StopsByTheToken(LowestLevel):
@@ -157,7 +182,7 @@ def test_a_draft_may_end_by_its_last_token_if_that_stays(levels, verifier):
     def bias_of(lowest_level) -> float:
         with (
             mock.patch("vllm_hsd.core.cascade.LowestLevel", lowest_level),
-            mock.patch.object(SourceChoice, "goes_on", lambda self, slots, *_: slots >= 0),
+            mock.patch.object(DraftBudget, "goes_on", lambda self, slots, *_: slots >= 0),
         ):
             found, options = [first_of("model")], [LevelOptions(3, verifier)]
             if levels == 2:
@@ -177,10 +202,10 @@ class LooksAtTheDraft(LowestLevel):
     def unwanted(self, batch, start: int) -> bool:
         return batch.tokens[0, start] == 0
 
-    def _draft_from_sources(self, batch, choice, slots, requested, verifier):
+    def _draft_from_sources(self, batch, budget, slots, requested, verifier):
         start = int(batch.end[0])
-        with mock.patch.object(choice, "best", self.none):
-            super()._draft_from_sources(batch, choice, slots, requested, verifier)
+        with mock.patch.object(budget, "best", self.none):
+            super()._draft_from_sources(batch, budget, slots, requested, verifier)
         drafts = self.drafts
         if not drafts.counts[0] or not self.unwanted(batch, start) or not self.drops:
             return
@@ -190,7 +215,7 @@ class LooksAtTheDraft(LowestLevel):
         found = self.lookups[0].lookup(batch.tokens, slots, slots, batch.end, requested)
         self._append_found(batch, slots, found.token_ids, found.counts)
 
-    def none(self, slots, offers, room, sure, placed):
+    def none(self, slots, offers, room, sure):
         return np.array([-1]), np.array([0]), np.ones(1)
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 from support.engines import run_engine
-from support.plain_profile import save_profile
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(12)]
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
@@ -25,9 +24,9 @@ GREEDY_JOBS = ("batch", "prefix cache", "joining", "max_model_len")
 SWITCHING = "support.adversarial_depth:install"
 
 
-def cascade(*levels: dict, length: int = 7, adaptive: bool | dict = True) -> dict:
+def cascade(*levels: dict, length: int = 7) -> dict:
     keys = {"method": "hsd", "num_speculative_tokens": length, "levels": list(levels)}
-    return {"speculative_config": {**keys, "adaptive": adaptive}}
+    return {"speculative_config": {**keys, "adaptive": True}}
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +54,12 @@ def copies(family):
 
 
 @pytest.fixture(scope="module")
-def learned(family, tmp_path_factory):
-    """The real controller over three different levels; it begins with a profile."""
+def learned(family):
+    """The real budget over three different levels."""
     levels = [{"ngram": {"max": 3}}, {"model": family.small}, {"model": family.mid}]
-    path = tmp_path_factory.mktemp("profile") / "profile.json"
-    # Drafts of the second level look best.
-    times = [lambda _: 0.1, lambda _: 0.1, lambda tokens: tokens, lambda tokens: 10 + tokens]
-    save_profile(path, family.target, levels, times, rate=0.9)
     for level in levels[:2]:
         level["num_tokens"] = 3
-    adaptive = cascade(*levels, adaptive={"profile": str(path)})
-    return run_engine({"model": family.target, **adaptive}, JOBS)
+    return run_engine({"model": family.target, **cascade(*levels)}, JOBS)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +119,7 @@ def test_a_level_that_forgets_its_holes_is_caught(family):
 def test_a_model_among_sources_reads_a_prefix_that_another_request_has_left_unread(family, forgets):
     """A copy of the target disagrees with it where it takes such a prefix for its own.
 
-    Its drafts are not worth their price to requests that must repeat, and cost others nothing.
+    A first token does not wait for it: requests that end there leave their prompts unread.
     """
     keys = {"method": "hsd", "num_speculative_tokens": 4}
     level = {"first_of": [{"ngram": {"min": 12, "max": 12}}, {"model": family.target}]}

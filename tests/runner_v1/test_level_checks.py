@@ -79,10 +79,6 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
     text = {"skip_tokenizer_init": False}
     return {
         "unknown key": (target({"model": "mid"}, foo=1), "no key 'foo'"),
-        "missing profile": (
-            target({"model": family.small}, adaptive={"profile": "none.json"}),
-            r"adaptive\.profile: no file 'none\.json'; `vllm-hsd profile` writes one",
-        ),
         "missing path": (
             target({"model": "/nowhere/model"}),
             r"levels\[0\]\.model.*/nowhere/model",

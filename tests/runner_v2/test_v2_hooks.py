@@ -109,7 +109,6 @@ def test_what_the_v2_runner_refuses(family, v2, keys, message):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"adaptive": {"profile": "a"}}, r"adaptive.profile .* measures the V1 runner: give"),
         ({"horizontal_tokens": 1}, "horizontal_tokens is 1, but vLLM's V2 runner"),
         ({"levels": [{"suffix": {}}]}, r"levels\[0\].suffix does not run on vLLM's V2"),
         (

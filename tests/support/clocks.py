@@ -8,16 +8,14 @@ DIRECTORY = "HSD_TEST_RANKS"
 
 
 def install() -> None:
-    """Rank 1 sees other times; every rank notes what it would choose alone and what it does."""
+    """Rank 1 sees other times; every rank notes what it would pay alone and what it does."""
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-    from vllm_hsd.core.controller import DepthController
     from vllm_hsd.core.step_times import StepTimes
     from vllm_hsd.runner_v1 import adaptive, proposer
 
-    observe, select = StepTimes.observe, adaptive.AdaptiveDrafting._select
-    agreed_prices, take_prices = adaptive.agreed_prices, proposer.agreed_prices
-    assert agreed_prices is take_prices
+    observe, agree = StepTimes.observe, adaptive.agree_on_prices
+    assert agree is proposer.agree_on_prices
 
     def note(kind: str, value: object) -> None:
         file = Path(os.environ[DIRECTORY], str(get_tensor_model_parallel_rank()))
@@ -28,28 +26,17 @@ def install() -> None:
         factor = 1 + get_tensor_model_parallel_rank() * (tokens % 5) * 3
         observe(self, tokens, seconds * factor)
 
-    def noted_selection(self, slots, most, first):
+    def noted(budget, slots, most, adaptive: bool) -> None:
         if get_tensor_model_parallel_rank():
-            # What this rank would select, had it to.
-            note("own", DepthController.choose(self.controller, slots, most))
-        found = select(self, slots, most, first)
+            # What this rank would pay, had it to decide.
+            note("own", budget.prices(slots, most, adaptive))
+        agree(budget, slots, most, adaptive)
         if not get_tensor_model_parallel_rank():
-            note("own", found)
-        note("agreed", found)
-        return found
-
-    def noted_prices(cascade, size: int):
-        if get_tensor_model_parallel_rank():
-            note("own", cascade.learning.current_prices(size))
-        found = agreed_prices(cascade, size)
-        if not get_tensor_model_parallel_rank():
-            note("own", found)
-        note("agreed", found)
-        return found
+            note("own", budget.step)
+        note("agreed", budget.step)
 
     StepTimes.observe = disagreeing
-    adaptive.AdaptiveDrafting._select = noted_selection
-    proposer.agreed_prices = noted_prices
+    proposer.agree_on_prices = noted
 
 
 class Worker:

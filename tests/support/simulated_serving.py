@@ -1,122 +1,217 @@
-"""Serving with known costs and acceptance, in place of an engine: time is counted, not measured."""
+"""Greedy serving with known costs, in place of an engine: time is counted, not measured.
+
+The text of every request is written beforehand, and what each level says at each of its positions.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from unittest import mock
 
 import numpy as np
+import torch
 
-from vllm_hsd.core.controller import DepthController
-from vllm_hsd.core.levels import Selection
+from vllm_hsd.core.cascade import Cascade
+from vllm_hsd.core.levels import (
+    UNLIMITED,
+    DraftBatch,
+    FirstOf,
+    LevelOptions,
+    Lookup,
+    LookupLevel,
+)
+from vllm_hsd.core.stopping import EntropyThresholds
+
+LENGTH, TEXT, REQUEST, VOCABULARY = 8, 2000, 200, 50
+SEARCH_SECONDS = 1e-4
 
 
-def flat(tokens):
-    """Seconds of a memory-bound target."""
+def memory_bound(tokens):
     return 0.08 * (1 + 0.01 * tokens)
 
 
-def steep(tokens):
-    """Seconds of a compute-bound target."""
+def cpu(tokens):
+    """Between the two, as a small model in 16 bits on a CPU."""
+    return 0.016 + 0.0008 * tokens
+
+
+def compute_bound(tokens):
     return 0.02 + 0.01 * tokens
 
 
-def model(tokens):
-    """Seconds of a model that drafts."""
-    return 0.008 * (1 + 0.02 * tokens)
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @dataclass
-class SimulatedServing:
-    """A lookup (level 0) and a model (level 1) under a target.
+class Guess:
+    """A lookup: right with probability `rate`, with an offer at a share `found` of positions."""
+
+    rate: float | np.ndarray
+    found: float = 1.0
+    confidence: float = 0.5
+
+    def start(self, texts: np.ndarray, clock: Clock, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        right = rng.random(texts.shape) < np.reshape(self.rate, (-1, 1))
+        self.guesses = np.where(right, texts, (texts + 1) % VOCABULARY)
+        self.offers = rng.random(texts.shape) < self.found
+        self.clock = clock
+
+    def read(self, *args) -> None:
+        pass
+
+    forget = set_aside = restore = read
+
+    def lookup(self, tokens, rows, slots, ends, requested) -> Lookup:
+        self.clock.now += SEARCH_SECONDS
+        width = int(requested.max(initial=0))
+        token_ids = self.guesses[rows[:, None], ends[:, None] + np.arange(width)]
+        counts = np.where(self.offers[rows, ends], requested, 0)
+        confidence = np.tile(self.confidence ** np.arange(1, width + 1), (len(rows), 1))
+        return Lookup(token_ids, counts, confidence)
+
+
+@dataclass
+class Drafter:
+    """A model: right with probability `rate` in the mean, and more often where it is sure.
 
     Attributes:
-        target: seconds of the target's step by tokens.
-        model: seconds of the model's forward pass by tokens.
-        rates: [slots] acceptance rate of the model's tokens by the target.
-        lookup_rate: acceptance rate of the lookup's tokens, by the model and by the target.
-        lookup_found: share of lookups that find anything.
-        noise: spread of the logarithm of measured times; one time in 100 is ten times as long.
+        rate: acceptance rate, one or one per request.
+        seconds: of a pass by tokens.
+        sureness: how far its confidence tells right from wrong; 0 for not at all.
+    """
+
+    rate: float | np.ndarray
+    seconds: Callable[[int], float]
+    sureness: float = 1.0
+    keeps_cache = True
+    context_length = UNLIMITED
+
+    def start(self, texts: np.ndarray, clock: Clock, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        rate = np.broadcast_to(np.reshape(self.rate, (-1, 1)), texts.shape)
+        spread = rng.beta(2 * rate, 2 * (1 - rate))
+        right = rng.random(texts.shape) < rate + self.sureness * (spread - rate)
+        self.guesses = np.where(right, texts, (texts + 2) % VOCABULARY)
+        self.confidence = np.clip(spread, 0.03, 0.999)
+        self.clock = clock
+
+    def forward(self, tokens, rows, starts, counts, num_logits):
+        self.clock.now += self.seconds(int(counts.sum()))
+        owners = np.repeat(np.arange(len(rows)), num_logits)
+        offsets = np.arange(len(owners)) - np.repeat(np.cumsum(num_logits) - num_logits, num_logits)
+        place = (rows[owners], (starts + counts - num_logits + 1)[owners] + offsets)
+        sure = self.confidence[place]
+        logits = torch.zeros(len(owners), VOCABULARY, dtype=torch.float64)
+        peaks = np.log(sure * (VOCABULARY - 1) / (1 - sure))
+        logits[np.arange(len(owners)), self.guesses[place]] = torch.from_numpy(peaks)
+        return logits
+
+
+@dataclass
+class Serving:
+    """`size` requests under a target whose step over n tokens takes target(n) seconds.
+
+    Attributes:
+        levels: cheapest first; the lowest may be a list of sources.
+        fixed: draft lengths of all levels; None to adapt them, up to `LENGTH`.
+        noise: spread of the logarithm of a step's time; one step in 100 takes ten times as long.
     """
 
     target: Callable
-    model: Callable
-    rates: np.ndarray
-    lookup_rate: float = 0.3
-    lookup_found: float = 0.5
+    levels: list
+    size: int = 1
+    fixed: tuple[int, ...] | None = None
     noise: float = 0.05
-    seed: int = 0
-    rng: np.random.Generator = field(init=False)
+    lengths: list[float] = field(default_factory=list)
 
     def __post_init__(self):
-        self.rng = np.random.default_rng(self.seed)
+        self.rng, self.clock = np.random.default_rng(5), Clock()
+        self.texts = np.random.default_rng(0).integers(0, VOCABULARY, (self.size, TEXT))
+        self.tokens = self.texts.astype(np.int32)
+        sources = self.levels[0] if isinstance(self.levels[0], list) else [self.levels[0]]
+        for seed, level in enumerate([*sources, *self.levels[1:]]):
+            level.start(self.texts, self.clock, seed + 1)
+        lowest = sources[0]
+        if self.fixed is None or len(sources) > 1:
+            lookups = [source for source in sources if isinstance(source, LookupLevel)]
+            drafter = None if isinstance(sources[-1], LookupLevel) else sources[-1]
+            lowest = FirstOf([str(i) for i in range(len(sources))], lookups, drafter)
+        count = len(self.levels)
+        self.options = [LevelOptions(length) for length in self.fixed or [LENGTH] * count]
+        self.cascade = self.build([lowest, *self.levels[1:]])
+        self.ends = 4 + (np.arange(self.size) * 37) % REQUEST
+        self.cached = np.tile(self.ends - 1, (count, 1))
 
-    def step(self, choice: Selection, lengths, slots, controller=None):
-        """(tokens emitted, seconds of the step without noise); the controller sees the noise."""
-        self.controller, self.seconds = controller, 0.0
-        drafted = np.zeros(len(slots), dtype=np.int64)
-        if choice.levels:
-            drafted = self._draft(choice, len(choice.levels) - 1, lengths, slots)
-        passed = int((drafted + 1).sum())
-        self._spend(self.target(passed), passed, controller and controller.target_times)
-        accepted = np.zeros(len(slots), dtype=np.int64)
-        if choice.levels:
-            accepted = self._accepted(choice.levels[-1], 2, drafted, slots)
-            self._observe(choice.levels[-1], 2, slots[lengths > 0], drafted, accepted, lengths > 0)
-        return int((accepted + 1).sum()), self.seconds
+    def build(self, levels) -> Cascade:
+        return Cascade(levels, self.options, self.size, adaptive=self.fixed is None)
 
-    def _draft(self, choice, depth, wanted, slots):
-        level = choice.levels[depth]
-        times = self.controller and self.controller.level_times[level]
-        if depth == 0 and level == 0:
-            self._spend(0.0002, len(slots), times)
-            return np.where(self.rng.random(len(slots)) < self.lookup_found, wanted, 0)
-        if depth == 0:
-            for position in range(int(wanted.max(initial=0))):
-                size = int((wanted > position).sum())
-                self._spend(self.model(size), size, times)
-            return wanted
-        drafted = np.zeros_like(wanted)
-        while (drafted < wanted).any():
-            open_ = drafted < wanted
-            room = np.where(open_, wanted - drafted - 1, 0)
-            below = self._draft(choice, 0, np.minimum(room, choice.draft_lengths[0]), slots)
-            size = int((below + 1)[open_].sum())
-            self._spend(self.model(size), size, times)
-            accepted = self._accepted(0, 1, below, slots)
-            self._observe(0, 1, slots[room > 0], below, accepted, room > 0)
-            drafted = np.where(open_, drafted + accepted + 1, drafted)
-        return np.minimum(drafted, wanted)
+    def use(self, size: int) -> None:
+        """Serve so many of the requests from now on."""
+        self.active = np.arange(size)
 
-    def _accepted(self, level, verifier, lengths, slots):
-        rates = self.rates[slots] if level == 1 else np.full(len(slots), self.lookup_rate)
-        longest = int(lengths.max(initial=0))
-        kept = self.rng.random((len(slots), longest)) < rates[:, None]
-        return np.minimum(np.logical_and.accumulate(kept, axis=1).sum(1), lengths)
+    def run(self, steps: int) -> float:
+        """Tokens per second of `steps` steps, their times without noise."""
+        tokens, began, extra = 0, self.clock.now, 0.0
+        with mock.patch("time.perf_counter", self.clock):
+            for _ in range(steps):
+                emitted, noise = self._step()
+                tokens, extra = tokens + emitted, extra + noise
+        return tokens / (self.clock.now - began - extra)
 
-    def _observe(self, level, verifier, slots, lengths, accepted, asked):
-        if self.controller:
-            pair, acceptance = self.controller.pair(level, verifier), self.controller.acceptance
-            acceptance.count(pair, int(asked.sum()), int((lengths[asked] > 0).sum()))
-            acceptance.observe(pair, slots, lengths[asked], accepted[asked])
+    def _step(self) -> tuple[int, float]:
+        slots = getattr(self, "active", np.arange(self.size))
+        self._begin_requests(slots)
+        batch = DraftBatch(
+            tokens=self.tokens,
+            rows=np.arange(self.size),
+            end=self.ends.copy(),
+            cached=self.cached,
+            eos=np.full(self.size, -1),
+            greedy=True,
+            probs=None,
+            uniforms=None,
+            thresholds=EntropyThresholds.fresh(len(self.levels), self.size),
+        )
+        drafts = self.propose(batch, slots, np.full(len(slots), self.options[-1].draft_length))
+        counts = drafts.counts[slots]
+        self.lengths.append(counts.mean())
+        passed = len(slots) + int(counts.sum())
+        seconds = float(self.target(passed))
+        stalled = 10 if self.rng.random() < 0.01 else 1
+        measured = seconds * stalled * np.exp(self.rng.normal(0, self.noise))
+        self.clock.now += measured
+        self.observe(passed, measured)
+        place = self.ends[slots, None] + np.arange(drafts.length)
+        own = self.texts[slots[:, None], place]
+        self.tokens[slots[:, None], place] = own
+        same = own == drafts.token_ids[slots]
+        same &= np.arange(drafts.length) < counts[:, None]
+        accepted = np.logical_and.accumulate(same, axis=1).sum(1)
+        if counts.any():
+            self.cascade.record_acceptance(slots, accepted, batch.thresholds)
+        self.ends[slots] += accepted + 1
+        self.cached[:, slots] = np.minimum(self.cached[:, slots], self.ends[slots] - 1)
+        return int((accepted + 1).sum()), measured - seconds
 
-    def _spend(self, seconds, tokens, times):
-        self.seconds += seconds
-        if times:
-            stalled = 10 if self.rng.random() < 0.01 else 1
-            times.observe(tokens, seconds * stalled * np.exp(self.rng.normal(0, self.noise)))
+    def _begin_requests(self, slots) -> None:
+        """A request ends after REQUEST tokens; the next one takes its slot."""
+        for slot in slots[self.ends[slots] > TEXT - 20]:
+            self.ends[slot], self.cached[:, slot] = 4, 3
+        for slot in slots[self.ends[slots] % REQUEST < 2]:
+            for item in self.cascade.per_request:
+                item.forget(slot)
 
-    def tokens_per_second(self, choice: Selection, slots, steps: int = 400) -> float:
-        """Goodput of one fixed choice."""
-        lengths = np.full(len(slots), choice.draft_lengths[-1] if choice.levels else 0)
-        counted = [self.step(choice, lengths, slots) for _ in range(steps)]
-        return sum(t for t, _ in counted) / sum(s for _, s in counted)
+    def observe(self, tokens: int, seconds: float) -> None:
+        if self.cascade.budget is not None:
+            self.cascade.budget.times[-1].observe(tokens, seconds)
 
-    def adaptive_tokens_per_second(
-        self, controller: DepthController, slots, steps: int, most: int = 8
-    ) -> float:
-        """Goodput under the controller."""
-        total = seconds = 0.0
-        for _ in range(steps):
-            choice, lengths = controller.choose(slots, np.full(len(slots), most))
-            tokens, taken = self.step(choice, lengths, slots, controller)
-            total, seconds = total + tokens, seconds + taken
-        return total / seconds
+    def propose(self, batch, slots, most):
+        budget = self.cascade.budget
+        if budget is not None:
+            budget.step = budget.prices(slots, most, self.fixed is None)
+        return self.cascade.propose(batch, slots, most, budget and budget.step.selection)

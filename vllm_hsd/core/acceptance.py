@@ -1,4 +1,4 @@
-"""Acceptance by level, draft position and request, learned from past verifications."""
+"""How likely drafted tokens are accepted, learned from what became of earlier ones."""
 
 from __future__ import annotations
 
@@ -6,50 +6,129 @@ from typing import Any
 
 import numpy as np
 
-# Drafts after which an observation of the shared curve, or of a request, weighs half.
-_SHARED_HALF_LIFE, _OWN_HALF_LIFE = 1000.0, 40.0
-# Steps without a draft that halve what is known of a request alone: it is tried again.
-_IDLE_HALF_LIFE = 512.0
-# Tokens verified, and rejected among them, that the estimates start from.
-_PRIOR_VERIFIED, _PRIOR_REJECTED = 2.0, 0.6
-# Verified tokens of all positions that a position's own rate starts from.
-_POOLED = 8.0
-# Verified tokens, as the shared curve says, with which every request starts at every position.
-_OWN_PRIOR = 4.0
-# Drafts that a measurement made before serving counts for.
-_SEED_DRAFTS = 16.0
+# Calibration bins: places in a draft (later ones count as the last), and values of the drafter's
+# own estimate of a token.
+PLACES, BINS = 4, 8
+# What a drafter that gives no estimate is taken to be worth before anything is known.
+PRIOR_ACCEPTANCE = 0.7
+# Tokens that a bin, or a request, begins with, accepted as often as expected.
+PRIOR_TOKENS = 5.0
+# Decay of what is known of a request with each of its drafts.
+MEMORY = 0.97
+# Tokens that a place remembers: older ones fade with every new one, and only then. A place that is
+# not drafted keeps what is known of it; else short drafts would never grow again.
+REMEMBERED = 500.0
 
 
-class AcceptanceEstimates:
-    """How likely drafted tokens are accepted.
+class Acceptance:
+    """Acceptance probabilities of the tokens of several drafters, given those before were accepted.
 
-    Per level a curve that all requests share: P(token j is rejected, given that the tokens before
-    it were accepted). Per request the same from its own drafts, with the shared curve as its prior.
-    Both are exponentially forgotten; the memory is bounded.
+    A drafter's own estimates are corrected twice: by what became of tokens with such estimates at
+    such places in all requests, and by accepted over expected tokens in this request.
 
     Args:
-        num_levels: drafting levels.
+        num_drafters: what drafts, and for whom: each has a row of its own here.
         num_slots: requests at the same time.
-        max_length: longest draft in tokens.
+
+    Attributes:
+        shared: [2, drafters, PLACES, BINS] accepted and verified tokens of all requests.
+        own: [2, drafters, slots] accepted and expected tokens of each request.
+        drafts: [2, drafters] drafts with tokens, and all that were requested.
     """
 
-    def __init__(self, num_levels: int, num_slots: int, max_length: int) -> None:
-        self.max_length = max_length
-        self.verified = np.zeros((num_levels, max_length))
-        self.rejected = np.zeros((num_levels, max_length))
-        self.drafts = np.full(num_levels, 1.0)
-        self.filled = np.full(num_levels, 1.0)
-        # Rejected and verified tokens of each request.
-        self.own = np.zeros((2, num_levels, num_slots, max_length))
-        # Per level what `hazard` gave, None where something was learned since.
-        self._hazard: list[np.ndarray | None] = [None] * num_levels
-        # How often a slot's request has changed.
-        self.arrivals = 0
+    def __init__(self, num_drafters: int, num_slots: int) -> None:
+        self.shared = np.zeros((2, num_drafters, PLACES, BINS))
+        self.own = np.zeros((2, num_drafters, num_slots))
+        self.drafts = np.ones((2, num_drafters))
+
+    def corrected(
+        self, drafter: int | np.ndarray, estimates: np.ndarray, places: np.ndarray
+    ) -> np.ndarray:
+        """Estimates by what became of tokens with such; all arguments are broadcast.
+
+        Args:
+            drafter: which one made them.
+            estimates: its own, in [0, 1].
+            places: int64, tokens of the drafter before each of them.
+        """
+        place, at = np.minimum(places, PLACES - 1), bins(estimates)
+        accepted, verified = self.shared[:, drafter, place, at]
+        return (accepted + PRIOR_TOKENS * estimates) / (verified + PRIOR_TOKENS)
+
+    def scale(self, drafter: int | slice, slots: np.ndarray) -> np.ndarray:
+        """Accepted over expected tokens in these requests, 1 before any: [n], or [drafters, n]."""
+        accepted, expected = self.own[:, drafter, slots] + PRIOR_TOKENS
+        return accepted / expected
+
+    def ahead(
+        self, drafter: int, slots: np.ndarray, places: np.ndarray | int, width: int
+    ) -> np.ndarray:
+        """[n, width] acceptance of the next tokens, whose estimates are not known yet.
+
+        Args:
+            drafter: which one.
+            slots: [n] int64.
+            places: [n] int64, tokens of the drafter before.
+            width: how many tokens.
+        """
+        place = np.reshape(places, (-1, 1)) + np.arange(width)
+        each = self.expected(drafter, PLACES)[np.minimum(place, PLACES - 1)]
+        return np.minimum(each * self.scale(drafter, slots)[:, None], 1.0)
+
+    def expected(self, drafter: int, width: int) -> np.ndarray:
+        """[width] acceptance of a draft's tokens, whose estimates are not known, in any request.
+
+        A place begins with what is known of all.
+        """
+        accepted, verified = self.shared[:, drafter].sum(-1)
+        prior = PRIOR_TOKENS * PRIOR_ACCEPTANCE
+        pooled = (accepted.sum() + prior) / (verified.sum() + PRIOR_TOKENS)
+        known = (accepted + PRIOR_TOKENS * pooled) / (verified + PRIOR_TOKENS)
+        return known[np.minimum(np.arange(width), PLACES - 1)]
+
+    def observe(
+        self,
+        drafters: slice,
+        slots: np.ndarray,
+        estimates: np.ndarray,
+        expected: np.ndarray,
+        verified: np.ndarray,
+        accepted: np.ndarray,
+    ) -> None:
+        """Take in what became of one draft per drafter and request.
+
+        Args:
+            drafters: D of them.
+            slots: [n] int64.
+            estimates, expected: [D, n, width] their own, and as `corrected` when it was drafted.
+            verified: [D, n] int64 tokens that there is a verdict for; 0 says nothing.
+            accepted: [D, n] int64, at most `verified`.
+        """
+        place = np.arange(estimates.shape[2])
+        tried = place < np.minimum(accepted + 1, verified)[..., None]
+        own = self.own[:, drafters, slots] * np.where(verified > 0, MEMORY, 1.0)
+        own[0] += accepted
+        own[1] += (expected * tried).sum(2)
+        self.own[:, drafters, slots] = own
+        drafter, request, where = tried.nonzero()
+        at = bins(estimates[tried])
+        group = (drafter + drafters.start, np.minimum(where, PLACES - 1), at)
+        np.add.at(self.shared[0], group, where < accepted[drafter, request])
+        np.add.at(self.shared[1], group, 1)
+        self.shared[:, drafters] *= _fading(self.shared[1, drafters].sum(-1))[..., None]
+
+    def count(self, drafter: int, filled: int, requested: int) -> None:
+        """Take in that `filled` of `requested` drafts hold any token."""
+        self.drafts[:, drafter] += filled, requested
+        self.drafts[:, drafter] *= _fading(self.drafts[1, drafter])
+
+    def fill(self, drafter: int) -> float:
+        """Share of drafts that hold any token: a lookup often finds none."""
+        return float(self.drafts[0, drafter] / self.drafts[1, drafter])
 
     def forget(self, slot: int) -> None:
         """See `core.levels.PerRequest`."""
         self.own[:, :, slot] = 0
-        self.arrivals += 1
 
     def set_aside(self, slot: int) -> Any:
         """See `core.levels.PerRequest`."""
@@ -58,80 +137,12 @@ class AcceptanceEstimates:
     def restore(self, slot: int, kept: Any) -> None:
         """See `core.levels.PerRequest`."""
         self.own[:, :, slot] = kept
-        self.arrivals += 1
 
-    def seed(self, level: int, survival: np.ndarray, filled: float) -> None:
-        """Start from what became of drafts before, which weigh as `_SEED_DRAFTS` drafts.
 
-        Args:
-            survival: [n + 1] float64, P(at least t tokens were accepted) of drafts with tokens.
-            filled: share of drafts with tokens.
-        """
-        alive = _SEED_DRAFTS * survival[: self.max_length + 1]
-        self.verified[level, : len(alive) - 1] = alive[:-1]
-        self.rejected[level, : len(alive) - 1] = alive[:-1] - alive[1:]
-        self.drafts[level], self.filled[level] = _SEED_DRAFTS, _SEED_DRAFTS * filled
-        self._hazard[level] = None
+def _fading(count: np.ndarray) -> np.ndarray:
+    return REMEMBERED / np.maximum(count, REMEMBERED)
 
-    def observe(
-        self, level: int, slots: np.ndarray, lengths: np.ndarray, accepted: np.ndarray
-    ) -> None:
-        """Take in one verified draft of `level` per request.
 
-        Args:
-            slots: [n] int64.
-            lengths: [n] int64 tokens that were verified; those of 0 say nothing.
-            accepted: [n] int64, at most `lengths`.
-        """
-        some = lengths > 0
-        if not some.all():
-            slots, lengths, accepted = slots[some], lengths[some], accepted[some]
-        if not len(slots):
-            return
-        self._hazard[level] = None
-        # [2, n, max_length] tokens rejected and verified now.
-        now = np.zeros((2, len(slots), self.max_length))
-        failed = accepted < lengths
-        now[0, failed, accepted[failed]] = 1
-        now[1] = np.arange(self.max_length) < np.minimum(accepted + 1, lengths)[:, None]
-        kept = self.own[:, level, slots]
-        kept *= 0.5 ** (1 / _OWN_HALF_LIFE)
-        self.own[:, level, slots] = kept + now
-        rejected, reached = now.sum(1)
-        # What is not met for long stays as it was.
-        keep = np.where(reached > 0, 0.5 ** (len(slots) / _SHARED_HALF_LIFE), 1.0)
-        self.rejected[level] = keep * self.rejected[level] + rejected
-        self.verified[level] = keep * self.verified[level] + reached
-
-    def count(self, level: int, requested: int, filled: int) -> None:
-        """Take in that `filled` of `requested` drafts of `level` hold any token."""
-        keep = 0.5 ** (requested / _SHARED_HALF_LIFE)
-        self.drafts[level] = keep * self.drafts[level] + requested
-        self.filled[level] = keep * self.filled[level] + filled
-
-    def rest(self, levels: list[int], slots: np.ndarray, steps: int = 1) -> None:
-        """Note that `levels` drafted nothing for the requests in `slots` for so many steps."""
-        if not levels or not len(slots):
-            return
-        self.own[:, np.array(levels)[:, None], slots] *= 0.5 ** (steps / _IDLE_HALF_LIFE)
-
-    def fill(self, level: int) -> float:
-        """Share of drafts requested of `level` that hold any token: a lookup often finds none."""
-        return float(self.filled[level] / self.drafts[level])
-
-    def hazard(self, level: int) -> np.ndarray:
-        """[max_length] probability that token j is rejected where those before it were not."""
-        known = self._hazard[level]
-        if known is None:
-            verified, rejected = self.verified[level], self.rejected[level]
-            pooled = (rejected.sum() + _PRIOR_REJECTED) / (verified.sum() + _PRIOR_VERIFIED)
-            known = (rejected + _POOLED * pooled) / (verified + _POOLED)
-            self._hazard[level] = known
-        return known
-
-    def survival(self, level: int, slots: np.ndarray) -> np.ndarray:
-        """[n, max_length] probability that the first j + 1 drafted tokens are all accepted."""
-        rejected, verified = self.own[:, level, slots]
-        rejected = rejected + _OWN_PRIOR * self.hazard(level)
-        hazard = np.minimum(rejected / (verified + _OWN_PRIOR), 0.999)
-        return np.cumprod(1 - hazard, axis=1)
+def bins(estimates: np.ndarray) -> np.ndarray:
+    """int64 of the same shape, probabilities as one of BINS."""
+    return np.minimum((estimates * BINS).astype(np.int64), BINS - 1)

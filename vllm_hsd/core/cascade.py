@@ -17,10 +17,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from vllm_hsd.core.controller import DepthController
 from vllm_hsd.core.counters import Counters
+from vllm_hsd.core.draft_budget import DraftBudget
 from vllm_hsd.core.drafts import DraftStore, ragged_arange, ragged_starts
-from vllm_hsd.core.learning import Learning
 from vllm_hsd.core.level_models import Forward, LevelModels
 from vllm_hsd.core.levels import (
     DraftBatch,
@@ -49,13 +48,15 @@ class Cascade:
         horizontal_tokens: tokens of level 0 that follow the top level's draft unverified, with
             level 0's probabilities (the horizontal cascade of Chen et al., "Cascade Speculative
             Drafting for Even Faster LLM Inference").
-        controller: learns from every draft; its selections go to `propose`.
+        adaptive: a budget decides what is drafted, within the lengths of the options; else only
+            between several sources of the lowest level.
 
     Attributes:
         levels: the model that runs at each level; None at a lowest level of lookups alone.
         models: what those models compute; fills their caches.
         drafts: one `DraftStore` per level; the last one is what the target verifies.
         counters: drafted and accepted tokens per level.
+        budget: decides what is drafted; None where the lengths of the options do.
         listeners: called with every `Round`.
     """
 
@@ -65,7 +66,7 @@ class Cascade:
         options: Sequence[LevelOptions],
         num_slots: int,
         horizontal_tokens: int = 0,
-        controller: DepthController | None = None,
+        adaptive: bool = False,
     ) -> None:
         self.levels: list[Level | None] = []
         if levels:
@@ -79,13 +80,20 @@ class Cascade:
         names = levels[0].names if levels and isinstance(levels[0], FirstOf) else []
         self.counters = Counters.zeros(len(self.levels), names)
         self.models = LevelModels(self.levels, self.options, self.counters)
-        self.lowest = LowestLevel(levels[0], self.models, self.drafts[0]) if options else None
-        self.learning = Learning(self.lowest, self.drafts, num_slots, controller)
+        self.budget: DraftBudget | None = None
+        sources = levels[0] if levels and isinstance(levels[0], FirstOf) else None
+        if sources is not None or (adaptive and levels):
+            self.budget = DraftBudget(sources, lengths, num_slots)
+        self.lowest: LowestLevel | None = None
+        if levels:
+            own = self.budget if sources is not None else None
+            self.lowest = LowestLevel(levels[0], self.models, self.drafts[0], own)
         self.listeners: list[Callable[[Round], None]] = [
             self.counters.observe,
-            self.learning.observe,
             lambda finished: move_thresholds(self.options, finished),
         ]
+        if self.budget is not None:
+            self.listeners.append(self.budget.observe)
         self.everything = Selection(
             tuple(range(len(self.levels))), tuple(option.draft_length for option in self.options)
         )
@@ -98,9 +106,9 @@ class Cascade:
         """Whatever must be told when a request leaves its slot."""
         kept: list[Any] = list(self.levels)
         if self.lowest is not None:
-            kept += [*self.lowest.lookups, self.lowest.choice]
-        if self.learning.controller is not None:
-            kept.append(self.learning.controller.acceptance)
+            kept += self.lowest.lookups
+        if self.budget is not None:
+            kept += self.budget.per_request
         return [item for item in kept if hasattr(item, "set_aside")]
 
     def propose(
@@ -126,12 +134,15 @@ class Cascade:
         self.selection = self.everything if selection is None else selection
         assert self.lowest is not None
         self.lowest.read(batch, slots[requested > 0])
-        own = np.where(requested > 0, np.maximum(requested - self.horizontal_tokens, 1), 0)
+        most = requested
+        if selection is not None and selection.most is not None:
+            most = np.minimum(requested, selection.most)
+        own = np.where(most > 0, np.maximum(most - self.horizontal_tokens, 1), 0)
         top = self._draft(batch, len(self.levels) - 1, slots, own)
         if self.horizontal_tokens:
             last = top.token_ids[slots, np.maximum(top.counts[slots] - 1, 0)]
             ended = (top.counts[slots] == 0) | (last == batch.eos[slots])
-            room = np.minimum(requested - top.counts[slots], self.horizontal_tokens)
+            room = np.minimum(most - top.counts[slots], self.horizontal_tokens)
             top.extend(self._draft(batch, 0, slots, np.where(ended, 0, room)), slots)
         self.top[slots] = self.selection.levels[-1] if self.selection.levels else 0
         self._tell(

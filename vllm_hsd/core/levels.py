@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
-from vllm_hsd.core.prices import Prices
 from vllm_hsd.core.stopping import EntropyThresholds
 
 UNLIMITED = sys.maxsize
@@ -120,29 +119,32 @@ class Stateless:
 
 @dataclass
 class FirstOf:
-    """Several sources in the place of the lowest level; see `core.sources`.
+    """Several sources in the place of the lowest level; see `core.draft_budget`.
 
     Attributes:
         names: one per source, for the counts; the lookups' first.
         lookups: they cost no forward pass.
         drafter: a level with probabilities, the last source; None without one.
-        drafter_cost: one forward pass of the drafter, in steps of the model that verifies.
         min_acceptance: a lookup's draft ends before the token that is less likely to be accepted.
     """
 
     names: list[str]
     lookups: list[LookupLevel]
     drafter: Level | None = None
-    drafter_cost: float = 0.1
     min_acceptance: float = 0.05
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Levels that draft in a step, cheapest first, and the draft length of each; none: no draft."""
+    """Levels that draft in a step, cheapest first, and the draft length of each; none: no draft.
+
+    `most` is how many tokens each request of the step drafts at most, [n] int64; None for no limit
+    but the draft length.
+    """
 
     levels: tuple[int, ...] = ()
     draft_lengths: tuple[int, ...] = ()
+    most: np.ndarray | None = None
 
 
 @dataclass
@@ -186,11 +188,6 @@ class DraftBatch:
         choose: (logits [n, V], slots [n], positions [n] in the text, level) -> [n] int64, the
             level's tokens there, drawn with the noise of the position.
         sits_out: [levels, slots] bool, requests that a level can draft nothing for; None for none.
-        repeats: [slots] bool, requests whose drafts must not depend on times or on other requests;
-            None for all.
-        prices: what drafts of several sources cost, by the level that verifies them (the target is
-            the last); None for fixed ones. They may depend on committed text, past acceptance and
-            times.
     """
 
     tokens: np.ndarray
@@ -205,8 +202,6 @@ class DraftBatch:
     coupled: np.ndarray | None = None
     choose: Callable[[torch.Tensor, np.ndarray, np.ndarray, int], np.ndarray] | None = None
     sits_out: np.ndarray | None = None
-    repeats: np.ndarray | None = None
-    prices: Sequence[Prices] | None = None
 
     def is_drawn(self, slots: np.ndarray) -> np.ndarray:
         """[n] bool, the requests whose tokens are drawn from probabilities that are kept."""

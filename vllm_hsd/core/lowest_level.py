@@ -1,7 +1,7 @@
 """How the lowest level of a cascade drafts: token by token, from a lookup, or from several sources.
 
 It verifies nothing. A model draws each token from its probabilities; a lookup's tokens are point
-masses; several sources follow each other in one draft, as `core.sources` chooses.
+masses; several sources follow each other in one draft, as `core.draft_budget` decides.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import time
 import numpy as np
 import torch
 
+from vllm_hsd.core.draft_budget import DraftBudget
 from vllm_hsd.core.drafts import DraftStore, ragged_arange, ragged_starts
 from vllm_hsd.core.level_models import Forward, LevelModels, highest_probability
 from vllm_hsd.core.levels import DraftBatch, FirstOf, Level, LookupLevel
-from vllm_hsd.core.offers import Offers
-from vllm_hsd.core.sources import SourceChoice
-from vllm_hsd.core.step_times import StepTimes
+from vllm_hsd.core.sources import Offers
 from vllm_hsd.verify.residual import BlockedCDF
 
 
@@ -27,36 +26,28 @@ class LowestLevel:
         level: what drafts.
         models: those of the cascade; level 0 of it is the model here, if any.
         drafts: where the drafts go.
+        budget: decides what several sources draft; None for one source of a given draft length.
 
     Attributes:
         lookups: the sources without forward passes.
         has_model: one source is a model, the last one.
-        choice: between several sources, None for one.
-        model_times: seconds of a forward pass of the model as one of several sources, by requests.
-        times: seconds of a draft, or of a token of a model that drafts alone, by requests.
     """
 
     def __init__(
-        self, level: Level | LookupLevel | FirstOf, models: LevelModels, drafts: DraftStore
+        self,
+        level: Level | LookupLevel | FirstOf,
+        models: LevelModels,
+        drafts: DraftStore,
+        budget: DraftBudget | None,
     ) -> None:
         self.lookups, model = split_sources(level)
         self.has_model = model is not None
-        self.models, self.drafts = models, drafts
-        self.model_times = StepTimes()
-        self.times: StepTimes | None = None
-        self.choice: SourceChoice | None = None
-        if isinstance(level, FirstOf):
-            self.choice = SourceChoice(level, len(drafts.counts), drafts.length)
+        self.models, self.drafts, self.budget = models, drafts, budget
 
     def read(self, batch: DraftBatch, slots: np.ndarray) -> None:
         """Show the committed texts of `slots` to the lookups."""
         for lookup in self.lookups:
             lookup.read(batch.tokens, batch.rows[slots], slots, batch.end[slots])
-
-    @property
-    def model_cost(self) -> float:
-        """A forward pass of the model among several sources, in steps of the verifier: a guess."""
-        return 0.0 if self.choice is None else self.choice.sources.drafter_cost
 
     def draft(
         self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray, verifier: int
@@ -68,11 +59,8 @@ class LowestLevel:
             slots, requested: [n] int64.
             verifier: the level that verifies the drafts; the number of levels for the target.
         """
-        began = time.perf_counter()
-        uncached = batch.end[slots] - batch.cached[0, slots]
-        size, longest = int((requested > 0).sum()), int(requested.max(initial=0))
-        if self.choice is not None:
-            self._draft_from_sources(batch, self.choice, slots, requested, verifier)
+        if self.budget is not None:
+            self._draft_from_sources(batch, self.budget, slots, requested, verifier)
         elif self.lookups:
             rows, ends = batch.rows[slots], batch.end[slots]
             found = self.lookups[0].lookup(batch.tokens, rows, slots, ends, requested)
@@ -80,13 +68,6 @@ class LowestLevel:
         else:
             fits = self.models.can_draft(batch, 0, slots)
             self._draft_from_model(batch, slots[fits], requested[fits])
-        if self.times is None or not size:
-            return
-        seconds = time.perf_counter() - began
-        if not self.has_model or self.choice is not None:
-            self.times.observe(size, seconds)
-        elif not (uncached > longest + 1).any():
-            self.times.observe(size, seconds / longest)
 
     def _append_found(
         self,
@@ -108,16 +89,16 @@ class LowestLevel:
     def _draft_from_sources(
         self,
         batch: DraftBatch,
-        choice: SourceChoice,
+        budget: DraftBudget,
         slots: np.ndarray,
         requested: np.ndarray,
         verifier: int,
     ) -> None:
         """Drafts of lookups, each continued by the next one, and at last by the model."""
-        drafts = self.drafts
-        choice.price(None if batch.prices is None else batch.prices[verifier], batch.repeats)
-        choice.score(batch.tokens, batch.rows[slots], slots, batch.end[slots])
-        open_ = requested > 0
+        drafts, offered = self.drafts, budget.offered
+        budget.begin(verifier)
+        offered.score(batch.tokens, batch.rows[slots], slots, batch.end[slots])
+        open_, first = requested > 0, True
         sure, ended = np.ones(len(slots)), np.zeros(len(slots), dtype=bool)
         while self.lookups and open_.any():
             active = np.flatnonzero(open_)
@@ -129,69 +110,65 @@ class LowestLevel:
             ]
             if not any(offer.counts.any() for offer in found):
                 break
-            offers = Offers.of(found)
-            choice.remember_first(now, ends, offers, drafts.counts[now] == 0)
-            source, counts, sure[active] = choice.best(
-                now, offers, room[active], sure[active], drafts.counts[now]
-            )
+            offers = Offers.of(found, budget.acceptance)
+            if first:
+                offered.remember(0, now, ends, offers)
+            source, counts, sure[active] = budget.best(now, offers, room[active], sure[active])
             at = np.arange(len(now))
             token_ids = offers.token_ids[source, at]
             cut, ended[active] = _until_eos(token_ids, counts, batch.eos[now])
             self._append_found(batch, now, token_ids, cut, source)
-            # What is too unlikely in the best offer is not likelier in the next one.
+            # If the best lookup was truncated, the others cannot extend it: stop.
             whole = cut == offers.counts[source, at]
             room_left = drafts.counts[now] < requested[active]
             open_[active] = (cut > 0) & whole & ~ended[active] & room_left
+            first = False
         if self.has_model:
             room = np.where(ended, 0, requested - drafts.counts[slots])
-            self._continue_with_model(batch, choice, slots, room, sure)
+            self._continue_with_model(batch, budget, slots, room, sure)
 
     def _continue_with_model(
         self,
         batch: DraftBatch,
-        choice: SourceChoice,
+        budget: DraftBudget,
         slots: np.ndarray,
         room: np.ndarray,
         sure: np.ndarray,
     ) -> None:
-        """Add at most room[i] tokens of the model, as long as another one is worth it."""
+        """Add at most room[i] tokens of the model, as long as another one pays."""
         drafts = self.drafts
         able = self.models.can_draft(batch, 0, slots) & (room > 0)
-        able[able] = choice.begins(slots[able], room[able], sure[able], drafts.counts[slots[able]])
+        able[able] = budget.begins(slots[able], room[able], sure[able])
         slots, room, sure = slots[able], room[able], sure[able]
         if not len(slots):
             return
         begin, starts = drafts.counts[slots].copy(), batch.end[slots].copy()
-        catches_up = (starts - batch.cached[0, slots] > 2 * drafts.length).any()
-        uniforms, first = self._uniforms(batch, slots, room)
+        uniforms, first_uniform = self._uniforms(batch, slots, room)
         confidence = np.zeros((1, len(slots), drafts.length))
         open_ = np.ones(len(slots), dtype=bool)
         while open_.any():
             began = time.perf_counter()
             active = np.flatnonzero(open_)
             now, drafted = slots[active], drafts.counts[slots[active]] - begin[active]
-            drawn = None if uniforms is None else uniforms[first[active] + drafted]
+            drawn = None if uniforms is None else uniforms[first_uniform[active] + drafted]
+            computed = int((batch.end[now] - batch.cached[0, now]).sum())
             forward, ended = self._draft_token(batch, now, drawn)
             confidence[0, active, drafted] = sureness = highest_probability(forward.logits)
-            sure[active] *= choice.acceptance_of(now, sureness, drafted)
+            sure[active] *= budget.acceptance_of(now, sureness, drafted)
             open_[active] = ~ended & (drafted + 1 < room[active])
             going = np.flatnonzero(open_)
-            after = drafts.counts[slots[going]]
-            left = room[going] - (after - begin[going])
-            open_[going] = choice.goes_on(
-                slots[going], left, sure[going], after, after - begin[going]
-            )
-            if not catches_up:
-                self.model_times.observe(len(now), time.perf_counter() - began)
-            catches_up = False
+            after = drafts.counts[slots[going]] - begin[going]
+            open_[going] = budget.goes_on(slots[going], room[going] - after, sure[going], after)
+            budget.pass_times.observe(computed, time.perf_counter() - began)
         counts = drafts.counts[slots] - begin
         owners, offsets = ragged_arange(counts)
         place = (slots[owners], begin[owners] + offsets)
         drafts.source[place] = len(self.lookups)
         token_ids = np.zeros((1, len(slots), drafts.length), dtype=np.int64)
         token_ids[0, owners, offsets] = drafts.token_ids[place]
-        offers = Offers(token_ids, counts[None], confidence)
-        choice.remember(len(self.lookups), slots, starts, offers)
+        expected = budget.acceptance.corrected(budget.drafter, confidence, np.arange(drafts.length))
+        offers = Offers(token_ids, counts[None], confidence, expected)
+        budget.offered.remember(budget.drafter, slots, starts, offers)
 
     def _draft_from_model(
         self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray

@@ -18,8 +18,6 @@ _MACHINE_RATE, _SIZE_RATE = 0.08, 0.02
 _SETTLED = 3
 # Observations at other sizes after which what a size has seen weighs half.
 _HALF_LIFE = 200.0
-# Observations after which a size that only a seed knows is forgotten.
-_SEED_LIFE = 32
 
 
 class StepTimes:
@@ -40,7 +38,6 @@ class StepTimes:
         self.sizes = [1, 2, 3]
         while self.sizes[-1] < max_tokens:
             self.sizes.append(2 * self.sizes[-2])
-        self.log_sizes = [math.log(size) for size in self.sizes]
         # A count of tokens belongs to the size that is nearest in logarithms.
         self.bounds = [math.sqrt(a * b) for a, b in pairwise(self.sizes)]
         self.machine = 0.0
@@ -59,19 +56,17 @@ class StepTimes:
             return
         self.observed += 1
         self._curve = self._everywhere = None
-        if self.observed == _SEED_LIFE:
-            # A seed of another machine would stay wrong at sizes that are avoided because of it.
-            for size in self.known:
-                self.weight[size] *= self.last_seen[size] > 0
-            self._find_known()
         size = self._nearest(tokens)
         log_seconds = math.log(seconds) - self.machine
         age = self.observed - self.last_seen[size]
         self.last_seen[size] = self.observed
         if not self.weight[size]:
-            self.log_seconds[size] = log_seconds + self._to_size(size, tokens)
-            self.weight[size] = 1.0
-            self._find_known()
+            if self.known:
+                # By the slope of known ones.
+                curve = self._own_curve()
+                log_seconds += self._along(curve, self.sizes[size]) - self._along(curve, tokens)
+            self.log_seconds[size], self.weight[size] = log_seconds, 1.0
+            self.known = [i for i, weight in enumerate(self.weight) if weight > 0]
             return
         residual = log_seconds - self._along(self._own_curve(), tokens)
         self.weight[size] *= 0.5 ** (age / _HALF_LIFE)
@@ -80,27 +75,6 @@ class StepTimes:
             self.machine += _MACHINE_RATE * residual
         self.weight[size] += 1
         self.log_seconds[size] += residual * max(1 / self.weight[size], _SIZE_RATE)
-
-    def seed(self, tokens: np.ndarray, seconds: np.ndarray) -> None:
-        """Start from times measured before; a size weighs as one observation.
-
-        Args:
-            tokens: [n] of each pass, at least 1.
-            seconds: [n] above 0; those of equally many tokens are averaged, and of several counts
-                that belong to one size the largest one's are taken.
-        """
-        counts, place = np.unique(tokens, return_inverse=True)
-        means = np.bincount(place, np.log(seconds)) / np.bincount(place)
-        for count, mean in zip(counts.tolist(), means.tolist(), strict=True):
-            size = self._nearest(count)
-            self.log_seconds[size] = mean + self._to_size(size, count)
-            self.weight[size] = 1.0
-            self._find_known()
-        self._curve = self._everywhere = None
-
-    def knows(self, tokens: int) -> bool:
-        """Whether a pass of about this many tokens has been seen."""
-        return self.weight[self._nearest(tokens)] > 0
 
     def age(self, tokens: int) -> float:
         """Passes of other sizes since one of about this many tokens; infinite before the first."""
@@ -119,7 +93,7 @@ class StepTimes:
     def seconds(self, tokens):
         """Seconds of passes over `tokens` tokens (any shape), never falling with more tokens.
 
-        Between known sizes along a line in logarithms; above the largest along the line through the
+        Between known sizes along a line; above the largest along the line through the
         last two (a size that turns out slower is known after one pass); below the smallest one as
         long as that. An array is read off the curve at the grid's sizes.
 
@@ -133,22 +107,11 @@ class StepTimes:
         if not isinstance(tokens, np.ndarray):
             return math.exp(self.machine + self._along(self._curve, tokens))
         if self._everywhere is None:
-            self._everywhere = np.array([self._along(self._curve, size) for size in self.sizes])
-        at = np.log(np.maximum(tokens, 1))
-        return np.exp(self.machine + np.interp(at, self.log_sizes, self._everywhere))
-
-    def _find_known(self) -> None:
-        self.known = [size for size, weight in enumerate(self.weight) if weight > 0]
+            self._everywhere = np.exp([self._along(self._curve, size) for size in self.sizes])
+        return math.exp(self.machine) * np.interp(tokens, self.sizes, self._everywhere)
 
     def _own_curve(self) -> list[float]:
         return [self.log_seconds[size] for size in self.known]
-
-    def _to_size(self, size: int, tokens: float) -> float:
-        """From log seconds of `tokens` tokens to those of a size, by the slope of known ones."""
-        if not self.known:
-            return 0.0
-        curve = self._own_curve()
-        return self._along(curve, self.sizes[size]) - self._along(curve, tokens)
 
     def _along(self, curve: list[float], tokens: float) -> float:
         """Log seconds by a curve through the known sizes, without the machine's part."""
@@ -159,11 +122,11 @@ class StepTimes:
             low, high = math.exp(curve[-2]), math.exp(curve[-1])
             slope = min(max((high - low) / (last - self.sizes[known[-2]]), 0.0), high / last)
             return curve[-1] + math.log1p((tokens - last) * slope / high)
-        at = math.log(tokens)
-        right = bisect(known, at, 1, len(known) - 1, key=self.log_sizes.__getitem__)
-        left = self.log_sizes[known[right - 1]]
-        share = (at - left) / (self.log_sizes[known[right]] - left)
-        return curve[right - 1] + share * (curve[right] - curve[right - 1])
+        right = bisect(known, tokens, 1, len(known) - 1, key=self.sizes.__getitem__)
+        start = self.sizes[known[right - 1]]
+        share = (tokens - start) / (self.sizes[known[right]] - start)
+        low, high = curve[right - 1], curve[right]
+        return low + math.log1p(share * math.expm1(high - low))
 
     def _rising(self) -> list[float]:
         """Log seconds of the known sizes, pooled where they would fall (isotonic regression)."""

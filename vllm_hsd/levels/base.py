@@ -105,7 +105,6 @@ class LevelConfig(Keys):
         runs_target: it runs layers of the target, for other rows than the target does.
         keeps_cache: it is a model with a KV cache of its own.
         reads_target_states: it reads the target's hidden states of every step.
-        may_rest: with adaptive drafting, as the lowest level, it drafts only where that pays.
         on_v2: how it drafts on the V2 runner; empty if it does not run there.
         num_tokens: draft length, the tokens that the level passes to the level above it at a time;
             None for the last level, which fills `num_speculative_tokens`.
@@ -119,7 +118,6 @@ class LevelConfig(Keys):
     runs_target: ClassVar[bool] = False
     keeps_cache: ClassVar[bool] = False
     reads_target_states: ClassVar[bool] = False
-    may_rest: ClassVar[bool] = False
     on_v2: ClassVar[Literal["", "lookup", "model"]] = ""
 
     num_tokens: Tokens | None = None
@@ -285,7 +283,6 @@ class LookupKeys(LevelConfig):
 
     is_lookup = True
     only_lowest = "a lookup has no probabilities"
-    may_rest = True
 
 
 @dataclass(frozen=True)

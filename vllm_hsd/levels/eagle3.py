@@ -20,7 +20,6 @@ class Eagle3LevelConfig(SamplingKeys, VllmModelKeys):
     kind = "eagle3"
     only_lowest = "an EAGLE-3 head takes unverified tokens one by one"
     reads_target_states = True
-    may_rest = True
 
     eagle3: Name
 

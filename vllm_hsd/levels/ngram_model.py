@@ -20,7 +20,6 @@ class NgramModelLevelConfig(VerifyingKeys):
     """
 
     kind = "ngram_model"
-    may_rest = True
 
     ngram_model: Name
     order: Annotated[int, Field(ge=1, le=MAX_ORDER)] = MAX_ORDER

@@ -47,7 +47,8 @@ def build_levels(vllm_config: VllmConfig, runner: Any) -> list[HostedLevel]:
         loads = speculative.level_configs[i]
         longest = loads.draft_model_config if loads else vllm_config.model_config
         level = config.build_v1(Place(runner, vllm_config, i, longest.max_model_len))
-        if hsd.adaptive and i == 0 and config.may_rest:
+        if hsd.adaptive and i == 0 and not (isinstance(level, FirstOf) or hsd.horizontal_tokens):
+            # The one source of a level that may choose not to draft.
             sources = ([level], None) if config.is_lookup else ([], level)
             level = FirstOf([config.kind], *sources)
         model = level.drafter if isinstance(level, FirstOf) else level

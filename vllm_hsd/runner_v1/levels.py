@@ -169,11 +169,6 @@ class ModelLevel:
             hidden = hidden[torch.from_numpy(wanted).to(self.device)]
         return fit_logits(self.logits(hidden).to(torch.float32), self.target_vocab_size)
 
-    @property
-    def weights_read(self) -> int:
-        """Bytes of weights that a forward pass over few tokens reads."""
-        return weights_read(self.model)
-
     def warm_up(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """Run [n] tokens at [n] positions, for memory profiling and compilation."""
         self.run(input_ids, positions)
@@ -250,12 +245,6 @@ class EarlyExitLevel(ModelLevel):
         self.layer_names = attention_layer_names(self.layers)
         self.decoder = leave_after(self.target.model, self.num_layers, self.final_norm)
 
-    @property
-    def weights_read(self) -> int:
-        """See `ModelLevel.weights_read`."""
-        layers = sum(weights_read(layer) for layer in self.layers)
-        return layers + weights_read(self.target) - weights_read(self.target.model.layers)
-
     def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         # Not __call__: that is the whole target where it is compiled.
         return self.decoder.forward(input_ids, positions, None)
@@ -275,16 +264,6 @@ class ExitHeadLevel(EarlyExitLevel):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head.logits(hidden)
-
-
-def weights_read(model: torch.nn.Module) -> int:
-    """Bytes of a model's weights that a forward pass over few tokens reads.
-
-    Not an input embedding that is no output head at the same time: of it a few rows are read.
-    """
-    sizes = {name: weight.nbytes for name, weight in model.named_parameters()}
-    untied = any("lm_head" in name for name in sizes)
-    return sum(size for name, size in sizes.items() if not (untied and "embed_tokens" in name))
 
 
 # Acceptance of the first looked-up token and of each later one, before anything is seen of a text.

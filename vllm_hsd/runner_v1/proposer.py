@@ -15,27 +15,23 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.cascade import Cascade
-from vllm_hsd.core.controller import DepthController
 from vllm_hsd.core.counters import LevelCounts
-from vllm_hsd.core.levels import DraftBatch, FirstOf, LevelOptions
+from vllm_hsd.core.drafts import DraftStore
+from vllm_hsd.core.levels import DraftBatch
 from vllm_hsd.draft_models import loading
-from vllm_hsd.planner.seeds import seed
-from vllm_hsd.runner_v1.adaptive import AdaptiveDrafting, StepClock, agreed_prices
+from vllm_hsd.runner_v1.adaptive import StepClock, agree_on_prices
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
 from vllm_hsd.runner_v1.head_states import HeadStates
 from vllm_hsd.runner_v1.hooks import install_on_runner
 from vllm_hsd.runner_v1.hosted_levels import build_levels
 from vllm_hsd.runner_v1.lazy_caches import LazyCaches
-from vllm_hsd.runner_v1.levels import ModelLevel, weights_read
+from vllm_hsd.runner_v1.levels import ModelLevel
 from vllm_hsd.runner_v1.noise import RequestNoise, generators, skip_of
 from vllm_hsd.runner_v1.requests import RequestLimits, RequestTable
 from vllm_hsd.runner_v1.sampler import CascadeSampler
 from vllm_hsd.runner_v1.sampling import GREEDY_BELOW, RequestSampling
 
 logger = init_logger(f"vllm.{__name__}")
-
-# What a table takes for a token, in steps of the verifier: less, the larger that one is.
-TABLE_COST = 0.02
 
 
 class CascadeProposer(DraftModelProposer):
@@ -91,12 +87,9 @@ class CascadeProposer(DraftModelProposer):
             for i, length in zip(levels, draft_lengths, strict=True)
         ]
         num_slots = self.vllm_config.scheduler_config.max_num_seqs
-        controller = self._controller(chosen, options)
-        self.cascade = Cascade(chosen, options, num_slots, hsd.horizontal_tokens, controller)
-        if hsd.adaptive and hsd.adaptive.profile:
-            seed(hsd, levels, self.cascade)
-        self.adaptive = None if controller is None else AdaptiveDrafting(self)
-        late = controller is not None or hsd.levels[levels[0]].fills_cache_lazily
+        adaptive = hsd.adaptive
+        self.cascade = Cascade(chosen, options, num_slots, hsd.horizontal_tokens, adaptive)
+        late = adaptive or hsd.levels[levels[0]].fills_cache_lazily
         self.lazy = LazyCaches(self.runner, len(levels), num_slots) if late else None
         self.clock = StepClock(hsd.num_speculative_tokens + 1)
         self.requests = RequestTable(
@@ -112,19 +105,6 @@ class CascadeProposer(DraftModelProposer):
         ]
         self.num_speculative_tokens = draft_lengths[-1]
         self._allocate_drafts()
-
-    def _controller(self, levels, options: list[LevelOptions]) -> DepthController | None:
-        # Sources choose among themselves, and no draft where none is worth its price.
-        choose = len(levels) == 1 and isinstance(levels[0], FirstOf)
-        if choose or not self.cascade_config.adaptive:
-            return None
-        scheduler = self.vllm_config.scheduler_config
-        return DepthController(
-            [option.draft_length for option in options],
-            [isinstance(level, FirstOf) for level in levels],
-            scheduler.max_num_seqs,
-            scheduler.max_num_batched_tokens,
-        )
 
     def _allocate_drafts(self) -> None:
         """Reserve the proposal probabilities before vLLM profiles its memory."""
@@ -165,26 +145,9 @@ class CascadeProposer(DraftModelProposer):
                             hosted.loads.draft_load_config,
                         )
                     hosted.model.attach(target_model, hosted.named)
-        self._estimate_drafter_cost(target_model)
         vocab_size = self.vllm_config.model_config.get_vocab_size()
         self.skip = skip_of(self.runner.sampler.topk_topp_sampler, vocab_size)
         self.runner.rejection_sampler = CascadeSampler(self)
-
-    def _estimate_drafter_cost(self, target_model) -> None:
-        """Cost of a source's forward pass by the weights read: a clock would make choices differ
-        from run to run.
-        """
-        first = self.hosted[0].level
-        above = self.hosted[1].model if len(self.hosted) > 1 else None
-        if not isinstance(first, FirstOf):
-            return
-        if isinstance(first.drafter, ModelLevel):
-            verifying = weights_read(target_model)
-            if isinstance(above, ModelLevel):
-                verifying = above.weights_read
-            first.drafter_cost = first.drafter.weights_read / verifying
-        elif first.drafter is not None:
-            first.drafter_cost = TABLE_COST
 
     def _draft_vllm_config(self, level_config):
         """vLLM's own way from a target's configuration to a drafter's, for one level."""
@@ -247,9 +210,9 @@ class CascadeProposer(DraftModelProposer):
         sampled = np.array([len(ids) > 0 for ids in sampled_token_ids])
         scheduled = self._scheduled(scheduler_output, len(slots))
         length, requested = self._lengths(scheduled, slots, sampled)
-        self.clock.step_ended(
-            scheduler_output, bool(sampled.all()), self.cascade.learning.target_times
-        )
+        if self.cascade.budget is not None:
+            times = self.cascade.budget.times[-1]
+            self.clock.step_ended(scheduler_output, bool(sampled.all()), times)
         if self.lazy is not None:
             self.lazy.step_began(length)
         # Whatever a level computed after the last accepted token is forgotten; a level without a
@@ -287,17 +250,10 @@ class CascadeProposer(DraftModelProposer):
             coupled=self._coupled(slots),
             choose=functools.partial(self._choose, sampling),
             sits_out=requests.sits_out,
-            repeats=self._repeats(slots),
-            prices=agreed_prices(self.cascade, int((requested > 0).sum())),
         )
         for states in self.heads:
             states.before_drafting(batch, slots, known)
-        if self.adaptive is None:
-            idle = requested == 0
-            self.cascade.models.ingest(batch, slots[idle], known[:, idle])
-            drafts = self.cascade.propose(batch, slots, requested)
-        else:
-            drafts = self.adaptive.propose(batch, slots, requested)
+        drafts = self._draft(batch, slots, requested, known)
         if self.lazy is not None:
             self.lazy.step_ended(slots, np.minimum(requests.cached[:, slots], length))
         for states in self.heads:
@@ -306,6 +262,32 @@ class CascadeProposer(DraftModelProposer):
         token_ids = drafts.token_ids[slots].tolist()
         self.clock.drafting_ended()
         return [ids[:count] for ids, count in zip(token_ids, counts, strict=True)]
+
+    def _draft(
+        self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray, known: np.ndarray
+    ) -> DraftStore:
+        """Draft for the requests that may, at this step's prices.
+
+        With `adaptive` a level that drafts nothing computes nothing, prompts included: it catches
+        up in one forward pass when it drafts again.
+        """
+        cascade, adaptive = self.cascade, self.cascade_config.adaptive
+        if not adaptive or self.heads:
+            idle = requested == 0
+            cascade.models.ingest(batch, slots[idle], known[:, idle])
+        if cascade.budget is None:
+            return cascade.propose(batch, slots, requested)
+        if adaptive and any(level is not None for level in cascade.levels):
+            # A first token does not wait for a model to read the prompt.
+            prompts = self.runner.input_batch.num_prompt_tokens[: len(slots)]
+            requested = np.where(batch.end[slots] - prompts == 1, 0, requested)
+        cascade.drafts[-1].clear(slots)
+        drafting = requested > 0
+        if drafting.any():
+            slots, requested = slots[drafting], requested[drafting]
+            agree_on_prices(cascade.budget, slots, requested, adaptive)
+            cascade.propose(batch, slots, requested, cascade.budget.step.selection)
+        return cascade.drafts[-1]
 
     def _coupled(self, slots: np.ndarray) -> np.ndarray | None:
         """[slots] bool for `DraftBatch.coupled`: greedy requests need no probabilities either."""
@@ -335,13 +317,6 @@ class CascadeProposer(DraftModelProposer):
             self.runner.sampler.topk_topp_sampler,
             sampling.scales[level],
         )
-
-    def _repeats(self, slots: np.ndarray) -> np.ndarray:
-        """[slots] bool, sampled requests with a seed: they draft alike at any load."""
-        repeats = np.zeros_like(self.requests.seeded)
-        sampled = self.runner.input_batch.temperature_cpu[: len(slots)] >= GREEDY_BELOW
-        repeats[slots] = self.requests.seeded[slots] & sampled
-        return repeats
 
     def follow_scheduler(self, scheduler_output) -> None:
         """Take note of requests that left, joined or came back since the last step."""

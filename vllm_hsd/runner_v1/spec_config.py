@@ -8,7 +8,7 @@ from vllm.config.utils import config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 
-from vllm_hsd.config import AdaptiveConfig, CascadeConfig
+from vllm_hsd.config import CascadeConfig
 from vllm_hsd.draft_models import DraftConfig
 from vllm_hsd.errors import UserError
 from vllm_hsd.level_checks import connector_mistake
@@ -38,7 +38,7 @@ class V1CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
         """Adaptive drafting, if it fits and the user does not decide."""
         if "adaptive" in hsd.model_fields_set:
             return hsd
-        adaptive = hsd.model_copy(update={"adaptive": AdaptiveConfig()})
+        adaptive = hsd.model_copy(update={"adaptive": True})
         reasons = {
             "an EAGLE-3 head below other levels": hsd.head_below_others,
             "horizontal_tokens": hsd.horizontal_tokens > 0,

@@ -12,7 +12,7 @@ from typing import Any
 from vllm.sampling_params import SamplingType
 
 from vllm_hsd import metrics
-from vllm_hsd.core.batch_draft_length import BatchDraftLength
+from vllm_hsd.core.batch_budget import BatchBudget
 from vllm_hsd.registry import NONE_FILED
 from vllm_hsd.runner_v2.hooks import REGISTRY
 from vllm_hsd.runner_v2.spec_config import max_batch_size
@@ -28,7 +28,7 @@ class LearnedLengths:
 
     def __init__(self, scheduler: Any, by_size: list[int]) -> None:
         self.scheduler, self.by_size = scheduler, by_size
-        self.learned = BatchDraftLength(max(by_size), len(by_size) - 1)
+        self.learned = BatchBudget(max(by_size), len(by_size) - 1)
         self.ended = time.perf_counter()
 
     def __getitem__(self, size: int) -> int:

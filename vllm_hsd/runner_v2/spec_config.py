@@ -122,11 +122,6 @@ def _check(hsd: CascadeConfig, target_parallel_config) -> None:
     Raises:
         UserError: names the key.
     """
-    if hsd.adaptive and hsd.adaptive.profile:
-        raise UserError(
-            "adaptive.profile has no meaning on vLLM's V2 runner, since `vllm-hsd profile` "
-            f"measures the V1 runner: give true or {_USE_V1}."
-        )
     if hsd.verifier == "coupled":
         raise UserError(f"verifier 'coupled' does not run on vLLM's V2 runner: {_USE_V1}.")
     launcher = target_parallel_config.distributed_executor_backend
@@ -144,7 +139,7 @@ def _check(hsd: CascadeConfig, target_parallel_config) -> None:
             )
     if _is_head_alone(hsd):
         for key, holds in {
-            "adaptive": hsd.adaptive is not None,
+            "adaptive": hsd.adaptive,
             "verifier": hsd.verifier != "block",
             "levels[0].temperature_scale": hsd.options()[0].temperature_scale != 1,
         }.items():

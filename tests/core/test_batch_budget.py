@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_hsd.core.batch_draft_length import BatchDraftLength
+from vllm_hsd.core.batch_budget import BatchBudget
 
 LENGTH, LARGEST = 4, 64
 
@@ -36,7 +36,7 @@ class Serving:
                 observe(size, bool(length), size + int(kept), seconds * noise)
         return tokens / spent
 
-    def learned(self, learned: BatchDraftLength, size: int, rate: float, steps: int) -> float:
+    def learned(self, learned: BatchBudget, size: int, rate: float, steps: int) -> float:
         return self.tokens_per_second(learned.choose, size, rate, steps, learned.observe)
 
 
@@ -49,13 +49,13 @@ def test_it_is_as_fast_as_the_better_choice(token_cost, size, rate):
         serving.tokens_per_second(lambda _, k=k: k, size, rate, 4000 // size + 200)
         for k in (0, LENGTH)
     ]
-    speed = serving.learned(BatchDraftLength(LENGTH, LARGEST), size, rate, 4000)
+    speed = serving.learned(BatchBudget(LENGTH, LARGEST), size, rate, 4000)
     assert speed > 0.97 * max(fixed)
     assert speed > 0.98 * fixed[0]
 
 
 def test_it_turns_with_the_load_within_fifty_steps():
-    serving, learned = Serving(0.03, drafting=0.1), BatchDraftLength(LENGTH, LARGEST)
+    serving, learned = Serving(0.03, drafting=0.1), BatchBudget(LENGTH, LARGEST)
     for size in (1, 64, 1, 64):
         serving.learned(learned, size, 0.8, 200)
     for size, drafts in ((1, True), (64, False), (1, True)):
@@ -64,16 +64,16 @@ def test_it_turns_with_the_load_within_fifty_steps():
 
 
 def test_text_that_becomes_predictable_again_is_noticed():
-    serving, learned = Serving(0.002, drafting=0.2), BatchDraftLength(LENGTH, LARGEST)
+    serving, learned = Serving(0.002, drafting=0.2), BatchBudget(LENGTH, LARGEST)
     serving.learned(learned, 1, 0.05, 5000)
-    assert not learned.drafts
+    assert learned.speedup(1) < 1
     serving.learned(learned, 1, 0.9, 5000)
-    assert learned.drafts
+    assert learned.speedup(1) > 1
     assert serving.learned(learned, 1, 0.9, 1000) > 2.0
 
 
 def test_what_loses_is_tried_ever_more_rarely():
-    serving, learned = Serving(0.1, drafting=2.0), BatchDraftLength(LENGTH, LARGEST)
+    serving, learned = Serving(0.1, drafting=2.0), BatchBudget(LENGTH, LARGEST)
     chosen = []
 
     def choose(size):
@@ -86,6 +86,6 @@ def test_what_loses_is_tried_ever_more_rarely():
 
 def test_without_observations_it_drafts_as_configured():
     """Where every step holds a piece of a prompt no step tells anything."""
-    learned = BatchDraftLength(LENGTH, LARGEST)
+    learned = BatchBudget(LENGTH, LARGEST)
     chosen = [learned.choose(3) for _ in range(5000)]
     assert np.count_nonzero(chosen) > 0.98 * len(chosen)

@@ -1,0 +1,197 @@
+"""The one rule on simulated serving, and its parts.
+
+Times are counted by the simulation, so no test depends on the clock. Fixed seeds; the margins hold
+the noise of these numbers of steps.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+from support.simulated_serving import (
+    LENGTH,
+    Drafter,
+    Guess,
+    Serving,
+    compute_bound,
+    cpu,
+    memory_bound,
+)
+
+from vllm_hsd.core.draft_budget import FORBIDDEN, DraftBudget, _cut
+from vllm_hsd.core.levels import FirstOf
+from vllm_hsd.core.trials import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_STEPS, Trials
+
+TARGETS = [memory_bound, cpu, compute_bound]
+
+
+def model(target, rate, share: float, **settings) -> Drafter:
+    """A pass takes a share of the target's step, and 2 % more per token."""
+    return Drafter(rate, lambda n: share * target(1) * (1 + 0.02 * (n - 1)), **settings)
+
+
+def lookup(rate=0.85, found=0.6) -> Guess:
+    return Guess(rate, found)
+
+
+# What there is, and the fixed lengths of it that it is compared with.
+SCENARIOS = {
+    "lookup": (lambda target: [lookup()], [(2,), (8,)]),
+    "rare lookup": (lambda target: [lookup(0.3, 0.3)], [(2,)]),
+    "cheap model": (lambda target: [model(target, 0.8, 0.1)], [(2,), (5,), (8,)]),
+    "costly model": (lambda target: [model(target, 0.45, 0.25)], [(1,), (2,)]),
+    "quantized copy": (
+        lambda target: [model(target, 0.93, 0.12, sureness=0.2)],
+        [(3,), (5,), (8,)],
+    ),
+    "lookup below a model": (lambda target: [lookup(0.6), model(target, 0.8, 0.15)], [(2, 5)]),
+    "two models": (lambda target: [model(target, 0.6, 0.03), model(target, 0.85, 0.2)], [(3, 8)]),
+}
+
+
+def speedup(target, levels, size: int, fixed=None) -> float:
+    """Over no drafts, once learned."""
+    serving = Serving(target, levels, size, fixed)
+    if fixed is None:
+        serving.run(400 // size + 100)
+    return serving.run(400 // size + 100) * target(size) / size
+
+
+@pytest.mark.parametrize("size", [1, 16])
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_it_is_near_the_best_fixed_choice_and_never_slower_than_no_drafts(scenario, target, size):
+    make, lengths = SCENARIOS[scenario]
+    learned = speedup(target, make(target), size)
+    fixed = [speedup(target, make(target), size, length) for length in lengths]
+    assert learned > 0.93 * max(fixed)
+    assert learned > 0.95
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_mix_is_as_fast_as_its_best_source(target):
+    sources = [lookup(0.8, 0.4), model(target, 0.7, 0.1)]
+    mixed = speedup(target, [list(sources)], 4)
+    assert mixed > 0.97 * max(speedup(target, [source], 4) for source in sources)
+
+
+def test_one_configuration_beats_every_fixed_one_where_requests_differ():
+    rates = np.where(np.arange(16) % 2, 0.9, 0.05)
+    learned = speedup(memory_bound, [Guess(rates)], 16)
+    fixed = [speedup(memory_bound, [Guess(rates)], 16, (k,)) for k in (2, 4, 8)]
+    assert learned > 1.03 * max(fixed)
+
+
+def test_it_turns_when_the_load_swings():
+    serving = Serving(compute_bound, [model(compute_bound, 0.9, 0.05)], 64)
+    for _ in range(2):
+        for size, steps in ((1, 300), (64, 100)):
+            serving.use(size)
+            serving.run(steps)
+    serving.use(1)
+    serving.run(50)
+    assert serving.run(50) * compute_bound(1) > 1.3
+    serving.use(64)
+    serving.run(50)
+    assert serving.run(50) * compute_bound(64) / 64 > 0.97
+
+
+def test_a_machine_that_becomes_slower_for_a_while_does_not_end_drafting():
+    slow = [1.0]
+    serving = Serving(lambda tokens: slow[0] * cpu(tokens), [lookup()])
+    serving.run(100)
+    steady = serving.run(200)
+    for factor in (5.0, 1.0, 3.0, 1.0):
+        slow[0] = factor
+        serving.run(100)
+    assert serving.run(300) > 0.85 * steady
+
+
+def test_drafts_get_shorter_as_the_batch_grows():
+    lengths = []
+    for size in (1, 16, 64):
+        serving = Serving(cpu, [lookup()], size)
+        serving.run(150)
+        lengths.append(np.mean(serving.lengths[-50:]))
+    assert lengths[0] > 1.5 * lengths[1] > 2 * lengths[2]
+
+
+def test_what_loses_is_tried_ever_more_rarely():
+    serving = Serving(compute_bound, [model(compute_bound, 0.1, 2.0)], 2)
+    serving.run(2500)
+    assert np.count_nonzero(serving.lengths[500:]) < 0.02 * 2000
+
+
+def test_trials_begin_at_once_and_their_pauses_double():
+    trials = Trials(2)
+    due = np.flatnonzero([trials.due(0) for _ in range(40_000)])
+    assert due[:TRIAL_STEPS].tolist() == list(range(TRIAL_STEPS))
+    pauses = np.diff(due[TRIAL_STEPS - 1 :])[::TRIAL_STEPS] - 1
+    assert pauses[:3].tolist() == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
+    assert set(pauses[7:]) == {LONGEST_PAUSE}
+    trials.pays(0)
+    assert not any(trials.due(0) for _ in range(FIRST_PAUSE)) and trials.due(0)
+    assert [trials.takes_part(1, count).sum() for count in (1, 8, 64)] == [1, 1, 8]
+
+
+def test_tokens_are_kept_while_their_survival_pays():
+    survival = np.array([[0.9, 0.8, 0.1], [0.5, 0.2, 0.0]])
+    price = 0.3 * np.arange(7)
+    least, net = _cut(survival, price, 0)
+    assert least == 0.5 and net == pytest.approx(0.9 + 0.8 + 0.5 - 0.9)
+    assert _cut(survival, 2 * np.arange(7.0), 0) == (np.inf, 0.0)
+    # Free up to four tokens in the pass, two of which are placed.
+    steps = np.maximum(np.arange(9.0) - 4, 0)
+    assert _cut(survival, steps, 2) == (0.8, pytest.approx(1.7))
+
+
+def budget(*lengths: int, drafter=True) -> DraftBudget:
+    sources = FirstOf(["0", "1"], [None], object() if drafter else None)
+    return DraftBudget(sources, lengths or (LENGTH,), 4)
+
+
+def test_before_the_time_without_drafts_is_known_nothing_is_drafted():
+    made, slots, most = budget(), np.arange(4), np.full(4, LENGTH)
+    assert made.prices(slots, most, True).verify[1][-1] == 0
+    for _ in range(5):
+        made.times[-1].observe(36, 1.0)
+    assert made.prices(slots, most, True).forward[1] >= FORBIDDEN
+    made.times[-1].observe(4, 0.5)
+    assert made.prices(slots, most, True).verify[1][-1] < 10
+
+
+def test_a_price_is_what_the_time_would_give_otherwise():
+    made, slots, most = budget(), np.arange(1), np.full(1, LENGTH)
+    for _ in range(5):
+        made.times[-1].observe(1, 1.0)
+        made.times[-1].observe(9, 1.8)
+        made.pass_times.observe(1, 0.25)
+    found = made.prices(slots, most, True)
+    assert found.verify[1][8] == pytest.approx(0.8 * 1.1, rel=0.05)
+    assert found.forward[1] == pytest.approx(0.25 * 1.1, rel=0.05)
+    # Drafts that double the tokens per time make time twice as valuable.
+    for _ in range(200):
+        made._learn_goodput(1, 1, np.array([8]), 4, 0.2)
+    assert made.prices(slots, most, True).forward[1] == pytest.approx(2 * found.forward[1], rel=0.1)
+
+
+def test_a_pass_pays_once_enough_requests_share_it():
+    made, slots = budget(), np.arange(3)
+    made.step.forward[:] = 1.2, 1.2
+
+    def drafting(sure) -> list[bool]:
+        return made.goes_on(slots, np.full(3, 1), np.array(sure), np.zeros(3, int)).tolist()
+
+    made.step.forward = [1.5, 1.5]
+    made.begin(1)
+    assert drafting([1.0, 1.0, 1.0]) == [True] * 3
+    assert drafting([1.0, 0.5, 0.5]) == [False] * 3
+
+
+def test_requests_and_levels_keep_to_what_is_allowed():
+    """Every set of levels, and lengths of 0, under a target that changes its costs."""
+    cost = itertools.cycle([memory_bound, compute_bound])
+    serving = Serving(lambda n: next(cost)(n), SCENARIOS["two models"][0](cpu), 6)
+    for _ in range(60):
+        serving.run(1)
+        assert max(serving.lengths) <= LENGTH

@@ -1,0 +1,425 @@
+"""What to draft: survival against price.
+
+A token is drafted if its probability to survive (that it and all before it are accepted), times
+what a token is worth at the goodput reached, pays for what it adds to the step. In the long run the
+goodput is largest if every token is drafted that pays, and none other (a renewal reward process).
+The one rule gives the source, the draft length of every request, whether a pass of a model pays,
+which levels take part, and whether to draft at all.
+
+What keeps it lossless: whether a token is drawn is settled before it is. The rule reads texts,
+offers, which are functions of texts, what became of past drafts, times, and the confidence of
+tokens that stay in the draft; never a token that is then dropped, nor a uniform that is still to be
+used. So each token is drawn from the distribution that it is verified with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_hsd.core.acceptance import MEMORY, PRIOR_ACCEPTANCE, Acceptance
+from vllm_hsd.core.levels import FirstOf, Selection
+from vllm_hsd.core.rounds import Round
+from vllm_hsd.core.sources import OfferRecord, Offers
+from vllm_hsd.core.step_times import StepTimes
+from vllm_hsd.core.trials import LONGEST_PAUSE, Trials
+
+# Margin against the winner's curse: the best of several noisy estimates is biased upwards.
+_MARGIN = 1.1
+# A price that nothing pays.
+FORBIDDEN = 1e9
+_LOOKUPS, _DRAFTER, _PAIRS = 0, 1, 2
+
+
+@dataclass
+class Prices:
+    """What drafting costs in one step, in accepted tokens, and what is selected at these prices.
+
+    The ranks of a tensor-parallel target have clocks that differ, and must agree on one's.
+
+    Attributes:
+        verify: by verifier (the levels, then the target) [M + 1] float64, that it reads m more
+            tokens of all requests together; never falling. The entry of level 0 is not read.
+        forward: by verifier, a pass of the lowest level's model for all requests.
+        selection: levels and draft lengths; None for all that are configured.
+    """
+
+    verify: list[np.ndarray]
+    forward: list[float]
+    selection: Selection | None = None
+
+
+class DraftBudget:
+    """Decides what is drafted, for one cascade; learns from its rounds and passes.
+
+    Args:
+        sources: of the lowest level; None where it drafts by given lengths.
+        draft_lengths: most tokens per level, cheapest first.
+        num_slots: requests at the same time.
+
+    Attributes:
+        times: seconds by tokens of a pass of every level, and last of the target's step, which is
+            reported by what runs it. Those of level 0 are of a whole draft by requests if it has
+            lookups.
+        pass_times: seconds of a pass of the lowest level's model by tokens.
+        acceptance: rows for the sources, then for the pairs of a level and its verifier.
+    """
+
+    def __init__(
+        self, sources: FirstOf | None, draft_lengths: Sequence[int], num_slots: int
+    ) -> None:
+        self.sources, self.lengths = sources, list(draft_lengths)
+        self.target = len(self.lengths)
+        self.longest = max(self.lengths)
+        self.times = [StepTimes() for _ in range(self.target + 1)]
+        self.whole = sources is not None and bool(sources.lookups)
+        self.pass_times = StepTimes() if self.whole else self.times[0]
+        self.drafter = len(sources.lookups) if sources is not None else 0
+        count = 0 if sources is None else len(sources.names)
+        pairs = [(low, high) for high in range(1, self.target + 1) for low in range(high)]
+        self.rows = {pair: count + i for i, pair in enumerate(pairs)}
+        self.acceptance = Acceptance(count + len(pairs), num_slots)
+        self.offered = OfferRecord(self.acceptance, count, num_slots, self.lengths[0])
+        self.trials = Trials(_PAIRS + count + len(pairs))
+        # By verifier, exponentially forgotten: tokens emitted per request, and time in steps
+        # without drafts.
+        self.emitted, self.spent = [np.ones(self.target + 1) for _ in range(2)]
+        self.free = Prices(
+            [np.zeros(num_slots * (self.longest + 1) + 1)] * (self.target + 1),
+            [0.0] * (self.target + 1),
+        )
+        self.step = self.free
+        # Requests of the target's step under way, and seconds of drafting for it.
+        self.waiting, self.drafting_seconds = np.zeros(num_slots, dtype=bool), 0.0
+        # The draft under way: its verifier, and tokens placed for all requests.
+        self.verifier, self.placed = self.target, 0
+
+    @property
+    def per_request(self) -> list[Any]:
+        """What must be told when a request leaves its slot."""
+        return [self.acceptance, self.offered]
+
+    # ---- the prices of a step, and what takes part in it
+
+    def prices(self, slots: np.ndarray, most: np.ndarray, adaptive: bool) -> Prices:
+        """Prices of the next step, from the times seen so far.
+
+        Args:
+            slots, most: [n] int64 requests that may draft, and how many tokens.
+            adaptive: also select the levels, and the draft length of every request at them.
+        """
+        size = len(slots)
+        if not size or self.times[self.target].empty:
+            # Nothing is known yet.
+            return Prices(self.free.verify, self.free.forward)
+        found = [self._prices_of(verifier, size) for verifier in range(1, self.target + 1)]
+        verify = [found[0][0], *(price for price, _ in found)]
+        forward = [found[0][1], *(price for _, price in found)]
+        if not adaptive or (self.target == 1 and self.sources is not None):
+            return Prices(verify, forward)
+        return Prices(verify, forward, self._select(slots, most, verify[-1]))
+
+    def _prices_of(self, verifier: int, size: int) -> tuple[np.ndarray, float]:
+        times, more = self.times[verifier], np.arange(size * (self.longest + 1) + 1)
+        if times.empty:
+            return 0.0 * more, 0.0
+        if verifier == self.target and times.age(size) > LONGEST_PAUSE:
+            # Everything is measured against the time without drafts.
+            return FORBIDDEN * more, FORBIDDEN
+        rate = self._rate(verifier, size)
+        seconds = times.seconds(size + more)
+        # Unknown passes are free until one was timed.
+        known = not self.pass_times.empty
+        forward = rate * self.pass_times.seconds(size) if known else 0.0
+        return rate * (seconds - seconds[0]), forward
+
+    def _rate(self, verifier: int, size: int) -> float:
+        """Tokens per second at the goodput reached, which is at least that without drafts."""
+        gain = max(self.emitted[verifier] / self.spent[verifier], 1.0)
+        return _MARGIN * gain * size / self.times[verifier].seconds(size)
+
+    def _select(self, slots: np.ndarray, most: np.ndarray, verify: np.ndarray) -> Selection:
+        """The levels of the next step, and the draft length of every request.
+
+        Every level takes from below what makes its own tokens cheapest ("Fast Inference via
+        Hierarchical Speculative Decoding", section 4: a renewal of rounds, each worth its expected
+        emitted tokens); the target takes what gains most above its price.
+        """
+        if verify[-1] >= FORBIDDEN:
+            return Selection()
+        size, target = len(slots), self.target
+        feeders, seconds = self._cheapest_paths(size)
+        gains = [
+            self._gain(top, slots, most, verify, self._rate(target, size) * seconds[top])
+            for top in range(target)
+        ]
+        best = max(range(target), key=lambda top: gains[top][0])
+        if gains[best][0] > 0:
+            self.trials.pays(_PAIRS + self.rows[best, target])
+        for top in range(target):
+            used = top == best and gains[best][0] > 0
+            option = _PAIRS + self.rows[top, target]
+            if not used and self.trials.due(option):
+                lengths = np.where(self.trials.takes_part(option, size), np.minimum(most, 3), 0)
+                return self._path(top, feeders, lengths)
+        if gains[best][0] <= 0:
+            return Selection()
+        return self._path(best, feeders, gains[best][1])
+
+    def _cheapest_paths(self, size: int) -> tuple[list[tuple[int, int] | None], list[np.ndarray]]:
+        """By level: its feeder with its draft length, and seconds [longest + 1] of n tokens."""
+        tokens = np.arange(self.longest + 1)
+        feeders: list[tuple[int, int] | None] = []
+        seconds: list[np.ndarray] = []
+        for level in range(self.target):
+            alone = self._seconds(level, size)
+            best, feeder = alone * (tokens > 0 if level == 0 and self.whole else tokens), None
+            for below in range(level):
+                row, n = self.rows[below, level], np.arange(1, self.lengths[below] + 1)
+                survival = np.cumprod(self.acceptance.expected(row, len(n)))
+                emitted = 1 + self.acceptance.fill(row) * np.cumsum(survival)
+                rounds = seconds[below][n] + self._seconds(level, size * (n + 1))
+                cheapest = int((rounds / emitted).argmin())
+                found = rounds[cheapest] * np.maximum(tokens / emitted[cheapest], tokens > 0)
+                pays = found[-1] < best[-1]
+                if pays:
+                    self.trials.pays(_PAIRS + row)
+                if pays or self.trials.due(_PAIRS + row):
+                    best, feeder = found, (below, int(n[cheapest]))
+            feeders.append(feeder)
+            seconds.append(best)
+        return feeders, seconds
+
+    def _gain(
+        self,
+        top: int,
+        slots: np.ndarray,
+        most: np.ndarray,
+        verify: np.ndarray,
+        drafting: np.ndarray,
+    ) -> tuple[float, np.ndarray]:
+        """What the best drafts of one level gain above their price, and their lengths [n]."""
+        row, width = self.rows[top, self.target], self.lengths[top]
+        survival = np.cumprod(self.acceptance.ahead(row, slots, 0, width), axis=1)
+        survival = np.where(np.arange(width) < most[:, None], survival, 0.0)
+        fill = self.acceptance.fill(row)
+        best = 0.0, np.zeros(len(slots), dtype=np.int64)
+        for length in range(1, width + 1):
+            least, net = _cut(survival[:, :length], verify, 0, fill)
+            gain = net - float(drafting[length])
+            if gain > best[0]:
+                best = gain, (survival[:, :length] >= least).sum(1)
+        return best
+
+    def _seconds(self, level: int, tokens: Any) -> Any:
+        """Of a level's pass; free until one was timed."""
+        times = self.times[level]
+        return 0.0 * tokens if times.empty else times.seconds(tokens)
+
+    def _path(self, top: int, feeders: list[tuple[int, int] | None], most: np.ndarray) -> Selection:
+        levels, lengths = [top], [int(most.max())]
+        while (feeder := feeders[levels[0]]) is not None:
+            levels.insert(0, feeder[0])
+            # Sources decide token by token.
+            own = feeder[0] == 0 and self.sources is not None
+            lengths.insert(0, self.lengths[0] if own else feeder[1])
+        if top == 0 and self.sources is not None:
+            lengths[0] = self.lengths[0]
+        return Selection(tuple(levels), tuple(lengths), most)
+
+    # ---- the tokens of a lowest level with several sources, or one that may be passed over
+
+    def begin(self, verifier: int) -> None:
+        """The lowest level starts a draft for `verifier`."""
+        self.verifier, self.placed = verifier, 0
+
+    def best(
+        self, slots: np.ndarray, offers: Offers, room: np.ndarray, sure: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The source that drafts next for each request, and how many tokens of its offer.
+
+        Args:
+            slots: [n] int64.
+            offers: of the lookups.
+            room: [n] int64, tokens that may still be drafted.
+            sure: [n] float64, probability that all tokens drafted so far are accepted.
+
+        Returns:
+            lookup [n] int64, -1 for none; tokens of its offer [n] int64; probability [n] that all
+            tokens drafted then are accepted.
+        """
+        assert self.sources is not None
+        count, n, width = offers.token_ids.shape
+        scale = self.acceptance.scale(slice(0, count), slots)[..., None]
+        survival = sure[:, None] * np.cumprod(np.minimum(offers.expected * scale, 1.0), axis=2)
+        survival *= np.arange(width) < np.minimum(offers.counts, room)[..., None]
+        survival[survival < self.sources.min_acceptance] = 0.0
+        # Sources are compared at the price of a token where all offers are drafted.
+        verify, offered = self.step.verify[self.verifier], int(offers.counts.max(0).sum())
+        start, end = np.minimum([self.placed, self.placed + offered], len(verify) - 1)
+        price = (verify[end] - verify[start]) / max(end - start, 1)
+        values = np.maximum(survival - price, 0.0).sum(2)
+        # Of equals the last one.
+        lookup, own = count - 1 - values[::-1].argmax(0), np.arange(n)
+        chosen = survival[lookup, own]
+        chosen[self._drafter_values(slots, room, sure) > values[lookup, own]] = 0.0
+        least, _ = _cut(chosen, verify, self.placed)
+        if least < np.inf:
+            self.trials.pays(_LOOKUPS)
+        elif not self.placed and self._may_try(_LOOKUPS):
+            # What long drafts cost may have been overestimated, and is not seen without any.
+            least, chosen = 0.0, chosen * self.trials.takes_part(_LOOKUPS, n)[:, None]
+        counts = ((chosen >= least) & (chosen > 0)).sum(1)
+        self.placed += int(counts.sum())
+        last = np.maximum(counts - 1, 0)
+        return (
+            np.where(counts > 0, lookup, -1),
+            counts,
+            np.where(counts > 0, chosen[own, last], sure),
+        )
+
+    def begins(self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray) -> np.ndarray:
+        """[n] bool, requests that the drafter drafts a token for: it pays, or is due for a trial.
+
+        Args: see `best`.
+        """
+        going = self.goes_on(slots, room, sure, np.zeros(len(slots), dtype=np.int64))
+        if going.any():
+            self.trials.pays(_DRAFTER)
+        elif len(slots) and self._may_try(_DRAFTER):
+            return self.trials.takes_part(_DRAFTER, len(slots)) & (room > 0)
+        return going
+
+    def goes_on(
+        self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray, drafted: np.ndarray
+    ) -> np.ndarray:
+        """[n] bool, requests that another token of the drafter pays for; they share its pass.
+
+        Args:
+            slots, room, sure: see `best`.
+            drafted: [n] int64, tokens of the draft that are the drafter's.
+        """
+        net = self._drafter_net(slots, room, sure, drafted)
+        # What all requests gain up to each place, those left out that gain nothing.
+        gained = np.maximum.accumulate(np.maximum(net, 0.0), axis=1).sum(0)
+        passes = self.step.forward[self.verifier] * np.arange(1, net.shape[1] + 1)
+        pays = (gained - passes).max(initial=0.0) > 0
+        return pays & (net > 0).any(1)
+
+    def acceptance_of(
+        self, slots: np.ndarray, confidence: np.ndarray, drafted: np.ndarray
+    ) -> np.ndarray:
+        """[n] float64, expected acceptance of a token that the drafter has just drafted.
+
+        Args:
+            slots: [n] int64.
+            confidence: [n] float64, highest probability of what the token was drawn from.
+            drafted: [n] int64, tokens of the drafter before it.
+        """
+        self.placed += len(slots)
+        found = self.acceptance.corrected(self.drafter, confidence, drafted)
+        return np.minimum(found * self.acceptance.scale(self.drafter, slots), 1.0)
+
+    def _drafter_values(self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray) -> np.ndarray:
+        """[n] float64, gains of the drafter's tokens above their price and a share of passes."""
+        if self.sources is None or self.sources.drafter is None:
+            return np.zeros(len(slots))
+        net = self._drafter_net(slots, room, sure, np.zeros(len(slots), dtype=np.int64))
+        share = self.step.forward[self.verifier] / len(slots)
+        return (net - share * np.arange(1, net.shape[1] + 1)).max(1, initial=0.0)
+
+    def _drafter_net(
+        self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray, drafted: np.ndarray
+    ) -> np.ndarray:
+        """[n, width] what 1, 2, ... more tokens of the drafter gain above what verifying costs."""
+        width, size = int(room.max(initial=0)), len(slots)
+        each = self.acceptance.ahead(self.drafter, slots, drafted, width)
+        survival = sure[:, None] * np.cumprod(each, axis=1)
+        verify = self.step.verify[self.verifier]
+        upto = np.minimum(self.placed + size * np.arange(width + 1), len(verify) - 1)
+        gains = survival - np.diff(verify[upto]) / size
+        gains[np.arange(width) >= room[:, None]] = -FORBIDDEN
+        return np.cumsum(gains, axis=1)
+
+    def _may_try(self, option: int) -> bool:
+        return self.step.forward[self.verifier] < FORBIDDEN and self.trials.due(option)
+
+    # ---- what rounds and passes teach
+
+    def observe(self, finished: Round) -> None:
+        """Take in a round."""
+        slots, drafts, accepted = finished.slots, finished.drafts, finished.accepted
+        counts, requested = drafts.counts[slots], finished.requested
+        row = self.rows[finished.level, finished.verifier]
+        if requested is not None:
+            wanted = requested > 0
+            size, filled = int(wanted.sum()), int((wanted & (counts > 0)).sum())
+            self.acceptance.count(row, filled, size)
+            if finished.level == 0 and self.whole and size:
+                self.times[0].observe(size, finished.drafting_seconds)
+        if accepted is not None:
+            width = int(counts.max(initial=0))
+            estimates = np.full((1, len(slots), width), PRIOR_ACCEPTANCE)
+            expected = self.acceptance.corrected(row, estimates, np.arange(width))
+            pair = slice(row, row + 1)
+            verdicts = counts[None], accepted[None]
+            self.acceptance.observe(pair, slots, estimates, expected, *verdicts)
+        if finished.verifier < self.target:
+            assert accepted is not None
+            self.times[finished.verifier].observe(finished.computed, finished.verifying_seconds)
+            emitted, seconds = int((accepted + 1).sum()), finished.drafting_seconds
+            self._learn_goodput(finished.verifier, len(slots), counts, emitted, seconds)
+        elif requested is not None:
+            self.waiting[slots], self.drafting_seconds = True, finished.drafting_seconds
+            if not counts.any():
+                # Without drafts there is nothing to verify: the round ends here.
+                self._target_verified(slots, counts, np.zeros_like(counts))
+        elif accepted is not None:
+            self._target_verified(slots, counts, accepted)
+
+    def _target_verified(self, slots: np.ndarray, counts: np.ndarray, accepted: np.ndarray) -> None:
+        own = self.waiting[slots]
+        self.waiting[slots] = False
+        emitted, size = int((accepted[own] + 1).sum()), int(own.sum())
+        self._learn_goodput(self.target, size, counts[own], emitted, self.drafting_seconds)
+
+    def _learn_goodput(
+        self, verifier: int, size: int, counts: np.ndarray, emitted: int, seconds: float
+    ) -> None:
+        """Take in the tokens that one round emitted for `size` requests, and its time."""
+        times = self.times[verifier]
+        if not size or times.empty:
+            return
+        plain, verified = times.seconds(size), times.seconds(size + int(counts.sum()))
+        self.emitted[verifier] = MEMORY * self.emitted[verifier] + emitted / size
+        self.spent[verifier] = MEMORY * self.spent[verifier] + (verified + seconds) / plain
+
+
+def _cut(
+    survival: np.ndarray, verify: np.ndarray, placed: int, fill: float = 1.0
+) -> tuple[float, float]:
+    """The least survival that pays for a token, and what all such tokens gain above their price.
+
+    Survival never rises along a draft, so what is kept of it is a draft; the same holds for trees.
+
+    Args:
+        survival: of all tokens of all requests, any shape; 0 for none.
+        verify: see `Prices`.
+        placed: tokens that are drafted already.
+        fill: share of the drafts that will hold any token.
+
+    Returns:
+        (infinity where no token pays, what is gained).
+    """
+    gains = -np.sort(-survival[survival > 0])
+    if not len(gains):
+        return np.inf, 0.0
+    more = (fill * np.arange(1, len(gains) + 1)).astype(np.int64) + placed
+    last = len(verify) - 1
+    price = verify[np.minimum(more, last)] - verify[min(placed, last)]
+    net = fill * np.cumsum(gains) - price
+    best = int(net.argmax())
+    return (float(gains[best]), float(net[best])) if net[best] > 0 else (np.inf, 0.0)

@@ -1,0 +1,48 @@
+"""When an option that does not seem to pay is tried again: estimates of it are old, or missing."""
+
+from __future__ import annotations
+
+import numpy as np
+
+# Steps of a trial: the first one has no draft to verify, and a model may have to catch up in it.
+TRIAL_STEPS = 4
+# Steps before the second trial; the pause doubles while the option loses.
+FIRST_PAUSE, LONGEST_PAUSE = 64, 4096
+# One request in so many takes part in a trial: that tells enough, and costs little.
+_SHARE = 8
+
+
+class Trials:
+    """The first trial of an option is at once.
+
+    Args:
+        options: how many there are.
+
+    Attributes:
+        idle: [options] int64 steps since the option paid, or since its last trial.
+        pause: [options] int64 such steps before the next trial.
+    """
+
+    def __init__(self, options: int) -> None:
+        self.idle = np.zeros(options, dtype=np.int64)
+        self.pause = np.zeros(options, dtype=np.int64)
+
+    def pays(self, option: int) -> None:
+        """Note that the option is used in this step for what it is expected to gain."""
+        self.idle[option], self.pause[option] = 0, FIRST_PAUSE
+
+    def due(self, option: int) -> bool:
+        """Whether the option is used in this step although it does not pay; a step has passed."""
+        self.idle[option] += 1
+        idle = self.idle[option] - self.pause[option]
+        if idle >= TRIAL_STEPS:
+            longer = min(max(2 * self.pause[option], FIRST_PAUSE), LONGEST_PAUSE)
+            self.idle[option], self.pause[option] = 0, longer
+        return bool(idle > 0)
+
+    def takes_part(self, option: int, count: int) -> np.ndarray:
+        """[count] bool, which of so many requests an option that is due is tried on."""
+        some = max(count // _SHARE, 1)
+        # The same ones in all steps of a trial, others in the next.
+        first = self.pause[option] // FIRST_PAUSE * some
+        return (np.arange(count) - first) % max(count, 1) < some
