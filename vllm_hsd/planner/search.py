@@ -103,7 +103,7 @@ class Search:
         self.measured = Measured(
             profile.latencies,
             profile.acceptance(constraints.verifier).shortened(self.size),
-            frozenset(i for i, c in enumerate(profile.candidates) if c.kind != "model"),
+            frozenset(i for i, c in enumerate(profile.candidates) if not c.level.keeps_cache),
         )
         self.graph = measured_graph(self.measured, batch)
 

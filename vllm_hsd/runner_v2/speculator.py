@@ -21,7 +21,6 @@ from vllm_hsd.core.proposal_state import COUNTS, KVGroups, ProposalState
 from vllm_hsd.kernels.cascade_steps import stage
 from vllm_hsd.runner_v2 import graph_checks
 from vllm_hsd.runner_v2.graphs import ProposalGraphs, batch_sizes, largest_batch, why_eager
-from vllm_hsd.runner_v2.levels import EarlyExitLevel
 from vllm_hsd.runner_v2.metrics import DeviceCounts
 from vllm_hsd.runner_v2.spec_config import max_batch_size, schedule_of, verifiers
 
@@ -89,7 +88,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
                 self.hosted.append(None)
                 continue
             hosted = level.build_v2(self, i)
-            if isinstance(hosted, EarlyExitLevel):
+            if hosted.in_target_cache:
                 hosted.attach(target_model)
             else:
                 hosted.load(self.speculative_config.level_configs[i])

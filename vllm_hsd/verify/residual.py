@@ -36,7 +36,7 @@ def prefix_acceptance(rho: np.ndarray, *, method: str = "block") -> np.ndarray:
     Returns:
         float64 [..., n].
     """
-    a = np.minimum(rho, 1.0)
+    a: np.ndarray = np.minimum(rho, 1.0)
     if method == "block":
         for t in range(1, rho.shape[-1]):
             np.minimum(a[..., t - 1] * rho[..., t], 1.0, out=a[..., t])
@@ -59,7 +59,8 @@ class BlockedCDF:
     def __init__(self, rows: torch.Tensor):
         self.rows = rows
         whole = rows.shape[1] // _BLOCK * _BLOCK
-        sums = rows[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1) if whole else rows[:, :0]
+        blocks = rows[:, :whole].reshape(len(rows), whole // _BLOCK, _BLOCK)
+        sums = blocks.sum(-1) if whole else rows[:, :0]
         if whole < rows.shape[1]:
             sums = torch.cat((sums, rows[:, whole:].sum(-1, keepdim=True)), dim=1)
         self.cumulative = sums.double().cumsum(-1)  # [k, blocks]

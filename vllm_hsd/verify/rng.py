@@ -104,7 +104,7 @@ def host_uniforms(seeds: np.ndarray, streams: np.ndarray, draws: np.ndarray) -> 
     counter = np.zeros((4, halves.shape[1]), dtype=np.uint32)
     counter[0], counter[1], counter[2] = halves[1, :, _LOW], halves[1, :, _HIGH], halves[2, :, _LOW]
     first, second, _, _ = philox(halves[0, :, [_LOW, _HIGH]], counter)
-    bits = (first >> 5) * 2.0**26 + (second >> 6)
+    bits: np.ndarray = (first >> 5) * 2.0**26 + (second >> 6)
     return (bits * 2.0**-53).reshape(shape)
 
 
