@@ -52,7 +52,7 @@ SOURCES = [{"ngram": {"max": 3}}, {"model": "small"}]
 CASCADES = {
     "ngram": [{"ngram": {"max": 3}}],
     "suffix": [{"suffix": {"store": "store", "shared_tokens": 500}}],
-    "bigram": [{"bigram": "bigram"}],
+    "bigram": [{"bigram": "store"}],
     "ngram_model": [{"ngram_model": "store"}],
     "model": [{"model": "mid"}],
     "early_exit": [{"early_exit": 1}],
@@ -65,7 +65,7 @@ CASCADES = {
         {"model": "mid", "verifier": "standard", "stopping": "entropy"},
     ],
 }
-FAST = [("three", "whole", False), ("eagle3", "in chunks", True), ("first_of", "preempted", True)]
+FAST = [("three", "whole", False), ("eagle3", "in chunks", False), ("first_of", "preempted", True)]
 SLOW = [(c, s, a) for c in CASCADES for s in SHAPES for a in (True, False)]
 
 
@@ -122,13 +122,13 @@ def test_seeded_texts_are_those_of_vllm_without_speculation(
     assert (preempted > 0) == (shape == "preempted")
     assert sum(result["counters"]["prefix_cache_hits"] for result in results.values()) > 0
     accepted = sum(result["levels"][-1]["accepted"] for result in results.values())
-    assert accepted > 0
+    assert accepted > 0 or adaptive  # which may find that no draft pays
     unseeded = results["no seeds"]["outputs"]
     assert len({tuple(output[0]["ids"]) for output in unseeded}) == 4
 
 
 STOCK = {
-    "ngram": {"prompt_lookup_max": 3},
+    "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "draft_model": {"model": "mid", "draft_sample_method": "probabilistic"},
     "eagle3": {"model": "eagle3", "draft_sample_method": "probabilistic"},
 }
