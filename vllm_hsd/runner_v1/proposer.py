@@ -17,7 +17,7 @@ from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.counters import LevelCounts
 from vllm_hsd.core.drafts import DraftStore
-from vllm_hsd.core.levels import DraftBatch
+from vllm_hsd.core.levels import DraftBatch, FirstOf
 from vllm_hsd.draft_models import loading
 from vllm_hsd.runner_v1.adaptive import StepClock, agree_on_prices
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
