@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_hsd.kernels.rng import gumbel
+
 # Vocabulary entries per program (32 per thread: four 16-byte loads in flight in bfloat16) and per
 # block of a draw.
 CHUNK = 8192
@@ -83,8 +85,23 @@ def load_scaled(row_ptr, entry, vocab_size, inv_temperature):
 
 @triton.jit
 def inverse_temperature(temperature):
-    """1 / T, and 1 where T = 0 (a greedy target or a one-hot proposal is not scaled)."""
-    return tl.where(temperature > 0, 1.0 / tl.where(temperature > 0, temperature, 1.0), 1.0)
+    """1 / |T|, and 1 where T = 0 (a greedy target or a one-hot proposal is not scaled)."""
+    scale = tl.abs(temperature)
+    return tl.where(scale > 0, 1.0 / tl.where(scale > 0, scale, 1.0), 1.0)
+
+
+@triton.jit
+def load_kept(row_ptr, entry, vocab_size, inv_temperature, threshold):
+    """As load_scaled, with -inf below the threshold of the row; NaN stays."""
+    x = load_scaled(row_ptr, entry, vocab_size, inv_temperature)
+    return tl.where(x < threshold, float("-inf"), x)
+
+
+@triton.jit
+def without_filtered(logit, temperature, threshold):
+    """Logits as they are stored for verification: -inf below the threshold, which is of x / T."""
+    below = logit.to(tl.float32) * (1.0 / temperature) < threshold
+    return tl.where(below, float("-inf"), logit)
 
 
 @triton.jit
@@ -115,27 +132,107 @@ def max_and_index(x, entry):
 
 
 @triton.jit
+def perturbed_argmax(
+    row_ptr,
+    first,
+    vocab_size,
+    temperature,
+    threshold,
+    seed,
+    position,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """max_and_index of logits / |T| plus vLLM's noise for a position, over a chunk of a row.
+
+    What is below the threshold of the row is left out. `first` is the chunk's first entry.
+    """
+    inv_temperature = inverse_temperature(temperature)
+    scale = tl.abs(temperature)
+    best = tl.full((), float("-inf"), tl.float32)
+    best_index = first.to(tl.float32)
+    # A whole chunk with its noise would take too many registers.
+    for offset in tl.range(0, CHUNK, BLOCK):
+        entry = first + offset + tl.arange(0, BLOCK)
+        logit = load_scaled(row_ptr, entry, vocab_size, 1.0)
+        # vLLM divides; a product could round otherwise.
+        x = logit / scale + gumbel(seed, position, entry)
+        x = tl.where(logit * inv_temperature < threshold, float("-inf"), x)
+        maximum, index = max_and_index(x, entry)
+        better = (maximum > best) | ((maximum != maximum) & (best == best))
+        best = tl.where(better, maximum, best)
+        best_index = tl.where(better, index, best_index)
+    return best, best_index
+
+
+@triton.jit
+def chunk_argmax(
+    row_ptr,
+    first,
+    vocab_size,
+    temperature,
+    threshold,
+    seed,
+    position,
+    COUPLED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """max_and_index of a chunk of a greedy row, or with COUPLED of one that may be coupled."""
+    entry = first + tl.arange(0, CHUNK)
+    if COUPLED:
+        if temperature < 0:
+            maximum, index = perturbed_argmax(
+                row_ptr, first, vocab_size, temperature, threshold, seed, position, CHUNK, BLOCK
+            )
+        else:
+            maximum, index = max_and_index(load_scaled(row_ptr, entry, vocab_size, 1.0), entry)
+    else:
+        maximum, index = max_and_index(load_scaled(row_ptr, entry, vocab_size, 1.0), entry)
+    return maximum, index
+
+
+@triton.jit
 def store_row_stats(
     stats_ptr,
     stats_stride,
     target_row_ptr,
     draft_row_ptr,
-    entry,
+    first,
     vocab_size,
     temperature,
     draft_temperature_ptr,
+    threshold,
+    seed,
+    position,
     READ_DRAFT: tl.constexpr,
+    COUPLED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Statistics of one chunk of a target row and, with READ_DRAFT, of its proposal row.
 
     Written at stats_ptr + 0, 1 (target), 2, 3 (proposal) times stats_stride: the maximum, and the
-    sum of exp(x - maximum); for a greedy target (T = 0) the argmax in place of the sum.
+    sum of exp(x - maximum); for a greedy target (T = 0) the argmax in place of the sum, and for a
+    coupled one (T < 0, with COUPLED) that of its perturbed logits.
     """
-    x = load_scaled(target_row_ptr, entry, vocab_size, inverse_temperature(temperature))
+    entry = first + tl.arange(0, CHUNK)
     if temperature > 0:
+        x = load_kept(target_row_ptr, entry, vocab_size, 1.0 / temperature, threshold)
         maximum, second = max_and_sum(x)
     else:
-        maximum, second = max_and_index(x, entry)
+        maximum, second = chunk_argmax(
+            target_row_ptr,
+            first,
+            vocab_size,
+            temperature,
+            threshold,
+            seed,
+            position,
+            COUPLED,
+            CHUNK,
+            BLOCK,
+        )
     tl.store(stats_ptr, maximum)
     tl.store(stats_ptr + stats_stride, second)
     if READ_DRAFT:

@@ -30,6 +30,9 @@ def stage(
     length: torch.Tensor,
     num_sampled: torch.Tensor,
     temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
     seeds: torch.Tensor,
     scales: torch.Tensor,
     max_model_len: int,
@@ -46,7 +49,8 @@ def stage(
         text: int32 [max_num_reqs, max_model_len or more], all tokens of the requests.
         length: int32 [max_num_reqs], tokens in the text, the one just sampled included.
         num_sampled: int32 [num_reqs], tokens that each request has sampled in this step.
-        temperature: float32 [max_num_reqs]; 0 is greedy.
+        temperature: float32 [max_num_reqs]; 0 is greedy, a negative one coupled.
+        top_k, top_p, min_p: [max_num_reqs], see `Filters`.
         seeds: int64 [max_num_reqs].
         scales: float32 [L], factor on the temperature for each level.
         max_model_len: most tokens of a text.
@@ -67,6 +71,7 @@ def stage(
         state.slot,
         state.temperature,
         state.temperature.stride(0),
+        *state.filters,
         state.seeds,
         state.draws,
         state.row_of_slot,
@@ -77,6 +82,9 @@ def stage(
         length,
         num_sampled,
         temperature,
+        top_k,
+        top_p,
+        min_p,
         seeds,
         scales,
         index.shape[0],
@@ -152,6 +160,7 @@ def commit_draft(
     logits: torch.Tensor,
     token_ids: torch.Tensor,
     lse: torch.Tensor,
+    thresholds: torch.Tensor,
 ) -> None:
     """Append the tokens that level 0 drew, with the rows that they were drawn from.
 
@@ -159,6 +168,7 @@ def commit_draft(
         logits: [B, V] of level 0's dtype, contiguous rows.
         token_ids: int64 [B].
         lse: float32 [B], as `sample_row` returns it.
+        thresholds: float32 [B] of the rows, below which they are stored as -inf.
 
     Raises:
         ValueError: logits that are not of the rows' dtype or width.
@@ -178,6 +188,7 @@ def commit_draft(
         state.temperature[0],
         token_ids,
         lse,
+        thresholds,
         logits,
         logits.stride(0),
         vocab_size,
@@ -189,13 +200,18 @@ def commit_draft(
 
 
 def commit_verify(
-    state: ProposalState, op: Verify, logits: torch.Tensor, result: ChainResult
+    state: ProposalState,
+    op: Verify,
+    logits: torch.Tensor,
+    result: ChainResult,
+    thresholds: torch.Tensor,
 ) -> None:
     """Append what a level's verification emitted, with its rows, and open new drafts below it.
 
     Args:
         logits: [B * (n + 1), V] of the level's dtype, contiguous rows.
         result: of the verification of `state.sampled` by these logits.
+        thresholds: float32 [B * (n + 1)] of the rows, below which they are stored as -inf.
 
     Raises:
         ValueError: logits that are not of the rows' dtype or width.
@@ -220,6 +236,7 @@ def commit_verify(
         result.num_accepted,
         result.num_emitted,
         result.target_lse,
+        thresholds,
         logits,
         logits.stride(0),
         vocab_size,

@@ -13,7 +13,7 @@ from vllm_hsd.kernels.blocks import (
     extract_lane,
     inverse_cdf_index,
     inverse_temperature,
-    load_scaled,
+    load_kept,
     store_row_stats,
 )
 from vllm_hsd.kernels.chain_rule import bound_acceptance, request_layout, residual_weight
@@ -36,10 +36,17 @@ def row_stats_kernel(
     length_ptr,  # like the draft rows, with HAS_LENGTH
     temperature_ptr,  # float32 [B], or [max_num_reqs]
     draft_temperature_ptr,  # like temperature
+    threshold_ptr,  # float32, one for each target row, with FILTERED
+    seed_ptr,  # int64, like temperature, with COUPLED
+    position_ptr,  # int64, with COUPLED
+    position_skip,
     vocab_size,
     MAX_DRAFT: tl.constexpr,
     ROWS: tl.constexpr,
     READ_DRAFT: tl.constexpr,
+    FILTERED: tl.constexpr,
+    COUPLED: tl.constexpr,
+    BLOCK: tl.constexpr,
     PADDED: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -65,16 +72,31 @@ def row_stats_kernel(
     temperature = tl.load(temperature_ptr + state)
     # Only a greedy request needs the row after its draft now: it may be the argmax to emit.
     if row < length + (temperature <= 0).to(tl.int32):
+        threshold = float("-inf")
+        if FILTERED:
+            threshold = tl.load(threshold_ptr + target_row + row)
+        seed, position = 0, 0
+        if COUPLED:
+            seed = tl.load(seed_ptr + state)
+            # Before the verified inputs of each request lie `position_skip` others.
+            at = target_row + row + (request + 1) * position_skip
+            position = tl.load(position_ptr + at)
         store_row_stats(
             stats_ptr + (request * (MAX_DRAFT + 1) + row) * tl.num_programs(0) + chunk,
             stats_stride,
             target_ptr + (target_row + row) * target_stride,
             draft_ptr + draft_origin * draft_stride_origin + row * draft_stride_row,
-            chunk * CHUNK + tl.arange(0, CHUNK),
+            chunk * CHUNK,
             vocab_size,
             temperature,
             draft_temperature_ptr + state,
+            threshold,
+            seed,
+            position,
             READ_DRAFT,
+            COUPLED,
+            CHUNK,
+            BLOCK,
         )
 
 
@@ -102,6 +124,7 @@ def verify_kernel(
     length_ptr,  # like the draft rows, with HAS_LENGTH
     temperature_ptr,  # float32 [B], or [max_num_reqs]
     draft_temperature_ptr,  # like temperature
+    threshold_ptr,  # float32, one for each target row, with FILTERED
     seed_ptr,  # int64, like temperature
     draw_ptr,  # int64, like temperature
     stream,
@@ -112,6 +135,7 @@ def verify_kernel(
     BLOCK_VERIFICATION: tl.constexpr,
     HAS_DRAFT: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    FILTERED: tl.constexpr,
     PADDED: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     MAX_DRAFT: tl.constexpr,
@@ -141,13 +165,14 @@ def verify_kernel(
     )
     temperature = tl.load(temperature_ptr + state)
     draft_temperature = tl.load(draft_temperature_ptr + state)
-    # A greedy target does not read the proposals.
+    # A greedy target does not read the proposals, nor does a coupled one.
     one_hot = ((draft_temperature <= 0) | (temperature <= 0)).to(tl.int32)
     if not HAS_DRAFT:
         one_hot = 1
     inv_temperature = inverse_temperature(temperature)
     inv_draft_temperature = inverse_temperature(draft_temperature)
     target_ptr += target_row * target_stride
+    threshold_ptr += target_row
     draft_ptr += draft_origin * draft_stride_origin
     stats_ptr += request * (MAX_DRAFT + 1) * chunks
     mass_ptr += request * (MAX_DRAFT + 1) * chunks * parts
@@ -162,6 +187,7 @@ def verify_kernel(
         draft_stride_row,
         draft_lse_ptr + draft_origin * draft_lse_stride_origin,
         draft_lse_stride_row,
+        threshold_ptr,
         token,
         num_drafted,
         seed,
@@ -174,6 +200,7 @@ def verify_kernel(
         row,
         BLOCK_VERIFICATION,
         HAS_LSE,
+        FILTERED,
         ROWS,
         CHUNKS,
     )
@@ -190,6 +217,9 @@ def verify_kernel(
             if extract_lane(undecided, row, r) > 0:
                 row64 = extract_lane(row.to(tl.int64), row, r)
                 target_row_ptr = target_ptr + row64 * target_stride
+                threshold = float("-inf")
+                if FILTERED:
+                    threshold = tl.load(threshold_ptr + row64)
                 if r < length:
                     weight = residual_weight(
                         target_row_ptr,
@@ -198,13 +228,14 @@ def verify_kernel(
                         vocab_size,
                         inv_temperature,
                         inv_draft_temperature,
+                        threshold,
                         extract_lane(target_lse - log_a, row, r),
                         extract_lane(draft_lse, row, r),
                         extract_lane(token, row, r),
                         one_hot,
                     )
                 else:
-                    x = load_scaled(target_row_ptr, entry, vocab_size, inv_temperature)
+                    x = load_kept(target_row_ptr, entry, vocab_size, inv_temperature, threshold)
                     maximum = tl.max(x, axis=0)
                     weight = exp_shifted(x, maximum)
                     tl.store(stats_ptr + r * chunks + chunk, maximum)
@@ -227,6 +258,9 @@ def verify_kernel(
         bonus = tau == length
         target_row_ptr = target_ptr + tau.to(tl.int64) * target_stride
         draft_row_ptr = draft_ptr + tau.to(tl.int64) * draft_stride_row
+        threshold = float("-inf")
+        if FILTERED:
+            threshold = tl.load(threshold_ptr + tau)
         target_shift = extract_lane(target_lse - log_a, row, tau)
         q_shift = extract_lane(draft_lse, row, tau)
         rejected = extract_lane(token, row, tau)
@@ -239,6 +273,7 @@ def verify_kernel(
                 vocab_size,
                 inv_temperature,
                 inv_draft_temperature,
+                threshold,
                 target_shift,
                 q_shift,
                 rejected,
@@ -277,7 +312,9 @@ def verify_kernel(
                     if residual_unread | (owner == chunk):
                         entries = chosen * BLOCK + tl.arange(0, BLOCK)
                         if bonus:
-                            x = load_scaled(target_row_ptr, entries, vocab_size, inv_temperature)
+                            x = load_kept(
+                                target_row_ptr, entries, vocab_size, inv_temperature, threshold
+                            )
                             weight = exp_shifted(x, row_max)
                         else:
                             weight = residual_weight(
@@ -287,6 +324,7 @@ def verify_kernel(
                                 vocab_size,
                                 inv_temperature,
                                 inv_draft_temperature,
+                                threshold,
                                 target_shift,
                                 q_shift,
                                 rejected,

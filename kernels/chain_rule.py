@@ -10,6 +10,7 @@ from vllm_hsd.kernels.blocks import (
     argmax_of_chunks,
     inverse_temperature,
     is_finite,
+    load_kept,
     load_scaled,
     logsumexp_of_chunks,
 )
@@ -84,6 +85,7 @@ def bound_acceptance(
     draft_stride_row,
     draft_lse_ptr,
     draft_lse_stride_row,
+    threshold_ptr,
     token,
     length,
     seed,
@@ -96,6 +98,7 @@ def bound_acceptance(
     row,
     BLOCK_VERIFICATION: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    FILTERED: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
@@ -118,7 +121,11 @@ def bound_acceptance(
         # 64-bit offsets: a row number times the vocabulary exceeds 2**31.
         logit_ptr = target_ptr + row.to(tl.int64) * target_stride + token
         logit = tl.load(logit_ptr, mask=in_draft, other=0.0).to(tl.float32)
-        log_p = logit * inverse_temperature(temperature) - target_lse
+        scaled = logit * inverse_temperature(temperature)
+        if FILTERED:
+            threshold = tl.load(threshold_ptr + row, mask=in_draft, other=float("-inf"))
+            scaled = tl.where(scaled < threshold, float("-inf"), scaled)
+        log_p = scaled - target_lse
         valid = is_finite(target_lse)
     else:
         log_p = tl.where(argmax_of_chunks(maximum, second) == token, 0.0, float("-inf"))
@@ -180,13 +187,14 @@ def residual_weight(
     vocab_size,
     inv_temperature,
     inv_draft_temperature,
+    threshold,
     target_shift,
     draft_lse,
     token,
     one_hot,
 ):
     """max(a * p - q, 0) of one block; target_shift = logsumexp - log a."""
-    x = load_scaled(target_row_ptr, entry, vocab_size, inv_temperature)
+    x = load_kept(target_row_ptr, entry, vocab_size, inv_temperature, threshold)
     weight = tl.exp(x - target_shift)
     if one_hot:
         weight = tl.where(entry == token, 0.0, weight)

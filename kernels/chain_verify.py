@@ -143,6 +143,9 @@ def verify_chain_padded(
     draft_lse: torch.Tensor | None = None,
     draft_index: torch.Tensor | None = None,
     draft_length: torch.Tensor | None = None,
+    thresholds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    position_skip: int = 0,
 ) -> ChainResult:
     """``verify_chain`` on the layout of vLLM's V2 runner, which keeps state per request slot.
 
@@ -163,6 +166,13 @@ def verify_chain_padded(
             belongs to each request; -1 for none, and then nothing of its draft is looked at. By
             default idx_mapping, with D = max_num_reqs.
         draft_length: int64 or int32 [D], so many draft tokens are looked at; None for all.
+        thresholds: float32 [num_logits] of ``row_thresholds`` for the target's rows; tokens below
+            it have no probability. Draft rows must hold -inf for what they cannot draw.
+        positions: int64 [num_logits + B * position_skip], the position of each row's input token,
+            for requests of a negative temperature. These are coupled: their tokens are the argmax
+            of target / -temperature plus the noise that plain vLLM draws with at these positions,
+            and a draft token is accepted if it is that token.
+        position_skip: so many positions lie before those of every request's rows.
 
     Returns:
         ChainResult; a request without rows emits nothing.
@@ -175,6 +185,11 @@ def verify_chain_padded(
     batch = cu_num_logits.shape[0] - 1
     check_vector("draft_sampled", draft_sampled, target_logits.shape[0], _INTEGERS, device)
     check_vector("idx_mapping", idx_mapping, batch, _INTEGERS, device)
+    if thresholds is not None:
+        check_vector("thresholds", thresholds, target_logits.shape[0], (torch.float32,), device)
+    if positions is not None:
+        fed = target_logits.shape[0] + batch * position_skip
+        check_vector("positions", positions, fed, (torch.int64,), device)
     entries = None if draft_index is not None else temperature.shape[0]
     if draft_index is None:
         draft_index = idx_mapping
@@ -211,6 +226,7 @@ def verify_chain_padded(
         method,
         level,
         draw_offset,
+        (thresholds, positions, position_skip),
     )
 
 
@@ -226,11 +242,13 @@ def _launch(
     method: str,
     level: int,
     draw_offset: int,
+    constraints: tuple[torch.Tensor | None, torch.Tensor | None, int] = (None, None, 0),
 ) -> ChainResult:
     """Check the arguments that both layouts share, allocate and launch.
 
     draft and lse: (tensor, strides); layout: (idx_mapping, draft_index, draft_length), None in the
-    flat one; state: (temperature, draft_temperature, seeds, draws).
+    flat one; state: (temperature, draft_temperature, seeds, draws); constraints: (thresholds,
+    positions, position_skip).
     """
     device = target_logits.device
     vocab_size = target_logits.shape[1]
@@ -250,6 +268,7 @@ def _launch(
         )
     temperature, draft_temperature, seeds, draws = state
     index, _, draft_length = layout
+    thresholds, positions, position_skip = constraints
     batch = cu.shape[0] - 1
     check_vector("cu", cu, None, _INTEGERS, device)
     slots = batch if index is None else temperature.shape[0]
@@ -275,10 +294,12 @@ def _launch(
     # Arguments that a specialization does not read still have to be tensors.
     draft_rows = target_logits if draft_logits is None else draft_logits
     lse_values = temperature if draft_lse is None else draft_lse
+    threshold_values = temperature if thresholds is None else thresholds
     layout_values = [cu if value is None else value for value in layout]
     shared = {
         "PADDED": index is not None,
         "HAS_LENGTH": draft_length is not None,
+        "FILTERED": thresholds is not None,
         "MAX_DRAFT": max_draft,
         "ROWS": padded_size(max_draft + 1),
         "CHUNK": chunk,
@@ -297,8 +318,14 @@ def _launch(
         *layout_values,
         temperature,
         draft_temperature,
+        threshold_values,
+        seeds,
+        seeds if positions is None else positions,
+        position_skip,
         vocab_size,
         READ_DRAFT=draft_logits is not None and draft_lse is None,
+        COUPLED=positions is not None,
+        BLOCK=block,
         **shared,
     )
     for decide in (False, True):
@@ -321,6 +348,7 @@ def _launch(
             *layout_values,
             temperature,
             draft_temperature,
+            threshold_values,
             seeds,
             draws,
             stream,

@@ -14,13 +14,12 @@ from vllm_hsd.kernels.blocks import (
     block_masses,
     check_logits,
     check_vector,
+    chunk_argmax,
     exp_shifted,
     inverse_cdf_index,
-    inverse_temperature,
     is_finite,
-    load_scaled,
+    load_kept,
     logsumexp_of_chunks,
-    max_and_index,
     padded_size,
     tile_shape,
 )
@@ -35,8 +34,14 @@ def sample_stats_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
     temperature_ptr,  # float32 [N]
+    threshold_ptr,  # float32 [N], with FILTERED
+    seed_ptr,  # int64 [N], with COUPLED
+    position_ptr,  # int64 [N], with COUPLED
+    position_stride,
     chunks,
     vocab_size,
+    FILTERED: tl.constexpr,
+    COUPLED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -44,17 +49,30 @@ def sample_stats_kernel(
     row = (slot // chunks).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     entry = (slot % chunks) * CHUNK + tl.arange(0, CHUNK)
-    x = load_scaled(
-        logits_ptr + row * logits_stride, entry, vocab_size, inverse_temperature(temperature)
-    )
+    row_ptr = logits_ptr + row * logits_stride
+    threshold = float("-inf")
+    if FILTERED:
+        threshold = tl.load(threshold_ptr + row)
     if temperature > 0:
+        x = load_kept(row_ptr, entry, vocab_size, 1.0 / temperature, threshold)
         maximum = tl.max(x, axis=0)
         masses = block_masses(exp_shifted(x, maximum), CHUNK, BLOCK)
         part = tl.arange(0, CHUNK // BLOCK)
         tl.store(mass_ptr + slot.to(tl.int64) * (CHUNK // BLOCK) + part, masses)
         second = tl.sum(masses, axis=0)
     else:
-        maximum, second = max_and_index(x, entry)
+        maximum, second = chunk_argmax(
+            row_ptr,
+            (slot % chunks) * CHUNK,
+            vocab_size,
+            temperature,
+            threshold,
+            tl.load(seed_ptr + row),
+            tl.load(position_ptr + row * position_stride),
+            COUPLED,
+            CHUNK,
+            BLOCK,
+        )
     tl.store(stats_ptr + slot, maximum)
     tl.store(stats_ptr + slot + stats_stride, second)
 
@@ -69,12 +87,14 @@ def draw_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
     temperature_ptr,  # float32 [N]
+    threshold_ptr,  # float32 [N], with FILTERED
     seed_ptr,  # int64 [N]
     draw_ptr,  # int64 [N]
     stream,
     draw_offset,
     chunks,
     vocab_size,
+    FILTERED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -100,7 +120,11 @@ def draw_kernel(
             goal = u * tl.sum(mass, axis=0)
             chosen, before = inverse_cdf_index(mass, b, goal)
             entry = chosen * BLOCK + tl.arange(0, BLOCK)
-            x = load_scaled(logits_ptr + row * logits_stride, entry, vocab_size, 1.0 / temperature)
+            threshold = float("-inf")
+            if FILTERED:
+                threshold = tl.load(threshold_ptr + row)
+            row_ptr = logits_ptr + row * logits_stride
+            x = load_kept(row_ptr, entry, vocab_size, 1.0 / temperature, threshold)
             index, _ = inverse_cdf_index(tl.exp(x - lse).to(tl.float64), entry, goal - before)
             token = index.to(tl.int64)
     else:
@@ -118,8 +142,13 @@ def sample_row(
     *,
     level: int = 0,
     draw_offset: int = 0,
+    thresholds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token from softmax(logits / temperature) of every row, by inverse CDF.
+
+    A row of a negative temperature is coupled with the target: its token is the argmax of
+    logits / -temperature plus the noise that plain vLLM draws with at its position.
 
     An invalid row (a NaN or +inf in it, or only -inf) gives the token that vLLM emits for it:
     the argmax with NaN as the maximum at temperature 0, token 0 above it (see ``verify_chain``).
@@ -127,15 +156,18 @@ def sample_row(
 
     Args:
         logits: [N, V] bfloat16, float16 or float32, contiguous rows.
-        temperature: float32 [N]; 0 takes the argmax (the lowest index of it).
+        temperature: float32 [N]; 0 takes the argmax (the lowest index of it), and a negative one
+            that of the perturbed logits, which needs positions.
         seeds: int64 [N], request seeds.
         draws: int64 [N], the request's counter for this level's drafts; must only increase.
         level: drafting level, the stream of the uniforms.
         draw_offset: added to every entry of draws.
+        thresholds: float32 [N] of ``row_thresholds``; tokens below it have no probability.
+        positions: int64 [N], any stride: position of the token that each row follows.
 
     Returns:
-        (token ids int64 [N], log(sum(exp(logits / temperature))) float32 [N], which is 0 where
-        the temperature is 0). The uniform of row i is
+        (token ids int64 [N], log(sum(exp(logits / temperature))) float32 [N] of the kept logits,
+        which is 0 where the temperature is not above 0). The uniform of row i is
         ``uniforms(seeds[i], level, draws[i] + draw_offset)``.
 
     Raises:
@@ -146,6 +178,10 @@ def sample_row(
     check_vector("temperature", temperature, rows, (torch.float32,), logits.device)
     check_vector("seeds", seeds, rows, (torch.int64,), logits.device)
     check_vector("draws", draws, rows, (torch.int64,), logits.device)
+    if thresholds is not None:
+        check_vector("thresholds", thresholds, rows, (torch.float32,), logits.device)
+    if positions is not None and (positions.shape != (rows,) or positions.dtype != torch.int64):
+        raise ValueError(f"positions must be int64 with shape [{rows}].")
     stream = stream_of(level)
     token = torch.empty(rows, dtype=torch.int64, device=logits.device)
     lse = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -161,8 +197,14 @@ def sample_row(
         logits,
         logits.stride(0),
         temperature,
+        temperature if thresholds is None else thresholds,
+        seeds,
+        seeds if positions is None else positions,
+        0 if positions is None else positions.stride(0),
         chunks,
         vocab_size,
+        FILTERED=thresholds is not None,
+        COUPLED=positions is not None,
         CHUNK=chunk,
         BLOCK=block,
         num_warps=NUM_WARPS,
@@ -176,12 +218,14 @@ def sample_row(
         logits,
         logits.stride(0),
         temperature,
+        temperature if thresholds is None else thresholds,
         seeds,
         draws,
         stream,
         draw_offset,
         chunks,
         vocab_size,
+        FILTERED=thresholds is not None,
         CHUNK=chunk,
         BLOCK=block,
         CHUNKS=padded_size(chunks),

@@ -7,7 +7,7 @@ same launch writes: what the copies of rows need is left unchanged by the launch
 import triton
 import triton.language as tl
 
-from vllm_hsd.kernels.blocks import is_finite
+from vllm_hsd.kernels.blocks import is_finite, without_filtered
 
 DRAFTED, ACCEPTED, ROUNDS, INVALID, COLUMNS = (tl.constexpr(i) for i in range(5))
 
@@ -62,6 +62,9 @@ def stage_kernel(
     slot_ptr,  # int32 [B]
     temperature_ptr,  # float32 [L, B]
     temperature_stride,
+    top_k_ptr,  # int32 [B]
+    top_p_ptr,  # float32 [B]
+    min_p_ptr,  # float32 [B]
     seed_ptr,  # int64 [B]
     draw_ptr,  # int64 [B]
     row_of_slot_ptr,  # int32 [max_num_reqs]
@@ -72,6 +75,9 @@ def stage_kernel(
     length_ptr,  # int32 [max_num_reqs]
     num_sampled_ptr,  # int32 [num_reqs]
     request_temperature_ptr,  # float32 [max_num_reqs]
+    request_top_k_ptr,  # int32 [max_num_reqs]
+    request_top_p_ptr,  # float32 [max_num_reqs]
+    request_min_p_ptr,  # float32 [max_num_reqs]
     request_seed_ptr,  # int64 [max_num_reqs]
     scale_ptr,  # float32 [L]
     num_reqs,
@@ -122,6 +128,9 @@ def stage_kernel(
     for k in tl.static_range(LEVELS):
         scaled = temperature * tl.load(scale_ptr + k)
         tl.store(temperature_ptr + k * temperature_stride + request, scaled)
+    tl.store(top_k_ptr + request, tl.load(request_top_k_ptr + slot, mask=real, other=0))
+    tl.store(top_p_ptr + request, tl.load(request_top_p_ptr + slot, mask=real, other=1.0))
+    tl.store(min_p_ptr + request, tl.load(request_min_p_ptr + slot, mask=real, other=0.0))
     tl.store(seed_ptr + request, tl.load(request_seed_ptr + slot, mask=real, other=0))
     tl.store(draw_ptr + request, length * DRAWS_PER_LENGTH)
     tl.store(row_of_slot_ptr + slot, request, mask=real)
@@ -230,6 +239,7 @@ def commit_draft_kernel(
     temperature_ptr,  # float32 [B]
     token_ptr,  # int64 [B]
     token_lse_ptr,  # float32 [B]
+    threshold_ptr,  # float32 [B]
     logits_ptr,  # [B, V]
     logits_stride,
     vocab_size,
@@ -240,9 +250,11 @@ def commit_draft_kernel(
     request = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     if step < tl.load(requested_ptr + request):
-        if tl.load(temperature_ptr + request) > 0:
+        temperature = tl.load(temperature_ptr + request)
+        if temperature > 0:
             entry = chunk * CHUNK + tl.arange(0, CHUNK)
             x = tl.load(logits_ptr + request * logits_stride + entry, mask=entry < vocab_size)
+            x = without_filtered(x, temperature, tl.load(threshold_ptr + request))
             row_ptr = rows_ptr + (request * N + step) * vocab_size
             tl.store(row_ptr + entry, x, mask=entry < vocab_size)
         if chunk == 0:
@@ -275,6 +287,7 @@ def commit_verify_kernel(
     accepted_ptr,  # int32 [B]
     emitted_ptr,  # int32 [B]
     target_lse_ptr,  # float32 [B, DRAFT + 1]
+    threshold_ptr,  # float32 [B, DRAFT + 1]
     logits_ptr,  # [B * (DRAFT + 1), V]
     logits_stride,
     vocab_size,
@@ -290,12 +303,15 @@ def commit_verify_kernel(
     own = _at(LEVEL, level_stride, request)
     if origin >= 0:
         emitted = tl.load(emitted_ptr + request)
-        if tl.load(temperature_ptr + request) > 0:
+        temperature = tl.load(temperature_ptr + request)
+        if temperature > 0:
             entry = chunk * CHUNK + tl.arange(0, CHUNK)
             first_row = logits_ptr + request * (DRAFT + 1) * logits_stride
             first_place = rows_ptr + (request * N + origin) * vocab_size
             for r in range(0, emitted):
                 x = tl.load(first_row + r * logits_stride + entry, mask=entry < vocab_size)
+                threshold = tl.load(threshold_ptr + request * (DRAFT + 1) + r)
+                x = without_filtered(x, temperature, threshold)
                 tl.store(first_place + r * vocab_size + entry, x, mask=entry < vocab_size)
         if chunk == 0:
             accepted = tl.load(accepted_ptr + request)

@@ -54,11 +54,17 @@ def node_stats_kernel(
             stats_stride,
             target_ptr + flat * vocab_size,
             draft_ptr + flat * vocab_size,
-            chunk * CHUNK + tl.arange(0, CHUNK),
+            chunk * CHUNK,
             vocab_size,
             temperature,
             draft_temperature_ptr + request,
+            float("-inf"),
+            0,
+            0,
             HAS_DRAFT,
+            False,
+            CHUNK,
+            CHUNK,
         )
 
 

@@ -22,15 +22,19 @@ from vllm_hsd.kernels.testing.interpreter import count_bytes, repair
 METHODS = {"block": True, "standard": False}
 
 
-def count_ours(drafts: Drafts, method: str, lse: bool) -> dict[str, object]:
+# Of the case "filtered", as serving defaults set them.
+TOP_K, TOP_P = 20, 0.9
+
+
+def count_ours(drafts: Drafts, method: str, lse: bool, filtered: bool = False) -> dict[str, object]:
     with count_bytes() as counts:
-        result = drafts.ours(method, lse)
+        result = drafts.filtered(method, TOP_K, TOP_P) if filtered else drafts.ours(method, lse)
     accepted = result.num_accepted
     return {**_per_entry(counts, drafts), **_needed(drafts, accepted, lse), **_mean(accepted)}
 
 
 def count_vllm(drafts: Drafts, method: str, sampler) -> dict[str, object]:
-    rejection_sample, apply_temperature = sampler
+    rejection_sample, apply_temperature, _ = sampler
     arguments = drafts.vllm_arguments()
     logits = drafts.target
     with count_bytes() as counts:
@@ -110,6 +114,7 @@ def main() -> None:
                 counted = {
                     "ours, lse given": count_ours(drafts, method, True),
                     "ours": count_ours(drafts, method, False),
+                    "ours, lse given, top-k and top-p": count_ours(drafts, method, True, True),
                 }
                 if sampler is not None:
                     counted["vLLM V2"] = count_vllm(drafts, method, sampler)

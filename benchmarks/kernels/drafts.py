@@ -1,10 +1,12 @@
 """Batches of drafts for the kernel benchmarks, in the layouts of the compared samplers."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from vllm_hsd.kernels.chain_verify import ChainResult, verify_chain
+from vllm_hsd.kernels.chain_verify import ChainResult, verify_chain, verify_chain_padded
+from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
 from vllm_hsd.kernels.sample_row import sample_row
 
 
@@ -84,7 +86,29 @@ class Drafts:
             draft_lse=self.lse if lse else None,
         )
 
-    def vllm_arguments(self) -> dict[str, object]:
+    def filtered(self, method: str, top_k: int, top_p: float) -> ChainResult:
+        """Verification with a top-k and a top-p of the target, as the V2 runner does it."""
+        arguments = self.vllm_arguments()
+        filters = Filters(
+            torch.full_like(arguments["idx_mapping"], top_k),
+            torch.full_like(self.temperature, top_p),
+            torch.zeros_like(self.temperature),
+        )
+        index = arguments["expanded_idx_mapping"]
+        return verify_chain_padded(
+            self.target,
+            *(arguments[k] for k in ("draft_logits", "draft_sampled", "cu_num_logits")),
+            arguments["idx_mapping"],
+            self.temperature,
+            self.seeds,
+            self._zeros,
+            max_draft_tokens=self.n,
+            method=method,
+            draft_lse=self.lse.view(self.batch, self.n),
+            thresholds=row_thresholds(self.target, self.temperature, filters, index=index),
+        )
+
+    def vllm_arguments(self) -> dict[str, Any]:
         """Arguments of vLLM's V2 ``rejection_sample`` except for the target's logits."""
         device = self.target.device
         rows = self.n + 1

@@ -18,6 +18,7 @@ from vllm_hsd.core.proposal_state import KVGroups, ProposalState
 from vllm_hsd.core.schedule import compile_schedule
 from vllm_hsd.kernels import cascade_steps
 from vllm_hsd.kernels.chain_verify import METHODS, verify_chain_padded
+from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
 from vllm_hsd.kernels.keep_rows import keep_rows
 from vllm_hsd.kernels.sample_row import sample_row
 from vllm_hsd.kernels.tree_verify import MAX_NODES, verify_tree
@@ -75,6 +76,7 @@ class Cascade:
             length=_empty(self.slots),
             num_sampled=_empty(_BATCH),
             temperature=_floats(self.slots),
+            **_filters(self.slots)._asdict(),
             seeds=_longs(self.slots),
             scales=_floats(len(self.lengths)),
             max_model_len=self.max_model_len,
@@ -106,21 +108,29 @@ class Cascade:
             for most, logits, kept in cases:
                 count = _BATCH * (most + 1)
                 target = _empty(count, width, dtype=dtype or torch.float32)[:, : self.vocab_size]
-                verify_chain_padded(
-                    target if dtype else target.contiguous(),
-                    logits,
-                    _empty(count) if most else _longs(count),
-                    _empty(_BATCH + 1),
-                    _empty(_BATCH),
-                    _floats(self.slots),
-                    _longs(self.slots),
-                    _longs(self.slots),
-                    max_draft_tokens=most,
-                    level=len(self.lengths),
-                    method=self.method,
-                    draft_temperature=_floats(self.slots),
-                    **kept,
-                )
+                temperature = _floats(self.slots)
+                thresholds: list[torch.Tensor | None] = [None]
+                if dtype:
+                    filters, index = _filters(self.slots), _empty(count)
+                    thresholds.append(row_thresholds(target, temperature, filters, index=index))
+                for values in thresholds:
+                    verify_chain_padded(
+                        target if dtype else target.contiguous(),
+                        logits,
+                        _empty(count) if most else _longs(count),
+                        _empty(_BATCH + 1),
+                        _empty(_BATCH),
+                        temperature,
+                        _longs(self.slots),
+                        _longs(self.slots),
+                        max_draft_tokens=most,
+                        level=len(self.lengths),
+                        method=self.method,
+                        draft_temperature=_floats(self.slots),
+                        thresholds=values,
+                        positions=_longs(count),
+                        **kept,
+                    )
 
 
 class _Level:
@@ -147,10 +157,14 @@ class StockDrafter:
         kept = _empty(self.slots, self.draft_length, self.vocab_size, dtype=self.dtype)
         kept_lse = _floats(self.slots, self.draft_length)
         logits = _empty(_BATCH, self.vocab_size, dtype=self.dtype)
-        inputs = _floats(_BATCH), _longs(_BATCH), _longs(_BATCH)
-        _, lse = sample_row(logits, *inputs)
+        temperature, slots = _floats(_BATCH), _longs(_BATCH)
+        thresholds = row_thresholds(
+            logits, _floats(self.slots), _filters(self.slots), index=_longs(_BATCH)
+        )
+        inputs = temperature, _longs(_BATCH), _longs(_BATCH)
+        _, lse = sample_row(logits, *inputs, thresholds=thresholds, positions=_longs(_BATCH))
         for columns in (_longs(), _longs(_BATCH)):
-            keep_rows(kept, kept_lse, logits, lse, _longs(_BATCH), columns)
+            keep_rows(kept, kept_lse, logits, lse, temperature, thresholds, slots, columns)
         cascade = Cascade(
             (self.draft_length,), dtype=self.dtype, vocab_size=self.vocab_size, slots=self.slots
         )
@@ -181,6 +195,10 @@ def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 def _longs(*shape: int) -> torch.Tensor:
     return _empty(*shape, dtype=torch.int64)
+
+
+def _filters(requests: int) -> Filters:
+    return Filters(_empty(requests), _floats(requests), _floats(requests))
 
 
 def _floats(*shape: int) -> torch.Tensor:

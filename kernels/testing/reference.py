@@ -6,9 +6,11 @@ and the GPU benchmark compare the kernels with them.
 
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from vllm_hsd.kernels.chain_verify import ChainResult
+from vllm_hsd.kernels.filter_rows import Filters
 from vllm_hsd.kernels.tree_verify import TreeResult
 from vllm_hsd.verify import uniforms
 from vllm_hsd.verify import verify_chain as verify_chain_probs
@@ -24,6 +26,74 @@ def scaled_logits(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tens
     # The kernels multiply by the float32 reciprocal.
     scale = torch.where(temperature > 0, 1 / torch.where(temperature > 0, temperature, 1.0), 1.0)
     return logits.float() * scale[:, None]
+
+
+def row_thresholds(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    filters: Filters,
+    *,
+    index: torch.Tensor | None = None,
+    rows_per_request: int = 1,
+) -> torch.Tensor:
+    """``vllm_hsd.kernels.filter_rows.row_thresholds``."""
+    if index is None:
+        index = torch.arange(len(logits)) // rows_per_request
+    temperature = torch.where(index >= 0, temperature[index], 0.0)
+    filters = Filters(*(values[index] for values in filters))
+    scaled = scaled_logits(logits, temperature.abs())
+    thresholds = torch.full((len(logits),), -float("inf"))
+    for i, x in enumerate(scaled):
+        top_k, top_p, min_p = (values[i] for values in filters)
+        if temperature[i] == 0 or not x.logsumexp(0).isfinite():
+            continue
+        if min_p > 0:
+            thresholds[i] = x.max() + min_p.log()
+        kept = x[(x >= thresholds[i]) & (x > -float("inf"))].sort(descending=True).values
+        if 0 < top_k < len(x):
+            thresholds[i] = kept[min(int(top_k), len(kept)) - 1]
+        if top_p < 1:
+            mass = (kept[kept >= thresholds[i]] - kept[0]).double().exp().cumsum(0)
+            thresholds[i] = kept[int((mass < mass[-1] * top_p.double()).sum())]
+    return thresholds
+
+
+def filtered(
+    logits: torch.Tensor, temperature: torch.Tensor, thresholds: torch.Tensor
+) -> torch.Tensor:
+    """[N, V] logits with -inf below the rows' thresholds."""
+    below = scaled_logits(logits, temperature.abs()) < thresholds[:, None]
+    return logits.masked_fill(below, -float("inf"))
+
+
+def gumbel(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """float32 [N, V], the noise of ``vllm_hsd.kernels.rng.gumbel`` for each (seed, position)."""
+
+    def rotated(value: np.ndarray, shift: int) -> np.ndarray:
+        return (value << np.uint32(shift)) | (value >> np.uint32(32 - shift))
+
+    def mixed(h: np.ndarray, key: np.ndarray) -> np.ndarray:
+        key = rotated(key * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
+        return rotated(h ^ key, 13) * np.uint32(5) + np.uint32(0xE6546B64)
+
+    words = seeds.numpy().astype(np.int64).view(np.uint32).reshape(-1, 2)
+    h = np.zeros(len(words), np.uint32)
+    for word in (words[:, 0], words[:, 1], positions.numpy().astype(np.uint32)):
+        h = mixed(h, word)
+    h = mixed(h[:, None], np.arange(vocab_size, dtype=np.uint32)) ^ np.uint32(16)
+    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    u = ((h ^ (h >> np.uint32(16))).astype(np.float64) + 0.5) * 2.0**-32
+    return torch.from_numpy(-np.log(-np.log1p(-u))).float()
+
+
+def perturbed(
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """[N, V]: logits / -temperature plus noise where it is negative, else the logits."""
+    noisy = logits.float() / temperature.abs()[:, None]
+    noisy += gumbel(seeds, positions, logits.shape[1])
+    return torch.where((temperature < 0)[:, None], noisy, logits)
 
 
 def probabilities(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -49,8 +119,14 @@ def sample_row(
     *,
     level: int = 0,
     draw_offset: int = 0,
+    thresholds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``vllm_hsd.kernels.sample_row.sample_row``; the logsumexp in float64."""
+    if thresholds is not None:
+        logits = filtered(logits, temperature, thresholds)
+    if positions is not None:
+        logits = perturbed(logits, temperature, seeds, positions)
     rows = probabilities(logits, temperature)
     u = uniforms(seeds, torch.tensor(level), draws + draw_offset)
     cumulative = rows.cumsum(-1)
@@ -124,9 +200,20 @@ def verify_chain_padded(
     draft_lse: torch.Tensor | None = None,
     draft_index: torch.Tensor,
     draft_length: torch.Tensor,
+    thresholds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    position_skip: int = 0,
 ) -> ChainResult:
     """``vllm_hsd.kernels.chain_verify.verify_chain_padded`` where every request has a row."""
     state = idx_mapping.long()
+    owner = state.repeat_interleave(cu_num_logits.diff())
+    if thresholds is not None:
+        target_logits = filtered(target_logits, temperature[owner], thresholds)
+    if positions is not None:
+        rows = torch.arange(len(owner))
+        request = torch.arange(len(state)).repeat_interleave(cu_num_logits.diff())
+        positions = positions[rows + (request + 1) * position_skip]
+        target_logits = perturbed(target_logits, temperature[owner], seeds[owner], positions)
     target, draft, tokens, lengths = [], [], [], []
     for i, (begin, end) in enumerate(pairwise(cu_num_logits.tolist())):
         entry = int(draft_index[i])

@@ -5,6 +5,7 @@ import torch
 from vllm_hsd.core.proposal_state import COUNTS, KVGroups, ProposalState
 from vllm_hsd.core.schedule import Draft, Schedule, Verify, first_draw, room_below
 from vllm_hsd.kernels.chain_verify import ChainResult
+from vllm_hsd.kernels.testing.reference import filtered
 
 
 def stage(
@@ -16,6 +17,9 @@ def stage(
     length: torch.Tensor,
     num_sampled: torch.Tensor,
     temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
     seeds: torch.Tensor,
     scales: torch.Tensor,
     max_model_len: int,
@@ -38,6 +42,9 @@ def stage(
         state.start[top, b], state.drafted[top, b], state.requested[top, b] = window, 0, requested
         _request_below(state, schedule.draft_lengths, top, b)
         state.temperature[:, b] = temperature[slot] * scales if slot >= 0 else 0
+        state.top_k[b] = top_k[slot] if slot >= 0 else 0
+        state.top_p[b] = top_p[slot] if slot >= 0 else 1
+        state.min_p[b] = min_p[slot] if slot >= 0 else 0
         state.seeds[b] = seeds[slot] if slot >= 0 else 0
         state.draws[b] = first_draw(n)
         if slot >= 0:
@@ -95,10 +102,12 @@ def commit_draft(
     logits: torch.Tensor,
     token_ids: torch.Tensor,
     lse: torch.Tensor,
+    thresholds: torch.Tensor,
 ) -> None:
     """``cascade_steps.commit_draft``."""
     rows = state.rows[0]
     assert rows is not None
+    logits = filtered(logits, state.temperature[0], thresholds)
     for b in range(state.batch):
         if op.step >= state.requested[0, b]:
             continue
@@ -112,12 +121,17 @@ def commit_draft(
 
 
 def commit_verify(
-    state: ProposalState, op: Verify, logits: torch.Tensor, result: ChainResult
+    state: ProposalState,
+    op: Verify,
+    logits: torch.Tensor,
+    result: ChainResult,
+    thresholds: torch.Tensor,
 ) -> None:
     """``cascade_steps.commit_verify``."""
     k, width = op.level, op.draft_length + 1
     rows = state.rows[k]
     assert rows is not None
+    logits = filtered(logits, state.temperature[k].repeat_interleave(width), thresholds)
     for b in range(state.batch):
         origin = int(state.origin[b])
         if origin < 0:

@@ -24,8 +24,8 @@ _PACKAGES = (
 )
 
 
-def load_v2_sampler() -> tuple[Callable, Callable]:
-    """Functions (rejection_sample, apply_temperature) of the installed vLLM.
+def load_v2_sampler() -> tuple[Callable, Callable, Callable]:
+    """Functions (rejection_sample, apply_temperature, gumbel_sample) of the installed vLLM.
 
     Raises:
         ImportError: no vLLM is installed, or its modules are laid out differently.
@@ -53,7 +53,7 @@ def load_v2_sampler() -> tuple[Callable, Callable]:
     finally:
         _forget_vllm()
         sys.modules.update(saved)
-    return sampler.rejection_sample, gumbel.apply_temperature
+    return sampler.rejection_sample, gumbel.apply_temperature, gumbel.gumbel_sample
 
 
 def _forget_vllm() -> dict[str, types.ModuleType]:

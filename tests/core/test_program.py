@@ -67,12 +67,12 @@ class Recorded:
         self.engine = engine
         self.keys: list[tuple[int, int, int]] = []
 
-    def sample_row(self, logits, temperature, seeds, draws, *, level, draw_offset):
+    def sample_row(self, logits, temperature, seeds, draws, *, level, draw_offset, **rest):
         state = self.engine.state
         for b in torch.nonzero(state.drafted[0] < state.requested[0])[:, 0].tolist():
             self.keys.append((int(seeds[b]), level, int(draws[b]) + draw_offset))
         return reference.sample_row(
-            logits, temperature, seeds, draws, level=level, draw_offset=draw_offset
+            logits, temperature, seeds, draws, level=level, draw_offset=draw_offset, **rest
         )
 
     def verify_chain_padded(self, *arguments, level, draw_offset, draft_length, **rest):

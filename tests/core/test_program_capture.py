@@ -75,6 +75,9 @@ def run_on_fake_tensors(lengths, levels, lookup=False):
         "length": torch.zeros(MAX_NUM_REQS, dtype=torch.int32),
         "num_sampled": torch.zeros(3, dtype=torch.int32),
         "temperature": torch.zeros(MAX_NUM_REQS),
+        "top_k": torch.zeros(MAX_NUM_REQS, dtype=torch.int32),
+        "top_p": torch.zeros(MAX_NUM_REQS),
+        "min_p": torch.zeros(MAX_NUM_REQS),
         "seeds": torch.zeros(MAX_NUM_REQS, dtype=torch.int64),
         "scales": torch.zeros(len(lengths)),
     }

@@ -128,4 +128,4 @@ def test_rows_of_another_dtype_are_refused():
     state = GuardedState(schedule, 2).state
     logits = torch.zeros(2, VOCABULARY)
     with pytest.raises(ValueError, match=r"levels\[0\] are torch.float32"):
-        cascade_steps.commit_draft(state, schedule.ops[0], logits, logits[:, 0], logits[:, 0])
+        cascade_steps.commit_draft(state, schedule.ops[0], logits, *[logits[:, 0]] * 3)

@@ -87,7 +87,7 @@ def plain_residual_distribution(p, q, tokens):
 def test_vllm_draws_from_the_same_distribution():
     """Within one call vLLM's uniforms are independent (across calls those of 0.32 are not)."""
     try:
-        rejection_sample, _ = vllm_sampler.load_v2_sampler()
+        rejection_sample, *_ = vllm_sampler.load_v2_sampler()
     except ImportError as error:
         pytest.skip(f"vLLM's sampler cannot be loaded: {error}")
     requests = 200

@@ -39,7 +39,7 @@ class Chosen:
     def key(self, *parts):
         return parts if self.by_position else None
 
-    def sample_row(self, logits, temperature, seeds, draws, *, level, draw_offset):
+    def sample_row(self, logits, temperature, seeds, draws, *, level, draw_offset, **_):
         state = self.engine.state
         if not state.drafted[0, 0] < state.requested[0, 0]:
             return torch.zeros(1, dtype=torch.int64), torch.zeros(1)

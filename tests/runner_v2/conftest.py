@@ -38,3 +38,13 @@ def greedy_tokens(family) -> list[list[int]]:
         ].tolist()
         for prompt in PROMPTS
     ]
+
+
+@pytest.fixture(scope="session")
+def seeded_tokens(family) -> dict[str, list[list[int]]]:
+    """What plain vLLM samples in the jobs of `v2_engines.run_seeded`."""
+    from support.v2_engines import run_seeded
+
+    texts, _ = run_seeded(family.target)
+    assert texts["together"] == texts["joining"]
+    return texts

@@ -47,6 +47,27 @@ def test_greedy_text_is_that_of_no_speculation(name, family, greedy_tokens):
     assert mixed["counters"]["spec_decode_num_accepted_tokens"] > 0
 
 
+@pytest.mark.parametrize(
+    "name", ["two models", pytest.param("lookup, exit, model", marks=pytest.mark.slow)]
+)
+def test_seeded_text_is_that_of_plain_vllm(name, family, seeded_tokens):
+    from support.v2_engines import run_seeded
+
+    texts, counters = run_seeded(family.target, configuration(name, family))
+    assert texts == seeded_tokens
+    assert counters["spec_decode_num_accepted_tokens"] > 0
+
+
+@pytest.mark.slow
+def test_noise_of_another_position_is_caught(family, seeded_tokens):
+    """Negative control of the comparison above."""
+    from support.v2_engines import run_seeded
+
+    shifted = "support.shifted_noise:install"
+    texts, _ = run_seeded(family.target, configuration("two models", family), shifted)
+    assert texts != seeded_tokens
+
+
 # Blocks of 32 tokens (a CPU takes no smaller ones), of which there are too few for all requests at
 # once; 16 tokens in a step, so that some of four requests with 5 tokens each sit a step out.
 CROWDED = {

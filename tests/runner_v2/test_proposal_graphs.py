@@ -2,18 +2,20 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from support.table_distributions import table, tables
 
 pytestmark = pytest.mark.interpret
 
-PARAMS = [{"temperature": t, "seed": i} for i, t in enumerate([0.0, 1.0, 0.7])]
+PARAMS = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}, {"temperature": 0.7, "top_p": 0.8}]
 
 
 def runner(params=PARAMS, levels: int = 2):
     from support.table_runner import TableRunner
 
+    np.random.seed(0)  # requests without a seed get theirs from it
     target, draft = tables()
     middle = {"model": target + 0.4 * table(2, len(target), 1.0)}
     lowest = [{"model": draft, "num_tokens": 1}, {"ngram": {"max": 2}, "num_tokens": 1}][levels - 2]
@@ -90,7 +92,8 @@ def read_after_stage(served, of) -> None:
 @pytest.mark.parametrize(
     ("of", "named"),
     [
-        (lambda served: served.sampler.sampling_states.temperature.gpu[0], "temperature"),
+        (lambda served: served.drafter.parameters.temperature[0], "temperature"),
+        (lambda served: served.sampler.sampling_states.top_k.gpu[0], "top_k"),
         (lambda served: served.states.total_len.gpu[0], "the table of requests.total_len"),
         (lambda served: served.slots[0], "the batch.idx_mapping"),
     ],

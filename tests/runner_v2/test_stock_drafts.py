@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracle.distributions import chain_distribution
 from support.exact_joint_distribution import chi_square_p_value, next_token_distribution
-from support.table_distributions import joint, tables
+from support.table_distributions import CASES, joint, tables
 
 from vllm_hsd.core.schedule import DRAWS_PER_LENGTH
 from vllm_hsd.verify import verify_chain
@@ -15,22 +15,12 @@ from vllm_hsd.verify.rng import host_uniforms
 
 pytestmark = pytest.mark.interpret
 
-CASES = {
-    "temperature 1": {},
-    "greedy": {"temperature": 0.0},
-    "temperature 0.7": {"temperature": 0.7},
-    "top_p": {"top_p": 0.8},
-    "top_k at 1.3": {"top_k": 4, "temperature": 1.3},
-    "min_p": {"min_p": 0.15, "temperature": 1.2},
-    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
-    "logit_bias": {"logit_bias": {1: 1.5, 3: -2.0}},
-    "allowed tokens": {"allowed_token_ids": [0, 2, 3, 5]},
-}
-
 
 def runner(params, **options):
+    """Requests without a seed get theirs from numpy, always the same here."""
     from support.table_runner import TableRunner
 
+    np.random.seed(0)
     target, draft = tables()
     return TableRunner(target, options.pop("draft", draft), params, length=3, **options)
 
@@ -49,7 +39,16 @@ def host_verdict(case, target, draft, text, drafted, seed):
         rows.append(next_token_distribution(logits, prompt, tuple(so_far), case, None))
     p = torch.from_numpy(np.stack(rows))
     contexts = torch.tensor([text[-1], *drafted.tolist()[:-1]])
-    q = (draft[contexts].double() / max(temperature, 1e-9)).softmax(-1)
+    one_hot = {"temperature": 0.0} if temperature == 0 else {}
+    filters = {k: v for k, v in case.items() if k in ("temperature", "top_k", "top_p", "min_p")}
+    q = torch.from_numpy(
+        np.stack(
+            [
+                next_token_distribution(row, prompt, (), {**filters, **one_hot}, None)
+                for row in draft[contexts].double().numpy()
+            ]
+        )
+    )
     draws = len(text) * DRAWS_PER_LENGTH + np.arange(len(drafted) + 1)
     uniforms = host_uniforms(np.array([seed]), np.array([1]), draws)
     method = "greedy" if temperature == 0 else "block"
@@ -62,8 +61,8 @@ def host_verdict(case, target, draft, text, drafted, seed):
 def test_every_verdict_is_that_of_the_hosts_verifier():
     """The same seeds and drafts give the same tokens on V1's verifier and on V2's kernels."""
     cases = list(CASES.values())
-    params = [{"seed": 1000 + i, **case} for i, case in enumerate(cases)]
-    served = runner(params)
+    served = runner(cases)
+    seeds = served.sampler.sampling_states.seeds.np[served.slots.numpy()].tolist()
     target, draft = tables()
     accepted = []
     for _ in range(5):
@@ -74,7 +73,7 @@ def test_every_verdict_is_that_of_the_hosts_verifier():
         for i, case in enumerate(cases):
             count = int(output.num_sampled[i])
             found = output.sampled_token_ids[i, :count].tolist()
-            expected = host_verdict(case, target, draft, texts[i], drafted[i], params[i]["seed"])
+            expected = host_verdict(case, target, draft, texts[i], drafted[i], seeds[i])
             assert found == expected, (case, texts[i], drafted[i])
             accepted.append(count - 1)
     assert set(accepted) >= {0, 1, 3}
@@ -93,7 +92,7 @@ def test_a_drafter_equal_to_the_target_loses_nothing(keeps_rows, temperature):
 
 
 def sampled_texts(count, params, length, **options):
-    served = runner([{"seed": 7919 * i, **params} for i in range(count)], **options)
+    served = runner([params] * count, **options)
     while min(map(len, served.texts())) <= length:
         served.step()
     return [tuple(text[1 : length + 1]) for text in served.texts()]
@@ -143,7 +142,7 @@ def test_no_uniform_is_met_twice(monkeypatch):
     original_sample, original_verify = stock_drafters.sample_row, sampler.verify_chain_padded
     monkeypatch.setattr(stock_drafters, "sample_row", sample_row)
     monkeypatch.setattr(sampler, "verify_chain_padded", verify)
-    served = runner([{"seed": i} for i in range(5)])
+    served = runner([{}] * 5)
     for _ in range(4):
         served.step()
     assert len(met) == len(set(met)) > 80
@@ -159,15 +158,34 @@ def test_a_seeded_request_does_not_depend_on_its_neighbours():
     assert alone.texts()[0] == crowd.texts()[1]
 
 
-def test_logits_are_not_copied_where_only_temperatures_are_set(monkeypatch):
-    served = runner([{"temperature": 0.7}, {"temperature": 0.0}, {}])
+def test_logits_are_not_copied_for_temperatures_and_filters(monkeypatch):
+    """But for filtered requests with a seed, whose text is to be vLLM's to the last bit."""
+    filtered = [{"temperature": 0.7, "top_p": 0.8}, {"min_p": 0.1}, {"top_k": 3}]
+    served = runner([*filtered, {"temperature": 0.0}, {}, {"temperature": 0.7, "seed": 1}])
     monkeypatch.setattr(served.sampler, "apply_sampling_params", None)
     for _ in range(3):
         served.step()
-    filtered = runner([{"temperature": 0.7}, {"min_p": 0.1}])
-    monkeypatch.setattr(filtered.sampler, "apply_sampling_params", None)
-    with pytest.raises(TypeError):
-        filtered.step()
+    for params in ({"min_p": 0.1, "seed": 1}, {"presence_penalty": 0.5}):
+        served = runner([{"temperature": 0.7}, params])
+        monkeypatch.setattr(served.sampler, "apply_sampling_params", None)
+        with pytest.raises(TypeError):
+            served.step()
+
+
+def test_drafts_are_filtered_as_their_request():
+    """Kept rows hold -inf for what no draft may be; greedy and coupled requests keep none."""
+    served = runner([{"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}, {"top_k": 2, "seed": 5}])
+    _, draft = tables()
+    served.step()
+    before = torch.tensor([text[-1] for text in served.texts()])
+    contexts = torch.cat((before[:, None], served.drafted[:, :-1]), 1)
+    rows = served.drafter.draft_logits[served.slots]
+    drawn = draft[contexts].gather(2, served.drafted[:, :, None])
+    kept = rows.isfinite().sum(2)
+    assert (kept[0] == 2).all() and (kept[1:3] < len(draft)).any()
+    assert rows[:3].gather(2, served.drafted[:3, :, None]).equal(drawn[:3])
+    assert (rows[3] == 0).all()
+    assert (drawn[3] >= draft[contexts[3]].topk(2).values[:, -1:]).all()
 
 
 def test_the_verifier_is_given_the_logsumexps_of_kept_rows(monkeypatch):

@@ -48,6 +48,20 @@ def test_greedy_text_is_that_of_no_speculation(name, family, greedy_tokens, tmp_
         assert counters["spec_decode_num_accepted_tokens"] == drafted
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["draft_model, sampled", "eagle3", "ngram_gpu"])
+def test_seeded_text_is_that_of_plain_vllm(name, family, seeded_tokens, tmp_path):
+    from support.v2_engines import run_seeded
+
+    texts, counters = run_seeded(family.target, drafter(name, family, tmp_path))
+    assert texts == seeded_tokens
+    accepted, drafted = (counters[f"spec_decode_num_{n}_tokens"] for n in ("accepted", "draft"))
+    assert drafted > 0
+    if name == "draft_model, sampled":
+        # The target itself with the same noise; its drafts know nothing of penalties.
+        assert accepted > drafted // 2
+
+
 def sampling(name: str, family, directory) -> dict:
     """A drafter that keeps the rows of its drafts."""
     model = family.small if name == "draft_model" else write_eagle3_head(family.target, directory)

@@ -19,6 +19,7 @@ from vllm_hsd.core.proposal_state import ProposalState
 from vllm_hsd.core.schedule import Schedule, compile_schedule, first_draw
 from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.kernels import cascade_steps
+from vllm_hsd.kernels.filter_rows import Filters
 from vllm_hsd.kernels.testing import reference, step_reference
 from vllm_hsd.verify.rng import host_uniforms
 
@@ -132,6 +133,8 @@ class Engine:
         self.temperature = torch.rand(MAX_NUM_REQS, generator=g) + 0.5
         if greedy:
             self.temperature.zero_()
+        without = torch.zeros(MAX_NUM_REQS)
+        self.filters = Filters(without.int(), without + 1, without)
         self.seeds = torch.randint(-(2**62), 2**62, (MAX_NUM_REQS,), generator=g)
         self.scales = torch.tensor([0.75, 1.0, 1.5][: len(lengths)])
         for slot in self.index.tolist():
@@ -148,6 +151,7 @@ class Engine:
             length=self.length,
             num_sampled=torch.ones(len(self.index), dtype=torch.int32),
             temperature=self.temperature,
+            **self.filters._asdict(),
             seeds=self.seeds,
             scales=self.scales,
             max_model_len=MAX_MODEL_LEN,
@@ -252,6 +256,7 @@ def reference_steps(engine: Engine, **replaced):
         **{name: getattr(step_reference, name) for name in names},
     )
     functions = {
+        "row_thresholds": reference.row_thresholds,
         "sample_row": reference.sample_row,
         "verify_chain_padded": reference.verify_chain_padded,
     } | replaced

@@ -162,12 +162,16 @@ def runner_tensors(seed: int, num_reqs: int, window: int) -> dict:
     num_sampled[-1:] = seed % 2
     temperature = torch.rand(MAX_NUM_REQS, generator=g) + 0.5
     temperature[::3] = 0
+    temperature[1::5] *= -1
     return {
         "index": index,
         "text": torch.randint(0, 5, (MAX_NUM_REQS, MAX_MODEL_LEN), generator=g, dtype=torch.int32),
         "length": length,
         "num_sampled": num_sampled,
         "temperature": temperature,
+        "top_k": torch.randint(0, 9, (MAX_NUM_REQS,), generator=g, dtype=torch.int32),
+        "top_p": torch.rand(MAX_NUM_REQS, generator=g),
+        "min_p": torch.rand(MAX_NUM_REQS, generator=g),
         "seeds": torch.randint(-(2**62), 2**62, (MAX_NUM_REQS,), generator=g),
         "max_model_len": MAX_MODEL_LEN,
     }

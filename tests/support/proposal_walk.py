@@ -56,14 +56,16 @@ def walk(schedule, seed: int, batch: int, num_reqs: int, lookup: bool, device: s
         logits = torch.randn(count, VOCABULARY, generator=g).bfloat16()
         if isinstance(op, Draft):
             token = torch.randint(0, VOCABULARY, (batch,), generator=g)
-            drawn = (logits, token, torch.randn(batch, generator=g))
+            drawn = (logits, token, *torch.randn(2, batch, generator=g))
             cascade_steps.commit_draft(state, op, *(tensor.to(device) for tensor in drawn))
             step_reference.commit_draft(expected, op, *drawn)
         else:
-            result = random_result(op, expected, g)
+            result, thresholds = random_result(op, expected, g), torch.randn(count, generator=g)
             on_device = chain_verify.ChainResult(*(tensor.to(device) for tensor in result))
-            cascade_steps.commit_verify(state, op, logits.to(device), on_device)
-            step_reference.commit_verify(expected, op, logits, result)
+            cascade_steps.commit_verify(
+                state, op, logits.to(device), on_device, thresholds.to(device)
+            )
+            step_reference.commit_verify(expected, op, logits, result, thresholds)
         assert_equal_states(state, expected)
     cascade_steps.collect(state, schedule)
     step_reference.collect(expected, schedule)

@@ -6,6 +6,19 @@ import numpy as np
 import torch
 from support.exact_joint_distribution import next_token_distribution
 
+# Sampling parameters that change a distribution.
+CASES = {
+    "temperature 1": {},
+    "greedy": {"temperature": 0.0},
+    "temperature 0.7": {"temperature": 0.7},
+    "top_p": {"top_p": 0.8},
+    "top_k at 1.3": {"top_k": 4, "temperature": 1.3},
+    "min_p": {"min_p": 0.15, "temperature": 1.2},
+    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
+    "logit_bias": {"logit_bias": {1: 1.5, 3: -2.0}},
+    "allowed tokens": {"allowed_token_ids": [0, 2, 3, 5]},
+}
+
 
 def table(seed: int, vocabulary: int, spread: float) -> torch.Tensor:
     """Normal logits [V, V] of standard deviation `spread`."""
@@ -16,6 +29,25 @@ def table(seed: int, vocabulary: int, spread: float) -> torch.Tensor:
 def tables(vocabulary=6, difference=0.7):
     target = table(0, vocabulary, 1.3)
     return target, target + difference * table(1, vocabulary, 1.0)
+
+
+def cascade(name: str) -> dict:
+    """Configuration of a cascade of tables, see `support.table_runner.TableRunner`."""
+    target, draft = tables()
+    middle = target + 0.4 * table(2, len(target), 1.0)
+    levels = {
+        "one": [{"model": draft}],
+        "two": [{"model": draft, "num_tokens": 1}, {"model": middle}],
+        "three": [
+            {"model": draft, "num_tokens": 1},
+            {"model": middle, "num_tokens": 2},
+            {"model": target + 0.3 * table(3, len(target), 1.0)},
+        ],
+        "bigram": [{"bigram": "counts.npz", "num_tokens": 1}, {"model": middle}],
+        "lookup": [{"ngram": {"max": 2}, "num_tokens": 1}, {"model": middle}],
+        "equal": [{"model": target, "num_tokens": 1}, {"model": target}],
+    }[name]
+    return {"num_speculative_tokens": 4, "levels": levels}
 
 
 def joint(params, length):

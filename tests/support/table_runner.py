@@ -146,7 +146,7 @@ class TableRunner:
     Args:
         target, draft: float32 [V, V], logits of the next token after each token.
         params: sampling parameters of each request.
-        length: draft length K.
+        length: draft length K; with 0 the sampler draws without speculation.
         keeps_rows: whether the drafter samples and keeps its rows, or drafts its argmax.
         ours: whether our verifier replaces vLLM's.
         prompt: token that every text starts with.
@@ -222,7 +222,7 @@ class TableRunner:
         """
         batch = self.input_batch()
         rows = (logits or (lambda tokens: self.target[tokens]))(batch.input_ids.long())
-        if self.drafted is None:
+        if self.drafted is None or self.length == 0:
             output = self.sampler(rows.clone(), batch)
         else:
             output = self.runner.rejection_sampler(
@@ -286,6 +286,9 @@ class TableRunner:
             self.count, self.slots, states.temperature.gpu, states.seeds.gpu
         )
         token = self.states.last_sampled_tokens[self.slots, 0]
+        if self.length == 0:
+            self.drafted = token[:, None][:, :0]
+            return
         columns = []
         for step in range(self.length):
             token = drafter.sample_draft(

@@ -32,6 +32,36 @@ JOBS = {
     "joining": {"prompts": PROMPTS, "params": GREEDY, "arrive": [0, 2, 3, 5]},
 }
 
+_FILTERED = (
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.0},
+    {"temperature": 1.2, "top_k": 12, "min_p": 0.02},
+    {"temperature": 0.7, "presence_penalty": 0.5, "logprobs": 1},
+)
+
+
+def run_seeded(
+    target: str, speculative_config: dict | None = None, patch: str | None = None
+) -> tuple[dict[str, list[list[int]]], dict]:
+    """Sampled requests with seeds and filters, all at once and one by one.
+
+    Returns:
+        (tokens of each request by job, counters of the first job).
+    """
+    params = [{**GREEDY, "seed": 11 * i, **given} for i, given in enumerate(_FILTERED)]
+    jobs = {
+        "together": {"prompts": PROMPTS, "params": params},
+        "joining": {"prompts": PROMPTS, "params": params, "arrive": [0, 2, 3, 5]},
+    }
+    engine = {"model": target, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    if speculative_config is not None:
+        engine["speculative_config"] = speculative_config
+    found = run_engine(engine, jobs, patch=patch)
+    texts = {
+        job: [output[0]["ids"] for output in result["outputs"]] for job, result in found.items()
+    }
+    return texts, found["together"]["counters"]
+
 
 def run_greedy_and_mixed(target: str, speculative_config: dict, greedy: list[list[int]]) -> dict:
     """Check greedy tokens, of requests that join one by one and of one among sampled ones.
@@ -61,14 +91,12 @@ def p_values(
 
     Args:
         cases: name -> sampling parameters.
-        count: texts of each case, with seeds 0 to count - 1.
+        count: texts of each case, without seeds.
     """
     jobs = {
         case: {
             "prompts": [prompt] * count,
-            "params": [
-                {"max_tokens": 4, "ignore_eos": True, "seed": i, **params} for i in range(count)
-            ],
+            "params": {"max_tokens": 4, "ignore_eos": True, **params},
         }
         for case, params in cases.items()
     }

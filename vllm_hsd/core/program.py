@@ -15,6 +15,7 @@ from vllm_hsd.core.proposal_state import KVGroups, ProposalState
 from vllm_hsd.core.schedule import Draft, Lookup, Schedule, Verify
 from vllm_hsd.kernels import cascade_steps
 from vllm_hsd.kernels.chain_verify import verify_chain_padded
+from vllm_hsd.kernels.filter_rows import row_thresholds
 from vllm_hsd.kernels.sample_row import sample_row
 
 
@@ -116,6 +117,7 @@ class Program:
             )
             logits = level.forward(state, op, self.schedule.num_logits(op))
             if isinstance(op, Draft):
+                thresholds = row_thresholds(logits, state.temperature[0], state.filters)
                 token_ids, lse = sample_row(
                     logits,
                     state.temperature[0],
@@ -123,21 +125,30 @@ class Program:
                     state.draws,
                     level=0,
                     draw_offset=op.draw,
+                    thresholds=thresholds,
+                    # Of the last token that each request has fed.
+                    positions=state.positions[: state.batch * op.query_length].view(
+                        state.batch, -1
+                    )[:, -1],
                 )
-                cascade_steps.commit_draft(state, op, logits, token_ids, lse)
+                cascade_steps.commit_draft(state, op, logits, token_ids, lse, thresholds)
             else:
                 self._verify(state, op, logits)
         cascade_steps.collect(state, self.schedule)
 
     def _verify(self, state: ProposalState, op: Verify, logits: torch.Tensor) -> None:
-        below = op.level - 1
+        below, rows_per_request = op.level - 1, op.draft_length + 1
+        temperature = state.temperature[op.level]
+        thresholds = row_thresholds(
+            logits, temperature, state.filters, rows_per_request=rows_per_request
+        )
         result = verify_chain_padded(
             logits,
             state.rows[below],
             state.sampled[: logits.shape[0]],
             state.row_starts[op.draft_length],
             state.request,
-            state.temperature[op.level],
+            temperature,
             state.seeds,
             state.draws,
             max_draft_tokens=op.draft_length,
@@ -148,5 +159,8 @@ class Program:
             draft_lse=None if state.rows[below] is None else state.lse[below],
             draft_index=state.request,
             draft_length=state.drafted[below],
+            thresholds=thresholds,
+            positions=state.positions[: state.batch * op.query_length],
+            position_skip=op.query_length - rows_per_request,
         )
-        cascade_steps.commit_verify(state, op, logits, result)
+        cascade_steps.commit_verify(state, op, logits, result, thresholds)

@@ -9,6 +9,7 @@ import torch
 
 from vllm_hsd.core.counters import Count
 from vllm_hsd.core.schedule import Schedule, Verify
+from vllm_hsd.kernels.filter_rows import Filters
 
 
 class KVGroups(NamedTuple):
@@ -60,7 +61,8 @@ class ProposalState:
             where the level has no room.
         limit: int64 [B], last position whose KV entry may be written.
         slot: int32 [B], vLLM's request slot, -1 in padding.
-        temperature: float32 [L, B] of every level.
+        temperature: float32 [L, B] of every level; negative for a coupled request.
+        top_k: int32 [B]; top_p, min_p: float32 [B].
         seeds, draws: int64 [B], see `verify.rng`; draws of the length at which the proposal began.
         rows: per level, [B, n, V] logits that its draft tokens were drawn from; None for a lookup.
         lse: per level, float32 [B, n] logsumexps of these rows over the temperature.
@@ -90,6 +92,9 @@ class ProposalState:
     limit: torch.Tensor
     slot: torch.Tensor
     temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
     seeds: torch.Tensor
     draws: torch.Tensor
     rows: list[torch.Tensor | None]
@@ -152,6 +157,9 @@ class ProposalState:
             limit=empty(batch, dtype=torch.int64),
             slot=torch.full((batch,), -1, dtype=torch.int32, device=device),
             temperature=empty(levels, batch, dtype=torch.float32),
+            top_k=empty(batch),
+            top_p=empty(batch, dtype=torch.float32),
+            min_p=empty(batch, dtype=torch.float32),
             seeds=empty(batch, dtype=torch.int64),
             draws=empty(batch, dtype=torch.int64),
             rows=[
@@ -181,6 +189,11 @@ class ProposalState:
         """B."""
         return self.end.shape[0]
 
+    @property
+    def filters(self) -> Filters:
+        """Of the B requests."""
+        return Filters(self.top_k, self.top_p, self.min_p)
+
     def set_kv_groups(self, number: int) -> None:
         """Make room for the places of that many KV-cache groups."""
         self.slot_mapping = self.slot_mapping.new_full((number, len(self.input_ids)), -1)
@@ -189,7 +202,8 @@ class ProposalState:
         """The first `batch` requests: views of the same memory, for one CUDA graph."""
         by_request = ("base", "end", "window", "origin", "limit", "slot", "seeds", "draws")
         outputs = ("draft_tokens", "draft_length", "seq_lens", "request")
-        cut = {name: getattr(self, name)[:batch] for name in (*by_request, *outputs)}
+        names = (*by_request, *Filters._fields, *outputs)
+        cut = {name: getattr(self, name)[:batch] for name in names}
         for name in ("start", "drafted", "requested", "temperature"):
             cut[name] = getattr(self, name)[:, :batch]
         cut["rows"] = [None if rows is None else rows[:batch] for rows in self.rows]

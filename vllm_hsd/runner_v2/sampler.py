@@ -12,8 +12,10 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm_hsd.core.schedule import DRAWS_PER_LENGTH
 from vllm_hsd.errors import UserError
 from vllm_hsd.kernels.chain_verify import verify_chain_padded
+from vllm_hsd.kernels.filter_rows import row_thresholds
 from vllm_hsd.registry import NONE_FILED
 from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER, replace_on
+from vllm_hsd.runner_v2.request_parameters import RequestParameters
 from vllm_hsd.runner_v2.speculator import CascadeSpeculator
 from vllm_hsd.runner_v2.stock_drafters import KeptDrafts
 
@@ -40,12 +42,19 @@ def serve(runner: Any) -> None:
             "rejection_sample_method 'hierarchical' does not work with enable_batch_sharded_"
             "sampling: remove one of them."
         )
+    if sampler.use_fp64_gumbel:
+        raise UserError(
+            "rejection_sample_method 'hierarchical' draws requests with seeds from vLLM's noise in "
+            "float32: remove use_fp64_gumbel."
+        )
     speculator, kept = runner.speculator, None
+    couples_all = isinstance(speculator, CascadeSpeculator) and speculator.hsd.verifier == "coupled"
+    parameters = RequestParameters(sampler.sampling_states, couples_all)
     if isinstance(speculator, CascadeSpeculator):
-        speculator.req_states = runner.req_states
+        speculator.req_states, speculator.parameters = runner.req_states, parameters
         replace_on(runner, f"{RUNNER}.sample_tokens", by=speculator)
         runner.rejection_sampler = CascadeRejectionSampler(
-            sampler, runner.speculative_config, runner.device, speculator
+            sampler, runner.speculative_config, runner.device, parameters, speculator
         )
         return
     if speculator.draft_logits is not None:
@@ -55,33 +64,41 @@ def serve(runner: Any) -> None:
                 f"the drafter's vocabulary has {drafted} entries, the target's {vocabulary}: set "
                 "draft_sample_method to 'greedy', which needs no probabilities of the drafter."
             )
-        kept = KeptDrafts(speculator, runner.req_states)
+        kept = KeptDrafts(speculator, runner.req_states, parameters)
     runner.rejection_sampler = BlockRejectionSampler(
-        sampler, runner.speculative_config, runner.device, kept
+        sampler, runner.speculative_config, runner.device, parameters, kept
     )
 
 
 class BlockRejectionSampler(RejectionSampler):
     """Block verification by our kernels; log-probabilities and all else are vLLM's.
 
-    Steps without drafts draw from the same uniforms, so that a seeded request's text does not
-    depend on what other requests of the batch do.
+    A request with a seed is coupled: each of its tokens is the one that vLLM draws at its position
+    without speculation, and a draft token is accepted if it is that one. The others draw from our
+    uniforms, in steps without drafts too.
 
     Args:
         sampler: vLLM's sampler; three of its methods are replaced.
         spec_config: the configuration.
         device: of the model.
+        parameters: of the requests.
         kept: the drafter's logsumexps, None if its draft tokens are point masses.
     """
 
     # Stream of the target's uniforms (see verify.rng) and the rule.
     level, method = 1, "block"
 
-    def __init__(self, sampler, spec_config, device, kept: KeptDrafts | None) -> None:
+    def __init__(
+        self, sampler, spec_config, device, parameters: RequestParameters, kept: KeptDrafts | None
+    ) -> None:
         super().__init__(sampler, spec_config, device)
-        self.kept = kept
-        self.processed_logprobs = sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
-        # Requests whose logits change by more than a temperature.
+        self.parameters, self.kept = parameters, kept
+        # vLLM reads the processed logits after the sampler.
+        self.returns_processed = (
+            sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES or sampler.return_sampling_mask
+        )
+        # Requests whose logits vLLM has to process: for more than a temperature and filters, or
+        # filtered ones that are coupled, whose text is to be vLLM's to the last bit.
         self.processed = np.zeros_like(sampler.needs_logits_processing)
         replace_on(sampler.sampling_states, f"{_STATES}.add_request", by=self)
         replace_on(sampler, f"{_SAMPLER}.add_request", f"{_SAMPLER}.sample", by=self)
@@ -93,6 +110,7 @@ class BlockRejectionSampler(RejectionSampler):
         token follows from the residual. Ending the draft before it would draw from the target's
         row instead, which is not lossless for a sampled draft.
         """
+        self.parameters.copy_changed()
         if invalid_drafts is not None:
             invalid_drafts = invalid_drafts & invalid_drafts.roll(1)
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
@@ -129,20 +147,29 @@ class BlockRejectionSampler(RejectionSampler):
             cu_num_logits,
             idx_mapping,
             self.num_speculative_steps,
+            pos,
+            self.thresholds(processed, is_scaled, expanded_idx_mapping, idx_mapping_np),
         )
         return processed, sampled, num_sampled
 
     def target_logits(self, logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *rest):
-        """(logits with the requests' sampling parameters applied, whether by temperature too).
+        """(logits with the requests' sampling parameters applied, whether they are applied).
 
-        Where no request asks for more than a temperature they are the model's own.
+        Where no request needs vLLM's processing they are the model's own.
         """
-        if not (self.processed[idx_mapping_np].any() or self.processed_logprobs):
+        if not (self.processed[idx_mapping_np].any() or self.returns_processed):
             return logits, False
         processed = self.sampler.apply_sampling_params(
             logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *rest
         )
         return processed, True
+
+    def thresholds(self, logits, is_scaled: bool, index, idx_mapping_np) -> torch.Tensor | None:
+        """Of the target's rows, None where nothing is left to filter."""
+        if is_scaled or not self.parameters.filtered[idx_mapping_np].any():
+            return None
+        parameters = self.parameters
+        return row_thresholds(logits, parameters.temperature, parameters.filters, index=index)
 
     def draft_rows(
         self, draft_logits: torch.Tensor | None, max_draft_tokens: int
@@ -152,7 +179,7 @@ class BlockRejectionSampler(RejectionSampler):
 
     def drafts(self, draft_logits: torch.Tensor | None, idx_mapping: torch.Tensor) -> dict:
         """Arguments of the verifier that say where the drafts of the batch are."""
-        temperature = self.sampler.sampling_states.temperature.gpu
+        temperature = self.parameters.temperature
         kept = self.kept if draft_logits is not None else None
         return {
             "draft_temperature": temperature,
@@ -168,10 +195,11 @@ class BlockRejectionSampler(RejectionSampler):
         cu_num_logits: torch.Tensor,
         idx_mapping: torch.Tensor,
         max_draft_tokens: int,
+        positions: torch.Tensor,
+        thresholds: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(token ids int64 [B, max_draft_tokens + 1], number of them int32 [B])."""
-        states = self.sampler.sampling_states
-        temperature = states.temperature.gpu
+        temperature = self.parameters.temperature
         result = verify_chain_padded(
             target_logits,
             self.draft_rows(draft_logits, max_draft_tokens),
@@ -179,11 +207,13 @@ class BlockRejectionSampler(RejectionSampler):
             cu_num_logits,
             idx_mapping,
             temperature.sign() if is_scaled else temperature,
-            states.seeds.gpu,
+            self.parameters.seeds,
             self.sampler.req_states.total_len.gpu.long() * DRAWS_PER_LENGTH,
             max_draft_tokens=max_draft_tokens,
             level=self.level,
             method=self.method,
+            positions=positions,
+            thresholds=thresholds,
             **self.drafts(draft_logits, idx_mapping),
         )
         return result.token_ids, result.num_emitted
@@ -192,10 +222,17 @@ class BlockRejectionSampler(RejectionSampler):
 class CascadeRejectionSampler(BlockRejectionSampler):
     """Verification of a cascade's drafts, which are in the order of the last proposal's batch."""
 
-    def __init__(self, sampler, spec_config, device, speculator: CascadeSpeculator) -> None:
-        super().__init__(sampler, spec_config, device, None)
+    def __init__(
+        self,
+        sampler,
+        spec_config,
+        device,
+        parameters: RequestParameters,
+        speculator: CascadeSpeculator,
+    ) -> None:
+        super().__init__(sampler, spec_config, device, parameters, None)
         self.speculator = speculator
-        self.level, self.method = speculator.schedule.num_levels, speculator.hsd.verifier
+        self.level, self.method = speculator.schedule.num_levels, speculator.hsd.drawn_verifier
 
     def draft_rows(self, draft_logits, max_draft_tokens):
         if max_draft_tokens == 0:
@@ -204,7 +241,7 @@ class CascadeRejectionSampler(BlockRejectionSampler):
 
     def drafts(self, draft_logits, idx_mapping) -> dict:
         state, speculator = self.speculator.state, self.speculator
-        temperature = self.sampler.sampling_states.temperature.gpu
+        temperature = self.parameters.temperature
         return {
             "draft_temperature": temperature * speculator.scales[-1],
             "draft_lse": None if state.rows[-1] is None else state.lse[-1],
@@ -216,28 +253,22 @@ class CascadeRejectionSampler(BlockRejectionSampler):
 @REGISTRY.replaces_on_runner(
     f"{_STATES}.add_request",
     ("self", "req_idx", "sampling_params"),
-    why="tells requests that need no more than a temperature, which our kernels apply",
-    until="vLLM's kernels apply the temperature",
+    why="tells requests that need no more than our kernels apply: temperature, top-k, top-p, min-p",
+    until="vLLM's kernels apply them",
     issue=NONE_FILED,
 )
 def add_sampling_state(original, sampler: BlockRejectionSampler, req_idx, sampling_params):
     original(req_idx, sampling_params)
-    states = sampler.sampler.sampling_states
-    return bool(
-        states.temperature.np[req_idx] != 0
-        and (
-            states.min_p.np[req_idx] != 0
-            or states.top_k.np[req_idx] != states.vocab_size
-            or states.top_p.np[req_idx] != 1
-        )
-    )
+    parameters = sampler.parameters
+    parameters.add_request(req_idx)
+    return bool(parameters.filtered[req_idx] and parameters.coupled[req_idx])
 
 
 @REGISTRY.replaces_on_runner(
     f"{_SAMPLER}.add_request",
     ("self", "req_idx", "sampling_params"),
-    why="remembers requests that need more than a temperature",
-    until="vLLM's kernels apply the temperature",
+    why="remembers requests that need more than our kernels apply",
+    until="vLLM's kernels apply temperature, top-k, top-p and min-p",
     issue=NONE_FILED,
 )
 def add_request(original, sampler: BlockRejectionSampler, req_idx, sampling_params):
@@ -245,7 +276,7 @@ def add_request(original, sampler: BlockRejectionSampler, req_idx, sampling_para
     needed = sampler.sampler.needs_logits_processing
     sampler.processed[req_idx] = needed[req_idx]
     temperature = sampler.sampler.sampling_states.temperature.np[req_idx]
-    needed[req_idx] |= temperature not in (0, 1)
+    needed[req_idx] |= temperature not in (0, 1) or sampler.parameters.filtered[req_idx]
 
 
 @REGISTRY.replaces_on_runner(
@@ -262,7 +293,7 @@ def add_request(original, sampler: BlockRejectionSampler, req_idx, sampling_para
         "seq_lens_upper_bound_np",
         "return_logprobs",
     ),
-    why="draws the token of a step without drafts from the uniforms of a verification",
+    why="draws the token of a step without drafts as a verification does",
     until="vLLM's samplers draw all tokens of a request from one stream of uniforms",
     issue=NONE_FILED,
 )
@@ -277,6 +308,7 @@ def sample(
     return_logprobs=False,
 ):
     rows = logits.shape[0]
+    sampler.parameters.copy_changed()
     processed, is_scaled = sampler.target_logits(
         logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *rest
     )
@@ -288,5 +320,7 @@ def sample(
         torch.arange(rows + 1, dtype=torch.int32, device=logits.device),
         expanded_idx_mapping,
         0,
+        rest[0],
+        sampler.thresholds(processed, is_scaled, expanded_idx_mapping, idx_mapping_np),
     )
     return token_ids[:, 0], processed

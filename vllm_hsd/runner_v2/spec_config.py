@@ -122,8 +122,6 @@ def _check(hsd: CascadeConfig, target_parallel_config) -> None:
     Raises:
         UserError: names the key.
     """
-    if hsd.verifier == "coupled":
-        raise UserError(f"verifier 'coupled' does not run on vLLM's V2 runner: {_USE_V1}.")
     launcher = target_parallel_config.distributed_executor_backend
     if hsd.adaptive and launcher == "external_launcher":
         raise UserError(

@@ -22,6 +22,7 @@ from vllm_hsd.kernels.cascade_steps import stage
 from vllm_hsd.runner_v2 import graph_checks
 from vllm_hsd.runner_v2.graphs import ProposalGraphs, batch_sizes, largest_batch, why_eager
 from vllm_hsd.runner_v2.metrics import DeviceCounts
+from vllm_hsd.runner_v2.request_parameters import RequestParameters
 from vllm_hsd.runner_v2.spec_config import max_batch_size, schedule_of, verifiers
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
 
     Attributes:
         req_states: vLLM's table of requests, set once the runner has loaded its models.
+        parameters: of the requests, set with it.
         state: of the last proposal.
         stale: bool [max_num_reqs] on the host, slots whose texts the levels have not read whole.
             Their requests draft nothing any more: what a level reads is never left out.
@@ -52,6 +54,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
         scales = [options.temperature_scale for options in self.hsd.options()]
         self.scales = torch.tensor(scales, dtype=torch.float32, device=device)
         self.req_states: Any = None
+        self.parameters: RequestParameters
         self.hosted: list[Any] = []
         self.stale = np.zeros(self.max_num_reqs, dtype=bool)
         self.graphs: ProposalGraphs | None = None
@@ -146,7 +149,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
             if level is not None:
                 level.prepare_capture(state)
         none = self.idx_mapping[:0].int()
-        self._stage(state, none, none, self.temperature, self.seeds)
+        self._stage(state, none, none)
         return state
 
     @torch.inference_mode()
@@ -204,7 +207,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
         if stale.any():
             mask = async_tensor_h2d(stale, device=self.device, dtype=torch.bool)
             index = index.masked_fill(mask, -1)
-        inputs = index, num_sampled, temperature, seeds
+        inputs = index, num_sampled
         self._stage(state, *inputs)
         if size is not None:
             for level in self.hosted:
@@ -212,7 +215,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
                     level.prepare_replay()
         if self.checks:
             foreign = {"the batch": input_batch, "the table of requests": self.req_states}
-            foreign |= {"num_sampled": num_sampled, "temperature": temperature, "seeds": seeds}
+            foreign |= {"num_sampled": num_sampled, **self.parameters.tensors()}
             self._run_checked(state, foreign, inputs)
         elif size is None or self.graphs is None:
             self.program.run(state)
@@ -243,7 +246,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
                 f"proposal without a graph {drafted.tolist()}."
             )
 
-    def _stage(self, state, index, num_sampled, temperature, seeds) -> None:
+    def _stage(self, state, index, num_sampled) -> None:
         """Begin a proposal; nothing after it reads what the runner hands over."""
         stage(
             state,
@@ -252,8 +255,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
             text=self.req_states.all_token_ids.gpu,
             length=self.req_states.total_len.gpu,
             num_sampled=num_sampled,
-            temperature=temperature,
-            seeds=seeds,
+            **self.parameters.tensors(),
             scales=self.scales,
             max_model_len=self.max_model_len,
         )

@@ -3,7 +3,8 @@
 vLLM 0.32 keys a draft token's noise by its position. Block verification looks at all tokens of a
 draft, so that a rejected position would meet noise again that is no longer independent of the past.
 Here a draft token takes one uniform that is met once, and its row's logsumexp, a by-product
-of the draw, is kept for the verifier.
+of the draw, is kept for the verifier. Drafts are filtered as the request's own tokens are, and
+those of a coupled request take the noise of the target's token at their position.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 
 from vllm_hsd.core.schedule import DRAWS_PER_LENGTH
+from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
 from vllm_hsd.kernels.keep_rows import keep_rows
 from vllm_hsd.kernels.sample_row import sample_row
 from vllm_hsd.registry import NONE_FILED
 from vllm_hsd.runner_v2.hooks import REGISTRY, replace_on
+from vllm_hsd.runner_v2.request_parameters import RequestParameters
 
 _SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator"
 _SAMPLE_DRAFT = (
@@ -38,17 +41,23 @@ class KeptDrafts:
     Args:
         speculator: vLLM's drafter; two of its methods are replaced.
         req_states: vLLM's table of requests.
+        parameters: of the requests.
 
     Attributes:
         lse: float32 [max_num_seqs, K], log(sum(exp(row / temperature))) of the kept rows.
     """
 
-    def __init__(self, speculator: Any, req_states: Any) -> None:
+    def __init__(self, speculator: Any, req_states: Any, parameters: RequestParameters) -> None:
         rows = speculator.draft_logits
         self.speculator, self.req_states = speculator, req_states
+        self.parameters = parameters
         self.lse = torch.zeros(rows.shape[:2], dtype=torch.float32, device=rows.device)
-        # CUDA graphs of the drafter read it, so it stays where it is.
+        # CUDA graphs of the drafter read these, so they stay where they are.
         self.first_draw = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
+        self.temperature = torch.zeros_like(parameters.temperature, device=rows.device)
+        self.filters = Filters(
+            *(torch.zeros_like(values, device=rows.device) for values in parameters.filters)
+        )
         replace_on(
             speculator,
             f"{_SPECULATOR}._copy_request_inputs",
@@ -60,19 +69,22 @@ class KeptDrafts:
 @REGISTRY.replaces_on_runner(
     f"{_SPECULATOR}._copy_request_inputs",
     ("self", "num_reqs", "idx_mapping", "temperature", "seeds", "dummy_run"),
-    why="sets the draws of a proposal; every drafter calls it before its first draft token",
+    why="sets draws, temperatures and filters of a proposal before its first draft token",
     until="vLLM's drafters draw with uniforms that block verification meets once",
     issue=NONE_FILED,
 )
 def copy_request_inputs(original, kept: KeptDrafts, *args, **kwargs):
     original(*args, **kwargs)
     kept.first_draw.copy_(kept.req_states.total_len.gpu).mul_(DRAWS_PER_LENGTH)
+    kept.temperature.copy_(kept.parameters.temperature)
+    for mine, theirs in zip(kept.filters, kept.parameters.filters, strict=True):
+        mine.copy_(theirs)
 
 
 @REGISTRY.replaces_on_runner(
     f"{_SPECULATOR}.sample_draft",
     (_SAMPLE_DRAFT, (*_SAMPLE_DRAFT, "num_steps")),
-    why="draws a draft token with a uniform of its own and keeps its row's logsumexp",
+    why="draws a draft token, filtered as its request, and keeps its row's logsumexp",
     until="vLLM's drafters draw with uniforms that block verification meets once",
     issue=NONE_FILED,
 )
@@ -93,8 +105,15 @@ def sample_draft(
     # The stored row is the distribution that the token is drawn from, so it is rounded first.
     logits = logits.to(draft_logits.dtype)
     slots = idx_mapping.contiguous()
+    thresholds = row_thresholds(logits, kept.temperature, kept.filters, index=slots)
+    temperature = kept.temperature[slots]
     token_ids, lse = sample_row(
-        logits, temperature[slots], seeds[slots], kept.first_draw[slots] + draft_step
+        logits,
+        temperature,
+        seeds[slots],
+        kept.first_draw[slots] + draft_step,
+        thresholds=thresholds,
+        positions=sample_src_positions,
     )
-    keep_rows(draft_logits, kept.lse, logits, lse, slots, draft_step)
+    keep_rows(draft_logits, kept.lse, logits, lse, temperature, thresholds, slots, draft_step)
     return token_ids

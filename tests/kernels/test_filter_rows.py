@@ -1,0 +1,120 @@
+"""Thresholds of filtered rows: the kernels against the reference, that against vLLM."""
+
+import pytest
+import torch
+from support.kernel_batches import UNUSABLE_ROWS
+
+from vllm_hsd.kernels import blocks, filter_rows
+from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
+from vllm_hsd.kernels.testing import reference
+
+INF = float("inf")
+
+
+def batch(vocab_size, dtype=torch.float32, rows=40, seed=0, spread=3.0):
+    """(logits, temperature, filters) of requests with every combination of filters."""
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab_size, generator=g) * spread
+    logits[1, vocab_size // 3 :] = -INF  # as a grammar leaves it
+    logits[2] = 0.5
+    number = torch.arange(rows)
+    top_k = torch.randint(1, vocab_size + 1, (rows,), generator=g)
+    top_k = torch.where(torch.rand(rows, generator=g) < 0.5, top_k.clamp(max=20), top_k)
+    top_k = torch.where(number % 2 == 0, 0, top_k).int()
+    top_p = torch.where(number % 4 < 2, 1.0, torch.rand(rows, generator=g) * 0.999 + 0.001)
+    min_p = torch.where(number % 8 < 4, 0.0, torch.rand(rows, generator=g) ** 3)
+    temperature = torch.rand(rows, generator=g) + 0.3
+    temperature[5::9] *= -1  # coupled
+    temperature[7::20] = 0
+    return logits.to(dtype), temperature, Filters(top_k, top_p, min_p)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("candidates", [4096, 8], ids=["gathered", "whole rows"])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(1, torch.float32), (31, torch.bfloat16), (700, torch.float32)]
+)
+def test_matches_reference(vocab_size, dtype, candidates, monkeypatch):
+    """Also with more entries above the bound than are gathered."""
+    monkeypatch.setattr(blocks, "CHUNK", 128)
+    monkeypatch.setattr(blocks, "BLOCK", 64)
+    monkeypatch.setattr(filter_rows, "CANDIDATES", candidates)
+    logits, temperature, filters = batch(vocab_size, dtype)
+    found = row_thresholds(logits, temperature, filters)
+    expected = reference.row_thresholds(logits, temperature, filters)
+    # Where fewer are possible than top-k keeps, -inf is a threshold as good.
+    both = found.isfinite()
+    torch.testing.assert_close(found[both], expected[both], rtol=1e-6, atol=1e-6)
+    kept = reference.filtered(logits, temperature, found)
+    assert kept.equal(reference.filtered(logits, temperature, expected))
+
+
+@pytest.mark.interpret
+def test_a_whole_vocabulary_and_rows_of_requests():
+    logits, temperature, filters = batch(32000, torch.bfloat16, rows=10, seed=3)
+    filters.top_p[:] = 0.9
+    expected = reference.row_thresholds(logits, temperature, filters)
+    assert row_thresholds(logits, temperature, filters).equal(expected)
+    order = torch.tensor([4, -1, 0, 0])
+    by_index = row_thresholds(logits[order], temperature, filters, index=order)
+    assert by_index.tolist() == [float(expected[4]), -INF, *expected[[0, 0]].tolist()]
+    pairs = logits.repeat_interleave(2, 0)
+    by_request = row_thresholds(pairs, temperature, filters, rows_per_request=2)
+    assert by_request.equal(expected.repeat_interleave(2))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("kind", list(UNUSABLE_ROWS))
+def test_an_invalid_row_is_not_filtered(kind):
+    logits, one = torch.randn(4, 300), torch.ones(4)
+    UNUSABLE_ROWS[kind](logits)
+    filters = Filters(torch.tensor([5, 0, 0, 5]).int(), one * 0.5, torch.tensor([0.0, 0.1, 0, 0.1]))
+    assert row_thresholds(logits, one, filters).tolist() == [-INF] * 4
+
+
+def test_the_reference_is_vllms_filter():
+    """min-p, then top-k, then top-p, at least one token; ties at a threshold are all kept."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    for seed in range(20):
+        logits, temperature, (top_k, top_p, min_p) = batch(300, seed=seed)
+        logits[2] = torch.randn(300)
+        found = reference.filtered(
+            logits,
+            temperature,
+            reference.row_thresholds(logits, temperature, (top_k, top_p, min_p)),
+        )
+        scaled = reference.scaled_logits(logits, temperature.abs())
+        floor = scaled.amax(1) + min_p.log()
+        expected = scaled.masked_fill(scaled < floor[:, None], -INF)
+        k = torch.where((top_k > 0) & (top_k < 300), top_k, 300)
+        expected = apply_top_k_top_p_pytorch(expected, k, top_p)
+        sampled = temperature != 0
+        assert expected.isfinite()[sampled].equal(found.isfinite()[sampled])
+    ties = torch.tensor([[3.0, 2.0, 2.0, 2.0, 1.0]])
+    one = torch.ones(1)
+    for k, p, kept in ((2, 1.0, 4), (1, 1.0, 1), (0, 0.5, 4), (0, 0.3, 1), (3, 1e-6, 1)):
+        filters = Filters(torch.tensor([k]).int(), one * p, one * 0)
+        assert int((ties >= reference.row_thresholds(ties, one, filters)).sum()) == kept
+        if p == 1:
+            stock = apply_top_k_top_p_pytorch(ties.clone(), torch.tensor([k]), None)
+            assert int(stock.isfinite().sum()) == kept
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": torch.zeros(2, 4, dtype=torch.float64)}, "logits must be bfloat16"),
+        ({"index": torch.zeros(3, dtype=torch.int64)}, r"index must have shape \[2\]"),
+        ({"logits": torch.zeros(3, 4)}, "more than 1 for each of 2 requests"),
+    ],
+)
+def test_arguments_that_do_not_fit(change, message):
+    two = torch.ones(2)
+    arguments = {
+        "logits": torch.zeros(2, 4),
+        "temperature": two,
+        "filters": Filters(two.int(), two, two),
+    }
+    with pytest.raises(ValueError, match=message):
+        row_thresholds(**arguments | change)

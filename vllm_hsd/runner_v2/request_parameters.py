@@ -1,0 +1,73 @@
+"""What our kernels read of the sampling parameters of vLLM's request slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+
+from vllm_hsd.kernels.filter_rows import Filters
+
+
+class RequestParameters:
+    """Temperatures with the sign of the rule, and filters.
+
+    A request with a seed is coupled: its tokens are those that vLLM draws for that seed without
+    speculation, whatever is drafted.
+
+    Args:
+        states: vLLM's `SamplingStates`.
+        couples_all: whether every sampled request is coupled.
+
+    Attributes:
+        coupled: bool [max_num_reqs] on the host.
+        filtered: bool [max_num_reqs] on the host, sampled with top-k, top-p or min-p.
+    """
+
+    def __init__(self, states: Any, couples_all: bool) -> None:
+        self.states, self.couples_all = states, couples_all
+        self.coupled = np.zeros(states.max_num_reqs, dtype=bool)
+        self.filtered = np.zeros(states.max_num_reqs, dtype=bool)
+        self.signed = UvaBackedTensor(states.max_num_reqs, dtype=torch.float32)
+        self.changed = False
+
+    def add_request(self, slot: int) -> None:
+        """Take over what vLLM knows of a slot's new request."""
+        states = self.states
+        temperature = states.temperature.np[slot]
+        self.coupled[slot] = temperature != 0 and (self.couples_all or states.seeds_set[slot])
+        self.filtered[slot] = temperature != 0 and (
+            states.min_p.np[slot] != 0
+            or states.top_k.np[slot] != states.vocab_size
+            or states.top_p.np[slot] != 1
+        )
+        self.signed.np[slot] = -temperature if self.coupled[slot] else temperature
+        self.changed = True
+
+    def copy_changed(self) -> None:
+        """Once in a step, before anything reads `temperature`."""
+        if self.changed:
+            self.signed.copy_to_uva()
+            self.changed = False
+
+    @property
+    def temperature(self) -> torch.Tensor:
+        """float32 [max_num_reqs], 0 if greedy, negative if coupled."""
+        return self.signed.gpu
+
+    @property
+    def seeds(self) -> torch.Tensor:
+        """int64 [max_num_reqs]."""
+        return self.states.seeds.gpu
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of them by the names of the arguments of `cascade_steps.stage`."""
+        named = {"temperature": self.temperature, "seeds": self.seeds}
+        return named | self.filters._asdict()
+
+    @property
+    def filters(self) -> Filters:
+        """Of max_num_reqs requests."""
+        return Filters(*(getattr(self.states, name).gpu for name in Filters._fields))
