@@ -151,15 +151,15 @@ def test_a_shared_prefix_counts_where_the_head_has_read_the_same_tokens(level):
     tokens = np.tile(np.arange(WIDTH, dtype=np.int32), (ROWS, 1))
     first, counts = np.zeros(ROWS, dtype=np.int64), np.full(ROWS, BLOCK)
     take(level, first, counts, counts)
-    level.expect(tokens, np.array([0]))
+    level.mark_computed(tokens, np.array([0]))
     # The others continue the block of row 0: row 1 alike, row 2 has read another fourth token.
     table = level.runner.input_batch.block_table[0].block_table.np
     table[1:, 0] = table[0, 0]
     tokens[2, 3] = 1
     level.first[:] = [0, BLOCK, BLOCK]
-    assert [level.holds(tokens, row) for row in range(ROWS)] == [True, True, False]
+    assert [level.prefix_is_valid(tokens, row) for row in range(ROWS)] == [True, True, False]
     # Another token after the block changes its last entry only.
     tokens[1, BLOCK] = 1
-    assert level.holds(tokens, 1)
-    level.renounce(0)
-    assert not level.holds(tokens, 1)
+    assert level.prefix_is_valid(tokens, 1)
+    level.unmark(0)
+    assert not level.prefix_is_valid(tokens, 1)

@@ -184,7 +184,7 @@ class Eagle3Level(ModelLevel):
         rows, offsets = ragged_arange(counts)
         self.computed_with[self._slots(rows, first[rows] + offsets)] = _EMPTY
 
-    def expect(self, tokens: np.ndarray, rows: np.ndarray) -> None:
+    def mark_computed(self, tokens: np.ndarray, rows: np.ndarray) -> None:
         """Note the step's verified positions of `rows` as computed: they will be, in this step.
 
         Args:
@@ -196,12 +196,12 @@ class Eagle3Level(ModelLevel):
         entries = self.first[owners] + offsets
         self.computed_with[self._slots(owners, entries)] = tokens[owners, entries + 1]
 
-    def renounce(self, row: int) -> None:
-        """Take back what `expect` noted for a row."""
+    def unmark(self, row: int) -> None:
+        """Take back what `mark_computed` noted for a row."""
         entries = np.arange(self.first[row], self.verified[row])
         self.computed_with[self._slots(np.full(len(entries), row), entries)] = _EMPTY
 
-    def holds(self, tokens: np.ndarray, row: int) -> bool:
+    def prefix_is_valid(self, tokens: np.ndarray, row: int) -> bool:
         """Whether the cache has the entries of a request's positions before this step's.
 
         The entry at a block's last position may have been computed with the token that followed in

@@ -45,17 +45,19 @@ class HeadStates:
         head, k, requests = self.head, self.k, self.requests
         first = head.first[: len(slots)]
         takes_part = ~requests.sits_out[k, slots] & (known[k] <= head.context_length)
-        head.expect(batch.tokens, np.flatnonzero(takes_part))
+        head.mark_computed(batch.tokens, np.flatnonzero(takes_part))
         has_from = np.minimum(first, requests.kept_from[k, slots])
         unsure = takes_part & (np.maximum(requests.cached[k, slots] - 1, 0) < has_from)
         if not unsure.any():
             return
         found = unsure.copy()
-        # One request's blocks may hold what another one gives up.
-        while lost := [row for row in np.flatnonzero(found) if not head.holds(batch.tokens, row)]:
+        # Blocks are shared: dropping one request can invalidate another: iterate to a fixed point.
+        while lost := [
+            row for row in np.flatnonzero(found) if not head.prefix_is_valid(batch.tokens, row)
+        ]:
             found[lost] = False
             for row in lost:
-                head.renounce(row)
+                head.unmark(row)
             self._sit_out(slots[lost])
         requests.cached[k, slots[found]] = first[found] + 1
         # Such a request may share blocks with one of this step: the prefixes come first.
