@@ -1,10 +1,12 @@
 """Text of whole engines against the target's distribution, by transformers in float64.
 
-In the control the verifier is told another temperature of the drafts than they were drawn at.
+In one control the verifier is told another temperature of the drafts than they were drawn at, in
+the other one it accepts by a ratio that is slightly too large.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,15 +15,15 @@ import torch
 from benchmarks.gpu import engines, pit, wrong_draft_temperature
 from benchmarks.gpu.items import Finding, Setting
 
-# 256 requests of 800 tokens are 200,000; the control needs fewer.
-REQUESTS, TOKENS, CONTROL_TOKENS = 256, 800, 200
+# 256 requests of 800 tokens are 200,000; the controls get 65,536.
+REQUESTS, TOKENS, CONTROL_TOKENS = 256, 800, 256
 TOY_REQUESTS, TOY_TOKENS, TOY_GRID = 6, 24, 3
 # Texts that transformers reads at once.
 AT_ONCE = 8
 
 
 def configurations(family: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Speculative configurations by name; the first is also the control's."""
+    """Speculative configurations by name, all with mid on top; the first is also the controls'."""
     small, mid = {"model": family["small"]}, {"model": family["mid"]}
     lookup = {"ngram": {"max": 3}, "num_tokens": 1}
     return {
@@ -42,26 +44,37 @@ def run(setting: Setting, family: dict[str, str] = engines.TINY) -> Finding:
     """
     engines.require_vllm()
     configs = configurations(family)
-    cases = [(name, config, False) for name, config in configs.items()]
-    cases.insert(1, ("two levels", configs["two levels"], True))
+    faults: dict[str, Callable[[], None] | None] = {name: None for name in configs}
+    faults |= {
+        "two levels, colder drafts": wrong_draft_temperature.install,
+        "two levels, generous": wrong_draft_temperature.install_generous,
+    }
     rows, left_out = [], []
-    for name, config, biased in cases:
+    for name, fault in faults.items():
         if setting.time_left() < engines.ENGINE_SECONDS:
             left_out.append(f"{name}: no time left.")
             continue
-        values, rate = _texts(setting, family["target"], name, config, biased)
+        config = configs[name.partition(",")[0] if fault else name]
+        values, leans, rate = _texts(setting, family, name, config, fault)
         grid = TOY_GRID if setting.toy else pit.GRID
         # A few tokens cannot show a bias that strongly.
         rejected = None if setting.toy else pit.REJECTED
-        rows.append(pit.checked_row("configuration", name, values, rate, grid, biased, rejected))
+        biased = fault is not None
+        rows.append(
+            pit.checked_row("configuration", name, values, rate, grid, biased, rejected, leans)
+        )
     return Finding([pit.sentence(row, row["configuration"]) for row in rows], rows, left_out)
 
 
 def _texts(
-    setting: Setting, target: str, name: str, config: dict[str, Any], biased: bool
-) -> tuple[list[np.ndarray], float]:
-    """(transformed values of every text, tokens per target step)."""
-    count, tokens = (REQUESTS, CONTROL_TOKENS if biased else TOKENS)
+    setting: Setting,
+    family: dict[str, str],
+    name: str,
+    config: dict[str, Any],
+    fault: Callable[[], None] | None,
+) -> tuple[list[np.ndarray], list[np.ndarray], float]:
+    """(`pit.transformed` and `pit.leaning` of every text, tokens per target step)."""
+    count, tokens = (REQUESTS, CONTROL_TOKENS if fault else TOKENS)
     if setting.toy:
         count, tokens = TOY_REQUESTS, TOY_TOKENS
     prompts = [[5 + i % 40, 7, 11] for i in range(count)]
@@ -70,35 +83,42 @@ def _texts(
         for i in range(count)
     ]
     arguments = engines.TINY_ARGS | {
-        "model": target,
+        "model": family["target"],
         "max_num_seqs": count,
         "skip_tokenizer_init": True,
         "speculative_config": config,
     }
-    label = f"distribution {name}{' control' if biased else ''}"
-    prepare = wrong_draft_temperature.install if biased else None
-    with engines.engine(setting, label, arguments, prepare=prepare) as process:
+    label = f"distribution {name}"
+    with engines.engine(setting, label, arguments, prepare=fault) as process:
         found = process.generate(prompts, params)
-    values = transformed(target, setting.device, prompts, found.token_ids)
-    return values, found.num_tokens / found.num_target_steps
+    paths = family["target"], family["mid"]
+    values, leans = transformed(paths, setting.device, prompts, found.token_ids)
+    return values, leans, found.num_tokens / found.num_target_steps
 
 
 @torch.inference_mode()
 def transformed(
-    target: str, device: str, prompts: list[list[int]], texts: list[list[int]]
-) -> list[np.ndarray]:
-    """Values of the transform for every text under the target at temperature 1."""
+    paths: tuple[str, str], device: str, prompts: list[list[int]], texts: list[list[int]]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """`pit.transformed` and `pit.leaning` of every text at temperature 1.
+
+    Args:
+        paths: the target and the model that drafts for it.
+    """
     from transformers import AutoModelForCausalLM
 
-    network: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
-    network = network.to(device).eval()
+    networks: list[Any] = [
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).to(device).eval()
+        for path in paths
+    ]
     g = torch.Generator().manual_seed(0)
-    values = []
+    values, leans = [], []
     for first in range(0, len(texts), AT_ONCE):
         some = range(first, min(first + AT_ONCE, len(texts)))
         ids = torch.tensor([[*prompts[i], *texts[i]] for i in some], device=device)
         start = len(prompts[0])
-        logits = network(ids).logits[:, start - 1 : -1]
-        for row, text in zip(logits, ids[:, start:], strict=True):
+        rows = [network(ids).logits[:, start - 1 : -1] for network in networks]
+        for row, drafter, text in zip(*rows, ids[:, start:], strict=True):
             values.append(pit.transformed(row, text, g).numpy())
-    return values
+            leans.append(pit.leaning(row, drafter, text))
+    return values, leans

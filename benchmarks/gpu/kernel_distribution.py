@@ -2,8 +2,9 @@
 
 `core.program.Program` drafts, `verify_chain_padded` verifies for the target, in a batch, for many
 steps; every level's next-token logits depend on the last token only, so that no cache is needed
-and the target's distribution is known exactly. In the control the lowest level's tokens are drawn
-hotter than the verifier above it is told, which must show.
+and the target's distribution is known exactly. In the first control the lowest level's tokens are
+drawn hotter than the verifier above it is told; in each of the others the target's verifier has one
+of the faults of `faults`. All must show.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu import pit
+from benchmarks.gpu.faults import FAULTS, Step
 from benchmarks.gpu.items import Finding, Setting
 from vllm_hsd.core import program as program_module
 from vllm_hsd.core.levels import LevelOptions
@@ -29,6 +31,7 @@ CASES = {"two levels": (2, 5), "three levels": (1, 2, 5)}
 # Its lowest level is the level below the one that verifies for the target: a further level between
 # hides most of the bias.
 CONTROL = "two levels"
+HOTTER_DRAFTS = "drafts drawn hotter"
 # Temperature of the control's draws over that of the rows that are kept with them.
 HOTTER = 3.0
 
@@ -48,8 +51,8 @@ class Sizes:
         return self.batch * self.length
 
 
-# 256 requests of 800 tokens are 200,000.
-FULL = Sizes(vocabulary=4096, batch=256, length=800, grid=pit.GRID, control_length=200)
+# 256 requests of 800 tokens are 200,000, of 256 tokens 65,536.
+FULL = Sizes(vocabulary=4096, batch=256, length=800, grid=pit.GRID, control_length=256)
 TOY = Sizes(vocabulary=6, batch=6, length=24, grid=3, control_length=60)
 
 
@@ -89,10 +92,15 @@ def texts(
     lengths: tuple[int, ...],
     sizes: Sizes,
     device: torch.device,
-    biased: bool = False,
+    fault: str | None = None,
     tokens: int | None = None,
-) -> tuple[list[np.ndarray], float]:
-    """(transformed values of every text, tokens per target step) of one cascade."""
+) -> tuple[list[np.ndarray], list[np.ndarray], float]:
+    """(`pit.transformed` and `pit.leaning` of every text, tokens per target step) of one cascade.
+
+    Args:
+        fault: HOTTER_DRAFTS, or a name of `faults.FAULTS`.
+        tokens: of every text, by default those of `sizes`.
+    """
     *drafters, target = tables(sizes, len(lengths), device)
     schedule = compile_schedule([LevelOptions(n) for n in lengths])
     batch, k = sizes.batch, schedule.num_speculative_tokens
@@ -128,6 +136,9 @@ def texts(
     starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * (k + 1)
     columns = torch.arange(k + 1, device=device)
     steps = 0
+    before, after = FAULTS.get(fault or "", (None, None))
+    generator = torch.Generator(device).manual_seed(2)
+    biased = fault == HOTTER_DRAFTS
     hotter = mock.patch.object(program_module, "sample_row", _hotter) if biased else None
     if hotter is not None:
         hotter.start()
@@ -151,9 +162,17 @@ def texts(
             program.run(state)
             last = text.gather(1, (length - 1)[:, None].long())
             fed = torch.cat((last, state.draft_tokens.int()), 1)
+            rows = state.rows[-1]
+            assert rows is not None
+            drafts = state.draft_tokens.long()
+            drawn = rows.gather(2, drafts[..., None])[..., 0].float() - state.lse[-1]
+            logits, lse = target[fed.long()], state.lse[-1].clone()
+            step = Step(logits, lse, drafts, drawn, fed.long(), length, generator)
+            if before is not None:
+                before(step)
             result = verify_chain_padded(
-                target[fed.flatten().long()],
-                state.rows[-1],
+                step.logits.flatten(0, 1),
+                rows,
                 fed.flatten(),
                 starts,
                 index,
@@ -163,26 +182,31 @@ def texts(
                 max_draft_tokens=k,
                 level=len(lengths),
                 draft_temperature=one,
-                draft_lse=state.lse[-1],
+                draft_lse=step.lse,
                 draft_index=index,
                 draft_length=state.draft_length,
             )
+            step.token_ids, step.num_emitted = result.token_ids, result.num_emitted
+            if after is not None:
+                after(step)
             steps += 1
             # A text that is long enough waits for the others.
-            emitted = torch.where(length < prompt + wanted, result.num_emitted, 0)
+            emitted = torch.where(length < prompt + wanted, step.num_emitted, 0)
             keep = columns[None] < emitted[:, None]
             at = (length[:, None] + columns[None]).long()
-            text.scatter_(1, at, torch.where(keep, result.token_ids.int(), text.gather(1, at)))
+            text.scatter_(1, at, torch.where(keep, step.token_ids.int(), text.gather(1, at)))
             length += emitted
     finally:
         if hotter is not None:
             hotter.stop()
     rate = float((length - prompt).sum()) / (steps * batch)
-    values = []
+    values, leans = [], []
     for b in range(batch):
         whole = text[b, prompt - 1 : prompt + wanted].long()
-        values.append(pit.transformed(target[whole[:-1]].float(), whole[1:], g).numpy())
-    return values, rate
+        logits = target[whole[:-1]].float()
+        values.append(pit.transformed(logits, whole[1:], g).numpy())
+        leans.append(pit.leaning(logits, drafters[-1][whole[:-1]], whole[1:]))
+    return values, leans, rate
 
 
 def _hotter(logits, temperature, *rest, **options):
@@ -203,10 +227,14 @@ def run(setting: Setting) -> Finding:
     rejected = pit.PASSES if setting.toy else pit.REJECTED
     rows = []
     for name, lengths in CASES.items():
-        for biased in (False, True) if name == CONTROL else (False,):
-            count = sizes.control_length if biased else sizes.length
-            values, rate = texts(lengths, sizes, torch.device(setting.device), biased, count)
+        controls = [HOTTER_DRAFTS, *([] if setting.toy else FAULTS)] if name == CONTROL else []
+        for fault in (None, *controls):
+            count = sizes.length if fault is None else sizes.control_length
+            values, leans, rate = texts(lengths, sizes, torch.device(setting.device), fault, count)
+            label = name if fault is None else f"{name}: {fault}"
             rows.append(
-                pit.checked_row("cascade", name, values, rate, sizes.grid, biased, rejected)
+                pit.checked_row(
+                    "cascade", label, values, rate, sizes.grid, fault is not None, rejected, leans
+                )
             )
     return Finding([pit.sentence(row, row["cascade"]) for row in rows], rows)

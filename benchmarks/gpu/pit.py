@@ -7,7 +7,9 @@ counted in a grid of GRID x GRID equal cells and tested by Pearson's chi-square:
 distribution of single tokens, and a wrong joint distribution of two.
 
 The order is that of falling probability, so that a distribution that is too peaked, or too
-flat, moves all values one way.
+flat, moves all values one way. A sampler that leans towards what was drafted does not show there,
+so the tokens are also ordered and scored by the drafter's probability over the target's (see
+docs/lossless.md), all together and text by text.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ import torch
 from scipy.stats import chi2
 
 from benchmarks.gpu.items import CheckFailed
+from vllm_hsd.lossless.directions import BEFORE, marks, rows_of
+from vllm_hsd.lossless.lean import lean_checks
+from vllm_hsd.lossless.quantiles import randomized
+from vllm_hsd.lossless.statistics import adjusted, alike, uniform
 
 GRID = 12
 # The least that a cell is to be expected to hold.
@@ -47,11 +53,26 @@ def transformed(
     )
 
 
-def p_value(texts: list[np.ndarray], grid: int = GRID) -> float:
-    """p-value of independent uniform values.
+def leaning(logits: torch.Tensor, drafter: torch.Tensor, tokens: torch.Tensor) -> np.ndarray:
+    """[N, 1 + directions.WIDTH] float64, the tokens' probabilities and then `directions.marks`.
+
+    Args:
+        logits, drafter: [N, V], of the target and of what drafts, at the tokens' temperature.
+        tokens: int64 [N].
+    """
+    probs = logits.float().softmax(-1)
+    own = probs.gather(1, tokens[:, None]).double().cpu().numpy()
+    return np.concatenate((own, marks(probs, tokens, rows_of(drafter))), 1)
+
+
+def p_value(
+    texts: list[np.ndarray], grid: int = GRID, leans: list[np.ndarray] | None = None
+) -> float:
+    """p-value of independent uniform values, and of tokens that lean to no drafter.
 
     Args:
         texts: the values of each text in order; neighbors are paired without overlap.
+        leans: `leaning` of each text; None if no drafter's distribution is known.
 
     Raises:
         ValueError: too few values for the grid.
@@ -64,7 +85,20 @@ def p_value(texts: list[np.ndarray], grid: int = GRID) -> float:
     cells = np.minimum((values * grid).astype(int), grid - 1)
     counts = np.bincount(cells[:, 0] * grid + cells[:, 1], minlength=grid**2)
     statistic = ((counts - expected) ** 2 / expected).sum()
-    return float(chi2.sf(statistic, grid**2 - 1))
+    p_values = [float(chi2.sf(statistic, grid**2 - 1))]
+    if leans is not None:
+        every = np.concatenate(leans)
+        owner = np.repeat(np.arange(len(leans)), [len(own) for own in leans])
+        uniforms = np.random.default_rng(0).random((1, len(every)))
+        quantiles = randomized(every[:, : 2 + BEFORE], uniforms)[0]
+        labels = np.full(len(every), "1", dtype=object)
+        checks = lean_checks("", "drafter", every[:, 1:], labels)
+        checks += [
+            uniform("", "drafter", "all", quantiles),
+            *alike("", "drafter", quantiles, owner),
+        ]
+        p_values += [check.p_value for check in checks]
+    return min(adjusted(p_values))
 
 
 def checked_row(
@@ -75,6 +109,7 @@ def checked_row(
     grid: int,
     control: bool,
     rejected: float | None = REJECTED,
+    leans: list[np.ndarray] | None = None,
 ) -> dict[str, Any]:
     """A row of an item's table.
 
@@ -85,11 +120,12 @@ def checked_row(
         rate: tokens per target step.
         control: whether the text was biased on purpose.
         rejected: greatest p-value of a control; None where the texts are too short to tell.
+        leans: as for `p_value`.
 
     Raises:
         CheckFailed: the text does not follow the target, or the control is not noticed.
     """
-    p = p_value(texts, grid)
+    p = p_value(texts, grid, leans)
     if not control and p < PASSES:
         raise CheckFailed(f"{name}: p-value {p:.2g}, the text does not follow the target.")
     if control and rejected is not None and p > rejected:

@@ -11,7 +11,7 @@ from support.openai_server import running_server
 
 from vllm_hsd.cli import main as cli
 from vllm_hsd.lossless.quantiles import token_ranges
-from vllm_hsd.lossless.servers import token_range
+from vllm_hsd.lossless.servers import kept_probabilities, token_range
 
 
 def verify(tmp_path, url: str, plain_url: str, *options: str) -> int:
@@ -34,7 +34,9 @@ def test_ranges_are_those_of_whole_rows(top_p):
     params = {"temperature": 0.7, "top_k": 16} | ({} if top_p is None else {"top_p": top_p})
     for token in range(40):
         expected = token_ranges(probs.log()[None], torch.tensor([token]))[0].tolist()
-        assert token_range(given, token, params) == pytest.approx(expected, abs=1e-6)
+        assert token_range(kept_probabilities(given, params), token) == pytest.approx(
+            expected, abs=1e-6
+        )
 
 
 def test_a_server_that_follows_the_target_passes(tmp_path, capsys):

@@ -6,6 +6,7 @@ from support.engines import ENGINE_DEFAULTS, forked
 from vllm_hsd.cli import verify_report
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.lossless import sampled, self_test
+from vllm_hsd.lossless.drafters import OFFERS
 from vllm_hsd.lossless.mutants import MUTANTS
 from vllm_hsd.lossless.sampled import Setting
 
@@ -35,7 +36,26 @@ def test_a_cascade_passes(text_family, verify, capsys):
     assert max(map(len, page.splitlines())) <= 98 and len(page.splitlines()) < 60
     assert found["sampled"]["tokens"] == 1024 and found["sampled"]["accepted"] > 100
     assert all(check["passed"] for check in found["sampled"]["checks"])
+    orders = {check["order"] for check in found["sampled"]["checks"]}
+    assert {"mid", OFFERS} < orders and len(found["power"]["leaning"]) == 2
     assert found["greedy"] == {"bound": 1e-4, "differences": [], "passed": True}
+
+
+LOOKUP = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+OFFERED = {
+    "a cascade's lookup": {"method": "hsd", "levels": [{"ngram": {"max": 3}}]},
+    "a cascade's exit": {"method": "hsd", "levels": [{"early_exit": 1}]},
+    "a hosted lookup": {"method": "ngram", "rejection_sample_method": "hierarchical", **LOOKUP},
+}
+
+
+@pytest.mark.parametrize("name", OFFERED)
+def test_what_is_drafted_is_recorded(text_family, verify, name):
+    config = OFFERED[name] | {"num_speculative_tokens": 3}
+    status, found = verify(text_family.target, config, "--temperatures", "1", "--tokens", "1024")
+    assert status == 0, found["verdict"]
+    assert OFFERS in {check["order"] for check in found["sampled"]["checks"]}
+    assert found["power"]["leaning"][0].count(OFFERS) == 1 and not found["power"]["untested"]
 
 
 # Those that deviate least take too many tokens for the fast form.

@@ -1,5 +1,7 @@
 """Chain verifiers with one fault each: the exact tests must reject them."""
 
+from fractions import Fraction
+
 from oracle.sequential import acceptance_probability, ratio, residual
 
 
@@ -42,3 +44,50 @@ def plain_residual(p, q, x, bernoulli, sample):
 def first_failure_ends(p, q, x, bernoulli, sample):
     """Positions are tried from the front and the first rejection ends the prefix."""
     return _block(p, q, x, bernoulli, sample, first_failure=True)
+
+
+def _standard(p, q, x, bernoulli, sample, *, accept=None, recovered=None, bonus=None):
+    for t, token in enumerate(x):
+        h = min(1, ratio(p[t], q[t], token))
+        if not bernoulli(h if accept is None else accept(t, h, p, q, token)):
+            weights = residual(1, p[t], q[t])
+            sound = weights if sum(weights) > 0 else p[t]
+            return t, sample(sound if recovered is None else recovered(p[t]))
+    return len(x), sample(p[len(x)] if bonus is None else bonus(p[len(x)]))
+
+
+def generous_acceptance(*call):
+    """The acceptance ratio is a fifth too large."""
+    return _standard(
+        *call, accept=lambda t, h, p, q, x: min(1, Fraction(6, 5) * ratio(p[t], q[t], x))
+    )
+
+
+def strict_acceptance(*call):
+    """Drafts are accepted with nine tenths of their probability."""
+    return _standard(*call, accept=lambda t, h, p, q, x: Fraction(9, 10) * h)
+
+
+def neighbouring_row(*call):
+    """A draft token is accepted by the target's row of the next position."""
+    return _standard(*call, accept=lambda t, h, p, q, x: min(1, ratio(p[t + 1], q[t], x)))
+
+
+def unseen_acceptance(*call):
+    """A tenth of the draft tokens are accepted without a look."""
+    return _standard(*call, accept=lambda t, h, p, q, x: Fraction(1, 10) + Fraction(9, 10) * h)
+
+
+def unseen_at_second_place(*call):
+    """The same, at the second place of a draft only."""
+    return _standard(*call, accept=lambda t, h, p, q, x: Fraction(1, 2) + h / 2 if t == 1 else h)
+
+
+def unsubtracted_recovery(*call):
+    """The recovered token is drawn from the target in place of the residual."""
+    return _standard(*call, recovered=lambda p: p)
+
+
+def sharpened_bonus(*call):
+    """The bonus token is drawn from the squared row."""
+    return _standard(*call, bonus=lambda p: [v * v for v in p])

@@ -78,7 +78,7 @@ def test_defaults(setting):
 @pytest.mark.slow
 def test_engine_distribution(setting, family):
     found = engine_distribution.run(setting, paths(family))
-    assert [row["control"] for row in found.rows] == [False, True, False, False]
+    assert [row["control"] for row in found.rows] == [False, False, False, True, True]
     assert all(row["tokens_per_step"] > 1 for row in found.rows)
 
 

@@ -35,6 +35,12 @@ def add_parser(commands: Any) -> None:
         "--plain-url", metavar="URL", help="a server of the same model without speculation"
     )
     parser.add_argument(
+        "--drafter",
+        metavar="MODEL",
+        help="with --url: the model that the server drafts with, which is then loaded here; "
+        "without it a sampler that leans towards its drafter is found late or not at all",
+    )
+    parser.add_argument(
         "--self-test",
         action="store_true",
         help="verify deliberately broken samplers on two small models that are made for it; each "

@@ -13,14 +13,21 @@ from typing import TYPE_CHECKING, Any
 from vllm_hsd.checked_files import written_whole
 from vllm_hsd.cli.bench_jobs import config_name
 from vllm_hsd.cli.bench_report import WIDTH, environment
+from vllm_hsd.lossless import lean
 from vllm_hsd.lossless.mutants import MUTANTS
+from vllm_hsd.lossless.sampled import AFTER_DRAFT
 from vllm_hsd.lossless.self_test import Result
-from vllm_hsd.lossless.statistics import ERROR_PROBABILITY, POWER, Check, adjusted
+from vllm_hsd.lossless.statistics import (
+    ERROR_PROBABILITY,
+    FOLLOWS,
+    ORDERS,
+    POWER,
+    Check,
+    adjusted,
+)
 
 if TYPE_CHECKING:
     from vllm_hsd.cli.verify_results import Outcome
-
-_FOLLOWS = "follows the target"
 
 
 def page(outcome: Outcome) -> str:
@@ -42,6 +49,8 @@ def page(outcome: Outcome) -> str:
             ),
             *table(outcome.checks),
         ]
+    for sentence in [*lean_sentences(outcome.checks), *outcome.untested]:
+        lines += ["", *_wrap(sentence)]
     if outcome.verification.greedy:
         lines += ["", *_wrap(greedy_sentence(outcome))]
     if outcome.equal_drafter is not None:
@@ -68,13 +77,14 @@ def table(checks: Sequence[Check]) -> list[str]:
                     f"  {name}",
                     str(check.num_tokens),
                     f"{check.shift:.2%}",
-                    f"{check.detectable(significance):.2%}",
+                    _share(check.detectable(significance)),
                     _p(p),
                     "" if p >= ERROR_PROBABILITY else "FAILS",
                 )
             )
     notes = (
-        "deviation: probability on the wrong side of a quantile, at least (chance gives a little). "
+        "deviation: probability on the wrong side of a quantile, at least (chance gives a little); "
+        "of leaning, total variation towards what was drafted, or away from it. "
         f"would find: smallest deviation that is found with probability {POWER:g}. p: how often a "
         "lossless engine deviates as much, corrected for all "
         f"{len(checks)} checks; below {ERROR_PROBABILITY:g} fails. Place 0 is an answer's first "
@@ -87,10 +97,45 @@ def _rows(own: list[tuple[float, Check]]) -> list[tuple[str, list[tuple[float, C
     groups: dict[str, list[tuple[float, Check]]] = {}
     for p, check in own:
         name = check.hypothesis
-        if name == _FOLLOWS:
-            name = "all tokens" if check.place == "all" else f"place {check.place}"
+        if name == FOLLOWS or check.place != "all":
+            name = _place(check)
+        elif check.method == "score":
+            name = f"leans to {check.order}"
         groups.setdefault(name, []).append((p, check))
     return list(groups.items())
+
+
+def lean_sentences(checks: Sequence[Check]) -> list[str]:
+    """For every drafter, how much leaning towards it would be found, in its worst setting."""
+    significance = ERROR_PROBABILITY / max(len(checks), 1)
+    found = []
+    overall = [check for check in checks if check.method == "score" and check.place == "all"]
+    for name in dict.fromkeys(check.order for check in overall):
+        own = [check for check in overall if check.order == name]
+        worst = max(own, key=lambda check: check.detectable(significance))
+        least = worst.detectable(significance)
+        if not worst.faults or math.isinf(least):
+            found.append(
+                f"{name}: no power to find tokens that lean to it ({worst.setting}), since the "
+                "target's own distribution hardly differs from its, or there are too few drafts."
+            )
+            continue
+        variation = worst.faults[0][1]
+        above, below = lean.factors(worst, significance)
+        ratios = [f"{above:.3g} times too large"] * math.isfinite(above)
+        ratios += [f"{below:.3g} of what it is to be"] * math.isfinite(below)
+        ends = f"; an acceptance ratio that is {' or '.join(ratios)}" if ratios else ""
+        found.append(
+            f"Leaning to {name} (its distribution differs from the target's by {variation:.1%}) "
+            f"would be found from {least:.2%} of total variation for each drafted position: a "
+            f"token drawn from it in place of the target with probability "
+            f"{least / variation:.2%}{ends} ({worst.setting})."
+        )
+    return found
+
+
+def _share(value: float) -> str:
+    return f"{value:.2%}" if math.isfinite(value) else "none"
 
 
 def greedy_sentence(outcome: Outcome) -> str:
@@ -128,7 +173,7 @@ def verdict(outcome: Outcome) -> str:
     """One sentence: what failed, or what would have been found."""
     failed = sorted(outcome.failed_checks, key=lambda check: check.p_value)
     reasons = [
-        f"{check.setting}: {check.hypothesis} ({_place(check)}), {check.shift:.1%} off"
+        f"{check.setting}: {_claim(check)} ({_place(check)}), {check.shift:.1%} off"
         for check in failed[:3]
     ]
     if outcome.unexplained:
@@ -141,7 +186,11 @@ def verdict(outcome: Outcome) -> str:
     if not outcome.checks:
         return "PASSED."
     significance = ERROR_PROBABILITY / len(outcome.checks)
-    overall = [check for check in outcome.checks if check.place == "all" and check.method == "KS"]
+    overall = [
+        check
+        for check in outcome.checks
+        if check.place == "all" and check.method == "KS" and check.order in ORDERS
+    ]
     least = max(check.detectable(significance) for check in overall)
     return (
         f"PASSED: no deviation from the target was found. One of {least:.1%} of the probability, "
@@ -162,7 +211,6 @@ def write(outcome: Outcome, path: Path) -> None:
         "servers": verification.servers,
         "seconds": {name: round(value, 1) for name, value in outcome.seconds.items()},
         "error_probability": ERROR_PROBABILITY,
-        "power": POWER,
         "sampled": {
             "tokens": texts.num_tokens,
             "answers": len(texts.token_ids),
@@ -170,14 +218,19 @@ def write(outcome: Outcome, path: Path) -> None:
             "accepted": texts.accepted,
             "checks": [
                 {
-                    **dataclasses.asdict(check),
+                    **{k: v for k, v in dataclasses.asdict(check).items() if k != "faults"},
                     "adjusted_p_value": p,
-                    "detectable": check.detectable(ERROR_PROBABILITY / len(checks)),
+                    "detectable": _finite(check.detectable(ERROR_PROBABILITY / len(checks))),
                     "passed": p >= ERROR_PROBABILITY,
                 }
                 for p, check in zip(p_values, checks, strict=True)
             ],
         },
+    }
+    document["power"] = {
+        "probability": POWER,
+        "leaning": lean_sentences(checks),
+        "untested": outcome.untested,
     }
     if verification.greedy:
         document["greedy"] = {
@@ -188,7 +241,7 @@ def write(outcome: Outcome, path: Path) -> None:
                     "token": len(each.context),
                     "expected": each.expected,
                     "found": each.found,
-                    "gap": each.gap if math.isfinite(each.gap) else None,
+                    "gap": _finite(each.gap),
                 }
                 for each in outcome.greedy_results.differences
             ],
@@ -211,8 +264,18 @@ def _configuration(outcome: Outcome) -> str:
     return config_name(outcome.verification.comparison.configs[1])
 
 
+def _claim(check: Check) -> str:
+    return f"leans to {check.order}" if check.method == "score" else check.hypothesis
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def _place(check: Check) -> str:
-    return "all tokens" if check.place == "all" else f"place {check.place}"
+    if check.place in ("all", AFTER_DRAFT):
+        return "all tokens" if check.place == "all" else check.place
+    return f"place {check.place}"
 
 
 def _p(value: float) -> str:

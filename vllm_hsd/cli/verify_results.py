@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_hsd.cli import greedy
@@ -32,6 +32,7 @@ class Verification:
         greedy: whether greedy text is compared.
         equal_drafter: whether the model is served as its own drafter too.
         servers: URLs of running servers with and without speculation, instead of engines.
+        drafter: the model that a server drafts with, if it was named.
     """
 
     comparison: Comparison
@@ -40,6 +41,7 @@ class Verification:
     greedy: bool
     equal_drafter: bool
     servers: tuple[str, str] | None = None
+    drafter: str | None = None
 
 
 @dataclass
@@ -55,6 +57,7 @@ class Outcome:
         dtype: of the model.
         equal_drafter: (drafted, accepted) with the model as its own drafter, None if not asked for.
         seconds: wall time by part.
+        untested: sentences on what could not be tested.
     """
 
     verification: Verification
@@ -65,6 +68,7 @@ class Outcome:
     dtype: str
     equal_drafter: tuple[int, int] | None
     seconds: dict[str, float]
+    untested: list[str] = field(default_factory=list)
 
     @property
     def failed_checks(self) -> list[Check]:

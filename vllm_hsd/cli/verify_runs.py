@@ -21,12 +21,18 @@ from vllm_hsd.cli.verify_servers import run_on_servers
 from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.errors import UserError
 from vllm_hsd.lossless import sampled, self_test
-from vllm_hsd.lossless.sampled import Setting
+from vllm_hsd.lossless.drafters import OFFERS, Drafter, drafters_of
+from vllm_hsd.lossless.sampled import Setting, Texts
 
 BATCH_SIZE = 64
 # The engine without speculation runs where its sampler can be made to give out a text.
 SCORER_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 SCORER_ARGUMENTS = {"async_scheduling": False}
+NOT_RECORDED = (
+    "What was drafted could not be recorded (it is on vLLM's V1 runner with "
+    '"async_scheduling": false), or nothing was: only models among the drafters were tested for '
+    "leaning towards them."
+)
 
 
 def command(arguments: argparse.Namespace) -> int:
@@ -39,7 +45,7 @@ def command(arguments: argparse.Namespace) -> int:
         return _self_test(arguments)
     verification = parse(arguments)
     if verification.servers:
-        outcome = run_on_servers(verification, verification.servers)
+        outcome = run_on_servers(verification, verification.servers, add_drafter)
     else:
         outcome = run(verification)
     print(verify_report.page(outcome))
@@ -97,11 +103,17 @@ def parse(arguments: argparse.Namespace) -> Verification:
         greedy=0 in temperatures,
         equal_drafter=arguments.equal_drafter,
         servers=servers,
+        drafter=arguments.drafter,
     )
 
 
 def _servers(arguments: argparse.Namespace) -> tuple[str, str] | None:
     if not arguments.url and not arguments.plain_url:
+        if arguments.drafter:
+            raise UserError(
+                "--drafter names what a server (--url) drafts with; an engine's own drafters are "
+                "read from --speculative-config: remove it."
+            )
         return None
     if not arguments.url or not arguments.plain_url:
         raise UserError("--url and --plain-url belong together: servers with and without.")
@@ -132,13 +144,32 @@ def run(verification: Verification) -> Outcome:
     prompts, settings = setup.prompt_ids, verification.settings
 
     config = comparison.configs[1]
+    drafters = drafters_of(config or {})
+    untested = []
     with _loaded(comparison, "speculation", arguments | {"speculative_config": config}) as engine:
         began = time.perf_counter()
         if verification.greedy:
             results.generations[greedy_jobs[1]] = _greedy(engine, prompts[:count])
         plan = sampled.planned(prompts, settings, verification.num_tokens, ANSWER_TOKENS)
-        texts = sampled.generate(engine, plan, BATCH_SIZE, progress)
+        texts = sampled.generate(
+            engine,
+            plan,
+            BATCH_SIZE,
+            progress,
+            offers=OFFERS if drafters.recorded else None,
+            certain=drafters.certain,
+        )
         seconds["speculation"] = time.perf_counter() - began
+    if settings:
+        if drafters.recorded and OFFERS not in texts.rows:
+            untested.append(NOT_RECORDED)
+        for drafter in drafters.models:
+            if (drafter.model, drafter.temperature_scale) == (comparison.model, 1):
+                untested.append(f"{drafter.name} is the target itself: nothing can lean to it.")
+                continue
+            began = time.perf_counter()
+            add_drafter(comparison, arguments, drafter, texts)
+            seconds[f"drafter {drafter.name}"] = time.perf_counter() - began
     with _loaded(
         comparison, "no speculation", arguments | SCORER_ARGUMENTS, SCORER_ENVIRONMENT
     ) as engine:
@@ -161,7 +192,29 @@ def run(verification: Verification) -> Outcome:
         setup.dtype,
         equal,
         seconds,
+        untested,
     )
+
+
+def add_drafter(
+    comparison: Comparison, arguments: dict[str, Any], drafter: Drafter, texts: Texts
+) -> None:
+    """Fill in a drafter's distributions, from an engine that serves it alone.
+
+    Args:
+        arguments: of the target's engine.
+
+    Raises:
+        UserError: the drafter cannot be loaded.
+    """
+    with _loaded(
+        comparison,
+        f"drafter {drafter.name}",
+        arguments | SCORER_ARGUMENTS | {"model": drafter.model},
+        SCORER_ENVIRONMENT,
+    ) as engine:
+        scale = drafter.temperature_scale
+        sampled.add_drafter(engine, texts, drafter.name, scale, BATCH_SIZE, progress)
 
 
 def equal_drafter_config(config: dict[str, Any], model: str) -> dict[str, Any]:

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from vllm_hsd import host
 from vllm_hsd.cli import greedy
-from vllm_hsd.cli.bench_jobs import Job, Results
-from vllm_hsd.cli.bench_runs import progress
+from vllm_hsd.cli.bench_jobs import Comparison, Job, Results
+from vllm_hsd.cli.bench_runs import SPARE_TOKENS, progress
 from vllm_hsd.cli.verify_results import ANSWER_TOKENS, LARGEST_GAP, SEED, Outcome, Verification
 from vllm_hsd.engine import Generation
 from vllm_hsd.errors import UserError
 from vllm_hsd.lossless import sampled, servers
+from vllm_hsd.lossless.drafters import Drafter, short_name
 from vllm_hsd.lossless.sampled import Setting, Texts
 from vllm_hsd.lossless.servers import TOP_K, Server
 from vllm_hsd.planner.prompts import Prompt
 
+AddDrafter = Callable[[Comparison, dict[str, Any], Drafter, Texts], None]
+NOT_NAMED = (
+    "Whether tokens lean towards what was drafted was not tested, since the drafter is not known: "
+    "name it with --drafter MODEL."
+)
 
-def run_on_servers(verification: Verification, urls: tuple[str, str]) -> Outcome:
+
+def run_on_servers(
+    verification: Verification, urls: tuple[str, str], add_drafter: AddDrafter
+) -> Outcome:
     """Sample at the first server, and judge it by the second one.
+
+    Args:
+        add_drafter: `verify_runs.add_drafter`.
 
     Raises:
         UserError: a server cannot be reached or refuses, or they serve different models.
@@ -55,6 +68,17 @@ def run_on_servers(verification: Verification, urls: tuple[str, str]) -> Outcome
     texts = sampled.planned(prompts, settings, verification.num_tokens, ANSWER_TOKENS)
     servers.generate(speculating, model, texts, progress)
     seconds["speculation"] = time.perf_counter() - began
+    untested = []
+    if verification.drafter:
+        began = time.perf_counter()
+        name = verification.drafter
+        own = replace(comparison, model=name, prompts=[])
+        longest = max(map(len, prompts)) + ANSWER_TOKENS + SPARE_TOKENS
+        arguments = {"max_model_len": longest, **own.base_args}
+        add_drafter(own, arguments, Drafter(short_name(name), name), texts)
+        seconds["drafter"] = time.perf_counter() - began
+    elif settings:
+        untested.append(NOT_NAMED)
     began = time.perf_counter()
     ranges = servers.score(plain, model, texts, progress)
     seconds["no speculation"] = time.perf_counter() - began
@@ -73,6 +97,7 @@ def run_on_servers(verification: Verification, urls: tuple[str, str]) -> Outcome
         dtype,
         None,
         seconds,
+        untested,
     )
 
 

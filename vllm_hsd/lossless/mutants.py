@@ -20,6 +20,9 @@ TEMPERATURE = 2.0
 LETTERS = "abcdefghijklmnop"
 GRAMMAR = {"regex": "[a-h]{500}"}
 
+# How wrong some mutants are: about 2 % of total variation per drafted position.
+GENEROUS, STRICT, SHARPER, UNSEEN, ONE_PLACE = 1.05, 0.95, 1.3, 0.025, 1.5
+
 Patches = list[tuple[Any, str, Any]]
 
 
@@ -123,6 +126,115 @@ def _unscored_cut() -> Patches:
     return [(sampler, "drafts_to_verify", drafts_to_verify)]
 
 
+def _generous() -> Patches:
+    from vllm_hsd.verify import chain
+
+    whole = chain.probability_ratios
+    return [(chain, "probability_ratios", lambda target, draft: GENEROUS * whole(target, draft))]
+
+
+def _strict() -> Patches:
+    from vllm_hsd.verify import chain
+
+    whole = chain.probability_ratios
+    return [(chain, "probability_ratios", lambda target, draft: STRICT * whole(target, draft))]
+
+
+def _no_cap() -> Patches:
+    from vllm_hsd.verify import chain
+
+    def prefix_acceptance(rho, *, method):
+        return np.cumprod(rho, -1)
+
+    return [(chain, "prefix_acceptance", prefix_acceptance)]
+
+
+def _neighbouring_row() -> Patches:
+    from vllm_hsd.verify.inputs import ChainBatch
+
+    whole = ChainBatch.token_probs
+
+    def token_probs(self):
+        rows = np.concatenate((self.target_rows[:, 1:], self.target_rows[:, -1:]), axis=1)
+        return whole(replace(self, target_rows=rows))
+
+    return [(ChainBatch, "token_probs", token_probs)]
+
+
+def _unsubtracted() -> Patches:
+    from vllm_hsd.verify import chain
+
+    whole = chain.recovered_cdf
+
+    def recovered_cdf(batch, requests, tau, a):
+        _, h = whole(batch, requests, tau, a)
+        return chain.bonus_cdf(batch, requests, tau), h
+
+    return [(chain, "recovered_cdf", recovered_cdf)]
+
+
+def _sharp_bonus() -> Patches:
+    from vllm_hsd.verify import chain
+    from vllm_hsd.verify.residual import BlockedCDF
+
+    def bonus_cdf(batch, requests, tau):
+        return BlockedCDF(batch.target(requests, tau) ** SHARPER)
+
+    return [(chain, "bonus_cdf", bonus_cdf)]
+
+
+def _taken(pick: Callable[[np.ndarray], np.ndarray]) -> Patches:
+    """Drafts, or places of them, are accepted whatever the target says of them.
+
+    Args:
+        pick: from [batch, n] acceptance probabilities, which of them become 1, bool of that shape.
+    """
+    from vllm_hsd.verify import chain
+
+    whole = chain.prefix_probabilities
+
+    def prefix_probabilities(batch, length, method):
+        found = whole(batch, length, method)
+        inside = np.arange(found.shape[1]) < length[:, None]
+        return np.where(pick(found) & inside, 1.0, found)
+
+    return [(chain, "prefix_probabilities", prefix_probabilities)]
+
+
+def _unseen() -> Patches:
+    rng = np.random.default_rng(0)
+    return _taken(lambda found: rng.random((len(found), 1)) < UNSEEN)
+
+
+def _one_request() -> Patches:
+    from vllm_hsd.runner_v1 import sampler
+
+    whole = sampler.drafts_to_verify
+    now: list[np.ndarray] = []
+
+    def drafts_to_verify(drafts, slots, *rest):
+        now[:] = [slots]
+        return whole(drafts, slots, *rest)
+
+    return [
+        (sampler, "drafts_to_verify", drafts_to_verify),
+        *_taken(lambda found: (now[0] % 16 == 0)[:, None]),
+    ]
+
+
+def _one_place() -> Patches:
+    from vllm_hsd.verify import chain
+
+    whole = chain.probability_ratios
+
+    def probability_ratios(target, draft):
+        found = whole(target, draft)
+        found[:, 1:2] *= ONE_PLACE
+        return found
+
+    return [(chain, "probability_ratios", probability_ratios)]
+
+
 MUTANTS = {
     "shared noise": Mutant("the verifier reuses the drafter's uniforms", _shared_noise),
     "raw proposals": Mutant(
@@ -142,6 +254,31 @@ MUTANTS = {
         "a grammar cuts a draft at a refused token, which is then not verified",
         _unscored_cut,
         constrained=True,
+    ),
+    "generous": Mutant(
+        f"the acceptance ratio is {GENEROUS:g} times too large", _generous, weight=4
+    ),
+    "strict": Mutant(f"the acceptance ratio is {STRICT:g} of what it is to be", _strict, weight=4),
+    "no cap": Mutant("the running acceptance probability is not capped at 1", _no_cap, weight=4),
+    "neighbouring row": Mutant(
+        "drafts are accepted by the target's row of the next position", _neighbouring_row
+    ),
+    "unsubtracted": Mutant(
+        "recovered tokens are drawn from the target in place of the residual",
+        _unsubtracted,
+        weight=4,
+    ),
+    "sharp bonus": Mutant(
+        f"bonus tokens are drawn from the target's row to the power of {SHARPER:g}",
+        _sharp_bonus,
+        weight=4,
+    ),
+    "unseen": Mutant(f"{UNSEEN:.1%} of the drafts are accepted unseen", _unseen, weight=4),
+    "one request": Mutant("one request in 16 has every draft accepted", _one_request, weight=4),
+    "one place": Mutant(
+        f"the acceptance ratio is {ONE_PLACE:g} times too large at the second place of drafts",
+        _one_place,
+        weight=4,
     ),
 }
 

@@ -32,10 +32,10 @@ def randomized(ranges: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
     """Randomized quantiles, uniform on [0, 1) where tokens follow their distributions.
 
     Args:
-        ranges: [n, 3] of `token_ranges`.
-        uniforms: [2, n] in [0, 1).
+        ranges: [n, 1 + k], the token's probability and that before it in k orders.
+        uniforms: [k, n] in [0, 1).
 
     Returns:
-        [2, n] float64: by token id, by falling probability.
+        [k, n] float64.
     """
     return np.clip(ranges[:, 1:].T + uniforms * ranges[:, 0], 0, 1)

@@ -9,19 +9,26 @@ from typing import Any
 
 import numpy as np
 
-from vllm_hsd.engine import EngineProcess
+from vllm_hsd.engine import EngineProcess, Generation
+from vllm_hsd.lossless import directions
+from vllm_hsd.lossless.lean import lean_checks
 from vllm_hsd.lossless.quantiles import randomized
 from vllm_hsd.lossless.statistics import (
     ERROR_PROBABILITY,
+    ORDERS,
     Check,
     adjusted,
     arrange,
     checks_of,
     rare_event_check,
+    uniform,
 )
 
 # Requests that are handed to an engine at once, in batches: progress is shown between.
 _AT_ONCE = 4
+# Name of the places after a draft of which everything was accepted, and tokens there to test them.
+AFTER_DRAFT = "after a whole draft"
+_FEWEST_BONUS = 100
 # Share of tokens that rounding may move across the border of top-k or top-p, at most.
 _ACROSS_BORDER = {"float32": 1e-5}
 _ACROSS_BORDER_16_BIT = 1e-2
@@ -58,6 +65,8 @@ class Texts:
         token_ids: its answer.
         step_lengths: tokens of every step of the answer.
         drafted, accepted: draft tokens of all requests.
+        rows: name of a drafter -> [tokens, 2, k] of every answer, see `directions.rows_of`.
+        bonus: places of every answer that follow a whole draft; None where that is not known.
     """
 
     prompts: list[Sequence[int]] = field(default_factory=list)
@@ -67,6 +76,8 @@ class Texts:
     step_lengths: list[list[int]] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
+    rows: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    bonus: list[list[int]] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -103,18 +114,85 @@ def planned(
 
 
 def generate(
-    engine: EngineProcess, texts: Texts, batch_size: int, progress: Callable[[str], object]
+    engine: EngineProcess,
+    texts: Texts,
+    batch_size: int,
+    progress: Callable[[str], object],
+    offers: str | None = None,
+    certain: bool = False,
 ) -> Texts:
-    """Fill in the answers of `texts`; the settings share every batch."""
+    """Fill in the answers of `texts`; the settings share every batch.
+
+    Args:
+        offers: name of the drafter whose distributions are recorded, None for none. Without any
+            row `texts.rows` does not get that name; `texts.bonus` stays None where the engine's
+            drafts cannot be followed.
+        certain: see `offered.Recorder`.
+    """
     total = sum(params["max_tokens"] for params in texts.params)
+    recorded = offers is not None and engine.call(_record, certain)
+    rows: list[np.ndarray] = []
     for part in _parts(len(texts.prompts), batch_size):
         found = engine.generate(texts.prompts[part], texts.params[part])
         texts.token_ids += found.token_ids
         texts.step_lengths += found.step_lengths
         texts.drafted += found.drafted
         texts.accepted += found.accepted
+        if recorded:
+            new, bonus = _offered(engine.call(_take_offers), found)
+            rows += new
+            texts.bonus = (texts.bonus or []) + bonus
         progress(f"sampled {texts.num_tokens} of {total} tokens")
+    if offers is not None and any((own[:, 0] >= 0).any() for own in rows):
+        texts.rows[offers] = rows
     return texts
+
+
+def _offered(
+    taken: dict[str, tuple[dict[int, np.ndarray], dict[int, int]]], found: Generation
+) -> tuple[list[np.ndarray], list[list[int]]]:
+    """(rows, places after a whole draft) of every answer."""
+    # vLLM adds a random end to the names.
+    named = {int(name.partition("-")[0]): own for name, own in taken.items()}
+    rows, bonus = [], []
+    for i, (token_ids, steps) in enumerate(zip(found.token_ids, found.step_lengths, strict=True)):
+        offers, lengths = named.get(i, ({}, {}))
+        own = np.full((len(token_ids), 2, directions.ROW_WIDTH), -1, dtype=np.float32)
+        for place, row in offers.items():
+            if place < len(own):
+                own[place] = row
+        rows.append(own)
+        starts = np.cumsum([0, *steps])[:-1].tolist()
+        bonus.append(
+            [
+                start + lengths[start]
+                for start, count in zip(starts, steps, strict=True)
+                if lengths.get(start) and count == lengths[start] + 1
+            ]
+        )
+    return rows, bonus
+
+
+def add_drafter(
+    engine: EngineProcess,
+    texts: Texts,
+    name: str,
+    temperature_scale: float,
+    batch_size: int,
+    progress: Callable[[str], object],
+) -> None:
+    """Fill in the rows of a drafter, served by an engine of its own.
+
+    Args:
+        temperature_scale: factor on the requests' temperatures.
+    """
+    params = [
+        {**each, "temperature": each["temperature"] * temperature_scale} for each in texts.params
+    ]
+    rows = texts.rows[name] = []
+    for part in _parts(len(texts.prompts), batch_size):
+        rows += engine.call(_likeliest, texts.prompts[part], texts.token_ids[part], params[part])
+        progress(f"{name}: read {sum(map(len, rows))} of {texts.num_tokens} tokens")
 
 
 def scored(
@@ -123,12 +201,14 @@ def scored(
     """Where every token lies in the distributions of an engine without speculation.
 
     Returns:
-        [tokens, 3] float64 for every answer, see `quantiles.token_ranges`.
+        [tokens, 3 + drafters * directions.WIDTH] float64 for every answer, see
+        `quantiles.token_ranges` and `directions.marks`.
     """
     ranges: list[np.ndarray] = []
     for part in _parts(len(texts.prompts), batch_size):
+        rows = {name: own[part] for name, own in texts.rows.items()}
         ranges += engine.call(
-            _score, texts.prompts[part], texts.token_ids[part], texts.params[part]
+            _score, texts.prompts[part], texts.token_ids[part], texts.params[part], rows
         )
         done = sum(map(len, ranges))
         progress(f"scored {done} of {texts.num_tokens} tokens without speculation")
@@ -148,12 +228,31 @@ def checks(
     rng = np.random.default_rng(seed)
     rate = _ACROSS_BORDER.get(dtype, _ACROSS_BORDER_16_BIT)
     found: list[Check] = []
+    drafters = list(texts.rows)
     for number, setting in enumerate(settings):
         own = [i for i, owner in enumerate(texts.settings) if owner == number]
-        quantiles = [randomized(ranges[i], rng.random((2, len(ranges[i])))) for i in own]
+        all_marks = np.concatenate([ranges[i] for i in own])
+        marks = [
+            all_marks[:, 3 + k * directions.WIDTH :][:, : directions.WIDTH]
+            for k in range(len(drafters))
+        ]
+        befores = [3 + k * directions.WIDTH + directions.BEFORE for k in range(len(drafters))]
+        orders = [0, 1, 2, *befores]
+        quantiles = [
+            randomized(ranges[i][:, orders], rng.random((len(orders) - 1, len(ranges[i]))))
+            for i in own
+        ]
         tokens = arrange(quantiles, [texts.step_lengths[i] for i in own])
-        found += checks_of(setting.name, tokens)
-        excluded = sum(int((ranges[i][:, 0] == 0).sum()) for i in own)
+        found += checks_of(setting.name, tokens, drafters)
+        labels = tokens.labels()
+        for name, each in zip(drafters, marks, strict=True):
+            found += lean_checks(setting.name, name, each, labels)
+        if texts.bonus is not None:
+            ends = np.concatenate([np.isin(np.arange(len(ranges[i])), texts.bonus[i]) for i in own])
+            if ends.sum() >= _FEWEST_BONUS:
+                for order, each in zip(ORDERS, tokens.quantiles, strict=False):
+                    found.append(uniform(setting.name, order, AFTER_DRAFT, each[ends]))
+        excluded = int((all_marks[:, 0] == 0).sum())
         found.append(
             rare_event_check(
                 setting.name, "only tokens that filters keep", excluded, len(tokens.place), rate
@@ -172,6 +271,24 @@ def _parts(count: int, batch_size: int) -> Iterator[slice]:
     size = _AT_ONCE * batch_size
     for first in range(0, count, size):
         yield slice(first, first + size)
+
+
+def _record(llm: Any, certain: bool) -> bool:
+    from vllm_hsd.runner_v1 import offered
+
+    return offered.install(llm, certain)
+
+
+def _take_offers(llm: Any) -> dict[str, tuple[dict[int, np.ndarray], dict[int, int]]]:
+    from vllm_hsd.runner_v1 import offered
+
+    return offered.take(llm)
+
+
+def _likeliest(llm: Any, *args: Any) -> list[np.ndarray]:
+    from vllm_hsd.runner_v1.scorer import likeliest
+
+    return likeliest(llm, *args)
 
 
 def _score(llm: Any, *args: Any) -> list[np.ndarray]:

@@ -102,11 +102,19 @@ def run(
             plan = sampled.planned(prompts, own, count, ANSWER_TOKENS)
             texts[name] = sampled.generate(engine, plan, BATCH_SIZE, _named(progress, name))
     results = []
-    with _engine(directory, arguments, None, process_options) as engine:
+    drafter = arguments | {"model": family.mid}
+    with (
+        _engine(directory, arguments, None, process_options) as engine,
+        _engine(directory, drafter, None, process_options, "drafter") as second,
+    ):
         for seed, (name, own) in enumerate(settings.items()):
+            sampled.add_drafter(
+                second, texts[name], "mid", TEMPERATURE_SCALE, BATCH_SIZE, _named(progress, name)
+            )
             ranges = sampled.scored(engine, texts[name], BATCH_SIZE, _named(progress, name))
             found = sampled.checks(own, texts[name], ranges, "float32", seed)
             results.append(Result(name, found, sampled.failures(found)))
+            texts[name].rows.clear()
     return results
 
 
@@ -115,8 +123,9 @@ def _engine(
     arguments: dict[str, Any],
     cascade: dict[str, Any] | None,
     process_options: Mapping[str, Any] | None,
+    name: str = "",
 ) -> EngineProcess:
-    name = "speculation" if cascade else "no speculation"
+    name = name or ("speculation" if cascade else "no speculation")
     if cascade:
         arguments = arguments | {"speculative_config": cascade}
     options = dict(process_options or {})

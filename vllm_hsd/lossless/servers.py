@@ -16,8 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import torch
 
 from vllm_hsd.errors import UserError, brief
+from vllm_hsd.lossless.directions import marks
 from vllm_hsd.lossless.sampled import Texts
 from vllm_hsd.planner.prompts import Prompt
 
@@ -153,12 +155,12 @@ def score(
     def ranges(number: int) -> np.ndarray:
         prompt, answer = texts.prompts[number], texts.token_ids[number]
         rows = server.likeliest(model, [*prompt, *answer])[len(prompt) - 1 :]
-        return np.array(
-            [
-                token_range(row, token, texts.params[number])
-                for row, token in zip(rows, answer, strict=True)
-            ]
-        ).reshape(-1, 3)
+        kept = [kept_probabilities(row, texts.params[number]) for row in rows]
+        found = [np.array([token_range(*each) for each in zip(kept, answer, strict=True)])]
+        for own in texts.rows.values():
+            places = zip(kept, answer, own[number], strict=True)
+            found.append(np.array([_marks(*place) for place in places]))
+        return np.concatenate(found, 1)
 
     found = []
     for own in _map(ranges, range(len(texts.prompts))):
@@ -168,10 +170,10 @@ def score(
     return found
 
 
-def token_range(
-    logprobs: Mapping[int, float], token: int, params: Mapping[str, Any]
-) -> tuple[float, float, float]:
-    """`quantiles.token_ranges` of one token, of the likeliest tokens' log-probabilities.
+def kept_probabilities(
+    logprobs: Mapping[int, float], params: Mapping[str, Any]
+) -> dict[int, float]:
+    """Tokens that the filters keep -> probability, the likeliest first, ties in the order of ids.
 
     Args:
         logprobs: of the likeliest tokens, more than params["top_k"] of them.
@@ -186,12 +188,26 @@ def token_range(
     while count < len(kept) and (count == 0 or above < params.get("top_p", 1) * total):
         above += weights[count]
         count += 1
-    probs = {each: weight / above for each, weight in zip(kept[:count], weights, strict=False)}
+    return {each: weight / above for each, weight in zip(kept[:count], weights, strict=False)}
+
+
+def token_range(probs: Mapping[int, float], token: int) -> tuple[float, float, float]:
+    """`quantiles.token_ranges` of one token, by `kept_probabilities`."""
     order = list(probs)
     own = probs.get(token, 0.0)
     before = sum(p for each, p in probs.items() if each < token)
     likelier = order[: order.index(token)] if token in probs else order
     return own, before, sum(probs[each] for each in likelier)
+
+
+def _marks(probs: Mapping[int, float], token: int, row: np.ndarray) -> np.ndarray:
+    """`directions.marks` of one token, [WIDTH], by `kept_probabilities` and a row of a drafter."""
+    known = sorted({*probs, token})
+    number = {each: i for i, each in enumerate(known)}
+    ids = [number.get(int(each), -1) for each in row[0]]
+    small = np.stack((np.array(ids, dtype=np.float32), row[1]))
+    dense = torch.tensor([[probs.get(each, 0.0) for each in known]])
+    return marks(dense, torch.tensor([number[token]]), small[None])[0]
 
 
 def gap(server: Server, model: str, context: Sequence[int], expected: int, found: int) -> float:

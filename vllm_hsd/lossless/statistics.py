@@ -14,7 +14,7 @@ is not: a token picked because it was the last of its step is not uniform.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -26,11 +26,15 @@ ERROR_PROBABILITY = 1e-4
 POWER = 0.99
 # Orders of the vocabulary: an error may be invisible in one of them.
 ORDERS = ("token id", "falling probability")
+# What is tested; every other hypothesis is named where it is.
+FOLLOWS = "follows the target"
 
 # Fewer tokens at a place are counted with the place before it.
 _FEWEST = 500
 # Fewer tokens at place 0, the first ones of answers, are not tested by themselves.
 _FEWEST_FIRST = 100
+# The mean of fewer quantiles than these is not nearly normal.
+_FEWEST_IN_ANSWER = 16
 # Expected count of a cell of a chi-square test, at least.
 _PER_CELL = 20
 _MOST_BINS = 10
@@ -41,7 +45,9 @@ class Tokens:
     """The scored tokens of one sampling setting, answer after answer.
 
     Attributes:
-        quantiles: [2, n] float64 randomized quantiles, one row for each of ORDERS.
+        quantiles: [orders, n] float64 randomized quantiles, one row for each of ORDERS and then
+            one for each drafter's order, NaN where that is unknown.
+        answer: [n] int64, the number of the token's answer.
         first: [n] bool, the first token of an answer.
         place: [n] int64, 1 for the first token of an engine step, 2 for the next one, ...; 0 for
             the first token of an answer, which no draft precedes.
@@ -49,9 +55,14 @@ class Tokens:
     """
 
     quantiles: np.ndarray
+    answer: np.ndarray
     first: np.ndarray
     place: np.ndarray
     after: np.ndarray
+
+    def labels(self) -> np.ndarray:
+        """[n] names of the places; the last ones share a name until all have enough tokens."""
+        return _labels(self.place)
 
 
 @dataclass(frozen=True)
@@ -61,13 +72,16 @@ class Check:
     Attributes:
         setting: which sampling parameters.
         hypothesis: what a lossless engine fulfils.
-        order: one of ORDERS.
+        order: one of ORDERS, or the name of a drafter.
         place: which tokens were tested: "all", "1", "2", ..., "5+".
         num_tokens: how many.
         p_value: probability of a deviation as large as this one in a lossless engine.
         shift: estimate of the deviation, in probability (0: none).
-        method: "KS" (Kolmogorov-Smirnov), "chi-square" or "Poisson" (a count of rare events).
-        parameter: degrees of freedom of chi-square, expected events of Poisson.
+        method: "KS" (Kolmogorov-Smirnov), "chi-square", "Poisson" (a count of rare events),
+            "answers" (a mean for every answer) or "score" (see `lean`).
+        parameter: degrees of freedom of chi-square and answers, expected events of Poisson.
+        faults: for every fault of `directions`, by how many standard deviations it would move the
+            score, and its total variation; empty for other methods.
     """
 
     setting: str
@@ -77,16 +91,23 @@ class Check:
     num_tokens: int
     p_value: float
     shift: float
-    method: Literal["KS", "chi-square", "Poisson"] = "KS"
+    method: Literal["KS", "chi-square", "Poisson", "answers", "score"] = "KS"
     parameter: float = 0
+    faults: tuple[tuple[float, float], ...] = field(default=(), repr=False)
 
     def detectable(self, significance: float) -> float:
         """Smallest shift of probability that is found with probability POWER.
 
         Kolmogorov-Smirnov: mass moved across one quantile. Chi-square: total variation distance
-        between the cells, if it is spread evenly. Poisson: share of the events.
+        between the cells, if it is spread evenly. Poisson: share of the events. Answers: the
+        standard deviation of the answers' mean quantiles. Score: total variation towards the
+        drafter, infinite where not even drawing from the drafter would be found.
         """
         count = self.num_tokens
+        if self.method == "score":
+            moved, variation = self.faults[0] if self.faults else (0.0, 0.0)
+            share = needed(significance) / abs(moved) if moved else np.inf
+            return float(share * variation) if share <= 1 else np.inf
         if self.method == "KS":
             critical = stats.kstwo.isf(significance, count)
             return float(critical + stats.norm.ppf(POWER) / (2 * np.sqrt(count)))
@@ -99,19 +120,26 @@ class Check:
             return stats.ncx2.cdf(critical, self.parameter, noncentrality) - (1 - POWER)
 
         noncentrality = optimize.brentq(missed, 1e-9, 10 * critical + 1000)
-        return float(np.sqrt(noncentrality / count) / 2)
+        scale = 1 / 12 if self.method == "answers" else 1 / 4
+        return float(np.sqrt(noncentrality * scale / count))
+
+
+def needed(significance: float) -> float:
+    """By how many standard deviations a score must move to be found with probability POWER."""
+    return float(stats.norm.isf(significance / 2) + stats.norm.ppf(POWER))
 
 
 def arrange(quantiles: Sequence[np.ndarray], step_lengths: Sequence[Sequence[int]]) -> Tokens:
     """Tokens of several answers with their places in the engine's steps.
 
     Args:
-        quantiles: [2, n_i] of every answer.
+        quantiles: [orders, n_i] of every answer.
         step_lengths: tokens of every step of every answer; they add up to n_i.
 
     Raises:
         ValueError: they do not add up.
     """
+    answers: list[np.ndarray] = []
     firsts, places, afters = [], [], []
     for own, lengths in zip(quantiles, step_lengths, strict=True):
         count = own.shape[1]
@@ -123,39 +151,51 @@ def arrange(quantiles: Sequence[np.ndarray], step_lengths: Sequence[Sequence[int
         place[: sizes[0]] = 0
         after = np.repeat(np.concatenate(([0], sizes[:-1])), sizes)
         after[: sizes[:2].sum()] = 0
+        answers.append(np.full(count, len(answers)))
         firsts.append(np.arange(count) == 0)
         places.append(place)
         afters.append(after)
     return Tokens(
         np.concatenate(quantiles, axis=1),
+        np.concatenate(answers),
         np.concatenate(firsts),
         np.concatenate(places),
         np.concatenate(afters),
     )
 
 
-def checks_of(setting: str, tokens: Tokens) -> list[Check]:
-    """All tests of one setting: uniform at every place, and independent of what came before."""
+def checks_of(setting: str, tokens: Tokens, drafters: Sequence[str] = ()) -> list[Check]:
+    """All tests of one setting: uniform at every place, and independent of what came before.
+
+    Args:
+        drafters: names of the further orders of `tokens`, in which tokens are tested for being
+            uniform only.
+    """
     found = []
-    labels = _labels(tokens.place)
+    labels = tokens.labels()
     names = sorted(set(labels.tolist()), key=lambda name: (len(name), name))
-    for order, quantiles in zip(ORDERS, tokens.quantiles, strict=True):
-        if len(names) > 1:
-            found.append(_uniform(setting, order, "all", quantiles))
+    for order, quantiles in zip((*ORDERS, *drafters), tokens.quantiles, strict=True):
+        known = ~np.isnan(quantiles)
+        if len(names) > 1 and known.any():
+            found.append(uniform(setting, order, "all", quantiles[known]))
         for name in names:
-            own = quantiles[labels == name]
-            if name != "0" or len(own) >= _FEWEST_FIRST:
-                found.append(_uniform(setting, order, name, own))
+            own = quantiles[(labels == name) & known]
+            if len(own) >= (_FEWEST_FIRST if name == "0" or order in drafters else 1):
+                found.append(uniform(setting, order, name, own))
+        found += alike(setting, order, quantiles[known], tokens.answer[known])
+    for order, quantiles in zip(ORDERS, tokens.quantiles, strict=False):
         previous = np.concatenate(([np.nan], quantiles[:-1]))
         for name in names:
             chosen = (labels == name) & ~tokens.first
-            count = int(chosen.sum())
-            bins = min(_MOST_BINS, int(np.sqrt(count / _PER_CELL)))
-            if bins < 2:
-                continue
-            rows = _bin(previous[chosen], bins)
-            test = _chi_square(rows, quantiles[chosen], bins, bins)
-            found.append(Check(setting, "independent of the token before", order, name, *test))
+            found += _independent(
+                setting, "the token before", order, name, previous[chosen], quantiles[chosen]
+            )
+        lengths = np.bincount(tokens.answer)
+        if len(lengths) > 1 and (lengths == lengths[0]).all():
+            # Requests in one batch: what one was given is to tell nothing about the next one.
+            grid = quantiles.reshape(len(lengths), -1)
+            before, own = grid[:-1].ravel(), grid[1:].ravel()
+            found += _independent(setting, "the answer before", order, "all", before, own)
         known = tokens.after > 0
         rows = tokens.after * (tokens.place.max(initial=0) + 1) + tokens.place
         rows, num_rows = _frequent_rows(rows[known], _FEWEST)
@@ -165,6 +205,37 @@ def checks_of(setting: str, tokens: Tokens) -> list[Check]:
             hypothesis = "independent of the step before"
             found.append(Check(setting, hypothesis, order, "all", *test))
     return found
+
+
+def _independent(
+    setting: str, of: str, order: str, place: str, before: np.ndarray, own: np.ndarray
+) -> list[Check]:
+    bins = min(_MOST_BINS, int(np.sqrt(len(own) / _PER_CELL)))
+    if bins < 2:
+        return []
+    test = _chi_square(_bin(before, bins), own, bins, bins)
+    return [Check(setting, f"independent of {of}", order, place, *test)]
+
+
+def alike(setting: str, order: str, quantiles: np.ndarray, answer: np.ndarray) -> list[Check]:
+    """Whether the answers' mean quantiles scatter by no more than chance, a few odd ones too."""
+    if not len(quantiles):
+        return []
+    sizes = np.bincount(answer)
+    means = np.bincount(answer, quantiles - 0.5)
+    enough = sizes >= _FEWEST_IN_ANSWER
+    number = int(enough.sum())
+    if number < 2:
+        return []
+    statistic = float((12 * means[enough] ** 2 / sizes[enough]).sum())
+    count = int(sizes[enough].sum())
+    shift = float(np.sqrt(max(statistic - number, 0) / 12 / count))
+    p_value = float(stats.chi2.sf(statistic, number))
+    return [
+        Check(
+            setting, "alike in all answers", order, "all", count, p_value, shift, "answers", number
+        )
+    ]
 
 
 def rare_event_check(setting: str, hypothesis: str, count: int, trials: int, rate: float) -> Check:
@@ -187,7 +258,6 @@ def adjusted(p_values: Sequence[float]) -> list[float]:
 
 
 def _labels(place: np.ndarray) -> np.ndarray:
-    """Names of the places; the last ones share a name until all have enough tokens."""
     counts = np.bincount(place)
     last = len(counts) - 1
     while last > 1 and counts[last:].sum() < _FEWEST:
@@ -198,11 +268,12 @@ def _labels(place: np.ndarray) -> np.ndarray:
     return names[np.minimum(place, last)]
 
 
-def _uniform(setting: str, order: str, place: str, quantiles: np.ndarray) -> Check:
+def uniform(setting: str, order: str, place: str, quantiles: np.ndarray) -> Check:
+    """Kolmogorov-Smirnov."""
     result = stats.kstest(quantiles, "uniform")
     return Check(
         setting,
-        "follows the target",
+        FOLLOWS,
         order,
         place,
         len(quantiles),

@@ -7,7 +7,8 @@ token instead of a drawn one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,15 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from vllm_hsd.engine import vllm_params
 from vllm_hsd.errors import UserError
+from vllm_hsd.lossless.directions import marks, rows_of
 from vllm_hsd.lossless.quantiles import token_ranges
 
 # Key of a request's text in its `extra_args`.
 _TEXT = "vllm_hsd_text"
+
+# What is noted of every token: [n, ...] for (filtered logits [n, V], token ids [n], (text, place)
+# of each).
+Note = Callable[[torch.Tensor, torch.Tensor, list[tuple[int, int]]], np.ndarray]
 
 
 class TextSampler:
@@ -27,12 +33,13 @@ class TextSampler:
 
     Attributes:
         replaced: what the runner samples with otherwise.
-        ranges: number of the text -> [3] float64 per token, see `token_ranges`.
+        note: what is kept of every token.
+        notes: number of the text -> what was noted of each token.
     """
 
-    def __init__(self, runner: Any, replaced: Any) -> None:
-        self.runner, self.replaced = runner, replaced
-        self.ranges: dict[int, list[np.ndarray]] = {}
+    def __init__(self, runner: Any, replaced: Any, note: Note) -> None:
+        self.runner, self.replaced, self.note = runner, replaced, note
+        self.notes: dict[int, list[np.ndarray]] = {}
 
     def __call__(
         self,
@@ -53,17 +60,18 @@ class TextSampler:
         for request_id in input_batch.req_ids[: len(logits)]:
             number, *text = self.runner.requests[request_id].sampling_params.extra_args[_TEXT]
             texts.append((number, text))
-            places.append(len(self.ranges.setdefault(number, [])))
+            # After the end of a text the batch may still hold it: the last place once more.
+            places.append(min(len(self.notes.setdefault(number, [])), len(text) - 1))
         token_ids = torch.tensor(
-            [text[min(i, len(text) - 1)] for (_, text), i in zip(texts, places, strict=True)],
-            device=logits.device,
+            [text[i] for (_, text), i in zip(texts, places, strict=True)], device=logits.device
         )
-        found = token_ranges(apply_top_k_top_p(logits, top_k, top_p), token_ids).numpy()
+        where = [(number, i) for (number, _), i in zip(texts, places, strict=True)]
+        found = self.note(apply_top_k_top_p(logits, top_k, top_p), token_ids, where)
         # The sample of a prompt's chunk is thrown away.
         discarded = self.runner.discard_request_mask.np[: len(texts)]
         for (number, _), row, unused in zip(texts, found, discarded, strict=True):
             if not unused:
-                self.ranges[number].append(row)
+                self.notes[number].append(row)
         return token_ids, None
 
 
@@ -72,6 +80,7 @@ def score(
     prompts: Sequence[Sequence[int]],
     texts: Sequence[Sequence[int]],
     sampling_params: Sequence[Mapping[str, Any]],
+    rows: Mapping[str, Sequence[np.ndarray]] | None = None,
 ) -> list[np.ndarray]:
     """Where every token of the texts lies in the engine's own distribution.
 
@@ -80,13 +89,52 @@ def score(
     Args:
         prompts, texts: token ids.
         sampling_params: arguments of `vllm.SamplingParams` of every text, not greedy.
+        rows: [tokens, 2, k] of every text by drafter, see `directions.rows_of`.
 
     Returns:
-        [tokens, 3] float64 for every text, see `token_ranges`.
+        [tokens, 3 + drafters * directions.WIDTH] float64 for every text, see `token_ranges` and
+        `directions.marks`.
 
     Raises:
         UserError: the engine does not run on the V1 runner.
     """
+    drafters = list((rows or {}).values())
+
+    def note(logits, token_ids, where) -> np.ndarray:
+        found = [token_ranges(logits, token_ids).numpy()]
+        probs = logits.float().softmax(-1) if drafters else logits
+        for own in drafters:
+            at = np.stack([own[number][place] for number, place in where])
+            found.append(marks(probs, token_ids, at))
+        return np.concatenate(found, 1)
+
+    return _noted(llm, prompts, texts, sampling_params, note)
+
+
+def likeliest(
+    llm: Any,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+    sampling_params: Sequence[Mapping[str, Any]],
+) -> list[np.ndarray]:
+    """The engine's own distributions at every token of the texts: `directions.rows_of` each.
+
+    Arguments and errors as for `score`.
+    """
+
+    def note(logits, token_ids, where) -> np.ndarray:
+        return rows_of(logits)
+
+    return _noted(llm, prompts, texts, sampling_params, note)
+
+
+def _noted(
+    llm: Any,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+    sampling_params: Sequence[Mapping[str, Any]],
+    note: Note,
+) -> list[np.ndarray]:
     params = [
         vllm_params(
             llm,
@@ -99,7 +147,7 @@ def score(
         )
         for number, (text, given) in enumerate(zip(texts, sampling_params, strict=True))
     ]
-    llm.collective_rpc(_install)
+    llm.collective_rpc(partial(_install, note=note))
     try:
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         llm.generate(requests, params, use_tqdm=False)
@@ -108,12 +156,12 @@ def score(
     return [np.array(found[number]) for number in range(len(texts))]
 
 
-def _install(worker: Any) -> None:
+def _install(worker: Any, note: Note) -> None:
     sampler: Any = getattr(worker.model_runner, "sampler", None)
     if not hasattr(sampler, "topk_topp_sampler") or not hasattr(worker.model_runner, "requests"):
         raise UserError("texts can be scored only on vLLM's V1 runner (VLLM_USE_V2_MODEL_RUNNER=0)")
     drawing = sampler.topk_topp_sampler
-    drawing.forward = TextSampler(worker.model_runner, drawing.forward)
+    drawing.forward = TextSampler(worker.model_runner, drawing.forward, note)
 
 
 def _remove(worker: Any) -> dict[int, list[np.ndarray]]:
@@ -121,4 +169,4 @@ def _remove(worker: Any) -> dict[int, list[np.ndarray]]:
     drawing = worker.model_runner.sampler.topk_topp_sampler
     texts = drawing.forward
     drawing.forward = texts.replaced
-    return texts.ranges
+    return texts.notes

@@ -1,0 +1,88 @@
+"""Whether tokens lean towards what was drafted, or away from it.
+
+Every token has a score, its ratio q / p (see `directions`) less the mean ratio. Given the text
+before it the mean of the score is 0 under p, so the sum over tokens is a martingale of known
+variance: its standardized value is normal. A sampler that takes drafts too readily gives tokens of
+high ratios too often, one that is too strict those of low ones.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy import stats
+
+from vllm_hsd.lossless.directions import FAULTS, OVER, SCORE, SHIFTS, THIRD, UNDER, VARIANCE
+from vllm_hsd.lossless.statistics import Check, needed
+
+LEANS = "does not lean to"
+# Where the scores vary by less in total, their sum is not nearly normal, and tells little.
+_LEAST_VARIANCE = 50.0
+
+
+def lean_checks(setting: str, drafter: str, marks: np.ndarray, labels: np.ndarray) -> list[Check]:
+    """Tests of all drafted places together, and of each.
+
+    Args:
+        drafter: its name.
+        marks: [n, directions.WIDTH], NaN where q is unknown.
+        labels: [n] names of the tokens' places.
+    """
+    drafted = ~np.isnan(marks[:, SCORE]) & (labels != "0")
+    names = sorted(set(labels[drafted].tolist()), key=lambda name: (len(name), name))
+    found = [_check(setting, drafter, "all", marks[drafted])] if drafted.any() else []
+    if len(names) > 1:
+        own = {name: marks[drafted & (labels == name)] for name in names}
+        parts = [_check(setting, drafter, name, each) for name, each in own.items()]
+        # Where little varies there is nothing to test; the line of all tokens says so.
+        found += [check for check in parts if check.faults]
+    return found
+
+
+def factors(check: Check, significance: float) -> tuple[float, float]:
+    """Nearest factors on the acceptance ratio, above and below 1, that would be found.
+
+    Infinite, and NaN, where no such factor would be.
+    """
+    least, found = needed(significance), []
+    split = 1 + len(OVER)
+    for values, part in ((OVER, check.faults[1:split]), (UNDER, check.faults[split:])):
+        moved = np.abs([each[0] for each in part])
+        at = int(np.argmax(moved >= least))
+        if not len(moved) or moved[at] < least:
+            found.append(np.inf if values is OVER else np.nan)
+            continue
+        before = (1.0, 0.0) if at == 0 else (values[at - 1], moved[at - 1])
+        if not np.isfinite(values[at]):
+            found.append(float(before[0]))
+            continue
+        share = (least - before[1]) / (moved[at] - before[1])
+        found.append(float(before[0] + share * (values[at] - before[0])))
+    return found[0], found[1]
+
+
+def _check(setting: str, drafter: str, place: str, marks: np.ndarray) -> Check:
+    count = len(marks)
+    hypothesis = f"{LEANS} {drafter}"
+    variance = float(marks[:, VARIANCE].sum())
+    if variance < _LEAST_VARIANCE:
+        return Check(setting, hypothesis, drafter, place, count, 1.0, 0.0, "score")
+    moved = marks[:, SHIFTS : SHIFTS + FAULTS].sum(0)
+    variation = marks[:, SHIFTS + FAULTS :].mean(0)
+    total = float(marks[:, SCORE].sum())
+    z = total / np.sqrt(variance)
+    # The skewness of the sum, to first order of Cramer's series for a tail.
+    skewness = float(marks[:, THIRD].sum()) / variance**1.5
+    log_p = stats.norm.logsf(abs(z)) + np.log(2) + np.clip(skewness * z**3 / 6, 0, z**2 / 4)
+    shift = abs(total / moved[0]) * variation[0] if moved[0] else 0.0
+    faults = np.stack((moved / np.sqrt(variance), variation), 1)
+    return Check(
+        setting,
+        hypothesis,
+        drafter,
+        place,
+        count,
+        float(min(1.0, np.exp(log_p))),
+        float(shift),
+        "score",
+        faults=tuple(map(tuple, faults.tolist())),
+    )

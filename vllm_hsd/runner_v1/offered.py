@@ -1,0 +1,117 @@
+"""What an engine's drafts were drawn from, recorded while it serves.
+
+The distribution that a draft token was drawn from is a function of the text before it, so tokens
+may be ordered by it (see docs/lossless.md). The drawn token itself is not: only a lookup's, or one
+of a greedy drafter, which is the same as such a distribution with one token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_hsd.lossless.directions import ROW_WIDTH, rows_of
+from vllm_hsd.runner_v1 import sampler as sampler_module
+from vllm_hsd.verify.inputs import ChainBatch
+
+# Place in an answer -> a row of `directions.rows_of`, of ids and probabilities.
+Offers = dict[int, np.ndarray]
+
+
+class Recorder:
+    """Follows the verifier of one V1 runner.
+
+    Attributes:
+        certain: whether draft tokens without probabilities are those of a lookup or of a greedy
+            drafter; otherwise they are left out.
+        offers: request id -> what it was offered.
+        lengths: request id -> place of the first token of a step -> draft tokens there.
+    """
+
+    def __init__(self, runner: Any, certain: bool) -> None:
+        self.runner, self.certain = runner, certain
+        self.offers: dict[str, Offers] = {}
+        self.lengths: dict[str, dict[int, int]] = {}
+        self.verify = runner.rejection_sampler.forward
+        self.drafts_to_verify = sampler_module.drafts_to_verify
+        runner.rejection_sampler.forward = self._forward
+        sampler_module.drafts_to_verify = self._drafts_to_verify
+
+    def remove(self) -> None:
+        """Put everything back."""
+        self.runner.rejection_sampler.forward = self.verify
+        sampler_module.drafts_to_verify = self.drafts_to_verify
+
+    def _forward(self, metadata, draft_probs, logits, sampling_metadata):
+        if not hasattr(self.runner.rejection_sampler, "state"):
+            counts = np.array(metadata.num_draft_tokens, dtype=np.int64)
+            token_ids = metadata.draft_token_ids.cpu().numpy()
+            self._record(ChainBatch.flat(logits, draft_probs, token_ids, counts))
+        return self.verify(metadata, draft_probs, logits, sampling_metadata)
+
+    def _drafts_to_verify(self, *args):
+        batch, scored = self.drafts_to_verify(*args)
+        self._record(batch)
+        return batch, scored
+
+    def _record(self, batch: ChainBatch) -> None:
+        input_batch = self.runner.input_batch
+        size = batch.size
+        if input_batch.num_reqs != size:
+            return  # vLLM's warm-up
+        drawn = batch.valid & (batch.draft_rows >= 0)
+        found = None
+        if batch.draft_probs is not None and drawn.any():
+            index = torch.from_numpy(batch.draft_rows[drawn]).to(batch.draft_probs.device)
+            found = iter(rows_of(batch.draft_probs.index_select(0, index).log()))
+        places = input_batch.num_tokens_no_spec[:size] - input_batch.num_prompt_tokens[:size]
+        discarded = self.runner.discard_request_mask.np[:size]
+        for i, request_id in enumerate(input_batch.req_ids[:size]):
+            offers = self.offers.setdefault(request_id, {})
+            place, length = int(places[i]), int(batch.lengths[i])
+            if not discarded[i]:
+                self.lengths.setdefault(request_id, {})[place] = length
+                for later in [each for each in offers if each >= place]:
+                    del offers[later]  # the rest of a rejected draft
+            for t in range(length):
+                if drawn[i, t]:
+                    assert found is not None
+                    row = next(found)
+                elif self.certain and batch.tokens[i, t] >= 0:
+                    row = np.full((2, ROW_WIDTH), -1, dtype=np.float32)
+                    row[:, 0] = batch.tokens[i, t], 1
+                else:
+                    continue
+                if not discarded[i]:
+                    offers[place + t] = row
+
+
+def install(llm: Any, certain: bool) -> bool:
+    """Record from now on; whether the runner is one whose drafts can be followed."""
+    return bool(llm.collective_rpc(_install, args=(certain,))[0])
+
+
+def take(llm: Any) -> dict[str, tuple[Offers, dict[int, int]]]:
+    """(offers, draft lengths) by request id since `install` or the last call."""
+    found: dict[str, tuple[Offers, dict[int, int]]] = llm.collective_rpc(_take)[0]
+    return found
+
+
+def _install(worker: Any, certain: bool) -> bool:
+    runner = worker.model_runner
+    if not hasattr(runner, "rejection_sampler") or not hasattr(runner, "discard_request_mask"):
+        return False  # the V2 runner
+    if runner.use_async_scheduling:
+        return False  # it schedules ahead of what it knows to be accepted
+    runner.vllm_hsd_recorder = Recorder(runner, certain)
+    return True
+
+
+def _take(worker: Any) -> dict[str, tuple[Offers, dict[int, int]]]:
+    recorder = worker.model_runner.vllm_hsd_recorder
+    found = {key: (own, recorder.lengths.get(key, {})) for key, own in recorder.offers.items()}
+    recorder.offers.clear()
+    recorder.lengths.clear()
+    return found
