@@ -36,6 +36,8 @@ def test_a_cascade_passes(text_family, verify, capsys):
     assert max(map(len, page.splitlines())) <= 98 and len(page.splitlines()) < 60
     assert found["sampled"]["tokens"] == 1024 and found["sampled"]["accepted"] > 100
     assert all(check["passed"] for check in found["sampled"]["checks"])
+    assert found["seeded"]["passed"] and not found["seeded"]["partings"]
+    assert "Seeded text: 16 answers, 1024 tokens, equal to no speculation." in page
     orders = {check["order"] for check in found["sampled"]["checks"]}
     assert {"mid", OFFERS} < orders and len(found["power"]["leaning"]) == 2
     assert found["greedy"] == {"bound": 1e-4, "differences": [], "passed": True}

@@ -16,6 +16,7 @@ from vllm_hsd.cli.bench_report import WIDTH, environment
 from vllm_hsd.lossless import lean
 from vllm_hsd.lossless.mutants import MUTANTS
 from vllm_hsd.lossless.sampled import AFTER_DRAFT
+from vllm_hsd.lossless.seeded import Seeded
 from vllm_hsd.lossless.self_test import Result
 from vllm_hsd.lossless.statistics import (
     ERROR_PROBABILITY,
@@ -53,6 +54,8 @@ def page(outcome: Outcome) -> str:
         lines += ["", *_wrap(sentence)]
     if outcome.verification.greedy:
         lines += ["", *_wrap(greedy_sentence(outcome))]
+    if outcome.seeded is not None:
+        lines += ["", *_wrap(seeded_sentence(outcome.seeded, outcome.largest_gap, outcome.dtype))]
     if outcome.equal_drafter is not None:
         lines += ["", *_wrap(equal_drafter_sentence(outcome))]
     return "\n".join([*lines, "", *_wrap(verdict(outcome))])
@@ -160,6 +163,21 @@ def greedy_sentence(outcome: Outcome) -> str:
     )
 
 
+def seeded_sentence(seeded: Seeded, bound: float, dtype: str) -> str:
+    """How many answers with seeds differ from those without speculation."""
+    begins = f"Seeded text: {seeded.answers} answers, {seeded.tokens} tokens"
+    if not seeded.partings:
+        return f"{begins}, equal to no speculation."
+    begins += f"; {len(seeded.partings)} answers differ from no speculation"
+    bad = len(seeded.unexplained)
+    if not bad:
+        return (
+            f"{begins}, each first where the target's own two draws nearly tie (bound for {dtype} "
+            f"{bound:g} nats)."
+        )
+    return f"{begins}, {bad} of them first where nothing ties (bound {bound:g} nats): FAILS."
+
+
 def equal_drafter_sentence(outcome: Outcome) -> str:
     """What the target accepted of its own drafts."""
     assert outcome.equal_drafter is not None
@@ -178,6 +196,8 @@ def verdict(outcome: Outcome) -> str:
     ]
     if outcome.unexplained:
         reasons.append("greedy text differs from no speculation")
+    if outcome.seeded is not None and outcome.seeded.unexplained:
+        reasons.append("text with seeds differs from no speculation")
     if outcome.equal_drafter_failed:
         reasons.append("the model's own drafts are not accepted")
     if reasons:
@@ -246,6 +266,12 @@ def write(outcome: Outcome, path: Path) -> None:
                 for each in outcome.greedy_results.differences
             ],
             "passed": not outcome.unexplained,
+        }
+    if outcome.seeded is not None:
+        document["seeded"] = {
+            **dataclasses.asdict(outcome.seeded),
+            "bound": outcome.largest_gap,
+            "passed": not outcome.seeded.unexplained,
         }
     if outcome.equal_drafter is not None:
         drafted, accepted = outcome.equal_drafter

@@ -9,9 +9,12 @@ from vllm_hsd.cli import greedy
 from vllm_hsd.cli.bench_jobs import Comparison, Difference, Results
 from vllm_hsd.lossless import sampled
 from vllm_hsd.lossless.sampled import Setting, Texts
+from vllm_hsd.lossless.seeded import Seeded
 from vllm_hsd.lossless.statistics import Check
 
 ANSWER_TOKENS = 64
+# Tokens of every setting in the comparison of requests with seeds.
+SEEDED_TOKENS = 1024
 # Seed of the uniforms that make quantiles continuous.
 SEED = 0
 # Share of the draft that a drafter equal to the target may lose to rounding.
@@ -58,6 +61,7 @@ class Outcome:
         equal_drafter: (drafted, accepted) with the model as its own drafter, None if not asked for.
         seconds: wall time by part.
         untested: sentences on what could not be tested.
+        seeded: comparison of requests with seeds, None where the configuration promises nothing.
     """
 
     verification: Verification
@@ -69,6 +73,7 @@ class Outcome:
     equal_drafter: tuple[int, int] | None
     seconds: dict[str, float]
     untested: list[str] = field(default_factory=list)
+    seeded: Seeded | None = None
 
     @property
     def failed_checks(self) -> list[Check]:
@@ -96,4 +101,5 @@ class Outcome:
 
     @property
     def lossless(self) -> bool:
-        return not (self.failed_checks or self.unexplained or self.equal_drafter_failed)
+        seeded = self.seeded is not None and self.seeded.unexplained
+        return not (self.failed_checks or self.unexplained or self.equal_drafter_failed or seeded)

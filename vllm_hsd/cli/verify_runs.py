@@ -14,14 +14,15 @@ from vllm_hsd.cli.verify_results import (
     ANSWER_TOKENS,
     LARGEST_GAP,
     SEED,
+    SEEDED_TOKENS,
     Outcome,
     Verification,
 )
 from vllm_hsd.cli.verify_servers import run_on_servers
 from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.errors import UserError
-from vllm_hsd.lossless import sampled, self_test
-from vllm_hsd.lossless.drafters import OFFERS, Drafter, drafters_of
+from vllm_hsd.lossless import sampled, seeded, self_test
+from vllm_hsd.lossless.drafters import OFFERS, Drafter, drafters_of, keeps_seeds
 from vllm_hsd.lossless.sampled import Setting, Texts
 
 BATCH_SIZE = 64
@@ -150,7 +151,18 @@ def run(verification: Verification) -> Outcome:
         began = time.perf_counter()
         if verification.greedy:
             results.generations[greedy_jobs[1]] = _greedy(engine, prompts[:count])
-        plan = sampled.planned(prompts, settings, verification.num_tokens, ANSWER_TOKENS)
+        with_seeds = None
+        if settings and keeps_seeds(config or {}) and engine.call(_is_v1):
+            plan = sampled.planned(prompts, settings, SEEDED_TOKENS, ANSWER_TOKENS, seeded=1)
+            with_seeds = sampled.generate(engine, plan, BATCH_SIZE, progress)
+        plan = sampled.planned(
+            prompts,
+            settings,
+            verification.num_tokens,
+            ANSWER_TOKENS,
+            # The rule of requests with seeds is compared exactly.
+            seeded=0 if with_seeds else 2,
+        )
         texts = sampled.generate(
             engine,
             plan,
@@ -178,6 +190,9 @@ def run(verification: Verification) -> Outcome:
             results.generations[greedy_jobs[0]] = _greedy(engine, prompts[:count])
             found = greedy.differences(results, prompts)
             results.differences = greedy.with_gaps(engine, found) if found else []
+        found_seeded = None
+        if with_seeds is not None:
+            found_seeded = seeded.compared(engine, with_seeds, LARGEST_GAP[setup.dtype])
         ranges = sampled.scored(engine, texts, BATCH_SIZE, progress)
         seconds["no speculation"] = time.perf_counter() - began
     equal = None
@@ -193,7 +208,16 @@ def run(verification: Verification) -> Outcome:
         equal,
         seconds,
         untested,
+        found_seeded,
     )
+
+
+def _is_v1(llm: Any) -> bool:
+    return bool(llm.collective_rpc(_runs_v1)[0])
+
+
+def _runs_v1(worker: Any) -> bool:
+    return hasattr(worker.model_runner, "discard_request_mask")
 
 
 def add_drafter(

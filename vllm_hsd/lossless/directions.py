@@ -52,7 +52,9 @@ def marks(probs: torch.Tensor, token_ids: torch.Tensor, rows: np.ndarray) -> np.
         token_ids: [n] int64.
         rows: [n, 2, k] as of `rows_of`. A row without any id is unknown: NaN.
     """
-    given = torch.from_numpy(rows).to(probs.device)
+    # Only as wide as the widest row.
+    width = max(1, int((rows[:, 0] >= 0).any(0).nonzero()[0].max(initial=0)) + 1)
+    given = torch.from_numpy(rows[:, :, :width]).to(probs.device)
     ids = given[:, 0].long()
     valid = (ids >= 0) & (ids < probs.shape[1])
     p = probs.gather(1, ids.clamp(0, probs.shape[1] - 1)).double() * valid
@@ -67,7 +69,8 @@ def marks(probs: torch.Tensor, token_ids: torch.Tensor, rows: np.ndarray) -> np.
     listed = own.any(1, keepdim=True)
     own[:, -1:] = ~listed
     own_ratio = torch.where(own, ratio, 0.0).sum(1, keepdim=True)
-    smaller = torch.cat((ids < token, listed), 1)
+    # Of equal ratios the listed tokens come first, in the order of their ids.
+    smaller = torch.cat(((ids < token) | ~listed, torch.zeros_like(listed)), 1)
     above = (ratio > own_ratio) | ((ratio == own_ratio) & smaller)
     # Within the last column tokens lie in the order of their ids.
     columns = torch.arange(probs.shape[1], device=probs.device)

@@ -57,8 +57,8 @@ def drafters_of(config: Mapping[str, Any]) -> Drafters:
         certain = not soft or config.get("method") in _LOOKUPS
         models = (Drafter(short_name(model), model),) if model else ()
         return Drafters(models, recorded=not (model and soft), certain=certain)
-    levels = CascadeConfig.parse({k: v for k, v in config.items() if k != "method"}).levels
-    every = [source for level in levels for source in sources(level)]
+    cascade = CascadeConfig.parse({k: v for k, v in config.items() if k != "method"})
+    every = [source for level in cascade.levels for source in sources(level)]
     served = dict.fromkeys(
         _drafter(source.model, source.temperature_scale)
         for source in every
@@ -67,8 +67,15 @@ def drafters_of(config: Mapping[str, Any]) -> Drafters:
     return Drafters(
         tuple(served),
         recorded=any(not isinstance(source, ModelLevelConfig) for source in every),
-        certain=all(source.kind in _LOOKUPS for source in every),
+        # What is verified without probabilities here is a lookup's: the drafts of coupled requests
+        # are not recorded.
+        certain=True,
     )
+
+
+def keeps_seeds(config: Mapping[str, Any]) -> bool:
+    """Whether a seed gives the text of vLLM without speculation, whatever is drafted."""
+    return config.get("method") == "hsd"
 
 
 def _drafter(model: str, scale: float) -> Drafter:

@@ -34,12 +34,14 @@ class Mutant:
         fault: what is wrong.
         patches: called in the engine's process; (owner, attribute, new value) of what it changes.
         constrained: whether only a text of LETTERS under GRAMMAR shows it.
+        seeded: whether only requests with seeds show it, which are compared exactly.
         weight: how many times more tokens it takes than the others.
     """
 
     fault: str
     patches: Callable[[], Patches]
     constrained: bool = False
+    seeded: bool = False
     weight: int = 1
 
 
@@ -235,6 +237,20 @@ def _one_place() -> Patches:
     return [(chain, "probability_ratios", probability_ratios)]
 
 
+def _neighbouring_noise() -> Patches:
+    from vllm_hsd.runner_v1.noise import RequestNoise
+
+    whole = RequestNoise.at
+    return [(RequestNoise, "at", lambda self, offset: whole(self, offset + 1))]
+
+
+def _noise_met_twice() -> Patches:
+    from vllm_hsd.runner_v1.noise import RequestNoise
+
+    whole = RequestNoise.emitted
+    return [(RequestNoise, "emitted", lambda self, count: whole(self, max(1, count - 1)))]
+
+
 MUTANTS = {
     "shared noise": Mutant("the verifier reuses the drafter's uniforms", _shared_noise),
     "raw proposals": Mutant(
@@ -279,6 +295,16 @@ MUTANTS = {
         f"the acceptance ratio is {ONE_PLACE:g} times too large at the second place of drafts",
         _one_place,
         weight=4,
+    ),
+    "neighbouring noise": Mutant(
+        "tokens of requests with seeds are drawn with the noise of the next position",
+        _neighbouring_noise,
+        seeded=True,
+    ),
+    "noise met twice": Mutant(
+        "after an accepted draft a request with a seed meets its last noise again",
+        _noise_met_twice,
+        seeded=True,
     ),
 }
 

@@ -89,12 +89,14 @@ def planned(
     settings: Sequence[Setting],
     num_tokens: int,
     answer_tokens: int,
+    seeded: int = 2,
 ) -> Texts:
-    """Requests of all settings in turn, without answers; every second one has a seed.
+    """Requests of all settings in turn, without answers.
 
     Args:
         num_tokens: tokens of every setting, at least.
         answer_tokens: tokens of every answer.
+        seeded: one request in so many has a seed; 0 for none.
     """
     texts = Texts()
     for i in range(math.ceil(num_tokens / answer_tokens)):
@@ -106,7 +108,7 @@ def planned(
                     "temperature": setting.temperature,
                     "max_tokens": answer_tokens,
                     "ignore_eos": True,
-                    "seed": len(texts.params) if i % 2 else None,
+                    "seed": len(texts.params) if seeded and (i + 1) % seeded == 0 else None,
                     **setting.others,
                 }
             )

@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hsd.engine import EngineProcess
-from vllm_hsd.lossless import sampled
+from vllm_hsd.lossless import sampled, seeded
 from vllm_hsd.lossless.mutants import GRAMMAR, LETTERS, MUTANTS, TEMPERATURE, install
 from vllm_hsd.lossless.sampled import Setting, Texts
-from vllm_hsd.lossless.statistics import Check
+from vllm_hsd.lossless.statistics import Check, rare_event_check
 
 SOUND = "sound sampler"
 DRAFT_LENGTH = 8
 ANSWER_TOKENS = 64
 BATCH_SIZE = 256
+# Of every sampler and setting in the comparison of requests with seeds, its bound in nats, and the
+# rate of differences that would be none.
+SEEDED_TOKENS, LARGEST_GAP, RARE = 1024, 1e-4, 1e-9
 # Standard deviation of the target's logits: many tokens are likely, so errors show.
 PEAK = 2.0
 # Factor on the drafter's temperature: its drafts are often wrong.
@@ -95,11 +98,18 @@ def run(
     settings = {SOUND: [plain, constrained]}
     settings |= {name: [constrained if MUTANTS[name].constrained else plain] for name in mutants}
     texts: dict[str, Texts] = {}
+    exact: dict[str, Texts] = {}
     with _engine(directory, arguments, cascade, process_options) as engine:
         for name, own in settings.items():
             engine.call(install, None if name == SOUND else name)
+            if name == SOUND or MUTANTS[name].seeded:
+                plan = sampled.planned(prompts, own, SEEDED_TOKENS, ANSWER_TOKENS, seeded=1)
+                exact[name] = sampled.generate(engine, plan, BATCH_SIZE, _named(progress, name))
+            if name != SOUND and MUTANTS[name].seeded:
+                continue
             count = num_tokens * (1 if name == SOUND else MUTANTS[name].weight)
-            plan = sampled.planned(prompts, own, count, ANSWER_TOKENS)
+            # Seeded requests follow another rule, which is verified exactly.
+            plan = sampled.planned(prompts, own, count, ANSWER_TOKENS, seeded=0)
             texts[name] = sampled.generate(engine, plan, BATCH_SIZE, _named(progress, name))
     results = []
     drafter = arguments | {"model": family.mid}
@@ -108,11 +118,20 @@ def run(
         _engine(directory, drafter, None, process_options, "drafter") as second,
     ):
         for seed, (name, own) in enumerate(settings.items()):
+            found = []
+            if name in exact:
+                partings = seeded.compared(engine, exact[name], LARGEST_GAP)
+                hypothesis = "with seeds, the text of no speculation"
+                bad, answers = len(partings.unexplained), partings.answers
+                found.append(rare_event_check("", hypothesis, bad, answers, RARE))
+            if name not in texts:
+                results.append(Result(name, found, sampled.failures(found)))
+                continue
             sampled.add_drafter(
                 second, texts[name], "mid", TEMPERATURE_SCALE, BATCH_SIZE, _named(progress, name)
             )
             ranges = sampled.scored(engine, texts[name], BATCH_SIZE, _named(progress, name))
-            found = sampled.checks(own, texts[name], ranges, "float32", seed)
+            found += sampled.checks(own, texts[name], ranges, "float32", seed)
             results.append(Result(name, found, sampled.failures(found)))
             texts[name].rows.clear()
     return results

@@ -48,27 +48,30 @@ class Recorder:
         if not hasattr(self.runner.rejection_sampler, "state"):
             counts = np.array(metadata.num_draft_tokens, dtype=np.int64)
             token_ids = metadata.draft_token_ids.cpu().numpy()
-            self._record(ChainBatch.flat(logits, draft_probs, token_ids, counts))
+            every = list(range(len(counts)))
+            if self.runner.input_batch.num_reqs == len(counts):  # not vLLM's warm-up
+                self._record(ChainBatch.flat(logits, draft_probs, token_ids, counts), every)
         return self.verify(metadata, draft_probs, logits, sampling_metadata)
 
-    def _drafts_to_verify(self, *args):
-        batch, scored = self.drafts_to_verify(*args)
-        self._record(batch)
+    def _drafts_to_verify(self, drafts, slots, *args):
+        batch, scored = self.drafts_to_verify(drafts, slots, *args)
+        state, size = self.runner.rejection_sampler.state, self.runner.input_batch.num_reqs
+        place = {slot: i for i, slot in enumerate(state.request_slots(size).tolist())}
+        self._record(batch, [place[slot] for slot in slots.tolist()])
         return batch, scored
 
-    def _record(self, batch: ChainBatch) -> None:
+    def _record(self, batch: ChainBatch, requests: list[int]) -> None:
+        """Keep what every request of the runner's batch is offered, by its number there."""
         input_batch = self.runner.input_batch
-        size = batch.size
-        if input_batch.num_reqs != size:
-            return  # vLLM's warm-up
         drawn = batch.valid & (batch.draft_rows >= 0)
         found = None
         if batch.draft_probs is not None and drawn.any():
             index = torch.from_numpy(batch.draft_rows[drawn]).to(batch.draft_probs.device)
             found = iter(rows_of(batch.draft_probs.index_select(0, index).log()))
-        places = input_batch.num_tokens_no_spec[:size] - input_batch.num_prompt_tokens[:size]
-        discarded = self.runner.discard_request_mask.np[:size]
-        for i, request_id in enumerate(input_batch.req_ids[:size]):
+        places = (input_batch.num_tokens_no_spec - input_batch.num_prompt_tokens)[requests]
+        discarded = self.runner.discard_request_mask.np[requests]
+        for i, request in enumerate(requests):
+            request_id = input_batch.req_ids[request]
             offers = self.offers.setdefault(request_id, {})
             place, length = int(places[i]), int(batch.lengths[i])
             if not discarded[i]:

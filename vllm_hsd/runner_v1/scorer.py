@@ -52,7 +52,7 @@ class TextSampler:
 
         Args:
             logits: [batch, V] float32 after temperature and min-p.
-            generators: unused.
+            generators: of the requests with seeds, by row.
             top_k, top_p: [batch] or None.
         """
         input_batch = self.runner.input_batch
@@ -66,13 +66,65 @@ class TextSampler:
             [text[i] for (_, text), i in zip(texts, places, strict=True)], device=logits.device
         )
         where = [(number, i) for (number, _), i in zip(texts, places, strict=True)]
-        found = self.note(apply_top_k_top_p(logits, top_k, top_p), token_ids, where)
+        found = self._found(logits, generators, top_k, top_p, token_ids, where)
         # The sample of a prompt's chunk is thrown away.
         discarded = self.runner.discard_request_mask.np[: len(texts)]
         for (number, _), row, unused in zip(texts, found, discarded, strict=True):
             if not unused:
                 self.notes[number].append(row)
         return token_ids, None
+
+    def _found(self, logits, generators, top_k, top_p, token_ids, where) -> np.ndarray:
+        return self.note(apply_top_k_top_p(logits, top_k, top_p), token_ids, where)
+
+
+class RaisingSampler(TextSampler):
+    """Notes what would be drawn at each place if the text's own token were likelier by a bound.
+
+    Seeded requests take their noise as they do without it.
+
+    Args:
+        bound: nats, before the temperature.
+        temperatures: of every text.
+    """
+
+    def __init__(
+        self, runner: Any, replaced: Any, bound: float, temperatures: Sequence[float]
+    ) -> None:
+        super().__init__(runner, replaced, lambda *_: np.empty(0))
+        self.bound, self.temperatures = bound, temperatures
+
+    def _found(self, logits, generators, top_k, top_p, token_ids, where) -> np.ndarray:
+        raised = [self.bound / self.temperatures[number] for number, _ in where]
+        amounts = torch.tensor(raised, dtype=logits.dtype, device=logits.device)
+        logits = logits.scatter_add(1, token_ids[:, None], amounts[:, None])
+        drawn, _ = self.replaced(logits, generators, top_k, top_p)
+        return drawn.cpu().numpy()
+
+
+def drawn_with_raised(
+    llm: Any,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+    sampling_params: Sequence[Mapping[str, Any]],
+    bound: float,
+) -> list[int]:
+    """What is drawn in the place of each text's last token if its logit is raised by a bound.
+
+    Runs in the process of an engine without speculation, on vLLM's V1 runner.
+
+    Args:
+        prompts, texts: token ids.
+        sampling_params: arguments of `vllm.SamplingParams` of every text, with a seed.
+        bound: nats, before the temperature.
+
+    Raises:
+        UserError: the engine does not run on the V1 runner.
+    """
+    temperatures = [given["temperature"] for given in sampling_params]
+    make = partial(RaisingSampler, bound=bound, temperatures=temperatures)
+    found = _noted(llm, prompts, texts, sampling_params, make, seeded=True)
+    return [int(drawn[-1]) for drawn in found]
 
 
 def score(
@@ -108,7 +160,7 @@ def score(
             found.append(marks(probs, token_ids, at))
         return np.concatenate(found, 1)
 
-    return _noted(llm, prompts, texts, sampling_params, note)
+    return _noted(llm, prompts, texts, sampling_params, partial(TextSampler, note=note))
 
 
 def likeliest(
@@ -125,7 +177,7 @@ def likeliest(
     def note(logits, token_ids, where) -> np.ndarray:
         return rows_of(logits)
 
-    return _noted(llm, prompts, texts, sampling_params, note)
+    return _noted(llm, prompts, texts, sampling_params, partial(TextSampler, note=note))
 
 
 def _noted(
@@ -133,21 +185,22 @@ def _noted(
     prompts: Sequence[Sequence[int]],
     texts: Sequence[Sequence[int]],
     sampling_params: Sequence[Mapping[str, Any]],
-    note: Note,
+    make: Callable[[Any, Any], TextSampler],
+    seeded: bool = False,
 ) -> list[np.ndarray]:
     params = [
         vllm_params(
             llm,
             {
                 **given,
-                "seed": None,
+                "seed": given["seed"] if seeded else None,
                 "max_tokens": len(text),
                 "extra_args": {_TEXT: [number, *text]},
             },
         )
         for number, (text, given) in enumerate(zip(texts, sampling_params, strict=True))
     ]
-    llm.collective_rpc(partial(_install, note=note))
+    llm.collective_rpc(partial(_install, make=make))
     try:
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         llm.generate(requests, params, use_tqdm=False)
@@ -156,12 +209,12 @@ def _noted(
     return [np.array(found[number]) for number in range(len(texts))]
 
 
-def _install(worker: Any, note: Note) -> None:
+def _install(worker: Any, make: Callable[[Any, Any], TextSampler]) -> None:
     sampler: Any = getattr(worker.model_runner, "sampler", None)
     if not hasattr(sampler, "topk_topp_sampler") or not hasattr(worker.model_runner, "requests"):
         raise UserError("texts can be scored only on vLLM's V1 runner (VLLM_USE_V2_MODEL_RUNNER=0)")
     drawing = sampler.topk_topp_sampler
-    drawing.forward = TextSampler(worker.model_runner, drawing.forward, note)
+    drawing.forward = make(worker.model_runner, drawing.forward)
 
 
 def _remove(worker: Any) -> dict[int, list[np.ndarray]]:
