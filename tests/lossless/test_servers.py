@@ -78,6 +78,7 @@ def test_real_servers(text_family, tmp_path, capsys):
             target, directory = text_family.target, new(tmp_path / name)
             with running_server(target, directory, cascade, plugin=plugin, **FREE) as server:
                 options = ("--temperatures", "0,1", "--top-p", "0.9,1", "--tokens", "4096")
+                options += ("--drafter", text_family.mid)
                 output = new(tmp_path / f"{name}-results")
                 statuses[name] = verify(output, server.url, plain.url, *options)
                 found[name] = json.loads((output / "verify.json").read_text())
@@ -85,6 +86,7 @@ def test_real_servers(text_family, tmp_path, capsys):
     assert found["sound"]["sampled"]["tokens"] == 2 * 4096
     assert found["sound"]["greedy"]["passed"] and found["biased"]["greedy"]["passed"]
     assert not found["biased"]["lossless"]
+    assert "mid" in {check["order"] for check in found["sound"]["sampled"]["checks"]}
 
 
 def new(directory: Path) -> Path:
@@ -98,6 +100,7 @@ def test_mistakes_are_named(tmp_path, capsys):
         return capsys.readouterr().err.splitlines()[-1]
 
     assert "--plain-url belong together" in error("--url", "http://127.0.0.1:1")
+    assert "--drafter names what a server" in error("--drafter", "m")
     both = ("--url", "http://127.0.0.1:1", "--plain-url", "http://127.0.0.1:1")
     assert "--url 'http://127.0.0.1:1' cannot be reached" in error(*both)
     assert "leave out --speculative-config" in error(*both, "--speculative-config", "{}")

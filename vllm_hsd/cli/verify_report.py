@@ -100,10 +100,10 @@ def _rows(own: list[tuple[float, Check]]) -> list[tuple[str, list[tuple[float, C
     groups: dict[str, list[tuple[float, Check]]] = {}
     for p, check in own:
         name = check.hypothesis
-        if name == FOLLOWS or check.place != "all":
-            name = _place(check)
-        elif check.method == "score":
+        if check.method == "score" and check.place == "all":
             name = f"leans to {check.order}"
+        elif check.method == "score" or name == FOLLOWS:
+            name = _place(check)
         groups.setdefault(name, []).append((p, check))
     return list(groups.items())
 

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from vllm_hsd import host
 from vllm_hsd.cli import greedy
 from vllm_hsd.cli.bench_jobs import Comparison, Job, Results
-from vllm_hsd.cli.bench_runs import SPARE_TOKENS, progress
+from vllm_hsd.cli.bench_runs import MAX_CPU_CACHE, SPARE_TOKENS, progress
 from vllm_hsd.cli.verify_results import ANSWER_TOKENS, LARGEST_GAP, SEED, Outcome, Verification
 from vllm_hsd.engine import Generation
 from vllm_hsd.errors import UserError
@@ -75,6 +77,8 @@ def run_on_servers(
         own = replace(comparison, model=name, prompts=[])
         longest = max(map(len, prompts)) + ANSWER_TOKENS + SPARE_TOKENS
         arguments = {"max_model_len": longest, **own.base_args}
+        if not torch.cuda.is_available():
+            arguments = {"kv_cache_memory_bytes": MAX_CPU_CACHE, **arguments}
         add_drafter(own, arguments, Drafter(short_name(name), name), texts)
         seconds["drafter"] = time.perf_counter() - began
     elif settings:

@@ -53,7 +53,7 @@ def marks(probs: torch.Tensor, token_ids: torch.Tensor, rows: np.ndarray) -> np.
         rows: [n, 2, k] as of `rows_of`. A row without any id is unknown: NaN.
     """
     # Only as wide as the widest row.
-    width = max(1, int((rows[:, 0] >= 0).any(0).nonzero()[0].max(initial=0)) + 1)
+    width = 1 + int(np.flatnonzero((rows[:, 0] >= 0).any(axis=0)).max(initial=0))
     given = torch.from_numpy(rows[:, :, :width]).to(probs.device)
     ids = given[:, 0].long()
     valid = (ids >= 0) & (ids < probs.shape[1])
