@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_hsd.config import CascadeConfig
-from vllm_hsd.level_config import ModelLevelConfig, sources
 
 # Their drafts are functions of the text.
 _LOOKUPS = ("ngram", "ngram_gpu", "suffix")
@@ -58,15 +57,15 @@ def drafters_of(config: Mapping[str, Any]) -> Drafters:
         models = (Drafter(short_name(model), model),) if model else ()
         return Drafters(models, recorded=not (model and soft), certain=certain)
     cascade = CascadeConfig.parse({k: v for k, v in config.items() if k != "method"})
-    every = [source for level in cascade.levels for source in sources(level)]
+    every: list[Any] = [source for level in cascade.levels for source in level.sources]
     served = dict.fromkeys(
         _drafter(source.model, source.temperature_scale)
         for source in every
-        if isinstance(source, ModelLevelConfig)
+        if source.kind == "model"
     )
     return Drafters(
         tuple(served),
-        recorded=any(not isinstance(source, ModelLevelConfig) for source in every),
+        recorded=any(source.kind != "model" for source in every),
         # What is verified without probabilities here is a lookup's: the drafts of coupled requests
         # are not recorded.
         certain=True,
