@@ -11,7 +11,7 @@ from support.tiny_models import Family, build_family, byte_tokenizer
 
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.lossless import sampled
-from vllm_hsd.lossless.drafters import OFFERS, drafters_of
+from vllm_hsd.lossless.drafters import OFFERS, drafters_of, keeps_seeds
 from vllm_hsd.lossless.sampled import Setting
 from vllm_hsd.lossless.statistics import ERROR_PROBABILITY, adjusted
 
@@ -168,7 +168,8 @@ def test_twenty_sound_runs_pass(models, name):
     with EngineProcess(arguments | {"speculative_config": config}, **forked()) as engine:
         for run in range(RUNS):
             prompts = [[3 + run, 5 + i, 7 + 2 * i] for i in range(32)]
-            plan = sampled.planned(prompts, settings, RUN_TOKENS, 64)
+            seeded = 0 if keeps_seeds(config) else 2
+            plan = sampled.planned(prompts, settings, RUN_TOKENS, 64, seeded)
             for params in plan.params:
                 if params["seed"] is not None:
                     params["seed"] += 1000 * run
