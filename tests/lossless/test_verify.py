@@ -45,7 +45,7 @@ def test_a_cascade_passes(text_family, verify, capsys):
 
 LOOKUP = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
 OFFERED = {
-    "a cascade's lookup": {"method": "hsd", "levels": [{"ngram": {"max": 3}}]},
+    "a cascade's lookup": {"method": "hsd", "levels": [{"ngram": {"max": 3}}], "adaptive": False},
     "a cascade's exit": {"method": "hsd", "levels": [{"early_exit": 1}]},
     "a hosted lookup": {"method": "ngram", "rejection_sample_method": "hierarchical", **LOOKUP},
 }
