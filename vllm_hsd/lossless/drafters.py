@@ -74,7 +74,9 @@ def drafters_of(config: Mapping[str, Any]) -> Drafters:
 
 def keeps_seeds(config: Mapping[str, Any]) -> bool:
     """Whether a seed gives the text of vLLM without speculation, whatever is drafted."""
-    return config.get("method") == "hsd"
+    return config.get("method") == "hsd" or (
+        config.get("rejection_sample_method") == "hierarchical"
+    )
 
 
 def _drafter(model: str, scale: float) -> Drafter:
