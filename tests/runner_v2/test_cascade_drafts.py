@@ -191,6 +191,36 @@ def test_what_is_made_before_the_weights_and_follows_the_configuration(monkeypat
     assert drafter.max_model_len == 32
 
 
+@pytest.mark.parametrize("name", ["two", "lookup", "stock"])
+def test_serving_launches_no_verification_that_the_warm_up_has_not(name, monkeypatch):
+    """What a launch is compiled for: the types of its logits and its compile-time values."""
+    from support.table_runner import TableRunner
+    from triton.runtime.interpreter import InterpretedFunction
+
+    target, draft = tables()
+    params: list[dict] = [{}] * 3
+    stock = name == "stock"
+    served = TableRunner(target, draft, params, length=4) if stock else runner(params, name)
+    launched, run = set(), InterpretedFunction.run
+
+    def record(self, *args, **kwargs):
+        if self.fn.__name__ in ("row_stats_kernel", "verify_kernel"):
+            options = {key: value for key, value in kwargs.items() if key not in ("grid", "warmup")}
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            types = tuple(t.dtype for t in tensors if t.dtype.is_floating_point)
+            launched.add((self.fn.__name__, types, tuple(sorted(options.items()))))
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", record)
+    served.runner.rejection_sampler.warm_up(torch.float32, served.drafter.draft_logits)
+    warm = set(launched)
+    served.step()
+    served.step()
+    # A program of several levels verifies too; its graph's capture has compiled that.
+    launched = {each for each in launched if ("MAX_DRAFT", 1) not in each[2]}
+    assert warm == launched and len(warm) == 6
+
+
 def test_counts_of_the_levels():
     """Once per token: the target's acceptance is counted with the next proposal."""
     served = runner([{"temperature": 1.0}] * 3, "two")

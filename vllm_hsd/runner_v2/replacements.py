@@ -16,9 +16,11 @@ from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER
 def load_model(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
     if getattr(self.speculative_config, "hsd_runner", None) == "V2":
-        from vllm_hsd.runner_v2.sampler import serve
+        from vllm_hsd.runner_v2.sampler import BlockRejectionSampler, serve
 
         serve(self)
+        if isinstance(self.rejection_sampler, BlockRejectionSampler):
+            self.rejection_sampler.warm_up(self.model_config.dtype, self.speculator.draft_logits)
 
 
 @REGISTRY.replaces(

@@ -115,6 +115,40 @@ class BlockRejectionSampler(RejectionSampler):
             invalid_drafts = invalid_drafts & invalid_drafts.roll(1)
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
+    @torch.inference_mode()
+    def warm_up(self, dtype: torch.dtype, draft_logits: torch.Tensor | None) -> None:
+        """Compile what samples the model's own logits; vLLM 0.32 warms up in float32 only.
+
+        Args:
+            dtype: of the logits.
+            draft_logits: as for a verification.
+        """
+        device, tokens = self.sampler.req_states.total_len.gpu.device, self.num_speculative_steps
+        vocabulary = self.sampler.sampling_states.vocab_size
+        slot = np.zeros(1, dtype=np.int32)
+        for drafts in (0, tokens):
+            ids = torch.zeros(drafts + 1, dtype=torch.int32, device=device)
+            logits = torch.zeros(drafts + 1, vocabulary, dtype=dtype, device=device)
+            rest = ids.long(), ids, torch.arange(drafts + 1, dtype=torch.int32, device=device)
+            if not drafts:
+                self.sampler.sample(logits, ids, ids, slot, *rest, slot)
+                continue
+            starts = torch.tensor([0, drafts + 1], dtype=torch.int32, device=device)
+            positions, _, local = rest
+            self._verify(
+                logits,
+                draft_logits,
+                ids,
+                positions,
+                starts,
+                ids[:1],
+                slot,
+                ids,
+                local,
+                slot,
+                ids,
+            )
+
     def _verify(
         self,
         logits,
