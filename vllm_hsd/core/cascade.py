@@ -85,7 +85,7 @@ class Cascade:
         if sources is not None or (adaptive and levels):
             self.budget = DraftBudget(sources, lengths, num_slots)
         self.lowest: LowestLevel | None = None
-        if levels:
+        if options:  # trees draft with one level and none
             own = self.budget if sources is not None else None
             self.lowest = LowestLevel(levels[0], self.models, self.drafts[0], own)
         self.listeners: list[Callable[[Round], None]] = [
