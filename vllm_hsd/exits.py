@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
+from vllm_hsd.core.exit_head import ExitHead
+
 
 class ResidualStream(nn.Module):
     """In the place of a final norm: the states that a head reads."""
@@ -26,6 +28,40 @@ class ResidualStream(nn.Module):
         if residual is None:
             return hidden
         return hidden + residual, residual
+
+
+class TargetExit:
+    """What a level that is the target's first layers does on either runner.
+
+    It runs on the target's weights and writes the target's KV cache: the lower layers' entries of
+    target and exit are the same for the same tokens, so it has no cache of its own to fill.
+
+    Attributes:
+        num_layers: layers that run, 1 to the target's depth.
+        head: trained for them; None for the target's own norm and head.
+    """
+
+    num_layers: int
+    head: ExitHead | None
+
+    def attach(self, target: Any, named: str = "") -> None:
+        """Share the layers of the loaded target; messages call the level `named`."""
+        self.target = target.unwrap() if hasattr(target, "unwrap") else target
+        self.layers = self.target.model.layers[: self.num_layers]
+        self.layer_names = attention_layer_names(self.layers)
+        norm = None if self.head is None else ResidualStream()
+        self.decoder = leave_after(self.target.model, self.num_layers, norm)
+
+    def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] states after the last of the layers."""
+        # Not __call__: that is the whole target where it is compiled.
+        return self.decoder.forward(input_ids, positions, None)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, vocab_size] logits of [n, hidden] states."""
+        if self.head is not None:
+            return self.head.logits(hidden)
+        return self.target.compute_logits(hidden)
 
 
 def leave_after(decoder: Any, num_layers: int, norm: nn.Module | None = None) -> Any:

@@ -60,17 +60,18 @@ class ExitHeadLevelConfig(VerifyingKeys):
     def build_v1(self, place: Place) -> Any:
         """See `LevelConfig.build_v1`."""
         from vllm_hsd.core.exit_head import read_exit_head
-        from vllm_hsd.runner_v1.levels import ExitHeadLevel
+        from vllm_hsd.runner_v1.levels import EarlyExitLevel
 
         head = read_exit_head(self.exit_head)
-        return ExitHeadLevel(place.runner, place.vllm_config, place.index, head)
+        return EarlyExitLevel(place.runner, place.vllm_config, place.index, head.layer, head)
 
     def build_v2(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build_v2`."""
         from vllm_hsd.core.exit_head import read_exit_head
-        from vllm_hsd.runner_v2.levels import ExitHeadLevel
+        from vllm_hsd.runner_v2.levels import EarlyExitLevel
 
-        return ExitHeadLevel(speculator, index, read_exit_head(self.exit_head))
+        head = read_exit_head(self.exit_head)
+        return EarlyExitLevel(speculator, index, head.layer, head)
 
     def measured(self, models: Measuring) -> Any:
         """See `LevelConfig.measured`."""

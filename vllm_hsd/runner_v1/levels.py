@@ -20,7 +20,7 @@ from vllm_hsd.core.drafts import ragged_arange
 from vllm_hsd.core.exit_head import ExitHead
 from vllm_hsd.core.levels import Lookup, Stateless
 from vllm_hsd.core.vocabulary import fit_logits, readable
-from vllm_hsd.exits import ResidualStream, attention_layer_names, leave_after
+from vllm_hsd.exits import TargetExit
 
 # vLLM's function takes abstract classes too, which its annotation does not say.
 _AttentionLayer: Any = AttentionLayerBase
@@ -221,49 +221,27 @@ class ModelLevel:
         return metadata, slots
 
 
-class EarlyExitLevel(ModelLevel):
-    """The target's first layers with its own final norm and head.
-
-    It runs on the target's weights and writes the target's KV cache: the lower layers' entries of
-    target and exit are the same for the same tokens, so it has no cache of its own to fill.
+class EarlyExitLevel(TargetExit, ModelLevel):
+    """The target's first layers.
 
     Args:
-        num_layers: layers that run, 1 to the target's depth.
+        runner, vllm_config, index: as for `ModelLevel`.
+        num_layers, head: see `TargetExit`.
     """
 
     keeps_cache = False
-    final_norm: torch.nn.Module | None = None  # the target's own
 
-    def __init__(self, runner, vllm_config: VllmConfig, index: int, num_layers: int) -> None:
+    def __init__(
+        self,
+        runner,
+        vllm_config: VllmConfig,
+        index: int,
+        num_layers: int,
+        head: ExitHead | None = None,
+    ) -> None:
         super().__init__(runner, vllm_config, index, vllm_config.model_config.max_model_len)
-        self.num_layers = num_layers
-
-    def attach(self, target_model: Any, named: str) -> None:
-        """Share the layers of the loaded target."""
-        self.target = target_model.unwrap() if hasattr(target_model, "unwrap") else target_model
-        self.layers = self.target.model.layers[: self.num_layers]
-        self.layer_names = attention_layer_names(self.layers)
-        self.decoder = leave_after(self.target.model, self.num_layers, self.final_norm)
-
-    def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        # Not __call__: that is the whole target where it is compiled.
-        return self.decoder.forward(input_ids, positions, None)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.target.compute_logits(hidden)
-
-
-class ExitHeadLevel(EarlyExitLevel):
-    """The target's first layers with a norm and a head trained for them."""
-
-    final_norm = ResidualStream()
-
-    def __init__(self, runner, vllm_config: VllmConfig, index: int, head: ExitHead) -> None:
-        super().__init__(runner, vllm_config, index, head.layer)
-        self.head = head.to(self.device, cast(torch.dtype, vllm_config.model_config.dtype))
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head.logits(hidden)
+        dtype = cast(torch.dtype, vllm_config.model_config.dtype)
+        self.num_layers, self.head = num_layers, head and head.to(self.device, dtype)
 
 
 # Acceptance of the first looked-up token and of each later one, before anything is seen of a text.

@@ -26,7 +26,7 @@ from vllm_hsd.core.exit_head import ExitHead
 from vllm_hsd.core.proposal_state import ProposalState
 from vllm_hsd.core.schedule import Draft, Verify
 from vllm_hsd.core.vocabulary import fit_logits, readable
-from vllm_hsd.exits import ResidualStream, attention_layer_names, leave_after
+from vllm_hsd.exits import TargetExit
 
 # vLLM's annotation wants a concrete class and gets this abstract one everywhere.
 _AttentionLayer: Any = AttentionLayerBase
@@ -234,46 +234,28 @@ class Uncompiled:
                 module._forward_method = method
 
 
-class EarlyExitLevel(ModelLevel):
-    """The target's first layers with its own norm and head; it writes the target's cache.
+class EarlyExitLevel(TargetExit, ModelLevel):
+    """The target's first layers.
 
     Args:
-        num_layers: layers that run.
+        speculator, index: as for `ModelLevel`.
+        num_layers, head: see `TargetExit`.
     """
 
     in_target_cache = True
-    final_norm: torch.nn.Module | None = None  # the target's own
 
-    def __init__(self, speculator: Any, index: int, num_layers: int) -> None:
+    def __init__(
+        self, speculator: Any, index: int, num_layers: int, head: ExitHead | None = None
+    ) -> None:
         super().__init__(speculator, index)
         self.num_layers = num_layers
+        self.head = head and head.to(speculator.device, speculator.dtype)
 
-    def attach(self, target: Any) -> None:
-        """Share the layers of the loaded target."""
-        self.target = target.unwrap() if hasattr(target, "unwrap") else target
-        self.layers = self.target.model.layers[: self.num_layers]
-        self.layer_names = attention_layer_names(self.layers)
-        self.decoder = leave_after(self.target.model, self.num_layers, self.final_norm)
+    def attach(self, target: Any, named: str = "") -> None:
+        super().attach(target, named)
         parts = [*self.layers, self.decoder.norm]
         self.kernels = Uncompiled(parts, self.vllm_config, self.speculator.device.type)
 
     def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        # Not __call__: that is the whole target where it is compiled.
         with self.kernels.in_use():
-            return self.decoder.forward(input_ids, positions, None)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.target.compute_logits(hidden)
-
-
-class ExitHeadLevel(EarlyExitLevel):
-    """The target's first layers with a norm and a head trained for them."""
-
-    final_norm = ResidualStream()
-
-    def __init__(self, speculator: Any, index: int, head: ExitHead) -> None:
-        super().__init__(speculator, index, head.layer)
-        self.head = head.to(speculator.device, speculator.dtype)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head.logits(hidden)
+            return super().run(input_ids, positions)
