@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_hsd.core.acceptance import MEMORY, PRIOR_ACCEPTANCE, Acceptance
+from vllm_hsd.core.acceptance import MEMORY, PLACES, PRIOR_ACCEPTANCE, Acceptance
 from vllm_hsd.core.levels import FirstOf, Selection
 from vllm_hsd.core.rounds import Round
 from vllm_hsd.core.sources import OfferRecord, Offers
@@ -163,7 +163,9 @@ class DraftBudget:
             used = top == best and gains[best][0] > 0
             option = _PAIRS + self.rows[top, target]
             if not used and self.trials.due(option):
-                lengths = np.where(self.trials.takes_part(option, size), np.minimum(most, 3), 0)
+                lengths = np.where(
+                    self.trials.takes_part(option, size), np.minimum(most, PLACES), 0
+                )
                 return self._path(top, feeders, lengths)
         if gains[best][0] <= 0:
             return Selection()
