@@ -11,13 +11,12 @@ import numpy as np
 
 # One residual moves an estimate by a factor of at most e^0.3: a stalled step is an outlier.
 _MOST_LOG_RESIDUAL = 0.3
-# Weights of a new observation once an estimate is settled: in the speed of the whole machine, and
-# in what is particular to a size. A lasting shift is followed in 20 observations.
-_MACHINE_RATE, _SIZE_RATE = 0.08, 0.02
+# Weight of a new observation in the speed of the whole machine: a lasting shift is followed in 20.
+_MACHINE_RATE = 0.08
 # Observations of a size from which on a residual is the machine's.
 _SETTLED = 3
-# Observations at other sizes after which what a size has seen weighs half.
-_HALF_LIFE = 200.0
+# Observations, at any size, after which what a size has seen weighs half.
+_HALF_LIFE = 35.0
 
 
 class StepTimes:
@@ -74,7 +73,7 @@ class StepTimes:
             residual = min(max(residual, -_MOST_LOG_RESIDUAL), _MOST_LOG_RESIDUAL)
             self.machine += _MACHINE_RATE * residual
         self.weight[size] += 1
-        self.log_seconds[size] += residual * max(1 / self.weight[size], _SIZE_RATE)
+        self.log_seconds[size] += residual / self.weight[size]
 
     def age(self, tokens: int) -> float:
         """Passes of other sizes since one of about this many tokens; infinite before the first."""
