@@ -88,7 +88,7 @@ def test_faults_are_caught(fault, monkeypatch):
     def faulty(logits, *args, positions, **options):
         if fault == "position":
             return verify(logits, *args, positions=positions + 1, **options)
-        return verify(logits.clamp(min=-9.0), *args, positions=positions, **options)
+        return verify(logits.clamp(min=0.0), *args, positions=positions, **options)
 
     params = seeded(FILTERS)
     expected, _ = texts(params, "plain")
