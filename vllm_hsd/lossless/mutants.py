@@ -129,16 +129,16 @@ def _unscored_cut() -> Patches:
 
 
 def _generous() -> Patches:
-    from vllm_hsd.verify import chain
+    from vllm_hsd.verify import chain, residual
 
-    whole = chain.probability_ratios
+    whole = residual.probability_ratios
     return [(chain, "probability_ratios", lambda target, draft: GENEROUS * whole(target, draft))]
 
 
 def _strict() -> Patches:
-    from vllm_hsd.verify import chain
+    from vllm_hsd.verify import chain, residual
 
-    whole = chain.probability_ratios
+    whole = residual.probability_ratios
     return [(chain, "probability_ratios", lambda target, draft: STRICT * whole(target, draft))]
 
 
@@ -225,9 +225,9 @@ def _one_request() -> Patches:
 
 
 def _one_place() -> Patches:
-    from vllm_hsd.verify import chain
+    from vllm_hsd.verify import chain, residual
 
-    whole = chain.probability_ratios
+    whole = residual.probability_ratios
 
     def probability_ratios(target, draft):
         found = whole(target, draft)
