@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import sys
+from collections import Counter
 from typing import Any, ClassVar
 
 import pytest
@@ -59,11 +60,14 @@ class FakeEngines:
     def __init__(self, comparison, setup):
         self.stay_loaded = True
         self.cores = [1]
+        parts = sum(len(comparison.prompt_batches(size)) for size in comparison.batch_sizes)
+        self.jobs_per_round = parts * len(comparison.temperatures)
+        self.answered: Counter[int] = Counter()
         self.closed: list[int | None] = []
         FakeEngines.latest = self
 
     def get(self, index):
-        return FakeEngine(index)
+        return FakeEngine(index, self)
 
     def close(self, index=None):
         self.closed.append(index)
@@ -83,15 +87,18 @@ class FakeEngine:
     wrong: ClassVar[set[int]] = set()
     gap: ClassVar[float] = 0.0
 
-    def __init__(self, index):
-        self.index = index
+    def __init__(self, index, engines=None):
+        self.index, self.engines = index, engines
 
     def call(self, function, places=()):
         assert function is greedy.gaps_of_target and self.index == 0
         return [self.gap] * len(places)
 
     def generate(self, prompts, sampling_params):
-        round_ = sampling_params[0]["seed"] // 1000
+        round_ = 0
+        if self.engines is not None:
+            round_ = self.engines.answered[self.index] // self.engines.jobs_per_round
+            self.engines.answered[self.index] += 1
         if self.broken_in_round.get(self.index) == round_:
             raise UserError("'x' ended early with signal SIGKILL.")
         seconds = self.SECONDS[self.index][round_] * len(prompts)
@@ -305,7 +312,7 @@ def test_a_disturbed_machine_is_named(fakes, tmp_path, monkeypatch):
 
 def test_what_other_processes_did():
     before, after = CpuTimes(10.0, 1.0, 100.0), CpuTimes(13.0, 2.0, 110.0)
-    generation = FakeEngine(0).generate(["a"], [{"seed": 0}])  # 4 s, all of them on a core
+    generation = FakeEngine(0).generate(["a"], {})  # 4 s, all of them on a core
     assert after.others(before, generation) == 0
     busy = dataclasses.replace(after, busy=16.0)
     assert busy.others(before, generation) == 0.5 and busy.stolen(before) == 0.1

@@ -1,9 +1,8 @@
-"""What the scheduler's learned draft lengths take in, and for whom they stay as configured."""
+"""What the scheduler's learned draft lengths take in."""
 
 from types import SimpleNamespace
 
 import pytest
-from vllm import SamplingParams
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_hsd.config import CascadeConfig
@@ -11,10 +10,6 @@ from vllm_hsd.runner_v2.adaptive import LearnedLengths, make_scheduler
 from vllm_hsd.runner_v2.spec_config import MAX_BATCH_SIZE, V2CascadeConfig
 
 BY_SIZE = [0, 3, 3, 0]
-
-
-def request(seed: int | None = None, temperature: float = 1.0) -> SimpleNamespace:
-    return SimpleNamespace(sampling_params=SamplingParams(seed=seed, temperature=temperature))
 
 
 def step(drafts: list[int], drafting: bool, new: list | None = None, extra: int = 0):
@@ -31,18 +26,14 @@ def step(drafts: list[int], drafting: bool, new: list | None = None, extra: int 
 
 @pytest.fixture
 def lengths() -> LearnedLengths:
-    return LearnedLengths(SimpleNamespace(running=[request()]), BY_SIZE)
+    return LearnedLengths(BY_SIZE)
 
 
 def test_a_large_batch_never_drafts(lengths):
     assert [lengths[3] for _ in range(300)] == [0] * 300
 
 
-def test_next_to_a_seeded_sampled_request_lengths_stay_as_configured(lengths):
-    lengths.scheduler.running = [request(), request(seed=1)]
-    assert {lengths[2] for _ in range(300)} == {3}
-    # A greedy text does not depend on draws.
-    lengths.scheduler.running = [request(seed=1, temperature=0.0)]
+def test_a_small_batch_tries_both(lengths):
     assert {lengths[1] for _ in range(300)} == {0, 3}
 
 

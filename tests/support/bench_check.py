@@ -11,6 +11,7 @@ def check_bench(vllm_hsd: Callable[..., str], family: Family, directory: Path) -
     """Run `vllm_hsd("bench", ...)`, which returns what the command prints, and check its output."""
     cascade = {
         "method": "hsd",
+        "adaptive": False,
         "num_speculative_tokens": 4,
         "levels": [{"model": family.small, "num_tokens": 2}, {"model": family.mid}],
     }

@@ -177,15 +177,12 @@ def jobs(comparison: Comparison, round_: int, alternate: bool) -> Iterator[Job]:
 def _generate(
     engine: EngineProcess, comparison: Comparison, prompt_ids: list[list[int]], job: Job
 ) -> Generation:
-    sampling_params = [
-        {
-            "temperature": job.temperature,
-            "max_tokens": comparison.max_tokens,
-            "ignore_eos": True,
-            "seed": 1000 * job.round + job.batch_size * job.part + i,
-        }
-        for i in range(len(job.prompts))
-    ]
+    # Without seeds, as most requests come: a seed would couple drafts and target.
+    sampling_params = {
+        "temperature": job.temperature,
+        "max_tokens": comparison.max_tokens,
+        "ignore_eos": True,
+    }
     prompts = [prompt_ids[i % len(prompt_ids)] for i in job.prompts]
     return engine.generate(prompts, sampling_params)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from vllm.sampling_params import SamplingType
-
 from vllm_hsd import metrics
 from vllm_hsd.core.batch_budget import BatchBudget
 from vllm_hsd.registry import NONE_FILED
@@ -22,24 +20,17 @@ class LearnedLengths:
     """Stands in the place of the scheduler's table, and is told of every step.
 
     Args:
-        scheduler: vLLM's.
-        by_size: its table: most tokens by batch size.
+        by_size: the scheduler's table: most tokens by batch size.
     """
 
-    def __init__(self, scheduler: Any, by_size: list[int]) -> None:
-        self.scheduler, self.by_size = scheduler, by_size
+    def __init__(self, by_size: list[int]) -> None:
+        self.by_size = by_size
         self.learned = BatchBudget(max(by_size), len(by_size) - 1)
         self.ended = time.perf_counter()
 
     def __getitem__(self, size: int) -> int:
-        """The draft length of the next step with `size` requests.
-
-        Sampled requests with a seed repeat at any load: next to one the lengths are the table's.
-        """
-        length = self.by_size[size]
-        if not length or any(_must_repeat(request) for request in self.scheduler.running):
-            return length
-        return self.learned.choose(size)
+        """The draft length of the next step with `size` requests."""
+        return self.learned.choose(size) if self.by_size[size] else 0
 
     def step_ended(self, scheduler_output: Any, model_runner_output: Any) -> None:
         """Take in the step that these belong to."""
@@ -59,10 +50,6 @@ class LearnedLengths:
         self.learned.observe(len(scheduled), drafted, emitted, seconds)
 
 
-def _must_repeat(request: Any) -> bool:
-    return request.sampling_params.sampling_type is SamplingType.RANDOM_SEED
-
-
 @REGISTRY.replaces(
     "vllm.v1.core.sched.scheduler.Scheduler.__init__",
     None,
@@ -78,6 +65,6 @@ def make_scheduler(original, self, *args, **kwargs):
         if len(by_size) - 1 <= max_batch_size(hsd):
             # `V2CascadeConfig.adapt` has put 0 there.
             by_size[-1] = max(by_size)
-        learned = LearnedLengths(self, by_size)
+        learned = LearnedLengths(by_size)
         self.dynamic_sd_lookup = learned
         setattr(self, metrics.STEP_ENDED, learned.step_ended)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -126,7 +127,8 @@ class BlockRejectionSampler(RejectionSampler):
         device, tokens = self.sampler.req_states.total_len.gpu.device, self.num_speculative_steps
         vocabulary = self.sampler.sampling_states.vocab_size
         slot = np.zeros(1, dtype=np.int32)
-        for drafts in (0, tokens):
+        for drafts, filtered in itertools.product((0, tokens), (True, False)):
+            self.parameters.filtered[0] = filtered
             ids = torch.zeros(drafts + 1, dtype=torch.int32, device=device)
             logits = torch.zeros(drafts + 1, vocabulary, dtype=dtype, device=device)
             rest = ids.long(), ids, torch.arange(drafts + 1, dtype=torch.int32, device=device)
