@@ -8,16 +8,23 @@ import urllib.request
 
 import openai
 import pytest
+import torch
 from support.openai_server import running_server
 from support.soak import assert_clean, soak
 from support.soak_requests import answered_catalog
 from support.soak_servers import CROWDED, three_levels, write_table
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 @pytest.fixture(scope="module")
 def server(text_family, tmp_path_factory):
     directory = tmp_path_factory.mktemp("server")
-    cascade = three_levels(text_family, write_table(directory / "table.npz"))
+    # What the target answers, so that some of the table's tokens are accepted.
+    tokenizer = AutoTokenizer.from_pretrained(text_family.target)
+    target = AutoModelForCausalLM.from_pretrained(text_family.target, dtype=torch.float32)
+    prompt = tokenizer("abc", return_tensors="pt").input_ids
+    answer = target.generate(prompt, max_new_tokens=48, do_sample=False)[0].tolist()
+    cascade = three_levels(text_family, write_table(directory / "texts.safetensors", answer))
     # One process serves, one runs engine and model, as on one GPU; on a CPU vLLM's default is a
     # third one, for the model, which the slow soaks have.
     together = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

@@ -18,6 +18,7 @@ def silent(text: str) -> None:
 def every_kind(family) -> dict:
     return {
         "method": "hsd",
+        "adaptive": False,
         "num_speculative_tokens": 4,
         "levels": [
             {"ngram": {"max": 2}, "num_tokens": 2},

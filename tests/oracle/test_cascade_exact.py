@@ -13,6 +13,7 @@ from oracle.exact import Choices, Distribution, Table, Tokens, distance, distrib
 from oracle.stand_ins import TableLevel, TableLookup, exact_distribution
 
 from vllm_hsd.core.bigram import BigramLevel
+from vllm_hsd.core.counters import Count
 from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.core.ngram_model import NgramModelLevel
 from vllm_hsd.core.stopping import EntropyThresholds
@@ -216,7 +217,7 @@ def test_entropy_based_stopping_shortens_drafts():
         )
 
         def drafted() -> Tokens:
-            return tuple(level.drafted for level in engine.generate(PROMPT, 4).levels)
+            return tuple(engine.generate(PROMPT, 4).counts.rows[:, Count.drafted].tolist())
 
         with mock.patch.object(EntropyThresholds, "fresh", strict_thresholds):
             distribution = exact_distribution(drafted)

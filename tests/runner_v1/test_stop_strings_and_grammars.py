@@ -217,7 +217,8 @@ def test_samples_follow_the_target_under_a_grammar_at_every_kind_of_level(
 
 def test_a_plain_bonus_after_a_refused_token_is_caught(text_family):
     engine, patch = hsd(text_family), "support.biased_sampler:install_plain_bonus"
-    outputs = run_engine(engine, {"sampled": CHOICE_SAMPLES}, patch=patch)["sampled"]["outputs"]
+    more = {key: 2 * value for key, value in CHOICE_SAMPLES.items()}
+    outputs = run_engine(engine, {"sampled": more}, patch=patch)["sampled"]["outputs"]
     samples = [tuple(output[0]["ids"]) for output in outputs]
     assert chi_square_p_value(samples, choice_distribution(text_family.target)) < SIGNIFICANCE
 

@@ -27,9 +27,9 @@ CROWDED = {
 VALID, INVALID = ("ab", "abcde123", '{"a": 7, "b": "x"}'), "{"
 
 
-def write_table(path: Path) -> str:
-    """A store of texts for `three_levels`."""
-    texts = [np.array(prompt) for prompt in prompts(200, seed=4)]
+def write_table(path: Path, *more: list[int]) -> str:
+    """A store of texts for `three_levels`, `more` among them."""
+    texts = [np.array(text) for text in (*prompts(200, seed=4), *more)]
     write_store(collect_texts(texts, vocab_size=VOCABULARY), str(path))
     return str(path)
 
