@@ -6,7 +6,7 @@ EXTRA ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 # The threads of a contended core wait for each other: one per process is the safe default.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv smollm2 demo demo-cascade test test-033 test-slow vllm-diff lint bench gpu-proof clean
+.PHONY: venv smollm2 demo demo-cascade test test-033 test-slow vllm-diff lint docs bench gpu-proof clean
 
 venv: .venv/.installed
 
@@ -69,6 +69,12 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, in site/; the build needs no network once the extra is installed.
+docs: venv
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	$(BIN)/python -m tools.key_reference
+	$(BIN)/mkdocs build --strict
 
 # All benchmarks, one after another; a failure does not stop the others. An hour or two.
 BENCHMARKS := toy-models paper-tables kernel-builds kernel-bytes cpu-verification gpu-verification \
@@ -148,4 +154,4 @@ gpu-proof:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu.prove $(ARGS)
 
 clean:
-	rm -rf .venv .overlay-* results
+	rm -rf .venv .overlay-* results site

@@ -40,8 +40,8 @@ class CascadeConfig(Keys):
         disable_by_batch_size: in steps with more requests than this nothing is drafted, on the V2
             runner; None for 64 there.
         adaptive: select the levels and draft lengths step by step, from what is learned while
-            serving; the lengths given here are then upper limits. None for not, and where it is
-            not given: the V1 runner then adapts.
+            serving; the lengths given here are then upper limits. Where the key is not given, the
+            V1 runner adapts.
     """
 
     num_speculative_tokens: Tokens
