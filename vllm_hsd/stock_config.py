@@ -67,9 +67,14 @@ class V1BlockVerificationConfig(HierarchicalConfig):
 
 @config
 class V2BlockVerificationConfig(HierarchicalConfig):
-    """Block verification on V2."""
+    """Block verification on V2.
+
+    Attributes:
+        hsd_couples_all: whether every sampled request is coupled, not only those with a seed.
+    """
 
     hsd_runner: ClassVar[str] = "V2"
+    hsd_couples_all = False
 
     def check_runner(self) -> None:
         if self.enable_adaptive_verification:

@@ -67,7 +67,8 @@ def test_other_steps_do_not(lengths, given):
 
 @pytest.mark.parametrize("slots", [2, 32, 64, 65, 256])
 @pytest.mark.parametrize("limit", [None, 4])
-def test_vllm_captures_the_target_with_and_without_drafts(slots, limit):
+@pytest.mark.parametrize("tokens", [15, 160, 8192])
+def test_vllm_captures_the_target_with_and_without_drafts(slots, limit, tokens):
     """For the lengths of the table within its largest batch; what is learned is restored."""
     hsd = CascadeConfig.parse(
         {
@@ -81,12 +82,16 @@ def test_vllm_captures_the_target_with_and_without_drafts(slots, limit):
     config.hsd, config.num_speculative_tokens = hsd, 8
     most = limit or MAX_BATCH_SIZE
     config.num_speculative_tokens_per_batch_size = [(1, most, 8), (most + 1, most + 1, 0)]
-    config.adapt(SimpleNamespace(max_num_seqs=slots, async_scheduling=True))
+    given = {"max_num_seqs": slots, "max_num_batched_tokens": tokens, "async_scheduling": True}
+    scheduler_config = SimpleNamespace(**given)
+    config.adapt(scheduler_config)
+    # No more than torch.compile covers the tokens of; a request feeds five at once.
+    most = min(most, tokens // 5)
     table = config.num_speculative_tokens_per_batch_size
     dense = build_dynamic_sd_schedule_lookup(table, slots, 8)
     assert set(dense[1:]) == {0, 8}
     scheduler = SimpleNamespace(
-        vllm_config=SimpleNamespace(speculative_config=config),
+        vllm_config=SimpleNamespace(speculative_config=config, scheduler_config=scheduler_config),
         dynamic_sd_lookup=dense,
     )
     make_scheduler(lambda self: None, scheduler)

@@ -121,6 +121,33 @@ def test_above_the_batch_limit_a_step_of_decodes_runs_no_level():
     assert len(passes) == 1 and served.drafter.stale.sum() == 2
 
 
+def test_a_proposal_is_staged_before_prompts_are_read(monkeypatch):
+    """What it reads is of buffers that the runner uses in turn."""
+    served, order = runner([{}] * 2, "two"), []
+    served.step()
+    drafter, stage = served.drafter, served.drafter._stage
+    monkeypatch.setattr(drafter, "_stage", lambda *args: (order.append("stage"), stage(*args)))
+    monkeypatch.setattr(drafter, "_ingest", lambda *args: order.append("read"))
+    batch = served.input_batch()
+    batch.has_prefill, batch.prefill_len_np = True, np.array([4, 4])
+    batch.is_prefilling_np = np.array([True, False])
+    drafter.propose(batch, {}, {}, None, None, torch.ones(2, dtype=torch.int32), *[None] * 5)
+    assert order == ["stage", "read"]
+
+
+def test_no_encoder_outputs_are_gathered(monkeypatch):
+    """Of a multimodal target, which vLLM takes for the model of a lookup."""
+    from support.table_runner import CascadeSpeculator, DraftModelSpeculator
+
+    def load(self, target_model):
+        self.supports_mm_inputs = True
+
+    monkeypatch.setattr(DraftModelSpeculator, "load_model", load)
+    drafter = object.__new__(CascadeSpeculator)
+    drafter.load_model(None)
+    assert not drafter.supports_mm_inputs
+
+
 @pytest.mark.parametrize(
     ("levels", "prompt", "stale"), [(1, 1, False), (3, 1, True), (3, 2, False), (4, 2, True)]
 )

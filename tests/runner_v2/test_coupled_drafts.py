@@ -21,7 +21,7 @@ def runner(params, name, **options):
         "point masses": {"length": 3, "keeps_rows": False},
     }.get(name)
     if given is None:
-        given = {"length": 4, "cascade": cascade(name) | options.pop("keys", {})}
+        given = {"length": 4, "cascade": cascade(name)}
     draft = options.pop("draft", draft)
     # As long as the widest window of a cascade, so that the first step drafts.
     return TableRunner(target, draft, params, prompt_length=4, **given, **options)
@@ -71,11 +71,12 @@ def test_drafters_take_the_noise_of_the_targets_token(name):
     assert served.accepted == served.verified > 0
 
 
-def test_all_sampled_requests_are_coupled_if_configured():
+@pytest.mark.parametrize("name", ["two", "stock"])
+def test_all_sampled_requests_are_coupled_if_configured(name):
     params = [*FILTERS, {"temperature": 0.0}]
     expected, _ = texts(params, "plain")
-    assert texts(params, "two", keys={"verifier": "coupled"})[0] == expected
-    assert texts(params, "two")[0] != expected
+    assert texts(params, name, couples_all=True)[0] == expected
+    assert texts(params, name)[0] != expected
 
 
 @pytest.mark.parametrize("fault", ["position", "threshold"])

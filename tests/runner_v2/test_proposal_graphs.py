@@ -164,13 +164,15 @@ def test_the_largest_batch_that_drafts_is_captured(largest, sizes):
 
 def test_no_proposal_feeds_more_than_torch_compile_covers():
     from vllm_hsd.errors import UserError
-    from vllm_hsd.runner_v2.graphs import largest_batch
+    from vllm_hsd.runner_v2.spec_config import max_batch_size
+
+    hsd = SimpleNamespace(disable_by_batch_size=64)
 
     for longest, tokens, expected in ((0, 8, 64), (5, 8192, 64), (5, 256, 51), (10, 10, 1)):
-        assert largest_batch(64, longest, tokens) == expected
+        assert max_batch_size(hsd, longest, tokens) == expected
         assert expected * longest <= tokens
     with pytest.raises(UserError, match="max_num_batched_tokens is 9"):
-        largest_batch(64, 10, 9)
+        max_batch_size(hsd, 10, 9)
 
 
 def test_attention_captures_as_many_tokens_as_proposals_feed(monkeypatch):

@@ -145,6 +145,8 @@ STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
         ({"adaptive": True}, {"distributed_executor_backend": "external_launcher"}, "adaptive"),
         ({}, {"enable_dbo": True}, "dual batch overlap does not run with speculation"),
         ({"levels": [{"eagle3": "HEAD"}], "adaptive": True}, {}, "adaptive has no meaning"),
+        ({"levels": [{"eagle3": "HEAD"}], "verifier": "standard"}, {}, "verifier has no meaning"),
+        ({"levels": [{"eagle3": "HEAD"}], "verifier": "coupled"}, {}, None),
         ({"method": "ngram", **STOCK}, {}, None),
         ({"method": "ngram", **STOCK, "num_speculative_tokens": 64}, {}, "num_speculative_tokens"),
         ({"method": "suffix", **STOCK}, {}, "not with 'suffix'"),
@@ -165,6 +167,9 @@ def test_v1_serves_what_v2_cannot(family, v2, head, monkeypatch, keys, engine, r
         given["levels"] = [with_paths(level, family, head) for level in given["levels"]]
     config = configure(family, given, **engine)
     assert config.use_v2_model_runner == (reason is None)
+    if reason is None:
+        couples_all = pickle.loads(pickle.dumps(config.speculative_config)).hsd_couples_all
+        assert couples_all == ("verifier" in keys)
     assert config.speculative_config.hsd_runner == ("V1" if reason else "V2")
     lines = [line for line in said if "Model Runner V2 does not" in line]
     assert bool(lines) == bool(reason) and len(set(lines)) < 2
@@ -224,8 +229,10 @@ def test_a_key_of_vllm_reaches_the_level_or_is_refused(family, v2, monkeypatch, 
             configure(family, given)
         return
     config = configure(family, given)
+    config.parallel_config.data_parallel_index = 1
     level = levels.ModelLevel(SimpleNamespace(vllm_config=config, vocab_size=64), 0)
     level.load(config.speculative_config.level_configs[0])
+    assert level.draft_config.parallel_config.data_parallel_index == 1
     places = {"level": level, "config": level.draft_config, **found}
     expected = value["load_format"] if isinstance(value, dict) else value
     assert operator.attrgetter(place.partition(".")[2])(places[place.partition(".")[0]]) == expected

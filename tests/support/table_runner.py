@@ -152,6 +152,7 @@ class TableRunner:
         prompt: token that every text starts with.
         prompt_length: how often.
         cascade: as configured, of levels {"model": table [V, V]}, in the place of `draft`.
+        couples_all: as of a configuration with "verifier": "coupled".
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class TableRunner:
         prompt: int = 0,
         prompt_length: int = 1,
         cascade: dict | None = None,
+        couples_all: bool = False,
     ) -> None:
         self.target, self.draft, self.length = target, draft, length
         self.count, vocabulary = len(params), len(target)
@@ -185,6 +187,7 @@ class TableRunner:
             rejection_sample_method="block",
             fly_entropy_threshold=None,
             fly_entropy_top_k=None,
+            hsd_couples_all=couples_all,
         )
         self.drafter = TableDrafter(self.count, length, vocabulary, keeps_rows)
         if cascade is not None:

@@ -13,7 +13,6 @@ from vllm_hsd import metrics
 from vllm_hsd.core.batch_budget import BatchBudget
 from vllm_hsd.registry import NONE_FILED
 from vllm_hsd.runner_v2.hooks import REGISTRY
-from vllm_hsd.runner_v2.spec_config import max_batch_size
 
 
 class LearnedLengths:
@@ -62,7 +61,10 @@ def make_scheduler(original, self, *args, **kwargs):
     hsd = getattr(self.vllm_config.speculative_config, "hsd", None)
     if hsd is not None and hsd.adaptive and self.dynamic_sd_lookup is not None:
         by_size = self.dynamic_sd_lookup
-        if len(by_size) - 1 <= max_batch_size(hsd):
+        limit = self.vllm_config.speculative_config.max_batch_size(
+            self.vllm_config.scheduler_config
+        )
+        if len(by_size) - 1 <= limit:
             # `V2CascadeConfig.adapt` has put 0 there.
             by_size[-1] = max(by_size)
         learned = LearnedLengths(by_size)

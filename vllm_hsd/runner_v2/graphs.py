@@ -15,7 +15,6 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_hsd.core.proposal_state import ProposalState
-from vllm_hsd.errors import UserError
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:
@@ -27,29 +26,6 @@ def batch_sizes(max_batch_size: int) -> list[int]:
     powers = [1 << i for i in range(max_batch_size.bit_length())]
     middles = [size + size // 2 for size in powers if size >= 16]
     return sorted({s for s in (*powers, *middles) if s < max_batch_size} | {max_batch_size})
-
-
-def largest_batch(max_batch_size: int, longest_query: int, max_num_batched_tokens: int) -> int:
-    """Most requests of a proposal.
-
-    torch.compile covers forward passes of at most max_num_batched_tokens.
-
-    Args:
-        max_batch_size: most requests of a step that drafts.
-        longest_query: tokens that one request feeds to a forward pass at most.
-
-    Raises:
-        UserError: not even one request can draft.
-    """
-    if not longest_query:
-        return max_batch_size
-    if longest_query > max_num_batched_tokens:
-        raise UserError(
-            f"max_num_batched_tokens is {max_num_batched_tokens}, but a request feeds "
-            f"{longest_query} tokens to a level at once: raise it or lower num_tokens of the "
-            "levels."
-        )
-    return min(max_batch_size, max_num_batched_tokens // longest_query)
 
 
 def why_eager(

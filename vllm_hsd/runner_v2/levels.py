@@ -60,6 +60,8 @@ class ModelLevel:
         parallel = replace(
             level_config.draft_parallel_config, rank=self.vllm_config.parallel_config.rank
         )
+        # As in vLLM 0.33: `replace` makes it anew, and what is compiled and dumped is kept by it.
+        parallel.data_parallel_index = self.vllm_config.parallel_config.data_parallel_index
         # The tag and additional_config keep torch.compile from sharing one artifact between levels.
         self.draft_config = replace(
             level_config.apply_draft_overrides(self.vllm_config),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_hsd.core.schedule import DRAWS_PER_LENGTH
@@ -20,6 +21,7 @@ from vllm_hsd.runner_v2.request_parameters import RequestParameters
 from vllm_hsd.runner_v2.speculator import CascadeSpeculator
 from vllm_hsd.runner_v2.stock_drafters import KeptDrafts
 
+logger = init_logger(f"vllm.{__name__}")
 _SAMPLER = "vllm.v1.worker.gpu.sample.sampler.Sampler"
 _STATES = "vllm.v1.worker.gpu.sample.states.SamplingStates"
 
@@ -49,10 +51,13 @@ def serve(runner: Any) -> None:
             "float32: remove use_fp64_gumbel."
         )
     speculator, kept = runner.speculator, None
-    couples_all = isinstance(speculator, CascadeSpeculator) and speculator.hsd.verifier == "coupled"
+    couples_all = runner.speculative_config.hsd_couples_all
     parameters = RequestParameters(sampler.sampling_states, couples_all)
     if isinstance(speculator, CascadeSpeculator):
         speculator.req_states, speculator.parameters = runner.req_states, parameters
+        if speculator.hsd.levels[0].kind == "ngram":
+            size = runner.req_states.all_token_ids.gpu.nbytes / 2**30
+            logger.info("levels[0].ngram keeps the texts on the device: %.2f GiB.", size)
         replace_on(runner, f"{RUNNER}.sample_tokens", by=speculator)
         runner.rejection_sampler = CascadeRejectionSampler(
             sampler, runner.speculative_config, runner.device, parameters, speculator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import ClassVar
 
 from vllm.config.utils import config
@@ -58,9 +59,11 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
         if limit := hsd.disable_by_batch_size:
             keys["num_speculative_tokens_per_batch_size"] = _by_batch_size(cascade, limit)
         keys |= {"method": "eagle3", "model": hsd.levels[0].eagle3}
-        return V2BlockVerificationConfig.create(
+        head = V2BlockVerificationConfig.create(
             {**keys, "draft_sample_method": "probabilistic"}, *target
         )
+        head.hsd_couples_all = hsd.verifier == "coupled"
+        return head
 
     @classmethod
     def check_runner(cls, hsd: CascadeConfig, target_parallel_config) -> None:
@@ -77,8 +80,10 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        limit = max_batch_size(self.hsd)
-        self.num_speculative_tokens_per_batch_size = _by_batch_size(self, limit)
+        # Until `adapt` knows the scheduler's configuration.
+        self.num_speculative_tokens_per_batch_size = _by_batch_size(
+            self, self.hsd.disable_by_batch_size or MAX_BATCH_SIZE
+        )
         # Keeps vLLM from rows for every slot: the cascade keeps its own.
         self.draft_sample_method = "greedy"
         self.rejection_sample_method = "block"
@@ -86,13 +91,28 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
     def adapt(self, scheduler_config) -> None:
         super().adapt(scheduler_config)
         largest = scheduler_config.max_num_seqs
-        if largest <= max_batch_size(self.hsd):
-            # With one draft length vLLM pads prefix hits to it, and captures them.
-            self.num_speculative_tokens_per_batch_size = None
-            if self.hsd.adaptive and largest > 1:
-                # vLLM captures the target for the lengths of the table, up to its largest batch;
-                # `LearnedLengths` puts the configured one back there.
-                self.num_speculative_tokens_per_batch_size = _by_batch_size(self, largest - 1)
+        limit = self.max_batch_size(scheduler_config)
+        if largest <= limit:
+            # vLLM captures the target for the lengths of the table, up to its largest batch;
+            # `LearnedLengths` puts the configured one back there.
+            limit = largest - 1 if self.hsd.adaptive else 0
+        # With one draft length, and no table, vLLM pads prefix hits to it, and captures them.
+        self.num_speculative_tokens_per_batch_size = _by_batch_size(self, limit) if limit else None
+
+    def max_batch_size(self, scheduler_config) -> int:
+        """Most requests of a step that drafts."""
+        tokens = scheduler_config.max_num_batched_tokens
+        return max_batch_size(self.hsd, self._longest_query, tokens)
+
+    @cached_property
+    def _longest_query(self) -> int:
+        # vLLM settles its configuration several times, and a long schedule takes a second or two.
+        return schedule_of(self.hsd).longest_query
+
+    @property
+    def hsd_couples_all(self) -> bool:
+        """See `V2BlockVerificationConfig`."""
+        return self.hsd.verifier == "coupled"
 
     def use_ngram(self) -> bool:
         # Keeps the texts, which the lookup searches, in the GPU's memory.
@@ -103,9 +123,27 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
         return 0
 
 
-def max_batch_size(hsd: CascadeConfig) -> int:
-    """Most requests of a step that drafts."""
-    return hsd.disable_by_batch_size or MAX_BATCH_SIZE
+def max_batch_size(hsd: CascadeConfig, longest_query: int, max_num_batched_tokens: int) -> int:
+    """Most requests of a step that drafts.
+
+    torch.compile covers forward passes of at most max_num_batched_tokens.
+
+    Args:
+        longest_query: tokens that one request feeds to a forward pass at most.
+
+    Raises:
+        UserError: not even one request can draft.
+    """
+    limit = hsd.disable_by_batch_size or MAX_BATCH_SIZE
+    if not longest_query:
+        return limit
+    if longest_query > max_num_batched_tokens:
+        raise UserError(
+            f"max_num_batched_tokens is {max_num_batched_tokens}, but a request feeds "
+            f"{longest_query} tokens to a level at once: raise it or lower num_tokens of the "
+            "levels."
+        )
+    return min(limit, max_num_batched_tokens // longest_query)
 
 
 def _by_batch_size(cascade: V2CascadeConfig, limit: int) -> list[tuple[int, int, int]]:
@@ -138,7 +176,7 @@ def _check(hsd: CascadeConfig, target_parallel_config) -> None:
     if _is_head_alone(hsd):
         for key, holds in {
             "adaptive": hsd.adaptive,
-            "verifier": hsd.verifier != "block",
+            "verifier": hsd.verifier == "standard",
             "levels[0].temperature_scale": hsd.options()[0].temperature_scale != 1,
         }.items():
             if holds:

@@ -20,7 +20,7 @@ from vllm_hsd.core.program import Program
 from vllm_hsd.core.proposal_state import COUNTS, KVGroups, ProposalState
 from vllm_hsd.kernels.cascade_steps import stage
 from vllm_hsd.runner_v2 import graph_checks
-from vllm_hsd.runner_v2.graphs import ProposalGraphs, batch_sizes, largest_batch, why_eager
+from vllm_hsd.runner_v2.graphs import ProposalGraphs, batch_sizes, why_eager
 from vllm_hsd.runner_v2.metrics import DeviceCounts
 from vllm_hsd.runner_v2.request_parameters import RequestParameters
 from vllm_hsd.runner_v2.spec_config import max_batch_size, schedule_of, verifiers
@@ -63,10 +63,9 @@ class CascadeSpeculator(StandaloneARSpeculator):
         # Before vLLM's memory profile, and not with the weights, which sleep mode may discard.
         self.state = ProposalState.allocate(
             self.schedule,
-            batch=largest_batch(
-                min(self.max_num_reqs, max_batch_size(self.hsd)),
-                self.schedule.longest_query,
-                self.max_num_tokens,
+            batch=min(
+                self.max_num_reqs,
+                max_batch_size(self.hsd, self.schedule.longest_query, self.max_num_tokens),
             ),
             max_num_reqs=self.max_num_reqs,
             vocab_size=self.vocab_size,
@@ -84,6 +83,11 @@ class CascadeSpeculator(StandaloneARSpeculator):
     @max_model_len.setter
     def max_model_len(self, value: int) -> None:
         """vLLM 0.32 sets it once."""
+
+    def load_model(self, target_model) -> None:
+        super().load_model(target_model)
+        # vLLM gathers encoder outputs in every step for a drafter that takes them; no level does.
+        self.supports_mm_inputs = False
 
     def load_draft_model(self, target_model, target_attn_layer_names):
         for i, level in enumerate(self.hsd.levels):
@@ -175,23 +179,26 @@ class CascadeSpeculator(StandaloneARSpeculator):
     ) -> torch.Tensor:
         count = input_batch.num_reqs
         drafts = self.draft_tokens[:count]
-        # vLLM's scheduler asks for no drafts of a large batch; its warm-up may.
-        drafts_none = num_speculative_tokens == 0 or count > self.state.batch
-        slots = input_batch.idx_mapping_np[:count]
-        if dummy_run or input_batch.has_prefill or (drafts_none and count <= self.state.batch):
-            self._ingest(input_batch, attn_metadata, slot_mappings, with_logits=dummy_run)
-        elif drafts_none:
-            # Passes of all levels would cost a large batch more than its drafts are worth later.
-            self.stale[slots] = True
+        computed = input_batch, attn_metadata, slot_mappings
         if dummy_run:
+            self._ingest(*computed, with_logits=True)
             return drafts
+        # vLLM's scheduler plans no drafts of a large batch; its warm-up may.
+        fits = count <= self.state.batch
+        drafts_none = num_speculative_tokens == 0 or not fits
+        slots = input_batch.idx_mapping_np[:count]
         if input_batch.has_prefill:
             # A text that is shorter than the window drafts nothing until it has grown. By then
             # the levels above the lowest would miss some of it, after the shortest prompts.
             read = input_batch.prefill_len_np[:count] >= self.schedule.num_levels - 1
             begins = input_batch.is_prefilling_np[:count]
             self.stale[slots[begins]] = ~read[begins]
+        elif not fits:
+            # Passes of all levels would cost a large batch more than its drafts are worth later.
+            self.stale[slots] = True
         if drafts_none:
+            if fits or input_batch.has_prefill:
+                self._ingest(*computed)
             accepted = (num_sampled - 1).clamp(min=0).sum()
             self.state.counts[-1, COUNTS.accepted] += accepted
             self.state.row_of_slot.fill_(-1)
@@ -208,7 +215,10 @@ class CascadeSpeculator(StandaloneARSpeculator):
             mask = async_tensor_h2d(stale, device=self.device, dtype=torch.bool)
             index = index.masked_fill(mask, -1)
         inputs = index, num_sampled
+        # First: the runner writes the next steps' parameters into the buffers that it reads.
         self._stage(state, *inputs)
+        if input_batch.has_prefill:
+            self._ingest(*computed)
         if size is not None:
             for level in self.hosted:
                 if level is not None:
@@ -260,10 +270,12 @@ class CascadeSpeculator(StandaloneARSpeculator):
             max_model_len=self.max_model_len,
         )
 
-    def _ingest(self, input_batch, attn_metadata, slot_mappings, with_logits: bool) -> None:
+    def _ingest(self, input_batch, attn_metadata, slot_mappings, with_logits=False) -> None:
         """Let every model compute what the target has computed in this step.
 
-        Entries of rejected tokens are after the text and are overwritten before they are read.
+        Entries of rejected tokens are after the text and are overwritten before they are read. Next
+        to prompts the other requests' tokens are computed too, which a proposal that catches up
+        would do again: a batch of the prompts alone would need attention metadata of its own.
         """
         tokens = input_batch.num_tokens_after_padding
         for level in self.hosted:
