@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-# Steps of a trial: the first one has no draft to verify, a model may have to catch up in it, and one
-# request alone has to verify enough tokens to tell.
+# Steps of a trial: the first one has no draft to verify, a model may have to catch up in it, and a
+# single request has to verify enough tokens to tell.
 TRIAL_STEPS = 6
 # Steps before the second trial; the pause doubles while the option loses.
 FIRST_PAUSE, LONGEST_PAUSE = 64, 4096
