@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from vllm_hsd.core.acceptance import PRIOR_TOKENS, REMEMBERED
 from vllm_hsd.core.step_times import StepTimes
-from vllm_hsd.core.trials import Trials
+from vllm_hsd.core.trials import TRIAL_STEPS, Trials
 
 
 class BatchBudget:
@@ -28,8 +28,8 @@ class BatchBudget:
         self.draft_length = draft_length
         self.times = StepTimes(max_batch), StepTimes(max_batch)
         self.drafts = self.emitted = 0.0
-        # Two options for each power of two of requests.
-        self.trials = Trials(2 * max_batch.bit_length() + 2)
+        # Two options for each power of two of requests, all of which a trial is made on.
+        self.trials = Trials(2 * max_batch.bit_length() + 2, TRIAL_STEPS - 2)
 
     def choose(self, size: int) -> int:
         """Tokens to draft for each of `size` requests: `draft_length` or 0."""

@@ -18,13 +18,15 @@ class Trials:
 
     Args:
         options: how many there are.
+        steps: of a trial.
 
     Attributes:
         idle: [options] int64 steps since the option paid, or since its last trial.
         pause: [options] int64 such steps before the next trial.
     """
 
-    def __init__(self, options: int) -> None:
+    def __init__(self, options: int, steps: int = TRIAL_STEPS) -> None:
+        self.steps = steps
         self.idle = np.zeros(options, dtype=np.int64)
         self.pause = np.zeros(options, dtype=np.int64)
 
@@ -36,7 +38,7 @@ class Trials:
         """Whether the option is used in this step although it does not pay; a step has passed."""
         self.idle[option] += 1
         idle = self.idle[option] - self.pause[option]
-        if idle >= TRIAL_STEPS:
+        if idle >= self.steps:
             longer = min(max(2 * self.pause[option], FIRST_PAUSE), LONGEST_PAUSE)
             self.idle[option], self.pause[option] = 0, longer
         return bool(idle > 0)
