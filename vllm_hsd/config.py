@@ -88,7 +88,7 @@ class CascadeConfig(Keys):
     @property
     def head_below_others(self) -> bool:
         """Whether an EAGLE-3 head drafts for another level; above the first level it is refused."""
-        heads = [source.reads_target_states for source in self.levels[0].sources]
+        heads = [source.reads_target_states for source in self.levels[0].drafters]
         return len(self.levels) > 1 and any(heads)
 
     def options(self) -> list[LevelOptions]:
@@ -219,7 +219,7 @@ def _without_tags(location: tuple[Any, ...]) -> tuple[list[Any], str | None]:
     """A fault's place without the kinds that pydantic adds to it, and the last of these."""
     path, kind = [], None
     for i, part in enumerate(location):
-        if i > 1 and location[i - 2] in ("levels", "first_of") and isinstance(location[i - 1], int):
+        if i > 1 and location[i - 2] in ("levels", "sources") and isinstance(location[i - 1], int):
             kind = part
         else:
             path.append(part)

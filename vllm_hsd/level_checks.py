@@ -43,7 +43,7 @@ def target_mistakes(model_config: ModelConfig, parallel_config: ParallelConfig) 
 def engine_mistakes(hsd: CascadeConfig, arguments: EngineArgs) -> Iterator[str]:
     """A sentence for every level that does not work with other arguments of the engine."""
     for i, level in enumerate(hsd.levels):
-        source = level.sources[-1]
+        source = level.drafters[-1]
         if arguments.enable_lora and source.runs_target:
             yield (
                 f"levels[{i}].{source.kind} runs layers of the target, which does not work with "
@@ -62,9 +62,9 @@ def connector_mistake(hsd: CascadeConfig, arguments: EngineArgs) -> str | None:
         if getattr(arguments, key) is not None
     ]
     late = [
-        "adaptive" if hsd.adaptive else f"levels[{i}].first_of"
+        "adaptive" if hsd.adaptive else f"levels[{i}].sources"
         for i, level in enumerate(hsd.levels)
-        if level.fills_cache_lazily or (hsd.adaptive and level.sources[-1].keeps_cache)
+        if level.fills_cache_lazily or (hsd.adaptive and level.drafters[-1].keeps_cache)
     ]
     if not used or not late:
         return None
@@ -88,7 +88,7 @@ def check_exit_order(levels: Sequence[LevelConfig | None]) -> None:
         if level is None:
             continue
         # Only the last source of a level can be an exit.
-        source = level.sources[-1]
+        source = level.drafters[-1]
         if (layers := source.target_layers) is not None:
             exits.append((f"levels[{i}].{source.kind}", layers))
     for (lower, below), (upper, above) in itertools.pairwise(exits):

@@ -30,7 +30,7 @@ def configurations() -> dict[str, dict[str, Any]]:
     return {
         f"{kind}, fixed": fixed(lookup),
         f"{kind}, adaptive": fixed(lookup, adaptive=True),
-        "all sources, adaptive": fixed({"first_of": levels()}, adaptive=True),
+        "all sources, adaptive": fixed({"sources": levels()}, adaptive=True),
     }
 
 

@@ -23,7 +23,7 @@ def sources(length: int = DRAFT_LENGTH) -> list[dict[str, Any]]:
         length: longest draft.
     """
     alone = levels()
-    mixed = [{"first_of": alone}] if len(alone) > 1 else []
+    mixed = [{"sources": alone}] if len(alone) > 1 else []
     return [fixed(level, length=length) for level in alone + mixed]
 
 

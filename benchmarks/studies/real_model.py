@@ -42,7 +42,7 @@ def groups(
     """
     ends = [t for t in temperatures if t in (0.0, 0.6, 1.0)] or list(temperatures)
     sampled = [t for t in temperatures if t > 0]
-    drawn = (SUFFIX, {"first_of": [NGRAM_MODEL]}, {"first_of": [SUFFIX, NGRAM_MODEL]})
+    drawn = (SUFFIX, {"sources": [NGRAM_MODEL]}, {"sources": [SUFFIX, NGRAM_MODEL]})
     found = [
         Group("sources", _named(sources()), ends),
         Group(

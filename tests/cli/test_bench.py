@@ -139,7 +139,7 @@ def test_configurations_have_short_names():
     assert config_name(None) == "no speculation"
     assert config_name(NGRAM) == "ngram 4"
     assert config_name(CASCADE) == "ngram 3, small 8"
-    mixed = {**CASCADE, "levels": [{"first_of": [{"suffix": {}}, {"bigram": "table"}]}]}
+    mixed = {**CASCADE, "levels": [{"sources": [{"suffix": {}}, {"bigram": "table"}]}]}
     assert config_name(mixed) == "suffix+bigram 8"
     eagle = {"method": "eagle3", "model": "org/head", "num_speculative_tokens": 7}
     assert config_name({**eagle, "rejection_sample_method": "block"}) == "eagle3 head 7 (block)"

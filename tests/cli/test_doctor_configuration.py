@@ -65,7 +65,7 @@ CASES: dict[str, tuple[str, Callable[[dict], list[dict]], str, list[str]]] = {
     "states that a target does not give, exits that it has not": (
         "gemma",
         lambda m: [
-            {"first_of": [{"ngram": {"max": 3}}, {"eagle3": m["eagle3"]}], "num_tokens": 3},
+            {"sources": [{"ngram": {"max": 3}}, {"eagle3": m["eagle3"]}], "num_tokens": 3},
             {"early_exit": 1},
         ],
         "",

@@ -95,29 +95,34 @@ FAULTS = {
         hsd({**MODEL, "num_tokens": 2}, {"suffix": {}}),
         r"levels\[1\]\.suffix cannot verify",
     ),
-    "no sources": (hsd({"first_of": []}), r"levels\[0\]\.first_of: .*at least 1"),
-    "one source for a list": (hsd({"first_of": {"ngram": {}}}), r"levels\[0\]\.first_of: .*list"),
-    "source without a kind": (hsd({"first_of": [{"max": 3}]}), r"first_of\[0\] needs one of"),
+    "no sources": (hsd({"sources": []}), r"levels\[0\]\.sources: .*at least 1"),
+    "one source for a list": (hsd({"sources": {"ngram": {}}}), r"levels\[0\]\.sources: .*list"),
+    "source without a kind": (hsd({"sources": [{"max": 3}]}), r"sources\[0\] needs one of"),
     "sources in a source": (
-        hsd({"first_of": [{"first_of": [{"ngram": {}}]}]}),
-        r"levels\[0\]\.first_of\[0\] needs one of the kinds: bigram, .*, exit_head, model",
+        hsd({"sources": [{"sources": [{"ngram": {}}]}]}),
+        r"levels\[0\]\.sources\[0\] needs one of the kinds: bigram, .*, exit_head, model",
     ),
     "unknown key of a source": (
-        hsd({"first_of": [{"ngram": {}, "revision": "x"}]}),
-        r"levels\[0\]\.first_of\[0\] of kind 'ngram' has no key 'revision'",
+        hsd({"sources": [{"ngram": {}, "revision": "x"}]}),
+        r"levels\[0\]\.sources\[0\] of kind 'ngram' has no key 'revision'",
     ),
     "unknown key of a source's value": (
-        hsd({"first_of": [{"ngram": {"length": 2}}]}),
-        r"levels\[0\]\.first_of\[0\]\.ngram .*'length'; its keys are max, min",
+        hsd({"sources": [{"ngram": {"length": 2}}]}),
+        r"levels\[0\]\.sources\[0\]\.ngram .*'length'; its keys are max, min",
     ),
     "model before a lookup": (
-        hsd({"first_of": [MODEL, {"ngram": {}}]}),
-        r"levels\[0\] has first_of\[0\] of kind 'model' before others",
+        hsd({"sources": [MODEL, {"ngram": {}}]}),
+        r"levels\[0\] has sources\[0\] of kind 'model' before others",
     ),
     "num_tokens of a source": (
-        hsd({"first_of": [{"ngram": {}, "num_tokens": 3}]}),
-        r"first_of\[0\]\.num_tokens, which a source does not take: remove it or give it to",
+        hsd({"sources": [{"ngram": {}, "num_tokens": 3}]}),
+        r"sources\[0\]\.num_tokens, which a source does not take: remove it or give it to",
     ),
+    "branches": (
+        hsd({"sources": [{"ngram": {}}], "branches": 2}),
+        r"levels\[0\] has branches above 1, which no runner serves yet: remove it\.",
+    ),
+    "17 branches": (hsd({"sources": [{"ngram": {}}], "branches": 17}), r"branches: .*16"),
     "adaptive a word": (hsd(TOP, adaptive="on"), r"^adaptive must be true or false .*'on'"),
     "adaptive a number": (hsd(TOP, adaptive=1), r"^adaptive must be true or false .*: 1"),
     "adaptive a mapping": (hsd(TOP, adaptive={"depth": 1}), r"^adaptive must be true or false"),
@@ -125,9 +130,9 @@ FAULTS = {
         hsd({"eagle3": "head", "num_tokens": 2}, TOP, adaptive=True),
         r"levels\[0\] has an EAGLE-3 head, .*remove the other levels or 'adaptive'",
     ),
-    "first_of above a model": (
-        hsd({**MODEL, "num_tokens": 2}, {"first_of": [{"ngram": {}}]}),
-        r"levels\[1\]\.first_of cannot verify",
+    "sources above a model": (
+        hsd({**MODEL, "num_tokens": 2}, {"sources": [{"ngram": {}}]}),
+        r"levels\[1\]\.sources cannot verify",
     ),
     "ngram above a model": (hsd({**MODEL, "num_tokens": 2}, {"ngram": {}}), r"levels\[1\]\.ngram"),
     "eagle3 above a model": (
@@ -216,7 +221,7 @@ FAULTS = {
         "num_speculative_tokens: .*128",
     ),
     "17 levels": (hsd(*[{**MODEL, "num_tokens": 2}] * 16, TOP), "levels: .*at most 16"),
-    "9 sources": (hsd({"first_of": [{"ngram": {}}] * 9}), r"first_of: .*at most 8"),
+    "9 sources": (hsd({"sources": [{"ngram": {}}] * 9}), r"sources: .*at most 8"),
     "too many shared tokens": (
         hsd({"suffix": {"shared_tokens": 1 << 25}}),
         r"levels\[0\]\.suffix\.shared_tokens: ",
@@ -226,7 +231,7 @@ FAULTS = {
         r"levels\[0\]\.suffix\.min_acceptance: ",
     ),
     "a share of sources above 1": (
-        hsd({"first_of": [{"ngram": {}}], "min_acceptance": 2}),
+        hsd({"sources": [{"ngram": {}}], "min_acceptance": 2}),
         r"levels\[0\]\.min_acceptance: ",
     ),
     "order too large": (hsd({"ngram_model": "s", "order": 7}), r"levels\[0\]\.order: .*: 7"),
@@ -239,8 +244,8 @@ FAULTS = {
         r"levels\[1\]\.bigram cannot verify",
     ),
     "max_rounds of a source": (
-        hsd({"first_of": [{**MODEL, "max_rounds": 2}]}),
-        r"first_of\[0\]\.max_rounds, which a source does not take: remove it\.",
+        hsd({"sources": [{**MODEL, "max_rounds": 2}]}),
+        r"sources\[0\]\.max_rounds, which a source does not take: remove it\.",
     ),
     "max_model_len zero": (hsd({**TOP, "max_model_len": 0}), r"levels\[0\]\.max_model_len: "),
     "level's verifier unknown": (
@@ -320,7 +325,7 @@ def test_speculative_config_with_dashes():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_answers_what_a_runner_asks(kind):
-    values = {"early_exit": 2, "ngram": {}, "suffix": {}, "first_of": [{"ngram": {}}]}
+    values = {"early_exit": 2, "ngram": {}, "suffix": {}, "sources": [{"ngram": {}}]}
     value = values.get(kind, "path")
     (level,) = CascadeConfig.parse(hsd({kind: value})).levels
     assert level.kind == kind and getattr(level, kind) is not None

@@ -19,7 +19,7 @@ from support.simulated_serving import (
 )
 
 from vllm_hsd.core.draft_budget import FORBIDDEN, DraftBudget, _cut
-from vllm_hsd.core.levels import FirstOf
+from vllm_hsd.core.levels import Sources
 from vllm_hsd.core.trials import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_STEPS, Trials
 
 TARGETS = [memory_bound, cpu, compute_bound]
@@ -146,7 +146,7 @@ def test_tokens_are_kept_while_their_survival_pays():
 
 
 def budget(*lengths: int, drafter=True) -> DraftBudget:
-    sources = FirstOf(["0", "1"], [None], object() if drafter else None)
+    sources = Sources(["0", "1"], [None], object() if drafter else None)
     return DraftBudget(sources, lengths or (LENGTH,), 4)
 
 

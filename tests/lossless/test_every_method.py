@@ -73,8 +73,8 @@ LEVELS = {
         {"eagle3": m.files.eagle3, "num_tokens": 3},
         {"model": m.family.mid},
     ],
-    "first_of": lambda m: [
-        {"first_of": [{"ngram": {"max": 3}}, {"eagle3": m.files.eagle3}], "num_tokens": 3},
+    "sources": lambda m: [
+        {"sources": [{"ngram": {"max": 3}}, {"eagle3": m.files.eagle3}], "num_tokens": 3},
         {"model": m.family.mid},
     ],
     "horizontal": lambda m: [

@@ -13,7 +13,7 @@ from oracle.test_cascade_exact import VERIFIERS, bias, lookup, model, pair_model
 
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.draft_budget import DraftBudget
-from vllm_hsd.core.levels import FirstOf, LevelOptions
+from vllm_hsd.core.levels import LevelOptions, Sources
 from vllm_hsd.core.lowest_level import LowestLevel
 from vllm_hsd.core.sources import OfferRecord
 
@@ -26,9 +26,9 @@ SOURCES = {
 }
 
 
-def first_of(kinds: str, vocabulary: int = 2) -> FirstOf:
+def sources(kinds: str, vocabulary: int = 2) -> Sources:
     count, drafter = SOURCES[kinds]
-    return FirstOf(
+    return Sources(
         names=[str(i) for i in range(count + (drafter is not None))],
         lookups=[lookup(vocabulary, 100 + i) for i in range(count)],
         drafter=None if drafter is None else drafter(vocabulary, 110),
@@ -107,7 +107,7 @@ class Adversary(DraftBudget):
 @pytest.mark.parametrize("kinds", SOURCES)
 def test_any_rule_under_the_target(kinds, verifier, rule):
     with mock.patch("vllm_hsd.core.cascade.DraftBudget", rule):
-        levels, options = [first_of(kinds)], [LevelOptions(2, verifier)]
+        levels, options = [sources(kinds)], [LevelOptions(2, verifier)]
         assert bias(levels, options, 4, verifier=verifier) < 1e-9
 
 
@@ -115,7 +115,7 @@ def test_any_rule_under_the_target(kinds, verifier, rule):
 @pytest.mark.parametrize("kinds", SOURCES)
 def test_any_rule_below_a_verifying_level(kinds, rule):
     with mock.patch("vllm_hsd.core.cascade.DraftBudget", rule):
-        levels = [first_of(kinds), model(2, 101)]
+        levels = [sources(kinds), model(2, 101)]
         options = [LevelOptions(2), LevelOptions(3, max_rounds=2)]
         assert bias(levels, options, 4, horizontal_tokens=kinds == "lookup, model") < 1e-9
 
@@ -140,18 +140,18 @@ class Timed(Cascade):
 @pytest.mark.parametrize("kinds", SOURCES)
 def test_learned_prices(kinds):
     with mock.patch("vllm_hsd.reference.engine.Cascade", Timed):
-        assert bias([first_of(kinds)], [LevelOptions(2)], 4) < 1e-9
+        assert bias([sources(kinds)], [LevelOptions(2)], 4) < 1e-9
 
 
 @pytest.mark.parametrize("settings", [{"vocabulary": 3}, {"eos": 0}, {"eos": 1}])
 def test_three_tokens_and_eos(settings):
     with mock.patch("vllm_hsd.core.cascade.DraftBudget", Adversary):
-        levels = [first_of("lookup, model", settings.get("vocabulary", 2))]
+        levels = [sources("lookup, model", settings.get("vocabulary", 2))]
         assert bias(levels, [LevelOptions(2)], 3, **settings) < 1e-9
 
 
 def test_a_drafter_that_the_text_outgrows():
-    levels = [first_of("lookup, model")]
+    levels = [sources("lookup, model")]
     levels[0].drafter.context_length = 4
     with mock.patch("vllm_hsd.core.cascade.DraftBudget", Fresh):
         assert bias(levels, [LevelOptions(2)], 4) < 1e-9
@@ -184,7 +184,7 @@ def test_a_draft_may_end_by_its_last_token_if_that_stays(levels, verifier):
             mock.patch("vllm_hsd.core.cascade.LowestLevel", lowest_level),
             mock.patch.object(DraftBudget, "goes_on", lambda self, slots, *_: slots >= 0),
         ):
-            found, options = [first_of("model")], [LevelOptions(3, verifier)]
+            found, options = [sources("model")], [LevelOptions(3, verifier)]
             if levels == 2:
                 found.append(model(2, 101))
                 options.append(LevelOptions(3, max_rounds=2))
@@ -242,7 +242,7 @@ class KnowsTheVerdict(LooksAtTheDraft):
 def test_a_choice_by_the_drawn_token_is_caught(mutant, verifier):
     def bias_of(lowest_level) -> float:
         with mock.patch("vllm_hsd.core.cascade.LowestLevel", lowest_level):
-            levels = [first_of("lookup, model")]
+            levels = [sources("lookup, model")]
             return bias(levels, [LevelOptions(2, verifier)], 3, verifier=verifier)
 
     assert bias_of(LooksAndKeeps) < 1e-9

@@ -47,7 +47,7 @@ def cascade(place: str, head: dict, mid: str) -> dict:
     levels = {
         "alone": [head],
         "below a model": [{**head, "num_tokens": 3}, {"model": mid}],
-        "in first_of": [{"first_of": [{"ngram": {"min": 3, "max": 5}}, head]}],
+        "in sources": [{"sources": [{"ngram": {"min": 3, "max": 5}}, head]}],
     }[place]
     config = {"method": "hsd", "num_speculative_tokens": 5, "levels": levels}
     config["adaptive"] = False
@@ -83,9 +83,9 @@ def assert_lossless(result: dict, plain: dict, expected: dict) -> None:
     [
         ("its states are NaN", "below a model"),
         pytest.param("everything is NaN", "alone", marks=SLOWLY),
-        pytest.param("everything is NaN", "in first_of", marks=SLOWLY),
+        pytest.param("everything is NaN", "in sources", marks=SLOWLY),
         pytest.param("one logit is NaN", "alone", marks=SLOWLY),
-        pytest.param("its states are NaN", "in first_of", marks=SLOWLY),
+        pytest.param("its states are NaN", "in sources", marks=SLOWLY),
         pytest.param("one logit overflows", "below a model", marks=SLOWLY),
     ],
 )
@@ -121,7 +121,7 @@ LONG_PROMPTS = [[(3 * n + j * j) % 5 for j in range(n)] for n in (8, 40, 58, 61,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["alone", "below a model", "in first_of"])
+@pytest.mark.parametrize("place", ["alone", "below a model", "in sources"])
 @pytest.mark.parametrize("by", ["config.json", "the key max_model_len"])
 def test_head_with_a_shorter_context(small_vocabulary, head, tmp_path, place, by):
     if by == "config.json":

@@ -121,7 +121,7 @@ def test_damaged_drafters_are_reported_with_level_and_file(family, files, tmp_pa
         broken = {kind: str(directory)}
         key, levels = f"levels[0].{kind}", [broken]
         if i % 2:
-            key, levels = f"levels[0].first_of[1].{kind}", [{"first_of": [{"ngram": {}}, broken]}]
+            key, levels = f"levels[0].sources[1].{kind}", [{"sources": [{"ngram": {}}, broken]}]
         elif kind == "model":
             key, levels = "levels[1].model", [{"model": family.small, "num_tokens": 2}, broken]
         cascade = {"method": "hsd", "num_speculative_tokens": 6, "levels": levels}

@@ -95,20 +95,20 @@ def test_a_head_sits_out_where_it_has_not_read_the_prefix(family, plain, tmp_pat
 
 def test_levels_that_fill_their_caches_late_are_refused(family, tmp_path):
     ngram, small = {"ngram": {"max": 3}}, {"model": family.small}
-    sources = [{"first_of": [ngram, small], "num_tokens": 2}, {"model": family.mid}]
+    sources = [{"sources": [ngram, small], "num_tokens": 2}, {"model": family.mid}]
     engines = [
         engine(family, tmp_path, [small | {"num_tokens": 2}, {"model": family.mid}], adaptive=True),
         engine(family, tmp_path, sources),
         engine(family, None, sources) | {"kv_offloading_size": 1},
         engine(family, None, sources, adaptive=True),
-        engine(family, tmp_path, [{"first_of": [ngram, ngram]}]),
+        engine(family, tmp_path, [{"sources": [ngram, ngram]}]),
         engine(family, tmp_path, [ngram], adaptive=True),
     ]
     late = "fills the cache of a model no sooner than the model drafts, too late for a KV connector"
-    first_of = "levels[0].first_of"
+    key = "levels[0].sources"
     assert configuration_errors(engines) == [
         f"UserError: adaptive {late}: remove adaptive or kv_transfer_config.",
-        f"UserError: {first_of} {late}: remove {first_of} or kv_transfer_config.",
-        f"UserError: {first_of} {late}: remove {first_of} or kv_offloading_size.",
+        f"UserError: {key} {late}: remove {key} or kv_transfer_config.",
+        f"UserError: {key} {late}: remove {key} or kv_offloading_size.",
         *[None] * 3,
     ]

@@ -154,7 +154,7 @@ def other_cascades(text_family, tmp_path_factory) -> dict[str, dict]:
 # Levels and lengths then change in every step, whatever pays.
 FORCED = "forced "
 WITH_SUFFIX = (
-    *("suffix", "suffix below a model", "first_of", "eagle3 in first_of", "adaptive"),
+    *("suffix", "suffix below a model", "sources", "eagle3 in sources", "adaptive"),
     FORCED + "adaptive",
 )
 WITHOUT_SUFFIX = ("eagle3", "eagle3 below a model")

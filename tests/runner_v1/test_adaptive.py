@@ -65,7 +65,7 @@ def learned(family):
 @pytest.fixture(scope="module")
 def sources(family):
     """Two sources that take turns with each other and with no draft."""
-    level = {"first_of": [{"ngram": {"max": 3}}, {"model": family.small}]}
+    level = {"sources": [{"ngram": {"max": 3}}, {"model": family.small}]}
     return run_engine({"model": family.target, **cascade(level)}, JOBS, patch=SWITCHING)
 
 
@@ -122,7 +122,7 @@ def test_a_model_among_sources_reads_a_prefix_that_another_request_has_left_unre
     A first token does not wait for it: requests that end there leave their prompts unread.
     """
     keys = {"method": "hsd", "num_speculative_tokens": 4}
-    level = {"first_of": [{"ngram": {"min": 12, "max": 12}}, {"model": family.target}]}
+    level = {"sources": [{"ngram": {"min": 12, "max": 12}}, {"model": family.target}]}
     jobs = {
         "unread": {"prompts": PROMPTS, "params": {**SAMPLED, "seed": 1, "stop_token_ids": EVERY}},
         "read": {"prompts": PROMPTS, "params": {**GREEDY, "max_tokens": 12}},

@@ -14,7 +14,7 @@ JOBS = {
 def cascades(family) -> dict[str, list[dict]]:
     lookup = {"ngram": {"max": 3}}
     return {
-        "sources": [{"first_of": [lookup, {"model": family.small}]}],
+        "sources": [{"sources": [lookup, {"model": family.small}]}],
         "levels": [{**lookup, "num_tokens": 3}, {"model": family.small}],
     }
 

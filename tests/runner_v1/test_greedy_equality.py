@@ -92,7 +92,7 @@ SPECULATIVE = {
             "num_speculative_tokens": 7,
             "verifier": "standard",
             "levels": [
-                {"first_of": [{"ngram": {}}, {"model": family.small}], "num_tokens": 2},
+                {"sources": [{"ngram": {}}, {"model": family.small}], "num_tokens": 2},
                 {"model": family.mid, "num_tokens": 3, "max_rounds": 1},
                 {"model": family.target},
             ],

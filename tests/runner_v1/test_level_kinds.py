@@ -52,12 +52,12 @@ CASCADES = {
     "suffix": lambda family, files: cascade({"suffix": {"store": files.store}}),
     "ngram_model": lambda family, files: cascade({"ngram_model": files.store}),
     "ngram_model among sources": lambda family, files: cascade(
-        {"first_of": [{"ngram": {"max": 3}}, {"ngram_model": files.store}], "num_tokens": 3},
+        {"sources": [{"ngram": {"max": 3}}, {"ngram_model": files.store}], "num_tokens": 3},
         {"model": family.mid},
     ),
     "several sources": lambda family, files: cascade(
         {
-            "first_of": [
+            "sources": [
                 {"ngram": {"max": 3}},
                 {"suffix": {"store": files.store, "shared_tokens": 500}},
                 {"model": family.small},

@@ -59,8 +59,8 @@ CASCADES = {
     "n-grams": lambda f, files: cascade({"ngram": {"max": 3}, "num_tokens": 3}, {"model": f.mid}),
     "suffix": lambda f, files: cascade({"suffix": {"store": files.store, "shared_tokens": 2000}}),
     "eagle3": lambda f, files: cascade({"eagle3": files.eagle3}),
-    "first_of": lambda f, files: cascade(
-        {"first_of": [{"ngram": {"max": 3}}, {"eagle3": files.eagle3}], "num_tokens": 3},
+    "sources": lambda f, files: cascade(
+        {"sources": [{"ngram": {"max": 3}}, {"eagle3": files.eagle3}], "num_tokens": 3},
         {"model": f.mid},
     ),
     "adaptive": lambda f, files: cascade(
@@ -168,7 +168,7 @@ def test_a_target_with_a_sliding_window(long_family, windowed, adaptive):
     assert drafted(results, 1) > 0
 
 
-@pytest.mark.parametrize("name", ["models", "n-grams", "suffix", "eagle3", "first_of", "adaptive"])
+@pytest.mark.parametrize("name", ["models", "n-grams", "suffix", "eagle3", "sources", "adaptive"])
 def test_prompts_of_embeddings(long_family, files, name):
     """Levels see token ids only, and embeddings have none: poor drafts, the same text."""
     weights = AutoModelForCausalLM.from_pretrained(long_family.target).model.embed_tokens.weight

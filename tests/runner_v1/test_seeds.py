@@ -58,14 +58,14 @@ CASCADES = {
     "early_exit": [{"early_exit": 1}],
     "exit_head": [{"exit_head": "exit_head"}],
     "eagle3": [{"eagle3": "eagle3"}],
-    "first_of": [{"first_of": SOURCES}],
+    "sources": [{"sources": SOURCES}],
     "three": [
-        {"first_of": SOURCES, "num_tokens": 2},
+        {"sources": SOURCES, "num_tokens": 2},
         {"exit_head": "exit_head", "num_tokens": 3, "temperature_scale": 1.3},
         {"model": "mid", "verifier": "standard", "stopping": "entropy"},
     ],
 }
-FAST = [("three", "whole", False), ("eagle3", "in chunks", False), ("first_of", "preempted", True)]
+FAST = [("three", "whole", False), ("eagle3", "in chunks", False), ("sources", "preempted", True)]
 SLOW = [(c, s, a) for c in CASCADES for s in SHAPES for a in (True, False)]
 
 

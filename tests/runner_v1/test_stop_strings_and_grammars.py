@@ -194,9 +194,7 @@ KINDS = {
     "early_exit": lambda family, files: {"early_exit": 1},
     "exit_head": lambda family, files: {"exit_head": files.exit_head},
     "eagle3": lambda family, files: {"eagle3": files.eagle3},
-    "first_of": lambda family, files: {
-        "first_of": [{"ngram": {"max": 3}}, {"model": family.small}]
-    },
+    "sources": lambda family, files: {"sources": [{"ngram": {"max": 3}}, {"model": family.small}]},
 }
 
 

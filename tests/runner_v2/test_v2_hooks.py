@@ -115,7 +115,7 @@ def test_what_the_v2_runner_refuses(family, v2, keys, message):
             {"levels": [{"eagle3": "a", "num_tokens": 2}, {"early_exit": 1}]},
             r"levels\[0\].eagle3 does not run on vLLM's V2",
         ),
-        ({"levels": [{"first_of": [{"ngram": {}}]}]}, r"levels\[0\].first_of does not run on"),
+        ({"levels": [{"sources": [{"ngram": {}}]}]}, r"levels\[0\].sources does not run on"),
         ({"levels": [{"bigram": "none"}]}, r"levels\[0\].bigram: no file 'none'"),
         ({"levels": [{"early_exit": 90}]}, r"levels\[0\].early_exit is 90, but the target has"),
         ({"levels": [{"exit_head": "none"}]}, r"levels\[0\].exit_head: .*none"),
@@ -138,7 +138,7 @@ STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
     [
         ({"levels": [{"ngram": {}}]}, {}, None),
         ({"levels": [{"suffix": {}}]}, {}, r"levels\[0\].suffix does not run"),
-        ({"levels": [{"first_of": [{"ngram": {}}]}]}, {}, r"levels\[0\].first_of does not run"),
+        ({"levels": [{"sources": [{"ngram": {}}]}]}, {}, r"levels\[0\].sources does not run"),
         ({"levels": [{"early_exit": 1, "stopping": "entropy"}]}, {}, r'stopping is "entropy"'),
         ({"num_speculative_tokens": 64}, {}, "num_speculative_tokens is 64"),
         ({"levels": [{"model": "SHORT"}]}, {}, r"levels\[0\] reads 99 tokens"),

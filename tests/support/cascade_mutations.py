@@ -72,7 +72,7 @@ def _mappings(raw: dict) -> list[dict]:
         if isinstance(level, dict):
             found.append(level)
             found += [value for value in level.values() if isinstance(value, dict)]
-            sources = level.get("first_of")
+            sources = level.get("sources")
             for source in sources if isinstance(sources, list) and len(sources) < 20 else []:
                 if isinstance(source, dict):
                     found += [source, *(v for v in source.values() if isinstance(v, dict))]
@@ -140,7 +140,7 @@ def _adapt(rng: random.Random, raw: dict) -> None:
 
 def _sources(rng: random.Random, raw: dict) -> None:
     """Reorder, repeat, nest or empty the sources of a level."""
-    lists = [m["first_of"] for m in _mappings(raw) if isinstance(m.get("first_of"), list)]
+    lists = [m["sources"] for m in _mappings(raw) if isinstance(m.get("sources"), list)]
     lists = [found for found in lists if 0 < len(found) < 20]
     if not lists:
         return
@@ -153,7 +153,7 @@ def _sources(rng: random.Random, raw: dict) -> None:
     elif change == "repeat":
         sources[:0] = [dict(sources[0]) if isinstance(sources[0], dict) else sources[0]]
     elif change == "nest":
-        sources[-1] = {"first_of": [{"ngram": {}}]}
+        sources[-1] = {"sources": [{"ngram": {}}]}
     else:
         sources[rng.randrange(len(sources))] = _junk(rng)
 
@@ -189,9 +189,7 @@ def valid_cascades(
         two({"ngram": {"max": 3}}, horizontal_tokens=3, adaptive=False),
         two({"bigram": store}, verifier="coupled"),
         two({"ngram_model": store, "order": 2}),
-        two(
-            {"first_of": [{"ngram": {}}, {"bigram": store}, {"model": small, "stopping": "fixed"}]}
-        ),
+        two({"sources": [{"ngram": {}}, {"bigram": store}, {"model": small, "stopping": "fixed"}]}),
         {"num-speculative-tokens": 5, "levels": [{"eagle3": eagle3, "temperature-scale": 2}]},
         {
             "num_speculative_tokens": 9,
@@ -206,7 +204,7 @@ def valid_cascades(
             "num_speculative_tokens": 4,
             "levels": [
                 {
-                    "first_of": [{"suffix": {"store": store, "shared_tokens": 9}}],
+                    "sources": [{"suffix": {"store": store, "shared_tokens": 9}}],
                     "min_acceptance": 0.2,
                 }
             ],

@@ -57,7 +57,7 @@ def with_tiny_models(config: dict, family: Family, directory: Path) -> dict:
         config["model"] = files.eagle3 if eagle else family.mid
     models, layer = [family.mid, family.small], 0
     given = config.get("levels", [])
-    for level in [*given, *(source for outer in given for source in outer.get("first_of", []))]:
+    for level in [*given, *(source for outer in given for source in outer.get("sources", []))]:
         for key in CHECKPOINT_KEYS:
             level.pop(key, None)
         if "suffix" in level:

@@ -14,10 +14,10 @@ from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.levels import (
     UNLIMITED,
     DraftBatch,
-    FirstOf,
     LevelOptions,
     Lookup,
     LookupLevel,
+    Sources,
 )
 from vllm_hsd.core.stopping import EntropyThresholds
 
@@ -140,7 +140,7 @@ class Serving:
         if self.fixed is None or len(sources) > 1:
             lookups = [source for source in sources if isinstance(source, LookupLevel)]
             drafter = None if isinstance(sources[-1], LookupLevel) else sources[-1]
-            lowest = FirstOf([str(i) for i in range(len(sources))], lookups, drafter)
+            lowest = Sources([str(i) for i in range(len(sources))], lookups, drafter)
         count = len(self.levels)
         self.options = [LevelOptions(length) for length in self.fixed or [LENGTH] * count]
         self.cascade = self.build([lowest, *self.levels[1:]])

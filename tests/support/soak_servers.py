@@ -54,12 +54,12 @@ def lookups_and_heads(family, files: LevelFiles) -> dict[str, dict]:
     levels = {
         "suffix": [suffix],
         "suffix below a model": [{**suffix, "num_tokens": 4}, mid],
-        "first_of": [{"first_of": [ngram, suffix, small], "num_tokens": 3}, mid],
+        "sources": [{"sources": [ngram, suffix, small], "num_tokens": 3}, mid],
         "eagle3": [head],
         "eagle3 below a model": [{**head, "num_tokens": 2}, {**mid, "max_rounds": 1}],
-        "eagle3 in first_of": [{"first_of": [ngram, suffix, head]}],
+        "eagle3 in sources": [{"sources": [ngram, suffix, head]}],
         "adaptive": [
-            {"first_of": [ngram, suffix], "num_tokens": 2},
+            {"sources": [ngram, suffix], "num_tokens": 2},
             {**small, "num_tokens": 3},
             mid,
         ],

@@ -234,7 +234,7 @@ def _head_mistakes(engine: Any) -> list[str]:
     heads = [
         f"levels[{i}].eagle3"
         for i, level in enumerate(levels)
-        if any(source.reads_target_states for source in level.sources)
+        if any(source.reads_target_states for source in level.drafters)
     ]
     mistakes: list[str] = []
     if heads:

@@ -23,12 +23,12 @@ from vllm_hsd.core.drafts import DraftStore, ragged_arange, ragged_starts
 from vllm_hsd.core.level_models import Forward, LevelModels
 from vllm_hsd.core.levels import (
     DraftBatch,
-    FirstOf,
     Level,
     LevelOptions,
     LookupLevel,
     PerRequest,
     Selection,
+    Sources,
 )
 from vllm_hsd.core.lowest_level import LowestLevel, split_sources
 from vllm_hsd.core.rounds import Round, move_thresholds
@@ -62,7 +62,7 @@ class Cascade:
 
     def __init__(
         self,
-        levels: Sequence[Level | LookupLevel | FirstOf],
+        levels: Sequence[Level | LookupLevel | Sources],
         options: Sequence[LevelOptions],
         num_slots: int,
         horizontal_tokens: int = 0,
@@ -77,11 +77,11 @@ class Cascade:
         if lengths:
             lengths[0] = max(lengths[0], horizontal_tokens)
         self.drafts = [DraftStore(num_slots, length) for length in lengths]
-        names = levels[0].names if levels and isinstance(levels[0], FirstOf) else []
+        names = levels[0].names if levels and isinstance(levels[0], Sources) else []
         self.counters = Counters.zeros(len(self.levels), names)
         self.models = LevelModels(self.levels, self.options, self.counters)
         self.budget: DraftBudget | None = None
-        sources = levels[0] if levels and isinstance(levels[0], FirstOf) else None
+        sources = levels[0] if levels and isinstance(levels[0], Sources) else None
         if sources is not None or (adaptive and levels):
             self.budget = DraftBudget(sources, lengths, num_slots)
         self.lowest: LowestLevel | None = None

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from vllm_hsd.core.acceptance import MEMORY, PLACES, PRIOR_ACCEPTANCE, Acceptance
-from vllm_hsd.core.levels import FirstOf, Selection
+from vllm_hsd.core.levels import Selection, Sources
 from vllm_hsd.core.rounds import Round
 from vllm_hsd.core.sources import OfferRecord, Offers
 from vllm_hsd.core.step_times import StepTimes
@@ -69,7 +69,7 @@ class DraftBudget:
     """
 
     def __init__(
-        self, sources: FirstOf | None, draft_lengths: Sequence[int], num_slots: int
+        self, sources: Sources | None, draft_lengths: Sequence[int], num_slots: int
     ) -> None:
         self.sources, self.lengths = sources, list(draft_lengths)
         self.target = len(self.lengths)

@@ -118,7 +118,7 @@ class Stateless:
 
 
 @dataclass
-class FirstOf:
+class Sources:
     """Several sources in the place of the lowest level; see `core.draft_budget`.
 
     Attributes:

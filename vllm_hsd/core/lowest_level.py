@@ -14,7 +14,7 @@ import torch
 from vllm_hsd.core.draft_budget import DraftBudget
 from vllm_hsd.core.drafts import DraftStore, ragged_arange, ragged_starts
 from vllm_hsd.core.level_models import Forward, LevelModels, highest_probability
-from vllm_hsd.core.levels import DraftBatch, FirstOf, Level, LookupLevel
+from vllm_hsd.core.levels import DraftBatch, Level, LookupLevel, Sources
 from vllm_hsd.core.sources import Offers
 from vllm_hsd.verify.residual import BlockedCDF
 
@@ -35,7 +35,7 @@ class LowestLevel:
 
     def __init__(
         self,
-        level: Level | LookupLevel | FirstOf,
+        level: Level | LookupLevel | Sources,
         models: LevelModels,
         drafts: DraftStore,
         budget: DraftBudget | None,
@@ -225,10 +225,10 @@ class LowestLevel:
 
 
 def split_sources(
-    level: Level | LookupLevel | FirstOf,
+    level: Level | LookupLevel | Sources,
 ) -> tuple[list[LookupLevel], Level | None]:
     """The lookups of a lowest level, and its model."""
-    if isinstance(level, FirstOf):
+    if isinstance(level, Sources):
         return level.lookups, level.drafter
     return ([level], None) if isinstance(level, LookupLevel) else ([], level)
 

@@ -9,10 +9,10 @@ from vllm_hsd.levels import (
     eagle3,
     early_exit,
     exit_head,
-    first_of,
     model,
     ngram,
     ngram_model,
+    sources,
     suffix,
 )
 from vllm_hsd.levels.base import KINDS, Keys, Level, LevelConfig, Name, Target, Tokens, Verifier
@@ -30,9 +30,9 @@ __all__ = [
     "eagle3",
     "early_exit",
     "exit_head",
-    "first_of",
     "model",
     "ngram",
     "ngram_model",
+    "sources",
     "suffix",
 ]

@@ -128,7 +128,7 @@ class LevelConfig(Keys):
             KINDS[cls.kind] = cls
 
     @property
-    def sources(self) -> list[LevelConfig]:
+    def drafters(self) -> list[LevelConfig]:
         """What may draft at this level: itself, unless it has several sources."""
         return [self]
 

@@ -57,7 +57,7 @@ def drafters_of(config: Mapping[str, Any]) -> Drafters:
         models = (Drafter(short_name(model), model),) if model else ()
         return Drafters(models, recorded=not (model and soft), certain=certain)
     cascade = CascadeConfig.parse({k: v for k, v in config.items() if k != "method"})
-    every: list[Any] = [source for level in cascade.levels for source in level.sources]
+    every: list[Any] = [source for level in cascade.levels for source in level.drafters]
     served = dict.fromkeys(
         _drafter(source.model, source.temperature_scale)
         for source in every

@@ -17,7 +17,7 @@ import torch
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.counters import Count, LevelCounts
 from vllm_hsd.core.drafts import DraftStore
-from vllm_hsd.core.levels import FirstOf, Level, LevelOptions, LookupLevel
+from vllm_hsd.core.levels import Level, LevelOptions, LookupLevel, Sources
 from vllm_hsd.reference.request import ONLY, Request
 from vllm_hsd.reference.trees import TreeOptions, grow, target_logits
 from vllm_hsd.verify import verify_tree
@@ -67,7 +67,7 @@ class ReferenceEngine:
     def __init__(
         self,
         target: Level,
-        levels: Sequence[Level | LookupLevel | FirstOf] = (),
+        levels: Sequence[Level | LookupLevel | Sources] = (),
         options: Sequence[LevelOptions] = (),
         *,
         verifier: str = "block",
@@ -92,7 +92,7 @@ class ReferenceEngine:
                 raise ValueError(
                     "draft_tree needs exactly one level, no options and no horizontal_tokens."
                 )
-            if isinstance(levels[0], LookupLevel | FirstOf):
+            if isinstance(levels[0], LookupLevel | Sources):
                 raise ValueError("draft_tree needs a level with probabilities, not a lookup.")
             self.tree_drafter = levels[0], draft_tree
             self.scales = [draft_tree.temperature_scale]

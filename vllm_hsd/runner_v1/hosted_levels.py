@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from vllm_hsd.core.levels import FirstOf, LevelOptions
+from vllm_hsd.core.levels import LevelOptions, Sources
 from vllm_hsd.errors import quoted
 from vllm_hsd.levels import LevelConfig
 from vllm_hsd.levels.base import Place
@@ -20,7 +20,7 @@ class HostedLevel:
     Attributes:
         config: the user's keys.
         options: how it takes part in the cascade.
-        level: what the cascade drafts with: a level or a `FirstOf`.
+        level: what the cascade drafts with: a level or `Sources`.
         model: its model, which may be the last of several sources; None for lookups alone.
         loads: vLLM's configuration of that model if it is loaded, else None.
         named: what messages call the model, "levels[i].model 'path'".
@@ -47,11 +47,11 @@ def build_levels(vllm_config: VllmConfig, runner: Any) -> list[HostedLevel]:
         loads = speculative.level_configs[i]
         longest = loads.draft_model_config if loads else vllm_config.model_config
         level = config.build_v1(Place(runner, vllm_config, i, longest.max_model_len))
-        if hsd.adaptive and i == 0 and not (isinstance(level, FirstOf) or hsd.horizontal_tokens):
+        if hsd.adaptive and i == 0 and not (isinstance(level, Sources) or hsd.horizontal_tokens):
             # The one source of a level that may choose not to draft.
             sources = ([level], None) if config.is_lookup else ([], level)
-            level = FirstOf([config.kind], *sources)
-        model = level.drafter if isinstance(level, FirstOf) else level
+            level = Sources([config.kind], *sources)
+        model = level.drafter if isinstance(level, Sources) else level
         name, source = config.named_sources(f"levels[{i}]")[-1]
         named = f"{name}.{source.kind}"
         if loads is not None:

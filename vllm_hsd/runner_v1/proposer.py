@@ -17,7 +17,7 @@ from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.counters import LevelCounts
 from vllm_hsd.core.drafts import DraftStore
-from vllm_hsd.core.levels import DraftBatch, FirstOf
+from vllm_hsd.core.levels import DraftBatch, Sources
 from vllm_hsd.draft_models import loading
 from vllm_hsd.runner_v1.adaptive import StepClock, agree_on_prices
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
@@ -126,7 +126,7 @@ class CascadeProposer(DraftModelProposer):
         """Counts of every hosted level, and of the lowest one's sources, since the last call."""
         taken = self.cascade.counters.take()
         lowest = self.hosted[0].level
-        names = lowest.names if isinstance(lowest, FirstOf) else []
+        names = lowest.names if isinstance(lowest, Sources) else []
         counts = LevelCounts.zeros(len(self.hosted), names)
         counts.rows[self.selected] = taken.rows[: len(self.selected)]
         if taken.sources:

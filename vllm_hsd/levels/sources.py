@@ -1,4 +1,4 @@
-"""Several sources, of which the most promising one drafts."""
+"""Several sources, of which the most promising ones draft."""
 
 from __future__ import annotations
 
@@ -12,41 +12,44 @@ if TYPE_CHECKING:
     from vllm_hsd.core.levels import LevelOptions
 
 MAX_SOURCES = 8
+MAX_BRANCHES = 16
 
 
-class FirstOfLevelConfig(LevelConfig):
-    """Several sources, of which the most promising one drafts: lookups, then at most one other.
+class SourcesLevelConfig(LevelConfig):
+    """Several sources, of which the most promising ones draft: lookups, then at most one other.
 
     Attributes:
-        first_of: the sources.
+        sources: the sources.
+        branches: drafts that the target verifies together, at most; 1 for a chain.
         min_acceptance: a lookup's draft ends before the token that is less likely to be accepted.
     """
 
     # Built when all kinds of sources are known.
     model_config = ConfigDict(defer_build=True)
 
-    kind = "first_of"
+    kind = "sources"
     is_source = False
     only_lowest = "its sources only draft"
 
-    first_of: Annotated[list[Source], Field(min_length=1, max_length=MAX_SOURCES)]
+    sources: Annotated[list[Source], Field(min_length=1, max_length=MAX_SOURCES)]
+    branches: Annotated[int, Field(ge=1, le=MAX_BRANCHES)] = 1
     min_acceptance: Probability = 0.05
 
     @property
-    def sources(self) -> list[LevelConfig]:
-        """See `LevelConfig.sources`."""
-        return self.first_of
+    def drafters(self) -> list[LevelConfig]:
+        """See `LevelConfig.drafters`."""
+        return self.sources
 
     @property
     def fills_cache_lazily(self) -> bool:
         """See `LevelConfig.fills_cache_lazily`: a head reads every step of the target."""
-        last = self.first_of[-1]
+        last = self.sources[-1]
         return last.keeps_cache and not last.reads_target_states
 
     @property
     def names(self) -> list[str]:
         """A name for each source: its kind, numbered where a kind is there twice."""
-        kinds = [source.kind for source in self.first_of]
+        kinds = [source.kind for source in self.sources]
         return [
             kind if kinds.count(kind) == 1 else f"{kind}-{kinds[: i + 1].count(kind)}"
             for i, kind in enumerate(kinds)
@@ -66,18 +69,18 @@ class FirstOfLevelConfig(LevelConfig):
 
     def named_sources(self, name: str) -> list[tuple[str, LevelConfig]]:
         """See `LevelConfig.named_sources`."""
-        return [(f"{name}.first_of[{j}]", source) for j, source in enumerate(self.first_of)]
+        return [(f"{name}.sources[{j}]", source) for j, source in enumerate(self.sources)]
 
     def options(self, draft_length: int, verifier: str) -> LevelOptions:
         """Those of the last source; lookups have none."""
-        return self.first_of[-1].options(draft_length, verifier)
+        return self.sources[-1].options(draft_length, verifier)
 
     def build_v1(self, place: Place) -> Any:
         """See `LevelConfig.build_v1`."""
-        from vllm_hsd.core.levels import FirstOf
+        from vllm_hsd.core.levels import Sources
 
-        built = [(source.is_lookup, source.build_v1(place)) for source in self.first_of]
-        return FirstOf(
+        built = [(source.is_lookup, source.build_v1(place)) for source in self.sources]
+        return Sources(
             names=self.names,
             lookups=[level for is_lookup, level in built if is_lookup],
             drafter=next((level for is_lookup, level in built if not is_lookup), None),
@@ -86,17 +89,19 @@ class FirstOfLevelConfig(LevelConfig):
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
-        for i, source in enumerate(self.first_of):
-            if i < len(self.first_of) - 1 and not source.is_lookup:
+        if self.branches > 1:
+            raise ValueError("has branches above 1, which no runner serves yet: remove it")
+        for i, source in enumerate(self.sources):
+            if i < len(self.sources) - 1 and not source.is_lookup:
                 lookups = ", ".join(kind for kind, cls in KINDS.items() if cls.is_lookup)
                 raise ValueError(
-                    f"has first_of[{i}] of kind '{source.kind}' before others: lookups ({lookups}) "
+                    f"has sources[{i}] of kind '{source.kind}' before others: lookups ({lookups}) "
                     "come first, and one source of another kind may be the last"
                 )
             for key in ("num_tokens", "verifier", "max_rounds"):
                 if getattr(source, key, None) is not None:
                     raise ValueError(
-                        f"has first_of[{i}].{key}, which a source does not take: remove it"
+                        f"has sources[{i}].{key}, which a source does not take: remove it"
                         + (" or give it to the level" if key == "num_tokens" else "")
                     )
         return self
