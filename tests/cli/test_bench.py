@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import json
 import math
-import sys
 from collections import Counter
 from typing import Any, ClassVar
 
@@ -16,7 +15,6 @@ from support.engines import forked
 from vllm_hsd.cli import bench, bench_html, bench_quality, bench_report, bench_runs, greedy
 from vllm_hsd.cli import main as cli
 from vllm_hsd.cli.bench_jobs import Comparison, Results, Setup, config_name
-from vllm_hsd.cli.bench_quality import CpuTimes
 from vllm_hsd.cli.bench_runs import jobs, measure
 from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.errors import UserError
@@ -147,11 +145,6 @@ def test_configurations_have_short_names():
     assert config_name({"model": "org/small", "num_speculative_tokens": 2}) == "draft_model small 2"
 
 
-def test_equal_names_are_told_apart(tmp_path):
-    comparison = make_comparison(tmp_path, configs=[None, NGRAM, {**NGRAM, "prompt_lookup_max": 2}])
-    assert comparison.names == ["no speculation", "ngram 4", "ngram 4 (2)"]
-
-
 def test_batches_are_full_and_prompts_repeat(tmp_path):
     comparison = make_comparison(tmp_path, num_prompts=3)
     assert comparison.prompt_batches(1) == [(0,), (1,), (2,)]
@@ -184,12 +177,6 @@ def test_rows_hold_the_figures(fakes, tmp_path, capsys):
     assert [row["greedy_differences"] for row in rows[:6]] == [0, 0, 0, None, None, None]
     # A line for every run, also when the output is not a terminal.
     assert capsys.readouterr().err.count("tokens/s") == 3 * 3 * 2 * (2 + 1)
-
-
-def test_greedy_differences_are_counted_over_prompts_and_rounds(fakes, tmp_path):
-    FakeEngine.wrong = {2}
-    _, rows = measured(make_comparison(tmp_path, batch_sizes=[2]))
-    assert [row["greedy_differences"] for row in rows[:3]] == [0, 0, 3]
 
 
 def test_a_greedy_difference_in_float32_is_a_failure(fakes, tmp_path):
@@ -228,20 +215,6 @@ def test_an_output_that_ends_elsewhere_is_never_a_near_tie(fakes, tmp_path, monk
     assert greedy.unexplained(found, "bfloat16") == found
 
 
-def test_rounds_with_prompts_of_their_own_are_compared_with_each_other(fakes, tmp_path):
-    """The demo answers another prompt of each kind in every round."""
-    results, _ = measured(make_comparison(tmp_path, batch_sizes=[2]))
-    results.generations = {
-        dataclasses.replace(job, prompts=tuple(2 * job.round + i for i in range(2))): generation
-        for job, generation in results.generations.items()
-    }
-    assert greedy.differences(results, SETUP.prompt_ids) == []
-    job = next(job for job in results.generations if job.config == 1 and job.round == 2)
-    job = dataclasses.replace(job, temperature=0.0)
-    results.generations[job].token_ids[1][2] += 1
-    assert [each.job for each in greedy.differences(results, SETUP.prompt_ids)] == [job]
-
-
 def test_what_could_not_run_has_no_numbers(fakes, tmp_path, capsys):
     FakeEngine.broken_in_round = {1: 2}
     results, rows = measured(make_comparison(tmp_path))
@@ -255,12 +228,6 @@ def test_what_could_not_run_has_no_numbers(fakes, tmp_path, capsys):
     assert table.count("ngram 4") == table.count("could not run: 'x' ended early") == 4
     bench_report.write(results, rows)
     assert json.loads((tmp_path / "bench.json").read_text())["rows"][1] == rows[1]
-
-
-def test_nothing_can_be_compared_if_no_speculation_cannot_run(fakes, tmp_path):
-    FakeEngine.broken_in_round = {0: 0}
-    with pytest.raises(UserError, match="SIGKILL"):
-        measured(make_comparison(tmp_path))
 
 
 def test_table_and_files(fakes, tmp_path):
@@ -310,21 +277,6 @@ def test_a_disturbed_machine_is_named(fakes, tmp_path, monkeypatch):
     assert "more than its tokens per step" in page and "http" not in page
 
 
-def test_what_other_processes_did():
-    before, after = CpuTimes(10.0, 1.0, 100.0), CpuTimes(13.0, 2.0, 110.0)
-    generation = FakeEngine(0).generate(["a"], {})  # 4 s, all of them on a core
-    assert after.others(before, generation) == 0
-    busy = dataclasses.replace(after, busy=16.0)
-    assert busy.others(before, generation) == 0.5 and busy.stolen(before) == 0.1
-
-
-def test_without_matplotlib_the_chart_is_skipped(fakes, tmp_path, monkeypatch):
-    results, rows = measured(make_comparison(tmp_path))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install 'vllm-hsd[bench]'" in bench_report.write(results, rows)[1]
-    assert not (tmp_path / "bench.png").exists() and (tmp_path / "bench.json").exists()
-
-
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
@@ -346,20 +298,6 @@ def test_wrong_arguments_get_one_sentence_and_status_2(option, value, message, c
     assert cli.main([*command, json.dumps(NGRAM), f"{option}={value}"]) == 2
     errors = capsys.readouterr().err
     assert message in errors and errors.count("\n") == 1
-
-
-@pytest.mark.parametrize("option", ["--batch-sizes", "--temperatures"])
-def test_lists_have_commas(option, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["bench", "--model", "x", option, "1;x"])
-    assert stop.value.code == 2 and "'1;x' is not a list such as" in capsys.readouterr().err
-
-
-def test_an_output_that_cannot_be_written_gets_one_sentence(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    assert cli.main(["bench", "--model", "x", "--output", str(tmp_path / "file")]) == 2
-    errors = capsys.readouterr().err
-    assert "--output" in errors and errors.count("\n") == 1
 
 
 def test_a_bad_configuration_ends_bench_before_it_measures(

@@ -3,7 +3,6 @@
 import gzip
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -26,14 +25,6 @@ def corpus(tmp_path) -> str:
     path = tmp_path / "corpus.txt"
     path.write_text("def add(a, b):\n    return a + b\n" * 300)
     return str(path)
-
-
-def test_store_with_a_tokenizer_alone(tmp_path, corpus):
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(TARGET) / name, tmp_path)
-    output = str(tmp_path / "store")
-    assert run("store", "--target", str(tmp_path), corpus, "-o", output) == 0
-    assert read_store(output).vocab_size == CONFIG["vocab_size"]
 
 
 def lines(path: Path, *records: object) -> str:

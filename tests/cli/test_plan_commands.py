@@ -52,12 +52,6 @@ def test_impossible_constraints(profile, tmp_path, capsys, monkeypatch, argument
     assert message in fails(capsys, "plan", "profile.json", *arguments)
 
 
-def test_files_that_are_not_profiles_end_plan_with_one_sentence(tmp_path, capsys):
-    assert "no file" in fails(capsys, "plan", tmp_path / "missing.json")
-    (tmp_path / "half.json").write_text("{")
-    assert "is not JSON" in fails(capsys, "plan", tmp_path / "half.json")
-
-
 def test_a_profile_of_another_machine_is_planned_with_a_warning(profile, tmp_path, capsys):
     profile.versions, profile.machine = {"vllm": "0.1.0"}, {"processor": "Abacus 9"}
     path = tmp_path / "profile.json"
@@ -95,13 +89,6 @@ def test_profiles_that_cannot_be_measured(tmp_path, capsys, monkeypatch, argumen
     (tmp_path / "lines.jsonl").write_text('{"prompt": ""}\n')
     assert message in fails(capsys, "profile", *arguments)
     assert not list(tmp_path.glob("*.partial"))
-
-
-@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[1]", "not a JSON object")])
-def test_engine_arguments_are_a_json_object(capsys, text, message):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["profile", "--target", "T", "--models", "A", "--engine-args", text])
-    assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_an_interrupted_profile_says_how_to_resume(tmp_path, capsys, monkeypatch):

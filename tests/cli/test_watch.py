@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from vllm_hsd.cli.main import main
-from vllm_hsd.cli.watch import Change, Snapshot, render, sparkline
+from vllm_hsd.cli.watch import Change, Snapshot, render
 
 BEFORE = """\
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
@@ -54,19 +54,10 @@ def test_rates_of_a_cascade():
     assert "suffix 25 40%" in text
 
 
-def test_a_restarted_server_counts_from_nothing():
-    assert "100 tokens/s" in shown(AFTER, BEFORE)
-
-
 def test_a_server_without_levels_says_so():
     text = shown("vllm:generation_tokens_total 1.0\n", "vllm:generation_tokens_total 3.0\n")
     assert "1 tokens/s no draft was verified" in text
     assert "runs no cascade" in text
-
-
-def test_sparkline():
-    assert sparkline([0, 1, 2]) == " ▄█"
-    assert sparkline([0]) == " "
 
 
 def test_the_command(capsys):

@@ -63,15 +63,6 @@ def test_it_turns_with_the_load_within_fifty_steps():
         assert (learned.speedup(size) > 1) == drafts
 
 
-def test_text_that_becomes_predictable_again_is_noticed():
-    serving, learned = Serving(0.002, drafting=0.2), BatchBudget(LENGTH, LARGEST)
-    serving.learned(learned, 1, 0.05, 5000)
-    assert learned.speedup(1) < 1
-    serving.learned(learned, 1, 0.9, 5000)
-    assert learned.speedup(1) > 1
-    assert serving.learned(learned, 1, 0.9, 1000) > 2.0
-
-
 def test_what_loses_is_tried_ever_more_rarely():
     serving, learned = Serving(0.1, drafting=2.0), BatchBudget(LENGTH, LARGEST)
     chosen = []

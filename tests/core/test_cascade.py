@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from oracle.exact import Table
-from oracle.stand_ins import TableLevel, TableLookup
+from oracle.stand_ins import TableLevel
 
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.counters import Count
@@ -95,36 +95,6 @@ def test_every_request_gets_the_draft_length_it_requested(draft_lengths, greedy)
     assert (batch.cached <= batch.end).all()
 
 
-@pytest.mark.parametrize("draft_lengths", [(8,), (3, 8), (2, 3, 8)])
-def test_nothing_runs_where_nothing_is_requested(draft_lengths):
-    cascade = Cascade(levels(len(draft_lengths)), options(*draft_lengths), 4)
-    drafts = propose(cascade, batch_of(4, len(draft_lengths)), np.zeros(4, dtype=np.int64))
-    assert drafts.counts.tolist() == [0] * 4
-    assert not cascade.counters.rows[:, Count.forwards].any()
-    propose(cascade, batch_of(0, len(draft_lengths)), np.zeros(0, dtype=np.int64))
-    assert not cascade.counters.rows[:, Count.forwards].any()
-
-
-def test_slots_that_take_no_part_are_left_alone():
-    cascade = Cascade(levels(2), options(2, 6), 9)
-    batch = batch_of(9, 2)
-    cascade.propose(batch, np.array([7, 2]), np.array([6, 3]))
-    assert cascade.drafts[-1].counts.tolist() == [0, 0, 3, 0, 0, 0, 0, 6, 0]
-    assert (batch.end[[0, 1, 3, 4, 5, 6, 8]] == PROMPT).all()
-
-
-def test_draft_lengths_bound_every_round():
-    below, above = levels(2)
-    cascade = Cascade([below, above], options(2, 7), 50)
-    propose(cascade, batch_of(50, 2), np.full(50, 7))
-    row = cascade.counters.rows[0]
-    assert row[Count.drafted] <= 2 * row[Count.rounds]
-    # The first pass brings the prompt in; later ones verify at most two drafts, and feed what
-    # the level drew itself the round before.
-    assert max(max(counts) for counts in above.passes[1:]) <= 3
-    assert max(max(counts) for counts in above.passes) <= PROMPT + 2
-
-
 def test_rounds_are_limited():
     cascade = Cascade(levels(2), options(2, 8, max_rounds=1), 200)
     drafts = propose(cascade, batch_of(200, 2), np.full(200, 8))
@@ -154,20 +124,6 @@ def test_a_draft_ends_with_eos(draft_lengths, horizontal_tokens, greedy):
     assert ended > 0
 
 
-def test_greedy_follows_the_top_level():
-    """At temperature 0 every level passes on its own argmax, whatever is below."""
-    top = Table(VOCABULARY, 102)
-    for count in (1, 2, 3):
-        stand_ins = [*levels(2)[: count - 1], CountingLevel(top, PROMPT)]
-        cascade = Cascade(stand_ins, options(*[2, 3, 8][-count:]), 4)
-        drafts = propose(cascade, batch_of(4, count, greedy=True), np.full(4, 8))
-        assert drafts.probs is None and drafts.point_mass.all()
-        for ids in drafts.token_ids:
-            for t in range(8):
-                row = top(tuple(ids[:t].tolist()))
-                assert ids[t] == max(range(VOCABULARY), key=lambda v: (row[v], -v))
-
-
 def test_caches_over_calls_with_rejections_and_idle_requests():
     """TableLevel fails when it is told that its cache holds a token that it was not fed."""
     rng = np.random.default_rng(0)
@@ -191,26 +147,6 @@ def test_caches_over_calls_with_rejections_and_idle_requests():
         cached = np.minimum(batch.cached, length - 1)
     # Every call feeds a level few new tokens: what is valid is not computed again.
     assert max(max(counts) for level in stand_ins for counts in level.passes[5:]) <= 12
-
-
-def test_ingest_feeds_each_level_up_to_the_end():
-    stand_ins = levels(2)
-    cascade = Cascade(stand_ins, options(2, 4), 3)
-    batch = batch_of(3, 2)
-    batch.tokens[:, :10] = 2
-    batch.cached[:] = [[0, 4, 10], [2, 10, 10]]
-    for level, valid in zip(stand_ins, batch.cached, strict=True):
-        level.fed = {row: [2] * int(n) for row, n in enumerate(valid)}
-    cascade.models.ingest(batch, np.arange(3), np.array([10, 10, 10]))
-    assert batch.cached.tolist() == [[10] * 3] * 2
-    assert [level.passes for level in stand_ins] == [[[10, 6]], [[8]]]
-
-
-def test_a_level_that_finds_nothing_proposes_nothing():
-    cascade = Cascade([TableLookup(Table(VOCABULARY, 1), PROMPT), *levels(1)], options(3, 6), 30)
-    drafts = propose(cascade, batch_of(30, 2), np.full(30, 6))
-    assert drafts.counts.tolist() == [6] * 30
-    assert 0 < cascade.counters.rows[0, Count.drafted] < 3 * 30 * 6
 
 
 class ShortLevel(CountingLevel):
@@ -314,28 +250,3 @@ def test_logits_that_are_not_finite_are_reported_once_and_drafting_goes_on(broke
     if not greedy:
         assert torch.allclose(drafts.probs.sum(-1), torch.ones(240, dtype=torch.float64))
     assert len(caplog.records) == 1 and f"levels[{broken}]" in caplog.text
-
-
-def test_probabilities_belong_to_their_tokens():
-    """Each token has the emitting level's distribution after the tokens before it."""
-    stand_ins = levels(2)
-    cascade = Cascade(stand_ins, options(2, 7), 30, horizontal_tokens=2)
-    drafts = propose(cascade, batch_of(30, 2), np.full(30, 7))
-    for slot in range(30):
-        count = drafts.counts[slot]
-        assert drafts.level[slot, :count].tolist() == [1] * 5 + [0] * 2
-        for t, row in enumerate(drafts.rows(np.array([slot]), count)[0]):
-            table = stand_ins[drafts.level[slot, t]].table
-            probs = [float(v) for v in table(tuple(drafts.token_ids[slot, :t].tolist()))]
-            assert drafts.probs[row].tolist() == pytest.approx(probs)
-            assert probs[drafts.token_ids[slot, t]] > 0
-
-
-def test_counts_start_again_at_zero():
-    cascade = Cascade(levels(2), options(2, 4), 5)
-    propose(cascade, batch_of(5, 2), np.full(5, 4))
-    taken = cascade.counters.take()
-    assert (taken.rows[:, Count.drafted] > 0).all()
-    assert taken.rows[0, Count.accepted] <= taken.rows[0, Count.drafted]
-    assert taken.rows[1, [Count.drafted, Count.rounds]].tolist() == [20, 5]
-    assert not cascade.counters.take().rows.any()

@@ -293,13 +293,6 @@ def test_keys_next_to_a_cascade_file_win(tmp_path):
     assert given.num_speculative_tokens == 3 and given.verifier == "standard"
 
 
-def test_cascade_schema_is_not_a_switch(tmp_path):
-    path = tmp_path / "cascade.json"
-    path.write_text(json.dumps({"schema": True, **hsd(TOP)}))
-    with pytest.raises(UserError, match='lacks "schema": 1'):
-        CascadeConfig.parse({"cascade": str(path)})
-
-
 def test_faults_in_a_cascade_file_name_the_file(tmp_path):
     path = tmp_path / "cascade.json"
     path.write_text(json.dumps({"schema": 1, **hsd({**TOP, "temperature_scale": 0})}))

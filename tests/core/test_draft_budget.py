@@ -57,8 +57,13 @@ def speedup(target, levels, size: int, fixed=None) -> float:
     return serving.run(400 // size + 100) * target(size) / size
 
 
-@pytest.mark.parametrize("size", [1, 16])
-@pytest.mark.parametrize("target", TARGETS)
+# One request takes sixteen times the steps.
+@pytest.mark.parametrize(
+    ("target", "size"),
+    [(target, 16) for target in TARGETS]
+    + [(cpu, 1)]
+    + [pytest.param(t, 1, marks=pytest.mark.slow) for t in (memory_bound, compute_bound)],
+)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_it_is_near_the_best_fixed_choice_and_never_slower_than_no_drafts(scenario, target, size):
     make, lengths = SCENARIOS[scenario]

@@ -10,7 +10,6 @@ import pytest
 from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.core.schedule import (
     DRAWS_PER_LENGTH,
-    MAX_DRAFT_LENGTH,
     Draft,
     Lookup,
     Schedule,
@@ -42,15 +41,6 @@ def test_ops_of_two_levels():
     assert [schedule.num_logits(op) for op in schedule.ops] == [1, 1, 1, 4] * 2
 
 
-def test_ops_of_three_levels_and_of_a_lookup():
-    schedule = schedule_of(1, 3, 7, rounds=(2, 2))
-    assert [op.level for op in schedule.ops] == [0, 1, 0, 1, 2] * 2
-    assert [op.query_length for op in schedule.ops] == [4, 4, 4, 4, 5] * 2
-    lookup = schedule_of(3, 8, lookup=True)
-    assert lookup.ops == (Lookup(0, 3), Verify(1, 5, 3, 0), Lookup(0, 3), Verify(1, 5, 3, 4))
-    assert lookup.query_lengths(0) == () and lookup.num_logits(lookup.ops[0]) == 0
-
-
 @pytest.mark.parametrize(
     ("lengths", "rounds"), [((4,), ()), ((3, 8), (5,)), ((1, 3, 7), (2, 4)), ((2, 2, 2, 9), ())]
 )
@@ -66,10 +56,6 @@ def test_every_draw_of_a_stream_is_used_once(lengths, rounds):
                 assert first_draw(length) <= draw < first_draw(length + 1) < 2**63
                 used.add((op.level, draw))
     assert schedule.num_speculative_tokens + 1 <= DRAWS_PER_LENGTH
-
-
-def test_the_room_rule_keeps_one_place():
-    assert [room_below(3, drafted) for drafted in range(4)] == [2, 1, 0, -1]
 
 
 @pytest.mark.parametrize(
@@ -91,12 +77,6 @@ def test_the_room_rule_keeps_one_place():
 def test_what_a_fixed_schedule_cannot_do_is_refused(options, settings, key):
     with pytest.raises(UserError, match=key):
         compile_schedule(options, **settings)
-
-
-def test_the_kernels_take_the_longest_draft():
-    from vllm_hsd.kernels.chain_verify import MAX_DRAFT_TOKENS
-
-    assert MAX_DRAFT_LENGTH == MAX_DRAFT_TOKENS
 
 
 def test_it_needs_neither_torch_nor_vllm():

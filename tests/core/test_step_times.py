@@ -1,7 +1,5 @@
 """Learned step times: robust, monotone, following a machine that changes."""
 
-import math
-
 import numpy as np
 import pytest
 
@@ -19,12 +17,6 @@ def learned(observations: int = 40, noise: float = 0.1, seed: int = 0) -> StepTi
         for tokens in (1, 5, 17, 64):
             times.observe(tokens, true_seconds(tokens) * np.exp(rng.normal(0, noise)))
     return times
-
-
-def test_between_and_beyond_the_sizes_seen_the_curve_is_close():
-    tokens = np.array([1, 3, 5, 10, 17, 40, 64, 100])
-    ratio = learned().seconds(tokens) / true_seconds(tokens)
-    assert np.all(np.abs(np.log(ratio)) < 0.15), ratio
 
 
 def test_more_tokens_never_look_faster():
@@ -47,22 +39,6 @@ def test_a_lasting_shift_is_followed_within_fifty_steps():
     for _ in range(50):
         times.observe(17, 2 * float(true_seconds(17)))
     assert float(times.seconds(17)) == pytest.approx(2 * float(true_seconds(17)), rel=0.1)
-
-
-def test_a_size_that_was_not_met_for_long_learns_anew_at_once():
-    times = learned()
-    for _ in range(3000):
-        times.observe(1, float(true_seconds(1)))
-    for _ in range(3):
-        times.observe(64, 3 * float(true_seconds(64)))
-    assert float(times.seconds(64)) > 2 * float(true_seconds(64))
-
-
-def test_nothing_is_known_before_the_first_pass():
-    times = StepTimes(8)
-    assert times.empty and times.age(1) == math.inf
-    with pytest.raises(ValueError):
-        times.seconds(1)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, np.nan, np.inf])

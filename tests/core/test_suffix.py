@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.suffix_extra import needs_suffix
 
-from vllm_hsd.core.suffix import SuffixLevel, acceptance
+from vllm_hsd.core.suffix import SuffixLevel
 from vllm_hsd.core.text_store import collect_texts, read_store, store_vocab_size, write_store
 from vllm_hsd.errors import UserError
 
@@ -84,40 +84,6 @@ def test_shared_outputs_are_bounded():
     for slot in range(3):
         level.forget(slot)
     assert not level.own and not level.shared.number_of
-
-
-@needs_suffix
-def test_an_output_longer_than_the_limit_is_not_shared_any_more():
-    level = SuffixLevel(shared_tokens=10)
-    continued(level, [1])
-    continued(level, [1, *STORY])
-    assert level.shared.total == 0
-    assert continued(level, [1, *STORY, *STORY[:4]]) == STORY[4:8]
-    assert level.shared.total == 0 and level.shared.tree.num_seqs() == 0
-
-
-@needs_suffix
-def test_a_slot_that_was_lost_is_built_again():
-    level = SuffixLevel()
-    text = [*STORY, 1, *STORY[:8]]
-    before = continued(level, text)
-    level.restore(3, level.set_aside(0))
-    level.forget(0)
-    assert continued(level, text, slot=3) == before
-
-
-@needs_suffix
-def test_unlikely_tokens_are_cut():
-    text = [token for i in range(10) for token in (1, 10 + i)] + [1]
-    assert continued(SuffixLevel(min_acceptance=0.3), text) == []
-    assert len(continued(SuffixLevel(min_acceptance=0.01), text)) > 0
-
-
-def test_acceptance_trusts_long_matches_and_the_own_text():
-    probs = np.ones(4)
-    assert (acceptance(probs, 2, own=True) > acceptance(probs, 2, own=False)).all()
-    assert (acceptance(probs, 9, own=False) > acceptance(probs, 2, own=False)).all()
-    np.testing.assert_allclose(acceptance(probs, 1, own=True), [2 / 3, 1 / 2, 2 / 5, 1 / 3])
 
 
 def test_without_the_package():

@@ -147,31 +147,11 @@ def test_a_candidate_is_asked_where_it_failed_and_not_where_it_was_right():
     assert chances == pytest.approx((ones + twos) / 2)
 
 
-def test_texts_without_a_second_token_are_one_sentence():
-    ratios = np.concatenate([np.zeros((2, 3, 1)), np.full((2, 3, 4), np.nan)], axis=-1)
-    with pytest.raises(UserError, match="ends its text with the first token after every"):
-        acceptance.after_prefill(ratios)
-
-
 def test_greedy_texts_are_accepted_as_far_as_they_agree(models, task, text_family):
     greedy = replace(task, sampling=Sampling(temperature=0), contexts=16, text_tokens=24)
     contexts = prompts(8, text_family.vocabulary)
     tables = acceptance.measure_acceptance(models, contexts, greedy).tables
     assert np.allclose(tables["block"][TARGET, 1:5], tables["standard"][TARGET, 1:5])
-
-
-def test_wide_vocabularies_take_smaller_batches(models, task, monkeypatch):
-    few = replace(task, text_tokens=10, contexts=4, max_draft_tokens=2, texts_per_forward=8)
-    assert acceptance.num_batches(models, 16, few) == 16 // 8 + 3
-    one_text = 6 * models.vocabulary * 4 * 10
-    monkeypatch.setattr(acceptance, "LOGITS_BYTES", 2 * one_text)
-    assert acceptance.num_batches(models, 16, few) == 16 // 2 + 3 * 2
-
-
-def test_a_token_just_outside_its_own_probabilities_counts_as_drawn():
-    drafter, verifier = [-1.0, -np.inf, -1.0], [-2.0, -np.inf, -np.inf]
-    ratios = acceptance._ratios(np.array([[drafter], [verifier]]), 1)
-    assert ratios[0, 0].tolist() == [1.0, -np.inf, 13.0]
 
 
 def test_a_finished_stage_is_kept_and_another_measurement_refused(measured, tmp_path):

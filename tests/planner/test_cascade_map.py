@@ -40,24 +40,6 @@ def test_a_small_model_that_is_never_right(n):
     assert found.ms_per_token == pytest.approx(step / expected_tokens(0.8, n))
 
 
-def test_a_free_small_model_never_hurts_below_mid():
-    drafters = Drafters(0.2, 1e-9, 0.8, 0.4, small_at_target(0.8, 0.4))
-    found = best(drafters)
-    single = predict(Selection((1,), found.pair.draft_lengths[1:]), drafters.measured())
-    assert found.pair_speedup >= 1 / single.ms_per_token
-
-
-def test_a_small_model_as_dear_as_mid_never_pays():
-    for rate in (0.4, 0.6, 0.8):
-        assert best(Drafters(0.2, 1.0, 0.8, rate, small_at_target(0.8, rate))).ratio <= 1
-
-
-def test_dearer_tokens_make_shorter_drafts():
-    flat, steep = (best(Drafters(0.1, 0.1, 0.8, 0.6, 0.5, slope)) for slope in (0.0, 0.2))
-    assert steep.pair.draft_lengths[1] < flat.pair.draft_lengths[1]
-    assert steep.pair_speedup < flat.pair_speedup
-
-
 @pytest.mark.parametrize("share", [0.71, 1.0])
 def test_the_third_rate_obeys_the_triangle_inequality(share):
     for a in np.linspace(0, 1, 11):

@@ -35,12 +35,6 @@ def test_expected_rounds_is_the_renewal_expectation(rate, draft_tokens, wanted):
     assert closed_forms.expected_rounds(rate, draft_tokens, wanted) == pytest.approx(expected)
 
 
-@given(rates, counts)
-def test_expected_tokens_is_the_geometric_sum(rate, n):
-    closed = n + 1 if rate == 1 else (1 - rate ** (n + 1)) / (1 - rate)
-    assert closed_forms.expected_tokens(rate, n) == pytest.approx(closed, rel=1e-6)
-
-
 def test_expected_tokens_from_ratios_exceeds_the_standard_product():
     rng = np.random.default_rng(0)
     p, q = rng.dirichlet(np.ones(6)), rng.dirichlet(np.ones(6))
@@ -56,28 +50,11 @@ def test_expected_tokens_from_ratios_exceeds_the_standard_product():
     assert closed_forms.expected_tokens_from_ratios(ratios[:, :2]) == pytest.approx(two, abs=0.02)
 
 
-def test_cascade_latency_of_no_and_one_level():
-    assert closed_forms.cascade_latency([5.0], [], []) == 5.0
-    one = closed_forms.cascade_latency([1.0, 5.0], [0.8], [3])
-    assert one == pytest.approx((3 + 5) / closed_forms.expected_tokens(0.8, 3))
-    assert 5.0 / one == pytest.approx(closed_forms.speculation_speedup(0.8, 3, 0.2))
-
-
 @given(rates, rates, counts, st.integers(0, 5))
 def test_interleaved_tokens_is_the_sum_of_its_survival(alpha, beta, m, n):
     survival = closed_forms.interleaved_survival(alpha, beta, m, n)
     assert len(survival) == m * (n + 1) + 1
     assert closed_forms.interleaved_tokens(alpha, beta, m, n) == pytest.approx(survival.sum())
-
-
-def test_interleaved_special_cases_of_the_paper():
-    assert closed_forms.interleaved_tokens(0.8, 0.3, 4, 0) == pytest.approx(
-        closed_forms.expected_tokens(0.8, 4)
-    )
-    assert closed_forms.interleaved_tokens(0.6, 0.6, 1, 3) == pytest.approx(
-        closed_forms.expected_tokens(0.6, 4)
-    )
-    assert closed_forms.interleaved_tokens(0.8, 0.6, 3, 200) == pytest.approx(1 / 0.4)
 
 
 def test_interleaved_speedup_against_simulated_calls():

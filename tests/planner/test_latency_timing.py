@@ -11,7 +11,6 @@ from support.engines import forked
 
 from vllm_hsd.core.text_store import collect_texts, write_store
 from vllm_hsd.engine import EngineProcess
-from vllm_hsd.errors import UserError
 from vllm_hsd.planner import timing
 from vllm_hsd.planner.profile import Sampling, load_profile
 from vllm_hsd.planner.task import Task, candidates
@@ -59,16 +58,6 @@ def test_a_table_drafts_where_only_a_lookup_is_left_to(tmp_path):
     assert ((1,), (8,)) in cascades
 
 
-def test_the_engine_hosts_all_candidates(tmp_path):
-    arguments = make_timing(tmp_path).engine_args(True)
-    assert arguments["speculative_config"]["levels"] == [
-        {"model": "m", "num_tokens": 8},
-        {"early_exit": 2, "num_tokens": 8},
-    ]
-    assert arguments["max_num_seqs"] == 4 and arguments["dtype"] == "float32"
-    assert "speculative_config" not in make_timing(tmp_path).engine_args(False)
-
-
 def recordings(rng, batches=(1, 4)):
     """Calls of 2 + 0.5 t ms (model 0) and 1 ms (model 1), with an overhead and rare pauses."""
     calls, steps = [], []
@@ -114,20 +103,6 @@ def test_a_lookup_takes_its_whole_call(tmp_path):
     assert found.forward[0].tokens == [1]
     assert found.call(0, "lookup", 1, 1) == pytest.approx(1.1, rel=0.03)
     assert "draft" not in found.overhead
-
-
-def test_a_batch_that_never_ran_is_one_sentence(tmp_path):
-    recorded = recordings(np.random.default_rng(0), batches=(1,))
-    with pytest.raises(UserError, match="no step of batch size 4 was seen"):
-        make_timing(tmp_path).latencies(*recorded)
-
-
-@pytest.mark.slow
-def test_an_engine_that_cannot_start_says_why(tmp_path):
-    timed = make_timing(tmp_path)
-    reason = r"the engine to time cannot start: .*log"
-    with timed.engine(False) as engine, pytest.raises(UserError, match=reason):
-        timed.run(engine, [])
 
 
 class RecordedTiming(Timing):

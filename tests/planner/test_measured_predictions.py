@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from benchmarks.planner import cascade_points, check_predictions
-from benchmarks.studies import ablations
-from vllm_hsd.engine import Generation
 from vllm_hsd.planner.predict import Prediction, Selection
 
 CASCADES = [Selection((0,), (3,)), Selection((0, 1), (2, 5))]
@@ -57,30 +55,3 @@ def test_predictions_are_written_with_what_was_measured(tmp_path):
         rows = list(csv.DictReader(file))
     assert [row["difference"] for row in rows] == ["-0.2000", "+0.0000"]
     assert (tmp_path / "predictions.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_an_ablation_has_a_row_for_every_point(monkeypatch, tmp_path):
-    class Engine:
-        def __init__(self, *_, **__):
-            self.lengths = []
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exception):
-            pass
-
-        def select_levels(self, levels, lengths):
-            self.lengths.append((list(levels), list(lengths)))
-
-        def generate(self, texts, params):
-            assert len(texts) == len(params)
-            levels = [{"drafted": 8, "accepted": 6}]
-            return Generation([[1] * 8], ["t"], 1.0, 1.0, [0.1], [1.0], [4], 8, 6, levels)
-
-    monkeypatch.setattr(ablations, "EngineProcess", Engine)
-    _, variants = ablations.experiments()["draft length x verifier"]
-    texts = ["t"] * ablations.PROMPTS
-    rows = list(ablations.measure(variants[0], texts, tmp_path / "log"))
-    assert [row["x"] for row in rows] == [2, 4, 6, 8, 12, 16]
-    assert rows[0]["block_efficiency"] == 2 and rows[0]["batches"] == ablations.RUNS

@@ -155,14 +155,6 @@ def test_padded_vocabularies(text_family, tmp_path):
     assert narrow[..., size - 9 :].isneginf().all() and narrow[..., : size - 9].isfinite().all()
 
 
-def test_models_that_cannot_be_loaded(text_family, tmp_path):
-    missing = str(tmp_path / "missing")
-    with pytest.raises(UserError, match=r"model '.*missing' cannot be loaded \("):
-        ModelSet(missing, make_candidates(models=[text_family.small]))
-    with pytest.raises(UserError, match=r"model '.*missing' cannot be loaded \("):
-        ModelSet(text_family.target, make_candidates(models=[missing]))
-
-
 def test_tables_heads_and_lookups_are_scored_without_further_passes(text_family, level_files):
     found = make_candidates(
         models=[text_family.small],
@@ -189,28 +181,6 @@ def test_tables_heads_and_lookups_are_scored_without_further_passes(text_family,
     assert models.size(0) == models.size(1) == 0 < models.size(3) < models.size(4)
     drawn = models.draw(3, [[5, 9], [7, 8, 30]], 4, Sampling(), torch.Generator().manual_seed(0))
     assert drawn.shape == (2, 4)
-
-
-def test_two_exits_at_one_layer_cannot_be_hosted_together(text_family, level_files):
-    found = make_candidates(exits=[1], exit_heads=[(str(level_files / "head"), 1)])
-    with pytest.raises(UserError, match="run equally many layers"):
-        ModelSet(text_family.target, found)
-
-
-def test_tables_and_heads_of_another_target_are_refused(text_family, tmp_path):
-    write_store(collect_texts([np.arange(9)], 9), str(tmp_path / "pairs"))
-    with pytest.raises(UserError, match=r"store .* has a vocabulary of 9 entries"):
-        ModelSet(text_family.target, make_candidates(ngram_models=[(str(tmp_path / "pairs"), 1)]))
-    head = ExitHead(1, torch.ones(4), torch.ones(9, 4), 1e-5)
-    write_exit_head(head, tmp_path / "head")
-    with pytest.raises(UserError, match=r"has the shape \(9, 4\) and the target needs"):
-        ModelSet(text_family.target, make_candidates(exit_heads=[(str(tmp_path / "head"), 1)]))
-
-
-def test_exits_of_an_unsupported_target_are_refused(text_family, monkeypatch):
-    monkeypatch.setattr("vllm_hsd.planner.models.EXIT_ARCHITECTURES", ("OtherForCausalLM",))
-    with pytest.raises(UserError, match="exits work with the targets"):
-        ModelSet(text_family.target, make_candidates(exits=[1]))
 
 
 def test_candidates_come_in_an_order_that_one_engine_can_host(monkeypatch, tmp_path):

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from support import markov_models
 from support.simulated_cascade import TableAcceptance, simulate
 
 from benchmarks.paper_tables import closed_forms, paper_instance
 from vllm_hsd.errors import UserError
-from vllm_hsd.planner import optimize, predict, prompt_lookup, survival
+from vllm_hsd.planner import optimize, predict
 from vllm_hsd.planner.latencies import Latencies, LatencyTable
 from vllm_hsd.planner.predict import Measured, Selection
 from vllm_hsd.planner.survival import Acceptance, independent_survival
@@ -119,10 +118,6 @@ def test_one_level_is_the_closed_form(acceptance):
     assert predicted.tokens_per_step == pytest.approx(closed_forms.expected_tokens(0.7, 6))
 
 
-def test_no_level_is_the_plain_target(measured):
-    assert predict.predict(Selection((), ()), measured).ms_per_token == 5.0
-
-
 def test_two_levels_never_overshoot(acceptance):
     """Draft lengths 2 and 3: the second request is for what is missing, less one."""
     predicted = predict.predict(Selection((0, 1), (2, 3)), flat(acceptance, 1, 10, 1, 1, 100))
@@ -169,95 +164,6 @@ def test_finite_requests(measured):
     steps = 1 * 0.7 + 2 * 0.3
     assert two.level_calls == pytest.approx((0.0, 1 / steps, 1.0))
     assert two.tokens_per_step == pytest.approx(2 / steps)
-
-
-def test_a_batch_waits_for_its_slowest_request(measured):
-    """Of the simulation, too: the tokens of a step are those of one request, the rounds are not."""
-    cascade = Selection((0, 1), (3, 8))
-    alone, together = (predict.predict(cascade, measured, batch=batch) for batch in (1, 4))
-    assert together.tokens_per_step == pytest.approx(alone.tokens_per_step)
-    assert together.level_calls[1] > 1.2 * alone.level_calls[1]
-
-
-@pytest.mark.parametrize("verifier", survival.VERIFIERS)
-@pytest.mark.parametrize(("levels", "draft_lengths"), [((1,), (6,)), ((0, 1), (3, 8))])
-def test_recorded_ratios_predict_cascades_that_verify_tokens(verifier, levels, draft_lengths):
-    """Within the noise of the simulation for recorded ratios; rates alone miss the verifier."""
-    rng = np.random.default_rng(1)
-    tables = markov_models.markov_chains(rng, 3, drift=0.5)
-    contexts = markov_models.sample_text(tables[-1], 300, 80, rng)
-    seen = contexts[:, :-1].ravel()
-    along = np.zeros((3, 3, 9, 9, 9))
-    rates = np.zeros((3, 3))
-    for above in range(3):
-        text = contexts
-        if above < 2:
-            start = rng.choice(seen, 3000)
-            text = markov_models.sample_text(tables[above], 3000, 8, rng, start=start)
-        for below in range(3):
-            ratios = markov_models.log_ratios(tables[below], tables[above], text)
-            if above < 2:
-                along[above, below] = survival.survival_by_position(ratios, 8, verifier)
-            else:
-                along[above, below] = survival.survival_anywhere(ratios, 8, verifier)[:, None]
-            pair = tables[below][seen], tables[above][seen]
-            rates[above, below] = closed_forms.acceptance_rate(*pair).mean()
-    cascade = Selection(levels, draft_lengths)
-    tokens = markov_models.MarkovTokens(
-        [*(tables[i] for i in levels), tables[-1]], verifier, rng, 100
-    )
-    recorded = flat(Acceptance(along), 0.2, 1.0, 4.0)
-    real = simulate(cascade, recorded, tokens, replicas=100, steps=40)
-    exact = predict.predict(cascade, recorded)
-    assert exact.ms_per_token == pytest.approx(real.ms_per_token, rel=0.01, abs=4 * real.stderr)
-    independent = predict.predict(
-        cascade, flat(Acceptance(independent_survival(rates, 8)), 0.2, 1.0, 4.0)
-    )
-    if verifier == "standard":
-        assert independent.ms_per_token == pytest.approx(real.ms_per_token, rel=0.05)
-    else:
-        assert independent.ms_per_token > 1.03 * exact.ms_per_token
-
-
-def replayed(contexts, texts):
-    """Lookups of 8 tokens before every token of texts: offered and accepted, [texts, L]."""
-    pairs = zip(contexts, texts, strict=True)
-    found = [prompt_lookup.replay(context, text, 1, 2, 8) for context, text in pairs]
-    return (np.stack(column) for column in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("levels", "draft_lengths", "verifier"),
-    [((1,), (6,), "block"), ((1, 0), (4, 8), "block"), ((1, 0), (4, 8), "standard")],
-)
-def test_replayed_lookups_predict_cascades_that_look_up(levels, draft_lengths, verifier):
-    """Lookups in real text below the target and below a model, verified token by token."""
-    rng = np.random.default_rng(2)
-    tables = markov_models.markov_chains(rng, 2, vocabulary=5, drift=0.3)
-    whole = markov_models.sample_text(tables[-1], 200, 120, rng)
-    contexts, texts = whole[:, :61], whole[:, 61:]
-    joint = np.zeros((3, 9, 9, 9, 9))
-    at_target = survival.lookup_table(*replayed(contexts, texts), np.full(200, 60), 8, False)
-    # The texts that the model drafts for the target: it is asked anywhere in them.
-    ends = rng.integers(61, 113, 600)
-    asked = [text[:end] for text, end in zip(np.tile(whole, (3, 1)), ends, strict=True)]
-    last = np.array([context[-1] for context in asked])
-    own = markov_models.sample_text(tables[0], 600, 8, rng, start=last)[:, 1:]
-    joint[0] = survival.lookup_table(*replayed(asked, own), np.full(600, 8), 8, True)
-    joint[1, ..., 0, 0], joint[2] = 1.0, at_target
-    accepted = np.zeros((2, 2, 9, 9, 9))
-    accepted[..., 0] = 1.0
-    ratios = markov_models.log_ratios(*tables, whole[:, 60:])
-    accepted[1, 0] = survival.survival_anywhere(ratios, 8, verifier)[:, None]
-    recorded = flat(with_lookup(accepted, joint), 1.0, 0.1, 4.0)
-    sources = [tables[0] if level == 0 else None for level in levels]
-    tokens = markov_models.MarkovTokens([*sources, tables[-1]], verifier, rng, 150)
-    tokens.texts = contexts[:150].tolist()
-    selection = Selection(levels, draft_lengths)
-    real = simulate(selection, recorded, tokens, replicas=150, steps=20)
-    exact = predict.predict(selection, recorded)
-    assert exact.ms_per_token == pytest.approx(real.ms_per_token, rel=0.02, abs=4 * real.stderr)
-    assert exact.tokens_per_step == pytest.approx(real.tokens_per_step, rel=0.03)
 
 
 def test_impossible_draft_lengths_are_one_sentence(measured):

@@ -60,9 +60,3 @@ def test_the_table_counts_rounds_along_the_texts():
     by_position = lookup_table(offered, accepted, np.array([6]), 2, by_position=True)
     assert by_position[1, 0][2, 1] == 1 and by_position[1, 2][0, 0] == 1
     assert np.allclose(by_position.sum((-2, -1)), 1)
-
-
-def test_without_any_offer_nothing_is_accepted():
-    none = np.zeros((3, 5), dtype=np.int64)
-    table = lookup_table(none, none, np.array([5, 5, 2]), 4, by_position=True)
-    assert np.all(table[..., 0, 0] == 1)

@@ -1,13 +1,13 @@
 """Discrete-event simulation of a cascade, the oracle of `planner.predict`.
 
-A clock, batches in lock-step, and any source of tokens. Several independent replicas of a batch run
-side by side as numpy arrays [replicas, batch].
+A clock, batches in lock-step, and accepted lengths from tables. Several independent replicas of a
+batch run side by side as numpy arrays [replicas, batch].
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,30 +28,11 @@ Mask = NDArray[np.bool_]
 BLOCKS = 20
 
 
-class TokenSource(Protocol):
-    """Where tokens come from; `active` [replicas, batch] selects the requests that take part."""
-
-    def draft(self, active: Mask) -> None:
-        """Append one token of level 0 to each request."""
-
-    def look_up(self, active: Mask, emitted: Ints, requested: Ints) -> Ints:
-        """Append at most `requested` tokens found by prompt lookup; how many, [replicas, batch].
-
-        `emitted`: tokens that the verifying level has emitted since its draft began.
-        """
-        ...
-
-    def verify(self, active: Mask, level: int, emitted: Ints, drafted: Ints) -> Ints:
-        """Verify the last `drafted` tokens of each request at a level (K: the target).
-
-        Keeps a prefix of them, appends one token, and returns how many were kept
-        [replicas, batch]. The level has `emitted` tokens since its draft began; the target: 0.
-        """
-        ...
-
-
 class TableAcceptance:
     """Accepted lengths drawn independently from survival tables; tokens carry no content.
+
+    Arrays are [replicas, batch]; `active` selects the requests that take part, `emitted` are the
+    tokens that the verifying level has emitted since its draft began.
 
     Args:
         rng: source of the uniforms.
@@ -98,7 +79,7 @@ class _Run:
         self,
         selection: Selection,
         measured: Measured,
-        tokens: TokenSource,
+        tokens: TableAcceptance,
         replicas: int,
         batch: int,
     ) -> None:
@@ -197,7 +178,7 @@ class Simulated(Prediction):
 def simulate(
     selection: Selection,
     measured: Measured,
-    tokens: TokenSource,
+    tokens: TableAcceptance,
     *,
     batch: int = 1,
     replicas: int = 1,
