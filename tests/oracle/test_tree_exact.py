@@ -5,6 +5,7 @@ from fractions import Fraction
 import pytest
 from oracle import sequential
 from oracle.exact import ArgmaxOf, Choices, Table, Tokens, distance, distribution_of, extended
+from oracle.test_chain_exact import draft
 from oracle.trees import DRAWS, grow, iid, without_replacement
 
 VERIFIERS = [sequential.traversal, sequential.recursive_rejection]
@@ -32,6 +33,30 @@ def test_next_tokens_follow_the_target(verify, draw, vocabulary, widths):
     for seed in range(2):
         p, q = Table(vocabulary, seed), Table(vocabulary, seed + 100)
         assert bias(p, len(widths), call(p, q, draw, widths, verify)) == 0
+
+
+def chains(p, q, count: int, length: int, choices: Choices) -> sequential.Node:
+    """Whole chains that are drawn independently; a first part that they share is one path."""
+    nodes: dict[Tokens, sequential.Node] = {(): sequential.Node(p(()), [])}
+    for _ in range(count):
+        chain = draft(q, length, choices)
+        for t in range(length):
+            path = chain[: t + 1]
+            node = nodes.setdefault(path, sequential.Node(p(path), []))
+            nodes[path[:-1]].children.append((path[-1], q(path[:-1]), node))
+    return nodes[()]
+
+
+@pytest.mark.parametrize("verify", VERIFIERS)
+@pytest.mark.parametrize(("vocabulary", "count", "length"), [(2, 2, 2), (3, 2, 2), (2, 3, 2)])
+def test_independent_chains(verify, vocabulary, count, length):
+    p, q = Table(vocabulary, 1), Table(vocabulary, 101)
+
+    def program(choices: Choices) -> Tokens:
+        root = chains(p, q, count, length, choices)
+        return tuple(verify(root, choices.bernoulli, choices.sample))
+
+    assert bias(p, length, program) == 0
 
 
 @pytest.mark.parametrize("verify", VERIFIERS)

@@ -24,7 +24,12 @@ def without_replacement(row, k: int, choices: Choices):
 def top_k(row, k: int, choices: Choices):
     """The k most likely tokens, each with a one-hot row."""
     best = sorted(range(len(row)), key=lambda v: -row[v])[:k]
-    return [(v, [Fraction(v == u) for u in range(len(row))]) for v in best]
+    return [(v, one_hot(v, len(row))) for v in best]
+
+
+def one_hot(token: int, vocabulary: int) -> list[Fraction]:
+    """The row of a point mass."""
+    return [Fraction(token == v) for v in range(vocabulary)]
 
 
 DRAWS = [iid, without_replacement, top_k]

@@ -126,12 +126,14 @@ class Sources:
         lookups: they cost no forward pass.
         drafter: a level with probabilities, the last source; None without one.
         min_acceptance: a lookup's draft ends before the token that is less likely to be accepted.
+        branches: drafts that the target verifies together, at most; 1 for a chain.
     """
 
     names: list[str]
     lookups: list[LookupLevel]
     drafter: Level | None = None
     min_acceptance: float = 0.05
+    branches: int = 1
 
 
 @dataclass(frozen=True)

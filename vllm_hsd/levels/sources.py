@@ -85,6 +85,7 @@ class SourcesLevelConfig(LevelConfig):
             lookups=[level for is_lookup, level in built if is_lookup],
             drafter=next((level for is_lookup, level in built if not is_lookup), None),
             min_acceptance=self.min_acceptance,
+            branches=self.branches,
         )
 
     @model_validator(mode="after")
