@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 from benchmarks.common import MODELS
+from vllm_hsd.levels.base import level_name
 
 DRAFT_LENGTH = 8
 NGRAM: dict[str, Any] = {"ngram": {"max": 4}}
@@ -36,6 +37,26 @@ def fixed(*levels: dict[str, Any], length: int = DRAFT_LENGTH, **keys: Any) -> d
     """
     config = {"method": "hsd", "num_speculative_tokens": length, "levels": list(levels)}
     return {**config, "adaptive": False, **keys}
+
+
+def vllms_own() -> dict[str, dict[str, Any]]:
+    """vLLM's own methods, by the names of the tables, as its documentation sets them."""
+    lookup = {"method": "ngram", "num_speculative_tokens": DRAFT_LENGTH, "prompt_lookup_max": 4}
+    suffix = {"method": "suffix", "num_speculative_tokens": DRAFT_LENGTH}
+    head = {"method": "eagle3", "model": os.path.relpath(HEAD), "num_speculative_tokens": 3}
+    found = {"vLLM's ngram": lookup}
+    if _has_suffix():
+        found["vLLM's suffix"] = suffix
+    return {**found, "vLLM's eagle3": head} if _has_head() else found
+
+
+def ours() -> dict[str, dict[str, Any]]:
+    """The best lookup, and all sources in one level, as they are without further keys."""
+    alone = [level for level in levels() if level != NGRAM] or levels()
+    found = {level_name(alone[0]): fixed(alone[0], adaptive=True)}
+    if len(alone) > 1:
+        found["+".join(map(level_name, alone))] = fixed({"sources": alone}, adaptive=True)
+    return found
 
 
 def levels() -> list[dict[str, Any]]:
