@@ -4,18 +4,55 @@ What is valid stands in the tables of `core/test_config.py`. The harness is itse
 with a known fault.
 """
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.cascade_mutations import cascades, sentence_objection, valid_cascades
+from support.mutations import mutated, sentence_objection
 
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.errors import UserError
 from vllm_hsd.levels.base import LevelConfig, with_underscores
 
 MUTATIONS = 4000
-VALID = valid_cascades("small", "mid", "store", "heads", "eagle3")
+TOP = {"model": "mid"}
+
+
+def two(lowest: dict, **keys: Any) -> dict[str, Any]:
+    levels = [{"num_tokens": 2, **lowest}, TOP]
+    return {"num_speculative_tokens": 6, "levels": levels, **keys}
+
+
+# A cascade for every key and kind.
+VALID = [
+    two({"model": "small", "stopping": "entropy", "temperature_scale": 0.5, "revision": None}),
+    two({"early_exit": 1}, verifier="standard", adaptive=True),
+    two({"exit_head": "heads", "num_tokens": 4}, verifier="hierarchical"),
+    two({"ngram": {"max": 3}}, horizontal_tokens=3, adaptive=False),
+    two({"bigram": "store"}, verifier="coupled"),
+    two({"ngram_model": "store", "order": 2}),
+    two({"sources": [{"ngram": {}}, {"bigram": "store"}, {"model": "small", "stopping": "fixed"}]}),
+    {"num-speculative-tokens": 5, "levels": [{"eagle3": "head", "temperature-scale": 2}]},
+    {
+        "num_speculative_tokens": 9,
+        "levels": [
+            {"ngram_model": "store", "num_tokens": 2},
+            {"early_exit": 1, "num_tokens": 4, "verifier": "standard", "max_rounds": 2},
+            {"early_exit": 2, "num_tokens": 5},
+            TOP,
+        ],
+    },
+    {
+        "num_speculative_tokens": 4,
+        "levels": [
+            {
+                "sources": [{"suffix": {"store": "store", "shared_tokens": 9}}],
+                "min_acceptance": 0.2,
+            }
+        ],
+    },
+]
 
 
 def changes_values(level: LevelConfig, raw: dict) -> bool:
@@ -44,7 +81,12 @@ def objection(parse: Callable[[Any], Any], raw: Any) -> str | None:
 
 
 def objections(parse: Callable[[Any], object]) -> list[str]:
-    raws = cascades(VALID, seed=0, count=MUTATIONS)
+    """Of every fifth cascade valid, the others mutated."""
+    rng = random.Random(0)
+    raws = [
+        VALID[i // 5 % len(VALID)] if i % 5 == 0 else mutated(rng, rng.choice(VALID))
+        for i in range(MUTATIONS)
+    ]
     return [said for raw in raws if (said := objection(parse, raw))]
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
 from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import save_file
 from support.damaged_bytes import (
@@ -136,19 +135,6 @@ def test_paths_that_are_not_files(path):
         with pytest.raises(UserError) as error:
             read(path)
         assert sentence_objection(str(error.value), "") is None
-
-
-def test_the_harness_catches_a_reader_without_checks(tmp_path):
-    """Readers with a known fault: no check of values, raw exceptions."""
-    content = write_whole_store(tmp_path / "whole")
-
-    def unchecked(path: str) -> TextStore:
-        tensors = load_file(path)
-        return TextStore(tensors["tokens"], tensors["starts"], VOCABULARY)
-
-    said = objections(unchecked, is_store, content, tmp_path)
-    assert "accepts what is not valid" in said
-    assert any(each.startswith("raises ") for each in said)
 
 
 def cascade(**keys) -> dict:

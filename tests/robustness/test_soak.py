@@ -15,7 +15,6 @@ from support.soak import assert_clean, soak
 from support.soak_requests import SoakRequest, answered_catalog, catalog
 from support.soak_servers import (
     CROWDED,
-    FakeServer,
     lookups_and_heads,
     three_levels,
     two_models,
@@ -35,21 +34,6 @@ def requests(text_family):
 @pytest.fixture(scope="module")
 def bigram(tmp_path_factory) -> str:
     return write_table(tmp_path_factory.mktemp("bigram") / "table.npz")
-
-
-def test_the_harness_counts_every_fault_of_a_server_and_no_other():
-    with FakeServer({"wrong": 12, "hung": 30, "error": 25, "lost": 15, "cut": 10}) as server:
-        report = soak(server, server.requests, seconds=0, at_least=400, patience=8)
-    faults, outcomes = server.faults, report.outcomes
-    assert all(faults[kind] > 0 for kind in server.every), faults
-    for kind in ("wrong", "hung", "error"):
-        assert outcomes[kind] == faults[kind], str(report)
-    # A client that leaves does not see that its stream has no end.
-    assert faults["lost"] < outcomes["lost"] <= faults["lost"] + faults["cut"], str(report)
-    with FakeServer({}) as server:
-        report = soak(server, server.requests, seconds=0, at_least=400)
-    assert_clean(report)
-    assert report.outcomes["aborted"] > 0 and report.outcomes["refused"] > 0
 
 
 @pytest.mark.slow
@@ -90,24 +74,6 @@ def without_seeds(requests: list[SoakRequest]) -> list[SoakRequest]:
         request.expected, request.refused = known.expected, known.refused
         request.judge = known.judge
     return unseeded
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("speculation", ["cascade", "plain"])
-def test_a_server_that_is_stopped_under_load(text_family, requests, tmp_path, speculation):
-    """vLLM 0.32 stops its engine and waits for the clients to leave, with a cascade or without.
-
-    With `--shutdown-timeout` it answers first: `test_request_errors`.
-    """
-    config = two_models(text_family) if speculation == "cascade" else None
-    asked = requests if config else without_seeds(requests)
-    with running_server(text_family.target, tmp_path, config) as server:
-        threading.Timer(10, server.process.terminate).start()
-        report = soak(server, asked, seconds=1200, patience=20)
-        print(report)
-        assert server.process.wait(timeout=600) == 0
-    assert report.outcomes["wrong"] == 0, str(report)
 
 
 MODES: dict[str, dict] = {

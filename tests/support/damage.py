@@ -46,53 +46,23 @@ def change_config(**values) -> Callable[[Path], None]:
     return damage
 
 
-def nan_everywhere(weights: dict[str, torch.Tensor]) -> None:
-    weights["model.norm.weight"].fill_(float("nan"))
+def fill(name: str, index: object, value: float) -> Callable[[Path], None]:
+    """Damage that sets a part of a tensor."""
+    return change_weights(lambda weights: weights[name].__setitem__(index, value))
 
 
-def nan_for_one_token(weights: dict[str, torch.Tensor]) -> None:
-    """Every row of logits has one that is NaN."""
-    weights["lm_head.weight"][3].fill_(float("nan"))
+def cut(name: str, *index: slice) -> Callable[[Path], None]:
+    """Damage that keeps a part of a tensor."""
+    return change_weights(lambda weights: weights.update({name: weights[name][index].clone()}))
 
 
-def nan_after_one_token(weights: dict[str, torch.Tensor]) -> None:
-    """Rows are NaN as soon as one token of the vocabulary has been read."""
-    weights["model.embed_tokens.weight"][4].fill_(float("nan"))
+def change_file(change: Callable[[bytes], bytes], name: str = WEIGHTS) -> Callable[[Path], None]:
+    """Damage to the bytes of a file."""
+    return lambda directory: _rewrite(directory / name, change)
 
 
-def inf_for_one_token(weights: dict[str, torch.Tensor]) -> None:
-    weights["lm_head.weight"][3].mul_(1e38)
-
-
-def truncate(directory: Path) -> None:
-    path = directory / WEIGHTS
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def truncate_header(directory: Path) -> None:
-    path = directory / WEIGHTS
-    path.write_bytes(path.read_bytes()[:20])
-
-
-def empty(directory: Path) -> None:
-    (directory / WEIGHTS).write_bytes(b"")
-
-
-def remove(directory: Path) -> None:
-    (directory / WEIGHTS).unlink()
-
-
-def replace_by_text(directory: Path) -> None:
-    (directory / WEIGHTS).write_text("these are no weights\n" * 100)
-
-
-def cut_rows(weights: dict[str, torch.Tensor]) -> None:
-    weights["lm_head.weight"] = weights["lm_head.weight"][:-1].clone()
-
-
-def cut_columns(weights: dict[str, torch.Tensor]) -> None:
-    name = "model.layers.0.mlp.down_proj.weight"
-    weights[name] = weights[name][:, :-8].clone()
+def _rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
 
 
 def record_warnings() -> None:

@@ -1,12 +1,8 @@
 """Files with bytes changed at random, and what a reader may answer to them."""
 
-import io
 import random
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
-
-import numpy as np
 
 from vllm_hsd.errors import UserError
 
@@ -36,29 +32,6 @@ def damaged(rng: random.Random, content: bytes) -> bytes:
         elif change == "remove":
             del content[at:end]
     return bytes(content)
-
-
-def write_members(path: Path, members: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> None:
-    """An archive with raw members, as numpy's .npz is one."""
-    with zipfile.ZipFile(path, "w", method) as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-
-
-def npy(array: np.ndarray) -> bytes:
-    """An array in numpy's format, pickled if it holds objects."""
-    buffer = io.BytesIO()
-    np.save(buffer, array, allow_pickle=True)
-    return buffer.getvalue()
-
-
-def npy_header(shape: tuple[int, ...], descr: object = "<i8") -> bytes:
-    """A header of numpy's format that declares an array without holding it."""
-    buffer = io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        buffer, {"shape": shape, "fortran_order": False, "descr": descr}
-    )
-    return buffer.getvalue()
 
 
 def sentence_objection(message: str, name: str) -> str | None:
