@@ -77,7 +77,7 @@ docs: venv
 	$(BIN)/mkdocs build --strict
 
 # All benchmarks, one after another; a failure does not stop the others. An hour or two.
-BENCHMARKS := toy-models paper-tables kernel-builds kernel-bytes cpu-verification gpu-verification \
+BENCHMARKS := paper-tables kernel-builds kernel-bytes cpu-verification gpu-verification \
 	predictions cascade-points cascade-map several-drafts ablations step-profile demo demo-cascade batch-sizes \
 	adaptive
 bench: venv
@@ -88,9 +88,6 @@ bench: venv
 	done; \
 	echo "Tables and figures are in results/."; \
 	if [ -n "$$failed" ]; then echo "Failed:$$failed"; exit 1; fi
-
-bench-toy-models: venv
-	$(BIN)/python -m benchmarks.toy_models --output results/toy_models
 
 bench-paper-tables: venv
 	$(BIN)/python -m benchmarks.paper_tables.gsp_tables --output results/paper_tables

@@ -54,10 +54,6 @@ def test_bfloat16_where_it_is_faster(probe):
     assert choice.dtype == "bfloat16" and "takes 0.50 and 0.50 of a float32 step's" in str(choice)
 
 
-def test_float32_where_bfloat16_is_slower(probe):
-    assert probe(3.0, 2.0).dtype == "float32"
-
-
 def test_float32_where_bfloat16_is_an_illegal_instruction(probe):
     choice = probe(None, 2.0)
     assert choice.dtype == "float32" and "signal SIGILL" in choice.reason
@@ -75,30 +71,3 @@ def test_the_outcome_is_kept_for_the_next_process(probe, tmp_path):
     file.write_text("damaged")
     assert probe(3.0, 2.0).dtype == "float32"
     assert json.loads(file.read_text())["dtype"] == "float32"
-
-
-def test_other_threads_are_another_probe(probe, monkeypatch):
-    probe(1.0, 2.0)
-    monkeypatch.setenv("OMP_NUM_THREADS", "17")
-    assert probe(3.0, 2.0).dtype == "float32"
-
-
-def test_the_probe_has_the_shapes_of_the_served_model(family):
-    shapes = dtype.probe_shapes(family.target)
-    assert shapes == {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "num_hidden_layers": 2,
-    }
-    with pytest.raises(UserError, match="nowhere' has no configuration"):
-        dtype.probe_shapes("./nowhere")
-
-
-@pytest.mark.slow
-def test_both_dtypes_are_tried_in_engines(monkeypatch, tmp_path, family):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    choice = dtype.choose_dtype(family.target)
-    assert choice.dtype in ("bfloat16", "float32") and "bfloat16" in choice.reason

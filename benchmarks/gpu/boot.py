@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from benchmarks.gpu import engines
-from benchmarks.gpu.items import CheckFailed, Finding, Setting
+from benchmarks.gpu.items import Finding, Setting
 
 TOKENS = 32
 PROMPT = [3, 5, 7, 11, 13, 17, 19, 23]
 
 
 def run(setting: Setting) -> Finding:
-    """Two engines with random weights.
-
-    Raises:
-        CheckFailed: another runner serves, or tokens are missing.
-    """
+    """Two engines with random weights."""
     engines.require_vllm()
     target, drafter = (engines.shaped(setting, size) for size in ("1.7B", "0.6B"))
     configs = {
@@ -35,9 +33,9 @@ def run(setting: Setting) -> Finding:
             params = {"temperature": 1, "max_tokens": TOKENS, "ignore_eos": True}
             found = process.generate([PROMPT] * 4, params)
         if seen["runner"] != "V2":
-            raise CheckFailed(f"{name}: vLLM's {seen['runner']} runner serves, not V2.")
+            pytest.fail(f"{name}: vLLM's {seen['runner']} runner serves, not V2.")
         if [len(ids) for ids in found.token_ids] != [TOKENS] * 4:
-            raise CheckFailed(f"{name}: {[len(i) for i in found.token_ids]} tokens of {TOKENS}.")
+            pytest.fail(f"{name}: {[len(i) for i in found.token_ids]} tokens of {TOKENS}.")
         lines.append(
             f"{name}: up after {up:.0f} s; {', '.join(f'{k} {v}' for k, v in seen.items())}."
         )

@@ -11,8 +11,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.gpu import engines
-from benchmarks.gpu.items import CheckFailed, Finding, Setting
+from benchmarks.gpu.items import Finding, Setting
 from vllm_hsd.errors import UserError
 
 TOKENS, TOY_TOKENS = 64, 6
@@ -27,11 +29,7 @@ WEIGHTS = {"load_format": "dummy", "skip_tokenizer_init": True}
 
 
 def run(setting: Setting) -> Finding:
-    """Two and three levels below an 8B target.
-
-    Raises:
-        CheckFailed: an engine ended, or tokens are missing.
-    """
+    """Two and three levels below an 8B target."""
     engines.require_vllm()
     target, mid, small = (engines.shaped(setting, size) for size in ("8B", "1.7B", "0.6B"))
     Path(target, "generation_config.json").write_text(json.dumps({"do_sample": True, **SAMPLING}))
@@ -55,11 +53,11 @@ def run(setting: Setting) -> Finding:
             try:
                 counts = [_generate(process, setting, size) for size in _batches(setting)]
             except UserError as error:
-                raise CheckFailed(f"{name}: {error}") from error
+                pytest.fail(f"{name}: {error}")
             seen = engines.described(process)
         requests = sum(_batches(setting))
         if sum(counts) != requests * (TOY_TOKENS if setting.toy else TOKENS):
-            raise CheckFailed(f"{name}: {sum(counts)} tokens of {requests} requests.")
+            pytest.fail(f"{name}: {sum(counts)} tokens of {requests} requests.")
         described = ", ".join(f"{key} {value}" for key, value in seen.items())
         lines.append(f"{name}: {requests} requests of {sum(counts)} tokens; {described}.")
         if reason := engines.eager_reason(seen):
@@ -75,7 +73,7 @@ def _generate(process: Any, setting: Setting, size: int) -> int:
     """Tokens of `size` requests with the model's sampling parameters, every second one seeded."""
     sampling = process.call(_sampling)
     if not setting.toy and {key: sampling[key] for key in SAMPLING} != SAMPLING:
-        raise CheckFailed(f"the model's sampling parameters are {sampling}, not {SAMPLING}.")
+        pytest.fail(f"the model's sampling parameters are {sampling}, not {SAMPLING}.")
     tokens = TOY_TOKENS if setting.toy else TOKENS
     params = [
         {**sampling, "max_tokens": tokens, "ignore_eos": True, **({"seed": i} if i % 2 else {})}

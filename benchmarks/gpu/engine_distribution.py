@@ -38,9 +38,6 @@ def run(setting: Setting, family: dict[str, str] = engines.TINY) -> Finding:
 
     Args:
         family: directories of target, mid and small.
-
-    Raises:
-        CheckFailed: the text does not follow the target, or the control is not noticed.
     """
     engines.require_vllm()
     configs = configurations(family)

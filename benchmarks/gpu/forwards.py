@@ -68,13 +68,3 @@ def _times_in_worker(
         low, middle, high = statistics.quantiles(times[3:], n=4)
         rows.append({"ms": middle, "ms_q25": low, "ms_q75": high})
     return rows
-
-
-def plot(rows: list[dict[str, Any]], figure: Any) -> None:
-    """Time over tokens."""
-    axis = figure.subplots()
-    for size in dict.fromkeys(row["model"] for row in rows):
-        line = [(row["tokens"], row["ms"]) for row in rows if row["model"] == size]
-        axis.plot(*zip(*line, strict=True), marker="o", label=size)
-    axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms per forward pass")
-    axis.legend()

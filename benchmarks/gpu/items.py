@@ -1,48 +1,57 @@
-"""The items of the proof on a GPU, most valuable first, and what one of them is given and finds."""
+"""The items of the proof on a GPU, most valuable first, and what one of them is given and finds.
+
+An item is a test: of `tests/kernels`, or `item.py`, which calls `run(setting)` of the module of its
+name. It fails by `pytest.fail`, and cannot run where it is skipped.
+"""
 
 from __future__ import annotations
 
-import importlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
-
-
-class CannotRun(Exception):
-    """An item needs what this host lacks; the message says what."""
-
-
-class CheckFailed(Exception):
-    """An item has run and found something wrong; the message says what."""
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Item:
-    """A module with `run(setting)`.
+    """A test that `prove` runs in a process of its own.
 
     Attributes:
-        name: of the module, and of the item's files.
         claim: what is shown if it passes.
         limit: seconds after which it is ended and has failed.
-        package: of the module.
+        tests: file or node id of pytest; by default that of `item.py`.
+        figure: arguments of `plot.lines` for its rows.
     """
 
     name: str
     claim: str
     limit: int = 120
-    package: str = "benchmarks.gpu"
+    tests: str = ""
+    figure: Mapping[str, Any] = field(default_factory=dict)
 
-    def load(self) -> ItemModule:
-        module: Any = importlib.import_module(f"{self.package}.{self.name}")
-        return module
+    @property
+    def node(self) -> str:
+        return self.tests or f"benchmarks/gpu/item.py::test_item[{self.name}]"
 
 
+STEPS = {"x": "batch", "measures": {"ms_per_step": "ms per step"}, "line": "stack"}
 ITEMS = (
-    Item("kernels", "verification and sampling kernels give the reference's tokens, also replayed"),
-    Item("proposals", "every kernel of a proposal equals its reference on random states"),
-    Item("kernel_times", "verification against vLLM's own and against one read of its inputs"),
+    Item(
+        "kernels",
+        "verification and sampling kernels give the reference's tokens, also replayed",
+        tests="tests/kernels/test_kernels_on_gpu.py",
+    ),
+    Item(
+        "proposals",
+        "every kernel of a proposal equals its reference on random states",
+        tests="tests/kernels/test_proposals_on_gpu.py",
+    ),
+    Item(
+        "kernel_times",
+        "verification against vLLM's own and against one read of its inputs",
+        figure={"x": "batch", "measures": {"us": "us"}, "line": "sampler", "panel": "case"},
+    ),
     Item(
         "kernel_distribution", "text by the kernels follows the target, a biased control does not"
     ),
@@ -51,11 +60,19 @@ ITEMS = (
     Item(
         "defaults", "engines without any argument serve: no host sync, nothing compiled later", 600
     ),
-    Item("step_times", "time of a step, no speculation, vLLM's drafters and ours at equal K"),
+    Item(
+        "step_times",
+        "time of a step, no speculation, vLLM's drafters and ours at equal K",
+        figure=STEPS,
+    ),
     Item("engine_distribution", "text of engines follows the target, a biased control does not"),
     Item("soak", "requests join, leave and are preempted; seeded text as if each ran alone"),
-    Item("forwards", "time of a forward pass by the number of tokens"),
-    Item("step_times_32b", "the same with a large target"),
+    Item(
+        "forwards",
+        "time of a forward pass by the number of tokens",
+        figure={"x": "tokens", "measures": {"ms": "ms per forward pass"}, "line": "model"},
+    ),
+    Item("step_times_32b", "the same with a large target", figure=STEPS),
     Item("memory", "memory of a cascade against what its sizes predict"),
 )
 
@@ -67,7 +84,7 @@ class Setting:
     Attributes:
         device: "cuda"; or "cpu", for toy sizes under Triton's interpreter.
         output: directory of all results.
-        ends: `time.monotonic()` at which the item should be done.
+        ends: `time.time()` at which the item should be done.
         engine_args: arguments of `vllm.LLM` that take the place of an item's.
         engine_options: of `vllm_hsd.engine.EngineProcess`, for every engine.
     """
@@ -88,7 +105,7 @@ class Setting:
 
     def time_left(self) -> float:
         """Seconds."""
-        return self.ends - time.monotonic()
+        return self.ends - time.time()
 
 
 @dataclass
@@ -104,9 +121,3 @@ class Finding:
     lines: list[str]
     rows: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-
-
-class ItemModule(Protocol):
-    """What `Item.load` returns; `plot(rows, figure)` is there where the rows make a figure."""
-
-    run: Callable[[Setting], Finding]

@@ -217,11 +217,7 @@ def _hotter(logits, temperature, *rest, **options):
 
 
 def run(setting: Setting) -> Finding:
-    """See the module.
-
-    Raises:
-        CheckFailed: the text does not follow the target, or the control is not noticed.
-    """
+    """See the module."""
     sizes = TOY if setting.toy else FULL
     # A few hundred tokens show a bias less strongly.
     rejected = pit.PASSES if setting.toy else pit.REJECTED

@@ -56,6 +56,7 @@ def run(setting: Setting) -> Finding:
             vocabulary, batch, n, temperature, noise=bench.NOISE, device=setting.device
         )
         case = {"vocabulary": vocabulary, "draft": n, "batch": batch, "temperature": temperature}
+        case["case"] = f"V={vocabulary}, n={n}, T={temperature:g}"
         v2, v1 = loaded["vLLM V2"], loaded["vLLM V1"]
         measured = bench.measure(drafts, v2, v1, bandwidth, repeats, flush, without=SLOW)
         rows += [case | row for row in measured]
@@ -90,21 +91,3 @@ def _lines(rows: list[dict[str, Any]]) -> list[str]:
 
 def _us(row: dict[str, Any]) -> str:
     return f"{row['us']:.0f} us ({row['us_q25']:.0f}-{row['us_q75']:.0f})"
-
-
-def plot(rows: list[dict[str, Any]], figure: Any) -> None:
-    """Times over batch sizes for the first vocabulary and draft length."""
-    shown = [r for r in rows if all(r[k] == rows[0][k] for k in ("vocabulary", "draft"))]
-    panels = list(dict.fromkeys(row["temperature"] for row in shown))
-    for axis, temperature in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-    ):
-        panel = [row for row in shown if row["temperature"] == temperature]
-        for name in dict.fromkeys(row["sampler"] for row in panel):
-            line = [(row["batch"], row["us"]) for row in panel if row["sampler"] == name]
-            axis.plot(*zip(*line, strict=True), marker="o", label=name)
-        floor = [row for row in panel if row["sampler"] == "block, lse given"]
-        axis.plot([r["batch"] for r in floor], [r["floor_us"] for r in floor], "k--", label="floor")
-        axis.set(xscale="log", yscale="log", xlabel="batch", ylabel="us")
-        axis.set_title(f"V={shown[0]['vocabulary']}, n={shown[0]['draft']}, T={temperature:g}")
-        axis.legend(fontsize="x-small")

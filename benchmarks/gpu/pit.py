@@ -17,10 +17,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from scipy.stats import chi2
 
-from benchmarks.gpu.items import CheckFailed
 from vllm_hsd.lossless.directions import BEFORE, marks, rows_of
 from vllm_hsd.lossless.lean import lean_checks
 from vllm_hsd.lossless.quantiles import randomized
@@ -122,14 +122,13 @@ def checked_row(
         rejected: greatest p-value of a control; None where the texts are too short to tell.
         leans: as for `p_value`.
 
-    Raises:
-        CheckFailed: the text does not follow the target, or the control is not noticed.
+    Fails where the text does not follow the target, or the control is not noticed.
     """
     p = p_value(texts, grid, leans)
     if not control and p < PASSES:
-        raise CheckFailed(f"{name}: p-value {p:.2g}, the text does not follow the target.")
+        pytest.fail(f"{name}: p-value {p:.2g}, the text does not follow the target.")
     if control and rejected is not None and p > rejected:
-        raise CheckFailed(f"{name}: the biased control is not noticed, p-value {p:.2g}.")
+        pytest.fail(f"{name}: the biased control is not noticed, p-value {p:.2g}.")
     return {
         kind: name,
         "control": control,

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from benchmarks.common import prompts
 from benchmarks.gpu import engines
-from benchmarks.gpu.items import CheckFailed, Finding, Setting
+from benchmarks.gpu.items import Finding, Setting
 from vllm_hsd.cli.greedy import gaps_of_target
 from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.errors import UserError
@@ -50,9 +52,6 @@ def run(setting: Setting, family: dict[str, str] = engines.TINY) -> Finding:
 
     Args:
         family: directories of target, mid and small.
-
-    Raises:
-        CheckFailed: texts differ that must not.
     """
     engines.require_vllm()
     count, tokens = (TOY_PROMPTS, TOY_TOKENS) if setting.toy else (PROMPTS, TOKENS)
@@ -76,12 +75,12 @@ def run(setting: Setting, family: dict[str, str] = engines.TINY) -> Finding:
     captured, eager = found["cascade"][1], found["cascade, eager"][1]
     if captured.token_ids != eager.token_ids:
         differ = sum(a != b for a, b in zip(captured.token_ids, eager.token_ids, strict=True))
-        raise CheckFailed(f"{differ} of {count} seeded texts differ between captured and eager.")
+        pytest.fail(f"{differ} of {count} seeded texts differ between captured and eager.")
     lines.append(f"Seeded text at temperature 0.8: {count} of {count} equal, captured and eager.")
     equal = found["equal models"][1]
     rate = equal.accepted / max(equal.drafted, 1)
     if rate < EQUAL_MODELS:
-        raise CheckFailed(f"A drafter equal to the target: only {rate:.4f} accepted.")
+        pytest.fail(f"A drafter equal to the target: only {rate:.4f} accepted.")
     lines.append(f"A drafter equal to the target: {rate:.4f} of {equal.drafted} accepted.")
     for claim, variable in CHECKS.items():
         if setting.time_left() < engines.ENGINE_SECONDS:
@@ -101,7 +100,7 @@ def _check(
         try:
             process.generate(asked, params)
         except UserError as error:
-            raise CheckFailed(f"with {name}={value}, {error}") from error
+            pytest.fail(f"with {name}={value}, {error}")
 
 
 def _greedy_line(
@@ -114,7 +113,7 @@ def _greedy_line(
     places = []
     for prompt, theirs, ours in zip(prompt_ids, expected.token_ids, got.token_ids, strict=True):
         if len(theirs) != len(ours):
-            raise CheckFailed(f"{name}: {len(ours)} tokens in place of {len(theirs)}.")
+            pytest.fail(f"{name}: {len(ours)} tokens in place of {len(theirs)}.")
         at = next((i for i, token in enumerate(theirs) if token != ours[i]), None)
         if at is not None:
             places.append(((*prompt, *theirs[:at]), theirs[at], ours[at]))
@@ -122,7 +121,7 @@ def _greedy_line(
         return f"{name}: greedy text equals that of no speculation, {len(prompt_ids)} prompts."
     gaps = plain.call(gaps_of_target, places)
     if max(gaps) > LARGEST_GAP:
-        raise CheckFailed(
+        pytest.fail(
             f"{name}: {len(places)} of {len(prompt_ids)} greedy texts differ, where the target's "
             f"logits are up to {max(gaps):.3g} nats apart (bound {LARGEST_GAP:g})."
         )

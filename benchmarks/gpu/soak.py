@@ -10,8 +10,10 @@ import random
 import time
 from typing import Any
 
+import pytest
+
 from benchmarks.gpu import engines
-from benchmarks.gpu.items import CheckFailed, Finding, Setting
+from benchmarks.gpu.items import Finding, Setting
 
 REQUESTS, SECONDS, ALONE = 600, 45.0, 24
 TOY_REQUESTS, TOY_ALONE = 8, 2
@@ -50,9 +52,6 @@ def run(setting: Setting, family: dict[str, str] = engines.TINY) -> Finding:
 
     Args:
         family: directories of target, mid and small.
-
-    Raises:
-        CheckFailed: a request was lost, or texts depend on their neighbours.
     """
     engines.require_vllm()
     count, alone = (TOY_REQUESTS, TOY_ALONE) if setting.toy else (REQUESTS, ALONE)
@@ -69,12 +68,12 @@ def run(setting: Setting, family: dict[str, str] = engines.TINY) -> Finding:
         ]
     short = [i for i in stayed if len(seen["texts"][i]) != made[i]["params"]["max_tokens"]]
     if short:
-        raise CheckFailed(f"{len(short)} of {len(stayed)} requests ended without all their tokens.")
+        pytest.fail(f"{len(short)} of {len(stayed)} requests ended without all their tokens.")
     if not setting.toy and not seen["preemptions"]:
-        raise CheckFailed("no request was preempted: the soak was too easy.")
+        pytest.fail("no request was preempted: the soak was too easy.")
     parted = sum(seen["texts"][i] != text for i, text in zip(compared, singles, strict=True))
     if parted > MAY_PART * len(compared):
-        raise CheckFailed(f"{parted} of {len(compared)} texts differ from those of requests alone.")
+        pytest.fail(f"{parted} of {len(compared)} texts differ from those of requests alone.")
     return Finding(
         [
             f"{seen['added']} requests in {seen['seconds']:.0f} s, {len(stayed)} ended whole, "

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 
 from benchmarks.common import Spread
 from benchmarks.gpu import engines
-from benchmarks.gpu.items import CheckFailed, Finding, Setting
+from benchmarks.gpu.items import Finding, Setting
 from vllm_hsd.engine import EngineProcess
 
 K = 4
@@ -58,11 +59,7 @@ def run(setting: Setting) -> Finding:
 
 
 def measure(setting: Setting, target: str) -> Finding:
-    """Rows for every stack that there is time for.
-
-    Raises:
-        CheckFailed: a request did not get its tokens, or none of ours ran.
-    """
+    """Rows for every stack that there is time for."""
     engines.require_vllm()
     batches, repeats, tokens = BATCHES, REPEATS, TOKENS
     if setting.toy:
@@ -86,7 +83,7 @@ def measure(setting: Setting, target: str) -> Finding:
         if stack.config and stack.config["method"] == "hsd" and reason:
             left_out.append(f"CUDA graphs of {stack.name}: {reason}.")
     if len(rows) <= len(batches):
-        raise CheckFailed("there was no time for any drafter.")
+        pytest.fail("there was no time for any drafter.")
     return Finding([f"Target {target}, random weights, K = {K}.", *_lines(rows)], rows, left_out)
 
 
@@ -101,7 +98,7 @@ def _row(
         found = process.generate(prompts, params)
         if [len(ids) for ids in found.token_ids] != [tokens] * batch:
             lengths = [len(ids) for ids in found.token_ids]
-            raise CheckFailed(f"{stack.name}: {lengths} tokens in place of {tokens}; not timed.")
+            pytest.fail(f"{stack.name}: {lengths} tokens in place of {tokens}; not timed.")
         if repeat == 0:
             continue  # compiles kernels
         first, last = np.array(found.first_token_seconds), np.array(found.last_token_seconds)
@@ -126,15 +123,3 @@ def _lines(rows: list[dict[str, Any]]) -> list[str]:
         f"({row['ms_low']:.2f}-{row['ms_high']:.2f}), CPU {row['cpu_ms_per_step']:.2f} ms."
         for row in rows
     ]
-
-
-def plot(rows: list[dict[str, Any]], figure: Any) -> None:
-    """Bars by stack, a panel for every batch size."""
-    batches = list(dict.fromkeys(row["batch"] for row in rows))
-    axes = figure.subplots(1, len(batches), squeeze=False, sharey=True)[0]
-    for axis, batch in zip(axes, batches, strict=True):
-        shown = [row for row in rows if row["batch"] == batch][::-1]
-        times = np.array([[row["ms_per_step"], row["ms_low"], row["ms_high"]] for row in shown])
-        errors = np.abs(times[:, 1:] - times[:, :1]).T
-        axis.barh([row["stack"] for row in shown], times[:, 0], xerr=errors)
-        axis.set(title=f"batch {batch}", xlabel="ms per step")

@@ -21,7 +21,6 @@ import torch
 
 from benchmarks.common import write_csv
 from benchmarks.kernels.vllm_v1 import plain_sampling
-from benchmarks.plot import saved_figure
 from vllm_hsd.verify import verify_chain
 
 DRAFT = 8
@@ -187,31 +186,9 @@ def paired(case: Case, method: str, vllm: Vllm, pairs: int) -> dict:
     return result | {"pairs": pairs}
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    groups = list(dict.fromkeys((row["vocabulary"], row["batch"]) for row in rows))
-    with saved_figure(path, 8, 4) as figure:
-        axes = figure.subplots()
-        for k, method in enumerate(METHODS):
-            bars = [row for row in rows if row["method"] == method]
-            ratios = [row["wall_ratio"] for row in bars]
-            spread = [
-                [row["wall_ratio"] - row["wall_q25"] for row in bars],
-                [row["wall_q75"] - row["wall_ratio"] for row in bars],
-            ]
-            at = [i + 0.2 * (k - 1.5) for i in range(len(groups))]
-            axes.bar(at, ratios, 0.18, yerr=spread, label=method)
-        axes.axhline(1, color="black", linewidth=0.8)
-        axes.set_xticks(range(len(groups)), [f"V={v}\nbatch {b}" for v, b in groups])
-        axes.set_ylabel("time, ours / vLLM V1")
-        axes.set_title(f"CPU verification, drafts of {DRAFT}: below 1 is faster")
-        axes.legend()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--output", type=Path, default=Path("results"), help="directory of CSV and PNG"
-    )
+    parser.add_argument("--output", type=Path, default=Path("results"), help="directory of the CSV")
     parser.add_argument("--pairs", type=int, default=30, help="timed pairs for each case")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32000, 49152, 152064])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
@@ -241,8 +218,7 @@ def main() -> None:
                 )
     rows = [row | {"draft": DRAFT, "threads": args.threads} for row in rows]
     write_csv(args.output / "cpu_verify.csv", rows, args.threads)
-    plot(rows, args.output / "cpu_verify.png")
-    print(f"wrote {args.output / 'cpu_verify.csv'} and .png")
+    print(f"wrote {args.output / 'cpu_verify.csv'}")
 
 
 if __name__ == "__main__":

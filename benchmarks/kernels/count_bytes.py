@@ -15,7 +15,6 @@ import torch
 
 from benchmarks.common import write_csv
 from benchmarks.kernels.drafts import Drafts
-from benchmarks.plot import saved_figure
 from vllm_hsd.kernels.testing import vllm_sampler
 from vllm_hsd.kernels.testing.interpreter import count_bytes, repair
 
@@ -69,29 +68,9 @@ def _mean(accepted: torch.Tensor) -> dict[str, float]:
     return {"accepted": float(accepted.float().mean())}
 
 
-def plot(rows: list[dict[str, object]], path: Path) -> None:
-    panels = list(dict.fromkeys((row["temperature"], row["method"]) for row in rows))
-    samplers = list(dict.fromkeys(row["sampler"] for row in rows))
-    with saved_figure(path, 4 * len(panels), 4) as figure:
-        axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-        for axis, (temperature, method) in zip(axes, panels, strict=True):
-            for sampler in samplers:
-                case = {"temperature": temperature, "method": method, "sampler": sampler}
-                line = sorted(
-                    (row["overlap"], row["bytes"]) for row in rows if case.items() <= row.items()
-                )
-                axis.plot(*zip(*line, strict=True), marker="o", label=sampler)
-            axis.set(title=f"{method}, T={temperature}", xlabel="overlap of draft and target")
-        axes[0].set_ylabel("bytes per request and vocabulary entry")
-        axes[0].set_ylim(bottom=0)
-        axes[0].legend()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--output", type=Path, default=Path("results"), help="directory of CSV and PNG"
-    )
+    parser.add_argument("--output", type=Path, default=Path("results"), help="directory of the CSV")
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--draft", type=int, default=5, help="draft tokens per request")
@@ -132,8 +111,7 @@ def main() -> None:
         "dtype": "bfloat16",
     }
     write_csv(args.output / "count_bytes.csv", [row | shape for row in rows])
-    plot(rows, args.output / "count_bytes.png")
-    print(f"wrote {args.output / 'count_bytes.csv'} and .png")
+    print(f"wrote {args.output / 'count_bytes.csv'}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measure the tiny models: writes overlaps.csv and loss.png next to them.
+"""Measure the tiny models: writes overlaps.csv next to them.
 
     python -m benchmarks.models.report
 
@@ -9,21 +9,39 @@ numbers), and text that the target continued from prompts.jsonl at temperature 1
 """
 
 import argparse
-import csv
 import itertools
+import sysconfig
+import zlib
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import plot
 from benchmarks.common import prompts, write_csv
-from benchmarks.models.train import HERE, SEQUENCE, encode, library_files
 
+HERE = Path(__file__).parent
 NAMES = ("target", "mid", "small")
+SEQUENCE = 256  # tokens, which are bytes
 WINDOWS = 256  # windows of held-out text
 COPIES = 4  # sampled continuations of each prompt
 NEW_TOKENS = 128
+SKIPPED_DIRECTORIES = {
+    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings",
+    "pydoc_data", "lib-dynload", "__phello__",
+}  # fmt: skip
+
+
+def library_files() -> tuple[list[Path], list[Path]]:
+    """Standard-library sources as (training files, held-out files: one in 25, by path)."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    parts: tuple[list[Path], list[Path]] = ([], [])
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        # _sysconfigdata holds the paths of the machine that built Python.
+        if SKIPPED_DIRECTORIES & set(name.parts) or name.name.startswith("_sysconfigdata"):
+            continue
+        parts[zlib.crc32(name.as_posix().encode()) % 25 == 0].append(path)
+    return parts
 
 
 @torch.no_grad()
@@ -70,24 +88,6 @@ def compare(models: dict, contexts: list[tuple[torch.Tensor, int]], kind: str) -
     return rows
 
 
-def plot_losses(source: Path, picture: Path) -> None:
-    with source.open() as file:
-        rows = [{**row, "million_tokens": int(row["tokens"]) / 1e6} for row in csv.DictReader(file)]
-    for row in rows:
-        if row["model"] == "target":
-            row["train_loss"] = ""  # its own, not a distance from the target
-    plot.lines(
-        rows,
-        picture,
-        x="million_tokens",
-        measures={
-            "held_out_nats": "held-out loss (nats per token)",
-            "train_loss": "total variation from the target",
-        },
-        line="model",
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", type=Path, default=HERE)
@@ -102,7 +102,9 @@ def main() -> None:
         for n in NAMES
     }
     texts = [path.read_text(errors="ignore") for path in library_files()[1]]
-    windows = encode(tokenizer, texts).unfold(0, SEQUENCE + 1, SEQUENCE)
+    encoded = tokenizer.backend_tokenizer.encode_batch(texts)
+    stream = torch.tensor([i for e in encoded for i in (*e.ids, tokenizer.eos_token_id)])
+    windows = stream.unfold(0, SEQUENCE + 1, SEQUENCE)
     chosen = windows[torch.randperm(len(windows))[:WINDOWS]]
     rows = compare(models, [(w[None], 1) for w in chosen], "held-out text")
 
@@ -111,7 +113,6 @@ def main() -> None:
     write_csv(directory / "overlaps.csv", rows, options.threads)
     for row in rows:
         print(*row.values())
-    plot_losses(directory / "loss.csv", directory / "loss.png")
 
 
 if __name__ == "__main__":

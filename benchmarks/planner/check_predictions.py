@@ -23,7 +23,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -40,7 +39,7 @@ from vllm_hsd.planner.optimize import solve
 from vllm_hsd.planner.predict import Measured, Prediction, Selection
 from vllm_hsd.planner.profile import Profile, Prompts, Sampling, load_profile
 from vllm_hsd.planner.prompts import encode, read_prompts
-from vllm_hsd.planner.search import Constraints, Option, Search
+from vllm_hsd.planner.search import Constraints, Search
 from vllm_hsd.planner.task import Task, candidates
 from vllm_hsd.planner.timing import PASSES, Timing
 
@@ -148,49 +147,6 @@ def summary(group: list[dict], batch: int) -> tuple[float, float, float]:
     return batch * mean, batch * error, emitted.sum() / calls
 
 
-def landscape(search: Search, levels: tuple[int, ...]) -> list[Option]:
-    """Predictions of given levels, cheapest first, with all draft lengths that can be run."""
-    return [
-        Option(selection, search.predict(selection))
-        for lengths in itertools.combinations(range(1, search.size + 1), len(levels))
-        for selection in [Selection(levels, lengths)]
-    ]
-
-
-def write_landscape(search: Search, directory: Path) -> None:
-    """landscape.csv and .png: every single drafter and the best pair, by the target's draft."""
-    profile, plan = search.profile, search.choose()
-    lines = [(candidate,) for candidate in search.graph.order]
-    options = [plan.best, *(option for _, option in plan.others)]
-    if pairs := [option for option in options if len(option.selection.levels) == 2]:
-        lines.append(min(pairs, key=lambda option: option.ms).selection.levels)
-    rows: list[dict[str, Any]] = []
-    for levels in lines:
-        best: dict[int, Option] = {}
-        for option in landscape(search, levels):
-            top = option.selection.draft_lengths[-1]
-            best[top] = min(best.get(top, option), option, key=lambda each: each.ms)
-        rows += [
-            {
-                "levels": " > ".join(profile.candidates[level].name for level in levels),
-                "num_speculative_tokens": top,
-                "draft_lengths": " ".join(map(str, option.selection.draft_lengths)),
-                "ms_per_token": option.ms,
-            }
-            for top, option in best.items()
-        ]
-    write_csv(directory / "landscape.csv", rows)
-    plain = {"levels": "no speculation", "ms_per_token": plan.none.ms}
-    plot.lines(
-        [*rows, *({**plain, "num_speculative_tokens": end} for end in (1, search.size))],
-        directory / "landscape.png",
-        x="num_speculative_tokens",
-        measures={"ms_per_token": "predicted ms per token"},
-        line="levels",
-        title=f"{profile.names[-1]}, batch size {search.constraints.batch}",
-    )
-
-
 def write(
     directory: Path,
     names: list[str],
@@ -288,7 +244,6 @@ def main() -> None:
     search = Search(
         profile, Constraints(batch=arguments.batch_size, output_tokens=arguments.tokens)
     )
-    write_landscape(search, arguments.output)
     cascades = ten_cascades(search, np.random.default_rng(arguments.seed))
     passes = [setting for number in range(PASSES) for setting in timing.settings(number)]
     groups, timed = run_for_real(cascades, timing, arguments.repeats, passes)

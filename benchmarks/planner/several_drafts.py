@@ -2,26 +2,31 @@
 
     python -m benchmarks.planner.several_drafts --output results/planner
 
-Tokens per target call come from the toy models of benchmarks/toy_models.py, with block verification
-of one chain and the traversal rule for a tree of 2 or 4. A target call over m tokens costs
-1 + slope * (m - 1) of one over a token, and a draft step of K tokens the drafter's cost times as
-much; the chain may be of another length than those of the tree. Writes several_drafts.csv (tokens),
-several_drafts_map.csv and several_drafts.png.
+Tokens per target call come from order-1 Markov models over 32 tokens: target logits are 2 N(0, 1),
+the draft adds noise to them, as much as gives the acceptance rate over the target's stationary
+distribution. One chain is verified by block verification, a tree of 2 or 4 by the traversal rule.
+A target call over m tokens costs 1 + slope * (m - 1) of one over a token, and a draft step of K
+tokens the drafter's cost times as much; the chain may be of another length than those of the tree.
+Writes several_drafts.csv (tokens), several_drafts_map.csv and several_drafts.png.
 """
 
 import argparse
 import itertools
+import math
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from scipy.optimize import brentq
 
 from benchmarks import plot
 from benchmarks.common import write_csv
-from benchmarks.toy_models import measure
+from vllm_hsd.verify import Tree, verify_chain, verify_tree
 
+VOCABULARY = 32
 RATES = (0.5, 0.6, 0.7, 0.8, 0.9)
 LENGTHS = (1, 2, 3, 4, 6, 8, 12)
 CHAINS = (1, 2, 4)
@@ -30,6 +35,89 @@ SLOPES = (0.0, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08)
 
 # (rate, chains, length) -> tokens per target call
 Tokens = Mapping[tuple[float, int, int], float]
+
+
+def toy_models(rate: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Transition tables (target, draft), float64 [V, V], with the requested acceptance rate."""
+    generator = torch.Generator().manual_seed(seed)
+    logits, noise = torch.randn(2, VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64)
+    target = (2 * logits).softmax(-1)
+    stationary = torch.linalg.matrix_power(target, 1024)[0]
+
+    def excess(sigma: float) -> float:
+        draft = (2 * logits + sigma * noise).softmax(-1)
+        return float(stationary @ torch.minimum(target, draft).sum(-1)) - rate
+
+    sigma = brentq(excess, 0.0, 10.0)
+    return target, (2 * logits + sigma * noise).softmax(-1)
+
+
+def drafts(draft: torch.Tensor, context: torch.Tensor, length: int, generator) -> torch.Tensor:
+    """One draft after each context: tokens [len(context), length + 1], the context first."""
+    tokens = [context]
+    for _ in range(length):
+        tokens.append(torch.multinomial(draft[tokens[-1]], 1, generator=generator)[:, 0])
+    return torch.stack(tokens, 1)
+
+
+def chain_calls(
+    target: torch.Tensor, draft: torch.Tensor, length: int, calls: int, seed: int, method: str
+) -> list[float]:
+    """Tokens per call, averaged over 1000 sequences, for each of the calls after a warm-up."""
+    torch.manual_seed(seed)
+    context = torch.randint(VOCABULARY, (1000,))
+    means = []
+    for _ in range(calls + 10):
+        tokens = drafts(draft, context, length, None)
+        result = verify_chain(
+            target[tokens.flatten()],
+            draft[tokens[:, :-1].flatten()],
+            tokens[:, 1:].flatten(),
+            [length] * len(context),
+            method=method,
+        )
+        context = result.token_ids.gather(1, result.num_accepted[:, None])[:, 0]
+        means.append(float(result.num_accepted.double().mean()) + 1)
+    return means[10:]
+
+
+def tree_calls(
+    target: torch.Tensor, draft: torch.Tensor, length: int, calls: int, seed: int, k: int
+) -> list[float]:
+    """Tokens of each call of one sequence, after a warm-up; k drafts in a tree."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = [node - 1 if node % length else -1 for node in range(k * length)]
+    context, counts = 0, []
+    for _ in range(calls + 10):
+        tokens = drafts(draft, torch.full((k,), context), length, generator)
+        drawn = tokens[:, 1:].flatten()
+        rows = target[torch.cat((torch.tensor([context]), drawn))]
+        emitted, _ = verify_tree(
+            rows,
+            draft[tokens[:, :-1].flatten()],
+            Tree(parents, drawn.tolist()),
+            generator=generator,
+        )
+        context = int(emitted[-1])
+        counts.append(float(len(emitted)))
+    return counts[10:]
+
+
+def measure(
+    rate: float, length: int, verifier: str, seeds: int, chain_count: int, tree_count: int
+) -> tuple[float, float]:
+    """Mean and standard error over all calls and pairs of models."""
+    samples = []
+    for seed in range(seeds):
+        pair = toy_models(rate, seed)
+        if verifier.startswith("tree K="):
+            k = int(verifier.removeprefix("tree K="))
+            samples.append(tree_calls(*pair, length, tree_count, seed, k))
+        else:
+            samples.append(chain_calls(*pair, length, chain_count, seed, verifier))
+    mean = statistics.mean(statistics.mean(s) for s in samples)
+    error = math.sqrt(sum(statistics.variance(s) / len(s) for s in samples)) / seeds
+    return mean, error
 
 
 def step_cost(chains: int, length: int, cost: float, slope: float) -> float:

@@ -11,7 +11,6 @@ busy with other work.
 import argparse
 import time
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,11 @@ import numpy as np
 from benchmarks.common import (
     ENGINE_ARGS,
     MODELS,
-    PADDED_NOTE,
     RESULTS,
     padded_target,
     prompts,
     write_csv,
 )
-from benchmarks.plot import saved_figure
 from benchmarks.studies.configs import fixed
 from vllm_hsd.engine import EngineProcess
 
@@ -162,29 +159,6 @@ def table_rows(name, batch, levels, steps, calls) -> list[dict]:
     return rows
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    bars = [(name, batch) for name in CONFIGURATIONS for batch in BATCHES]
-    left = np.zeros(len(bars))
-    with saved_figure(path, 9, 4.5) as figure:
-        axes = figure.add_subplot()
-        for part in dict.fromkeys(row["part"] for row in rows):
-            if part in ("whole step", OUTSIDE):
-                continue
-            value = {
-                (row["configuration"], row["batch"]): float(row["cpu_ms"])
-                for row in rows
-                if row["part"] == part
-            }
-            widths = np.array([value.get(bar, 0.0) for bar in bars])
-            labels = [f"{name}, batch {batch}" for name, batch in bars]
-            axes.barh(labels, widths, left=left, label=part)
-            left += widths
-        axes.invert_yaxis()
-        axes.set_xlabel("CPU ms per step (medians)")
-        axes.set_title(PADDED_NOTE, size=8)
-        axes.legend(fontsize=7)
-
-
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     model = {"model": str(padded_target())}
@@ -194,7 +168,6 @@ def main() -> None:
         with EngineProcess(engine_args, name, log=OUTPUT / "engine.log") as engine:
             rows += engine.call(profile, name)
     write_csv(OUTPUT / "profile_step.csv", rows)
-    plot(rows, OUTPUT / "profile_step.png")
     for row in rows:
         print(
             f"{row['configuration']:15} batch {row['batch']:2} {row['part']:32} "

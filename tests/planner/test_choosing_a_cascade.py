@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from cli.command_line import run
 
-from benchmarks.planner.check_predictions import landscape
 from vllm_hsd.cli.plan import why_slower
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.planner.latencies import Latencies, LatencyTable
@@ -79,6 +78,15 @@ def with_lookup():
     )
     profile.set_tables({"block": survival, "standard": survival, "lookup0": joint})
     return profile
+
+
+def landscape(search, levels):
+    """Predictions of given levels, cheapest first, with all draft lengths that can be run."""
+    return [
+        Option(selection, search.predict(selection))
+        for lengths in itertools.combinations(range(1, search.size + 1), len(levels))
+        for selection in [Selection(levels, lengths)]
+    ]
 
 
 def everything(search):

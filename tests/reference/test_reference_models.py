@@ -6,8 +6,6 @@ import pytest
 import torch
 from support.tiny_models import tiny_llama
 from transformers import (
-    MistralConfig,
-    MistralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -136,72 +134,9 @@ def test_equal_models_accept_everything(models, sampling):
     ).all()
 
 
-def test_requests_are_independent(models):
-    engine = engines(models)["cascade"]
-    first, other, again = (
-        engine.generate(prompt, LENGTH, seed=1) for prompt in (PROMPT, [1, 2], PROMPT)
-    )
-    assert first.token_ids == again.token_ids != other.token_ids
-    assert (first.counts.rows[0, Count.drafted] == again.counts.rows[0, Count.drafted]).all()
-
-
 def test_generation_ends_with_eos(models):
     engine = engines(models)["cascade"]
     free = engine.generate(PROMPT, LENGTH, temperature=0).token_ids
     eos = free[LENGTH // 2]
     ended = engine.generate(PROMPT, LENGTH, temperature=0, eos_token_id=eos).token_ids
     assert ended == free[: free.index(eos) + 1]
-
-
-def test_first_token_follows_the_target():
-    target = llama()
-    engine = engines((target, noisy(target, 0.15), noisy(target, 0.3)))["entropy"]
-    probs = target(torch.tensor([PROMPT])).logits[0, -1].detach().double().softmax(-1)
-    counts = torch.zeros(VOCABULARY)
-    for seed in range(200):
-        counts[engine.generate(PROMPT, 2, seed=seed).token_ids[0]] += 1
-    likely = probs > 0.02
-    expected = 200 * torch.cat((probs[likely], probs[~likely].sum()[None]))
-    observed = torch.cat((counts[likely], counts[~likely].sum()[None]))
-    chi_square_p_value = float(((observed - expected).square() / expected).sum())
-    assert chi_square_p_value < len(expected) + 4 * (2 * len(expected)) ** 0.5
-
-
-def test_sliding_windows_need_no_cache():
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, sliding_window=8,
-    )  # fmt: skip
-    model = MistralForCausalLM(config).eval()
-    with pytest.raises(ValueError, match="pass keeps_cache=False"):
-        HuggingFaceLevel(model)
-    level = HuggingFaceLevel(model, keeps_cache=False)
-    generation = ReferenceEngine(level, [level], [LevelOptions(3)]).generate(PROMPT, LENGTH)
-    assert generation.accepted == generation.drafted
-
-
-def test_errors_of_the_engine():
-    level = HuggingFaceLevel(llama())
-    with pytest.raises(ValueError, match="options has 0 entries for 1 levels"):
-        ReferenceEngine(level, [level])
-    with pytest.raises(ValueError, match="draft_tree needs exactly one level"):
-        ReferenceEngine(level, [level], [LevelOptions(2)], draft_tree=TreeOptions((2,)))
-    with pytest.raises(ValueError, match=r"levels\[0\] and the target must both be"):
-        ReferenceEngine(level, [HuggingFaceLevel(t5())], [LevelOptions(2)])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"prompt_token_ids": []}, "prompt_token_ids is empty"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"temperature": -1}, "temperature is -1"),
-        ({"top_k": -1}, "top_k is -1"),
-        ({"top_p": 0}, "top_p is 0"),
-    ],
-)
-def test_errors_of_a_request(arguments, message):
-    engine = ReferenceEngine(HuggingFaceLevel(llama()))
-    with pytest.raises(ValueError, match=message):
-        engine.generate(**{"prompt_token_ids": PROMPT, "max_tokens": 2, **arguments})

@@ -39,17 +39,8 @@ def test_generation_follows_the_target(widths, draw, verifier):
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-def test_vocabulary_of_three(draw):
-    assert bias(TreeOptions((2,), draw), 3, vocabulary=3) < 1e-9
-
-
-@pytest.mark.parametrize("draw", DRAWS)
 def test_nothing_grows_below_eos(draw):
     assert bias(TreeOptions((2, 1), draw), 3, eos=1) < 1e-9
-
-
-def test_temperature_scale():
-    assert bias(TreeOptions((2, 1), temperature_scale=0.5), 3) < 1e-9
 
 
 def test_rows_of_the_first_draw_are_caught():
@@ -77,18 +68,3 @@ def test_one_child_everywhere_is_a_chain():
 
     chain, tree = distribution([LevelOptions(2)]), distribution([], draft_tree=TreeOptions((1, 1)))
     assert float(distance(chain, tree)) < 1e-9
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"widths": ()}, r"widths is \(\), must be one number >= 1"),
-        ({"widths": (2, 0)}, "widths"),
-        ({"widths": (2,), "draw": "beam"}, "draw is 'beam', must be one of iid"),
-        ({"widths": (2,), "verifier": "block"}, "must be traversal or"),
-        ({"widths": (2,), "temperature_scale": 0}, "temperature_scale is 0"),
-    ],
-)
-def test_errors(settings, message):
-    with pytest.raises(ValueError, match=message):
-        TreeOptions(**settings)

@@ -99,17 +99,6 @@ def test_levels_that_were_left_out_catch_up_through_prefix_hits_and_preemption(c
     assert sum(count["prefix_cache_hits"] for count in counters) > 0
 
 
-def test_prefix_cache_hits_are_those_of_no_speculation(family):
-    jobs = {"first": JOBS["batch"], "again": JOBS["batch"]}
-    engine = {"model": family.target, "block_size": 32}
-    adaptive = cascade({"ngram": {"max": 3}, "num_tokens": 3}, {"model": family.small})
-    hits = [
-        {name: result["counters"]["prefix_cache_hits"] for name, result in found.items()}
-        for found in (run_engine(engine, jobs), run_engine({**engine, **adaptive}, jobs))
-    ]
-    assert hits[0] == hits[1] and hits[0]["again"] > 0
-
-
 @pytest.mark.slow
 def test_a_level_that_forgets_its_holes_is_caught(family):
     assert disagreements(run_copies(family, f"{SWITCHING}_and_forget_holes"))
@@ -145,11 +134,6 @@ def test_sampled_requests_with_a_seed_repeat_at_any_load(engine, request):
     results = request.getfixturevalue(engine)
     expected = [ids(results[f"alone {i}"])[0] for i in range(4)]
     assert ids(results["together"])[:4] == expected
-
-
-def test_sources_take_turns(sources):
-    (level,) = sources["batch"]["levels"]
-    assert 0.05 < level["empty"] / level["requested"] < 0.95 and level["drafted"] > 0
 
 
 def test_every_level_is_tried_and_what_loses_is_left_out(learned):

@@ -36,13 +36,6 @@ def test_uniforms_belong_to_seed_and_draw():
     assert len(set(first + second)) == 12
 
 
-def test_levels_draw_different_uniforms():
-    table = table_of(2)
-    slot = slots_of(table, ["a"], [7])
-    found = [uniforms(table, slot, [4], stream) for stream in range(3)]
-    assert len({value for row in found for value in row}) == 12
-
-
 def test_unseeded_requests_differ_and_repeat_with_the_engine():
     def drawn(engine_seed: int, prefix: str) -> list[float]:
         table = table_of(1, engine_seed=engine_seed)
@@ -112,15 +105,3 @@ def test_waiting_requests_make_room_and_come_back_where_they_were():
     assert uniforms(table, back, [2, 2, 2], stream=1) == uniforms(whole, there, [2, 2, 2], stream=1)
     assert (table.thresholds.total[:, back] == whole.thresholds.total[:, there]).all()
     assert not table.drafts.counts[back].any() and not table.waiting
-
-
-def test_uniforms_do_not_depend_on_how_many_are_drawn_at_once():
-    """Also where the buffer of one request runs out."""
-    one_by_one, at_once = table_of(1), table_of(1)
-    single = slots_of(one_by_one, ["a"], [7])
-    both = slots_of(at_once, ["a", "b"], [7, 8])
-    found = [uniforms(at_once, both, [129, 1]) for _ in range(4)]
-    expected = [uniforms(one_by_one, single, [1])[0] for _ in range(4 * 129)]
-    assert [value for row in found for value in row[:129]] == expected
-    fresh = table_of(1)
-    assert [row[129] for row in found] == uniforms(fresh, slots_of(fresh, ["b"], [8]), [4])

@@ -1,49 +1,16 @@
 """The registry of names of vLLM's V2 runner, and the wall between the two runners."""
 
-import ast
 import operator
 import pickle
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-import vllm_hsd
 from vllm_hsd.errors import UserError
 from vllm_hsd.levels.base import LevelConfig, VllmModelKeys
 
-SOURCE = Path(vllm_hsd.__file__).parent
 interpret = pytest.mark.interpret
-
-
-def imported(path: Path) -> set[str]:
-    """Modules that a file imports, wherever in it."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add(node.module or "")
-    return found
-
-
-@pytest.mark.parametrize(
-    ("package", "other"), [("runner_v1", "runner_v2"), ("runner_v2", "runner_v1")]
-)
-def test_neither_runner_imports_the_other(package, other):
-    for path in SOURCE.glob(f"{package}/*.py"):
-        assert not [name for name in imported(path) if name.startswith(f"vllm_hsd.{other}")], path
-
-
-def test_only_the_doctor_and_the_levels_import_the_v2_runner():
-    importing = {
-        path.relative_to(SOURCE).as_posix()
-        for path in SOURCE.rglob("*.py")
-        if path.parent.name not in ("runner_v2", "levels")
-        and any(name.startswith("vllm_hsd.runner_v2") for name in imported(path))
-    }
-    assert importing == {"cli/doctor.py"}
 
 
 @interpret
@@ -78,16 +45,6 @@ def configure(family, speculative_config: dict, **engine):
         speculative_config=speculative_config,
         **engine,
     ).create_engine_config()
-
-
-@interpret
-def test_a_configuration_of_the_v2_runner_stays_there(family, v2):
-    given = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    config = configure(family, {**given, "rejection_sample_method": "hierarchical"})
-    assert config.use_v2_model_runner
-    assert config.speculative_config.hsd_runner == "V2"
-    copied = pickle.loads(pickle.dumps(config.speculative_config))
-    assert copied.rejection_sample_method == "block" and copied.hsd_runner == "V2"
 
 
 @interpret
@@ -251,15 +208,6 @@ def test_a_head_alone_is_vllms_own_drafter(family, v2, head, limit):
     assert found.rejection_sample_method == "block" and found.num_speculative_tokens == 3
     by_size = None if limit is None else [(1, 8, 3), (9, 9, 0)]
     assert found.num_speculative_tokens_per_batch_size == by_size
-
-
-@interpret
-def test_a_cascade_of_the_v2_runner_stays_there(family, v2):
-    levels = [{"model": family.small, "num_tokens": 2}, {"model": family.mid}]
-    config = configure(family, {"method": "hsd", "num_speculative_tokens": 5, "levels": levels})
-    assert config.use_v2_model_runner and config.speculative_config.hsd_runner == "V2"
-    copied = pickle.loads(pickle.dumps(config.speculative_config))
-    assert copied.hsd == config.speculative_config.hsd
 
 
 LOOKUP = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"ngram": {}}]}

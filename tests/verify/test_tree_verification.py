@@ -26,12 +26,6 @@ def rows(count: int, seed: int) -> torch.Tensor:
 TREE = Tree([-1, -1, -1, 0, 2, 1, 3], [3, 1, 3, 0, 2, 1, 4])
 
 
-def test_children_of_a_repeated_token_hang_below_the_first():
-    assert TREE.children == {-1: [0, 1, 2], 0: [3, 4], 1: [5], 2: [], 3: [6], 4: [], 5: [], 6: []}
-    assert TREE.first == [0, 1, 0, 3, 4, 5, 6]
-    assert len(TREE) == 7
-
-
 @pytest.mark.parametrize("one_hot", [False, True], ids=["rows", "one-hot"])
 @pytest.mark.parametrize("method", METHODS)
 def test_samples_follow_the_distribution(method, one_hot):
@@ -81,28 +75,11 @@ def test_a_bad_root_row_gives_the_token_of_plain_sampling(method, row):
         assert len(tokens) == 1 and len(path) == 0
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_equal_rows_accept_a_whole_path(method):
-    tree = Tree([-1, 0, 1, -1], [0, 1, 2, 3])
-    target = rows(5, 3)
-    draft = target[[0, 1, 2, 0]]
-    tokens, path = verify_tree(target, draft, tree, method=method)
-    assert path.tolist() == [0, 1, 2] and tokens[:3].tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize("method", [*METHODS, "greedy"])
 def test_an_empty_tree_gives_a_token_of_the_target(method):
     target = torch.eye(V)[2:3]
     tokens, path = verify_tree(target, None, Tree([], []), method=method)
     assert tokens.tolist() == [2] and path.tolist() == []
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_generator_gives_one_uniform_per_node_and_one_more(method):
-    generator, same = (torch.Generator().manual_seed(1) for _ in range(2))
-    verify_tree(rows(8, 1), rows(7, 2), TREE, method=method, generator=generator)
-    torch.rand(8, dtype=torch.float64, generator=same)
-    assert torch.rand((), generator=generator) == torch.rand((), generator=same)
 
 
 @pytest.mark.parametrize("method", METHODS)

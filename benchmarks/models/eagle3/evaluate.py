@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks import plot
 from benchmarks.models.eagle3.batches import collate, held_out_chats, shard, shard_names
 from benchmarks.models.eagle3.features import WORK, Features
 from benchmarks.models.eagle3.head import Head, load_head
@@ -77,34 +78,22 @@ def evaluate(
 
 def plot_curve(path: Path) -> None:
     """Draws the evaluations of a training run, `path` (CSV), next to it as PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     with path.open() as file:
-        rows = list(csv.DictReader(file))
-    thousands = [int(row["tokens"]) / 1000 for row in rows]
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.2), sharex=True, sharey=True)
-    titles = {
-        "agreement": "greedy agreement, earlier tokens accepted",
-        "overlap": "overlap at temperature 1",
-    }
-    for axis, (kind, title) in zip(axes, titles.items(), strict=True):
-        for j in range(1, 4):
-            axis.plot(
-                thousands,
-                [float(row[f"{kind}_{j}"]) for row in rows],
-                marker=".",
-                label=f"draft token {j}",
-            )
-        axis.set_title(title, fontsize=9)
-        axis.set_xlabel("thousand tokens of training")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylim(0)
-    axes[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=120)
+        rows = [
+            {"thousand tokens": int(row["tokens"]) / 1000, "draft token": j, "kind": kind}
+            | {"share": float(row[f"{kind}_{j}"])}
+            for row in csv.DictReader(file)
+            for kind in ("agreement", "overlap")
+            for j in range(1, 4)
+        ]
+    plot.lines(
+        rows,
+        path.with_suffix(".png"),
+        x="thousand tokens",
+        measures={"share": "share"},
+        line="draft token",
+        panel="kind",
+    )
 
 
 def main() -> None:

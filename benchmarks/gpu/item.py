@@ -1,0 +1,20 @@
+"""One item of the proof on a GPU as a test; `prove` runs it."""
+
+import importlib
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.items import ITEMS, Setting
+
+
+@pytest.mark.parametrize("name", [item.name for item in ITEMS if not item.tests])
+def test_item(name, record_property):
+    device = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+    given = os.environ["HSD_PROOF_OUTPUT"], os.environ["HSD_PROOF_ENDS"]
+    setting = Setting(device, Path(given[0]), float(given[1]))
+    found = importlib.import_module(f"benchmarks.gpu.{name}").run(setting)
+    record_property("finding", json.dumps(asdict(found)))

@@ -1,1 +1,0 @@
-"""Items in the place of those of `benchmarks.gpu`, for the tests of what runs them."""
