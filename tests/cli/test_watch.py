@@ -1,15 +1,22 @@
 """`vllm-hsd watch` on a server of written metrics."""
 
 import io
+import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from rich.console import Console
+from vllm.v1.metrics import loggers
+from vllm.v1.spec_decode import metrics as spec_decode_metrics
 
+from vllm_hsd import metrics
 from vllm_hsd.cli.main import main
 from vllm_hsd.cli.watch import Change, Snapshot, render
 
+ROOT = Path(__file__).parents[2]
 BEFORE = """\
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
 vllm:generation_tokens_total{engine="0",model_name="m"} 100.0
@@ -91,3 +98,16 @@ def test_the_command(capsys):
 def test_mistakes(arguments, word, capsys):
     assert main(["watch", *arguments]) == 2
     assert word in capsys.readouterr().err
+
+
+def test_the_dashboard_asks_for_metrics_that_are_there():
+    """No Grafana is in the package registries: the file is read, not loaded."""
+    dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    expressions = " ".join(t["expr"] for panel in dashboard["panels"] for t in panel["targets"])
+    asked = set(re.findall(r"vllm(?:_hsd)?:\w+", expressions))
+    ours = {f"vllm_hsd:level_{name}_total" for name in metrics.COUNTERS}
+    ours |= {f"vllm_hsd:source_{name}_total" for name in metrics.SOURCE_COUNTERS}
+    sources = [Path(module.__file__).read_text() for module in (loggers, spec_decode_metrics)]
+    for name in asked - ours:
+        assert any(f'"{name.removesuffix("_total")}"' in source for source in sources), name
+    assert asked & ours and asked - ours
