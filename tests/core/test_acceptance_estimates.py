@@ -37,10 +37,10 @@ def test_a_new_request_starts_as_the_others_are_and_takes_what_is_known_of_it_al
     feed(acceptance, [0.9], 200)
     assert ahead(acceptance, [1])[0, 0] == pytest.approx(0.9, abs=0.05)
     feed(acceptance, [0.1], 5)
-    before, kept = ahead(acceptance, [0]), acceptance.set_aside(0)
+    before, kept = ahead(acceptance, [0]), acceptance.own[..., 0].copy()
     acceptance.forget(0)
     assert np.array_equal(*ahead(acceptance, [0, 1]))
-    acceptance.restore(1, kept)
+    acceptance.own[..., 1] = kept
     assert np.array_equal(ahead(acceptance, [1]), before)
 
 

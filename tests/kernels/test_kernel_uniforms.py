@@ -1,5 +1,7 @@
 """Uniforms inside kernels equal those on the host, and so do verified tokens."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,11 +9,12 @@ import triton
 import triton.language as tl
 from support.kernel_batches import make_chains
 
-from vllm_hsd.core.drafts import DraftStore
+from vllm_hsd.core.cascade import Cascade
+from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.kernels import chain_verify
 from vllm_hsd.kernels.rng import stream_of, uniform
 from vllm_hsd.kernels.testing.reference import probabilities
-from vllm_hsd.runner_v1.requests import RequestLimits, RequestTable
+from vllm_hsd.runner_v1.request_state import RequestState
 from vllm_hsd.verify import uniforms
 from vllm_hsd.verify.chain import verify_batch
 from vllm_hsd.verify.inputs import ChainBatch
@@ -45,14 +48,11 @@ def host_verdict(batch, method: str, target_level: int, skipped: int):
     """What V1 serves: uniforms of its request table, verification on the host."""
     lengths = batch["cu_num_draft_tokens"].diff().numpy()
     size = len(lengths)
-    table = RequestTable(target_level, DraftStore(size, int(lengths.max())), engine_seed=0)
-    seeds = batch["seeds"].tolist()
-    slots = table.slots(
-        [str(i) for i in range(size)],
-        lambda request_id: RequestLimits(seed=seeds[int(request_id)], eos=-1, max_tokens=9),
-    )
-    table.uniforms(slots, np.full(size, skipped), target_level)
-    drawn = table.uniforms(slots, lengths + 1, target_level)
+    level, options = SimpleNamespace(context_length=9), [LevelOptions(4)] * target_level
+    requests = RequestState.allocate(Cascade([level] * target_level, options, size))
+    slots, requests.seed[:] = np.arange(size), batch["seeds"]
+    requests.uniforms(slots, np.full(size, skipped), target_level)
+    drawn = requests.uniforms(slots, lengths + 1, target_level)
     owners = torch.arange(size).repeat_interleave(torch.from_numpy(lengths))
     rows = torch.arange(size).repeat_interleave(torch.from_numpy(lengths + 1))
     chain = ChainBatch.flat(

@@ -76,12 +76,6 @@ class TableLookup:
     def forget(self, slot) -> None:
         pass
 
-    def set_aside(self, slot) -> None:
-        pass
-
-    def restore(self, slot, kept) -> None:
-        pass
-
     def lookup(self, tokens, rows, slots, ends, requested) -> Lookup:
         found = np.zeros((len(rows), int(requested.max(initial=0))), dtype=np.int64)
         counts = np.zeros(len(rows), dtype=np.int64)

@@ -42,14 +42,8 @@ class Fresh(DraftBudget):
         super().__init__(*arguments)
         self.arguments = arguments
 
-    @property
-    def per_request(self):
-        return [self]
-
     def forget(self, slot):
         self.__init__(*self.arguments)
-
-    set_aside = forget
 
 
 class HashedRecord(OfferRecord):

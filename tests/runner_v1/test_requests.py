@@ -1,29 +1,34 @@
 """Slots and uniforms of the requests of a runner."""
 
-from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-from vllm_hsd.core.drafts import DraftStore
-from vllm_hsd.runner_v1.requests import RequestLimits, RequestTable
+from vllm_hsd.core.cascade import Cascade
+from vllm_hsd.core.levels import LevelOptions
+from vllm_hsd.runner_v1.request_state import RequestState
+from vllm_hsd.runner_v1.requests import RequestTable
 
 
 def table_of(num_levels: int, num_slots: int = 8, engine_seed: int = 0) -> RequestTable:
-    return RequestTable(num_levels, DraftStore(num_slots, 4), engine_seed)
+    level = SimpleNamespace(context_length=100)
+    cascade = Cascade([level] * num_levels, [LevelOptions(4)] * num_levels, num_slots)
+    config = SimpleNamespace(seed=engine_seed, get_vocab_size=lambda: 5)
+    runner = SimpleNamespace(requests={}, model_config=config, device=torch.device("cpu"))
+    return RequestTable(runner, cascade, RequestState.allocate(cascade), coupled=False)
 
 
 def slots_of(table: RequestTable, request_ids: list[str], seeds: list[int | None]) -> np.ndarray:
-    given = dict(zip(request_ids, seeds, strict=True))
-    return table.slots(request_ids, lambda request_id: limits(given[request_id]))
-
-
-def limits(seed: int | None, request_id: str = "") -> RequestLimits:
-    return RequestLimits(seed=seed, eos=-1, max_tokens=10)
+    for request_id, seed in zip(request_ids, seeds, strict=True):
+        params = SimpleNamespace(seed=seed, ignore_eos=True, max_tokens=10)
+        table.runner.requests[request_id] = SimpleNamespace(sampling_params=params, generator=None)
+    return table.slots(request_ids)
 
 
 def uniforms(table: RequestTable, slots, counts, stream=0) -> list[float]:
-    return table.uniforms(np.asarray(slots), np.asarray(counts), stream).tolist()
+    return table.state.uniforms(np.asarray(slots), np.asarray(counts), stream).tolist()
 
 
 def test_uniforms_belong_to_seed_and_draw():
@@ -60,15 +65,16 @@ def test_a_slot_that_is_used_again_remembers_nothing():
     table = table_of(2)
     [slot] = slots_of(table, ["a"], [7])
     first = uniforms(table, [slot], [3])
-    table.cached[:, slot] = 9
-    table.drafts.counts[slot] = 3
-    table.thresholds.total[:, slot] = table.thresholds.count[:, slot] = 1
+    state, thresholds = table.state, table.state.thresholds
+    state.cached[:, slot] = 9
+    state.drafts.counts[slot] = 3
+    thresholds.total[:, slot] = thresholds.count[:, slot] = 1
     table.remove("a")
     table.remove("unknown")
     [again] = slots_of(table, ["b"], [7])
     assert again == slot
-    assert table.cached[:, again].tolist() == [0, 0] and table.drafts.counts[again] == 0
-    assert not table.thresholds.total[:, again].any() and not table.thresholds.count[:, again].any()
+    assert state.cached[:, again].tolist() == [0, 0] and state.drafts.counts[again] == 0
+    assert not thresholds.total[:, again].any() and not thresholds.count[:, again].any()
     assert uniforms(table, [again], [3]) == first
 
 
@@ -77,8 +83,8 @@ def test_a_resumed_request_goes_on_with_new_uniforms():
     table = table_of(2)
     [slot] = slots_of(table, ["a"], [7])
     before = uniforms(table, [slot], [3])
-    table.enter("a", partial(limits, 7), 5)
-    assert table.cached[:, slot].tolist() == [5, 5]
+    table.enter("a", 5)
+    assert table.state.cached[:, slot].tolist() == [5, 5]
     assert not set(uniforms(table, [slot], [3])) & set(before)
 
 
@@ -89,8 +95,8 @@ def test_waiting_requests_make_room_and_come_back_where_they_were():
     for each in (table, whole):
         slots = slots_of(each, old, [1, None, 3, None])
         uniforms(each, slots, [3, 2, 1, 0], stream=1)
-        each.thresholds.total[:, slots] = np.arange(8).reshape(2, 4)
-        each.drafts.counts[slots] = 2
+        each.state.thresholds.total[:, slots] = np.arange(8).reshape(2, 4)
+        each.state.drafts.counts[slots] = 2
     table.make_room(["old0", "old1", "old2", "old3"])
     assert not table.waiting
     new = ["old2", "new0", "new1", "new2"]
@@ -103,5 +109,5 @@ def test_waiting_requests_make_room_and_come_back_where_they_were():
     back = slots_of(table, ["old3", "old0", "old1"], [None, 1, None])
     there = slots_of(whole, ["old3", "old0", "old1"], [None, 1, None])
     assert uniforms(table, back, [2, 2, 2], stream=1) == uniforms(whole, there, [2, 2, 2], stream=1)
-    assert (table.thresholds.total[:, back] == whole.thresholds.total[:, there]).all()
-    assert not table.drafts.counts[back].any() and not table.waiting
+    assert (table.state.thresholds.total[:, back] == whole.state.thresholds.total[:, there]).all()
+    assert not table.state.drafts.counts[back].any() and not table.waiting

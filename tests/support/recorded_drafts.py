@@ -46,7 +46,7 @@ def install_with_sources() -> None:
         with open(os.environ[FILE], "a") as file:
             for row, draft in enumerate(drafts):
                 text = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]].tolist()
-                slot = self.requests.slot_of[batch.req_ids[row]]
+                slot = self.table.slot_of[batch.req_ids[row]]
                 source = self.cascade.drafts[-1].source[slot, : len(draft)].tolist()
                 params = self.runner.requests[batch.req_ids[row]].sampling_params
                 if draft and not params.temperature:

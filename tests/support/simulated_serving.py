@@ -64,7 +64,7 @@ class Guess:
     def read(self, *args) -> None:
         pass
 
-    forget = set_aside = restore = read
+    forget = read
 
     def lookup(self, tokens, rows, slots, ends, requested) -> Lookup:
         self.clock.now += SEARCH_SECONDS
@@ -203,8 +203,7 @@ class Serving:
         for slot in slots[self.ends[slots] > TEXT - 20]:
             self.ends[slot], self.cached[:, slot] = 4, 3
         for slot in slots[self.ends[slots] % REQUEST < 2]:
-            for item in self.cascade.per_request:
-                item.forget(slot)
+            self.cascade.forget(slot)
 
     def observe(self, tokens: int, seconds: float) -> None:
         if self.cascade.budget is not None:

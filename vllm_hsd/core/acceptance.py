@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 # Calibration bins: places in a draft (later ones count as the last), and values of the drafter's
@@ -127,16 +125,8 @@ class Acceptance:
         return float(self.drafts[0, drafter] / self.drafts[1, drafter])
 
     def forget(self, slot: int) -> None:
-        """See `core.levels.PerRequest`."""
+        """See `Cascade.forget`."""
         self.own[:, :, slot] = 0
-
-    def set_aside(self, slot: int) -> Any:
-        """See `core.levels.PerRequest`."""
-        return self.own[:, :, slot].copy()
-
-    def restore(self, slot: int, kept: Any) -> None:
-        """See `core.levels.PerRequest`."""
-        self.own[:, :, slot] = kept
 
 
 def _fading(count: np.ndarray) -> np.ndarray:

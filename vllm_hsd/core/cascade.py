@@ -26,7 +26,6 @@ from vllm_hsd.core.levels import (
     Level,
     LevelOptions,
     LookupLevel,
-    PerRequest,
     Selection,
     Sources,
 )
@@ -102,14 +101,16 @@ class Cascade:
         self.top = np.zeros(num_slots, dtype=np.int64)
 
     @property
-    def per_request(self) -> list[PerRequest]:
-        """Whatever must be told when a request leaves its slot."""
-        kept: list[Any] = list(self.levels)
-        if self.lowest is not None:
-            kept += self.lowest.lookups
+    def learned(self) -> list[np.ndarray]:
+        """[..., slots] float64 of what is known of each request: all that outlives its slot."""
+        return [] if self.budget is None else [self.budget.acceptance.own]
+
+    def forget(self, slot: int) -> None:
+        """The slot's request has ended, or gives its slot up."""
+        for lookup in self.lowest.lookups if self.lowest is not None else []:
+            lookup.forget(slot)
         if self.budget is not None:
-            kept += self.budget.per_request
-        return [item for item in kept if hasattr(item, "set_aside")]
+            self.budget.forget(slot)
 
     def propose(
         self,

@@ -97,10 +97,11 @@ class DraftBudget:
         # The draft under way: its verifier, and tokens placed for all requests.
         self.verifier, self.placed = self.target, 0
 
-    @property
-    def per_request(self) -> list[Any]:
-        """What must be told when a request leaves its slot."""
-        return [self.acceptance, self.offered]
+    def forget(self, slot: int) -> None:
+        """See `Cascade.forget`."""
+        self.acceptance.forget(slot)
+        self.offered.forget(slot)
+        self.waiting[slot] = False
 
     # ---- the prices of a step, and what takes part in it
 

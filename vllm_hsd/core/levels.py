@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -63,21 +63,8 @@ class Lookup:
     confidence: np.ndarray
 
 
-class PerRequest(Protocol):
-    """Whatever keeps something about the request in a slot."""
-
-    def forget(self, slot: int) -> None:
-        """The slot's request has ended, or gives its slot up."""
-
-    def set_aside(self, slot: int) -> Any:
-        """What must outlive the loss of the slot; None for nothing."""
-
-    def restore(self, slot: int, kept: Any) -> None:
-        """A request is back, in any slot, with what `set_aside` returned."""
-
-
 @runtime_checkable
-class LookupLevel(PerRequest, Protocol):
+class LookupLevel(Protocol):
     """A source of the lowest level that finds its drafts in texts: proposals are point masses."""
 
     def read(
@@ -98,6 +85,9 @@ class LookupLevel(PerRequest, Protocol):
         The end of that text may be unverified; `read` has seen the committed part.
         """
 
+    def forget(self, slot: int) -> None:
+        """The slot's request has ended, or gives its slot up."""
+
 
 class Stateless:
     """A lookup that keeps nothing of a request."""
@@ -108,13 +98,7 @@ class Stateless:
         """See `LookupLevel.read`."""
 
     def forget(self, slot: int) -> None:
-        """See `PerRequest`."""
-
-    def set_aside(self, slot: int) -> None:
-        """See `PerRequest`."""
-
-    def restore(self, slot: int, kept: None) -> None:
-        """See `PerRequest`."""
+        """See `LookupLevel.forget`."""
 
 
 @dataclass

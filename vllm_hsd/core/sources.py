@@ -108,10 +108,5 @@ class OfferRecord:
         self.acceptance.observe(slice(0, len(known)), slots, estimates, expected, known, matched)
 
     def forget(self, slot: int) -> None:
-        """See `core.levels.PerRequest`."""
+        """See `Cascade.forget`."""
         self.counts[:, slot] = 0
-
-    set_aside = forget
-
-    def restore(self, slot: int, kept: None) -> None:
-        """See `core.levels.PerRequest`."""

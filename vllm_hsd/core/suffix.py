@@ -118,16 +118,10 @@ class SuffixLevel:
         return found
 
     def forget(self, slot: int) -> None:
-        """See `core.levels.PerRequest`."""
+        """See `core.levels.LookupLevel`; of a request that comes back the tree is built again."""
         self.own.pop(slot, None)
         if self.shared is not None:
             self.shared.end(slot)
-
-    def set_aside(self, slot: int) -> None:
-        """See `core.levels.PerRequest`: the tree is built again from the text."""
-
-    def restore(self, slot: int, kept: None) -> None:
-        """See `core.levels.PerRequest`."""
 
 
 class SharedOutputs:

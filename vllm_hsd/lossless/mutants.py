@@ -46,10 +46,10 @@ class Mutant:
 
 
 def _shared_noise() -> Patches:
-    from vllm_hsd.runner_v1.requests import RequestTable
+    from vllm_hsd.runner_v1.request_state import RequestState
     from vllm_hsd.verify.rng import host_uniforms
 
-    whole = RequestTable.uniforms
+    whole = RequestState.uniforms
 
     def uniforms(self, slots, counts, stream):
         drawn = whole(self, slots, counts, stream)
@@ -61,7 +61,7 @@ def _shared_noise() -> Patches:
             drawn[_is_not_first(counts)] = host_uniforms(self.seed[now], np.array(0), used)
         return drawn
 
-    return [(RequestTable, "uniforms", uniforms)]
+    return [(RequestState, "uniforms", uniforms)]
 
 
 def _raw_proposals() -> Patches:
@@ -95,10 +95,10 @@ def _standard_residual() -> Patches:
 
 
 def _uniforms_by_position() -> Patches:
-    from vllm_hsd.runner_v1.requests import RequestTable
+    from vllm_hsd.runner_v1.request_state import RequestState
     from vllm_hsd.verify.rng import host_uniforms
 
-    whole = RequestTable.uniforms
+    whole = RequestState.uniforms
 
     def uniforms(self, slots, counts, stream):
         drawn = whole(self, slots, counts, stream)
@@ -113,7 +113,7 @@ def _uniforms_by_position() -> Patches:
         drawn[_is_not_first(counts)] = host_uniforms(self.seed[now], np.array(8), places)
         return drawn
 
-    return [(RequestTable, "uniforms", uniforms)]
+    return [(RequestState, "uniforms", uniforms)]
 
 
 def _unscored_cut() -> Patches:

@@ -125,8 +125,7 @@ class ReferenceEngine:
             ValueError: names the argument and what it may be.
         """
         _check(prompt_token_ids, max_tokens, temperature, top_k, top_p)
-        for item in self.cascade.per_request:
-            item.forget(0)
+        self.cascade.forget(0)
         request = self._begin(
             list(prompt_token_ids),
             max_tokens,

@@ -9,7 +9,7 @@ from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.counters import Count
 from vllm_hsd.core.levels import DraftBatch
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
-from vllm_hsd.runner_v1.requests import NOTHING_KEPT, RequestTable
+from vllm_hsd.runner_v1.request_state import NOTHING_KEPT, RequestState
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -22,11 +22,11 @@ class HeadStates:
         k: its place among the cascade's levels.
         number: its number among the user's levels, for messages.
         cascade: the cascade in use.
-        requests: the cascade's requests.
+        requests: the state of the cascade's requests.
     """
 
     def __init__(
-        self, head: Eagle3Level, k: int, number: int, cascade: Cascade, requests: RequestTable
+        self, head: Eagle3Level, k: int, number: int, cascade: Cascade, requests: RequestState
     ) -> None:
         self.head, self.k, self.number = head, k, number
         self.cascade, self.requests = cascade, requests

@@ -50,7 +50,7 @@ _MODULES = (
     "sampler",
     "levels",
     "eagle3",
-    "hosted_levels",
+    "build",
     "head_states",
     "stock_drafters",
 )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from vllm_hsd.core.drafts import ragged_arange
+from vllm_hsd.runner_v1.request_state import RequestState
 
 
 class FilledBlocks:
@@ -61,28 +62,27 @@ class LazyCaches:
 
     Args:
         runner: the GPUModelRunner (or CPUModelRunner) that hosts the target.
-        num_levels: levels of the cascade.
-        num_slots: requests at the same time.
+        requests: the state of its requests.
     """
 
-    def __init__(self, runner: Any, num_levels: int, num_slots: int) -> None:
-        self.runner = runner
+    def __init__(self, runner: Any, requests: RequestState) -> None:
+        self.runner, self.requests = runner, requests
         self.blocks: FilledBlocks | None = None
-        self.marked = np.zeros((num_levels, num_slots), dtype=np.int64)
 
     def step_began(self, length: np.ndarray) -> None:
         """Take note of what the target has just computed: up to length[i] committed tokens."""
         computed = self.runner.input_batch.num_computed_tokens_cpu[: len(length)].astype(np.int64)
         self._filled().begin(self._block_ids(), computed, length)
 
-    def step_ended(self, slots: np.ndarray, cached: np.ndarray) -> None:
-        """Mark the blocks of `slots` that levels have filled up to cached ([levels, batch])."""
-        blocks, filled = self._block_ids(), self._filled()
-        # A slot's new request begins anew, and a text may have lost its rejected tokens.
-        self.marked[:, slots] = np.minimum(self.marked[:, slots], cached)
+    def step_ended(self, slots: np.ndarray) -> None:
+        """Mark the blocks of `slots`, the whole batch in order, that levels have filled."""
+        blocks, filled, requests = self._block_ids(), self._filled(), self.requests
+        cached = np.minimum(requests.cached[:, slots], requests.committed[slots])
+        # A text may have lost its rejected tokens.
+        begun = np.minimum(requests.filled[:, slots], cached)
         for level, ends in enumerate(cached):
-            filled.fill(level, blocks, self.marked[level, slots], ends)
-        self.marked[:, slots] = cached
+            filled.fill(level, blocks, begun[level], ends)
+        requests.filled[:, slots] = cached
 
     def usable(self, request_id: str, computed: int) -> np.ndarray:
         """[levels] int64 entries of a prefix of `computed` tokens that each level really has."""
@@ -98,5 +98,5 @@ class LazyCaches:
         # The size of a block is not known before the KV cache.
         if self.blocks is None:
             size = self.runner.input_batch.block_table[0].block_size
-            self.blocks = FilledBlocks(len(self.marked), size)
+            self.blocks = FilledBlocks(len(self.requests.cached), size)
         return self.blocks

@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import numpy as np
 import torch
 from vllm.config.utils import replace as replace_config
 from vllm.forward_context import set_forward_context
-from vllm.logger import init_logger
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from vllm_hsd.config import CascadeConfig
-from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.counters import LevelCounts
 from vllm_hsd.core.drafts import DraftStore
 from vllm_hsd.core.levels import DraftBatch, Sources
 from vllm_hsd.draft_models import loading
-from vllm_hsd.runner_v1.adaptive import StepClock, agree_on_prices
+from vllm_hsd.runner_v1.adaptive import agree_on_prices
+from vllm_hsd.runner_v1.build import build, build_levels
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
-from vllm_hsd.runner_v1.head_states import HeadStates
 from vllm_hsd.runner_v1.hooks import install_on_runner
-from vllm_hsd.runner_v1.hosted_levels import build_levels
-from vllm_hsd.runner_v1.lazy_caches import LazyCaches
 from vllm_hsd.runner_v1.levels import ModelLevel
-from vllm_hsd.runner_v1.noise import RequestNoise, generators, skip_of
-from vllm_hsd.runner_v1.requests import RequestLimits, RequestTable
+from vllm_hsd.runner_v1.noise import generators
 from vllm_hsd.runner_v1.sampler import CascadeSampler
 from vllm_hsd.runner_v1.sampling import GREEDY_BELOW, RequestSampling
-
-logger = init_logger(f"vllm.{__name__}")
 
 
 class CascadeProposer(DraftModelProposer):
@@ -68,59 +60,9 @@ class CascadeProposer(DraftModelProposer):
         Raises:
             ValueError: unknown levels, or draft lengths that the engine was not started for.
         """
-        hsd, hosted = self.cascade_config, range(len(self.hosted))
-        if not levels or len(set(levels)) < len(levels) or not set(levels) <= set(hosted):
-            raise ValueError(f"levels {levels} are not a cascade of the {len(hosted)} hosted.")
-        if len(draft_lengths) != len(levels) or min(draft_lengths) < 1:
-            raise ValueError(
-                f"draft_lengths {draft_lengths} do not give each of levels {levels} a token."
-            )
-        if draft_lengths[-1] > hsd.num_speculative_tokens:
-            raise ValueError(
-                f"draft_lengths {draft_lengths} end above num_speculative_tokens="
-                f"{hsd.num_speculative_tokens}."
-            )
-        self.selected = levels
-        chosen = [self.hosted[i].level for i in levels]
-        options = [
-            replace(self.hosted[i].options, draft_length=length)
-            for i, length in zip(levels, draft_lengths, strict=True)
-        ]
-        num_slots = self.vllm_config.scheduler_config.max_num_seqs
-        adaptive = hsd.adaptive
-        self.cascade = Cascade(chosen, options, num_slots, hsd.horizontal_tokens, adaptive)
-        late = adaptive or hsd.levels[levels[0]].fills_cache_lazily
-        self.lazy = LazyCaches(self.runner, len(levels), num_slots) if late else None
-        self.clock = StepClock(hsd.num_speculative_tokens + 1)
-        self.requests = RequestTable(
-            len(levels),
-            self.cascade.drafts[-1],
-            self.vllm_config.model_config.seed,
-            self.cascade.per_request,
-        )
-        self.heads = [
-            HeadStates(level, k, levels[k], self.cascade, self.requests)
-            for k, level in enumerate(self.cascade.levels)
-            if isinstance(level, Eagle3Level)
-        ]
-        self.num_speculative_tokens = draft_lengths[-1]
-        self._allocate_drafts()
-
-    def _allocate_drafts(self) -> None:
-        """Reserve the proposal probabilities before vLLM profiles its memory."""
-        vocab_size = self.vllm_config.model_config.get_vocab_size()
-        for level, drafts in zip(self.cascade.levels, self.cascade.drafts, strict=True):
-            if level is not None:
-                drafts.allocate(vocab_size, torch.float32, self.device)
-        reserved = sum(
-            drafts.probs.nbytes for drafts in self.cascade.drafts if drafts.probs is not None
-        )
-        logger.info(
-            "Proposal probabilities take up to %.2f GiB: max_num_seqs x draft lengths x vocabulary "
-            "x 4 bytes%s.",
-            reserved / 2**30,
-            "; on a CPU only as much as sampled requests use" if self.device.type == "cpu" else "",
-        )
+        drafting = build(self.hosted, levels, draft_lengths, self.vllm_config, self.runner)
+        self.cascade, self.requests, self.table, self.heads, self.lazy, self.clock = drafting
+        self.selected, self.num_speculative_tokens = levels, draft_lengths[-1]
 
     def take_counts(self) -> LevelCounts:
         """Counts of every hosted level, and of the lowest one's sources, since the last call."""
@@ -145,8 +87,6 @@ class CascadeProposer(DraftModelProposer):
                             hosted.loads.draft_load_config,
                         )
                     hosted.model.attach(target_model, hosted.named)
-        vocab_size = self.vllm_config.model_config.get_vocab_size()
-        self.skip = skip_of(self.runner.sampler.topk_topp_sampler, vocab_size)
         self.runner.rejection_sampler = CascadeSampler(self)
 
     def _draft_vllm_config(self, level_config):
@@ -187,7 +127,7 @@ class CascadeProposer(DraftModelProposer):
 
     def request_slots(self, count: int) -> np.ndarray:
         """[count] slots in `requests` of the first `count` requests of the batch."""
-        return self.requests.slots(self.runner.input_batch.req_ids[:count], self._limits)
+        return self.table.slots(self.runner.input_batch.req_ids[:count])
 
     @torch.inference_mode()
     def propose_draft_token_ids(
@@ -255,7 +195,7 @@ class CascadeProposer(DraftModelProposer):
             states.before_drafting(batch, slots, known)
         drafts = self._draft(batch, slots, requested, known)
         if self.lazy is not None:
-            self.lazy.step_ended(slots, np.minimum(requests.cached[:, slots], length))
+            self.lazy.step_ended(slots)
         for states in self.heads:
             states.after_drafting(batch, slots, known)
         counts = drafts.counts[slots].tolist()
@@ -320,20 +260,21 @@ class CascadeProposer(DraftModelProposer):
 
     def follow_scheduler(self, scheduler_output) -> None:
         """Take note of requests that left, joined or came back since the last step."""
+        table = self.table
         for request_id in scheduler_output.finished_req_ids:
-            self.requests.remove(request_id)
-        self.requests.make_room(self.runner.input_batch.req_id_to_index)
+            table.remove(request_id)
+        table.make_room(self.runner.input_batch.req_id_to_index)
+        entered = {}
         for request in scheduler_output.scheduled_new_reqs:
-            self.requests.remove(request.req_id)
-            self._enter(request.req_id, request.num_computed_tokens)
+            table.remove(request.req_id)
+            entered[request.req_id] = request.num_computed_tokens
         cached = scheduler_output.scheduled_cached_reqs
-        for i, request_id in enumerate(cached.req_ids):
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             if request_id in cached.resumed_req_ids:
-                self._enter(request_id, cached.num_computed_tokens[i])
-
-    def _enter(self, request_id: str, computed: int) -> None:
-        cached = computed if self.lazy is None else self.lazy.usable(request_id, computed)
-        self.requests.enter(request_id, self._limits, cached)
+                entered[request_id] = computed
+        for request_id, computed in entered.items():
+            valid = computed if self.lazy is None else self.lazy.usable(request_id, computed)
+            table.enter(request_id, valid)
 
     def _scheduled(self, scheduler_output, batch: int) -> np.ndarray:
         """[batch] int64 tokens that the target computed in this step."""
@@ -360,24 +301,3 @@ class CascadeProposer(DraftModelProposer):
         left = np.minimum(self.max_model_len - length, max_tokens - generated)
         requested = np.clip(left - 1, 0, self.num_speculative_tokens)
         return length, np.where(sampled, requested, 0)
-
-    def _limits(self, request_id: str) -> RequestLimits:
-        """What a request's sampling parameters say about drafting."""
-        params = self.runner.requests[request_id].sampling_params
-        eos = -1 if params.ignore_eos or params.eos_token_id is None else params.eos_token_id
-        longest = self.max_model_len if params.max_tokens is None else params.max_tokens
-        return RequestLimits(params.seed, eos, longest, self._noise(request_id))
-
-    def _noise(self, request_id: str) -> RequestNoise | None:
-        """Noise of a request that is coupled: it has a seed, or all sampled requests are coupled.
-
-        vLLM gives a generator to sampled requests with seeds.
-        """
-        request = self.runner.requests[request_id]
-        generator = request.generator
-        if generator is None:
-            coupled = self.cascade_config.verifier == "coupled"
-            if not coupled or request.sampling_params.temperature < GREEDY_BELOW:
-                return None
-            generator = torch.Generator(self.device).manual_seed(self.requests.derived_seed())
-        return RequestNoise(generator, self.skip)

@@ -17,7 +17,7 @@ from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.drafts import DraftStore, ragged_starts
 from vllm_hsd.runner_v1.noise import generators
-from vllm_hsd.runner_v1.requests import RequestTable
+from vllm_hsd.runner_v1.request_state import RequestState
 from vllm_hsd.runner_v1.sampling import GREEDY_BELOW, RequestSampling
 from vllm_hsd.verify.chain import argmax_rows, verify_batch, verify_greedy
 from vllm_hsd.verify.coupled import verify_coupled
@@ -30,7 +30,7 @@ class DraftingState(Protocol):
     runner: Any
     cascade: Cascade
     cascade_config: CascadeConfig
-    requests: RequestTable
+    requests: RequestState
 
     def request_slots(self, count: int) -> np.ndarray:
         """[count] slots in `requests` of the first `count` requests of the batch."""
