@@ -16,9 +16,9 @@ import torch
 from vllm_hsd.kernels.blocks import NUM_WARPS, check_logits, check_vector, padded_size, tile_shape
 from vllm_hsd.kernels.chain_kernels import row_stats_kernel, verify_kernel
 from vllm_hsd.kernels.rng import stream_of
+from vllm_hsd.verify import MAX_KERNEL_DRAFT
 
 METHODS = ("block", "standard")
-MAX_DRAFT_TOKENS = 63
 _INTEGERS = (torch.int64, torch.int32)
 
 
@@ -254,8 +254,8 @@ def _launch(
     vocab_size = target_logits.shape[1]
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
-    if not 0 <= max_draft <= MAX_DRAFT_TOKENS:
-        raise ValueError(f"max_draft_tokens must be in [0, {MAX_DRAFT_TOKENS}], got {max_draft}.")
+    if not 0 <= max_draft <= MAX_KERNEL_DRAFT:
+        raise ValueError(f"max_draft_tokens must be in [0, {MAX_KERNEL_DRAFT}], got {max_draft}.")
     stream = stream_of(level, lowest=1)
     draft_logits, *draft_strides = draft
     draft_lse, *lse_strides = lse

@@ -8,9 +8,9 @@ from pydantic import ValidationError
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
-from vllm_hsd.core.schedule import MAX_DRAFT_LENGTH
 from vllm_hsd.errors import NeedsV1, UserError, quoted, refusal
 from vllm_hsd.shared_hooks import STOCK_METHODS, NeedsHooks
+from vllm_hsd.verify import MAX_KERNEL_DRAFT
 
 
 @config
@@ -88,9 +88,9 @@ class V2BlockVerificationConfig(HierarchicalConfig):
                 f"methods {', '.join(STOCK_METHODS['V2'])}, not with {quoted(self.method)}: set "
                 "VLLM_USE_V2_MODEL_RUNNER=0 for the methods of the V1 runner."
             )
-        if self.num_speculative_tokens > MAX_DRAFT_LENGTH:
+        if self.num_speculative_tokens > MAX_KERNEL_DRAFT:
             raise NeedsV1(
                 f"num_speculative_tokens is {self.num_speculative_tokens}, above "
-                f"{MAX_DRAFT_LENGTH}, the longest draft of rejection_sample_method 'hierarchical' "
+                f"{MAX_KERNEL_DRAFT}, the longest draft of rejection_sample_method 'hierarchical' "
                 "on vLLM's V2 runner: lower it."
             )

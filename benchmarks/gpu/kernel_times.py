@@ -12,7 +12,7 @@ from benchmarks.kernels import bench_chain_verify as bench
 from benchmarks.kernels.drafts import Drafts
 from benchmarks.kernels.timing import copy_bandwidth
 from benchmarks.kernels.vllm_v1 import load_v1
-from vllm_hsd.kernels.testing import vllm_sampler
+from tests.support import vllm_sampler
 
 # (vocabulary, draft length, batch, temperature), most valuable first.
 CASES = [

@@ -7,7 +7,8 @@ from pathlib import Path
 import triton
 
 from benchmarks.common import write_csv
-from vllm_hsd.kernels.testing import builds, launches
+from tests.support import kernel_builds as builds
+from tests.support import kernel_launches as launches
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.kernels.drafts import Drafts
 from benchmarks.kernels.timing import NotTimed, capture, spread_us
-from vllm_hsd.kernels.testing import reference
+from tests.support import kernel_reference as reference
 from vllm_hsd.verify import verify_chain
 
 NOISE = 1.5

@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.common import write_csv
 from benchmarks.kernels.drafts import Drafts
-from vllm_hsd.kernels.testing import vllm_sampler
-from vllm_hsd.kernels.testing.interpreter import count_bytes, repair
+from tests.support import vllm_sampler
+from tests.support.interpreter import count_bytes, repair
 
 METHODS = {"block": True, "standard": False}
 

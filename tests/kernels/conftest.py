@@ -12,7 +12,7 @@ import pytest
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED:
-    from vllm_hsd.kernels.testing.interpreter import repair
+    from support.interpreter import repair
 
     repair()
     warnings.filterwarnings("ignore", category=RuntimeWarning)

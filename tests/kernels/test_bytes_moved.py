@@ -11,7 +11,7 @@ V, K, BATCH = 16384, 5, 2
 
 
 def bytes_per_entry(batch, **options):
-    from vllm_hsd.kernels.testing.interpreter import count_bytes
+    from support.interpreter import count_bytes
 
     with count_bytes() as counts:
         result = chain_verify.verify_chain(**batch, **options)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import step_reference
 from support.proposal_states import (
     LENGTHS,
     MAX_MODEL_LEN,
@@ -15,8 +16,7 @@ from support.proposal_states import (
 )
 from support.proposal_walk import walk
 
-from vllm_hsd.kernels import cascade_steps
-from vllm_hsd.kernels.testing import step_reference
+from vllm_hsd.runner_v2 import cascade_steps
 
 pytestmark = pytest.mark.interpret
 

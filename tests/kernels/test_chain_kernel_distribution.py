@@ -4,9 +4,9 @@ import pytest
 import torch
 from oracle.distributions import chain_distribution
 from scipy import stats
+from support import vllm_sampler
 
 from vllm_hsd.kernels import chain_verify
-from vllm_hsd.kernels.testing import vllm_sampler
 
 V, K = 3, 3
 REJECTED, KEPT = 1e-6, 1e-3

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from support import kernel_reference as reference
 from support.kernel_batches import UNUSABLE_ROWS, draft_lse, make_chains, plain_vllm_tokens
 
 from vllm_hsd.kernels import blocks, chain_verify
-from vllm_hsd.kernels.testing import reference
 
 INF = float("inf")
 

@@ -4,13 +4,14 @@ from itertools import pairwise
 
 import pytest
 import torch
+from support import kernel_reference as reference
+from support import vllm_sampler
 from support.kernel_batches import make_chains
 
 from vllm_hsd.kernels import blocks
 from vllm_hsd.kernels.chain_verify import verify_chain_padded
 from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
 from vllm_hsd.kernels.sample_row import sample_row
-from vllm_hsd.kernels.testing import reference, vllm_sampler
 
 pytestmark = pytest.mark.interpret
 V, K = 300, 3

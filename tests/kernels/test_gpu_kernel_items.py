@@ -1,12 +1,12 @@
 """The items of `make gpu-proof` that need kernels only, interpreted, in toy sizes."""
 
 import pytest
+from support import kernel_reference as reference
 
 from benchmarks.gpu import kernel_distribution, kernel_times, pit
 from benchmarks.gpu.items import Setting
 from benchmarks.kernels import bench_chain_verify, timing
 from benchmarks.kernels.drafts import Drafts
-from vllm_hsd.kernels.testing import reference
 
 pytestmark = pytest.mark.interpret
 

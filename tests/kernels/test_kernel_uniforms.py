@@ -8,12 +8,12 @@ import torch
 import triton
 import triton.language as tl
 from support.kernel_batches import make_chains
+from support.kernel_reference import probabilities
 
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.kernels import chain_verify
 from vllm_hsd.kernels.rng import stream_of, uniform
-from vllm_hsd.kernels.testing.reference import probabilities
 from vllm_hsd.runner_v1.request_state import RequestState
 from vllm_hsd.verify import uniforms
 from vllm_hsd.verify.chain import verify_batch

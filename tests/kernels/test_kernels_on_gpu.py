@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import kernel_reference as reference
 from support.kernel_batches import draft_lse, make_chains, make_trees
 from support.proposal_states import (
     MAX_MODEL_LEN,
@@ -11,12 +12,12 @@ from support.proposal_states import (
     schedule_of,
 )
 
-from vllm_hsd.core.program import Program
-from vllm_hsd.core.proposal_state import KVGroups, ProposalState
-from vllm_hsd.kernels import cascade_steps, chain_verify
+from vllm_hsd.kernels import chain_verify
 from vllm_hsd.kernels.sample_row import sample_row
-from vllm_hsd.kernels.testing import reference
 from vllm_hsd.kernels.tree_verify import verify_tree
+from vllm_hsd.runner_v2 import cascade_steps
+from vllm_hsd.runner_v2.program import Program
+from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState
 
 pytestmark = [
     pytest.mark.gpu,

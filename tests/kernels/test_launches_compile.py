@@ -6,10 +6,11 @@ import pkgutil
 import pytest
 import triton
 import triton.language as tl
+from support import kernel_builds as builds
+from support import kernel_launches as launches
 from triton.runtime.jit import JITFunction
 
 from vllm_hsd import kernels
-from vllm_hsd.kernels.testing import builds, launches
 
 pytestmark = pytest.mark.compiled
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from support import kernel_reference as reference
 from support.kernel_batches import UNUSABLE_ROWS, plain_vllm_tokens
 
 from vllm_hsd.kernels import blocks
 from vllm_hsd.kernels.sample_row import sample_row
-from vllm_hsd.kernels.testing import reference
 
 INF = float("inf")
 

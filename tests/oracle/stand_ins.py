@@ -161,7 +161,7 @@ def _drawn_by(choices: Choices):
             return torch.tensor([pick(row / row.sum()) for row in self.rows])
 
     with (
-        mock.patch("vllm_hsd.core.cascade.verify_batch", verify_batch),
+        mock.patch("vllm_hsd.core.verified.verify_batch", verify_batch),
         mock.patch("vllm_hsd.core.lowest_level.BlockedCDF", ChosenCDF),
         mock.patch("vllm_hsd.reference.engine.verify_batch", verify_batch),
         mock.patch("vllm_hsd.reference.engine.verify_tree", verify_tree),

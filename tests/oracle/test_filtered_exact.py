@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 from oracle.distributions import chain_distribution
+from support import kernel_reference as reference
 
 from vllm_hsd.kernels.filter_rows import Filters
-from vllm_hsd.kernels.testing import reference
 
 V = 4
 FILTERS = [(2, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.4), (3, 0.8, 0.1)]

@@ -1,7 +1,7 @@
 """Exact distribution of a proposal of the program, verified by the target; every draw enumerated.
 
-Uniforms are fresh in every proposal (tests/core/test_program.py), so that the tokens of one step,
-continued by the target, must have the target's joint distribution.
+Uniforms are fresh in every proposal (tests/runner_v2/test_program.py), so that the tokens of one
+step, continued by the target, must have the target's joint distribution.
 """
 
 from fractions import Fraction

@@ -9,7 +9,7 @@ from oracle.distributions import chain_distribution
 from support.exact_joint_distribution import chi_square_p_value, next_token_distribution
 from support.table_distributions import CASES, joint, tables
 
-from vllm_hsd.core.schedule import DRAWS_PER_LENGTH
+from vllm_hsd.runner_v2.schedule import DRAWS_PER_LENGTH
 from vllm_hsd.verify import verify_chain
 from vllm_hsd.verify.rng import host_uniforms
 
@@ -190,7 +190,8 @@ def test_drafts_are_filtered_as_their_request():
 
 def test_the_verifier_is_given_the_logsumexps_of_kept_rows(monkeypatch):
     """So a verification takes 3 launches and does not read a proposal row to normalize it."""
-    from vllm_hsd.kernels.testing.interpreter import count_bytes
+    from support.interpreter import count_bytes
+
     from vllm_hsd.runner_v2 import sampler
 
     given, verify = [], sampler.verify_chain_padded

@@ -9,18 +9,19 @@ import numpy as np
 import torch
 from oracle.exact import Table
 from oracle.stand_ins import TableLevel
+from support import kernel_reference as reference
+from support import step_reference
 from support.proposal_states import block_tables
 
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.drafts import DraftStore, ragged_arange
 from vllm_hsd.core.levels import DraftBatch, LevelOptions
-from vllm_hsd.core.program import Program
-from vllm_hsd.core.proposal_state import ProposalState
-from vllm_hsd.core.schedule import Schedule, compile_schedule, first_draw
 from vllm_hsd.core.stopping import EntropyThresholds
-from vllm_hsd.kernels import cascade_steps
 from vllm_hsd.kernels.filter_rows import Filters
-from vllm_hsd.kernels.testing import reference, step_reference
+from vllm_hsd.runner_v2 import cascade_steps
+from vllm_hsd.runner_v2.program import Program
+from vllm_hsd.runner_v2.proposal_state import ProposalState
+from vllm_hsd.runner_v2.schedule import Schedule, compile_schedule, first_draw
 from vllm_hsd.verify.rng import host_uniforms
 
 MAX_MODEL_LEN, MAX_NUM_REQS, PROMPT = 40, 7, 5
@@ -260,5 +261,5 @@ def reference_steps(engine: Engine, **replaced):
         "sample_row": reference.sample_row,
         "verify_chain_padded": reference.verify_chain_padded,
     } | replaced
-    with mock.patch.multiple("vllm_hsd.core.program", cascade_steps=steps, **functions):
+    with mock.patch.multiple("vllm_hsd.runner_v2.program", cascade_steps=steps, **functions):
         yield steps

@@ -1,6 +1,7 @@
 """Random proposals, op by op: every kernel against its reference, on any device."""
 
 import torch
+from support import step_reference
 from support.proposal_states import (
     GUARD,
     MAX_MODEL_LEN,
@@ -12,9 +13,9 @@ from support.proposal_states import (
     runner_tensors,
 )
 
-from vllm_hsd.core.schedule import Draft, Lookup, Verify
-from vllm_hsd.kernels import cascade_steps, chain_verify
-from vllm_hsd.kernels.testing import step_reference
+from vllm_hsd.kernels import chain_verify
+from vllm_hsd.runner_v2 import cascade_steps
+from vllm_hsd.runner_v2.schedule import Draft, Lookup, Verify
 
 
 def walk(schedule, seed: int, batch: int, num_reqs: int, lookup: bool, device: str = "cpu") -> None:

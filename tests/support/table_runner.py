@@ -20,9 +20,9 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator  # no
 from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
 
 from vllm_hsd.config import CascadeConfig  # noqa: E402
-from vllm_hsd.core.program import BigramProgramLookup, NgramProgramLookup, Program  # noqa: E402
-from vllm_hsd.core.proposal_state import KVGroups, ProposalState  # noqa: E402
 from vllm_hsd.runner_v2.metrics import DeviceCounts  # noqa: E402
+from vllm_hsd.runner_v2.program import BigramProgramLookup, NgramProgramLookup, Program  # noqa: E402
+from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState  # noqa: E402
 from vllm_hsd.runner_v2.sampler import serve  # noqa: E402
 from vllm_hsd.runner_v2.spec_config import schedule_of, verifiers  # noqa: E402
 from vllm_hsd.runner_v2.speculator import CascadeSpeculator  # noqa: E402

@@ -6,10 +6,9 @@ interpreter. Nothing is installed: `install` puts the backend into Triton's tabl
 
 import torch
 import triton.backends
+from support import interpreter
 from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.backends.driver import DriverBase
-
-from vllm_hsd.kernels.testing import interpreter
 
 
 class CpuDriver(DriverBase):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import torch
 
 from vllm_hsd.verify.inputs import ChainBatch
+
+Count = TypeVar("Count", int, np.ndarray)
 
 
 class DraftStore:
@@ -145,6 +149,14 @@ class DraftStore:
             probs = probs.index_select(0, torch.from_numpy(rows).to(probs.device))
         index = torch.from_numpy(place[0] * self.length + place[1])
         self.probs.index_copy_(0, index.to(probs.device), probs)
+
+
+def room_below(requested: Count, drafted: Count) -> Count:
+    """Tokens that a level may still request from the one below, -1 where its draft is full.
+
+    One place is kept for the token that its own verification draws. For ints and arrays.
+    """
+    return requested - drafted - 1
 
 
 def ragged_arange(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -29,12 +29,14 @@ class Forward:
             drawn from them.
         entropy: [R] float64 nats, NaN where the level does not stop by it.
         uncertain: [R] bool, it exceeds the request's threshold.
+        computed: tokens that the model was fed.
     """
 
     logits: torch.Tensor
     probs: torch.Tensor | None
     entropy: np.ndarray
     uncertain: np.ndarray
+    computed: int
 
 
 class LevelModels:
@@ -83,7 +85,8 @@ class LevelModels:
         owners = np.repeat(slots, num_logits)
         drawn = batch.is_drawn(slots).any()
         probs = self._probs(batch, level, logits, owners) if drawn else None
-        return Forward(logits, probs, *self._confidence(batch, level, logits, owners))
+        entropy, uncertain = self._confidence(batch, level, logits, owners)
+        return Forward(logits, probs, entropy, uncertain, int(counts.sum()))
 
     def ingest(self, batch: DraftBatch, slots: np.ndarray, end: np.ndarray) -> None:
         """Bring every level's cache of `slots` up to the positions `end`, without drafting.

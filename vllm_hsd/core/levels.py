@@ -132,6 +132,20 @@ class Selection:
     draft_lengths: tuple[int, ...] = ()
     most: np.ndarray | None = None
 
+    @property
+    def top(self) -> int:
+        """The level whose drafts the target verifies; 0 where there are none."""
+        return self.levels[-1] if self.levels else 0
+
+    def above(self, level: int, target: int) -> int:
+        """The selected level that verifies the drafts of `level`, or the target's number."""
+        return next((each for each in self.levels if each > level), target)
+
+    def below(self, level: int) -> tuple[int, int]:
+        """The level that drafts for `level` and its draft length; 0 tokens where none is left."""
+        place = self.levels.index(level)
+        return (self.levels[place - 1], self.draft_lengths[place - 1]) if place else (level - 1, 0)
+
 
 @dataclass
 class LevelOptions:

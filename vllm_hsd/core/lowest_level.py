@@ -151,7 +151,6 @@ class LowestLevel:
             active = np.flatnonzero(open_)
             now, drafted = slots[active], drafts.counts[slots[active]] - begin[active]
             drawn = None if uniforms is None else uniforms[first_uniform[active] + drafted]
-            computed = int((batch.end[now] - batch.cached[0, now]).sum())
             forward, ended = self._draft_token(batch, now, drawn)
             confidence[0, active, drafted] = sureness = highest_probability(forward.logits)
             sure[active] *= budget.acceptance_of(now, sureness, drafted)
@@ -159,7 +158,7 @@ class LowestLevel:
             going = np.flatnonzero(open_)
             after = drafts.counts[slots[going]] - begin[going]
             open_[going] = budget.goes_on(slots[going], room[going] - after, sure[going], after)
-            budget.pass_times.observe(computed, time.perf_counter() - began)
+            budget.pass_times.observe(forward.computed, time.perf_counter() - began)
         counts = drafts.counts[slots] - begin
         owners, offsets = ragged_arange(counts)
         place = (slots[owners], begin[owners] + offsets)

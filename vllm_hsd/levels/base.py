@@ -188,7 +188,7 @@ class LevelConfig(Keys):
         raise NotImplementedError
 
     def build_v2(self, speculator: Any, index: int) -> Any:
-        """The level on the V2 runner, not yet loaded: see `core.program`.
+        """The level on the V2 runner, not yet loaded: see `runner_v2.program`.
 
         Args:
             speculator: the cascade that it belongs to; of a lookup once the KV cache is there.

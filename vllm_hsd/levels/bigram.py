@@ -35,8 +35,8 @@ class BigramLevelConfig(LookupKeys):
         import torch
 
         from vllm_hsd.core.bigram import successors
-        from vllm_hsd.core.program import BigramProgramLookup
         from vllm_hsd.core.text_store import read_store
+        from vllm_hsd.runner_v2.program import BigramProgramLookup
 
         tokens, _ = successors(read_store(self.bigram, self.kind))
         return BigramProgramLookup(torch.from_numpy(tokens).to(speculator.device))

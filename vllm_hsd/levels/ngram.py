@@ -47,7 +47,7 @@ class NgramLevelConfig(LookupKeys):
 
     def build_v2(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build_v2`."""
-        from vllm_hsd.core.program import NgramProgramLookup
+        from vllm_hsd.runner_v2.program import NgramProgramLookup
 
         text = speculator.req_states.all_token_ids.gpu
         return NgramProgramLookup(text, self.ngram.min, self.ngram.max)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vllm_hsd.core.cascade import Cascade
-from vllm_hsd.core.counters import Count, LevelCounts
+from vllm_hsd.core.counters import Count, Counters, LevelCounts
 from vllm_hsd.core.drafts import DraftStore
 from vllm_hsd.core.levels import Level, LevelOptions, LookupLevel, Sources
 from vllm_hsd.reference.request import ONLY, Request
@@ -82,10 +82,6 @@ class ReferenceEngine:
                 raise ValueError(
                     f"levels[{i}] and the target must both be encoder-decoders or both decoders."
                 )
-        self.target, self.verifier = target, verifier
-        self.cascade = Cascade(levels, options, 1, horizontal_tokens)
-        self.scales = [option.temperature_scale for option in options]
-        self.longest = options[-1].draft_length if options else 0
         self.tree_drafter: tuple[Level, TreeOptions] | None = None
         if draft_tree is not None:
             if len(levels) != 1 or options or horizontal_tokens:
@@ -95,8 +91,14 @@ class ReferenceEngine:
             if isinstance(levels[0], LookupLevel | Sources):
                 raise ValueError("draft_tree needs a level with probabilities, not a lookup.")
             self.tree_drafter = levels[0], draft_tree
-            self.scales = [draft_tree.temperature_scale]
-            self.longest = len(draft_tree.widths)
+            scale = draft_tree.temperature_scale
+            options = [LevelOptions(len(draft_tree.widths), temperature_scale=scale)]
+        self.target, self.verifier = target, verifier
+        self.cascade = Cascade(levels, options, 1, horizontal_tokens) if levels else None
+        self.levels = [] if self.cascade is None else self.cascade.levels
+        self.counters = Counters.zeros(0) if self.cascade is None else self.cascade.counters
+        self.scales = [option.temperature_scale for option in options]
+        self.longest = options[-1].draft_length if options else 0
 
     @torch.inference_mode()
     def generate(
@@ -125,7 +127,8 @@ class ReferenceEngine:
             ValueError: names the argument and what it may be.
         """
         _check(prompt_token_ids, max_tokens, temperature, top_k, top_p)
-        self.cascade.forget(0)
+        if self.cascade is not None:
+            self.cascade.forget(0)
         request = self._begin(
             list(prompt_token_ids),
             max_tokens,
@@ -135,7 +138,7 @@ class ReferenceEngine:
             seed=seed,
             eos=-1 if eos_token_id is None else eos_token_id,
         )
-        self.cascade.counters.take()
+        self.counters.take()
         result = Generation()
         while len(result.token_ids) < max_tokens and eos_token_id not in result.token_ids[-1:]:
             # The target adds a token of its own to every draft.
@@ -151,12 +154,12 @@ class ReferenceEngine:
             result.target_calls += 1
             result.drafted += drafted
             result.accepted += accepted
-        result.counts = self.cascade.counters.take()
+        result.counts = self.counters.take()
         return result
 
     def _begin(self, prompt: list[int], max_tokens: int, **sampling) -> Request:
         first = prompt
-        for model in (*self.cascade.levels, self.target):
+        for model in (*self.levels, self.target):
             # Only levels with state per request have it.
             if begin := getattr(model, "begin", None):
                 first = begin(prompt)
@@ -166,12 +169,12 @@ class ReferenceEngine:
     def _chain_step(self, request: Request, most: int) -> tuple[int, int, list[int]]:
         """(draft tokens, accepted ones, tokens of one target call)."""
         drafts = DraftStore(1, 0)
-        if self.cascade.levels:
+        if self.cascade is not None:
             drafts = self.cascade.propose(request.draft_batch(), ONLY, np.array([most]))
         counts = drafts.counts[ONLY]
         count = int(counts[0])
         path = drafts.token_ids[0, :count]
-        model = len(self.cascade.levels)
+        model = len(self.levels)
         logits = request.logits_along(self.target, model, path.tolist())
         probs = logits if request.greedy else request.probs(logits, model)
         chain = drafts.chain_batch(ONLY, counts, probs, counts, counts)
@@ -181,7 +184,7 @@ class ReferenceEngine:
             uniforms = request.uniforms(ONLY, counts + 1, model)
             target_ok = is_normalized(chain.target_probs)
             token_ids, accepted = verify_batch(chain, self.verifier, uniforms, target_ok=target_ok)
-        if count:
+        if self.cascade is not None and count:
             self.cascade.record_acceptance(ONLY, accepted, request.thresholds)
         emitted = [token for token in token_ids[0].tolist() if token >= 0]
         return count, int(accepted[0]), emitted
@@ -201,7 +204,7 @@ class ReferenceEngine:
         )
         # Columns drafted, accepted, rounds, forwards.
         gained = len(draft.tree), len(path), len(draft.tree) > 0, draft.forwards
-        self.cascade.counters.rows[0, : Count.forwards + 1] += gained
+        self.counters.rows[0, : Count.forwards + 1] += gained
         return len(draft.tree), len(path), emitted.tolist()
 
 

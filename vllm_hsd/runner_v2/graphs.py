@@ -1,7 +1,7 @@
 """CUDA graphs of whole proposals, one for every batch size of a short list.
 
 vLLM captures them with its own, at start-up and once more when it profiles memory. What runs in a
-graph is `core.program.Program.run`, the same code that runs without one.
+graph is `runner_v2.program.Program.run`, the same code that runs without one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
-from vllm_hsd.core.proposal_state import ProposalState
+from vllm_hsd.runner_v2.proposal_state import ProposalState
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:

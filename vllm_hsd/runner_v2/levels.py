@@ -23,10 +23,10 @@ from vllm.v1.worker.gpu.attn_utils import (
 )
 
 from vllm_hsd.core.exit_head import ExitHead
-from vllm_hsd.core.proposal_state import ProposalState
-from vllm_hsd.core.schedule import Draft, Verify
 from vllm_hsd.core.vocabulary import fit_logits, readable
 from vllm_hsd.exits import TargetExit
+from vllm_hsd.runner_v2.proposal_state import ProposalState
+from vllm_hsd.runner_v2.schedule import Draft, Verify
 
 # vLLM's annotation wants a concrete class and gets this abstract one everywhere.
 _AttentionLayer: Any = AttentionLayerBase
@@ -149,7 +149,7 @@ class ModelLevel:
             return self.run(input_ids, positions)
 
     def forward(self, state: ProposalState, op: Draft | Verify, num_logits: int) -> torch.Tensor:
-        """See `core.program.ProgramLevel`."""
+        """See `runner_v2.program.ProgramLevel`."""
         q, batch = op.query_length, state.batch
         count = batch * q
         metadata = self.captured.get((batch, q))

@@ -12,9 +12,9 @@ import torch
 
 from vllm_hsd import metrics
 from vllm_hsd.core.counters import Count, LevelCounts
-from vllm_hsd.core.schedule import Lookup, Schedule
 from vllm_hsd.registry import NONE_FILED
 from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER
+from vllm_hsd.runner_v2.schedule import Lookup, Schedule
 
 
 class DeviceCounts:

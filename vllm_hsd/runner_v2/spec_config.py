@@ -8,9 +8,9 @@ from typing import ClassVar
 from vllm.config.utils import config
 
 from vllm_hsd.config import CascadeConfig
-from vllm_hsd.core.schedule import Schedule, compile_schedule
 from vllm_hsd.errors import NeedsV1, UserError, collected
 from vllm_hsd.levels import KINDS
+from vllm_hsd.runner_v2.schedule import Schedule, compile_schedule
 from vllm_hsd.shared_hooks import NeedsHooks
 from vllm_hsd.spec_config import CascadeSpeculativeConfig
 from vllm_hsd.stock_config import V2BlockVerificationConfig

@@ -1,7 +1,7 @@
 """A cascade in the place of vLLM's draft model on the V2 runner.
 
-A proposal is `core.program.Program` on a `ProposalState`, replayed as a CUDA graph where the batch
-size has one. Prompts are ingested with the target's own attention metadata, which covers the
+A proposal is `runner_v2.program.Program` on a `ProposalState`, replayed as a CUDA graph where the
+batch size has one. Prompts are ingested with the target's own attention metadata, which covers the
 levels' layers because they share its block tables.
 """
 
@@ -16,12 +16,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from vllm_hsd.core.program import Program
-from vllm_hsd.core.proposal_state import COUNTS, KVGroups, ProposalState
-from vllm_hsd.kernels.cascade_steps import stage
 from vllm_hsd.runner_v2 import graph_checks
+from vllm_hsd.runner_v2.cascade_steps import stage
 from vllm_hsd.runner_v2.graphs import ProposalGraphs, batch_sizes, why_eager
 from vllm_hsd.runner_v2.metrics import DeviceCounts
+from vllm_hsd.runner_v2.program import Program
+from vllm_hsd.runner_v2.proposal_state import COUNTS, KVGroups, ProposalState
 from vllm_hsd.runner_v2.request_parameters import RequestParameters
 from vllm_hsd.runner_v2.spec_config import max_batch_size, schedule_of, verifiers
 

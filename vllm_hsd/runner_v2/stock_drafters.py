@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from vllm_hsd.core.schedule import DRAWS_PER_LENGTH
 from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
 from vllm_hsd.kernels.keep_rows import keep_rows
 from vllm_hsd.kernels.sample_row import sample_row
 from vllm_hsd.registry import NONE_FILED
 from vllm_hsd.runner_v2.hooks import REGISTRY, replace_on
 from vllm_hsd.runner_v2.request_parameters import RequestParameters
+from vllm_hsd.runner_v2.schedule import DRAWS_PER_LENGTH
 
 _SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator"
 _SAMPLE_DRAFT = (

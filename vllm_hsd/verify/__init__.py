@@ -4,7 +4,11 @@ from vllm_hsd.verify.chain import VerifyResult, verify_chain
 from vllm_hsd.verify.rng import uniforms
 from vllm_hsd.verify.tree import Tree, draw_iid, draw_without_replacement, top_k, verify_tree
 
+# The longest draft that the kernels verify, in tokens.
+MAX_KERNEL_DRAFT = 63
+
 __all__ = [
+    "MAX_KERNEL_DRAFT",
     "Tree",
     "VerifyResult",
     "draw_iid",

@@ -10,7 +10,7 @@ Streams and draws, on the host and in kernels alike:
 - A verification of n draft tokens takes n + 1 draws in a row: the first one is for the token after
   the accepted prefix, draw t after it decides about draft token t.
 - No draw is met twice. The runners reach that in two ways: a counter per request and level (V1), or
-  draws numbered by the length of the text (V2, `core.schedule.first_draw`), which needs no state.
+  draws numbered by the length of the text (V2, `runner_v2.schedule.first_draw`), without state.
 """
 
 import sys

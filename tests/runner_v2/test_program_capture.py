@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import (
 )
 from triton.runtime.jit import JITFunction
 
-from vllm_hsd.core.program import BigramProgramLookup, NgramProgramLookup, Program
-from vllm_hsd.core.proposal_state import KVGroups, ProposalState
-from vllm_hsd.kernels import cascade_steps
+from vllm_hsd.runner_v2 import cascade_steps
+from vllm_hsd.runner_v2.program import BigramProgramLookup, NgramProgramLookup, Program
+from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState
 
 pytestmark = pytest.mark.compiled
 

@@ -2,13 +2,13 @@
 
 A CUDA graph cannot branch on what was drawn. So the recursion of `core.cascade` is unrolled with a
 fixed number of rounds for every level and one query length for every forward pass; how much of a
-round a request really uses is data on the device. Pure Python: the planner and the runner share it.
+round a request really uses is data on the device.
 
 Catch-up rule: when level k of L runs a forward pass, at most L - k + 1 tokens at the end of
 the text are missing from its KV cache. A level leaves its last token uncomputed, every verifier
 above adds one of its own, and so does the target. So the first pass of a round begins that many
-tokens before the end and may compute some of them again. tests/core/test_schedule.py proves it by
-exhaustion.
+tokens before the end and may compute some of them again. tests/runner_v2/test_schedule.py
+proves it by exhaustion.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from vllm_hsd.errors import UserError
+from vllm_hsd.verify import MAX_KERNEL_DRAFT
 
 if TYPE_CHECKING:
     from vllm_hsd.core.levels import LevelOptions
 
-# The longest draft that the verification kernel takes.
-MAX_DRAFT_LENGTH = 63
 # Forward passes of one proposal; each is some ten graph nodes per layer.
 MAX_FORWARDS = 128
 # Draws of one stream that belong to one length of the text, so that no counter is kept: the text
@@ -145,14 +144,6 @@ class Schedule:
         return int(isinstance(op, Draft))
 
 
-def room_below(requested, drafted):
-    """Tokens that a level may still request from the one below, -1 where its draft is full.
-
-    One place is kept for the token that its own verification draws. For ints and arrays.
-    """
-    return requested - drafted - 1
-
-
 def uncached_bound(level: int, num_levels: int) -> int:
     """Most tokens at the end of the text that a level has not computed (catch-up rule)."""
     return num_levels - level + 1
@@ -194,11 +185,11 @@ def compile_schedule(
                 'schedule is fixed and would gain nothing: set "fixed" or set '
                 "VLLM_USE_V2_MODEL_RUNNER=0."
             )
-        if option.draft_length > MAX_DRAFT_LENGTH:
+        if option.draft_length > MAX_KERNEL_DRAFT:
             key = _length_key(k, len(options))
             raise UserError(
                 f"{key} is {option.draft_length}, but the verification kernel takes at most "
-                f"{MAX_DRAFT_LENGTH}: lower it."
+                f"{MAX_KERNEL_DRAFT}: lower it."
             )
     rounds = (0, *(_rounds(options, k) for k in range(1, len(options))))
     forwards = 0 if lookup else lengths[0]
@@ -257,6 +248,6 @@ def _unroll(lengths: Sequence[int], rounds: Sequence[int], lookup: bool) -> tupl
                 ops.append(Draft(0, step, uncached if step == 0 else 1, draws(0, 1)))
 
     request(len(lengths) - 1)
-    # MAX_FORWARDS * (MAX_DRAFT_LENGTH + 1) draws are the most, which is far below the bound.
+    # MAX_FORWARDS * (MAX_KERNEL_DRAFT + 1) draws are the most, which is far below the bound.
     assert max(used) <= DRAWS_PER_LENGTH
     return tuple(ops)

@@ -8,11 +8,11 @@ write a `ProposalState`. Nothing is read on the host, and grids depend only on s
 import torch
 import triton
 
-from vllm_hsd.core.proposal_state import KVGroups, ProposalState
-from vllm_hsd.core.schedule import DRAWS_PER_LENGTH, Draft, Schedule, Verify
 from vllm_hsd.kernels import lookup_kernels, step_kernels
 from vllm_hsd.kernels.blocks import padded_size
 from vllm_hsd.kernels.chain_verify import ChainResult
+from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState
+from vllm_hsd.runner_v2.schedule import DRAWS_PER_LENGTH, Draft, Schedule, Verify
 
 # Entries of a row that one program copies: four 16-byte loads per thread in bfloat16.
 COPY_CHUNK = 8192

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from vllm_hsd.core.levels import LevelOptions
-from vllm_hsd.core.program import BigramProgramLookup, NgramProgramLookup, Program
-from vllm_hsd.core.proposal_state import KVGroups, ProposalState
-from vllm_hsd.core.schedule import compile_schedule
-from vllm_hsd.kernels import cascade_steps
 from vllm_hsd.kernels.chain_verify import METHODS, verify_chain_padded
 from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
 from vllm_hsd.kernels.keep_rows import keep_rows
 from vllm_hsd.kernels.sample_row import sample_row
 from vllm_hsd.kernels.tree_verify import MAX_NODES, verify_tree
+from vllm_hsd.runner_v2 import cascade_steps
+from vllm_hsd.runner_v2.program import BigramProgramLookup, NgramProgramLookup, Program
+from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState
+from vllm_hsd.runner_v2.schedule import compile_schedule
 
 # Requests of a launch; the number changes nothing but the grid.
 _BATCH = 3

@@ -1,7 +1,7 @@
 """One proposal on the V2 runner: the ops of a schedule, the same code eagerly and in a CUDA graph.
 
 The counterpart of `core.cascade` for devices. Nothing is read on the host, no shape and no branch
-depends on data. tests/core/test_program.py compares the two token for token.
+depends on data. tests/runner_v2/test_program.py compares the two token for token.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Protocol, cast
 
 import torch
 
-from vllm_hsd.core.proposal_state import KVGroups, ProposalState
-from vllm_hsd.core.schedule import Draft, Lookup, Schedule, Verify
-from vllm_hsd.kernels import cascade_steps
 from vllm_hsd.kernels.chain_verify import verify_chain_padded
 from vllm_hsd.kernels.filter_rows import row_thresholds
 from vllm_hsd.kernels.sample_row import sample_row
+from vllm_hsd.runner_v2 import cascade_steps
+from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState
+from vllm_hsd.runner_v2.schedule import Draft, Lookup, Schedule, Verify
 
 
 class ProgramLevel(Protocol):

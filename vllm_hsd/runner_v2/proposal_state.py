@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from vllm_hsd.core.counters import Count
-from vllm_hsd.core.schedule import Schedule, Verify
 from vllm_hsd.kernels.filter_rows import Filters
+from vllm_hsd.runner_v2.schedule import Schedule, Verify
 
 
 class KVGroups(NamedTuple):

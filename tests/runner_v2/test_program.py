@@ -6,9 +6,8 @@ tests/kernels/test_program_kernels.py runs the same with the kernels under the i
 import numpy as np
 import pytest
 import torch
+from support import kernel_reference as reference
 from support.programs import Engine, reference_steps
-
-from vllm_hsd.kernels.testing import reference
 
 CASCADES = [
     ((4,), ()),
@@ -93,7 +92,7 @@ def test_no_uniform_is_met_twice(keyed_by_position, monkeypatch):
     engine = Engine((2, 3, 6), (2, 2), seed=3)
     if keyed_by_position:
         # Negative control: draws that move on by one with every token, as positions do.
-        monkeypatch.setattr("vllm_hsd.core.schedule.DRAWS_PER_LENGTH", 1)
+        monkeypatch.setattr("vllm_hsd.runner_v2.schedule.DRAWS_PER_LENGTH", 1)
     recorded = Recorded(engine)
     rng = np.random.default_rng(1)
     functions = {

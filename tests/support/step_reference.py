@@ -1,11 +1,12 @@
 """The steps of cascade_steps.py in plain Python on the same `ProposalState`, request by request."""
 
 import torch
+from support.kernel_reference import filtered
 
-from vllm_hsd.core.proposal_state import COUNTS, KVGroups, ProposalState
-from vllm_hsd.core.schedule import Draft, Schedule, Verify, first_draw, room_below
+from vllm_hsd.core.drafts import room_below
 from vllm_hsd.kernels.chain_verify import ChainResult
-from vllm_hsd.kernels.testing.reference import filtered
+from vllm_hsd.runner_v2.proposal_state import COUNTS, KVGroups, ProposalState
+from vllm_hsd.runner_v2.schedule import Draft, Schedule, Verify, first_draw
 
 
 def stage(
