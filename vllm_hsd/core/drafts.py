@@ -9,7 +9,7 @@ import torch
 
 from vllm_hsd.verify.inputs import ChainBatch
 
-Count = TypeVar("Count", int, np.ndarray)
+_N = TypeVar("_N", int, np.ndarray)
 
 
 class DraftStore:
@@ -151,7 +151,7 @@ class DraftStore:
         self.probs.index_copy_(0, index.to(probs.device), probs)
 
 
-def room_below(requested: Count, drafted: Count) -> Count:
+def room_below(requested: _N, drafted: _N) -> _N:
     """Tokens that a level may still request from the one below, -1 where its draft is full.
 
     One place is kept for the token that its own verification draws. For ints and arrays.

@@ -276,25 +276,25 @@ def _parts(count: int, batch_size: int) -> Iterator[slice]:
 
 
 def _record(llm: Any, certain: bool) -> bool:
-    from vllm_hsd.runner_v1 import offered
+    from vllm_hsd.lossless import offered
 
     return offered.install(llm, certain)
 
 
 def _take_offers(llm: Any) -> dict[str, tuple[dict[int, np.ndarray], dict[int, int]]]:
-    from vllm_hsd.runner_v1 import offered
+    from vllm_hsd.lossless import offered
 
     return offered.take(llm)
 
 
 def _likeliest(llm: Any, *args: Any) -> list[np.ndarray]:
-    from vllm_hsd.runner_v1.scorer import likeliest
+    from vllm_hsd.lossless.scorer import likeliest
 
     return likeliest(llm, *args)
 
 
 def _score(llm: Any, *args: Any) -> list[np.ndarray]:
     """Runs in the engine's process: the scorer imports vLLM."""
-    from vllm_hsd.runner_v1.scorer import score
+    from vllm_hsd.lossless.scorer import score
 
     return score(llm, *args)

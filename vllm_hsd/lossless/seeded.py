@@ -104,6 +104,6 @@ def _at(token_ids: Sequence[int], place: int) -> int | None:
 
 def _drawn_with_raised(llm: Any, *args: Any) -> list[int]:
     """Runs in the engine's process: the scorer imports vLLM."""
-    from vllm_hsd.runner_v1.scorer import drawn_with_raised
+    from vllm_hsd.lossless.scorer import drawn_with_raised
 
     return drawn_with_raised(llm, *args)

@@ -17,10 +17,10 @@ from vllm_hsd.runner_v1 import sampler as sampler_module
 from vllm_hsd.verify.inputs import ChainBatch
 
 # Place in an answer -> a row of `directions.rows_of`, of ids and probabilities.
-Offers = dict[int, np.ndarray]
+Offered = dict[int, np.ndarray]
 
 
-class Recorder:
+class OfferRecorder:
     """Follows the verifier of one V1 runner.
 
     Attributes:
@@ -32,7 +32,7 @@ class Recorder:
 
     def __init__(self, runner: Any, certain: bool) -> None:
         self.runner, self.certain = runner, certain
-        self.offers: dict[str, Offers] = {}
+        self.offers: dict[str, Offered] = {}
         self.lengths: dict[str, dict[int, int]] = {}
         self.verify = runner.rejection_sampler.forward
         self.drafts_to_verify = sampler_module.drafts_to_verify
@@ -96,9 +96,9 @@ def install(llm: Any, certain: bool) -> bool:
     return bool(llm.collective_rpc(_install, args=(certain,))[0])
 
 
-def take(llm: Any) -> dict[str, tuple[Offers, dict[int, int]]]:
+def take(llm: Any) -> dict[str, tuple[Offered, dict[int, int]]]:
     """(offers, draft lengths) by request id since `install` or the last call."""
-    found: dict[str, tuple[Offers, dict[int, int]]] = llm.collective_rpc(_take)[0]
+    found: dict[str, tuple[Offered, dict[int, int]]] = llm.collective_rpc(_take)[0]
     return found
 
 
@@ -108,11 +108,11 @@ def _install(worker: Any, certain: bool) -> bool:
         return False  # the V2 runner
     if runner.use_async_scheduling:
         return False  # it schedules ahead of what it knows to be accepted
-    runner.vllm_hsd_recorder = Recorder(runner, certain)
+    runner.vllm_hsd_recorder = OfferRecorder(runner, certain)
     return True
 
 
-def _take(worker: Any) -> dict[str, tuple[Offers, dict[int, int]]]:
+def _take(worker: Any) -> dict[str, tuple[Offered, dict[int, int]]]:
     recorder = worker.model_runner.vllm_hsd_recorder
     found = {key: (own, recorder.lengths.get(key, {})) for key, own in recorder.offers.items()}
     recorder.offers.clear()
