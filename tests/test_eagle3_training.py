@@ -9,7 +9,7 @@ from support.eagle3_rollout import draft, roll_out
 from support.engines import run_engine
 from transformers import AutoModelForCausalLM
 
-from benchmarks.models.eagle3.batches import collate, epoch_batches, held_out_chats, read_batch
+from benchmarks.models.eagle3.batches import collate, epoch_batches, read_batch
 from benchmarks.models.eagle3.chats import Chat
 from benchmarks.models.eagle3.features import Shard, target_states, write_shard
 from benchmarks.models.eagle3.head import load_head, save_head
@@ -124,14 +124,6 @@ def test_training_goes_on_bit_for_bit_where_it_stopped(training, target, shards,
         ):
             assert a.equal(b)
     assert not training.head.fc.weight.equal(training.average.fc.weight)
-
-
-def test_no_held_out_chat_is_trained_on(shards):
-    names = ["0.safetensors", "1.safetensors"]
-    trained = {c for batch in epoch_batches(shards, names, 7, 0, 200) for c in batch}
-    held = {(n, i) for n in names for i, h in enumerate(Shard(shards / n).held_out) if h}
-    assert held and not held & trained and len(held) + len(trained) == 48
-    assert len(held_out_chats(shards, names)) == len(held)
 
 
 def test_vllm_drafts_the_same_tokens(training, target, family, shards, tmp_path):

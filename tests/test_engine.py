@@ -6,6 +6,7 @@ import time
 
 import pytest
 from support.engines import forked
+from support.level_files import cascade
 
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.errors import UserError
@@ -64,13 +65,8 @@ def test_an_error_of_the_caller_ends_a_busy_process_at_once():
 
 
 def test_one_engine_measures_generations_and_selects_levels(family, tmp_path):
-    speculative = {
-        "method": "hsd",
-        "adaptive": False,
-        "num_speculative_tokens": 6,
-        "levels": [{"model": family.small, "num_tokens": 3}, {"model": family.mid}],
-    }
-    engine_args = {**ENGINE, "model": family.target, "speculative_config": speculative}
+    levels = {"model": family.small, "num_tokens": 3}, {"model": family.mid}
+    engine_args = {**ENGINE, "model": family.target, **cascade(*levels, num_speculative_tokens=6)}
     prompts = [[3, 4, 5], [7, 8, 9, 10]]
     greedy = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
     with EngineProcess(engine_args, log=tmp_path / "log", **forked()) as engine:

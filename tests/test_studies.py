@@ -179,16 +179,6 @@ def test_the_demo_answers_every_prompt_and_shows_it(tmp_path, capsys):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_counts_of_a_cascade_are_redundancy_and_utilization():
-    levels = [{"drafted": 8, "accepted": 6}, {"drafted": 10, "accepted": 5}]
-    run = Generation([[1] * 8], ["t"], 1.0, 1.0, [0.1], [1.0], [4], 10, 5, levels)
-    found = sweep.counts([run, run])
-    assert found["block_efficiency"] == 2 and found["block_efficiency_sd"] == 0
-    # 8 tokens of the lower level, 4 of the upper one's own, 5 of which stay.
-    assert found["redundancy"] == pytest.approx(1 - 5 / 12)
-    assert found["target_utilization"] == 0.5 and found["generated_per_target_call"] == 3
-
-
 def test_committed_tables_have_one_schema():
     """All but that of `vllm-hsd bench`, whose columns are the command's."""
     for path in sorted(STUDIES.glob("*.csv")):

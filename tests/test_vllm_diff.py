@@ -1,7 +1,6 @@
 """`make vllm-diff`: two releases, read as text."""
 
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -105,26 +104,6 @@ def test_names_that_are_read_are_found_in_the_source(releases, tmp_path):
         "changed: vllm.core.changed",
     ]
     assert "(read in reads.py)" in found[0]
-
-
-def test_the_package_reads_what_it_imports_and_accesses():
-    import vllm
-
-    release = vllm_diff.Release.at(Path(vllm.__file__).parents[1])
-    reads = vllm_diff.read_names(
-        sorted(vllm_diff.PACKAGE.rglob("*.py")), release, vllm_diff.registered()
-    )
-    assert reads.keys() >= EXPECTED
-
-
-EXPECTED = {
-    "vllm.config.vllm.VllmConfig.speculative_config",
-    "vllm.v1.core.sched.output.SchedulerOutput.num_scheduled_tokens",
-    "vllm.v1.worker.gpu.input_batch.InputBatch.has_prefill",
-    "vllm.v1.worker.gpu.sample.states.SamplingStates.top_p",
-    "vllm.v1.worker.gpu_input_batch.InputBatch.num_computed_tokens_cpu",
-    "vllm.v1.worker.utils.AttentionGroup",
-}
 
 
 def test_the_command_reads_both_registries(releases, capsys):

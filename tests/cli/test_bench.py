@@ -4,7 +4,6 @@ import csv
 import dataclasses
 import functools
 import json
-import math
 from collections import Counter
 from typing import Any, ClassVar
 
@@ -12,9 +11,9 @@ import pytest
 from support.bench_check import check_bench
 from support.engines import forked
 
-from vllm_hsd.cli import bench, bench_html, bench_quality, bench_report, bench_runs, greedy
+from vllm_hsd.cli import bench, bench_report, bench_runs, greedy
 from vllm_hsd.cli import main as cli
-from vllm_hsd.cli.bench_jobs import Comparison, Results, Setup, config_name
+from vllm_hsd.cli.bench_jobs import Comparison, Results, Setup
 from vllm_hsd.cli.bench_runs import jobs, measure
 from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.errors import UserError
@@ -133,24 +132,6 @@ def measured(comparison, dtype="float32"):
     return results, bench_report.rows(results)
 
 
-def test_configurations_have_short_names():
-    assert config_name(None) == "no speculation"
-    assert config_name(NGRAM) == "ngram 4"
-    assert config_name(CASCADE) == "ngram 3, small 8"
-    mixed = {**CASCADE, "levels": [{"sources": [{"suffix": {}}, {"bigram": "table"}]}]}
-    assert config_name(mixed) == "suffix+bigram 8"
-    eagle = {"method": "eagle3", "model": "org/head", "num_speculative_tokens": 7}
-    assert config_name({**eagle, "rejection_sample_method": "block"}) == "eagle3 head 7 (block)"
-    assert config_name({"method": "hsd", "cascade": "x/cascade.json"}) == "hsd cascade.json"
-    assert config_name({"model": "org/small", "num_speculative_tokens": 2}) == "draft_model small 2"
-
-
-def test_batches_are_full_and_prompts_repeat(tmp_path):
-    comparison = make_comparison(tmp_path, num_prompts=3)
-    assert comparison.prompt_batches(1) == [(0,), (1,), (2,)]
-    assert comparison.prompt_batches(2) == [(0, 1), (2, 0)]
-
-
 def test_configurations_alternate_in_an_order_that_rotates(tmp_path):
     comparison = make_comparison(tmp_path, batch_sizes=[1], temperatures=[0.0])
     assert [(job.part, job.config) for job in jobs(comparison, 0, True)] == [
@@ -206,15 +187,6 @@ def test_a_greedy_difference_in_bfloat16_must_be_a_near_tie(
     )
 
 
-def test_an_output_that_ends_elsewhere_is_never_a_near_tie(fakes, tmp_path, monkeypatch):
-    results, _ = measured(make_comparison(tmp_path, batch_sizes=[2]), "bfloat16")
-    job = next(job for job in results.generations if job.config == 2 and job.temperature == 0)
-    results.generations[job].token_ids[1].pop()
-    found = greedy.with_gaps(FakeEngine(0), greedy.differences(results, SETUP.prompt_ids))
-    assert [(each.job, each.found, each.gap) for each in found] == [(job, greedy.NONE, math.inf)]
-    assert greedy.unexplained(found, "bfloat16") == found
-
-
 def test_what_could_not_run_has_no_numbers(fakes, tmp_path, capsys):
     FakeEngine.broken_in_round = {1: 2}
     results, rows = measured(make_comparison(tmp_path))
@@ -254,27 +226,6 @@ def test_table_and_files(fakes, tmp_path):
     assert json.loads(table_rows[2]["config"]) == CASCADE
     assert table_rows[2]["acceptance"] == "0.5000 0.7500"
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_disturbed_machine_is_named(fakes, tmp_path, monkeypatch):
-    """Drift between rounds, other processes, stolen time, and a ratio that cannot be."""
-    comparison = make_comparison(tmp_path, batch_sizes=[1])
-    results, rows = measured(comparison)
-    assert "drift" not in " ".join(bench_report.warnings(results, rows))
-    results.loads = dict.fromkeys(results.loads, (0.8, 0.3))
-    for job, generation in results.generations.items():
-        factor = 1.0 + (job.config == 0 and job.round)
-        slower = [factor * last for last in generation.last_token_seconds]
-        results.generations[job] = dataclasses.replace(generation, last_token_seconds=slower)
-    # One token a step, and four times as fast.
-    rows[2]["tokens_per_step"] = 1.0
-    notes = bench_report.warnings(results, rows)
-    for words in ("other processes used 0.8", "took 30%", "differ by 250%", "exceeds its tokens"):
-        assert any(words in note for note in notes), words
-    assert bench_quality.summary(results) == {"other_cores": 0.8, "steal": 0.3, "drift": 2.5}
-    assert "4.00 (4.00-8.00)!" in bench_report.table(results, rows)
-    page = bench_html.page(results, rows, notes)
-    assert "more than its tokens per step" in page and "http" not in page
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from vllm_hsd.cli.main import main
-from vllm_hsd.core.exit_head import read_exit_head
 from vllm_hsd.core.text_store import read_store
 
 FAMILY = Path(__file__).parents[2] / "benchmarks" / "models"
@@ -77,16 +76,6 @@ def test_records_that_cannot_be_used(tmp_path, capsys, record, message):
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in error and error.startswith("vllm-hsd build store: ")
     assert not (tmp_path / "store").exists()
-
-
-def test_exit_heads(tmp_path, corpus, capsys):
-    output = tmp_path / "heads"
-    arguments = ["--target", TARGET, "--layers", "2", "--steps", "1", corpus]
-    assert run("exit-heads", *arguments, "-o", str(output)) == 0
-    assert "held-out divergence" in capsys.readouterr().out
-    head = read_exit_head(str(output / "layer-2"))
-    assert head.layer == 2
-    assert tuple(head.weight.shape) == (CONFIG["vocab_size"], CONFIG["hidden_size"])
 
 
 @pytest.mark.parametrize(

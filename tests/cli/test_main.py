@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from unittest import mock
@@ -123,45 +122,6 @@ def test_doctor_fails_where_vllm_would_not_load_the_plugin(doctor_runs):
     (problem,) = [line for line in lines if line.startswith("problem")]
     assert "VLLM_PLUGINS" in problem
     assert any("vLLM's V2 runner serves" in line for line in lines)
-
-
-def test_doctor_names_what_differs_or_is_missing():
-    name = "vllm.engine.arg_utils.EngineArgs.create_speculative_config"
-    finding = doctor.hook_finding(hooks.Hook(name, "replaced", "is a test", ("other",)), False)
-    assert finding.status == "problem" and "not (other)" in finding.text
-    finding = doctor.hook_finding(hooks.Hook("vllm.engine.nowhere", "changed", "is a test"), False)
-    assert finding.status == "problem" and "is not there" in finding.text
-
-
-def test_doctor_stops_at_a_module_that_does_not_import(tmp_path):
-    (tmp_path / "transformers").mkdir()
-    (tmp_path / "transformers" / "__init__.py").write_text("raise RuntimeError('nms\\nmore')")
-    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator is missing')")
-    result = subprocess.run(
-        [sys.executable, "-m", "vllm_hsd.cli.main", "doctor"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 1
-    assert "torchvision" in result.stdout and "pip uninstall torchvision" in result.stdout
-    assert "transformers does not import: RuntimeError: nms\n" in result.stdout
-    assert "vLLM name" not in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("status", "flags", "kind", "words"),
-    [
-        (0, {"avx512f"}, "ok", "run on this CPU"),
-        (-signal.SIGILL, set(), "note", "illegal instruction on this CPU"),
-        (0, {"amx_bf16", "hypervisor"}, "note", "claims AMX"),
-        (1, set(), "note", "ended with status 1"),
-    ],
-)
-def test_doctor_on_bfloat16(status, flags, kind, words):
-    finding = doctor.bfloat16_finding(status, flags)
-    assert finding.status == kind and words in finding.text
 
 
 def run_python(code: str) -> subprocess.CompletedProcess:

@@ -4,12 +4,9 @@ Times are counted by the simulation, so no test depends on the clock. Fixed seed
 the noise of these numbers of steps.
 """
 
-import itertools
-
 import numpy as np
 import pytest
 from support.simulated_serving import (
-    LENGTH,
     Drafter,
     Guess,
     Serving,
@@ -18,8 +15,7 @@ from support.simulated_serving import (
     memory_bound,
 )
 
-from vllm_hsd.core.draft_budget import FORBIDDEN, DraftBudget, _cut
-from vllm_hsd.core.levels import Sources
+from vllm_hsd.core.draft_budget import _cut
 from vllm_hsd.core.trials import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_STEPS, Trials
 
 TARGETS = [memory_bound, cpu, compute_bound]
@@ -112,15 +108,6 @@ def test_a_machine_that_becomes_slower_for_a_while_does_not_end_drafting():
     assert serving.run(300) > 0.85 * steady
 
 
-def test_drafts_get_shorter_as_the_batch_grows():
-    lengths = []
-    for size in (1, 16, 64):
-        serving = Serving(cpu, [lookup()], size)
-        serving.run(150)
-        lengths.append(np.mean(serving.lengths[-50:]))
-    assert lengths[0] > 1.5 * lengths[1] > 2 * lengths[2]
-
-
 def test_what_loses_is_tried_ever_more_rarely():
     serving = Serving(compute_bound, [model(compute_bound, 0.1, 2.0)], 2)
     serving.run(2500)
@@ -148,55 +135,3 @@ def test_tokens_are_kept_while_their_survival_pays():
     # Free up to four tokens in the pass, two of which are placed.
     steps = np.maximum(np.arange(9.0) - 4, 0)
     assert _cut(survival, steps, 2) == (0.8, pytest.approx(1.7))
-
-
-def budget(*lengths: int, drafter=True) -> DraftBudget:
-    sources = Sources(["0", "1"], [None], object() if drafter else None)
-    return DraftBudget(sources, lengths or (LENGTH,), 4)
-
-
-def test_before_the_time_without_drafts_is_known_nothing_is_drafted():
-    made, slots, most = budget(), np.arange(4), np.full(4, LENGTH)
-    assert made.prices(slots, most, True).verify[1][-1] == 0
-    for _ in range(5):
-        made.times[-1].observe(36, 1.0)
-    assert made.prices(slots, most, True).forward[1] >= FORBIDDEN
-    made.times[-1].observe(4, 0.5)
-    assert made.prices(slots, most, True).verify[1][-1] < 10
-
-
-def test_a_price_is_what_the_time_would_give_otherwise():
-    made, slots, most = budget(), np.arange(1), np.full(1, LENGTH)
-    for _ in range(5):
-        made.times[-1].observe(1, 1.0)
-        made.times[-1].observe(9, 1.8)
-        made.pass_times.observe(1, 0.25)
-    found = made.prices(slots, most, True)
-    assert found.verify[1][8] == pytest.approx(0.8 * 1.1, rel=0.05)
-    assert found.forward[1] == pytest.approx(0.25 * 1.1, rel=0.05)
-    # Drafts that double the tokens per time make time twice as valuable.
-    for _ in range(200):
-        made._learn_goodput(1, 1, np.array([8]), 4, 0.2)
-    assert made.prices(slots, most, True).forward[1] == pytest.approx(2 * found.forward[1], rel=0.1)
-
-
-def test_a_pass_pays_once_enough_requests_share_it():
-    made, slots = budget(), np.arange(3)
-    made.step.forward[:] = 1.2, 1.2
-
-    def drafting(sure) -> list[bool]:
-        return made.goes_on(slots, np.full(3, 1), np.array(sure), np.zeros(3, int)).tolist()
-
-    made.step.forward = [1.5, 1.5]
-    made.begin(1)
-    assert drafting([1.0, 1.0, 1.0]) == [True] * 3
-    assert drafting([1.0, 0.5, 0.5]) == [False] * 3
-
-
-def test_requests_and_levels_keep_to_what_is_allowed():
-    """Every set of levels, and lengths of 0, under a target that changes its costs."""
-    cost = itertools.cycle([memory_bound, compute_bound])
-    serving = Serving(lambda n: next(cost)(n), SCENARIOS["two models"][0](cpu), 6)
-    for _ in range(60):
-        serving.run(1)
-        assert max(serving.lengths) <= LENGTH

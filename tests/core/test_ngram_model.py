@@ -53,16 +53,3 @@ def test_no_context_spans_two_texts():
     assert list(level.contexts.followers(np.array([2, 1, 0]))) == []
     (found,) = level.contexts.followers(np.array([3, 2]))
     assert found.tolist() == [3]
-
-
-def test_logits_are_of_the_last_positions():
-    rng = np.random.default_rng(0)
-    level = NgramModelLevel(collect_texts([rng.integers(0, VOCABULARY, 50)], VOCABULARY), ORDER)
-    tokens = rng.integers(0, VOCABULARY, (3, 12)).astype(np.int32)
-    rows, starts, counts = np.array([2, 0]), np.array([4, 0]), np.array([3, 6])
-    logits = level.forward(tokens, rows, starts, counts, np.array([1, 2]))
-    ends = [(2, 7), (0, 5), (0, 6)]
-    for found, (row, end) in zip(logits, ends, strict=True):
-        expected = level.distribution(tokens[row, :end])
-        np.testing.assert_allclose(found.exp(), expected, rtol=1e-5)
-    assert level.forward(tokens, rows, starts, counts, np.zeros(2, np.int64)) is None

@@ -136,24 +136,6 @@ def test_predicted_calls_are_those_of_cascades_that_run(measured, models, text_f
     assert predicted.level_calls[:-1] == pytest.approx(ran, rel=0.08)
 
 
-def test_a_candidate_is_asked_where_it_failed_and_not_where_it_was_right():
-    """Greedy: a candidate that is right at tokens 1 and 2 of 6, drafts of 1 and 2 tokens."""
-    right = np.array([[False, True, True, False, False, False]])
-    ratios = np.stack([np.where(right, 0.0, -np.inf), np.zeros(right.shape)])
-    chances = acceptance.requested_at(acceptance.after_prefill(ratios)[0], 2)
-    # The prefill emits token 0. Drafts of 1: one for token 1, whose bonus is token 2, then at
-    # 3, 4 and 5. Drafts of 2: one for tokens 1 and 2, whose bonus is token 3, then at 4 and 5.
-    ones, twos = np.array([[0, 1, 0, 1, 1, 1]]) / 4, np.array([[0, 1, 0, 0, 1, 1]]) / 3
-    assert chances == pytest.approx((ones + twos) / 2)
-
-
-def test_greedy_texts_are_accepted_as_far_as_they_agree(models, task, text_family):
-    greedy = replace(task, sampling=Sampling(temperature=0), contexts=16, text_tokens=24)
-    contexts = prompts(8, text_family.vocabulary)
-    tables = acceptance.measure_acceptance(models, contexts, greedy).tables
-    assert np.allclose(tables["block"][TARGET, 1:5], tables["standard"][TARGET, 1:5])
-
-
 def test_a_finished_stage_is_kept_and_another_measurement_refused(measured, tmp_path):
     stages = Stages(tmp_path / "partial", "one")
     assert stages.load_acceptance() is None
@@ -164,11 +146,3 @@ def test_a_finished_stage_is_kept_and_another_measurement_refused(measured, tmp_
     assert all(np.array_equal(again.tables[k], table) for k, table in measured.tables.items())
     with pytest.raises(UserError, match="unfinished measurement with other settings"):
         Stages(tmp_path / "partial", "another")
-
-
-@pytest.mark.parametrize("content", [b"", b"no archive", bytes(300)])
-def test_a_damaged_stage_is_named(tmp_path, content):
-    stages = Stages(tmp_path, "one")
-    stages.acceptance.write_bytes(content)
-    with pytest.raises(UserError, match=r"acceptance.npz' is damaged: delete its directory"):
-        stages.load_acceptance()

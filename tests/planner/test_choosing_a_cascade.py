@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from cli.command_line import run
 
-from vllm_hsd.cli.plan import why_slower
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.planner.latencies import Latencies, LatencyTable
 from vllm_hsd.planner.predict import Selection
@@ -122,28 +121,10 @@ def test_a_lookup_below_a_model_is_chosen_where_it_pays(with_lookup, batch):
     assert choice.best.ms == pytest.approx(min(option.ms for option in everything(search)))
 
 
-def test_a_larger_batch_drafts_less(profile):
-    alone = Search(profile, Constraints()).choose().best
-    together = Search(profile, Constraints(batch=8)).choose().best
-    assert sum(together.selection.draft_lengths) < sum(alone.selection.draft_lengths)
-
-
 def test_no_speculation_can_win(profile):
     profile.latencies.plain = plain(0.01)
     choice = Search(profile, Constraints()).choose()
     assert choice.best is choice.none and choice.best.selection == Selection((), ())
-
-
-def test_the_reason_names_the_model_that_takes_the_time(profile):
-    search = Search(profile, Constraints())
-    choice = search.choose()
-    why = why_slower(profile, dict(choice.others)["best with exit 3"], choice.best)
-    assert why.startswith("target takes") and "(chosen: 5.12)" in why
-    many_rounds = Selection((1, 0), (1, 8))
-    slow = Option(many_rounds, search.predict(many_rounds))
-    assert why_slower(profile, slow, choice.best).startswith("mid takes")
-    assert "target takes 9.5 ms/token" in why_slower(profile, choice.none, choice.best)
-    assert "emits 1.00 tokens per step" in why_slower(profile, choice.none, choice.best)
 
 
 def served(output):
@@ -169,21 +150,6 @@ def test_plan_writes_what_the_plugin_reads_and_prints_how_to_serve_it(profile, t
     assert command == ["vllm", "serve", "models/target", "--speculative-config"]
     config = json.loads(config)
     assert config.pop("method") == "hsd" and CascadeConfig.parse(config) == parsed
-
-
-def test_plan_for_several_batch_sizes_and_exits(profile, tmp_path, capsys):
-    profile.candidates = profile.candidates[2:]
-    profile.rates = [[1, 0.5], [0.5, 1]]
-    profile.latencies.forward = profile.latencies.forward[2:]
-    profile.latencies.forward[0] = table(0.5, 0.01)
-    profile.save(tmp_path / "profile.json")
-    output = tmp_path / "cascade.json"
-    run("plan", tmp_path / "profile.json", "--batch-sizes", "1,2", "-o", output)
-    for batch in (1, 2):
-        parsed = CascadeConfig.parse({"cascade": str(tmp_path / f"cascade-batch{batch}.json")})
-        assert parsed.levels[0].early_exit == 3
-    assert not output.exists()
-    assert capsys.readouterr().out.splitlines()[-4::2] == ["# batch size 1", "# batch size 2"]
 
 
 @pytest.mark.parametrize("stale", [False, True])

@@ -43,21 +43,6 @@ def test_every_candidate_drafts_and_verifies_and_the_target_verifies_every_lengt
     assert not first & second and len(first) == len(cascades)
 
 
-def test_a_table_drafts_where_only_a_lookup_is_left_to(tmp_path):
-    timed = make_timing(tmp_path, candidates(models=["m"], ngram=4), sizes=[0, 9])
-    levels = timed.engine_args(True)["speculative_config"]["levels"]
-    assert levels[0] == {"ngram": {}, "num_tokens": 8}
-    assert levels[2] == {
-        "ngram_model": str(tmp_path / "filler.safetensors"),
-        "order": 1,
-        "num_tokens": 8,
-    }
-    cascades = shapes(timed.settings(0))
-    assert ((0,), (4,)) in cascades and ((2, 1), (4, 5)) in cascades
-    assert all(levels[-1] != 0 or len(levels) == 1 for levels, _ in cascades)
-    assert ((1,), (8,)) in cascades
-
-
 def recordings(rng, batches=(1, 4)):
     """Calls of 2 + 0.5 t ms (model 0) and 1 ms (model 1), with an overhead and rare pauses."""
     calls, steps = [], []
@@ -91,18 +76,6 @@ def test_tables_are_the_times_that_were_recorded(tmp_path):
     assert found.relative_spread() == pytest.approx(0.4)
     for table in found.forward:
         assert all(np.diff(row).min() >= 0 for row in table.ms)
-
-
-def test_a_lookup_takes_its_whole_call(tmp_path):
-    timed = make_timing(tmp_path, candidates(models=["m"], ngram=4), sizes=[0, 9], batch_sizes=[1])
-    cascades, plain = recordings(np.random.default_rng(0), batches=(1,))
-    for call in cascades[0]["calls"]:
-        call["level"] = 1 - call["level"]
-        call["role"] = "lookup" if call["level"] == 0 else call["role"]
-    found = timed.latencies(cascades, plain)
-    assert found.forward[0].tokens == [1]
-    assert found.call(0, "lookup", 1, 1) == pytest.approx(1.1, rel=0.03)
-    assert "draft" not in found.overhead
 
 
 class RecordedTiming(Timing):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.architectures import write_models
-from support.tiny_models import byte_tokenizer, resized
+from support.tiny_models import byte_tokenizer
 from transformers import AutoModelForCausalLM
 
 from vllm_hsd.core.exit_head import ExitHead, read_exit_head, write_exit_head
@@ -87,22 +87,6 @@ def test_drawing_with_a_cache_and_padding_follows_the_probabilities(models):
         assert (follows == likely).mean() == pytest.approx(probs[likely], abs=error)
 
 
-@pytest.mark.parametrize(
-    ("candidates", "exits", "message"),
-    [
-        ([], [], "at least one candidate"),
-        (["target"], [], "is among its own candidates"),
-        (["small", "small"], [], "is given twice"),
-        (["small"], [1, 1], "is given twice"),
-        (["small"], [2], "has 2 layers, so give 1 to 1"),
-    ],
-)
-def test_impossible_candidates_are_one_sentence(text_family, candidates, exits, message):
-    paths = [getattr(text_family, name) for name in candidates]
-    with pytest.raises(UserError, match=message):
-        ModelSet(text_family.target, make_candidates(models=paths, exits=exits))
-
-
 def test_another_vocabulary(text_family, family, tmp_path):
     with pytest.raises(UserError, match=r"vocabulary of 64 entries .* must be the same"):
         ModelSet(text_family.target, make_candidates(models=[family.small]))
@@ -137,24 +121,6 @@ def test_exits_keep_soft_caps_and_scaling(name, tmp_path):
     assert torch.allclose(torch.tanh(together[1] / cap) * cap, exits, atol=1e-2)
 
 
-def test_padded_vocabularies(text_family, tmp_path):
-    size = text_family.vocabulary
-    paths = [
-        resized(text_family.small, tmp_path / str(rows), rows) for rows in (size + 9, size - 9)
-    ]
-    for path in paths:
-        byte_tokenizer().save_pretrained(path)
-    models = ModelSet(text_family.target, make_candidates(models=paths))
-    tokens = torch.tensor([[5, 9, size - 1, 40, 7]])
-    wide, narrow, target = (models.logits(tokens, 1, range(3))[m] for m in range(3))
-    assert wide.shape == narrow.shape == target.shape == (1, 4, size)
-    small = AutoModelForCausalLM.from_pretrained(text_family.small)(input_ids=tokens).logits[:, 1:]
-    assert torch.allclose(wide, small, atol=1e-5)
-    # Before it reads a token that it has no row for.
-    assert torch.allclose(narrow[:, 0, : size - 9], small[:, 0, : size - 9], atol=1e-5)
-    assert narrow[..., size - 9 :].isneginf().all() and narrow[..., : size - 9].isfinite().all()
-
-
 def test_tables_heads_and_lookups_are_scored_without_further_passes(text_family, level_files):
     found = make_candidates(
         models=[text_family.small],
@@ -181,17 +147,3 @@ def test_tables_heads_and_lookups_are_scored_without_further_passes(text_family,
     assert models.size(0) == models.size(1) == 0 < models.size(3) < models.size(4)
     drawn = models.draw(3, [[5, 9], [7, 8, 30]], 4, Sampling(), torch.Generator().manual_seed(0))
     assert drawn.shape == (2, 4)
-
-
-def test_candidates_come_in_an_order_that_one_engine_can_host(monkeypatch, tmp_path):
-    found = make_candidates(
-        models=["a/small", "b/mid"], exits=[4, 2], exit_heads=[("h/layer-3", 3)], ngram=4
-    )
-    names = ["ngram 4", "small", "mid", "exit 2", "layer-3", "exit 4"]
-    assert [candidate.name for candidate in found] == names
-    alike = make_candidates(models=["a/model", "b/model"])
-    assert [candidate.name for candidate in alike] == ["a/model", "b/model"]
-    (tmp_path / "small").mkdir()
-    monkeypatch.chdir(tmp_path)
-    models = [c.level.model for c in make_candidates(models=["small", "some/name"])]
-    assert models == [str(tmp_path / "small"), "some/name"]

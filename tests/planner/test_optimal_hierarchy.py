@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from benchmarks.paper_tables import closed_forms, paper_instance
 from vllm_hsd.planner import optimize
 from vllm_hsd.planner.predict import Selection
-from vllm_hsd.planner.profile import check_rates
 from vllm_hsd.planner.survival import Acceptance, folded, independent_survival
 
 
@@ -104,14 +103,6 @@ def test_renewal_counts_rounds_and_asked_tokens():
     assert tokens[3, :2] == pytest.approx([0.0, 1.0])
 
 
-@given(st.integers(0, 2**32 - 1))
-def test_rates_of_any_distributions_pass_the_check(seed):
-    probs = np.random.default_rng(seed).dirichlet(np.full(4, 0.3), size=5)
-    matrix = closed_forms.acceptance_rate(probs[:, None], probs[None])
-    assert np.allclose(check_rates(matrix), matrix)
-    assert np.allclose(closed_forms.total_variation(probs, probs), 0)
-
-
 # Appendix B.3, Tables 6 and 7: rates of models 1..6, row i, columns i + 1..6.
 TABLES = {
     1: (
@@ -144,14 +135,3 @@ def test_motivating_examples_of_the_paper(table):
         assert round(speedups[models], 4) == speedup
         assert round(33 / speedups[models], 2) == latency
     assert [round(speedups[models], 2) for models in range(3, 7)] == rest
-
-
-def test_each_batch_size_has_its_own_optimum():
-    """When verification grows with the batch, a shorter draft wins."""
-    acceptance = Acceptance(independent_survival(np.full((2, 2), 0.8), 8))
-    lengths = []
-    for batch in (1, 16):
-        verify = np.ones((2, 9)) + 0.04 * batch * np.arange(9)
-        graph = optimize.build_graph(np.full(1, 0.02), verify, 1.0, acceptance, capped=True)
-        lengths.append(optimize.solve(graph)[0][0].draft_lengths)
-    assert lengths[0] > lengths[1]

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 from support.simulated_cascade import TableAcceptance, simulate
 
 from benchmarks.paper_tables import closed_forms, paper_instance
@@ -94,38 +93,12 @@ def test_the_prediction_is_the_mean_of_the_simulation(name, batch, measured):
     assert predicted.level_ms == pytest.approx(seen.level_ms, rel=0.05)
 
 
-def test_a_lookup_that_offers_what_it_is_asked_for_is_a_model_with_one_call(acceptance, measured):
-    """The two paths of the prediction meet: full offers with a model's acceptance."""
-    gains = predict.gain_table(acceptance.survival[:, 1, :, :, :])
-    joint = np.zeros((5, LONGEST + 1, LONGEST + 1, LONGEST + 1, LONGEST + 1))
-    for length in range(LONGEST + 1):
-        joint[:, length, :, LONGEST] = gains[:, length, :, LONGEST]
-    full = Acceptance(acceptance.survival, {1: joint})
-    one, other = (
-        predict.predict(Selection((1, 2), (3, 8)), flat(found, 1, 1, 1, 1, 9))
-        for found in (acceptance, full)
-    )
-    assert other.tokens_per_step == pytest.approx(one.tokens_per_step)
-    assert other.level_calls[1:] == pytest.approx(one.level_calls[1:])
-    assert other.level_calls[0] < one.level_calls[0]
-
-
 def test_one_level_is_the_closed_form(acceptance):
     predicted = predict.predict(Selection((1,), (6,)), flat(acceptance, 0.1, 0.5, 1, 1, 5))
     assert predicted.ms_per_token == pytest.approx(
         closed_forms.cascade_latency([0.5, 5], [0.7], [6]), rel=1e-12
     )
     assert predicted.tokens_per_step == pytest.approx(closed_forms.expected_tokens(0.7, 6))
-
-
-def test_two_levels_never_overshoot(acceptance):
-    """Draft lengths 2 and 3: the second request is for what is missing, less one."""
-    predicted = predict.predict(Selection((0, 1), (2, 3)), flat(acceptance, 1, 10, 1, 1, 100))
-    rate = 0.7
-    # Ask 2: all kept -> done. One kept -> one owed, no draft. None kept -> two owed: ask 1.
-    rounds = 1 + rate * (1 - rate) + (1 - rate) * (1 + (1 - rate))
-    drafted = 2 + (1 - rate) * 1
-    assert predicted.level_calls == pytest.approx((drafted, rounds, 1.0))
 
 
 @pytest.mark.parametrize("recorded", [False, True])
@@ -173,15 +146,3 @@ def test_impossible_draft_lengths_are_one_sentence(measured):
         predict.predict(Selection((0, 1), (4, 1)), measured)
     with pytest.raises(UserError, match="2 levels needs as many draft lengths, not 1"):
         Selection((0, 1), (4,))
-
-
-def test_latency_tables_interpolate_and_extrapolate():
-    times = LatencyTable(batch_sizes=[1, 4], tokens=[1, 5], ms=[[1, 3], [4, 10]])
-    assert times.at(1, 1) == 1 and times.at(4, 5) == 10
-    assert times.at(1, 3) == 2
-    assert times.at(2, 1) == 2
-    assert times.at(1, 7) == 4
-    with pytest.raises(ValidationError, match="ascending"):
-        LatencyTable(batch_sizes=[4, 1], tokens=[1], ms=[[1], [2]])
-    with pytest.raises(ValidationError, match="one row per batch size"):
-        LatencyTable(batch_sizes=[1], tokens=[1, 2], ms=[[1]])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.engines import run_engine
 from support.exact_joint_distribution import chi_square_p_value
+from support.level_files import cascade
 from support.odd_requests import EOS, LETTERS, TOKENIZER
 from support.sampling_cases import SIGNIFICANCE
 from transformers import AutoModelForCausalLM
@@ -42,12 +43,7 @@ def crowded_engine(family) -> dict:
         "model": family.target,
         "skip_tokenizer_init": False,
         "structured_outputs_config": {"backend": "xgrammar"},
-        "speculative_config": {
-            "method": "hsd",
-            "adaptive": False,
-            "num_speculative_tokens": 6,
-            "levels": levels,
-        },
+        **cascade(*levels, num_speculative_tokens=6),
         "max_model_len": 96,
         "max_num_seqs": 24,
         "max_num_batched_tokens": 48,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import level_files
 from support.damage import (
     RECORD,
     WEIGHTS,
@@ -64,9 +65,7 @@ PLACES: dict[str, tuple[int, Callable]] = {
 
 def cascade(*levels: dict, **keys) -> dict:
     *below, top = levels
-    levels = [*({"num_tokens": 3, **level} for level in below), top]
-    config = {"method": "hsd", "num_speculative_tokens": 5, "levels": levels}
-    return {"speculative_config": {**config, "adaptive": False, **keys}}
+    return level_files.cascade(*({"num_tokens": 3, **level} for level in below), top, **keys)
 
 
 @pytest.fixture(scope="module")

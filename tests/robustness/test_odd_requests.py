@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from support.case_engine import run_cases
+from support.level_files import cascade
 from support.odd_requests import MAX_MODEL_LEN, PROMPT, TOKENIZER, VOCABULARY, table
 
 from vllm_hsd.core.text_store import collect_texts, write_store
@@ -48,26 +49,14 @@ def speculation(name: str, family, directory) -> dict:
         table,
     )
     small, mid = {"model": family.small, "num_tokens": 3}, {"model": family.mid}
+    stock = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    lowest = {"bigram": table, "num_tokens": 2}
     return {
-        "two models": {
-            "method": "hsd",
-            "adaptive": False,
-            "num_speculative_tokens": 6,
-            "levels": [small, mid],
-        },
-        "bigram, two models, horizontal": {
-            "method": "hsd",
-            "adaptive": False,
-            "num_speculative_tokens": 7,
-            "horizontal_tokens": 2,
-            "levels": [{"bigram": table, "num_tokens": 2}, small, mid],
-        },
-        "vLLM's n-grams": {
-            "method": "ngram",
-            "num_speculative_tokens": 4,
-            "prompt_lookup_max": 3,
-            "rejection_sample_method": "hierarchical",
-        },
+        "two models": cascade(small, mid),
+        "bigram, two models, horizontal": cascade(
+            lowest, small, mid, num_speculative_tokens=7, horizontal_tokens=2
+        ),
+        STOCK: {"speculative_config": {**stock, "rejection_sample_method": "hierarchical"}},
     }[name]
 
 
@@ -123,7 +112,7 @@ CONFIGURATIONS = [
 def speculated(request, size, text_family, tmp_path_factory) -> Answers:
     """First the good requests alone, then with each group, then everything at once."""
     config = speculation(request.param, text_family, tmp_path_factory.mktemp("tables"))
-    arguments = engine(text_family, speculative_config=config)
+    arguments = engine(text_family, **config)
     batches = [*groups(size), list(TABLE)]
     alone, *found = run_cases(arguments, [ALONE, *map(with_good, batches)])
     # Batches after one that raised were not run.

@@ -3,6 +3,7 @@
 import pytest
 from support import clocks
 from support.engines import run_engine
+from support.level_files import cascade
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(6)]
 JOBS = {
@@ -28,12 +29,7 @@ def test_ranks_whose_clocks_disagree_draft_alike(kind, family, tmp_path):
             "model": family.target,
             "tensor_parallel_size": 2,
             "worker_extension_cls": "support.clocks.Worker",
-            "speculative_config": {
-                "method": "hsd",
-                "num_speculative_tokens": 6,
-                "levels": cascades(family)[kind],
-                "adaptive": True,
-            },
+            **cascade(*cascades(family)[kind], adaptive=True),
         },
         JOBS,
         env={

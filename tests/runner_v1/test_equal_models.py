@@ -2,6 +2,7 @@
 
 import pytest
 from support.engines import run_engine
+from support.level_files import cascade
 
 PROMPTS = [[(7 * i + 3 * j) % 60 + 2 for j in range(3 + 5 * i)] for i in range(8)]
 TEMPERATURES = {
@@ -9,17 +10,6 @@ TEMPERATURES = {
     for t in (0.7, 1.0, 1.3)
     for p in (1.0, 0.8)
 }
-
-
-def cascade(model: str, levels: int, **keys) -> dict:
-    below = [{"model": model, "num_tokens": 2 + k} for k in range(levels - 1)]
-    return {
-        "method": "hsd",
-        "adaptive": False,
-        "num_speculative_tokens": 6,
-        "levels": [*below, {"model": model}],
-        **keys,
-    }
 
 
 @pytest.mark.parametrize(("levels", "verifier"), [(1, "block"), (2, "block"), (2, "coupled")])
@@ -37,8 +27,9 @@ def test_every_draft_is_accepted(family, levels, verifier):
         name: {"prompts": PROMPTS, "params": {**params, "max_tokens": 24, "ignore_eos": True}}
         for name, params in cases.items()
     }
-    speculative = cascade(family.target, levels, verifier=verifier)
-    engine = {"model": family.target, "speculative_config": speculative}
+    model = {"model": family.target}
+    below = [{**model, "num_tokens": 2 + k} for k in range(levels - 1)]
+    engine = {**model, **cascade(*below, model, verifier=verifier)}
     for name, result in run_engine(engine, jobs).items():
         assert all(len(output[0]["ids"]) == 24 for output in result["outputs"])
         counters = result["counters"]

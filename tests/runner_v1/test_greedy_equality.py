@@ -2,6 +2,7 @@
 
 import pytest
 from support.engines import run_engine
+from support.level_files import cascade
 from support.tiny_models import EOS
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 12 * i)] for i in range(12)]
@@ -67,36 +68,22 @@ JOBS = {
 }
 
 SPECULATIVE = {
-    "two drafters": lambda family: {
-        "speculative_config": {
-            "method": "hsd",
-            "adaptive": False,
-            "num_speculative_tokens": 8,
-            "levels": [{"model": family.small, "num_tokens": 3}, {"model": family.mid}],
-        }
-    },
+    "two drafters": lambda family: cascade(
+        {"model": family.small, "num_tokens": 3}, {"model": family.mid}, num_speculative_tokens=8
+    ),
     "chunked prefill": lambda family: {
-        "speculative_config": {
-            "method": "hsd",
-            "adaptive": False,
-            "num_speculative_tokens": 4,
-            "levels": [{"model": family.mid}],
-        },
+        **cascade({"model": family.mid}, num_speculative_tokens=4),
         "max_num_batched_tokens": 24,
         "max_num_seqs": 16,
     },
     "three drafters in a tiny cache": lambda family: {
-        "speculative_config": {
-            "method": "hsd",
-            "adaptive": False,
-            "num_speculative_tokens": 7,
-            "verifier": "standard",
-            "levels": [
-                {"sources": [{"ngram": {}}, {"model": family.small}], "num_tokens": 2},
-                {"model": family.mid, "num_tokens": 3, "max_rounds": 1},
-                {"model": family.target},
-            ],
-        },
+        **cascade(
+            {"sources": [{"ngram": {}}, {"model": family.small}], "num_tokens": 2},
+            {"model": family.mid, "num_tokens": 3, "max_rounds": 1},
+            {"model": family.target},
+            num_speculative_tokens=7,
+            verifier="standard",
+        ),
         "block_size": 32,
         "num_gpu_blocks_override": 24,
     },

@@ -54,12 +54,6 @@ def test_entropy_based_stopping_wastes_fewer_tokens(small_vocabulary, fixed):
     assert acceptance_rates(small_vocabulary.target, level)[0] > fixed
 
 
-@pytest.mark.slow
-def test_another_temperature_of_the_drafter_wastes_more_tokens(small_vocabulary, fixed):
-    level = {"model": small_vocabulary.small, "temperature_scale": 3.0}
-    assert acceptance_rates(small_vocabulary.target, level)[0] < fixed
-
-
 def tokens_per_step(model: str, verifier: str, *levels: dict) -> float:
     """Emitted in a step that has a draft of five, at temperature 1 without seeds."""
     params = {"temperature": 1, "max_tokens": 40, "ignore_eos": True}

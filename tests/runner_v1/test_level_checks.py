@@ -149,10 +149,6 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
             target({"ngram_model": short}),
             r"levels\[0\]\.ngram_model: '.*' has no text of two tokens: build it",
         ),
-        "n-gram model without a store": (
-            target({"ngram_model": table}),
-            r"levels\[0\]\.ngram_model: '.*' is not a store of texts .* `vllm-hsd build store`",
-        ),
         "unreadable bigram": (
             target({"bigram": str(cut)}),
             r"levels\[0\]\.bigram: '.*' is not a store of texts .* `vllm-hsd build store`",
@@ -192,48 +188,14 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
     }
 
 
-@pytest.fixture(scope="module")
-def engine_messages(engine_faults):
+def test_a_fault_names_the_level_and_the_fix(engine_faults):
+    wrong = []
     errors = configuration_errors([engine for engine, _ in engine_faults.values()])
-    return dict(zip(engine_faults, errors, strict=True))
-
-
-ENGINE_FAULTS = [
-    "unknown key",
-    "missing path",
-    "missing name",
-    "another vocabulary",
-    "padded vocabularies of other meanings",
-    "other meanings",
-    "tensor parallel size",
-    "value of a key of vLLM",
-    "recurrent drafter",
-    "data-parallel experts",
-    "pipeline parallel",
-    "too many layers",
-    "exit of another architecture",
-    "exit head of another architecture",
-    "exits out of order",
-    "exits of one depth",
-    "bigram of another vocabulary",
-    "unreadable bigram",
-    "head after more layers",
-    "head of another width",
-    "eagle3 of another vocabulary",
-    "parallel eagle3",
-    "missing eagle3",
-    "directory of heads",
-    "missing bigram",
-    "missing exit_head",
-]
-
-
-@pytest.mark.parametrize("fault", ENGINE_FAULTS)
-def test_a_fault_names_the_level_and_the_fix(engine_faults, engine_messages, fault):
-    message = engine_messages[fault]
-    assert message and message.startswith("UserError: "), message
-    assert re.search(engine_faults[fault][1], message), message
-    assert "\n" not in message
+    for message, (name, (_, said)) in zip(errors, engine_faults.items(), strict=True):
+        sentence = message and message.startswith("UserError: ") and "\n" not in message
+        if not sentence or not re.search(said, message):
+            wrong.append((name, message))
+    assert wrong == []
 
 
 def test_good_cascades_and_other_methods_are_accepted(family, text_family, tmp_path):

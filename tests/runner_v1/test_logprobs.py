@@ -5,6 +5,7 @@ import pytest
 import torch
 from support.engines import run_engine
 from support.exact_joint_distribution import next_token_distribution
+from support.level_files import cascade
 from transformers import AutoModelForCausalLM
 
 PROMPTS = [[2, 3, 0], [3], [4, 2], [0, 1, 3, 3], [4, 4], [1, 2]]
@@ -58,15 +59,9 @@ def results(small_vocabulary, mode) -> dict:
     engine = {
         "model": small_vocabulary.target,
         "logprobs_mode": mode,
-        "speculative_config": {
-            "method": "hsd",
-            "adaptive": False,
-            "num_speculative_tokens": 4,
-            "levels": [
-                {"model": small_vocabulary.small, "num_tokens": 2},
-                {"model": small_vocabulary.mid},
-            ],
-        },
+        **cascade(
+            {"model": small_vocabulary.small, "num_tokens": 2}, {"model": small_vocabulary.mid}
+        ),
     }
     shared = {"max_tokens": 16, "ignore_eos": True, "seed": 3}
     likely = [{**shared, "logprobs": 2, **params} for params in PARAMS]

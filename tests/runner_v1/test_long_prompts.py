@@ -158,16 +158,6 @@ def test_levels_with_a_sliding_window(long_family, windowed, plain, place):
     assert all(drafted(results, i) > 0 for i in range(2))
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_a_target_with_a_sliding_window(long_family, windowed, adaptive):
-    wanted = run_engine({"model": windowed.target, **ENGINE}, JOBS)
-    levels = {"model": long_family.small, "num_tokens": 3}, {"model": windowed.mid}
-    arguments = cascade(*levels, adaptive=adaptive)
-    results = run_engine({"model": windowed.target, **ENGINE, **arguments}, JOBS)
-    assert_equal(results, wanted)
-    assert drafted(results, 1) > 0
-
-
 @pytest.mark.parametrize("name", ["models", "n-grams", "suffix", "eagle3", "sources", "adaptive"])
 def test_prompts_of_embeddings(long_family, files, name):
     """Levels see token ids only, and embeddings have none: poor drafts, the same text."""

@@ -4,6 +4,7 @@ import pytest
 from support.adapters import write_adapter
 from support.eagle3_head import write_eagle3_head
 from support.engines import configuration_errors, run_engine
+from support.level_files import cascade
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(9)]
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
@@ -21,12 +22,6 @@ CASCADES = {
     # It has no embedding of its own, and shares the target's.
     "eagle3": lambda family, head: [{"eagle3": head}],
 }
-
-
-def configured(family, levels: list[dict]) -> dict:
-    cascade = {"method": "hsd", "num_speculative_tokens": 5, "levels": levels}
-    cascade["adaptive"] = False
-    return {"model": family.target, "speculative_config": cascade}
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +60,8 @@ def plain(family, jobs) -> dict:
     ["small > mid", pytest.param("ngram", marks=pytest.mark.slow), "ngram > mid", "eagle3"],
 )
 def test_greedy_texts_equal_those_without_speculation(family, head, jobs, plain, levels):
-    cascade = CASCADES[levels](family, head)
-    results = run_engine({**configured(family, cascade), **LORA}, jobs)
+    arguments = cascade(*CASCADES[levels](family, head))
+    results = run_engine({"model": family.target, **arguments, **LORA}, jobs)
     for name, result in results.items():
         assert result["outputs"] == plain[name]
         assert result["counters"]["spec_decode_num_draft_tokens"] > 0
@@ -74,7 +69,8 @@ def test_greedy_texts_equal_those_without_speculation(family, head, jobs, plain,
 
 
 def test_early_exits_are_refused_with_adapters(family, tmp_path):
-    exits = configured(family, [{"early_exit": 1, "num_tokens": 2}, {"model": family.mid}])
+    levels = {"early_exit": 1, "num_tokens": 2}, {"model": family.mid}
+    exits = {"model": family.target, **cascade(*levels)}
     refused, allowed = configuration_errors([{**exits, **LORA}, exits])
     assert refused == (
         "UserError: levels[0].early_exit runs layers of the target, which does not work with LoRA "

@@ -3,13 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 from support.engines import run_engine
-from vllm.v1.outputs import ModelRunnerOutput
+from support.level_files import cascade
 
 from vllm_hsd import metrics
 from vllm_hsd.core.counters import Count, LevelCounts
-from vllm_hsd.runner_v1.on_runner import sample_tokens
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(6)]
 JOBS = {
@@ -22,15 +20,8 @@ JOBS = {
 
 @pytest.fixture(scope="module")
 def engine(family):
-    return {
-        "model": family.target,
-        "speculative_config": {
-            "method": "hsd",
-            "adaptive": False,
-            "num_speculative_tokens": 6,
-            "levels": [{"model": family.small, "num_tokens": 2}, {"model": family.mid}],
-        },
-    }
+    levels = {"model": family.small, "num_tokens": 2}, {"model": family.mid}
+    return {"model": family.target, **cascade(*levels)}
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +82,3 @@ def test_totals_add_up_and_print(counts, line):
     assert (totals.rows == 2 * counts.rows).all() and counts.rows[0, Count.drafted] == 8
     assert metrics._take(owner) is None
     assert metrics.log_line(totals) == line
-
-
-@pytest.mark.parametrize(("device", "kept"), [("cpu", 1), ("cuda", 0)])
-def test_seconds_are_left_out_where_they_are_not_exact(device, kept):
-    """On an accelerator the host's clock only shows how long it took to enqueue the work."""
-    output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
-    proposer = SimpleNamespace(device=torch.device(device), take_counts=lambda: counted(LEVEL))
-    row = sample_tokens(lambda grammar: output, proposer, None).hsd_level_counts.rows[0]
-    assert row[[Count.forward_ns, Count.ns]].tolist() == [250_000_000 * kept, 500_000_000 * kept]
-    assert row[Count.drafted] == 8

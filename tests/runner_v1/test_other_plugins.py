@@ -2,6 +2,7 @@
 
 import pytest
 from support.engines import run_engine
+from support.level_files import cascade
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(8)]
 FAVORED = 17
@@ -22,13 +23,8 @@ JOBS = {
 
 
 def engine(family) -> dict:
-    cascade = {
-        "method": "hsd",
-        "adaptive": False,
-        "num_speculative_tokens": 4,
-        "levels": [{"model": family.small, "num_tokens": 2}, {"model": family.mid}],
-    }
-    return {"model": family.target, "speculative_config": cascade}
+    levels = {"model": family.small, "num_tokens": 2}, {"model": family.mid}
+    return {"model": family.target, **cascade(*levels)}
 
 
 def stock_drafter(family) -> dict:
@@ -52,17 +48,3 @@ def test_sampling_parameters_are_applied(family, made, patch):
 def test_a_processor_that_would_not_be_applied_is_refused_at_start(family):
     with pytest.raises(RuntimeError, match=r"does not apply the logits processor \S*Foreign"):
         run_engine(engine(family), JOBS, patch="support.other_vllm:foreign_logits_processor")
-
-
-@pytest.mark.parametrize("job", ["min_p", pytest.param("logit_bias", marks=pytest.mark.slow)])
-def test_requests_are_refused_where_the_permission_is_lost(family, job):
-    with pytest.raises(RuntimeError, match="min_p and logit_bias sampling parameters"):
-        run_engine(
-            engine(family), {job: JOBS[job]}, patch="support.other_vllm:swallowed_validation"
-        )
-
-
-def test_custom_logits_processors_are_refused_as_by_vllm(family):
-    custom = ["vllm.v1.sample.logits_processor.builtin:MinPLogitsProcessor"]
-    with pytest.raises(RuntimeError, match="Custom logits processors are not supported"):
-        run_engine({**engine(family), "logits_processors": custom}, JOBS)

@@ -1,6 +1,5 @@
 """The fixed schedule: its ops, its bounds, and the catch-up rule by exhaustion."""
 
-from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -10,7 +9,6 @@ from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.errors import UserError
 from vllm_hsd.runner_v2.schedule import (
     DRAWS_PER_LENGTH,
-    Draft,
     Lookup,
     Schedule,
     Verify,
@@ -24,19 +22,6 @@ def schedule_of(*lengths: int, rounds: tuple = (), **kind) -> Schedule:
     limits = [None, *rounds, *[None] * len(lengths)]
     options = [LevelOptions(n, max_rounds=limits[k]) for k, n in enumerate(lengths)]
     return compile_schedule(options, **kind)
-
-
-def test_ops_of_two_levels():
-    schedule = schedule_of(3, 8)
-    drafts = [Draft(0, j, 3 if j == 0 else 1, 0) for j in range(3)]
-    expected = []
-    for r in range(2):
-        expected += [replace(op, draw=3 * r + op.step) for op in drafts]
-        expected += [Verify(1, 5, 3, 4 * r)]
-    assert list(schedule.ops) == expected
-    assert schedule.rounds == (0, 2) and schedule.window == 3 and schedule.capacity == 3 + 8 + 8
-    assert schedule.query_lengths(0) == (1, 3) and schedule.query_lengths(1) == (5,)
-    assert [schedule.num_logits(op) for op in schedule.ops] == [1, 1, 1, 4] * 2
 
 
 @pytest.mark.parametrize(

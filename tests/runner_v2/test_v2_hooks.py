@@ -62,29 +62,6 @@ def test_what_the_v2_runner_refuses(family, v2, keys, message):
         configure(family, given)
 
 
-@interpret
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"horizontal_tokens": 1}, "horizontal_tokens is 1, but vLLM's V2 runner"),
-        ({"levels": [{"suffix": {}}]}, r"levels\[0\].suffix does not run on vLLM's V2"),
-        (
-            {"levels": [{"eagle3": "a", "num_tokens": 2}, {"early_exit": 1}]},
-            r"levels\[0\].eagle3 does not run on vLLM's V2",
-        ),
-        ({"levels": [{"sources": [{"ngram": {}}]}]}, r"levels\[0\].sources does not run on"),
-        ({"levels": [{"bigram": "none"}]}, r"levels\[0\].bigram: no file 'none'"),
-        ({"levels": [{"early_exit": 90}]}, r"levels\[0\].early_exit is 90, but the target has"),
-        ({"levels": [{"exit_head": "none"}]}, r"levels\[0\].exit_head: .*none"),
-        ({"levels": [{"model": "/none"}]}, r"levels\[0\].model: no directory '/none'"),
-    ],
-)
-def test_what_cascades_of_the_v2_runner_refuse(family, v2, keys, message):
-    levels = [{"model": family.small, "num_tokens": 2}, {"model": family.mid}]
-    with pytest.raises(UserError, match=message):
-        configure(family, {"method": "hsd", "num_speculative_tokens": 5, "levels": levels, **keys})
-
-
 HEAD = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"eagle3": "HEAD"}]}
 STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
 
@@ -235,18 +212,6 @@ def test_large_batches_draft_nothing(family, v2, keys, max_num_seqs, drafts):
     if drafts is not None:
         by_size = build_dynamic_sd_schedule_lookup(given, max_num_seqs, 3)
         assert {size: by_size[size] for size in drafts} == drafts
-
-
-@interpret
-@pytest.mark.parametrize("runner", ["V1", "V2"])
-def test_the_batch_size_is_a_key_of_v2(family, v2, monkeypatch, runner):
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "V2" else "0")
-    given = {**LOOKUP, "disable_by_batch_size": 8}
-    if runner == "V2":
-        configure(family, given)
-        return
-    with pytest.raises(UserError, match="disable_by_batch_size works on vLLM's V2 runner only"):
-        configure(family, given)
 
 
 @interpret

@@ -61,15 +61,6 @@ def foreign_logits_processor() -> None:
     gpu_model_runner.build_logitsprocs = lambda *args, **kwargs: LogitsProcessors([Foreign()])
 
 
-def swallowed_validation() -> None:
-    """Another plugin that refuses what vLLM refuses, without calling ours."""
-    from vllm.sampling_params import SamplingParams
-
-    original = SamplingParams._validate_spec_decode
-    wrapped_after()
-    SamplingParams._validate_spec_decode = original
-
-
 def _wrap_by_another_plugin() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams

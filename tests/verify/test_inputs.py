@@ -143,22 +143,3 @@ def test_invalid_target_row_ends_the_draft_after_the_token_before_it(method, fau
             tokens[t] = -1
         assert result.token_ids[0, : t + 1].tolist() == tokens
         assert (result.token_ids[0, t + 1 :] == -1).all()
-
-
-@pytest.mark.parametrize("method", ["block", "standard"])
-def test_one_bad_request_leaves_the_others_alone(method):
-    p, q, x = chain(3, 1)
-    uniforms = torch.rand(8, dtype=torch.float64)
-    alone = verify_chain(p, q, x, [3], method=method, uniforms=uniforms[4:])
-    broken = p.clone()
-    broken[1:] = torch.nan
-    both = verify_chain(
-        torch.cat((broken, p)),
-        torch.cat((q, q)),
-        torch.cat((x, x)),
-        [3, 3],
-        method=method,
-        uniforms=uniforms,
-    )
-    assert both.token_ids[1].tolist() == alone.token_ids[0].tolist()
-    assert both.num_accepted[0] <= 1
