@@ -78,7 +78,7 @@ docs: venv
 
 # All benchmarks, one after another; a failure does not stop the others. An hour or two.
 BENCHMARKS := paper-tables kernel-builds kernel-bytes cpu-verification gpu-verification \
-	predictions cascade-points cascade-map several-drafts ablations step-profile demo demo-cascade batch-sizes \
+	predictions cascade-points cascade-map several-drafts ablations demo demo-cascade batch-sizes \
 	adaptive
 bench: venv
 	@failed=; \
@@ -121,9 +121,6 @@ bench-several-drafts: venv
 
 bench-ablations: venv
 	$(BIN)/python -m benchmarks.studies.ablations
-
-bench-step-profile: venv
-	$(BIN)/python -m benchmarks.studies.profile_step
 
 bench-demo: demo
 

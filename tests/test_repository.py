@@ -120,3 +120,14 @@ def test_documents_that_are_linked_or_named_are_there():
             if not any(file == path or file.endswith(f"/{path}") for file in files):
                 missing.append(f"{name}: {path}")
     assert missing == []
+
+
+def test_tests_that_documents_name_are_there():
+    """Promises name the tests that hold them."""
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    known = {path.stem for path in files}
+    known |= {name for path in files for name in re.findall(r"def (test_\w+)", path.read_text())}
+    pages = ("docs/failures.md", "docs/lossless.md", "tests/README.md", "CONTRIBUTING.md")
+    text = "".join((ROOT / page).read_text() for page in pages)
+    named = set(re.findall(r"`(?:[\w/]*/)?(test_\w+)(?:\.py)?`", text))
+    assert len(named) > 50 and not named - known

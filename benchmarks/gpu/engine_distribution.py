@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu import engines, pit, wrong_draft_temperature
+from benchmarks.gpu import engines, pit
+from benchmarks.gpu.faults import install, install_generous
 from benchmarks.gpu.items import Finding, Setting
 
 # 256 requests of 800 tokens are 200,000; the controls get 65,536.
@@ -43,8 +44,8 @@ def run(setting: Setting, family: dict[str, str] = engines.TINY) -> Finding:
     configs = configurations(family)
     faults: dict[str, Callable[[], None] | None] = {name: None for name in configs}
     faults |= {
-        "two levels, colder drafts": wrong_draft_temperature.install,
-        "two levels, generous": wrong_draft_temperature.install_generous,
+        "two levels, colder drafts": install,
+        "two levels, generous": install_generous,
     }
     rows, left_out = [], []
     for name, fault in faults.items():

@@ -5,6 +5,7 @@ Some change what the kernels are given, others what they have decided.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -112,3 +113,41 @@ FAULTS: dict[str, tuple[Change, Change]] = {
     "drafts accepted unseen": (None, _unseen),
     "every draft accepted in one request of 16": (None, _one_request),
 }
+
+# For the V2 runner. Drafts taken for certain would be no fault: that is lossless for any draft that
+# does not depend on the verifier's uniforms.
+COLDER = 10.0
+
+
+def install(setattr=setattr) -> None:
+    """Divide the drafts' temperature, for stock drafters and cascades."""
+
+    def changed(found):
+        colder = found["draft_temperature"] / COLDER
+        return {**found, "draft_temperature": colder, "draft_lse": None}
+
+    _install(changed, setattr)
+
+
+def install_generous(setattr=setattr) -> None:
+    """Accept by a ratio that is slightly too large: about 2 % off for each drafted position."""
+
+    def changed(found):
+        lse = found["draft_lse"]
+        return found if lse is None else {**found, "draft_lse": lse + math.log(RATIO)}
+
+    _install(changed, setattr)
+
+
+def _install(changed, setattr) -> None:
+    from vllm_hsd.runner_v2 import sampler
+
+    for verifier in (sampler.BlockRejectionSampler, sampler.CascadeRejectionSampler):
+        setattr(verifier, "drafts", _changed(verifier.drafts, changed))
+
+
+def _changed(right, changed):
+    def drafts(self, draft_logits, idx_mapping):
+        return changed(right(self, draft_logits, idx_mapping))
+
+    return drafts

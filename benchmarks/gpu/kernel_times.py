@@ -11,7 +11,6 @@ from benchmarks.gpu.items import Finding, Setting
 from benchmarks.kernels import bench_chain_verify as bench
 from benchmarks.kernels.drafts import Drafts
 from benchmarks.kernels.timing import copy_bandwidth
-from benchmarks.kernels.vllm_v1 import load_v1
 from tests.support import vllm_sampler
 
 # (vocabulary, draft length, batch, temperature), most valuable first.
@@ -23,8 +22,6 @@ CASES = [
 ]
 REPEATS = 30
 TOY_CASES = [(70, 1, 2, 0.7)]
-# Takes seconds for a large batch.
-SLOW = ("torch",)
 # Seconds that a case may take at the end of the item.
 RESERVE = 15
 
@@ -32,17 +29,11 @@ RESERVE = 15
 def run(setting: Setting) -> Finding:
     """One row for each sampler and case; a case that fails its check ends the item."""
     torch.manual_seed(0)
-    loaded: dict[str, Any] = {}
-    left_out = []
-    for name, load in (("vLLM V2", vllm_sampler.load_v2_sampler), ("vLLM V1", load_v1)):
-        if setting.toy and name == "vLLM V1":
-            loaded[name] = None  # its kernels are none that the interpreter can run
-            continue
-        try:
-            loaded[name] = load()
-        except Exception as error:
-            loaded[name] = None
-            left_out.append(f"{name}'s sampler: {type(error).__name__}: {error}.")
+    v2, left_out = None, []
+    try:
+        v2 = vllm_sampler.load_v2_sampler()
+    except Exception as error:
+        left_out.append(f"vLLM's sampler: {type(error).__name__}: {error}.")
     cases, repeats, size = (TOY_CASES, 2, 2**16) if setting.toy else (CASES, REPEATS, 2**30)
     # Larger than the last-level cache.
     flush = torch.empty(size // 4, dtype=torch.uint8, device=setting.device)
@@ -57,8 +48,7 @@ def run(setting: Setting) -> Finding:
         )
         case = {"vocabulary": vocabulary, "draft": n, "batch": batch, "temperature": temperature}
         case["case"] = f"V={vocabulary}, n={n}, T={temperature:g}"
-        v2, v1 = loaded["vLLM V2"], loaded["vLLM V1"]
-        measured = bench.measure(drafts, v2, v1, bandwidth, repeats, flush, without=SLOW)
+        measured = bench.measure(drafts, v2, bandwidth, repeats, flush)
         rows += [case | row for row in measured]
     rows = [row | {"copy_bytes_per_s": bandwidth} for row in rows]
     lines = [f"Copy: {bandwidth / 1e12:.2f} TB/s read and written.", *_lines(rows)]

@@ -1,4 +1,4 @@
-"""Chain verification kernels against vLLM's V2 and V1 samplers, the torch path and a copy.
+"""Chain verification kernels against vLLM's V2 sampler and a copy.
 
 Every case is checked before it is timed: on the device against the reference, and again when
 replayed from a CUDA graph. Times are medians of cold-cache runs (L2 is overwritten in between).
@@ -7,19 +7,18 @@ bandwidth measured here, the rows that any verifier must read once (see kernels/
 cases are those of the item `kernel_times` of benchmarks/gpu.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from benchmarks.kernels.drafts import Drafts
 from benchmarks.kernels.timing import NotTimed, capture, spread_us
 from tests.support import kernel_reference as reference
-from vllm_hsd.verify import verify_chain
 
 NOISE = 1.5
 
 
-def samplers(drafts: Drafts, v2, v1) -> dict[str, Callable[[], object]]:
+def samplers(drafts: Drafts, v2) -> dict[str, Callable[[], object]]:
     """The timed calls by name; each one verifies the whole batch."""
     choices: dict[str, Callable[[], object]] = {}
     for method in ("block", "standard"):
@@ -41,21 +40,7 @@ def samplers(drafts: Drafts, v2, v1) -> dict[str, Callable[[], object]]:
 
         choices["vLLM V2 block"] = lambda: stock(True)
         choices["vLLM V2 standard"] = lambda: stock(False)
-    if v1 is not None:
-        choices["vLLM V1"] = v1(drafts)
-    choices["torch"] = lambda: torch_path(drafts)
     return choices
-
-
-def torch_path(drafts: Drafts) -> torch.Tensor:
-    """Softmax and the package's verify_chain, from the same logits."""
-    lengths = [drafts.n] * drafts.batch
-    if drafts.temperature[0] == 0:
-        return verify_chain(drafts.target, None, drafts.tokens, lengths, method="greedy").token_ids
-    scale = 1 / drafts.temperature[0]
-    p = (drafts.target.float() * scale).softmax(-1)
-    q = (drafts.draft.float() * scale).softmax(-1)
-    return verify_chain(p, q, drafts.tokens, lengths).token_ids
 
 
 def check_case(drafts: Drafts, count: int) -> None:
@@ -90,20 +75,16 @@ def check_case(drafts: Drafts, count: int) -> None:
                 )
 
 
-def measure(
-    drafts: Drafts, v2, v1, bandwidth: float, repeats: int, flush, without: Sequence[str] = ()
-) -> list[dict]:
-    """A row for each sampler that is here, but for those named in `without`.
+def measure(drafts: Drafts, v2, bandwidth: float, repeats: int, flush) -> list[dict]:
+    """A row for each sampler that is here.
 
     Raises:
         NotTimed: a kernel's tokens are wrong, or differ when replayed.
     """
     check_case(drafts, 8)
     rows = []
-    for name, call in samplers(drafts, v2, v1).items():
-        if name in without:
-            continue
-        replay = capture(call, flush.device) if name not in ("torch", "vLLM V1") else None
+    for name, call in samplers(drafts, v2).items():
+        replay = capture(call, flush.device)
         ours = name.startswith(("block", "standard"))
         if ours and replay is None:
             raise NotTimed(f"{name} could not be captured in a CUDA graph.")

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from benchmarks.common import write_csv
-from benchmarks.kernels.vllm_v1 import plain_sampling
 from vllm_hsd.verify import verify_chain
 
 DRAFT = 8
@@ -62,6 +61,32 @@ def ours(case: Case, method: str) -> torch.Tensor:
     ).token_ids
 
 
+def plain_sampling(temperature: torch.Tensor | None, batch: int):
+    """vLLM's metadata of a batch with nothing but a temperature, [batch] or None for greedy."""
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+    none = torch.empty(0)
+    return SamplingMetadata(
+        temperature=temperature,
+        all_greedy=temperature is None,
+        all_random=temperature is not None,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=None,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=none,
+        presence_penalties=none,
+        repetition_penalties=none,
+        output_token_ids=[[] for _ in range(batch)],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
+
+
 class Vllm:
     """vLLM's own V1 sampler, outside an engine."""
 
@@ -89,7 +114,7 @@ class Vllm:
             bonus_logits_indices=case.bonus_indices,
             logits_indices=torch.arange(len(case.logits)),
         )
-        sampling = plain_sampling(None if greedy else torch.ones(batch), batch, "cpu")
+        sampling = plain_sampling(None if greedy else torch.ones(batch), batch)
         return spec, None if greedy else case.draft_probs, case.logits, sampling
 
     def __call__(self, inputs) -> torch.Tensor:
@@ -109,7 +134,7 @@ class Coupled:
         self.logits = case.logits.view(self.batch, DRAFT + 1, vocabulary)
         self.sampler = TopKTopPSampler()
         self.skip = skip_of(self.sampler, vocabulary)
-        self.sampling = RequestSampling(plain_sampling(torch.ones(self.batch), self.batch, "cpu"))
+        self.sampling = RequestSampling(plain_sampling(torch.ones(self.batch), self.batch))
         self.drafts = torch.full((self.batch, DRAFT), -1, dtype=torch.int64)
         self.drafts[:, :ACCEPTED] = self.vllm()[:, :ACCEPTED]
 

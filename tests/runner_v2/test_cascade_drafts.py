@@ -67,9 +67,9 @@ def test_text_follows_the_target(name, params):
 @pytest.mark.parametrize("name", ["two", "three"])
 def test_wrong_rows_of_the_drafts_are_caught(name, monkeypatch):
     """Negative control of the comparison above, with as many texts."""
-    from benchmarks.gpu import wrong_draft_temperature
+    from benchmarks.gpu import faults
 
-    wrong_draft_temperature.install(monkeypatch.setattr)
+    faults.install(monkeypatch.setattr)
     assert p_value(name, {}) < 1e-6
 
 

@@ -196,7 +196,7 @@ def test_wrong_rows_of_the_drafts_are_caught(name, small_vocabulary):
         PROMPT,
         {"top_k": {"top_k": 2}},
         count=600,
-        patch="benchmarks.gpu.wrong_draft_temperature:install",
+        patch="benchmarks.gpu.faults:install",
     )
     print(found)
     assert found["top_k"] < 1e-6
