@@ -135,20 +135,6 @@ class _Entered:
         pass
 
 
-def test_every_cell_has_a_row_of_each_configuration(measure, tmp_path, monkeypatch):
-    monkeypatch.setattr(real_model, "levels", list)
-    rows, faults = measure()
-    assert faults == []
-    cells = {(row["group"], row["set"], row["temperature"]) for row in rows}
-    assert len(cells) == 3 * 2 + 2 * 1 - 2 * 1
-    first = [row for row in rows if row["set"] == "a" and row["temperature"] == "0.0000"][:2]
-    assert [row["speedup"] for row in first] == ["1.0000", "1.1429"]
-    assert [row["greedy_differences"] for row in first] == ["0", "0"]
-    assert "| standard 5 | 1.14 |" in "\n".join(sweep.means(rows, "speedup", "temperature"))
-    plot.lines(rows, tmp_path / "f.png", x="temperature", measures={"speedup": "s"}, panel="group")
-    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_run_goes_on_where_it_was_stopped(measure, monkeypatch):
     monkeypatch.setattr(FakeEngines, "breaks_at", [4])
     with pytest.raises(KeyboardInterrupt):

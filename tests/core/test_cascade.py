@@ -3,16 +3,12 @@
 tests/oracle enumerates the distributions of ownerle cascades.
 """
 
-import logging
-
 import numpy as np
 import pytest
-import torch
 from oracle.exact import Table
 from oracle.stand_ins import TableLevel
 
 from vllm_hsd.core.cascade import Cascade
-from vllm_hsd.core.counters import Count
 from vllm_hsd.core.drafts import DraftStore, ragged_arange
 from vllm_hsd.core.levels import DraftBatch, LevelOptions
 from vllm_hsd.core.stopping import EntropyThresholds
@@ -95,16 +91,6 @@ def test_every_request_gets_the_draft_length_it_requested(draft_lengths, greedy)
     assert (batch.cached <= batch.end).all()
 
 
-def test_rounds_are_limited():
-    cascade = Cascade(levels(2), options(2, 8, max_rounds=1), 200)
-    drafts = propose(cascade, batch_of(200, 2), np.full(200, 8))
-    assert set(drafts.counts.tolist()) == {1, 2, 3}
-    assert cascade.counters.rows[0, Count.rounds] == 200
-    cascade = Cascade(levels(2), options(2, 8, max_rounds=2), 200)
-    drafts = propose(cascade, batch_of(200, 2), np.full(200, 8))
-    assert drafts.counts.min() >= 2 and drafts.counts.max() <= 6
-
-
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("horizontal_tokens", [0, 2])
 @pytest.mark.parametrize("draft_lengths", [(8,), (3, 8), (2, 3, 8)])
@@ -149,64 +135,6 @@ def test_caches_over_calls_with_rejections_and_idle_requests():
     assert max(max(counts) for level in stand_ins for counts in level.passes[5:]) <= 12
 
 
-class ShortLevel(CountingLevel):
-    """Fails when it is fed a position beyond its context."""
-
-    def __init__(self, seed: int, context_length: int):
-        super().__init__(Table(VOCABULARY, seed), PROMPT)
-        self.context_length = context_length
-
-    def forward(self, tokens, rows, starts, counts, num_logits):
-        assert (starts + counts).max(initial=0) <= self.context_length
-        return super().forward(tokens, rows, starts, counts, num_logits)
-
-
-@pytest.mark.parametrize("greedy", [False, True])
-@pytest.mark.parametrize(
-    ("contexts", "drafted"),
-    # A draft may end one token after the longest text that the highest level taking part reads.
-    [
-        ((7, 40), 12),
-        ((40, 7), 5),
-        ((7, 7), 5),
-        ((5, 7), 5),
-        ((7, 5), 3),
-        ((2, 40), 12),
-        ((2, 2), 0),
-    ],
-)
-def test_levels_sit_out_beyond_their_context(contexts, drafted, greedy):
-    stand_ins = [ShortLevel(100 + k, length) for k, length in enumerate(contexts)]
-    cascade = Cascade(stand_ins, options(12, 12), 60)
-    batch = batch_of(60, 2, greedy=greedy)
-    everything = np.arange(60)
-    drafts = propose(cascade, batch, np.full(60, 12))
-    assert (drafts.counts <= drafted).all()
-    assert drafts.counts.max() == drafted
-    assert (batch.end == PROMPT + drafts.counts).all()
-    if contexts[1] == 2:
-        assert (drafts.level[everything, 0] == 0).all() or not drafted
-    later = batch_of(60, 2, greedy=greedy)
-    later.tokens[:, :30] = 1
-    cascade.models.ingest(later, everything, np.full(60, 30))
-    assert (later.cached <= np.array(contexts)[:, None]).all()
-
-
-def test_the_level_below_drafts_where_a_level_sits_out():
-    """Its tokens keep its own probabilities, and count as its own."""
-    stand_ins = [ShortLevel(100, 40), ShortLevel(101, PROMPT - 1)]
-    cascade = Cascade(stand_ins, options(3, 8), 20)
-    drafts = propose(cascade, batch_of(20, 2), np.full(20, 8))
-    assert drafts.counts.tolist() == [3] * 20 and not stand_ins[1].passes
-    for slot in range(20):
-        for t, row in enumerate(drafts.rows(np.array([slot]), 3)[0]):
-            expected = stand_ins[0].table(tuple(drafts.token_ids[slot, :t].tolist()))
-            assert drafts.probs[row].tolist() == pytest.approx([float(v) for v in expected])
-    assert cascade.counters.rows[:, Count.drafted].tolist() == [60, 0]
-    cascade.record_acceptance(np.arange(20), np.full(20, 2), batch_of(20, 2).thresholds)
-    assert cascade.counters.rows[:, Count.accepted].tolist() == [40, 0]
-
-
 @pytest.mark.parametrize("greedy", [False, True])
 def test_a_level_sits_out_for_the_requests_that_are_marked(greedy):
     """The one below drafts in its place; the lowest one drafts nothing, and neither is fed."""
@@ -224,29 +152,3 @@ def test_a_level_sits_out_for_the_requests_that_are_marked(greedy):
     alone.sits_out = np.array([lowest])
     counts = propose(Cascade(levels(1), options(8), 20), alone, np.full(20, 8)).counts
     assert counts.tolist() == np.where(lowest, 0, 8).tolist()
-
-
-class BrokenLevel(TableLevel):
-    """Gives rows of nan, and of one infinity, after some texts."""
-
-    def row(self, behind_prompt):
-        if sum(behind_prompt) % 3 == 1:
-            return [float("nan")] * VOCABULARY
-        if sum(behind_prompt) % 3 == 2:
-            return [float("inf"), *[0.0] * (VOCABULARY - 1)]
-        return super().row(behind_prompt)
-
-
-@pytest.mark.parametrize("greedy", [False, True])
-@pytest.mark.parametrize("broken", [0, 1])
-def test_logits_that_are_not_finite_are_reported_once_and_drafting_goes_on(broken, greedy, caplog):
-    stand_ins = levels(2)
-    stand_ins[broken] = BrokenLevel(Table(VOCABULARY, 100 + broken), PROMPT)
-    cascade = Cascade(stand_ins, options(2, 6), 40)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            drafts = propose(cascade, batch_of(40, 2, greedy=greedy), np.full(40, 6))
-    assert drafts.counts.tolist() == [6] * 40
-    if not greedy:
-        assert torch.allclose(drafts.probs.sum(-1), torch.ones(240, dtype=torch.float64))
-    assert len(caplog.records) == 1 and f"levels[{broken}]" in caplog.text

@@ -40,11 +40,6 @@ def test_files_that_hold_no_prompts(tmp_path, name, text, message):
         read_prompts(path)
 
 
-def test_no_such_file(tmp_path):
-    with pytest.raises(UserError, match="no prompts file"):
-        read_prompts(tmp_path / "missing.jsonl")
-
-
 class Tokenizer:
     """One token per character; the template adds its marks."""
 

@@ -74,13 +74,6 @@ def test_accepted_length_given_the_text_is_the_survival_along_it(verifier, seed)
         assert chance == pytest.approx(of_text * (alive[kept] - reached), abs=1e-12)
 
 
-def test_equal_models_accept_everything_and_disjoint_models_nothing():
-    same = survival.survival_anywhere(np.zeros((3, 20)), 4, "block")
-    assert np.array_equal(same, np.tril(np.ones((5, 5))))
-    never = survival.survival_anywhere(np.full((3, 20), -np.inf), 4, "standard")
-    assert np.array_equal(never[:, 1:], np.zeros((5, 4))) and np.all(never[:, 0] == 1)
-
-
 ONE = np.ones((1, 1, 1))
 
 

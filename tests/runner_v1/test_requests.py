@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 
 from vllm_hsd.core.cascade import Cascade
@@ -31,16 +30,6 @@ def uniforms(table: RequestTable, slots, counts, stream=0) -> list[float]:
     return table.state.uniforms(np.asarray(slots), np.asarray(counts), stream).tolist()
 
 
-def test_uniforms_belong_to_seed_and_draw():
-    alone, together = table_of(2), table_of(2)
-    one = slots_of(alone, ["a"], [7])
-    expected = uniforms(alone, one, [3]) + uniforms(alone, one, [2])
-    many = slots_of(together, ["x", "a", "y"], [1, 7, None])
-    first, second = uniforms(together, many, [2, 3, 1]), uniforms(together, many, [0, 2, 4])
-    assert first[2:5] + second[:2] == expected
-    assert len(set(first + second)) == 12
-
-
 def test_unseeded_requests_differ_and_repeat_with_the_engine():
     def drawn(engine_seed: int, prefix: str) -> list[float]:
         table = table_of(1, engine_seed=engine_seed)
@@ -51,14 +40,6 @@ def test_unseeded_requests_differ_and_repeat_with_the_engine():
     assert len(set(drawn(0, "a"))) == 4
     assert drawn(0, "a")[1] == drawn(1, "a")[1]
     assert not set(drawn(0, "a")[2:]) & set(drawn(1, "a")[2:])
-
-
-@pytest.mark.parametrize("seed", [2**63, 2**64 - 1, -1, -(2**63), 2**100 + 5])
-def test_seeds_of_any_size_are_taken(seed):
-    table = table_of(1)
-    slots = slots_of(table, ["a", "b"], [seed, seed % 2**64])
-    first, second = uniforms(table, slots, [1, 1])
-    assert first == second
 
 
 def test_a_slot_that_is_used_again_remembers_nothing():

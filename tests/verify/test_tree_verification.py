@@ -75,13 +75,6 @@ def test_a_bad_root_row_gives_the_token_of_plain_sampling(method, row):
         assert len(tokens) == 1 and len(path) == 0
 
 
-@pytest.mark.parametrize("method", [*METHODS, "greedy"])
-def test_an_empty_tree_gives_a_token_of_the_target(method):
-    target = torch.eye(V)[2:3]
-    tokens, path = verify_tree(target, None, Tree([], []), method=method)
-    assert tokens.tolist() == [2] and path.tolist() == []
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_invalid_rows_end_the_tree_there(method):
     target, draft = rows(8, 1), rows(7, 2)
