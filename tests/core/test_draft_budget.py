@@ -15,7 +15,7 @@ from support.simulated_serving import (
     memory_bound,
 )
 
-from vllm_hsd.core.draft_budget import _cut
+from vllm_hsd.core.draft_budget import cut
 from vllm_hsd.core.trials import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_STEPS, Trials
 
 TARGETS = [memory_bound, cpu, compute_bound]
@@ -129,9 +129,9 @@ def test_trials_begin_at_once_and_their_pauses_double():
 def test_tokens_are_kept_while_their_survival_pays():
     survival = np.array([[0.9, 0.8, 0.1], [0.5, 0.2, 0.0]])
     price = 0.3 * np.arange(7)
-    least, net = _cut(survival, price, 0)
+    least, net = cut(survival, price, 0)
     assert least == 0.5 and net == pytest.approx(0.9 + 0.8 + 0.5 - 0.9)
-    assert _cut(survival, 2 * np.arange(7.0), 0) == (np.inf, 0.0)
+    assert cut(survival, 2 * np.arange(7.0), 0) == (np.inf, 0.0)
     # Free up to four tokens in the pass, two of which are placed.
     steps = np.maximum(np.arange(9.0) - 4, 0)
-    assert _cut(survival, steps, 2) == (0.8, pytest.approx(1.7))
+    assert cut(survival, steps, 2) == (0.8, pytest.approx(1.7))

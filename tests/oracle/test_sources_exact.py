@@ -12,9 +12,9 @@ import pytest
 from oracle.test_cascade_exact import VERIFIERS, bias, lookup, model, pair_model
 
 from vllm_hsd.core.cascade import Cascade
-from vllm_hsd.core.draft_budget import DraftBudget
 from vllm_hsd.core.levels import LevelOptions, Sources
 from vllm_hsd.core.lowest_level import LowestLevel
+from vllm_hsd.core.source_choice import SourceChoice
 from vllm_hsd.core.sources import OfferRecord
 
 SOURCES = {
@@ -35,15 +35,12 @@ def sources(kinds: str, vocabulary: int = 2) -> Sources:
     )
 
 
-class Fresh(DraftBudget):
+class Fresh(SourceChoice):
     """The rule, anew for each generation: enumerated ones must not learn from each other."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.arguments = arguments
-
     def forget(self, slot):
-        self.__init__(*self.arguments)
+        self.budget.__init__(self.sources, self.budget.lengths, 1)
+        self.__init__(self.sources, self.budget, 1)
 
 
 class HashedRecord(OfferRecord):
@@ -59,22 +56,21 @@ class HashedRecord(OfferRecord):
         self.history = zlib.crc32(repr((self.history, facts)).encode())
         return self.history
 
-    def score(self, tokens, rows, slots, ends):
+    def score(self, acceptance, tokens, rows, slots, ends):
         self.note(tokens[rows[0], : ends[0]].tolist())
-        super().score(tokens, rows, slots, ends)
+        super().score(acceptance, tokens, rows, slots, ends)
 
     def remember(self, first, slots, starts, offers):
         self.note(first, offers.token_ids.tolist(), offers.counts.tolist())
         super().remember(first, slots, starts, offers)
 
 
-class Adversary(DraftBudget):
+class Adversary(SourceChoice):
     """Decides by a hash of the text, of all offers and of all that ever happened in the request."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        starts, length = self.offered.starts, self.offered.length
-        self.offered = HashedRecord(self.acceptance, *starts.shape, length)
+        self.offered = HashedRecord(*self.offered.starts.shape, self.offered.length)
         self.note = self.offered.note
 
     def best(self, slots, offers, room, sure):
@@ -100,7 +96,7 @@ class Adversary(DraftBudget):
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("kinds", SOURCES)
 def test_any_rule_under_the_target(kinds, verifier, rule):
-    with mock.patch("vllm_hsd.core.cascade.DraftBudget", rule):
+    with mock.patch("vllm_hsd.core.lowest_level.SourceChoice", rule):
         levels, options = [sources(kinds)], [LevelOptions(2, verifier)]
         assert bias(levels, options, 4, verifier=verifier) < 1e-9
 
@@ -108,7 +104,7 @@ def test_any_rule_under_the_target(kinds, verifier, rule):
 @pytest.mark.parametrize("rule", [Fresh, Adversary])
 @pytest.mark.parametrize("kinds", SOURCES)
 def test_any_rule_below_a_verifying_level(kinds, rule):
-    with mock.patch("vllm_hsd.core.cascade.DraftBudget", rule):
+    with mock.patch("vllm_hsd.core.lowest_level.SourceChoice", rule):
         levels = [sources(kinds), model(2, 101)]
         options = [LevelOptions(2), LevelOptions(3, max_rounds=2)]
         assert bias(levels, options, 4, horizontal_tokens=kinds == "lookup, model") < 1e-9
@@ -139,7 +135,7 @@ def test_learned_prices(kinds):
 
 @pytest.mark.parametrize("settings", [{"vocabulary": 3}, {"eos": 0}, {"eos": 1}])
 def test_three_tokens_and_eos(settings):
-    with mock.patch("vllm_hsd.core.cascade.DraftBudget", Adversary):
+    with mock.patch("vllm_hsd.core.lowest_level.SourceChoice", Adversary):
         levels = [sources("lookup, model", settings.get("vocabulary", 2))]
         assert bias(levels, [LevelOptions(2)], 3, **settings) < 1e-9
 
@@ -147,7 +143,7 @@ def test_three_tokens_and_eos(settings):
 def test_a_drafter_that_the_text_outgrows():
     levels = [sources("lookup, model")]
     levels[0].drafter.context_length = 4
-    with mock.patch("vllm_hsd.core.cascade.DraftBudget", Fresh):
+    with mock.patch("vllm_hsd.core.lowest_level.SourceChoice", Fresh):
         assert bias(levels, [LevelOptions(2)], 4) < 1e-9
 
 
@@ -176,7 +172,7 @@ def test_a_draft_may_end_by_its_last_token_if_that_stays(levels, verifier):
     def bias_of(lowest_level) -> float:
         with (
             mock.patch("vllm_hsd.core.cascade.LowestLevel", lowest_level),
-            mock.patch.object(DraftBudget, "goes_on", lambda self, slots, *_: slots >= 0),
+            mock.patch.object(SourceChoice, "goes_on", lambda self, slots, *_: slots >= 0),
         ):
             found, options = [sources("model")], [LevelOptions(3, verifier)]
             if levels == 2:

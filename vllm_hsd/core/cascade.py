@@ -93,8 +93,7 @@ class Cascade:
 
     def forget(self, slot: int) -> None:
         """The slot's request has ended, or gives its slot up."""
-        for lookup in self.lowest.lookups:
-            lookup.forget(slot)
+        self.lowest.forget(slot)
         if self.budget is not None:
             self.budget.forget(slot)
 

@@ -23,7 +23,6 @@ import numpy as np
 from vllm_hsd.core.acceptance import MEMORY, PLACES, PRIOR_ACCEPTANCE, Acceptance
 from vllm_hsd.core.levels import Selection, Sources
 from vllm_hsd.core.rounds import Round
-from vllm_hsd.core.sources import OfferRecord, Offers
 from vllm_hsd.core.step_times import StepTimes
 from vllm_hsd.core.trials import LONGEST_PAUSE, Trials
 
@@ -31,7 +30,6 @@ from vllm_hsd.core.trials import LONGEST_PAUSE, Trials
 _MARGIN = 1.1
 # A price that nothing pays.
 FORBIDDEN = 1e9
-_LOOKUPS, _DRAFTER, _PAIRS = 0, 1, 2
 
 
 @dataclass
@@ -77,13 +75,11 @@ class DraftBudget:
         self.times = [StepTimes() for _ in range(self.target + 1)]
         self.whole = sources is not None and bool(sources.lookups)
         self.pass_times = StepTimes() if self.whole else self.times[0]
-        self.drafter = len(sources.lookups) if sources is not None else 0
         count = 0 if sources is None else len(sources.names)
         pairs = [(low, high) for high in range(1, self.target + 1) for low in range(high)]
         self.rows = {pair: count + i for i, pair in enumerate(pairs)}
         self.acceptance = Acceptance(count + len(pairs), num_slots)
-        self.offered = OfferRecord(self.acceptance, count, num_slots, self.lengths[0])
-        self.trials = Trials(_PAIRS + count + len(pairs))
+        self.trials = Trials(count + len(pairs))
         # By verifier, exponentially forgotten: tokens emitted per request, and time in steps
         # without drafts.
         self.emitted, self.spent = [np.ones(self.target + 1) for _ in range(2)]
@@ -94,16 +90,11 @@ class DraftBudget:
         self.step = self.free
         # Requests of the target's step under way, and seconds of drafting for it.
         self.waiting, self.drafting_seconds = np.zeros(num_slots, dtype=bool), 0.0
-        # The draft under way: its verifier, and tokens placed for all requests.
-        self.verifier, self.placed = self.target, 0
 
     def forget(self, slot: int) -> None:
         """See `Cascade.forget`."""
         self.acceptance.forget(slot)
-        self.offered.forget(slot)
         self.waiting[slot] = False
-
-    # ---- the prices of a step, and what takes part in it
 
     def prices(self, slots: np.ndarray, most: np.ndarray, adaptive: bool) -> Prices:
         """Prices of the next step, from the times seen so far.
@@ -159,10 +150,10 @@ class DraftBudget:
         ]
         best = max(range(target), key=lambda top: gains[top][0])
         if gains[best][0] > 0:
-            self.trials.pays(_PAIRS + self.rows[best, target])
+            self.trials.pays(self.rows[best, target])
         for top in range(target):
             used = top == best and gains[best][0] > 0
-            option = _PAIRS + self.rows[top, target]
+            option = self.rows[top, target]
             if not used and self.trials.due(option):
                 lengths = np.where(
                     self.trials.takes_part(option, size), np.minimum(most, PLACES), 0
@@ -189,8 +180,8 @@ class DraftBudget:
                 found = rounds[cheapest] * np.maximum(tokens / emitted[cheapest], tokens > 0)
                 pays = found[-1] < best[-1]
                 if pays:
-                    self.trials.pays(_PAIRS + row)
-                if pays or self.trials.due(_PAIRS + row):
+                    self.trials.pays(row)
+                if pays or self.trials.due(row):
                     best, feeder = found, (below, int(n[cheapest]))
             feeders.append(feeder)
             seconds.append(best)
@@ -211,7 +202,7 @@ class DraftBudget:
         fill = self.acceptance.fill(row)
         best = 0.0, np.zeros(len(slots), dtype=np.int64)
         for length in range(1, width + 1):
-            least, net = _cut(survival[:, :length], verify, 0, fill)
+            least, net = cut(survival[:, :length], verify, 0, fill)
             gain = net - float(drafting[length])
             if gain > best[0]:
                 best = gain, (survival[:, :length] >= least).sum(1)
@@ -232,125 +223,6 @@ class DraftBudget:
         if top == 0 and self.sources is not None:
             lengths[0] = self.lengths[0]
         return Selection(tuple(levels), tuple(lengths), most)
-
-    # ---- the tokens of a lowest level with several sources, or one that may be passed over
-
-    def begin(self, verifier: int) -> None:
-        """The lowest level starts a draft for `verifier`."""
-        self.verifier, self.placed = verifier, 0
-
-    def best(
-        self, slots: np.ndarray, offers: Offers, room: np.ndarray, sure: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The source that drafts next for each request, and how many tokens of its offer.
-
-        Args:
-            slots: [n] int64.
-            offers: of the lookups.
-            room: [n] int64, tokens that may still be drafted.
-            sure: [n] float64, probability that all tokens drafted so far are accepted.
-
-        Returns:
-            lookup [n] int64, -1 for none; tokens of its offer [n] int64; probability [n] that all
-            tokens drafted then are accepted.
-        """
-        assert self.sources is not None
-        count, n, width = offers.token_ids.shape
-        scale = self.acceptance.scale(slice(0, count), slots)[..., None]
-        survival = sure[:, None] * np.cumprod(np.minimum(offers.expected * scale, 1.0), axis=2)
-        survival *= np.arange(width) < np.minimum(offers.counts, room)[..., None]
-        survival[survival < self.sources.min_acceptance] = 0.0
-        # Sources are compared at the price of a token where all offers are drafted.
-        verify, offered = self.step.verify[self.verifier], int(offers.counts.max(0).sum())
-        start, end = np.minimum([self.placed, self.placed + offered], len(verify) - 1)
-        price = (verify[end] - verify[start]) / max(end - start, 1)
-        values = np.maximum(survival - price, 0.0).sum(2)
-        # Of equals the last one.
-        lookup, own = count - 1 - values[::-1].argmax(0), np.arange(n)
-        chosen = survival[lookup, own]
-        chosen[self._drafter_values(slots, room, sure) > values[lookup, own]] = 0.0
-        least, _ = _cut(chosen, verify, self.placed)
-        if least < np.inf:
-            self.trials.pays(_LOOKUPS)
-        elif not self.placed and self._may_try(_LOOKUPS):
-            # What long drafts cost may have been overestimated, and is not seen without any.
-            least, chosen = 0.0, chosen * self.trials.takes_part(_LOOKUPS, n)[:, None]
-        counts = ((chosen >= least) & (chosen > 0)).sum(1)
-        self.placed += int(counts.sum())
-        last = np.maximum(counts - 1, 0)
-        return (
-            np.where(counts > 0, lookup, -1),
-            counts,
-            np.where(counts > 0, chosen[own, last], sure),
-        )
-
-    def begins(self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray) -> np.ndarray:
-        """[n] bool, requests that the drafter drafts a token for: it pays, or is due for a trial.
-
-        Args: see `best`.
-        """
-        going = self.goes_on(slots, room, sure, np.zeros(len(slots), dtype=np.int64))
-        if going.any():
-            self.trials.pays(_DRAFTER)
-        elif len(slots) and self._may_try(_DRAFTER):
-            return self.trials.takes_part(_DRAFTER, len(slots)) & (room > 0)
-        return going
-
-    def goes_on(
-        self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray, drafted: np.ndarray
-    ) -> np.ndarray:
-        """[n] bool, requests that another token of the drafter pays for; they share its pass.
-
-        Args:
-            slots, room, sure: see `best`.
-            drafted: [n] int64, tokens of the draft that are the drafter's.
-        """
-        net = self._drafter_net(slots, room, sure, drafted)
-        # What all requests gain up to each place, those left out that gain nothing.
-        gained = np.maximum.accumulate(np.maximum(net, 0.0), axis=1).sum(0)
-        passes = self.step.forward[self.verifier] * np.arange(1, net.shape[1] + 1)
-        pays = (gained - passes).max(initial=0.0) > 0
-        return pays & (net > 0).any(1)
-
-    def acceptance_of(
-        self, slots: np.ndarray, confidence: np.ndarray, drafted: np.ndarray
-    ) -> np.ndarray:
-        """[n] float64, expected acceptance of a token that the drafter has just drafted.
-
-        Args:
-            slots: [n] int64.
-            confidence: [n] float64, highest probability of what the token was drawn from.
-            drafted: [n] int64, tokens of the drafter before it.
-        """
-        self.placed += len(slots)
-        found = self.acceptance.corrected(self.drafter, confidence, drafted)
-        return np.minimum(found * self.acceptance.scale(self.drafter, slots), 1.0)
-
-    def _drafter_values(self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray) -> np.ndarray:
-        """[n] float64, gains of the drafter's tokens above their price and a share of passes."""
-        if self.sources is None or self.sources.drafter is None:
-            return np.zeros(len(slots))
-        net = self._drafter_net(slots, room, sure, np.zeros(len(slots), dtype=np.int64))
-        share = self.step.forward[self.verifier] / len(slots)
-        return (net - share * np.arange(1, net.shape[1] + 1)).max(1, initial=0.0)
-
-    def _drafter_net(
-        self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray, drafted: np.ndarray
-    ) -> np.ndarray:
-        """[n, width] what 1, 2, ... more tokens of the drafter gain above what verifying costs."""
-        width, size = int(room.max(initial=0)), len(slots)
-        each = self.acceptance.ahead(self.drafter, slots, drafted, width)
-        survival = sure[:, None] * np.cumprod(each, axis=1)
-        verify = self.step.verify[self.verifier]
-        upto = np.minimum(self.placed + size * np.arange(width + 1), len(verify) - 1)
-        gains = survival - np.diff(verify[upto]) / size
-        gains[np.arange(width) >= room[:, None]] = -FORBIDDEN
-        return np.cumsum(gains, axis=1)
-
-    def _may_try(self, option: int) -> bool:
-        return self.step.forward[self.verifier] < FORBIDDEN and self.trials.due(option)
-
-    # ---- what rounds and passes teach
 
     def observe(self, finished: Round) -> None:
         """Take in a round."""
@@ -401,7 +273,7 @@ class DraftBudget:
         self.spent[verifier] = MEMORY * self.spent[verifier] + (verified + seconds) / plain
 
 
-def _cut(
+def cut(
     survival: np.ndarray, verify: np.ndarray, placed: int, fill: float = 1.0
 ) -> tuple[float, float]:
     """The least survival that pays for a token, and what all such tokens gain above their price.

@@ -1,7 +1,7 @@
 """How the lowest level of a cascade drafts: token by token, from a lookup, or from several sources.
 
 It verifies nothing. A model draws each token from its probabilities; a lookup's tokens are point
-masses; several sources follow each other in one draft, as `core.draft_budget` decides.
+masses; several sources follow each other in one draft, as `core.source_choice` decides.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from vllm_hsd.core.draft_budget import DraftBudget
 from vllm_hsd.core.drafts import DraftStore, ragged_arange, ragged_starts
 from vllm_hsd.core.level_models import Forward, LevelModels, highest_probability
 from vllm_hsd.core.levels import DraftBatch, Level, LookupLevel, Sources
+from vllm_hsd.core.source_choice import SourceChoice
 from vllm_hsd.core.sources import Offers
 from vllm_hsd.verify.residual import BlockedCDF
 
@@ -26,11 +27,12 @@ class LowestLevel:
         level: what drafts.
         models: those of the cascade; level 0 of it is the model here, if any.
         drafts: where the drafts go.
-        budget: decides what several sources draft; None for one source of a given draft length.
+        budget: prices what several sources draft; None for one source of a given draft length.
 
     Attributes:
         lookups: the sources without forward passes.
         has_model: one source is a model, the last one.
+        choice: decides between several sources; None for one.
     """
 
     def __init__(
@@ -42,7 +44,18 @@ class LowestLevel:
     ) -> None:
         self.lookups, model = split_sources(level)
         self.has_model = model is not None
-        self.models, self.drafts, self.budget = models, drafts, budget
+        self.models, self.drafts = models, drafts
+        self.choice: SourceChoice | None = None
+        if budget is not None:
+            assert isinstance(level, Sources)
+            self.choice = SourceChoice(level, budget, len(drafts.counts))
+
+    def forget(self, slot: int) -> None:
+        """See `Cascade.forget`."""
+        for lookup in self.lookups:
+            lookup.forget(slot)
+        if self.choice is not None:
+            self.choice.forget(slot)
 
     def read(self, batch: DraftBatch, slots: np.ndarray) -> None:
         """Show the committed texts of `slots` to the lookups."""
@@ -59,8 +72,8 @@ class LowestLevel:
             slots, requested: [n] int64.
             verifier: the level that verifies the drafts; the number of levels for the target.
         """
-        if self.budget is not None:
-            self._draft_from_sources(batch, self.budget, slots, requested, verifier)
+        if self.choice is not None:
+            self._draft_from_sources(batch, self.choice, slots, requested, verifier)
         elif self.lookups:
             rows, ends = batch.rows[slots], batch.end[slots]
             found = self.lookups[0].lookup(batch.tokens, rows, slots, ends, requested)
@@ -89,15 +102,14 @@ class LowestLevel:
     def _draft_from_sources(
         self,
         batch: DraftBatch,
-        budget: DraftBudget,
+        choice: SourceChoice,
         slots: np.ndarray,
         requested: np.ndarray,
         verifier: int,
     ) -> None:
         """Drafts of lookups, each continued by the next one, and at last by the model."""
-        drafts, offered = self.drafts, budget.offered
-        budget.begin(verifier)
-        offered.score(batch.tokens, batch.rows[slots], slots, batch.end[slots])
+        drafts = self.drafts
+        choice.begin(verifier, batch.tokens, batch.rows[slots], slots, batch.end[slots])
         open_, first = requested > 0, True
         sure, ended = np.ones(len(slots)), np.zeros(len(slots), dtype=bool)
         while self.lookups and open_.any():
@@ -110,10 +122,10 @@ class LowestLevel:
             ]
             if not any(offer.counts.any() for offer in found):
                 break
-            offers = Offers.of(found, budget.acceptance)
+            offers = Offers.of(found, choice.budget.acceptance)
             if first:
-                offered.remember(0, now, ends, offers)
-            source, counts, sure[active] = budget.best(now, offers, room[active], sure[active])
+                choice.offered.remember(0, now, ends, offers)
+            source, counts, sure[active] = choice.best(now, offers, room[active], sure[active])
             at = np.arange(len(now))
             token_ids = offers.token_ids[source, at]
             cut, ended[active] = _until_eos(token_ids, counts, batch.eos[now])
@@ -125,12 +137,12 @@ class LowestLevel:
             first = False
         if self.has_model:
             room = np.where(ended, 0, requested - drafts.counts[slots])
-            self._continue_with_model(batch, budget, slots, room, sure)
+            self._continue_with_model(batch, choice, slots, room, sure)
 
     def _continue_with_model(
         self,
         batch: DraftBatch,
-        budget: DraftBudget,
+        choice: SourceChoice,
         slots: np.ndarray,
         room: np.ndarray,
         sure: np.ndarray,
@@ -138,13 +150,13 @@ class LowestLevel:
         """Add at most room[i] tokens of the model, as long as another one pays."""
         drafts = self.drafts
         able = self.models.can_draft(batch, 0, slots) & (room > 0)
-        able[able] = budget.begins(slots[able], room[able], sure[able])
+        able[able] = choice.begins(slots[able], room[able], sure[able])
         slots, room, sure = slots[able], room[able], sure[able]
         if not len(slots):
             return
         begin, starts = drafts.counts[slots].copy(), batch.end[slots].copy()
         uniforms, first_uniform = self._uniforms(batch, slots, room)
-        confidence = np.zeros((1, len(slots), drafts.length))
+        confidence = np.zeros((len(slots), drafts.length))
         open_ = np.ones(len(slots), dtype=bool)
         while open_.any():
             began = time.perf_counter()
@@ -152,22 +164,20 @@ class LowestLevel:
             now, drafted = slots[active], drafts.counts[slots[active]] - begin[active]
             drawn = None if uniforms is None else uniforms[first_uniform[active] + drafted]
             forward, ended = self._draft_token(batch, now, drawn)
-            confidence[0, active, drafted] = sureness = highest_probability(forward.logits)
-            sure[active] *= budget.acceptance_of(now, sureness, drafted)
+            confidence[active, drafted] = sureness = highest_probability(forward.logits)
+            sure[active] *= choice.acceptance_of(now, sureness, drafted)
             open_[active] = ~ended & (drafted + 1 < room[active])
             going = np.flatnonzero(open_)
             after = drafts.counts[slots[going]] - begin[going]
-            open_[going] = budget.goes_on(slots[going], room[going] - after, sure[going], after)
-            budget.pass_times.observe(forward.computed, time.perf_counter() - began)
+            open_[going] = choice.goes_on(slots[going], room[going] - after, sure[going], after)
+            choice.budget.pass_times.observe(forward.computed, time.perf_counter() - began)
         counts = drafts.counts[slots] - begin
         owners, offsets = ragged_arange(counts)
         place = (slots[owners], begin[owners] + offsets)
         drafts.source[place] = len(self.lookups)
-        token_ids = np.zeros((1, len(slots), drafts.length), dtype=np.int64)
-        token_ids[0, owners, offsets] = drafts.token_ids[place]
-        expected = budget.acceptance.corrected(budget.drafter, confidence, np.arange(drafts.length))
-        offers = Offers(token_ids, counts[None], confidence, expected)
-        budget.offered.remember(budget.drafter, slots, starts, offers)
+        token_ids = np.zeros((len(slots), drafts.length), dtype=np.int64)
+        token_ids[owners, offsets] = drafts.token_ids[place]
+        choice.drafter_offered(slots, starts, token_ids, counts, confidence)
 
     def _draft_from_model(
         self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray

@@ -53,14 +53,13 @@ class OfferRecord:
     """The last offer of every source, by slot, until the text goes on.
 
     Args:
-        acceptance: learns from them; its first rows are the sources.
         count: sources.
         num_slots: requests at the same time.
         length: longest draft.
     """
 
-    def __init__(self, acceptance: Acceptance, count: int, num_slots: int, length: int) -> None:
-        self.acceptance, self.length = acceptance, length
+    def __init__(self, count: int, num_slots: int, length: int) -> None:
+        self.length = length
         self.starts = np.zeros((count, num_slots), dtype=np.int64)
         self.counts = np.zeros((count, num_slots), dtype=np.int64)
         self.token_ids = np.zeros((count, num_slots, length), dtype=np.int64)
@@ -83,11 +82,17 @@ class OfferRecord:
         self.expected[sources, slots, :width] = offers.expected
 
     def score(
-        self, tokens: np.ndarray, rows: np.ndarray, slots: np.ndarray, ends: np.ndarray
+        self,
+        acceptance: Acceptance,
+        tokens: np.ndarray,
+        rows: np.ndarray,
+        slots: np.ndarray,
+        ends: np.ndarray,
     ) -> None:
         """Compare the last offers with the text that was verified since.
 
         Args:
+            acceptance: learns from them; its first rows are the sources.
             tokens: [table rows, max length] int32.
             rows: [n] int64, rows of the requests in `tokens`.
             slots: [n] int64.
@@ -105,7 +110,7 @@ class OfferRecord:
         same &= place < known[..., None]
         matched = np.logical_and.accumulate(same, axis=2).sum(2)
         estimates, expected = self.estimates[:, slots], self.expected[:, slots]
-        self.acceptance.observe(slice(0, len(known)), slots, estimates, expected, known, matched)
+        acceptance.observe(slice(0, len(known)), slots, estimates, expected, known, matched)
 
     def forget(self, slot: int) -> None:
         """See `Cascade.forget`."""

@@ -129,7 +129,7 @@ def generate(
         offers: name of the drafter whose distributions are recorded, None for none. Without any
             row `texts.rows` does not get that name; `texts.bonus` stays None where the engine's
             drafts cannot be followed.
-        certain: see `offered.Recorder`.
+        certain: see `offered.OfferRecorder`.
     """
     total = sum(params["max_tokens"] for params in texts.params)
     recorded = offers is not None and engine.call(_record, certain)
