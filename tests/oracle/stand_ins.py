@@ -10,7 +10,7 @@ import torch
 from oracle.distributions import chain_distribution, tree_distribution
 from oracle.exact import Choices, Distribution, Tokens, distribution_of
 
-from vllm_hsd.core.levels import UNLIMITED, Lookup
+from vllm_hsd.core.levels import UNLIMITED, LookupResult
 from vllm_hsd.verify import VerifyResult
 from vllm_hsd.verify.inputs import ChainBatch
 from vllm_hsd.verify.residual import BlockedCDF
@@ -76,7 +76,7 @@ class TableLookup:
     def forget(self, slot) -> None:
         pass
 
-    def lookup(self, tokens, rows, slots, ends, requested) -> Lookup:
+    def lookup(self, tokens, rows, slots, ends, requested) -> LookupResult:
         found = np.zeros((len(rows), int(requested.max(initial=0))), dtype=np.int64)
         counts = np.zeros(len(rows), dtype=np.int64)
         confidence = np.zeros(found.shape)
@@ -92,7 +92,7 @@ class TableLookup:
                 confidence[i, counts[i]] = before * float(distribution[token])
                 text += (token,)
                 counts[i] += 1
-        return Lookup(found, counts, confidence)
+        return LookupResult(found, counts, confidence)
 
 
 def proposal_rows(batch: ChainBatch, like: torch.Tensor) -> torch.Tensor:

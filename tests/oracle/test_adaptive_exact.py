@@ -14,7 +14,7 @@ from oracle.test_cascade_exact import LEVELS, VERIFIERS, bias, build
 
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.draft_budget import DraftBudget
-from vllm_hsd.core.levels import LevelOptions, Selection
+from vllm_hsd.core.levels import LevelOptions, StepLevels
 
 
 class Adversary(Cascade):
@@ -32,12 +32,12 @@ class Adversary(Cascade):
         selection, most = self.selected(bits)
         return super().propose(batch, slots, np.minimum(requested, most), selection)
 
-    def selected(self, bits: int) -> tuple[Selection, int]:
+    def selected(self, bits: int) -> tuple[StepLevels, int]:
         places = range(len(self.levels))
         subsets = [s for n in range(len(self.levels) + 1) for s in combinations(places, n)]
         levels = subsets[bits % len(subsets)]
         lengths = tuple(1 + (bits >> (8 + k)) % self.options[k].draft_length for k in levels)
-        return Selection(levels, lengths), lengths[-1] if levels else 0
+        return StepLevels(levels, lengths), lengths[-1] if levels else 0
 
     def record_acceptance(self, slots, accepted, thresholds):
         self.accepted.append(accepted.tolist())

@@ -189,7 +189,7 @@ def test_attention_captures_as_many_tokens_as_proposals_feed(monkeypatch):
         state=SimpleNamespace(batch=64),
         schedule=SimpleNamespace(longest_query=10),
     )
-    made = levels.ModelLevel(speculator, 0)
+    made = levels.ProgramModel(speculator, 0)
     made.layer_names = set()
     made.init_attention(None)
     used = given[0][1].compilation_config

@@ -164,7 +164,7 @@ def test_a_key_of_vllm_reaches_the_level_or_is_refused(family, v2, monkeypatch, 
         return
     config = configure(family, given)
     config.parallel_config.data_parallel_index = 1
-    level = levels.ModelLevel(SimpleNamespace(vllm_config=config, vocab_size=64), 0)
+    level = levels.ProgramModel(SimpleNamespace(vllm_config=config, vocab_size=64), 0)
     level.load(config.speculative_config.level_configs[0])
     assert level.draft_config.parallel_config.data_parallel_index == 1
     places = {"level": level, "config": level.draft_config, **found}

@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 
 from vllm_hsd.core.draft_budget import DraftBudget, Prices
-from vllm_hsd.core.levels import Selection
+from vllm_hsd.core.levels import StepLevels
 
 
 def install() -> None:
@@ -49,14 +49,14 @@ def _prices(self: DraftBudget, slots: np.ndarray, most: np.ndarray, adaptive: bo
     return found
 
 
-def _selection(self: DraftBudget, slots: np.ndarray, bits: int) -> Selection:
+def _selection(self: DraftBudget, slots: np.ndarray, bits: int) -> StepLevels:
     places = range(self.target)
     subsets = [s for n in range(self.target + 1) for s in combinations(places, n)]
     levels = subsets[bits % len(subsets)]
     lengths = tuple(1 + (bits >> (8 + k)) % self.lengths[k] for k in levels)
     # Some requests draft less than the others, some nothing.
     most = (np.arange(len(slots)) * 7 + self.calls) % (lengths[-1] + 1 if levels else 1)
-    return Selection(levels, lengths, most)
+    return StepLevels(levels, lengths, most)
 
 
 def install_for_batches() -> None:

@@ -15,8 +15,8 @@ from vllm_hsd.core.levels import (
     UNLIMITED,
     DraftBatch,
     LevelOptions,
-    Lookup,
     LookupLevel,
+    LookupResult,
     Sources,
 )
 from vllm_hsd.core.stopping import EntropyThresholds
@@ -66,13 +66,13 @@ class Guess:
 
     forget = read
 
-    def lookup(self, tokens, rows, slots, ends, requested) -> Lookup:
+    def lookup(self, tokens, rows, slots, ends, requested) -> LookupResult:
         self.clock.now += SEARCH_SECONDS
         width = int(requested.max(initial=0))
         token_ids = self.guesses[rows[:, None], ends[:, None] + np.arange(width)]
         counts = np.where(self.offers[rows, ends], requested, 0)
         confidence = np.tile(self.confidence ** np.arange(1, width + 1), (len(rows), 1))
-        return Lookup(token_ids, counts, confidence)
+        return LookupResult(token_ids, counts, confidence)
 
 
 @dataclass

@@ -18,7 +18,7 @@ MEMORY = 0.97
 REMEMBERED = 500.0
 
 
-class Acceptance:
+class AcceptanceEstimates:
     """Acceptance probabilities of the tokens of several drafters, given those before were accepted.
 
     A drafter's own estimates are corrected twice: by what became of tokens with such estimates at
@@ -51,12 +51,14 @@ class Acceptance:
         """
         place, at = np.minimum(places, PLACES - 1), bins(estimates)
         accepted, verified = self.shared[:, drafter, place, at]
-        return (accepted + PRIOR_TOKENS * estimates) / (verified + PRIOR_TOKENS)
+        found: np.ndarray = (accepted + PRIOR_TOKENS * estimates) / (verified + PRIOR_TOKENS)
+        return found
 
     def scale(self, drafter: int | slice, slots: np.ndarray) -> np.ndarray:
         """Accepted over expected tokens in these requests, 1 before any: [n], or [drafters, n]."""
         accepted, expected = self.own[:, drafter, slots] + PRIOR_TOKENS
-        return accepted / expected
+        ratio: np.ndarray = accepted / expected
+        return ratio
 
     def ahead(
         self, drafter: int, slots: np.ndarray, places: np.ndarray | int, width: int
@@ -71,7 +73,8 @@ class Acceptance:
         """
         place = np.reshape(places, (-1, 1)) + np.arange(width)
         each = self.expected(drafter, PLACES)[np.minimum(place, PLACES - 1)]
-        return np.minimum(each * self.scale(drafter, slots)[:, None], 1.0)
+        found: np.ndarray = np.minimum(each * self.scale(drafter, slots)[:, None], 1.0)
+        return found
 
     def expected(self, drafter: int, width: int) -> np.ndarray:
         """[width] acceptance of a draft's tokens, whose estimates are not known, in any request.
@@ -82,7 +85,8 @@ class Acceptance:
         prior = PRIOR_TOKENS * PRIOR_ACCEPTANCE
         pooled = (accepted.sum() + prior) / (verified.sum() + PRIOR_TOKENS)
         known = (accepted + PRIOR_TOKENS * pooled) / (verified + PRIOR_TOKENS)
-        return known[np.minimum(np.arange(width), PLACES - 1)]
+        found: np.ndarray = known[np.minimum(np.arange(width), PLACES - 1)]
+        return found
 
     def observe(
         self,
@@ -130,7 +134,8 @@ class Acceptance:
 
 
 def _fading(count: np.ndarray) -> np.ndarray:
-    return REMEMBERED / np.maximum(count, REMEMBERED)
+    kept: np.ndarray = REMEMBERED / np.maximum(count, REMEMBERED)
+    return kept
 
 
 def bins(estimates: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_hsd.core.levels import Lookup, Stateless
+from vllm_hsd.core.levels import LookupResult, Stateless
 from vllm_hsd.core.ngram_model import count_pairs
 from vllm_hsd.core.text_store import TextStore
 
@@ -53,7 +53,7 @@ class BigramLevel(Stateless):
         slots: np.ndarray,
         ends: np.ndarray,
         requested: np.ndarray,
-    ) -> Lookup:
+    ) -> LookupResult:
         """See `core.levels.LookupLevel`."""
         width = int(requested.max(initial=0))
         token_ids = np.zeros((len(rows), width), dtype=np.int64)
@@ -67,4 +67,4 @@ class BigramLevel(Stateless):
             grows = (counts == place) & (last >= 0) & (place < requested)
             token_ids[grows, place], confidence[grows, place] = last[grows], certainty[grows]
             counts += grows
-        return Lookup(token_ids, counts, confidence)
+        return LookupResult(token_ids, counts, confidence)

@@ -26,8 +26,8 @@ from vllm_hsd.core.levels import (
     Level,
     LevelOptions,
     LookupLevel,
-    Selection,
     Sources,
+    StepLevels,
 )
 from vllm_hsd.core.lowest_level import LowestLevel, split_sources
 from vllm_hsd.core.rounds import Round, move_thresholds
@@ -67,7 +67,7 @@ class Cascade:
     ) -> None:
         sources = levels[0] if isinstance(levels[0], Sources) else None
         lengths = [option.draft_length for option in options]
-        self.everything = self.selection = Selection(tuple(range(len(levels))), tuple(lengths))
+        self.everything = self.selection = StepLevels(tuple(range(len(levels))), tuple(lengths))
         lengths[0] = max(lengths[0], horizontal_tokens)
         self.levels = [split_sources(levels[0])[1], *cast(Sequence[Level], levels[1:])]
         self.options, self.horizontal_tokens = list(options), horizontal_tokens
@@ -102,7 +102,7 @@ class Cascade:
         batch: DraftBatch,
         slots: np.ndarray,
         requested: np.ndarray,
-        selection: Selection | None = None,
+        selection: StepLevels | None = None,
     ) -> DraftStore:
         """Draft at most requested[i] tokens for the request in slots[i].
 

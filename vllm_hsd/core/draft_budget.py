@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_hsd.core.acceptance import MEMORY, PLACES, PRIOR_ACCEPTANCE, Acceptance
-from vllm_hsd.core.levels import Selection, Sources
+from vllm_hsd.core.acceptance import MEMORY, PLACES, PRIOR_ACCEPTANCE, AcceptanceEstimates
+from vllm_hsd.core.levels import Sources, StepLevels
 from vllm_hsd.core.rounds import Round
 from vllm_hsd.core.step_times import StepTimes
 from vllm_hsd.core.trials import LONGEST_PAUSE, Trials
@@ -47,7 +47,7 @@ class Prices:
 
     verify: list[np.ndarray]
     forward: list[float]
-    selection: Selection | None = None
+    selection: StepLevels | None = None
 
 
 class DraftBudget:
@@ -78,7 +78,7 @@ class DraftBudget:
         count = 0 if sources is None else len(sources.names)
         pairs = [(low, high) for high in range(1, self.target + 1) for low in range(high)]
         self.rows = {pair: count + i for i, pair in enumerate(pairs)}
-        self.acceptance = Acceptance(count + len(pairs), num_slots)
+        self.acceptance = AcceptanceEstimates(count + len(pairs), num_slots)
         self.trials = Trials(count + len(pairs))
         # By verifier, exponentially forgotten: tokens emitted per request, and time in steps
         # without drafts.
@@ -131,9 +131,9 @@ class DraftBudget:
     def _rate(self, verifier: int, size: int) -> float:
         """Tokens per second at the goodput reached, which is at least that without drafts."""
         gain = max(self.emitted[verifier] / self.spent[verifier], 1.0)
-        return _MARGIN * gain * size / self.times[verifier].seconds(size)
+        return float(_MARGIN * gain * size / self.times[verifier].seconds(size))
 
-    def _select(self, slots: np.ndarray, most: np.ndarray, verify: np.ndarray) -> Selection:
+    def _select(self, slots: np.ndarray, most: np.ndarray, verify: np.ndarray) -> StepLevels:
         """The levels of the next step, and the draft length of every request.
 
         Every level takes from below what makes its own tokens cheapest ("Fast Inference via
@@ -141,7 +141,7 @@ class DraftBudget:
         emitted tokens); the target takes what gains most above its price.
         """
         if verify[-1] >= FORBIDDEN:
-            return Selection()
+            return StepLevels()
         size, target = len(slots), self.target
         feeders, seconds = self._cheapest_paths(size)
         gains = [
@@ -160,7 +160,7 @@ class DraftBudget:
                 )
                 return self._path(top, feeders, lengths)
         if gains[best][0] <= 0:
-            return Selection()
+            return StepLevels()
         return self._path(best, feeders, gains[best][1])
 
     def _cheapest_paths(self, size: int) -> tuple[list[tuple[int, int] | None], list[np.ndarray]]:
@@ -213,7 +213,9 @@ class DraftBudget:
         times = self.times[level]
         return 0.0 * tokens if times.empty else times.seconds(tokens)
 
-    def _path(self, top: int, feeders: list[tuple[int, int] | None], most: np.ndarray) -> Selection:
+    def _path(
+        self, top: int, feeders: list[tuple[int, int] | None], most: np.ndarray
+    ) -> StepLevels:
         levels, lengths = [top], [int(most.max())]
         while (feeder := feeders[levels[0]]) is not None:
             levels.insert(0, feeder[0])
@@ -222,7 +224,7 @@ class DraftBudget:
             lengths.insert(0, self.lengths[0] if own else feeder[1])
         if top == 0 and self.sources is not None:
             lengths[0] = self.lengths[0]
-        return Selection(tuple(levels), tuple(lengths), most)
+        return StepLevels(tuple(levels), tuple(lengths), most)
 
     def observe(self, finished: Round) -> None:
         """Take in a round."""

@@ -156,7 +156,8 @@ def room_below(requested: _N, drafted: _N) -> _N:
 
     One place is kept for the token that its own verification draws. For ints and arrays.
     """
-    return requested - drafted - 1
+    room: _N = requested - drafted - 1
+    return room
 
 
 def ragged_arange(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -167,7 +168,8 @@ def ragged_arange(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def ragged_starts(counts: np.ndarray) -> np.ndarray:
     """For counts [2, 0, 3]: [0, 2, 2], the flat index at which each one begins."""
-    return np.cumsum(counts) - counts
+    starts: np.ndarray = np.cumsum(counts) - counts
+    return starts
 
 
 def last_positions(ends: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -62,7 +62,8 @@ class LevelModels:
 
     def can_draft(self, batch: DraftBatch, level: int, slots: np.ndarray) -> np.ndarray:
         """[n] bool, the requests whose text fits the level and for which it has what it needs."""
-        return (batch.end[slots] <= self.context_lengths[level]) & batch.takes_part(level, slots)
+        fits: np.ndarray = batch.end[slots] <= self.context_lengths[level]
+        return fits & batch.takes_part(level, slots)
 
     def forward(
         self, batch: DraftBatch, level: int, slots: np.ndarray, num_logits: np.ndarray
@@ -181,4 +182,5 @@ class LevelModels:
 def highest_probability(logits: torch.Tensor) -> np.ndarray:
     """[n] float64, of the softmax of each row [n, V]; 0 where the row is not finite."""
     peaks = (logits.amax(-1) - logits.logsumexp(-1)).exp()
-    return np.nan_to_num(peaks.double().cpu().numpy())
+    found: np.ndarray = np.nan_to_num(peaks.double().cpu().numpy())
+    return found

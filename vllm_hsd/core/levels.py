@@ -48,7 +48,7 @@ class Level(Protocol):
 
 
 @dataclass
-class Lookup:
+class LookupResult:
     """What a lookup found for a batch of requests.
 
     Attributes:
@@ -79,7 +79,7 @@ class LookupLevel(Protocol):
         slots: np.ndarray,
         ends: np.ndarray,
         requested: np.ndarray,
-    ) -> Lookup:
+    ) -> LookupResult:
         """Continue `tokens[rows[i], : ends[i]]` by at most requested[i] tokens.
 
         The end of that text may be unverified; `read` has seen the committed part.
@@ -121,7 +121,7 @@ class Sources:
 
 
 @dataclass(frozen=True)
-class Selection:
+class StepLevels:
     """Levels that draft in a step, cheapest first, and the draft length of each; none: no draft.
 
     `most` is how many tokens each request of the step drafts at most, [n] int64; None for no limit
@@ -207,10 +207,12 @@ class DraftBatch:
         """[n] bool, the requests whose tokens are drawn from probabilities that are kept."""
         if self.greedy or self.coupled is None:
             return np.full(len(slots), not self.greedy)
-        return ~self.coupled[slots]
+        drawn: np.ndarray = ~self.coupled[slots]
+        return drawn
 
     def takes_part(self, level: int, slots: np.ndarray) -> np.ndarray:
         """[n] bool, the requests for which the level has what it needs to draft."""
         if self.sits_out is None:
             return np.ones(len(slots), dtype=bool)
-        return ~self.sits_out[level, slots]
+        taking: np.ndarray = ~self.sits_out[level, slots]
+        return taking

@@ -125,7 +125,8 @@ class SourceChoice:
         gained = np.maximum.accumulate(np.maximum(net, 0.0), axis=1).sum(0)
         passes = self.budget.step.forward[self.verifier] * np.arange(1, net.shape[1] + 1)
         pays = (gained - passes).max(initial=0.0) > 0
-        return pays & (net > 0).any(1)
+        going: np.ndarray = pays & (net > 0).any(1)
+        return going
 
     def acceptance_of(
         self, slots: np.ndarray, confidence: np.ndarray, drafted: np.ndarray
@@ -140,7 +141,8 @@ class SourceChoice:
         self.placed += len(slots)
         acceptance = self.budget.acceptance
         found = acceptance.corrected(self.drafter, confidence, drafted)
-        return np.minimum(found * acceptance.scale(self.drafter, slots), 1.0)
+        expected: np.ndarray = np.minimum(found * acceptance.scale(self.drafter, slots), 1.0)
+        return expected
 
     def drafter_offered(
         self,
@@ -168,7 +170,9 @@ class SourceChoice:
             return np.zeros(len(slots))
         net = self._drafter_net(slots, room, sure, np.zeros(len(slots), dtype=np.int64))
         share = self.budget.step.forward[self.verifier] / len(slots)
-        return (net - share * np.arange(1, net.shape[1] + 1)).max(1, initial=0.0)
+        gains: np.ndarray = net - share * np.arange(1, net.shape[1] + 1)
+        best: np.ndarray = gains.max(1, initial=0.0)
+        return best
 
     def _drafter_net(
         self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray, drafted: np.ndarray

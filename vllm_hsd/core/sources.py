@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_hsd.core.acceptance import Acceptance
-from vllm_hsd.core.levels import Lookup
+from vllm_hsd.core.acceptance import AcceptanceEstimates
+from vllm_hsd.core.levels import LookupResult
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Offers:
         counts: [S, n] int64.
         estimates: [S, n, width] float64, the source's own acceptance probability of each token
             after the ones before.
-        expected: [S, n, width] float64, those as `Acceptance.corrected`.
+        expected: [S, n, width] float64, those as `AcceptanceEstimates.corrected`.
     """
 
     token_ids: np.ndarray
@@ -34,7 +34,7 @@ class Offers:
     expected: np.ndarray
 
     @classmethod
-    def of(cls, found: Sequence[Lookup], acceptance: Acceptance) -> Offers:
+    def of(cls, found: Sequence[LookupResult], acceptance: AcceptanceEstimates) -> Offers:
         """What the first lookups found for the same requests, at least one, all of one width."""
         confidence = np.stack([lookup.confidence for lookup in found])
         estimates = confidence.copy()
@@ -83,7 +83,7 @@ class OfferRecord:
 
     def score(
         self,
-        acceptance: Acceptance,
+        acceptance: AcceptanceEstimates,
         tokens: np.ndarray,
         rows: np.ndarray,
         slots: np.ndarray,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from itertools import pairwise
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -89,7 +89,7 @@ class StepTimes:
     def seconds(self, tokens: float) -> float: ...
     @overload
     def seconds(self, tokens: np.ndarray) -> np.ndarray: ...
-    def seconds(self, tokens):
+    def seconds(self, tokens: Any) -> Any:
         """Seconds of passes over `tokens` tokens (any shape), never falling with more tokens.
 
         Between known sizes along a line; above the largest along the line through the

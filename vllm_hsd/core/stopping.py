@@ -7,6 +7,8 @@ dropped. The token that was drawn from an uncertain distribution is kept and is 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -17,7 +19,9 @@ def entropy_nats(logits: torch.Tensor) -> np.ndarray:
     Taken at temperature 1 for every request: it measures the level's confidence, and greedy
     requests have no other distribution with any entropy.
     """
-    return torch.distributions.Categorical(logits=logits).entropy().double().cpu().numpy()
+    distribution: Any = torch.distributions.Categorical(logits=logits)
+    found: np.ndarray = distribution.entropy().double().cpu().numpy()
+    return found
 
 
 class EntropyThresholds:
@@ -43,7 +47,8 @@ class EntropyThresholds:
         """Which entropies ([n], of [n] requests) exceed their request's threshold: [n] bool."""
         count = self.count[level, slots]
         mean = self.total[level, slots] / np.maximum(count, 1)
-        return (entropy > mean) & (count > 0)
+        found: np.ndarray = (entropy > mean) & (count > 0)
+        return found
 
     def observe_rejection(self, level: int, slots: np.ndarray, entropy: np.ndarray) -> None:
         """Add the entropies ([n]) at the positions that the next model up rejected."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_hsd.core.levels import Lookup
+from vllm_hsd.core.levels import LookupResult
 from vllm_hsd.core.text_store import TextStore
 from vllm_hsd.errors import UserError
 
@@ -90,10 +90,10 @@ class SuffixLevel:
         slots: np.ndarray,
         ends: np.ndarray,
         requested: np.ndarray,
-    ) -> Lookup:
+    ) -> LookupResult:
         """See `core.levels.LookupLevel`."""
         width = int(requested.max(initial=0))
-        found = Lookup(
+        found = LookupResult(
             np.zeros((len(rows), width), dtype=np.int64),
             np.zeros(len(rows), dtype=np.int64),
             np.zeros((len(rows), width)),

@@ -48,4 +48,5 @@ class Trials:
         some = max(count // _SHARE, 1)
         # The same ones in all steps of a trial, others in the next.
         first = self.pause[option] // FIRST_PAUSE * some
-        return (np.arange(count) - first) % max(count, 1) < some
+        taken: np.ndarray = (np.arange(count) - first) % max(count, 1) < some
+        return taken

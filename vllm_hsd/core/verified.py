@@ -84,7 +84,7 @@ def append_verified(
     """
     (token_ids, accepted), start = verdict, batch.end[slots] - counts
     is_eos = (token_ids == batch.eos[slots][:, None]) & (token_ids >= 0)
-    ended = is_eos.any(1)
+    ended: np.ndarray = is_eos.any(1)
     last = np.where(ended, is_eos.argmax(1), accepted)
     emitted = last + 1
     batch.tokens[batch.rows[slots], start + last] = token_ids[np.arange(len(slots)), last]

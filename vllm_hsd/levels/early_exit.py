@@ -51,9 +51,9 @@ class EarlyExitLevelConfig(VerifyingKeys):
 
     def build_v2(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build_v2`."""
-        from vllm_hsd.runner_v2.levels import EarlyExitLevel
+        from vllm_hsd.runner_v2.levels import ProgramExit
 
-        return EarlyExitLevel(speculator, index, self.early_exit)
+        return ProgramExit(speculator, index, self.early_exit)
 
     def measured(self, models: Measuring) -> Any:
         """See `LevelConfig.measured`."""

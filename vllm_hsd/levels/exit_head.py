@@ -68,10 +68,10 @@ class ExitHeadLevelConfig(VerifyingKeys):
     def build_v2(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build_v2`."""
         from vllm_hsd.core.exit_head import read_exit_head
-        from vllm_hsd.runner_v2.levels import EarlyExitLevel
+        from vllm_hsd.runner_v2.levels import ProgramExit
 
         head = read_exit_head(self.exit_head)
-        return EarlyExitLevel(speculator, index, head.layer, head)
+        return ProgramExit(speculator, index, head.layer, head)
 
     def measured(self, models: Measuring) -> Any:
         """See `LevelConfig.measured`."""

@@ -37,9 +37,9 @@ class ModelLevelConfig(VerifyingKeys, VllmModelKeys):
 
     def build_v2(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build_v2`."""
-        from vllm_hsd.runner_v2.levels import ModelLevel
+        from vllm_hsd.runner_v2.levels import ProgramModel
 
-        return ModelLevel(speculator, index)
+        return ProgramModel(speculator, index)
 
     def measured(self, models: Measuring) -> Any:
         """See `LevelConfig.measured`."""

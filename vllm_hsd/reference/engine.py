@@ -26,7 +26,7 @@ from vllm_hsd.verify.residual import is_normalized
 
 
 @dataclass
-class Generation:
+class ReferenceAnswer:
     """The tokens of one request and counts of how they were generated.
 
     Attributes:
@@ -111,7 +111,7 @@ class ReferenceEngine:
         top_p: float = 1.0,
         seed: int = 0,
         eos_token_id: int | None = None,
-    ) -> Generation:
+    ) -> ReferenceAnswer:
         """Continue a prompt; an encoder-decoder encodes it and starts from its start token.
 
         Args:
@@ -139,7 +139,7 @@ class ReferenceEngine:
             eos=-1 if eos_token_id is None else eos_token_id,
         )
         self.counters.take()
-        result = Generation()
+        result = ReferenceAnswer()
         while len(result.token_ids) < max_tokens and eos_token_id not in result.token_ids[-1:]:
             # The target adds a token of its own to every draft.
             most = min(self.longest, max_tokens - len(result.token_ids) - 1)

@@ -18,7 +18,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_hsd.core.drafts import ragged_arange
 from vllm_hsd.core.exit_head import ExitHead
-from vllm_hsd.core.levels import Lookup, Stateless
+from vllm_hsd.core.levels import LookupResult, Stateless
 from vllm_hsd.core.vocabulary import fit_logits, readable
 from vllm_hsd.exits import TargetExit
 
@@ -270,7 +270,7 @@ class NgramLevel(Stateless):
         slots: np.ndarray,
         ends: np.ndarray,
         requested: np.ndarray,
-    ) -> Lookup:
+    ) -> LookupResult:
         """See `core.levels.LookupLevel.lookup`."""
         token_ids = np.zeros((len(rows), int(requested.max(initial=0))), dtype=np.int64)
         counts = np.zeros(len(rows), dtype=np.int64)
@@ -285,4 +285,4 @@ class NgramLevel(Stateless):
             counts[i] = len(found)
             token_ids[i, : counts[i]] = found
         confidence = NGRAM_FIRST * NGRAM_LATER ** np.arange(token_ids.shape[1])
-        return Lookup(token_ids, counts, np.tile(confidence, (len(rows), 1)))
+        return LookupResult(token_ids, counts, np.tile(confidence, (len(rows), 1)))

@@ -32,7 +32,7 @@ from vllm_hsd.runner_v2.schedule import Draft, Verify
 _AttentionLayer: Any = AttentionLayerBase
 
 
-class ModelLevel:
+class ProgramModel:
     """A drafter model with its KV cache in the target's block tables.
 
     Args:
@@ -236,11 +236,11 @@ class Uncompiled:
                 module._forward_method = method
 
 
-class EarlyExitLevel(TargetExit, ModelLevel):
+class ProgramExit(TargetExit, ProgramModel):
     """The target's first layers.
 
     Args:
-        speculator, index: as for `ModelLevel`.
+        speculator, index: as for `ProgramModel`.
         num_layers, head: see `TargetExit`.
     """
 
