@@ -7,11 +7,43 @@ from collections.abc import Iterator, Sequence
 
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
+from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_hsd.config import CascadeConfig
-from vllm_hsd.errors import UserError, quoted
-from vllm_hsd.levels import LevelConfig
+from vllm_hsd.errors import UserError, collected, quoted
+from vllm_hsd.levels import LevelConfig, Target
+
+
+def check_cascade(
+    hsd: CascadeConfig, target: Target, arguments: EngineArgs, mistakes: list[str]
+) -> list[SpeculativeConfig | None]:
+    """Check the target, every level, and what they do together.
+
+    Args:
+        hsd: the cascade.
+        target: the target.
+        arguments: of the engine.
+        mistakes: a sentence for each is added.
+
+    Returns:
+        vLLM's configuration of the model that each level loads; None where it loads none.
+    """
+    mistakes += target_mistakes(target.model_config, target.parallel_config)
+    models: list[SpeculativeConfig | None] = []
+    sound: list[LevelConfig | None] = []
+    for i, (level, draft_length) in enumerate(zip(hsd.levels, hsd.draft_lengths, strict=True)):
+        model, before = None, len(mistakes)
+        for name, source in level.named_sources(f"levels[{i}]"):
+            with collected(mistakes):
+                # Only the last source can be a model.
+                model = source.check(name, target, draft_length)
+        models.append(model)
+        sound.append(level if len(mistakes) == before else None)
+    with collected(mistakes):
+        check_exit_order(sound)
+    mistakes += engine_mistakes(hsd, arguments)
+    return models
 
 
 def target_mistakes(model_config: ModelConfig, parallel_config: ParallelConfig) -> Iterator[str]:

@@ -16,9 +16,9 @@ from vllm.utils.hashing import safe_hash
 
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.draft_models import DraftConfig
-from vllm_hsd.errors import UserError, collected
-from vllm_hsd.level_checks import check_exit_order, engine_mistakes, target_mistakes
-from vllm_hsd.levels import LevelConfig, Target
+from vllm_hsd.errors import UserError
+from vllm_hsd.level_checks import check_cascade
+from vllm_hsd.levels import Target
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -61,27 +61,14 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
             cls.check_runner(hsd, target_parallel_config)
         except UserError as error:
             mistakes, refusal = list(error.args), type(error)
-        mistakes += target_mistakes(target_model_config, target_parallel_config)
         target = Target(target_model_config, target_parallel_config, cls.draft_config_class)
-        levels: list[SpeculativeConfig | None] = []
-        sound: list[LevelConfig | None] = []
-        for i, (level, draft_length) in enumerate(zip(hsd.levels, hsd.draft_lengths, strict=True)):
-            model, before = None, len(mistakes)
-            for name, source in level.named_sources(f"levels[{i}]"):
-                with collected(mistakes):
-                    # Only the last source can be a model.
-                    model = source.check(name, target, draft_length)
-            levels.append(model)
-            sound.append(level if len(mistakes) == before else None)
-        with collected(mistakes):
-            check_exit_order(sound)
-        mistakes += engine_mistakes(hsd, arguments)
+        level_configs = check_cascade(hsd, target, arguments, mistakes)
         if mistakes:
             raise refusal(*mistakes)
         return cls(
             method=cls.hsd_method,
             hsd=hsd,
-            level_configs=levels,
+            level_configs=level_configs,
             num_speculative_tokens=hsd.num_speculative_tokens,
             target_model_config=target_model_config,
             target_parallel_config=target_parallel_config,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from vllm_hsd.kernels.keep_rows import keep_rows
 from vllm_hsd.kernels.sample_row import sample_row
 from vllm_hsd.kernels.tree_verify import MAX_NODES, verify_tree
 from vllm_hsd.runner_v2 import cascade_steps
-from vllm_hsd.runner_v2.program import BigramProgramLookup, NgramProgramLookup, Program
+from vllm_hsd.runner_v2.program import Program
 from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState
 from vllm_hsd.runner_v2.schedule import compile_schedule
 
@@ -83,9 +84,9 @@ class Cascade:
         )
         levels: list[Any] = [_Level(self, k in self.exits) for k in range(len(self.lengths))]
         if self.lowest == "ngram":
-            levels[0] = NgramProgramLookup(text, 1, 4)
+            levels[0] = partial(cascade_steps.lookup_ngram, text=text, shortest=1, longest=4)
         elif self.lowest == "bigram":
-            levels[0] = BigramProgramLookup(_empty(self.vocab_size))
+            levels[0] = partial(cascade_steps.lookup_bigram, successor=_empty(self.vocab_size))
         groups = KVGroups(
             _empty(self.groups, dtype=torch.uint64), _longs(self.groups), _empty(self.groups)
         )

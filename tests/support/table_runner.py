@@ -4,6 +4,7 @@ vLLM's own request table, sampler, drafter methods and rejection sampler run as 
 Triton's interpreter; logits of target and drafter are rows of a table that the last token chooses.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,8 +21,9 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator  # no
 from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
 
 from vllm_hsd.config import CascadeConfig  # noqa: E402
+from vllm_hsd.runner_v2.cascade_steps import lookup_bigram, lookup_ngram  # noqa: E402
 from vllm_hsd.runner_v2.metrics import DeviceCounts  # noqa: E402
-from vllm_hsd.runner_v2.program import BigramProgramLookup, NgramProgramLookup, Program  # noqa: E402
+from vllm_hsd.runner_v2.program import Program  # noqa: E402
 from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState  # noqa: E402
 from vllm_hsd.runner_v2.sampler import serve  # noqa: E402
 from vllm_hsd.runner_v2.spec_config import schedule_of, verifiers  # noqa: E402
@@ -118,9 +120,9 @@ class TableCascade(CascadeSpeculator):
 
     def _lookup(self, level, table: torch.Tensor):
         if level.kind == "bigram":
-            return BigramProgramLookup(table.argmax(1).int())
+            return partial(lookup_bigram, successor=table.argmax(1).int())
         text = self.req_states.all_token_ids.gpu
-        return NgramProgramLookup(text, level.ngram.min, level.ngram.max)
+        return partial(lookup_ngram, text=text, shortest=level.ngram.min, longest=level.ngram.max)
 
     def drafts(self, slots: torch.Tensor, states, num_sampled: torch.Tensor) -> torch.Tensor:
         count = len(slots)

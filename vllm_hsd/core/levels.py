@@ -71,6 +71,7 @@ class LookupLevel(Protocol):
         self, tokens: np.ndarray, rows: np.ndarray, slots: np.ndarray, ends: np.ndarray
     ) -> None:
         """Take in the committed text `tokens[rows[i], : ends[i]]` of the request in slots[i]."""
+        return
 
     def lookup(
         self,
@@ -87,6 +88,7 @@ class LookupLevel(Protocol):
 
     def forget(self, slot: int) -> None:
         """The slot's request has ended, or gives its slot up."""
+        return
 
 
 class Stateless:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from vllm_hsd.levels.base import LookupKeys, Name, Place, Target, check_store
@@ -36,7 +37,7 @@ class BigramLevelConfig(LookupKeys):
 
         from vllm_hsd.core.bigram import successors
         from vllm_hsd.core.text_store import read_store
-        from vllm_hsd.runner_v2.program import BigramProgramLookup
+        from vllm_hsd.runner_v2.cascade_steps import lookup_bigram
 
         tokens, _ = successors(read_store(self.bigram, self.kind))
-        return BigramProgramLookup(torch.from_numpy(tokens).to(speculator.device))
+        return partial(lookup_bigram, successor=torch.from_numpy(tokens).to(speculator.device))

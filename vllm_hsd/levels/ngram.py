@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -47,10 +48,10 @@ class NgramLevelConfig(LookupKeys):
 
     def build_v2(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build_v2`."""
-        from vllm_hsd.runner_v2.program import NgramProgramLookup
+        from vllm_hsd.runner_v2.cascade_steps import lookup_ngram
 
         text = speculator.req_states.all_token_ids.gpu
-        return NgramProgramLookup(text, self.ngram.min, self.ngram.max)
+        return partial(lookup_ngram, text=text, shortest=self.ngram.min, longest=self.ngram.max)
 
     def measured(self, models: Measuring) -> Any:
         """None: its drafts are replayed on the texts."""

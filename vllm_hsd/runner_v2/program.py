@@ -6,7 +6,7 @@ depends on data. tests/runner_v2/test_program.py compares the two token for toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -40,42 +40,8 @@ class ProgramLevel(Protocol):
         """
 
 
-class ProgramLookup(Protocol):
-    """A level that finds its drafts without forward passes: point masses."""
-
-    def lookup(self, state: ProposalState) -> None:
-        """Append at most `state.requested[0]` tokens to every text, see `cascade_steps`."""
-
-
-class NgramProgramLookup:
-    """Prompt lookup.
-
-    Args:
-        text: int32 [max_num_reqs, max_model_len], as for `cascade_steps.lookup_ngram`.
-        shortest, longest: lengths of the n-gram.
-    """
-
-    def __init__(self, text: torch.Tensor, shortest: int, longest: int) -> None:
-        self.text, self.shortest, self.longest = text, shortest, longest
-
-    def lookup(self, state: ProposalState) -> None:
-        """See `ProgramLookup`."""
-        cascade_steps.lookup_ngram(state, self.text, shortest=self.shortest, longest=self.longest)
-
-
-class BigramProgramLookup:
-    """The likeliest successor of every token.
-
-    Args:
-        successor: int32 [V], -1 for none.
-    """
-
-    def __init__(self, successor: torch.Tensor) -> None:
-        self.successor = successor
-
-    def lookup(self, state: ProposalState) -> None:
-        """See `ProgramLookup`."""
-        cascade_steps.lookup_bigram(state, self.successor)
+# Appends at most `state.requested[0]` tokens to every text: a lookup of `cascade_steps`.
+ProgramLookup = Callable[[ProposalState], None]
 
 
 class Program:
@@ -104,7 +70,7 @@ class Program:
         """Draft for all requests of `state`, which `cascade_steps.stage` has prepared."""
         for op in self.schedule.ops:
             if isinstance(op, Lookup):
-                cast(ProgramLookup, self.levels[0]).lookup(state)
+                cast(ProgramLookup, self.levels[0])(state)
                 continue
             level = cast(ProgramLevel, self.levels[op.level])
             cascade_steps.place(
