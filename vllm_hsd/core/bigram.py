@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_hsd.core.levels import LookupResult, Stateless
+from vllm_hsd.core.levels import LookupLevel, LookupResult
 from vllm_hsd.core.ngram_model import count_pairs
 from vllm_hsd.core.text_store import TextStore
 
@@ -36,7 +36,7 @@ def successors(store: TextStore) -> tuple[np.ndarray, np.ndarray]:
     return found, probs
 
 
-class BigramLevel(Stateless):
+class BigramLevel(LookupLevel):
     """A lookup of successors, one after the other.
 
     Args:

@@ -75,7 +75,7 @@ def train_heads(
     """
     _check(model, layers)
     train, held_out = _split(tokens, model.config.max_position_embeddings)
-    model = model.eval().requires_grad_(False)
+    model = model.train(False).requires_grad_(False)
     heads = [plain_exit_head(model, layer) for layer in layers]
     before = _evaluate(model, heads, held_out)
     generator = torch.Generator().manual_seed(seed)
@@ -93,7 +93,7 @@ def train_heads(
         optimizer.zero_grad()
         for head in heads:
             log_probs = head.logits(hidden[head.layer]).log_softmax(-1)
-            (-(target * log_probs).sum(-1).mean()).backward()
+            torch.autograd.backward(-(target * log_probs).sum(-1).mean())
         optimizer.step()
         schedule.step()
     after = _evaluate(model, heads, held_out)

@@ -62,8 +62,9 @@ class LevelModels:
 
     def can_draft(self, batch: DraftBatch, level: int, slots: np.ndarray) -> np.ndarray:
         """[n] bool, the requests whose text fits the level and for which it has what it needs."""
-        fits: np.ndarray = batch.end[slots] <= self.context_lengths[level]
-        return fits & batch.takes_part(level, slots)
+        taking = batch.takes_part(level, slots)
+        able: np.ndarray = (batch.end[slots] <= self.context_lengths[level]) & taking
+        return able
 
     def forward(
         self, batch: DraftBatch, level: int, slots: np.ndarray, num_logits: np.ndarray

@@ -65,7 +65,10 @@ class LookupResult:
 
 @runtime_checkable
 class LookupLevel(Protocol):
-    """A source of the lowest level that finds its drafts in texts: proposals are point masses."""
+    """A source of the lowest level that finds its drafts in texts: proposals are point masses.
+
+    One that keeps nothing of a request inherits `read` and `forget`, which do nothing.
+    """
 
     def read(
         self, tokens: np.ndarray, rows: np.ndarray, slots: np.ndarray, ends: np.ndarray
@@ -89,18 +92,6 @@ class LookupLevel(Protocol):
     def forget(self, slot: int) -> None:
         """The slot's request has ended, or gives its slot up."""
         return
-
-
-class Stateless:
-    """A lookup that keeps nothing of a request."""
-
-    def read(
-        self, tokens: np.ndarray, rows: np.ndarray, slots: np.ndarray, ends: np.ndarray
-    ) -> None:
-        """See `LookupLevel.read`."""
-
-    def forget(self, slot: int) -> None:
-        """See `LookupLevel.forget`."""
 
 
 @dataclass

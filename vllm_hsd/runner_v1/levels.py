@@ -18,7 +18,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_hsd.core.drafts import ragged_arange
 from vllm_hsd.core.exit_head import ExitHead
-from vllm_hsd.core.levels import LookupResult, Stateless
+from vllm_hsd.core.levels import LookupLevel, LookupResult
 from vllm_hsd.core.vocabulary import fit_logits, readable
 from vllm_hsd.exits import TargetExit
 
@@ -248,7 +248,7 @@ class EarlyExitLevel(TargetExit, ModelLevel):
 NGRAM_FIRST, NGRAM_LATER = 0.25, 0.8
 
 
-class NgramLevel(Stateless):
+class NgramLevel(LookupLevel):
     """Prompt lookup with vLLM's own matcher.
 
     Args:
