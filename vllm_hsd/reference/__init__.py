@@ -3,8 +3,8 @@
 It hosts what vLLM's runners cannot: draft trees, K drafts, encoder-decoders.
 """
 
-from vllm_hsd.reference.engine import Generation, ReferenceEngine
+from vllm_hsd.reference.engine import ReferenceAnswer, ReferenceEngine
 from vllm_hsd.reference.models import HuggingFaceLevel
 from vllm_hsd.reference.trees import TreeOptions
 
-__all__ = ["Generation", "HuggingFaceLevel", "ReferenceEngine", "TreeOptions"]
+__all__ = ["HuggingFaceLevel", "ReferenceAnswer", "ReferenceEngine", "TreeOptions"]
