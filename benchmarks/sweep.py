@@ -21,7 +21,8 @@ from benchmarks.common import write_csv
 from benchmarks.models.smollm2 import smollm2
 from vllm_hsd.cli import bench, bench_quality, bench_report, greedy
 from vllm_hsd.cli.bench_jobs import Comparison, Job, Results, Setup
-from vllm_hsd.cli.bench_runs import Engines, compare_greedy, progress
+from vllm_hsd.cli.bench_runs import Engines, compare_greedy
+from vllm_hsd.cli.options import progress
 from vllm_hsd.engine import Generation
 from vllm_hsd.planner.prompts import read_prompts
 
@@ -368,7 +369,7 @@ def started(
         engine_args={"dtype": chosen.dtype, "enforce_eager": True, **engine_args},
         output=chosen.output,
     )
-    comparison, setup = bench.with_probed_dtype(comparison, bench.inspect(comparison))
+    comparison, setup = bench.prepare(comparison)
     chosen.dtype = setup.dtype
     with Engines(comparison, setup) as engines:
         yield Sweep([PLAIN, *configs], comparison, setup, engines, ignore_eos=ignore_eos)

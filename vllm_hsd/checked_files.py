@@ -20,43 +20,34 @@ MAX_JSON_BYTES = 64 << 20
 
 
 def read_json(path: str | Path, key: str, writer: str, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Parse a JSON file.
+    """Parse a JSON file of at most `max_bytes`.
 
     Args:
-        path: the file.
         key: what the user calls it; every message begins with it.
         writer: the command that writes such files, for the message.
-        max_bytes: longest file that is read.
 
     Raises:
         UserError: no such file, too long, not UTF-8, not JSON (NaN and repeated keys are not), or
             nested too deeply.
     """
-    path = str(path)
+    path, named = Path(path), f"{key}: {quoted(str(path))}"
     if not os.path.isfile(path):
-        raise UserError(f"{key}: no file {quoted(path)}; `{writer}` writes one.")
+        raise UserError(f"{key}: no file {quoted(str(path))}; `{writer}` writes one.")
     try:
-        size = os.path.getsize(path)
-        if size > max_bytes:
-            raise UserError(
-                f"{key}: {quoted(path)} has {size} bytes, above the limit of {max_bytes}: give a "
-                f"file that `{writer}` wrote."
-            )
-        text = Path(path).read_bytes().decode("utf-8")
+        if (size := path.stat().st_size) > max_bytes:
+            fault = f"has {size} bytes, above the limit of {max_bytes}"
+        else:
+            text = path.read_bytes().decode("utf-8")
+            return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
     except OSError as error:
         reason = error.strerror or error
-        raise UserError(f"{key}: cannot read {quoted(path)} ({reason}).") from None
+        raise UserError(f"{key}: cannot read {quoted(str(path))} ({reason}).") from None
     except UnicodeDecodeError:
-        raise UserError(
-            f"{key}: {quoted(path)} is not text in UTF-8: give a file that `{writer}` wrote."
-        ) from None
-    try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+        fault = "is not text in UTF-8"
     except (ValueError, RecursionError) as error:  # ValueError: also integers of 4300 digits
-        reason = "nested too deeply" if isinstance(error, RecursionError) else brief(error)
-        raise UserError(
-            f"{key}: {quoted(path)} is not JSON ({reason}): give a file that `{writer}` wrote."
-        ) from None
+        deep = isinstance(error, RecursionError)
+        fault = f"is not JSON ({'nested too deeply' if deep else brief(error)})"
+    raise UserError(f"{named} {fault}: give a file that `{writer}` wrote.")
 
 
 def _refuse_constant(name: str) -> None:
@@ -73,12 +64,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_safetensors(path: str | Path) -> None:
-    """Check that a .safetensors file has a valid header and exactly the bytes that it declares.
-
-    Only the header is read.
-
-    Raises:
-        UserError: cut off, damaged or not such a file; the message begins with the file.
+    """Check by its header that a .safetensors file is whole: UserError, which begins with the file,
+    if it is cut off, damaged or not such a file.
     """
     try:
         with safe_open(path, framework="np"):
@@ -92,24 +79,14 @@ def check_safetensors(path: str | Path) -> None:
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a .safetensors file declares.
-
-    Attributes:
-        facts: its metadata.
-        types: of every tensor, "F32".
-        shapes: of every tensor.
-    """
+    """What a .safetensors file declares: its metadata, and types ("F32") and shapes by tensor."""
 
     facts: dict[str, str]
     types: dict[str, str]
     shapes: dict[str, tuple[int, ...]]
 
     def number(self, fact: str, low: int, high: int) -> int:
-        """A whole number of the metadata.
-
-        Raises:
-            ValueError: it is not there, or not within [low, high].
-        """
+        """A whole number of the metadata; ValueError if it is not there or not in [low, high]."""
         digits = self.facts.get(fact, "")
         if not (digits.isascii() and digits.isdigit() and len(digits) < 10):
             raise ValueError(f"its {fact} is not a number")
@@ -129,7 +106,6 @@ def read_tensors(
     """Read the tensors of a .safetensors file, whose header is checked before memory is taken.
 
     Args:
-        path: the file, which is there.
         names: the tensors that it must hold, and no others.
         check: raises ValueError for a header that is not as it must be; returns what it says.
         blame: from a reason to the sentence that tells the user.
@@ -178,3 +154,9 @@ def written_whole(path: str | Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write a JSON file, whole or not at all; raises UserError where it cannot be written."""
+    with written_whole(path) as unfinished:
+        unfinished.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

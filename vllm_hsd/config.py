@@ -53,10 +53,7 @@ class CascadeConfig(Keys):
 
     @classmethod
     def parse(cls, raw: object) -> CascadeConfig:
-        """Check the keys that a user gave next to `method: "hsd"`.
-
-        Args:
-            raw: the mapping as parsed from JSON, dashes or underscores in its keys.
+        """Check the keys that a user gave next to `method: "hsd"`, as parsed from JSON.
 
         Raises:
             UserError: one sentence that names the key, and the file if one was read.
@@ -164,14 +161,10 @@ class CascadeConfig(Keys):
 
 
 def read_speculative_config(raw: object) -> dict[str, Any]:
-    """The mapping given as `speculative_config`, with underscores in its keys.
-
-    Args:
-        raw: what a user gave, None for nothing.
+    """The mapping given as `speculative_config` (None for nothing), with underscores in its keys.
 
     Raises:
-        UserError: not a mapping, a key that is not text, or a key given with a dash and with an
-            underscore.
+        UserError: not a mapping, a key that is not text, or one given with a dash and without.
     """
     if raw is None:
         return {}

@@ -26,7 +26,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 @config
 class DraftConfig(SpeculativeConfig):
-    """vLLM's configuration of one drafter; its vocabulary is checked by `_check_model`."""
+    """vLLM's configuration of one drafter, whose vocabulary is checked here."""
 
     def verify_equal_vocab_size_if_draft_model(self) -> None:
         """Our own message names the level and explains padded vocabularies."""
@@ -45,11 +45,9 @@ def draft_config(
 
     Args:
         name: what messages call the level, "levels[i]".
-        kind: the level's.
         path: path or name of the model.
         keys: vLLM's per-model keys that were given.
         draft_length: tokens that it drafts at a time.
-        target: the target.
         method: vLLM's name of such a drafter.
 
     Raises:
@@ -60,8 +58,11 @@ def draft_config(
     looks_local = os.path.isabs(model) or path.startswith((".", "~"))
     if looks_local and not os.path.isdir(model):
         raise UserError(f"{key}: no directory {quoted(path)}; give a model's path or name.")
-    if os.path.isdir(model):
-        _check_weights(key, model)
+    for weights in sorted(Path(model).glob("*.safetensors")) if os.path.isdir(model) else ():
+        try:
+            check_safetensors(weights)
+        except UserError as error:
+            raise UserError(f"{key}: {error}") from error
     tp = target.parallel_config.tensor_parallel_size
     if keys.get("draft_tensor_parallel_size", tp) != tp:
         raise UserError(
@@ -88,33 +89,19 @@ def draft_config(
         raise UserError(
             f"{key} {quoted(path)} cannot be loaded as a drafter: {_reason(error)}."
         ) from error
-    is_head = method == "eagle3"
-    _check_model(f"{key} {quoted(path)}", parsed.draft_model_config, target.model_config, is_head)
-    if hasattr(parsed.draft_model_config.hf_config, "ptd_token_id"):
-        raise UserError(
-            f"{key} {quoted(path)} drafts all tokens in parallel, which levels do not: use "
-            "a head that drafts one token after the other, or vLLM's own method 'eagle3'."
-        )
-    return parsed
-
-
-def _check_weights(key: str, directory: str) -> None:
-    for path in sorted(Path(directory).glob("*.safetensors")):
-        try:
-            check_safetensors(path)
-        except UserError as error:
-            raise UserError(f"{key}: {error}") from error
-
-
-def _check_model(
-    named: str, draft_config: ModelConfig, target_config: ModelConfig, is_head: bool
-) -> None:
-    if draft_config.is_hybrid or draft_config.is_attention_free:
+    named, model_config = f"{key} {quoted(path)}", parsed.draft_model_config
+    if model_config.is_hybrid or model_config.is_attention_free:
         raise UserError(
             f"{named} keeps recurrent state and cannot take back rejected "
             "tokens: use an attention-only drafter."
         )
-    _check_vocabulary(named, draft_config, target_config, is_head)
+    _check_vocabulary(named, model_config, target.model_config, method == "eagle3")
+    if hasattr(model_config.hf_config, "ptd_token_id"):
+        raise UserError(
+            f"{named} drafts all tokens in parallel, which levels do not: use "
+            "a head that drafts one token after the other, or vLLM's own method 'eagle3'."
+        )
+    return parsed
 
 
 def _check_vocabulary(

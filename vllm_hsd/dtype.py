@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hsd import host
-from vllm_hsd.checked_files import written_whole
+from vllm_hsd.checked_files import write_json
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.errors import UserError, brief
 
@@ -57,18 +57,19 @@ def choose_dtype(model: str) -> Choice:
         UserError: the model's configuration cannot be read, or float32 does not run either.
     """
     shapes = probe_shapes(model)
+    found, threads = host.versions(), os.environ.get("OMP_NUM_THREADS", "")
+    parts = [host.processor(), host.cores(), threads, found.get("torch"), found.get("vllm")]
+    text = json.dumps([*parts, sorted(host.flags()), sorted(shapes.items())])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-hsd"
-    file = cache / f"dtype-{_fingerprint(shapes)}.json"
+    file = cache / f"dtype-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     try:
         return Choice(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):  # not probed yet, or not by this version
-        pass
-    choice = _probe(shapes)
+        choice = _probe(shapes)
     # A home that cannot be written: the next process probes again.
     with contextlib.suppress(OSError, UserError):
         cache.mkdir(parents=True, exist_ok=True)
-        with written_whole(file) as unfinished:
-            unfinished.write_text(json.dumps(asdict(choice)))
+        write_json(file, asdict(choice))
     return choice
 
 
@@ -86,26 +87,20 @@ def probe_shapes(model: str) -> dict[str, int]:
         raise UserError(f"the model '{model}' has no configuration ({brief(error)}).") from None
     hidden, heads = config.hidden_size, config.num_attention_heads
     inner = getattr(config, "intermediate_size", None)
-    shapes = {
-        "hidden_size": hidden,
-        "intermediate_size": inner if isinstance(inner, int) else 4 * hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or hidden // heads,
-    }
-    per_layer = 3 * hidden * shapes["intermediate_size"] + 2 * hidden * shapes["head_dim"] * (
-        heads + shapes["num_key_value_heads"]
+    inner = inner if isinstance(inner, int) else 4 * hidden
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    layers = round(
+        PROBE_PARAMETERS / (3 * hidden * inner + 2 * hidden * head_dim * (heads + kv_heads))
     )
-    layers = round(PROBE_PARAMETERS / per_layer)
-    return shapes | {"num_hidden_layers": max(1, min(layers, config.num_hidden_layers))}
-
-
-def _fingerprint(shapes: Mapping[str, int]) -> str:
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    found = host.versions()
-    parts = [host.processor(), host.cores(), threads, found.get("torch"), found.get("vllm")]
-    text = json.dumps([*parts, sorted(host.flags()), sorted(shapes.items())])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "num_hidden_layers": max(1, min(layers, config.num_hidden_layers)),
+    }
 
 
 def _probe(shapes: Mapping[str, int]) -> Choice:
@@ -128,23 +123,21 @@ def _probe(shapes: Mapping[str, int]) -> Choice:
             exact.wait()
             try:
                 fast.generate([[1, 2, 3]], {"max_tokens": 4, "ignore_eos": True})
-                ratios = {tokens: _ratio(fast, exact, tokens) for tokens in STEP_TOKENS}
+                ratios = [
+                    statistics.median(
+                        fast.call(forward_seconds, tokens) / exact.call(forward_seconds, tokens)
+                        for _ in range(ROUNDS)
+                    )
+                    for tokens in STEP_TOKENS
+                ]
             except UserError as error:
                 return Choice(EXACT, f"bfloat16 does not run on this CPU: {brief(error)}")
-    figures = " and ".join(f"{ratio:.2f}" for ratio in ratios.values())
+    figures = " and ".join(f"{ratio:.2f}" for ratio in ratios)
     reason = (
-        f"a bfloat16 step over {' and '.join(map(str, ratios))} tokens takes {figures} of a "
+        f"a bfloat16 step over {' and '.join(map(str, STEP_TOKENS))} tokens takes {figures} of a "
         "float32 step's time on this CPU"
     )
-    return Choice(FAST if math.prod(ratios.values()) < 1 else EXACT, reason)
-
-
-def _ratio(fast: EngineProcess, exact: EngineProcess, tokens: int) -> float:
-    """Median over rounds of the one's time over the other's."""
-    return statistics.median(
-        fast.call(forward_seconds, tokens) / exact.call(forward_seconds, tokens)
-        for _ in range(ROUNDS)
-    )
+    return Choice(FAST if math.prod(ratios) < 1 else EXACT, reason)
 
 
 def forward_seconds(llm: Any, tokens: int) -> float:

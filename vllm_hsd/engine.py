@@ -7,11 +7,14 @@ and inspect it.
 
 from __future__ import annotations
 
+import pkgutil
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
+
+import numpy as np
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.worker_process import WorkerProcess, at_end, reason_of, send_to_parent
@@ -25,19 +28,17 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Generation:
-    """Output and measurements of one `EngineProcess.generate`.
+    """Output and measurements of one `EngineProcess.generate`; lists are by prompt, in order.
 
     Attributes:
-        token_ids, texts: output of every prompt, in order.
         seconds: wall time from the first request's arrival to the last token.
         cpu_seconds: CPU time of the process meanwhile, all threads together.
-        first_token_seconds: time to first token of every prompt; all prompts arrive at once.
-        last_token_seconds: time to the last token of every prompt.
-        target_steps: steps of the target that emitted tokens, of every prompt.
+        first_token_seconds, last_token_seconds: time to it; all prompts arrive at once.
+        target_steps: steps of the target that emitted tokens.
         drafted, accepted: draft tokens that the target verified and accepted.
-        levels: counts of every level of a cascade, cheapest first (see
-            `metrics.COUNTERS`); empty for other methods.
-        step_lengths: tokens of every step of the target, of every prompt.
+        levels: counts of every level of a cascade, cheapest first (see `metrics.COUNTERS`); empty
+            for other methods.
+        step_lengths: tokens of every step of the target.
     """
 
     token_ids: list[list[int]]
@@ -90,20 +91,16 @@ class EngineProcess(WorkerProcess):
         return psutil.Process(self._process.pid).memory_full_info().uss
 
     def wait(self) -> None:
-        """Wait until the engine has loaded.
-
-        Raises:
-            UserError: it could not.
-        """
+        """Wait until the engine has loaded; raises UserError if it cannot."""
         if not self._ready:
             self._receive("cannot start")
             self._ready = True
 
-    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`function(llm, *args, **kwargs)`, called in the process with its `vllm.LLM`.
+    def call(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:
+        """As `WorkerProcess.call`: `function(llm, *args, **kwargs)` with the process's `vllm.LLM`.
 
-        Raises:
-            UserError: as `WorkerProcess.call`.
+        Args:
+            function: or "module:name" of one whose module this process need not import.
         """
         self.wait()
         return super().call(_with_engine, function, *args, **kwargs)
@@ -125,8 +122,7 @@ class EngineProcess(WorkerProcess):
         shared = isinstance(sampling_params, Mapping)
         each = [sampling_params] * len(prompts) if shared else list(sampling_params)
         self.wait()
-        arguments = (generate, list(prompts), each, on_text is not None)
-        self._send(_with_engine, arguments, {})
+        self._send(_with_engine, (generate, list(prompts), each, on_text is not None), {})
         return self._receive("failed", on_text and (lambda new: on_text(*new)))
 
     def select_levels(self, levels: Sequence[int], draft_lengths: Sequence[int]) -> None:
@@ -139,7 +135,7 @@ class EngineProcess(WorkerProcess):
         Raises:
             UserError: the engine does not serve method "hsd", or was not started for these.
         """
-        self.call(select_levels, list(levels), list(draft_lengths))
+        self.call(_select_levels, list(levels), list(draft_lengths))
 
 
 # What follows runs in the child process.
@@ -155,7 +151,9 @@ def _load(engine_args: dict[str, Any]) -> None:
     at_end.callback(_engine.llm_engine.engine_core.shutdown)
 
 
-def _with_engine(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _with_engine(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(function, str):
+        function = pkgutil.resolve_name(function)
     return function(_engine, *args, **kwargs)
 
 
@@ -175,10 +173,7 @@ def configuration_error(engine_args: Mapping[str, Any]) -> str | None:
 
 
 def generate(
-    llm: Any,
-    prompts: list[Prompt],
-    sampling_params: list[Mapping[str, Any]],
-    stream: bool = False,
+    llm: Any, prompts: list[Prompt], sampling_params: list[Mapping[str, Any]], stream: bool = False
 ) -> Generation:
     """See `EngineProcess.generate`; with `stream`, new text is sent to the parent at once."""
     from vllm.sampling_params import RequestOutputKind
@@ -213,7 +208,7 @@ def generate(
             if stream and sequence.text:
                 send_to_parent((i, sequence.text))
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
-    drafted, accepted = _counts(llm)
+    drafted, accepted = _counts(llm) - before
     return Generation(
         token_ids,
         texts,
@@ -222,8 +217,8 @@ def generate(
         first,
         last,
         [len(own) for own in steps],
-        drafted - before[0],
-        accepted - before[1],
+        int(drafted),
+        int(accepted),
         counted_since(levels_before),
         steps,
     )
@@ -242,26 +237,22 @@ def vllm_params(llm: Any, given: Mapping[str, Any]) -> Any:
     return SamplingParams(**arguments)
 
 
-def _counts(llm: Any) -> tuple[int, int]:
-    """Tokens drafted for and accepted by the target so far."""
+def _counts(llm: Any) -> np.ndarray:
+    """[2] tokens drafted for and accepted by the target so far."""
     values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-    drafted, accepted = (
-        int(values.get(f"vllm:spec_decode_num_{name}_tokens", 0)) for name in ("draft", "accepted")
-    )
-    return drafted, accepted
+    names = (f"vllm:spec_decode_num_{name}_tokens" for name in ("draft", "accepted"))
+    return np.array([values.get(name, 0) for name in names])
 
 
-def select_levels(llm: Any, levels: list[int], draft_lengths: list[int]) -> None:
-    """See `EngineProcess.select_levels`."""
-    llm.collective_rpc(_select_levels, args=(levels, draft_lengths))
+def _select_levels(llm: Any, levels: list[int], draft_lengths: list[int]) -> None:
+    llm.collective_rpc(_select_in_worker, args=(levels, draft_lengths))
 
 
-def _select_levels(worker: Any, levels: list[int], draft_lengths: list[int]) -> None:
+def _select_in_worker(worker: Any, levels: list[int], draft_lengths: list[int]) -> None:
     drafter = getattr(worker.model_runner, "drafter", None)
-    select = getattr(drafter, "select_levels", None)
-    if select is None:
+    if not hasattr(drafter, "select_levels"):
         raise UserError(
             'levels can be selected only with method "hsd" on vLLM\'s V1 runner '
             "(VLLM_USE_V2_MODEL_RUNNER=0)"
         )
-    select(levels, draft_lengths)
+    drafter.select_levels(levels, draft_lengths)

@@ -1,4 +1,4 @@
-"""Where vLLM's configuration becomes ours, and which model runner serves it.
+"""Intercepts `create_speculative_config`: parses our keys and picks the V1 or V2 classes.
 
 On CUDA a configuration of ours is served by vLLM's V2 runner, or by V1 where V2 cannot; elsewhere
 by V1. `VLLM_USE_V2_MODEL_RUNNER` decides otherwise. Importing this module imports nothing of vLLM:
@@ -70,11 +70,7 @@ def _may_be_ours(arguments) -> bool:
 
 
 def _speculative_keys(arguments) -> dict[str, Any]:
-    """Speculative configuration of the engine's arguments, spelled with underscores.
-
-    Raises:
-        UserError: it is not a mapping, or gives a key twice.
-    """
+    """Speculative configuration of the engine's arguments, spelled with underscores."""
     from vllm_hsd.config import read_speculative_config
 
     raw = read_speculative_config(arguments.speculative_config)
@@ -84,10 +80,11 @@ def _speculative_keys(arguments) -> dict[str, Any]:
         "num_speculative_tokens": ("--spec-tokens", arguments.spec_tokens),
     }
     for key, (flag, value) in flags.items():
-        if value is not None and key in raw:
+        if value is None:
+            continue
+        if key in raw:
             raise UserError(f"{flag} and the key {key} of speculative_config exclude each other.")
-        if value is not None:
-            raw[key] = value
+        raw[key] = value
     return raw
 
 

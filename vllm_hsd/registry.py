@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import pkgutil
 import threading
 from collections import ChainMap
 from collections.abc import Callable, Mapping
@@ -36,13 +37,12 @@ _MARK = "__vllm_hsd__"
 
 @dataclass(frozen=True)
 class Hook:
-    """One name of vLLM that this package replaces, changes or overrides.
+    """One name (module and attributes) of vLLM that this package replaces, changes or overrides.
 
     What is only read has no entry: its absence raises by itself, and `tools.vllm_diff` finds it in
     the source.
 
     Attributes:
-        name: module and attribute path.
         how: "replaced" in its class or module; "changed" in place; "on runner" replaced on one
             runner instance; "overridden" in a subclass of ours.
         why: purpose of the dependency.
@@ -85,11 +85,7 @@ class Registry:
         self._lock = threading.RLock()
 
     def register(self, hook: Hook) -> None:
-        """Add a name.
-
-        Raises:
-            ValueError: the name is there already.
-        """
+        """Add a name; raises ValueError if it is there already."""
         if hook.name in self.hooks:
             raise ValueError(f"'{hook.name}' is registered twice")
         self.hooks[hook.name] = hook
@@ -102,43 +98,34 @@ class Registry:
     def replaces(
         self,
         name: str,
-        parameters: tuple | None,
+        parameters: tuple | None = None,
         *,
         why: str,
         until: str = "",
         issue: str = "",
+        how: How = "replaced",
     ) -> Callable[[Callable], Callable]:
         """Register the decorated function as the replacement of a function or method of vLLM.
 
-        The decorated function is called as f(original, *arguments).
+        It is called as f(original, *arguments); "on runner" as f(original, owner, *arguments) for a
+        method of one object. One that has "changed" a name is called by `install`.
         """
-        return self._registered(Hook(name, "replaced", why, parameters, issue, until))
+        hook = Hook(name, how, why, parameters, issue, until)
 
-    def changes(
-        self, name: str, *, why: str, until: str = "", issue: str = ""
-    ) -> Callable[[Callable], Callable]:
-        """Register the decorated function, which `install` calls, as one that changes a name."""
-        return self._registered(Hook(name, "changed", why, None, issue, until))
-
-    def replaces_on_runner(
-        self, name: str, parameters: tuple, *, why: str, until: str = "", issue: str = ""
-    ) -> Callable[[Callable], Callable]:
-        """Like `replaces`, for a method of one object; f(original, owner, *arguments)."""
-        return self._registered(Hook(name, "on runner", why, parameters, issue, until))
-
-    def _registered(self, hook: Hook) -> Callable[[Callable], Callable]:
         def decorate(replacement: Callable) -> Callable:
             self.register(hook)
-            self.replacements[hook.name] = replacement
+            self.replacements[name] = replacement
             return replacement
 
         return decorate
 
+    changes = functools.partialmethod(replaces, how="changed")
+    replaces_on_runner = functools.partialmethod(replaces, how="on runner")
+
     def install(self) -> None:
         """Replace and change all registered names of vLLM; does nothing when called again.
 
-        Raises:
-            UserError: the installed vLLM differs; nothing was replaced.
+        Raises UserError, and replaces nothing, where the installed vLLM differs.
         """
         with self._lock:
             if self._installed:
@@ -176,11 +163,7 @@ class Registry:
         return [fault for fault in faults if fault is not None]
 
     def load(self) -> None:
-        """Import the modules that register names.
-
-        Raises:
-            ImportError or AttributeError: they need a name that the installed vLLM does not have.
-        """
+        """Import the modules that register names; raises if vLLM lacks what they need."""
         if self._shared is not None:
             self._shared.load()
         for module in self._modules:
@@ -239,30 +222,14 @@ def fault_of(hook: Hook) -> str | None:
         return None
     found = inspect.unwrap(found)
     parameters = tuple(inspect.signature(found).parameters)
-    tested = hook.parameters if _several(hook.parameters) else (hook.parameters,)
+    several = hook.parameters and isinstance(hook.parameters[0], tuple)
+    tested = hook.parameters if several else (hook.parameters,)
     if parameters not in tested:
         expected = " or ".join(f"({', '.join(names)})" for names in tested)
         return f"{hook.name} takes ({', '.join(parameters)}), not {expected}."
     return None
 
 
-def _several(parameters: tuple) -> bool:
-    return bool(parameters) and isinstance(parameters[0], tuple)
-
-
 def resolve(name: str) -> Any:
-    """Object with a dotted name of module and attributes.
-
-    Raises:
-        AttributeError or ImportError: there is none.
-    """
-    parts = name.split(".")
-    for cut in range(len(parts) - 1, 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:cut]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[cut:]:
-            found = getattr(found, part)
-        return found
-    raise ImportError(f"no module in '{name}'")
+    """Object with a dotted name; raises AttributeError or ImportError where there is none."""
+    return pkgutil.resolve_name(name)

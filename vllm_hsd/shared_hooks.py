@@ -34,14 +34,7 @@ STOCK_METHODS = {
 
 
 def install(runner: str) -> None:
-    """Replace what a runner's part replaces.
-
-    Args:
-        runner: "V1" or "V2".
-
-    Raises:
-        UserError: the installed vLLM differs from the tested releases; nothing was replaced.
-    """
+    """Replace what the part of a runner, "V1" or "V2", replaces; see `Registry.install`."""
     importlib.import_module(f"vllm_hsd.runner_{runner.lower()}.hooks").REGISTRY.install()
 
 

@@ -43,11 +43,7 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
 
     @classmethod
     def create(cls, raw: dict, target_model_config, target_parallel_config, arguments: EngineArgs):
-        """Check the user's keys and build the configuration.
-
-        Args:
-            raw: the keys.
-            arguments: of the engine.
+        """Check the user's keys against the target and the engine's arguments.
 
         Raises:
             UserError: a sentence for every mistake, which names the key and the fix; of the class
@@ -81,11 +77,7 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
 
     @classmethod
     def check_runner(cls, hsd: CascadeConfig, target_parallel_config) -> None:
-        """Check that the runner can serve such a cascade.
-
-        Raises:
-            UserError: names the key.
-        """
+        """Raises a UserError that names the key where the runner cannot serve the cascade."""
 
     def __post_init__(self) -> None:
         # Code of vLLM that knows one drafter sees the highest level that is a model of its own, or

@@ -27,10 +27,8 @@ class HierarchicalConfig(BlockVerificationConfig):
 
     @classmethod
     def create(cls, raw: dict[str, Any], target_model_config, target_parallel_config) -> Self:
-        """Check the user's keys and build the configuration.
-
-        Raises:
-            UserError: the runner does not host the drafter, or vLLM refuses a key.
+        """Check the user's keys: UserError where the runner does not host the drafter, or vLLM
+        refuses a key.
         """
         try:
             parsed = cls(
@@ -44,10 +42,8 @@ class HierarchicalConfig(BlockVerificationConfig):
         return parsed
 
     def check_runner(self) -> None:
-        """Check that the runner can serve the drafter.
-
-        Raises:
-            UserError: names the key; a `NeedsV1` where V2 cannot and V1 may.
+        """Raises a UserError that names the key where the runner cannot serve the drafter; a
+        `NeedsV1` where V1 may.
         """
 
 
@@ -67,11 +63,7 @@ class V1BlockVerificationConfig(HierarchicalConfig):
 
 @config
 class V2BlockVerificationConfig(HierarchicalConfig):
-    """Block verification on V2.
-
-    Attributes:
-        hsd_couples_all: whether every sampled request is coupled, not only those with a seed.
-    """
+    """Block verification on V2; `hsd_couples_all`: of every sampled request, seed or not."""
 
     hsd_runner: ClassVar[str] = "V2"
     hsd_couples_all = False

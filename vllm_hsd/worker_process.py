@@ -71,8 +71,8 @@ class WorkerProcess:
         """`function(*args, **kwargs)`, called in the process; all must be picklable.
 
         Raises:
-            UserError: the function raised, or the process died; says why and where the log is. The
-                traceback of the process is attached as a note.
+            UserError: the function raised (its traceback is a note), or the process died; says why
+                and where the log is.
         """
         self._send(function, args, kwargs)
         return self._receive("failed")
@@ -100,7 +100,10 @@ class WorkerProcess:
                 succeeded, answer = self._pipe.recv()
         except (EOFError, ConnectionResetError):
             self._process.join()
-            raise self._error(f"ended early with {_exit_status(self._process.exitcode)}") from None
+            code = self._process.exitcode or 0
+            status = f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
+            hint = '; try dtype "float32"' if -code == signal.SIGILL else ""
+            raise self._error(f"ended early with {status}{hint}") from None
         if succeeded:
             return answer
         reason, trace = answer
@@ -138,13 +141,6 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def _exit_status(code: int | None) -> str:
-    if code is not None and code < 0:
-        hint = '; try dtype "float32"' if -code == signal.SIGILL else ""
-        return f"signal {signal.Signals(-code).name}{hint}"
-    return f"status {code}"
 
 
 # What follows runs in the child process.

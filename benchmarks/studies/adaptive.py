@@ -19,8 +19,7 @@ from benchmarks.studies.configs import fixed, levels, missing
 from benchmarks.studies.demo import read_demo_prompts
 from benchmarks.studies.streams import keep_streams
 from benchmarks.sweep import Sweep
-from vllm_hsd.cli.bench_runs import progress
-from vllm_hsd.cli.options import integers
+from vllm_hsd.cli.options import integers, progress
 
 
 def configurations() -> dict[str, dict[str, Any]]:

@@ -213,10 +213,8 @@ def test_table_and_files(fakes, tmp_path):
     assert figures == ["5.0", "4.00", "(4.00-8.00)", "4.00", "0.50", "0.75", "500.0", "0"]
     assert "55005" in table  # the n-gram configuration samples with vLLM's own sampler
     written = bench_report.write(results, rows)
-    assert written == [
-        "Written: "
-        + ", ".join(str(tmp_path / f"bench.{kind}") for kind in ("json", "csv", "png", "html"))
-    ]
+    paths = (str(tmp_path / f"bench.{kind}") for kind in ("json", "csv", "html"))
+    assert written == f"Written: {', '.join(paths)}"
     document = json.loads((tmp_path / "bench.json").read_text())
     assert document["rows"] == rows
     assert document["dtype"] == "float32" and "1 thread" in document["machine"]
@@ -225,7 +223,6 @@ def test_table_and_files(fakes, tmp_path):
     assert list(table_rows[0]) == [*KEYS, "error"]
     assert json.loads(table_rows[2]["config"]) == CASCADE
     assert table_rows[2]["acceptance"] == "0.5000 0.7500"
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,6 @@ def fails(capsys, *arguments):
         (["--max-draft-tokens", 5], "covers 1 to 4 tokens"),
         (["--batch-sizes", 3], "batch size 3 was not measured"),
         (["--batch-sizes", 0], "--batch-sizes has 0"),
-        (["--output-tokens", 1], "--output-tokens"),
         (["-o", "nowhere/cascade.json"], "no directory 'nowhere'"),
     ],
 )
@@ -76,8 +75,9 @@ def test_a_profile_of_another_machine_is_planned_with_a_warning(profile, tmp_pat
         (["--target", "T", "--models", "A", "--max-draft-tokens", 65], "give 1 to 64"),
         (["--target", "T", "--models", "A", "--batch-sizes", 0], "--batch-sizes must be at least"),
         (["--target", "T", "--models", "A", "--num-prompts", 0], "--num-prompts is 0"),
+        (["--target", "T", "--models", "A", "--engine-args", "{"], "--engine-args is not JSON"),
         (["--target", "T", "--models", "A", "-o", "x/p.json"], "no directory 'x'"),
-        (["--target", "T", "--models", "A", "-o", "p.npz"], "names the JSON file"),
+        (["--target", "T", "--models", "A", "-o", "p.safetensors"], "names the JSON file"),
         (["--target", "T", "--models", "A", "--prompts", "none.jsonl"], "no prompts file"),
         (["--target", "T", "--models", "A", "--prompts", "empty.txt"], "holds no prompt"),
         (["--target", "T", "--models", "A", "--prompts", "lines.jsonl"], "line 1 of"),

@@ -210,7 +210,7 @@ def test_profile_command_without_timing_and_prompts(text_family, tmp_path, capsy
         "--num-prompts", 8, "--max-draft-tokens", 3, "--skip-timing", "-o", path,
     )  # fmt: skip
     assert status == 0
-    assert {p.name for p in tmp_path.iterdir()} == {"profile.json", "profile.npz"}
+    assert {p.name for p in tmp_path.iterdir()} == {"profile.json", "profile.safetensors"}
     captured = capsys.readouterr()
     assert "No --prompts" in captured.err and "acceptance rates" in captured.out
     profile = load_profile(path)

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from support.plain_profile import plain_profile
 
 from vllm_hsd.errors import UserError
@@ -64,16 +65,15 @@ def test_round_trip_with_tables(saved):
 
 def repacked(path, change):
     """Write other arrays next to a profile, with a digest that fits."""
-    with np.load(path.with_suffix(".npz")) as stored:
-        arrays = {key: stored[key].copy() for key in stored.files}
+    arrays = load_file(profile.tables_file(path))
     change(arrays)
-    np.savez(path.with_suffix(".npz"), **arrays)
+    save_file(arrays, profile.tables_file(path))
     sign(path)
 
 
 def sign(path):
     content = json.loads(path.read_text())
-    tables = path.with_suffix(".npz").read_bytes()
+    tables = profile.tables_file(path).read_bytes()
     content["tables"] = profile.hashlib.sha256(tables).hexdigest()
     path.write_text(json.dumps(content))
 

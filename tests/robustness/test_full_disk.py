@@ -80,7 +80,7 @@ WRITERS = {
     "table.npz": write_table,
     FILE_NAME: write_head,
     "profile.json": write_profile,
-    "profile.npz": write_tables_of_a_profile,
+    "profile.safetensors": write_tables_of_a_profile,
     "cascade.json": write_text,
 }
 

@@ -11,7 +11,7 @@ from support.mutations import mutated
 from support.plain_profile import plain_profile
 
 from vllm_hsd.errors import UserError
-from vllm_hsd.planner.profile import Profile, load_profile
+from vllm_hsd.planner.profile import Profile, load_profile, tables_file
 
 
 def is_profile(found: Profile) -> bool:
@@ -57,7 +57,7 @@ def test_damaged_tables_whose_digest_fits(tmp_path):
     survival = -np.sort(-rng.random((3, 3, 5, 5, 5)), axis=-1)
     made.set_tables({"block": survival, "standard": survival / 2})
     made.save(path)
-    tables, content = path.with_suffix(".npz"), json.loads(path.read_text())
+    tables, content = tables_file(path), json.loads(path.read_text())
     whole, change = tables.read_bytes(), random.Random(0)
     for _ in range(COUNT):
         tables.write_bytes(damaged(change, whole))

@@ -84,11 +84,7 @@ def advice(situation: Situation) -> Advice:
 
 
 def situation_of(model: str) -> Situation:
-    """Reads the model's configuration and this machine; loads no weights.
-
-    Raises:
-        UserError: the model has no configuration that transformers reads.
-    """
+    """Reads the model's configuration and this machine; loads no weights."""
     from transformers import AutoConfig
     from vllm.platforms import current_platform
 
@@ -107,19 +103,8 @@ def situation_of(model: str) -> Situation:
     )
 
 
-def serve_line(model: str, config: dict[str, Any] | None) -> str:
-    """The command that serves the model here."""
-    try:
-        importlib.metadata.version("vllm")
-        command = f"vllm serve {shlex.quote(model)}"
-    except importlib.metadata.PackageNotFoundError:
-        module = "vllm.entrypoints.openai.api_server"
-        command = f"python -m {module} --model {shlex.quote(model)}"
-    return command + _option(config)
-
-
-def _option(config: dict[str, Any] | None) -> str:
-    return f" --speculative-config {shlex.quote(json.dumps(config))}" if config else ""
+def _options(*configs: dict[str, Any] | None) -> list[str]:
+    return [f"--speculative-config {shlex.quote(json.dumps(each))}" for each in configs if each]
 
 
 def report(model: str, given: str | None) -> str:
@@ -127,9 +112,6 @@ def report(model: str, given: str | None) -> str:
 
     Args:
         given: the user's own speculative configuration, which is checked first.
-
-    Raises:
-        UserError: the model cannot be read, or vLLM or this package refuses the configuration.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     situation = situation_of(model)
@@ -137,22 +119,24 @@ def report(model: str, given: str | None) -> str:
     lines = [f"{situation.device} ({host.processor()}, {host.cores()} cores), {model}"]
     if given is not None:
         lines += ["", "Yours: " + configuration_finding(model, given, ()).text + "."]
-    lines += ["", "Start with:", "", f"  {serve_line(model, found.config)}", "", found.why]
+    name, option = shlex.quote(model), _options(found.config)
+    serve = f"python -m vllm.entrypoints.openai.api_server --model {name}"
+    if "vllm" in importlib.metadata.packages_distributions().get("vllm", []):
+        serve = f"vllm serve {name}"
+    lines += ["", "Start with:", "", f"  {' '.join([serve, *option])}", "", found.why]
     if situation.device == "cpu" and not situation.suffix:
         lines.append("Suffix trees find more than n-grams: pip install 'vllm-hsd[suffix]'.")
-    name = shlex.quote(model)
-    configs = [config for config in (found.config, *found.others) if config]
-    compared = "".join(f" \\\n    {_option(config).strip()}" for config in configs)
+    compared = _options(found.config, *found.others)
     if given is not None:
-        compared += f" \\\n    --speculative-config {shlex.quote(given)}"
-    lines += ["", "Then measure, on prompts of yours:", ""]
-    lines.append(f"  vllm-hsd bench --model {name} --prompts YOURS.jsonl{compared}")
+        compared.append(f"--speculative-config {shlex.quote(given)}")
+    bench = f"  vllm-hsd bench --model {name} --prompts YOURS.jsonl"
+    lines += ["", "Then measure, on prompts of yours:", "", " \\\n    ".join([bench, *compared])]
     if found.config:
-        lines.append(f"  vllm-hsd verify --model {name}{_option(found.config)}")
-    lines.append("")
+        lines.append(f"  vllm-hsd verify --model {name} {option[0]}")
     lines.append(
-        "Smaller models of the same tokenizer, a quantized copy, or early exits: `vllm-hsd profile`"
-        f" --target {name} --models ... measures them, `vllm-hsd plan` finds the best cascade."
+        "\nSmaller models of the same tokenizer, a quantized copy, or early exits: `vllm-hsd "
+        f"profile` --target {name} --models ... measures them, `vllm-hsd plan` finds the best "
+        "cascade."
     )
     return "\n".join(lines)
 

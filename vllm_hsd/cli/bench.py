@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any
 from vllm_hsd import host
 from vllm_hsd.cli import bench_report, greedy
 from vllm_hsd.cli.bench_jobs import Comparison, Results, Setup
-from vllm_hsd.cli.bench_runs import measure, progress
-from vllm_hsd.cli.options import add_engine_args, add_prompts, integers, numbers
+from vllm_hsd.cli.bench_runs import measure
+from vllm_hsd.cli.options import add_engine_options, integers, json_object, progress
 from vllm_hsd.dtype import choose_dtype
 from vllm_hsd.engine import configuration_error
 from vllm_hsd.errors import UserError
@@ -40,7 +39,7 @@ def add_parser(commands: Any) -> None:
         description=(
             "Compare speculative configurations, vLLM's own methods too, with no speculation. "
             "Every answer has exactly --max-tokens tokens. Prints a table and writes bench.csv, "
-            "bench.json, bench.html and bench.png."
+            "bench.json and bench.html."
         ),
         epilog="example:\n"
         "  vllm-hsd bench --model Qwen/Qwen3-8B --batch-sizes 1,8 --speculative-config '{\n"
@@ -48,87 +47,46 @@ def add_parser(commands: Any) -> None:
         '    "num_tokens": 4}, {"model": "Qwen/Qwen3-0.6B"}]}'
         "'",
     )
-    parser.add_argument("--model", required=True, help="the target: a name or a directory")
-    parser.add_argument(
-        "--speculative-config",
-        action="append",
-        default=None,
-        metavar="JSON",
+    add = parser.add_argument
+    add("--model", required=True, help="the target: a name or a directory")
+    add(
+        "--speculative-config", action="append", default=None, metavar="JSON",
         help="as for `vllm serve`; give the option once per configuration",
-    )
-    add_prompts(parser)
-    parser.add_argument(
-        "--batch-sizes", type=integers, default="1", metavar="N[,N...]", help="requests at a time"
-    )
-    parser.add_argument(
-        "--temperatures", type=numbers, default="0,1", metavar="T[,T...]", help="temperatures"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=64, metavar="N", help="tokens of every answer"
-    )
-    parser.add_argument("--num-prompts", type=int, default=8, metavar="N", help="prompts per round")
-    parser.add_argument(
-        "--rounds", type=int, default=3, metavar="R", help="repetitions; the spread is over these"
-    )
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        metavar="D",
-        help="as for `vllm serve`; auto on a CPU: bfloat16 where a probe finds it works and is "
-        "faster, else float32",
-    )
-    add_engine_args(parser)
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("bench"),
-        metavar="DIR",
-        help="directory for the results",
-    )
+    )  # fmt: skip
+    add("--batch-sizes", type=integers, default="1", metavar="N[,N...]", help="requests at a time")
+    add("--max-tokens", type=int, default=64, metavar="N", help="tokens of every answer")
+    add("--num-prompts", type=int, default=8, metavar="N", help="prompts per round")
+    add("--rounds", type=int, default=3, metavar="R", help="repetitions; the spread is over these")
+    add_engine_options(parser, "0,1", "bench")
     parser.set_defaults(run=command)
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Run `vllm-hsd bench`; returns the status of `run`.
-
-    Raises:
-        UserError: the arguments, the model or one of the configurations cannot be used.
-    """
-    return run(parse(arguments))
-
-
-def parse(arguments: argparse.Namespace) -> Comparison:
-    """The comparison that the arguments describe.
-
-    Raises:
-        UserError: an argument is out of range or not JSON.
-    """
+    """Run `vllm-hsd bench`; returns the status of `run`."""
     for option in ("max_tokens", "num_prompts", "rounds"):
         if getattr(arguments, option) < 1:
             raise UserError(f"--{option.replace('_', '-')} must be at least 1.")
-    return comparison_of(
-        arguments,
-        batch_sizes=in_order(arguments.batch_sizes, "--batch-sizes", 1),
-        temperatures=in_order(arguments.temperatures, "--temperatures", 0),
-        max_tokens=arguments.max_tokens,
-        num_prompts=arguments.num_prompts,
-        rounds=arguments.rounds,
+    return run(
+        comparison_of(
+            arguments,
+            arguments.speculative_config or [],
+            batch_sizes=in_order(arguments.batch_sizes, "--batch-sizes", 1),
+            temperatures=in_order(arguments.temperatures, "--temperatures", 0),
+            max_tokens=arguments.max_tokens,
+            num_prompts=arguments.num_prompts,
+            rounds=arguments.rounds,
+        )
     )
 
 
-def comparison_of(arguments: argparse.Namespace, **extent: Any) -> Comparison:
-    """The model, configurations and prompts of the arguments, compared to the given extent.
-
-    Raises:
-        UserError: an argument is not JSON, or what it names is not there.
-    """
+def comparison_of(arguments: argparse.Namespace, configs: list[str], **extent: Any) -> Comparison:
+    """The model and prompts of the arguments, and configurations, compared to the given extent."""
     if arguments.model.startswith((".", "/", "~")) and not Path(arguments.model).is_dir():
         raise UserError(f"--model '{arguments.model}' is not a directory.")
     given = [
-        _json_object(text, f"--speculative-config number {n}")
-        for n, text in enumerate(arguments.speculative_config or [], 1)
+        json_object(text, f"--speculative-config number {n}") for n, text in enumerate(configs, 1)
     ]
-    engine_args = _json_object(arguments.engine_args, "--engine-args")
+    engine_args = json_object(arguments.engine_args, "--engine-args")
     if "speculative_config" in engine_args:
         raise UserError("--engine-args must not hold speculative_config: use --speculative-config.")
     return Comparison(
@@ -143,22 +101,8 @@ def comparison_of(arguments: argparse.Namespace, **extent: Any) -> Comparison:
     )
 
 
-def _json_object(text: str, option: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{option} is not JSON ({error}).") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{option} is not a JSON object.")
-    return value
-
-
 def in_order(values: list[Any], option: str, least: int) -> list[Any]:
-    """The different values in ascending order.
-
-    Raises:
-        UserError: one is below `least`, or not finite.
-    """
+    """The different values of an option in ascending order, all finite and at least `least`."""
     if not all(least <= value < math.inf for value in values):
         raise UserError(f"{option} must be at least {least}.")
     return sorted(set(values))
@@ -167,39 +111,31 @@ def in_order(values: list[Any], option: str, least: int) -> list[Any]:
 def run(comparison: Comparison, **metadata: Any) -> int:
     """Measure, print the table and write the files.
 
+    Args:
+        metadata: further top-level entries of bench.json.
+
     Returns:
         1 if a configuration could not run, or its greedy outputs differ from those of no
         speculation (in 16 bits: elsewhere than at near ties of the target), else 0.
 
-    Args:
-        metadata: further top-level entries of bench.json.
-
     Raises:
         UserError: the model or a configuration cannot be used, or no speculation cannot run.
     """
-    prepare_output(comparison.output)
-    comparison, setup = with_probed_dtype(comparison, inspect(comparison))
+    comparison, setup = prepare(comparison)
     results = Results(comparison, metadata={**describe(comparison, setup), **metadata})
-    print(bench_report.heading(results), flush=True)
-    if (
-        any(isinstance(prompt, list) for prompt in comparison.prompts)
-        and not setup.has_chat_template
-    ):
+    print("\n".join(bench_report.heading(results.metadata)), flush=True)
+    chats = any(isinstance(prompt, list) for prompt in comparison.prompts)
+    if chats and not setup.has_chat_template:
         print("The model has no chat template: prompts are plain text.", flush=True)
     measure(results, setup)
     rows = bench_report.rows(results)
     print(bench_report.table(results, rows))
-    for line in bench_report.write(results, rows):
-        print(line)
+    print(bench_report.write(results, rows))
     return 1 if results.errors or greedy.unexplained(results.differences, setup.dtype) else 0
 
 
 def prepare_output(output: Path) -> None:
-    """Make the directory of the results; logs of earlier runs are removed.
-
-    Raises:
-        UserError: it cannot be made.
-    """
+    """Make the directory of the results; logs of earlier runs are removed."""
     directory = output / "logs"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -209,12 +145,16 @@ def prepare_output(output: Path) -> None:
         log.unlink()
 
 
-def with_probed_dtype(comparison: Comparison, setup: Setup) -> tuple[Comparison, Setup]:
-    """Both in the dtype that suits this CPU, which is printed, if none was asked for.
+def prepare(comparison: Comparison) -> tuple[Comparison, Setup]:
+    """Make the directory of the results, check the configurations and settle the dtype.
+
+    On a CPU a dtype that was not asked for is probed, and printed.
 
     Raises:
-        UserError: the model runs in no dtype.
+        UserError: vLLM refuses the model or a configuration, or the model runs in no dtype.
     """
+    prepare_output(comparison.output)
+    setup = inspect(comparison)
     if setup.device != "cpu" or comparison.engine_args.get("dtype", "auto") != "auto":
         return comparison, setup
     progress("probing bfloat16 and float32")
@@ -269,9 +209,8 @@ def _inspect(
     model = EngineArgs(**engine_args).create_engine_config().model_config
     longest = model.max_model_len - max_tokens
     if longest < 1:
-        return Setup(
-            [f"max_tokens={max_tokens} does not fit into a context of {model.max_model_len}."]
-        )
+        fault = f"max_tokens={max_tokens} does not fit into a context of {model.max_model_len}."
+        return Setup([fault])
     tokenizer = cached_tokenizer_from_config(model)
     return Setup(
         errors,

@@ -20,7 +20,6 @@ class Comparison:
     """What to measure.
 
     Attributes:
-        model: name or directory of the target.
         configs: speculative configurations, None for no speculation; the first is None.
         prompts: texts, or chats of one message.
         num_prompts: prompts per round; the given ones are repeated if they are fewer.
@@ -62,10 +61,9 @@ class Comparison:
 
     def prompt_batches(self, batch_size: int) -> list[tuple[int, ...]]:
         """Indices of prompts, in full batches."""
-        count = math.ceil(self.num_prompts / batch_size) * batch_size
         return [
             tuple(i % self.num_prompts for i in range(first, first + batch_size))
-            for first in range(0, count, batch_size)
+            for first in range(0, self.num_prompts, batch_size)
         ]
 
 
@@ -126,7 +124,6 @@ class Results:
     """What was measured.
 
     Attributes:
-        generations: output and times of every job.
         loads: of every job, cores that other processes used meanwhile, and share of stolen time.
         errors: why a configuration (by index) could not run.
         differences: greedy outputs that are not those of no speculation.
@@ -144,9 +141,7 @@ def config_name(config: dict[str, Any] | None) -> str:
     """A short name of a speculative configuration."""
     if config is None:
         return "no speculation"
-    method = str(config.get("method", "draft_model"))
-    length = config.get("num_speculative_tokens")
-    levels = config.get("levels")
+    length, levels = config.get("num_speculative_tokens"), config.get("levels")
     if isinstance(levels, list) and levels:
         parts = [
             f"{level_name(level)} {level.get('num_tokens', length if level is levels[-1] else '')}"
@@ -156,6 +151,7 @@ def config_name(config: dict[str, Any] | None) -> str:
         name = ", ".join(part.strip() for part in parts)
     else:
         source = config.get("cascade") or config.get("model")
+        method = str(config.get("method", "draft_model"))
         parts = [method, Path(source).name if isinstance(source, str) else "", str(length or "")]
         name = " ".join(part for part in parts if part)
     rule = config.get("verifier") or config.get("rejection_sample_method")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,8 +50,15 @@ class CpuTimes:
         return (self.steal - before.steal) / max(self.total - before.total, 1e-9)
 
 
+def record(results: Results, job: Job, found: Generation, before: CpuTimes) -> None:
+    """Keep a job's output and what else the machine did meanwhile."""
+    now = CpuTimes.now()
+    results.generations[job] = found
+    results.loads[job] = now.others(before, found), now.stolen(before)
+
+
 def pin(llm: Any) -> list[int]:
-    """Pins all threads of an engine's process to as many cores as it computes with; returns them.
+    """Pin all threads of an engine's process to as many cores as it computes with; returns them.
 
     All engines of a comparison take the same cores, in turn. Where the system has no affinities,
     nothing is pinned and the list is empty.
@@ -65,33 +73,13 @@ def pin(llm: Any) -> list[int]:
     return cores
 
 
-def drift(results: Results) -> float | None:
-    """Largest difference between equal steps: the same prompts without speculation, over rounds.
-
-    The median over batches of prompts of (slowest - fastest) / fastest time per token after the
-    first; None with a single round.
-    """
-    if results.comparison.rounds < 2:
-        return None
-    times: dict[tuple[int, float, int], list[float]] = {}
-    for job, generation in results.generations.items():
-        if job.config == 0 and (milliseconds := time_per_output_token([generation])):
-            place = job.batch_size, job.temperature, job.part
-            times.setdefault(place, []).append(milliseconds)
-    ratios = [max(same) / min(same) - 1 for same in times.values() if len(same) > 1]
-    return statistics.median(ratios) if ratios else None
-
-
 def time_per_output_token(generations: Sequence[Generation]) -> float | None:
     """Median over requests of the milliseconds per token after the first."""
     times = [
         1e3 * (last - first) / (len(ids) - 1)
-        for generation in generations
+        for each in generations
         for first, last, ids in zip(
-            generation.first_token_seconds,
-            generation.last_token_seconds,
-            generation.token_ids,
-            strict=True,
+            each.first_token_seconds, each.last_token_seconds, each.token_ids, strict=True
         )
         if len(ids) > 1
     ]
@@ -105,12 +93,22 @@ def exceeds_tokens_per_step(row: dict[str, Any]) -> bool:
 
 
 def summary(results: Results) -> dict[str, float | None]:
-    """Figures of all runs, for bench.json: medians of `others` and `stolen`, and `drift`."""
+    """Figures of all runs, for bench.json; None where nothing was measured.
+
+    `other_cores` and `steal` are medians over jobs. `drift` is the largest difference between equal
+    steps: the median over batches of prompts of (slowest - fastest) / fastest time per token after
+    the first, over rounds without speculation.
+    """
+    times = defaultdict(list)
+    for job, generation in results.generations.items():
+        if job.config == 0 and (milliseconds := time_per_output_token([generation])):
+            times[job.batch_size, job.temperature, job.part].append(milliseconds)
+    ratios = [max(same) / min(same) - 1 for same in times.values() if len(same) > 1]
     loads = results.loads.values()
     return {
         "other_cores": round(statistics.median(x for x, _ in loads), 3) if loads else None,
         "steal": round(statistics.median(x for _, x in loads), 4) if loads else None,
-        "drift": None if (found := drift(results)) is None else round(found, 4),
+        "drift": round(statistics.median(ratios), 4) if ratios else None,
     }
 
 
@@ -139,10 +137,3 @@ def sentences(results: Results, rows: Sequence[dict[str, Any]]) -> list[str]:
             "was measured on a disturbed machine."
         )
     return notes
-
-
-def record(results: Results, job: Job, found: Generation, before: CpuTimes) -> None:
-    """Keeps a job's output and what else the machine did meanwhile."""
-    now = CpuTimes.now()
-    results.generations[job] = found
-    results.loads[job] = now.others(before, found), now.stolen(before)

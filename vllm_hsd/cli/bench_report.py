@@ -1,4 +1,4 @@
-"""What `vllm-hsd bench` reports: rows of figures, a table, CSV, JSON and a chart."""
+"""What `vllm-hsd bench` reports: rows of figures, a table, CSV, JSON and a page."""
 
 from __future__ import annotations
 
@@ -6,20 +6,37 @@ import csv
 import json
 import math
 import statistics
-import textwrap
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from itertools import groupby
 from typing import Any
 
 from vllm_hsd import host
-from vllm_hsd.checked_files import written_whole
-from vllm_hsd.cli import bench_html, bench_quality, greedy
-from vllm_hsd.cli.bench_jobs import Job, Results
+from vllm_hsd.checked_files import write_json, written_whole
+from vllm_hsd.cli import bench_quality, greedy
+from vllm_hsd.cli.bench_jobs import Results
+from vllm_hsd.cli.options import aligned, wrapped
 from vllm_hsd.engine import Generation
 
 Row = dict[str, Any]
-WIDTH = 98
-NAME_WIDTH = 25
+FIGURES = (
+    *("tokens_per_second", "speedup", "speedup_low", "speedup_high", "tokens_per_step"),
+    *("acceptance", "ttft_ms", "tpot_ms", "greedy_differences", "greedy_gap"),
+)
+HEADINGS = ("configuration", "tok/s", "speed-up", "tok/step", "accepted", "TTFT ms", "differ")
+NOTES = (
+    "speed-up: over no speculation in the same round (lowest-highest of all rounds). tok/step: "
+    "tokens per decoding step of the target. accepted: share of each level's draft tokens that the "
+    "next model accepted, cheapest level first. TTFT: time to first token. differ: greedy outputs "
+    "that are not those of no speculation (in its own row: not those of its first round)."
+)
+STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;color:#1c2430;max-width:62rem;margin:2rem auto}
+table{border-collapse:collapse;width:100%}th{color:#5a6678}meter{width:12rem}
+td,th{padding:.3rem .6rem;text-align:right;border-bottom:1px solid #e3e7ee}
+td:first-child,th:first-child{text-align:left}code{font-size:.85em;word-break:break-all}
+.note{background:#fff6dd;border-left:4px solid #e2b33c;padding:.4rem .8rem;margin:.4rem 0}
+"""
 
 
 def rows(results: Results) -> list[Row]:
@@ -41,21 +58,15 @@ def _row(results: Results, index: int, batch_size: int, temperature: float) -> R
         "batch_size": batch_size,
         "temperature": temperature,
         "rounds": comparison.rounds,
-        **dict.fromkeys(
-            ("tokens_per_second", "speedup", "speedup_low", "speedup_high", "tokens_per_step")
-        ),
-        **dict.fromkeys(("acceptance", "ttft_ms", "tpot_ms", "greedy_differences", "greedy_gap")),
+        **dict.fromkeys(FIGURES),
     }
     if index in results.errors:
         return {**row, "error": results.errors[index]}
     own = _by_round(results, index, batch_size, temperature)
-    rates = [_rate(generations.values()) for generations in own]
-    baseline = _by_round(results, 0, batch_size, temperature)
-    speedups = [
-        rate / _rate(generations.values())
-        for rate, generations in zip(rates, baseline, strict=True)
-    ]
-    everything = [generation for part in own for generation in part.values()]
+    rates = [_rate(generations) for generations in own]
+    plain = map(_rate, _by_round(results, 0, batch_size, temperature))
+    speedups = [rate / base for rate, base in zip(rates, plain, strict=True)]
+    everything = [generation for generations in own for generation in generations]
     row |= {
         "tokens_per_second": statistics.median(rates),
         "speedup": statistics.median(speedups),
@@ -67,37 +78,29 @@ def _row(results: Results, index: int, batch_size: int, temperature: float) -> R
         "tpot_ms": bench_quality.time_per_output_token(everything),
     }
     if temperature == 0:
-        own_gaps = [
+        gaps = [
             each.gap
             for each in results.differences
-            if _cell(each.job) == (index, batch_size, temperature)
+            if (each.job.config, each.job.batch_size) == (index, batch_size)
         ]
-        row["greedy_differences"] = len(own_gaps)
-        if own_gaps and math.isfinite(max(own_gaps)):
-            row["greedy_gap"] = max(own_gaps)
-    return {
-        key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()
-    }
+        row["greedy_differences"] = len(gaps)
+        if gaps and math.isfinite(max(gaps)):
+            row["greedy_gap"] = max(gaps)
+    return {k: round(value, 4) if isinstance(value, float) else value for k, value in row.items()}
 
 
 def _by_round(
     results: Results, index: int, batch_size: int, temperature: float
-) -> list[dict[int, Generation]]:
-    """Per round, the generations by batch of prompts."""
-    found: list[dict[int, Generation]] = [{} for _ in range(results.comparison.rounds)]
+) -> list[list[Generation]]:
+    found: list[list[Generation]] = [[] for _ in range(results.comparison.rounds)]
     for job, generation in results.generations.items():
-        if _cell(job) == (index, batch_size, temperature):
-            found[job.round][job.part] = generation
+        if (job.config, job.batch_size, job.temperature) == (index, batch_size, temperature):
+            found[job.round].append(generation)
     return found
 
 
-def _cell(job: Job) -> tuple[int, int, float]:
-    return job.config, job.batch_size, job.temperature
-
-
-def _rate(generations: Any) -> float:
-    parts = list(generations)
-    return sum(part.num_tokens for part in parts) / sum(part.seconds for part in parts)
+def _rate(generations: Sequence[Generation]) -> float:
+    return sum(g.num_tokens for g in generations) / sum(g.seconds for g in generations)
 
 
 def tokens_per_step(generations: Sequence[Generation]) -> float | None:
@@ -110,16 +113,15 @@ def tokens_per_step(generations: Sequence[Generation]) -> float | None:
 
 def acceptance(generations: Sequence[Generation]) -> list[float | None]:
     """Accepted over drafted tokens: of every level, cheapest first, or of vLLM's own drafter."""
-    levels = [generation.levels for generation in generations]
-    if levels and levels[0]:
-        drafted = [sum(level["drafted"] for level in each) for each in zip(*levels, strict=True)]
-        accepted = [sum(level["accepted"] for level in each) for each in zip(*levels, strict=True)]
-    else:
-        drafted = [sum(generation.drafted for generation in generations)]
-        accepted = [sum(generation.accepted for generation in generations)]
-        if not drafted[0]:
-            return []
-    return [round(a / d, 4) if d else None for a, d in zip(accepted, drafted, strict=True)]
+    counts = [
+        [(level["drafted"], level["accepted"]) for level in each.levels]
+        or [(each.drafted, each.accepted)]
+        for each in generations
+    ]
+    totals = [tuple(map(sum, zip(*level, strict=True))) for level in zip(*counts, strict=True)]
+    if not any(each.levels or each.drafted for each in generations):
+        return []
+    return [round(a / d, 4) if d else None for d, a in totals]
 
 
 def machine(device: str, threads: int) -> str:
@@ -129,13 +131,6 @@ def machine(device: str, threads: int) -> str:
         return f"{device}, host {host.processor()}, {cores}"
     plural = "s" if threads > 1 else ""
     return f"{host.processor()}, {cores}, {threads} thread{plural} per engine"
-
-
-def heading(results: Results) -> str:
-    """What is compared, on what."""
-    data = results.metadata
-    size = f"{data['num_prompts']} prompts, {data['max_tokens']} tokens each"
-    return "\n".join([*environment(data), f"{size}, {data['rounds']} rounds"])
 
 
 def environment(data: Mapping[str, Any]) -> list[str]:
@@ -148,64 +143,66 @@ def environment(data: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def table(results: Results, rows: Sequence[Row]) -> str:
-    """The rows as text of at most WIDTH columns, with what the columns mean."""
-    lines = [""]
-    previous = None
-    for row in rows:
-        cell = (row["batch_size"], row["temperature"])
-        if cell != previous:
-            lines += [
-                f"Batch size {cell[0]}, temperature {cell[1]:g}",
-                _line(
-                    "configuration", "tok/s", "speed-up", "tok/step", "accepted",
-                    "TTFT ms", "differ",
-                ),
-            ]  # fmt: skip
-        previous = cell
-        if row.get("error"):
-            lines += textwrap.wrap(
-                f"{_short(row['name'])}  could not run: {row['error']}",
-                WIDTH,
-                subsequent_indent="    ",
-            )
-            continue
-        lines.append(
-            _line(
-                row["name"],
-                f"{row['tokens_per_second']:.1f}",
-                f"{row['speedup']:.2f} ({row['speedup_low']:.2f}-{row['speedup_high']:.2f})"
-                + "!" * bench_quality.exceeds_tokens_per_step(row),
-                _number(row["tokens_per_step"], 2),
-                " ".join(_number(rate, 2) for rate in row["acceptance"]) or "-",
-                _number(row["ttft_ms"], 1),
-                "-" if row["greedy_differences"] is None else str(row["greedy_differences"]),
-            )
-        )
-    notes = (
-        f"Medians of {results.comparison.rounds} rounds. speed-up: over no speculation in the same "
-        "round (lowest-highest of all rounds). tok/step: tokens per decoding step of the target. "
-        "accepted: share of each level's draft tokens that the next model accepted, cheapest level "
-        "first. TTFT: time to first token. differ: greedy outputs that are not those of no "
-        "speculation (in its own row: not those of its first round)."
+def heading(data: Mapping[str, Any]) -> list[str]:
+    """What is compared, on what, from the results' metadata."""
+    size = f"{data['num_prompts']} prompts, {data['max_tokens']} tokens each"
+    return [*environment(data), f"{size}, {data['rounds']} rounds"]
+
+
+def _cells(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """The rows of one batch size and temperature, with their title."""
+    for (size, temperature), own in groupby(rows, lambda r: (r["batch_size"], r["temperature"])):
+        yield f"Batch size {size}, temperature {temperature:g}", list(own)
+
+
+def _figures(row: Row) -> tuple[str, ...]:
+    """A row in the columns of HEADINGS."""
+    return (
+        row["name"],
+        f"{row['tokens_per_second']:.1f}",
+        f"{row['speedup']:.2f} ({row['speedup_low']:.2f}-{row['speedup_high']:.2f})"
+        + "!" * bench_quality.exceeds_tokens_per_step(row),
+        _number(row["tokens_per_step"], 2),
+        " ".join(_number(rate, 2) for rate in row["acceptance"]) or "-",
+        _number(row["ttft_ms"], 1),
+        _number(row["greedy_differences"], 0),
     )
-    lines += ["", *textwrap.wrap(notes, WIDTH)]
+
+
+def _number(value: float | None, decimals: int) -> str:
+    return "-" if value is None else f"{value:.{decimals}f}"
+
+
+def table(results: Results, rows: Sequence[Row]) -> str:
+    """The rows as text, with what the columns mean."""
+    lines: list[str] = []
+    for title, own in _cells(rows):
+        lines += ["", title]
+        lines += aligned([HEADINGS, *(_figures(row) for row in own if not row.get("error"))])
+        for row in own:
+            if row.get("error"):
+                lines += wrapped(f"{row['name']}  could not run: {row['error']}", "    ")
+    lines += ["", *wrapped(f"Medians of {results.comparison.rounds} rounds. {NOTES}")]
     for sentence in greedy.sentences(results, results.differences, results.metadata["dtype"]):
-        lines += textwrap.wrap(sentence, WIDTH)
+        lines += wrapped(sentence)
     for note in warnings(results, rows):
-        lines += textwrap.wrap(f"Note: {note}", WIDTH)
+        lines += wrapped(f"Note: {note}")
     return "\n".join(lines)
 
 
 def warnings(results: Results, rows: Sequence[Row] = ()) -> list[str]:
     """What makes the figures less trustworthy than they look."""
-    notes = bench_quality.sentences(results, rows)
-    if not results.metadata["on_host"]:
-        return notes
-    comparison = results.comparison
-    stock = [config for config in comparison.configs if config and config.get("method") != "hsd"]
-    if max(comparison.temperatures) > 0 and any(
-        config.get("rejection_sample_method") not in ("block", "hierarchical") for config in stock
+    notes, comparison = bench_quality.sentences(results, rows), results.comparison
+    blocks = ("block", "hierarchical")
+    if (
+        results.metadata["on_host"]
+        and max(comparison.temperatures) > 0
+        and any(
+            config
+            and config.get("method") != "hsd"
+            and config.get("rejection_sample_method") not in blocks
+            for config in comparison.configs
+        )
     ):
         notes.append(
             "on CPU vLLM's own rejection sampler is known to sample wrongly at temperatures "
@@ -214,101 +211,44 @@ def warnings(results: Results, rows: Sequence[Row] = ()) -> list[str]:
     return notes
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 1] + "…"
+def page(results: Results, rows: Sequence[Row]) -> str:
+    """An HTML page of the figures that loads nothing from elsewhere."""
+    top = max((row["speedup_high"] or 0 for row in rows), default=0) or 1
+    parts = ["<h1>Speculative decoding compared</h1>"]
+    parts += [f"<div>{escape(line)}</div>" for line in heading(results.metadata)]
+    parts += [f"<p class=note>{escape(note)}</p>" for note in warnings(results, rows)]
+    for title, own in _cells(rows):
+        parts.append(f"<h2>{title}</h2><table><tr><th>{'<th>'.join(HEADINGS)}<th></tr>")
+        for row in own:
+            if row.get("error"):
+                cells = [row["name"], f"could not run: {row['error']}"]
+                bar = ""
+            else:
+                cells = list(_figures(row))
+                bar = f"<meter max={top:.4f} value={row['speedup']:.4f}></meter>"
+            parts.append(f"<tr><td>{'<td>'.join(map(escape, cells))}<td>{bar}</tr>")
+        parts.append("</table>")
+    parts.append(f"<p>{NOTES}</p><h2>Configurations</h2><table>")
+    for name, config in zip(results.comparison.names, results.comparison.configs, strict=True):
+        text = escape(json.dumps(config)) if config else "-"
+        parts.append(f"<tr><td>{escape(name)}<td><code>{text}</code></tr>")
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8><title>vllm-hsd bench</title>"
+        f"<style>{STYLE}</style><body>{''.join(parts)}</table></body></html>\n"
+    )
 
 
-def _line(name: str, *cells: str) -> str:
-    widths = (8, 18, 8, 14, 7, 6)
-    return "  ".join(
-        [f"{_short(name):{NAME_WIDTH}}"]
-        + [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)]
-    )[:WIDTH].rstrip()
-
-
-def _number(value: float | None, decimals: int) -> str:
-    return "-" if value is None else f"{value:.{decimals}f}"
-
-
-def write(results: Results, rows: Sequence[Row]) -> list[str]:
-    """Write bench.json, bench.csv, bench.html and, where matplotlib is installed, bench.png.
-
-    Returns:
-        lines that say what was written and what was not.
-    """
-    output = results.comparison.output
-    paths = [output / "bench.json", output / "bench.csv"]
-    document = {**results.metadata, "rows": list(rows)}
-    with written_whole(paths[0]) as unfinished:
-        unfinished.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+def write(results: Results, rows: Sequence[Row]) -> str:
+    """Write bench.json, bench.csv and bench.html; returns the line that says so."""
+    paths = [results.comparison.output / f"bench.{kind}" for kind in ("json", "csv", "html")]
+    write_json(paths[0], {**results.metadata, "rows": list(rows)})
     with written_whole(paths[1]) as unfinished, unfinished.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], "error"])
         writer.writeheader()
         for row in rows:
-            rates = row["acceptance"]
-            flat = {
-                **row,
-                "config": "" if row["config"] is None else json.dumps(row["config"]),
-                "acceptance": None if rates is None else " ".join(_number(r, 4) for r in rates),
-            }
-            writer.writerow(flat)
-    lines = []
-    try:
-        with written_whole(output / "bench.png") as unfinished:
-            plot(results, rows, unfinished)
-        paths.append(output / "bench.png")
-    except ImportError:
-        lines.append("bench.png was skipped: pip install 'vllm-hsd[bench]' for matplotlib.")
-    with written_whole(output / "bench.html") as unfinished:
-        unfinished.write_text(bench_html.page(results, rows, warnings(results, rows)))
-    paths.append(output / "bench.html")
-    return [f"Written: {', '.join(map(str, paths))}", *lines]
-
-
-def plot(results: Results, rows: Sequence[Row], path: Path) -> None:
-    """Speed-up over no speculation, one panel per temperature, with the spread over rounds.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    comparison = results.comparison
-    temperatures, batch_sizes = comparison.temperatures, comparison.batch_sizes
-    names = comparison.names
-    width = 0.8 / len(names)
-    figure = Figure(figsize=(1.5 + 3.5 * len(temperatures), 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
-    for axes, temperature in zip(panels, temperatures, strict=True):
-        for i, name in enumerate(names):
-            own = [
-                row
-                for row in rows
-                if (row["name"], row["temperature"]) == (name, temperature) and row["speedup"]
-            ]
-            values = [row["speedup"] for row in own]
-            errors = [
-                [row["speedup"] - row["speedup_low"] for row in own],
-                [row["speedup_high"] - row["speedup"] for row in own],
-            ]
-            places = [batch_sizes.index(row["batch_size"]) + i * width for row in own]
-            bars = axes.bar(places, values, width, yerr=errors, capsize=2, label=name)
-            labels = [f"{row['tokens_per_second']:.0f}" for row in own]
-            axes.bar_label(bars, labels, fontsize=7, padding=2)
-        axes.axhline(1, color="gray", linewidth=0.8)
-        axes.set_xticks([k + width * (len(names) - 1) / 2 for k in range(len(batch_sizes))])
-        axes.set_xticklabels([str(size) for size in batch_sizes])
-        axes.set_xlabel("batch size")
-        axes.set_title(f"temperature {temperature:g}", fontsize=9)
-    panels[0].set_ylabel("speed-up over no speculation")
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize=8, ncols=2
-    )
-    data = results.metadata
-    title = (
-        f"{data['model']}, {data['dtype']}; {data['machine']}\nbars: speed-up; numbers: tokens/s"
-    )
-    figure.suptitle(title, fontsize=8)
-    figure.savefig(path, dpi=150, format="png")
+            config = "" if row["config"] is None else json.dumps(row["config"])
+            rates = " ".join(_number(rate, 4) for rate in row["acceptance"] or ())
+            writer.writerow({**row, "config": config, "acceptance": rates})
+    with written_whole(paths[2]) as unfinished:
+        unfinished.write_text(page(results, rows))
+    return f"Written: {', '.join(map(str, paths))}"

@@ -7,13 +7,14 @@ time, so that what slows the machine down slows all of them.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Self
 
 from vllm_hsd.cli import bench_quality, greedy
 from vllm_hsd.cli.bench_jobs import Comparison, Job, Results, Setup
-from vllm_hsd.engine import EngineProcess, Generation
+from vllm_hsd.cli.options import progress
+from vllm_hsd.engine import EngineProcess
 from vllm_hsd.errors import UserError
 
 # Room between the longest output and the engine's longest context: near it, drafters stop.
@@ -30,12 +31,10 @@ class Engines:
     """
 
     def __init__(self, comparison: Comparison, setup: Setup) -> None:
-        self._comparison = comparison
+        self._comparison, self._setup = comparison, setup
         self._running: dict[int, EngineProcess] = {}
         self.cores: list[int] = []
-        self._available = setup.available_memory
         self._on_host = setup.device == "cpu"
-        self._prompt = setup.prompt_ids[0]
         count = len(comparison.configs)
         self._args = engine_arguments(comparison, setup, count)
         # On an accelerator every engine takes its share of the memory in advance.
@@ -43,19 +42,14 @@ class Engines:
         self.stay_loaded = self._on_host or share_asked * count <= 1
 
     def get(self, index: int) -> EngineProcess:
-        """The engine of a configuration, loaded and warm.
-
-        Raises:
-            UserError: it cannot start.
-        """
+        """The engine of a configuration, loaded and warm."""
         if index in self._running:
             return self._running[index]
         if not self.stay_loaded:
             self.close()
-        comparison = self._comparison
+        comparison, config = self._comparison, self._comparison.configs[index]
         name = comparison.names[index]
         progress(f"loading: {name}")
-        config = comparison.configs[index]
         engine = EngineProcess(
             self._args | ({"speculative_config": config} if config is not None else {}),
             f"'{name}'",
@@ -65,11 +59,10 @@ class Engines:
         self.cores = engine.call(bench_quality.pin) if self._on_host else []
         # The first batch of an engine is slower than all later ones.
         warm_up = {"max_tokens": min(comparison.max_tokens, 16), "ignore_eos": True}
-        engine.generate([self._prompt] * max(comparison.batch_sizes), warm_up)
+        engine.generate([self._setup.prompt_ids[0]] * max(comparison.batch_sizes), warm_up)
         if index == 0 and self._on_host:
-            rest = len(comparison.configs) - 1
-            need = rest * DRAFTER_MEMORY * engine.memory_bytes()
-            self.stay_loaded = need < self._available - engine.memory_bytes()
+            rest = (len(comparison.configs) - 1) * DRAFTER_MEMORY + 1
+            self.stay_loaded = rest * engine.memory_bytes() < self._setup.available_memory
             if not self.stay_loaded:
                 progress("too little memory for all engines at once: they load again every round")
         return engine
@@ -105,32 +98,36 @@ def measure(results: Results, setup: Setup) -> None:
         UserError: no speculation, which all others are compared with, cannot run.
     """
     comparison = results.comparison
+    # Without seeds, as most requests come: a seed would couple drafts and target.
+    params = {"max_tokens": comparison.max_tokens, "ignore_eos": True}
     with Engines(comparison, setup) as engines:
         engines.get(0)
+        every = (
+            job
+            for round_ in range(comparison.rounds)
+            for job in jobs(comparison, round_, engines.stay_loaded)
+        )
         total = comparison.rounds * len(list(jobs(comparison, 0, True)))
-        done = 0
-        for round_ in range(comparison.rounds):
-            for job in jobs(comparison, round_, engines.stay_loaded):
-                done += 1
-                if job.config in results.errors:
-                    continue
-                name = comparison.names[job.config]
-                try:
-                    engine, before = engines.get(job.config), bench_quality.CpuTimes.now()
-                    found = _generate(engine, comparison, setup.prompt_ids, job)
-                except UserError as error:
-                    if job.config == 0:
-                        raise
-                    results.errors[job.config] = str(error)
-                    engines.close(job.config)
-                    progress(f"could not run: {error}")
-                    continue
-                bench_quality.record(results, job, found, before)
-                rate = found.num_tokens / found.seconds
-                progress(
-                    f"[{done}/{total}] round {round_ + 1}, batch size {job.batch_size}, "
-                    f"temperature {job.temperature:g}, {name}: {rate:.1f} tokens/s"
-                )
+        for done, job in enumerate(every, 1):
+            if job.config in results.errors:
+                continue
+            name = comparison.names[job.config]
+            prompts = [setup.prompt_ids[i % len(setup.prompt_ids)] for i in job.prompts]
+            try:
+                engine, before = engines.get(job.config), bench_quality.CpuTimes.now()
+                found = engine.generate(prompts, {**params, "temperature": job.temperature})
+            except UserError as error:
+                if job.config == 0:
+                    raise
+                results.errors[job.config] = str(error)
+                engines.close(job.config)
+                progress(f"could not run: {error}")
+                continue
+            bench_quality.record(results, job, found, before)
+            progress(
+                f"[{done}/{total}] round {job.round + 1}, batch size {job.batch_size}, temperature "
+                f"{job.temperature:g}, {name}: {found.num_tokens / found.seconds:.1f} tokens/s"
+            )
         compare_greedy(results, setup, engines)
         results.metadata |= {"pinned_to_cores": engines.cores, **bench_quality.summary(results)}
         if sys.stderr.isatty():
@@ -138,15 +135,11 @@ def measure(results: Results, setup: Setup) -> None:
 
 
 def compare_greedy(results: Results, setup: Setup, engines: Engines) -> None:
-    """Find the greedy outputs that differ, and in 16 bits by how little the target prefers its own.
-
-    Raises:
-        UserError: the engine without speculation failed.
-    """
+    """Find greedy outputs that differ, and in 16 bits by how little the target prefers its own."""
     found = greedy.differences(results, setup.prompt_ids)
     if found and setup.dtype in greedy.LARGEST_GAP:
         progress(f"looking at the target's logits at {len(found)} greedy differences")
-        found = greedy.with_gaps(engines.get(0), found)
+        found = greedy.with_gaps(partial(engines.get(0).call, greedy.gaps_of_target), found)
     results.differences = found
 
 
@@ -172,24 +165,3 @@ def jobs(comparison: Comparison, round_: int, alternate: bool) -> Iterator[Job]:
         for shift in range(count):
             for part in parts:
                 yield Job((round_ + shift) % count, round_, *part)
-
-
-def _generate(
-    engine: EngineProcess, comparison: Comparison, prompt_ids: list[list[int]], job: Job
-) -> Generation:
-    # Without seeds, as most requests come: a seed would couple drafts and target.
-    sampling_params = {
-        "temperature": job.temperature,
-        "max_tokens": comparison.max_tokens,
-        "ignore_eos": True,
-    }
-    prompts = [prompt_ids[i % len(prompt_ids)] for i in job.prompts]
-    return engine.generate(prompts, sampling_params)
-
-
-def progress(text: str) -> None:
-    """Show what is under way: one line on a terminal, a line for every step elsewhere."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text[:100]}", end="", file=sys.stderr, flush=True)
-    else:
-        print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)

@@ -79,9 +79,6 @@ def build_store(target: str, texts: Sequence[str], output: str, chats: int = 0) 
 
     Returns:
         one line that says what was written.
-
-    Raises:
-        UserError: names the argument or file.
     """
     from vllm_hsd.cli.served_texts import RECORDS, recorded_outputs, self_written_answers
     from vllm_hsd.core.text_store import collect_texts, write_store
@@ -98,10 +95,8 @@ def build_store(target: str, texts: Sequence[str], output: str, chats: int = 0) 
 
     def documents() -> Iterator[np.ndarray]:
         for path in texts:
-            if path.endswith(RECORDS):
-                yield from recorded_outputs(path, tokenizer)
-            else:
-                yield from _documents([path], tokenizer)
+            read = recorded_outputs if path.endswith(RECORDS) else _document
+            yield from read(path, tokenizer)
         if chats:
             yield from self_written_answers(target, tokenizer, chats)
 
@@ -122,14 +117,10 @@ def build_exit_heads(
         target: path or name of a model whose architecture has exits.
         layers: layers that run below each head.
         texts: text files; the last tenth of them is held out.
-        output: directory to write.
         steps: optimizer steps.
 
     Yields:
         a line for every head, with its divergence and overlap on the held-out text.
-
-    Raises:
-        UserError: names the argument or file.
     """
     import numpy as np
     import torch
@@ -140,7 +131,8 @@ def build_exit_heads(
 
     if steps < 1:
         raise UserError(f"--steps is {steps}: it must be at least 1.")
-    tokens = np.concatenate(list(_documents(texts, _tokenizer(target))))
+    tokenizer = _tokenizer(target)
+    tokens = np.concatenate([ids for path in texts for ids in _document(path, tokenizer)])
     try:
         model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
     except (OSError, ValueError) as error:
@@ -150,9 +142,9 @@ def build_exit_heads(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = model.to(device)  # type: ignore[arg-type]  # transformers hides the signature
     for trained in train_heads(model, layers, torch.from_numpy(tokens), steps):
-        head, before, after = trained.head, trained.before, trained.after
-        directory = Path(output) / f"layer-{head.layer}"
-        write_exit_head(head, directory)
+        before, after = trained.before, trained.after
+        directory = Path(output) / f"layer-{trained.head.layer}"
+        write_exit_head(trained.head, directory)
         yield (
             f"{directory}: held-out divergence {before.divergence:.3f} -> {after.divergence:.3f} "
             f"nats, overlap with the target {before.overlap:.3f} -> {after.overlap:.3f} "
@@ -160,14 +152,14 @@ def build_exit_heads(
         )
 
 
-def _run_store(arguments: argparse.Namespace) -> int:
-    print(build_store(arguments.target, arguments.texts, arguments.output, arguments.chats))
+def _run_store(given: argparse.Namespace) -> int:
+    print(build_store(given.target, given.texts, given.output, given.chats))
     return 0
 
 
-def _run_exit_heads(arguments: argparse.Namespace) -> int:
+def _run_exit_heads(given: argparse.Namespace) -> int:
     for line in build_exit_heads(
-        arguments.target, arguments.layers, arguments.texts, arguments.output, arguments.steps
+        given.target, given.layers, given.texts, given.output, given.steps
     ):
         print(line)
     return 0
@@ -192,18 +184,12 @@ def _vocab_size(target: str, known: int) -> int:
         return known
 
 
-def _documents(paths: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
-    """Token ids of every file, int64 [n], ended by the tokenizer's eos if it has one."""
+def _document(path: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
+    """Token ids of a file, int64 [n], ended by the tokenizer's eos if it has one."""
     import numpy as np
 
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for path in paths:
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
-            if isinstance(error, UnicodeDecodeError):
-                raise UserError(f"TEXT {quoted(path)} is not text in UTF-8.") from error
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"TEXT {quoted(path)} cannot be read ({brief(reason)}).") from error
-        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        yield np.array(ids + end, dtype=np.int64)
+    from vllm_hsd.cli.served_texts import encoded, reading
+
+    with reading(path):
+        text = Path(path).read_text(encoding="utf-8")
+    yield np.array(encoded(text, tokenizer), dtype=np.int64)

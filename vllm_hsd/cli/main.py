@@ -46,7 +46,10 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command; returns the exit status.
+
+    Every function of the commands may raise `UserError`, whose sentences are printed here.
+    """
     arguments = make_parser().parse_args(argv)
     try:
         return arguments.run(arguments)

@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vllm_hsd.checked_files import written_whole
-from vllm_hsd.cli.options import integers
-from vllm_hsd.errors import UserError, brief, quoted
+from vllm_hsd.checked_files import write_json
+from vllm_hsd.cli.options import integers, json_object
+from vllm_hsd.errors import UserError, quoted
 from vllm_hsd.levels.ngram_model import MAX_ORDER
 from vllm_hsd.planner.predict import Selection
 from vllm_hsd.planner.profile import (
@@ -22,6 +22,7 @@ from vllm_hsd.planner.profile import (
     Sampling,
     environment_warnings,
     load_profile,
+    tables_file,
 )
 from vllm_hsd.planner.search import Constraints, Option, Plan, Search
 from vllm_hsd.planner.task import Task, candidates
@@ -72,8 +73,8 @@ def add_parsers(subparsers: Any) -> None:
         help="requests per step to time",
     )  # fmt: skip
     add(
-        "--engine-args", type=_object, default={}, metavar="JSON",
-        help="further arguments of vLLM's LLM() while timing",
+        "--engine-args", default="{}", metavar="JSON",
+        help="further arguments of vllm.LLM while timing",
     )  # fmt: skip
     add("--seed", type=int, default=0, help="seed of everything drawn")
     add("--device", default=None, help="device of the acceptance measurement (a GPU if present)")
@@ -101,10 +102,6 @@ def add_parsers(subparsers: Any) -> None:
         help="requests per step; one cascade is chosen for each",
     )  # fmt: skip
     add("--verifier", choices=("block", "standard"), default="block", help="at every level")
-    add(
-        "--output-tokens", type=int, default=None, metavar="N",
-        help="tokens per request (endless)",
-    )  # fmt: skip
     add("-o", "--output", type=Path, default=Path("cascade.json"), help="file to write")
     plan.set_defaults(run=plan_command)
 
@@ -116,16 +113,6 @@ def _ngram_model(text: str) -> tuple[str, int]:
             raise argparse.ArgumentTypeError(f"{quoted(text)}: give an order of 1 to {MAX_ORDER}")
         return path, int(order)
     return text, MAX_ORDER
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not JSON ({brief(error)})") from None
-    if not isinstance(parsed, dict):
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a JSON object")
-    return parsed
 
 
 def profile_command(arguments: argparse.Namespace) -> int:
@@ -146,7 +133,7 @@ def profile_command(arguments: argparse.Namespace) -> int:
         ),
         sampling=Sampling(temperature=arguments.temperature, top_p=arguments.top_p),
         max_draft_tokens=arguments.max_draft_tokens,
-        engine_args=arguments.engine_args,
+        engine_args=json_object(arguments.engine_args, "--engine-args"),
         batch_sizes=sorted(set(arguments.batch_sizes)),
         seed=arguments.seed,
     )
@@ -170,16 +157,15 @@ def profile_command(arguments: argparse.Namespace) -> int:
             f"no better; profile again when nothing else uses this machine.",
             style="yellow",
         )
-    tables = arguments.output.with_suffix(".npz")
-    console.print(f"wrote {arguments.output} and {tables}", soft_wrap=True)
+    written = f"{arguments.output} and {tables_file(arguments.output)}"
+    console.print(f"wrote {written}", soft_wrap=True)
     return 0
 
 
 def _check_profile_arguments(arguments: argparse.Namespace) -> None:
-    if not 1 <= arguments.max_draft_tokens <= MAX_DRAFT_TOKENS:
-        raise UserError(
-            f"--max-draft-tokens is {arguments.max_draft_tokens}: give 1 to {MAX_DRAFT_TOKENS}."
-        )
+    longest, ngram = arguments.max_draft_tokens, arguments.ngram
+    if not 1 <= longest <= MAX_DRAFT_TOKENS:
+        raise UserError(f"--max-draft-tokens is {longest}: give 1 to {MAX_DRAFT_TOKENS}.")
     if arguments.num_prompts < 1:
         raise UserError(f"--num-prompts is {arguments.num_prompts}: give at least 1.")
     if min(arguments.batch_sizes) < 1:
@@ -188,10 +174,10 @@ def _check_profile_arguments(arguments: argparse.Namespace) -> None:
         raise UserError(f"--temperature is {arguments.temperature:g}: it must be at least 0.")
     if not 0 < arguments.top_p <= 1:
         raise UserError(f"--top-p is {arguments.top_p:g}: it must be above 0 and at most 1.")
-    if arguments.ngram is not None and not 1 <= arguments.ngram <= 1024:
-        raise UserError(f"--ngram is {arguments.ngram}: give the longest match, 1 to 1024 tokens.")
-    if arguments.output.suffix == ".npz":
-        raise UserError("--output names the JSON file; its tables go to an .npz file next to it.")
+    if ngram is not None and not 1 <= ngram <= 1024:
+        raise UserError(f"--ngram is {ngram}: give the longest match, 1 to 1024 tokens.")
+    if arguments.output == tables_file(arguments.output):
+        raise UserError("--output names the JSON file; its tables go to a file next to it.")
     _check_directory(arguments.output)
 
 
@@ -203,13 +189,8 @@ def _check_directory(output: Path) -> None:
 def plan_command(arguments: argparse.Namespace) -> int:
     """Choose a cascade per batch size, explain it, write it, and print how to serve with it."""
     profile = load_profile(arguments.profile)
-    if arguments.output_tokens is not None and arguments.output_tokens < 2:
-        raise UserError(
-            f"--output-tokens is {arguments.output_tokens}: the prefill emits the first token, "
-            f"so give at least 2."
-        )
     _check_directory(arguments.output)
-    console, messages = Console(), Console(stderr=True)
+    console, messages = Console(), Console(stderr=True, soft_wrap=True)
     for warning in environment_warnings(profile):
         messages.print(f"warning: {warning}", style="yellow")
     commands = []
@@ -219,7 +200,6 @@ def plan_command(arguments: argparse.Namespace) -> int:
             max_levels=arguments.max_levels,
             max_draft_tokens=arguments.max_draft_tokens,
             verifier=arguments.verifier,
-            output_tokens=arguments.output_tokens,
         )
         choice = Search(profile, constraints).choose()
         console.print(choice_table(profile, choice))
@@ -232,18 +212,12 @@ def plan_command(arguments: argparse.Namespace) -> int:
             commands.append(f"# batch size {batch}")
         commands.append(serve_command(profile, choice))
         if choice.best.selection.levels:
-            chosen = cascade_file(profile, choice, arguments.profile)
-            with written_whole(path) as unfinished:
-                unfinished.write_text(json.dumps(chosen, indent=2) + "\n")
-            messages.print(f"wrote {path}", soft_wrap=True)
+            write_json(path, cascade_file(profile, choice, arguments.profile))
+            messages.print(f"wrote {path}")
         else:
-            stale = path.exists()
+            done = f"removed the older {path}" if path.exists() else f"did not write {path}"
             path.unlink(missing_ok=True)
-            messages.print(
-                f"No speculation is the fastest at batch size {batch}: "
-                + (f"removed the older {path}." if stale else f"did not write {path}."),
-                soft_wrap=True,
-            )
+            messages.print(f"No speculation is the fastest at batch size {batch}: {done}.")
     print("\n".join(commands))
     return 0
 

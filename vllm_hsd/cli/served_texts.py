@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_hsd.errors import UserError, brief, quoted
@@ -21,6 +23,26 @@ QUESTION_TOKENS, ANSWER_TOKENS = 128, 256
 ANSWER_TEMPERATURES = (0.0, 0.7, 1.0)
 
 
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Names the file in whatever reading it raises."""
+    try:
+        yield
+    except UnicodeDecodeError:
+        raise UserError(f"TEXT {quoted(path)} is not text in UTF-8.") from None
+    except (OSError, EOFError, ValueError) as error:  # ValueError: a NUL in the path
+        if isinstance(error, UserError):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"TEXT {quoted(path)} cannot be read ({brief(reason)}).") from None
+
+
+def encoded(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a text, ended by the tokenizer's eos if it has one."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return tokenizer(text, add_special_tokens=False, verbose=False).input_ids + end
+
+
 def recorded_outputs(path: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
     """Token ids of every output in a file of JSON lines: [n] int64 each.
 
@@ -33,36 +55,21 @@ def recorded_outputs(path: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[
     """
     import numpy as np
 
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for number, record in _records(path):
-        try:
-            outputs = _outputs(record)
-        except ValueError as error:
-            raise UserError(f"TEXT {quoted(path)}, line {number}: {error}.") from None
-        for output in outputs:
-            if isinstance(output, str):
-                output = tokenizer(output, add_special_tokens=False, verbose=False).input_ids + end
-            yield np.array(output, dtype=np.int64)
-
-
-def _records(path: str) -> Iterator[tuple[int, Any]]:
-    number = 0
-    try:
-        opened = gzip.open if path.endswith(".gz") else open
-        with opened(path, "rt", encoding="utf-8") as lines:
-            while line := lines.readline(MAX_RECORD):
-                number += 1
-                if line.strip():
-                    yield number, json.loads(line)
-    except UnicodeDecodeError:
-        raise UserError(f"TEXT {quoted(path)} is not text in UTF-8.") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(
-            f"TEXT {quoted(path)}, line {number} is not JSON ({brief(error)})."
-        ) from None
-    except (OSError, EOFError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"TEXT {quoted(path)} cannot be read ({brief(reason)}).") from None
+    opened = gzip.open if path.endswith(".gz") else open
+    with reading(path), opened(path, "rt", encoding="utf-8") as lines:
+        for number, line in enumerate(iter(lambda: lines.readline(MAX_RECORD), ""), 1):
+            if not line.strip():
+                continue
+            where = f"TEXT {quoted(path)}, line {number}"
+            try:
+                outputs = _outputs(json.loads(line))
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise UserError(f"{where} is not JSON ({brief(error)}).") from None
+            except ValueError as error:
+                raise UserError(f"{where}: {error}.") from None
+            for output in outputs:
+                ids = encoded(output, tokenizer) if isinstance(output, str) else output
+                yield np.array(ids, dtype=np.int64)
 
 
 def _outputs(record: Any) -> list[str | list[int]]:
@@ -100,9 +107,7 @@ def _outputs(record: Any) -> list[str | list[int]]:
 
 def _content(choice: Any) -> Any:
     """Text of a choice of a completion or of a chat."""
-    if not isinstance(choice, dict):
-        return None
-    message: Any = choice.get("message", choice)
+    message = choice.get("message", choice) if isinstance(choice, dict) else None
     return message.get("content", message.get("text")) if isinstance(message, dict) else None
 
 
@@ -122,26 +127,16 @@ def self_written_answers(
     from vllm_hsd.engine import EngineProcess
 
     before, after = _around_a_question(tokenizer)
+    ask = [{"temperature": 1.0, "max_tokens": QUESTION_TOKENS, "seed": i} for i in range(count)]
+    answer = [
+        {**each, "temperature": temperature, "max_tokens": ANSWER_TOKENS}
+        for each, temperature in zip(ask, itertools.cycle(ANSWER_TEMPERATURES), strict=False)
+    ]
     with EngineProcess({"model": target}, "--target") as engine:
-        asked = engine.generate(
-            [before] * count,
-            [
-                {"temperature": 1.0, "max_tokens": QUESTION_TOKENS, "seed": seed}
-                for seed in range(count)
-            ],
-        )
-        questions = [_without_end(ids, tokenizer.eos_token_id) for ids in asked.token_ids]
-        answered = engine.generate(
-            [before + question + after for question in questions],
-            [
-                {
-                    "temperature": ANSWER_TEMPERATURES[seed % len(ANSWER_TEMPERATURES)],
-                    "max_tokens": ANSWER_TOKENS,
-                    "seed": seed,
-                }
-                for seed in range(count)
-            ],
-        )
+        asked = engine.generate([before] * count, ask).token_ids
+        ends = [ids[-1:] == [tokenizer.eos_token_id] for ids in asked]
+        questions = [ids[: len(ids) - ended] for ids, ended in zip(asked, ends, strict=True)]
+        answered = engine.generate([before + each + after for each in questions], answer)
     for ids in answered.token_ids:
         yield np.array(ids, dtype=np.int64)
 
@@ -158,11 +153,5 @@ def _around_a_question(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], l
     before, found, after = str(chat).partition(marker)
     if not found:
         raise UserError("--chats: the target's chat template drops the user's words.")
-    return (
-        tokenizer(before, add_special_tokens=False).input_ids,
-        tokenizer(after, add_special_tokens=False).input_ids,
-    )
-
-
-def _without_end(ids: Sequence[int], eos: int | None) -> list[int]:
-    return list(ids[:-1]) if ids and ids[-1] == eos else list(ids)
+    ids = [tokenizer(part, add_special_tokens=False).input_ids for part in (before, after)]
+    return ids[0], ids[1]

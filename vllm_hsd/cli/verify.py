@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from vllm_hsd.cli.options import add_engine_args, add_prompts, numbers
+from vllm_hsd.cli.options import add_engine_options, numbers
 
 
 def add_parser(commands: Any) -> None:
@@ -23,67 +22,41 @@ def add_parser(commands: Any) -> None:
         '    "num_tokens": 4}, {"model": "Qwen/Qwen3-0.6B"}]}'
         "'",
     )
-    parser.add_argument("--model", help="the target: a name or a directory")
-    parser.add_argument("--speculative-config", metavar="JSON", help="as for `vllm serve`")
-    parser.add_argument(
-        "--url",
-        metavar="URL",
+    add = parser.add_argument
+    add("--model", help="the target: a name or a directory")
+    add("--speculative-config", metavar="JSON", help="as for `vllm serve`")
+    add(
+        "--url", metavar="URL",
         help="verify a running OpenAI server of vLLM instead, such as http://localhost:8000; "
         "text is sampled with top_k 16, since a server gives out 20 log-probabilities",
-    )
-    parser.add_argument(
-        "--plain-url", metavar="URL", help="a server of the same model without speculation"
-    )
-    parser.add_argument(
-        "--drafter",
-        metavar="MODEL",
+    )  # fmt: skip
+    add("--plain-url", metavar="URL", help="a server of the same model without speculation")
+    add(
+        "--drafter", metavar="MODEL",
         help="with --url: the model that the server drafts with, which is then loaded here; "
         "without it a sampler that leans towards its drafter is found late or not at all",
-    )
-    parser.add_argument(
-        "--self-test",
-        action="store_true",
+    )  # fmt: skip
+    add(
+        "--self-test", action="store_true",
         help="verify deliberately broken samplers on two small models that are made for it; each "
         "must be found. Needs no --model",
-    )
-    add_prompts(parser)
-    parser.add_argument(
-        "--temperatures", type=numbers, default="0,0.7,1", metavar="T[,T...]", help="temperatures"
-    )
-    parser.add_argument(
-        "--top-p", type=numbers, default="1", metavar="P[,P...]", help="values of top_p"
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=16384,
-        metavar="N",
+    )  # fmt: skip
+    add("--top-p", type=numbers, default="1", metavar="P[,P...]", help="values of top_p")
+    add(
+        "--tokens", type=int, default=16384, metavar="N",
         help="sampled tokens for every temperature and top-p; four times as many find a deviation "
         "of half the size",
-    )
-    parser.add_argument(
-        "--equal-drafter",
-        action="store_true",
+    )  # fmt: skip
+    add(
+        "--equal-drafter", action="store_true",
         help="also serve the model as its own drafter, which must have everything accepted",
-    )
-    parser.add_argument("--dtype", default="auto", metavar="D", help="as for `vllm-hsd bench`")
-    add_engine_args(parser)
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("verify"),
-        metavar="DIR",
-        help="directory for verify.json and the engines' logs",
-    )
+    )  # fmt: skip
+    add_engine_options(parser, "0,0.7,1", "verify")
     parser.set_defaults(run=command)
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Run `vllm-hsd verify`; 0 if nothing speaks against losslessness, else 1.
-
-    Raises:
-        UserError: the arguments, the model or the configuration cannot be used.
-    """
+    """Run `vllm-hsd verify`; 0 if nothing speaks against losslessness, else 1."""
     # torch and scipy, which a parser must not import.
     from vllm_hsd.cli import verify_runs
 

@@ -1,21 +1,22 @@
-"""What `vllm-hsd verify` reports: one page, and verify.json."""
+"""What `vllm-hsd verify` is to verify, what it found, and its report: a page and verify.json."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vllm_hsd.checked_files import written_whole
-from vllm_hsd.cli.bench_jobs import config_name
-from vllm_hsd.cli.bench_report import WIDTH, environment
-from vllm_hsd.lossless import lean
+from vllm_hsd.checked_files import write_json
+from vllm_hsd.cli import greedy
+from vllm_hsd.cli.bench_jobs import Comparison, Difference, Results, config_name
+from vllm_hsd.cli.bench_report import environment
+from vllm_hsd.cli.options import aligned, wrapped
+from vllm_hsd.lossless import lean, sampled
 from vllm_hsd.lossless.mutants import MUTANTS
-from vllm_hsd.lossless.sampled import AFTER_DRAFT
+from vllm_hsd.lossless.sampled import AFTER_DRAFT, Setting, Texts
 from vllm_hsd.lossless.seeded import Seeded
 from vllm_hsd.lossless.self_test import Result
 from vllm_hsd.lossless.statistics import (
@@ -27,64 +28,150 @@ from vllm_hsd.lossless.statistics import (
     adjusted,
 )
 
-if TYPE_CHECKING:
-    from vllm_hsd.cli.verify_results import Outcome
+ANSWER_TOKENS = 64
+# Share of the draft that a drafter equal to the target may lose to rounding.
+LARGEST_LOSS = {"float32": 1e-3}
+LARGEST_LOSS_16_BIT = 0.05
+# Largest gap of two logits that rounding may exchange, in nats.
+LARGEST_GAP = {**greedy.LARGEST_GAP, "float32": 1e-4}
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What to verify.
+
+    Attributes:
+        comparison: the model with no speculation and with the configuration to verify.
+        settings: sampling parameters of the sampled text; may be none.
+        num_tokens: tokens of every setting.
+        greedy: whether greedy text is compared.
+        equal_drafter: whether the model is served as its own drafter too.
+        servers: URLs of running servers with and without speculation, instead of engines.
+        drafter: the model that a server drafts with, if it was named.
+    """
+
+    comparison: Comparison
+    settings: list[Setting]
+    num_tokens: int
+    greedy: bool
+    equal_drafter: bool
+    servers: tuple[str, str] | None = None
+    drafter: str | None = None
+
+
+@dataclass
+class Outcome:
+    """What was found.
+
+    Attributes:
+        metadata: model, dtype, machine, versions, what was asked for.
+        greedy_results: generations without (config 0) and with (config 1) speculation, and
+            differences.
+        seconds: wall time by part.
+        untested: sentences on what could not be tested.
+        equal_drafter: (drafted, accepted) with the model as its own drafter, None if not asked for.
+        seeded: comparison of requests with seeds, None where the configuration promises nothing.
+    """
+
+    verification: Verification
+    metadata: dict[str, Any]
+    texts: Texts
+    checks: list[Check]
+    greedy_results: Results
+    seconds: dict[str, float]
+    untested: list[str]
+    equal_drafter: tuple[int, int] | None = None
+    seeded: Seeded | None = None
+
+    @property
+    def failed_checks(self) -> list[Check]:
+        return sampled.failures(self.checks)
+
+    @property
+    def unexplained(self) -> list[Difference]:
+        """Greedy differences where the target's two best tokens do not nearly tie."""
+        found = self.greedy_results.differences
+        return [each for each in found if not each.gap <= self.largest_gap]
+
+    @property
+    def largest_gap(self) -> float:
+        """Largest gap of two logits that rounding may exchange, in nats."""
+        return LARGEST_GAP[self.metadata["dtype"]]
+
+    @property
+    def equal_drafter_failed(self) -> bool:
+        if self.equal_drafter is None:
+            return False
+        drafted, accepted = self.equal_drafter
+        bound = LARGEST_LOSS.get(self.metadata["dtype"], LARGEST_LOSS_16_BIT)
+        return not drafted or 1 - accepted / drafted > bound
+
+    @property
+    def lossless(self) -> bool:
+        seeded = self.seeded is not None and self.seeded.unexplained
+        return not (self.failed_checks or self.unexplained or self.equal_drafter_failed or seeded)
 
 
 def page(outcome: Outcome) -> str:
     """What was verified, a table per setting, and the verdict."""
-    data = outcome.metadata
-    lines = [*environment(data), f"Configuration: {_configuration(outcome)}"]
+    servers, texts = outcome.verification.servers, outcome.texts
+    what = config_name(outcome.verification.comparison.configs[1])
+    if servers:
+        what = f"served at {servers[0]}; without speculation at {servers[1]}"
+    lines = [*environment(outcome.metadata), f"Configuration: {what}"]
     if outcome.checks:
-        texts = outcome.texts
         drafts = ""
         if texts.drafted:
             rate = texts.accepted / texts.drafted
             drafts = f", {rate:.1%} of {texts.drafted} draft tokens accepted"
-        lines += [
-            "",
-            *_wrap(
-                f"Sampled text: {texts.num_tokens} tokens{drafts}. Each token's place in the "
-                "target's own distribution, without speculation, must be uniform at every place of "
-                "a step, whatever came before."
-            ),
-            *table(outcome.checks),
-        ]
-    for sentence in [*lean_sentences(outcome.checks), *outcome.untested]:
-        lines += ["", *_wrap(sentence)]
+        sentence = (
+            f"Sampled text: {texts.num_tokens} tokens{drafts}. Each token's place in the "
+            "target's own distribution, without speculation, must be uniform at every place of "
+            "a step, whatever came before."
+        )
+        lines += ["", *wrapped(sentence), *table(outcome.checks)]
+    sentences = [*lean_sentences(outcome.checks), *outcome.untested]
     if outcome.verification.greedy:
-        lines += ["", *_wrap(greedy_sentence(outcome))]
+        sentences.append(_greedy_sentence(outcome))
     if outcome.seeded is not None:
-        lines += ["", *_wrap(seeded_sentence(outcome.seeded, outcome.largest_gap, outcome.dtype))]
+        sentences.append(_seeded_sentence(outcome))
     if outcome.equal_drafter is not None:
-        lines += ["", *_wrap(equal_drafter_sentence(outcome))]
-    return "\n".join([*lines, "", *_wrap(verdict(outcome))])
+        drafted, accepted = outcome.equal_drafter
+        share = accepted / drafted if drafted else 0.0
+        result = "FAILS" if outcome.equal_drafter_failed else "as it must be but for rounding"
+        sentences.append(
+            f"The model as its own drafter: {share:.2%} of {drafted} tokens accepted, {result}."
+        )
+    for sentence in [*sentences, verdict(outcome)]:
+        lines += ["", *wrapped(sentence)]
+    return "\n".join(lines)
 
 
 def table(checks: Sequence[Check]) -> list[str]:
     """A line per setting and place; of several checks the one with the lowest p-value."""
     p_values = adjusted([check.p_value for check in checks])
     significance = ERROR_PROBABILITY / len(checks)
-    lines: list[str] = []
-    for setting in dict.fromkeys(check.setting for check in checks):
-        own = [
-            (p, check)
-            for p, check in zip(p_values, checks, strict=True)
-            if check.setting == setting
-        ]
-        lines += ["", _line(setting, "tokens", "deviation", "would find", "p", "")]
-        for name, chosen in _rows(own):
+    groups: dict[str, dict[str, list[tuple[float, Check]]]] = {}
+    for p, check in zip(p_values, checks, strict=True):
+        name = check.hypothesis
+        if check.method == "score" and check.place == "all":
+            name = f"leans to {check.order}"
+        elif check.method == "score" or name == FOLLOWS:
+            name = _place(check)
+        groups.setdefault(check.setting, {}).setdefault(name, []).append((p, check))
+    rows = []
+    for setting, own in groups.items():
+        rows.append((setting, "tokens", "deviation", "would find", "p", ""))
+        for name, chosen in own.items():
             p, check = min(chosen, key=lambda pair: (pair[0], pair[1].p_value))
-            lines.append(
-                _line(
-                    f"  {name}",
-                    str(check.num_tokens),
-                    f"{check.shift:.2%}",
-                    _share(check.detectable(significance)),
-                    _p(p),
-                    "" if p >= ERROR_PROBABILITY else "FAILS",
-                )
-            )
+            least = check.detectable(significance)
+            found = f"{least:.2%}" if math.isfinite(least) else "none"
+            verdict = "" if p >= ERROR_PROBABILITY else "FAILS"
+            figures = str(check.num_tokens), f"{check.shift:.2%}", found, _p(p), verdict
+            rows.append((f"  {name}", *figures))
+    lines = []
+    for (name, *_), line in zip(rows, aligned(rows), strict=True):
+        lines += [line] if name.startswith(" ") else ["", line]
     notes = (
         "deviation: probability on the wrong side of a quantile, at least (chance gives a little); "
         "of leaning, total variation towards what was drafted, or away from it. "
@@ -93,19 +180,7 @@ def table(checks: Sequence[Check]) -> list[str]:
         f"{len(checks)} checks; below {ERROR_PROBABILITY:g} fails. Place 0 is an answer's first "
         "token, place 1 the first of a step."
     )
-    return [*lines, "", *_wrap(notes)]
-
-
-def _rows(own: list[tuple[float, Check]]) -> list[tuple[str, list[tuple[float, Check]]]]:
-    groups: dict[str, list[tuple[float, Check]]] = {}
-    for p, check in own:
-        name = check.hypothesis
-        if check.method == "score" and check.place == "all":
-            name = f"leans to {check.order}"
-        elif check.method == "score" or name == FOLLOWS:
-            name = _place(check)
-        groups.setdefault(name, []).append((p, check))
-    return list(groups.items())
+    return [*lines, "", *wrapped(notes)]
 
 
 def lean_sentences(checks: Sequence[Check]) -> list[str]:
@@ -137,63 +212,46 @@ def lean_sentences(checks: Sequence[Check]) -> list[str]:
     return found
 
 
-def _share(value: float) -> str:
-    return f"{value:.2%}" if math.isfinite(value) else "none"
-
-
-def greedy_sentence(outcome: Outcome) -> str:
+def _greedy_sentence(outcome: Outcome) -> str:
     """How many greedy answers differ, and by how little the target prefers its own tokens."""
     found, generations = outcome.greedy_results.differences, outcome.greedy_results.generations
     answers = [ids for job, own in generations.items() if job.config for ids in own.token_ids]
     begins = f"Greedy text: {len(answers)} answers, {sum(map(len, answers))} tokens"
     if not found:
         return f"{begins}, equal to no speculation."
-    largest = max(each.gap for each in found)
-    bad = len(outcome.unexplained)
-    differ = f"{begins}; {len(found)} answers differ from no speculation"
+    largest, bad = max(each.gap for each in found), len(outcome.unexplained)
+    begins += f"; {len(found)} answers differ from no speculation"
+    bound = f"bound for {outcome.metadata['dtype']} {outcome.largest_gap:g}"
     if not bad:
         return (
-            f"{differ}, each first where the target's own two tokens nearly tie (largest gap "
-            f"{largest:.2g} nats, bound for {outcome.dtype} {outcome.largest_gap:g})."
+            f"{begins}, each first where the target's own two tokens nearly tie (largest gap "
+            f"{largest:.2g} nats, {bound})."
         )
     gap = f"a gap of {largest:.2g} nats" if math.isfinite(largest) else "one of them ended"
-    return (
-        f"{differ}, {bad} of them first where nothing ties ({gap}, bound for {outcome.dtype} "
-        f"{outcome.largest_gap:g}): FAILS."
-    )
+    return f"{begins}, {bad} of them first where nothing ties ({gap}, {bound}): FAILS."
 
 
-def seeded_sentence(seeded: Seeded, bound: float, dtype: str) -> str:
+def _seeded_sentence(outcome: Outcome) -> str:
     """How many answers with seeds differ from those without speculation."""
+    seeded = outcome.seeded
+    assert seeded is not None
     begins = f"Seeded text: {seeded.answers} answers, {seeded.tokens} tokens"
     if not seeded.partings:
         return f"{begins}, equal to no speculation."
     begins += f"; {len(seeded.partings)} answers differ from no speculation"
-    bad = len(seeded.unexplained)
-    if not bad:
-        return (
-            f"{begins}, each first where the target's own two draws nearly tie (bound for {dtype} "
-            f"{bound:g} nats)."
-        )
-    return f"{begins}, {bad} of them first where nothing ties (bound {bound:g} nats): FAILS."
-
-
-def equal_drafter_sentence(outcome: Outcome) -> str:
-    """What the target accepted of its own drafts."""
-    assert outcome.equal_drafter is not None
-    drafted, accepted = outcome.equal_drafter
-    share = accepted / drafted if drafted else 0.0
-    result = "FAILS" if outcome.equal_drafter_failed else "as it must be but for rounding"
-    return f"The model as its own drafter: {share:.2%} of {drafted} tokens accepted, {result}."
+    bound = f"bound for {outcome.metadata['dtype']} {outcome.largest_gap:g} nats"
+    if not (bad := len(seeded.unexplained)):
+        return f"{begins}, each first where the target's own two draws nearly tie ({bound})."
+    return f"{begins}, {bad} of them first where nothing ties ({bound}): FAILS."
 
 
 def verdict(outcome: Outcome) -> str:
     """One sentence: what failed, or what would have been found."""
     failed = sorted(outcome.failed_checks, key=lambda check: check.p_value)
-    reasons = [
-        f"{check.setting}: {_claim(check)} ({_place(check)}), {check.shift:.1%} off"
-        for check in failed[:3]
-    ]
+    reasons = []
+    for check in failed[:3]:
+        claim = f"leans to {check.order}" if check.method == "score" else check.hypothesis
+        reasons.append(f"{check.setting}: {claim} ({_place(check)}), {check.shift:.1%} off")
     if outcome.unexplained:
         reasons.append("greedy text differs from no speculation")
     if outcome.seeded is not None and outcome.seeded.unexplained:
@@ -206,12 +264,11 @@ def verdict(outcome: Outcome) -> str:
     if not outcome.checks:
         return "PASSED."
     significance = ERROR_PROBABILITY / len(outcome.checks)
-    overall = [
-        check
+    least = max(
+        check.detectable(significance)
         for check in outcome.checks
         if check.place == "all" and check.method == "KS" and check.order in ORDERS
-    ]
-    least = max(check.detectable(significance) for check in overall)
+    )
     return (
         f"PASSED: no deviation from the target was found. One of {least:.1%} of the probability, "
         "over all tokens of a setting, would have been."
@@ -246,52 +303,35 @@ def write(outcome: Outcome, path: Path) -> None:
                 for p, check in zip(p_values, checks, strict=True)
             ],
         },
-    }
-    document["power"] = {
-        "probability": POWER,
-        "leaning": lean_sentences(checks),
-        "untested": outcome.untested,
+        "power": {
+            "probability": POWER,
+            "leaning": lean_sentences(checks),
+            "untested": outcome.untested,
+        },
     }
     if verification.greedy:
-        document["greedy"] = {
-            "bound": outcome.largest_gap,
-            "differences": [
-                {
-                    "answer": each.sequence,
-                    "token": len(each.context),
-                    "expected": each.expected,
-                    "found": each.found,
-                    "gap": _finite(each.gap),
-                }
-                for each in outcome.greedy_results.differences
-            ],
-            "passed": not outcome.unexplained,
-        }
+        differences = [
+            {
+                "answer": each.sequence,
+                "token": len(each.context),
+                "expected": each.expected,
+                "found": each.found,
+                "gap": _finite(each.gap),
+            }
+            for each in outcome.greedy_results.differences
+        ]
+        passed = not outcome.unexplained
+        bound = outcome.largest_gap
+        document["greedy"] = {"bound": bound, "differences": differences, "passed": passed}
     if outcome.seeded is not None:
-        document["seeded"] = {
-            **dataclasses.asdict(outcome.seeded),
-            "bound": outcome.largest_gap,
-            "passed": not outcome.seeded.unexplained,
-        }
+        passed = not outcome.seeded.unexplained
+        found = dataclasses.asdict(outcome.seeded)
+        document["seeded"] = {**found, "bound": outcome.largest_gap, "passed": passed}
     if outcome.equal_drafter is not None:
         drafted, accepted = outcome.equal_drafter
-        document["equal_drafter"] = {
-            "drafted": drafted,
-            "accepted": accepted,
-            "passed": not outcome.equal_drafter_failed,
-        }
-    with written_whole(path) as unfinished:
-        unfinished.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-
-
-def _configuration(outcome: Outcome) -> str:
-    if servers := outcome.verification.servers:
-        return f"served at {servers[0]}; without speculation at {servers[1]}"
-    return config_name(outcome.verification.comparison.configs[1])
-
-
-def _claim(check: Check) -> str:
-    return f"leans to {check.order}" if check.method == "score" else check.hypothesis
+        passed = not outcome.equal_drafter_failed
+        document["equal_drafter"] = {"drafted": drafted, "accepted": accepted, "passed": passed}
+    write_json(path, document)
 
 
 def _finite(value: float) -> float | None:
@@ -308,32 +348,24 @@ def _p(value: float) -> str:
     return f"{value:.2g}" if value >= 1e-3 else f"{value:.0e}"
 
 
-def _line(name: str, *cells: str) -> str:
-    widths = (9, 10, 11, 8, 6)
-    padded = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)]
-    return "".join([f"{name:40}", *padded]).rstrip()
-
-
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH)
-
-
 def self_test_page(results: Sequence[Result]) -> str:
     """A line per sampler, and the verdict."""
-    lines = [_line("", "tokens", "deviation", "p", "", "")]
+    rows = [("", "tokens", "deviation", "p", "")]
     for result in results:
         p_values = adjusted([check.p_value for check in result.checks])
-        p, check = min(
-            zip(p_values, result.checks, strict=True), key=lambda pair: (pair[0], pair[1].p_value)
-        )
+        pairs = zip(p_values, result.checks, strict=True)
+        p, check = min(pairs, key=lambda pair: (pair[0], pair[1].p_value))
         name = result.name if result.as_expected else f"{result.name}: WRONG"
-        cells = (str(check.num_tokens), f"{check.shift:.2%}", _p(p))
         verdict = "found" if result.failed else "passed"
-        lines.append(_line(name, *cells, verdict, ""))
+        rows.append((name, str(check.num_tokens), f"{check.shift:.2%}", _p(p), verdict))
+    heading, *lines = aligned(rows)
+    page = [heading]
+    for result, line in zip(results, lines, strict=True):
+        page.append(line)
         if result.name in MUTANTS:
-            lines += [f"    {line}" for line in _wrap(MUTANTS[result.name].fault)]
+            page += wrapped(f"    {MUTANTS[result.name].fault}", "    ")
     wrong = [result.name for result in results if not result.as_expected]
     end = "SELF-TEST PASSED: the sound sampler passes, and every mutant is found."
     if wrong:
         end = f"SELF-TEST FAILED: {', '.join(wrong)}."
-    return "\n".join([*lines, "", *_wrap(end)])
+    return "\n".join([*page, "", *wrapped(end)])

@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import torch
+
+from vllm_hsd import host
 from vllm_hsd.cli import bench, greedy, verify_report
 from vllm_hsd.cli.bench_jobs import Comparison, Job, Results
-from vllm_hsd.cli.bench_runs import engine_arguments, progress
-from vllm_hsd.cli.verify_results import (
-    ANSWER_TOKENS,
-    LARGEST_GAP,
-    SEED,
-    SEEDED_TOKENS,
-    Outcome,
-    Verification,
-)
-from vllm_hsd.cli.verify_servers import run_on_servers
-from vllm_hsd.engine import EngineProcess, Generation
+from vllm_hsd.cli.bench_runs import MAX_CPU_CACHE, SPARE_TOKENS, engine_arguments
+from vllm_hsd.cli.options import progress
+from vllm_hsd.cli.verify_report import ANSWER_TOKENS, LARGEST_GAP, Outcome, Verification
+from vllm_hsd.engine import EngineProcess
 from vllm_hsd.errors import UserError
 from vllm_hsd.lossless import sampled, seeded, self_test
-from vllm_hsd.lossless.drafters import OFFERS, Drafter, drafters_of, keeps_seeds
-from vllm_hsd.lossless.sampled import Setting, Texts
+from vllm_hsd.lossless.drafters import (
+    OFFERS,
+    Drafter,
+    Drafters,
+    drafters_of,
+    keeps_seeds,
+    short_name,
+)
+from vllm_hsd.lossless.sampled import Setting
+from vllm_hsd.lossless.servers import TOP_K, Server
 
 BATCH_SIZE = 64
+# Tokens of every setting in the comparison of requests with seeds.
+SEEDED_TOKENS = 1024
+# Seed of the uniforms that make quantiles continuous.
+SEED = 0
 # The engine without speculation runs where its sampler can be made to give out a text.
 SCORER_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 SCORER_ARGUMENTS = {"async_scheduling": False}
@@ -34,43 +46,31 @@ NOT_RECORDED = (
     '"async_scheduling": false), or nothing was: only models among the drafters were tested for '
     "leaning towards them."
 )
+NOT_NAMED = (
+    "Whether tokens lean towards what was drafted was not tested, since the drafter is not known: "
+    "name it with --drafter MODEL."
+)
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Run `vllm-hsd verify`; 0 if nothing speaks against losslessness, else 1.
-
-    Raises:
-        UserError: the arguments, the model or the configuration cannot be used.
-    """
+    """Run `vllm-hsd verify`; 0 if nothing speaks against losslessness, else 1."""
     if arguments.self_test:
-        return _self_test(arguments)
-    verification = parse(arguments)
-    if verification.servers:
-        outcome = run_on_servers(verification, verification.servers, add_drafter)
-    else:
-        outcome = run(verification)
+        if arguments.model or arguments.speculative_config:
+            raise UserError("--self-test has models of its own: leave out --model and the rest.")
+        bench.prepare_output(arguments.output)
+        results = self_test.run(arguments.output, arguments.tokens, progress)
+        print(verify_report.self_test_page(results))
+        return 0 if all(result.as_expected for result in results) else 1
+    outcome = run(parse(arguments))
     print(verify_report.page(outcome))
-    path = verification.comparison.output / "verify.json"
+    path = arguments.output / "verify.json"
     verify_report.write(outcome, path)
     print(f"Written: {path}")
     return 0 if outcome.lossless else 1
 
 
-def _self_test(arguments: argparse.Namespace) -> int:
-    if arguments.model or arguments.speculative_config:
-        raise UserError("--self-test has models of its own: leave out --model and the rest.")
-    bench.prepare_output(arguments.output)
-    results = self_test.run(arguments.output, arguments.tokens, progress)
-    print(verify_report.self_test_page(results))
-    return 0 if all(result.as_expected for result in results) else 1
-
-
 def parse(arguments: argparse.Namespace) -> Verification:
-    """What the arguments ask for.
-
-    Raises:
-        UserError: an argument is out of range or not JSON.
-    """
+    """What the arguments ask for."""
     servers = _servers(arguments)
     for option in () if servers else ("model", "speculative_config"):
         if not getattr(arguments, option):
@@ -81,21 +81,22 @@ def parse(arguments: argparse.Namespace) -> Verification:
         raise UserError("--top-p must be above 0 and at most 1.")
     if arguments.tokens < ANSWER_TOKENS:
         raise UserError(f"--tokens must be at least {ANSWER_TOKENS}, one answer.")
-    # A server's configuration is its own affair.
-    arguments.speculative_config = [arguments.speculative_config or "{}"]
     arguments.model = arguments.model or ""
     comparison = bench.comparison_of(
         arguments,
+        # A server's configuration is its own affair.
+        [arguments.speculative_config or "{}"],
         batch_sizes=[BATCH_SIZE],
         temperatures=temperatures,
         max_tokens=ANSWER_TOKENS,
         num_prompts=1,
         rounds=1,
     )
+    filters: dict[str, Any] = {"top_k": TOP_K} if servers else {}
     return Verification(
         comparison,
         [
-            Setting(temperature, {} if p == 1 else {"top_p": p})
+            Setting(temperature, filters | ({} if p == 1 else {"top_p": p}))
             for temperature in temperatures
             if temperature > 0
             for p in top_p
@@ -125,91 +126,149 @@ def _servers(arguments: argparse.Namespace) -> tuple[str, str] | None:
     return arguments.url, arguments.plain_url
 
 
+@dataclass(frozen=True)
+class Sides:
+    """What answers with speculation and what judges it, engines that load when entered or servers.
+
+    Attributes:
+        prompts: token ids.
+        arguments: of an engine that serves one model without speculation.
+    """
+
+    comparison: Comparison
+    speculating: AbstractContextManager[Any]
+    plain: AbstractContextManager[Any]
+    drafters: Drafters
+    prompts: list[list[int]]
+    arguments: dict[str, Any]
+    metadata: dict[str, Any]
+
+
+def _engines(verification: Verification) -> Sides:
+    comparison, setup = bench.prepare(verification.comparison)
+    arguments = engine_arguments(comparison, setup, 1)
+    config = comparison.configs[1] or {}
+    scorer = arguments | SCORER_ARGUMENTS
+    return Sides(
+        comparison,
+        _loaded(comparison, "speculation", arguments | {"speculative_config": config}),
+        _loaded(comparison, "no speculation", scorer, SCORER_ENVIRONMENT),
+        drafters_of(config),
+        setup.prompt_ids,
+        arguments,
+        bench.describe(comparison, setup),
+    )
+
+
+def _running(verification: Verification, urls: tuple[str, str]) -> Sides:
+    comparison = verification.comparison
+    speculating = Server("--url", urls[0], comparison.model)
+    plain = Server("--plain-url", urls[1], comparison.model)
+    if speculating.model != plain.model:
+        raise UserError(
+            f"--url serves '{speculating.model}', --plain-url '{plain.model}': give one model."
+        )
+    # What a server computes in, it does not say.
+    dtype = str(comparison.engine_args["dtype"])
+    comparison.output.mkdir(parents=True, exist_ok=True)
+    prompts = [plain.token_ids(prompt) for prompt in comparison.prompts]
+    longest = max(map(len, prompts)) + ANSWER_TOKENS + SPARE_TOKENS
+    arguments = {"max_model_len": longest, **comparison.base_args}
+    if not torch.cuda.is_available():
+        arguments = {"kv_cache_memory_bytes": MAX_CPU_CACHE, **arguments}
+    name = verification.drafter
+    return Sides(
+        replace(comparison, model=plain.model),
+        contextlib.nullcontext(speculating),
+        contextlib.nullcontext(plain),
+        Drafters((Drafter(short_name(name), name),) if name else ()),
+        prompts,
+        arguments,
+        {
+            "model": plain.model,
+            "dtype": dtype if dtype in LARGEST_GAP else "bfloat16",
+            "machine": "that of the servers",
+            "versions": {**host.versions(), "server": speculating.version()},
+            "max_tokens": ANSWER_TOKENS,
+        },
+    )
+
+
 def run(verification: Verification) -> Outcome:
     """Generate with speculation, then judge it by the same model without.
 
     Raises:
-        UserError: the model or the configuration cannot be used, or an engine failed.
+        UserError: the model or the configuration cannot be used, or an engine or server failed.
     """
-    comparison = verification.comparison
-    bench.prepare_output(comparison.output)
-    comparison, setup = bench.with_probed_dtype(comparison, bench.inspect(comparison))
-    verification = replace(verification, comparison=comparison)
-    if setup.dtype not in LARGEST_GAP:
-        raise UserError(f"--dtype {setup.dtype}: rounding is known for {', '.join(LARGEST_GAP)}.")
-    arguments = engine_arguments(comparison, setup, 1)
-    results = Results(comparison)
-    seconds: dict[str, float] = {}
-    count = min(len(setup.prompt_ids), BATCH_SIZE)
-    greedy_jobs = [Job(i, 0, BATCH_SIZE, 0.0, 0, tuple(range(count))) for i in (0, 1)]
-    prompts, settings = setup.prompt_ids, verification.settings
-
-    config = comparison.configs[1]
-    drafters = drafters_of(config or {})
-    untested = []
-    with _loaded(comparison, "speculation", arguments | {"speculative_config": config}) as engine:
-        began = time.perf_counter()
+    urls, settings = verification.servers, verification.settings
+    sides = _running(verification, urls) if urls else _engines(verification)
+    comparison, drafters, prompts = sides.comparison, sides.drafters, sides.prompts
+    dtype, config = sides.metadata["dtype"], comparison.configs[1] or {}
+    if dtype not in LARGEST_GAP:
+        raise UserError(f"--dtype {dtype}: rounding is known for {', '.join(LARGEST_GAP)}.")
+    results, seconds = Results(comparison), dict[str, float]()
+    count = min(len(prompts), BATCH_SIZE)
+    jobs = [Job(i, 0, BATCH_SIZE, 0.0, 0, tuple(range(count))) for i in (0, 1)]
+    greedy_params = {"temperature": 0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
+    untested: list[str] = []
+    with_seeds = found_seeded = None
+    with _timed(seconds, "speculation"), sides.speculating as engine:
         if verification.greedy:
-            results.generations[greedy_jobs[1]] = _greedy(engine, prompts[:count])
-        with_seeds = None
-        if settings and keeps_seeds(config or {}) and engine.call(_is_v1):
+            results.generations[jobs[1]] = engine.generate(prompts[:count], greedy_params)
+        if settings and keeps_seeds(config) and engine.call(_is_v1):
             plan = sampled.planned(prompts, settings, SEEDED_TOKENS, ANSWER_TOKENS, seeded=1)
             with_seeds = sampled.generate(engine, plan, BATCH_SIZE, progress)
-        plan = sampled.planned(
-            prompts,
-            settings,
-            verification.num_tokens,
-            ANSWER_TOKENS,
-            # The rule of requests with seeds is compared exactly.
-            seeded=0 if with_seeds else 2,
-        )
+        # The rule of requests with seeds is compared exactly.
+        one_in = 0 if with_seeds else 2
         texts = sampled.generate(
             engine,
-            plan,
+            sampled.planned(prompts, settings, verification.num_tokens, ANSWER_TOKENS, one_in),
             BATCH_SIZE,
             progress,
             offers=OFFERS if drafters.recorded else None,
             certain=drafters.certain,
         )
-        seconds["speculation"] = time.perf_counter() - began
-    if settings:
-        if drafters.recorded and OFFERS not in texts.rows:
-            untested.append(NOT_RECORDED)
-        for drafter in drafters.models:
-            if (drafter.model, drafter.temperature_scale) == (comparison.model, 1):
-                untested.append(f"{drafter.name} is the target itself: nothing can lean to it.")
-                continue
-            began = time.perf_counter()
-            add_drafter(comparison, arguments, drafter, texts)
-            seconds[f"drafter {drafter.name}"] = time.perf_counter() - began
-    with _loaded(
-        comparison, "no speculation", arguments | SCORER_ARGUMENTS, SCORER_ENVIRONMENT
-    ) as engine:
-        began = time.perf_counter()
+    if settings and drafters.recorded and OFFERS not in texts.rows:
+        untested.append(NOT_RECORDED)
+    if settings and urls and not drafters.models:
+        untested.append(NOT_NAMED)
+    for drafter in drafters.models if settings else ():
+        if (drafter.model, drafter.temperature_scale) == (comparison.model, 1):
+            untested.append(f"{drafter.name} is the target itself: nothing can lean to it.")
+            continue
+        name, scale = f"drafter {drafter.name}", drafter.temperature_scale
+        arguments = sides.arguments | SCORER_ARGUMENTS | {"model": drafter.model}
+        loaded = _loaded(comparison, name, arguments, SCORER_ENVIRONMENT)
+        with _timed(seconds, name), loaded as engine:
+            sampled.add_drafter(engine, texts, drafter.name, scale, BATCH_SIZE, progress)
+    with _timed(seconds, "no speculation"), sides.plain as engine:
         if verification.greedy:
-            results.generations[greedy_jobs[0]] = _greedy(engine, prompts[:count])
+            results.generations[jobs[0]] = engine.generate(prompts[:count], greedy_params)
             found = greedy.differences(results, prompts)
-            results.differences = greedy.with_gaps(engine, found) if found else []
-        found_seeded = None
+            gaps_at = engine.gaps if urls else partial(engine.call, greedy.gaps_of_target)
+            results.differences = greedy.with_gaps(gaps_at, found)
         if with_seeds is not None:
-            found_seeded = seeded.compared(engine, with_seeds, LARGEST_GAP[setup.dtype])
+            found_seeded = seeded.compared(engine, with_seeds, LARGEST_GAP[dtype])
         ranges = sampled.scored(engine, texts, BATCH_SIZE, progress)
-        seconds["no speculation"] = time.perf_counter() - began
-    equal = None
-    if verification.equal_drafter:
-        equal = _equal_drafter(verification, arguments, prompts)
     return Outcome(
-        verification,
-        bench.describe(comparison, setup),
+        replace(verification, comparison=comparison),
+        sides.metadata,
         texts,
-        sampled.checks(settings, texts, ranges, setup.dtype, SEED),
+        sampled.checks(settings, texts, ranges, dtype, SEED),
         results,
-        setup.dtype,
-        equal,
         seconds,
         untested,
+        _equal_drafter(verification, sides) if verification.equal_drafter else None,
         found_seeded,
     )
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    progress(f"starting: {name}")
+    began = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - began
 
 
 def _is_v1(llm: Any) -> bool:
@@ -220,54 +279,25 @@ def _runs_v1(worker: Any) -> bool:
     return hasattr(worker.model_runner, "discard_request_mask")
 
 
-def add_drafter(
-    comparison: Comparison, arguments: dict[str, Any], drafter: Drafter, texts: Texts
-) -> None:
-    """Fill in a drafter's distributions, from an engine that serves it alone.
-
-    Args:
-        arguments: of the target's engine.
-
-    Raises:
-        UserError: the drafter cannot be loaded.
-    """
-    with _loaded(
-        comparison,
-        f"drafter {drafter.name}",
-        arguments | SCORER_ARGUMENTS | {"model": drafter.model},
-        SCORER_ENVIRONMENT,
-    ) as engine:
-        scale = drafter.temperature_scale
-        sampled.add_drafter(engine, texts, drafter.name, scale, BATCH_SIZE, progress)
-
-
 def equal_drafter_config(config: dict[str, Any], model: str) -> dict[str, Any]:
     """A configuration of the same method and verifier whose only drafter is the target."""
     kept = ("num_speculative_tokens", "verifier", "rejection_sample_method")
-    found = {key: config[key] for key in kept if key in config}
-    found.setdefault("num_speculative_tokens", 4)
+    found = {"num_speculative_tokens": 4, **{key: config[key] for key in kept if key in config}}
     if config.get("method") == "hsd":
         return {"method": "hsd", **found, "levels": [{"model": model}], "adaptive": False}
-    return {
-        "method": "draft_model",
-        "model": model,
-        "draft_sample_method": "probabilistic",
-        **found,
-    }
+    soft = {"draft_sample_method": "probabilistic"}
+    return {"method": "draft_model", "model": model, **soft, **found}
 
 
-def _equal_drafter(
-    verification: Verification, arguments: dict[str, Any], prompts: list[list[int]]
-) -> tuple[int, int]:
+def _equal_drafter(verification: Verification, sides: Sides) -> tuple[int, int]:
     """(drafted, accepted) tokens of one batch at most."""
-    comparison = verification.comparison
-    config = comparison.configs[1]
-    assert config is not None
-    config = equal_drafter_config(config, comparison.model)
-    with _loaded(comparison, "equal drafter", arguments | {"speculative_config": config}) as engine:
+    comparison = sides.comparison
+    config = equal_drafter_config(comparison.configs[1] or {}, comparison.model)
+    arguments = sides.arguments | {"speculative_config": config}
+    with _loaded(comparison, "equal drafter", arguments) as engine:
         settings = verification.settings or [Setting(1.0)]
         count = min(verification.num_tokens, BATCH_SIZE * ANSWER_TOKENS // len(settings))
-        plan = sampled.planned(prompts, settings, count, ANSWER_TOKENS)
+        plan = sampled.planned(sides.prompts, settings, count, ANSWER_TOKENS)
         texts = sampled.generate(engine, plan, BATCH_SIZE, progress)
     return texts.drafted, texts.accepted
 
@@ -278,11 +308,5 @@ def _loaded(
     arguments: dict[str, Any],
     environment: dict[str, str] | None = None,
 ) -> EngineProcess:
-    progress(f"loading the engine: {name}")
     log = comparison.output / "logs" / f"{name.replace(' ', '_')}.log"
     return EngineProcess(arguments, f"'{name}'", log=log, environment=environment)
-
-
-def _greedy(engine: EngineProcess, prompts: list[list[int]]) -> Generation:
-    params = {"temperature": 0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
-    return engine.generate(prompts, params)

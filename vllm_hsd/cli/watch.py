@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -26,6 +27,8 @@ DRAFTS = "vllm:spec_decode_num_drafts_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 BY_PLACE = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 COLUMNS = ("drafted/s", "accepted", "drafts/s", "mean length", "none drafted", "share of time")
+NO_CASCADE = "This server counts no levels: it runs no cascade, or has not drafted yet."
+_SUMMED = ("engine", "model_name")
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,6 @@ class Snapshot:
         return sorted(found - {""}, key=lambda v: (not v.isdigit(), int(v) if v.isdigit() else v))
 
 
-_SUMMED = ("engine", "model_name")
-
-
 @dataclass(frozen=True)
 class Change:
     """What happened between two snapshots."""
@@ -92,15 +92,10 @@ class Change:
 
 
 def read(url: str) -> Snapshot:
-    """The metrics of a server now.
-
-    Raises:
-        UserError: they cannot be read.
-    """
+    """The metrics of a server now; raises UserError where they cannot be read."""
     try:
         with urllib.request.urlopen(f"{url}/metrics", timeout=TIMEOUT) as response:
-            text = response.read().decode()
-        return Snapshot.parse(text, time.monotonic())
+            return Snapshot.parse(response.read().decode(), time.monotonic())
     except (OSError, ValueError) as error:
         raise UserError(
             f"{url}/metrics cannot be read ({error}): give the address of a running server, as in"
@@ -108,39 +103,32 @@ def read(url: str) -> Snapshot:
         ) from None
 
 
-def render(change: Change, curve: list[float]) -> RenderableType:
+def render(change: Change, curve: Sequence[float]) -> RenderableType:
     """The whole view.
 
     Args:
         change: what happened since the last refresh.
         curve: generated tokens per second of the last refreshes, oldest first.
     """
-    now = change.after
-    drafts, accepted = change.gained(DRAFTS), change.gained(ACCEPTED)
+    now, drafts = change.after, change.gained(DRAFTS)
+    per_draft = "no draft was verified"
+    if drafts:
+        per_draft = f"[bold]{1 + change.gained(ACCEPTED) / drafts:.2f}[/] tokens per verified draft"
     head = Table.grid(padding=(0, 3))
     head.add_row(
         f"[bold]{change.rate(GENERATED):,.0f}[/] tokens/s",
-        f"[bold]{1 + accepted / drafts:.2f}[/] tokens per verified draft"
-        if drafts
-        else "no draft was verified",
+        per_draft,
         f"{now.value('vllm:num_requests_running'):.0f} running,"
         f" {now.value('vllm:num_requests_waiting'):.0f} waiting",
     )
     parts: list[RenderableType] = [head, Text(sparkline(curve), style="cyan")]
     if drafts:
-        places = now.labels(BY_PLACE, "position")
-        shares = [change.gained(BY_PLACE, position=p) / drafts for p in places]
-        parts.append(Text("accepted by place  ") + _percentages(shares))
+        places = enumerate(now.labels(BY_PLACE, "position"), 1)
+        shares = (f"{i}: {change.gained(BY_PLACE, position=p) / drafts:.0%}" for i, p in places)
+        parts.append(Text("accepted by place  " + "  ".join(shares)))
     levels = now.labels("vllm_hsd:level_drafted_total", "level")
     parts.append(_levels(change, levels) if levels else Text(NO_CASCADE, style="yellow"))
     return Panel(Group(*parts), title="vllm-hsd watch", title_align="left")
-
-
-NO_CASCADE = "This server counts no levels: it runs no cascade, or has not drafted yet."
-
-
-def _percentages(shares: list[float]) -> Text:
-    return Text("  ").join(Text(f"{i + 1}: {share:.0%}") for i, share in enumerate(shares))
 
 
 def _levels(change: Change, levels: list[str]) -> Table:
@@ -148,50 +136,34 @@ def _levels(change: Change, levels: list[str]) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     for level in reversed(levels):
-        counted = {
-            name: change.gained(f"vllm_hsd:level_{name}_total", level=level)
-            for name in ("drafted", "rounds", "requested", "empty", "seconds")
-        }
-        length = counted["drafted"] / counted["requested"] if counted["requested"] else None
-        table.add_row(
-            f"{level}" + (" (cheapest)" if level == levels[0] and len(levels) > 1 else ""),
-            f"{counted['drafted'] / change.seconds:,.0f}",
-            change.ratio(
-                "vllm_hsd:level_accepted_total", "vllm_hsd:level_drafted_total", level=level
-            ),
-            f"{counted['rounds'] / change.seconds:,.1f}",
-            "-" if length is None else f"{length:.1f}",
-            f"{counted['empty'] / counted['requested']:.0%}" if counted["requested"] else "-",
-            f"{counted['seconds'] / change.seconds:.0%}" if counted["seconds"] else "-",
+        drafted, accepted, rounds, requested, empty, seconds = (
+            change.gained(f"vllm_hsd:level_{name}_total", level=level)
+            for name in ("drafted", "accepted", "rounds", "requested", "empty", "seconds")
         )
-        drafted = "vllm_hsd:source_drafted_total"
-        for source in change.after.labels(drafted, "source"):
-            if (drafted, frozenset({("level", level), ("source", source)})) in change.after.samples:
+        table.add_row(
+            level + (" (cheapest)" if level == levels[0] and len(levels) > 1 else ""),
+            f"{drafted / change.seconds:,.0f}",
+            f"{accepted / drafted:.0%}" if drafted else "-",
+            f"{rounds / change.seconds:,.1f}",
+            f"{drafted / requested:.1f}" if requested else "-",
+            f"{empty / requested:.0%}" if requested else "-",
+            f"{seconds / change.seconds:.0%}" if seconds else "-",
+        )
+        name, accepted_of = "vllm_hsd:source_drafted_total", "vllm_hsd:source_accepted_total"
+        for source in change.after.labels(name, "source"):
+            labels = {"level": level, "source": source}
+            if (name, frozenset(labels.items())) in change.after.samples:
+                drafted_text = f"{change.rate(name, **labels):,.0f}"
                 table.add_row(
-                    f"  {source}",
-                    f"{change.rate(drafted, level=level, source=source):,.0f}",
-                    change.ratio(
-                        "vllm_hsd:source_accepted_total", drafted, level=level, source=source
-                    ),
+                    f"  {source}", drafted_text, change.ratio(accepted_of, name, **labels)
                 )
     return table
 
 
-def sparkline(values: list[float]) -> str:
+def sparkline(values: Sequence[float]) -> str:
     """One character a value, scaled to the largest."""
     top = max(values, default=0.0) or 1.0
     return "".join(BARS[round(value / top * (len(BARS) - 1))] for value in values)
-
-
-def changes(url: str, interval: float, count: int | None) -> Iterator[Change]:
-    """What happened in each interval, `count` times or until interrupted."""
-    before = read(url)
-    while count is None or count > 0:
-        time.sleep(interval)
-        after = read(url)
-        yield Change(before, after)
-        before = after
-        count = None if count is None else count - 1
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -202,11 +174,15 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.interval > 0:
         raise UserError("--interval must be above 0 seconds.")
     curve: deque[float] = deque(maxlen=HISTORY)
-    console = Console()
-    with Live(console=console, auto_refresh=False, transient=False) as live:
-        for change in changes(url, arguments.interval, arguments.count):
+    before = read(url)
+    refreshes = itertools.count() if arguments.count is None else range(arguments.count)
+    with Live(console=Console(), auto_refresh=False, transient=False) as live:
+        for _ in refreshes:
+            time.sleep(arguments.interval)
+            change = Change(before, read(url))
             curve.append(change.rate(GENERATED))
-            live.update(render(change, list(curve)), refresh=True)
+            live.update(render(change, curve), refresh=True)
+            before = change.after
     return 0
 
 

@@ -75,14 +75,6 @@ def _check(setting: str, drafter: str, place: str, marks: np.ndarray) -> Check:
     log_p = stats.norm.logsf(abs(z)) + np.log(2) + np.clip(skewness * z**3 / 6, 0, z**2 / 4)
     shift = abs(total / moved[0]) * variation[0] if moved[0] else 0.0
     faults = np.stack((moved / np.sqrt(variance), variation), 1)
-    return Check(
-        setting,
-        hypothesis,
-        drafter,
-        place,
-        count,
-        float(min(1.0, np.exp(log_p))),
-        float(shift),
-        "score",
-        faults=tuple(map(tuple, faults.tolist())),
-    )
+    p_value, described = float(min(1.0, np.exp(log_p))), tuple(map(tuple, faults.tolist()))
+    place_of = setting, hypothesis, drafter, place, count
+    return Check(*place_of, p_value, float(shift), "score", faults=described)

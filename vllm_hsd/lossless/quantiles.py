@@ -29,13 +29,10 @@ def token_ranges(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def randomized(ranges: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
-    """Randomized quantiles, uniform on [0, 1) where tokens follow their distributions.
+    """Randomized quantiles [k, n] float64, uniform on [0, 1) where tokens follow the target.
 
     Args:
         ranges: [n, 1 + k], the token's probability and that before it in k orders.
         uniforms: [k, n] in [0, 1).
-
-    Returns:
-        [k, n] float64.
     """
     return np.clip(ranges[:, 1:].T + uniforms * ranges[:, 0], 0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.lossless import directions
 from vllm_hsd.lossless.lean import lean_checks
 from vllm_hsd.lossless.quantiles import randomized
+from vllm_hsd.lossless.servers import Server
 from vllm_hsd.lossless.statistics import (
     ERROR_PROBABILITY,
     ORDERS,
@@ -32,6 +34,8 @@ _FEWEST_BONUS = 100
 # Share of tokens that rounding may move across the border of top-k or top-p, at most.
 _ACROSS_BORDER = {"float32": 1e-5}
 _ACROSS_BORDER_16_BIT = 1e-2
+
+Progress = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,11 @@ class Texts:
     def num_tokens(self) -> int:
         return sum(map(len, self.token_ids))
 
+    def parts(self, batch_size: int) -> Iterator[slice]:
+        """The requests, as many as are handed to an engine at once."""
+        for first in range(0, len(self.prompts), _AT_ONCE * batch_size):
+            yield slice(first, first + _AT_ONCE * batch_size)
+
 
 def planned(
     prompts: Sequence[Sequence[int]],
@@ -101,6 +110,7 @@ def planned(
     texts = Texts()
     for i in range(math.ceil(num_tokens / answer_tokens)):
         for number, setting in enumerate(settings):
+            has_seed = seeded and (i + 1) % seeded == 0
             texts.prompts.append(prompts[i % len(prompts)])
             texts.settings.append(number)
             texts.params.append(
@@ -108,7 +118,7 @@ def planned(
                     "temperature": setting.temperature,
                     "max_tokens": answer_tokens,
                     "ignore_eos": True,
-                    "seed": len(texts.params) if seeded and (i + 1) % seeded == 0 else None,
+                    "seed": len(texts.params) if has_seed else None,
                     **setting.others,
                 }
             )
@@ -116,10 +126,10 @@ def planned(
 
 
 def generate(
-    engine: EngineProcess,
+    engine: EngineProcess | Server,
     texts: Texts,
     batch_size: int,
-    progress: Callable[[str], object],
+    progress: Progress,
     offers: str | None = None,
     certain: bool = False,
 ) -> Texts:
@@ -132,16 +142,18 @@ def generate(
         certain: see `offered.OfferRecorder`.
     """
     total = sum(params["max_tokens"] for params in texts.params)
-    recorded = offers is not None and engine.call(_record, certain)
+    recording = None
+    if offers is not None and not isinstance(engine, Server):
+        recording = engine if engine.call("vllm_hsd.lossless.offered:install", certain) else None
     rows: list[np.ndarray] = []
-    for part in _parts(len(texts.prompts), batch_size):
+    for part in texts.parts(batch_size):
         found = engine.generate(texts.prompts[part], texts.params[part])
         texts.token_ids += found.token_ids
         texts.step_lengths += found.step_lengths
         texts.drafted += found.drafted
         texts.accepted += found.accepted
-        if recorded:
-            new, bonus = _offered(engine.call(_take_offers), found)
+        if recording is not None:
+            new, bonus = _offered(recording.call("vllm_hsd.lossless.offered:take"), found)
             rows += new
             texts.bonus = (texts.bonus or []) + bonus
         progress(f"sampled {texts.num_tokens} of {total} tokens")
@@ -181,7 +193,7 @@ def add_drafter(
     name: str,
     temperature_scale: float,
     batch_size: int,
-    progress: Callable[[str], object],
+    progress: Progress,
 ) -> None:
     """Fill in the rows of a drafter, served by an engine of its own.
 
@@ -191,27 +203,31 @@ def add_drafter(
     params = [
         {**each, "temperature": each["temperature"] * temperature_scale} for each in texts.params
     ]
+    likeliest = partial(engine.call, "vllm_hsd.lossless.scorer:likeliest")
     rows = texts.rows[name] = []
-    for part in _parts(len(texts.prompts), batch_size):
-        rows += engine.call(_likeliest, texts.prompts[part], texts.token_ids[part], params[part])
+    for part in texts.parts(batch_size):
+        rows += likeliest(texts.prompts[part], texts.token_ids[part], params[part])
         progress(f"{name}: read {sum(map(len, rows))} of {texts.num_tokens} tokens")
 
 
 def scored(
-    engine: EngineProcess, texts: Texts, batch_size: int, progress: Callable[[str], object]
+    engine: EngineProcess | Server, texts: Texts, batch_size: int, progress: Progress
 ) -> list[np.ndarray]:
-    """Where every token lies in the distributions of an engine without speculation.
+    """Where every token lies in the distributions of an engine or server without speculation.
 
     Returns:
         [tokens, 3 + drafters * directions.WIDTH] float64 for every answer, see
         `quantiles.token_ranges` and `directions.marks`.
     """
+    score: Callable[..., list[np.ndarray]]
+    if isinstance(engine, Server):
+        score = engine.score
+    else:
+        score = partial(engine.call, "vllm_hsd.lossless.scorer:score")
     ranges: list[np.ndarray] = []
-    for part in _parts(len(texts.prompts), batch_size):
+    for part in texts.parts(batch_size):
         rows = {name: own[part] for name, own in texts.rows.items()}
-        ranges += engine.call(
-            _score, texts.prompts[part], texts.token_ids[part], texts.params[part], rows
-        )
+        ranges += score(texts.prompts[part], texts.token_ids[part], texts.params[part], rows)
         done = sum(map(len, ranges))
         progress(f"scored {done} of {texts.num_tokens} tokens without speculation")
     return ranges
@@ -231,35 +247,27 @@ def checks(
     rate = _ACROSS_BORDER.get(dtype, _ACROSS_BORDER_16_BIT)
     found: list[Check] = []
     drafters = list(texts.rows)
+    starts = [3 + k * directions.WIDTH for k in range(len(drafters))]
+    orders = [0, 1, 2, *(start + directions.BEFORE for start in starts)]
     for number, setting in enumerate(settings):
         own = [i for i, owner in enumerate(texts.settings) if owner == number]
-        all_marks = np.concatenate([ranges[i] for i in own])
-        marks = [
-            all_marks[:, 3 + k * directions.WIDTH :][:, : directions.WIDTH]
-            for k in range(len(drafters))
-        ]
-        befores = [3 + k * directions.WIDTH + directions.BEFORE for k in range(len(drafters))]
-        orders = [0, 1, 2, *befores]
+        every = np.concatenate([ranges[i] for i in own])
         quantiles = [
             randomized(ranges[i][:, orders], rng.random((len(orders) - 1, len(ranges[i]))))
             for i in own
         ]
         tokens = arrange(quantiles, [texts.step_lengths[i] for i in own])
         found += checks_of(setting.name, tokens, drafters)
-        labels = tokens.labels()
-        for name, each in zip(drafters, marks, strict=True):
-            found += lean_checks(setting.name, name, each, labels)
+        for name, start in zip(drafters, starts, strict=True):
+            marks = every[:, start : start + directions.WIDTH]
+            found += lean_checks(setting.name, name, marks, tokens.labels())
         if texts.bonus is not None:
             ends = np.concatenate([np.isin(np.arange(len(ranges[i])), texts.bonus[i]) for i in own])
             if ends.sum() >= _FEWEST_BONUS:
                 for order, each in zip(ORDERS, tokens.quantiles, strict=False):
                     found.append(uniform(setting.name, order, AFTER_DRAFT, each[ends]))
-        excluded = int((all_marks[:, 0] == 0).sum())
-        found.append(
-            rare_event_check(
-                setting.name, "only tokens that filters keep", excluded, len(tokens.place), rate
-            )
-        )
+        excluded, kept = int((every[:, 0] == 0).sum()), "only tokens that filters keep"
+        found.append(rare_event_check(setting.name, kept, excluded, len(tokens.place), rate))
     return found
 
 
@@ -267,34 +275,3 @@ def failures(found: Sequence[Check]) -> list[Check]:
     """The checks that a lossless engine fulfils but for ERROR_PROBABILITY, and this one did not."""
     p_values = adjusted([check.p_value for check in found])
     return [check for check, p in zip(found, p_values, strict=True) if not p >= ERROR_PROBABILITY]
-
-
-def _parts(count: int, batch_size: int) -> Iterator[slice]:
-    size = _AT_ONCE * batch_size
-    for first in range(0, count, size):
-        yield slice(first, first + size)
-
-
-def _record(llm: Any, certain: bool) -> bool:
-    from vllm_hsd.lossless import offered
-
-    return offered.install(llm, certain)
-
-
-def _take_offers(llm: Any) -> dict[str, tuple[dict[int, np.ndarray], dict[int, int]]]:
-    from vllm_hsd.lossless import offered
-
-    return offered.take(llm)
-
-
-def _likeliest(llm: Any, *args: Any) -> list[np.ndarray]:
-    from vllm_hsd.lossless.scorer import likeliest
-
-    return likeliest(llm, *args)
-
-
-def _score(llm: Any, *args: Any) -> list[np.ndarray]:
-    """Runs in the engine's process: the scorer imports vLLM."""
-    from vllm_hsd.lossless.scorer import score
-
-    return score(llm, *args)

@@ -111,15 +111,10 @@ def drawn_with_raised(
 ) -> list[int]:
     """What is drawn in the place of each text's last token if its logit is raised by a bound.
 
-    Runs in the process of an engine without speculation, on vLLM's V1 runner.
+    Arguments and errors as for `score`; every request has a seed.
 
     Args:
-        prompts, texts: token ids.
-        sampling_params: arguments of `vllm.SamplingParams` of every text, with a seed.
         bound: nats, before the temperature.
-
-    Raises:
-        UserError: the engine does not run on the V1 runner.
     """
     temperatures = [given["temperature"] for given in sampling_params]
     make = partial(RaisingSampler, bound=bound, temperatures=temperatures)

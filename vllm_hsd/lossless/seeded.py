@@ -9,9 +9,7 @@ that token's logit is raised by the bound.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.lossless.sampled import Texts
@@ -37,16 +35,11 @@ class Parting:
 
 @dataclass(frozen=True)
 class Seeded:
-    """What was compared.
-
-    Attributes:
-        answers, tokens: how many.
-        partings: first differences.
-    """
+    """How many answers and tokens were compared, and their first differences."""
 
     answers: int
     tokens: int
-    partings: list[Parting] = field(default_factory=list)
+    partings: list[Parting]
 
     @property
     def unexplained(self) -> list[Parting]:
@@ -65,45 +58,25 @@ def compared(engine: EngineProcess, texts: Texts, bound: float) -> Seeded:
     Raises:
         UserError: the engine does not run on the V1 runner.
     """
-    expected = engine.generate(texts.prompts, texts.params).token_ids
-    apart = []
-    for i, (ours, theirs) in enumerate(zip(texts.token_ids, expected, strict=True)):
-        if ours != theirs:
-            pairs = enumerate(zip(ours, theirs, strict=False))
-            place = next((n for n, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
-            apart.append((i, place))
-    tied = [(i, place) for i, place in apart if place < len(texts.token_ids[i])]
+    ours, theirs = texts.token_ids, engine.generate(texts.prompts, texts.params).token_ids
+    apart = {}
+    for i, (own, plain) in enumerate(zip(ours, theirs, strict=True)):
+        if own != plain:
+            pairs = enumerate(zip(own, plain, strict=False))
+            apart[i] = next((n for n, (a, b) in pairs if a != b), min(len(own), len(plain)))
+    tied = [i for i, place in apart.items() if place < len(ours[i])]
     drawn: list[int] = []
     if tied:
         drawn = engine.call(
-            _drawn_with_raised,
-            [texts.prompts[i] for i, _ in tied],
-            [texts.token_ids[i][: place + 1] for i, place in tied],
-            [texts.params[i] for i, _ in tied],
+            "vllm_hsd.lossless.scorer:drawn_with_raised",
+            [texts.prompts[i] for i in tied],
+            [ours[i][: apart[i] + 1] for i in tied],
+            [texts.params[i] for i in tied],
             bound,
         )
-    explained = {
-        i: token == texts.token_ids[i][place] for (i, place), token in zip(tied, drawn, strict=True)
-    }
+    explained = {i for i, token in zip(tied, drawn, strict=True) if token == ours[i][apart[i]]}
     partings = [
-        Parting(
-            i,
-            place,
-            _at(expected[i], place),
-            _at(texts.token_ids[i], place),
-            explained.get(i, False),
-        )
-        for i, place in apart
+        Parting(i, n, *(dict(enumerate(ids[i])).get(n) for ids in (theirs, ours)), i in explained)
+        for i, n in apart.items()
     ]
-    return Seeded(len(expected), sum(map(len, expected)), partings)
-
-
-def _at(token_ids: Sequence[int], place: int) -> int | None:
-    return token_ids[place] if place < len(token_ids) else None
-
-
-def _drawn_with_raised(llm: Any, *args: Any) -> list[int]:
-    """Runs in the engine's process: the scorer imports vLLM."""
-    from vllm_hsd.lossless.scorer import drawn_with_raised
-
-    return drawn_with_raised(llm, *args)
+    return Seeded(len(theirs), sum(map(len, theirs)), partings)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.lossless import sampled, seeded
-from vllm_hsd.lossless.mutants import GRAMMAR, LETTERS, MUTANTS, TEMPERATURE, install
+from vllm_hsd.lossless.mutants import GRAMMAR, LETTERS, MUTANTS, TEMPERATURE, Mutant, install
 from vllm_hsd.lossless.sampled import Setting, Texts
 from vllm_hsd.lossless.statistics import Check, rare_event_check
 
@@ -31,13 +32,7 @@ TEMPERATURE_SCALE = 0.5
 
 @dataclass(frozen=True)
 class Result:
-    """The verdict on one sampler.
-
-    Attributes:
-        name: SOUND or a key of MUTANTS.
-        checks: all of them.
-        failed: those that a lossless sampler fulfils.
-    """
+    """All checks of one sampler (SOUND or a key of MUTANTS), and those that it fails."""
 
     name: str
     checks: list[Check]
@@ -74,16 +69,23 @@ def run(
     for path in (family.target, family.mid):
         tokenizer.save_pretrained(path)
     prompts = [tokenizer.encode(text) for text in ("abc", "a cab", "head", "0123", "be a bee")]
-    arguments = {
-        "model": family.target,
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 128,
-        "max_num_seqs": BATCH_SIZE,
-        "enable_prefix_caching": False,
-        "kv_cache_memory_bytes": 64 << 20,
-        "structured_outputs_config": {"backend": "xgrammar"},
-    }
+    options = dict(process_options or {})
+    options["environment"] = {**options.get("environment", {}), "VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+    def engine(name: str, model: str = family.target, **arguments: Any) -> EngineProcess:
+        arguments |= {
+            "model": model,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 128,
+            "max_num_seqs": BATCH_SIZE,
+            "enable_prefix_caching": False,
+            "kv_cache_memory_bytes": 64 << 20,
+            "structured_outputs_config": {"backend": "xgrammar"},
+        }
+        log = directory / "logs" / f"{name.replace(' ', '_')}.log"
+        return EngineProcess(arguments, f"'{name}'", log=log, **options)
+
     cascade = {
         "method": "hsd",
         "num_speculative_tokens": DRAFT_LENGTH,
@@ -91,67 +93,43 @@ def run(
         "adaptive": False,
     }
     letters = tokenizer.convert_tokens_to_ids(list(LETTERS))
-    plain = Setting(TEMPERATURE)
-    constrained = Setting(
-        TEMPERATURE, {"structured_outputs": GRAMMAR, "allowed_token_ids": letters}
-    )
-    settings = {SOUND: [plain, constrained]}
-    settings |= {name: [constrained if MUTANTS[name].constrained else plain] for name in mutants}
+    filters = {"structured_outputs": GRAMMAR, "allowed_token_ids": letters}
+    plain, constrained = Setting(TEMPERATURE), Setting(TEMPERATURE, filters)
+    samplers = {SOUND: Mutant("")} | {name: MUTANTS[name] for name in mutants}
+    settings = {
+        name: [plain, constrained] if name == SOUND else [constrained if m.constrained else plain]
+        for name, m in samplers.items()
+    }
     texts: dict[str, Texts] = {}
     exact: dict[str, Texts] = {}
-    with _engine(directory, arguments, cascade, process_options) as engine:
-        for name, own in settings.items():
-            engine.call(install, None if name == SOUND else name)
-            if name == SOUND or MUTANTS[name].seeded:
-                plan = sampled.planned(prompts, own, SEEDED_TOKENS, ANSWER_TOKENS, seeded=1)
-                exact[name] = sampled.generate(engine, plan, BATCH_SIZE, _named(progress, name))
-            if name != SOUND and MUTANTS[name].seeded:
-                continue
-            count = num_tokens * (1 if name == SOUND else MUTANTS[name].weight)
-            # Seeded requests follow another rule, which is verified exactly.
-            plan = sampled.planned(prompts, own, count, ANSWER_TOKENS, seeded=0)
-            texts[name] = sampled.generate(engine, plan, BATCH_SIZE, _named(progress, name))
+    with engine("speculation", speculative_config=cascade) as speculating:
+        for name, mutant in samplers.items():
+            speculating.call(install, None if name == SOUND else name)
+            planned = partial(sampled.planned, prompts, settings[name])
+            generate = partial(
+                sampled.generate, speculating, batch_size=BATCH_SIZE, progress=_of(name, progress)
+            )
+            if name == SOUND or mutant.seeded:
+                exact[name] = generate(planned(SEEDED_TOKENS, ANSWER_TOKENS, seeded=1))
+            if not mutant.seeded:
+                # Seeded requests follow another rule, which is verified exactly.
+                texts[name] = generate(planned(num_tokens * mutant.weight, ANSWER_TOKENS, seeded=0))
     results = []
-    drafter = arguments | {"model": family.mid}
-    with (
-        _engine(directory, arguments, None, process_options) as engine,
-        _engine(directory, drafter, None, process_options, "drafter") as second,
-    ):
-        for seed, (name, own) in enumerate(settings.items()):
-            found = []
+    with engine("no speculation") as target, engine("drafter", family.mid) as drafter:
+        for seed, name in enumerate(samplers):
+            shown, found = _of(name, progress), []
             if name in exact:
-                partings = seeded.compared(engine, exact[name], LARGEST_GAP)
+                partings = seeded.compared(target, exact[name], LARGEST_GAP)
                 hypothesis = "with seeds, the text of no speculation"
                 bad, answers = len(partings.unexplained), partings.answers
                 found.append(rare_event_check("", hypothesis, bad, answers, RARE))
-            if name not in texts:
-                results.append(Result(name, found, sampled.failures(found)))
-                continue
-            sampled.add_drafter(
-                second, texts[name], "mid", TEMPERATURE_SCALE, BATCH_SIZE, _named(progress, name)
-            )
-            ranges = sampled.scored(engine, texts[name], BATCH_SIZE, _named(progress, name))
-            found += sampled.checks(own, texts[name], ranges, "float32", seed)
+            if own := texts.pop(name, None):
+                sampled.add_drafter(drafter, own, "mid", TEMPERATURE_SCALE, BATCH_SIZE, shown)
+                ranges = sampled.scored(target, own, BATCH_SIZE, shown)
+                found += sampled.checks(settings[name], own, ranges, "float32", seed)
             results.append(Result(name, found, sampled.failures(found)))
-            texts[name].rows.clear()
     return results
 
 
-def _engine(
-    directory: Path,
-    arguments: dict[str, Any],
-    cascade: dict[str, Any] | None,
-    process_options: Mapping[str, Any] | None,
-    name: str = "",
-) -> EngineProcess:
-    name = name or ("speculation" if cascade else "no speculation")
-    if cascade:
-        arguments = arguments | {"speculative_config": cascade}
-    options = dict(process_options or {})
-    environment = {**options.pop("environment", {}), "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    log = directory / "logs" / f"{name.replace(' ', '_')}.log"
-    return EngineProcess(arguments, f"'{name}'", log=log, environment=environment, **options)
-
-
-def _named(progress: Callable[[str], object], name: str) -> Callable[[str], object]:
+def _of(name: str, progress: Callable[[str], object]) -> Callable[[str], object]:
     return lambda text: progress(f"{name}: {text}")

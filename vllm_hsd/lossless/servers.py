@@ -1,4 +1,4 @@
-"""Text of a running OpenAI server of vLLM, scored by a second one without speculation.
+"""A running OpenAI server of vLLM, which answers and scores as an `EngineProcess` does.
 
 A server gives out the most likely tokens of a prompt's places, LOGPROBS of them unless it was
 started with more. So text is sampled with a smaller top_k: the filtered distribution is then known,
@@ -11,16 +11,16 @@ import json
 import math
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 
+from vllm_hsd.engine import Generation
 from vllm_hsd.errors import UserError, brief
 from vllm_hsd.lossless.directions import marks
-from vllm_hsd.lossless.sampled import Texts
 from vllm_hsd.planner.prompts import Prompt
 
 # vLLM's default of --max-logprobs.
@@ -32,47 +32,75 @@ AT_ONCE = 32
 
 
 class Server:
-    """One server.
+    """One server and one model of it.
 
     Args:
         option: the option that names it, for messages.
         url: as in http://host:8000, with or without /v1.
+        model: empty for the first one that it serves.
+
+    Raises:
+        UserError: no URL. So does every method if the server cannot be reached, refuses, or
+            answers with something else.
     """
 
-    def __init__(self, option: str, url: str) -> None:
+    def __init__(self, option: str, url: str, model: str = "") -> None:
         self.option = option
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
             raise UserError(f"{option} '{url}' is not a URL such as http://localhost:8000.")
+        self.model = model or self._read("/v1/models", None, "data", 0, "id")
 
     def version(self) -> str:
         """Version of its vLLM."""
-        with self._open("/version", None) as response:
-            return self._read(response, "version")
+        return self._read("/version", None, "version")
 
-    def model(self) -> str:
-        """Name of the first model that it serves."""
-        with self._open("/v1/models", None) as response:
-            return self._read(response, "data", 0, "id")
-
-    def token_ids(self, model: str, prompt: Prompt) -> list[int]:
-        """Token ids of a text, or of a chat in the model's template."""
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text, or of a chat; as plain text where the model has no template."""
         key = "prompt" if isinstance(prompt, str) else "messages"
-        with self._open("/tokenize", {"model": model, key: prompt}) as response:
-            return self._read(response, "tokens")
+        try:
+            return self._read("/tokenize", {"model": self.model, key: prompt}, "tokens")
+        except UserError as error:
+            if isinstance(prompt, str) or "chat template" not in str(error):
+                raise
+            return self.token_ids(prompt[0]["content"])
 
-    def complete(self, body: dict[str, Any]) -> tuple[list[int], list[int]]:
-        """(token ids, tokens of every step) of one answer.
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    ) -> Generation:
+        """As `EngineProcess.generate`, without times and counts.
 
         Tokens of steps that the server sends at once count as one step.
-
-        Raises:
-            UserError: the server refuses, or sends no token ids.
         """
-        body = {**body, "stream": True, "return_token_ids": True}
+        shared = isinstance(sampling_params, Mapping)
+        params = [sampling_params] * len(prompts) if shared else sampling_params
+        found = list(self._map(self._complete, zip(prompts, params, strict=True)))
+        zeros = [0.0] * len(found)
+        return Generation(
+            [token_ids for token_ids, _ in found],
+            [""] * len(found),
+            0.0,
+            0.0,
+            zeros,
+            zeros,
+            [len(lengths) for _, lengths in found],
+            step_lengths=[lengths for _, lengths in found],
+        )
+
+    def _complete(self, request: tuple[Sequence[int], Any]) -> tuple[list[int], list[int]]:
+        """(token ids, tokens of every step) of one answer."""
+        prompt, params = request
+        body = {key: value for key, value in params.items() if value is not None}
+        body |= {"prompt": list(prompt), "stream": True, "return_token_ids": True}
         lengths, token_ids = [], []
-        with self._open("/v1/completions", body) as response:
-            for chunk in _events(response):
+        with self._open("/v1/completions", {**body, "model": self.model}) as response:
+            for line in response:
+                data = line.decode().removeprefix("data:").strip()
+                if not line.startswith(b"data:") or data == "[DONE]":
+                    continue
+                chunk = json.loads(data)
                 if "error" in chunk:
                     raise UserError(f"{self.option}: {brief(chunk['error'])}.")
                 for choice in chunk["choices"]:
@@ -83,31 +111,60 @@ class Server:
             raise self._odd("no token ids")
         return token_ids, lengths
 
-    def likeliest(self, model: str, tokens: Sequence[int]) -> list[dict[int, float]]:
-        """At every place but the first: log-probabilities of the likeliest and of the real token.
+    def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        texts: Sequence[Sequence[int]],
+        sampling_params: Sequence[Mapping[str, Any]],
+        rows: Mapping[str, Sequence[np.ndarray]],
+    ) -> list[np.ndarray]:
+        """As `scorer.score`, by the log-probabilities of this server without speculation."""
 
-        Raises:
-            UserError: the server gives out too few.
+        def ranges(i: int) -> np.ndarray:
+            likeliest = self._likeliest([*prompts[i], *texts[i]])[len(prompts[i]) - 1 :]
+            kept = [kept_probabilities(each, sampling_params[i]) for each in likeliest]
+            found = [np.array([token_range(*each) for each in zip(kept, texts[i], strict=True)])]
+            for own in rows.values():
+                places = zip(kept, texts[i], own[i], strict=True)
+                found.append(np.array([_marks(*place) for place in places]))
+            return np.concatenate(found, 1)
+
+        return list(self._map(ranges, range(len(prompts))))
+
+    def gaps(self, places: Sequence[tuple[Sequence[int], int, int]]) -> list[float]:
+        """By how much the less likely of two tokens after a context falls short of the likeliest.
+
+        In nats; infinite where the server does not give out the second one.
         """
+
+        def gap(place: tuple[Sequence[int], int, int]) -> float:
+            context, *pair = place
+            row = self._likeliest([*context, pair[0]])[-1]
+            return max(row.values()) - min(row.get(token, -math.inf) for token in pair)
+
+        return list(self._map(gap, places))
+
+    def _likeliest(self, tokens: Sequence[int]) -> list[dict[int, float]]:
+        """At every place but the first: log-probabilities of the likeliest and the real token."""
         body = {
-            "model": model,
+            "model": self.model,
             "prompt": list(tokens),
             "max_tokens": 1,
             "temperature": 0,
             "prompt_logprobs": LOGPROBS,
         }
-        with self._open("/v1/completions", body) as response:
-            rows = self._read(response, "choices", 0, "prompt_logprobs")
+        rows = self._read("/v1/completions", body, "choices", 0, "prompt_logprobs")
         return [{int(token): entry["logprob"] for token, entry in row.items()} for row in rows[1:]]
 
-    def _read(self, response: Any, *path: str | int) -> Any:
+    def _read(self, url_path: str, body: dict[str, Any] | None, *path: str | int) -> Any:
         """A value of a JSON answer."""
-        try:
-            found = json.load(response)
-            for key in path:
-                found = found[key]
-        except (ValueError, LookupError, TypeError):
-            raise self._odd("no " + ".".join(map(str, path))) from None
+        with self._open(url_path, body) as response:
+            try:
+                found = json.load(response)
+                for key in path:
+                    found = found[key]
+            except (ValueError, LookupError, TypeError):
+                raise self._odd("no " + ".".join(map(str, path))) from None
         return found
 
     def _odd(self, fault: str) -> UserError:
@@ -119,9 +176,8 @@ class Server:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         try:
-            return urllib.request.urlopen(
-                urllib.request.Request(self.url + path, data, headers), timeout=TIMEOUT
-            )
+            request = urllib.request.Request(self.url + path, data, headers)
+            return urllib.request.urlopen(request, timeout=TIMEOUT)
         except urllib.error.HTTPError as error:
             reason = brief(error.read().decode(errors="replace"))
             hint = "" if "logprobs" not in reason else f"; start it with --max-logprobs {LOGPROBS}"
@@ -129,45 +185,9 @@ class Server:
         except OSError as error:
             raise UserError(f"{self.option} '{self.url}' cannot be reached ({error}).") from None
 
-
-def generate(server: Server, model: str, texts: Texts, progress: Callable[[str], object]) -> None:
-    """Fill in the answers of `texts`."""
-    bodies = [
-        {
-            "model": model,
-            "prompt": list(prompt),
-            **{key: value for key, value in params.items() if value is not None},
-        }
-        for prompt, params in zip(texts.prompts, texts.params, strict=True)
-    ]
-    for done, (token_ids, lengths) in enumerate(_map(server.complete, bodies), 1):
-        texts.token_ids.append(token_ids)
-        texts.step_lengths.append(lengths)
-        if done % AT_ONCE == 0 or done == len(bodies):
-            progress(f"sampled {done} of {len(bodies)} answers")
-
-
-def score(
-    server: Server, model: str, texts: Texts, progress: Callable[[str], object]
-) -> list[np.ndarray]:
-    """As `sampled.scored`, by the log-probabilities of a server without speculation."""
-
-    def ranges(number: int) -> np.ndarray:
-        prompt, answer = texts.prompts[number], texts.token_ids[number]
-        rows = server.likeliest(model, [*prompt, *answer])[len(prompt) - 1 :]
-        kept = [kept_probabilities(row, texts.params[number]) for row in rows]
-        found = [np.array([token_range(*each) for each in zip(kept, answer, strict=True)])]
-        for own in texts.rows.values():
-            places = zip(kept, answer, own[number], strict=True)
-            found.append(np.array([_marks(*place) for place in places]))
-        return np.concatenate(found, 1)
-
-    found = []
-    for own in _map(ranges, range(len(texts.prompts))):
-        found.append(own)
-        if len(found) % AT_ONCE == 0 or len(found) == len(texts.prompts):
-            progress(f"scored {len(found)} of {len(texts.prompts)} answers without speculation")
-    return found
+    def _map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            yield from pool.map(function, items)
 
 
 def kept_probabilities(
@@ -194,10 +214,9 @@ def kept_probabilities(
 def token_range(probs: Mapping[int, float], token: int) -> tuple[float, float, float]:
     """`quantiles.token_ranges` of one token, by `kept_probabilities`."""
     order = list(probs)
-    own = probs.get(token, 0.0)
     before = sum(p for each, p in probs.items() if each < token)
     likelier = order[: order.index(token)] if token in probs else order
-    return own, before, sum(probs[each] for each in likelier)
+    return probs.get(token, 0.0), before, sum(probs[each] for each in likelier)
 
 
 def _marks(probs: Mapping[int, float], token: int, row: np.ndarray) -> np.ndarray:
@@ -208,23 +227,3 @@ def _marks(probs: Mapping[int, float], token: int, row: np.ndarray) -> np.ndarra
     small = np.stack((np.array(ids, dtype=np.float32), row[1]))
     dense = torch.tensor([[probs.get(each, 0.0) for each in known]])
     return marks(dense, torch.tensor([number[token]]), small[None])[0]
-
-
-def gap(server: Server, model: str, context: Sequence[int], expected: int, found: int) -> float:
-    """By how much the less likely of two tokens falls short of the likeliest, in nats."""
-    row = server.likeliest(model, [*context, expected])[-1]
-    if found not in row:
-        return math.inf
-    return max(row.values()) - min(row[expected], row[found])
-
-
-def _map(function: Callable[[Any], Any], items: Any) -> Iterator[Any]:
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield from pool.map(function, items)
-
-
-def _events(response: Any) -> Iterator[dict[str, Any]]:
-    for line in response:
-        data = line.decode().removeprefix("data:").strip()
-        if line.startswith(b"data:") and data != "[DONE]":
-            yield json.loads(data)

@@ -134,34 +134,25 @@ def arrange(quantiles: Sequence[np.ndarray], step_lengths: Sequence[Sequence[int
 
     Args:
         quantiles: [orders, n_i] of every answer.
-        step_lengths: tokens of every step of every answer; they add up to n_i.
+        step_lengths: tokens of every step of every answer.
 
     Raises:
-        ValueError: they do not add up.
+        ValueError: these do not add up to n_i.
     """
-    answers: list[np.ndarray] = []
-    firsts, places, afters = [], [], []
-    for own, lengths in zip(quantiles, step_lengths, strict=True):
+    columns = []
+    for i, (own, lengths) in enumerate(zip(quantiles, step_lengths, strict=True)):
         count = own.shape[1]
         if sum(lengths) != count:
             raise ValueError(f"steps of {sum(lengths)} tokens for an answer of {count}.")
         sizes = np.asarray(lengths, dtype=np.int64)
-        starts = np.cumsum(sizes) - sizes
-        place = np.arange(count) - np.repeat(starts, sizes) + 1
+        number = np.arange(count)
+        place = number - np.repeat(np.cumsum(sizes) - sizes, sizes) + 1
         place[: sizes[0]] = 0
         after = np.repeat(np.concatenate(([0], sizes[:-1])), sizes)
         after[: sizes[:2].sum()] = 0
-        answers.append(np.full(count, len(answers)))
-        firsts.append(np.arange(count) == 0)
-        places.append(place)
-        afters.append(after)
-    return Tokens(
-        np.concatenate(quantiles, axis=1),
-        np.concatenate(answers),
-        np.concatenate(firsts),
-        np.concatenate(places),
-        np.concatenate(afters),
-    )
+        columns.append((np.full(count, i), number == 0, place, after))
+    joined = (np.concatenate(column) for column in zip(*columns, strict=True))
+    return Tokens(np.concatenate(quantiles, axis=1), *joined)
 
 
 def checks_of(setting: str, tokens: Tokens, drafters: Sequence[str] = ()) -> list[Check]:
@@ -199,11 +190,9 @@ def checks_of(setting: str, tokens: Tokens, drafters: Sequence[str] = ()) -> lis
         known = tokens.after > 0
         rows = tokens.after * (tokens.place.max(initial=0) + 1) + tokens.place
         rows, num_rows = _frequent_rows(rows[known], _FEWEST)
-        bins = _MOST_BINS
         if num_rows:
-            test = _chi_square(rows, quantiles[known], num_rows, bins)
-            hypothesis = "independent of the step before"
-            found.append(Check(setting, hypothesis, order, "all", *test))
+            test = _chi_square(rows, quantiles[known], num_rows, _MOST_BINS)
+            found.append(Check(setting, "independent of the step before", order, "all", *test))
     return found
 
 
@@ -219,42 +208,32 @@ def _independent(
 
 def alike(setting: str, order: str, quantiles: np.ndarray, answer: np.ndarray) -> list[Check]:
     """Whether the answers' mean quantiles scatter by no more than chance, a few odd ones too."""
-    if not len(quantiles):
-        return []
     sizes = np.bincount(answer)
-    means = np.bincount(answer, quantiles - 0.5)
     enough = sizes >= _FEWEST_IN_ANSWER
     number = int(enough.sum())
     if number < 2:
         return []
-    statistic = float((12 * means[enough] ** 2 / sizes[enough]).sum())
-    count = int(sizes[enough].sum())
+    means = np.bincount(answer, quantiles - 0.5)[enough]
+    statistic, count = float((12 * means**2 / sizes[enough]).sum()), int(sizes[enough].sum())
     shift = float(np.sqrt(max(statistic - number, 0) / 12 / count))
-    p_value = float(stats.chi2.sf(statistic, number))
-    return [
-        Check(
-            setting, "alike in all answers", order, "all", count, p_value, shift, "answers", number
-        )
-    ]
+    figures = count, float(stats.chi2.sf(statistic, number)), shift
+    return [Check(setting, "alike in all answers", order, "all", *figures, "answers", number)]
 
 
 def rare_event_check(setting: str, hypothesis: str, count: int, trials: int, rate: float) -> Check:
     """Check that an event that rounding causes at most at `rate` is not more frequent."""
-    p_value = float(stats.poisson.sf(count - 1, rate * trials)) if count else 1.0
-    share = count / trials
     expected = rate * trials
-    return Check(setting, hypothesis, ORDERS[1], "all", trials, p_value, share, "Poisson", expected)
+    figures = trials, float(stats.poisson.sf(count - 1, expected)), count / trials
+    return Check(setting, hypothesis, ORDERS[1], "all", *figures, "Poisson", expected)
 
 
 def adjusted(p_values: Sequence[float]) -> list[float]:
     """Holm's adjusted p-values: below alpha where a hypothesis is rejected at alpha in total."""
-    values = np.asarray(p_values, dtype=float)
+    values = np.array(p_values, dtype=float)
     order = values.argsort(kind="stable")
     factors = len(values) - np.arange(len(values))
-    raised = np.minimum(1, np.maximum.accumulate(values[order] * factors))
-    result = np.empty(len(values))
-    result[order] = raised
-    return result.tolist()
+    values[order] = np.minimum(1, np.maximum.accumulate(values[order] * factors))
+    return values.tolist()
 
 
 def _labels(place: np.ndarray) -> np.ndarray:
@@ -271,15 +250,8 @@ def _labels(place: np.ndarray) -> np.ndarray:
 def uniform(setting: str, order: str, place: str, quantiles: np.ndarray) -> Check:
     """Kolmogorov-Smirnov."""
     result = stats.kstest(quantiles, "uniform")
-    return Check(
-        setting,
-        FOLLOWS,
-        order,
-        place,
-        len(quantiles),
-        float(result.pvalue),
-        float(result.statistic),
-    )
+    figures = len(quantiles), float(result.pvalue), float(result.statistic)
+    return Check(setting, FOLLOWS, order, place, *figures)
 
 
 def _bin(quantiles: np.ndarray, bins: int) -> np.ndarray:

@@ -10,7 +10,8 @@ score. Prompt lookups are replayed over the same texts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from vllm_hsd.errors import UserError
 from vllm_hsd.levels.ngram import NgramLevelConfig
 from vllm_hsd.planner.models import ModelSet, probabilities
+from vllm_hsd.planner.profile import table_shapes
 from vllm_hsd.planner.prompt_lookup import replay
 from vllm_hsd.planner.survival import (
     VERIFIERS,
@@ -40,12 +42,11 @@ LOGITS_BYTES = 1 << 31
 
 
 @dataclass(frozen=True)
-class Texts:
+class ScoredTexts:
     """Texts drawn from one model, and what all models make of them.
 
     Attributes:
-        tokens: [N, L].
-        lengths: tokens of each text up to its end-of-text token, which counts [N].
+        tokens, lengths: [N, L], and tokens of each up to its end-of-text token, which counts [N].
         log_probs: of each model at the tokens, [M + 1, N, L]; nan past a text's end and for
             models that did not score it.
         rates: mean of 1 - total variation of each pair over each text, [N, M + 1, M + 1]; nan
@@ -84,14 +85,10 @@ def measure_acceptance(
     task: Task,
     advance: Callable[[str], None] = lambda what: None,
 ) -> Acceptances:
-    """Draw texts and compare all models on them.
+    """Draw texts after contexts (token ids of the prompts) and compare all models on them.
 
-    Args:
-        contexts: token ids of the prompts.
-        advance: told what was finished after every batch; see `num_batches`.
-
-    Raises:
-        UserError: the target leaves nothing to draft.
+    `advance` is told what was finished after every batch, see `num_batches`. Raises UserError
+    where the target leaves nothing to draft.
     """
     task = _fitting(models, task)
     target, longest = len(models.candidates), task.max_draft_tokens
@@ -99,24 +96,18 @@ def measure_acceptance(
     contexts = sorted(contexts, key=len)
     texts = _texts(models, target, contexts, task, lambda: advance("the target's texts"))
     ratios = after_prefill(_ratios(texts.log_probs, target))
-    size = longest + 1
-    tables: dict[str, Floats] = {
-        v: np.zeros((target + 1, target + 1, size, size, size)) for v in VERIFIERS
-    }
-    for table in tables.values():
-        table[..., 0] = 1.0
-    for i in texts.offered:
-        tables[f"lookup{i}"] = np.zeros((target + 1, *[size] * 4))
-        tables[f"lookup{i}"][..., 0, 0] = 1.0
+    shapes = table_shapes(target + 1, list(texts.offered), longest)
+    tables: dict[str, Floats] = {name: np.zeros(shape) for name, shape in shapes.items()}
+    for name, table in tables.items():
+        table[(..., 0) if name in VERIFIERS else (..., 0, 0)] = 1.0
     known = [i for i in models.with_probabilities if i != target]
     for verifier in VERIFIERS:
         everywhere = survival_anywhere(ratios[known], longest, verifier)
         tables[verifier][target, known] = everywhere[:, :, None]
-    # The prefill emits the first token.
-    offered = {i: found[:, 1:] for i, found in texts.offered.items()}
-    accepted = {i: found[:, 1:] for i, found in texts.accepted.items()}
-    for i in offered:
-        found = lookup_table(offered[i], accepted[i], texts.lengths - 1, longest, False)
+    for i in texts.offered:
+        # The prefill emits the first token.
+        offered, accepted = texts.offered[i][:, 1:], texts.accepted[i][:, 1:]
+        found = lookup_table(offered, accepted, texts.lengths - 1, longest, False)
         _store_lookup(tables, target, i, found)
     for model in range(target):
         below = models.drafters_for(model)
@@ -165,27 +156,28 @@ def _texts(
     contexts: list[list[int]],
     task: Task,
     advance: Callable[[], None],
-) -> Texts:
+) -> ScoredTexts:
     """Continuations of all contexts, drawn from one model and scored by those that may meet it."""
     found = []
     for start in range(0, len(contexts), task.texts_per_forward):
         group = contexts[start : start + task.texts_per_forward]
         found.append(scored_texts(models, model, group, task, (task.seed, model, start)))
         advance()
-    lookups = found[0].offered
-    return Texts(
-        tokens=np.concatenate([part.tokens for part in found]),
-        lengths=np.concatenate([part.lengths for part in found]),
-        log_probs=np.concatenate([part.log_probs for part in found], axis=1),
-        rates=np.concatenate([part.rates for part in found]),
-        offered={i: np.concatenate([part.offered[i] for part in found]) for i in lookups},
-        accepted={i: np.concatenate([part.accepted[i] for part in found]) for i in lookups},
+
+    def joined(name: str, axis: int = 0) -> Any:
+        parts = [getattr(part, name) for part in found]
+        if isinstance(parts[0], dict):
+            return {i: np.concatenate([part[i] for part in parts]) for i in parts[0]}
+        return np.concatenate(parts, axis)
+
+    return ScoredTexts(
+        **{f.name: joined(f.name, int(f.name == "log_probs")) for f in fields(ScoredTexts)}
     )
 
 
 def scored_texts(
     models: ModelSet, model: int, contexts: list[list[int]], task: Task, seed: tuple[int, ...]
-) -> Texts:
+) -> ScoredTexts:
     """One batch of `_texts`: of `text_tokens` if they are the target's, else of H tokens."""
     target = len(models.candidates)
     state = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> 1)
@@ -212,21 +204,16 @@ def scored_texts(
     offered, accepted = {}, {}
     for i, candidate in enumerate(models.candidates):
         if isinstance(candidate.level, NgramLevelConfig) and i in meeting:
-            ngram = candidate.level.ngram
-            offered[i], accepted[i] = np.zeros((2, *tokens.shape), dtype=np.int64)
+            limits = candidate.level.ngram.min, candidate.level.ngram.max, task.max_draft_tokens
+            found = np.zeros((2, *tokens.shape), dtype=np.int64)
             for row, end in enumerate(lengths):
-                offered[i][row, :end], accepted[i][row, :end] = replay(
-                    np.array(contexts[row]),
-                    tokens[row, :end],
-                    ngram.min,
-                    ngram.max,
-                    task.max_draft_tokens,
-                )
-    return Texts(tokens, lengths, log_probs, rates, offered, accepted)
+                found[:, row, :end] = replay(np.array(contexts[row]), tokens[row, :end], *limits)
+            offered[i], accepted[i] = found
+    return ScoredTexts(tokens, lengths, log_probs, rates, offered, accepted)
 
 
 def _requested_contexts(
-    prompts: list[list[int]], texts: Texts, ratios: Floats, model: int, task: Task
+    prompts: list[list[int]], texts: ScoredTexts, ratios: Floats, model: int, task: Task
 ) -> list[list[int]]:
     """Contexts at which the target requests a candidate's draft, shortest first."""
     rng = np.random.default_rng((task.seed, 1, model))
@@ -263,11 +250,9 @@ def _on_texts(
     """Logits per model and text, [L, V] each, that predict the tokens drawn after contexts."""
     length = tokens.shape[1]
     shortest = min(map(len, contexts)) - 1
-    longest = max(map(len, contexts)) + length - 1
-    padded = torch.zeros(len(contexts), longest, dtype=torch.long, device=models.device)
-    for row, context in enumerate(contexts):
-        whole = torch.cat([torch.tensor(context, device=models.device), tokens[row, :-1]])
-        padded[row, : len(whole)] = whole
+    before = [torch.tensor(context, device=models.device) for context in contexts]
+    whole = [torch.cat(pair) for pair in zip(before, tokens[:, :-1], strict=True)]
+    padded = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
     found = models.logits(padded, shortest, scoring)
     starts = [len(context) - 1 - shortest for context in contexts]
     return [
@@ -296,10 +281,7 @@ def _ratios(log_probs: Floats, verifying: int) -> Floats:
 def after_prefill(ratios: Floats) -> Floats:
     """Log ratios without the first token of each text, [..., L] -> [..., L - 1].
 
-    The prefill emits the first token of a text, so the first draft starts after it.
-
-    Raises:
-        UserError: no text has a second token.
+    The prefill emits it, so the first draft starts after it; UserError if no text has a second.
     """
     if np.isnan(ratios[-1, :, 1:]).all():
         raise UserError(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import bisect
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,11 +34,9 @@ class LatencyTable(BaseModel):
         for axis, values in (("batch_sizes", self.batch_sizes), ("tokens", self.tokens)):
             if not values or values != sorted(set(values)):
                 raise ValueError(f"{axis} must be ascending without repetitions")
+        shape = [len(self.tokens)] * len(self.batch_sizes)
         for rows in (self.ms, self.spread):
-            if rows is not None and (
-                len(rows) != len(self.batch_sizes)
-                or any(len(row) != len(self.tokens) for row in rows)
-            ):
+            if rows is not None and [len(row) for row in rows] != shape:
                 raise ValueError("ms and spread must have one row per batch size, one column "
                                  "per token count")  # fmt: skip
         return self
@@ -53,7 +51,7 @@ def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
     """Piecewise-linear interpolation, extrapolated linearly."""
     if len(xs) == 1:
         return ys[0]
-    i = min(max(bisect_left(xs, x) - 1, 0), len(xs) - 2)
+    i = min(max(bisect.bisect_left(xs, x) - 1, 0), len(xs) - 2)
     return ys[i] + (ys[i + 1] - ys[i]) * (x - xs[i]) / (xs[i + 1] - xs[i])
 
 
@@ -91,10 +89,8 @@ class Latencies(BaseModel):
 
         The median over batch sizes and tokens; 0 where no spread was recorded.
         """
-        steps = [self.forward[-1], *([self.plain] if self.plain else [])]
-        ratios = [
-            np.divide(table.spread, table.ms).ravel() for table in steps if table.spread is not None
-        ]
+        steps = [t for t in (self.forward[-1], self.plain) if t is not None and t.spread]
+        ratios = [np.divide(table.spread or 0, table.ms).ravel() for table in steps]
         return float(np.median(np.concatenate(ratios))) if ratios else 0.0
 
     def call(self, model: int, role: Role, batch: float, tokens: float) -> float:
@@ -103,14 +99,12 @@ class Latencies(BaseModel):
         Args:
             model: index into `forward`.
             role: `draft`, `lookup` or `verify` of a level, `target` or `plain` of the target.
-            batch: requests that take part.
-            tokens: tokens per request, the mean where requests differ.
+            batch, tokens: requests that take part, and tokens of each; may be means.
         """
         if role == "plain" and self.plain is not None:
             return self.plain.at(batch, tokens)
-        extra = 0.0
-        if (role == "draft" or role == "verify") and role in self.overhead:
-            extra = self.overhead[role].at(batch, tokens)
+        overhead: dict[Any, LatencyTable] = {**self.overhead}
+        extra = overhead[role].at(batch, tokens) if role in overhead else 0.0
         return self.forward[model].at(batch, tokens) + extra
 
     def calls(self, model: int, role: Role, batch: int, max_tokens: int) -> NDArray[np.float64]:

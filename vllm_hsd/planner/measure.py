@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 
 from vllm_hsd import host
 from vllm_hsd.checked_files import written_whole
@@ -20,11 +22,7 @@ from vllm_hsd.errors import UserError, quoted
 from vllm_hsd.planner.acceptance import Acceptances, measure_acceptance, num_batches
 from vllm_hsd.planner.latencies import Latencies
 from vllm_hsd.planner.models import ModelSet
-from vllm_hsd.planner.profile import (
-    Profile,
-    Prompts,
-    check_table_size,
-)
+from vllm_hsd.planner.profile import Profile, Prompts, check_table_size
 from vllm_hsd.planner.prompts import encode, read_prompts
 from vllm_hsd.planner.task import Task
 from vllm_hsd.planner.timing import Timing
@@ -33,7 +31,7 @@ from vllm_hsd.planner.timing import Timing
 class Stages:
     """A directory with the finished stages of a measurement, so that it can be resumed.
 
-    It holds acceptance.npz, timing.json and the engine's log.
+    It holds acceptance.safetensors, timing.json and the engine's log.
 
     Args:
         fingerprint: of the measurement; see `Task.fingerprint`.
@@ -55,21 +53,16 @@ class Stages:
                 f"it with those, or delete the directory."
             )
         self.timing = directory / "timing.json"
-        self.acceptance = directory / "acceptance.npz"
+        self.acceptance = directory / "acceptance.safetensors"
 
     def load_acceptance(self) -> Acceptances | None:
-        """The measured acceptance, if this stage is finished.
-
-        Raises:
-            UserError: the file is damaged.
-        """
+        """The measured acceptance, if this stage is finished; raises UserError if damaged."""
         if not self.acceptance.exists():
             return None
         try:
-            with np.load(self.acceptance, allow_pickle=False) as stored:
-                tables = dict(stored)
+            tables = load_file(self.acceptance)
             return Acceptances(tables.pop("rates"), tables, int(tables.pop("positions")))
-        except Exception:  # zipfile, zlib and numpy raise many kinds on damaged bytes
+        except (OSError, SafetensorError, KeyError, ValueError):
             raise UserError(
                 f"{quoted(str(self.acceptance))} is damaged: delete its directory and measure "
                 "again."
@@ -77,11 +70,9 @@ class Stages:
 
     def save_acceptance(self, found: Acceptances) -> None:
         """Keep the measured acceptance."""
-        arrays: dict[str, Any] = {
-            "rates": found.rates, "positions": np.array(found.positions), **found.tables
-        }  # fmt: skip
-        with written_whole(self.acceptance) as unfinished, unfinished.open("wb") as file:
-            np.savez_compressed(file, **arrays)
+        arrays = {"rates": found.rates, "positions": np.array(found.positions), **found.tables}
+        with written_whole(self.acceptance) as unfinished:
+            save_file(arrays, unfinished)
 
 
 def measure_profile(
@@ -107,11 +98,8 @@ def measure_profile(
     """
     prompts = None if prompts_file is None else read_prompts(prompts_file)[:max_prompts]
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    check_table_size(
-        len(task.candidates) + 1,
-        sum(candidate.level.is_lookup for candidate in task.candidates),
-        task.max_draft_tokens,
-    )
+    lookups = sum(candidate.level.is_lookup for candidate in task.candidates)
+    check_table_size(len(task.candidates) + 1, lookups, task.max_draft_tokens)
     models = ModelSet(task.target, task.candidates, device)
     longest = models.longest - task.text_tokens - task.max_draft_tokens
     if longest < 1:
@@ -144,27 +132,17 @@ def measure_profile(
         if found is None:
             total = num_batches(models, len(contexts), task)
             bar = progress.add_task("acceptance", total=total)
-            found = measure_acceptance(
-                models,
-                contexts,
-                task,
-                lambda what: advance(bar, what),
-            )
+            found = measure_acceptance(models, contexts, task, lambda what: advance(bar, what))
             stages.save_acceptance(found)
         latencies = None
         if with_latencies:
             sizes = [models.size(i) for i in range(len(task.candidates))]
-            timing = Timing(
-                _with_defaults(task, device, console),
-                sizes,
-                contexts,
-                models.vocabulary,
-                stages.directory,
-            )
+            timed = _with_defaults(task, device, console)
+            timing = Timing(timed, sizes, contexts, models.vocabulary, stages.directory)
             del models  # the engine needs the memory
             torch.cuda.empty_cache()
-            timed = progress.add_task("latencies", total=timing.num_settings)
-            latencies = timing.measure(stages.timing, lambda: advance(timed, "latencies"))
+            timing_bar = progress.add_task("latencies", total=timing.num_settings)
+            latencies = timing.measure(stages.timing, lambda: advance(timing_bar, "latencies"))
     file = prompts_file.name if prompts_file else ""
     described = Prompts(file=file, prompts=len(contexts), contexts=found.positions)
     profile = make_profile(task, found, described, latencies)
@@ -180,7 +158,6 @@ def make_profile(
     here = host.machine() | {"threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         here["gpu"] = torch.cuda.get_device_name()
-    rates = [[None if np.isnan(r) else r for r in row] for row in found.rates.round(6).tolist()]
     profile = Profile(
         schema=3,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -191,7 +168,7 @@ def make_profile(
         sampling=task.sampling,
         prompts=prompts,
         max_draft_tokens=task.max_draft_tokens,
-        rates=rates,
+        rates=[[None if np.isnan(r) else r for r in row] for row in found.rates.round(6).tolist()],
         tables="",  # known when it is saved
         latencies=latencies,
     )

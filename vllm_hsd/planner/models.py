@@ -17,7 +17,7 @@ from vllm_hsd.core.ngram_model import NgramModelLevel
 from vllm_hsd.core.text_store import read_store
 from vllm_hsd.core.vocabulary import differing_token, fit_logits, readable
 from vllm_hsd.errors import UserError, brief, quoted
-from vllm_hsd.planner.profile import Candidate, Sampling, place
+from vllm_hsd.planner.profile import Candidate, Sampling, real_path
 
 
 def probabilities(sampling: Sampling, logits: Tensor) -> Tensor:
@@ -76,10 +76,6 @@ class ModelSet:
     Models are numbered as the candidates of a profile; the target comes last. Prompt lookups have
     no probabilities and are left out of everything here.
 
-    Args:
-        target: path or hub name of the target.
-        device: torch device of the models.
-
     Raises:
         UserError: the target among its candidates, a candidate given twice, another vocabulary,
             an exit that the target does not have, a file that cannot be read.
@@ -92,7 +88,8 @@ class ModelSet:
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(target)
         except (OSError, ValueError) as error:
-            raise UserError(_cannot_load(f"the tokenizer of '{target}'", error)) from None
+            text = f"the tokenizer of '{target}' cannot be loaded ({brief(error)})."
+            raise UserError(text) from None
         self.vocabulary: int = self.target.config.vocab_size
         self.words = self.tokenizer.get_vocab()
         self.models: list[Any] = [candidate.level.measured(self) for candidate in candidates]
@@ -215,9 +212,8 @@ class ModelSet:
                 out[model] = scores.unflatten(0, (len(tokens), keep))
             elif model == deepest or model not in depths:
                 with_hidden = model == deepest and len(depths) > 1
-                result = self._forward(
-                    found, tokens, logits_to_keep=keep, output_hidden_states=with_hidden
-                )
+                keys = {"logits_to_keep": keep, "output_hidden_states": with_hidden}
+                result = self._forward(found, tokens, **keys)
                 out[model] = result.logits
                 if with_hidden:
                     hidden = result.hidden_states
@@ -247,12 +243,14 @@ class ModelSet:
         Nothing stops at the end of text; the caller cuts there.
         """
         drawing = self.models[model]
-        widest = max(map(len, contexts))
-        tokens = torch.zeros(len(contexts), widest, dtype=torch.long, device=self.device)
-        mask = torch.zeros_like(tokens)
-        for row, context in enumerate(contexts):
-            tokens[row, widest - len(context) :] = torch.tensor(context)
-            mask[row, widest - len(context) :] = 1
+        tokens = nn.utils.rnn.pad_sequence(
+            [torch.tensor(context, device=self.device) for context in contexts],
+            batch_first=True,
+            padding_value=-1,
+            padding_side="left",
+        )
+        mask = (tokens >= 0).long()
+        tokens = tokens.clamp_min(0)
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
         drawn, cache = [], None
         for _ in range(length):
@@ -281,12 +279,8 @@ def _load(path: str, device: str) -> Any:
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError) as error:
-        raise UserError(_cannot_load(f"model '{path}'", error)) from None
+        raise UserError(f"model '{path}' cannot be loaded ({brief(error)}).") from None
     return model.eval().to(device)  # type: ignore[arg-type]  # its stub lacks the arguments
-
-
-def _cannot_load(what: str, error: Exception) -> str:
-    return f"{what} cannot be loaded ({brief(error)})."
 
 
 def _vocabulary(path: str) -> dict[str, int] | None:
@@ -304,9 +298,9 @@ def _check_names(target: str, candidates: Sequence[Candidate]) -> None:
     seen: set[str] = set()
     for candidate in candidates:
         level = candidate.keys()
-        if "model" in level and place(level["model"]) == place(target):
+        if "model" in level and real_path(level["model"]) == real_path(target):
             raise UserError(f"the target '{target}' is among its own candidates: remove it.")
-        key = str({kind: place(value) for kind, value in level.items()})
+        key = str({kind: real_path(value) for kind, value in level.items()})
         if key in seen:
             raise UserError(f"candidate '{candidate.name}' is given twice: remove one.")
         seen.add(key)

@@ -28,10 +28,8 @@ class Graph:
     of l tokens of node k, costs `cost[i, k, l - 1, j - 1] + multiplier[i, k, l - 1, j - 1] *
     (cost of l tokens of k)`; without a drafter below it costs `alone[i, j - 1]`. The target emits
     a token for `target_cost[i, j - 1] + target_multiplier[i, j - 1] * (cost of j tokens of i)`,
-    and for `target_alone` without any drafter. Edges that do not exist cost infinity.
-
-    Raises:
-        UserError: no draft length, or a forward that costs nothing.
+    and for `target_alone` without any drafter. Edges that do not exist cost infinity. Raises
+    UserError where there is no draft length, or a forward costs nothing.
     """
 
     order: tuple[int, ...]
@@ -141,9 +139,8 @@ def build_graph(
         # One call, whatever its length, and as many tokens to verify as it offers.
         spent = expected_cost(table[:-1], verify[:-1])
         cost[:, k] = renewal(pairs[:, k], spent, capped)
-        multiplier[:, k] = renewal(
-            pairs[:, k], (requested > 0).astype(np.float64)[None, None, None], capped
-        )
+        any_at_all = (requested > 0).astype(np.float64)
+        multiplier[:, k] = renewal(pairs[:, k], any_at_all[None, None, None], capped)
         alone[k] = draft[k]
         at_target = expected_cost(table[-1:], verify[-1:])[0]
         target_cost[k] = at_target[tokens, 0, tokens]
@@ -168,12 +165,8 @@ def build_graph(
 def expected_cost(joint: Floats, verify: Floats) -> Floats:
     """Expected time to verify what a lookup offers when n tokens are requested.
 
-    Args:
-        joint: [M, T + 1 (l), T + 1 (position), T + 1 (offered), T + 1 (accepted)].
-        verify: time in which a model verifies n tokens, [M, T + 1 (n)].
-
-    Returns:
-        float64 [M, T + 1 (l), T + 1 (position), T + 1 (n)].
+    From P [M, T + 1 (l), T + 1 (position), T + 1 (offered), T + 1 (accepted)] and the time in which
+    a model verifies n tokens [M, T + 1 (n)] to float64 [M, T + 1 (l), T + 1 (position), T + 1 (n)].
     """
     spent = [
         np.einsum("mlpo,mo->mlp", folded(joint, n).sum(-1), verify[:, : n + 1])
@@ -217,13 +210,9 @@ def solve(
 def _one_level_deeper(
     graph: Graph, below: Floats, or_alone: bool
 ) -> tuple[Floats, NDArray[np.int64]]:
-    """k cheapest ways per state, given those of the drafters below.
+    """k cheapest ways per state, given those of the drafters below or, `or_alone`, without any.
 
-    Args:
-        or_alone: whether a model may also draft without any below.
-
-    Returns values and pointers [M, T, k]; a pointer is the flat index of a state of `below`,
-    or -1 for drafting alone.
+    Values and pointers [M, T, k]; a pointer is the flat index of a state of `below`, or -1.
     """
     models, size, k = below.shape
     alone = graph.alone if or_alone else np.full_like(graph.alone, np.inf)

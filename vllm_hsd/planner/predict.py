@@ -34,14 +34,8 @@ Outcome = tuple[int, list[float]]
 
 @dataclass(frozen=True)
 class Selection:
-    """The candidates of a cascade, cheapest first, and their draft lengths.
-
-    Attributes:
-        levels: index of each level among a profile's candidates; empty: no speculation.
-        draft_lengths: tokens that each level passes to the next.
-
-    Raises:
-        UserError: not one draft length of at least 1 per level.
+    """Indices of a cascade's candidates, cheapest first (none: no speculation), and the tokens
+    that each passes to the next; raises UserError unless there is a length >= 1 for each.
     """
 
     levels: tuple[int, ...]
@@ -62,10 +56,8 @@ class Measured:
     """What predictions are made from.
 
     Attributes:
-        latencies: of M candidates and the target, which is last.
-        acceptance: of the same M + 1.
-        cacheless: candidates that need no KV cache of their own, hence never have uncached
-            tokens.
+        latencies, acceptance: of M candidates and the target, which is last.
+        cacheless: candidates without a KV cache of their own, which never have uncached tokens.
     """
 
     latencies: Latencies
@@ -104,12 +96,9 @@ def gain_table(survival: Floats) -> Floats:
     Args:
         survival: P(at least t tokens are accepted), [..., T + 1]; 1 at t = 0.
     """
-    size = survival.shape[-1]
     # Nothing beyond the draft's end.
-    alive = np.tril(np.repeat(survival[..., None, :], size, axis=-2))
-    gains = alive.copy()
-    gains[..., :-1] -= alive[..., 1:]
-    return gains
+    alive = np.tril(np.repeat(survival[..., None, :], survival.shape[-1], axis=-2))
+    return -np.diff(alive, axis=-1, append=0)
 
 
 def round_outcomes(
@@ -120,35 +109,24 @@ def round_outcomes(
     Args:
         verifier: index of a model, -1 for the target.
     """
+    requests = range(draft_length + 1)
     if drafter in acceptance.lookups:
         joint = acceptance.lookups[drafter][verifier, draft_length]
-        by_requested = [folded(joint, requested) for requested in range(draft_length + 1)]
+        tables = [folded(joint, requested).tolist() for requested in requests]
         return [
-            [_offers(table[position].tolist()) for table in by_requested]
-            for position in range(len(joint))
+            [
+                [(m, row[: m + 1]) for m, row in enumerate(each[place]) if any(row)]
+                for each in tables
+            ]
+            for place in range(len(joint))
         ]
-    gains = gain_table(acceptance.survival[verifier, drafter, draft_length])
-    return [
-        [
-            [(requested, row[: requested + 1])]
-            for requested, row in enumerate(rows[: draft_length + 1])
-        ]
-        for rows in gains.tolist()
-    ]
-
-
-def _offers(table: list[list[float]]) -> list[Outcome]:
-    return [(m, row[: m + 1]) for m, row in enumerate(table) if any(row)]
+    gains = gain_table(acceptance.survival[verifier, drafter, draft_length]).tolist()
+    return [[[(n, rows[n][: n + 1])] for n in requests] for rows in gains]
 
 
 def check_draft_lengths(selection: Selection, acceptance: Acceptance) -> None:
-    """Refuse drafts longer than what was measured and levels that never draft.
-
-    Raises:
-        UserError: names the draft length and the fix.
-    """
-    lengths = selection.draft_lengths
-    longest = acceptance.survival.shape[-1] - 1
+    """Refuse (UserError) drafts longer than what was measured and levels that never draft."""
+    lengths, longest = selection.draft_lengths, acceptance.survival.shape[-1] - 1
     if max(lengths) > longest:
         raise UserError(
             f"a draft of {max(lengths)} tokens is longer than the {longest} tokens that the "
@@ -189,18 +167,12 @@ class _Chain:
         self.sizes = sorted({1, batch, *(b for b in latencies.batch_sizes() if b < batch)})
         # At most a level's whole draft is uncached when it next drafts.
         longest = 2 * sum(selection.draft_lengths) + 2
-        called = [(m, measured.role(i, m)) for i, m in enumerate(levels)]
+        called: list[tuple[int, Role]] = [(m, measured.role(i, m)) for i, m in enumerate(levels)]
         # [longest (tokens - 1), sizes + 1] of every level, the target last
-        self.call = [
-            np.stack(
-                [
-                    *(latencies.calls(model, role, size, longest) for size in self.sizes),
-                    np.ones(longest),
-                ],
-                axis=-1,
-            )
-            for model, role in [*called, (-1, "target")]
-        ]
+        self.call = []
+        for model, role in [*called, (-1, "target")]:
+            times = [latencies.calls(model, role, size, longest) for size in self.sizes]
+            self.call.append(np.stack([*times, np.ones(longest)], axis=-1))
         self.rounds = selection.draft_lengths if batch > 1 else (1,) * self.depth
         self.own = len(self.sizes) + 1
         self.width = [self.own]
@@ -211,11 +183,7 @@ class _Chain:
     def draft(
         self, level: int, requested: int, uncached: Uncached
     ) -> tuple[Floats, dict[Uncached, float]]:
-        """What `requested` tokens of a level cost [rounds, width], and P(uncached after).
-
-        Args:
-            uncached: of the levels up to this one.
-        """
+        """What `requested` tokens of a level cost [rounds, width], and P(uncached after)."""
         key = level, requested, uncached
         if key not in self.memo:
             cost = np.zeros((self.rounds[level], self.width[level]))
@@ -300,11 +268,7 @@ class _Chain:
         return np.array(found[::-1]).T
 
     def _shared(self, rounds: Floats) -> tuple[float, float]:
-        """Milliseconds and calls of a level, which the batch's requests share.
-
-        Args:
-            rounds: what one request takes in each round, [rounds, own].
-        """
+        """Milliseconds and calls of a level whose rounds [rounds, own] the requests share."""
         ms, active = rounds[:, :-1], rounds[:, -1]
         if self.batch == 1:
             return float(ms.sum()), float(active.sum())
@@ -319,7 +283,11 @@ class _Chain:
 
 
 def predict(
-    selection: Selection, measured: Measured, *, batch: int = 1, output_tokens: int | None = None
+    selection: Selection,
+    measured: Measured,
+    *,
+    batch: int = 1,
+    output_tokens: int | None = None,
 ) -> Prediction:
     """Time per token of one cascade.
 
@@ -327,9 +295,6 @@ def predict(
         batch: requests per step.
         output_tokens: tokens per request, of which the prefill emits the first; drafts never
             pass the last one. None: endless text.
-
-    Raises:
-        UserError: draft lengths beyond the tables.
     """
     if not selection.levels:
         ms = measured.latencies.call(-1, "plain", batch, 1)
@@ -343,13 +308,8 @@ def predict(
         cost, per_step = cost / steps, (output_tokens - 1) / steps
     spent = chain.of_batch(cost)
     ms_per_step = float(spent[0].sum())
-    return Prediction(
-        ms_per_token=ms_per_step / per_step,
-        tokens_per_step=per_step,
-        ms_per_step=ms_per_step,
-        level_ms=tuple(spent[0].tolist()),
-        level_calls=tuple(spent[1].tolist()),
-    )
+    level_ms, level_calls = map(tuple, spent.tolist())
+    return Prediction(ms_per_step / per_step, per_step, ms_per_step, level_ms, level_calls)
 
 
 def _long_run(chain: _Chain) -> tuple[Floats, float]:

@@ -1,13 +1,11 @@
-"""The profile: what was measured on one machine, as profile.json with tables in profile.npz."""
+"""The profile: what was measured on one machine, its tables in a second file."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
 import math
 import os
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,9 +13,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from safetensors.numpy import save_file
 
 from vllm_hsd import host
-from vllm_hsd.checked_files import read_json, written_whole
+from vllm_hsd.checked_files import TensorHeader, read_json, read_tensors, written_whole
 from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.levels import Level
 from vllm_hsd.planner.latencies import Latencies
@@ -80,8 +79,8 @@ class Profile(_Strict):
     Attributes:
         rates: acceptance rate of every pair, [M + 1, M + 1]; null where one is a prompt lookup,
             which has no distribution of its own.
-        tables: SHA-256 of the .npz file next to the profile; absent: acceptance is taken as
-            independent with the rates.
+        tables: SHA-256 of the .safetensors file next to the profile, which holds `table_shapes`;
+            absent: acceptance is taken as independent with the rates.
         latencies: absent as long as they have not been measured.
     """
 
@@ -152,10 +151,8 @@ class Profile(_Strict):
         return self._acceptance[verifier]
 
     def set_tables(self, tables: dict[str, Floats]) -> None:
-        """Take in survival tables by verifier and, by name, the tables of lookups.
-
-        Raises:
-            UserError: an impossible value.
+        """Take in survival tables by verifier and, by name, those of lookups; UserError for an
+        impossible value.
         """
         for key in tables:
             if not np.all((tables[key] >= 0) & (tables[key] <= 1.001)):
@@ -170,15 +167,12 @@ class Profile(_Strict):
         """Write the file and, before it, its tables; each whole or not at all."""
         path = Path(path)
         if self._acceptance:
-            stream = io.BytesIO()
             arrays: dict[str, Floats] = {v: self._acceptance[v].survival for v in VERIFIERS}
             found = self._acceptance["block"].lookups
             arrays |= {f"lookup{i}": table for i, table in found.items()}
-            small = {key: table.astype(np.float32) for key, table in arrays.items()}
-            np.savez_compressed(stream, **small)  # type: ignore[arg-type]
-            with written_whole(path.with_suffix(".npz")) as unfinished:
-                unfinished.write_bytes(stream.getvalue())
-            self.tables = hashlib.sha256(stream.getvalue()).hexdigest()
+            with written_whole(tables_file(path)) as unfinished:
+                save_file({k: a.astype(np.float32, "C") for k, a in arrays.items()}, unfinished)
+                self.tables = _digest(unfinished)
         text = self.model_dump_json(by_alias=True, exclude_none=True)
         with written_whole(path) as unfinished:
             unfinished.write_text(text + "\n")
@@ -194,11 +188,7 @@ def table_shapes(
 
 
 def check_table_size(models: int, lookups: int, max_tokens: int) -> None:
-    """Refuse tables that would take too much memory.
-
-    Raises:
-        UserError: names the option that makes them smaller.
-    """
+    """Refuse tables that would take too much memory, with a UserError that says what helps."""
     shapes = table_shapes(models, range(lookups), max_tokens)
     size = sum(8 * math.prod(shape) for shape in shapes.values())
     if size > MAX_TABLE_BYTES:
@@ -247,7 +237,7 @@ def check_rates(rates: ArrayLike, names: Sequence[str] | None = None) -> Floats:
     return matrix
 
 
-def place(value: object) -> object:
+def real_path(value: object) -> object:
     """An existing path without links and `~`, to compare it; any other value as it is."""
     if isinstance(value, str) and os.path.exists(path := os.path.expanduser(value)):
         return os.path.realpath(path)
@@ -272,7 +262,7 @@ def load_profile(path: str | Path) -> Profile:
     try:
         profile = Profile.model_validate(raw)
         if profile.tables is not None:
-            profile.set_tables(_read_tables(path.with_suffix(".npz"), profile))
+            profile.set_tables(_read_tables(tables_file(path), profile))
     except ValidationError as error:
         fault = error.errors()[0]
         key = ".".join(str(part) for part in fault["loc"])
@@ -285,51 +275,46 @@ def load_profile(path: str | Path) -> Profile:
     return profile
 
 
+def tables_file(path: Path) -> Path:
+    """The file of a profile's tables."""
+    return path.with_suffix(".safetensors")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _read_tables(path: Path, profile: Profile) -> dict[str, Floats]:
-    """The arrays of the .npz file; their sizes are checked before memory is taken."""
+    """The arrays of the tables' file; their shapes are checked before memory is taken."""
     shapes = table_shapes(len(profile.names), profile.lookups, profile.max_draft_tokens)
-    largest = sum(4 * math.prod(shape) for shape in shapes.values()) + (1 << 16)
-    advice = "profile again, or move both files together"
-    try:
-        if path.stat().st_size > largest:
-            raise UserError(f"{quoted(path.name)} is larger than its tables can be: {advice}.")
-        content = path.read_bytes()
-        if hashlib.sha256(content).hexdigest() != profile.tables:
-            raise UserError(f"{quoted(path.name)} belongs to another profile: {advice}.")
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            return {key: _read_table(archive, key, shape) for key, shape in shapes.items()}
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"{quoted(path.name)} cannot be read ({reason}): {advice}.") from None
-    except UserError:
-        raise
-    except Exception:  # zipfile, zlib and numpy raise many kinds on damaged bytes
-        raise UserError(f"{quoted(path.name)} does not hold its tables: {advice}.") from None
 
+    def check(header: TensorHeader) -> None:
+        for key, shape in shapes.items():
+            found = header.types[key], header.shapes[key]
+            if found != ("F32", shape):
+                raise ValueError(f"table {key} has the shape {brief(found)}, not {shape}")
+        if _digest(path) != profile.tables:
+            raise ValueError("it belongs to another profile")
 
-def _read_table(archive: zipfile.ZipFile, key: str, shape: tuple[int, ...]) -> Floats:
-    with archive.open(f"{key}.npy") as file:
-        np.lib.format.read_magic(file)
-        declared, _, dtype = np.lib.format.read_array_header_1_0(file)
-        if declared != shape or dtype != np.float32:
-            raise UserError(f"table {key} has the shape {brief(declared)}, not {shape}.")
-        values = np.frombuffer(file.read(4 * math.prod(shape)), np.float32)
-    return values.reshape(shape).astype(np.float64)
+    def blame(reason: str) -> str:
+        return (
+            f"{quoted(path.name)} does not hold its tables ({reason}): profile again, or move both "
+            "files together."
+        )
+
+    _, found = read_tensors(path, shapes, check, blame)
+    return {key: table.astype(np.float64) for key, table in found.items()}
 
 
 def environment_warnings(profile: Profile) -> list[str]:
     """One sentence for each way in which the profile was measured elsewhere."""
-    warnings = []
+    found = []
     then, now = profile.versions.get("vllm"), host.versions().get("vllm")
     if then and now and then != now:
-        warnings.append(
-            f"the profile was measured with vLLM {then} and this is vLLM {now}: times may differ."
-        )
+        found.append(f"vLLM {then} and this is vLLM {now}")
     for key, here in host.machine().items():
         there = profile.machine.get(key)
         if profile.machine and there != here:
-            warnings.append(
-                f"the profile was measured with {key} {there or 'none'} and this machine has "
-                f"{here}: times may differ."
-            )
-    return warnings
+            found.append(f"{key} {there or 'none'} and this machine has {here}")
+    return [f"the profile was measured with {each}: times may differ." for each in found]

@@ -9,13 +9,10 @@ Ints = NDArray[np.int64]
 
 
 def propose(tokens: Ints, shortest: int, longest: int, max_tokens: int) -> Ints:
-    """The continuation of an earlier occurrence of the last tokens, at most `max_tokens` of it.
+    """At most `max_tokens` that followed the last of `tokens` [n] when they occurred before.
 
     As in vLLM's n-gram proposer: the longest suffix of `shortest` to `longest` tokens that
     occurred before decides, and its earliest occurrence is continued.
-
-    Args:
-        tokens: the text so far, [n].
     """
     total = len(tokens)
     for length in range(min(longest, total - 1), shortest - 1, -1):
@@ -30,10 +27,7 @@ def propose(tokens: Ints, shortest: int, longest: int, max_tokens: int) -> Ints:
 def replay(
     context: Ints, text: Ints, shortest: int, longest: int, max_tokens: int
 ) -> tuple[Ints, Ints]:
-    """Lookups at every position of a text, the first right after its context.
-
-    Args:
-        context, text: token ids, [n] and [L].
+    """Lookups at every position of a text [L], the first right after its context [n].
 
     Returns:
         tokens that each lookup proposes, and how many of them the text continues with, [L] each.

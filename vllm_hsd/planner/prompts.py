@@ -12,27 +12,12 @@ from vllm_hsd.errors import UserError
 Prompt = str | list[dict[str, str]]
 
 
-def read_text(path: Path) -> str:
-    """The text of a file.
-
-    Raises:
-        UserError: it cannot be read, or is not UTF-8.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"'{path}' cannot be read ({error}).") from None
-
-
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Prompts of a file, in order.
+    """Prompts of a file, in order: raw text (str), or a chat of one user message.
 
     A file named `*.jsonl` holds one JSON object per line: `prompt` is raw text; of `turns` the
     first is taken as a chat message, since later turns depend on answers. Any other file is
     plain text with prompts separated by blank lines.
-
-    Returns:
-        raw text (str) or a chat of one user message per prompt.
 
     Raises:
         UserError: no such file, a line that is not such an object, or no prompt at all.
@@ -40,10 +25,13 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     path = Path(path)
     if not path.is_file():
         raise UserError(f"no prompts file '{path}'.")
-    text = read_text(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"'{path}' cannot be read ({error}).") from None
     if path.suffix == ".jsonl":
         lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
-        prompts = [_from_json(path, number, line) for number, line in lines]
+        prompts = [_from_json(f"line {n} of the prompts file '{path}'", line) for n, line in lines]
     else:
         prompts = [part.strip() for part in text.split("\n\n") if part.strip()]
     if not prompts:
@@ -51,8 +39,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     return prompts
 
 
-def _from_json(path: Path, number: int, line: str) -> str | list[dict[str, str]]:
-    where = f"line {number} of the prompts file '{path}'"
+def _from_json(where: str, line: str) -> Prompt:
     try:
         entry: Any = json.loads(line)
     except json.JSONDecodeError as error:
@@ -67,13 +54,9 @@ def _from_json(path: Path, number: int, line: str) -> str | list[dict[str, str]]
 
 
 def encode(tokenizer: Any, prompt: Prompt, longest: int) -> list[int]:
-    """Token ids of a prompt, its last `longest` ones.
+    """The last `longest` token ids of a prompt; raises UserError if it has none.
 
-    A chat goes through the tokenizer's chat template where it has one, and is plain text
-    otherwise.
-
-    Raises:
-        UserError: the prompt has no tokens.
+    A chat goes through the tokenizer's chat template where it has one, else it is plain text.
     """
     if isinstance(prompt, list) and tokenizer.chat_template:
         text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)

@@ -24,10 +24,9 @@ class Call:
 
 @dataclass
 class Step:
-    """A step of the engine that only decodes, after `drafting_ms` of drafting for it.
+    """A step that only decodes: `ms` without any drafting, after `drafting_ms` for it.
 
-    `ms` is its period without any drafting. The drafting for a request's first step includes the
-    drafters' prefill.
+    The drafting for a request's first step includes the drafters' prefill.
     """
 
     batch: int
@@ -86,22 +85,22 @@ class Recorder:
         return taken
 
     def _execute(self, execute: Callable[..., Any]) -> Callable[..., Any]:
+        def prefills(request: str, computed: int) -> bool:
+            return computed < self.runner.requests[request].num_prompt_tokens
+
         def timed(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             now = self.clock()
             self._end_step(now)
             cached = scheduler_output.scheduled_cached_reqs
             decoding = cached.req_ids and not (
                 scheduler_output.scheduled_new_reqs
-                or any(map(self._prefilling, cached.req_ids, cached.num_computed_tokens))
+                or any(map(prefills, cached.req_ids, cached.num_computed_tokens))
             )
             self.started = (now, scheduler_output, self.drafting) if decoding else None
             self.drafting = 0.0
             return execute(scheduler_output, *args, **kwargs)
 
         return timed
-
-    def _prefilling(self, request: str, computed: int) -> bool:
-        return computed < self.runner.requests[request].num_prompt_tokens
 
     def _end_step(self, now: float) -> None:
         if self.started is None:
@@ -156,12 +155,7 @@ class Recorder:
 
 
 def install(llm: Any, clock: str) -> None:
-    """Record from now on what an engine does, unless that is so already.
-
-    Args:
-        llm: a `vllm.LLM`.
-        clock: "wall" or "cpu", see `task.Task`.
-    """
+    """Record from now on what a `vllm.LLM` does, unless that is so already; `clock`: see `Task`."""
     llm.collective_rpc(_install, args=(clock,))
 
 

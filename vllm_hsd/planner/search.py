@@ -27,7 +27,6 @@ class Constraints:
         batch: requests per step.
         max_levels: most drafters; None: any number.
         max_draft_tokens: longest draft of any level; None: as long as the profile covers.
-        verifier: how the target and the levels verify.
         output_tokens: tokens per request; None: endless text.
     """
 
@@ -109,12 +108,8 @@ class Search:
 
     def predict(self, selection: Selection) -> Prediction:
         """One cascade under the constraints."""
-        return predict(
-            selection,
-            self.measured,
-            batch=self.constraints.batch,
-            output_tokens=self.constraints.output_tokens,
-        )
+        batch, tokens = self.constraints.batch, self.constraints.output_tokens
+        return predict(selection, self.measured, batch=batch, output_tokens=tokens)
 
     def choose(self) -> Plan:
         """Search, predict what comes close, and keep the best of every kind."""
@@ -147,20 +142,15 @@ class Search:
         best = min([none, *found.values()], key=lambda option: option.ms)
         singles = [option for option in found.values() if len(option.selection.levels) == 1]
         single = min(singles, key=lambda option: option.ms)
-        others, seen = [], {best.selection, none.selection, single.selection}
-        for name, option in [*by_depth[1:], *using]:
-            if option.selection not in seen:
-                seen.add(option.selection)
-                others.append((name, option))
-        others.sort(key=lambda other: other[1].ms)
-        return Plan(self.constraints, best, none, single, tuple(others))
+        others = {each.selection: (name, each) for name, each in [*using[::-1], *by_depth[:0:-1]]}
+        for option in (best, none, single):
+            others.pop(option.selection, None)
+        listed = sorted(others.values(), key=lambda other: other[1].ms)
+        return Plan(self.constraints, best, none, single, tuple(listed))
 
     def _near_best(
         self, graph: Graph, depth: int, kept: int = KEPT, exactly: bool = False
     ) -> list[Selection]:
-        found = [
-            (selection, cost)
-            for selection, cost in solve(graph, kept, depth, exactly=exactly)
-            if selection.levels
-        ]
+        every = solve(graph, kept, depth, exactly=exactly)
+        found = [(selection, cost) for selection, cost in every if selection.levels]
         return [selection for selection, cost in found if cost <= CLOSE * found[0][1]]

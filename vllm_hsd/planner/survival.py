@@ -40,11 +40,10 @@ class Acceptance:
     Attributes:
         survival: P(at least t tokens are accepted) in a round of a verifier that has emitted
             `position` tokens since its draft began, [M + 1 (verifier), M + 1 (drafter), T + 1
-            (draft length), T + 1 (position), T + 1 (t)]; the target is last. The target's rows are
-            the same at all positions.
-        lookups: for each drafter that proposes at most as many tokens as requested (prompt lookup),
-            P(offers exactly m tokens, of which exactly k are accepted) of T requested ones,
-            [M + 1 (verifier), T + 1 (draft length), T + 1 (position), T + 1 (m), T + 1 (k)].
+            (draft length), T + 1 (position), T + 1 (t)]; the target, last, has no positions.
+        lookups: by drafter that offers at most what is requested (prompt lookup), P(offers exactly
+            m tokens, exactly k accepted) of T requested ones, [M + 1 (verifier), T + 1 (draft
+            length), T + 1 (position), T + 1 (m), T + 1 (k)].
     """
 
     survival: Floats
@@ -53,20 +52,14 @@ class Acceptance:
     def shortened(self, max_tokens: int) -> Acceptance:
         """The same for drafts of at most `max_tokens` <= T tokens."""
         size = max_tokens + 1
-        lookups = {
-            k: folded(table[:, :size, :size], max_tokens) for k, table in self.lookups.items()
-        }
-        return Acceptance(self.survival[:, :, :size, :size, :size], lookups)
+        cut = {k: folded(table[:, :size, :size], max_tokens) for k, table in self.lookups.items()}
+        return Acceptance(self.survival[:, :, :size, :size, :size], cut)
 
 
 def independent_survival(rates: ArrayLike, max_tokens: int) -> Floats:
     """P(at least t drafted tokens are accepted) = rate^t at any draft length and position.
 
-    Args:
-        rates: acceptance rates, any shape [...].
-
-    Returns:
-        float64 [..., T + 1 (draft length), T + 1 (position), T + 1 (t)], read-only.
+    From rates [...] to float64 [..., T + 1 (draft length), T + 1 (position), T + 1 (t)], read-only.
     """
     size = max_tokens + 1
     alive = np.asarray(rates, dtype=np.float64)[..., None] ** np.arange(size)
@@ -76,11 +69,7 @@ def independent_survival(rates: ArrayLike, max_tokens: int) -> Floats:
 def folded(joint: Floats, requested: int) -> Floats:
     """P(m offered, k accepted) for a shorter request: both are cut at `requested`.
 
-    Args:
-        joint: [..., T + 1 (m), T + 1 (k)].
-
-    Returns:
-        float64 [..., requested + 1 (m), requested + 1 (k)].
+    From [..., T + 1 (m), T + 1 (k)] to float64 [..., requested + 1 (m), requested + 1 (k)].
     """
     for axis in (-2, -1):
         kept, beyond = np.split(joint, [requested], axis)
@@ -119,13 +108,8 @@ def survival_along(log_ratios: ArrayLike, max_tokens: int, verifier: Verifier) -
 
 
 def visits(alive: Floats, draft_length: int) -> Floats:
-    """P(a round starts at a position) where rounds of `draft_length` tokens follow one another.
-
-    Args:
-        alive: as from `survival_along`, [..., L, H + 1]; the first round starts at position 0.
-
-    Returns:
-        float64 [..., L].
+    """P(a round starts at a position), [..., L], where rounds of `draft_length` tokens follow
+    one another from position 0 on; `alive` [..., L, H + 1] is from `survival_along`.
     """
     length = alive.shape[-2]
     # Accepted k: the next round starts k + 1 further on.
@@ -142,11 +126,8 @@ def survival_anywhere(log_ratios: ArrayLike, max_tokens: int, verifier: Verifier
     """Survival table of the rounds that run along the texts, for every draft length.
 
     For each n, rounds of n drafted tokens follow one another from the start of every text as
-    long as n tokens of it are left; positions count as often as a round starts there.
-
-    Args:
-        log_ratios: as for `survival_along`, [..., N texts, L].
-        max_tokens: the longest draft H; texts shorter than n do not count for n.
+    long as n tokens of it are left; positions count as often as a round starts there. Arguments
+    as for `survival_along`, of texts [..., N texts, L].
 
     Returns:
         float64 [..., H + 1 (n), H + 1 (t)], P(at least t of n accepted); 0 for t > n. Where no
@@ -168,12 +149,9 @@ def survival_by_position(log_ratios: ArrayLike, max_tokens: int, verifier: Verif
     """Survival of rounds by how many tokens the verifier has emitted since its draft began.
 
     A level below the target emits at most H tokens from where its draft begins, and what it meets
-    there changes on the way: it begins where it failed before. The texts start where its
-    draft begins; rounds follow one another along each, as in a cascade.
-
-    Args:
-        log_ratios: as for `survival_along`, [..., N texts, L].
-        max_tokens: H, the longest draft and the longest text.
+    there changes on the way: it begins where it failed before. The texts start where its draft
+    begins; rounds follow one another along each, as in a cascade. Arguments as for
+    `survival_along`, of texts [..., N texts, L].
 
     Returns:
         float64 [..., H + 1 (draft length), H + 1 (position), H + 1 (t)], P(at least t accepted);

@@ -68,27 +68,20 @@ def candidates(
         ngram_models: store of texts and order of each.
         ngram: longest match of a prompt lookup.
     """
-    found = []
-    if ngram is not None:
-        found.append(_candidate(f"ngram {ngram}", "ngram", {"max": ngram}))
-    stores = [path for path, _ in ngram_models]
-    for name, (path, order) in zip(_short(stores), ngram_models, strict=True):
-        level = {"ngram_model": _absolute(path), "order": order}
-        found.append(Candidate.model_validate({"name": f"{name} {order}", "level": level}))
-    for name, path in zip(_short(models), models, strict=True):
-        found.append(_candidate(name, "model", _absolute(path)))
-    leaving = [(layer, _candidate(f"exit {layer}", "early_exit", layer)) for layer in exits]
-    leaving += [
-        (layer, _candidate(name, "exit_head", _absolute(path)))
-        for name, (path, layer) in zip(
-            _short([path for path, _ in exit_heads]), exit_heads, strict=True
-        )
+    stores = zip(_short([path for path, _ in ngram_models]), ngram_models, strict=True)
+    heads = zip(_short([path for path, _ in exit_heads]), exit_heads, strict=True)
+    leaving = [(layer, f"exit {layer}", {"early_exit": layer}) for layer in exits]
+    leaving += [(layer, name, {"exit_head": _absolute(path)}) for name, (path, layer) in heads]
+    found: list[tuple[str, dict[str, Any]]] = [
+        *([(f"ngram {ngram}", {"ngram": {"max": ngram}})] if ngram is not None else []),
+        *(
+            (f"{name} {order}", {"ngram_model": _absolute(path), "order": order})
+            for name, (path, order) in stores
+        ),
+        *((n, {"model": _absolute(path)}) for n, path in zip(_short(models), models, strict=True)),
+        *((name, level) for _, name, level in sorted(leaving, key=lambda each: each[0])),
     ]
-    return found + [candidate for _, candidate in sorted(leaving, key=lambda item: item[0])]
-
-
-def _candidate(name: str, kind: str, value: object) -> Candidate:
-    return Candidate.model_validate({"name": name, "level": {kind: value}})
+    return [Candidate.model_validate({"name": name, "level": level}) for name, level in found]
 
 
 def _short(paths: Sequence[str]) -> list[str]:

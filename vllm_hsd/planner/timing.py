@@ -10,7 +10,6 @@ machine down for a while then slows both, and their ratio, the speed-up, stays r
 from __future__ import annotations
 
 import contextlib
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,12 +19,12 @@ import numpy as np
 import torch
 from scipy.optimize import isotonic_regression
 
-from vllm_hsd.checked_files import read_json, written_whole
+from vllm_hsd.checked_files import read_json, write_json
 from vllm_hsd.core.text_store import collect_texts, write_store
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner import recorder
-from vllm_hsd.planner.latencies import Latencies, LatencyTable, Role, interpolated
+from vllm_hsd.planner.latencies import Latencies, LatencyTable, interpolated
 from vllm_hsd.planner.task import Task
 
 # Lengths at which verification is timed, up to the longest draft.
@@ -66,13 +65,9 @@ class Timing:
         self.drafters = sorted(models, key=lambda i: sizes[i])
         # A prompt lookup drafts as it likes: where no two others are there, an n-gram model
         # drafts as many tokens as are requested.
-        self.filler = len(models) < 2
+        self.filler = str(directory / "filler.safetensors") if len(models) < 2 else ""
         if self.filler:
             self.drafters.append(len(task.candidates))
-
-    @property
-    def _filler(self) -> str:
-        return str(self.directory / "filler.safetensors")
 
     def settings(self, number: int) -> list[dict[str, Any]]:
         """The cascades to time in one pass, the first being number 0, at every batch size."""
@@ -116,7 +111,7 @@ class Timing:
         if speculative:
             levels = [candidate.keys() for candidate in task.candidates]
             if self.filler:
-                levels.append({"ngram_model": str(self._filler), "order": 1})
+                levels.append({"ngram_model": self.filler, "order": 1})
             # All candidates are levels of one cascade, in which every level needs room.
             room = max(task.max_draft_tokens, len(levels))
             arguments["speculative_config"] = {
@@ -130,7 +125,7 @@ class Timing:
     def engine(self, speculative: bool) -> EngineProcess:
         """The engine with or without speculation; a context manager."""
         if speculative and self.filler:
-            write_store(collect_texts([np.arange(self.vocabulary)], self.vocabulary), self._filler)
+            write_store(collect_texts([np.arange(self.vocabulary)], self.vocabulary), self.filler)
         return EngineProcess(
             self.engine_args(speculative), "the engine to time", log=self.directory / "engine.log"
         )
@@ -141,11 +136,7 @@ class Timing:
         settings: Sequence[dict[str, Any]],
         advance: Callable[[], None] = lambda: None,
     ) -> list[Recording]:
-        """Recordings, one per setting; `advance` is called after each.
-
-        Raises:
-            UserError: the engine failed; says why and where its log is.
-        """
+        """Recordings, one per setting; `advance` is called after each."""
         task, found = self.task, []
         engine.call(recorder.install, task.clock)
         for setting in settings:
@@ -182,9 +173,9 @@ class Timing:
         together = not torch.cuda.is_available()
         if not together:
             order.sort()
-        done: dict[str, list[Recording]] = {}
-        if store.exists():
-            done = read_json(store, "timing", "vllm-hsd profile")
+        done: dict[str, list[Recording]] = (
+            read_json(store, "timing", "vllm-hsd profile") if store.exists() else {}
+        )
         with contextlib.ExitStack() as running:
             engines: dict[str, EngineProcess] = {}
             for name, number in order:
@@ -199,13 +190,12 @@ class Timing:
                         running.pop_all().close()
                     engines[name] = running.enter_context(self.engine(speculative))
                 done[key] = self.run(engines[name], settings, advance)
-                with written_whole(store) as unfinished:
-                    unfinished.write_text(json.dumps(done))
-        recorded = {
-            name: [r for number in range(PASSES) for r in done[f"{name} {number}"]]
+                write_json(store, done)
+        cascades, plain = (
+            [recording for number in range(PASSES) for recording in done[f"{name} {number}"]]
             for name in ("cascades", "plain")
-        }
-        return self.latencies(recorded["cascades"], recorded["plain"])
+        )
+        return self.latencies(cascades, plain)
 
     @property
     def num_settings(self) -> int:
@@ -228,13 +218,9 @@ class Timing:
         target = ((s["batch"], s["tokens"], s["ms"]) for s in steps)
         forward.append(self._table(longest, target))
         overhead: dict[Any, LatencyTable] = {}
-        roles: tuple[tuple[Role, int], ...] = (("draft", 1), ("verify", longest))
-        for role, reach in roles:
-            extra = [
-                (c["batch"], c["tokens"], c["call_ms"] - c["ms"])
-                for c in calls
-                if c["role"] == role
-            ]
+        for role, reach in (("draft", 1), ("verify", longest)):
+            own_role = [c for c in calls if c["role"] == role]
+            extra = [(c["batch"], c["tokens"], c["call_ms"] - c["ms"]) for c in own_role]
             if extra:
                 overhead[role] = self._table(reach, extra)
         alone = ((s["batch"], s["tokens"], s["ms"]) for r in plain for s in r["steps"])
@@ -255,7 +241,7 @@ class Timing:
                     f"fit into one step: lower --batch-sizes or raise max_num_batched_tokens."
                 )
             xs = sorted(by_tokens)
-            means = [_mean(by_tokens[n]) for n in xs]
+            means = [_mean(np.array(by_tokens[n])) for n in xs]
             # More tokens never take less time; what noise says otherwise is averaged out.
             means = isotonic_regression(means, weights=[len(by_tokens[n]) for n in xs]).x
             widths = [np.subtract(*np.quantile(by_tokens[n], (0.75, 0.25))) / 2 for n in xs]
@@ -266,10 +252,6 @@ class Timing:
         )
 
 
-def _mean(samples: Sequence[float]) -> float:
-    """The mean, since totals add up from means, without the pauses of the machine.
-
-    A pause is a time of more than `PAUSE` medians; what is merely slow happens in use too.
-    """
-    values = np.array(samples)
+def _mean(values: np.ndarray) -> float:
+    """The mean, since totals add up from means, without pauses of more than PAUSE medians."""
     return float(values[values <= PAUSE * np.median(values)].mean())

@@ -57,8 +57,7 @@ class ReferenceEngine:
         options: one per level; the draft length of the last one is that of the target's drafts.
         verifier: "block" or "standard", how the target verifies a cascade's draft.
         horizontal_tokens: see `Cascade`.
-        draft_tree: the single level draws trees; `options`, `verifier` and `horizontal_tokens` are
-            left out.
+        draft_tree: of the single level, without `options`, `verifier` and `horizontal_tokens`.
 
     Raises:
         ValueError: arguments that do not fit together.
@@ -115,29 +114,34 @@ class ReferenceEngine:
         """Continue a prompt; an encoder-decoder encodes it and starts from its start token.
 
         Args:
-            prompt_token_ids: at least one token.
-            max_tokens: tokens to generate, unless `eos_token_id` comes first.
             temperature: 0 takes the argmax; each drafter multiplies it by its temperature scale.
             top_k, top_p: applied to every model's probabilities after the temperature; 0 and 1 do
                 nothing.
             seed: of all random numbers of the request.
-            eos_token_id: token that ends the request; None for none.
+            eos_token_id: token that ends the request before `max_tokens`; None for none.
 
         Raises:
             ValueError: names the argument and what it may be.
         """
-        _check(prompt_token_ids, max_tokens, temperature, top_k, top_p)
+        for fault, message in (
+            (not len(prompt_token_ids), "prompt_token_ids is empty: give at least one token"),
+            (max_tokens < 1, f"max_tokens is {max_tokens}, must be at least 1"),
+            (temperature < 0, f"temperature is {temperature}, must be 0 or above"),
+            (top_k < 0, f"top_k is {top_k}, must be 0 (off) or above"),
+            (not 0 < top_p <= 1, f"top_p is {top_p}, must be in (0, 1]"),
+        ):
+            if fault:
+                raise ValueError(f"{message}.")
         if self.cascade is not None:
             self.cascade.forget(0)
-        request = self._begin(
-            list(prompt_token_ids),
-            max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            eos=-1 if eos_token_id is None else eos_token_id,
-        )
+        first = list(prompt_token_ids)
+        for model in (*self.levels, self.target):
+            # Only levels with state per request have it.
+            if begin := getattr(model, "begin", None):
+                first = begin(list(prompt_token_ids))
+        capacity, scales = len(first) + max_tokens + self.longest, [*self.scales, 1.0]
+        eos = -1 if eos_token_id is None else eos_token_id
+        request = Request(first, capacity, scales, temperature, top_k, top_p, seed, eos)
         self.counters.take()
         result = ReferenceAnswer()
         while len(result.token_ids) < max_tokens and eos_token_id not in result.token_ids[-1:]:
@@ -156,15 +160,6 @@ class ReferenceEngine:
             result.accepted += accepted
         result.counts = self.counters.take()
         return result
-
-    def _begin(self, prompt: list[int], max_tokens: int, **sampling) -> Request:
-        first = prompt
-        for model in (*self.levels, self.target):
-            # Only levels with state per request have it.
-            if begin := getattr(model, "begin", None):
-                first = begin(prompt)
-        capacity = len(first) + max_tokens + self.longest
-        return Request(first, capacity, [*self.scales, 1.0], **sampling)
 
     def _chain_step(self, request: Request, most: int) -> tuple[int, int, list[int]]:
         """(draft tokens, accepted ones, tokens of one target call)."""
@@ -206,18 +201,3 @@ class ReferenceEngine:
         gained = len(draft.tree), len(path), len(draft.tree) > 0, draft.forwards
         self.counters.rows[0, : Count.forwards + 1] += gained
         return len(draft.tree), len(path), emitted.tolist()
-
-
-def _check(
-    prompt: Sequence[int], max_tokens: int, temperature: float, top_k: int, top_p: float
-) -> None:
-    if not len(prompt):
-        raise ValueError("prompt_token_ids is empty: give at least one token.")
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens is {max_tokens}, must be at least 1.")
-    if temperature < 0:
-        raise ValueError(f"temperature is {temperature}, must be 0 or above.")
-    if top_k < 0:
-        raise ValueError(f"top_k is {top_k}, must be 0 (off) or above.")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p is {top_p}, must be in (0, 1].")

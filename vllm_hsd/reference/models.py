@@ -27,7 +27,8 @@ class HuggingFaceLevel:
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.context_length = longest or UNLIMITED
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
-        if keeps_cache and not _can_drop_tokens(DynamicCache(config=model.config)):
+        cache = DynamicCache(config=model.config)
+        if keeps_cache and (any(cache.is_sliding) or any(cache.is_linear)):
             raise ValueError(
                 f"keeps_cache: the cache of {type(model).__name__} cannot drop rejected tokens "
                 "(sliding windows or recurrent layers): pass keeps_cache=False."
@@ -35,12 +36,12 @@ class HuggingFaceLevel:
 
     @torch.inference_mode()
     def begin(self, prompt: list[int]) -> list[int]:
-        """Start a request.
-
-        Returns:
-            the tokens that are continued: the prompt, or the start token of an encoder-decoder.
-        """
-        self.cache = self._new_cache()
+        """Start a request; returns what is continued, the prompt or a decoder's start token."""
+        self.cache: DynamicCache | EncoderDecoderCache | None = None
+        if self.keeps_cache:
+            self.cache = DynamicCache(config=self.model.config)
+            if self.encoder_decoder:
+                self.cache = EncoderDecoderCache(self.cache, DynamicCache())
         if not self.encoder_decoder:
             return prompt
         self.encoded = self.model.get_encoder()(input_ids=self._ids(prompt))
@@ -55,7 +56,7 @@ class HuggingFaceLevel:
         counts: np.ndarray,
         num_logits: np.ndarray,
     ) -> torch.Tensor | None:
-        """See `cascade.Level.forward`; the batch is one request, the logits float64 on the CPU."""
+        """See `core.levels.Level.forward`: one request, the logits float64 on the CPU."""
         (row,), (start,), (count,), (kept,) = rows, starts, counts, num_logits
         if count == 0:
             return None
@@ -70,15 +71,5 @@ class HuggingFaceLevel:
         output = self.model(**inputs, past_key_values=self.cache, use_cache=self.keeps_cache)
         return output.logits[0, count - kept :].double().cpu()
 
-    def _new_cache(self) -> DynamicCache | EncoderDecoderCache | None:
-        if not self.keeps_cache:
-            return None
-        own = DynamicCache(config=self.model.config)
-        return EncoderDecoderCache(own, DynamicCache()) if self.encoder_decoder else own
-
     def _ids(self, tokens: list[int]) -> torch.Tensor:
         return torch.tensor([tokens], device=self.model.device)
-
-
-def _can_drop_tokens(cache: DynamicCache) -> bool:
-    return not any(cache.is_sliding) and not any(cache.is_linear)

@@ -27,9 +27,7 @@ class Request:
         tokens: the tokens to continue.
         capacity: largest number of tokens, drafts included.
         temperature_scales: of every drafter, then of the target (1).
-        temperature: 0 for the argmax.
-        top_k, top_p: 0 and 1 keep everything.
-        seed: of all random numbers.
+        temperature, top_k, top_p, seed: see `ReferenceEngine.generate`.
         eos: token that ends the request, -1 for none.
     """
 
@@ -38,7 +36,6 @@ class Request:
         tokens: Sequence[int],
         capacity: int,
         temperature_scales: Sequence[float],
-        *,
         temperature: float,
         top_k: int,
         top_p: float,

@@ -53,7 +53,6 @@ class DraftTree:
     """A drawn tree of N nodes.
 
     Attributes:
-        tree: parents and tokens of the nodes.
         paths: for every node the tokens from the root to it.
         probs: [N, V], what each token was drawn from; None when all are point masses.
         forwards: forward passes of the drafter.
