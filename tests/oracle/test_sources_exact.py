@@ -15,7 +15,6 @@ from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.levels import LevelOptions, Sources
 from vllm_hsd.core.lowest_level import LowestLevel
 from vllm_hsd.core.source_choice import SourceChoice
-from vllm_hsd.core.sources import OfferRecord
 
 SOURCES = {
     "lookup": (1, None),
@@ -43,8 +42,8 @@ class Fresh(SourceChoice):
         self.__init__(self.sources, self.budget, 1)
 
 
-class HashedRecord(OfferRecord):
-    """Also hashes all that ever happened in the request."""
+class Adversary(SourceChoice):
+    """Decides by a hash of the text, of all offers and of all that ever happened in the request."""
 
     history = 0
 
@@ -56,22 +55,13 @@ class HashedRecord(OfferRecord):
         self.history = zlib.crc32(repr((self.history, facts)).encode())
         return self.history
 
-    def score(self, acceptance, tokens, rows, slots, ends):
+    def begin(self, verifier, tokens, rows, slots, ends):
         self.note(tokens[rows[0], : ends[0]].tolist())
-        super().score(acceptance, tokens, rows, slots, ends)
+        super().begin(verifier, tokens, rows, slots, ends)
 
     def remember(self, first, slots, starts, offers):
         self.note(first, offers.token_ids.tolist(), offers.counts.tolist())
         super().remember(first, slots, starts, offers)
-
-
-class Adversary(SourceChoice):
-    """Decides by a hash of the text, of all offers and of all that ever happened in the request."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.offered = HashedRecord(*self.offered.starts.shape, self.offered.length)
-        self.note = self.offered.note
 
     def best(self, slots, offers, room, sure):
         bits = self.note(room.tolist(), offers.token_ids.tolist())

@@ -15,8 +15,7 @@ from vllm_hsd.core.draft_budget import DraftBudget
 from vllm_hsd.core.drafts import DraftStore, ragged_arange, ragged_starts
 from vllm_hsd.core.level_models import Forward, LevelModels, highest_probability
 from vllm_hsd.core.levels import DraftBatch, Level, LookupLevel, Sources
-from vllm_hsd.core.source_choice import SourceChoice
-from vllm_hsd.core.sources import Offers
+from vllm_hsd.core.source_choice import Offers, SourceChoice
 from vllm_hsd.verify.residual import BlockedCDF
 
 
@@ -124,7 +123,7 @@ class LowestLevel:
                 break
             offers = Offers.of(found, choice.budget.acceptance)
             if first:
-                choice.offered.remember(0, now, ends, offers)
+                choice.remember(0, now, ends, offers)
             source, counts, sure[active] = choice.best(now, offers, room[active], sure[active])
             at = np.arange(len(now))
             token_ids = offers.token_ids[source, at]

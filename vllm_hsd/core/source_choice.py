@@ -1,16 +1,57 @@
-"""Which source of a lowest level drafts, and how much: by the rule of `core.draft_budget`."""
+"""Which source of a lowest level drafts, and how much: by the rule of `core.draft_budget`.
+
+All lookups search in every round, since that costs no forward pass, and every offer is compared
+with the text that is verified later, whether it was used or not. Only a drafter with forward passes
+has to draft to be known.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
+from vllm_hsd.core.acceptance import AcceptanceEstimates
 from vllm_hsd.core.draft_budget import FORBIDDEN, DraftBudget, cut
-from vllm_hsd.core.levels import Sources
-from vllm_hsd.core.sources import OfferRecord, Offers
+from vllm_hsd.core.levels import LookupResult, Sources
 from vllm_hsd.core.trials import Trials
 
 # Options of the trials.
 _LOOKUPS, _DRAFTER = 0, 1
+
+
+@dataclass
+class Offers:
+    """What S sources offer n requests.
+
+    Attributes:
+        token_ids: [S, n, width] int64.
+        counts: [S, n] int64.
+        estimates: [S, n, width] float64, the source's own acceptance probability of each token
+            after the ones before.
+        expected: [S, n, width] float64, those as `AcceptanceEstimates.corrected`.
+    """
+
+    token_ids: np.ndarray
+    counts: np.ndarray
+    estimates: np.ndarray
+    expected: np.ndarray
+
+    @classmethod
+    def of(cls, found: Sequence[LookupResult], acceptance: AcceptanceEstimates) -> Offers:
+        """What the first lookups found for the same requests, at least one, all of one width."""
+        confidence = np.stack([lookup.confidence for lookup in found])
+        estimates = confidence.copy()
+        before, after = confidence[..., :-1], confidence[..., 1:]
+        np.divide(after, before, out=estimates[..., 1:], where=before > 0)
+        source, place = np.arange(len(found))[:, None, None], np.arange(confidence.shape[2])
+        return cls(
+            np.stack([lookup.token_ids for lookup in found]),
+            np.stack([lookup.counts for lookup in found]),
+            estimates,
+            acceptance.corrected(source, estimates, place),
+        )
 
 
 class SourceChoice:
@@ -22,13 +63,21 @@ class SourceChoice:
         num_slots: requests at the same time.
 
     Attributes:
-        offered: the last offers of all sources.
+        last: the last offers of all sources by slot, until the text goes on.
+        starts: [sources, slots] int64 positions at which they begin.
         drafter: number of the source that has forward passes.
     """
 
     def __init__(self, sources: Sources, budget: DraftBudget, num_slots: int) -> None:
         self.sources, self.budget = sources, budget
-        self.offered = OfferRecord(len(sources.names), num_slots, budget.lengths[0])
+        shape = (len(sources.names), num_slots, budget.lengths[0])
+        self.starts = np.zeros(shape[:2], dtype=np.int64)
+        self.last = Offers(
+            np.zeros(shape, dtype=np.int64),
+            np.zeros(shape[:2], dtype=np.int64),
+            np.zeros(shape),
+            np.zeros(shape),
+        )
         self.drafter = len(sources.lookups)
         self.trials = Trials(2)
         # The draft under way: its verifier, and tokens placed for all requests.
@@ -36,7 +85,7 @@ class SourceChoice:
 
     def forget(self, slot: int) -> None:
         """See `Cascade.forget`."""
-        self.offered.forget(slot)
+        self.last.counts[:, slot] = 0
 
     def begin(
         self,
@@ -46,14 +95,44 @@ class SourceChoice:
         slots: np.ndarray,
         ends: np.ndarray,
     ) -> None:
-        """A draft for `verifier` begins: see what became of the last offers.
+        """A draft for `verifier` begins: compare the last offers with the text that it verified.
 
         Args:
             verifier: the level, or the number of levels for the target.
-            tokens, rows, slots, ends: see `OfferRecord.score`.
+            tokens: [table rows, max length] int32.
+            rows: [n] int64, rows of the requests in `tokens`.
+            slots, ends: [n] int64; the texts have ends[i] tokens.
         """
         self.verifier, self.placed = verifier, 0
-        self.offered.score(self.budget.acceptance, tokens, rows, slots, ends)
+        starts, counts = self.starts[:, slots], self.last.counts[:, slots]
+        # A text that ends where the offer began or before has changed before the offer.
+        known = np.maximum(np.minimum(counts, ends - starts), 0)
+        self.last.counts[:, slots] = 0
+        if not known.any():
+            return
+        place = np.arange(self.last.token_ids.shape[2])
+        at = np.minimum(starts[..., None] + place, tokens.shape[1] - 1)
+        same = tokens[rows[:, None], at] == self.last.token_ids[:, slots]
+        same &= place < known[..., None]
+        matched = np.logical_and.accumulate(same, axis=2).sum(2)
+        estimates, expected = self.last.estimates[:, slots], self.last.expected[:, slots]
+        every = slice(0, len(known))
+        self.budget.acceptance.observe(every, slots, estimates, expected, known, matched)
+
+    def remember(self, first: int, slots: np.ndarray, starts: np.ndarray, offers: Offers) -> None:
+        """Keep what the sources first, first + 1, ... offer after the verified text.
+
+        Args:
+            first: number of the first source.
+            slots, starts: [n] int64; an offer begins at position starts[i].
+            offers: of these sources.
+        """
+        count, _, width = offers.token_ids.shape
+        sources, last = slice(first, first + count), self.last
+        self.starts[sources, slots], last.counts[sources, slots] = starts, offers.counts
+        last.token_ids[sources, slots, :width] = offers.token_ids
+        last.estimates[sources, slots, :width] = offers.estimates
+        last.expected[sources, slots, :width] = offers.expected
 
     def best(
         self, slots: np.ndarray, offers: Offers, room: np.ndarray, sure: np.ndarray
@@ -162,7 +241,7 @@ class SourceChoice:
         place = np.arange(confidence.shape[1])
         expected = self.budget.acceptance.corrected(self.drafter, confidence, place)
         offers = Offers(token_ids[None], counts[None], confidence[None], expected[None])
-        self.offered.remember(self.drafter, slots, starts, offers)
+        self.remember(self.drafter, slots, starts, offers)
 
     def _drafter_values(self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray) -> np.ndarray:
         """[n] float64, gains of the drafter's tokens above their price and a share of passes."""
