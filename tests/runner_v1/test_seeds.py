@@ -39,7 +39,11 @@ JOBS = {
     "twelve and others, prefix hits": MIXED,
     "join and leave": {**MIXED, "arrive": [0, 3, 5, 6, 6, 9, 1, 2, 11, 4, 4, 8, 0, 7]},
     "several": {"prompts": PROMPTS[:4], "params": {**SEVERAL, "seed": 5}},
-    "no seeds": {"prompts": [PROMPTS[0]] * 4, "params": {**SEEDED[0], "seed": None}},
+    # Hot enough that no two texts agree by chance.
+    "no seeds": {
+        "prompts": [PROMPTS[0]] * 4,
+        "params": {**SEEDED[0], "temperature": 1.0, "seed": None},
+    },
 }
 SHAPES = {
     "whole": {"block_size": 32},
