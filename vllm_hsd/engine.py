@@ -152,9 +152,8 @@ def _load(engine_args: dict[str, Any]) -> None:
 
 
 def _with_engine(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(function, str):
-        function = pkgutil.resolve_name(function)
-    return function(_engine, *args, **kwargs)
+    called = pkgutil.resolve_name(function) if isinstance(function, str) else function
+    return called(_engine, *args, **kwargs)
 
 
 def configuration_error(engine_args: Mapping[str, Any]) -> str | None:
@@ -249,7 +248,7 @@ def _select_levels(llm: Any, levels: list[int], draft_lengths: list[int]) -> Non
 
 
 def _select_in_worker(worker: Any, levels: list[int], draft_lengths: list[int]) -> None:
-    drafter = getattr(worker.model_runner, "drafter", None)
+    drafter: Any = getattr(worker.model_runner, "drafter", None)
     if not hasattr(drafter, "select_levels"):
         raise UserError(
             'levels can be selected only with method "hsd" on vLLM\'s V1 runner '

@@ -109,17 +109,11 @@ def in_order(values: list[Any], option: str, least: int) -> list[Any]:
 
 
 def run(comparison: Comparison, **metadata: Any) -> int:
-    """Measure, print the table and write the files.
-
-    Args:
-        metadata: further top-level entries of bench.json.
+    """Measure, print the table and write the files; `metadata` goes into bench.json.
 
     Returns:
         1 if a configuration could not run, or its greedy outputs differ from those of no
         speculation (in 16 bits: elsewhere than at near ties of the target), else 0.
-
-    Raises:
-        UserError: the model or a configuration cannot be used, or no speculation cannot run.
     """
     comparison, setup = prepare(comparison)
     results = Results(comparison, metadata={**describe(comparison, setup), **metadata})

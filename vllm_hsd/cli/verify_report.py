@@ -44,8 +44,7 @@ class Verification:
         comparison: the model with no speculation and with the configuration to verify.
         settings: sampling parameters of the sampled text; may be none.
         num_tokens: tokens of every setting.
-        greedy: whether greedy text is compared.
-        equal_drafter: whether the model is served as its own drafter too.
+        greedy, equal_drafter: whether greedy text is compared, and the model is its own drafter.
         servers: URLs of running servers with and without speculation, instead of engines.
         drafter: the model that a server drafts with, if it was named.
     """

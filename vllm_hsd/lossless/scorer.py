@@ -131,7 +131,7 @@ def score(
 ) -> list[np.ndarray]:
     """Where every token of the texts lies in the engine's own distribution.
 
-    Runs in the process of an engine without speculation, on vLLM's V1 runner.
+    Runs in the process of an engine without speculation, on vLLM's V1 runner, else UserError.
 
     Args:
         prompts, texts: token ids.
@@ -141,9 +141,6 @@ def score(
     Returns:
         [tokens, 3 + drafters * directions.WIDTH] float64 for every text, see `token_ranges` and
         `directions.marks`.
-
-    Raises:
-        UserError: the engine does not run on the V1 runner.
     """
     drafters = list((rows or {}).values())
 

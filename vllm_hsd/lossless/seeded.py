@@ -75,8 +75,8 @@ def compared(engine: EngineProcess, texts: Texts, bound: float) -> Seeded:
             bound,
         )
     explained = {i for i, token in zip(tied, drawn, strict=True) if token == ours[i][apart[i]]}
-    partings = [
-        Parting(i, n, *(dict(enumerate(ids[i])).get(n) for ids in (theirs, ours)), i in explained)
-        for i, n in apart.items()
-    ]
+    partings = []
+    for i, n in apart.items():
+        expected, found = (ids[i][n] if n < len(ids[i]) else None for ids in (theirs, ours))
+        partings.append(Parting(i, n, expected, found, i in explained))
     return Seeded(len(theirs), sum(map(len, theirs)), partings)

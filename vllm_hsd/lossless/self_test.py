@@ -50,16 +50,12 @@ def run(
     process_options: Mapping[str, Any] | None = None,
     mutants: Sequence[str] = tuple(MUTANTS),
 ) -> list[Result]:
-    """Verify the sound sampler and the mutants.
+    """Verify the sound sampler and the mutants of these names.
 
     Args:
         directory: for the models and the engines' logs.
         num_tokens: tokens of every sampler and setting, times a mutant's weight.
         process_options: see `WorkerProcess`.
-        mutants: names of them.
-
-    Raises:
-        UserError: an engine failed.
     """
     from vllm_hsd.lossless.tiny_models import build_family, byte_tokenizer
 

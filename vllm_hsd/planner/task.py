@@ -70,7 +70,9 @@ def candidates(
     """
     stores = zip(_short([path for path, _ in ngram_models]), ngram_models, strict=True)
     heads = zip(_short([path for path, _ in exit_heads]), exit_heads, strict=True)
-    leaving = [(layer, f"exit {layer}", {"early_exit": layer}) for layer in exits]
+    leaving: list[tuple[int, str, dict[str, Any]]] = [
+        (layer, f"exit {layer}", {"early_exit": layer}) for layer in exits
+    ]
     leaving += [(layer, name, {"exit_head": _absolute(path)}) for name, (path, layer) in heads]
     found: list[tuple[str, dict[str, Any]]] = [
         *([(f"ngram {ngram}", {"ngram": {"max": ngram}})] if ngram is not None else []),

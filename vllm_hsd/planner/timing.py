@@ -165,9 +165,6 @@ class Timing:
         Args:
             store: JSON file that holds what finished passes recorded; a later call continues.
             advance: called `num_settings` times in all.
-
-        Raises:
-            UserError: an engine failed; says why and where its log is.
         """
         order = [(name, number) for number in range(PASSES) for name in ("cascades", "plain")]
         together = not torch.cuda.is_available()
