@@ -155,13 +155,8 @@ def _token(tokens: dict[str, int], token_id: int) -> str:
 
 @contextlib.contextmanager
 def loading(named: str) -> Iterator[None]:
-    """Name the level and the model in whatever loading its weights raises.
-
-    Args:
-        named: what the message calls them, "levels[i].model 'path'".
-
-    Raises:
-        UserError: the weights are damaged or do not fit the model's config.json.
+    """Make a UserError that begins with `named`, "levels[i].model 'path'", of whatever loading a
+    model's weights raises.
     """
     try:
         yield

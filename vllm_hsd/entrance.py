@@ -89,11 +89,8 @@ def _speculative_keys(arguments) -> dict[str, Any]:
 
 
 def _served(raw: dict[str, Any], target_model_config, target_parallel_config, arguments) -> Any:
-    """The configuration for the runner that serves it: V1 where V2 cannot, as vLLM does it.
-
-    Raises:
-        UserError: neither runner serves it, or `VLLM_USE_V2_MODEL_RUNNER` insists on one that
-            does not.
+    """The configuration for the runner that serves it: V1 where V2 cannot, as vLLM does it, unless
+    `VLLM_USE_V2_MODEL_RUNNER` insists.
     """
     import vllm.envs as envs
 

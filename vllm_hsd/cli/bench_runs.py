@@ -144,11 +144,7 @@ def compare_greedy(results: Results, setup: Setup, engines: Engines) -> None:
 
 
 def jobs(comparison: Comparison, round_: int, alternate: bool) -> Iterator[Job]:
-    """The jobs of a round, in order.
-
-    Args:
-        alternate: change the engine with every batch of prompts, else only once per round.
-    """
+    """The jobs of a round; the engine changes with every batch (`alternate`), else once a round."""
     parts = [
         (batch_size, temperature, part, prompts)
         for batch_size in comparison.batch_sizes

@@ -86,8 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 def findings(verbose: bool = False) -> Iterator[Finding]:
     """All findings about the installation, in order; ends where nothing further can be checked.
 
-    Args:
-        verbose: one line per name of vLLM.
+    With `verbose` a line per name of vLLM.
     """
     yield Finding("ok", f"Python {platform.python_version()}")
     if not (yield from _imports("torch")):

@@ -104,12 +104,7 @@ def read(url: str) -> Snapshot:
 
 
 def render(change: Change, curve: Sequence[float]) -> RenderableType:
-    """The whole view.
-
-    Args:
-        change: what happened since the last refresh.
-        curve: generated tokens per second of the last refreshes, oldest first.
-    """
+    """The whole view; `curve` has the tokens per second of the last refreshes, oldest first."""
     now, drafts = change.after, change.gained(DRAFTS)
     per_draft = "no draft was verified"
     if drafts:

@@ -23,7 +23,6 @@ def lean_checks(setting: str, drafter: str, marks: np.ndarray, labels: np.ndarra
     """Tests of all drafted places together, and of each.
 
     Args:
-        drafter: its name.
         marks: [n, directions.WIDTH], NaN where q is unknown.
         labels: [n] names of the tokens' places.
     """
@@ -39,9 +38,8 @@ def lean_checks(setting: str, drafter: str, marks: np.ndarray, labels: np.ndarra
 
 
 def factors(check: Check, significance: float) -> tuple[float, float]:
-    """Nearest factors on the acceptance ratio, above and below 1, that would be found.
-
-    Infinite, and NaN, where no such factor would be.
+    """Nearest factors on the acceptance ratio, above and below 1, that would be found; infinite,
+    and NaN, where none would be.
     """
     least, found = needed(significance), []
     split = 1 + len(OVER)

@@ -195,11 +195,7 @@ def add_drafter(
     batch_size: int,
     progress: Progress,
 ) -> None:
-    """Fill in the rows of a drafter, served by an engine of its own.
-
-    Args:
-        temperature_scale: factor on the requests' temperatures.
-    """
+    """Fill in the rows of a drafter, served by an engine of its own at scaled temperatures."""
     params = [
         {**each, "temperature": each["temperature"] * temperature_scale} for each in texts.params
     ]
@@ -236,11 +232,10 @@ def scored(
 def checks(
     settings: Sequence[Setting], texts: Texts, ranges: Sequence[np.ndarray], dtype: str, seed: int
 ) -> list[Check]:
-    """All checks of all settings.
+    """All checks of all settings, for a model's dtype.
 
     Args:
         ranges: of every answer, from `scored`.
-        dtype: of the model.
         seed: of the uniforms that make the quantiles continuous.
     """
     rng = np.random.default_rng(seed)

@@ -158,9 +158,7 @@ def arrange(quantiles: Sequence[np.ndarray], step_lengths: Sequence[Sequence[int
 def checks_of(setting: str, tokens: Tokens, drafters: Sequence[str] = ()) -> list[Check]:
     """All tests of one setting: uniform at every place, and independent of what came before.
 
-    Args:
-        drafters: names of the further orders of `tokens`, in which tokens are tested for being
-            uniform only.
+    In the further orders of `tokens`, the drafters', tokens are tested for being uniform only.
     """
     found = []
     labels = tokens.labels()
@@ -275,11 +273,7 @@ def _frequent_rows(values: np.ndarray, fewest: int) -> tuple[np.ndarray, int]:
 def _chi_square(
     rows: np.ndarray, quantiles: np.ndarray, num_rows: int, bins: int
 ) -> tuple[int, float, float, Literal["chi-square"], int]:
-    """Within each row all bins are equally likely.
-
-    Returns:
-        (tokens, p-value, shift, method, degrees of freedom).
-    """
+    """All bins of a row are equally likely: (tokens, p, shift, method, degrees of freedom)."""
     counts = np.zeros((num_rows, bins))
     np.add.at(counts, (rows, _bin(quantiles, bins)), 1)
     expected = np.broadcast_to(counts.sum(1, keepdims=True) / bins, counts.shape)

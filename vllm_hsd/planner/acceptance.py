@@ -230,13 +230,11 @@ def _requested_contexts(
 
 
 def requested_at(ratios: Floats, max_tokens: int) -> Floats:
-    """Where the target requests a candidate's draft: P(text, position), [texts, L].
+    """Where the target requests a candidate's draft: P(text, position), [texts, L], from the
+    candidate's ratios [texts, L - 1] of `after_prefill`.
 
     Not everywhere alike: a candidate drafts anew where it has just failed, and skips what was
     accepted. Drafts of all lengths count alike.
-
-    Args:
-        ratios: of the candidate, from `after_prefill`, [texts, L - 1].
     """
     alive = survival_along(ratios, max_tokens, "block")
     starts = [visits(alive, draft) for draft in range(1, max_tokens + 1)]

@@ -180,9 +180,7 @@ def solve(
 ) -> list[tuple[Selection, float]]:
     """The k cheapest cascades with their costs, ascending; no speculation counts as one.
 
-    Args:
-        max_levels: most drafters in a cascade; None: as many as there are.
-        exactly: only cascades of `max_levels` drafters.
+    At most (`exactly`: just) `max_levels` drafters in a cascade; None: as many as there are.
     """
     if k < 1:
         raise UserError(f"k is {k}: ask for at least one cascade.")
