@@ -1,11 +1,10 @@
 """The EAGLE-3 recipe on a toy target: what it learns from, what it computes, what it saves."""
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
-from support.eagle3_rollout import draft, roll_out
+from support import recorded_drafts
+from support.eagle3_head import guesses, roll_out
 from support.engines import run_engine
 from transformers import AutoModelForCausalLM
 
@@ -142,13 +141,12 @@ def test_vllm_drafts_the_same_tokens(training, target, family, shards, tmp_path)
             },
         },
         {"greedy": {"prompts": [prompt], "params": {"temperature": 0, "max_tokens": 40}}},
-        patch="support.eagle3_rollout:record_drafts",
-        env={"RECORDED_DRAFTS": str(record)},
+        patch="support.recorded_drafts:install",
+        env={recorded_drafts.FILE: str(record)},
     )["greedy"]["outputs"]
-    tokens = prompt + outputs[0][0]["ids"]
-    states, _ = target_states(target, torch.tensor([tokens]), LAYERS)
-    found = [json.loads(line) for line in record.read_text().splitlines()]
-    found = [(n, d) for n, d in found if len(prompt) - 1 <= n < len(tokens) - 2]
-    assert len(found) > 5 and len({d[0] for _, d in found}) > 1
-    for n, drafted in found:
-        assert drafted == draft(head, training.embedding, states[0, : n + 1], tokens[: n + 2], 4)
+    found = recorded_drafts.read(record)
+    states, _ = target_states(target, torch.tensor([prompt + outputs[0][0]["ids"]]), LAYERS)
+    assert len(found) > 5 and len({drafted[0] for drafted in found.values()}) > 1
+    for text, drafted in found.items():
+        known = states[0, : len(text) - 1]
+        assert drafted == guesses(head, training.embedding, known, list(text), drafted)

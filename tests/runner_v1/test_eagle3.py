@@ -8,7 +8,7 @@ import random
 
 import pytest
 from support import recorded_drafts
-from support.eagle3_head import TorchHead, write_eagle3_head
+from support.eagle3_head import Reference, write_eagle3_head
 from support.engines import forked, run_engine
 from support.sampling_cases import CASES, SIGNIFICANCE, outputs_by_case, p_values, sampling_job
 
@@ -92,8 +92,8 @@ def speculated(request, engine, head, tmp_path_factory) -> tuple[str, dict, dict
 
 
 @pytest.fixture(scope="module")
-def reference(small_vocabulary, head) -> TorchHead:
-    return TorchHead.load(small_vocabulary.target, head)
+def reference(small_vocabulary, head) -> Reference:
+    return Reference(small_vocabulary.target, head)
 
 
 def test_greedy_equals_no_speculation(plain, speculated):

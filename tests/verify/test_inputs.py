@@ -98,48 +98,24 @@ def chain(n: int, seed: int):
 
 
 @pytest.mark.parametrize("method", ["block", "standard"])
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("t", [0, 1, 3])
-def test_invalid_proposal_row_ends_the_draft_before_its_token(method, fault, t):
+@pytest.mark.parametrize(
+    ("row", "fault", "t"),
+    [("proposal", fault, t) for fault in FAULTS for t in (0, 1, 3)]
+    + [("target", fault, t) for fault in ("nan", "inf") for t in (1, 2, 4)],
+)
+def test_an_invalid_row_ends_the_draft(method, row, fault, t):
+    """Of a proposal: before its token. The token that led to a row of the target is kept or refused
+    as always, but nothing follows it."""
     for seed in range(20):
         p, q, x = chain(4, seed)
         uniforms = torch.rand(5, dtype=torch.float64)
-        expected = verify_chain(
-            p[: t + 1],
-            q[:t],
-            x[:t],
-            [t],
-            method=method,
-            uniforms=uniforms[: t + 1],
-        )
-        q[t] = FAULTS[fault]
-        result = verify_chain(p, q, x, [4], method=method, uniforms=uniforms)
-        assert result.num_accepted == expected.num_accepted
-        assert result.token_ids[0, : t + 1].tolist() == expected.token_ids[0].tolist()
-        assert (result.token_ids[0, t + 1 :] == -1).all()
-
-
-@pytest.mark.parametrize("method", ["block", "standard"])
-@pytest.mark.parametrize("fault", ["nan", "inf"])
-@pytest.mark.parametrize("t", [1, 2, 4])
-def test_invalid_target_row_ends_the_draft_after_the_token_before_it(method, fault, t):
-    """The token that led to the row is kept or refused as always, but nothing follows it."""
-    for seed in range(20):
-        p, q, x = chain(4, seed)
-        uniforms = torch.rand(5, dtype=torch.float64)
-        expected = verify_chain(
-            p[: t + 1],
-            q[:t],
-            x[:t],
-            [t],
-            method=method,
-            uniforms=uniforms[: t + 1],
-        )
-        p[t] = FAULTS[fault]
+        until = {"method": method, "uniforms": uniforms[: t + 1]}
+        expected = verify_chain(p[: t + 1], q[:t], x[:t], [t], **until)
+        (q if row == "proposal" else p)[t] = FAULTS[fault]
         result = verify_chain(p, q, x, [4], method=method, uniforms=uniforms)
         assert result.num_accepted == expected.num_accepted
         tokens = expected.token_ids[0].tolist()
-        if expected.num_accepted == t:
+        if row == "target" and expected.num_accepted == t:
             tokens[t] = -1
         assert result.token_ids[0, : t + 1].tolist() == tokens
         assert (result.token_ids[0, t + 1 :] == -1).all()
