@@ -1,7 +1,6 @@
 """The items of `make gpu-proof` that need kernels only, interpreted, in toy sizes."""
 
 import pytest
-from support import kernel_reference as reference
 
 from benchmarks.gpu import kernel_distribution, kernel_times, pit
 from benchmarks.gpu.items import Setting
@@ -31,13 +30,13 @@ def test_times_of_every_sampler(setting):
 def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
     drafts = Drafts.make(40, 3, 1, 0.7, noise=1.5)
     bench_chain_verify.check_case(drafts, 3)
-    right = reference.verify_chain
+    right = bench_chain_verify.reference.verify_chain
 
     def wrong(*args, **options):
         result = right(*args, **options)
         return result._replace(token_ids=result.token_ids + 1)
 
-    monkeypatch.setattr(reference, "verify_chain", wrong)
+    monkeypatch.setattr(bench_chain_verify.reference, "verify_chain", wrong)
     with pytest.raises(timing.NotTimed, match="3 of 3 requests differ"):
         bench_chain_verify.check_case(drafts, 3)
 
