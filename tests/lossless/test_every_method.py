@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 from support.engines import ENGINE_DEFAULTS, forked
-from support.level_files import LevelFiles, cascade, write_level_files
+from support.level_files import LevelFiles, cascade, every_kind, write_level_files
 from support.stock_heads import write_eagle_head, write_medusa_heads, write_mtp_target
 from support.suffix_extra import needs_suffix
 from support.tiny_models import Family, build_family, byte_tokenizer
@@ -51,42 +51,25 @@ def models(text_family, tmp_path_factory) -> dict[bool, Models]:
     return found
 
 
-LEVELS = {
-    "models": lambda m: [{"model": m.family.small, "num_tokens": 3}, {"model": m.family.mid}],
-    "early exit": lambda m: [{"early_exit": 1, "num_tokens": 3}, {"model": m.family.mid}],
-    "exit head": lambda m: [
-        {"exit_head": m.files.exit_head, "num_tokens": 3},
-        {"model": m.family.mid},
-    ],
-    "bigram": lambda m: [{"bigram": m.files.store, "num_tokens": 3}, {"model": m.family.mid}],
-    "ngram": lambda m: [{"ngram": {"max": 3}, "num_tokens": 3}, {"model": m.family.mid}],
-    "ngram_model": lambda m: [
-        {"ngram_model": m.files.store, "num_tokens": 3},
-        {"model": m.family.mid},
-    ],
-    "suffix": lambda m: [
-        {"suffix": {"store": m.files.store, "shared_tokens": 2000}, "num_tokens": 3},
-        {"model": m.family.mid},
-    ],
-    "eagle3": lambda m: [{"eagle3": m.files.eagle3}],
-    "eagle3, model": lambda m: [
-        {"eagle3": m.files.eagle3, "num_tokens": 3},
-        {"model": m.family.mid},
-    ],
-    "sources": lambda m: [
-        {"sources": [{"ngram": {"max": 3}}, {"eagle3": m.files.eagle3}], "num_tokens": 3},
-        {"model": m.family.mid},
-    ],
-    "horizontal": lambda m: [
-        {"bigram": m.files.store, "num_tokens": 2},
-        {"model": m.family.mid},
-    ],
-    "adaptive": lambda m: [
-        {"ngram": {"max": 3}, "num_tokens": 3},
-        {"model": m.family.small, "num_tokens": 3},
-        {"model": m.family.mid},
-    ],
-}
+# Every kind below a model, and more.
+LEVELS = (
+    *("ngram", "suffix", "bigram", "ngram_model", "model", "early_exit", "exit_head", "eagle3"),
+    *("sources", "eagle3 alone", "horizontal", "adaptive"),
+)
+
+
+def levels(name: str, m: Models) -> list[dict]:
+    kinds, mid = every_kind(m.family, m.files), {"model": m.family.mid}
+    small = kinds["model"] = {"model": m.family.small, "num_tokens": 3}
+    if name == "eagle3 alone":
+        return [kinds["eagle3"]]
+    if name == "horizontal":
+        return [{**kinds["bigram"], "num_tokens": 2}, mid]
+    if name == "adaptive":
+        return [{**kinds["ngram"], "num_tokens": 3}, small, mid]
+    return [{**kinds[name], "num_tokens": 3}, mid]
+
+
 KEYS = {"adaptive": {"adaptive": True}, "horizontal": {"horizontal_tokens": 2}}
 SOFT = {"draft_sample_method": "probabilistic"}
 STOCK = {
@@ -102,7 +85,7 @@ STOCK = {
 
 
 # A head that was hardly trained has its drafts accepted only where the target is unsure.
-FLAT = {"eagle", "eagle3", "eagle3, model", "mtp"}
+FLAT = {"eagle", "eagle3", "eagle3 alone", "mtp"}
 
 
 def marked(names) -> list:
@@ -129,12 +112,12 @@ def assert_passed(status: int, found: dict) -> None:
 @pytest.mark.parametrize("name", marked(LEVELS))
 def test_a_cascade_with_every_kind_of_level_passes(models, verify, name):
     own = models[name in FLAT]
-    config = cascade(*LEVELS[name](own), **KEYS.get(name, {}))["speculative_config"]
+    config = cascade(*levels(name, own), **KEYS.get(name, {}))["speculative_config"]
     assert_passed(*verify(own.family.target, config, *PASSES))
 
 
 def test_the_model_as_its_own_drafter_loses_nothing(models, verify):
-    config = cascade(*LEVELS["models"](models[False]))["speculative_config"]
+    config = cascade(*levels("model", models[False]))["speculative_config"]
     options = ("--temperatures", "0.7,1", "--tokens", "2048", "--equal-drafter")
     status, found = verify(models[False].family.target, config, *options)
     assert status == 0 and found["equal_drafter"]["passed"]
@@ -160,7 +143,7 @@ def test_twenty_sound_runs_pass(models, name):
     else:
         own = models[name in FLAT]
         target = own.family.target
-        config = cascade(*LEVELS[name](own), **KEYS.get(name, {}))["speculative_config"]
+        config = cascade(*levels(name, own), **KEYS.get(name, {}))["speculative_config"]
     drafters = drafters_of(config)
     arguments = {**ENGINE_DEFAULTS, "model": target}
     settings = [Setting(1.0)]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from support.engines import run_engine
-from support.level_files import cascade, target_head, write_level_files
+from support.level_files import cascade, every_kind, target_head, write_level_files
 
 from vllm_hsd.cli.main import main
 from vllm_hsd.core.exit_head import write_exit_head
@@ -67,22 +67,16 @@ def tokens_per_step(model: str, verifier: str, *levels: dict) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["ngram", "bigram", "ngram_model", "small", "mid", "early_exit", "eagle3", "cascade"]
+    "kind", ["ngram", "bigram", "ngram_model", "small", "model", "early_exit", "eagle3", "cascade"]
 )
 def test_what_coupling_costs(family, tmp_path, kind):
     """Prints tokens per step by block, standard and coupled verification."""
     files = write_level_files(family.target, tmp_path, 64, trained=True)
-    lookup, mid = {"ngram": {"max": 3}}, {"model": family.mid}
+    kinds, small = every_kind(family, files), {"model": family.small, "num_tokens": 4}
     levels = {
-        "ngram": [lookup],
-        "bigram": [{"bigram": files.store}],
-        "ngram_model": [{"ngram_model": files.store}],
         "small": [{"model": family.small}],
-        "mid": [mid],
-        "early_exit": [{"early_exit": 1}],
-        "eagle3": [{"eagle3": files.eagle3}],
-        "cascade": [{**lookup, "num_tokens": 3}, {"model": family.small, "num_tokens": 4}, mid],
-    }[kind]
+        "cascade": [{**kinds["ngram"], "num_tokens": 3}, small, kinds["model"]],
+    }.get(kind) or [kinds[kind]]
     found = {
         rule: tokens_per_step(family.target, rule, *levels)
         for rule in ("block", "standard", "coupled")

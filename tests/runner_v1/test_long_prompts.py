@@ -134,10 +134,14 @@ def drafted(results: dict, level: int) -> int:
     return sum(result["levels"][level]["drafted"] for result in results.values())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=needs_suffix) if n == "suffix" else n for n in CASCADES],
-)
+FAST = ("models", "eagle3", "sources", "adaptive")
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    return [needs_suffix] * (name == "suffix") + [pytest.mark.slow] * (name not in FAST)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=marks(n)) for n in CASCADES])
 def test_long_prompts(long_family, files, plain, name):
     arguments = CASCADES[name](long_family, files)
     results = run_engine({"model": long_family.target, **ENGINE, **arguments}, JOBS)
@@ -148,7 +152,9 @@ def test_long_prompts(long_family, files, plain, name):
         assert not any(level.get("sat_out") for level in result["levels"])
 
 
-@pytest.mark.parametrize("place", ["lowest", "top", "both"])
+@pytest.mark.parametrize(
+    "place", ["both", *(pytest.param(place, marks=pytest.mark.slow) for place in ("lowest", "top"))]
+)
 def test_levels_with_a_sliding_window(long_family, windowed, plain, place):
     small = windowed.small if place != "top" else long_family.small
     mid = windowed.mid if place != "lowest" else long_family.mid
@@ -158,7 +164,11 @@ def test_levels_with_a_sliding_window(long_family, windowed, plain, place):
     assert all(drafted(results, i) > 0 for i in range(2))
 
 
-@pytest.mark.parametrize("name", ["models", "n-grams", "suffix", "eagle3", "sources", "adaptive"])
+@pytest.mark.parametrize(
+    "name",
+    ["eagle3", "adaptive"]
+    + [pytest.param(n, marks=pytest.mark.slow) for n in ("models", "n-grams", "sources")],
+)
 def test_prompts_of_embeddings(long_family, files, name):
     """Levels see token ids only, and embeddings have none: poor drafts, the same text."""
     weights = AutoModelForCausalLM.from_pretrained(long_family.target).model.embed_tokens.weight

@@ -2,7 +2,7 @@
 
 import pytest
 from support.engines import run_engine
-from support.level_files import cascade, write_level_files
+from support.level_files import LevelFiles, cascade, every_kind, write_level_files
 from support.suffix_extra import needs_suffix
 
 COUNT, EOS = 12, 1
@@ -51,26 +51,12 @@ SHAPES = {
     "in chunks": {"block_size": 32, "max_num_batched_tokens": 72, "max_num_seqs": 12},
     "preempted": {"block_size": 32, "num_gpu_blocks_override": 14},
 }
-SOURCES = [{"ngram": {"max": 3}}, {"model": "small"}]
-# Levels that the smallest cascades of their kinds need; {names} are filled in.
-CASCADES = {
-    "ngram": [{"ngram": {"max": 3}}],
-    "suffix": [{"suffix": {"store": "store", "shared_tokens": 500}}],
-    "bigram": [{"bigram": "store"}],
-    "ngram_model": [{"ngram_model": "store"}],
-    "model": [{"model": "mid"}],
-    "early_exit": [{"early_exit": 1}],
-    "exit_head": [{"exit_head": "exit_head"}],
-    "eagle3": [{"eagle3": "eagle3"}],
-    "sources": [{"sources": SOURCES}],
-    "three": [
-        {"sources": SOURCES, "num_tokens": 2},
-        {"exit_head": "exit_head", "num_tokens": 3, "temperature_scale": 1.3},
-        {"model": "mid", "verifier": "standard", "stopping": "entropy"},
-    ],
-}
+KINDS = (
+    *("ngram", "suffix", "bigram", "ngram_model", "model", "early_exit", "exit_head", "eagle3"),
+    *("sources", "three"),
+)
 FAST = [("three", "whole", False), ("eagle3", "in chunks", False), ("sources", "preempted", True)]
-SLOW = [(c, s, a) for c in CASCADES for s in SHAPES for a in (True, False)]
+SLOW = [(c, s, a) for c in KINDS for s in SHAPES for a in (True, False)]
 
 
 def marks(case: tuple) -> list[pytest.MarkDecorator]:
@@ -78,23 +64,25 @@ def marks(case: tuple) -> list[pytest.MarkDecorator]:
 
 
 @pytest.fixture(scope="module")
-def names(family, tmp_path_factory) -> dict[str, str]:
-    files = write_level_files(family.target, tmp_path_factory.mktemp("files"), 64, trained=True)
-    return {"small": family.small, "mid": family.mid, **vars(files)}
+def files(family, tmp_path_factory) -> LevelFiles:
+    return write_level_files(family.target, tmp_path_factory.mktemp("files"), 64, trained=True)
+
+
+def levels(name: str, family, files: LevelFiles) -> list[dict]:
+    """The smallest cascade with a kind of level, or one of three levels."""
+    kinds = every_kind(family, files)
+    if name != "three":
+        return [kinds[name]]
+    return [
+        {**kinds["sources"], "num_tokens": 2},
+        {**kinds["exit_head"], "num_tokens": 3, "temperature_scale": 1.3},
+        {"model": family.mid, "verifier": "standard", "stopping": "entropy"},
+    ]
 
 
 @pytest.fixture(scope="module")
 def plain(family) -> dict:
     return run_engine({"model": family.target}, JOBS)
-
-
-def filled(levels, names: dict[str, str]):
-    """The levels with the paths of their files."""
-    if isinstance(levels, list):
-        return [filled(level, names) for level in levels]
-    if isinstance(levels, dict):
-        return {key: filled(value, names) for key, value in levels.items()}
-    return names.get(levels, levels)
 
 
 def texts(result: dict) -> list:
@@ -117,9 +105,9 @@ def differing(results: dict, plain: dict) -> list[str]:
     ("name", "shape", "adaptive"), [pytest.param(*case, marks=marks(case)) for case in SLOW]
 )
 def test_seeded_texts_are_those_of_vllm_without_speculation(
-    family, names, plain, name, shape, adaptive
+    family, files, plain, name, shape, adaptive
 ):
-    engine = cascade(*filled(CASCADES[name], names), adaptive=adaptive)
+    engine = cascade(*levels(name, family, files), adaptive=adaptive)
     results = run_engine({"model": family.target, **SHAPES[shape], **engine}, JOBS)
     assert differing(results, plain) == []
     preempted = sum(result["counters"]["num_preemptions"] for result in results.values())
@@ -131,10 +119,11 @@ def test_seeded_texts_are_those_of_vllm_without_speculation(
     assert len({tuple(output[0]["ids"]) for output in unseeded}) == 4
 
 
+DRAWN = {"draft_sample_method": "probabilistic"}
 STOCK = {
-    "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
-    "draft_model": {"model": "mid", "draft_sample_method": "probabilistic"},
-    "eagle3": {"model": "eagle3", "draft_sample_method": "probabilistic"},
+    "ngram": lambda family, files: {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "draft_model": lambda family, files: {"model": family.mid, **DRAWN},
+    "eagle3": lambda family, files: {"model": files.eagle3, **DRAWN},
 }
 
 
@@ -148,8 +137,8 @@ STOCK = {
         if (method, shape) not in (("ngram", "in chunks"), ("draft_model", "whole"))
     ],
 )
-def test_under_stock_drafters_too(family, names, plain, method, shape):
-    keys = {"method": method, "num_speculative_tokens": 4, **filled(STOCK[method], names)}
+def test_under_stock_drafters_too(family, files, plain, method, shape):
+    keys = {"method": method, "num_speculative_tokens": 4, **STOCK[method](family, files)}
     speculative = {**keys, "rejection_sample_method": "hierarchical"}
     engine = {"model": family.target, **SHAPES[shape], "speculative_config": speculative}
     results = run_engine(engine, JOBS)
@@ -157,9 +146,9 @@ def test_under_stock_drafters_too(family, names, plain, method, shape):
     assert sum(r["counters"]["spec_decode_num_accepted_tokens"] for r in results.values()) > 0
 
 
-def test_a_draw_of_another_position_is_seen(family, names, plain):
+def test_a_draw_of_another_position_is_seen(family, files, plain):
     """Negative control: the noise of the next position, and noise that is met twice."""
-    engine = cascade(*filled(CASCADES["ngram"], names))
+    engine = cascade(*levels("ngram", family, files))
     for fault in ("noise_of_the_next_position", "noise_met_twice"):
         results = run_engine(
             {"model": family.target, **engine}, JOBS, patch=f"support.biased_sampler:{fault}"

@@ -53,3 +53,19 @@ def cascade(*levels: dict, **keys) -> dict:
     config = {"method": "hsd", "num_speculative_tokens": 5, "levels": list(levels)}
     config = {**config, "adaptive": False, **keys}
     return {"speculative_config": config}
+
+
+def every_kind(family, files: LevelFiles) -> dict[str, dict]:
+    """Kind -> a level of it, for tests that try each."""
+    lookup, small = {"ngram": {"max": 3}}, {"model": family.small}
+    return {
+        "ngram": lookup,
+        "suffix": {"suffix": {"store": files.store, "shared_tokens": 500}},
+        "bigram": {"bigram": files.store},
+        "ngram_model": {"ngram_model": files.store},
+        "model": {"model": family.mid},
+        "early_exit": {"early_exit": 1},
+        "exit_head": {"exit_head": files.exit_head},
+        "eagle3": {"eagle3": files.eagle3},
+        "sources": {"sources": [lookup, small]},
+    }
