@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.common import Spread
 from benchmarks.gpu import engines
@@ -20,6 +21,7 @@ from vllm_hsd.engine import EngineProcess
 K = 4
 BATCHES = (1, 8, 32)
 TOKENS, PROMPT_LENGTH, REPEATS = 64, 64, 5
+NEEDED_32B = 100 << 30
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,16 @@ def stacks(setting: Setting) -> list[Stack]:
 def run(setting: Setting) -> Finding:
     """A target of 8B."""
     return measure(setting, "8B")
+
+
+def run_32b(setting: Setting) -> Finding:
+    """A target of 32B, whose random weights take 65 GB."""
+    engines.require_vllm()
+    if not setting.toy:
+        memory = torch.cuda.get_device_properties(0).total_memory
+        if memory < NEEDED_32B:
+            pytest.skip(f"needs {NEEDED_32B >> 30} GiB of GPU memory, has {memory >> 30}.")
+    return measure(setting, "32B")
 
 
 def measure(setting: Setting, target: str) -> Finding:
