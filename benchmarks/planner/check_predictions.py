@@ -3,10 +3,9 @@
     python -m benchmarks.planner.check_predictions -o results/planner
 
 Measures a profile of the bundled models unless the output directory holds one, plans, runs the ten
-cascades in turn in one engine and no speculation in another, and writes predictions.csv,
-predictions.png, landscape.csv and landscape.png. A shared machine is not equally fast all the time:
-the passes that time the models for the profile run again between these runs, and their times are
-what the predictions are made of.
+cascades in turn in one engine and no speculation in another, and writes predictions.csv and .png. A
+shared machine is not equally fast all the time: the passes that time the models for the profile run
+again between these runs, and their times are what the predictions are made of.
 With --zero-padded, the target is that of benchmarks/models/zero_pad.py: the text and the acceptance
 of the tiny target at the cost of a larger one.
 
