@@ -4,10 +4,10 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
+from support.damage import change_config, damaged_copy
 from support.eagle3_head import write_eagle3_head
 
 from vllm_hsd.cli import main as cli
@@ -20,10 +20,7 @@ def models(family, small_vocabulary, tmp_path_factory) -> dict[str, str]:
     directory = tmp_path_factory.mktemp("doctor")
 
     def with_config(name: str, source: str = family.target, **changes) -> str:
-        (directory / name).mkdir()
-        config = json.loads(Path(source, "config.json").read_text())
-        (directory / name / "config.json").write_text(json.dumps({**config, **changes}))
-        return str(directory / name)
+        return damaged_copy(source, directory / name, change_config(**changes))
 
     (directory / "eagle3").mkdir()
     table = str(directory / "table.npz")

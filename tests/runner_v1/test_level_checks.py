@@ -1,6 +1,5 @@
 """Cascades against their target: each fault is one sentence, before any model is loaded."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.damage import change_config, damaged_copy
 from support.eagle3_head import write_eagle3_head
 from support.engines import configuration_errors
 
@@ -20,11 +20,7 @@ def hsd(*levels, **keys) -> dict:
 
 
 def with_config(source: str, target: Path, **changes) -> str:
-    """A copy of a model's directory with other values in its config.json."""
-    shutil.copytree(source, target)
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, **changes}))
-    return str(target)
+    return damaged_copy(source, target, change_config(**changes))
 
 
 @pytest.fixture(scope="module")
