@@ -20,7 +20,7 @@ LONGEST = (
     "test_stop_strings_and_grammars.py",
     "test_sampled_distribution.py",
     "test_adaptive.py",
-    "test_prices.py",
+    "test_draft_budget.py",
     "test_damaged_drafters.py",
     "test_documented_configurations.py",
     "test_seeds.py",
