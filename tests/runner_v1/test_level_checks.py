@@ -25,7 +25,7 @@ def with_config(source: str, target: Path, **changes) -> str:
 
 @pytest.fixture(scope="module")
 def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
-    """name -> (arguments of the engine, what the message must say)."""
+    """(arguments of the engine, what the message must say) of every fault."""
     scratch = tmp_path_factory.mktemp("faults")
     padded = with_config(text_family.target, scratch / "padded", vocab_size=512)
     renamed = scratch / "renamed"
@@ -73,59 +73,45 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
         return on(family.target, *levels, **keys)
 
     text = {"skip_tokenizer_init": False}
-    return {
-        "unknown key": (target({"model": "mid"}, foo=1), "no key 'foo'"),
-        "missing path": (
-            target({"model": "/nowhere/model"}),
-            r"levels\[0\]\.model.*/nowhere/model",
-        ),
-        "missing name": (target({"model": "nobody/nothing"}), r"levels\[0\].*nobody/nothing"),
-        "another vocabulary": (
+    return [
+        (target({"model": "/nowhere/model"}), r"levels\[0\]\.model.*/nowhere/model"),
+        (
             target({"model": small_vocabulary.mid}),
             r"levels\[0\]\.model.*5 tokens.*64, and there are not two tokenizers.*vocab_size 64",
         ),
-        "padded vocabularies of other meanings": (
+        (
             on(padded, {"model": str(renamed)}),
             r"levels\[0\]\.model.*another tokenizer.*token \d+ is '.' in one and '.' in the other",
         ),
-        "other meanings": (
+        (
             on(text_family.target, {"model": str(renamed)}, engine=text),
             r"levels\[0\]\.model.*another tokenizer.*token \d+ is '.' in one and '.' in the other",
         ),
-        "tensor parallel size": (
+        (
             target({"model": family.mid, "draft_tensor_parallel_size": 2}),
             r"levels\[0\]\.draft_tensor_parallel_size is 2.*1",
         ),
-        "value of a key of vLLM": (
-            target({"model": family.mid, "quantization": "no-such"}),
-            r"levels\[0\].*quantization",
-        ),
-        "recurrent drafter": (target({"model": mamba}), r"levels\[0\]\.model.*recurrent"),
-        "data-parallel experts": (
-            on(experts, {"early_exit": 1}, engine={"data_parallel_size": 2}),
-            "data_parallel_size",
-        ),
-        "pipeline parallel": (
+        (target({"model": family.mid, "quantization": "no-such"}), r"levels\[0\].*quantization"),
+        (target({"model": mamba}), r"levels\[0\]\.model.*recurrent"),
+        (on(experts, {"early_exit": 1}, engine={"data_parallel_size": 2}), "data_parallel_size"),
+        (
             target({"model": family.mid}, engine={"pipeline_parallel_size": 2}),
             "pipeline_parallel_size",
         ),
-        "too many layers": (
-            target({"early_exit": 9}),
-            r"levels\[0\]\.early_exit is 9.*2 layers: lower it",
-        ),
-        "exit of another architecture": (
+        (target({"early_exit": 9}), r"levels\[0\]\.early_exit is 9.*2 layers: lower it"),
+        (
             on(gemma, {"early_exit": 1}),
             r"levels\[0\]\.early_exit works with the targets .*, not GemmaForCausalLM: use",
         ),
-        "exit head of another architecture": (
+        (
             on(gemma, exit_head("layer-1-of-64")),
             r"levels\[0\]\.exit_head works with the targets .*, not GemmaForCausalLM: use",
         ),
-        "exits out of order": (
+        (
             target({"early_exit": 2, "num_tokens": 2}, {"early_exit": 1}),
             r"levels\[1\]\.early_exit runs 1 layers .* levels\[0\]\.early_exit, which runs 2: ",
         ),
-        "exits of one depth": (
+        (
             target(
                 {"early_exit": 1, "num_tokens": 2},
                 {"model": family.small, "num_tokens": 3},
@@ -133,64 +119,52 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
             ),
             r"levels\[2\]\.exit_head runs 1 layers .* levels\[0\]\.early_exit, which runs 1: ",
         ),
-        "bigram of another vocabulary": (
+        (
             target({"bigram": table}),
             r"levels\[0\]\.bigram: '.*' was built for 5 tokens .* 64: build it with",
         ),
-        "n-gram model of another vocabulary": (
+        (
             target({"ngram_model": store}),
             r"levels\[0\]\.ngram_model: '.*' was built for 5 tokens .* 64: build it with",
         ),
-        "n-gram model of single tokens": (
+        (
             target({"ngram_model": short}),
             r"levels\[0\]\.ngram_model: '.*' has no text of two tokens: build it",
         ),
-        "unreadable bigram": (
+        (
             target({"bigram": str(cut)}),
             r"levels\[0\]\.bigram: '.*' is not a store of texts .* `vllm-hsd build store`",
         ),
-        "head after more layers": (
+        (
             target(exit_head("layer-9-of-64")),
             r"levels\[0\]\.exit_head: '.*' sits on layer 9, but the target has 2: train it",
         ),
-        "head of another width": (
+        (
             target(exit_head("layer-1-of-32")),
             r"levels\[0\]\.exit_head: '.*' has the shape \(64, 32\) .* \(64, 64\): train it",
         ),
-        "eagle3 of another vocabulary": (
+        (
             target({"eagle3": with_config(eagle3, scratch / "another", vocab_size=60)}),
             r"levels\[0\]\.eagle3 '.*' has a vocabulary of 60 tokens and the target .* 64: use",
         ),
-        "parallel eagle3": (
+        (
             target({"eagle3": parallel}),
             r"levels\[0\]\.eagle3 '.*' drafts all tokens in parallel.*: use",
         ),
-        "missing eagle3": (
-            target({"eagle3": "/nowhere"}),
-            r"levels\[0\]\.eagle3: no dir.*/nowhere",
-        ),
-        "directory of heads": (
-            target(exit_head("")),
-            r"levels\[0\]\.exit_head: '.*' holds no readable .* layer-K",
-        ),
-        "missing bigram": (
-            target({"bigram": "/nowhere.npz"}),
-            r"levels\[0\]\.bigram.*/nowhere\.npz",
-        ),
-        "missing exit_head": (
-            target({"exit_head": "/nowhere"}),
-            r"levels\[0\]\.exit_head.*/nowhere",
-        ),
-    }
+        (target({"eagle3": "/nowhere"}), r"levels\[0\]\.eagle3: no dir.*/nowhere"),
+        (target(exit_head("")), r"levels\[0\]\.exit_head: '.*' holds no readable .* layer-K"),
+        (target({"bigram": "/nowhere.npz"}), r"levels\[0\]\.bigram.*/nowhere\.npz"),
+        (target({"exit_head": "/nowhere"}), r"levels\[0\]\.exit_head.*/nowhere"),
+    ]
 
 
 def test_a_fault_names_the_level_and_the_fix(engine_faults):
     wrong = []
-    errors = configuration_errors([engine for engine, _ in engine_faults.values()])
-    for message, (name, (_, said)) in zip(errors, engine_faults.items(), strict=True):
+    errors = configuration_errors([engine for engine, _ in engine_faults])
+    for message, (_, said) in zip(errors, engine_faults, strict=True):
         sentence = message and message.startswith("UserError: ") and "\n" not in message
         if not sentence or not re.search(said, message):
-            wrong.append((name, message))
+            wrong.append((said, message))
     assert wrong == []
 
 
