@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -49,6 +50,11 @@ def write_eagle3_head(
     if trained:
         train(head, model)
     save_head(head, Path(directory))
+    if draft_vocabulary is None:
+        # vLLM then has no map from the head's tokens to the target's.
+        weights = load_file(f"{directory}/model.safetensors")
+        del weights["d2t"]
+        save_file(weights, f"{directory}/model.safetensors", metadata={"format": "pt"})
     written = json.loads(Path(directory, "config.json").read_text())
     # Given twice: tests damage the outer one.
     del written["eagle_config"]
