@@ -83,6 +83,11 @@ class CascadeConfig(Keys):
         return [level.num_tokens or self.num_speculative_tokens for level in self.levels]
 
     @property
+    def branches(self) -> int:
+        """Drafts of a request that the target verifies together; a level above verifies chains."""
+        return getattr(self.levels[0], "branches", 1) if len(self.levels) == 1 else 1
+
+    @property
     def head_below_others(self) -> bool:
         """Whether an EAGLE-3 head drafts for another level; above the first level it is refused."""
         heads = [source.reads_target_states for source in self.levels[0].drafters]
@@ -132,6 +137,11 @@ class CascadeConfig(Keys):
                     f"levels[0].{key} has no meaning, since the first level verifies no other: "
                     "remove it"
                 )
+        if last and getattr(self.levels[0], "branches", 1) > 1:
+            raise ValueError(
+                "levels[0].branches is for drafts that the target verifies, and levels[1] "
+                "verifies one at a time: remove it"
+            )
         return self
 
     @model_validator(mode="after")

@@ -86,7 +86,7 @@ def engine_mistakes(hsd: CascadeConfig, arguments: EngineArgs) -> Iterator[str]:
 
 
 def connector_mistake(hsd: CascadeConfig, arguments: EngineArgs) -> str | None:
-    """A sentence if a KV connector would take caches that a level has not filled yet."""
+    """A sentence if a KV connector would take caches that are not filled yet, or of branches."""
     # It takes what a step has computed, and such a level has not.
     keys = ("kv_transfer_config", "kv_offloading_size")
     used = [key for key in keys if getattr(arguments, key) is not None]
@@ -95,6 +95,11 @@ def connector_mistake(hsd: CascadeConfig, arguments: EngineArgs) -> str | None:
         for i, level in enumerate(hsd.levels)
         if level.fills_cache_lazily or (hsd.adaptive and level.drafters[-1].keeps_cache)
     ]
+    if used and hsd.branches > 1:
+        return (
+            "levels[0].branches are computed in blocks that a KV connector would take: remove "
+            f"branches or {used[0]}."
+        )
     if not used or not late:
         return None
     return (

@@ -39,6 +39,8 @@ COUNTERS = {
     "empty": "Requested drafts that got no token: none was found, or none was worth it.",
     "seconds": "Seconds of a level: forward passes, lookups, verification; on CPU only.",
     "sat_out": "Requests that a level drafted nothing for: states of the target were gone.",
+    "branches": "Further drafts of a level that were verified together with its first one.",
+    "branches_followed": "Such drafts that the text followed further than the first one.",
 }
 SOURCE_COUNTERS = {
     "drafted": "Tokens of one of a level's sources that the level proposed.",
@@ -71,7 +73,7 @@ def log_line(counts: LevelCounts) -> str:
 
 
 def _described(row: list[int]) -> str:
-    drafted, accepted, rounds, forwards, forward_ns, requested, empty, ns, sat_out = row
+    drafted, accepted, rounds, forwards, forward_ns, requested, empty, ns, sat_out, *further = row
     rate = accepted / drafted if drafted else float("nan")
     lengths = ""
     if requested:
@@ -82,6 +84,7 @@ def _described(row: list[int]) -> str:
         + f"rounds {rounds}, forwards {forwards}"
         + (f" in {forward_ns / 1e9:.2f} s" if forward_ns else "")
         + (f", sat out {sat_out} requests" if sat_out else "")
+        + (f", branches {further[0]}, followed {further[1]}" if further[0] else "")
     )
 
 

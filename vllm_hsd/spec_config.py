@@ -65,7 +65,8 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
             method=cls.hsd_method,
             hsd=hsd,
             level_configs=level_configs,
-            num_speculative_tokens=hsd.num_speculative_tokens,
+            # vLLM schedules one list of draft tokens: each branch's follow its root.
+            num_speculative_tokens=hsd.branches * (hsd.num_speculative_tokens + 1) - 1,
             target_model_config=target_model_config,
             target_parallel_config=target_parallel_config,
         )

@@ -102,8 +102,8 @@ FAULTS = [
         r"sources\[0\]\.num_tokens, which a source does not take: remove it or give it to",
     ),
     (
-        hsd({"sources": [{"ngram": {}}], "branches": 2}),
-        r"levels\[0\] has branches above 1, which no runner serves yet: remove it\.",
+        hsd({"sources": [{"ngram": {}}], "branches": 2, "num_tokens": 2}, {"model": "m"}),
+        r"levels\[0\]\.branches is for drafts that the target verifies, .*: remove it\.",
     ),
     (hsd({"sources": [{"ngram": {}}], "branches": 17}), r"branches: .*16"),
     (hsd(TOP, adaptive="on"), r"^adaptive must be true or false .*'on'"),

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from vllm_hsd.core.branches import BranchStore
 from vllm_hsd.core.counters import Counters
 from vllm_hsd.core.draft_budget import DraftBudget
 from vllm_hsd.core.drafts import DraftStore, room_below
@@ -47,11 +48,13 @@ class Cascade:
             Drafting for Even Faster LLM Inference").
         adaptive: a budget decides what is drafted, within the lengths of the options; else only
             between several sources of the lowest level.
+        branches: drafts of a request that the target verifies together, at most.
 
     Attributes:
         levels: the model that runs at each level; None at a lowest level of lookups alone.
         models: what those models compute; fills their caches.
         drafts: one `DraftStore` per level; the last one is what the target verifies.
+        branches: what the target verifies beside those; None without branches.
         counters: drafted and accepted tokens per level.
         budget: decides what is drafted; None where the lengths of the options do.
         listeners: called with every `Round`.
@@ -64,6 +67,7 @@ class Cascade:
         num_slots: int,
         horizontal_tokens: int = 0,
         adaptive: bool = False,
+        branches: int = 1,
     ) -> None:
         sources = levels[0] if isinstance(levels[0], Sources) else None
         lengths = [option.draft_length for option in options]
@@ -72,6 +76,7 @@ class Cascade:
         self.levels = [split_sources(levels[0])[1], *cast(Sequence[Level], levels[1:])]
         self.options, self.horizontal_tokens = list(options), horizontal_tokens
         self.drafts = [DraftStore(num_slots, length) for length in lengths]
+        self.branches = BranchStore(num_slots, branches, lengths[-1]) if branches > 1 else None
         self.counters = Counters.zeros(len(levels), sources.names if sources else [])
         self.models = LevelModels(self.levels, self.options, self.counters)
         self.budget = DraftBudget(sources, lengths, num_slots) if sources or adaptive else None

@@ -18,7 +18,8 @@ class Count(IntEnum):
 
     A level proposed `drafted` tokens in `rounds` drafts to the next model up, which had requested
     `requested` drafts, `empty` of which got no token. For `sat_out` requests it could draft
-    nothing, since the target's states that it needs were gone. `ns` nanoseconds went into its
+    nothing, since the target's states that it needs were gone. Of the `branches` that were verified
+    beside its drafts the text followed `branches_followed`. `ns` nanoseconds went into its
     forward passes (`forward_ns`), lookups and verifications.
     """
 
@@ -31,6 +32,8 @@ class Count(IntEnum):
     empty = 6
     ns = 7
     sat_out = 8
+    branches = 9
+    branches_followed = 10
 
 
 @dataclass

@@ -90,8 +90,6 @@ class SourcesLevelConfig(LevelConfig):
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
-        if self.branches > 1:
-            raise ValueError("has branches above 1, which no runner serves yet: remove it")
         for i, source in enumerate(self.sources):
             if i < len(self.sources) - 1 and not source.is_lookup:
                 lookups = ", ".join(kind for kind, cls in KINDS.items() if cls.is_lookup)

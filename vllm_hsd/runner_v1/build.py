@@ -134,6 +134,7 @@ def build(
         vllm_config.scheduler_config.max_num_seqs,
         hsd.horizontal_tokens,
         hsd.adaptive,
+        hsd.branches,
     )
     requests = RequestState.allocate(cascade)
     table = RequestTable(runner, cascade, requests, hsd.verifier == "coupled")
@@ -144,7 +145,7 @@ def build(
     ]
     late = hsd.adaptive or hosted[levels[0]].config.fills_cache_lazily
     lazy = LazyCaches(runner, requests) if late else None
-    clock = StepClock(hsd.num_speculative_tokens + 1)
+    clock = StepClock(hsd.branches * (hsd.num_speculative_tokens + 1))
     drawn = [d for level, d in zip(cascade.levels, cascade.drafts, strict=True) if level]
     _reserve(drawn, vllm_config.model_config.get_vocab_size(), runner.device)
     return Drafting(cascade, requests, table, heads, lazy, clock)

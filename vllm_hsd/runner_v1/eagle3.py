@@ -91,7 +91,7 @@ class Eagle3Level(ModelLevel):
         self.runner.use_aux_hidden_state_outputs = not self.reads_final_states
         hidden = self.model.config.hidden_size
         dtype = cast(torch.dtype, self.vllm_config.model_config.dtype)
-        tokens = cast(Any, self.vllm_config.speculative_config).num_speculative_tokens
+        tokens = cast(Any, self.vllm_config.speculative_config).hsd.num_speculative_tokens
         shape = (len(self.first), tokens + 1, hidden)
         # The head's own outputs, from the last verified entry on.
         self.own = torch.zeros(shape, dtype=dtype, device=self.device)
@@ -167,6 +167,7 @@ class Eagle3Level(ModelLevel):
         first: np.ndarray,
         counts: np.ndarray,
         verified: np.ndarray,
+        index: np.ndarray,
     ) -> None:
         """Take the target's hidden states of one step.
 
@@ -176,11 +177,12 @@ class Eagle3Level(ModelLevel):
             first: [batch] int64, first position of each request in the step.
             counts: [batch] int64, positions of each request.
             verified: [batch] int64, positions of each request whose tokens are verified.
+            index: [batch] int64, where the states of those begin among the step's.
         """
         batch = len(first)
         self.states = states
         self.slot_of_row[:batch], self.first[:batch], self.verified[:batch] = slots, first, verified
-        self.index_of_first[:batch] = np.cumsum(counts) - counts
+        self.index_of_first[:batch] = index
         rows, offsets = ragged_arange(counts)
         self.computed_with[self._slots(rows, first[rows] + offsets)] = _EMPTY
 

@@ -8,6 +8,7 @@ override. See `vllm_hsd.registry`.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from vllm_hsd import shared_hooks
 from vllm_hsd.registry import (
@@ -48,6 +49,7 @@ _MODULES = (
     "proposer",
     "adaptive",
     "sampler",
+    "branches",
     "levels",
     "eagle3",
     "build",
@@ -55,6 +57,7 @@ _MODULES = (
     "stock_drafters",
 )
 
+RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 NO_PLUGIN_API = "vLLM has a plugin interface for drafters that run models on the V1 runner"
 # A proposal for block verification on the V1 runner.
 BLOCK_ISSUE = "vllm-project/vllm#40819"
@@ -72,10 +75,21 @@ faults = REGISTRY.faults
 load = REGISTRY.load
 
 
-def install_on_runner(runner, proposer) -> None:
-    """Replace the methods of one runner that are registered as "on runner"."""
-    for hook in HOOKS.values():
-        if hook.how == "on runner":
-            attribute = hook.name.rpartition(".")[2]
-            bound = functools.partial(REGISTRY.replacements[hook.name], getattr(runner, attribute))
-            setattr(runner, attribute, functools.partial(bound, proposer))
+def install_on_runner(runner: Any, proposer: Any) -> None:
+    """Replace the methods of one runner that `on_runner` registers."""
+    for name, replacement in REGISTRY.replacements.items():
+        if HOOKS[name].how == "on runner" and replacement.__module__.endswith(".on_runner"):
+            replace_on(runner, name, by=proposer)
+
+
+def replace_on(owner: Any, name: str, by: Any) -> None:
+    """Replace a method of one object that is registered as "on runner".
+
+    Args:
+        owner: object of vLLM.
+        name: registered name; the last part is the method's.
+        by: first argument of the replacement after the replaced method.
+    """
+    attribute = name.rpartition(".")[2]
+    bound = functools.partial(REGISTRY.replacements[name], getattr(owner, attribute))
+    setattr(owner, attribute, functools.partial(bound, by))

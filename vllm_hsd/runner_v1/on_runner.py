@@ -11,9 +11,13 @@ from vllm_hsd import metrics
 from vllm_hsd.core.counters import Count, LevelCounts
 from vllm_hsd.errors import UserError
 from vllm_hsd.runner_v1 import hooks
-from vllm_hsd.runner_v1.hooks import NO_PLUGIN_API, NONE_FILED, PLUGIN_ISSUE, replaces_on_runner
-
-_RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+from vllm_hsd.runner_v1.hooks import (
+    NO_PLUGIN_API,
+    NONE_FILED,
+    PLUGIN_ISSUE,
+    RUNNER,
+    replaces_on_runner,
+)
 
 
 class HostedCascade(Protocol):
@@ -32,7 +36,7 @@ class HostedCascade(Protocol):
 
 
 @replaces_on_runner(
-    f"{_RUNNER}._update_states",
+    f"{RUNNER}._update_states",
     ("self", "scheduler_output"),
     why="tells of requests that join, leave or come back, also in steps without tokens",
     until=NO_PLUGIN_API,
@@ -45,7 +49,7 @@ def update_states(original, proposer: HostedCascade, scheduler_output):
 
 
 @replaces_on_runner(
-    f"{_RUNNER}.sample_tokens",
+    f"{RUNNER}.sample_tokens",
     ("self", "grammar_output"),
     why="attaches the counts of every level to the step's output",
     until="vLLM carries a drafter's own statistics",
@@ -65,7 +69,7 @@ def sample_tokens(original, proposer: HostedCascade, grammar_output):
 
 
 @replaces_on_runner(
-    f"{_RUNNER}.propose_draft_token_ids",
+    f"{RUNNER}.propose_draft_token_ids",
     (
         "self",
         "scheduler_output",
@@ -87,7 +91,7 @@ def propose_draft_token_ids(original, proposer: HostedCascade, *args, **kwargs):
 
 
 @replaces_on_runner(
-    f"{_RUNNER}._input_fits_in_drafter",
+    f"{RUNNER}._input_fits_in_drafter",
     ("self", "common_attn_metadata"),
     why="drafts up to max_model_len with a limit per request; vLLM stops the whole batch",
     until=NO_PLUGIN_API,
@@ -98,7 +102,7 @@ def input_fits_in_drafter(original, proposer: HostedCascade, metadata):
 
 
 @replaces_on_runner(
-    f"{_RUNNER}._get_spec_decode_draft_probs",
+    f"{RUNNER}._get_spec_decode_draft_probs",
     ("self", "spec_decode_metadata"),
     why="leaves the draft probabilities with the drafts; vLLM drops the batch's where one has none",
     until=NO_PLUGIN_API,
@@ -109,7 +113,7 @@ def no_draft_probs(original, proposer: HostedCascade, metadata):
 
 
 @hooks.replaces(
-    f"{_RUNNER}.__init__",
+    f"{RUNNER}.__init__",
     ("self", "vllm_config", "device"),
     why="adds the logits processors that vLLM leaves out under speculation and our samplers apply; "
     "gives the requests' generators to our sampler under stock drafters",

@@ -13,10 +13,11 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.counters import LevelCounts
-from vllm_hsd.core.drafts import DraftStore
+from vllm_hsd.core.drafts import DraftStore, ragged_starts
 from vllm_hsd.core.levels import DraftBatch, Sources
 from vllm_hsd.draft_models import loading
 from vllm_hsd.runner_v1.adaptive import agree_on_prices
+from vllm_hsd.runner_v1.branches import HostedBranches
 from vllm_hsd.runner_v1.build import build, build_levels
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
 from vllm_hsd.runner_v1.hooks import install_on_runner
@@ -45,6 +46,9 @@ class CascadeProposer(DraftModelProposer):
         self.model_levels: list[ModelLevel] = [
             hosted.model for hosted in self.hosted if isinstance(hosted.model, ModelLevel)
         ]
+        self.branches: HostedBranches | None = None
+        if hsd.branches > 1:
+            self.branches = HostedBranches(self, hsd.branches, hsd.num_speculative_tokens)
         self.select_levels(list(range(len(self.hosted))), hsd.draft_lengths)
         install_on_runner(runner, self)
 
@@ -105,6 +109,8 @@ class CascadeProposer(DraftModelProposer):
         for level in self.model_levels:
             level.init_attention(kv_cache_config, kernel_block_sizes)
         self.draft_attn_groups = [g for level in self.model_levels for g in level.attention_groups]
+        if self.branches is not None:
+            self.branches.install(kv_cache_config)
 
     def initialize_cudagraph_keys(self, cudagraph_mode) -> None:
         """Levels run without CUDA graphs on this runner."""
@@ -158,15 +164,21 @@ class CascadeProposer(DraftModelProposer):
         # Whatever a level computed after the last accepted token is forgotten; a level without a
         # cache of its own is always up to date.
         computed = length - sampled
-        requests.cached[:, slots] = np.minimum(requests.cached[:, slots], computed)
+        first = input_batch.num_computed_tokens_cpu[: len(slots)].astype(np.int64)
+        valid, index, positions = computed, ragged_starts(scheduled), scheduled
+        if self.branches is not None and (followed := self.branches.followed) is not None:
+            # Where a branch won, levels computed other tokens, and the states are in its row.
+            won = followed.kept > followed.of_chain
+            valid = np.where(won, first + 1 + followed.of_chain, computed)
+            index, positions = index + followed.offset, followed.positions
+        requests.cached[:, slots] = np.minimum(requests.cached[:, slots], valid)
         for k, level in enumerate(self.cascade.levels):
             if level is not None and not level.keeps_cache:
                 requests.cached[k, slots] = computed
-        first = input_batch.num_computed_tokens_cpu[: len(slots)].astype(np.int64)
         for level in self.model_levels:
             if isinstance(level, Eagle3Level):
                 layers = [hidden_states] if level.reads_final_states else aux_hidden_states
-                level.take_states(layers, slots, first, scheduled, computed)
+                level.take_states(layers, slots, first, positions, computed, index)
         # A head reads the target's state of a position and the token after it.
         known = np.tile(computed, (len(self.cascade.levels), 1))
         for states in self.heads:
@@ -198,6 +210,10 @@ class CascadeProposer(DraftModelProposer):
             self.lazy.step_ended(slots)
         for states in self.heads:
             states.after_drafting(batch, slots, known)
+        if self.branches is not None:
+            flat = self.branches.flat_drafts(slots, length - 1, requested)
+            self.clock.drafting_ended()
+            return flat
         counts = drafts.counts[slots].tolist()
         token_ids = drafts.token_ids[slots].tolist()
         self.clock.drafting_ended()
@@ -212,6 +228,8 @@ class CascadeProposer(DraftModelProposer):
         up in one forward pass when it drafts again.
         """
         cascade, adaptive = self.cascade, self.cascade_config.adaptive
+        if cascade.branches is not None:
+            cascade.branches.clear(slots)
         if not adaptive or self.heads:
             idle = requested == 0
             cascade.models.ingest(batch, slots[idle], known[:, idle])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_hsd.core.branches import BranchStore
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.drafts import DraftStore, ragged_arange
 from vllm_hsd.core.stopping import EntropyThresholds
@@ -41,6 +42,7 @@ class RequestState:
         kept_from: [L, S] int64, first position whose state of the target a level has kept from
             earlier steps; `NOTHING_KEPT` for none.
         drafts: the drafts that wait for the target.
+        branches: those that are verified beside them; None without branches.
         noise: [S] `RequestNoise` of coupled requests, None for the others.
         seed: [S] int64, see `verify.rng`.
         draws: [L + 1, S] int64, uniforms drawn by every level, and last by the target.
@@ -60,6 +62,7 @@ class RequestState:
     sits_out: np.ndarray
     kept_from: np.ndarray
     drafts: DraftStore
+    branches: BranchStore | None
     noise: np.ndarray
     seed: np.ndarray
     draws: np.ndarray
@@ -87,6 +90,7 @@ class RequestState:
             sits_out=np.zeros((levels, slots), dtype=bool),
             kept_from=np.full((levels, slots), NOTHING_KEPT),
             drafts=cascade.drafts[-1],
+            branches=cascade.branches,
             noise=np.full(slots, None),
             seed=whole(slots),
             draws=whole(levels + 1, slots),
@@ -111,6 +115,8 @@ class RequestState:
         self.sits_out[:, slot] = False
         self.kept_from[:, slot] = NOTHING_KEPT
         self.drafts.clear(slot)
+        if self.branches is not None:
+            self.branches.clear(slot)
 
     def set_aside(self, slot: int) -> list[np.ndarray]:
         """What must outlive the loss of the slot."""

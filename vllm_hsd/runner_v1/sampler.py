@@ -15,13 +15,17 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.cascade import Cascade
-from vllm_hsd.core.drafts import DraftStore, ragged_starts
+from vllm_hsd.core.drafts import DraftStore, ragged_arange, ragged_starts
+from vllm_hsd.runner_v1.branches import HostedBranches
 from vllm_hsd.runner_v1.noise import generators
 from vllm_hsd.runner_v1.request_state import RequestState
+from vllm_hsd.runner_v1.row_layout import Rows
 from vllm_hsd.runner_v1.sampling import GREEDY_BELOW, RequestSampling
+from vllm_hsd.verify.branches import follow
 from vllm_hsd.verify.chain import argmax_rows, verify_batch, verify_greedy
 from vllm_hsd.verify.coupled import verify_coupled
 from vllm_hsd.verify.inputs import ChainBatch
+from vllm_hsd.verify.residual import BlockedCDF
 
 
 class DraftingState(Protocol):
@@ -31,13 +35,14 @@ class DraftingState(Protocol):
     cascade: Cascade
     cascade_config: CascadeConfig
     requests: RequestState
+    branches: HostedBranches | None
 
     def request_slots(self, count: int) -> np.ndarray:
         """[count] slots in `requests` of the first `count` requests of the batch."""
 
 
 class TargetStep(NamedTuple):
-    """What the target computed for a batch.
+    """What the target computed for the chains of a batch.
 
     Attributes:
         counts: [batch] int64, draft lengths as scheduled.
@@ -66,6 +71,24 @@ class TargetStep(NamedTuple):
             return self.processed, self.owners
         rows = np.flatnonzero(np.isin(self.owners, requests))
         return self.processed[torch.from_numpy(rows).to(self.processed.device)], self.owners[rows]
+
+    def of_chains(self, rows: Rows) -> TargetStep:
+        """The same without what was computed for branches."""
+        counts = rows.counts[:, 0]
+        owners, offsets = ragged_arange(counts)
+        processed = self.processed[: len(owners)]  # of one request: nothing is copied
+        if len(counts) > 1:
+            index = ragged_starts(self.counts + 1)[owners] + offsets
+            processed = self.processed.index_select(0, torch.from_numpy(index).to(processed.device))
+        scheduled = np.where(
+            np.arange(self.scheduled.shape[1]) < counts[:, None] - 1, self.scheduled, -1
+        )
+        return self._replace(
+            counts=counts - 1,
+            scheduled=scheduled[:, : int(counts.max()) - 1],
+            processed=processed,
+            owners=owners,
+        )
 
 
 class VerifyingSampler(RejectionSampler):
@@ -106,17 +129,22 @@ class VerifyingSampler(RejectionSampler):
         counts = np.array(metadata.num_draft_tokens, dtype=np.int64)
         scheduled = padded(metadata.draft_token_ids.cpu().numpy(), counts)
         sampling = RequestSampling(sampling_metadata)
-        processed = sampling.target_logits(logits, counts, scheduled)
         owners = np.repeat(np.arange(len(counts)), counts + 1)
-        slots, noise = None, np.full(len(counts), None)
+        slots, noise, rows = None, np.full(len(counts), None), None
         # vLLM's warm-up has no requests.
         if self.runner is not None and self.runner.input_batch.num_reqs == len(counts):
             slots, noise = self._requests(len(counts))
+            rows = self._rows(counts)
             # No generator moves for a sample that is thrown away, so vLLM must not rewind any:
             # torch cannot do that on a CPU.
             self.runner.input_batch.generators.clear()
-        step = TargetStep(counts, scheduled, draft_probs, sampling, processed, owners, slots, noise)
-        emitted = np.full((len(counts), scheduled.shape[1] + 1), -1, dtype=np.int32)
+        begins = None if rows is None else rows.begins
+        processed = sampling.target_logits(logits, counts, scheduled, begins)
+        whole = TargetStep(
+            counts, scheduled, draft_probs, sampling, processed, owners, slots, noise
+        )
+        step = whole if rows is None else whole.of_chains(rows)
+        emitted = np.full((len(counts), step.scheduled.shape[1] + 1), -1, dtype=np.int32)
         accepted = np.zeros(len(counts), dtype=np.int64)
         chosen = self._chosen(step)
         for some, verify in ((~chosen, self._verify_drawn), (chosen, self._verify_chosen)):
@@ -124,10 +152,17 @@ class VerifyingSampler(RejectionSampler):
                 found, accepted[some] = verify(step, np.flatnonzero(some))
                 emitted[some, : found.shape[1]] = found
         self._verified(step, accepted)
+        first = ragged_starts(counts + 1)
+        if rows is not None:
+            emitted, roots = self._follow(whole, rows, emitted, accepted)
+            first = first + roots
+        for own, count in zip(noise, (emitted >= 0).sum(1).tolist(), strict=True):
+            if own is not None and count:
+                own.emitted(count)
         sampled = torch.from_numpy(emitted).to(logits.device)
         return SamplerOutput(
             sampled_token_ids=sampled,
-            logprobs_tensors=self._logprobs(logits, processed, sampled, sampling, owners),
+            logprobs_tensors=self._logprobs(logits, processed, sampled, sampling, owners, first),
         )
 
     def _requests(self, batch: int) -> tuple[np.ndarray | None, np.ndarray]:
@@ -146,6 +181,27 @@ class VerifyingSampler(RejectionSampler):
 
     def _verified(self, step: TargetStep, accepted: np.ndarray) -> None:
         """Take in how many tokens of each draft, [batch] int64, were accepted."""
+
+    def _rows(self, counts: np.ndarray) -> Rows | None:
+        """The rows of the target's logits, of [batch] int64 draft lengths; None for chains only."""
+        return None
+
+    def _follow(
+        self, whole: TargetStep, rows: Rows, emitted: np.ndarray, accepted: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Go on along branches from what the verification of the chains emitted.
+
+        Args:
+            whole: the batch with its branches.
+            rows: of `whole`.
+            emitted: [batch, width] int32 tokens, padded with -1.
+            accepted: [batch] int64 tokens of the chains.
+
+        Returns:
+            (emitted tokens as given; [batch] int64, place of the root of the row that holds them
+            among its request's).
+        """
+        raise NotImplementedError
 
     def _chosen(self, step: TargetStep) -> np.ndarray:
         """[batch] bool, requests whose tokens follow from the logits and the position alone."""
@@ -176,9 +232,6 @@ class VerifyingSampler(RejectionSampler):
         accepted = np.zeros(len(requests), dtype=np.int64)
         found = verify_coupled(step.scheduled[now], step.counts[now], choose)
         token_ids[kept], accepted[kept] = found
-        for own, count in zip(noise, found[1].tolist(), strict=True):
-            if own is not None:
-                own.emitted(count + 1)
         return token_ids, accepted
 
     def _logprobs(
@@ -188,8 +241,9 @@ class VerifyingSampler(RejectionSampler):
         sampled: torch.Tensor,
         sampling: RequestSampling,
         owners: np.ndarray,
+        first: np.ndarray,
     ) -> LogprobsTensors | None:
-        """vLLM's log-probabilities, a row for every place of `sampled`.
+        """vLLM's log-probabilities, a row for every place of `sampled`: from row first[i] on.
 
         The sampled token's come first; then those of the most likely tokens, or of the tokens that
         the request lists in `logprob_token_ids`. None where no request wants any.
@@ -205,10 +259,9 @@ class VerifyingSampler(RejectionSampler):
             rows = constrained
             if is_greedy is not None:
                 rows = torch.where(is_greedy[:, None], processed, constrained)
-        batch, width = sampled.shape
-        starts = np.searchsorted(owners, np.arange(batch))
+        width = sampled.shape[1]
         # Places after the last token are not read.
-        places = np.minimum(starts[:, None] + np.arange(width), len(rows) - 1).ravel()
+        places = np.minimum(first[:, None] + np.arange(width), len(rows) - 1).ravel()
         rows = rows.index_select(0, torch.from_numpy(places).to(rows.device))
         logprobs = rows if self.is_logits_logprobs_mode else self.sampler.compute_logprobs(rows)
         count = max(wanted or 0, *map(len, listed.values()), 0)
@@ -238,6 +291,61 @@ class CascadeSampler(VerifyingSampler):
             # The scheduler may have kept a draft that gave up its place here.
             known = np.minimum(accepted, self.state.cascade.drafts[-1].counts[step.slots])
             self.state.cascade.record_acceptance(step.slots, known, self.state.requests.thresholds)
+
+    def _rows(self, counts: np.ndarray) -> Rows | None:
+        return None if self.state.branches is None else self.state.branches.of_logits(counts)
+
+    def _follow(
+        self, whole: TargetStep, rows: Rows, emitted: np.ndarray, accepted: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        store, hosted = self.state.cascade.branches, self.state.branches
+        assert store is not None and hosted is not None and whole.slots is not None
+        chosen = self._chosen(whole)
+        first = ragged_starts(whole.counts + 1)
+
+        def draw(requests: np.ndarray, branch: np.ndarray, place: np.ndarray) -> np.ndarray:
+            index = first[requests] + rows.offsets[requests, branch] + place
+            logits = whole.processed.index_select(
+                0, torch.from_numpy(index).to(whole.processed.device)
+            )
+            found = np.zeros(len(requests), dtype=np.int64)
+            for some, draw_some in ((chosen, self._draw_chosen), (~chosen, self._draw)):
+                own = np.flatnonzero(some[requests])
+                if len(own):
+                    found[own] = draw_some(whole, logits[own], requests[own], place[own])
+            return found
+
+        token_ids, counts, winner = follow(
+            emitted,
+            (emitted >= 0).sum(1),
+            store.token_ids[whole.slots],
+            np.maximum(rows.counts[:, 1:] - 1, 0),
+            draw,
+        )
+        hosted.finish(winner, np.maximum(counts - 1, 0), accepted)
+        emitted = np.ascontiguousarray(token_ids[:, : max(int(counts.max()), 1)], dtype=np.int32)
+        return emitted, rows.offsets[np.arange(len(winner)), winner]
+
+    def _draw_chosen(
+        self, step: TargetStep, logits: torch.Tensor, requests: np.ndarray, place: np.ndarray
+    ) -> np.ndarray:
+        """[k] int64 tokens at [k] places after the text, of requests as `_chosen`."""
+        noise = generators(step.noise[requests], place.tolist())
+        sampler = self.sampler.topk_topp_sampler
+        return step.sampling.coupled_tokens(logits, requests, noise, sampler)
+
+    def _draw(
+        self, step: TargetStep, logits: torch.Tensor, requests: np.ndarray, place: np.ndarray
+    ) -> np.ndarray:
+        """[k] int64 tokens of other requests; -1 where their distribution is not normalized."""
+        if step.sampling.greedy:
+            return argmax_rows(logits)[0]
+        assert step.slots is not None
+        probs, is_normalized = step.sampling.target_probabilities(logits, requests)
+        slots, one = step.slots[requests], np.ones(len(requests), dtype=np.int64)
+        uniforms = self.state.requests.uniforms(slots, one, stream=len(self.state.cascade.levels))
+        tokens = BlockedCDF(probs).draw(torch.from_numpy(uniforms).to(probs.device)).cpu().numpy()
+        return np.where(is_normalized, tokens, -1)
 
     def _verify_drawn(
         self, step: TargetStep, requests: np.ndarray

@@ -189,7 +189,11 @@ class RequestSampling:
         return logits
 
     def target_logits(
-        self, logits: torch.Tensor, counts: np.ndarray, drafts: np.ndarray
+        self,
+        logits: torch.Tensor,
+        counts: np.ndarray,
+        drafts: np.ndarray,
+        begins: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Apply everything that may change the argmax, in the order of vLLM's plain sampler.
 
@@ -197,6 +201,9 @@ class RequestSampling:
             logits: [sum(counts + 1), V], request after request; not changed.
             counts: [batch] int64 draft lengths.
             drafts: [batch, max(counts)] int64 draft token ids, -1 where there is none.
+            begins: [sum(counts + 1)] int64, from which place of its request's draft on the tokens
+                precede a row; None for the first. Requests with min_tokens ahead or a thinking
+                budget have one row.
 
         Returns:
             [sum(counts + 1), V] float32.
@@ -216,7 +223,9 @@ class RequestSampling:
             return masked
         masked = masked.clone() if masked.data_ptr() == logits.data_ptr() else masked
         num_tokens = (counts + 1).tolist()
-        past = _outputs_per_row(metadata.output_token_ids, counts, drafts)
+        if begins is None:
+            begins = np.zeros(len(logits), dtype=np.int64)
+        past = _outputs_per_row(metadata.output_token_ids, counts, drafts, begins)
         if bad_words:
             apply_bad_words_with_drafts(masked, bad_words, past, num_tokens)
         for processor in min_tokens:
@@ -257,11 +266,12 @@ def _argmax_sampled(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _outputs_per_row(
-    outputs: list[list[int]], counts: np.ndarray, drafts: np.ndarray
+    outputs: list[list[int]], counts: np.ndarray, drafts: np.ndarray, begins: np.ndarray
 ) -> list[list[int]]:
-    """Output tokens that precede every row: none, one, ... all of the request's draft."""
+    """Output tokens that precede every row: none, one, ... of the request's draft."""
+    begin = iter(begins.tolist())
     return [
-        [*output, *draft[:n]]
+        [*output, *draft[next(begin) : n]]
         for output, count, draft in zip(outputs, counts, drafts.clip(0).tolist(), strict=False)
         for n in range(count + 1)
     ]

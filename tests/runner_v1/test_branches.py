@@ -1,0 +1,255 @@
+"""Several drafts of a request in one pass: texts, caches and distributions as without them."""
+
+import random
+
+import pytest
+from support import hosted_branches
+from support.architectures import write_models
+from support.eagle3_head import TorchHead, write_eagle3_head
+from support.engines import ENGINE_DEFAULTS, configuration_errors, forked, run_engine
+from support.hosted_branches import Avoiding, NoBranches, Oracle
+from support.sampling_cases import CASES, SIGNIFICANCE, outputs_by_case, p_values, sampling_job
+from support.tiny_models import EOS
+
+from vllm_hsd.engine import EngineProcess
+
+SIZE, LENGTH = 32, 5
+BASE = {"block_size": SIZE, "max_model_len": 512}
+PROMPTS = [random.Random(i).choices(range(2, 62), k=4 + 9 * i) for i in range(12)]
+SHARED = [[(j * j + j // 7) % 60 + 2 for j in range(70)] + [i + 2, 3] for i in range(6)]
+GREEDY = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2}
+STOPS = {"ignore_eos": False, "logit_bias": {EOS: 4.0}}
+PROCESSED = [
+    {**GREEDY, **PENALTIES},
+    {**GREEDY, "bad_words_ids": [[5], [7, 9], [3, 3]]},
+    {**GREEDY, **STOPS, "min_tokens": 16},
+    {**GREEDY, **STOPS},
+    {**GREEDY, "logprobs": 3, "presence_penalty": 0.5},
+    {**GREEDY, "logprobs": 0},
+]
+JOBS = {
+    "batch 1": {"prompts": PROMPTS[3:4], "params": GREEDY},
+    "batch 12": {"prompts": PROMPTS, "params": GREEDY},
+    "prefix hits": {"prompts": [*SHARED, *PROMPTS[-3:]], "params": {**GREEDY, "max_tokens": 30}},
+    "joining": {
+        "prompts": PROMPTS,
+        "params": [{**GREEDY, "max_tokens": 10 + 4 * i} for i in range(12)],
+        "arrive": [2 * (i // 3) for i in range(12)],
+        "abort": {4: 9},
+    },
+    "max_model_len": {"prompts": SHARED[:2], "params": {**GREEDY, "max_tokens": 600}},
+    "few tokens": {
+        "prompts": PROMPTS[:6],
+        "params": [{**GREEDY, "max_tokens": 1 + i} for i in range(6)],
+    },
+    "processors": {"prompts": PROMPTS[:6], "params": PROCESSED},
+}
+
+
+def cascade(*sources, branches: int, **keys) -> dict:
+    levels = [{"sources": list(sources), "branches": branches}]
+    hsd = {"method": "hsd", "num_speculative_tokens": LENGTH, "levels": levels, "adaptive": False}
+    return {"speculative_config": {**hsd, **keys}}
+
+
+def engine(arguments: dict) -> EngineProcess:
+    return EngineProcess({**ENGINE_DEFAULTS, **BASE, **arguments}, **forked())
+
+
+def texts(jobs: dict, results: dict) -> list[list[int]]:
+    """Prompts with their outputs, of all jobs."""
+    return [
+        prompt + output[0]["ids"]
+        for name, job in jobs.items()
+        for prompt, output in zip(job["prompts"], results[name]["outputs"], strict=True)
+        if output
+    ]
+
+
+def differing(jobs: dict, results: dict, plain: dict) -> list[tuple[str, int]]:
+    """Requests that were not aborted and have another output than in `plain`."""
+    return [
+        (name, i)
+        for name in jobs
+        for i, (got, wanted) in enumerate(
+            zip(results[name]["outputs"], plain[name]["outputs"], strict=True)
+        )
+        if i not in jobs[name].get("abort", {}) and not same(got[0], wanted[0])
+    ]
+
+
+def same(got: dict, wanted: dict) -> bool:
+    if any(got[key] != wanted[key] for key in ("ids", "finish", "stop")):
+        return False
+    for mine, theirs in zip(got["logprobs"] or [], wanted["logprobs"] or [], strict=True):
+        if mine.keys() != theirs.keys():
+            return False
+        if any(abs(mine[t][0] - theirs[t][0]) > 1e-4 for t in mine):
+            return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def plain(family) -> dict:
+    return run_engine({"model": family.target, **BASE}, JOBS)
+
+
+ENGINES = {
+    "three drafts": (3, {}),
+    # The scheduler cuts lists of drafts, cuts prompts, and preempts.
+    "two drafts, few tokens and blocks": (
+        2,
+        {"max_num_batched_tokens": 40, "max_num_seqs": 8, "num_gpu_blocks_override": 26},
+    ),
+    "four drafts": (4, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*list(ENGINES)[:2], pytest.param("four drafts", marks=pytest.mark.slow)]
+)
+def test_greedy_texts_and_caches_are_those_without_branches(family, plain, name):
+    branches, arguments = ENGINES[name]
+    oracle = Oracle(texts(JOBS, plain), 64, seed=1)
+    few = cascade({"ngram": {}}, branches=branches) | arguments
+    with engine({"model": family.target, **few}) as process:
+        results, seen, _ = process.call(hosted_branches.run, oracle, JOBS)
+        assert differing(JOBS, results, plain) == []
+        won = [key for key in seen if key.startswith("won at")]
+        assert seen["won"] > 200 and len(won) > SIZE / 2 and seen["one row"] > 0
+        counters = [result["counters"] for result in results.values()]
+        if arguments:
+            assert sum(each["num_preemptions"] for each in counters) > 0 and seen["cut"] > 0
+        else:
+            assert results["prefix hits"]["counters"]["prefix_cache_hits"] > 0
+        level = results["batch 12"]["levels"][0]
+        assert level["branches"] > level["branches_followed"] > 50
+        difference, won = process.call(
+            hosted_branches.difference_of_caches, oracle, PROMPTS[5], 120
+        )
+        assert difference == 0 and won > 5
+        if arguments:
+            return
+        # Controls: each copy matters.
+        job = {"batch 12": JOBS["batch 12"]}
+        for fault in (
+            "no copy of the text before a root",
+            "no copy of what a branch computed",
+        ):
+            results, _, _ = process.call(hosted_branches.run, oracle, job, fault)
+            assert len(differing(job, results, plain)) > 6, fault
+
+
+@pytest.mark.parametrize(
+    ("verifier", "count"),
+    [
+        ("block", 250),
+        ("standard", 250),
+        ("coupled", 250),
+        *(
+            pytest.param(name, 15000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])
+            for name in ("block", "standard", "coupled")
+        ),
+    ],
+)
+def test_samples_follow_the_target(small_vocabulary, verifier, count):
+    model = {"model": small_vocabulary.mid}
+    arguments = cascade({"ngram": {"max": 2}}, model, branches=4, verifier=verifier)
+    with engine({"model": small_vocabulary.target, **arguments}) as process:
+        job = {"sampled": sampling_job(CASES, count)}
+        results, seen, _ = process.call(hosted_branches.run, Avoiding(5), job)
+        found = p_values(small_vocabulary.target, outputs_by_case(CASES, results["sampled"]))
+        assert min(found.values()) > SIGNIFICANCE, found
+        assert seen["won"] > 3 * count
+        if verifier == "block":
+            cases = {"temperature 1": CASES["temperature 1"]}
+            job = {"sampled": sampling_job(cases, 2000)}
+            results, _, _ = process.call(
+                hosted_branches.run, Avoiding(5), job, "tokens drawn one row off"
+            )
+            found = p_values(small_vocabulary.target, outputs_by_case(cases, results["sampled"]))
+            assert min(found.values()) < SIGNIFICANCE, found
+
+
+def test_layers_with_a_window_have_blocks_of_their_own(tmp_path):
+    """Several KV-cache groups, which share the memory of their layers."""
+    target, _ = write_models("Gemma2", tmp_path)
+    jobs = {"text": {"prompts": PROMPTS[:6], "params": {**GREEDY, "max_tokens": 40}}}
+    plain = run_engine({"model": target, **BASE}, jobs)
+    with engine({"model": target, **cascade({"ngram": {}}, branches=3)}) as process:
+        oracle = Oracle(texts(jobs, plain), 64, seed=5)
+        results, seen, _ = process.call(hosted_branches.run, oracle, jobs)
+    assert differing(jobs, results, plain) == []
+    assert seen["won"] > 10 and seen["groups"] > 1
+
+
+def test_a_model_drafts_as_if_chains_alone_had_been_verified(family, plain):
+    arguments = cascade({"model": family.mid}, branches=3)
+    jobs = {name: JOBS[name] for name in ("batch 1", "batch 12", "prefix hits")}
+    oracle = Oracle(texts(jobs, plain), 64, seed=2, chains=False)
+    with engine({"model": family.target, **arguments}) as process:
+        chains = process.call(hosted_branches.run, NoBranches(), jobs)[2]
+        drafts = {}
+        for fault in (None, "a level keeps its entries"):
+            results, seen, drafted = process.call(hosted_branches.run, oracle, jobs, fault)
+            assert differing(jobs, results, plain) == [] and seen["won"] > 100
+            common = drafted.keys() & chains.keys()
+            assert len(common) > 100
+            drafts[fault] = [
+                mine == theirs
+                for text in common
+                for mine, theirs in zip(drafted[text], chains[text], strict=False)
+            ]
+    assert all(drafts[None])
+    stale = drafts["a level keeps its entries"]
+    assert sum(stale) < 0.95 * len(stale)
+
+
+def test_a_head_reads_the_states_of_the_branch_that_won(family, plain, tmp_path):
+    head = write_eagle3_head(family.target, tmp_path, trained=True)
+    jobs = {name: JOBS[name] for name in ("batch 1", "batch 12", "prefix hits")}
+    oracle = Oracle(texts(jobs, plain), 64, seed=3, chains=False)
+    reference = TorchHead.load(family.target, head)
+    wrong = {}
+    arguments = cascade({"eagle3": head}, branches=3)
+    with engine({"model": family.target, **arguments}) as process:
+        for fault in (None, "states of the chain"):
+            results, seen, drafted = process.call(hosted_branches.run, oracle, jobs, fault)
+            assert differing(jobs, results, plain) == [] and seen["won"] > 100
+            some = [text for text in sorted(drafted) if drafted[text]][::7]
+            assert len(some) > 30
+            wrong[fault] = sum(
+                drafted[text] != reference.guesses(list(text), drafted[text]) for text in some
+            )
+    assert wrong[None] == 0 and wrong["states of the chain"] > 5
+
+
+def test_a_request_with_a_grammar_has_one_row(text_family):
+    prompts = [[random.Random(i).randrange(3, 200) for _ in range(6)] for i in range(4)]
+    params = {
+        "temperature": 0,
+        "max_tokens": 24,
+        "structured_outputs": {"regex": "(ab|cd|ef|gh){4,12}x"},
+    }
+    jobs = {"grammar": {"prompts": prompts, "params": params}}
+    base = {"model": text_family.target, "skip_tokenizer_init": False}
+    plain = run_engine({**base, **BASE}, jobs)
+    oracle = Oracle(texts(jobs, plain), 200, seed=4)
+    with engine({**base, **cascade({"ngram": {}}, branches=3)}) as process:
+        results, seen, _ = process.call(hosted_branches.run, oracle, jobs)
+    assert differing(jobs, results, plain) == []
+    assert seen["won"] == 0 and seen["one row"] > 5
+    assert results["grammar"]["levels"][0]["accepted"] > 5
+
+
+def test_what_cannot_host_branches_is_refused(family):
+    hsd = {"model": family.target, **cascade({"ngram": {}}, branches=4)}
+    few = {**hsd, "num_gpu_blocks_override": 30, "max_num_seqs": 8, "block_size": SIZE}
+    with pytest.raises(RuntimeError, match=r"reserves 7 blocks .* max_num_seqs=8 .* has 30"):
+        run_engine(few, {})
+    narrow = {**hsd, "max_num_batched_tokens": 20, "max_num_seqs": 8}
+    with pytest.raises(RuntimeError, match=r"make 24 tokens .* max_num_batched_tokens=20"):
+        run_engine(narrow, {})
+    connected = {**hsd, "kv_transfer_config": {"kv_connector": "X", "kv_role": "kv_both"}}
+    assert "levels[0].branches" in configuration_errors([connected])[0]
