@@ -39,12 +39,16 @@ COUNTERS = {
     "empty": "Requested drafts that got no token: none was found, or none was worth it.",
     "seconds": "Seconds of a level: forward passes, lookups, verification; on CPU only.",
     "sat_out": "Requests that a level drafted nothing for: states of the target were gone.",
-    "branches": "Further drafts of a level that were verified together with its first one.",
-    "branches_followed": "Such drafts that the text followed further than the first one.",
+    "branches": "Branches of a level that were verified beside its drafts.",
+    "branch_tokens": "Tokens of these branches.",
+    "branches_followed": "Branches that the text followed further than the draft.",
+    "followed_tokens": "Tokens that were emitted along branches.",
 }
 SOURCE_COUNTERS = {
     "drafted": "Tokens of one of a level's sources that the level proposed.",
     "accepted": "Tokens of one of a level's sources that were accepted.",
+    "branches": "Branches of one of a level's sources that were verified.",
+    "branches_followed": "Branches of one of a level's sources that the text followed.",
 }
 
 # Of a step's output: pickled to the scheduler with it, unknown to vLLM.
@@ -73,7 +77,7 @@ def log_line(counts: LevelCounts) -> str:
 
 
 def _described(row: list[int]) -> str:
-    drafted, accepted, rounds, forwards, forward_ns, requested, empty, ns, sat_out, *further = row
+    drafted, accepted, rounds, forwards, forward_ns, requested, empty, ns, sat_out, *beside = row
     rate = accepted / drafted if drafted else float("nan")
     lengths = ""
     if requested:
@@ -84,7 +88,8 @@ def _described(row: list[int]) -> str:
         + f"rounds {rounds}, forwards {forwards}"
         + (f" in {forward_ns / 1e9:.2f} s" if forward_ns else "")
         + (f", sat out {sat_out} requests" if sat_out else "")
-        + (f", branches {further[0]}, followed {further[1]}" if further[0] else "")
+        + (f", branches {beside[0]} of {beside[1]} tokens, " if beside[0] else "")
+        + (f"{beside[2]} followed by {beside[3]} tokens" if beside[0] else "")
     )
 
 
@@ -108,8 +113,8 @@ def count(counts: LevelCounts, engine: int) -> None:
             if row[column] or column <= Count.forwards:
                 counter.labels(str(engine), str(i)).inc(row[column])
     for name, row in zip(counts.sources, rows[counts.num_levels :], strict=True):
-        for column, counter in enumerate(_counters("source")):
-            counter.labels(str(engine), "0", name).inc(row[column])
+        for key, counter in zip(SOURCE_COUNTERS, _counters("source"), strict=True):
+            counter.labels(str(engine), "0", name).inc(row[Count[key]])
 
 
 def level_counts() -> list[dict[str, float]]:

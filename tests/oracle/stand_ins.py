@@ -164,6 +164,7 @@ def _drawn_by(choices: Choices):
         mock.patch("vllm_hsd.core.verified.verify_batch", verify_batch),
         mock.patch("vllm_hsd.core.lowest_level.BlockedCDF", ChosenCDF),
         mock.patch("vllm_hsd.reference.engine.verify_batch", verify_batch),
+        mock.patch("vllm_hsd.reference.engine.BlockedCDF", ChosenCDF),
         mock.patch("vllm_hsd.reference.engine.verify_tree", verify_tree),
         # draw_iid and draw_without_replacement draw with it.
         mock.patch("vllm_hsd.verify.tree.BlockedCDF", ChosenCDF),

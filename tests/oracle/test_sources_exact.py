@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from oracle.test_cascade_exact import VERIFIERS, bias, lookup, model, pair_model
 
+from vllm_hsd.core.branching import BranchChoice, BranchingLevel
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.levels import LevelOptions, Sources
 from vllm_hsd.core.lowest_level import LowestLevel
@@ -98,6 +99,54 @@ def test_any_rule_below_a_verifying_level(kinds, rule):
         levels = [sources(kinds), model(2, 101)]
         options = [LevelOptions(2), LevelOptions(3, max_rounds=2)]
         assert bias(levels, options, 4, horizontal_tokens=kinds == "lookup, model") < 1e-9
+
+
+class FreshBranches(Fresh, BranchChoice):
+    """Everything pays before the first time is known."""
+
+
+class BranchAdversary(Adversary, BranchChoice):
+    """What is verified depends on every token of the chain that was drawn, too."""
+
+    def choose(self, grow):
+        (found,) = grow(0.0)
+        tokens = [[node.token for node in piece.path] for piece in found]
+        return [found[: self.note(tokens) % (len(found) + 1)]]
+
+    def forget(self, slot):
+        Adversary.forget(self, slot)
+        self.table.__init__()
+        self.waiting.clear()
+
+
+class DropsTheChain(BranchingLevel):
+    """Does without a drawn chain that begins as what a lookup has found."""
+
+    def _ask_model(self, batch, slots, requested, trees):
+        found = [set(tree.root.children) for tree in trees]
+        chains = super()._ask_model(batch, slots, requested, trees)
+        if chains[0] and chains[0][0].token in found[0]:
+            self.drafts.clear(slots)
+            batch.end[slots] = batch.cached[0, slots] = [tree.start for tree in trees]
+            chains = [[]]
+        return chains
+
+
+@pytest.mark.parametrize("rule", [FreshBranches, BranchAdversary])
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("kinds", SOURCES)
+def test_any_rule_of_branches(kinds, verifier, rule):
+    with mock.patch("vllm_hsd.core.branching.BranchChoice", rule):
+        levels, options = [sources(kinds)], [LevelOptions(2, verifier)]
+        assert bias(levels, options, 4, verifier=verifier, branches=3) < 1e-9
+
+
+def test_a_chain_that_is_dropped_because_of_a_branch_is_caught():
+    levels, options = [sources("lookup, model", 3)], [LevelOptions(1)]
+    with mock.patch("vllm_hsd.core.branching.BranchChoice", FreshBranches):
+        assert bias(levels, options, 2, vocabulary=3, branches=3) < 1e-9
+        with mock.patch("vllm_hsd.core.cascade.BranchingLevel", DropsTheChain):
+            assert bias(levels, options, 2, vocabulary=3, branches=3) > 1e-3
 
 
 class Timed(Cascade):

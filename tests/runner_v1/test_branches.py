@@ -5,7 +5,7 @@ import random
 import pytest
 from support import hosted_branches
 from support.architectures import write_models
-from support.eagle3_head import TorchHead, write_eagle3_head
+from support.eagle3_head import Reference, write_eagle3_head
 from support.engines import ENGINE_DEFAULTS, configuration_errors, forked, run_engine
 from support.hosted_branches import Avoiding, NoBranches, Oracle
 from support.sampling_cases import CASES, SIGNIFICANCE, outputs_by_case, p_values, sampling_job
@@ -104,6 +104,16 @@ ENGINES = {
     ),
     "four drafts": (4, {}),
 }
+
+
+def test_the_rule_grows_branches_and_greedy_texts_stay(family, plain):
+    sources = {"ngram": {"max": 3}}, {"ngram": {"max": 1}}, {"model": family.mid}
+    results = run_engine({"model": family.target, **BASE, **cascade(*sources, branches=3)}, JOBS)
+    assert differing(JOBS, results, plain) == []
+    levels = [result["levels"][0] for result in results.values()]
+    found = {key: sum(level[key] for level in levels) for key in levels[0]}
+    assert found["branch_tokens"] >= found["branches"] > found["branches_followed"] > 0
+    assert found["followed_tokens"] >= found["branches_followed"]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +220,7 @@ def test_a_head_reads_the_states_of_the_branch_that_won(family, plain, tmp_path)
     head = write_eagle3_head(family.target, tmp_path, trained=True)
     jobs = {name: JOBS[name] for name in ("batch 1", "batch 12", "prefix hits")}
     oracle = Oracle(texts(jobs, plain), 64, seed=3, chains=False)
-    reference = TorchHead.load(family.target, head)
+    reference = Reference(family.target, head)
     wrong = {}
     arguments = cascade({"eagle3": head}, branches=3)
     with engine({"model": family.target, **arguments}) as process:

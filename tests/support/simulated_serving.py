@@ -20,6 +20,7 @@ from vllm_hsd.core.levels import (
     Sources,
 )
 from vllm_hsd.core.stopping import EntropyThresholds
+from vllm_hsd.verify.branches import follow
 
 LENGTH, TEXT, REQUEST, VOCABULARY = 8, 2000, 200, 50
 SEARCH_SECONDS = 1e-4
@@ -83,11 +84,13 @@ class Drafter:
         rate: acceptance rate, one or one per request.
         seconds: of a pass by tokens.
         sureness: how far its confidence tells right from wrong; 0 for not at all.
+        near: how often the right token is its second likeliest where it is wrong.
     """
 
     rate: float | np.ndarray
     seconds: Callable[[int], float]
     sureness: float = 1.0
+    near: float = 0.0
     keeps_cache = True
     context_length = UNLIMITED
 
@@ -97,6 +100,8 @@ class Drafter:
         spread = rng.beta(2 * rate, 2 * (1 - rate))
         right = rng.random(texts.shape) < rate + self.sureness * (spread - rate)
         self.guesses = np.where(right, texts, (texts + 2) % VOCABULARY)
+        is_near = rng.random(texts.shape) < self.near
+        self.second = np.where(is_near & ~right, texts, (texts + 3) % VOCABULARY)
         self.confidence = np.clip(spread, 0.03, 0.999)
         self.clock = clock
 
@@ -108,6 +113,8 @@ class Drafter:
         sure = self.confidence[place]
         logits = torch.zeros(len(owners), VOCABULARY, dtype=torch.float64)
         peaks = np.log(sure * (VOCABULARY - 1) / (1 - sure))
+        if self.near:
+            logits[np.arange(len(owners)), self.second[place]] = torch.from_numpy(peaks / 2)
         logits[np.arange(len(owners)), self.guesses[place]] = torch.from_numpy(peaks)
         return logits
 
@@ -119,6 +126,7 @@ class Serving:
     Attributes:
         levels: cheapest first; the lowest may be a list of sources.
         fixed: draft lengths of all levels; None to adapt them, up to `LENGTH`.
+        branches: drafts of a request that are verified together, at most.
         noise: spread of the logarithm of a step's time; one step in 100 takes ten times as long.
     """
 
@@ -127,7 +135,9 @@ class Serving:
     size: int = 1
     fixed: tuple[int, ...] | None = None
     noise: float = 0.05
+    branches: int = 1
     lengths: list[float] = field(default_factory=list)
+    passed: list[float] = field(default_factory=list)
 
     def __post_init__(self):
         self.rng, self.clock = np.random.default_rng(5), Clock()
@@ -140,7 +150,8 @@ class Serving:
         if self.fixed is None or len(sources) > 1:
             lookups = [source for source in sources if isinstance(source, LookupLevel)]
             drafter = None if isinstance(sources[-1], LookupLevel) else sources[-1]
-            lowest = Sources([str(i) for i in range(len(sources))], lookups, drafter)
+            names = [str(i) for i in range(len(sources))]
+            lowest = Sources(names, lookups, drafter, branches=self.branches)
         count = len(self.levels)
         self.options = [LevelOptions(length) for length in self.fixed or [LENGTH] * count]
         self.cascade = self.build([lowest, *self.levels[1:]])
@@ -148,7 +159,8 @@ class Serving:
         self.cached = np.tile(self.ends - 1, (count, 1))
 
     def build(self, levels) -> Cascade:
-        return Cascade(levels, self.options, self.size, adaptive=self.fixed is None)
+        adaptive = self.fixed is None
+        return Cascade(levels, self.options, self.size, 0, adaptive, self.branches)
 
     def use(self, size: int) -> None:
         """Serve so many of the requests from now on."""
@@ -180,7 +192,11 @@ class Serving:
         drafts = self.propose(batch, slots, np.full(len(slots), self.options[-1].draft_length))
         counts = drafts.counts[slots]
         self.lengths.append(counts.mean())
+        beside = self.cascade.branches
         passed = len(slots) + int(counts.sum())
+        if beside is not None:
+            passed += int((beside.counts[slots] + (beside.counts[slots] > 0)).sum())
+        self.passed.append(passed / len(slots))
         seconds = float(self.target(passed))
         stalled = 10 if self.rng.random() < 0.01 else 1
         measured = seconds * stalled * np.exp(self.rng.normal(0, self.noise))
@@ -194,9 +210,23 @@ class Serving:
         accepted = np.logical_and.accumulate(same, axis=1).sum(1)
         if counts.any():
             self.cascade.record_acceptance(slots, accepted, batch.thresholds)
-        self.ends[slots] += accepted + 1
-        self.cached[:, slots] = np.minimum(self.cached[:, slots], self.ends[slots] - 1)
-        return int((accepted + 1).sum()), measured - seconds
+        emitted = accepted + 1
+        if beside is not None and counts.any():
+            text = np.pad(own, ((0, 0), (0, 1)))
+            text[:, -1] = self.texts[slots, self.ends[slots] + drafts.length]
+            _, emitted, winner = follow(
+                np.where(np.arange(text.shape[1]) < emitted[:, None], text, -1),
+                emitted,
+                beside.token_ids[slots],
+                beside.counts[slots],
+                lambda requests, rows, places: text[requests, places],
+            )
+            self.cascade.record_branches(slots, winner, emitted - accepted - 1)
+        self.cached[:, slots] = np.minimum(
+            self.cached[:, slots], (self.ends[slots] + accepted)[None]
+        )
+        self.ends[slots] += emitted
+        return int(emitted.sum()), measured - seconds
 
     def _begin_requests(self, slots) -> None:
         """A request ends after REQUEST tokens; the next one takes its slot."""

@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from vllm_hsd.core.branches import BranchStore
+from vllm_hsd.core.branching import BranchingLevel
 from vllm_hsd.core.counters import Counters
 from vllm_hsd.core.draft_budget import DraftBudget
 from vllm_hsd.core.drafts import DraftStore, room_below
@@ -80,8 +81,10 @@ class Cascade:
         self.counters = Counters.zeros(len(levels), sources.names if sources else [])
         self.models = LevelModels(self.levels, self.options, self.counters)
         self.budget = DraftBudget(sources, lengths, num_slots) if sources or adaptive else None
-        own = self.budget if sources else None
-        self.lowest = LowestLevel(levels[0], self.models, self.drafts[0], own)
+        own, lowest = self.budget if sources else None, (self.models, self.drafts[0])
+        self.lowest = LowestLevel(levels[0], *lowest, own)
+        if sources is not None and own is not None and self.branches is not None:
+            self.lowest = BranchingLevel(sources, *lowest, own, self.branches)
         self.listeners: list[Callable[[Round], None]] = [
             self.counters.observe,
             partial(move_thresholds, self.options),
@@ -159,6 +162,19 @@ class Cascade:
                 accepted=accepted[own],
                 thresholds=thresholds,
             )
+
+    def record_branches(self, slots: np.ndarray, winner: np.ndarray, more: np.ndarray) -> None:
+        """Take in how far the text followed the branches of a step.
+
+        Args:
+            slots: [n] int64.
+            winner: [n] int64, the row that holds the text, 0 for the draft itself.
+            more: [n] int64 tokens that were emitted after those of the draft's verification.
+        """
+        assert self.branches is not None
+        self.counters.count_branches(self.branches, slots, winner, more)
+        if self.budget is not None:
+            self.budget.followed(more)
 
     def _tell(self, **facts: Any) -> None:
         finished = Round(**facts)

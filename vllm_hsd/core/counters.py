@@ -9,6 +9,7 @@ from typing import Self
 
 import numpy as np
 
+from vllm_hsd.core.branches import BranchStore
 from vllm_hsd.core.drafts import DraftStore
 from vllm_hsd.core.rounds import Round
 
@@ -18,8 +19,9 @@ class Count(IntEnum):
 
     A level proposed `drafted` tokens in `rounds` drafts to the next model up, which had requested
     `requested` drafts, `empty` of which got no token. For `sat_out` requests it could draft
-    nothing, since the target's states that it needs were gone. Of the `branches` that were verified
-    beside its drafts the text followed `branches_followed`. `ns` nanoseconds went into its
+    nothing, since the target's states that it needs were gone. Beside its drafts `branches` with
+    `branch_tokens` were verified; the text followed `branches_followed` of them, which gave
+    `followed_tokens` more. `ns` nanoseconds went into its
     forward passes (`forward_ns`), lookups and verifications.
     """
 
@@ -33,7 +35,9 @@ class Count(IntEnum):
     ns = 7
     sat_out = 8
     branches = 9
-    branches_followed = 10
+    branch_tokens = 10
+    branches_followed = 11
+    followed_tokens = 12
 
 
 @dataclass
@@ -96,3 +100,19 @@ class Counters(LevelCounts):
             self.rows[row, column] += made.sum()
             if column == Count.drafted:
                 self.rows[row, Count.rounds] += made.any(1).sum()
+
+    def count_branches(
+        self, branches: BranchStore, slots: np.ndarray, winner: np.ndarray, more: np.ndarray
+    ) -> None:
+        """Count branches of the target's step for level 0, and for the sources that they are of.
+
+        Args: see `Cascade.record_branches`.
+        """
+        counts, of = branches.counts[slots], branches.source[slots]
+        won = winner[:, None] == 1 + np.arange(counts.shape[1])
+        for row in (0, *range(self.num_levels, len(self.rows))):
+            own = np.full(of.shape, True) if row == 0 else of == row - self.num_levels
+            self.rows[row, Count.branches] += (own & (counts > 0)).sum()
+            self.rows[row, Count.branch_tokens] += counts[own].sum()
+            self.rows[row, Count.branches_followed] += (own & won).sum()
+            self.rows[row, Count.followed_tokens] += ((own & won).any(1) * more).sum()

@@ -72,6 +72,8 @@ class DraftBudget:
         self.sources, self.lengths = sources, list(draft_lengths)
         self.target = len(self.lengths)
         self.longest = max(self.lengths)
+        # Most tokens of a request that a verifier reads beside its last one.
+        self.widest = (sources.branches if sources is not None else 1) * (self.longest + 1)
         self.times = [StepTimes() for _ in range(self.target + 1)]
         self.whole = sources is not None and bool(sources.lookups)
         self.pass_times = StepTimes() if self.whole else self.times[0]
@@ -84,12 +86,14 @@ class DraftBudget:
         # without drafts.
         self.emitted, self.spent = [np.ones(self.target + 1) for _ in range(2)]
         self.free = Prices(
-            [np.zeros(num_slots * (self.longest + 1) + 1)] * (self.target + 1),
+            [np.zeros(num_slots * self.widest + 1)] * (self.target + 1),
             [0.0] * (self.target + 1),
         )
         self.step = self.free
         # Requests of the target's step under way, and seconds of drafting for it.
         self.waiting, self.drafting_seconds = np.zeros(num_slots, dtype=bool), 0.0
+        # Tokens of their branches, that are verified beside the drafts.
+        self.beside = np.zeros(num_slots, dtype=np.int64)
 
     def forget(self, slot: int) -> None:
         """See `Cascade.forget`."""
@@ -115,7 +119,7 @@ class DraftBudget:
         return Prices(verify, forward, self._select(slots, most, verify[-1]))
 
     def _prices_of(self, verifier: int, size: int) -> tuple[np.ndarray, float]:
-        times, more = self.times[verifier], np.arange(size * (self.longest + 1) + 1)
+        times, more = self.times[verifier], np.arange(size * self.widest + 1)
         if times.empty:
             return 0.0 * more, 0.0
         if verifier == self.target and times.age(size) > LONGEST_PAUSE:
@@ -257,11 +261,16 @@ class DraftBudget:
         elif accepted is not None:
             self._target_verified(slots, counts, accepted)
 
+    def followed(self, more: np.ndarray) -> None:
+        """Take in [n] int64 tokens that n requests got from the target along branches."""
+        self.emitted[self.target] += more.sum() / max(len(more), 1)
+
     def _target_verified(self, slots: np.ndarray, counts: np.ndarray, accepted: np.ndarray) -> None:
         own = self.waiting[slots]
         self.waiting[slots] = False
         emitted, size = int((accepted[own] + 1).sum()), int(own.sum())
-        self._learn_goodput(self.target, size, counts[own], emitted, self.drafting_seconds)
+        passed = counts[own] + self.beside[slots[own]]
+        self._learn_goodput(self.target, size, passed, emitted, self.drafting_seconds)
 
     def _learn_goodput(
         self, verifier: int, size: int, counts: np.ndarray, emitted: int, seconds: float

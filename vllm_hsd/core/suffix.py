@@ -39,7 +39,7 @@ def suffix_tree_class() -> Any:
 
 
 class SuffixLevel:
-    """Lookup in the request's own text, in earlier outputs, and in a store.
+    """LookupResult in the request's own text, in earlier outputs, and in a store.
 
     Args:
         store: texts written ahead, None for none.
@@ -91,31 +91,45 @@ class SuffixLevel:
         ends: np.ndarray,
         requested: np.ndarray,
     ) -> LookupResult:
-        """See `core.levels.LookupLevel`."""
-        width = int(requested.max(initial=0))
-        found = LookupResult(
-            np.zeros((len(rows), width), dtype=np.int64),
-            np.zeros(len(rows), dtype=np.int64),
-            np.zeros((len(rows), width)),
+        """See `core.levels.LookupLevel`: the text that is expected to give most."""
+        each = self.lookup_each(tokens, rows, slots, ends, requested)
+        best = np.stack([found.confidence.sum(1) for found in each]).argmax(0)
+        own = np.arange(len(rows))
+        return LookupResult(
+            np.stack([found.token_ids for found in each])[best, own],
+            np.stack([found.counts for found in each])[best, own],
+            np.stack([found.confidence for found in each])[best, own],
         )
+
+    def lookup_each(
+        self,
+        tokens: np.ndarray,
+        rows: np.ndarray,
+        slots: np.ndarray,
+        ends: np.ndarray,
+        requested: np.ndarray,
+    ) -> list[LookupResult]:
+        """As `lookup`, of the request's own text, of earlier outputs, and of the store."""
         others = [tree for tree in (self.shared and self.shared.tree, self.store) if tree]
+        shape = len(rows), int(requested.max(initial=0))
+        each = [
+            LookupResult(np.zeros(shape, np.int64), np.zeros(len(rows), np.int64), np.zeros(shape))
+            for _ in range(1 + len(others))
+        ]
         for i in np.flatnonzero(requested):
             end = ends[i]
             context = np.ascontiguousarray(tokens[rows[i], max(end - DEPTH, 0) : end])
-            best = 0.0
-            for source, tree in enumerate((self.own[int(slots[i])][0], *others)):
+            trees = (self.own[int(slots[i])][0], *others)
+            for source, (tree, found) in enumerate(zip(trees, each, strict=True)):
                 draft = tree.speculate_ndarray(
                     context, int(requested[i]), UNBOUNDED, 0.0, self.min_acceptance, False
                 )
                 confidence = acceptance(np.array(draft.probs), draft.match_len, own=source == 0)
                 count = int((confidence >= self.min_acceptance).sum())
-                expected = float(confidence[:count].sum())
-                if expected > best:
-                    best = expected
-                    found.counts[i] = count
-                    found.token_ids[i, :count] = draft.token_ids[:count]
-                    found.confidence[i, :count] = confidence[:count]
-        return found
+                found.counts[i] = count
+                found.token_ids[i, :count] = draft.token_ids[:count]
+                found.confidence[i, :count] = confidence[:count]
+        return each
 
     def forget(self, slot: int) -> None:
         """See `core.levels.LookupLevel`; of a request that comes back the tree is built again."""

@@ -21,8 +21,9 @@ from vllm_hsd.core.levels import Level, LevelOptions, LookupLevel, Sources
 from vllm_hsd.reference.request import ONLY, Request
 from vllm_hsd.reference.trees import TreeOptions, grow, target_logits
 from vllm_hsd.verify import verify_tree
+from vllm_hsd.verify.branches import follow
 from vllm_hsd.verify.chain import verify_batch, verify_greedy
-from vllm_hsd.verify.residual import is_normalized
+from vllm_hsd.verify.residual import BlockedCDF, is_normalized
 
 
 @dataclass
@@ -57,6 +58,7 @@ class ReferenceEngine:
         options: one per level; the draft length of the last one is that of the target's drafts.
         verifier: "block" or "standard", how the target verifies a cascade's draft.
         horizontal_tokens: see `Cascade`.
+        branches: see `Cascade`.
         draft_tree: of the single level, without `options`, `verifier` and `horizontal_tokens`.
 
     Raises:
@@ -72,6 +74,7 @@ class ReferenceEngine:
         verifier: str = "block",
         horizontal_tokens: int = 0,
         draft_tree: TreeOptions | None = None,
+        branches: int = 1,
     ) -> None:
         if draft_tree is None and len(levels) != len(options):
             raise ValueError(f"options has {len(options)} entries for {len(levels)} levels.")
@@ -93,7 +96,9 @@ class ReferenceEngine:
             scale = draft_tree.temperature_scale
             options = [LevelOptions(len(draft_tree.widths), temperature_scale=scale)]
         self.target, self.verifier = target, verifier
-        self.cascade = Cascade(levels, options, 1, horizontal_tokens) if levels else None
+        self.cascade = None
+        if levels:
+            self.cascade = Cascade(levels, options, 1, horizontal_tokens, branches=branches)
         self.levels = [] if self.cascade is None else self.cascade.levels
         self.counters = Counters.zeros(0) if self.cascade is None else self.cascade.counters
         self.scales = [option.temperature_scale for option in options]
@@ -181,8 +186,31 @@ class ReferenceEngine:
             token_ids, accepted = verify_batch(chain, self.verifier, uniforms, target_ok=target_ok)
         if self.cascade is not None and count:
             self.cascade.record_acceptance(ONLY, accepted, request.thresholds)
+            token_ids = self._follow(self.cascade, request, token_ids)
+            # What levels computed of a draft is of no use after another one.
+            request.cached[:-1] = np.minimum(request.cached[:-1], request.length + accepted)
         emitted = [token for token in token_ids[0].tolist() if token >= 0]
         return count, int(accepted[0]), emitted
+
+    def _follow(self, cascade: Cascade, request: Request, token_ids: np.ndarray) -> np.ndarray:
+        """[1, width] int64 emitted tokens and those along branches, padded with -1."""
+        if (branches := cascade.branches) is None:
+            return token_ids
+
+        def draw(_: np.ndarray, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+            path, model = branches.token_ids[0, rows[0] - 1, : places[0]], len(self.levels)
+            logits = request.logits_along(self.target, model, path.tolist())[-1:]
+            if request.greedy:
+                return logits.argmax(-1).cpu().numpy()
+            uniforms = torch.from_numpy(request.uniforms(ONLY, np.ones(1, np.int64), model))
+            return BlockedCDF(request.probs(logits, model)).draw(uniforms).cpu().numpy()
+
+        before = (token_ids >= 0).sum(1)
+        token_ids, counts, winner = follow(
+            token_ids, before, branches.token_ids[:1], branches.counts[:1], draw
+        )
+        cascade.record_branches(ONLY, winner, counts - before)
+        return token_ids
 
     def _tree_step(
         self, request: Request, most: int, drafter: Level, options: TreeOptions

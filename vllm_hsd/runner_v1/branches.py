@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from vllm_hsd.core.cascade import Cascade
-from vllm_hsd.core.counters import Count
 from vllm_hsd.errors import UserError
 from vllm_hsd.runner_v1.hooks import (
     NO_PLUGIN_API,
@@ -196,9 +195,8 @@ class HostedBranches:
         positions = np.maximum(rows.counts[:, 0], kept + 1)
         self.followed = Followed(rows.offsets[batch, winner], kept, of_chain, positions)
         won = np.flatnonzero(winner)
-        counted = self.state.cascade.counters.rows[0]
-        counted[Count.branches] += len(rows.branches)
-        counted[Count.branches_followed] += len(won)
+        slots, more = self.state.request_slots(len(winner)), np.maximum(kept - of_chain, 0)
+        self.state.cascade.record_branches(slots, winner, more)
         if len(won):
             numbers = rows.number(won, winner[won])
             for gid, (group, tables) in enumerate(zip(self.groups, self.tables, strict=True)):
