@@ -171,7 +171,7 @@ def test_samples_follow_the_target(small_vocabulary, verifier, count):
         results, seen, _ = process.call(hosted_branches.run, Avoiding(5), job)
         found = p_values(small_vocabulary.target, outputs_by_case(CASES, results["sampled"]))
         assert min(found.values()) > SIGNIFICANCE, found
-        assert seen["won"] > 3 * count
+        assert seen["won"] > count
         if verifier == "block":
             cases = {"temperature 1": CASES["temperature 1"]}
             job = {"sampled": sampling_job(cases, 2000)}
@@ -217,7 +217,7 @@ def test_a_model_drafts_as_if_chains_alone_had_been_verified(family, plain):
 
 
 def test_a_head_reads_the_states_of_the_branch_that_won(family, plain, tmp_path):
-    head = write_eagle3_head(family.target, tmp_path, trained=True)
+    head = write_eagle3_head(family.target, tmp_path, draft_vocabulary=60, trained=True)
     jobs = {name: JOBS[name] for name in ("batch 1", "batch 12", "prefix hits")}
     oracle = Oracle(texts(jobs, plain), 64, seed=3, chains=False)
     reference = Reference(family.target, head)
