@@ -1,0 +1,145 @@
+"""That the program can be captured in a CUDA graph, without a GPU.
+
+It runs on fake tensors, which have shapes but no values: whatever reads a value on the host, or has
+a shape or a branch that depends on one, raises. Kernel launches are recorded, not run.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from support.proposal_states import MAX_MODEL_LEN, MAX_NUM_REQS, schedule_of
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from triton.runtime.jit import JITFunction
+
+from vllm_hsd.runner_v2 import cascade_steps
+from vllm_hsd.runner_v2.program import Program
+from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState
+
+pytestmark = pytest.mark.compiled
+
+VOCABULARY, BATCH = 64, 4
+
+
+class TinyModel:
+    """Embedding and head over the fed tokens; `after` sees its logits."""
+
+    in_target_cache = False
+
+    def __init__(self, after=lambda logits: logits) -> None:
+        self.weight = torch.randn(VOCABULARY, VOCABULARY, dtype=torch.bfloat16)
+        self.after = after
+
+    def forward(self, state, op, num_logits):
+        fed = state.batch * op.query_length
+        hidden = torch.nn.functional.embedding(state.input_ids[:fed], self.weight)
+        last = hidden.view(state.batch, op.query_length, -1)[:, -num_logits:]
+        return self.after(last.reshape(-1, VOCABULARY) @ self.weight)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Names and tensors of the kernels that were launched."""
+    recorded = []
+
+    def run(self, *args, grid, warmup, **kwargs):
+        assert all(isinstance(n, int) for n in grid)
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        numbers = [a for a in (*args, *kwargs.values()) if not isinstance(a, torch.Tensor)]
+        assert all(isinstance(n, int | bool) for n in numbers)
+        recorded.append((self.fn.__name__, tensors))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    return recorded
+
+
+def run_on_fake_tensors(lengths, levels, lookup=False):
+    """Stage and run; (schedule, tensors of the runner)."""
+    schedule = schedule_of(*lengths, lookup=lookup)
+    models = [torch.bfloat16] * len(lengths)
+    state = ProposalState.allocate(
+        schedule,
+        batch=8,
+        max_num_reqs=MAX_NUM_REQS,
+        vocab_size=VOCABULARY,
+        dtypes=[None, *models[1:]] if lookup else models,
+        num_kv_groups=2,
+        device=torch.device("cpu"),
+    ).bucket(BATCH)
+    text = torch.zeros(MAX_NUM_REQS, MAX_MODEL_LEN, dtype=torch.int32)
+    runner = {
+        "index": torch.zeros(3, dtype=torch.int32),
+        "text": text,
+        "length": torch.zeros(MAX_NUM_REQS, dtype=torch.int32),
+        "num_sampled": torch.zeros(3, dtype=torch.int32),
+        "temperature": torch.zeros(MAX_NUM_REQS),
+        "top_k": torch.zeros(MAX_NUM_REQS, dtype=torch.int32),
+        "top_p": torch.zeros(MAX_NUM_REQS),
+        "min_p": torch.zeros(MAX_NUM_REQS),
+        "seeds": torch.zeros(MAX_NUM_REQS, dtype=torch.int64),
+        "scales": torch.zeros(len(lengths)),
+    }
+    groups = KVGroups(
+        torch.zeros(2, dtype=torch.uint64),
+        torch.zeros(2, dtype=torch.int64),
+        torch.zeros(2, dtype=torch.int32),
+    )
+    successor = torch.zeros(VOCABULARY, dtype=torch.int32)
+    below = {
+        "ngram": partial(cascade_steps.lookup_ngram, text=text, shortest=1, longest=4),
+        "bigram": partial(cascade_steps.lookup_bigram, successor=successor),
+    }
+    built = [below[level] if isinstance(level, str) else level() for level in levels]
+    cascade_steps.stage(state, schedule, **runner, max_model_len=MAX_MODEL_LEN)
+    program = Program(schedule, built, ["block"] * len(lengths), groups, MAX_MODEL_LEN)
+    program.run(state)
+    return schedule, runner
+
+
+@pytest.mark.parametrize(
+    ("lengths", "levels"),
+    [
+        ((4,), [TinyModel]),
+        ((3, 8), [TinyModel] * 2),
+        ((1, 3, 7), [TinyModel] * 3),
+        ((3, 8), ["ngram", TinyModel]),
+        ((3, 8), ["bigram", TinyModel]),
+    ],
+)
+def test_nothing_is_read_on_the_host(lengths, levels, launches):
+    """Also that no kernel but stage's reads the runner's tensors, but for the searched text."""
+    with FakeTensorMode():
+        schedule, runner = run_on_fake_tensors(lengths, levels, lookup=isinstance(levels[0], str))
+    names = [name for name, _ in launches]
+    assert names[0] == "stage_kernel" and names[-1] == "collect_kernel"
+    passes = sum(schedule.num_logits(op) > 0 for op in schedule.ops)
+    assert names.count("place_kernel") == passes
+    assert names.count("verify_kernel") == 2 * names.count("commit_verify_kernel")
+    runners = {tensor.untyped_storage()._cdata for tensor in runner.values()}
+    searched = runner["text"].untyped_storage()._cdata
+    for name, tensors in launches[1:]:
+        read = {tensor.untyped_storage()._cdata for tensor in tensors} & runners
+        assert read <= ({searched} if "ngram" in name else set()), name
+
+
+def _item(logits):
+    return logits * logits.sum().item()
+
+
+def _branch(logits):
+    return -logits if logits.amax() > 0 else logits
+
+
+def _shape(logits):
+    return logits[logits.amax(-1) > 0]
+
+
+@pytest.mark.parametrize("fault", [_item, _branch, _shape])
+def test_a_host_read_is_caught(fault, launches):
+    depends_on_data = (DataDependentOutputException, DynamicOutputShapeException)
+    with FakeTensorMode(), pytest.raises(depends_on_data):
+        run_on_fake_tensors((3, 8), [TinyModel, lambda: TinyModel(fault)])
