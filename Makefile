@@ -142,6 +142,11 @@ bench-real: venv
 bench-workloads: venv
 	$(BIN)/python -m benchmarks.studies.workloads --prompts $(PROMPTS)
 
+# Several drafts in one pass beside each source alone; --padded: at the cost of a larger target.
+bench-branches: venv
+	$(BIN)/python -m benchmarks.studies.branches --prompts $(PROMPTS)
+	$(BIN)/python -m benchmarks.studies.branches --prompts $(PROMPTS) --padded 800e6
+
 # Everything that only a GPU can show, item by item; goes on where it was ended. Builds no .venv: a
 # host without a network brings its packages (docs/gpu-proof.md). ARGS="--seconds 540", for example.
 gpu-proof:
