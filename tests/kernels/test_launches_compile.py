@@ -30,7 +30,11 @@ MOST_STACK = {"traverse_kernel": 112}
     ("cases", "capability"),
     [
         ("SHORT", 90),
-        *(pytest.param("ALL", c, marks=pytest.mark.slow) for c in (80, 90, 100)),
+        # Ten minutes of a quiet core.
+        *(
+            pytest.param("ALL", c, marks=(pytest.mark.slow, pytest.mark.timeout(3600)))
+            for c in (80, 90, 100)
+        ),
     ],
 )
 def test_every_launch_compiles_and_no_loop_spills(cases, capability):
