@@ -366,13 +366,7 @@ def started(
         max_tokens=chosen.max_tokens,
         num_prompts=len(prompts),
         rounds=1,
-        # On a CPU asynchronous scheduling, which no speculation has by default, costs a step in six.
-        engine_args={
-            "dtype": chosen.dtype,
-            "enforce_eager": True,
-            "async_scheduling": False,
-            **engine_args,
-        },
+        engine_args={"dtype": chosen.dtype, "enforce_eager": True, **engine_args},
         output=chosen.output,
     )
     comparison, setup = bench.prepare(comparison)
