@@ -181,9 +181,8 @@ class BranchingLevel(LowestLevel):
         budget: DraftBudget,
         branches: BranchStore,
     ) -> None:
-        super().__init__(level, models, drafts, budget)
-        self.grown = BranchChoice(level, budget, len(drafts.counts))
-        self.choice = self.grown
+        super().__init__(level, models, drafts, None)
+        self.choice = self.grown = BranchChoice(level, budget, len(drafts.counts))
         self.branches = branches
         # By slot, the model's likeliest first tokens and their probabilities, of this draft.
         self.said: dict[int, tuple[list[int], list[float]]] | None = None
