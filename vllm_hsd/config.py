@@ -93,6 +93,12 @@ class CascadeConfig(Keys):
         heads = [source.reads_target_states for source in self.levels[0].drafters]
         return len(self.levels) > 1 and any(heads)
 
+    @property
+    def interleaved(self) -> list[int]:
+        """Levels that verify nothing, and add a token to each draft from below."""
+        own = [getattr(level, "verifier", None) for level in self.levels]
+        return [i for i, verifier in enumerate(own) if verifier == "none"]
+
     def options(self) -> list[LevelOptions]:
         """How each level takes part in the cascade."""
         return [
@@ -131,6 +137,16 @@ class CascadeConfig(Keys):
                     "'adaptive' lets the levels of a cascade rest: remove the other levels or "
                     "'adaptive'"
                 )
+        if self.interleaved and self.adaptive:
+            raise ValueError(
+                f"levels[{self.interleaved[0]}].verifier is \"none\", and 'adaptive' goes by what "
+                "every level accepts: remove one of them"
+            )
+        if 1 in self.interleaved and self.levels[0].kind == "sources":
+            raise ValueError(
+                'levels[1].verifier is "none", and levels[0].sources are chosen by what the next '
+                "level accepts: give one of the sources alone, or another verifier"
+            )
         for key in ("verifier", "max_rounds"):
             if getattr(self.levels[0], key, None) is not None:
                 raise ValueError(

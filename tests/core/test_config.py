@@ -168,6 +168,15 @@ FAULTS = [
         r"sources\[0\]\.max_rounds, which a source does not take: remove it\.",
     ),
     (hsd({**TOP, "max_model_len": 0}), r"levels\[0\]\.max_model_len: "),
+    (
+        hsd(LOW, {**TOP, "verifier": "none"}, adaptive=True),
+        r"levels\[1\]\.verifier is \"none\", and 'adaptive' goes by .*: remove one",
+    ),
+    (
+        hsd({"sources": [{"ngram": {}}], "num_tokens": 2}, {**TOP, "verifier": "none"}),
+        r'levels\[1\]\.verifier is "none", and levels\[0\]\.sources are chosen by',
+    ),
+    (hsd(TOP, verifier="none"), "verifier: .*'none'"),
     (hsd(LOW, {**TOP, "verifier": "coupled"}), r"levels\[1\]\.verifier: .*'coupled'"),
     ({"cascade": None}, "cascade is None: give the path"),
     ({"cascade": "nowhere.json"}, r"cascade: no file 'nowhere\.json'"),

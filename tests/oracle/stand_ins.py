@@ -162,7 +162,7 @@ def _drawn_by(choices: Choices):
 
     with (
         mock.patch("vllm_hsd.core.verified.verify_batch", verify_batch),
-        mock.patch("vllm_hsd.core.lowest_level.BlockedCDF", ChosenCDF),
+        mock.patch("vllm_hsd.core.verified.BlockedCDF", ChosenCDF),
         mock.patch("vllm_hsd.reference.engine.verify_batch", verify_batch),
         mock.patch("vllm_hsd.reference.engine.BlockedCDF", ChosenCDF),
         mock.patch("vllm_hsd.reference.engine.verify_tree", verify_tree),

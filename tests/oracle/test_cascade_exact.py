@@ -134,6 +134,27 @@ def test_rounds(max_rounds):
     assert bias(build("model, model"), options, 4) < 1e-9
 
 
+@pytest.mark.parametrize(
+    ("kinds", "lengths", "verifiers", "verifier", "eos"),
+    [
+        ("model, model", (1, 3), ("none",), "block", None),
+        ("model, model", (2, 3), ("none",), "standard", None),
+        ("model, model", (2, 3), ("none",), "block", 0),
+        ("model, model", (2, 3), ("none",), "block", 1),
+        ("lookup, model", (2, 3), ("none",), "block", None),
+        ("lookup, model", (2, 3), ("none",), "standard", 1),
+        ("lookup, pair_model, model", (1, 2, 3), ("none", "block"), "block", None),
+        ("lookup, pair_model, model", (1, 2, 3), ("block", "none"), "block", None),
+        ("lookup, pair_model, model", (1, 2, 3), ("none", "none"), "standard", None),
+    ],
+)
+def test_interleaved_levels(kinds, lengths, verifiers, verifier, eos):
+    """Chen, "An Exploration of Hierarchical Speculative Decoding", Algorithm 2 made lossless."""
+    rules = ("block", *verifiers)
+    options = [LevelOptions(n, rule) for n, rule in zip(lengths, rules, strict=True)]
+    assert bias(build(kinds), options, 4, verifier=verifier, eos=eos) < 1e-9
+
+
 @pytest.mark.parametrize("verifiers", list(product(VERIFIERS, repeat=3)))
 def test_three_models_with_a_verifier_each(verifiers):
     levels = [model(2, 100 + i) for i in range(3)]

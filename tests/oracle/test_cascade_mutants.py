@@ -63,6 +63,13 @@ def test_probabilities_of_another_level_are_caught(mutant, horizontal_tokens, ve
     assert bias_of(mutant, "model, model", options, **settings) > 1e-3
 
 
+@pytest.mark.parametrize("mutant", [ClaimsTopLevel, ClaimsLevelBelow])
+def test_one_level_for_the_tokens_of_an_interleaved_draft_is_caught(mutant):
+    options = [LevelOptions(1), LevelOptions(2, "none")]
+    assert bias_of(ClaimsOwnLevel, "model, model", options) < 1e-9
+    assert bias_of(mutant, "model, model", options) > 1e-3
+
+
 class LooksAtTokens(LowestLevel):
     """The lowest level ends its draft at a token that its own row finds unlikely."""
 

@@ -35,21 +35,37 @@ def table_model(table: Table):
     return model
 
 
-def both(lengths: tuple[int, ...], seed: int, shift: int = 0) -> tuple[list[int], list[int]]:
+def both(
+    lengths: tuple[int, ...], seed: int, shift: int = 0, interleaved: frozenset[int] = frozenset()
+) -> tuple[list[int], list[int]]:
     """Tokens of the real cascade and of the plain one."""
     tables = [Table(VOCABULARY, 10 + k) for k in range(len(lengths) + 1)]
     *levels, target = [TableLevel(table, len(PROMPT)) for table in tables]
-    engine = ReferenceEngine(target, levels, [LevelOptions(length) for length in lengths])
+    rules = ["none" if k in interleaved else "block" for k in range(len(lengths))]
+    engine = ReferenceEngine(target, levels, list(map(LevelOptions, lengths, rules)))
     real = engine.generate(PROMPT, COUNT, seed=seed).token_ids
     uniforms = CountedUniforms(seed, shift)
-    plain = SimpleCascade([table_model(table) for table in tables], lengths, uniforms)
+    models = [table_model(table) for table in tables]
+    plain = SimpleCascade(models, lengths, uniforms, interleaved)
     return real, plain.generate(PROMPT, COUNT)
 
 
-@pytest.mark.parametrize("lengths", [(1,), (4,), (3, 5), (1, 2, 6), (2, 3, 4, 5)])
-def test_token_for_token(lengths):
+@pytest.mark.parametrize(
+    ("lengths", "interleaved"),
+    [
+        *(((n,), ()) for n in (1, 4)),
+        ((3, 5), ()),
+        ((1, 2, 6), ()),
+        ((2, 3, 4, 5), ()),
+        ((2, 8), (1,)),
+        ((1, 3, 6), (1,)),
+        ((1, 3, 7), (1, 2)),
+        ((2, 3, 4, 9), (1, 3)),
+    ],
+)
+def test_token_for_token(lengths, interleaved):
     for seed in range(30):
-        real, plain = both(lengths, seed)
+        real, plain = both(lengths, seed, interleaved=frozenset(interleaved))
         assert real == plain
 
 

@@ -22,6 +22,12 @@ CASCADES = {
         {"model": family.small, "num_tokens": 3},
         {"model": family.mid},
     ),
+    "interleaved": lambda family, files: cascade(
+        {"model": family.small, "num_tokens": 2},
+        {"exit_head": files.exit_head, "num_tokens": 4, "verifier": "none"},
+        {"model": family.mid, "verifier": "none"},
+        num_speculative_tokens=7,
+    ),
     "eagle3": lambda family, files: cascade({"eagle3": files.eagle3}),
     "eagle3 below a model": lambda family, files: cascade(
         {"eagle3": files.eagle3, "num_tokens": 2, "stopping": "entropy"},
@@ -85,7 +91,12 @@ CASCADES = {
     ),
 }
 # Their levels are also in the others.
-SLOW = ("two early exits", "exit_head above a model", "five models from pairs")
+SLOW = (
+    "two early exits",
+    "exit_head below an exit",
+    "exit_head above a model",
+    "five models from pairs",
+)
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:

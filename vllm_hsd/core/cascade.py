@@ -34,7 +34,7 @@ from vllm_hsd.core.levels import (
 from vllm_hsd.core.lowest_level import LowestLevel, split_sources
 from vllm_hsd.core.rounds import Round, move_thresholds
 from vllm_hsd.core.stopping import EntropyThresholds
-from vllm_hsd.core.verified import append_verified, verify
+from vllm_hsd.core.verified import append_unverified, append_verified, verify
 
 
 class Cascade:
@@ -205,7 +205,10 @@ class Cascade:
     def _draft_verified(
         self, batch: DraftBatch, level: int, slots: np.ndarray, requested: np.ndarray
     ) -> None:
-        """Rounds of a draft from below and its verification, until requested[i] tokens are kept."""
+        """Rounds of a draft from below and its verification, until requested[i] tokens are kept.
+
+        A level whose verifier is "none" keeps all of the draft and adds a token.
+        """
         options, drafts, models = self.options[level], self.drafts[level], self.models
         feeder, below_length = self.selection.below(level)
         open_ = requested > 0
@@ -219,10 +222,15 @@ class Cascade:
             began = time.perf_counter()
             below = self._draft(batch, level - 1, now, requested_below)
             drafted = time.perf_counter()
-            counts = below.counts[now]
-            forward = models.forward(batch, level, now, counts + 1)
-            verdict = verify(models, batch, level, now, below, forward)
-            ended = append_verified(drafts, batch, level, now, counts, verdict, forward)
+            accepted: np.ndarray | None = None
+            if options.verifier == "none":
+                computed, ended = append_unverified(models, drafts, batch, level, now, below)
+            else:
+                counts = below.counts[now]
+                forward = models.forward(batch, level, now, counts + 1)
+                verdict = verify(models, batch, level, now, below, forward)
+                ended = append_verified(drafts, batch, level, now, counts, verdict, forward)
+                accepted, computed = verdict[1], forward.computed
             fits = batch.end[now] <= models.context_lengths[level]
             open_[active] = (drafts.counts[now] < requested[active]) & fits & ~ended
             rounds += 1
@@ -232,9 +240,9 @@ class Cascade:
                 slots=now,
                 drafts=below,
                 requested=requested_below,
-                accepted=verdict[1],
+                accepted=accepted,
                 thresholds=batch.thresholds,
-                computed=forward.computed,
+                computed=computed,
                 drafting_seconds=drafted - began,
                 verifying_seconds=time.perf_counter() - drafted,
             )

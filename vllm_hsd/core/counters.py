@@ -78,7 +78,9 @@ class Counters(LevelCounts):
             wanted = finished.requested > 0
             self.rows[finished.level, Count.requested] += wanted.sum()
             self.rows[finished.level, Count.empty] += (wanted & (drafts.counts[slots] == 0)).sum()
-            self._count(Count.drafted, drafts, slots, drafts.counts[slots])
+            # Those that a level passes on unverified count where they are verified.
+            if finished.accepted is not None or finished.verifier == self.num_levels:
+                self._count(Count.drafted, drafts, slots, drafts.counts[slots])
         if finished.accepted is not None:
             self._count(Count.accepted, drafts, slots, finished.accepted)
         if finished.level == 0:

@@ -146,10 +146,11 @@ class LevelOptions:
 
     Attributes:
         draft_length: most tokens proposed to the level above per call.
-        verifier: "block" or "standard", how it verifies the level below.
+        verifier: "block" or "standard", how it verifies the level below; "none" to add a token to
+            each of its drafts, unverified.
         max_rounds: most drafts taken from below per call; None until the draft is full.
         stopping: "fixed", or "entropy" to stop after a token drawn from an uncertain distribution;
-            a level that verifies another one stops after a round that shows such a distribution.
+            a level above another one stops after a round that shows such a distribution.
         temperature_scale: factor on the request's temperature for this level.
     """
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import time
 
 import numpy as np
-import torch
 
 from vllm_hsd.core.draft_budget import DraftBudget
 from vllm_hsd.core.drafts import DraftStore, ragged_arange, ragged_starts
 from vllm_hsd.core.level_models import Forward, LevelModels, highest_probability
 from vllm_hsd.core.levels import DraftBatch, Level, LookupLevel, Sources
 from vllm_hsd.core.source_choice import Offers, SourceChoice
-from vllm_hsd.verify.residual import BlockedCDF
+from vllm_hsd.core.verified import append_own
 
 
 class LowestLevel:
@@ -202,34 +201,8 @@ class LowestLevel:
     def _draft_token(
         self, batch: DraftBatch, slots: np.ndarray, uniforms: np.ndarray | None
     ) -> tuple[Forward, np.ndarray]:
-        """Add a token of the model to each draft.
-
-        Args:
-            batch: the requests.
-            slots: [n] int64.
-            uniforms: [n] float64, None where no token is drawn from probabilities.
-
-        Returns:
-            what the model says; [n] bool, drafts that end here.
-        """
-        one = np.ones(len(slots), dtype=np.int64)
-        forward = self.models.forward(batch, 0, slots, one)
-        token_ids = np.zeros(len(slots), dtype=np.int64)
-        if forward.probs is not None and uniforms is not None:
-            drawn = torch.from_numpy(uniforms).to(forward.probs.device)
-            token_ids = BlockedCDF(forward.probs).draw(drawn).cpu().numpy()
-        chosen = np.flatnonzero(~batch.is_drawn(slots))
-        if len(chosen):
-            own, logits = slots[chosen], forward.logits
-            if len(chosen) < len(slots):
-                logits = logits[torch.from_numpy(chosen)]
-            token_ids[chosen] = self.models.choose(batch, 0, logits, own, batch.end[own])
-        batch.tokens[batch.rows[slots], batch.end[slots]] = token_ids
-        batch.end[slots] += 1
-        order = np.arange(len(slots))
-        self.drafts.append(slots, token_ids[:, None], one, forward.probs, order, 0, forward.entropy)
-        outgrown = batch.end[slots] > self.models.context_lengths[0]
-        return forward, (token_ids == batch.eos[slots]) | forward.uncertain | outgrown
+        """Add a token of the model to each draft; see `append_own`."""
+        return append_own(self.models, self.drafts, batch, 0, slots, uniforms)
 
 
 def split_sources(

@@ -25,7 +25,8 @@ class Round:
         slots: [n] int64, the requests.
         drafts: where the drafts are.
         requested: [n] int64 tokens; None where an earlier round told.
-        accepted: [n] int64 tokens; None before the target's verdict.
+        accepted: [n] int64 tokens; None before the target's verdict, and where a level passes them
+            on unverified.
         thresholds: entropy thresholds of the requests; None before the verdict.
         computed: tokens of the verifier's forward pass; 0 for the target.
         drafting_seconds: with everything below the level.

@@ -1,4 +1,4 @@
-"""What a level makes of the drafts of the level below: verdicts, and tokens for its own drafts."""
+"""What a level adds to its drafts: a token of its own, or what it keeps of the draft from below."""
 
 from __future__ import annotations
 
@@ -10,6 +10,82 @@ from vllm_hsd.core.level_models import Forward, LevelModels
 from vllm_hsd.core.levels import DraftBatch
 from vllm_hsd.verify.chain import verify_batch, verify_greedy
 from vllm_hsd.verify.coupled import verify_coupled
+from vllm_hsd.verify.residual import BlockedCDF
+
+
+def append_own(
+    models: LevelModels,
+    drafts: DraftStore,
+    batch: DraftBatch,
+    level: int,
+    slots: np.ndarray,
+    uniforms: np.ndarray | None,
+) -> tuple[Forward, np.ndarray]:
+    """Add a token of the level's model to each draft.
+
+    Args:
+        models: of the cascade.
+        drafts: where the token goes.
+        batch: the requests.
+        level: the level.
+        slots: [n] int64.
+        uniforms: [n] float64, None where no token is drawn from probabilities.
+
+    Returns:
+        what the model says; [n] bool, drafts that end here: with eos, after a token that the level
+        is unsure of, or where the text outgrows the level.
+    """
+    one = np.ones(len(slots), dtype=np.int64)
+    forward = models.forward(batch, level, slots, one)
+    token_ids = np.zeros(len(slots), dtype=np.int64)
+    if forward.probs is not None and uniforms is not None:
+        drawn = torch.from_numpy(uniforms).to(forward.probs.device)
+        token_ids = BlockedCDF(forward.probs).draw(drawn).cpu().numpy()
+    chosen = np.flatnonzero(~batch.is_drawn(slots))
+    if len(chosen):
+        own, logits = slots[chosen], forward.logits
+        if len(chosen) < len(slots):
+            logits = logits[torch.from_numpy(chosen)]
+        token_ids[chosen] = models.choose(batch, level, logits, own, batch.end[own])
+    batch.tokens[batch.rows[slots], batch.end[slots]] = token_ids
+    batch.end[slots] += 1
+    order = np.arange(len(slots))
+    drafts.append(slots, token_ids[:, None], one, forward.probs, order, level, forward.entropy)
+    outgrown = batch.end[slots] > models.context_lengths[level]
+    return forward, (token_ids == batch.eos[slots]) | forward.uncertain | outgrown
+
+
+def append_unverified(
+    models: LevelModels,
+    drafts: DraftStore,
+    batch: DraftBatch,
+    level: int,
+    slots: np.ndarray,
+    below: DraftStore,
+) -> tuple[int, np.ndarray]:
+    """Keep drafts that end the texts as they are, and add a token of the level to each.
+
+    Every token keeps the probabilities that it was drawn from, so the next verification is lossless
+    (Chen, "An Exploration of Hierarchical Speculative Decoding", Algorithm 2). Nothing follows eos.
+
+    Args:
+        models, drafts, batch, level, slots: see `append_own`.
+        below: has the drafts.
+
+    Returns:
+        tokens that the level computed; [n] bool, drafts that end here.
+    """
+    last = batch.tokens[batch.rows[slots], batch.end[slots] - 1]
+    ended: np.ndarray = (below.counts[slots] > 0) & (last == batch.eos[slots])
+    drafts.extend(below, slots)
+    going = np.flatnonzero(~ended)
+    if not len(going):
+        return 0, ended
+    now = slots[going]
+    drawn = batch.is_drawn(now).any()
+    uniforms = batch.uniforms(now, np.ones(len(now), np.int64), level) if drawn else None
+    forward, ended[going] = append_own(models, drafts, batch, level, now, uniforms)
+    return forward.computed, ended
 
 
 def verify(

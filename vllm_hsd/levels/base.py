@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # "hierarchical" is the papers' name of block verification.
 _ALIAS = BeforeValidator(lambda value: "block" if value == "hierarchical" else value)
 Verifier = Annotated[Literal["block", "standard"], _ALIAS]
+LevelVerifier = Annotated[Literal["block", "standard", "none"], _ALIAS]
 TargetVerifier = Annotated[Literal["block", "standard", "coupled"], _ALIAS]
 Stopping = Literal["fixed", "entropy"]
 Name = Annotated[str, Field(min_length=1)]
@@ -232,11 +233,13 @@ class VerifyingKeys(SamplingKeys):
     """Keys of levels that have probabilities for any token, and so can verify the level below.
 
     Attributes:
-        verifier: how the level verifies the level below; None for the cascade's verifier.
+        verifier: how the level verifies the level below; None for the cascade's verifier. With
+            "none" it adds a token of its own to each draft from below, which the next level or the
+            target verifies: an interleaved cascade (experimental).
         max_rounds: verification rounds per draft; None for as many as it takes.
     """
 
-    verifier: Verifier | None = None
+    verifier: LevelVerifier | None = None
     max_rounds: Tokens | None = None
 
     def options(self, draft_length: int, verifier: str) -> LevelOptions:

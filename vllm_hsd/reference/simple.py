@@ -21,12 +21,14 @@ class SimpleCascade:
     Attributes:
         models: each maps n tokens to [n, V] float64, its distribution after each of them.
         lengths: most tokens that each model but the target drafts for the next one.
+        interleaved: models that verify nothing and add a token to each draft from below.
         uniforms: (model, count) -> that many numbers in [0, 1), never the same one twice.
     """
 
     models: Sequence[Callable[[Text], torch.Tensor]]
     lengths: Sequence[int]
     uniforms: Callable[[int, int], Sequence[float]]
+    interleaved: frozenset[int] = frozenset()
 
     def generate(self, text: Text, count: int) -> Text:
         """`count` tokens after `text`."""
@@ -49,7 +51,11 @@ class SimpleCascade:
         while len(tokens) < length:
             so_far = text + tokens
             below = self.draft(k - 1, so_far, min(self.lengths[k - 1], length - len(tokens) - 1))
-            kept, own_rows = self.verify(k, so_far, *below)
+            if k in self.interleaved:
+                row = self.models[k](so_far + below[0])[-1]
+                kept, own_rows = [*below[0], _draw(row, *self.uniforms(k, 1))], [*below[1], row]
+            else:
+                kept, own_rows = self.verify(k, so_far, *below)
             tokens, rows = tokens + kept, rows + own_rows
         return tokens, rows
 

@@ -42,6 +42,7 @@ class V1CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
         adaptive = hsd.model_copy(update={"adaptive": True})
         reasons = {
             "an EAGLE-3 head below other levels": hsd.head_below_others,
+            "a level that verifies nothing": bool(hsd.interleaved),
             "horizontal_tokens": hsd.horizontal_tokens > 0,
             "a KV connector": connector_mistake(adaptive, arguments) is not None,
         }

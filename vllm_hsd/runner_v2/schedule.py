@@ -179,6 +179,11 @@ def compile_schedule(
             "cascades here: remove it or set VLLM_USE_V2_MODEL_RUNNER=0."
         )
     for k, option in enumerate(options):
+        if option.verifier == "none":
+            raise UserError(
+                f'levels[{k}].verifier is "none", but on vLLM\'s V2 runner every level verifies '
+                'the one below: set "block" or set VLLM_USE_V2_MODEL_RUNNER=0.'
+            )
         if option.stopping != "fixed":
             raise UserError(
                 f'levels[{k}].stopping is "{option.stopping}", but on vLLM\'s V2 runner the '
