@@ -273,8 +273,9 @@ def threshold_kernel(
             bound = lse + tl.log((1.0 - top_p) / vocab_size) - 0.001
         row_ptr = logits_ptr + row * logits_stride
         source_ptr = candidate_ptr + row * CANDIDATES
-        for offset in tl.range(0, CHUNK, BLOCK):
-            entry = chunk * CHUNK + offset + tl.arange(0, BLOCK)
+        # The addresses to store at move between threads: those of a whole block would spill.
+        for offset in tl.range(0, CHUNK, BLOCK // 2):
+            entry = chunk * CHUNK + offset + tl.arange(0, BLOCK // 2)
             x = load_scaled(row_ptr, entry, vocab_size, inv_temperature)
             above = ((x >= bound) & (x > float("-inf"))).to(tl.int32)
             number = tl.sum(above, axis=0)
