@@ -1,11 +1,14 @@
-"""The script that sets our optima next to Tables 1, 8 and 9 of the paper."""
+"""The scripts that set our optima next to Tables 1, 8 and 9, and that enumerate verifiers."""
 
 import csv
 import sys
 
+import numpy as np
 import pytest
 
 from benchmarks.paper_tables import gsp_tables as tables
+from benchmarks.paper_tables import verifiers
+from benchmarks.paper_tables.closed_forms import acceptance_rate
 
 
 def test_every_cell_of_table_9():
@@ -31,3 +34,18 @@ def test_script_writes_its_tables(tmp_path, monkeypatch, capsys):
     for name, rows in (("table_1.csv", 6), ("table_8.csv", 6), ("table_9.csv", 80)):
         assert len(list(csv.DictReader((tmp_path / name).open()))) == rows
     assert "largest difference" in capsys.readouterr().out
+
+
+def test_which_verification_rules_keep_the_distribution():
+    rng = np.random.default_rng(1)
+    for _ in range(5):
+        pair = p, q = verifiers.random_rows(3, 3, 1.0, rng)
+        found = {rule: verifiers.outcome(*pair, rule) for rule in verifiers.RULES}
+        tokens, bias = ({rule: values[i] for rule, values in found.items()} for i in (0, 1))
+        assert bias["token-level"] < 1e-12 and bias["block"] < 1e-12
+        assert bias["exclusive cap"] > 1e-4 and bias["uncapped last ratio"] > 1e-4
+        assert tokens["token-level"] < tokens["block"] < tokens["uncapped last ratio"]
+        assert tokens["exclusive cap"] == pytest.approx(tokens["block"])
+        # Leviathan et al., Corollary 3.6.
+        overlap = float(acceptance_rate(p[0], q[0])[0])
+        assert verifiers.outcome(p[:2], q[:1], "block")[0] == pytest.approx(1 + overlap)
