@@ -10,7 +10,6 @@ from vllm_hsd.kernels.blocks import (
     argmax_of_chunks,
     inverse_temperature,
     is_finite,
-    load_kept,
     load_scaled,
     logsumexp_of_chunks,
 )
@@ -194,8 +193,9 @@ def residual_weight(
     one_hot,
 ):
     """max(a * p - q, 0) of one block; target_shift = logsumexp - log a."""
-    x = load_kept(target_row_ptr, entry, vocab_size, inv_temperature, threshold)
-    weight = tl.exp(x - target_shift)
+    x = load_scaled(target_row_ptr, entry, vocab_size, inv_temperature)
+    # With -inf in place of the filtered logits, as in load_kept, registers spill.
+    weight = tl.where(x < threshold, 0.0, tl.exp(x - target_shift))
     if one_hot:
         weight = tl.where(entry == token, 0.0, weight)
     else:
