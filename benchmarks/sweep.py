@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.common import write_csv
 from benchmarks.models.smollm2 import smollm2
-from vllm_hsd.cli import bench, bench_quality, bench_report, greedy
+from vllm_hsd.cli import bench, bench_drafts, bench_quality, bench_report, greedy
 from vllm_hsd.cli.bench_jobs import Comparison, Job, Results, Setup
 from vllm_hsd.cli.bench_runs import Engines, compare_greedy
 from vllm_hsd.cli.options import progress
@@ -281,13 +281,7 @@ def counts(answers: Sequence[Generation]) -> dict[str, Any]:
     if not (answers[0].levels and steps):
         return found
     efficiency = [each.num_tokens / each.num_target_steps for each in answers]
-    levels = [
-        {key: sum(each.levels[i][key] for each in answers) for key in ("drafted", "accepted")}
-        for i in range(len(answers[0].levels))
-    ]
-    # What a level passes on holds the tokens that it accepted from the level below.
-    passed_on = sum(level["accepted"] for level in levels[:-1])
-    generated = sum(level["drafted"] for level in levels) - passed_on
+    generated = bench_drafts.generated_tokens(answers)
     return found | {
         "block_efficiency": float(np.mean(efficiency)),
         "block_efficiency_sd": float(np.std(efficiency, ddof=1)) if len(efficiency) > 1 else "",
@@ -345,12 +339,14 @@ def started(
     temperatures: Sequence[float],
     batch_sizes: Sequence[int] = (1,),
     ignore_eos: bool = True,
+    engines_class: type[Engines] = Engines,
     **engine_args: Any,
 ) -> Iterator[Sweep]:
     """No speculation and the configurations, checked; engines load when they are first used.
 
     Args:
         chosen: values of `options`; a dtype that was probed is kept in them.
+        engines_class: how the engines are hosted.
         engine_args: further ones, of `vllm.LLM`.
 
     Raises:
@@ -371,7 +367,7 @@ def started(
     )
     comparison, setup = bench.prepare(comparison)
     chosen.dtype = setup.dtype
-    with Engines(comparison, setup) as engines:
+    with engines_class(comparison, setup) as engines:
         yield Sweep([PLAIN, *configs], comparison, setup, engines, ignore_eos=ignore_eos)
 
 

@@ -10,11 +10,12 @@ Writes demo.csv and demo.png. Ends with status 1 if greedy answers differ (in 16
 than at near ties of the target's own logits).
 """
 
+import argparse
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from rich.text import Text
 from benchmarks import plot, sweep
 from benchmarks.common import RESULTS, commit
 from benchmarks.studies.configs import missing, ours, vllms_own
-from benchmarks.sweep import PLAIN, Cell, Sweep
+from benchmarks.sweep import PLAIN, Cell, Config, Sweep
 from vllm_hsd.cli import bench_report
+from vllm_hsd.cli.bench_runs import Engines
 from vllm_hsd.engine import Generation
 
 PROMPTS = Path(__file__).parent / "demo_prompts.jsonl"
@@ -169,24 +171,48 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
     console.print("All answers of a kind together (quartiles of single answers).", soft_wrap=True)
 
 
-def main() -> int:
-    parser = sweep.options(__doc__, RESULTS / "demo")
+def options(description: str, output: Path, minutes: float) -> argparse.ArgumentParser:
+    """A parser with the options of a demo."""
+    parser = sweep.options(description, output)
     parser.add_argument(
-        "--minutes", type=float, default=7.0, help="time after which no round starts"
+        "--minutes", type=float, default=minutes, help="time after which no round starts"
     )
     parser.add_argument("--rounds", type=int, default=6, help="most prompts of each kind")
-    options = parser.parse_args()
+    return parser
+
+
+def run(
+    chosen: argparse.Namespace,
+    configs: Mapping[str, Config],
+    name: str,
+    model: str,
+    engines_class: type[Engines] = Engines,
+) -> int:
+    """Answer, print the tables, write the files.
+
+    Args:
+        chosen: values of `options`.
+        name: of the files.
+        model: what the figure calls the target.
+
+    Returns:
+        1 if greedy answers differ, else 0.
+    """
     began = time.monotonic()
-    # `make demo` says when it was called: .venv and the model are part of the wait.
+    # The Makefile says when it was called: .venv and the model are part of the wait.
     called = float(os.environ.get("DEMO_STARTED") or time.time())
     for line in missing():
         print(line)
-    by_kind = {kind: texts[: options.rounds] for kind, texts in read_demo_prompts().items()}
+    by_kind = {kind: texts[: chosen.rounds] for kind, texts in read_demo_prompts().items()}
     kinds, rounds = list(by_kind), min(map(len, by_kind.values()))
     prompts = [[{"role": "user", "content": text}] for texts in by_kind.values() for text in texts]
-    configs = {**vllms_own(), **ours()}
     with sweep.started(
-        options, configs, prompts, temperatures=TEMPERATURES, ignore_eos=False
+        chosen,
+        configs,
+        prompts,
+        temperatures=TEMPERATURES,
+        ignore_eos=False,
+        engines_class=engines_class,
     ) as engines:
         engines.engines.get(0)
         print(f"\n> {by_kind[kinds[0]][0]}\n", flush=True)
@@ -194,7 +220,7 @@ def main() -> int:
         print(f"First streamed answer {waited:.0f} s after the call.", flush=True)
         for index in range(1, len(engines.names)):
             engines.engines.get(index)
-        cells = measure(engines, kinds, rounds, began + 60 * options.minutes)
+        cells = measure(engines, kinds, rounds, began + 60 * chosen.minutes)
         faults = engines.compare()
     rows = []
     for temperature in TEMPERATURES:
@@ -208,7 +234,7 @@ def main() -> int:
         print(line)
     if not engines.results.differences:
         print("Greedy answers are equal, token for token.")
-    table = sweep.Table(options.output / "demo.csv")
+    table = sweep.Table(chosen.output / f"{name}.csv")
     table.path.unlink(missing_ok=True)
     table.add(rows)
     plot.bars(
@@ -217,12 +243,17 @@ def main() -> int:
         x="set",
         panel="temperature",
         measure="speedup",
-        title=f"SmolLM2-135M-Instruct, {options.dtype}, {table.rows[0]['machine']}, commit "
+        title=f"{model}, {chosen.dtype}, {table.rows[0]['machine']}, commit "
         f"{commit()}\nbars: speed-up over no speculation; lines: quartiles of single answers",
     )
     print(f"Written: {table.path}, {table.path.with_suffix('.png')}")
     print(f"{time.monotonic() - began:.0f} s; first answer {waited:.0f} s after the call.")
     return 1 if faults else 0
+
+
+def main() -> int:
+    chosen = options(__doc__, RESULTS / "demo", 7.0).parse_args()
+    return run(chosen, {**vllms_own(), **ours()}, "demo", "SmolLM2-135M-Instruct")
 
 
 if __name__ == "__main__":

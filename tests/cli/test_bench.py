@@ -22,7 +22,8 @@ from vllm_hsd.worker_process import WorkerProcess
 KEYS = [
     "config", "name", "batch_size", "temperature", "rounds", "tokens_per_second", "speedup",
     "speedup_low", "speedup_high", "tokens_per_step", "acceptance", "ttft_ms", "tpot_ms",
-    "greedy_differences", "greedy_gap",
+    "greedy_differences", "greedy_gap", "redundancy", "target_utilization", "swi",
+    "accepted_per_step",
 ]  # fmt: skip
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 CASCADE = {
@@ -103,7 +104,10 @@ class FakeEngine:
         if self.index in self.wrong:
             tokens[-1] = [7, 7, 7, 7, 8]
         steps = {0: 5, 1: 3, 2: 2}[self.index]
-        levels = [{"drafted": 6, "accepted": 3}, {"drafted": 4, "accepted": 3}]
+        levels = [
+            {"drafted": 6, "accepted": 3, "seconds": 0.1},
+            {"drafted": 4, "accepted": 3, "seconds": 0.2},
+        ]
         return Generation(
             tokens,
             ["text"] * len(prompts),
@@ -113,8 +117,9 @@ class FakeEngine:
             [2.5] * len(prompts),
             [steps] * len(prompts),
             drafted=0 if self.index == 0 else 8,
-            accepted=0 if self.index == 0 else 2,
+            accepted={0: 0, 1: 2, 2: 3}[self.index],
             levels=levels if self.index == 2 else [],
+            step_lengths=[[1, *{0: [1] * 4, 1: [2, 2], 2: [4]}[self.index]]] * len(prompts),
         )
 
 
@@ -154,6 +159,12 @@ def test_rows_hold_the_figures(fakes, tmp_path, capsys):
     assert [row["tokens_per_step"] for row in rows[:3]] == [1.0, 2.0, 4.0]
     assert none["acceptance"] == [] and ngram["acceptance"] == [0.25]
     assert cascade["acceptance"] == [0.5, 0.75]
+    # Of 10 tokens level 1 passed 3 on as its own, and the target kept 3.
+    assert [row["redundancy"] for row in rows[:3]] == [None, 0.75, round(1 - 3 / 7, 4)]
+    assert [row["target_utilization"] for row in rows[:3]] == [None, 0.6, 0.4]
+    assert ngram["accepted_per_step"] == [0, 12] and cascade["accepted_per_step"] == [0, 0, 0, 6]
+    # Four tokens in a step of 0.5 s and 0.3 s of drafting, without speculation in 2 s.
+    assert [row["swi"] for row in rows[:3]] == [None, None, 2.5]
     assert (none["ttft_ms"], none["tpot_ms"]) == (500.0, 500.0)
     assert [row["greedy_differences"] for row in rows[:6]] == [0, 0, 0, None, None, None]
     # A line for every run, also when the output is not a terminal.
@@ -223,6 +234,9 @@ def test_table_and_files(fakes, tmp_path):
     assert list(table_rows[0]) == [*KEYS, "error"]
     assert json.loads(table_rows[2]["config"]) == CASCADE
     assert table_rows[2]["acceptance"] == "0.5000 0.7500"
+    assert table_rows[2]["accepted_per_step"] == "0 0 0 6"
+    drafting = [line.split() for line in table.splitlines() if "3:100%" in line]
+    assert [line[-4:] for line in drafting[:2]] == [["0.57", "0.40", "2.50", "3:100%"]] * 2
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from vllm_hsd import host
 from vllm_hsd.checked_files import write_json, written_whole
-from vllm_hsd.cli import bench_quality, greedy
+from vllm_hsd.cli import bench_drafts, bench_quality, greedy
 from vllm_hsd.cli.bench_jobs import Results
 from vllm_hsd.cli.options import aligned, wrapped
 from vllm_hsd.engine import Generation
@@ -22,6 +22,7 @@ Row = dict[str, Any]
 FIGURES = (
     *("tokens_per_second", "speedup", "speedup_low", "speedup_high", "tokens_per_step"),
     *("acceptance", "ttft_ms", "tpot_ms", "greedy_differences", "greedy_gap"),
+    *bench_drafts.FIGURES,
 )
 HEADINGS = ("configuration", "tok/s", "speed-up", "tok/step", "accepted", "TTFT ms", "differ")
 NOTES = (
@@ -66,7 +67,8 @@ def _row(results: Results, index: int, batch_size: int, temperature: float) -> R
     rates = [_rate(generations) for generations in own]
     plain = map(_rate, _by_round(results, 0, batch_size, temperature))
     speedups = [rate / base for rate, base in zip(rates, plain, strict=True)]
-    everything = [generation for generations in own for generation in generations]
+    everything = list(chain.from_iterable(own))
+    plainly = list(chain.from_iterable(_by_round(results, 0, batch_size, temperature)))
     row |= {
         "tokens_per_second": statistics.median(rates),
         "speedup": statistics.median(speedups),
@@ -76,6 +78,7 @@ def _row(results: Results, index: int, batch_size: int, temperature: float) -> R
         "acceptance": acceptance(everything),
         "ttft_ms": 1e3 * statistics.median(t for g in everything for t in g.first_token_seconds),
         "tpot_ms": bench_quality.time_per_output_token(everything),
+        **bench_drafts.figures(everything, plainly, batch_size),
     }
     if temperature == 0:
         gaps = [
@@ -182,12 +185,25 @@ def table(results: Results, rows: Sequence[Row]) -> str:
         for row in own:
             if row.get("error"):
                 lines += wrapped(f"{row['name']}  could not run: {row['error']}", "    ")
-    lines += ["", *wrapped(f"Medians of {results.comparison.rounds} rounds. {NOTES}")]
+        if drafting := [row for row in own if row["redundancy"] is not None]:
+            lines += ["", *aligned([bench_drafts.HEADINGS, *map(bench_drafts.cells, drafting)])]
+        for sentence in _branches(results, own):
+            lines += wrapped(sentence)
+    notes = f"Medians of {results.comparison.rounds} rounds. {NOTES} {bench_drafts.NOTES}"
+    lines += ["", *wrapped(notes)]
     for sentence in greedy.sentences(results, results.differences, results.metadata["dtype"]):
         lines += wrapped(sentence)
     for note in warnings(results, rows):
         lines += wrapped(f"Note: {note}")
     return "\n".join(lines)
+
+
+def _branches(results: Results, rows: Sequence[Row]) -> Iterator[str]:
+    """A sentence for every row whose drafts had branches."""
+    for index, row in enumerate(rows):
+        own = _by_round(results, index, row["batch_size"], row["temperature"])
+        if said := bench_drafts.branches(row["name"], list(chain.from_iterable(own))):
+            yield said
 
 
 def warnings(results: Results, rows: Sequence[Row] = ()) -> list[str]:
@@ -227,8 +243,12 @@ def page(results: Results, rows: Sequence[Row]) -> str:
                 cells = list(_figures(row))
                 bar = f"<meter max={top:.4f} value={row['speedup']:.4f}></meter>"
             parts.append(f"<tr><td>{'<td>'.join(map(escape, cells))}<td>{bar}</tr>")
+        parts.append(f"</table><table><tr><th>{'<th>'.join(bench_drafts.HEADINGS)}")
+        for row in own:
+            if row["redundancy"] is not None:
+                parts.append(f"<tr><td>{'<td>'.join(map(escape, bench_drafts.cells(row)))}</tr>")
         parts.append("</table>")
-    parts.append(f"<p>{NOTES}</p><h2>Configurations</h2><table>")
+    parts.append(f"<p>{NOTES} {bench_drafts.NOTES}</p><h2>Configurations</h2><table>")
     for name, config in zip(results.comparison.names, results.comparison.configs, strict=True):
         text = escape(json.dumps(config)) if config else "-"
         parts.append(f"<tr><td>{escape(name)}<td><code>{text}</code></tr>")
@@ -248,7 +268,9 @@ def write(results: Results, rows: Sequence[Row]) -> str:
         for row in rows:
             config = "" if row["config"] is None else json.dumps(row["config"])
             rates = " ".join(_number(rate, 4) for rate in row["acceptance"] or ())
-            writer.writerow({**row, "config": config, "acceptance": rates})
+            steps = " ".join(map(str, row["accepted_per_step"] or ()))
+            cells = {"config": config, "acceptance": rates, "accepted_per_step": steps}
+            writer.writerow({**row, **cells})
     with written_whole(paths[2]) as unfinished:
         unfinished.write_text(page(results, rows))
     return f"Written: {', '.join(map(str, paths))}"

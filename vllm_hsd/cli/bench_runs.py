@@ -35,11 +35,15 @@ class Engines:
         self._running: dict[int, EngineProcess] = {}
         self.cores: list[int] = []
         self._on_host = setup.device == "cpu"
-        count = len(comparison.configs)
+        self._count = count = self.count(comparison)
         self._args = engine_arguments(comparison, setup, count)
         # On an accelerator every engine takes its share of the memory in advance.
         share_asked = self._args.get("gpu_memory_utilization", 1.0)
         self.stay_loaded = self._on_host or share_asked * count <= 1
+
+    def count(self, comparison: Comparison) -> int:
+        """Engines that are loaded together."""
+        return len(comparison.configs)
 
     def get(self, index: int) -> EngineProcess:
         """The engine of a configuration, loaded and warm."""
@@ -61,7 +65,7 @@ class Engines:
         warm_up = {"max_tokens": min(comparison.max_tokens, 16), "ignore_eos": True}
         engine.generate([self._setup.prompt_ids[0]] * max(comparison.batch_sizes), warm_up)
         if index == 0 and self._on_host:
-            rest = (len(comparison.configs) - 1) * DRAFTER_MEMORY + 1
+            rest = (self._count - 1) * DRAFTER_MEMORY + 1
             self.stay_loaded = rest * engine.memory_bytes() < self._setup.available_memory
             if not self.stay_loaded:
                 progress("too little memory for all engines at once: they load again every round")
