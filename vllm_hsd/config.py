@@ -122,9 +122,11 @@ class CascadeConfig(Keys):
                     f"levels[{i + 1}] at a time"
                 )
             if level.num_tokens is not None and level.num_tokens > limit:
+                # Papers let the level above pass on all that it accepts, and a token of its own.
                 raise ValueError(
                     f"{name}.num_tokens is {level.num_tokens}, above num_speculative_tokens "
-                    f"({limit}): lower num_tokens or raise num_speculative_tokens"
+                    f"({limit}): lower num_tokens, or raise num_speculative_tokens to "
+                    f"{level.num_tokens + 1} for drafts that are accepted whole"
                 )
             if i > 0 and level.only_lowest:
                 raise ValueError(
@@ -180,7 +182,7 @@ class CascadeConfig(Keys):
             if room < 2:
                 raise ValueError(
                     f"levels[{i}] has room for one token, its own, so that levels[{i - 1}] would "
-                    f"never draft: raise {key} or remove levels[{i - 1}]"
+                    f"never draft: raise {key} by {2 - room}, or remove levels[{i - 1}]"
                 )
             room -= 1
         return self

@@ -56,7 +56,15 @@ FAULTS = [
     (hsd({**MODEL, "ngram": {}, "num_tokens": 2}, TOP), r"levels\[0\].*'model'.*'ngr"),
     (hsd(MODEL, TOP), r"levels\[0\].*'num_tokens'"),
     (hsd({**MODEL, "num_tokens": 0}, TOP), r"levels\[0\]\.num_tokens"),
-    (hsd({**MODEL, "num_tokens": 7}, TOP), r"levels\[0\]\.num_tokens is 7.*6"),
+    # Optima of "Fast Inference via Hierarchical Speculative Decoding": 13 below 11, and 1 below 1.
+    (
+        hsd({**MODEL, "num_tokens": 13}, TOP, num_speculative_tokens=11),
+        r"levels\[0\]\.num_tokens is 13.*11.*raise num_speculative_tokens to 14",
+    ),
+    (
+        hsd({**MODEL, "num_tokens": 1}, TOP, num_speculative_tokens=1),
+        r"levels\[1\] has room for one token.*raise num_speculative_tokens by 1, or remove",
+    ),
     (hsd({**TOP, "num_tokens": 4}), r"levels\[0\]\.num_tokens is 4.*\(6"),
     (hsd({**TOP, "verifier": "standard"}), r"levels\[0\]\.verifier"),
     (hsd({**TOP, "max_rounds": 2}), r"levels\[0\]\.max_rounds"),
@@ -121,6 +129,7 @@ FAULTS = [
     ),
     (hsd({"ngram": 4, "num_tokens": 2}, TOP), r"ngram: give a mapping.*: 4"),
     (hsd({"early_exit": True}), r"levels\[0\]\.early_exit: .*True"),
+    (hsd({"early_exit": 0}), r"levels\[0\]\.early_exit is 0, .*\"order\": 1"),
     (hsd({"early_exit": "half"}), r"levels\[0\]\.early_exit: .*'half'"),
     (hsd(LOW, TOP, horizontal_tokens=True), "horizontal_tokens: .*True"),
     (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.levels.base import Measuring, Place, Target, VerifyingKeys
@@ -22,6 +22,16 @@ class EarlyExitLevelConfig(VerifyingKeys):
     on_v2 = "model"
 
     early_exit: Annotated[int, Field(ge=1, le=10_000)]
+
+    @field_validator("early_exit", mode="before")
+    @classmethod
+    def _not_the_embedding(cls, value: object) -> object:
+        if value == 0 and type(value) is int:
+            raise ValueError(
+                "is 0, a function of the last token alone: give a level "
+                '{"ngram_model": STORE, "order": 1}, which needs no forward pass'
+            )
+        return value
 
     @property
     def target_layers(self) -> int:
