@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from vllm_hsd.core.levels import LevelOptions
+from vllm_hsd.core.text_order import OrderedTexts
 from vllm_hsd.kernels.chain_verify import METHODS, verify_chain_padded
 from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
 from vllm_hsd.kernels.keep_rows import keep_rows
@@ -23,6 +24,7 @@ from vllm_hsd.runner_v2 import cascade_steps
 from vllm_hsd.runner_v2.program import Program
 from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState
 from vllm_hsd.runner_v2.schedule import compile_schedule
+from vllm_hsd.runner_v2.suffix_lookup import SuffixLookup
 
 # Requests of a launch; the number changes nothing but the grid.
 _BATCH = 3
@@ -34,7 +36,8 @@ class Cascade:
 
     Attributes:
         lengths: draft length of every level, cheapest first.
-        lowest: kind of level 0: "model", "ngram" or "bigram".
+        lowest: kind of level 0: "model", "ngram", "bigram" or "suffix".
+        store: tokens of a suffix level's store, 0 for none.
         exits: levels in the target's cache.
         capacity: most requests of a proposal.
         groups: KV-cache groups.
@@ -43,6 +46,7 @@ class Cascade:
 
     lengths: tuple[int, ...]
     lowest: str = "model"
+    store: int = 0
     exits: tuple[int, ...] = ()
     method: str = "block"
     vocab_size: int = 151936
@@ -85,6 +89,10 @@ class Cascade:
         levels: list[Any] = [_Level(self, k in self.exits) for k in range(len(self.lengths))]
         if self.lowest == "ngram":
             levels[0] = partial(cascade_steps.lookup_ngram, text=text, shortest=1, longest=4)
+        elif self.lowest == "suffix":
+            texts = OrderedTexts(_empty(self.store + 4096), _empty(self.store))
+            suffix = SuffixLookup(texts if self.store else None, 0.05, state.end.device)
+            levels[0] = partial(suffix, text=text)
         elif self.lowest == "bigram":
             levels[0] = partial(cascade_steps.lookup_bigram, successor=_empty(self.vocab_size))
         groups = KVGroups(
@@ -212,6 +220,7 @@ SHORT = (
     Cascade((3, 8)),
     Cascade((1, 3, 8)),
     Cascade((4, 8), "ngram"),
+    Cascade((8,), "suffix", store=1 << 24),
     StockDrafter(torch.bfloat16),
 )
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -233,6 +242,8 @@ ALL = (
     # The longest drafts, and texts from a block to a million tokens.
     Cascade((15, 31, 63)),
     *(Cascade((4, 8), "ngram", max_model_len=n) for n in (16, 1 << 20)),
+    *(Cascade((63,), "suffix", store=n, max_model_len=1 << 20) for n in (0, 1)),
+    *(Cascade((1, 3), "suffix", store=1000, capacity=c, max_model_len=16) for c in (1, 3)),
     *(StockDrafter(d) for d in (torch.float16, torch.float32)),
     StockDrafter(torch.bfloat16, vocab_size=50257),
     *(Trees(n) for n in (5, MAX_NODES)),

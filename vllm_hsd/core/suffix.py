@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from vllm_hsd.core.levels import LookupResult
+from vllm_hsd.core.text_order import DEPTH
 from vllm_hsd.core.text_store import TextStore
 from vllm_hsd.errors import UserError
 
-# Longest match and continuation together.
-DEPTH = 64
 # A tree's draft may be so many times as long as the match, which is its largest useful length.
 UNBOUNDED = 1000.0
 
@@ -93,13 +92,7 @@ class SuffixLevel:
     ) -> LookupResult:
         """See `core.levels.LookupLevel`: the text that is expected to give most."""
         each = self.lookup_each(tokens, rows, slots, ends, requested)
-        best = np.stack([found.confidence.sum(1) for found in each]).argmax(0)
-        own = np.arange(len(rows))
-        return LookupResult(
-            np.stack([found.token_ids for found in each])[best, own],
-            np.stack([found.counts for found in each])[best, own],
-            np.stack([found.confidence for found in each])[best, own],
-        )
+        return most_expected(each)
 
     def lookup_each(
         self,
@@ -181,6 +174,17 @@ class SharedOutputs:
             self.order.remove(number)
 
 
+def most_expected(each: list[LookupResult]) -> LookupResult:
+    """Of every request the result of which most tokens are expected to be accepted."""
+    best = np.stack([found.confidence.sum(1) for found in each]).argmax(0)
+    own = np.arange(len(best))
+    return LookupResult(
+        np.stack([found.token_ids for found in each])[best, own],
+        np.stack([found.counts for found in each])[best, own],
+        np.stack([found.confidence for found in each])[best, own],
+    )
+
+
 def acceptance(probs: np.ndarray, match: int, *, own: bool) -> np.ndarray:
     """Estimated probability that the text continues with the first tokens of a tree's draft.
 
@@ -196,6 +200,9 @@ def acceptance(probs: np.ndarray, match: int, *, own: bool) -> np.ndarray:
     Returns:
         [n] float64, decreasing.
     """
-    seen = match + np.arange(len(probs))
-    reliable = (seen + 1) / (seen + 2) if own else seen / (seen + 4)
-    return probs * np.cumprod(reliable)
+    # Products of (s + 1) / (s + 2) and of s / (s + 4) over the tokens seen before each one.
+    first, last = float(match), match + np.arange(len(probs), dtype=np.float64)
+    if own:
+        return probs * ((first + 1) / (last + 2))
+    before = first * (first + 1) * (first + 2) * (first + 3)
+    return probs * (before / ((last + 1) * (last + 2) * (last + 3) * (last + 4)))

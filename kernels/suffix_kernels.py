@@ -1,0 +1,363 @@
+"""Suffix lookup for the lowest level of a cascade; runner_v2/suffix_lookup.py launches the kernels.
+
+core/suffix_votes.py is their rule in plain numpy. One program drafts for one request and one length
+of the match: it finds where the last tokens of the text occur, in the request's own text or in a
+store, and follows the token that is seen there most often. The last kernel takes the length, and
+then the text, that is expected to give most.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _token_at(window_ptr, text_ptr, base, at, mask):
+    """Tokens of a request's text, of the window where that begins; -1 where the mask is false."""
+    one = tl.load(window_ptr + at - base, mask=mask & (at >= base), other=-1)
+    other = tl.load(text_ptr + at, mask=mask & (at < base), other=-1)
+    return tl.where(at >= base, one, other)
+
+
+@triton.jit
+def match_text_kernel(
+    matched_ptr,  # uint8 [B, max_model_len], tokens up to each one that end the text too
+    longest_ptr,  # int32 [B, CHUNKS], the most of them
+    window_ptr,  # int32 [B, capacity]
+    window_stride,
+    base_ptr,  # int64 [B]
+    end_ptr,  # int32 [B]
+    committed_ptr,  # int32 [B], tokens of the window that are committed
+    requested_ptr,  # int32 [B], of level 0
+    slot_ptr,  # int32 [B]
+    text_ptr,  # int32 [max_num_reqs, max_model_len]
+    text_stride,
+    max_model_len,
+    DEPTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    request = tl.program_id(0)
+    chunk = tl.program_id(1)
+    base = tl.load(base_ptr + request)
+    length = base + tl.load(end_ptr + request)
+    committed = base + tl.load(committed_ptr + request)
+    position = chunk.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    matched = tl.zeros([CHUNK], tl.int32)
+    if (tl.load(requested_ptr + request) > 0) & (chunk * CHUNK < committed):
+        window_ptr += request * window_stride
+        text_ptr += tl.load(slot_ptr + request).to(tl.int64) * text_stride
+        going = position < committed
+        longest = tl.minimum(length, DEPTH) - 1
+        i = tl.zeros((), tl.int64)
+        while (i < longest) & (tl.max(going.to(tl.int32), axis=0) > 0):
+            wanted = _token_at(window_ptr, text_ptr, base, length - 1 - i, True)
+            at = position - i
+            going = going & (at >= 0)
+            going = going & (_token_at(window_ptr, text_ptr, base, at, going) == wanted)
+            matched += going.to(tl.int32)
+            i += 1
+    # Also of requests that draft nothing: the next kernel reads no more than this one writes.
+    tl.store(longest_ptr + request * tl.num_programs(1) + chunk, tl.max(matched, axis=0))
+    row_ptr = matched_ptr + request.to(tl.int64) * max_model_len
+    tl.store(row_ptr + position, matched.to(tl.uint8), mask=position < max_model_len)
+
+
+@triton.jit
+def _store_draft(expected_ptr, count_ptr, at, expected, count):
+    tl.store(expected_ptr + at, expected)
+    tl.store(count_ptr + at, count)
+
+
+@triton.jit
+def own_votes_kernel(
+    expected_ptr,  # float32 [B, DEPTH - 1], sum of the shares, for each length of the match
+    count_ptr,  # int32 [B, DEPTH - 1]
+    token_ptr,  # int32 [B, DEPTH - 1, N]
+    share_ptr,  # float32 [B, DEPTH - 1, N]
+    place_ptr,  # int32 [B, DEPTH - 1, OCCURRENCES], where the text goes on after a match
+    matched_ptr,  # uint8 [B, max_model_len]
+    longest_ptr,  # int32 [B, CHUNKS]
+    window_ptr,  # int32 [B, capacity]
+    window_stride,
+    base_ptr,  # int64 [B]
+    committed_ptr,  # int32 [B]
+    requested_ptr,  # int32 [B]
+    slot_ptr,  # int32 [B]
+    text_ptr,  # int32 [max_num_reqs, max_model_len]
+    text_stride,
+    max_model_len,
+    chunks,
+    floor,
+    DEPTH: tl.constexpr,
+    N: tl.constexpr,
+    OCCURRENCES: tl.constexpr,
+    VOTERS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    request = tl.program_id(0)
+    match = tl.program_id(1) + 1
+    out = request * (DEPTH - 1) + match - 1
+    room = tl.minimum(tl.load(requested_ptr + request), DEPTH - match)
+    c = tl.arange(0, CHUNKS)
+    longest = tl.load(longest_ptr + request * chunks + c, mask=c < chunks, other=0)
+    count = tl.zeros((), tl.int32)
+    drafted = tl.zeros((), tl.int32)
+    expected = tl.zeros((), tl.float32)
+    if (room > 0) & (tl.max(longest, axis=0) >= match):
+        base = tl.load(base_ptr + request)
+        committed = base + tl.load(committed_ptr + request)
+        window_ptr += request * window_stride
+        text_ptr += tl.load(slot_ptr + request).to(tl.int64) * text_stride
+        matched_ptr += request.to(tl.int64) * max_model_len
+        place_ptr += out.to(tl.int64) * OCCURRENCES
+        token_ptr += out.to(tl.int64) * N
+        share_ptr += out.to(tl.int64) * N
+        # The latest occurrences, the last one first.
+        chunk = ((committed - 1) // CHUNK).to(tl.int32)
+        while (chunk >= 0) & (count < OCCURRENCES):
+            if tl.load(longest_ptr + request * chunks + chunk) >= match:
+                at = chunk * CHUNK + tl.arange(0, CHUNK)
+                tokens = tl.load(matched_ptr + at, mask=at < committed, other=0).to(tl.int32)
+                here = (tokens >= match).to(tl.int32)
+                number = tl.sum(here, axis=0)
+                rank = count + number - tl.cumsum(here, axis=0)
+                tl.store(place_ptr + rank, at + 1, mask=(here > 0) & (rank < OCCURRENCES))
+                count += number
+            chunk -= 1
+        count = tl.minimum(count, OCCURRENCES)
+        tl.debug_barrier()
+        lane = tl.arange(0, OCCURRENCES)
+        share = tl.full((), 1.0, tl.float32)
+        while (drafted < room) & (count > 0):
+            place = tl.load(place_ptr + lane, mask=lane < count, other=0)
+            inside = (lane < count) & (place < committed)
+            token = _token_at(window_ptr, text_ptr, base, place, inside)
+            votes = tl.zeros([OCCURRENCES], tl.int32)
+            first = tl.zeros((), tl.int32)
+            while first < count:
+                voter = first + tl.arange(0, VOTERS)
+                other = tl.load(place_ptr + voter, mask=voter < count, other=0)
+                votes_too = (voter < count) & (other < committed)
+                vote = _token_at(window_ptr, text_ptr, base, other, votes_too)
+                votes += tl.sum((token[:, None] == vote[None, :]).to(tl.int32), axis=1)
+                first += VOTERS
+            # Of equally many the lowest token.
+            key = (votes.to(tl.int64) << 32) | (0x7FFFFFFF - token)
+            best = tl.max(tl.where(token >= 0, key, 0), axis=0)
+            won = (best >> 32).to(tl.int32)
+            taken = (0x7FFFFFFF - (best & 0x7FFFFFFF)).to(tl.int32)
+            share *= tl.div_rn(won.to(tl.float32), count.to(tl.float32))
+            count = won
+            # All have read the places.
+            tl.debug_barrier()
+            if share >= floor:
+                tl.store(token_ptr + drafted, taken)
+                tl.store(share_ptr + drafted, share)
+                expected += share
+                drafted += 1
+                agrees = (token == taken).to(tl.int32)
+                rank = tl.cumsum(agrees, axis=0) - 1
+                tl.store(place_ptr + rank, place + 1, mask=agrees > 0)
+            else:
+                count = 0
+            tl.debug_barrier()
+    _store_draft(expected_ptr, count_ptr, out, expected, drafted)
+
+
+@triton.jit
+def _bound(
+    tokens_ptr,
+    order_ptr,
+    low,
+    high,
+    wanted,
+    match,
+    total,
+    AFTER: tl.constexpr,
+    WAYS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """First place of an order whose tokens do not come before the wanted ones, or with AFTER, come
+    after them."""
+    way = tl.arange(0, WAYS)
+    offset = tl.arange(0, DEPTH)
+    compared = offset < match
+    while low < high:
+        index = low + (high - low) * (way + 1) // (WAYS + 1)
+        at = tl.load(order_ptr + index)[:, None] + offset[None, :]
+        here = tl.load(tokens_ptr + at, mask=compared[None, :] & (at < total), other=-1)
+        differs = compared[None, :] & (here != wanted[None, :])
+        first = tl.min(tl.where(differs, offset[None, :], DEPTH), axis=1)
+        side = tl.where(here < wanted[None, :], -1, 1)
+        side = tl.sum(tl.where(offset[None, :] == first[:, None], side, 0), axis=1)
+        if AFTER:
+            before = tl.sum((side <= 0).to(tl.int32), axis=0)
+        else:
+            before = tl.sum((side < 0).to(tl.int32), axis=0)
+        size = high - low
+        high = tl.where(before < WAYS, low + size * (before + 1) // (WAYS + 1), high)
+        low = tl.where(before > 0, low + size * before // (WAYS + 1) + 1, low)
+    return low
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def store_votes_kernel(
+    expected_ptr,  # float32 [B, DEPTH - 1]
+    count_ptr,  # int32 [B, DEPTH - 1]
+    token_ptr,  # int32 [B, DEPTH - 1, N]
+    share_ptr,  # float32 [B, DEPTH - 1, N]
+    tokens_ptr,  # int32 [total], texts of the store
+    order_ptr,  # int32 [size]
+    window_ptr,  # int32 [B, capacity]
+    window_stride,
+    base_ptr,  # int64 [B]
+    end_ptr,  # int32 [B]
+    requested_ptr,  # int32 [B]
+    slot_ptr,  # int32 [B]
+    text_ptr,  # int32 [max_num_reqs, max_model_len]
+    text_stride,
+    total,
+    size,
+    floor,
+    DEPTH: tl.constexpr,
+    N: tl.constexpr,
+    PROBES: tl.constexpr,
+    WAYS: tl.constexpr,
+):
+    request = tl.program_id(0)
+    match = tl.program_id(1) + 1
+    out = request * (DEPTH - 1) + match - 1
+    length = tl.load(base_ptr + request) + tl.load(end_ptr + request)
+    room = tl.minimum(tl.load(requested_ptr + request), DEPTH - match)
+    drafted = tl.zeros((), tl.int32)
+    expected = tl.zeros((), tl.float32)
+    if (room > 0) & (match < length):
+        base = tl.load(base_ptr + request)
+        window_ptr += request * window_stride
+        text_ptr += tl.load(slot_ptr + request).to(tl.int64) * text_stride
+        token_ptr += out.to(tl.int64) * N
+        share_ptr += out.to(tl.int64) * N
+        offset = tl.arange(0, DEPTH)
+        at = length - match + offset
+        wanted = _token_at(window_ptr, text_ptr, base, at, offset < match)
+        low = tl.zeros((), tl.int32)
+        high = low + size
+        low = _bound(tokens_ptr, order_ptr, low, high, wanted, match, total, False, WAYS, DEPTH)
+        high = _bound(tokens_ptr, order_ptr, low, high, wanted, match, total, True, WAYS, DEPTH)
+        lane = tl.arange(0, PROBES)
+        share = tl.full((), 1.0, tl.float32)
+        while (drafted < room) & (low < high):
+            text_at = tokens_ptr + match + drafted
+            gap = (high - low + PROBES - 1) // PROBES
+            index = low + lane * gap
+            there = index < high
+            token = tl.load(text_at + tl.load(order_ptr + index, mask=there, other=0), mask=there)
+            left, right = index - gap, index + gap
+            has_left, has_right = there & (lane > 0), there & (right < high)
+            one = tl.load(order_ptr + left, mask=has_left, other=0)
+            one = tl.load(text_at + one, mask=has_left, other=-2)
+            other = tl.load(order_ptr + right, mask=has_right, other=0)
+            other = tl.load(text_at + other, mask=has_right, other=-2)
+            is_first, is_last = there & (one != token), there & (other != token)
+            # Between two probes with different tokens each run ends: two searches, a lane each.
+            a = tl.where(is_first, tl.maximum(left + 1, low), index)
+            b = index
+            while tl.max(b - a, axis=0) > 0:
+                middle = (a + b) // 2
+                found = tl.load(order_ptr + middle, mask=is_first, other=0)
+                same = tl.load(text_at + found, mask=is_first, other=-2) == token
+                b = tl.where(same, middle, b)
+                a = tl.where(same | (is_first == 0), a, middle + 1)
+            begin = tl.associative_scan(tl.where(is_first, b, 0), 0, _larger)
+            a = index + 1
+            b = tl.where(is_last, tl.minimum(right, high), a)
+            while tl.max(b - a, axis=0) > 0:
+                middle = (a + b) // 2
+                found = tl.load(order_ptr + middle, mask=is_last, other=0)
+                same = tl.load(text_at + found, mask=is_last, other=-2) == token
+                a = tl.where(same, middle + 1, a)
+                b = tl.where(same | (is_last == 0), b, middle)
+            votes = tl.where(is_last & (token >= 0), a - begin, 0).to(tl.int64)
+            # Of equally many the lowest token.
+            best = tl.max(votes * PROBES + (PROBES - 1 - lane), axis=0)
+            won = (best // PROBES).to(tl.int32)
+            winner = lane == PROBES - 1 - best % PROBES
+            taken = tl.max(tl.where(winner, token, -1), axis=0)
+            share *= tl.div_rn(won.to(tl.float32), (high - low).to(tl.float32))
+            low = tl.max(tl.where(winner, begin, 0), axis=0)
+            high = low + won
+            if share >= floor:
+                tl.store(token_ptr + drafted, taken)
+                tl.store(share_ptr + drafted, share)
+                expected += share
+                drafted += 1
+            else:
+                high = low
+    _store_draft(expected_ptr, count_ptr, out, expected, drafted)
+
+
+@triton.jit
+def take_draft_kernel(
+    offered_ptr,  # int32 [SOURCES, B, N], what each text offers
+    offers_ptr,  # int32 [SOURCES, B], how many tokens
+    confidence_ptr,  # float64 [SOURCES, B, N]
+    window_ptr,  # int32 [B, capacity]
+    window_stride,
+    end_ptr,  # int32 [B]
+    drafted_ptr,  # int32 [B], of level 0
+    expected_ptr,  # float32 [SOURCES, B, DEPTH - 1]
+    count_ptr,  # int32 [SOURCES, B, DEPTH - 1]
+    token_ptr,  # int32 [SOURCES, B, DEPTH - 1, N]
+    share_ptr,  # float32 [SOURCES, B, DEPTH - 1, N]
+    least_ptr,  # float64 [1], confidence below which nothing is drafted
+    SOURCES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    N: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    request = tl.program_id(0)
+    lane = tl.arange(0, LANES)
+    length = tl.arange(0, DEPTH)
+    least = tl.load(least_ptr)
+    drafted = tl.zeros((), tl.int32)
+    taken = tl.zeros([LANES], tl.int32)
+    most = tl.zeros((), tl.float64)
+    for source in tl.static_range(SOURCES):
+        place = source * tl.num_programs(0) + request
+        row = place.to(tl.int64) * (DEPTH - 1)
+        expected = tl.load(expected_ptr + row + length, mask=length < DEPTH - 1, other=-1.0)
+        # The longest match of those that give as much.
+        best = tl.max(tl.where(expected == tl.max(expected, axis=0), length, 0), axis=0)
+        known = lane < tl.load(count_ptr + row + best)
+        at = (row + best) * N + lane
+        token = tl.load(token_ptr + at, mask=known, other=0)
+        share = tl.load(share_ptr + at, mask=known, other=0.0).to(tl.float64)
+        # `core.suffix.acceptance`.
+        match = (best + 1).to(tl.float64)
+        last = match + lane.to(tl.float64)
+        if source == 0:
+            confidence = share * ((match + 1) / (last + 2))
+        else:
+            before = match * (match + 1) * (match + 2) * (match + 3)
+            confidence = share * (before / ((last + 1) * (last + 2) * (last + 3) * (last + 4)))
+        known = known & (confidence >= least)
+        count = tl.sum(known.to(tl.int32), axis=0)
+        confidence = tl.where(known, confidence, 0.0)
+        tl.store(offers_ptr + place, count)
+        at = place.to(tl.int64) * N + lane
+        tl.store(offered_ptr + at, tl.where(known, token, 0), mask=lane < N)
+        tl.store(confidence_ptr + at, confidence, mask=lane < N)
+        total = tl.sum(confidence, axis=0)
+        better = total > most
+        most = tl.where(better, total, most)
+        drafted = tl.where(better, count, drafted)
+        taken = tl.where(better, token, taken)
+    end = tl.load(end_ptr + request)
+    tl.store(window_ptr + request * window_stride + end + lane, taken, mask=lane < drafted)
+    tl.store(end_ptr + request, end + drafted)
+    tl.store(drafted_ptr + request, drafted)

@@ -1,0 +1,147 @@
+"""Suffix lookup on the device against the same rule in plain numpy, number for number."""
+
+import numpy as np
+import pytest
+import torch
+from support.proposal_states import MAX_NUM_REQS, GuardedState, poison, schedule_of
+
+from vllm_hsd.core.suffix_votes import OCCURRENCES, PROBES, SuffixVotes
+from vllm_hsd.core.text_order import DEPTH, order_texts
+from vllm_hsd.core.text_store import collect_texts
+from vllm_hsd.runner_v2 import suffix_lookup
+from vllm_hsd.runner_v2.suffix_lookup import SuffixLookup
+
+pytestmark = pytest.mark.interpret
+
+CPU = torch.device("cpu")
+
+
+class Requests:
+    """Texts whose ends may be unverified, in a state between poisoned memory.
+
+    Args:
+        texts: committed tokens of each request, and tokens drafted after them.
+        requested: most tokens of each.
+        length: most tokens of a draft.
+    """
+
+    def __init__(self, texts, requested, length=8):
+        schedule = schedule_of(length, lookup=True)
+        self.guarded = GuardedState(schedule, len(texts), lookup=True)
+        state, window = self.guarded.state, schedule.window
+        longest = max(len(text) for text, _ in texts)
+        self.text = poison(torch.empty(MAX_NUM_REQS, longest + 3, dtype=torch.int32))
+        poison(state.window)
+        self.tokens = np.zeros((len(texts), longest + 2 * length), np.int32)
+        self.ends = np.zeros(len(texts), np.int64)
+        self.committed = np.array([len(text) for text, _ in texts])
+        self.requested = np.array(requested)
+        for b, (text, drafted) in enumerate(texts):
+            slot, base = MAX_NUM_REQS - 1 - b, len(text) - window
+            whole = torch.from_numpy(np.append(text, drafted).astype(np.int32))
+            self.text[slot, : len(text)] = whole[: len(text)]
+            state.slot[b], state.base[b], state.start[0, b] = slot, base, window
+            state.window[b, : len(whole) - base] = whole[base:]
+            state.end[b], state.requested[0, b] = len(whole) - base, requested[b]
+            self.tokens[b, : len(whole)], self.ends[b] = whole.numpy(), len(whole)
+        self.state, self.length = state, length
+
+    def compare(self, texts=None, min_acceptance=0.05) -> list[int]:
+        """Offers and drafts of the kernels equal the reference's; counts of the drafts."""
+        rows = np.arange(len(self.ends))
+        plain = SuffixVotes(texts, min_acceptance)
+        plain.read(self.tokens, rows, rows, self.committed)
+        inputs = self.tokens, rows, rows, self.ends, self.requested
+        each, taken = plain.lookup_each(*inputs), plain.lookup(*inputs)
+        ends = self.state.end.clone()
+        offers = SuffixLookup(texts, min_acceptance, CPU)(self.state, self.text)
+        width = taken.token_ids.shape[1]
+        for source, expected in enumerate(each):
+            assert offers.counts[source].tolist() == expected.counts.tolist()
+            assert (offers.token_ids[source, :, :width].numpy() == expected.token_ids).all()
+            assert (offers.confidence[source, :, :width].numpy() == expected.confidence).all()
+        assert self.state.drafted[0].tolist() == taken.counts.tolist()
+        assert (self.state.end - ends).tolist() == taken.counts.tolist()
+        for b, (end, count) in enumerate(zip(ends.tolist(), taken.counts, strict=True)):
+            found = self.state.window[b, end : end + count].tolist()
+            assert found == taken.token_ids[b, :count].tolist()
+        self.guarded.assert_guards()
+        return taken.counts.tolist()
+
+
+def markov(rng, length, vocabulary):
+    rows = rng.dirichlet(np.full(vocabulary, 0.15), size=vocabulary).cumsum(1)
+    text = [0]
+    while len(text) < length:
+        text.append(int(np.searchsorted(rows[text[-1]], rng.random())) % vocabulary)
+    return np.array(text)
+
+
+def store_of(*texts, vocabulary=100):
+    return order_texts(collect_texts(list(map(np.array, texts)), vocabulary), CPU)
+
+
+@pytest.mark.parametrize(
+    "seed", [1, 2, *(pytest.param(s, marks=pytest.mark.slow) for s in range(9, 40))]
+)
+def test_random_texts_and_stores(seed, monkeypatch):
+    """Texts over several chunks, unverified ends, a request that is not to draft."""
+    monkeypatch.setattr(suffix_lookup, "SEARCH_CHUNK", 16)
+    rng = np.random.default_rng(seed)
+    vocabulary = int(rng.integers(2, 9))
+    texts = [
+        (markov(rng, int(rng.integers(2, most)), vocabulary), rng.integers(0, vocabulary, drafted))
+        for drafted, most in ((0, 16), (0, 90), (1, 16), (3, 16))
+    ]
+    stored = [markov(rng, int(rng.integers(1, 80)), vocabulary) for _ in range(4)]
+    store = store_of(*stored) if seed % 4 else None
+    requests = Requests(texts, [8, 0 if seed % 2 else 5, 8, 3])
+    assert any(requests.compare(store))
+
+
+def test_more_occurrences_than_are_counted():
+    """The latest of the own text; of a store all, found between evenly spaced places."""
+    rng = np.random.default_rng(0)
+    # The token after 0 is 1 at first, and 2 in as many places later.
+    text = np.append(np.resize([0, 1], 3 * OCCURRENCES), np.resize([0, 2], 2 * OCCURRENCES - 5))
+    requests = Requests([(np.append(text, [3, 0]), [])], [2], length=2)
+    assert requests.compare() == [2]
+    assert int(requests.state.window[0, requests.state.end[0] - 2]) == 2
+    short = Requests([([9, 0], [])], [2], length=2)
+    stored = rng.choice(40, 40 * PROBES + 7), rng.choice([0, 1, 2, 7], 5 * PROBES)
+    assert short.compare(store_of(*stored), 0.01) == [2]
+
+
+def test_the_longest_drafts():
+    """Match and continuation together end at the depth of the store."""
+    story = np.arange(100) % 97
+    assert Requests([(story[:2], [])], [63], 63).compare(store_of(story), 0.0) == [DEPTH - 1]
+    # One of two occurrences goes on, up to the text's end.
+    again = np.append(story[:60], story[:2])
+    assert Requests([(again, [])], [63], 63).compare(None, 0.0) == [60]
+
+
+@pytest.mark.parametrize("min_acceptance", [0.0, 0.3, 1.0])
+def test_drafts_end_before_unlikely_tokens(min_acceptance):
+    rng = np.random.default_rng(3)
+    requests = Requests([(markov(rng, 9, 5), []), (np.resize(np.arange(7), 12), [])], [5, 5], 5)
+    counts = requests.compare(store_of(markov(rng, 90, 5)), min_acceptance)
+    assert any(counts) == (min_acceptance < 1)
+
+
+def test_what_has_no_continuation():
+    """Texts shorter than any match, the end of the store, tokens outside the vocabulary."""
+    one, many = store_of([5]), store_of([1, 2, 3], [99], [3, 4])
+    texts = [([5], []), ([7, 5], []), ([2, 3], [4]), ([98, 99], []), ([8, 2**30], [])]
+    assert Requests(texts, [4] * 5).compare(one) == [0] * 5
+    assert Requests(texts, [4] * 5).compare(many) == [0] * 5
+    # What follows the ends of other texts counts against a continuation, and is none.
+    assert Requests([([8, 3], []), ([8, 1], [])], [4, 1], 4).compare(many) == [1, 1]
+    assert Requests([([1, 2, 3], [1])], [1], 1).compare() == [1]
+
+
+def test_padding_drafts_nothing():
+    requests = Requests([([1, 2, 1], []), ([4, 5, 4], [])], [1, 0], 1)
+    requests.state.slot[1], requests.state.base[1] = -1, 0
+    poison(requests.text[MAX_NUM_REQS - 2])
+    assert requests.compare(store_of([4, 5])) == [1, 0]

@@ -1,0 +1,189 @@
+"""The suffix lookup of the V2 runner in plain numpy: what its kernels compute, number for number.
+
+As `core.suffix` it drafts the likeliest continuation of the last 1 to `DEPTH` - 1 tokens, from the
+length of the match that is expected to give most. Occurrences are counted in place of nodes of a
+tree: the shares are the same. What differs:
+
+- of tokens seen equally often the host's tree prefers one by the order in which it was built; here
+  it is the one with the lowest number, which tokenizers give to frequent ones;
+- of the request's own text the `OCCURRENCES` latest of a match are counted;
+- a continuation seen less often than once in `PROBES` occurrences is not drafted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_hsd.core.levels import LookupLevel, LookupResult
+from vllm_hsd.core.suffix import acceptance, most_expected
+from vllm_hsd.core.text_order import DEPTH, END_OF_TEXT, OrderedTexts
+
+# Occurrences of a match in the request's own text that are counted, the latest ones.
+OCCURRENCES = 256
+# Evenly spaced places of an interval of a store that are looked at: a continuation with one in so
+# many of its occurrences has one of them, and is then counted exactly.
+PROBES = 128
+
+
+class Continuation(NamedTuple):
+    """What is likeliest after a match.
+
+    Attributes:
+        token_ids: [n] int64.
+        probs: [n] float32, shares of the occurrences, not increasing.
+        match: tokens before it that were found.
+    """
+
+    token_ids: np.ndarray
+    probs: np.ndarray
+    match: int
+
+
+class SuffixVotes(LookupLevel):
+    """LookupResult in the request's own text and in a store.
+
+    Args:
+        texts: the store in order, on the host; None for none.
+        min_acceptance: a draft ends before the token that is less likely to be accepted.
+    """
+
+    def __init__(self, texts: OrderedTexts | None = None, min_acceptance: float = 0.05) -> None:
+        self.texts, self.min_acceptance = texts, min_acceptance
+        # Tokens of a slot's text that are committed.
+        self.committed: dict[int, int] = {}
+
+    def read(
+        self, tokens: np.ndarray, rows: np.ndarray, slots: np.ndarray, ends: np.ndarray
+    ) -> None:
+        """See `core.levels.LookupLevel`."""
+        self.committed.update(zip(slots.tolist(), ends.tolist(), strict=True))
+
+    def lookup(
+        self,
+        tokens: np.ndarray,
+        rows: np.ndarray,
+        slots: np.ndarray,
+        ends: np.ndarray,
+        requested: np.ndarray,
+    ) -> LookupResult:
+        """See `core.levels.LookupLevel`: the text that is expected to give most."""
+        return most_expected(self.lookup_each(tokens, rows, slots, ends, requested))
+
+    def lookup_each(
+        self,
+        tokens: np.ndarray,
+        rows: np.ndarray,
+        slots: np.ndarray,
+        ends: np.ndarray,
+        requested: np.ndarray,
+    ) -> list[LookupResult]:
+        """As `lookup`, of the request's own text and of the store."""
+        shape = len(rows), int(requested.max(initial=0))
+        each = [
+            LookupResult(np.zeros(shape, np.int64), np.zeros(len(rows), np.int64), np.zeros(shape))
+            for _ in range(1 if self.texts is None else 2)
+        ]
+        for i in np.flatnonzero(requested):
+            text, end, room = tokens[rows[i]], int(ends[i]), int(requested[i])
+            context = text[max(end - DEPTH, 0) : end]
+            committed = np.append(text[: self.committed[int(slots[i])]], np.int32(END_OF_TEXT))
+            drafts = [self._likeliest(committed, own_occurrences(committed, context), room)]
+            if self.texts is not None:
+                stored = self.texts.tokens.numpy()
+                found = stored_occurrences(stored, self.texts.order.numpy(), context)
+                drafts.append(self._likeliest(stored, found, room))
+            for source, (draft, result) in enumerate(zip(drafts, each, strict=True)):
+                probs = draft.probs.astype(np.float64)
+                confidence = acceptance(probs, draft.match, own=source == 0)
+                count = int((confidence >= self.min_acceptance).sum())
+                result.counts[i] = count
+                result.token_ids[i, :count] = draft.token_ids[:count]
+                result.confidence[i, :count] = confidence[:count]
+        return each
+
+    def _likeliest(
+        self, tokens: np.ndarray, occurrences: Iterator[np.ndarray], room: int
+    ) -> Continuation:
+        """The continuation with the largest sum of shares, after the longest match of those."""
+        floor = np.maximum(np.float32(self.min_acceptance), np.float32(1 / PROBES))
+        best, most = Continuation(np.zeros(0, np.int64), np.zeros(0, np.float32), 0), np.float32(0)
+        for match, places in enumerate(occurrences, 1):
+            found = continuation(tokens, places, match, min(room, DEPTH - match), floor)
+            expected = np.float32(0)
+            for prob in found.probs:
+                expected += prob
+            if expected >= most:
+                best, most = found, expected
+        return best
+
+
+def own_occurrences(text: np.ndarray, context: np.ndarray) -> Iterator[np.ndarray]:
+    """Where a text goes on after the last 1, 2, ... tokens of a context, as long as it has them.
+
+    Args:
+        text: [N + 1] int32, the last one `END_OF_TEXT`.
+        context: [up to `DEPTH`] int32; the first token of it is never matched.
+
+    Yields:
+        [up to `OCCURRENCES`] int64, the last ones.
+    """
+    places = np.flatnonzero(text[:-1] == context[-1])
+    for match in range(1, len(context)):
+        places = places[places >= match - 1]
+        places = places[text[places - match + 1] == context[-match]]
+        if not len(places):
+            return
+        yield places[-OCCURRENCES:] + 1
+
+
+def stored_occurrences(
+    tokens: np.ndarray, order: np.ndarray, context: np.ndarray
+) -> Iterator[np.ndarray]:
+    """As `own_occurrences` of the texts of a store, all of them."""
+    for match in range(1, len(context)):
+        low, high = 0, len(order)
+        for k, token in enumerate(context[-match:].tolist()):
+            at = partial(_token_at, tokens, k)
+            low = bisect_left(order, token, low, high, key=at)
+            high = bisect_right(order, token, low, high, key=at)
+        if low == high:
+            return
+        yield order[low:high].astype(np.int64) + match
+
+
+def _token_at(tokens: np.ndarray, offset: int, place: int) -> int:
+    return int(tokens[place + offset])
+
+
+def continuation(
+    tokens: np.ndarray, places: np.ndarray, match: int, room: int, floor: np.float32
+) -> Continuation:
+    """Take the token seen most often, then the one seen most often after both, and so on.
+
+    Args:
+        tokens: [N] int32, `END_OF_TEXT` after every text.
+        places: [n] int64, where the texts go on after the match.
+        match: tokens before them.
+        room: most tokens.
+        floor: least share of all occurrences.
+    """
+    prob, token_ids, probs = np.float32(1), [], []
+    while len(token_ids) < room:
+        here = tokens[places]
+        inside = here[here != END_OF_TEXT]
+        if not len(inside):
+            break
+        distinct, votes = np.unique(inside, return_counts=True)
+        taken = votes.argmax()
+        prob = prob * (np.float32(votes[taken]) / np.float32(len(places)))
+        if prob < floor:
+            break
+        token_ids.append(int(distinct[taken]))
+        probs.append(prob)
+        places = places[here == distinct[taken]] + 1
+    return Continuation(np.array(token_ids, np.int64), np.array(probs, np.float32), match)

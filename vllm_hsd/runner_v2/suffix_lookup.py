@@ -1,0 +1,168 @@
+"""Suffix lookup on the device: launches of `kernels.suffix_kernels`.
+
+The rule is that of `core.suffix_votes`, whose numbers the kernels give.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from vllm_hsd.core.suffix_votes import OCCURRENCES, PROBES
+from vllm_hsd.core.text_order import DEPTH, OrderedTexts
+from vllm_hsd.kernels import suffix_kernels
+from vllm_hsd.kernels.blocks import padded_size
+from vllm_hsd.runner_v2.proposal_state import ProposalState
+
+# Positions of the text that one program compares.
+SEARCH_CHUNK = 2048
+# Occurrences whose next tokens are compared with all others at once.
+VOTERS = 16
+OWN_WARPS = 8
+# Places of the order that a round of the search in a store looks at.
+WAYS = 32
+
+
+class Offers(NamedTuple):
+    """What each text continues every request with: the request's own, then the store.
+
+    Attributes:
+        token_ids: int32 [S, B, n].
+        counts: int32 [S, B], how many of them hold.
+        confidence: float64 [S, B, n], see `core.levels.LookupResult`.
+    """
+
+    token_ids: torch.Tensor
+    counts: torch.Tensor
+    confidence: torch.Tensor
+
+
+class SuffixLookup:
+    """A lookup in the requests' own texts and in a store, see `program.ProgramLookup`.
+
+    Args:
+        texts: the store, on the device; None for none.
+        min_acceptance: a draft ends before the token that is less likely to be accepted.
+        device: of the requests' texts.
+    """
+
+    def __init__(
+        self, texts: OrderedTexts | None, min_acceptance: float, device: torch.device
+    ) -> None:
+        self.texts = texts
+        self.floor = max(min_acceptance, 1 / PROBES)
+        # Compared with numbers of that type, which no argument of a launch has.
+        self.least = torch.tensor([min_acceptance], dtype=torch.float64, device=device)
+
+    def __call__(self, state: ProposalState, text: torch.Tensor) -> Offers:
+        """Append the continuation of most expected tokens to every text, `requested[0]` at most.
+
+        Args:
+            text: int32 [max_num_reqs, max_model_len], all committed tokens; its memory must not
+                move.
+        """
+        sources, batch, n = 1 + (self.texts is not None), state.batch, state.lse[0].shape[1]
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(sources, batch, *shape, dtype=dtype, device=text.device)
+
+        expected, counts = empty(DEPTH - 1, dtype=torch.float32), empty(DEPTH - 1)
+        tokens, shares = empty(DEPTH - 1, n), empty(DEPTH - 1, n, dtype=torch.float32)
+        found = expected, counts, tokens, shares
+        self._search_own(state, text, *(part[0] for part in found))
+        if self.texts is not None:
+            self._search_store(state, text, self.texts, *(part[1] for part in found))
+        offers = Offers(empty(n), empty(), empty(n, dtype=torch.float64))
+        suffix_kernels.take_draft_kernel[(batch,)](
+            *offers,
+            state.window,
+            state.window.stride(0),
+            state.end,
+            state.drafted[0],
+            *found,
+            self.least,
+            SOURCES=sources,
+            DEPTH=DEPTH,
+            N=n,
+            LANES=padded_size(n),
+            num_warps=1,
+        )
+        return offers
+
+    def _search_own(self, state: ProposalState, text: torch.Tensor, *found: torch.Tensor) -> None:
+        batch, longest = state.batch, text.shape[1]
+        chunks = triton.cdiv(longest, SEARCH_CHUNK)
+        matched = torch.empty(batch, longest, dtype=torch.uint8, device=text.device)
+        most = torch.empty(batch, chunks, dtype=torch.int32, device=text.device)
+        shape = batch, DEPTH - 1, OCCURRENCES
+        places = torch.empty(*shape, dtype=torch.int32, device=text.device)
+        # Of the top level's draft, which begins where the committed text ends.
+        committed = state.start[-1]
+        suffix_kernels.match_text_kernel[(batch, chunks)](
+            matched,
+            most,
+            state.window,
+            state.window.stride(0),
+            state.base,
+            state.end,
+            committed,
+            state.requested[0],
+            state.slot,
+            text,
+            text.stride(0),
+            longest,
+            DEPTH=DEPTH,
+            CHUNK=SEARCH_CHUNK,
+        )
+        suffix_kernels.own_votes_kernel[(batch, DEPTH - 1)](
+            *found,
+            places,
+            matched,
+            most,
+            state.window,
+            state.window.stride(0),
+            state.base,
+            committed,
+            state.requested[0],
+            state.slot,
+            text,
+            text.stride(0),
+            longest,
+            chunks,
+            self.floor,
+            DEPTH=DEPTH,
+            N=state.lse[0].shape[1],
+            OCCURRENCES=OCCURRENCES,
+            VOTERS=VOTERS,
+            CHUNK=SEARCH_CHUNK,
+            CHUNKS=padded_size(chunks),
+            num_warps=OWN_WARPS,
+            # A product that is rounded before it is added, as on the host.
+            enable_fp_fusion=False,
+        )
+
+    def _search_store(
+        self, state: ProposalState, text: torch.Tensor, texts: OrderedTexts, *found: torch.Tensor
+    ) -> None:
+        suffix_kernels.store_votes_kernel[(state.batch, DEPTH - 1)](
+            *found,
+            *texts,
+            state.window,
+            state.window.stride(0),
+            state.base,
+            state.end,
+            state.requested[0],
+            state.slot,
+            text,
+            text.stride(0),
+            len(texts.tokens),
+            len(texts.order),
+            self.floor,
+            DEPTH=DEPTH,
+            N=state.lse[0].shape[1],
+            PROBES=PROBES,
+            WAYS=WAYS,
+            enable_fp_fusion=False,
+        )
