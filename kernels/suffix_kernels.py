@@ -86,10 +86,11 @@ def own_votes_kernel(
     text_stride,
     max_model_len,
     chunks,
-    floor,
+    least_ptr,  # float64 [1], as below
     DEPTH: tl.constexpr,
     N: tl.constexpr,
     OCCURRENCES: tl.constexpr,
+    PROBES: tl.constexpr,
     VOTERS: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -128,6 +129,7 @@ def own_votes_kernel(
         tl.debug_barrier()
         lane = tl.arange(0, OCCURRENCES)
         share = tl.full((), 1.0, tl.float32)
+        floor = tl.maximum(tl.load(least_ptr).to(tl.float32), 1 / PROBES)
         while (drafted < room) & (count > 0):
             place = tl.load(place_ptr + lane, mask=lane < count, other=0)
             inside = (lane < count) & (place < committed)
@@ -223,7 +225,7 @@ def store_votes_kernel(
     text_stride,
     total,
     size,
-    floor,
+    least_ptr,  # float64 [1], as below
     DEPTH: tl.constexpr,
     N: tl.constexpr,
     PROBES: tl.constexpr,
@@ -251,6 +253,7 @@ def store_votes_kernel(
         high = _bound(tokens_ptr, order_ptr, low, high, wanted, match, total, True, WAYS, DEPTH)
         lane = tl.arange(0, PROBES)
         share = tl.full((), 1.0, tl.float32)
+        floor = tl.maximum(tl.load(least_ptr).to(tl.float32), 1 / PROBES)
         while (drafted < room) & (low < high):
             text_at = tokens_ptr + match + drafted
             gap = (high - low + PROBES - 1) // PROBES

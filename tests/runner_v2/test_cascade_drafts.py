@@ -24,7 +24,7 @@ def runner(params, name, **options):
     )
 
 
-@pytest.mark.parametrize("name", ["one", "two", "three", "lookup", "bigram"])
+@pytest.mark.parametrize("name", ["one", "two", "three", "lookup", "bigram", "suffix"])
 def test_greedy_text_is_the_targets(name):
     target, _ = tables()
     served = runner([{"temperature": 0.0}] * 3, name)
@@ -55,6 +55,7 @@ def test_levels_equal_to_the_target_lose_nothing(temperature):
         ("three", {}),
         ("lookup", {}),
         ("bigram", {}),
+        ("suffix", {}),
         ("two", {"top_p": 0.8, "temperature": 0.9}),
     ],
 )

@@ -1,7 +1,13 @@
 """Cascades on the V2 runner, whole engines, interpreted."""
 
+from pathlib import Path
+
 import pytest
+import torch
 from support import engines
+from transformers import AutoModelForCausalLM
+
+from vllm_hsd.core.text_store import collect_texts, write_store
 
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(900)]
 
@@ -10,8 +16,27 @@ def cascade(levels: list[dict], tokens: int = 4) -> dict:
     return {"method": "hsd", "num_speculative_tokens": tokens, "levels": levels}
 
 
+def texts_of(family) -> str:
+    """A store of what the target writes after the prompts, itself."""
+    from support.v2_engines import PROMPTS
+
+    path = Path(family.target).with_name("texts.safetensors")
+    if not path.exists():
+        model = AutoModelForCausalLM.from_pretrained(family.target).eval()
+        model.generation_config.eos_token_id = None
+        prompts = [torch.tensor([prompt]) % family.vocabulary for prompt in PROMPTS]
+        texts = [model.generate(p, max_new_tokens=8, do_sample=False)[0] for p in prompts]
+        write_store(collect_texts([text.numpy() for text in texts], family.vocabulary), str(path))
+    return str(path)
+
+
 def configuration(name: str, family) -> dict:
+    suffix = {"min_acceptance": 0.01}
+    if "suffix" in name:
+        suffix["store"] = texts_of(family)
     return {
+        "suffix": cascade([{"suffix": suffix}]),
+        "suffix, model": cascade([{"suffix": suffix, "num_tokens": 2}, {"model": family.mid}]),
         "two models": cascade([{"model": family.small, "num_tokens": 1}, {"model": family.mid}]),
         "three equal": cascade(
             [
@@ -36,6 +61,8 @@ def configuration(name: str, family) -> dict:
     "name",
     [
         "two models",
+        pytest.param("suffix", marks=pytest.mark.slow),
+        pytest.param("suffix, model", marks=pytest.mark.slow),
         pytest.param("three equal", marks=pytest.mark.slow),
         pytest.param("lookup, exit, model", marks=pytest.mark.slow),
     ],
@@ -48,7 +75,12 @@ def test_greedy_text_is_that_of_no_speculation(name, family, greedy_tokens):
 
 
 @pytest.mark.parametrize(
-    "name", ["two models", pytest.param("lookup, exit, model", marks=pytest.mark.slow)]
+    "name",
+    [
+        "two models",
+        pytest.param("suffix, model", marks=pytest.mark.slow),
+        pytest.param("lookup, exit, model", marks=pytest.mark.slow),
+    ],
 )
 def test_seeded_text_is_that_of_plain_vllm(name, family, seeded_tokens):
     from support.v2_engines import run_seeded
@@ -109,7 +141,7 @@ def ids(result: dict) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["two models", "lookup, exit, model"])
+@pytest.mark.parametrize("name", ["two models", "suffix, model", "lookup, exit, model"])
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_a_crowded_engine_loses_nothing(name, graphs, family, crowded_plain):
     """Preemption, prefix hits, requests that sit a step out, texts up to max_model_len."""
@@ -149,12 +181,14 @@ def test_large_batches_draft_nothing(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forced", [False, True], ids=["learned", "forced"])
-def test_a_batch_that_drafts_now_and_then_loses_nothing(forced, family, crowded_plain):
+@pytest.mark.parametrize(
+    ("name", "forced"), [("two models", False), ("two models", True), ("suffix", True)]
+)
+def test_a_batch_that_drafts_now_and_then_loses_nothing(name, forced, family, crowded_plain):
     """`adaptive`: the scheduler requests drafts or none, by what was faster or at random."""
     from support.v2_engines import run_engine
 
-    speculative = {**configuration("two models", family), "adaptive": True}
+    speculative = {**configuration(name, family), "adaptive": True}
     results = run_engine(
         {"model": family.target, **CROWDED, "speculative_config": speculative},
         CROWDED_JOBS,
@@ -172,7 +206,7 @@ PROMPT = [2, 3, 0, 1]
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("name", ["two models", "lookup, exit, model"])
+@pytest.mark.parametrize("name", ["two models", "suffix, model", "lookup, exit, model"])
 def test_sampled_text_follows_the_target(name, small_vocabulary):
     from support.v2_engines import p_values
 

@@ -71,7 +71,8 @@ STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
     ("keys", "engine", "reason"),
     [
         ({"levels": [{"ngram": {}}]}, {}, None),
-        ({"levels": [{"suffix": {}}]}, {}, r"levels\[0\].suffix does not run"),
+        ({"levels": [{"suffix": {}}]}, {}, None),
+        ({"levels": [{"suffix": {"shared_tokens": 9}}]}, {}, "suffix.shared_tokens does not run"),
         ({"levels": [{"sources": [{"ngram": {}}]}]}, {}, r"levels\[0\].sources does not run"),
         ({"levels": [{"early_exit": 1, "stopping": "entropy"}]}, {}, r'stopping is "entropy"'),
         ({"num_speculative_tokens": 64}, {}, "num_speculative_tokens is 64"),

@@ -44,6 +44,7 @@ def cascade(name: str) -> dict:
             {"model": target + 0.3 * table(3, len(target), 1.0)},
         ],
         "bigram": [{"bigram": "counts.npz", "num_tokens": 1}, {"model": middle}],
+        "suffix": [{"suffix": {"store": "pairs"}, "num_tokens": 2}, {"model": middle}],
         "lookup": [{"ngram": {"max": 2}, "num_tokens": 1}, {"model": middle}],
         "equal": [{"model": target, "num_tokens": 1}, {"model": target}],
     }[name]

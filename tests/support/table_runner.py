@@ -21,6 +21,8 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator  # no
 from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
 
 from vllm_hsd.config import CascadeConfig  # noqa: E402
+from vllm_hsd.core.text_order import order_texts  # noqa: E402
+from vllm_hsd.core.text_store import collect_texts  # noqa: E402
 from vllm_hsd.runner_v2.cascade_steps import lookup_bigram, lookup_ngram  # noqa: E402
 from vllm_hsd.runner_v2.metrics import DeviceCounts  # noqa: E402
 from vllm_hsd.runner_v2.program import Program  # noqa: E402
@@ -28,6 +30,7 @@ from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState  # noqa: E
 from vllm_hsd.runner_v2.sampler import serve  # noqa: E402
 from vllm_hsd.runner_v2.spec_config import schedule_of, verifiers  # noqa: E402
 from vllm_hsd.runner_v2.speculator import CascadeSpeculator  # noqa: E402
+from vllm_hsd.runner_v2.suffix_lookup import SuffixLookup  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -122,6 +125,11 @@ class TableCascade(CascadeSpeculator):
         if level.kind == "bigram":
             return partial(lookup_bigram, successor=table.argmax(1).int())
         text = self.req_states.all_token_ids.gpu
+        if level.kind == "suffix":
+            # Every token with its successor, twice.
+            pairs = torch.stack((torch.arange(len(table)), table.argmax(1)), 1).repeat(2, 1)
+            store = order_texts(collect_texts(pairs.numpy(), len(table)), CPU)
+            return partial(SuffixLookup(store, level.suffix.min_acceptance, CPU), text=text)
         return partial(lookup_ngram, text=text, shortest=level.ngram.min, longest=level.ngram.max)
 
     def drafts(self, slots: torch.Tensor, states, num_sampled: torch.Tensor) -> torch.Tensor:

@@ -172,7 +172,9 @@ def continuation(
         room: most tokens.
         floor: least share of all occurrences.
     """
-    prob, token_ids, probs = np.float32(1), [], []
+    prob = np.float32(1)
+    token_ids: list[int] = []
+    probs: list[np.float32] = []
     while len(token_ids) < room:
         here = tokens[places]
         inside = here[here != END_OF_TEXT]

@@ -184,6 +184,12 @@ class LevelConfig(Keys):
         """
         return None
 
+    def check_v1(self, name: str) -> None:
+        """Check what the level needs on the V1 runner, as `check`."""
+
+    def check_v2(self, name: str) -> None:
+        """Check what the level, of a kind that has `on_v2`, needs on the V2 runner, as `check`."""
+
     def build_v1(self, place: Place) -> Any:
         """The level on the V1 runner, not yet loaded: see `core.levels`."""
         raise NotImplementedError
@@ -192,7 +198,8 @@ class LevelConfig(Keys):
         """The level on the V2 runner, not yet loaded: see `runner_v2.program`.
 
         Args:
-            speculator: the cascade that it belongs to; of a lookup once the KV cache is there.
+            speculator: the cascade that it belongs to. A lookup is built before vLLM measures
+                memory, and is called with the texts, see `runner_v2.speculator`.
             index: position in the cascade, 0 the cheapest.
         """
         raise NotImplementedError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from vllm_hsd.levels.base import LookupKeys, Name, Place, Target, check_store
@@ -40,4 +39,5 @@ class BigramLevelConfig(LookupKeys):
         from vllm_hsd.runner_v2.cascade_steps import lookup_bigram
 
         tokens, _ = successors(read_store(self.bigram, self.kind))
-        return partial(lookup_bigram, successor=torch.from_numpy(tokens).to(speculator.device))
+        successor = torch.from_numpy(tokens).to(speculator.device)
+        return lambda state, text: lookup_bigram(state, successor)

@@ -50,8 +50,7 @@ class NgramLevelConfig(LookupKeys):
         """See `LevelConfig.build_v2`."""
         from vllm_hsd.runner_v2.cascade_steps import lookup_ngram
 
-        text = speculator.req_states.all_token_ids.gpu
-        return partial(lookup_ngram, text=text, shortest=self.ngram.min, longest=self.ngram.max)
+        return partial(lookup_ngram, shortest=self.ngram.min, longest=self.ngram.max)
 
     def measured(self, models: Measuring) -> Any:
         """None: its drafts are replayed on the texts."""

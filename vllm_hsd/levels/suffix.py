@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from vllm_hsd.errors import UserError
 from vllm_hsd.levels.base import (
     Keys,
     LookupKeys,
@@ -43,17 +44,29 @@ class SuffixLevelConfig(LookupKeys):
 
     kind = "suffix"
     value_keys = SuffixConfig
+    on_v2 = "lookup"
 
     suffix: SuffixConfig
 
     def check(self, name: str, target: Target, draft_length: int) -> None:
         """See `LevelConfig.check`."""
+        if self.suffix.store is not None:
+            check_store(f"{name}.suffix", "store", self.suffix.store, target)
+
+    def check_v1(self, name: str) -> None:
+        """See `LevelConfig.check_v1`."""
         from vllm_hsd.core.suffix import suffix_tree_class
 
         with named(name):
             suffix_tree_class()
-        if self.suffix.store is not None:
-            check_store(f"{name}.suffix", "store", self.suffix.store, target)
+
+    def check_v2(self, name: str) -> None:
+        """See `LevelConfig.check_v2`."""
+        if self.suffix.shared_tokens:
+            raise UserError(
+                f"{name}.suffix.shared_tokens does not run on vLLM's V2 runner: remove it or set "
+                "VLLM_USE_V2_MODEL_RUNNER=0 for the V1 runner."
+            )
 
     def build_v1(self, place: Place) -> Any:
         """See `LevelConfig.build_v1`."""
@@ -63,3 +76,13 @@ class SuffixLevelConfig(LookupKeys):
         keys = self.suffix
         store = None if keys.store is None else read_store(keys.store)
         return SuffixLevel(store, keys.shared_tokens, keys.min_acceptance)
+
+    def build_v2(self, speculator: Any, index: int) -> Any:
+        """See `LevelConfig.build_v2`."""
+        from vllm_hsd.core.text_order import order_texts
+        from vllm_hsd.core.text_store import read_store
+        from vllm_hsd.runner_v2.suffix_lookup import SuffixLookup
+
+        keys, device = self.suffix, speculator.device
+        texts = None if keys.store is None else order_texts(read_store(keys.store), device)
+        return SuffixLookup(texts, keys.min_acceptance, device)

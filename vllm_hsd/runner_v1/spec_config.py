@@ -59,6 +59,9 @@ class V1CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
                 "disable_by_batch_size works on vLLM's V2 runner only: remove it; "
                 "'adaptive' looks at the load."
             )
+        for i, level in enumerate(hsd.levels):
+            for name, source in level.named_sources(f"levels[{i}]"):
+                source.check_v1(name)
 
     def __post_init__(self) -> None:
         super().__post_init__()

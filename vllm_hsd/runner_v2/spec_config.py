@@ -116,7 +116,7 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
 
     def use_ngram(self) -> bool:
         # Keeps the texts, which the lookup searches, in the GPU's memory.
-        return self.hsd.levels[0].kind == "ngram"
+        return self.hsd.levels[0].kind in ("ngram", "suffix")
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:
@@ -173,6 +173,7 @@ def _check(hsd: CascadeConfig, target_parallel_config) -> None:
                 f"levels[{i}].{level.kind} does not run on vLLM's V2 runner, which takes the "
                 f"kinds {known} and an eagle3 level alone: {_USE_V1}."
             )
+        level.check_v2(f"levels[{i}]")
     if _is_head_alone(hsd):
         for key, holds in {
             "adaptive": hsd.adaptive,

@@ -8,6 +8,7 @@ levels' layers because they share its block tables.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -37,6 +38,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
         req_states: vLLM's table of requests, set once the runner has loaded its models.
         parameters: of the requests, set with it.
         state: of the last proposal.
+        lookup: what drafts at the lowest level from the requests' texts; None for a model.
         stale: bool [max_num_reqs] on the host, slots whose texts the levels have not read whole.
             Their requests draft nothing any more: what a level reads is never left out.
         graphs: captured proposals; None where all run without a CUDA graph.
@@ -74,6 +76,8 @@ class CascadeSpeculator(StandaloneARSpeculator):
             device=device,
         )
         self.counts = DeviceCounts(self.state.counts, self.schedule)
+        lowest = self.hsd.levels[0]
+        self.lookup = lowest.build_v2(self, 0) if lowest.on_v2 == "lookup" else None
 
     @property
     def max_model_len(self) -> int:
@@ -121,8 +125,8 @@ class CascadeSpeculator(StandaloneARSpeculator):
                 self.attn_groups.extend(level.groups)
         self.state.set_kv_groups(block_tables.num_kv_cache_groups)
         levels = list(self.hosted)
-        if levels[0] is None:
-            levels[0] = self.hsd.levels[0].build_v2(self, 0)
+        if self.lookup is not None:
+            levels[0] = partial(self.lookup, text=self.req_states.all_token_ids.gpu)
         groups = KVGroups(
             block_tables.block_table_ptrs,
             block_tables.block_table_strides,

@@ -52,8 +52,7 @@ class SuffixLookup:
         self, texts: OrderedTexts | None, min_acceptance: float, device: torch.device
     ) -> None:
         self.texts = texts
-        self.floor = max(min_acceptance, 1 / PROBES)
-        # Compared with numbers of that type, which no argument of a launch has.
+        # In memory: numbers that are arguments of a launch have 32 bits.
         self.least = torch.tensor([min_acceptance], dtype=torch.float64, device=device)
 
     def __call__(self, state: ProposalState, text: torch.Tensor) -> Offers:
@@ -131,10 +130,11 @@ class SuffixLookup:
             text.stride(0),
             longest,
             chunks,
-            self.floor,
+            self.least,
             DEPTH=DEPTH,
             N=state.lse[0].shape[1],
             OCCURRENCES=OCCURRENCES,
+            PROBES=PROBES,
             VOTERS=VOTERS,
             CHUNK=SEARCH_CHUNK,
             CHUNKS=padded_size(chunks),
@@ -159,7 +159,7 @@ class SuffixLookup:
             text.stride(0),
             len(texts.tokens),
             len(texts.order),
-            self.floor,
+            self.least,
             DEPTH=DEPTH,
             N=state.lse[0].shape[1],
             PROBES=PROBES,
