@@ -92,6 +92,7 @@ bench: venv
 bench-paper-tables: venv
 	$(BIN)/python -m benchmarks.paper_tables.gsp_tables --output results/paper_tables
 	$(BIN)/python -m benchmarks.paper_tables.verifiers --output results/paper_tables
+	$(BIN)/python -m benchmarks.paper_tables.interleaved --output results/paper_tables
 
 bench-kernel-builds: venv
 	$(BIN)/python -m benchmarks.kernels.aot_usage --output results/kernels

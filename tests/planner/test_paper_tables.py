@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.paper_tables import gsp_tables as tables
 from benchmarks.paper_tables import verifiers
-from benchmarks.paper_tables.closed_forms import acceptance_rate
+from benchmarks.paper_tables.closed_forms import acceptance_rate, interleaved_tokens
+from benchmarks.paper_tables.interleaved import measured_tokens
 
 
 def test_every_cell_of_table_9():
@@ -49,3 +50,8 @@ def test_which_verification_rules_keep_the_distribution():
         # Leviathan et al., Corollary 3.6.
         overlap = float(acceptance_rate(p[0], q[0])[0])
         assert verifiers.outcome(p[:2], q[:1], "block")[0] == pytest.approx(1 + overlap)
+
+
+def test_our_interleaved_cascade_emits_what_the_closed_form_says():
+    tokens, error = measured_tokens(0.8, 0.7, 2, 1)
+    assert abs(tokens - interleaved_tokens(0.8, 0.7, 2, 1)) < 4 * error < 0.5

@@ -1,0 +1,105 @@
+"""Interleaved cascades: Figure 1 of "An Exploration of Hierarchical Speculative Decoding".
+
+    python -m benchmarks.paper_tables.interleaved -o results/paper_tables
+
+Tokens per target call and speed-up by the closed forms (Theorems 3.2 and 3.4) over n tokens of the
+small model per token of the medium one, m times, and the tokens per call that a cascade of ours
+with `"verifier": "none"` emits at the same acceptance rates.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks import plot
+from benchmarks.common import write_csv
+from benchmarks.paper_tables.closed_forms import interleaved_speedup, interleaved_tokens
+from vllm_hsd.core.levels import UNLIMITED, LevelOptions
+from vllm_hsd.reference import ReferenceEngine
+
+# Acceptance rate of the medium model, its cost over the target's, the small one's over its own.
+ALPHA, MEDIUM, SMALL = 0.8, 0.2, 0.1
+BETAS = (0.5, 0.7)
+NS, MS = (0, 1, 3), (1, 3)
+# Runs of so many tokens: the draft that the end of one cuts weighs little.
+RUNS, TOKENS = 4, 300
+
+
+class ContextFree:
+    """A model of two tokens that draws each alike, whatever came before."""
+
+    keeps_cache, context_length = False, UNLIMITED
+
+    def __init__(self, first: float) -> None:
+        self.logits = torch.tensor([first, 1 - first], dtype=torch.float64).log()
+
+    def forward(self, tokens, rows, starts, counts, num_logits) -> torch.Tensor | None:
+        """See `core.levels.Level`."""
+        return self.logits.repeat(int(num_logits.sum()), 1)
+
+
+def measured_tokens(alpha: float, beta: float, m: int, n: int) -> tuple[float, float]:
+    """(tokens per target call, standard error) of our cascade, at these acceptance rates."""
+    target, medium, small = (ContextFree(0.05 + 1 - rate) for rate in (1.0, alpha, beta))
+    levels, options = [medium], [LevelOptions(m)]
+    if n:
+        levels = [small, medium]
+        options = [LevelOptions(n), LevelOptions(m * (n + 1), "none")]
+    engine = ReferenceEngine(target, levels, options, verifier="standard")
+    found = [engine.generate([0], TOKENS, seed=seed).block_efficiency for seed in range(RUNS)]
+    return float(np.mean(found)), float(np.std(found, ddof=1) / np.sqrt(RUNS))
+
+
+def table() -> list[dict[str, object]]:
+    """A row for every beta, m and n."""
+    rows = []
+    for beta in BETAS:
+        for m in MS:
+            for n in NS:
+                tokens, error = measured_tokens(ALPHA, beta, m, n)
+                rows.append(
+                    {
+                        "beta": beta,
+                        "m": m,
+                        "n": n,
+                        "tokens": interleaved_tokens(ALPHA, beta, m, n),
+                        "measured_tokens": tokens,
+                        "standard_error": error,
+                        "speedup": interleaved_speedup(ALPHA, beta, m, n, MEDIUM, SMALL),
+                        "measured_speedup": tokens / (1 + m * MEDIUM * (1 + n * SMALL)),
+                    }
+                )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent)
+    path, rows = parser.parse_args().output / "interleaved.csv", table()
+    write_csv(path, rows)
+    plot.lines(
+        [
+            {**row, "line": f"m = {row['m']}, {kind}", "shown": row[column], "error": row[error]}
+            for kind, column, error in (
+                ("closed form", "tokens", "none"),
+                ("measured", "measured_tokens", "standard_error"),
+            )
+            for row in ({**each, "none": 0.0} for each in rows)
+        ],
+        path.with_suffix(".png"),
+        x="n",
+        measures={"shown": "tokens per target call"},
+        line="line",
+        panel="beta",
+        error="error",
+        title=f"interleaved cascades, alpha {ALPHA:g}; panels: beta",
+    )
+    far = max(abs(r["measured_tokens"] - r["tokens"]) / r["standard_error"] for r in rows)
+    print(f"Largest distance of measured tokens from the closed form: {far:.1f} standard errors.")
+    print(f"Written: {path}")
+
+
+if __name__ == "__main__":
+    main()
