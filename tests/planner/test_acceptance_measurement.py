@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.suffix_extra import needs_suffix
 
 from benchmarks.paper_tables import closed_forms
 from vllm_hsd.core.counters import Count
@@ -113,27 +114,44 @@ SELECTIONS = {
 @pytest.mark.parametrize("selection", SELECTIONS.values(), ids=SELECTIONS)
 def test_predicted_calls_are_those_of_cascades_that_run(measured, models, text_family, selection):
     """Tokens per target call and forwards per level, against the reference engine."""
+    check_prediction(measured, models, text_family.vocabulary, selection)
+
+
+@needs_suffix
+@pytest.mark.parametrize("selection", [Selection((0,), (4,)), Selection((0, 1), (2, 5))])
+def test_a_suffix_lookup_is_predicted(task, text_family, selection):
+    store = task.candidates[PAIRS].keys()["ngram_model"]
+    found = candidates(models=[text_family.mid], suffix=store)
+    models, task = ModelSet(task.target, found), replace(task, candidates=found)
+    contexts = prompts(64, text_family.vocabulary)
+    measured = acceptance.measure_acceptance(models, contexts, task)
+    check_prediction(measured, models, text_family.vocabulary, selection)
+
+
+def check_prediction(measured, models, vocabulary, selection):
     levels = [
-        models.models[level] if level == PAIRS
-        else HuggingFaceLevel(models.models[level])
+        HuggingFaceLevel(model) if isinstance(model := models.models[level], torch.nn.Module)
+        else model
         for level in selection.levels
     ]  # fmt: skip
     options = [LevelOptions(length) for length in selection.draft_lengths]
     engine = ReferenceEngine(HuggingFaceLevel(models.target), levels, options)
     calls, forwards, tokens = [], [], []
-    for seed, prompt in enumerate(prompts(12, text_family.vocabulary)):
+    for seed, prompt in enumerate(prompts(12, vocabulary)):
         result = engine.generate(prompt, 30, seed=seed)
         calls.append(result.target_calls)
         tokens.append(len(result.token_ids))
         forwards.append(result.counts.rows[:, Count.forwards].tolist())
-    forward = [LatencyTable(batch_sizes=[1], tokens=[1], ms=[[1.0]]) for _ in range(6)]
+    forward = [LatencyTable(batch_sizes=[1], tokens=[1], ms=[[1.0]]) for _ in models.models]
     found = Acceptance(measured.tables["block"], {NGRAM: measured.tables["lookup0"]})
     predicted = predict(selection, Measured(Latencies(forward=forward), found), output_tokens=31)
     per_call = np.array(tokens) / np.array(calls)
     error = 4 * per_call.std() / np.sqrt(len(calls))
     assert predicted.tokens_per_step == pytest.approx(sum(tokens) / sum(calls), abs=error)
     ran = np.sum(forwards, axis=0) / sum(calls)
-    assert predicted.level_calls[:-1] == pytest.approx(ran, rel=0.08)
+    # A lookup makes no forward pass.
+    first = int(selection.levels[0] not in models.with_probabilities)
+    assert predicted.level_calls[first:-1] == pytest.approx(ran[first:], rel=0.08)
 
 
 def test_a_finished_stage_is_kept_and_another_measurement_refused(measured, tmp_path):

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_hsd.planner.prompt_lookup import propose, replay
+from vllm_hsd.core.levels import LookupLevel, LookupResult
+from vllm_hsd.planner.prompt_lookup import propose, replay, replay_level
 from vllm_hsd.planner.survival import lookup_table
 
 
@@ -45,6 +46,29 @@ def test_a_replay_compares_each_proposal_with_the_text():
     # After 9 and 4: nothing. After 1, 2 and 3: what followed them before, up to three tokens.
     assert offered.tolist() == [0, 3, 3, 3, 0]
     assert accepted.tolist() == [0, 2, 1, 0, 0]
+
+
+class Matcher(LookupLevel):
+    """vLLM's lookup as a level, which finds matches in what it has read, continued past that."""
+
+    def read(self, tokens, rows, slots, ends):
+        self.known = int(ends[0])
+
+    def lookup(self, tokens, rows, slots, ends, requested):
+        text = tokens[0, : ends[0]].astype(np.int64)
+        found = propose(text, 1, 3, int(requested[0]))
+        unread = len(text) > self.known
+        count = 0 if unread else len(found)
+        return LookupResult(np.append(found, 0)[None], np.array([count]), np.ones((1, 9)))
+
+
+def test_a_level_is_replayed_along_the_targets_text_and_along_a_draft():
+    context, text = np.array([1, 2, 3, 9]), np.array([1, 2, 3, 4, 7])
+    expected = replay(context, text, 1, 3, 3)
+    found = replay_level(Matcher(), context, text, 3, committed=True)
+    assert np.array_equal(found, expected)
+    offered, _ = replay_level(Matcher(), context, text, 3, committed=False)
+    assert offered.tolist() == [0, 0, 0, 0, 0]
 
 
 def test_the_table_counts_rounds_along_the_texts():

@@ -60,6 +60,10 @@ def add_parsers(subparsers: Any) -> None:
         help="prompt lookup of the last 1 to MAX tokens (4 if no MAX is given)",
     )  # fmt: skip
     add(
+        "--suffix", nargs="?", const="", default=None, metavar="FILE",
+        help="suffix lookup in the request's text and a store written by `vllm-hsd build store`",
+    )  # fmt: skip
+    add(
         "--prompts", type=Path, default=None, metavar="FILE",
         help="JSON lines (.jsonl) with 'turns' or 'prompt', or text with blank lines between; "
         "without it, the target writes texts of its own",
@@ -130,6 +134,7 @@ def profile_command(arguments: argparse.Namespace) -> int:
             exit_heads=[(path, exit_head_header(path).layer) for path in arguments.exit_heads],
             ngram_models=arguments.ngram_model,
             ngram=arguments.ngram,
+            suffix=arguments.suffix,
         ),
         sampling=Sampling(temperature=arguments.temperature, top_p=arguments.top_p),
         max_draft_tokens=arguments.max_draft_tokens,
@@ -176,6 +181,11 @@ def _check_profile_arguments(arguments: argparse.Namespace) -> None:
         raise UserError(f"--top-p is {arguments.top_p:g}: it must be above 0 and at most 1.")
     if ngram is not None and not 1 <= ngram <= 1024:
         raise UserError(f"--ngram is {ngram}: give the longest match, 1 to 1024 tokens.")
+    if ngram is not None and arguments.suffix is not None:
+        raise UserError(
+            "--ngram and --suffix are both lowest levels, of which an engine has one: profile them "
+            "one after the other."
+        )
     if arguments.output == tables_file(arguments.output):
         raise UserError("--output names the JSON file; its tables go to a file next to it.")
     _check_directory(arguments.output)

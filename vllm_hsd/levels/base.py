@@ -83,6 +83,9 @@ class Measuring(Protocol):
     def drafter(self, path: str) -> Any:
         """A draft model."""
 
+    def store(self, path: str, kind: str) -> Any:
+        """A store of texts, for a level of the given kind."""
+
     def ngram_model(self, path: str, order: int) -> Any:
         """An n-gram model of a store of texts."""
 
@@ -205,7 +208,7 @@ class LevelConfig(Keys):
         raise NotImplementedError
 
     def measured(self, models: Measuring) -> Any:
-        """What `vllm-hsd profile` measures of it; None where that is no distribution.
+        """What `vllm-hsd profile` measures of it: a model, or a lookup, which is replayed.
 
         Raises:
             UserError: it measures no such level, or the level does not fit the target.

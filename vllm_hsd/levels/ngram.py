@@ -53,5 +53,5 @@ class NgramLevelConfig(LookupKeys):
         return partial(lookup_ngram, shortest=self.ngram.min, longest=self.ngram.max)
 
     def measured(self, models: Measuring) -> Any:
-        """None: its drafts are replayed on the texts."""
+        """See `LevelConfig.measured`; None: the planner has its own replay."""
         return None

@@ -10,6 +10,7 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.levels.base import (
     Keys,
     LookupKeys,
+    Measuring,
     Name,
     Place,
     Probability,
@@ -86,3 +87,11 @@ class SuffixLevelConfig(LookupKeys):
         keys, device = self.suffix, speculator.device
         texts = None if keys.store is None else order_texts(read_store(keys.store), device)
         return SuffixLookup(texts, keys.min_acceptance, device)
+
+    def measured(self, models: Measuring) -> Any:
+        """See `LevelConfig.measured`; without earlier outputs of the server."""
+        from vllm_hsd.core.suffix import SuffixLevel
+
+        keys = self.suffix
+        store = None if keys.store is None else models.store(keys.store, self.kind)
+        return SuffixLevel(store, min_acceptance=keys.min_acceptance)

@@ -4,7 +4,7 @@ The target continues every prompt, and one teacher-forced pass of every model ov
 gives all distributions on the same contexts: the pairwise rates, and the acceptance of every
 drafter by the target. A level below the target verifies text of its own, so from where the
 target would request a draft each candidate draws short continuations, which the others then
-score. Prompt lookups are replayed over the same texts.
+score. Lookups are replayed over the same texts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.levels.ngram import NgramLevelConfig
 from vllm_hsd.planner.models import ModelSet, probabilities
 from vllm_hsd.planner.profile import table_shapes
-from vllm_hsd.planner.prompt_lookup import replay
+from vllm_hsd.planner.prompt_lookup import replay, replay_level
 from vllm_hsd.planner.survival import (
     VERIFIERS,
     lookup_table,
@@ -51,7 +51,7 @@ class ScoredTexts:
             models that did not score it.
         rates: mean of 1 - total variation of each pair over each text, [N, M + 1, M + 1]; nan
             where a model has no probabilities.
-        offered, accepted: by candidate, what a prompt lookup of H tokens before each token
+        offered, accepted: by candidate, what a lookup of H tokens before each token
             proposes and how many of it the text continues with, [N, L].
     """
 
@@ -203,12 +203,18 @@ def scored_texts(
         log_probs[scoring, row, :end] = at_text
     offered, accepted = {}, {}
     for i, candidate in enumerate(models.candidates):
-        if isinstance(candidate.level, NgramLevelConfig) and i in meeting:
-            limits = candidate.level.ngram.min, candidate.level.ngram.max, task.max_draft_tokens
-            found = np.zeros((2, *tokens.shape), dtype=np.int64)
-            for row, end in enumerate(lengths):
-                found[:, row, :end] = replay(np.array(contexts[row]), tokens[row, :end], *limits)
-            offered[i], accepted[i] = found
+        level, most = candidate.level, task.max_draft_tokens
+        if not level.is_lookup or i not in meeting:
+            continue
+        found = np.zeros((2, *tokens.shape), dtype=np.int64)
+        for row, end in enumerate(lengths):
+            texts = np.array(contexts[row]), tokens[row, :end]
+            if isinstance(level, NgramLevelConfig):
+                found[:, row, :end] = replay(*texts, level.ngram.min, level.ngram.max, most)
+            else:
+                lookup = models.models[i]
+                found[:, row, :end] = replay_level(lookup, *texts, most, model == target)
+        offered[i], accepted[i] = found
     return ScoredTexts(tokens, lengths, log_probs, rates, offered, accepted)
 
 

@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, ExitHead, read_exit_head
 from vllm_hsd.core.ngram_model import NgramModelLevel
-from vllm_hsd.core.text_store import read_store
+from vllm_hsd.core.text_store import TextStore, read_store
 from vllm_hsd.core.vocabulary import differing_token, fit_logits, readable
 from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.planner.profile import Candidate, Sampling, real_path
@@ -122,11 +122,15 @@ class ModelSet:
                 f"{self.vocabulary}: they must be the same."
             )
 
+    def store(self, path: str, kind: str) -> TextStore:
+        """A store of texts, for a level of the given kind."""
+        store = read_store(path, kind)
+        self._check_vocabulary(f"the store {quoted(path)}", store.vocab_size)
+        return store
+
     def ngram_model(self, path: str, order: int) -> NgramModelLevel:
         """An n-gram model of a store of texts."""
-        store = read_store(path, "ngram_model")
-        self._check_vocabulary(f"the store {quoted(path)}", store.vocab_size)
-        return NgramModelLevel(store, order, self.device)
+        return NgramModelLevel(self.store(path, "ngram_model"), order, self.device)
 
     def exit(self, layers: int, head_path: str | None) -> Any:
         """The target's first layers, with the exit head of a directory if there is one."""
@@ -161,8 +165,9 @@ class ModelSet:
 
     @property
     def with_probabilities(self) -> list[int]:
-        """The models that are not prompt lookups."""
-        return [i for i, model in enumerate(self.models) if model is not None]
+        """The models that are not lookups."""
+        lookups = {i for i, each in enumerate(self.candidates) if each.level.is_lookup}
+        return [i for i in range(len(self.models)) if i not in lookups]
 
     def layers(self, model: int) -> int | None:
         """Layers of the target that a model runs; None for other models."""
@@ -294,7 +299,7 @@ def _vocabulary(path: str) -> dict[str, int] | None:
 def _check_names(target: str, candidates: Sequence[Candidate]) -> None:
     if not candidates:
         raise UserError("give at least one candidate: --models, --exits, --exit-heads, "
-                        "--ngram-model or --ngram.")  # fmt: skip
+                        "--ngram-model, --suffix or --ngram.")  # fmt: skip
     seen: set[str] = set()
     for candidate in candidates:
         level = candidate.keys()

@@ -1,9 +1,13 @@
-"""Replay of vLLM's prompt lookup over recorded text."""
+"""Replay of lookups over recorded text: vLLM's prompt lookup, and those of `core.levels`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 from numpy.typing import NDArray
+
+from vllm_hsd.core.levels import LookupLevel
 
 Ints = NDArray[np.int64]
 
@@ -33,9 +37,42 @@ def replay(
         tokens that each lookup proposes, and how many of them the text continues with, [L] each.
     """
     whole = np.concatenate([context, text])
+    proposals = (
+        propose(whole[: len(context) + position], shortest, longest, max_tokens)
+        for position in range(len(text))
+    )
+    return compared(proposals, text)
+
+
+def replay_level(
+    lookup: LookupLevel, context: Ints, text: Ints, max_tokens: int, committed: bool
+) -> tuple[Ints, Ints]:
+    """As `replay`, of a lookup of `core.levels`.
+
+    Args:
+        committed: the text is the target's, so the lookup reads it as it grows; else it is a
+            draft, of which the lookup has read only the context.
+    """
+    table = np.concatenate([context, text])[None].astype(np.int32)
+    only, most = np.zeros(1, np.int64), np.array([max_tokens])
+    lookup.forget(0)
+    lookup.read(table, only, only, np.array([len(context)]))
+
+    def proposals() -> Iterator[Ints]:
+        for position in range(len(text)):
+            end = np.array([len(context) + position])
+            if committed:
+                lookup.read(table, only, only, end)
+            found = lookup.lookup(table, only, only, end, most)
+            yield found.token_ids[0, : found.counts[0]]
+
+    return compared(proposals(), text)
+
+
+def compared(proposals: Iterable[Ints], text: Ints) -> tuple[Ints, Ints]:
+    """Tokens of the proposal before each token of a text [L], and how many of them it has, [L]."""
     offered, accepted = np.zeros((2, len(text)), dtype=np.int64)
-    for position in range(len(text)):
-        proposal = propose(whole[: len(context) + position], shortest, longest, max_tokens)
+    for position, proposal in enumerate(proposals):
         offered[position] = len(proposal)
         follows = text[position : position + len(proposal)]
         same = proposal[: len(follows)] == follows

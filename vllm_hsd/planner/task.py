@@ -60,6 +60,7 @@ def candidates(
     exit_heads: Sequence[tuple[str, int]] = (),
     ngram_models: Sequence[tuple[str, int]] = (),
     ngram: int | None = None,
+    suffix: str | None = None,
 ) -> list[Candidate]:
     """Candidates in the order in which one engine can host them: exits by their depth, last.
 
@@ -67,6 +68,7 @@ def candidates(
         exit_heads: directory and layer of each.
         ngram_models: store of texts and order of each.
         ngram: longest match of a prompt lookup.
+        suffix: store of a suffix lookup; empty for one of the request's own text.
     """
     stores = zip(_short([path for path, _ in ngram_models]), ngram_models, strict=True)
     heads = zip(_short([path for path, _ in exit_heads]), exit_heads, strict=True)
@@ -76,6 +78,11 @@ def candidates(
     leaving += [(layer, name, {"exit_head": _absolute(path)}) for name, (path, layer) in heads]
     found: list[tuple[str, dict[str, Any]]] = [
         *([(f"ngram {ngram}", {"ngram": {"max": ngram}})] if ngram is not None else []),
+        *(
+            [("suffix", {"suffix": {"store": _absolute(suffix)} if suffix else {}})]
+            if suffix is not None
+            else []
+        ),
         *(
             (f"{name} {order}", {"ngram_model": _absolute(path), "order": order})
             for name, (path, order) in stores
