@@ -1,5 +1,6 @@
 """The kernels on a GPU: tokens of the reference, no host sync, replay from a CUDA graph."""
 
+import numpy as np
 import pytest
 import torch
 from support import kernel_reference as reference
@@ -11,6 +12,7 @@ from support.proposal_states import (
     runner_tensors,
     schedule_of,
 )
+from support.suffix_requests import Requests, markov, store_of
 
 from vllm_hsd.kernels import chain_verify
 from vllm_hsd.kernels.sample_row import sample_row
@@ -67,6 +69,16 @@ def test_sampled_rows():
     expected, expected_lse = reference.sample_row(logits, temperature, seeds, draws)
     assert (token.cpu() != expected).sum() <= 1
     torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_suffix_lookup(seed):
+    """Every count and confidence of the plain rule, over long texts and a store."""
+    rng = np.random.default_rng(seed)
+    texts = [(markov(rng, n, 30), rng.integers(0, 30, d)) for n, d in ((5, 0), (900, 2), (5000, 0))]
+    store = store_of(*(markov(rng, 3000, 30) for _ in range(20)))
+    for min_acceptance in (0.0, 0.05):
+        assert any(Requests(texts, [16, 16, 9], 16, "cuda").compare(store, min_acceptance))
 
 
 def test_trees():
