@@ -148,6 +148,11 @@ def test_branches_gain_where_tokens_are_cheap():
     assert np.count_nonzero(counts[1:, Count.branches_followed]) >= 2
 
 
+def test_a_choice_does_not_settle_for_less_after_a_stalled_step():
+    """At this price and noise a step stalls whose size was not met for long."""
+    assert served(0.04, [sources()])[0] > 0.97 * served(0.04, sources()[:1])[0]
+
+
 def test_one_row_is_left_where_tokens_are_expensive():
     fast, rows, _ = served(0.04, [weak()], 4)
     assert rows < 1.12 and fast > 0.94 * served(0.04, weak()[:1])[0]

@@ -16,6 +16,7 @@ from support.simulated_serving import (
 )
 
 from vllm_hsd.core.draft_budget import cut
+from vllm_hsd.core.step_times import StepTimes
 from vllm_hsd.core.trials import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_STEPS, Trials
 
 TARGETS = [memory_bound, cpu, compute_bound]
@@ -106,6 +107,14 @@ def test_a_machine_that_becomes_slower_for_a_while_does_not_end_drafting():
         slow[0] = factor
         serving.run(100)
     assert serving.run(300) > 0.85 * steady
+
+
+def test_a_stalled_pass_of_a_size_that_was_not_met_for_long_does_not_forbid_it():
+    times = StepTimes()
+    for tokens in [1, 8] * 20 + [1] * 300:
+        times.observe(tokens, 0.02 + 0.001 * tokens)
+    times.observe(8, 0.28)
+    assert times.seconds(8) < 1.4 * 0.028
 
 
 def test_what_loses_is_tried_ever_more_rarely():

@@ -47,6 +47,8 @@ _ROW, _MODEL, _BRANCHES = 0, 1, 2
 _MEMORY = 0.99
 # Classes of requests, by the probability that lookups miss.
 _MISSED = (0.5, 0.9)
+# Requests that the first guess of what a model brings weighs as much as.
+_PRIOR_REQUESTS = 16.0
 
 
 class BranchChoice(SourceChoice):
@@ -68,6 +70,7 @@ class BranchChoice(SourceChoice):
         self.waiting: dict[int, Candidates] = {}
         self.brought = np.ones((4, len(_MISSED) + 1))
         self.brought[:2] = [[0.1, 0.3, 0.5], [3.0, 3.0, 2.0]]
+        self.brought *= _PRIOR_REQUESTS
         self.trials = Trials(3)
         # Whether more is verified in this step than pays.
         self.trying = False
@@ -199,7 +202,8 @@ class BranchingLevel(LowestLevel):
         grown, starts = self.grown, batch.end[slots].copy()
         grown.begin(verifier, batch.tokens, batch.rows[slots], slots, starts)
         facts = zip(starts.tolist(), requested.tolist(), batch.eos[slots].tolist(), strict=True)
-        trees = [Candidates(grown.table, *of_one) for of_one in facts]
+        price = grown.token_price()
+        trees = [Candidates(grown.table, *of_one, price) for of_one in facts]
         self._search(batch, slots, trees, [[] for _ in trees])
         for tree in trees:
             tree.settle(1)

@@ -86,6 +86,7 @@ class Candidates:
         start: tokens of the text.
         most: longest draft.
         eos: nothing follows this token; -1 for none.
+        price: of a token; less likely ones are not drafted.
 
     Attributes:
         root: the end of the text.
@@ -93,8 +94,11 @@ class Candidates:
         drawn, added: tokens of a model's own draft, and all that are verified for what it said.
     """
 
-    def __init__(self, table: Agreement, start: int, most: int, eos: int) -> None:
+    def __init__(
+        self, table: Agreement, start: int, most: int, eos: int, price: float = 0.0
+    ) -> None:
         self.table, self.start, self.most, self.eos = table, start, most, eos
+        self.price = price
         self.root = Node(-1)
         self.mass = 0.0
         self.drawn, self.added = 0, 0
@@ -177,11 +181,11 @@ class Candidates:
         """Take in how the text went on.
 
         Returns:
-            tokens of it that were drafted, above those that lookups alone had offered.
+            tokens of it that were drafted, above those that lookups alone would have drafted.
         """
-        node, drafted, free = self.root, 0, 0
+        node, drafted, free, alone = self.root, 0, 0, 1.0
         is_drafted = is_free = True
-        for token in text:
+        for place, token in enumerate(text):
             for child in node.children.values():
                 if child.cell >= 0:
                     self.table.observe(child.cell, child.token == token)
@@ -189,7 +193,9 @@ class Candidates:
                 break
             node = after
             is_drafted &= node.drafted
-            is_free &= node.free
+            looked_up = [*node.sure[:MODEL], 0.0]
+            alone *= self.table.estimate(cell_of(place, looked_up), max(looked_up))
+            is_free &= node.free and alone >= self.price
             drafted, free = drafted + is_drafted, free + is_free
         return float(max(drafted - free, 0))
 

@@ -69,8 +69,10 @@ class StepTimes:
             return
         residual = log_seconds - self._along(self._own_curve(), tokens)
         self.weight[size] *= 0.5 ** (age / _HALF_LIFE)
+        # Steps stall, none is too fast: a size that seems too slow is not met again to learn better.
+        residual = min(residual, _MOST_LOG_RESIDUAL)
         if self.weight[size] >= _SETTLED:
-            residual = min(max(residual, -_MOST_LOG_RESIDUAL), _MOST_LOG_RESIDUAL)
+            residual = max(residual, -_MOST_LOG_RESIDUAL)
             self.machine += _MACHINE_RATE * residual
         self.weight[size] += 1
         self.log_seconds[size] += residual / self.weight[size]
