@@ -73,7 +73,7 @@ def test_what_the_text_became_is_learned():
         found.settle()
         assert found.score([3, 1]) == 0
     right, wrong = (cell_of(0, sure) for sure in ((0, 0.3, 0), (0.9, 0, 0)))
-    assert table.estimate(wrong, 0.9) == pytest.approx(0.9 * PRIOR_TOKENS / (REMEMBERED + 5), 0.1)
+    assert table.estimate(wrong, 0.9) < 0.01
     assert table.estimate(right, 0.3) > 0.98 and table.seen[right] <= REMEMBERED + 1
     assert table.seen[cell_of(1, (0.9, 0, 0))] == 0
 

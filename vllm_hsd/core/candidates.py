@@ -21,30 +21,50 @@ PRIOR_TOKENS = 4.0
 REMEMBERED = 500.0
 
 
+_CELLS = PLACES * SAYINGS**3
+
+
+def _surest(cell: int) -> int:
+    """The cell of tokens of which only the surest source of a cell says something."""
+    place, said = divmod(cell, SAYINGS**3)
+    most = max(range(3), key=lambda voice: said // SAYINGS**voice % SAYINGS)
+    return place * SAYINGS**3 + said // SAYINGS**most % SAYINGS * SAYINGS**most
+
+
+_SUREST = [_CELLS + _surest(cell) for cell in range(_CELLS)]
+
+
 class Agreement:
     """Probability of offered tokens, given that the text has come to them.
 
+    A cell begins as what is known of its surest source, whatever the others say.
+
     Attributes:
-        right, seen: [PLACES * SAYINGS ** 3] tokens of each cell that the text had, and all.
+        right, seen: [2 * PLACES * SAYINGS ** 3] tokens of each cell that the text had, and all;
+            then the same by the surest source alone.
     """
 
     def __init__(self) -> None:
         # Single entries are read: lists are faster than arrays.
-        self.right = [0.0] * (PLACES * SAYINGS**3)
-        self.seen = [0.0] * (PLACES * SAYINGS**3)
+        self.right = [0.0] * (2 * _CELLS)
+        self.seen = [0.0] * (2 * _CELLS)
 
     def estimate(self, cell: int, sureness: float) -> float:
         """Of a token that the surest source gives a probability of `sureness`."""
-        return (self.right[cell] + PRIOR_TOKENS * sureness) / (self.seen[cell] + PRIOR_TOKENS)
+        for where in (_SUREST[cell], cell):
+            known = self.right[where] + PRIOR_TOKENS * sureness
+            sureness = known / (self.seen[where] + PRIOR_TOKENS)
+        return sureness
 
     def observe(self, cell: int, is_right: bool) -> None:
         """Take in whether the text had a token of this cell."""
-        if self.seen[cell] >= REMEMBERED:
-            faded = 1 - 1 / REMEMBERED
-            self.right[cell] *= faded
-            self.seen[cell] *= faded
-        self.right[cell] += is_right
-        self.seen[cell] += 1
+        for where in (_SUREST[cell], cell):
+            if self.seen[where] >= REMEMBERED:
+                faded = 1 - 1 / REMEMBERED
+                self.right[where] *= faded
+                self.seen[where] *= faded
+            self.right[where] += is_right
+            self.seen[where] += 1
 
 
 def cell_of(place: int, sure: Sequence[float]) -> int:
