@@ -8,7 +8,6 @@ from vllm_hsd.core.candidates import (
     FIRST,
     MODEL,
     OTHER,
-    PRIOR_TOKENS,
     REMEMBERED,
     Agreement,
     Candidates,

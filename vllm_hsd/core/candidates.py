@@ -27,8 +27,8 @@ _CELLS = PLACES * SAYINGS**3
 def _surest(cell: int) -> int:
     """The cell of tokens of which only the surest source of a cell says something."""
     place, said = divmod(cell, SAYINGS**3)
-    most = max(range(3), key=lambda voice: said // SAYINGS**voice % SAYINGS)
-    return place * SAYINGS**3 + said // SAYINGS**most % SAYINGS * SAYINGS**most
+    most = max((1, SAYINGS, SAYINGS * SAYINGS), key=lambda voice: said // voice % SAYINGS)
+    return place * SAYINGS**3 + said // most % SAYINGS * most
 
 
 _SUREST = [_CELLS + _surest(cell) for cell in range(_CELLS)]

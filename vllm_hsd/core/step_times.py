@@ -69,7 +69,7 @@ class StepTimes:
             return
         residual = log_seconds - self._along(self._own_curve(), tokens)
         self.weight[size] *= 0.5 ** (age / _HALF_LIFE)
-        # Steps stall, none is too fast: a size that seems too slow is not met again to learn better.
+        # Steps stall, none is too fast: what seems too slow is not met again to learn better.
         residual = min(residual, _MOST_LOG_RESIDUAL)
         if self.weight[size] >= _SETTLED:
             residual = max(residual, -_MOST_LOG_RESIDUAL)
