@@ -147,6 +147,15 @@ def test_configurations_alternate_in_an_order_that_rotates(tmp_path):
     assert [job.config for job in jobs(comparison, 1, False)] == [1, 1, 2, 2, 0, 0]
 
 
+def test_a_control_is_no_speculation_once_more(tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(bench, "run", lambda comparison: found.append(comparison) or 0)
+    given = ["--speculative-config", json.dumps(NGRAM), "--control", "--output", str(tmp_path)]
+    assert cli.main(["bench", "--model", "org/target", *given]) == 0
+    assert found[0].configs == [None, NGRAM, None]
+    assert found[0].names[0] == "no speculation" and found[0].names[2] == "no speculation (2)"
+
+
 def test_rows_hold_the_figures(fakes, tmp_path, capsys):
     _, rows = measured(make_comparison(tmp_path))
     assert [list(row) for row in rows] == [KEYS] * 12

@@ -57,6 +57,10 @@ def add_parser(commands: Any) -> None:
     add("--max-tokens", type=int, default=64, metavar="N", help="tokens of every answer")
     add("--num-prompts", type=int, default=8, metavar="N", help="prompts per round")
     add("--rounds", type=int, default=3, metavar="R", help="repetitions; the spread is over these")
+    add(
+        "--control", action="store_true",
+        help="no speculation again, in an engine that loads last: how far equal engines differ",
+    )  # fmt: skip
     add_engine_options(parser, "0,1", "bench")
     parser.set_defaults(run=command)
 
@@ -66,17 +70,18 @@ def command(arguments: argparse.Namespace) -> int:
     for option in ("max_tokens", "num_prompts", "rounds"):
         if getattr(arguments, option) < 1:
             raise UserError(f"--{option.replace('_', '-')} must be at least 1.")
-    return run(
-        comparison_of(
-            arguments,
-            arguments.speculative_config or [],
-            batch_sizes=in_order(arguments.batch_sizes, "--batch-sizes", 1),
-            temperatures=in_order(arguments.temperatures, "--temperatures", 0),
-            max_tokens=arguments.max_tokens,
-            num_prompts=arguments.num_prompts,
-            rounds=arguments.rounds,
-        )
+    comparison = comparison_of(
+        arguments,
+        arguments.speculative_config or [],
+        batch_sizes=in_order(arguments.batch_sizes, "--batch-sizes", 1),
+        temperatures=in_order(arguments.temperatures, "--temperatures", 0),
+        max_tokens=arguments.max_tokens,
+        num_prompts=arguments.num_prompts,
+        rounds=arguments.rounds,
     )
+    if arguments.control:
+        comparison = replace(comparison, configs=[*comparison.configs, None])
+    return run(comparison)
 
 
 def comparison_of(arguments: argparse.Namespace, configs: list[str], **extent: Any) -> Comparison:

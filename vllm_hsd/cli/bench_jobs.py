@@ -20,7 +20,8 @@ class Comparison:
     """What to measure.
 
     Attributes:
-        configs: speculative configurations, None for no speculation; the first is None.
+        configs: speculative configurations, None for no speculation; the first is None, which all
+            are compared with, a later None too.
         prompts: texts, or chats of one message.
         num_prompts: prompts per round; the given ones are repeated if they are fewer.
         rounds: repetitions of everything; the spread is over these.
