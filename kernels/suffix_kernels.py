@@ -230,6 +230,7 @@ def store_votes_kernel(
     N: tl.constexpr,
     PROBES: tl.constexpr,
     WAYS: tl.constexpr,
+    HEAD: tl.constexpr,
 ):
     request = tl.program_id(0)
     match = tl.program_id(1) + 1
@@ -244,13 +245,31 @@ def store_votes_kernel(
         text_ptr += tl.load(slot_ptr + request).to(tl.int64) * text_stride
         token_ptr += out.to(tl.int64) * N
         share_ptr += out.to(tl.int64) * N
-        offset = tl.arange(0, DEPTH)
+        # Most matches are not there, which their first tokens tell.
+        short = tl.minimum(match, HEAD)
+        offset = tl.arange(0, HEAD)
         at = length - match + offset
-        wanted = _token_at(window_ptr, text_ptr, base, at, offset < match)
+        head = _token_at(window_ptr, text_ptr, base, at, offset < short)
         low = tl.zeros((), tl.int32)
         high = low + size
-        low = _bound(tokens_ptr, order_ptr, low, high, wanted, match, total, False, WAYS, DEPTH)
-        high = _bound(tokens_ptr, order_ptr, low, high, wanted, match, total, True, WAYS, DEPTH)
+        low = _bound(tokens_ptr, order_ptr, low, high, head, short, total, False, WAYS, HEAD)
+        # The place after the first one, if that has them.
+        second = tl.minimum(low + 1, high)
+        second = _bound(tokens_ptr, order_ptr, low, second, head, short, total, True, WAYS, HEAD)
+        if second > low:
+            high = _bound(tokens_ptr, order_ptr, second, high, head, short, total, True, WAYS, HEAD)
+            if match > HEAD:
+                place = tl.arange(0, DEPTH)
+                at_all = length - match + place
+                whole = _token_at(window_ptr, text_ptr, base, at_all, place < match)
+                low = _bound(
+                    tokens_ptr, order_ptr, low, high, whole, match, total, False, WAYS, DEPTH
+                )
+                high = _bound(
+                    tokens_ptr, order_ptr, low, high, whole, match, total, True, WAYS, DEPTH
+                )
+        else:
+            high = low
         lane = tl.arange(0, PROBES)
         share = tl.full((), 1.0, tl.float32)
         floor = tl.maximum(tl.load(least_ptr).to(tl.float32), 1 / PROBES)

@@ -28,8 +28,8 @@ class SuffixConfig(Keys):
 
     Attributes:
         store: file of texts to look in, which `vllm-hsd build store` wrote.
-        shared_tokens: most tokens of the server's earlier outputs, to any client, to look in; 0 for
-            none.
+        shared_tokens: most tokens of the server's earlier outputs, to any client, to look in, on
+            the V1 runner; 0 for none.
         min_acceptance: a draft ends before the token that is less likely to be accepted.
     """
 

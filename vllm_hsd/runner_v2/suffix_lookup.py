@@ -23,6 +23,8 @@ VOTERS = 16
 OWN_WARPS = 8
 # Places of the order that a round of the search in a store looks at.
 WAYS = 32
+# First tokens of a match that are searched before all of them.
+HEAD = 8
 
 
 class Offers(NamedTuple):
@@ -164,5 +166,6 @@ class SuffixLookup:
             N=state.lse[0].shape[1],
             PROBES=PROBES,
             WAYS=WAYS,
+            HEAD=HEAD,
             enable_fp_fusion=False,
         )
