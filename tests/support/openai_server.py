@@ -41,6 +41,7 @@ class OpenAIServer:
             False to leave one of ours out.
         plugin: "module:function" that vLLM calls in each of its processes as a general plugin.
         environment: variables in addition to those of `support.engines`.
+        python: of another environment, which is used outside the checkout.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class OpenAIServer:
         arguments: dict | None = None,
         plugin: str | None = None,
         environment: dict[str, str] | None = None,
+        python: Path | None = None,
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -85,11 +87,16 @@ class OpenAIServer:
             paths = [_distribution_of(plugin, directory), os.environ.get("PYTHONPATH", "")]
             paths.append(str(Path(__file__).parents[1]))
             variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        start = command(model)
+        if python is not None:
+            start = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+            variables.pop("PYTHONPATH", None)
         self.log = directory / "log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*command(model), *flags],
+                [*start, *flags],
                 env=variables,
+                cwd=directory if python is not None else None,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
