@@ -13,17 +13,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from benchmarks.models.zero_pad import intermediate_size_for, zero_pad
-
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODELS = REPOSITORY / "benchmarks" / "models"
 RESULTS = REPOSITORY / "results"
-# Parameters of the zero-padded target.
-TARGET_PARAMS = 300e6
-PADDED_NOTE = (
-    f"the target is zero-padded: the function of a 5 M parameter model at the cost of one with "
-    f"{TARGET_PARAMS / 1e6:.0f} M (see benchmarks/models/zero_pad.py)"
-)
 # Arguments of `vllm.LLM` for engines on the tiny family. bfloat16 ends with an illegal instruction
 # on some virtual machines; prefix caching would make a repeated prompt cheaper.
 ENGINE_ARGS: dict[str, Any] = {
@@ -40,14 +32,6 @@ def prompts(count: int | None = None) -> list[str]:
     """The first prompts (default all) that come with the tiny family."""
     lines = (MODELS / "prompts.jsonl").read_text().splitlines()
     return [json.loads(line)["prompt"] for line in lines[:count]]
-
-
-def padded_target() -> Path:
-    """The zero-padded target, made on first use."""
-    directory = RESULTS / "models" / f"zero-padded-{TARGET_PARAMS / 1e6:.0f}M"
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    size = intermediate_size_for(MODELS / "target", TARGET_PARAMS)
-    return zero_pad(MODELS / "target", directory, size)
 
 
 def commit() -> str:

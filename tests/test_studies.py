@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plot, sweep
-from benchmarks.studies import demo, real_model, streams
+from benchmarks.studies import demo, demo_cascade, real_model, streams
+from benchmarks.studies.configs import fixed
 from benchmarks.sweep import COLUMNS, PLAIN, Group, Sweep, Table
 from vllm_hsd.cli.bench_jobs import Comparison, Setup
 from vllm_hsd.engine import Generation
@@ -168,7 +169,25 @@ def test_the_demo_answers_every_prompt_and_shows_it(tmp_path, capsys):
 def test_committed_tables_have_one_schema():
     """All but that of `vllm-hsd bench`, whose columns are the command's."""
     for path in sorted(STUDIES.glob("*.csv")):
-        if path.stem == "demo_cascade":
+        if path.stem == "synthetic_cascade":
             continue
         with path.open() as file:
             assert next(csv.reader(file)) == [*COLUMNS, "commit", "machine"], path
+
+
+def test_cascades_share_the_engine_of_one_with_their_levels():
+    suffix, copy = {"suffix": {}}, {"model": "copy"}
+    deep = fixed({**suffix, "num_tokens": 4}, {"early_exit": 1, "num_tokens": 6}, copy, length=12)
+    configs = [
+        None,
+        deep,
+        fixed({**suffix, "num_tokens": 3}, copy, length=8),
+        fixed(suffix, length=8),
+        fixed(suffix, length=4),
+        fixed(copy, adaptive=True),
+        fixed({"model": "other"}),
+    ]
+    found = demo_cascade.hosts(configs)
+    assert [found[i] for i in range(7)] == [
+        (0, []), (1, [0, 1, 2]), (1, [0, 2]), (3, [0]), (1, [0]), (5, []), (6, [0]),
+    ]  # fmt: skip

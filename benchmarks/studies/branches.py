@@ -6,12 +6,12 @@ With `--padded` the target is SmolLM2 zero-padded to so many parameters: its tex
 the cost of a larger model, beside which a head costs little. Goes on where it was stopped.
 """
 
+import os
 from typing import Any
 
 from benchmarks import sweep
 from benchmarks.common import RESULTS
-from benchmarks.models.smollm2 import smollm2
-from benchmarks.models.zero_pad import intermediate_size_for, zero_pad
+from benchmarks.models.smollm2 import zero_padded
 from benchmarks.studies.configs import EAGLE3, SUFFIX, fixed, missing, vllms_own
 from benchmarks.sweep import Group
 from vllm_hsd.cli.options import integers, numbers
@@ -42,9 +42,8 @@ def main() -> int:
         return 1
     name = "SmolLM2"
     if options.padded:
-        source, name = smollm2(), f"SmolLM2, zero-padded to {options.padded / 1e9:g} B"
-        out = source.with_name(f"{source.name}-{options.padded / 1e6:.0f}M")
-        options.model = str(zero_pad(source, out, intermediate_size_for(source, options.padded)))
+        name = f"SmolLM2, zero-padded to {options.padded / 1e9:g} B"
+        options.model = os.path.relpath(zero_padded(options.padded))
     table = sweep.Table(options.output / "branches.csv")
     prompts, sets = sweep.read_sets(options.prompts, options.num_prompts)
     cells = [group(name, options.rows, options.temperatures)]

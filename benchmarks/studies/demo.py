@@ -187,6 +187,7 @@ def run(
     name: str,
     model: str,
     engines_class: type[Engines] = Engines,
+    **engine_args: Any,
 ) -> int:
     """Answer, print the tables, write the files.
 
@@ -194,6 +195,7 @@ def run(
         chosen: values of `options`.
         name: of the files.
         model: what the figure calls the target.
+        engines_class, engine_args: see `sweep.started`.
 
     Returns:
         1 if greedy answers differ, else 0.
@@ -213,6 +215,7 @@ def run(
         temperatures=TEMPERATURES,
         ignore_eos=False,
         engines_class=engines_class,
+        **engine_args,
     ) as engines:
         engines.engines.get(0)
         print(f"\n> {by_kind[kinds[0]][0]}\n", flush=True)

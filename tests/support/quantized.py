@@ -1,28 +1,10 @@
 """Models with 8-bit and 4-bit weights, in the formats of compressed-tensors, GPTQ and AWQ."""
 
-import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
-_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
-QUANTIZATION = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {**_INT8, "strategy": "channel", "dynamic": False},
-            "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
-        }
-    },
-}
-
+from benchmarks.models.quantize import int8_copy, quantized_copy
 
 GROUP = 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -66,14 +48,8 @@ QUANTIZATION_4_BIT = {
 
 
 def write_int8(source: str, directory: Path) -> str:
-    """A copy with int8 weights by output channel, activations quantized by token at run time."""
-
-    def quantized(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-        scale = value.abs().amax(1, keepdim=True) / 127
-        rounded = (value / scale).round().to(torch.int8)
-        return {f"{name}.weight": rounded, f"{name}.weight_scale": scale}
-
-    return _write(source, directory, quantized, QUANTIZATION)
+    """See `int8_copy`."""
+    return str(int8_copy(source, directory))
 
 
 def write_int4(source: str, directory: Path, stored: str | None) -> str:
@@ -117,7 +93,7 @@ def write_int4(source: str, directory: Path, stored: str | None) -> str:
         }
 
     described = None if stored is None else QUANTIZATION_4_BIT[stored]
-    return _write(source, directory, quantized, described)
+    return str(quantized_copy(source, directory, quantized, described))
 
 
 def packed(bits: torch.Tensor) -> torch.Tensor:
@@ -125,17 +101,3 @@ def packed(bits: torch.Tensor) -> torch.Tensor:
     shifts = 4 * torch.arange(8)
     words = (bits.reshape(len(bits), -1, 8) << shifts).sum(-1)
     return torch.where(words < 1 << 31, words, words - (1 << 32)).to(torch.int32)
-
-
-def _write(source: str, directory: Path, quantized: Callable, described: dict | None) -> str:
-    shutil.copytree(source, directory)
-    stored = {}
-    for name, value in load_file(directory / "model.safetensors").items():
-        linear = name.endswith("_proj.weight")
-        stored |= quantized(name.removesuffix(".weight"), value) if linear else {name: value}
-    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    if described is not None:
-        config["quantization_config"] = described
-    (directory / "config.json").write_text(json.dumps(config))
-    return str(directory)
