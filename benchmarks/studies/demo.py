@@ -151,21 +151,20 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     for temperature in TEMPERATURES:
         table = Table(title=f"Speed-up over no speculation, temperature {temperature:g}")
-        table.add_column("prompts")
-        table.add_column("no speculation, tokens/s", justify="right")
+        table.add_column("configuration", max_width=34)
         at = [row for row in rows if row["temperature"] == temperature]
-        for name in plot.values(at, "configuration")[1:]:
-            table.add_column(name, justify="right")
         for kind in plot.values(at, "set"):
-            own = [row for row in at if row["set"] == kind]
+            table.add_column(kind, justify="right", no_wrap=True)
+        for name in plot.values(at, "configuration"):
+            *own, whole = [row for row in at if row["configuration"] == name]
+            if name == PLAIN:
+                rates = (f"{row['tokens_per_second']:.1f}" for row in (*own, whole))
+                table.add_row(f"{name}, tokens/s", *rates, end_section=True)
+                continue
             table.add_row(
-                kind,
-                f"{own[0]['tokens_per_second']:.1f}",
-                *(
-                    f"{row['speedup']:.2f} ({row['speedup_low']:.2f}-{row['speedup_high']:.2f})"
-                    for row in own[1:]
-                ),
-                end_section=kind != ALL,
+                name,
+                *(f"{row['speedup']:.2f}" for row in own),
+                f"{whole['speedup']:.2f} ({whole['speedup_low']:.2f}-{whole['speedup_high']:.2f})",
             )
         console.print(table)
     console.print("All answers of a kind together (quartiles of single answers).", soft_wrap=True)
