@@ -16,7 +16,12 @@ from vllm_hsd.kernels.blocks import (
     load_kept,
     store_row_stats,
 )
-from vllm_hsd.kernels.chain_rule import bound_acceptance, request_layout, residual_weight
+from vllm_hsd.kernels.chain_rule import (
+    bound_acceptance,
+    request_layout,
+    residual_weight,
+    store_residual_masses,
+)
 
 
 @triton.jit(do_not_specialize=["stats_stride"])
@@ -141,6 +146,7 @@ def verify_kernel(
     MAX_DRAFT: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    STEP: tl.constexpr,  # entries of a residual read at a time
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
@@ -149,7 +155,6 @@ def verify_kernel(
     chunks = tl.num_programs(0)
     request = tl.program_id(1)
     row = tl.arange(0, ROWS)
-    part = chunk * parts + tl.arange(0, parts)
     state, target_row, draft_origin, num_drafted, token = request_layout(
         cu_ptr,
         index_ptr,
@@ -204,7 +209,6 @@ def verify_kernel(
         ROWS,
         CHUNKS,
     )
-    entry = chunk * CHUNK + tl.arange(0, CHUNK)
     num_undecided = tl.sum(undecided, axis=0)
     greedy = temperature <= 0
     if not DECIDE:
@@ -221,10 +225,11 @@ def verify_kernel(
                 if FILTERED:
                     threshold = tl.load(threshold_ptr + row64)
                 if r < length:
-                    weight = residual_weight(
+                    store_residual_masses(
+                        mass_ptr + (r * chunks + chunk) * parts,
                         target_row_ptr,
                         draft_ptr + row64 * draft_stride_row,
-                        entry,
+                        chunk * CHUNK,
                         vocab_size,
                         inv_temperature,
                         inv_draft_temperature,
@@ -233,14 +238,17 @@ def verify_kernel(
                         extract_lane(draft_lse, row, r),
                         extract_lane(token, row, r),
                         one_hot,
+                        CHUNK,
+                        STEP,
+                        BLOCK,
                     )
                 else:
+                    entry = chunk * CHUNK + tl.arange(0, CHUNK)
                     x = load_kept(target_row_ptr, entry, vocab_size, inv_temperature, threshold)
                     maximum = tl.max(x, axis=0)
-                    weight = exp_shifted(x, maximum)
+                    masses = block_masses(exp_shifted(x, maximum), CHUNK, BLOCK)
                     tl.store(stats_ptr + r * chunks + chunk, maximum)
-                masses = block_masses(weight, CHUNK, BLOCK)
-                tl.store(mass_ptr + r * chunks * parts + part, masses)
+                    tl.store(mass_ptr + (r * chunks + chunk) * parts + tl.arange(0, parts), masses)
     else:
         b = tl.arange(0, CHUNKS * parts)
         inside = b < chunks * parts
@@ -266,10 +274,11 @@ def verify_kernel(
         rejected = extract_lane(token, row, tau)
         earlier = chunks - 1
         if residual_unread:
-            weight = residual_weight(
+            store_residual_masses(
+                mass_ptr + (tau * chunks + chunk) * parts,
                 target_row_ptr,
                 draft_row_ptr,
-                entry,
+                chunk * CHUNK,
                 vocab_size,
                 inv_temperature,
                 inv_draft_temperature,
@@ -278,9 +287,10 @@ def verify_kernel(
                 q_shift,
                 rejected,
                 one_hot,
+                CHUNK,
+                STEP,
+                BLOCK,
             )
-            masses = block_masses(weight, CHUNK, BLOCK)
-            tl.store(mass_ptr + tau * chunks * parts + part, masses)
             # The last program of the request to arrive sees the masses of all.
             tl.debug_barrier()
             earlier = tl.atomic_add(arrived_ptr + request, 1, sem="acq_rel")

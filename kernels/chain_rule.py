@@ -8,6 +8,7 @@ import triton.language as tl
 
 from vllm_hsd.kernels.blocks import (
     argmax_of_chunks,
+    block_masses,
     inverse_temperature,
     is_finite,
     load_scaled,
@@ -202,3 +203,43 @@ def residual_weight(
         x = load_scaled(draft_row_ptr, entry, vocab_size, inv_draft_temperature)
         weight = tl.maximum(weight - tl.exp(x - draft_lse), 0.0)
     return weight
+
+
+@triton.jit
+def store_residual_masses(
+    mass_ptr,
+    target_row_ptr,
+    draft_row_ptr,
+    first,
+    vocab_size,
+    inv_temperature,
+    inv_draft_temperature,
+    threshold,
+    target_shift,
+    draft_lse,
+    token,
+    one_hot,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Masses of the blocks of one chunk of a residual, float32 [CHUNK / BLOCK] at mass_ptr.
+
+    `first` is the chunk's first entry; STEP entries are read at a time.
+    """
+    for offset in tl.range(0, CHUNK, STEP):
+        weight = residual_weight(
+            target_row_ptr,
+            draft_row_ptr,
+            first + offset + tl.arange(0, STEP),
+            vocab_size,
+            inv_temperature,
+            inv_draft_temperature,
+            threshold,
+            target_shift,
+            draft_lse,
+            token,
+            one_hot,
+        )
+        part = offset // BLOCK + tl.arange(0, STEP // BLOCK)
+        tl.store(mass_ptr + part, block_masses(weight, STEP, BLOCK))

@@ -328,6 +328,8 @@ def _launch(
         BLOCK=block,
         **shared,
     )
+    # Rows that are not read in 16-byte accesses take more registers: half a chunk at a time.
+    step = chunk if vocab_size % 16 == 0 else max(block, chunk // 2)
     for decide in (False, True):
         verify_kernel[(chunks, batch)](
             out,
@@ -359,6 +361,7 @@ def _launch(
             BLOCK_VERIFICATION=method == "block",
             HAS_DRAFT=draft_logits is not None,
             HAS_LSE=draft_lse is not None,
+            STEP=step,
             BLOCK=block,
             CHUNKS=padded_size(chunks),
             **shared,
