@@ -147,6 +147,17 @@ def test_branches_gain_where_tokens_are_cheap():
     assert np.count_nonzero(counts[1:, Count.branches_followed]) >= 2
 
 
+def test_a_request_without_room_for_branches_gets_a_chain():
+    """What its tree would have put into branches is not lost."""
+    serving = Serving(target(0.005), [sources(False)], branches=4)
+    serving.cascade.branches.room[:] = 0
+    serving.run(400)
+    alone = Serving(target(0.005), [sources(False)])
+    alone.run(400)
+    assert not serving.cascade.counters.rows[0, Count.branches]
+    assert serving.run(400) > 0.97 * alone.run(400)
+
+
 def test_a_choice_does_not_settle_for_less_after_a_stalled_step():
     """At this price and noise a step stalls whose size was not met for long."""
     assert served(0.04, [sources()])[0] > 0.97 * served(0.04, sources()[:1])[0]

@@ -124,9 +124,9 @@ def run(
             seen[f"won at {base % size}"] += 1
         originals[1](winner, kept, of_chain)
 
-    def flat_drafts(slots, base, requested):
+    def flat_drafts(slots, base):
         before = cascade.branches.counts[slots].any(1)
-        found = originals[2](slots, base, requested)
+        found = originals[2](slots, base)
         seen["one row"] += int((before & ~cascade.branches.counts[slots].any(1)).sum())
         return found
 
@@ -152,11 +152,11 @@ def difference_of_caches(llm, source: Any, prompt: list[int], length: int) -> tu
     runner = runner_of(llm)
     hosted, found = runner.drafter.branches, {}
 
-    def flat_drafts(slots, base, requested):
+    def flat_drafts(slots, base):
         tables = [table.block_table.np[0].copy() for table in runner.input_batch.block_table]
         text = runner.input_batch.token_ids_cpu[0, : base[0] + 1].tolist()
         found["last"] = text, tables
-        return original(slots, base, requested)
+        return original(slots, base)
 
     original, kept, won = hosted.flat_drafts, [], 0
     hosted.flat_drafts = flat_drafts

@@ -17,8 +17,9 @@ from vllm_hsd.cli.options import progress
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.errors import UserError
 
-# Room between the longest output and the engine's longest context: near it, drafters stop.
-SPARE_TOKENS = 256
+# Room between the longest output and the engine's longest context: near it, drafters stop, and a
+# branch needs whole blocks of the KV cache (128 tokens on a CPU).
+SPARE_TOKENS = 1024
 # A drafting engine needs more memory than the plain one, whose size is known when it has loaded.
 DRAFTER_MEMORY = 1.2
 MAX_CPU_CACHE = 4 << 30

@@ -17,12 +17,14 @@ class BranchStore:
         token_ids: [num_slots, R - 1, L] int64, every row from the first drafted place on.
         counts: [num_slots, R - 1] int64 tokens of each row; 0: no row.
         source: [num_slots, R - 1] int64, of the first token of each row that no row before has.
+        room: [num_slots] int64, most tokens of a row that can be verified; 0: the chain alone.
     """
 
     def __init__(self, num_slots: int, rows: int, length: int) -> None:
         self.token_ids = np.zeros((num_slots, rows - 1, length), dtype=np.int64)
         self.counts = np.zeros((num_slots, rows - 1), dtype=np.int64)
         self.source = np.zeros((num_slots, rows - 1), dtype=np.int64)
+        self.room = np.full(num_slots, length)
 
     def clear(self, slots: np.ndarray | int) -> None:
         """Take the branches of `slots` away."""

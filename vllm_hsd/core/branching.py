@@ -213,11 +213,12 @@ class BranchingLevel(LowestLevel):
             chains = self._ask_model(batch, slots, requested, trees)
         for tree in trees:
             tree.settle()
-        rows = self.branches.counts.shape[1] + 1
+        most = self.branches.counts.shape[1] + 1
+        rows = np.where(self.branches.room[slots] > 0, most, 1).tolist()
         kept = grown.choose(
             lambda least: [
-                list(pieces(tree.paths(least), chain, rows, MOST_NODES, least))
-                for tree, chain in zip(trees, chains, strict=True)
+                list(pieces(tree.paths(least), chain, own, MOST_NODES, least))
+                for tree, chain, own in zip(trees, chains, rows, strict=True)
             ]
         )
         self._fill(batch, slots, trees, chains, kept)

@@ -202,22 +202,17 @@ class HostedBranches:
             for gid, (group, tables) in enumerate(zip(self.groups, self.tables, strict=True)):
                 self._copy(gid, *group.copied_after(rows, tables, numbers, kept[won]))
 
-    def flat_drafts(
-        self, slots: np.ndarray, base: np.ndarray, requested: np.ndarray
-    ) -> list[list[int]]:
-        """The draft tokens to schedule for every request, branches after the chain.
+    def make_room(self, slots: np.ndarray, base: np.ndarray, requested: np.ndarray) -> None:
+        """Say how long the branches may be that are drafted now.
 
         Args:
             slots: [batch] int64.
             base: [batch] int64, position of each request's last token.
             requested: [batch] int64, most tokens of a draft.
         """
-        drafts, store = self.state.cascade.drafts[-1], self.state.cascade.branches
-        counts = drafts.counts[slots].tolist()
-        chains = drafts.token_ids[slots].tolist()
-        chains = [chain[:count] for chain, count in zip(chains, counts, strict=True)]
-        if store is None or not store.counts[slots].any():
-            return chains
+        store = self.state.cascade.branches
+        if store is None:
+            return
         self._find_caches()
         # vLLM reserves nothing past max_model_len.
         most = self.state.vllm_config.model_config.max_model_len
@@ -225,7 +220,20 @@ class HostedBranches:
         for group in self.groups:
             fits = group.first(base, self.most) * group.block_size <= most
             room = np.where(fits, np.minimum(room, group.room(base)), 0)
-        store.counts[slots] = np.minimum(store.counts[slots], room[:, None])
+        store.room[slots] = room
+
+    def flat_drafts(self, slots: np.ndarray, base: np.ndarray) -> list[list[int]]:
+        """The draft tokens to schedule for every request, branches after the chain.
+
+        Args: see `make_room`.
+        """
+        drafts, store = self.state.cascade.drafts[-1], self.state.cascade.branches
+        counts = drafts.counts[slots].tolist()
+        chains = drafts.token_ids[slots].tolist()
+        chains = [chain[:count] for chain, count in zip(chains, counts, strict=True)]
+        if store is None or not store.counts[slots].any():
+            return chains
+        store.counts[slots] = np.minimum(store.counts[slots], store.room[slots][:, None])
         roots = self.runner.input_batch.token_ids_cpu[np.arange(len(slots)), base].tolist()
         tokens, branches = store.token_ids[slots].tolist(), store.counts[slots].tolist()
         return [

@@ -205,13 +205,15 @@ class CascadeProposer(DraftModelProposer):
         )
         for states in self.heads:
             states.before_drafting(batch, slots, known)
+        if self.branches is not None:
+            self.branches.make_room(slots, length - 1, requested)
         drafts = self._draft(batch, slots, requested, known)
         if self.lazy is not None:
             self.lazy.step_ended(slots)
         for states in self.heads:
             states.after_drafting(batch, slots, known)
         if self.branches is not None:
-            flat = self.branches.flat_drafts(slots, length - 1, requested)
+            flat = self.branches.flat_drafts(slots, length - 1)
             self.clock.drafting_ended()
             return flat
         counts = drafts.counts[slots].tolist()
