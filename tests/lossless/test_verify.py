@@ -1,5 +1,7 @@
 """`vllm-hsd verify` on the tiny models: sound configurations pass, broken samplers are found."""
 
+import pkgutil
+
 import pytest
 from support.engines import ENGINE_DEFAULTS, forked
 
@@ -63,6 +65,11 @@ def test_what_is_drafted_is_recorded(text_family, verify, name):
 
 # Those that deviate least take too many tokens for the fast form.
 FAST = [name for name, mutant in MUTANTS.items() if mutant.weight == 1]
+
+
+def test_what_mutants_replace_is_there():
+    for name in {target for mutant in MUTANTS.values() for target in mutant.patches}:
+        assert callable(pkgutil.resolve_name(name)), name
 
 
 @pytest.mark.parametrize(

@@ -41,14 +41,14 @@ def install_uncapped_final_ratio() -> None:
 
 def install_drafts_of_other_rows() -> None:
     """Draw the lowest level's tokens from flatter rows than those that are kept with them."""
-    from vllm_hsd.core import lowest_level
+    from vllm_hsd.core import verified
 
-    class FlatterCDF(lowest_level.BlockedCDF):
+    class FlatterCDF(verified.BlockedCDF):
         def __init__(self, probs):
             flatter = probs**0.3
             super().__init__(flatter / flatter.sum(-1, keepdim=True))
 
-    lowest_level.BlockedCDF = FlatterCDF
+    verified.BlockedCDF = FlatterCDF
 
 
 def verify_batch(batch: ChainBatch, method: str, uniforms: np.ndarray, *, target_ok):

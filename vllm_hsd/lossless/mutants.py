@@ -142,7 +142,7 @@ def _shared_noise(whole, self, slots, counts, stream):
     return drawn
 
 
-@_patches("raw proposals", "vllm_hsd.core.lowest_level:BlockedCDF")
+@_patches("raw proposals", "vllm_hsd.core.verified:BlockedCDF")
 def _filtered_cdf(whole, probs):
     return whole((probs.log() / TEMPERATURE).softmax(-1))
 
