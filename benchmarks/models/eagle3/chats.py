@@ -14,6 +14,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.models.eagle3 import FAST_DTYPE
 from benchmarks.models.smollm2 import smollm2
 
 HELD_OUT = 20  # one chat in so many is never trained on
@@ -125,7 +126,9 @@ def main() -> None:
     )
     parser.add_argument("--work", type=Path, default=WORK, help="directory that gets chats/")
     parser.add_argument("--count", type=int, default=1024, help="questions")
-    parser.add_argument("--dtype", default="bfloat16", help="bfloat16 or float32")
+    parser.add_argument(
+        "--dtype", default=str(FAST_DTYPE).removeprefix("torch."), help="bfloat16 or float32"
+    )
     args = parser.parse_args()
     directory = args.work / "chats"
     seed = len(list(directory.glob("*.jsonl.gz")))

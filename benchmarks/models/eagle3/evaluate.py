@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks import plot
+from benchmarks.models.eagle3 import FAST_DTYPE
 from benchmarks.models.eagle3.batches import collate, held_out_chats, shard, shard_names
 from benchmarks.models.eagle3.features import WORK, Features
 from benchmarks.models.eagle3.head import Head, load_head
@@ -112,7 +113,7 @@ def main() -> None:
     stored = shard(args.work / "features" / names[0]).layers
     head = load_head(args.head)
     picked = torch.tensor([stored.index(i) for i in head.shape.layers])
-    target = AutoModelForCausalLM.from_pretrained(args.target or smollm2(), dtype=torch.bfloat16)
+    target = AutoModelForCausalLM.from_pretrained(args.target or smollm2(), dtype=FAST_DTYPE)
     embedding = target.model.embed_tokens.weight.detach()
     rows = target.lm_head.weight.detach()[head.draft_tokens]
     figures = evaluate(head, embedding, rows, chats, picked)

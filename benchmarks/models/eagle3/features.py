@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.models.eagle3 import FAST_DTYPE
 from benchmarks.models.eagle3.chats import Chat, read_chats
 from benchmarks.models.smollm2 import smollm2
 
@@ -177,7 +178,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=WORK, help="directory of chats and shards")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(args.target or smollm2(), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(args.target or smollm2(), dtype=FAST_DTYPE)
     for source in sorted((args.work / "chats").glob("*.jsonl.gz")):
         chats = read_chats(source)
         for first in range(0, len(chats), CHATS):

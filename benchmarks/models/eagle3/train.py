@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.models.eagle3 import FAST_DTYPE
 from benchmarks.models.eagle3.batches import (
     Batch,
     epoch_batches,
@@ -237,7 +238,7 @@ def main() -> None:
         draft_tokens = choose_draft_tokens(shards, names, recipe.draft_vocab_size)
     stored = shard(shards / names[0]).layers
     picked = torch.tensor([stored.index(i) for i in recipe.layers])
-    training = Training(target, recipe, draft_tokens, torch.bfloat16)
+    training = Training(target, recipe, draft_tokens, FAST_DTYPE)
     place: dict = {"epoch": 0, "batch": 0, "names": names, "seconds": 0.0, "tokens": 0}
     if state.exists():
         place = training.load(state)
