@@ -17,7 +17,7 @@ from support.simulated_serving import (
 
 from vllm_hsd.core.draft_budget import cut
 from vllm_hsd.core.step_times import StepTimes
-from vllm_hsd.core.trials import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_STEPS, Trials
+from vllm_hsd.core.trials import FIRST_PAUSE, LONGEST_PAUSE, SEARCH_PAUSE, TRIAL_STEPS, Trials
 
 TARGETS = [memory_bound, cpu, compute_bound]
 
@@ -82,6 +82,26 @@ def test_one_configuration_beats_every_fixed_one_where_requests_differ():
     learned = speedup(memory_bound, [Guess(rates)], 16)
     fixed = [speedup(memory_bound, [Guess(rates)], 16, (k,)) for k in (2, 4, 8)]
     assert learned > 1.03 * max(fixed)
+
+
+@pytest.mark.parametrize("found", [0.0, 0.02])
+def test_searches_that_find_next_to_nothing_cost_next_to_nothing(found):
+    plain = cpu(12)
+    serving = Serving(cpu, [Guess(0.5, found, seconds=0.1 * plain)], 12)
+    serving.run(200)
+    assert serving.run(400) * plain / 12 > 0.985
+
+
+def test_searches_are_found_to_pay_again_within_a_pause():
+    rates, confidence = np.where(np.arange(24) < 12, [[0.02], [0.3]], [[0.95], [0.95]])
+    serving = Serving(cpu, [Guess(rates, 1.0, confidence, 0.02 * cpu(12))], 24)
+    serving.active = np.arange(12)
+    serving.run(400)
+    assert np.count_nonzero(serving.lengths[-100:]) < 20
+    serving.active = np.arange(12, 24)
+    serving.run(SEARCH_PAUSE + 1)
+    assert any(serving.lengths[-2:])
+    assert serving.run(100) * cpu(12) / 12 > 1.5
 
 
 def test_it_turns_when_the_load_swings():

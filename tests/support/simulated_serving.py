@@ -53,7 +53,8 @@ class Guess:
 
     rate: float | np.ndarray
     found: float = 1.0
-    confidence: float = 0.5
+    confidence: float | np.ndarray = 0.5
+    seconds: float = SEARCH_SECONDS
 
     def start(self, texts: np.ndarray, clock: Clock, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -68,11 +69,12 @@ class Guess:
     forget = read
 
     def lookup(self, tokens, rows, slots, ends, requested) -> LookupResult:
-        self.clock.now += SEARCH_SECONDS
+        self.clock.now += self.seconds
         width = int(requested.max(initial=0))
         token_ids = self.guesses[rows[:, None], ends[:, None] + np.arange(width)]
         counts = np.where(self.offers[rows, ends], requested, 0)
-        confidence = np.tile(self.confidence ** np.arange(1, width + 1), (len(rows), 1))
+        confidence = np.broadcast_to(self.confidence, len(self.offers))[rows, None]
+        confidence = confidence ** np.arange(1, width + 1)
         return LookupResult(token_ids, counts, confidence)
 
 

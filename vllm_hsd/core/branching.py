@@ -154,6 +154,7 @@ class BranchChoice(SourceChoice):
         tokens = self.placed + np.cumsum([piece.cost for _, piece in flat])
         price = verify[np.minimum(tokens, len(verify) - 1)] - verify[self.placed]
         net = np.cumsum([piece.gain for _, piece in flat]) - price
+        self.budget.gained += max(float(net.max()), 0.0)
         for i, piece in flat[: int(net.argmax()) + 1 if net.max() > 0 else 0]:
             kept[i].append(piece)
         return kept

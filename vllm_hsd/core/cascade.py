@@ -127,6 +127,8 @@ class Cascade:
         began = time.perf_counter()
         self.selection = selection or self.everything
         self.lowest.read(batch, slots[requested > 0])
+        if not self.selection.levels:
+            requested = np.zeros_like(requested)
         most = requested
         if self.selection.most is not None:
             most = np.minimum(requested, self.selection.most)

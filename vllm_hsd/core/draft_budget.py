@@ -24,7 +24,7 @@ from vllm_hsd.core.acceptance import MEMORY, PLACES, PRIOR_ACCEPTANCE, Acceptanc
 from vllm_hsd.core.levels import Sources, StepLevels
 from vllm_hsd.core.rounds import Round
 from vllm_hsd.core.step_times import StepTimes
-from vllm_hsd.core.trials import LONGEST_PAUSE, Trials
+from vllm_hsd.core.trials import LONGEST_PAUSE, Searches, Trials
 
 # Margin against the winner's curse: the best of several noisy estimates is biased upwards.
 _MARGIN = 1.1
@@ -82,6 +82,8 @@ class DraftBudget:
         self.rows = {pair: count + i for i, pair in enumerate(pairs)}
         self.acceptance = AcceptanceEstimates(count + len(pairs), num_slots)
         self.trials = Trials(count + len(pairs))
+        # Of lookups right below the target, and what those of the step under way gain.
+        self.searches, self.gained = Searches(), 0.0
         # By verifier, exponentially forgotten: tokens emitted per request, and time in steps
         # without drafts.
         self.emitted, self.spent = [np.ones(self.target + 1) for _ in range(2)]
@@ -114,8 +116,11 @@ class DraftBudget:
         found = [self._prices_of(verifier, size) for verifier in range(1, self.target + 1)]
         verify = [found[0][0], *(price for price, _ in found)]
         forward = [found[0][1], *(price for _, price in found)]
-        if not adaptive or (self.target == 1 and self.sources is not None):
+        if not adaptive:
             return Prices(verify, forward)
+        if self.target == 1 and self.sources is not None:
+            searching = self.searches.due(self.times[0].nearest(size))
+            return Prices(verify, forward, None if searching else StepLevels())
         return Prices(verify, forward, self._select(slots, most, verify[-1]))
 
     def _prices_of(self, verifier: int, size: int) -> tuple[np.ndarray, float]:
@@ -241,6 +246,7 @@ class DraftBudget:
             self.acceptance.count(row, filled, size)
             if finished.level == 0 and self.whole and size:
                 self.times[0].observe(size, finished.drafting_seconds)
+                self._searched(size)
         if accepted is not None:
             width = int(counts.max(initial=0))
             estimates = np.full((1, len(slots), width), PRIOR_ACCEPTANCE)
@@ -260,6 +266,13 @@ class DraftBudget:
                 self._target_verified(slots, counts, np.zeros_like(counts))
         elif accepted is not None:
             self._target_verified(slots, counts, accepted)
+
+    def _searched(self, size: int) -> None:
+        """Take in what a search of lookups alone gained for the target, and what it cost."""
+        assert self.sources is not None
+        if self.sources.drafter is None and self.target == 1 and not self.times[1].empty:
+            cost = self._rate(1, size) * self.times[0].seconds(size)
+            self.searches.observe(self.times[0].nearest(size), self.gained, cost)
 
     def followed(self, more: np.ndarray) -> None:
         """Take in [n] int64 tokens that n requests got from the target along branches."""

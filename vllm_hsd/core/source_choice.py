@@ -104,6 +104,7 @@ class SourceChoice:
             slots, ends: [n] int64; the texts have ends[i] tokens.
         """
         self.verifier, self.placed = verifier, 0
+        self.budget.gained = 0.0
         starts, counts = self.starts[:, slots], self.last.counts[:, slots]
         # A text that ends where the offer began or before has changed before the offer.
         known = np.maximum(np.minimum(counts, ends - starts), 0)
@@ -163,7 +164,8 @@ class SourceChoice:
         lookup, own = count - 1 - values[::-1].argmax(0), np.arange(n)
         chosen = survival[lookup, own]
         chosen[self._drafter_values(slots, room, sure) > values[lookup, own]] = 0.0
-        least, _ = cut(chosen, verify, self.placed)
+        least, net = cut(chosen, verify, self.placed)
+        self.budget.gained += net
         if least < np.inf:
             self.trials.pays(_LOOKUPS)
         elif not self.placed and self._may_try(_LOOKUPS):

@@ -55,7 +55,7 @@ class StepTimes:
             return
         self.observed += 1
         self._curve = self._everywhere = None
-        size = self._nearest(tokens)
+        size = self.nearest(tokens)
         log_seconds = math.log(seconds) - self.machine
         age = self.observed - self.last_seen[size]
         self.last_seen[size] = self.observed
@@ -79,7 +79,7 @@ class StepTimes:
 
     def age(self, tokens: int) -> float:
         """Passes of other sizes since one of about this many tokens; infinite before the first."""
-        size = self._nearest(tokens)
+        size = self.nearest(tokens)
         return self.observed - self.last_seen[size] if self.weight[size] else math.inf
 
     @property
@@ -146,5 +146,6 @@ class StepTimes:
                 pools.append((mean, total, above[2] + below[2]))
         return [value for value, _, count in pools for _ in range(count)]
 
-    def _nearest(self, tokens: float) -> int:
+    def nearest(self, tokens: float) -> int:
+        """Which size of the grid stands for so many tokens."""
         return bisect(self.bounds, tokens)

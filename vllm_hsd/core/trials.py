@@ -9,6 +9,8 @@ import numpy as np
 TRIAL_STEPS = 6
 # Steps before the second trial; the pause doubles while the option loses.
 FIRST_PAUSE, LONGEST_PAUSE = 64, 4096
+# Steps without a search where searches do not pay, and decay of what they gained with each.
+SEARCH_PAUSE, SEARCH_MEMORY = 8, 0.97
 # One request in so many takes part in a trial: that tells enough, and costs little.
 _SHARE = 8
 
@@ -50,3 +52,29 @@ class Trials:
         first = self.pause[option] // FIRST_PAUSE * some
         taken: np.ndarray = (np.arange(count) - first) % max(count, 1) < some
         return taken
+
+
+class Searches:
+    """Whether lookups search: where that costs more than it gains, only now and then.
+
+    A search tells by itself what it would gain, without a draft, so the pauses are short.
+    """
+
+    def __init__(self) -> None:
+        self.size, self.gained, self.cost, self.pause = -1, 0.0, 0.0, 0
+
+    def due(self, size: int) -> bool:
+        """Whether lookups search in this step, of a batch of about this size; a step has passed."""
+        if size != self.size or not self.pause:
+            return True
+        self.pause -= 1
+        return False
+
+    def observe(self, size: int, gained: float, cost: float) -> None:
+        """Take in a search: tokens gained above the price of verifying them, and its own price."""
+        if size != self.size:
+            # Of another size it is taken to pay until it has been seen for a while.
+            self.size, self.gained, self.cost = size, cost / (1 - SEARCH_MEMORY), 0.0
+        self.gained = SEARCH_MEMORY * self.gained + gained
+        self.cost = SEARCH_MEMORY * self.cost + cost
+        self.pause = SEARCH_PAUSE if self.gained < self.cost else 0

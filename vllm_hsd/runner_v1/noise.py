@@ -27,7 +27,7 @@ class RequestNoise:
         self, generator: torch.Generator, skip: Callable[[torch.Generator], object]
     ) -> None:
         self.generator, self.skip = generator, skip
-        self.ahead = [generator.clone_state()]
+        self.ahead: list[torch.Generator] = []
 
     def at(self, offset: int) -> torch.Generator:
         """A generator in the state before token `offset` after the committed text, to be used."""
@@ -38,7 +38,13 @@ class RequestNoise:
         self.generator.set_state(self._reach(count).get_state())
         del self.ahead[:count]
 
+    def moved(self) -> None:
+        """One more token is committed, drawn with the request's generator itself."""
+        del self.ahead[:1]
+
     def _reach(self, offset: int) -> torch.Generator:
+        if not self.ahead:
+            self.ahead.append(self.generator.clone_state())
         while len(self.ahead) <= offset:
             after = self.ahead[-1].clone_state()
             self.skip(after)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -138,6 +139,8 @@ class VerifyingSampler(RejectionSampler):
             # No generator moves for a sample that is thrown away, so vLLM must not rewind any:
             # torch cannot do that on a CPU.
             self.runner.input_batch.generators.clear()
+            if rows is None and not counts.any() and self._nothing_drafted(slots):
+                return self._sample_alone(logits, sampling_metadata, noise)
         begins = None if rows is None else rows.begins
         processed = sampling.target_logits(logits, counts, scheduled, begins)
         whole = TargetStep(
@@ -164,6 +167,27 @@ class VerifyingSampler(RejectionSampler):
             sampled_token_ids=sampled,
             logprobs_tensors=self._logprobs(logits, processed, sampled, sampling, owners, first),
         )
+
+    def _sample_alone(
+        self, logits: torch.Tensor, metadata: SamplingMetadata, noise: np.ndarray
+    ) -> SamplerOutput:
+        """vLLM's own sampling, of a step without drafts."""
+        kept = ~self.runner.discard_request_mask.np[: len(noise)]
+        # A prompt chunk's sample is thrown away: it takes no noise.
+        coupled = np.flatnonzero(noise.astype(bool))
+        found = {i: noise[i].generator if kept[i] else noise[i].at(0) for i in coupled.tolist()}
+        output: SamplerOutput = self.sampler(logits, replace(metadata, generators=found))
+        for own in noise[coupled[kept[coupled]]]:
+            own.moved()
+        return output
+
+    def _nothing_drafted(self, slots: np.ndarray | None) -> bool:
+        """Whether no draft was drawn for the requests in [batch] slots.
+
+        One that was drawn and not scheduled still has to be verified: a grammar may have refused
+        it for its tokens.
+        """
+        return False
 
     def _requests(self, batch: int) -> tuple[np.ndarray | None, np.ndarray]:
         """`TargetStep.slots` and `TargetStep.noise` of the runner's batch."""
@@ -285,6 +309,9 @@ class CascadeSampler(VerifyingSampler):
     def _requests(self, batch: int) -> tuple[np.ndarray | None, np.ndarray]:
         slots = self.state.request_slots(batch)
         return slots, self.state.requests.noise[slots]
+
+    def _nothing_drafted(self, slots: np.ndarray | None) -> bool:
+        return slots is not None and not self.state.cascade.drafts[-1].counts[slots].any()
 
     def _verified(self, step: TargetStep, accepted: np.ndarray) -> None:
         if step.slots is not None:
