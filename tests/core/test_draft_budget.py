@@ -16,6 +16,7 @@ from support.simulated_serving import (
 )
 
 from vllm_hsd.core.draft_budget import cut
+from vllm_hsd.core.levels import StepLevels
 from vllm_hsd.core.step_times import StepTimes
 from vllm_hsd.core.trials import FIRST_PAUSE, LONGEST_PAUSE, SEARCH_PAUSE, TRIAL_STEPS, Trials
 
@@ -102,6 +103,26 @@ def test_searches_are_found_to_pay_again_within_a_pause():
     serving.run(SEARCH_PAUSE + 1)
     assert any(serving.lengths[-2:])
     assert serving.run(100) * cpu(12) / 12 > 1.5
+
+
+def test_the_time_without_drafts_is_not_old_where_drafts_hardly_gain():
+    serving = Serving(lambda n: 0.07 + 0.003 * n, [Guess(0.6, 0.3, 0.6)], 12)
+    serving.run(400)
+    drafting = np.array(serving.lengths[-4 * FIRST_PAUSE :]) > 0
+    assert drafting.any() and not drafting.all()
+
+
+def test_a_step_without_levels_is_no_search():
+    serving = Serving(cpu, [lookup(), model(cpu, 0.8, 0.1)], 4)
+    serving.run(50)
+    budget = serving.cascade.budget
+    known = budget.times[0].observed, budget.acceptance.drafts.copy()
+    serving.propose = lambda batch, slots, most: serving.cascade.propose(
+        batch, slots, most, StepLevels()
+    )
+    serving.run(10)
+    assert budget.times[0].observed == known[0]
+    assert (budget.acceptance.drafts == known[1]).all()
 
 
 def test_it_turns_when_the_load_swings():

@@ -119,6 +119,27 @@ def compile_launches(capability: int) -> Iterator[Builds]:
         driver._active = active
 
 
+def spills_in_loops(build: Build) -> int:
+    """Loads from and stores to the stack within the innermost loops of a kernel's machine code."""
+    with tempfile.TemporaryDirectory() as directory:
+        cubin = Path(directory, "cubin")
+        cubin.write_bytes(build.compiled.asm["cubin"])
+        dump = [triton.knobs.nvidia.cuobjdump.path, "-sass", cubin]
+        text = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
+    code = [
+        (int(at, 16), line) for at, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(\S.*?);", text)
+    ]
+    jumps = [(at, re.search(r"\bBRA\S* .*?0x([0-9a-f]+)", line)) for at, line in code]
+    loops = [(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
+    inner = [
+        (first, last)
+        for first, last in loops
+        if not any((a, b) != (first, last) and first <= a and b <= last for a, b in loops)
+    ]
+    on_stack = [at for at, line in code if re.search(r"\b(STL|LDL)\b", line)]
+    return sum(first <= at <= last for at in on_stack for first, last in inner)
+
+
 def usage(build: Build) -> Usage:
     """Read what the compiler says of a kernel.
 

@@ -24,7 +24,7 @@ from vllm_hsd.core.acceptance import MEMORY, PLACES, PRIOR_ACCEPTANCE, Acceptanc
 from vllm_hsd.core.levels import Sources, StepLevels
 from vllm_hsd.core.rounds import Round
 from vllm_hsd.core.step_times import StepTimes
-from vllm_hsd.core.trials import LONGEST_PAUSE, Searches, Trials
+from vllm_hsd.core.trials import FIRST_PAUSE, LONGEST_PAUSE, Searches, Trials
 
 # Margin against the winner's curse: the best of several noisy estimates is biased upwards.
 _MARGIN = 1.1
@@ -127,7 +127,7 @@ class DraftBudget:
         times, more = self.times[verifier], np.arange(size * self.widest + 1)
         if times.empty:
             return 0.0 * more, 0.0
-        if verifier == self.target and times.age(size) > LONGEST_PAUSE:
+        if verifier == self.target and times.age(size) > self._longest_age():
             # Everything is measured against the time without drafts.
             return FORBIDDEN * more, FORBIDDEN
         rate = self._rate(verifier, size)
@@ -136,6 +136,11 @@ class DraftBudget:
         known = not self.pass_times.empty
         forward = rate * self.pass_times.seconds(size) if known else 0.0
         return rate * (seconds - seconds[0]), forward
+
+    def _longest_age(self) -> int:
+        """Steps after which the time without drafts is old: soon where drafts hardly gain."""
+        hardly = self.emitted[self.target] < _MARGIN * self.spent[self.target]
+        return FIRST_PAUSE if hardly else LONGEST_PAUSE
 
     def _rate(self, verifier: int, size: int) -> float:
         """Tokens per second at the goodput reached, which is at least that without drafts."""
