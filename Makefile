@@ -146,8 +146,13 @@ bench-workloads: venv
 
 # Several drafts in one pass beside each source alone; --padded: at the cost of a larger target.
 bench-branches: venv
-	$(BIN)/python -m benchmarks.studies.branches --prompts $(PROMPTS)
-	$(BIN)/python -m benchmarks.studies.branches --prompts $(PROMPTS) --padded 800e6
+	$(BIN)/python -m benchmarks.studies.real_model --branches --temperatures 0,1 --prompts $(PROMPTS)
+	$(BIN)/python -m benchmarks.studies.real_model --branches --temperatures 0,1 --prompts $(PROMPTS) \
+		--padded 800e6
+
+# The dynamic windows' table: an 8-bit copy alone and above the n-gram model; counts.
+bench-windows: venv
+	$(BIN)/python -m benchmarks.studies.windows --prompts $(PROMPTS)
 
 # Everything that only a GPU can show, item by item; goes on where it was ended. Builds no .venv: a
 # host without a network brings its packages (docs/gpu-proof.md). ARGS="--seconds 540", for example.

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import plot
 from benchmarks.common import write_csv
 from benchmarks.models.smollm2 import smollm2
 from vllm_hsd.cli import bench, bench_drafts, bench_quality, bench_report, greedy
@@ -39,6 +40,8 @@ COLUMNS = (
     *("block_efficiency", "block_efficiency_sd", "redundancy", "target_utilization"),
     *("generated_per_target_call", "greedy_differences", "largest_gap", "dtype", "max_tokens"),
 )
+
+MEASURES = {"tokens_per_step": "tokens per target step", "speedup": "speed-up"}
 
 
 class Table:
@@ -377,8 +380,12 @@ def fill(
     chosen: argparse.Namespace,
     prompts: Sequence[Any],
     sets: Mapping[str, Sequence[int]],
+    **engines: Any,
 ) -> list[str]:
     """Measure the cells that the table does not have; takes hours, goes on where it was stopped.
+
+    Args:
+        engines: how they are hosted and their further arguments, see `started`.
 
     Returns:
         a sentence for every greedy difference that is no near tie of the target.
@@ -395,6 +402,7 @@ def fill(
             temperatures=group.temperatures,
             batch_sizes=group.batch_sizes,
             enable_prefix_caching="cold" in group.caches,
+            **engines,
         ) as sweep:
             for index in range(len(sweep.names)):
                 sweep.engines.get(index)
@@ -424,3 +432,42 @@ def means(rows: Sequence[Mapping[str, Any]], measure: str, across: str) -> Itera
                 for each in columns
             )
             yield f"| {name} | {' | '.join(f'{statistics.fmean(v):.2f}' for v in found)} |"
+
+
+def study(
+    name: str,
+    groups: Sequence[Group],
+    chosen: argparse.Namespace,
+    *,
+    sets: Sequence[str] = (),
+    x: str = "temperature",
+    measures: Mapping[str, str] = MEASURES,
+    view: Callable[[dict[str, str]], dict[str, str]] = dict,
+    **engines: Any,
+) -> int:
+    """Measure groups over sets of prompts, print means of the sets and draw them.
+
+    Args:
+        name: of the files.
+        chosen: values of `options`.
+        sets: the only ones to measure (default: all).
+        x: column that varies within a table and a panel.
+        measures: column -> what the figure calls it.
+        view: a row as tables and figure take it.
+        engines: see `fill`.
+
+    Returns:
+        1 if greedy answers differ, else 0.
+    """
+    prompts, found = read_sets(chosen.prompts, chosen.num_prompts)
+    found = {each: own for each, own in found.items() if not sets or each in sets}
+    table = Table(chosen.output / f"{name}.csv")
+    faults = fill(table, groups, chosen, prompts, found, **engines)
+    rows = [view(row) for row in table.rows if row["configuration"] != PLAIN]
+    for measure in measures:
+        print(*means(rows, measure, x), sep="\n")
+    title = f"{rows[0]['dtype']}, {rows[0]['machine']}; means of the sets"
+    figure = table.path.with_suffix(".png")
+    plot.lines(rows, figure, x=x, measures=measures, panel="group", title=title)
+    print(f"\nWritten: {table.path}, {figure}", *faults, sep="\n")
+    return 1 if faults else 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plot, sweep
-from benchmarks.studies import demo, demo_cascade, real_model, streams
+from benchmarks.studies import demo, demo_cascade, real_model, streams, windows
 from benchmarks.studies.configs import fixed
 from benchmarks.sweep import COLUMNS, PLAIN, Group, Sweep, Table
 from vllm_hsd.cli.bench_jobs import Comparison, Setup
@@ -191,3 +191,29 @@ def test_cascades_share_the_engine_of_one_with_their_levels():
     assert [found[i] for i in range(7)] == [
         (0, []), (1, [0, 1, 2]), (1, [0, 2]), (3, [0]), (1, [0]), (5, []), (6, [0]),
     ]  # fmt: skip
+
+
+def test_ways_to_verify_share_five_engines_and_are_drawn_by_draft_limit(monkeypatch, tmp_path):
+    monkeypatch.setattr(windows, "int8", lambda: Path("copy"))
+    group = windows.group([5, 15, 10], [0.0])
+    names = list(group.configs)
+    found = demo_cascade.hosts([None, *group.configs.values()])
+    assert {names[host - 1] for host, _ in found.values() if host} == set(names[:5])
+    assert all(name.endswith(", 15") for name in names[:5])
+    hosted = {}
+
+    def started(chosen, configs, prompts, **keys):
+        hosted.update(keys)
+        return _Entered(engines_of(configs, tmp_path))
+
+    monkeypatch.setattr(sweep, "started", started)
+    monkeypatch.setattr(sweep, "read_sets", lambda *_: ("wxyz", SETS))
+    chosen = argparse.Namespace(prompts=tmp_path, num_prompts=2, output=tmp_path)
+    group = windows.group([5], [0.0])
+    keys = {"x": "x", "view": windows.by_limit, "engines_class": demo_cascade.SharedEngines}
+    assert sweep.study("windows", [group], chosen, sets=["b"], **keys) == 0
+    assert hosted["engines_class"] is demo_cascade.SharedEngines
+    rows = Table(tmp_path / "windows.csv").rows
+    assert {row["set"] for row in rows} == {"b"} and len(rows) == 6
+    assert windows.by_limit(rows[1])["x"] == "5"
+    assert (tmp_path / "windows.png").read_bytes().startswith(b"\x89PNG")

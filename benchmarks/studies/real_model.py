@@ -3,22 +3,29 @@
     python -m benchmarks.studies.real_model --prompts DIR     # make bench-real PROMPTS=DIR
 
 DIR holds one JSON lines file for each set of prompts ("turns", of which the first is asked). Takes
-hours; the same command goes on where an earlier one was stopped.
+hours; the same command goes on where an earlier one was stopped. With `--branches` several drafts
+are verified together, next to each source alone; with `--padded` the target is SmolLM2 zero-padded
+to so many parameters: its text and acceptance at the cost of a larger model.
 """
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import plot, sweep
+from benchmarks import sweep
 from benchmarks.common import RESULTS
+from benchmarks.models.smollm2 import zero_padded
 from benchmarks.studies.configs import (
+    EAGLE3,
     NGRAM_MODEL,
     SUFFIX,
     drafter,
     fixed,
     levels,
+    missing,
     sources,
+    vllms_own,
 )
 from benchmarks.sweep import Group
 from vllm_hsd.cli.bench_jobs import config_name
@@ -81,28 +88,40 @@ def draft_lengths(
     return found
 
 
+def branches(temperatures: Sequence[float]) -> list[Group]:
+    """vLLM's suffix lookup, ours, the head, both by choice, and both together by number of rows."""
+    configs: dict[str, dict[str, Any]] = {
+        "vLLM's suffix": vllms_own()["vLLM's suffix"],
+        "suffix": fixed(SUFFIX, adaptive=True),
+        "head": fixed(EAGLE3, length=3, adaptive=True),
+    }
+    for most in (1, 2, 4):
+        level = {"sources": [SUFFIX, EAGLE3], "branches": most}
+        configs[f"sources, {most} rows"] = fixed(level, adaptive=True)
+    return [Group("branches", configs, temperatures)]
+
+
 def main() -> int:
     parser = sweep.options(__doc__, RESULTS / "real_model", sets=True)
     parser.add_argument("--drafter", type=json.loads, help="level (default: the head)")
     parser.add_argument("--lengths", type=integers, default=LENGTHS)
     parser.add_argument("--temperatures", type=numbers, default=TEMPERATURES)
+    parser.add_argument("--branches", action="store_true", help="several drafts a step instead")
+    parser.add_argument("--padded", type=float, help="parameters of a zero-padded target")
     options = parser.parse_args()
-    prompts, sets = sweep.read_sets(options.prompts, options.num_prompts)
-    table = sweep.Table(options.output / "real_model.csv")
-    cells = groups(options.drafter or drafter(), options.lengths, options.temperatures)
-    faults = sweep.fill(table, cells, options, prompts, sets)
-    for measure in ("tokens_per_step", "speedup"):
-        print(*sweep.means(table.rows, measure, "temperature"), sep="\n")
-    plot.lines(
-        [row for row in table.rows if row["configuration"] != sweep.PLAIN],
-        table.path.with_suffix(".png"),
-        x="temperature",
-        measures={"tokens_per_step": "tokens per target step", "speedup": "speed-up"},
-        panel="group",
-        title=f"{table.rows[0]['dtype']}, {table.rows[0]['machine']}; means of the sets",
+    print(*(absent := missing()), sep="\n")
+    if options.branches and absent:
+        return 1
+    name = "branches" if options.branches else "real_model"
+    if options.padded:
+        options.model = os.path.relpath(zero_padded(options.padded))
+        name += f"_{options.padded / 1e6:.0f}M"
+    cells = (
+        branches(options.temperatures)
+        if options.branches
+        else groups(options.drafter or drafter(), options.lengths, options.temperatures)
     )
-    print(f"\nWritten: {table.path}", *faults, sep="\n")
-    return 1 if faults else 0
+    return sweep.study(name, cells, options)
 
 
 if __name__ == "__main__":
