@@ -32,11 +32,13 @@ NOTES = (
     "that are not those of no speculation (in its own row: not those of its first round)."
 )
 STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;color:#1c2430;max-width:62rem;margin:2rem auto}
-table{border-collapse:collapse;width:100%}th{color:#5a6678}meter{width:12rem}
+body{font:15px/1.5 system-ui,sans-serif;color:#1c2430}
+body{max-width:62rem;margin:2rem auto;padding:0 1rem}
+table{border-collapse:collapse;width:100%;margin-bottom:1rem}th{color:#5a6678}meter{width:12rem}
 td,th{padding:.3rem .6rem;text-align:right;border-bottom:1px solid #e3e7ee}
 td:first-child,th:first-child{text-align:left}code{font-size:.85em;word-break:break-all}
 .note{background:#fff6dd;border-left:4px solid #e2b33c;padding:.4rem .8rem;margin:.4rem 0}
+@media(max-width:45rem){table{display:block;overflow-x:auto;white-space:nowrap}}
 """
 
 
@@ -231,7 +233,7 @@ def page(results: Results, rows: Sequence[Row]) -> str:
     top = max((row["speedup_high"] or 0 for row in rows), default=0) or 1
     parts = ["<h1>Speculative decoding compared</h1>"]
     parts += [f"<div>{escape(line)}</div>" for line in heading(results.metadata)]
-    parts += [f"<p class=note>{escape(note)}</p>" for note in warnings(results, rows)]
+    parts += [f"<p class=note>Note: {escape(note)}</p>" for note in warnings(results, rows)]
     for title, own in _cells(rows):
         parts.append(f"<h2>{title}</h2><table><tr><th>{'<th>'.join(HEADINGS)}<th></tr>")
         for row in own:
@@ -252,7 +254,8 @@ def page(results: Results, rows: Sequence[Row]) -> str:
         text = escape(json.dumps(config)) if config else "-"
         parts.append(f"<tr><td>{escape(name)}<td><code>{text}</code></tr>")
     return (
-        "<!doctype html><html lang=en><meta charset=utf-8><title>vllm-hsd bench</title>"
+        "<!doctype html><html lang=en><meta charset=utf-8>"
+        "<meta name=viewport content='width=device-width'><title>vllm-hsd bench</title>"
         f"<style>{STYLE}</style><body>{''.join(parts)}</table></body></html>\n"
     )
 
