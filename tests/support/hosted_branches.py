@@ -94,7 +94,7 @@ def run(
     cascade, hosted = proposer.cascade, proposer.branches
     seen: Counter = Counter()
     drafted: dict[tuple[int, ...], list[int]] = {}
-    originals = cascade.propose, hosted.finish, hosted.flat_drafts
+    originals = cascade.propose, hosted.finish
 
     def propose(batch, slots, requested, *args):
         drafts, store = originals[0](batch, slots, requested, *args), cascade.branches
@@ -108,6 +108,8 @@ def run(
             chain = drafts.token_ids[slot, : drafts.counts[slot]].tolist()
             drafted[tuple(text)] = chain
             for j, own in enumerate(source.branches(text, most, chain, hosted.most - 1)):
+                seen["one row"] += bool(own) and not store.room[slot]
+                own = own[: store.room[slot]]
                 store.counts[slot, j] = len(own)
                 store.token_ids[slot, j, : len(own)] = own
         return drafts
@@ -124,13 +126,7 @@ def run(
             seen[f"won at {base % size}"] += 1
         originals[1](winner, kept, of_chain)
 
-    def flat_drafts(slots, base):
-        before = cascade.branches.counts[slots].any(1)
-        found = originals[2](slots, base)
-        seen["one row"] += int((before & ~cascade.branches.counts[slots].any(1)).sum())
-        return found
-
-    cascade.propose, hosted.finish, hosted.flat_drafts = propose, finish, flat_drafts
+    cascade.propose, hosted.finish = propose, finish
     # A model is to draft whatever it costs.
     cascade.lowest.choice.begins = lambda slots, *_: np.ones(len(slots), dtype=bool)
     cascade.lowest.choice.goes_on = lambda slots, *_: np.ones(len(slots), dtype=bool)
@@ -138,7 +134,7 @@ def run(
     try:
         return run_jobs(llm, jobs), seen, drafted
     finally:
-        cascade.propose, hosted.finish, hosted.flat_drafts = originals
+        cascade.propose, hosted.finish = originals
         if undo is not None:
             undo()
 

@@ -101,10 +101,15 @@ class BranchChoice(SourceChoice):
                 self.brought[:, of] += gained, found.added, found.drawn, 1
 
     def token_price(self) -> float:
-        """The least that another token costs, with as many others as it takes."""
-        verify = self.budget.step.verify[self.verifier]
-        more = verify[self.placed + 1 :] - verify[min(self.placed, len(verify) - 1)]
-        return float((more / np.arange(1, len(more) + 1)).min()) if len(more) else np.inf
+        """What another token costs, with as many others as a whole draft of every request has.
+
+        Between fewer tokens the times differ less than they scatter: the least of such differences
+        is nothing.
+        """
+        verify, budget = self.budget.step.verify[self.verifier], self.budget
+        few = (len(verify) - 1) // budget.widest * budget.longest
+        start = min(self.placed, len(verify) - 1 - few)
+        return float(verify[start + few] - verify[start]) / few
 
     def begins(self, slots: np.ndarray, room: np.ndarray, sure: np.ndarray) -> np.ndarray:
         """See `SourceChoice.begins`; `sure` is the probability that lookups miss."""
@@ -127,8 +132,9 @@ class BranchChoice(SourceChoice):
             grow: a least density -> the pieces of every request, the best ones first.
         """
         self.trying = False
-        price = self.token_price()
-        kept = self._paying(grow(price))
+        # Of its own place, a token may cost less than in the mean.
+        found = grow(self.token_price() / 2)
+        kept = self._paying(found)
         pays = any(kept)
         if pays:
             self.trials.pays(_ROW)
@@ -139,7 +145,7 @@ class BranchChoice(SourceChoice):
         if any(piece.row for own in kept for piece in own):
             self.trials.pays(_BRANCHES)
         elif pays and self._may_try(_BRANCHES):
-            kept = self._tried(_BRANCHES, grow(price / 2), kept)
+            kept = self._tried(_BRANCHES, found, kept)
         self.placed += sum(piece.cost for own in kept for piece in own)
         return kept
 
@@ -215,11 +221,11 @@ class BranchingLevel(LowestLevel):
         for tree in trees:
             tree.settle()
         most = self.branches.counts.shape[1] + 1
-        rows = np.where(self.branches.room[slots] > 0, most, 1).tolist()
+        room = self.branches.room[slots].tolist()
         kept = grown.choose(
             lambda least: [
-                list(pieces(tree.paths(least), chain, own, MOST_NODES, least))
-                for tree, chain, own in zip(trees, chains, rows, strict=True)
+                list(pieces(tree.paths(least), chain, most, own, MOST_NODES, least))
+                for tree, chain, own in zip(trees, chains, room, strict=True)
             ]
         )
         self._fill(batch, slots, trees, chains, kept)

@@ -239,7 +239,7 @@ class Piece:
 
 
 def pieces(
-    paths: list[list[Node]], chain: list[Node], rows: int, nodes: int, least: float
+    paths: list[list[Node]], chain: list[Node], rows: int, room: int, nodes: int, least: float
 ) -> Iterator[Piece]:
     """The pieces of the best drafts, the best ones first.
 
@@ -247,6 +247,7 @@ def pieces(
         paths: see `Candidates.paths`.
         chain: what is drafted in any case.
         rows: most rows.
+        room: most tokens of a row, but for the chain.
         nodes: most tokens of a draft that differ by what is before them.
         least: least density.
     """
@@ -262,16 +263,19 @@ def pieces(
             if known == len(path):
                 continue
             tip = path[known - 1] if known else None
-            if tip in tips:
+            row = tips.index(tip) if tip in tips else len(tips)
+            if row and known >= room:
+                continue
+            if row < len(tips):
                 gain = path[known].survival
                 if best is None or gain > best[0]:
-                    best = gain, tips.index(tip), path[: known + 1], gain, 1
-            elif len(tips) < rows:
+                    best = gain, row, path[: known + 1], gain, 1
+            elif row < rows:
                 gain, cost = 0.0, known + 1
-                for end in range(known, min(len(path), known + nodes - len(covered))):
+                for end in range(known, min(len(path), room, known + nodes - len(covered))):
                     gain, cost = gain + path[end].survival, cost + 1
                     if best is None or gain / cost > best[0]:
-                        best = gain / cost, len(tips), path[: end + 1], gain, cost
+                        best = gain / cost, row, path[: end + 1], gain, cost
         if best is None or best[0] < least:
             return
         density, row, path, gain, cost = best

@@ -233,7 +233,6 @@ class HostedBranches:
         chains = [chain[:count] for chain, count in zip(chains, counts, strict=True)]
         if store is None or not store.counts[slots].any():
             return chains
-        store.counts[slots] = np.minimum(store.counts[slots], store.room[slots][:, None])
         roots = self.runner.input_batch.token_ids_cpu[np.arange(len(slots)), base].tolist()
         tokens, branches = store.token_ids[slots].tolist(), store.counts[slots].tolist()
         return [
