@@ -107,7 +107,9 @@ def test_v1_serves_what_v2_cannot(family, v2, head, monkeypatch, keys, engine, r
         assert couples_all == ("verifier" in keys)
     assert config.speculative_config.hsd_runner == ("V1" if reason else "V2")
     lines = [line for line in said if "Model Runner V2 does not" in line]
-    assert bool(lines) == bool(reason) and len(set(lines)) < 2
+    # Before our reason vLLM may name its own, and 0.33 decides twice.
+    ours = {line.partition("this speculative configuration")[2] for line in lines}
+    assert bool(lines) == bool(reason) and len(ours) < 2
     if reason:
         assert re.search(reason, lines[0]) and "without CUDA graphs of the drafters" in lines[0]
         assert "VLLM_USE_V2_MODEL_RUNNER" not in lines[0]
