@@ -328,8 +328,8 @@ def _launch(
         BLOCK=block,
         **shared,
     )
-    # Rows that are not read in 16-byte accesses take more registers: half a chunk at a time.
-    step = chunk if vocab_size % 16 == 0 else max(block, chunk // 2)
+    # Rows that are not read in 16-byte accesses take more registers: a quarter of a chunk at once.
+    step = chunk if vocab_size % 16 == 0 else max(block, chunk // 4)
     for decide in (False, True):
         verify_kernel[(chunks, batch)](
             out,
