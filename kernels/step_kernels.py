@@ -350,6 +350,91 @@ def commit_verify_kernel(
 
 
 @triton.jit
+def commit_unverified_kernel(
+    rows_ptr,  # [B, N, V]
+    lse_ptr,  # float32 [B, N]
+    window_ptr,  # int32 [B, capacity]
+    window_stride,
+    end_ptr,  # int32 [B]
+    start_ptr,  # int32 [L, B]
+    drafted_ptr,
+    requested_ptr,
+    level_stride,
+    lengths_ptr,  # int32 [L]
+    counts_ptr,  # int64 [L, 4]
+    origin_ptr,  # int32 [B]
+    temperature_ptr,  # float32 [B]
+    below_rows_ptr,  # [B, BELOW, V], with HAS_ROWS
+    below_lse_ptr,  # float32 [B, BELOW]
+    taken_ptr,  # int32 [B], tokens of the draft from below
+    token_ptr,  # int64 [B]
+    token_lse_ptr,  # float32 [B]
+    threshold_ptr,  # float32 [B]
+    logits_ptr,  # [B, V]
+    logits_stride,
+    vocab_size,
+    HAS_ROWS: tl.constexpr,  # False: what is below are point masses
+    BELOW: tl.constexpr,
+    LEVEL: tl.constexpr,
+    LANES: tl.constexpr,
+    N: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    origin = tl.load(origin_ptr + request)
+    own = _at(LEVEL, level_stride, request)
+    if origin >= 0:
+        taken = tl.load(taken_ptr + request)
+        begin = tl.load(start_ptr + own) + origin
+        window_ptr += request * window_stride
+        temperature = tl.load(temperature_ptr + request)
+        if temperature > 0:
+            entry = chunk * CHUNK + tl.arange(0, CHUNK)
+            first_place = rows_ptr + (request * N + origin) * vocab_size
+            for i in range(0, taken):
+                if HAS_ROWS:
+                    row_ptr = below_rows_ptr + (request * BELOW + i) * vocab_size
+                    x = tl.load(row_ptr + entry, mask=entry < vocab_size)
+                else:
+                    is_token = entry == tl.load(window_ptr + begin + i)
+                    x = tl.where(is_token, 0.0, float("-inf")).to(rows_ptr.dtype.element_ty)
+                tl.store(first_place + i * vocab_size + entry, x, mask=entry < vocab_size)
+            x = tl.load(logits_ptr + request * logits_stride + entry, mask=entry < vocab_size)
+            x = without_filtered(x, temperature, tl.load(threshold_ptr + request))
+            tl.store(first_place + taken * vocab_size + entry, x, mask=entry < vocab_size)
+        if chunk == 0:
+            lane = tl.arange(0, LANES)
+            passed_on = lane < taken
+            place = request * N + origin + lane
+            lse = tl.zeros([LANES], tl.float32)
+            if HAS_ROWS:
+                lse = tl.load(below_lse_ptr + request * BELOW + lane, mask=passed_on, other=0.0)
+            tl.store(lse_ptr + place, lse, mask=passed_on)
+            token_lse = tl.load(token_lse_ptr + request)
+            tl.store(lse_ptr + request * N + origin + taken, token_lse)
+            token = tl.load(token_ptr + request).to(tl.int32)
+            tl.store(window_ptr + begin + taken, token)
+            drafted = origin + taken + 1
+            end = begin + taken + 1
+            tl.store(end_ptr + request, end)
+            tl.store(drafted_ptr + own, drafted)
+            _count(counts_ptr, LEVEL, INVALID, (is_finite(token_lse) == 0).to(tl.int32))
+            room = tl.load(requested_ptr + own) - drafted - 1
+            _request_below(
+                start_ptr,
+                drafted_ptr,
+                requested_ptr,
+                level_stride,
+                lengths_ptr,
+                request,
+                end,
+                room,
+                LEVEL,
+            )
+
+
+@triton.jit
 def collect_kernel(
     draft_tokens_ptr,  # int64 [B, LONGEST]
     draft_length_ptr,  # int32 [B]

@@ -27,11 +27,13 @@ def configurations(family: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Speculative configurations by name, all with mid on top; the first is also the controls'."""
     small, mid = {"model": family["small"]}, {"model": family["mid"]}
     lookup = {"ngram": {"max": 3}, "num_tokens": 1}
-    suffix = {"suffix": {"min_acceptance": 0.01}, "num_tokens": 2}
+    suffix = {"suffix": {"min_acceptance": 0.01}}
+    sources = {"sources": [{"ngram": {"max": 3}}, suffix], "num_tokens": 2}
     return {
         "two levels": engines.cascade(5, small | {"num_tokens": 2}, mid),
         "three levels": engines.cascade(5, lookup, small | {"num_tokens": 2}, mid),
-        "suffix below mid": engines.cascade(5, suffix, mid),
+        "suffix below mid": engines.cascade(5, suffix | {"num_tokens": 2}, mid),
+        "sources below mid": engines.cascade(5, sources, mid),
         "vLLM's drafter, our verifier": engines.draft_model(family["mid"], 4, "hierarchical"),
     }
 

@@ -42,6 +42,7 @@ def stacks(setting: Setting) -> list[Stack]:
     small, mid = (engines.shaped(setting, size) for size in ("0.6B", "1.7B"))
     ngram = {"ngram": {"max": 3}, "num_tokens": 2}
     suffix = {"suffix": {}, "num_tokens": 2}
+    sources = {"sources": [{"ngram": {"max": 3}}, {"suffix": {}}], "num_tokens": 2}
     return [
         Stack("no speculation", 0, None),
         Stack("vLLM draft_model 0.6B", K, engines.draft_model(small, K, "block")),
@@ -49,6 +50,7 @@ def stacks(setting: Setting) -> list[Stack]:
         Stack("vLLM's drafter, our verifier", K, engines.draft_model(small, K, "hierarchical")),
         Stack("ours, n-gram below 0.6B", K, engines.cascade(K, ngram, {"model": small})),
         Stack("ours, suffix below 0.6B", K, engines.cascade(K, suffix, {"model": small})),
+        Stack("ours, sources below 0.6B", K, engines.cascade(K, sources, {"model": small})),
         Stack(
             "ours, 0.6B below 1.7B",
             K,

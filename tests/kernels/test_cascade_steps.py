@@ -22,18 +22,24 @@ pytestmark = pytest.mark.interpret
 
 
 @pytest.mark.parametrize(
-    ("lengths", "lookup", "seed"),
+    ("lengths", "lookup", "unverified", "seed"),
     [
-        ((4,), False, 0),
-        ((3, 8), False, 1),
-        (LENGTHS, False, 2),
-        ((3, 8), True, 3),
-        *(pytest.param(LENGTHS, s % 2 > 0, s, marks=pytest.mark.slow) for s in range(10, 20)),
+        ((4,), False, False, 0),
+        ((3, 8), False, False, 1),
+        (LENGTHS, False, False, 2),
+        ((3, 8), True, False, 3),
+        ((3, 8), True, True, 4),
+        (LENGTHS, False, True, 5),
+        *(
+            pytest.param(LENGTHS, s % 2 > 0, s % 3 == 0, s, marks=pytest.mark.slow)
+            for s in range(10, 20)
+        ),
     ],
 )
-def test_every_step_equals_its_reference(lengths, lookup, seed):
+def test_every_step_equals_its_reference(lengths, lookup, unverified, seed):
     """Padding, prompt chunks, texts shorter than the window or near max_model_len, guard rows."""
-    walk(schedule_of(*lengths, lookup=lookup), seed, batch=7, num_reqs=6, lookup=lookup)
+    schedule = schedule_of(*lengths, lookup=lookup)
+    walk(schedule, seed, batch=7, num_reqs=6, lookup=lookup, unverified=unverified)
 
 
 def test_a_batch_of_padding_drafts_nothing():

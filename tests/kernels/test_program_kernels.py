@@ -16,16 +16,17 @@ STAGED = {
 
 
 @pytest.mark.parametrize(
-    ("lengths", "rounds", "greedy", "proposals"),
+    ("lengths", "rounds", "verifier", "greedy", "proposals"),
     [
-        ((2, 6), (), False, 3),
-        ((2, 6), (), True, 1),
-        pytest.param((1, 3, 7), (2, 3), False, 2, marks=pytest.mark.slow),
-        pytest.param((3, 8), (4,), False, 6, marks=pytest.mark.slow),
+        ((2, 6), (), "standard", False, 3),
+        ((2, 6), (), "standard", True, 1),
+        ((2, 6), (), "none", False, 2),
+        pytest.param((1, 3, 7), (2, 3), "standard", False, 2, marks=pytest.mark.slow),
+        pytest.param((3, 8), (4,), "standard", False, 6, marks=pytest.mark.slow),
     ],
 )
-def test_token_for_token_as_the_cascade(lengths, rounds, greedy, proposals):
-    engine = Engine(lengths, rounds, ("block", "standard", "block"), greedy=greedy, seed=5)
+def test_token_for_token_as_the_cascade(lengths, rounds, verifier, greedy, proposals):
+    engine = Engine(lengths, rounds, ("block", verifier, "block"), greedy=greedy, seed=5)
     # Greedy requests among the others.
     engine.temperature[int(engine.index[0])] = 0
     rng = np.random.default_rng(0)

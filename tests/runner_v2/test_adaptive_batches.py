@@ -9,16 +9,17 @@ from vllm_hsd.config import CascadeConfig
 from vllm_hsd.runner_v2.adaptive import LearnedLengths, make_scheduler
 from vllm_hsd.runner_v2.spec_config import MAX_BATCH_SIZE, V2CascadeConfig
 
-BY_SIZE = [0, 3, 3, 0]
+BY_SIZE = [0, 3, 1, 0]
+LIMIT = 2
 
 
-def step(drafts: list[int], drafting: bool, new: list | None = None, extra: int = 0):
+def step(drafts: list[int], length: int, new: list | None = None, extra: int = 0):
     """A step in which request i verifies drafts[i] tokens; `extra` tokens of a prompt."""
     ids = [str(i) for i in range(len(drafts))]
     given = SimpleNamespace(
         num_scheduled_tokens={i: 1 + n + extra for i, n in zip(ids, drafts, strict=True)},
         scheduled_spec_decode_tokens={i: [-1] * n for i, n in zip(ids, drafts, strict=True) if n},
-        num_spec_tokens_to_schedule=3 * drafting,
+        num_spec_tokens_to_schedule=length,
         scheduled_new_reqs=new or [],
     )
     return given, SimpleNamespace(sampled_token_ids=[[5] * (1 + n) for n in drafts])
@@ -26,38 +27,36 @@ def step(drafts: list[int], drafting: bool, new: list | None = None, extra: int 
 
 @pytest.fixture
 def lengths() -> LearnedLengths:
-    return LearnedLengths(BY_SIZE)
+    return LearnedLengths(BY_SIZE, LIMIT)
 
 
 def test_a_large_batch_never_drafts(lengths):
     assert [lengths[3] for _ in range(300)] == [0] * 300
 
 
-def test_a_small_batch_tries_both(lengths):
-    assert {lengths[1] for _ in range(300)} == {0, 3}
+def test_a_small_batch_tries_all(lengths):
+    assert {lengths[1] for _ in range(300)} == {lengths[2] for _ in range(300)} == {0, 1, 3}
 
 
-@pytest.mark.parametrize(
-    ("drafts", "drafting", "kind"),
-    [([3, 3], True, "drafting"), ([2, 3], True, "drafting"), ([0, 0], False, "plain")],
-)
-def test_a_step_of_decodes_counts(lengths, drafts, drafting, kind):
+@pytest.mark.parametrize(("drafts", "length"), [([3, 3], 3), ([2, 3], 3), ([1, 1], 1), ([0, 0], 0)])
+def test_a_step_of_decodes_counts(lengths, drafts, length):
     observed = []
     lengths.learned.observe = lambda *given: observed.append(given)
-    lengths.step_ended(*step(drafts, drafting))
-    ((size, drafted, emitted, _),) = observed
-    assert (size, drafted, emitted) == (2, kind == "drafting", 2 + sum(drafts))
+    lengths.step_ended(*step(drafts, length))
+    ((found, accepted, _),) = observed
+    assert found == length and accepted.tolist() == drafts
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        step([3, 0], True),  # one request has just begun to draft
-        step([3, 3], False),  # the last drafts of a trial
-        step([0, 0], True),  # the first step of a trial
-        step([0, 0], False, extra=4),
-        step([3, 3], True, new=["a prompt"]),
-        step([], False),
+        step([3, 0], 3),  # one request has just begun to draft
+        step([3, 3], 0),  # the last drafts of a trial
+        step([0, 0], 3),  # the first step of a trial
+        step([3, 3], 1),  # between two lengths
+        step([0, 0], 0, extra=4),
+        step([3, 3], 3, new=["a prompt"]),
+        step([], 0),
     ],
 )
 def test_other_steps_do_not(lengths, given):
@@ -65,11 +64,11 @@ def test_other_steps_do_not(lengths, given):
     lengths.step_ended(*given)
 
 
-@pytest.mark.parametrize("slots", [2, 32, 64, 65, 256])
+@pytest.mark.parametrize("slots", [2, 3, 32, 64, 65, 256])
 @pytest.mark.parametrize("limit", [None, 4])
 @pytest.mark.parametrize("tokens", [15, 160, 8192])
-def test_vllm_captures_the_target_with_and_without_drafts(slots, limit, tokens):
-    """For the lengths of the table within its largest batch; what is learned is restored."""
+def test_vllm_captures_the_target_for_all_lengths(slots, limit, tokens):
+    """Those of the table within its largest batch."""
     hsd = CascadeConfig.parse(
         {
             "num_speculative_tokens": 8,
@@ -89,11 +88,14 @@ def test_vllm_captures_the_target_with_and_without_drafts(slots, limit, tokens):
     most = min(most, tokens // 5)
     table = config.num_speculative_tokens_per_batch_size
     dense = build_dynamic_sd_schedule_lookup(table, slots, 8)
-    assert set(dense[1:]) == {0, 8}
+    given = sorted({8, 4, 2}, reverse=True)[: max(min(slots - 1, most), 1)]
+    assert set(dense[1:]) == {0, *given}
     scheduler = SimpleNamespace(
         vllm_config=SimpleNamespace(speculative_config=config, scheduler_config=scheduler_config),
         dynamic_sd_lookup=dense,
     )
     make_scheduler(lambda self: None, scheduler)
-    last = min(slots, most)
-    assert scheduler.dynamic_sd_lookup.by_size[1:] == [8] * last + [0] * (slots - last)
+    learned = scheduler.dynamic_sd_lookup
+    assert learned.learned.lengths == [0, *sorted(given)]
+    for size in range(1, slots + 1):
+        assert (max(learned[size] for _ in range(9)) > 0) == (size <= most)

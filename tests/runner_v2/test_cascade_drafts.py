@@ -14,6 +14,15 @@ from vllm_hsd.core.counters import Count
 pytestmark = pytest.mark.interpret
 
 
+@pytest.fixture(autouse=True)
+def short_matches(monkeypatch):
+    """Each length of a suffix's match is a program, and they are interpreted one after another."""
+    from vllm_hsd.runner_v2 import suffix_lookup
+
+    for bound in ("DEPTH", "HEAD"):
+        monkeypatch.setattr(suffix_lookup, bound, 4)
+
+
 def runner(params, name, **options):
     from support.table_runner import TableRunner
 
@@ -24,7 +33,9 @@ def runner(params, name, **options):
     )
 
 
-@pytest.mark.parametrize("name", ["one", "two", "three", "lookup", "bigram", "suffix"])
+@pytest.mark.parametrize(
+    "name", ["one", "two", "three", "lookup", "bigram", "suffix", "sources", "unverified"]
+)
 def test_greedy_text_is_the_targets(name):
     target, _ = tables()
     served = runner([{"temperature": 0.0}] * 3, name)
@@ -56,6 +67,9 @@ def test_levels_equal_to_the_target_lose_nothing(temperature):
         ("lookup", {}),
         ("bigram", {}),
         ("suffix", {}),
+        ("sources", {}),
+        ("unverified", {}),
+        ("two, adaptive", {}),
         ("two", {"top_p": 0.8, "temperature": 0.9}),
     ],
 )
@@ -74,14 +88,73 @@ def test_wrong_rows_of_the_drafts_are_caught(name, monkeypatch):
     assert p_value(name, {}) < 1e-6
 
 
-def p_value(name: str, params: dict) -> float:
-    """Of three tokens of 1000 texts against their joint distribution.
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", ["suffix", "sources"])
+def test_tokens_of_a_lookup_that_are_taken_unseen_are_caught(name, monkeypatch):
+    """Negative control: the level above passes them up as if it had drawn them."""
+    from vllm_hsd.runner_v2 import program
 
-    A suffix level is 126 programs for each request, interpreted one after the other.
-    """
+    verify = program.verify_chain_padded
+
+    def take_all(logits, *args, **kwargs):
+        result = verify(logits, *args, **kwargs)
+        taken, own = kwargs["draft_length"], torch.arange(len(result.num_accepted))
+        token_ids = result.token_ids.clone()
+        token_ids[own, taken.long()] = token_ids[own, result.num_accepted.long()]
+        lse = logits.logsumexp(1).view(result.target_lse.shape)
+        return type(result)(token_ids, taken, taken + 1, lse)
+
+    monkeypatch.setattr(program, "verify_chain_padded", take_all)
+    assert p_value(name, {}) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_point_masses_with_a_model_s_row_are_caught(monkeypatch):
+    """Negative control of tokens that a level passes on."""
+    from vllm_hsd.runner_v2 import cascade_steps
+
+    commit = cascade_steps.commit_unverified
+
+    def with_own_row(state, op, logits, token_ids, lse, thresholds, taken):
+        first = state.origin.tolist()
+        commit(state, op, logits, token_ids, lse, thresholds, taken)
+        for b, (origin, count) in enumerate(zip(first, taken.tolist(), strict=True)):
+            if origin >= 0:
+                state.rows[op.level][b, origin : origin + count] = logits[b]
+                state.lse[op.level][b, origin : origin + count] = lse[b]
+
+    monkeypatch.setattr(cascade_steps, "commit_unverified", with_own_row)
+    assert p_value("unverified", {}) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_rows_of_another_length_are_caught(monkeypatch):
+    """Negative control: the verifier reads what the longest drafts of earlier steps left."""
+    from support.table_runner import ProposalState
+
+    shortened = ProposalState.shortened
+
+    def with_own_rows(self, schedule):
+        state = shortened(self, schedule)
+        state.rows = [rows.clone() for rows in state.rows]
+        return state
+
+    monkeypatch.setattr(ProposalState, "shortened", with_own_rows)
+    assert p_value("two, adaptive", {}) < 1e-6
+
+
+def p_value(name: str, params: dict) -> float:
+    """Of three tokens of 300 or 1000 texts against their joint distribution."""
     np.random.seed(0)  # requests without a seed get theirs from it
-    served = runner([params] * (250 if name == "suffix" else 1000), name)
+    served = runner(
+        [params] * (1000 if name in ("two", "three", "lookup", "bigram") else 300), name
+    )
+    lengths = itertools.cycle([2, 4] if served.drafter.shorter else [None])
     while min(map(len, served.texts())) <= 7:
+        served.drafter.asked = next(lengths)
         served.step()
     texts = [tuple(text[4:7]) for text in served.texts()]
     found = chi_square_p_value(texts, joint(params, 3))

@@ -32,11 +32,17 @@ def texts_of(family) -> str:
 
 def configuration(name: str, family) -> dict:
     suffix = {"min_acceptance": 0.01}
-    if "suffix" in name:
+    if "suffix" in name or "sources" in name:
         suffix["store"] = texts_of(family)
     return {
         "suffix": cascade([{"suffix": suffix}]),
         "suffix, model": cascade([{"suffix": suffix, "num_tokens": 2}, {"model": family.mid}]),
+        "sources, model": cascade(
+            [
+                {"sources": [{"ngram": {"max": 3}}, {"suffix": suffix}], "num_tokens": 2},
+                {"model": family.mid},
+            ]
+        ),
         "two models": cascade([{"model": family.small, "num_tokens": 1}, {"model": family.mid}]),
         "three equal": cascade(
             [
@@ -63,6 +69,7 @@ def configuration(name: str, family) -> dict:
         "two models",
         pytest.param("suffix", marks=pytest.mark.slow),
         pytest.param("suffix, model", marks=pytest.mark.slow),
+        pytest.param("sources, model", marks=pytest.mark.slow),
         pytest.param("three equal", marks=pytest.mark.slow),
         pytest.param("lookup, exit, model", marks=pytest.mark.slow),
     ],
@@ -141,7 +148,9 @@ def ids(result: dict) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["two models", "suffix, model", "lookup, exit, model"])
+@pytest.mark.parametrize(
+    "name", ["two models", "suffix, model", "sources, model", "lookup, exit, model"]
+)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_a_crowded_engine_loses_nothing(name, graphs, family, crowded_plain):
     """Preemption, prefix hits, requests that sit a step out, texts up to max_model_len."""
@@ -185,7 +194,7 @@ def test_large_batches_draft_nothing(family):
     ("name", "forced"), [("two models", False), ("two models", True), ("suffix", True)]
 )
 def test_a_batch_that_drafts_now_and_then_loses_nothing(name, forced, family, crowded_plain):
-    """`adaptive`: the scheduler requests drafts or none, by what was faster or at random."""
+    """`adaptive`: the scheduler chooses a length or none, by what was faster or at random."""
     from support.v2_engines import run_engine
 
     speculative = {**configuration(name, family), "adaptive": True}

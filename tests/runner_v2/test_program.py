@@ -10,19 +10,22 @@ from support import kernel_reference as reference
 from support.programs import Engine, reference_steps
 
 CASCADES = [
-    ((4,), ()),
-    ((2, 6), ()),
-    ((3, 8), (4,)),
-    ((1, 3, 7), (2, 3)),
-    ((2, 3, 6), (1, 2)),
+    ((4,), (), ()),
+    ((2, 6), (), ()),
+    ((3, 8), (4,), ()),
+    ((1, 3, 7), (2, 3), ()),
+    ((2, 3, 6), (1, 2), ()),
+    ((2, 6), (), ("block", "none")),
+    ((1, 3, 7), (2, 3), ("block", "none", "block")),
+    ((2, 3, 6), (1, 2), ("block", "block", "none")),
 ]
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-@pytest.mark.parametrize(("lengths", "rounds"), CASCADES)
-def test_token_for_token_as_the_cascade(lengths, rounds, greedy):
+@pytest.mark.parametrize(("lengths", "rounds", "verifiers"), CASCADES)
+def test_token_for_token_as_the_cascade(lengths, rounds, verifiers, greedy):
     """Up to max_model_len, with caches that only the program itself keeps up to date."""
-    verifiers = ("block", "block", "standard") if len(lengths) == 3 else ("block",) * 2
+    verifiers = verifiers or ("block", "block", "standard" if len(lengths) == 3 else "block")
     engine = Engine(lengths, rounds, verifiers, greedy=greedy, seed=len(lengths))
     rng = np.random.default_rng(0)
     filled = []

@@ -20,6 +20,7 @@ from vllm_hsd.core.text_order import OrderedTexts
 from vllm_hsd.runner_v2 import cascade_steps
 from vllm_hsd.runner_v2.program import Program
 from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState
+from vllm_hsd.runner_v2.sources import Estimates, SourcesLookup
 from vllm_hsd.runner_v2.suffix_lookup import SuffixLookup
 
 pytestmark = pytest.mark.compiled
@@ -32,6 +33,7 @@ SEARCHES = {
     "match_text_kernel",
     "own_votes_kernel",
     "store_votes_kernel",
+    "judge_offers_kernel",
 }
 
 
@@ -67,7 +69,7 @@ def launches(monkeypatch):
     return recorded
 
 
-def run_on_fake_tensors(lengths, levels, lookup=False):
+def run_on_fake_tensors(lengths, levels, lookup=False, verifier="block"):
     """Stage and run; (schedule, tensors of the runner)."""
     schedule = schedule_of(*lengths, lookup=lookup)
     models = [torch.bfloat16] * len(lengths)
@@ -100,14 +102,21 @@ def run_on_fake_tensors(lengths, levels, lookup=False):
     )
     texts = OrderedTexts(torch.zeros(9, dtype=torch.int32), torch.zeros(7, dtype=torch.int32))
     successor = torch.zeros(VOCABULARY, dtype=torch.int32)
+    curve = torch.ones(lengths[0], dtype=torch.float64)
+    searches = [
+        (partial(cascade_steps.lookup_ngram, shortest=1, longest=4), Estimates(curve, False)),
+        (SuffixLookup(texts, 0.05, text.device), None),
+    ]
+    sources = SourcesLookup(searches, 0.05, MAX_NUM_REQS, lengths[0], text.device)
     below = {
         "ngram": partial(cascade_steps.lookup_ngram, text=text, shortest=1, longest=4),
         "suffix": partial(SuffixLookup(texts, 0.05, text.device), text=text),
+        "sources": partial(sources, text=text),
         "bigram": partial(cascade_steps.lookup_bigram, successor=successor),
     }
     built = [below[level] if isinstance(level, str) else level() for level in levels]
     cascade_steps.stage(state, schedule, **runner, max_model_len=MAX_MODEL_LEN)
-    program = Program(schedule, built, ["block"] * len(lengths), groups, MAX_MODEL_LEN)
+    program = Program(schedule, built, [verifier] * len(lengths), groups, MAX_MODEL_LEN)
     program.run(state)
     return schedule, runner
 
@@ -121,6 +130,7 @@ def run_on_fake_tensors(lengths, levels, lookup=False):
         ((3, 8), ["ngram", TinyModel]),
         ((3, 8), ["bigram", TinyModel]),
         ((3, 8), ["suffix", TinyModel]),
+        ((3, 8), ["sources", TinyModel]),
     ],
 )
 def test_nothing_is_read_on_the_host(lengths, levels, launches):
@@ -137,6 +147,13 @@ def test_nothing_is_read_on_the_host(lengths, levels, launches):
     for name, tensors in launches[1:]:
         read = {tensor.untyped_storage()._cdata for tensor in tensors} & runners
         assert read <= ({searched} if name in SEARCHES else set()), name
+
+
+def test_a_level_that_passes_drafts_on_reads_nothing_on_the_host(launches):
+    with FakeTensorMode():
+        run_on_fake_tensors((3, 8), [TinyModel, TinyModel], verifier="none")
+    names = [name for name, _ in launches]
+    assert "commit_unverified_kernel" in names and "verify_kernel" not in names
 
 
 def _item(logits):

@@ -7,20 +7,22 @@ import pytest
 import torch
 from support.table_distributions import table, tables
 
+from vllm_hsd.core.counters import Count
+
 pytestmark = pytest.mark.interpret
 
 PARAMS = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}, {"temperature": 0.7, "top_p": 0.8}]
 
 
-def runner(params=PARAMS, levels: int = 2):
+def runner(params=PARAMS, levels: int = 2, length: int = 3, **keys):
     from support.table_runner import TableRunner
 
     np.random.seed(0)  # requests without a seed get theirs from it
     target, draft = tables()
     middle = {"model": target + 0.4 * table(2, len(target), 1.0)}
     lowest = [{"model": draft, "num_tokens": 1}, {"ngram": {"max": 2}, "num_tokens": 1}][levels - 2]
-    cascade = {"num_speculative_tokens": 3, "levels": [lowest, middle]}
-    return TableRunner(target, draft, params, length=3, prompt_length=4, cascade=cascade)
+    cascade = {"num_speculative_tokens": length, "levels": [lowest, middle], **keys}
+    return TableRunner(target, draft, params, length=length, prompt_length=4, cascade=cascade)
 
 
 @pytest.fixture
@@ -44,7 +46,8 @@ def captured(monkeypatch):
     )
 
     def capture(served, sizes=(2, 3)):
-        served.drafter.graphs = ProposalGraphs(config, torch.device("cpu"), sizes)
+        lengths = [served.drafter.state.longest, *served.drafter.shorter]
+        served.drafter.graphs = ProposalGraphs(config, torch.device("cpu"), sizes, lengths)
         served.drafter.capture()
         return served
 
@@ -68,6 +71,25 @@ def test_a_graph_drafts_what_the_program_drafts(captured, levels):
     assert graphed.texts() == plain.texts()
     assert [graph.replays for graph in RecordedGraph.made] == [2, 0]  # the largest is first
     assert graphed.drafter.state.counts.equal(plain.drafter.state.counts)
+
+
+def test_every_draft_length_has_its_graphs(captured):
+    """As the scheduler chooses them; a length of vLLM's warm-up takes the longest program."""
+    from support.recorded_graph import RecordedGraph
+
+    adaptive = {"length": 4, "adaptive": True}
+    plain, graphed = runner(**adaptive), captured(runner(**adaptive), sizes=(4,))
+    graphed.drafter.checks = True
+    passes = []
+    for asked in (2, 4, 2, 3):
+        for served in (plain, graphed):
+            served.drafter.asked = asked
+            served.step()
+        passes.append(sum(plain.drafter.counts.take().rows[:, Count.forwards]))
+        assert graphed.drafted.equal(plain.drafted) and graphed.drafted.shape[1] == asked
+    assert graphed.texts() == plain.texts()
+    assert [graph.replays for graph in RecordedGraph.made] == [2, 2]
+    assert passes[0] == passes[2] < passes[1] == passes[3]
 
 
 @pytest.mark.slow

@@ -46,7 +46,11 @@ def test_every_draw_of_a_stream_is_used_once(lengths, rounds):
     [
         ([LevelOptions(3), LevelOptions(8)], {"horizontal_tokens": 2}, "horizontal_tokens is 2"),
         ([LevelOptions(3, stopping="entropy"), LevelOptions(8)], {}, r"levels\[0\].stopping"),
-        ([LevelOptions(3), LevelOptions(8, "none")], {}, r'levels\[1\].verifier is "none"'),
+        (
+            [LevelOptions(3), LevelOptions(8, "none", temperature_scale=2.0)],
+            {},
+            r'levels\[1\].verifier is "none"',
+        ),
         ([LevelOptions(64), LevelOptions(100)], {}, r"levels\[0\].num_tokens is 64"),
         ([LevelOptions(3), LevelOptions(64)], {}, "num_speculative_tokens is 64"),
         ([LevelOptions(3), LevelOptions(3)], {}, r"levels\[0\].num_tokens is 3, so levels\[1\]"),

@@ -73,7 +73,23 @@ STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
         ({"levels": [{"ngram": {}}]}, {}, None),
         ({"levels": [{"suffix": {}}]}, {}, None),
         ({"levels": [{"suffix": {"shared_tokens": 9}}]}, {}, "suffix.shared_tokens does not run"),
-        ({"levels": [{"sources": [{"ngram": {}}]}]}, {}, r"levels\[0\].sources does not run"),
+        ({"levels": [{"sources": [{"ngram": {}}, {"suffix": {}}]}]}, {}, None),
+        (
+            {"levels": [{"sources": [{"ngram": {}}, {"early_exit": 1}]}]},
+            {},
+            r"levels\[0\].sources\[1\].early_exit does not run",
+        ),
+        ({"levels": [{"sources": [{"ngram": {}}], "branches": 2}]}, {}, "branches does not run"),
+        (
+            {"levels": [{"sources": [{"suffix": {"shared_tokens": 9}}]}]},
+            {},
+            r"levels\[0\].sources\[0\].suffix.shared_tokens does not run",
+        ),
+        (
+            {"levels": [{"ngram": {}, "num_tokens": 1}, {"early_exit": 1, "verifier": "none"}]},
+            {},
+            None,
+        ),
         ({"levels": [{"early_exit": 1, "stopping": "entropy"}]}, {}, r'stopping is "entropy"'),
         ({"num_speculative_tokens": 64}, {}, "num_speculative_tokens is 64"),
         ({"levels": [{"model": "SHORT"}]}, {}, r"levels\[0\] reads 99 tokens"),
@@ -201,8 +217,8 @@ LOOKUP = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"ngram": {}}
         ({}, 64, None),
         ({"disable_by_batch_size": 8}, 16, {1: 3, 8: 3, 9: 0, 16: 0}),
         ({"disable_by_batch_size": 16}, 16, None),
-        # vLLM captures steps without drafts for it; the scheduler's part puts 3 back.
-        ({"adaptive": True, "disable_by_batch_size": 16}, 16, {1: 3, 15: 3, 16: 0}),
+        # vLLM captures all lengths for it; the scheduler chooses among them.
+        ({"adaptive": True, "disable_by_batch_size": 16}, 16, {1: 3, 14: 3, 15: 1, 16: 0}),
     ],
 )
 def test_large_batches_draft_nothing(family, v2, keys, max_num_seqs, drafts):

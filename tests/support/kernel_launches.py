@@ -24,6 +24,7 @@ from vllm_hsd.runner_v2 import cascade_steps
 from vllm_hsd.runner_v2.program import Program
 from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState
 from vllm_hsd.runner_v2.schedule import compile_schedule
+from vllm_hsd.runner_v2.sources import Estimates, SourcesLookup
 from vllm_hsd.runner_v2.suffix_lookup import SuffixLookup
 
 # Requests of a launch; the number changes nothing but the grid.
@@ -36,9 +37,10 @@ class Cascade:
 
     Attributes:
         lengths: draft length of every level, cheapest first.
-        lowest: kind of level 0: "model", "ngram", "bigram" or "suffix".
+        lowest: kind of level 0: "model", "ngram", "bigram", "suffix" or "sources", all three.
         store: tokens of a suffix level's store, 0 for none.
         exits: levels in the target's cache.
+        unverified: levels that pass on what is below.
         capacity: most requests of a proposal.
         groups: KV-cache groups.
         slots: max_num_seqs.
@@ -48,6 +50,7 @@ class Cascade:
     lowest: str = "model"
     store: int = 0
     exits: tuple[int, ...] = ()
+    unverified: tuple[int, ...] = ()
     method: str = "block"
     vocab_size: int = 151936
     dtype: torch.dtype = torch.bfloat16
@@ -87,18 +90,12 @@ class Cascade:
             max_model_len=self.max_model_len,
         )
         levels: list[Any] = [_Level(self, k in self.exits) for k in range(len(self.lengths))]
-        if self.lowest == "ngram":
-            levels[0] = partial(cascade_steps.lookup_ngram, text=text, shortest=1, longest=4)
-        elif self.lowest == "suffix":
-            texts = OrderedTexts(_empty(self.store + 4096), _empty(self.store))
-            suffix = SuffixLookup(texts if self.store else None, 0.05, state.end.device)
-            levels[0] = partial(suffix, text=text)
-        elif self.lowest == "bigram":
-            levels[0] = partial(cascade_steps.lookup_bigram, successor=_empty(self.vocab_size))
+        if lookup:
+            levels[0] = partial(self._lookup(), text=text)
         groups = KVGroups(
             _empty(self.groups, dtype=torch.uint64), _longs(self.groups), _empty(self.groups)
         )
-        verifiers = [self.method] * len(levels)
+        verifiers = ["none" if k in self.unverified else self.method for k in range(len(levels))]
         Program(schedule, levels, verifiers, groups, self.max_model_len).run(bucket)
         rows = state.rows[-1]
         drafts = {
@@ -107,6 +104,21 @@ class Cascade:
             "draft_lse": None if rows is None else state.lse[-1],
         }
         self.verify(rows, schedule.num_speculative_tokens, drafts)
+
+    def _lookup(self) -> Any:
+        texts = OrderedTexts(_empty(self.store + 4096), _empty(self.store))
+        meta, successor = torch.device("meta"), _empty(self.vocab_size)
+        each = {
+            "ngram": partial(cascade_steps.lookup_ngram, shortest=1, longest=4),
+            "suffix": SuffixLookup(texts if self.store else None, 0.05, meta),
+            "bigram": lambda state, text: cascade_steps.lookup_bigram(state, successor),
+        }
+        if self.lowest != "sources":
+            return each[self.lowest]
+        curve, table = (_empty(n, dtype=torch.float64) for n in (128, self.vocab_size))
+        estimates = (Estimates(curve, False), None, Estimates(table, True))
+        lookups = list(zip(each.values(), estimates, strict=True))
+        return SourcesLookup(lookups, 0.05, self.slots, self.lengths[0], meta)
 
     def verify(self, rows: torch.Tensor | None, longest: int, drafts: dict) -> None:
         """Launch the target's verification of drafts, of point masses, and of none."""
@@ -221,6 +233,7 @@ SHORT = (
     Cascade((1, 3, 8)),
     Cascade((4, 8), "ngram"),
     Cascade((8,), "suffix", store=1 << 24),
+    Cascade((4, 8), "sources"),
     StockDrafter(torch.bfloat16),
 )
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -231,6 +244,7 @@ ALL = (
     *(Cascade(n, k) for k in ("ngram", "bigram") for n in ((8,), (1, 2, 8))),
     Cascade((3, 8), exits=(0,)),
     *(Cascade((1, 2, 8), "ngram", exits=e) for e in ((1,), (1, 2))),
+    *(Cascade((3, 8), kind, unverified=(1,)) for kind in ("model", "ngram")),
     Cascade((3, 5)),
     # Views of a state for an odd number of requests are not aligned.
     *(Cascade((3, 8), capacity=c, slots=c) for c in (1, 2, 3, 33)),
@@ -244,6 +258,7 @@ ALL = (
     *(Cascade((4, 8), "ngram", max_model_len=n) for n in (16, 1 << 20)),
     *(Cascade((63,), "suffix", store=n, max_model_len=1 << 20) for n in (0, 1)),
     *(Cascade((1, 3), "suffix", store=1000, capacity=c, max_model_len=16) for c in (1, 3)),
+    *(Cascade((n,), "sources", store=7, capacity=c, slots=c) for n, c in ((63, 1), (8, 64))),
     *(StockDrafter(d) for d in (torch.float16, torch.float32)),
     StockDrafter(torch.bfloat16, vocab_size=50257),
     *(Trees(n) for n in (5, MAX_NODES)),

@@ -137,7 +137,8 @@ class Engine:
         without = torch.zeros(MAX_NUM_REQS)
         self.filters = Filters(without.int(), without + 1, without)
         self.seeds = torch.randint(-(2**62), 2**62, (MAX_NUM_REQS,), generator=g)
-        self.scales = torch.tensor([0.75, 1.0, 1.5][: len(lengths)])
+        scales = [1.0] * 3 if "none" in verifiers else [0.75, 1.0, 1.5]
+        self.scales = torch.tensor(scales[: len(lengths)])
         for slot in self.index.tolist():
             for level in self.levels:
                 level.ingest(slot, self.text[slot, : PROMPT - 1])
@@ -251,7 +252,7 @@ def reference_steps(engine: Engine, **replaced):
     Yields:
         what to pass to `Engine.propose`.
     """
-    names = ("stage", "commit_draft", "commit_verify", "collect")
+    names = ("stage", "commit_draft", "commit_verify", "commit_unverified", "collect")
     steps = SimpleNamespace(
         place=partial(step_reference.place, tables=engine.blocks),
         **{name: getattr(step_reference, name) for name in names},

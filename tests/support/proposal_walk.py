@@ -18,10 +18,19 @@ from vllm_hsd.runner_v2 import cascade_steps
 from vllm_hsd.runner_v2.schedule import Draft, Lookup, Verify
 
 
-def walk(schedule, seed: int, batch: int, num_reqs: int, lookup: bool, device: str = "cpu") -> None:
+def walk(
+    schedule,
+    seed: int,
+    batch: int,
+    num_reqs: int,
+    lookup: bool,
+    device: str = "cpu",
+    unverified: bool = False,
+) -> None:
     """Every op of a proposal by kernel and by reference, on states that must stay equal.
 
     Args:
+        unverified: levels pass on what is below.
         device: of the kernels; the references run on the CPU.
     """
     g = torch.Generator().manual_seed(seed)
@@ -55,11 +64,16 @@ def walk(schedule, seed: int, batch: int, num_reqs: int, lookup: bool, device: s
         assert_equal_states(state, expected)
         count = batch * schedule.num_logits(op)
         logits = torch.randn(count, VOCABULARY, generator=g).bfloat16()
-        if isinstance(op, Draft):
+        if isinstance(op, Draft) or unverified:
+            taken = state.drafted[op.level - 1].clone()
+            on = () if isinstance(op, Draft) else (taken,)
+            name = "commit_unverified" if on else "commit_draft"
+            logits = logits[:batch]
             token = torch.randint(0, VOCABULARY, (batch,), generator=g)
             drawn = (logits, token, *torch.randn(2, batch, generator=g))
-            cascade_steps.commit_draft(state, op, *(tensor.to(device) for tensor in drawn))
-            step_reference.commit_draft(expected, op, *drawn)
+            given = (tensor.to(device) for tensor in drawn)
+            getattr(cascade_steps, name)(state, op, *given, *on)
+            getattr(step_reference, name)(expected, op, *drawn, *(each.cpu() for each in on))
         else:
             result, thresholds = random_result(op, expected, g), torch.randn(count, generator=g)
             on_device = chain_verify.ChainResult(*(tensor.to(device) for tensor in result))

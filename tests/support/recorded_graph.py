@@ -154,8 +154,9 @@ def serve() -> None:
         self.compilation_config.max_cudagraph_capture_size = 512
         speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
         speculator.capture()
-        assert len(RecordedGraph.made) == len(speculator.graphs.sizes)
-        speculator.program.run = _without_a_graph
+        assert len(RecordedGraph.made) == len(speculator.graphs.descriptors)
+        for program in (speculator.program, *speculator.programs.values()):
+            program.run = _without_a_graph
 
     GPUModelRunner.initialize_kv_cache = initialize_kv_cache
 

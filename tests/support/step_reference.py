@@ -154,6 +154,41 @@ def commit_verify(
         _request_below(state, state.draft_lengths.tolist(), k, b)
 
 
+def commit_unverified(
+    state: ProposalState,
+    op: Verify,
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    lse: torch.Tensor,
+    thresholds: torch.Tensor,
+    taken: torch.Tensor,
+) -> None:
+    """``cascade_steps.commit_unverified``."""
+    k = op.level
+    rows, below = state.rows[k], state.rows[k - 1]
+    assert rows is not None
+    logits = filtered(logits, state.temperature[k], thresholds)
+    for b in range(state.batch):
+        origin, n = int(state.origin[b]), int(taken[b])
+        if origin < 0:
+            continue
+        begin = int(state.start[k, b]) + origin
+        state.window[b, begin + n] = token_ids[b]
+        state.lse[k][b, origin : origin + n] = 0 if below is None else state.lse[k - 1][b, :n]
+        state.lse[k][b, origin + n] = lse[b]
+        if state.temperature[k, b] > 0:
+            if below is None:
+                rows[b, origin : origin + n] = -float("inf")
+                passed_on = state.window[b, begin : begin + n].long()
+                rows[b, origin : origin + n].scatter_(1, passed_on[:, None], 0.0)
+            else:
+                rows[b, origin : origin + n] = below[b, :n]
+            rows[b, origin + n] = logits[b]
+        state.counts[k, COUNTS.invalid] += int(not lse[b].isfinite())
+        state.end[b], state.drafted[k, b] = begin + n + 1, origin + n + 1
+        _request_below(state, state.draft_lengths.tolist(), k, b)
+
+
 def lookup_ngram(state: ProposalState, text: torch.Tensor, *, shortest: int, longest: int) -> None:
     """``cascade_steps.lookup_ngram``."""
     for b in range(state.batch):

@@ -33,6 +33,7 @@ def tables(vocabulary=6, difference=0.7):
 
 def cascade(name: str) -> dict:
     """Configuration of a cascade of tables, see `support.table_runner.TableRunner`."""
+    name, lengths = name.removesuffix(", adaptive"), name.endswith(", adaptive")
     target, draft = tables()
     middle = target + 0.4 * table(2, len(target), 1.0)
     levels = {
@@ -46,9 +47,18 @@ def cascade(name: str) -> dict:
         "bigram": [{"bigram": "counts.npz", "num_tokens": 1}, {"model": middle}],
         "suffix": [{"suffix": {"store": "pairs"}, "num_tokens": 2}, {"model": middle}],
         "lookup": [{"ngram": {"max": 2}, "num_tokens": 1}, {"model": middle}],
+        "sources": [
+            {"sources": [{"ngram": {"max": 2}}, {"bigram": "counts.npz"}], "num_tokens": 2},
+            {"model": middle},
+        ],
+        "unverified": [
+            {"bigram": "counts.npz", "num_tokens": 2},
+            {"model": middle, "verifier": "none"},
+        ],
         "equal": [{"model": target, "num_tokens": 1}, {"model": target}],
     }[name]
-    return {"num_speculative_tokens": 4, "levels": levels}
+    found = {"num_speculative_tokens": 4, "levels": levels}
+    return {**found, "adaptive": True} if lengths else found
 
 
 def joint(params, length):

@@ -25,9 +25,9 @@ from vllm_hsd.core.text_order import order_texts  # noqa: E402
 from vllm_hsd.core.text_store import collect_texts  # noqa: E402
 from vllm_hsd.runner_v2.cascade_steps import lookup_bigram, lookup_ngram  # noqa: E402
 from vllm_hsd.runner_v2.metrics import DeviceCounts  # noqa: E402
-from vllm_hsd.runner_v2.program import Program  # noqa: E402
 from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState  # noqa: E402
 from vllm_hsd.runner_v2.sampler import serve  # noqa: E402
+from vllm_hsd.runner_v2.sources import Estimates, SourcesLookup  # noqa: E402
 from vllm_hsd.runner_v2.spec_config import schedule_of, verifiers  # noqa: E402
 from vllm_hsd.runner_v2.speculator import CascadeSpeculator  # noqa: E402
 from vllm_hsd.runner_v2.suffix_lookup import SuffixLookup  # noqa: E402
@@ -107,7 +107,8 @@ class TableCascade(CascadeSpeculator):
             num_kv_groups=1,
             device=CPU,
         )
-        self.counts = DeviceCounts(self.state.counts, self.schedule)
+        self.shorter = self._shorter_states()
+        self.counts = DeviceCounts(self.state.counts)
         self.blocks = torch.arange(slots * 16, dtype=torch.int32).view(slots, 16)
         groups = KVGroups(
             torch.tensor([self.blocks.data_ptr()], dtype=torch.uint64),
@@ -115,22 +116,33 @@ class TableCascade(CascadeSpeculator):
             torch.tensor([16], dtype=torch.int32),
         )
         levels: list = [TableLevel(logits) for logits in tables]
+        self.lookup = None
         if lookup:
-            levels.insert(0, self._lookup(self.hsd.levels[0], tables[0]))
-        self.program = Program(
-            self.schedule, levels, verifiers(self.hsd), groups, self.max_model_len
-        )
+            self.lookup, _ = self._lookup(self.hsd.levels[0], tables[0])
+            levels.insert(0, partial(self.lookup, text=req_states.all_token_ids.gpu))
+        self.verifiers = verifiers(self.hsd)
+        self._build_programs(levels, groups)
 
     def _lookup(self, level, table: torch.Tensor):
+        """What looks up, and its estimates as one of several sources."""
+        if level.kind == "sources":
+            found = [self._lookup(source, table) for source in level.sources]
+            length = self.schedule.draft_lengths[0]
+            slots = self.req_states.max_num_reqs
+            return SourcesLookup(found, level.min_acceptance, slots, length, CPU), None
+        successor, probs = table.argmax(1), table.softmax(1).amax(1).double()
         if level.kind == "bigram":
-            return partial(lookup_bigram, successor=table.argmax(1).int())
-        text = self.req_states.all_token_ids.gpu
+            return (
+                lambda state, text: lookup_bigram(state, successor.int()),
+                Estimates(probs, by_token=True),
+            )
         if level.kind == "suffix":
             # Every token with its successor, twice.
-            pairs = torch.stack((torch.arange(len(table)), table.argmax(1)), 1).repeat(2, 1)
+            pairs = torch.stack((torch.arange(len(table)), successor), 1).repeat(2, 1)
             store = order_texts(collect_texts(pairs.numpy(), len(table)), CPU)
-            return partial(SuffixLookup(store, level.suffix.min_acceptance, CPU), text=text)
-        return partial(lookup_ngram, text=text, shortest=level.ngram.min, longest=level.ngram.max)
+            return SuffixLookup(store, level.suffix.min_acceptance, CPU), None
+        keys = {"shortest": level.ngram.min, "longest": level.ngram.max}
+        return partial(lookup_ngram, **keys), level.estimates_v2(CPU)
 
     def drafts(self, slots: torch.Tensor, states, num_sampled: torch.Tensor) -> torch.Tensor:
         count = len(slots)
@@ -292,7 +304,8 @@ class TableRunner:
     def propose(self, num_sampled: torch.Tensor) -> None:
         if isinstance(self.drafter, TableCascade):
             states = self.sampler.sampling_states
-            self.drafted = self.drafter.drafts(self.slots, states, num_sampled).clone()
+            drafted = self.drafter.drafts(self.slots, states, num_sampled).clone()
+            self.drafted = drafted[:, : self.drafter.asked or None]
             return
         drafter, states = self.drafter, self.sampler.sampling_states
         drafter._copy_request_inputs(

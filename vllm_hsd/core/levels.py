@@ -13,6 +13,8 @@ import torch
 from vllm_hsd.core.stopping import EntropyThresholds
 
 UNLIMITED = sys.maxsize
+# Acceptance of the first looked-up token and of each later one, before anything is seen of a text.
+_NGRAM_FIRST, _NGRAM_LATER = 0.25, 0.8
 
 
 class Level(Protocol):
@@ -92,6 +94,12 @@ class LookupLevel(Protocol):
     def forget(self, slot: int) -> None:
         """The slot's request has ended, or gives its slot up."""
         return
+
+
+def ngram_confidence(width: int) -> np.ndarray:
+    """[width] float64, `LookupResult.confidence` of what follows a repeated n-gram."""
+    found: np.ndarray = _NGRAM_FIRST * _NGRAM_LATER ** np.arange(width)
+    return found
 
 
 @dataclass

@@ -297,6 +297,10 @@ class LookupKeys(LevelConfig):
     is_lookup = True
     only_lowest = "a lookup has no probabilities"
 
+    def estimates_v2(self, device: Any) -> Any:
+        """Its `runner_v2.sources.Estimates`; None for a lookup that gives its own."""
+        return None
+
 
 @dataclass(frozen=True)
 class AnyKind:

@@ -41,3 +41,14 @@ class BigramLevelConfig(LookupKeys):
         tokens, _ = successors(read_store(self.bigram, self.kind))
         successor = torch.from_numpy(tokens).to(speculator.device)
         return lambda state, text: lookup_bigram(state, successor)
+
+    def estimates_v2(self, device: Any) -> Any:
+        """See `LookupKeys.estimates_v2`."""
+        import torch
+
+        from vllm_hsd.core.bigram import successors
+        from vllm_hsd.core.text_store import read_store
+        from vllm_hsd.runner_v2.sources import Estimates
+
+        _, probs = successors(read_store(self.bigram, self.kind))
+        return Estimates(torch.from_numpy(probs).to(device), by_token=True)

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 
 from vllm_hsd.levels.base import Keys, LookupKeys, Measuring, Place
 
+MAX_DRAFT = 128
+
 
 class NgramConfig(Keys):
     """Prompt lookup.
@@ -51,6 +53,17 @@ class NgramLevelConfig(LookupKeys):
         from vllm_hsd.runner_v2.cascade_steps import lookup_ngram
 
         return partial(lookup_ngram, shortest=self.ngram.min, longest=self.ngram.max)
+
+    def estimates_v2(self, device: Any) -> Any:
+        """See `LookupKeys.estimates_v2`."""
+        import torch
+
+        from vllm_hsd.core.levels import ngram_confidence
+        from vllm_hsd.runner_v2.sources import Estimates
+
+        confidence = torch.from_numpy(ngram_confidence(MAX_DRAFT))
+        each = torch.cat((confidence[:1], confidence[1:] / confidence[:-1]))
+        return Estimates(each.to(device), by_token=False)
 
     def measured(self, models: Measuring) -> Any:
         """See `LevelConfig.measured`; None: the planner has its own replay."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from vllm_hsd.errors import UserError
 from vllm_hsd.levels.base import KINDS, LevelConfig, Place, Probability, Source, level_name
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class SourcesLevelConfig(LevelConfig):
     kind = "sources"
     is_source = False
     only_lowest = "its sources only draft"
+    on_v2 = "lookup"
 
     sources: Annotated[list[Source], Field(min_length=1, max_length=MAX_SOURCES)]
     branches: Annotated[int, Field(ge=1, le=MAX_BRANCHES)] = 1
@@ -87,6 +89,29 @@ class SourcesLevelConfig(LevelConfig):
             min_acceptance=self.min_acceptance,
             branches=self.branches,
         )
+
+    def check_v2(self, name: str) -> None:
+        """See `LevelConfig.check_v2`."""
+        if self.branches > 1:
+            raise UserError(
+                f"{name}.branches does not run on vLLM's V2 runner: remove it or set "
+                "VLLM_USE_V2_MODEL_RUNNER=0 for the V1 runner."
+            )
+        for key, source in self.named_sources(name):
+            if not source.is_lookup:
+                lookups = ", ".join(kind for kind, cls in KINDS.items() if cls.is_lookup)
+                raise UserError(
+                    f"{key}.{source.kind} does not run on vLLM's V2 runner, where sources are "
+                    f"lookups ({lookups}): remove it or set VLLM_USE_V2_MODEL_RUNNER=0 for the V1 "
+                    "runner."
+                )
+            source.check_v2(key)
+
+    def build_v2(self, speculator: Any, index: int) -> Any:
+        """See `LevelConfig.build_v2`."""
+        from vllm_hsd.runner_v2.sources import build
+
+        return build(speculator, self)
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:

@@ -18,7 +18,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_hsd.core.drafts import ragged_arange
 from vllm_hsd.core.exit_head import ExitHead
-from vllm_hsd.core.levels import LookupLevel, LookupResult
+from vllm_hsd.core.levels import LookupLevel, LookupResult, ngram_confidence
 from vllm_hsd.core.vocabulary import fit_logits, readable
 from vllm_hsd.exits import TargetExit
 
@@ -244,10 +244,6 @@ class EarlyExitLevel(TargetExit, ModelLevel):
         self.num_layers, self.head = num_layers, head and head.to(self.device, dtype)
 
 
-# Acceptance of the first looked-up token and of each later one, before anything is seen of a text.
-NGRAM_FIRST, NGRAM_LATER = 0.25, 0.8
-
-
 class NgramLevel(LookupLevel):
     """Prompt lookup with vLLM's own matcher.
 
@@ -284,5 +280,5 @@ class NgramLevel(LookupLevel):
             )
             counts[i] = len(found)
             token_ids[i, : counts[i]] = found
-        confidence = NGRAM_FIRST * NGRAM_LATER ** np.arange(token_ids.shape[1])
+        confidence = ngram_confidence(token_ids.shape[1])
         return LookupResult(token_ids, counts, np.tile(confidence, (len(rows), 1)))

@@ -1,13 +1,15 @@
 """Adaptive drafting on the V2 runner: the scheduler's table of draft lengths, learned.
 
 vLLM's scheduler reads the draft length of a batch from a table by its size. With `adaptive` the
-entry is the configured length or 0, whichever has been faster.
+entry is one of a few lengths or 0, whichever has been fastest.
 """
 
 from __future__ import annotations
 
 import time
 from typing import Any
+
+import numpy as np
 
 from vllm_hsd import metrics
 from vllm_hsd.core.batch_budget import BatchBudget
@@ -19,17 +21,18 @@ class LearnedLengths:
     """Stands in the place of the scheduler's table, and is told of every step.
 
     Args:
-        by_size: the scheduler's table: most tokens by batch size.
+        by_size: the scheduler's table: tokens by batch size, from which the lengths are taken.
+        limit: most requests of a step that drafts.
     """
 
-    def __init__(self, by_size: list[int]) -> None:
-        self.by_size = by_size
-        self.learned = BatchBudget(max(by_size), len(by_size) - 1)
+    def __init__(self, by_size: list[int], limit: int) -> None:
+        self.limit = limit
+        self.learned = BatchBudget(list({*by_size} - {0}), len(by_size) - 1)
         self.ended = time.perf_counter()
 
     def __getitem__(self, size: int) -> int:
         """The draft length of the next step with `size` requests."""
-        return self.learned.choose(size) if self.by_size[size] else 0
+        return self.learned.choose(size) if size <= self.limit else 0
 
     def step_ended(self, scheduler_output: Any, model_runner_output: Any) -> None:
         """Take in the step that these belong to."""
@@ -37,16 +40,18 @@ class LearnedLengths:
         seconds, self.ended = now - self.ended, now
         scheduled = scheduler_output.num_scheduled_tokens
         verified = scheduler_output.scheduled_spec_decode_tokens
-        drafted = scheduler_output.num_spec_tokens_to_schedule > 0
+        length = scheduler_output.num_spec_tokens_to_schedule
         if scheduler_output.scheduled_new_reqs or not scheduled:
             return
-        for request_id, count in scheduled.items():
-            drafts = len(verified.get(request_id, ()))
-            # Neither prompts, nor steps between two choices.
-            if count != 1 + drafts or bool(drafts) != drafted:
-                return
-        emitted = sum(map(len, model_runner_output.sampled_token_ids))
-        self.learned.observe(len(scheduled), drafted, emitted, seconds)
+        drafts = {request_id: len(verified.get(request_id, ())) for request_id in scheduled}
+        # Neither prompts, nor steps between two choices; drafts end before max_model_len.
+        if max(drafts.values()) != length or bool(min(drafts.values())) != bool(length):
+            return
+        if any(count != 1 + drafts[request_id] for request_id, count in scheduled.items()):
+            return
+        emitted = map(len, model_runner_output.sampled_token_ids)
+        accepted = np.array([max(count - 1, 0) for count in emitted])
+        self.learned.observe(length, accepted, seconds)
 
 
 @REGISTRY.replaces(
@@ -60,13 +65,9 @@ def make_scheduler(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
     hsd = getattr(self.vllm_config.speculative_config, "hsd", None)
     if hsd is not None and hsd.adaptive and self.dynamic_sd_lookup is not None:
-        by_size = self.dynamic_sd_lookup
         limit = self.vllm_config.speculative_config.max_batch_size(
             self.vllm_config.scheduler_config
         )
-        if len(by_size) - 1 <= limit:
-            # `V2CascadeConfig.adapt` has put 0 there.
-            by_size[-1] = max(by_size)
-        learned = LearnedLengths(by_size)
+        learned = LearnedLengths(self.dynamic_sd_lookup, limit)
         self.dynamic_sd_lookup = learned
         setattr(self, metrics.STEP_ENDED, learned.step_ended)

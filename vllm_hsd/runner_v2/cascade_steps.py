@@ -249,6 +249,62 @@ def commit_verify(
     )
 
 
+def commit_unverified(
+    state: ProposalState,
+    op: Verify,
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    lse: torch.Tensor,
+    thresholds: torch.Tensor,
+    taken: torch.Tensor,
+) -> None:
+    """Append a draft from below as it is, and the token that a level drew after it.
+
+    Each token keeps the row that it was drawn from; one of a lookup gets the row of a point mass.
+
+    Args:
+        logits: [B, V] of the level's dtype, contiguous rows.
+        token_ids, lse, thresholds: as for `commit_draft`.
+        taken: int32 [B], tokens of the draft from below, not in the memory of `state.drafted`.
+
+    Raises:
+        ValueError: logits that are not of the rows' dtype or width.
+    """
+    rows, below = _rows(state, op.level, logits), state.rows[op.level - 1]
+    vocab_size = rows.shape[2]
+    step_kernels.commit_unverified_kernel[(state.batch, triton.cdiv(vocab_size, COPY_CHUNK))](
+        rows,
+        state.lse[op.level],
+        state.window,
+        state.window.stride(0),
+        state.end,
+        state.start,
+        state.drafted,
+        state.requested,
+        state.drafted.stride(0),
+        state.draft_lengths,
+        state.counts,
+        state.origin,
+        state.temperature[op.level],
+        rows if below is None else below,
+        state.lse[op.level - 1],
+        taken,
+        token_ids,
+        lse,
+        thresholds,
+        logits,
+        logits.stride(0),
+        vocab_size,
+        HAS_ROWS=below is not None,
+        BELOW=state.lse[op.level - 1].shape[1],
+        LEVEL=op.level,
+        LANES=padded_size(op.draft_length + 1),
+        N=rows.shape[1],
+        CHUNK=min(COPY_CHUNK, padded_size(vocab_size)),
+        num_warps=COPY_WARPS,
+    )
+
+
 def lookup_ngram(state: ProposalState, text: torch.Tensor, *, shortest: int, longest: int) -> None:
     """Continue every text from the first occurrence of its longest repeated suffix.
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of whole proposals, one for every batch size of a short list.
+"""CUDA graphs of whole proposals, one for every draft length and batch size of short lists.
 
 vLLM captures them with its own, at start-up and once more when it profiles memory. What runs in a
 graph is `runner_v2.program.Program.run`, the same code that runs without one.
@@ -13,8 +13,6 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
-
-from vllm_hsd.runner_v2.proposal_state import ProposalState
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:
@@ -62,50 +60,63 @@ def why_eager(
 
 
 class ProposalGraphs(CudaGraphManager):
-    """Captured proposals by batch size; vLLM drops them after it has profiled memory.
+    """Captured proposals; vLLM drops them after it has profiled memory.
 
     Args:
         sizes: batch sizes, ascending.
+        lengths: most tokens of a proposal.
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device, sizes: Sequence[int]) -> None:
-        self.sizes = list(sizes)
+    def __init__(
+        self,
+        vllm_config: Any,
+        device: torch.device,
+        sizes: Sequence[int],
+        lengths: Sequence[int],
+    ) -> None:
+        self.sizes, self.lengths = list(sizes), list(lengths)
         super().__init__(vllm_config, device, CUDAGraphMode.FULL_DECODE_ONLY, decode_query_len=1)
 
     def _init_candidates(self) -> None:
+        # One batch size is captured for several lengths, which descriptors must tell apart.
         self.descriptors = {
-            size: BatchExecutionDescriptor(
-                cg_mode=CUDAGraphMode.FULL, num_tokens=size, num_reqs=size, uniform_token_count=1
+            (size, length): BatchExecutionDescriptor(
+                cg_mode=CUDAGraphMode.FULL,
+                num_tokens=size,
+                num_reqs=size,
+                uniform_token_count=1,
+                max_query_len=length,
             )
             for size in self.sizes
+            for length in self.lengths
         }
+        self.keys = {descriptor: key for key, descriptor in self.descriptors.items()}
         # The largest first: the others find their memory in its pool.
         self._capture_descs = {CUDAGraphMode.FULL: list(self.descriptors.values())[::-1]}
 
     def capture_all(
         self,
-        prepare: Callable[[int], ProposalState],
-        run: Callable[[ProposalState], None],
+        prepare: Callable[[int, int], Callable[[], None]],
     ) -> None:
-        """Capture a graph for every batch size.
+        """Capture a graph for every batch size and length.
 
         Args:
-            prepare: makes the state of a batch size, all of it padding, and what attention needs;
-                runs outside the graph, once before the warm-up and once before the capture.
-            run: what is captured.
+            prepare: makes the state of a batch size and a length, all of it padding, and what
+                attention needs; runs outside the graph, once before the warm-up and once before
+                the capture. It returns what is captured.
         """
 
         def create_forward_fn(desc, warmup):
-            state = prepare(desc.num_reqs)
-            return lambda cg_mode: run(state)
+            run = prepare(*self.keys[desc])
+            return lambda cg_mode: run()
 
         self.capture(create_forward_fn, "Capturing proposals of the cascade")
 
-    def size_for(self, batch: int) -> int | None:
-        """The smallest captured batch size that holds a batch, None if there is none."""
-        captured = (size for size in self.sizes if self.descriptors[size] in self.graphs)
-        return next((size for size in captured if size >= batch), None)
+    def size_for(self, batch: int, length: int) -> int | None:
+        """The smallest batch size that is captured for a length and holds a batch, None if none."""
+        keys = ((size, length) for size in self.sizes if size >= batch)
+        return next((key[0] for key in keys if self.descriptors[key] in self.graphs), None)
 
-    def replay(self, size: int) -> None:
+    def replay(self, size: int, length: int) -> None:
         """Run the proposal that was captured for a batch size, on what its state holds now."""
-        self.run_fullgraph(self.descriptors[size])
+        self.run_fullgraph(self.descriptors[size, length])

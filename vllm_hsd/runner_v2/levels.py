@@ -26,7 +26,7 @@ from vllm_hsd.core.exit_head import ExitHead
 from vllm_hsd.core.vocabulary import fit_logits, readable
 from vllm_hsd.exits import TargetExit
 from vllm_hsd.runner_v2.proposal_state import ProposalState
-from vllm_hsd.runner_v2.schedule import Draft, Verify
+from vllm_hsd.runner_v2.schedule import Draft, Schedule, Verify
 
 # vLLM's annotation wants a concrete class and gets this abstract one everywhere.
 _AttentionLayer: Any = AttentionLayerBase
@@ -49,8 +49,8 @@ class ProgramModel:
         self.vocab_size = speculator.vocab_size
         self.model: Any = None
         self.groups: list = []
-        # (batch size, query length) -> attention metadata that a CUDA graph refers to
-        self.captured: dict[tuple[int, int], dict[str, Any]] = {}
+        # (K, batch size, query length) -> attention metadata that a CUDA graph refers to
+        self.captured: dict[tuple[int, int, int], dict[str, Any]] = {}
 
     def load(self, level_config: Any) -> None:
         """Load the weights and record the attention layers that came with them."""
@@ -101,14 +101,15 @@ class ProgramModel:
         )
         self.captured = {}
 
-    def prepare_capture(self, state: ProposalState) -> None:
-        """Build the attention metadata of a batch size, outside the CUDA graph that refers to it.
+    def prepare_capture(self, state: ProposalState, schedule: Schedule) -> None:
+        """Build the attention metadata of a proposal, outside the CUDA graph that refers to it.
 
         Its tensors are those of `state` and of the builders, whose memory does not move. The graph
         refreshes what the builders derive from them before every forward pass.
         """
-        for q in self.speculator.schedule.query_lengths(self.index):
-            self.captured[state.batch, q] = self._metadata(state, q, for_capture=True)
+        for q in schedule.query_lengths(self.index):
+            key = state.longest, state.batch, q
+            self.captured[key] = self._metadata(state, q, for_capture=True)
 
     def prepare_replay(self) -> None:
         """Map the block tables of the batch to the blocks of the attention kernels."""
@@ -152,7 +153,7 @@ class ProgramModel:
         """See `runner_v2.program.ProgramLevel`."""
         q, batch = op.query_length, state.batch
         count = batch * q
-        metadata = self.captured.get((batch, q))
+        metadata = self.captured.get((state.longest, batch, q))
         if metadata is None:
             metadata = self._metadata(state, q)
         else:

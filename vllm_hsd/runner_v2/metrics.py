@@ -14,7 +14,7 @@ from vllm_hsd import metrics
 from vllm_hsd.core.counters import Count, LevelCounts
 from vllm_hsd.registry import NONE_FILED
 from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER
-from vllm_hsd.runner_v2.schedule import Lookup, Schedule
+from vllm_hsd.runner_v2.schedule import Schedule
 
 
 class DeviceCounts:
@@ -22,22 +22,20 @@ class DeviceCounts:
 
     Args:
         counts: int64 [L, 4], `ProposalState.counts`, whose first columns are those of `Count`.
-        schedule: what a proposal runs.
     """
 
-    def __init__(self, counts: torch.Tensor, schedule: Schedule) -> None:
+    def __init__(self, counts: torch.Tensor) -> None:
         self.counts = counts
         self.on_host = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=counts.is_cuda)
         self.arrived = torch.cuda.Event() if counts.is_cuda else None
         self.is_copying = False
         self.taken = torch.zeros_like(self.on_host)
-        passes = [op.level for op in schedule.ops if not isinstance(op, Lookup)]
-        self.per_proposal = [passes.count(k) for k in range(schedule.num_levels)]
-        self.forwards = [0] * schedule.num_levels
+        self.forwards = [0] * len(counts)
 
-    def add_proposal(self) -> None:
+    def add_proposal(self, schedule: Schedule) -> None:
         """Count the forward passes of a proposal."""
-        self.forwards = [a + b for a, b in zip(self.forwards, self.per_proposal, strict=True)]
+        for k, passes in enumerate(schedule.passes):
+            self.forwards[k] += passes
 
     def take(self) -> LevelCounts | None:
         """What was counted since the last call that returned it; None where it is not there yet."""

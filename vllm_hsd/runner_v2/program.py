@@ -50,7 +50,7 @@ class Program:
     Args:
         schedule: the ops.
         levels: cheapest first; level 0 is a `ProgramLookup` where the schedule says so.
-        verifiers: "block" or "standard" for each level; the first is not used.
+        verifiers: "block", "standard" or "none" for each level; the first is not used.
         groups: block tables of the KV-cache groups.
         max_model_len: of the target; levels read texts as long.
     """
@@ -98,9 +98,32 @@ class Program:
                     )[:, -1],
                 )
                 cascade_steps.commit_draft(state, op, logits, token_ids, lse, thresholds)
+            elif self.verifiers[op.level] == "none":
+                self._append_unverified(state, op, logits)
             else:
                 self._verify(state, op, logits)
         cascade_steps.collect(state, self.schedule)
+
+    def _append_unverified(self, state: ProposalState, op: Verify, logits: torch.Tensor) -> None:
+        """Keep the draft from below and draw a token after it; `core.verified`."""
+        taken = state.drafted[op.level - 1].clone()
+        # Rows and fed tokens after the ends of the drafts are nobody's.
+        last = logits.index_select(0, state.row_starts[op.draft_length][:-1] + taken)
+        fed = state.positions[: state.batch * op.query_length].view(state.batch, -1)
+        at = taken + (op.query_length - op.draft_length - 1)
+        temperature = state.temperature[op.level]
+        thresholds = row_thresholds(last, temperature, state.filters)
+        token_ids, lse = sample_row(
+            last,
+            temperature,
+            state.seeds,
+            state.draws,
+            level=op.level,
+            draw_offset=op.draw,
+            thresholds=thresholds,
+            positions=fed.gather(1, at.long()[:, None])[:, 0],
+        )
+        cascade_steps.commit_unverified(state, op, last, token_ids, lse, thresholds, taken)
 
     def _verify(self, state: ProposalState, op: Verify, logits: torch.Tensor) -> None:
         below, rows_per_request = op.level - 1, op.draft_length + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -142,7 +142,7 @@ class ProposalState:
 
         levels, lengths = schedule.num_levels, schedule.draft_lengths
         longest = schedule.num_speculative_tokens
-        verified = sorted({op.draft_length for op in schedule.ops if isinstance(op, Verify)})
+        verified = {op.draft_length for op in schedule.ops if isinstance(op, Verify)}
         fed = max(1, schedule.longest_query)
         steps = torch.arange(batch + 1, dtype=torch.int32, device=device)
         return cls(
@@ -181,13 +181,30 @@ class ProposalState:
             ),
             sampled=empty(batch * (max(verified, default=0) + 1)),
             request=steps[:batch],
-            row_starts={n: steps * (n + 1) for n in verified},
+            row_starts=_row_starts(schedule, steps),
+        )
+
+    def shortened(self, schedule: Schedule) -> ProposalState:
+        """The same memory for shorter drafts of the same levels."""
+        device = self.draft_tokens.device
+        steps = torch.arange(self.batch + 1, dtype=torch.int32, device=device)
+        return replace(
+            self,
+            # A whole row for each request, as kernels write it.
+            draft_tokens=self.draft_tokens.new_empty(self.batch, schedule.num_speculative_tokens),
+            draft_lengths=self.draft_lengths.new_tensor(schedule.draft_lengths),
+            row_starts=_row_starts(schedule, steps),
         )
 
     @property
     def batch(self) -> int:
         """B."""
         return self.end.shape[0]
+
+    @property
+    def longest(self) -> int:
+        """K."""
+        return self.draft_tokens.shape[1]
 
     @property
     def filters(self) -> Filters:
@@ -212,3 +229,8 @@ class ProposalState:
         cut["row_starts"] = {n: starts[: batch + 1] for n, starts in self.row_starts.items()}
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in cut}
         return ProposalState(**cut, **kept)
+
+
+def _row_starts(schedule: Schedule, steps: torch.Tensor) -> dict[int, torch.Tensor]:
+    verified = {op.draft_length for op in schedule.ops if isinstance(op, Verify)}
+    return {n: steps * (n + 1) for n in sorted(verified)}

@@ -18,6 +18,7 @@ from vllm_hsd.registry import NONE_FILED
 from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER, replace_on
 from vllm_hsd.runner_v2.request_parameters import RequestParameters
 from vllm_hsd.runner_v2.schedule import DRAWS_PER_LENGTH
+from vllm_hsd.runner_v2.spec_config import searches_texts
 from vllm_hsd.runner_v2.speculator import CascadeSpeculator
 from vllm_hsd.runner_v2.stock_drafters import KeptDrafts
 
@@ -55,9 +56,9 @@ def serve(runner: Any) -> None:
     parameters = RequestParameters(sampler.sampling_states, couples_all)
     if isinstance(speculator, CascadeSpeculator):
         speculator.req_states, speculator.parameters = runner.req_states, parameters
-        if speculator.hsd.levels[0].kind == "ngram":
+        if searches_texts(speculator.hsd):
             size = runner.req_states.all_token_ids.gpu.nbytes / 2**30
-            logger.info("levels[0].ngram keeps the texts on the device: %.2f GiB.", size)
+            logger.info("levels[0] keeps the texts on the device: %.2f GiB.", size)
         replace_on(runner, f"{RUNNER}.sample_tokens", by=speculator)
         runner.rejection_sampler = CascadeRejectionSampler(
             sampler, runner.speculative_config, runner.device, parameters, speculator

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -122,6 +123,12 @@ class Schedule:
         fed = [op.draft_length for op in self.ops if isinstance(op, Verify)]
         return max(1, *(n - 1 for n in fed)) if fed else 1
 
+    @cached_property
+    def passes(self) -> list[int]:
+        """Forward passes of every level."""
+        run = [op.level for op in self.ops if not isinstance(op, Lookup)]
+        return [run.count(k) for k in range(self.num_levels)]
+
     def query_lengths(self, level: int) -> tuple[int, ...]:
         """The different query lengths of a level's forward passes, ascending."""
         passes = [op for op in self.ops if op.level == level and not isinstance(op, Lookup)]
@@ -179,10 +186,13 @@ def compile_schedule(
             "cascades here: remove it or set VLLM_USE_V2_MODEL_RUNNER=0."
         )
     for k, option in enumerate(options):
-        if option.verifier == "none":
+        # A row is kept at one temperature, by which the next verification reads it.
+        below = options[k - 1].temperature_scale if k > int(lookup) else option.temperature_scale
+        if option.verifier == "none" and option.temperature_scale != below:
             raise UserError(
-                f'levels[{k}].verifier is "none", but on vLLM\'s V2 runner every level verifies '
-                'the one below: set "block" or set VLLM_USE_V2_MODEL_RUNNER=0.'
+                f'levels[{k}].verifier is "none", so that vLLM\'s V2 runner needs the '
+                f"temperature_scale of levels[{k - 1}] there: set both alike or set "
+                "VLLM_USE_V2_MODEL_RUNNER=0."
             )
         if option.stopping != "fixed":
             raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -94,7 +95,7 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
         limit = self.max_batch_size(scheduler_config)
         if largest <= limit:
             # vLLM captures the target for the lengths of the table, up to its largest batch;
-            # `LearnedLengths` puts the configured one back there.
+            # `LearnedLengths` chooses among them.
             limit = largest - 1 if self.hsd.adaptive else 0
         # With one draft length, and no table, vLLM pads prefix hits to it, and captures them.
         self.num_speculative_tokens_per_batch_size = _by_batch_size(self, limit) if limit else None
@@ -116,7 +117,7 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
 
     def use_ngram(self) -> bool:
         # Keeps the texts, which the lookup searches, in the GPU's memory.
-        return self.hsd.levels[0].kind in ("ngram", "suffix")
+        return searches_texts(self.hsd)
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:
@@ -147,7 +148,17 @@ def max_batch_size(hsd: CascadeConfig, longest_query: int, max_num_batched_token
 
 
 def _by_batch_size(cascade: V2CascadeConfig, limit: int) -> list[tuple[int, int, int]]:
-    return [(1, limit, cascade.num_speculative_tokens), (limit + 1, limit + 1, 0)]
+    """The longest drafts; with `adaptive` each shorter length once, to be captured."""
+    longest, *shorter = ladder_of(cascade.hsd)
+    shorter = shorter[: limit - 1]
+    first = limit - len(shorter)
+    each = [(first + i, first + i, n) for i, n in enumerate(shorter, 1)]
+    return [(1, first, longest), *each, (limit + 1, limit + 1, 0)]
+
+
+def searches_texts(hsd: CascadeConfig) -> bool:
+    """Whether a lookup searches the requests' own texts."""
+    return any(source.kind in ("ngram", "suffix") for source in hsd.levels[0].drafters)
 
 
 def _is_head_alone(hsd: CascadeConfig) -> bool:
@@ -193,14 +204,33 @@ def verifiers(hsd: CascadeConfig) -> list[str]:
     return [options.verifier for options in hsd.options()]
 
 
-def schedule_of(hsd: CascadeConfig) -> Schedule:
+def schedule_of(hsd: CascadeConfig, longest: int | None = None) -> Schedule:
     """The fixed schedule of a cascade.
+
+    Args:
+        longest: most tokens of a proposal, at least as many as levels; None for the configured
+            number.
 
     Raises:
         UserError: what a fixed schedule cannot do.
     """
+    options = list(hsd.options())
+    if longest is not None:
+        for k in reversed(range(len(options))):
+            length = min(options[k].draft_length, longest)
+            options[k], longest = replace(options[k], draft_length=length), length - 1
     return compile_schedule(
-        hsd.options(),
+        options,
         lookup=hsd.levels[0].on_v2 == "lookup",
         horizontal_tokens=hsd.horizontal_tokens,
     )
+
+
+def ladder_of(hsd: CascadeConfig) -> list[int]:
+    """Draft lengths that the scheduler may choose between, longest first; the first is configured.
+
+    With `adaptive` a half and a quarter of it too: vLLM captures the target for each length.
+    """
+    longest = hsd.num_speculative_tokens
+    shorter = {longest // 2, longest // 4} if hsd.adaptive else set()
+    return [longest, *sorted((n for n in shorter if n >= len(hsd.levels)), reverse=True)]

@@ -8,6 +8,7 @@ levels' layers because they share its block tables.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -24,7 +25,8 @@ from vllm_hsd.runner_v2.metrics import DeviceCounts
 from vllm_hsd.runner_v2.program import Program
 from vllm_hsd.runner_v2.proposal_state import COUNTS, KVGroups, ProposalState
 from vllm_hsd.runner_v2.request_parameters import RequestParameters
-from vllm_hsd.runner_v2.spec_config import max_batch_size, schedule_of, verifiers
+from vllm_hsd.runner_v2.sources import SourcesLookup
+from vllm_hsd.runner_v2.spec_config import ladder_of, max_batch_size, schedule_of, verifiers
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,9 @@ class CascadeSpeculator(StandaloneARSpeculator):
     Attributes:
         req_states: vLLM's table of requests, set once the runner has loaded its models.
         parameters: of the requests, set with it.
-        state: of the last proposal.
+        state, program: of the longest drafts.
+        shorter: states of shorter drafts by length, in the same memory.
+        programs: of shorter drafts.
         lookup: what drafts at the lowest level from the requests' texts; None for a model.
         stale: bool [max_num_reqs] on the host, slots whose texts the levels have not read whole.
             Their requests draft nothing any more: what a level reads is never left out.
@@ -75,9 +79,33 @@ class CascadeSpeculator(StandaloneARSpeculator):
             num_kv_groups=1,
             device=device,
         )
-        self.counts = DeviceCounts(self.state.counts, self.schedule)
+        self.shorter = self._shorter_states()
+        self.counts = DeviceCounts(self.state.counts)
         lowest = self.hsd.levels[0]
         self.lookup = lowest.build_v2(self, 0) if lowest.on_v2 == "lookup" else None
+
+    def _shorter_states(self) -> dict[int, ProposalState]:
+        lengths = ladder_of(self.hsd)[1:]
+        return {n: self.state.shortened(schedule_of(self.hsd, n)) for n in lengths}
+
+    def _build_programs(self, levels: list[Any], groups: KVGroups) -> None:
+        for state in self.shorter.values():
+            state.slot_mapping = self.state.slot_mapping
+        build = partial(
+            Program,
+            levels=levels,
+            verifiers=self.verifiers,
+            groups=groups,
+            max_model_len=self.max_model_len,
+        )
+        self.program = build(self.schedule)
+        self.programs = {n: build(schedule_of(self.hsd, n)) for n in self.shorter}
+
+    def _of_length(self, length: int | None) -> tuple[ProposalState, Program]:
+        """What drafts so many tokens; the longest for lengths that only vLLM's warm-up requests."""
+        if length is None or length not in self.shorter:
+            return self.state, self.program
+        return self.shorter[length], self.programs[length]
 
     @property
     def max_model_len(self) -> int:
@@ -132,7 +160,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
             block_tables.block_table_strides,
             block_tables.block_sizes_tensor,
         )
-        self.program = Program(self.schedule, levels, self.verifiers, groups, self.max_model_len)
+        self._build_programs(levels, groups)
 
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
         self.graphs = None
@@ -143,22 +171,24 @@ class CascadeSpeculator(StandaloneARSpeculator):
             logger.warning("The cascade drafts without CUDA graphs: %s.", reason)
             return
         sizes = batch_sizes(self.state.batch)
-        self.graphs = ProposalGraphs(self.vllm_config, self.device, sizes)
+        lengths = ladder_of(self.hsd)
+        self.graphs = ProposalGraphs(self.vllm_config, self.device, sizes, lengths)
 
     def capture(self) -> None:
         if self.graphs is not None:
-            self.graphs.capture_all(self._prepare_capture, self.program.run)
+            self.graphs.capture_all(self._prepare_capture)
 
-    def _prepare_capture(self, batch: int) -> ProposalState:
-        """State of a batch size with nothing but padding, and attention metadata for it."""
-        state = self.state.bucket(batch)
+    def _prepare_capture(self, batch: int, length: int) -> Callable[[], None]:
+        """A proposal for nothing but padding, and attention metadata for it."""
+        whole, program = self._of_length(length)
+        state = whole.bucket(batch)
         self.longest = torch.full((batch,), self.max_model_len, dtype=torch.int32)
         for level in self.hosted:
             if level is not None:
-                level.prepare_capture(state)
+                level.prepare_capture(state, program.schedule)
         none = self.idx_mapping[:0].int()
-        self._stage(state, none, none)
-        return state
+        self._stage(state, program.schedule, none, none)
+        return partial(program.run, state)
 
     @torch.inference_mode()
     def propose(
@@ -197,6 +227,10 @@ class CascadeSpeculator(StandaloneARSpeculator):
             read = input_batch.prefill_len_np[:count] >= self.schedule.num_levels - 1
             begins = input_batch.is_prefilling_np[:count]
             self.stale[slots[begins]] = ~read[begins]
+            if isinstance(self.lookup, SourcesLookup):
+                self.lookup.forget(
+                    async_tensor_h2d(slots[begins], device=self.device, dtype=torch.int64)
+                )
         elif not fits:
             # Passes of all levels would cost a large batch more than its drafts are worth later.
             self.stale[slots] = True
@@ -211,16 +245,17 @@ class CascadeSpeculator(StandaloneARSpeculator):
         self.longest = (
             input_batch.seq_lens_cpu_upper_bound[:count] + self.schedule.capacity
         ).clamp(max=self.max_model_len)
-        size = None if self.graphs is None else self.graphs.size_for(count)
-        state = self.state.bucket(size or count)
-        self.counts.add_proposal()
+        whole, program = self._of_length(num_speculative_tokens)
+        size = None if self.graphs is None else self.graphs.size_for(count, whole.longest)
+        state = whole.bucket(size or count)
+        self.counts.add_proposal(program.schedule)
         index, stale = input_batch.idx_mapping, self.stale[slots]
         if stale.any():
             mask = async_tensor_h2d(stale, device=self.device, dtype=torch.bool)
             index = index.masked_fill(mask, -1)
         inputs = index, num_sampled
         # First: the runner writes the next steps' parameters into the buffers that it reads.
-        self._stage(state, *inputs)
+        self._stage(state, program.schedule, *inputs)
         if input_batch.has_prefill:
             self._ingest(*computed)
         if size is not None:
@@ -230,14 +265,17 @@ class CascadeSpeculator(StandaloneARSpeculator):
         if self.checks:
             foreign = {"the batch": input_batch, "the table of requests": self.req_states}
             foreign |= {"num_sampled": num_sampled, **self.parameters.tensors()}
-            self._run_checked(state, foreign, inputs)
+            self._run_checked(state, program, foreign, inputs)
         elif size is None or self.graphs is None:
-            self.program.run(state)
+            program.run(state)
         else:
-            self.graphs.replay(size)
-        return drafts.copy_(state.draft_tokens[:count])
+            self.graphs.replay(size, state.longest)
+        drafts[:, : state.longest] = state.draft_tokens[:count]
+        return drafts
 
-    def _run_checked(self, state: ProposalState, foreign: dict[str, Any], inputs: tuple) -> None:
+    def _run_checked(
+        self, state: ProposalState, program: Program, foreign: dict[str, Any], inputs: tuple
+    ) -> None:
         """Draft without a graph, on nothing that the runner hands over; then with the graph.
 
         Raises:
@@ -246,13 +284,14 @@ class CascadeSpeculator(StandaloneARSpeculator):
         before, real = state.counts.clone(), len(inputs[0])
         # Lookups search the text in place: its memory does not move.
         with graph_checks.no_foreign_reads(foreign, but=self.req_states.all_token_ids.gpu):
-            self.program.run(state)
-        if self.graphs is None or self.graphs.size_for(state.batch) != state.batch:
+            program.run(state)
+        size = state.batch, state.longest
+        if self.graphs is None or self.graphs.size_for(*size) != state.batch:
             return
         drafted = state.draft_tokens[:real].clone()
-        self._stage(state, *inputs)
+        self._stage(state, program.schedule, *inputs)
         state.counts.copy_(before)
-        self.graphs.replay(state.batch)
+        self.graphs.replay(*size)
         replayed = state.draft_tokens[:real]
         if not drafted.equal(replayed):
             raise graph_checks.GraphError(
@@ -260,11 +299,11 @@ class CascadeSpeculator(StandaloneARSpeculator):
                 f"proposal without a graph {drafted.tolist()}."
             )
 
-    def _stage(self, state, index, num_sampled) -> None:
+    def _stage(self, state, schedule, index, num_sampled) -> None:
         """Begin a proposal; nothing after it reads what the runner hands over."""
         stage(
             state,
-            self.schedule,
+            schedule,
             index=index.int(),
             text=self.req_states.all_token_ids.gpu,
             length=self.req_states.total_len.gpu,

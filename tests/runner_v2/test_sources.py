@@ -1,0 +1,149 @@
+"""Sources on the device against `core.source_choice`, step by step on growing texts."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from support.proposal_states import MAX_NUM_REQS
+from support.suffix_requests import Requests, markov, store_of
+
+from vllm_hsd.core.bigram import BigramLevel, successors
+from vllm_hsd.core.draft_budget import DraftBudget
+from vllm_hsd.core.levels import LookupLevel, LookupResult, Sources, ngram_confidence
+from vllm_hsd.core.source_choice import Offers, SourceChoice
+from vllm_hsd.core.suffix_votes import SuffixVotes
+from vllm_hsd.core.text_store import collect_texts
+
+pytestmark = pytest.mark.interpret
+
+LENGTH, VOCABULARY = 6, 12
+
+
+class PlainNgram(LookupLevel):
+    """vLLM's prompt lookup: after the first occurrence of the longest repeated suffix."""
+
+    def lookup(self, tokens, rows, slots, ends, requested) -> LookupResult:
+        shape = len(rows), int(requested.max(initial=0))
+        token_ids, counts = np.zeros(shape, np.int64), np.zeros(shape[0], np.int64)
+        for i in np.flatnonzero(requested):
+            text = tokens[rows[i], : ends[i]].tolist()
+            for n in (3, 2, 1):
+                places = [p for p in range(n, len(text)) if text[p - n : p] == text[-n:]]
+                if places:
+                    found = text[places[0] : places[0] + requested[i]]
+                    token_ids[i, : len(found)], counts[i] = found, len(found)
+                    break
+        return LookupResult(token_ids, counts, np.tile(ngram_confidence(shape[1]), (shape[0], 1)))
+
+
+class Host:
+    """`core.source_choice` for all requests, up to the end of one lookup's offer."""
+
+    def __init__(self, lookups) -> None:
+        sources = Sources([str(i) for i in range(len(lookups))], lookups)
+        self.budget = DraftBudget(sources, [LENGTH], MAX_NUM_REQS)
+        self.choice = SourceChoice(sources, self.budget, MAX_NUM_REQS)
+
+    def draft(self, requests: Requests) -> tuple[np.ndarray, np.ndarray]:
+        rows = np.flatnonzero(requests.requested)
+        slots, ends, most = rows, requests.ends[rows], requests.requested[rows]
+        for lookup in self.choice.sources.lookups:
+            lookup.read(requests.tokens, rows, slots, requests.committed[rows])
+        self.choice.begin(1, requests.tokens, rows, slots, ends)
+        each = self.choice.sources.lookups
+        found = [lookup.lookup(requests.tokens, rows, slots, ends, most) for lookup in each]
+        offers = Offers.of(found, self.budget.acceptance)
+        self.choice.remember(0, slots, ends, offers)
+        source, counts, _ = self.choice.best(slots, offers, most, np.ones(len(rows)))
+        return offers.token_ids[source, np.arange(len(rows))], counts
+
+
+def lookups(stored):
+    """The same three on the device and on the host."""
+    from vllm_hsd.levels.ngram import NgramLevelConfig
+    from vllm_hsd.runner_v2.cascade_steps import lookup_bigram, lookup_ngram
+    from vllm_hsd.runner_v2.sources import Estimates
+    from vllm_hsd.runner_v2.suffix_lookup import SuffixLookup
+
+    texts, store = store_of(*stored, vocabulary=VOCABULARY), collect_texts(stored, VOCABULARY)
+    following, probs = map(torch.from_numpy, successors(store))
+    ngram = NgramLevelConfig(ngram={"max": 3})
+    on_device = [
+        (partial(lookup_ngram, shortest=1, longest=3), ngram.estimates_v2("cpu")),
+        (SuffixLookup(texts, 0.05, torch.device("cpu")), None),
+        (lambda state, text: lookup_bigram(state, following), Estimates(probs, by_token=True)),
+    ]
+    return on_device, [PlainNgram(), SuffixVotes(texts, 0.05), BigramLevel(store)]
+
+
+def sources(on_device):
+    from vllm_hsd.runner_v2.sources import SourcesLookup
+
+    return SourcesLookup(on_device, 0.05, MAX_NUM_REQS, LENGTH, torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def short_matches(monkeypatch):
+    """Each length of a match is a program; of host and device alike."""
+    for module in ("runner_v2.suffix_lookup", "core.suffix_votes"):
+        monkeypatch.setattr(f"vllm_hsd.{module}.DEPTH", 8)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2, 3))])
+def test_choice_and_what_it_learns_are_the_hosts(seed):
+    """With unverified ends, requests that sit out a step, and one whose slot is given away."""
+    rng = np.random.default_rng(seed)
+    on_device, plain = lookups([markov(rng, 60, VOCABULARY) for _ in range(3)])
+    device, host = sources(on_device), Host(plain)
+    texts = [markov(rng, int(rng.integers(4, 30)), VOCABULARY) for _ in range(4)]
+    chosen = []
+    for step in range(14):
+        unverified = [rng.integers(0, VOCABULARY, int(rng.integers(0, 2))) for _ in texts]
+        requested = rng.integers(0, LENGTH + 1, 4) * (rng.random(4) < 0.9)
+        requested[step % 4] = LENGTH
+        requests = Requests(list(zip(texts, unverified, strict=True)), requested, LENGTH)
+        if step == 9:
+            texts[2] = markov(rng, 9, VOCABULARY)
+            requests = Requests([(text, []) for text in texts], requested, LENGTH)
+            device.forget(torch.tensor([MAX_NUM_REQS - 3]))
+            host.budget.forget(2)
+            host.choice.forget(2)
+        ends = requests.state.end.clone()
+        device(requests.state, requests.text)
+        token_ids, counts = host.draft(requests)
+        rows = np.flatnonzero(requested)
+        assert requests.state.drafted[0].tolist() == np.bincount(rows, counts, 4).tolist()
+        assert requests.state.end.sub(ends).equal(requests.state.drafted[0])
+        for b, found, count in zip(rows, token_ids, counts, strict=True):
+            drafted = requests.state.window[b, ends[b] :][:count]
+            assert drafted.tolist() == found[:count].tolist()
+            # Mostly the text goes on as it was drafted.
+            kept = drafted[: rng.integers(0, count + 1)].numpy()
+            texts[b] = np.append(texts[b], [*kept, rng.integers(VOCABULARY)])
+        requests.guarded.assert_guards()
+        learned, slots = host.budget.acceptance, MAX_NUM_REQS - 1 - np.arange(4)
+        np.testing.assert_allclose(device.shared.numpy(), learned.shared[:, :3], rtol=1e-12)
+        np.testing.assert_allclose(
+            device.own.numpy()[..., slots], learned.own[:, :3, :4], rtol=1e-12
+        )
+        chosen += counts.tolist()
+    # Every lookup was right and wrong, and none is always the choice.
+    assert (device.shared.sum((2, 3)) > 0).all() and len(set(chosen)) > 3
+
+
+def test_another_rule_is_caught():
+    """Negative control of the comparison above: what is learned is left out."""
+    rng = np.random.default_rng(0)
+    on_device, plain = lookups([markov(rng, 60, VOCABULARY) for _ in range(3)])
+    device, host = sources(on_device), Host(plain)
+    text = markov(rng, 25, VOCABULARY)
+    differ = 0
+    for _ in range(10):
+        device.own.zero_()
+        device.shared.zero_()
+        requests = Requests([(text, [])], [LENGTH], LENGTH)
+        device(requests.state, requests.text)
+        differ += int(requests.state.drafted[0, 0]) != int(host.draft(requests)[1][0])
+        text = np.append(text, [rng.integers(VOCABULARY)])
+    assert differ
