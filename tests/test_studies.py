@@ -210,10 +210,14 @@ def test_ways_to_verify_share_five_engines_and_are_drawn_by_draft_limit(monkeypa
     monkeypatch.setattr(sweep, "read_sets", lambda *_: ("wxyz", SETS))
     chosen = argparse.Namespace(prompts=tmp_path, num_prompts=2, output=tmp_path)
     group = windows.group([5], [0.0])
-    keys = {"x": "x", "view": windows.by_limit, "engines_class": demo_cascade.SharedEngines}
+    keys = {
+        "x": "draft limit",
+        "view": windows.by_limit,
+        "engines_class": demo_cascade.SharedEngines,
+    }
     assert sweep.study("windows", [group], chosen, sets=["b"], **keys) == 0
     assert hosted["engines_class"] is demo_cascade.SharedEngines
     rows = Table(tmp_path / "windows.csv").rows
     assert {row["set"] for row in rows} == {"b"} and len(rows) == 6
-    assert windows.by_limit(rows[1])["x"] == "5"
+    assert windows.by_limit(rows[1])["draft limit"] == "5"
     assert (tmp_path / "windows.png").read_bytes().startswith(b"\x89PNG")

@@ -56,10 +56,10 @@ def group(limits: Sequence[int], temperatures: Sequence[float]) -> Group:
 
 
 def by_limit(row: dict[str, str]) -> dict[str, str]:
-    """A row of a table for each temperature, with the draft limit as `x`."""
+    """A row of a table for each temperature, with the draft limit."""
     way, limit = row["configuration"].rsplit(", ", 1)
     group = f"temperature {float(row['temperature']):g}"
-    return {**row, "group": group, "configuration": way, "x": limit}
+    return {**row, "group": group, "configuration": way, "draft limit": limit}
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def main() -> int:
         [group(options.limits, options.temperatures)],
         options,
         sets=SETS,
-        x="x",
+        x="draft limit",
         measures=MEASURES,
         view=by_limit,
         engines_class=SharedEngines,
