@@ -98,8 +98,8 @@ bench-paper-tables: venv
 	$(BIN)/python -m benchmarks.paper_tables.verifiers --output results/paper_tables
 	$(BIN)/python -m benchmarks.paper_tables.interleaved --output results/paper_tables
 
-bench-kernel-builds: venv
-	$(BIN)/python -m benchmarks.kernels.aot_usage --output results/kernels
+bench-kernel-builds: venv .overlay-triton-3.8.0
+	PYTHONPATH=$(CURDIR)/.overlay-triton-3.8.0 $(BIN)/python -m benchmarks.kernels.aot_usage --output results/kernels
 
 bench-kernel-bytes: venv
 	$(BIN)/python -m benchmarks.kernels.count_bytes --output results/kernels

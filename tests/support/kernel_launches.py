@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -37,7 +38,9 @@ class Cascade:
 
     Attributes:
         lengths: draft length of every level, cheapest first.
-        lowest: kind of level 0: "model", "ngram", "bigram", "suffix" or "sources", all three.
+        shorter: draft lengths in the same memory, for which the scheduler may ask; none.
+        lowest: kind of level 0: "model", "ngram", "bigram", "suffix" or "sources".
+        sources: lookups of "sources", these three in turn.
         store: tokens of a suffix level's store, 0 for none.
         exits: levels in the target's cache.
         unverified: levels that pass on what is below.
@@ -48,6 +51,8 @@ class Cascade:
 
     lengths: tuple[int, ...]
     lowest: str = "model"
+    sources: int = 3
+    shorter: tuple[int, ...] = ()
     store: int = 0
     exits: tuple[int, ...] = ()
     unverified: tuple[int, ...] = ()
@@ -74,6 +79,10 @@ class Cascade:
             num_kv_groups=self.groups,
             device=torch.device("meta"),
         )
+        if self.shorter:
+            options = [LevelOptions(n) for n in self.shorter]
+            schedule = compile_schedule(options, lookup=lookup)
+            state = state.shortened(schedule)
         bucket = state.bucket(min(self.capacity, 8))
         text = _empty(self.slots, self.max_model_len)
         cascade_steps.stage(
@@ -97,13 +106,14 @@ class Cascade:
         )
         verifiers = ["none" if k in self.unverified else self.method for k in range(len(levels))]
         Program(schedule, levels, verifiers, groups, self.max_model_len).run(bucket)
+        # The target verifies as many tokens as the longest drafts have.
         rows = state.rows[-1]
         drafts = {
             "draft_index": _empty(_BATCH),
             "draft_length": state.draft_length,
             "draft_lse": None if rows is None else state.lse[-1],
         }
-        self.verify(rows, schedule.num_speculative_tokens, drafts)
+        self.verify(rows, self.lengths[-1], drafts)
 
     def _lookup(self) -> Any:
         texts = OrderedTexts(_empty(self.store + 4096), _empty(self.store))
@@ -117,7 +127,7 @@ class Cascade:
             return each[self.lowest]
         curve, table = (_empty(n, dtype=torch.float64) for n in (128, self.vocab_size))
         estimates = (Estimates(curve, False), None, Estimates(table, True))
-        lookups = list(zip(each.values(), estimates, strict=True))
+        lookups = list(islice(cycle(zip(each.values(), estimates, strict=True)), self.sources))
         return SourcesLookup(lookups, 0.05, self.slots, self.lengths[0], meta)
 
     def verify(self, rows: torch.Tensor | None, longest: int, drafts: dict) -> None:
@@ -245,6 +255,16 @@ ALL = (
     Cascade((3, 8), exits=(0,)),
     *(Cascade((1, 2, 8), "ngram", exits=e) for e in ((1,), (1, 2))),
     *(Cascade((3, 8), kind, unverified=(1,)) for kind in ("model", "ngram")),
+    Cascade((1, 3, 8), unverified=(1, 2)),
+    Cascade((3, 8), unverified=(1,), vocab_size=50257, capacity=3, slots=3),
+    *(Cascade((3, 8), dtype=d, unverified=(1,)) for d in (torch.float16, torch.float32)),
+    # Shorter drafts in the memory of the longest ones, as the adaptive ladder gives them.
+    *(Cascade((8,), shorter=(n,)) for n in (4, 2)),
+    *(Cascade((3, 8), shorter=n) for n in ((3, 4), (1, 2))),
+    Cascade((1, 3, 8), shorter=(1, 2, 4)),
+    Cascade((3, 8), unverified=(1,), shorter=(1, 2)),
+    *(Cascade((4, 8), kind, shorter=(3, 4)) for kind in ("ngram", "bigram", "suffix", "sources")),
+    *(Cascade((4, 8), "sources", sources=n) for n in (1, 2, 8)),
     Cascade((3, 5)),
     # Views of a state for an odd number of requests are not aligned.
     *(Cascade((3, 8), capacity=c, slots=c) for c in (1, 2, 3, 33)),
