@@ -173,20 +173,43 @@ def test_a_crowded_engine_loses_nothing(name, graphs, family, crowded_plain):
 
 @pytest.mark.slow
 def test_large_batches_draft_nothing(family):
-    """Requests join until an engine stops drafting; it starts again as they leave."""
-    from support.v2_engines import GREEDY, PROMPTS, run_engine
+    """Requests join until an engine stops drafting, and what their levels have missed stays so.
+
+    A step of decodes above the limit runs no level; new requests draft when the others have left.
+    """
+    from support.v2_engines import GREEDY, PROMPTS, run_counted_jobs, run_engine
 
     speculative = {**configuration("two models", family), "disable_by_batch_size": 2}
     params = [{**GREEDY, "max_tokens": n} for n in (30, 24, 8, 8)]
-    jobs = {"joining": {"prompts": PROMPTS, "params": params, "arrive": [0, 1, 6, 6]}}
+    joining = {"prompts": PROMPTS, "params": params, "arrive": [0, 1, 6, 6]}
+    alone = {"prompts": PROMPTS[:1], "params": GREEDY}
+    jobs = {"joining": joining, "anew": alone, "forgotten": joining}
     engine = {"model": family.target, "max_num_seqs": 4}
-    drafting = run_engine({**engine, "speculative_config": speculative}, jobs)["joining"]
+    configured = {**engine, "speculative_config": speculative}
+    found = run_engine(configured, jobs, work=run_counted_jobs)
     plain = engines.run_engine(engine, {"all": {"prompts": PROMPTS, "params": params}})["all"]
-    assert ids(drafting) == ids(plain)
-    top = drafting["levels"][-1]
-    assert top["accepted"] == drafting["counters"]["spec_decode_num_accepted_tokens"] > 0
-    # Four requests take 8 steps at least, in which none of them drafts.
-    assert top["accepted"] + top["rounds"] < sum(map(len, ids(plain))) - 8
+    assert ids(found["joining"]) == ids(found["forgotten"]) == ids(plain)
+    top = found["joining"]["levels"][-1]
+    counted = found["joining"]["counters"]["spec_decode_num_accepted_tokens"]
+    assert top["accepted"] == counted > 0
+
+    def parts(job: str) -> tuple[list[dict], ...]:
+        """Steps before the limit is exceeded, of prompts and of decodes above it, and after."""
+        steps = found[job]["steps"]
+        large = [i for i, step in enumerate(steps) if len(step["drafted"]) > 2]
+        above = steps[large[0] : large[-1] + 1]
+        reading, decoding = ([s for s in above if s["prompts"] is read] for read in (True, False))
+        return steps[: large[0]], reading, decoding, steps[large[-1] + 1 :]
+
+    before, reading, decoding, after = parts("joining")
+    assert any(sum(step["drafted"]) for step in before)
+    assert reading and all(step["passes"] == 2 for step in reading)
+    # Four requests take 7 more steps at least, and the two that go on take some.
+    assert len(decoding) >= 7 and after
+    assert not any(step["passes"] or any(step["drafted"]) for step in decoding + after)
+    assert any(sum(step["drafted"]) for step in found["anew"]["steps"])
+    # Negative control: nobody remembers what was missed.
+    assert any(sum(step["drafted"]) for step in parts("forgotten")[-1])
 
 
 @pytest.mark.slow

@@ -219,6 +219,9 @@ LOOKUP = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"ngram": {}}
         ({"disable_by_batch_size": 16}, 16, None),
         # vLLM captures all lengths for it; the scheduler chooses among them.
         ({"adaptive": True, "disable_by_batch_size": 16}, 16, {1: 3, 14: 3, 15: 1, 16: 0}),
+        ({"adaptive": True}, 2, {1: 3, 2: 0}),
+        # No second length fits; the scheduler still chooses, and not drafting has no whole graph.
+        ({"adaptive": True}, 1, {1: 3}),
     ],
 )
 def test_large_batches_draft_nothing(family, v2, keys, max_num_seqs, drafts):

@@ -131,18 +131,18 @@ class Cascade:
         return SourcesLookup(lookups, 0.05, self.slots, self.lengths[0], meta)
 
     def verify(self, rows: torch.Tensor | None, longest: int, drafts: dict) -> None:
-        """Launch the target's verification of drafts, of point masses, and of none."""
-        cases = [(longest, rows, drafts), (longest, None, drafts), (0, None, drafts)]
+        """Launch the target's verification of drafts, and of none."""
+        cases = [(longest, rows), (0, None)]
         # The model's own logits; those of a padded head; with all sampling parameters applied.
         padded = -(-self.vocab_size // 64) * 64
         for dtype, width in ((self.dtype, self.vocab_size), (self.dtype, padded), (None, padded)):
-            for most, logits, kept in cases:
+            for most, logits in cases:
                 count = _BATCH * (most + 1)
                 target = _empty(count, width, dtype=dtype or torch.float32)[:, : self.vocab_size]
                 temperature = _floats(self.slots)
                 thresholds: list[torch.Tensor | None] = [None]
                 if dtype:
-                    filters, index = _filters(self.slots), _empty(count)
+                    filters, index = _filters(self.slots), _longs(count)
                     thresholds.append(row_thresholds(target, temperature, filters, index=index))
                 for values in thresholds:
                     verify_chain_padded(
@@ -150,7 +150,7 @@ class Cascade:
                         logits,
                         _empty(count) if most else _longs(count),
                         _empty(_BATCH + 1),
-                        _empty(_BATCH),
+                        _longs(_BATCH),
                         temperature,
                         _longs(self.slots),
                         _longs(self.slots),
@@ -160,7 +160,7 @@ class Cascade:
                         draft_temperature=_floats(self.slots),
                         thresholds=values,
                         positions=_longs(count),
-                        **kept,
+                        **drafts,
                     )
 
 
@@ -184,7 +184,10 @@ class StockDrafter:
     slots: int = 256
 
     def launch(self) -> None:
-        """Launch a draft step, of one token and of all at once, and the verification."""
+        """Launch a draft step, of one token and of all at once, and the verification.
+
+        Also of tokens without rows, as the same drafter keeps none that drafts its argmax.
+        """
         kept = _empty(self.slots, self.draft_length, self.vocab_size, dtype=self.dtype)
         kept_lse = _floats(self.slots, self.draft_length)
         logits = _empty(_BATCH, self.vocab_size, dtype=self.dtype)
@@ -199,8 +202,8 @@ class StockDrafter:
         cascade = Cascade(
             (self.draft_length,), dtype=self.dtype, vocab_size=self.vocab_size, slots=self.slots
         )
-        for drafts in ({"draft_lse": kept_lse}, {"draft_lse": None}):
-            cascade.verify(kept, self.draft_length, drafts)
+        for rows, lse in ((kept, kept_lse), (None, None)):
+            cascade.verify(rows, self.draft_length, {"draft_lse": lse})
 
 
 @dataclass(frozen=True)

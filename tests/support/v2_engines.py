@@ -1,10 +1,12 @@
 """Engines on vLLM's V2 runner under Triton's interpreter; see `support.engines` for the jobs."""
 
 import importlib
+import itertools
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 from support import engines, triton_cpu
 from support.exact_joint_distribution import chi_square_p_value, joint_distribution
@@ -149,6 +151,43 @@ def run_compiled_jobs(llm, jobs: dict[str, dict]) -> dict:
         job["params"] = [{**sampling, **params} for params in job["params"]]
     results = engines.run_jobs(llm, jobs)
     return {**results, "sampling": sampling, "compiled": compilation_counter.num_models_seen}
+
+
+def run_counted_jobs(llm, jobs: dict[str, dict]) -> dict:
+    """The jobs, each with its "steps": passes of all levels, and tokens drafted for each request.
+
+    In a job "forgotten" the cascade forgets after each step which texts its levels have missed.
+    """
+    from vllm_hsd.runner_v2.levels import ProgramModel
+    from vllm_hsd.runner_v2.speculator import CascadeSpeculator
+
+    steps: list[dict] = []
+    compute, propose, passes = ProgramModel.compute, CascadeSpeculator.propose, itertools.count()
+
+    def counted(self, *args):
+        next(passes)
+        return compute(self, *args)
+
+    def recorded(self, batch, *args, **kwargs):
+        before = next(passes)
+        drafts = propose(self, batch, *args, **kwargs)
+        rows = self.state.row_of_slot[batch.idx_mapping[: batch.num_reqs].long()]
+        drafted = self.state.draft_length[rows.clamp(min=0)] * (rows >= 0)
+        step = {"prompts": bool(batch.has_prefill), "passes": next(passes) - before - 1}
+        steps.append({**step, "drafted": drafted.tolist()})
+        if name == "forgotten":
+            self.stale[:] = False
+        return drafts
+
+    results = {}
+    with (
+        mock.patch.object(ProgramModel, "compute", counted),
+        mock.patch.object(CascadeSpeculator, "propose", recorded),
+    ):
+        for name, job in jobs.items():
+            results[name] = {**engines.run_job(llm, **job), "steps": steps.copy()}
+            steps.clear()
+    return results
 
 
 def _prepare(patch: str | None) -> None:

@@ -96,7 +96,7 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
         if largest <= limit:
             # vLLM captures the target for the lengths of the table, up to its largest batch;
             # `LearnedLengths` chooses among them.
-            limit = largest - 1 if self.hsd.adaptive else 0
+            limit = max(largest - 1, 1) if self.hsd.adaptive else 0
         # With one draft length, and no table, vLLM pads prefix hits to it, and captures them.
         self.num_speculative_tokens_per_batch_size = _by_batch_size(self, limit) if limit else None
 

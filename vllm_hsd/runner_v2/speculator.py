@@ -234,13 +234,15 @@ class CascadeSpeculator(StandaloneARSpeculator):
         elif not fits:
             # Passes of all levels would cost a large batch more than its drafts are worth later.
             self.stale[slots] = True
-        if drafts_none:
-            if fits or input_batch.has_prefill:
+        stale = self.stale[slots]
+        if drafts_none or stale.all():
+            if input_batch.has_prefill or (fits and not stale.all()):
                 self._ingest(*computed)
             accepted = (num_sampled - 1).clamp(min=0).sum()
             self.state.counts[-1, COUNTS.accepted] += accepted
             self.state.row_of_slot.fill_(-1)
-            return drafts
+            # The target may be fed them, and vLLM leaves -1 in them after steps without drafts.
+            return drafts.zero_()
         # What attention may read at most; the lengths themselves are on the device.
         self.longest = (
             input_batch.seq_lens_cpu_upper_bound[:count] + self.schedule.capacity
@@ -249,7 +251,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
         size = None if self.graphs is None else self.graphs.size_for(count, whole.longest)
         state = whole.bucket(size or count)
         self.counts.add_proposal(program.schedule)
-        index, stale = input_batch.idx_mapping, self.stale[slots]
+        index = input_batch.idx_mapping
         if stale.any():
             mask = async_tensor_h2d(stale, device=self.device, dtype=torch.bool)
             index = index.masked_fill(mask, -1)

@@ -1,0 +1,96 @@
+"""What a runner launches against the launches that tests/kernels compiles."""
+
+import inspect
+
+import pytest
+import torch
+from support import kernel_launches as launches
+from support.table_distributions import cascade, tables
+
+pytestmark = pytest.mark.interpret
+
+CASCADES = (
+    "one",
+    "three",
+    "lookup",
+    "bigram",
+    "suffix",
+    "sources",
+    "unverified",
+    "two, adaptive",
+)
+
+
+def form(name: str, value):
+    """What decides which code is compiled, but for sizes."""
+    if isinstance(value, torch.Tensor):
+        # Logits of all dtypes take the same code.
+        narrow = value.is_floating_point() and value.dtype != torch.float64
+        return "floats" if narrow else value.dtype
+    if isinstance(value, int) and not isinstance(value, bool):
+        return min(value, 1) if name.isupper() else "number"
+    return value if name.isupper() else type(value)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Forms of all launches from here on; they run if the list "runs" is not empty."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from vllm_hsd.runner_v2 import suffix_lookup
+
+    # Each length of a match is a program, and they are interpreted one after another.
+    for bound in ("DEPTH", "HEAD"):
+        monkeypatch.setattr(suffix_lookup, bound, 4)
+    found, runs, run = set(), [], InterpretedFunction.run
+
+    def record(self, *args, grid, warmup, **kwargs):
+        signature = inspect.signature(self.fn)
+        given = {key: value for key, value in kwargs.items() if key in signature.parameters}
+        bound = signature.bind(*args, **given).arguments
+        if not self.fn.__module__.startswith("vllm."):
+            found.add((self.fn.__name__, *(form(key, value) for key, value in bound.items())))
+        if runs:
+            run(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", record)
+    return found, runs
+
+
+def covered_by(launched, cases) -> set:
+    found, _ = launched
+    found.clear()
+    launches.launch(cases)
+    return found.copy()
+
+
+def served(launched, name: str) -> set:
+    """Of a step with drafts and without, for requests of every kind."""
+    from support.table_runner import TableRunner
+
+    found, runs = launched
+    params = [{"temperature": 0.7}, {"top_p": 0.9}, {"temperature": 0.0}, {"seed": 1}]
+    options = {} if name == "stock" else {"prompt_length": 4, "cascade": cascade(name)}
+    runner = TableRunner(*tables(), params, length=4, **options)
+    found.clear()
+    runs.append(True)
+    for length in (4, 2, 0):
+        if name != "stock":
+            runner.drafter.asked = length
+        runner.step()
+    runs.clear()
+    return found.copy()
+
+
+def test_what_runners_launch_is_compiled(launched):
+    covered = covered_by(launched, launches.ALL)
+    assert len(covered) > 26  # there are as many kernels
+    for name in (*CASCADES, "stock"):
+        assert served(launched, name) <= covered, name
+
+
+def test_a_launch_without_a_case_is_found(launched):
+    """Negative control: no case has a level that passes drafts on."""
+    cases = [case for case in launches.ALL if not getattr(case, "unverified", ())]
+    missing = served(launched, "unverified") - covered_by(launched, cases)
+    assert {name for name, *_ in missing} == {"commit_unverified_kernel"}
