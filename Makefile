@@ -30,7 +30,7 @@ demo: export DEMO_STARTED := $(shell date +%s)
 demo: venv
 	$(BIN)/python -m benchmarks.studies.demo
 
-# Cascades below the chat model zero-padded to 800 M parameters, beside single drafters.
+# Cascades below the chat model zero-padded to 400 or 800 M parameters, beside single drafters.
 demo-cascade: export DEMO_STARTED := $(shell date +%s)
 demo-cascade: venv
 	$(BIN)/python -m benchmarks.studies.demo_cascade

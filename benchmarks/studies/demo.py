@@ -28,7 +28,7 @@ from benchmarks import plot, sweep
 from benchmarks.common import RESULTS, commit
 from benchmarks.studies.configs import missing, ours, vllms_own
 from benchmarks.sweep import PLAIN, Cell, Config, Sweep
-from vllm_hsd.cli import bench_report
+from vllm_hsd.cli import bench_quality, bench_report
 from vllm_hsd.cli.bench_runs import Engines
 from vllm_hsd.engine import Generation
 
@@ -163,11 +163,15 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
                 continue
             table.add_row(
                 name,
-                *(f"{row['speedup']:.2f}" for row in own),
-                f"{whole['speedup']:.2f} ({whole['speedup_low']:.2f}-{whole['speedup_high']:.2f})",
+                *map(_marked, own),
+                f"{_marked(whole)} ({whole['speedup_low']:.2f}-{whole['speedup_high']:.2f})",
             )
         console.print(table)
     console.print("All answers of a kind together (quartiles of single answers).", soft_wrap=True)
+
+
+def _marked(row: dict[str, Any]) -> str:
+    return f"{row['speedup']:.2f}" + "!" * bench_quality.exceeds_tokens_per_step(row)
 
 
 def options(description: str, output: Path, minutes: float) -> argparse.ArgumentParser:
@@ -177,6 +181,7 @@ def options(description: str, output: Path, minutes: float) -> argparse.Argument
         "--minutes", type=float, default=minutes, help="time after which no round starts"
     )
     parser.add_argument("--rounds", type=int, default=6, help="most prompts of each kind")
+    parser.add_argument("--kinds", nargs="*", help="of prompts (default: all)")
     return parser
 
 
@@ -204,7 +209,8 @@ def run(
     called = float(os.environ.get("DEMO_STARTED") or time.time())
     for line in missing():
         print(line)
-    by_kind = {kind: texts[: chosen.rounds] for kind, texts in read_demo_prompts().items()}
+    every = read_demo_prompts()
+    by_kind = {kind: every[kind][: chosen.rounds] for kind in chosen.kinds or every}
     kinds, rounds = list(by_kind), min(map(len, by_kind.values()))
     prompts = [[{"role": "user", "content": text}] for texts in by_kind.values() for text in texts]
     with sweep.started(

@@ -3,10 +3,11 @@
     python -m benchmarks.studies.demo_cascade     # or `make demo-cascade`; at most ten minutes
 
 As `benchmarks.studies.demo`, but the target is SmolLM2-135M-Instruct *zero-padded* to 800 M
-parameters (benchmarks/models/zero_pad.py): the text and the acceptance of the real model at the
-cost of a larger one, beside which a head and an 8-bit copy of the real model are cheap. vLLM's own
-methods, single drafters, and cascades of two and three levels; after a run with --plan (`make
-plan-cascade`) also what `vllm-hsd plan` chooses. Writes demo_cascade.csv and demo_cascade.png.
+parameters, 400 M in 32 bits (benchmarks/models/zero_pad.py): the text and the acceptance of the
+real model at the cost of a larger one, next to which a head and an 8-bit copy of the real model are
+cheap. Half of the kinds of prompts; vLLM's own methods, single drafters, and cascades of two and
+three levels; after a run with --plan (`make plan-cascade`) also what `vllm-hsd plan` chooses.
+Writes demo_cascade.csv and demo_cascade.png.
 """
 
 import json
@@ -15,16 +16,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.common import REPOSITORY, RESULTS
-from benchmarks.models.smollm2 import int8, zero_padded
+from benchmarks.models.smollm2 import int8, smollm2, zero_padded
 from benchmarks.studies import demo
 from benchmarks.studies.configs import NGRAM_MODEL, SUFFIX, fixed, levels, vllms_own
 from vllm_hsd.cli import main as cli
 from vllm_hsd.cli.bench_jobs import Comparison, Setup, config_name
 from vllm_hsd.cli.bench_runs import Engines
 from vllm_hsd.config import CascadeConfig
+from vllm_hsd.dtype import choose_dtype
 from vllm_hsd.engine import EngineProcess
 
-PARAMS = 800e6
+# Weights of 1.6 GB: six engines stay loaded in 16 GB.
+PARAMS = {"float32": 400e6}
+DEFAULT_PARAMS = 800e6
 OUTPUT = RESULTS / "demo_cascade"
 PROFILE, CASCADE = OUTPUT / "profile.json", OUTPUT / "cascade.json"
 
@@ -113,29 +117,34 @@ def _keys(config: Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: value for key, value in (config or {}).items() if key != "method"}
 
 
-def plan(model: str) -> int:
+def plan(model: str, dtype: str) -> int:
     """Write what `vllm-hsd plan` chooses among the 8-bit copy and a lookup below it."""
     OUTPUT.mkdir(parents=True, exist_ok=True)
     lookup = f"--suffix {SUFFIX['suffix']['store']}" if SUFFIX in levels() else "--ngram"
     profile, cascade, prompts = map(os.path.relpath, (PROFILE, CASCADE, demo.PROMPTS))
+    engine = json.dumps({"dtype": dtype, "enforce_eager": True}, separators=(",", ":"))
     measured = cli.main(
         f"profile --target {model} --models {os.path.relpath(int8())} {lookup} --prompts {prompts} "
-        f"--num-prompts 12 --max-draft-tokens 12 --temperature 0 --output {profile}".split()
+        f"--num-prompts 12 --max-draft-tokens 12 --temperature 0 "
+        f"--engine-args {engine} --output {profile}".split()
     )
     return measured or cli.main(f"plan {profile} --output {cascade}".split())
 
 
 def main() -> int:
     parser = demo.options(__doc__, OUTPUT, 7.0)
-    parser.set_defaults(max_tokens=48)
+    parser.set_defaults(max_tokens=32, kinds=["question", "code edit", "summary"])
     parser.add_argument(
         "--plan", action="store_true", help="measure and choose a cascade for later runs instead"
     )
     chosen = parser.parse_args()
-    chosen.model = chosen.model or os.path.relpath(zero_padded(PARAMS))
+    if chosen.dtype == "auto":
+        chosen.dtype = choose_dtype(str(smollm2())).dtype
+    params = PARAMS.get(chosen.dtype, DEFAULT_PARAMS)
+    chosen.model = chosen.model or os.path.relpath(zero_padded(params))
     if chosen.plan:
-        return plan(chosen.model)
-    name = f"SmolLM2-135M-Instruct zero-padded to {PARAMS / 1e6:.0f} M parameters"
+        return plan(chosen.model, chosen.dtype)
+    name = f"SmolLM2-135M-Instruct zero-padded to {params / 1e6:.0f} M parameters"
     print(f"The target is {name}: its text and acceptance at the cost of a larger model.")
     configs = {**vllms_own(), **cascades()}
     if CASCADE.exists():
