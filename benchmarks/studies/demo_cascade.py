@@ -31,6 +31,8 @@ PARAMS = {"float32": 400e6}
 DEFAULT_PARAMS = 800e6
 OUTPUT = RESULTS / "demo_cascade"
 PROFILE, CASCADE = OUTPUT / "profile.json", OUTPUT / "cascade.json"
+PROMPTS = OUTPUT / "prompts.jsonl"
+KINDS = ["question", "code edit", "summary"]
 
 
 def cascades() -> dict[str, dict[str, Any]]:
@@ -121,11 +123,15 @@ def plan(model: str, dtype: str) -> int:
     """Write what `vllm-hsd plan` chooses among the 8-bit copy and a lookup below it."""
     OUTPUT.mkdir(parents=True, exist_ok=True)
     lookup = f"--suffix {SUFFIX['suffix']['store']}" if SUFFIX in levels() else "--ngram"
-    profile, cascade, prompts = map(os.path.relpath, (PROFILE, CASCADE, demo.PROMPTS))
+    # The first two rounds answer other prompts than those that the cascade is planned on.
+    by_kind = demo.read_demo_prompts()
+    lines = [json.dumps({"turns": [text]}) for kind in KINDS for text in by_kind[kind][2:]]
+    PROMPTS.write_text("\n".join(lines))
+    profile, cascade, prompts = map(os.path.relpath, (PROFILE, CASCADE, PROMPTS))
     engine = json.dumps({"dtype": dtype, "enforce_eager": True}, separators=(",", ":"))
     measured = cli.main(
         f"profile --target {model} --models {os.path.relpath(int8())} {lookup} --prompts {prompts} "
-        f"--num-prompts 12 --max-draft-tokens 12 --temperature 0 "
+        f"--max-draft-tokens 12 --temperature 0 "
         f"--engine-args {engine} --output {profile}".split()
     )
     return measured or cli.main(f"plan {profile} --output {cascade}".split())
@@ -133,7 +139,7 @@ def plan(model: str, dtype: str) -> int:
 
 def main() -> int:
     parser = demo.options(__doc__, OUTPUT, 7.0)
-    parser.set_defaults(max_tokens=32, kinds=["question", "code edit", "summary"])
+    parser.set_defaults(max_tokens=32, kinds=KINDS)
     parser.add_argument(
         "--plan", action="store_true", help="measure and choose a cascade for later runs instead"
     )
