@@ -124,5 +124,5 @@ def bars(
             axes.axhline(1, color="gray", linewidth=0.8)
             axes.set(ylabel=measure, title=f"{panel} {name}")
         flat[-1].set_xticks([k + width * (len(names) - 1) / 2 for k in range(len(places))], places)
-        figure.legend(*flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+        figure.legend(*flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
         figure.suptitle(title, fontsize=8)
