@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.models.eagle3.batches import collate, epoch_batches, read_batch
 from benchmarks.models.eagle3.chats import Chat
-from benchmarks.models.eagle3.features import Shard, target_states, write_shard
-from benchmarks.models.eagle3.head import load_head, save_head
+from benchmarks.models.eagle3.features import Shard, write_shard
+from benchmarks.models.eagle3.head import save_head
 from benchmarks.models.eagle3.loss import SoftCrossEntropy
 from benchmarks.models.eagle3.start import warm_start
 from benchmarks.models.eagle3.train import Recipe, Training, choose_draft_tokens
+from vllm_hsd.planner.eagle3_head import load_head, target_states
 
 LAYERS = (1, 2)
 RECIPE = Recipe(draft_vocab_size=40, layers=LAYERS, depth=3, unroll_every=2, batch_tokens=200)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from benchmarks.models.eagle3.features import target_states
-from benchmarks.models.eagle3.head import Head, Shape, load_head, rotary, save_head
+from benchmarks.models.eagle3.head import save_head
+from vllm_hsd.planner.eagle3_head import Head, Shape, load_head, rotary, target_states
 
 AUX_LAYERS = (0, 1, 2)
 TRAINING_STEPS = 100
@@ -64,8 +64,7 @@ def write_eagle3_head(
 
 def states(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
     """[batch, n, layers, hidden] the target's states at each position of [batch, n] tokens."""
-    later, _ = target_states(model, tokens, AUX_LAYERS[1:])
-    return torch.cat([model.model.embed_tokens(tokens).detach()[:, :, None], later.clone()], 2)
+    return target_states(model, tokens, AUX_LAYERS)[0].clone()
 
 
 def train(head: Head, model: LlamaForCausalLM) -> None:

@@ -63,6 +63,7 @@ def add_parsers(subparsers: Any) -> None:
         "--suffix", nargs="?", const="", default=None, metavar="FILE",
         help="suffix lookup in the request's text and a store written by `vllm-hsd build store`",
     )  # fmt: skip
+    add("--eagle3", default=None, metavar="DIR", help="an EAGLE-3 head of the target")
     add(
         "--prompts", type=Path, default=None, metavar="FILE",
         help="JSON lines (.jsonl) with 'turns' or 'prompt', or text with blank lines between; "
@@ -135,6 +136,7 @@ def profile_command(arguments: argparse.Namespace) -> int:
             ngram_models=arguments.ngram_model,
             ngram=arguments.ngram,
             suffix=arguments.suffix,
+            eagle3=arguments.eagle3,
         ),
         sampling=Sampling(temperature=arguments.temperature, top_p=arguments.top_p),
         max_draft_tokens=arguments.max_draft_tokens,
@@ -181,10 +183,12 @@ def _check_profile_arguments(arguments: argparse.Namespace) -> None:
         raise UserError(f"--top-p is {arguments.top_p:g}: it must be above 0 and at most 1.")
     if ngram is not None and not 1 <= ngram <= 1024:
         raise UserError(f"--ngram is {ngram}: give the longest match, 1 to 1024 tokens.")
-    if ngram is not None and arguments.suffix is not None:
+    keys = ("ngram", "suffix", "eagle3")
+    lowest = [f"--{key}" for key in keys if getattr(arguments, key) is not None]
+    if len(lowest) > 1:
         raise UserError(
-            "--ngram and --suffix are both lowest levels, of which an engine has one: profile them "
-            "one after the other."
+            f"{lowest[0]} and {lowest[1]} are both lowest levels, of which an engine has one: "
+            "profile them one after the other."
         )
     if arguments.output == tables_file(arguments.output):
         raise UserError("--output names the JSON file; its tables go to a file next to it.")

@@ -92,6 +92,9 @@ class Measuring(Protocol):
     def exit(self, layers: int, head: str | None) -> Any:
         """The target's first layers, with the exit head of a directory if there is one."""
 
+    def eagle3(self, path: str) -> Any:
+        """An EAGLE-3 head of the target."""
+
 
 # kind -> its class, in the order in which messages list the kinds
 KINDS: dict[str, type[LevelConfig]] = {}

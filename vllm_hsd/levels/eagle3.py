@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_hsd.levels.base import Name, Place, SamplingKeys, Target, VllmModelKeys
+from vllm_hsd.levels.base import Measuring, Name, Place, SamplingKeys, Target, VllmModelKeys
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -40,3 +40,7 @@ class Eagle3LevelConfig(SamplingKeys, VllmModelKeys):
         from vllm_hsd.runner_v1.eagle3 import Eagle3Level
 
         return Eagle3Level(place.runner, place.vllm_config, place.index, place.context_length)
+
+    def measured(self, models: Measuring) -> Any:
+        """See `LevelConfig.measured`."""
+        return models.eagle3(self.eagle3)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from vllm_hsd.planner.survival import (
     survival_anywhere,
     survival_by_position,
     visits,
+    windows,
 )
 from vllm_hsd.planner.task import Task
 
@@ -53,6 +55,8 @@ class ScoredTexts:
             where a model has no probabilities.
         offered, accepted: by candidate, what a lookup of H tokens before each token
             proposes and how many of it the text continues with, [N, L].
+        by_start: by head, log_probs by where a draft begins and by its tokens, [N, L, H]; nan past
+            a text's end.
     """
 
     tokens: Ints
@@ -61,6 +65,7 @@ class ScoredTexts:
     rates: Floats
     offered: dict[int, Ints]
     accepted: dict[int, Ints]
+    by_start: dict[int, Floats]
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,10 @@ def measure_acceptance(
     for verifier in VERIFIERS:
         everywhere = survival_anywhere(ratios[known], longest, verifier)
         tables[verifier][target, known] = everywhere[:, :, None]
+        for i, log_probs in texts.by_start.items():
+            drafts = _against(log_probs, windows(texts.log_probs[target], longest))[:, 1:]
+            everywhere = survival_anywhere(drafts, longest, verifier, by_start=True)
+            tables[verifier][target, i] = everywhere[:, None]
     for i in texts.offered:
         # The prefill emits the first token.
         offered, accepted = texts.offered[i][:, 1:], texts.accepted[i][:, 1:]
@@ -201,6 +210,20 @@ def scored_texts(
         with np.errstate(divide="ignore"):
             at_text = np.log(probs.gather(-1, index).squeeze(-1).double().cpu().numpy())
         log_probs[scoring, row, :end] = at_text
+    by_start: dict[int, Floats] = {}
+    for i in set(models.heads) & set(scoring):
+        by_start[i] = np.full((*tokens.shape, task.max_draft_tokens), np.nan)
+        for row, end in enumerate(lengths):
+            context = torch.tensor(contexts[row], device=models.device)
+            chances = partial(probabilities, task.sampling)
+            with np.errstate(divide="ignore"):
+                found = models.models[i].log_probs(
+                    context, drawn[row, :end], task.max_draft_tokens, chances
+                )
+            by_start[i][row, :end] = found
+        if model != target:
+            # The target has not verified such a text: the head drafts on its own states.
+            log_probs[i] = by_start[i][:, 0, : tokens.shape[1]]
     offered, accepted = {}, {}
     for i, candidate in enumerate(models.candidates):
         level, most = candidate.level, task.max_draft_tokens
@@ -215,7 +238,7 @@ def scored_texts(
                 lookup = models.models[i]
                 found[:, row, :end] = replay_level(lookup, *texts, most, model == target)
         offered[i], accepted[i] = found
-    return ScoredTexts(tokens, lengths, log_probs, rates, offered, accepted)
+    return ScoredTexts(tokens, lengths, log_probs, rates, offered, accepted, by_start)
 
 
 def _requested_contexts(
@@ -279,7 +302,11 @@ def _ratios(log_probs: Floats, verifying: int) -> Floats:
     The verifying model drew these tokens, so where rounding puts one just outside its
     probabilities (top-p, near ties of greedy decoding) it still had some mass.
     """
-    return log_probs - np.maximum(log_probs[verifying], LEAST_LOG_PROB)
+    return _against(log_probs, log_probs[verifying])
+
+
+def _against(log_probs: Floats, verifying: Floats) -> Floats:
+    return log_probs - np.maximum(verifying, LEAST_LOG_PROB)
 
 
 def after_prefill(ratios: Floats) -> Floats:

@@ -17,6 +17,7 @@ from vllm_hsd.core.ngram_model import NgramModelLevel
 from vllm_hsd.core.text_store import TextStore, read_store
 from vllm_hsd.core.vocabulary import differing_token, fit_logits, readable
 from vllm_hsd.errors import UserError, brief, quoted
+from vllm_hsd.planner.eagle3_head import HeadDrafter
 from vllm_hsd.planner.profile import Candidate, Sampling, real_path
 
 
@@ -157,10 +158,20 @@ class ModelSet:
             )
         return truncated(self.target, layers, head)
 
+    def eagle3(self, path: str) -> HeadDrafter:
+        """An EAGLE-3 head of the target."""
+        return HeadDrafter(path, self.target)
+
+    @property
+    def heads(self) -> list[int]:
+        """The candidates whose probabilities depend on where a draft began."""
+        return [i for i, each in enumerate(self.models) if isinstance(each, HeadDrafter)]
+
     @property
     def longest(self) -> int:
         """Tokens that every model can attend to."""
-        configs: list[Any] = [m.config for m in self.models if isinstance(m, nn.Module)]
+        with_context = (nn.Module, HeadDrafter)
+        configs: list[Any] = [m.config for m in self.models if isinstance(m, with_context)]
         return min(config.max_position_embeddings for config in configs)
 
     @property
@@ -190,6 +201,7 @@ class ModelSet:
     def size(self, model: int) -> int:
         """Parameters that a forward of a model uses; 0 for tables and lookups."""
         found = self.models[model]
+        found = found.head if isinstance(found, HeadDrafter) else found
         return sum(p.numel() for p in found.parameters()) if isinstance(found, nn.Module) else 0
 
     @torch.inference_mode()
@@ -215,6 +227,8 @@ class ModelSet:
                 scores = found.forward(texts, rows, 0 * ends, ends, np.full_like(ends, keep))
                 assert scores is not None
                 out[model] = scores.unflatten(0, (len(tokens), keep))
+            elif isinstance(found, HeadDrafter):
+                out[model] = torch.stack([found.first_logits(row, first) for row in tokens])
             elif model == deepest or model not in depths:
                 with_hidden = model == deepest and len(depths) > 1
                 keys = {"logits_to_keep": keep, "output_hidden_states": with_hidden}
@@ -299,7 +313,7 @@ def _vocabulary(path: str) -> dict[str, int] | None:
 def _check_names(target: str, candidates: Sequence[Candidate]) -> None:
     if not candidates:
         raise UserError("give at least one candidate: --models, --exits, --exit-heads, "
-                        "--ngram-model, --suffix or --ngram.")  # fmt: skip
+                        "--ngram-model, --eagle3, --suffix or --ngram.")  # fmt: skip
     seen: set[str] = set()
     for candidate in candidates:
         level = candidate.keys()

@@ -58,11 +58,13 @@ class Measured:
     Attributes:
         latencies, acceptance: of M candidates and the target, which is last.
         cacheless: candidates without a KV cache of their own, which never have uncached tokens.
+        reread: heads, which read all that a step of the target keeps once more, with its states.
     """
 
     latencies: Latencies
     acceptance: Acceptance
     cacheless: frozenset[int] = frozenset()
+    reread: frozenset[int] = frozenset()
 
     def role(self, level: int, model: int) -> Role:
         """What a candidate does at a level."""
@@ -162,6 +164,7 @@ class _Chain:
             )
         ]
         self.looks_up = levels[0] in measured.acceptance.lookups
+        self.reread = levels[0] in measured.reread
         self.cacheless = {i for i, level in enumerate(levels) if level in measured.cacheless}
         # Between them times are linear in the number of requests.
         self.sizes = sorted({1, batch, *(b for b in latencies.batch_sizes() if b < batch)})
@@ -250,7 +253,10 @@ class _Chain:
                 cost[: self.own] += p * sum(accepted) * self.call[-1][offered]
                 for kept, q in enumerate(accepted):
                     if q:
-                        missing = enumerate(self._catch_up(low, offered, kept))
+                        caught_up = self._catch_up(low, offered, kept)
+                        if self.reread:
+                            caught_up = kept + 1, *caught_up[1:]
+                        missing = enumerate(caught_up)
                         state = (
                             kept + 1,
                             tuple(1 if level in self.cacheless else n for level, n in missing),

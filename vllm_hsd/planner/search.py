@@ -103,6 +103,7 @@ class Search:
             profile.latencies,
             profile.acceptance(constraints.verifier).shortened(self.size),
             frozenset(i for i, c in enumerate(profile.candidates) if not c.level.keeps_cache),
+            frozenset(i for i, c in enumerate(profile.candidates) if c.level.reads_target_states),
         )
         self.graph = measured_graph(self.measured, batch)
 

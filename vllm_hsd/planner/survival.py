@@ -77,34 +77,39 @@ def folded(joint: Floats, requested: int) -> Floats:
     return joint
 
 
-def survival_along(log_ratios: ArrayLike, max_tokens: int, verifier: Verifier) -> Floats:
+def survival_along(
+    log_ratios: ArrayLike, max_tokens: int, verifier: Verifier, by_start: bool = False
+) -> Floats:
     """P(at least t tokens are accepted | text) of a round that starts at each position.
 
     Args:
         log_ratios: log q(x) - log p(x) of the text's tokens, [..., L]; -inf where q is 0, nan
             past the end of a text.
         max_tokens: the longest draft H.
+        by_start: q depends on where a draft began: log ratios are [..., L, H], entry [c, j] of
+            token c + j in a draft from position c on.
 
     Returns:
         float64 [..., L, H + 1 (t)]; 0 where t reaches past the text's end.
     """
     ratios = np.asarray(log_ratios, dtype=np.float64)
-    length = ratios.shape[-1]
-    past = np.full((*ratios.shape[:-1], max_tokens), np.nan)
-    padded = np.concatenate([ratios, past], axis=-1)
-    ended = np.isnan(padded)
-    steps = np.clip(np.where(ended, LOG_ZERO, padded), LOG_ZERO, -LOG_ZERO)
+    if not by_start:
+        ratios = windows(ratios, max_tokens)
+    ended = np.isnan(ratios)
+    steps = np.clip(np.where(ended, LOG_ZERO, ratios), LOG_ZERO, -LOG_ZERO)
     if verifier == "standard":
         steps = np.minimum(steps, 0.0)
-    alive = np.zeros((*ratios.shape, max_tokens + 1))
+    alive = np.zeros((*ratios.shape[:-1], max_tokens + 1))
     alive[..., 0] = 1.0
-    total, lowest = np.zeros_like(ratios), np.zeros_like(ratios)
-    for t in range(1, max_tokens + 1):
-        here = slice(t - 1, t - 1 + length)
-        total += steps[..., here]
-        lowest = np.minimum(lowest, total)
-        alive[..., t] = np.where(ended[..., here], 0.0, np.exp(lowest))
+    lowest = np.minimum.accumulate(np.minimum(steps.cumsum(-1), 0.0), axis=-1)
+    alive[..., 1:] = np.where(ended, 0.0, np.exp(lowest))
     return alive
+
+
+def windows(values: Floats, size: int) -> Floats:
+    """`size` values from each position on: [..., L] -> read-only [..., L, size], nan at the end."""
+    past = np.full((*values.shape[:-1], size - 1), np.nan)
+    return np.lib.stride_tricks.sliding_window_view(np.concatenate([values, past], -1), size, -1)
 
 
 def visits(alive: Floats, draft_length: int) -> Floats:
@@ -122,19 +127,22 @@ def visits(alive: Floats, draft_length: int) -> Floats:
     return starts[..., :length]
 
 
-def survival_anywhere(log_ratios: ArrayLike, max_tokens: int, verifier: Verifier) -> Floats:
+def survival_anywhere(
+    log_ratios: ArrayLike, max_tokens: int, verifier: Verifier, by_start: bool = False
+) -> Floats:
     """Survival table of the rounds that run along the texts, for every draft length.
 
     For each n, rounds of n drafted tokens follow one another from the start of every text as
     long as n tokens of it are left; positions count as often as a round starts there. Arguments
-    as for `survival_along`, of texts [..., N texts, L].
+    as for `survival_along`, of texts [..., N texts, L] or, by start, [..., N texts, L, H].
 
     Returns:
         float64 [..., H + 1 (n), H + 1 (t)], P(at least t of n accepted); 0 for t > n. Where no
         text is as long as n, the row of the longest draft seen, and 0 beyond it.
     """
     ratios = np.asarray(log_ratios, dtype=np.float64)
-    alive = survival_along(ratios, max_tokens, verifier)
+    alive = survival_along(ratios, max_tokens, verifier, by_start)
+    ratios = ratios[..., 0] if by_start else ratios
     room = _room(ratios)
     table = np.zeros((*ratios.shape[:-2], max_tokens + 1, max_tokens + 1))
     table[..., 0] = 1.0

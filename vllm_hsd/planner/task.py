@@ -61,6 +61,7 @@ def candidates(
     ngram_models: Sequence[tuple[str, int]] = (),
     ngram: int | None = None,
     suffix: str | None = None,
+    eagle3: str | None = None,
 ) -> list[Candidate]:
     """Candidates in the order in which one engine can host them: exits by their depth, last.
 
@@ -69,6 +70,7 @@ def candidates(
         ngram_models: store of texts and order of each.
         ngram: longest match of a prompt lookup.
         suffix: store of a suffix lookup; empty for one of the request's own text.
+        eagle3: directory of an EAGLE-3 head.
     """
     stores = zip(_short([path for path, _ in ngram_models]), ngram_models, strict=True)
     heads = zip(_short([path for path, _ in exit_heads]), exit_heads, strict=True)
@@ -83,6 +85,7 @@ def candidates(
             if suffix is not None
             else []
         ),
+        *([("eagle3", {"eagle3": _absolute(eagle3)})] if eagle3 is not None else []),
         *(
             (f"{name} {order}", {"ngram_model": _absolute(path), "order": order})
             for name, (path, order) in stores

@@ -77,7 +77,7 @@ class Timing:
         for i, candidate in enumerate(self.task.candidates):
             cascades.append(([i], [min(4, longest)]))
             below = next((j for j in self.drafters if j != i), None)
-            if not candidate.level.is_lookup and below is not None:
+            if not candidate.level.only_lowest and below is not None:
                 cascades += [([below, i], [n, n + 1]) for n in lengths]
         cascades += [(self.drafters[:1], [n]) for n in (*lengths, longest)]
         return [

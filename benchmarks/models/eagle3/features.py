@@ -1,8 +1,4 @@
-"""Hidden states and output distributions of the target on chats, kept in shards on disk.
-
-The auxiliary state `i` of vLLM's Llama is the residual stream before decoder layer `i`
-(`i` = the number of layers: after the last one, before the final norm).
-"""
+"""Hidden states and output distributions of the target on chats, kept in shards on disk."""
 
 from __future__ import annotations
 
@@ -23,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.models.eagle3 import FAST_DTYPE
 from benchmarks.models.eagle3.chats import Chat, read_chats
 from benchmarks.models.smollm2 import smollm2
+from vllm_hsd.planner.eagle3_head import target_states
 
 WORK = Path(__file__).resolve().parents[3] / "results" / "models" / "smollm2-eagle3-training"
 LAYERS = (2, 8, 15, 22, 27, 30)  # kept for SmolLM2; a recipe reads some of them
@@ -42,39 +39,6 @@ def batches_by_length(lengths: list[int], limit: int) -> Iterator[list[int]]:
         group.append(i)
     if group:
         yield group
-
-
-@torch.inference_mode()
-def target_states(
-    model: torch.nn.Module, tokens: Tensor, layers: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
-    """Auxiliary states and the final state of a transformers Llama.
-
-    Args:
-        model: LlamaForCausalLM.
-        tokens: [batch, time] int64, right-padded.
-        layers: vLLM's auxiliary indices, ascending.
-
-    Returns:
-        States [batch, time, len(layers), hidden] and the normed final state
-        [batch, time, hidden], both in the model's dtype.
-    """
-    kept: dict[int, Tensor] = {}
-    handles = []
-    for index in layers:
-        if index == 0:
-            raise ValueError("auxiliary state 0 is the embedding itself")
-
-        def keep(_module: torch.nn.Module, _args: object, output: object, index: int = index):
-            kept[index] = output[0] if isinstance(output, tuple) else output
-
-        handles.append(model.model.layers[index - 1].register_forward_hook(keep))
-    try:
-        final = model.model(tokens, use_cache=False).last_hidden_state
-    finally:
-        for handle in handles:
-            handle.remove()
-    return torch.stack([kept[i] for i in layers], 2), final
 
 
 @torch.inference_mode()

@@ -35,10 +35,11 @@ from benchmarks.models.eagle3.batches import (
 )
 from benchmarks.models.eagle3.evaluate import evaluate
 from benchmarks.models.eagle3.features import WORK
-from benchmarks.models.eagle3.head import Head, Shape, load_head, save_head
+from benchmarks.models.eagle3.head import save_head
 from benchmarks.models.eagle3.loss import SoftCrossEntropy
 from benchmarks.models.eagle3.start import warm_start
 from benchmarks.models.smollm2 import smollm2
+from vllm_hsd.planner.eagle3_head import Head, Shape, load_head
 
 
 @dataclass(frozen=True)
