@@ -43,6 +43,8 @@ def check_cascade(
     with collected(mistakes):
         check_exit_order(sound)
     mistakes += engine_mistakes(hsd, arguments)
+    if target.model_config.uses_mrope:
+        mistakes += position_mistakes(hsd, target.model_config.model)
     return models
 
 
@@ -65,11 +67,6 @@ def target_mistakes(model_config: ModelConfig, parallel_config: ParallelConfig) 
             f"{quoted(model_config.model)}, which keeps recurrent state: use an attention-only "
             "target."
         )
-    if model_config.uses_mrope:
-        yield (
-            "method 'hsd' does not serve targets with multi-dimensional positions (M-RoPE) such "
-            f"as {quoted(model_config.model)}: use a text-only target."
-        )
 
 
 def engine_mistakes(hsd: CascadeConfig, arguments: EngineArgs) -> Iterator[str]:
@@ -83,6 +80,17 @@ def engine_mistakes(hsd: CascadeConfig, arguments: EngineArgs) -> Iterator[str]:
             )
     if mistake := connector_mistake(hsd, arguments):
         yield mistake
+
+
+def position_mistakes(hsd: CascadeConfig, target: str) -> Iterator[str]:
+    """A sentence for all that would compute multi-dimensional positions (M-RoPE) of the target."""
+    needs = f"needs the multi-dimensional positions (M-RoPE) of the target {quoted(target)}"
+    for i, level in enumerate(hsd.levels):
+        for name, source in level.named_sources(f"levels[{i}]"):
+            if source.runs_target or source.reads_target_states:
+                yield f"{name}.{source.kind} {needs}: use lookups or models."
+    if hsd.branches > 1:
+        yield f"levels[0].branches {needs}: set it to 1."
 
 
 def connector_mistake(hsd: CascadeConfig, arguments: EngineArgs) -> str | None:
