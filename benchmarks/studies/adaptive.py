@@ -4,9 +4,10 @@
 
 SmolLM2-135M-Instruct answers the prompts of the demo. A phase keeps a number of streams busy for a
 minute: what comes right after a shift counts. The engines take turns in every phase, and each keeps
-what it has learned from one phase to the next. Writes adaptive.csv and adaptive.png: tokens per
-second and median time per token over those of no speculation, and what was chosen: mean draft
-length and the share of steps without a draft, per request.
+what it has learned from one phase to the next; no speculation takes part a second time. Writes
+adaptive.csv and adaptive.png: tokens per second and median time per token over those of no
+speculation, and what was chosen: mean draft length and the share of steps without a draft, per
+request.
 """
 
 import statistics
@@ -22,7 +23,7 @@ from benchmarks.sweep import Sweep
 from vllm_hsd.cli.options import integers, progress
 
 
-def configurations() -> dict[str, dict[str, Any]]:
+def configurations() -> dict[str, dict[str, Any] | None]:
     """The best lookup with fixed drafts; the same, and all sources, adaptive."""
     lookup = [level for level in levels() if "eagle3" not in level][-1]
     kind = next(iter(lookup))
@@ -30,15 +31,16 @@ def configurations() -> dict[str, dict[str, Any]]:
         f"{kind}, fixed": fixed(lookup),
         f"{kind}, adaptive": fixed(lookup, adaptive=True),
         "all sources, adaptive": fixed({"sources": levels()}, adaptive=True),
+        "no speculation, again": None,
     }
 
 
 def measure(
-    engines: Sweep, streams: Sequence[int], seconds: float, temperature: float
+    engines: Sweep, streams: Sequence[int], seconds: float, sampling: dict[str, float]
 ) -> list[dict[str, Any]]:
     """A row per phase and configuration; `x` is the phase, the batch size its streams."""
     rows = []
-    params = {**engines.params, "temperature": temperature}
+    params = {**engines.params, **sampling}
     prompts, names = engines.setup.prompt_ids, engines.names
     for phase, count in enumerate(streams):
         served = {}
@@ -54,7 +56,7 @@ def measure(
                 {
                     "x": phase,
                     "batch_size": count,
-                    "temperature": temperature,
+                    "temperature": sampling["temperature"],
                     "configuration": name,
                     **sweep.times([own], [plain]),
                     "per_token": per_token[0] / per_token[1],
@@ -75,7 +77,13 @@ def main() -> int:
     parser.add_argument("--streams", type=integers, default=[1, 64, 1, 64, 1])
     parser.add_argument("--seconds", type=float, default=60.0, help="of a phase, for each engine")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, help="of every request (default: none)")
     options = parser.parse_args()
+    sampling, engine = {"temperature": options.temperature}, dict[str, Any]()
+    if options.seed is not None:
+        sampling["seed"] = options.seed
+        # On a CPU vLLM 0.32 cannot cut the prompt of a seeded request without speculation.
+        engine["max_num_batched_tokens"] = 16384
     for line in missing():
         print(line)
     prompts = [
@@ -89,10 +97,11 @@ def main() -> int:
         prompts,
         batch_sizes=sorted(set(options.streams)),
         temperatures=[options.temperature],
+        **engine,
     ) as engines:
         for index in range(len(engines.names)):
             engines.engines.get(index)
-        rows = measure(engines, options.streams, options.seconds, options.temperature)
+        rows = measure(engines, options.streams, options.seconds, sampling)
     table = sweep.Table(options.output / "adaptive.csv")
     table.path.unlink(missing_ok=True)
     table.add(rows)
