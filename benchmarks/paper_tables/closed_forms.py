@@ -12,12 +12,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 
-def total_variation(p: ArrayLike, q: ArrayLike) -> NDArray[np.float64]:
-    """Total variation distance [...] of distributions p and q, [..., V] each."""
-    p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
-    return 0.5 * np.abs(p - q).sum(-1)
-
-
 def acceptance_rate(p: ArrayLike, q: ArrayLike) -> NDArray[np.float64]:
     """P(a token drawn from q is accepted by p) = 1 - TV(p, q) = sum_v min(p(v), q(v)).
 
@@ -26,7 +20,8 @@ def acceptance_rate(p: ArrayLike, q: ArrayLike) -> NDArray[np.float64]:
 
     Source: Leviathan et al. (2023), Corollary 3.6.
     """
-    return 1.0 - total_variation(p, q)
+    p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
+    return 1.0 - 0.5 * np.abs(p - q).sum(-1)
 
 
 def power_survival(rate: ArrayLike, max_tokens: int) -> NDArray[np.float64]:
@@ -47,22 +42,6 @@ def expected_tokens(rate: float, draft_tokens: int) -> float:
     Source: Leviathan et al. (2023), equation 1.
     """
     return float(power_survival(rate, draft_tokens).sum())
-
-
-def expected_tokens_from_ratios(ratios: ArrayLike) -> float:
-    """Tokens of one call under block verification, 1 + sum_t E[a_t].
-
-    Args:
-        ratios: rho_t = p_t(x_t) / q_t(x_t) of drafts x drawn from q, [..., n]; leading axes
-            are drafts, over which the mean is taken. a_t = min(1, a_(t-1) * rho_t), a_0 = 1.
-    """
-    ratios = np.asarray(ratios, dtype=np.float64)
-    prefix = np.ones(ratios.shape[:-1])
-    tokens = 1.0
-    for t in range(ratios.shape[-1]):
-        prefix = np.minimum(1.0, prefix * ratios[..., t])
-        tokens += float(prefix.mean())
-    return tokens
 
 
 def expected_rounds(rate: float, draft_tokens: int, wanted: int) -> float:
@@ -135,15 +114,6 @@ def interleaved_tokens(alpha: float, beta: float, m: int, n: int) -> float:
     block = alpha * beta**n
     blocks = power_survival(block, m)
     return float(power_survival(beta, n).sum() * blocks[:-1].sum() + blocks[-1])
-
-
-def interleaved_survival(alpha: float, beta: float, m: int, n: int) -> NDArray[np.float64]:
-    """P(at least t of the m(n+1) interleaved draft tokens are accepted), float64 [m(n+1) + 1].
-
-    Its sum is `interleaved_tokens`: the closed form of Theorem 3.2 without the algebra.
-    """
-    per_token = np.tile(np.append(np.full(n, beta), alpha), m)
-    return np.append(1.0, np.cumprod(per_token))
 
 
 def interleaved_speedup(

@@ -35,28 +35,6 @@ def test_expected_rounds_is_the_renewal_expectation(rate, draft_tokens, wanted):
     assert closed_forms.expected_rounds(rate, draft_tokens, wanted) == pytest.approx(expected)
 
 
-def test_expected_tokens_from_ratios_exceeds_the_standard_product():
-    rng = np.random.default_rng(0)
-    p, q = rng.dirichlet(np.ones(6)), rng.dirichlet(np.ones(6))
-    draft = rng.choice(6, size=(20000, 5), p=q)
-    ratios = (p / q)[draft]
-    tokens = closed_forms.expected_tokens_from_ratios(ratios)
-    standard = closed_forms.expected_tokens(closed_forms.acceptance_rate(p, q), 5)
-    assert tokens > standard + 0.02
-    # Exact E[a_t] for an i.i.d. distribution, by enumerating all drafts of two tokens.
-    two = 1 + closed_forms.acceptance_rate(p, q)
-    for x, y in itertools.product(range(6), repeat=2):
-        two += q[x] * q[y] * min(1, min(1, p[x] / q[x]) * p[y] / q[y])
-    assert closed_forms.expected_tokens_from_ratios(ratios[:, :2]) == pytest.approx(two, abs=0.02)
-
-
-@given(rates, rates, counts, st.integers(0, 5))
-def test_interleaved_tokens_is_the_sum_of_its_survival(alpha, beta, m, n):
-    survival = closed_forms.interleaved_survival(alpha, beta, m, n)
-    assert len(survival) == m * (n + 1) + 1
-    assert closed_forms.interleaved_tokens(alpha, beta, m, n) == pytest.approx(survival.sum())
-
-
 def test_interleaved_speedup_against_simulated_calls():
     rng = np.random.default_rng(0)
     alpha, beta, m, n, medium, small = 0.8, 0.7, 3, 2, 0.2, 0.1
