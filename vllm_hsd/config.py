@@ -89,7 +89,7 @@ class CascadeConfig(Keys):
 
     @property
     def head_below_others(self) -> bool:
-        """Whether an EAGLE-3 head drafts for another level; above the first level it is refused."""
+        """Whether a head of the target drafts for another level; it can only be the first one."""
         heads = [source.reads_target_states for source in self.levels[0].drafters]
         return len(self.levels) > 1 and any(heads)
 
@@ -135,7 +135,7 @@ class CascadeConfig(Keys):
                 )
             if self.adaptive and i == 0 and self.head_below_others:
                 raise ValueError(
-                    f"{name} has an EAGLE-3 head, which must read every step of the target, and "
+                    f"{name} has a head, which must read every step of the target, and "
                     "'adaptive' lets the levels of a cascade rest: remove the other levels or "
                     "'adaptive'"
                 )

@@ -39,7 +39,7 @@ def draft_config(
     keys: Mapping[str, Any],
     draft_length: int,
     target: Target,
-    method: Literal["draft_model", "eagle3"],
+    method: Literal["draft_model", "eagle3", "mtp"],
 ) -> SpeculativeConfig:
     """vLLM's configuration of one draft model, which parses the per-model keys.
 
@@ -85,6 +85,11 @@ def draft_config(
         where = str(loc) if loc in keys else f"{kind} {quoted(path)}"
         reason = brief(fault["msg"].removeprefix("Value error, "))
         raise UserError(f"{name}.{where}: vLLM refuses it ({reason}).") from error
+    except NotImplementedError as error:
+        raise UserError(
+            f"{key}: {quoted(path)} has nothing that vLLM runs as method '{method}': use another "
+            "kind of level."
+        ) from error
     except Exception as error:  # whatever a config.json makes vLLM or transformers raise
         raise UserError(
             f"{key} {quoted(path)} cannot be loaded as a drafter: {_reason(error)}."
@@ -95,7 +100,7 @@ def draft_config(
             f"{named} keeps recurrent state and cannot take back rejected "
             "tokens: use an attention-only drafter."
         )
-    _check_vocabulary(named, model_config, target.model_config, method == "eagle3")
+    _check_vocabulary(named, model_config, target.model_config, method != "draft_model")
     if hasattr(model_config.hf_config, "ptd_token_id"):
         raise UserError(
             f"{named} drafts all tokens in parallel, which levels do not: use "

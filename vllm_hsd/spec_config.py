@@ -21,6 +21,7 @@ from vllm_hsd.level_checks import check_cascade
 from vllm_hsd.levels import Target
 
 logger = init_logger(f"vllm.{__name__}")
+USE_V1 = "set VLLM_USE_V2_MODEL_RUNNER=0 for the V1 runner"
 
 
 @config
@@ -38,8 +39,7 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
     hsd: SkipValidation[Any] = None
     """The parsed `CascadeConfig`."""
     level_configs: SkipValidation[list] = Field(default_factory=list)
-    """One stock `SpeculativeConfig` of method "draft_model" or "eagle3" per level, None where no
-    model loads."""
+    """One stock `SpeculativeConfig` of its own method per level, None where no model loads."""
 
     @classmethod
     def create(cls, raw: dict, target_model_config, target_parallel_config, arguments: EngineArgs):
@@ -70,6 +70,40 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
             target_model_config=target_model_config,
             target_parallel_config=target_parallel_config,
         )
+
+    @classmethod
+    def is_stock(cls, hsd: CascadeConfig) -> bool:
+        """Whether vLLM's own drafter serves the only level, with our verifier."""
+        return len(hsd.levels) == 1 and cls.hsd_runner in hsd.levels[0].stock_on
+
+    @classmethod
+    def stock_keys(cls, hsd: CascadeConfig) -> dict[str, Any]:
+        """vLLM's own configuration of such a cascade."""
+        given = {"num_speculative_tokens": hsd.num_speculative_tokens, **hsd.levels[0].stock_keys}
+        return {**given, "draft_sample_method": "probabilistic"}
+
+    @classmethod
+    def check_stock(cls, hsd: CascadeConfig, verifiers: tuple[str, ...]) -> None:
+        """Check such a cascade.
+
+        Args:
+            verifiers: those that can verify it.
+
+        Raises:
+            UserError: it has a key that vLLM's drafter does not know.
+        """
+        (level,) = hsd.levels
+        elsewhere = "" if "V1" in level.stock_on else f" or {USE_V1}"
+        for key, holds in {
+            "adaptive": hsd.adaptive,
+            "verifier": hsd.verifier not in verifiers,
+            "levels[0].temperature_scale": hsd.options()[0].temperature_scale != 1,
+        }.items():
+            if holds:
+                raise UserError(
+                    f"{key} has no meaning on vLLM's {cls.hsd_runner} runner for an {level.kind} "
+                    f"level alone, which vLLM's own drafter serves: remove it{elsewhere}."
+                )
 
     @classmethod
     def with_defaults(cls, hsd: CascadeConfig, arguments: EngineArgs) -> CascadeConfig:

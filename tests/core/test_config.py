@@ -52,7 +52,7 @@ FAULTS = [
     (hsd(TOP, verifyer="standard"), "no key 'verifyer'; its keys are adaptive, cascade, "),
     (hsd(TOP, verifier="tokenwise"), "verifier: .*standard.*'tokenwise'"),
     (hsd({**MODEL, "num_token": 3}, TOP), r"levels\[0\].*'num_token'"),
-    (hsd({"num_tokens": 3}, TOP), r"levels\[0\].*model, ngram"),
+    (hsd({"num_tokens": 3}, TOP), r"levels\[0\].*model, mtp, ngram"),
     (hsd({**MODEL, "ngram": {}, "num_tokens": 2}, TOP), r"levels\[0\].*'model'.*'ngr"),
     (hsd(MODEL, TOP), r"levels\[0\].*'num_tokens'"),
     (hsd({**MODEL, "num_tokens": 0}, TOP), r"levels\[0\]\.num_tokens"),
@@ -117,7 +117,7 @@ FAULTS = [
     (hsd(TOP, adaptive="on"), r"^adaptive must be true or false .*'on'"),
     (
         hsd({"eagle3": "head", "num_tokens": 2}, TOP, adaptive=True),
-        r"levels\[0\] has an EAGLE-3 head, .*remove the other levels or 'adaptive'",
+        r"levels\[0\] has a head, .*remove the other levels or 'adaptive'",
     ),
     (hsd(LOW, {"sources": [{"ngram": {}}]}), r"levels\[1\]\.sources cannot verify"),
     (hsd(LOW, {"ngram": {}}), r"levels\[1\]\.ngram"),
@@ -252,7 +252,7 @@ def test_speculative_config_with_dashes():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_answers_what_a_runner_asks(kind):
-    values = {"early_exit": 2, "ngram": {}, "suffix": {}, "sources": [{"ngram": {}}]}
+    values = {"early_exit": 2, "ngram": {}, "suffix": {}, "mtp": {}, "sources": [{"ngram": {}}]}
     value = values.get(kind, "path")
     (level,) = CascadeConfig.parse(hsd({kind: value})).levels
     assert level.kind == kind and getattr(level, kind) is not None

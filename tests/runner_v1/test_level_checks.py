@@ -10,6 +10,7 @@ import torch
 from support.damage import change_config, damaged_copy
 from support.eagle3_head import write_eagle3_head
 from support.engines import configuration_errors
+from support.stock_heads import write_mtp_target
 
 from vllm_hsd.core.exit_head import ExitHead, write_exit_head
 from vllm_hsd.core.text_store import collect_texts, write_store
@@ -48,6 +49,7 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
     gemma = with_config(
         family.target, scratch / "gemma", model_type="gemma", architectures=["GemmaForCausalLM"]
     )
+    mtp = write_mtp_target(family.target, scratch / "mtp")
     (scratch / "eagle3").mkdir()
     eagle3 = write_eagle3_head(family.target, scratch / "eagle3")
     parallel = with_config(eagle3, scratch / "parallel", ptd_token_id=3)
@@ -98,6 +100,16 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
             target({"model": family.mid}, engine={"pipeline_parallel_size": 2}),
             "pipeline_parallel_size",
         ),
+        (target({"mtp": {}}), r"levels\[0\]\.mtp: '.*' has nothing that vLLM runs as method 'mtp'"),
+        (
+            target({"mtp": {}, "num_tokens": 2}, {"model": family.mid}),
+            r"levels\[0\]\.mtp drafts alone on vLLM's V1 runner, .*: keep it alone",
+        ),
+        (
+            on(mtp, {"mtp": {}}, adaptive=True),
+            "adaptive has no meaning on vLLM's V1 runner for an mtp level alone, .*: remove it\\.$",
+        ),
+        (on(mtp, {"mtp": {}}, verifier="coupled"), "verifier has no meaning on vLLM's V1 runner"),
         (target({"early_exit": 9}), r"levels\[0\]\.early_exit is 9.*2 layers: lower it"),
         (
             on(gemma, {"early_exit": 1}),

@@ -5,6 +5,7 @@ import pickle
 import pytest
 from support.eagle3_head import write_eagle3_head
 from support.engines import run_engine
+from support.stock_heads import write_mtp_target
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
@@ -72,6 +73,17 @@ def test_drafts_are_verified_with_their_own_probabilities(stock):
         assert drafted > 0
         if drafter == "draft_model":  # the target itself
             assert counters["spec_decode_num_accepted_tokens"] == drafted
+
+
+def test_mtp_layers_alone_are_vllms_own_drafter(family, plain, tmp_path):
+    """The target's copy of one more layer, which predicts a token ahead."""
+    target = write_mtp_target(family.target, tmp_path / "mtp")
+    config = {"method": "hsd", "num_speculative_tokens": 2, "levels": [{"mtp": {}}]}
+    results = run_engine({"model": target, "speculative_config": config}, JOBS)
+    assert results["greedy"]["outputs"] == plain
+    assert results["greedy with sampled"]["outputs"][1::2] == plain[1::2]
+    counters = results["greedy"]["counters"]
+    assert counters["spec_decode_num_accepted_tokens"] > 0
 
 
 @pytest.mark.parametrize(

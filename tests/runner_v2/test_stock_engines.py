@@ -2,6 +2,7 @@
 
 import pytest
 from support.eagle3_head import write_eagle3_head
+from support.stock_heads import write_mtp_target
 
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(900)]
 
@@ -24,7 +25,17 @@ def drafter(name: str, family, directory) -> dict:
     if name == "eagle3":
         head = write_eagle3_head(family.target, directory)
         return hierarchical("eagle3", model=head, draft_sample_method="probabilistic")
+    if name == "mtp":
+        return MTP
     return hierarchical("ngram_gpu", prompt_lookup_max=3, prompt_lookup_min=1)
+
+
+MTP = {"method": "hsd", "num_speculative_tokens": 2, "levels": [{"mtp": {}}]}
+
+
+def target_of(name: str, family, directory) -> str:
+    """The target, with a layer that drafts for it if that is asked for."""
+    return write_mtp_target(family.target, directory / "mtp") if name == "mtp" else family.target
 
 
 @pytest.mark.parametrize(
@@ -33,13 +44,15 @@ def drafter(name: str, family, directory) -> dict:
         "draft_model, sampled",
         pytest.param("draft_model, argmax", marks=pytest.mark.slow),
         pytest.param("eagle3", marks=pytest.mark.slow),
+        pytest.param("mtp", marks=pytest.mark.slow),
         pytest.param("ngram_gpu", marks=pytest.mark.slow),
     ],
 )
 def test_greedy_text_is_that_of_no_speculation(name, family, greedy_tokens, tmp_path):
     from support.v2_engines import run_greedy_and_mixed
 
-    mixed = run_greedy_and_mixed(family.target, drafter(name, family, tmp_path), greedy_tokens)
+    config = drafter(name, family, tmp_path)
+    mixed = run_greedy_and_mixed(target_of(name, family, tmp_path), config, greedy_tokens)
     assert len(mixed["outputs"][1][0]["logprobs"]) == 9
     counters = mixed["counters"]
     drafted = counters["spec_decode_num_draft_tokens"]
@@ -64,6 +77,8 @@ def test_seeded_text_is_that_of_plain_vllm(name, family, seeded_tokens, tmp_path
 
 def sampling(name: str, family, directory) -> dict:
     """A drafter that keeps the rows of its drafts."""
+    if name == "mtp":
+        return MTP
     model = family.small if name == "draft_model" else write_eagle3_head(family.target, directory)
     return hierarchical(name, 3, model=model, draft_sample_method="probabilistic")
 
@@ -72,25 +87,26 @@ PROMPT = [2, 3, 0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["draft_model", "eagle3"])
+@pytest.mark.parametrize("name", ["draft_model", "eagle3", "mtp"])
 def test_sampled_text_follows_the_target(name, small_vocabulary, tmp_path):
     from support.v2_engines import p_values
 
     speculative = sampling(name, small_vocabulary, tmp_path)
     cases = {"temperature 1": {}, "top_p": {"top_p": 0.8}}
-    found = p_values(small_vocabulary.target, speculative, PROMPT, cases)
+    target = target_of(name, small_vocabulary, tmp_path)
+    found = p_values(target, speculative, PROMPT, cases)
     print(found)
     assert min(found.values()) > 1e-6, found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["draft_model", "eagle3"])
+@pytest.mark.parametrize("name", ["draft_model", "eagle3", "mtp"])
 def test_wrong_rows_of_the_drafts_are_caught(name, small_vocabulary, tmp_path):
     """Negative control of the comparison above; two tokens to choose from make it sharper."""
     from support.v2_engines import p_values
 
     found = p_values(
-        small_vocabulary.target,
+        target_of(name, small_vocabulary, tmp_path),
         sampling(name, small_vocabulary, tmp_path),
         PROMPT,
         {"top_k": {"top_k": 2}},

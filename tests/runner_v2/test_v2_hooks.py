@@ -3,6 +3,7 @@
 import operator
 import pickle
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -191,6 +192,17 @@ def test_a_key_of_vllm_reaches_the_level_or_is_refused(family, v2, monkeypatch, 
     assert operator.attrgetter(place.partition(".")[2])(places[place.partition(".")[0]]) == expected
     eager = graphs.why_eager(CUDAGraphMode.FULL_DECODE_ONLY, [level], 1)
     assert eager == ("levels[0].enforce_eager is set" if key == "enforce_eager" else None)
+
+
+@interpret
+def test_mtp_layers_alone_are_vllms_own_drafter(family, v2, tmp_path):
+    from support.stock_heads import write_mtp_target
+
+    target = write_mtp_target(family.target, tmp_path / "mtp")
+    given = {**HEAD, "levels": [{"mtp": {}}], "verifier": "coupled"}
+    found = configure(replace(family, target=target), given).speculative_config
+    assert (found.method, found.model, found.hsd_runner) == ("mtp", target, "V2")
+    assert found.draft_sample_method == "probabilistic" and found.hsd_couples_all
 
 
 @interpret

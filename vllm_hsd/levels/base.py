@@ -113,6 +113,8 @@ class LevelConfig(Keys):
         keeps_cache: it is a model with a KV cache of its own.
         reads_target_states: it reads the target's hidden states of every step.
         on_v2: how it drafts on the V2 runner; empty if it does not run there.
+        stock_on: runners on which vLLM's own drafter serves it as the only level, with our
+            verifier; see `stock_keys`.
         num_tokens: draft length, the tokens that the level passes to the level above it at a time;
             None for the last level, which fills `num_speculative_tokens`.
     """
@@ -126,6 +128,7 @@ class LevelConfig(Keys):
     keeps_cache: ClassVar[bool] = False
     reads_target_states: ClassVar[bool] = False
     on_v2: ClassVar[Literal["", "lookup", "model"]] = ""
+    stock_on: ClassVar[tuple[str, ...]] = ()
 
     num_tokens: Tokens | None = None
 
@@ -148,6 +151,11 @@ class LevelConfig(Keys):
     def target_layers(self) -> int | None:
         """Layers of the target that the level runs; None for a level that runs none."""
         return None
+
+    @property
+    def stock_keys(self) -> dict[str, Any]:
+        """vLLM's own speculative configuration of the level, where `stock_on` names a runner."""
+        raise NotImplementedError
 
     @property
     def description(self) -> object:

@@ -20,8 +20,14 @@ class Eagle3LevelConfig(SamplingKeys, VllmModelKeys):
     kind = "eagle3"
     only_lowest = "an EAGLE-3 head takes unverified tokens one by one"
     reads_target_states = True
+    stock_on = ("V2",)
 
     eagle3: Name
+
+    @property
+    def stock_keys(self) -> dict[str, Any]:
+        """See `LevelConfig.stock_keys`."""
+        return {"method": "eagle3", "model": self.eagle3, **self.model_keys}
 
     @classmethod
     def short_name(cls, value: object) -> str:

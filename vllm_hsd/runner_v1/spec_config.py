@@ -15,6 +15,7 @@ from vllm_hsd.level_checks import connector_mistake
 from vllm_hsd.runner_v1.row_layout import PrivateBlocks
 from vllm_hsd.shared_hooks import NeedsHooks
 from vllm_hsd.spec_config import CascadeSpeculativeConfig
+from vllm_hsd.stock_config import V1BlockVerificationConfig
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -35,9 +36,20 @@ class V1CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
     draft_config_class: ClassVar[type[DraftConfig]] = V1DraftConfig
 
     @classmethod
+    def create(
+        cls, raw: dict, target_model_config, target_parallel_config, arguments: EngineArgs
+    ) -> V1CascadeConfig | V1BlockVerificationConfig:
+        """See `CascadeSpeculativeConfig.create`; MTP layers alone are vLLM's own drafter."""
+        target = target_model_config, target_parallel_config
+        cascade = super().create(raw, *target, arguments)
+        if not cls.is_stock(cascade.hsd):
+            return cascade
+        return V1BlockVerificationConfig.create(cls.stock_keys(cascade.hsd), *target)
+
+    @classmethod
     def with_defaults(cls, hsd: CascadeConfig, arguments: EngineArgs) -> CascadeConfig:
         """Adaptive drafting, if it fits and the user does not decide."""
-        if "adaptive" in hsd.model_fields_set:
+        if "adaptive" in hsd.model_fields_set or cls.is_stock(hsd):
             return hsd
         adaptive = hsd.model_copy(update={"adaptive": True})
         reasons = {
@@ -59,8 +71,16 @@ class V1CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
                 "disable_by_batch_size works on vLLM's V2 runner only: remove it; "
                 "'adaptive' looks at the load."
             )
+        if cls.is_stock(hsd):
+            cls.check_stock(hsd, ("block",))
+            return
         for i, level in enumerate(hsd.levels):
             for name, source in level.named_sources(f"levels[{i}]"):
+                if cls.hsd_runner in source.stock_on:
+                    raise UserError(
+                        f"{name}.{source.kind} drafts alone on vLLM's V1 runner, without other "
+                        "levels or sources: keep it alone."
+                    )
                 source.check_v1(name)
 
     def __post_init__(self) -> None:

@@ -13,14 +13,13 @@ from vllm_hsd.errors import NeedsV1, UserError, collected
 from vllm_hsd.levels import KINDS
 from vllm_hsd.runner_v2.schedule import Schedule, compile_schedule
 from vllm_hsd.shared_hooks import NeedsHooks
-from vllm_hsd.spec_config import CascadeSpeculativeConfig
+from vllm_hsd.spec_config import USE_V1, CascadeSpeculativeConfig
 from vllm_hsd.stock_config import V2BlockVerificationConfig
 
 # Where nothing else is configured: for as many requests the rows that drafts were drawn from take
 # 0.16 GB for 8 tokens of a vocabulary of 152,000 in bfloat16, and above it decoding is no longer
 # bound by the memory that it reads.
 MAX_BATCH_SIZE = 64
-_USE_V1 = "set VLLM_USE_V2_MODEL_RUNNER=0 for the V1 runner"
 
 
 @config(repr=False)
@@ -38,7 +37,7 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
     def create(
         cls, raw: dict, target_model_config, target_parallel_config, arguments
     ) -> V2CascadeConfig | V2BlockVerificationConfig:
-        """See `CascadeSpeculativeConfig.create`; an EAGLE-3 head alone is vLLM's own drafter.
+        """See `CascadeSpeculativeConfig.create`; a head alone is vLLM's own drafter.
 
         Raises:
             NeedsV1: V2 cannot serve it and V1 may.
@@ -51,18 +50,15 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
             if found < longest:
                 raise NeedsV1(
                     f"levels[{i}] reads {found} tokens, fewer than max_model_len ({longest}), "
-                    f"which V2's cascades cannot do: lower max_model_len or {_USE_V1}."
+                    f"which V2's cascades cannot do: lower max_model_len or {USE_V1}."
                 )
         hsd = cascade.hsd
-        if not _is_head_alone(hsd):
+        if not cls.is_stock(hsd):
             return cascade
-        keys = {"num_speculative_tokens": hsd.num_speculative_tokens, **hsd.levels[0].model_keys}
+        keys = cls.stock_keys(hsd)
         if limit := hsd.disable_by_batch_size:
             keys["num_speculative_tokens_per_batch_size"] = _by_batch_size(cascade, limit)
-        keys |= {"method": "eagle3", "model": hsd.levels[0].eagle3}
-        head = V2BlockVerificationConfig.create(
-            {**keys, "draft_sample_method": "probabilistic"}, *target
-        )
+        head = V2BlockVerificationConfig.create(keys, *target)
         head.hsd_couples_all = hsd.verifier == "coupled"
         return head
 
@@ -75,7 +71,7 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
         """
         found: list[str] = []
         with collected(found):
-            _check(hsd, target_parallel_config)
+            _check(hsd, target_parallel_config, cls.is_stock(hsd))
         if found:
             raise NeedsV1(*found)
 
@@ -161,11 +157,7 @@ def searches_texts(hsd: CascadeConfig) -> bool:
     return any(source.kind in ("ngram", "suffix") for source in hsd.levels[0].drafters)
 
 
-def _is_head_alone(hsd: CascadeConfig) -> bool:
-    return len(hsd.levels) == 1 and hsd.levels[0].reads_target_states
-
-
-def _check(hsd: CascadeConfig, target_parallel_config) -> None:
+def _check(hsd: CascadeConfig, target_parallel_config, is_stock: bool) -> None:
     """Check what V2 cannot do.
 
     Raises:
@@ -175,27 +167,19 @@ def _check(hsd: CascadeConfig, target_parallel_config) -> None:
     if hsd.adaptive and launcher == "external_launcher":
         raise UserError(
             "adaptive does not run with external_launcher on vLLM's V2 runner, where every rank "
-            f"schedules by its own clock: remove adaptive or {_USE_V1}."
+            f"schedules by its own clock: remove adaptive or {USE_V1}."
         )
     for i, level in enumerate(hsd.levels):
-        if not level.on_v2 and not _is_head_alone(hsd):
+        if not level.on_v2 and not is_stock:
             known = ", ".join(kind for kind, cls in KINDS.items() if cls.on_v2)
+            alone = " or ".join(kind for kind, cls in KINDS.items() if "V2" in cls.stock_on)
             raise UserError(
                 f"levels[{i}].{level.kind} does not run on vLLM's V2 runner, which takes the "
-                f"kinds {known} and an eagle3 level alone: {_USE_V1}."
+                f"kinds {known} and {alone} alone: {USE_V1}."
             )
         level.check_v2(f"levels[{i}]")
-    if _is_head_alone(hsd):
-        for key, holds in {
-            "adaptive": hsd.adaptive,
-            "verifier": hsd.verifier == "standard",
-            "levels[0].temperature_scale": hsd.options()[0].temperature_scale != 1,
-        }.items():
-            if holds:
-                raise UserError(
-                    f"{key} has no meaning on vLLM's V2 runner for an eagle3 level alone, which "
-                    f"vLLM's own drafter serves: remove it or {_USE_V1}."
-                )
+    if is_stock:
+        V2CascadeConfig.check_stock(hsd, ("block", "coupled"))
     schedule_of(hsd)
 
 
