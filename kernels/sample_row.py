@@ -26,6 +26,97 @@ from vllm_hsd.kernels.blocks import (
 from vllm_hsd.kernels.rng import stream_of, uniform
 
 
+@triton.jit
+def store_draw_stats(
+    stats_ptr,
+    stats_stride,
+    mass_ptr,
+    row_ptr,
+    first,
+    vocab_size,
+    temperature,
+    threshold,
+    seed,
+    position,
+    COUPLED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Statistics of one chunk of a row for `drawn_token`; pointers are at the chunk's.
+
+    Written are the maximum, the sum of exp(x - maximum) or the argmax, and the block masses.
+    """
+    if temperature > 0:
+        entry = first + tl.arange(0, CHUNK)
+        x = load_kept(row_ptr, entry, vocab_size, 1.0 / temperature, threshold)
+        maximum = tl.max(x, axis=0)
+        masses = block_masses(exp_shifted(x, maximum), CHUNK, BLOCK)
+        tl.store(mass_ptr + tl.arange(0, CHUNK // BLOCK), masses)
+        second = tl.sum(masses, axis=0)
+    else:
+        maximum, second = chunk_argmax(
+            row_ptr,
+            first,
+            vocab_size,
+            temperature,
+            threshold,
+            seed,
+            position,
+            COUPLED,
+            CHUNK,
+            BLOCK,
+        )
+    tl.store(stats_ptr, maximum)
+    tl.store(stats_ptr + stats_stride, second)
+
+
+@triton.jit
+def drawn_token(
+    stats_ptr,
+    stats_stride,
+    mass_ptr,
+    row_ptr,
+    temperature,
+    threshold,
+    seed,
+    stream,
+    draw,
+    chunks,
+    vocab_size,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """(token int64, logsumexp) of a row from its statistics, with the uniform of the draw.
+
+    An invalid row at T > 0 gives token 0, as plain vLLM, and a logsumexp that is not finite.
+    """
+    parts: tl.constexpr = CHUNK // BLOCK
+    c = tl.arange(0, CHUNKS)
+    maximum = tl.load(stats_ptr + c, mask=c < chunks, other=float("-inf"))
+    second = tl.load(stats_ptr + stats_stride + c, mask=c < chunks, other=0.0)
+    # That of an invalid row at T > 0: its softmax is NaN everywhere, and the argmax of NaN is 0.
+    token = tl.zeros((), tl.int64)
+    if temperature > 0:
+        lse = tl.max(logsumexp_of_chunks(maximum[None, :], second[None, :]), axis=0)
+        if is_finite(lse):
+            b = tl.arange(0, CHUNKS * parts)
+            inside = b < chunks * parts
+            mass = tl.load(mass_ptr + b, mask=inside, other=0.0)
+            scale = tl.load(stats_ptr + b // parts, mask=inside, other=float("-inf"))
+            mass = (mass * tl.exp(scale - lse)).to(tl.float64)
+            goal = uniform(seed, stream, draw) * tl.sum(mass, axis=0)
+            chosen, before = inverse_cdf_index(mass, b, goal)
+            entry = chosen * BLOCK + tl.arange(0, BLOCK)
+            x = load_kept(row_ptr, entry, vocab_size, 1.0 / temperature, threshold)
+            index, _ = inverse_cdf_index(tl.exp(x - lse).to(tl.float64), entry, goal - before)
+            token = index.to(tl.int64)
+    else:
+        lse = 0.0
+        token = tl.max(argmax_of_chunks(maximum[None, :], second[None, :]), axis=0)
+    return token, lse
+
+
 @triton.jit(do_not_specialize=["stats_stride"])
 def sample_stats_kernel(
     stats_ptr,  # float32 [2, N, CHUNKS]: max; sum of exp(x - max), or argmax where T = 0
@@ -47,34 +138,28 @@ def sample_stats_kernel(
 ):
     slot = tl.program_id(0)
     row = (slot // chunks).to(tl.int64)
-    temperature = tl.load(temperature_ptr + row)
-    entry = (slot % chunks) * CHUNK + tl.arange(0, CHUNK)
-    row_ptr = logits_ptr + row * logits_stride
     threshold = float("-inf")
     if FILTERED:
         threshold = tl.load(threshold_ptr + row)
-    if temperature > 0:
-        x = load_kept(row_ptr, entry, vocab_size, 1.0 / temperature, threshold)
-        maximum = tl.max(x, axis=0)
-        masses = block_masses(exp_shifted(x, maximum), CHUNK, BLOCK)
-        part = tl.arange(0, CHUNK // BLOCK)
-        tl.store(mass_ptr + slot.to(tl.int64) * (CHUNK // BLOCK) + part, masses)
-        second = tl.sum(masses, axis=0)
-    else:
-        maximum, second = chunk_argmax(
-            row_ptr,
-            (slot % chunks) * CHUNK,
-            vocab_size,
-            temperature,
-            threshold,
-            tl.load(seed_ptr + row),
-            tl.load(position_ptr + row * position_stride),
-            COUPLED,
-            CHUNK,
-            BLOCK,
-        )
-    tl.store(stats_ptr + slot, maximum)
-    tl.store(stats_ptr + slot + stats_stride, second)
+    seed, position = 0, 0
+    if COUPLED:
+        seed = tl.load(seed_ptr + row)
+        position = tl.load(position_ptr + row * position_stride)
+    store_draw_stats(
+        stats_ptr + slot,
+        stats_stride,
+        mass_ptr + slot.to(tl.int64) * (CHUNK // BLOCK),
+        logits_ptr + row * logits_stride,
+        (slot % chunks) * CHUNK,
+        vocab_size,
+        tl.load(temperature_ptr + row),
+        threshold,
+        seed,
+        position,
+        COUPLED,
+        CHUNK,
+        BLOCK,
+    )
 
 
 @triton.jit(do_not_specialize=["stats_stride", "stream", "draw_offset"])
@@ -100,36 +185,25 @@ def draw_kernel(
     CHUNKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    parts: tl.constexpr = CHUNK // BLOCK
-    temperature = tl.load(temperature_ptr + row)
-    c = tl.arange(0, CHUNKS)
-    stats_ptr += row * chunks
-    maximum = tl.load(stats_ptr + c, mask=c < chunks, other=float("-inf"))
-    second = tl.load(stats_ptr + stats_stride + c, mask=c < chunks, other=0.0)
-    # That of an invalid row at T > 0: its softmax is NaN everywhere, and the argmax of NaN is 0.
-    token = tl.zeros((), tl.int64)
-    if temperature > 0:
-        lse = tl.max(logsumexp_of_chunks(maximum[None, :], second[None, :]), axis=0)
-        if is_finite(lse):
-            b = tl.arange(0, CHUNKS * parts)
-            inside = b < chunks * parts
-            mass = tl.load(mass_ptr + row * chunks * parts + b, mask=inside, other=0.0)
-            scale = tl.load(stats_ptr + b // parts, mask=inside, other=float("-inf"))
-            mass = (mass * tl.exp(scale - lse)).to(tl.float64)
-            u = uniform(tl.load(seed_ptr + row), stream, tl.load(draw_ptr + row) + draw_offset)
-            goal = u * tl.sum(mass, axis=0)
-            chosen, before = inverse_cdf_index(mass, b, goal)
-            entry = chosen * BLOCK + tl.arange(0, BLOCK)
-            threshold = float("-inf")
-            if FILTERED:
-                threshold = tl.load(threshold_ptr + row)
-            row_ptr = logits_ptr + row * logits_stride
-            x = load_kept(row_ptr, entry, vocab_size, 1.0 / temperature, threshold)
-            index, _ = inverse_cdf_index(tl.exp(x - lse).to(tl.float64), entry, goal - before)
-            token = index.to(tl.int64)
-    else:
-        lse = 0.0
-        token = tl.max(argmax_of_chunks(maximum[None, :], second[None, :]), axis=0)
+    threshold = float("-inf")
+    if FILTERED:
+        threshold = tl.load(threshold_ptr + row)
+    token, lse = drawn_token(
+        stats_ptr + row * chunks,
+        stats_stride,
+        mass_ptr + row * chunks * (CHUNK // BLOCK),
+        logits_ptr + row * logits_stride,
+        tl.load(temperature_ptr + row),
+        threshold,
+        tl.load(seed_ptr + row),
+        stream,
+        tl.load(draw_ptr + row) + draw_offset,
+        chunks,
+        vocab_size,
+        CHUNK,
+        BLOCK,
+        CHUNKS,
+    )
     tl.store(token_ptr + row, token)
     tl.store(lse_ptr + row, lse)
 

@@ -16,7 +16,14 @@ import torch
 
 from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.core.text_order import OrderedTexts
+from vllm_hsd.kernels.branch_walk import follow_branches
 from vllm_hsd.kernels.chain_verify import METHODS, verify_chain_padded
+from vllm_hsd.kernels.copy_blocks import (
+    BranchRows,
+    CacheBlocks,
+    copy_from_winners,
+    copy_to_branches,
+)
 from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
 from vllm_hsd.kernels.keep_rows import keep_rows
 from vllm_hsd.kernels.sample_row import sample_row
@@ -207,6 +214,54 @@ class StockDrafter:
 
 
 @dataclass(frozen=True)
+class Branches:
+    """Branches of lookups next to a chain of point masses, in caches of two block sizes."""
+
+    rows: int = 4
+    length: int = 8
+    dtype: torch.dtype = torch.bfloat16
+    vocab_size: int = 151936
+    slots: int = 64
+
+    def launch(self) -> None:
+        """Launch the copies before the pass, the verification and the copies after it."""
+        inputs = _BATCH * self.rows * (self.length + 1)
+        count = _BATCH * self.rows
+        rows = BranchRows(*(_empty(count) for _ in range(3)), _longs(count))
+        tables = _empty(count, 2560)
+        caches = [CacheBlocks(_longs(56, 3), size) for size in (32768, 8192)]
+        for cache, block_size in zip(caches, (16, 544), strict=True):
+            copy_to_branches(cache, rows, tables, block_size)
+        target = _empty(inputs, self.vocab_size, dtype=self.dtype)
+        state = _floats(self.slots), _longs(self.slots), _longs(self.slots)
+        layout = _empty(inputs), _empty(_BATCH + 1), _longs(_BATCH)
+        chain = verify_chain_padded(
+            target,
+            None,
+            *layout,
+            *state,
+            max_draft_tokens=self.length,
+            draft_index=_empty(_BATCH),
+            draft_length=_empty(self.slots),
+            positions=_longs(inputs),
+        )
+        for thresholds in (None, _floats(inputs)):
+            found = follow_branches(
+                chain,
+                target,
+                *layout,
+                *(_empty(_BATCH, self.rows) for _ in range(2)),
+                *state,
+                max_tokens=self.length,
+                thresholds=thresholds,
+                positions=_longs(inputs),
+            )
+        for cache, block_size in zip(caches, (16, 544), strict=True):
+            followed = found.winner, found.num_emitted
+            copy_from_winners(cache, rows, tables, block_size, *followed, self.length)
+
+
+@dataclass(frozen=True)
 class Trees:
     """Verification of draft trees, which no runner launches yet."""
 
@@ -248,6 +303,7 @@ SHORT = (
     Cascade((8,), "suffix", store=1 << 24),
     Cascade((4, 8), "sources"),
     StockDrafter(torch.bfloat16),
+    Branches(),
 )
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Verification is compiled anew for every K, vocabulary and dtype: one of them changes at a time.
@@ -284,12 +340,16 @@ ALL = (
     *(Cascade((n,), "sources", store=7, capacity=c, slots=c) for n, c in ((63, 1), (8, 64))),
     *(StockDrafter(d) for d in (torch.float16, torch.float32)),
     StockDrafter(torch.bfloat16, vocab_size=50257),
+    *(Branches(rows=n) for n in (2, 3)),
+    *(Branches(dtype=d) for d in (torch.float16, torch.float32)),
+    *(Branches(vocab_size=v) for v in (128, 50257, 262144)),
+    Branches(length=63, slots=3),
     *(Trees(n) for n in (5, MAX_NODES)),
     Trees(dtype=torch.float32),
 )
 
 
-def launch(cases: Iterable[Cascade | StockDrafter | Trees]) -> None:
+def launch(cases: Iterable[Cascade | StockDrafter | Branches | Trees]) -> None:
     """Launch what each of them does."""
     for case in cases:
         case.launch()

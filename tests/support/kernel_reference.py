@@ -9,11 +9,13 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from vllm_hsd.kernels.branch_walk import WalkResult
 from vllm_hsd.kernels.chain_verify import ChainResult
 from vllm_hsd.kernels.filter_rows import Filters
 from vllm_hsd.kernels.tree_verify import TreeResult
-from vllm_hsd.verify import uniforms
+from vllm_hsd.verify import MAX_KERNEL_DRAFT, uniforms
 from vllm_hsd.verify import verify_chain as verify_chain_probs
+from vllm_hsd.verify.branches import follow
 from vllm_hsd.verify.tree import ROOT, Tree, TreeRows, traversal_stops
 
 
@@ -236,6 +238,55 @@ def verify_chain_padded(
         level=level,
         draft_temperature=None if draft_temperature is None else draft_temperature[state],
     )
+
+
+def follow_branches(
+    chain: ChainResult,
+    target_logits: torch.Tensor,
+    draft_sampled: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    offsets: torch.Tensor,
+    counts: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    draws: torch.Tensor,
+    *,
+    max_tokens: int,
+    level: int = 1,
+    thresholds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> WalkResult:
+    """``vllm_hsd.kernels.branch_walk.follow_branches``: ``vllm_hsd.verify.branches.follow``."""
+    batch, rows = offsets.shape
+    state, first = idx_mapping.long(), cu_num_logits[:-1, None] + offsets
+    branches = np.full((batch, rows - 1, max_tokens), -1, dtype=np.int64)
+    tokens = (counts[:, 1:].numpy() - 1).clip(0)
+    for i, j in np.ndindex(batch, rows - 1):
+        begin = int(first[i, j + 1]) + 1
+        branches[i, j, : tokens[i, j]] = draft_sampled[begin : begin + int(tokens[i, j])]
+
+    def draw(requests: np.ndarray, numbers: np.ndarray, places: np.ndarray) -> np.ndarray:
+        row, own = first[requests, numbers] + torch.from_numpy(places), state[requests]
+        token, lse = sample_row(
+            target_logits[row],
+            temperature[own],
+            seeds[own],
+            draws[own] + MAX_KERNEL_DRAFT + 1 + torch.from_numpy(places),
+            level=level,
+            thresholds=None if thresholds is None else thresholds[row],
+            positions=None if positions is None else positions[row],
+        )
+        return torch.where(lse.isfinite(), token, -1).numpy()
+
+    token_ids, emitted, winner = follow(
+        chain.token_ids.numpy(), chain.num_emitted.numpy().astype(np.int64), branches, tokens, draw
+    )
+    padded = np.full((batch, max_tokens + 1), -1, dtype=np.int64)
+    padded[:, : token_ids.shape[1]] = token_ids[:, : max_tokens + 1]
+    found = (torch.from_numpy(values) for values in (padded, emitted, winner))
+    ids, num_emitted, winners = found
+    return WalkResult(ids, num_emitted.int(), winners.int())
 
 
 def verify_tree(
