@@ -9,8 +9,8 @@ Streams and draws, on the host and in kernels alike:
 - Level 0 takes one draw for each token of its draft.
 - A verification of n draft tokens takes n + 1 draws in a row: the first one is for the token after
   the accepted prefix, draw t after it decides about draft token t.
-- Tokens that follow along branches (`verify.branches`) take a draw each. On V2 these are numbered by
-  their place behind all draws of the longest draft (`kernels.branch_walk`).
+- Tokens that follow along branches (`verify.branches`) take a draw each. In kernels these are
+  numbered by their place, behind all draws of the longest draft (`kernels.branch_walk`).
 - No draw is met twice. The runners reach that in two ways: a counter per request and level (V1), or
   draws numbered by the length of the text (V2, `runner_v2.schedule.first_draw`), without state.
 """
