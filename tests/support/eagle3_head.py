@@ -1,18 +1,18 @@
-"""EAGLE-3 heads for tiny targets, written as vLLM loads them.
+"""EAGLE-3 heads for tiny targets, as the recipe of `benchmarks/models/eagle3` makes them.
 
 What a head drafts after a text is computed here without a cache, a batch or an engine.
 """
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from benchmarks.models.eagle3.head import save_head
 from vllm_hsd.planner.eagle3_head import Head, Shape, load_head, rotary, target_states
 
 AUX_LAYERS = (0, 1, 2)
@@ -49,27 +49,15 @@ def write_eagle3_head(
         head.lm_head.weight.copy_(model.lm_head.weight[kept])
     if trained:
         train(head, model)
-    shape = asdict(head.shape)
-    theta = shape.pop("rope_theta")
-    written = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "eagle_aux_hidden_state_layer_ids": shape.pop("layers"),
-        **shape,
-        "num_hidden_layers": 1,
-        "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "dtype": "bfloat16",
-    }
-    weights = {k: v.detach().bfloat16().contiguous() for k, v in head.state_dict().items()}
-    if draft_vocabulary is not None:
-        # Without it vLLM has no map from the head's tokens to the target's.
-        weights["d2t"] = kept - torch.arange(len(kept))
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    save_file(weights, f"{directory}/model.safetensors", metadata={"format": "pt"})
+    save_head(head, Path(directory))
+    if draft_vocabulary is None:
+        # vLLM then has no map from the head's tokens to the target's.
+        weights = load_file(f"{directory}/model.safetensors")
+        del weights["d2t"]
+        save_file(weights, f"{directory}/model.safetensors", metadata={"format": "pt"})
+    written = json.loads(Path(directory, "config.json").read_text())
+    # Given twice: tests damage the outer one.
+    del written["eagle_config"]
     Path(directory, "config.json").write_text(json.dumps(written))
     return str(directory)
 

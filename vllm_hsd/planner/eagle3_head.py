@@ -2,7 +2,7 @@
 
 Source: "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time
 Test", sections 3.1-3.2. Names and arithmetic are those of vLLM's `Eagle3LlamaForCausalLM`.
-`vllm-hsd profile` measures heads with it.
+`vllm-hsd profile` measures heads with it, and benchmarks/models/eagle3 trains one.
 """
 
 from __future__ import annotations
@@ -274,7 +274,9 @@ def load_head(directory: str | Path, target: Any = None) -> Head:
         UserError: not a directory with a head, or one whose arithmetic is not known here.
     """
     directory, named = Path(directory), f"eagle3: {quoted(str(directory))}"
-    config = read_json(directory / "config.json", "eagle3", "save_pretrained")
+    config = read_json(
+        directory / "config.json", "eagle3", "python -m benchmarks.models.eagle3.train"
+    )
     facts = {**config, **(config.get("eagle_config") or {})}
     if not ARCHITECTURES & set(config.get("architectures") or ()):
         raise UserError(f"{named} is no LlamaForCausalLMEagle3: compare it by `vllm-hsd bench`.")
