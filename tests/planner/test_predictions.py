@@ -1,10 +1,11 @@
-"""Predicted latency against the discrete-event simulation, with tables and with real tokens."""
+"""Predicted latency against cascades that run on counted time, and against closed forms."""
 
 import numpy as np
 import pytest
-from support.simulated_cascade import TableAcceptance, simulate
+from support.simulated_serving import Drafter, Guess, Serving
 
 from benchmarks.paper_tables import closed_forms, paper_instance
+from vllm_hsd.core.counters import Count
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner import optimize, predict
 from vllm_hsd.planner.latencies import Latencies, LatencyTable
@@ -13,13 +14,6 @@ from vllm_hsd.planner.survival import Acceptance, independent_survival
 
 LONGEST = 12
 LOOKUP = 3  # index of the prompt lookup among the candidates
-
-
-def table(base, slope):
-    """A forward that grows with tokens and batch size."""
-    batches, tokens = [1, 4, 16], [1, 4, 16]
-    ms = [[base * b**0.2 + slope * (t - 1) * b**0.5 for t in tokens] for b in batches]
-    return LatencyTable(batch_sizes=batches, tokens=tokens, ms=ms)
 
 
 def random_lookup(verifiers, size, seed=0):
@@ -52,19 +46,16 @@ def acceptance():
     return with_lookup(independent_survival(rates, LONGEST), random_lookup(5, LONGEST))
 
 
-@pytest.fixture(scope="module")
-def measured(acceptance):
-    forward = [table(0.2, 0.02), table(0.5, 0.05), table(1.5, 0.1), table(0.03, 0), table(5, 0.2)]
-    overhead = {"verify": table(0.3, 0.1), "draft": table(0.1, 0)}
-    return Measured(Latencies(forward=forward, overhead=overhead), acceptance, frozenset({LOOKUP}))
-
-
 def flat(acceptance, *ms):
     """Latencies that depend on nothing."""
     forward = [LatencyTable(batch_sizes=[1], tokens=[1], ms=[[x]]) for x in ms]
     return Measured(Latencies(forward=forward), acceptance, frozenset({LOOKUP}))
 
 
+# Of the levels that run: ms of a forward pass over n tokens are base + slope * n.
+COSTS = ((0.2, 0.02), (0.8, 0.05), (1.5, 0.1), (0.1, 0.0), (5.0, 0.2))
+# How often each is right; the target always. A lookup finds something at a share of the places.
+RATES, FOUND = (0.6, 0.8, 0.9, 0.7, 1.0), 0.6
 CASCADES = {
     "one model": Selection((0,), (5,)),
     "two models": Selection((0, 1), (3, 8)),
@@ -73,24 +64,72 @@ CASCADES = {
     "a lookup": Selection((LOOKUP,), (6,)),
     "a lookup below a model": Selection((LOOKUP, 1), (5, 8)),
     "a lookup below two models": Selection((LOOKUP, 0, 2), (4, 6, 12)),
-    "two exits and a model": Selection((0, 1, 2), (2, 4, 9)),
-    "a lookup below two exits": Selection((LOOKUP, 0, 2), (2, 4, 9)),
 }
 
 
-@pytest.mark.parametrize("batch", [1, 3, 8])
-@pytest.mark.parametrize("name", CASCADES)
-def test_the_prediction_is_the_mean_of_the_simulation(name, batch, measured):
+def linear(base, slope):
+    """A forward pass of `Serving`'s levels, whose time depends on all its tokens together."""
+    ms = [[base + slope * b * t for t in (1, 16)] for b in (1, 16)]
+    return LatencyTable(batch_sizes=[1, 16], tokens=[1, 16], ms=ms)
+
+
+def served(model):
+    """A level of `Serving`."""
+    base, slope = COSTS[model]
+    if model == LOOKUP:
+        return Guess(RATES[model], FOUND, seconds=base)
+    return Drafter(RATES[model], lambda n: base + slope * n, sureness=0.0)
+
+
+@pytest.fixture(scope="module")
+def of_serving():
+    """What a profile of these levels would hold."""
+    # Two models agree where both are right or both are wrong: their wrong tokens are the same.
+    right = np.array(RATES)
+    agreed = np.outer(right, right) + np.outer(1 - right, 1 - right)
+    joint = np.zeros((5, *[LONGEST + 1] * 4))
+    joint[..., 0, 0] = 1 - FOUND
+    for verifier in range(5):
+        alike = right[LOOKUP] * right[verifier]
+        gains = predict.gain_table(alike ** np.arange(LONGEST + 1))
+        for n in range(1, LONGEST + 1):
+            joint[verifier, n, :, n] = FOUND * gains[n]
+    joint[:, 0, :, 0, 0] = 1.0
+    acceptance = Acceptance(independent_survival(agreed, LONGEST), {LOOKUP: joint})
+    forward = [linear(*costs) for costs in COSTS]
+    return Measured(Latencies(forward=forward), acceptance, frozenset({LOOKUP}))
+
+
+FAST = {*((name, 3) for name in CASCADES), ("two models", 8), ("a lookup below a model", 1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [
+        pytest.param(name, batch, marks=[] if (name, batch) in FAST else pytest.mark.slow)
+        for name in CASCADES
+        for batch in (1, 3, 8)
+    ],
+)
+def test_the_prediction_is_the_mean_of_cascades_that_run(name, batch, of_serving):
     """A batch waits for its slowest request: its levels are called more often."""
     selection = CASCADES[name]
-    cacheless = frozenset({0, 2} if "exits" in name else set())
-    measured = Measured(measured.latencies, measured.acceptance, cacheless | {LOOKUP})
-    predicted = predict.predict(selection, measured, batch=batch)
-    tokens = TableAcceptance(selection, measured.acceptance, np.random.default_rng(0))
-    seen = simulate(selection, measured, tokens, batch=batch, replicas=400 // batch, steps=15)
-    assert predicted.ms_per_token == pytest.approx(seen.ms_per_token, abs=5 * seen.stderr)
-    assert predicted.level_calls == pytest.approx(seen.level_calls, rel=0.05)
-    assert predicted.level_ms == pytest.approx(seen.level_ms, rel=0.05)
+    predicted = predict.predict(selection, of_serving, batch=batch)
+    base, slope = COSTS[-1]
+    serving = Serving(
+        lambda n: base + slope * n,
+        [served(model) for model in selection.levels],
+        batch,
+        selection.draft_lengths,
+        noise=0.0,
+    )
+    steps, parts = 120 // batch, 8
+    seen = [batch / serving.run(steps) for _ in range(parts)]
+    error = 4 * np.std(seen, ddof=1) / np.sqrt(parts)
+    assert predicted.ms_per_token == pytest.approx(np.mean(seen), abs=error + 0.02 * seen[0])
+    calls = serving.cascade.counters.rows[:, Count.forwards] / (steps * parts)
+    first = int(selection.levels[0] == LOOKUP)
+    assert predicted.level_calls[first:-1] == pytest.approx(calls[first:], rel=0.08)
 
 
 def test_one_level_is_the_closed_form(acceptance):
@@ -125,24 +164,24 @@ def test_the_graph_agrees_with_the_prediction_when_latencies_ignore_uncached_tok
         assert predicted.ms_per_token == pytest.approx(cost)
 
 
-def test_finite_requests(measured):
+def test_finite_requests(of_serving):
     cascade = Selection((0, 1), (3, 8))
-    endless = predict.predict(cascade, measured)
-    long = predict.predict(cascade, measured, output_tokens=2000)
+    endless = predict.predict(cascade, of_serving)
+    long = predict.predict(cascade, of_serving, output_tokens=2000)
     assert long.ms_per_token == pytest.approx(endless.ms_per_token, rel=0.002)
     # One token to come: no draft. Two: the drafter cannot be asked, its verifier makes one.
-    one = predict.predict(cascade, measured, output_tokens=2)
+    one = predict.predict(cascade, of_serving, output_tokens=2)
     assert one.level_calls == (0.0, 0.0, 1.0) and one.tokens_per_step == 1.0
-    two = predict.predict(cascade, measured, output_tokens=3)
-    steps = 1 * 0.7 + 2 * 0.3
+    two = predict.predict(cascade, of_serving, output_tokens=3)
+    steps = 1 * RATES[1] + 2 * (1 - RATES[1])
     assert two.level_calls == pytest.approx((0.0, 1 / steps, 1.0))
     assert two.tokens_per_step == pytest.approx(2 / steps)
 
 
-def test_impossible_draft_lengths_are_one_sentence(measured):
+def test_impossible_draft_lengths_are_one_sentence(of_serving):
     with pytest.raises(UserError, match="13 tokens is longer than the 12 tokens"):
-        predict.predict(Selection((0,), (13,)), measured)
+        predict.predict(Selection((0,), (13,)), of_serving)
     with pytest.raises(UserError, match="level 0 would never draft"):
-        predict.predict(Selection((0, 1), (4, 1)), measured)
+        predict.predict(Selection((0, 1), (4, 1)), of_serving)
     with pytest.raises(UserError, match="2 levels needs as many draft lengths, not 1"):
         Selection((0, 1), (4,))
