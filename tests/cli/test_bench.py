@@ -16,6 +16,7 @@ from vllm_hsd.cli import bench, bench_report, bench_runs, greedy
 from vllm_hsd.cli import main as cli
 from vllm_hsd.cli.bench_jobs import Comparison, Results, Setup
 from vllm_hsd.cli.bench_runs import jobs, measure
+from vllm_hsd.cli.options import rendered
 from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.errors import UserError
 from vllm_hsd.worker_process import WorkerProcess
@@ -188,7 +189,7 @@ def test_a_greedy_difference_in_float32_is_a_failure(fakes, tmp_path):
     assert (first.context, first.expected, first.found) == ((3, 7, 7, 7, 7), 7, 8)
     assert len(greedy.unexplained(results.differences, "float32")) == 3
     assert rows[2]["greedy_gap"] is None
-    table = bench_report.table(results, rows)
+    table = rendered(bench_report.report(results, rows)).export_text()
     assert "ngram 3, small 8: 3 of 6 greedy outputs differ" in table
     assert "in float32 they must be equal" in table
 
@@ -202,7 +203,7 @@ def test_a_greedy_difference_in_bfloat16_must_be_a_near_tie(
     results, rows = measured(make_comparison(tmp_path, batch_sizes=[2]), "bfloat16")
     assert (greedy.unexplained(results.differences, "bfloat16") == []) is explained
     assert (rows[1]["greedy_gap"], rows[2]["greedy_gap"]) == (None, gap)
-    table = bench_report.table(results, rows)
+    table = rendered(bench_report.report(results, rows)).export_text()
     assert ("nearly tie" in table) is explained and f"gap {gap:.3f} nats" in table.replace(
         "up to ", ""
     )
@@ -217,7 +218,7 @@ def test_what_could_not_run_has_no_numbers(fakes, tmp_path, capsys):
         assert row["error"] == "'x' ended early with signal SIGKILL."
         assert all(row[key] is None for key in KEYS[5:])
     assert FakeEngines.latest.closed == [1, None]
-    table = bench_report.table(results, rows)
+    table = rendered(bench_report.report(results, rows)).export_text()
     assert table.count("ngram 4") == table.count("could not run: 'x' ended early") == 4
     bench_report.write(results, rows)
     assert json.loads((tmp_path / "bench.json").read_text())["rows"][1] == rows[1]
@@ -226,7 +227,7 @@ def test_what_could_not_run_has_no_numbers(fakes, tmp_path, capsys):
 def test_table_and_files(fakes, tmp_path):
     comparison = make_comparison(tmp_path)
     results, rows = measured(comparison)
-    table = bench_report.table(results, rows)
+    table = rendered(bench_report.report(results, rows)).export_text()
     assert max(map(len, table.splitlines())) <= 98
     assert "Batch size 2, temperature 1" in table
     line = next(line for line in table.splitlines() if line.startswith("ngram 3, small 8"))

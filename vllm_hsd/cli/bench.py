@@ -12,7 +12,7 @@ from vllm_hsd import host
 from vllm_hsd.cli import bench_report, greedy
 from vllm_hsd.cli.bench_jobs import Comparison, Results, Setup
 from vllm_hsd.cli.bench_runs import measure
-from vllm_hsd.cli.options import add_engine_options, integers, json_object, progress
+from vllm_hsd.cli.options import add_engine_options, integers, json_object, progress, rendered
 from vllm_hsd.dtype import choose_dtype
 from vllm_hsd.engine import configuration_error
 from vllm_hsd.errors import UserError
@@ -128,7 +128,7 @@ def run(comparison: Comparison, **metadata: Any) -> int:
         print("The model has no chat template: prompts are plain text.", flush=True)
     measure(results, setup)
     rows = bench_report.rows(results)
-    print(bench_report.table(results, rows))
+    print(rendered(bench_report.report(results, rows)).export_text())
     print(bench_report.write(results, rows))
     return 1 if results.errors or greedy.unexplained(results.differences, setup.dtype) else 0
 

@@ -7,15 +7,16 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from itertools import chain, groupby
 from typing import Any
+
+from rich.console import RenderableType
 
 from vllm_hsd import host
 from vllm_hsd.checked_files import write_json, written_whole
 from vllm_hsd.cli import bench_drafts, bench_quality, greedy
 from vllm_hsd.cli.bench_jobs import Results
-from vllm_hsd.cli.options import aligned, wrapped
+from vllm_hsd.cli.options import columns, rendered
 from vllm_hsd.engine import Generation
 
 Row = dict[str, Any]
@@ -31,15 +32,6 @@ NOTES = (
     "next model accepted, cheapest level first. TTFT: time to first token. differ: greedy outputs "
     "that are not those of no speculation (in its own row: not those of its first round)."
 )
-STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;color:#1c2430}
-body{max-width:62rem;margin:2rem auto;padding:0 1rem}
-table{border-collapse:collapse;width:100%;margin-bottom:1rem}th{color:#5a6678}meter{width:12rem}
-td,th{padding:.3rem .6rem;text-align:right;border-bottom:1px solid #e3e7ee}
-td:first-child,th:first-child{text-align:left}code{font-size:.85em;word-break:break-all}
-.note{background:#fff6dd;border-left:4px solid #e2b33c;padding:.4rem .8rem;margin:.4rem 0}
-@media(max-width:45rem){table{display:block;overflow-x:auto;white-space:nowrap}}
-"""
 
 
 def rows(results: Results) -> list[Row]:
@@ -177,26 +169,19 @@ def _number(value: float | None, decimals: int) -> str:
     return "-" if value is None else f"{value:.{decimals}f}"
 
 
-def table(results: Results, rows: Sequence[Row]) -> str:
-    """The rows as text, with what the columns mean."""
-    lines: list[str] = []
+def report(results: Results, rows: Sequence[Row]) -> list[RenderableType]:
+    """The rows as tables, with what the columns mean."""
+    parts: list[RenderableType] = []
     for title, own in _cells(rows):
-        lines += ["", title]
-        lines += aligned([HEADINGS, *(_figures(row) for row in own if not row.get("error"))])
-        for row in own:
-            if row.get("error"):
-                lines += wrapped(f"{row['name']}  could not run: {row['error']}", "    ")
-        if drafting := [row for row in own if row["redundancy"] is not None]:
-            lines += ["", *aligned([bench_drafts.HEADINGS, *map(bench_drafts.cells, drafting)])]
-        for sentence in _branches(results, own):
-            lines += wrapped(sentence)
+        measured = [row for row in own if not row.get("error")]
+        parts += ["", title, columns(HEADINGS, map(_figures, measured))]
+        parts += [f"{r['name']}  could not run: {r['error']}" for r in own if r.get("error")]
+        if drafting := [row for row in measured if row["redundancy"] is not None]:
+            parts += ["", columns(bench_drafts.HEADINGS, map(bench_drafts.cells, drafting))]
+        parts += _branches(results, own)
     notes = f"Medians of {results.comparison.rounds} rounds. {NOTES} {bench_drafts.NOTES}"
-    lines += ["", *wrapped(notes)]
-    for sentence in greedy.sentences(results, results.differences, results.metadata["dtype"]):
-        lines += wrapped(sentence)
-    for note in warnings(results, rows):
-        lines += wrapped(f"Note: {note}")
-    return "\n".join(lines)
+    differ = greedy.sentences(results, results.differences, results.metadata["dtype"])
+    return [*parts, "", notes, *differ, *(f"Note: {note}" for note in warnings(results, rows))]
 
 
 def _branches(results: Results, rows: Sequence[Row]) -> Iterator[str]:
@@ -229,35 +214,11 @@ def warnings(results: Results, rows: Sequence[Row] = ()) -> list[str]:
 
 
 def page(results: Results, rows: Sequence[Row]) -> str:
-    """An HTML page of the figures that loads nothing from elsewhere."""
-    top = max((row["speedup_high"] or 0 for row in rows), default=0) or 1
-    parts = ["<h1>Speculative decoding compared</h1>"]
-    parts += [f"<div>{escape(line)}</div>" for line in heading(results.metadata)]
-    parts += [f"<p class=note>Note: {escape(note)}</p>" for note in warnings(results, rows)]
-    for title, own in _cells(rows):
-        parts.append(f"<h2>{title}</h2><table><tr><th>{'<th>'.join(HEADINGS)}<th></tr>")
-        for row in own:
-            if row.get("error"):
-                cells = [row["name"], f"could not run: {row['error']}"]
-                bar = ""
-            else:
-                cells = list(_figures(row))
-                bar = f"<meter max={top:.4f} value={row['speedup']:.4f}></meter>"
-            parts.append(f"<tr><td>{'<td>'.join(map(escape, cells))}<td>{bar}</tr>")
-        parts.append(f"</table><table><tr><th>{'<th>'.join(bench_drafts.HEADINGS)}")
-        for row in own:
-            if row["redundancy"] is not None:
-                parts.append(f"<tr><td>{'<td>'.join(map(escape, bench_drafts.cells(row)))}</tr>")
-        parts.append("</table>")
-    parts.append(f"<p>{NOTES} {bench_drafts.NOTES}</p><h2>Configurations</h2><table>")
-    for name, config in zip(results.comparison.names, results.comparison.configs, strict=True):
-        text = escape(json.dumps(config)) if config else "-"
-        parts.append(f"<tr><td>{escape(name)}<td><code>{text}</code></tr>")
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8>"
-        "<meta name=viewport content='width=device-width'><title>vllm-hsd bench</title>"
-        f"<style>{STYLE}</style><body>{''.join(parts)}</table></body></html>\n"
-    )
+    """An HTML page of the report that loads nothing from elsewhere."""
+    named = zip(results.comparison.names[1:], results.comparison.configs[1:], strict=True)
+    configurations = [f"{name}: {json.dumps(config)}" for name, config in named]
+    parts = [*heading(results.metadata), *report(results, rows), "", "Configurations"]
+    return rendered([*parts, *configurations]).export_html()
 
 
 def write(results: Results, rows: Sequence[Row]) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+from rich.console import Console, RenderableType
+from rich.table import Table
 
 from vllm_hsd.errors import UserError, brief, quoted
 
@@ -87,21 +90,20 @@ def progress(text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: the first column to the left and cut where it is long, others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    first = min(widths[0], WIDTH - sum(widths[1:]) - 2 * len(widths[1:]))
-    return [
-        "  ".join(
-            [
-                f"{name if len(name) <= first else name[: first - 1] + '…':{first}}",
-                *(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)),
-            ]
-        ).rstrip()
-        for name, *cells in rows
-    ]
+def columns(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table: the first column to the left and wrapped where it is long, the others right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=bool(number))
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
-def wrapped(sentence: str, indent: str = "") -> list[str]:
-    """Lines of a paragraph; those after the first one are indented."""
-    return textwrap.wrap(sentence, WIDTH, subsequent_indent=indent)
+def rendered(parts: Iterable[RenderableType]) -> Console:
+    """A report: tables and paragraphs, to be exported as text or as a page."""
+    # Names of models are no markup.
+    console = Console(width=WIDTH, file=io.StringIO(), record=True, markup=False, highlight=False)
+    for part in parts:
+        console.print(part)
+    return console

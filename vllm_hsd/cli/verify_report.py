@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
+
 from vllm_hsd.checked_files import write_json
 from vllm_hsd.cli import greedy
 from vllm_hsd.cli.bench_jobs import Comparison, Difference, Results, config_name
 from vllm_hsd.cli.bench_report import environment
-from vllm_hsd.cli.options import aligned, wrapped
+from vllm_hsd.cli.options import columns, rendered
 from vllm_hsd.lossless import lean, sampled
 from vllm_hsd.lossless.mutants import MUTANTS
 from vllm_hsd.lossless.sampled import AFTER_DRAFT, Setting, Texts
@@ -117,7 +119,7 @@ def page(outcome: Outcome) -> str:
     what = config_name(outcome.verification.comparison.configs[1])
     if servers:
         what = f"served at {servers[0]}; without speculation at {servers[1]}"
-    lines = [*environment(outcome.metadata), f"Configuration: {what}"]
+    parts: list[RenderableType] = [*environment(outcome.metadata), f"Configuration: {what}"]
     if outcome.checks:
         drafts = ""
         if texts.drafted:
@@ -128,7 +130,7 @@ def page(outcome: Outcome) -> str:
             "target's own distribution, without speculation, must be uniform at every place of "
             "a step, whatever came before."
         )
-        lines += ["", *wrapped(sentence), *table(outcome.checks)]
+        parts += ["", sentence, *tables(outcome.checks)]
     sentences = [*lean_sentences(outcome.checks), *outcome.untested]
     if outcome.verification.greedy:
         sentences.append(_greedy_sentence(outcome))
@@ -142,11 +144,11 @@ def page(outcome: Outcome) -> str:
             f"The model as its own drafter: {share:.2%} of {drafted} tokens accepted, {result}."
         )
     for sentence in [*sentences, verdict(outcome)]:
-        lines += ["", *wrapped(sentence)]
-    return "\n".join(lines)
+        parts += ["", sentence]
+    return rendered(parts).export_text()
 
 
-def table(checks: Sequence[Check]) -> list[str]:
+def tables(checks: Sequence[Check]) -> list[RenderableType]:
     """A line per setting and place; of several checks the one with the lowest p-value."""
     p_values = adjusted([check.p_value for check in checks])
     significance = ERROR_PROBABILITY / len(checks)
@@ -158,9 +160,9 @@ def table(checks: Sequence[Check]) -> list[str]:
         elif check.method == "score" or name == FOLLOWS:
             name = _place(check)
         groups.setdefault(check.setting, {}).setdefault(name, []).append((p, check))
-    rows = []
+    parts: list[RenderableType] = []
     for setting, own in groups.items():
-        rows.append((setting, "tokens", "deviation", "would find", "p", ""))
+        rows = []
         for name, chosen in own.items():
             p, check = min(chosen, key=lambda pair: (pair[0], pair[1].p_value))
             least = check.detectable(significance)
@@ -168,9 +170,7 @@ def table(checks: Sequence[Check]) -> list[str]:
             verdict = "" if p >= ERROR_PROBABILITY else "FAILS"
             figures = str(check.num_tokens), f"{check.shift:.2%}", found, _p(p), verdict
             rows.append((f"  {name}", *figures))
-    lines = []
-    for (name, *_), line in zip(rows, aligned(rows), strict=True):
-        lines += [line] if name.startswith(" ") else ["", line]
+        parts += ["", columns((setting, "tokens", "deviation", "would find", "p", ""), rows)]
     notes = (
         "deviation: probability on the wrong side of a quantile, at least (chance gives a little); "
         "of leaning, total variation towards what was drafted, or away from it. "
@@ -179,7 +179,7 @@ def table(checks: Sequence[Check]) -> list[str]:
         f"{len(checks)} checks; below {ERROR_PROBABILITY:g} fails. Place 0 is an answer's first "
         "token, place 1 the first of a step."
     )
-    return [*lines, "", *wrapped(notes)]
+    return [*parts, "", notes]
 
 
 def lean_sentences(checks: Sequence[Check]) -> list[str]:
@@ -349,22 +349,18 @@ def _p(value: float) -> str:
 
 def self_test_page(results: Sequence[Result]) -> str:
     """A line per sampler, and the verdict."""
-    rows = [("", "tokens", "deviation", "p", "")]
+    rows = []
     for result in results:
         p_values = adjusted([check.p_value for check in result.checks])
         pairs = zip(p_values, result.checks, strict=True)
         p, check = min(pairs, key=lambda pair: (pair[0], pair[1].p_value))
         name = result.name if result.as_expected else f"{result.name}: WRONG"
+        if result.name in MUTANTS:
+            name += f"\n    {MUTANTS[result.name].fault}"
         verdict = "found" if result.failed else "passed"
         rows.append((name, str(check.num_tokens), f"{check.shift:.2%}", _p(p), verdict))
-    heading, *lines = aligned(rows)
-    page = [heading]
-    for result, line in zip(results, lines, strict=True):
-        page.append(line)
-        if result.name in MUTANTS:
-            page += wrapped(f"    {MUTANTS[result.name].fault}", "    ")
     wrong = [result.name for result in results if not result.as_expected]
     end = "SELF-TEST PASSED: the sound sampler passes, and every mutant is found."
     if wrong:
         end = f"SELF-TEST FAILED: {', '.join(wrong)}."
-    return "\n".join([*page, "", *wrapped(end)])
+    return rendered([columns(("", "tokens", "deviation", "p", ""), rows), "", end]).export_text()
