@@ -37,6 +37,20 @@ def test_token_for_token_as_the_cascade(lengths, rounds, verifier, greedy, propo
         engine.keep_some(drafts, rng)
 
 
+def test_drafts_end_where_those_of_the_cascade_do():
+    engine = Engine((2, 6), stopping=("entropy", "entropy"), seed=2, vocabulary=7)
+    rng = np.random.default_rng(0)
+    filled = []
+    for _ in range(3):
+        drafts = engine.propose()
+        assert drafts == engine.host_drafts()
+        filled += [len(draft) for draft in drafts]
+        engine.keep_some(drafts, rng)
+    assert len(set(filled)) > 1 and engine.host_thresholds.count.all(1).any()
+    found = engine.thresholds.count[:, engine.index.long()]
+    assert found.tolist() == engine.host_thresholds.count.tolist()
+
+
 def poisoned(engine: Engine) -> None:
     """As a graph finds its buffers: whatever the last replay has left there, if there was one."""
     for name, tensor in tensors_of(engine.state).items():

@@ -5,11 +5,13 @@ step, continued by the target, must have the target's joint distribution.
 """
 
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
 from oracle import sequential
 from oracle.exact import Choices, Table, Tokens, distance, distribution_of, extended
+from support import step_reference
 from support.programs import PROMPT, Engine, reference_steps
 
 from vllm_hsd.kernels.chain_verify import ChainResult
@@ -81,12 +83,28 @@ class Chosen:
         )
 
 
-def bias(lengths, rounds=(), verifier="block", *, tokens=3, mutate=None, **faults) -> Fraction:
-    """Total variation distance of the next tokens to the target's joint distribution."""
+def bias(
+    lengths,
+    rounds=(),
+    verifier="block",
+    *,
+    tokens=3,
+    stopping=("fixed",) * 3,
+    mutate=None,
+    functions=(),
+    **faults,
+) -> Fraction:
+    """Total variation distance of the next tokens to the target's joint distribution.
+
+    Args:
+        stopping: of the levels; drafts end as if a token had been rejected at 0.8 nats.
+        functions: steps to replace by name, each called with the one that it replaces.
+    """
     engine = Engine(
         lengths,
         rounds,
         (verifier,) * 3,
+        stopping=stopping,
         batch=1,
         requests=1,
         vocabulary=VOCABULARY,
@@ -101,6 +119,9 @@ def bias(lengths, rounds=(), verifier="block", *, tokens=3, mutate=None, **fault
     def one_step(choices: Choices) -> Tokens:
         chosen.choices = choices
         engine.text.copy_(prompt)
+        if engine.thresholds is not None:
+            engine.thresholds.total.fill_(0.8)
+            engine.thresholds.count.fill_(1)
         for level, cache in zip(engine.levels, caches, strict=True):
             level.cache.copy_(cache)
         [draft] = engine.propose(steps)
@@ -118,11 +139,13 @@ def bias(lengths, rounds=(), verifier="block", *, tokens=3, mutate=None, **fault
         )
         return (*draft[:accepted], token)
 
-    functions = {
+    replaced = {
         "sample_row": chosen.sample_row,
         "verify_chain_padded": chosen.verify_chain_padded,
+        "end_unsure_drafts": step_reference.end_unsure_drafts,
     }
-    with reference_steps(engine, **functions) as steps:
+    replaced |= {name: partial(wrap, replaced[name]) for name, wrap in dict(functions).items()}
+    with reference_steps(engine, **replaced) as steps:
         emitted = distribution_of(one_step)
     return distance(extended(emitted, TARGET, tokens), TARGET.joint(tokens))
 
@@ -153,3 +176,48 @@ def test_rows_that_the_tokens_were_not_drawn_from_are_caught():
         state.rows[1][0, :1] = state.rows[0][0, :1]
 
     assert bias((1, 3), mutate=rows_of_level_zero) > Fraction(1, 1000)
+
+
+ENTROPY = ("entropy",) * 3
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rounds", "verifier", "stopping"),
+    [
+        ((3,), (), "block", ENTROPY),
+        ((2, 3), (2,), "block", ENTROPY),
+        ((2, 3), (2,), "standard", ("fixed", "entropy")),
+        pytest.param((1, 2, 3), (1, 2), "block", ENTROPY, marks=pytest.mark.slow),
+        pytest.param((1, 2, 3), (2, 1), "standard", ENTROPY, marks=pytest.mark.slow),
+    ],
+)
+def test_drafts_that_end_by_entropy_have_it_too(lengths, rounds, verifier, stopping):
+    assert bias(lengths, rounds, verifier, stopping=stopping) == 0
+
+
+def test_dropping_a_token_that_was_looked_at_is_caught():
+    """A draft may not end before an unlikely token because it is unlikely."""
+    drawn = []
+
+    def sample_row(original, logits, *args, **rest):
+        token, lse = original(logits, *args, **rest)
+        drawn.append(float(logits[0, token[0]].exp()))
+        return token, lse
+
+    def drop(original, thresholds, state, op, logits, result=None):
+        if result is None and drawn[-1] < 0.4 and op.step < state.requested[0, 0]:
+            state.requested[0, 0] = op.step
+
+    functions = {"sample_row": sample_row, "end_unsure_drafts": drop}
+    assert bias((2,), stopping=ENTROPY, functions=functions) > Fraction(1, 1000)
+
+
+def test_dropping_the_token_of_an_unsure_verification_is_caught():
+    def drop(original, thresholds, state, op, logits, result=None):
+        before = state.requested.clone()
+        original(thresholds, state, op, logits, result)
+        if result is not None and not state.requested.equal(before):
+            result.num_emitted.copy_(result.num_accepted)
+
+    functions = {"end_unsure_drafts": drop}
+    assert bias((2, 3), (2,), stopping=ENTROPY, functions=functions) > Fraction(1, 1000)

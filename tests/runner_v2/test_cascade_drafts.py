@@ -34,7 +34,18 @@ def runner(params, name, **options):
 
 
 @pytest.mark.parametrize(
-    "name", ["one", "two", "three", "lookup", "bigram", "suffix", "sources", "unverified"]
+    "name",
+    [
+        "one",
+        "two",
+        "three",
+        "lookup",
+        "bigram",
+        "suffix",
+        "sources",
+        "unverified",
+        "entropy",
+    ],
 )
 def test_greedy_text_is_the_targets(name):
     target, _ = tables()
@@ -69,6 +80,8 @@ def test_levels_equal_to_the_target_lose_nothing(temperature):
         ("suffix", {}),
         ("sources", {}),
         ("unverified", {}),
+        ("entropy", {}),
+        ("entropy, unverified", {}),
         ("two, adaptive", {}),
         ("two", {"top_p": 0.8, "temperature": 0.9}),
     ],

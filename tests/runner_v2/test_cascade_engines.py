@@ -44,6 +44,12 @@ def configuration(name: str, family) -> dict:
             ]
         ),
         "two models": cascade([{"model": family.small, "num_tokens": 1}, {"model": family.mid}]),
+        "entropy": cascade(
+            [
+                {"model": family.small, "num_tokens": 2, "stopping": "entropy"},
+                {"model": family.mid, "stopping": "entropy"},
+            ]
+        ),
         "three equal": cascade(
             [
                 {"model": family.target, "num_tokens": 1},
@@ -70,6 +76,7 @@ def configuration(name: str, family) -> dict:
         pytest.param("suffix", marks=pytest.mark.slow),
         pytest.param("suffix, model", marks=pytest.mark.slow),
         pytest.param("sources, model", marks=pytest.mark.slow),
+        pytest.param("entropy", marks=pytest.mark.slow),
         pytest.param("three equal", marks=pytest.mark.slow),
         pytest.param("lookup, exit, model", marks=pytest.mark.slow),
     ],
@@ -238,7 +245,7 @@ PROMPT = [2, 3, 0, 1]
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("name", ["two models", "suffix, model", "lookup, exit, model"])
+@pytest.mark.parametrize("name", ["two models", "suffix, model", "entropy", "lookup, exit, model"])
 def test_sampled_text_follows_the_target(name, small_vocabulary):
     from support.v2_engines import p_values
 

@@ -17,6 +17,8 @@ CASCADES = (
     "suffix",
     "sources",
     "unverified",
+    "entropy",
+    "entropy, unverified",
     "two, adaptive",
 )
 
@@ -84,7 +86,7 @@ def served(launched, name: str) -> set:
 
 def test_what_runners_launch_is_compiled(launched):
     covered = covered_by(launched, launches.ALL)
-    assert len(covered) > 26  # there are as many kernels
+    assert len(covered) > 29  # there are as many kernels
     for name in (*CASCADES, "stock"):
         assert served(launched, name) <= covered, name
 

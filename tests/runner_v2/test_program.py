@@ -40,6 +40,34 @@ def test_token_for_token_as_the_cascade(lengths, rounds, verifiers, greedy):
     assert max(filled) == lengths[-1] or greedy or rounds
 
 
+@pytest.mark.parametrize(
+    ("lengths", "rounds", "verifiers", "stopping"),
+    [
+        ((5,), (), (), ("entropy",)),
+        ((3, 8), (4,), (), ("entropy", "entropy")),
+        ((2, 3, 7), (2, 3), (), ("entropy", "fixed", "entropy")),
+        ((2, 6), (), ("block", "none"), ("entropy", "entropy")),
+        ((2, 4, 7), (2, 2), ("block", "none", "block"), ("entropy", "fixed", "entropy")),
+    ],
+)
+def test_drafts_end_where_those_of_the_cascade_do(lengths, rounds, verifiers, stopping):
+    """By entropies at tokens that levels and the target reject, step after step."""
+    verifiers = verifiers or ("block",) * 3
+    engine = Engine(lengths, rounds, verifiers, stopping=stopping, seed=2, vocabulary=7)
+    rng = np.random.default_rng(0)
+    filled = []
+    with reference_steps(engine) as steps:
+        for _ in range(9):
+            drafts = engine.propose(steps)
+            assert drafts == engine.host_drafts()
+            filled += [len(draft) for draft in drafts]
+            engine.keep_some(drafts, rng, steps)
+            mine = engine.thresholds.total[:, engine.index.long()]
+            torch.testing.assert_close(mine, torch.from_numpy(engine.host_thresholds.total))
+    assert (engine.host_thresholds.count.sum(1) > 0).tolist() == [s == "entropy" for s in stopping]
+    assert max(filled) == lengths[-1] and min(filled[12:]) < lengths[-1]
+
+
 def test_other_uniforms_give_other_tokens():
     """Negative control of the comparison above."""
     engine = Engine((2, 6))

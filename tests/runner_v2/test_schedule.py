@@ -45,7 +45,6 @@ def test_every_draw_of_a_stream_is_used_once(lengths, rounds):
     ("options", "settings", "key"),
     [
         ([LevelOptions(3), LevelOptions(8)], {"horizontal_tokens": 2}, "horizontal_tokens is 2"),
-        ([LevelOptions(3, stopping="entropy"), LevelOptions(8)], {}, r"levels\[0\].stopping"),
         (
             [LevelOptions(3), LevelOptions(8, "none", temperature_scale=2.0)],
             {},

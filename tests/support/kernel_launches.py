@@ -29,6 +29,7 @@ from vllm_hsd.kernels.keep_rows import keep_rows
 from vllm_hsd.kernels.sample_row import sample_row
 from vllm_hsd.kernels.tree_verify import MAX_NODES, verify_tree
 from vllm_hsd.runner_v2 import cascade_steps
+from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds, observe_target
 from vllm_hsd.runner_v2.program import Program
 from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState
 from vllm_hsd.runner_v2.schedule import compile_schedule
@@ -51,6 +52,7 @@ class Cascade:
         store: tokens of a suffix level's store, 0 for none.
         exits: levels in the target's cache.
         unverified: levels that pass on what is below.
+        unsure: levels whose drafts end by entropy.
         capacity: most requests of a proposal.
         groups: KV-cache groups.
         slots: max_num_seqs.
@@ -63,6 +65,7 @@ class Cascade:
     store: int = 0
     exits: tuple[int, ...] = ()
     unverified: tuple[int, ...] = ()
+    unsure: tuple[int, ...] = ()
     method: str = "block"
     vocab_size: int = 151936
     dtype: torch.dtype = torch.bfloat16
@@ -86,6 +89,12 @@ class Cascade:
             num_kv_groups=self.groups,
             device=torch.device("meta"),
         )
+        thresholds = None
+        if self.unsure:
+            stopping = [k in self.unsure for k in range(len(kinds))]
+            thresholds = DeviceThresholds(stopping, state)
+            batch = {"index": _empty(_BATCH), "num_sampled": _empty(_BATCH)}
+            observe_target(thresholds, state, **batch, num_rejected=_empty(_BATCH))
         if self.shorter:
             options = [LevelOptions(n) for n in self.shorter]
             schedule = compile_schedule(options, lookup=lookup)
@@ -112,7 +121,8 @@ class Cascade:
             _empty(self.groups, dtype=torch.uint64), _longs(self.groups), _empty(self.groups)
         )
         verifiers = ["none" if k in self.unverified else self.method for k in range(len(levels))]
-        Program(schedule, levels, verifiers, groups, self.max_model_len).run(bucket)
+        program = Program(schedule, levels, verifiers, groups, self.max_model_len, thresholds)
+        program.run(bucket)
         # The target verifies as many tokens as the longest drafts have.
         rows = state.rows[-1]
         drafts = {
@@ -302,6 +312,7 @@ SHORT = (
     Cascade((4, 8), "ngram"),
     Cascade((8,), "suffix", store=1 << 24),
     Cascade((4, 8), "sources"),
+    Cascade((3, 8), unsure=(0, 1)),
     StockDrafter(torch.bfloat16),
     Branches(),
 )
@@ -312,6 +323,12 @@ ALL = (
     *(Cascade(n, method=m) for m in METHODS for n in ((3, 8), (2, 2, 2, 8))),
     *(Cascade(n, k) for k in ("ngram", "bigram") for n in ((8,), (1, 2, 8))),
     Cascade((3, 8), exits=(0,)),
+    *(Cascade((1, 3, 8), unsure=levels) for levels in ((0,), (1,), (2,), (0, 1, 2))),
+    *(Cascade((3, 8), kind, unsure=(1,), unverified=(1,)) for kind in ("model", "ngram")),
+    Cascade((3, 8), unsure=(0, 1), unverified=(1,), vocab_size=50257, slots=3, capacity=3),
+    *(Cascade((n,), unsure=(0,), slots=c, capacity=c) for n, c in ((8, 1), (63, 64))),
+    *(Cascade((3, 8), dtype=d, unsure=(0, 1)) for d in (torch.float16, torch.float32)),
+    Cascade((3, 8), unsure=(0, 1), shorter=(1, 2)),
     *(Cascade((1, 2, 8), "ngram", exits=e) for e in ((1,), (1, 2))),
     *(Cascade((3, 8), kind, unverified=(1,)) for kind in ("model", "ngram")),
     Cascade((1, 3, 8), unverified=(1, 2)),

@@ -18,7 +18,8 @@ from vllm_hsd.core.drafts import DraftStore, ragged_arange
 from vllm_hsd.core.levels import DraftBatch, LevelOptions
 from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.kernels.filter_rows import Filters
-from vllm_hsd.runner_v2 import cascade_steps
+from vllm_hsd.runner_v2 import cascade_steps, entropy_stopping
+from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds
 from vllm_hsd.runner_v2.program import Program
 from vllm_hsd.runner_v2.proposal_state import ProposalState
 from vllm_hsd.runner_v2.schedule import Schedule, compile_schedule, first_draw
@@ -86,6 +87,7 @@ class Engine:
     Args:
         lengths, rounds: of the levels; see `compile_schedule`.
         verifiers: one per level.
+        stopping: one per level.
         batch: B; requests: how many of these rows are real.
         vocabulary: V.
         dtype: of the rows.
@@ -97,6 +99,7 @@ class Engine:
         rounds=(),
         verifiers=("block",) * 3,
         *,
+        stopping=("fixed",) * 3,
         batch: int = 4,
         requests: int = 3,
         vocabulary: int = 5,
@@ -108,15 +111,14 @@ class Engine:
         plain = [LevelOptions(n, max_rounds=limits[k]) for k, n in enumerate(lengths)]
         self.schedule: Schedule = compile_schedule(plain)
         self.options = [
-            LevelOptions(n, verifier=verifiers[k], max_rounds=self.schedule.rounds[k] or None)
+            LevelOptions(
+                n, verifiers[k], max_rounds=self.schedule.rounds[k] or None, stopping=stopping[k]
+            )
             for k, n in enumerate(lengths)
         ]
         self.tables = [Table(vocabulary, 100 + k) for k in range(len(lengths))]
         self.groups, self.blocks = block_tables(seed, sizes=(BLOCK_SIZE,))
         self.levels = [CachedTableLevel(t, self.blocks[0], dtype) for t in self.tables]
-        self.program = Program(
-            self.schedule, self.levels, verifiers[: len(lengths)], self.groups, MAX_MODEL_LEN
-        )
         self.state = ProposalState.allocate(
             self.schedule,
             batch=batch,
@@ -125,6 +127,19 @@ class Engine:
             dtypes=[dtype] * len(lengths),
             num_kv_groups=1,
             device=torch.device("cpu"),
+        )
+        self.thresholds = None
+        if "entropy" in stopping:
+            stops = [option.stopping == "entropy" for option in self.options]
+            self.thresholds = DeviceThresholds(stops, self.state)
+        self.host_thresholds = EntropyThresholds.fresh(len(lengths), requests)
+        self.program = Program(
+            self.schedule,
+            self.levels,
+            verifiers[: len(lengths)],
+            self.groups,
+            MAX_MODEL_LEN,
+            self.thresholds,
         )
         g = torch.Generator().manual_seed(seed)
         self.index = torch.randperm(MAX_NUM_REQS, generator=g)[:requests].to(torch.int32)
@@ -172,11 +187,25 @@ class Engine:
         self.text[slot, n : n + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         self.length[slot] = n + len(tokens)
 
-    def keep_some(self, drafts: list[list[int]], rng: np.random.Generator) -> None:
+    def keep_some(
+        self, drafts: list[list[int]], rng: np.random.Generator, steps=entropy_stopping
+    ) -> None:
         """The step of a target that keeps any part of every draft and adds any token."""
+        accepted = np.zeros(len(drafts), dtype=np.int64)
         for b, draft in enumerate(drafts):
-            kept = int(rng.integers(0, len(draft) + 1))
+            accepted[b] = kept = rng.integers(0, len(draft) + 1)
             self.commit(b, [*draft[:kept], int(rng.integers(0, self.tables[0].vocabulary))])
+        if self.thresholds is not None:
+            sampled = torch.from_numpy(accepted + 1).int()
+            fed = 1 + self.schedule.num_speculative_tokens
+            steps.observe_target(
+                self.thresholds,
+                self.state,
+                index=self.index,
+                num_sampled=sampled,
+                num_rejected=fed - sampled,
+            )
+            self.cascade.record_acceptance(np.arange(len(drafts)), accepted, self.host_thresholds)
 
     def host_drafts(self) -> list[list[int]]:
         """What the host's cascade drafts on the same texts with the same uniforms."""
@@ -186,7 +215,7 @@ class Engine:
         tokens = np.zeros((len(slots), MAX_MODEL_LEN + 20), dtype=np.int32)
         tokens[:, :MAX_MODEL_LEN] = self.text.numpy()[order]
         levels = [TableLevel(t, PROMPT, keeps_cache=False) for t in self.tables]
-        cascade = _NumberedCascade(levels, self.options, len(slots), self.schedule)
+        self.cascade = cascade = _NumberedCascade(levels, self.options, len(slots), self.schedule)
         temperature = (self.temperature[:, None] * self.scales).numpy()[order]
         seeds = self.seeds.numpy()[order]
 
@@ -209,7 +238,7 @@ class Engine:
             greedy=False,
             probs=probs,
             uniforms=uniforms,
-            thresholds=EntropyThresholds.fresh(len(levels), len(slots)),
+            thresholds=self.host_thresholds,
         )
         longest = self.schedule.num_speculative_tokens
         requested = np.clip(
@@ -255,9 +284,11 @@ def reference_steps(engine: Engine, **replaced):
     names = ("stage", "commit_draft", "commit_verify", "commit_unverified", "collect")
     steps = SimpleNamespace(
         place=partial(step_reference.place, tables=engine.blocks),
+        observe_target=step_reference.observe_target,
         **{name: getattr(step_reference, name) for name in names},
     )
     functions = {
+        "end_unsure_drafts": step_reference.end_unsure_drafts,
         "row_thresholds": reference.row_thresholds,
         "sample_row": reference.sample_row,
         "verify_chain_padded": reference.verify_chain_padded,

@@ -4,7 +4,9 @@ import torch
 from support.kernel_reference import filtered
 
 from vllm_hsd.core.drafts import room_below
+from vllm_hsd.core.stopping import entropy_nats
 from vllm_hsd.kernels.chain_verify import ChainResult
+from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds
 from vllm_hsd.runner_v2.proposal_state import COUNTS, KVGroups, ProposalState
 from vllm_hsd.runner_v2.schedule import Draft, Schedule, Verify, first_draw
 
@@ -215,6 +217,68 @@ def lookup_bigram(state: ProposalState, successor: torch.Tensor) -> None:
         while len(found) < state.requested[0, b] and (token := int(successor[token])) >= 0:
             found.append(token)
         _write(state, b, found)
+
+
+def end_unsure_drafts(
+    thresholds: DeviceThresholds,
+    state: ProposalState,
+    op: Draft | Verify,
+    logits: torch.Tensor,
+    result: ChainResult | None = None,
+) -> None:
+    """``entropy_stopping.end_unsure_drafts``."""
+    k, measured = op.level, thresholds.stopping[op.level]
+    width = len(logits) // state.batch
+    for b in range(state.batch):
+        slot, count = int(state.slot[b]), 1
+        if isinstance(op, Draft):
+            origin = op.step if op.step < state.requested[k, b] else -1
+        else:
+            origin = int(state.origin[b])
+        if origin < 0:
+            continue
+        entropy, drafter = thresholds.entropy[k][b], thresholds.drafter[k][b]
+        if result is not None:
+            count, accepted = int(result.num_emitted[b]), int(result.num_accepted[b])
+            if accepted < state.drafted[k - 1, b]:
+                _observe(thresholds, slot, k - 1, b, accepted)
+        elif isinstance(op, Verify):
+            taken = int(state.drafted[k - 1, b])
+            entropy[origin : origin + taken] = thresholds.entropy[k - 1][b, :taken]
+            drafter[origin : origin + taken] = thresholds.drafter[k - 1][b, :taken]
+            origin += taken
+        rows = torch.full((count,), float("nan"))
+        if measured:
+            rows = torch.from_numpy(entropy_nats(logits[b * width : b * width + count].double()))
+            number = int(thresholds.count[k, slot])
+            if number and (rows.float() > thresholds.total[k, slot] / number).any():
+                state.requested[k, b] = origin + count
+        entropy[origin : origin + count], drafter[origin : origin + count] = rows, k
+
+
+def observe_target(
+    thresholds: DeviceThresholds,
+    state: ProposalState,
+    *,
+    index: torch.Tensor,
+    num_sampled: torch.Tensor,
+    num_rejected: torch.Tensor,
+) -> None:
+    """``entropy_stopping.observe_target``."""
+    for i, slot in enumerate(index.tolist()):
+        row, accepted = int(state.row_of_slot[slot]), int(num_sampled[i]) - 1
+        if row >= 0 and accepted >= 0:
+            verified = min(int(state.draft_length[row]), accepted + int(num_rejected[i]))
+            if accepted < verified:
+                _observe(thresholds, slot, len(thresholds.stopping) - 1, row, accepted)
+
+
+def _observe(thresholds: DeviceThresholds, slot: int, level: int, b: int, place: int) -> None:
+    entropy = thresholds.entropy[level][b, place]
+    if not entropy.isnan():
+        drafter = thresholds.drafter[level][b, place]
+        thresholds.total[drafter, slot] += entropy
+        thresholds.count[drafter, slot] += 1
 
 
 def collect(state: ProposalState, schedule: Schedule) -> None:

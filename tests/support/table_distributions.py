@@ -55,6 +55,14 @@ def cascade(name: str) -> dict:
             {"bigram": "counts.npz", "num_tokens": 2},
             {"model": middle, "verifier": "none"},
         ],
+        "entropy": [
+            {"model": draft, "num_tokens": 2, "stopping": "entropy"},
+            {"model": middle, "stopping": "entropy"},
+        ],
+        "entropy, unverified": [
+            {"model": draft, "num_tokens": 2, "stopping": "entropy"},
+            {"model": middle, "verifier": "none", "stopping": "entropy"},
+        ],
         "equal": [{"model": target, "num_tokens": 1}, {"model": target}],
     }[name]
     found = {"num_speculative_tokens": 4, "levels": levels}

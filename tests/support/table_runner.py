@@ -107,6 +107,7 @@ class TableCascade(CascadeSpeculator):
             num_kv_groups=1,
             device=CPU,
         )
+        self.thresholds = self._thresholds()
         self.shorter = self._shorter_states()
         self.counts = DeviceCounts(self.state.counts)
         self.blocks = torch.arange(slots * 16, dtype=torch.int32).view(slots, 16)
@@ -144,7 +145,8 @@ class TableCascade(CascadeSpeculator):
         keys = {"shortest": level.ngram.min, "longest": level.ngram.max}
         return partial(lookup_ngram, **keys), level.estimates_v2(CPU)
 
-    def drafts(self, slots: torch.Tensor, states, num_sampled: torch.Tensor) -> torch.Tensor:
+    def drafts(self, slots: torch.Tensor, states, *num_tokens: torch.Tensor) -> torch.Tensor:
+        """num_tokens: sampled and rejected ones."""
         count = len(slots)
         batch = SimpleNamespace(
             num_reqs=count,
@@ -157,7 +159,7 @@ class TableCascade(CascadeSpeculator):
             seq_lens_cpu_upper_bound=torch.zeros(count, dtype=torch.int32),
         )
         return self.propose(
-            batch, {}, {}, None, None, num_sampled, None, None, None, states.temperature.gpu,
+            batch, {}, {}, None, None, *num_tokens, None, None, states.temperature.gpu,
             states.seeds.gpu, num_speculative_tokens=self.asked,
         )  # fmt: skip
 
@@ -267,7 +269,7 @@ class TableRunner:
             self.states.all_token_ids.gpu,
             self.states.total_len.gpu,
         )
-        self.propose(output.num_sampled)
+        self.propose(output.num_sampled, output.num_rejected)
         return output
 
     def input_batch(self) -> SimpleNamespace:
@@ -301,10 +303,10 @@ class TableRunner:
             num_draft_tokens=self.count * drafts,
         )
 
-    def propose(self, num_sampled: torch.Tensor) -> None:
+    def propose(self, *num_tokens: torch.Tensor) -> None:
         if isinstance(self.drafter, TableCascade):
             states = self.sampler.sampling_states
-            drafted = self.drafter.drafts(self.slots, states, num_sampled).clone()
+            drafted = self.drafter.drafts(self.slots, states, *num_tokens).clone()
             self.drafted = drafted[:, : self.drafter.asked or None]
             return
         drafter, states = self.drafter, self.sampler.sampling_states

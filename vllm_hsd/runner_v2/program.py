@@ -15,6 +15,7 @@ from vllm_hsd.kernels.chain_verify import verify_chain_padded
 from vllm_hsd.kernels.filter_rows import row_thresholds
 from vllm_hsd.kernels.sample_row import sample_row
 from vllm_hsd.runner_v2 import cascade_steps
+from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds, end_unsure_drafts
 from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState
 from vllm_hsd.runner_v2.schedule import Draft, Lookup, Schedule, Verify
 
@@ -53,6 +54,7 @@ class Program:
         verifiers: "block", "standard" or "none" for each level; the first is not used.
         groups: block tables of the KV-cache groups.
         max_model_len: of the target; levels read texts as long.
+        thresholds: where a level's drafts end by entropy; None if none's do.
     """
 
     def __init__(
@@ -62,9 +64,11 @@ class Program:
         verifiers: Sequence[str],
         groups: KVGroups,
         max_model_len: int,
+        thresholds: DeviceThresholds | None = None,
     ) -> None:
         self.schedule, self.levels, self.verifiers = schedule, list(levels), list(verifiers)
         self.groups, self.max_model_len = groups, max_model_len
+        self.thresholds = thresholds
 
     def run(self, state: ProposalState) -> None:
         """Draft for all requests of `state`, which `cascade_steps.stage` has prepared."""
@@ -97,6 +101,8 @@ class Program:
                         state.batch, -1
                     )[:, -1],
                 )
+                if self.thresholds is not None:
+                    end_unsure_drafts(self.thresholds, state, op, logits)
                 cascade_steps.commit_draft(state, op, logits, token_ids, lse, thresholds)
             elif self.verifiers[op.level] == "none":
                 self._append_unverified(state, op, logits)
@@ -123,6 +129,8 @@ class Program:
             thresholds=thresholds,
             positions=fed.gather(1, at.long()[:, None])[:, 0],
         )
+        if self.thresholds is not None:
+            end_unsure_drafts(self.thresholds, state, op, last)
         cascade_steps.commit_unverified(state, op, last, token_ids, lse, thresholds, taken)
 
     def _verify(self, state: ProposalState, op: Verify, logits: torch.Tensor) -> None:
@@ -152,4 +160,6 @@ class Program:
             positions=state.positions[: state.batch * op.query_length],
             position_skip=op.query_length - rows_per_request,
         )
+        if self.thresholds is not None:
+            end_unsure_drafts(self.thresholds, state, op, logits, result)
         cascade_steps.commit_verify(state, op, logits, result, thresholds)

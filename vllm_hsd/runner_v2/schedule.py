@@ -194,12 +194,6 @@ def compile_schedule(
                 f"temperature_scale of levels[{k - 1}] there: set both alike or set "
                 "VLLM_USE_V2_MODEL_RUNNER=0."
             )
-        if option.stopping != "fixed":
-            raise UserError(
-                f'levels[{k}].stopping is "{option.stopping}", but on vLLM\'s V2 runner the '
-                'schedule is fixed and would gain nothing: set "fixed" or set '
-                "VLLM_USE_V2_MODEL_RUNNER=0."
-            )
         if option.draft_length > MAX_KERNEL_DRAFT:
             key = _length_key(k, len(options))
             raise UserError(

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from vllm_hsd.runner_v2 import graph_checks
 from vllm_hsd.runner_v2.cascade_steps import stage
+from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds, observe_target
 from vllm_hsd.runner_v2.graphs import ProposalGraphs, batch_sizes, why_eager
 from vllm_hsd.runner_v2.metrics import DeviceCounts
 from vllm_hsd.runner_v2.program import Program
@@ -40,6 +41,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
         req_states: vLLM's table of requests, set once the runner has loaded its models.
         parameters: of the requests, set with it.
         state, program: of the longest drafts.
+        thresholds: where a level's drafts end by entropy; None if none's do.
         shorter: states of shorter drafts by length, in the same memory.
         programs: of shorter drafts.
         lookup: what drafts at the lowest level from the requests' texts; None for a model.
@@ -79,10 +81,15 @@ class CascadeSpeculator(StandaloneARSpeculator):
             num_kv_groups=1,
             device=device,
         )
+        self.thresholds = self._thresholds()
         self.shorter = self._shorter_states()
         self.counts = DeviceCounts(self.state.counts)
         lowest = self.hsd.levels[0]
         self.lookup = lowest.build_v2(self, 0) if lowest.on_v2 == "lookup" else None
+
+    def _thresholds(self) -> DeviceThresholds | None:
+        stopping = [options.stopping == "entropy" for options in self.hsd.options()]
+        return DeviceThresholds(stopping, self.state) if any(stopping) else None
 
     def _shorter_states(self) -> dict[int, ProposalState]:
         lengths = ladder_of(self.hsd)[1:]
@@ -97,6 +104,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
             verifiers=self.verifiers,
             groups=groups,
             max_model_len=self.max_model_len,
+            thresholds=self.thresholds,
         )
         self.program = build(self.schedule)
         self.programs = {n: build(schedule_of(self.hsd, n)) for n in self.shorter}
@@ -217,6 +225,14 @@ class CascadeSpeculator(StandaloneARSpeculator):
         if dummy_run:
             self._ingest(*computed, with_logits=True)
             return drafts
+        if self.thresholds is not None:
+            observe_target(
+                self.thresholds,
+                self.state,
+                index=input_batch.idx_mapping.int(),
+                num_sampled=num_sampled,
+                num_rejected=num_rejected,
+            )
         # vLLM's scheduler plans no drafts of a large batch; its warm-up may.
         fits = count <= self.state.batch
         drafts_none = num_speculative_tokens == 0 or not fits
@@ -227,10 +243,11 @@ class CascadeSpeculator(StandaloneARSpeculator):
             read = input_batch.prefill_len_np[:count] >= self.schedule.num_levels - 1
             begins = input_batch.is_prefilling_np[:count]
             self.stale[slots[begins]] = ~read[begins]
-            if isinstance(self.lookup, SourcesLookup):
-                self.lookup.forget(
-                    async_tensor_h2d(slots[begins], device=self.device, dtype=torch.int64)
-                )
+            for learned in (self.thresholds, self.lookup):
+                if isinstance(learned, DeviceThresholds | SourcesLookup):
+                    learned.forget(
+                        async_tensor_h2d(slots[begins], device=self.device, dtype=torch.int64)
+                    )
         elif not fits:
             # Passes of all levels would cost a large batch more than its drafts are worth later.
             self.stale[slots] = True
@@ -283,7 +300,10 @@ class CascadeSpeculator(StandaloneARSpeculator):
         Raises:
             GraphError: one of the two drafts something else, or cannot be captured.
         """
-        before, real = state.counts.clone(), len(inputs[0])
+        changed, real = [state.counts], len(inputs[0])
+        if self.thresholds is not None:
+            changed += [self.thresholds.total, self.thresholds.count]
+        before = [tensor.clone() for tensor in changed]
         # Lookups search the text in place: its memory does not move.
         with graph_checks.no_foreign_reads(foreign, but=self.req_states.all_token_ids.gpu):
             program.run(state)
@@ -292,7 +312,8 @@ class CascadeSpeculator(StandaloneARSpeculator):
             return
         drafted = state.draft_tokens[:real].clone()
         self._stage(state, program.schedule, *inputs)
-        state.counts.copy_(before)
+        for tensor, was in zip(changed, before, strict=True):
+            tensor.copy_(was)
         self.graphs.replay(*size)
         replayed = state.draft_tokens[:real]
         if not drafted.equal(replayed):
