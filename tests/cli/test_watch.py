@@ -3,7 +3,13 @@
 import io
 import json
 import re
+import shutil
+import subprocess
 import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -100,14 +106,78 @@ def test_mistakes(arguments, word, capsys):
     assert word in capsys.readouterr().err
 
 
+def dashboard_expressions() -> list[str]:
+    dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+
+
 def test_the_dashboard_asks_for_metrics_that_are_there():
     """No Grafana is in the package registries: the file is read, not loaded."""
-    dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
-    expressions = " ".join(t["expr"] for panel in dashboard["panels"] for t in panel["targets"])
-    asked = set(re.findall(r"vllm(?:_hsd)?:\w+", expressions))
+    asked = set(re.findall(r"vllm(?:_hsd)?:\w+", " ".join(dashboard_expressions())))
     ours = {f"vllm_hsd:level_{name}_total" for name in metrics.COUNTERS}
     ours |= {f"vllm_hsd:source_{name}_total" for name in metrics.SOURCE_COUNTERS}
     sources = [Path(module.__file__).read_text() for module in (loggers, spec_decode_metrics)]
     for name in asked - ours:
         assert any(f'"{name.removesuffix("_total")}"' in source for source in sources), name
     assert asked & ours and asked - ours
+
+
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="needs prometheus (a Debian package)")
+def test_prometheus_answers_what_the_dashboard_asks(tmp_path):
+    started = time.monotonic()
+
+    class Growing(BaseHTTPRequestHandler):
+        def do_GET(self):
+            lines = (line.rsplit(" ", 1) for line in AFTER.splitlines())
+            factor = 1 + time.monotonic() - started
+            text = "".join(f"{name} {float(value) * factor}\n" for name, value in lines)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(f'{text}vllm:num_requests_waiting{{model_name="m"}} 1.0\n'.encode())
+
+        def log_message(self, *args):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Growing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        scrape = f"static_configs: [{{targets: ['127.0.0.1:{server.server_port}']}}]"
+        (tmp_path / "prometheus.yml").write_text(
+            f"scrape_configs: [{{job_name: vllm, scrape_interval: 1s, {scrape}}}]"
+        )
+        with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as free:
+            address = f"127.0.0.1:{free.server_port}"
+        process = subprocess.Popen(
+            [
+                "prometheus",
+                f"--config.file={tmp_path / 'prometheus.yml'}",
+                f"--storage.tsdb.path={tmp_path / 'data'}",
+                f"--web.listen-address={address}",
+            ],
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            missing = [
+                text.replace("$model", "m").replace("$__rate_interval", "20s")
+                for text in dashboard_expressions()
+            ]
+            while missing and time.monotonic() < started + 60:
+                time.sleep(1)
+                missing = [text for text in missing if not answered(address, text)]
+        finally:
+            process.terminate()
+            process.wait()
+            server.shutdown()
+    assert not missing
+
+
+def answered(address: str, expression: str) -> bool:
+    """Whether the server at `address` has a finite number for it by now."""
+    query = urllib.parse.urlencode({"query": expression})
+    try:
+        with urllib.request.urlopen(f"http://{address}/api/v1/query?{query}") as response:
+            series = json.load(response)["data"]["result"]
+    except urllib.error.HTTPError:
+        raise
+    except OSError:
+        return False  # not up yet
+    return any(0 <= float(one["value"][1]) < float("inf") for one in series)
