@@ -82,6 +82,8 @@ def stop_kernel(
     PASSES_ON: tl.constexpr,
     MEASURED: tl.constexpr,  # the level's drafts end by entropy
     LEVEL: tl.constexpr,
+    FEEDER: tl.constexpr,  # the level whose draft is verified or passed on
+    ADDS: tl.constexpr,  # False: the level draws no token of its own
     N: tl.constexpr,
     BELOW: tl.constexpr,
     ROWS: tl.constexpr,  # rows of logits for each request
@@ -92,7 +94,7 @@ def stop_kernel(
     slot = tl.load(slot_ptr + request).to(tl.int64)
     own = LEVEL * level_stride + request
     requested = tl.load(requested_ptr + own)
-    number = tl.full((), 1, tl.int32)
+    number = tl.full((), 1 if ADDS else 0, tl.int32)
     if VERIFIES or PASSES_ON:
         origin = tl.load(origin_ptr + request)
     else:
@@ -100,7 +102,7 @@ def stop_kernel(
     if origin >= 0:
         lane = tl.arange(0, LANES)
         if VERIFIES or PASSES_ON:
-            below = tl.load(drafted_ptr + own - level_stride)
+            below = tl.load(drafted_ptr + FEEDER * level_stride + request)
             below_place = request * BELOW
         if VERIFIES:
             accepted = tl.load(accepted_ptr + request)

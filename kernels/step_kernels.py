@@ -85,6 +85,7 @@ def stage_kernel(
     DRAWS_PER_LENGTH: tl.constexpr,
     WINDOW: tl.constexpr,
     MARGIN: tl.constexpr,
+    HORIZONTAL: tl.constexpr,
     LANES: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
@@ -106,7 +107,7 @@ def stage_kernel(
     tl.store(window_ptr + request * window_stride + lane, text, mask=lane < WINDOW)
     tl.store(base_ptr + request, base)
     tl.store(end_ptr + request, WINDOW)
-    last = tl.minimum(length + longest - 2, max_model_len - 1)
+    last = tl.minimum(length + longest + HORIZONTAL - 2, max_model_len - 1)
     tl.store(limit_ptr + request, tl.where(requested > 0, last, -1))
     tl.store(slot_ptr + request, slot.to(tl.int32))
     at = _at(LEVELS - 1, level_stride, request)
@@ -374,6 +375,7 @@ def commit_unverified_kernel(
     logits_stride,
     vocab_size,
     HAS_ROWS: tl.constexpr,  # False: what is below are point masses
+    ADDS: tl.constexpr,  # False: the level draws no token of its own
     BELOW: tl.constexpr,
     LEVEL: tl.constexpr,
     LANES: tl.constexpr,
@@ -400,9 +402,10 @@ def commit_unverified_kernel(
                     is_token = entry == tl.load(window_ptr + begin + i)
                     x = tl.where(is_token, 0.0, float("-inf")).to(rows_ptr.dtype.element_ty)
                 tl.store(first_place + i * vocab_size + entry, x, mask=entry < vocab_size)
-            x = tl.load(logits_ptr + request * logits_stride + entry, mask=entry < vocab_size)
-            x = without_filtered(x, temperature, tl.load(threshold_ptr + request))
-            tl.store(first_place + taken * vocab_size + entry, x, mask=entry < vocab_size)
+            if ADDS:
+                x = tl.load(logits_ptr + request * logits_stride + entry, mask=entry < vocab_size)
+                x = without_filtered(x, temperature, tl.load(threshold_ptr + request))
+                tl.store(first_place + taken * vocab_size + entry, x, mask=entry < vocab_size)
         if chunk == 0:
             lane = tl.arange(0, LANES)
             passed_on = lane < taken
@@ -411,27 +414,51 @@ def commit_unverified_kernel(
             if HAS_ROWS:
                 lse = tl.load(below_lse_ptr + request * BELOW + lane, mask=passed_on, other=0.0)
             tl.store(lse_ptr + place, lse, mask=passed_on)
-            token_lse = tl.load(token_lse_ptr + request)
-            tl.store(lse_ptr + request * N + origin + taken, token_lse)
-            token = tl.load(token_ptr + request).to(tl.int32)
-            tl.store(window_ptr + begin + taken, token)
-            drafted = origin + taken + 1
-            end = begin + taken + 1
-            tl.store(end_ptr + request, end)
+            drafted = origin + taken
+            if ADDS:
+                token_lse = tl.load(token_lse_ptr + request)
+                tl.store(lse_ptr + request * N + drafted, token_lse)
+                token = tl.load(token_ptr + request).to(tl.int32)
+                tl.store(window_ptr + begin + taken, token)
+                drafted += 1
+                end = begin + taken + 1
+                tl.store(end_ptr + request, end)
+                _count(counts_ptr, LEVEL, INVALID, (is_finite(token_lse) == 0).to(tl.int32))
+                room = tl.load(requested_ptr + own) - drafted - 1
+                _request_below(
+                    start_ptr,
+                    drafted_ptr,
+                    requested_ptr,
+                    level_stride,
+                    lengths_ptr,
+                    request,
+                    end,
+                    room,
+                    LEVEL,
+                )
             tl.store(drafted_ptr + own, drafted)
-            _count(counts_ptr, LEVEL, INVALID, (is_finite(token_lse) == 0).to(tl.int32))
-            room = tl.load(requested_ptr + own) - drafted - 1
-            _request_below(
-                start_ptr,
-                drafted_ptr,
-                requested_ptr,
-                level_stride,
-                lengths_ptr,
-                request,
-                end,
-                room,
-                LEVEL,
-            )
+
+
+@triton.jit
+def begin_tail_kernel(
+    end_ptr,  # int32 [B]
+    start_ptr,  # int32 [L, B]
+    drafted_ptr,
+    requested_ptr,
+    level_stride,
+    origin_ptr,  # int32 [B]
+    TOP: tl.constexpr,
+    HORIZONTAL: tl.constexpr,
+):
+    request = tl.program_id(0)
+    top = _at(TOP, level_stride, request)
+    drafted = tl.load(drafted_ptr + top)
+    room = tl.where(drafted > 0, HORIZONTAL, 0)
+    tl.store(start_ptr + request, tl.load(end_ptr + request))
+    tl.store(drafted_ptr + request, 0)
+    tl.store(requested_ptr + request, room)
+    tl.store(requested_ptr + top, drafted + room)
+    tl.store(origin_ptr + request, tl.where(drafted > 0, drafted, -1))
 
 
 @triton.jit

@@ -22,23 +22,25 @@ pytestmark = pytest.mark.interpret
 
 
 @pytest.mark.parametrize(
-    ("lengths", "lookup", "unverified", "seed"),
+    ("lengths", "lookup", "unverified", "horizontal", "seed"),
     [
-        ((4,), False, False, 0),
-        ((3, 8), False, False, 1),
-        (LENGTHS, False, False, 2),
-        ((3, 8), True, False, 3),
-        ((3, 8), True, True, 4),
-        (LENGTHS, False, True, 5),
+        ((4,), False, False, 0, 0),
+        ((3, 8), False, False, 0, 1),
+        (LENGTHS, False, False, 0, 2),
+        ((3, 8), True, False, 0, 3),
+        ((3, 8), True, True, 0, 4),
+        (LENGTHS, False, True, 0, 5),
+        ((2, 8), False, False, 3, 6),
+        ((2, 8), True, False, 3, 7),
         *(
-            pytest.param(LENGTHS, s % 2 > 0, s % 3 == 0, s, marks=pytest.mark.slow)
+            pytest.param(LENGTHS, s % 2 > 0, s % 3 == 0, s % 4 // 2, s, marks=pytest.mark.slow)
             for s in range(10, 20)
         ),
     ],
 )
-def test_every_step_equals_its_reference(lengths, lookup, unverified, seed):
+def test_every_step_equals_its_reference(lengths, lookup, unverified, horizontal, seed):
     """Padding, prompt chunks, texts shorter than the window or near max_model_len, guard rows."""
-    schedule = schedule_of(*lengths, lookup=lookup)
+    schedule = schedule_of(*lengths, lookup=lookup, horizontal_tokens=horizontal)
     walk(schedule, seed, batch=7, num_reqs=6, lookup=lookup, unverified=unverified)
 
 

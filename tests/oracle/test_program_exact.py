@@ -90,6 +90,7 @@ def bias(
     *,
     tokens=3,
     stopping=("fixed",) * 3,
+    horizontal_tokens=0,
     mutate=None,
     functions=(),
     **faults,
@@ -105,6 +106,7 @@ def bias(
         rounds,
         (verifier,) * 3,
         stopping=stopping,
+        horizontal_tokens=horizontal_tokens,
         batch=1,
         requests=1,
         vocabulary=VOCABULARY,
@@ -176,6 +178,18 @@ def test_rows_that_the_tokens_were_not_drawn_from_are_caught():
         state.rows[1][0, :1] = state.rows[0][0, :1]
 
     assert bias((1, 3), mutate=rows_of_level_zero) > Fraction(1, 1000)
+
+
+@pytest.mark.parametrize("stopping", [("fixed",) * 2, ("entropy",) * 2])
+def test_horizontal_tokens_have_it_too(stopping):
+    assert bias((1, 3), horizontal_tokens=1, stopping=stopping) == 0
+
+
+def test_horizontal_tokens_with_rows_of_the_top_level_are_caught():
+    def repeat(state, count):
+        state.rows[1][0, count - 1] = state.rows[1][0, count - 2]
+
+    assert bias((1, 3), horizontal_tokens=1, mutate=repeat) > Fraction(1, 1000)
 
 
 ENTROPY = ("entropy",) * 3

@@ -45,6 +45,8 @@ def runner(params, name, **options):
         "sources",
         "unverified",
         "entropy",
+        "horizontal",
+        "horizontal lookup",
     ],
 )
 def test_greedy_text_is_the_targets(name):
@@ -82,6 +84,8 @@ def test_levels_equal_to_the_target_lose_nothing(temperature):
         ("unverified", {}),
         ("entropy", {}),
         ("entropy, unverified", {}),
+        ("horizontal", {}),
+        ("horizontal lookup", {}),
         ("two, adaptive", {}),
         ("two", {"top_p": 0.8, "temperature": 0.9}),
     ],

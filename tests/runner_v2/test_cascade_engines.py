@@ -50,6 +50,10 @@ def configuration(name: str, family) -> dict:
                 {"model": family.mid, "stopping": "entropy"},
             ]
         ),
+        "horizontal": {
+            **cascade([{"model": family.small, "num_tokens": 1}, {"model": family.mid}]),
+            "horizontal_tokens": 2,
+        },
         "three equal": cascade(
             [
                 {"model": family.target, "num_tokens": 1},
@@ -77,6 +81,7 @@ def configuration(name: str, family) -> dict:
         pytest.param("suffix, model", marks=pytest.mark.slow),
         pytest.param("sources, model", marks=pytest.mark.slow),
         pytest.param("entropy", marks=pytest.mark.slow),
+        pytest.param("horizontal", marks=pytest.mark.slow),
         pytest.param("three equal", marks=pytest.mark.slow),
         pytest.param("lookup, exit, model", marks=pytest.mark.slow),
     ],
@@ -245,7 +250,9 @@ PROMPT = [2, 3, 0, 1]
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("name", ["two models", "suffix, model", "entropy", "lookup, exit, model"])
+@pytest.mark.parametrize(
+    "name", ["two models", "suffix, model", "entropy", "horizontal", "lookup, exit, model"]
+)
 def test_sampled_text_follows_the_target(name, small_vocabulary):
     from support.v2_engines import p_values
 

@@ -19,6 +19,8 @@ CASCADES = (
     "unverified",
     "entropy",
     "entropy, unverified",
+    "horizontal",
+    "horizontal lookup",
     "two, adaptive",
 )
 
@@ -86,7 +88,7 @@ def served(launched, name: str) -> set:
 
 def test_what_runners_launch_is_compiled(launched):
     covered = covered_by(launched, launches.ALL)
-    assert len(covered) > 29  # there are as many kernels
+    assert len(covered) > 30  # there are as many kernels
     for name in (*CASCADES, "stock"):
         assert served(launched, name) <= covered, name
 

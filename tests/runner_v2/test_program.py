@@ -41,6 +41,40 @@ def test_token_for_token_as_the_cascade(lengths, rounds, verifiers, greedy):
 
 
 @pytest.mark.parametrize(
+    ("lengths", "rounds", "verifiers", "stopping", "horizontal"),
+    [
+        ((2, 7), (), (), (), 2),
+        ((2, 8), (2,), ("block", "none"), (), 3),
+        ((1, 3, 8), (2, 2), (), ("entropy", "fixed", "entropy"), 2),
+    ],
+)
+def test_horizontal_tokens_follow_the_top_level_s_draft(
+    lengths, rounds, verifiers, stopping, horizontal
+):
+    engine = Engine(
+        lengths,
+        rounds,
+        verifiers or ("block",) * 3,
+        stopping=stopping or ("fixed",) * 3,
+        horizontal_tokens=horizontal,
+        seed=4,
+    )
+    rng = np.random.default_rng(0)
+    filled = []
+    with reference_steps(engine) as steps:
+        for _ in range(9):
+            drafts = engine.propose(steps)
+            assert drafts == engine.host_drafts()
+            for b, draft in enumerate(drafts):
+                if draft and not stopping:
+                    mine = engine.state.rows[-1][b, : len(draft)][-horizontal:]
+                    assert mine.equal(engine.state.rows[0][b, :horizontal])
+            filled += [len(draft) for draft in drafts]
+            engine.keep_some(drafts, rng, steps)
+    assert (max(filled) == lengths[-1] or stopping) and min(filled) == 0
+
+
+@pytest.mark.parametrize(
     ("lengths", "rounds", "verifiers", "stopping"),
     [
         ((5,), (), (), ("entropy",)),

@@ -1,5 +1,6 @@
 """The fixed schedule: its ops, its bounds, and the catch-up rule by exhaustion."""
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -44,7 +45,12 @@ def test_every_draw_of_a_stream_is_used_once(lengths, rounds):
 @pytest.mark.parametrize(
     ("options", "settings", "key"),
     [
-        ([LevelOptions(3), LevelOptions(8)], {"horizontal_tokens": 2}, "horizontal_tokens is 2"),
+        ([LevelOptions(3), LevelOptions(8)], {"horizontal_tokens": 5}, "horizontal_tokens is 5"),
+        (
+            [LevelOptions(3), LevelOptions(8, temperature_scale=2.0)],
+            {"horizontal_tokens": 2},
+            r"needs the temperature_scale of levels\[1\]",
+        ),
         (
             [LevelOptions(3), LevelOptions(8, "none", temperature_scale=2.0)],
             {},
@@ -97,7 +103,7 @@ class Request:
         levels = range(self.schedule.num_levels)
         self.start, self.drafted, self.requested = [n for _ in levels], [0 for _ in levels], []
         self.requested = [0 for _ in levels]
-        self.requested[-1] = self.schedule.num_speculative_tokens
+        self.requested[-1] = self.schedule.draft_lengths[-1]
         self.ask_below(self.schedule.num_levels - 1)
 
     def ask_below(self, level: int) -> None:
@@ -125,7 +131,13 @@ class Request:
 
     def outcomes(self, at: int = 0):
         """Run the ops from `at` on along every outcome; yields at the end of each."""
+        if at == self.schedule.tail < len(self.schedule.ops):
+            self.start[0], self.drafted[0] = len(self.text), 0
+            self.requested[0] = self.schedule.horizontal_tokens if self.drafted[-1] else 0
+            self.requested[-1] = self.drafted[-1] + self.requested[0]
         if at == len(self.schedule.ops):
+            if self.schedule.horizontal_tokens:
+                self.drafted[-1] += self.drafted[0]
             yield
             return
         op = self.schedule.ops[at]
@@ -204,16 +216,24 @@ CASCADES = [
     ((3, 8), (), False),
     ((2, 3, 7), (2, 3), False),
 ]
+HORIZONTAL = [
+    ((2, 6), (), False, 2),
+    ((2, 5), (), True, 1),
+    ((1, 6), (2,), False, 3),
+    ((1, 2, 7), (1, 2), False, 2),
+]
 
 
-@pytest.mark.parametrize(("lengths", "rounds", "lookup"), CASCADES)
-def test_catch_up_leaves_no_hole(lengths, rounds, lookup):
+@pytest.mark.parametrize(
+    ("lengths", "rounds", "lookup", "horizontal"), [*((*c, 0) for c in CASCADES), *HORIZONTAL]
+)
+def test_catch_up_leaves_no_hole(lengths, rounds, lookup, horizontal):
     """All outcomes of all verifications, until no new state of the caches appears."""
-    schedule = schedule_of(*lengths, rounds=rounds, lookup=lookup)
+    schedule = schedule_of(*lengths, rounds=rounds, lookup=lookup, horizontal_tokens=horizontal)
     for missing in reachable(Request(schedule)):
         for k, holes in enumerate(missing):
             if not (lookup and k == 0):
-                assert max(holes) <= schedule.num_levels - k + 1
+                assert max(holes) <= schedule.num_levels - k + 1 + horizontal
 
 
 @pytest.mark.parametrize(
@@ -223,3 +243,13 @@ def test_catch_up_leaves_no_hole(lengths, rounds, lookup):
 def test_without_the_rule_there_are_holes(fault, lengths):
     with pytest.raises(Hole):
         reachable(Request(schedule_of(*lengths), **fault))
+
+
+def test_without_longer_first_passes_horizontal_tokens_leave_holes():
+    schedule = schedule_of(2, 6, horizontal_tokens=2)
+    ops = tuple(
+        replace(op, query_length=op.query_length - 1) if isinstance(op, Verify) else op
+        for op in schedule.ops
+    )
+    with pytest.raises(Hole):
+        reachable(Request(replace(schedule, ops=ops)))

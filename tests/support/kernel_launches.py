@@ -46,6 +46,7 @@ class Cascade:
 
     Attributes:
         lengths: draft length of every level, cheapest first.
+        horizontal_tokens: after the top level's draft.
         shorter: draft lengths in the same memory, for which the scheduler may ask; none.
         lowest: kind of level 0: "model", "ngram", "bigram", "suffix" or "sources".
         sources: lookups of "sources", these three in turn.
@@ -62,6 +63,7 @@ class Cascade:
     lowest: str = "model"
     sources: int = 3
     shorter: tuple[int, ...] = ()
+    horizontal_tokens: int = 0
     store: int = 0
     exits: tuple[int, ...] = ()
     unverified: tuple[int, ...] = ()
@@ -79,7 +81,10 @@ class Cascade:
         kinds = ["model"] * len(self.lengths)
         kinds[0] = self.lowest
         lookup = self.lowest != "model"
-        schedule = compile_schedule([LevelOptions(n) for n in self.lengths], lookup=lookup)
+        compiled = partial(
+            compile_schedule, lookup=lookup, horizontal_tokens=self.horizontal_tokens
+        )
+        schedule = compiled([LevelOptions(n) for n in self.lengths])
         state = ProposalState.allocate(
             schedule,
             batch=self.capacity,
@@ -96,8 +101,7 @@ class Cascade:
             batch = {"index": _empty(_BATCH), "num_sampled": _empty(_BATCH)}
             observe_target(thresholds, state, **batch, num_rejected=_empty(_BATCH))
         if self.shorter:
-            options = [LevelOptions(n) for n in self.shorter]
-            schedule = compile_schedule(options, lookup=lookup)
+            schedule = compiled([LevelOptions(n) for n in self.shorter])
             state = state.shortened(schedule)
         bucket = state.bucket(min(self.capacity, 8))
         text = _empty(self.slots, self.max_model_len)
@@ -145,7 +149,8 @@ class Cascade:
         curve, table = (_empty(n, dtype=torch.float64) for n in (128, self.vocab_size))
         estimates = (Estimates(curve, False), None, Estimates(table, True))
         lookups = list(islice(cycle(zip(each.values(), estimates, strict=True)), self.sources))
-        return SourcesLookup(lookups, 0.05, self.slots, self.lengths[0], meta)
+        length = max(self.lengths[0], self.horizontal_tokens)
+        return SourcesLookup(lookups, 0.05, self.slots, length, meta)
 
     def verify(self, rows: torch.Tensor | None, longest: int, drafts: dict) -> None:
         """Launch the target's verification of drafts, and of none."""
@@ -312,7 +317,7 @@ SHORT = (
     Cascade((4, 8), "ngram"),
     Cascade((8,), "suffix", store=1 << 24),
     Cascade((4, 8), "sources"),
-    Cascade((3, 8), unsure=(0, 1)),
+    Cascade((3, 8), unsure=(0, 1), horizontal_tokens=3),
     StockDrafter(torch.bfloat16),
     Branches(),
 )
@@ -329,6 +334,9 @@ ALL = (
     *(Cascade((n,), unsure=(0,), slots=c, capacity=c) for n, c in ((8, 1), (63, 64))),
     *(Cascade((3, 8), dtype=d, unsure=(0, 1)) for d in (torch.float16, torch.float32)),
     Cascade((3, 8), unsure=(0, 1), shorter=(1, 2)),
+    *(Cascade((2, 8), k, horizontal_tokens=3) for k in ("model", "ngram", "suffix", "sources")),
+    Cascade((1, 3, 8), horizontal_tokens=2, unsure=(0,)),
+    Cascade((2, 8), horizontal_tokens=2, shorter=(1, 4), vocab_size=50257),
     *(Cascade((1, 2, 8), "ngram", exits=e) for e in ((1,), (1, 2))),
     *(Cascade((3, 8), kind, unverified=(1,)) for kind in ("model", "ngram")),
     Cascade((1, 3, 8), unverified=(1, 2)),

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from types import SimpleNamespace
 from unittest import mock
 
@@ -88,6 +89,7 @@ class Engine:
         lengths, rounds: of the levels; see `compile_schedule`.
         verifiers: one per level.
         stopping: one per level.
+        horizontal_tokens: see `compile_schedule`.
         batch: B; requests: how many of these rows are real.
         vocabulary: V.
         dtype: of the rows.
@@ -100,6 +102,7 @@ class Engine:
         verifiers=("block",) * 3,
         *,
         stopping=("fixed",) * 3,
+        horizontal_tokens: int = 0,
         batch: int = 4,
         requests: int = 3,
         vocabulary: int = 5,
@@ -109,7 +112,7 @@ class Engine:
     ) -> None:
         limits = [None, *rounds, *[None] * len(lengths)]
         plain = [LevelOptions(n, max_rounds=limits[k]) for k, n in enumerate(lengths)]
-        self.schedule: Schedule = compile_schedule(plain)
+        self.schedule: Schedule = compile_schedule(plain, horizontal_tokens=horizontal_tokens)
         self.options = [
             LevelOptions(
                 n, verifiers[k], max_rounds=self.schedule.rounds[k] or None, stopping=stopping[k]
@@ -152,7 +155,8 @@ class Engine:
         without = torch.zeros(MAX_NUM_REQS)
         self.filters = Filters(without.int(), without + 1, without)
         self.seeds = torch.randint(-(2**62), 2**62, (MAX_NUM_REQS,), generator=g)
-        scales = [1.0] * 3 if "none" in verifiers else [0.75, 1.0, 1.5]
+        equal = "none" in verifiers or horizontal_tokens
+        scales = [1.0] * 3 if equal else [0.75, 1.0, 1.5]
         self.scales = torch.tensor(scales[: len(lengths)])
         for slot in self.index.tolist():
             for level in self.levels:
@@ -240,10 +244,12 @@ class Engine:
             uniforms=uniforms,
             thresholds=self.host_thresholds,
         )
-        longest = self.schedule.num_speculative_tokens
-        requested = np.clip(
-            np.minimum(longest, MAX_MODEL_LEN - self.schedule.margin - length), 0, None
+        # The last places of a text are not drafted for, as they would not hold the horizontal ones.
+        room = np.minimum(
+            self.schedule.draft_lengths[-1], MAX_MODEL_LEN - self.schedule.margin - length
         )
+        drafts_any = (room > 0) & (length >= self.schedule.window)
+        requested = np.where(drafts_any, room + self.schedule.horizontal_tokens, 0)
         drafts: DraftStore = cascade.propose(batch, slots, requested)
         return [drafts.token_ids[b, : drafts.counts[b]].tolist() for b in slots]
 
@@ -252,10 +258,11 @@ class _NumberedCascade(Cascade):
     """Knows at which op of the schedule it is, to take the draws of that op."""
 
     def __init__(self, levels, options, num_slots, schedule: Schedule) -> None:
-        super().__init__(levels, options, num_slots)
+        super().__init__(levels, options, num_slots, schedule.horizontal_tokens)
         self.schedule = schedule
         self.call = [0] * len(levels)
         self.round = [0] * len(levels)
+        self.depth = 0
 
     def _draft(self, batch, level, slots, requested):
         above = level + 1
@@ -264,7 +271,13 @@ class _NumberedCascade(Cascade):
         if above < len(self.levels):
             self.call[level] = self.call[above] * self.schedule.rounds[above] + self.round[above]
             self.round[above] += 1
-        return super()._draft(batch, level, slots, requested)
+        if self.horizontal_tokens and self.depth == level == 0:
+            # Horizontal tokens, after all rounds of the schedule.
+            self.call[0] = prod(self.schedule.rounds[1:])
+        self.depth += 1
+        drafts = super()._draft(batch, level, slots, requested)
+        self.depth -= 1
+        return drafts
 
     def first_offset(self, level: int) -> int:
         lengths = self.schedule.draft_lengths
@@ -282,6 +295,7 @@ def reference_steps(engine: Engine, **replaced):
         what to pass to `Engine.propose`.
     """
     names = ("stage", "commit_draft", "commit_verify", "commit_unverified", "collect")
+    names += ("begin_tail", "append_tail")
     steps = SimpleNamespace(
         place=partial(step_reference.place, tables=engine.blocks),
         observe_target=step_reference.observe_target,
@@ -289,6 +303,7 @@ def reference_steps(engine: Engine, **replaced):
     )
     functions = {
         "end_unsure_drafts": step_reference.end_unsure_drafts,
+        "pass_entropies_on": step_reference.pass_entropies_on,
         "row_thresholds": reference.row_thresholds,
         "sample_row": reference.sample_row,
         "verify_chain_padded": reference.verify_chain_padded,

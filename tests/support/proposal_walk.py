@@ -49,7 +49,11 @@ def walk(
     cascade_steps.stage(state, schedule, **theirs)
     step_reference.stage(expected, schedule, **tensors)
     assert_equal_states(state, expected)
-    for op in schedule.ops:
+    for at, op in enumerate(schedule.ops):
+        if at == schedule.tail:
+            cascade_steps.begin_tail(state, schedule)
+            step_reference.begin_tail(expected, schedule)
+            assert_equal_states(state, expected)
         if isinstance(op, Lookup):
             step = {"shortest": 1, "longest": 3}
             cascade_steps.lookup_ngram(state, theirs["text"], **step)
@@ -81,6 +85,10 @@ def walk(
                 state, op, logits.to(device), on_device, thresholds.to(device)
             )
             step_reference.commit_verify(expected, op, logits, result, thresholds)
+        assert_equal_states(state, expected)
+    if schedule.horizontal_tokens:
+        cascade_steps.append_tail(state, schedule)
+        step_reference.append_tail(expected, schedule)
         assert_equal_states(state, expected)
     cascade_steps.collect(state, schedule)
     step_reference.collect(expected, schedule)

@@ -31,12 +31,12 @@ def stage(
     state.row_of_slot.fill_(-1)
     state.num_reqs[0] = len(index)
     top, window = schedule.num_levels - 1, schedule.window
-    longest = schedule.num_speculative_tokens
+    longest, own = schedule.num_speculative_tokens, schedule.draft_lengths[-1]
     for b in range(state.batch):
         slot = int(index[b]) if b < len(index) else -1
         n = int(length[slot]) if slot >= 0 else 0
         drafts = slot >= 0 and int(num_sampled[b]) > 0 and n >= window
-        requested = max(min(longest, max_model_len - schedule.margin - n), 0) if drafts else 0
+        requested = max(min(own, max_model_len - schedule.margin - n), 0) if drafts else 0
         state.slot[b] = slot
         state.base[b] = n - window if drafts else 0
         state.window[b, :window] = text[slot, n - window : n] if drafts else 0
@@ -180,9 +180,7 @@ def commit_unverified(
         state.lse[k][b, origin + n] = lse[b]
         if state.temperature[k, b] > 0:
             if below is None:
-                rows[b, origin : origin + n] = -float("inf")
-                passed_on = state.window[b, begin : begin + n].long()
-                rows[b, origin : origin + n].scatter_(1, passed_on[:, None], 0.0)
+                _write_point_masses(rows[b, origin : origin + n], state.window[b, begin:][:n])
             else:
                 rows[b, origin : origin + n] = below[b, :n]
             rows[b, origin + n] = logits[b]
@@ -217,6 +215,45 @@ def lookup_bigram(state: ProposalState, successor: torch.Tensor) -> None:
         while len(found) < state.requested[0, b] and (token := int(successor[token])) >= 0:
             found.append(token)
         _write(state, b, found)
+
+
+def begin_tail(state: ProposalState, schedule: Schedule) -> None:
+    """``cascade_steps.begin_tail``."""
+    for b in range(state.batch):
+        drafted = int(state.drafted[-1, b])
+        room = schedule.horizontal_tokens if drafted else 0
+        state.start[0, b], state.drafted[0, b], state.requested[0, b] = state.end[b], 0, room
+        state.requested[-1, b] = drafted + room
+        state.origin[b] = drafted if drafted else -1
+
+
+def append_tail(state: ProposalState, schedule: Schedule) -> None:
+    """``cascade_steps.append_tail``."""
+    rows, below = state.rows[-1], state.rows[0]
+    assert rows is not None
+    for b in range(state.batch):
+        origin, n = int(state.origin[b]), int(state.drafted[0, b])
+        if origin >= 0:
+            own = slice(origin, origin + n)
+            state.lse[-1][b, own] = 0 if below is None else state.lse[0][b, :n]
+            if state.temperature[-1, b] > 0 and below is not None:
+                rows[b, own] = below[b, :n]
+            elif state.temperature[-1, b] > 0:
+                _write_point_masses(rows[b, own], state.window[b, int(state.end[b]) - n :][:n])
+            state.drafted[-1, b] = origin + n
+
+
+def _write_point_masses(rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+    rows.fill_(-float("inf")).scatter_(1, token_ids.long()[:, None], 0.0)
+
+
+def pass_entropies_on(thresholds: DeviceThresholds, state: ProposalState) -> None:
+    """``entropy_stopping.pass_entropies_on``."""
+    for b in range(state.batch):
+        origin, n = int(state.origin[b]), int(state.drafted[0, b])
+        if origin >= 0:
+            for kept in (thresholds.entropy, thresholds.drafter):
+                kept[-1][b, origin : origin + n] = kept[0][b, :n]
 
 
 def end_unsure_drafts(

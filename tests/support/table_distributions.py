@@ -63,9 +63,16 @@ def cascade(name: str) -> dict:
             {"model": draft, "num_tokens": 2, "stopping": "entropy"},
             {"model": middle, "verifier": "none", "stopping": "entropy"},
         ],
+        "horizontal": [{"model": draft, "num_tokens": 1}, {"model": middle}],
+        "horizontal lookup": [
+            {"ngram": {"max": 2}, "num_tokens": 1},
+            {"model": middle, "stopping": "entropy"},
+        ],
         "equal": [{"model": target, "num_tokens": 1}, {"model": target}],
     }[name]
     found = {"num_speculative_tokens": 4, "levels": levels}
+    if "horizontal" in name:
+        found["horizontal_tokens"] = 2
     return {**found, "adaptive": True} if lengths else found
 
 

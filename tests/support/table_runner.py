@@ -128,7 +128,7 @@ class TableCascade(CascadeSpeculator):
         """What looks up, and its estimates as one of several sources."""
         if level.kind == "sources":
             found = [self._lookup(source, table) for source in level.sources]
-            length = self.schedule.draft_lengths[0]
+            length = self.schedule.kept_lengths[0]
             slots = self.req_states.max_num_reqs
             return SourcesLookup(found, level.min_acceptance, slots, length, CPU), None
         successor, probs = table.argmax(1), table.softmax(1).amax(1).double()

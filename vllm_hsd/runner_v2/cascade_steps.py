@@ -92,6 +92,7 @@ def stage(
         DRAWS_PER_LENGTH=DRAWS_PER_LENGTH,
         WINDOW=schedule.window,
         MARGIN=schedule.margin,
+        HORIZONTAL=schedule.horizontal_tokens,
         LANES=padded_size(schedule.window),
         LEVELS=schedule.num_levels,
         num_warps=1,
@@ -270,11 +271,51 @@ def commit_unverified(
     Raises:
         ValueError: logits that are not of the rows' dtype or width.
     """
-    rows, below = _rows(state, op.level, logits), state.rows[op.level - 1]
-    vocab_size = rows.shape[2]
+    rows = _rows(state, op.level, logits)
+    own = token_ids, lse, thresholds, logits, logits.stride(0)
+    _pass_on(state, op.level, op.level - 1, op.draft_length, rows, taken, own, adds=True)
+
+
+def begin_tail(state: ProposalState, schedule: Schedule) -> None:
+    """Let level 0 draft the horizontal tokens after the top level's draft, where that has any."""
+    step_kernels.begin_tail_kernel[(state.batch,)](
+        state.end,
+        state.start,
+        state.drafted,
+        state.requested,
+        state.drafted.stride(0),
+        state.origin,
+        TOP=schedule.num_levels - 1,
+        HORIZONTAL=schedule.horizontal_tokens,
+        num_warps=1,
+    )
+
+
+def append_tail(state: ProposalState, schedule: Schedule) -> None:
+    """Make level 0's draft part of the top level's, with the rows that it was drawn from."""
+    top, taken = schedule.num_levels - 1, state.drafted[0]
+    rows = state.rows[top]
+    assert rows is not None
+    nothing = taken, state.lse[0], state.lse[0], rows, 0
+    _pass_on(state, top, 0, schedule.horizontal_tokens, rows, taken, nothing, adds=False)
+
+
+def _pass_on(
+    state: ProposalState,
+    level: int,
+    feeder: int,
+    longest: int,
+    rows: torch.Tensor,
+    taken: torch.Tensor,
+    own: tuple,
+    *,
+    adds: bool,
+) -> None:
+    """Launch `commit_unverified_kernel` for a draft of `feeder`, of at most `longest` tokens."""
+    vocab_size, below = rows.shape[2], state.rows[feeder]
     step_kernels.commit_unverified_kernel[(state.batch, triton.cdiv(vocab_size, COPY_CHUNK))](
         rows,
-        state.lse[op.level],
+        state.lse[level],
         state.window,
         state.window.stride(0),
         state.end,
@@ -285,20 +326,17 @@ def commit_unverified(
         state.draft_lengths,
         state.counts,
         state.origin,
-        state.temperature[op.level],
+        state.temperature[level],
         rows if below is None else below,
-        state.lse[op.level - 1],
+        state.lse[feeder],
         taken,
-        token_ids,
-        lse,
-        thresholds,
-        logits,
-        logits.stride(0),
+        *own,
         vocab_size,
         HAS_ROWS=below is not None,
-        BELOW=state.lse[op.level - 1].shape[1],
-        LEVEL=op.level,
-        LANES=padded_size(op.draft_length + 1),
+        ADDS=adds,
+        BELOW=state.lse[feeder].shape[1],
+        LEVEL=level,
+        LANES=padded_size(longest + 1),
         N=rows.shape[1],
         CHUNK=min(COPY_CHUNK, padded_size(vocab_size)),
         num_warps=COPY_WARPS,

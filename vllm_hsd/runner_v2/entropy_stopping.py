@@ -69,7 +69,6 @@ def end_unsure_drafts(
         result: of a verification; None where the draft from below is passed on.
     """
     level, measured = op.level, thresholds.stopping[op.level]
-    below = max(level - 1, 0)
     chunk, _, chunks = tile_shape(logits.shape[1])
     rows = len(logits) if measured else 0
     stats = torch.empty(3, rows, chunks, dtype=torch.float32, device=logits.device)
@@ -84,16 +83,45 @@ def end_unsure_drafts(
             CHUNK=chunk,
             num_warps=NUM_WARPS,
         )
-    verdict = (state.origin, state.origin)
-    if result is not None:
-        verdict = result.num_accepted, result.num_emitted
-    passes_on = isinstance(op, Verify) and result is None
-    per_request = len(logits) // state.batch
+    _stop(
+        thresholds,
+        state,
+        level,
+        max(level - 1, 0),
+        stats,
+        op.step if isinstance(op, Draft) else 0,
+        None if result is None else (result.num_accepted, result.num_emitted),
+        passes_on=isinstance(op, Verify) and result is None,
+        lanes=op.draft_length + 1 if isinstance(op, Verify) else 1,
+    )
+
+
+def pass_entropies_on(thresholds: DeviceThresholds, state: ProposalState) -> None:
+    """Before level 0's draft becomes part of the top level's, let its entropies become so."""
+    top, lanes = len(thresholds.stopping) - 1, thresholds.entropy[0].shape[1]
+    none = thresholds.total.new_empty(3, 0, 1, dtype=torch.float32)
+    _stop(thresholds, state, top, 0, none, 0, None, passes_on=True, lanes=lanes, adds=False)
+
+
+def _stop(
+    thresholds: DeviceThresholds,
+    state: ProposalState,
+    level: int,
+    feeder: int,
+    stats: torch.Tensor,
+    step: int,
+    verdict: tuple[torch.Tensor, torch.Tensor] | None,
+    *,
+    passes_on: bool,
+    lanes: int,
+    adds: bool = True,
+) -> None:
+    _, rows, chunks = stats.shape
     stop_kernel[(state.batch,)](
         thresholds.entropy[level],
         thresholds.drafter[level],
-        thresholds.entropy[below],
-        thresholds.drafter[below],
+        thresholds.entropy[feeder],
+        thresholds.drafter[feeder],
         thresholds.total,
         thresholds.count,
         thresholds.count.shape[1],
@@ -102,19 +130,21 @@ def end_unsure_drafts(
         state.drafted.stride(0),
         state.origin,
         state.slot,
-        *verdict,
+        *(verdict or (state.origin, state.origin)),
         stats,
         rows * chunks,
         chunks,
-        op.step if isinstance(op, Draft) else 0,
-        VERIFIES=result is not None,
+        step,
+        VERIFIES=verdict is not None,
         PASSES_ON=passes_on,
-        MEASURED=measured,
+        MEASURED=rows > 0,
         LEVEL=level,
+        FEEDER=feeder,
+        ADDS=adds,
         N=thresholds.entropy[level].shape[1],
-        BELOW=thresholds.entropy[below].shape[1],
-        ROWS=per_request,
-        LANES=padded_size(op.draft_length + 1 if isinstance(op, Verify) else 1),
+        BELOW=thresholds.entropy[feeder].shape[1],
+        ROWS=rows // state.batch,
+        LANES=padded_size(lanes),
         CHUNKS=padded_size(chunks),
         num_warps=1,
     )

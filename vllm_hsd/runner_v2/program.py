@@ -15,7 +15,11 @@ from vllm_hsd.kernels.chain_verify import verify_chain_padded
 from vllm_hsd.kernels.filter_rows import row_thresholds
 from vllm_hsd.kernels.sample_row import sample_row
 from vllm_hsd.runner_v2 import cascade_steps
-from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds, end_unsure_drafts
+from vllm_hsd.runner_v2.entropy_stopping import (
+    DeviceThresholds,
+    end_unsure_drafts,
+    pass_entropies_on,
+)
 from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState
 from vllm_hsd.runner_v2.schedule import Draft, Lookup, Schedule, Verify
 
@@ -72,7 +76,9 @@ class Program:
 
     def run(self, state: ProposalState) -> None:
         """Draft for all requests of `state`, which `cascade_steps.stage` has prepared."""
-        for op in self.schedule.ops:
+        for at, op in enumerate(self.schedule.ops):
+            if at == self.schedule.tail:
+                cascade_steps.begin_tail(state, self.schedule)
             if isinstance(op, Lookup):
                 cast(ProgramLookup, self.levels[0])(state)
                 continue
@@ -108,6 +114,10 @@ class Program:
                 self._append_unverified(state, op, logits)
             else:
                 self._verify(state, op, logits)
+        if self.schedule.horizontal_tokens:
+            if self.thresholds is not None:
+                pass_entropies_on(self.thresholds, state)
+            cascade_steps.append_tail(state, self.schedule)
         cascade_steps.collect(state, self.schedule)
 
     def _append_unverified(self, state: ProposalState, op: Verify, logits: torch.Tensor) -> None:

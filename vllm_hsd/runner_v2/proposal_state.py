@@ -140,7 +140,7 @@ class ProposalState:
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        levels, lengths = schedule.num_levels, schedule.draft_lengths
+        levels, lengths = schedule.num_levels, schedule.kept_lengths
         longest = schedule.num_speculative_tokens
         verified = {op.draft_length for op in schedule.ops if isinstance(op, Verify)}
         fed = max(1, schedule.longest_query)
@@ -171,7 +171,7 @@ class ProposalState:
             draft_length=empty(batch),
             row_of_slot=torch.full((max_num_reqs,), -1, dtype=torch.int32, device=device),
             counts=empty(levels, len(COUNTS), dtype=torch.int64),
-            draft_lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
+            draft_lengths=torch.tensor(schedule.draft_lengths, dtype=torch.int32, device=device),
             input_ids=empty(batch * fed),
             positions=empty(batch * fed, dtype=torch.int64),
             seq_lens=empty(batch),

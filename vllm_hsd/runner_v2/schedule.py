@@ -7,14 +7,15 @@ round a request really uses is data on the device.
 Catch-up rule: when level k of L runs a forward pass, at most L - k + 1 tokens at the end of
 the text are missing from its KV cache. A level leaves its last token uncomputed, every verifier
 above adds one of its own, and so does the target. So the first pass of a round begins that many
-tokens before the end and may compute some of them again. tests/runner_v2/test_schedule.py
-proves it by exhaustion.
+tokens before the end and may compute some of them again. The first pass of a proposal begins
+earlier by as many tokens as are horizontal, which only level 0 has computed.
+tests/runner_v2/test_schedule.py proves it by exhaustion.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from typing import TYPE_CHECKING
@@ -87,16 +88,18 @@ class Schedule:
     """A compiled cascade.
 
     Attributes:
-        ops: in the order in which they run.
+        ops: in the order in which they run, the last ones for the horizontal tokens.
         draft_lengths: most tokens that each level passes up, the last one's are for the target.
         rounds: per level, how many drafts from below it verifies per call; 0 for level 0.
         window: tokens at the end of the text that the first pass of a round may have to feed.
+        horizontal_tokens: of level 0 after the top level's draft.
     """
 
     ops: tuple[Op, ...]
     draft_lengths: tuple[int, ...]
     rounds: tuple[int, ...]
     window: int
+    horizontal_tokens: int = 0
 
     @property
     def num_levels(self) -> int:
@@ -106,7 +109,22 @@ class Schedule:
     @property
     def num_speculative_tokens(self) -> int:
         """K, most tokens of a proposal."""
-        return self.draft_lengths[-1]
+        return self.draft_lengths[-1] + self.horizontal_tokens
+
+    @property
+    def kept_lengths(self) -> tuple[int, ...]:
+        """Most tokens whose rows each level must keep."""
+        if not self.horizontal_tokens:
+            return self.draft_lengths
+        lowest = max(self.draft_lengths[0], self.horizontal_tokens)
+        return (lowest, *self.draft_lengths[1:-1], self.num_speculative_tokens)
+
+    @property
+    def tail(self) -> int:
+        """The op with which the horizontal tokens begin."""
+        if not self.horizontal_tokens:
+            return len(self.ops)
+        return len(self.ops) - (1 if isinstance(self.ops[-1], Lookup) else self.horizontal_tokens)
 
     @property
     def capacity(self) -> int:
@@ -121,7 +139,7 @@ class Schedule:
         there are no blocks to read, and a shorter length would shift what each token attends to.
         """
         fed = [op.draft_length for op in self.ops if isinstance(op, Verify)]
-        return max(1, *(n - 1 for n in fed)) if fed else 1
+        return max([1, *(n - 1 for n in fed)]) + self.horizontal_tokens
 
     @cached_property
     def passes(self) -> list[int]:
@@ -178,12 +196,14 @@ def compile_schedule(
     Raises:
         UserError: what a fixed schedule cannot do; names the key.
     """
-    lengths = tuple(option.draft_length for option in options)
-    longest = lengths[-1]
-    if horizontal_tokens:
+    longest = options[-1].draft_length
+    scales = options[0].temperature_scale, options[-1].temperature_scale
+    if horizontal_tokens and not lookup and scales[0] != scales[1]:
+        # A row is kept at one temperature, by which the target reads it.
         raise UserError(
-            f"horizontal_tokens is {horizontal_tokens}, but vLLM's V2 runner has no horizontal "
-            "cascades here: remove it or set VLLM_USE_V2_MODEL_RUNNER=0."
+            f"horizontal_tokens is {horizontal_tokens}, so that vLLM's V2 runner needs the "
+            f"temperature_scale of levels[{len(options) - 1}] at levels[0]: set both alike or set "
+            "VLLM_USE_V2_MODEL_RUNNER=0."
         )
     for k, option in enumerate(options):
         # A row is kept at one temperature, by which the next verification reads it.
@@ -200,6 +220,9 @@ def compile_schedule(
                 f"{key} is {option.draft_length}, but the verification kernel takes at most "
                 f"{MAX_KERNEL_DRAFT}: lower it."
             )
+    own = longest - horizontal_tokens
+    options = [*options[:-1], replace(options[-1], draft_length=own)]
+    lengths = tuple(option.draft_length for option in options)
     rounds = (0, *(_rounds(options, k) for k in range(1, len(options))))
     forwards = 0 if lookup else lengths[0]
     for k in range(1, len(options)):
@@ -209,19 +232,22 @@ def compile_schedule(
                 f"levels[{k}] takes {forwards} forward passes per draft, above {MAX_FORWARDS}: "
                 f"lower levels[{k}].max_rounds or raise levels[{k - 1}].num_tokens."
             )
-    ops = _unroll(lengths, rounds, lookup)
+    ops = _unroll(lengths, rounds, lookup, horizontal_tokens)
     for op in ops:
         if not isinstance(op, Lookup) and op.query_length > longest + 1:
             cause, cure = f"there are {len(options)} levels", "remove one"
             if isinstance(op, Verify):
                 cause = f"levels[{op.level - 1}].num_tokens is {op.draft_length}"
                 cure = "lower it"
+            if horizontal_tokens:
+                cause, cure = f"horizontal_tokens is {horizontal_tokens}", "lower it"
             raise UserError(
                 f"{cause}, so levels[{op.level}] would compute {op.query_length} tokens at once, "
                 f"above num_speculative_tokens + 1 ({longest + 1}), the most that decoding kernels "
                 f"take: {cure} or raise num_speculative_tokens."
             )
-    return Schedule(ops, lengths, rounds, uncached_bound(0, len(options)))
+    window = uncached_bound(0, len(options)) + horizontal_tokens
+    return Schedule(ops, lengths, rounds, window, horizontal_tokens)
 
 
 def _length_key(level: int, num_levels: int) -> str:
@@ -235,28 +261,39 @@ def _rounds(options: Sequence[LevelOptions], level: int) -> int:
     return ceil(options[level].draft_length / (options[level - 1].draft_length + 1))
 
 
-def _unroll(lengths: Sequence[int], rounds: Sequence[int], lookup: bool) -> tuple[Op, ...]:
+def _unroll(
+    lengths: Sequence[int], rounds: Sequence[int], lookup: bool, horizontal_tokens: int
+) -> tuple[Op, ...]:
     ops: list[Op] = []
     used = [0] * len(lengths)
+    # Of the last proposal, which only the lowest level has computed.
+    missed = [horizontal_tokens] * len(lengths)
 
     def draws(level: int, count: int) -> int:
         first, used[level] = used[level], used[level] + count
         return first
 
+    def uncached(level: int) -> int:
+        more, missed[level] = missed[level], 0
+        return uncached_bound(level, len(lengths)) + more
+
+    def draft(length: int) -> None:
+        if lookup:
+            ops.append(Lookup(0, length))
+        for step in range(0 if lookup else length):
+            ops.append(Draft(0, step, uncached(0) if step == 0 else 1, draws(0, 1)))
+
     def request(level: int) -> None:
-        uncached = uncached_bound(level, len(lengths))
-        if level > 0:
-            below = lengths[level - 1]
-            for _ in range(rounds[level]):
-                request(level - 1)
-                ops.append(Verify(level, uncached + below, below, draws(level, below + 1)))
-        elif lookup:
-            ops.append(Lookup(0, lengths[0]))
-        else:
-            for step in range(lengths[0]):
-                ops.append(Draft(0, step, uncached if step == 0 else 1, draws(0, 1)))
+        if level == 0:
+            return draft(lengths[0])
+        below = lengths[level - 1]
+        for _ in range(rounds[level]):
+            request(level - 1)
+            ops.append(Verify(level, uncached(level) + below, below, draws(level, below + 1)))
 
     request(len(lengths) - 1)
+    if horizontal_tokens:
+        draft(horizontal_tokens)
     # MAX_FORWARDS * (MAX_KERNEL_DRAFT + 1) draws are the most, which is far below the bound.
     assert max(used) <= DRAWS_PER_LENGTH
     return tuple(ops)

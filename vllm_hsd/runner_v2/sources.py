@@ -167,5 +167,5 @@ def build(speculator: Any, level: Any) -> SourcesLookup:
     lookups = [
         (source.build_v2(speculator, 0), source.estimates_v2(device)) for source in level.sources
     ]
-    length = speculator.schedule.draft_lengths[0]
+    length = speculator.schedule.kept_lengths[0]
     return SourcesLookup(lookups, level.min_acceptance, speculator.max_num_reqs, length, device)

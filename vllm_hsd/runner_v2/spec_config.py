@@ -192,17 +192,19 @@ def schedule_of(hsd: CascadeConfig, longest: int | None = None) -> Schedule:
     """The fixed schedule of a cascade.
 
     Args:
-        longest: most tokens of a proposal, at least as many as levels; None for the configured
-            number.
+        longest: most tokens of a proposal, with at least one for each level before the horizontal
+            ones; None for the configured number.
 
     Raises:
         UserError: what a fixed schedule cannot do.
     """
     options = list(hsd.options())
     if longest is not None:
-        for k in reversed(range(len(options))):
-            length = min(options[k].draft_length, longest)
-            options[k], longest = replace(options[k], draft_length=length), length - 1
+        options[-1] = replace(options[-1], draft_length=longest)
+        room = longest - hsd.horizontal_tokens
+        for k in reversed(range(len(options) - 1)):
+            room = min(options[k].draft_length, room - 1)
+            options[k] = replace(options[k], draft_length=room)
     return compile_schedule(
         options,
         lookup=hsd.levels[0].on_v2 == "lookup",
@@ -215,6 +217,6 @@ def ladder_of(hsd: CascadeConfig) -> list[int]:
 
     With `adaptive` a half and a quarter of it too: vLLM captures the target for each length.
     """
-    longest = hsd.num_speculative_tokens
+    longest, least = hsd.num_speculative_tokens, len(hsd.levels) + hsd.horizontal_tokens
     shorter = {longest // 2, longest // 4} if hsd.adaptive else set()
-    return [longest, *sorted((n for n in shorter if n >= len(hsd.levels)), reverse=True)]
+    return [longest, *sorted((n for n in shorter if n >= least), reverse=True)]
