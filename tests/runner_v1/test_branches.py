@@ -114,6 +114,14 @@ def test_the_rule_grows_branches_and_greedy_texts_stay(family, plain):
     found = {key: sum(level[key] for level in levels) for key in levels[0]}
     assert found["branch_tokens"] >= found["branches"] > found["branches_followed"] > 0
     assert found["followed_tokens"] >= found["branches_followed"]
+    counters = [result["counters"] for result in results.values()]
+    accepted, drafted = (
+        sum(each[f"spec_decode_num_{name}_tokens"] for each in counters)
+        for name in ("accepted", "draft")
+    )
+    assert accepted == found["accepted"] + found["followed_tokens"]
+    # vLLM's list also holds a root for every branch.
+    assert drafted == found["drafted"] + found["branch_tokens"] + found["branches"]
 
 
 @pytest.mark.parametrize(

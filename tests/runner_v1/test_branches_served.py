@@ -1,0 +1,89 @@
+"""Branches with what requests and engines may ask for: texts are those of no speculation."""
+
+import random
+
+import pytest
+from support import hosted_branches
+from support.adapters import write_adapter
+from support.engines import ENGINE_DEFAULTS, forked, run_engine
+from support.hosted_branches import Oracle
+from support.level_files import cascade
+
+from vllm_hsd.engine import EngineProcess
+
+BASE = {"block_size": 32, "max_model_len": 512}
+PROMPTS = [random.Random(i).choices(range(3, 62), k=4 + 9 * i) for i in range(9)]
+GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "max_num_seqs": 9}
+SAMPLED = {"max_tokens": 30, "ignore_eos": True, "temperature": 0.9}
+LETTERS = {"temperature": 0, "max_tokens": 40, "allowed_token_ids": list(range(67, 100))}
+# Requests with seeds are coupled: their texts are those without speculation, too.
+TEXTS = {
+    "stop strings": {"prompts": PROMPTS[:4], "params": {**LETTERS, "stop": ["ab", "c", "fe", "d"]}},
+    "bad words": {"prompts": PROMPTS[:4], "params": {**LETTERS, "bad_words": ["a", "bc", "dd"]}},
+    "several": {
+        "prompts": PROMPTS[:3],
+        "params": [
+            {**SAMPLED, "n": 3, "seed": 1, "min_p": 0.1, "logprobs": 2},
+            {**SAMPLED, "n": 2, "seed": 2, "top_p": 0.8, "logprobs": 0},
+            {**SAMPLED, "n": 2, "seed": 3, "top_k": 9, "presence_penalty": 0.5},
+        ],
+    },
+}
+
+
+def compare(model: str, arguments: dict, jobs: dict, vocabulary: int = 64) -> dict:
+    """Results with branches that follow known texts for a while; asserts that they are equal."""
+    arguments = {"model": model, **BASE, **arguments}
+    plain = run_engine(arguments, jobs)
+    known = [
+        prompt + each["ids"]
+        for name, job in jobs.items()
+        for prompt, sequences in zip(job["prompts"], plain[name]["outputs"], strict=True)
+        for each in sequences
+    ]
+    levels = cascade({"sources": [{"ngram": {}}], "branches": 3})
+    with EngineProcess({**ENGINE_DEFAULTS, **arguments, **levels}, **forked()) as process:
+        oracle = Oracle(known, vocabulary, seed=1)
+        results, seen, _ = process.call(hosted_branches.run, oracle, jobs)
+    for name, result in results.items():
+        assert result["levels"][0]["branches_followed"] > 5, name
+        for mine, theirs in zip(result["outputs"], plain[name]["outputs"], strict=True):
+            assert [without_logprobs(m) for m in mine] == [without_logprobs(t) for t in theirs]
+            for m, t in zip(mine, theirs, strict=True):
+                assert logprobs(m) == pytest.approx(logprobs(t), abs=1e-4)
+    assert seen["won"] > 30
+    return results
+
+
+def without_logprobs(sequence: dict) -> dict:
+    return {key: value for key, value in sequence.items() if key != "logprobs"}
+
+
+def logprobs(sequence: dict) -> dict[tuple[int, int], float]:
+    return {
+        (i, token): found[token][0]
+        for i, found in enumerate(sequence["logprobs"] or [])
+        for token in found
+    }
+
+
+def test_adapters_of_the_target(family, tmp_path):
+    first, second = (write_adapter(tmp_path / str(i), family.target, seed=i) for i in (1, 2))
+    adapters = [None, first, second] * 3
+    job = {"prompts": PROMPTS, "params": GREEDY, "adapters": adapters}
+    jobs = {"mixed": job, "others": {**job, "adapters": adapters[1:] + adapters[:1]}}
+    results = compare(family.target, LORA, jobs)
+    mixed, others = (results[name]["outputs"] for name in jobs)
+    assert all(a != b for a, b in zip(mixed, others, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=pytest.mark.slow)])
+def test_caches_of_eight_bits(family, dtype):
+    compare(
+        family.target, {"kv_cache_dtype": dtype}, {"text": {"prompts": PROMPTS, "params": GREEDY}}
+    )
+
+
+def test_stop_strings_bad_words_filters_and_several_sequences(text_family):
+    compare(text_family.target, {"skip_tokenizer_init": False}, TEXTS, vocabulary=100)
