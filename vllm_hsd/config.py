@@ -88,6 +88,11 @@ class CascadeConfig(Keys):
         return getattr(self.levels[0], "branches", 1) if len(self.levels) == 1 else 1
 
     @property
+    def several_drafts(self) -> bool:
+        """Whether a model draws several drafts of a request, in place of one."""
+        return self.branches > 1 and self.levels[0].kind != "sources"
+
+    @property
     def head_below_others(self) -> bool:
         """Whether a head of the target drafts for another level; it can only be the first one."""
         heads = [source.reads_target_states for source in self.levels[0].drafters]
@@ -155,10 +160,16 @@ class CascadeConfig(Keys):
                     f"levels[0].{key} has no meaning, since the first level verifies no other: "
                     "remove it"
                 )
-        if last and getattr(self.levels[0], "branches", 1) > 1:
+        for i, level in enumerate(self.levels):
+            if last and getattr(level, "branches", 1) > 1:
+                raise ValueError(
+                    f"levels[{i}].branches is for a level alone, whose drafts the target verifies "
+                    "together: remove it or the other levels"
+                )
+        if self.several_drafts and self.adaptive:
             raise ValueError(
-                "levels[0].branches is for drafts that the target verifies, and levels[1] "
-                "verifies one at a time: remove it"
+                "levels[0].branches draws as many drafts as it says, and 'adaptive' chooses how "
+                "much is drafted: remove one of them"
             )
         return self
 

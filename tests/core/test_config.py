@@ -111,7 +111,16 @@ FAULTS = [
     ),
     (
         hsd({"sources": [{"ngram": {}}], "branches": 2, "num_tokens": 2}, {"model": "m"}),
-        r"levels\[0\]\.branches is for drafts that the target verifies, .*: remove it\.",
+        r"levels\[0\]\.branches is for a level alone, .*: remove it or the other levels\.",
+    ),
+    (hsd(LOW, {**TOP, "branches": 2}), r"levels\[1\]\.branches is for a level alone"),
+    (
+        hsd({**TOP, "branches": 2}, adaptive=True),
+        r"levels\[0\]\.branches draws as many .*: remove one of them\.",
+    ),
+    (
+        hsd({"sources": [{**MODEL, "branches": 2}]}),
+        r"sources\[0\]\.branches, which a source does not take: remove it or give it to the level",
     ),
     (hsd({"sources": [{"ngram": {}}], "branches": 17}), r"branches: .*16"),
     (hsd(TOP, adaptive="on"), r"^adaptive must be true or false .*'on'"),

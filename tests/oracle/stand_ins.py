@@ -131,7 +131,8 @@ def _drawn_by(choices: Choices):
         tokens[0, :accepted], tokens[0, accepted] = token_ids[:accepted], final
         return VerifyResult(tokens, torch.tensor([accepted]))
 
-    def verify_tree(target, draft, tree, *, method, generator):
+    def verify_tree(target, draft, tree, *, method, generator=None, uniforms=None):
+        assert uniforms is None or len(uniforms) == len(tree) + 1
         distribution = tree_distribution(target, draft, tree, method=method)
         end, final = divmod(pick(distribution.flatten()), distribution.shape[1])
         path, node = [], end - 1
@@ -166,6 +167,7 @@ def _drawn_by(choices: Choices):
         mock.patch("vllm_hsd.reference.engine.verify_batch", verify_batch),
         mock.patch("vllm_hsd.reference.engine.BlockedCDF", ChosenCDF),
         mock.patch("vllm_hsd.reference.engine.verify_tree", verify_tree),
+        mock.patch("vllm_hsd.verify.branches.verify_tree", verify_tree),
         # draw_iid and draw_without_replacement draw with it.
         mock.patch("vllm_hsd.verify.tree.BlockedCDF", ChosenCDF),
     ):

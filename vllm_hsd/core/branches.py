@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import torch
+
+from vllm_hsd.core.drafts import DraftStore
 
 
 class BranchStore:
-    """The branches of every slot: rows of point masses, `verify.branches` says what they are for.
+    """The branches of every slot: further rows of point masses, or drawn as the chain is.
+
+    `verify.branches` says what they are for.
 
     Args:
         num_slots: requests that can have a draft at the same time.
@@ -18,6 +25,8 @@ class BranchStore:
         counts: [num_slots, R - 1] int64 tokens of each row; 0: no row.
         source: [num_slots, R - 1] int64, of the first token of each row that no row before has.
         room: [num_slots] int64, most tokens of a row that can be verified; 0: the chain alone.
+        drawn: [num_slots] bool, the rows were drawn independently from probabilities.
+        drafts: R - 1 `DraftStore`s over `token_ids` and `counts`, with those probabilities.
     """
 
     def __init__(self, num_slots: int, rows: int, length: int) -> None:
@@ -25,7 +34,33 @@ class BranchStore:
         self.counts = np.zeros((num_slots, rows - 1), dtype=np.int64)
         self.source = np.zeros((num_slots, rows - 1), dtype=np.int64)
         self.room = np.full(num_slots, length)
+        self.drawn = np.zeros(num_slots, dtype=bool)
+        self.drafts = [DraftStore(num_slots, length) for _ in range(rows - 1)]
+        for row, drafts in enumerate(self.drafts):
+            drafts.token_ids, drafts.counts = self.token_ids[:, row], self.counts[:, row]
 
     def clear(self, slots: np.ndarray | int) -> None:
         """Take the branches of `slots` away."""
         self.counts[slots] = 0
+        self.drawn[slots] = False
+
+    def drawn_rows(
+        self, chain: DraftStore, slot: int, counts: Sequence[int]
+    ) -> tuple[list[list[int]], torch.Tensor]:
+        """The first counts[r] tokens of every row, the chain's first, and their probabilities.
+
+        Args:
+            chain: the store of the chains.
+            slot: a slot of drawn rows.
+            counts: [R].
+
+        Returns:
+            (R lists of token ids; [sum(counts), V] what each one was drawn from).
+        """
+        tokens, probs = [], []
+        for drafts, count in zip((chain, *self.drafts), counts, strict=True):
+            first = slot * drafts.length
+            tokens.append(drafts.token_ids[slot, :count].tolist())
+            if drafts.probs is not None:
+                probs.append(drafts.probs[first : first + count])
+        return tokens, torch.cat(probs)

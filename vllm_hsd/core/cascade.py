@@ -33,6 +33,7 @@ from vllm_hsd.core.levels import (
 )
 from vllm_hsd.core.lowest_level import LowestLevel, split_sources
 from vllm_hsd.core.rounds import Round, move_thresholds
+from vllm_hsd.core.several_drafts import SeveralDrafts
 from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.core.verified import append_unverified, append_verified, verify
 
@@ -83,8 +84,11 @@ class Cascade:
         self.budget = DraftBudget(sources, lengths, num_slots) if sources or adaptive else None
         own, lowest = self.budget if sources else None, (self.models, self.drafts[0])
         self.lowest = LowestLevel(levels[0], *lowest, own)
-        if sources is not None and own is not None and self.branches is not None:
-            self.lowest = BranchingLevel(sources, *lowest, own, self.branches)
+        if self.branches is not None:
+            if sources is not None and own is not None:
+                self.lowest = BranchingLevel(sources, *lowest, own, self.branches)
+            elif self.levels[0] is not None:
+                self.lowest = SeveralDrafts(self.levels[0], *lowest, self.branches)
         self.listeners: list[Callable[[Round], None]] = [
             self.counters.observe,
             partial(move_thresholds, self.options),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -37,6 +37,17 @@ class Forward:
     entropy: np.ndarray
     uncertain: np.ndarray
     computed: int
+
+    def of(self, rows: np.ndarray) -> Forward:
+        """Some of the rows, [k] int64; `computed` is left as it is."""
+        index = torch.from_numpy(rows).to(self.logits.device)
+        return replace(
+            self,
+            logits=self.logits[index],
+            probs=None if self.probs is None else self.probs[index],
+            entropy=self.entropy[rows],
+            uncertain=self.uncertain[rows],
+        )
 
 
 class LevelModels:

@@ -35,8 +35,31 @@ def append_own(
         what the model says; [n] bool, drafts that end here: with eos, after a token that the level
         is unsure of, or where the text outgrows the level.
     """
-    one = np.ones(len(slots), dtype=np.int64)
-    forward = models.forward(batch, level, slots, one)
+    forward = models.forward(batch, level, slots, np.ones(len(slots), dtype=np.int64))
+    return forward, append_next(models, drafts, batch, level, slots, uniforms, forward)
+
+
+def append_next(
+    models: LevelModels,
+    drafts: DraftStore,
+    batch: DraftBatch,
+    level: int,
+    slots: np.ndarray,
+    uniforms: np.ndarray | None,
+    forward: Forward,
+    rank: int = 0,
+) -> np.ndarray:
+    """Add the token to each draft that the level's model has next.
+
+    Args:
+        models, drafts, batch, level, slots, uniforms: see `append_own`.
+        forward: what the model says after each text, [n] rows.
+        rank: of a token that is not drawn from probabilities: 0 is the level's own, 1, 2, ... are
+            the likeliest others.
+
+    Returns:
+        the second of `append_own`.
+    """
     token_ids = np.zeros(len(slots), dtype=np.int64)
     if forward.probs is not None and uniforms is not None:
         drawn = torch.from_numpy(uniforms).to(forward.probs.device)
@@ -47,12 +70,24 @@ def append_own(
         if len(chosen) < len(slots):
             logits = logits[torch.from_numpy(chosen)]
         token_ids[chosen] = models.choose(batch, level, logits, own, batch.end[own])
+        if rank:
+            token_ids[chosen] = _another(logits, token_ids[chosen], rank)
     batch.tokens[batch.rows[slots], batch.end[slots]] = token_ids
     batch.end[slots] += 1
-    order = np.arange(len(slots))
+    order, one = np.arange(len(slots)), np.ones(len(slots), dtype=np.int64)
     drafts.append(slots, token_ids[:, None], one, forward.probs, order, level, forward.entropy)
     outgrown = batch.end[slots] > models.context_lengths[level]
-    return forward, (token_ids == batch.eos[slots]) | forward.uncertain | outgrown
+    ended: np.ndarray = (token_ids == batch.eos[slots]) | forward.uncertain | outgrown
+    return ended
+
+
+def _another(logits: torch.Tensor, token_ids: np.ndarray, rank: int) -> np.ndarray:
+    """[n] int64, the likeliest tokens but those given, the rank-th of each row [n, V] from 1 on."""
+    likeliest = logits.topk(min(rank + 1, logits.shape[1])).indices.cpu().numpy()
+    others = np.argsort(likeliest == token_ids[:, None], axis=1, kind="stable")
+    place = others[:, min(rank, likeliest.shape[1]) - 1]
+    found: np.ndarray = likeliest[np.arange(len(place)), place]
+    return found
 
 
 def append_unverified(

@@ -29,6 +29,7 @@ TargetVerifier = Annotated[Literal["block", "standard", "coupled"], _ALIAS]
 Stopping = Literal["fixed", "entropy"]
 Name = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[int, Field(ge=1, le=128)]
+MAX_BRANCHES = 16
 Probability = Annotated[float, Field(ge=0, le=1)]
 VllmKey = Annotated[Any, Field(exclude=True)]
 
@@ -300,6 +301,24 @@ class VllmModelKeys(LevelConfig):
     def short_name(cls, value: object) -> str:
         """The last part of the model's path."""
         return value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else cls.kind
+
+
+class BranchKeys(LevelConfig):
+    """Keys of levels of which the target can verify several drafts of a request in one pass.
+
+    Attributes:
+        branches: drafts that the target verifies together, at most; 1 for a chain.
+    """
+
+    branches: Annotated[int, Field(ge=1, le=MAX_BRANCHES)] = 1
+
+    def check_v2(self, name: str) -> None:
+        """See `LevelConfig.check_v2`."""
+        if self.branches > 1:
+            raise UserError(
+                f"{name}.branches does not run on vLLM's V2 runner: remove it or set "
+                "VLLM_USE_V2_MODEL_RUNNER=0 for the V1 runner."
+            )
 
 
 class LookupKeys(LevelConfig):

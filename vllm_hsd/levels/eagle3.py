@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_hsd.levels.base import Measuring, Name, Place, SamplingKeys, Target, VllmModelKeys
+from vllm_hsd.levels.base import (
+    BranchKeys,
+    Measuring,
+    Name,
+    Place,
+    SamplingKeys,
+    Target,
+    VllmModelKeys,
+)
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
 
 
-class Eagle3LevelConfig(SamplingKeys, VllmModelKeys):
+class Eagle3LevelConfig(SamplingKeys, VllmModelKeys, BranchKeys):
     """An EAGLE-3 head of the target, which reads the target's states of verified tokens.
 
     Attributes:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_hsd.levels.base import Measuring, Name, Place, Target, VerifyingKeys, VllmModelKeys
+from vllm_hsd.levels.base import (
+    BranchKeys,
+    Measuring,
+    Name,
+    Place,
+    Target,
+    VerifyingKeys,
+    VllmModelKeys,
+)
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
 
 
-class ModelLevelConfig(VerifyingKeys, VllmModelKeys):
+class ModelLevelConfig(VerifyingKeys, VllmModelKeys, BranchKeys):
     """A draft model.
 
     Attributes:

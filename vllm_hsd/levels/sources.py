@@ -7,21 +7,27 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from vllm_hsd.errors import UserError
-from vllm_hsd.levels.base import KINDS, LevelConfig, Place, Probability, Source, level_name
+from vllm_hsd.levels.base import (
+    KINDS,
+    BranchKeys,
+    LevelConfig,
+    Place,
+    Probability,
+    Source,
+    level_name,
+)
 
 if TYPE_CHECKING:
     from vllm_hsd.core.levels import LevelOptions
 
 MAX_SOURCES = 8
-MAX_BRANCHES = 16
 
 
-class SourcesLevelConfig(LevelConfig):
+class SourcesLevelConfig(BranchKeys):
     """Several sources, of which the most promising ones draft: lookups, then at most one other.
 
     Attributes:
         sources: the sources.
-        branches: drafts that the target verifies together, at most; 1 for a chain.
         min_acceptance: a lookup's draft ends before the token that is less likely to be accepted.
     """
 
@@ -34,7 +40,6 @@ class SourcesLevelConfig(LevelConfig):
     on_v2 = "lookup"
 
     sources: Annotated[list[Source], Field(min_length=1, max_length=MAX_SOURCES)]
-    branches: Annotated[int, Field(ge=1, le=MAX_BRANCHES)] = 1
     min_acceptance: Probability = 0.05
 
     @property
@@ -92,11 +97,7 @@ class SourcesLevelConfig(LevelConfig):
 
     def check_v2(self, name: str) -> None:
         """See `LevelConfig.check_v2`."""
-        if self.branches > 1:
-            raise UserError(
-                f"{name}.branches does not run on vLLM's V2 runner: remove it or set "
-                "VLLM_USE_V2_MODEL_RUNNER=0 for the V1 runner."
-            )
+        super().check_v2(name)
         for key, source in self.named_sources(name):
             if not source.is_lookup:
                 lookups = ", ".join(kind for kind, cls in KINDS.items() if cls.is_lookup)
@@ -122,10 +123,10 @@ class SourcesLevelConfig(LevelConfig):
                     f"has sources[{i}] of kind '{source.kind}' before others: lookups ({lookups}) "
                     "come first, and one source of another kind may be the last"
                 )
-            for key in ("num_tokens", "verifier", "max_rounds"):
-                if getattr(source, key, None) is not None:
+            for key in ("num_tokens", "verifier", "max_rounds", "branches"):
+                if getattr(source, key, None) is not None and key in source.model_fields_set:
                     raise ValueError(
                         f"has sources[{i}].{key}, which a source does not take: remove it"
-                        + (" or give it to the level" if key == "num_tokens" else "")
+                        + (" or give it to the level" if key in ("num_tokens", "branches") else "")
                     )
         return self

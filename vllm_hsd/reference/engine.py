@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from vllm_hsd.core.branches import BranchStore
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.counters import Count, Counters, LevelCounts
 from vllm_hsd.core.drafts import DraftStore
@@ -21,7 +22,7 @@ from vllm_hsd.core.levels import Level, LevelOptions, LookupLevel, Sources
 from vllm_hsd.reference.request import ONLY, Request
 from vllm_hsd.reference.trees import TreeOptions, grow, target_logits
 from vllm_hsd.verify import verify_tree
-from vllm_hsd.verify.branches import follow
+from vllm_hsd.verify.branches import follow, verify_rows
 from vllm_hsd.verify.chain import verify_batch, verify_greedy
 from vllm_hsd.verify.residual import BlockedCDF, is_normalized
 
@@ -171,6 +172,9 @@ class ReferenceEngine:
         drafts = DraftStore(1, 0)
         if self.cascade is not None:
             drafts = self.cascade.propose(request.draft_batch(), ONLY, np.array([most]))
+            branches = self.cascade.branches
+            if branches is not None and branches.drawn[0] and drafts.counts[0]:
+                return self._rows_step(self.cascade, branches, request)
         counts = drafts.counts[ONLY]
         count = int(counts[0])
         path = drafts.token_ids[0, :count]
@@ -191,6 +195,29 @@ class ReferenceEngine:
             request.cached[:-1] = np.minimum(request.cached[:-1], request.length + accepted)
         emitted = [token for token in token_ids[0].tolist() if token >= 0]
         return count, int(accepted[0]), emitted
+
+    def _rows_step(
+        self, cascade: Cascade, branches: BranchStore, request: Request
+    ) -> tuple[int, int, list[int]]:
+        """`_chain_step` where several drafts were drawn."""
+        chain, model = cascade.drafts[-1], len(self.levels)
+        counts = [int(chain.counts[0]), *branches.counts[0].tolist()]
+        rows, drawn_from = branches.drawn_rows(chain, 0, counts)
+        along = [request.logits_along(self.target, model, row) for row in rows]
+        uniforms = request.uniforms(ONLY, np.array([sum(counts) + 1]), model)
+        found = verify_rows(
+            request.probs(torch.cat(along), model),
+            drawn_from,
+            rows,
+            self.verifier,
+            torch.from_numpy(uniforms),
+        )
+        of_chain = np.array([found.of_chain])
+        cascade.record_acceptance(ONLY, of_chain, request.thresholds)
+        more = np.array([found.accepted]) - of_chain
+        cascade.record_branches(ONLY, np.array([found.winner]), more)
+        request.cached[:-1] = np.minimum(request.cached[:-1], request.length + of_chain)
+        return sum(counts), found.accepted, found.token_ids
 
     def _follow(self, cascade: Cascade, request: Request, token_ids: np.ndarray) -> np.ndarray:
         """[1, width] int64 emitted tokens and those along branches, padded with -1."""

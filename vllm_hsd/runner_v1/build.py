@@ -147,6 +147,8 @@ def build(
     lazy = LazyCaches(runner, requests) if late else None
     clock = StepClock(hsd.branches * (hsd.num_speculative_tokens + 1))
     drawn = [d for level, d in zip(cascade.levels, cascade.drafts, strict=True) if level]
+    if hsd.several_drafts and cascade.branches is not None:
+        drawn += cascade.branches.drafts
     _reserve(drawn, vllm_config.model_config.get_vocab_size(), runner.device)
     return Drafting(cascade, requests, table, heads, lazy, clock)
 

@@ -252,10 +252,11 @@ class CascadeProposer(DraftModelProposer):
     def _coupled(self, slots: np.ndarray) -> np.ndarray | None:
         """[slots] bool for `DraftBatch.coupled`: greedy requests need no probabilities either."""
         coupled = self.requests.noise[slots].astype(bool)
-        if not coupled.any():
+        greedy = self.runner.input_batch.temperature_cpu[: len(slots)] < GREEDY_BELOW
+        # Several drafts of a request are drawn only where they differ.
+        if not coupled.any() and not (self.cascade_config.several_drafts and greedy.any()):
             return None
         found = np.zeros(len(self.requests.end), dtype=bool)
-        greedy = self.runner.input_batch.temperature_cpu[: len(slots)] < GREEDY_BELOW
         found[slots] = coupled | greedy
         return found
 

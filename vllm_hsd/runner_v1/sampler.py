@@ -22,7 +22,7 @@ from vllm_hsd.runner_v1.noise import generators
 from vllm_hsd.runner_v1.request_state import RequestState
 from vllm_hsd.runner_v1.row_layout import Rows
 from vllm_hsd.runner_v1.sampling import GREEDY_BELOW, RequestSampling
-from vllm_hsd.verify.branches import follow
+from vllm_hsd.verify.branches import follow, verify_rows
 from vllm_hsd.verify.chain import argmax_rows, verify_batch, verify_greedy
 from vllm_hsd.verify.coupled import verify_coupled
 from vllm_hsd.verify.inputs import ChainBatch
@@ -147,18 +147,26 @@ class VerifyingSampler(RejectionSampler):
             counts, scheduled, draft_probs, sampling, processed, owners, slots, noise
         )
         step = whole if rows is None else whole.of_chains(rows)
-        emitted = np.full((len(counts), step.scheduled.shape[1] + 1), -1, dtype=np.int32)
-        accepted = np.zeros(len(counts), dtype=np.int64)
-        chosen = self._chosen(step)
-        for some, verify in ((~chosen, self._verify_drawn), (chosen, self._verify_chosen)):
+        width = step.scheduled.shape[1] + 1 if rows is None else int(rows.counts.max())
+        emitted = np.full((len(counts), width), -1, dtype=np.int32)
+        accepted, winner = np.zeros((2, len(counts)), dtype=np.int64)
+        chosen, together = self._chosen(step), self._together(whole, rows)
+        if rows is not None and together.any():
+            found = self._verify_together(whole, rows, np.flatnonzero(together))
+            emitted[together], accepted[together], winner[together] = found
+        for some, verify in (
+            (~chosen & ~together, self._verify_drawn),
+            (chosen, self._verify_chosen),
+        ):
             if some.any():
-                found, accepted[some] = verify(step, np.flatnonzero(some))
-                emitted[some, : found.shape[1]] = found
+                tokens, accepted[some] = verify(step, np.flatnonzero(some))
+                emitted[some, : tokens.shape[1]] = tokens
         self._verified(step, accepted)
         first = ragged_starts(counts + 1)
         if rows is not None:
-            emitted, roots = self._follow(whole, rows, emitted, accepted)
-            first = first + roots
+            emitted, winner[~together] = self._follow(whole, rows, emitted, ~together)
+            self._won(rows, winner, (emitted >= 0).sum(1), accepted)
+            first = first + rows.offsets[np.arange(len(counts)), winner]
         for own, count in zip(noise, (emitted >= 0).sum(1).tolist(), strict=True):
             if own is not None and count:
                 own.emitted(count)
@@ -210,8 +218,28 @@ class VerifyingSampler(RejectionSampler):
         """The rows of the target's logits, of [batch] int64 draft lengths; None for chains only."""
         return None
 
+    def _together(self, whole: TargetStep, rows: Rows | None) -> np.ndarray:
+        """[batch] bool, requests with several drawn drafts, which are verified together."""
+        return np.zeros(len(whole.counts), dtype=bool)
+
+    def _verify_together(
+        self, whole: TargetStep, rows: Rows, requests: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Verify the drafts of requests [k] as `_together`.
+
+        Args:
+            whole: the batch with its branches.
+            rows: of `whole`.
+            requests: [k] int64.
+
+        Returns:
+            (tokens [k, longest row] padded with -1; [k] int64, leading ones of the accepted ones
+            that are the chain's; [k] int64, the row that holds them).
+        """
+        raise NotImplementedError
+
     def _follow(
-        self, whole: TargetStep, rows: Rows, emitted: np.ndarray, accepted: np.ndarray
+        self, whole: TargetStep, rows: Rows, emitted: np.ndarray, follows: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Go on along branches from what the verification of the chains emitted.
 
@@ -219,11 +247,23 @@ class VerifyingSampler(RejectionSampler):
             whole: the batch with its branches.
             rows: of `whole`.
             emitted: [batch, width] int32 tokens, padded with -1.
-            accepted: [batch] int64 tokens of the chains.
+            follows: [batch] bool, requests whose branches are point masses.
 
         Returns:
-            (emitted tokens as given; [batch] int64, place of the root of the row that holds them
-            among its request's).
+            (emitted tokens as given; [follows.sum()] int64, the row that holds them).
+        """
+        raise NotImplementedError
+
+    def _won(
+        self, rows: Rows, winner: np.ndarray, counts: np.ndarray, accepted: np.ndarray
+    ) -> None:
+        """Take in the rows that hold the text.
+
+        Args:
+            rows: of the batch.
+            winner: [batch] int64 numbers of rows within their requests.
+            counts: [batch] int64 emitted tokens.
+            accepted: [batch] int64 tokens of the chains.
         """
         raise NotImplementedError
 
@@ -322,11 +362,60 @@ class CascadeSampler(VerifyingSampler):
     def _rows(self, counts: np.ndarray) -> Rows | None:
         return None if self.state.branches is None else self.state.branches.of_logits(counts)
 
+    def _together(self, whole: TargetStep, rows: Rows | None) -> np.ndarray:
+        store = self.state.cascade.branches
+        if rows is None or store is None or whole.sampling.greedy:
+            return super()._together(whole, rows)
+        found: np.ndarray = store.drawn[whole.slots] & (rows.counts[:, 1:] > 0).any(1)
+        return found
+
+    def _verify_together(
+        self, whole: TargetStep, rows: Rows, requests: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        store, chains = self.state.cascade.branches, self.state.cascade.drafts[-1]
+        assert store is not None and whole.slots is not None
+        target, owners = whole.rows_of(requests)
+        probs, is_normalized = whole.sampling.target_probabilities(target, owners)
+        # A row that is not normalized ends the tree there.
+        probs[torch.from_numpy(~is_normalized).to(probs.device)] = torch.nan
+        counts = rows.counts[requests]
+        found = np.full((len(requests), int(rows.counts.max())), -1, dtype=np.int64)
+        of_chain, winner = np.zeros((2, len(requests)), dtype=np.int64)
+        slots, first = whole.slots[requests], ragged_starts(counts.sum(1))
+        for i, (slot, start) in enumerate(zip(slots.tolist(), first.tolist(), strict=True)):
+            lengths = np.maximum(counts[i] - 1, 0)
+            tokens, drawn_from = store.drawn_rows(chains, slot, lengths.tolist())
+            verified = verify_rows(
+                probs[start : start + int(counts[i].sum())],
+                drawn_from,
+                tokens[: int((counts[i] > 0).sum())],
+                self.verifier,
+                torch.from_numpy(self._node_uniforms(slot, lengths)).to(probs.device),
+            )
+            found[i, : len(verified.token_ids)] = verified.token_ids
+            of_chain[i], winner[i] = verified.of_chain, verified.winner
+        return found, of_chain, winner
+
+    def _node_uniforms(self, slot: int, lengths: np.ndarray) -> np.ndarray:
+        """[sum(lengths) + 1] float64 uniforms of a request: row by row, then for the next token."""
+        slots, stream = np.full(1, slot), len(self.state.cascade.levels)
+        parts = [
+            self.state.requests.uniforms(slots, np.array([count]), stream)
+            for count in [*lengths.tolist(), 1]
+        ]
+        return np.concatenate(parts)
+
+    def _won(
+        self, rows: Rows, winner: np.ndarray, counts: np.ndarray, accepted: np.ndarray
+    ) -> None:
+        assert self.state.branches is not None
+        self.state.branches.finish(winner, np.maximum(counts - 1, 0), accepted)
+
     def _follow(
-        self, whole: TargetStep, rows: Rows, emitted: np.ndarray, accepted: np.ndarray
+        self, whole: TargetStep, rows: Rows, emitted: np.ndarray, follows: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        store, hosted = self.state.cascade.branches, self.state.branches
-        assert store is not None and hosted is not None and whole.slots is not None
+        store = self.state.cascade.branches
+        assert store is not None and whole.slots is not None
         chosen = self._chosen(whole)
         first = ragged_starts(whole.counts + 1)
 
@@ -346,12 +435,11 @@ class CascadeSampler(VerifyingSampler):
             emitted,
             (emitted >= 0).sum(1),
             store.token_ids[whole.slots],
-            np.maximum(rows.counts[:, 1:] - 1, 0),
+            np.where(follows[:, None], np.maximum(rows.counts[:, 1:] - 1, 0), 0),
             draw,
         )
-        hosted.finish(winner, np.maximum(counts - 1, 0), accepted)
         emitted = np.ascontiguousarray(token_ids[:, : max(int(counts.max()), 1)], dtype=np.int32)
-        return emitted, rows.offsets[np.arange(len(winner)), winner]
+        return emitted, winner[follows]
 
     def _draw_chosen(
         self, step: TargetStep, logits: torch.Tensor, requests: np.ndarray, place: np.ndarray

@@ -55,6 +55,7 @@ class V1CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
         reasons = {
             "an EAGLE-3 head below other levels": hsd.head_below_others,
             "a level that verifies nothing": bool(hsd.interleaved),
+            "a model with branches": hsd.several_drafts,
             "horizontal_tokens": hsd.horizontal_tokens > 0,
             "a KV connector": connector_mistake(adaptive, arguments) is not None,
         }

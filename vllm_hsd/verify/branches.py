@@ -6,13 +6,19 @@ row, and so on. Every token after the chain is drawn from the target's distribut
 uniform of its own, so a branch decides only how far a step gets: it may depend on all that was
 drafted, tokens of the chain that are rejected included. A chain with probabilities is drawn before
 it, from what the branches have no part in, and stays whatever they are.
+
+Several drawn drafts of one model are verified together instead, as a tree (`verify_rows`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import torch
+
+from vllm_hsd.verify.tree import ROOT, Tree, verify_tree
 
 
 def follow(
@@ -63,3 +69,63 @@ def follow(
         open_[going] &= (place[:, None] < branch_counts[going]) & (next_token == token[:, None])
         going = going[open_[going].any(1)]
     return emitted, counts, winner
+
+
+class VerifiedRows(NamedTuple):
+    """What several drawn drafts of a request come to.
+
+    Attributes:
+        token_ids: the accepted tokens and one more; none after a row that is not normalized.
+        accepted: how many were accepted.
+        winner: the first row that begins with these.
+        of_chain: leading ones of them that the first row begins with.
+    """
+
+    token_ids: list[int]
+    accepted: int
+    winner: int
+    of_chain: int
+
+
+def verify_rows(
+    target_probs: torch.Tensor,
+    draft_probs: torch.Tensor,
+    rows: Sequence[list[int]],
+    verifier: str,
+    uniforms: torch.Tensor,
+) -> VerifiedRows:
+    """Verify independently drawn drafts of one request together, in the order of the rows.
+
+    "block" is Traversal Verification, which for one row is block verification; "standard" is token
+    by token recursive rejection (both in `verify.tree`). A row may be shortened, or left out, by
+    all that was drawn for the rows before it, not by its own tokens or those of later ones.
+
+    Args:
+        target_probs: [sum(n_r + 1), V] float32 or float64, row after row: the target's distribution
+            after the text and after each draft token of the row.
+        draft_probs: [sum(n_r), V], what each draft token was drawn from.
+        rows: R drafts of n_r token ids.
+        verifier: "block" or "standard".
+        uniforms: [sum(n_r) + 1] float64, see `verify_tree`.
+
+    Raises:
+        ValueError: see `verify_tree`.
+    """
+    parents: list[int] = []
+    index, owner = [0], []
+    for r, tokens in enumerate(rows):
+        after = len(parents) + r + 1
+        index += range(after, after + len(tokens))
+        parents += [ROOT, *range(len(parents), len(parents) + len(tokens))][: len(tokens)]
+        owner += [r] * len(tokens)
+    emitted, path = verify_tree(
+        target_probs[torch.tensor(index, device=target_probs.device)],
+        draft_probs,
+        Tree(parents, [token for tokens in rows for token in tokens]),
+        method="traversal" if verifier == "block" else "recursive_rejection",
+        uniforms=uniforms,
+    )
+    token_ids, nodes = emitted.tolist(), path.tolist()
+    same = [a == b for a, b in zip(rows[0], token_ids[: len(nodes)], strict=False)]
+    of_chain = [*same, False].index(False)
+    return VerifiedRows(token_ids, len(nodes), owner[nodes[-1]] if nodes else 0, of_chain)

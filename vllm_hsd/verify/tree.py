@@ -1,4 +1,4 @@
-"""Verification of draft trees; the reference engine uses it, serving through vLLM does not.
+"""Verification of draft trees: by the reference engine, and of several drawn drafts in serving.
 
 `traversal` is Traversal Verification (Weng et al., "Traversal Verification for Speculative Tree
 Decoding", arXiv:2505.12398): leaves first, with the acceptance probability of the whole path. On a
@@ -84,6 +84,7 @@ def verify_tree(
     *,
     method: str = "traversal",
     generator: torch.Generator | None = None,
+    uniforms: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Verify a draft tree without changing the target's distribution.
 
@@ -103,6 +104,8 @@ def verify_tree(
         method: "traversal", "recursive_rejection" or "greedy".
         generator: on the rows' device; N + 1 uniforms are drawn from it in every case, except by
             `greedy`.
+        uniforms: float64 [N + 1] in [0, 1) on the rows' device, used instead of the generator: one
+            for each node, then one for the next token.
 
     Returns:
         (token_ids int64 [m + 1], path int64 [m]): tokens of the accepted nodes and one more (none
@@ -117,9 +120,10 @@ def verify_tree(
     if method == "greedy":
         node, token = greedy_end(rows)
     else:
-        uniforms = torch.rand(
-            len(tree) + 1, dtype=torch.float64, device=target_probs.device, generator=generator
-        )
+        if uniforms is None:
+            uniforms = torch.rand(
+                len(tree) + 1, dtype=torch.float64, device=target_probs.device, generator=generator
+            )
         decide = _traverse if method == "traversal" else _descend
         node, row = decide(rows, uniforms.tolist())
         token = rows.draw_next(node, row, uniforms[-1:])

@@ -1,0 +1,126 @@
+"""Several drawn drafts of one model in one pass: texts and distributions as without drafts."""
+
+import random
+
+import pytest
+from support import several_drafts
+from support.eagle3_head import write_eagle3_head
+from support.engines import ENGINE_DEFAULTS, forked, run_engine
+from support.level_files import cascade
+from support.sampling_cases import CASES, SIGNIFICANCE, outputs_by_case, p_values, sampling_job
+
+from vllm_hsd.engine import EngineProcess
+
+BASE = {"block_size": 32, "max_model_len": 256}
+PROMPTS = [random.Random(i).choices(range(2, 62), k=4 + 9 * i) for i in range(9)]
+TEXT = {"max_tokens": 40, "ignore_eos": True}
+MIXED = [{**TEXT, "temperature": i % 2, "seed": 7 if i % 3 == 2 else None} for i in range(9)]
+JOBS = {
+    "greedy": {"prompts": PROMPTS, "params": {**TEXT, "temperature": 0, "logprobs": 1}},
+    "greedy alone": {"prompts": PROMPTS[4:5], "params": {**TEXT, "temperature": 0}},
+    "mixed": {"prompts": PROMPTS, "params": MIXED},
+}
+FOUR = {"num_speculative_tokens": 4}
+TIGHT = {"max_num_batched_tokens": 80, "max_num_seqs": 9, "num_gpu_blocks_override": 28}
+
+
+@pytest.fixture(scope="module")
+def plain(family) -> dict:
+    return run_engine({"model": family.target, **BASE}, JOBS)
+
+
+def differing(result: dict, plain: dict, name: str) -> list[int]:
+    """Requests with another text, of those whose text does not depend on drafts."""
+    pairs = zip(result["outputs"], plain["outputs"], strict=True)
+    return [
+        i
+        for i, (mine, theirs) in enumerate(pairs)
+        if mine[0]["ids"] != theirs[0]["ids"]
+        and (name != "mixed" or MIXED[i]["temperature"] == 0 or MIXED[i]["seed"] is not None)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "branches", "arguments"),
+    [
+        ("model", 3, {}),
+        ("eagle3", 4, {}),
+        # The scheduler cuts lists of drafts, cuts prompts, and preempts.
+        ("model", 2, TIGHT),
+        pytest.param(
+            "model",
+            11,
+            {"max_model_len": 512, "max_num_seqs": 9},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_greedy_and_seeded_texts_stay(family, plain, tmp_path, kind, branches, arguments):
+    value = family.mid
+    if kind == "eagle3":
+        value = write_eagle3_head(family.target, tmp_path, draft_vocabulary=60, trained=True)
+    level = {kind: value, "branches": branches}
+    results = run_engine(
+        {"model": family.target, **BASE, **arguments, **cascade(level, **FOUR)}, JOBS
+    )
+    for name, result in results.items():
+        assert differing(result, plain[name], name) == []
+        level = result["levels"][0]
+        assert level["branches"] > 10 and level["branches_followed"] > 0, name
+        accepted = result["counters"]["spec_decode_num_accepted_tokens"]
+        assert accepted == level["accepted"] + level["followed_tokens"]
+    assert results["greedy"]["levels"][0]["branches_followed"] > 10
+    if arguments is TIGHT:
+        assert sum(result["counters"]["num_preemptions"] for result in results.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("verifier", "count"),
+    [
+        ("block", 250),
+        ("standard", 250),
+        pytest.param("block", 15000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)]),
+        pytest.param("standard", 15000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)]),
+    ],
+)
+def test_samples_follow_the_target(small_vocabulary, verifier, count):
+    level = {"model": small_vocabulary.small, "branches": 4}
+    arguments = {"model": small_vocabulary.target, **BASE, **cascade(level, verifier=verifier)}
+    with EngineProcess({**ENGINE_DEFAULTS, **arguments}, **forked()) as process:
+        results = process.call(several_drafts.run, {"sampled": sampling_job(CASES, count)})
+        found = p_values(small_vocabulary.target, outputs_by_case(CASES, results["sampled"]))
+        assert min(found.values()) > SIGNIFICANCE, found
+        assert results["sampled"]["levels"][0]["branches_followed"] > count
+        cases = {"temperature 1": CASES["temperature 1"]}
+        for fault in several_drafts.FAULTS:
+            job = {"sampled": sampling_job(cases, 4000)}
+            results = process.call(several_drafts.run, job, fault)
+            found = p_values(small_vocabulary.target, outputs_by_case(cases, results["sampled"]))
+            assert min(found.values()) < SIGNIFICANCE, (fault, found)
+
+
+def test_more_drafts_of_the_drafter_are_accepted_for_longer(family):
+    """Tokens a step grow with the drafts, and traversal is ahead of token by token."""
+    job = {"a": {"prompts": PROMPTS * 4, "params": {**TEXT, "max_tokens": 30}}}
+    steps = {}
+    for verifier, branches in (("block", 1), ("block", 4), ("standard", 4)):
+        level = {"model": family.small, "branches": branches}
+        arguments = {"model": family.target, **BASE, **cascade(level, verifier=verifier)}
+        counters = run_engine(arguments, job)["a"]["counters"]
+        steps[verifier, branches] = counters["spec_decode_num_drafts"]
+    assert steps["block", 4] < steps["standard", 4] < steps["block", 1]
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_verify_alike(family, plain):
+    """Each rank hosts rows and copies blocks of its own part of the caches."""
+    level = {"model": family.mid, "branches": 3}
+    tensor_parallel = {"tensor_parallel_size": 2, "max_num_seqs": 9}
+    results = run_engine(
+        {"model": family.target, **BASE, **tensor_parallel, **cascade(level)},
+        JOBS,
+        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    )
+    for name, result in results.items():
+        assert differing(result, plain[name], name) == []
+    assert results["greedy"]["levels"][0]["branches_followed"] > 10

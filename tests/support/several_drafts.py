@@ -1,0 +1,45 @@
+"""Faults of drawing and verifying several drafts of a model; called in the engine's process."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+from support.engines import run_jobs
+
+from vllm_hsd.verify.branches import verify_rows
+
+
+def _shared(lowest: Any):
+    """`_uniforms` of a `SeveralDrafts` that gives all rows of a step the same ones."""
+    original, last = lowest._uniforms, {}
+
+    def uniforms(batch, slots, most):
+        key = batch.end[slots].tobytes() + most.tobytes()
+        if last.get("key") != key:
+            last["key"], last["found"] = key, original(batch, slots, most)
+        return last["found"]
+
+    return mock.patch.object(lowest, "_uniforms", uniforms)
+
+
+def _of_another_node(target, draft, rows, *args):
+    """The target's rows of all drafts but the first are those of the places before."""
+    target, second = target.clone(), len(rows[0]) + 1
+    target[second + 1 :] = target[second:-1].clone()
+    return verify_rows(target, draft, rows, *args)
+
+
+FAULTS = ("all rows by the same uniforms", "rows of another node")
+
+
+def run(llm, jobs: dict, fault: str | None = None) -> dict[str, Any]:
+    """Results of `run_jobs`."""
+    if fault is None:
+        return run_jobs(llm, jobs)
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    if fault == FAULTS[0]:
+        with _shared(runner.drafter.cascade.lowest):
+            return run_jobs(llm, jobs)
+    with mock.patch("vllm_hsd.runner_v1.sampler.verify_rows", _of_another_node):
+        return run_jobs(llm, jobs)
