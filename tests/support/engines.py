@@ -16,7 +16,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
-from vllm_hsd.engine import EngineProcess
+from vllm_hsd.engine import EngineProcess, vllm_params
 from vllm_hsd.errors import UserError
 from vllm_hsd.worker_process import WorkerProcess
 
@@ -135,7 +135,9 @@ def run_job(llm, prompts, params, arrive=None, abort=None, adapters=None, priori
 
     "prompt_logprobs" has a list per prompt, None where the request did not ask.
     """
-    levels, counters = _level_counts(), _counters(llm)
+    from vllm_hsd.metrics import counted_since, level_counts
+
+    levels, counters = level_counts(), _counters(llm)
     listed = params if isinstance(params, list) else [params] * len(prompts)
     sampling = [sampling_params(llm, given) for given in listed]
     requests = [p if isinstance(p, dict) else {"prompt_token_ids": p} for p in prompts]
@@ -149,7 +151,7 @@ def run_job(llm, prompts, params, arrive=None, abort=None, adapters=None, priori
     return {
         "outputs": [_plain(output) for output in outputs],
         "prompt_logprobs": [output and _logprobs(output.prompt_logprobs) for output in outputs],
-        "levels": _difference(_level_counts(), levels),
+        "levels": counted_since(levels),
         "counters": {name: value - counters[name] for name, value in _counters(llm).items()},
     }
 
@@ -163,16 +165,9 @@ def _lora_requests(adapters: list[str | None]) -> list:
 
 def sampling_params(llm, given: dict):
     """`vllm.SamplingParams`; `given` may hold "bad_words_ids" and plain structured outputs."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
-
     given = dict(given)
     bad_words_ids = given.pop("bad_words_ids", None)
-    if "structured_outputs" in given:
-        given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
-    if llm.model_config.skip_tokenizer_init:
-        given.setdefault("detokenize", False)
-    params = SamplingParams(**given)
+    params = vllm_params(llm, given)
     if bad_words_ids:
         # vLLM derives these from `bad_words` with a tokenizer, which these engines lack.
         params._bad_words_token_ids = bad_words_ids
@@ -214,20 +209,6 @@ def _logprobs(positions) -> list[dict | None] | None:
     return positions and [
         position and {token: (entry.logprob, entry.rank) for token, entry in position.items()}
         for position in positions
-    ]
-
-
-def _level_counts() -> list[dict]:
-    from vllm_hsd.metrics import level_counts
-
-    return level_counts()
-
-
-def _difference(after: list[dict], before: list[dict]) -> list[dict]:
-    before = before or [dict.fromkeys(level, 0) for level in after]
-    return [
-        {name: value - earlier[name] for name, value in level.items()}
-        for level, earlier in zip(after, before, strict=True)
     ]
 
 
