@@ -18,7 +18,7 @@ from benchmarks.gpu.items import Finding, Setting
 
 # 256 requests of 800 tokens are 200,000; the controls get 65,536.
 REQUESTS, TOKENS, CONTROL_TOKENS = 256, 800, 256
-TOY_REQUESTS, TOY_TOKENS, TOY_GRID = 6, 24, 3
+TOY_REQUESTS, TOY_TOKENS = 6, 24
 # Texts that transformers reads at once.
 AT_ONCE = 8
 
@@ -57,14 +57,11 @@ def run(setting: Setting, family: dict[str, str] = engines.TINY) -> Finding:
             left_out.append(f"{name}: no time left.")
             continue
         config = configs[name.partition(",")[0] if fault else name]
-        values, leans, rate = _texts(setting, family, name, config, fault)
-        grid = TOY_GRID if setting.toy else pit.GRID
+        found, rate = _texts(setting, family, name, config, fault)
         # A few tokens cannot show a bias that strongly.
         rejected = None if setting.toy else pit.REJECTED
         biased = fault is not None
-        rows.append(
-            pit.checked_row("configuration", name, values, rate, grid, biased, rejected, leans)
-        )
+        rows.append(pit.checked_row("configuration", name, found, rate, biased, rejected))
     return Finding([pit.sentence(row, row["configuration"]) for row in rows], rows, left_out)
 
 
@@ -74,8 +71,8 @@ def _texts(
     name: str,
     config: dict[str, Any],
     fault: Callable[[], None] | None,
-) -> tuple[list[np.ndarray], list[np.ndarray], float]:
-    """(`pit.transformed` and `pit.leaning` of every text, tokens per target step)."""
+) -> tuple[list[np.ndarray], float]:
+    """(`pit.places` of every text, tokens per target step)."""
     count, tokens = (REQUESTS, CONTROL_TOKENS if fault else TOKENS)
     if setting.toy:
         count, tokens = TOY_REQUESTS, TOY_TOKENS
@@ -94,15 +91,15 @@ def _texts(
     with engines.engine(setting, label, arguments, prepare=fault) as process:
         found = process.generate(prompts, params)
     paths = family["target"], family["mid"]
-    values, leans = transformed(paths, setting.device, prompts, found.token_ids)
-    return values, leans, found.num_tokens / found.num_target_steps
+    places = placed(paths, setting.device, prompts, found.token_ids)
+    return places, found.num_tokens / found.num_target_steps
 
 
 @torch.inference_mode()
-def transformed(
+def placed(
     paths: tuple[str, str], device: str, prompts: list[list[int]], texts: list[list[int]]
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """`pit.transformed` and `pit.leaning` of every text at temperature 1.
+) -> list[np.ndarray]:
+    """`pit.places` of every text at temperature 1.
 
     Args:
         paths: the target and the model that drafts for it.
@@ -113,14 +110,12 @@ def transformed(
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).to(device).eval()
         for path in paths
     ]
-    g = torch.Generator().manual_seed(0)
-    values, leans = [], []
+    found = []
     for first in range(0, len(texts), AT_ONCE):
         some = range(first, min(first + AT_ONCE, len(texts)))
         ids = torch.tensor([[*prompts[i], *texts[i]] for i in some], device=device)
         start = len(prompts[0])
         rows = [network(ids).logits[:, start - 1 : -1] for network in networks]
         for row, drafter, text in zip(*rows, ids[:, start:], strict=True):
-            values.append(pit.transformed(row, text, g).numpy())
-            leans.append(pit.leaning(row, drafter, text))
-    return values, leans
+            found.append(pit.places(row, text, drafter))
+    return found

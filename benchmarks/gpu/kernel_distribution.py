@@ -43,7 +43,6 @@ class Sizes:
     vocabulary: int
     batch: int
     length: int
-    grid: int
     control_length: int
 
     @property
@@ -52,8 +51,8 @@ class Sizes:
 
 
 # 256 requests of 800 tokens are 200,000, of 256 tokens 65,536.
-FULL = Sizes(vocabulary=4096, batch=256, length=800, grid=pit.GRID, control_length=256)
-TOY = Sizes(vocabulary=6, batch=6, length=24, grid=3, control_length=60)
+FULL = Sizes(vocabulary=4096, batch=256, length=800, control_length=256)
+TOY = Sizes(vocabulary=6, batch=6, length=24, control_length=60)
 
 
 class TableLevel:
@@ -94,8 +93,8 @@ def texts(
     device: torch.device,
     fault: str | None = None,
     tokens: int | None = None,
-) -> tuple[list[np.ndarray], list[np.ndarray], float]:
-    """(`pit.transformed` and `pit.leaning` of every text, tokens per target step) of one cascade.
+) -> tuple[list[np.ndarray], float]:
+    """(`pit.places` of every text, tokens per target step) of one cascade.
 
     Args:
         fault: HOTTER_DRAFTS, or a name of `faults.FAULTS`.
@@ -200,13 +199,12 @@ def texts(
         if hotter is not None:
             hotter.stop()
     rate = float((length - prompt).sum()) / (steps * batch)
-    values, leans = [], []
+    places = []
     for b in range(batch):
         whole = text[b, prompt - 1 : prompt + wanted].long()
         logits = target[whole[:-1]].float()
-        values.append(pit.transformed(logits, whole[1:], g).numpy())
-        leans.append(pit.leaning(logits, drafters[-1][whole[:-1]], whole[1:]))
-    return values, leans, rate
+        places.append(pit.places(logits, whole[1:], drafters[-1][whole[:-1]]))
+    return places, rate
 
 
 def _hotter(logits, temperature, *rest, **options):
@@ -226,11 +224,8 @@ def run(setting: Setting) -> Finding:
         controls = [HOTTER_DRAFTS, *([] if setting.toy else FAULTS)] if name == CONTROL else []
         for fault in (None, *controls):
             count = sizes.length if fault is None else sizes.control_length
-            values, leans, rate = texts(lengths, sizes, torch.device(setting.device), fault, count)
+            found, rate = texts(lengths, sizes, torch.device(setting.device), fault, count)
             label = name if fault is None else f"{name}: {fault}"
-            rows.append(
-                pit.checked_row(
-                    "cascade", label, values, rate, sizes.grid, fault is not None, rejected, leans
-                )
-            )
+            biased = fault is not None
+            rows.append(pit.checked_row("cascade", label, found, rate, biased, rejected))
     return Finding([pit.sentence(row, row["cascade"]) for row in rows], rows)

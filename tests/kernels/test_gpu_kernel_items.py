@@ -49,7 +49,7 @@ def test_the_distribution_of_two_and_three_levels_and_of_the_control(setting):
 
 
 def test_a_distribution_that_is_missed_is_a_failure(setting, monkeypatch):
-    monkeypatch.setattr(kernel_distribution, "texts", lambda *args: ([], [], 2.0))
+    monkeypatch.setattr(kernel_distribution, "texts", lambda *args: ([], 2.0))
     monkeypatch.setattr(pit, "p_value", lambda *args: 1e-5)
     with pytest.raises(pytest.fail.Exception, match="does not follow the target"):
         kernel_distribution.run(setting)
