@@ -1,4 +1,4 @@
-"""Paths, prompts, statistics and CSV files that the benchmarks share.
+"""Paths, prompts and CSV files that the benchmarks share.
 
 Run a benchmark from the root of the repository, for example `python -m benchmarks.studies.demo`.
 """
@@ -7,11 +7,8 @@ import csv
 import json
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
-
-import numpy as np
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODELS = REPOSITORY / "benchmarks" / "models"
@@ -44,27 +41,6 @@ def commit() -> str:
     results = (":!*.csv", ":!*.png", ":!*.md")
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *results)
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median, smallest and largest of one value per round."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float] | np.ndarray) -> Self:
-        return cls(float(np.median(values)), float(np.min(values)), float(np.max(values)))
-
-    def columns(self, name: str) -> dict[str, str]:
-        """Cells of a CSV row."""
-        return {
-            name: f"{self.median:.3f}",
-            f"{name}_low": f"{self.low:.3f}",
-            f"{name}_high": f"{self.high:.3f}",
-        }
 
 
 def write_csv(

@@ -26,8 +26,3 @@ def test_every_row_of_a_csv_names_the_commit_and_the_machine(tmp_path):
         rows = list(csv.DictReader(file))
     assert [row["rate"] for row in rows] == ["0.5000", "1.0000"]
     assert all(row["commit"] and "1 thread" in row["machine"] for row in rows)
-
-
-def test_a_spread_is_median_smallest_and_largest():
-    spread = common.Spread.of([3.0, 1.0, 2.0])
-    assert (spread.median, spread.low, spread.high) == (2.0, 1.0, 3.0)

