@@ -2,10 +2,10 @@
 
     python -m benchmarks.studies.ablations [--only NAME ...] [--output results/ablations]
 
-Everything but the number of drafts runs through vLLM with method "hsd" on the target as trained
+Everything runs through vLLM with method "hsd" on the target as trained
 (not zero-padded): the figures are counts, not times, and so hold on a busy machine. Each row is the
-mean over RUNS batches of the same prompts, +- their standard deviation. The
-number of drafts (trees, which vLLM's runner cannot host) runs on the reference engine.
+mean over RUNS batches of the same prompts, +- their standard deviation. The number of drafts runs
+on the reference engine, too, which can also draw them without replacement.
 
 Columns: block efficiency (tokens per target call, prefill included), redundancy (share of drafted
 tokens that were thrown away) and target utilization (target calls per token); the last two are
@@ -29,6 +29,8 @@ from benchmarks.studies.configs import fixed
 from vllm_hsd.engine import EngineProcess
 
 RUNS, PROMPTS, TOKENS = 6, 16, 96
+# "Overcoming Joint Intractability with Lossless Hierarchical Speculative Decoding", Table 2.
+DRAFTS = (1, 2, 4, 11)
 SMALL, MID = {"model": str(MODELS / "small")}, {"model": str(MODELS / "mid")}
 
 
@@ -40,6 +42,7 @@ class Variant:
         levels: as in the JSON.
         keys: further keys of the cascade.
         points: (x, draft_lengths or None for those of the levels, temperature).
+        engine: further arguments of the engine.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Variant:
     points: list[tuple[float, list[int] | None, float]]
     draft: int = 8
     keys: dict = field(default_factory=dict)
+    engine: dict = field(default_factory=dict)
 
 
 def lengths(*values: int) -> list[tuple[float, list[int], float]]:
@@ -132,6 +136,22 @@ def experiments() -> dict[str, tuple[str, list[Variant]]]:
                 for unverified in (0, 2, 4)
             ],
         ),
+        "number of drafts": (
+            "drafts K",
+            [
+                Variant(
+                    name,
+                    [{**SMALL, "branches": count}],
+                    [(count, None, 1.0)],
+                    4,
+                    {"verifier": verifier},
+                    # Every further draft has a block of its own below the longest text.
+                    {"block_size": 32, "max_model_len": 1024},
+                )
+                for name, verifier in (("traversal", "block"), ("token by token", "standard"))
+                for count in DRAFTS
+            ],
+        ),
         "draft temperature, target at 0.6": (
             "draft temperature",
             [
@@ -147,6 +167,7 @@ def measure(variant: Variant, texts: list[str], log: Path) -> Iterator[dict[str,
     cascade = fixed(*variant.levels, length=variant.draft, **variant.keys)
     engine_args = {
         **ENGINE_ARGS,
+        **variant.engine,
         "model": str(MODELS / "target"),
         "speculative_config": cascade,
     }
@@ -181,7 +202,7 @@ def measure_number_of_drafts(texts: list[str]) -> Iterator[dict[str, Any]]:
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
     models = {n: AutoModelForCausalLM.from_pretrained(MODELS / n) for n in ("target", "small")}
     for draw in ("iid", "without_replacement"):
-        for drafts in (1, 2, 4, 11):
+        for drafts in DRAFTS:
             engine = ReferenceEngine(
                 HuggingFaceLevel(models["target"]),
                 [HuggingFaceLevel(models["small"])],
