@@ -3,6 +3,7 @@
 import argparse
 import csv
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,7 @@ def measure(monkeypatch, tmp_path):
 
     def started(chosen, configs, prompts, **_):
         opened.append(engines_of(configs, tmp_path))
-        return _Entered(opened[-1])
+        return nullcontext(opened[-1])
 
     monkeypatch.setattr(sweep, "started", started)
 
@@ -123,17 +124,6 @@ def measure(monkeypatch, tmp_path):
         return table.rows, faults
 
     return run
-
-
-class _Entered:
-    def __init__(self, value):
-        self.value = value
-
-    def __enter__(self):
-        return self.value
-
-    def __exit__(self, *exception):
-        pass
 
 
 def test_a_run_goes_on_where_it_was_stopped(measure, monkeypatch):
@@ -204,7 +194,7 @@ def test_ways_to_verify_share_five_engines_and_are_drawn_by_draft_limit(monkeypa
 
     def started(chosen, configs, prompts, **keys):
         hosted.update(keys)
-        return _Entered(engines_of(configs, tmp_path))
+        return nullcontext(engines_of(configs, tmp_path))
 
     monkeypatch.setattr(sweep, "started", started)
     monkeypatch.setattr(sweep, "read_sets", lambda *_: ("wxyz", SETS))

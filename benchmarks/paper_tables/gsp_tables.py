@@ -188,21 +188,6 @@ def show(console: Console, title: str, rows: list[dict[str, object]]) -> None:
     console.print(table)
 
 
-def show_table_9(console: Console, rows: list[dict[str, object]]) -> None:
-    table = Table(title="Table 9: paper / ours, and the optimal hierarchy")
-    table.add_column("C to B")
-    for cost in COSTS_OF_C:
-        table.add_column(f"cost {cost:g}", justify="center")
-    width = len(COSTS_OF_C)
-    for start in range(0, len(rows), width):
-        cells = [
-            f"{row['paper_speedup']:.2f} / {row['our_speedup']:.2f}\n{row['hierarchy']}"
-            for row in rows[start : start + width]
-        ]
-        table.add_row(f"{rows[start]['rate_C_to_B']:.1f}", *cells)
-    console.print(table)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent)
@@ -213,7 +198,7 @@ def main() -> None:
         show(console, f"Table {table}", rows)
         write_csv(output / f"table_{table}.csv", rows)
     rows = table_9_rows()
-    show_table_9(console, rows)
+    show(console, "Table 9", rows)
     write_csv(output / "table_9.csv", rows)
     worst = max(abs(row["paper_speedup"] - row["our_speedup"]) for row in rows)
     console.print(f"Table 9: the largest difference of a cell is {worst:.4f}.")

@@ -32,22 +32,6 @@ def group(batch_sizes: Sequence[int], temperatures: Sequence[float]) -> Group:
     return Group("", configs, temperatures, batch_sizes, ("cold", "warm"), FEWEST_PROMPTS)
 
 
-def summary(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A Markdown table by batch size, temperature and cache: means and extremes over the sets."""
-    names = [name for name in dict.fromkeys(row["configuration"] for row in rows) if name != PLAIN]
-    yield f"| batch size, temperature, cache | {' | '.join(names)} | adaptive: least of a set |"
-    yield "| --- |" + " --- |" * (len(names) + 1)
-    points = dict.fromkeys((row["batch_size"], row["temperature"], row["cache"]) for row in rows)
-    for point in points:
-        at = [row for row in rows if (row["batch_size"], row["temperature"], row["cache"]) == point]
-        speeds = {
-            name: [float(r["speedup"]) for r in at if r["configuration"] == name] for name in names
-        }
-        means = [f"{statistics.fmean(speeds[name]):.2f}" for name in names]
-        where = f"{point[0]}, {float(point[1]):g}, {point[2]}"
-        yield f"| {where} | {' | '.join(means)} | {min(speeds[ADAPTIVE]):.2f} |"
-
-
 def shortfalls(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """How the adaptive configuration compares with no speculation and the best fixed one."""
     cells: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
@@ -87,9 +71,12 @@ def main() -> int:
     table = sweep.Table(options.output / "workloads.csv")
     cells = [group(options.batch_sizes, options.temperatures)]
     faults = sweep.fill(table, cells, options, *sweep.read_sets(options.prompts, 64))
-    print(*summary(table.rows), *shortfalls(table.rows), f"Written: {table.path}", sep="\n")
-    for line in faults:
-        print(line)
+    drafting = [row for row in table.rows if row["configuration"] != PLAIN]
+    named = [
+        row | {"group": f"temperature {row['temperature']}, {row['cache']}"} for row in drafting
+    ]
+    print(*sweep.means(named, "speedup", "batch_size"), sep="\n")
+    print(*shortfalls(table.rows), f"Written: {table.path}", *faults, sep="\n")
     return 1 if faults else 0
 
 
