@@ -3,11 +3,13 @@
 import random
 
 import pytest
+import torch
 from support import several_drafts
-from support.eagle3_head import write_eagle3_head
+from support.eagle3_head import Reference, write_eagle3_head
 from support.engines import ENGINE_DEFAULTS, forked, run_engine
 from support.level_files import cascade
 from support.sampling_cases import CASES, SIGNIFICANCE, outputs_by_case, p_values, sampling_job
+from transformers import AutoModelForCausalLM
 
 from vllm_hsd.engine import EngineProcess
 
@@ -81,6 +83,33 @@ def test_greedy_and_seeded_texts_stay(family, plain, tmp_path, kind, branches, a
     assert results["greedy"]["levels"][0]["branches_followed"] > 10
     if arguments is TIGHT:
         assert sum(result["counters"]["num_preemptions"] for result in results.values()) > 0
+
+
+@pytest.mark.parametrize("kind", ["model", "eagle3"])
+def test_every_row_is_what_the_level_says_after_its_first_token(family, tmp_path, kind):
+    """Also after steps that another row won, or the text would only be accepted less."""
+    if kind == "model":
+        value = family.mid
+        model = AutoModelForCausalLM.from_pretrained(value, dtype=torch.float32).eval()
+
+        def said(text: list[int], row: list[int]) -> list[int]:
+            logits = model(torch.tensor([[*text, *row]])).logits[0]
+            return logits[len(text) - 1 : -1].argmax(-1).tolist()
+    else:
+        value = write_eagle3_head(family.target, tmp_path, draft_vocabulary=60, trained=True)
+        said = Reference(family.target, value).guesses
+    arguments = cascade({kind: value, "branches": 3}, **FOUR)
+    arguments = {**ENGINE_DEFAULTS, "model": family.target, **BASE, **arguments}
+    with EngineProcess(arguments, **forked()) as process:
+        found = process.call(several_drafts.recorded, {"greedy": JOBS["greedy"]})
+    some = [text for text in sorted(found) if found[text][0]][::5]
+    assert len(some) > 20
+    for text in some:
+        chain, *others = found[text]
+        assert said(list(text), chain) == chain
+        assert len({row[0] for row in found[text] if row}) == sum(map(bool, found[text]))
+        for row in filter(None, others):
+            assert said(list(text), row)[1:] == row[1:]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 from support.engines import run_jobs
+from support.hosted_branches import runner_of
 
 from vllm_hsd.verify.branches import verify_rows
 
@@ -37,9 +38,29 @@ def run(llm, jobs: dict, fault: str | None = None) -> dict[str, Any]:
     """Results of `run_jobs`."""
     if fault is None:
         return run_jobs(llm, jobs)
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     if fault == FAULTS[0]:
-        with _shared(runner.drafter.cascade.lowest):
+        with _shared(runner_of(llm).drafter.cascade.lowest):
             return run_jobs(llm, jobs)
     with mock.patch("vllm_hsd.runner_v1.sampler.verify_rows", _of_another_node):
         return run_jobs(llm, jobs)
+
+
+def recorded(llm, jobs: dict) -> dict[tuple[int, ...], list[list[int]]]:
+    """Text -> the rows that were drafted after it, the chain first."""
+    proposer = runner_of(llm).drafter
+    cascade, found = proposer.cascade, {}
+    original, store = cascade.propose, cascade.branches
+
+    def propose(batch, slots, requested):
+        drafts = original(batch, slots, requested)
+        for slot in slots.tolist():
+            text = batch.tokens[batch.rows[slot], : proposer.requests.committed[slot]].tolist()
+            rows = [drafts.token_ids[slot, : drafts.counts[slot]].tolist()]
+            for tokens, count in zip(store.token_ids[slot], store.counts[slot], strict=True):
+                rows.append(tokens[:count].tolist())
+            found[tuple(text)] = rows
+        return drafts
+
+    with mock.patch.object(cascade, "propose", propose):
+        run_jobs(llm, jobs)
+    return found
