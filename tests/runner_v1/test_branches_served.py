@@ -87,3 +87,26 @@ def test_caches_of_eight_bits(family, dtype):
 
 def test_stop_strings_bad_words_filters_and_several_sequences(text_family):
     compare(text_family.target, {"skip_tokenizer_init": False}, TEXTS, vocabulary=100)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks(family):
+    """Each rank copies blocks of its own heads; the branches are the rule's."""
+    jobs = {"text": {"prompts": PROMPTS, "params": GREEDY}}
+    plain = run_engine({"model": family.target, **BASE}, jobs)["text"]
+    sources = [{"ngram": {"max": 3}}, {"ngram": {"max": 1}}, {"model": family.small}]
+    arguments = {"tensor_parallel_size": 2, "max_num_seqs": 9}
+    levels = cascade({"sources": sources, "branches": 4})
+    result = run_engine(
+        {
+            "model": family.target,
+            "worker_extension_cls": "support.free_drafts.Worker",
+            **BASE,
+            **arguments,
+            **levels,
+        },
+        jobs,
+        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    )["text"]
+    assert result["outputs"] == plain["outputs"]
+    assert result["levels"][0]["branches_followed"] > 5
