@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plot, sweep
-from benchmarks.studies import demo, demo_cascade, real_model, streams, windows
+from benchmarks.studies import demo, demo_cascade, real_model, windows
 from benchmarks.studies.configs import fixed
 from benchmarks.sweep import COLUMNS, PLAIN, Group, Sweep, Table
 from vllm_hsd.cli.bench_jobs import Comparison, Setup
@@ -42,15 +42,9 @@ class FakeEngines:
         self.index = index
         return self
 
-    def call(self, function, *arguments):
-        if function is sweep.empty_prefix_cache:
-            self.warm, self.caching = False, True
-            return None
-        assert function is streams.keep_streams
-        _, count, seconds, _ = arguments
-        levels = [{"requested": 8.0, "empty": 4.0, "drafted": 16.0}] if self.index else []
-        faster = 2 if self.index else 1
-        return streams.Served(count * 10 * faster, seconds, [0.1], [0.1 / faster], levels)
+    def call(self, function):
+        assert function is sweep.empty_prefix_cache
+        self.warm, self.caching = False, True
 
     def generate(self, prompts, params, on_text=lambda *_: None):
         if prompts[0] == self.breaks_at:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.paper_tables.closed_forms import expected_tokens, speculation_speedup
-from benchmarks.planner import cascade_map, several_drafts
+from benchmarks.planner import cascade_map
 from benchmarks.planner.two_levels import Drafters, best, small_at_target
 from vllm_hsd.planner.predict import Selection, predict
 
@@ -64,15 +64,3 @@ def test_rows_of_the_map_and_of_the_papers():
     assert {row["best_single"] for row in rows} <= {"small", "mid"}
     lows = [cascade_map.on_the_map(each)["predicted_low"] for each in cascade_map.published()]
     assert sum(low is not None for low in lows) == 2
-
-
-def test_several_drafts_that_are_all_accepted_or_none():
-    """With certain acceptance a second chain only costs; it costs nothing where tokens are free."""
-    tokens = {(1.0, k, n): n + 1.0 for k in (1, 2) for n in (1, 4)}
-    tokens |= {(0.0, k, n): 1.0 for k in (1, 2) for n in (1, 4)}
-    rows = several_drafts.gains(tokens)
-    for row in rows:
-        assert row["ratio"] == pytest.approx(1) if row["slope"] == 0 else row["ratio"] < 1
-    row = next(r for r in rows if (r["rate"], r["slope"], r["drafter_cost"]) == (1.0, 0.01, 0.1))
-    assert row["chain_speedup"] == pytest.approx(5 / (1 + 4 * 0.1 + 4 * 0.01))
-    assert row["tree_speedup"] == pytest.approx(5 / (1 + 4 * 0.1 * 1.01 + 8 * 0.01))
