@@ -46,7 +46,9 @@ def runner(params, name, **options):
         "unverified",
         "entropy",
         "horizontal",
-        "horizontal lookup",
+        pytest.param("horizontal lookup", marks=pytest.mark.slow),
+        pytest.param("n-grams", marks=pytest.mark.slow),
+        "n-grams above",
     ],
 )
 def test_greedy_text_is_the_targets(name):
@@ -86,6 +88,8 @@ def test_levels_equal_to_the_target_lose_nothing(temperature):
         ("entropy, unverified", {}),
         ("horizontal", {}),
         ("horizontal lookup", {}),
+        ("n-grams", {}),
+        ("n-grams above", {}),
         ("two, adaptive", {}),
         ("two", {"top_p": 0.8, "temperature": 0.9}),
     ],

@@ -31,9 +31,9 @@ def texts_of(family) -> str:
 
 
 def configuration(name: str, family) -> dict:
-    suffix = {"min_acceptance": 0.01}
-    if "suffix" in name or "sources" in name:
-        suffix["store"] = texts_of(family)
+    stored = any(part in name for part in ("suffix", "sources", "n-grams"))
+    store = texts_of(family) if stored else None
+    suffix = {"min_acceptance": 0.01, "store": store}
     return {
         "suffix": cascade([{"suffix": suffix}]),
         "suffix, model": cascade([{"suffix": suffix, "num_tokens": 2}, {"model": family.mid}]),
@@ -49,6 +49,9 @@ def configuration(name: str, family) -> dict:
                 {"model": family.small, "num_tokens": 2, "stopping": "entropy"},
                 {"model": family.mid, "stopping": "entropy"},
             ]
+        ),
+        "n-grams, model": cascade(
+            [{"ngram_model": store, "order": 3, "num_tokens": 2}, {"model": family.mid}]
         ),
         "horizontal": {
             **cascade([{"model": family.small, "num_tokens": 1}, {"model": family.mid}]),
@@ -82,6 +85,7 @@ def configuration(name: str, family) -> dict:
         pytest.param("sources, model", marks=pytest.mark.slow),
         pytest.param("entropy", marks=pytest.mark.slow),
         pytest.param("horizontal", marks=pytest.mark.slow),
+        pytest.param("n-grams, model", marks=pytest.mark.slow),
         pytest.param("three equal", marks=pytest.mark.slow),
         pytest.param("lookup, exit, model", marks=pytest.mark.slow),
     ],
@@ -251,7 +255,15 @@ PROMPT = [2, 3, 0, 1]
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
-    "name", ["two models", "suffix, model", "entropy", "horizontal", "lookup, exit, model"]
+    "name",
+    [
+        "two models",
+        "suffix, model",
+        "entropy",
+        "horizontal",
+        "n-grams, model",
+        "lookup, exit, model",
+    ],
 )
 def test_sampled_text_follows_the_target(name, small_vocabulary):
     from support.v2_engines import p_values

@@ -9,6 +9,8 @@ import torch
 from support import kernel_reference as reference
 from support.programs import Engine, reference_steps
 
+from vllm_hsd.runner_v2.proposal_state import row_dtypes
+
 CASCADES = [
     ((4,), (), ()),
     ((2, 6), (), ()),
@@ -100,6 +102,17 @@ def test_drafts_end_where_those_of_the_cascade_do(lengths, rounds, verifiers, st
             torch.testing.assert_close(mine, torch.from_numpy(engine.host_thresholds.total))
     assert (engine.host_thresholds.count.sum(1) > 0).tolist() == [s == "entropy" for s in stopping]
     assert max(filled) == lengths[-1] and min(filled[12:]) < lengths[-1]
+
+
+def test_rows_that_are_passed_on_are_not_rounded():
+    half, whole = torch.bfloat16, torch.float32
+    block = ["block"] * 3
+    assert row_dtypes(["lookup", "model"], block[:2], 2, half) == [None, half]
+    assert row_dtypes(["counts", "model", "model"], block, 0, half) == [whole, half, half]
+    assert row_dtypes(["counts", "model", "model"], block, 1, half) == [whole, half, whole]
+    unverified = ["block", "none", "none"]
+    assert row_dtypes(["counts", "model", "model"], unverified, 0, half) == [whole] * 3
+    assert row_dtypes(["lookup", "model", "model"], unverified, 0, half) == [None, half, half]
 
 
 def test_other_uniforms_give_other_tokens():

@@ -4,10 +4,13 @@ import operator
 import pickle
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from vllm_hsd.core.text_store import collect_texts, write_store
 from vllm_hsd.errors import UserError
 from vllm_hsd.levels.base import LevelConfig, VllmModelKeys
 
@@ -73,6 +76,7 @@ STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
     [
         ({"levels": [{"ngram": {}}]}, {}, None),
         ({"levels": [{"suffix": {}}]}, {}, None),
+        ({"levels": [{"ngram_model": "STORE"}]}, {}, None),
         ({"levels": [{"suffix": {"shared_tokens": 9}}]}, {}, "suffix.shared_tokens does not run"),
         ({"levels": [{"sources": [{"ngram": {}}, {"suffix": {}}]}]}, {}, None),
         (
@@ -138,6 +142,10 @@ def test_v1_serves_what_v2_cannot(family, v2, head, monkeypatch, keys, engine, r
 def with_paths(level: dict, family, head: str) -> dict:
     if level.get("model") == "SHORT":
         return {"model": family.mid, "max_model_len": 99}
+    if "ngram_model" in level:
+        store = str(Path(family.target).with_name("pairs.safetensors"))
+        write_store(collect_texts([np.arange(3)], family.vocabulary), store)
+        return {"ngram_model": store}
     return {"eagle3": head} if "eagle3" in level else level
 
 

@@ -30,8 +30,9 @@ from vllm_hsd.kernels.sample_row import sample_row
 from vllm_hsd.kernels.tree_verify import MAX_NODES, verify_tree
 from vllm_hsd.runner_v2 import cascade_steps
 from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds, observe_target
+from vllm_hsd.runner_v2.ngram_rows import NgramRows, Runs
 from vllm_hsd.runner_v2.program import Program
-from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState
+from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState, row_dtypes
 from vllm_hsd.runner_v2.schedule import compile_schedule
 from vllm_hsd.runner_v2.sources import Estimates, SourcesLookup
 from vllm_hsd.runner_v2.suffix_lookup import SuffixLookup
@@ -51,6 +52,8 @@ class Cascade:
         lowest: kind of level 0: "model", "ngram", "bigram", "suffix" or "sources".
         sources: lookups of "sources", these three in turn.
         store: tokens of a suffix level's store, 0 for none.
+        counted: levels that are n-gram models of the store.
+        order: of these.
         exits: levels in the target's cache.
         unverified: levels that pass on what is below.
         unsure: levels whose drafts end by entropy.
@@ -65,6 +68,8 @@ class Cascade:
     shorter: tuple[int, ...] = ()
     horizontal_tokens: int = 0
     store: int = 0
+    counted: tuple[int, ...] = ()
+    order: int = 6
     exits: tuple[int, ...] = ()
     unverified: tuple[int, ...] = ()
     unsure: tuple[int, ...] = ()
@@ -90,7 +95,7 @@ class Cascade:
             batch=self.capacity,
             max_num_reqs=self.slots,
             vocab_size=self.vocab_size,
-            dtypes=[self.dtype if kind == "model" else None for kind in kinds],
+            dtypes=self._dtypes(lookup),
             num_kv_groups=self.groups,
             device=torch.device("meta"),
         )
@@ -119,6 +124,9 @@ class Cascade:
             max_model_len=self.max_model_len,
         )
         levels: list[Any] = [_Level(self, k in self.exits) for k in range(len(self.lengths))]
+        for k in self.counted:
+            levels[k] = self._ngram_rows()
+            levels[k].text = text
         if lookup:
             levels[0] = partial(self._lookup(), text=text)
         groups = KVGroups(
@@ -136,12 +144,25 @@ class Cascade:
         }
         self.verify(rows, self.lengths[-1], drafts)
 
+    def _dtypes(self, lookup: bool) -> list[torch.dtype | None]:
+        kinds = ["counts" if k in self.counted else "model" for k in range(len(self.lengths))]
+        kinds[0] = "lookup" if lookup else kinds[0]
+        verifiers = ["none" if k in self.unverified else self.method for k in range(len(kinds))]
+        return row_dtypes(kinds, verifiers, self.horizontal_tokens, self.dtype)
+
+    @property
+    def _texts(self) -> OrderedTexts:
+        return OrderedTexts(_empty(self.store + 4096), _empty(self.store))
+
+    def _ngram_rows(self) -> NgramRows:
+        runs = Runs(_empty(self.order * self.store), _empty(self.order + 1))
+        return NgramRows(self._texts, runs, _floats(self.vocab_size))
+
     def _lookup(self) -> Any:
-        texts = OrderedTexts(_empty(self.store + 4096), _empty(self.store))
         meta, successor = torch.device("meta"), _empty(self.vocab_size)
         each = {
             "ngram": partial(cascade_steps.lookup_ngram, shortest=1, longest=4),
-            "suffix": SuffixLookup(texts if self.store else None, 0.05, meta),
+            "suffix": SuffixLookup(self._texts if self.store else None, 0.05, meta),
             "bigram": lambda state, text: cascade_steps.lookup_bigram(state, successor),
         }
         if self.lowest != "sources":
@@ -193,7 +214,8 @@ class _Level:
         self.cascade, self.in_target_cache = cascade, in_target_cache
 
     def forward(self, state, op, num_logits: int) -> torch.Tensor:
-        return _empty(state.batch * num_logits, self.cascade.vocab_size, dtype=self.cascade.dtype)
+        dtype = state.rows[op.level].dtype
+        return _empty(state.batch * num_logits, self.cascade.vocab_size, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -316,6 +338,7 @@ SHORT = (
     Cascade((1, 3, 8)),
     Cascade((4, 8), "ngram"),
     Cascade((8,), "suffix", store=1 << 24),
+    Cascade((3, 8), counted=(0,), store=1 << 24),
     Cascade((4, 8), "sources"),
     Cascade((3, 8), unsure=(0, 1), horizontal_tokens=3),
     StockDrafter(torch.bfloat16),
@@ -336,6 +359,10 @@ ALL = (
     Cascade((3, 8), unsure=(0, 1), shorter=(1, 2)),
     *(Cascade((2, 8), k, horizontal_tokens=3) for k in ("model", "ngram", "suffix", "sources")),
     Cascade((1, 3, 8), horizontal_tokens=2, unsure=(0,)),
+    *(Cascade((3, 8), counted=(0,), store=n, order=k) for n, k in ((1 << 24, 6), (7, 1))),
+    Cascade((8,), counted=(0,), store=1000, vocab_size=50257, capacity=3, slots=3),
+    Cascade((2, 3, 8), "ngram", counted=(1,), store=1 << 20, max_model_len=16),
+    *(Cascade((3, 8), counted=(0,), store=9, unverified=(1,), horizontal_tokens=n) for n in (0, 2)),
     Cascade((2, 8), horizontal_tokens=2, shorter=(1, 4), vocab_size=50257),
     *(Cascade((1, 2, 8), "ngram", exits=e) for e in ((1,), (1, 2))),
     *(Cascade((3, 8), kind, unverified=(1,)) for kind in ("model", "ngram")),

@@ -68,6 +68,15 @@ def cascade(name: str) -> dict:
             {"ngram": {"max": 2}, "num_tokens": 1},
             {"model": middle, "stopping": "entropy"},
         ],
+        "n-grams": [
+            {"ngram_model": "pairs", "order": 2, "num_tokens": 2},
+            {"model": middle},
+        ],
+        "n-grams above": [
+            {"ngram": {"max": 2}, "num_tokens": 1},
+            {"ngram_model": "pairs", "order": 2, "num_tokens": 2},
+            {"model": middle},
+        ],
         "equal": [{"model": target, "num_tokens": 1}, {"model": target}],
     }[name]
     found = {"num_speculative_tokens": 4, "levels": levels}

@@ -22,9 +22,10 @@ from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
 
 from vllm_hsd.config import CascadeConfig  # noqa: E402
 from vllm_hsd.core.text_order import order_texts  # noqa: E402
-from vllm_hsd.core.text_store import collect_texts  # noqa: E402
+from vllm_hsd.core.text_store import TextStore, collect_texts  # noqa: E402
 from vllm_hsd.runner_v2.cascade_steps import lookup_bigram, lookup_ngram  # noqa: E402
 from vllm_hsd.runner_v2.metrics import DeviceCounts  # noqa: E402
+from vllm_hsd.runner_v2.ngram_rows import NgramRows  # noqa: E402
 from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState  # noqa: E402
 from vllm_hsd.runner_v2.sampler import serve  # noqa: E402
 from vllm_hsd.runner_v2.sources import Estimates, SourcesLookup  # noqa: E402
@@ -103,7 +104,7 @@ class TableCascade(CascadeSpeculator):
             batch=slots + 1,  # so that a CUDA graph has padding
             max_num_reqs=slots,
             vocab_size=vocabulary,
-            dtypes=[None] * lookup + [torch.float32] * len(tables),
+            dtypes=[None] * lookup + [torch.float32] * (len(given) - lookup),
             num_kv_groups=1,
             device=CPU,
         )
@@ -116,11 +117,17 @@ class TableCascade(CascadeSpeculator):
             torch.tensor([16]),
             torch.tensor([16], dtype=torch.int32),
         )
-        levels: list = [TableLevel(logits) for logits in tables]
+        levels: list = [
+            TableLevel(level["model"]) if "model" in level else None for level in cascade["levels"]
+        ]
         self.lookup = None
         if lookup:
             self.lookup, _ = self._lookup(self.hsd.levels[0], tables[0])
-            levels.insert(0, partial(self.lookup, text=req_states.all_token_ids.gpu))
+            levels[0] = partial(self.lookup, text=req_states.all_token_ids.gpu)
+        for k, level in enumerate(self.hsd.levels):
+            if level.kind == "ngram_model":
+                levels[k] = NgramRows.of(pairs_of(tables[0]), level.order, CPU)
+                levels[k].text = req_states.all_token_ids.gpu
         self.verifiers = verifiers(self.hsd)
         self._build_programs(levels, groups)
 
@@ -138,9 +145,7 @@ class TableCascade(CascadeSpeculator):
                 Estimates(probs, by_token=True),
             )
         if level.kind == "suffix":
-            # Every token with its successor, twice.
-            pairs = torch.stack((torch.arange(len(table)), successor), 1).repeat(2, 1)
-            store = order_texts(collect_texts(pairs.numpy(), len(table)), CPU)
+            store = order_texts(pairs_of(table), CPU)
             return SuffixLookup(store, level.suffix.min_acceptance, CPU), None
         keys = {"shortest": level.ngram.min, "longest": level.ngram.max}
         return partial(lookup_ngram, **keys), level.estimates_v2(CPU)
@@ -162,6 +167,12 @@ class TableCascade(CascadeSpeculator):
             batch, {}, {}, None, None, *num_tokens, None, None, states.temperature.gpu,
             states.seeds.gpu, num_speculative_tokens=self.asked,
         )  # fmt: skip
+
+
+def pairs_of(table: torch.Tensor) -> TextStore:
+    """Every token with its likeliest successor, twice."""
+    pairs = torch.stack((torch.arange(len(table)), table.argmax(1)), 1).repeat(2, 1)
+    return collect_texts(pairs.numpy(), len(table))
 
 
 class TableRunner:

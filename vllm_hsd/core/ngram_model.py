@@ -24,6 +24,8 @@ from vllm_hsd.core.text_store import TextStore
 # An occurrence in the request's own text counts as so many in the store: accepted more often than
 # with 1 in chats that SmolLM2 wrote itself.
 OWN_WEIGHT = 3.0
+# Latest occurrences of the last token that are looked at there.
+OWN_OCCURRENCES = 256
 _NONE = np.zeros(0, np.int32)
 
 
@@ -163,8 +165,11 @@ class NgramModelLevel:
 
 
 def followers_in(text: np.ndarray, order: int) -> Iterator[np.ndarray]:
-    """Tokens that followed earlier occurrences of a text's last 1, 2, ..., `order` tokens."""
-    places = np.flatnonzero(text[:-1] == text[-1]) + 1
+    """Tokens that followed earlier occurrences of a text's last 1, 2, ..., `order` tokens.
+
+    Of the latest `OWN_OCCURRENCES` of its last token.
+    """
+    places = np.flatnonzero(text[:-1] == text[-1])[-OWN_OCCURRENCES:] + 1
     yield text[places]
     for k in range(2, min(order, len(text)) + 1):
         places = places[places >= k]

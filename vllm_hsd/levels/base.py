@@ -113,7 +113,8 @@ class LevelConfig(Keys):
         runs_target: it runs layers of the target, for other rows than the target does.
         keeps_cache: it is a model with a KV cache of its own.
         reads_target_states: it reads the target's hidden states of every step.
-        on_v2: how it drafts on the V2 runner; empty if it does not run there.
+        on_v2: how it drafts on the V2 runner, "counts" for rows without forward passes; empty if it
+            does not run there.
         stock_on: runners on which vLLM's own drafter serves it as the only level, with our
             verifier; see `stock_keys`.
         num_tokens: draft length, the tokens that the level passes to the level above it at a time;
@@ -128,7 +129,7 @@ class LevelConfig(Keys):
     runs_target: ClassVar[bool] = False
     keeps_cache: ClassVar[bool] = False
     reads_target_states: ClassVar[bool] = False
-    on_v2: ClassVar[Literal["", "lookup", "model"]] = ""
+    on_v2: ClassVar[Literal["", "lookup", "counts", "model"]] = ""
     stock_on: ClassVar[tuple[str, ...]] = ()
 
     num_tokens: Tokens | None = None
@@ -213,8 +214,8 @@ class LevelConfig(Keys):
         """The level on the V2 runner, not yet loaded: see `runner_v2.program`.
 
         Args:
-            speculator: the cascade that it belongs to. A lookup is built before vLLM measures
-                memory, and is called with the texts, see `runner_v2.speculator`.
+            speculator: the cascade that it belongs to. A lookup and "counts" are built before vLLM
+                measures memory, and are given the texts, see `runner_v2.speculator`.
             index: position in the cascade, 0 the cheapest.
         """
         raise NotImplementedError

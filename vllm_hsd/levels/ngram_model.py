@@ -20,6 +20,7 @@ class NgramModelLevelConfig(VerifyingKeys):
     """
 
     kind = "ngram_model"
+    on_v2 = "counts"
 
     ngram_model: Name
     order: Annotated[int, Field(ge=1, le=MAX_ORDER)] = MAX_ORDER
@@ -35,6 +36,14 @@ class NgramModelLevelConfig(VerifyingKeys):
 
         store = read_store(self.ngram_model, self.kind)
         return NgramModelLevel(store, self.order, place.runner.device)
+
+    def build_v2(self, speculator: Any, index: int) -> Any:
+        """See `LevelConfig.build_v2`."""
+        from vllm_hsd.core.text_store import read_store
+        from vllm_hsd.runner_v2.ngram_rows import NgramRows
+
+        store = read_store(self.ngram_model, self.kind)
+        return NgramRows.of(store, self.order, speculator.device)
 
     def measured(self, models: Measuring) -> Any:
         """See `LevelConfig.measured`."""

@@ -58,7 +58,7 @@ def serve(runner: Any) -> None:
         speculator.req_states, speculator.parameters = runner.req_states, parameters
         if searches_texts(speculator.hsd):
             size = runner.req_states.all_token_ids.gpu.nbytes / 2**30
-            logger.info("levels[0] keeps the texts on the device: %.2f GiB.", size)
+            logger.info("The cascade keeps the texts on the device: %.2f GiB.", size)
         replace_on(runner, f"{RUNNER}.sample_tokens", by=speculator)
         runner.rejection_sampler = CascadeRejectionSampler(
             sampler, runner.speculative_config, runner.device, parameters, speculator

@@ -153,8 +153,9 @@ def _by_batch_size(cascade: V2CascadeConfig, limit: int) -> list[tuple[int, int,
 
 
 def searches_texts(hsd: CascadeConfig) -> bool:
-    """Whether a lookup searches the requests' own texts."""
-    return any(source.kind in ("ngram", "suffix") for source in hsd.levels[0].drafters)
+    """Whether a level searches the requests' own texts."""
+    kinds = {source.kind for level in hsd.levels for source in level.drafters}
+    return not kinds.isdisjoint(("ngram", "suffix", "ngram_model"))
 
 
 def _check(hsd: CascadeConfig, target_parallel_config, is_stock: bool) -> None:

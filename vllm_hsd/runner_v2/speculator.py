@@ -24,7 +24,7 @@ from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds, observe_target
 from vllm_hsd.runner_v2.graphs import ProposalGraphs, batch_sizes, why_eager
 from vllm_hsd.runner_v2.metrics import DeviceCounts
 from vllm_hsd.runner_v2.program import Program
-from vllm_hsd.runner_v2.proposal_state import COUNTS, KVGroups, ProposalState
+from vllm_hsd.runner_v2.proposal_state import COUNTS, KVGroups, ProposalState, row_dtypes
 from vllm_hsd.runner_v2.request_parameters import RequestParameters
 from vllm_hsd.runner_v2.sources import SourcesLookup
 from vllm_hsd.runner_v2.spec_config import ladder_of, max_batch_size, schedule_of, verifiers
@@ -45,6 +45,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
         shorter: states of shorter drafts by length, in the same memory.
         programs: of shorter drafts.
         lookup: what drafts at the lowest level from the requests' texts; None for a model.
+        counted: levels whose rows follow from counts in texts, by their place in the cascade.
         stale: bool [max_num_reqs] on the host, slots whose texts the levels have not read whole.
             Their requests draft nothing any more: what a level reads is never left out.
         graphs: captured proposals; None where all run without a CUDA graph.
@@ -77,7 +78,12 @@ class CascadeSpeculator(StandaloneARSpeculator):
             ),
             max_num_reqs=self.max_num_reqs,
             vocab_size=self.vocab_size,
-            dtypes=[None if level.on_v2 == "lookup" else dtype for level in self.hsd.levels],
+            dtypes=row_dtypes(
+                [level.on_v2 for level in self.hsd.levels],
+                self.verifiers,
+                self.hsd.horizontal_tokens,
+                dtype,
+            ),
             num_kv_groups=1,
             device=device,
         )
@@ -86,6 +92,11 @@ class CascadeSpeculator(StandaloneARSpeculator):
         self.counts = DeviceCounts(self.state.counts)
         lowest = self.hsd.levels[0]
         self.lookup = lowest.build_v2(self, 0) if lowest.on_v2 == "lookup" else None
+        self.counted = {
+            k: level.build_v2(self, k)
+            for k, level in enumerate(self.hsd.levels)
+            if level.on_v2 == "counts"
+        }
 
     def _thresholds(self) -> DeviceThresholds | None:
         stopping = [options.stopping == "entropy" for options in self.hsd.options()]
@@ -131,7 +142,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
 
     def load_draft_model(self, target_model, target_attn_layer_names):
         for i, level in enumerate(self.hsd.levels):
-            if level.on_v2 == "lookup":
+            if level.on_v2 != "model":
                 self.hosted.append(None)
                 continue
             hosted = level.build_v2(self, i)
@@ -160,9 +171,11 @@ class CascadeSpeculator(StandaloneARSpeculator):
                 # vLLM maps the caches of all groups listed here to kernel blocks.
                 self.attn_groups.extend(level.groups)
         self.state.set_kv_groups(block_tables.num_kv_cache_groups)
-        levels = list(self.hosted)
+        levels, text = list(self.hosted), self.req_states.all_token_ids.gpu
         if self.lookup is not None:
-            levels[0] = partial(self.lookup, text=self.req_states.all_token_ids.gpu)
+            levels[0] = partial(self.lookup, text=text)
+        for k, level in self.counted.items():
+            level.text, levels[k] = text, level
         groups = KVGroups(
             block_tables.block_table_ptrs,
             block_tables.block_table_strides,

@@ -1,0 +1,149 @@
+"""An n-gram language model as a level on the device: launches of `kernels.ngram_kernels`.
+
+The probabilities are those of `core.ngram_model`, from the order in which suffix lookup keeps the
+texts of a store.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from vllm_hsd.core.ngram_model import OWN_OCCURRENCES, OWN_WEIGHT, count_pairs
+from vllm_hsd.core.text_order import END_OF_TEXT, OrderedTexts, order_texts
+from vllm_hsd.core.text_store import TextStore
+from vllm_hsd.kernels import ngram_kernels
+from vllm_hsd.kernels.blocks import padded_size
+from vllm_hsd.runner_v2.proposal_state import ProposalState
+from vllm_hsd.runner_v2.schedule import Draft, Verify
+from vllm_hsd.runner_v2.suffix_lookup import WAYS
+
+# Places of the request's own text that are compared at once, and with how many others each.
+OWN_CHUNK, VOTERS = 1024, 16
+# Vocabulary entries of one program, and tokens that it adds at once.
+ROW_CHUNK, LANES = 4096, 128
+NUM_WARPS = 8
+
+
+class Runs(NamedTuple):
+    """Where each different sequence of 2, 3, ... tokens begins in an order of texts.
+
+    Attributes:
+        starts: int32, the places for each length, ascending, and after them the order's size.
+        offsets: int32 [order + 1], where those of each length begin in `starts`; its size.
+    """
+
+    starts: torch.Tensor
+    offsets: torch.Tensor
+
+
+class NgramRows:
+    """A level without forward passes whose rows have every token, see `program.ProgramLevel`.
+
+    Args:
+        texts: those of a store like the ones to be generated, on the device.
+        runs: of up to a token more than the longest context.
+        single: float32 [V], see `core.ngram_model.PairCounts`.
+
+    Attributes:
+        text: int32 [max_num_reqs, max_model_len], all committed tokens; its memory must not move.
+            To be set before the first forward pass.
+    """
+
+    in_target_cache = False
+
+    def __init__(self, texts: OrderedTexts, runs: Runs, single: torch.Tensor) -> None:
+        self.texts, self.runs, self.single = texts, runs, single
+        self.order = len(runs.offsets) - 1
+        self.text: torch.Tensor
+        # In memory: numbers that are arguments of a launch have 32 bits.
+        self.own_weight = single.new_tensor([OWN_WEIGHT], dtype=torch.float64)
+
+    @classmethod
+    def of(cls, store: TextStore, order: int, device: torch.device) -> NgramRows:
+        """The n-gram model of a store with contexts of up to `order` tokens."""
+        texts = order_texts(store, device)
+        single = torch.from_numpy(count_pairs(store).single).float().to(device)
+        return cls(texts, runs_of(texts, order), single)
+
+    def forward(self, state: ProposalState, op: Draft | Verify, num_logits: int) -> torch.Tensor:
+        """See `runner_v2.program.ProgramLevel`."""
+        rows, vocab_size = state.batch * num_logits, len(self.single)
+        device = self.single.device
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(rows, *shape, dtype=dtype, device=device)
+
+        rest, share = empty(), empty(self.order)
+        run = empty(self.order, 2, dtype=torch.int32)
+        token = empty(OWN_OCCURRENCES, dtype=torch.int32)
+        weight, matched = empty(OWN_OCCURRENCES), torch.empty_like(token)
+        index = *self.texts, *self.runs
+        ngram_kernels.ngram_contexts_kernel[(rows,)](
+            rest,
+            share,
+            run,
+            token,
+            weight,
+            matched,
+            *index,
+            state.window,
+            state.window.stride(0),
+            state.base,
+            state.end,
+            state.start[max(op.level - 1, 0)],
+            state.slot,
+            self.text,
+            self.text.stride(0),
+            len(self.texts.tokens),
+            len(self.texts.order),
+            self.own_weight,
+            VERIFIES=isinstance(op, Verify),
+            ROWS=num_logits,
+            ORDER=self.order,
+            DEPTH=padded_size(self.order),
+            OCCURRENCES=OWN_OCCURRENCES,
+            VOTERS=VOTERS,
+            WAYS=WAYS,
+            CHUNK=OWN_CHUNK,
+            num_warps=NUM_WARPS,
+        )
+        logits = empty(vocab_size)
+        chunk = min(ROW_CHUNK, padded_size(vocab_size))
+        ngram_kernels.ngram_rows_kernel[(rows, triton.cdiv(vocab_size, chunk))](
+            logits,
+            rest,
+            share,
+            run,
+            token,
+            weight,
+            self.single,
+            *index,
+            vocab_size,
+            ORDER=self.order,
+            OCCURRENCES=OWN_OCCURRENCES,
+            LANES=LANES,
+            CHUNK=chunk,
+            num_warps=NUM_WARPS,
+        )
+        return logits
+
+
+def runs_of(texts: OrderedTexts, order: int) -> Runs:
+    """The runs of 2, 3, ..., order + 1 tokens."""
+    size, device = len(texts.order), texts.order.device
+    is_first = torch.zeros(size, dtype=torch.bool, device=device)
+    end = torch.tensor([size], dtype=torch.int64, device=device)
+    parts = []
+    for k in range(order + 1):
+        at = texts.order.long() + k
+        beyond = at >= len(texts.tokens)
+        here = texts.tokens[at.clamp(max=len(texts.tokens) - 1)].masked_fill(beyond, END_OF_TEXT)
+        is_first |= here != here.roll(1)
+        is_first[:1] = True
+        if k:
+            parts.append(torch.cat((is_first.nonzero()[:, 0], end)))
+    offsets = torch.tensor([0, *map(len, parts)], dtype=torch.int32).cumsum(0)
+    return Runs(torch.cat(parts).int(), offsets.int().to(device))
