@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_hsd.core.branches import BranchStore
 from vllm_hsd.kernels.copy_blocks import (
     BranchRows,
     CacheBlocks,
@@ -41,9 +42,9 @@ def batch(block_size: int, seed: int):
     branches = rng.integers(0, LENGTH + 1, (size, 2))
     branches[0] = 0
     group = PrivateBlocks(block_size, LENGTH)
-    branches = np.minimum(branches, group.room(base)[:, None])
-    scheduled = chain + 1 + (branches + (branches > 0)).sum(1)
-    rows = lay_out(scheduled, base, chain, branches)
+    store = BranchStore(size, 3, LENGTH)
+    store.counts[:] = np.minimum(branches, group.room(base)[:, None])
+    rows = lay_out(chain + 1 + store.counts.sum(1), base, chain, store, np.arange(size))
     width = int(group.first(base.max(), 3)) + 1
     main = rng.permutation(size * width).reshape(size, width).astype(np.int32)
     return group, rows, group.tables(rows, main), size * width, rng

@@ -100,7 +100,7 @@ ENGINES = {
     # The scheduler cuts lists of drafts, cuts prompts, and preempts.
     "two drafts, few tokens and blocks": (
         2,
-        {"max_num_batched_tokens": 70, "max_num_seqs": 12, "num_gpu_blocks_override": 38},
+        {"max_num_batched_tokens": 50, "max_num_seqs": 12, "num_gpu_blocks_override": 38},
     ),
     "four drafts": (4, {}),
 }
@@ -136,6 +136,7 @@ def test_greedy_texts_and_caches_are_those_without_branches(family, plain, name)
         assert differing(JOBS, results, plain) == []
         won = [key for key in seen if key.startswith("won at")]
         assert seen["won"] > 200 and len(won) > SIZE / 2 and seen["one row"] > 0
+        assert seen["shared"] > 100
         counters = [result["counters"] for result in results.values()]
         if arguments:
             assert sum(each["num_preemptions"] for each in counters) > 0 and seen["cut"] > 0
@@ -153,6 +154,7 @@ def test_greedy_texts_and_caches_are_those_without_branches(family, plain, name)
         job = {"batch 12": JOBS["batch 12"]}
         for fault in (
             "no copy of the text before a root",
+            "shared tokens written once",
             "no copy of what a branch computed",
         ):
             results, _, _ = process.call(hosted_branches.run, oracle, job, fault)

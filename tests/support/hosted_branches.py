@@ -6,6 +6,7 @@ What is called here runs in the engine's process.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -74,6 +75,12 @@ class Avoiding:
         return [branch[:most] for branch in found[:rows]]
 
 
+def common_prefix(one: list[int], other: list[int]) -> int:
+    """Leading tokens that are equal."""
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return sum(1 for _ in pairs)
+
+
 class NoBranches:
     """Chains alone."""
 
@@ -110,8 +117,17 @@ def run(
             for j, own in enumerate(source.branches(text, most, chain, hosted.most - 1)):
                 seen["one row"] += bool(own) and not store.room[slot]
                 own = own[: store.room[slot]]
-                store.counts[slot, j] = len(own)
-                store.token_ids[slot, j, : len(own)] = own
+                rows = [chain, *(store.token_ids[slot, i].tolist() for i in range(j))]
+                rows = [
+                    row[:n] for row, n in zip(rows, [len(chain), *store.counts[slot]], strict=False)
+                ]
+                shared = [common_prefix(own, row) for row in rows]
+                known = max(shared)
+                if known < len(own):
+                    store.counts[slot, j] = len(own)
+                    store.token_ids[slot, j, : len(own)] = own
+                    store.shared[slot, j], store.parent[slot, j] = known, shared.index(known)
+                    seen["shared"] += known
         return drafts
 
     def finish(winner, kept, of_chain):
@@ -148,11 +164,11 @@ def difference_of_caches(llm, source: Any, prompt: list[int], length: int) -> tu
     runner = runner_of(llm)
     hosted, found = runner.drafter.branches, {}
 
-    def flat_drafts(slots, base):
+    def flat_drafts(slots):
         tables = [table.block_table.np[0].copy() for table in runner.input_batch.block_table]
-        text = runner.input_batch.token_ids_cpu[0, : base[0] + 1].tolist()
-        found["last"] = text, tables
-        return original(slots, base)
+        length = runner.drafter.requests.committed[slots[0]]
+        found["last"] = runner.input_batch.token_ids_cpu[0, :length].tolist(), tables
+        return original(slots)
 
     original, kept, won = hosted.flat_drafts, [], 0
     hosted.flat_drafts = flat_drafts
@@ -193,9 +209,9 @@ def _one_row_off(runner: Any) -> Callable[[], None]:
     original = sampler._follow
 
     def follow(whole, rows, emitted, accepted):
-        offsets = rows.offsets.copy()
-        offsets[:, 1:] -= 1
-        return original(whole, rows._replace(offsets=offsets), emitted, accepted)
+        places = rows.places.copy()
+        places[:, 1:] -= 1
+        return original(whole, rows._replace(places=places), emitted, accepted)
 
     return _replaced(sampler, "_follow", follow)
 
@@ -207,7 +223,7 @@ def _as_if_the_chain_had_won(runner: Any, **changed: Any) -> Callable[[], None]:
     def finish(*args):
         original(*args)
         kept = hosted.followed.kept
-        told = {"of_chain": kept, "offset": np.zeros_like(kept)}
+        told = {"of_chain": kept, "places": None}
         hosted.followed = hosted.followed._replace(**{name: told[name] for name in changed})
 
     return _replaced(hosted, "finish", finish)
@@ -215,8 +231,9 @@ def _as_if_the_chain_had_won(runner: Any, **changed: Any) -> Callable[[], None]:
 
 FAULTS: dict[str, Callable[[Any], Callable[[], None]]] = {
     "no copy of the text before a root": functools.partial(_no_copy, "copied_before"),
+    "shared tokens written once": functools.partial(_no_copy, "repeated"),
     "no copy of what a branch computed": functools.partial(_no_copy, "copied_after"),
     "tokens drawn one row off": _one_row_off,
     "a level keeps its entries": functools.partial(_as_if_the_chain_had_won, of_chain=True),
-    "states of the chain": functools.partial(_as_if_the_chain_had_won, offset=True),
+    "states of the chain": functools.partial(_as_if_the_chain_had_won, places=True),
 }

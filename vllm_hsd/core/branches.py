@@ -23,6 +23,8 @@ class BranchStore:
     Attributes:
         token_ids: [num_slots, R - 1, L] int64, every row from the first drafted place on.
         counts: [num_slots, R - 1] int64 tokens of each row; 0: no row.
+        parent, shared: [num_slots, R - 1] int64, an earlier row (0: the chain) and how many first
+            tokens each row shares with it, fewer than it has. What is shared is verified once.
         source: [num_slots, R - 1] int64, of the first token of each row that no row before has.
         room: [num_slots] int64, most tokens of a row that can be verified; 0: the chain alone.
         drawn: [num_slots] bool, the rows were drawn independently from probabilities.
@@ -31,8 +33,9 @@ class BranchStore:
 
     def __init__(self, num_slots: int, rows: int, length: int) -> None:
         self.token_ids = np.zeros((num_slots, rows - 1, length), dtype=np.int64)
-        self.counts = np.zeros((num_slots, rows - 1), dtype=np.int64)
-        self.source = np.zeros((num_slots, rows - 1), dtype=np.int64)
+        self.counts, self.parent, self.shared, self.source = np.zeros(
+            (4, num_slots, rows - 1), dtype=np.int64
+        )
         self.room = np.full(num_slots, length)
         self.drawn = np.zeros(num_slots, dtype=bool)
         self.drafts = [DraftStore(num_slots, length) for _ in range(rows - 1)]
@@ -41,7 +44,7 @@ class BranchStore:
 
     def clear(self, slots: np.ndarray | int) -> None:
         """Take the branches of `slots` away."""
-        self.counts[slots] = 0
+        self.counts[slots] = self.parent[slots] = self.shared[slots] = 0
         self.drawn[slots] = False
 
     def drawn_rows(

@@ -333,11 +333,15 @@ class BranchingLevel(LowestLevel):
         store.clear(slots)
         beside[slots] = 0
         for i, slot in enumerate(slots.tolist()):
+            rows = {id(node): 0 for node in chains[i]}
             for piece in kept[i]:
                 if piece.row and not store.counts[slot, piece.row - 1]:
-                    first = next(node for node in piece.path if not node.drafted)
-                    store.source[slot, piece.row - 1] = first.source
+                    known = sum(id(node) in rows for node in piece.path)
+                    at = slot, piece.row - 1
+                    store.shared[at], store.source[at] = known, piece.path[known].source
+                    store.parent[at] = rows[id(piece.path[known - 1])] if known else 0
                 for node in piece.path:
+                    rows.setdefault(id(node), piece.row)
                     node.drafted = True
                 if not piece.path[-1].free:
                     trees[i].added += piece.cost
@@ -352,8 +356,7 @@ class BranchingLevel(LowestLevel):
             if self.grown.trying:
                 # What it brings then says nothing of what pays.
                 trees[i].drawn = 0
-            rows = store.counts[slot]
-            beside[slot] = rows.sum() + (rows > 0).sum()
+            beside[slot] = (store.counts[slot] - store.shared[slot]).sum()
         self._append_found(batch, slots, more, counts, source)
 
 

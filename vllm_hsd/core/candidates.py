@@ -227,8 +227,7 @@ class Piece:
         row: of the draft, which the tokens begin, or go on; 0 is the chain.
         path: the row then.
         gain: survival of what is new in it.
-        cost: tokens that it adds to the target's pass: a new row repeats the last token of the text
-            and what it shares with other rows.
+        cost: tokens that it adds to the target's pass, which computes what rows share once.
         density: gain by token; never above that of the piece before it.
     """
 
@@ -271,7 +270,7 @@ def pieces(
                 if best is None or gain > best[0]:
                     best = gain, row, path[: known + 1], gain, 1
             elif row < rows:
-                gain, cost = 0.0, known + 1
+                gain, cost = 0.0, 0
                 for end in range(known, min(len(path), room, known + nodes - len(covered))):
                     gain, cost = gain + path[end].survival, cost + 1
                     if best is None or gain / cost > best[0]:

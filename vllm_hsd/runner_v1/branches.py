@@ -1,9 +1,11 @@
 """Several drafts of a request in one pass of the target on the V1 runner.
 
 The layout is that of `row_layout`. What vLLM prepares for a flat list of draft tokens is changed in
-three places: positions and slots of the branches' tokens, the rows of the attention's metadata, and
-the blocks that hold the text before a root, which every branch gets a copy of. After verification
-the blocks of the branch that the text follows are copied back, before anything is drafted.
+four places: positions and slots of branches' tokens, the rows of the attention's metadata, the
+blocks that hold the text before a root, which every branch gets a copy of, and every layer's update
+of its KV cache, which writes what branches share to all of them before anything attends to it.
+After verification the blocks of the branch that the text follows are copied back, before anything
+is drafted.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from vllm_hsd.runner_v1.row_layout import PrivateBlocks, Rows, flat_tokens, lay_
 
 _PREPARE = f"{RUNNER}._prepare_inputs"
 _BUILD = "vllm.v1.worker.utils.AttentionGroup.build_metadata"
+_WRITE = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update"
 
 
 class BranchingState(Protocol):
@@ -45,15 +48,15 @@ class Followed(NamedTuple):
     """What became of the drafts of a step with branches.
 
     Attributes:
-        offset: [batch] int64, place of the root of the row that holds the new text among its
-            request's tokens; 0 for the chain's.
+        places: [batch, L + 1] int64, where the tokens of the row that holds the new text are among
+            its request's, the root first; None where no branch won.
         kept: [batch] int64 draft tokens of that row that are part of the text now.
         of_chain: [batch] int64, leading ones of them that are the chain's.
         positions: [batch] int64 positions of each request, from its first one, that were computed
             where its text is.
     """
 
-    offset: np.ndarray
+    places: np.ndarray | None
     kept: np.ndarray
     of_chain: np.ndarray
     positions: np.ndarray
@@ -79,6 +82,8 @@ class HostedBranches:
         self.followed: Followed | None = None
         self.groups: list[PrivateBlocks] = []
         self.tables: list[np.ndarray] = []
+        # By group, places of shared tokens in the flat batch and the branches' slots for them.
+        self.repeated: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.caches: list[list[Any]] = []
         for mistake in _mistakes(state.vllm_config, most * (length + 1)):
             raise UserError(mistake)
@@ -111,6 +116,14 @@ class HostedBranches:
             for builder in group.metadata_builders:
                 # It would take another group's rows for this group's.
                 builder.supports_update_block_table = False
+            for name in group.layer_names:
+                attention = self.runner.compilation_config.static_forward_context[name].impl
+                if group.backend.forward_includes_kv_cache_update or group.backend.is_mla():
+                    raise UserError(
+                        "levels[0].branches does not run with attention by "
+                        f"{group.backend.get_name()}: remove branches."
+                    )
+                replace_on(attention, _WRITE, by=(self, group.kv_cache_group_id))
 
     def prepare(self, scheduled: np.ndarray) -> None:
         """Give every branch of the batch its positions, its slots and its share of the text.
@@ -130,7 +143,7 @@ class HostedBranches:
         if not rows.branch.any():
             return
         self._find_caches()
-        self.rows, self.tables = rows, []
+        self.rows, self.tables, self.repeated = rows, [], []
         for gid, (group, table) in enumerate(
             zip(self.groups, input_batch.block_table.block_tables, strict=True)
         ):
@@ -140,6 +153,9 @@ class HostedBranches:
             self.runner.positions[index] = torch.from_numpy(positions).to(self.runner.device)
             table.slot_mapping.gpu[index] = torch.from_numpy(kv_slots).to(self.runner.device)
             self.tables.append(tables)
+            shared = (torch.from_numpy(each) for each in group.repeated(rows, tables))
+            of_all, kept_in = (each.to(self.runner.device) for each in shared)
+            self.repeated.append((of_all, kept_in.to(table.slot_mapping.gpu.dtype)))
             self._copy(gid, *group.copied_before(rows, tables))
 
     def metadata(self, common, gid: int):
@@ -149,7 +165,7 @@ class HostedBranches:
             return common
         device = self.runner.device
         starts = torch.from_numpy(np.append(rows.start, rows.tokens.sum()).astype(np.int32))
-        ends = torch.from_numpy((rows.base + rows.tokens).astype(np.int32))
+        ends = torch.from_numpy((rows.begin + rows.tokens).astype(np.int32))
         prefix, images = common.rswa_prefix_lens, common.mm_req_doc_ranges
         request = torch.from_numpy(rows.request)
         return replace(
@@ -175,7 +191,9 @@ class HostedBranches:
             counts: [batch] int64, scheduled draft tokens of each request.
         """
         rows = self.rows
-        if rows is None or (rows.counts.sum(1) == counts + 1).all():
+        if rows is None:
+            return None
+        if (np.bincount(rows.request, rows.tokens, len(counts)) == counts + 1).all():
             return rows
         # Of a prompt only the last token has logits.
         base = np.zeros(len(counts), dtype=np.int64)
@@ -191,10 +209,10 @@ class HostedBranches:
         """
         rows, self.rows = self.rows, None
         assert rows is not None
-        batch = np.arange(len(winner))
         positions = np.maximum(rows.counts[:, 0], kept + 1)
-        self.followed = Followed(rows.offsets[batch, winner], kept, of_chain, positions)
         won = np.flatnonzero(winner)
+        places = rows.places[np.arange(len(winner)), winner] if len(won) else None
+        self.followed = Followed(places, kept, of_chain, positions)
         slots, more = self.state.request_slots(len(winner)), np.maximum(kept - of_chain, 0)
         self.state.cascade.record_branches(slots, winner, more)
         if len(won):
@@ -222,22 +240,17 @@ class HostedBranches:
             room = np.where(fits, np.minimum(room, group.room(base)), 0)
         store.room[slots] = room
 
-    def flat_drafts(self, slots: np.ndarray, base: np.ndarray) -> list[list[int]]:
-        """The draft tokens to schedule for every request, branches after the chain.
-
-        Args: see `make_room`.
-        """
+    def flat_drafts(self, slots: np.ndarray) -> list[list[int]]:
+        """The draft tokens to schedule for every request in [batch] slots, the chain's first."""
         drafts, store = self.state.cascade.drafts[-1], self.state.cascade.branches
         counts = drafts.counts[slots].tolist()
         chains = drafts.token_ids[slots].tolist()
         chains = [chain[:count] for chain, count in zip(chains, counts, strict=True)]
         if store is None or not store.counts[slots].any():
             return chains
-        roots = self.runner.input_batch.token_ids_cpu[np.arange(len(slots)), base].tolist()
-        tokens, branches = store.token_ids[slots].tolist(), store.counts[slots].tolist()
-        return [
-            flat_tokens(*request) for request in zip(roots, chains, tokens, branches, strict=True)
-        ]
+        branches = (store.token_ids, store.counts, store.shared)
+        each = (kept[slots].tolist() for kept in branches)
+        return [flat_tokens(*request) for request in zip(chains, *each, strict=True)]
 
     def _one_row(self, base: np.ndarray) -> np.ndarray:
         """[batch] bool, requests that must do without branches.
@@ -256,7 +269,7 @@ class HostedBranches:
     def _lay_out(self, slots: np.ndarray, scheduled: np.ndarray, base: np.ndarray) -> Rows:
         drafts, store = self.state.cascade.drafts[-1], self.state.cascade.branches
         assert store is not None
-        return lay_out(scheduled, base, drafts.counts[slots], store.counts[slots])
+        return lay_out(scheduled, base, drafts.counts[slots], store, slots)
 
     def _find_caches(self) -> None:
         """The KV caches of the target's layers: a level keeps its own in the chain's blocks."""
@@ -335,3 +348,18 @@ def prepare_inputs(original, hosted: HostedBranches, scheduler_output, num_sched
 )
 def build_metadata(original, hosted: HostedBranches, common, *args, **kwargs):
     return original(hosted.metadata(common, original.__self__.kv_cache_group_id), *args, **kwargs)
+
+
+@replaces_on_runner(
+    _WRITE,
+    ("self", "layer", "key", "value", "kv_cache", "slot_mapping"),
+    why="writes keys and values of tokens that branches share to the blocks of all of them",
+    until="vLLM's attention reads a tree of draft tokens",
+    issue=NONE_FILED,
+)
+def write_keys_and_values(original, of_group, layer, key, value, kv_cache, slot_mapping):
+    original(layer, key, value, kv_cache, slot_mapping)
+    hosted, gid = of_group
+    if hosted.rows is not None and len(hosted.repeated[gid][0]):
+        places, slots = hosted.repeated[gid]
+        original(layer, key[places], value[places], kv_cache, slots)

@@ -69,6 +69,7 @@ class Eagle3Level(ModelLevel):
         self.slot_of_row, self.first, self.index_of_first, self.verified = np.zeros(
             (4, rows), dtype=np.int64
         )
+        self.places: np.ndarray | None = None
         self.states: list[torch.Tensor] = []
         self.computed_with = np.zeros(0, dtype=np.int32)
 
@@ -168,6 +169,7 @@ class Eagle3Level(ModelLevel):
         counts: np.ndarray,
         verified: np.ndarray,
         index: np.ndarray,
+        places: np.ndarray | None,
     ) -> None:
         """Take the target's hidden states of one step.
 
@@ -178,11 +180,12 @@ class Eagle3Level(ModelLevel):
             counts: [batch] int64, positions of each request.
             verified: [batch] int64, positions of each request whose tokens are verified.
             index: [batch] int64, where the states of those begin among the step's.
+            places: [batch, P] int64, where the first P of each are from there; None: in order.
         """
         batch = len(first)
         self.states = states
         self.slot_of_row[:batch], self.first[:batch], self.verified[:batch] = slots, first, verified
-        self.index_of_first[:batch] = index
+        self.index_of_first[:batch], self.places = index, places
         rows, offsets = ragged_arange(counts)
         self.computed_with[self._slots(rows, first[rows] + offsets)] = _EMPTY
 
@@ -308,7 +311,11 @@ class Eagle3Level(ModelLevel):
         kept = verified & ~current
         if current.any():
             r, e = rows[current], entries[current]
-            index = torch.from_numpy(e - self.first[r] + self.index_of_first[r]).to(self.device)
+            place = e - self.first[r]
+            if self.places is not None:
+                early = place < self.places.shape[1]
+                place[early] = self.places[r[early], place[early]]
+            index = torch.from_numpy(place + self.index_of_first[r]).to(self.device)
             states = torch.cat([state.index_select(0, index) for state in self.states], dim=-1)
             self._put(hidden, current, self.model.combine_hidden_states(states))
         for where, source, r, place in (

@@ -165,12 +165,12 @@ class CascadeProposer(DraftModelProposer):
         # cache of its own is always up to date.
         computed = length - sampled
         first = input_batch.num_computed_tokens_cpu[: len(slots)].astype(np.int64)
-        valid, index, positions = computed, ragged_starts(scheduled), scheduled
+        valid, positions, places = computed, scheduled, None
         if self.branches is not None and (followed := self.branches.followed) is not None:
             # Where a branch won, levels computed other tokens, and the states are in its row.
             won = followed.kept > followed.of_chain
             valid = np.where(won, first + 1 + followed.of_chain, computed)
-            index, positions = index + followed.offset, followed.positions
+            positions, places = followed.positions, followed.places
         requests.cached[:, slots] = np.minimum(requests.cached[:, slots], valid)
         for k, level in enumerate(self.cascade.levels):
             if level is not None and not level.keeps_cache:
@@ -178,7 +178,8 @@ class CascadeProposer(DraftModelProposer):
         for level in self.model_levels:
             if isinstance(level, Eagle3Level):
                 layers = [hidden_states] if level.reads_final_states else aux_hidden_states
-                level.take_states(layers, slots, first, positions, computed, index)
+                index = ragged_starts(scheduled)
+                level.take_states(layers, slots, first, positions, computed, index, places)
         # A head reads the target's state of a position and the token after it.
         known = np.tile(computed, (len(self.cascade.levels), 1))
         for states in self.heads:
@@ -213,7 +214,7 @@ class CascadeProposer(DraftModelProposer):
         for states in self.heads:
             states.after_drafting(batch, slots, known)
         if self.branches is not None:
-            flat = self.branches.flat_drafts(slots, length - 1)
+            flat = self.branches.flat_drafts(slots)
             self.clock.drafting_ended()
             return flat
         counts = drafts.counts[slots].tolist()

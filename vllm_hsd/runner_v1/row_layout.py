@@ -1,12 +1,13 @@
 """Rows of a step in which requests have several drafts: where their tokens and blocks are.
 
-vLLM schedules one flat list of draft tokens for a request: [x.., root, y.., root, z..], a chain x
-and branches y, z. With the root in front, its last verified token, these are rows that share the
-text before the root. The root is repeated because vLLM writes the keys and values of a token to one
-slot, and a row reads those of its root from a block of its own.
+vLLM schedules one flat list of draft tokens for a request: [x.., y.., z..], a chain x and what
+branches y, z have of their own. With the last verified token, the root, in front, the chain is a
+row of the attention. A branch begins like another row, at least with the root; its own tokens are
+a row that goes on from there.
 
 A branch's row has the blocks of the request but for those from the root on. In their place it has
-private ones, which lie in the same request's table, behind all that its other levels may write.
+private ones, which lie in the same request's table, behind all that its other levels may write. The
+keys and values of the tokens that it shares are written there, too, when their own row's are.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_hsd.core.branches import BranchStore
 from vllm_hsd.core.drafts import ragged_arange, ragged_starts
 
 
@@ -22,25 +24,23 @@ class Rows(NamedTuple):
     """The rows of B requests, at most R of each, in the order of the flat batch.
 
     Attributes:
-        offsets: [B, R] int64, place of a row's root among its request's tokens.
+        places: [B, R, L + 1] int64, place among its request's tokens of a row's root and of its
+            draft tokens, shared or its own. Those from counts[b, r] on mean nothing.
         counts: [B, R] int64 tokens of a row with its root; 0: no row. The first row of a request
             is its chain, or whatever it computes where it has no branches.
-        request, branch, start, tokens, base: [n] int64, of each row: its request, its place there,
-            its first token in the flat batch, its tokens, and its first position in the text.
+        request, branch, start, tokens, base, begin: [n] int64, of each row: its request, its place
+            there, its first own token in the flat batch, its own tokens, and the positions in the
+            text of its root and of its first own token (the root, for a chain).
     """
 
-    offsets: np.ndarray
+    places: np.ndarray
     counts: np.ndarray
     request: np.ndarray
     branch: np.ndarray
     start: np.ndarray
     tokens: np.ndarray
     base: np.ndarray
-
-    @property
-    def begins(self) -> np.ndarray:
-        """[tokens] int64, place of the root of each token's row among its request's tokens."""
-        return np.repeat(self.offsets[self.request, self.branch], self.tokens)
+    begin: np.ndarray
 
     @property
     def branches(self) -> np.ndarray:
@@ -52,9 +52,24 @@ class Rows(NamedTuple):
         numbers = np.cumsum(self.counts.ravel() > 0) - 1
         return numbers.reshape(self.counts.shape)[requests, branch]
 
+    def before(self, request: int) -> list[list[int]]:
+        """Places of the draft tokens that precede each token of a request, the root among them."""
+        counts, places = self.counts[request].tolist(), self.places[request].tolist()
+        if not any(counts[1:]):
+            return [list(range(1, n + 1)) for n in range(counts[0])]
+        found: dict[int, list[int]] = {}
+        for count, path in zip(counts, places, strict=True):
+            for depth in range(count):
+                found.setdefault(path[depth], path[1 : depth + 1])
+        return [found[place] for place in range(len(found))]
+
 
 def lay_out(
-    scheduled: np.ndarray, base: np.ndarray, chain: np.ndarray, branches: np.ndarray
+    scheduled: np.ndarray,
+    base: np.ndarray,
+    chain: np.ndarray,
+    store: BranchStore,
+    slots: np.ndarray,
 ) -> Rows:
     """The rows of a batch, as far as the scheduler did not cut them.
 
@@ -62,29 +77,40 @@ def lay_out(
         scheduled: [B] int64 tokens of each request.
         base: [B] int64, position of each request's first token.
         chain: [B] int64, tokens of the chain as it was drafted.
-        branches: [B, R - 1] int64, tokens of each branch as it was drafted; 0 for none.
+        store: the branches as they were drafted.
+        slots: [B] int64, of the requests.
     """
-    widths = np.concatenate([chain[:, None] + 1, branches + (branches > 0)], axis=1)
+    drafted, shared, parent = store.counts[slots], store.shared[slots], store.parent[slots]
+    widths = np.concatenate([chain[:, None] + 1, drafted - shared], axis=1)
     # A part of a prompt, placeholders, or a chain alone.
-    single = ~branches.any(1)
+    single = ~drafted.any(1)
     widths[single, 0] = scheduled[single]
     offsets = np.cumsum(widths, axis=1) - widths
-    counts = np.clip(scheduled[:, None] - offsets, 0, widths)
-    if (counts.sum(1) != scheduled).any():
+    own = np.clip(scheduled[:, None] - offsets, 0, widths)
+    if (own.sum(1) != scheduled).any():
         raise AssertionError(f"{scheduled} tokens are scheduled where {widths} were drafted")
-    request, branch = np.nonzero(counts)
-    count = counts[request, branch]
-    return Rows(offsets, counts, request, branch, ragged_starts(count), count, base[request])
+    counts = own.copy()
+    counts[:, 1:] += np.where(own[:, 1:] > 0, 1 + shared, 0)
+    depth = np.arange(store.token_ids.shape[2] + 1)
+    places = np.tile(depth, (*own.shape, 1))
+    batch = np.arange(len(slots))
+    for r in range(1, own.shape[1]):
+        more = depth - shared[:, r - 1, None] - 1
+        of_parent = places[batch, parent[:, r - 1]]
+        places[:, r] = np.where(more < 0, of_parent, offsets[:, r, None] + more)
+    request, branch = np.nonzero(own)
+    tokens, root = own[request, branch], base[request]
+    begin = root + counts[request, branch] - tokens
+    return Rows(places, counts, request, branch, ragged_starts(tokens), tokens, root, begin)
 
 
 def flat_tokens(
-    root: int, chain: list[int], branches: list[list[int]], counts: list[int]
+    chain: list[int], branches: list[list[int]], counts: list[int], shared: list[int]
 ) -> list[int]:
-    """The list that is scheduled for one request: its chain, then root and tokens of branches."""
+    """The list that is scheduled for one request: its chain, then the branches' own tokens."""
     flat = list(chain)
-    for branch, count in zip(branches, counts, strict=True):
-        if count:
-            flat += [root, *branch[:count]]
+    for branch, count, known in zip(branches, counts, shared, strict=True):
+        flat += branch[known:count]
     return flat
 
 
@@ -127,21 +153,33 @@ class PrivateBlocks(NamedTuple):
         """[n, width] block ids of every row, from those of every request, [B, width]."""
         tables, some = main[rows.request], rows.branches
         begin = rows.base[some] // self.block_size
-        last = (rows.base + rows.tokens - 1)[some] // self.block_size
+        last = (rows.begin + rows.tokens - 1)[some] // self.block_size
         owners, offsets = ragged_arange(last - begin + 1)
         private = self.first(rows.base[some], rows.branch[some])[owners] + offsets
         tables[some[owners], begin[owners] + offsets] = main[rows.request[some][owners], private]
         return tables
 
     def slots(self, rows: Rows, tables: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of all tokens of branches: places in the flat batch, positions, slots; [tokens] int64."""
+        """Of branches' own tokens: places in the flat batch, positions, slots; [tokens] int64."""
         some = rows.branches
         owners, offsets = ragged_arange(rows.tokens[some])
         owners = some[owners]
-        positions = rows.base[owners] + offsets
-        blocks = tables[owners, positions // self.block_size].astype(np.int64)
-        slots = blocks * self.block_size + positions % self.block_size
-        return rows.start[owners] + offsets, positions, slots
+        positions = rows.begin[owners] + offsets
+        return rows.start[owners] + offsets, positions, self._slots(tables, owners, positions)
+
+    def repeated(self, rows: Rows, tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of tokens that branches share: places in the flat batch, branches' slots; [k] int64."""
+        some = rows.branches
+        owners, depth = ragged_arange((rows.begin - rows.base)[some])
+        owners = some[owners]
+        request = rows.request[owners]
+        first = rows.start[rows.number(request, np.zeros_like(request))]
+        places = first + rows.places[request, rows.branch[owners], depth]
+        return places, self._slots(tables, owners, rows.base[owners] + depth)
+
+    def _slots(self, tables: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        blocks = tables[rows, positions // self.block_size].astype(np.int64)
+        return blocks * self.block_size + positions % self.block_size
 
     def copied_before(self, rows: Rows, tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Blocks [k] that hold text before a root, and blocks [k] of branches to copy them to."""

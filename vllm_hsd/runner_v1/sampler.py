@@ -141,8 +141,8 @@ class VerifyingSampler(RejectionSampler):
             self.runner.input_batch.generators.clear()
             if rows is None and not counts.any() and self._nothing_drafted(slots):
                 return self._sample_alone(logits, sampling_metadata, noise)
-        begins = None if rows is None else rows.begins
-        processed = sampling.target_logits(logits, counts, scheduled, begins)
+        before = None if rows is None else rows.before
+        processed = sampling.target_logits(logits, counts, scheduled, before)
         whole = TargetStep(
             counts, scheduled, draft_probs, sampling, processed, owners, slots, noise
         )
@@ -162,18 +162,27 @@ class VerifyingSampler(RejectionSampler):
                 tokens, accepted[some] = verify(step, np.flatnonzero(some))
                 emitted[some, : tokens.shape[1]] = tokens
         self._verified(step, accepted)
-        first = ragged_starts(counts + 1)
         if rows is not None:
             emitted, winner[~together] = self._follow(whole, rows, emitted, ~together)
             self._won(rows, winner, (emitted >= 0).sum(1), accepted)
-            first = first + rows.offsets[np.arange(len(counts)), winner]
+        places = np.tile(np.arange(emitted.shape[1]), (len(counts), 1))
+        if rows is not None:
+            won = rows.places[np.arange(len(counts)), winner, : emitted.shape[1]]
+            places[:, : won.shape[1]] = won
         for own, count in zip(noise, (emitted >= 0).sum(1).tolist(), strict=True):
             if own is not None and count:
                 own.emitted(count)
         sampled = torch.from_numpy(emitted).to(logits.device)
         return SamplerOutput(
             sampled_token_ids=sampled,
-            logprobs_tensors=self._logprobs(logits, processed, sampled, sampling, owners, first),
+            logprobs_tensors=self._logprobs(
+                logits,
+                processed,
+                sampled,
+                sampling,
+                owners,
+                ragged_starts(counts + 1)[:, None] + places,
+            ),
         )
 
     def _sample_alone(
@@ -305,9 +314,9 @@ class VerifyingSampler(RejectionSampler):
         sampled: torch.Tensor,
         sampling: RequestSampling,
         owners: np.ndarray,
-        first: np.ndarray,
+        places: np.ndarray,
     ) -> LogprobsTensors | None:
-        """vLLM's log-probabilities, a row for every place of `sampled`: from row first[i] on.
+        """vLLM's log-probabilities of [batch, width] `sampled`, from these places of the logits.
 
         The sampled token's come first; then those of the most likely tokens, or of the tokens that
         the request lists in `logprob_token_ids`. None where no request wants any.
@@ -325,8 +334,8 @@ class VerifyingSampler(RejectionSampler):
                 rows = torch.where(is_greedy[:, None], processed, constrained)
         width = sampled.shape[1]
         # Places after the last token are not read.
-        places = np.minimum(first[:, None] + np.arange(width), len(rows) - 1).ravel()
-        rows = rows.index_select(0, torch.from_numpy(places).to(rows.device))
+        index = torch.from_numpy(np.minimum(places, len(rows) - 1).ravel())
+        rows = rows.index_select(0, index.to(rows.device))
         logprobs = rows if self.is_logits_logprobs_mode else self.sampler.compute_logprobs(rows)
         count = max(wanted or 0, *map(len, listed.values()), 0)
         found = self.sampler.gather_logprobs(logprobs, count, sampled.clamp_min(0).flatten().long())
@@ -381,12 +390,14 @@ class CascadeSampler(VerifyingSampler):
         counts = rows.counts[requests]
         found = np.full((len(requests), int(rows.counts.max())), -1, dtype=np.int64)
         of_chain, winner = np.zeros((2, len(requests)), dtype=np.int64)
-        slots, first = whole.slots[requests], ragged_starts(counts.sum(1))
+        slots, first = whole.slots[requests], ragged_starts(whole.counts[requests] + 1)
         for i, (slot, start) in enumerate(zip(slots.tolist(), first.tolist(), strict=True)):
             lengths = np.maximum(counts[i] - 1, 0)
             tokens, drawn_from = store.drawn_rows(chains, slot, lengths.tolist())
+            paths = zip(rows.places[requests[i]], counts[i].tolist(), strict=True)
+            index = start + np.concatenate([places[:count] for places, count in paths])
             verified = verify_rows(
-                probs[start : start + int(counts[i].sum())],
+                probs[torch.from_numpy(index).to(probs.device)],
                 drawn_from,
                 tokens[: int((counts[i] > 0).sum())],
                 self.verifier,
@@ -420,7 +431,7 @@ class CascadeSampler(VerifyingSampler):
         first = ragged_starts(whole.counts + 1)
 
         def draw(requests: np.ndarray, branch: np.ndarray, place: np.ndarray) -> np.ndarray:
-            index = first[requests] + rows.offsets[requests, branch] + place
+            index = first[requests] + rows.places[requests, branch, place]
             logits = whole.processed.index_select(
                 0, torch.from_numpy(index).to(whole.processed.device)
             )

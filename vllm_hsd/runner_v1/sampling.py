@@ -7,7 +7,7 @@ The stock rejection sampler of vLLM 0.32 truncates the temperature on CPU (vLLM 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -193,7 +193,7 @@ class RequestSampling:
         logits: torch.Tensor,
         counts: np.ndarray,
         drafts: np.ndarray,
-        begins: np.ndarray | None = None,
+        before: Callable[[int], list[list[int]]] | None = None,
     ) -> torch.Tensor:
         """Apply everything that may change the argmax, in the order of vLLM's plain sampler.
 
@@ -201,9 +201,9 @@ class RequestSampling:
             logits: [sum(counts + 1), V], request after request; not changed.
             counts: [batch] int64 draft lengths.
             drafts: [batch, max(counts)] int64 draft token ids, -1 where there is none.
-            begins: [sum(counts + 1)] int64, from which place of its request's draft on the tokens
-                precede a row; None for the first. Requests with min_tokens ahead or a thinking
-                budget have one row.
+            before: request -> for each of its rows the places, counted from 1, of the draft tokens
+                that precede it; None for chains. Requests with min_tokens ahead or a thinking
+                budget have a chain.
 
         Returns:
             [sum(counts + 1), V] float32.
@@ -223,9 +223,7 @@ class RequestSampling:
             return masked
         masked = masked.clone() if masked.data_ptr() == logits.data_ptr() else masked
         num_tokens = (counts + 1).tolist()
-        if begins is None:
-            begins = np.zeros(len(logits), dtype=np.int64)
-        past = _outputs_per_row(metadata.output_token_ids, counts, drafts, begins)
+        past = _outputs_per_row(metadata.output_token_ids, counts, drafts, before)
         if bad_words:
             apply_bad_words_with_drafts(masked, bad_words, past, num_tokens)
         for processor in min_tokens:
@@ -266,15 +264,19 @@ def _argmax_sampled(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _outputs_per_row(
-    outputs: list[list[int]], counts: np.ndarray, drafts: np.ndarray, begins: np.ndarray
+    outputs: list[list[int]],
+    counts: np.ndarray,
+    drafts: np.ndarray,
+    before: Callable[[int], list[list[int]]] | None,
 ) -> list[list[int]]:
-    """Output tokens that precede every row: none, one, ... of the request's draft."""
-    begin = iter(begins.tolist())
-    return [
-        [*output, *draft[next(begin) : n]]
-        for output, count, draft in zip(outputs, counts, drafts.clip(0).tolist(), strict=False)
-        for n in range(count + 1)
-    ]
+    """Output tokens that precede every row, and the tokens of the request's draft that do."""
+    found = []
+    for request, (output, count) in enumerate(zip(outputs, counts.tolist(), strict=False)):
+        draft = drafts[request].clip(0).tolist()
+        chain = (range(1, n + 1) for n in range(count + 1))
+        for places in chain if before is None else before(request):
+            found.append([*output, *(draft[place - 1] for place in places)])
+    return found
 
 
 def _apply_thinking_budget(
