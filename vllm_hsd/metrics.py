@@ -40,7 +40,7 @@ COUNTERS = {
     "seconds": "Seconds of a level: forward passes, lookups, verification; on CPU only.",
     "sat_out": "Requests that a level drafted nothing for: states of the target were gone.",
     "branches": "Branches of a level that were verified beside its drafts.",
-    "branch_tokens": "Tokens of these branches.",
+    "branch_tokens": "Tokens of these branches that were verified for them alone.",
     "branches_followed": "Branches that the text followed further than the draft.",
     "followed_tokens": "Tokens that were emitted along branches.",
 }

@@ -111,10 +111,11 @@ class Counters(LevelCounts):
         Args: see `Cascade.record_branches`.
         """
         counts, of = branches.counts[slots], branches.source[slots]
+        verified = counts - branches.shared[slots]
         won = winner[:, None] == 1 + np.arange(counts.shape[1])
         for row in (0, *range(self.num_levels, len(self.rows))):
             own = np.full(of.shape, True) if row == 0 else of == row - self.num_levels
             self.rows[row, Count.branches] += (own & (counts > 0)).sum()
-            self.rows[row, Count.branch_tokens] += counts[own].sum()
+            self.rows[row, Count.branch_tokens] += verified[own].sum()
             self.rows[row, Count.branches_followed] += (own & won).sum()
             self.rows[row, Count.followed_tokens] += ((own & won).any(1) * more).sum()
