@@ -268,6 +268,9 @@ def test_what_cannot_host_branches_is_refused(family):
     few = {**hsd, "num_gpu_blocks_override": 30, "max_num_seqs": 8, "block_size": SIZE}
     with pytest.raises(RuntimeError, match=r"reserves 7 blocks .* max_num_seqs=8 .* has 30"):
         run_engine(few, {})
+    short = {**hsd, "max_num_seqs": 8, "max_model_len": 192, "block_size": SIZE}
+    with pytest.raises(RuntimeError, match=r"takes 224 tokens of max_model_len=192 with .* of 32"):
+        run_engine(short, {})
     narrow = {**hsd, "max_num_batched_tokens": 20, "max_num_seqs": 8}
     # vLLM 0.33 says it before us.
     said = r"make 24 tokens .* max_num_batched_tokens=20|Got max_num_batched_tokens=20"

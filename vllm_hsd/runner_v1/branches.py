@@ -105,6 +105,13 @@ class HostedBranches:
                 f"max_num_seqs={requests} requests, and the cache has {blocks}: lower branches or "
                 "max_num_seqs, or enlarge the cache."
             )
+        longest = config.model_config.max_model_len
+        behind = int(PrivateBlocks(size, self.length).first(np.zeros(1), self.most)[0]) * size
+        if behind > longest:
+            raise UserError(
+                f"levels[0].branches takes {behind} tokens of max_model_len={longest} with blocks "
+                f"of {size}: raise max_model_len, or lower branches or block_size."
+            )
         replace_on(self.runner, _PREPARE, by=self)
         for group in (group for groups in self.runner.attn_groups for group in groups):
             if group.kernel_block_size is not None or group.kv_cache_spec.block_size > size:
