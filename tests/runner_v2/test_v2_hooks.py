@@ -101,6 +101,7 @@ STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
         ({"adaptive": True}, {"distributed_executor_backend": "external_launcher"}, "adaptive"),
         ({}, {"enable_dbo": True}, "dual batch overlap does not run with speculation"),
         ({"levels": [{"eagle3": "HEAD"}], "adaptive": True}, {}, "adaptive has no meaning"),
+        ({"levels": [{"eagle3": "HEAD", "branches": 2}]}, {}, "branches does not run"),
         ({"levels": [{"eagle3": "HEAD"}], "verifier": "standard"}, {}, "verifier has no meaning"),
         ({"levels": [{"eagle3": "HEAD"}], "verifier": "coupled"}, {}, None),
         ({"method": "ngram", **STOCK}, {}, None),
@@ -146,7 +147,7 @@ def with_paths(level: dict, family, head: str) -> dict:
         store = str(Path(family.target).with_name("pairs.safetensors"))
         write_store(collect_texts([np.arange(3)], family.vocabulary), store)
         return {"ngram_model": store}
-    return {"eagle3": head} if "eagle3" in level else level
+    return {**level, "eagle3": head} if "eagle3" in level else level
 
 
 @pytest.fixture(scope="module")
