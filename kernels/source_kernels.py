@@ -194,8 +194,11 @@ def choose_offer_kernel(
     expected_ptr,  # float64 [S, slots + 1, N]
     prior_ptr,  # float64 [1]
     least_ptr,  # float64 [1], probability to survive below which nothing is drafted
+    drawn_ptr,  # float32 [slots + 1], with HAS_DRAFTER
+    temperature_ptr,  # float32 [B], of level 0
     slots,
     SOURCES: tl.constexpr,
+    HAS_DRAFTER: tl.constexpr,  # the last source draws its tokens
     N: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -207,6 +210,7 @@ def choose_offer_kernel(
     drafted = tl.zeros((), tl.int32)
     taken = tl.zeros([LANES], tl.int32)
     most = tl.zeros((), tl.float64)
+    chosen = tl.full((), -1, tl.int32)
     for source in tl.static_range(SOURCES):
         place = source * (slots + 1) + slot
         accepted = tl.load(own_ptr + place) + prior
@@ -222,8 +226,17 @@ def choose_offer_kernel(
         token = tl.load(token_ptr + place * N + lane, mask=within, other=0)
         count = tl.sum((within & (survival > 0)).to(tl.int32), axis=0)
         drafted = tl.where(better, count, drafted)
+        chosen = tl.where(better, source, chosen)
         taken = tl.where(better, token, taken)
     end = tl.load(end_ptr + request)
     tl.store(window_ptr + request * window_stride + end + lane, taken, mask=lane < drafted)
     tl.store(end_ptr + request, end + drafted)
     tl.store(drafted_ptr + request, drafted)
+    if HAS_DRAFTER:
+        drawn = chosen == SOURCES - 1
+        tl.store(drawn_ptr + slot, drawn.to(tl.float32))
+        # Tokens that were drawn and not verified agree with the text less often than their kind is
+        # accepted; an argmax, and a coupled draw, as often.
+        sampled = tl.load(temperature_ptr + request) > 0
+        known = tl.where(drawn, drafted, 0)
+        tl.store(count_ptr + (SOURCES - 1) * (slots + 1) + slot, known, mask=sampled)

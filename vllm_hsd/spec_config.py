@@ -29,6 +29,8 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
     """What vLLM carries around for a cascade; build it with `create`."""
 
     hsd_runner: ClassVar[str]
+    hsd_joins_lookups: ClassVar[bool] = False
+    """Whether lookups can draft next to vLLM's own drafter."""
     hsd_method: ClassVar[str]
     """The method that vLLM sees."""
     hsd_applies_min_p: ClassVar[bool] = True
@@ -73,13 +75,16 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
 
     @classmethod
     def is_stock(cls, hsd: CascadeConfig) -> bool:
-        """Whether vLLM's own drafter serves the only level, with our verifier."""
-        return len(hsd.levels) == 1 and cls.hsd_runner in hsd.levels[0].stock_on
+        """Whether vLLM's own drafter serves the only level, or its last source."""
+        drafters = hsd.levels[0].drafters
+        fits = len(drafters) == 1 or cls.hsd_joins_lookups
+        return len(hsd.levels) == 1 and fits and cls.hsd_runner in drafters[-1].stock_on
 
     @classmethod
     def stock_keys(cls, hsd: CascadeConfig) -> dict[str, Any]:
         """vLLM's own configuration of such a cascade."""
-        given = {"num_speculative_tokens": hsd.num_speculative_tokens, **hsd.levels[0].stock_keys}
+        given = {"num_speculative_tokens": hsd.num_speculative_tokens}
+        given |= hsd.levels[0].drafters[-1].stock_keys
         return {**given, "draft_sample_method": "probabilistic"}
 
     @classmethod
@@ -92,17 +97,18 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
         Raises:
             UserError: it has a key that vLLM's drafter does not know.
         """
-        (level,) = hsd.levels
-        elsewhere = "" if "V1" in level.stock_on else f" or {USE_V1}"
+        name, source = hsd.levels[0].named_sources("levels[0]")[-1]
+        elsewhere = "" if "V1" in source.stock_on else f" or {USE_V1}"
         for key, holds in {
             "adaptive": hsd.adaptive,
             "verifier": hsd.verifier not in verifiers,
-            "levels[0].temperature_scale": hsd.options()[0].temperature_scale != 1,
+            f"{name}.temperature_scale": hsd.options()[0].temperature_scale != 1,
+            f"{name}.stopping": hsd.options()[0].stopping != "fixed",
         }.items():
             if holds:
                 raise UserError(
-                    f"{key} has no meaning on vLLM's {cls.hsd_runner} runner for an {level.kind} "
-                    f"level alone, which vLLM's own drafter serves: remove it{elsewhere}."
+                    f"{key} has no meaning on vLLM's {cls.hsd_runner} runner with "
+                    f"{name}.{source.kind}, which vLLM's own drafter serves: remove it{elsewhere}."
                 )
 
     @classmethod

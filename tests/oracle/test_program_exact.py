@@ -26,6 +26,13 @@ def exact_row(logits: torch.Tensor) -> list[Fraction]:
     return [Fraction(p).limit_denominator(10**6) for p in logits.exp().tolist()]
 
 
+def proposed(rows: torch.Tensor, draft: list[int], drawn: bool) -> list[list[Fraction]]:
+    """What the tokens of a draft were drawn from: rows, or point masses."""
+    if drawn:
+        return [exact_row(row) for row in rows]
+    return [[Fraction(v == token) for v in range(rows.shape[1])] for token in draft]
+
+
 class Chosen:
     """Enumerated choices in place of the kernels' draws, for one request at temperature 1.
 
@@ -58,10 +65,12 @@ class Chosen:
         accepted, token = 0, 0
         if state.origin[0] >= 0:
             first = int(state.base[0] + state.start[level - 1, 0])
+            draft = sampled[1 : n + 1].tolist()
+            drawn = float(given["draft_temperature"][0]) > 0
             accepted, token = self.verify(
                 [exact_row(row) for row in target_logits[: n + 1]],
-                [exact_row(row) for row in draft_logits[0, :n]],
-                sampled[1 : n + 1].tolist(),
+                proposed(draft_logits[0, :n], draft, drawn),
+                draft,
                 VERIFIERS[method],
                 level,
                 first,

@@ -107,7 +107,7 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
         ),
         (
             on(mtp, {"mtp": {}}, adaptive=True),
-            "adaptive has no meaning on vLLM's V1 runner for an mtp level alone, .*: remove it\\.$",
+            "adaptive has no meaning on vLLM's V1 runner with levels.0..mtp, .*: remove it\\.$",
         ),
         (on(mtp, {"mtp": {}}, verifier="coupled"), "verifier has no meaning on vLLM's V1 runner"),
         (target({"early_exit": 9}), r"levels\[0\]\.early_exit is 9.*2 layers: lower it"),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.exact_joint_distribution import chi_square_p_value
+from support.proposal_states import schedule_of
 from support.table_distributions import cascade, joint, tables
 
 from vllm_hsd.core.counters import Count
@@ -36,19 +37,11 @@ def runner(params, name, **options):
 @pytest.mark.parametrize(
     "name",
     [
-        "one",
-        "two",
-        "three",
-        "lookup",
-        "bigram",
-        "suffix",
-        "sources",
-        "unverified",
-        "entropy",
-        "horizontal",
+        *("one", "two", "three", "lookup", "bigram", "suffix", "sources", "choice"),
+        *("choice below", "unverified", "entropy", "horizontal", "n-grams above"),
+        pytest.param("choice of n-grams", marks=pytest.mark.slow),
         pytest.param("horizontal lookup", marks=pytest.mark.slow),
         pytest.param("n-grams", marks=pytest.mark.slow),
-        "n-grams above",
     ],
 )
 def test_greedy_text_is_the_targets(name):
@@ -83,6 +76,9 @@ def test_levels_equal_to_the_target_lose_nothing(temperature):
         ("bigram", {}),
         ("suffix", {}),
         ("sources", {}),
+        ("choice", {}),
+        ("choice", {"top_p": 0.8, "temperature": 0.9}),
+        ("choice below", {}),
         ("unverified", {}),
         ("entropy", {}),
         ("entropy, unverified", {}),
@@ -251,7 +247,8 @@ def test_no_encoder_outputs_are_gathered(monkeypatch):
 )
 def test_prompts_that_leave_a_hole_below_the_window_never_draft(levels, prompt, stale):
     served = runner([{}] * 3, "two")
-    served.drafter.schedule = SimpleNamespace(num_levels=levels)
+    shortest = schedule_of(*range(2, levels + 2)).shortest_prompt
+    served.drafter.schedule = SimpleNamespace(shortest_prompt=shortest)
     served.drafter.stale[:] = True
     batch = SimpleNamespace(
         num_reqs=2,

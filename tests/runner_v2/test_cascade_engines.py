@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import engines
+from support.eagle3_head import write_eagle3_head
 from transformers import AutoModelForCausalLM
 
 from vllm_hsd.core.text_store import collect_texts, write_store
@@ -30,8 +31,17 @@ def texts_of(family) -> str:
     return str(path)
 
 
+def head(family) -> str:
+    """An EAGLE-3 head of the target."""
+    path = Path(family.target).with_name("head")
+    if not path.exists():
+        path.mkdir()
+        write_eagle3_head(family.target, path)
+    return str(path)
+
+
 def configuration(name: str, family) -> dict:
-    stored = any(part in name for part in ("suffix", "sources", "n-grams"))
+    stored = any(part in name for part in ("suffix", "sources", "n-grams", "choice"))
     store = texts_of(family) if stored else None
     suffix = {"min_acceptance": 0.01, "store": store}
     return {
@@ -42,6 +52,18 @@ def configuration(name: str, family) -> dict:
                 {"sources": [{"ngram": {"max": 3}}, {"suffix": suffix}], "num_tokens": 2},
                 {"model": family.mid},
             ]
+        ),
+        "choice": cascade(
+            [{"sources": [{"ngram": {"max": 3}}, {"suffix": suffix}, {"model": family.mid}]}]
+        ),
+        "choice, model": cascade(
+            [
+                {"sources": [{"suffix": suffix}, {"early_exit": 1}], "num_tokens": 2},
+                {"model": family.mid},
+            ]
+        ),
+        "choice with a head": cascade(
+            [{"sources": [{"suffix": suffix}, {"eagle3": head(family)}]}]
         ),
         "two models": cascade([{"model": family.small, "num_tokens": 1}, {"model": family.mid}]),
         "entropy": cascade(
@@ -86,6 +108,9 @@ def configuration(name: str, family) -> dict:
         pytest.param("entropy", marks=pytest.mark.slow),
         pytest.param("horizontal", marks=pytest.mark.slow),
         pytest.param("n-grams, model", marks=pytest.mark.slow),
+        pytest.param("choice", marks=pytest.mark.slow),
+        pytest.param("choice, model", marks=pytest.mark.slow),
+        pytest.param("choice with a head", marks=pytest.mark.slow),
         pytest.param("three equal", marks=pytest.mark.slow),
         pytest.param("lookup, exit, model", marks=pytest.mark.slow),
     ],
@@ -102,6 +127,8 @@ def test_greedy_text_is_that_of_no_speculation(name, family, greedy_tokens):
     [
         "two models",
         pytest.param("suffix, model", marks=pytest.mark.slow),
+        pytest.param("choice", marks=pytest.mark.slow),
+        pytest.param("choice with a head", marks=pytest.mark.slow),
         pytest.param("lookup, exit, model", marks=pytest.mark.slow),
     ],
 )
@@ -165,7 +192,8 @@ def ids(result: dict) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["two models", "suffix, model", "sources, model", "lookup, exit, model"]
+    "name",
+    ["two models", "suffix, model", "sources, model", "choice, model", "lookup, exit, model"],
 )
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_a_crowded_engine_loses_nothing(name, graphs, family, crowded_plain):

@@ -16,6 +16,8 @@ CASCADES = (
     "bigram",
     "suffix",
     "sources",
+    "choice",
+    "choice below",
     "unverified",
     "entropy, unverified",
     "horizontal",

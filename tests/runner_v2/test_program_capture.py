@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from vllm_hsd.core.text_order import OrderedTexts
 from vllm_hsd.runner_v2 import cascade_steps
-from vllm_hsd.runner_v2.program import Program
+from vllm_hsd.runner_v2.program import Program, ProgramSources
 from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState
 from vllm_hsd.runner_v2.sources import Estimates, SourcesLookup
 from vllm_hsd.runner_v2.suffix_lookup import SuffixLookup
@@ -69,9 +69,9 @@ def launches(monkeypatch):
     return recorded
 
 
-def run_on_fake_tensors(lengths, levels, lookup=False, verifier="block"):
+def run_on_fake_tensors(lengths, levels, lookup=False, verifier="block", chooses=False):
     """Stage and run; (schedule, tensors of the runner)."""
-    schedule = schedule_of(*lengths, lookup=lookup)
+    schedule = schedule_of(*lengths, lookup=lookup, chooses=chooses)
     models = [torch.bfloat16] * len(lengths)
     state = ProposalState.allocate(
         schedule,
@@ -107,7 +107,9 @@ def run_on_fake_tensors(lengths, levels, lookup=False, verifier="block"):
         (partial(cascade_steps.lookup_ngram, shortest=1, longest=4), Estimates(curve, False)),
         (SuffixLookup(texts, 0.05, text.device), None),
     ]
-    sources = SourcesLookup(searches, 0.05, MAX_NUM_REQS, lengths[0], text.device)
+    sources = SourcesLookup(searches, 0.05, MAX_NUM_REQS, lengths[0], text.device, chooses)
+    offer = partial(sources.offer, text=text)
+    joined = ProgramSources(offer, sources.choose, sources.drawn) if chooses else None
     below = {
         "ngram": partial(cascade_steps.lookup_ngram, text=text, shortest=1, longest=4),
         "suffix": partial(SuffixLookup(texts, 0.05, text.device), text=text),
@@ -116,11 +118,13 @@ def run_on_fake_tensors(lengths, levels, lookup=False, verifier="block"):
     }
     built = [below[level] if isinstance(level, str) else level() for level in levels]
     cascade_steps.stage(state, schedule, **runner, max_model_len=MAX_MODEL_LEN)
-    program = Program(schedule, built, [verifier] * len(lengths), groups, MAX_MODEL_LEN)
+    verifiers = [verifier] * len(lengths)
+    program = Program(schedule, built, verifiers, groups, MAX_MODEL_LEN, sources=joined)
     program.run(state)
     return schedule, runner
 
 
+@pytest.mark.parametrize("chooses", [False, True])
 @pytest.mark.parametrize(
     ("lengths", "levels"),
     [
@@ -133,10 +137,13 @@ def run_on_fake_tensors(lengths, levels, lookup=False, verifier="block"):
         ((3, 8), ["sources", TinyModel]),
     ],
 )
-def test_nothing_is_read_on_the_host(lengths, levels, launches):
+def test_nothing_is_read_on_the_host(lengths, levels, chooses, launches):
     """Also that no kernel but stage's reads the runner's tensors, but for the searched text."""
+    lookup = isinstance(levels[0], str)
+    if chooses and lookup:
+        pytest.skip("it has no model next to lookups")
     with FakeTensorMode():
-        schedule, runner = run_on_fake_tensors(lengths, levels, lookup=isinstance(levels[0], str))
+        schedule, runner = run_on_fake_tensors(lengths, levels, lookup, chooses=chooses)
     names = [name for name, _ in launches]
     assert names[0] == "stage_kernel" and names[-1] == "collect_kernel"
     passes = sum(schedule.num_logits(op) > 0 for op in schedule.ops)

@@ -10,6 +10,7 @@ from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.errors import UserError
 from vllm_hsd.runner_v2.schedule import (
     DRAWS_PER_LENGTH,
+    Choose,
     Lookup,
     Schedule,
     Verify,
@@ -90,6 +91,7 @@ class Request:
     def __init__(self, schedule: Schedule, shortened: int = 0, feed_full: bool = True) -> None:
         self.schedule, self.shortened, self.feed_full = schedule, shortened, feed_full
         self.fresh = count()
+        self.chooses = any(isinstance(op, Choose) for op in schedule.ops)
 
     def begin(self, missing: tuple[frozenset[int], ...]):
         """A text whose level k has not computed the positions missing[k], counted from the end."""
@@ -142,13 +144,16 @@ class Request:
             return
         op = self.schedule.ops[at]
         k = op.level
-        if not isinstance(op, Lookup):
+        if not isinstance(op, Lookup | Choose):
             self.feed(op)
         if isinstance(op, Verify):
             drafted = self.drafted[k - 1]
             choices = range(drafted + 1) if self.drafted[k] < self.requested[k] else [None]
+        elif isinstance(op, Choose):
+            # The draft stays, or an offer of any length takes its place.
+            choices = [None, *range(self.requested[0] + 1)]
         elif isinstance(op, Lookup):
-            choices = range(self.requested[0] + 1)
+            choices = [0] if self.chooses else range(self.requested[0] + 1)
         else:
             choices = [int(self.drafted[0] < self.requested[0])]
         before = self.saved()
@@ -160,7 +165,10 @@ class Request:
                     self.text.append(next(self.fresh))
                     self.drafted[k] += choice + 1
                 self.ask_below(k)
-            else:
+            elif choice is not None:
+                if isinstance(op, Choose):
+                    del self.text[self.start[0] :]
+                    self.drafted[0] = 0
                 self.text += [next(self.fresh) for _ in range(choice)]
                 self.drafted[0] += choice
             yield from self.outcomes(at + 1)
@@ -222,6 +230,7 @@ HORIZONTAL = [
     ((1, 6), (2,), False, 3),
     ((1, 2, 7), (1, 2), False, 2),
 ]
+CHOICES = [((3,), ()), ((2, 4), (2,)), ((1, 2, 4), (1, 2))]
 
 
 @pytest.mark.parametrize(
@@ -234,6 +243,16 @@ def test_catch_up_leaves_no_hole(lengths, rounds, lookup, horizontal):
         for k, holes in enumerate(missing):
             if not (lookup and k == 0):
                 assert max(holes) <= schedule.num_levels - k + 1 + horizontal
+
+
+@pytest.mark.parametrize(("lengths", "rounds"), CHOICES)
+def test_a_model_next_to_lookups_catches_up(lengths, rounds):
+    schedule = schedule_of(*lengths, rounds=rounds, chooses=True)
+    for missing in reachable(Request(schedule)):
+        for k, holes in enumerate(missing):
+            assert max(holes) <= schedule.num_levels - k + (1 if k else lengths[0])
+    with pytest.raises(Hole):
+        reachable(Request(schedule, shortened=1))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from support.proposal_states import MAX_NUM_REQS
 from support.suffix_requests import Requests, markov, store_of
 
+from vllm_hsd.core.acceptance import PRIOR_ACCEPTANCE
 from vllm_hsd.core.bigram import BigramLevel, successors
 from vllm_hsd.core.draft_budget import DraftBudget
 from vllm_hsd.core.levels import LookupLevel, LookupResult, Sources, ngram_confidence
@@ -147,3 +148,62 @@ def test_another_rule_is_caught():
         differ += int(requests.state.drafted[0, 0]) != int(host.draft(requests)[1][0])
         text = np.append(text, [rng.integers(VOCABULARY)])
     assert differ
+
+
+class Drawn(LookupLevel):
+    """What a drafter has drawn in a step, known by its places alone."""
+
+    def draw(self, rng, requests: Requests) -> None:
+        self.token_ids = rng.integers(0, 3, (len(requests.requested), LENGTH))
+
+    def lookup(self, tokens, rows, slots, ends, requested) -> LookupResult:
+        width = int(requested.max(initial=0))
+        confidence = np.cumprod(np.full((len(rows), width), PRIOR_ACCEPTANCE), axis=1)
+        return LookupResult(self.token_ids[rows, :width], requested.copy(), confidence)
+
+
+def test_a_drafter_is_one_more_source():
+    """Known by what was verified of it, of greedy and coupled requests also where it was not."""
+    from vllm_hsd.runner_v2.sources import SourcesLookup
+
+    rng = np.random.default_rng(0)
+    (ngram, *_), _ = lookups([markov(rng, 60, VOCABULARY) for _ in range(3)])
+    cpu, drawn = torch.device("cpu"), Drawn()
+    device = SourcesLookup([ngram], 0.05, MAX_NUM_REQS, LENGTH, cpu, has_drafter=True)
+    host = Host([PlainNgram(), drawn])
+    texts = [rng.integers(0, 3, int(rng.integers(4, 20))) for _ in range(4)]
+    temperature = torch.tensor([0.0, 1.0, -1.0, 0.7])
+    chosen = set()
+    for _ in range(16):
+        requests = Requests([(text, []) for text in texts], [LENGTH, LENGTH, LENGTH, 3], LENGTH)
+        state, ends = requests.state, requests.state.end.clone()
+        drawn.draw(rng, requests)
+        state.temperature[0] = temperature
+        device.offer(state, requests.text)
+        assert state.end.equal(ends) and not state.drafted.any()
+        for b, most in enumerate(requests.requested.tolist()):
+            state.window[b, ends[b] : ends[b] + most] = torch.from_numpy(drawn.token_ids[b, :most])
+            state.end[b] += most
+            state.drafted[0, b] = most
+        device.choose(state)
+        token_ids, counts = host.draft(requests)
+        assert state.drafted[0].tolist() == counts.tolist()
+        for b, count in enumerate(counts.tolist()):
+            drafted = state.window[b, ends[b] : ends[b] + count].tolist()
+            assert drafted == token_ids[b, :count].tolist()
+            slot = MAX_NUM_REQS - 1 - b
+            is_drawn = bool(device.drawn[slot])
+            assert not is_drawn or drafted == drawn.token_ids[b, :count].tolist()
+            if temperature[b] > 0:
+                host.choice.last.counts[1, b] = count if is_drawn else 0
+            chosen.add((b, is_drawn))
+            # The drafter is wrong more often than it is taken for before.
+            kept = 0 if is_drawn else count
+            texts[b] = np.append(texts[b], [*drafted[:kept], rng.integers(3)])
+        requests.guarded.assert_guards()
+        learned, slots = host.budget.acceptance, MAX_NUM_REQS - 1 - np.arange(4)
+        np.testing.assert_allclose(device.shared.numpy(), learned.shared[:, :2], rtol=1e-12)
+        np.testing.assert_allclose(
+            device.own.numpy()[..., slots], learned.own[:, :2, :4], rtol=1e-12
+        )
+    assert len(chosen) > 6, chosen

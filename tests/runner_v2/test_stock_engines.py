@@ -100,13 +100,13 @@ def test_sampled_text_follows_the_target(name, small_vocabulary, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["draft_model", "eagle3", "mtp"])
+@pytest.mark.parametrize("name", ["draft_model", "eagle3"])
 def test_wrong_rows_of_the_drafts_are_caught(name, small_vocabulary, tmp_path):
     """Negative control of the comparison above; two tokens to choose from make it sharper."""
     from support.v2_engines import p_values
 
     found = p_values(
-        target_of(name, small_vocabulary, tmp_path),
+        small_vocabulary.target,
         sampling(name, small_vocabulary, tmp_path),
         PROMPT,
         {"top_k": {"top_k": 2}},

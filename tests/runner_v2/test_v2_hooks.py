@@ -79,10 +79,17 @@ STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
         ({"levels": [{"ngram_model": "STORE"}]}, {}, None),
         ({"levels": [{"suffix": {"shared_tokens": 9}}]}, {}, "suffix.shared_tokens does not run"),
         ({"levels": [{"sources": [{"ngram": {}}, {"suffix": {}}]}]}, {}, None),
+        ({"levels": [{"sources": [{"ngram": {}}, {"early_exit": 1}]}]}, {}, None),
+        ({"levels": [{"sources": [{"ngram": {}}, {"eagle3": "HEAD"}]}]}, {}, None),
         (
-            {"levels": [{"sources": [{"ngram": {}}, {"early_exit": 1}]}]},
+            {"levels": [{"sources": [{"eagle3": "HEAD"}], "num_tokens": 1}, {"early_exit": 1}]},
             {},
-            r"levels\[0\].sources\[1\].early_exit does not run",
+            r"levels\[0\].sources\[0\].eagle3 does not run",
+        ),
+        (
+            {"levels": [{"sources": [{"ngram": {}}, {"eagle3": "HEAD"}]}], "adaptive": True},
+            {},
+            r"adaptive has no meaning on vLLM's V2 runner with levels\[0\].sources\[1\].eagle3",
         ),
         ({"levels": [{"sources": [{"ngram": {}}], "branches": 2}]}, {}, "branches does not run"),
         (
@@ -147,6 +154,9 @@ def with_paths(level: dict, family, head: str) -> dict:
         store = str(Path(family.target).with_name("pairs.safetensors"))
         write_store(collect_texts([np.arange(3)], family.vocabulary), store)
         return {"ngram_model": store}
+    if "sources" in level:
+        sources = [with_paths(source, family, head) for source in level["sources"]]
+        return {**level, "sources": sources}
     return {**level, "eagle3": head} if "eagle3" in level else level
 
 
@@ -212,6 +222,15 @@ def test_mtp_layers_alone_are_vllms_own_drafter(family, v2, tmp_path):
     found = configure(replace(family, target=target), given).speculative_config
     assert (found.method, found.model, found.hsd_runner) == ("mtp", target, "V2")
     assert found.draft_sample_method == "probabilistic" and found.hsd_couples_all
+
+
+@interpret
+def test_a_head_next_to_lookups_is_vllms_own_drafter_too(family, v2, head):
+    given = {**HEAD, "levels": [{"sources": [{"ngram": {}}, {"eagle3": head}]}]}
+    found = pickle.loads(pickle.dumps(configure(family, given).speculative_config))
+    assert (found.method, found.model, found.hsd_runner) == ("eagle3", head, "V2")
+    # Keeps the texts on the device.
+    assert found.use_ngram() and len(found.hsd_sources.sources) == 2
 
 
 @interpret

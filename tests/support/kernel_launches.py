@@ -31,7 +31,7 @@ from vllm_hsd.kernels.tree_verify import MAX_NODES, verify_tree
 from vllm_hsd.runner_v2 import cascade_steps
 from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds, observe_target
 from vllm_hsd.runner_v2.ngram_rows import NgramRows, Runs
-from vllm_hsd.runner_v2.program import Program
+from vllm_hsd.runner_v2.program import Program, ProgramSources
 from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState, row_dtypes
 from vllm_hsd.runner_v2.schedule import compile_schedule
 from vllm_hsd.runner_v2.sources import Estimates, SourcesLookup
@@ -51,6 +51,7 @@ class Cascade:
         shorter: draft lengths in the same memory, for which the scheduler may ask; none.
         lowest: kind of level 0: "model", "ngram", "bigram", "suffix" or "sources".
         sources: lookups of "sources", these three in turn.
+        chooses: a model is the last one of "sources".
         store: tokens of a suffix level's store, 0 for none.
         counted: levels that are n-gram models of the store.
         order: of these.
@@ -65,6 +66,7 @@ class Cascade:
     lengths: tuple[int, ...]
     lowest: str = "model"
     sources: int = 3
+    chooses: bool = False
     shorter: tuple[int, ...] = ()
     horizontal_tokens: int = 0
     store: int = 0
@@ -85,9 +87,14 @@ class Cascade:
         """Launch what a step does: the proposal and the target's verification of it."""
         kinds = ["model"] * len(self.lengths)
         kinds[0] = self.lowest
-        lookup = self.lowest != "model"
+        if self.chooses:
+            kinds[0] = "model"
+        lookup = kinds[0] != "model"
         compiled = partial(
-            compile_schedule, lookup=lookup, horizontal_tokens=self.horizontal_tokens
+            compile_schedule,
+            lookup=lookup,
+            chooses=self.chooses,
+            horizontal_tokens=self.horizontal_tokens,
         )
         schedule = compiled([LevelOptions(n) for n in self.lengths])
         state = ProposalState.allocate(
@@ -127,14 +134,17 @@ class Cascade:
         for k in self.counted:
             levels[k] = self._ngram_rows()
             levels[k].text = text
+        found, sources = self._lookup(), None
         if lookup:
-            levels[0] = partial(self._lookup(), text=text)
+            levels[0] = partial(found, text=text)
+        elif self.chooses:
+            sources = ProgramSources(partial(found.offer, text=text), found.choose, found.drawn)
         groups = KVGroups(
             _empty(self.groups, dtype=torch.uint64), _longs(self.groups), _empty(self.groups)
         )
         verifiers = ["none" if k in self.unverified else self.method for k in range(len(levels))]
-        program = Program(schedule, levels, verifiers, groups, self.max_model_len, thresholds)
-        program.run(bucket)
+        scheduled = schedule, levels, verifiers, groups, self.max_model_len
+        Program(*scheduled, thresholds, sources).run(bucket)
         # The target verifies as many tokens as the longest drafts have.
         rows = state.rows[-1]
         drafts = {
@@ -166,12 +176,12 @@ class Cascade:
             "bigram": lambda state, text: cascade_steps.lookup_bigram(state, successor),
         }
         if self.lowest != "sources":
-            return each[self.lowest]
+            return each.get(self.lowest)
         curve, table = (_empty(n, dtype=torch.float64) for n in (128, self.vocab_size))
         estimates = (Estimates(curve, False), None, Estimates(table, True))
         lookups = list(islice(cycle(zip(each.values(), estimates, strict=True)), self.sources))
         length = max(self.lengths[0], self.horizontal_tokens)
-        return SourcesLookup(lookups, 0.05, self.slots, length, meta)
+        return SourcesLookup(lookups, 0.05, self.slots, length, meta, has_drafter=self.chooses)
 
     def verify(self, rows: torch.Tensor | None, longest: int, drafts: dict) -> None:
         """Launch the target's verification of drafts, and of none."""
@@ -376,6 +386,8 @@ ALL = (
     Cascade((3, 8), unverified=(1,), shorter=(1, 2)),
     *(Cascade((4, 8), kind, shorter=(3, 4)) for kind in ("ngram", "bigram", "suffix", "sources")),
     *(Cascade((4, 8), "sources", sources=n) for n in (1, 2, 8)),
+    Cascade((8,), "sources", sources=1, chooses=True),
+    Cascade((3, 8), "sources", sources=2, chooses=True),
     Cascade((3, 5)),
     # Views of a state for an odd number of requests are not aligned.
     *(Cascade((3, 8), capacity=c, slots=c) for c in (1, 2, 3, 33)),

@@ -21,7 +21,7 @@ from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.kernels.filter_rows import Filters
 from vllm_hsd.runner_v2 import cascade_steps, entropy_stopping
 from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds
-from vllm_hsd.runner_v2.program import Program
+from vllm_hsd.runner_v2.program import Program, ProgramSources
 from vllm_hsd.runner_v2.proposal_state import ProposalState
 from vllm_hsd.runner_v2.schedule import Schedule, compile_schedule, first_draw
 from vllm_hsd.verify.rng import host_uniforms
@@ -93,6 +93,7 @@ class Engine:
         batch: B; requests: how many of these rows are real.
         vocabulary: V.
         dtype: of the rows.
+        sources: lookups next to the lowest level.
     """
 
     def __init__(
@@ -109,10 +110,13 @@ class Engine:
         dtype=torch.float32,
         greedy: bool = False,
         seed: int = 0,
+        sources: ProgramSources | None = None,
     ) -> None:
         limits = [None, *rounds, *[None] * len(lengths)]
         plain = [LevelOptions(n, max_rounds=limits[k]) for k, n in enumerate(lengths)]
-        self.schedule: Schedule = compile_schedule(plain, horizontal_tokens=horizontal_tokens)
+        self.schedule: Schedule = compile_schedule(
+            plain, chooses=sources is not None, horizontal_tokens=horizontal_tokens
+        )
         self.options = [
             LevelOptions(
                 n, verifiers[k], max_rounds=self.schedule.rounds[k] or None, stopping=stopping[k]
@@ -143,6 +147,7 @@ class Engine:
             self.groups,
             MAX_MODEL_LEN,
             self.thresholds,
+            sources,
         )
         g = torch.Generator().manual_seed(seed)
         self.index = torch.randperm(MAX_NUM_REQS, generator=g)[:requests].to(torch.int32)

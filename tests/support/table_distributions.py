@@ -51,6 +51,18 @@ def cascade(name: str) -> dict:
             {"sources": [{"ngram": {"max": 2}}, {"bigram": "counts.npz"}], "num_tokens": 2},
             {"model": middle},
         ],
+        "choice": [{"sources": [{"ngram": {"max": 2}}, {"bigram": "pairs"}, {"model": draft}]}],
+        "choice of n-grams": [
+            {
+                "sources": [{"ngram": {"max": 2}}, {"ngram_model": "pairs", "order": 2}],
+                "num_tokens": 2,
+            },
+            {"model": middle},
+        ],
+        "choice below": [
+            {"sources": [{"bigram": "pairs"}, {"model": draft}], "num_tokens": 2},
+            {"model": middle},
+        ],
         "unverified": [
             {"bigram": "counts.npz", "num_tokens": 2},
             {"model": middle, "verifier": "none"},

@@ -79,11 +79,8 @@ class TableCascade(CascadeSpeculator):
     max_model_len = 0  # a property of the configuration in vLLM 0.33
 
     def __init__(self, cascade: dict, req_states) -> None:
-        tables = [level["model"] for level in cascade["levels"] if "model" in level]
-        given = [
-            {**level, "model": "table"} if "model" in level else level
-            for level in cascade["levels"]
-        ]
+        tables: list[torch.Tensor] = []
+        given = [self._named(level, tables) for level in cascade["levels"]]
         self.hsd = CascadeConfig.parse({**cascade, "levels": given})
         self.schedule = schedule_of(self.hsd)
         self.scales = torch.tensor([options.temperature_scale for options in self.hsd.options()])
@@ -97,14 +94,16 @@ class TableCascade(CascadeSpeculator):
         self.draft_tokens = torch.zeros(
             slots, self.schedule.num_speculative_tokens, dtype=torch.int64
         )
-        lookup = self.hsd.levels[0].on_v2 == "lookup"
+        lowest = self.hsd.levels[0]
         self.device, self.stale = CPU, np.zeros(slots, dtype=bool)
         self.state = ProposalState.allocate(
             self.schedule,
             batch=slots + 1,  # so that a CUDA graph has padding
             max_num_reqs=slots,
             vocab_size=vocabulary,
-            dtypes=[None] * lookup + [torch.float32] * (len(given) - lookup),
+            dtypes=[
+                None if level.last_on_v2 == "lookup" else torch.float32 for level in self.hsd.levels
+            ],
             num_kv_groups=1,
             device=CPU,
         )
@@ -117,27 +116,36 @@ class TableCascade(CascadeSpeculator):
             torch.tensor([16]),
             torch.tensor([16], dtype=torch.int32),
         )
-        levels: list = [
-            TableLevel(level["model"]) if "model" in level else None for level in cascade["levels"]
-        ]
+        lasts = [level.get("sources", [level])[-1] for level in cascade["levels"]]
+        levels: list = [TableLevel(last["model"]) if "model" in last else None for last in lasts]
         self.lookup = None
-        if lookup:
-            self.lookup, _ = self._lookup(self.hsd.levels[0], tables[0])
-            levels[0] = partial(self.lookup, text=req_states.all_token_ids.gpu)
+        if lowest.on_v2 == "lookup":
+            self.lookup, _ = self._lookup(lowest, tables[0])
         for k, level in enumerate(self.hsd.levels):
-            if level.kind == "ngram_model":
-                levels[k] = NgramRows.of(pairs_of(tables[0]), level.order, CPU)
+            last = level.drafters[-1]
+            if last.kind == "ngram_model":
+                levels[k] = NgramRows.of(pairs_of(tables[0]), last.order, CPU)
                 levels[k].text = req_states.all_token_ids.gpu
         self.verifiers = verifiers(self.hsd)
         self._build_programs(levels, groups)
 
+    def _named(self, level: dict, tables: list[torch.Tensor]) -> dict:
+        """The level with names in the places of its tables, which are appended to the list."""
+        if "sources" in level:
+            sources = [self._named(source, tables) for source in level["sources"]]
+            return {**level, "sources": sources}
+        if "model" not in level:
+            return level
+        tables.append(level["model"])
+        return {**level, "model": "table"}
+
     def _lookup(self, level, table: torch.Tensor):
         """What looks up, and its estimates as one of several sources."""
         if level.kind == "sources":
-            found = [self._lookup(source, table) for source in level.sources]
-            length = self.schedule.kept_lengths[0]
+            found = [self._lookup(each, table) for each in level.sources if each.is_lookup]
+            length, drafts = self.schedule.kept_lengths[0], level.last_on_v2 != "lookup"
             slots = self.req_states.max_num_reqs
-            return SourcesLookup(found, level.min_acceptance, slots, length, CPU), None
+            return SourcesLookup(found, level.min_acceptance, slots, length, CPU, drafts), None
         successor, probs = table.argmax(1), table.softmax(1).amax(1).double()
         if level.kind == "bigram":
             return (

@@ -155,6 +155,11 @@ class LevelConfig(Keys):
         return None
 
     @property
+    def last_on_v2(self) -> str:
+        """`on_v2` of its last source, which alone may have rows."""
+        return self.on_v2
+
+    @property
     def stock_keys(self) -> dict[str, Any]:
         """vLLM's own speculative configuration of the level, where `stock_on` names a runner."""
         raise NotImplementedError

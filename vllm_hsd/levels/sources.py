@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from vllm_hsd.errors import UserError
 from vllm_hsd.levels.base import (
     KINDS,
     BranchKeys,
@@ -54,6 +53,11 @@ class SourcesLevelConfig(BranchKeys):
         return last.keeps_cache and not last.reads_target_states
 
     @property
+    def last_on_v2(self) -> str:
+        """See `LevelConfig.last_on_v2`."""
+        return self.sources[-1].on_v2
+
+    @property
     def names(self) -> list[str]:
         """A name for each source: its kind, numbered where a kind is there twice."""
         kinds = [source.kind for source in self.sources]
@@ -99,13 +103,6 @@ class SourcesLevelConfig(BranchKeys):
         """See `LevelConfig.check_v2`."""
         super().check_v2(name)
         for key, source in self.named_sources(name):
-            if not source.is_lookup:
-                lookups = ", ".join(kind for kind, cls in KINDS.items() if cls.is_lookup)
-                raise UserError(
-                    f"{key}.{source.kind} does not run on vLLM's V2 runner, where sources are "
-                    f"lookups ({lookups}): remove it or set VLLM_USE_V2_MODEL_RUNNER=0 for the V1 "
-                    "runner."
-                )
             source.check_v2(key)
 
     def build_v2(self, speculator: Any, index: int) -> Any:

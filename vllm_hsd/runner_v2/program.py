@@ -7,7 +7,7 @@ depends on data. tests/runner_v2/test_program.py compares the two token for toke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
@@ -21,7 +21,7 @@ from vllm_hsd.runner_v2.entropy_stopping import (
     pass_entropies_on,
 )
 from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState
-from vllm_hsd.runner_v2.schedule import Draft, Lookup, Schedule, Verify
+from vllm_hsd.runner_v2.schedule import Choose, Draft, Lookup, Schedule, Verify
 
 
 class ProgramLevel(Protocol):
@@ -49,6 +49,20 @@ class ProgramLevel(Protocol):
 ProgramLookup = Callable[[ProposalState], None]
 
 
+class ProgramSources(NamedTuple):
+    """Lookups next to the model of level 0, see `sources.SourcesLookup`.
+
+    Attributes:
+        offer: lets the lookups search; no text changes.
+        choose: keeps what the model has drafted, or puts an offer in its place.
+        drawn: float32 [slots + 1], 1 where a slot's draft is the model's, 0 where a lookup's.
+    """
+
+    offer: ProgramLookup
+    choose: ProgramLookup
+    drawn: torch.Tensor
+
+
 class Program:
     """A schedule with the levels that it runs.
 
@@ -59,6 +73,7 @@ class Program:
         groups: block tables of the KV-cache groups.
         max_model_len: of the target; levels read texts as long.
         thresholds: where a level's drafts end by entropy; None if none's do.
+        sources: lookups next to the model of level 0, where the schedule chooses.
     """
 
     def __init__(
@@ -69,7 +84,9 @@ class Program:
         groups: KVGroups,
         max_model_len: int,
         thresholds: DeviceThresholds | None = None,
+        sources: ProgramSources | None = None,
     ) -> None:
+        self.sources = sources
         self.schedule, self.levels, self.verifiers = schedule, list(levels), list(verifiers)
         self.groups, self.max_model_len = groups, max_model_len
         self.thresholds = thresholds
@@ -80,7 +97,11 @@ class Program:
             if at == self.schedule.tail:
                 cascade_steps.begin_tail(state, self.schedule)
             if isinstance(op, Lookup):
-                cast(ProgramLookup, self.levels[0])(state)
+                find = self.levels[0] if self.sources is None else self.sources.offer
+                cast(ProgramLookup, find)(state)
+                continue
+            if isinstance(op, Choose):
+                cast(ProgramSources, self.sources).choose(state)
                 continue
             level = cast(ProgramLevel, self.levels[op.level])
             cascade_steps.place(
@@ -149,6 +170,10 @@ class Program:
         thresholds = row_thresholds(
             logits, temperature, state.filters, rows_per_request=rows_per_request
         )
+        draft_temperature = state.temperature[below]
+        if below == 0 and self.sources is not None:
+            # A lookup's tokens are point masses.
+            draft_temperature = draft_temperature * self.sources.drawn[state.slot.long()]
         result = verify_chain_padded(
             logits,
             state.rows[below],
@@ -162,7 +187,7 @@ class Program:
             method=self.verifiers[op.level],
             level=op.level,
             draw_offset=op.draw,
-            draft_temperature=state.temperature[below],
+            draft_temperature=draft_temperature,
             draft_lse=None if state.rows[below] is None else state.lse[below],
             draft_index=state.request,
             draft_length=state.drafted[below],

@@ -24,6 +24,22 @@ def load_model(original, self, *args, **kwargs):
 
 
 @REGISTRY.replaces(
+    "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator."
+    "TargetDependentARSpeculator.__new__",
+    None,
+    why="lets lookups draft next to a head of the target",
+    until="vLLM has a plugin interface for drafters that run models",
+    issue=PLUGIN_ISSUE,
+)
+def new_head(original, cls, vllm_config, *args, **kwargs):
+    if getattr(vllm_config.speculative_config, "hsd_sources", None) is not None:
+        from vllm_hsd.runner_v2.head_sources import with_lookups
+
+        cls = with_lookups(cls)
+    return original(cls) if original is object.__new__ else original(cls, vllm_config)
+
+
+@REGISTRY.replaces(
     "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator.StandaloneARSpeculator.__new__",
     None,
     why="makes the cascade where the runner makes its draft model; the subclass passes the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.kernels.chain_verify import verify_chain_padded
 from vllm_hsd.kernels.filter_rows import row_thresholds
 from vllm_hsd.registry import NONE_FILED
+from vllm_hsd.runner_v2.head_sources import HeadSources
 from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER, replace_on
 from vllm_hsd.runner_v2.request_parameters import RequestParameters
 from vllm_hsd.runner_v2.schedule import DRAWS_PER_LENGTH
+from vllm_hsd.runner_v2.sources import SourcesLookup
 from vllm_hsd.runner_v2.spec_config import searches_texts
 from vllm_hsd.runner_v2.speculator import CascadeSpeculator
 from vllm_hsd.runner_v2.stock_drafters import KeptDrafts
@@ -56,7 +59,7 @@ def serve(runner: Any) -> None:
     parameters = RequestParameters(sampler.sampling_states, couples_all)
     if isinstance(speculator, CascadeSpeculator):
         speculator.req_states, speculator.parameters = runner.req_states, parameters
-        if searches_texts(speculator.hsd):
+        if searches_texts(speculator.hsd.levels):
             size = runner.req_states.all_token_ids.gpu.nbytes / 2**30
             logger.info("The cascade keeps the texts on the device: %.2f GiB.", size)
         replace_on(runner, f"{RUNNER}.sample_tokens", by=speculator)
@@ -72,7 +75,11 @@ def serve(runner: Any) -> None:
                 "draft_sample_method to 'greedy', which needs no probabilities of the drafter."
             )
         kept = KeptDrafts(speculator, runner.req_states, parameters)
-    runner.rejection_sampler = BlockRejectionSampler(
+    made: Any = BlockRejectionSampler
+    if isinstance(speculator, HeadSources):
+        speculator.req_states, speculator.parameters = runner.req_states, parameters
+        made = partial(HeadSourcesSampler, speculator)
+    runner.rejection_sampler = made(
         sampler, runner.speculative_config, runner.device, parameters, kept
     )
 
@@ -261,6 +268,21 @@ class BlockRejectionSampler(RejectionSampler):
         return result.token_ids, result.num_emitted
 
 
+class HeadSourcesSampler(BlockRejectionSampler):
+    """Verification of drafts that are a head's or a lookup's, request by request."""
+
+    def __init__(self, speculator: HeadSources, *args) -> None:
+        super().__init__(*args)
+        self.speculator = speculator
+
+    def drafts(self, draft_logits, idx_mapping) -> dict:
+        given, drawn = super().drafts(draft_logits, idx_mapping), self.speculator.lookup.drawn
+        # A lookup's tokens are point masses.
+        temperature = given["draft_temperature"] * drawn[:-1]
+        length = self.speculator.draft_length
+        return {**given, "draft_temperature": temperature, "draft_length": length}
+
+
 class CascadeRejectionSampler(BlockRejectionSampler):
     """Verification of a cascade's drafts, which are in the order of the last proposal's batch."""
 
@@ -283,9 +305,13 @@ class CascadeRejectionSampler(BlockRejectionSampler):
 
     def drafts(self, draft_logits, idx_mapping) -> dict:
         state, speculator = self.speculator.state, self.speculator
-        temperature = self.parameters.temperature
+        temperature = self.parameters.temperature * speculator.scales[-1]
+        lookup, alone = speculator.lookup, speculator.schedule.num_levels == 1
+        if alone and isinstance(lookup, SourcesLookup) and lookup.has_drafter:
+            # A lookup's tokens are point masses.
+            temperature = temperature * lookup.drawn[:-1]
         return {
-            "draft_temperature": temperature * speculator.scales[-1],
+            "draft_temperature": temperature,
             "draft_lse": None if state.rows[-1] is None else state.lse[-1],
             "draft_index": state.row_of_slot[idx_mapping.long()],
             "draft_length": state.draft_length,

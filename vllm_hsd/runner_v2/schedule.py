@@ -8,7 +8,8 @@ Catch-up rule: when level k of L runs a forward pass, at most L - k + 1 tokens a
 the text are missing from its KV cache. A level leaves its last token uncomputed, every verifier
 above adds one of its own, and so does the target. So the first pass of a round begins that many
 tokens before the end and may compute some of them again. The first pass of a proposal begins
-earlier by as many tokens as are horizontal, which only level 0 has computed.
+earlier by as many tokens as are horizontal, which only level 0 has computed. A model next to
+lookups (`Choose`) may have computed no token of its draft.
 tests/runner_v2/test_schedule.py proves it by exhaustion.
 """
 
@@ -52,7 +53,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Level 0 finds its whole draft in the text.
+    """Level 0 finds its whole draft in the text; before a `Choose`, offers of one.
 
     Attributes:
         level: 0.
@@ -61,6 +62,17 @@ class Lookup:
 
     level: int
     draft_length: int
+
+
+@dataclass(frozen=True)
+class Choose:
+    """Level 0 keeps what its model has drafted, or puts a lookup's offer in its place.
+
+    Attributes:
+        level: 0.
+    """
+
+    level: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +92,7 @@ class Verify:
     draw: int
 
 
-Op = Draft | Lookup | Verify
+Op = Draft | Lookup | Choose | Verify
 
 
 @dataclass(frozen=True)
@@ -144,13 +156,20 @@ class Schedule:
     @cached_property
     def passes(self) -> list[int]:
         """Forward passes of every level."""
-        run = [op.level for op in self.ops if not isinstance(op, Lookup)]
+        run = [op.level for op in self.ops if isinstance(op, Draft | Verify)]
         return [run.count(k) for k in range(self.num_levels)]
 
     def query_lengths(self, level: int) -> tuple[int, ...]:
         """The different query lengths of a level's forward passes, ascending."""
-        passes = [op for op in self.ops if op.level == level and not isinstance(op, Lookup)]
-        return tuple(sorted({op.query_length for op in passes}))
+        passes = [op for op in self.ops if isinstance(op, Draft | Verify)]
+        return tuple(sorted({op.query_length for op in passes if op.level == level}))
+
+    @property
+    def shortest_prompt(self) -> int:
+        """Tokens of a prompt below which the last level misses some when it first verifies."""
+        last = self.num_levels - 1
+        bound = uncached_bound(last, self.num_levels) + self.horizontal_tokens
+        return self.window - bound if last else 0
 
     @property
     def longest_query(self) -> int:
@@ -169,9 +188,13 @@ class Schedule:
         return int(isinstance(op, Draft))
 
 
-def uncached_bound(level: int, num_levels: int) -> int:
-    """Most tokens at the end of the text that a level has not computed (catch-up rule)."""
-    return num_levels - level + 1
+def uncached_bound(level: int, num_levels: int, replaced: int = 1) -> int:
+    """Most tokens at the end of the text that a level has not computed (catch-up rule).
+
+    Args:
+        replaced: tokens of the level's own draft that it has not computed.
+    """
+    return num_levels - level + replaced
 
 
 def first_draw(length):
@@ -182,7 +205,11 @@ def first_draw(length):
 
 
 def compile_schedule(
-    options: Sequence[LevelOptions], *, lookup: bool = False, horizontal_tokens: int = 0
+    options: Sequence[LevelOptions],
+    *,
+    lookup: bool = False,
+    chooses: bool = False,
+    horizontal_tokens: int = 0,
 ) -> Schedule:
     """Unroll a cascade.
 
@@ -191,12 +218,19 @@ def compile_schedule(
             Where max_rounds is None, a level gets as many rounds as it needs to fill its draft if
             every token is accepted.
         lookup: level 0 finds its drafts in the text.
+        chooses: level 0 is a model next to lookups.
         horizontal_tokens: as configured.
 
     Raises:
         UserError: what a fixed schedule cannot do; names the key.
     """
     longest = options[-1].draft_length
+    if chooses and (horizontal_tokens or any(o.stopping != "fixed" for o in options)):
+        # Drafts that end by what was drawn would let the choice look at it.
+        raise UserError(
+            "levels[0].sources has a model, with which vLLM's V2 runner takes neither stopping nor "
+            "horizontal_tokens: remove them or set VLLM_USE_V2_MODEL_RUNNER=0."
+        )
     scales = options[0].temperature_scale, options[-1].temperature_scale
     if horizontal_tokens and not lookup and scales[0] != scales[1]:
         # A row is kept at one temperature, by which the target reads it.
@@ -232,9 +266,9 @@ def compile_schedule(
                 f"levels[{k}] takes {forwards} forward passes per draft, above {MAX_FORWARDS}: "
                 f"lower levels[{k}].max_rounds or raise levels[{k - 1}].num_tokens."
             )
-    ops = _unroll(lengths, rounds, lookup, horizontal_tokens)
+    ops = _unroll(lengths, rounds, lookup, chooses, horizontal_tokens)
     for op in ops:
-        if not isinstance(op, Lookup) and op.query_length > longest + 1:
+        if isinstance(op, Draft | Verify) and op.query_length > longest + 1:
             cause, cure = f"there are {len(options)} levels", "remove one"
             if isinstance(op, Verify):
                 cause = f"levels[{op.level - 1}].num_tokens is {op.draft_length}"
@@ -246,7 +280,7 @@ def compile_schedule(
                 f"above num_speculative_tokens + 1 ({longest + 1}), the most that decoding kernels "
                 f"take: {cure} or raise num_speculative_tokens."
             )
-    window = uncached_bound(0, len(options)) + horizontal_tokens
+    window = uncached_bound(0, len(options), lengths[0] if chooses else 1) + horizontal_tokens
     return Schedule(ops, lengths, rounds, window, horizontal_tokens)
 
 
@@ -262,7 +296,11 @@ def _rounds(options: Sequence[LevelOptions], level: int) -> int:
 
 
 def _unroll(
-    lengths: Sequence[int], rounds: Sequence[int], lookup: bool, horizontal_tokens: int
+    lengths: Sequence[int],
+    rounds: Sequence[int],
+    lookup: bool,
+    chooses: bool,
+    horizontal_tokens: int,
 ) -> tuple[Op, ...]:
     ops: list[Op] = []
     used = [0] * len(lengths)
@@ -275,13 +313,16 @@ def _unroll(
 
     def uncached(level: int) -> int:
         more, missed[level] = missed[level], 0
-        return uncached_bound(level, len(lengths)) + more
+        replaced = lengths[0] if chooses and level == 0 else 1
+        return uncached_bound(level, len(lengths), replaced) + more
 
     def draft(length: int) -> None:
-        if lookup:
+        if lookup or chooses:
             ops.append(Lookup(0, length))
         for step in range(0 if lookup else length):
             ops.append(Draft(0, step, uncached(0) if step == 0 else 1, draws(0, 1)))
+        if chooses:
+            ops.append(Choose())
 
     def request(level: int) -> None:
         if level == 0:

@@ -4,6 +4,11 @@ All of them search, each offer is compared with the text that is verified later,
 expected to give most drafts. Nothing is read on the host, so all of it is part of a CUDA graph. A
 step's length is the scheduler's, so that no token has a price of its own: what is drafted is what
 `core.source_choice` drafts for nothing, up to the end of one lookup's offer.
+
+A model or a head may be the last source. It drafts for every request, and where a lookup is chosen
+that one's tokens take the place of its own, as point masses. The choice is lossless because it goes
+by the texts so far, the lookups' offers and past acceptance: never by a token that was drawn in
+this step, or by how sure the model was of it.
 """
 
 from __future__ import annotations
@@ -13,7 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_hsd.core.acceptance import BINS, MEMORY, PLACES, PRIOR_TOKENS, REMEMBERED
+from vllm_hsd.core.acceptance import (
+    BINS,
+    MEMORY,
+    PLACES,
+    PRIOR_ACCEPTANCE,
+    PRIOR_TOKENS,
+    REMEMBERED,
+)
 from vllm_hsd.kernels import source_kernels
 from vllm_hsd.kernels.blocks import padded_size
 from vllm_hsd.runner_v2.proposal_state import ProposalState
@@ -32,6 +44,11 @@ class Estimates(NamedTuple):
     by_token: bool
 
 
+_TABLE = {"PLACES": PLACES, "BINS": BINS}
+# A product that is rounded before it is added, as on the host.
+_EXACT = {"num_warps": 1, "enable_fp_fusion": False}
+
+
 class SourcesLookup:
     """Lookups next to each other, see `program.ProgramLookup`.
 
@@ -41,8 +58,10 @@ class SourcesLookup:
         slots: requests at the same time.
         length: most tokens of a draft.
         device: of the requests' texts.
+        has_drafter: a model or a head is the last source; see `choose`.
 
     Attributes:
+        drawn: float32 [slots + 1], 1 where a slot's draft is the drafter's.
         shared: float64 [2, S, PLACES, BINS]; own: float64 [2, S, slots + 1]; see
             `core.acceptance.AcceptanceEstimates`. The last slot is of rows that draft nothing.
         counts, token_ids, estimates, expected: [S, slots + 1, ...], the last offers of each slot,
@@ -57,15 +76,18 @@ class SourcesLookup:
         slots: int,
         length: int,
         device: torch.device,
+        has_drafter: bool = False,
     ) -> None:
         self.lookups, self.slots, self.length = list(lookups), slots, length
-        count = len(self.lookups)
+        self.has_drafter = has_drafter
+        self.count = count = len(self.lookups) + has_drafter
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.shared, self.own = zeros(2, count, PLACES, BINS), zeros(2, count, slots + 1)
         self.counted = zeros(2, count, PLACES * BINS, dtype=torch.int32)
+        self.drawn = zeros(slots + 1, dtype=torch.float32)
         self.starts = zeros(slots + 1, dtype=torch.int64)
         self.counts = zeros(count, slots + 1, dtype=torch.int32)
         self.token_ids = zeros(count, slots + 1, length, dtype=torch.int32)
@@ -74,6 +96,10 @@ class SourcesLookup:
         numbers = MEMORY, REMEMBERED, PRIOR_TOKENS, min_acceptance
         each = torch.tensor(numbers, dtype=torch.float64, device=device)
         self.memory, self.remembered, self.prior, self.least = each.split(1)
+        # What is known of a drafter's tokens before they are drawn: their places.
+        prior = torch.full((length,), PRIOR_ACCEPTANCE, dtype=torch.float64, device=device)
+        self.of_drafter = Estimates(prior, by_token=False)
+        self.lanes = {"N": length, "LANES": padded_size(length)}
 
     def forget(self, slots: torch.Tensor) -> None:
         """Know nothing of these requests: int64 [n]."""
@@ -87,13 +113,12 @@ class SourcesLookup:
             text: int32 [max_num_reqs, max_model_len], all committed tokens; its memory must not
                 move.
         """
-        batch, sources = state.batch, len(self.lookups)
-        window, requests = (state.window, state.window.stride(0)), (state.requested[-1], state.slot)
-        lanes = {"N": self.length, "LANES": padded_size(self.length)}
-        table = {"PLACES": PLACES, "BINS": BINS}
-        # A product that is rounded before it is added, as on the host.
-        exact = {"num_warps": 1, "enable_fp_fusion": False}
-        source_kernels.judge_offers_kernel[(batch, sources)](
+        self.offer(state, text)
+        self.choose(state)
+
+    def offer(self, state: ProposalState, text: torch.Tensor) -> None:
+        """Compare the last offers with the text, and keep what the lookups offer now."""
+        source_kernels.judge_offers_kernel[(state.batch, self.count)](
             self.counted,
             self.own,
             self.starts,
@@ -102,70 +127,99 @@ class SourcesLookup:
             self.estimates,
             self.expected,
             self.memory,
-            *window,
+            *_window(state),
             state.base,
             state.end,
-            *requests,
+            *_requests(state),
             text,
             text.stride(0),
             self.slots,
-            **lanes,
-            **table,
-            **exact,
+            **self.lanes,
+            **_TABLE,
+            **_EXACT,
         )
-        source_kernels.learn_kernel[(sources,)](
-            self.shared, self.counted, self.remembered, **table, **exact
+        source_kernels.learn_kernel[(self.count,)](
+            self.shared, self.counted, self.remembered, **_TABLE, **_EXACT
         )
         for i, (lookup, estimates) in enumerate(self.lookups):
-            offers = lookup(state, text=text)
-            values = offers.confidence if offers is not None else None
-            if estimates is not None:
-                values = estimates.values
-            source_kernels.keep_offer_kernel[(batch,)](
-                self.starts,
-                self.counts[i],
-                self.token_ids[i],
-                self.estimates[i],
-                self.expected[i],
-                *self.shared[:, i],
-                self.prior,
-                *window,
-                state.base,
-                state.end,
-                state.drafted[0],
-                *requests,
-                self.slots,
-                values,
-                TEXTS=len(offers.confidence) if offers is not None else 0,
-                BY_TOKEN=estimates is not None and estimates.by_token,
-                **lanes,
-                **table,
-                **exact,
-            )
-        source_kernels.choose_offer_kernel[(batch,)](
-            *window,
+            self._keep(state, i, lookup(state, text=text), estimates)
+
+    def choose(self, state: ProposalState) -> None:
+        """Draft the best offer; a drafter's is what it has appended to the texts by now."""
+        if self.has_drafter:
+            self._keep(state, self.count - 1, None, self.of_drafter)
+        source_kernels.choose_offer_kernel[(state.batch,)](
+            *_window(state),
             state.end,
             state.drafted[0],
             state.requested[0],
-            *requests,
+            *_requests(state),
             self.own,
             self.counts,
             self.token_ids,
             self.expected,
             self.prior,
             self.least,
+            self.drawn,
+            state.temperature[0],
             self.slots,
-            SOURCES=sources,
-            **lanes,
-            **exact,
+            SOURCES=self.count,
+            HAS_DRAFTER=self.has_drafter,
+            **self.lanes,
+            **_EXACT,
         )
+
+    def _keep(
+        self,
+        state: ProposalState,
+        source: int,
+        offers: Offers | None,
+        estimates: Estimates | None,
+    ) -> None:
+        """Take what a source has appended from the texts and remember it."""
+        values = offers.confidence if offers is not None else None
+        if estimates is not None:
+            values = estimates.values
+        source_kernels.keep_offer_kernel[(state.batch,)](
+            self.starts,
+            self.counts[source],
+            self.token_ids[source],
+            self.estimates[source],
+            self.expected[source],
+            *self.shared[:, source],
+            self.prior,
+            *_window(state),
+            state.base,
+            state.end,
+            state.drafted[0],
+            *_requests(state),
+            self.slots,
+            values,
+            TEXTS=len(offers.confidence) if offers is not None else 0,
+            BY_TOKEN=estimates is not None and estimates.by_token,
+            **self.lanes,
+            **_TABLE,
+            **_EXACT,
+        )
+
+
+def _window(state: ProposalState) -> tuple[torch.Tensor, int]:
+    return state.window, state.window.stride(0)
+
+
+def _requests(state: ProposalState) -> tuple[torch.Tensor, torch.Tensor]:
+    return state.requested[-1], state.slot
 
 
 def build(speculator: Any, level: Any) -> SourcesLookup:
     """The sources of a level's configuration."""
-    device = speculator.device
-    lookups = [
-        (source.build_v2(speculator, 0), source.estimates_v2(device)) for source in level.sources
-    ]
-    length = speculator.schedule.kept_lengths[0]
-    return SourcesLookup(lookups, level.min_acceptance, speculator.max_num_reqs, length, device)
+    device, lookups = speculator.device, [each for each in level.sources if each.is_lookup]
+    built = [(each.build_v2(speculator, 0), each.estimates_v2(device)) for each in lookups]
+    return SourcesLookup(
+        built,
+        level.min_acceptance,
+        speculator.max_num_reqs,
+        speculator.schedule.kept_lengths[0],
+        device,
+        has_drafter=len(lookups) < len(level.sources),
+    )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from pydantic import SkipValidation
 from vllm.config.utils import config
 
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.errors import NeedsV1, UserError, collected
-from vllm_hsd.levels import KINDS
+from vllm_hsd.levels import KINDS, LevelConfig
 from vllm_hsd.runner_v2.schedule import Schedule, compile_schedule
 from vllm_hsd.shared_hooks import NeedsHooks
 from vllm_hsd.spec_config import USE_V1, CascadeSpeculativeConfig
@@ -31,6 +33,7 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
     """
 
     hsd_runner: ClassVar[str] = "V2"
+    hsd_joins_lookups: ClassVar[bool] = True
     hsd_method: ClassVar[str] = "draft_model"
 
     @classmethod
@@ -58,7 +61,11 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
         keys = cls.stock_keys(hsd)
         if limit := hsd.disable_by_batch_size:
             keys["num_speculative_tokens_per_batch_size"] = _by_batch_size(cascade, limit)
-        head = V2BlockVerificationConfig.create(keys, *target)
+        if len(hsd.levels[0].drafters) == 1:
+            head = V2BlockVerificationConfig.create(keys, *target)
+        else:
+            head = V2HeadSourcesConfig.create(keys, *target)
+            head.hsd_sources = hsd.levels[0]
         head.hsd_couples_all = hsd.verifier == "coupled"
         return head
 
@@ -113,7 +120,7 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
 
     def use_ngram(self) -> bool:
         # Keeps the texts, which the lookup searches, in the GPU's memory.
-        return searches_texts(self.hsd)
+        return searches_texts(self.hsd.levels)
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:
@@ -152,9 +159,19 @@ def _by_batch_size(cascade: V2CascadeConfig, limit: int) -> list[tuple[int, int,
     return [(1, first, longest), *each, (limit + 1, limit + 1, 0)]
 
 
-def searches_texts(hsd: CascadeConfig) -> bool:
+@config
+class V2HeadSourcesConfig(V2BlockVerificationConfig):
+    """Of a head of the target that drafts next to lookups; `hsd_sources`: the level of both."""
+
+    hsd_sources: SkipValidation[Any] = None
+
+    def use_ngram(self) -> bool:
+        return self.hsd_sources is not None and searches_texts([self.hsd_sources])
+
+
+def searches_texts(levels: Iterable[LevelConfig]) -> bool:
     """Whether a level searches the requests' own texts."""
-    kinds = {source.kind for level in hsd.levels for source in level.drafters}
+    kinds = {source.kind for level in levels for source in level.drafters}
     return not kinds.isdisjoint(("ngram", "suffix", "ngram_model"))
 
 
@@ -171,13 +188,14 @@ def _check(hsd: CascadeConfig, target_parallel_config, is_stock: bool) -> None:
             f"schedules by its own clock: remove adaptive or {USE_V1}."
         )
     for i, level in enumerate(hsd.levels):
-        if not level.on_v2 and not is_stock:
-            known = ", ".join(kind for kind, cls in KINDS.items() if cls.on_v2)
-            alone = " or ".join(kind for kind, cls in KINDS.items() if "V2" in cls.stock_on)
-            raise UserError(
-                f"levels[{i}].{level.kind} does not run on vLLM's V2 runner, which takes the "
-                f"kinds {known} and {alone} alone: {USE_V1}."
-            )
+        for name, source in level.named_sources(f"levels[{i}]"):
+            if not source.on_v2 and not is_stock:
+                known = ", ".join(kind for kind, cls in KINDS.items() if cls.on_v2)
+                heads = " or ".join(kind for kind, cls in KINDS.items() if "V2" in cls.stock_on)
+                raise UserError(
+                    f"{name}.{source.kind} does not run on vLLM's V2 runner, which takes the "
+                    f"kinds {known}, and {heads} in the only level: {USE_V1}."
+                )
         level.check_v2(f"levels[{i}]")
     if is_stock:
         V2CascadeConfig.check_stock(hsd, ("block", "coupled"))
@@ -199,7 +217,7 @@ def schedule_of(hsd: CascadeConfig, longest: int | None = None) -> Schedule:
     Raises:
         UserError: what a fixed schedule cannot do.
     """
-    options = list(hsd.options())
+    options, lowest = list(hsd.options()), hsd.levels[0]
     if longest is not None:
         options[-1] = replace(options[-1], draft_length=longest)
         room = longest - hsd.horizontal_tokens
@@ -208,7 +226,8 @@ def schedule_of(hsd: CascadeConfig, longest: int | None = None) -> Schedule:
             options[k] = replace(options[k], draft_length=room)
     return compile_schedule(
         options,
-        lookup=hsd.levels[0].on_v2 == "lookup",
+        lookup=lowest.last_on_v2 == "lookup",
+        chooses=lowest.on_v2 == "lookup" != lowest.last_on_v2,
         horizontal_tokens=hsd.horizontal_tokens,
     )
 

@@ -23,7 +23,7 @@ from vllm_hsd.runner_v2.cascade_steps import stage
 from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds, observe_target
 from vllm_hsd.runner_v2.graphs import ProposalGraphs, batch_sizes, why_eager
 from vllm_hsd.runner_v2.metrics import DeviceCounts
-from vllm_hsd.runner_v2.program import Program
+from vllm_hsd.runner_v2.program import Program, ProgramSources
 from vllm_hsd.runner_v2.proposal_state import COUNTS, KVGroups, ProposalState, row_dtypes
 from vllm_hsd.runner_v2.request_parameters import RequestParameters
 from vllm_hsd.runner_v2.sources import SourcesLookup
@@ -44,7 +44,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
         thresholds: where a level's drafts end by entropy; None if none's do.
         shorter: states of shorter drafts by length, in the same memory.
         programs: of shorter drafts.
-        lookup: what drafts at the lowest level from the requests' texts; None for a model.
+        lookup: what drafts at the lowest level from the requests' texts; None for a model alone.
         counted: levels whose rows follow from counts in texts, by their place in the cascade.
         stale: bool [max_num_reqs] on the host, slots whose texts the levels have not read whole.
             Their requests draft nothing any more: what a level reads is never left out.
@@ -79,7 +79,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
             max_num_reqs=self.max_num_reqs,
             vocab_size=self.vocab_size,
             dtypes=row_dtypes(
-                [level.on_v2 for level in self.hsd.levels],
+                [level.last_on_v2 for level in self.hsd.levels],
                 self.verifiers,
                 self.hsd.horizontal_tokens,
                 dtype,
@@ -93,9 +93,9 @@ class CascadeSpeculator(StandaloneARSpeculator):
         lowest = self.hsd.levels[0]
         self.lookup = lowest.build_v2(self, 0) if lowest.on_v2 == "lookup" else None
         self.counted = {
-            k: level.build_v2(self, k)
+            k: level.drafters[-1].build_v2(self, k)
             for k, level in enumerate(self.hsd.levels)
-            if level.on_v2 == "counts"
+            if level.last_on_v2 == "counts"
         }
 
     def _thresholds(self) -> DeviceThresholds | None:
@@ -109,6 +109,12 @@ class CascadeSpeculator(StandaloneARSpeculator):
     def _build_programs(self, levels: list[Any], groups: KVGroups) -> None:
         for state in self.shorter.values():
             state.slot_mapping = self.state.slot_mapping
+        sources, text = None, self.req_states.all_token_ids.gpu
+        if levels[0] is None:
+            levels[0] = partial(cast(Any, self.lookup), text=text)
+        elif isinstance(self.lookup, SourcesLookup):
+            offer = partial(self.lookup.offer, text=text)
+            sources = ProgramSources(offer, self.lookup.choose, self.lookup.drawn)
         build = partial(
             Program,
             levels=levels,
@@ -116,6 +122,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
             groups=groups,
             max_model_len=self.max_model_len,
             thresholds=self.thresholds,
+            sources=sources,
         )
         self.program = build(self.schedule)
         self.programs = {n: build(schedule_of(self.hsd, n)) for n in self.shorter}
@@ -142,10 +149,11 @@ class CascadeSpeculator(StandaloneARSpeculator):
 
     def load_draft_model(self, target_model, target_attn_layer_names):
         for i, level in enumerate(self.hsd.levels):
-            if level.on_v2 != "model":
+            if level.last_on_v2 != "model":
                 self.hosted.append(None)
                 continue
-            hosted = level.build_v2(self, i)
+            # Only the last source can be a model.
+            hosted = level.drafters[-1].build_v2(self, i)
             if hosted.in_target_cache:
                 hosted.attach(target_model)
             else:
@@ -172,8 +180,6 @@ class CascadeSpeculator(StandaloneARSpeculator):
                 self.attn_groups.extend(level.groups)
         self.state.set_kv_groups(block_tables.num_kv_cache_groups)
         levels, text = list(self.hosted), self.req_states.all_token_ids.gpu
-        if self.lookup is not None:
-            levels[0] = partial(self.lookup, text=text)
         for k, level in self.counted.items():
             level.text, levels[k] = text, level
         groups = KVGroups(
@@ -253,7 +259,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
         if input_batch.has_prefill:
             # A text that is shorter than the window drafts nothing until it has grown. By then
             # the levels above the lowest would miss some of it, after the shortest prompts.
-            read = input_batch.prefill_len_np[:count] >= self.schedule.num_levels - 1
+            read = input_batch.prefill_len_np[:count] >= self.schedule.shortest_prompt
             begins = input_batch.is_prefilling_np[:count]
             self.stale[slots[begins]] = ~read[begins]
             for learned in (self.thresholds, self.lookup):

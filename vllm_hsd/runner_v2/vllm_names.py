@@ -6,8 +6,29 @@ from vllm_hsd.runner_v2.hooks import REGISTRY
 
 _GPU = "vllm.v1.worker.gpu"
 _STANDALONE = f"{_GPU}.spec_decode.standalone_ar.speculator.StandaloneARSpeculator"
+_HEAD = f"{_GPU}.spec_decode.target_dependent_ar.speculator.TargetDependentARSpeculator"
 _MANAGER = f"{_GPU}.cudagraph_utils.CudaGraphManager"
 _REJECTION = f"{_GPU}.spec_decode.rejection_sampler.RejectionSampler"
+_PROPOSE = (
+    "self",
+    "input_batch",
+    "attn_metadata",
+    "slot_mappings",
+    "last_hidden_states",
+    "aux_hidden_states",
+    "num_sampled",
+    "num_rejected",
+    "last_sampled",
+    "next_prefill_tokens",
+    "temperature",
+    "seeds",
+    "dp_sync_state",
+    "dummy_run",
+    "skip_attn_for_dummy_run",
+    "mm_inputs",
+    "is_profile",
+    "num_speculative_tokens",
+)
 
 REGISTRY.overrides(
     {
@@ -76,27 +97,9 @@ REGISTRY.overrides(
         ),
         f"{_STANDALONE}.propose": (
             "runs the cascade",
-            (
-                "self",
-                "input_batch",
-                "attn_metadata",
-                "slot_mappings",
-                "last_hidden_states",
-                "aux_hidden_states",
-                "num_sampled",
-                "num_rejected",
-                "last_sampled",
-                "next_prefill_tokens",
-                "temperature",
-                "seeds",
-                "dp_sync_state",
-                "dummy_run",
-                "skip_attn_for_dummy_run",
-                "mm_inputs",
-                "is_profile",
-                "num_speculative_tokens",
-            ),
+            _PROPOSE,
         ),
+        f"{_HEAD}.propose": ("puts a lookup's offer in the place of a head's draft", _PROPOSE),
         "vllm.model_executor.custom_op.CustomOp.forward": (
             "calls `_forward_method`, which an early exit sets while it runs",
             ("self", "args", "kwargs"),

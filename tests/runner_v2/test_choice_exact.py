@@ -1,0 +1,139 @@
+"""Exact distribution of steps whose drafts are a lookup's or a model's, whichever is chosen.
+
+The program runs as in `oracle.test_program_exact`; the kernels that choose are interpreted. Two
+steps, so that the second choice goes by what became of the first one.
+"""
+
+import zlib
+from fractions import Fraction
+
+import pytest
+import torch
+from oracle.exact import Choices, Table, Tokens, distance, distribution_of, extended
+from oracle.test_program_exact import VERIFIERS, Chosen, proposed
+from support.programs import MAX_NUM_REQS, PROMPT, Engine, reference_steps
+
+pytestmark = pytest.mark.interpret
+
+VOCABULARY, STEPS = 2, 2
+TARGET = Table(VOCABULARY, 1)
+
+
+def last_again(state, text):
+    """A lookup: the last token again, as often as may be."""
+    count, end = int(state.requested[0, 0]), int(state.end[0])
+    state.window[0, end : end + count] = state.window[0, end - 1]
+    state.end[0] += count
+    state.drafted[0, 0] = count
+
+
+def of_place(state, *, drafts: bool) -> tuple:
+    """What a rule may look at, and with `drafts` what it may not: what the model has drawn."""
+    start = int(state.end[0]) - int(state.drafted[0, 0])
+    end = int(state.end[0]) if drafts else start
+    return int(state.base[0]), state.window[0, :end].tolist()
+
+
+def choosing(rule: str):
+    """`SourcesLookup` with a lookup and a model, which are chosen by a rule."""
+    from vllm_hsd.runner_v2.sources import Estimates, SourcesLookup
+
+    class ByHash(SourcesLookup):
+        """Any function of the text, the offers and what was learned; "drawn" sees the draft too."""
+
+        def choose(self, state):
+            if int(state.requested[0, 0]) > 0 and rule != "learned":
+                seen = of_place(state, drafts=rule == "drawn"), self.own.tolist()
+                wins = zlib.crc32(repr(seen).encode()) % 2
+                # Nothing that was expected has become of the other one.
+                self.own[:, :, int(state.slot[0])] = 0.0
+                self.own[0, 1 - wins, int(state.slot[0])] = -float(self.prior)
+            super().choose(state)
+            if rule == "rows":
+                self.drawn.fill_(1.0)
+
+    estimates = Estimates(torch.full((9,), 0.7, dtype=torch.float64), by_token=False)
+    cpu = torch.device("cpu")
+    return ByHash([(last_again, estimates)], 0.05, MAX_NUM_REQS, 2, cpu, has_drafter=True)
+
+
+def bias(rule: str, lengths=(2,), verifier="block") -> tuple[Fraction, set[float]]:
+    """Total variation distance to the target's joint distribution, and which sources drafted."""
+    from vllm_hsd.runner_v2.program import ProgramSources
+
+    found = choosing(rule)
+    found.length = lengths[0]
+
+    def offer(state):
+        found.offer(state, engine.text)
+
+    engine = Engine(
+        lengths,
+        (),
+        (verifier,) * 3,
+        batch=1,
+        requests=1,
+        vocabulary=VOCABULARY,
+        dtype=torch.float64,
+        sources=ProgramSources(offer, found.choose, found.drawn),
+    )
+    engine.temperature.fill_(1)
+    engine.scales.fill_(1)
+    chosen, kept = Chosen(engine), set()
+    prompt = engine.text.clone()
+    caches = [level.cache.clone() for level in engine.levels]
+    slot = int(engine.index[0])
+
+    def two_steps(choices: Choices) -> Tokens:
+        chosen.choices = choices
+        engine.text.copy_(prompt)
+        engine.length[slot] = PROMPT
+        for level, cache in zip(engine.levels, caches, strict=True):
+            level.cache.copy_(cache)
+        found.shared.zero_()
+        found.forget(torch.tensor([slot]))
+        text: Tokens = ()
+        for step in range(STEPS):
+            [draft] = engine.propose(steps)
+            drawn = len(lengths) > 1 or bool(found.drawn[slot] > 0)
+            kept.add((step, float(found.drawn[slot])))
+            accepted, token = chosen.verify(
+                TARGET.rows((*draft,), len(draft) + 1, text),
+                proposed(engine.state.rows[-1][0, : len(draft)], draft, drawn),
+                draft,
+                VERIFIERS[verifier],
+                len(lengths),
+                PROMPT + len(text),
+            )
+            engine.commit(0, [*draft[:accepted], token])
+            text = (*text, *draft[:accepted], token)
+        return text
+
+    functions = {
+        "sample_row": chosen.sample_row,
+        "verify_chain_padded": chosen.verify_chain_padded,
+    }
+    with reference_steps(engine, **functions) as steps:
+        emitted = distribution_of(two_steps)
+    return distance(extended(emitted, TARGET, 4), TARGET.joint(4)), kept
+
+
+@pytest.mark.parametrize(
+    ("rule", "lengths", "verifier"),
+    [
+        ("any", (2,), "standard"),
+        pytest.param("learned", (2,), "block", marks=pytest.mark.slow),
+        pytest.param("any", (2,), "block", marks=pytest.mark.slow),
+        pytest.param("any", (1, 3), "block", marks=pytest.mark.slow),
+    ],
+)
+def test_a_choice_by_the_past_has_the_distribution_of_the_target(rule, lengths, verifier):
+    found, kept = bias(rule, lengths, verifier)
+    assert found == 0
+    assert rule == "learned" or len({drawn for _, drawn in kept}) == 2
+
+
+@pytest.mark.parametrize("rule", ["drawn", pytest.param("rows", marks=pytest.mark.slow)])
+def test_a_choice_by_the_drawn_token_and_wrong_rows_are_caught(rule):
+    """Negative controls: it looks at what was drawn; or a lookup's tokens count as drawn ones."""
+    assert bias(rule)[0] > Fraction(1, 1000)
