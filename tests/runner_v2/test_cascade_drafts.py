@@ -38,8 +38,9 @@ def runner(params, name, **options):
     "name",
     [
         *("one", "two", "three", "lookup", "bigram", "suffix", "sources", "choice"),
-        *("choice below", "unverified", "entropy", "horizontal", "n-grams above"),
+        *("choice below", "unverified", "entropy", "n-grams above"),
         pytest.param("choice of n-grams", marks=pytest.mark.slow),
+        pytest.param("horizontal", marks=pytest.mark.slow),
         pytest.param("horizontal lookup", marks=pytest.mark.slow),
         pytest.param("n-grams", marks=pytest.mark.slow),
     ],

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.table_distributions import table, tables
+from support.table_distributions import cascade, table, tables
 
 from vllm_hsd.core.counters import Count
 
@@ -90,6 +90,30 @@ def test_every_draft_length_has_its_graphs(captured):
     assert graphed.texts() == plain.texts()
     assert [graph.replays for graph in RecordedGraph.made] == [2, 2]
     assert passes[0] == passes[2] < passes[1] == passes[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["entropy", "horizontal lookup", "n-grams"])
+def test_graphs_of_other_cascades(captured, name):
+    """A replay after a check without the graph begins with the thresholds of before."""
+    from support.table_runner import TableRunner
+
+    def runner():
+        np.random.seed(0)
+        options = {"length": 4, "prompt_length": 5, "cascade": cascade(name)}
+        return TableRunner(*tables(), PARAMS, **options)
+
+    plain, graphed = runner(), captured(runner(), sizes=(4,))
+    graphed.drafter.checks = True
+    for _ in range(3):
+        plain.step()
+        graphed.step()
+        assert graphed.drafted.equal(plain.drafted)
+    assert graphed.texts() == plain.texts()
+    if name == "entropy":
+        thresholds = graphed.drafter.thresholds
+        assert thresholds.count.equal(plain.drafter.thresholds.count)
+        assert (thresholds.count.sum(1) > 0).all()
 
 
 @pytest.mark.slow
