@@ -40,13 +40,13 @@ def test_a_path_is_shared_and_its_surest_source_counts_before_anything_is_learne
     assert first.children[3].survival == pytest.approx(0.32)
 
 
-def test_the_likeliest_tokens_come_first_and_a_new_row_repeats_what_it_shares():
+def test_the_likeliest_tokens_come_first_and_a_new_row_costs_what_it_does_not_share():
     found = tree((FIRST, [1, 2], [0.9, 0.8]), (OTHER, [1, 3], [0.9, 0.7]), (MODEL, [4], [0.3]))
-    assert grown(found) == [(0, [1], 1), (0, [1, 2], 1), (1, [1, 3], 3), (2, [4], 2)]
-    assert grown(found, rows=2)[-1] == (1, [1, 3], 3)
+    assert grown(found) == [(0, [1], 1), (0, [1, 2], 1), (1, [1, 3], 1), (2, [4], 1)]
+    assert grown(found, rows=2)[-1] == (1, [1, 3], 1)
     assert grown(found, rows=1) == [(0, [1], 1), (0, [1, 2], 1)]
     assert grown(found, nodes=1) == [(0, [1], 1)]
-    assert grown(found, least=0.5) == [(0, [1], 1), (0, [1, 2], 1)]
+    assert grown(found, least=0.7) == [(0, [1], 1), (0, [1, 2], 1)]
 
 
 def test_branches_end_where_their_room_does_and_the_chain_does_not():
@@ -56,14 +56,14 @@ def test_branches_end_where_their_room_does_and_the_chain_does_not():
         assert last == {0: [1, 2, 3, 4]} | ({1: branch} if branch else {})
     # What it shares with the chain is in its row as well.
     found = tree((FIRST, [1, 2, 3], [0.9] * 3), (OTHER, [1, 2, 4], [0.9, 0.9, 0.5]))
-    assert len(grown(found, room=2)) == 3 and grown(found, room=3)[-1] == (1, [1, 2, 4], 4)
+    assert len(grown(found, room=2)) == 3 and grown(found, room=3)[-1] == (1, [1, 2, 4], 1)
 
 
 def test_a_models_own_draft_stays_the_first_row():
     found = tree((FIRST, [1, 2], [0.9, 0.8]))
     chain = found.draft([5], [0.4], 1)
     found.settle()
-    assert grown(found, chain) == [(1, [1, 2], 3)]
+    assert grown(found, chain) == [(1, [1], 1), (1, [1, 2], 1)]
     chain = tree((FIRST, [1, 2], [0.9, 0.8])).draft([1], [0.4], 1)
     assert [node.token for node in chain] == [1]
 
@@ -173,11 +173,10 @@ def test_a_choice_does_not_settle_for_less_after_a_stalled_step():
     assert served(0.04, [sources()])[0] > 0.97 * served(0.04, sources()[:1])[0]
 
 
-def test_one_row_is_left_where_tokens_are_expensive():
+def test_branches_do_no_harm_where_tokens_are_expensive():
     fast, rows, _ = served(0.04, [weak()], 4)
-    assert rows < 1.12 and fast > 0.97 * served(0.04, weak()[:1])[0]
-    fast, rows, _ = served(0.1, [sources()], 4)
-    assert rows < 1.4 and fast > 0.99 * served(0.1, sources()[:1])[0]
+    assert rows < 1.12 and fast > 0.98 * served(0.04, weak()[:1])[0]
+    assert served(0.1, [sources()], 4)[0] > 1.01 * served(0.1, sources()[:1])[0]
 
 
 def test_a_model_that_does_not_pay_is_not_asked():
@@ -189,6 +188,6 @@ def test_a_model_that_does_not_pay_is_not_asked():
 def test_a_full_machine_gets_chains_and_then_nothing():
     _, few, one = served(0.02, [sources(False)], 4)
     _, many, eight = served(0.02, [sources(False)], 4, 8)
-    assert few > 1.15 and many < 1.1
+    assert many < few
     assert 1.5 < np.mean(eight.passed[-50:]) < 0.75 * np.mean(one.passed[-400:])
     assert np.median(served(2.0, [sources()], 4)[2].passed[-200:]) == 1

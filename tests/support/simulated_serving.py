@@ -197,7 +197,7 @@ class Serving:
         beside = self.cascade.branches
         passed = len(slots) + int(counts.sum())
         if beside is not None:
-            passed += int((beside.counts[slots] + (beside.counts[slots] > 0)).sum())
+            passed += int((beside.counts[slots] - beside.shared[slots]).sum())
         self.passed.append(passed / len(slots))
         seconds = float(self.target(passed))
         stalled = 10 if self.rng.random() < 0.01 else 1
