@@ -51,8 +51,17 @@ def test_rows_may_end_by_what_was_drawn_before_them(verifier):
             counts, chain = self.branches.counts, self.drafts
             counts[0, 0] = min(counts[0, 0], chain.token_ids[0, : chain.counts[0]].sum())
 
-    with mock.patch("vllm_hsd.core.cascade.SeveralDrafts", Cut):
-        assert several(2, 2, 3, verifier) < 1e-9
+    class OneNewToken(SeveralDrafts):
+        """What rows share with earlier ones is verified once, and does not count for the cut."""
+
+        def draft(self, batch, slots, requested, verifier):
+            super().draft(batch, slots, requested, verifier)
+            store = self.branches
+            store.counts[0] = np.minimum(store.counts[0], store.shared[0] + 1)
+
+    for cut in (Cut, OneNewToken):
+        with mock.patch("vllm_hsd.core.cascade.SeveralDrafts", cut):
+            assert several(2, 2, 3, verifier) < 1e-9
 
 
 class SharedUniforms(SeveralDrafts):

@@ -47,6 +47,18 @@ class BranchStore:
         self.counts[slots] = self.parent[slots] = self.shared[slots] = 0
         self.drawn[slots] = False
 
+    def share(self, chain: DraftStore, slots: np.ndarray) -> None:
+        """Note what rows of `slots` share with earlier ones, of each all but its last token."""
+        counts = np.concatenate([chain.counts[slots, None], self.counts[slots]], axis=1)
+        rows = np.concatenate([chain.token_ids[slots, None], self.token_ids[slots]], axis=1)
+        some, place = np.arange(len(slots)), np.arange(rows.shape[2])
+        for r in range(1, counts.shape[1]):
+            both = np.minimum(counts[:, :r], np.maximum(counts[:, r, None] - 1, 0))
+            same = (rows[:, :r] == rows[:, r, None]) & (place < both[..., None])
+            common = np.logical_and.accumulate(same, axis=2).sum(2)
+            self.parent[slots, r - 1] = parent = common.argmax(1)
+            self.shared[slots, r - 1] = common[some, parent]
+
     def drawn_rows(
         self, chain: DraftStore, slot: int, counts: Sequence[int]
     ) -> tuple[list[list[int]], torch.Tensor]:

@@ -54,6 +54,7 @@ class SeveralDrafts(LowestLevel):
             batch.cached[0, slots] = np.minimum(batch.cached[0, slots], starts)
         # The chain comes last: its tokens are what the model's cache holds then.
         self._draft_row(batch, self.drafts, slots, requested, first, 0)
+        store.share(self.drafts, slots)
 
     def _draft_row(
         self,

@@ -384,9 +384,7 @@ class CascadeSampler(VerifyingSampler):
         store, chains = self.state.cascade.branches, self.state.cascade.drafts[-1]
         assert store is not None and whole.slots is not None
         target, owners = whole.rows_of(requests)
-        probs, is_normalized = whole.sampling.target_probabilities(target, owners)
-        # A row that is not normalized ends the tree there.
-        probs[torch.from_numpy(~is_normalized).to(probs.device)] = torch.nan
+        probs, _ = whole.sampling.target_probabilities(target, owners)
         counts = rows.counts[requests]
         found = np.full((len(requests), int(rows.counts.max())), -1, dtype=np.int64)
         of_chain, winner = np.zeros((2, len(requests)), dtype=np.int64)
