@@ -63,9 +63,9 @@ def target_mistakes(model_config: ModelConfig, parallel_config: ParallelConfig) 
         yield "method 'hsd' does not run with decode_context_parallel_size above 1: set it to 1."
     if model_config.is_hybrid or model_config.is_attention_free:
         yield (
-            f"method 'hsd' cannot take back rejected tokens of the target "
-            f"{quoted(model_config.model)}, which keeps recurrent state: use an attention-only "
-            "target."
+            f"method 'hsd' was never tested on a target that keeps recurrent state, as "
+            f"{quoted(model_config.model)} does, since vLLM's kernels that take rejected tokens "
+            "back from it need a GPU: use an attention-only target, or one of vLLM's own methods."
         )
 
 

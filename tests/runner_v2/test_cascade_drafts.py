@@ -38,7 +38,8 @@ def runner(params, name, **options):
     "name",
     [
         *("one", "two", "three", "lookup", "bigram", "suffix", "sources", "choice"),
-        *("choice below", "unverified", "entropy", "n-grams above"),
+        *("unverified", "entropy", "n-grams above"),
+        pytest.param("choice below", marks=pytest.mark.slow),
         pytest.param("choice of n-grams", marks=pytest.mark.slow),
         pytest.param("horizontal", marks=pytest.mark.slow),
         pytest.param("horizontal lookup", marks=pytest.mark.slow),

@@ -16,7 +16,6 @@ CASCADES = (
     "bigram",
     "suffix",
     "sources",
-    "choice",
     "choice below",
     "unverified",
     "entropy, unverified",
