@@ -262,10 +262,10 @@ def follow_branches(
 ) -> WalkResult:
     """Go on along branches from what ``verify_chain_padded`` emitted, on the same layout.
 
-    A request's inputs are its chain, after the root, then root and tokens of each branch, as
-    ``vllm_hsd.runner_v1.row_layout.Rows`` says. Nothing is read on the host. Tokens follow the rule
-    of the chain: the target's argmax at temperature 0, a draw above it, and below it the argmax of
-    the perturbed logits at the row's position. A row that is not a distribution ends the walk.
+    A request's inputs are its chain, after the root, then root and tokens of each branch. Nothing
+    is read on the host. Tokens follow the rule of the chain: the target's argmax at temperature 0,
+    a draw above it, and below it the argmax of the perturbed logits at the row's position. A row
+    that is not a distribution ends the walk.
 
     Args:
         chain: of these requests; its drafts have at most max_tokens tokens.

@@ -15,7 +15,7 @@ def _times(a, b):
 
 
 @triton.jit
-def _slot_of(slot_ptr, requested_ptr, request, slots):
+def slot_of(slot_ptr, requested_ptr, request, slots):
     """The request's slot, the one after all others where it drafts nothing."""
     slot = tl.load(slot_ptr + request)
     return tl.where(tl.load(requested_ptr + request) > 0, slot, slots).to(tl.int64)
@@ -54,7 +54,7 @@ def judge_offers_kernel(
 ):
     request = tl.program_id(0)
     source = tl.program_id(1)
-    slot = _slot_of(slot_ptr, requested_ptr, request, slots)
+    slot = slot_of(slot_ptr, requested_ptr, request, slots)
     base = tl.load(base_ptr + request)
     start = tl.load(start_ptr + slot)
     place = source.to(tl.int64) * (slots + 1) + slot
@@ -141,7 +141,7 @@ def keep_offer_kernel(
     BINS: tl.constexpr,
 ):
     request = tl.program_id(0)
-    slot = _slot_of(slot_ptr, requested_ptr, request, slots)
+    slot = slot_of(slot_ptr, requested_ptr, request, slots)
     count = tl.load(drafted_ptr + request)
     end = tl.load(end_ptr + request) - count
     lane = tl.arange(0, LANES)
@@ -180,6 +180,37 @@ def keep_offer_kernel(
 
 
 @triton.jit
+def offer_of(
+    own_ptr,
+    count_ptr,
+    token_ptr,
+    expected_ptr,
+    source,
+    slot,
+    slots,
+    room,
+    prior,
+    least,
+    SOURCES: tl.constexpr,
+    N: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """(expected accepted tokens, tokens that are worth drafting, all [LANES]) of a source."""
+    lane = tl.arange(0, LANES)
+    place = source * (slots + 1) + slot
+    accepted = tl.load(own_ptr + place) + prior
+    scale = accepted / (tl.load(own_ptr + SOURCES * (slots + 1) + place) + prior)
+    within = lane < tl.minimum(tl.load(count_ptr + place), room)
+    expected = tl.load(expected_ptr + place * N + lane, mask=within, other=0.0)
+    survival = tl.associative_scan(tl.minimum(expected * scale, 1.0), 0, _times)
+    within = within & (survival >= least)
+    value = tl.sum(tl.where(within, survival, 0.0), axis=0)
+    token = tl.load(token_ptr + place * N + lane, mask=within, other=0)
+    count = tl.sum((within & (survival > 0)).to(tl.int32), axis=0)
+    return value, count, token
+
+
+@triton.jit
 def choose_offer_kernel(
     window_ptr,  # int32 [B, capacity]
     window_stride,
@@ -203,7 +234,7 @@ def choose_offer_kernel(
     LANES: tl.constexpr,
 ):
     request = tl.program_id(0)
-    slot = _slot_of(slot_ptr, requested_ptr, request, slots)
+    slot = slot_of(slot_ptr, requested_ptr, request, slots)
     room = tl.load(room_ptr + request)
     lane = tl.arange(0, LANES)
     prior, least = tl.load(prior_ptr), tl.load(least_ptr)
@@ -212,19 +243,24 @@ def choose_offer_kernel(
     most = tl.zeros((), tl.float64)
     chosen = tl.full((), -1, tl.int32)
     for source in tl.static_range(SOURCES):
-        place = source * (slots + 1) + slot
-        accepted = tl.load(own_ptr + place) + prior
-        scale = accepted / (tl.load(own_ptr + SOURCES * (slots + 1) + place) + prior)
-        within = lane < tl.minimum(tl.load(count_ptr + place), room)
-        expected = tl.load(expected_ptr + place * N + lane, mask=within, other=0.0)
-        survival = tl.associative_scan(tl.minimum(expected * scale, 1.0), 0, _times)
-        within = within & (survival >= least)
-        value = tl.sum(tl.where(within, survival, 0.0), axis=0)
+        value, count, token = offer_of(
+            own_ptr,
+            count_ptr,
+            token_ptr,
+            expected_ptr,
+            source,
+            slot,
+            slots,
+            room,
+            prior,
+            least,
+            SOURCES,
+            N,
+            LANES,
+        )
         # Of equals the last one; no offer is chosen for nothing.
         better = (value >= most) & (value > 0)
         most = tl.where(better, value, most)
-        token = tl.load(token_ptr + place * N + lane, mask=within, other=0)
-        count = tl.sum((within & (survival > 0)).to(tl.int32), axis=0)
         drafted = tl.where(better, count, drafted)
         chosen = tl.where(better, source, chosen)
         taken = tl.where(better, token, taken)

@@ -83,6 +83,25 @@ def unsupported_features_of_v2(original, self):
     return features
 
 
+@REGISTRY.changes(
+    "vllm.config.vllm.VllmConfig.num_lookahead_tokens",
+    why="reserves the blocks in which branches of a draft are computed",
+    until="vLLM verifies trees",
+    issue=NONE_FILED,
+)
+def reserve_for_branches():
+    from vllm.config.vllm import VllmConfig
+
+    usual: Any = VllmConfig.num_lookahead_tokens
+
+    def num_lookahead_tokens(self):
+        if getattr(self.speculative_config, "hsd_rows", 1) == 1:
+            return usual.fget(self)
+        return self.speculative_config.lookahead(self.cache_config.block_size)
+
+    VllmConfig.num_lookahead_tokens = property(num_lookahead_tokens, doc=usual.__doc__)
+
+
 @REGISTRY.replaces(
     "vllm.sampling_params.SamplingParams._validate_spec_decode",
     ("self", "speculative_config"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import numpy as np
 from pydantic import Field, SkipValidation
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
@@ -15,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.utils.hashing import safe_hash
 
 from vllm_hsd.config import CascadeConfig
+from vllm_hsd.core.row_layout import PrivateBlocks
 from vllm_hsd.draft_models import DraftConfig
 from vllm_hsd.errors import UserError
 from vllm_hsd.level_checks import check_cascade
@@ -133,6 +135,44 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
         self.model = self.draft_model_config.model
         self.draft_tensor_parallel_size = self.target_parallel_config.tensor_parallel_size
         self.prompt_lookup_max = self.prompt_lookup_min = 0
+
+    @property
+    def hsd_rows(self) -> int:
+        """Drafts of a request that the target verifies together, at most."""
+        return self.hsd.branches
+
+    def lookahead(self, block_size: int) -> int:
+        """Tokens past those that the target computes for which a request has slots."""
+        return PrivateBlocks(block_size, self.hsd.num_speculative_tokens).lookahead(self.hsd_rows)
+
+    def check_blocks(self, vllm_config: Any, blocks: int, groups: int) -> None:
+        """Check that the KV cache and texts have room for the branches of all requests.
+
+        Args:
+            vllm_config: vLLM's.
+            blocks: of the cache.
+            groups: KV-cache groups.
+
+        Raises:
+            UserError: it has not.
+        """
+        size = vllm_config.cache_config.block_size
+        requests = vllm_config.scheduler_config.max_num_seqs
+        needed = -(-self.lookahead(size) // size) * groups
+        if requests * needed > blocks:
+            raise UserError(
+                f"levels[0].branches reserves {needed} blocks of the KV cache for each of "
+                f"max_num_seqs={requests} requests, and the cache has {blocks}: lower branches or "
+                "max_num_seqs, or enlarge the cache."
+            )
+        longest = vllm_config.model_config.max_model_len
+        layout = PrivateBlocks(size, self.hsd.num_speculative_tokens)
+        behind = int(layout.first(np.zeros(1), self.hsd_rows)[0]) * size
+        if behind > longest:
+            raise UserError(
+                f"levels[0].branches takes {behind} tokens of max_model_len={longest} with blocks "
+                f"of {size}: raise max_model_len, or lower branches or block_size."
+            )
 
     def verify_equal_vocab_size_if_draft_model(self) -> None:
         """Every level has been checked."""

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from vllm_hsd.core.branches import BranchStore
+from vllm_hsd.core.row_layout import PrivateBlocks, Rows, lay_out
 from vllm_hsd.kernels.copy_blocks import (
     BranchRows,
     CacheBlocks,
     copy_from_winners,
     copy_to_branches,
 )
-from vllm_hsd.runner_v1.row_layout import PrivateBlocks, Rows, lay_out
 
 pytestmark = pytest.mark.interpret
 LENGTH, HEADS, SIZE = 6, 2, 4

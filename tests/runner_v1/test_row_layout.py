@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_hsd.core.branches import BranchStore
-from vllm_hsd.runner_v1.row_layout import PrivateBlocks, flat_tokens, lay_out
+from vllm_hsd.core.row_layout import PrivateBlocks, flat_tokens, lay_out
 
 
 def drafted(random, requests, most, length, room=None):

@@ -91,7 +91,17 @@ STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
             {},
             r"adaptive has no meaning on vLLM's V2 runner with levels\[0\].sources\[1\].eagle3",
         ),
-        ({"levels": [{"sources": [{"ngram": {}}], "branches": 2}]}, {}, "branches does not run"),
+        ({"levels": [{"sources": [{"ngram": {}}], "branches": 2}]}, {}, None),
+        (
+            {"levels": [{"sources": [{"ngram": {}}], "branches": 2}], "adaptive": True},
+            {},
+            "branches has a fixed length",
+        ),
+        (
+            {"levels": [{"sources": [{"ngram": {}}, {"early_exit": 1}], "branches": 2}]},
+            {},
+            "branches runs on vLLM's V2 runner for sources that are lookups",
+        ),
         (
             {"levels": [{"sources": [{"suffix": {"shared_tokens": 9}}]}]},
             {},
@@ -108,7 +118,11 @@ STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
         ({"adaptive": True}, {"distributed_executor_backend": "external_launcher"}, "adaptive"),
         ({}, {"enable_dbo": True}, "dual batch overlap does not run with speculation"),
         ({"levels": [{"eagle3": "HEAD"}], "adaptive": True}, {}, "adaptive has no meaning"),
-        ({"levels": [{"eagle3": "HEAD", "branches": 2}]}, {}, "branches does not run"),
+        (
+            {"levels": [{"eagle3": "HEAD", "branches": 2}]},
+            {},
+            "branches runs on vLLM's V2 runner for sources that are lookups",
+        ),
         ({"levels": [{"eagle3": "HEAD"}], "verifier": "standard"}, {}, "verifier has no meaning"),
         ({"levels": [{"eagle3": "HEAD"}], "verifier": "coupled"}, {}, None),
         ({"method": "ngram", **STOCK}, {}, None),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from support.engines import run_jobs
 
-from vllm_hsd.runner_v1 import row_layout
+from vllm_hsd.core import row_layout
 
 
 def runner_of(llm) -> Any:

@@ -16,6 +16,8 @@ import torch
 
 from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.core.text_order import OrderedTexts
+from vllm_hsd.kernels import branch_kernels
+from vllm_hsd.kernels.blocks import padded_size
 from vllm_hsd.kernels.branch_walk import follow_branches
 from vllm_hsd.kernels.chain_verify import METHODS, verify_chain_padded
 from vllm_hsd.kernels.copy_blocks import (
@@ -52,6 +54,7 @@ class Cascade:
         lowest: kind of level 0: "model", "ngram", "bigram", "suffix" or "sources".
         sources: lookups of "sources", these three in turn.
         chooses: a model is the last one of "sources".
+        rows: drafts of a request that the target verifies together.
         store: tokens of a suffix level's store, 0 for none.
         counted: levels that are n-gram models of the store.
         order: of these.
@@ -67,6 +70,7 @@ class Cascade:
     lowest: str = "model"
     sources: int = 3
     chooses: bool = False
+    rows: int = 1
     shorter: tuple[int, ...] = ()
     horizontal_tokens: int = 0
     store: int = 0
@@ -181,7 +185,10 @@ class Cascade:
         estimates = (Estimates(curve, False), None, Estimates(table, True))
         lookups = list(islice(cycle(zip(each.values(), estimates, strict=True)), self.sources))
         length = max(self.lengths[0], self.horizontal_tokens)
-        return SourcesLookup(lookups, 0.05, self.slots, length, meta, has_drafter=self.chooses)
+        size = {"rows": self.rows, "batch": self.capacity}
+        return SourcesLookup(
+            lookups, 0.05, self.slots, length, meta, has_drafter=self.chooses, **size
+        )
 
     def verify(self, rows: torch.Tensor | None, longest: int, drafts: dict) -> None:
         """Launch the target's verification of drafts, and of none."""
@@ -271,11 +278,51 @@ class Branches:
     slots: int = 64
 
     def launch(self) -> None:
-        """Launch the copies before the pass, the verification and the copies after it."""
+        """Launch what a step does with branches, from the list that is scheduled."""
         inputs = _BATCH * self.rows * (self.length + 1)
         count = _BATCH * self.rows
         rows = BranchRows(*(_empty(count) for _ in range(3)), _longs(count))
-        tables = _empty(count, 2560)
+        tables, lanes = _empty(count, 2560), padded_size(self.length + 1)
+        sizes = {"BRANCHES": self.rows - 1, "N": self.length, "LANES": lanes}
+        counts, drafts = _empty(self.slots, self.rows - 1), _longs(_BATCH, self.length)
+        flat = _longs(self.slots, self.rows * (self.length + 1) - 1)
+        for groups in (1, 2):
+            branch_kernels.flat_drafts_kernel[(_BATCH,)](
+                flat,
+                flat.stride(0),
+                drafts,
+                _empty(self.slots, self.rows - 1, self.length),
+                counts,
+                _empty(_BATCH, 1 + self.length),
+                1 + self.length,
+                _longs(_BATCH),
+                _empty(_BATCH),
+                _empty(groups),
+                groups,
+                40960,
+                WINDOW=1,
+                num_warps=1,
+                **sizes,
+            )
+        laid_out = (_longs(inputs), _longs(inputs), tables, tables.stride(0), _empty(self.slots))
+        held, device = _empty(self.slots, self.rows), _empty(4, -(-count // 4) * 4)[:, :count]
+        for first, size in ((True, 16), (False, 544)):
+            branch_kernels.lay_out_kernel[(count,)](
+                *laid_out,
+                rows.chain,
+                rows.base,
+                held,
+                *device,
+                _longs(_BATCH),
+                _empty(self.slots),
+                counts,
+                tables,
+                tables.stride(0),
+                size,
+                FIRST=first,
+                BLOCK=1024,
+                **sizes,
+            )
         caches = [CacheBlocks(_longs(56, 3), size) for size in (32768, 8192)]
         for cache, block_size in zip(caches, (16, 544), strict=True):
             copy_to_branches(cache, rows, tables, block_size)
@@ -352,6 +399,7 @@ SHORT = (
     Cascade((4, 8), "sources"),
     Cascade((3, 8), unsure=(0, 1), horizontal_tokens=3),
     StockDrafter(torch.bfloat16),
+    Cascade((8,), "sources", rows=4),
     Branches(),
 )
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -404,7 +452,8 @@ ALL = (
     *(Cascade((n,), "sources", store=7, capacity=c, slots=c) for n, c in ((63, 1), (8, 64))),
     *(StockDrafter(d) for d in (torch.float16, torch.float32)),
     StockDrafter(torch.bfloat16, vocab_size=50257),
-    *(Branches(rows=n) for n in (2, 3)),
+    *(Cascade((8,), "sources", sources=n, rows=r) for n, r in ((2, 2), (8, 16))),
+    *(Branches(rows=n) for n in (2, 3, 16)),
     *(Branches(dtype=d) for d in (torch.float16, torch.float32)),
     *(Branches(vocab_size=v) for v in (128, 50257, 262144)),
     Branches(length=63, slots=3),

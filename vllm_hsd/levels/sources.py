@@ -101,7 +101,8 @@ class SourcesLevelConfig(BranchKeys):
 
     def check_v2(self, name: str) -> None:
         """See `LevelConfig.check_v2`."""
-        super().check_v2(name)
+        if not self.sources[-1].is_lookup:
+            super().check_v2(name)
         for key, source in self.named_sources(name):
             source.check_v2(key)
 

@@ -1,11 +1,11 @@
 """Several drafts of a request in one pass of the target on the V1 runner.
 
-The layout is that of `row_layout`. What vLLM prepares for a flat list of draft tokens is changed in
-four places: positions and slots of branches' tokens, the rows of the attention's metadata, the
-blocks that hold the text before a root, which every branch gets a copy of, and every layer's update
-of its KV cache, which writes what branches share to all of them before anything attends to it.
-After verification the blocks of the branch that the text follows are copied back, before anything
-is drafted.
+The layout is that of `core.row_layout`. What vLLM prepares for a flat list of draft tokens is
+changed in four places: positions and slots of branches' tokens, the rows of the attention's
+metadata, the blocks that hold the text before a root, which every branch gets a copy of, and every
+layer's update of its KV cache, which writes what branches share to all of them before anything
+attends to it. After verification the blocks of the branch that the text follows are copied back,
+before anything is drafted.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from vllm_hsd.core.cascade import Cascade
+from vllm_hsd.core.row_layout import PrivateBlocks, Rows, flat_tokens, lay_out
 from vllm_hsd.errors import UserError
 from vllm_hsd.runner_v1.hooks import (
     NO_PLUGIN_API,
@@ -25,7 +26,6 @@ from vllm_hsd.runner_v1.hooks import (
     replace_on,
     replaces_on_runner,
 )
-from vllm_hsd.runner_v1.row_layout import PrivateBlocks, Rows, flat_tokens, lay_out
 
 _PREPARE = f"{RUNNER}._prepare_inputs"
 _BUILD = "vllm.v1.worker.utils.AttentionGroup.build_metadata"
@@ -95,23 +95,11 @@ class HostedBranches:
             UserError: the KV cache has no room for branches, or is of a kind that cannot be copied
                 block by block.
         """
-        config, blocks = self.state.vllm_config, kv_cache_config.num_blocks
-        size, requests = config.cache_config.block_size, config.scheduler_config.max_num_seqs
-        needed = -(-PrivateBlocks(size, self.length).lookahead(self.most) // size)
-        needed *= len(kv_cache_config.kv_cache_groups)
-        if requests * needed > blocks:
-            raise UserError(
-                f"levels[0].branches reserves {needed} blocks of the KV cache for each of "
-                f"max_num_seqs={requests} requests, and the cache has {blocks}: lower branches or "
-                "max_num_seqs, or enlarge the cache."
-            )
-        longest = config.model_config.max_model_len
-        behind = int(PrivateBlocks(size, self.length).first(np.zeros(1), self.most)[0]) * size
-        if behind > longest:
-            raise UserError(
-                f"levels[0].branches takes {behind} tokens of max_model_len={longest} with blocks "
-                f"of {size}: raise max_model_len, or lower branches or block_size."
-            )
+        config = self.state.vllm_config
+        size = config.cache_config.block_size
+        config.speculative_config.check_blocks(
+            config, kv_cache_config.num_blocks, len(kv_cache_config.kv_cache_groups)
+        )
         replace_on(self.runner, _PREPARE, by=self)
         for group in (group for groups in self.runner.attn_groups for group in groups):
             if group.kernel_block_size is not None or group.kv_cache_spec.block_size > size:

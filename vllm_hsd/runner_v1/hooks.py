@@ -66,7 +66,6 @@ REGISTRY = Registry("vllm_hsd.runner_v1", _MODULES, shared_hooks.REGISTRY)
 HOOKS = REGISTRY.hooks
 register = REGISTRY.register
 replaces = REGISTRY.replaces
-changes = REGISTRY.changes
 replaces_on_runner = REGISTRY.replaces_on_runner
 install = REGISTRY.install
 is_installed = REGISTRY.is_installed

@@ -5,15 +5,11 @@ Importing this module imports nothing of vLLM.
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm_hsd.errors import UserError
 from vllm_hsd.runner_v1.hooks import (
     BLOCK_ISSUE,
     NO_PLUGIN_API,
-    NONE_FILED,
     PLUGIN_ISSUE,
-    changes,
     replaces,
 )
 from vllm_hsd.shared_hooks import STOCK_METHODS
@@ -67,25 +63,6 @@ def init_base_proposer(original, self, vllm_config, *args, **kwargs):
     config = vllm_config.speculative_config
     if _verifies_blocks(config) and config.draft_sample_method == "probabilistic":
         self._enable_probabilistic_draft_probs = True
-
-
-@changes(
-    "vllm.config.vllm.VllmConfig.num_lookahead_tokens",
-    why="reserves the blocks in which branches of a draft are computed",
-    until="vLLM's V1 runner verifies trees, or is gone",
-    issue=NONE_FILED,
-)
-def reserve_for_branches():
-    from vllm.config.vllm import VllmConfig
-
-    usual: Any = VllmConfig.num_lookahead_tokens
-
-    def num_lookahead_tokens(self):
-        if getattr(self.speculative_config, "hsd_rows", 1) == 1:
-            return usual.fget(self)
-        return self.speculative_config.lookahead(self.cache_config.block_size)
-
-    VllmConfig.num_lookahead_tokens = property(num_lookahead_tokens, doc=usual.__doc__)
 
 
 def _new(original, cls, *args, **kwargs):

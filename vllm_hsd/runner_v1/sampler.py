@@ -17,10 +17,10 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.drafts import DraftStore, ragged_arange, ragged_starts
+from vllm_hsd.core.row_layout import Rows
 from vllm_hsd.runner_v1.branches import HostedBranches
 from vllm_hsd.runner_v1.noise import generators
 from vllm_hsd.runner_v1.request_state import RequestState
-from vllm_hsd.runner_v1.row_layout import Rows
 from vllm_hsd.runner_v1.sampling import GREEDY_BELOW, RequestSampling
 from vllm_hsd.verify.branches import follow, verify_rows
 from vllm_hsd.verify.chain import argmax_rows, verify_batch, verify_greedy

@@ -12,7 +12,6 @@ from vllm_hsd.config import CascadeConfig
 from vllm_hsd.draft_models import DraftConfig
 from vllm_hsd.errors import UserError
 from vllm_hsd.level_checks import connector_mistake
-from vllm_hsd.runner_v1.row_layout import PrivateBlocks
 from vllm_hsd.shared_hooks import NeedsHooks
 from vllm_hsd.spec_config import CascadeSpeculativeConfig
 from vllm_hsd.stock_config import V1BlockVerificationConfig
@@ -90,15 +89,6 @@ class V1CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
         # The cascade works on sampled tokens on the host: after bookkeeping, without async
         # scheduling.
         self.disable_padded_drafter_batch = True
-
-    @property
-    def hsd_rows(self) -> int:
-        """Drafts of a request that the target verifies together, at most."""
-        return self.hsd.branches
-
-    def lookahead(self, block_size: int) -> int:
-        """Tokens past those that the target computes for which a request has slots."""
-        return PrivateBlocks(block_size, self.hsd.num_speculative_tokens).lookahead(self.hsd_rows)
 
     def uses_draft_model(self) -> bool:
         return True

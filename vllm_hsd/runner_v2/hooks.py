@@ -18,6 +18,7 @@ _MODULES = (
     "spec_config",
     "metrics",
     "adaptive",
+    "branches",
     "sampler",
     "stock_drafters",
     "levels",

@@ -13,9 +13,10 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_hsd.errors import UserError
-from vllm_hsd.kernels.chain_verify import verify_chain_padded
+from vllm_hsd.kernels.chain_verify import ChainResult, verify_chain_padded
 from vllm_hsd.kernels.filter_rows import row_thresholds
 from vllm_hsd.registry import NONE_FILED
+from vllm_hsd.runner_v2.branches import HostedBranches
 from vllm_hsd.runner_v2.head_sources import HeadSources
 from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER, replace_on
 from vllm_hsd.runner_v2.request_parameters import RequestParameters
@@ -66,6 +67,12 @@ def serve(runner: Any) -> None:
         runner.rejection_sampler = CascadeRejectionSampler(
             sampler, runner.speculative_config, runner.device, parameters, speculator
         )
+        if speculator.hsd.branches > 1:
+            assert isinstance(speculator.lookup, SourcesLookup)
+            chained = runner.rejection_sampler.chained
+            speculator.branches = HostedBranches(
+                runner, speculator.state, speculator.lookup, chained
+            )
         return
     if speculator.draft_logits is not None:
         drafted, vocabulary = speculator.draft_logits.shape[-1], runner.vocab_size
@@ -106,6 +113,7 @@ class BlockRejectionSampler(RejectionSampler):
         self, sampler, spec_config, device, parameters: RequestParameters, kept: KeptDrafts | None
     ) -> None:
         super().__init__(sampler, spec_config, device)
+        self.longest = self.num_speculative_steps
         self.parameters, self.kept = parameters, kept
         # vLLM reads the processed logits after the sampler.
         self.returns_processed = (
@@ -114,6 +122,8 @@ class BlockRejectionSampler(RejectionSampler):
         # Requests whose logits vLLM has to process: for more than a temperature and filters, or
         # filtered ones that are coupled, whose text is to be vLLM's to the last bit.
         self.processed = np.zeros_like(sampler.needs_logits_processing)
+        # Requests whose list of draft tokens vLLM reads as one chain.
+        self.chained = np.zeros_like(self.processed)
         replace_on(sampler.sampling_states, f"{_STATES}.add_request", by=self)
         replace_on(sampler, f"{_SAMPLER}.add_request", f"{_SAMPLER}.sample", by=self)
 
@@ -195,7 +205,7 @@ class BlockRejectionSampler(RejectionSampler):
             verify_draft_sampled,
             cu_num_logits,
             idx_mapping,
-            self.num_speculative_steps,
+            self.longest,
             pos,
             self.thresholds(processed, is_scaled, expanded_idx_mapping, idx_mapping_np),
         )
@@ -248,23 +258,30 @@ class BlockRejectionSampler(RejectionSampler):
         thresholds: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(token ids int64 [B, max_draft_tokens + 1], number of them int32 [B])."""
-        temperature = self.parameters.temperature
+        temperature, drafts = self.parameters.temperature, self.drafts(draft_logits, idx_mapping)
+        options: dict[str, Any] = {
+            "temperature": temperature.sign() if is_scaled else temperature,
+            "seeds": self.parameters.seeds,
+            "draws": self.sampler.req_states.total_len.gpu.long() * DRAWS_PER_LENGTH,
+            "level": self.level,
+            "positions": positions,
+            "thresholds": thresholds,
+        }
         result = verify_chain_padded(
             target_logits,
             self.draft_rows(draft_logits, max_draft_tokens),
             draft_sampled,
             cu_num_logits,
             idx_mapping,
-            temperature.sign() if is_scaled else temperature,
-            self.parameters.seeds,
-            self.sampler.req_states.total_len.gpu.long() * DRAWS_PER_LENGTH,
             max_draft_tokens=max_draft_tokens,
-            level=self.level,
             method=self.method,
-            positions=positions,
-            thresholds=thresholds,
-            **self.drafts(draft_logits, idx_mapping),
+            **options,
+            **drafts,
         )
+        return self.emitted(result, target_logits, cu_num_logits, idx_mapping, **options)
+
+    def emitted(self, result: ChainResult, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token ids, number of them) after the verification of the chains."""
         return result.token_ids, result.num_emitted
 
 
@@ -297,6 +314,24 @@ class CascadeRejectionSampler(BlockRejectionSampler):
         super().__init__(sampler, spec_config, device, parameters, None)
         self.speculator = speculator
         self.level, self.method = speculator.schedule.num_levels, speculator.hsd.drawn_verifier
+        # Of a chain; vLLM's list of draft tokens has branches after it.
+        self.longest = speculator.state.longest
+
+    def __call__(self, logits, input_batch, draft_logits=None, invalid_drafts=None):
+        """As the base's, and then the blocks of branches that won are copied to the text's."""
+        branches = self.speculator.branches
+        if branches is not None:
+            branches.begin(input_batch)
+        output = super().__call__(logits, input_batch, draft_logits, invalid_drafts)
+        if branches is not None:
+            branches.finish()
+        return output
+
+    def emitted(self, result, *arguments, **options):
+        branches = self.speculator.branches
+        if branches is None:
+            return super().emitted(result)
+        return branches.follow(result, *arguments, **options)
 
     def draft_rows(self, draft_logits, max_draft_tokens):
         if max_draft_tokens == 0:
@@ -327,9 +362,8 @@ class CascadeRejectionSampler(BlockRejectionSampler):
 )
 def add_sampling_state(original, sampler: BlockRejectionSampler, req_idx, sampling_params):
     original(req_idx, sampling_params)
-    parameters = sampler.parameters
-    parameters.add_request(req_idx)
-    return bool(parameters.filtered[req_idx] and parameters.coupled[req_idx])
+    sampler.parameters.add_request(req_idx)
+    return False
 
 
 @REGISTRY.replaces_on_runner(
@@ -341,10 +375,17 @@ def add_sampling_state(original, sampler: BlockRejectionSampler, req_idx, sampli
 )
 def add_request(original, sampler: BlockRejectionSampler, req_idx, sampling_params):
     original(req_idx, sampling_params)
-    needed = sampler.sampler.needs_logits_processing
-    sampler.processed[req_idx] = needed[req_idx]
+    needed, parameters = sampler.sampler.needs_logits_processing, sampler.parameters
+    sampler.chained[req_idx] = (
+        needed[req_idx]
+        or sampler.sampler.return_sampling_mask
+        or sampling_params.logprobs is not None
+        or sampling_params.structured_outputs is not None
+    )
+    filtered = parameters.filtered[req_idx]
+    sampler.processed[req_idx] = needed[req_idx] or (filtered and parameters.coupled[req_idx])
     temperature = sampler.sampler.sampling_states.temperature.np[req_idx]
-    needed[req_idx] |= temperature not in (0, 1) or sampler.parameters.filtered[req_idx]
+    needed[req_idx] |= temperature not in (0, 1) or filtered
 
 
 @REGISTRY.replaces_on_runner(

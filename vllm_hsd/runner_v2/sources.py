@@ -26,7 +26,7 @@ from vllm_hsd.core.acceptance import (
     PRIOR_TOKENS,
     REMEMBERED,
 )
-from vllm_hsd.kernels import source_kernels
+from vllm_hsd.kernels import branch_kernels, source_kernels
 from vllm_hsd.kernels.blocks import padded_size
 from vllm_hsd.runner_v2.proposal_state import ProposalState
 from vllm_hsd.runner_v2.suffix_lookup import Offers
@@ -59,8 +59,12 @@ class SourcesLookup:
         length: most tokens of a draft.
         device: of the requests' texts.
         has_drafter: a model or a head is the last source; see `choose`.
+        rows: most drafts of a request that the target verifies together.
+        batch: most requests of a proposal.
 
     Attributes:
+        branches: int32 [batch, rows - 1, length], tokens of the rows after the chain, and
+        branch_counts: int32 [batch, rows - 1], of the last proposal.
         drawn: float32 [slots + 1], 1 where a slot's draft is the drafter's.
         shared: float64 [2, S, PLACES, BINS]; own: float64 [2, S, slots + 1]; see
             `core.acceptance.AcceptanceEstimates`. The last slot is of rows that draft nothing.
@@ -77,6 +81,9 @@ class SourcesLookup:
         length: int,
         device: torch.device,
         has_drafter: bool = False,
+        *,
+        rows: int = 1,
+        batch: int = 0,
     ) -> None:
         self.lookups, self.slots, self.length = list(lookups), slots, length
         self.has_drafter = has_drafter
@@ -92,6 +99,8 @@ class SourcesLookup:
         self.counts = zeros(count, slots + 1, dtype=torch.int32)
         self.token_ids = zeros(count, slots + 1, length, dtype=torch.int32)
         self.estimates, self.expected = (zeros(count, slots + 1, length) for _ in range(2))
+        self.branches = zeros(batch, rows - 1, length, dtype=torch.int32)
+        self.branch_counts = zeros(batch, rows - 1, dtype=torch.int32)
         # In memory: numbers that are arguments of a launch have 32 bits.
         numbers = MEMORY, REMEMBERED, PRIOR_TOKENS, min_acceptance
         each = torch.tensor(numbers, dtype=torch.float64, device=device)
@@ -145,10 +154,13 @@ class SourcesLookup:
             self._keep(state, i, lookup(state, text=text), estimates)
 
     def choose(self, state: ProposalState) -> None:
-        """Draft the best offer; a drafter's is what it has appended to the texts by now."""
+        """Draft the best offer; a drafter's is what it has appended to the texts by now.
+
+        The next best ones whose first token is another one become `branches`.
+        """
         if self.has_drafter:
             self._keep(state, self.count - 1, None, self.of_drafter)
-        source_kernels.choose_offer_kernel[(state.batch,)](
+        offered = (
             *_window(state),
             state.end,
             state.drafted[0],
@@ -160,6 +172,9 @@ class SourcesLookup:
             self.expected,
             self.prior,
             self.least,
+        )
+        source_kernels.choose_offer_kernel[(state.batch,)](
+            *offered,
             self.drawn,
             state.temperature[0],
             self.slots,
@@ -168,6 +183,18 @@ class SourcesLookup:
             **self.lanes,
             **_EXACT,
         )
+        if branches := self.branches.shape[1]:
+            branch_kernels.choose_branches_kernel[(state.batch,)](
+                self.branches,
+                self.branch_counts,
+                *offered,
+                self.slots,
+                SOURCES=self.count,
+                BRANCHES=branches,
+                FIRSTS=padded_size(branches + 1),
+                **self.lanes,
+                **_EXACT,
+            )
 
     def _keep(
         self,
@@ -222,4 +249,6 @@ def build(speculator: Any, level: Any) -> SourcesLookup:
         speculator.schedule.kept_lengths[0],
         device,
         has_drafter=len(lookups) < len(level.sources),
+        rows=speculator.hsd.branches,
+        batch=speculator.state.batch,
     )

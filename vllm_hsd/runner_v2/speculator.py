@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_hsd.runner_v2 import graph_checks
+from vllm_hsd.runner_v2.branches import HostedBranches
 from vllm_hsd.runner_v2.cascade_steps import stage
 from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds, observe_target
 from vllm_hsd.runner_v2.graphs import ProposalGraphs, batch_sizes, why_eager
@@ -48,6 +49,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
         counted: levels whose rows follow from counts in texts, by their place in the cascade.
         stale: bool [max_num_reqs] on the host, slots whose texts the levels have not read whole.
             Their requests draft nothing any more: what a level reads is never left out.
+        branches: of the requests, set with `req_states`; None where the target verifies chains.
         graphs: captured proposals; None where all run without a CUDA graph.
     """
 
@@ -67,6 +69,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
         self.hosted: list[Any] = []
         self.stale = np.zeros(self.max_num_reqs, dtype=bool)
         self.graphs: ProposalGraphs | None = None
+        self.branches: HostedBranches | None = None
         self.checks = graph_checks.enabled()
         dtype = cast(torch.dtype, self.dtype)
         # Before vLLM's memory profile, and not with the weights, which sleep mode may discard.
@@ -178,6 +181,10 @@ class CascadeSpeculator(StandaloneARSpeculator):
                 level.init_attention(kv_cache_config)
                 # vLLM maps the caches of all groups listed here to kernel blocks.
                 self.attn_groups.extend(level.groups)
+        if self.branches is not None:
+            cast(Any, self.speculative_config).check_blocks(
+                self.vllm_config, kv_cache_config.num_blocks, len(kv_cache_config.kv_cache_groups)
+            )
         self.state.set_kv_groups(block_tables.num_kv_cache_groups)
         levels, text = list(self.hosted), self.req_states.all_token_ids.gpu
         for k, level in self.counted.items():
@@ -308,7 +315,10 @@ class CascadeSpeculator(StandaloneARSpeculator):
             program.run(state)
         else:
             self.graphs.replay(size, state.longest)
-        drafts[:, : state.longest] = state.draft_tokens[:count]
+        if self.branches is not None:
+            self.branches.flat_drafts(slots, self.schedule.window, drafts)
+        else:
+            drafts[:, : state.longest] = state.draft_tokens[:count]
         return drafts
 
     def _run_checked(

@@ -50,7 +50,8 @@ class Rows(NamedTuple):
     def number(self, requests: np.ndarray, branch: np.ndarray) -> np.ndarray:
         """[k] int64 numbers of rows that are there."""
         numbers = np.cumsum(self.counts.ravel() > 0) - 1
-        return numbers.reshape(self.counts.shape)[requests, branch]
+        found: np.ndarray = numbers.reshape(self.counts.shape)[requests, branch]
+        return found
 
     def before(self, request: int) -> list[list[int]]:
         """Places of the draft tokens that precede each token of a request, the root among them."""
@@ -151,7 +152,8 @@ class PrivateBlocks(NamedTuple):
 
     def tables(self, rows: Rows, main: np.ndarray) -> np.ndarray:
         """[n, width] block ids of every row, from those of every request, [B, width]."""
-        tables, some = main[rows.request], rows.branches
+        tables: np.ndarray = main[rows.request]
+        some = rows.branches
         begin = rows.base[some] // self.block_size
         last = (rows.begin + rows.tokens - 1)[some] // self.block_size
         owners, offsets = ragged_arange(last - begin + 1)
@@ -179,7 +181,8 @@ class PrivateBlocks(NamedTuple):
 
     def _slots(self, tables: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         blocks = tables[rows, positions // self.block_size].astype(np.int64)
-        return blocks * self.block_size + positions % self.block_size
+        slots: np.ndarray = blocks * self.block_size + positions % self.block_size
+        return slots
 
     def copied_before(self, rows: Rows, tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Blocks [k] that hold text before a root, and blocks [k] of branches to copy them to."""
@@ -211,4 +214,5 @@ class PrivateBlocks(NamedTuple):
         self, rows: Rows, tables: np.ndarray, some: np.ndarray, block: np.ndarray
     ) -> np.ndarray:
         chains = np.flatnonzero(rows.branch == 0)
-        return tables[chains[rows.request[some]], block]
+        found: np.ndarray = tables[chains[rows.request[some]], block]
+        return found

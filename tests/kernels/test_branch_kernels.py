@@ -1,0 +1,244 @@
+"""Which offers become branches and where their rows are, against `core.row_layout`."""
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_hsd.core.branches import BranchStore
+from vllm_hsd.core.row_layout import PrivateBlocks, lay_out
+from vllm_hsd.kernels import branch_kernels
+from vllm_hsd.kernels.blocks import padded_size
+
+pytestmark = pytest.mark.interpret
+N, BRANCHES, WINDOW = 5, 2, 3
+GUARD = -77
+
+
+def guarded(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.full(shape, GUARD, dtype=dtype)
+
+
+def chosen_of(first, offers, values):
+    """Plain rule: the best offers whose first tokens differ from those of all rows before."""
+    rows, firsts = [], {first}
+    for _ in range(BRANCHES):
+        left = [s for s, offer in enumerate(offers) if offer and offer[0] not in firsts]
+        best = max(left, key=lambda s: (values[s], -s), default=None)
+        rows.append([] if best is None else offers[best])
+        firsts |= {rows[-1][0]} if rows[-1] else set()
+    return rows
+
+
+def test_the_next_best_offers_with_other_first_tokens_become_branches():
+    rng = np.random.default_rng(0)
+    batch, sources, slots = 12, 4, 12
+    counts = rng.integers(0, N + 1, (sources, slots + 1))
+    token_ids = rng.integers(0, 3, (sources, slots + 1, N))
+    # Multiples of 1/4: sums are exact.
+    expected = rng.integers(1, 5, (sources, slots + 1, N)) / 4
+    room = rng.integers(1, N + 1, batch)
+    requested = room.copy()
+    requested[-1] = 0
+    window, drafted = rng.integers(0, 3, (batch, WINDOW + N)), rng.integers(0, 3, batch)
+    slot = rng.permutation(batch)
+    own = torch.zeros(2, sources, slots + 1, dtype=torch.float64)
+    each = (window, WINDOW + drafted, drafted, room, requested, slot)
+    window_, end, drafted_, room_, requested_, slot_ = (
+        torch.from_numpy(values.astype(np.int32)) for values in each
+    )
+    found = guarded(batch + 1, BRANCHES, N), guarded(batch + 1, BRANCHES)
+    numbers = torch.tensor([4.0, 0.3], dtype=torch.float64)
+    counts[:, slots] = 0
+    branch_kernels.choose_branches_kernel[(batch,)](
+        *found,
+        window_,
+        window_.stride(0),
+        end,
+        drafted_,
+        room_,
+        requested_,
+        slot_,
+        own,
+        torch.from_numpy(counts.astype(np.int32)),
+        torch.from_numpy(token_ids.astype(np.int32)),
+        torch.from_numpy(expected),
+        numbers[:1],
+        numbers[1:],
+        slots,
+        SOURCES=sources,
+        BRANCHES=BRANCHES,
+        FIRSTS=padded_size(BRANCHES + 1),
+        N=N,
+        LANES=padded_size(N),
+    )
+    lengths = set()
+    for b in range(batch):
+        at = slot[b] if requested[b] else slots
+        offers, values = [], []
+        for s in range(sources):
+            survival = np.cumprod(expected[s, at, : min(counts[s, at], room[b])])
+            kept = survival[survival >= 0.3]
+            offers.append(token_ids[s, at, : len(kept)].tolist())
+            values.append(kept.sum())
+        first = window[b, WINDOW] if drafted[b] else None
+        rows = chosen_of(first, offers, values)
+        for j, row in enumerate(rows):
+            assert found[1][b, j] == len(row)
+            assert found[0][b, j, : len(row)].tolist() == row
+            lengths.add(len(row))
+    assert len(lengths) > 3
+    assert all((values[batch] == GUARD).all() for values in found)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (16, 64)])
+def test_a_flat_list_has_a_root_before_every_branch_within_its_blocks(sizes):
+    rng = np.random.default_rng(len(sizes))
+    batch, longest = 10, 400
+    width = (BRANCHES + 1) * (N + 1) - 1
+    base = rng.integers(0, longest - WINDOW - 1, batch)
+    base[:4] = longest - WINDOW - 1, 3, 128 + 61 - WINDOW + 1, longest - 20
+    tokens, counts = rng.integers(1, 9, (batch, BRANCHES, N)), rng.integers(0, N + 1, (batch, 2))
+    chain, window = rng.integers(1, 9, (batch, N)), rng.integers(10, 19, (batch, WINDOW + N))
+    chained = np.arange(batch) % 5 == 4
+    out = guarded(batch + 1, width + 2, dtype=torch.int64)
+    counts_ = torch.from_numpy(counts.astype(np.int32))
+    window_ = torch.from_numpy(window.astype(np.int32))
+    branch_kernels.flat_drafts_kernel[(batch,)](
+        out,
+        out.stride(0),
+        torch.from_numpy(chain),
+        torch.from_numpy(tokens.astype(np.int32)),
+        counts_,
+        window_,
+        window_.stride(0),
+        torch.from_numpy(base),
+        torch.from_numpy(chained.astype(np.int32)),
+        torch.tensor(sizes, dtype=torch.int32),
+        len(sizes),
+        longest,
+        WINDOW=WINDOW,
+        BRANCHES=BRANCHES,
+        N=N,
+        LANES=padded_size(N + 1),
+    )
+    root = base + WINDOW - 1
+    room = np.where(chained, 0, N)
+    for size in sizes:
+        group = PrivateBlocks(size, N)
+        fits = group.first(root, BRANCHES + 1) * size <= longest
+        room = np.where(fits, np.minimum(room, group.room(root)), 0)
+    assert (room == 0).sum() > 2 and (room > 0).sum() > 2
+    assert sizes == (4,) or (room[room > 0] < N).any()
+    for b in range(batch):
+        wanted = chain[b].tolist()
+        for j in range(BRANCHES):
+            count = min(counts[b, j], room[b])
+            assert counts_[b, j] == count
+            wanted += [window[b, WINDOW - 1], *tokens[b, j, :count], *[0] * (N - count)]
+        assert out[b, :width].tolist() == wanted
+    assert (out[:batch, width:] == GUARD).all() and (out[batch] == GUARD).all()
+
+
+@pytest.mark.parametrize("size", [4, 64])
+def test_rows_lie_where_the_plain_layout_has_them(size):
+    """Lists of whole rows and cut ones, requests without branches and without a proposal."""
+    rng = np.random.default_rng(size)
+    batch, group, width = 9, PrivateBlocks(size, N), N + 1
+    base = rng.integers(size, 5 * size, batch)
+    counts = np.minimum(rng.integers(0, N + 1, (batch, BRANCHES)), group.room(base)[:, None])
+    counts[0], counts[1, 0] = 0, 0
+    scheduled = np.full(batch, (BRANCHES + 1) * width)
+    scheduled[2:5] = [2 * width + 2, width + 3, 4]
+    slots = rng.permutation(batch + 2)[:batch]
+    number = rng.permutation(batch)
+    number[5] = -1
+    row_of_slot = np.full(batch + 2, -1)
+    row_of_slot[slots] = number
+    branch_counts = np.zeros((batch, BRANCHES), np.int64)
+    branch_counts[number[number >= 0]] = counts[number >= 0]
+    counts[number < 0] = 0
+    rows_of = -(-scheduled // width)
+    request = np.repeat(np.arange(batch), rows_of)
+    branch = np.arange(len(request)) - np.repeat(np.cumsum(rows_of) - rows_of, rows_of)
+    first = np.cumsum(scheduled) - scheduled
+    start = first[request] + branch * width
+    tokens = np.minimum(scheduled[request] - branch * width, width)
+    columns = int(group.first(base.max(), BRANCHES + 1)) + 1
+    main = rng.permutation((batch + 2) * columns).reshape(batch + 2, columns)
+    positions = np.repeat(base, scheduled) + np.concatenate([np.arange(n) for n in scheduled])
+    total, n = len(positions), len(request)
+
+    def ints(values, dtype=torch.int32):
+        return torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
+
+    found = {
+        "position": ints(positions, torch.int64),
+        "slots": guarded(total + 1, dtype=torch.int64),
+        "table": guarded(n + 1, columns),
+        "seq_len": guarded(n + 1),
+        "chain": guarded(n + 1),
+        "base": guarded(n + 1, dtype=torch.int64),
+        "count": torch.zeros(batch, BRANCHES + 1, dtype=torch.int32),
+    }
+    table = ints(main)
+    branch_kernels.lay_out_kernel[(n,)](
+        found["position"],
+        found["slots"],
+        found["table"],
+        columns,
+        *(found[name] for name in ("seq_len", "chain", "base", "count")),
+        *map(ints, (request, branch, start, tokens)),
+        ints(slots, torch.int64),
+        ints(row_of_slot),
+        ints(branch_counts),
+        table,
+        columns,
+        size,
+        FIRST=True,
+        BRANCHES=BRANCHES,
+        N=N,
+        LANES=padded_size(width),
+        BLOCK=8,
+    )
+    # The plain layout computes neither a root again nor what a row does not need.
+    held = np.minimum(counts + 1, np.clip(scheduled[:, None] - [width, 2 * width], 0, width))
+    held = np.where(counts > 0, held, 0)
+    chains = np.minimum(scheduled, width)
+    store = BranchStore(batch, BRANCHES + 1, N)
+    store.counts[:] = np.where(held > 0, counts, 0)
+    own = np.maximum(held - 1, 0)
+    rows = lay_out(chains + own.sum(1), base, chains - 1, store, np.arange(batch))
+    tables = group.tables(rows, main[slots])
+    _, row_positions, kv_slots = group.slots(rows, tables)
+    all_held = np.concatenate([chains[:, None], held], 1)
+    assert found["count"].tolist() == all_held.tolist()
+    live = np.flatnonzero((branch == 0) | (found["chain"][:n].numpy() >= 0))
+    assert live.tolist() == np.flatnonzero(all_held[request, branch]).tolist()
+    assert (found["chain"][:n].numpy()[live] == (np.arange(n) - branch)[live]).all()
+    assert (found["base"][:n].numpy() == base[request]).all()
+    assert (found["seq_len"][:n].numpy() == base[request] + tokens).all()
+    known, mapped = [], []
+    for plain, row in enumerate(live):
+        kept = all_held[request[row], branch[row]]
+        blocks = (rows.base[plain] + kept - 1) // size + 1
+        assert found["table"][row, :blocks].tolist() == tables[plain, :blocks].tolist()
+        if branch[row]:
+            root = rows.base[plain]
+            assert found["position"][start[row]] == root
+            block = tables[plain, root // size]
+            assert found["slots"][start[row]] == block * size + root % size
+            at = slice(start[row] + 1, start[row] + kept)
+            known += found["position"][at].tolist()
+            mapped += found["slots"][at].tolist()
+    assert known == row_positions.tolist() and mapped == kv_slots.tolist()
+    for row in range(n):
+        if branch[row]:
+            kept = all_held[request[row], branch[row]]
+            behind = slice(start[row] + kept, start[row] + tokens[row])
+            assert (found["slots"][behind] == -1).all()
+        else:
+            chain = slice(start[row], start[row] + tokens[row])
+            assert (found["slots"][chain] == GUARD).all()
+            assert found["position"][chain].tolist() == positions[chain].tolist()
+    assert found["slots"][total] == GUARD
+    assert all((found[k][n] == GUARD).all() for k in ("table", "seq_len", "chain", "base"))

@@ -1,0 +1,331 @@
+"""Several drafts of a request in one pass of the target on the V2 runner, with nothing on the host.
+
+Rows have the blocks that `core.row_layout` says, and share no token. The scheduler plans a list of
+draft tokens for a request, whose length the host knows: rows of equal length, each after the
+request's last verified token, its root. Positions, slots and blocks follow on the device, where
+alone it is known how many tokens of the last step were kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_hsd.errors import UserError
+from vllm_hsd.kernels import branch_kernels
+from vllm_hsd.kernels.blocks import padded_size
+from vllm_hsd.kernels.branch_walk import follow_branches
+from vllm_hsd.kernels.chain_verify import ChainResult
+from vllm_hsd.kernels.copy_blocks import (
+    BranchRows,
+    CacheBlocks,
+    copy_from_winners,
+    copy_to_branches,
+)
+from vllm_hsd.registry import NONE_FILED
+from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER, replace_on
+from vllm_hsd.runner_v2.proposal_state import COUNTS, ProposalState
+from vllm_hsd.runner_v2.sources import SourcesLookup
+
+_PREPARE = f"{RUNNER}.prepare_attn"
+_METADATA = "vllm.v1.worker.gpu.model_states.default.DefaultModelState.prepare_attn"
+_UNTIL = "vLLM verifies trees"
+
+
+class Step(NamedTuple):
+    """A step in which requests have branches.
+
+    Attributes:
+        batch: vLLM's.
+        rows: of the batch on the device.
+        shown: the batch as attention sees it, a request for every row.
+        tables: by KV-cache group, int32 [rows, width].
+        inputs: int32 [num_logits], input token of each row of logits.
+    """
+
+    batch: Any
+    rows: BranchRows
+    shown: Any
+    tables: tuple[torch.Tensor, ...]
+    inputs: torch.Tensor
+
+
+class HostedBranches:
+    """The branches of a runner's requests.
+
+    Args:
+        runner: vLLM's, whose models are loaded.
+        state: of proposals.
+        lookup: what chooses the branches.
+        chained: bool [max_num_reqs] on the host, requests that have to do without.
+
+    Raises:
+        UserError: the engine's configuration does not go with branches.
+    """
+
+    def __init__(
+        self, runner: Any, state: ProposalState, lookup: SourcesLookup, chained: np.ndarray
+    ) -> None:
+        self.runner, self.state, self.lookup, self.chained = runner, state, lookup, chained
+        self.length, self.most = state.longest, lookup.branches.shape[1] + 1
+        for mistake in _mistakes(runner.vllm_config, self.most * (self.length + 1)):
+            raise UserError(mistake)
+        device, requests = runner.device, runner.max_num_reqs
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        offsets = torch.arange(self.most, dtype=torch.int32, device=device) * (self.length + 1)
+        self.offsets = offsets.expand(requests, -1).contiguous()
+        self.counts = zeros(requests, self.most)
+        self.seq_lens, self.chains = zeros(requests), zeros(requests)
+        self.bases = zeros(requests, dtype=torch.int64)
+        self.winner, self.emitted = zeros(requests), zeros(requests)
+        self.tables: list[torch.Tensor] = []
+        self.caches: list[CacheBlocks] = []
+        self.step: Step | None = None
+        self.verified = 0
+        replace_on(runner, _PREPARE, by=self)
+        replace_on(runner.model_state, _METADATA, by=self)
+
+    def flat_drafts(self, slots: np.ndarray, window: int, drafts: torch.Tensor) -> None:
+        """Write what is scheduled of the last proposal, and cut its branches to their blocks.
+
+        Args:
+            slots: [B] of the proposal's requests.
+            window: tokens of the proposal's window that are committed.
+            drafts: int64 [B, rows * (length + 1) - 1].
+        """
+        state, lookup = self.state, self.lookup
+        chained = async_tensor_h2d(self.chained[slots].astype(np.int32), device=drafts.device)
+        sizes = self.runner.block_tables.block_sizes_tensor
+        branch_kernels.flat_drafts_kernel[(len(slots),)](
+            drafts,
+            drafts.stride(0),
+            state.draft_tokens,
+            lookup.branches,
+            lookup.branch_counts,
+            state.window,
+            state.window.stride(0),
+            state.base,
+            chained,
+            sizes,
+            len(sizes),
+            self.runner.max_model_len,
+            WINDOW=window,
+            BRANCHES=self.most - 1,
+            N=self.length,
+            LANES=padded_size(self.length + 1),
+            num_warps=1,
+        )
+        state.counts[-1, COUNTS.drafted] += lookup.branch_counts[: len(slots)].sum()
+
+    def prepare(
+        self, batch: Any, tables: tuple[torch.Tensor, ...], slot_mappings: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Give every branch of a batch its positions, its slots and its share of the text.
+
+        Returns:
+            block tables of the rows, or the given ones where no request has branches.
+        """
+        self.step = None
+        drafts = batch.num_draft_tokens_per_req
+        if drafts is None:
+            return tables
+        scheduled = batch.num_scheduled_tokens
+        rows_of = -(-scheduled // (self.length + 1))
+        # What a request is padded with while its prompt is read are no drafts. And attention has
+        # room for max_num_seqs rows: a list in one row is its chain, and nothing is kept behind it.
+        several = (drafts > self.length) & ~batch.is_prefilling_np
+        several &= np.cumsum((rows_of - 1) * several) <= self.runner.max_num_reqs - batch.num_reqs
+        if not several.any():
+            return tables
+        rows_of = np.where(several, rows_of, 1)
+        request = np.repeat(np.arange(len(rows_of)), rows_of)
+        branch = np.arange(len(request)) - np.repeat(np.cumsum(rows_of) - rows_of, rows_of)
+        before = branch * (self.length + 1)
+        tokens = scheduled[request] - before
+        tokens = np.where(several[request], np.minimum(tokens, self.length + 1), tokens)
+        start = batch.query_start_loc_np[request] + before
+        self._find_caches()
+        n, count = len(request), self.counts[: batch.num_reqs].zero_()
+        # Of whole 16 bytes each, so that kernels are not compiled for every alignment.
+        found = np.zeros((4, -(-n // 4) * 4), dtype=np.int32)
+        found[:, :n] = request, branch, start, tokens
+        device = async_tensor_h2d(found, device=self.runner.device)[:, :n]
+        rows = BranchRows(device[0], device[1], self.chains[:n], self.bases[:n])
+        vllm = self.runner.block_tables
+        for group, (own, size) in enumerate(zip(self.tables, vllm.block_sizes, strict=True)):
+            main = vllm.block_tables[group].gpu
+            branch_kernels.lay_out_kernel[(n,)](
+                batch.positions,
+                slot_mappings[group],
+                own,
+                own.stride(0),
+                self.seq_lens,
+                rows.chain,
+                rows.base,
+                count,
+                *device,
+                batch.idx_mapping,
+                self.state.row_of_slot,
+                self.lookup.branch_counts,
+                main,
+                main.stride(0),
+                size,
+                FIRST=group == 0,
+                BRANCHES=self.most - 1,
+                N=self.length,
+                LANES=padded_size(self.length + 1),
+                BLOCK=1024,
+            )
+            copy_to_branches(self.caches[group], rows, own[:n], size)
+        starts = np.append(start, batch.num_tokens).astype(np.int32)
+        ends = batch.seq_lens_cpu_upper_bound.numpy()[request] - (scheduled[request] - tokens)
+        shown = replace(
+            batch,
+            num_reqs=n,
+            num_reqs_after_padding=n,
+            idx_mapping_np=batch.idx_mapping_np[request],
+            num_scheduled_tokens=tokens,
+            query_start_loc_np=starts,
+            query_start_loc=async_tensor_h2d(starts, device=self.runner.device),
+            seq_lens=self.seq_lens[:n],
+            seq_lens_cpu_upper_bound=torch.from_numpy(ends.astype(np.int32)),
+            is_prefilling_np=batch.is_prefilling_np[request],
+            prompt_lens=None if batch.prompt_lens is None else batch.prompt_lens[device[0].long()],
+        )
+        shared = tuple(own[:n] for own in self.tables)
+        # A draft token may be one of a placeholder to vLLM, which goes by its place in the list.
+        inputs = batch.input_ids[batch.logits_indices]
+        self.step = Step(batch, rows, shown, shared, inputs)
+        return shared
+
+    def begin(self, batch: Any) -> None:
+        """Verify a batch: `follow` is called for its requests in order, in one or more parts."""
+        if self.step is not None and self.step.batch is not batch:
+            self.step = None
+        self.verified = 0
+
+    def follow(
+        self,
+        chain: ChainResult,
+        logits: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        draws: torch.Tensor,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token ids, number of them) that requests emit, see `follow_branches`."""
+        step = self.step
+        if step is None:
+            return chain.token_ids, chain.num_emitted
+        first, end = self.verified, self.verified + len(idx_mapping)
+        begin = int(step.batch.cu_num_logits_np[first])
+        found = follow_branches(
+            chain,
+            logits,
+            step.inputs[begin : begin + len(logits)],
+            cu_num_logits,
+            idx_mapping,
+            self.offsets[first:end],
+            self.counts[first:end],
+            draws=draws,
+            max_tokens=self.length,
+            **options,
+        )
+        self.winner[first:end], self.emitted[first:end] = found.winner, found.num_emitted
+        self.verified = end
+        return found.token_ids, found.num_emitted
+
+    def finish(self) -> None:
+        """Copy what the winning branches computed to where the text is."""
+        if self.step is None:
+            return
+        sizes = self.runner.block_tables.block_sizes
+        for cache, own, size in zip(self.caches, self.step.tables, sizes, strict=True):
+            followed = self.winner, self.emitted
+            copy_from_winners(cache, self.step.rows, own, size, *followed, self.length)
+        self.step = None
+
+    def _find_caches(self) -> None:
+        if self.caches:
+            return
+        runner, config = self.runner, self.runner.kv_cache_config
+        layers = runner.compilation_config.static_forward_context
+        sizes, number = runner.block_tables.block_sizes, config.num_blocks
+        for group, size in zip(config.kv_cache_groups, sizes, strict=True):
+            # Layers may share a cache.
+            each = [layers[name].kv_cache for name in group.layer_names]
+            each = list({kv.data_ptr(): kv for kv in each}.values())
+            known = size == runner.cache_config.block_size
+            if not known or any(number not in kv.shape for kv in each):
+                raise UserError(
+                    "levels[0].branches does not run with the KV-cache layout that vLLM chose: "
+                    "remove branches."
+                )
+            moved = (kv.movedim(kv.shape.index(number), 0) for kv in each)
+            self.caches.append(CacheBlocks.of(moved))
+        for table in runner.block_tables.block_tables:
+            width = table.gpu.shape[1]
+            self.tables.append(table.gpu.new_zeros(runner.max_num_reqs, width))
+
+
+def _mistakes(vllm_config: Any, tokens: int):
+    """Why a runner cannot host branches: a sentence for each reason.
+
+    Args:
+        vllm_config: vLLM's.
+        tokens: most tokens of a request in a step.
+    """
+    key, parallel = "levels[0].branches does not run with", vllm_config.parallel_config
+    refused = {
+        "microbatches: remove branches or enable_dbo": parallel.use_ubatching,
+        "pipeline parallelism: remove branches": parallel.pipeline_parallel_size > 1,
+        "context parallelism: remove branches": parallel.decode_context_parallel_size > 1
+        or parallel.prefill_context_parallel_size > 1,
+        "kv_sharing_fast_prefill: remove one of them": (
+            vllm_config.cache_config.kv_sharing_fast_prefill
+        ),
+        "full CUDA graphs: set cudagraph_mode to PIECEWISE": (
+            vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        ),
+    }
+    yield from (f"{key} {reason}." for reason, holds in refused.items() if holds)
+    budget = vllm_config.scheduler_config.max_num_batched_tokens
+    if tokens > budget:
+        # vLLM would wait for ever to schedule a request that it has padded to so many.
+        yield (
+            f"levels[0].branches and num_speculative_tokens make {tokens} tokens of a request, "
+            f"above max_num_batched_tokens={budget}: raise it or lower one of them."
+        )
+
+
+@REGISTRY.replaces_on_runner(
+    _PREPARE,
+    ("self", "input_batch"),
+    why="gives the branches of a draft positions, slots and blocks of their own",
+    until=_UNTIL,
+    issue=NONE_FILED,
+)
+def prepare_attn(original, hosted: HostedBranches, input_batch):
+    block_tables, slot_mappings = original(input_batch)
+    return hosted.prepare(input_batch, block_tables, slot_mappings), slot_mappings
+
+
+@REGISTRY.replaces_on_runner(
+    _METADATA,
+    None,
+    why="shows attention a row for every branch of a draft",
+    until=_UNTIL,
+    issue=NONE_FILED,
+)
+def build_metadata(original, hosted: HostedBranches, input_batch, *args, **kwargs):
+    step = hosted.step
+    if step is not None and step.batch is input_batch:
+        input_batch = step.shown
+    return original(input_batch, *args, **kwargs)
