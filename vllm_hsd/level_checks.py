@@ -64,8 +64,8 @@ def target_mistakes(model_config: ModelConfig, parallel_config: ParallelConfig) 
     if model_config.is_hybrid or model_config.is_attention_free:
         yield (
             f"method 'hsd' was never tested on a target that keeps recurrent state, as "
-            f"{quoted(model_config.model)} does, since vLLM's kernels that take rejected tokens "
-            "back from it need a GPU: use an attention-only target, or one of vLLM's own methods."
+            f"{quoted(model_config.model)} does: use an attention-only target, or one of vLLM's "
+            "own methods."
         )
 
 
