@@ -69,7 +69,7 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
             method=cls.hsd_method,
             hsd=hsd,
             level_configs=level_configs,
-            # vLLM schedules one list of draft tokens: each branch's follow its root.
+            # vLLM schedules one list of draft tokens, in which V2 repeats the root for each branch.
             num_speculative_tokens=hsd.branches * (hsd.num_speculative_tokens + 1) - 1,
             target_model_config=target_model_config,
             target_parallel_config=target_parallel_config,

@@ -95,7 +95,7 @@ def branches(temperatures: Sequence[float]) -> list[Group]:
         "suffix": fixed(SUFFIX, adaptive=True),
         "head": fixed(EAGLE3, length=3, adaptive=True),
     }
-    for most in (1, 2, 4):
+    for most in (1, 4):
         level = {"sources": [SUFFIX, EAGLE3], "branches": most}
         configs[f"sources, {most} rows"] = fixed(level, adaptive=True)
     return [Group("branches", configs, temperatures)]
