@@ -249,6 +249,6 @@ def build(speculator: Any, level: Any) -> SourcesLookup:
         speculator.schedule.kept_lengths[0],
         device,
         has_drafter=len(lookups) < len(level.sources),
-        rows=speculator.hsd.branches,
+        rows=level.branches,
         batch=speculator.state.batch,
     )
