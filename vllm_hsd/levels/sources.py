@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from vllm_hsd.errors import UserError
 from vllm_hsd.levels.base import (
     KINDS,
     BranchKeys,
@@ -104,11 +103,6 @@ class SourcesLevelConfig(BranchKeys):
         """See `LevelConfig.check_v2`."""
         if not self.sources[-1].is_lookup:
             super().check_v2(name)
-            if self.branches > 1:
-                raise UserError(
-                    f"{name}.branches takes lookups alone on vLLM's V2 runner: remove it or "
-                    "set VLLM_USE_V2_MODEL_RUNNER=0 for the V1 runner."
-                )
         for key, source in self.named_sources(name):
             source.check_v2(key)
 
