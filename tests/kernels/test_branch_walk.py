@@ -116,7 +116,7 @@ def test_a_row_that_is_no_distribution_ends_the_walk(small_blocks):
     assert (expected.num_emitted == batch["chain"].num_emitted)[sampled].all()
 
 
-# The exact law of one step: three tokens, a drawn chain of two, and three branches.
+# The exact distribution of one step: three tokens, a drawn chain of two, and three branches.
 TABLE = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5], [0.6, 0.1, 0.3]]).log()
 ROOT, CHAIN = 0, [1, 0]
 BRANCHES = [[1, 0, 0], [0, 1, 2], [2, 2]]
@@ -163,9 +163,9 @@ def chances_of_chain() -> dict[tuple[int, ...], float]:
     }
 
 
-def exact_law() -> dict[tuple[int, ...], float]:
+def exact_distribution() -> dict[tuple[int, ...], float]:
     """Probability of every list of tokens: the chain's, each continued while a branch has it."""
-    law: dict[tuple[int, ...], float] = {}
+    distribution: dict[tuple[int, ...], float] = {}
     going = chances_of_chain()
     while going:
         more: dict[tuple[int, ...], float] = {}
@@ -174,20 +174,20 @@ def exact_law() -> dict[tuple[int, ...], float]:
                 for v, p in enumerate(TABLE[text[-1]].exp().tolist()):
                     more[(*text, v)] = more.get((*text, v), 0) + chance * p
             else:
-                law[text] = law.get(text, 0) + chance
+                distribution[text] = distribution.get(text, 0) + chance
         going = more
-    return law
+    return distribution
 
 
 def p_value(found) -> float:
-    law = exact_law()
-    counts = dict.fromkeys(law, 0)
+    distribution = exact_distribution()
+    counts = dict.fromkeys(distribution, 0)
     for row, count in zip(found.token_ids.tolist(), found.num_emitted.tolist(), strict=True):
         text = tuple(row[:count])
         if text not in counts:
             return 0.0
         counts[text] += 1
-    expected = [p / sum(law.values()) * len(found.winner) for p in law.values()]
+    expected = [p / sum(distribution.values()) * len(found.winner) for p in distribution.values()]
     return stats.chisquare(list(counts.values()), expected).pvalue
 
 
