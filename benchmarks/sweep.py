@@ -25,6 +25,7 @@ from vllm_hsd.cli.bench_jobs import Comparison, Job, Results, Setup
 from vllm_hsd.cli.bench_runs import Engines, compare_greedy
 from vllm_hsd.cli.options import progress
 from vllm_hsd.engine import Generation
+from vllm_hsd.machine_load import CpuTimes
 from vllm_hsd.planner.prompts import read_prompts
 
 PLAIN = "no speculation"
@@ -169,7 +170,7 @@ class Sweep:
                 engine.call(empty_prefix_cache)
             show = [lambda _, text, i=index: on_text(i, text)] if on_text else []
             for cache in cell.caches:
-                before = bench_quality.CpuTimes.now()
+                before = CpuTimes.now()
                 found = engine.generate(prompts, params, *show)
                 cell.found.setdefault((cache, index), []).append(found)
                 if on_answer:

@@ -56,8 +56,9 @@ def recordings(rng, batches=(1, 4)):
                 draft = {"batch": batch, "tokens": batch, "role": "draft", "level": 1}
                 calls.append({**draft, "ms": noise, "call_ms": noise + 0.1})
                 steps.append({"batch": batch, "tokens": batch * tokens, "ms": 20 * noise})
-    plain = [{"steps": [{"batch": b, "tokens": b, "ms": 15.0} for b in batches for _ in range(5)]}]
-    return [{"calls": calls, "steps": steps}], plain
+    plain = [{"batch": b, "tokens": b, "ms": 15.0} for b in batches for _ in range(5)]
+    load = {"other_cores": 0.0, "steal": 0.0}
+    return [{"calls": calls, "steps": steps, **load}], [{"steps": plain, **load}]
 
 
 def test_tables_are_the_times_that_were_recorded(tmp_path):
@@ -76,6 +77,18 @@ def test_tables_are_the_times_that_were_recorded(tmp_path):
     assert found.relative_spread() == pytest.approx(0.4)
     for table in found.forward:
         assert all(np.diff(row).min() >= 0 for row in table.ms)
+
+
+def test_a_disturbed_machine_is_written_down(tmp_path):
+    """Two passes of the plain engine a fifth apart, other processes on half a core."""
+    cascades, (plain,) = recordings(np.random.default_rng(0))
+    slower = [{**step, "ms": 1.2 * step["ms"]} for step in plain["steps"]]
+    again = {"steps": slower, "other_cores": 0.5, "steal": 0.03}
+    load = make_timing(tmp_path).latencies(cascades, [plain, again, again]).load
+    assert load.model_dump() == {"other_cores": 0.25, "steal": 0.015, "drift": 0.2}
+    others, drift = load.sentences()
+    assert "other processes used 0.2 of" in others and "differ by 20%" in drift
+    assert load.sentences(on_host=False) == [drift]
 
 
 class RecordedTiming(Timing):
@@ -164,6 +177,7 @@ def test_an_engine_records_every_call_and_step(text_family, tmp_path, monkeypatc
     assert {call["role"] for call in single["calls"]} == {"draft"}
     # The first draft comes with the prefill, which is not timed.
     assert 3 * (len(full) - 1) <= len(single["calls"]) <= 3 * len(single["steps"]) + 3
+    assert single["other_cores"] >= 0 and 0 <= single["steal"] <= 1
     # The prefill emits the first token of a request, decoding all others.
     assert single["emitted"] == 24 - 1 and cascade["emitted"] == 2 * (24 - 1)
     assert len(single["steps"]) < single["emitted"]

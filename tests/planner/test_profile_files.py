@@ -34,7 +34,10 @@ def test_a_profile_by_hand_needs_rates_and_latencies_only(tmp_path, raw):
     survival = loaded.acceptance("block").survival
     assert survival.shape == (3, 3, 5, 5, 5)
     assert survival[2, 0, 4, 0] == pytest.approx(0.6 ** np.arange(5))
-    assert profile.environment_warnings(loaded) == []
+    assert profile.environment_warnings(loaded) == profile.measurement_warnings(loaded) == []
+    raw["latencies"]["load"] = {"other_cores": 0.0, "steal": 0.5, "drift": 0.01}
+    (stolen,) = profile.measurement_warnings(profile.load_profile(written(tmp_path, raw)))
+    assert "the hypervisor took 50% of the processor time" in stolen
 
 
 @pytest.fixture

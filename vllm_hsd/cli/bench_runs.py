@@ -16,6 +16,7 @@ from vllm_hsd.cli.bench_jobs import Comparison, Job, Results, Setup
 from vllm_hsd.cli.options import progress
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.errors import UserError
+from vllm_hsd.machine_load import CpuTimes
 
 # Room between the longest output and the engine's longest context: near it, drafters stop, and a
 # branch needs whole blocks of the KV cache (128 tokens on a CPU).
@@ -119,7 +120,7 @@ def measure(results: Results, setup: Setup) -> None:
             name = comparison.names[job.config]
             prompts = [setup.prompt_ids[i % len(setup.prompt_ids)] for i in job.prompts]
             try:
-                engine, before = engines.get(job.config), bench_quality.CpuTimes.now()
+                engine, before = engines.get(job.config), CpuTimes.now()
                 found = engine.generate(prompts, {**params, "temperature": job.temperature})
             except UserError as error:
                 if job.config == 0:
@@ -134,7 +135,10 @@ def measure(results: Results, setup: Setup) -> None:
                 f"{job.temperature:g}, {name}: {found.num_tokens / found.seconds:.1f} tokens/s"
             )
         compare_greedy(results, setup, engines)
-        results.metadata |= {"pinned_to_cores": engines.cores, **bench_quality.summary(results)}
+        results.metadata |= {
+            "pinned_to_cores": engines.cores,
+            **bench_quality.summary(results).model_dump(),
+        }
         if sys.stderr.isatty():
             print(file=sys.stderr)
 

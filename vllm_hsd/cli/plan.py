@@ -22,6 +22,7 @@ from vllm_hsd.planner.profile import (
     Sampling,
     environment_warnings,
     load_profile,
+    measurement_warnings,
     tables_file,
 )
 from vllm_hsd.planner.search import Constraints, Option, Plan, Search
@@ -164,6 +165,8 @@ def profile_command(arguments: argparse.Namespace) -> int:
             f"no better; profile again when nothing else uses this machine.",
             style="yellow",
         )
+    for warning in measurement_warnings(profile):
+        console.print(f"warning: {warning}", style="yellow")
     written = f"{arguments.output} and {tables_file(arguments.output)}"
     console.print(f"wrote {written}", soft_wrap=True)
     return 0
@@ -205,7 +208,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
     profile = load_profile(arguments.profile)
     _check_directory(arguments.output)
     console, messages = Console(), Console(stderr=True, soft_wrap=True)
-    for warning in environment_warnings(profile):
+    for warning in (*environment_warnings(profile), *measurement_warnings(profile)):
         messages.print(f"warning: {warning}", style="yellow")
     commands = []
     for batch in arguments.batch_sizes:

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from vllm_hsd.machine_load import MachineLoad
+
 Positive = Annotated[int, Field(ge=1, le=1 << 20)]
 Milliseconds = Annotated[float, Field(allow_inf_nan=False)]
 Role = Literal["draft", "lookup", "verify", "target", "plain"]
@@ -65,6 +67,7 @@ class Latencies(BaseModel):
         overhead: what a level adds to its forward (probabilities, sampling or verification,
             bookkeeping): `draft` at level 0, `verify` above.
         plain: a step of the engine without speculation; absent: the target's forward of 1 token.
+        load: what else the machine did meanwhile; absent in files of older versions.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -72,6 +75,7 @@ class Latencies(BaseModel):
     forward: list[LatencyTable]
     overhead: dict[Literal["draft", "verify"], LatencyTable] = Field(default_factory=dict)
     plain: LatencyTable | None = None
+    load: MachineLoad | None = None
 
     def tables(self) -> dict[str, list[LatencyTable]]:
         """All tables by the key that holds them."""

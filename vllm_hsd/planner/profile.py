@@ -307,6 +307,12 @@ def _read_tables(path: Path, profile: Profile) -> dict[str, Floats]:
     return {key: table.astype(np.float64) for key, table in found.items()}
 
 
+def measurement_warnings(profile: Profile) -> list[str]:
+    """One sentence for each way in which the machine was disturbed while its times were taken."""
+    load = profile.latencies and profile.latencies.load
+    return load.sentences("gpu" not in profile.machine) if load else []
+
+
 def environment_warnings(profile: Profile) -> list[str]:
     """One sentence for each way in which the profile was measured elsewhere."""
     found = []

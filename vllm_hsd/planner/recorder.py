@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vllm_hsd.engine import generate
+from vllm_hsd.machine_load import CpuTimes
 
 
 @dataclass
@@ -160,9 +161,18 @@ def install(llm: Any, clock: str) -> None:
 
 
 def record(llm: Any, prompts: Sequence[list[int]], params: dict[str, Any]) -> dict[str, Any]:
-    """Continue prompts of token ids and return the recording of it."""
-    generate(llm, list(prompts), [params] * len(prompts))
-    return llm.collective_rpc(_take)[0]
+    """Continue prompts of token ids and return the recording of it.
+
+    Its `other_cores` and `steal` say what else the machine did (`machine_load.MachineLoad`).
+    """
+    before = CpuTimes.now()
+    done = generate(llm, list(prompts), [params] * len(prompts))
+    now = CpuTimes.now()
+    load = {
+        "other_cores": now.others(before, done.seconds, done.cpu_seconds),
+        "steal": now.stolen(before),
+    }
+    return llm.collective_rpc(_take)[0] | load
 
 
 def _install(worker: Any, clock: str) -> None:

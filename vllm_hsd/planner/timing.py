@@ -23,6 +23,7 @@ from vllm_hsd.checked_files import read_json, write_json
 from vllm_hsd.core.text_store import collect_texts, write_store
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.errors import UserError
+from vllm_hsd.machine_load import MachineLoad
 from vllm_hsd.planner import recorder
 from vllm_hsd.planner.latencies import Latencies, LatencyTable, interpolated
 from vllm_hsd.planner.task import Task
@@ -200,8 +201,8 @@ class Timing:
         return PASSES * (len(self.settings(0)) + len(self.plain_settings(0)))
 
     def latencies(self, cascades: Iterable[Recording], plain: Iterable[Recording]) -> Latencies:
-        """Tables by batch size and tokens from recordings."""
-        cascades = list(cascades)
+        """Tables by batch size and tokens from recordings, and the machine's load meanwhile."""
+        cascades, plain = list(cascades), list(plain)
         calls = [call for recording in cascades for call in recording["calls"]]
         steps = [step for recording in cascades for step in recording["steps"]]
         longest = self.task.max_draft_tokens + 1
@@ -221,7 +222,12 @@ class Timing:
             if extra:
                 overhead[role] = self._table(reach, extra)
         alone = ((s["batch"], s["tokens"], s["ms"]) for r in plain for s in r["steps"])
-        return Latencies(forward=forward, overhead=overhead, plain=self._table(1, alone))
+        return Latencies(
+            forward=forward,
+            overhead=overhead,
+            plain=self._table(1, alone),
+            load=_load([*cascades, *plain], plain),
+        )
 
     def _table(self, longest: int, samples: Iterable[tuple[int, int, float]]) -> LatencyTable:
         """Samples (batch, tokens of the whole batch, ms) as a table for 1..longest tokens each."""
@@ -247,6 +253,23 @@ class Timing:
         return LatencyTable(
             batch_sizes=list(self.task.batch_sizes), tokens=grid, ms=rows, spread=spread
         )
+
+
+def _load(recordings: Sequence[Recording], plain: Sequence[Recording]) -> MachineLoad:
+    """Medians over recordings; the drift is that over batch sizes of those without speculation."""
+    times = defaultdict(list)
+    for recording in plain:
+        by_batch = defaultdict(list)
+        for step in recording["steps"]:
+            by_batch[step["batch"]].append(step["ms"])
+        for batch, ms in by_batch.items():
+            times[batch].append(float(np.median(ms)))
+    drifts = [max(ms) / min(ms) - 1 for ms in times.values()]
+    return MachineLoad(
+        other_cores=round(float(np.median([r["other_cores"] for r in recordings])), 3),
+        steal=round(float(np.median([r["steal"] for r in recordings])), 4),
+        drift=round(float(np.median(drifts)), 4),
+    )
 
 
 def _mean(values: np.ndarray) -> float:

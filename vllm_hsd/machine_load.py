@@ -1,0 +1,87 @@
+"""What else the machine did during a measurement, and what that says about its figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from vllm_hsd import host
+
+# Above these a figure is doubtful: cores that other processes used, share of time that the
+# hypervisor took, difference between equal steps.
+OTHERS = 0.1
+STEAL = 0.02
+DRIFT = 0.10
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """Seconds of all cores since the machine started: at work, taken by its hypervisor, in all."""
+
+    busy: float
+    steal: float
+    total: float
+
+    @staticmethod
+    def now() -> CpuTimes:
+        """As of this moment."""
+        times = psutil.cpu_times()
+        steal = getattr(times, "steal", 0.0)
+        # Linux counts a guest's time in user and nice, too.
+        total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        return CpuTimes(total - idle - steal, steal, total)
+
+    def others(self, before: CpuTimes, seconds: float, cpu_seconds: float) -> float:
+        """Cores that processes other than the measured one used in `seconds` of wall time.
+
+        Args:
+            cpu_seconds: processor time of the measured process meanwhile.
+        """
+        return max(0.0, (self.busy - before.busy - cpu_seconds) / seconds)
+
+    def stolen(self, before: CpuTimes) -> float:
+        """Share of the time between both that the hypervisor gave to other machines."""
+        return (self.steal - before.steal) / max(self.total - before.total, 1e-9)
+
+
+class MachineLoad(BaseModel):
+    """Medians over a measurement; None where nothing was measured.
+
+    Attributes:
+        other_cores: cores that other processes used.
+        steal: share of the processors' time that the hypervisor took.
+        drift: difference between equal steps without speculation, (slowest - fastest) / fastest.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    other_cores: float | None = None
+    steal: float | None = None
+    drift: float | None = None
+
+    def sentences(self, on_host: bool = True) -> list[str]:
+        """What makes the figures less trustworthy than they look, a sentence each.
+
+        Args:
+            on_host: whether the figures depend on the processors' cores, not on a GPU alone.
+        """
+        notes = []
+        if on_host and (self.other_cores or 0) > OTHERS:
+            notes.append(
+                f"other processes used {self.other_cores:.1f} of {host.cores()} cores meanwhile: "
+                "measure again on a quiet machine."
+            )
+        if (self.steal or 0) > STEAL:
+            notes.append(
+                f"the hypervisor took {self.steal:.0%} of the processor time (steal): other "
+                "machines on this host slowed all runs."
+            )
+        if (self.drift or 0) > DRIFT:
+            notes.append(
+                f"equal steps without speculation differ by {self.drift:.0%} between rounds: "
+                "ratios below that are noise."
+            )
+        return notes
