@@ -151,14 +151,15 @@ class Coupled:
     def ours(self) -> torch.Tensor:
         """The same tokens by one verification, padded with -1."""
         from vllm_hsd.runner_v1.noise import RequestNoise, generators
+        from vllm_hsd.runner_v1.sampling import rows_at
         from vllm_hsd.verify.coupled import verify_coupled
 
         seeded = [torch.Generator().manual_seed(i) for i in range(self.batch)]
         noise = np.array([RequestNoise(generator, self.skip) for generator in seeded])
 
         def choose(requests: np.ndarray, t: int) -> np.ndarray:
-            rows, own = self.logits[torch.from_numpy(requests), t], noise[requests]
-            drawn = generators(own, [t] * len(own))
+            rows = rows_at(self.logits.flatten(0, 1), requests * (DRAFT + 1) + t)
+            drawn = generators(noise[requests], [t] * len(requests))
             return self.sampling.coupled_tokens(rows, requests, drawn, self.sampler)
 
         lengths = np.full(self.batch, DRAFT)

@@ -21,7 +21,7 @@ from vllm_hsd.core.row_layout import Rows
 from vllm_hsd.runner_v1.branches import HostedBranches
 from vllm_hsd.runner_v1.noise import generators
 from vllm_hsd.runner_v1.request_state import RequestState
-from vllm_hsd.runner_v1.sampling import GREEDY_BELOW, RequestSampling
+from vllm_hsd.runner_v1.sampling import GREEDY_BELOW, RequestSampling, rows_at
 from vllm_hsd.verify.branches import follow, verify_rows
 from vllm_hsd.verify.chain import argmax_rows, verify_batch, verify_greedy
 from vllm_hsd.verify.coupled import verify_coupled
@@ -293,9 +293,8 @@ class VerifyingSampler(RejectionSampler):
         first = ragged_starts(step.counts + 1)[now]
 
         def choose(some: np.ndarray, t: int) -> np.ndarray:
-            rows = torch.from_numpy(first[some] + t).to(step.processed.device)
             return step.sampling.coupled_tokens(
-                step.processed.index_select(0, rows),
+                rows_at(step.processed, first[some] + t),
                 now[some],
                 generators(noise[some], [t] * len(some)),
                 self.sampler.topk_topp_sampler,

@@ -244,6 +244,13 @@ class RequestSampling:
         return masked
 
 
+def rows_at(logits: torch.Tensor, places: np.ndarray) -> torch.Tensor:
+    """[n, V] rows at [n] int64 places; not copied where it is one, which costs a fifth of a draw."""
+    if len(places) == 1:
+        return logits[int(places[0]) :][:1]
+    return logits.index_select(0, torch.from_numpy(places).to(logits.device))
+
+
 def _argmax_sampled(logits: torch.Tensor) -> torch.Tensor:
     """Distribution of a running argmax over logits + noise, as vLLM's CPU sampler computes it.
 
