@@ -20,6 +20,14 @@ MIXED = [{**TEXT, "temperature": i % 2, "seed": 7 if i % 3 == 2 else None} for i
 JOBS = {
     "greedy": {"prompts": PROMPTS, "params": {**TEXT, "temperature": 0, "logprobs": 1}},
     "greedy alone": {"prompts": PROMPTS[4:5], "params": {**TEXT, "temperature": 0}},
+    # The drafts follow such masks, too.
+    "greedy with masks": {
+        "prompts": PROMPTS[3:5],
+        "params": [
+            {**TEXT, "temperature": 0, "logit_bias": {9: 4.0}},
+            {**TEXT, "temperature": 0, "allowed_token_ids": [7, 8, 9, 20]},
+        ],
+    },
     "mixed": {"prompts": PROMPTS, "params": MIXED},
 }
 FOUR = {"num_speculative_tokens": 4}

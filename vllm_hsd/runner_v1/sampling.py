@@ -130,6 +130,9 @@ class RequestSampling:
         Returns:
             [n] int64.
         """
+        if self.greedy:
+            # vLLM keeps no temperatures then.
+            return logits.argmax(-1).cpu().numpy()
         rows = torch.from_numpy(requests).to(logits.device)
         scaled, is_greedy = self._scaled(logits, rows, scale)
         generators = {i: generator for i, generator in enumerate(noise) if generator is not None}
