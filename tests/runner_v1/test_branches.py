@@ -114,14 +114,14 @@ def test_the_rule_grows_branches_and_greedy_texts_stay(family, plain):
     found = {key: sum(level[key] for level in levels) for key in levels[0]}
     assert found["branch_tokens"] >= found["branches"] > found["branches_followed"] > 0
     assert found["followed_tokens"] >= found["branches_followed"]
-    counters = [result["counters"] for result in results.values()]
-    accepted, drafted = (
-        sum(each[f"spec_decode_num_{name}_tokens"] for each in counters)
-        for name in ("accepted", "draft")
-    )
-    # The scheduler may cut what was drafted, and preempt a request that was counted.
-    assert accepted == pytest.approx(found["accepted"] + found["followed_tokens"], rel=0.02)
-    assert drafted == pytest.approx(found["drafted"] + found["branch_tokens"], rel=0.02)
+    for name, result in results.items():
+        level, counters = result["levels"][0], result["counters"]
+        accepted = counters["spec_decode_num_accepted_tokens"]
+        assert accepted == level["accepted"] + level["followed_tokens"], name
+        unverified = level["drafted"] + level["branch_tokens"]
+        unverified -= counters["spec_decode_num_draft_tokens"]
+        # What was drafted after a stop token, or before an abort, is never verified.
+        assert unverified >= 0 if name in ("processors", "joining") else unverified == 0, name
 
 
 @pytest.mark.parametrize(
