@@ -22,6 +22,18 @@ def test_what_to_start_with(situation, config):
     assert advice(situation).config == config
 
 
+@pytest.mark.parametrize(
+    "faulty",
+    [{"num_nextn_predict_layers": "x"}, {"layer_types": [[1]]}, {"hidden_size": "a"}],
+    ids=str,
+)
+def test_a_model_that_cannot_be_read(faulty, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **faulty}))
+    assert main(["advise", "--model", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "cannot be read" in said and said.count("\n") == 1
+
+
 def test_the_command(text_family, capsys):
     assert main(["advise", "--model", text_family.target]) == 0
     printed = capsys.readouterr().out

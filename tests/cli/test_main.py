@@ -111,6 +111,12 @@ def test_doctor_refuses_a_configuration_in_one_sentence(
     assert re.search(words, line)
 
 
+@pytest.mark.parametrize("given", ["{", "[" * 5000, "[]", "null"])
+def test_doctor_wants_a_json_object(given):
+    with pytest.raises(UserError, match=r"^--speculative-config is not .*JSON.*\.$"):
+        doctor.configuration_finding("T", given, ())
+
+
 def test_doctor_checks_a_configuration_only_for_a_target(capsys):
     assert cli.main(["doctor", "--speculative-config", "{}"]) == 2
     assert "add --model" in capsys.readouterr().err

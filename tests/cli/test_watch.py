@@ -33,6 +33,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",pos
 vllm_hsd:level_drafted_total{engine="0",level="0"} 40.0
 """
 AFTER = """\
+vllm:generation_tokens_total{engine="2",model_name="m"} NaN
 vllm:num_requests_running{engine="0",model_name="m"} 4.0
 vllm:generation_tokens_total{engine="0",model_name="m"} 160.0
 vllm:generation_tokens_total{engine="1",model_name="m"} 140.0
@@ -98,7 +99,10 @@ def test_the_command(capsys):
     [
         (["localhost:8000"], "not a URL"),
         (["http://127.0.0.1:1"], "address of a running server"),
+        (["http://localhost:eight"], "address of a running server"),
         (["http://127.0.0.1:1", "--interval", "0"], "--interval"),
+        (["http://127.0.0.1:1", "--interval", "inf"], "--interval"),
+        (["http://127.0.0.1:1", "--count", "0"], "--count"),
     ],
 )
 def test_mistakes(arguments, word, capsys):

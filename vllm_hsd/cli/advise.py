@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_hsd import host
 from vllm_hsd.cli.doctor import configuration_finding
-from vllm_hsd.errors import UserError, brief
+from vllm_hsd.errors import UserError, brief, quoted
 
 LENGTH = 8
 SUFFIX = {"method": "hsd", "num_speculative_tokens": LENGTH, "levels": [{"suffix": {}}]}
@@ -90,14 +90,15 @@ def situation_of(model: str) -> Situation:
 
     try:
         config = AutoConfig.from_pretrained(model).get_text_config()
-    except (OSError, ValueError) as error:
-        raise UserError(f"--model '{model}' cannot be read ({brief(error)}).") from error
+        mtp_layers = int(getattr(config, "num_nextn_predict_layers", 0) or 0)
+    except Exception as error:  # whatever a config.json makes transformers raise
+        raise UserError(f"--model {quoted(model)} cannot be read ({brief(error)}).") from error
     kinds = set(getattr(config, "layer_types", None) or ())
     states = ("ssm_cfg", "mamba_d_state", "linear_num_key_heads")
     return Situation(
         device=current_platform.device_type,
         suffix=importlib.util.find_spec("arctic_inference") is not None,
-        mtp_layers=int(getattr(config, "num_nextn_predict_layers", 0) or 0),
+        mtp_layers=max(mtp_layers, 0),
         recurrent=bool(kinds & {"linear_attention", "mamba", "recurrent"})
         or any(hasattr(config, name) for name in states),
     )

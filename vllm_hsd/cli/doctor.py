@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vllm_hsd import entrance, host, plugin, registry
+from vllm_hsd.cli.options import json_object
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.errors import UserError, brief, collected, refusal
 
@@ -254,6 +255,7 @@ def configuration_finding(
 
     given = ["--model", model]
     if speculative_config is not None:
+        json_object(speculative_config, "--speculative-config")
         given += ["--speculative-config", speculative_config]
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-hsd doctor"))
     engine = AsyncEngineArgs.from_cli_args(parser.parse_args([*given, *vllm_arguments]))
@@ -265,7 +267,7 @@ def configuration_finding(
         mistakes += _head_mistakes(engine)
     except ValidationError as error:
         raise UserError(refusal(error)) from error
-    except (OSError, ValueError, KeyError, TypeError, ImportError, NotImplementedError) as error:
+    except Exception as error:  # whatever a config.json makes vLLM or transformers raise
         raise UserError(f"vLLM refuses the configuration: {brief(error)}.") from error
     if mistakes:
         raise UserError(*mistakes)

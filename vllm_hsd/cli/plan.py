@@ -180,6 +180,12 @@ def _check_profile_arguments(arguments: argparse.Namespace) -> None:
         raise UserError(f"--num-prompts is {arguments.num_prompts}: give at least 1.")
     if min(arguments.batch_sizes) < 1:
         raise UserError("--batch-sizes must be at least 1.")
+    if min(arguments.exits, default=1) < 1:
+        raise UserError(f"--exits has {min(arguments.exits)}: give numbers of layers from 1 on.")
+    if not all(arguments.models):
+        raise UserError("--models has an empty name: give paths or names of models.")
+    if arguments.seed < 0:
+        raise UserError(f"--seed is {arguments.seed}: it must be at least 0.")
     if not 0 <= arguments.temperature < float("inf"):
         raise UserError(f"--temperature is {arguments.temperature:g}: it must be at least 0.")
     if not 0 < arguments.top_p <= 1:

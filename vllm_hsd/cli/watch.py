@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import itertools
+import math
 import time
 import urllib.request
 from collections import deque
@@ -17,9 +19,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from vllm_hsd.errors import UserError
+from vllm_hsd.errors import UserError, brief
 
 TIMEOUT = 10
+LONGEST_INTERVAL = 86400
 HISTORY = 60  # refreshes of the curve of tokens per second
 BARS = " ▁▂▃▄▅▆▇█"
 GENERATED = "vllm:generation_tokens_total"
@@ -49,6 +52,8 @@ class Snapshot:
         samples: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
+                if not math.isfinite(sample.value):
+                    continue
                 labels = {k: v for k, v in sample.labels.items() if k not in _SUMMED}
                 key = sample.name, frozenset(labels.items())
                 samples[key] = samples.get(key, 0.0) + sample.value
@@ -61,7 +66,7 @@ class Snapshot:
     def labels(self, name: str, label: str) -> list[str]:
         """Values of a label of a metric, numbers in their order."""
         found = {dict(labels).get(label, "") for key, labels in self.samples if key == name}
-        return sorted(found - {""}, key=lambda v: (not v.isdigit(), int(v) if v.isdigit() else v))
+        return sorted(found - {""}, key=lambda v: (0, int(v)) if v.isdecimal() else (1, v))
 
 
 @dataclass(frozen=True)
@@ -96,9 +101,9 @@ def read(url: str) -> Snapshot:
     try:
         with urllib.request.urlopen(f"{url}/metrics", timeout=TIMEOUT) as response:
             return Snapshot.parse(response.read().decode(), time.monotonic())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise UserError(
-            f"{url}/metrics cannot be read ({error}): give the address of a running server, as in"
+            f"{url}/metrics cannot be read ({brief(error)}): give the address of a running server, as in"
             " http://localhost:8000."
         ) from None
 
@@ -166,8 +171,10 @@ def run(arguments: argparse.Namespace) -> int:
     url = arguments.url.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
         raise UserError(f"'{arguments.url}' is not a URL such as http://localhost:8000.")
-    if not arguments.interval > 0:
-        raise UserError("--interval must be above 0 seconds.")
+    if not 0 < arguments.interval <= LONGEST_INTERVAL:
+        raise UserError(f"--interval must be above 0 and at most {LONGEST_INTERVAL} seconds.")
+    if arguments.count is not None and arguments.count < 1:
+        raise UserError("--count must be at least 1.")
     curve: deque[float] = deque(maxlen=HISTORY)
     before = read(url)
     refreshes = itertools.count() if arguments.count is None else range(arguments.count)

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from vllm_hsd import host
 from vllm_hsd.checked_files import written_whole
 from vllm_hsd.dtype import choose_dtype
-from vllm_hsd.errors import UserError, quoted
+from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.planner.acceptance import Acceptances, measure_acceptance, num_batches
 from vllm_hsd.planner.latencies import Latencies
 from vllm_hsd.planner.models import ModelSet
@@ -98,6 +98,11 @@ def measure_profile(
     """
     prompts = None if prompts_file is None else read_prompts(prompts_file)[:max_prompts]
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        message = f"--device {quoted(device)} cannot be used here ({brief(error)})."
+        raise UserError(message) from error
     lookups = sum(candidate.level.is_lookup for candidate in task.candidates)
     check_table_size(len(task.candidates) + 1, lookups, task.max_draft_tokens)
     models = ModelSet(task.target, task.candidates, device)
