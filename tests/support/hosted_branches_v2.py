@@ -50,6 +50,9 @@ def run(llm, source: Any, jobs: dict, fault: str | None = None) -> tuple[dict, C
         step = hosted.step
         if step is not None:
             seen["groups"] = len(hosted.caches)
+            listed = step.batch.num_draft_tokens_per_req
+            whole = hosted.most * (hosted.length + 1) - 1
+            seen["cut"] += int(((listed > hosted.length) & (listed < whole)).sum())
             for i in np.flatnonzero(hosted.winner[: step.batch.num_reqs].numpy()):
                 row = int(np.flatnonzero(step.rows.request.numpy() == i)[0])
                 size = runner.cache_config.block_size
