@@ -1,7 +1,7 @@
 """Exact distribution of steps whose drafts are a lookup's or a model's, whichever is chosen.
 
 The program runs as in `oracle.test_program_exact`; the kernels that choose are interpreted. Two
-steps, so that the second choice goes by what became of the first one.
+steps, so that the second choice goes by what became of the first one, or one step of two rounds.
 """
 
 import zlib
@@ -119,16 +119,17 @@ def bias(rule: str, lengths=(2,), verifier="block", steps=2) -> tuple[Fraction, 
 
 
 @pytest.mark.parametrize(
-    ("rule", "lengths", "verifier"),
+    ("rule", "lengths", "verifier", "steps"),
     [
-        ("any", (2,), "standard"),
-        pytest.param("learned", (2,), "block", marks=pytest.mark.slow),
-        pytest.param("any", (2,), "block", marks=pytest.mark.slow),
-        pytest.param("any", (1, 3), "block", marks=pytest.mark.slow),
+        ("any", (2,), "standard", 2),
+        pytest.param("learned", (2,), "block", 2, marks=pytest.mark.slow),
+        pytest.param("any", (2,), "block", 2, marks=pytest.mark.slow),
+        pytest.param("any", (1, 2), "block", 2, marks=pytest.mark.slow),
+        pytest.param("any", (1, 3), "block", 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_choice_by_the_past_has_the_distribution_of_the_target(rule, lengths, verifier):
-    found, kept = bias(rule, lengths, verifier)
+def test_a_choice_by_the_past_has_the_distribution_of_the_target(rule, lengths, verifier, steps):
+    found, kept = bias(rule, lengths, verifier, steps)
     assert found == 0
     assert rule == "learned" or len({drawn for _, drawn in kept}) == 2
 
