@@ -1,5 +1,6 @@
 """Several drafts of a request in one pass on the V2 runner, interpreted: as without them."""
 
+import itertools
 import random
 
 import pytest
@@ -160,6 +161,19 @@ def test_samples_follow_the_target(small_vocabulary, verifier):
         joint_distribution(small_vocabulary.target, prompt, 3, params),
     )
     assert seen["won"] > 100 and found > KEPT, (seen, found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_seeded_texts_are_those_of_plain_vllm(family, seeded_tokens):
+    from support import v2_engines
+
+    drawn = zip(v2_engines.PROMPTS * 2, itertools.chain(*seeded_tokens.values()), strict=True)
+    engine = {"model": family.target, **BASE, **cascade(*LOOKUPS, branches=3)}
+    work = Oracle([p + t for p, t in drawn], 64, seed=3), {None: v2_engines.SEEDED_JOBS}, None
+    results, seen = v2_engines.run_engine(engine, work, work=in_engine)[0][None]
+    assert ids(results) == seeded_tokens
+    assert seen["won"] > 3, seen
 
 
 @pytest.mark.slow

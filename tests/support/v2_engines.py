@@ -40,25 +40,26 @@ _FILTERED = (
     {"temperature": 1.2, "top_k": 12, "min_p": 0.02},
     {"temperature": 0.7, "presence_penalty": 0.5, "logprobs": 1},
 )
+_SEEDED = [{**GREEDY, "seed": 11 * i, **given} for i, given in enumerate(_FILTERED)]
+# Sampled requests with seeds and filters, all at once and one by one.
+SEEDED_JOBS = {
+    "together": {"prompts": PROMPTS, "params": _SEEDED},
+    "joining": {"prompts": PROMPTS, "params": _SEEDED, "arrive": [0, 2, 3, 5]},
+}
 
 
 def run_seeded(
     target: str, speculative_config: dict | None = None, patch: str | None = None
 ) -> tuple[dict[str, list[list[int]]], dict]:
-    """Sampled requests with seeds and filters, all at once and one by one.
+    """Serve SEEDED_JOBS.
 
     Returns:
         (tokens of each request by job, counters of the first job).
     """
-    params = [{**GREEDY, "seed": 11 * i, **given} for i, given in enumerate(_FILTERED)]
-    jobs = {
-        "together": {"prompts": PROMPTS, "params": params},
-        "joining": {"prompts": PROMPTS, "params": params, "arrive": [0, 2, 3, 5]},
-    }
     engine = {"model": target, "max_num_batched_tokens": 24, "max_num_seqs": 4}
     if speculative_config is not None:
         engine["speculative_config"] = speculative_config
-    found = run_engine(engine, jobs, patch=patch)
+    found = run_engine(engine, SEEDED_JOBS, patch=patch)
     texts = {
         job: [output[0]["ids"] for output in result["outputs"]] for job, result in found.items()
     }
