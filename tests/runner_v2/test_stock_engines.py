@@ -62,11 +62,12 @@ def test_greedy_text_is_that_of_no_speculation(name, family, greedy_tokens, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["draft_model, sampled", "eagle3", "ngram_gpu"])
+@pytest.mark.parametrize("name", ["draft_model, sampled", "eagle3", "mtp", "ngram_gpu"])
 def test_seeded_text_is_that_of_plain_vllm(name, family, seeded_tokens, tmp_path):
     from support.v2_engines import run_seeded
 
-    texts, counters = run_seeded(family.target, drafter(name, family, tmp_path))
+    config = drafter(name, family, tmp_path)
+    texts, counters = run_seeded(target_of(name, family, tmp_path), config)
     assert texts == seeded_tokens
     accepted, drafted = (counters[f"spec_decode_num_{n}_tokens"] for n in ("accepted", "draft"))
     assert drafted > 0
