@@ -55,7 +55,8 @@ NOT_NAMED = (
 def command(arguments: argparse.Namespace) -> int:
     """Run `vllm-hsd verify`; 0 if nothing speaks against losslessness, else 1."""
     if arguments.self_test:
-        if arguments.model or arguments.speculative_config:
+        given = (arguments.model, arguments.speculative_config, arguments.url, arguments.plain_url)
+        if any(given):
             raise UserError("--self-test has models of its own: leave out --model and the rest.")
         bench.prepare_output(arguments.output)
         results = self_test.run(arguments.output, arguments.tokens, progress)

@@ -7,6 +7,7 @@ also where several tokens tie for the last place, which happens in 16 bits.
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import urllib.error
@@ -163,7 +164,7 @@ class Server:
                 found = json.load(response)
                 for key in path:
                     found = found[key]
-            except (ValueError, LookupError, TypeError):
+            except (ValueError, LookupError, TypeError, http.client.HTTPException):
                 raise self._odd("no " + ".".join(map(str, path))) from None
         return found
 
@@ -182,8 +183,9 @@ class Server:
             reason = brief(error.read().decode(errors="replace"))
             hint = "" if "logprobs" not in reason else f"; start it with --max-logprobs {LOGPROBS}"
             raise UserError(f"{self.option} refuses {path}: {reason}{hint}.") from None
-        except OSError as error:
-            raise UserError(f"{self.option} '{self.url}' cannot be reached ({error}).") from None
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = brief(error)
+            raise UserError(f"{self.option} '{self.url}' cannot be reached ({reason}).") from None
 
     def _map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
         with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -248,7 +248,7 @@ class RequestSampling:
 
 
 def rows_at(logits: torch.Tensor, places: np.ndarray) -> torch.Tensor:
-    """[n, V] rows at [n] int64 places; not copied where it is one, which costs a fifth of a draw."""
+    """[n, V] rows at [n] int64 places; a single one is not copied, a fifth of a draw."""
     if len(places) == 1:
         return logits[int(places[0]) :][:1]
     return logits.index_select(0, torch.from_numpy(places).to(logits.device))
