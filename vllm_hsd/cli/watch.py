@@ -103,8 +103,8 @@ def read(url: str) -> Snapshot:
             return Snapshot.parse(response.read().decode(), time.monotonic())
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise UserError(
-            f"{url}/metrics cannot be read ({brief(error)}): give the address of a running server, as "
-            "in http://localhost:8000."
+            f"{url}/metrics cannot be read ({brief(error)}): give the address of a running "
+            "server, as in http://localhost:8000."
         ) from None
 
 
