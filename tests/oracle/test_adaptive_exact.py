@@ -81,7 +81,7 @@ class Learning(Cascade):
             lengths = [option.draft_length for option in self.options]
             self.budget, self.ticks = DraftBudget(None, lengths, 1), 0
             self.listeners.append(self.budget.observe)
-        with mock.patch("vllm_hsd.core.cascade.time.perf_counter", self.tick):
+        with mock.patch("vllm_hsd.core.clock.seconds", self.tick):
             self.budget.times[-1].observe(1 + self.ticks % 3, 1.0)
             self.budget.step = self.budget.prices(slots, requested, True)
             return super().propose(batch, slots, requested, self.budget.step.selection)

@@ -156,7 +156,7 @@ class Timed(Cascade):
         if batch.end[slots[0]] <= 4:
             self.__init__([self.budget.sources], self.options, len(self.top))
             self.ticks, batch.cached[:] = 0, 0
-        with mock.patch("vllm_hsd.core.cascade.time.perf_counter", self.tick):
+        with mock.patch("vllm_hsd.core.clock.seconds", self.tick):
             self.budget.times[-1].observe(1 + self.ticks % 3, 1.0 + self.ticks % 2)
             self.budget.step = self.budget.prices(slots, requested, False)
             return super().propose(batch, slots, requested)

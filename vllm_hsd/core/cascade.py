@@ -10,13 +10,13 @@ Whatever counts, times or learns listens to the `Round`s.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
 
+from vllm_hsd.core import clock
 from vllm_hsd.core.branches import BranchStore
 from vllm_hsd.core.branching import BranchingLevel
 from vllm_hsd.core.counters import Counters
@@ -128,7 +128,7 @@ class Cascade:
             the top level's drafts: less than requested where a draft ended with eos, the rounds ran
             out, or the text outgrew a level.
         """
-        began = time.perf_counter()
+        began = clock.seconds()
         self.selection = selection or self.everything
         self.lowest.read(batch, slots[requested > 0])
         if not self.selection.levels:
@@ -150,7 +150,7 @@ class Cascade:
             slots=slots,
             drafts=top,
             requested=requested,
-            drafting_seconds=time.perf_counter() - began,
+            drafting_seconds=clock.seconds() - began,
         )
         return top
 
@@ -225,9 +225,9 @@ class Cascade:
             room = room_below(requested[active], drafts.counts[now])
             room = np.minimum(room, models.context_lengths[level] - batch.end[now])
             requested_below = np.minimum(below_length, room)
-            began = time.perf_counter()
+            began = clock.seconds()
             below = self._draft(batch, level - 1, now, requested_below)
-            drafted = time.perf_counter()
+            drafted = clock.seconds()
             accepted: np.ndarray | None = None
             if options.verifier == "none":
                 computed, ended = append_unverified(models, drafts, batch, level, now, below)
@@ -250,5 +250,5 @@ class Cascade:
                 thresholds=batch.thresholds,
                 computed=computed,
                 drafting_seconds=drafted - began,
-                verifying_seconds=time.perf_counter() - drafted,
+                verifying_seconds=clock.seconds() - drafted,
             )

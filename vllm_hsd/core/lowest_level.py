@@ -6,10 +6,9 @@ masses; several sources follow each other in one draft, as `core.source_choice` 
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
+from vllm_hsd.core import clock
 from vllm_hsd.core.draft_budget import DraftBudget
 from vllm_hsd.core.drafts import DraftStore, ragged_arange, ragged_starts
 from vllm_hsd.core.level_models import Forward, LevelModels, highest_probability
@@ -157,7 +156,7 @@ class LowestLevel:
         confidence = np.zeros((len(slots), drafts.length))
         open_ = np.ones(len(slots), dtype=bool)
         while open_.any():
-            began = time.perf_counter()
+            began = clock.seconds()
             active = np.flatnonzero(open_)
             now, drafted = slots[active], drafts.counts[slots[active]] - begin[active]
             drawn = None if uniforms is None else uniforms[first_uniform[active] + drafted]
@@ -168,7 +167,7 @@ class LowestLevel:
             going = np.flatnonzero(open_)
             after = drafts.counts[slots[going]] - begin[going]
             open_[going] = choice.goes_on(slots[going], room[going] - after, sure[going], after)
-            choice.budget.pass_times.observe(forward.computed, time.perf_counter() - began)
+            choice.budget.pass_times.observe(forward.computed, clock.seconds() - began)
         counts = drafts.counts[slots] - begin
         owners, offsets = ragged_arange(counts)
         place = (slots[owners], begin[owners] + offsets)

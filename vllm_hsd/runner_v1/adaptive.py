@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 from vllm.distributed.parallel_state import get_tp_group
 
+from vllm_hsd.core import clock
 from vllm_hsd.core.draft_budget import DraftBudget
 from vllm_hsd.core.step_times import StepTimes
 
@@ -30,7 +29,7 @@ class StepClock:
             all_sampled: every request of the batch got a token.
             times: what to tell.
         """
-        now, cached = time.perf_counter(), scheduler_output.scheduled_cached_reqs
+        now, cached = clock.seconds(), scheduler_output.scheduled_cached_reqs
         only_decodes = (
             all_sampled
             and not scheduler_output.scheduled_new_reqs
@@ -42,7 +41,7 @@ class StepClock:
 
     def drafting_ended(self) -> None:
         """The next step begins."""
-        self.drafted = time.perf_counter()
+        self.drafted = clock.seconds()
 
 
 def agree_on_prices(

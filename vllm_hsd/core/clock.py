@@ -1,0 +1,16 @@
+"""The clock by which drafting is priced."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+# On a CPU the processor time of the thread that runs the model, so that what other processes take
+# is not taken for the price of a token. An accelerator works while the thread waits.
+_clock = time.perf_counter if torch.accelerator.is_available() else time.thread_time
+
+
+def seconds() -> float:
+    """Seconds since some moment."""
+    return _clock()
