@@ -43,6 +43,10 @@ MODEL, HEAD = "model", "eagle3"
 # propose three tokens.
 PLACES: dict[str, tuple[int, Callable]] = {
     "alone": (0, lambda family, broken: cascade(broken)),
+    "several drafts, ended by entropy": (
+        0,
+        lambda family, broken: cascade({**broken, "branches": 2, "stopping": "entropy"}),
+    ),
     "lowest": (0, lambda family, broken: cascade(broken, {"model": family.mid})),
     "lowest and horizontal": (
         0,
@@ -123,6 +127,7 @@ CASES = [
     (MODEL, "everything is NaN", "lowest and horizontal"),
     (MODEL, "NaN after one token", "middle"),
     (HEAD, "its states are NaN", "lowest"),
+    (MODEL, "NaN after one token", "several drafts, ended by entropy"),
     (MODEL, "everything is NaN", "alone"),
     (MODEL, "everything is NaN", "top"),
     (MODEL, "one logit is NaN", "top"),
@@ -137,7 +142,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "damage", "place"), fast_and_slow(tuple(CASES[:3]), CASES))
+@pytest.mark.parametrize(("kind", "damage", "place"), fast_and_slow(tuple(CASES[:4]), CASES))
 def test_a_broken_drafter_changes_no_text(
     small_vocabulary, drafters, plain, expected, tmp_path, kind, damage, place
 ):

@@ -14,12 +14,12 @@ import torch
 
 
 def entropy_nats(logits: torch.Tensor) -> np.ndarray:
-    """Entropy in nats of softmax(logits): [n, V] -> [n] float64 on the host.
+    """Entropy in nats of softmax(logits): [n, V] -> [n] float64 on the host, NaN if not finite.
 
     Taken at temperature 1 for every request: it measures the level's confidence, and greedy
     requests have no other distribution with any entropy.
     """
-    distribution: Any = torch.distributions.Categorical(logits=logits)
+    distribution: Any = torch.distributions.Categorical(logits=logits, validate_args=False)
     found: np.ndarray = distribution.entropy().double().cpu().numpy()
     return found
 
