@@ -41,7 +41,7 @@ def run(llm, jobs: dict, fault: str | None = None) -> dict[str, Any]:
     if fault == FAULTS[0]:
         with _shared(runner_of(llm).drafter.cascade.lowest):
             return run_jobs(llm, jobs)
-    with mock.patch("vllm_hsd.runner_v1.sampler.verify_rows", _of_another_node):
+    with mock.patch("vllm_hsd.runner_v1.branch_sampler.verify_rows", _of_another_node):
         return run_jobs(llm, jobs)
 
 

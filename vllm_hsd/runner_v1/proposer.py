@@ -17,6 +17,7 @@ from vllm_hsd.core.drafts import DraftStore, ragged_starts
 from vllm_hsd.core.levels import DraftBatch, Sources
 from vllm_hsd.draft_models import loading
 from vllm_hsd.runner_v1.adaptive import agree_on_prices
+from vllm_hsd.runner_v1.branch_sampler import BranchSampler
 from vllm_hsd.runner_v1.branches import HostedBranches
 from vllm_hsd.runner_v1.build import build, build_levels
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
@@ -91,7 +92,9 @@ class CascadeProposer(DraftModelProposer):
                             hosted.loads.draft_load_config,
                         )
                     hosted.model.attach(target_model, hosted.named)
-        self.runner.rejection_sampler = CascadeSampler(self)
+        self.runner.rejection_sampler = (
+            CascadeSampler(self) if self.branches is None else BranchSampler(self, self.branches)
+        )
 
     def _draft_vllm_config(self, level_config):
         """vLLM's own way from a target's configuration to a drafter's, for one level."""

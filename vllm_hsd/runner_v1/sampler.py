@@ -16,17 +16,14 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.cascade import Cascade
-from vllm_hsd.core.drafts import DraftStore, ragged_arange, ragged_starts
+from vllm_hsd.core.drafts import DraftStore, ragged_starts
 from vllm_hsd.core.row_layout import Rows
-from vllm_hsd.runner_v1.branches import HostedBranches
 from vllm_hsd.runner_v1.noise import generators
 from vllm_hsd.runner_v1.request_state import RequestState
 from vllm_hsd.runner_v1.sampling import GREEDY_BELOW, RequestSampling, rows_at
-from vllm_hsd.verify.branches import follow, verify_rows
 from vllm_hsd.verify.chain import argmax_rows, verify_batch, verify_greedy
 from vllm_hsd.verify.coupled import verify_coupled
 from vllm_hsd.verify.inputs import ChainBatch
-from vllm_hsd.verify.residual import BlockedCDF
 
 
 class DraftingState(Protocol):
@@ -36,7 +33,6 @@ class DraftingState(Protocol):
     cascade: Cascade
     cascade_config: CascadeConfig
     requests: RequestState
-    branches: HostedBranches | None
 
     def request_slots(self, count: int) -> np.ndarray:
         """[count] slots in `requests` of the first `count` requests of the batch."""
@@ -72,24 +68,6 @@ class TargetStep(NamedTuple):
             return self.processed, self.owners
         rows = np.flatnonzero(np.isin(self.owners, requests))
         return self.processed[torch.from_numpy(rows).to(self.processed.device)], self.owners[rows]
-
-    def of_chains(self, rows: Rows) -> TargetStep:
-        """The same without what was computed for branches."""
-        counts = rows.counts[:, 0]
-        owners, offsets = ragged_arange(counts)
-        processed = self.processed[: len(owners)]  # of one request: nothing is copied
-        if len(counts) > 1:
-            index = ragged_starts(self.counts + 1)[owners] + offsets
-            processed = self.processed.index_select(0, torch.from_numpy(index).to(processed.device))
-        scheduled = np.where(
-            np.arange(self.scheduled.shape[1]) < counts[:, None] - 1, self.scheduled, -1
-        )
-        return self._replace(
-            counts=counts - 1,
-            scheduled=scheduled[:, : int(counts.max()) - 1],
-            processed=processed,
-            owners=owners,
-        )
 
 
 class VerifyingSampler(RejectionSampler):
@@ -143,47 +121,57 @@ class VerifyingSampler(RejectionSampler):
                 return self._sample_alone(logits, sampling_metadata, noise)
         before = None if rows is None else rows.before
         processed = sampling.target_logits(logits, counts, scheduled, before)
-        whole = TargetStep(
-            counts, scheduled, draft_probs, sampling, processed, owners, slots, noise
-        )
-        step = whole if rows is None else whole.of_chains(rows)
-        width = step.scheduled.shape[1] + 1 if rows is None else int(rows.counts.max())
-        emitted = np.full((len(counts), width), -1, dtype=np.int32)
-        accepted, winner = np.zeros((2, len(counts)), dtype=np.int64)
-        chosen, together = self._chosen(step), self._together(whole, rows)
-        if rows is not None and together.any():
-            found = self._verify_together(whole, rows, np.flatnonzero(together))
-            emitted[together], accepted[together], winner[together] = found
-        for some, verify in (
-            (~chosen & ~together, self._verify_drawn),
-            (chosen, self._verify_chosen),
-        ):
-            if some.any():
-                tokens, accepted[some] = verify(step, np.flatnonzero(some))
-                emitted[some, : tokens.shape[1]] = tokens
-        self._verified(step, accepted)
-        if rows is not None:
-            emitted, winner[~together] = self._follow(whole, rows, emitted, ~together)
-            self._won(rows, winner, (emitted >= 0).sum(1), accepted)
-        places = np.tile(np.arange(emitted.shape[1]), (len(counts), 1))
-        if rows is not None:
-            won = rows.places[np.arange(len(counts)), winner, : emitted.shape[1]]
-            places[:, : won.shape[1]] = won
+        step = TargetStep(counts, scheduled, draft_probs, sampling, processed, owners, slots, noise)
+        emitted, places = self._verify(step, rows)
         for own, count in zip(noise, (emitted >= 0).sum(1).tolist(), strict=True):
             if own is not None and count:
                 own.emitted(count)
         sampled = torch.from_numpy(emitted).to(logits.device)
-        return SamplerOutput(
-            sampled_token_ids=sampled,
-            logprobs_tensors=self._logprobs(
-                logits,
-                processed,
-                sampled,
-                sampling,
-                owners,
-                ragged_starts(counts + 1)[:, None] + places,
-            ),
+        logprobs = self._logprobs(
+            logits,
+            processed,
+            sampled,
+            sampling,
+            owners,
+            ragged_starts(counts + 1)[:, None] + places,
         )
+        return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=logprobs)
+
+    def _verify(self, step: TargetStep, rows: Rows | None) -> tuple[np.ndarray, np.ndarray]:
+        """Verify the batch's drafts.
+
+        Args:
+            step: the batch, with its branches.
+            rows: as `_rows` gave them.
+
+        Returns:
+            (token ids [batch, width] int32, padded with -1; [batch or 1, width] int64, the place of
+            each token's row among its request's logits).
+        """
+        emitted, accepted = self._verify_chains(step, np.ones(len(step.counts), dtype=bool))
+        self._verified(step, accepted)
+        return emitted, np.arange(emitted.shape[1])[None]
+
+    def _verify_chains(
+        self, step: TargetStep, requests: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Verify the chains of [batch] bool `requests`.
+
+        Returns:
+            (token ids [batch, longest draft + 1] int32, padded with -1; [batch] int64 accepted
+            draft tokens).
+        """
+        batch = len(step.counts)
+        emitted = np.full((batch, step.scheduled.shape[1] + 1), -1, dtype=np.int32)
+        accepted, chosen = np.zeros(batch, dtype=np.int64), self._chosen(step)
+        for some, verify in (
+            (requests & ~chosen, self._verify_drawn),
+            (requests & chosen, self._verify_chosen),
+        ):
+            if some.any():
+                tokens, accepted[some] = verify(step, np.flatnonzero(some))
+                emitted[some, : tokens.shape[1]] = tokens
+        return emitted, accepted
 
     def _sample_alone(
         self, logits: torch.Tensor, metadata: SamplingMetadata, noise: np.ndarray
@@ -226,55 +214,6 @@ class VerifyingSampler(RejectionSampler):
     def _rows(self, counts: np.ndarray) -> Rows | None:
         """The rows of the target's logits, of [batch] int64 draft lengths; None for chains only."""
         return None
-
-    def _together(self, whole: TargetStep, rows: Rows | None) -> np.ndarray:
-        """[batch] bool, requests with several drawn drafts, which are verified together."""
-        return np.zeros(len(whole.counts), dtype=bool)
-
-    def _verify_together(
-        self, whole: TargetStep, rows: Rows, requests: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Verify the drafts of requests [k] as `_together`.
-
-        Args:
-            whole: the batch with its branches.
-            rows: of `whole`.
-            requests: [k] int64.
-
-        Returns:
-            (tokens [k, longest row] padded with -1; [k] int64, leading ones of the accepted ones
-            that are the chain's; [k] int64, the row that holds them).
-        """
-        raise NotImplementedError
-
-    def _follow(
-        self, whole: TargetStep, rows: Rows, emitted: np.ndarray, follows: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Go on along branches from what the verification of the chains emitted.
-
-        Args:
-            whole: the batch with its branches.
-            rows: of `whole`.
-            emitted: [batch, width] int32 tokens, padded with -1.
-            follows: [batch] bool, requests whose branches are point masses.
-
-        Returns:
-            (emitted tokens as given; [follows.sum()] int64, the row that holds them).
-        """
-        raise NotImplementedError
-
-    def _won(
-        self, rows: Rows, winner: np.ndarray, counts: np.ndarray, accepted: np.ndarray
-    ) -> None:
-        """Take in the rows that hold the text.
-
-        Args:
-            rows: of the batch.
-            winner: [batch] int64 numbers of rows within their requests.
-            counts: [batch] int64 emitted tokens.
-            accepted: [batch] int64 tokens of the chains.
-        """
-        raise NotImplementedError
 
     def _chosen(self, step: TargetStep) -> np.ndarray:
         """[batch] bool, requests whose tokens follow from the logits and the position alone."""
@@ -366,109 +305,6 @@ class CascadeSampler(VerifyingSampler):
             # The scheduler may have kept a draft that gave up its place here.
             known = np.minimum(accepted, self.state.cascade.drafts[-1].counts[step.slots])
             self.state.cascade.record_acceptance(step.slots, known, self.state.requests.thresholds)
-
-    def _rows(self, counts: np.ndarray) -> Rows | None:
-        return None if self.state.branches is None else self.state.branches.of_logits(counts)
-
-    def _together(self, whole: TargetStep, rows: Rows | None) -> np.ndarray:
-        store = self.state.cascade.branches
-        if rows is None or store is None or whole.sampling.greedy:
-            return super()._together(whole, rows)
-        found: np.ndarray = store.drawn[whole.slots] & (rows.counts[:, 1:] > 0).any(1)
-        return found
-
-    def _verify_together(
-        self, whole: TargetStep, rows: Rows, requests: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        store, chains = self.state.cascade.branches, self.state.cascade.drafts[-1]
-        assert store is not None and whole.slots is not None
-        target, owners = whole.rows_of(requests)
-        probs, _ = whole.sampling.target_probabilities(target, owners)
-        counts = rows.counts[requests]
-        found = np.full((len(requests), int(rows.counts.max())), -1, dtype=np.int64)
-        of_chain, winner = np.zeros((2, len(requests)), dtype=np.int64)
-        slots, first = whole.slots[requests], ragged_starts(whole.counts[requests] + 1)
-        for i, (slot, start) in enumerate(zip(slots.tolist(), first.tolist(), strict=True)):
-            lengths = np.maximum(counts[i] - 1, 0)
-            tokens, drawn_from = store.drawn_rows(chains, slot, lengths.tolist())
-            paths = zip(rows.places[requests[i]], counts[i].tolist(), strict=True)
-            index = start + np.concatenate([places[:count] for places, count in paths])
-            verified = verify_rows(
-                probs[torch.from_numpy(index).to(probs.device)],
-                drawn_from,
-                tokens[: int((counts[i] > 0).sum())],
-                self.verifier,
-                torch.from_numpy(self._node_uniforms(slot, lengths)).to(probs.device),
-            )
-            found[i, : len(verified.token_ids)] = verified.token_ids
-            of_chain[i], winner[i] = verified.of_chain, verified.winner
-        return found, of_chain, winner
-
-    def _node_uniforms(self, slot: int, lengths: np.ndarray) -> np.ndarray:
-        """[sum(lengths) + 1] float64 uniforms of a request: row by row, then for the next token."""
-        slots, stream = np.full(1, slot), len(self.state.cascade.levels)
-        parts = [
-            self.state.requests.uniforms(slots, np.array([count]), stream)
-            for count in [*lengths.tolist(), 1]
-        ]
-        return np.concatenate(parts)
-
-    def _won(
-        self, rows: Rows, winner: np.ndarray, counts: np.ndarray, accepted: np.ndarray
-    ) -> None:
-        assert self.state.branches is not None
-        self.state.branches.finish(winner, np.maximum(counts - 1, 0), accepted)
-
-    def _follow(
-        self, whole: TargetStep, rows: Rows, emitted: np.ndarray, follows: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        store = self.state.cascade.branches
-        assert store is not None and whole.slots is not None
-        chosen = self._chosen(whole)
-        first = ragged_starts(whole.counts + 1)
-
-        def draw(requests: np.ndarray, branch: np.ndarray, place: np.ndarray) -> np.ndarray:
-            index = first[requests] + rows.places[requests, branch, place]
-            logits = whole.processed.index_select(
-                0, torch.from_numpy(index).to(whole.processed.device)
-            )
-            found = np.zeros(len(requests), dtype=np.int64)
-            for some, draw_some in ((chosen, self._draw_chosen), (~chosen, self._draw)):
-                own = np.flatnonzero(some[requests])
-                if len(own):
-                    found[own] = draw_some(whole, logits[own], requests[own], place[own])
-            return found
-
-        token_ids, counts, winner = follow(
-            emitted,
-            (emitted >= 0).sum(1),
-            store.token_ids[whole.slots],
-            np.where(follows[:, None], np.maximum(rows.counts[:, 1:] - 1, 0), 0),
-            draw,
-        )
-        emitted = np.ascontiguousarray(token_ids[:, : max(int(counts.max()), 1)], dtype=np.int32)
-        return emitted, winner[follows]
-
-    def _draw_chosen(
-        self, step: TargetStep, logits: torch.Tensor, requests: np.ndarray, place: np.ndarray
-    ) -> np.ndarray:
-        """[k] int64 tokens at [k] places after the text, of requests as `_chosen`."""
-        noise = generators(step.noise[requests], place.tolist())
-        sampler = self.sampler.topk_topp_sampler
-        return step.sampling.coupled_tokens(logits, requests, noise, sampler)
-
-    def _draw(
-        self, step: TargetStep, logits: torch.Tensor, requests: np.ndarray, place: np.ndarray
-    ) -> np.ndarray:
-        """[k] int64 tokens of other requests; -1 where their distribution is not normalized."""
-        if step.sampling.greedy:
-            return argmax_rows(logits)[0]
-        assert step.slots is not None
-        probs, is_normalized = step.sampling.target_probabilities(logits, requests)
-        slots, one = step.slots[requests], np.ones(len(requests), dtype=np.int64)
-        uniforms = self.state.requests.uniforms(slots, one, stream=len(self.state.cascade.levels))
-        tokens = BlockedCDF(probs).draw(torch.from_numpy(uniforms).to(probs.device)).cpu().numpy()
-        return np.where(is_normalized, tokens, -1)
 
     def _verify_drawn(
         self, step: TargetStep, requests: np.ndarray

@@ -1,0 +1,179 @@
+"""The target's sampler where requests have several drafts: the chain's verification, and beyond."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vllm_hsd.core.branches import BranchStore
+from vllm_hsd.core.drafts import ragged_arange, ragged_starts
+from vllm_hsd.core.row_layout import Rows
+from vllm_hsd.runner_v1.branches import HostedBranches
+from vllm_hsd.runner_v1.noise import generators
+from vllm_hsd.runner_v1.sampler import CascadeSampler, DraftingState, TargetStep
+from vllm_hsd.runner_v1.sampling import rows_at
+from vllm_hsd.verify.branches import follow, verify_rows
+from vllm_hsd.verify.chain import argmax_rows
+from vllm_hsd.verify.residual import BlockedCDF
+
+
+class BranchSampler(CascadeSampler):
+    """Verifies chains as `CascadeSampler`, and goes on along branches.
+
+    In what its methods take, `whole` is the batch with its branches, `rows` how they lie in it.
+    """
+
+    def __init__(self, state: DraftingState, branches: HostedBranches) -> None:
+        super().__init__(state)
+        self.branches = branches
+
+    def _rows(self, counts: np.ndarray) -> Rows | None:
+        return self.branches.of_logits(counts)
+
+    @property
+    def _store(self) -> BranchStore:
+        store = self.state.cascade.branches
+        assert store is not None
+        return store
+
+    def _verify(self, whole: TargetStep, rows: Rows | None) -> tuple[np.ndarray, np.ndarray]:
+        if rows is None:
+            return super()._verify(whole, rows)
+        step, batch = _chains(whole, rows), np.arange(len(whole.counts))
+        # Several drawn drafts of a request are verified together.
+        together = (rows.counts[:, 1:] > 0).any(1) & (not whole.sampling.greedy)
+        together &= self._store.drawn[whole.slots]
+        chains, accepted = self._verify_chains(step, ~together)
+        emitted = np.full((len(batch), int(rows.counts.max())), -1, dtype=np.int32)
+        emitted[:, : chains.shape[1]] = chains
+        winner = np.zeros_like(batch)
+        if together.any():
+            found = self._verify_together(whole, rows, np.flatnonzero(together))
+            emitted[together], accepted[together], winner[together] = found
+        self._verified(step, accepted)
+        emitted, winner[~together] = self._follow(whole, rows, emitted, ~together)
+        self.branches.finish(winner, np.maximum((emitted >= 0).sum(1) - 1, 0), accepted)
+        places = np.tile(np.arange(emitted.shape[1]), (len(batch), 1))
+        won = rows.places[batch, winner, : emitted.shape[1]]
+        places[:, : won.shape[1]] = won
+        return emitted, places
+
+    def _verify_together(
+        self, whole: TargetStep, rows: Rows, requests: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Verify several drawn drafts of each of [k] int64 requests.
+
+        Returns:
+            (tokens [k, longest row] padded with -1; [k] int64, leading ones of the accepted ones
+            that are the chain's; [k] int64, the row that holds them).
+        """
+        store, chains = self._store, self.state.cascade.drafts[-1]
+        assert whole.slots is not None
+        target, owners = whole.rows_of(requests)
+        probs, _ = whole.sampling.target_probabilities(target, owners)
+        counts = rows.counts[requests]
+        found = np.full((len(requests), int(rows.counts.max())), -1, dtype=np.int64)
+        of_chain, winner = np.zeros((2, len(requests)), dtype=np.int64)
+        slots, first = whole.slots[requests], ragged_starts(whole.counts[requests] + 1)
+        for i, (slot, start) in enumerate(zip(slots.tolist(), first.tolist(), strict=True)):
+            lengths = np.maximum(counts[i] - 1, 0)
+            tokens, drawn_from = store.drawn_rows(chains, slot, lengths.tolist())
+            paths = zip(rows.places[requests[i]], counts[i].tolist(), strict=True)
+            index = start + np.concatenate([places[:count] for places, count in paths])
+            verified = verify_rows(
+                probs[torch.from_numpy(index).to(probs.device)],
+                drawn_from,
+                tokens[: int((counts[i] > 0).sum())],
+                self.verifier,
+                torch.from_numpy(self._node_uniforms(slot, lengths)).to(probs.device),
+            )
+            found[i, : len(verified.token_ids)] = verified.token_ids
+            of_chain[i], winner[i] = verified.of_chain, verified.winner
+        return found, of_chain, winner
+
+    def _node_uniforms(self, slot: int, lengths: np.ndarray) -> np.ndarray:
+        """[sum(lengths) + 1] float64 uniforms of a request: row by row, then for the next token."""
+        slots, stream = np.full(1, slot), len(self.state.cascade.levels)
+        parts = [
+            self.state.requests.uniforms(slots, np.array([count]), stream)
+            for count in [*lengths.tolist(), 1]
+        ]
+        return np.concatenate(parts)
+
+    def _follow(
+        self, whole: TargetStep, rows: Rows, emitted: np.ndarray, follows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Go on along branches from what the verification of the chains emitted.
+
+        Args:
+            whole: the batch.
+            rows: of `whole`.
+            emitted: [batch, width] int32 tokens, padded with -1.
+            follows: [batch] bool, requests whose branches are point masses.
+
+        Returns:
+            (emitted tokens as given; [follows.sum()] int64, the row that holds them).
+        """
+        assert whole.slots is not None
+        chosen = self._chosen(whole)
+        first = ragged_starts(whole.counts + 1)
+
+        def draw(requests: np.ndarray, branch: np.ndarray, place: np.ndarray) -> np.ndarray:
+            index = first[requests] + rows.places[requests, branch, place]
+            logits = rows_at(whole.processed, index)
+            found = np.zeros(len(requests), dtype=np.int64)
+            for some, draw_some in ((chosen, self._draw_chosen), (~chosen, self._draw)):
+                own = np.flatnonzero(some[requests])
+                if len(own):
+                    found[own] = draw_some(whole, logits[own], requests[own], place[own])
+            return found
+
+        token_ids, counts, winner = follow(
+            emitted,
+            (emitted >= 0).sum(1),
+            self._store.token_ids[whole.slots],
+            np.where(follows[:, None], np.maximum(rows.counts[:, 1:] - 1, 0), 0),
+            draw,
+        )
+        emitted = np.ascontiguousarray(token_ids[:, : max(int(counts.max()), 1)], dtype=np.int32)
+        return emitted, winner[follows]
+
+    def _draw_chosen(
+        self, step: TargetStep, logits: torch.Tensor, requests: np.ndarray, place: np.ndarray
+    ) -> np.ndarray:
+        """[k] int64 tokens at [k] places after the text, of requests as `_chosen`."""
+        noise = generators(step.noise[requests], place.tolist())
+        sampler = self.sampler.topk_topp_sampler
+        return step.sampling.coupled_tokens(logits, requests, noise, sampler)
+
+    def _draw(
+        self, step: TargetStep, logits: torch.Tensor, requests: np.ndarray, place: np.ndarray
+    ) -> np.ndarray:
+        """[k] int64 tokens of other requests; -1 where their distribution is not normalized."""
+        if step.sampling.greedy:
+            return argmax_rows(logits)[0]
+        assert step.slots is not None
+        probs, is_normalized = step.sampling.target_probabilities(logits, requests)
+        slots, one = step.slots[requests], np.ones(len(requests), dtype=np.int64)
+        uniforms = self.state.requests.uniforms(slots, one, stream=len(self.state.cascade.levels))
+        tokens = BlockedCDF(probs).draw(torch.from_numpy(uniforms).to(probs.device)).cpu().numpy()
+        return np.where(is_normalized, tokens, -1)
+
+
+def _chains(whole: TargetStep, rows: Rows) -> TargetStep:
+    """The step without what was computed for branches."""
+    counts = rows.counts[:, 0]
+    owners, offsets = ragged_arange(counts)
+    processed = whole.processed[: len(owners)]  # of one request: nothing is copied
+    if len(counts) > 1:
+        index = ragged_starts(whole.counts + 1)[owners] + offsets
+        processed = whole.processed.index_select(0, torch.from_numpy(index).to(processed.device))
+    scheduled = np.where(
+        np.arange(whole.scheduled.shape[1]) < counts[:, None] - 1, whole.scheduled, -1
+    )
+    return whole._replace(
+        counts=counts - 1,
+        scheduled=scheduled[:, : int(counts.max()) - 1],
+        processed=processed,
+        owners=owners,
+    )
