@@ -11,7 +11,8 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from vllm_hsd.checked_files import read_json
 from vllm_hsd.errors import UserError, quoted
 from vllm_hsd.levels import KINDS, Keys, Level, Tokens, Verifier
-from vllm_hsd.levels.base import TargetVerifier, with_underscores
+from vllm_hsd.levels.any_kind import with_underscores
+from vllm_hsd.levels.base import TargetVerifier
 
 if TYPE_CHECKING:
     from vllm_hsd.core.levels import LevelOptions

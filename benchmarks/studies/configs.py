@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from benchmarks.common import MODELS
-from vllm_hsd.levels.base import level_name
+from vllm_hsd.levels.any_kind import level_name
 
 DRAFT_LENGTH = 8
 NGRAM: dict[str, Any] = {"ngram": {"max": 4}}

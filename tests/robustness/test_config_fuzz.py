@@ -13,7 +13,8 @@ from support.mutations import mutated, sentence_objection
 
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.errors import UserError
-from vllm_hsd.levels.base import LevelConfig, with_underscores
+from vllm_hsd.levels.any_kind import with_underscores
+from vllm_hsd.levels.base import LevelConfig
 
 MUTATIONS = 4000
 TOP = {"model": "mid"}

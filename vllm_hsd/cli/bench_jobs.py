@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hsd.engine import Generation
-from vllm_hsd.levels.base import level_name
+from vllm_hsd.levels.any_kind import level_name
 
 # In place of a token where an output has ended.
 NONE = -1

@@ -16,7 +16,8 @@ from vllm_hsd.levels import (
     sources,
     suffix,
 )
-from vllm_hsd.levels.base import KINDS, Keys, Level, LevelConfig, Name, Target, Tokens, Verifier
+from vllm_hsd.levels.any_kind import Level
+from vllm_hsd.levels.base import KINDS, Keys, LevelConfig, Name, Target, Tokens, Verifier
 
 __all__ = [
     "KINDS",

@@ -36,7 +36,7 @@ class BigramLevelConfig(LookupKeys):
 
         from vllm_hsd.core.bigram import successors
         from vllm_hsd.core.text_store import read_store
-        from vllm_hsd.runner_v2.cascade_steps import lookup_bigram
+        from vllm_hsd.runner_v2.lookups import lookup_bigram
 
         tokens, _ = successors(read_store(self.bigram, self.kind))
         successor = torch.from_numpy(tokens).to(speculator.device)

@@ -50,7 +50,7 @@ class NgramLevelConfig(LookupKeys):
 
     def build_v2(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build_v2`."""
-        from vllm_hsd.runner_v2.cascade_steps import lookup_ngram
+        from vllm_hsd.runner_v2.lookups import lookup_ngram
 
         return partial(lookup_ngram, shortest=self.ngram.min, longest=self.ngram.max)
 

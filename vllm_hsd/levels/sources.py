@@ -6,15 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from vllm_hsd.levels.base import (
-    KINDS,
-    BranchKeys,
-    LevelConfig,
-    Place,
-    Probability,
-    Source,
-    level_name,
-)
+from vllm_hsd.levels.any_kind import Source, level_name
+from vllm_hsd.levels.base import KINDS, BranchKeys, LevelConfig, Place, Probability
 
 if TYPE_CHECKING:
     from vllm_hsd.core.levels import LevelOptions
