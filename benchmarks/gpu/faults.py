@@ -140,9 +140,10 @@ def install_generous(setattr=setattr) -> None:
 
 
 def _install(changed, setattr) -> None:
-    from vllm_hsd.runner_v2 import sampler
+    from vllm_hsd.runner_v2.cascade_sampler import CascadeRejectionSampler
+    from vllm_hsd.runner_v2.sampler import BlockRejectionSampler
 
-    for verifier in (sampler.BlockRejectionSampler, sampler.CascadeRejectionSampler):
+    for verifier in (BlockRejectionSampler, CascadeRejectionSampler):
         setattr(verifier, "drafts", _changed(verifier.drafts, changed))
 
 

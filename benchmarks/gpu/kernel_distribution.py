@@ -18,6 +18,7 @@ import torch
 from benchmarks.gpu import pit
 from benchmarks.gpu.faults import FAULTS, Step
 from benchmarks.gpu.items import Finding, Setting
+from tests.support.proposal_states import TableLevel
 from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.kernels.chain_verify import verify_chain_padded
 from vllm_hsd.kernels.sample_row import sample_row
@@ -53,23 +54,6 @@ class Sizes:
 # 256 requests of 800 tokens are 200,000, of 256 tokens 65,536.
 FULL = Sizes(vocabulary=4096, batch=256, length=800, control_length=256)
 TOY = Sizes(vocabulary=6, batch=6, length=24, control_length=60)
-
-
-class TableLevel:
-    """Logits of the next token after each token.
-
-    Args:
-        logits: [V, V].
-    """
-
-    in_target_cache = False
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = logits
-
-    def forward(self, state: ProposalState, op, num_logits: int) -> torch.Tensor:
-        fed = state.input_ids[: state.batch * op.query_length].view(state.batch, -1).long()
-        return self.logits[fed[:, op.query_length - num_logits :].flatten()]
 
 
 def tables(sizes: Sizes, count: int, device: torch.device) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from support.kernel_batches import draft_lse, make_chains, make_trees
 from support.proposal_states import (
     MAX_MODEL_LEN,
     MAX_NUM_REQS,
+    TableLevel,
     block_tables,
     runner_tensors,
     schedule_of,
@@ -89,23 +90,6 @@ def test_trees():
         assert (result.token_ids.cpu() != expected.token_ids).any(1).sum() <= 1
 
 
-class TinyModel:
-    """Embedding and head over the fed tokens."""
-
-    in_target_cache = False
-
-    def __init__(self, vocab_size: int) -> None:
-        g = torch.Generator().manual_seed(0)
-        self.embedding = torch.randn(vocab_size, 16, generator=g).bfloat16().cuda()
-        self.head = torch.randn(16, vocab_size, generator=g).bfloat16().cuda()
-
-    def forward(self, state, op, num_logits):
-        fed = state.batch * op.query_length
-        hidden = torch.nn.functional.embedding(state.input_ids[:fed], self.embedding)
-        last = hidden.view(state.batch, op.query_length, -1)[:, -num_logits:]
-        return last.reshape(-1, last.shape[-1]) @ self.head
-
-
 def test_a_replayed_proposal_equals_the_eager_one():
     """Graph and eager run of one program, staged from the same texts; the CPU's states for both."""
     vocab_size, device = 5000, torch.device("cuda")
@@ -117,7 +101,7 @@ def test_a_replayed_proposal_equals_the_eager_one():
         torch.tensor([t.stride(0) for t in tables], device=device),
         torch.tensor([4, 16], dtype=torch.int32, device=device),
     )
-    levels = [TinyModel(vocab_size) for _ in range(2)]
+    levels = [TableLevel(torch.randn(vocab_size, vocab_size).bfloat16().cuda()) for _ in range(2)]
     program = Program(schedule, levels, ["block"] * 2, groups, MAX_MODEL_LEN)
     states = [
         ProposalState.allocate(

@@ -24,6 +24,23 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.fill_(float("nan") if tensor.dtype.is_floating_point else GUARD)
 
 
+class TableLevel:
+    """A level whose next-token logits depend on the last token only, so that it needs no cache.
+
+    Args:
+        logits: [V, V], of the next token after each token.
+    """
+
+    in_target_cache = False
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+    def forward(self, state: ProposalState, op, num_logits: int) -> torch.Tensor:
+        fed = state.input_ids[: state.batch * op.query_length].view(state.batch, -1).long()
+        return self.logits[fed[:, op.query_length - num_logits :].flatten()]
+
+
 class GuardedState:
     """A `ProposalState` whose tensors are the middle of larger ones, which must not change.
 
@@ -31,7 +48,6 @@ class GuardedState:
         schedule: for which it is allocated.
         batch: requests.
         lookup: level 0 has no rows.
-        groups: KV-cache groups.
     """
 
     def __init__(
@@ -39,7 +55,6 @@ class GuardedState:
         schedule,
         batch: int,
         lookup: bool = False,
-        groups: int = 2,
         device: torch.device | str = "cpu",
     ) -> None:
         dtypes = [None if lookup and k == 0 else torch.bfloat16 for k in range(schedule.num_levels)]
@@ -49,7 +64,7 @@ class GuardedState:
             max_num_reqs=MAX_NUM_REQS,
             vocab_size=VOCABULARY,
             dtypes=dtypes,
-            num_kv_groups=groups,
+            num_kv_groups=2,
             device=torch.device(device),
         )
         self.outer: dict[str, torch.Tensor] = {}

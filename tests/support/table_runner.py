@@ -13,6 +13,7 @@ from support import triton_cpu
 
 triton_cpu.prepare_vllm()
 
+from support.proposal_states import TableLevel  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.v1.worker.gpu.input_batch import expand_idx_mapping, post_update  # noqa: E402
 from vllm.v1.worker.gpu.sample.sampler import Sampler  # noqa: E402
@@ -23,11 +24,11 @@ from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
 from vllm_hsd.config import CascadeConfig  # noqa: E402
 from vllm_hsd.core.text_order import order_texts  # noqa: E402
 from vllm_hsd.core.text_store import TextStore, collect_texts  # noqa: E402
+from vllm_hsd.runner_v2.cascade_sampler import serve  # noqa: E402
 from vllm_hsd.runner_v2.cascade_steps import lookup_bigram, lookup_ngram  # noqa: E402
 from vllm_hsd.runner_v2.metrics import DeviceCounts  # noqa: E402
 from vllm_hsd.runner_v2.ngram_rows import NgramRows  # noqa: E402
 from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState  # noqa: E402
-from vllm_hsd.runner_v2.sampler import serve  # noqa: E402
 from vllm_hsd.runner_v2.sources import Estimates, SourcesLookup  # noqa: E402
 from vllm_hsd.runner_v2.spec_config import schedule_of, verifiers  # noqa: E402
 from vllm_hsd.runner_v2.speculator import CascadeSpeculator  # noqa: E402
@@ -53,19 +54,6 @@ class TableDrafter:
 
     def compute_draft_logits(self, hidden_states, spec_step_idx):
         return hidden_states
-
-
-class TableLevel:
-    """A level whose next-token logits depend on the last token only, so that it needs no cache."""
-
-    in_target_cache = False
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = logits
-
-    def forward(self, state, op, num_logits: int) -> torch.Tensor:
-        fed = state.input_ids[: state.batch * op.query_length].view(state.batch, -1).long()
-        return self.logits[fed[:, op.query_length - num_logits :].flatten()]
 
 
 class TableCascade(CascadeSpeculator):

@@ -16,7 +16,8 @@ from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER
 def load_model(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
     if getattr(self.speculative_config, "hsd_runner", None) == "V2":
-        from vllm_hsd.runner_v2.sampler import BlockRejectionSampler, serve
+        from vllm_hsd.runner_v2.cascade_sampler import serve
+        from vllm_hsd.runner_v2.sampler import BlockRejectionSampler
 
         serve(self)
         if isinstance(self.rejection_sampler, BlockRejectionSampler):

@@ -1,0 +1,150 @@
+"""The target's samplers by what drafts on vLLM's V2 runner, and how the runner gets them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+from vllm_hsd.errors import UserError
+from vllm_hsd.runner_v2.branches import HostedBranches
+from vllm_hsd.runner_v2.head_sources import HeadSources
+from vllm_hsd.runner_v2.hooks import RUNNER, replace_on
+from vllm_hsd.runner_v2.request_parameters import RequestParameters
+from vllm_hsd.runner_v2.sampler import BlockRejectionSampler
+from vllm_hsd.runner_v2.sources import SourcesLookup
+from vllm_hsd.runner_v2.spec_config import searches_texts
+from vllm_hsd.runner_v2.speculator import CascadeSpeculator
+from vllm_hsd.runner_v2.stock_drafters import KeptDrafts
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def serve(runner: Any) -> None:
+    """Put our verifier into a V2 model runner that has loaded its models.
+
+    Raises:
+        UserError: the runner samples in a way that our verifier does not know.
+    """
+    sampler, stock = runner.sampler, runner.rejection_sampler
+    if sampler is None or stock is None:
+        return  # a pipeline stage that does not sample
+    if type(sampler).__name__ != "Sampler" or type(stock) is not RejectionSampler:
+        raise UserError(
+            "rejection_sample_method 'hierarchical' works with vLLM's own samplers, not with "
+            f"{type(sampler).__name__} and {type(stock).__name__}: remove it, or watermarking."
+        )
+    if runner.batch_sharder is not None:
+        raise UserError(
+            "rejection_sample_method 'hierarchical' does not work with enable_batch_sharded_"
+            "sampling: remove one of them."
+        )
+    if sampler.use_fp64_gumbel:
+        raise UserError(
+            "rejection_sample_method 'hierarchical' draws requests with seeds from vLLM's noise in "
+            "float32: remove use_fp64_gumbel."
+        )
+    speculator, kept = runner.speculator, None
+    couples_all = runner.speculative_config.hsd_couples_all
+    parameters = RequestParameters(sampler.sampling_states, couples_all)
+    if isinstance(speculator, CascadeSpeculator):
+        speculator.req_states, speculator.parameters = runner.req_states, parameters
+        if searches_texts(speculator.hsd.levels):
+            size = runner.req_states.all_token_ids.gpu.nbytes / 2**30
+            logger.info("The cascade keeps the texts on the device: %.2f GiB.", size)
+        replace_on(runner, f"{RUNNER}.sample_tokens", by=speculator)
+        runner.rejection_sampler = CascadeRejectionSampler(
+            sampler, runner.speculative_config, runner.device, parameters, speculator
+        )
+        if speculator.hsd.branches > 1:
+            assert isinstance(speculator.lookup, SourcesLookup)
+            chained = runner.rejection_sampler.chained
+            speculator.branches = HostedBranches(
+                runner, speculator.state, speculator.lookup, chained
+            )
+        return
+    if speculator.draft_logits is not None:
+        drafted, vocabulary = speculator.draft_logits.shape[-1], runner.vocab_size
+        if drafted != vocabulary:
+            raise UserError(
+                f"the drafter's vocabulary has {drafted} entries, the target's {vocabulary}: set "
+                "draft_sample_method to 'greedy', which needs no probabilities of the drafter."
+            )
+        kept = KeptDrafts(speculator, runner.req_states, parameters)
+    made: Any = BlockRejectionSampler
+    if isinstance(speculator, HeadSources):
+        speculator.req_states, speculator.parameters = runner.req_states, parameters
+        made = partial(HeadSourcesSampler, speculator)
+    runner.rejection_sampler = made(
+        sampler, runner.speculative_config, runner.device, parameters, kept
+    )
+
+
+class HeadSourcesSampler(BlockRejectionSampler):
+    """Verification of drafts that are a head's or a lookup's, request by request."""
+
+    def __init__(self, speculator: HeadSources, *args) -> None:
+        super().__init__(*args)
+        self.speculator = speculator
+
+    def drafts(self, draft_logits, idx_mapping) -> dict:
+        given, drawn = super().drafts(draft_logits, idx_mapping), self.speculator.lookup.drawn
+        # A lookup's tokens are point masses.
+        temperature = given["draft_temperature"] * drawn[:-1]
+        length = self.speculator.draft_length
+        return {**given, "draft_temperature": temperature, "draft_length": length}
+
+
+class CascadeRejectionSampler(BlockRejectionSampler):
+    """Verification of a cascade's drafts, which are in the order of the last proposal's batch."""
+
+    def __init__(
+        self,
+        sampler,
+        spec_config,
+        device,
+        parameters: RequestParameters,
+        speculator: CascadeSpeculator,
+    ) -> None:
+        super().__init__(sampler, spec_config, device, parameters, None)
+        self.speculator = speculator
+        self.level, self.method = speculator.schedule.num_levels, speculator.hsd.drawn_verifier
+        # Of a chain; vLLM's list of draft tokens has branches after it.
+        self.longest = speculator.state.longest
+
+    def __call__(self, logits, input_batch, draft_logits=None, invalid_drafts=None):
+        """As the base's, and then the blocks of branches that won are copied to the text's."""
+        branches = self.speculator.branches
+        if branches is not None:
+            branches.begin(input_batch)
+        output = super().__call__(logits, input_batch, draft_logits, invalid_drafts)
+        if branches is not None:
+            branches.finish()
+        return output
+
+    def emitted(self, result, *arguments, **options):
+        branches = self.speculator.branches
+        if branches is None:
+            return super().emitted(result)
+        return branches.follow(result, *arguments, **options)
+
+    def draft_rows(self, draft_logits, max_draft_tokens):
+        if max_draft_tokens == 0:
+            return None
+        return self.speculator.state.rows[-1]
+
+    def drafts(self, draft_logits, idx_mapping) -> dict:
+        state, speculator = self.speculator.state, self.speculator
+        temperature = self.parameters.temperature * speculator.scales[-1]
+        lookup, alone = speculator.lookup, speculator.schedule.num_levels == 1
+        if alone and isinstance(lookup, SourcesLookup) and lookup.has_drafter:
+            # A lookup's tokens are point masses.
+            temperature = temperature * lookup.drawn[:-1]
+        return {
+            "draft_temperature": temperature,
+            "draft_lse": None if state.rows[-1] is None else state.lse[-1],
+            "draft_index": state.row_of_slot[idx_mapping.long()],
+            "draft_length": state.draft_length,
+        }
