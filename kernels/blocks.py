@@ -132,21 +132,13 @@ def max_and_index(x, entry):
 
 
 @triton.jit
-def perturbed_argmax(
-    row_ptr,
-    first,
-    vocab_size,
-    temperature,
-    threshold,
-    seed,
-    position,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def perturbed_argmax(row, first, vocab_size, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """max_and_index of logits / |T| plus vLLM's noise for a position, over a chunk of a row.
 
-    What is below the threshold of the row is left out. `first` is the chunk's first entry.
+    `row` is (pointer, T, threshold, seed, position), of which what is below the threshold is left
+    out. `first` is the chunk's first entry.
     """
+    row_ptr, temperature, threshold, seed, position = row
     inv_temperature = inverse_temperature(temperature)
     scale = tl.abs(temperature)
     best = tl.full((), float("-inf"), tl.float32)
@@ -167,28 +159,20 @@ def perturbed_argmax(
 
 @triton.jit
 def chunk_argmax(
-    row_ptr,
-    first,
-    vocab_size,
-    temperature,
-    threshold,
-    seed,
-    position,
-    COUPLED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    row, first, vocab_size, COUPLED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """max_and_index of a chunk of a greedy row, or with COUPLED of one that may be coupled."""
+    """max_and_index of a chunk of a greedy row, or with COUPLED of one that may be coupled.
+
+    Of `row`, which is that of perturbed_argmax.
+    """
     entry = first + tl.arange(0, CHUNK)
     if COUPLED:
-        if temperature < 0:
-            maximum, index = perturbed_argmax(
-                row_ptr, first, vocab_size, temperature, threshold, seed, position, CHUNK, BLOCK
-            )
+        if row[1] < 0:
+            maximum, index = perturbed_argmax(row, first, vocab_size, CHUNK, BLOCK)
         else:
-            maximum, index = max_and_index(load_scaled(row_ptr, entry, vocab_size, 1.0), entry)
+            maximum, index = max_and_index(load_scaled(row[0], entry, vocab_size, 1.0), entry)
     else:
-        maximum, index = max_and_index(load_scaled(row_ptr, entry, vocab_size, 1.0), entry)
+        maximum, index = max_and_index(load_scaled(row[0], entry, vocab_size, 1.0), entry)
     return maximum, index
 
 
@@ -196,15 +180,11 @@ def chunk_argmax(
 def store_row_stats(
     stats_ptr,
     stats_stride,
-    target_row_ptr,
+    target_row,
     draft_row_ptr,
+    draft_temperature_ptr,
     first,
     vocab_size,
-    temperature,
-    draft_temperature_ptr,
-    threshold,
-    seed,
-    position,
     READ_DRAFT: tl.constexpr,
     COUPLED: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -214,25 +194,16 @@ def store_row_stats(
 
     Written at stats_ptr + 0, 1 (target), 2, 3 (proposal) times stats_stride: the maximum, and the
     sum of exp(x - maximum); for a greedy target (T = 0) the argmax in place of the sum, and for a
-    coupled one (T < 0, with COUPLED) that of its perturbed logits.
+    coupled one (T < 0, with COUPLED) that of its perturbed logits. `target_row` is as in
+    perturbed_argmax.
     """
+    target_row_ptr, temperature, threshold, _, _ = target_row
     entry = first + tl.arange(0, CHUNK)
     if temperature > 0:
         x = load_kept(target_row_ptr, entry, vocab_size, 1.0 / temperature, threshold)
         maximum, second = max_and_sum(x)
     else:
-        maximum, second = chunk_argmax(
-            target_row_ptr,
-            first,
-            vocab_size,
-            temperature,
-            threshold,
-            seed,
-            position,
-            COUPLED,
-            CHUNK,
-            BLOCK,
-        )
+        maximum, second = chunk_argmax(target_row, first, vocab_size, COUPLED, CHUNK, BLOCK)
     tl.store(stats_ptr, maximum)
     tl.store(stats_ptr + stats_stride, second)
     if READ_DRAFT:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from vllm_hsd.kernels.blocks import extract_lane
-from vllm_hsd.kernels.source_kernels import offer_of, slot_of
+from vllm_hsd.kernels.source_kernels import best_offer, slot_of
 
 
 @triton.jit
@@ -39,36 +39,13 @@ def choose_branches_kernel(
     request = tl.program_id(0)
     slot = slot_of(slot_ptr, requested_ptr, request, slots)
     room = tl.load(room_ptr + request)
-    prior, least = tl.load(prior_ptr), tl.load(least_ptr)
+    offers = own_ptr, count_ptr, token_ptr, expected_ptr, prior_ptr, least_ptr
     lane, row = tl.arange(0, LANES), tl.arange(0, FIRSTS)
     drafted = tl.load(drafted_ptr + request)
     chain_ptr = window_ptr + request * window_stride + tl.load(end_ptr + request) - drafted
     firsts = tl.where(row == 0, tl.load(chain_ptr, mask=drafted > 0, other=-1), -1)
     for branch in tl.static_range(BRANCHES):
-        most = tl.zeros((), tl.float64)
-        count = tl.zeros((), tl.int32)
-        taken = tl.zeros([LANES], tl.int32)
-        for source in tl.static_range(SOURCES):
-            value, number, token = offer_of(
-                own_ptr,
-                count_ptr,
-                token_ptr,
-                expected_ptr,
-                source,
-                slot,
-                slots,
-                room,
-                prior,
-                least,
-                SOURCES,
-                N,
-                LANES,
-            )
-            known = tl.sum((firsts == extract_lane(token, lane, 0)).to(tl.int32), axis=0)
-            better = (value > most) & (known == 0) & (number > 0)
-            most = tl.where(better, value, most)
-            count = tl.where(better, number, count)
-            taken = tl.where(better, token, taken)
+        _, count, taken = best_offer(offers, slot, slots, room, firsts, SOURCES, N, LANES)
         at = request * BRANCHES + branch
         tl.store(branch_ptr + at * N + lane, taken, mask=lane < N)
         tl.store(branch_count_ptr + at, count)

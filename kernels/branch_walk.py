@@ -50,18 +50,18 @@ class WalkResult(NamedTuple):
 def _open_branches(
     emitted,
     count,
-    token_ptr,
-    offset_ptr,
-    count_ptr,
+    rows,
     branch,
     is_branch,
     PLACES: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Branches that begin with the `count` emitted tokens; pointers are at the request's first.
+    """Branches that begin with the `count` emitted tokens.
 
+    `rows` are pointers at the request's tokens, offsets and counts.
     Returns (offsets of their roots [N], tokens [N], their ids [N, LANES], int32 [N] 1 where open).
     """
+    token_ptr, offset_ptr, count_ptr = rows
     lane = tl.arange(0, LANES)
     offset = tl.load(offset_ptr + branch, mask=is_branch, other=0).to(tl.int64)
     tokens = tl.load(count_ptr + branch, mask=is_branch, other=0).to(tl.int32) - 1
@@ -111,20 +111,14 @@ def branch_stats_kernel(
     count = tl.load(emitted_ptr + request)
     begin = tl.load(cu_ptr + request).to(tl.int64)
     one = branch + tl.arange(0, 1)
+    rows = token_ptr + begin, offset_ptr + request * ROWS, count_ptr + request * ROWS
     offset, tokens, _, is_open = _open_branches(
-        emitted,
-        count,
-        token_ptr + begin,
-        offset_ptr + request * ROWS,
-        count_ptr + request * ROWS,
-        one,
-        one < ROWS,
-        PLACES,
-        LANES,
+        emitted, count, rows, one, one < ROWS, PLACES, LANES
     )
     if (tl.max(is_open, axis=0) > 0) & (place >= count) & (place <= tl.max(tokens, axis=0)):
         state = tl.load(index_ptr + request).to(tl.int64)
         row = begin + tl.max(offset, axis=0) + place
+        temperature = tl.load(temperature_ptr + state)
         threshold = float("-inf")
         if FILTERED:
             threshold = tl.load(threshold_ptr + row)
@@ -138,13 +132,9 @@ def branch_stats_kernel(
             stats_ptr + slot,
             stats_stride,
             mass_ptr + slot * (CHUNK // BLOCK),
-            target_ptr + row * target_stride,
+            (target_ptr + row * target_stride, temperature, threshold, seed, position),
             chunk * CHUNK,
             vocab_size,
-            tl.load(temperature_ptr + state),
-            threshold,
-            seed,
-            position,
             COUPLED,
             CHUNK,
             BLOCK,
@@ -193,16 +183,9 @@ def walk_kernel(
     emitted = tl.load(chain_ptr + request * WIDTH + lane, mask=lane < WIDTH, other=-1)
     count = tl.load(emitted_ptr + request)
     begin = tl.load(cu_ptr + request).to(tl.int64)
+    rows = token_ptr + begin, offset_ptr + request * ROWS, count_ptr + request * ROWS
     offset, tokens, ids, is_open = _open_branches(
-        emitted,
-        count,
-        token_ptr + begin,
-        offset_ptr + request * ROWS,
-        count_ptr + request * ROWS,
-        branch,
-        branch < ROWS,
-        PLACES,
-        LANES,
+        emitted, count, rows, branch, branch < ROWS, PLACES, LANES
     )
     temperature = tl.load(temperature_ptr + state)
     seed = tl.load(seed_ptr + state)
@@ -219,12 +202,8 @@ def walk_kernel(
             stats_ptr + slot * chunks,
             stats_stride,
             mass_ptr + slot * chunks * (CHUNK // BLOCK),
-            target_ptr + row * target_stride,
-            temperature,
-            threshold,
-            seed,
-            stream,
-            draw + count,
+            (target_ptr + row * target_stride, temperature, threshold),
+            (seed, stream, draw + count),
             chunks,
             vocab_size,
             CHUNK,

@@ -61,18 +61,9 @@ def row_stats_kernel(
     request = tl.program_id(2)
     if (chunk == 0) & (row == 0):
         tl.store(arrived_ptr + request, 0)
+    layout = cu_ptr, index_ptr, draft_index_ptr, length_ptr, token_ptr
     state, target_row, draft_origin, length, _ = request_layout(
-        cu_ptr,
-        index_ptr,
-        draft_index_ptr,
-        length_ptr,
-        token_ptr,
-        request,
-        vocab_size,
-        tl.arange(0, ROWS),
-        MAX_DRAFT,
-        PADDED,
-        HAS_LENGTH,
+        layout, request, vocab_size, tl.arange(0, ROWS), MAX_DRAFT, PADDED, HAS_LENGTH
     )
     temperature = tl.load(temperature_ptr + state)
     # Only a greedy request needs the row after its draft now: it may be the argmax to emit.
@@ -89,15 +80,17 @@ def row_stats_kernel(
         store_row_stats(
             stats_ptr + (request * (MAX_DRAFT + 1) + row) * tl.num_programs(0) + chunk,
             stats_stride,
-            target_ptr + (target_row + row) * target_stride,
+            (
+                target_ptr + (target_row + row) * target_stride,
+                temperature,
+                threshold,
+                seed,
+                position,
+            ),
             draft_ptr + draft_origin * draft_stride_origin + row * draft_stride_row,
+            draft_temperature_ptr + state,
             chunk * CHUNK,
             vocab_size,
-            temperature,
-            draft_temperature_ptr + state,
-            threshold,
-            seed,
-            position,
             READ_DRAFT,
             COUPLED,
             CHUNK,
@@ -155,18 +148,9 @@ def verify_kernel(
     chunks = tl.num_programs(0)
     request = tl.program_id(1)
     row = tl.arange(0, ROWS)
+    layout = cu_ptr, index_ptr, draft_index_ptr, length_ptr, token_ptr
     state, target_row, draft_origin, num_drafted, token = request_layout(
-        cu_ptr,
-        index_ptr,
-        draft_index_ptr,
-        length_ptr,
-        token_ptr,
-        request,
-        vocab_size,
-        row,
-        MAX_DRAFT,
-        PADDED,
-        HAS_LENGTH,
+        layout, request, vocab_size, row, MAX_DRAFT, PADDED, HAS_LENGTH
     )
     temperature = tl.load(temperature_ptr + state)
     draft_temperature = tl.load(draft_temperature_ptr + state)
@@ -225,19 +209,20 @@ def verify_kernel(
                 if FILTERED:
                     threshold = tl.load(threshold_ptr + row64)
                 if r < length:
+                    residual = (
+                        (target_row_ptr, inv_temperature, extract_lane(target_lse - log_a, row, r)),
+                        (
+                            draft_ptr + row64 * draft_stride_row,
+                            inv_draft_temperature,
+                            extract_lane(draft_lse, row, r),
+                        ),
+                        (threshold, extract_lane(token, row, r), one_hot),
+                    )
                     store_residual_masses(
                         mass_ptr + (r * chunks + chunk) * parts,
-                        target_row_ptr,
-                        draft_ptr + row64 * draft_stride_row,
+                        residual,
                         chunk * CHUNK,
                         vocab_size,
-                        inv_temperature,
-                        inv_draft_temperature,
-                        threshold,
-                        extract_lane(target_lse - log_a, row, r),
-                        extract_lane(draft_lse, row, r),
-                        extract_lane(token, row, r),
-                        one_hot,
                         CHUNK,
                         STEP,
                         BLOCK,
@@ -269,24 +254,19 @@ def verify_kernel(
         threshold = float("-inf")
         if FILTERED:
             threshold = tl.load(threshold_ptr + tau)
-        target_shift = extract_lane(target_lse - log_a, row, tau)
-        q_shift = extract_lane(draft_lse, row, tau)
         rejected = extract_lane(token, row, tau)
+        residual = (
+            (target_row_ptr, inv_temperature, extract_lane(target_lse - log_a, row, tau)),
+            (draft_row_ptr, inv_draft_temperature, extract_lane(draft_lse, row, tau)),
+            (threshold, rejected, one_hot),
+        )
         earlier = chunks - 1
         if residual_unread:
             store_residual_masses(
                 mass_ptr + (tau * chunks + chunk) * parts,
-                target_row_ptr,
-                draft_row_ptr,
+                residual,
                 chunk * CHUNK,
                 vocab_size,
-                inv_temperature,
-                inv_draft_temperature,
-                threshold,
-                target_shift,
-                q_shift,
-                rejected,
-                one_hot,
                 CHUNK,
                 STEP,
                 BLOCK,
@@ -327,19 +307,7 @@ def verify_kernel(
                             )
                             weight = exp_shifted(x, row_max)
                         else:
-                            weight = residual_weight(
-                                target_row_ptr,
-                                draft_row_ptr,
-                                entries,
-                                vocab_size,
-                                inv_temperature,
-                                inv_draft_temperature,
-                                threshold,
-                                target_shift,
-                                q_shift,
-                                rejected,
-                                one_hot,
-                            )
+                            weight = residual_weight(residual, entries, vocab_size)
                         index, _ = inverse_cdf_index(weight.to(tl.float64), entries, goal - before)
                         next_token = index.to(tl.int64)
                 elif not bonus:

@@ -22,11 +22,7 @@ _LOG_ZERO = tl.constexpr(-1.0e30)
 
 @triton.jit
 def request_layout(
-    cu_ptr,
-    index_ptr,
-    draft_index_ptr,
-    length_ptr,
-    token_ptr,
+    layout,
     request,
     vocab_size,
     row,
@@ -37,8 +33,10 @@ def request_layout(
     """Position of a request's rows and tokens, and its draft up to the first empty slot.
 
     Returns (state index, first target row, first proposal row, draft length, tokens [ROWS]); the
-    length is -1 where a padded request has no logits row at all.
+    length is -1 where a padded request has no logits row at all. `layout` are the pointers cu,
+    index, draft index, length and token of the kernels.
     """
+    cu_ptr, index_ptr, draft_index_ptr, length_ptr, token_ptr = layout
     begin = tl.load(cu_ptr + request).to(tl.int64)
     count = tl.load(cu_ptr + request + 1).to(tl.int64) - begin
     if PADDED:  # cu counts logits rows; a token is stored at the row that it was the input of
@@ -180,20 +178,16 @@ def bound_acceptance(
 
 
 @triton.jit
-def residual_weight(
-    target_row_ptr,
-    draft_row_ptr,
-    entry,
-    vocab_size,
-    inv_temperature,
-    inv_draft_temperature,
-    threshold,
-    target_shift,
-    draft_lse,
-    token,
-    one_hot,
-):
-    """max(a * p - q, 0) of one block; target_shift = logsumexp - log a."""
+def residual_weight(residual, entry, vocab_size):
+    """max(a * p - q, 0) of one block.
+
+    `residual`: (target row, 1 / T, logsumexp - log a), (proposal row, 1 / T, logsumexp), (threshold
+    of the target's row, drafted token, whether the proposal is a point mass there).
+    """
+    target, draft, proposed = residual
+    target_row_ptr, inv_temperature, target_shift = target
+    draft_row_ptr, inv_draft_temperature, draft_lse = draft
+    threshold, token, one_hot = proposed
     x = load_scaled(target_row_ptr, entry, vocab_size, inv_temperature)
     # With -inf in place of the filtered logits, as in load_kept, registers spill.
     weight = tl.where(x < threshold, 0.0, tl.exp(x - target_shift))
@@ -208,17 +202,9 @@ def residual_weight(
 @triton.jit
 def store_residual_masses(
     mass_ptr,
-    target_row_ptr,
-    draft_row_ptr,
+    residual,
     first,
     vocab_size,
-    inv_temperature,
-    inv_draft_temperature,
-    threshold,
-    target_shift,
-    draft_lse,
-    token,
-    one_hot,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -228,18 +214,7 @@ def store_residual_masses(
     `first` is the chunk's first entry; STEP entries are read at a time.
     """
     for offset in tl.range(0, CHUNK, STEP):
-        weight = residual_weight(
-            target_row_ptr,
-            draft_row_ptr,
-            first + offset + tl.arange(0, STEP),
-            vocab_size,
-            inv_temperature,
-            inv_draft_temperature,
-            threshold,
-            target_shift,
-            draft_lse,
-            token,
-            one_hot,
-        )
+        entry = first + offset + tl.arange(0, STEP)
+        weight = residual_weight(residual, entry, vocab_size)
         part = offset // BLOCK + tl.arange(0, STEP // BLOCK)
         tl.store(mass_ptr + part, block_masses(weight, STEP, BLOCK))

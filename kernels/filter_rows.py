@@ -66,18 +66,9 @@ def _value(key):
 
 
 @triton.jit
-def _request(
-    row,
-    index_ptr,
-    rows_per_request,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    vocab_size,
-    HAS_INDEX: tl.constexpr,
-):
+def _request(row, requests, vocab_size, HAS_INDEX: tl.constexpr):
     """(1 / temperature, top-k or V, top-p or 1, min-p) of a row; no filter if it has none."""
+    index_ptr, rows_per_request, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr = requests
     if HAS_INDEX:
         request = tl.load(index_ptr + row).to(tl.int64)
     else:
@@ -115,17 +106,8 @@ def row_bounds_kernel(
     slot = tl.program_id(0).to(tl.int64)
     row = slot // chunks
     chunk = (slot % chunks).to(tl.int32)
-    inv_temperature, top_k, top_p, min_p = _request(
-        row,
-        index_ptr,
-        rows_per_request,
-        temperature_ptr,
-        top_k_ptr,
-        top_p_ptr,
-        min_p_ptr,
-        vocab_size,
-        HAS_INDEX,
-    )
+    requests = index_ptr, rows_per_request, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr
+    inv_temperature, top_k, top_p, min_p = _request(row, requests, vocab_size, HAS_INDEX)
     if chunk == 0:
         tl.store(gathered_ptr + row * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
     if (top_k < vocab_size) | (top_p < 1) | (min_p > 0):
@@ -139,18 +121,13 @@ def row_bounds_kernel(
 
 
 @triton.jit
-def _weight_above(
-    threshold,
-    maximum,
-    source_ptr,
-    row_ptr,
-    count,
-    inv_temperature,
-    whole,
-    BY_MASS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Number of entries at least as large as the threshold, or with BY_MASS their weight, int64."""
+def _weight_above(threshold, searched, BY_MASS: tl.constexpr, TILE: tl.constexpr):
+    """Number of entries at least as large as the threshold, or with BY_MASS their weight, int64.
+
+    `searched`: candidates, the row that is searched itself if `whole`, how many entries that are,
+    the row's maximum and its 1 / temperature.
+    """
+    source_ptr, row_ptr, whole, count, maximum, inv_temperature = searched
     total = tl.zeros((), tl.int64)
     for begin in range(0, count, TILE):
         entry = begin + tl.arange(0, TILE)
@@ -169,33 +146,12 @@ def _weight_above(
 
 
 @triton.jit
-def _largest_threshold(
-    goal,
-    low,
-    maximum,
-    source_ptr,
-    row_ptr,
-    count,
-    inv_temperature,
-    whole,
-    BY_MASS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def _largest_threshold(goal, low, searched, BY_MASS: tl.constexpr, TILE: tl.constexpr):
     """Key of the largest threshold, from `low` on, whose entries weigh `goal` or more."""
-    high = _key(maximum) + 1
+    high = _key(searched[4]) + 1
     while high - low > 1:
         middle = (low + high) >> 1
-        weight = _weight_above(
-            _value(middle),
-            maximum,
-            source_ptr,
-            row_ptr,
-            count,
-            inv_temperature,
-            whole,
-            BY_MASS,
-            TILE,
-        )
+        weight = _weight_above(_value(middle), searched, BY_MASS, TILE)
         low = tl.where(weight >= goal, middle, low)
         high = tl.where(weight >= goal, high, middle)
     return low
@@ -229,17 +185,8 @@ def threshold_kernel(
     slot = tl.program_id(0).to(tl.int64)
     row = slot // chunks
     chunk = (slot % chunks).to(tl.int32)
-    inv_temperature, top_k, top_p, min_p = _request(
-        row,
-        index_ptr,
-        rows_per_request,
-        temperature_ptr,
-        top_k_ptr,
-        top_p_ptr,
-        min_p_ptr,
-        vocab_size,
-        HAS_INDEX,
-    )
+    requests = index_ptr, rows_per_request, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr
+    inv_temperature, top_k, top_p, min_p = _request(row, requests, vocab_size, HAS_INDEX)
     has_k, has_p = top_k < vocab_size, top_p < 1
     c = tl.arange(0, CHUNKS)
     inside = (c < chunks) & (has_k | has_p | (min_p > 0))
@@ -289,48 +236,18 @@ def threshold_kernel(
             count = tl.load(gathered_ptr + row * 2)
             whole = count > CANDIDATES
             count = tl.where(whole, vocab_size, count)
+            searched = source_ptr, row_ptr, whole, count, maximum, inv_temperature
             low = _key(bound)
             if has_k:
-                low = _largest_threshold(
-                    tl.minimum(top_k, count).to(tl.int64),
-                    low,
-                    maximum,
-                    source_ptr,
-                    row_ptr,
-                    count,
-                    inv_temperature,
-                    whole,
-                    False,
-                    BLOCK,
-                )
+                goal = tl.minimum(top_k, count).to(tl.int64)
+                low = _largest_threshold(goal, low, searched, False, BLOCK)
             if has_p:
                 total = (tl.exp(lse - maximum) * _ONE).to(tl.float64)
                 if has_k | (min_p > 0):
-                    total = _weight_above(
-                        _value(low),
-                        maximum,
-                        source_ptr,
-                        row_ptr,
-                        count,
-                        inv_temperature,
-                        whole,
-                        True,
-                        BLOCK,
-                    ).to(tl.float64)
+                    total = _weight_above(_value(low), searched, True, BLOCK).to(tl.float64)
                 # At least the largest entry.
                 goal = tl.maximum((total * top_p).to(tl.int64), 1)
-                low = _largest_threshold(
-                    goal,
-                    low,
-                    maximum,
-                    source_ptr,
-                    row_ptr,
-                    count,
-                    inv_temperature,
-                    whole,
-                    True,
-                    BLOCK,
-                )
+                low = _largest_threshold(goal, low, searched, True, BLOCK)
             tl.store(threshold_ptr + row, _value(low))
     elif chunk == 0:
         tl.store(threshold_ptr + row, floor)

@@ -1,4 +1,4 @@
-"""The lowest level's drafts from n-grams and token pairs; cascade_steps.py launches the kernels.
+"""The lowest level's drafts from n-grams and token pairs; runner_v2/lookups.py launches them.
 
 They read the text of a request: its committed part where the runner keeps it, the rest, which may
 be unverified, in the window.
@@ -6,6 +6,8 @@ be unverified, in the window.
 
 import triton
 import triton.language as tl
+
+from vllm_hsd.kernels.suffix_kernels import matched_tokens
 
 
 @triton.jit
@@ -27,29 +29,15 @@ def find_ngram_kernel(
     base = tl.load(base_ptr + request)
     length = base + tl.load(end_ptr + request)
     position = chunk.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    matched = tl.zeros([CHUNK], tl.int64)
+    matched = tl.zeros([CHUNK], tl.int32)
     wanted = (tl.load(requested_ptr + request) > 0) & (chunk * CHUNK < length - 1)
     if wanted:
         window_ptr += request * window_stride
         text_ptr += tl.load(slot_ptr + request).to(tl.int64) * text_stride
-        going = position < length - 1
-        i = tl.zeros((), tl.int64)
-        while (i < LONGEST) & (tl.max(going.to(tl.int32), axis=0) > 0):
-            suffix = length - 1 - i
-            in_window = suffix >= base
-            one = tl.load(window_ptr + suffix - base, mask=in_window, other=0)
-            other = tl.load(text_ptr + suffix, mask=(suffix >= 0) & (suffix < base), other=-1)
-            wanted_token = tl.where(in_window, one, other)
-            at = position - i
-            drafted = going & (at >= base)
-            committed = going & (at >= 0) & (at < base)
-            one_token = tl.load(window_ptr + at - base, mask=drafted, other=0)
-            other_token = tl.load(text_ptr + at, mask=committed, other=-2)
-            token = tl.where(drafted, one_token, other_token)
-            going = going & (token == wanted_token)
-            matched += going.to(tl.int64)
-            i += 1
-    key = tl.where(matched > 0, (matched << 32) | (0xFFFFFFFF - position), 0)
+        matched = matched_tokens(
+            window_ptr, text_ptr, base, length, position, position < length - 1, LONGEST, CHUNK
+        )
+    key = tl.where(matched > 0, (matched.to(tl.int64) << 32) | (0xFFFFFFFF - position), 0)
     tl.store(best_ptr + request * tl.num_programs(1) + chunk, tl.max(key, axis=0))
 
 

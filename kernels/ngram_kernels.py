@@ -7,7 +7,7 @@ interval of the order of its texts, and in it every distinct token is one run (c
 import triton
 import triton.language as tl
 
-from vllm_hsd.kernels.suffix_kernels import _bound, _token_at
+from vllm_hsd.kernels.suffix_kernels import _bound, _token_at, matched_tokens
 
 
 @triton.jit
@@ -63,13 +63,9 @@ def _own_occurrences(
     chunk = ((length - 2) // CHUNK).to(tl.int32)
     while (chunk >= 0) & (count < OCCURRENCES):
         at = chunk.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-        going = at < length - 1
-        matched = tl.zeros([CHUNK], tl.int32)
-        for k in tl.static_range(ORDER):
-            wanted = _token_at(window_ptr, text_ptr, base, length - 1 - k, length > k)
-            going = going & (at >= k) & (length > k)
-            going = going & (_token_at(window_ptr, text_ptr, base, at - k, going) == wanted)
-            matched += going.to(tl.int32)
+        matched = matched_tokens(
+            window_ptr, text_ptr, base, length, at, at < length - 1, ORDER, CHUNK
+        )
         here = (matched > 0).to(tl.int32)
         number = tl.sum(here, axis=0)
         rank = count + number - tl.cumsum(here, axis=0)

@@ -31,21 +31,19 @@ def store_draw_stats(
     stats_ptr,
     stats_stride,
     mass_ptr,
-    row_ptr,
+    row,
     first,
     vocab_size,
-    temperature,
-    threshold,
-    seed,
-    position,
     COUPLED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Statistics of one chunk of a row for `drawn_token`; pointers are at the chunk's.
 
-    Written are the maximum, the sum of exp(x - maximum) or the argmax, and the block masses.
+    Written are the maximum, the sum of exp(x - maximum) or the argmax, and the block masses. `row`
+    is (pointer, T, threshold, seed, position).
     """
+    row_ptr, temperature, threshold, _, _ = row
     if temperature > 0:
         entry = first + tl.arange(0, CHUNK)
         x = load_kept(row_ptr, entry, vocab_size, 1.0 / temperature, threshold)
@@ -54,18 +52,7 @@ def store_draw_stats(
         tl.store(mass_ptr + tl.arange(0, CHUNK // BLOCK), masses)
         second = tl.sum(masses, axis=0)
     else:
-        maximum, second = chunk_argmax(
-            row_ptr,
-            first,
-            vocab_size,
-            temperature,
-            threshold,
-            seed,
-            position,
-            COUPLED,
-            CHUNK,
-            BLOCK,
-        )
+        maximum, second = chunk_argmax(row, first, vocab_size, COUPLED, CHUNK, BLOCK)
     tl.store(stats_ptr, maximum)
     tl.store(stats_ptr + stats_stride, second)
 
@@ -75,12 +62,8 @@ def drawn_token(
     stats_ptr,
     stats_stride,
     mass_ptr,
-    row_ptr,
-    temperature,
-    threshold,
-    seed,
-    stream,
-    draw,
+    row,
+    key,
     chunks,
     vocab_size,
     CHUNK: tl.constexpr,
@@ -89,8 +72,11 @@ def drawn_token(
 ):
     """(token int64, logsumexp) of a row from its statistics, with the uniform of the draw.
 
-    An invalid row at T > 0 gives token 0, as plain vLLM, and a logsumexp that is not finite.
+    `row` is (pointer, T, threshold), `key` the (seed, stream, draw) of the uniform. An invalid row
+    at T > 0 gives token 0, as plain vLLM, and a logsumexp that is not finite.
     """
+    row_ptr, temperature, threshold = row
+    seed, stream, draw = key
     parts: tl.constexpr = CHUNK // BLOCK
     c = tl.arange(0, CHUNKS)
     maximum = tl.load(stats_ptr + c, mask=c < chunks, other=float("-inf"))
@@ -145,17 +131,14 @@ def sample_stats_kernel(
     if COUPLED:
         seed = tl.load(seed_ptr + row)
         position = tl.load(position_ptr + row * position_stride)
+    temperature = tl.load(temperature_ptr + row)
     store_draw_stats(
         stats_ptr + slot,
         stats_stride,
         mass_ptr + slot.to(tl.int64) * (CHUNK // BLOCK),
-        logits_ptr + row * logits_stride,
+        (logits_ptr + row * logits_stride, temperature, threshold, seed, position),
         (slot % chunks) * CHUNK,
         vocab_size,
-        tl.load(temperature_ptr + row),
-        threshold,
-        seed,
-        position,
         COUPLED,
         CHUNK,
         BLOCK,
@@ -192,12 +175,8 @@ def draw_kernel(
         stats_ptr + row * chunks,
         stats_stride,
         mass_ptr + row * chunks * (CHUNK // BLOCK),
-        logits_ptr + row * logits_stride,
-        tl.load(temperature_ptr + row),
-        threshold,
-        tl.load(seed_ptr + row),
-        stream,
-        tl.load(draw_ptr + row) + draw_offset,
+        (logits_ptr + row * logits_stride, tl.load(temperature_ptr + row), threshold),
+        (tl.load(seed_ptr + row), stream, tl.load(draw_ptr + row) + draw_offset),
         chunks,
         vocab_size,
         CHUNK,

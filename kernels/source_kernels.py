@@ -8,6 +8,8 @@ of rows that draft nothing.
 import triton
 import triton.language as tl
 
+from vllm_hsd.kernels.blocks import extract_lane
+
 
 @triton.jit
 def _times(a, b):
@@ -180,34 +182,47 @@ def keep_offer_kernel(
 
 
 @triton.jit
-def offer_of(
-    own_ptr,
-    count_ptr,
-    token_ptr,
-    expected_ptr,
-    source,
+def best_offer(
+    offers,
     slot,
     slots,
     room,
-    prior,
-    least,
+    firsts,
     SOURCES: tl.constexpr,
     N: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """(expected accepted tokens, tokens that are worth drafting, all [LANES]) of a source."""
+    """(source or -1, tokens that are worth drafting, all [LANES]) of the best offer.
+
+    The one of most tokens that are expected to be accepted, of those that begin with no token of
+    the tensor `firsts`. Of equals the last one; no offer is chosen for nothing. `offers` are the
+    pointers from own to least of the kernel.
+    """
+    own_ptr, count_ptr, token_ptr, expected_ptr, prior_ptr, least_ptr = offers
+    prior, least = tl.load(prior_ptr), tl.load(least_ptr)
     lane = tl.arange(0, LANES)
-    place = source * (slots + 1) + slot
-    accepted = tl.load(own_ptr + place) + prior
-    scale = accepted / (tl.load(own_ptr + SOURCES * (slots + 1) + place) + prior)
-    within = lane < tl.minimum(tl.load(count_ptr + place), room)
-    expected = tl.load(expected_ptr + place * N + lane, mask=within, other=0.0)
-    survival = tl.associative_scan(tl.minimum(expected * scale, 1.0), 0, _times)
-    within = within & (survival >= least)
-    value = tl.sum(tl.where(within, survival, 0.0), axis=0)
-    token = tl.load(token_ptr + place * N + lane, mask=within, other=0)
-    count = tl.sum((within & (survival > 0)).to(tl.int32), axis=0)
-    return value, count, token
+    chosen = tl.full((), -1, tl.int32)
+    count = tl.zeros((), tl.int32)
+    taken = tl.zeros([LANES], tl.int32)
+    most = tl.zeros((), tl.float64)
+    for source in tl.static_range(SOURCES):
+        place = source * (slots + 1) + slot
+        accepted = tl.load(own_ptr + place) + prior
+        scale = accepted / (tl.load(own_ptr + SOURCES * (slots + 1) + place) + prior)
+        within = lane < tl.minimum(tl.load(count_ptr + place), room)
+        expected = tl.load(expected_ptr + place * N + lane, mask=within, other=0.0)
+        survival = tl.associative_scan(tl.minimum(expected * scale, 1.0), 0, _times)
+        within = within & (survival >= least)
+        value = tl.sum(tl.where(within, survival, 0.0), axis=0)
+        token = tl.load(token_ptr + place * N + lane, mask=within, other=0)
+        known = tl.sum((firsts == extract_lane(token, lane, 0)).to(tl.int32), axis=0)
+        better = (value >= most) & (value > 0) & (known == 0)
+        number = tl.sum((within & (survival > 0)).to(tl.int32), axis=0)
+        most = tl.where(better, value, most)
+        chosen = tl.where(better, source, chosen)
+        count = tl.where(better, number, count)
+        taken = tl.where(better, token, taken)
+    return chosen, count, taken
 
 
 @triton.jit
@@ -237,33 +252,9 @@ def choose_offer_kernel(
     slot = slot_of(slot_ptr, requested_ptr, request, slots)
     room = tl.load(room_ptr + request)
     lane = tl.arange(0, LANES)
-    prior, least = tl.load(prior_ptr), tl.load(least_ptr)
-    drafted = tl.zeros((), tl.int32)
-    taken = tl.zeros([LANES], tl.int32)
-    most = tl.zeros((), tl.float64)
-    chosen = tl.full((), -1, tl.int32)
-    for source in tl.static_range(SOURCES):
-        value, count, token = offer_of(
-            own_ptr,
-            count_ptr,
-            token_ptr,
-            expected_ptr,
-            source,
-            slot,
-            slots,
-            room,
-            prior,
-            least,
-            SOURCES,
-            N,
-            LANES,
-        )
-        # Of equals the last one; no offer is chosen for nothing.
-        better = (value >= most) & (value > 0)
-        most = tl.where(better, value, most)
-        drafted = tl.where(better, count, drafted)
-        chosen = tl.where(better, source, chosen)
-        taken = tl.where(better, token, taken)
+    offers = own_ptr, count_ptr, token_ptr, expected_ptr, prior_ptr, least_ptr
+    none = tl.full([2], -1, tl.int32)
+    chosen, drafted, taken = best_offer(offers, slot, slots, room, none, SOURCES, N, LANES)
     end = tl.load(end_ptr + request)
     tl.store(window_ptr + request * window_stride + end + lane, taken, mask=lane < drafted)
     tl.store(end_ptr + request, end + drafted)

@@ -1,45 +1,36 @@
-"""The kernels between the forward passes of a proposal; cascade_steps.py launches them.
+"""The kernels between the forward passes of a proposal, but for those that append to drafts.
 
-One program writes what belongs to a request. No program of a launch reads what another one of the
-same launch writes: what the copies of rows need is left unchanged by the launch that makes them.
+One program writes what belongs to a request. runner_v2/cascade_steps.py launches them.
 """
 
 import triton
 import triton.language as tl
 
-from vllm_hsd.kernels.blocks import is_finite, without_filtered
-
 DRAFTED, ACCEPTED, ROUNDS, INVALID, COLUMNS = (tl.constexpr(i) for i in range(5))
 
 
 @triton.jit
-def _at(level, level_stride, request):
+def at_level(level, level_stride, request):
     """Offset of a request in an [L, B] buffer."""
     return level * level_stride + request
 
 
 @triton.jit
-def _count(counts_ptr, level, column: tl.constexpr, number):
+def add_count(counts_ptr, level, column: tl.constexpr, number):
     if number > 0:
         tl.atomic_add(counts_ptr + level * COLUMNS + column, number.to(tl.int64), sem="relaxed")
 
 
 @triton.jit
-def _request_below(
-    start_ptr,
-    drafted_ptr,
-    requested_ptr,
-    level_stride,
-    lengths_ptr,
-    request,
-    end,
-    room,
-    LEVEL: tl.constexpr,
-):
-    """Open new drafts of all levels below LEVEL, which has `room` for tokens from below."""
+def request_below(drafts, lengths_ptr, request, end, room, LEVEL: tl.constexpr):
+    """Open new drafts of all levels below LEVEL, which has `room` for tokens from below.
+
+    `drafts`: start, drafted and requested of all levels, and their stride.
+    """
+    start_ptr, drafted_ptr, requested_ptr, level_stride = drafts
     for i in tl.static_range(LEVEL):
         requested = tl.minimum(tl.load(lengths_ptr + LEVEL - 1 - i), tl.maximum(room, 0))
-        at = _at(LEVEL - 1 - i, level_stride, request)
+        at = at_level(LEVEL - 1 - i, level_stride, request)
         tl.store(start_ptr + at, end)
         tl.store(drafted_ptr + at, 0)
         tl.store(requested_ptr + at, requested)
@@ -110,21 +101,12 @@ def stage_kernel(
     last = tl.minimum(length + longest + HORIZONTAL - 2, max_model_len - 1)
     tl.store(limit_ptr + request, tl.where(requested > 0, last, -1))
     tl.store(slot_ptr + request, slot.to(tl.int32))
-    at = _at(LEVELS - 1, level_stride, request)
+    at = at_level(LEVELS - 1, level_stride, request)
     tl.store(start_ptr + at, WINDOW)
     tl.store(drafted_ptr + at, 0)
     tl.store(requested_ptr + at, requested)
-    _request_below(
-        start_ptr,
-        drafted_ptr,
-        requested_ptr,
-        level_stride,
-        lengths_ptr,
-        request,
-        WINDOW,
-        requested - 1,
-        LEVELS - 1,
-    )
+    drafts_of_levels = start_ptr, drafted_ptr, requested_ptr, level_stride
+    request_below(drafts_of_levels, lengths_ptr, request, WINDOW, requested - 1, LEVELS - 1)
     temperature = tl.load(request_temperature_ptr + slot, mask=real, other=0.0)
     for k in tl.static_range(LEVELS):
         scaled = temperature * tl.load(scale_ptr + k)
@@ -136,7 +118,7 @@ def stage_kernel(
     tl.store(draw_ptr + request, length * DRAWS_PER_LENGTH)
     tl.store(row_of_slot_ptr + slot, request, mask=real)
     # What a step samples but for its last token, the target has accepted.
-    _count(counts_ptr, 0, ACCEPTED, sampled - 1)
+    add_count(counts_ptr, 0, ACCEPTED, sampled - 1)
     if request == 0:
         tl.store(num_reqs_ptr, num_reqs)
 
@@ -182,10 +164,10 @@ def place_kernel(
     base = tl.load(base_ptr + request)
     text_end = tl.load(end_ptr + request)
     if VERIFIES:
-        end = tl.load(start_ptr + _at(LEVEL - 1, level_stride, request)) + DRAFT
+        end = tl.load(start_ptr + at_level(LEVEL - 1, level_stride, request)) + DRAFT
     else:
         end = text_end
-    top = _at(LEVELS - 1, level_stride, request)
+    top = at_level(LEVELS - 1, level_stride, request)
     running = tl.load(drafted_ptr + top) < tl.load(requested_ptr + top)
     lane = tl.arange(0, LANES)
     fed = lane < QUERY
@@ -208,7 +190,7 @@ def place_kernel(
             row = lane - (QUERY - DRAFT - 1)
             at = request * (DRAFT + 1) + row
             tl.store(sampled_ptr + at, tl.maximum(token, 0), mask=fed & (row >= 0))
-            own = _at(LEVEL, level_stride, request)
+            own = at_level(LEVEL, level_stride, request)
             drafted = tl.load(drafted_ptr + own)
             has_room = drafted < tl.load(requested_ptr + own)
             tl.store(origin_ptr + request, tl.where(has_room, drafted, -1))
@@ -226,219 +208,6 @@ def place_kernel(
     tl.store(slot_mapping_ptr + group * slot_mapping_stride + place, where, mask=fed)
 
 
-@triton.jit(do_not_specialize=["step"])
-def commit_draft_kernel(
-    rows_ptr,  # [B, N, V]
-    lse_ptr,  # float32 [B, N]
-    window_ptr,  # int32 [B, capacity]
-    window_stride,
-    end_ptr,  # int32 [B]
-    start_ptr,  # int32 [B], of level 0
-    drafted_ptr,  # int32 [B]
-    requested_ptr,  # int32 [B]
-    counts_ptr,  # int64 [L, 4]
-    temperature_ptr,  # float32 [B]
-    token_ptr,  # int64 [B]
-    token_lse_ptr,  # float32 [B]
-    threshold_ptr,  # float32 [B]
-    logits_ptr,  # [B, V]
-    logits_stride,
-    vocab_size,
-    step,
-    N: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    request = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
-    if step < tl.load(requested_ptr + request):
-        temperature = tl.load(temperature_ptr + request)
-        if temperature > 0:
-            entry = chunk * CHUNK + tl.arange(0, CHUNK)
-            x = tl.load(logits_ptr + request * logits_stride + entry, mask=entry < vocab_size)
-            x = without_filtered(x, temperature, tl.load(threshold_ptr + request))
-            row_ptr = rows_ptr + (request * N + step) * vocab_size
-            tl.store(row_ptr + entry, x, mask=entry < vocab_size)
-        if chunk == 0:
-            place = tl.load(start_ptr + request) + step
-            token = tl.load(token_ptr + request).to(tl.int32)
-            tl.store(window_ptr + request * window_stride + place, token)
-            lse = tl.load(token_lse_ptr + request)
-            tl.store(lse_ptr + request * N + step, lse)
-            tl.store(end_ptr + request, place + 1)
-            tl.store(drafted_ptr + request, step + 1)
-            _count(counts_ptr, 0, INVALID, (is_finite(lse) == 0).to(tl.int32))
-
-
-@triton.jit
-def commit_verify_kernel(
-    rows_ptr,  # [B, N, V]
-    lse_ptr,  # float32 [B, N]
-    window_ptr,  # int32 [B, capacity]
-    window_stride,
-    end_ptr,  # int32 [B]
-    start_ptr,  # int32 [L, B]
-    drafted_ptr,
-    requested_ptr,
-    level_stride,
-    lengths_ptr,  # int32 [L]
-    counts_ptr,  # int64 [L, 4]
-    origin_ptr,  # int32 [B]
-    temperature_ptr,  # float32 [B]
-    token_ptr,  # int64 [B, DRAFT + 1]
-    accepted_ptr,  # int32 [B]
-    emitted_ptr,  # int32 [B]
-    target_lse_ptr,  # float32 [B, DRAFT + 1]
-    threshold_ptr,  # float32 [B, DRAFT + 1]
-    logits_ptr,  # [B * (DRAFT + 1), V]
-    logits_stride,
-    vocab_size,
-    LEVEL: tl.constexpr,
-    DRAFT: tl.constexpr,
-    LANES: tl.constexpr,
-    N: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    request = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
-    origin = tl.load(origin_ptr + request)
-    own = _at(LEVEL, level_stride, request)
-    if origin >= 0:
-        emitted = tl.load(emitted_ptr + request)
-        temperature = tl.load(temperature_ptr + request)
-        if temperature > 0:
-            entry = chunk * CHUNK + tl.arange(0, CHUNK)
-            first_row = logits_ptr + request * (DRAFT + 1) * logits_stride
-            first_place = rows_ptr + (request * N + origin) * vocab_size
-            for r in range(0, emitted):
-                x = tl.load(first_row + r * logits_stride + entry, mask=entry < vocab_size)
-                threshold = tl.load(threshold_ptr + request * (DRAFT + 1) + r)
-                x = without_filtered(x, temperature, threshold)
-                tl.store(first_place + r * vocab_size + entry, x, mask=entry < vocab_size)
-        if chunk == 0:
-            accepted = tl.load(accepted_ptr + request)
-            begin = tl.load(start_ptr + own) + origin
-            if emitted > accepted:
-                token = tl.load(token_ptr + request * (DRAFT + 1) + accepted).to(tl.int32)
-                place = request * window_stride + begin + accepted
-                tl.store(window_ptr + place, token)
-            lane = tl.arange(0, LANES)
-            lse = tl.load(
-                target_lse_ptr + request * (DRAFT + 1) + lane, mask=lane < emitted, other=0.0
-            )
-            tl.store(lse_ptr + request * N + origin + lane, lse, mask=lane < emitted)
-            drafted = origin + emitted
-            end = begin + emitted
-            tl.store(end_ptr + request, end)
-            tl.store(drafted_ptr + own, drafted)
-            below = tl.load(drafted_ptr + _at(LEVEL - 1, level_stride, request))
-            _count(counts_ptr, LEVEL - 1, DRAFTED, below)
-            _count(counts_ptr, LEVEL - 1, ROUNDS, (below > 0).to(tl.int32))
-            _count(counts_ptr, LEVEL - 1, ACCEPTED, accepted)
-            invalid = tl.sum((is_finite(lse) == 0).to(tl.int32), axis=0)
-            _count(counts_ptr, LEVEL, INVALID, invalid + accepted + 1 - emitted)
-            room = tl.load(requested_ptr + own) - drafted - 1
-            _request_below(
-                start_ptr,
-                drafted_ptr,
-                requested_ptr,
-                level_stride,
-                lengths_ptr,
-                request,
-                end,
-                room,
-                LEVEL,
-            )
-
-
-@triton.jit
-def commit_unverified_kernel(
-    rows_ptr,  # [B, N, V]
-    lse_ptr,  # float32 [B, N]
-    window_ptr,  # int32 [B, capacity]
-    window_stride,
-    end_ptr,  # int32 [B]
-    start_ptr,  # int32 [L, B]
-    drafted_ptr,
-    requested_ptr,
-    level_stride,
-    lengths_ptr,  # int32 [L]
-    counts_ptr,  # int64 [L, 4]
-    origin_ptr,  # int32 [B]
-    temperature_ptr,  # float32 [B]
-    below_rows_ptr,  # [B, BELOW, V], with HAS_ROWS
-    below_lse_ptr,  # float32 [B, BELOW]
-    taken_ptr,  # int32 [B], tokens of the draft from below
-    token_ptr,  # int64 [B]
-    token_lse_ptr,  # float32 [B]
-    threshold_ptr,  # float32 [B]
-    logits_ptr,  # [B, V]
-    logits_stride,
-    vocab_size,
-    HAS_ROWS: tl.constexpr,  # False: what is below are point masses
-    ADDS: tl.constexpr,  # False: the level draws no token of its own
-    BELOW: tl.constexpr,
-    LEVEL: tl.constexpr,
-    LANES: tl.constexpr,
-    N: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    request = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
-    origin = tl.load(origin_ptr + request)
-    own = _at(LEVEL, level_stride, request)
-    if origin >= 0:
-        taken = tl.load(taken_ptr + request)
-        begin = tl.load(start_ptr + own) + origin
-        window_ptr += request * window_stride
-        temperature = tl.load(temperature_ptr + request)
-        if temperature > 0:
-            entry = chunk * CHUNK + tl.arange(0, CHUNK)
-            first_place = rows_ptr + (request * N + origin) * vocab_size
-            for i in range(0, taken):
-                if HAS_ROWS:
-                    row_ptr = below_rows_ptr + (request * BELOW + i) * vocab_size
-                    x = tl.load(row_ptr + entry, mask=entry < vocab_size)
-                else:
-                    is_token = entry == tl.load(window_ptr + begin + i)
-                    x = tl.where(is_token, 0.0, float("-inf")).to(rows_ptr.dtype.element_ty)
-                tl.store(first_place + i * vocab_size + entry, x, mask=entry < vocab_size)
-            if ADDS:
-                x = tl.load(logits_ptr + request * logits_stride + entry, mask=entry < vocab_size)
-                x = without_filtered(x, temperature, tl.load(threshold_ptr + request))
-                tl.store(first_place + taken * vocab_size + entry, x, mask=entry < vocab_size)
-        if chunk == 0:
-            lane = tl.arange(0, LANES)
-            passed_on = lane < taken
-            place = request * N + origin + lane
-            lse = tl.zeros([LANES], tl.float32)
-            if HAS_ROWS:
-                lse = tl.load(below_lse_ptr + request * BELOW + lane, mask=passed_on, other=0.0)
-            tl.store(lse_ptr + place, lse, mask=passed_on)
-            drafted = origin + taken
-            if ADDS:
-                token_lse = tl.load(token_lse_ptr + request)
-                tl.store(lse_ptr + request * N + drafted, token_lse)
-                token = tl.load(token_ptr + request).to(tl.int32)
-                tl.store(window_ptr + begin + taken, token)
-                drafted += 1
-                end = begin + taken + 1
-                tl.store(end_ptr + request, end)
-                _count(counts_ptr, LEVEL, INVALID, (is_finite(token_lse) == 0).to(tl.int32))
-                room = tl.load(requested_ptr + own) - drafted - 1
-                _request_below(
-                    start_ptr,
-                    drafted_ptr,
-                    requested_ptr,
-                    level_stride,
-                    lengths_ptr,
-                    request,
-                    end,
-                    room,
-                    LEVEL,
-                )
-            tl.store(drafted_ptr + own, drafted)
-
-
 @triton.jit
 def begin_tail_kernel(
     end_ptr,  # int32 [B]
@@ -451,7 +220,7 @@ def begin_tail_kernel(
     HORIZONTAL: tl.constexpr,
 ):
     request = tl.program_id(0)
-    top = _at(TOP, level_stride, request)
+    top = at_level(TOP, level_stride, request)
     drafted = tl.load(drafted_ptr + top)
     room = tl.where(drafted > 0, HORIZONTAL, 0)
     tl.store(start_ptr + request, tl.load(end_ptr + request))
@@ -482,5 +251,5 @@ def collect_kernel(
     place = draft_tokens_ptr + request * LONGEST + lane
     tl.store(place, tl.maximum(token, 0).to(tl.int64), mask=lane < LONGEST)
     tl.store(draft_length_ptr + request, drafted)
-    _count(counts_ptr, 0, DRAFTED, drafted)
-    _count(counts_ptr, 0, ROUNDS, (drafted > 0).to(tl.int32))
+    add_count(counts_ptr, 0, DRAFTED, drafted)
+    add_count(counts_ptr, 0, ROUNDS, (drafted > 0).to(tl.int32))

@@ -19,6 +19,25 @@ def _token_at(window_ptr, text_ptr, base, at, mask):
 
 
 @triton.jit
+def matched_tokens(window_ptr, text_ptr, base, length, position, going, most, CHUNK: tl.constexpr):
+    """How many tokens up to each of [CHUNK] positions, `most` at most, end the text too: int32.
+
+    Pointers are at the request's; base and length as in `_token_at`; only positions that are
+    `going` are looked at.
+    """
+    matched = tl.zeros([CHUNK], tl.int32)
+    i = tl.zeros((), tl.int64)
+    while (i < most) & (tl.max(going.to(tl.int32), axis=0) > 0):
+        wanted = _token_at(window_ptr, text_ptr, base, length - 1 - i, length > i)
+        at = position - i
+        going = going & (at >= 0)
+        going = going & (_token_at(window_ptr, text_ptr, base, at, going) == wanted)
+        matched += going.to(tl.int32)
+        i += 1
+    return matched
+
+
+@triton.jit
 def match_text_kernel(
     matched_ptr,  # uint8 [B, max_model_len], tokens up to each one that end the text too
     longest_ptr,  # int32 [B, CHUNKS], the most of them
@@ -45,16 +64,9 @@ def match_text_kernel(
     if (tl.load(requested_ptr + request) > 0) & (chunk * CHUNK < committed):
         window_ptr += request * window_stride
         text_ptr += tl.load(slot_ptr + request).to(tl.int64) * text_stride
+        most = tl.minimum(length, DEPTH) - 1
         going = position < committed
-        longest = tl.minimum(length, DEPTH) - 1
-        i = tl.zeros((), tl.int64)
-        while (i < longest) & (tl.max(going.to(tl.int32), axis=0) > 0):
-            wanted = _token_at(window_ptr, text_ptr, base, length - 1 - i, True)
-            at = position - i
-            going = going & (at >= 0)
-            going = going & (_token_at(window_ptr, text_ptr, base, at, going) == wanted)
-            matched += going.to(tl.int32)
-            i += 1
+        matched = matched_tokens(window_ptr, text_ptr, base, length, position, going, most, CHUNK)
     # Also of requests that draft nothing: the next kernel reads no more than this one writes.
     tl.store(longest_ptr + request * tl.num_programs(1) + chunk, tl.max(matched, axis=0))
     row_ptr = matched_ptr + request.to(tl.int64) * max_model_len

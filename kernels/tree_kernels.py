@@ -52,15 +52,11 @@ def node_stats_kernel(
         store_row_stats(
             stats_ptr + flat * tl.num_programs(0) + chunk,
             stats_stride,
-            target_ptr + flat * vocab_size,
+            (target_ptr + flat * vocab_size, temperature, float("-inf"), 0, 0),
             draft_ptr + flat * vocab_size,
+            draft_temperature_ptr + request,
             chunk * CHUNK,
             vocab_size,
-            temperature,
-            draft_temperature_ptr + request,
-            float("-inf"),
-            0,
-            0,
             HAS_DRAFT,
             False,
             CHUNK,
@@ -70,26 +66,28 @@ def node_stats_kernel(
 
 @triton.jit
 def _remaining_row(
-    target_row_ptr,
-    draft_row_ptr,
-    factor_ptr,
-    token_ptr,
-    parent_ptr,
     entry,
     row,
     end,
-    target_lse,
-    draft_lse,
-    inv_temperature,
-    inv_draft_temperature,
+    tree,
+    scales,
     vocab_size,
     one_hot,
+    NODES: tl.constexpr,
     REPLACEMENT: tl.constexpr,
 ):
     """A row's residual after its children before node ``end``, unnormalized, at ``entry``.
 
+    tree: the request's pointers; scales: 1 / T of target and draft.
     Returns (weights, proposal of node ``end`` if it is a child of the row).
     """
+    target_ptr, draft_ptr, state_ptr, token_ptr, parent_ptr = tree
+    target_lse = tl.load(state_ptr + row)
+    draft_lse = tl.load(state_ptr + NODES + 1 + row)
+    factor_ptr = state_ptr + 4 * (NODES + 1)
+    inv_temperature, inv_draft_temperature = scales
+    target_row_ptr = target_ptr + row.to(tl.int64) * vocab_size
+    draft_row_ptr = draft_ptr + row.to(tl.int64) * vocab_size
     x = load_scaled(target_row_ptr, entry, vocab_size, inv_temperature)
     weight = tl.exp(x - target_lse)
     proposal = tl.zeros_like(weight)
@@ -162,6 +160,8 @@ def traverse_kernel(
     mass_ptr += request * chunks * parts
     stats_ptr += request * rows * chunks
     factor_ptr = state_ptr + 4 * rows
+    tree = target_ptr, draft_ptr, state_ptr, token_ptr, parent_ptr
+    scales = inv_temperature, inv_draft_temperature
     index = tl.arange(0, LANES)
     token = tl.load(token_ptr + index, mask=index < NODES, other=-1).to(tl.int32)
     parent = tl.load(parent_ptr + index, mask=index < NODES, other=-2).to(tl.int32)
@@ -214,23 +214,8 @@ def traverse_kernel(
             if child < NODES:
                 seen = child
                 x = tl.load(token_ptr + child).to(tl.int32)
-                row64 = row.to(tl.int64) * vocab_size
                 weight, proposal = _remaining_row(
-                    target_ptr + row64,
-                    draft_ptr + row64,
-                    factor_ptr,
-                    token_ptr,
-                    parent_ptr,
-                    x,
-                    row,
-                    child,
-                    tl.load(state_ptr + row),
-                    tl.load(state_ptr + rows + row),
-                    inv_temperature,
-                    inv_draft_temperature,
-                    vocab_size,
-                    one_hot,
-                    REPLACEMENT,
+                    x, row, child, tree, scales, vocab_size, one_hot, NODES, REPLACEMENT
                 )
                 # A token that was drawn twice needs no special case: if the first visit did not
                 # end there, the residual after it has no mass at that token.
@@ -265,23 +250,16 @@ def traverse_kernel(
                     tl.store(factor_ptr + failed, a / scale)
                     tl.debug_barrier()
                     total = tl.zeros((), tl.float32)
-                    row64 = row.to(tl.int64) * vocab_size
                     for chunk in range(0, chunks):
                         weight, _ = _remaining_row(
-                            target_ptr + row64,
-                            draft_ptr + row64,
-                            factor_ptr,
-                            token_ptr,
-                            parent_ptr,
                             chunk * CHUNK + tl.arange(0, CHUNK),
                             row,
                             failed + 1,
-                            tl.load(state_ptr + row),
-                            tl.load(state_ptr + rows + row),
-                            inv_temperature,
-                            inv_draft_temperature,
+                            tree,
+                            scales,
                             vocab_size,
                             one_hot,
+                            NODES,
                             REPLACEMENT,
                         )
                         masses = block_masses(weight, CHUNK, BLOCK)
@@ -296,37 +274,19 @@ def traverse_kernel(
                         tl.store(factor_ptr + failed, 0.0)
 
         # The walk ends here: draw from the residual of this row.
-        row64 = row.to(tl.int64) * vocab_size
-        target_ptr += row64
-        draft_ptr += row64
-        target_lse = tl.load(state_ptr + row)
-        draft_lse = tl.load(state_ptr + rows + row)
+        target_row_ptr = target_ptr + row.to(tl.int64) * vocab_size
         is_leaf = tl.sum((valid & (parent == row - 1)).to(tl.int32), axis=0) == 0
         if measured == 0:
             for chunk in range(0, chunks):
                 entry = chunk * CHUNK + tl.arange(0, CHUNK)
                 if is_leaf:
-                    x = load_scaled(target_ptr, entry, vocab_size, inv_temperature)
+                    x = load_scaled(target_row_ptr, entry, vocab_size, inv_temperature)
                     chunk_max = tl.max(x, axis=0)
                     weight = exp_shifted(x, chunk_max)
                     tl.store(stats_ptr + row * chunks + chunk, chunk_max)
                 else:
                     weight, _ = _remaining_row(
-                        target_ptr,
-                        draft_ptr,
-                        factor_ptr,
-                        token_ptr,
-                        parent_ptr,
-                        entry,
-                        row,
-                        seen + 1,
-                        target_lse,
-                        draft_lse,
-                        inv_temperature,
-                        inv_draft_temperature,
-                        vocab_size,
-                        one_hot,
-                        REPLACEMENT,
+                        entry, row, seen + 1, tree, scales, vocab_size, one_hot, NODES, REPLACEMENT
                     )
                 masses = block_masses(weight, CHUNK, BLOCK)
                 tl.store(mass_ptr + chunk * parts + tl.arange(0, parts), masses)
@@ -344,25 +304,11 @@ def traverse_kernel(
             chosen, before = inverse_cdf_index(mass, b, goal)
             entry = chosen * BLOCK + tl.arange(0, BLOCK)
             if is_leaf:
-                x = load_scaled(target_ptr, entry, vocab_size, inv_temperature)
+                x = load_scaled(target_row_ptr, entry, vocab_size, inv_temperature)
                 weight = exp_shifted(x, row_max)
             else:
                 weight, _ = _remaining_row(
-                    target_ptr,
-                    draft_ptr,
-                    factor_ptr,
-                    token_ptr,
-                    parent_ptr,
-                    entry,
-                    row,
-                    seen + 1,
-                    target_lse,
-                    draft_lse,
-                    inv_temperature,
-                    inv_draft_temperature,
-                    vocab_size,
-                    one_hot,
-                    REPLACEMENT,
+                    entry, row, seen + 1, tree, scales, vocab_size, one_hot, NODES, REPLACEMENT
                 )
             drawn, _ = inverse_cdf_index(weight.to(tl.float64), entry, goal - before)
             next_token = drawn.to(tl.int64)

@@ -23,7 +23,7 @@ def chosen_of(first, offers, values):
     rows, firsts = [], {first}
     for _ in range(BRANCHES):
         left = [s for s, offer in enumerate(offers) if offer and offer[0] not in firsts]
-        best = max(left, key=lambda s: (values[s], -s), default=None)
+        best = max(left, key=lambda s: (values[s], s), default=None)
         rows.append([] if best is None else offers[best])
         firsts |= {rows[-1][0]} if rows[-1] else set()
     return rows

@@ -16,7 +16,7 @@ from support.proposal_states import (
 )
 from support.proposal_walk import walk
 
-from vllm_hsd.runner_v2 import cascade_steps
+from vllm_hsd.runner_v2 import cascade_steps, lookups
 
 pytestmark = pytest.mark.interpret
 
@@ -84,7 +84,7 @@ def test_ngram_matches_of_vllm(seed, monkeypatch):
     """The tokens of vLLM's matcher, over several chunks of the text and the drafted window."""
     numba = pytest.importorskip("vllm.v1.spec_decode.ngram_proposer")
     match = numba._find_longest_matched_ngram_and_propose_tokens.py_func
-    monkeypatch.setattr(cascade_steps, "SEARCH_CHUNK", 16)
+    monkeypatch.setattr(lookups, "SEARCH_CHUNK", 16)
     schedule = schedule_of(3, 8, lookup=True)
     state = GuardedState(schedule, 5, lookup=True).state
     tensors = runner_tensors(seed, 5, schedule.window) | {"scales": torch.ones(2)}
@@ -93,7 +93,7 @@ def test_ngram_matches_of_vllm(seed, monkeypatch):
     state.window[:, schedule.window : schedule.window + 2] = torch.randint(0, 5, (5, 2)).int()
     state.end += torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32)
     before = copied(state)
-    cascade_steps.lookup_ngram(state, tensors["text"], shortest=2, longest=3)
+    lookups.lookup_ngram(state, tensors["text"], shortest=2, longest=3)
     for b in range(5):
         base, end = int(before.base[b]), int(before.end[b])
         text = torch.cat((tensors["text"][before.slot[b], :base], before.window[b, :end])).numpy()
@@ -110,7 +110,7 @@ def test_bigram_chains_end_where_there_is_no_successor():
     cascade_steps.stage(guarded.state, schedule, **tensors)
     expected = copied(guarded.state)
     successor = torch.tensor([3, 2, -1, 1, 4], dtype=torch.int32)
-    cascade_steps.lookup_bigram(guarded.state, successor)
+    lookups.lookup_bigram(guarded.state, successor)
     step_reference.lookup_bigram(expected, successor)
     assert_equal_states(guarded.state, expected)
     assert len(set(guarded.state.drafted[0].tolist())) > 1

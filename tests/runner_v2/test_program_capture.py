@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.proposal_states import MAX_MODEL_LEN, MAX_NUM_REQS, schedule_of
+from support.proposal_states import MAX_MODEL_LEN, MAX_NUM_REQS, TableLevel, schedule_of
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 from triton.runtime.jit import JITFunction
 
 from vllm_hsd.core.text_order import OrderedTexts
-from vllm_hsd.runner_v2 import cascade_steps
+from vllm_hsd.runner_v2 import cascade_steps, lookups
 from vllm_hsd.runner_v2.program import Program, ProgramSources
 from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState
 from vllm_hsd.runner_v2.sources import Estimates, SourcesLookup
@@ -37,20 +37,15 @@ SEARCHES = {
 }
 
 
-class TinyModel:
-    """Embedding and head over the fed tokens; `after` sees its logits."""
-
-    in_target_cache = False
+class TinyModel(TableLevel):
+    """`after` sees its logits."""
 
     def __init__(self, after=lambda logits: logits) -> None:
-        self.weight = torch.randn(VOCABULARY, VOCABULARY, dtype=torch.bfloat16)
+        super().__init__(torch.randn(VOCABULARY, VOCABULARY, dtype=torch.bfloat16))
         self.after = after
 
     def forward(self, state, op, num_logits):
-        fed = state.batch * op.query_length
-        hidden = torch.nn.functional.embedding(state.input_ids[:fed], self.weight)
-        last = hidden.view(state.batch, op.query_length, -1)[:, -num_logits:]
-        return self.after(last.reshape(-1, VOCABULARY) @ self.weight)
+        return self.after(super().forward(state, op, num_logits))
 
 
 @pytest.fixture
@@ -104,17 +99,17 @@ def run_on_fake_tensors(lengths, levels, lookup=False, verifier="block", chooses
     successor = torch.zeros(VOCABULARY, dtype=torch.int32)
     curve = torch.ones(lengths[0], dtype=torch.float64)
     searches = [
-        (partial(cascade_steps.lookup_ngram, shortest=1, longest=4), Estimates(curve, False)),
+        (partial(lookups.lookup_ngram, shortest=1, longest=4), Estimates(curve, False)),
         (SuffixLookup(texts, 0.05, text.device), None),
     ]
     sources = SourcesLookup(searches, 0.05, MAX_NUM_REQS, lengths[0], text.device, chooses)
     offer = partial(sources.offer, text=text)
     joined = ProgramSources(offer, sources.choose, sources.drawn) if chooses else None
     below = {
-        "ngram": partial(cascade_steps.lookup_ngram, text=text, shortest=1, longest=4),
+        "ngram": partial(lookups.lookup_ngram, text=text, shortest=1, longest=4),
         "suffix": partial(SuffixLookup(texts, 0.05, text.device), text=text),
         "sources": partial(sources, text=text),
-        "bigram": partial(cascade_steps.lookup_bigram, successor=successor),
+        "bigram": partial(lookups.lookup_bigram, successor=successor),
     }
     built = [below[level] if isinstance(level, str) else level() for level in levels]
     cascade_steps.stage(state, schedule, **runner, max_model_len=MAX_MODEL_LEN)

@@ -63,7 +63,7 @@ class Host:
 def lookups(stored):
     """The same three on the device and on the host."""
     from vllm_hsd.levels.ngram import NgramLevelConfig
-    from vllm_hsd.runner_v2.cascade_steps import lookup_bigram, lookup_ngram
+    from vllm_hsd.runner_v2.lookups import lookup_bigram, lookup_ngram
     from vllm_hsd.runner_v2.sources import Estimates
     from vllm_hsd.runner_v2.suffix_lookup import SuffixLookup
 

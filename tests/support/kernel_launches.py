@@ -32,6 +32,7 @@ from vllm_hsd.kernels.sample_row import sample_row
 from vllm_hsd.kernels.tree_verify import MAX_NODES, verify_tree
 from vllm_hsd.runner_v2 import cascade_steps
 from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds, observe_target
+from vllm_hsd.runner_v2.lookups import lookup_bigram, lookup_ngram
 from vllm_hsd.runner_v2.ngram_rows import NgramRows, Runs
 from vllm_hsd.runner_v2.program import Program, ProgramSources
 from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState, row_dtypes
@@ -175,9 +176,9 @@ class Cascade:
     def _lookup(self) -> Any:
         meta, successor = torch.device("meta"), _empty(self.vocab_size)
         each = {
-            "ngram": partial(cascade_steps.lookup_ngram, shortest=1, longest=4),
+            "ngram": partial(lookup_ngram, shortest=1, longest=4),
             "suffix": SuffixLookup(self._texts if self.store else None, 0.05, meta),
-            "bigram": lambda state, text: cascade_steps.lookup_bigram(state, successor),
+            "bigram": lambda state, text: lookup_bigram(state, successor),
         }
         if self.lowest != "sources":
             return each.get(self.lowest)

@@ -14,7 +14,7 @@ from support.proposal_states import (
 )
 
 from vllm_hsd.kernels import chain_verify
-from vllm_hsd.runner_v2 import cascade_steps
+from vllm_hsd.runner_v2 import cascade_steps, lookups
 from vllm_hsd.runner_v2.schedule import Draft, Lookup, Verify
 
 
@@ -56,7 +56,7 @@ def walk(
             assert_equal_states(state, expected)
         if isinstance(op, Lookup):
             step = {"shortest": 1, "longest": 3}
-            cascade_steps.lookup_ngram(state, theirs["text"], **step)
+            lookups.lookup_ngram(state, theirs["text"], **step)
             step_reference.lookup_ngram(expected, tensors["text"], **step)
             assert_equal_states(state, expected)
             continue

@@ -1,32 +1,33 @@
-"""The steps of cascade_steps.py in plain Python on the same `ProposalState`, request by request."""
+"""The steps of cascade_steps.py in plain Python on the same `ProposalState`, request by request.
+
+Arguments are those of the steps, whose names they have.
+"""
 
 import torch
 from support.kernel_reference import filtered
 
 from vllm_hsd.core.drafts import room_below
 from vllm_hsd.core.stopping import entropy_nats
-from vllm_hsd.kernels.chain_verify import ChainResult
-from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds
-from vllm_hsd.runner_v2.proposal_state import COUNTS, KVGroups, ProposalState
-from vllm_hsd.runner_v2.schedule import Draft, Schedule, Verify, first_draw
+from vllm_hsd.runner_v2.proposal_state import COUNTS
+from vllm_hsd.runner_v2.schedule import Draft, Verify, first_draw
 
 
 def stage(
-    state: ProposalState,
-    schedule: Schedule,
+    state,
+    schedule,
     *,
-    index: torch.Tensor,
-    text: torch.Tensor,
-    length: torch.Tensor,
-    num_sampled: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    scales: torch.Tensor,
-    max_model_len: int,
-) -> None:
+    index,
+    text,
+    length,
+    num_sampled,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seeds,
+    scales,
+    max_model_len,
+):
     """``cascade_steps.stage``."""
     state.row_of_slot.fill_(-1)
     state.num_reqs[0] = len(index)
@@ -55,16 +56,7 @@ def stage(
             state.counts[top, COUNTS.accepted] += max(int(num_sampled[b]) - 1, 0)
 
 
-def place(
-    state: ProposalState,
-    schedule: Schedule,
-    op: Draft | Verify,
-    groups: KVGroups,
-    max_model_len: int,
-    *,
-    committed_too: bool = True,
-    tables: list[torch.Tensor],
-) -> None:
+def place(state, schedule, op, groups, max_model_len, *, committed_too=True, tables):
     """``cascade_steps.place``; tables: what groups.table_ptrs points at, int32 [slots, blocks]."""
     num_reqs, q = int(state.num_reqs), op.query_length
     top = schedule.num_levels - 1
@@ -99,14 +91,7 @@ def place(
             state.origin[b] = state.drafted[op.level, b] if has_room else -1
 
 
-def commit_draft(
-    state: ProposalState,
-    op: Draft,
-    logits: torch.Tensor,
-    token_ids: torch.Tensor,
-    lse: torch.Tensor,
-    thresholds: torch.Tensor,
-) -> None:
+def commit_draft(state, op, logits, token_ids, lse, thresholds):
     """``cascade_steps.commit_draft``."""
     rows = state.rows[0]
     assert rows is not None
@@ -123,13 +108,7 @@ def commit_draft(
         state.counts[0, COUNTS.invalid] += int(not lse[b].isfinite())
 
 
-def commit_verify(
-    state: ProposalState,
-    op: Verify,
-    logits: torch.Tensor,
-    result: ChainResult,
-    thresholds: torch.Tensor,
-) -> None:
+def commit_verify(state, op, logits, result, thresholds):
     """``cascade_steps.commit_verify``."""
     k, width = op.level, op.draft_length + 1
     rows = state.rows[k]
@@ -156,15 +135,7 @@ def commit_verify(
         _request_below(state, state.draft_lengths.tolist(), k, b)
 
 
-def commit_unverified(
-    state: ProposalState,
-    op: Verify,
-    logits: torch.Tensor,
-    token_ids: torch.Tensor,
-    lse: torch.Tensor,
-    thresholds: torch.Tensor,
-    taken: torch.Tensor,
-) -> None:
+def commit_unverified(state, op, logits, token_ids, lse, thresholds, taken):
     """``cascade_steps.commit_unverified``."""
     k = op.level
     rows, below = state.rows[k], state.rows[k - 1]
@@ -189,8 +160,8 @@ def commit_unverified(
         _request_below(state, state.draft_lengths.tolist(), k, b)
 
 
-def lookup_ngram(state: ProposalState, text: torch.Tensor, *, shortest: int, longest: int) -> None:
-    """``cascade_steps.lookup_ngram``."""
+def lookup_ngram(state, text, *, shortest, longest):
+    """``lookups.lookup_ngram``."""
     for b in range(state.batch):
         requested, base, end = int(state.requested[0, b]), int(state.base[b]), int(state.end[b])
         tokens = []
@@ -207,8 +178,8 @@ def lookup_ngram(state: ProposalState, text: torch.Tensor, *, shortest: int, lon
         _write(state, b, found)
 
 
-def lookup_bigram(state: ProposalState, successor: torch.Tensor) -> None:
-    """``cascade_steps.lookup_bigram``."""
+def lookup_bigram(state, successor):
+    """``lookups.lookup_bigram``."""
     for b in range(state.batch):
         found: list[int] = []
         token = int(state.window[b, int(state.end[b]) - 1])
@@ -217,7 +188,7 @@ def lookup_bigram(state: ProposalState, successor: torch.Tensor) -> None:
         _write(state, b, found)
 
 
-def begin_tail(state: ProposalState, schedule: Schedule) -> None:
+def begin_tail(state, schedule):
     """``cascade_steps.begin_tail``."""
     for b in range(state.batch):
         drafted = int(state.drafted[-1, b])
@@ -227,7 +198,7 @@ def begin_tail(state: ProposalState, schedule: Schedule) -> None:
         state.origin[b] = drafted if drafted else -1
 
 
-def append_tail(state: ProposalState, schedule: Schedule) -> None:
+def append_tail(state, schedule):
     """``cascade_steps.append_tail``."""
     rows, below = state.rows[-1], state.rows[0]
     assert rows is not None
@@ -243,11 +214,11 @@ def append_tail(state: ProposalState, schedule: Schedule) -> None:
             state.drafted[-1, b] = origin + n
 
 
-def _write_point_masses(rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+def _write_point_masses(rows, token_ids):
     rows.fill_(-float("inf")).scatter_(1, token_ids.long()[:, None], 0.0)
 
 
-def pass_entropies_on(thresholds: DeviceThresholds, state: ProposalState) -> None:
+def pass_entropies_on(thresholds, state):
     """``entropy_stopping.pass_entropies_on``."""
     for b in range(state.batch):
         origin, n = int(state.origin[b]), int(state.drafted[0, b])
@@ -256,13 +227,7 @@ def pass_entropies_on(thresholds: DeviceThresholds, state: ProposalState) -> Non
                 kept[-1][b, origin : origin + n] = kept[0][b, :n]
 
 
-def end_unsure_drafts(
-    thresholds: DeviceThresholds,
-    state: ProposalState,
-    op: Draft | Verify,
-    logits: torch.Tensor,
-    result: ChainResult | None = None,
-) -> None:
+def end_unsure_drafts(thresholds, state, op, logits, result=None):
     """``entropy_stopping.end_unsure_drafts``."""
     k, measured = op.level, thresholds.stopping[op.level]
     width = len(logits) // state.batch
@@ -293,14 +258,7 @@ def end_unsure_drafts(
         entropy[origin : origin + count], drafter[origin : origin + count] = rows, k
 
 
-def observe_target(
-    thresholds: DeviceThresholds,
-    state: ProposalState,
-    *,
-    index: torch.Tensor,
-    num_sampled: torch.Tensor,
-    num_rejected: torch.Tensor,
-) -> None:
+def observe_target(thresholds, state, *, index, num_sampled, num_rejected):
     """``entropy_stopping.observe_target``."""
     for i, slot in enumerate(index.tolist()):
         row, accepted = int(state.row_of_slot[slot]), int(num_sampled[i]) - 1
@@ -310,7 +268,7 @@ def observe_target(
                 _observe(thresholds, slot, len(thresholds.stopping) - 1, row, accepted)
 
 
-def _observe(thresholds: DeviceThresholds, slot: int, level: int, b: int, place: int) -> None:
+def _observe(thresholds, slot, level, b, place):
     entropy = thresholds.entropy[level][b, place]
     if not entropy.isnan():
         drafter = thresholds.drafter[level][b, place]
@@ -318,7 +276,7 @@ def _observe(thresholds: DeviceThresholds, slot: int, level: int, b: int, place:
         thresholds.count[drafter, slot] += 1
 
 
-def collect(state: ProposalState, schedule: Schedule) -> None:
+def collect(state, schedule):
     """``cascade_steps.collect``."""
     top = schedule.num_levels - 1
     for b in range(state.batch):
@@ -331,13 +289,13 @@ def collect(state: ProposalState, schedule: Schedule) -> None:
             state.draft_tokens[b, i] = max(int(token), 0)
 
 
-def _write(state: ProposalState, b: int, found: list[int]) -> None:
+def _write(state, b, found):
     end = int(state.end[b])
     state.window[b, end : end + len(found)] = torch.tensor(found, dtype=torch.int32)
     state.end[b], state.drafted[0, b] = end + len(found), len(found)
 
 
-def _request_below(state: ProposalState, lengths: list[int] | tuple[int, ...], level: int, b: int):
+def _request_below(state, lengths, level, b):
     for k in range(level - 1, -1, -1):
         room = max(room_below(int(state.requested[k + 1, b]), int(state.drafted[k + 1, b])), 0)
         state.requested[k, b] = min(lengths[k], room)

@@ -25,7 +25,7 @@ from vllm_hsd.config import CascadeConfig  # noqa: E402
 from vllm_hsd.core.text_order import order_texts  # noqa: E402
 from vllm_hsd.core.text_store import TextStore, collect_texts  # noqa: E402
 from vllm_hsd.runner_v2.cascade_sampler import serve  # noqa: E402
-from vllm_hsd.runner_v2.cascade_steps import lookup_bigram, lookup_ngram  # noqa: E402
+from vllm_hsd.runner_v2.lookups import lookup_bigram, lookup_ngram  # noqa: E402
 from vllm_hsd.runner_v2.metrics import DeviceCounts  # noqa: E402
 from vllm_hsd.runner_v2.ngram_rows import NgramRows  # noqa: E402
 from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState  # noqa: E402

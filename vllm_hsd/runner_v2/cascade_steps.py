@@ -8,7 +8,7 @@ write a `ProposalState`. Nothing is read on the host, and grids depend only on s
 import torch
 import triton
 
-from vllm_hsd.kernels import lookup_kernels, step_kernels
+from vllm_hsd.kernels import commit_kernels, step_kernels
 from vllm_hsd.kernels.blocks import padded_size
 from vllm_hsd.kernels.chain_verify import ChainResult
 from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState
@@ -17,8 +17,6 @@ from vllm_hsd.runner_v2.schedule import DRAWS_PER_LENGTH, Draft, Schedule, Verif
 # Entries of a row that one program copies: four 16-byte loads per thread in bfloat16.
 COPY_CHUNK = 8192
 COPY_WARPS = 8
-# Positions of the text that one program compares.
-SEARCH_CHUNK = 2048
 
 
 def stage(
@@ -58,14 +56,10 @@ def stage(
     state.row_of_slot.fill_(-1)
     step_kernels.stage_kernel[(state.batch,)](
         state.num_reqs,
-        state.window,
-        state.window.stride(0),
+        *state.windows,
         state.base,
         state.end,
-        state.start,
-        state.drafted,
-        state.requested,
-        state.drafted.stride(0),
+        *state.drafts,
         state.draft_lengths,
         state.limit,
         state.slot,
@@ -131,14 +125,10 @@ def place(
         state.sampled,
         state.origin,
         state.num_reqs,
-        state.window,
-        state.window.stride(0),
+        *state.windows,
         state.base,
         state.end,
-        state.start,
-        state.drafted,
-        state.requested,
-        state.drafted.stride(0),
+        *state.drafts,
         state.limit,
         state.slot,
         *groups,
@@ -176,11 +166,10 @@ def commit_draft(
     """
     rows = _rows(state, 0, logits)
     vocab_size = rows.shape[2]
-    step_kernels.commit_draft_kernel[(state.batch, triton.cdiv(vocab_size, COPY_CHUNK))](
+    commit_kernels.commit_draft_kernel[(state.batch, triton.cdiv(vocab_size, COPY_CHUNK))](
         rows,
         state.lse[0],
-        state.window,
-        state.window.stride(0),
+        *state.windows,
         state.end,
         state.start[0],
         state.drafted[0],
@@ -219,16 +208,12 @@ def commit_verify(
     """
     rows = _rows(state, op.level, logits)
     vocab_size = rows.shape[2]
-    step_kernels.commit_verify_kernel[(state.batch, triton.cdiv(vocab_size, COPY_CHUNK))](
+    commit_kernels.commit_verify_kernel[(state.batch, triton.cdiv(vocab_size, COPY_CHUNK))](
         rows,
         state.lse[op.level],
-        state.window,
-        state.window.stride(0),
+        *state.windows,
         state.end,
-        state.start,
-        state.drafted,
-        state.requested,
-        state.drafted.stride(0),
+        *state.drafts,
         state.draft_lengths,
         state.counts,
         state.origin,
@@ -280,10 +265,7 @@ def begin_tail(state: ProposalState, schedule: Schedule) -> None:
     """Let level 0 draft the horizontal tokens after the top level's draft, where that has any."""
     step_kernels.begin_tail_kernel[(state.batch,)](
         state.end,
-        state.start,
-        state.drafted,
-        state.requested,
-        state.drafted.stride(0),
+        *state.drafts,
         state.origin,
         TOP=schedule.num_levels - 1,
         HORIZONTAL=schedule.horizontal_tokens,
@@ -313,16 +295,12 @@ def _pass_on(
 ) -> None:
     """Launch `commit_unverified_kernel` for a draft of `feeder`, of at most `longest` tokens."""
     vocab_size, below = rows.shape[2], state.rows[feeder]
-    step_kernels.commit_unverified_kernel[(state.batch, triton.cdiv(vocab_size, COPY_CHUNK))](
+    commit_kernels.commit_unverified_kernel[(state.batch, triton.cdiv(vocab_size, COPY_CHUNK))](
         rows,
         state.lse[level],
-        state.window,
-        state.window.stride(0),
+        *state.windows,
         state.end,
-        state.start,
-        state.drafted,
-        state.requested,
-        state.drafted.stride(0),
+        *state.drafts,
         state.draft_lengths,
         state.counts,
         state.origin,
@@ -343,69 +321,13 @@ def _pass_on(
     )
 
 
-def lookup_ngram(state: ProposalState, text: torch.Tensor, *, shortest: int, longest: int) -> None:
-    """Continue every text from the first occurrence of its longest repeated suffix.
-
-    The rule of vLLM's prompt lookup (``vllm.v1.spec_decode.ngram_proposer``).
-
-    Args:
-        text: int32 [max_num_reqs, max_model_len], all committed tokens; its memory must not move.
-        shortest, longest: lengths of the suffix, in tokens.
-    """
-    chunks = triton.cdiv(text.shape[1], SEARCH_CHUNK)
-    best = torch.empty(state.batch, chunks, dtype=torch.int64, device=text.device)
-    where = (state.window, state.window.stride(0), state.base, state.end)
-    lookup_kernels.find_ngram_kernel[(state.batch, chunks)](
-        best,
-        *where,
-        state.requested[0],
-        state.slot,
-        text,
-        text.stride(0),
-        LONGEST=longest,
-        CHUNK=SEARCH_CHUNK,
-    )
-    lookup_kernels.copy_ngram_kernel[(state.batch,)](
-        *where,
-        state.drafted[0],
-        state.requested[0],
-        state.slot,
-        text,
-        text.stride(0),
-        best,
-        chunks,
-        SHORTEST=shortest,
-        LANES=padded_size(state.lse[0].shape[1]),
-        CHUNKS=padded_size(chunks),
-        num_warps=1,
-    )
-
-
-def lookup_bigram(state: ProposalState, successor: torch.Tensor) -> None:
-    """Continue every text by the successor of its last token, as often as is requested.
-
-    Args:
-        successor: int32 [V], -1 where a token has none.
-    """
-    lookup_kernels.lookup_bigram_kernel[(state.batch,)](
-        state.window,
-        state.window.stride(0),
-        state.end,
-        state.drafted[0],
-        state.requested[0],
-        successor,
-        num_warps=1,
-    )
-
-
 def collect(state: ProposalState, schedule: Schedule) -> None:
     """Write the top level's draft where the target's step reads it."""
     top = schedule.num_levels - 1
     step_kernels.collect_kernel[(state.batch,)](
         state.draft_tokens,
         state.draft_length,
-        state.window,
-        state.window.stride(0),
+        *state.windows,
         state.end,
         state.drafted[top],
         state.counts[top],

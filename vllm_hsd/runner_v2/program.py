@@ -45,7 +45,7 @@ class ProgramLevel(Protocol):
         """
 
 
-# Appends at most `state.requested[0]` tokens to every text: a lookup of `cascade_steps`.
+# Appends at most `state.requested[0]` tokens to every text: see `lookups`.
 ProgramLookup = Callable[[ProposalState], None]
 
 

@@ -212,6 +212,16 @@ class ProposalState:
         """Of the B requests."""
         return Filters(self.top_k, self.top_p, self.min_p)
 
+    @property
+    def windows(self) -> tuple[torch.Tensor, int]:
+        """`window` and its stride, as kernels take them."""
+        return self.window, self.window.stride(0)
+
+    @property
+    def drafts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """`start`, `drafted` and `requested` with their stride, as kernels take them."""
+        return self.start, self.drafted, self.requested, self.drafted.stride(0)
+
     def set_kv_groups(self, number: int) -> None:
         """Make room for the places of that many KV-cache groups."""
         self.slot_mapping = self.slot_mapping.new_full((number, len(self.input_ids)), -1)

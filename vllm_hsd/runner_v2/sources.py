@@ -136,7 +136,7 @@ class SourcesLookup:
             self.estimates,
             self.expected,
             self.memory,
-            *_window(state),
+            *state.windows,
             state.base,
             state.end,
             *_requests(state),
@@ -161,7 +161,7 @@ class SourcesLookup:
         if self.has_drafter:
             self._keep(state, self.count - 1, None, self.of_drafter)
         offered = (
-            *_window(state),
+            *state.windows,
             state.end,
             state.drafted[0],
             state.requested[0],
@@ -215,7 +215,7 @@ class SourcesLookup:
             self.expected[source],
             *self.shared[:, source],
             self.prior,
-            *_window(state),
+            *state.windows,
             state.base,
             state.end,
             state.drafted[0],
@@ -228,10 +228,6 @@ class SourcesLookup:
             **_TABLE,
             **_EXACT,
         )
-
-
-def _window(state: ProposalState) -> tuple[torch.Tensor, int]:
-    return state.window, state.window.stride(0)
 
 
 def _requests(state: ProposalState) -> tuple[torch.Tensor, torch.Tensor]:

@@ -78,8 +78,7 @@ class SuffixLookup:
         offers = Offers(empty(n), empty(), empty(n, dtype=torch.float64))
         suffix_kernels.take_draft_kernel[(batch,)](
             *offers,
-            state.window,
-            state.window.stride(0),
+            *state.windows,
             state.end,
             state.drafted[0],
             *found,
@@ -104,8 +103,7 @@ class SuffixLookup:
         suffix_kernels.match_text_kernel[(batch, chunks)](
             matched,
             most,
-            state.window,
-            state.window.stride(0),
+            *state.windows,
             state.base,
             state.end,
             committed,
@@ -122,8 +120,7 @@ class SuffixLookup:
             places,
             matched,
             most,
-            state.window,
-            state.window.stride(0),
+            *state.windows,
             state.base,
             committed,
             state.requested[0],
@@ -151,8 +148,7 @@ class SuffixLookup:
         suffix_kernels.store_votes_kernel[(state.batch, DEPTH - 1)](
             *found,
             *texts,
-            state.window,
-            state.window.stride(0),
+            *state.windows,
             state.base,
             state.end,
             state.requested[0],
