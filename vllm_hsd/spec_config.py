@@ -5,6 +5,7 @@ Ours outside, one of vLLM's own per level inside.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -144,6 +145,21 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
     def lookahead(self, block_size: int) -> int:
         """Tokens past those that the target computes for which a request has slots."""
         return PrivateBlocks(block_size, self.hsd.num_speculative_tokens).lookahead(self.hsd_rows)
+
+    def branch_mistakes(self, vllm_config: Any) -> Iterator[str]:
+        """Why no runner can host the branches: a sentence for each reason."""
+        if vllm_config.parallel_config.use_ubatching:
+            yield (
+                "levels[0].branches does not run with microbatches: remove branches or enable_dbo."
+            )
+        tokens = self.hsd_rows * (self.hsd.num_speculative_tokens + 1)
+        budget = vllm_config.scheduler_config.max_num_batched_tokens
+        if tokens > budget:
+            # vLLM would wait for ever to schedule a request that it has padded to so many.
+            yield (
+                f"levels[0].branches and num_speculative_tokens make {tokens} tokens of a request, "
+                f"above max_num_batched_tokens={budget}: raise it or lower one of them."
+            )
 
     def check_blocks(self, vllm_config: Any, blocks: int, groups: int) -> None:
         """Check that the KV cache and texts have room for the branches of all requests.

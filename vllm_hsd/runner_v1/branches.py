@@ -85,8 +85,14 @@ class HostedBranches:
         # By group, places of shared tokens in the flat batch and the branches' slots for them.
         self.repeated: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.caches: list[list[Any]] = []
-        for mistake in _mistakes(state.vllm_config, most * (length + 1)):
+        config = state.vllm_config
+        for mistake in config.speculative_config.branch_mistakes(config):
             raise UserError(mistake)
+        if config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+            raise UserError(
+                "levels[0].branches does not run with full CUDA graphs on the V1 runner: set "
+                "cudagraph_mode to PIECEWISE."
+            )
 
     def install(self, kv_cache_config) -> None:
         """Take part in what the runner prepares for a forward pass.
@@ -298,27 +304,6 @@ class HostedBranches:
         for cache in self.caches[gid]:
             for source, target in pairs:
                 cache[target] = cache[source]
-
-
-def _mistakes(vllm_config, tokens: int):
-    """Why a runner cannot host branches: a sentence for each reason.
-
-    Args:
-        vllm_config: vLLM's.
-        tokens: most tokens of a request in a step.
-    """
-    key = "levels[0].branches does not run with"
-    if vllm_config.parallel_config.use_ubatching:
-        yield f"{key} microbatches: remove branches or enable_dbo."
-    if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
-        yield f"{key} full CUDA graphs on the V1 runner: set cudagraph_mode to PIECEWISE."
-    budget = vllm_config.scheduler_config.max_num_batched_tokens
-    if tokens > budget:
-        # vLLM would wait for ever to schedule a request that it has padded to so many.
-        yield (
-            f"levels[0].branches and num_speculative_tokens make {tokens} tokens of a request, "
-            f"above max_num_batched_tokens={budget}: raise it or lower one of them."
-        )
 
 
 @replaces_on_runner(

@@ -72,8 +72,11 @@ class HostedBranches:
     ) -> None:
         self.runner, self.state, self.lookup, self.chained = runner, state, lookup, chained
         self.length, self.most = state.longest, lookup.branches.shape[1] + 1
-        for mistake in _mistakes(runner.vllm_config, self.most * (self.length + 1)):
+        config = runner.vllm_config
+        for mistake in config.speculative_config.branch_mistakes(config):
             raise UserError(mistake)
+        for reason in _refused(config):
+            raise UserError(f"levels[0].branches does not run with {reason}.")
         device, requests = runner.device, runner.max_num_reqs
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -274,16 +277,10 @@ class HostedBranches:
             self.tables.append(table.gpu.new_zeros(runner.max_num_reqs, width))
 
 
-def _mistakes(vllm_config: Any, tokens: int):
-    """Why a runner cannot host branches: a sentence for each reason.
-
-    Args:
-        vllm_config: vLLM's.
-        tokens: most tokens of a request in a step.
-    """
-    key, parallel = "levels[0].branches does not run with", vllm_config.parallel_config
+def _refused(vllm_config: Any) -> list[str]:
+    """What of an engine's configuration this runner's branches do not run with, and the cure."""
+    parallel = vllm_config.parallel_config
     refused = {
-        "microbatches: remove branches or enable_dbo": parallel.use_ubatching,
         "pipeline parallelism: remove branches": parallel.pipeline_parallel_size > 1,
         "context parallelism: remove branches": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
@@ -294,14 +291,7 @@ def _mistakes(vllm_config: Any, tokens: int):
             vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         ),
     }
-    yield from (f"{key} {reason}." for reason, holds in refused.items() if holds)
-    budget = vllm_config.scheduler_config.max_num_batched_tokens
-    if tokens > budget:
-        # vLLM would wait for ever to schedule a request that it has padded to so many.
-        yield (
-            f"levels[0].branches and num_speculative_tokens make {tokens} tokens of a request, "
-            f"above max_num_batched_tokens={budget}: raise it or lower one of them."
-        )
+    return [reason for reason, holds in refused.items() if holds]
 
 
 @REGISTRY.replaces_on_runner(
