@@ -3,6 +3,7 @@
 import numpy as np
 
 from vllm_hsd.core.bigram import BigramLevel, successors
+from vllm_hsd.core.levels import Texts
 from vllm_hsd.core.ngram_model import NgramModelLevel
 from vllm_hsd.core.text_store import collect_texts
 
@@ -34,7 +35,7 @@ def test_chains_end_where_there_is_no_successor():
     level = BigramLevel(collect_texts([np.array([0, 1, 2]), np.array([3, 3])], 5))
     tokens = np.array([[4, 0, 0, 0], [3, 0, 0, 0], [4, 0, 0, 0], [1, 3, 0, 0]], np.int32)
     rows, ends = np.arange(4), np.array([2, 1, 1, 2])
-    found = level.lookup(tokens, rows, rows, ends, np.array([3, 3, 3, 0]))
+    found = level.lookup(Texts(tokens, rows, rows, ends), np.array([3, 3, 3, 0]))
     assert found.counts.tolist() == [2, 3, 0, 0]
     assert found.token_ids.tolist() == [[1, 2, 0], [3, 3, 3], [0, 0, 0], [0, 0, 0]]
     assert (np.diff(found.confidence[1]) < 0).all() and (found.confidence[2:] == 0).all()

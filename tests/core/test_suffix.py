@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support.suffix_extra import needs_suffix
 
+from vllm_hsd.core.levels import Texts
 from vllm_hsd.core.suffix import SuffixLevel
 from vllm_hsd.core.text_store import collect_texts, read_store, store_vocab_size, write_store
 from vllm_hsd.errors import UserError
@@ -19,9 +20,9 @@ def continued(level: SuffixLevel, text: list[int], *, slot: int = 0, room: int =
     """What the level finds after a text that is all committed."""
     tokens = np.zeros((1, len(text) + room), dtype=np.int32)
     tokens[0, : len(text)] = text
-    row, slots, end = np.zeros(1, dtype=np.int64), np.array([slot]), np.array([len(text)])
-    level.read(tokens, row, slots, end)
-    found = level.lookup(tokens, row, slots, end, np.array([room]))
+    texts = Texts(tokens, np.zeros(1, dtype=np.int64), np.array([slot]), np.array([len(text)]))
+    level.read(texts)
+    found = level.lookup(texts, np.array([room]))
     confidence = found.confidence[0, : found.counts[0]]
     assert (confidence > 0).all() and (np.diff(confidence) <= 0).all() and (confidence <= 1).all()
     return found.token_ids[0, : found.counts[0]].tolist()
@@ -40,12 +41,12 @@ def test_the_end_of_the_text_may_be_unverified():
     level = SuffixLevel()
     text = np.array([[*STORY, 1, *STORY[:8], 0, 0]], dtype=np.int32)
     zero = np.zeros(1, dtype=np.int64)
-    level.read(text, zero, zero, np.array([22]))
-    found = level.lookup(text, zero, zero, np.array([29]), np.array([2]))
+    level.read(Texts(text, zero, zero, np.array([22])))
+    found = level.lookup(Texts(text, zero, zero, np.array([29])), np.array([2]))
     assert found.token_ids.tolist() == [STORY[8:10]]
     # What was not committed is not remembered.
     text[0, 22:26] = [5, 6, 7, 8]
-    level.read(text, zero, zero, np.array([26]))
+    level.read(Texts(text, zero, zero, np.array([26])))
     assert level.own[0][1] == 26
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from support.suffix_extra import needs_suffix
 
+from vllm_hsd.core.levels import Texts
 from vllm_hsd.core.suffix import SuffixLevel
 from vllm_hsd.core.suffix_votes import SuffixVotes
 from vllm_hsd.core.text_order import DEPTH, END_OF_TEXT, order_texts
@@ -55,9 +56,10 @@ def test_the_tokens_of_the_hosts_trees(vocabulary):
         tokens[0, : committed + drafted] = markov(rng, rows, committed + drafted)
         each = []
         for level in (host, votes):
-            level.read(tokens, zero, np.array([slot]), np.array([committed]))
-            end = np.array([committed + drafted])
-            each.append(level.lookup_each(tokens, zero, np.array([slot]), end, np.array([room])))
+            texts = Texts(tokens, zero, np.array([slot]), np.array([committed]))
+            level.read(texts)
+            texts = texts._replace(ends=np.array([committed + drafted]))
+            each.append(level.lookup_each(texts, np.array([room])))
         for one, other in zip(*each, strict=True):
             equal.append(np.array_equal(one.token_ids, other.token_ids))
     assert np.mean(equal) > 0.8

@@ -70,13 +70,14 @@ class TableLookup:
     def __init__(self, table: Callable[[Tokens], tuple], prompt: int):
         self.table, self.prompt = table, prompt
 
-    def read(self, tokens, rows, slots, ends) -> None:
+    def read(self, texts) -> None:
         pass
 
     def forget(self, slot) -> None:
         pass
 
-    def lookup(self, tokens, rows, slots, ends, requested) -> LookupResult:
+    def lookup(self, texts, requested) -> LookupResult:
+        tokens, rows, _, ends = texts
         found = np.zeros((len(rows), int(requested.max(initial=0))), dtype=np.int64)
         counts = np.zeros(len(rows), dtype=np.int64)
         confidence = np.zeros(found.shape)

@@ -56,9 +56,9 @@ class Adversary(SourceChoice):
         self.history = zlib.crc32(repr((self.history, facts)).encode())
         return self.history
 
-    def begin(self, verifier, tokens, rows, slots, ends):
-        self.note(tokens[rows[0], : ends[0]].tolist())
-        super().begin(verifier, tokens, rows, slots, ends)
+    def begin(self, verifier, texts):
+        self.note(texts.tokens[texts.rows[0], : texts.ends[0]].tolist())
+        super().begin(verifier, texts)
 
     def remember(self, first, slots, starts, offers):
         self.note(first, offers.token_ids.tolist(), offers.counts.tolist())
@@ -241,7 +241,7 @@ class LooksAtTheDraft(LowestLevel):
         drafts.clear(slots)
         batch.end[slots] = start
         batch.cached[0, slots] = np.minimum(batch.cached[0, slots], start)
-        found = self.lookups[0].lookup(batch.tokens, slots, slots, batch.end, requested)
+        found = self.lookups[0].lookup(batch.texts(slots), requested)
         self._append_found(batch, slots, found.token_ids, found.counts)
 
     def none(self, slots, offers, room, sure):

@@ -51,11 +51,11 @@ def test_a_replay_compares_each_proposal_with_the_text():
 class Matcher(LookupLevel):
     """vLLM's lookup as a level, which finds matches in what it has read, continued past that."""
 
-    def read(self, tokens, rows, slots, ends):
-        self.known = int(ends[0])
+    def read(self, texts):
+        self.known = int(texts.ends[0])
 
-    def lookup(self, tokens, rows, slots, ends, requested):
-        text = tokens[0, : ends[0]].astype(np.int64)
+    def lookup(self, texts, requested):
+        text = texts.tokens[0, : texts.ends[0]].astype(np.int64)
         found = propose(text, 1, 3, int(requested[0]))
         unread = len(text) > self.known
         count = 0 if unread else len(found)

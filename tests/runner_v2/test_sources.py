@@ -11,7 +11,7 @@ from support.suffix_requests import Requests, markov, store_of
 from vllm_hsd.core.acceptance import PRIOR_ACCEPTANCE
 from vllm_hsd.core.bigram import BigramLevel, successors
 from vllm_hsd.core.draft_budget import DraftBudget
-from vllm_hsd.core.levels import LookupLevel, LookupResult, Sources, ngram_confidence
+from vllm_hsd.core.levels import LookupLevel, LookupResult, Sources, Texts, ngram_confidence
 from vllm_hsd.core.source_choice import Offers, SourceChoice
 from vllm_hsd.core.suffix_votes import SuffixVotes
 from vllm_hsd.core.text_store import collect_texts
@@ -24,7 +24,8 @@ LENGTH, VOCABULARY = 6, 12
 class PlainNgram(LookupLevel):
     """vLLM's prompt lookup: after the first occurrence of the longest repeated suffix."""
 
-    def lookup(self, tokens, rows, slots, ends, requested) -> LookupResult:
+    def lookup(self, texts, requested) -> LookupResult:
+        tokens, rows, _, ends = texts
         shape = len(rows), int(requested.max(initial=0))
         token_ids, counts = np.zeros(shape, np.int64), np.zeros(shape[0], np.int64)
         for i in np.flatnonzero(requested):
@@ -50,10 +51,10 @@ class Host:
         rows = np.flatnonzero(requests.requested)
         slots, ends, most = rows, requests.ends[rows], requests.requested[rows]
         for lookup in self.choice.sources.lookups:
-            lookup.read(requests.tokens, rows, slots, requests.committed[rows])
-        self.choice.begin(1, requests.tokens, rows, slots, ends)
-        each = self.choice.sources.lookups
-        found = [lookup.lookup(requests.tokens, rows, slots, ends, most) for lookup in each]
+            lookup.read(Texts(requests.tokens, rows, slots, requests.committed[rows]))
+        texts, each = Texts(requests.tokens, rows, slots, ends), self.choice.sources.lookups
+        self.choice.begin(1, texts)
+        found = [lookup.lookup(texts, most) for lookup in each]
         offers = Offers.of(found, self.budget.acceptance)
         self.choice.remember(0, slots, ends, offers)
         source, counts, _ = self.choice.best(slots, offers, most, np.ones(len(rows)))
@@ -156,8 +157,8 @@ class Drawn(LookupLevel):
     def draw(self, rng, requests: Requests) -> None:
         self.token_ids = rng.integers(0, 3, (len(requests.requested), LENGTH))
 
-    def lookup(self, tokens, rows, slots, ends, requested) -> LookupResult:
-        width = int(requested.max(initial=0))
+    def lookup(self, texts, requested) -> LookupResult:
+        rows, width = texts.rows, int(requested.max(initial=0))
         confidence = np.cumprod(np.full((len(rows), width), PRIOR_ACCEPTANCE), axis=1)
         return LookupResult(self.token_ids[rows, :width], requested.copy(), confidence)
 

@@ -68,7 +68,8 @@ class Guess:
 
     forget = read
 
-    def lookup(self, tokens, rows, slots, ends, requested) -> LookupResult:
+    def lookup(self, texts, requested) -> LookupResult:
+        _, rows, _, ends = texts
         self.clock.now += self.seconds
         width = int(requested.max(initial=0))
         token_ids = self.guesses[rows[:, None], ends[:, None] + np.arange(width)]

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from support.proposal_states import MAX_NUM_REQS, GuardedState, poison, schedule_of
 
+from vllm_hsd.core.levels import Texts
 from vllm_hsd.core.suffix_votes import SuffixVotes
 from vllm_hsd.core.text_order import OrderedTexts, order_texts
 from vllm_hsd.core.text_store import collect_texts
@@ -45,8 +46,8 @@ class Requests:
         """Offers and drafts of the kernels equal the reference's; counts of the drafts."""
         rows = np.arange(len(self.ends))
         plain = SuffixVotes(texts, min_acceptance)
-        plain.read(self.tokens, rows, rows, self.committed)
-        inputs = self.tokens, rows, rows, self.ends, self.requested
+        plain.read(Texts(self.tokens, rows, rows, self.committed))
+        inputs = Texts(self.tokens, rows, rows, self.ends), self.requested
         each, taken = plain.lookup_each(*inputs), plain.lookup(*inputs)
         ends = self.state.end.clone()
         device = self.text.device

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_hsd.core.levels import LookupLevel, LookupResult
+from vllm_hsd.core.levels import LookupLevel, LookupResult, Texts
 from vllm_hsd.core.ngram_model import count_pairs
 from vllm_hsd.core.text_store import TextStore
 
@@ -46,20 +46,13 @@ class BigramLevel(LookupLevel):
     def __init__(self, store: TextStore) -> None:
         self.successors, self.probs = successors(store)
 
-    def lookup(
-        self,
-        tokens: np.ndarray,
-        rows: np.ndarray,
-        slots: np.ndarray,
-        ends: np.ndarray,
-        requested: np.ndarray,
-    ) -> LookupResult:
+    def lookup(self, texts: Texts, requested: np.ndarray) -> LookupResult:
         """See `core.levels.LookupLevel`."""
-        width = int(requested.max(initial=0))
+        rows, width = texts.rows, int(requested.max(initial=0))
         token_ids = np.zeros((len(rows), width), dtype=np.int64)
         confidence = np.zeros((len(rows), width))
         counts = np.zeros(len(rows), dtype=np.int64)
-        last, certainty = tokens[rows, ends - 1], np.ones(len(rows))
+        last, certainty = texts.tokens[rows, texts.ends - 1], np.ones(len(rows))
         for place in range(width):
             certainty = certainty * self.probs[last]
             last = self.successors[last]

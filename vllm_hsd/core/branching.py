@@ -31,10 +31,10 @@ from vllm_hsd.core.candidates import (
 from vllm_hsd.core.draft_budget import DraftBudget
 from vllm_hsd.core.drafts import DraftStore
 from vllm_hsd.core.level_models import Forward, LevelModels
-from vllm_hsd.core.levels import DraftBatch, LookupLevel, LookupResult, Sources
+from vllm_hsd.core.levels import DraftBatch, LookupLevel, LookupResult, Sources, Texts
 from vllm_hsd.core.lowest_level import LowestLevel
 from vllm_hsd.core.source_choice import SourceChoice
-from vllm_hsd.core.suffix import SuffixLevel
+from vllm_hsd.core.suffix import SuffixLookup
 from vllm_hsd.core.trials import Trials
 
 # Tokens of a draft that differ by what is before them, at most.
@@ -80,21 +80,14 @@ class BranchChoice(SourceChoice):
         super().forget(slot)
         self.waiting.pop(slot, None)
 
-    def begin(
-        self,
-        verifier: int,
-        tokens: np.ndarray,
-        rows: np.ndarray,
-        slots: np.ndarray,
-        ends: np.ndarray,
-    ) -> None:
+    def begin(self, verifier: int, texts: Texts) -> None:
         """See `SourceChoice.begin`."""
-        super().begin(verifier, tokens, rows, slots, ends)
-        for row, slot, end in zip(rows.tolist(), slots.tolist(), ends.tolist(), strict=True):
+        super().begin(verifier, texts)
+        for row, slot, end in zip(*(part.tolist() for part in texts[1:]), strict=True):
             found = self.waiting.pop(slot, None)
             if found is None or end <= found.start:
                 continue
-            gained = found.score(tokens[row, found.start : end].tolist())
+            gained = found.score(texts.tokens[row, found.start : end].tolist())
             if found.drawn:
                 of = np.digitize(1 - found.mass, _MISSED)
                 self.brought[:, of] *= _MEMORY
@@ -207,7 +200,7 @@ class BranchingLevel(LowestLevel):
     ) -> None:
         """A tree of the tokens of all sources, as rows: the first one is the draft."""
         grown, starts = self.grown, batch.end[slots].copy()
-        grown.begin(verifier, batch.tokens, batch.rows[slots], slots, starts)
+        grown.begin(verifier, batch.texts(slots))
         facts = zip(starts.tolist(), requested.tolist(), batch.eos[slots].tolist(), strict=True)
         price = grown.token_price()
         trees = [Candidates(grown.table, *of_one, price) for of_one in facts]
@@ -254,7 +247,7 @@ class BranchingLevel(LowestLevel):
             batch.tokens[place] = [node.token for node in paths[i] or ()]
         voice = FIRST
         for source, lookup in enumerate(self.lookups):
-            for found in _offers(lookup, batch.tokens, rows, now, ends, room):
+            for found in _offers(lookup, Texts(batch.tokens, rows, now, ends), room):
                 given, counts = found.confidence, found.counts.tolist()
                 sure = given.copy()
                 np.divide(given[:, 1:], given[:, :-1], out=sure[:, 1:], where=given[:, :-1] > 0)
@@ -360,6 +353,8 @@ class BranchingLevel(LowestLevel):
         self._append_found(batch, slots, more, counts, source)
 
 
-def _offers(lookup: LookupLevel, *text: np.ndarray) -> list[LookupResult]:
+def _offers(lookup: LookupLevel, texts: Texts, room: np.ndarray) -> list[LookupResult]:
     """What a lookup finds; in each of its texts where it has several."""
-    return lookup.lookup_each(*text) if isinstance(lookup, SuffixLevel) else [lookup.lookup(*text)]
+    if isinstance(lookup, SuffixLookup):
+        return lookup.lookup_each(texts, room)
+    return [lookup.lookup(texts, room)]

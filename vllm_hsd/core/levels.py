@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -49,6 +49,20 @@ class Level(Protocol):
         """
 
 
+class Texts(NamedTuple):
+    """Texts of a batch of requests: `tokens[rows[i], : ends[i]]` of the one in slots[i].
+
+    Attributes:
+        tokens: [table rows, max length] int32.
+        rows, slots, ends: [batch] int64.
+    """
+
+    tokens: np.ndarray
+    rows: np.ndarray
+    slots: np.ndarray
+    ends: np.ndarray
+
+
 @dataclass
 class LookupResult:
     """What a lookup found for a batch of requests.
@@ -72,23 +86,14 @@ class LookupLevel(Protocol):
     One that keeps nothing of a request inherits `read` and `forget`, which do nothing.
     """
 
-    def read(
-        self, tokens: np.ndarray, rows: np.ndarray, slots: np.ndarray, ends: np.ndarray
-    ) -> None:
-        """Take in the committed text `tokens[rows[i], : ends[i]]` of the request in slots[i]."""
+    def read(self, texts: Texts) -> None:
+        """Take in committed texts."""
         return
 
-    def lookup(
-        self,
-        tokens: np.ndarray,
-        rows: np.ndarray,
-        slots: np.ndarray,
-        ends: np.ndarray,
-        requested: np.ndarray,
-    ) -> LookupResult:
-        """Continue `tokens[rows[i], : ends[i]]` by at most requested[i] tokens.
+    def lookup(self, texts: Texts, requested: np.ndarray) -> LookupResult:
+        """Continue each text by at most requested[i] tokens.
 
-        The end of that text may be unverified; `read` has seen the committed part.
+        Its end may be unverified; `read` has seen the committed part.
         """
 
     def forget(self, slot: int) -> None:
@@ -204,6 +209,10 @@ class DraftBatch:
     coupled: np.ndarray | None = None
     choose: Callable[[torch.Tensor, np.ndarray, np.ndarray, int], np.ndarray] | None = None
     sits_out: np.ndarray | None = None
+
+    def texts(self, slots: np.ndarray) -> Texts:
+        """Of the requests in [n] slots."""
+        return Texts(self.tokens, self.rows[slots], slots, self.end[slots])
 
     def is_drawn(self, slots: np.ndarray) -> np.ndarray:
         """[n] bool, the requests whose tokens are drawn from probabilities that are kept."""

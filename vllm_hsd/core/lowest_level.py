@@ -57,7 +57,7 @@ class LowestLevel:
     def read(self, batch: DraftBatch, slots: np.ndarray) -> None:
         """Show the committed texts of `slots` to the lookups."""
         for lookup in self.lookups:
-            lookup.read(batch.tokens, batch.rows[slots], slots, batch.end[slots])
+            lookup.read(batch.texts(slots))
 
     def draft(
         self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray, verifier: int
@@ -72,8 +72,7 @@ class LowestLevel:
         if self.choice is not None:
             self._draft_from_sources(batch, self.choice, slots, requested, verifier)
         elif self.lookups:
-            rows, ends = batch.rows[slots], batch.end[slots]
-            found = self.lookups[0].lookup(batch.tokens, rows, slots, ends, requested)
+            found = self.lookups[0].lookup(batch.texts(slots), requested)
             self._append_found(batch, slots, found.token_ids, found.counts)
         else:
             fits = self.models.can_draft(batch, 0, slots)
@@ -106,22 +105,19 @@ class LowestLevel:
     ) -> None:
         """Drafts of lookups, each continued by the next one, and at last by the model."""
         drafts = self.drafts
-        choice.begin(verifier, batch.tokens, batch.rows[slots], slots, batch.end[slots])
+        choice.begin(verifier, batch.texts(slots))
         open_, first = requested > 0, True
         sure, ended = np.ones(len(slots)), np.zeros(len(slots), dtype=bool)
         while self.lookups and open_.any():
             active = np.flatnonzero(open_)
             now = slots[active]
-            rows, ends, room = batch.rows[now], batch.end[now], (requested - drafts.counts[slots])
-            found = [
-                lookup.lookup(batch.tokens, rows, now, ends, room[active])
-                for lookup in self.lookups
-            ]
+            texts, room = batch.texts(now), requested - drafts.counts[slots]
+            found = [lookup.lookup(texts, room[active]) for lookup in self.lookups]
             if not any(offer.counts.any() for offer in found):
                 break
             offers = Offers.of(found, choice.budget.acceptance)
             if first:
-                choice.remember(0, now, ends, offers)
+                choice.remember(0, now, texts.ends, offers)
             source, counts, sure[active] = choice.best(now, offers, room[active], sure[active])
             at = np.arange(len(now))
             token_ids = offers.token_ids[source, at]

@@ -14,7 +14,7 @@ import numpy as np
 
 from vllm_hsd.core.acceptance import AcceptanceEstimates
 from vllm_hsd.core.draft_budget import FORBIDDEN, DraftBudget, cut
-from vllm_hsd.core.levels import LookupResult, Sources
+from vllm_hsd.core.levels import LookupResult, Sources, Texts
 from vllm_hsd.core.trials import Trials
 
 # Options of the trials.
@@ -87,22 +87,12 @@ class SourceChoice:
         """See `Cascade.forget`."""
         self.last.counts[:, slot] = 0
 
-    def begin(
-        self,
-        verifier: int,
-        tokens: np.ndarray,
-        rows: np.ndarray,
-        slots: np.ndarray,
-        ends: np.ndarray,
-    ) -> None:
-        """A draft for `verifier` begins: compare the last offers with the text that it verified.
+    def begin(self, verifier: int, texts: Texts) -> None:
+        """A draft for `verifier` begins: compare the last offers with the texts that it verified.
 
-        Args:
-            verifier: the level, or the number of levels for the target.
-            tokens: [table rows, max length] int32.
-            rows: [n] int64, rows of the requests in `tokens`.
-            slots, ends: [n] int64; the texts have ends[i] tokens.
+        `verifier` is the level, or the number of levels for the target.
         """
+        tokens, rows, slots, ends = texts
         self.verifier, self.placed = verifier, 0
         self.budget.gained = 0.0
         starts, counts = self.starts[:, slots], self.last.counts[:, slots]

@@ -8,11 +8,12 @@ outputs of the server where that is configured, and one of a store that was writ
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_hsd.core.levels import LookupResult
+from vllm_hsd.core.levels import LookupLevel, LookupResult, Texts
 from vllm_hsd.core.text_order import DEPTH
 from vllm_hsd.core.text_store import TextStore
 from vllm_hsd.errors import UserError
@@ -37,7 +38,62 @@ def suffix_tree_class() -> Any:
     return SuffixTree
 
 
-class SuffixLevel:
+class Continuation(NamedTuple):
+    """What is likeliest after a match.
+
+    Attributes:
+        token_ids: n of them.
+        probs: [n] shares of the occurrences, not increasing.
+        match: tokens before it that were found.
+    """
+
+    token_ids: Sequence[int] | np.ndarray
+    probs: np.ndarray
+    match: int
+
+
+class SuffixLookup(LookupLevel):
+    """A lookup in `num_texts` texts for each request, the first one the request's own.
+
+    Attributes:
+        min_acceptance: a draft ends before the token that is less likely to be accepted.
+    """
+
+    num_texts: int
+    min_acceptance: float
+
+    def continuations(self, text: np.ndarray, slot: int, room: int) -> list[Continuation]:
+        """In each text the likeliest one of the slot's [n] int32 `text`, of at most `room` tokens.
+
+        The end of `text` may be unverified.
+        """
+        raise NotImplementedError
+
+    def lookup(self, texts: Texts, requested: np.ndarray) -> LookupResult:
+        """See `core.levels.LookupLevel`: the one that is expected to give most."""
+        return most_expected(self.lookup_each(texts, requested))
+
+    def lookup_each(self, texts: Texts, requested: np.ndarray) -> list[LookupResult]:
+        """As `lookup`, in each text."""
+        shape = len(requested), int(requested.max(initial=0))
+        each = [
+            LookupResult(np.zeros(shape, np.int64), np.zeros(shape[0], np.int64), np.zeros(shape))
+            for _ in range(self.num_texts)
+        ]
+        for i in np.flatnonzero(requested):
+            text = texts.tokens[texts.rows[i], : texts.ends[i]]
+            found = self.continuations(text, int(texts.slots[i]), int(requested[i]))
+            for source, (draft, result) in enumerate(zip(found, each, strict=True)):
+                probs = draft.probs.astype(np.float64)
+                confidence = acceptance(probs, draft.match, own=source == 0)
+                count = int((confidence >= self.min_acceptance).sum())
+                result.counts[i] = count
+                result.token_ids[i, :count] = draft.token_ids[:count]
+                result.confidence[i, :count] = confidence[:count]
+        return each
+
+
+class SuffixLevel(SuffixLookup):
     """LookupResult in the request's own text, in earlier outputs, and in a store.
 
     Args:
@@ -64,65 +120,33 @@ class SuffixLevel:
             for number, text in enumerate(store):
                 self.store.extend_ndarray(number, np.ascontiguousarray(text))
         self.shared = SharedOutputs(self.tree(DEPTH), shared_tokens) if shared_tokens else None
+        self.others = [tree for tree in (self.shared and self.shared.tree, self.store) if tree]
+        self.num_texts = 1 + len(self.others)
         # Tree of a slot's text and how much of the text it holds.
         self.own: dict[int, tuple[Any, int]] = {}
 
-    def read(
-        self, tokens: np.ndarray, rows: np.ndarray, slots: np.ndarray, ends: np.ndarray
-    ) -> None:
+    def read(self, texts: Texts) -> None:
         """See `core.levels.LookupLevel`."""
-        for row, slot, end in zip(rows.tolist(), slots.tolist(), ends.tolist(), strict=True):
+        each = (part.tolist() for part in texts[1:])
+        for row, slot, end in zip(*each, strict=True):
             known = slot in self.own
             tree, begin = self.own[slot] if known else (self.tree(DEPTH), 0)
-            tree.extend_ndarray(0, np.ascontiguousarray(tokens[row, begin:end]))
+            tokens = texts.tokens[row]
+            tree.extend_ndarray(0, np.ascontiguousarray(tokens[begin:end]))
             self.own[slot] = tree, end
             if self.shared is not None:
                 # What a request brings along is its prompt, which is never shared.
-                self.shared.add(
-                    slot, np.ascontiguousarray(tokens[row, begin if known else end : end])
-                )
+                self.shared.add(slot, np.ascontiguousarray(tokens[begin if known else end : end]))
 
-    def lookup(
-        self,
-        tokens: np.ndarray,
-        rows: np.ndarray,
-        slots: np.ndarray,
-        ends: np.ndarray,
-        requested: np.ndarray,
-    ) -> LookupResult:
-        """See `core.levels.LookupLevel`: the text that is expected to give most."""
-        each = self.lookup_each(tokens, rows, slots, ends, requested)
-        return most_expected(each)
-
-    def lookup_each(
-        self,
-        tokens: np.ndarray,
-        rows: np.ndarray,
-        slots: np.ndarray,
-        ends: np.ndarray,
-        requested: np.ndarray,
-    ) -> list[LookupResult]:
-        """As `lookup`, of the request's own text, of earlier outputs, and of the store."""
-        others = [tree for tree in (self.shared and self.shared.tree, self.store) if tree]
-        shape = len(rows), int(requested.max(initial=0))
-        each = [
-            LookupResult(np.zeros(shape, np.int64), np.zeros(len(rows), np.int64), np.zeros(shape))
-            for _ in range(1 + len(others))
-        ]
-        for i in np.flatnonzero(requested):
-            end = ends[i]
-            context = np.ascontiguousarray(tokens[rows[i], max(end - DEPTH, 0) : end])
-            trees = (self.own[int(slots[i])][0], *others)
-            for source, (tree, found) in enumerate(zip(trees, each, strict=True)):
-                draft = tree.speculate_ndarray(
-                    context, int(requested[i]), UNBOUNDED, 0.0, self.min_acceptance, False
-                )
-                confidence = acceptance(np.array(draft.probs), draft.match_len, own=source == 0)
-                count = int((confidence >= self.min_acceptance).sum())
-                found.counts[i] = count
-                found.token_ids[i, :count] = draft.token_ids[:count]
-                found.confidence[i, :count] = confidence[:count]
-        return each
+    def continuations(self, text: np.ndarray, slot: int, room: int) -> list[Continuation]:
+        """See `SuffixLookup`."""
+        context, found = np.ascontiguousarray(text[-DEPTH:]), []
+        for tree in (self.own[slot][0], *self.others):
+            draft = tree.speculate_ndarray(
+                context, room, UNBOUNDED, 0.0, self.min_acceptance, False
+            )
+            found.append(Continuation(draft.token_ids, np.array(draft.probs), draft.match_len))
+        return found
 
     def forget(self, slot: int) -> None:
         """See `core.levels.LookupLevel`; of a request that comes back the tree is built again."""

@@ -15,12 +15,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
-from vllm_hsd.core.levels import LookupLevel, LookupResult
-from vllm_hsd.core.suffix import acceptance, most_expected
+from vllm_hsd.core.levels import Texts
+from vllm_hsd.core.suffix import Continuation, SuffixLookup
 from vllm_hsd.core.text_order import DEPTH, END_OF_TEXT, OrderedTexts
 
 # Occurrences of a match in the request's own text that are counted, the latest ones.
@@ -30,21 +29,7 @@ OCCURRENCES = 256
 PROBES = 128
 
 
-class Continuation(NamedTuple):
-    """What is likeliest after a match.
-
-    Attributes:
-        token_ids: [n] int64.
-        probs: [n] float32, shares of the occurrences, not increasing.
-        match: tokens before it that were found.
-    """
-
-    token_ids: np.ndarray
-    probs: np.ndarray
-    match: int
-
-
-class SuffixVotes(LookupLevel):
+class SuffixVotes(SuffixLookup):
     """LookupResult in the request's own text and in a store.
 
     Args:
@@ -54,57 +39,24 @@ class SuffixVotes(LookupLevel):
 
     def __init__(self, texts: OrderedTexts | None = None, min_acceptance: float = 0.05) -> None:
         self.texts, self.min_acceptance = texts, min_acceptance
+        self.num_texts = 1 if texts is None else 2
         # Tokens of a slot's text that are committed.
         self.committed: dict[int, int] = {}
 
-    def read(
-        self, tokens: np.ndarray, rows: np.ndarray, slots: np.ndarray, ends: np.ndarray
-    ) -> None:
+    def read(self, texts: Texts) -> None:
         """See `core.levels.LookupLevel`."""
-        self.committed.update(zip(slots.tolist(), ends.tolist(), strict=True))
+        self.committed.update(zip(texts.slots.tolist(), texts.ends.tolist(), strict=True))
 
-    def lookup(
-        self,
-        tokens: np.ndarray,
-        rows: np.ndarray,
-        slots: np.ndarray,
-        ends: np.ndarray,
-        requested: np.ndarray,
-    ) -> LookupResult:
-        """See `core.levels.LookupLevel`: the text that is expected to give most."""
-        return most_expected(self.lookup_each(tokens, rows, slots, ends, requested))
-
-    def lookup_each(
-        self,
-        tokens: np.ndarray,
-        rows: np.ndarray,
-        slots: np.ndarray,
-        ends: np.ndarray,
-        requested: np.ndarray,
-    ) -> list[LookupResult]:
-        """As `lookup`, of the request's own text and of the store."""
-        shape = len(rows), int(requested.max(initial=0))
-        each = [
-            LookupResult(np.zeros(shape, np.int64), np.zeros(len(rows), np.int64), np.zeros(shape))
-            for _ in range(1 if self.texts is None else 2)
-        ]
-        for i in np.flatnonzero(requested):
-            text, end, room = tokens[rows[i]], int(ends[i]), int(requested[i])
-            context = text[max(end - DEPTH, 0) : end]
-            committed = np.append(text[: self.committed[int(slots[i])]], np.int32(END_OF_TEXT))
-            drafts = [self._likeliest(committed, own_occurrences(committed, context), room)]
-            if self.texts is not None:
-                stored = self.texts.tokens.numpy()
-                found = stored_occurrences(stored, self.texts.order.numpy(), context)
-                drafts.append(self._likeliest(stored, found, room))
-            for source, (draft, result) in enumerate(zip(drafts, each, strict=True)):
-                probs = draft.probs.astype(np.float64)
-                confidence = acceptance(probs, draft.match, own=source == 0)
-                count = int((confidence >= self.min_acceptance).sum())
-                result.counts[i] = count
-                result.token_ids[i, :count] = draft.token_ids[:count]
-                result.confidence[i, :count] = confidence[:count]
-        return each
+    def continuations(self, text: np.ndarray, slot: int, room: int) -> list[Continuation]:
+        """See `SuffixLookup`."""
+        context = text[-DEPTH:]
+        committed = np.append(text[: self.committed[slot]], np.int32(END_OF_TEXT))
+        drafts = [self._likeliest(committed, own_occurrences(committed, context), room)]
+        if self.texts is not None:
+            stored = self.texts.tokens.numpy()
+            found = stored_occurrences(stored, self.texts.order.numpy(), context)
+            drafts.append(self._likeliest(stored, found, room))
+        return drafts
 
     def _likeliest(
         self, tokens: np.ndarray, occurrences: Iterator[np.ndarray], room: int

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_hsd.core.levels import LookupLevel
+from vllm_hsd.core.levels import LookupLevel, Texts
 
 Ints = NDArray[np.int64]
 
@@ -56,14 +56,14 @@ def replay_level(
     table = np.concatenate([context, text])[None].astype(np.int32)
     only, most = np.zeros(1, np.int64), np.array([max_tokens])
     lookup.forget(0)
-    lookup.read(table, only, only, np.array([len(context)]))
+    lookup.read(Texts(table, only, only, np.array([len(context)])))
 
     def proposals() -> Iterator[Ints]:
         for position in range(len(text)):
-            end = np.array([len(context) + position])
+            texts = Texts(table, only, only, np.array([len(context) + position]))
             if committed:
-                lookup.read(table, only, only, end)
-            found = lookup.lookup(table, only, only, end, most)
+                lookup.read(texts)
+            found = lookup.lookup(texts, most)
             yield found.token_ids[0, : found.counts[0]]
 
     return compared(proposals(), text)

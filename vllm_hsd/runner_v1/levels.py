@@ -18,7 +18,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_hsd.core.drafts import ragged_arange
 from vllm_hsd.core.exit_head import ExitHead
-from vllm_hsd.core.levels import LookupLevel, LookupResult, ngram_confidence
+from vllm_hsd.core.levels import LookupLevel, LookupResult, Texts, ngram_confidence
 from vllm_hsd.core.vocabulary import fit_logits, readable
 from vllm_hsd.exits import TargetExit
 
@@ -259,20 +259,13 @@ class NgramLevel(LookupLevel):
         self.shortest, self.longest, self.max_model_len = shortest, longest, max_model_len
         self.match = ngram_proposer._find_longest_matched_ngram_and_propose_tokens
 
-    def lookup(
-        self,
-        tokens: np.ndarray,
-        rows: np.ndarray,
-        slots: np.ndarray,
-        ends: np.ndarray,
-        requested: np.ndarray,
-    ) -> LookupResult:
+    def lookup(self, texts: Texts, requested: np.ndarray) -> LookupResult:
         """See `core.levels.LookupLevel.lookup`."""
-        token_ids = np.zeros((len(rows), int(requested.max(initial=0))), dtype=np.int64)
-        counts = np.zeros(len(rows), dtype=np.int64)
+        token_ids = np.zeros((len(requested), int(requested.max(initial=0))), dtype=np.int64)
+        counts = np.zeros(len(requested), dtype=np.int64)
         for i in np.flatnonzero(requested):
             found = self.match(
-                origin_tokens=tokens[rows[i], : ends[i]],
+                origin_tokens=texts.tokens[texts.rows[i], : texts.ends[i]],
                 min_ngram=self.shortest,
                 max_ngram=self.longest,
                 max_model_len=self.max_model_len,
@@ -281,4 +274,4 @@ class NgramLevel(LookupLevel):
             counts[i] = len(found)
             token_ids[i, : counts[i]] = found
         confidence = ngram_confidence(token_ids.shape[1])
-        return LookupResult(token_ids, counts, np.tile(confidence, (len(rows), 1)))
+        return LookupResult(token_ids, counts, np.tile(confidence, (len(requested), 1)))
