@@ -43,7 +43,22 @@ class Chosen:
 
     def __init__(self, engine: Engine, by_position: bool = False) -> None:
         self.engine, self.by_position = engine, by_position
-        self.choices = Choices()
+        engine.temperature.fill_(1)
+        engine.scales.fill_(1)
+        self.prompt = engine.text.clone()
+        self.caches = [level.cache.clone() for level in engine.levels]
+        self.functions = {
+            "sample_row": self.sample_row,
+            "verify_chain_padded": self.verify_chain_padded,
+        }
+
+    def begin(self, choices: Choices) -> None:
+        """Begin an outcome: nothing but the prompt is committed and cached."""
+        engine, self.choices = self.engine, choices
+        engine.text.copy_(self.prompt)
+        engine.length[engine.index.long()] = PROMPT
+        for level, cache in zip(engine.levels, self.caches, strict=True):
+            level.cache.copy_(cache)
 
     def key(self, *parts):
         return parts if self.by_position else None
@@ -121,28 +136,19 @@ def bias(
         vocabulary=VOCABULARY,
         dtype=torch.float64,
     )
-    engine.temperature.fill_(1)
-    engine.scales.fill_(1)
     chosen = Chosen(engine, **faults)
-    prompt = engine.text.clone()
-    caches = [level.cache.clone() for level in engine.levels]
 
     def one_step(choices: Choices) -> Tokens:
-        chosen.choices = choices
-        engine.text.copy_(prompt)
+        chosen.begin(choices)
         if engine.thresholds is not None:
             engine.thresholds.total.fill_(0.8)
             engine.thresholds.count.fill_(1)
-        for level, cache in zip(engine.levels, caches, strict=True):
-            level.cache.copy_(cache)
         [draft] = engine.propose(steps)
-        state = engine.state
         if mutate is not None:
-            mutate(state, len(draft))
-        rows = state.rows[-1][0, : len(draft)]
+            mutate(engine.state, len(draft))
         accepted, token = chosen.verify(
             TARGET.rows(tuple(draft), len(draft) + 1),
-            [exact_row(row) for row in rows],
+            [exact_row(row) for row in engine.state.rows[-1][0, : len(draft)]],
             draft,
             VERIFIERS[verifier],
             len(lengths),
@@ -150,11 +156,7 @@ def bias(
         )
         return (*draft[:accepted], token)
 
-    replaced = {
-        "sample_row": chosen.sample_row,
-        "verify_chain_padded": chosen.verify_chain_padded,
-        "end_unsure_drafts": step_reference.end_unsure_drafts,
-    }
+    replaced = chosen.functions | {"end_unsure_drafts": step_reference.end_unsure_drafts}
     replaced |= {name: partial(wrap, replaced[name]) for name, wrap in dict(functions).items()}
     with reference_steps(engine, **replaced) as steps:
         emitted = distribution_of(one_step)

@@ -77,19 +77,11 @@ def bias(rule: str, lengths=(2,), verifier="block", steps=2) -> tuple[Fraction, 
         dtype=torch.float64,
         sources=ProgramSources(offer, found.choose, found.drawn),
     )
-    engine.temperature.fill_(1)
-    engine.scales.fill_(1)
     chosen, kept = Chosen(engine), set()
-    prompt = engine.text.clone()
-    caches = [level.cache.clone() for level in engine.levels]
     slot = int(engine.index[0])
 
     def generate(choices: Choices) -> Tokens:
-        chosen.choices = choices
-        engine.text.copy_(prompt)
-        engine.length[slot] = PROMPT
-        for level, cache in zip(engine.levels, caches, strict=True):
-            level.cache.copy_(cache)
+        chosen.begin(choices)
         found.shared.zero_()
         found.forget(torch.tensor([slot]))
         text: Tokens = ()
@@ -109,11 +101,7 @@ def bias(rule: str, lengths=(2,), verifier="block", steps=2) -> tuple[Fraction, 
             text = (*text, *draft[:accepted], token)
         return text
 
-    functions = {
-        "sample_row": chosen.sample_row,
-        "verify_chain_padded": chosen.verify_chain_padded,
-    }
-    with reference_steps(engine, **functions) as plain:
+    with reference_steps(engine, **chosen.functions) as plain:
         emitted = distribution_of(generate)
     return distance(extended(emitted, TARGET, 4), TARGET.joint(4)), kept
 

@@ -42,13 +42,22 @@ def ids(results: dict) -> dict[str, list[list[int]]]:
 
 def in_engine(llm, work):
     """What an engine's process does: jobs without a fault or with one; caches after a prompt."""
-    from support import hosted_branches_v2 as hosted
+    from support import hosted_branches_v2
 
     source, cases, prompt = work
-    found = {fault: hosted.run(llm, source, jobs, fault) for fault, jobs in cases.items()}
+    found = {
+        fault: hosted_branches_v2.run(llm, source, jobs, fault) for fault, jobs in cases.items()
+    }
     if prompt is None:
         return found, None
-    return found, hosted.difference_of_caches(llm, source, NoBranches(), prompt, 40)
+    return found, hosted_branches_v2.difference_of_caches(llm, source, NoBranches(), prompt, 40)
+
+
+def hosted(engine: dict, source, jobs: dict):
+    """(results, what was seen) of jobs with branches of a source."""
+    from support.v2_engines import run_engine
+
+    return run_engine(engine, (source, {None: jobs}, None), work=in_engine)[0][None]
 
 
 def test_greedy_text_is_that_of_no_speculation(family, greedy_tokens):
@@ -57,9 +66,7 @@ def test_greedy_text_is_that_of_no_speculation(family, greedy_tokens):
     texts = [p + tokens for p, tokens in zip(v2_engines.PROMPTS, greedy_tokens, strict=True)]
     jobs = {"joining": v2_engines.JOBS["joining"]}
     engine = {"model": family.target, **BASE, **cascade(*LOOKUPS, branches=2)}
-    work = Oracle(texts, 64, seed=1), {None: jobs}, None
-    found, _ = v2_engines.run_engine(engine, work, work=in_engine)
-    results, seen = found[None]
+    results, seen = hosted(engine, Oracle(texts, 64, seed=1), jobs)
     assert ids(results)["joining"] == greedy_tokens
     assert seen["won"] > 3
 
@@ -106,16 +113,13 @@ def test_greedy_texts_and_caches_are_those_without_branches(family, plain, sourc
 @pytest.mark.timeout(2400)
 def test_preempted_requests_and_cut_lists(family, plain):
     """Blocks for fewer requests than there are, and steps of fewer tokens than their lists have."""
-    from support.v2_engines import run_engine
-
     jobs = {"joining": JOBS["joining"]}
     texts = [p + o for p, o in zip(PROMPTS, plain["joining"], strict=True)]
     engine = {"model": family.target, **BASE, **cascade(*LOOKUPS, branches=2)}
     # A block is never free, and the prompts have the other 9; at their ends texts have 14.
     engine |= {"num_gpu_blocks_override": 10, "max_num_seqs": 4, "max_num_batched_tokens": 22}
     jobs["joining"] = {**jobs["joining"], "arrive": [0, 0, 0, 0]}
-    work = Oracle(texts, 64, seed=2), {None: jobs}, None
-    results, seen = run_engine(engine, work, work=in_engine)[0][None]
+    results, seen = hosted(engine, Oracle(texts, 64, seed=2), jobs)
     assert ids(results)["joining"] == plain["joining"]
     counters = results["joining"]["counters"]
     assert seen["won"] > 10 and seen["cut"] > 0 < counters["num_preemptions"], (counters, seen)
@@ -126,17 +130,15 @@ def test_preempted_requests_and_cut_lists(family, plain):
 def test_layers_with_a_window_have_blocks_of_their_own(tmp_path):
     """Several KV-cache groups, which share the memory of their layers."""
     from support.architectures import write_models
-    from support.engines import run_engine as run_v1
-    from support.v2_engines import run_engine
+    from support.engines import run_engine
 
     target, _ = write_models("Gemma2", tmp_path)
     jobs = {"text": {"prompts": PROMPTS[1:], "params": {**GREEDY, "max_tokens": 24}}}
     base = {key: value for key, value in BASE.items() if key != "max_num_batched_tokens"}
-    plain = ids(run_v1({"model": target, **base}, jobs))
+    plain = ids(run_engine({"model": target, **base}, jobs))
     texts = [p + o for p, o in zip(PROMPTS[1:], plain["text"], strict=True)]
     engine = {"model": target, **BASE, **cascade(*LOOKUPS, branches=3)}
-    work = Oracle(texts, 64, seed=5), {None: jobs}, None
-    results, seen = run_engine(engine, work, work=in_engine)[0][None]
+    results, seen = hosted(engine, Oracle(texts, 64, seed=5), jobs)
     assert ids(results) == plain
     assert seen["won"] > 8 and seen["groups"] > 1, seen
 
@@ -146,16 +148,13 @@ def test_layers_with_a_window_have_blocks_of_their_own(tmp_path):
 @pytest.mark.parametrize("verifier", ["block", "coupled"])
 def test_samples_follow_the_target(small_vocabulary, verifier):
     """Its controls are those of `kernels/test_branch_walk.py`: here 300 texts do not tell them."""
-    from support.v2_engines import run_engine
-
     prompt = [(3 * j) % 5 for j in range(30)]
     params = {"temperature": 1}
     job = {"prompts": [prompt] * 300, "params": {"max_tokens": 4, "ignore_eos": True, **params}}
     arguments = cascade(*LOOKUPS, branches=4, verifier=verifier)
     engine = {"model": small_vocabulary.target, **BASE, "max_num_seqs": 64, **arguments}
     engine["max_num_batched_tokens"] = 512
-    work = Avoiding(5), {None: {"sampled": job}}, None
-    results, seen = run_engine(engine, work, work=in_engine)[0][None]
+    results, seen = hosted(engine, Avoiding(5), {"sampled": job})
     found = chi_square_p_value(
         [tuple(output[0]["ids"][:3]) for output in results["sampled"]["outputs"]],
         joint_distribution(small_vocabulary.target, prompt, 3, params),

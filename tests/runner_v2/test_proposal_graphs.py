@@ -54,6 +54,15 @@ def captured(monkeypatch):
     return capture
 
 
+def draft_alike(plain, graphed, steps: int) -> None:
+    """Both draft the same, step after step."""
+    for _ in range(steps):
+        plain.step()
+        graphed.step()
+        assert graphed.drafted.equal(plain.drafted)
+    assert graphed.texts() == plain.texts()
+
+
 @pytest.mark.parametrize("levels", [2, 3], ids=["two models", "a lookup below"])
 def test_a_graph_drafts_what_the_program_drafts(captured, levels):
     """Captured once with nothing but padding; the texts grow, and a request is padding.
@@ -64,11 +73,7 @@ def test_a_graph_drafts_what_the_program_drafts(captured, levels):
 
     plain, graphed = runner(levels=levels), captured(runner(levels=levels), sizes=(2, 4))
     graphed.drafter.checks = True
-    for _ in range(2):
-        plain.step()
-        graphed.step()
-        assert graphed.drafted.equal(plain.drafted)
-    assert graphed.texts() == plain.texts()
+    draft_alike(plain, graphed, 2)
     assert [graph.replays for graph in RecordedGraph.made] == [2, 0]  # the largest is first
     assert graphed.drafter.state.counts.equal(plain.drafter.state.counts)
 
@@ -105,11 +110,7 @@ def test_graphs_of_other_cascades(captured, name):
 
     plain, graphed = runner(), captured(runner(), sizes=(4,))
     graphed.drafter.checks = True
-    for _ in range(3):
-        plain.step()
-        graphed.step()
-        assert graphed.drafted.equal(plain.drafted)
-    assert graphed.texts() == plain.texts()
+    draft_alike(plain, graphed, 3)
     if name == "entropy":
         thresholds = graphed.drafter.thresholds
         assert thresholds.count.equal(plain.drafter.thresholds.count)
@@ -121,10 +122,7 @@ def test_a_batch_above_the_largest_graph_drafts_without_one(captured):
     from support.recorded_graph import RecordedGraph
 
     plain, graphed = runner(), captured(runner(), sizes=(1, 2))
-    for _ in range(2):
-        plain.step()
-        graphed.step()
-    assert graphed.texts() == plain.texts()
+    draft_alike(plain, graphed, 2)
     assert not any(graph.replays for graph in RecordedGraph.made)
 
 

@@ -5,20 +5,19 @@ from support import engines
 MAX_STEPS = 2000
 
 
-def run_cases(engine: dict, cases: list[dict], *, patch: str | None = None) -> list[dict]:
+def run_cases(engine: dict, cases: list[dict]) -> list[dict]:
     """Start one engine in its own process and run the cases one after the other.
 
     Args:
         engine: arguments of `vllm.LLM` in addition to the defaults of `support.engines`.
         cases: {"prompts": [token ids], "params": [mapping]}; the requests of a case share a batch.
-        patch: "module:function", called before the engine starts.
 
     Returns:
         One mapping per case. "outputs": per request a list of {"ids", "finish", "text"}, or
         {"refused": message} where vLLM does not take the request. "raised": the first line of
         what the engine raised, None if nothing; the cases after it are not run.
     """
-    return engines.in_process(answer_cases, {"engine": engine, "cases": cases}, patch, None)
+    return engines.in_process(answer_cases, {"engine": engine, "cases": cases})
 
 
 def answer_cases(engine: dict, cases: list[dict]) -> list[dict]:

@@ -56,10 +56,9 @@ def run_engine(engine: dict, jobs: dict[str, dict], *, patch: str | None = None,
     Raises:
         RuntimeError: the process failed; the message ends with its log.
     """
-    with (
-        _options(patch, env) as options,
-        EngineProcess({**ENGINE_DEFAULTS, **engine}, **options) as process,
-    ):
+    options = {**forked(env), "prepare": functools.partial(_prepare, patch)}
+    engine = {**ENGINE_DEFAULTS, **engine}
+    with logged() as log, EngineProcess(engine, log=log, **options) as process:
         return process.call(run_jobs, jobs)
 
 
@@ -73,7 +72,8 @@ def configuration_errors(engines: list[dict], *, patch: str | None = None) -> li
 
 def in_process(work, arguments: dict, patch: str | None = None, env: dict | None = None):
     """`work(**arguments)`, called in a process of the fork server; both must be picklable."""
-    with _options(patch, env) as options, WorkerProcess(**options) as process:
+    options = {**forked(env), "prepare": functools.partial(_prepare, patch)}
+    with logged() as log, WorkerProcess(log=log, **options) as process:
         return process.call(work, **arguments)
 
 
@@ -88,16 +88,12 @@ def forked(env: dict | None = None) -> dict:
 
 
 @contextlib.contextmanager
-def _options(patch: str | None, env: dict | None) -> Iterator[dict]:
-    """Arguments of `WorkerProcess`; a failure of the process is raised with the end of its log."""
+def logged() -> Iterator[Path]:
+    """A process's log; its failure is raised with the end of that."""
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch, "log")
         try:
-            yield {
-                **forked(env),
-                "log": log,
-                "prepare": functools.partial(_prepare, patch),
-            }
+            yield log
         except UserError as error:
             tail = log.read_text(errors="replace")[-LOG_CHARACTERS:]
             raise RuntimeError(f"{error}\n{tail}") from error
@@ -106,6 +102,11 @@ def _options(patch: str | None, env: dict | None) -> Iterator[dict]:
 def _prepare(patch: str | None) -> None:
     # vLLM unfreezes and collects all objects at the end of an engine, which is that of its process.
     gc.unfreeze = lambda: None
+    apply_patch(patch)
+
+
+def apply_patch(patch: str | None) -> None:
+    """Call "module:function"."""
     if patch:
         module, function = patch.split(":")
         getattr(importlib.import_module(module), function)()

@@ -1,7 +1,8 @@
 """Reference implementations of the kernels in plain torch, with the same uniforms.
 
 Softmax in float64, then ``vllm_hsd.verify``, one request at a time. Readable and slow; the tests
-and the GPU benchmark compare the kernels with them.
+and the GPU benchmark compare the kernels with them. Arguments are those of what they have the names
+of.
 """
 
 from itertools import pairwise
@@ -19,7 +20,7 @@ from vllm_hsd.verify.branches import follow
 from vllm_hsd.verify.tree import ROOT, Tree, TreeRows, traversal_stops
 
 
-def scaled_logits(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+def scaled_logits(logits, temperature) -> torch.Tensor:
     """logits / temperature in float32 as the kernels compute it, unscaled where it is 0.
 
     Args:
@@ -30,14 +31,7 @@ def scaled_logits(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tens
     return logits.float() * scale[:, None]
 
 
-def row_thresholds(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    filters: Filters,
-    *,
-    index: torch.Tensor | None = None,
-    rows_per_request: int = 1,
-) -> torch.Tensor:
+def row_thresholds(logits, temperature, filters, *, index=None, rows_per_request=1) -> torch.Tensor:
     """``vllm_hsd.kernels.filter_rows.row_thresholds``."""
     if index is None:
         index = torch.arange(len(logits)) // rows_per_request
@@ -60,15 +54,13 @@ def row_thresholds(
     return thresholds
 
 
-def filtered(
-    logits: torch.Tensor, temperature: torch.Tensor, thresholds: torch.Tensor
-) -> torch.Tensor:
+def filtered(logits, temperature, thresholds) -> torch.Tensor:
     """[N, V] logits with -inf below the rows' thresholds."""
     below = scaled_logits(logits, temperature.abs()) < thresholds[:, None]
     return logits.masked_fill(below, -float("inf"))
 
 
-def gumbel(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def gumbel(seeds, positions, vocab_size) -> torch.Tensor:
     """float32 [N, V], the noise of ``vllm_hsd.kernels.rng.gumbel`` for each (seed, position)."""
 
     def rotated(value: np.ndarray, shift: int) -> np.ndarray:
@@ -89,16 +81,14 @@ def gumbel(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> tor
     return torch.from_numpy(-np.log(-np.log1p(-u))).float()
 
 
-def perturbed(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+def perturbed(logits, temperature, seeds, positions) -> torch.Tensor:
     """[N, V]: logits / -temperature plus noise where it is negative, else the logits."""
     noisy = logits.float() / temperature.abs()[:, None]
     noisy += gumbel(seeds, positions, logits.shape[1])
     return torch.where((temperature < 0)[:, None], noisy, logits)
 
 
-def probabilities(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+def probabilities(logits, temperature) -> torch.Tensor:
     """softmax(logits / temperature) in float64; one-hot at the argmax where it is 0.
 
     Args:
@@ -114,15 +104,7 @@ def probabilities(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tens
 
 
 def sample_row(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
-    draws: torch.Tensor,
-    *,
-    level: int = 0,
-    draw_offset: int = 0,
-    thresholds: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
+    logits, temperature, seeds, draws, *, level=0, draw_offset=0, thresholds=None, positions=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``vllm_hsd.kernels.sample_row.sample_row``; the logsumexp in float64."""
     if thresholds is not None:
@@ -140,18 +122,18 @@ def sample_row(
 
 
 def verify_chain(
-    target_logits: torch.Tensor,
-    draft_logits: torch.Tensor | None,
-    draft_token_ids: torch.Tensor,
-    cu_num_draft_tokens: torch.Tensor,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
-    draws: torch.Tensor,
+    target_logits,
+    draft_logits,
+    draft_token_ids,
+    cu_num_draft_tokens,
+    temperature,
+    seeds,
+    draws,
     *,
-    max_draft_tokens: int,
-    method: str = "block",
-    level: int = 1,
-    draft_temperature: torch.Tensor | None = None,
+    max_draft_tokens,
+    method="block",
+    level=1,
+    draft_temperature=None,
 ) -> ChainResult:
     """``vllm_hsd.kernels.chain_verify.verify_chain``, one request at a time."""
     cu = cu_num_draft_tokens.tolist()
@@ -185,26 +167,26 @@ def verify_chain(
 
 
 def verify_chain_padded(
-    target_logits: torch.Tensor,
-    draft_logits: torch.Tensor | None,
-    draft_sampled: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
-    draws: torch.Tensor,
+    target_logits,
+    draft_logits,
+    draft_sampled,
+    cu_num_logits,
+    idx_mapping,
+    temperature,
+    seeds,
+    draws,
     *,
-    max_draft_tokens: int,
-    method: str = "block",
-    level: int = 1,
-    draw_offset: int = 0,
-    draft_temperature: torch.Tensor | None = None,
-    draft_lse: torch.Tensor | None = None,
-    draft_index: torch.Tensor,
-    draft_length: torch.Tensor,
-    thresholds: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    position_skip: int = 0,
+    max_draft_tokens,
+    method="block",
+    level=1,
+    draw_offset=0,
+    draft_temperature=None,
+    draft_lse=None,
+    draft_index,
+    draft_length,
+    thresholds=None,
+    positions=None,
+    position_skip=0,
 ) -> ChainResult:
     """``vllm_hsd.kernels.chain_verify.verify_chain_padded`` where every request has a row."""
     state = idx_mapping.long()
@@ -241,21 +223,21 @@ def verify_chain_padded(
 
 
 def follow_branches(
-    chain: ChainResult,
-    target_logits: torch.Tensor,
-    draft_sampled: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    offsets: torch.Tensor,
-    counts: torch.Tensor,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
-    draws: torch.Tensor,
+    chain,
+    target_logits,
+    draft_sampled,
+    cu_num_logits,
+    idx_mapping,
+    offsets,
+    counts,
+    temperature,
+    seeds,
+    draws,
     *,
-    max_tokens: int,
-    level: int = 1,
-    thresholds: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
+    max_tokens,
+    level=1,
+    thresholds=None,
+    positions=None,
 ) -> WalkResult:
     """``vllm_hsd.kernels.branch_walk.follow_branches``: ``vllm_hsd.verify.branches.follow``."""
     batch, rows = offsets.shape
@@ -290,17 +272,17 @@ def follow_branches(
 
 
 def verify_tree(
-    target_logits: torch.Tensor,
-    draft_logits: torch.Tensor | None,
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
-    draws: torch.Tensor,
+    target_logits,
+    draft_logits,
+    tokens,
+    parents,
+    temperature,
+    seeds,
+    draws,
     *,
-    replacement: bool = True,
-    level: int = 1,
-    draft_temperature: torch.Tensor | None = None,
+    replacement=True,
+    level=1,
+    draft_temperature=None,
 ) -> TreeResult:
     """``vllm_hsd.kernels.tree_verify.verify_tree``, one request at a time."""
     batch, rows, vocab_size = target_logits.shape

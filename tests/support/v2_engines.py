@@ -1,18 +1,14 @@
 """Engines on vLLM's V2 runner under Triton's interpreter; see `support.engines` for the jobs."""
 
-import importlib
 import itertools
-import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 from support import engines, triton_cpu
 from support.exact_joint_distribution import chi_square_p_value, joint_distribution
 
 from vllm_hsd.engine import EngineProcess
-from vllm_hsd.errors import UserError
 
 ENVIRONMENT = {**engines.ENVIRONMENT, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 # Interpreted kernels cost milliseconds per row: few requests, small batches.
@@ -114,6 +110,22 @@ def p_values(
     }
 
 
+def check_samples(target: str, speculative_config: dict, prompt: list[int]) -> None:
+    """Sampled text follows the target."""
+    cases = {"temperature 1": {}, "top_p": {"top_p": 0.8}}
+    found = p_values(target, speculative_config, prompt, cases)
+    print(found)
+    assert min(found.values()) > 1e-6, found
+
+
+def check_wrong_rows(target: str, speculative_config: dict, prompt: list[int]) -> None:
+    """Its negative control: wrong rows of the drafts; two tokens to choose from make it sharper."""
+    patch, cases = "benchmarks.gpu.faults:install", {"top_k": {"top_k": 2}}
+    found = p_values(target, speculative_config, prompt, cases, count=600, patch=patch)
+    print(found)
+    assert found["top_k"] < 1e-6
+
+
 def run_engine(
     engine: dict,
     jobs: dict[str, dict],
@@ -127,19 +139,10 @@ def run_engine(
     Args:
         work: called there with the engine and the jobs.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        log = Path(scratch, "log")
-        try:
-            with EngineProcess(
-                {**engines.ENGINE_DEFAULTS, **ENGINE_DEFAULTS, **engine},
-                log=log,
-                environment={**ENVIRONMENT, **(env or {})},
-                prepare=partial(_prepare, patch),
-            ) as process:
-                return process.call(work, jobs)
-        except UserError as error:
-            tail = log.read_text(errors="replace")[-engines.LOG_CHARACTERS :]
-            raise RuntimeError(f"{error}\n{tail}") from error
+    engine = {**engines.ENGINE_DEFAULTS, **ENGINE_DEFAULTS, **engine}
+    options = {"environment": {**ENVIRONMENT, **(env or {})}, "prepare": partial(_prepare, patch)}
+    with engines.logged() as log, EngineProcess(engine, log=log, **options) as process:
+        return process.call(work, jobs)
 
 
 def run_compiled_jobs(llm, jobs: dict[str, dict]) -> dict:
@@ -193,6 +196,4 @@ def run_counted_jobs(llm, jobs: dict[str, dict]) -> dict:
 
 def _prepare(patch: str | None) -> None:
     triton_cpu.prepare_vllm()
-    if patch:
-        module, function = patch.split(":")
-        getattr(importlib.import_module(module), function)()
+    engines.apply_patch(patch)
