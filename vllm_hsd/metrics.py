@@ -132,9 +132,9 @@ def level_counts() -> list[dict[str, float]]:
 
 
 def counted_since(before: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """What `level_counts` has gained since it was `before`, which may have been empty."""
+    """What `level_counts` has gained since it was `before`, which may have had fewer levels."""
     now = level_counts()
-    earlier = before or [dict.fromkeys(level, 0.0) for level in now]
+    earlier = [*before, *(dict.fromkeys(level, 0.0) for level in now[len(before) :])]
     return [
         {name: value - old[name] for name, value in level.items()}
         for level, old in zip(now, earlier, strict=True)

@@ -29,6 +29,11 @@ def in_process(engine):
     return run_engine(engine, JOBS)
 
 
+def test_an_engine_with_more_levels_after_another_in_a_process(monkeypatch):
+    monkeypatch.setattr(metrics, "level_counts", lambda: [{"drafted": 5.0}, {"drafted": 3.0}])
+    assert metrics.counted_since([{"drafted": 4.0}]) == [{"drafted": 1.0}, {"drafted": 3.0}]
+
+
 @pytest.mark.parametrize("job", JOBS)
 def test_counts_fit_together(in_process, job):
     levels, counters = in_process[job]["levels"], in_process[job]["counters"]
