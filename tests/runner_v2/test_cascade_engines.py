@@ -65,6 +65,9 @@ def configuration(name: str, family) -> dict:
         "choice with a head": cascade(
             [{"sources": [{"suffix": suffix}, {"eagle3": head(family)}]}]
         ),
+        "n-gram or head": cascade(
+            [{"sources": [{"ngram": {"max": 1}}, {"eagle3": head(family)}]}], 2
+        ),
         "two models": cascade([{"model": family.small, "num_tokens": 1}, {"model": family.mid}]),
         "entropy": cascade(
             [
@@ -306,3 +309,19 @@ def test_wrong_rows_of_the_drafts_are_caught(name, small_vocabulary):
     from support.v2_engines import check_wrong_rows
 
     check_wrong_rows(small_vocabulary.target, configuration(name, small_vocabulary), PROMPT)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("fault", [False, True])
+def test_sampled_text_of_a_lookup_or_a_head(fault, small_vocabulary):
+    """With a negative control: a lookup's tokens are verified as if the head had drawn them."""
+    from support.v2_engines import p_values
+
+    target, speculative = small_vocabulary.target, configuration("n-gram or head", small_vocabulary)
+    params, count, patch = {}, 300, "support.forced_choice:install"
+    if fault:
+        params, count, patch = {"top_k": 2}, 600, f"{patch}_drawn_lookups"
+    found = p_values(target, speculative, PROMPT, {"": params}, count=count, patch=patch)[""]
+    print(found)
+    assert found < 1e-6 if fault else found > 1e-6

@@ -100,7 +100,7 @@ def p_values(
         for case, params in cases.items()
     }
     engine = {"model": target, "max_num_seqs": 64, "speculative_config": speculative_config}
-    results = run_engine(engine, jobs, patch=patch)
+    results = run_engine(engine, jobs, patch=patch, short_matches=True)
     return {
         case: chi_square_p_value(
             [tuple(output[0]["ids"][:3]) for output in results[case]["outputs"]],
@@ -133,14 +133,18 @@ def run_engine(
     patch: str | None = None,
     env: dict[str, str] | None = None,
     work: Callable = engines.run_jobs,
+    short_matches: bool = False,
 ) -> dict:
     """As `engines.run_engine`, on the V2 runner and in a process that is spawned for it.
 
     Args:
+        short_matches: a suffix matches 3 tokens at most: each length is a program of its own, and
+            they are interpreted one after another.
         work: called there with the engine and the jobs.
     """
     engine = {**engines.ENGINE_DEFAULTS, **ENGINE_DEFAULTS, **engine}
-    options = {"environment": {**ENVIRONMENT, **(env or {})}, "prepare": partial(_prepare, patch)}
+    prepare = partial(_prepare, patch, short_matches)
+    options = {"environment": {**ENVIRONMENT, **(env or {})}, "prepare": prepare}
     with engines.logged() as log, EngineProcess(engine, log=log, **options) as process:
         return process.call(work, jobs)
 
@@ -194,6 +198,10 @@ def run_counted_jobs(llm, jobs: dict[str, dict]) -> dict:
     return results
 
 
-def _prepare(patch: str | None) -> None:
+def _prepare(patch: str | None, short_matches: bool) -> None:
     triton_cpu.prepare_vllm()
+    if short_matches:
+        from vllm_hsd.runner_v2 import suffix_lookup
+
+        suffix_lookup.DEPTH = suffix_lookup.HEAD = 4
     engines.apply_patch(patch)
