@@ -152,7 +152,9 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
             yield (
                 "levels[0].branches does not run with microbatches: remove branches or enable_dbo."
             )
+        # vLLM sets slots for drafting aside.
         tokens = self.hsd_rows * (self.hsd.num_speculative_tokens + 1)
+        tokens += self.max_num_new_slots_for_drafting
         budget = vllm_config.scheduler_config.max_num_batched_tokens
         if tokens > budget:
             # vLLM would wait for ever to schedule a request that it has padded to so many.

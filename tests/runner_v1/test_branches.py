@@ -271,9 +271,9 @@ def test_what_cannot_host_branches_is_refused(family):
     short = {**hsd, "max_num_seqs": 8, "max_model_len": 192, "block_size": SIZE}
     with pytest.raises(RuntimeError, match=r"takes 224 tokens of max_model_len=192 with .* of 32"):
         run_engine(short, {})
-    narrow = {**hsd, "max_num_batched_tokens": 20, "max_num_seqs": 8}
+    narrow = {**hsd, "max_num_batched_tokens": 24, "max_num_seqs": 8}
     # vLLM 0.33 says it before us.
-    said = r"make 24 tokens .* max_num_batched_tokens=20|Got max_num_batched_tokens=20"
+    said = r"make 25 tokens .* max_num_batched_tokens=24|Got max_num_batched_tokens=24"
     with pytest.raises(RuntimeError, match=said):
         run_engine(narrow, {})
     connected = {**hsd, "kv_transfer_config": {"kv_connector": "X", "kv_role": "kv_both"}}
