@@ -22,9 +22,10 @@ def assigned_twice_kernel(NUMBER: tl.constexpr):
 
 
 # Bytes: ptxas puts a register or two aside that a launch uses once. Four of them, if the innermost
-# loops, which read thousands of entries, do next to nothing with them. One program walks a tree of
-# 64 nodes, which no runner launches.
-FREE_STACK, MOST_STACK, MOST_IN_LOOPS, STACK_OF_TREE = 8, 16, 4, 112
+# loops, which read thousands of entries, do next to nothing with them; more, if they do not touch
+# them: the ptxas of 3.7.1 takes 40 for an n-gram model's rows that are not aligned. One program
+# walks a tree of 64 nodes, which no runner launches.
+FREE_STACK, SOME_STACK, MOST_STACK, MOST_IN_LOOPS, STACK_OF_TREE = 8, 16, 40, 4, 112
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,8 @@ def test_every_launch_compiles_and_no_loop_spills(cases, capability):
             assert use.stack <= STACK_OF_TREE, (build, use)
         elif use.stack > FREE_STACK:
             assert use.stack <= MOST_STACK, (build, use)
-            assert builds.spills_in_loops(build) <= MOST_IN_LOOPS, (build, use)
+            in_loops = MOST_IN_LOOPS if use.stack <= SOME_STACK else 0
+            assert builds.spills_in_loops(build) <= in_loops, (build, use)
     if cases == "SHORT":
         for build, usage in usages:
             # A few lanes gather the logits of drafted tokens; rows are read 16 bytes at a time.
