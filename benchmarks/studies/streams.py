@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+# Spreads the lengths of answers.
+STRIDE = 37
+
 
 @dataclass
 class Served:
@@ -44,10 +47,13 @@ def keep_streams(
 ) -> Served:
     """Serve `streams` requests at a time for `seconds`; runs in the engine's process.
 
+    Answers differ in length, by their number: those of one length begin and end together for ever
+    without speculation, and all prompts share a step then.
+
     Args:
         llm: vLLM's `LLM`.
         prompts: token ids, taken in order and again from the first one.
-        params: arguments of `vllm.SamplingParams`.
+        params: arguments of `vllm.SamplingParams`; `max_tokens` is the mean.
     """
     from vllm.sampling_params import RequestOutputKind
 
@@ -55,7 +61,7 @@ def keep_streams(
     from vllm_hsd.metrics import counted_since, level_counts
 
     engine = llm.llm_engine
-    sampling = vllm_params(llm, {**params, "output_kind": RequestOutputKind.DELTA})
+    mean = params["max_tokens"]
     before = level_counts()
     requests: dict[str, _Request] = {}
     ended: list[_Request] = []
@@ -65,6 +71,9 @@ def keep_streams(
         number = len(requests) + len(ended)
         requests[str(number)] = _Request(time.perf_counter())
         prompt = {"prompt_token_ids": list(prompts[number % len(prompts)])}
+        tokens = mean // 2 + 1 + STRIDE * number % mean
+        own = {**params, "max_tokens": tokens, "output_kind": RequestOutputKind.DELTA}
+        sampling = vllm_params(llm, own)
         engine.add_request(str(number), prompt, sampling)
 
     for _ in range(streams):

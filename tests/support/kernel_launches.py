@@ -403,7 +403,6 @@ SHORT = (
     Cascade((8,), "sources", rows=4),
     Branches(),
 )
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Verification is compiled anew for every K, vocabulary and dtype: one of them changes at a time.
 ALL = (
     *SHORT,
