@@ -164,7 +164,7 @@ def test_prometheus_answers_what_the_dashboard_asks(tmp_path):
                 text.replace("$model", "m").replace("$__rate_interval", "20s")
                 for text in dashboard_expressions()
             ]
-            while missing and time.monotonic() < started + 60:
+            while missing and time.monotonic() < started + 180:
                 time.sleep(1)
                 missing = [text for text in missing if not answered(address, text)]
         finally:

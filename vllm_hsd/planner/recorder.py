@@ -145,9 +145,9 @@ class Recorder:
         return timed
 
     def _lookup(self, index: int, lookup: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(tokens: Any, rows: Any, slots: Any, ends: Any, requested: Any) -> Any:
+        def timed(texts: Any, requested: Any) -> Any:
             began = self.clock()
-            found = lookup(tokens, rows, slots, ends, requested)
+            found = lookup(texts, requested)
             if batch := int((requested > 0).sum()):
                 self.open.append((index, batch, batch, began, self.clock() - began))
             return found
