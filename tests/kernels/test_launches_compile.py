@@ -25,7 +25,9 @@ def assigned_twice_kernel(NUMBER: tl.constexpr):
 # loops, which read thousands of entries, do next to nothing with them; more, if they do not touch
 # them: the ptxas of 3.7.1 takes 40 for an n-gram model's rows that are not aligned. One program
 # walks a tree of 64 nodes, which no runner launches.
-FREE_STACK, SOME_STACK, MOST_STACK, MOST_IN_LOOPS, STACK_OF_TREE = 8, 16, 40, 4, 112
+FREE_STACK, SOME_STACK, MOST_STACK, STACK_OF_TREE = 8, 16, 40, 112
+# Above four, by Triton and capability: verification of rows that are not aligned.
+MOST_IN_LOOPS = {("3.7.1", 100): 15}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,8 @@ def test_every_launch_compiles_and_no_loop_spills(cases, capability):
             assert use.stack <= STACK_OF_TREE, (build, use)
         elif use.stack > FREE_STACK:
             assert use.stack <= MOST_STACK, (build, use)
-            in_loops = MOST_IN_LOOPS if use.stack <= SOME_STACK else 0
+            most = MOST_IN_LOOPS.get((triton.__version__, capability), 4)
+            in_loops = most if use.stack <= SOME_STACK else 0
             assert builds.spills_in_loops(build) <= in_loops, (build, use)
     if cases == "SHORT":
         for build, usage in usages:
