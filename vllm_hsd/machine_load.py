@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -61,6 +63,24 @@ class MachineLoad(BaseModel):
     other_cores: float | None = None
     steal: float | None = None
     drift: float | None = None
+
+    @classmethod
+    def of(
+        cls, loads: Iterable[tuple[float, float]], equal_steps: Iterable[Sequence[float]]
+    ) -> MachineLoad:
+        """The medians.
+
+        Args:
+            loads: (cores that others used, share that was stolen) of every run.
+            equal_steps: times of steps that should be the same; alone they show no drift.
+        """
+        found = list(loads)
+        drifts = [max(same) / min(same) - 1 for same in equal_steps if len(same) > 1]
+        return cls(
+            other_cores=round(statistics.median(x for x, _ in found), 3) if found else None,
+            steal=round(statistics.median(x for _, x in found), 4) if found else None,
+            drift=round(statistics.median(drifts), 4) if drifts else None,
+        )
 
     def sentences(self, on_host: bool = True) -> list[str]:
         """What makes the figures less trustworthy than they look, a sentence each.

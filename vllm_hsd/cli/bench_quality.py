@@ -71,13 +71,7 @@ def summary(results: Results) -> MachineLoad:
     for job, generation in results.generations.items():
         if job.config == 0 and (milliseconds := time_per_output_token([generation])):
             times[job.batch_size, job.temperature, job.part].append(milliseconds)
-    ratios = [max(same) / min(same) - 1 for same in times.values() if len(same) > 1]
-    loads = results.loads.values()
-    return MachineLoad(
-        other_cores=round(statistics.median(x for x, _ in loads), 3) if loads else None,
-        steal=round(statistics.median(x for _, x in loads), 4) if loads else None,
-        drift=round(statistics.median(ratios), 4) if ratios else None,
-    )
+    return MachineLoad.of(results.loads.values(), times.values())
 
 
 def sentences(results: Results, rows: Sequence[dict[str, Any]]) -> list[str]:

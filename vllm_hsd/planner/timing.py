@@ -264,12 +264,8 @@ def _load(recordings: Sequence[Recording], plain: Sequence[Recording]) -> Machin
             by_batch[step["batch"]].append(step["ms"])
         for batch, ms in by_batch.items():
             times[batch].append(float(np.median(ms)))
-    drifts = [max(ms) / min(ms) - 1 for ms in times.values()]
-    return MachineLoad(
-        other_cores=round(float(np.median([r["other_cores"] for r in recordings])), 3),
-        steal=round(float(np.median([r["steal"] for r in recordings])), 4),
-        drift=round(float(np.median(drifts)), 4),
-    )
+    loads = ((recording["other_cores"], recording["steal"]) for recording in recordings)
+    return MachineLoad.of(loads, times.values())
 
 
 def _mean(values: np.ndarray) -> float:
