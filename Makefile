@@ -150,6 +150,15 @@ bench-branches: venv
 	$(BIN)/python -m benchmarks.studies.real_model --branches --temperatures 0,1 --prompts $(PROMPTS) \
 		--padded 800e6
 
+# One drafter: several drafts by both rules, and temperatures of its own.
+bench-drafts: venv
+	$(BIN)/python -m benchmarks.studies.real_model --drafts --temperatures 0.6,1 --prompts $(PROMPTS)
+
+# The planner's cascade and others, of two to four levels, beside single drafters. PLANNED: a file of
+# `vllm-hsd plan` on a zero-padded SmolLM2.
+bench-cascades: venv
+	$(BIN)/python -m benchmarks.studies.cascades --prompts $(PROMPTS) $(if $(PLANNED),--planned $(PLANNED))
+
 # The dynamic windows' table: an 8-bit copy alone and above the n-gram model; counts.
 bench-windows: venv
 	$(BIN)/python -m benchmarks.studies.windows --prompts $(PROMPTS)

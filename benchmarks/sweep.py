@@ -180,6 +180,14 @@ class Sweep:
                 job = Job(index, 0, 1, cell.temperature, batch[0], batch)
                 bench_quality.record(self.results, job, found, before)
 
+    def warm_up(self, prompts: Sequence[int], temperature: float) -> None:
+        """All answer prompts that are not measured: adaptive configurations learn from them."""
+        params = {**self.params, "temperature": temperature}
+        for index in range(len(self.names)):
+            engine = self.engines.get(index)
+            for each in prompts:
+                engine.generate([self.setup.prompt_ids[each]], params)
+
     def compare(self) -> list[str]:
         """Greedy answers that were not compared yet: sentences about those that are no near ties.
 
@@ -313,6 +321,9 @@ def options(description: str, output: Path, sets: bool = False) -> argparse.Argu
             "--prompts", type=Path, required=True, help="directory of *.jsonl files, one per set"
         )
         parser.add_argument("--num-prompts", type=int, default=20, help="of every set")
+        parser.add_argument(
+            "--warm-up", type=Path, help="prompts that all answer before each temperature"
+        )
     return parser
 
 
@@ -381,11 +392,13 @@ def fill(
     chosen: argparse.Namespace,
     prompts: Sequence[Any],
     sets: Mapping[str, Sequence[int]],
+    warm_up: Sequence[int] = (),
     **engines: Any,
 ) -> list[str]:
     """Measure the cells that the table does not have; takes hours, goes on where it was stopped.
 
     Args:
+        warm_up: indices of prompts that all answer first, at every temperature.
         engines: how they are hosted and their further arguments, see `started`.
 
     Returns:
@@ -407,7 +420,11 @@ def fill(
         ) as sweep:
             for index in range(len(sweep.names)):
                 sweep.engines.get(index)
+            warm: set[float] = set()
             for turn, cell in enumerate(cells):
+                if cell.temperature not in warm:
+                    sweep.warm_up(warm_up, cell.temperature)
+                    warm.add(cell.temperature)
                 for part in range(len(cell.batches)):
                     sweep.answer(cell, part, turn)
                 faults += sweep.compare()
@@ -462,6 +479,9 @@ def study(
     """
     prompts, found = read_sets(chosen.prompts, chosen.num_prompts)
     found = {each: own for each, own in found.items() if not sets or each in sets}
+    measured = len(prompts)
+    prompts += read_prompts(chosen.warm_up) if chosen.warm_up else []
+    engines["warm_up"] = range(measured, len(prompts))
     table = Table(chosen.output / f"{name}.csv")
     faults = fill(table, groups, chosen, prompts, found, **engines)
     rows = [view(row) for row in table.rows if row["configuration"] != PLAIN]

@@ -120,6 +120,18 @@ def measure(monkeypatch, tmp_path):
     return run
 
 
+def test_warm_up_prompts_are_answered_at_every_temperature_and_not_measured(tmp_path, monkeypatch):
+    engines = engines_of({"a": CONFIG}, tmp_path)
+    monkeypatch.setattr(sweep, "started", lambda *_, **__: nullcontext(engines))
+    table, group = Table(tmp_path / "warm.csv"), Group("g", {"a": CONFIG}, [0.0, 1.0])
+    sweep.fill(table, [group], argparse.Namespace(), "wxyz", {"s": [0, 1]}, warm_up=[2, 3])
+    assert [index for index, *_ in engines.engines.asked] == [
+        *(0, 0, 1, 1, 0, 1, 1, 0),
+        *(0, 0, 1, 1, 1, 0, 0, 1),
+    ]
+    assert [row["batches"] for row in table.rows] == ["2"] * 4
+
+
 def test_a_run_goes_on_where_it_was_stopped(measure, monkeypatch):
     monkeypatch.setattr(FakeEngines, "breaks_at", [4])
     with pytest.raises(KeyboardInterrupt):
@@ -191,8 +203,8 @@ def test_ways_to_verify_share_five_engines_and_are_drawn_by_draft_limit(monkeypa
         return nullcontext(engines_of(configs, tmp_path))
 
     monkeypatch.setattr(sweep, "started", started)
-    monkeypatch.setattr(sweep, "read_sets", lambda *_: ("wxyz", SETS))
-    chosen = argparse.Namespace(prompts=tmp_path, num_prompts=2, output=tmp_path)
+    monkeypatch.setattr(sweep, "read_sets", lambda *_: (list("wxyz"), SETS))
+    chosen = argparse.Namespace(prompts=tmp_path, num_prompts=2, output=tmp_path, warm_up=None)
     group = windows.group([5], [0.0])
     keys = {
         "x": "draft limit",

@@ -1,13 +1,14 @@
-"""Ten cascades for real: the five best predicted and five random others, against the planner.
+"""Cascades for real: the best predicted and as many random others, against the planner.
 
     python -m benchmarks.planner.check_predictions -o results/planner
 
-Measures a profile of the bundled models unless the output directory holds one, plans, runs the ten
+Measures a profile of the bundled models unless the output directory holds one, plans, runs the
 cascades in turn in one engine and no speculation in another, and writes predictions.csv and .png. A
 shared machine is not equally fast all the time: the passes that time the models for the profile run
 again between these runs, and their times are what the predictions are made of.
 With --zero-padded, the target is that of benchmarks/models/zero_pad.py: the text and the acceptance
-of the tiny target at the cost of a larger one.
+of the tiny target at the cost of a larger one; with --smollm2, it is the chat model with so many
+parameters, and an 8-bit copy, the n-gram model and a suffix lookup draft.
 
 Times are CPU times of the engine's one model thread by default (--clock wall for wall time):
 waiting for a core is left out, but not what a shared cache or a busy sibling core costs.
@@ -29,7 +30,12 @@ from scipy.stats import spearmanr
 
 from benchmarks import plot
 from benchmarks.common import MODELS, write_csv
+from benchmarks.models.smollm2 import int8, smollm2, zero_padded
+from benchmarks.studies.configs import STORE
+from benchmarks.studies.demo import PROMPTS
 from vllm_hsd.cli.plan import label
+from vllm_hsd.dtype import choose_dtype
+from vllm_hsd.levels.ngram_model import MAX_ORDER
 from vllm_hsd.planner.acceptance import measure_acceptance
 from vllm_hsd.planner.latencies import Latencies
 from vllm_hsd.planner.measure import make_profile
@@ -43,7 +49,6 @@ from vllm_hsd.planner.task import Task, candidates
 from vllm_hsd.planner.timing import PASSES, Timing
 
 ENGINE = {
-    "dtype": "float32",
     "enforce_eager": True,
     "max_model_len": 512,
     "kv_cache_memory_bytes": 1 << 29,
@@ -52,8 +57,9 @@ ENGINE = {
 
 # No speculation is run on every so many prompts, and timed before each over so many tokens.
 PLAIN_EVERY, PLAIN_TOKENS = 4, 16
-# Texts that the profile's acceptance is measured on, per prompt, and contexts of own texts.
-TEXTS, CONTEXTS = 4, 2048
+# Texts that the profile's acceptance is measured on, per prompt, and contexts of own texts: of the
+# tiny models, and of the chat model, whose texts take longer.
+TINY, REAL = (4, 2048), (1, 256)
 
 
 def measured_profile(
@@ -64,7 +70,8 @@ def measured_profile(
     if path.exists():
         return load_profile(path)
     # Several texts of every prompt, many contexts: cheap on the tiny models, and less noise.
-    found = measure_acceptance(models, contexts * TEXTS, timing.task)
+    texts, _ = REAL if arguments.smollm2 else TINY
+    found = measure_acceptance(models, contexts * texts, timing.task)
     latencies = timing.measure(arguments.output / "timing.json")
     prompts = Prompts(file="prompts.jsonl", prompts=len(contexts), contexts=found.positions)
     profile = make_profile(timing.task, found, prompts, latencies)
@@ -72,12 +79,12 @@ def measured_profile(
     return profile
 
 
-def ten_cascades(search: Search, rng: np.random.Generator) -> list[Selection]:
-    """The five best predicted, best first, and five random ones of one or two levels."""
+def cascades_to_run(search: Search, rng: np.random.Generator, each: int) -> list[Selection]:
+    """The `each` best predicted, best first, and as many random ones of one or two levels."""
     found = [selection for selection, _ in solve(search.graph, k=64) if selection.levels]
-    best = sorted(found, key=lambda selection: search.predict(selection).ms_per_token)[:5]
+    best = sorted(found, key=lambda selection: search.predict(selection).ms_per_token)[:each]
     lookups = search.measured.acceptance.lookups
-    while len(best) < 10:
+    while len(best) < 2 * each:
         depth = int(rng.integers(1, 3))
         nodes = np.sort(rng.choice(len(search.graph.order), size=depth, replace=False))
         lengths = np.sort(rng.choice(np.arange(1, search.size + 1), size=depth, replace=False))
@@ -195,13 +202,17 @@ def main() -> None:
     parser.add_argument(
         "--zero-padded", type=Path, default=None, help="directory of the zero-padded target"
     )
+    parser.add_argument(
+        "--smollm2", type=float, metavar="PARAMS", help="the chat model zero-padded to this size"
+    )
+    parser.add_argument("--each", type=int, default=5, help="best and random cascades to run")
     parser.add_argument("--exits", nargs="*", type=int, default=[2])
     parser.add_argument("--pairs", action="store_true", help="with the n-gram model of order 1")
     parser.add_argument("--ngram", action="store_true", help="with a prompt lookup")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max-draft-tokens", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--prompts", type=Path, default=MODELS / "prompts.jsonl")
+    parser.add_argument("--prompts", type=Path, help="default: those of the target's kind")
     parser.add_argument(
         "--repeats", type=int, default=40, help="prompts that every cascade continues"
     )
@@ -215,25 +226,35 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     console = Console(soft_wrap=True)
 
-    found = candidates(
-        models=[str(MODELS / name) for name in ("small", "mid")],
-        exits=arguments.exits,
-        ngram_models=[(str(MODELS / "library.safetensors"), 1)] if arguments.pairs else [],
-        ngram=4 if arguments.ngram else None,
-    )
-    models = ModelSet(str(MODELS / "target"), found)
+    if arguments.smollm2:
+        source, target = str(smollm2()), str(zero_padded(arguments.smollm2))
+        own_prompts, dtype = PROMPTS, choose_dtype(source).dtype
+        found = candidates(
+            models=[str(int8())], ngram_models=[(str(STORE), MAX_ORDER)], suffix=str(STORE)
+        )
+    else:
+        source = str(MODELS / "target")
+        target = str(arguments.zero_padded or source)
+        own_prompts, dtype = MODELS / "prompts.jsonl", "float32"
+        found = candidates(
+            models=[str(MODELS / name) for name in ("small", "mid")],
+            exits=arguments.exits,
+            ngram_models=[(str(MODELS / "library.safetensors"), 1)] if arguments.pairs else [],
+            ngram=4 if arguments.ngram else None,
+        )
+    models = ModelSet(source, found)
     task = Task(
-        target=str(arguments.zero_padded or MODELS / "target"),
+        target=target,
         candidates=found,
         sampling=Sampling(temperature=arguments.temperature),
         max_draft_tokens=arguments.max_draft_tokens,
         text_tokens=arguments.tokens,
-        contexts=CONTEXTS,
-        engine_args=ENGINE,
+        contexts=(REAL if arguments.smollm2 else TINY)[1],
+        engine_args={**ENGINE, "dtype": dtype},
         batch_sizes=[arguments.batch_size],
         clock=arguments.clock,
     )
-    prompts = read_prompts(arguments.prompts)[: arguments.repeats]
+    prompts = read_prompts(arguments.prompts or own_prompts)[: arguments.repeats]
     contexts = [encode(models.tokenizer, prompt, 256) for prompt in prompts]
     sizes = [models.size(i) for i in range(len(found))]
     timing = Timing(task, sizes, contexts, models.vocabulary, arguments.output)
@@ -243,7 +264,7 @@ def main() -> None:
     search = Search(
         profile, Constraints(batch=arguments.batch_size, output_tokens=arguments.tokens)
     )
-    cascades = ten_cascades(search, np.random.default_rng(arguments.seed))
+    cascades = cascades_to_run(search, np.random.default_rng(arguments.seed), arguments.each)
     passes = [setting for number in range(PASSES) for setting in timing.settings(number)]
     groups, timed = run_for_real(cascades, timing, arguments.repeats, passes)
     real = [summary(group, arguments.batch_size) for group in groups]
@@ -257,7 +278,11 @@ def main() -> None:
     predictions = predictions_with(timing.latencies(*timed))
     at_own_times = predictions_with(own_latencies(timing, groups))
     names = [label(profile, cascade) for cascade in cascades]
-    kind = "zero-padded target" if arguments.zero_padded else "tiny target"
+    kind = "tiny target"
+    if arguments.smollm2:
+        kind = f"SmolLM2 zero-padded to {arguments.smollm2 / 1e6:.0f} M"
+    elif arguments.zero_padded:
+        kind = "zero-padded target"
     title = f"{kind}, batch size {arguments.batch_size}, {arguments.clock} time"
     write(arguments.output, names, predictions, at_own_times, real, title)
 

@@ -1,10 +1,12 @@
 """Speculative configurations of the real model: every source of drafts alone, and their mix."""
 
 import importlib.util
+import json
 import os
+from pathlib import Path
 from typing import Any
 
-from benchmarks.common import MODELS
+from benchmarks.common import MODELS, REPOSITORY
 from vllm_hsd.levels.any_kind import level_name
 
 DRAFT_LENGTH = 8
@@ -37,6 +39,13 @@ def fixed(*levels: dict[str, Any], length: int = DRAFT_LENGTH, **keys: Any) -> d
     """
     config = {"method": "hsd", "num_speculative_tokens": length, "levels": list(levels)}
     return {**config, "adaptive": False, **keys}
+
+
+def planned(file: Path) -> dict[str, Any]:
+    """The cascade that `vllm-hsd plan` wrote; paths inside the repository are relative ones."""
+    found = json.loads(file.read_text().replace(f"{REPOSITORY}/", ""))
+    keys = {key: found[key] for key in ("num_speculative_tokens", "levels")}
+    return {"method": "hsd", "adaptive": False, **keys}
 
 
 def vllms_own() -> dict[str, dict[str, Any]]:

@@ -15,10 +15,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.common import REPOSITORY, RESULTS
+from benchmarks.common import RESULTS
 from benchmarks.models.smollm2 import int8, smollm2, zero_padded
 from benchmarks.studies import demo
-from benchmarks.studies.configs import NGRAM_MODEL, SUFFIX, fixed, levels, vllms_own
+from benchmarks.studies.configs import NGRAM_MODEL, SUFFIX, fixed, levels, planned, vllms_own
 from vllm_hsd.cli import main as cli
 from vllm_hsd.cli.bench_jobs import Comparison, Setup, config_name
 from vllm_hsd.cli.bench_runs import Engines
@@ -155,9 +155,8 @@ def main() -> int:
     configs = {**vllms_own(), **cascades()}
     if CASCADE.exists():
         # Where the paths are those of the other configurations, one engine serves both.
-        found = json.loads(CASCADE.read_text().replace(f"{REPOSITORY}/", ""))
-        keys = {key: found[key] for key in ("num_speculative_tokens", "levels")}
-        configs[f"planned: {config_name(keys)}"] = {"method": "hsd", "adaptive": False, **keys}
+        config = planned(CASCADE)
+        configs[f"planned: {config_name(config)}"] = config
     # All engines stay loaded: a cache for one text leaves memory for their weights.
     memory = {"kv_cache_memory_bytes": 1 << 28}
     return demo.run(chosen, configs, "demo_cascade", name, SharedEngines, **memory)

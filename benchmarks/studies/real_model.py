@@ -3,9 +3,10 @@
     python -m benchmarks.studies.real_model --prompts DIR     # make bench-real PROMPTS=DIR
 
 DIR holds one JSON lines file for each set of prompts ("turns", of which the first is asked). Takes
-hours; the same command goes on where an earlier one was stopped. With `--branches` several drafts
-are verified together, next to each source alone; with `--padded` the target is SmolLM2 zero-padded
-to so many parameters: its text and acceptance at the cost of a larger model.
+hours; the same command goes on where an earlier one was stopped. With `--branches` drafts of
+several sources are verified together, next to each source alone; with `--drafts` one drafter draws
+several, or at temperatures of its own; with `--padded` the target is SmolLM2 zero-padded to so many
+parameters: its text and acceptance at the cost of a larger model.
 """
 
 import json
@@ -35,6 +36,7 @@ VERIFIERS = ("standard", "block")
 TEMPERATURES = [0.0, 0.3, 0.6, 0.8, 1.0]
 # Draft lengths of the papers' tables; sources are compared at a length that suits lookups too.
 LENGTHS = [5, 10, 15]
+DRAFT_TEMPERATURES = (0.4, 0.5, 0.6, 0.8, 1.0)
 
 
 def groups(
@@ -101,26 +103,48 @@ def branches(temperatures: Sequence[float]) -> list[Group]:
     return [Group("branches", configs, temperatures)]
 
 
+def drafts(level: dict[str, Any], temperatures: Sequence[float]) -> list[Group]:
+    """Several drafts of one drafter by number and verifier, and temperatures that it draws at."""
+    several = {
+        f"{verifier}, {count} drafts": fixed({**level, "branches": count}, length=4, **keys)
+        for count in (11, 4, 2, 1)
+        for verifier, keys in (("traversal", {}), ("recursive", {"verifier": "standard"}))
+    }
+    found = [Group("several drafts", several, temperatures)]
+    for temperature in temperatures:
+        scaled = {
+            f"draft temperature {drawn}": fixed(
+                {**level, "temperature_scale": round(drawn / temperature, 4)}, length=4
+            )
+            for drawn in DRAFT_TEMPERATURES
+        }
+        found.append(Group(f"draft temperatures at {temperature:g}", scaled, [temperature]))
+    return found
+
+
 def main() -> int:
     parser = sweep.options(__doc__, RESULTS / "real_model", sets=True)
     parser.add_argument("--drafter", type=json.loads, help="level (default: the head)")
     parser.add_argument("--lengths", type=integers, default=LENGTHS)
     parser.add_argument("--temperatures", type=numbers, default=TEMPERATURES)
-    parser.add_argument("--branches", action="store_true", help="several drafts a step instead")
+    parser.add_argument("--branches", action="store_true", help="of several sources instead")
+    parser.add_argument("--drafts", action="store_true", help="of one drafter instead")
     parser.add_argument("--padded", type=float, help="parameters of a zero-padded target")
     options = parser.parse_args()
     print(*(absent := missing()), sep="\n")
     if options.branches and absent:
         return 1
-    name = "branches" if options.branches else "real_model"
+    level = options.drafter or drafter()
+    name = "branches" if options.branches else "drafts" if options.drafts else "real_model"
     if options.padded:
         options.model = os.path.relpath(zero_padded(options.padded))
         name += f"_{options.padded / 1e6:.0f}M"
-    cells = (
-        branches(options.temperatures)
-        if options.branches
-        else groups(options.drafter or drafter(), options.lengths, options.temperatures)
-    )
+    if options.branches:
+        cells = branches(options.temperatures)
+    elif options.drafts:
+        cells = drafts(level, [each for each in options.temperatures if each > 0])
+    else:
+        cells = groups(level, options.lengths, options.temperatures)
     return sweep.study(name, cells, options)
 
 

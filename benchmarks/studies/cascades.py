@@ -1,0 +1,71 @@
+"""Cascades against single drafters of the best length, on real text at the cost of a larger model.
+
+    python -m benchmarks.studies.cascades --prompts DIR --planned cascade.json
+
+The central comparison of "Fast Inference via Hierarchical Speculative Decoding": what
+`vllm-hsd plan` chose (of a profile on other prompts) and other cascades of two to four levels, next
+to every single drafter at several lengths, the best of which is chosen *after* the measurement. The
+target is SmolLM2-135M-Instruct zero-padded: its text and acceptance at the cost of a larger model.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from benchmarks import sweep
+from benchmarks.common import RESULTS
+from benchmarks.models.smollm2 import int8, zero_padded
+from benchmarks.studies.configs import EAGLE3, NGRAM_MODEL, SUFFIX, fixed, planned
+from benchmarks.studies.demo_cascade import SharedEngines
+from benchmarks.sweep import Config, Group
+from vllm_hsd.cli.bench_jobs import config_name
+from vllm_hsd.cli.options import numbers
+
+COPY_LENGTHS = (4, 6, 8, 12)
+SUFFIX_LENGTHS = (4, 8)
+HEAD_LENGTHS = (2, 3)
+
+
+def _cascade(*levels: tuple[dict[str, Any], int]) -> dict[str, Any]:
+    lengths = [{**level, "num_tokens": length} for level, length in levels]
+    return fixed(*lengths, length=levels[-1][1])
+
+
+def configs() -> dict[str, Config]:
+    """Cascades and single drafters by name; the deepest come first: they host the others."""
+    copy = {"model": os.path.relpath(int8())}
+    pairs = {**NGRAM_MODEL, "order": 2}
+    found = [
+        _cascade((SUFFIX, 4), (pairs, 6), (NGRAM_MODEL, 8), (copy, 12)),
+        _cascade((SUFFIX, 4), (NGRAM_MODEL, 8), (copy, 12)),
+        *(_cascade((SUFFIX, 4), (copy, length)) for length in (12, 8)),
+        _cascade((EAGLE3, 3), (copy, 12)),
+        *(_cascade((copy, length)) for length in COPY_LENGTHS[::-1]),
+        *(_cascade((SUFFIX, length)) for length in SUFFIX_LENGTHS[::-1]),
+        *(_cascade((EAGLE3, length)) for length in HEAD_LENGTHS[::-1]),
+    ]
+    return {config_name(config): config for config in found}
+
+
+def main() -> int:
+    parser = sweep.options(__doc__, RESULTS / "cascades", sets=True)
+    parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
+    parser.add_argument("--padded", type=float, default=800e6, help="parameters of the target")
+    parser.add_argument("--planned", type=Path, help="what `vllm-hsd plan` wrote for one of them")
+    options = parser.parse_args()
+    options.model = os.path.relpath(zero_padded(options.padded))
+    found = configs()
+    if options.planned:
+        config = planned(options.planned)
+        found[f"planned: {config_name(config)}"] = config
+    return sweep.study(
+        f"cascades_{options.padded / 1e6:.0f}M",
+        [Group("cascades", found, options.temperatures)],
+        options,
+        engines_class=SharedEngines,
+        kv_cache_memory_bytes=1 << 28,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
