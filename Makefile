@@ -159,6 +159,10 @@ bench-drafts: venv
 bench-cascades: venv
 	$(BIN)/python -m benchmarks.studies.cascades --prompts $(PROMPTS) $(if $(PLANNED),--planned $(PLANNED))
 
+# Entropies of drafts, accepted tokens and draft lengths over steps, on both turns of MT-Bench.
+bench-entropies: venv
+	$(BIN)/python -m benchmarks.studies.entropies --prompts $(PROMPTS)/mt_bench.jsonl
+
 # The dynamic windows' table: an 8-bit copy alone and above the n-gram model; counts.
 bench-windows: venv
 	$(BIN)/python -m benchmarks.studies.windows --prompts $(PROMPTS)

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-from vllm_hsd import host
-
 # Above these a figure is doubtful: cores that other processes used, share of time that the
 # hypervisor took, difference between equal steps.
 OTHERS = 0.1
@@ -91,8 +89,8 @@ class MachineLoad(BaseModel):
         notes = []
         if on_host and (self.other_cores or 0) > OTHERS:
             notes.append(
-                f"other processes used {self.other_cores:.1f} of {host.cores()} cores meanwhile: "
-                "measure again on a quiet machine."
+                f"other processes used {self.other_cores:.1f} of {psutil.cpu_count()} cores "
+                "meanwhile: measure again on a quiet machine."
             )
         if (self.steal or 0) > STEAL:
             notes.append(

@@ -12,7 +12,7 @@ from support.bench_check import check_bench
 from support.engines import forked
 
 from vllm_hsd import host
-from vllm_hsd.cli import bench, bench_report, bench_runs, greedy
+from vllm_hsd.cli import bench, bench_files, bench_report, bench_runs, greedy
 from vllm_hsd.cli import main as cli
 from vllm_hsd.cli.bench_jobs import Comparison, Results, Setup
 from vllm_hsd.cli.bench_runs import jobs, measure
@@ -220,7 +220,7 @@ def test_what_could_not_run_has_no_numbers(fakes, tmp_path, capsys):
     assert FakeEngines.latest.closed == [1, None]
     table = rendered(bench_report.report(results, rows)).export_text()
     assert table.count("ngram 4") == table.count("could not run: 'x' ended early") == 4
-    bench_report.write(results, rows)
+    bench_files.write(results, rows)
     assert json.loads((tmp_path / "bench.json").read_text())["rows"][1] == rows[1]
 
 
@@ -234,9 +234,15 @@ def test_table_and_files(fakes, tmp_path):
     figures = line.removeprefix("ngram 3, small 8").split()
     assert figures == ["5.0", "4.00", "(4.00-8.00)", "4.00", "0.50", "0.75", "500.0", "0"]
     assert "55005" in table  # the n-gram configuration samples with vLLM's own sampler
-    written = bench_report.write(results, rows)
+    written = bench_files.write(results, rows)
     paths = (str(tmp_path / f"bench.{kind}") for kind in ("json", "csv", "html"))
     assert written == f"Written: {', '.join(paths)}"
+    page = (tmp_path / "bench.html").read_text()
+    assert page.count('class="bar"') == len(rows) and "http" not in page
+    # The bar of the best row ends at its median, whose range goes on to the right end.
+    assert (
+        '<i style="width:50.0%"></i><b style="left:50.0%;width:calc(100.0% - 50.0%)"></b>' in page
+    )
     document = json.loads((tmp_path / "bench.json").read_text())
     assert document["rows"] == rows
     assert document["dtype"] == "float32" and "1 thread" in document["machine"]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cli.command_line import run
 
+from benchmarks.paper_tables import assumptions
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.planner.latencies import Latencies, LatencyTable
 from vllm_hsd.planner.predict import Selection
@@ -186,3 +187,15 @@ sys.exit(main(["plan", "profile.json"]))
     )
     assert done.returncode == 0, done.stderr
     assert served(done.stdout)[0] == "vllm" and (tmp_path / "cascade.json").exists()
+
+
+def test_assumptions_change_nothing_where_they_hold(profile):
+    """Rates without tables are independent acceptance; calls of one price are constant costs."""
+    flat = [LatencyTable(batch_sizes=[1], tokens=[1], ms=[[ms]]) for ms in (1.0, 0.05, 4.0, 10.0)]
+    held = profile.model_copy(update={"latencies": Latencies(forward=flat)})
+    for row in assumptions.table(held, 2):
+        name, *settings = row.values()
+        assert name and settings == pytest.approx([settings[0]] * 4)
+    row = next(iter(assumptions.table(profile, 1)))
+    # A fully accepted draft leaves two tokens to compute, which is dearer than one.
+    assert row["real_acceptance_constant_costs"] < row["real_acceptance_real_costs"]

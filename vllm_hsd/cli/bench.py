@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hsd import host
-from vllm_hsd.cli import bench_report, greedy
+from vllm_hsd.cli import bench_files, bench_report, greedy
 from vllm_hsd.cli.bench_jobs import Comparison, Results, Setup
 from vllm_hsd.cli.bench_runs import measure
 from vllm_hsd.cli.options import add_engine_options, integers, json_object, progress, rendered
@@ -129,7 +129,7 @@ def run(comparison: Comparison, **metadata: Any) -> int:
     measure(results, setup)
     rows = bench_report.rows(results)
     print(rendered(bench_report.report(results, rows)).export_text())
-    print(bench_report.write(results, rows))
+    print(bench_files.write(results, rows))
     return 1 if results.errors or greedy.unexplained(results.differences, setup.dtype) else 0
 
 

@@ -1,9 +1,7 @@
-"""What `vllm-hsd bench` reports: rows of figures, a table, CSV, JSON and a page."""
+"""What `vllm-hsd bench` reports: rows of figures, and tables of them."""
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,10 +11,9 @@ from typing import Any
 from rich.console import RenderableType
 
 from vllm_hsd import host
-from vllm_hsd.checked_files import write_json, written_whole
 from vllm_hsd.cli import bench_drafts, bench_quality, greedy
 from vllm_hsd.cli.bench_jobs import Results
-from vllm_hsd.cli.options import columns, rendered
+from vllm_hsd.cli.options import columns
 from vllm_hsd.engine import Generation
 
 Row = dict[str, Any]
@@ -145,46 +142,52 @@ def heading(data: Mapping[str, Any]) -> list[str]:
     return [*environment(data), f"{size}, {data['rounds']} rounds"]
 
 
-def _cells(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+def cells(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
     """The rows of one batch size and temperature, with their title."""
     for (size, temperature), own in groupby(rows, lambda r: (r["batch_size"], r["temperature"])):
         yield f"Batch size {size}, temperature {temperature:g}", list(own)
 
 
-def _figures(row: Row) -> tuple[str, ...]:
+def figures(row: Row) -> tuple[str, ...]:
     """A row in the columns of HEADINGS."""
     return (
         row["name"],
         f"{row['tokens_per_second']:.1f}",
         f"{row['speedup']:.2f} ({row['speedup_low']:.2f}-{row['speedup_high']:.2f})"
         + "!" * bench_quality.exceeds_tokens_per_step(row),
-        _number(row["tokens_per_step"], 2),
-        " ".join(_number(rate, 2) for rate in row["acceptance"]) or "-",
-        _number(row["ttft_ms"], 1),
-        _number(row["greedy_differences"], 0),
+        number(row["tokens_per_step"], 2),
+        " ".join(number(rate, 2) for rate in row["acceptance"]) or "-",
+        number(row["ttft_ms"], 1),
+        number(row["greedy_differences"], 0),
     )
 
 
-def _number(value: float | None, decimals: int) -> str:
+def number(value: float | None, decimals: int) -> str:
+    """A figure as it is shown; a dash for none."""
     return "-" if value is None else f"{value:.{decimals}f}"
 
 
 def report(results: Results, rows: Sequence[Row]) -> list[RenderableType]:
     """The rows as tables, with what the columns mean."""
     parts: list[RenderableType] = []
-    for title, own in _cells(rows):
+    for title, own in cells(rows):
         measured = [row for row in own if not row.get("error")]
-        parts += ["", title, columns(HEADINGS, map(_figures, measured))]
+        parts += ["", title, columns(HEADINGS, map(figures, measured))]
         parts += [f"{r['name']}  could not run: {r['error']}" for r in own if r.get("error")]
         if drafting := [row for row in measured if row["redundancy"] is not None]:
             parts += ["", columns(bench_drafts.HEADINGS, map(bench_drafts.cells, drafting))]
-        parts += _branches(results, own)
-    notes = f"Medians of {results.comparison.rounds} rounds. {NOTES} {bench_drafts.NOTES}"
-    differ = greedy.sentences(results, results.differences, results.metadata["dtype"])
-    return [*parts, "", notes, *differ, *(f"Note: {note}" for note in warnings(results, rows))]
+        parts += branches(results, own)
+    noted = (f"Note: {note}" for note in warnings(results, rows))
+    return [*parts, "", *notes(results), *noted]
 
 
-def _branches(results: Results, rows: Sequence[Row]) -> Iterator[str]:
+def notes(results: Results) -> list[str]:
+    """What the columns mean, and a sentence for greedy answers that differ."""
+    meaning = f"Medians of {results.comparison.rounds} rounds. {NOTES} {bench_drafts.NOTES}"
+    return [meaning, *greedy.sentences(results, results.differences, results.metadata["dtype"])]
+
+
+def branches(results: Results, rows: Sequence[Row]) -> Iterator[str]:
     """A sentence for every row whose drafts had branches."""
     for index, row in enumerate(rows):
         own = _by_round(results, index, row["batch_size"], row["temperature"])
@@ -211,29 +214,3 @@ def warnings(results: Results, rows: Sequence[Row] = ()) -> list[str]:
             "above 0 (vLLM issues 55005 and 55006)."
         )
     return notes
-
-
-def page(results: Results, rows: Sequence[Row]) -> str:
-    """An HTML page of the report that loads nothing from elsewhere."""
-    named = zip(results.comparison.names[1:], results.comparison.configs[1:], strict=True)
-    configurations = [f"{name}: {json.dumps(config)}" for name, config in named]
-    parts = [*heading(results.metadata), *report(results, rows), "", "Configurations"]
-    return rendered([*parts, *configurations]).export_html()
-
-
-def write(results: Results, rows: Sequence[Row]) -> str:
-    """Write bench.json, bench.csv and bench.html; returns the line that says so."""
-    paths = [results.comparison.output / f"bench.{kind}" for kind in ("json", "csv", "html")]
-    write_json(paths[0], {**results.metadata, "rows": list(rows)})
-    with written_whole(paths[1]) as unfinished, unfinished.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], "error"])
-        writer.writeheader()
-        for row in rows:
-            config = "" if row["config"] is None else json.dumps(row["config"])
-            rates = " ".join(_number(rate, 4) for rate in row["acceptance"] or ())
-            steps = " ".join(map(str, row["accepted_per_step"] or ()))
-            cells = {"config": config, "acceptance": rates, "accepted_per_step": steps}
-            writer.writerow({**row, **cells})
-    with written_whole(paths[2]) as unfinished:
-        unfinished.write_text(page(results, rows))
-    return f"Written: {', '.join(map(str, paths))}"
