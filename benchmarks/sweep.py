@@ -6,21 +6,17 @@ the other in an order that rotates, so that what slows the machine down slows al
 """
 
 import argparse
-import csv
 import os
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks import plot
-from benchmarks.common import write_csv
+from benchmarks.columns import Table, chosen, counts, means, times
 from benchmarks.models.smollm2 import smollm2
-from vllm_hsd.cli import bench, bench_drafts, bench_quality, bench_report, greedy
+from vllm_hsd.cli import bench, bench_quality, greedy
 from vllm_hsd.cli.bench_jobs import Comparison, Job, Results, Setup
 from vllm_hsd.cli.bench_runs import Engines, compare_greedy
 from vllm_hsd.cli.options import progress
@@ -30,43 +26,7 @@ from vllm_hsd.planner.prompts import read_prompts
 
 PLAIN = "no speculation"
 Config = dict[str, Any] | None
-# Columns of every study: of the cell; of time; of counts; where it was run. What a study does not
-# measure is empty. `speedup` is a ratio of rates over all batches, `speedup_low` and `_high` are
-# what `spread` says of single batches; `first_token` and `per_token` are times over those of no
-# speculation; `tokens_per_step` leaves the prefill out, `block_efficiency` holds it.
-COLUMNS = (
-    *("group", "set", "x", "batch_size", "temperature", "cache", "configuration", "batches"),
-    *("tokens_per_second", "speedup", "speedup_low", "speedup_high", "spread"),
-    *("first_token", "per_token", "tokens_per_step", "acceptance", "draft_length", "no_draft"),
-    *("block_efficiency", "block_efficiency_sd", "redundancy", "target_utilization"),
-    *("generated_per_target_call", "greedy_differences", "largest_gap", "dtype", "max_tokens"),
-)
-
 MEASURES = {"tokens_per_step": "tokens per target step", "speedup": "speed-up"}
-
-
-class Table:
-    """The CSV file of a study."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @property
-    def rows(self) -> list[dict[str, str]]:
-        """As they are written; none where there is no file."""
-        if not self.path.exists():
-            return []
-        with self.path.open() as file:
-            return list(csv.DictReader(file))
-
-    def has(self, **cell: Any) -> bool:
-        """Whether there is a row with these values, numbers written as `write_csv` writes them."""
-        written = {k: f"{v:.4f}" if isinstance(v, float) else str(v) for k, v in cell.items()}
-        return any(written.items() <= row.items() for row in self.rows)
-
-    def add(self, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = COLUMNS) -> None:
-        """Append rows; what they do not have is empty."""
-        write_csv(self.path, [dict.fromkeys(columns, "") | row for row in rows], append=True)
 
 
 @dataclass
@@ -250,59 +210,6 @@ def empty_prefix_cache(llm: Any) -> None:
     llm.reset_prefix_cache()
 
 
-def times(own: Sequence[Any], plain: Sequence[Any]) -> dict[str, Any]:
-    """Columns of time: answers against those of no speculation to the same batches."""
-    ratios = [rate([a]) / rate([b]) for a, b in zip(own, plain, strict=True)]
-    low, high = np.quantile(ratios, (0.25, 0.75))
-    first, first_plain = (
-        statistics.fmean(s for each in found for s in each.first_token_seconds)
-        for found in (own, plain)
-    )
-    return {
-        "batches": len(own),
-        "tokens_per_second": rate(own),
-        "speedup": rate(own) / rate(plain),
-        "speedup_low": float(low),
-        "speedup_high": float(high),
-        "spread": "quartiles of batches",
-        "first_token": first / first_plain,
-    }
-
-
-def rate(answers: Sequence[Any]) -> float:
-    """Tokens per second of all together."""
-    return sum(each.num_tokens for each in answers) / sum(each.seconds for each in answers)
-
-
-def chosen(answers: Sequence[Any]) -> dict[str, float]:
-    """Mean draft length and the share of drafts without a token; nothing without speculation."""
-    tops = [each.levels[-1] for each in answers if each.levels]
-    requested = sum(level["requested"] for level in tops)
-    names = {"draft_length": "drafted", "no_draft": "empty"} if requested else {}
-    return {c: sum(level[name] for level in tops) / requested for c, name in names.items()}
-
-
-def counts(answers: Sequence[Generation]) -> dict[str, Any]:
-    """Columns of counts: of steps, and of drafted and accepted tokens at every level."""
-    rates = bench_report.acceptance(answers)
-    found = {
-        "tokens_per_step": bench_report.tokens_per_step(answers) or 1.0,
-        "acceptance": " ".join("-" if rate is None else f"{rate:.3f}" for rate in rates),
-    }
-    steps = sum(each.num_target_steps for each in answers)
-    if not (answers[0].levels and steps):
-        return found
-    efficiency = [each.num_tokens / each.num_target_steps for each in answers]
-    generated = bench_drafts.generated_tokens(answers)
-    return found | {
-        "block_efficiency": float(np.mean(efficiency)),
-        "block_efficiency_sd": float(np.std(efficiency, ddof=1)) if len(efficiency) > 1 else "",
-        "redundancy": 1 - sum(each.accepted for each in answers) / generated if generated else "",
-        "target_utilization": steps / sum(each.num_tokens for each in answers),
-        "generated_per_target_call": generated / steps,
-    }
-
-
 def options(description: str, output: Path, sets: bool = False) -> argparse.ArgumentParser:
     """A parser with the options of every study of the chat model.
 
@@ -434,22 +341,6 @@ def fill(
                 where = ", ".join(f"{name} {value}" for name, value in cell.key.items() if value)
                 progress(f"{where}: best {best['configuration']}, {best['speedup']:.2f} times")
     return faults
-
-
-def means(rows: Sequence[Mapping[str, Any]], measure: str, across: str) -> Iterator[str]:
-    """A Markdown table for every group: a measure by configuration and column, mean of the sets."""
-    for group in dict.fromkeys(row["group"] for row in rows):
-        own = [row for row in rows if row["group"] == group]
-        columns = sorted({row[across] for row in own}, key=float)
-        yield f"\n{group}, {measure}, mean of {len({row['set'] for row in own})} sets\n"
-        yield f"| configuration | {' | '.join(f'{float(each):g}' for each in columns)} |"
-        yield "| --- |" + " --- |" * len(columns)
-        for name in dict.fromkeys(row["configuration"] for row in own):
-            found = (
-                [float(r[measure]) for r in own if (r["configuration"], r[across]) == (name, each)]
-                for each in columns
-            )
-            yield f"| {name} | {' | '.join(f'{statistics.fmean(v):.2f}' for v in found)} |"
 
 
 def study(

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plot, sweep
+from benchmarks.columns import COLUMNS, Table
 from benchmarks.studies import demo, demo_cascade, real_model, windows
 from benchmarks.studies.configs import fixed
-from benchmarks.sweep import COLUMNS, PLAIN, Group, Sweep, Table
+from benchmarks.sweep import PLAIN, Group, Sweep
 from vllm_hsd.cli.bench_jobs import Comparison, Setup
 from vllm_hsd.engine import Generation
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.columns import Table
 from benchmarks.common import MODELS, RESULTS
 from benchmarks.models.zero_pad import intermediate_size_for, zero_pad
 from benchmarks.planner.check_predictions import (
@@ -29,7 +30,6 @@ from benchmarks.planner.check_predictions import (
     spent_and_emitted,
     summary,
 )
-from benchmarks.sweep import Table
 from vllm_hsd.planner.acceptance import Acceptances, measure_acceptance
 from vllm_hsd.planner.models import ModelSet
 from vllm_hsd.planner.predict import Measured, Selection, predict

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
-from benchmarks import plot, sweep
+from benchmarks import plot
+from benchmarks.columns import Table, counts
 from benchmarks.common import ENGINE_ARGS, MODELS, RESULTS, prompts
 from benchmarks.studies.configs import fixed
 from vllm_hsd.engine import EngineProcess
@@ -182,7 +183,7 @@ def measure(variant: Variant, texts: list[str], log: Path) -> Iterator[dict[str,
                 "batch_size": len(texts),
                 "temperature": temperature,
                 "batches": len(runs),
-                **sweep.counts(runs),
+                **counts(runs),
                 "max_tokens": TOKENS,
             }
 
@@ -244,7 +245,7 @@ def main() -> None:
     if not options.only or drafts in options.only:
         labels[drafts] = "drafts K"
         rows += [{"group": drafts, **row} for row in measure_number_of_drafts(texts)]
-    table = sweep.Table(options.output / "ablations.csv")
+    table = Table(options.output / "ablations.csv")
     table.path.unlink(missing_ok=True)
     table.add(rows)
     plot.lines(

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import plot, sweep
+from benchmarks.columns import Table, chosen, times
 from benchmarks.common import RESULTS, commit
 from benchmarks.studies.configs import fixed, levels, missing
 from benchmarks.studies.demo import read_demo_prompts
@@ -58,9 +59,9 @@ def measure(
                     "batch_size": count,
                     "temperature": sampling["temperature"],
                     "configuration": name,
-                    **sweep.times([own], [plain]),
+                    **times([own], [plain]),
                     "per_token": per_token[0] / per_token[1],
-                    **sweep.chosen([own]),
+                    **chosen([own]),
                     "dtype": engines.setup.dtype,
                     "max_tokens": engines.params["max_tokens"],
                 }
@@ -102,7 +103,7 @@ def main() -> int:
         for index in range(len(engines.names)):
             engines.engines.get(index)
         rows = measure(engines, options.streams, options.seconds, sampling)
-    table = sweep.Table(options.output / "adaptive.csv")
+    table = Table(options.output / "adaptive.csv")
     table.path.unlink(missing_ok=True)
     table.add(rows)
     plot.lines(

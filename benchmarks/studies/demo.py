@@ -24,7 +24,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks import plot, sweep
+from benchmarks import columns, plot, sweep
 from benchmarks.common import RESULTS, commit
 from benchmarks.studies.configs import missing, ours, vllms_own
 from benchmarks.sweep import PLAIN, Cell, Config, Sweep
@@ -242,7 +242,7 @@ def run(
         print(line)
     if not engines.results.differences:
         print("Greedy answers are equal, token for token.")
-    table = sweep.Table(chosen.output / f"{name}.csv")
+    table = columns.Table(chosen.output / f"{name}.csv")
     table.path.unlink(missing_ok=True)
     table.add(rows)
     plot.bars(

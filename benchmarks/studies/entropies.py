@@ -93,6 +93,7 @@ def measure(chosen: argparse.Namespace, questions: Sequence[Row]) -> Iterator[Ro
             "model": model,
             "dtype": dtype,
             "enforce_eager": True,
+            "max_model_len": 2048,
             "kv_cache_memory_bytes": 1 << 28,
             "speculative_config": configs[f"{way}, {chosen.limit}"],
         }

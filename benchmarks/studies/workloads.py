@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import sweep
+from benchmarks.columns import Table, means
 from benchmarks.common import RESULTS
 from benchmarks.studies.configs import NGRAM, SUFFIX, fixed, levels, missing
 from benchmarks.sweep import PLAIN, Group
@@ -68,14 +69,14 @@ def main() -> int:
     options = parser.parse_args()
     for line in missing():
         print(line)
-    table = sweep.Table(options.output / "workloads.csv")
+    table = Table(options.output / "workloads.csv")
     cells = [group(options.batch_sizes, options.temperatures)]
     faults = sweep.fill(table, cells, options, *sweep.read_sets(options.prompts, 64))
     drafting = [row for row in table.rows if row["configuration"] != PLAIN]
     named = [
         row | {"group": f"temperature {row['temperature']}, {row['cache']}"} for row in drafting
     ]
-    print(*sweep.means(named, "speedup", "batch_size"), sep="\n")
+    print(*means(named, "speedup", "batch_size"), sep="\n")
     print(*shortfalls(table.rows), f"Written: {table.path}", *faults, sep="\n")
     return 1 if faults else 0
 
