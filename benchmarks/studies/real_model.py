@@ -90,10 +90,12 @@ def draft_lengths(
     return found
 
 
-def branches(temperatures: Sequence[float]) -> list[Group]:
-    """vLLM's suffix lookup, ours, the head, both by choice, and both together by number of rows."""
+def branches(temperatures: Sequence[float], padded: bool) -> list[Group]:
+    """vLLM's suffix lookup (next to the unpadded model: memory), ours, the head, both by
+    choice, and both together by number of rows."""
+    peer = {} if padded else {"vLLM's suffix": vllms_own()["vLLM's suffix"]}
     configs: dict[str, dict[str, Any]] = {
-        "vLLM's suffix": vllms_own()["vLLM's suffix"],
+        **peer,
         "suffix": fixed(SUFFIX, adaptive=True),
         "head": fixed(EAGLE3, length=3, adaptive=True),
     }
@@ -140,12 +142,13 @@ def main() -> int:
         options.model = os.path.relpath(zero_padded(options.padded))
         name += f"_{options.padded / 1e6:.0f}M"
     if options.branches:
-        cells = branches(options.temperatures)
+        cells = branches(options.temperatures, bool(options.padded))
     elif options.drafts:
         cells = drafts(level, [each for each in options.temperatures if each > 0])
     else:
         cells = groups(level, options.lengths, options.temperatures)
-    return sweep.study(name, cells, options)
+    # All engines stay loaded: a cache for one text leaves memory for their weights.
+    return sweep.study(name, cells, options, kv_cache_memory_bytes=1 << 28)
 
 
 if __name__ == "__main__":
