@@ -20,7 +20,8 @@ PAGE = Template("""<!DOCTYPE html>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child { text-align: left; }
+th:nth-child(-n+2), td:first-child { text-align: left; }
+small, td:first-child { white-space: nowrap; }
 td.bar { width: 30%; min-width: 9rem; }
 .track { position: relative; height: 1.1rem; }
 .track i { position: absolute; inset: 0 auto 0 0; background: var(--bar); border-radius: 2px; }

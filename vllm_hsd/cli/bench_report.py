@@ -119,7 +119,7 @@ def acceptance(generations: Sequence[Generation]) -> list[float | None]:
 
 def machine(device: str, threads: int) -> str:
     """The processor or accelerator that engines run on, with what vLLM uses of it."""
-    cores = f"{host.cores()} cores"
+    cores = f"{host.cores()} core{'s' * (host.cores() > 1)}"
     if device != "cpu":
         return f"{device}, host {host.processor()}, {cores}"
     plural = "s" if threads > 1 else ""
