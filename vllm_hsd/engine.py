@@ -125,17 +125,24 @@ class EngineProcess(WorkerProcess):
         self._send(_with_engine, (generate, list(prompts), each, on_text is not None), {})
         return self._receive("failed", on_text and (lambda new: on_text(*new)))
 
-    def select_levels(self, levels: Sequence[int], draft_lengths: Sequence[int]) -> None:
+    def select_levels(
+        self,
+        levels: Sequence[int],
+        draft_lengths: Sequence[int],
+        sources: Sequence[int] | None = None,
+    ) -> None:
         """Draft with some of a cascade's levels from now on; one engine can so compare cascades.
 
         Args:
             levels: indices into the configuration's levels, cheapest first.
             draft_lengths: tokens that each of them passes on.
+            sources: numbers of those of a `sources` level that draft, ascending; None: all.
 
         Raises:
             UserError: the engine does not serve method "hsd", or was not started for these.
         """
-        self.call(_select_levels, list(levels), list(draft_lengths))
+        chosen = None if sources is None else list(sources)
+        self.call(_select_levels, list(levels), list(draft_lengths), chosen)
 
 
 # What follows runs in the child process.
@@ -243,15 +250,15 @@ def _counts(llm: Any) -> np.ndarray:
     return np.array([values.get(name, 0) for name in names])
 
 
-def _select_levels(llm: Any, levels: list[int], draft_lengths: list[int]) -> None:
-    llm.collective_rpc(_select_in_worker, args=(levels, draft_lengths))
+def _select_levels(llm: Any, *selected: list[int] | None) -> None:
+    llm.collective_rpc(_select_in_worker, args=selected)
 
 
-def _select_in_worker(worker: Any, levels: list[int], draft_lengths: list[int]) -> None:
+def _select_in_worker(worker: Any, *selected: list[int] | None) -> None:
     drafter: Any = getattr(worker.model_runner, "drafter", None)
     if not hasattr(drafter, "select_levels"):
         raise UserError(
             'levels can be selected only with method "hsd" on vLLM\'s V1 runner '
             "(VLLM_USE_V2_MODEL_RUNNER=0)"
         )
-    drafter.select_levels(levels, draft_lengths)
+    drafter.select_levels(*selected)

@@ -73,6 +73,25 @@ def build_levels(vllm_config: VllmConfig, runner: Any) -> list[HostedLevel]:
     return hosted
 
 
+def with_sources(
+    hosted: Sequence[HostedLevel], place: int, sources: list[int], adaptive: bool
+) -> list[HostedLevel]:
+    """The hosted levels, one of them with some of its sources; a single one drafts as if alone.
+
+    Raises:
+        ValueError: it has no such sources.
+    """
+    several = hosted[place].level
+    if not isinstance(several, Sources) or not set(sources) <= set(range(len(several.names))):
+        raise ValueError(f"sources {sources} are not those of level {place}.")
+    found = list(hosted)
+    some = several.only(sources)
+    alone = len(sources) == 1 and not adaptive
+    level = next(iter(some.lookups), some.drafter) if alone else some
+    found[place] = replace(hosted[place], level=level)
+    return found
+
+
 class Drafting(NamedTuple):
     """What drafts with some of the hosted levels.
 

@@ -19,7 +19,7 @@ from vllm_hsd.draft_models import loading
 from vllm_hsd.runner_v1.adaptive import agree_on_prices
 from vllm_hsd.runner_v1.branch_sampler import BranchSampler
 from vllm_hsd.runner_v1.branches import HostedBranches
-from vllm_hsd.runner_v1.build import build, build_levels
+from vllm_hsd.runner_v1.build import build, build_levels, with_sources
 from vllm_hsd.runner_v1.eagle3 import Eagle3Level
 from vllm_hsd.runner_v1.hooks import install_on_runner
 from vllm_hsd.runner_v1.levels import ModelLevel
@@ -53,7 +53,9 @@ class CascadeProposer(DraftModelProposer):
         self.select_levels(list(range(len(self.hosted))), hsd.draft_lengths)
         install_on_runner(runner, self)
 
-    def select_levels(self, levels: list[int], draft_lengths: list[int]) -> None:
+    def select_levels(
+        self, levels: list[int], draft_lengths: list[int], sources: list[int] | None = None
+    ) -> None:
         """Serve the next requests with some of the hosted levels: one engine compares cascades.
 
         Only between requests: what is known of those in progress is forgotten.
@@ -61,11 +63,17 @@ class CascadeProposer(DraftModelProposer):
         Args:
             levels: numbers of the levels, cheapest first.
             draft_lengths: one per level; the last is the draft that the target verifies.
+            sources: numbers of those of the lowest level that draft, ascending; None: all.
 
         Raises:
-            ValueError: unknown levels, or draft lengths that the engine was not started for.
+            ValueError: unknown levels or sources, or draft lengths that the engine was not started
+                for.
         """
-        drafting = build(self.hosted, levels, draft_lengths, self.vllm_config, self.runner)
+        hosted = self.hosted
+        if sources is not None:
+            hosted = with_sources(hosted, levels[0], sources, self.cascade_config.adaptive)
+        drafting = build(hosted, levels, draft_lengths, self.vllm_config, self.runner)
+        self.sources = sources
         self.cascade, self.requests, self.table, self.heads, self.lazy, self.clock = drafting
         self.selected, self.num_speculative_tokens = levels, draft_lengths[-1]
 
@@ -77,7 +85,8 @@ class CascadeProposer(DraftModelProposer):
         counts = LevelCounts.zeros(len(self.hosted), names)
         counts.rows[self.selected] = taken.rows[: len(self.selected)]
         if taken.sources:
-            counts.rows[len(self.hosted) :] = taken.rows[len(self.selected) :]
+            own = range(len(names)) if self.sources is None else self.sources
+            counts.rows[len(self.hosted) + np.array(own)] = taken.rows[len(self.selected) :]
         return counts
 
     def load_model(self, target_model) -> None:
