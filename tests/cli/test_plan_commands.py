@@ -70,8 +70,6 @@ def test_a_profile_of_another_machine_is_planned_with_a_warning(profile, tmp_pat
         (["--target", "T", "--models", "A", "--temperature", -1], "--temperature is -1"),
         (["--target", "T", "--models", "A", "--top-p", 1.5], "--top-p is 1.5"),
         (["--target", "T", "--models", "A", "--ngram", 0], "--ngram is 0"),
-        (["--target", "T", "--suffix", "--ngram"], "--ngram and --suffix are both lowest levels"),
-        (["--target", "T", "--suffix", "--eagle3", "H"], "--suffix and --eagle3 are both lowest"),
         (["--target", "T", "--exit-heads", "D"], "D"),
         (["--target", "T", "--models", "A", "--max-draft-tokens", 0], "give 1 to 64"),
         (["--target", "T", "--models", "A", "--max-draft-tokens", 65], "give 1 to 64"),

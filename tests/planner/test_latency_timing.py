@@ -7,10 +7,13 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from cli.command_line import run
+from support.eagle3_head import write_eagle3_head
 from support.engines import forked
 
+from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.text_store import collect_texts, write_store
 from vllm_hsd.engine import EngineProcess
+from vllm_hsd.errors import UserError
 from vllm_hsd.planner import timing
 from vllm_hsd.planner.profile import Sampling, load_profile
 from vllm_hsd.planner.task import Task, candidates
@@ -193,6 +196,57 @@ def test_an_engine_records_every_call_and_step(text_family, tmp_path, monkeypatc
     assert {(c["level"], c["role"]) for c in lookup["calls"]} == {(0, "lookup"), (1, "verify")}
 
 
+def test_lowest_levels_are_sources_of_one(tmp_path):
+    """An engine has one lowest level: what is a candidate for it is one of its sources, or some."""
+    found = candidates(models=["m"], ngram=3, suffix="", bigram="b", eagle3="h")
+    names = [each.name for each in found]
+    assert names == ["ngram 3", "suffix", "bigram", "ngram 3+suffix+bigram", "eagle3", "m"]
+    timed = make_timing(tmp_path, found, [0, 0, 0, 0, 1, 9])
+    kinds = {"ngram": {"max": 3}}, {"suffix": {}}, {"bigram": "b"}, {"eagle3": "h"}
+    assert timed.levels == [{"sources": list(kinds)}, {"model": "m"}]
+    alone, together = {i: (0, [i]) for i in range(3)}, (0, [0, 1, 2])
+    assert timed.places == alone | {3: together, 4: (0, [3]), 5: (1, None)}
+    config = timed.engine_args(True)["speculative_config"]
+    CascadeConfig.parse({key: config[key] for key in config if key != "method"})
+    cascades = shapes(timed.settings(0))
+    assert {levels for levels, _ in cascades} == {(0,), (1,), (2,), (3,), (4,), (5,), (4, 5)}
+    one = make_timing(tmp_path, candidates(models=["m"], ngram=3), [0, 9])
+    assert one.levels[:2] == [{"ngram": {"max": 3}}, {"model": "m"}]
+    assert one.places == {0: (0, None), 1: (1, None), 2: (2, None)}
+
+
+def test_an_engine_records_sources_alone_and_together(text_family, tmp_path, monkeypatch):
+    """Lookups, both of them, a head, and these below a model, in one engine."""
+    size = text_family.vocabulary
+    head = write_eagle3_head(text_family.target, tmp_path / "head", draft_vocabulary=size - 8)
+    store = tmp_path / "pairs.safetensors"
+    write_store(collect_texts([np.arange(size).repeat(2)], size), str(store))
+    found = candidates(models=[text_family.mid], ngram=3, bigram=str(store), eagle3=head)
+    task = Task(
+        text_family.target, found, Sampling(), 4, batch_sizes=[2], engine_args=ENGINE
+    )  # fmt: skip
+    timed = Timing(task, [0, 0, 0, 1, 9], [[5, 6, 7, 5, 6, 7, 5]], size, tmp_path)
+    cascades = [[0], [1], [2], [3], [2, 4], [3, 4], [4]]
+    settings = [
+        {"levels": c, "draft_lengths": [2, 4][-len(c) :], "batch": 2, "tokens": 16,
+         "first_prompt": 0}
+        for c in cascades
+    ]  # fmt: skip
+    monkeypatch.setattr(timing, "EngineProcess", functools.partial(EngineProcess, **forked()))
+    with timed.engine(True) as engine:
+        recorded = timed.run(engine, settings)
+        with pytest.raises(UserError, match=r"sources \[3\] are not those of level 0"):
+            engine.select_levels([0], [4], [3])
+    for cascade, recording in zip(cascades, recorded, strict=True):
+        roles = {(call["level"], call["role"]) for call in recording["calls"]}
+        lowest = "lookup" if cascade[0] < 3 else "draft"
+        assert roles == {(cascade[0], lowest), *((i, "verify") for i in cascade[1:])}
+        assert recording["emitted"] == 2 * (16 - 1)  # the prefill emits the first
+    # A bigram lookup offers all that is asked for, an n-gram one what follows a repetition.
+    ngram, bigram = (sum(s["tokens"] for s in r["steps"]) for r in recorded[:2])
+    assert bigram > ngram
+
+
 @pytest.mark.slow
 def test_profile_command_measures_everything(text_family, tmp_path, capsys):
     """From the command line to a plan, through real engines."""
@@ -204,14 +258,16 @@ def test_profile_command_measures_everything(text_family, tmp_path, capsys):
     engine = {"enforce_eager": True, "max_model_len": 256, "kv_cache_memory_bytes": 1 << 28}
     status = run(
         "profile", "--target", text_family.target, "--models", text_family.small,
-        "--exits", 1, "--ngram-model", f"{table}:1", "--ngram", "--prompts", prompts,
-        "--max-draft-tokens", 4,
+        "--exits", 1, "--ngram-model", f"{table}:1", "--ngram", "--bigram", table,
+        "--prompts", prompts, "--max-draft-tokens", 4,
         "--batch-sizes", "1,2", "--engine-args", json.dumps(engine), "-o", path,
     )  # fmt: skip
     assert status == 0 and not path.with_name("profile.json.partial").exists()
     assert "ms/forward" in capsys.readouterr().out
     profile = load_profile(path)
-    assert profile.names == ["ngram 4", "pairs 1", "small", "exit 1", "target"]
+    lookups = ["ngram 4", "bigram", "ngram 4+bigram"]
+    assert profile.names == [*lookups, "pairs 1", "small", "exit 1", "target"]
+    assert profile.lookups == [0, 1, 2]
     assert profile.latencies.plain.batch_sizes == [1, 2]
     assert profile.versions["vllm"] and profile.prompts.prompts == 3
     assert run("plan", path, "-o", tmp_path / "cascade.json") == 0

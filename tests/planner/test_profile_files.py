@@ -127,6 +127,13 @@ def test_tables_that_cannot_be_planned_with(saved, change, message):
         (["candidates", 0], {"name": "x"}, "key 'candidates.0.level': "),
         (["candidates", 0, "level"], {}, "needs one of the kinds: bigram"),
         (["candidates", 0, "level"], {"ngram": {}}, "which needs 'tables'"),
+        (["candidates", 0, "level"], {"sources": [{"ngram": {}}]}, "which needs 'tables'"),
+        (
+            ["candidates", 0, "level"],
+            {"sources": [{"ngram": {}}, {"model": "m"}]},
+            "has 'sources' that are not all lookups.*`vllm-hsd bench`",
+        ),
+        (["candidates", 0, "level"], {"model": "m", "branches": 2}, "has 'branches'.*bench`"),
         (["max_draft_tokens"], 0, "key 'max_draft_tokens': "),
         (["max_draft_tokens"], 10**6, "key 'max_draft_tokens': "),
         (["target"], "x" * 10**5, "key 'target': "),

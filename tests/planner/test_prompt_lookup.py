@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vllm_hsd.core.levels import LookupLevel, LookupResult
-from vllm_hsd.planner.prompt_lookup import propose, replay, replay_level
+from vllm_hsd.planner.prompt_lookup import PromptLookup, propose, replay
 from vllm_hsd.planner.survival import lookup_table
 
 
@@ -42,7 +42,7 @@ def test_proposals_are_those_of_vllm(of_vllm, shortest, longest):
 
 def test_a_replay_compares_each_proposal_with_the_text():
     context, text = np.array([1, 2, 3, 9]), np.array([1, 2, 3, 4, 7])
-    offered, accepted = replay(context, text, 1, 3, 3)
+    offered, accepted = replay(PromptLookup(1, 3), context, text, 3, committed=True)
     # After 9 and 4: nothing. After 1, 2 and 3: what followed them before, up to three tokens.
     assert offered.tolist() == [0, 3, 3, 3, 0]
     assert accepted.tolist() == [0, 2, 1, 0, 0]
@@ -64,10 +64,10 @@ class Matcher(LookupLevel):
 
 def test_a_level_is_replayed_along_the_targets_text_and_along_a_draft():
     context, text = np.array([1, 2, 3, 9]), np.array([1, 2, 3, 4, 7])
-    expected = replay(context, text, 1, 3, 3)
-    found = replay_level(Matcher(), context, text, 3, committed=True)
+    expected = replay(PromptLookup(1, 3), context, text, 3, committed=True)
+    found = replay(Matcher(), context, text, 3, committed=True)
     assert np.array_equal(found, expected)
-    offered, _ = replay_level(Matcher(), context, text, 3, committed=False)
+    offered, _ = replay(Matcher(), context, text, 3, committed=False)
     assert offered.tolist() == [0, 0, 0, 0, 0]
 
 

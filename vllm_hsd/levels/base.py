@@ -79,11 +79,17 @@ class Place:
 class Measuring(Protocol):
     """What `vllm-hsd profile` can measure without an engine; each is named by a user's value."""
 
+    def measured(self, level: LevelConfig) -> Any:
+        """See `LevelConfig.measured`, of a level that may be another candidate, too."""
+
     def drafter(self, path: str) -> Any:
         """A draft model."""
 
     def store(self, path: str, kind: str) -> Any:
         """A store of texts, for a level of the given kind."""
+
+    def prompt_lookup(self, shortest: int, longest: int) -> Any:
+        """A prompt lookup of n-grams of some lengths."""
 
     def ngram_model(self, path: str, order: int) -> Any:
         """An n-gram model of a store of texts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_hsd.levels.base import LookupKeys, Name, Place, Target, check_store
+from vllm_hsd.levels.base import LookupKeys, Measuring, Name, Place, Target, check_store
 
 
 class BigramLevelConfig(LookupKeys):
@@ -52,3 +52,9 @@ class BigramLevelConfig(LookupKeys):
 
         _, probs = successors(read_store(self.bigram, self.kind))
         return Estimates(torch.from_numpy(probs).to(device), by_token=True)
+
+    def measured(self, models: Measuring) -> Any:
+        """See `LevelConfig.measured`."""
+        from vllm_hsd.core.bigram import BigramLevel
+
+        return BigramLevel(models.store(self.bigram, self.kind))

@@ -66,5 +66,5 @@ class NgramLevelConfig(LookupKeys):
         return Estimates(each.to(device), by_token=False)
 
     def measured(self, models: Measuring) -> Any:
-        """See `LevelConfig.measured`; None: the planner has its own replay."""
-        return None
+        """See `LevelConfig.measured`."""
+        return models.prompt_lookup(self.ngram.min, self.ngram.max)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from vllm_hsd.levels.any_kind import Source, level_name
-from vllm_hsd.levels.base import KINDS, BranchKeys, LevelConfig, Place, Probability
+from vllm_hsd.levels.base import KINDS, BranchKeys, LevelConfig, Measuring, Place, Probability
 
 if TYPE_CHECKING:
     from vllm_hsd.core.levels import LevelOptions
@@ -104,6 +104,13 @@ class SourcesLevelConfig(BranchKeys):
         from vllm_hsd.runner_v2.sources import build
 
         return build(speculator, self)
+
+    def measured(self, models: Measuring) -> Any:
+        """See `LevelConfig.measured`; of lookups."""
+        from vllm_hsd.core.levels import Sources
+
+        lookups = [models.measured(source) for source in self.sources]
+        return Sources(self.names, lookups, min_acceptance=self.min_acceptance)
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:

@@ -19,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_hsd.core.levels import LookupLevel, Sources
 from vllm_hsd.errors import UserError
-from vllm_hsd.levels.ngram import NgramLevelConfig
 from vllm_hsd.planner.models import ModelSet, probabilities
 from vllm_hsd.planner.profile import table_shapes
-from vllm_hsd.planner.prompt_lookup import replay, replay_level
+from vllm_hsd.planner.prompt_lookup import replay, replay_sources
 from vllm_hsd.planner.survival import (
     VERIFIERS,
     lookup_table,
@@ -101,7 +101,7 @@ def measure_acceptance(
     contexts = sorted(contexts, key=len)
     texts = _texts(models, target, contexts, task, lambda: advance("the target's texts"))
     ratios = after_prefill(_ratios(texts.log_probs, target))
-    shapes = table_shapes(target + 1, list(texts.offered), longest)
+    shapes = table_shapes(target + 1, models.lookups, longest)
     tables: dict[str, Floats] = {name: np.zeros(shape) for name, shape in shapes.items()}
     for name, table in tables.items():
         table[(..., 0) if name in VERIFIERS else (..., 0, 0)] = 1.0
@@ -113,10 +113,7 @@ def measure_acceptance(
             drafts = _against(log_probs, windows(texts.log_probs[target], longest))[:, 1:]
             everywhere = survival_anywhere(drafts, longest, verifier, by_start=True)
             tables[verifier][target, i] = everywhere[:, None]
-    for i in texts.offered:
-        # The prefill emits the first token.
-        offered, accepted = texts.offered[i][:, 1:], texts.accepted[i][:, 1:]
-        found = lookup_table(offered, accepted, texts.lengths - 1, longest, False)
+    for i, found in _lookup_tables(models, target, contexts, texts, task).items():
         _store_lookup(tables, target, i, found)
     for model in range(target):
         below = models.drafters_for(model)
@@ -124,15 +121,33 @@ def measure_acceptance(
             continue
         starts = _requested_contexts(contexts, texts, ratios[model], model, task)
         own = _texts(models, model, starts, task, lambda: advance("the candidates' texts"))
-        drafting = [i for i in below if i not in own.offered]
+        drafting = [i for i in below if i not in models.lookups]
         for verifier in VERIFIERS:
             along = _ratios(own.log_probs, model)[drafting]
             tables[verifier][model, drafting] = survival_by_position(along, longest, verifier)
-        for i in own.offered:
-            found = lookup_table(own.offered[i], own.accepted[i], own.lengths, longest, True)
+        for i, found in _lookup_tables(models, model, starts, own, task).items():
             _store_lookup(tables, model, i, found)
     rates = np.average(texts.rates, axis=0, weights=texts.lengths)
     return Acceptances(rates, tables, int(texts.lengths.sum()))
+
+
+def _lookup_tables(
+    models: ModelSet, model: int, contexts: Sequence[list[int]], texts: ScoredTexts, task: Task
+) -> dict[int, Floats]:
+    """`lookup_table` of every lookup, and of several as one level, along the texts of a model."""
+    longest, of_target = task.max_draft_tokens, model == len(models.candidates)
+    # The prefill emits the first token.
+    first = int(of_target)
+    found = {i: (texts.offered[i][:, first:], texts.accepted[i][:, first:]) for i in texts.offered}
+    each = zip(contexts, texts.tokens, texts.lengths, strict=True)
+    parts = [(np.array([*context, *text[:first]]), text[first:end]) for context, text, end in each]
+    for i in models.lookups:
+        if isinstance(sources := models.models[i], Sources):
+            found[i] = replay_sources(sources, parts, longest, of_target)
+    return {
+        i: lookup_table(offered, accepted, texts.lengths - first, longest, not of_target)
+        for i, (offered, accepted) in found.items()
+    }
 
 
 def _store_lookup(tables: dict[str, Floats], verifier: int, lookup: int, table: Floats) -> None:
@@ -225,18 +240,13 @@ def scored_texts(
             # The target has not verified such a text: the head drafts on its own states.
             log_probs[i] = by_start[i][:, 0, : tokens.shape[1]]
     offered, accepted = {}, {}
-    for i, candidate in enumerate(models.candidates):
-        level, most = candidate.level, task.max_draft_tokens
-        if not level.is_lookup or i not in meeting:
+    for i in set(models.lookups) & set(meeting):
+        if not isinstance(lookup := models.models[i], LookupLevel):
             continue
         found = np.zeros((2, *tokens.shape), dtype=np.int64)
         for row, end in enumerate(lengths):
             texts = np.array(contexts[row]), tokens[row, :end]
-            if isinstance(level, NgramLevelConfig):
-                found[:, row, :end] = replay(*texts, level.ngram.min, level.ngram.max, most)
-            else:
-                lookup = models.models[i]
-                found[:, row, :end] = replay_level(lookup, *texts, most, model == target)
+            found[:, row, :end] = replay(lookup, *texts, task.max_draft_tokens, model == target)
         offered[i], accepted[i] = found
     return ScoredTexts(tokens, lengths, log_probs, rates, offered, accepted, by_start)
 

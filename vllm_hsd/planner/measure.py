@@ -103,7 +103,7 @@ def measure_profile(
     except (RuntimeError, AssertionError) as error:
         message = f"--device {quoted(device)} cannot be used here ({brief(error)})."
         raise UserError(message) from error
-    lookups = sum(candidate.level.is_lookup for candidate in task.candidates)
+    lookups = sum(candidate.is_lookup for candidate in task.candidates)
     check_table_size(len(task.candidates) + 1, lookups, task.max_draft_tokens)
     models = ModelSet(task.target, task.candidates, device)
     longest = models.longest - task.text_tokens - task.max_draft_tokens

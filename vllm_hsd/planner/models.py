@@ -17,8 +17,10 @@ from vllm_hsd.core.ngram_model import NgramModelLevel
 from vllm_hsd.core.text_store import TextStore, read_store
 from vllm_hsd.core.vocabulary import differing_token, fit_logits, readable
 from vllm_hsd.errors import UserError, brief, quoted
+from vllm_hsd.levels import LevelConfig
 from vllm_hsd.planner.eagle3_head import HeadDrafter
 from vllm_hsd.planner.profile import Candidate, Sampling, real_path
+from vllm_hsd.planner.prompt_lookup import PromptLookup
 
 
 def probabilities(sampling: Sampling, logits: Tensor) -> Tensor:
@@ -93,7 +95,9 @@ class ModelSet:
             raise UserError(text) from None
         self.vocabulary: int = self.target.config.vocab_size
         self.words = self.tokenizer.get_vocab()
-        self.models: list[Any] = [candidate.level.measured(self) for candidate in candidates]
+        self.models: list[Any] = []
+        for candidate in candidates:
+            self.models.append(self.measured(candidate.level))
         self.models.append(self.target)
         depths = [depth for model in range(len(candidates)) if (depth := self.layers(model))]
         if len(set(depths)) < len(depths):
@@ -101,6 +105,12 @@ class ModelSet:
                 f"two exits run equally many layers of the target ({depths}): one engine cannot "
                 f"host both, so measure one of them."
             )
+
+    def measured(self, level: LevelConfig) -> Any:
+        """See `LevelConfig.measured`; what a candidate before has is taken from it."""
+        known = zip(self.candidates, self.models, strict=False)
+        found = next((model for candidate, model in known if candidate.level == level), None)
+        return level.measured(self) if found is None else found
 
     def drafter(self, path: str) -> Any:
         """A draft model."""
@@ -128,6 +138,10 @@ class ModelSet:
         store = read_store(path, kind)
         self._check_vocabulary(f"the store {quoted(path)}", store.vocab_size)
         return store
+
+    def prompt_lookup(self, shortest: int, longest: int) -> PromptLookup:
+        """A prompt lookup of n-grams of some lengths."""
+        return PromptLookup(shortest, longest)
 
     def ngram_model(self, path: str, order: int) -> NgramModelLevel:
         """An n-gram model of a store of texts."""
@@ -175,10 +189,14 @@ class ModelSet:
         return min(config.max_position_embeddings for config in configs)
 
     @property
+    def lookups(self) -> list[int]:
+        """The candidates that offer point masses."""
+        return [i for i, each in enumerate(self.candidates) if each.is_lookup]
+
+    @property
     def with_probabilities(self) -> list[int]:
         """The models that are not lookups."""
-        lookups = {i for i, each in enumerate(self.candidates) if each.level.is_lookup}
-        return [i for i in range(len(self.models)) if i not in lookups]
+        return [i for i in range(len(self.models)) if i not in self.lookups]
 
     def layers(self, model: int) -> int | None:
         """Layers of the target that a model runs; None for other models."""
@@ -313,7 +331,7 @@ def _vocabulary(path: str) -> dict[str, int] | None:
 def _check_names(target: str, candidates: Sequence[Candidate]) -> None:
     if not candidates:
         raise UserError("give at least one candidate: --models, --exits, --exit-heads, "
-                        "--ngram-model, --eagle3, --suffix or --ngram.")  # fmt: skip
+                        "--ngram-model, --eagle3, --suffix, --bigram or --ngram.")  # fmt: skip
     seen: set[str] = set()
     for candidate in candidates:
         level = candidate.keys()

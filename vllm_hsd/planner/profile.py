@@ -50,6 +50,25 @@ class Candidate(_Strict):
         """One of `levels.KINDS`."""
         return self.level.kind
 
+    @property
+    def is_lookup(self) -> bool:
+        """It offers point masses, at most as many as are requested: a lookup, or several."""
+        return all(drafter.is_lookup for drafter in self.level.drafters)
+
+    @model_validator(mode="after")
+    def _can_be_planned(self) -> Candidate:
+        if getattr(self.level, "branches", 1) > 1:
+            raise ValueError(
+                "has 'branches', of which a profile of single drafts knows nothing: compare it by "
+                "`vllm-hsd bench`"
+            )
+        if self.level.kind == "sources" and not self.is_lookup:
+            raise ValueError(
+                "has 'sources' that are not all lookups, chosen by prices of serving: compare it "
+                "by `vllm-hsd bench`"
+            )
+        return self
+
     def keys(self) -> dict[str, Any]:
         """The level as a user writes it in a configuration."""
         return self.level.model_dump(exclude_defaults=True)
@@ -133,7 +152,7 @@ class Profile(_Strict):
     @property
     def lookups(self) -> list[int]:
         """Indices of the candidates that are prompt lookups."""
-        return [i for i, candidate in enumerate(self.candidates) if candidate.level.is_lookup]
+        return [i for i, candidate in enumerate(self.candidates) if candidate.is_lookup]
 
     def rate_matrix(self) -> Floats:
         """The rates as float64 [M + 1, M + 1], checked; nan where one is a prompt lookup."""

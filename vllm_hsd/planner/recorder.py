@@ -59,13 +59,10 @@ class Recorder:
         self.emitted = 0
         self.open: list[tuple[int, int, int, float, float]] = []
         runner.execute_model = self._execute(runner.execute_model)
-        self.levels: list[Any] = []
-        if hasattr(getattr(runner, "drafter", None), "cascade"):
-            self.levels = list(runner.drafter.hosted)
-            for index, hosted in enumerate(self.levels):
-                if hosted.config.is_lookup:
-                    hosted.level.lookup = self._lookup(index, hosted.level.lookup)
-                elif hosted.model is not None:
+        self.drafts = hasattr(getattr(runner, "drafter", None), "cascade")
+        if self.drafts:
+            for index, hosted in enumerate(runner.drafter.hosted):
+                if hasattr(hosted.model, "forward"):
                     hosted.model.forward = self._forward(index, hosted.model.forward)
             runner.propose_draft_token_ids = self._propose(runner.propose_draft_token_ids)
 
@@ -79,7 +76,7 @@ class Recorder:
 
     def take(self) -> Recording:
         """What was recorded since the last call."""
-        if self.levels:
+        if self.drafts:
             # No further step marks the end of the last one; it ends with its sampling.
             self._end_step(self.proposed)
         taken, self.recording, self.started = self.recording, Recording(), None
@@ -115,6 +112,9 @@ class Recorder:
     def _propose(self, propose: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
             self.open = []
+            lowest = self.runner.drafter.cascade.lowest
+            if not lowest.has_model and "draft" not in vars(lowest):
+                lowest.draft = self._lookups(self.runner.drafter.selected[0], lowest.draft)
             drafts = propose(*args)
             self.proposed = self.clock()
             if self.started is not None:
@@ -128,11 +128,10 @@ class Recorder:
 
     def _close(self, ended: float) -> None:
         starts = [*(began for *_, began, _ in self.open), ended]
-        lowest = self.levels[self.runner.drafter.selected[0]]
+        drafter = self.runner.drafter
+        lowest = "draft" if drafter.cascade.lowest.has_model else "lookup"
         for (index, batch, tokens, began, ms), then in zip(self.open, starts[1:], strict=True):
-            level = self.levels[index]
-            role = "verify" if level is not lowest else "draft"
-            role = "lookup" if level.config.is_lookup else role
+            role = lowest if index == drafter.selected[0] else "verify"
             self.recording.calls.append(Call(index, role, batch, tokens, ms, then - began))
 
     def _forward(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,13 +143,14 @@ class Recorder:
 
         return timed
 
-    def _lookup(self, index: int, lookup: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(texts: Any, requested: Any) -> Any:
+    def _lookups(self, index: int, draft: Callable[..., Any]) -> Callable[..., Any]:
+        """Of a lookup, or of several and the choice between them."""
+
+        def timed(batch: Any, slots: Any, requested: Any, verifier: int) -> None:
             began = self.clock()
-            found = lookup(texts, requested)
-            if batch := int((requested > 0).sum()):
-                self.open.append((index, batch, batch, began, self.clock() - began))
-            return found
+            draft(batch, slots, requested, verifier)
+            if count := int((requested > 0).sum()):
+                self.open.append((index, count, count, began, self.clock() - began))
 
         return timed
 

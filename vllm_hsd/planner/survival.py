@@ -188,7 +188,8 @@ def lookup_table(
 
     Args:
         offered, accepted: tokens that a lookup of H tokens at each position of each text
-            proposes, and how many of them the text continues with, [N texts, L].
+            proposes, and how many of them the text continues with, [N texts, L]; or, where that
+            depends on the draft length n, of n tokens [H (n), N texts, L].
         lengths: tokens of each text, [N].
         max_tokens: H.
         by_position: rounds apart by their position, as in `survival_by_position`; otherwise the
@@ -199,18 +200,20 @@ def lookup_table(
     """
     size = max_tokens + 1
     if by_position:
-        offered, accepted = offered[:, :max_tokens], accepted[:, :max_tokens]
-    positions = np.arange(offered.shape[1])
+        offered, accepted = offered[..., :max_tokens], accepted[..., :max_tokens]
+    positions = np.arange(offered.shape[-1])
     room = lengths[:, None] - positions
-    alive = (accepted[..., None] >= np.arange(size)).astype(np.float64)
     left = max_tokens - positions if by_position else np.full(len(positions), max_tokens)
     columns = size if by_position else 1
     cells = (positions % columns * size + offered) * size + accepted
+    each = max_tokens, *offered.shape[-2:]
+    cells, accepted = np.broadcast_to(cells, each), np.broadcast_to(accepted, each)
     table = np.zeros((size, columns, size, size))
     table[..., 0, 0] = 1.0
     for n in range(1, size):
+        alive = (accepted[n - 1, ..., None] >= np.arange(size)).astype(np.float64)
         starts = np.where(room >= np.minimum(n, left), visits(alive, n), 0.0)
-        counted = np.bincount(cells.ravel(), starts.ravel(), columns * size * size)
+        counted = np.bincount(cells[n - 1].ravel(), starts.ravel(), columns * size * size)
         counted = counted.reshape(columns, size, size)
         total = counted.sum((-2, -1), keepdims=True)
         table[n] = np.where(total > 0, counted / np.where(total > 0, total, 1.0), table[n - 1])

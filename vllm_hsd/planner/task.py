@@ -61,15 +61,19 @@ def candidates(
     ngram_models: Sequence[tuple[str, int]] = (),
     ngram: int | None = None,
     suffix: str | None = None,
+    bigram: str | None = None,
     eagle3: str | None = None,
 ) -> list[Candidate]:
     """Candidates in the order in which one engine can host them: exits by their depth, last.
+
+    Several lookups are candidates each, and together as the sources of one level.
 
     Args:
         exit_heads: directory and layer of each.
         ngram_models: store of texts and order of each.
         ngram: longest match of a prompt lookup.
         suffix: store of a suffix lookup; empty for one of the request's own text.
+        bigram: store of a bigram lookup.
         eagle3: directory of an EAGLE-3 head.
     """
     stores = zip(_short([path for path, _ in ngram_models]), ngram_models, strict=True)
@@ -78,13 +82,18 @@ def candidates(
         (layer, f"exit {layer}", {"early_exit": layer}) for layer in exits
     ]
     leaving += [(layer, name, {"exit_head": _absolute(path)}) for name, (path, layer) in heads]
-    found: list[tuple[str, dict[str, Any]]] = [
-        *([(f"ngram {ngram}", {"ngram": {"max": ngram}})] if ngram is not None else []),
-        *(
-            [("suffix", {"suffix": {"store": _absolute(suffix)} if suffix else {}})]
-            if suffix is not None
-            else []
-        ),
+    lookups: list[tuple[str, dict[str, Any]]] = []
+    if ngram is not None:
+        lookups.append((f"ngram {ngram}", {"ngram": {"max": ngram}}))
+    if suffix is not None:
+        lookups.append(("suffix", {"suffix": {"store": _absolute(suffix)} if suffix else {}}))
+    if bigram is not None:
+        lookups.append(("bigram", {"bigram": _absolute(bigram)}))
+    if len(lookups) > 1:
+        together = "+".join(name for name, _ in lookups)
+        lookups.append((together, {"sources": [level for _, level in lookups]}))
+    found = [
+        *lookups,
         *([("eagle3", {"eagle3": _absolute(eagle3)})] if eagle3 is not None else []),
         *(
             (f"{name} {order}", {"ngram_model": _absolute(path), "order": order})

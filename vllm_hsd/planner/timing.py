@@ -10,6 +10,7 @@ machine down for a while then slows both, and their ratio, the speed-up, stays r
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from vllm_hsd.checked_files import read_json, write_json
 from vllm_hsd.core.text_store import collect_texts, write_store
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.errors import UserError
+from vllm_hsd.levels import LevelConfig
 from vllm_hsd.machine_load import MachineLoad
 from vllm_hsd.planner import recorder
 from vllm_hsd.planner.latencies import Latencies, LatencyTable, interpolated
@@ -40,6 +42,8 @@ PAUSE = 2
 SEEN = 3
 
 Recording = dict[str, Any]
+# A level of the engine, and numbers of those of its sources that draft; None for all.
+Place = tuple[int, list[int] | None]
 
 
 class Timing:
@@ -62,13 +66,41 @@ class Timing:
     ):
         self.task, self.prompts = task, [list(prompt) for prompt in prompts]
         self.vocabulary, self.directory = vocabulary, directory
-        models = [i for i, candidate in enumerate(task.candidates) if not candidate.level.is_lookup]
+        models = [i for i, candidate in enumerate(task.candidates) if not candidate.is_lookup]
         self.drafters = sorted(models, key=lambda i: sizes[i])
         # A prompt lookup drafts as it likes: where no two others are there, an n-gram model
         # drafts as many tokens as are requested.
         self.filler = str(directory / "filler.safetensors") if len(models) < 2 else ""
         if self.filler:
             self.drafters.append(len(task.candidates))
+        self.levels, self.places = self._hosted()
+
+    def _hosted(self) -> tuple[list[dict[str, Any]], dict[int, Place]]:
+        """The engine's levels, and by candidate its place among them and its sources there.
+
+        An engine has one lowest level: several candidates for it are sources of one.
+        """
+        every = self.task.candidates
+        lowest = [candidate.level for candidate in every if candidate.level.only_lowest]
+        sources: list[LevelConfig] = []
+        for source in itertools.chain.from_iterable(level.drafters for level in lowest):
+            if source not in sources:
+                sources.append(source)
+        levels: list[dict[str, Any]] = []
+        places: dict[int, Place] = {}
+        if len(lowest) > 1:
+            keys = [source.model_dump(exclude_defaults=True) for source in sources]
+            levels.append({"sources": keys})
+        for i, candidate in enumerate(every):
+            if len(lowest) > 1 and candidate.level.only_lowest:
+                places[i] = 0, [sources.index(source) for source in candidate.level.drafters]
+            else:
+                places[i] = len(levels), None
+                levels.append(candidate.keys())
+        if self.filler:
+            places[len(every)] = len(levels), None
+            levels.append({"ngram_model": self.filler, "order": 1})
+        return levels, places
 
     def settings(self, number: int) -> list[dict[str, Any]]:
         """The cascades to time in one pass, the first being number 0, at every batch size."""
@@ -110,14 +142,11 @@ class Timing:
             **task.engine_args,
         }
         if speculative:
-            levels = [candidate.keys() for candidate in task.candidates]
-            if self.filler:
-                levels.append({"ngram_model": self.filler, "order": 1})
             # All candidates are levels of one cascade, in which every level needs room.
-            room = max(task.max_draft_tokens, len(levels))
+            room = max(task.max_draft_tokens, len(self.levels))
             arguments["speculative_config"] = {
                 "method": "hsd",
-                "levels": [{**level, "num_tokens": room} for level in levels],
+                "levels": [{**level, "num_tokens": room} for level in self.levels],
                 "num_speculative_tokens": room,
                 "adaptive": False,
             }
@@ -152,9 +181,14 @@ class Timing:
                 "ignore_eos": True,
                 "seed": task.seed + first,
             }
-            if setting["levels"]:
-                engine.select_levels(setting["levels"], setting["draft_lengths"])
-            found.append(engine.call(recorder.record, chosen, params))
+            if levels := setting["levels"]:
+                sources = self.places[levels[0]][1]
+                places = [self.places[level][0] for level in levels]
+                engine.select_levels(places, setting["draft_lengths"], sources)
+            recording = engine.call(recorder.record, chosen, params)
+            for call in recording["calls"]:
+                call["level"] = levels[places.index(call["level"])]
+            found.append(recording)
             advance()
         return found
 
@@ -209,7 +243,7 @@ class Timing:
         forward = []
         for i, candidate in enumerate(self.task.candidates):
             # The whole call of a lookup; of a forward without what the level adds to it.
-            looks_up = candidate.level.is_lookup
+            looks_up = candidate.is_lookup
             key = "call_ms" if looks_up else "ms"
             own = ((c["batch"], c["tokens"], c[key]) for c in calls if c["level"] == i)
             forward.append(self._table(1 if looks_up else longest, own))
