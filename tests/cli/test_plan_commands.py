@@ -1,6 +1,7 @@
 """Bad input on the command line: one sentence, exit status 2, no traceback; interruptions."""
 
 import json
+import re
 
 import pytest
 
@@ -59,6 +60,7 @@ def test_a_profile_of_another_machine_is_planned_with_a_warning(profile, tmp_pat
     said = " ".join(capsys.readouterr().err.split())
     assert "vLLM 0.1.0 and this is vLLM" in said
     assert "processor Abacus 9 and this machine has" in said
+    assert re.search(r"planned in \d+\.\d\d s \(graph .*, search .*, predictions .*\)", said)
     assert json.loads((tmp_path / "cascade.json").read_text())["schema"] == 1
 
 

@@ -224,11 +224,14 @@ def plan_command(arguments: argparse.Namespace) -> int:
             max_draft_tokens=arguments.max_draft_tokens,
             verifier=arguments.verifier,
         )
-        choice = Search(profile, constraints).choose()
+        search = Search(profile, constraints)
+        choice = search.choose()
         console.print(choice_table(profile, choice))
         for name, option in losers(choice):
             why = why_slower(profile, option, choice.best)
             console.print(f"{name}: {option.ms / choice.best.ms - 1:+.1%}, {why}", soft_wrap=True)
+        parts = (f"{part} {seconds:.2f}" for part, seconds in search.seconds.items())
+        messages.print(f"planned in {sum(search.seconds.values()):.2f} s ({', '.join(parts)})")
         path = arguments.output
         if len(arguments.batch_sizes) > 1:
             path = path.with_stem(f"{path.stem}-batch{batch}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vllm_hsd.errors import UserError
@@ -71,6 +74,9 @@ class Plan:
 class Search:
     """Predictions and the choice for one profile under some constraints.
 
+    Attributes:
+        seconds: spent so far on building the graph, on solving it, and on exact predictions.
+
     Raises:
         UserError: a profile without latencies, or constraints that it cannot meet.
     """
@@ -105,12 +111,21 @@ class Search:
             frozenset(i for i, c in enumerate(profile.candidates) if not c.level.keeps_cache),
             frozenset(i for i, c in enumerate(profile.candidates) if c.level.reads_target_states),
         )
-        self.graph = measured_graph(self.measured, batch)
+        self.seconds = dict.fromkeys(("graph", "search", "predictions"), 0.0)
+        with self._timed("graph"):
+            self.graph = measured_graph(self.measured, batch)
+
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - began
 
     def predict(self, selection: Selection) -> Prediction:
         """One cascade under the constraints."""
         batch, tokens = self.constraints.batch, self.constraints.output_tokens
-        return predict(selection, self.measured, batch=batch, output_tokens=tokens)
+        with self._timed("predictions"):
+            return predict(selection, self.measured, batch=batch, output_tokens=tokens)
 
     def choose(self) -> Plan:
         """Search, predict what comes close, and keep the best of every kind."""
@@ -152,6 +167,7 @@ class Search:
     def _near_best(
         self, graph: Graph, depth: int, kept: int = KEPT, exactly: bool = False
     ) -> list[Selection]:
-        every = solve(graph, kept, depth, exactly=exactly)
+        with self._timed("search"):
+            every = solve(graph, kept, depth, exactly=exactly)
         found = [(selection, cost) for selection, cost in every if selection.levels]
         return [selection for selection, cost in found if cost <= CLOSE * found[0][1]]
