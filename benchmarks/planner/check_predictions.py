@@ -209,6 +209,7 @@ def main() -> None:
     parser.add_argument("--exits", nargs="*", type=int, default=[2])
     parser.add_argument("--pairs", action="store_true", help="with the n-gram model of order 1")
     parser.add_argument("--ngram", action="store_true", help="with a prompt lookup")
+    parser.add_argument("--bigram", action="store_true", help="with a lookup of likeliest pairs")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max-draft-tokens", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=1)
@@ -241,6 +242,7 @@ def main() -> None:
             exits=arguments.exits,
             ngram_models=[(str(MODELS / "library.safetensors"), 1)] if arguments.pairs else [],
             ngram=4 if arguments.ngram else None,
+            bigram=str(MODELS / "library.safetensors") if arguments.bigram else None,
         )
     models = ModelSet(source, found)
     task = Task(

@@ -18,6 +18,7 @@ from vllm_hsd.planner.prompt_lookup import replay_sources
 from vllm_hsd.planner.prompts import encode, read_prompts
 from vllm_hsd.planner.survival import Acceptance
 from vllm_hsd.planner.task import Task, candidates
+from vllm_hsd.planner.timing import Timing
 from vllm_hsd.reference import HuggingFaceLevel, ReferenceEngine
 
 NGRAM, BIGRAM, TOGETHER, MID, TARGET = range(5)
@@ -125,6 +126,29 @@ def test_tokens_per_step_are_predicted(models, contexts, measured, selection):
     assert found.level_calls[:-1] == pytest.approx(calls, rel=0.06)
     other = predicted(BIGRAM)
     assert max(other.level_calls[-2] / calls[-1], ran / other.tokens_per_step) > 1.2
+
+
+@pytest.mark.slow
+def test_tokens_per_step_of_a_served_cascade_are_predicted(models, contexts, measured, tmp_path):
+    """Of the V1 engine, which lets tokens go that do not pay."""
+    engine_args = {
+        "dtype": "float32", "enforce_eager": True, "max_model_len": 256,
+        "kv_cache_memory_bytes": 1 << 26,
+    }  # fmt: skip
+    target, table = str(MODELS / "target"), LatencyTable(batch_sizes=[1], tokens=[1], ms=[[1.0]])
+    task = Task(target, models.candidates, max_draft_tokens=LONGEST, engine_args=engine_args)
+    timing = Timing(task, [0, 0, 0, 1], contexts, models.vocabulary, tmp_path)
+    tables = {i: measured[f"lookup{i}"] for i in range(MID)}
+    sets = Measured(Latencies(forward=[table] * 5), Acceptance(measured["block"], tables))
+    params = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
+    with timing.engine(True) as engine:
+        for levels, lengths in (((TOGETHER,), (2,)), ((TOGETHER,), (6,)), ((BIGRAM,), (4,))):
+            engine.select_levels([0], lengths, timing.places[levels[0]][1])
+            each = [engine.generate([context], params).target_steps[0] for context in contexts]
+            steps = sum(each) - len(contexts)  # the prefill emits the first token
+            served = len(contexts) * (TOKENS - 1) / steps
+            found = predict(Selection(levels, lengths), sets, output_tokens=TOKENS)
+            assert found.tokens_per_step == pytest.approx(served, rel=0.05)
 
 
 @pytest.mark.parametrize("length", [2, 6])
