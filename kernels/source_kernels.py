@@ -166,7 +166,8 @@ def keep_offer_kernel(
         last = tl.load(at - 1, mask=known, other=0)
         estimate = tl.load(own_ptr + last, mask=known, other=0.0)
     else:
-        estimate = tl.load(own_ptr + lane, mask=known, other=0.0)
+        # Also of tokens that were not drafted: see `best_offer`.
+        estimate = tl.load(own_ptr + lane, mask=lane < N, other=0.0)
     group = _group(estimate, lane, PLACES, BINS)
     prior = tl.load(prior_ptr)
     accepted = tl.load(shared_ptr + group) + prior * estimate
@@ -191,12 +192,14 @@ def best_offer(
     SOURCES: tl.constexpr,
     N: tl.constexpr,
     LANES: tl.constexpr,
+    WHOLE: tl.constexpr = False,
 ):
     """(source or -1, tokens that are worth drafting, all [LANES]) of the best offer.
 
     The one of most tokens that are expected to be accepted, of those that begin with no token of
     the tensor `firsts`. Of equals the last one; no offer is chosen for nothing. `offers` are the
-    pointers from own to least of the kernel.
+    pointers from own to least of the kernel. WHOLE: as if the last source, whose tokens are
+    expected by their places alone, had offered N.
     """
     own_ptr, count_ptr, token_ptr, expected_ptr, prior_ptr, least_ptr = offers
     prior, least = tl.load(prior_ptr), tl.load(least_ptr)
@@ -209,7 +212,10 @@ def best_offer(
         place = source * (slots + 1) + slot
         accepted = tl.load(own_ptr + place) + prior
         scale = accepted / (tl.load(own_ptr + SOURCES * (slots + 1) + place) + prior)
-        within = lane < tl.minimum(tl.load(count_ptr + place), room)
+        offered = tl.load(count_ptr + place)
+        if WHOLE and source == SOURCES - 1:
+            offered = N
+        within = lane < tl.minimum(offered, room)
         expected = tl.load(expected_ptr + place * N + lane, mask=within, other=0.0)
         survival = tl.associative_scan(tl.minimum(expected * scale, 1.0), 0, _times)
         within = within & (survival >= least)
@@ -241,6 +247,7 @@ def choose_offer_kernel(
     prior_ptr,  # float64 [1]
     least_ptr,  # float64 [1], probability to survive below which nothing is drafted
     drawn_ptr,  # float32 [slots + 1], with HAS_DRAFTER
+    wanted_ptr,  # int64 [1], with HAS_DRAFTER: one more for each request that wants a whole draft
     temperature_ptr,  # float32 [B], of level 0
     slots,
     SOURCES: tl.constexpr,
@@ -262,6 +269,9 @@ def choose_offer_kernel(
     if HAS_DRAFTER:
         drawn = chosen == SOURCES - 1
         tl.store(drawn_ptr + slot, drawn.to(tl.float32))
+        best, _, _ = best_offer(offers, slot, slots, room, none, SOURCES, N, LANES, WHOLE=True)
+        wants = (best == SOURCES - 1) & (slot < slots)
+        tl.atomic_add(wanted_ptr, wants.to(tl.int64), mask=wants, sem="relaxed")
         # Tokens that were drawn and not verified agree with the text less often than their kind is
         # accepted; an argmax, and a coupled draw, as often.
         sampled = tl.load(temperature_ptr + request) > 0

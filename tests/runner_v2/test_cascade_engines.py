@@ -1,5 +1,6 @@
 """Cascades on the V2 runner, whole engines, interpreted."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,93 @@ def test_a_crowded_engine_loses_nothing(name, graphs, family, crowded_plain):
         assert all(0 <= level["accepted"] <= level["drafted"] for level in levels)
     assert results["preempted"]["counters"]["num_preemptions"] > 0
     assert results["prefix hits"]["counters"]["prefix_cache_hits"] > 0
+
+
+STORED, AFTER = 110, 40
+
+
+@pytest.fixture(scope="module")
+def mostly_stored(family, tmp_path_factory) -> tuple[str, list[int], list[int]]:
+    """A store, a prompt, and the target's greedy text after it, most of which is in the store."""
+    from support.v2_engines import PROMPTS
+
+    text = greedy(family.target, PROMPTS[1], STORED + AFTER)
+    store = str(tmp_path_factory.mktemp("stored") / "text.safetensors")
+    stored = torch.tensor([*PROMPTS[1], *text[:STORED]])
+    write_store(collect_texts([stored.numpy()], family.vocabulary), store)
+    return store, PROMPTS[1], text
+
+
+@functools.cache
+def loaded(path: str):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def greedy(path: str, prompt: list[int], count: int) -> list[int]:
+    """What a model writes after a prompt."""
+    found = loaded(path).generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+    return found[0, len(prompt) :].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", ["install", "install_unread"])
+def test_passes_are_skipped_while_a_lookup_wins(patch, family, mostly_stored):
+    """Up to the end of the stored text, where the model drafts again what it drafts alone.
+
+    With a negative control: what it skips is not in its cache, and its drafts are others.
+    """
+    from support import skipped_passes
+    from support.v2_engines import GREEDY, run_engine
+
+    store, prompt, text = mostly_stored
+    sources = [{"suffix": {"min_acceptance": 0.01, "store": store}}, {"model": family.mid}]
+    found = run_engine(
+        {
+            "model": family.target,
+            "max_num_seqs": 1,
+            "speculative_config": cascade([{"sources": sources}]),
+        },
+        {"": {"prompts": [prompt], "params": {**GREEDY, "max_tokens": len(text)}}},
+        patch=f"support.skipped_passes:{patch}",
+        work=skipped_passes.run,
+    )[""]
+    assert ids(found) == [text]
+    before, after = [], []
+    for step in found["steps"]:
+        (after if step[1] > len(prompt) + STORED + 5 else before).append(step)
+    assert sum(not whole for whole, *_ in before) > len(before) / 2
+    assert patch == "install_unread" or sum(whole for whole, *_ in after) > len(after) / 2
+    alike = [
+        draft == greedy(family.mid, [*prompt, *text][:length], len(draft))
+        for _, length, drawn, draft in after
+        if drawn
+    ]
+    assert len(alike) > 2 and all(alike) == (patch == "install")
+
+
+@pytest.mark.slow
+def test_a_head_drafts_alike_whether_its_passes_were_skipped(family):
+    """Its first pass reads the target's states; here no lookup offers anything."""
+    from support import skipped_passes
+    from support.v2_engines import GREEDY, PROMPTS, run_engine
+
+    sources = [{"ngram": {"min": 9, "max": 9}}, {"eagle3": head(family)}]
+    levels = [{"sources": sources, "min_acceptance": 0.0}]
+    engine = {"model": family.target, "speculative_config": cascade(levels)}
+    jobs = {"": {"prompts": PROMPTS[1:2], "params": {**GREEDY, "max_tokens": 16}}}
+    found = [
+        run_engine(engine, jobs, patch=f"support.skipped_passes:{patch}", work=skipped_passes.run)
+        for patch in ("install_turns", "install_all")
+    ]
+    in_turns, whole = (result[""]["steps"] for result in found)
+    assert ids(found[0][""]) == ids(found[1][""])
+    assert [every for every, *_ in in_turns] == [i % 3 == 2 for i in range(len(in_turns))]
+    after = {length: draft for _, length, _, draft in whole}
+    assert all(len(draft) == 4 for draft in after.values())
+    for every, length, drawn, draft in in_turns:
+        assert drawn and draft == after[length][: len(draft)] and len(draft) == (4 if every else 1)
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 
 The program runs as in `oracle.test_program_exact`; the kernels that choose are interpreted. Two
 steps, so that the second choice goes by what became of the first one, or one step of two rounds.
+The past also decides which passes the model runs.
 """
 
+import copy
 import zlib
 from fractions import Fraction
 
@@ -39,12 +41,15 @@ def choosing(rule: str):
     from vllm_hsd.runner_v2.sources import Estimates, SourcesLookup
 
     class ByHash(SourcesLookup):
-        """Any function of the text, the offers and what was learned; "drawn" sees the draft too."""
+        """Any function of the text, the offers and what was learned; "drawn" sees the draft too.
+
+        For "cut" the model drafts.
+        """
 
         def choose(self, state):
             if int(state.requested[0, 0]) > 0 and rule != "learned":
                 seen = of_place(state, drafts=rule == "drawn"), self.own.tolist()
-                wins = zlib.crc32(repr(seen).encode()) % 2
+                wins = 1 if rule == "cut" else zlib.crc32(repr(seen).encode()) % 2
                 # Nothing that was expected has become of the other one.
                 self.own[:, :, int(state.slot[0])] = 0.0
                 self.own[0, 1 - wins, int(state.slot[0])] = -float(self.prior)
@@ -79,16 +84,24 @@ def bias(rule: str, lengths=(2,), verifier="block", steps=2) -> tuple[Fraction, 
     )
     chosen, kept = Chosen(engine), set()
     slot = int(engine.index[0])
+    whole, fewer = engine.program, copy.copy(engine.program)
+    fewer.schedule = whole.schedule.with_first_passes()
 
     def generate(choices: Choices) -> Tokens:
         chosen.begin(choices)
         found.shared.zero_()
         found.forget(torch.tensor([slot]))
         text: Tokens = ()
-        for step in range(steps):
+        for _ in range(steps):
+            past = zlib.crc32(repr((text, found.own.tolist())).encode())
+            skips = rule != "cut" and bool(past % 2)
+            engine.program = fewer if skips else whole
             [draft] = engine.propose(plain)
+            if rule == "cut" and draft[1:] == [0]:
+                # The pass for a token is skipped when it is known.
+                draft = draft[:1]
             drawn = len(lengths) > 1 or bool(found.drawn[slot] > 0)
-            kept.add((step, float(found.drawn[slot])))
+            kept.add((skips, float(found.drawn[slot])))
             accepted, token = chosen.verify(
                 TARGET.rows((*draft,), len(draft) + 1, text),
                 proposed(engine.state.rows[-1][0, : len(draft)], draft, drawn),
@@ -120,9 +133,12 @@ def test_a_choice_by_the_past_has_the_distribution_of_the_target(rule, lengths, 
     found, kept = bias(rule, lengths, verifier, steps)
     assert found == 0
     assert rule == "learned" or len({drawn for _, drawn in kept}) == 2
+    assert lengths[0] == 1 or len({skips for skips, _ in kept}) == 2
 
 
-@pytest.mark.parametrize("rule", ["drawn", "rows"])
+@pytest.mark.parametrize("rule", ["drawn", "rows", "cut"])
 def test_a_choice_by_the_drawn_token_and_wrong_rows_are_caught(rule):
-    """Negative controls: it looks at what was drawn; or a lookup's tokens count as drawn ones."""
+    """Negative controls: it looks at what was drawn, or how much is drafted does; or a lookup's
+    tokens count as drawn ones.
+    """
     assert bias(rule, steps=1)[0] > Fraction(1, 1000)

@@ -46,8 +46,8 @@ def captured(monkeypatch):
     )
 
     def capture(served, sizes=(2, 3)):
-        lengths = [served.drafter.state.longest, *served.drafter.shorter]
-        served.drafter.graphs = ProposalGraphs(config, torch.device("cpu"), sizes, lengths)
+        proposals = list(served.drafter.programs)
+        served.drafter.graphs = ProposalGraphs(config, torch.device("cpu"), sizes, proposals)
         served.drafter.capture()
         return served
 
@@ -95,6 +95,47 @@ def test_every_draft_length_has_its_graphs(captured):
     assert graphed.texts() == plain.texts()
     assert [graph.replays for graph in RecordedGraph.made] == [2, 2]
     assert passes[0] == passes[2] < passes[1] == passes[3]
+
+
+@pytest.mark.parametrize("checks", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_passes_that_no_request_wants_are_skipped(checks, captured):
+    """A model next to a lookup, which wins as long as the text repeats itself.
+
+    A whole draft is wanted in the steps 0 to 3, and in 9 and 10, after the text has changed; three
+    steps later its passes run.
+    """
+    from support.recorded_graph import RecordedGraph
+    from support.table_runner import TableRunner
+
+    from vllm_hsd.core.trials import Trials
+
+    target, other = table(0, 6, 1.3), table(5, 6, 1.3)
+    levels = [{"sources": [{"ngram": {"max": 2}}, {"model": other}]}]
+    options = {"length": 3, "prompt_length": 4}
+    given = {"num_speculative_tokens": 3, "levels": levels}
+    plain, graphed = (
+        TableRunner(target, other, [{"temperature": 0.0}], **options, cascade=given)
+        for _ in range(2)
+    )
+    captured(graphed, sizes=(2,)).drafter.checks = checks
+    passes, wanted = [], []
+    for served in (plain, graphed):
+        served.drafter.further.trials = Trials(1, steps=1)
+    for step in range(14):
+        if step == 9:
+            plain.target = graphed.target = other
+            repeated = len(plain.texts()[0])
+        draft_alike(plain, graphed, 1)
+        passes.append(plain.drafter.counts.take().rows[0, Count.forwards])
+        wanted.append(int(plain.drafter.lookup.wanted))
+    assert np.flatnonzero(np.diff(wanted, prepend=0)).tolist() == [0, 1, 2, 3, 9, 10]
+    assert passes == [3, 1, 1, 3, 3, 3, 3, 1, 1, 1, 1, 1, 3, 3]
+    assert [graph.replays for graph in RecordedGraph.made] == [7, 7]
+    [text] = plain.texts()
+    for at in range(4, len(text)):
+        assert text[at] == int((target if at < repeated else other)[text[at - 1]].argmax())
+    assert graphed.drafter.lookup.shared.equal(plain.drafter.lookup.shared)
+    assert plain.accepted == graphed.accepted > 20
 
 
 @pytest.mark.slow

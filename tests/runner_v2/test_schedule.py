@@ -11,6 +11,7 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.runner_v2.schedule import (
     DRAWS_PER_LENGTH,
     Choose,
+    Draft,
     Lookup,
     Schedule,
     Verify,
@@ -196,19 +197,22 @@ class Request:
         )
 
 
-def reachable(request: Request) -> set[tuple[frozenset[int], ...]]:
-    """All states of the caches between proposals, from a text that was just ingested."""
-    start = tuple(frozenset({1}) for _ in request.schedule.draft_lengths)
-    found, todo = {start}, [start]
+def reachable(*requests: Request) -> set[tuple[frozenset[int], ...]]:
+    """All states of the caches between proposals, from a text that was just ingested.
+
+    Each proposal is any one of these.
+    """
+    start = tuple(frozenset({1}) for _ in requests[0].schedule.draft_lengths)
+    found, todo = {start}, [(start, request) for request in requests]
     while todo:
-        missing = todo.pop()
+        missing, request = todo.pop()
         request.begin(missing)
         for _ in request.outcomes():
             for accepted in range(request.drafted[-1] + 1):
                 after = request.missing_after(accepted)
                 if after not in found:
                     found.add(after)
-                    todo.append(after)
+                    todo += [(after, each) for each in requests]
     return found
 
 
@@ -247,12 +251,24 @@ def test_catch_up_leaves_no_hole(lengths, rounds, lookup, horizontal):
 
 @pytest.mark.parametrize(("lengths", "rounds"), CHOICES)
 def test_a_model_next_to_lookups_catches_up(lengths, rounds):
+    """Whether it runs all passes of its drafts, the first ones alone, or now these and now those.
+
+    Not where it runs none at all.
+    """
     schedule = schedule_of(*lengths, rounds=rounds, chooses=True)
-    for missing in reachable(Request(schedule)):
+    fewer, none = (
+        replace(schedule, ops=tuple(op for op in schedule.ops if runs(op)))
+        for runs in (lambda op: getattr(op, "step", 0) == 0, lambda op: not isinstance(op, Draft))
+    )
+    assert schedule.with_first_passes() == fewer
+    assert fewer.passes[0] * lengths[0] == schedule.passes[0]
+    whole = Request(schedule)
+    for missing in reachable(whole, Request(fewer)):
         for k, holes in enumerate(missing):
             assert max(holes) <= schedule.num_levels - k + (1 if k else lengths[0])
-    with pytest.raises(Hole):
-        reachable(Request(schedule, shortened=1))
+    for fault in ({"schedule": schedule, "shortened": 1}, {"schedule": none}):
+        with pytest.raises(Hole):
+            reachable(whole, Request(**fault))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Sources on the device against `core.source_choice`, step by step on growing texts."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -40,12 +41,17 @@ class PlainNgram(LookupLevel):
 
 
 class Host:
-    """`core.source_choice` for all requests, up to the end of one lookup's offer."""
+    """`core.source_choice` for all requests, up to the end of one lookup's offer.
+
+    Attributes:
+        wanted: drafts for which the last source, had it offered all that was requested, was best.
+    """
 
     def __init__(self, lookups) -> None:
         sources = Sources([str(i) for i in range(len(lookups))], lookups)
         self.budget = DraftBudget(sources, [LENGTH], MAX_NUM_REQS)
         self.choice = SourceChoice(sources, self.budget, MAX_NUM_REQS)
+        self.wanted = 0
 
     def draft(self, requests: Requests) -> tuple[np.ndarray, np.ndarray]:
         rows = np.flatnonzero(requests.requested)
@@ -58,6 +64,9 @@ class Host:
         offers = Offers.of(found, self.budget.acceptance)
         self.choice.remember(0, slots, ends, offers)
         source, counts, _ = self.choice.best(slots, offers, most, np.ones(len(rows)))
+        whole = replace(offers, counts=np.stack([*offers.counts[:-1], most]))
+        best, _, _ = self.choice.best(slots, whole, most, np.ones(len(rows)))
+        self.wanted += int((best == len(found) - 1).sum())
         return offers.token_ids[source, np.arange(len(rows))], counts
 
 
@@ -152,15 +161,17 @@ def test_another_rule_is_caught():
 
 
 class Drawn(LookupLevel):
-    """What a drafter has drawn in a step, known by its places alone."""
+    """What a drafter has drawn in a step, `longest` tokens at most, known by its places alone."""
 
-    def draw(self, rng, requests: Requests) -> None:
+    def draw(self, rng, requests: Requests, longest: int) -> None:
+        self.longest = longest
         self.token_ids = rng.integers(0, 3, (len(requests.requested), LENGTH))
 
     def lookup(self, texts, requested) -> LookupResult:
         rows, width = texts.rows, int(requested.max(initial=0))
         confidence = np.cumprod(np.full((len(rows), width), PRIOR_ACCEPTANCE), axis=1)
-        return LookupResult(self.token_ids[rows, :width], requested.copy(), confidence)
+        counts = np.minimum(requested, self.longest)
+        return LookupResult(self.token_ids[rows, :width], counts, confidence)
 
 
 def test_a_drafter_is_one_more_source():
@@ -175,20 +186,22 @@ def test_a_drafter_is_one_more_source():
     texts = [rng.integers(0, 3, int(rng.integers(4, 20))) for _ in range(4)]
     temperature = torch.tensor([0.0, 1.0, -1.0, 0.7])
     chosen = set()
-    for _ in range(16):
+    for step in range(20):
         requests = Requests([(text, []) for text in texts], [LENGTH, LENGTH, LENGTH, 3], LENGTH)
         state, ends = requests.state, requests.state.end.clone()
-        drawn.draw(rng, requests)
+        # Of its first pass alone in some steps.
+        drawn.draw(rng, requests, 1 if step % 3 else LENGTH)
         state.temperature[0] = temperature
         device.offer(state, requests.text)
         assert state.end.equal(ends) and not state.drafted.any()
-        for b, most in enumerate(requests.requested.tolist()):
+        for b, most in enumerate(np.minimum(requests.requested, drawn.longest).tolist()):
             state.window[b, ends[b] : ends[b] + most] = torch.from_numpy(drawn.token_ids[b, :most])
             state.end[b] += most
             state.drafted[0, b] = most
         device.choose(state)
         token_ids, counts = host.draft(requests)
         assert state.drafted[0].tolist() == counts.tolist()
+        assert int(device.wanted) == host.wanted
         for b, count in enumerate(counts.tolist()):
             drafted = state.window[b, ends[b] : ends[b] + count].tolist()
             assert drafted == token_ids[b, :count].tolist()
@@ -208,3 +221,30 @@ def test_a_drafter_is_one_more_source():
             device.own.numpy()[..., slots], learned.own[:, :2, :4], rtol=1e-12
         )
     assert len(chosen) > 6, chosen
+    assert 0 < host.wanted < 20 * 4
+
+
+def test_passes_go_by_counts_that_are_two_steps_old():
+    """No step waits for a younger one."""
+    from vllm_hsd.core.trials import FIRST_PAUSE, Trials
+    from vllm_hsd.runner_v2.further_passes import FurtherPasses
+
+    class Event:
+        recorded = None
+
+        def record(self):
+            self.recorded = step
+
+        def synchronize(self):
+            assert self.recorded == (step - 2 if step > 1 else None)
+
+    wanted = torch.zeros(1, dtype=torch.int64)
+    further = FurtherPasses(wanted)
+    further.arrived, further.trials = [Event() for _ in further.copies], Trials(1, steps=2)
+    runs = []
+    for step in range(FIRST_PAUSE + 40):
+        if further.due():
+            runs.append(step)
+        wanted += step in (10, 20, 21, 22)
+    trial = 25 + FIRST_PAUSE
+    assert runs == [0, 1, 13, 23, 24, 25, trial + 1, trial + 2]

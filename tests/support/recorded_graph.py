@@ -155,7 +155,7 @@ def serve() -> None:
         speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
         speculator.capture()
         assert len(RecordedGraph.made) == len(speculator.graphs.descriptors)
-        for program in (speculator.program, *speculator.programs.values()):
+        for program in speculator.programs.values():
             program.run = _without_a_graph
 
     GPUModelRunner.initialize_kv_cache = initialize_kv_cache

@@ -1,4 +1,4 @@
-"""CUDA graphs of whole proposals, one for every draft length and batch size of short lists.
+"""CUDA graphs of whole proposals, one for every program and batch size of short lists.
 
 vLLM captures them with its own, at start-up and once more when it profiles memory. What runs in a
 graph is `runner_v2.program.Program.run`, the same code that runs without one.
@@ -7,7 +7,7 @@ graph is `runner_v2.program.Program.run`, the same code that runs without one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
@@ -59,12 +59,24 @@ def why_eager(
     return None
 
 
+class Proposal(NamedTuple):
+    """What tells the programs of one cascade apart.
+
+    Attributes:
+        length: most tokens.
+        every_pass: False where a model next to lookups runs its first passes alone.
+    """
+
+    length: int
+    every_pass: bool = True
+
+
 class ProposalGraphs(CudaGraphManager):
     """Captured proposals; vLLM drops them after it has profiled memory.
 
     Args:
         sizes: batch sizes, ascending.
-        lengths: most tokens of a proposal.
+        proposals: all programs.
     """
 
     def __init__(
@@ -72,23 +84,23 @@ class ProposalGraphs(CudaGraphManager):
         vllm_config: Any,
         device: torch.device,
         sizes: Sequence[int],
-        lengths: Sequence[int],
+        proposals: Sequence[Proposal],
     ) -> None:
-        self.sizes, self.lengths = list(sizes), list(lengths)
+        self.sizes, self.proposals = list(sizes), list(proposals)
         super().__init__(vllm_config, device, CUDAGraphMode.FULL_DECODE_ONLY, decode_query_len=1)
 
     def _init_candidates(self) -> None:
-        # One batch size is captured for several lengths, which descriptors must tell apart.
+        # One batch size is captured for several programs, which descriptors must tell apart.
         self.descriptors = {
-            (size, length): BatchExecutionDescriptor(
+            (size, proposal): BatchExecutionDescriptor(
                 cg_mode=CUDAGraphMode.FULL,
                 num_tokens=size,
                 num_reqs=size,
                 uniform_token_count=1,
-                max_query_len=length,
+                max_query_len=number,
             )
             for size in self.sizes
-            for length in self.lengths
+            for number, proposal in enumerate(self.proposals, 1)
         }
         self.keys = {descriptor: key for key, descriptor in self.descriptors.items()}
         # The largest first: the others find their memory in its pool.
@@ -96,12 +108,12 @@ class ProposalGraphs(CudaGraphManager):
 
     def capture_all(
         self,
-        prepare: Callable[[int, int], Callable[[], None]],
+        prepare: Callable[[int, Proposal], Callable[[], None]],
     ) -> None:
-        """Capture a graph for every batch size and length.
+        """Capture a graph for every batch size and program.
 
         Args:
-            prepare: makes the state of a batch size and a length, all of it padding, and what
+            prepare: makes the state of a batch size and a program, all of it padding, and what
                 attention needs; runs outside the graph, once before the warm-up and once before
                 the capture. It returns what is captured.
         """
@@ -112,11 +124,11 @@ class ProposalGraphs(CudaGraphManager):
 
         self.capture(create_forward_fn, "Capturing proposals of the cascade")
 
-    def size_for(self, batch: int, length: int) -> int | None:
-        """The smallest batch size that is captured for a length and holds a batch, None if none."""
-        keys = ((size, length) for size in self.sizes if size >= batch)
+    def size_for(self, batch: int, proposal: Proposal) -> int | None:
+        """The smallest batch size that is captured and holds a batch, None if there is none."""
+        keys = ((size, proposal) for size in self.sizes if size >= batch)
         return next((key[0] for key in keys if self.descriptors[key] in self.graphs), None)
 
-    def replay(self, size: int, length: int) -> None:
-        """Run the proposal that was captured for a batch size, on what its state holds now."""
-        self.run_fullgraph(self.descriptors[size, length])
+    def replay(self, size: int, proposal: Proposal) -> None:
+        """Run the program that was captured for a batch size, on what its state holds now."""
+        self.run_fullgraph(self.descriptors[size, proposal])

@@ -1,7 +1,8 @@
 """Lookups next to a head of the target that vLLM's own V2 drafter runs; see `sources`.
 
-The head drafts for every request, as it does alone, and reads every step of the target. Where a
-lookup is chosen its tokens take the place of the head's, and the verifier takes them for certain.
+The head reads every step of the target and drafts for every request, as it does alone, or only one
+token where `FurtherPasses` says so. Where a lookup is chosen its tokens take the place of the
+head's, and the verifier takes them for certain.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.runner_v2.cascade_steps import collect, stage
+from vllm_hsd.runner_v2.further_passes import FurtherPasses
 from vllm_hsd.runner_v2.proposal_state import ProposalState
 from vllm_hsd.runner_v2.request_parameters import RequestParameters
 from vllm_hsd.runner_v2.schedule import compile_schedule
@@ -27,6 +29,7 @@ class HeadSources:
         req_states, parameters: as of `speculator.CascadeSpeculator`.
         schedule, state: of the lookups.
         lookup: the sources.
+        further: whether the head runs passes after its first one.
         draft_length: int32 [max_num_reqs], tokens of each slot's draft.
     """
 
@@ -47,6 +50,7 @@ class HeadSources:
             device=device,
         )
         self.lookup: SourcesLookup = vllm_config.speculative_config.hsd_sources.build_v2(self, 0)
+        self.further = FurtherPasses(self.lookup.wanted)
         self.scales = torch.ones(1, dtype=torch.float32, device=device)
         self.draft_length = torch.zeros(own.max_num_reqs, dtype=torch.int32, device=device)
 
@@ -67,17 +71,21 @@ class HeadSources:
         """vLLM's, then the choice."""
         read = attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled
         longest = num_speculative_tokens
+        own: Any = self
+        drawn = own.num_speculative_steps if longest is None else longest
+        # vLLM's drafter ends after its first pass where one token is asked for.
+        if not dummy_run and drawn > 1 and not self.further.due():
+            drawn = 1
         drafts = super().propose(  # type: ignore[misc]
             input_batch,
             *read,
             *args,
             dummy_run=dummy_run,
-            num_speculative_tokens=longest,
+            num_speculative_tokens=drawn,
             **kwargs,
         )
         if dummy_run or longest == 0:
             return drafts
-        own: Any = self
         count, window = input_batch.num_reqs, self.schedule.window
         if input_batch.has_prefill:
             begins = input_batch.is_prefilling_np[:count]
@@ -100,8 +108,8 @@ class HeadSources:
         self.lookup.offer(state, text)
         # What the head has drafted is in the text like an offer; nothing else is by now.
         state.window[:, window : window + drafts.shape[1]] = drafts
-        state.end += state.requested[0]
-        state.drafted.copy_(state.requested)
+        torch.clamp(state.requested, max=drawn, out=state.drafted)
+        state.end += state.drafted[0]
         self.lookup.choose(state)
         collect(state, self.schedule)
         drafts.copy_(state.draft_tokens)

@@ -109,7 +109,9 @@ class ProgramModel:
         """
         for q in schedule.query_lengths(self.index):
             key = state.longest, state.batch, q
-            self.captured[key] = self._metadata(state, q, for_capture=True)
+            # Another program's graph may refer to it.
+            if key not in self.captured:
+                self.captured[key] = self._metadata(state, q, for_capture=True)
 
     def prepare_replay(self) -> None:
         """Map the block tables of the batch to the blocks of the attention kernels."""

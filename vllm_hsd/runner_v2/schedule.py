@@ -159,6 +159,15 @@ class Schedule:
         run = [op.level for op in self.ops if isinstance(op, Draft | Verify)]
         return [run.count(k) for k in range(self.num_levels)]
 
+    def with_first_passes(self) -> Schedule:
+        """Without the passes of level 0's model after the first one of each of its drafts.
+
+        For a model next to lookups: it drafts one token, and reads as much of the text as ever, so
+        that proposals of both schedules may follow each other.
+        """
+        kept = (op for op in self.ops if not isinstance(op, Draft) or op.step == 0)
+        return replace(self, ops=tuple(kept))
+
     def query_lengths(self, level: int) -> tuple[int, ...]:
         """The different query lengths of a level's forward passes, ascending."""
         passes = [op for op in self.ops if isinstance(op, Draft | Verify)]

@@ -66,6 +66,8 @@ class SourcesLookup:
         branches: int32 [batch, rows - 1, length], tokens of the rows after the chain, and
         branch_counts: int32 [batch, rows - 1], of the last proposal.
         drawn: float32 [slots + 1], 1 where a slot's draft is the drafter's.
+        wanted: int64 [1], drafts for which a whole one of the drafter was expected to be the best;
+            only ever grows. See `FurtherPasses`.
         shared: float64 [2, S, PLACES, BINS]; own: float64 [2, S, slots + 1]; see
             `core.acceptance.AcceptanceEstimates`. The last slot is of rows that draft nothing.
         counts, token_ids, estimates, expected: [S, slots + 1, ...], the last offers of each slot,
@@ -95,6 +97,7 @@ class SourcesLookup:
         self.shared, self.own = zeros(2, count, PLACES, BINS), zeros(2, count, slots + 1)
         self.counted = zeros(2, count, PLACES * BINS, dtype=torch.int32)
         self.drawn = zeros(slots + 1, dtype=torch.float32)
+        self.wanted = zeros(1, dtype=torch.int64)
         self.starts = zeros(slots + 1, dtype=torch.int64)
         self.counts = zeros(count, slots + 1, dtype=torch.int32)
         self.token_ids = zeros(count, slots + 1, length, dtype=torch.int32)
@@ -176,6 +179,7 @@ class SourcesLookup:
         source_kernels.choose_offer_kernel[(state.batch,)](
             *offered,
             self.drawn,
+            self.wanted,
             state.temperature[0],
             self.slots,
             SOURCES=self.count,

@@ -22,7 +22,8 @@ from vllm_hsd.runner_v2 import graph_checks
 from vllm_hsd.runner_v2.branches import HostedBranches
 from vllm_hsd.runner_v2.cascade_steps import stage
 from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds, observe_target
-from vllm_hsd.runner_v2.graphs import ProposalGraphs, batch_sizes, why_eager
+from vllm_hsd.runner_v2.further_passes import FurtherPasses
+from vllm_hsd.runner_v2.graphs import Proposal, ProposalGraphs, batch_sizes, why_eager
 from vllm_hsd.runner_v2.metrics import DeviceCounts
 from vllm_hsd.runner_v2.program import Program, ProgramSources
 from vllm_hsd.runner_v2.proposal_state import COUNTS, KVGroups, ProposalState, row_dtypes
@@ -44,7 +45,8 @@ class CascadeSpeculator(StandaloneARSpeculator):
         state, program: of the longest drafts.
         thresholds: where a level's drafts end by entropy; None if none's do.
         shorter: states of shorter drafts by length, in the same memory.
-        programs: of shorter drafts.
+        programs: of all drafts.
+        further: whether the model next to lookups runs passes after its first ones.
         lookup: what drafts at the lowest level from the requests' texts; None for a model alone.
         counted: levels whose rows follow from counts in texts, by their place in the cascade.
         stale: bool [max_num_reqs] on the host, slots whose texts the levels have not read whole.
@@ -118,6 +120,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
         elif isinstance(self.lookup, SourcesLookup):
             offer = partial(self.lookup.offer, text=text)
             sources = ProgramSources(offer, self.lookup.choose, self.lookup.drawn)
+            self.further = FurtherPasses(self.lookup.wanted)
         build = partial(
             Program,
             levels=levels,
@@ -128,13 +131,19 @@ class CascadeSpeculator(StandaloneARSpeculator):
             sources=sources,
         )
         self.program = build(self.schedule)
-        self.programs = {n: build(schedule_of(self.hsd, n)) for n in self.shorter}
+        self.programs = {Proposal(self.state.longest): self.program}
+        self.programs |= {Proposal(n): build(schedule_of(self.hsd, n)) for n in self.shorter}
+        for proposal, program in list(self.programs.items()):
+            fewer = program.schedule.with_first_passes()
+            if sources is not None and fewer != program.schedule:
+                self.programs[proposal._replace(every_pass=False)] = build(fewer)
 
-    def _of_length(self, length: int | None) -> tuple[ProposalState, Program]:
-        """What drafts so many tokens; the longest for lengths that only vLLM's warm-up requests."""
-        if length is None or length not in self.shorter:
-            return self.state, self.program
-        return self.shorter[length], self.programs[length]
+    def _next_proposal(self, length: int | None) -> Proposal:
+        """For so many tokens; the longest for lengths that only vLLM's warm-up requests."""
+        known = cast(int, length) if length in self.shorter else self.state.longest
+        proposal = Proposal(known)
+        fewer = proposal._replace(every_pass=False)
+        return proposal if fewer not in self.programs or self.further.due() else fewer
 
     @property
     def max_model_len(self) -> int:
@@ -205,17 +214,16 @@ class CascadeSpeculator(StandaloneARSpeculator):
             logger.warning("The cascade drafts without CUDA graphs: %s.", reason)
             return
         sizes = batch_sizes(self.state.batch)
-        lengths = ladder_of(self.hsd)
-        self.graphs = ProposalGraphs(self.vllm_config, self.device, sizes, lengths)
+        self.graphs = ProposalGraphs(self.vllm_config, self.device, sizes, list(self.programs))
 
     def capture(self) -> None:
         if self.graphs is not None:
             self.graphs.capture_all(self._prepare_capture)
 
-    def _prepare_capture(self, batch: int, length: int) -> Callable[[], None]:
+    def _prepare_capture(self, batch: int, proposal: Proposal) -> Callable[[], None]:
         """A proposal for nothing but padding, and attention metadata for it."""
-        whole, program = self._of_length(length)
-        state = whole.bucket(batch)
+        program = self.programs[proposal]
+        state = self.shorter.get(proposal.length, self.state).bucket(batch)
         self.longest = torch.full((batch,), self.max_model_len, dtype=torch.int32)
         for level in self.hosted:
             if level is not None:
@@ -290,9 +298,10 @@ class CascadeSpeculator(StandaloneARSpeculator):
         self.longest = (
             input_batch.seq_lens_cpu_upper_bound[:count] + self.schedule.capacity
         ).clamp(max=self.max_model_len)
-        whole, program = self._of_length(num_speculative_tokens)
-        size = None if self.graphs is None else self.graphs.size_for(count, whole.longest)
-        state = whole.bucket(size or count)
+        proposal = self._next_proposal(num_speculative_tokens)
+        program = self.programs[proposal]
+        size = None if self.graphs is None else self.graphs.size_for(count, proposal)
+        state = self.shorter.get(proposal.length, self.state).bucket(size or count)
         self.counts.add_proposal(program.schedule)
         index = input_batch.idx_mapping
         if stale.any():
@@ -310,11 +319,11 @@ class CascadeSpeculator(StandaloneARSpeculator):
         if self.checks:
             foreign = {"the batch": input_batch, "the table of requests": self.req_states}
             foreign |= {"num_sampled": num_sampled, **self.parameters.tensors()}
-            self._run_checked(state, program, foreign, inputs)
+            self._run_checked(state, proposal, foreign, inputs)
         elif size is None or self.graphs is None:
             program.run(state)
         else:
-            self.graphs.replay(size, state.longest)
+            self.graphs.replay(size, proposal)
         if self.branches is not None:
             self.branches.flat_drafts(slots, self.schedule.window, drafts)
         else:
@@ -322,28 +331,29 @@ class CascadeSpeculator(StandaloneARSpeculator):
         return drafts
 
     def _run_checked(
-        self, state: ProposalState, program: Program, foreign: dict[str, Any], inputs: tuple
+        self, state: ProposalState, proposal: Proposal, foreign: dict[str, Any], inputs: tuple
     ) -> None:
         """Draft without a graph, on nothing that the runner hands over; then with the graph.
 
         Raises:
             GraphError: one of the two drafts something else, or cannot be captured.
         """
-        changed, real = [state.counts], len(inputs[0])
+        program, changed, real = self.programs[proposal], [state.counts], len(inputs[0])
         if self.thresholds is not None:
             changed += [self.thresholds.total, self.thresholds.count]
+        if isinstance(self.lookup, SourcesLookup):
+            changed += [each for each in vars(self.lookup).values() if torch.is_tensor(each)]
         before = [tensor.clone() for tensor in changed]
         # Lookups search the text in place: its memory does not move.
         with graph_checks.no_foreign_reads(foreign, but=self.req_states.all_token_ids.gpu):
             program.run(state)
-        size = state.batch, state.longest
-        if self.graphs is None or self.graphs.size_for(*size) != state.batch:
+        if self.graphs is None or self.graphs.size_for(state.batch, proposal) != state.batch:
             return
         drafted = state.draft_tokens[:real].clone()
         self._stage(state, program.schedule, *inputs)
         for tensor, was in zip(changed, before, strict=True):
             tensor.copy_(was)
-        self.graphs.replay(*size)
+        self.graphs.replay(state.batch, proposal)
         replayed = state.draft_tokens[:real]
         if not drafted.equal(replayed):
             raise graph_checks.GraphError(
