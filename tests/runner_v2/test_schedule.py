@@ -271,6 +271,16 @@ def test_a_model_next_to_lookups_catches_up(lengths, rounds):
             reachable(whole, Request(**fault))
 
 
+@pytest.mark.parametrize(("longer", "shorter"), [((4,), (2,)), ((2, 4), (1, 2))])
+def test_a_model_next_to_lookups_catches_up_after_longer_drafts(longer, shorter):
+    """As `adaptive` has it; not by what a schedule of shorter drafts alone would read."""
+    whole = Request(schedule_of(*longer, chooses=True))
+    most = longer[0], longer[-1]
+    reachable(whole, Request(schedule_of(*shorter, chooses=True, longest_drafts=most)))
+    with pytest.raises(Hole):
+        reachable(whole, Request(schedule_of(*shorter, chooses=True)))
+
+
 @pytest.mark.parametrize(
     ("fault", "lengths"),
     [({"shortened": 1}, (4,)), ({"shortened": 1}, (2, 4)), ({"feed_full": False}, (2, 4))],

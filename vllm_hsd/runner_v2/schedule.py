@@ -219,6 +219,7 @@ def compile_schedule(
     lookup: bool = False,
     chooses: bool = False,
     horizontal_tokens: int = 0,
+    longest_drafts: tuple[int, int] = (0, 0),
 ) -> Schedule:
     """Unroll a cascade.
 
@@ -229,6 +230,8 @@ def compile_schedule(
         lookup: level 0 finds its drafts in the text.
         chooses: level 0 is a model next to lookups.
         horizontal_tokens: as configured.
+        longest_drafts: most tokens of level 0 and of the last level in any of the schedules that
+            serve the same texts; those of this one if fewer.
 
     Raises:
         UserError: what a fixed schedule cannot do; names the key.
@@ -275,7 +278,10 @@ def compile_schedule(
                 f"levels[{k}] takes {forwards} forward passes per draft, above {MAX_FORWARDS}: "
                 f"lower levels[{k}].max_rounds or raise levels[{k - 1}].num_tokens."
             )
-    ops = _unroll(lengths, rounds, lookup, chooses, horizontal_tokens)
+    # Of the last proposal's draft, which may have been longer.
+    replaced = max(lengths[0], longest_drafts[0]) if chooses else 1
+    ops = _unroll(lengths, rounds, lookup, chooses, replaced, horizontal_tokens)
+    longest = max(longest, longest_drafts[1])
     for op in ops:
         if isinstance(op, Draft | Verify) and op.query_length > longest + 1:
             cause, cure = f"there are {len(options)} levels", "remove one"
@@ -289,7 +295,7 @@ def compile_schedule(
                 f"above num_speculative_tokens + 1 ({longest + 1}), the most that decoding kernels "
                 f"take: {cure} or raise num_speculative_tokens."
             )
-    window = uncached_bound(0, len(options), lengths[0] if chooses else 1) + horizontal_tokens
+    window = uncached_bound(0, len(options), replaced) + horizontal_tokens
     return Schedule(ops, lengths, rounds, window, horizontal_tokens)
 
 
@@ -309,6 +315,7 @@ def _unroll(
     rounds: Sequence[int],
     lookup: bool,
     chooses: bool,
+    replaced: int,
     horizontal_tokens: int,
 ) -> tuple[Op, ...]:
     ops: list[Op] = []
@@ -322,8 +329,7 @@ def _unroll(
 
     def uncached(level: int) -> int:
         more, missed[level] = missed[level], 0
-        replaced = lengths[0] if chooses and level == 0 else 1
-        return uncached_bound(level, len(lengths), replaced) + more
+        return uncached_bound(level, len(lengths), 1 if level else replaced) + more
 
     def draft(length: int) -> None:
         if lookup or chooses:

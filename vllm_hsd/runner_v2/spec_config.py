@@ -223,6 +223,7 @@ def schedule_of(hsd: CascadeConfig, longest: int | None = None) -> Schedule:
         UserError: what a fixed schedule cannot do.
     """
     options, lowest = list(hsd.options()), hsd.levels[0]
+    longest_drafts = options[0].draft_length, options[-1].draft_length
     if longest is not None:
         options[-1] = replace(options[-1], draft_length=longest)
         room = longest - hsd.horizontal_tokens
@@ -234,6 +235,7 @@ def schedule_of(hsd: CascadeConfig, longest: int | None = None) -> Schedule:
         lookup=lowest.last_on_v2 == "lookup",
         chooses=lowest.on_v2 == "lookup" != lowest.last_on_v2,
         horizontal_tokens=hsd.horizontal_tokens,
+        longest_drafts=longest_drafts,
     )
 
 
