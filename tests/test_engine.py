@@ -94,6 +94,23 @@ def test_one_engine_measures_generations_and_selects_levels(family, tmp_path):
     assert one.levels[0]["forwards"] == lowest.levels[1]["forwards"] == 0
 
 
+def test_a_lookup_forgets_what_it_answered_in_an_earlier_selection(family, tmp_path):
+    """A request in the same slot would be served the text of the last one as drafts."""
+    pytest.importorskip("arctic_inference")
+    levels = {"suffix": {}, "num_tokens": 3}, {"model": family.mid}
+    engine_args = {**ENGINE, "model": family.target, **cascade(*levels, num_speculative_tokens=6)}
+    greedy = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+    found = []
+    with EngineProcess(engine_args, log=tmp_path / "log", **forked()) as engine:
+        for _ in range(2):
+            engine.select_levels([0], [3])
+            found.append(engine.generate([[3, 4, 5]], greedy))
+            engine.select_levels([0, 1], [3, 6])
+            engine.generate([[3, 4, 5]], greedy)
+    first, again = ((run.drafted, run.accepted, run.token_ids) for run in found)
+    assert first == again and first[1] < 12
+
+
 @pytest.mark.parametrize(
     "start",
     [

@@ -155,6 +155,8 @@ def build(
         hsd.adaptive,
         hsd.branches,
     )
+    for slot in range(vllm_config.scheduler_config.max_num_seqs):
+        cascade.forget(slot)  # lookups outlive a selection: what they kept of requests goes
     requests = RequestState.allocate(cascade)
     table = RequestTable(runner, cascade, requests, hsd.verifier == "coupled")
     heads = [
