@@ -99,7 +99,7 @@ def branches(temperatures: Sequence[float], padded: bool) -> list[Group]:
         "suffix": fixed(SUFFIX, adaptive=True),
         "head": fixed(EAGLE3, length=3, adaptive=True),
     }
-    for most in (1, 4):
+    for most in (4, 1):
         level = {"sources": [SUFFIX, EAGLE3], "branches": most}
         configs[f"sources, {most} rows"] = fixed(level, adaptive=True)
     return [Group("branches", configs, temperatures)]
