@@ -248,6 +248,16 @@ def test_a_head_next_to_lookups_is_vllms_own_drafter_too(family, v2, head):
 
 
 @interpret
+def test_lookups_are_not_left_out_where_vllm_makes_another_drafter():
+    from vllm_hsd.runner_v2.replacements import load_model
+
+    speculative = SimpleNamespace(hsd_sources=object(), hsd_runner="V2")
+    runner = SimpleNamespace(speculative_config=speculative, speculator=SimpleNamespace())
+    with pytest.raises(UserError, match="vLLM's SimpleNamespace cannot draft next"):
+        load_model(lambda runner: None, runner)
+
+
+@interpret
 @pytest.mark.parametrize("limit", [None, 8])
 def test_a_head_alone_is_vllms_own_drafter(family, v2, head, limit):
     given = {**HEAD, "levels": [{"eagle3": head, "kv_cache_dtype": "bfloat16"}]}

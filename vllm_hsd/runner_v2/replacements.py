@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vllm_hsd.errors import UserError
 from vllm_hsd.registry import NONE_FILED, PLUGIN_ISSUE
 from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER
 
@@ -15,6 +16,14 @@ from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER
 )
 def load_model(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
+    if getattr(self.speculative_config, "hsd_sources", None) is not None:
+        from vllm_hsd.runner_v2.head_sources import HeadSources
+
+        if not isinstance(self.speculator, HeadSources):
+            raise UserError(
+                f"levels[0].sources: vLLM's {type(self.speculator).__name__} cannot draft next to "
+                "lookups on the V2 runner: leave these or that source out."
+            )
     if getattr(self.speculative_config, "hsd_runner", None) == "V2":
         from vllm_hsd.runner_v2.cascade_sampler import serve
         from vllm_hsd.runner_v2.sampler import BlockRejectionSampler
