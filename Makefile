@@ -82,7 +82,7 @@ docs: venv
 	$(BIN)/mkdocs build --strict
 
 # All benchmarks, one after another; a failure does not stop the others. An hour or two.
-BENCHMARKS := paper-tables kernel-builds kernel-bytes cpu-verification gpu-verification \
+BENCHMARKS := paper-tables kernel-builds kernel-bytes cpu-verification cpu-matmul gpu-verification \
 	predictions cascade-points cascade-map several-drafts ablations demo demo-cascade adaptive
 bench: venv
 	@failed=; \
@@ -106,6 +106,9 @@ bench-kernel-bytes: venv
 
 bench-cpu-verification: venv
 	$(BIN)/python -m benchmarks.kernels.bench_cpu_verify --output results/kernels
+
+bench-cpu-matmul: venv
+	$(BIN)/python -m benchmarks.kernels.cpu_matmul_rows --output results/kernels
 
 bench-gpu-verification: venv
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \

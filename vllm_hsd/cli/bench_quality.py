@@ -79,7 +79,7 @@ def sentences(results: Results, rows: Sequence[dict[str, Any]]) -> list[str]:
     notes = summary(results).sentences(results.metadata["on_host"])
     if any(exceeds_tokens_per_step(row) for row in rows):
         notes.append(
-            "a speed-up marked ! exceeds its tokens per step, which no speculation can give: it "
-            "was measured on a disturbed machine."
+            "a speed-up marked ! exceeds its tokens per step: the machine was disturbed, or a pass "
+            "over one token takes longer here than one over a few, as on some CPUs."
         )
     return notes

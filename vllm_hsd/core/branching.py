@@ -74,6 +74,8 @@ class BranchChoice(SourceChoice):
         self.trials = Trials(3)
         # Whether more is verified in this step than pays.
         self.trying = False
+        # Tokens of lookups that pay in this step without a model.
+        self.alone = 0
 
     def forget(self, slot: int) -> None:
         """See `Cascade.forget`."""
@@ -108,7 +110,10 @@ class BranchChoice(SourceChoice):
         """See `SourceChoice.begins`; `sure` is the probability that lookups miss."""
         of = self.brought[:, np.digitize(sure, _MISSED)]
         gained, added, drawn = of[:3] / of[3]
-        net = gained - self.token_price() * added
+        # All that is verified for the model comes after what is without it.
+        verify, total = self.budget.step.verify[self.verifier], added.sum()
+        ends = np.interp([self.alone, self.alone + total], np.arange(len(verify)), verify)
+        net = gained - (ends[1] - ends[0]) / max(total, 1.0) * added
         pays: np.ndarray = net > 0
         # Passes are shared.
         if net[pays].sum() > self.budget.step.forward[self.verifier] * drawn[pays].max(initial=1):
@@ -141,6 +146,11 @@ class BranchChoice(SourceChoice):
             kept = self._tried(_BRANCHES, found, kept)
         self.placed += sum(piece.cost for own in kept for piece in own)
         return kept
+
+    def tokens_alone(self, grow: Callable[[float], list[list[Piece]]]) -> int:
+        """Tokens that pay before a model is asked; `grow`: see `choose`."""
+        kept = self._paying(grow(self.token_price() / 2))
+        return sum(piece.cost for own in kept for piece in own)
 
     def _paying(self, found: list[list[Piece]]) -> list[list[Piece]]:
         """The pieces of all requests that pay together for what they add to the step."""
@@ -209,18 +219,21 @@ class BranchingLevel(LowestLevel):
             tree.settle(1)
             tree.mass = min(sum(node.survival for node in tree.root.children.values()), 1.0)
         chains: list[list[Node]] = [[] for _ in trees]
-        if self.has_model:
-            chains = self._ask_model(batch, slots, requested, trees)
-        for tree in trees:
-            tree.settle()
         most = self.branches.counts.shape[1] + 1
         room = self.branches.room[slots].tolist()
-        kept = grown.choose(
-            lambda least: [
+
+        def grow(least: float) -> list[list[Piece]]:
+            for tree in trees:
+                tree.settle()
+            return [
                 list(pieces(tree.paths(least), chain, most, own, MOST_NODES, least))
                 for tree, chain, own in zip(trees, chains, room, strict=True)
             ]
-        )
+
+        if self.has_model:
+            grown.alone = grown.tokens_alone(grow)
+            chains = self._ask_model(batch, slots, requested, trees)
+        kept = grown.choose(grow)
         self._fill(batch, slots, trees, chains, kept)
         grown.waiting.update(zip(slots.tolist(), trees, strict=True))
 
