@@ -191,7 +191,7 @@ def test_a_model_that_does_not_pay_is_not_asked():
 
 
 def test_a_model_is_asked_where_the_tokens_that_it_adds_are_free():
-    """At the mean price of a whole draft it was asked for .02 of the drafts: 1.63 instead of 1.9."""
+    """At the mean price of a whole draft it was asked in .02 of the steps, for 1.63, not 1.9."""
     level = [Guess(0.6, 0.5), Drafter(0.4, lambda n: 0.003, sureness=0.5, near=0.3)]
     serving = Serving(few_are_free, [level], branches=4)
     serving.run(400)
