@@ -162,6 +162,10 @@ bench-drafts: venv
 bench-cascades: venv
 	$(BIN)/python -m benchmarks.studies.cascades --prompts $(PROMPTS) $(if $(PLANNED),--planned $(PLANNED))
 
+# The theory's two assumptions, by a PROFILE of `vllm-hsd profile`.
+bench-assumptions: venv
+	$(BIN)/python -m benchmarks.paper_tables.assumptions $(PROFILE)
+
 # Entropies of drafts, accepted tokens and draft lengths over steps, on both turns of MT-Bench.
 bench-entropies: venv
 	$(BIN)/python -m benchmarks.studies.entropies --prompts $(PROMPTS)/mt_bench.jsonl
