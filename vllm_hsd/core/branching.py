@@ -216,15 +216,13 @@ class BranchingLevel(LowestLevel):
         trees = [Candidates(grown.table, *of_one, price) for of_one in facts]
         self._search(batch, slots, trees, [[] for _ in trees])
         for tree in trees:
-            tree.settle(1)
+            tree.settle()
             tree.mass = min(sum(node.survival for node in tree.root.children.values()), 1.0)
         chains: list[list[Node]] = [[] for _ in trees]
         most = self.branches.counts.shape[1] + 1
         room = self.branches.room[slots].tolist()
 
         def grow(least: float) -> list[list[Piece]]:
-            for tree in trees:
-                tree.settle()
             return [
                 list(pieces(tree.paths(least), chain, most, own, MOST_NODES, least))
                 for tree, chain, own in zip(trees, chains, room, strict=True)
@@ -233,6 +231,8 @@ class BranchingLevel(LowestLevel):
         if self.has_model:
             grown.alone = grown.tokens_alone(grow)
             chains = self._ask_model(batch, slots, requested, trees)
+            for tree in trees:
+                tree.settle()
         kept = grown.choose(grow)
         self._fill(batch, slots, trees, chains, kept)
         grown.waiting.update(zip(slots.tolist(), trees, strict=True))
