@@ -67,7 +67,7 @@ def test_rounds_are_those_of_an_engine(models, contexts, length):
         rounds.clear()
         text = engine.generate(context, TOKENS, temperature=0).token_ids
         texts.append((np.array(context), np.array(text)))
-        # At its end the engine asks for less.
+        # At its end the engine requests fewer tokens.
         ends = itertools.accumulate(kept + 1 for _, kept in rounds)
         expected.append(
             [each for each, end in zip(rounds, ends, strict=True) if end + length < TOKENS]
