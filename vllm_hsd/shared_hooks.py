@@ -95,9 +95,8 @@ def reserve_for_branches():
     usual: Any = VllmConfig.num_lookahead_tokens
 
     def num_lookahead_tokens(self):
-        if getattr(self.speculative_config, "hsd_rows", 1) == 1:
-            return usual.fget(self)
-        return self.speculative_config.lookahead(self.cache_config.block_size)
+        lookahead = getattr(self.speculative_config, "lookahead", lambda _: None)(self)
+        return usual.fget(self) if lookahead is None else lookahead
 
     VllmConfig.num_lookahead_tokens = property(num_lookahead_tokens, doc=usual.__doc__)
 

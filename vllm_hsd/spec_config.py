@@ -45,6 +45,8 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
     """The parsed `CascadeConfig`."""
     level_configs: SkipValidation[list] = Field(default_factory=list)
     """One stock `SpeculativeConfig` of its own method per level, None where no model loads."""
+    hsd_least_rows: int = 1
+    """As `hsd.branches`, or 1 where that is a default, which the KV cache may have no room for."""
 
     @classmethod
     def create(cls, raw: dict, target_model_config, target_parallel_config, arguments: EngineArgs):
@@ -54,8 +56,8 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
             UserError: a sentence for every mistake, which names the key and the fix; of the class
                 that `check_runner` raised.
         """
-        hsd = CascadeConfig.parse({key: value for key, value in raw.items() if key != "method"})
-        hsd = cls.with_defaults(hsd, arguments)
+        given = CascadeConfig.parse({key: value for key, value in raw.items() if key != "method"})
+        hsd = cls.with_defaults(given, target_model_config, arguments)
         mistakes: list[str] = []
         refusal = UserError
         try:
@@ -70,6 +72,7 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
             method=cls.hsd_method,
             hsd=hsd,
             level_configs=level_configs,
+            hsd_least_rows=given.branches,
             # vLLM schedules one list of draft tokens, in which V2 repeats the root for each branch.
             num_speculative_tokens=hsd.branches * (hsd.num_speculative_tokens + 1) - 1,
             target_model_config=target_model_config,
@@ -115,7 +118,9 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
                 )
 
     @classmethod
-    def with_defaults(cls, hsd: CascadeConfig, arguments: EngineArgs) -> CascadeConfig:
+    def with_defaults(
+        cls, hsd: CascadeConfig, target_model_config, arguments: EngineArgs
+    ) -> CascadeConfig:
         """The cascade with the runner's defaults for keys that were not given."""
         return hsd
 
@@ -137,14 +142,38 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
         self.draft_tensor_parallel_size = self.target_parallel_config.tensor_parallel_size
         self.prompt_lookup_max = self.prompt_lookup_min = 0
 
-    @property
-    def hsd_rows(self) -> int:
-        """Drafts of a request that the target verifies together, at most."""
-        return self.hsd.branches
+    def lookahead(self, vllm_config: Any) -> int | None:
+        """Tokens past those that the target computes for which a request has slots.
 
-    def lookahead(self, block_size: int) -> int:
-        """Tokens past those that the target computes for which a request has slots."""
-        return PrivateBlocks(block_size, self.hsd.num_speculative_tokens).lookahead(self.hsd_rows)
+        None: as vLLM reserves them, without branches.
+        """
+        if self.hsd.branches == 1:
+            return None
+        rows = self.rows(vllm_config, vllm_config.cache_config.num_gpu_blocks)
+        return self._private_blocks(vllm_config).lookahead(rows)
+
+    def rows(self, vllm_config: Any, blocks: int | None, groups: int = 1) -> int:
+        """Drafts of a request that the target verifies together, at most.
+
+        Fewer than configured where that is a default and the KV cache or texts lack room; the
+        scheduler and the workers count alike.
+
+        Args:
+            vllm_config: vLLM's.
+            blocks: of the cache; None while it is not there.
+            groups: KV-cache groups.
+
+        Raises:
+            UserError: there is no room for what the user asked for.
+        """
+        if blocks is None:
+            return int(self.hsd.branches)
+        for rows in range(self.hsd.branches, self.hsd_least_rows - 1, -1):
+            mistake = self._room_mistake(vllm_config, blocks, groups, rows)
+            if mistake is None:
+                return rows
+        assert mistake is not None
+        raise UserError(mistake)
 
     def branch_mistakes(self, vllm_config: Any) -> Iterator[str]:
         """Why no runner can host the branches: a sentence for each reason."""
@@ -153,8 +182,7 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
                 "levels[0].branches does not run with microbatches: remove branches or enable_dbo."
             )
         # vLLM sets slots for drafting aside.
-        tokens = self.hsd_rows * (self.hsd.num_speculative_tokens + 1)
-        tokens += self.max_num_new_slots_for_drafting
+        tokens = self.num_speculative_tokens + 1 + self.max_num_new_slots_for_drafting
         budget = vllm_config.scheduler_config.max_num_batched_tokens
         if tokens > budget:
             # vLLM would wait for ever to schedule a request that it has padded to so many.
@@ -163,34 +191,31 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
                 f"above max_num_batched_tokens={budget}: raise it or lower one of them."
             )
 
-    def check_blocks(self, vllm_config: Any, blocks: int, groups: int) -> None:
-        """Check that the KV cache and texts have room for the branches of all requests.
+    def _private_blocks(self, vllm_config: Any) -> PrivateBlocks:
+        return PrivateBlocks(vllm_config.cache_config.block_size, self.hsd.num_speculative_tokens)
 
-        Args:
-            vllm_config: vLLM's.
-            blocks: of the cache.
-            groups: KV-cache groups.
-
-        Raises:
-            UserError: it has not.
-        """
+    def _room_mistake(self, vllm_config: Any, blocks: int, groups: int, rows: int) -> str | None:
+        """Why there is no room for `rows` drafts of every request; see `rows`."""
+        if rows == 1:
+            return None
         size = vllm_config.cache_config.block_size
         requests = vllm_config.scheduler_config.max_num_seqs
-        needed = -(-self.lookahead(size) // size) * groups
+        layout = self._private_blocks(vllm_config)
+        needed = -(-layout.lookahead(rows) // size) * groups
         if requests * needed > blocks:
-            raise UserError(
+            return (
                 f"levels[0].branches reserves {needed} blocks of the KV cache for each of "
                 f"max_num_seqs={requests} requests, and the cache has {blocks}: lower branches or "
                 "max_num_seqs, or enlarge the cache."
             )
         longest = vllm_config.model_config.max_model_len
-        layout = PrivateBlocks(size, self.hsd.num_speculative_tokens)
-        behind = int(layout.first(np.zeros(1), self.hsd_rows)[0]) * size
+        behind = int(layout.first(np.zeros(1), rows)[0]) * size
         if behind > longest:
-            raise UserError(
+            return (
                 f"levels[0].branches takes {behind} tokens of max_model_len={longest} with blocks "
                 f"of {size}: raise max_model_len, or lower branches or block_size."
             )
+        return None
 
     def verify_equal_vocab_size_if_draft_model(self) -> None:
         """Every level has been checked."""

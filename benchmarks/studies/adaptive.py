@@ -32,6 +32,7 @@ def configurations() -> dict[str, dict[str, Any] | None]:
         f"{kind}, fixed": fixed(lookup),
         f"{kind}, adaptive": fixed(lookup, adaptive=True),
         "all sources, adaptive": fixed({"sources": levels()}, adaptive=True),
+        "all sources, one draft": fixed({"sources": levels(), "branches": 1}, adaptive=True),
         "no speculation, again": None,
     }
 

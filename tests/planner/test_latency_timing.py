@@ -203,7 +203,7 @@ def test_lowest_levels_are_sources_of_one(tmp_path):
     assert names == ["ngram 3", "suffix", "bigram", "ngram 3+suffix+bigram", "eagle3", "m"]
     timed = make_timing(tmp_path, found, [0, 0, 0, 0, 1, 9])
     kinds = {"ngram": {"max": 3}}, {"suffix": {}}, {"bigram": "b"}, {"eagle3": "h"}
-    assert timed.levels == [{"sources": list(kinds)}, {"model": "m"}]
+    assert timed.levels == [{"sources": list(kinds), "branches": 1}, {"model": "m"}]
     alone, together = {i: (0, [i]) for i in range(3)}, (0, [0, 1, 2])
     assert timed.places == alone | {3: together, 4: (0, [3]), 5: (1, None)}
     config = timed.engine_args(True)["speculative_config"]

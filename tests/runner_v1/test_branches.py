@@ -47,8 +47,8 @@ JOBS = {
 }
 
 
-def cascade(*sources, branches: int, **keys) -> dict:
-    levels = [{"sources": list(sources), "branches": branches}]
+def cascade(*sources, branches: int | None, **keys) -> dict:
+    levels = [{"sources": list(sources), **({"branches": branches} if branches else {})}]
     hsd = {"method": "hsd", "num_speculative_tokens": LENGTH, "levels": levels, "adaptive": False}
     return {"speculative_config": {**hsd, **keys}}
 
@@ -97,9 +97,9 @@ def plain(family) -> dict:
 
 ENGINES = {
     "three drafts": (3, {}),
-    # The scheduler cuts lists of drafts, cuts prompts, and preempts.
-    "two drafts, few tokens and blocks": (
-        2,
+    # The scheduler cuts lists of drafts, cuts prompts, and preempts; blocks for two of four drafts.
+    "by default, few tokens and blocks": (
+        None,
         {"max_num_batched_tokens": 50, "max_num_seqs": 12, "num_gpu_blocks_override": 38},
     ),
     "four drafts": (4, {}),
@@ -139,6 +139,7 @@ def test_greedy_texts_and_caches_are_those_without_branches(family, plain, name)
         assert seen["shared"] > 100
         counters = [result["counters"] for result in results.values()]
         if arguments:
+            assert seen["rows"] == 2 and seen["lookahead"] == LENGTH + 2 * SIZE
             assert sum(each["num_preemptions"] for each in counters) > 0 and seen["cut"] > 0
         else:
             assert results["prefix hits"]["counters"]["prefix_cache_hits"] > 0

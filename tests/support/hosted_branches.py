@@ -99,7 +99,8 @@ def run(
     runner = runner_of(llm)
     proposer = runner.drafter
     cascade, hosted = proposer.cascade, proposer.branches
-    seen: Counter = Counter()
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    seen = Counter(rows=hosted.most, lookahead=scheduler.num_lookahead_tokens)
     drafted: dict[tuple[int, ...], list[int]] = {}
     originals = cascade.propose, hosted.finish
 

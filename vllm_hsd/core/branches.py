@@ -26,6 +26,7 @@ class BranchStore:
         parent, shared: [num_slots, R - 1] int64, an earlier row (0: the chain) and how many first
             tokens each row shares with it, fewer than it has. What is shared is verified once.
         source: [num_slots, R - 1] int64, of the first token of each row that no row before has.
+        most: R, or fewer rows that a cache has room for.
         room: [num_slots] int64, most tokens of a row that can be verified; 0: the chain alone.
         drawn: [num_slots] bool, the rows were drawn independently from probabilities.
         drafts: R - 1 `DraftStore`s over `token_ids` and `counts`, with those probabilities.
@@ -36,7 +37,7 @@ class BranchStore:
         self.counts, self.parent, self.shared, self.source = np.zeros(
             (4, num_slots, rows - 1), dtype=np.int64
         )
-        self.room = np.full(num_slots, length)
+        self.most, self.room = rows, np.full(num_slots, length)
         self.drawn = np.zeros(num_slots, dtype=bool)
         self.drafts = [DraftStore(num_slots, length) for _ in range(rows - 1)]
         for row, drafts in enumerate(self.drafts):

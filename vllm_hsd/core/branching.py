@@ -219,8 +219,7 @@ class BranchingLevel(LowestLevel):
             tree.settle()
             tree.mass = min(sum(node.survival for node in tree.root.children.values()), 1.0)
         chains: list[list[Node]] = [[] for _ in trees]
-        most = self.branches.counts.shape[1] + 1
-        room = self.branches.room[slots].tolist()
+        most, room = self.branches.most, self.branches.room[slots].tolist()
 
         def grow(least: float) -> list[list[Piece]]:
             return [

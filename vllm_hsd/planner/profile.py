@@ -71,7 +71,7 @@ class Candidate(_Strict):
 
     def keys(self) -> dict[str, Any]:
         """The level as a user writes it in a configuration."""
-        return self.level.model_dump(exclude_defaults=True)
+        return self.level.model_dump(exclude_unset=True)
 
 
 class Prompts(_Strict):

@@ -91,7 +91,8 @@ def candidates(
         lookups.append(("bigram", {"bigram": _absolute(bigram)}))
     if len(lookups) > 1:
         together = "+".join(name for name, _ in lookups)
-        lookups.append((together, {"sources": [level for _, level in lookups]}))
+        # What a recorded text shows is how far one draft is accepted.
+        lookups.append((together, {"sources": [level for _, level in lookups], "branches": 1}))
     found = [
         *lookups,
         *([("eagle3", {"eagle3": _absolute(eagle3)})] if eagle3 is not None else []),

@@ -89,8 +89,8 @@ class Timing:
         levels: list[dict[str, Any]] = []
         places: dict[int, Place] = {}
         if len(lowest) > 1:
-            keys = [source.model_dump(exclude_defaults=True) for source in sources]
-            levels.append({"sources": keys})
+            keys = [source.model_dump(exclude_unset=True) for source in sources]
+            levels.append({"sources": keys, "branches": 1})
         for i, candidate in enumerate(every):
             if len(lowest) > 1 and candidate.level.only_lowest:
                 places[i] = 0, [sources.index(source) for source in candidate.level.drafters]

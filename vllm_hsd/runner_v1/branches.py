@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.row_layout import PrivateBlocks, Rows, flat_tokens, lay_out
@@ -27,6 +28,7 @@ from vllm_hsd.runner_v1.hooks import (
     replaces_on_runner,
 )
 
+logger = init_logger(f"vllm.{__name__}")
 _PREPARE = f"{RUNNER}._prepare_inputs"
 _BUILD = "vllm.v1.worker.utils.AttentionGroup.build_metadata"
 _WRITE = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update"
@@ -103,15 +105,26 @@ class HostedBranches:
         """
         config = self.state.vllm_config
         size = config.cache_config.block_size
-        config.speculative_config.check_blocks(
-            config, kv_cache_config.num_blocks, len(kv_cache_config.kv_cache_groups)
+        configured, self.most = (
+            self.most,
+            config.speculative_config.rows(
+                config, kv_cache_config.num_blocks, len(kv_cache_config.kv_cache_groups)
+            ),
         )
+        if self.most < configured:
+            logger.info(
+                "A request has %d drafts at most: the KV cache or max_model_len lacks room for "
+                "%d of max_num_seqs=%d requests.",
+                self.most,
+                configured,
+                config.scheduler_config.max_num_seqs,
+            )
         replace_on(self.runner, _PREPARE, by=self)
         for group in (group for groups in self.runner.attn_groups for group in groups):
             if group.kernel_block_size is not None or group.kv_cache_spec.block_size > size:
                 raise UserError(
                     "levels[0].branches does not run with the KV-cache layout that vLLM chose for "
-                    f"{group.backend.get_name()}: remove branches."
+                    f"{group.backend.get_name()}: set it to 1."
                 )
             replace_on(group, _BUILD, by=self)
             for builder in group.metadata_builders:
@@ -122,7 +135,7 @@ class HostedBranches:
                 if group.backend.forward_includes_kv_cache_update or group.backend.is_mla():
                     raise UserError(
                         "levels[0].branches does not run with attention by "
-                        f"{group.backend.get_name()}: remove branches."
+                        f"{group.backend.get_name()}: set it to 1."
                     )
                 replace_on(attention, _WRITE, by=(self, group.kv_cache_group_id))
 
@@ -233,6 +246,7 @@ class HostedBranches:
         if store is None:
             return
         self._find_caches()
+        store.most = self.most
         # vLLM reserves nothing past max_model_len.
         most = self.state.vllm_config.model_config.max_model_len
         room = np.where(self._one_row(base), 0, requested)

@@ -7,6 +7,7 @@ from typing import ClassVar
 from vllm.config.utils import config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.draft_models import DraftConfig
@@ -17,6 +18,8 @@ from vllm_hsd.spec_config import CascadeSpeculativeConfig
 from vllm_hsd.stock_config import V1BlockVerificationConfig
 
 logger = init_logger(f"vllm.{__name__}")
+# Drafts of a request by several sources. Eight gave no more than four (docs/lab-notes.md).
+DEFAULT_BRANCHES = 4
 
 
 @config
@@ -46,8 +49,11 @@ class V1CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
         return V1BlockVerificationConfig.create(cls.stock_keys(cascade.hsd), *target)
 
     @classmethod
-    def with_defaults(cls, hsd: CascadeConfig, arguments: EngineArgs) -> CascadeConfig:
-        """Adaptive drafting, if it fits and the user does not decide."""
+    def with_defaults(
+        cls, hsd: CascadeConfig, target_model_config, arguments: EngineArgs
+    ) -> CascadeConfig:
+        """Branches and adaptive drafting, if they fit and the user does not decide."""
+        hsd = cls._with_branches(hsd, target_model_config, arguments)
         if "adaptive" in hsd.model_fields_set or cls.is_stock(hsd):
             return hsd
         adaptive = hsd.model_copy(update={"adaptive": True})
@@ -63,6 +69,33 @@ class V1CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
                 logger.info("Drafts have fixed lengths: %s excludes 'adaptive'.", reason)
                 return hsd
         return adaptive
+
+    @classmethod
+    def _with_branches(
+        cls, hsd: CascadeConfig, target_model_config, arguments: EngineArgs
+    ) -> CascadeConfig:
+        """Several drafts of a request for sources alone, where that was measured: on a CPU."""
+        level = hsd.levels[0]
+        if len(hsd.levels) > 1 or level.kind != "sources" or "branches" in level.model_fields_set:
+            return hsd
+        most, budget = DEFAULT_BRANCHES, arguments.max_num_batched_tokens
+        if budget is not None:
+            # One slot is for drafting.
+            most = min(most, (budget - 1) // (hsd.num_speculative_tokens + 1))
+        found = level.model_copy(update={"branches": most})
+        branching = hsd.model_copy(update={"levels": [found]})
+        reasons = {
+            "a GPU": not current_platform.is_cpu(),
+            "multi-dimensional positions": target_model_config.uses_mrope,
+            "a KV connector": connector_mistake(branching, arguments) is not None,
+            "enable_dbo": arguments.enable_dbo,
+            "max_num_batched_tokens": most < 2,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                logger.info("A request has one draft: %s excludes 'branches'.", reason)
+                return hsd
+        return branching
 
     @classmethod
     def check_runner(cls, hsd: CascadeConfig, target_parallel_config) -> None:

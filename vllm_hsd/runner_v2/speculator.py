@@ -191,7 +191,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
                 # vLLM maps the caches of all groups listed here to kernel blocks.
                 self.attn_groups.extend(level.groups)
         if self.branches is not None:
-            cast(Any, self.speculative_config).check_blocks(
+            cast(Any, self.speculative_config).rows(
                 self.vllm_config, kv_cache_config.num_blocks, len(kv_cache_config.kv_cache_groups)
             )
         self.state.set_kv_groups(block_tables.num_kv_cache_groups)
