@@ -1,6 +1,6 @@
 """Suffix lookup for the lowest level of a cascade; runner_v2/suffix_lookup.py launches the kernels.
 
-core/suffix_votes.py is their rule in plain numpy. One program drafts for one request and one length
+Their rule is that of suffix_lookup.py. One program drafts for one request and one length
 of the match: it finds where the last tokens of the text occur, in the request's own text or in a
 store, and follows the token that is seen there most often. The last kernel takes the length, and
 then the text, that is expected to give most.

@@ -1,6 +1,5 @@
 """The OpenAI server with a cascade: driven by the openai client, then by 64 streams at once."""
 
-import asyncio
 import os
 import time
 import urllib.request
@@ -71,34 +70,6 @@ def test_metrics(server):
     beyond = server.total("vllm:spec_decode_num_accepted_tokens_total") - level("accepted", 2)
     assert 0 <= beyond < level("accepted", 0)
     assert server.total("vllm:spec_decode_num_drafts_total") > 0
-
-
-def test_sixteen_at_once_and_one_that_leaves(server):
-    async def finish(client, i: int):
-        answer = await client.completions.create(
-            prompt="ab" * (i + 1), temperature=i % 4 * 0.4, seed=i, n=1 + i % 2, **REQUEST
-        )
-        return [choice.finish_reason for choice in answer.choices]
-
-    async def leave(client):
-        longest = {**REQUEST, "max_tokens": 200}
-        stream = await client.completions.create(prompt="abc", stream=True, **longest)
-        await anext(aiter(stream))
-        await stream.close()
-
-    async def main():
-        async with openai.AsyncOpenAI(
-            base_url=f"{server.url}/v1", api_key="none", timeout=300
-        ) as client:
-            return await asyncio.gather(*[finish(client, i) for i in range(16)], leave(client))
-
-    *finished, _ = asyncio.run(main())
-    assert finished == [["length"] * (1 + i % 2) for i in range(16)]
-    until = time.monotonic() + 60
-    while server.total("vllm:num_requests_running") and time.monotonic() < until:
-        time.sleep(0.2)
-    assert server.total("vllm:num_requests_running") == 0
-    assert server.total("vllm:num_requests_waiting") == 0
 
 
 @pytest.mark.timeout(900)

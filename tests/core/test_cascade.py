@@ -1,6 +1,6 @@
 """The recursion apart from its distribution: draft lengths, rounds, eos, caches, contexts, NaN.
 
-tests/oracle enumerates the distributions of ownerle cascades.
+tests/oracle enumerates the distributions of whole cascades.
 """
 
 import numpy as np

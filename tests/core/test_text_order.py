@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from support.suffix_extra import needs_suffix
+from support.suffix_votes import SuffixVotes
 
 from vllm_hsd.core.levels import Texts
 from vllm_hsd.core.suffix import SuffixLevel
-from vllm_hsd.core.suffix_votes import SuffixVotes
 from vllm_hsd.core.text_order import DEPTH, END_OF_TEXT, order_texts
 from vllm_hsd.core.text_store import collect_texts
 

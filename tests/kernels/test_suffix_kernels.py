@@ -5,8 +5,7 @@ import pytest
 from support.proposal_states import MAX_NUM_REQS, poison
 from support.suffix_requests import Requests, markov, store_of
 
-from vllm_hsd.core.suffix_votes import OCCURRENCES, PROBES
-from vllm_hsd.core.text_order import DEPTH
+from vllm_hsd.core.text_order import DEPTH, OCCURRENCES, PROBES
 from vllm_hsd.runner_v2 import suffix_lookup
 
 pytestmark = pytest.mark.interpret

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cli.command_line import run
 from safetensors.torch import load_file, save_file
 from support.eagle3_head import roll_out, states, write_eagle3_head
 from support.engines import forked
@@ -19,7 +18,7 @@ from vllm_hsd.planner.eagle3_head import HeadDrafter, load_head
 from vllm_hsd.planner.latencies import Latencies, LatencyTable
 from vllm_hsd.planner.models import ModelSet, probabilities
 from vllm_hsd.planner.predict import Measured, Selection, predict
-from vllm_hsd.planner.profile import Sampling, load_profile
+from vllm_hsd.planner.profile import Sampling
 from vllm_hsd.planner.survival import Acceptance, survival_along, windows
 from vllm_hsd.planner.task import Task, candidates
 
@@ -182,23 +181,3 @@ def test_other_heads_are_refused(head, models, tmp_path, change, message):
         HeadDrafter(str(tmp_path / "head"), models.target)
     with pytest.raises(UserError, match="no file"):
         load_head(tmp_path / "none")
-
-
-@pytest.mark.slow
-def test_a_head_is_profiled_and_planned(head, text_family, tmp_path, capsys):
-    """From the command line to a plan, through real engines."""
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("hello\n\nworld of words\n\nand a third\n\n")
-    path = tmp_path / "profile.json"
-    engine = {"enforce_eager": True, "max_model_len": 256, "kv_cache_memory_bytes": 1 << 28}
-    status = run(
-        "profile", "--target", text_family.target, "--models", text_family.small,
-        "--eagle3", head, "--prompts", prompts, "--max-draft-tokens", 4,
-        "--engine-args", json.dumps(engine), "-o", path,
-    )  # fmt: skip
-    assert status == 0
-    profile = load_profile(path)
-    assert profile.names == ["eagle3", "small", "target"] and not profile.lookups
-    assert 0 < profile.rate_matrix()[0, 2] < 1
-    assert run("plan", path, "-o", tmp_path / "cascade.json") == 0
-    assert "best with eagle3" in capsys.readouterr().out

@@ -255,22 +255,24 @@ def test_profile_command_measures_everything(text_family, tmp_path, capsys):
     path, table = tmp_path / "profile.json", tmp_path / "pairs"
     size = text_family.vocabulary
     write_store(collect_texts([np.arange(size)], size), str(table))
+    head = write_eagle3_head(text_family.target, tmp_path / "head", size - 8, trained=True)
     engine = {"enforce_eager": True, "max_model_len": 256, "kv_cache_memory_bytes": 1 << 28}
     status = run(
         "profile", "--target", text_family.target, "--models", text_family.small,
         "--exits", 1, "--ngram-model", f"{table}:1", "--ngram", "--bigram", table,
-        "--prompts", prompts, "--max-draft-tokens", 4,
+        "--eagle3", head, "--prompts", prompts, "--max-draft-tokens", 4,
         "--batch-sizes", "1,2", "--engine-args", json.dumps(engine), "-o", path,
     )  # fmt: skip
     assert status == 0 and not path.with_name("profile.json.partial").exists()
     assert "ms/forward" in capsys.readouterr().out
     profile = load_profile(path)
     lookups = ["ngram 4", "bigram", "ngram 4+bigram"]
-    assert profile.names == [*lookups, "pairs 1", "small", "exit 1", "target"]
-    assert profile.lookups == [0, 1, 2]
+    assert profile.names == [*lookups, "pairs 1", "eagle3", "small", "exit 1", "target"]
+    assert profile.lookups == [0, 1, 2] and 0 < profile.rate_matrix()[4, -1] < 1
     assert profile.latencies.plain.batch_sizes == [1, 2]
     assert profile.versions["vllm"] and profile.prompts.prompts == 3
     assert run("plan", path, "-o", tmp_path / "cascade.json") == 0
+    assert "best with eagle3" in capsys.readouterr().out
 
 
 def test_profile_command_without_timing_and_prompts(text_family, tmp_path, capsys):

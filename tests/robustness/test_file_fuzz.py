@@ -5,6 +5,7 @@ import pickle
 import random
 import struct
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,18 @@ from vllm_hsd.errors import UserError
 
 VOCABULARY = 40
 MOST_MEMORY = 8 << 20
+
+
+def assert_refused_in_little_memory(read: Callable, path: Path | str, said: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=said) as error:
+            read(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < MOST_MEMORY
+    assert sentence_objection(str(error.value), Path(path).name) is None
 
 
 def is_store(store: TextStore) -> bool:
@@ -98,14 +111,9 @@ def test_a_store_that_declares_too_many_tokens_takes_no_memory(tmp_path):
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + 16 + size)  # a hole: it takes no space on the disk
-    tracemalloc.start()
-    try:
-        with pytest.raises(UserError, match="declares 16777217 tokens"):
-            read_store(str(path))
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < MOST_MEMORY
+    assert_refused_in_little_memory(
+        lambda where: read_store(str(where)), path, "declares 16777217 tokens"
+    )
 
 
 class Trap:
@@ -233,12 +241,5 @@ def test_a_safetensors_header_that_declares_much_takes_no_memory(tmp_path):
     for header in (json.dumps({"a": entry}).encode(), b"{}"):
         for length in (len(header), 10**15):
             path.write_bytes(struct.pack("<Q", length) + header + bytes(64))
-            tracemalloc.start()
-            try:
-                with pytest.raises(UserError, match="is not a complete safetensors file") as error:
-                    check_safetensors(path)
-                _, peak = tracemalloc.get_traced_memory()
-            finally:
-                tracemalloc.stop()
-            assert peak < MOST_MEMORY
-            assert sentence_objection(str(error.value), path.name) is None
+            said = "is not a complete safetensors file"
+            assert_refused_in_little_memory(check_safetensors, path, said)

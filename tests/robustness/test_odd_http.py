@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from support.odd_requests import LETTERS, VOCABULARY, table
+from support.engines import alike
+from support.odd_requests import LETTERS, VOCABULARY
 from support.openai_server import OpenAIServer, running_server
 
 BASE: dict[str, Any] = {
@@ -97,24 +98,13 @@ def ask(server: OpenAIServer, body: dict | bytes) -> tuple[int, object]:
         return 200, None
 
 
-def same(one: object, other: object) -> bool:
-    """Equal but for the last digits of log-probabilities."""
-    if isinstance(one, float) and isinstance(other, float):
-        return one == pytest.approx(other, abs=1e-3)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return one == other
-
-
 def differences(servers, bodies: dict[str, dict | bytes], certain: bool) -> dict:
     """Name -> answers of both servers, where they differ in status or in what is not random."""
     found, canaries = {}, set()
     with ThreadPoolExecutor(2) as pool:
         for number, (name, body) in enumerate(bodies.items()):
             plain, cascade = pool.map(lambda server, body=body: ask(server, body), servers)
-            if plain[0] != cascade[0] or (certain and not same(plain[1], cascade[1])):
+            if plain[0] != cascade[0] or (certain and not alike(plain[1], cascade[1], 1e-3)):
                 found[name] = (plain, cascade)
             if number % CANARY_EVERY == 0:
                 canaries.update(str(ask(server, CANARY)[1][0]["token_ids"]) for server in servers)
@@ -125,17 +115,6 @@ def differences(servers, bodies: dict[str, dict | bytes], certain: bool) -> dict
 @pytest.mark.slow
 def test_bodies_that_are_no_requests(servers):
     assert differences(servers, RAW, certain=False) == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("exact", [True, False])
-def test_the_table_of_odd_requests(servers, exact):
-    bodies = {
-        name: {"model": "tiny", "prompt": list(odd.prompt), **odd.params}
-        for name, odd in table().items()
-        if odd.served and odd.exact == exact
-    }
-    assert differences(servers, bodies, certain=exact) == {}
 
 
 @pytest.mark.slow

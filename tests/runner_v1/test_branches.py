@@ -3,10 +3,10 @@
 import random
 
 import pytest
-from support import hosted_branches
+from support import hosted_branches, level_files
 from support.architectures import write_models
 from support.eagle3_head import Reference, write_eagle3_head
-from support.engines import ENGINE_DEFAULTS, configuration_errors, forked, run_engine
+from support.engines import ENGINE_DEFAULTS, alike, configuration_errors, forked, run_engine
 from support.hosted_branches import Avoiding, NoBranches, Oracle
 from support.sampling_cases import CASES, SIGNIFICANCE, outputs_by_case, p_values, sampling_job
 from support.tiny_models import EOS
@@ -48,9 +48,8 @@ JOBS = {
 
 
 def cascade(*sources, branches: int | None, **keys) -> dict:
-    levels = [{"sources": list(sources), **({"branches": branches} if branches else {})}]
-    hsd = {"method": "hsd", "num_speculative_tokens": LENGTH, "levels": levels, "adaptive": False}
-    return {"speculative_config": {**hsd, **keys}}
+    level = {"sources": list(sources), **({"branches": branches} if branches else {})}
+    return level_files.cascade(level, num_speculative_tokens=LENGTH, **keys)
 
 
 def engine(arguments: dict) -> EngineProcess:
@@ -75,19 +74,8 @@ def differing(jobs: dict, results: dict, plain: dict) -> list[tuple[str, int]]:
         for i, (got, wanted) in enumerate(
             zip(results[name]["outputs"], plain[name]["outputs"], strict=True)
         )
-        if i not in jobs[name].get("abort", {}) and not same(got[0], wanted[0])
+        if i not in jobs[name].get("abort", {}) and not alike(got, wanted)
     ]
-
-
-def same(got: dict, wanted: dict) -> bool:
-    if any(got[key] != wanted[key] for key in ("ids", "finish", "stop")):
-        return False
-    for mine, theirs in zip(got["logprobs"] or [], wanted["logprobs"] or [], strict=True):
-        if mine.keys() != theirs.keys():
-            return False
-        if any(abs(mine[t][0] - theirs[t][0]) > 1e-4 for t in mine):
-            return False
-    return True
 
 
 @pytest.fixture(scope="module")

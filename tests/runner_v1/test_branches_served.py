@@ -5,7 +5,7 @@ import random
 import pytest
 from support import hosted_branches
 from support.adapters import write_adapter
-from support.engines import ENGINE_DEFAULTS, forked, run_engine
+from support.engines import ENGINE_DEFAULTS, alike, forked, run_engine
 from support.hosted_branches import Oracle
 from support.level_files import cascade
 
@@ -48,24 +48,9 @@ def compare(model: str, arguments: dict, jobs: dict, vocabulary: int = 64) -> di
         results, seen, _ = process.call(hosted_branches.run, oracle, jobs)
     for name, result in results.items():
         assert result["levels"][0]["branches_followed"] > 5, name
-        for mine, theirs in zip(result["outputs"], plain[name]["outputs"], strict=True):
-            assert [without_logprobs(m) for m in mine] == [without_logprobs(t) for t in theirs]
-            for m, t in zip(mine, theirs, strict=True):
-                assert logprobs(m) == pytest.approx(logprobs(t), abs=1e-4)
+        assert alike(result["outputs"], plain[name]["outputs"]), name
     assert seen["won"] > 30
     return results
-
-
-def without_logprobs(sequence: dict) -> dict:
-    return {key: value for key, value in sequence.items() if key != "logprobs"}
-
-
-def logprobs(sequence: dict) -> dict[tuple[int, int], float]:
-    return {
-        (i, token): found[token][0]
-        for i, found in enumerate(sequence["logprobs"] or [])
-        for token in found
-    }
 
 
 def test_adapters_of_the_target(family, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from support import recorded_drafts
 from support.eagle3_head import Reference, write_eagle3_head
 from support.engines import forked, run_engine
+from support.level_files import cascade
 from support.sampling_cases import CASES, SIGNIFICANCE, outputs_by_case, p_values, sampling_job
 
 from vllm_hsd.engine import EngineProcess
@@ -56,9 +57,7 @@ ENGINES = {
 
 
 def hsd(*levels) -> dict:
-    cascade = {"method": "hsd", "num_speculative_tokens": TOKENS, "levels": list(levels)}
-    cascade["adaptive"] = False
-    return {"speculative_config": cascade}
+    return cascade(*levels, num_speculative_tokens=TOKENS)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """At temperature 0 a cascade's output equals that of no speculation, token for token."""
 
 import pytest
-from support.engines import run_engine
+from support.engines import alike, run_engine
 from support.level_files import cascade
 from support.tiny_models import EOS
 
@@ -112,8 +112,7 @@ def test_same_tokens_as_without_speculation(plain, speculated, job):
     expected, got = finished(plain[job]), finished(results[job])
     compared = range(1, 12, 2) if job == "greedy with sampled" else range(len(expected))
     for i in compared:
-        for key in ("ids", "finish", "stop"):
-            assert got[i][key] == expected[i][key], f"request {i}"
+        assert alike(got[i], expected[i]), f"request {i}"
 
 
 def test_aborted_requests_change_no_other_output(plain, speculated):
@@ -124,19 +123,6 @@ def test_aborted_requests_change_no_other_output(plain, speculated):
     for i in range(12):
         length = len(got[i]) if i in JOBS["aborted"]["abort"] else LENGTH
         assert got[i] == whole[i][:length], f"request {i}"
-
-
-def test_log_probabilities(plain, speculated):
-    _, results = speculated
-    for i, (expected, got) in enumerate(
-        zip(plain["logprobs"]["outputs"], results["logprobs"]["outputs"], strict=True)
-    ):
-        for e, g in zip(expected[0]["logprobs"], got[0]["logprobs"], strict=True):
-            # The sampled token is reported in addition to the i most likely ones.
-            assert len(g) in (i, i + 1) and g.keys() == e.keys()
-            for token, (value, rank) in e.items():
-                assert g[token][0] == pytest.approx(value, abs=1e-4)
-                assert g[token][1] == rank
 
 
 def test_jobs_reach_the_conditions_they_name(plain, speculated):

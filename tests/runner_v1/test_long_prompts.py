@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.engines import run_engine
+from support.engines import alike, run_engine
 from support.level_files import LevelFiles, cascade, write_level_files
 from support.suffix_extra import needs_suffix
 from support.tiny_models import Family, build_family, with_sliding_window
@@ -103,31 +103,10 @@ def plain(long_family):
     return run_engine({"model": long_family.target, **ENGINE}, JOBS)
 
 
-def near(one: list | None, other: list | None) -> bool:
-    """Whether log-probabilities of a text are equal but for their last digits."""
-    if not one or not other:
-        return one == other
-    return len(one) == len(other) and all(
-        (a is None) == (b is None)
-        and (
-            a is None
-            or (
-                a.keys() == b.keys()
-                and all(a[token] == pytest.approx(b[token], abs=1e-3) for token in a)
-            )
-        )
-        for a, b in zip(one, other, strict=True)
-    )
-
-
 def assert_equal(found: dict, wanted: dict) -> None:
     for job in wanted:
-        for one, other in zip(found[job]["outputs"], wanted[job]["outputs"], strict=True):
-            for a, b in zip(one, other, strict=True):
-                assert {**a, "logprobs": None} == {**b, "logprobs": None}, job
-                assert near(a["logprobs"], b["logprobs"]), job
-        of_prompts = found[job]["prompt_logprobs"], wanted[job]["prompt_logprobs"]
-        assert all(near(a, b) for a, b in zip(*of_prompts, strict=True)), job
+        for part in ("outputs", "prompt_logprobs"):
+            assert alike(found[job][part], wanted[job][part], 1e-3), (job, part)
 
 
 def drafted(results: dict, level: int) -> int:

@@ -2,6 +2,7 @@
 
 import pytest
 from support.engines import run_engine
+from support.level_files import cascade
 from support.sampling_cases import (
     CASES,
     LONG_CASES,
@@ -15,8 +16,7 @@ from support.sampling_cases import (
 def model_levels(family, count: int, **keys) -> dict:
     """The `count` largest drafters of a family, in a cascade."""
     levels = [{"model": family.small, "num_tokens": 2}, {"model": family.mid}]
-    cascade = {"num_speculative_tokens": 4, "levels": levels[-count:], **keys}
-    return {"speculative_config": {"method": "hsd", "adaptive": False, **cascade}}
+    return cascade(*levels[-count:], num_speculative_tokens=4, **keys)
 
 
 PREEMPTING = "two drafters, few tokens and KV blocks"
@@ -34,19 +34,13 @@ ENGINES = {
         "block_size": 32,
         "num_gpu_blocks_override": 14,
     },
-    "every kind of level": lambda family: {
-        "speculative_config": {
-            "method": "hsd",
-            "adaptive": False,
-            "num_speculative_tokens": 4,
-            "horizontal_tokens": 1,
-            "levels": [
-                {"ngram": {"max": 2}, "num_tokens": 2},
-                {"early_exit": 1, "num_tokens": 3, "temperature_scale": 1.2},
-                {"model": family.mid, "stopping": "entropy", "max_rounds": 2},
-            ],
-        }
-    },
+    "every kind of level": lambda family: cascade(
+        {"ngram": {"max": 2}, "num_tokens": 2},
+        {"early_exit": 1, "num_tokens": 3, "temperature_scale": 1.2},
+        {"model": family.mid, "stopping": "entropy", "max_rounds": 2},
+        num_speculative_tokens=4,
+        horizontal_tokens=1,
+    ),
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import several_drafts
 from support.eagle3_head import Reference, write_eagle3_head
-from support.engines import ENGINE_DEFAULTS, forked, run_engine
+from support.engines import ENGINE_DEFAULTS, alike, forked, run_engine
 from support.level_files import cascade
 from support.sampling_cases import CASES, SIGNIFICANCE, outputs_by_case, p_values, sampling_job
 from transformers import AutoModelForCausalLM
@@ -39,22 +39,13 @@ def plain(family) -> dict:
     return run_engine({"model": family.target, **BASE}, JOBS)
 
 
-def agree(mine: dict, theirs: dict) -> bool:
-    """Whether log-probabilities are of the same tokens and differ by rounding alone."""
-    pairs = zip(mine["logprobs"] or [], theirs["logprobs"] or [], strict=True)
-    return all(
-        m.keys() == t.keys() and all(abs(m[token][0] - t[token][0]) < 1e-4 for token in m)
-        for m, t in pairs
-    )
-
-
 def differing(result: dict, plain: dict, name: str) -> list[int]:
     """Requests with another text, of those whose text does not depend on drafts."""
     pairs = zip(result["outputs"], plain["outputs"], strict=True)
     return [
         i
         for i, (mine, theirs) in enumerate(pairs)
-        if (mine[0]["ids"] != theirs[0]["ids"] or not agree(mine[0], theirs[0]))
+        if not alike(mine, theirs)
         and (name != "mixed" or MIXED[i]["temperature"] == 0 or MIXED[i]["seed"] is not None)
     ]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.engines import run_engine
 from support.exact_joint_distribution import chi_square_p_value
+from support.level_files import cascade
 from support.sampling_cases import SIGNIFICANCE
 from support.tiny_models import EOS, byte_tokenizer
 from transformers import AutoModelForCausalLM
@@ -104,20 +105,10 @@ def plain(text_family):
 
 
 def hsd(family) -> dict:
-    return {
-        "model": family.target,
-        **TEXT,
-        "speculative_config": {
-            "method": "hsd",
-            "adaptive": False,
-            "num_speculative_tokens": 6,
-            # Far from the target: otherwise a plain bonus token after a cut is hardly an error.
-            "levels": [
-                {"model": family.small, "num_tokens": 3},
-                {"model": family.mid, "temperature_scale": 0.4},
-            ],
-        },
-    }
+    # Far from the target: otherwise a plain bonus token after a cut is hardly an error.
+    top = {"model": family.mid, "temperature_scale": 0.4}
+    levels = cascade({"model": family.small, "num_tokens": 3}, top, num_speculative_tokens=6)
+    return {"model": family.target, **TEXT, **levels}
 
 
 @pytest.fixture(scope="module")

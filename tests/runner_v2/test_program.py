@@ -11,97 +11,77 @@ from support.programs import Engine, reference_steps
 
 from vllm_hsd.runner_v2.proposal_state import row_dtypes
 
-CASCADES = [
-    ((4,), (), ()),
-    ((2, 6), (), ()),
-    ((3, 8), (4,), ()),
-    ((1, 3, 7), (2, 3), ()),
-    ((2, 3, 6), (1, 2), ()),
-    ((2, 6), (), ("block", "none")),
-    ((1, 3, 7), (2, 3), ("block", "none", "block")),
-    ((2, 3, 6), (1, 2), ("block", "block", "none")),
+STANDARD_ON_TOP, ENDS = ("block", "block", "standard"), {"seed": 2, "vocabulary": 7}
+PLAIN = [
+    {"lengths": (4,), "seed": 1},
+    {"lengths": (2, 6), "seed": 2},
+    {"lengths": (3, 8), "rounds": (4,), "seed": 2},
+    {"lengths": (1, 3, 7), "rounds": (2, 3), "verifiers": STANDARD_ON_TOP, "seed": 3},
+    {"lengths": (2, 3, 6), "rounds": (1, 2), "verifiers": STANDARD_ON_TOP, "seed": 3},
+    {"lengths": (2, 6), "verifiers": ("block", "none"), "seed": 2},
+    {"lengths": (1, 3, 7), "rounds": (2, 3), "verifiers": ("block", "none", "block"), "seed": 3},
+    {"lengths": (2, 3, 6), "rounds": (1, 2), "verifiers": ("block", "block", "none"), "seed": 3},
+]
+BY_ENTROPY = [
+    {"lengths": (5,), "stopping": ("entropy",)},
+    {"lengths": (3, 8), "rounds": (4,), "stopping": ("entropy",) * 2},
+    {"lengths": (2, 3, 7), "rounds": (2, 3), "stopping": ("entropy", "fixed", "entropy")},
+    {"lengths": (2, 6), "verifiers": ("block", "none"), "stopping": ("entropy",) * 2},
+    {
+        "lengths": (2, 4, 7),
+        "rounds": (2, 2),
+        "verifiers": ("block", "none", "block"),
+        "stopping": ("entropy", "fixed", "entropy"),
+    },
+]
+HORIZONTAL = [
+    {"lengths": (2, 7), "horizontal_tokens": 2},
+    {"lengths": (2, 8), "rounds": (2,), "verifiers": ("block", "none"), "horizontal_tokens": 3},
+    {
+        "lengths": (1, 3, 8),
+        "rounds": (2, 2),
+        "stopping": ("entropy", "fixed", "entropy"),
+        "horizontal_tokens": 2,
+    },
 ]
 
 
-@pytest.mark.parametrize("greedy", [False, True])
-@pytest.mark.parametrize(("lengths", "rounds", "verifiers"), CASCADES)
-def test_token_for_token_as_the_cascade(lengths, rounds, verifiers, greedy):
-    """Up to max_model_len, with caches that only the program itself keeps up to date."""
-    verifiers = verifiers or ("block", "block", "standard" if len(lengths) == 3 else "block")
-    engine = Engine(lengths, rounds, verifiers, greedy=greedy, seed=len(lengths))
-    rng = np.random.default_rng(0)
-    filled = []
+@pytest.mark.parametrize(
+    "case",
+    [
+        *({**case, "greedy": greedy} for case in PLAIN for greedy in (False, True)),
+        *({**case, **ENDS} for case in BY_ENTROPY),
+        *({**case, "seed": 4} for case in HORIZONTAL),
+    ],
+)
+def test_token_for_token_as_the_cascade(case):
+    """Up to max_model_len, with caches that only the program itself keeps up to date.
+
+    Drafts end by entropies at tokens that levels and the target reject, step after step.
+    """
+    engine, rng, filled = Engine(**case), np.random.default_rng(0), []
+    ends, tail = engine.thresholds is not None, case.get("horizontal_tokens", 0)
     with reference_steps(engine) as steps:
-        for _ in range(6 if greedy else 9):
+        for _ in range(6 if case.get("greedy") else 9):
             drafts = engine.propose(steps)
             assert drafts == engine.host_drafts()
             filled += [len(draft) for draft in drafts]
-            engine.keep_some(drafts, rng)
-            if int(engine.length.max()) >= 40:
-                break
-    assert max(filled) == lengths[-1] or greedy or rounds
-
-
-@pytest.mark.parametrize(
-    ("lengths", "rounds", "verifiers", "stopping", "horizontal"),
-    [
-        ((2, 7), (), (), (), 2),
-        ((2, 8), (2,), ("block", "none"), (), 3),
-        ((1, 3, 8), (2, 2), (), ("entropy", "fixed", "entropy"), 2),
-    ],
-)
-def test_horizontal_tokens_follow_the_top_level_s_draft(
-    lengths, rounds, verifiers, stopping, horizontal
-):
-    engine = Engine(
-        lengths,
-        rounds,
-        verifiers or ("block",) * 3,
-        stopping=stopping or ("fixed",) * 3,
-        horizontal_tokens=horizontal,
-        seed=4,
-    )
-    rng = np.random.default_rng(0)
-    filled = []
-    with reference_steps(engine) as steps:
-        for _ in range(9):
-            drafts = engine.propose(steps)
-            assert drafts == engine.host_drafts()
             for b, draft in enumerate(drafts):
-                if draft and not stopping:
-                    mine = engine.state.rows[-1][b, : len(draft)][-horizontal:]
-                    assert mine.equal(engine.state.rows[0][b, :horizontal])
-            filled += [len(draft) for draft in drafts]
+                if draft and tail and not ends:
+                    mine = engine.state.rows[-1][b, : len(draft)][-tail:]
+                    assert mine.equal(engine.state.rows[0][b, :tail])
             engine.keep_some(drafts, rng, steps)
-    assert (max(filled) == lengths[-1] or stopping) and min(filled) == 0
-
-
-@pytest.mark.parametrize(
-    ("lengths", "rounds", "verifiers", "stopping"),
-    [
-        ((5,), (), (), ("entropy",)),
-        ((3, 8), (4,), (), ("entropy", "entropy")),
-        ((2, 3, 7), (2, 3), (), ("entropy", "fixed", "entropy")),
-        ((2, 6), (), ("block", "none"), ("entropy", "entropy")),
-        ((2, 4, 7), (2, 2), ("block", "none", "block"), ("entropy", "fixed", "entropy")),
-    ],
-)
-def test_drafts_end_where_those_of_the_cascade_do(lengths, rounds, verifiers, stopping):
-    """By entropies at tokens that levels and the target reject, step after step."""
-    verifiers = verifiers or ("block",) * 3
-    engine = Engine(lengths, rounds, verifiers, stopping=stopping, seed=2, vocabulary=7)
-    rng = np.random.default_rng(0)
-    filled = []
-    with reference_steps(engine) as steps:
-        for _ in range(9):
-            drafts = engine.propose(steps)
-            assert drafts == engine.host_drafts()
-            filled += [len(draft) for draft in drafts]
-            engine.keep_some(drafts, rng, steps)
-            mine = engine.thresholds.total[:, engine.index.long()]
-            torch.testing.assert_close(mine, torch.from_numpy(engine.host_thresholds.total))
-    assert (engine.host_thresholds.count.sum(1) > 0).tolist() == [s == "entropy" for s in stopping]
-    assert max(filled) == lengths[-1] and min(filled[12:]) < lengths[-1]
+            if ends:
+                mine = engine.thresholds.total[:, engine.index.long()]
+                torch.testing.assert_close(mine, torch.from_numpy(engine.host_thresholds.total))
+    longest = case["lengths"][-1]
+    assert max(filled) == longest or case.get("greedy") or case.get("rounds")
+    if ends:
+        moved = engine.host_thresholds.count.sum(1) > 0
+        assert moved.tolist() == [stop == "entropy" for stop in case["stopping"]]
+        assert min(filled[12:]) < longest
+    if tail:
+        assert min(filled) == 0
 
 
 def test_rows_that_are_passed_on_are_not_rounded():

@@ -8,13 +8,13 @@ import pytest
 import torch
 from support.proposal_states import MAX_NUM_REQS
 from support.suffix_requests import Requests, markov, store_of
+from support.suffix_votes import SuffixVotes
 
 from vllm_hsd.core.acceptance import PRIOR_ACCEPTANCE
 from vllm_hsd.core.bigram import BigramLevel, successors
 from vllm_hsd.core.draft_budget import DraftBudget
 from vllm_hsd.core.levels import LookupLevel, LookupResult, Sources, Texts, ngram_confidence
 from vllm_hsd.core.source_choice import Offers, SourceChoice
-from vllm_hsd.core.suffix_votes import SuffixVotes
 from vllm_hsd.core.text_store import collect_texts
 
 pytestmark = pytest.mark.interpret
@@ -97,8 +97,8 @@ def sources(on_device):
 @pytest.fixture(autouse=True)
 def short_matches(monkeypatch):
     """Each length of a match is a program; of host and device alike."""
-    for module in ("runner_v2.suffix_lookup", "core.suffix_votes"):
-        monkeypatch.setattr(f"vllm_hsd.{module}.DEPTH", 8)
+    for module in ("vllm_hsd.runner_v2.suffix_lookup", "support.suffix_votes"):
+        monkeypatch.setattr(f"{module}.DEPTH", 8)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2, 3))])

@@ -39,10 +39,12 @@ ENGINE_DEFAULTS = {
     # Zeroing 1 GiB takes longer than loading a tiny model.
     "kv_cache_memory_bytes": 64 << 20,
 }
-LOG_CHARACTERS = 6000
+LOG_CHARACTERS, MAX_STEPS = 6000, 2000
 
 
-def run_engine(engine: dict, jobs: dict[str, dict], *, patch: str | None = None, env=None) -> dict:
+def run_engine(
+    engine: dict, jobs: dict[str, dict], *, patch: str | None = None, env=None, work=None
+) -> dict:
     """Start an engine, run the jobs one after the other, and return name -> result of `run_job`.
 
     Args:
@@ -52,6 +54,7 @@ def run_engine(engine: dict, jobs: dict[str, dict], *, patch: str | None = None,
             "adapters": [directory of a LoRA adapter or None], or "priority": [int].
         patch: "module:function", called in the process before the engine starts.
         env: environment variables in addition to ENVIRONMENT.
+        work: called with the engine and the jobs in the place of `run_jobs`.
 
     Raises:
         RuntimeError: the process failed; the message ends with its log.
@@ -59,7 +62,7 @@ def run_engine(engine: dict, jobs: dict[str, dict], *, patch: str | None = None,
     options = {**forked(env), "prepare": functools.partial(_prepare, patch)}
     engine = {**ENGINE_DEFAULTS, **engine}
     with logged() as log, EngineProcess(engine, log=log, **options) as process:
-        return process.call(run_jobs, jobs)
+        return process.call(work or run_jobs, jobs)
 
 
 def configuration_errors(engines: list[dict], *, patch: str | None = None) -> list[str | None]:
@@ -131,6 +134,19 @@ def _configure(engines: list[dict]) -> list[str | None]:
     return errors
 
 
+def alike(one: object, other: object, tolerance: float = 1e-4) -> bool:
+    """Whether outputs are equal but for the last digits of their log-probabilities."""
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or abs(one - other) < tolerance
+    if isinstance(one, dict) and isinstance(other, dict):
+        same = one.keys() == other.keys()
+        return same and all(alike(one[key], other[key], tolerance) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(alike(a, b, tolerance) for a, b in pairs)
+    return one == other
+
+
 def run_job(llm, prompts, params, arrive=None, abort=None, adapters=None, priority=None) -> dict:
     """One job: {"outputs": [per prompt [per sequence {...}]], "levels": ..., "counters": ...}.
 
@@ -173,6 +189,33 @@ def sampling_params(llm, given: dict):
         # vLLM derives these from `bad_words` with a tokenizer, which these engines lack.
         params._bad_words_token_ids = bad_words_ids
     return params
+
+
+def run_odd_jobs(llm, jobs: dict[str, dict]) -> dict[str, list]:
+    """Name -> answers to a job's requests: [{"ids", "finish", "text"}] for the sequences of each.
+
+    {"refused": message} where vLLM does not take a request; the others share a batch.
+    """
+    return {name: _odd_answers(llm, **job) for name, job in jobs.items()}
+
+
+def _odd_answers(llm, prompts: list[list[int]], params: list[dict]) -> list:
+    engine, refused, last = llm.llm_engine, {}, {}
+    for i, (prompt, given) in enumerate(zip(prompts, params, strict=True)):
+        try:
+            sampling = sampling_params(llm, given)
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, sampling)
+        except Exception as error:
+            refused[i] = {"refused": f"{type(error).__name__}: {error}"[:200]}
+    for _ in range(MAX_STEPS):
+        if not engine.has_unfinished_requests():
+            break
+        last |= {int(output.request_id): output for output in engine.step()}
+    else:
+        raise RuntimeError(f"not finished after {MAX_STEPS} steps")
+    keys = ("ids", "finish", "text")
+    answers = {i: [{key: own[key] for key in keys} for own in _plain(last[i])] for i in last}
+    return [refused.get(i) or answers[i] for i in range(len(prompts))]
 
 
 def _step_by_step(llm, requests, sampling, arrive, abort) -> list:

@@ -41,17 +41,3 @@ def one_request_in_fifty_forgotten() -> None:
 def both() -> None:
     one_token_in_a_hundred()
     one_request_in_fifty_forgotten()
-
-
-def engine_dies() -> None:
-    """The engine raises in its five-hundredth step."""
-    from vllm.v1.engine.core import EngineCore
-
-    step, count = EngineCore.step, itertools.count(1)
-
-    def step_and_die(self):
-        if next(count) == 500:
-            raise RuntimeError("the test's own fault")
-        return step(self)
-
-    EngineCore.step = step_and_die

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from support import odd_requests
-from support.case_engine import run_cases
+from support.engines import run_engine, run_odd_jobs
 from support.odd_requests import EOS, LETTERS, MAX_MODEL_LEN, TOKENIZER, VOCABULARY
 
 CHOICES = ["ab", "ace", "add", "be", "bee", "cab"]
@@ -166,7 +166,7 @@ def expect(requests: list[SoakRequest], outputs: list) -> None:
     """Note what a plain engine answered to the requests of kind "certain" and "odd".
 
     Args:
-        outputs: "outputs" of `support.case_engine.run_cases`, in the order of the requests.
+        outputs: of `support.engines.run_odd_jobs`, in the order of the requests.
     """
     odd = iter([request.exact for request in odd_requests.table().values() if request.served])
     for request, output in zip(requests, outputs, strict=True):
@@ -187,7 +187,6 @@ def answered_catalog(target: str) -> list[SoakRequest]:
     found = catalog()
     waiting = [request for request in found if request.kind in ("certain", "odd")]
     together = {"prompts": [r.prompt for r in waiting], "params": [r.params for r in waiting]}
-    [answer] = run_cases({"model": target, "max_model_len": MAX_MODEL_LEN}, [together])
-    assert answer["raised"] is None, answer["raised"]
-    expect(waiting, answer["outputs"])
+    engine = {"model": target, "max_model_len": MAX_MODEL_LEN, "skip_tokenizer_init": False}
+    expect(waiting, run_engine(engine, {"": together}, work=run_odd_jobs)[""])
     return found

@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 from support.proposal_states import MAX_NUM_REQS, GuardedState, poison, schedule_of
+from support.suffix_votes import SuffixVotes
 
 from vllm_hsd.core.levels import Texts
-from vllm_hsd.core.suffix_votes import SuffixVotes
 from vllm_hsd.core.text_order import OrderedTexts, order_texts
 from vllm_hsd.core.text_store import collect_texts
 from vllm_hsd.runner_v2.suffix_lookup import SuffixLookup

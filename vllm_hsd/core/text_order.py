@@ -17,6 +17,11 @@ from vllm_hsd.core.text_store import TextStore
 
 # Longest match and continuation together.
 DEPTH = 64
+# Occurrences of a match in the request's own text that are counted, the latest ones.
+OCCURRENCES = 256
+# Evenly spaced places of an interval of a store that are looked at: a continuation with one in so
+# many of its occurrences has one of them, and is then counted exactly.
+PROBES = 128
 # After the last token of a text: no continuation spans two of them.
 END_OF_TEXT = -1
 

@@ -1,6 +1,13 @@
 """Suffix lookup on the device: launches of `kernels.suffix_kernels`.
 
-The rule is that of `core.suffix_votes`, whose numbers the kernels give.
+As `core.suffix` it drafts the likeliest continuation of the last 1 to `DEPTH` - 1 tokens, from the
+length of the match that is expected to give most. Occurrences are counted in place of nodes of a
+tree: the shares are the same. What differs:
+
+- of tokens seen equally often the host's tree prefers one by the order in which it was built; here
+  it is the one with the lowest number, which tokenizers give to frequent ones;
+- of the request's own text the `OCCURRENCES` latest of a match are counted;
+- a continuation seen less often than once in `PROBES` occurrences is not drafted.
 """
 
 from __future__ import annotations
@@ -10,8 +17,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from vllm_hsd.core.suffix_votes import OCCURRENCES, PROBES
-from vllm_hsd.core.text_order import DEPTH, OrderedTexts
+from vllm_hsd.core.text_order import DEPTH, OCCURRENCES, PROBES, OrderedTexts
 from vllm_hsd.kernels import suffix_kernels
 from vllm_hsd.kernels.blocks import padded_size
 from vllm_hsd.runner_v2.proposal_state import ProposalState

@@ -1,13 +1,6 @@
 """The suffix lookup of the V2 runner in plain numpy: what its kernels compute, number for number.
 
-As `core.suffix` it drafts the likeliest continuation of the last 1 to `DEPTH` - 1 tokens, from the
-length of the match that is expected to give most. Occurrences are counted in place of nodes of a
-tree: the shares are the same. What differs:
-
-- of tokens seen equally often the host's tree prefers one by the order in which it was built; here
-  it is the one with the lowest number, which tokenizers give to frequent ones;
-- of the request's own text the `OCCURRENCES` latest of a match are counted;
-- a continuation seen less often than once in `PROBES` occurrences is not drafted.
+See `runner_v2.suffix_lookup` for the rule.
 """
 
 from __future__ import annotations
@@ -20,13 +13,7 @@ import numpy as np
 
 from vllm_hsd.core.levels import Texts
 from vllm_hsd.core.suffix import Continuation, SuffixLookup
-from vllm_hsd.core.text_order import DEPTH, END_OF_TEXT, OrderedTexts
-
-# Occurrences of a match in the request's own text that are counted, the latest ones.
-OCCURRENCES = 256
-# Evenly spaced places of an interval of a store that are looked at: a continuation with one in so
-# many of its occurrences has one of them, and is then counted exactly.
-PROBES = 128
+from vllm_hsd.core.text_order import DEPTH, END_OF_TEXT, OCCURRENCES, PROBES, OrderedTexts
 
 
 class SuffixVotes(SuffixLookup):
