@@ -7,6 +7,7 @@ from support.level_files import cascade
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(12)]
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 SAMPLED = {"temperature": 1, "max_tokens": 40, "ignore_eos": True}
+SEEDED = [{**SAMPLED, "seed": 100 + i} for i in range(4)]
 
 JOBS = {
     "batch": {"prompts": PROMPTS, "params": GREEDY},
@@ -15,6 +16,8 @@ JOBS = {
     "max_model_len": {"prompts": PROMPTS[::4], "params": {**GREEDY, "max_tokens": 400}},
     "sampled": {"prompts": PROMPTS, "params": SAMPLED},
     "sampled, prefix cache": {"prompts": PROMPTS, "params": SAMPLED},
+    **{f"alone {i}": {"prompts": [PROMPTS[i]], "params": SEEDED[i]} for i in range(4)},
+    "together": {"prompts": PROMPTS[:8], "params": SEEDED + [SAMPLED] * 4},
 }
 # A request ends with its first token, which cannot be known when its draft is requested.
 EVERY = list(range(64))
@@ -124,3 +127,10 @@ def test_a_model_among_sources_reads_a_prefix_that_another_request_has_left_unre
     level = results["read"]["levels"][0]
     assert level["drafted"] > 0
     assert (level["accepted"] < level["drafted"]) == forgets
+
+
+@pytest.mark.parametrize("engine", ["copies", "learned", "sources"])
+def test_sampled_requests_with_a_seed_repeat_at_any_load(engine, request):
+    results = request.getfixturevalue(engine)
+    expected = [ids(results[f"alone {i}"])[0] for i in range(4)]
+    assert ids(results["together"])[:4] == expected
