@@ -217,10 +217,11 @@ def traverse_kernel(
                 weight, proposal = _remaining_row(
                     x, row, child, tree, scales, vocab_size, one_hot, NODES, REPLACEMENT
                 )
-                # A token that was drawn twice needs no special case: if the first visit did not
-                # end there, the residual after it has no mass at that token.
                 ratio = a / scale * weight / tl.where(proposal > 0, proposal, 1.0)
-                below = tl.where(proposal > 0, tl.minimum(ratio, 1.0), 0.0)
+                # A token that was drawn twice is one node: the first one, where its children are.
+                again = tl.sum((siblings & (index < child) & (token == x)).to(tl.int32), axis=0)
+                possible = (proposal > 0) & (again == 0)
+                below = tl.where(possible, tl.minimum(ratio, 1.0), 0.0)
                 if below > 0:
                     tl.store(state_ptr + 2 * rows + row, a)
                     tl.store(state_ptr + 3 * rows + row, scale)
@@ -265,7 +266,8 @@ def traverse_kernel(
                         masses = block_masses(weight, CHUNK, BLOCK)
                         tl.store(mass_ptr + chunk * parts + tl.arange(0, parts), masses)
                         total += tl.sum(masses, axis=0)
-                    a = tl.where(a < 1.0, total / (total + 1.0 - a), 1.0)
+                    # Where nothing is left of a, no later child brings it back.
+                    a = tl.where(a < 1.0, tl.where(a > 0.0, total / (total + 1.0 - a), 0.0), 1.0)
                     tl.debug_barrier()
                     if total > 0:
                         scale = total

@@ -48,6 +48,14 @@ def test_duplicate_draws(small_blocks):
 
 
 @pytest.mark.interpret
+def test_duplicate_draws_with_children(small_blocks):
+    """A token that was drawn again is not tried again once its children were refused."""
+    batch = make_trees(40, 4, parents=(-1, -1, -1, 0, 0, 0), seed=6)
+    batch["tokens"][:, 1:3] = batch["tokens"][:, :1]
+    assert_matches(batch)
+
+
+@pytest.mark.interpret
 def test_sixty_four_nodes(small_blocks):
     parents = tuple((i - 3) // 3 if i >= 3 else -1 for i in range(64))
     assert_matches(make_trees(2, 40, "without replacement", parents, seed=2), replacement=False)

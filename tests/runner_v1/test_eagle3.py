@@ -154,7 +154,7 @@ def test_a_head_that_takes_turns_with_lookups_catches_up_from_kept_states(
 ):
     sources = [{"ngram": {"min": 6, "max": 8}}, {"eagle3": head}]
     results, drafts = recorded(
-        {**engine, **hsd({"sources": sources})}, tmp_path, "install_with_sources"
+        {**engine, **hsd({"sources": sources, "branches": 1})}, tmp_path, "install_with_sources"
     )
     for job in ("batch 1", "batch 9", "prefix hits", "max_model_len"):
         assert results[job]["outputs"] == plain[job]["outputs"]

@@ -358,7 +358,7 @@ class Branches:
 
 @dataclass(frozen=True)
 class Trees:
-    """Verification of draft trees, which no runner launches yet."""
+    """Verification of several drawn drafts, which the V1 runner launches on a GPU."""
 
     nodes: int = MAX_NODES
     dtype: torch.dtype = torch.bfloat16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from unittest import mock
 
@@ -34,14 +35,17 @@ def _of_another_node(target, draft, rows, *args):
 FAULTS = ("all rows by the same uniforms", "rows of another node")
 
 
-def run(llm, jobs: dict, fault: str | None = None) -> dict[str, Any]:
-    """Results of `run_jobs`."""
-    if fault is None:
-        return run_jobs(llm, jobs)
-    if fault == FAULTS[0]:
-        with _shared(runner_of(llm).drafter.cascade.lowest):
-            return run_jobs(llm, jobs)
-    with mock.patch("vllm_hsd.runner_v1.branch_sampler.verify_rows", _of_another_node):
+def run(llm, jobs: dict, fault: str | None = None, by_kernels: bool = False) -> dict[str, Any]:
+    """Results of `run_jobs`; `by_kernels`: as on a GPU."""
+    with contextlib.ExitStack() as patches:
+        if by_kernels:
+            sampler = "vllm_hsd.runner_v1.branch_sampler.BranchSampler._has_kernels"
+            patches.enter_context(mock.patch(sampler, lambda *_: True))
+        if fault == FAULTS[0]:
+            patches.enter_context(_shared(runner_of(llm).drafter.cascade.lowest))
+        elif fault is not None:
+            verify = "vllm_hsd.runner_v1.branch_sampler.verify_rows"
+            patches.enter_context(mock.patch(verify, _of_another_node))
         return run_jobs(llm, jobs)
 
 

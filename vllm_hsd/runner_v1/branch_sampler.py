@@ -12,7 +12,7 @@ from vllm_hsd.runner_v1.branches import HostedBranches
 from vllm_hsd.runner_v1.noise import generators
 from vllm_hsd.runner_v1.sampler import CascadeSampler, DraftingState, TargetStep
 from vllm_hsd.runner_v1.sampling import rows_at
-from vllm_hsd.verify.branches import follow, verify_rows
+from vllm_hsd.verify.branches import VerifiedRows, follow, verify_rows
 from vllm_hsd.verify.chain import argmax_rows
 from vllm_hsd.verify.residual import BlockedCDF
 
@@ -75,30 +75,60 @@ class BranchSampler(CascadeSampler):
         found = np.full((len(requests), int(rows.counts.max())), -1, dtype=np.int64)
         of_chain, winner = np.zeros((2, len(requests)), dtype=np.int64)
         slots, first = whole.slots[requests], ragged_starts(whole.counts[requests] + 1)
+        tokens, draft_probs, index = [], [], []
         for i, (slot, start) in enumerate(zip(slots.tolist(), first.tolist(), strict=True)):
-            lengths = np.maximum(counts[i] - 1, 0)
-            tokens, drawn_from = store.drawn_rows(chains, slot, lengths.tolist())
+            own, drawn_from = store.drawn_rows(chains, slot, np.maximum(counts[i] - 1, 0).tolist())
+            tokens.append(own[: int((counts[i] > 0).sum())])
+            draft_probs.append(drawn_from)
             paths = zip(rows.places[requests[i]], counts[i].tolist(), strict=True)
-            index = start + np.concatenate([places[:count] for places, count in paths])
-            verified = verify_rows(
-                probs[torch.from_numpy(index).to(probs.device)],
-                drawn_from,
-                tokens[: int((counts[i] > 0).sum())],
-                self.verifier,
-                torch.from_numpy(self._node_uniforms(slot, lengths)).to(probs.device),
-            )
+            index.append(start + np.concatenate([places[:count] for places, count in paths]))
+        by_kernels = self._has_kernels(probs.device) and self.verifier == "block"
+        verify = self._verify_trees if by_kernels else self._verify_rows
+        targets = [probs[torch.from_numpy(own).to(probs.device)] for own in index]
+        for i, verified in enumerate(verify(targets, draft_probs, tokens, slots)):
             found[i, : len(verified.token_ids)] = verified.token_ids
             of_chain[i], winner[i] = verified.of_chain, verified.winner
         return found, of_chain, winner
 
-    def _node_uniforms(self, slot: int, lengths: np.ndarray) -> np.ndarray:
-        """[sum(lengths) + 1] float64 uniforms of a request: row by row, then for the next token."""
-        slots, stream = np.full(1, slot), len(self.state.cascade.levels)
-        parts = [
-            self.state.requests.uniforms(slots, np.array([count]), stream)
-            for count in [*lengths.tolist(), 1]
-        ]
-        return np.concatenate(parts)
+    @staticmethod
+    def _has_kernels(device: torch.device) -> bool:
+        return device.type != "cpu"
+
+    def _verify_rows(
+        self,
+        target_probs: list[torch.Tensor],
+        draft_probs: list[torch.Tensor],
+        tokens: list[list[list[int]]],
+        slots: np.ndarray,
+    ) -> list[VerifiedRows]:
+        """What the rows of every request in [k] `slots` come to; see `verify_rows`."""
+        one, stream = np.ones(1, dtype=np.int64), len(self.state.cascade.levels)
+        found = []
+        parts = zip(target_probs, draft_probs, tokens, np.split(slots, len(slots)), strict=True)
+        for target, drawn_from, rows, slot in parts:
+            counts = [*map(len, rows), 1]
+            drawn = [self.state.requests.uniforms(slot, one * n, stream) for n in counts]
+            uniforms = torch.from_numpy(np.concatenate(drawn)).to(target.device)
+            found.append(verify_rows(target, drawn_from, rows, self.verifier, uniforms))
+        return found
+
+    def _verify_trees(
+        self,
+        target_probs: list[torch.Tensor],
+        draft_probs: list[torch.Tensor],
+        tokens: list[list[list[int]]],
+        slots: np.ndarray,
+    ) -> list[VerifiedRows]:
+        """As `_verify_rows`, by the kernels where they have room."""
+        from vllm_hsd.kernels.tree_verify import MAX_NODES
+        from vllm_hsd.runner_v1.drawn_trees import verify_drawn_trees
+
+        if max(sum(map(len, rows)) for rows in tokens) > MAX_NODES:
+            return self._verify_rows(target_probs, draft_probs, tokens, slots)
+        stream = len(self.state.cascade.levels)
+        draws = self.state.requests.take_draws(slots, MAX_NODES + 1, stream)
+        probs = torch.cat(target_probs), torch.cat(draft_probs)
+        return verify_drawn_trees(*probs, tokens, *draws, stream)
 
     def _follow(
         self, whole: TargetStep, rows: Rows, emitted: np.ndarray, follows: np.ndarray

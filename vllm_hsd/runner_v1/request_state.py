@@ -146,6 +146,14 @@ class RequestState:
         self.draws[stream, slots] += counts
         return self.buffered[stream, slots[owners], (draws - first)[owners] + offsets]
 
+    def take_draws(
+        self, slots: np.ndarray, count: int, stream: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Seeds and first draws, [n] int64, of as many uniforms for kernels; see `uniforms`."""
+        draws = self.draws[stream, slots]
+        self.draws[stream, slots] += count
+        return self.seed[slots], draws
+
     def _refill(self, slots: np.ndarray, stream: int) -> None:
         draws = self.draws[stream, slots]
         self.buffered_from[stream, slots] = draws

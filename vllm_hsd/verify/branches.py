@@ -87,6 +87,42 @@ class VerifiedRows(NamedTuple):
     of_chain: int
 
 
+class DrawnRows(NamedTuple):
+    """Rows as a tree of N nodes, row after row.
+
+    Attributes:
+        parents: [N], see `Tree`.
+        tokens: [N].
+        owner: [N], the row of each node.
+        rows: [N + 1], where the target's distributions at the root and after each node are, among
+            those of all rows, root included.
+    """
+
+    parents: list[int]
+    tokens: list[int]
+    owner: list[int]
+    rows: list[int]
+
+    @classmethod
+    def of(cls, rows: Sequence[list[int]]) -> DrawnRows:
+        """Of R rows of token ids."""
+        parents: list[int] = []
+        index, owner = [0], []
+        for r, tokens in enumerate(rows):
+            after = len(parents) + r + 1
+            index += range(after, after + len(tokens))
+            parents += [ROOT, *range(len(parents), len(parents) + len(tokens))][: len(tokens)]
+            owner += [r] * len(tokens)
+        return cls(parents, [token for tokens in rows for token in tokens], owner, index)
+
+    def verified(self, token_ids: list[int], path: list[int]) -> VerifiedRows:
+        """What the emitted tokens, and the nodes that were accepted, come to."""
+        first = [t for t, owner in zip(self.tokens, self.owner, strict=True) if owner == 0]
+        same = [a == b for a, b in zip(first, token_ids[: len(path)], strict=False)]
+        of_chain = [*same, False].index(False)
+        return VerifiedRows(token_ids, len(path), self.owner[path[-1]] if path else 0, of_chain)
+
+
 def verify_rows(
     target_probs: torch.Tensor,
     draft_probs: torch.Tensor,
@@ -111,21 +147,12 @@ def verify_rows(
     Raises:
         ValueError: see `verify_tree`.
     """
-    parents: list[int] = []
-    index, owner = [0], []
-    for r, tokens in enumerate(rows):
-        after = len(parents) + r + 1
-        index += range(after, after + len(tokens))
-        parents += [ROOT, *range(len(parents), len(parents) + len(tokens))][: len(tokens)]
-        owner += [r] * len(tokens)
+    drawn = DrawnRows.of(rows)
     emitted, path = verify_tree(
-        target_probs[torch.tensor(index, device=target_probs.device)],
+        target_probs[torch.tensor(drawn.rows, device=target_probs.device)],
         draft_probs,
-        Tree(parents, [token for tokens in rows for token in tokens]),
+        Tree(drawn.parents, drawn.tokens),
         method="traversal" if verifier == "block" else "recursive_rejection",
         uniforms=uniforms,
     )
-    token_ids, nodes = emitted.tolist(), path.tolist()
-    same = [a == b for a, b in zip(rows[0], token_ids[: len(nodes)], strict=False)]
-    of_chain = [*same, False].index(False)
-    return VerifiedRows(token_ids, len(nodes), owner[nodes[-1]] if nodes else 0, of_chain)
+    return drawn.verified(emitted.tolist(), path.tolist())
