@@ -171,15 +171,3 @@ def test_exact_text_passes_and_biased_text_does_not():
     # A distribution that is a tenth colder, and one of another context.
     assert p_value(logits / 1.1) < pit.PASSES
     assert p_value(logits.roll(1, 0)) < pit.REJECTED
-
-
-def test_a_wrong_joint_distribution_of_right_single_tokens_is_seen():
-    """Texts whose every other token repeats the uniform number of the one before it."""
-
-    def p_value(quantiles) -> float:
-        # Tokens of next to no probability lie where their uniform number says.
-        return pit.p_value([np.stack((0 * q + 1e-12, q, q), 1) for q in quantiles])
-
-    rng = np.random.default_rng(1)
-    assert p_value(rng.random((100, 30)).repeat(2, 1)) < pit.REJECTED
-    assert p_value(rng.random((100, 60))) > pit.PASSES

@@ -266,28 +266,6 @@ def test_prompts_that_leave_a_hole_below_the_window_never_draft(levels, prompt, 
     assert served.drafter.stale.tolist() == [True, True, stale]
 
 
-def test_a_proposal_depends_on_nothing_that_the_last_one_left(monkeypatch):
-    """Garbage between two steps, as where sleep mode has taken the memory, changes no token."""
-    from support.proposal_states import poison, tensors_of
-
-    params = [{"temperature": t, "seed": i} for i, t in enumerate([0.0, 1.0, 0.7])]
-    plain, filled = runner(params, "three"), runner(params, "three")
-    stage = filled.drafter._stage
-    constants = "request", "draft_lengths", "counts", "row_starts"
-
-    def fill_and_stage(state, *args):
-        for name, tensor in tensors_of(filled.drafter.state).items():
-            if not name.startswith(constants) or name.startswith("requested"):
-                poison(tensor)
-        stage(state, *args)
-
-    monkeypatch.setattr(filled.drafter, "_stage", fill_and_stage)
-    for _ in range(4):
-        plain.step()
-        filled.step()
-    assert filled.texts() == plain.texts() and filled.accepted == plain.accepted > 0
-
-
 def test_what_is_made_before_the_weights_and_follows_the_configuration(monkeypatch):
     """Sleep mode discards what is allocated with the weights; vLLM may shorten texts later."""
     from support import table_runner

@@ -95,6 +95,23 @@ def test_what_runners_launch_is_compiled(launched):
         assert served(launched, name) <= covered, name
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda logits: logits * logits.sum().item(),
+        lambda logits: -logits if logits.amax() > 0 else logits,
+        lambda logits: logits[logits.amax(-1) > 0],
+    ],
+    ids=["a value", "a branch", "a shape"],
+)
+def test_a_read_on_the_host_is_caught(launched, monkeypatch, read):
+    """Tensors of the cases have no values: what depends on one cannot be captured in a graph."""
+    forward = launches._Level.forward
+    monkeypatch.setattr(launches._Level, "forward", lambda *args: read(forward(*args)))
+    with pytest.raises(RuntimeError, match="meta"):
+        launches.launch([launches.Cascade((3, 8))])
+
+
 def test_a_launch_without_a_case_is_found(launched):
     """Negative control: no case has a level that passes drafts on."""
     cases = [case for case in launches.ALL if not getattr(case, "unverified", ())]

@@ -139,7 +139,9 @@ def test_passes_that_no_request_wants_are_skipped(checks, captured):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["entropy", "horizontal lookup", "n-grams"])
+@pytest.mark.parametrize(
+    "name", ["entropy", "horizontal lookup", "n-grams", "sources", "unverified"]
+)
 def test_graphs_of_other_cascades(captured, name):
     """A replay after a check without the graph begins with the thresholds of before."""
     from support.table_runner import TableRunner
