@@ -4,6 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
+from oracle.distributions import chain_distribution
 
 from vllm_hsd.planner import survival
 from vllm_hsd.planner.optimize import renewal
@@ -26,37 +28,15 @@ def joint_distribution(p, q, n, verifier):
 
     p, q: transition tables [V, V] with state 0 as the context.
     """
-    joint = {}
-    size = len(p)
-    for draft in itertools.product(range(size), repeat=n):
-        states = (0, *draft)
-        chance = np.prod([q[states[t], x] for t, x in enumerate(draft)])
-        capped = [1.0]
-        for t, x in enumerate(draft):
-            capped.append(min(1.0, capped[-1] * p[states[t], x] / q[states[t], x]))
-        if verifier == "standard":
-            ratios = [min(1.0, p[states[t], x] / q[states[t], x]) for t, x in enumerate(draft)]
-            stops = [np.prod(ratios[:k]) * (1 - ratios[k]) for k in range(n)]
-            stops.append(np.prod(ratios))
-            weights = [1.0] * (n + 1)
-        else:
-            success = [1.0]
-            for t in range(1, n + 1):
-                spare = np.maximum(capped[t] * p[states[t]] - q[states[t]], 0).sum()
-                full = capped[t] == 1.0
-                success.append(
-                    capped[t] if t == n else 1.0 if full else spare / (spare + 1 - capped[t])
-                )
-            stops = [success[k] * np.prod([1 - h for h in success[k + 1 :]]) for k in range(n + 1)]
-            weights = capped
-        for kept in range(n + 1):
-            row = p[states[kept]]
-            if kept < n:
-                row = np.maximum(weights[kept] * row - q[states[kept]], 0)
-                row = row / row.sum() if row.sum() > 0 else row
-            for y in range(size):
-                key = kept, (*draft[:kept], y)
-                joint[key] = joint.get(key, 0.0) + chance * stops[kept] * row[y]
+    joint: dict = {}
+    for draft in itertools.product(range(len(p)), repeat=n):
+        states = [0, *draft]
+        rows, drawn = torch.from_numpy(p[states]), torch.from_numpy(q[states[:-1]])
+        chance = np.prod([q[a, b] for a, b in itertools.pairwise(states)])
+        found = chain_distribution(rows, drawn, torch.tensor(draft), method=verifier)
+        for (kept, token), share in np.ndenumerate(found.numpy()):
+            key = kept, (*draft[:kept], token)
+            joint[key] = joint.get(key, 0.0) + chance * share
     return joint
 
 

@@ -13,31 +13,14 @@ from support.suffix_votes import SuffixVotes
 from vllm_hsd.core.acceptance import PRIOR_ACCEPTANCE
 from vllm_hsd.core.bigram import BigramLevel, successors
 from vllm_hsd.core.draft_budget import DraftBudget
-from vllm_hsd.core.levels import LookupLevel, LookupResult, Sources, Texts, ngram_confidence
+from vllm_hsd.core.levels import LookupLevel, LookupResult, Sources, Texts
 from vllm_hsd.core.source_choice import Offers, SourceChoice
 from vllm_hsd.core.text_store import collect_texts
+from vllm_hsd.planner.prompt_lookup import PromptLookup
 
 pytestmark = pytest.mark.interpret
 
 LENGTH, VOCABULARY = 6, 12
-
-
-class PlainNgram(LookupLevel):
-    """vLLM's prompt lookup: after the first occurrence of the longest repeated suffix."""
-
-    def lookup(self, texts, requested) -> LookupResult:
-        tokens, rows, _, ends = texts
-        shape = len(rows), int(requested.max(initial=0))
-        token_ids, counts = np.zeros(shape, np.int64), np.zeros(shape[0], np.int64)
-        for i in np.flatnonzero(requested):
-            text = tokens[rows[i], : ends[i]].tolist()
-            for n in (3, 2, 1):
-                places = [p for p in range(n, len(text)) if text[p - n : p] == text[-n:]]
-                if places:
-                    found = text[places[0] : places[0] + requested[i]]
-                    token_ids[i, : len(found)], counts[i] = found, len(found)
-                    break
-        return LookupResult(token_ids, counts, np.tile(ngram_confidence(shape[1]), (shape[0], 1)))
 
 
 class Host:
@@ -85,7 +68,7 @@ def lookups(stored):
         (SuffixLookup(texts, 0.05, torch.device("cpu")), None),
         (lambda state, text: lookup_bigram(state, following), Estimates(probs, by_token=True)),
     ]
-    return on_device, [PlainNgram(), SuffixVotes(texts, 0.05), BigramLevel(store)]
+    return on_device, [PromptLookup(1, 3), SuffixVotes(texts, 0.05), BigramLevel(store)]
 
 
 def sources(on_device):
@@ -182,7 +165,7 @@ def test_a_drafter_is_one_more_source():
     (ngram, *_), _ = lookups([markov(rng, 60, VOCABULARY) for _ in range(3)])
     cpu, drawn = torch.device("cpu"), Drawn()
     device = SourcesLookup([ngram], 0.05, MAX_NUM_REQS, LENGTH, cpu, has_drafter=True)
-    host = Host([PlainNgram(), drawn])
+    host = Host([PromptLookup(1, 3), drawn])
     texts = [rng.integers(0, 3, int(rng.integers(4, 20))) for _ in range(4)]
     temperature = torch.tensor([0.0, 1.0, -1.0, 0.7])
     chosen = set()

@@ -3,11 +3,13 @@
 Arguments are those of the steps, whose names they have.
 """
 
+import numpy as np
 import torch
 from support.kernel_reference import filtered
 
 from vllm_hsd.core.drafts import room_below
 from vllm_hsd.core.stopping import entropy_nats
+from vllm_hsd.planner.prompt_lookup import propose
 from vllm_hsd.runner_v2.proposal_state import COUNTS
 from vllm_hsd.runner_v2.schedule import Draft, Verify, first_draw
 
@@ -167,15 +169,8 @@ def lookup_ngram(state, text, *, shortest, longest):
         tokens = []
         if requested:
             tokens = text[state.slot[b], :base].tolist() + state.window[b, :end].tolist()
-        best, first = 0, 0
-        for p in range(len(tokens) - 1):
-            matched = 0
-            while matched < min(longest, p + 1) and tokens[p - matched] == tokens[-1 - matched]:
-                matched += 1
-            if matched > best:
-                best, first = matched, p + 1
-        found = tokens[first : first + requested] if best >= shortest else []
-        _write(state, b, found)
+        found = propose(np.array(tokens), shortest, longest, requested)
+        _write(state, b, found.tolist())
 
 
 def lookup_bigram(state, successor):
