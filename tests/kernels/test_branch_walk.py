@@ -3,8 +3,8 @@
 import pytest
 import torch
 from oracle.distributions import chain_distribution
-from scipy import stats
 from support import kernel_reference as reference
+from support.exact_joint_distribution import chi_square_p_value
 
 from vllm_hsd.kernels import blocks, branch_walk
 from vllm_hsd.kernels.branch_walk import follow_branches
@@ -180,15 +180,8 @@ def exact_distribution() -> dict[tuple[int, ...], float]:
 
 
 def p_value(found) -> float:
-    distribution = exact_distribution()
-    counts = dict.fromkeys(distribution, 0)
-    for row, count in zip(found.token_ids.tolist(), found.num_emitted.tolist(), strict=True):
-        text = tuple(row[:count])
-        if text not in counts:
-            return 0.0
-        counts[text] += 1
-    expected = [p / sum(distribution.values()) * len(found.winner) for p in distribution.values()]
-    return stats.chisquare(list(counts.values()), expected).pvalue
+    pairs = zip(found.token_ids.tolist(), found.num_emitted.tolist(), strict=True)
+    return chi_square_p_value([tuple(row[:count]) for row, count in pairs], exact_distribution())
 
 
 @pytest.mark.slow

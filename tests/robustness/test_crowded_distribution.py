@@ -2,19 +2,16 @@
 
 import itertools
 
-import numpy as np
 import pytest
-import torch
 from support.engines import run_engine
-from support.exact_joint_distribution import chi_square_p_value
+from support.exact_joint_distribution import chi_square_p_value, distribution_among
 from support.level_files import cascade
 from support.odd_requests import EOS, LETTERS, TOKENIZER
 from support.sampling_cases import SIGNIFICANCE
-from transformers import AutoModelForCausalLM
+from support.soak_requests import CHOICES
 
 # The outputs begin in one cache block and end in the next: more requests start than can go on.
 PROMPT = TOKENIZER.encode("a cab a bed a bead a cafe aced")[:30]
-CHOICES = ["ab", "ace", "add", "be", "bee", "cab"]
 OUTCOMES = {
     "grammar": [(*TOKENIZER.encode(choice), EOS) for choice in CHOICES],
     "free": [
@@ -66,23 +63,12 @@ def sample(
 @pytest.fixture(scope="module")
 def exact(text_family) -> dict[str, dict[tuple[int, ...], float]]:
     """Kind of request -> outcome -> probability, in float64."""
-    network = AutoModelForCausalLM.from_pretrained(text_family.target, dtype=torch.float64).eval()
-
-    def probs(outcomes: list[tuple[int, ...]], temperature: float) -> dict:
-        found = dict.fromkeys(outcomes, 1.0)
-        for n in range(max(map(len, outcomes))):
-            for start in {outcome[:n] for outcome in outcomes if len(outcome) > n}:
-                going_on = [outcome for outcome in outcomes if outcome[:n] == start]
-                tokens = sorted({outcome[n] for outcome in going_on})
-                with torch.inference_mode():
-                    logits = network(torch.tensor([[*PROMPT, *start]])).logits[0, -1].numpy()
-                weights = np.exp((logits[tokens] - logits[tokens].max()) / temperature)
-                for outcome in going_on:
-                    found[outcome] *= weights[tokens.index(outcome[n])] / weights.sum()
-        assert sum(found.values()) == pytest.approx(1)
-        return found
-
-    return {kind: probs(OUTCOMES[kind], PARAMS[kind]["temperature"]) for kind in PARAMS}
+    return {
+        kind: distribution_among(
+            text_family.target, PROMPT, OUTCOMES[kind], PARAMS[kind]["temperature"]
+        )
+        for kind in PARAMS
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,19 @@
 """Features that need a tokenizer: stop strings, bad words, end of text, structured output."""
 
+import itertools
 import json
 import re
 
-import numpy as np
 import pytest
-import torch
 from support.engines import run_engine
-from support.exact_joint_distribution import chi_square_p_value
+from support.exact_joint_distribution import chi_square_p_value, distribution_among
 from support.level_files import cascade
+from support.odd_requests import EOS, LETTERS, TOKENIZER
 from support.sampling_cases import SIGNIFICANCE
-from support.tiny_models import EOS, byte_tokenizer
-from transformers import AutoModelForCausalLM
+from support.soak_requests import CHOICES, PATTERN, SCHEMA
 
-TOKENIZER = byte_tokenizer()
-LETTERS = TOKENIZER.convert_tokens_to_ids(list("abcdef"))
 PROMPTS = [TOKENIZER.encode(text) for text in ("abc", "def fed", "a cab a bed", "0123", "{", "cdc")]
 GREEDY = {"temperature": 0, "max_tokens": 40}
-CHOICES = ["ab", "ace", "add", "be", "bee", "cab"]
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", "yy", None]}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
-PATTERN = "(ab|cd){2,6}e[0-9]{3}"
 
 
 def structured(**constraint) -> dict:
@@ -145,30 +134,9 @@ def test_sampled_json_is_valid(speculated):
     assert len(found) > 1
 
 
-def token_probs(model: str, output: tuple[int, ...], allowed: list[int], temperature: float):
-    """Allowed token -> probability, in float64."""
-    network = network_of(model)
-    with torch.inference_mode():
-        logits = network(torch.tensor([[*SAMPLED_PROMPT, *output]])).logits[0, -1].numpy()
-    weights = np.exp((logits[allowed] - logits[allowed].max()) / temperature)
-    return dict(zip(allowed, weights / weights.sum(), strict=True))
-
-
-def network_of(model: str, loaded={}):  # noqa: B006
-    if model not in loaded:
-        loaded[model] = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
-    return loaded[model]
-
-
 def choice_distribution(model: str) -> dict[tuple[int, ...], float]:
     ends = [(*TOKENIZER.encode(choice), EOS) for choice in CHOICES]
-    probs = dict.fromkeys(ends, 1.0)
-    for end in ends:
-        for n in range(len(end)):
-            allowed = sorted({other[n] for other in ends if other[:n] == end[:n]})
-            probs[end] *= token_probs(model, end[:n], allowed, 2.0)[end[n]]
-    assert sum(probs.values()) == pytest.approx(1)
-    return probs
+    return distribution_among(model, SAMPLED_PROMPT, ends, 2.0)
 
 
 def test_samples_follow_the_target_under_a_grammar(text_family, speculated):
@@ -185,15 +153,10 @@ def test_a_plain_bonus_after_a_refused_token_is_caught(text_family):
 
 
 def test_samples_follow_the_target_with_an_end_of_text(text_family, speculated):
-    finished, unfinished = {}, {(): 1.0}
-    for n in range(5):
-        extended = {}
-        for output, weight in unfinished.items():
-            allowed = [*LETTERS[:2], EOS]
-            for token, p in token_probs(text_family.target, output, allowed, 1.0).items():
-                ended = token == EOS or n == 4
-                (finished if ended else extended)[(*output, token)] = weight * p
-        unfinished = extended
+    letters = LETTERS[:2]
+    ended = [(*some, EOS) for n in range(5) for some in itertools.product(letters, repeat=n)]
+    outcomes = [*itertools.product(letters, repeat=5), *ended]
+    exact = distribution_among(text_family.target, SAMPLED_PROMPT, outcomes, 1.0)
     samples = [tuple(output[0]["ids"]) for output in speculated["sampled ends"]["outputs"]]
     assert len({len(sample) for sample in samples}) > 1
-    assert chi_square_p_value(samples, finished) > SIGNIFICANCE
+    assert chi_square_p_value(samples, exact) > SIGNIFICANCE

@@ -67,6 +67,25 @@ def next_token_distribution(
     return probs / probs.sum()
 
 
+def distribution_among(
+    model: str, prompt: list[int], outcomes: list[tuple[int, ...]], temperature: float
+) -> dict[tuple[int, ...], float]:
+    """Outcome -> probability where a grammar, or a list of tokens, leaves nothing but these."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    found = dict.fromkeys(outcomes, 1.0)
+    for n in range(max(map(len, outcomes))):
+        for start in {outcome[:n] for outcome in outcomes if len(outcome) > n}:
+            going_on = [outcome for outcome in outcomes if outcome[:n] == start]
+            tokens = sorted({outcome[n] for outcome in going_on})
+            with torch.inference_mode():
+                logits = network(torch.tensor([[*prompt, *start]])).logits[0, -1].numpy()
+            weights = np.exp((logits[tokens] - logits[tokens].max()) / temperature)
+            for outcome in going_on:
+                found[outcome] *= weights[tokens.index(outcome[n])] / weights.sum()
+    assert abs(sum(found.values()) - 1) < 1e-6
+    return found
+
+
 def chi_square_p_value(
     samples: list[tuple[int, ...]], distribution: dict[tuple[int, ...], float]
 ) -> float:
