@@ -74,7 +74,8 @@ class HeadStates:
         lagging = ~requests.sits_out[k, slots] & (known[k] <= head.context_length)
         rows = np.flatnonzero(lagging & (requests.cached[k, slots] < known[k]))
         entries = np.maximum(requests.cached[k, slots[rows]] - 1, 0)
-        now = head.must_catch_up(rows, entries)
+        # One pass for all as soon as one must: a pass costs more than the tokens in it.
+        now = np.full(len(rows), head.must_catch_up(rows, entries).any())
         self._feed(batch, slots[rows[now]], known[k, rows[now]])
         head.keep(rows[~now], entries[~now])
         requests.kept_from[k, slots] = NOTHING_KEPT

@@ -258,6 +258,9 @@ class NgramLevel(LookupLevel):
 
         self.shortest, self.longest, self.max_model_len = shortest, longest, max_model_len
         self.match = ngram_proposer._find_longest_matched_ngram_and_propose_tokens
+        # Compiles it: for seconds, of which no request is to wait.
+        texts = Texts(np.zeros((1, 1), np.int32), *np.zeros((2, 1), np.int64), np.ones(1, np.int64))
+        self.lookup(texts, np.ones(1, np.int64))
 
     def lookup(self, texts: Texts, requested: np.ndarray) -> LookupResult:
         """See `core.levels.LookupLevel.lookup`."""
