@@ -23,3 +23,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs TRITON_INTERPRET=1: pytest -m interpret tests/kernels")
     if item.get_closest_marker("compiled") and INTERPRETED:
         pytest.skip("needs compiled kernels, but TRITON_INTERPRET=1 is set")
+
+
+@pytest.fixture
+def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks and blocks a row, although the vocabulary of the test is small."""
+    from vllm_hsd.kernels import blocks
+
+    chunk, block = request.module.CHUNK_AND_BLOCK
+    monkeypatch.setattr(blocks, "CHUNK", chunk)
+    monkeypatch.setattr(blocks, "BLOCK", block)

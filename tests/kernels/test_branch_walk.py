@@ -5,21 +5,17 @@ import torch
 from oracle.distributions import chain_distribution
 from support import kernel_reference as reference
 from support.exact_joint_distribution import chi_square_p_value
+from support.proposal_states import poison_memory
 
-from vllm_hsd.kernels import blocks, branch_walk
+from vllm_hsd.kernels import branch_walk
 from vllm_hsd.kernels.branch_walk import follow_branches
 from vllm_hsd.kernels.chain_verify import ChainResult, verify_chain_padded
 from vllm_hsd.kernels.filter_rows import Filters
 
 pytestmark = pytest.mark.interpret
+CHUNK_AND_BLOCK = 128, 32
 V, K, R = 300, 3, 4
 KEPT, REJECTED = 1e-3, 1e-6
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "CHUNK", 128)
-    monkeypatch.setattr(blocks, "BLOCK", 32)
 
 
 def make_branches(requests: int, seed: int = 0) -> dict:
@@ -96,13 +92,7 @@ def test_equals_the_plain_rule(filtered, small_blocks, monkeypatch):
         assert expected.winner[of_kind].any()
     assert len(expected.winner.unique()) == R
     assert (expected.num_emitted - batch["chain"].num_emitted).max() > 1
-    allocate = torch.empty
-
-    def poisoned(*size, dtype, device):
-        bad = float("nan") if dtype.is_floating_point else -(2**31)
-        return allocate(*size, dtype=dtype, device=device).fill_(bad)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    poison_memory(monkeypatch)
     found = follow_branches(**batch, level=2)
     assert_equal(found, expected)
 

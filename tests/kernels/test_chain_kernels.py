@@ -4,17 +4,12 @@ import pytest
 import torch
 from support import kernel_reference as reference
 from support.kernel_batches import UNUSABLE_ROWS, draft_lse, make_chains, plain_vllm_tokens
+from support.proposal_states import poison_memory
 
 from vllm_hsd.kernels import blocks, chain_verify
 
 INF = float("inf")
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Several chunks and blocks a row, although the vocabulary is small."""
-    monkeypatch.setattr(blocks, "CHUNK", 512)
-    monkeypatch.setattr(blocks, "BLOCK", 128)
+CHUNK_AND_BLOCK = 512, 128
 
 
 def assert_matches(batch, result, **options):
@@ -199,13 +194,7 @@ def test_one_hot_by_request_and_own_draft_temperature(given):
 def test_no_memory_is_read_before_it_is_written(small_blocks, monkeypatch):
     batch = make_chains(700, [3, 0, 2, 3])
     clean = chain_verify.verify_chain(**batch)
-    allocate = torch.empty
-
-    def poisoned(*size, dtype, device):
-        bad = float("nan") if dtype.is_floating_point else -(2**31)
-        return allocate(*size, dtype=dtype, device=device).fill_(bad)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    poison_memory(monkeypatch)
     result = chain_verify.verify_chain(**batch)
     assert result.token_ids.tolist() == clean.token_ids.tolist()
     assert result.num_emitted.tolist() == clean.num_emitted.tolist()

@@ -8,22 +8,16 @@ from support import kernel_reference as reference
 from support import vllm_sampler
 from support.kernel_batches import make_chains
 
-from vllm_hsd.kernels import blocks
 from vllm_hsd.kernels.chain_verify import verify_chain_padded
 from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
 from vllm_hsd.kernels.sample_row import sample_row
 
-pytestmark = pytest.mark.interpret
+pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("small_blocks")]
+CHUNK_AND_BLOCK = 128, 32
 V, K = 300, 3
 # A batch of each kind: coupled, sampled and greedy requests, one without a draft.
 TEMPERATURE = torch.tensor([-0.8, -1.0, 0.7, 0.0, -1.3, -0.8])
 LENGTHS = [3, 2, 3, 3, 0, 3]
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "CHUNK", 128)
-    monkeypatch.setattr(blocks, "BLOCK", 32)
 
 
 def plain_vllm_tokens(logits, temperature, seeds, positions):

@@ -1,14 +1,12 @@
 """Rows of an n-gram model on the device against `core.ngram_model`."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 from support.proposal_states import (
     MAX_MODEL_LEN,
     GuardedState,
-    poison,
+    poison_memory,
     runner_tensors,
     schedule_of,
 )
@@ -37,17 +35,6 @@ def store_of(seed: int, vocabulary: int, tokens: int) -> TextStore:
     return collect_texts(texts, vocabulary)
 
 
-@pytest.fixture
-def poisoned(monkeypatch):
-    """What a launch leaves unwritten shows."""
-
-    def empty(*shape, **options):
-        return poison(torch.empty(*shape, **options))
-
-    given = {**vars(torch), "empty": empty}
-    monkeypatch.setattr(ngram_rows, "torch", SimpleNamespace(**given))
-
-
 @pytest.mark.parametrize(
     ("seed", "order", "vocabulary", "tokens", "occurrences"),
     [
@@ -60,7 +47,7 @@ def poisoned(monkeypatch):
     ],
 )
 def test_rows_are_those_of_the_host_s_model(
-    seed, order, vocabulary, tokens, occurrences, poisoned, monkeypatch
+    seed, order, vocabulary, tokens, occurrences, monkeypatch
 ):
     """After drafts and for verifications, over chunks of text and vocabulary."""
     for module in (ngram_model, ngram_rows):
@@ -81,6 +68,7 @@ def test_rows_are_those_of_the_host_s_model(
     state.end += torch.tensor([3, 2, 0, 1], dtype=torch.int32)
     state.slot[3] = -1
     level.text = text
+    poison_memory(monkeypatch)
     for op, rows in ((schedule.ops[0], 1), (schedule.ops[3], 4)):
         found = level.forward(state, op, rows).view(4, rows, vocabulary)
         assert found.isfinite().all()

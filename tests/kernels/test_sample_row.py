@@ -5,17 +5,10 @@ import torch
 from support import kernel_reference as reference
 from support.kernel_batches import UNUSABLE_ROWS, plain_vllm_tokens
 
-from vllm_hsd.kernels import blocks
 from vllm_hsd.kernels.sample_row import sample_row
 
 INF = float("inf")
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Several chunks and blocks per row, although the vocabulary is small."""
-    monkeypatch.setattr(blocks, "CHUNK", 512)
-    monkeypatch.setattr(blocks, "BLOCK", 128)
+CHUNK_AND_BLOCK = 512, 128
 
 
 def _batch(vocab_size, dtype, seed=0):

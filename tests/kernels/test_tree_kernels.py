@@ -4,18 +4,13 @@ import pytest
 import torch
 from support import kernel_reference as reference
 from support.kernel_batches import UNUSABLE_ROWS, make_trees, plain_vllm_tokens
+from support.proposal_states import poison_memory
 
-from vllm_hsd.kernels import blocks, chain_verify
+from vllm_hsd.kernels import chain_verify
 from vllm_hsd.kernels.tree_verify import verify_tree
 
 INF = float("inf")
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Several chunks and blocks a row, although the vocabulary is small."""
-    monkeypatch.setattr(blocks, "CHUNK", 32)
-    monkeypatch.setattr(blocks, "BLOCK", 16)
+CHUNK_AND_BLOCK = 32, 16
 
 
 def assert_matches(batch, **options):
@@ -122,13 +117,7 @@ def test_a_chain_is_a_tree(rows):
 def test_no_memory_is_read_before_it_is_written(small_blocks, monkeypatch):
     batch = make_trees(4, 70)
     clean = verify_tree(**batch)
-    allocate = torch.empty
-
-    def poisoned(*size, dtype, device):
-        bad = float("nan") if dtype.is_floating_point else -(2**31)
-        return allocate(*size, dtype=dtype, device=device).fill_(bad)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    poison_memory(monkeypatch)
     for got, wanted in zip(verify_tree(**batch), clean, strict=True):
         assert got.tolist() == wanted.tolist()
 

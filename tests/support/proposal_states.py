@@ -3,6 +3,7 @@
 import copy
 from dataclasses import fields
 
+import pytest
 import torch
 
 from vllm_hsd.core.levels import LevelOptions
@@ -22,6 +23,12 @@ def schedule_of(*lengths, **kind):
 def poison(tensor: torch.Tensor) -> torch.Tensor:
     """Fill with what no kernel may read or leave behind."""
     return tensor.fill_(float("nan") if tensor.dtype.is_floating_point else GUARD)
+
+
+def poison_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launch leaves unwritten of the memory that is allocated from here on shows."""
+    allocate = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: poison(allocate(*size, **options)))
 
 
 class TableLevel:
