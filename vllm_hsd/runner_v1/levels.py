@@ -259,8 +259,8 @@ class NgramLevel(LookupLevel):
         self.shortest, self.longest, self.max_model_len = shortest, longest, max_model_len
         self.match = ngram_proposer._find_longest_matched_ngram_and_propose_tokens
         # Compiles it: for seconds, of which no request is to wait.
-        texts = Texts(np.zeros((1, 1), np.int32), *np.zeros((2, 1), np.int64), np.ones(1, np.int64))
-        self.lookup(texts, np.ones(1, np.int64))
+        first, one = np.zeros(1, np.int64), np.ones(1, np.int64)
+        self.lookup(Texts(np.zeros((1, 1), np.int32), first, first, one), one)
 
     def lookup(self, texts: Texts, requested: np.ndarray) -> LookupResult:
         """See `core.levels.LookupLevel.lookup`."""
