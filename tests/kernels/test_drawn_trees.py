@@ -75,7 +75,7 @@ def test_samples_of_a_v1_engine_follow_the_target(small_vocabulary):
     level = {"model": small_vocabulary.small, "branches": 3}
     arguments = {"model": small_vocabulary.target, "block_size": 32, "max_model_len": 256}
     cases = {"temperature 1": CASES["temperature 1"]}
-    job = {"sampled": sampling_job(cases, 2000)}
+    job = {"sampled": sampling_job(cases, 1200)}
     with EngineProcess({**ENGINE_DEFAULTS, **arguments, **cascade(level)}, **forked()) as process:
         results = process.call(several_drafts.run, job, by_kernels=True)
         found = p_values(small_vocabulary.target, outputs_by_case(cases, results["sampled"]))

@@ -39,6 +39,10 @@ def run(llm, jobs: dict, fault: str | None = None, by_kernels: bool = False) -> 
     """Results of `run_jobs`; `by_kernels`: as on a GPU."""
     with contextlib.ExitStack() as patches:
         if by_kernels:
+            # Not at the top: it imports the interpreter.
+            from support.interpreter import repair
+
+            repair()
             sampler = "vllm_hsd.runner_v1.branch_sampler.BranchSampler._has_kernels"
             patches.enter_context(mock.patch(sampler, lambda *_: True))
         if fault == FAULTS[0]:
