@@ -6,7 +6,7 @@ EXTRA ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 # The threads of a contended core wait for each other: one per process is the safe default.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv smollm2 demo test test-033 test-slow vllm-diff lint docs bench gpu-proof clean
+.PHONY: venv smollm2 demo demo-cascade plan-cascade test test-033 test-slow vllm-diff lint docs bench gpu-proof clean
 
 venv: .venv/.installed
 
@@ -29,6 +29,15 @@ smollm2: venv
 demo: export DEMO_STARTED := $(shell date +%s)
 demo: venv
 	$(BIN)/python -m benchmarks.studies.demo
+
+# Cascades below the chat model zero-padded to 400 or 800 M parameters, beside single drafters.
+demo-cascade: export DEMO_STARTED := $(shell date +%s)
+demo-cascade: venv
+	$(BIN)/python -m benchmarks.studies.demo_cascade
+
+# Measures and plans a cascade for that demo to show beside the others.
+plan-cascade: venv
+	$(BIN)/python -m benchmarks.studies.demo_cascade --plan
 
 # Engines are single-threaded, so two test processes share two cores.
 test: venv
@@ -74,7 +83,7 @@ docs: venv
 
 # All benchmarks, one after another; a failure does not stop the others. An hour or two.
 BENCHMARKS := paper-tables kernel-builds kernel-bytes cpu-verification cpu-matmul gpu-verification \
-	predictions cascade-points cascade-map several-drafts ablations demo adaptive
+	predictions cascade-points cascade-map several-drafts ablations demo demo-cascade adaptive
 bench: venv
 	@failed=; \
 	for name in $(addprefix bench-,$(BENCHMARKS)); do \
@@ -123,6 +132,8 @@ bench-ablations: venv
 	$(BIN)/python -m benchmarks.studies.ablations
 
 bench-demo: demo
+
+bench-demo-cascade: demo-cascade
 
 bench-adaptive: venv
 	$(BIN)/python -m benchmarks.studies.adaptive
