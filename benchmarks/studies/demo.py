@@ -10,11 +10,12 @@ Writes demo.csv and demo.png. Ends with status 1 if greedy answers differ (in 16
 than at near ties of the target's own logits).
 """
 
+import argparse
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from rich.text import Text
 from benchmarks import columns, plot, sweep
 from benchmarks.common import RESULTS, commit
 from benchmarks.studies.configs import missing, ours, vllms_own
-from benchmarks.sweep import PLAIN, Cell, Sweep
+from benchmarks.sweep import PLAIN, Cell, Config, Sweep
 from vllm_hsd.cli import bench_quality, bench_report
+from vllm_hsd.cli.bench_runs import Engines
 from vllm_hsd.engine import Generation
 
 PROMPTS = Path(__file__).parent / "demo_prompts.jsonl"
@@ -172,15 +174,36 @@ def _marked(row: dict[str, Any]) -> str:
     return f"{row['speedup']:.2f}" + "!" * bench_quality.exceeds_tokens_per_step(row)
 
 
-def main() -> int:
-    """1 if greedy answers differ, else 0."""
-    parser = sweep.options(__doc__, RESULTS / "demo")
+def options(description: str, output: Path, minutes: float) -> argparse.ArgumentParser:
+    """A parser with the options of a demo."""
+    parser = sweep.options(description, output)
     parser.add_argument(
-        "--minutes", type=float, default=7.0, help="time after which no round starts"
+        "--minutes", type=float, default=minutes, help="time after which no round starts"
     )
     parser.add_argument("--rounds", type=int, default=6, help="most prompts of each kind")
     parser.add_argument("--kinds", nargs="*", help="of prompts (default: all)")
-    chosen = parser.parse_args()
+    return parser
+
+
+def run(
+    chosen: argparse.Namespace,
+    configs: Mapping[str, Config],
+    name: str,
+    model: str,
+    engines_class: type[Engines] = Engines,
+    **engine_args: Any,
+) -> int:
+    """Answer, print the tables, write the files.
+
+    Args:
+        chosen: values of `options`.
+        name: of the files.
+        model: what the figure calls the target.
+        engines_class, engine_args: see `sweep.started`.
+
+    Returns:
+        1 if greedy answers differ, else 0.
+    """
     began = time.monotonic()
     # The Makefile says when it was called: .venv and the model are part of the wait.
     called = float(os.environ.get("DEMO_STARTED") or time.time())
@@ -190,9 +213,14 @@ def main() -> int:
     by_kind = {kind: every[kind][: chosen.rounds] for kind in chosen.kinds or every}
     kinds, rounds = list(by_kind), min(map(len, by_kind.values()))
     prompts = [[{"role": "user", "content": text}] for texts in by_kind.values() for text in texts]
-    configs = {**vllms_own(), **ours()}
     with sweep.started(
-        chosen, configs, prompts, temperatures=TEMPERATURES, ignore_eos=False
+        chosen,
+        configs,
+        prompts,
+        temperatures=TEMPERATURES,
+        ignore_eos=False,
+        engines_class=engines_class,
+        **engine_args,
     ) as engines:
         engines.engines.get(0)
         print(f"\n> {by_kind[kinds[0]][0]}\n", flush=True)
@@ -214,7 +242,7 @@ def main() -> int:
         print(line)
     if not engines.results.differences:
         print("Greedy answers are equal, token for token.")
-    table = columns.Table(chosen.output / "demo.csv")
+    table = columns.Table(chosen.output / f"{name}.csv")
     table.path.unlink(missing_ok=True)
     table.add(rows)
     plot.bars(
@@ -223,12 +251,17 @@ def main() -> int:
         x="set",
         panel="temperature",
         measure="speedup",
-        title=f"SmolLM2-135M-Instruct, {chosen.dtype}, {table.rows[0]['machine']}, commit "
+        title=f"{model}, {chosen.dtype}, {table.rows[0]['machine']}, commit "
         f"{commit()}\nbars: speed-up over no speculation; lines: quartiles of single answers",
     )
     print(f"Written: {table.path}, {table.path.with_suffix('.png')}")
     print(f"{time.monotonic() - began:.0f} s; first answer {waited:.0f} s after the call.")
     return 1 if faults else 0
+
+
+def main() -> int:
+    chosen = options(__doc__, RESULTS / "demo", 7.0).parse_args()
+    return run(chosen, {**vllms_own(), **ours()}, "demo", "SmolLM2-135M-Instruct")
 
 
 if __name__ == "__main__":
