@@ -22,7 +22,7 @@ MAX_CASCADE_BYTES = 1 << 20
 CASCADE_SCHEMA = 1
 
 
-def _read_adaptive(raw: object) -> object:
+def _read_switch(raw: object) -> object:
     if not isinstance(raw, bool):
         raise ValueError(f"must be true or false (given: {quoted(raw)})")
     return raw
@@ -43,6 +43,7 @@ class CascadeConfig(Keys):
         adaptive: select the levels and draft lengths step by step, from what is learned while
             serving; the lengths given here are then upper limits. Where the key is not given, the
             V1 runner adapts.
+        untested: serve a target that was never tested below a cascade, one with recurrent layers.
     """
 
     num_speculative_tokens: Tokens
@@ -50,7 +51,8 @@ class CascadeConfig(Keys):
     verifier: TargetVerifier = "block"
     horizontal_tokens: Annotated[int, Field(ge=0)] = 0
     disable_by_batch_size: Annotated[int, Field(ge=1)] | None = None
-    adaptive: Annotated[bool, BeforeValidator(_read_adaptive)] = False
+    adaptive: Annotated[bool, BeforeValidator(_read_switch)] = False
+    untested: Annotated[bool, BeforeValidator(_read_switch)] = False
 
     @classmethod
     def parse(cls, raw: object) -> CascadeConfig:

@@ -9,10 +9,15 @@ from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.errors import UserError, collected, quoted
 from vllm_hsd.levels import LevelConfig, Target
+
+# Recurrent layers that both of vLLM's runners tell how many tokens were accepted.
+STATES_PER_DRAFT = ("MAMBA2", "SHORT_CONV", "GDN_ATTN")
 
 
 def check_cascade(
@@ -45,6 +50,7 @@ def check_cascade(
     mistakes += engine_mistakes(hsd, arguments)
     if target.model_config.uses_mrope:
         mistakes += position_mistakes(hsd, target.model_config.model)
+    mistakes += state_mistakes(hsd, target.model_config)
     return models
 
 
@@ -61,12 +67,6 @@ def target_mistakes(model_config: ModelConfig, parallel_config: ParallelConfig) 
         )
     if parallel_config.decode_context_parallel_size > 1:
         yield "method 'hsd' does not run with decode_context_parallel_size above 1: set it to 1."
-    if model_config.is_hybrid or model_config.is_attention_free:
-        yield (
-            f"method 'hsd' was never tested on a target that keeps recurrent state, as "
-            f"{quoted(model_config.model)} does: use an attention-only target, or one of vLLM's "
-            "own methods."
-        )
 
 
 def engine_mistakes(hsd: CascadeConfig, arguments: EngineArgs) -> Iterator[str]:
@@ -91,6 +91,56 @@ def position_mistakes(hsd: CascadeConfig, target: str) -> Iterator[str]:
                 yield f"{name}.{source.kind} {needs}: use lookups or models."
     if hsd.branches > 1:
         yield f"levels[0].branches {needs}: set it to 1."
+
+
+def state_mistakes(hsd: CascadeConfig, target: ModelConfig) -> Iterator[str]:
+    """A sentence for all that does not go with recurrent state, such as Mamba's, of the target."""
+    name = quoted(target.model)
+    if not (target.is_hybrid or target.is_attention_free):
+        if hsd.untested:
+            yield f"untested has no meaning on {name}, which keeps no recurrent state: remove it."
+        return
+    if current_platform.is_cpu():
+        # Its layers for CPUs ignore how many tokens were accepted (0.32), under any method.
+        yield (
+            f"the target {name} keeps recurrent state, of which vLLM on a CPU loses what rejected "
+            "tokens have overwritten: remove speculative_config."
+        )
+        return
+    if not hsd.untested:
+        yield (
+            f"method 'hsd' was never tested on a target that keeps recurrent state, as {name} "
+            "does: use an attention-only target, one of vLLM's own methods, or set untested to "
+            "true."
+        )
+    for i, level in enumerate(hsd.levels):
+        for key, source in level.named_sources(f"levels[{i}]"):
+            if source.runs_target or source.reads_target_states:
+                yield (
+                    f"{key}.{source.kind} does not run on a target that keeps recurrent state, as "
+                    f"{name} does: use lookups or models."
+                )
+    if hsd.branches > 1:
+        yield (
+            f"levels[0].branches would share the one recurrent state that the target {name} keeps "
+            "for a request: set it to 1."
+        )
+
+
+def check_states(kv_cache_config: KVCacheConfig) -> None:
+    """Check that vLLM keeps a state for every draft token of the target.
+
+    Raises:
+        UserError: the target has recurrent layers whose rejected tokens stay in the state.
+    """
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        if isinstance(spec, MambaSpec) and spec.mamba_type.name not in STATES_PER_DRAFT:
+            raise UserError(
+                f"method 'hsd' does not run on the target's layers of vLLM's kind "
+                f"{spec.mamba_type.name}, whose recurrent state keeps rejected tokens: remove "
+                "speculative_config."
+            )
 
 
 def connector_mistake(hsd: CascadeConfig, arguments: EngineArgs) -> str | None:

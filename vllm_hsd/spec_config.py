@@ -68,6 +68,11 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
         level_configs = check_cascade(hsd, target, arguments, mistakes)
         if mistakes:
             raise refusal(*mistakes)
+        if hsd.untested:
+            logger.warning_once(
+                "No cascade was ever tested on a target that keeps recurrent state, as %s does.",
+                target_model_config.model,
+            )
         return cls(
             method=cls.hsd_method,
             hsd=hsd,

@@ -14,6 +14,8 @@ CASES = [
     (Situation("cpu", False, 0, False), advise.NGRAM),
     (Situation("cuda", True, 0, False), advise.STOCK_SUFFIX),
     (Situation("cpu", True, 0, True), None),
+    (Situation("cpu", True, 1, True), None),
+    (Situation("cuda", True, 0, True), None),
 ]
 
 

@@ -30,7 +30,7 @@ class Situation:
         device: vLLM's name of the kind of device, as in "cpu" or "cuda".
         suffix: whether arctic-inference, the suffix trees, is installed.
         mtp_layers: layers of the model that predict further tokens.
-        recurrent: whether the model keeps a state that no one can take back.
+        recurrent: whether the model keeps a state from which rejected tokens cannot be dropped.
     """
 
     device: str
@@ -51,6 +51,13 @@ class Advice:
 def advice(situation: Situation) -> Advice:
     """What to start with; every sentence of `why` says what was measured and what was not."""
     lookup, stock = (SUFFIX, STOCK_SUFFIX) if situation.suffix else (NGRAM, STOCK_NGRAM)
+    if situation.recurrent and situation.device == "cpu":
+        return Advice(
+            None,
+            "Its recurrent layers keep a state, of which vLLM on a CPU loses what rejected tokens "
+            "have overwritten: its own n-gram method changed the texts of such models.",
+            [],
+        )
     if situation.mtp_layers:
         own = {"method": "mtp", "num_speculative_tokens": situation.mtp_layers}
         return Advice(
@@ -59,19 +66,20 @@ def advice(situation: Situation) -> Advice:
             "of their drafts. Not measured by us: no such model fits our machines.",
             [own],
         )
-    if situation.recurrent:
-        return Advice(
-            None,
-            "Its recurrent layers keep a state that a cascade cannot take back after a rejection; "
-            "vLLM's own methods serve some of these models.",
-            [stock],
-        )
     if situation.device == "cpu":
         return Advice(
             lookup,
             "Lookups in the request's own text cost next to nothing, and draft lengths follow "
             "acceptance and load, down to no draft. Chats, code edits and summaries gain most.",
             [stock],
+        )
+    if situation.recurrent:
+        return Advice(
+            None,
+            "Its recurrent layers keep a state for every draft token under vLLM's own methods. "
+            'Cascades of lookups and models do so only with the key "untested": none ever ran on '
+            "a GPU.",
+            [stock, {**lookup, "untested": True}],
         )
     return Advice(
         stock,
@@ -94,12 +102,12 @@ def situation_of(model: str) -> Situation:
     except Exception as error:  # whatever a config.json makes transformers raise
         raise UserError(f"--model {quoted(model)} cannot be read ({brief(error)}).") from error
     kinds = set(getattr(config, "layer_types", None) or ())
-    states = ("ssm_cfg", "mamba_d_state", "linear_num_key_heads")
+    states = ("ssm_cfg", "mamba_d_state", "state_size", "ssm_state_size", "linear_num_key_heads")
     return Situation(
         device=current_platform.device_type,
         suffix=importlib.util.find_spec("arctic_inference") is not None,
         mtp_layers=max(mtp_layers, 0),
-        recurrent=bool(kinds & {"linear_attention", "mamba", "recurrent"})
+        recurrent=bool(kinds & {"linear_attention", "mamba", "recurrent", "conv"})
         or any(hasattr(config, name) for name in states),
     )
 
@@ -131,7 +139,13 @@ def report(model: str, given: str | None) -> str:
     if given is not None:
         compared.append(f"--speculative-config {shlex.quote(given)}")
     bench = f"  vllm-hsd bench --model {name} --prompts YOURS.jsonl"
-    lines += ["", "Then measure, on prompts of yours:", "", " \\\n    ".join([bench, *compared])]
+    if compared:
+        lines += [
+            "",
+            "Then measure, on prompts of yours:",
+            "",
+            " \\\n    ".join([bench, *compared]),
+        ]
     if found.config:
         lines.append(f"  vllm-hsd verify --model {name} {option[0]}")
     lines.append(

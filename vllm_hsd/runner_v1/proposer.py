@@ -16,6 +16,7 @@ from vllm_hsd.core.counters import LevelCounts
 from vllm_hsd.core.drafts import DraftStore, ragged_starts
 from vllm_hsd.core.levels import DraftBatch, Sources
 from vllm_hsd.draft_models import loading
+from vllm_hsd.level_checks import check_states
 from vllm_hsd.runner_v1.adaptive import agree_on_prices
 from vllm_hsd.runner_v1.branch_sampler import BranchSampler
 from vllm_hsd.runner_v1.branches import HostedBranches
@@ -118,6 +119,7 @@ class CascadeProposer(DraftModelProposer):
             self.speculative_config = own
 
     def initialize_attn_backend(self, kv_cache_config, kernel_block_sizes=None) -> None:
+        check_states(kv_cache_config)
         for level in self.model_levels:
             level.init_attention(kv_cache_config, kernel_block_sizes)
         self.draft_attn_groups = [g for level in self.model_levels for g in level.attention_groups]

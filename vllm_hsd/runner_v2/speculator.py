@@ -18,6 +18,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
+from vllm_hsd.level_checks import check_states
 from vllm_hsd.runner_v2 import graph_checks
 from vllm_hsd.runner_v2.branches import HostedBranches
 from vllm_hsd.runner_v2.cascade_steps import stage
@@ -177,6 +178,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
     def set_attn(
         self, model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups
     ) -> None:
+        check_states(kv_cache_config)
         DraftModelSpeculator.set_attn(
             self,
             model_state,
