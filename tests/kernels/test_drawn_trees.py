@@ -41,7 +41,9 @@ def drawn_drafts(
 
 def in_one_call(requests: list, seeds: np.ndarray, draws: np.ndarray) -> list:
     rows, target, draft = zip(*requests, strict=True)
-    return verify_drawn_trees(torch.cat(target), torch.cat(draft), rows, seeds, draws, LEVEL)
+    return verify_drawn_trees(
+        torch.cat(target), torch.cat(draft), rows, 4 * LENGTH, seeds, draws, LEVEL
+    )
 
 
 @pytest.mark.interpret

@@ -123,12 +123,14 @@ class BranchSampler(CascadeSampler):
         from vllm_hsd.kernels.tree_verify import MAX_NODES
         from vllm_hsd.runner_v1.drawn_trees import verify_drawn_trees
 
-        if max(sum(map(len, rows)) for rows in tokens) > MAX_NODES:
+        _, branches, length = self._store.token_ids.shape
+        nodes = (branches + 1) * length
+        if nodes > MAX_NODES:
             return self._verify_rows(target_probs, draft_probs, tokens, slots)
         stream = len(self.state.cascade.levels)
-        draws = self.state.requests.take_draws(slots, MAX_NODES + 1, stream)
+        draws = self.state.requests.take_draws(slots, nodes + 1, stream)
         probs = torch.cat(target_probs), torch.cat(draft_probs)
-        return verify_drawn_trees(*probs, tokens, *draws, stream)
+        return verify_drawn_trees(*probs, tokens, nodes, *draws, stream)
 
     def _follow(
         self, whole: TargetStep, rows: Rows, emitted: np.ndarray, follows: np.ndarray

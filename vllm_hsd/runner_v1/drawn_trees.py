@@ -16,6 +16,7 @@ def verify_drawn_trees(
     target_probs: torch.Tensor,
     draft_probs: torch.Tensor,
     rows: Sequence[Sequence[list[int]]],
+    nodes: int,
     seeds: np.ndarray,
     draws: np.ndarray,
     level: int,
@@ -26,15 +27,15 @@ def verify_drawn_trees(
         target_probs: [T, V] float32 on the device, the target's rows of every request after one
             another, each as `verify_rows` takes them.
         draft_probs: [D, V] float32, what every draft token was drawn from, in the same order.
-        rows: of every request, R drafts of token ids, with `MAX_NODES` tokens at most.
-        seeds, draws: [n] int64; a request takes the draws from its own one on, `MAX_NODES` + 1.
+        rows: of every request, R drafts of token ids.
+        nodes: most tokens of a request's rows; kernels are compiled for it.
+        seeds, draws: [n] int64; a request takes the draws from its own one on, `nodes` + 1.
         level: whose uniforms are used, see `verify.rng`.
 
     Returns:
         What the rows of every request come to.
     """
-    trees = [DrawnRows.of(own) for own in rows]
-    nodes, device = max(len(tree.tokens) for tree in trees), target_probs.device
+    trees, device = [DrawnRows.of(own) for own in rows], target_probs.device
     shape = len(trees), nodes
     tokens, parents = np.full(shape, -1), np.full(shape, ROOT)
     of_target = np.zeros((len(trees), nodes + 1), dtype=np.int64)
