@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -15,6 +17,28 @@ from vllm_hsd.runner_v1.sampling import rows_at
 from vllm_hsd.verify.branches import VerifiedRows, follow, verify_rows
 from vllm_hsd.verify.chain import argmax_rows
 from vllm_hsd.verify.residual import BlockedCDF
+
+
+class DrawnDrafts(NamedTuple):
+    """Several drawn drafts of each of k requests.
+
+    Attributes:
+        slots: [k] int64.
+        target_probs: [n, V] the target's probabilities, of these requests.
+        places: of every request, [sum(lengths + 1)] int64 rows of `target_probs`, in order.
+        draft_probs: of every request, [sum(lengths), V] what each draft token was drawn from.
+        rows: of every request, the tokens of its drafts.
+    """
+
+    slots: np.ndarray
+    target_probs: torch.Tensor
+    places: list[np.ndarray]
+    draft_probs: list[torch.Tensor]
+    rows: list[list[list[int]]]
+
+    def target_rows(self, places: np.ndarray) -> torch.Tensor:
+        """[len(places), V] rows of the target."""
+        return self.target_probs[torch.from_numpy(places).to(self.target_probs.device)]
 
 
 class BranchSampler(CascadeSampler):
@@ -75,17 +99,17 @@ class BranchSampler(CascadeSampler):
         found = np.full((len(requests), int(rows.counts.max())), -1, dtype=np.int64)
         of_chain, winner = np.zeros((2, len(requests)), dtype=np.int64)
         slots, first = whole.slots[requests], ragged_starts(whole.counts[requests] + 1)
-        tokens, draft_probs, index = [], [], []
+        drawn = DrawnDrafts(slots, probs, [], [], [])
         for i, (slot, start) in enumerate(zip(slots.tolist(), first.tolist(), strict=True)):
-            own, drawn_from = store.drawn_rows(chains, slot, np.maximum(counts[i] - 1, 0).tolist())
-            tokens.append(own[: int((counts[i] > 0).sum())])
-            draft_probs.append(drawn_from)
+            lengths = np.maximum(counts[i] - 1, 0)
+            tokens, draft_probs = store.drawn_rows(chains, slot, lengths.tolist())
+            drawn.rows.append(tokens[: int((counts[i] > 0).sum())])
+            drawn.draft_probs.append(draft_probs)
             paths = zip(rows.places[requests[i]], counts[i].tolist(), strict=True)
-            index.append(start + np.concatenate([places[:count] for places, count in paths]))
+            drawn.places.append(start + np.concatenate([places[:count] for places, count in paths]))
         by_kernels = self._has_kernels(probs.device) and self.verifier == "block"
         verify = self._verify_trees if by_kernels else self._verify_rows
-        targets = [probs[torch.from_numpy(own).to(probs.device)] for own in index]
-        for i, verified in enumerate(verify(targets, draft_probs, tokens, slots)):
+        for i, verified in enumerate(verify(drawn)):
             found[i, : len(verified.token_ids)] = verified.token_ids
             of_chain[i], winner[i] = verified.of_chain, verified.winner
         return found, of_chain, winner
@@ -94,31 +118,21 @@ class BranchSampler(CascadeSampler):
     def _has_kernels(device: torch.device) -> bool:
         return device.type != "cpu"
 
-    def _verify_rows(
-        self,
-        target_probs: list[torch.Tensor],
-        draft_probs: list[torch.Tensor],
-        tokens: list[list[list[int]]],
-        slots: np.ndarray,
-    ) -> list[VerifiedRows]:
-        """What the rows of every request in [k] `slots` come to; see `verify_rows`."""
+    def _verify_rows(self, drawn: DrawnDrafts) -> list[VerifiedRows]:
+        """What the drafts of every request come to, one request after the other."""
         one, stream = np.ones(1, dtype=np.int64), len(self.state.cascade.levels)
         found = []
-        parts = zip(target_probs, draft_probs, tokens, np.split(slots, len(slots)), strict=True)
-        for target, drawn_from, rows, slot in parts:
-            counts = [*map(len, rows), 1]
-            drawn = [self.state.requests.uniforms(slot, one * n, stream) for n in counts]
-            uniforms = torch.from_numpy(np.concatenate(drawn)).to(target.device)
-            found.append(verify_rows(target, drawn_from, rows, self.verifier, uniforms))
+        for i, rows in enumerate(drawn.rows):
+            slot, counts = drawn.slots[i : i + 1], [*map(len, rows), 1]
+            numbers = [self.state.requests.uniforms(slot, one * n, stream) for n in counts]
+            target_probs = drawn.target_rows(drawn.places[i])
+            uniforms = torch.from_numpy(np.concatenate(numbers)).to(target_probs.device)
+            found.append(
+                verify_rows(target_probs, drawn.draft_probs[i], rows, self.verifier, uniforms)
+            )
         return found
 
-    def _verify_trees(
-        self,
-        target_probs: list[torch.Tensor],
-        draft_probs: list[torch.Tensor],
-        tokens: list[list[list[int]]],
-        slots: np.ndarray,
-    ) -> list[VerifiedRows]:
+    def _verify_trees(self, drawn: DrawnDrafts) -> list[VerifiedRows]:
         """As `_verify_rows`, by the kernels where they have room."""
         from vllm_hsd.kernels.tree_verify import MAX_NODES
         from vllm_hsd.runner_v1.drawn_trees import verify_drawn_trees
@@ -126,11 +140,12 @@ class BranchSampler(CascadeSampler):
         _, branches, length = self._store.token_ids.shape
         nodes = (branches + 1) * length
         if nodes > MAX_NODES:
-            return self._verify_rows(target_probs, draft_probs, tokens, slots)
+            return self._verify_rows(drawn)
         stream = len(self.state.cascade.levels)
-        draws = self.state.requests.take_draws(slots, nodes + 1, stream)
-        probs = torch.cat(target_probs), torch.cat(draft_probs)
-        return verify_drawn_trees(*probs, tokens, nodes, *draws, stream)
+        draws = self.state.requests.take_draws(drawn.slots, nodes + 1, stream)
+        target_probs = drawn.target_rows(np.concatenate(drawn.places))
+        draft_probs = torch.cat(drawn.draft_probs)
+        return verify_drawn_trees(target_probs, draft_probs, drawn.rows, nodes, *draws, stream)
 
     def _follow(
         self, whole: TargetStep, rows: Rows, emitted: np.ndarray, follows: np.ndarray

@@ -193,6 +193,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
                 # vLLM maps the caches of all groups listed here to kernel blocks.
                 self.attn_groups.extend(level.groups)
         if self.branches is not None:
+            # Raises where the cache has no room for them.
             cast(Any, self.speculative_config).rows(
                 self.vllm_config, kv_cache_config.num_blocks, len(kv_cache_config.kv_cache_groups)
             )
