@@ -153,7 +153,7 @@ bench-branches: venv
 	$(BIN)/python -m benchmarks.studies.real_model --branches --temperatures 0,1 --prompts $(PROMPTS) \
 		--padded 800e6
 
-# One drafter: several drafts by both rules, and temperatures of its own.
+# One drafter: several drafts by both rules, temperatures of its own, verifiers of seven tokens.
 bench-drafts: venv
 	$(BIN)/python -m benchmarks.studies.real_model --drafts --temperatures 0.6,1 --prompts $(PROMPTS)
 
@@ -170,9 +170,16 @@ bench-assumptions: venv
 bench-entropies: venv
 	$(BIN)/python -m benchmarks.studies.entropies --prompts $(PROMPTS)/mt_bench.jsonl
 
-# The dynamic windows' table: an 8-bit copy alone and above the n-gram model; counts.
+# The dynamic windows' table: an 8-bit copy alone and above the n-gram model; counts, and times below
+# a target padded to the cost of a larger one.
 bench-windows: venv
 	$(BIN)/python -m benchmarks.studies.windows --prompts $(PROMPTS)
+	$(BIN)/python -m benchmarks.studies.windows --prompts $(PROMPTS) --padded 800e6
+
+# What a step spends its time on, by part of vLLM's runner.
+bench-step-shares: venv
+	$(BIN)/python -m benchmarks.studies.step_shares --prompts $(PROMPTS)
+	$(BIN)/python -m benchmarks.studies.step_shares --prompts $(PROMPTS) --padded 800e6
 
 # Everything that only a GPU can show, item by item; goes on where it was ended. Builds no .venv: a
 # host without a network brings its packages (docs/gpu-proof.md). ARGS="--seconds 540", for example.

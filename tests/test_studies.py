@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import plot, sweep
+from benchmarks import plot, shared_engines, sweep
 from benchmarks.columns import COLUMNS, Table
-from benchmarks.studies import demo, demo_cascade, real_model, windows
+from benchmarks.studies import demo, real_model, windows
 from benchmarks.studies.configs import fixed
 from benchmarks.sweep import PLAIN, Group, Sweep
 from vllm_hsd.cli.bench_jobs import Comparison, Setup
@@ -184,7 +184,7 @@ def test_cascades_share_the_engine_of_one_with_their_levels():
         fixed(copy, adaptive=True),
         fixed({"model": "other"}),
     ]
-    found = demo_cascade.hosts(configs)
+    found = shared_engines.hosts(configs)
     assert [found[i] for i in range(7)] == [
         (0, []), (1, [0, 1, 2]), (1, [0, 2]), (3, [0]), (1, [0]), (5, []), (6, [0]),
     ]  # fmt: skip
@@ -194,7 +194,7 @@ def test_ways_to_verify_share_five_engines_and_are_drawn_by_draft_limit(monkeypa
     monkeypatch.setattr(windows, "int8", lambda: Path("copy"))
     group = windows.group([5, 15, 10], [0.0])
     names = list(group.configs)
-    found = demo_cascade.hosts([None, *group.configs.values()])
+    found = shared_engines.hosts([None, *group.configs.values()])
     assert {names[host - 1] for host, _ in found.values() if host} == set(names[:5])
     assert all(name.endswith(", 15") for name in names[:5])
     hosted = {}
@@ -210,10 +210,10 @@ def test_ways_to_verify_share_five_engines_and_are_drawn_by_draft_limit(monkeypa
     keys = {
         "x": "draft limit",
         "view": windows.by_limit,
-        "engines_class": demo_cascade.SharedEngines,
+        "engines_class": shared_engines.SharedEngines,
     }
     assert sweep.study("windows", [group], chosen, sets=["b"], **keys) == 0
-    assert hosted["engines_class"] is demo_cascade.SharedEngines
+    assert hosted["engines_class"] is shared_engines.SharedEngines
     rows = Table(tmp_path / "windows.csv").rows
     assert {row["set"] for row in rows} == {"b"} and len(rows) == 6
     assert windows.by_limit(rows[1])["draft limit"] == "5"

@@ -8,7 +8,7 @@ import triton
 
 from benchmarks.common import write_csv
 from tests.support import kernel_builds as builds
-from tests.support import kernel_launches as launches
+from tests.support import launch_cases
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
     rows = []
     for capability in args.capabilities:
         with builds.compile_launches(capability) as compiled:
-            launches.launch(launches.ALL)
+            launch_cases.launch(launch_cases.ALL)
         for name, message in compiled.failed:
             print(f"{name} sm_{capability} failed: {message}")
         usages = defaultdict(list)

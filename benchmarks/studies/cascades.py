@@ -15,8 +15,8 @@ from typing import Any
 from benchmarks import sweep
 from benchmarks.common import RESULTS
 from benchmarks.models.smollm2 import int8, zero_padded
+from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies.configs import EAGLE3, NGRAM_MODEL, SUFFIX, fixed, planned
-from benchmarks.studies.demo_cascade import SharedEngines
 from benchmarks.sweep import Config, Group
 from vllm_hsd.cli.bench_jobs import config_name
 from vllm_hsd.cli.options import numbers

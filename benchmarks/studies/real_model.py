@@ -28,7 +28,7 @@ from benchmarks.studies.configs import (
     sources,
     vllms_own,
 )
-from benchmarks.sweep import Group
+from benchmarks.sweep import Config, Group
 from vllm_hsd.cli.bench_jobs import config_name
 from vllm_hsd.cli.options import integers, numbers
 
@@ -106,13 +106,15 @@ def branches(temperatures: Sequence[float], padded: bool) -> list[Group]:
 
 
 def drafts(level: dict[str, Any], temperatures: Sequence[float]) -> list[Group]:
-    """Several drafts of one drafter by number and verifier, and temperatures that it draws at."""
-    several = {
-        f"{verifier}, {count} drafts": fixed({**level, "branches": count}, length=4, **keys)
-        for count in (11, 4, 2, 1)
-        for verifier, keys in (("traversal", {}), ("recursive", {"verifier": "standard"}))
-    }
-    found = [Group("several drafts", several, temperatures)]
+    """Several drafts of one drafter by verifier and number, temperatures that it draws at, and
+    verifiers of its drafts of seven tokens, vLLM's own eagle3 among them."""
+    found = []
+    for verifier, keys in (("traversal", {}), ("recursive", {"verifier": "standard"})):
+        several = {
+            f"{verifier}, {count} drafts": fixed({**level, "branches": count}, length=4, **keys)
+            for count in (11, 4, 2, 1)
+        }
+        found.append(Group(f"several drafts, {verifier}", several, temperatures))
     for temperature in temperatures:
         scaled = {
             f"draft temperature {drawn}": fixed(
@@ -121,6 +123,13 @@ def drafts(level: dict[str, Any], temperatures: Sequence[float]) -> list[Group]:
             for drawn in DRAFT_TEMPERATURES
         }
         found.append(Group(f"draft temperatures at {temperature:g}", scaled, [temperature]))
+    peer = {**vllms_own()["vLLM's eagle3"], "num_speculative_tokens": 7}
+    verifiers: dict[str, Config] = {
+        **{f"{each} 7": fixed(level, length=7, verifier=each) for each in VERIFIERS},
+        "vLLM's eagle3 7": peer,
+        "block 7 below vLLM's eagle3": {**peer, "rejection_sample_method": "hierarchical"},
+    }
+    found.append(Group("verifiers of seven tokens", verifiers, temperatures))
     return found
 
 

@@ -5,7 +5,8 @@
 Table 2 of "HSDDW: Hierarchical Speculative Decoding with Dynamic Windows" on SmolLM2: an 8-bit copy
 drafts for the target, alone or above the n-gram model, which takes the place of the paper's
 smallest model. Tokens per step, redundancy and target use are counts, which a busy machine does not
-change; the copy costs nearly as much as this target, so times say nothing about the paper's.
+change. The copy costs nearly as much as this target: times, as in the paper, need `--padded`, a
+target zero-padded to so many parameters.
 """
 
 import os
@@ -14,9 +15,9 @@ from typing import Any
 
 from benchmarks import sweep
 from benchmarks.common import RESULTS
-from benchmarks.models.smollm2 import int8
+from benchmarks.models.smollm2 import int8, zero_padded
+from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies.configs import NGRAM_MODEL, fixed
-from benchmarks.studies.demo_cascade import SharedEngines
 from benchmarks.sweep import Group
 from vllm_hsd.cli.options import integers, numbers
 
@@ -26,6 +27,7 @@ MEASURES = {
     "tokens_per_step": "tokens per target step",
     "redundancy": "redundancy",
     "target_utilization": "target use",
+    "speedup": "speed-up",
 }
 
 
@@ -66,9 +68,14 @@ def main() -> int:
     parser = sweep.options(__doc__, RESULTS / "windows", sets=True)
     parser.add_argument("--limits", type=integers, default=[5, 10, 15])
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
+    parser.add_argument("--padded", type=float, help="parameters of a zero-padded target")
     options = parser.parse_args()
+    name = "windows"
+    if options.padded:
+        options.model = os.path.relpath(zero_padded(options.padded))
+        name += f"_{options.padded / 1e6:.0f}M"
     return sweep.study(
-        "windows",
+        name,
         [group(options.limits, options.temperatures)],
         options,
         sets=SETS,

@@ -7,7 +7,7 @@ import pytest
 import triton
 import triton.language as tl
 from support import kernel_builds as builds
-from support import kernel_launches as launches
+from support import launch_cases
 from triton.runtime.jit import JITFunction
 
 from vllm_hsd import kernels
@@ -43,7 +43,7 @@ MOST_IN_LOOPS = {("3.7.1", 100): 15}
 )
 def test_every_launch_compiles_and_no_loop_spills(cases, capability):
     with builds.compile_launches(capability) as compiled:
-        launches.launch(getattr(launches, cases))
+        launch_cases.launch(getattr(launch_cases, cases))
     assert not compiled.failed, list(compiled.failed)
     assert compiled.built
     usages = [(build, builds.usage(build)) for build in compiled.built.values()]
@@ -76,7 +76,7 @@ def test_every_kernel_is_launched(monkeypatch):
     }
     launched = set()
     monkeypatch.setattr(JITFunction, "run", lambda self, *_, **__: launched.add(self.fn.__name__))
-    launches.launch(launches.ALL)
+    launch_cases.launch(launch_cases.ALL)
     assert launched == found
 
 

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from support import kernel_launches as launches
+from support import kernel_launches, launch_cases
 from support.table_distributions import cascade, tables
 
 pytestmark = pytest.mark.interpret
@@ -66,7 +66,7 @@ def launched(monkeypatch):
 def covered_by(launched, cases) -> set:
     found, _ = launched
     found.clear()
-    launches.launch(cases)
+    launch_cases.launch(cases)
     return found.copy()
 
 
@@ -89,7 +89,7 @@ def served(launched, name: str) -> set:
 
 
 def test_what_runners_launch_is_compiled(launched):
-    covered = covered_by(launched, launches.ALL)
+    covered = covered_by(launched, launch_cases.ALL)
     assert len(covered) > 32  # there are as many kernels
     for name in (*CASCADES, "stock"):
         assert served(launched, name) <= covered, name
@@ -106,14 +106,14 @@ def test_what_runners_launch_is_compiled(launched):
 )
 def test_a_read_on_the_host_is_caught(launched, monkeypatch, read):
     """Tensors of the cases have no values: what depends on one cannot be captured in a graph."""
-    forward = launches._Level.forward
-    monkeypatch.setattr(launches._Level, "forward", lambda *args: read(forward(*args)))
+    forward = kernel_launches._Level.forward
+    monkeypatch.setattr(kernel_launches._Level, "forward", lambda *args: read(forward(*args)))
     with pytest.raises(RuntimeError, match="meta"):
-        launches.launch([launches.Cascade((3, 8))])
+        launch_cases.launch([kernel_launches.Cascade((3, 8))])
 
 
 def test_a_launch_without_a_case_is_found(launched):
     """Negative control: no case has a level that passes drafts on."""
-    cases = [case for case in launches.ALL if not getattr(case, "unverified", ())]
+    cases = [case for case in launch_cases.ALL if not getattr(case, "unverified", ())]
     missing = served(launched, "unverified") - covered_by(launched, cases)
     assert {name for name, *_ in missing} == {"commit_unverified_kernel"}

@@ -7,7 +7,6 @@ reads one on the host, or has a shape or a branch that depends on one, raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
@@ -20,7 +19,7 @@ from vllm_hsd.core.text_order import OrderedTexts
 from vllm_hsd.kernels import branch_kernels
 from vllm_hsd.kernels.blocks import padded_size
 from vllm_hsd.kernels.branch_walk import follow_branches
-from vllm_hsd.kernels.chain_verify import METHODS, verify_chain_padded
+from vllm_hsd.kernels.chain_verify import verify_chain_padded
 from vllm_hsd.kernels.copy_blocks import (
     BranchRows,
     CacheBlocks,
@@ -388,82 +387,3 @@ def _filters(requests: int) -> Filters:
 
 def _floats(*shape: int) -> torch.Tensor:
     return _empty(*shape, dtype=torch.float32)
-
-
-# The fast suite's: one to three levels and a lookup in the shapes of Qwen3, one length for all.
-SHORT = (
-    Cascade((8,)),
-    Cascade((3, 8)),
-    Cascade((1, 3, 8)),
-    Cascade((4, 8), "ngram"),
-    Cascade((8,), "suffix", store=1 << 24),
-    Cascade((3, 8), counted=(0,), store=1 << 24),
-    Cascade((4, 8), "sources"),
-    Cascade((3, 8), unsure=(0, 1), horizontal_tokens=3),
-    StockDrafter(torch.bfloat16),
-    Cascade((8,), "sources", rows=4),
-    Branches(),
-)
-# Verification is compiled anew for every K, vocabulary and dtype: one of them changes at a time.
-ALL = (
-    *SHORT,
-    *(Cascade(n, method=m) for m in METHODS for n in ((3, 8), (2, 2, 2, 8))),
-    *(Cascade(n, k) for k in ("ngram", "bigram") for n in ((8,), (1, 2, 8))),
-    Cascade((3, 8), exits=(0,)),
-    *(Cascade((1, 3, 8), unsure=levels) for levels in ((0,), (1,), (2,), (0, 1, 2))),
-    *(Cascade((3, 8), kind, unsure=(1,), unverified=(1,)) for kind in ("model", "ngram")),
-    Cascade((3, 8), unsure=(0, 1), unverified=(1,), vocab_size=50257, slots=3, capacity=3),
-    *(Cascade((n,), unsure=(0,), slots=c, capacity=c) for n, c in ((8, 1), (63, 64))),
-    *(Cascade((3, 8), dtype=d, unsure=(0, 1)) for d in (torch.float16, torch.float32)),
-    Cascade((3, 8), unsure=(0, 1), shorter=(1, 2)),
-    *(Cascade((2, 8), k, horizontal_tokens=3) for k in ("model", "ngram", "suffix", "sources")),
-    Cascade((1, 3, 8), horizontal_tokens=2, unsure=(0,)),
-    *(Cascade((3, 8), counted=(0,), store=n, order=k) for n, k in ((1 << 24, 6), (7, 1))),
-    Cascade((8,), counted=(0,), store=1000, vocab_size=50257, capacity=3, slots=3),
-    Cascade((2, 3, 8), "ngram", counted=(1,), store=1 << 20, max_model_len=16),
-    *(Cascade((3, 8), counted=(0,), store=9, unverified=(1,), horizontal_tokens=n) for n in (0, 2)),
-    Cascade((2, 8), horizontal_tokens=2, shorter=(1, 4), vocab_size=50257),
-    *(Cascade((1, 2, 8), "ngram", exits=e) for e in ((1,), (1, 2))),
-    *(Cascade((3, 8), kind, unverified=(1,)) for kind in ("model", "ngram")),
-    Cascade((1, 3, 8), unverified=(1, 2)),
-    Cascade((3, 8), unverified=(1,), vocab_size=50257, capacity=3, slots=3),
-    *(Cascade((3, 8), dtype=d, unverified=(1,)) for d in (torch.float16, torch.float32)),
-    # Shorter drafts in the memory of the longest ones, as the adaptive ladder gives them.
-    *(Cascade((8,), shorter=(n,)) for n in (4, 2)),
-    *(Cascade((3, 8), shorter=n) for n in ((3, 4), (1, 2))),
-    Cascade((1, 3, 8), shorter=(1, 2, 4)),
-    Cascade((3, 8), unverified=(1,), shorter=(1, 2)),
-    *(Cascade((4, 8), kind, shorter=(3, 4)) for kind in ("ngram", "bigram", "suffix", "sources")),
-    *(Cascade((4, 8), "sources", sources=n) for n in (1, 2, 8)),
-    Cascade((8,), "sources", sources=1, chooses=True),
-    Cascade((3, 8), "sources", sources=2, chooses=True),
-    Cascade((3, 5)),
-    # Views of a state for an odd number of requests are not aligned.
-    *(Cascade((3, 8), capacity=c, slots=c) for c in (1, 2, 3, 33)),
-    *(Cascade((3, 8), "ngram", capacity=c, slots=c, max_model_len=2048) for c in (1, 3)),
-    Cascade((3, 8), groups=3),
-    *(Cascade((3, 8), dtype=d) for d in (torch.float16, torch.float32)),
-    *(Cascade((3, 8), vocab_size=v) for v in (32000, 50257, 262144)),
-    Cascade((1, 3, 8), vocab_size=128, dtype=torch.float32, max_model_len=1000),
-    # The longest drafts, and texts from a block to a million tokens.
-    Cascade((15, 31, 63)),
-    *(Cascade((4, 8), "ngram", max_model_len=n) for n in (16, 1 << 20)),
-    *(Cascade((63,), "suffix", store=n, max_model_len=1 << 20) for n in (0, 1)),
-    *(Cascade((1, 3), "suffix", store=1000, capacity=c, max_model_len=16) for c in (1, 3)),
-    *(Cascade((n,), "sources", store=7, capacity=c, slots=c) for n, c in ((63, 1), (8, 64))),
-    *(StockDrafter(d) for d in (torch.float16, torch.float32)),
-    StockDrafter(torch.bfloat16, vocab_size=50257),
-    *(Cascade((8,), "sources", sources=n, rows=r) for n, r in ((2, 2), (8, 16))),
-    *(Branches(rows=n) for n in (2, 3, 16)),
-    *(Branches(dtype=d) for d in (torch.float16, torch.float32)),
-    *(Branches(vocab_size=v) for v in (128, 50257, 262144)),
-    Branches(length=63, slots=3),
-    *(Trees(n) for n in (5, MAX_NODES)),
-    Trees(dtype=torch.float32),
-)
-
-
-def launch(cases: Iterable[Cascade | StockDrafter | Branches | Trees]) -> None:
-    """Launch what each of them does."""
-    for case in cases:
-        case.launch()
