@@ -163,6 +163,14 @@ def test_the_demo_answers_every_prompt_and_shows_it(tmp_path, capsys):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("seconds", "tokens"), [(900, 64), (1100, 32), (9000, 16)])
+def test_the_demo_shortens_answers_on_a_slow_machine(tmp_path, seconds, tokens):
+    engines = engines_of({"lookup": CONFIG}, tmp_path)
+    engines.params["max_tokens"] = 64
+    demo.shorten_answers(engines, seconds, time.monotonic() + 1000)
+    assert engines.params["max_tokens"] == tokens
+
+
 def test_committed_tables_have_one_schema():
     """All but that of `vllm-hsd bench`, whose columns are its own, and one of single drafts."""
     for path in sorted(STUDIES.glob("*.csv")):

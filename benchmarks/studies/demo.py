@@ -37,6 +37,8 @@ TEMPERATURES = [0.0, 0.7]
 ALL = "all kinds"
 # Lines of a streamed answer on the terminal.
 SHOWN = 240
+# Answers are not made shorter than this.
+FEWEST_TOKENS = 16
 
 
 def read_demo_prompts() -> dict[str, list[str]]:
@@ -105,13 +107,13 @@ class Screen:
         self._live.update(Group(Text(self._title, style="bold"), table))
 
 
-def stream_first_answer(engines: Sweep) -> float:
+def stream_first_answer(engines: Sweep) -> tuple[float, float]:
     """Show the first answer word by word, without speculation.
 
     Returns:
-        the time at which its first word was there, in seconds of `time.time`.
+        when its first word was there and how long all of it took, in seconds of `time.time`.
     """
-    times = []
+    times, began = [], time.time()
 
     def show(_: int, text: str) -> None:
         times.append(time.time())
@@ -120,7 +122,7 @@ def stream_first_answer(engines: Sweep) -> float:
     params = {**engines.params, "temperature": 0.0}
     engines.engines.get(0).generate(engines.setup.prompt_ids[:1], params, show)
     print("\n")
-    return times[0]
+    return times[0], time.time() - began
 
 
 def measure(engines: Sweep, kinds: Sequence[str], rounds: int, until: float) -> list[Cell]:
@@ -145,6 +147,21 @@ def measure(engines: Sweep, kinds: Sequence[str], rounds: int, until: float) -> 
                 engines.answer(cell, round_, turn, screen.add, screen.finish)
             longest = max(longest, time.monotonic() - began)
     return cells
+
+
+def shorten_answers(engines: Sweep, round_seconds: float, until: float) -> None:
+    """Halve the answers until a round of them ends in time; a slow machine shows fewer tokens.
+
+    Args:
+        round_seconds: of answers as long as now.
+        until: see `measure`.
+    """
+    tokens = engines.params["max_tokens"]
+    while time.monotonic() + round_seconds > until and tokens > FEWEST_TOKENS:
+        tokens, round_seconds = tokens // 2, round_seconds / 2
+    if tokens < engines.params["max_tokens"]:
+        print(f"Answers have {tokens} tokens at most: this machine is slow.", flush=True)
+        engines.params["max_tokens"] = tokens
 
 
 def print_tables(rows: Sequence[dict[str, Any]]) -> None:
@@ -223,12 +240,16 @@ def run(
         **engine_args,
     ) as engines:
         engines.engines.get(0)
+        until = began + 60 * chosen.minutes
         print(f"\n> {by_kind[kinds[0]][0]}\n", flush=True)
-        waited = stream_first_answer(engines) - called
+        first_word, seconds = stream_first_answer(engines)
+        waited = first_word - called
         print(f"First streamed answer {waited:.0f} s after the call.", flush=True)
         for index in range(1, len(engines.names)):
             engines.engines.get(index)
-        cells = measure(engines, kinds, rounds, began + 60 * chosen.minutes)
+        answers = len(engines.names) * len(kinds) * len(TEMPERATURES)
+        shorten_answers(engines, answers * seconds, until)
+        cells = measure(engines, kinds, rounds, until)
         faults = engines.compare()
     rows = []
     for temperature in TEMPERATURES:
