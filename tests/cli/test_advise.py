@@ -8,6 +8,7 @@ from vllm_hsd.cli import advise
 from vllm_hsd.cli.advise import Situation, advice
 from vllm_hsd.cli.doctor import configuration_finding
 from vllm_hsd.cli.main import main
+from vllm_hsd.dtype import Choice
 
 CASES = [
     (Situation("cpu", True, 0, False), advise.SUFFIX),
@@ -36,9 +37,12 @@ def test_a_model_that_cannot_be_read(faulty, tmp_path, capsys):
     assert "cannot be read" in said and said.count("\n") == 1
 
 
-def test_the_command(text_family, capsys):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_command(dtype, text_family, capsys, monkeypatch):
+    monkeypatch.setattr(advise, "choose_dtype", lambda model: Choice(dtype, "it is faster"))
     assert main(["advise", "--model", text_family.target]) == 0
     printed = capsys.readouterr().out
+    assert ("--dtype float32 --speculative-config" in printed) == (dtype == "float32")
     assert "Start with:" in printed and f"vllm-hsd bench --model {text_family.target}" in printed
     for config in (advise.NGRAM, advise.STOCK_NGRAM):
         assert configuration_finding(text_family.target, json.dumps(config), ()).status == "ok"
