@@ -111,6 +111,21 @@ def test_doctor_refuses_a_configuration_in_one_sentence(
     assert re.search(words, line)
 
 
+@pytest.mark.parametrize(
+    ("status", "flags", "words"),
+    [
+        (0, {"avx2", "avx512_bf16"}, "run on this CPU"),
+        (0, {"avx2"}, "emulates bfloat16"),
+        (0, set(), "run on this CPU"),
+        (-4, {"avx2"}, "illegal instruction"),
+        (0, {"amx_bf16", "hypervisor"}, "claims AMX"),
+        (3, set(), "status 3"),
+    ],
+)
+def test_doctor_says_what_bfloat16_is_worth(status, flags, words):
+    assert words in doctor.bfloat16_finding(status, flags).text
+
+
 @pytest.mark.parametrize("given", ["{", "[" * 5000, "[]", "null"])
 def test_doctor_wants_a_json_object(given):
     with pytest.raises(UserError, match=r"^--speculative-config is not .*JSON.*\.$"):

@@ -195,6 +195,11 @@ def bfloat16_finding(status: int, flags: Set[str]) -> Finding:
         )
     elif status != 0:
         text = f"a bfloat16 matrix product ended with status {status}"
+    elif "avx2" in flags and "avx512_bf16" not in flags:
+        text = (
+            "this CPU emulates bfloat16: steps over several tokens are probably faster with "
+            "--dtype float32 (`vllm-hsd advise` tries it)"
+        )
     else:
         return Finding("ok", "bfloat16 matrix products run on this CPU")
     return Finding("note", text)
