@@ -38,7 +38,6 @@ COUNTERS = {
     "requested": "Drafts that the next level or the target could take from a level.",
     "empty": "Requested drafts that got no token: none was found, or none was worth it.",
     "seconds": "Seconds of a level: forward passes, lookups, verification; on CPU only.",
-    "sat_out": "Requests that a level drafted nothing for: states of the target were gone.",
     "branches": "Branches of a level that were verified beside its drafts.",
     "branch_tokens": "Tokens of these branches that were verified for them alone.",
     "branches_followed": "Branches that the text followed further than the draft.",
@@ -77,7 +76,7 @@ def log_line(counts: LevelCounts) -> str:
 
 
 def _described(row: list[int]) -> str:
-    drafted, accepted, rounds, forwards, forward_ns, requested, empty, ns, sat_out, *beside = row
+    drafted, accepted, rounds, forwards, forward_ns, requested, empty, ns, *beside = row
     rate = accepted / drafted if drafted else float("nan")
     lengths = ""
     if requested:
@@ -87,7 +86,6 @@ def _described(row: list[int]) -> str:
         + (f"{ns / 1e9:.2f} s, " if ns else "")
         + f"rounds {rounds}, forwards {forwards}"
         + (f" in {forward_ns / 1e9:.2f} s" if forward_ns else "")
-        + (f", sat out {sat_out} requests" if sat_out else "")
         + (f", branches {beside[0]} of {beside[1]} tokens, " if beside[0] else "")
         + (f"{beside[2]} followed by {beside[3]} tokens" if beside[0] else "")
     )

@@ -133,22 +133,3 @@ def test_caches_over_calls_with_rejections_and_idle_requests():
         cached = np.minimum(batch.cached, length - 1)
     # Every call feeds a level few new tokens: what is valid is not computed again.
     assert max(max(counts) for level in stand_ins for counts in level.passes[5:]) <= 12
-
-
-@pytest.mark.parametrize("greedy", [False, True])
-def test_a_level_sits_out_for_the_requests_that_are_marked(greedy):
-    """The one below drafts in its place; the lowest one drafts nothing, and neither is fed."""
-    stand_ins = levels(2)
-    cascade = Cascade(stand_ins, options(3, 8), 20)
-    batch = batch_of(20, 2, greedy=greedy)
-    lowest, top = np.arange(20) % 3 == 1, np.arange(20) % 3 == 2
-    batch.sits_out = np.array([lowest, top])
-    drafts = propose(cascade, batch, np.full(20, 8))
-    assert drafts.counts.tolist() == np.where(top, 3, 8).tolist()
-    assert (drafts.level[lowest] == 1).all() and (drafts.level[top, :3] == 0).all()
-    cascade.models.ingest(batch, np.arange(20), np.full(20, PROMPT + 3))
-    assert (batch.cached[0, lowest] == 0).all() and (batch.cached[1, top] == 0).all()
-    alone = batch_of(20, 1, greedy=greedy)
-    alone.sits_out = np.array([lowest])
-    counts = propose(Cascade(levels(1), options(8), 20), alone, np.full(20, 8)).counts
-    assert counts.tolist() == np.where(lowest, 0, 8).tolist()

@@ -84,13 +84,13 @@ def test_text_is_that_of_no_speculation(family, plain, tmp_path, lowest):
 
 
 @pytest.mark.slow
-def test_a_head_sits_out_where_it_has_not_read_the_prefix(family, plain, tmp_path):
-    """The target's states of these tokens are in the other engine."""
+def test_a_head_drafts_after_a_prefix_that_another_engine_has_read(family, plain, tmp_path):
+    """The target's states of these tokens are there."""
     head = write_eagle3_head(family.target, tmp_path)
     store = tmp_path / "store"
     found = [run(family, store, [{"eagle3": head}]) for _ in range(2)]
     assert all(result["outputs"] == plain for result in found)
-    assert [result["levels"][0]["sat_out"] for result in found] == [0, len(PROMPTS)]
+    assert all(result["levels"][0]["drafted"] > 0 for result in found)
 
 
 def test_levels_that_fill_their_caches_late_are_refused(family, tmp_path):

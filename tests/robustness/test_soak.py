@@ -137,17 +137,14 @@ def test_a_soak_of_other_levels(text_family, other_cascades, requests, tmp_path,
         metrics = server.metrics()
     assert_clean(report)
     assert report.preemptions > 0
-    counts = ("level_drafted", "level_accepted", "source_drafted", "level_sat_out")
+    counts = ("level_drafted", "level_accepted", "source_drafted")
     levels = {
         key.removeprefix("vllm_hsd:"): value
         for key, value in metrics.items()
         if key.startswith(tuple(f"vllm_hsd:{count}_total" for count in counts))
     }
     print(levels)
-    sat_out = {key: value for key, value in levels.items() if "sat_out" in key}
-    # A head has read every prefix that it meets: no other process fills its cache.
-    assert not any(sat_out.values()), levels
-    assert all(value > 0 for key, value in levels.items() if key not in sat_out), levels
+    assert all(value > 0 for value in levels.values()), levels
 
 
 @pytest.mark.slow

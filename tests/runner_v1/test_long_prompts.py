@@ -127,8 +127,6 @@ def test_long_prompts(long_family, files, plain, name):
     assert_equal(results, plain)
     levels = arguments["speculative_config"]["levels"]
     assert all(drafted(results, i) > 0 for i in range(len(levels)))
-    for result in results.values():
-        assert not any(level.get("sat_out") for level in result["levels"])
 
 
 @pytest.mark.parametrize(

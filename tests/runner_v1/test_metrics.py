@@ -58,12 +58,12 @@ def counted(*rows: dict[str, int], sources: tuple[str, ...] = ()) -> LevelCounts
 
 
 LEVEL = {"drafted": 8, "accepted": 4, "rounds": 3, "forwards": 9, "requested": 4, "empty": 1}
-LEVEL |= {"forward_ns": 250_000_000, "ns": 500_000_000, "sat_out": 1}
+LEVEL |= {"forward_ns": 250_000_000, "ns": 500_000_000}
 NGRAM, MODEL = {"drafted": 6, "accepted": 3}, {"drafted": 2}
 NOTHING = "level 1: drafted 0, accepted 0 (nan%), rounds 0, forwards 0"
 LINE = (
     "level 0: drafted 16, accepted 8 (50.0%), mean length 2.0, none for 25.0%, 1.00 s, "
-    "rounds 6, forwards 18 in 0.50 s, sat out 2 requests"
+    "rounds 6, forwards 18 in 0.50 s"
 )
 
 

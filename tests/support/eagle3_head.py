@@ -4,6 +4,7 @@ What a head drafts after a text is computed here without a cache, a batch or an 
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -93,11 +94,17 @@ def train(head: Head, model: LlamaForCausalLM) -> None:
         optimizer.step()
 
 
-def causal_pass(head: Head, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """The head's layer over one sequence: (before the last norm, after it), [time, hidden]."""
+def causal_pass(
+    head: Head, embeds: Tensor, hidden: Tensor, unread: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The head's layer over one sequence: (before the last norm, after it), [time, hidden].
+
+    Keys and values are zeros at the positions `unread`.
+    """
     layer, (cos, sin) = head.midlayer, rotary(len(embeds), head.shape)
     both = torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(hidden)], -1)[None]
     q, k, v = layer.self_attn.project(both, cos, sin)
+    k[:, :, unread], v[:, :, unread] = 0, 0
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     hidden = hidden + layer.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))[0]
     hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
@@ -106,7 +113,12 @@ def causal_pass(head: Head, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def roll_out(
-    head: Head, embedding: Tensor, states: Tensor, tokens: list[int], drafted: list[int]
+    head: Head,
+    embedding: Tensor,
+    states: Tensor,
+    tokens: list[int],
+    drafted: list[int],
+    unread: Sequence[int] = (),
 ) -> list[Tensor]:
     """Outputs of len(drafted) + 1 draft steps after `tokens`, each [hidden].
 
@@ -114,12 +126,14 @@ def roll_out(
         states: [time, layers, hidden] at tokens[:-1].
         tokens: known tokens, [time + 1].
         drafted: draft tokens that the later steps stand on.
+        unread: positions that the head has passed over.
     """
     hidden = head.combine(states)
     tokens = list(tokens)
     outputs = []
     for token in [*drafted, None]:
-        before, after = causal_pass(head, embedding[torch.tensor(tokens[1:])], hidden)
+        embeds = embedding[torch.tensor(tokens[1:])]
+        before, after = causal_pass(head, embeds, hidden, torch.tensor(unread, dtype=torch.long))
         outputs.append(after[-1])
         # A drafted position has no target state: the head's own output stands in for it.
         hidden = torch.cat([hidden, before[-1:]])
@@ -128,13 +142,18 @@ def roll_out(
 
 
 def guesses(
-    head: Head, embedding: Tensor, states: Tensor, text: list[int], draft: list[int]
+    head: Head,
+    embedding: Tensor,
+    states: Tensor,
+    text: list[int],
+    draft: list[int],
+    unread: Sequence[int] = (),
 ) -> list[int]:
     """The head's likeliest token at every place of a draft, after the draft's tokens before it.
 
     A draft that the head made itself is equal to its guesses.
     """
-    outputs = roll_out(head, embedding, states, text, draft[:-1])
+    outputs = roll_out(head, embedding, states, text, draft[:-1], unread)
     return [int(head.draft_tokens[head.lm_head(output).argmax()]) for output in outputs]
 
 
@@ -149,12 +168,15 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self.head = load_head(Path(head))
 
-    def guesses(self, text: list[int], draft: list[int], shift: int = 0) -> list[int]:
+    def guesses(
+        self, text: list[int], draft: list[int], unread: Sequence[int] = (), shift: int = 0
+    ) -> list[int]:
         """See `guesses`.
 
         Args:
+            unread: see `roll_out`.
             shift: positions by which the states come too late, for a control that must differ.
         """
         read = states(self.model, torch.tensor([text]))[0, :-1].roll(shift, 0)
         embedding = self.model.model.embed_tokens.weight.detach()
-        return guesses(self.head, embedding, read, text, draft)
+        return guesses(self.head, embedding, read, text, draft, unread)

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 from support import adversarial_depth
 
 FILE = "HSD_TEST_DRAFTS"
@@ -27,15 +28,14 @@ def install() -> None:
     Scheduler.update_draft_token_ids = update_draft_token_ids
 
 
-def install_in_turns() -> None:
-    """As `install`, with drafts that come and go."""
-    adversarial_depth.install()
-    install()
+def install_with_a_head() -> None:
+    """Append [text, [draft, source of each token, unread]] for drafts that come and go.
 
-
-def install_with_sources() -> None:
-    """Append [text, [draft, source of each token]] for every draft of sources that take turns."""
+    `unread` are the positions before the last token that a head, if it has read any, has not.
+    """
     adversarial_depth.install()
+    _note_what_is_read()
+    from vllm_hsd.runner_v1.eagle3 import Eagle3Level
     from vllm_hsd.runner_v1.proposer import CascadeProposer
 
     original = CascadeProposer.propose_draft_token_ids
@@ -50,10 +50,39 @@ def install_with_sources() -> None:
                 source = self.cascade.drafts[-1].source[slot, : len(draft)].tolist()
                 params = self.runner.requests[batch.req_ids[row]].sampling_params
                 if draft and not params.temperature:
-                    file.write(json.dumps([text, [draft, source]]) + "\n")
+                    [head] = (m for m in self.model_levels if isinstance(m, Eagle3Level))
+                    slots = _slots(head, [row] * (len(text) - 1), range(len(text) - 1))
+                    unread = [i for i, place in enumerate(slots) if place not in head.was_read]
+                    file.write(json.dumps([text, [draft, source, unread]]) + "\n")
         return drafts
 
     CascadeProposer.propose_draft_token_ids = propose_draft_token_ids
+
+
+def _note_what_is_read() -> None:
+    """Give heads a set `was_read` of slots of their caches."""
+    from vllm_hsd.runner_v1.eagle3 import Eagle3Level
+
+    clear, forward = Eagle3Level.clear, Eagle3Level._forward_once
+    Eagle3Level.was_read = set()
+
+    def noted_clear(self, rows, starts, ends):
+        for row, start, end in zip(rows, starts, ends, strict=True):
+            self.was_read.difference_update(_slots(self, [row] * (end - start), range(start, end)))
+        clear(self, rows, starts, ends)
+
+    def noted_forward(self, tokens, rows, starts, counts, num_logits):
+        for row, start, count in zip(rows, starts, counts, strict=True):
+            end = min(start + count, self.verified[row])
+            self.was_read.update(_slots(self, [row] * (end - start), range(start, end)))
+        return forward(self, tokens, rows, starts, counts, num_logits)
+
+    Eagle3Level.clear, Eagle3Level._forward_once = noted_clear, noted_forward
+
+
+def _slots(head, rows, positions) -> list[int]:
+    where = np.array([rows, positions], dtype=np.int64).reshape(2, -1)
+    return head.slots(head.attention_groups[0].kv_cache_group_id, *where).tolist()
 
 
 def read(path: Path) -> dict[tuple[int, ...], list]:

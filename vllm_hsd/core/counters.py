@@ -18,11 +18,10 @@ class Count(IntEnum):
     """Columns of `LevelCounts.rows`; the first three are also those of the V2 runner's device.
 
     A level proposed `drafted` tokens in `rounds` drafts to the next model up, which had requested
-    `requested` drafts, `empty` of which got no token. For `sat_out` requests it could draft
-    nothing, since the target's states that it needs were gone. Beside its drafts `branches` with
+    `requested` drafts, `empty` of which got no token. Beside its drafts `branches` with
     `branch_tokens` were verified; the text followed `branches_followed` of them, which gave
-    `followed_tokens` more. `ns` nanoseconds went into its
-    forward passes (`forward_ns`), lookups and verifications.
+    `followed_tokens` more. `ns` nanoseconds went into its forward passes (`forward_ns`), lookups
+    and verifications.
     """
 
     drafted = 0
@@ -33,11 +32,10 @@ class Count(IntEnum):
     requested = 5
     empty = 6
     ns = 7
-    sat_out = 8
-    branches = 9
-    branch_tokens = 10
-    branches_followed = 11
-    followed_tokens = 12
+    branches = 8
+    branch_tokens = 9
+    branches_followed = 10
+    followed_tokens = 11
 
 
 @dataclass

@@ -72,9 +72,8 @@ class LevelModels:
         self.warned: set[int] = set()
 
     def can_draft(self, batch: DraftBatch, level: int, slots: np.ndarray) -> np.ndarray:
-        """[n] bool, the requests whose text fits the level and for which it has what it needs."""
-        taking = batch.takes_part(level, slots)
-        able: np.ndarray = (batch.end[slots] <= self.context_lengths[level]) & taking
+        """[n] bool, the requests whose text fits the level."""
+        able: np.ndarray = batch.end[slots] <= self.context_lengths[level]
         return able
 
     def forward(
@@ -115,7 +114,7 @@ class LevelModels:
                 continue
             cached = batch.cached[k]
             upto = np.minimum(end[k], self.context_lengths[k])
-            uncached = (cached[slots] < upto) & batch.takes_part(k, slots)
+            uncached = cached[slots] < upto
             if uncached.any():
                 filled, upto = slots[uncached], upto[uncached]
                 none = np.zeros(len(filled), dtype=np.int64)

@@ -204,7 +204,6 @@ class DraftBatch:
             for none.
         choose: (logits [n, V], slots [n], positions [n] in the text, level) -> [n] int64, the
             level's tokens there, drawn with the noise of the position.
-        sits_out: [levels, slots] bool, requests that a level can draft nothing for; None for none.
     """
 
     tokens: np.ndarray
@@ -218,7 +217,6 @@ class DraftBatch:
     thresholds: EntropyThresholds
     coupled: np.ndarray | None = None
     choose: Callable[[torch.Tensor, np.ndarray, np.ndarray, int], np.ndarray] | None = None
-    sits_out: np.ndarray | None = None
 
     def texts(self, slots: np.ndarray) -> Texts:
         """Of the requests in [n] slots."""
@@ -230,10 +228,3 @@ class DraftBatch:
             return np.full(len(slots), not self.greedy)
         drawn: np.ndarray = ~self.coupled[slots]
         return drawn
-
-    def takes_part(self, level: int, slots: np.ndarray) -> np.ndarray:
-        """[n] bool, the requests for which the level has what it needs to draft."""
-        if self.sits_out is None:
-            return np.ones(len(slots), dtype=bool)
-        taking: np.ndarray = ~self.sits_out[level, slots]
-        return taking

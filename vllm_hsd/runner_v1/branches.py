@@ -54,14 +54,11 @@ class Followed(NamedTuple):
             its request's, the root first; None where no branch won.
         kept: [batch] int64 draft tokens of that row that are part of the text now.
         of_chain: [batch] int64, leading ones of them that are the chain's.
-        positions: [batch] int64 positions of each request, from its first one, that were computed
-            where its text is.
     """
 
     places: np.ndarray | None
     kept: np.ndarray
     of_chain: np.ndarray
-    positions: np.ndarray
 
 
 class HostedBranches:
@@ -223,10 +220,9 @@ class HostedBranches:
         """
         rows, self.rows = self.rows, None
         assert rows is not None
-        positions = np.maximum(rows.counts[:, 0], kept + 1)
         won = np.flatnonzero(winner)
         places = rows.places[np.arange(len(winner)), winner] if len(won) else None
-        self.followed = Followed(places, kept, of_chain, positions)
+        self.followed = Followed(places, kept, of_chain)
         slots, more = self.state.request_slots(len(winner)), np.maximum(kept - of_chain, 0)
         self.state.cascade.record_branches(slots, winner, more)
         if len(won):

@@ -160,7 +160,7 @@ def build(
     requests = RequestState.allocate(cascade)
     table = RequestTable(runner, cascade, requests, hsd.verifier == "coupled")
     heads = [
-        HeadStates(level, k, levels[k], cascade, requests)
+        HeadStates(level, k, requests)
         for k, level in enumerate(cascade.levels)
         if isinstance(level, Eagle3Level)
     ]

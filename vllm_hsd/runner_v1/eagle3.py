@@ -6,10 +6,10 @@ an entry reads the head's own output at the entry before it (Li et al., "EAGLE-3
 Inference Acceleration of Large Language Models via Training-Time Test", section 3).
 
 The states of a step's positions exist in that step only. Where the head does not run for a
-request, because another source drafts, some are kept, and it catches up before they are too many or
-a block of the KV cache is full: later requests may share that block. Which token every slot of the
-cache was computed with is noted: a request whose prefix is in slots that the head never filled is
-one for which it drafts nothing, instead of attending to noise.
+request, because another source drafts or nothing pays, the last ones are kept, and it reads those
+when it drafts again. What it has not read by then, a long prompt for example, it never reads: its
+entries there are zeros, to which attention hardly gives weight, and a head lives on the last
+states.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from vllm_hsd.runner_v1.levels import ModelLevel
 
 logger = init_logger(f"vllm.{__name__}")
 
-_EMPTY = -1
 # Most states that are kept for a request, in positions.
 KEPT_STATES = 32
 
@@ -71,7 +70,6 @@ class Eagle3Level(ModelLevel):
         )
         self.places: np.ndarray | None = None
         self.states: list[torch.Tensor] = []
-        self.computed_with = np.zeros(0, dtype=np.int32)
 
     def attach(self, target_model: Any, named: str) -> None:
         """Share the target's embedding and head where the checkpoint has none of its own.
@@ -154,19 +152,11 @@ class Eagle3Level(ModelLevel):
                 f"{size}: use a head of this target."
             )
 
-    def init_attention(self, kv_cache_config, kernel_block_sizes: list[int] | None) -> None:
-        """See `ModelLevel.init_attention`."""
-        super().init_attention(kv_cache_config, kernel_block_sizes)
-        group = self.attention_groups[0]
-        slots = kv_cache_config.num_blocks * group.kv_cache_spec.block_size
-        self.computed_with = np.full(slots, _EMPTY, dtype=np.int32)
-
     def take_states(
         self,
         states: list[torch.Tensor],
         slots: np.ndarray,
         first: np.ndarray,
-        counts: np.ndarray,
         verified: np.ndarray,
         index: np.ndarray,
         places: np.ndarray | None,
@@ -177,7 +167,6 @@ class Eagle3Level(ModelLevel):
             states: [n, width] states of one layer each, request after request.
             slots: [batch] int64, slot of each request.
             first: [batch] int64, first position of each request in the step.
-            counts: [batch] int64, positions of each request.
             verified: [batch] int64, positions of each request whose tokens are verified.
             index: [batch] int64, where the states of those begin among the step's.
             places: [batch, P] int64, where the first P of each are from there; None: in order.
@@ -186,71 +175,43 @@ class Eagle3Level(ModelLevel):
         self.states = states
         self.slot_of_row[:batch], self.first[:batch], self.verified[:batch] = slots, first, verified
         self.index_of_first[:batch], self.places = index, places
-        rows, offsets = ragged_arange(counts)
-        self.computed_with[self._slots(rows, first[rows] + offsets)] = _EMPTY
+        self.clear(np.arange(batch), first, verified)
 
-    def mark_computed(self, tokens: np.ndarray, rows: np.ndarray) -> None:
-        """Note the step's verified positions of `rows` as computed: they will be, in this step.
-
-        Args:
-            tokens: [table rows, max length] int32.
-            rows: [n] int64.
-        """
-        owners, offsets = ragged_arange(self.verified[rows] - self.first[rows])
-        owners = rows[owners]
-        entries = self.first[owners] + offsets
-        self.computed_with[self._slots(owners, entries)] = tokens[owners, entries + 1]
-
-    def unmark(self, row: int) -> None:
-        """Take back what `mark_computed` noted for a row."""
-        entries = np.arange(self.first[row], self.verified[row])
-        self.computed_with[self._slots(np.full(len(entries), row), entries)] = _EMPTY
-
-    def prefix_is_valid(self, tokens: np.ndarray, row: int) -> bool:
-        """Whether the cache has the entries of a request's positions before this step's.
-
-        The entry at a block's last position may have been computed with the token that followed in
-        the text of another request: as under vLLM's own heads, that entry is a little off.
+    def clear(self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
+        """Make the entries at positions starts[i] to ends[i] of rows[i] zeros, until it reads them.
 
         Args:
-            tokens: [table rows, max length] int32.
-            row: row of the request in the batch and in `tokens`.
+            rows, starts, ends: [n] int64.
         """
-        count = self.first[row]
-        entries = np.arange(count)
-        found = self.computed_with[self._slots(np.full(count, row), entries)]
-        size = self.attention_groups[0].kv_cache_spec.block_size
-        last = (entries % size == size - 1) & (found != _EMPTY)
-        return bool(((found == tokens[row, 1 : count + 1]) | last).all())
+        owners, offsets = ragged_arange(np.maximum(ends - starts, 0))
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for group in self.attention_groups:
+            slots = self.slots(group.kv_cache_group_id, rows[owners], starts[owners] + offsets)
+            index = torch.from_numpy(slots).to(self.device)
+            for name in group.layer_names:
+                layer = layers[name]
+                zeros = self.own.new_zeros(len(slots), layer.num_kv_heads, layer.head_size)
+                layer.impl.do_kv_cache_update(layer, zeros, zeros, layer.kv_cache, index)
 
-    def must_catch_up(self, rows: np.ndarray, entries: np.ndarray) -> np.ndarray:
-        """[n] bool, rows whose states from position entries[i] on must not wait for another step.
+    def keep(self, rows: np.ndarray, entries: np.ndarray) -> np.ndarray:
+        """Keep the last states of this step from position entries[i] of rows[i] on.
 
         Args:
             rows: [n] int64.
             entries: [n] int64.
-        """
-        verified = self.verified[rows]
-        size = self.attention_groups[0].kv_cache_spec.block_size
-        # The next step may verify a whole draft and a token.
-        many = verified - entries + self.own.shape[1] > KEPT_STATES
-        return many | (verified // size > entries // size)
 
-    def keep(self, rows: np.ndarray, entries: np.ndarray) -> None:
-        """Keep the states of this step from position entries[i] of rows[i] on, for a later one.
-
-        Args:
-            rows: [n] int64.
-            entries: [n] int64.
+        Returns:
+            [n] int64 first position of each that is kept, of this step or an earlier one.
         """
-        begin = np.maximum(entries, self.first[rows])
+        kept_from = np.maximum(entries, self.verified[rows] - KEPT_STATES)
+        begin = np.maximum(kept_from, self.first[rows])
         owners, offsets = ragged_arange(self.verified[rows] - begin)
         positions, owners = begin[owners] + offsets, rows[owners]
         states = self._states_before(owners, positions, np.ones(len(owners), dtype=bool))
         place = np.stack([self.slot_of_row[owners], positions % KEPT_STATES])
         index = torch.from_numpy(place).to(self.device)
         self.kept[index[0], index[1]] = states
-        self.computed_with[self._slots(owners, positions)] = _EMPTY
+        return kept_from
 
     def forward(
         self,
@@ -293,9 +254,6 @@ class Eagle3Level(ModelLevel):
         verified = entries < self.verified[owners]
         self.inputs = self._states_before(owners, entries, verified)
         logits = super()._forward_once(tokens, rows, starts, counts, num_logits)
-        self.computed_with[self._slots(owners, entries)] = np.where(
-            verified, tokens[owners, entries], _EMPTY
-        )
         place = entries - self.verified[owners] + 1
         kept = np.flatnonzero(place >= 0)
         index = torch.from_numpy(np.stack([owners[kept], place[kept]])).to(self.device)
@@ -341,7 +299,3 @@ class Eagle3Level(ModelLevel):
         """See `ModelLevel.warm_up`."""
         self.inputs = self.own.new_zeros(len(input_ids), self.own.shape[-1])
         self.run(input_ids, positions)
-
-    def _slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """[n] int64 slots of the head's KV cache."""
-        return self.slots(self.attention_groups[0].kv_cache_group_id, rows, positions)

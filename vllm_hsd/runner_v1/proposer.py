@@ -179,12 +179,12 @@ class CascadeProposer(DraftModelProposer):
         # cache of its own is always up to date.
         computed = length - sampled
         first = input_batch.num_computed_tokens_cpu[: len(slots)].astype(np.int64)
-        valid, positions, places = computed, scheduled, None
+        valid, places = computed, None
         if self.branches is not None and (followed := self.branches.followed) is not None:
             # Where a branch won, levels computed other tokens, and the states are in its row.
             won = followed.kept > followed.of_chain
             valid = np.where(won, first + 1 + followed.of_chain, computed)
-            positions, places = followed.positions, followed.places
+            places = followed.places
         requests.cached[:, slots] = np.minimum(requests.cached[:, slots], valid)
         for k, level in enumerate(self.cascade.levels):
             if level is not None and not level.keeps_cache:
@@ -193,7 +193,7 @@ class CascadeProposer(DraftModelProposer):
             if isinstance(level, Eagle3Level):
                 layers = [hidden_states] if level.reads_final_states else aux_hidden_states
                 index = ragged_starts(scheduled)
-                level.take_states(layers, slots, first, positions, computed, index, places)
+                level.take_states(layers, slots, first, computed, index, places)
         # A head reads the target's state of a position and the token after it.
         known = np.tile(computed, (len(self.cascade.levels), 1))
         for states in self.heads:
@@ -216,17 +216,16 @@ class CascadeProposer(DraftModelProposer):
             thresholds=requests.thresholds,
             coupled=self._coupled(slots),
             choose=functools.partial(self._choose, sampling),
-            sits_out=requests.sits_out,
         )
         for states in self.heads:
-            states.before_drafting(batch, slots, known)
+            states.before_drafting(slots)
         if self.branches is not None:
             self.branches.make_room(slots, length - 1, requested)
         drafts = self._draft(batch, slots, requested, known)
         if self.lazy is not None:
             self.lazy.step_ended(slots)
         for states in self.heads:
-            states.after_drafting(batch, slots, known)
+            states.after_drafting(slots, known[states.k])
         if self.branches is not None:
             flat = self.branches.flat_drafts(slots)
             self.clock.drafting_ended()
@@ -247,7 +246,7 @@ class CascadeProposer(DraftModelProposer):
         cascade, adaptive = self.cascade, self.cascade_config.adaptive
         if cascade.branches is not None:
             cascade.branches.clear(slots)
-        if not adaptive or self.heads:
+        if not adaptive:
             idle = requested == 0
             cascade.models.ingest(batch, slots[idle], known[:, idle])
         if cascade.budget is None:
@@ -311,6 +310,12 @@ class CascadeProposer(DraftModelProposer):
         for request_id, computed in entered.items():
             valid = computed if self.lazy is None else self.lazy.usable(request_id, computed)
             table.enter(request_id, valid)
+        if self.vllm_config.kv_transfer_config is not None and self.heads and entered:
+            # Another process may have computed their prefixes, and no head has read those.
+            rows = np.array([self.runner.input_batch.req_id_to_index[each] for each in entered])
+            ends = np.array(list(entered.values()))
+            for states in self.heads:
+                states.head.clear(rows, np.zeros_like(ends), ends)
 
     def _scheduled(self, scheduler_output, batch: int) -> np.ndarray:
         """[batch] int64 tokens that the target computed in this step."""

@@ -38,7 +38,6 @@ class RequestState:
         max_tokens: [S] int64, most tokens to generate.
         cached: [L, S] int64, positions whose KV entries are valid.
         filled: [L, S] int64, leading positions whose blocks are noted as filled, see `LazyCaches`.
-        sits_out: [L, S] bool, a level lacks what it needs to draft for the request.
         kept_from: [L, S] int64, first position whose state of the target a level has kept from
             earlier steps; `NOTHING_KEPT` for none.
         drafts: the drafts that wait for the target.
@@ -59,7 +58,6 @@ class RequestState:
     max_tokens: np.ndarray
     cached: np.ndarray
     filled: np.ndarray
-    sits_out: np.ndarray
     kept_from: np.ndarray
     drafts: DraftStore
     branches: BranchStore | None
@@ -87,7 +85,6 @@ class RequestState:
             max_tokens=whole(slots),
             cached=whole(levels, slots),
             filled=whole(levels, slots),
-            sits_out=np.zeros((levels, slots), dtype=bool),
             kept_from=np.full((levels, slots), NOTHING_KEPT),
             drafts=cascade.drafts[-1],
             branches=cascade.branches,
@@ -112,7 +109,6 @@ class RequestState:
         """The slot's request enters the batch, with so many valid KV entries of each level."""
         self.cached[:, slot] = num_cached
         self.filled[:, slot] = 0
-        self.sits_out[:, slot] = False
         self.kept_from[:, slot] = NOTHING_KEPT
         self.drafts.clear(slot)
         if self.branches is not None:
