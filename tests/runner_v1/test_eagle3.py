@@ -193,6 +193,16 @@ def test_an_adaptive_head_reads_the_last_states(engine, head, plain, reference, 
     assert 0 < differ < len(texts) / 2
 
 
+@pytest.mark.parametrize("kinds", [(), ({"ngram": {"max": 3}},)], ids=["alone", "with a lookup"])
+def test_a_head_computes_nothing_where_nothing_pays(engine, head, plain, kinds):
+    arguments = {**engine, **hsd({"sources": [*kinds, {"eagle3": head}]})}
+    arguments["speculative_config"]["adaptive"] = True
+    patch = "support.adversarial_depth:install_nothing_pays"
+    result = run_engine(arguments, {"batch 9": JOBS["batch 9"]}, patch=patch)["batch 9"]
+    assert result["outputs"] == plain["batch 9"]["outputs"]
+    assert result["levels"][0]["forwards"] == result["levels"][0]["drafted"] == 0
+
+
 def test_drafts_of_other_rows_than_the_kept_ones_are_caught(small_vocabulary, engine, head):
     """Negative control of the samples in test_level_kinds.py."""
     cases = {"temperature 0.7": CASES["temperature 0.7"]}
