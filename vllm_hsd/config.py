@@ -96,12 +96,6 @@ class CascadeConfig(Keys):
         return self.branches > 1 and self.levels[0].kind != "sources"
 
     @property
-    def head_below_others(self) -> bool:
-        """Whether a head of the target drafts for another level; it can only be the first one."""
-        heads = [source.reads_target_states for source in self.levels[0].drafters]
-        return len(self.levels) > 1 and any(heads)
-
-    @property
     def interleaved(self) -> list[int]:
         """Levels that verify nothing, and add a token to each draft from below."""
         own = [getattr(level, "verifier", None) for level in self.levels]
@@ -140,12 +134,6 @@ class CascadeConfig(Keys):
                 raise ValueError(
                     f"{name}.{level.kind} cannot verify levels[{i - 1}], since "
                     f"{level.only_lowest}: put it first"
-                )
-            if self.adaptive and i == 0 and self.head_below_others:
-                raise ValueError(
-                    f"{name} has a head, which must read every step of the target, and "
-                    "'adaptive' lets the levels of a cascade rest: remove the other levels or "
-                    "'adaptive'"
                 )
         if self.interleaved and self.adaptive:
             raise ValueError(

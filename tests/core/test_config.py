@@ -124,10 +124,6 @@ FAULTS = [
     ),
     (hsd({"sources": [{"ngram": {}}], "branches": 17}), r"branches: .*16"),
     (hsd(TOP, adaptive="on"), r"^adaptive must be true or false .*'on'"),
-    (
-        hsd({"eagle3": "head", "num_tokens": 2}, TOP, adaptive=True),
-        r"levels\[0\] has a head, .*remove the other levels or 'adaptive'",
-    ),
     (hsd(LOW, {"sources": [{"ngram": {}}]}), r"levels\[1\]\.sources cannot verify"),
     (hsd(LOW, {"ngram": {}}), r"levels\[1\]\.ngram"),
     (hsd(LOW, {"eagle3": "head"}), r"levels\[1\]\.eagle3 cannot verify levels\[0\].*put it first"),

@@ -193,6 +193,17 @@ def test_an_adaptive_head_reads_the_last_states(engine, head, plain, reference, 
     assert 0 < differ < len(texts) / 2
 
 
+def test_an_adaptive_head_below_a_model(small_vocabulary, engine, head, plain):
+    levels = [{"eagle3": head, "num_tokens": 2}, {"model": small_vocabulary.mid}]
+    arguments = {**engine, **hsd(*levels), **ENGINES["chunked prefill, few blocks"]}
+    arguments["speculative_config"]["adaptive"] = True
+    jobs = {name: JOBS[name] for name in ("batch 1", "batch 9", "first", "prefix hits")}
+    results = run_engine(arguments, jobs, patch="support.adversarial_depth:install")
+    for job, result in results.items():
+        assert result["outputs"] == plain[job]["outputs"]
+        assert all(level["accepted"] > 0 for level in result["levels"])
+
+
 @pytest.mark.parametrize("kinds", [(), ({"ngram": {"max": 3}},)], ids=["alone", "with a lookup"])
 def test_a_head_computes_nothing_where_nothing_pays(engine, head, plain, kinds):
     arguments = {**engine, **hsd({"sources": [*kinds, {"eagle3": head}]})}

@@ -58,7 +58,6 @@ class V1CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
             return hsd
         adaptive = hsd.model_copy(update={"adaptive": True})
         reasons = {
-            "an EAGLE-3 head below other levels": hsd.head_below_others,
             "a level that verifies nothing": bool(hsd.interleaved),
             "a model with branches": hsd.several_drafts,
             "horizontal_tokens": hsd.horizontal_tokens > 0,
