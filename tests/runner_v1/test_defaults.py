@@ -33,12 +33,11 @@ def adapts(*levels: dict, **keys) -> bool:
 
 @pytest.mark.parametrize("level", [NGRAM, MODEL, {"early_exit": 2}, {"eagle3": "some/head"}])
 def test_on_the_v1_runner(level):
-    assert adapts(level) and adapts({**NGRAM, "num_tokens": 2}, MODEL)
+    assert adapts(level) and adapts({**NGRAM, "num_tokens": 2}, MODEL) and adapts(HEAD, MODEL)
     assert not adapts(level, adaptive=False)
 
 
 def test_not_where_it_does_not_fit():
-    assert not adapts(HEAD, MODEL)
     assert not adapts({**NGRAM, "num_tokens": 2}, MODEL, horizontal_tokens=2)
     assert not adapts(MODEL, connector=object()) and adapts(NGRAM, connector=object())
     assert not adapts(MODEL, runner=V2CascadeConfig)
