@@ -5,16 +5,20 @@ method "eagle3" gives drafts for the same texts.
 """
 
 import random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from support import recorded_drafts
 from support.eagle3_head import Reference, write_eagle3_head
 from support.engines import forked, run_engine
 from support.level_files import cascade
 from support.sampling_cases import CASES, SIGNIFICANCE, outputs_by_case, p_values, sampling_job
+from vllm.model_executor.layers.attention import MLAAttention
 
 from vllm_hsd.engine import EngineProcess
-from vllm_hsd.runner_v1.eagle3 import KEPT_STATES
+from vllm_hsd.runner_v1.eagle3 import KEPT_STATES, Eagle3Level
 
 TOKENS = 4
 GREEDY = {"temperature": 0, "max_tokens": 32, "ignore_eos": True}
@@ -222,6 +226,21 @@ def test_drafts_of_other_rows_than_the_kept_ones_are_caught(small_vocabulary, en
     result = run_engine({**engine, **hsd({"eagle3": head})}, {"sampled": job}, patch=patch)
     found = p_values(small_vocabulary.target, outputs_by_case(cases, result["sampled"]))
     assert min(found.values()) < SIGNIFICANCE, found
+
+
+def test_entries_of_latent_attention_are_cleared():
+    layer = MLAAttention.__new__(MLAAttention)
+    torch.nn.Module.__init__(layer)
+    layer.kv_cache = torch.ones(4, 8, 6, dtype=torch.bfloat16)
+    head = Eagle3Level.__new__(Eagle3Level)
+    head.device = torch.device("cpu")
+    context = SimpleNamespace(static_forward_context={"layer": layer})
+    head.vllm_config = SimpleNamespace(compilation_config=context)
+    head.attention_groups = [SimpleNamespace(kv_cache_group_id=0, layer_names=["layer"])]
+    head.slots = lambda gid, rows, positions: 8 * rows + positions
+    head.clear(np.array([1, 3]), np.array([2, 7]), np.array([5, 8]))
+    cleared = {tuple(place) for place in (layer.kv_cache == 0).all(-1).nonzero().tolist()}
+    assert cleared == {(1, 2), (1, 3), (1, 4), (3, 7)}
 
 
 def test_a_head_drafts_after_a_prefix_that_it_has_not_read(

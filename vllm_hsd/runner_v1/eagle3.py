@@ -21,6 +21,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.lora.layers.base import BaseLayerWithLoRA
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.models.interfaces import supports_eagle3
 
 from vllm_hsd.core.drafts import ragged_arange
@@ -94,16 +95,18 @@ class Eagle3Level(ModelLevel):
         shape = (len(self.first), tokens + 1, hidden)
         # The head's own outputs, from the last verified entry on.
         self.own = torch.zeros(shape, dtype=dtype, device=self.device)
-        # By request slot and position modulo KEPT_STATES.
-        shape = (len(self.first), KEPT_STATES, hidden)
+        # States of the target by request slot and position modulo KEPT_STATES.
+        width = self.vllm_config.model_config.get_hidden_size()
+        width = width if self.reads_final_states else self.model.model.fc.input_size
+        shape = (len(self.first), KEPT_STATES, width)
         self.kept = torch.zeros(shape, dtype=dtype, device=self.device)
         self.inputs = torch.zeros(0, hidden, dtype=dtype, device=self.device)
         logger.info(
-            "States for %s take %.2f GiB: max_num_seqs x (num_speculative_tokens + %d) x hidden "
-            "size.",
+            "States for %s take %.2f GiB: max_num_seqs x (%d x width of what it reads + "
+            "(num_speculative_tokens + 1) x hidden size).",
             named,
             (self.own.nbytes + self.kept.nbytes) / 2**30,
-            1 + KEPT_STATES,
+            KEPT_STATES,
         )
 
     def _share(self, target: Any) -> None:
@@ -189,7 +192,10 @@ class Eagle3Level(ModelLevel):
             slots = self.slots(group.kv_cache_group_id, rows[owners], starts[owners] + offsets)
             index = torch.from_numpy(slots).to(self.device)
             for name in group.layer_names:
-                layer = layers[name]
+                layer: Any = layers[name]
+                if isinstance(layer, MLAAttention):
+                    layer.kv_cache.view(torch.uint8).flatten(0, 1).index_fill_(0, index, 0)
+                    continue
                 zeros = self.own.new_zeros(len(slots), layer.num_kv_heads, layer.head_size)
                 layer.impl.do_kv_cache_update(layer, zeros, zeros, layer.kv_cache, index)
 
@@ -207,10 +213,9 @@ class Eagle3Level(ModelLevel):
         begin = np.maximum(kept_from, self.first[rows])
         owners, offsets = ragged_arange(self.verified[rows] - begin)
         positions, owners = begin[owners] + offsets, rows[owners]
-        states = self._states_before(owners, positions, np.ones(len(owners), dtype=bool))
         place = np.stack([self.slot_of_row[owners], positions % KEPT_STATES])
         index = torch.from_numpy(place).to(self.device)
-        self.kept[index[0], index[1]] = states
+        self.kept[index[0], index[1]] = self._states(owners, positions)
         return kept_from
 
     def forward(
@@ -260,29 +265,33 @@ class Eagle3Level(ModelLevel):
         self.own[index[0], index[1]] = self.outputs[torch.from_numpy(kept).to(self.device)]
         return logits
 
+    def _states(self, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+        """[n, width] states of the target at positions of this step, layer beside layer."""
+        place = positions - self.first[rows]
+        if self.places is not None:
+            early = place < self.places.shape[1]
+            place[early] = self.places[rows[early], place[early]]
+        index = torch.from_numpy(place + self.index_of_first[rows]).to(self.device)
+        return torch.cat([state.index_select(0, index) for state in self.states], dim=-1)
+
     def _states_before(
         self, rows: np.ndarray, entries: np.ndarray, verified: np.ndarray
     ) -> torch.Tensor:
         """[n, hidden] what entries of rows read in addition to their token."""
         hidden = self.own.new_empty(len(rows), self.own.shape[-1])
-        current = verified & (entries >= self.first[rows])
-        kept = verified & ~current
-        if current.any():
-            r, e = rows[current], entries[current]
-            place = e - self.first[r]
-            if self.places is not None:
-                early = place < self.places.shape[1]
-                place[early] = self.places[r[early], place[early]]
-            index = torch.from_numpy(place + self.index_of_first[r]).to(self.device)
-            states = torch.cat([state.index_select(0, index) for state in self.states], dim=-1)
-            self._put(hidden, current, self.model.combine_hidden_states(states))
-        for where, source, r, place in (
-            (kept, self.kept, self.slot_of_row[rows], entries % KEPT_STATES),
-            (~verified, self.own, rows, entries - self.verified[rows]),
-        ):
-            if where.any():
-                index = torch.from_numpy(np.stack([r[where], place[where]])).to(self.device)
-                self._put(hidden, where, source[index[0], index[1]])
+        if verified.any():
+            r, e = rows[verified], entries[verified]
+            old = e < self.first[r]
+            states = self.kept.new_empty(len(r), self.kept.shape[-1])
+            place = np.stack([self.slot_of_row[r[old]], e[old] % KEPT_STATES])
+            index = torch.from_numpy(place).to(self.device)
+            self._put(states, old, self.kept[index[0], index[1]])
+            self._put(states, ~old, self._states(r[~old], e[~old]))
+            self._put(hidden, verified, self.model.combine_hidden_states(states))
+        if not verified.all():
+            place = np.stack([rows, entries - self.verified[rows]])[:, ~verified]
+            index = torch.from_numpy(place).to(self.device)
+            self._put(hidden, ~verified, self.own[index[0], index[1]])
         return hidden
 
     def _put(self, hidden: torch.Tensor, where: np.ndarray, values: torch.Tensor) -> None:
