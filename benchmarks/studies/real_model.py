@@ -91,11 +91,14 @@ def draft_lengths(
 
 
 def branches(temperatures: Sequence[float], padded: bool) -> list[Group]:
-    """vLLM's suffix lookup (next to the unpadded model: memory), ours, the head, both by
-    choice, and both together by number of rows."""
-    peer = {} if padded else {"vLLM's suffix": vllms_own()["vLLM's suffix"]}
+    """The suffix lookup of vLLM and ours in four rows (next to the unpadded model: memory), ours in
+    one, the head, both by choice, and both together by number of rows."""
+    peers = {
+        "vLLM's suffix": vllms_own()["vLLM's suffix"],
+        "suffix, 4 rows": fixed({"sources": [SUFFIX], "branches": 4}, adaptive=True),
+    }
     configs: dict[str, dict[str, Any]] = {
-        **peer,
+        **({} if padded else peers),
         "suffix": fixed(SUFFIX, adaptive=True),
         "head": fixed(EAGLE3, length=3, adaptive=True),
     }
