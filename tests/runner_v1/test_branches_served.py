@@ -9,6 +9,7 @@ from support.engines import ENGINE_DEFAULTS, alike, forked, run_engine
 from support.hosted_branches import Oracle
 from support.level_files import cascade
 
+from vllm_hsd import host
 from vllm_hsd.engine import EngineProcess
 
 BASE = {"block_size": 32, "max_model_len": 512}
@@ -63,6 +64,9 @@ def test_adapters_of_the_target(family, tmp_path):
     assert all(a != b for a, b in zip(mixed, others, strict=True))
 
 
+@pytest.mark.skipif(
+    host.flags().isdisjoint({"avx512f", "amx_tile"}), reason="vLLM has no such caches on this CPU"
+)
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=pytest.mark.slow)])
 def test_caches_of_eight_bits(family, dtype):
     compare(

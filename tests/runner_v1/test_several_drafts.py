@@ -115,7 +115,6 @@ def test_every_row_is_what_the_level_says_after_its_first_token(family, tmp_path
     ("verifier", "count"),
     [
         ("block", 250),
-        ("standard", 250),
         pytest.param("block", 15000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)]),
         pytest.param("standard", 15000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)]),
     ],
