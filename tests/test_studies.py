@@ -171,6 +171,14 @@ def test_the_demo_shortens_answers_on_a_slow_machine(tmp_path, seconds, tokens):
     assert engines.params["max_tokens"] == tokens
 
 
+def test_padded_targets_have_files_of_their_own(monkeypatch):
+    monkeypatch.setattr(sweep, "zero_padded", lambda params: Path(f"padded-{params:.0f}"))
+    chosen = argparse.Namespace(model=None, padded=None)
+    assert (sweep.padded(chosen, "study"), chosen.model) == ("study", None)
+    chosen.padded = 8e8
+    assert (sweep.padded(chosen, "study"), chosen.model) == ("study_800M", "padded-800000000")
+
+
 def test_committed_tables_have_one_schema():
     """All but that of `vllm-hsd bench`, whose columns are its own, and of drafts and steps."""
     for path in sorted(STUDIES.glob("*.csv")):

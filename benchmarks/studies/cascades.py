@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks import sweep
 from benchmarks.common import RESULTS
-from benchmarks.models.smollm2 import int8, zero_padded
+from benchmarks.models.smollm2 import int8
 from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies.configs import EAGLE3, NGRAM_MODEL, SUFFIX, fixed, planned
 from benchmarks.sweep import Config, Group
@@ -53,13 +53,13 @@ def main() -> int:
     parser.add_argument("--padded", type=float, default=800e6, help="parameters of the target")
     parser.add_argument("--planned", type=Path, help="what `vllm-hsd plan` wrote for one of them")
     options = parser.parse_args()
-    options.model = os.path.relpath(zero_padded(options.padded))
+    name = sweep.padded(options, "cascades")
     found = configs()
     if options.planned:
         config = planned(options.planned)
         found[f"planned: {config_name(config)}"] = config
     return sweep.study(
-        f"cascades_{options.padded / 1e6:.0f}M",
+        name,
         [Group("cascades", found, options.temperatures)],
         options,
         engines_class=SharedEngines,

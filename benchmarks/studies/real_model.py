@@ -10,13 +10,11 @@ parameters: its text and acceptance at the cost of a larger model.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import sweep
 from benchmarks.common import RESULTS
-from benchmarks.models.smollm2 import zero_padded
 from benchmarks.studies.configs import (
     EAGLE3,
     NGRAM_MODEL,
@@ -150,9 +148,7 @@ def main() -> int:
         return 1
     level = options.drafter or drafter()
     name = "branches" if options.branches else "drafts" if options.drafts else "real_model"
-    if options.padded:
-        options.model = os.path.relpath(zero_padded(options.padded))
-        name += f"_{options.padded / 1e6:.0f}M"
+    name = sweep.padded(options, name)
     if options.branches:
         cells = branches(options.temperatures, bool(options.padded))
     elif options.drafts:

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from benchmarks import sweep
 from benchmarks.common import RESULTS, write_csv
-from benchmarks.models.smollm2 import int8, zero_padded
+from benchmarks.models.smollm2 import int8
 from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies.configs import EAGLE3, SUFFIX, fixed, vllms_own
 from vllm_hsd.cli.options import numbers
@@ -104,10 +104,7 @@ def main() -> int:
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
     parser.add_argument("--padded", type=float, help="parameters of a zero-padded target")
     options = parser.parse_args()
-    name = "step_shares"
-    if options.padded:
-        options.model = os.path.relpath(zero_padded(options.padded))
-        name += f"_{options.padded / 1e6:.0f}M"
+    name = sweep.padded(options, "step_shares")
     prompts, _ = sweep.read_sets(options.prompts, options.num_prompts)
     rows = []
     with sweep.started(

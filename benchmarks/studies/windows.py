@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import sweep
 from benchmarks.common import RESULTS
-from benchmarks.models.smollm2 import int8, zero_padded
+from benchmarks.models.smollm2 import int8
 from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies.configs import NGRAM_MODEL, fixed
 from benchmarks.sweep import Group
@@ -70,12 +70,8 @@ def main() -> int:
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
     parser.add_argument("--padded", type=float, help="parameters of a zero-padded target")
     options = parser.parse_args()
-    name = "windows"
-    if options.padded:
-        options.model = os.path.relpath(zero_padded(options.padded))
-        name += f"_{options.padded / 1e6:.0f}M"
     return sweep.study(
-        name,
+        sweep.padded(options, "windows"),
         [group(options.limits, options.temperatures)],
         options,
         sets=SETS,

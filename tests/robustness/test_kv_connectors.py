@@ -85,7 +85,7 @@ def test_text_is_that_of_no_speculation(family, plain, tmp_path, lowest):
 
 @pytest.mark.slow
 def test_a_head_drafts_after_a_prefix_that_another_engine_has_read(family, plain, tmp_path):
-    """The target's states of these tokens are there."""
+    """The target's states of the prefix are in the other engine."""
     head = write_eagle3_head(family.target, tmp_path)
     store = tmp_path / "store"
     found = [run(family, store, [{"eagle3": head}]) for _ in range(2)]

@@ -266,7 +266,7 @@ class Eagle3Level(ModelLevel):
         return logits
 
     def _states(self, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """[n, width] states of the target at positions of this step, layer beside layer."""
+        """[n, width] states of the target at positions of this step, all layers in a row."""
         place = positions - self.first[rows]
         if self.places is not None:
             early = place < self.places.shape[1]

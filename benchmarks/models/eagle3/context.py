@@ -9,20 +9,18 @@ Figures are those of `evaluate` on held-out chats; writes context.csv next to th
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from benchmarks.common import write_csv
-from benchmarks.models.eagle3.batches import held_out_chats, shard, shard_names
-from benchmarks.models.eagle3.evaluate import HEAD, evaluate
+from benchmarks.models.eagle3.evaluate import HEAD, evaluate, read_inputs
 from benchmarks.models.eagle3.features import WORK
-from benchmarks.models.smollm2 import smollm2
 from vllm_hsd.planner import eagle3_head
-from vllm_hsd.planner.eagle3_head import delay, load_head
+from vllm_hsd.planner.eagle3_head import delay
 
 # Positions of the target's states that the head has read before a draft; None: all.
 READ = (None, 64, 32, 16, 8)
@@ -40,7 +38,7 @@ def attend_to_the_last(read: int, q: Tensor, keys: list[Tensor], values: list[Te
     shifted = [delay(value, back - m) for m, value in enumerate(values[1:], 1)]
     for m, key in enumerate(keys[1:], 1):
         columns.append((q * delay(key, back - m)).sum(-1, keepdim=True))
-    weights = (torch.cat(columns, -1) * q.shape[3] ** -0.5).softmax(-1)
+    weights = (torch.cat(columns, -1) * q.shape[3] ** -0.5).float().softmax(-1).to(q.dtype)
     out = (weights[..., :time] * known) @ values[0]
     for m, value in enumerate(shifted):
         out = out + weights[..., time + m, None] * value
@@ -54,25 +52,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HEAD, help="directory of the CSV")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    names = shard_names(args.work / "features")
-    chats = held_out_chats(args.work / "features", names)
-    stored = shard(args.work / "features" / names[0]).layers
-    head = load_head(HEAD)
-    picked = torch.tensor([stored.index(i) for i in head.shape.layers])
-    target = AutoModelForCausalLM.from_pretrained(smollm2(), dtype=torch.float32)
-    embedding = target.model.embed_tokens.weight.detach()
-    weights = target.lm_head.weight.detach()[head.draft_tokens]
+    inputs = read_inputs(args.work, HEAD)
     rows = []
     for read in READ:
-        attend = eagle3_head.attend
-        if read is not None:
-
-            def attend(*args, read=read):
-                return attend_to_the_last(read, *args)
-
+        attend = partial(attend_to_the_last, read) if read else eagle3_head.attend
         with patch.object(eagle3_head, "attend", attend):
-            figures = evaluate(head, embedding, weights, chats, picked)
-        rows.append({"read": read or "all", "chats": len(chats), **figures})
+            figures = evaluate(*inputs)
+        rows.append({"read": read or "all", "chats": len(inputs.chats), **figures})
         print(rows[-1], flush=True)
     write_csv(args.output / "context.csv", rows)
 
