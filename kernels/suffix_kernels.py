@@ -1,9 +1,9 @@
 """Suffix lookup for the lowest level of a cascade; runner_v2/suffix_lookup.py launches the kernels.
 
 Their rule is that of suffix_lookup.py. One program drafts for one request and one length
-of the match: it finds where the last tokens of the text occur, in the request's own text or in a
-store, and follows the token that is seen there most often. The last kernel takes the length, and
-then the text, that is expected to give most.
+of the match: it finds where the last tokens of the text occur, in the request's own text, in shared
+outputs or in a store, and follows the token that is seen there most often. The last kernel takes
+the length, and then the text, that is expected to give most.
 """
 
 import triton
@@ -19,11 +19,21 @@ def _token_at(window_ptr, text_ptr, base, at, mask):
 
 
 @triton.jit
-def matched_tokens(window_ptr, text_ptr, base, length, position, going, most, CHUNK: tl.constexpr):
+def matched_tokens(
+    window_ptr,
+    text_ptr,
+    base,
+    length,
+    position,
+    going,
+    most,
+    CHUNK: tl.constexpr,
+    searched_ptr=None,
+):
     """How many tokens up to each of [CHUNK] positions, `most` at most, end the text too: int32.
 
     Pointers are at the request's; base and length as in `_token_at`; only positions that are
-    `going` are looked at.
+    `going` are looked at, in the text itself or in another one.
     """
     matched = tl.zeros([CHUNK], tl.int32)
     i = tl.zeros((), tl.int64)
@@ -31,7 +41,11 @@ def matched_tokens(window_ptr, text_ptr, base, length, position, going, most, CH
         wanted = _token_at(window_ptr, text_ptr, base, length - 1 - i, length > i)
         at = position - i
         going = going & (at >= 0)
-        going = going & (_token_at(window_ptr, text_ptr, base, at, going) == wanted)
+        if searched_ptr is None:
+            token = _token_at(window_ptr, text_ptr, base, at, going)
+        else:
+            token = tl.load(searched_ptr + at, mask=going, other=-1)
+        going = going & (token == wanted)
         matched += going.to(tl.int32)
         i += 1
     return matched
@@ -39,7 +53,7 @@ def matched_tokens(window_ptr, text_ptr, base, length, position, going, most, CH
 
 @triton.jit
 def match_text_kernel(
-    matched_ptr,  # uint8 [B, max_model_len], tokens up to each one that end the text too
+    matched_ptr,  # uint8 [B, width], tokens up to each one that end the request's text too
     longest_ptr,  # int32 [B, CHUNKS], the most of them
     window_ptr,  # int32 [B, capacity]
     window_stride,
@@ -50,7 +64,8 @@ def match_text_kernel(
     slot_ptr,  # int32 [B]
     text_ptr,  # int32 [max_num_reqs, max_model_len]
     text_stride,
-    max_model_len,
+    searched_ptr,  # int32 [width], the text of all requests to look in, or None for the own one
+    width,  # max_model_len for that
     DEPTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -58,7 +73,7 @@ def match_text_kernel(
     chunk = tl.program_id(1)
     base = tl.load(base_ptr + request)
     length = base + tl.load(end_ptr + request)
-    committed = base + tl.load(committed_ptr + request)
+    committed = base + tl.load(committed_ptr + request) if searched_ptr is None else width
     position = chunk.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     matched = tl.zeros([CHUNK], tl.int32)
     if (tl.load(requested_ptr + request) > 0) & (chunk * CHUNK < committed):
@@ -66,11 +81,13 @@ def match_text_kernel(
         text_ptr += tl.load(slot_ptr + request).to(tl.int64) * text_stride
         most = tl.minimum(length, DEPTH) - 1
         going = position < committed
-        matched = matched_tokens(window_ptr, text_ptr, base, length, position, going, most, CHUNK)
+        matched = matched_tokens(
+            window_ptr, text_ptr, base, length, position, going, most, CHUNK, searched_ptr
+        )
     # Also of requests that draft nothing: the next kernel reads no more than this one writes.
     tl.store(longest_ptr + request * tl.num_programs(1) + chunk, tl.max(matched, axis=0))
-    row_ptr = matched_ptr + request.to(tl.int64) * max_model_len
-    tl.store(row_ptr + position, matched.to(tl.uint8), mask=position < max_model_len)
+    row_ptr = matched_ptr + request.to(tl.int64) * width
+    tl.store(row_ptr + position, matched.to(tl.uint8), mask=position < width)
 
 
 @triton.jit
@@ -86,7 +103,7 @@ def own_votes_kernel(
     token_ptr,  # int32 [B, DEPTH - 1, N]
     share_ptr,  # float32 [B, DEPTH - 1, N]
     place_ptr,  # int32 [B, DEPTH - 1, OCCURRENCES], where the text goes on after a match
-    matched_ptr,  # uint8 [B, max_model_len]
+    matched_ptr,  # uint8 [B, width]
     longest_ptr,  # int32 [B, CHUNKS]
     window_ptr,  # int32 [B, capacity]
     window_stride,
@@ -96,7 +113,7 @@ def own_votes_kernel(
     slot_ptr,  # int32 [B]
     text_ptr,  # int32 [max_num_reqs, max_model_len]
     text_stride,
-    max_model_len,
+    width,
     chunks,
     least_ptr,  # float64 [1], as below
     DEPTH: tl.constexpr,
@@ -121,7 +138,7 @@ def own_votes_kernel(
         committed = base + tl.load(committed_ptr + request)
         window_ptr += request * window_stride
         text_ptr += tl.load(slot_ptr + request).to(tl.int64) * text_stride
-        matched_ptr += request.to(tl.int64) * max_model_len
+        matched_ptr += request.to(tl.int64) * width
         place_ptr += out.to(tl.int64) * OCCURRENCES
         token_ptr += out.to(tl.int64) * N
         share_ptr += out.to(tl.int64) * N

@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 from support.proposal_states import MAX_NUM_REQS, poison
 from support.suffix_requests import Requests, markov, store_of
 
-from vllm_hsd.core.text_order import DEPTH, OCCURRENCES, PROBES
-from vllm_hsd.runner_v2 import suffix_lookup
+from vllm_hsd.core.text_order import DEPTH, END_OF_TEXT, OCCURRENCES, PROBES
+from vllm_hsd.runner_v2 import shared_outputs, suffix_lookup
+from vllm_hsd.runner_v2.shared_outputs import SharedOutputs
 
 pytestmark = pytest.mark.interpret
 
@@ -27,6 +29,38 @@ def test_random_texts_and_stores(seed, monkeypatch):
     store = store_of(*stored) if seed % 4 else None
     requests = Requests(texts, [8, 0 if seed % 2 else 5, 8, 3])
     assert any(requests.compare(store))
+    shared = shared_of([markov(rng, int(rng.integers(1, 80)), vocabulary) for _ in range(3)], 130)
+    assert any(Requests(texts, [8, 0 if seed % 2 else 5, 8, 3]).compare(store, shared=shared))
+
+
+def shared_of(outputs, limit) -> SharedOutputs:
+    """A ring to which outputs were added after prompts of two tokens."""
+    shared, count = SharedOutputs(limit, torch.device("cpu")), len(outputs)
+    lengths = torch.tensor([2 + len(output) for output in outputs], dtype=torch.int32)
+    text = poison(torch.empty(count, int(lengths.max()), dtype=torch.int32))
+    for row, output in zip(text, outputs, strict=True):
+        row[2 : 2 + len(output)] = torch.from_numpy(np.asarray(output, np.int32))
+    slots = torch.arange(count, dtype=torch.int32)
+    shared.add(slots, torch.full_like(slots, 2), lengths, text)
+    return shared
+
+
+def test_a_ring_of_shared_outputs(monkeypatch):
+    """The oldest are overwritten, an end follows each, an output longer than the ring is cut."""
+    monkeypatch.setattr(shared_outputs, "COPY_CHUNK", 4)
+    end = END_OF_TEXT
+    assert shared_of([[7, 8, 9], [], [4]], 8).tokens.tolist() == [7, 8, 9, end, 4, end, end, end]
+    wrapped = shared_of([[1, 2, 3, 4, 5], [6, 7, 8]], 8)
+    assert wrapped.tokens.tolist() == [8, end, 3, 4, 5, end, 6, 7]
+    assert int(wrapped.next) == 2
+    assert shared_of([range(20)], 8).tokens.tolist() == [*range(13, 20), end]
+
+
+def test_shared_outputs_do_not_run_into_each_other():
+    """Neither across an end nor from the newest output into what is left of the oldest."""
+    shared = shared_of([[1, 2, 3, 4, 5], [6, 7, 8]], 8)
+    texts = [([9, 8], []), ([9, 4], []), ([9, 5], []), ([9, 6], [])]
+    assert Requests(texts, [3] * 4).compare(None, 0.0, shared) == [0, 1, 0, 1]
 
 
 def test_more_occurrences_than_are_counted():

@@ -77,7 +77,7 @@ STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
         ({"levels": [{"ngram": {}}]}, {}, None),
         ({"levels": [{"suffix": {}}]}, {}, None),
         ({"levels": [{"ngram_model": "STORE"}]}, {}, None),
-        ({"levels": [{"suffix": {"shared_tokens": 9}}]}, {}, "suffix.shared_tokens does not run"),
+        ({"levels": [{"suffix": {"shared_tokens": 1 << 18}}]}, {}, None),
         ({"levels": [{"sources": [{"ngram": {}}, {"suffix": {}}]}]}, {}, None),
         ({"levels": [{"sources": [{"ngram": {}}, {"early_exit": 1}]}]}, {}, None),
         ({"levels": [{"sources": [{"ngram": {}}, {"eagle3": "HEAD"}]}]}, {}, None),
@@ -103,9 +103,9 @@ STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
             "branches runs on vLLM's V2 runner for sources that are lookups",
         ),
         (
-            {"levels": [{"sources": [{"suffix": {"shared_tokens": 9}}]}]},
+            {"levels": [{"sources": [{"suffix": {"shared_tokens": 1 << 19}}]}]},
             {},
-            r"levels\[0\].sources\[0\].suffix.shared_tokens does not run",
+            r"levels\[0\].sources\[0\].suffix.shared_tokens is at most 262144 on vLLM's V2 runner",
         ),
         (
             {"levels": [{"ngram": {}, "num_tokens": 1}, {"early_exit": 1, "verifier": "none"}]},

@@ -37,6 +37,7 @@ from vllm_hsd.runner_v2.ngram_rows import NgramRows, Runs
 from vllm_hsd.runner_v2.program import Program, ProgramSources
 from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState, row_dtypes
 from vllm_hsd.runner_v2.schedule import compile_schedule
+from vllm_hsd.runner_v2.shared_outputs import SharedOutputs
 from vllm_hsd.runner_v2.sources import Estimates, SourcesLookup
 from vllm_hsd.runner_v2.suffix_lookup import SuffixLookup
 
@@ -57,6 +58,7 @@ class Cascade:
         chooses: a model is the last one of "sources".
         rows: drafts of a request that the target verifies together.
         store: tokens of a suffix level's store, 0 for none.
+        shared: most tokens of its shared outputs, 0 for none.
         counted: levels that are n-gram models of the store.
         order: of these.
         exits: levels in the target's cache.
@@ -75,6 +77,7 @@ class Cascade:
     shorter: tuple[int, ...] = ()
     horizontal_tokens: int = 0
     store: int = 0
+    shared: int = 0
     counted: tuple[int, ...] = ()
     order: int = 6
     exits: tuple[int, ...] = ()
@@ -175,9 +178,13 @@ class Cascade:
 
     def _lookup(self) -> Any:
         meta, successor = torch.device("meta"), _empty(self.vocab_size)
+        shared = None
+        if self.shared:
+            shared, text = SharedOutputs(self.shared, meta), _empty(self.slots, self.max_model_len)
+            shared.add(_empty(_BATCH), _empty(_BATCH), _empty(self.slots), text)
         each = {
             "ngram": partial(lookup_ngram, shortest=1, longest=4),
-            "suffix": SuffixLookup(self._texts if self.store else None, 0.05, meta),
+            "suffix": SuffixLookup(self._texts if self.store else None, 0.05, meta, shared),
             "bigram": lambda state, text: lookup_bigram(state, successor),
         }
         if self.lowest != "sources":

@@ -42,17 +42,18 @@ class Requests:
             self.tokens[b, : len(whole)], self.ends[b] = whole.numpy(), len(whole)
         self.state = state
 
-    def compare(self, texts=None, min_acceptance=0.05) -> list[int]:
+    def compare(self, texts=None, min_acceptance=0.05, shared=None) -> list[int]:
         """Offers and drafts of the kernels equal the reference's; counts of the drafts."""
         rows = np.arange(len(self.ends))
-        plain = SuffixVotes(texts, min_acceptance)
+        ring = None if shared is None else shared.tokens.cpu().numpy()
+        plain = SuffixVotes(texts, min_acceptance, ring)
         plain.read(Texts(self.tokens, rows, rows, self.committed))
         inputs = Texts(self.tokens, rows, rows, self.ends), self.requested
         each, taken = plain.lookup_each(*inputs), plain.lookup(*inputs)
         ends = self.state.end.clone()
         device = self.text.device
         stored = None if texts is None else OrderedTexts(*(part.to(device) for part in texts))
-        offers = SuffixLookup(stored, min_acceptance, device)(self.state, self.text)
+        offers = SuffixLookup(stored, min_acceptance, device, shared)(self.state, self.text)
         token_ids, confidence = offers.token_ids.cpu().numpy(), offers.confidence.cpu().numpy()
         width = taken.token_ids.shape[1]
         for source, expected in enumerate(each):

@@ -17,16 +17,22 @@ from vllm_hsd.core.text_order import DEPTH, END_OF_TEXT, OCCURRENCES, PROBES, Or
 
 
 class SuffixVotes(SuffixLookup):
-    """LookupResult in the request's own text and in a store.
+    """LookupResult in the request's own text, in shared outputs and in a store.
 
     Args:
         texts: the store in order, on the host; None for none.
         min_acceptance: a draft ends before the token that is less likely to be accepted.
+        shared: [N] int32, outputs of other requests, `END_OF_TEXT` between them; None for none.
     """
 
-    def __init__(self, texts: OrderedTexts | None = None, min_acceptance: float = 0.05) -> None:
-        self.texts, self.min_acceptance = texts, min_acceptance
-        self.num_texts = 1 if texts is None else 2
+    def __init__(
+        self,
+        texts: OrderedTexts | None = None,
+        min_acceptance: float = 0.05,
+        shared: np.ndarray | None = None,
+    ) -> None:
+        self.texts, self.min_acceptance, self.shared = texts, min_acceptance, shared
+        self.num_texts = 1 + (shared is not None) + (texts is not None)
         # Tokens of a slot's text that are committed.
         self.committed: dict[int, int] = {}
 
@@ -39,6 +45,9 @@ class SuffixVotes(SuffixLookup):
         context = text[-DEPTH:]
         committed = np.append(text[: self.committed[slot]], np.int32(END_OF_TEXT))
         drafts = [self._likeliest(committed, own_occurrences(committed, context), room)]
+        if self.shared is not None:
+            shared = np.append(self.shared, np.int32(END_OF_TEXT))
+            drafts.append(self._likeliest(shared, own_occurrences(shared, context), room))
         if self.texts is not None:
             stored = self.texts.tokens.numpy()
             found = stored_occurrences(stored, self.texts.order.numpy(), context)
@@ -65,7 +74,7 @@ def own_occurrences(text: np.ndarray, context: np.ndarray) -> Iterator[np.ndarra
     """Where a text goes on after the last 1, 2, ... tokens of a context, as long as it has them.
 
     Args:
-        text: [N + 1] int32, the last one `END_OF_TEXT`.
+        text: [N + 1] int32, the last one `END_OF_TEXT`; others end texts in it.
         context: [up to `DEPTH`] int32; the first token of it is never matched.
 
     Yields:

@@ -21,6 +21,8 @@ from vllm_hsd.levels.base import (
 
 # 300 bytes each: 5 GiB.
 MAX_SHARED_TOKENS = 1 << 24
+# The V2 runner compares all of them with every request's text in each step.
+MAX_SHARED_ON_DEVICE = 1 << 18
 
 
 class SuffixConfig(Keys):
@@ -28,8 +30,8 @@ class SuffixConfig(Keys):
 
     Attributes:
         store: file of texts to look in, which `vllm-hsd build store` wrote.
-        shared_tokens: most tokens of the server's earlier outputs, to any client, to look in, on
-            the V1 runner; 0 for none.
+        shared_tokens: most tokens of the server's earlier outputs, to any client, to look in; 0 for
+            none.
         min_acceptance: a draft ends before the token that is less likely to be accepted.
     """
 
@@ -63,10 +65,10 @@ class SuffixLevelConfig(LookupKeys):
 
     def check_v2(self, name: str) -> None:
         """See `LevelConfig.check_v2`."""
-        if self.suffix.shared_tokens:
+        if self.suffix.shared_tokens > MAX_SHARED_ON_DEVICE:
             raise UserError(
-                f"{name}.suffix.shared_tokens does not run on vLLM's V2 runner: remove it or set "
-                "VLLM_USE_V2_MODEL_RUNNER=0 for the V1 runner."
+                f"{name}.suffix.shared_tokens is at most {MAX_SHARED_ON_DEVICE} on vLLM's V2 "
+                "runner: lower it or set VLLM_USE_V2_MODEL_RUNNER=0 for the V1 runner."
             )
 
     def build_v1(self, place: Place) -> Any:
@@ -82,11 +84,13 @@ class SuffixLevelConfig(LookupKeys):
         """See `LevelConfig.build_v2`."""
         from vllm_hsd.core.text_order import order_texts
         from vllm_hsd.core.text_store import read_store
+        from vllm_hsd.runner_v2.shared_outputs import SharedOutputs
         from vllm_hsd.runner_v2.suffix_lookup import SuffixLookup
 
         keys, device = self.suffix, speculator.device
         texts = None if keys.store is None else order_texts(read_store(keys.store), device)
-        return SuffixLookup(texts, keys.min_acceptance, device)
+        shared = SharedOutputs(keys.shared_tokens, device) if keys.shared_tokens else None
+        return SuffixLookup(texts, keys.min_acceptance, device, shared)
 
     def measured(self, models: Measuring) -> Any:
         """See `LevelConfig.measured`; without earlier outputs of the server."""

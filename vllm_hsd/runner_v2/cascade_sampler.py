@@ -14,10 +14,12 @@ from vllm_hsd.runner_v2.head_sources import HeadSources
 from vllm_hsd.runner_v2.hooks import RUNNER, replace_on
 from vllm_hsd.runner_v2.request_parameters import RequestParameters
 from vllm_hsd.runner_v2.sampler import BlockRejectionSampler
+from vllm_hsd.runner_v2.shared_outputs import SharedOutputs
 from vllm_hsd.runner_v2.sources import SourcesLookup
 from vllm_hsd.runner_v2.spec_config import searches_texts
 from vllm_hsd.runner_v2.speculator import CascadeSpeculator
 from vllm_hsd.runner_v2.stock_drafters import KeptDrafts
+from vllm_hsd.runner_v2.suffix_lookup import SuffixLookup
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -49,8 +51,11 @@ def serve(runner: Any) -> None:
     speculator, kept = runner.speculator, None
     couples_all = runner.speculative_config.hsd_couples_all
     parameters = RequestParameters(sampler.sampling_states, couples_all)
-    if isinstance(speculator, CascadeSpeculator):
+    if isinstance(speculator, CascadeSpeculator | HeadSources):
         speculator.req_states, speculator.parameters = runner.req_states, parameters
+        if shared := _shared_outputs(speculator.lookup):
+            replace_on(runner, f"{RUNNER}.finish_requests", by=(runner.req_states, shared))
+    if isinstance(speculator, CascadeSpeculator):
         if searches_texts(speculator.hsd.levels):
             size = runner.req_states.all_token_ids.gpu.nbytes / 2**30
             logger.info("The cascade keeps the texts on the device: %.2f GiB.", size)
@@ -75,11 +80,16 @@ def serve(runner: Any) -> None:
         kept = KeptDrafts(speculator, runner.req_states, parameters)
     made: Any = BlockRejectionSampler
     if isinstance(speculator, HeadSources):
-        speculator.req_states, speculator.parameters = runner.req_states, parameters
         made = partial(HeadSourcesSampler, speculator)
     runner.rejection_sampler = made(
         sampler, runner.speculative_config, runner.device, parameters, kept
     )
+
+
+def _shared_outputs(lookup: Any) -> list[SharedOutputs]:
+    each = [found for found, _ in lookup.lookups] if isinstance(lookup, SourcesLookup) else [lookup]
+    found = [lookup.shared for lookup in each if isinstance(lookup, SuffixLookup)]
+    return [shared for shared in found if shared is not None]
 
 
 class HeadSourcesSampler(BlockRejectionSampler):

@@ -20,6 +20,7 @@ _MODULES = (
     "adaptive",
     "branches",
     "sampler",
+    "shared_outputs",
     "stock_drafters",
     "levels",
     "graphs",

@@ -6,7 +6,8 @@ tree: the shares are the same. What differs:
 
 - of tokens seen equally often the host's tree prefers one by the order in which it was built; here
   it is the one with the lowest number, which tokenizers give to frequent ones;
-- of the request's own text the `OCCURRENCES` latest of a match are counted;
+- of the request's own text the `OCCURRENCES` latest of a match are counted, of shared outputs as
+  many, and these are shared when their requests end;
 - a continuation seen less often than once in `PROBES` occurrences is not drafted.
 """
 
@@ -21,6 +22,7 @@ from vllm_hsd.core.text_order import DEPTH, OCCURRENCES, PROBES, OrderedTexts
 from vllm_hsd.kernels import suffix_kernels
 from vllm_hsd.kernels.blocks import padded_size
 from vllm_hsd.runner_v2.proposal_state import ProposalState
+from vllm_hsd.runner_v2.shared_outputs import SharedOutputs
 
 # Positions of the text that one program compares.
 SEARCH_CHUNK = 2048
@@ -34,7 +36,7 @@ HEAD = 8
 
 
 class Offers(NamedTuple):
-    """What each text continues every request with: the request's own, then the store.
+    """What each text continues every request with: its own, shared outputs, then the store.
 
     Attributes:
         token_ids: int32 [S, B, n].
@@ -48,18 +50,23 @@ class Offers(NamedTuple):
 
 
 class SuffixLookup:
-    """A lookup in the requests' own texts and in a store, see `program.ProgramLookup`.
+    """A lookup in the requests' own texts, others' outputs and a store: `program.ProgramLookup`.
 
     Args:
         texts: the store, on the device; None for none.
         min_acceptance: a draft ends before the token that is less likely to be accepted.
         device: of the requests' texts.
+        shared: outputs of other requests; None for none.
     """
 
     def __init__(
-        self, texts: OrderedTexts | None, min_acceptance: float, device: torch.device
+        self,
+        texts: OrderedTexts | None,
+        min_acceptance: float,
+        device: torch.device,
+        shared: SharedOutputs | None = None,
     ) -> None:
-        self.texts = texts
+        self.texts, self.shared = texts, shared
         # In memory: numbers that are arguments of a launch have 32 bits.
         self.least = torch.tensor([min_acceptance], dtype=torch.float64, device=device)
 
@@ -70,7 +77,8 @@ class SuffixLookup:
             text: int32 [max_num_reqs, max_model_len], all committed tokens; its memory must not
                 move.
         """
-        sources, batch, n = 1 + (self.texts is not None), state.batch, state.lse[0].shape[1]
+        sources = 1 + sum(other is not None for other in (self.shared, self.texts))
+        batch, n = state.batch, state.lse[0].shape[1]
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(sources, batch, *shape, dtype=dtype, device=text.device)
@@ -78,9 +86,11 @@ class SuffixLookup:
         expected, counts = empty(DEPTH - 1, dtype=torch.float32), empty(DEPTH - 1)
         tokens, shares = empty(DEPTH - 1, n), empty(DEPTH - 1, n, dtype=torch.float32)
         found = expected, counts, tokens, shares
-        self._search_own(state, text, *(part[0] for part in found))
+        self._search(state, text, None, *(part[0] for part in found))
+        if self.shared is not None:
+            self._search(state, text, self.shared.tokens, *(part[1] for part in found))
         if self.texts is not None:
-            self._search_store(state, text, self.texts, *(part[1] for part in found))
+            self._search_store(state, text, self.texts, *(part[-1] for part in found))
         offers = Offers(empty(n), empty(), empty(n, dtype=torch.float64))
         suffix_kernels.take_draft_kernel[(batch,)](
             *offers,
@@ -97,43 +107,56 @@ class SuffixLookup:
         )
         return offers
 
-    def _search_own(self, state: ProposalState, text: torch.Tensor, *found: torch.Tensor) -> None:
-        batch, longest = state.batch, text.shape[1]
-        chunks = triton.cdiv(longest, SEARCH_CHUNK)
-        matched = torch.empty(batch, longest, dtype=torch.uint8, device=text.device)
+    def _search(
+        self,
+        state: ProposalState,
+        text: torch.Tensor,
+        shared: torch.Tensor | None,
+        *found: torch.Tensor,
+    ) -> None:
+        """In the requests' own texts, or in one text of all: int32 [width]."""
+        batch = state.batch
+        width = text.shape[1] if shared is None else len(shared)
+        chunks = triton.cdiv(width, SEARCH_CHUNK)
+        matched = torch.empty(batch, width, dtype=torch.uint8, device=text.device)
         most = torch.empty(batch, chunks, dtype=torch.int32, device=text.device)
         shape = batch, DEPTH - 1, OCCURRENCES
         places = torch.empty(*shape, dtype=torch.int32, device=text.device)
         # Of the top level's draft, which begins where the committed text ends.
-        committed = state.start[-1]
+        base, committed, slot = state.base, state.start[-1], state.slot
         suffix_kernels.match_text_kernel[(batch, chunks)](
             matched,
             most,
             *state.windows,
-            state.base,
+            base,
             state.end,
             committed,
             state.requested[0],
-            state.slot,
+            slot,
             text,
             text.stride(0),
-            longest,
+            shared,
+            width,
             DEPTH=DEPTH,
             CHUNK=SEARCH_CHUNK,
         )
+        if shared is not None:
+            # One row, whole before any window.
+            text, base = shared[None], torch.full_like(base, width)
+            committed, slot = torch.zeros_like(committed), torch.zeros_like(slot)
         suffix_kernels.own_votes_kernel[(batch, DEPTH - 1)](
             *found,
             places,
             matched,
             most,
             *state.windows,
-            state.base,
+            base,
             committed,
             state.requested[0],
-            state.slot,
+            slot,
             text,
             text.stride(0),
-            longest,
+            width,
             chunks,
             self.least,
             DEPTH=DEPTH,
