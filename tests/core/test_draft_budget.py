@@ -42,7 +42,10 @@ SCENARIOS = {
         lambda target: [model(target, 0.93, 0.12, sureness=0.2)],
         [(3,), (5,), (8,)],
     ),
-    "lookup below a model": (lambda target: [lookup(0.6), model(target, 0.8, 0.15)], [(2, 5)]),
+    "lookup below a model": (
+        lambda target: [lookup(0.6), model(target, 0.8, 0.15)],
+        [(1, 3), (2, 5)],
+    ),
     "two models": (lambda target: [model(target, 0.6, 0.03), model(target, 0.85, 0.2)], [(3, 8)]),
 }
 
@@ -59,8 +62,8 @@ def speedup(target, levels, size: int, fixed=None) -> float:
 @pytest.mark.parametrize(
     ("target", "size"),
     [(target, 16) for target in TARGETS]
-    + [(cpu, 1)]
-    + [pytest.param(t, 1, marks=pytest.mark.slow) for t in (memory_bound, compute_bound)],
+    + [(cpu, 4)]
+    + [pytest.param(target, 1, marks=pytest.mark.slow) for target in TARGETS],
 )
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_it_is_near_the_best_fixed_choice_and_never_slower_than_no_drafts(scenario, target, size):

@@ -154,8 +154,6 @@ def test_greedy_texts_and_caches_are_those_without_branches(family, plain, name)
     ("verifier", "count"),
     [
         ("block", 250),
-        ("standard", 250),
-        ("coupled", 250),
         *(
             pytest.param(name, 15000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])
             for name in ("block", "standard", "coupled")

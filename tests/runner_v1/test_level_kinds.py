@@ -122,7 +122,7 @@ def engine(request, small_vocabulary, files) -> dict:
 @pytest.fixture(scope="module")
 def results(engine) -> dict:
     return run_engine(
-        engine, {"sampled": sampling_job(COMPARED, 400, MAX_TOKENS), "greedy": GREEDY}
+        engine, {"sampled": sampling_job(COMPARED, 250, MAX_TOKENS), "greedy": GREEDY}
     )
 
 

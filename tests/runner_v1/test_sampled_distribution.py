@@ -56,7 +56,7 @@ FAST = (
 
 @pytest.mark.parametrize(
     ("engine", "count"),
-    [(engine, 150 if engine == PREEMPTING else 400) for engine in FAST]
+    [(engine, 150 if engine == PREEMPTING else 250) for engine in FAST]
     + [
         pytest.param(engine, 20000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])
         for engine in ENGINES

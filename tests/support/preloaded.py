@@ -40,5 +40,12 @@ if current_platform.is_cpu():
         current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
+# A third of a second for each engine, which finds it done.
+with contextlib.suppress(ImportError):
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+
+    configure_logging_if_needed(LoggingConfig())
+
 # vLLM collects garbage nine times at start-up; most of that time would go to imported modules.
 gc.freeze()

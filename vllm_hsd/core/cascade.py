@@ -149,7 +149,7 @@ class Cascade:
             verifier=len(self.levels),
             slots=slots,
             drafts=top,
-            requested=requested,
+            requested=most,
             drafting_seconds=clock.seconds() - began,
         )
         return top
