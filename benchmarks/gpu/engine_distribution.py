@@ -27,7 +27,7 @@ def configurations(family: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Speculative configurations by name, all with mid on top; the first is also the controls'."""
     small, mid = {"model": family["small"]}, {"model": family["mid"]}
     lookup = {"ngram": {"max": 3}, "num_tokens": 1}
-    suffix = {"suffix": {"min_acceptance": 0.01}}
+    suffix = {"suffix": {"min_acceptance": 0.01, "shared_tokens": 1000}}
     sources = {"sources": [{"ngram": {"max": 3}}, suffix], "num_tokens": 2}
     return {
         "two levels": engines.cascade(5, small | {"num_tokens": 2}, mid),

@@ -44,7 +44,7 @@ def head(family) -> str:
 def configuration(name: str, family) -> dict:
     stored = any(part in name for part in ("suffix", "sources", "n-grams", "choice"))
     store = texts_of(family) if stored else None
-    suffix = {"min_acceptance": 0.01, "store": store}
+    suffix = {"min_acceptance": 0.01, "store": store, "shared_tokens": 300}
     return {
         "suffix": cascade([{"suffix": suffix}]),
         "suffix, model": cascade([{"suffix": suffix, "num_tokens": 2}, {"model": family.mid}]),
