@@ -74,6 +74,14 @@ def test_it_is_near_the_best_fixed_choice_and_never_slower_than_no_drafts(scenar
     assert learned > 0.95
 
 
+def test_requests_that_begin_do_not_end_the_drafts_of_others():
+    """A prompt, or a request before its first draft, makes a batch of a size that does not last."""
+    serving = Serving(cpu, [model(cpu, 0.8, 0.1)], 4, prompt=60)
+    serving.run(200)
+    serving.run(400)
+    assert np.count_nonzero(serving.lengths[-400:]) > 390
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_mix_is_as_fast_as_its_best_source(target):
     sources = [lookup(0.8, 0.4), model(target, 0.7, 0.1)]
@@ -120,7 +128,7 @@ def test_a_step_without_levels_is_no_search():
     serving.run(50)
     budget = serving.cascade.budget
     known = budget.times[0].observed, budget.acceptance.drafts.copy()
-    serving.propose = lambda batch, slots, most: serving.cascade.propose(
+    serving.propose = lambda batch, slots, most, running: serving.cascade.propose(
         batch, slots, most, StepLevels()
     )
     serving.run(10)

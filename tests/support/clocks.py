@@ -26,11 +26,11 @@ def install() -> None:
         factor = 1 + get_tensor_model_parallel_rank() * (tokens % 5) * 3
         observe(self, tokens, seconds * factor)
 
-    def noted(budget, slots, most, adaptive: bool) -> None:
+    def noted(budget, *args) -> None:
         if get_tensor_model_parallel_rank():
             # What this rank would pay, had it to decide.
-            note("own", budget.prices(slots, most, adaptive))
-        agree(budget, slots, most, adaptive)
+            note("own", budget.prices(*args))
+        agree(budget, *args)
         if not get_tensor_model_parallel_rank():
             note("own", budget.step)
         note("agreed", budget.step)

@@ -130,6 +130,8 @@ class Serving:
         levels: cheapest first; the lowest may be a list of sources.
         fixed: draft lengths of all levels; None to adapt them, up to `LENGTH`.
         branches: drafts of a request that are verified together, at most.
+        prompt: tokens that a request begins with, read in a step whose time nobody is told of;
+            it drafts nothing before its second token. 0: requests begin without any.
         noise: spread of the logarithm of a step's time; one step in 100 takes ten times as long.
     """
 
@@ -139,11 +141,13 @@ class Serving:
     fixed: tuple[int, ...] | None = None
     noise: float = 0.05
     branches: int = 1
+    prompt: int = 0
     lengths: list[float] = field(default_factory=list)
     passed: list[float] = field(default_factory=list)
 
     def __post_init__(self):
         self.rng, self.clock = np.random.default_rng(5), Clock()
+        self.begun = np.zeros(0, dtype=np.int64)
         self.texts = np.random.default_rng(0).integers(0, VOCABULARY, (self.size, TEXT))
         self.tokens = self.texts.astype(np.int32)
         sources = self.levels[0] if isinstance(self.levels[0], list) else [self.levels[0]]
@@ -159,6 +163,7 @@ class Serving:
         self.options = [LevelOptions(length) for length in self.fixed or [LENGTH] * count]
         self.cascade = self.build([lowest, *self.levels[1:]])
         self.ends = 4 + (np.arange(self.size) * 37) % REQUEST
+        self.numbers = self.ends // REQUEST
         self.cached = np.tile(self.ends - 1, (count, 1))
 
     def build(self, levels) -> Cascade:
@@ -180,7 +185,10 @@ class Serving:
 
     def _step(self) -> tuple[int, float]:
         slots = getattr(self, "active", np.arange(self.size))
-        self._begin_requests(slots)
+        idle, begins = self.begun, self._begin_requests(slots)
+        if self.prompt:
+            self.begun = begins
+            idle = np.union1d(idle, begins)
         batch = DraftBatch(
             tokens=self.tokens,
             rows=np.arange(self.size),
@@ -192,7 +200,12 @@ class Serving:
             uniforms=None,
             thresholds=EntropyThresholds.fresh(len(self.levels), self.size),
         )
-        drafts = self.propose(batch, slots, np.full(len(slots), self.options[-1].draft_length))
+        drafting = np.setdiff1d(slots, idle)
+        drafts = self.cascade.drafts[-1]
+        drafts.clear(slots)
+        if len(drafting):
+            most = np.full(len(drafting), self.options[-1].draft_length)
+            self.propose(batch, drafting, most, len(slots) - len(self.begun))
         counts = drafts.counts[slots]
         self.lengths.append(counts.mean())
         beside = self.cascade.branches
@@ -200,11 +213,12 @@ class Serving:
         if beside is not None:
             passed += int((beside.counts[slots] - beside.shared[slots]).sum())
         self.passed.append(passed / len(slots))
-        seconds = float(self.target(passed))
+        seconds = float(self.target(passed + self.prompt * len(self.begun)))
         stalled = 10 if self.rng.random() < 0.01 else 1
         measured = seconds * stalled * np.exp(self.rng.normal(0, self.noise))
         self.clock.now += measured
-        self.observe(passed, measured)
+        if not len(self.begun):
+            self.observe(passed, measured)
         place = self.ends[slots, None] + np.arange(drafts.length)
         own = self.texts[slots[:, None], place]
         self.tokens[slots[:, None], place] = own
@@ -231,19 +245,22 @@ class Serving:
         self.ends[slots] += emitted
         return int(emitted.sum()), measured - seconds
 
-    def _begin_requests(self, slots) -> None:
+    def _begin_requests(self, slots) -> np.ndarray:
         """A request ends after REQUEST tokens; the next one takes its slot."""
         for slot in slots[self.ends[slots] > TEXT - 20]:
             self.ends[slot], self.cached[:, slot] = 4, 3
-        for slot in slots[self.ends[slots] % REQUEST < 2]:
+        begins = slots[self.ends[slots] // REQUEST != self.numbers[slots]]
+        self.numbers = self.ends // REQUEST
+        for slot in begins:
             self.cascade.forget(slot)
+        return begins
 
     def observe(self, tokens: int, seconds: float) -> None:
         if self.cascade.budget is not None:
             self.cascade.budget.times[-1].observe(tokens, seconds)
 
-    def propose(self, batch, slots, most):
+    def propose(self, batch, slots, most, running):
         budget = self.cascade.budget
         if budget is not None:
-            budget.step = budget.prices(slots, most, self.fixed is None)
+            budget.step = budget.prices(slots, most, self.fixed is None, running)
         return self.cascade.propose(batch, slots, most, budget and budget.step.selection)

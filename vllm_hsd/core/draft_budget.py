@@ -92,6 +92,8 @@ class DraftBudget:
             [0.0] * (self.target + 1),
         )
         self.step = self.free
+        # Requests of the next step, and by size how often in a row its time was found to be old.
+        self.running, self.unmeasured = 0, dict[int, int]()
         # Requests of the target's step under way, and seconds of drafting for it.
         self.waiting, self.drafting_seconds = np.zeros(num_slots, dtype=bool), 0.0
         # Tokens of their branches, that are verified beside the drafts.
@@ -102,17 +104,21 @@ class DraftBudget:
         self.acceptance.forget(slot)
         self.waiting[slot] = False
 
-    def prices(self, slots: np.ndarray, most: np.ndarray, adaptive: bool) -> Prices:
+    def prices(
+        self, slots: np.ndarray, most: np.ndarray, adaptive: bool, running: int = 0
+    ) -> Prices:
         """Prices of the next step, from the times seen so far.
 
         Args:
             slots, most: [n] int64 requests that may draft, and how many tokens.
             adaptive: also select the levels, and the draft length of every request at them.
+            running: requests of the step, if more than n.
         """
         size = len(slots)
         if not size or self.times[self.target].empty:
             # Nothing is known yet.
             return Prices(self.free.verify, self.free.forward)
+        self.running = max(size, running)
         found = [self._prices_of(verifier, size) for verifier in range(1, self.target + 1)]
         verify = [found[0][0], *(price for price, _ in found)]
         forward = [found[0][1], *(price for _, price in found)]
@@ -127,15 +133,29 @@ class DraftBudget:
         times, more = self.times[verifier], np.arange(size * self.widest + 1)
         if times.empty:
             return 0.0 * more, 0.0
-        if verifier == self.target and times.age(size) > self._longest_age():
+        own = self.running if verifier == self.target else size
+        if verifier == self.target and self._wants_plain_step(times, own):
             # Everything is measured against the time without drafts.
             return FORBIDDEN * more, FORBIDDEN
-        rate = self._rate(verifier, size)
-        seconds = times.seconds(size + more)
+        rate = self._rate(verifier, own)
+        seconds = times.seconds(own + more)
         # Unknown passes are free until one was timed.
         known = not self.pass_times.empty
         forward = rate * self.pass_times.seconds(size) if known else 0.0
         return rate * (seconds - seconds[0]), forward
+
+    def _wants_plain_step(self, times: StepTimes, size: int) -> bool:
+        """Whether the time of `size` requests without drafts is old, and is measured now.
+
+        Not the first time it is found to be: a size may last for a step only, and that one may
+        hold a prompt, whose time says nothing. In vain, it is asked for ever more seldom.
+        """
+        at = times.nearest(size)
+        if times.age(size) <= self._longest_age():
+            self.unmeasured.pop(at, None)
+            return False
+        self.unmeasured[at] = count = self.unmeasured.get(at, 0) + 1
+        return count > 1 and count.bit_count() == 1
 
     def _longest_age(self) -> int:
         """Steps after which the time without drafts is old: soon where drafts hardly gain."""
@@ -158,10 +178,8 @@ class DraftBudget:
             return StepLevels()
         size, target = len(slots), self.target
         feeders, seconds = self._cheapest_paths(size)
-        gains = [
-            self._gain(top, slots, most, verify, self._rate(target, size) * seconds[top])
-            for top in range(target)
-        ]
+        rate = self._rate(target, self.running)
+        gains = [self._gain(top, slots, most, verify, rate * seconds[top]) for top in range(target)]
         best = max(range(target), key=lambda top: gains[top][0])
         if gains[best][0] > 0:
             self.trials.pays(self.rows[best, target])

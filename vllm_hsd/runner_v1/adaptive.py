@@ -45,7 +45,7 @@ class StepClock:
 
 
 def agree_on_prices(
-    budget: DraftBudget, slots: np.ndarray, most: np.ndarray, adaptive: bool
+    budget: DraftBudget, slots: np.ndarray, most: np.ndarray, adaptive: bool, running: int
 ) -> None:
     """Set the prices of the next step: clocks differ by rank, and all ranks must draft alike.
 
@@ -55,6 +55,6 @@ def agree_on_prices(
     if group.rank_in_group > 0:
         budget.step = group.broadcast_object()
         return
-    budget.step = budget.prices(slots, most, adaptive)
+    budget.step = budget.prices(slots, most, adaptive, running)
     if group.world_size > 1:
         group.broadcast_object(budget.step)

@@ -258,8 +258,8 @@ class CascadeProposer(DraftModelProposer):
         cascade.drafts[-1].clear(slots)
         drafting = requested > 0
         if drafting.any():
-            slots, requested = slots[drafting], requested[drafting]
-            agree_on_prices(cascade.budget, slots, requested, adaptive)
+            running, slots, requested = len(slots), slots[drafting], requested[drafting]
+            agree_on_prices(cascade.budget, slots, requested, adaptive, running)
             cascade.propose(batch, slots, requested, cascade.budget.step.selection)
         return cascade.drafts[-1]
 
