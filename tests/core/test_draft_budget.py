@@ -82,6 +82,16 @@ def test_requests_that_begin_do_not_end_the_drafts_of_others():
     assert np.count_nonzero(serving.lengths[-400:]) > 390
 
 
+def test_what_one_batch_size_gained_is_no_measure_of_another():
+    """Else a token is dear where few requests gained much before."""
+    alone, always = (Serving(cpu, [lookup(0.9, 0.8)], 16) for _ in range(2))
+    alone.use(1)
+    for serving in (alone, always):
+        serving.run(200)
+        serving.use(16)
+    assert alone.run(40) > 0.92 * always.run(40)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_mix_is_as_fast_as_its_best_source(target):
     sources = [lookup(0.8, 0.4), model(target, 0.7, 0.1)]

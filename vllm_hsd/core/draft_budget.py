@@ -84,9 +84,10 @@ class DraftBudget:
         self.trials = Trials(count + len(pairs))
         # Of lookups right below the target, and what those of the step under way gain.
         self.searches, self.gained = Searches(), 0.0
-        # By verifier, exponentially forgotten: tokens emitted per request, and time in steps
-        # without drafts.
-        self.emitted, self.spent = [np.ones(self.target + 1) for _ in range(2)]
+        # By verifier and batch size, exponentially forgotten: tokens emitted per request, and time
+        # in steps without drafts.
+        shape = self.target + 1, len(self.times[0].sizes)
+        self.emitted, self.spent = np.ones(shape), np.ones(shape)
         self.free = Prices(
             [np.zeros(num_slots * self.widest + 1)] * (self.target + 1),
             [0.0] * (self.target + 1),
@@ -159,12 +160,14 @@ class DraftBudget:
 
     def _longest_age(self) -> int:
         """Steps after which the time without drafts is old: soon where drafts hardly gain."""
-        hardly = self.emitted[self.target] < _MARGIN * self.spent[self.target]
+        at = self.target, self.times[self.target].nearest(self.running)
+        hardly = self.emitted[at] < _MARGIN * self.spent[at]
         return FIRST_PAUSE if hardly else LONGEST_PAUSE
 
     def _rate(self, verifier: int, size: int) -> float:
         """Tokens per second at the goodput reached, which is at least that without drafts."""
-        gain = max(self.emitted[verifier] / self.spent[verifier], 1.0)
+        at = verifier, self.times[verifier].nearest(size)
+        gain = max(self.emitted[at] / self.spent[at], 1.0)
         return float(_MARGIN * gain * size / self.times[verifier].seconds(size))
 
     def _select(self, slots: np.ndarray, most: np.ndarray, verify: np.ndarray) -> StepLevels:
@@ -299,7 +302,8 @@ class DraftBudget:
 
     def followed(self, more: np.ndarray) -> None:
         """Take in [n] int64 tokens that n requests got from the target along branches."""
-        self.emitted[self.target] += more.sum() / max(len(more), 1)
+        at = self.target, self.times[self.target].nearest(len(more))
+        self.emitted[at] += more.sum() / max(len(more), 1)
 
     def _target_verified(self, slots: np.ndarray, counts: np.ndarray, accepted: np.ndarray) -> None:
         own = self.waiting[slots]
@@ -316,8 +320,9 @@ class DraftBudget:
         if not size or times.empty:
             return
         plain, verified = times.seconds(size), times.seconds(size + int(counts.sum()))
-        self.emitted[verifier] = MEMORY * self.emitted[verifier] + emitted / size
-        self.spent[verifier] = MEMORY * self.spent[verifier] + (verified + seconds) / plain
+        at = verifier, times.nearest(size)
+        self.emitted[at] = MEMORY * self.emitted[at] + emitted / size
+        self.spent[at] = MEMORY * self.spent[at] + (verified + seconds) / plain
 
 
 def cut(
