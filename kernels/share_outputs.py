@@ -39,5 +39,7 @@ def share_outputs_kernel(
             place = (place + end - begin) % limit
             tl.store(shared_ptr + place, -1)
             place = (place + 1) % limit
+        # The next output may lie on this one.
+        tl.debug_barrier()
         request += 1
     tl.store(next_ptr, place)
