@@ -158,7 +158,9 @@ def test_prices_of_cheap_tokens_hardly_change_the_goodput():
         levels = [[Guess(0.6, found=0.5), Guess(0.3, confidence=0.3)]]
         serving = Serving(cpu, levels, fixed=(6,), noise=0.0)
         if not priced:
-            serving.propose = serving.cascade.propose
+            serving.propose = lambda batch, slots, most, _: serving.cascade.propose(
+                batch, slots, most
+            )
         serving.run(200)
         goodput = serving.run(1500)
         return goodput, np.mean(serving.lengths)

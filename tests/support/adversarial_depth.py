@@ -42,7 +42,9 @@ def _forget_holes() -> None:
     FilledBlocks.usable = lambda self, blocks, length: np.full(len(self.filled), length)
 
 
-def _prices(self: DraftBudget, slots: np.ndarray, most: np.ndarray, adaptive: bool) -> Prices:
+def _prices(
+    self: DraftBudget, slots: np.ndarray, most: np.ndarray, adaptive: bool, running: int
+) -> Prices:
     """Sometimes nothing is worth its price, sometimes everything is, often it depends."""
     self.calls = getattr(self, "calls", 0) + 1
     bits = zlib.crc32(str(self.calls).encode())
