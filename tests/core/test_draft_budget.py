@@ -44,7 +44,7 @@ SCENARIOS = {
     ),
     "lookup below a model": (
         lambda target: [lookup(0.6), model(target, 0.8, 0.15)],
-        [(1, 3), (2, 5)],
+        [(2, 5)],
     ),
     "two models": (lambda target: [model(target, 0.6, 0.03), model(target, 0.85, 0.2)], [(3, 8)]),
 }
