@@ -19,6 +19,16 @@ def _token_at(window_ptr, text_ptr, base, at, mask):
 
 
 @triton.jit
+def _searched_at(searched_ptr, window_ptr, text_ptr, base, at, mask):
+    """As `_token_at`, of another text unless its pointer is None."""
+    if searched_ptr is None:
+        token = _token_at(window_ptr, text_ptr, base, at, mask)
+    else:
+        token = tl.load(searched_ptr + at, mask=mask, other=-1)
+    return token
+
+
+@triton.jit
 def matched_tokens(
     window_ptr,
     text_ptr,
@@ -41,10 +51,7 @@ def matched_tokens(
         wanted = _token_at(window_ptr, text_ptr, base, length - 1 - i, length > i)
         at = position - i
         going = going & (at >= 0)
-        if searched_ptr is None:
-            token = _token_at(window_ptr, text_ptr, base, at, going)
-        else:
-            token = tl.load(searched_ptr + at, mask=going, other=-1)
+        token = _searched_at(searched_ptr, window_ptr, text_ptr, base, at, going)
         going = going & (token == wanted)
         matched += going.to(tl.int32)
         i += 1
@@ -113,6 +120,7 @@ def own_votes_kernel(
     slot_ptr,  # int32 [B]
     text_ptr,  # int32 [max_num_reqs, max_model_len]
     text_stride,
+    searched_ptr,  # as above
     width,
     chunks,
     least_ptr,  # float64 [1], as below
@@ -135,7 +143,7 @@ def own_votes_kernel(
     expected = tl.zeros((), tl.float32)
     if (room > 0) & (tl.max(longest, axis=0) >= match):
         base = tl.load(base_ptr + request)
-        committed = base + tl.load(committed_ptr + request)
+        committed = base + tl.load(committed_ptr + request) if searched_ptr is None else width
         window_ptr += request * window_stride
         text_ptr += tl.load(slot_ptr + request).to(tl.int64) * text_stride
         matched_ptr += request.to(tl.int64) * width
@@ -162,14 +170,14 @@ def own_votes_kernel(
         while (drafted < room) & (count > 0):
             place = tl.load(place_ptr + lane, mask=lane < count, other=0)
             inside = (lane < count) & (place < committed)
-            token = _token_at(window_ptr, text_ptr, base, place, inside)
+            token = _searched_at(searched_ptr, window_ptr, text_ptr, base, place, inside)
             votes = tl.zeros([OCCURRENCES], tl.int32)
             first = tl.zeros((), tl.int32)
             while first < count:
                 voter = first + tl.arange(0, VOTERS)
                 other = tl.load(place_ptr + voter, mask=voter < count, other=0)
                 votes_too = (voter < count) & (other < committed)
-                vote = _token_at(window_ptr, text_ptr, base, other, votes_too)
+                vote = _searched_at(searched_ptr, window_ptr, text_ptr, base, other, votes_too)
                 votes += tl.sum((token[:, None] == vote[None, :]).to(tl.int32), axis=1)
                 first += VOTERS
             # Of equally many the lowest token.

@@ -42,10 +42,7 @@ SCENARIOS = {
         lambda target: [model(target, 0.93, 0.12, sureness=0.2)],
         [(3,), (5,), (8,)],
     ),
-    "lookup below a model": (
-        lambda target: [lookup(0.6), model(target, 0.8, 0.15)],
-        [(2, 5)],
-    ),
+    "lookup below a model": (lambda target: [lookup(0.6), model(target, 0.8, 0.15)], [(2, 5)]),
     "two models": (lambda target: [model(target, 0.6, 0.03), model(target, 0.85, 0.2)], [(3, 8)]),
 }
 

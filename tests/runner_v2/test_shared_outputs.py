@@ -9,14 +9,14 @@ pytestmark = [pytest.mark.interpret, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def accepted(family, source: list[dict] | dict) -> tuple[list[list[int]], list[int]]:
-    """Tokens of a prompt served three times, and accepted ones; the last time beside another."""
+    """Tokens of a prompt served three times, at last with another, and accepted ones of each."""
     from support.v2_engines import GREEDY, PROMPTS, run_engine
 
     speculative = {"method": "hsd", "num_speculative_tokens": 4, "levels": [source]}
     one, two = [PROMPTS[1]], [PROMPTS[1], PROMPTS[2]]
     jobs = {
         name: {"prompts": prompts, "params": GREEDY}
-        for name, prompts in (("first", one), ("again", one), ("beside another", two))
+        for name, prompts in (("first", one), ("again", one), ("with another", two))
     }
     engine = {"model": family.target, "max_num_seqs": 2, "speculative_config": speculative}
     found = run_engine(engine, jobs, short_matches=True)
@@ -26,14 +26,14 @@ def accepted(family, source: list[dict] | dict) -> tuple[list[list[int]], list[i
     )
 
 
-@pytest.mark.parametrize("beside", [None, "ngram", "eagle3"])
-def test_outputs_are_drafted_for_later_requests(beside, family, greedy_tokens, tmp_path: Path):
+@pytest.mark.parametrize("other", [None, "ngram", "eagle3"])
+def test_outputs_are_drafted_for_later_requests(other, family, greedy_tokens, tmp_path: Path):
     """Of 9 tokens, the first of which comes with the prompt; a head's first drafts are trusted."""
     suffix = {"suffix": {"min_acceptance": 0.01, "shared_tokens": 500}}
     sources = {"ngram": {"ngram": {"min": 3, "max": 3}}, "eagle3": {"eagle3": str(tmp_path)}}
-    if beside == "eagle3":
+    if other == "eagle3":
         write_eagle3_head(family.target, tmp_path)
-    level = suffix if beside is None else {"sources": [suffix, sources[beside]]}
+    level = suffix if other is None else {"sources": [suffix, sources[other]]}
     texts, counts = accepted(family, level)
     assert texts == [greedy_tokens[1]] * 3
     assert counts[0] < 4 <= counts[1] and counts[2] >= 5

@@ -130,8 +130,8 @@ class Serving:
         levels: cheapest first; the lowest may be a list of sources.
         fixed: draft lengths of all levels; None to adapt them, up to `LENGTH`.
         branches: drafts of a request that are verified together, at most.
-        prompt: tokens that a request begins with, read in a step whose time nobody is told of;
-            it drafts nothing before its second token. 0: requests begin without any.
+        prompt: tokens that a request begins with, read in a step whose time is not observed; it
+            drafts nothing before its second token. 0: requests begin without any.
         noise: spread of the logarithm of a step's time; one step in 100 takes ten times as long.
     """
 

@@ -17,7 +17,7 @@ from vllm_hsd.core.text_order import DEPTH, END_OF_TEXT, OCCURRENCES, PROBES, Or
 
 
 class SuffixVotes(SuffixLookup):
-    """LookupResult in the request's own text, in shared outputs and in a store.
+    """Lookup in the request's own text, in shared outputs and in a store.
 
     Args:
         texts: the store in order, on the host; None for none.

@@ -93,8 +93,8 @@ class DraftBudget:
             [0.0] * (self.target + 1),
         )
         self.step = self.free
-        # Requests of the next step, and by size how often in a row its time was found to be old.
-        self.running, self.unmeasured = 0, dict[int, int]()
+        # By batch size, how often in a row its time without drafts was found to be old.
+        self.unmeasured: dict[int, int] = {}
         # Requests of the target's step under way, and seconds of drafting for it.
         self.waiting, self.drafting_seconds = np.zeros(num_slots, dtype=bool), 0.0
         # Tokens of their branches, that are verified beside the drafts.
@@ -119,8 +119,9 @@ class DraftBudget:
         if not size or self.times[self.target].empty:
             # Nothing is known yet.
             return Prices(self.free.verify, self.free.forward)
-        self.running = max(size, running)
-        found = [self._prices_of(verifier, size) for verifier in range(1, self.target + 1)]
+        running = max(size, running)
+        found = [self._prices_of(verifier, size, size) for verifier in range(1, self.target)]
+        found.append(self._prices_of(self.target, size, running))
         verify = [found[0][0], *(price for price, _ in found)]
         forward = [found[0][1], *(price for _, price in found)]
         if not adaptive:
@@ -128,21 +129,22 @@ class DraftBudget:
         if self.target == 1 and self.sources is not None:
             searching = self.searches.due(self.times[0].nearest(size))
             return Prices(verify, forward, None if searching else StepLevels())
-        return Prices(verify, forward, self._select(slots, most, verify[-1]))
+        rate = self._rate(self.target, running)
+        return Prices(verify, forward, self._select(slots, most, verify[-1], rate))
 
-    def _prices_of(self, verifier: int, size: int) -> tuple[np.ndarray, float]:
-        times, more = self.times[verifier], np.arange(size * self.widest + 1)
+    def _prices_of(self, verifier: int, drafting: int, size: int) -> tuple[np.ndarray, float]:
+        """See `Prices`, for a verifier of `size` requests, of which some draft."""
+        times, more = self.times[verifier], np.arange(drafting * self.widest + 1)
         if times.empty:
             return 0.0 * more, 0.0
-        own = self.running if verifier == self.target else size
-        if verifier == self.target and self._wants_plain_step(times, own):
+        if verifier == self.target and self._wants_plain_step(times, size):
             # Everything is measured against the time without drafts.
             return FORBIDDEN * more, FORBIDDEN
-        rate = self._rate(verifier, own)
-        seconds = times.seconds(own + more)
+        rate = self._rate(verifier, size)
+        seconds = times.seconds(size + more)
         # Unknown passes are free until one was timed.
         known = not self.pass_times.empty
-        forward = rate * self.pass_times.seconds(size) if known else 0.0
+        forward = rate * self.pass_times.seconds(drafting) if known else 0.0
         return rate * (seconds - seconds[0]), forward
 
     def _wants_plain_step(self, times: StepTimes, size: int) -> bool:
@@ -152,25 +154,31 @@ class DraftBudget:
         hold a prompt, whose time says nothing. In vain, it is asked for ever more seldom.
         """
         at = times.nearest(size)
-        if times.age(size) <= self._longest_age():
+        if times.age(size) <= self._longest_age(size):
             self.unmeasured.pop(at, None)
             return False
         self.unmeasured[at] = count = self.unmeasured.get(at, 0) + 1
         return count > 1 and count.bit_count() == 1
 
-    def _longest_age(self) -> int:
+    def _at(self, verifier: int, size: int) -> tuple[int, int]:
+        """Where `emitted` and `spent` have the goodput of so many requests."""
+        return verifier, self.times[verifier].nearest(size)
+
+    def _longest_age(self, size: int) -> int:
         """Steps after which the time without drafts is old: soon where drafts hardly gain."""
-        at = self.target, self.times[self.target].nearest(self.running)
+        at = self._at(self.target, size)
         hardly = self.emitted[at] < _MARGIN * self.spent[at]
         return FIRST_PAUSE if hardly else LONGEST_PAUSE
 
     def _rate(self, verifier: int, size: int) -> float:
         """Tokens per second at the goodput reached, which is at least that without drafts."""
-        at = verifier, self.times[verifier].nearest(size)
+        at = self._at(verifier, size)
         gain = max(self.emitted[at] / self.spent[at], 1.0)
         return float(_MARGIN * gain * size / self.times[verifier].seconds(size))
 
-    def _select(self, slots: np.ndarray, most: np.ndarray, verify: np.ndarray) -> StepLevels:
+    def _select(
+        self, slots: np.ndarray, most: np.ndarray, verify: np.ndarray, rate: float
+    ) -> StepLevels:
         """The levels of the next step, and the draft length of every request.
 
         Every level takes from below what makes its own tokens cheapest ("Fast Inference via
@@ -181,7 +189,6 @@ class DraftBudget:
             return StepLevels()
         size, target = len(slots), self.target
         feeders, seconds = self._cheapest_paths(size)
-        rate = self._rate(target, self.running)
         gains = [self._gain(top, slots, most, verify, rate * seconds[top]) for top in range(target)]
         best = max(range(target), key=lambda top: gains[top][0])
         if gains[best][0] > 0:
@@ -302,7 +309,7 @@ class DraftBudget:
 
     def followed(self, more: np.ndarray) -> None:
         """Take in [n] int64 tokens that n requests got from the target along branches."""
-        at = self.target, self.times[self.target].nearest(len(more))
+        at = self._at(self.target, len(more))
         self.emitted[at] += more.sum() / max(len(more), 1)
 
     def _target_verified(self, slots: np.ndarray, counts: np.ndarray, accepted: np.ndarray) -> None:
@@ -320,7 +327,7 @@ class DraftBudget:
         if not size or times.empty:
             return
         plain, verified = times.seconds(size), times.seconds(size + int(counts.sum()))
-        at = verifier, times.nearest(size)
+        at = self._at(verifier, size)
         self.emitted[at] = MEMORY * self.emitted[at] + emitted / size
         self.spent[at] = MEMORY * self.spent[at] + (verified + seconds) / plain
 

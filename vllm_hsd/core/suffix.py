@@ -94,7 +94,7 @@ class SuffixLookup(LookupLevel):
 
 
 class SuffixLevel(SuffixLookup):
-    """LookupResult in the request's own text, in earlier outputs, and in a store.
+    """Lookup in the request's own text, in earlier outputs, and in a store.
 
     Args:
         store: texts written ahead, None for none.

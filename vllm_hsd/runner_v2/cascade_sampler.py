@@ -87,9 +87,9 @@ def serve(runner: Any) -> None:
 
 
 def _shared_outputs(lookup: Any) -> list[SharedOutputs]:
-    each = [found for found, _ in lookup.lookups] if isinstance(lookup, SourcesLookup) else [lookup]
-    found = [lookup.shared for lookup in each if isinstance(lookup, SuffixLookup)]
-    return [shared for shared in found if shared is not None]
+    found = [each for each, _ in lookup.lookups] if isinstance(lookup, SourcesLookup) else [lookup]
+    suffixes = [each for each in found if isinstance(each, SuffixLookup)]
+    return [each.shared for each in suffixes if each.shared is not None]
 
 
 class HeadSourcesSampler(BlockRejectionSampler):

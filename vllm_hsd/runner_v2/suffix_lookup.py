@@ -123,16 +123,16 @@ class SuffixLookup:
         shape = batch, DEPTH - 1, OCCURRENCES
         places = torch.empty(*shape, dtype=torch.int32, device=text.device)
         # Of the top level's draft, which begins where the committed text ends.
-        base, committed, slot = state.base, state.start[-1], state.slot
+        committed = state.start[-1]
         suffix_kernels.match_text_kernel[(batch, chunks)](
             matched,
             most,
             *state.windows,
-            base,
+            state.base,
             state.end,
             committed,
             state.requested[0],
-            slot,
+            state.slot,
             text,
             text.stride(0),
             shared,
@@ -140,22 +140,19 @@ class SuffixLookup:
             DEPTH=DEPTH,
             CHUNK=SEARCH_CHUNK,
         )
-        if shared is not None:
-            # One row, whole before any window.
-            text, base = shared[None], torch.full_like(base, width)
-            committed, slot = torch.zeros_like(committed), torch.zeros_like(slot)
         suffix_kernels.own_votes_kernel[(batch, DEPTH - 1)](
             *found,
             places,
             matched,
             most,
             *state.windows,
-            base,
+            state.base,
             committed,
             state.requested[0],
-            slot,
+            state.slot,
             text,
             text.stride(0),
+            shared,
             width,
             chunks,
             self.least,
