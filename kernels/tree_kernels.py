@@ -274,6 +274,8 @@ def traverse_kernel(
                         measured = tl.full((), 1, tl.int32)
                     else:
                         tl.store(factor_ptr + failed, 0.0)
+                        # The next child's remaining row is scaled by it.
+                        tl.debug_barrier()
 
         # The walk ends here: draw from the residual of this row.
         target_row_ptr = target_ptr + row.to(tl.int64) * vocab_size

@@ -6,6 +6,7 @@ runs that as its own step.
 
 import os
 import warnings
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,6 +14,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED:
     from support.interpreter import repair
+    from support.races import recorded_races
 
     repair()
     warnings.filterwarnings("ignore", category=RuntimeWarning)
@@ -23,6 +25,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs TRITON_INTERPRET=1: pytest -m interpret tests/kernels")
     if item.get_closest_marker("compiled") and INTERPRETED:
         pytest.skip("needs compiled kernels, but TRITON_INTERPRET=1 is set")
+
+
+@pytest.fixture(autouse=True)
+def no_races() -> Iterator[None]:
+    """Fail where programs or warps of a GPU would race in an interpreted kernel."""
+    if not INTERPRETED:
+        yield
+        return
+    with recorded_races() as found:
+        yield
+    assert found == set()
 
 
 @pytest.fixture

@@ -120,6 +120,7 @@ def test_a_flat_list_has_a_root_before_every_branch_within_its_blocks(sizes):
         BRANCHES=BRANCHES,
         N=N,
         LANES=padded_size(N + 1),
+        num_warps=1,
     )
     root = base + WINDOW - 1
     room = np.where(chained, 0, N)

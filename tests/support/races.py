@@ -1,0 +1,188 @@
+"""Races of interpreted kernels: what the interpreter, which runs in order, cannot show.
+
+A GPU runs the programs of a launch at the same time, and the warps of a program too, up to a
+barrier. Two accesses of one address race if one of them writes and nothing orders them:
+
+- programs: unless two atomics on one address lie between them that release and acquire;
+- warps of a program: unless a barrier lies between them, or one thread does both. All threads load
+  a scalar and one stores it; lanes of a tensor have threads of their own where there are enough.
+
+Writes of equal values do not race, nor do those that change nothing. Accesses are compared by the
+address that they begin at.
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import triton.language as tl
+from triton._C.libtriton.ir import MEM_SEMANTIC
+from triton.runtime import interpreter
+
+THREADS = 32
+
+
+@dataclass(frozen=True)
+class Access:
+    """One operation of one program.
+
+    Attributes:
+        place: file and line of the kernel.
+        values: [lanes] what is written; None for a load.
+        epoch: barriers of the program before it.
+        time: accesses of the launch before it.
+    """
+
+    place: str
+    program: tuple[int, int, int]
+    addresses: np.ndarray
+    lanes: np.ndarray
+    size: int
+    values: np.ndarray | None
+    atomic: bool
+    epoch: int
+    time: int
+
+
+class Launch:
+    """The accesses of a launch."""
+
+    def __init__(self, warps: int) -> None:
+        self.warps, self.accesses = warps, list[Access]()
+        self.epochs: dict[tuple, int] = defaultdict(int)
+        # Times of a program's atomics by address.
+        self.atomics: dict[int, dict[tuple, list[int]]] = defaultdict(lambda: defaultdict(list))
+
+    def add(self, program, pointers, mask, values, atomic=False, orders=False) -> None:
+        """Take in the lanes of an operation that are not masked.
+
+        Args:
+            orders: an atomic that releases and acquires.
+        """
+        active = np.flatnonzero(np.broadcast_to(mask, pointers.shape))
+        if not len(active):
+            return
+        addresses = pointers.ravel()[active].astype(np.int64)
+        if values is not None:
+            values = np.broadcast_to(values, pointers.shape).ravel()[active]
+        time = len(self.accesses)
+        if orders:
+            for address in addresses.tolist():
+                self.atomics[address][program].append(time)
+        epoch, scalar = self.epochs[program], pointers.size == 1
+        access = Access(
+            _place(), program, addresses, active, pointers.size, values, atomic, epoch, time
+        )
+        self.accesses.append(access)
+        if atomic and scalar:
+            # All threads wait for its result.
+            self.epochs[program] += 1
+
+    def races(self) -> Iterator[str]:
+        """A sentence for every pair of places that race."""
+        written = [each.addresses for each in self.accesses if each.values is not None]
+        if not written:
+            return
+        written = np.unique(np.concatenate(written))
+        at: dict[int, list[tuple[Access, int]]] = defaultdict(list)
+        for access in self.accesses:
+            for i in np.flatnonzero(np.isin(access.addresses, written)).tolist():
+                at[int(access.addresses[i])].append((access, i))
+        seen = set()
+        for found in at.values():
+            for (first, i), (second, j) in combinations(found, 2):
+                pair = first.place, second.place, first.program == second.program
+                if pair not in seen and self._race(first, i, second, j):
+                    seen.add(pair)
+                    whose = "warps" if first.program == second.program else "programs"
+                    yield f"{whose}: {first.place}, {second.place}"
+
+    def _race(self, first: Access, i: int, second: Access, j: int) -> bool:
+        reads = (first.values is None) + (second.values is None)
+        if reads == 2 or (first.atomic and second.atomic):
+            return False
+        if reads == 0 and not _differ(first.values[i], second.values[j]):
+            return False
+        if first.program != second.program:
+            return not self._ordered(first, second)
+        if self.warps == 1 or first.epoch != second.epoch:
+            return False
+        if first.size != second.size or first.lanes[i] != second.lanes[j]:
+            return True
+        # Several threads may have a lane, of which one stores it; what the others loaded is lost.
+        own = first.size > 1 if first.values is None else second.values is not None
+        return not own and first.size < THREADS * self.warps
+
+    def _ordered(self, first: Access, second: Access) -> bool:
+        for programs in self.atomics.values():
+            released = [time for time in programs.get(first.program, ()) if time >= first.time]
+            acquired = [time for time in programs.get(second.program, ()) if time <= second.time]
+            if released and acquired and min(released) < max(acquired):
+                return True
+        return False
+
+
+@contextmanager
+def recorded_races() -> Iterator[set[str]]:
+    """Find the races of all launches within the context.
+
+    Yields:
+        "warps" or "programs": the two places, of every race found so far.
+    """
+    found: set[str] = set()
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    names = "create_masked_load", "create_masked_store", "create_atomic_rmw"
+    before = {name: getattr(builder, name) for name in names}
+    call, wait, launches = executor.__call__, tl.debug_barrier, list[Launch]()
+
+    def load(self, ptrs, mask, *rest):
+        launches[-1].add(self.grid_idx, ptrs.data, mask.data, None)
+        return before["create_masked_load"](self, ptrs, mask, *rest)
+
+    def store(self, ptrs, value, mask, *rest):
+        old = before["create_masked_load"](self, ptrs, mask, None, *rest, False).data
+        launches[-1].add(self.grid_idx, ptrs.data, mask.data & _differ(old, value.data), value.data)
+        return before["create_masked_store"](self, ptrs, value, mask, *rest)
+
+    def atomic(self, operation, ptr, value, mask, sem, scope):
+        orders = sem == MEM_SEMANTIC.ACQUIRE_RELEASE
+        launches[-1].add(self.grid_idx, ptr.data, mask.data, value.data, True, orders)
+        return before["create_atomic_rmw"](self, operation, ptr, value, mask, sem, scope)
+
+    def barrier(*_, **__):
+        launches[-1].epochs[interpreter.interpreter_builder.grid_idx] += 1
+
+    def launch(self, *args, **kwargs):
+        launches.append(Launch(kwargs.get("num_warps", 4)))
+        try:
+            call(self, *args, **kwargs)
+        finally:
+            found.update(launches.pop().races())
+
+    for name, function in zip(names, (load, store, atomic), strict=True):
+        setattr(builder, name, function)
+    # Not of the builder: vLLM's stand-ins for CUDA leave the barriers out.
+    executor.__call__, tl.debug_barrier = launch, barrier
+    try:
+        yield found
+    finally:
+        for name, function in before.items():
+            setattr(builder, name, function)
+        executor.__call__, tl.debug_barrier = call, wait
+
+
+def _differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    return (one != other) & ((one == one) | (other == other))
+
+
+def _place() -> str:
+    """File and line of the innermost frame of a kernel."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and "kernels" not in Path(frame.f_code.co_filename).parts[:-1]:
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
