@@ -14,7 +14,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED:
     from support.interpreter import repair
-    from support.races import recorded_races
+    from support.sanitizer import recorded_faults
 
     repair()
     warnings.filterwarnings("ignore", category=RuntimeWarning)
@@ -28,12 +28,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_races() -> Iterator[None]:
-    """Fail where programs or warps of a GPU would race in an interpreted kernel."""
+def no_faults() -> Iterator[None]:
+    """Fail where an interpreted kernel has races or wrong addresses, see `support.sanitizer`."""
     if not INTERPRETED:
         yield
         return
-    with recorded_races() as found:
+    with recorded_faults() as found:
         yield
     assert found == set()
 

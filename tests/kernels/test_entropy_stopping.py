@@ -109,6 +109,7 @@ def test_entropies_of_rows_of_several_chunks(vocabulary):
     schedule = schedule_of(3, 8)
     state, g = random_state(schedule, 1)
     state.requested[0], state.drafted[0] = 3, 0
+    state.slot.copy_(torch.arange(5))
     logits = torch.randn(5, vocabulary, generator=g) * torch.tensor([0.0, 1, 3, 30, 3])[:, None]
     logits[3, 1] = float("nan")
     logits[4, 100:] = -float("inf")

@@ -1,4 +1,4 @@
-"""The search for races (`support.races`) finds those that are put in, and no others."""
+"""`support.sanitizer` finds the faults that are put in, and no others."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ LANES = 32 * WARPS
 
 
 @pytest.fixture(autouse=True)
-def no_races() -> None:
-    """In the place of what fails where there are races."""
+def no_faults() -> None:
+    """In the place of what fails where there are faults."""
 
 
 @triton.jit
@@ -47,6 +47,12 @@ def same_place_kernel(out_ptr, VALUE: tl.constexpr):
 
 
 @triton.jit
+def one_more_kernel(out_ptr, LANES: tl.constexpr):
+    lane = tl.arange(0, LANES)
+    tl.store(out_ptr + lane, tl.load(out_ptr + lane + 1))
+
+
+@triton.jit
 def last_arriver_kernel(out_ptr, arrived_ptr, SEM: tl.constexpr):
     program = tl.program_id(0)
     tl.store(out_ptr + program, program + 1)
@@ -57,41 +63,46 @@ def last_arriver_kernel(out_ptr, arrived_ptr, SEM: tl.constexpr):
         tl.store(out_ptr + tl.num_programs(0), total)
 
 
-def races(kernel, *arguments, programs: int = 1, warps: int = WARPS) -> set[str]:
-    """Which of "warps" and "programs" race."""
-    from support.races import recorded_races
+def faults(kernel, *arguments, programs: int = 1, warps: int = WARPS) -> set[str]:
+    """Which of "warps" and "programs" race, and whether an access is "outside"."""
+    from support.sanitizer import recorded_faults
 
     out, arrived = (torch.zeros(2 * LANES, dtype=torch.int32) for _ in range(2))
     takes_arrived = kernel is last_arriver_kernel
-    with recorded_races() as found:
+    with recorded_faults() as found:
         kernel[(programs,)](out, *[arrived] * takes_arrived, *arguments, num_warps=warps)
     return {each.split(":")[0] for each in found}
 
 
 def test_warps():
-    assert races(reversed_kernel, LANES, False) == {"warps"}
-    assert races(reversed_kernel, LANES, True) == set()
-    assert races(reversed_kernel, LANES, False, warps=1) == set()
-    assert races(own_kernel, LANES) == set()
+    assert faults(reversed_kernel, LANES, False) == {"warps"}
+    assert faults(reversed_kernel, LANES, True) == set()
+    assert faults(reversed_kernel, LANES, False, warps=1) == set()
+    assert faults(own_kernel, LANES) == set()
     # A lane of which each warp has a copy is stored by one.
-    assert races(own_kernel, 16) == {"warps"}
-    assert races(counter_kernel) == {"warps"}
-    assert races(counter_kernel, warps=1) == set()
+    assert faults(own_kernel, 16) == {"warps"}
+    assert faults(counter_kernel) == {"warps"}
+    assert faults(counter_kernel, warps=1) == set()
 
 
 def test_programs():
-    assert races(same_place_kernel, 0, programs=3) == {"programs"}
-    assert races(same_place_kernel, 7, programs=3) == set()
-    assert races(counter_kernel, programs=2, warps=1) == {"programs"}
-    assert races(last_arriver_kernel, "acq_rel", programs=3) == set()
-    assert races(last_arriver_kernel, "relaxed", programs=3) == {"programs"}
+    assert faults(same_place_kernel, 0, programs=3) == {"programs"}
+    assert faults(same_place_kernel, 7, programs=3) == set()
+    assert faults(counter_kernel, programs=2, warps=1) == {"programs"}
+    assert faults(last_arriver_kernel, "acq_rel", programs=3) == set()
+    assert faults(last_arriver_kernel, "relaxed", programs=3) == {"programs"}
+
+
+def test_addresses():
+    assert faults(one_more_kernel, LANES, warps=1) == set()
+    assert faults(one_more_kernel, 2 * LANES, warps=1) == {"outside"}
 
 
 def test_a_tree_is_verified_in_the_order_of_its_barriers(monkeypatch):
-    from support.races import recorded_races
+    from support.sanitizer import recorded_faults
 
     batch = make_trees(4, 40)
-    with recorded_races() as found:
+    with recorded_faults() as found:
         verify_tree(**batch)
         assert found == set()
         monkeypatch.setattr(tl, "debug_barrier", lambda *_, **__: None)

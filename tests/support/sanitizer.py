@@ -1,4 +1,4 @@
-"""Races of interpreted kernels: what the interpreter, which runs in order, cannot show.
+"""What the interpreter, which runs in order, cannot show of kernels: races, and wrong addresses.
 
 A GPU runs the programs of a launch at the same time, and the warps of a program too, up to a
 barrier. Two accesses of one address race if one of them writes and nothing orders them:
@@ -8,23 +8,26 @@ barrier. Two accesses of one address race if one of them writes and nothing orde
   a scalar and one stores it; lanes of a tensor have threads of their own where there are enough.
 
 Writes of equal values do not race, nor do those that change nothing. Accesses are compared by the
-address that they begin at.
+address that they begin at. An access is outside if no tensor of the launch has its address; kernels
+that load addresses (`BY_ADDRESS`) are not asked for that.
 """
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton._C.libtriton.ir import MEM_SEMANTIC
 from triton.runtime import interpreter
 
 THREADS = 32
+BY_ADDRESS = {"copy_blocks_kernel", "place_kernel"}
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,19 @@ class Access:
 
 
 class Launch:
-    """The accesses of a launch."""
+    """The accesses of a launch.
 
-    def __init__(self, warps: int) -> None:
+    Args:
+        tensors: its arguments.
+    """
+
+    def __init__(self, warps: int, tensors: Iterable[torch.Tensor]) -> None:
         self.warps, self.accesses = warps, list[Access]()
+        bounds = sorted(_bounds(each) for each in tensors)
+        self.starts = np.array([start for start, _ in bounds])
+        # Of all tensors that begin before.
+        self.ends = np.maximum.accumulate([end for _, end in bounds] or [0])
+        self.outside: set[str] = set()
         self.epochs: dict[tuple, int] = defaultdict(int)
         # Times of a program's atomics by address.
         self.atomics: dict[int, dict[tuple, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -68,6 +80,9 @@ class Launch:
         if not len(active):
             return
         addresses = pointers.ravel()[active].astype(np.int64)
+        at = np.searchsorted(self.starts, addresses, side="right") - 1
+        if ((at < 0) | (addresses >= self.ends[at])).any():
+            self.outside.add(f"outside: {_place()}")
         if values is not None:
             values = np.broadcast_to(values, pointers.shape).ravel()[active]
         time = len(self.accesses)
@@ -128,11 +143,11 @@ class Launch:
 
 
 @contextmanager
-def recorded_races() -> Iterator[set[str]]:
-    """Find the races of all launches within the context.
+def recorded_faults() -> Iterator[set[str]]:
+    """Find the faults of all launches within the context.
 
     Yields:
-        "warps" or "programs": the two places, of every race found so far.
+        "warps" or "programs", with two places that race, and "outside" with a place.
     """
     found: set[str] = set()
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
@@ -158,11 +173,14 @@ def recorded_races() -> Iterator[set[str]]:
         launches[-1].epochs[interpreter.interpreter_builder.grid_idx] += 1
 
     def launch(self, *args, **kwargs):
-        launches.append(Launch(kwargs.get("num_warps", 4)))
+        tensors = [each for each in [*args, *kwargs.values()] if isinstance(each, torch.Tensor)]
+        launches.append(Launch(kwargs.get("num_warps", 4), tensors))
         try:
             call(self, *args, **kwargs)
         finally:
-            found.update(launches.pop().races())
+            last = launches.pop()
+            found.update(last.races())
+            found.update(() if self.fn.__name__ in BY_ADDRESS else last.outside)
 
     for name, function in zip(names, (load, store, atomic), strict=True):
         setattr(builder, name, function)
@@ -178,6 +196,12 @@ def recorded_races() -> Iterator[set[str]]:
 
 def _differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return (one != other) & ((one == one) | (other == other))
+
+
+def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    count = last + 1 if tensor.numel() else 0
+    return tensor.data_ptr(), tensor.data_ptr() + count * tensor.element_size()
 
 
 def _place() -> str:
