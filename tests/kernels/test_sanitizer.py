@@ -53,14 +53,19 @@ def one_more_kernel(out_ptr, LANES: tl.constexpr):
 
 
 @triton.jit
-def last_arriver_kernel(out_ptr, arrived_ptr, SEM: tl.constexpr):
-    program = tl.program_id(0)
-    tl.store(out_ptr + program, program + 1)
-    if tl.atomic_add(arrived_ptr, 1, sem=SEM) == tl.num_programs(0) - 1:
-        total = 0
-        for each in range(tl.num_programs(0)):
-            total += tl.load(out_ptr + each)
-        tl.store(out_ptr + tl.num_programs(0), total)
+def last_arriver_kernel(
+    out_ptr, arrived_ptr, LANES: tl.constexpr, SEM: tl.constexpr, BARRIER: tl.constexpr
+):
+    programs = tl.num_programs(0)
+    lane = tl.arange(0, LANES)
+    tl.store(out_ptr + tl.program_id(0) * LANES + lane, lane + 1)
+    if BARRIER:
+        tl.debug_barrier()
+    if tl.atomic_add(arrived_ptr, 1, sem=SEM) == programs - 1:
+        total = tl.zeros([LANES], tl.int32)
+        for each in range(programs):
+            total += tl.load(out_ptr + each * LANES + lane)
+        tl.store(out_ptr + programs * LANES + lane, total)
 
 
 def faults(kernel, *arguments, programs: int = 1, warps: int = WARPS) -> set[str]:
@@ -89,8 +94,9 @@ def test_programs():
     assert faults(same_place_kernel, 0, programs=3) == {"programs"}
     assert faults(same_place_kernel, 7, programs=3) == set()
     assert faults(counter_kernel, programs=2, warps=1) == {"programs"}
-    assert faults(last_arriver_kernel, "acq_rel", programs=3) == set()
-    assert faults(last_arriver_kernel, "relaxed", programs=3) == {"programs"}
+    assert faults(last_arriver_kernel, 64, "acq_rel", True, programs=3) == set()
+    assert faults(last_arriver_kernel, 64, "acq_rel", False, programs=3) == {"programs"}
+    assert faults(last_arriver_kernel, 64, "relaxed", True, programs=3) == {"programs"}
 
 
 def test_addresses():

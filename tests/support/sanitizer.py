@@ -3,7 +3,8 @@
 A GPU runs the programs of a launch at the same time, and the warps of a program too, up to a
 barrier. Two accesses of one address race if one of them writes and nothing orders them:
 
-- programs: unless two atomics on one address lie between them that release and acquire;
+- programs: unless two atomics on one address lie between them that release and acquire, the first
+  one after a barrier if other threads have written;
 - warps of a program: unless a barrier lies between them, or one thread does both. All threads load
   a scalar and one stores it; lanes of a tensor have threads of their own where there are enough.
 
@@ -67,13 +68,16 @@ class Launch:
         self.ends = np.maximum.accumulate([end for _, end in bounds] or [0])
         self.outside: set[str] = set()
         self.epochs: dict[tuple, int] = defaultdict(int)
-        # Times of a program's atomics by address.
-        self.atomics: dict[int, dict[tuple, list[int]]] = defaultdict(lambda: defaultdict(list))
+        # A program's atomics that release and acquire, by address.
+        self.atomics: dict[int, dict[tuple, list[Access]]] = defaultdict(lambda: defaultdict(list))
 
-    def add(self, program, pointers, mask, values, atomic=False, orders=False) -> None:
+    def add(
+        self, program, pointers, mask, values, changed=True, *, atomic=False, orders=False
+    ) -> None:
         """Take in the lanes of an operation that are not masked.
 
         Args:
+            changed: lanes whose store changes what is there.
             orders: an atomic that releases and acquires.
         """
         active = np.flatnonzero(np.broadcast_to(mask, pointers.shape))
@@ -83,18 +87,19 @@ class Launch:
         at = np.searchsorted(self.starts, addresses, side="right") - 1
         if ((at < 0) | (addresses >= self.ends[at])).any():
             self.outside.add(f"outside: {_place()}")
+        kept = np.broadcast_to(changed, pointers.shape).ravel()[active]
+        active, addresses = active[kept], addresses[kept]
         if values is not None:
             values = np.broadcast_to(values, pointers.shape).ravel()[active]
-        time = len(self.accesses)
-        if orders:
-            for address in addresses.tolist():
-                self.atomics[address][program].append(time)
-        epoch, scalar = self.epochs[program], pointers.size == 1
+        epoch, time = self.epochs[program], len(self.accesses)
         access = Access(
             _place(), program, addresses, active, pointers.size, values, atomic, epoch, time
         )
         self.accesses.append(access)
-        if atomic and scalar:
+        if orders:
+            for address in addresses.tolist():
+                self.atomics[address][program].append(access)
+        if atomic and pointers.size == 1:
             # All threads wait for its result.
             self.epochs[program] += 1
 
@@ -135,8 +140,15 @@ class Launch:
 
     def _ordered(self, first: Access, second: Access) -> bool:
         for programs in self.atomics.values():
-            released = [time for time in programs.get(first.program, ()) if time >= first.time]
-            acquired = [time for time in programs.get(second.program, ()) if time <= second.time]
+            released = [
+                each.time
+                for each in programs.get(first.program, ())
+                if each.time >= first.time
+                and (each.epoch > first.epoch or first.size == 1 or self.warps == 1)
+            ]
+            acquired = [
+                each.time for each in programs.get(second.program, ()) if each.time <= second.time
+            ]
             if released and acquired and min(released) < max(acquired):
                 return True
         return False
@@ -161,12 +173,14 @@ def recorded_faults() -> Iterator[set[str]]:
 
     def store(self, ptrs, value, mask, *rest):
         old = before["create_masked_load"](self, ptrs, mask, None, *rest, False).data
-        launches[-1].add(self.grid_idx, ptrs.data, mask.data & _differ(old, value.data), value.data)
+        changed = _differ(old, value.data)
+        launches[-1].add(self.grid_idx, ptrs.data, mask.data, value.data, changed)
         return before["create_masked_store"](self, ptrs, value, mask, *rest)
 
     def atomic(self, operation, ptr, value, mask, sem, scope):
         orders = sem == MEM_SEMANTIC.ACQUIRE_RELEASE
-        launches[-1].add(self.grid_idx, ptr.data, mask.data, value.data, True, orders)
+        given = ptr.data, mask.data, value.data
+        launches[-1].add(self.grid_idx, *given, atomic=True, orders=orders)
         return before["create_atomic_rmw"](self, operation, ptr, value, mask, sem, scope)
 
     def barrier(*_, **__):
