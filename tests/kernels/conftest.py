@@ -19,23 +19,19 @@ if INTERPRETED:
     repair()
     warnings.filterwarnings("ignore", category=RuntimeWarning)
 
+    @pytest.fixture(autouse=True)
+    def no_faults() -> Iterator[None]:
+        """Fail where an interpreted kernel has races or wrong addresses."""
+        with recorded_faults() as found:
+            yield
+        assert found == set()
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("interpret") and not INTERPRETED:
         pytest.skip("needs TRITON_INTERPRET=1: pytest -m interpret tests/kernels")
     if item.get_closest_marker("compiled") and INTERPRETED:
         pytest.skip("needs compiled kernels, but TRITON_INTERPRET=1 is set")
-
-
-@pytest.fixture(autouse=True)
-def no_faults() -> Iterator[None]:
-    """Fail where an interpreted kernel has races or wrong addresses, see `support.sanitizer`."""
-    if not INTERPRETED:
-        yield
-        return
-    with recorded_faults() as found:
-        yield
-    assert found == set()
 
 
 @pytest.fixture

@@ -97,8 +97,8 @@ ENGINES = {
 def test_the_rule_grows_branches_and_greedy_texts_stay(family, plain):
     sources = {"ngram": {"max": 3}}, {"ngram": {"max": 1}}, {"model": family.mid}
     # On a busy machine nothing may pay.
-    engine = {"model": family.target, "worker_extension_cls": "support.free_drafts.Worker"}
-    results = run_engine({**engine, **BASE, **cascade(*sources, branches=3)}, JOBS)
+    free = {"model": family.target, "worker_extension_cls": "support.free_drafts.Worker"}
+    results = run_engine({**free, **BASE, **cascade(*sources, branches=3)}, JOBS)
     assert differing(JOBS, results, plain) == []
     levels = [result["levels"][0] for result in results.values()]
     found = {key: sum(level[key] for level in levels) for key in levels[0]}

@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
 import triton.language as tl
@@ -59,36 +60,43 @@ def count_bytes() -> Iterator[Counter]:
     counts: Counter = Counter()
     builder = interpreter.InterpreterBuilder
     executor = interpreter.GridExecutor
-    names = ("create_masked_load", "create_masked_store", "create_atomic_rmw")
-    before = {name: getattr(builder, name) for name in names}
-    call = executor.__call__
+    before_load, before_store = builder.create_masked_load, builder.create_masked_store
+    before_atomic, call = builder.create_atomic_rmw, executor.__call__
 
     def load(self, ptrs, mask, *rest):
         counts["loaded"] += int(mask.data.sum()) * _width(ptrs)
-        return before["create_masked_load"](self, ptrs, mask, *rest)
+        return before_load(self, ptrs, mask, *rest)
 
     def store(self, ptrs, value, mask, *rest):
         counts["stored"] += int(mask.data.sum()) * _width(ptrs)
-        return before["create_masked_store"](self, ptrs, value, mask, *rest)
+        return before_store(self, ptrs, value, mask, *rest)
 
     def atomic(self, operation, ptr, value, mask, *rest):
         size = int(mask.data.sum()) * _width(ptr)
         counts.update(loaded=size, stored=size)
-        return before["create_atomic_rmw"](self, operation, ptr, value, mask, *rest)
+        return before_atomic(self, operation, ptr, value, mask, *rest)
 
     def launch(self, *args, **kwargs):
         counts["launches"] += 1
         return call(self, *args, **kwargs)
 
-    for name, function in zip(names, (load, store, atomic), strict=True):
-        setattr(builder, name, function)
-    executor.__call__ = launch
-    try:
+    with interpreted_by(load, store, atomic, launch):
         yield counts
-    finally:
-        for name, function in before.items():
-            setattr(builder, name, function)
-        executor.__call__ = call
+
+
+@contextmanager
+def interpreted_by(load, store, atomic, launch) -> Iterator[None]:
+    """Replace what the interpreter does for loads, stores, atomics and launches of kernels."""
+    operations = {
+        "create_masked_load": load,
+        "create_masked_store": store,
+        "create_atomic_rmw": atomic,
+    }
+    with (
+        mock.patch.multiple(interpreter.InterpreterBuilder, **operations),
+        mock.patch.object(interpreter.GridExecutor, "__call__", launch),
+    ):
+        yield
 
 
 def _width(pointers) -> int:

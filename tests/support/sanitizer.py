@@ -20,10 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
 import triton.language as tl
+from support.interpreter import interpreted_by
 from triton._C.libtriton.ir import MEM_SEMANTIC
 from triton.runtime import interpreter
 
@@ -83,17 +85,17 @@ class Launch:
         active = np.flatnonzero(np.broadcast_to(mask, pointers.shape))
         if not len(active):
             return
-        addresses = pointers.ravel()[active].astype(np.int64)
+        place, addresses = _place(), pointers.ravel()[active].astype(np.int64)
         at = np.searchsorted(self.starts, addresses, side="right") - 1
         if ((at < 0) | (addresses >= self.ends[at])).any():
-            self.outside.add(f"outside: {_place()}")
+            self.outside.add(f"outside: {place}")
         kept = np.broadcast_to(changed, pointers.shape).ravel()[active]
         active, addresses = active[kept], addresses[kept]
         if values is not None:
             values = np.broadcast_to(values, pointers.shape).ravel()[active]
         epoch, time = self.epochs[program], len(self.accesses)
         access = Access(
-            _place(), program, addresses, active, pointers.size, values, atomic, epoch, time
+            place, program, addresses, active, pointers.size, values, atomic, epoch, time
         )
         self.accesses.append(access)
         if orders:
@@ -163,25 +165,24 @@ def recorded_faults() -> Iterator[set[str]]:
     """
     found: set[str] = set()
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
-    names = "create_masked_load", "create_masked_store", "create_atomic_rmw"
-    before = {name: getattr(builder, name) for name in names}
-    call, wait, launches = executor.__call__, tl.debug_barrier, list[Launch]()
+    before_load, before_store = builder.create_masked_load, builder.create_masked_store
+    before_atomic, call, launches = builder.create_atomic_rmw, executor.__call__, list[Launch]()
 
     def load(self, ptrs, mask, *rest):
         launches[-1].add(self.grid_idx, ptrs.data, mask.data, None)
-        return before["create_masked_load"](self, ptrs, mask, *rest)
+        return before_load(self, ptrs, mask, *rest)
 
     def store(self, ptrs, value, mask, *rest):
-        old = before["create_masked_load"](self, ptrs, mask, None, *rest, False).data
+        old = before_load(self, ptrs, mask, None, *rest, False).data
         changed = _differ(old, value.data)
         launches[-1].add(self.grid_idx, ptrs.data, mask.data, value.data, changed)
-        return before["create_masked_store"](self, ptrs, value, mask, *rest)
+        return before_store(self, ptrs, value, mask, *rest)
 
     def atomic(self, operation, ptr, value, mask, sem, scope):
         orders = sem == MEM_SEMANTIC.ACQUIRE_RELEASE
         given = ptr.data, mask.data, value.data
         launches[-1].add(self.grid_idx, *given, atomic=True, orders=orders)
-        return before["create_atomic_rmw"](self, operation, ptr, value, mask, sem, scope)
+        return before_atomic(self, operation, ptr, value, mask, sem, scope)
 
     def barrier(*_, **__):
         launches[-1].epochs[interpreter.interpreter_builder.grid_idx] += 1
@@ -196,16 +197,12 @@ def recorded_faults() -> Iterator[set[str]]:
             found.update(last.races())
             found.update(() if self.fn.__name__ in BY_ADDRESS else last.outside)
 
-    for name, function in zip(names, (load, store, atomic), strict=True):
-        setattr(builder, name, function)
-    # Not of the builder: vLLM's stand-ins for CUDA leave the barriers out.
-    executor.__call__, tl.debug_barrier = launch, barrier
-    try:
+    with (
+        interpreted_by(load, store, atomic, launch),
+        # Not of the builder: vLLM's stand-ins for CUDA leave the barriers out.
+        mock.patch.object(tl, "debug_barrier", barrier),
+    ):
         yield found
-    finally:
-        for name, function in before.items():
-            setattr(builder, name, function)
-        executor.__call__, tl.debug_barrier = call, wait
 
 
 def _differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
