@@ -81,8 +81,8 @@ class HostedBranches:
         self.followed: Followed | None = None
         self.groups: list[PrivateBlocks] = []
         self.tables: list[np.ndarray] = []
-        # By group, places of shared tokens in the flat batch and the branches' slots for them.
-        self.repeated: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # By group, what is written of the flat batch and its slots: shared tokens several times.
+        self.written: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         self.caches: list[list[Any]] = []
         config = state.vllm_config
         for mistake in config.speculative_config.branch_mistakes(config):
@@ -154,7 +154,8 @@ class HostedBranches:
         if not rows.branch.any():
             return
         self._find_caches()
-        self.rows, self.tables, self.repeated = rows, [], []
+        self.rows, self.tables, self.written = rows, [], []
+        tokens = torch.arange(int(scheduled.sum()), device=self.runner.device)
         for gid, (group, table) in enumerate(
             zip(self.groups, input_batch.block_table.block_tables, strict=True)
         ):
@@ -162,11 +163,13 @@ class HostedBranches:
             places, positions, kv_slots = group.slots(rows, tables)
             index = torch.from_numpy(places).to(self.runner.device)
             self.runner.positions[index] = torch.from_numpy(positions).to(self.runner.device)
-            table.slot_mapping.gpu[index] = torch.from_numpy(kv_slots).to(self.runner.device)
+            all_slots = table.slot_mapping.gpu
+            all_slots[index] = torch.from_numpy(kv_slots).to(self.runner.device)
             self.tables.append(tables)
             shared = (torch.from_numpy(each) for each in group.repeated(rows, tables))
             of_all, kept_in = (each.to(self.runner.device) for each in shared)
-            self.repeated.append((of_all, kept_in.to(table.slot_mapping.gpu.dtype)))
+            where = torch.cat([all_slots[: len(tokens)], kept_in.to(all_slots.dtype)])
+            self.written.append((torch.cat([tokens, of_all]), where) if len(of_all) else None)
             self._copy(gid, *group.copied_before(rows, tables))
 
     def metadata(self, common, gid: int):
@@ -348,8 +351,8 @@ def build_metadata(original, hosted: HostedBranches, common, *args, **kwargs):
     issue=NONE_FILED,
 )
 def write_keys_and_values(original, of_group, layer, key, value, kv_cache, slot_mapping):
-    original(layer, key, value, kv_cache, slot_mapping)
     hosted, gid = of_group
-    if hosted.rows is not None and len(hosted.repeated[gid][0]):
-        places, slots = hosted.repeated[gid]
-        original(layer, key[places], value[places], kv_cache, slots)
+    if hosted.rows is not None and (written := hosted.written[gid]) is not None:
+        places, slot_mapping = written
+        key, value = key.index_select(0, places), value.index_select(0, places)
+    original(layer, key, value, kv_cache, slot_mapping)
