@@ -222,6 +222,9 @@ def options(description: str, output: Path, sets: bool = False) -> argparse.Argu
     parser.add_argument("--model", help="name or directory (default: SmolLM2, converted on demand)")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument(
+        "--compiled", action="store_true", help="engines as they are served, minutes to start"
+    )
     parser.add_argument("--output", type=Path, default=output)
     if sets:
         parser.add_argument(
@@ -292,7 +295,11 @@ def started(
         max_tokens=chosen.max_tokens,
         num_prompts=len(prompts),
         rounds=1,
-        engine_args={"dtype": chosen.dtype, "enforce_eager": True, **engine_args},
+        engine_args={
+            "dtype": chosen.dtype,
+            "enforce_eager": not chosen.compiled,
+            **engine_args,
+        },
         output=chosen.output,
     )
     comparison, setup = bench.prepare(comparison)

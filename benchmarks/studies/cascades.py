@@ -24,6 +24,7 @@ from vllm_hsd.cli.options import numbers
 COPY_LENGTHS = (4, 6, 8, 12)
 SUFFIX_LENGTHS = (4, 8)
 HEAD_LENGTHS = (2, 3)
+ADAPTIVE_LENGTHS = (8, 5, 3)
 
 
 def _cascade(*levels: tuple[dict[str, Any], int]) -> dict[str, Any]:
@@ -32,13 +33,13 @@ def _cascade(*levels: tuple[dict[str, Any], int]) -> dict[str, Any]:
 
 
 def configs() -> dict[str, Config]:
-    """Cascades and single drafters by name; the deepest come first: they host the others."""
+    """Cascades and single drafters by name; the first one's engine serves all but the head's."""
     copy = {"model": os.path.relpath(int8())}
     pairs = {**NGRAM_MODEL, "order": 2}
     found = [
-        _cascade((SUFFIX, 4), (pairs, 6), (NGRAM_MODEL, 8), (copy, 12)),
+        _cascade((SUFFIX, 8), (pairs, 9), (NGRAM_MODEL, 10), (copy, 12)),
         _cascade((SUFFIX, 4), (NGRAM_MODEL, 8), (copy, 12)),
-        *(_cascade((SUFFIX, 4), (copy, length)) for length in (12, 8)),
+        *(_cascade((SUFFIX, own), (copy, length)) for own, length in ((8, 12), (4, 12), (4, 8))),
         _cascade((EAGLE3, 3), (copy, 12)),
         *(_cascade((copy, length)) for length in COPY_LENGTHS[::-1]),
         *(_cascade((SUFFIX, length)) for length in SUFFIX_LENGTHS[::-1]),
@@ -47,14 +48,23 @@ def configs() -> dict[str, Config]:
     return {config_name(config): config for config in found}
 
 
+def by_length() -> dict[str, Config]:
+    """The copy with fixed lengths, and with lengths that the budget chooses."""
+    copy = {"model": os.path.relpath(int8())}
+    lengths = {f"fixed {length}": _cascade((copy, length)) for length in ADAPTIVE_LENGTHS}
+    longest = fixed(copy, length=ADAPTIVE_LENGTHS[0], adaptive=True)
+    return {**lengths, f"adaptive {ADAPTIVE_LENGTHS[0]}": longest}
+
+
 def main() -> int:
     parser = sweep.options(__doc__, RESULTS / "cascades", sets=True)
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
     parser.add_argument("--padded", type=float, default=800e6, help="parameters of the target")
+    parser.add_argument("--adaptive", action="store_true", help="of the copy's lengths instead")
     parser.add_argument("--planned", type=Path, help="what `vllm-hsd plan` wrote for one of them")
     options = parser.parse_args()
-    name = sweep.padded(options, "cascades")
-    found = configs()
+    name = sweep.padded(options, "copy_lengths" if options.adaptive else "cascades")
+    found = by_length() if options.adaptive else configs()
     if options.planned:
         config = planned(options.planned)
         found[f"planned: {config_name(config)}"] = config
