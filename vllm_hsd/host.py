@@ -12,8 +12,10 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def processor() -> str:
-    """Its name."""
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
+    """Its name, with its generation: virtual machines hide all but the vendor in the name."""
+    name = _cpuinfo("model name") or platform.processor() or platform.machine()
+    family, model = _cpuinfo("cpu family"), _cpuinfo("model")
+    return f"{name} (family {family}, model {model})" if family else name
 
 
 def flags() -> frozenset[str]:
@@ -45,4 +47,5 @@ def versions() -> dict[str, str]:
 def _cpuinfo(key: str) -> str:
     """The first processor's entry, or an empty text."""
     lines = CPUINFO.read_text().splitlines() if CPUINFO.is_file() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), "")
+    entries = (line.split(":", 1) for line in lines if ":" in line)
+    return next((value.strip() for name, value in entries if name.strip() == key), "")
