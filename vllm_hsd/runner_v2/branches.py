@@ -3,17 +3,22 @@
 Rows have the blocks that `core.row_layout` says, and share no token. The scheduler plans a list of
 draft tokens for a request, whose length the host knows: rows of equal length, each after the
 request's last verified token, its root. Positions, slots and blocks follow on the device, where
-alone it is known how many tokens of the last step were kept.
+alone it is known how many tokens of the last step were kept. What attention reads of the rows stays
+in place: a step in which all requests have whole lists may be a full CUDA graph of vLLM's, captured
+with as many rows of each request.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.kernels import branch_kernels
@@ -27,6 +32,7 @@ from vllm_hsd.kernels.copy_blocks import (
     copy_to_branches,
 )
 from vllm_hsd.registry import NONE_FILED
+from vllm_hsd.runner_v2.graphs import limit_batches
 from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER, replace_on
 from vllm_hsd.runner_v2.proposal_state import COUNTS, ProposalState
 from vllm_hsd.runner_v2.sources import SourcesLookup
@@ -42,14 +48,12 @@ class Step(NamedTuple):
     Attributes:
         batch: vLLM's.
         rows: of the batch on the device.
-        shown: the batch as attention sees it, a request for every row.
         tables: by KV-cache group, int32 [rows, width].
         inputs: int32 [num_logits], input token of each row of logits.
     """
 
     batch: Any
     rows: BranchRows
-    shown: Any
     tables: tuple[torch.Tensor, ...]
     inputs: torch.Tensor
 
@@ -63,6 +67,13 @@ class HostedBranches:
         lookup: what chooses the branches.
         chained: bool [max_num_reqs] on the host, requests that have to do without.
 
+    Attributes:
+        buffers: vLLM's of the batch, with `query_start_loc` and `seq_lens` of the rows.
+        tables: by KV-cache group, int32 [max_num_reqs, width], block tables of the rows.
+        whole: tokens of a request that has all rows; largest: most requests that have them.
+        shown: a batch, and what attention sees in its place: a request for every row.
+        step: in which requests have branches, until it is verified.
+
     Raises:
         UserError: the engine's configuration does not go with branches.
     """
@@ -72,6 +83,8 @@ class HostedBranches:
     ) -> None:
         self.runner, self.state, self.lookup, self.chained = runner, state, lookup, chained
         self.length, self.most = state.longest, lookup.branches.shape[1] + 1
+        self.whole = self.most * (self.length + 1)
+        self.largest = runner.max_num_reqs // self.most
         config = runner.vllm_config
         for mistake in config.speculative_config.branch_mistakes(config):
             raise UserError(mistake)
@@ -85,15 +98,34 @@ class HostedBranches:
         offsets = torch.arange(self.most, dtype=torch.int32, device=device) * (self.length + 1)
         self.offsets = offsets.expand(requests, -1).contiguous()
         self.counts = zeros(requests, self.most)
-        self.seq_lens, self.chains = zeros(requests), zeros(requests)
+        self.buffers = copy.copy(runner.input_buffers)
+        self.buffers.query_start_loc, self.buffers.seq_lens = zeros(requests + 1), zeros(requests)
+        self.chains = zeros(requests)
         self.bases = zeros(requests, dtype=torch.int64)
         self.winner, self.emitted = zeros(requests), zeros(requests)
         self.tables: list[torch.Tensor] = []
         self.caches: list[CacheBlocks] = []
+        self.shown: tuple[Any, Any] | None = None
         self.step: Step | None = None
         self.verified = 0
         replace_on(runner, _PREPARE, by=self)
         replace_on(runner.model_state, _METADATA, by=self)
+
+    def set_attn(self, kv_cache_config: Any) -> None:
+        """Make room for the rows' block tables; caches are looked up when a step needs them.
+
+        Raises:
+            UserError: the cache has no room for branches.
+        """
+        config, groups = self.runner.vllm_config, kv_cache_config.kv_cache_groups
+        if config.cache_config.num_gpu_blocks is not None:  # not while vLLM profiles memory
+            config.speculative_config.rows(config, kv_cache_config.num_blocks, len(groups))
+        self.tables = [torch.zeros_like(t.gpu) for t in self.runner.block_tables.block_tables]
+        self.caches = []
+
+    def limit_graphs(self) -> None:
+        """Leave out the target's graphs of batches that have more rows than attention has room."""
+        limit_batches(self.runner.cudagraph_manager, self.whole, self.largest)
 
     def flat_drafts(self, slots: np.ndarray, window: int, drafts: torch.Tensor) -> None:
         """Write what is scheduled of the last proposal, and cut its branches to their blocks.
@@ -134,41 +166,86 @@ class HostedBranches:
         Returns:
             block tables of the rows, or the given ones where no request has branches.
         """
-        self.step = None
-        drafts = batch.num_draft_tokens_per_req
-        if drafts is None:
-            return tables
-        scheduled = batch.num_scheduled_tokens
-        rows_of = -(-scheduled // (self.length + 1))
-        # What a request is padded with while its prompt is read are no drafts. And attention has
-        # room for max_num_seqs rows: a list in one row is its chain, and nothing is kept behind it.
-        several = (drafts > self.length) & ~batch.is_prefilling_np
-        several &= np.cumsum((rows_of - 1) * several) <= self.runner.max_num_reqs - batch.num_reqs
-        if not several.any():
-            return tables
-        rows_of = np.where(several, rows_of, 1)
+        self.step = self.shown = None
+        scheduled, drafts = batch.num_scheduled_tokens, batch.num_draft_tokens_per_req
+        room, width = self.runner.max_num_reqs, self.length + 1
+        # Such a batch may replay a CUDA graph, in which all requests have as many rows.
+        uniform = (scheduled == self.whole).all() and batch.num_reqs_after_padding <= self.largest
+        several = np.zeros(batch.num_reqs, dtype=bool)
+        if drafts is not None:
+            # What a request is padded with while its prompt is read are no drafts.
+            several = (drafts > self.length) & ~batch.is_prefilling_np
+        rows_of = -(-scheduled // width)
+        if not uniform:
+            # Attention has room for max_num_seqs rows: a list in one row is its chain, and nothing
+            # is kept behind it.
+            several &= np.cumsum((rows_of - 1) * several) <= room - batch.num_reqs
+            if not several.any():
+                return tables
+            rows_of = np.where(several, rows_of, 1)
         request = np.repeat(np.arange(len(rows_of)), rows_of)
-        branch = np.arange(len(request)) - np.repeat(np.cumsum(rows_of) - rows_of, rows_of)
-        before = branch * (self.length + 1)
+        row = np.arange(len(request)) - np.repeat(np.cumsum(rows_of) - rows_of, rows_of)
+        # Rows of a chain alone go on from one another.
+        before, branch = row * width, row * several[request]
         tokens = scheduled[request] - before
-        tokens = np.where(several[request], np.minimum(tokens, self.length + 1), tokens)
+        tokens = np.where(rows_of[request] > 1, np.minimum(tokens, width), tokens)
         start = batch.query_start_loc_np[request] + before
-        self._find_caches()
+        ends = batch.seq_lens_cpu_upper_bound.numpy()[request] - scheduled[request] + tokens
+        ends = (ends + before - branch * width).astype(np.int32)
         n, count = len(request), self.counts[: batch.num_reqs].zero_()
+        padded = n + self.most * (batch.num_reqs_after_padding - batch.num_reqs)
         # Of whole 16 bytes each, so that kernels are not compiled for every alignment.
         found = np.zeros((4, -(-n // 4) * 4), dtype=np.int32)
         found[:, :n] = request, branch, start, tokens
         device = async_tensor_h2d(found, device=self.runner.device)[:, :n]
         rows = BranchRows(device[0], device[1], self.chains[:n], self.bases[:n])
+        # Rows of padding have no tokens.
+        starts = np.full(room + 1, batch.num_tokens, dtype=np.int32)
+        starts[:n] = start
+        async_tensor_h2d(starts, out=self.buffers.query_start_loc)
+        self.buffers.seq_lens.zero_()
+        self._lay_out(batch, slot_mappings, rows, device, count, copied=bool(several.any()))
+        shown = replace(
+            batch,
+            num_reqs=n,
+            num_reqs_after_padding=padded,
+            idx_mapping_np=batch.idx_mapping_np[request],
+            num_scheduled_tokens=tokens,
+            query_start_loc_np=starts[: padded + 1],
+            query_start_loc=self.buffers.query_start_loc[: padded + 1],
+            seq_lens=self.buffers.seq_lens[:padded],
+            seq_lens_cpu_upper_bound=torch.from_numpy(np.pad(ends, (0, padded - n))),
+            is_prefilling_np=batch.is_prefilling_np[request],
+            prompt_lens=None if batch.prompt_lens is None else batch.prompt_lens[device[0].long()],
+        )
+        shared = tuple(own[:padded] for own in self.tables)
+        self.shown = batch, shown
+        if several.any():
+            # A draft token may be a placeholder's to vLLM, which goes by its place in the list.
+            self.step = Step(batch, rows, shared, batch.input_ids[batch.logits_indices])
+        return shared
+
+    def _lay_out(
+        self,
+        batch: Any,
+        slot_mappings: torch.Tensor,
+        rows: BranchRows,
+        device: torch.Tensor,
+        count: torch.Tensor,
+        copied: bool,
+    ) -> None:
+        """Write what attention reads of the rows, and the text before the roots if it is copied."""
+        if copied:
+            self._find_caches()
         vllm = self.runner.block_tables
         for group, (own, size) in enumerate(zip(self.tables, vllm.block_sizes, strict=True)):
             main = vllm.block_tables[group].gpu
-            branch_kernels.lay_out_kernel[(n,)](
+            branch_kernels.lay_out_kernel[(len(rows.base),)](
                 batch.positions,
                 slot_mappings[group],
                 own,
                 own.stride(0),
-                self.seq_lens,
+                self.buffers.seq_lens,
                 rows.chain,
                 rows.base,
                 count,
@@ -185,27 +262,16 @@ class HostedBranches:
                 LANES=padded_size(self.length + 1),
                 BLOCK=1024,
             )
-            copy_to_branches(self.caches[group], rows, own[:n], size)
-        starts = np.append(start, batch.num_tokens).astype(np.int32)
-        ends = batch.seq_lens_cpu_upper_bound.numpy()[request] - (scheduled[request] - tokens)
-        shown = replace(
-            batch,
-            num_reqs=n,
-            num_reqs_after_padding=n,
-            idx_mapping_np=batch.idx_mapping_np[request],
-            num_scheduled_tokens=tokens,
-            query_start_loc_np=starts,
-            query_start_loc=async_tensor_h2d(starts, device=self.runner.device),
-            seq_lens=self.seq_lens[:n],
-            seq_lens_cpu_upper_bound=torch.from_numpy(ends.astype(np.int32)),
-            is_prefilling_np=batch.is_prefilling_np[request],
-            prompt_lens=None if batch.prompt_lens is None else batch.prompt_lens[device[0].long()],
+            if copied:
+                copy_to_branches(self.caches[group], rows, own[: len(rows.base)], size)
+
+    def dummy(self, batch: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
+        """What attention sees while a batch of whole lists is captured: (batch, block tables)."""
+        rows = batch.num_reqs * self.most
+        shown = InputBatch.make_dummy(
+            rows, batch.num_tokens, self.buffers, max_query_len=self.length + 1
         )
-        shared = tuple(own[:n] for own in self.tables)
-        # A draft token may be one of a placeholder to vLLM, which goes by its place in the list.
-        inputs = batch.input_ids[batch.logits_indices]
-        self.step = Step(batch, rows, shown, shared, inputs)
-        return shared
+        return shown, tuple(own[:rows].zero_() for own in self.tables)
 
     def begin(self, batch: Any) -> None:
         """Verify a batch: `follow` is called for its requests in order, in one or more parts."""
@@ -272,9 +338,6 @@ class HostedBranches:
                 )
             moved = (kv.movedim(kv.shape.index(number), 0) for kv in each)
             self.caches.append(CacheBlocks.of(moved))
-        for table in runner.block_tables.block_tables:
-            width = table.gpu.shape[1]
-            self.tables.append(table.gpu.new_zeros(runner.max_num_reqs, width))
 
 
 def _refused(vllm_config: Any) -> list[str]:
@@ -287,8 +350,8 @@ def _refused(vllm_config: Any) -> list[str]:
         "kv_sharing_fast_prefill: remove one of them": (
             vllm_config.cache_config.kv_sharing_fast_prefill
         ),
-        "full CUDA graphs: set cudagraph_mode to PIECEWISE": (
-            vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        "full CUDA graphs of prompts: set cudagraph_mode to FULL_AND_PIECEWISE": (
+            vllm_config.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL
         ),
     }
     return [reason for reason, holds in refused.items() if holds]
@@ -313,8 +376,20 @@ def prepare_attn(original, hosted: HostedBranches, input_batch):
     until=_UNTIL,
     issue=NONE_FILED,
 )
-def build_metadata(original, hosted: HostedBranches, input_batch, *args, **kwargs):
-    step = hosted.step
-    if step is not None and step.batch is input_batch:
-        input_batch = step.shown
-    return original(input_batch, *args, **kwargs)
+def build_metadata(
+    original,
+    hosted: HostedBranches,
+    input_batch,
+    cudagraph_mode,
+    block_tables,
+    *args,
+    for_capture=False,
+    **kwargs,
+):
+    if for_capture and (input_batch.num_scheduled_tokens == hosted.whole).all():
+        input_batch, block_tables = hosted.dummy(input_batch)
+    elif hosted.shown is not None and hosted.shown[0] is input_batch:
+        _, input_batch = hosted.shown
+    return original(
+        input_batch, cudagraph_mode, block_tables, *args, for_capture=for_capture, **kwargs
+    )

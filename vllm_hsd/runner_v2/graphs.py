@@ -6,6 +6,7 @@ graph is `runner_v2.program.Program.run`, the same code that runs without one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,33 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+
+logger = logging.getLogger(__name__)
+
+
+def limit_batches(manager: CudaGraphManager, tokens: int, largest: int) -> None:
+    """Leave out the graphs of more than `largest` requests that have so many tokens each.
+
+    vLLM runs such steps as others for which it has none.
+    """
+    every = [each for found in manager._capture_descs.values() for each in found]
+    ours = {each.num_reqs or 0 for each in every if each.uniform_token_count == tokens}
+    left_out = {size for size in ours if size > largest}
+    for found in (*manager._capture_descs.values(), *manager._candidates.values()):
+        found[:] = [
+            each
+            for each in found
+            if each.uniform_token_count != tokens or each.num_reqs not in left_out
+        ]
+    if left_out:
+        logger.warning(
+            "Steps in which %d tokens of each request are verified are CUDA graphs for batches of "
+            "%s, not of %s: attention has room for max_num_seqs=%d rows.",
+            tokens,
+            sorted(ours - left_out),
+            sorted(left_out),
+            manager.max_num_reqs,
+        )
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:

@@ -193,10 +193,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
                 # vLLM maps the caches of all groups listed here to kernel blocks.
                 self.attn_groups.extend(level.groups)
         if self.branches is not None:
-            # Raises where the cache has no room for them.
-            cast(Any, self.speculative_config).rows(
-                self.vllm_config, kv_cache_config.num_blocks, len(kv_cache_config.kv_cache_groups)
-            )
+            self.branches.set_attn(kv_cache_config)
         self.state.set_kv_groups(block_tables.num_kv_cache_groups)
         levels, text = list(self.hosted), self.req_states.all_token_ids.gpu
         for k, level in self.counted.items():
@@ -209,6 +206,8 @@ class CascadeSpeculator(StandaloneARSpeculator):
         self._build_programs(levels, groups)
 
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
+        if self.branches is not None:
+            self.branches.limit_graphs()
         self.graphs = None
         levels = [level for level in self.hosted if level is not None]
         longest = self.schedule.longest_query
