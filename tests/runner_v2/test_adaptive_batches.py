@@ -47,6 +47,18 @@ def test_a_step_of_decodes_counts(lengths, drafts, length):
     assert found == length and accepted.tolist() == drafts
 
 
+def test_rows_of_a_list_are_one_draft():
+    """Of each request four rows with their roots are scheduled, and one is accepted."""
+    lengths = LearnedLengths([0, 15, 7, 0], LIMIT, rows=4)
+    assert lengths.learned.lengths == [0, 1, 3]
+    assert {lengths[1] for _ in range(300)} == {0, 7, 15}
+    observed = []
+    lengths.learned.observe = lambda *given: observed.append(given[0])
+    for drafted in (15, 7, 0):
+        lengths.step_ended(*step([drafted], drafted))
+    assert observed == [3, 1, 0]
+
+
 @pytest.mark.parametrize(
     "given",
     [

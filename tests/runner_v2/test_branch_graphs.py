@@ -1,6 +1,7 @@
 """Full CUDA graphs of the target's steps with branches, recorded and replayed on a CPU."""
 
 import copy
+import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -53,8 +54,8 @@ def replan_inside_of_graphs(runner) -> None:
         layer.use_direct_call = True
 
 
-def capture(runner, requests: list[int]) -> dict[int, Any]:
-    """Let the target's steps be recorded graphs: number of requests -> graph."""
+def capture(runner, requests: list[int]) -> dict[tuple[int, int], Any]:
+    """Let the target's steps be recorded graphs: (tokens of each request, requests) -> graph."""
     from support import recorded_graph
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
@@ -79,7 +80,9 @@ def capture(runner, requests: list[int]) -> dict[int, Any]:
         runner.attn_groups,
         runner.kv_cache_config,
     )
-    return {desc.num_reqs: graph for desc, graph in manager.graphs.items()}
+    return {
+        (desc.uniform_token_count, desc.num_reqs): graph for desc, graph in manager.graphs.items()
+    }
 
 
 def in_graphs(llm, work):
@@ -107,9 +110,9 @@ def ids(result: dict) -> list[list[int]]:
     return [output[0]["ids"] for output in result["outputs"]]
 
 
-def engine(family, rows: int) -> dict:
+def engine(family, rows: int, **keys) -> dict:
     levels = [{"sources": [{"ngram": {"max": 3}}, {"ngram": {"max": 1}}], "branches": rows}]
-    hsd = {"method": "hsd", "num_speculative_tokens": 3, "levels": levels}
+    hsd = {"method": "hsd", "num_speculative_tokens": 3, "levels": levels, **keys}
     return {"model": family.target, **BASE, "speculative_config": hsd}
 
 
@@ -140,8 +143,7 @@ def in_graphs_with_prompts(llm, work):
     prepare = hosted.prepare
 
     def prepared(batch, *args):
-        whole = (batch.num_scheduled_tokens == hosted.whole).all()
-        seen_prompts.append(whole and batch.is_prefilling_np.any())
+        seen_prompts.append(hosted.length_of(batch) and batch.is_prefilling_np.any())
         return prepare(batch, *args)
 
     hosted.prepare = prepared
@@ -183,9 +185,58 @@ def test_replayed_steps_of_all_kinds(family):
     results, seen, replays, padded_prompts, (difference, won) = found
     for name, result in plain.items():
         assert ids(results[name]) == ids(result), name
-    assert set(replays) == {1, 3} and min(replays.values()) > 3
+    assert set(replays) == {(12, 1), (12, 3)} and min(replays.values()) > 3
     assert seen["won"] > 20 and seen["cut"] > 0 < padded_prompts
     assert difference == 0 and won > 2
+
+
+def in_graphs_by_turns(llm, work):
+    """Draft lengths that take turns; also steps whose lists were cut to those of another length."""
+    from support.hosted_branches import runner_of
+
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    lengths = itertools.cycle([7, 3, 7, 1, 7, 0])
+    scheduler.dynamic_sd_lookup.learned.choose = lambda size: next(lengths)
+    hosted, others = runner_of(llm).speculator.branches, []
+    prepare = hosted.prepare
+
+    def prepared(batch, *args):
+        others.append(hosted.length_of(batch) not in (None, hosted.length))
+        return prepare(batch, *args)
+
+    hosted.prepare = prepared
+    results, seen, replays, _ = in_graphs(llm, work)
+    return results, seen, replays, sum(others)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_rows_of_all_lengths_that_adaptive_chooses_from(family):
+    from support import engines, v2_engines
+
+    greedy = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    long = [[(j * j + i) % 60 + 2 for j in range(130 + i)] for i in range(4)]
+    jobs = {
+        "joining": {**v2_engines.JOBS["joining"], "params": {**greedy, "max_tokens": 20}},
+        # One after the other, so that all lists of a step are cut alike.
+        "to the end": {"prompts": long, "params": greedy, "arrive": [0, 40, 80, 120]},
+    }
+    base = {key: value for key, value in BASE.items() if key != "max_num_batched_tokens"}
+    plain = engines.run_engine({"model": family.target, **base}, jobs)
+    texts = [
+        prompt + output
+        for name, job in jobs.items()
+        for prompt, output in zip(job["prompts"], ids(plain[name]), strict=True)
+    ]
+    given = engine(family, rows=2, num_speculative_tokens=7, adaptive=True)
+    work = Oracle(texts, 64, seed=1), jobs, [1, 4], {}
+    results, seen, replays, others = v2_engines.run_engine(given, work, work=in_graphs_by_turns)
+    for name, result in plain.items():
+        assert ids(results[name]) == ids(result), name
+    assert seen["won"] > 10 and others > 0
+    # Lists of two rows of seven tokens, of three or of one, and their roots.
+    for tokens in (16, 8, 4):
+        assert sum(n for (each, _), n in replays.items() if each == tokens), replays
 
 
 def test_graphs_of_batches_without_room_are_left_out(caplog):

@@ -23,16 +23,19 @@ class LearnedLengths:
     Args:
         by_size: the scheduler's table: tokens by batch size, from which the lengths are taken.
         limit: most requests of a step that drafts.
+        rows: drafts of a request that the target verifies together, in one list with their roots.
     """
 
-    def __init__(self, by_size: list[int], limit: int) -> None:
-        self.limit = limit
-        self.learned = BatchBudget(list({*by_size} - {0}), len(by_size) - 1)
+    def __init__(self, by_size: list[int], limit: int, rows: int = 1) -> None:
+        self.limit, self.rows = limit, rows
+        lengths = [(tokens + 1) // rows - 1 for tokens in {*by_size} - {0}]
+        self.learned = BatchBudget(lengths, len(by_size) - 1)
         self.ended = time.perf_counter()
 
     def __getitem__(self, size: int) -> int:
-        """The draft length of the next step with `size` requests."""
-        return self.learned.choose(size) if size <= self.limit else 0
+        """Draft tokens of each request in the next step with `size` of them."""
+        length = self.learned.choose(size) if size <= self.limit else 0
+        return self.rows * (length + 1) - 1 if length else 0
 
     def step_ended(self, scheduler_output: Any, model_runner_output: Any) -> None:
         """Take in the step that these belong to."""
@@ -51,7 +54,8 @@ class LearnedLengths:
             return
         emitted = map(len, model_runner_output.sampled_token_ids)
         accepted = np.array([max(count - 1, 0) for count in emitted])
-        self.learned.observe(length, accepted, seconds)
+        # A draft has one row's tokens at most.
+        self.learned.observe(max((length + 1) // self.rows - 1, 0), accepted, seconds)
 
 
 @REGISTRY.replaces(
@@ -68,6 +72,6 @@ def make_scheduler(original, self, *args, **kwargs):
         limit = self.vllm_config.speculative_config.max_batch_size(
             self.vllm_config.scheduler_config
         )
-        learned = LearnedLengths(self.dynamic_sd_lookup, limit)
+        learned = LearnedLengths(self.dynamic_sd_lookup, limit, hsd.branches)
         self.dynamic_sd_lookup = learned
         setattr(self, metrics.STEP_ENDED, learned.step_ended)

@@ -36,6 +36,7 @@ from vllm_hsd.runner_v2.graphs import limit_batches
 from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER, replace_on
 from vllm_hsd.runner_v2.proposal_state import COUNTS, ProposalState
 from vllm_hsd.runner_v2.sources import SourcesLookup
+from vllm_hsd.runner_v2.spec_config import ladder_of
 
 _PREPARE = f"{RUNNER}.prepare_attn"
 _METADATA = "vllm.v1.worker.gpu.model_states.default.DefaultModelState.prepare_attn"
@@ -47,12 +48,14 @@ class Step(NamedTuple):
 
     Attributes:
         batch: vLLM's.
+        length: most tokens of a row after its root.
         rows: of the batch on the device.
         tables: by KV-cache group, int32 [rows, width].
         inputs: int32 [num_logits], input token of each row of logits.
     """
 
     batch: Any
+    length: int
     rows: BranchRows
     tables: tuple[torch.Tensor, ...]
     inputs: torch.Tensor
@@ -63,14 +66,16 @@ class HostedBranches:
 
     Args:
         runner: vLLM's, whose models are loaded.
-        state: of proposals.
+        state: of proposals of the longest drafts.
         lookup: what chooses the branches.
         chained: bool [max_num_reqs] on the host, requests that have to do without.
 
     Attributes:
         buffers: vLLM's of the batch, with `query_start_loc` and `seq_lens` of the rows.
         tables: by KV-cache group, int32 [max_num_reqs, width], block tables of the rows.
-        whole: tokens of a request that has all rows; largest: most requests that have them.
+        state: of the last proposal, whose drafts may be shorter.
+        lengths: tokens of a request that has all rows -> most tokens of a row after its root.
+        largest: most requests that have all rows.
         shown: a batch, and what attention sees in its place: a request for every row.
         step: in which requests have branches, until it is verified.
 
@@ -82,10 +87,11 @@ class HostedBranches:
         self, runner: Any, state: ProposalState, lookup: SourcesLookup, chained: np.ndarray
     ) -> None:
         self.runner, self.state, self.lookup, self.chained = runner, state, lookup, chained
-        self.length, self.most = state.longest, lookup.branches.shape[1] + 1
-        self.whole = self.most * (self.length + 1)
+        self.longest, self.most = state.longest, lookup.branches.shape[1] + 1
         self.largest = runner.max_num_reqs // self.most
         config = runner.vllm_config
+        ladder = ladder_of(config.speculative_config.hsd)
+        self.lengths = {self.most * (length + 1): length for length in ladder}
         for mistake in config.speculative_config.branch_mistakes(config):
             raise UserError(mistake)
         for reason in _refused(config):
@@ -95,8 +101,8 @@ class HostedBranches:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        offsets = torch.arange(self.most, dtype=torch.int32, device=device) * (self.length + 1)
-        self.offsets = offsets.expand(requests, -1).contiguous()
+        rows = torch.arange(self.most, dtype=torch.int32, device=device).repeat(requests, 1)
+        self.offsets = {length: rows * (length + 1) for length in ladder}
         self.counts = zeros(requests, self.most)
         self.buffers = copy.copy(runner.input_buffers)
         self.buffers.query_start_loc, self.buffers.seq_lens = zeros(requests + 1), zeros(requests)
@@ -110,6 +116,16 @@ class HostedBranches:
         self.verified = 0
         replace_on(runner, _PREPARE, by=self)
         replace_on(runner.model_state, _METADATA, by=self)
+
+    @property
+    def length(self) -> int:
+        """Most tokens of a row after its root, in the last proposal."""
+        return self.state.longest
+
+    def length_of(self, batch: Any) -> int | None:
+        """The same of a batch in which all requests have whole lists; None for any other."""
+        tokens = batch.num_scheduled_tokens
+        return self.lengths.get(int(tokens[0])) if (tokens == tokens[0]).all() else None
 
     def set_attn(self, kv_cache_config: Any) -> None:
         """Make room for the rows' block tables; caches are looked up when a step needs them.
@@ -125,7 +141,8 @@ class HostedBranches:
 
     def limit_graphs(self) -> None:
         """Leave out the target's graphs of batches that have more rows than attention has room."""
-        limit_batches(self.runner.cudagraph_manager, self.whole, self.largest)
+        for tokens in self.lengths:
+            limit_batches(self.runner.cudagraph_manager, tokens, self.largest)
 
     def flat_drafts(self, slots: np.ndarray, window: int, drafts: torch.Tensor) -> None:
         """Write what is scheduled of the last proposal, and cut its branches to their blocks.
@@ -142,7 +159,7 @@ class HostedBranches:
             drafts,
             drafts.stride(0),
             state.draft_tokens,
-            lookup.branches,
+            lookup.branches[..., : self.length].contiguous(),
             lookup.branch_counts,
             *state.windows,
             state.base,
@@ -168,13 +185,15 @@ class HostedBranches:
         """
         self.step = self.shown = None
         scheduled, drafts = batch.num_scheduled_tokens, batch.num_draft_tokens_per_req
-        room, width = self.runner.max_num_reqs, self.length + 1
+        room, of_all = self.runner.max_num_reqs, self.length_of(batch)
         # Such a batch may replay a CUDA graph, in which all requests have as many rows.
-        uniform = (scheduled == self.whole).all() and batch.num_reqs_after_padding <= self.largest
-        several = np.zeros(batch.num_reqs, dtype=bool)
-        if drafts is not None:
-            # What a request is padded with while its prompt is read are no drafts.
-            several = (drafts > self.length) & ~batch.is_prefilling_np
+        uniform = of_all is not None and batch.num_reqs_after_padding <= self.largest
+        length = self.length if of_all is None or not uniform else of_all
+        several, width = np.zeros(batch.num_reqs, dtype=bool), length + 1
+        if drafts is not None and length == self.length:
+            # What a request is padded with while its prompt is read are no drafts; and longer lists
+            # are of requests that the last proposal did not draft for.
+            several = (drafts > length) & (drafts < self.most * width) & ~batch.is_prefilling_np
         rows_of = -(-scheduled // width)
         if not uniform:
             # Attention has room for max_num_seqs rows: a list in one row is its chain, and nothing
@@ -204,7 +223,8 @@ class HostedBranches:
         starts[:n] = start
         async_tensor_h2d(starts, out=self.buffers.query_start_loc)
         self.buffers.seq_lens.zero_()
-        self._lay_out(batch, slot_mappings, rows, device, count, copied=bool(several.any()))
+        copied = bool(several.any())
+        self._lay_out(batch, slot_mappings, rows, device, count, length, copied)
         shown = replace(
             batch,
             num_reqs=n,
@@ -220,9 +240,9 @@ class HostedBranches:
         )
         shared = tuple(own[:padded] for own in self.tables)
         self.shown = batch, shown
-        if several.any():
+        if copied:
             # A draft token may be a placeholder's to vLLM, which goes by its place in the list.
-            self.step = Step(batch, rows, shared, batch.input_ids[batch.logits_indices])
+            self.step = Step(batch, length, rows, shared, batch.input_ids[batch.logits_indices])
         return shared
 
     def _lay_out(
@@ -232,6 +252,7 @@ class HostedBranches:
         rows: BranchRows,
         device: torch.Tensor,
         count: torch.Tensor,
+        length: int,
         copied: bool,
     ) -> None:
         """Write what attention reads of the rows, and the text before the roots if it is copied."""
@@ -258,8 +279,8 @@ class HostedBranches:
                 size,
                 FIRST=group == 0,
                 BRANCHES=self.most - 1,
-                N=self.length,
-                LANES=padded_size(self.length + 1),
+                N=length,
+                LANES=padded_size(length + 1),
                 BLOCK=1024,
             )
             if copied:
@@ -268,9 +289,8 @@ class HostedBranches:
     def dummy(self, batch: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
         """What attention sees while a batch of whole lists is captured: (batch, block tables)."""
         rows = batch.num_reqs * self.most
-        shown = InputBatch.make_dummy(
-            rows, batch.num_tokens, self.buffers, max_query_len=self.length + 1
-        )
+        width = batch.num_tokens // rows
+        shown = InputBatch.make_dummy(rows, batch.num_tokens, self.buffers, max_query_len=width)
         return shown, tuple(own[:rows].zero_() for own in self.tables)
 
     def begin(self, batch: Any) -> None:
@@ -300,10 +320,10 @@ class HostedBranches:
             step.inputs[begin : begin + len(logits)],
             cu_num_logits,
             idx_mapping,
-            self.offsets[first:end],
+            self.offsets[step.length][first:end],
             self.counts[first:end],
             draws=draws,
-            max_tokens=self.length,
+            max_tokens=self.longest,
             **options,
         )
         self.winner[first:end], self.emitted[first:end] = found.winner, found.num_emitted
@@ -317,7 +337,7 @@ class HostedBranches:
         sizes = self.runner.block_tables.block_sizes
         for cache, own, size in zip(self.caches, self.step.tables, sizes, strict=True):
             followed = self.winner, self.emitted
-            copy_from_winners(cache, self.step.rows, own, size, *followed, self.length)
+            copy_from_winners(cache, self.step.rows, own, size, *followed, self.step.length)
         self.step = None
 
     def _find_caches(self) -> None:
@@ -386,7 +406,7 @@ def build_metadata(
     for_capture=False,
     **kwargs,
 ):
-    if for_capture and (input_batch.num_scheduled_tokens == hosted.whole).all():
+    if for_capture and hosted.length_of(input_batch) is not None:
         input_batch, block_tables = hosted.dummy(input_batch)
     elif hosted.shown is not None and hosted.shown[0] is input_batch:
         _, input_batch = hosted.shown

@@ -152,8 +152,8 @@ def max_batch_size(hsd: CascadeConfig, longest_query: int, max_num_batched_token
 
 def _by_batch_size(cascade: V2CascadeConfig, limit: int) -> list[tuple[int, int, int]]:
     """The longest drafts; with `adaptive` each shorter length once, to be captured."""
-    _, *shorter = ladder_of(cascade.hsd)
-    shorter = shorter[: limit - 1]
+    rows = cascade.hsd.branches
+    shorter = [rows * (n + 1) - 1 for n in ladder_of(cascade.hsd)[1:limit]]
     first = limit - len(shorter)
     each = [(first + i, first + i, n) for i, n in enumerate(shorter, 1)]
     return [(1, first, cascade.num_speculative_tokens), *each, (limit + 1, limit + 1, 0)]
@@ -186,11 +186,6 @@ def _check(hsd: CascadeConfig, target_parallel_config, is_stock: bool) -> None:
         raise UserError(
             "adaptive does not run with external_launcher on vLLM's V2 runner, where every rank "
             f"schedules by its own clock: remove adaptive or {USE_V1}."
-        )
-    if hsd.adaptive and hsd.branches > 1:
-        raise UserError(
-            "levels[0].branches has a fixed length on vLLM's V2 runner, and adaptive chooses it: "
-            f"remove one of them or {USE_V1}."
         )
     for i, level in enumerate(hsd.levels):
         for name, source in level.named_sources(f"levels[{i}]"):
@@ -242,7 +237,8 @@ def schedule_of(hsd: CascadeConfig, longest: int | None = None) -> Schedule:
 def ladder_of(hsd: CascadeConfig) -> list[int]:
     """Draft lengths that the scheduler may choose between, longest first; the first is configured.
 
-    With `adaptive` a half and a quarter of it too: vLLM captures the target for each length.
+    With `adaptive` a half and a quarter of it too: vLLM captures the target for each length. With
+    `branches` they are those of one row.
     """
     longest, least = hsd.num_speculative_tokens, len(hsd.levels) + hsd.horizontal_tokens
     shorter = {longest // 2, longest // 4} if hsd.adaptive else set()

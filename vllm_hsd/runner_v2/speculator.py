@@ -141,8 +141,9 @@ class CascadeSpeculator(StandaloneARSpeculator):
 
     def _next_proposal(self, length: int | None) -> Proposal:
         """For so many tokens; the longest for lengths that only vLLM's warm-up requests."""
-        known = cast(int, length) if length in self.shorter else self.state.longest
-        proposal = Proposal(known)
+        # vLLM's list has all rows of a request.
+        row = self.state.longest if length is None else (length + 1) // self.hsd.branches - 1
+        proposal = Proposal(row if row in self.shorter else self.state.longest)
         fewer = proposal._replace(every_pass=False)
         return proposal if fewer not in self.programs or self.further.due() else fewer
 
@@ -327,6 +328,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
         else:
             self.graphs.replay(size, proposal)
         if self.branches is not None:
+            self.branches.state = state
             self.branches.flat_drafts(slots, self.schedule.window, drafts)
         else:
             drafts[:, : state.longest] = state.draft_tokens[:count]
