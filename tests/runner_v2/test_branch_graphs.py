@@ -190,6 +190,14 @@ def test_replayed_steps_of_all_kinds(family):
     assert difference == 0 and won > 2
 
 
+class RightAtTheEnd(Oracle):
+    """Near max_model_len the chains are right: more of them is kept than a shorter row holds."""
+
+    def chain(self, text: list[int], most: int) -> list[int] | None:
+        known = next((each for each in self.texts if each[: len(text)] == text), [])
+        return known[len(text) :][:most] if len(text) > 140 else super().chain(text, most)
+
+
 def in_graphs_by_turns(llm, work):
     """Draft lengths that take turns; also steps whose lists were cut to those of another length."""
     from support.hosted_branches import runner_of
@@ -229,7 +237,7 @@ def test_rows_of_all_lengths_that_adaptive_chooses_from(family):
         for prompt, output in zip(job["prompts"], ids(plain[name]), strict=True)
     ]
     given = engine(family, rows=2, num_speculative_tokens=7, adaptive=True)
-    work = Oracle(texts, 64, seed=1), jobs, [1, 4], {}
+    work = RightAtTheEnd(texts, 64, seed=1), jobs, [1, 4], {}
     results, seen, replays, others = v2_engines.run_engine(given, work, work=in_graphs_by_turns)
     for name, result in plain.items():
         assert ids(results[name]) == ids(result), name
