@@ -3,7 +3,8 @@
 Triton 3.9.0's interpreter needs two repairs. Comparisons keep their operands' dtype, so a mask
 made from scalars is refused ("mask has unsupported dtype"), and functions of libdevice return
 None. It also patches the language again at every call of a device function, which took half of
-the time, and builds the same few types for every operation, which took a third of the rest.
+the time, builds the same few types for every operation, which took a third of the rest, and checks
+operands that are alike, and constants that it has met, as if they were others: half of that.
 """
 
 import os
@@ -17,14 +18,13 @@ import triton.language as tl
 import triton.language.extra.libdevice as libdevice
 from triton.runtime import interpreter
 
+# Equal types of these take part in every operation as they are.
+_PLAIN = {"int1", "int32", "uint32", "int64", "uint64", "fp32", "fp64"}
 _LIBDEVICE = {"log1p": np.log1p, "isnan": np.isnan, "fast_expf": np.exp, "fast_logf": np.log}
 
 
-def repair(checks_overflow: bool = True) -> None:
+def repair() -> None:
     """Patch the interpreter; later calls change nothing.
-
-    Args:
-        checks_overflow: every sum and product of 32 bits is checked, a fifth of the time.
 
     Raises:
         RuntimeError: TRITON_INTERPRET is not 1, so the kernels are not interpreted.
@@ -37,8 +37,12 @@ def repair(checks_overflow: bool = True) -> None:
     for name in [n for n in dir(builder) if n.startswith(("create_icmp", "create_fcmp"))]:
         setattr(builder, name, _as_bool(getattr(builder, name)))
     builder.comparisons_are_bool = True
-    options = interpreter.InterpreterOptions(sanitize_overflow=checks_overflow)
+    # What it computes asserts nothing unless the interpreter debugs.
+    options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter.interpreter_builder.options = options
+    semantic = interpreter.TritonSemantic
+    semantic.binary_op_type_checking_impl = _operands(semantic.binary_op_type_checking_impl)
+    interpreter._validate_np_data_size = _fits(interpreter._validate_np_data_size)
     for name, function in _LIBDEVICE.items():
         if hasattr(libdevice, name):
             setattr(libdevice, name, _elementwise(function))
@@ -159,6 +163,42 @@ def _tensors(make):
         self.shape, self.numel = known[key]
 
     return init
+
+
+def _operands(check):
+    known = {}
+
+    def checked(self, lhs, rhs, *args, **kwargs):
+        if type(lhs) is not tl.tensor or lhs.dtype.name not in _PLAIN:
+            return check(self, lhs, rhs, *args, **kwargs)
+        if type(rhs) is tl.tensor and lhs.dtype.name == rhs.dtype.name:
+            if lhs.type.name == rhs.type.name:
+                return lhs, rhs
+            return self.broadcast_impl_value(lhs, rhs)
+        if type(rhs) not in (int, float):
+            return check(self, lhs, rhs, *args, **kwargs)
+        key = lhs.type.name, repr(rhs), args, *kwargs.items()
+        if key in known:
+            return lhs, known[key]
+        given, constant = check(self, lhs, rhs, *args, **kwargs)
+        if given is lhs:
+            constant.handle.data.flags.writeable = False
+            known[key] = constant
+        return given, constant
+
+    return checked
+
+
+def _fits(check):
+    known = {}
+
+    def fits(array, dtype):
+        key = array.dtype, dtype.name
+        if key not in known:
+            known[key] = check(array, dtype)
+        return known[key]
+
+    return fits
 
 
 def _patch_once(patch):

@@ -13,6 +13,7 @@ address that they begin at. An access is outside if no tensor of the launch has 
 that load addresses (`BY_ADDRESS`) are not asked for that.
 """
 
+import functools
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -108,12 +109,13 @@ class Launch:
     def races(self) -> Iterator[str]:
         """A sentence for every pair of places that race."""
         written = [each.addresses for each in self.accesses if each.values is not None]
-        if not written:
+        written = np.unique(np.concatenate([np.empty(0, np.int64), *written]))
+        if not len(written):
             return
-        written = np.unique(np.concatenate(written))
         at: dict[int, list[tuple[Access, int]]] = defaultdict(list)
         for access in self.accesses:
-            for i in np.flatnonzero(np.isin(access.addresses, written)).tolist():
+            place = np.searchsorted(written, access.addresses).clip(max=len(written) - 1)
+            for i in np.flatnonzero(written[place] == access.addresses).tolist():
                 at[int(access.addresses[i])].append((access, i))
         seen = set()
         for found in at.values():
@@ -218,6 +220,12 @@ def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
 def _place() -> str:
     """File and line of the innermost frame of a kernel."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and "kernels" not in Path(frame.f_code.co_filename).parts[:-1]:
+    while frame.f_back is not None and not _of_kernels(frame.f_code.co_filename)[0]:
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"{_of_kernels(frame.f_code.co_filename)[1]}:{frame.f_lineno}"
+
+
+@functools.cache
+def _of_kernels(path: str) -> tuple[bool, str]:
+    """Whether a file is one of kernels, and its name."""
+    return "kernels" in Path(path).parts[:-1], Path(path).name

@@ -65,8 +65,7 @@ def install() -> None:
     Raises:
         RuntimeError: TRITON_INTERPRET is not 1.
     """
-    # The kernels' own tests check that.
-    interpreter.repair(checks_overflow=False)
+    interpreter.repair()
     triton.backends.backends["cpu"] = triton.backends.Backend(CpuCompiler, CpuDriver)
 
 
