@@ -59,7 +59,7 @@ def run_engine(
     Raises:
         RuntimeError: the process failed; the message ends with its log.
     """
-    options = {**forked(env), "prepare": functools.partial(_prepare, patch)}
+    options = {**forked(env), "prepare": functools.partial(prepare, patch)}
     engine = {**ENGINE_DEFAULTS, **engine}
     with logged() as log, EngineProcess(engine, log=log, **options) as process:
         return process.call(work or run_jobs, jobs)
@@ -75,7 +75,7 @@ def configuration_errors(engines: list[dict], *, patch: str | None = None) -> li
 
 def in_process(work, arguments: dict, patch: str | None = None, env: dict | None = None):
     """`work(**arguments)`, called in a process of the fork server; both must be picklable."""
-    options = {**forked(env), "prepare": functools.partial(_prepare, patch)}
+    options = {**forked(env), "prepare": functools.partial(prepare, patch)}
     with logged() as log, WorkerProcess(log=log, **options) as process:
         return process.call(work, **arguments)
 
@@ -102,7 +102,8 @@ def logged() -> Iterator[Path]:
             raise RuntimeError(f"{error}\n{tail}") from error
 
 
-def _prepare(patch: str | None) -> None:
+def prepare(patch: str | None) -> None:
+    """Called in an engine's process before it starts."""
     # vLLM unfreezes and collects all objects at the end of an engine, which is that of its process.
     gc.unfreeze = lambda: None
     apply_patch(patch)

@@ -1,11 +1,22 @@
-"""Imported by the fork server: what every engine's process needs, done once."""
+"""Imported by the fork server: what every engine's process needs, done once.
+
+Where kernels are interpreted, that is what the V2 runner needs.
+"""
 
 import contextlib
 import gc
 import importlib
+import os
 import warnings
 
-from vllm.platforms import current_platform
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    from support import triton_cpu
+
+    # Before vLLM is imported.
+    triton_cpu.prepare_vllm()
+
+from vllm.platforms import current_platform  # noqa: E402
 
 # With what vLLM imports while an engine starts.
 MODULES = (
@@ -28,8 +39,12 @@ MODULES = (
     "vllm_hsd.runner_v1.stock_drafters",
     "vllm_hsd.stock_config",
 )
+INTERPRETED_MODULES = (
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm_hsd.runner_v2.replacements",
+)
 
-for module in MODULES:
+for module in MODULES + INTERPRETED_MODULES * INTERPRETED:
     # Releases differ in their modules.
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module(module)
@@ -39,6 +54,11 @@ if current_platform.is_cpu():
     with warnings.catch_warnings(action="ignore"):
         current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+    # A process that imports vLLM for each class of models that a user's cache does not describe:
+    # no CUDA is to be kept from this one.
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda function: function()
 
 # A third of a second for each engine, which finds it done.
 with contextlib.suppress(ImportError):

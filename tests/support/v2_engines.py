@@ -135,16 +135,18 @@ def run_engine(
     work: Callable = engines.run_jobs,
     short_matches: bool = False,
 ) -> dict:
-    """As `engines.run_engine`, on the V2 runner and in a process that is spawned for it.
+    """As `engines.run_engine`, on the V2 runner.
 
     Args:
+        env: further variables, which libraries may read at import: the process is spawned for them.
         short_matches: a suffix matches 3 tokens at most: each length is a program of its own, and
             they are interpreted one after another.
         work: called there with the engine and the jobs.
     """
     engine = {**engines.ENGINE_DEFAULTS, **ENGINE_DEFAULTS, **engine}
     prepare = partial(_prepare, patch, short_matches)
-    options = {"environment": {**ENVIRONMENT, **(env or {})}, "prepare": prepare}
+    options = {"environment": {**ENVIRONMENT, **env}} if env else engines.forked(ENVIRONMENT)
+    options["prepare"] = prepare
     with engines.logged() as log, EngineProcess(engine, log=log, **options) as process:
         return process.call(work, jobs)
 
@@ -204,4 +206,4 @@ def _prepare(patch: str | None, short_matches: bool) -> None:
         from vllm_hsd.runner_v2 import suffix_lookup
 
         suffix_lookup.DEPTH = suffix_lookup.HEAD = 4
-    engines.apply_patch(patch)
+    engines.prepare(patch)
