@@ -9,22 +9,27 @@ os.environ.update(engines.ENVIRONMENT)
 
 # The longest first, then all other files that start engines: parallel runs end together.
 LONGEST = (
+    "test_launches_compile.py",
+    "test_branches.py",
     "test_serve.py",
+    "test_verify.py",
+    "test_level_checks.py",
+    "test_several_drafts.py",
+    "test_sampled_distribution.py",
     "test_cascade_exact.py",
     "test_level_kinds.py",
-    "test_wheel.py",
-    "test_greedy_equality.py",
-    "test_odd_requests.py",
-    "test_verify.py",
-    "test_eagle3.py",
-    "test_stop_strings_and_grammars.py",
-    "test_sampled_distribution.py",
     "test_adaptive.py",
+    "test_eagle3.py",
+    "test_recurrent_targets.py",
+    "test_seeds.py",
     "test_draft_budget.py",
     "test_damaged_drafters.py",
-    "test_documented_configurations.py",
-    "test_seeds.py",
-    "test_crowded_distribution.py",
+    "test_stop_strings_and_grammars.py",
+    "test_mrope.py",
+    "test_wheel.py",
+    "test_gpu_proof.py",
+    "test_hooks.py",
+    "test_greedy_equality.py",
 )
 WITH_ENGINES = ("runner_v1", "robustness", "cli", "test_engine.py")
 
