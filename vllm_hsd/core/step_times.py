@@ -45,16 +45,16 @@ class StepTimes:
         self.last_seen = [0] * len(self.sizes)
         self.known: list[int] = []
         self.observed = 0
-        # What `seconds` reads: the rising curve at the known sizes, and at all sizes.
+        # What `seconds` reads: the rising curve at the known sizes, and sizes with their seconds.
         self._curve: list[float] | None = None
-        self._everywhere: np.ndarray | None = None
+        self._line: tuple[list[int], np.ndarray] | None = None
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Take in one forward pass over `tokens` tokens that took `seconds`."""
         if tokens < 1 or not 0 < seconds < math.inf:
             return
         self.observed += 1
-        self._curve = self._everywhere = None
+        self._curve = self._line = None
         size = self.nearest(tokens)
         log_seconds = math.log(seconds) - self.machine
         age = self.observed - self.last_seen[size]
@@ -96,7 +96,7 @@ class StepTimes:
 
         Between known sizes along a line; above the largest along the line through the
         last two (a size that turns out slower is known after one pass); below the smallest one as
-        long as that. An array is read off the curve at the grid's sizes.
+        long as that.
 
         Raises:
             ValueError: nothing has been seen.
@@ -107,9 +107,11 @@ class StepTimes:
             self._curve = self._rising()
         if not isinstance(tokens, np.ndarray):
             return math.exp(self.machine + self._along(self._curve, tokens))
-        if self._everywhere is None:
-            self._everywhere = np.exp([self._along(self._curve, size) for size in self.sizes])
-        return math.exp(self.machine) * np.interp(tokens, self.sizes, self._everywhere)
+        if self._line is None:
+            sizes = [*(self.sizes[size] for size in self.known), self.sizes[-1]]
+            line = [*self._curve, self._along(self._curve, sizes[-1])]
+            self._line = sizes, np.exp(line)
+        return math.exp(self.machine) * np.interp(tokens, *self._line)
 
     def _own_curve(self) -> list[float]:
         return [self.log_seconds[size] for size in self.known]
