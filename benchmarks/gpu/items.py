@@ -57,6 +57,7 @@ ITEMS = (
     ),
     Item("boot", "vLLM imports, its V2 runner decodes with CUDA graphs, plain and with a cascade"),
     Item("same_text", "engines: greedy text, equal models, eager and captured, no host sync"),
+    Item("levels", "greedy text of every kind of level and key of the V2 runner", 600),
     Item(
         "defaults", "engines without any argument serve: no host sync, nothing compiled later", 600
     ),

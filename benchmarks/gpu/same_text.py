@@ -63,12 +63,12 @@ def run(setting: Setting, family: dict[str, str] = engines.TINY) -> Finding:
     lines, left_out = [], []
     with engines.engine(setting, "text plain", plain_args) as plain:
         expected = plain.generate(asked, greedy)
-        ids = plain.call(_prompt_ids, asked)
+        ids = plain.call(prompt_ids, asked)
         for name, arguments in configurations(family).items():
             with engines.engine(setting, f"text {name}", plain_args | arguments) as process:
                 found[name] = process.generate(asked, greedy), process.generate(asked, seeded)
                 seen = engines.described(process)
-            lines.append(_greedy_line(name, ids, expected, found[name][0], plain))
+            lines.append(greedy_line(name, ids, expected, found[name][0], plain))
             reason = engines.eager_reason(seen)
             if name == "cascade" and reason:
                 left_out.append(f"captured against eager: {reason}.")
@@ -103,34 +103,46 @@ def _check(
             pytest.fail(f"with {name}={value}, {error}")
 
 
-def _greedy_line(
+def greedy_line(
     name: str,
-    prompt_ids: list[list[int]],
+    asked: list[list[int]],
     expected: Generation,
     got: Generation,
     plain: EngineProcess,
 ) -> str:
+    """What an engine's greedy texts are, next to those of no speculation.
+
+    Args:
+        name: of its configuration.
+        asked: token ids of the prompts.
+        expected, got: answers without speculation, and of the engine.
+        plain: the engine without speculation.
+
+    Raises:
+        pytest.fail.Exception: they differ where the target's two best logits do not nearly tie.
+    """
     places = []
-    for prompt, theirs, ours in zip(prompt_ids, expected.token_ids, got.token_ids, strict=True):
+    for prompt, theirs, ours in zip(asked, expected.token_ids, got.token_ids, strict=True):
         if len(theirs) != len(ours):
             pytest.fail(f"{name}: {len(ours)} tokens in place of {len(theirs)}.")
         at = next((i for i, token in enumerate(theirs) if token != ours[i]), None)
         if at is not None:
             places.append(((*prompt, *theirs[:at]), theirs[at], ours[at]))
     if not places:
-        return f"{name}: greedy text equals that of no speculation, {len(prompt_ids)} prompts."
+        return f"{name}: greedy text equals that of no speculation, {len(asked)} prompts."
     gaps = plain.call(gaps_of_target, places)
     if max(gaps) > LARGEST_GAP:
         pytest.fail(
-            f"{name}: {len(places)} of {len(prompt_ids)} greedy texts differ, where the target's "
+            f"{name}: {len(places)} of {len(asked)} greedy texts differ, where the target's "
             f"logits are up to {max(gaps):.3g} nats apart (bound {LARGEST_GAP:g})."
         )
     return (
-        f"{name}: {len(places)} of {len(prompt_ids)} greedy texts part at near ties, the largest "
+        f"{name}: {len(places)} of {len(asked)} greedy texts part at near ties, the largest "
         f"gap {max(gaps):.2g} nats."
     )
 
 
-def _prompt_ids(llm: Any, texts: list[str]) -> list[list[int]]:
+def prompt_ids(llm: Any, texts: list[str]) -> list[list[int]]:
+    """Runs in the engine's process."""
     tokenizer = llm.get_tokenizer()
     return [tokenizer.encode(text) for text in texts]

@@ -1,23 +1,29 @@
 """The items of `make gpu-proof` that run engines, interpreted, in toy sizes."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from support import triton_cpu, v2_engines
 
+from benchmarks.common import prompts
 from benchmarks.gpu import (
     boot,
     defaults,
     engine_distribution,
     engines,
     forwards,
+    levels,
     memory,
     same_text,
     soak,
     step_times,
 )
 from benchmarks.gpu.items import Setting
+from vllm_hsd.core.text_store import collect_texts, write_store
 from vllm_hsd.engine import EngineProcess
+from vllm_hsd.lossless import tiny_models
 
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(1800)]
 
@@ -48,7 +54,16 @@ def test_without_vllm_no_engine_item_runs(tmp_path, monkeypatch):
     without_extensions = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     for spec, reason in ((None, "not installed"), (without_extensions, "no compiled extensions")):
         monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name, spec=spec: spec)
-        for module in (boot, defaults, engine_distribution, forwards, memory, same_text, soak):
+        for module in (
+            boot,
+            defaults,
+            engine_distribution,
+            forwards,
+            levels,
+            memory,
+            same_text,
+            soak,
+        ):
             with pytest.raises(pytest.skip.Exception, match=reason):
                 module.run(Setting("cpu", tmp_path))
 
@@ -64,6 +79,18 @@ def test_same_text(setting, text_family):
     found = same_text.run(setting, paths(text_family))
     assert sum("equals that of no speculation" in line for line in found.lines) == 4
     assert found.lines[-1].startswith("A drafter equal to the target: 1.0000")
+
+
+@pytest.mark.slow
+def test_levels(setting, text_family, tmp_path):
+    tokenizer, store = tiny_models.byte_tokenizer(), str(tmp_path / "store.safetensors")
+    texts = [np.array(tokenizer.encode(text), dtype=np.int32) for text in prompts(4)]
+    write_store(collect_texts(texts, len(tokenizer)), store)
+    # Blocks have 128 tokens on a CPU, and each row has some of its own.
+    longer = replace(setting, engine_args={**setting.engine_args, "max_model_len": 512})
+    found = levels.run(longer, paths(text_family), store)
+    assert not found.left_out
+    assert sum("equals that of no speculation" in line for line in found.lines) == 12
 
 
 @pytest.mark.slow

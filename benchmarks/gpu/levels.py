@@ -1,0 +1,80 @@
+"""Every kind of level and key of the V2 runner: greedy text of the tiny family, in float32.
+
+What `same_text` asks of cascades of models. Lookups find what the texts repeat, and the store holds
+texts of the family's kind; a configuration that drafts nothing fails.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.common import MODELS, prompts
+from benchmarks.gpu import engines
+from benchmarks.gpu.items import Finding, Setting
+from benchmarks.gpu.same_text import (
+    PROMPTS,
+    TOKENS,
+    TOY_PROMPTS,
+    TOY_TOKENS,
+    greedy_line,
+    prompt_ids,
+)
+
+STORE = str(MODELS / "library.safetensors")
+
+
+def configurations(family: dict[str, str], store: str) -> dict[str, dict[str, Any]]:
+    """Speculative configurations by name."""
+    ngram, suffix = {"ngram": {"max": 4}}, {"suffix": {"store": store, "shared_tokens": 4096}}
+    small, mid = {"model": family["small"], "num_tokens": 2}, {"model": family["mid"]}
+    lookups, unsure = [ngram, suffix], {"stopping": "entropy"}
+    return {
+        "n-gram": engines.cascade(5, ngram),
+        "suffix below a model": engines.cascade(6, {**suffix, "num_tokens": 3}, mid),
+        "n-gram model below a model": engines.cascade(
+            6, {"ngram_model": store, "num_tokens": 2}, mid
+        ),
+        "pairs below an exit": engines.cascade(
+            6, {"bigram": store, "num_tokens": 2}, {"early_exit": 1}
+        ),
+        "sources": engines.cascade(5, {"sources": lookups, "branches": 1}),
+        "sources next to a model": engines.cascade(5, {"sources": [*lookups, mid]}),
+        "branches": engines.cascade(3, {"sources": lookups, "branches": 3}, adaptive=False),
+        "branches, adaptive": engines.cascade(4, {"sources": lookups, "branches": 2}),
+        "entropy": engines.cascade(6, {**small, **unsure}, {**mid, **unsure}),
+        "horizontal": engines.cascade(6, small, mid, horizontal_tokens=2),
+        "unverified": engines.cascade(6, small, {**mid, "verifier": "none"}),
+        "coupled": engines.cascade(5, small, mid, verifier="coupled"),
+    }
+
+
+def run(setting: Setting, family: dict[str, str] = engines.TINY, store: str = STORE) -> Finding:
+    """See the module.
+
+    Args:
+        family: directories of target, mid and small.
+        store: texts of their kind.
+    """
+    engines.require_vllm()
+    count, tokens = (TOY_PROMPTS, TOY_TOKENS) if setting.toy else (PROMPTS, TOKENS)
+    asked = prompts(count)
+    greedy = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
+    arguments = engines.TINY_ARGS | {"model": family["target"]}
+    lines, left_out = [], []
+    with engines.engine(setting, "levels plain", arguments) as plain:
+        expected = plain.generate(asked, greedy)
+        ids = plain.call(prompt_ids, asked)
+        for name, config in configurations(family, store).items():
+            if setting.time_left() < engines.ENGINE_SECONDS:
+                left_out.append(f"{name}: no time left.")
+                continue
+            own = arguments | {"speculative_config": config}
+            with engines.engine(setting, f"levels {name}", own) as process:
+                found = process.generate(asked, greedy)
+            if not found.drafted and not setting.toy:
+                pytest.fail(f"{name}: nothing was drafted.")
+            share = f" {found.accepted} of {found.drafted} draft tokens accepted."
+            lines.append(greedy_line(name, ids, expected, found, plain) + share)
+    return Finding(lines, left_out=left_out)
