@@ -295,11 +295,7 @@ def started(
         max_tokens=chosen.max_tokens,
         num_prompts=len(prompts),
         rounds=1,
-        engine_args={
-            "dtype": chosen.dtype,
-            "enforce_eager": not chosen.compiled,
-            **engine_args,
-        },
+        engine_args={"dtype": chosen.dtype, "enforce_eager": not chosen.compiled, **engine_args},
         output=chosen.output,
     )
     comparison, setup = bench.prepare(comparison)

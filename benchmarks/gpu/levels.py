@@ -1,7 +1,7 @@
 """Every kind of level and key of the V2 runner: greedy text of the tiny family, in float32.
 
-What `same_text` asks of cascades of models. Lookups find what the texts repeat, and the store holds
-texts of the family's kind; a configuration that drafts nothing fails.
+What `same_text` checks of cascades of models. Lookups find what the texts repeat, and the store
+holds texts of the family's kind; a configuration that drafts nothing fails.
 """
 
 from __future__ import annotations

@@ -110,6 +110,15 @@ def ids(result: dict) -> list[list[int]]:
     return [output[0]["ids"] for output in result["outputs"]]
 
 
+def texts_of(jobs: dict, results: dict) -> list[list[int]]:
+    """Prompts and answers of all jobs, for an oracle."""
+    return [
+        prompt + output
+        for name, job in jobs.items()
+        for prompt, output in zip(job["prompts"], ids(results[name]), strict=True)
+    ]
+
+
 def engine(family, rows: int, **keys) -> dict:
     levels = [{"sources": [{"ngram": {"max": 3}}, {"ngram": {"max": 1}}], "branches": rows}]
     hsd = {"method": "hsd", "num_speculative_tokens": 3, "levels": levels, **keys}
@@ -175,12 +184,7 @@ def test_replayed_steps_of_all_kinds(family):
     }
     base = {key: value for key, value in BASE.items() if key != "max_num_batched_tokens"}
     plain = engines.run_engine({"model": family.target, **base}, jobs)
-    texts = [
-        prompt + output
-        for name, job in jobs.items()
-        for prompt, output in zip(job["prompts"], ids(plain[name]), strict=True)
-    ]
-    work = Oracle(texts, 64, seed=1), jobs, prompts[2]
+    work = Oracle(texts_of(jobs, plain), 64, seed=1), jobs, prompts[2]
     found = v2_engines.run_engine(engine(family, rows=3), work, work=in_graphs_with_prompts)
     results, seen, replays, padded_prompts, (difference, won) = found
     for name, result in plain.items():
@@ -231,13 +235,8 @@ def test_rows_of_all_lengths_that_adaptive_chooses_from(family):
     }
     base = {key: value for key, value in BASE.items() if key != "max_num_batched_tokens"}
     plain = engines.run_engine({"model": family.target, **base}, jobs)
-    texts = [
-        prompt + output
-        for name, job in jobs.items()
-        for prompt, output in zip(job["prompts"], ids(plain[name]), strict=True)
-    ]
     given = engine(family, rows=2, num_speculative_tokens=7, adaptive=True)
-    work = RightAtTheEnd(texts, 64, seed=1), jobs, [1, 4], {}
+    work = RightAtTheEnd(texts_of(jobs, plain), 64, seed=1), jobs, [1, 4], {}
     results, seen, replays, others = v2_engines.run_engine(given, work, work=in_graphs_by_turns)
     for name, result in plain.items():
         assert ids(results[name]) == ids(result), name
