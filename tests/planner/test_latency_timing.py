@@ -64,6 +64,17 @@ def recordings(rng, batches=(1, 4)):
     return [{"calls": calls, "steps": steps, **load}], [{"steps": plain, **load}]
 
 
+def test_requests_have_no_seed_which_would_choose_another_verifier(tmp_path):
+    class Engine:
+        def call(self, function, *arguments):
+            self.last = arguments
+            return {"calls": []}
+
+    engine, found = Engine(), make_timing(tmp_path)
+    found.run(engine, found.plain_settings(1)[:1])
+    assert engine.last[1]["temperature"] == 1 and "seed" not in engine.last[1]
+
+
 def test_tables_are_the_times_that_were_recorded(tmp_path):
     found = make_timing(tmp_path).latencies(*recordings(np.random.default_rng(0)))
     for tokens in (1, 3, 5, 9):
