@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import plot, shared_engines, sweep
 from benchmarks.columns import COLUMNS, Table
-from benchmarks.studies import demo, real_model, windows
+from benchmarks.studies import cascades, demo, real_model, windows
 from benchmarks.studies.configs import fixed
 from benchmarks.sweep import PLAIN, Group, Sweep
 from vllm_hsd.cli.bench_jobs import Comparison, Setup
@@ -204,6 +204,15 @@ def test_cascades_share_the_engine_of_one_with_their_levels():
     assert [found[i] for i in range(7)] == [
         (0, []), (1, [0, 1, 2]), (1, [0, 2]), (3, [0]), (1, [0]), (5, []), (6, [0]),
     ]  # fmt: skip
+
+
+def test_the_best_of_an_earlier_run_are_a_cascade_and_a_single_drafter():
+    names = ["smollm2-int8 4", "smollm2-int8 8", "suffix 4"]
+    found = {name: fixed({"model": "copy"}) for name in names}
+    for name in ("suffix 4, smollm2-int8 8", "suffix 8, smollm2-int8 12"):
+        found[name] = fixed({"suffix": {}}, {"model": "copy"})
+    best = cascades.best_of(found, STUDIES / "cascades_1300M.csv")
+    assert list(best) == ["suffix 4, smollm2-int8 8", "smollm2-int8 8"]
 
 
 def test_ways_to_verify_share_five_engines_and_are_drawn_by_draft_limit(monkeypatch, tmp_path):
