@@ -19,7 +19,7 @@ from vllm_hsd.planner.latencies import Latencies, LatencyTable
 from vllm_hsd.planner.models import ModelSet, probabilities
 from vllm_hsd.planner.predict import Measured, Selection, predict
 from vllm_hsd.planner.profile import Sampling
-from vllm_hsd.planner.survival import Acceptance, survival_along, windows
+from vllm_hsd.planner.survival import Acceptance
 from vllm_hsd.planner.task import Task, candidates
 
 HEAD, MID, TARGET = range(3)
@@ -73,15 +73,6 @@ def test_a_text_of_one_token_has_nothing_to_draft_from(models):
     found = models.models[HEAD].log_probs(torch.tensor([5]), torch.tensor([7, 9]), 4, chances)
     assert float(found[0, 0]) == pytest.approx(-np.log(models.vocabulary), abs=1e-4)
     assert torch.isfinite(found[1, 0]) or found[1, 0] == -torch.inf
-
-
-def test_chances_by_start_that_do_not_differ_are_those_of_a_model():
-    ratios = np.log(np.random.default_rng(0).uniform(0.2, 2, (3, 9)))
-    ratios[1, 6:] = np.nan
-    for verifier in ("block", "standard"):
-        want = survival_along(ratios, 4, verifier)
-        found = survival_along(windows(ratios, 4), 4, verifier, by_start=True)
-        assert np.array_equal(found, want)
 
 
 @pytest.fixture(scope="module")

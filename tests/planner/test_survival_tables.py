@@ -48,7 +48,8 @@ def test_accepted_length_given_the_text_is_the_survival_along_it(verifier, seed)
     joint = joint_distribution(p, q, n, verifier)
     for (kept, emitted), chance in joint.items():
         text = np.array([[0, *emitted]])
-        alive = survival.survival_along(log_ratios(q, p, text), n, verifier)[0, 0]
+        ratios = survival.windows(log_ratios(q, p, text), n)
+        alive = survival.survival_along(ratios, verifier)[0, 0]
         reached = alive[kept + 1] if kept < n else 0.0
         of_text = np.prod([p[a, b] for a, b in itertools.pairwise(text[0])])
         assert chance == pytest.approx(of_text * (alive[kept] - reached), abs=1e-12)
@@ -59,7 +60,7 @@ ONE = np.ones((1, 1, 1))
 
 def rounds_along(ratios, length, wanted, verifier):
     """Mean rounds until `wanted` tokens of each text are made, counted text by text."""
-    alive = survival.survival_along(ratios, length, verifier)
+    alive = survival.survival_along(survival.windows(ratios, length), verifier)
     started = np.zeros((len(ratios), wanted + 1))
     started[:, 0] = 1.0
     for have in range(wanted):
@@ -76,10 +77,11 @@ def test_survival_by_position_counts_the_rounds_along_the_texts_exactly(verifier
     texts, longest = 60, 8
     falling = np.linspace(0.3, -2.5, longest) + rng.normal(0, 1, size=(texts, 1))
     ratios = falling + rng.normal(0, 0.3, size=(texts, longest))
-    table = survival.survival_by_position(ratios, longest, verifier)
+    drafts = survival.windows(ratios, longest)
+    table = survival.survival_table(drafts, verifier, by_position=True)
     assert table.shape == (longest + 1, longest + 1, longest + 1)
     rounds = renewal(table, ONE, capped=True)
-    blind = np.repeat(survival.survival_anywhere(ratios, longest, verifier)[:, None], 9, axis=1)
+    blind = survival.survival_table(drafts, verifier, by_position=False)
     without_position = renewal(blind, ONE, capped=True)
     for n in (1, 3, 7):
         for wanted in (2, 4, 8):
@@ -91,6 +93,7 @@ def test_survival_by_position_counts_the_rounds_along_the_texts_exactly(verifier
 
 def test_block_verification_never_accepts_less():
     ratios = np.log(np.random.default_rng(2).uniform(0.2, 3, size=(50, 30)))
-    better = survival.survival_along(ratios, 8, "block")
-    worse = survival.survival_along(ratios, 8, "standard")
+    better, worse = (
+        survival.survival_along(survival.windows(ratios, 8), each) for each in survival.VERIFIERS
+    )
     assert np.all(better >= worse - 1e-12)

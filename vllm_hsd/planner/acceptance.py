@@ -28,8 +28,7 @@ from vllm_hsd.planner.survival import (
     VERIFIERS,
     lookup_table,
     survival_along,
-    survival_anywhere,
-    survival_by_position,
+    survival_table,
     visits,
     windows,
 )
@@ -106,13 +105,11 @@ def measure_acceptance(
     for name, table in tables.items():
         table[(..., 0) if name in VERIFIERS else (..., 0, 0)] = 1.0
     known = [i for i in models.with_probabilities if i != target]
-    for verifier in VERIFIERS:
-        everywhere = survival_anywhere(ratios[known], longest, verifier)
-        tables[verifier][target, known] = everywhere[:, :, None]
-        for i, log_probs in texts.by_start.items():
-            drafts = _against(log_probs, windows(texts.log_probs[target], longest))[:, 1:]
-            everywhere = survival_anywhere(drafts, longest, verifier, by_start=True)
-            tables[verifier][target, i] = everywhere[:, None]
+    drafts = {i: windows(ratios[i], longest) for i in known}
+    for i, log_probs in texts.by_start.items():
+        verifying = windows(texts.log_probs[target], longest)
+        drafts[i] = _against(log_probs, verifying)[:, 1:]
+    _store_survival(tables, target, drafts, by_position=False)
     for i, found in _lookup_tables(models, target, contexts, texts, task).items():
         _store_lookup(tables, target, i, found)
     for model in range(target):
@@ -121,14 +118,22 @@ def measure_acceptance(
             continue
         starts = _requested_contexts(contexts, texts, ratios[model], model, task)
         own = _texts(models, model, starts, task, lambda: advance("the candidates' texts"))
-        drafting = [i for i in below if i not in models.lookups]
-        for verifier in VERIFIERS:
-            along = _ratios(own.log_probs, model)[drafting]
-            tables[verifier][model, drafting] = survival_by_position(along, longest, verifier)
+        along = _ratios(own.log_probs, model)
+        drafts = {i: windows(along[i], longest) for i in below if i not in models.lookups}
+        _store_survival(tables, model, drafts, by_position=True)
         for i, found in _lookup_tables(models, model, starts, own, task).items():
             _store_lookup(tables, model, i, found)
     rates = np.average(texts.rates, axis=0, weights=texts.lengths)
     return Acceptances(rates, tables, int(texts.lengths.sum()))
+
+
+def _store_survival(
+    tables: dict[str, Floats], verifier: int, drafts: dict[int, Floats], by_position: bool
+) -> None:
+    """Keep the survival that follows from the log ratios [N, L, H] of every drafter's drafts."""
+    for rule in VERIFIERS:
+        for i, log_ratios in drafts.items():
+            tables[rule][verifier, i] = survival_table(log_ratios, rule, by_position)
 
 
 def _lookup_tables(
@@ -275,7 +280,7 @@ def requested_at(ratios: Floats, max_tokens: int) -> Floats:
     Not everywhere alike: a candidate drafts anew where it has just failed, and skips what was
     accepted. Drafts of all lengths count alike.
     """
-    alive = survival_along(ratios, max_tokens, "block")
+    alive = survival_along(windows(ratios, max_tokens), "block")
     starts = [visits(alive, draft) for draft in range(1, max_tokens + 1)]
     chances = np.where(np.isnan(ratios), 0.0, sum(each / each.sum() for each in starts))
     return np.pad(chances / chances.sum(), ((0, 0), (1, 0)))

@@ -77,33 +77,25 @@ def folded(joint: Floats, requested: int) -> Floats:
     return joint
 
 
-def survival_along(
-    log_ratios: ArrayLike, max_tokens: int, verifier: Verifier, by_start: bool = False
-) -> Floats:
+def survival_along(log_ratios: ArrayLike, verifier: Verifier) -> Floats:
     """P(at least t tokens are accepted | text) of a round that starts at each position.
 
     Args:
-        log_ratios: log q(x) - log p(x) of the text's tokens, [..., L]; -inf where q is 0, nan
-            past the end of a text.
-        max_tokens: the longest draft H.
-        by_start: q depends on where a draft began: log ratios are [..., L, H], entry [c, j] of
-            token c + j in a draft from position c on.
+        log_ratios: log q(x) - log p(x) of the text's tokens, [..., L, H]: entry [c, j] of token
+            c + j in a draft from position c on (see `windows` where q does not depend on where a
+            draft began); -inf where q is 0, nan past the end of a text.
 
     Returns:
         float64 [..., L, H + 1 (t)]; 0 where t reaches past the text's end.
     """
     ratios = np.asarray(log_ratios, dtype=np.float64)
-    if not by_start:
-        ratios = windows(ratios, max_tokens)
     ended = np.isnan(ratios)
     steps = np.clip(np.where(ended, LOG_ZERO, ratios), LOG_ZERO, -LOG_ZERO)
     if verifier == "standard":
         steps = np.minimum(steps, 0.0)
-    alive = np.zeros((*ratios.shape[:-1], max_tokens + 1))
-    alive[..., 0] = 1.0
     lowest = np.minimum.accumulate(np.minimum(steps.cumsum(-1), 0.0), axis=-1)
-    alive[..., 1:] = np.where(ended, 0.0, np.exp(lowest))
-    return alive
+    alive = np.where(ended, 0.0, np.exp(lowest))
+    return np.concatenate([np.ones_like(alive[..., :1]), alive], axis=-1)
 
 
 def windows(values: Floats, size: int) -> Floats:
@@ -127,57 +119,35 @@ def visits(alive: Floats, draft_length: int) -> Floats:
     return starts[..., :length]
 
 
-def survival_anywhere(
-    log_ratios: ArrayLike, max_tokens: int, verifier: Verifier, by_start: bool = False
-) -> Floats:
+def survival_table(log_ratios: Floats, verifier: Verifier, by_position: bool) -> Floats:
     """Survival table of the rounds that run along the texts, for every draft length.
 
     For each n, rounds of n drafted tokens follow one another from the start of every text as
-    long as n tokens of it are left; positions count as often as a round starts there. Arguments
-    as for `survival_along`, of texts [..., N texts, L] or, by start, [..., N texts, L, H].
+    long as n tokens of it are left; positions count as often as a round starts there.
+
+    Args:
+        log_ratios: as for `survival_along`, of texts [N texts, L, H].
+        by_position: rounds apart by how many tokens the verifier has emitted since its draft began.
+            A level below the target emits at most H tokens from where its draft begins, and what
+            it meets there changes on the way: it begins where it failed before. The texts start
+            where its draft begins, so L <= H. Otherwise the same row at all positions.
 
     Returns:
-        float64 [..., H + 1 (n), H + 1 (t)], P(at least t of n accepted); 0 for t > n. Where no
-        text is as long as n, the row of the longest draft seen, and 0 beyond it.
+        float64 [H + 1 (n), H + 1 (position), H + 1 (t)], P(at least t of n accepted); 0 for t > n
+        or beyond the texts. Where no round of a draft length starts, as for the next shorter one.
     """
-    ratios = np.asarray(log_ratios, dtype=np.float64)
-    alive = survival_along(ratios, max_tokens, verifier, by_start)
-    ratios = ratios[..., 0] if by_start else ratios
-    room = _room(ratios)
-    table = np.zeros((*ratios.shape[:-2], max_tokens + 1, max_tokens + 1))
+    _, length, longest = log_ratios.shape
+    alive = survival_along(log_ratios, verifier)
+    inside = ~np.isnan(log_ratios[..., 0])
+    room = inside.sum(-1, keepdims=True) - np.arange(length)
+    table = np.zeros((longest + 1, longest + 1, longest + 1))
     table[..., 0] = 1.0
-    for n in range(1, max_tokens + 1):
-        starts = np.where(room >= n, visits(alive, n), 0.0)
-        reached = alive[..., : n + 1]
-        table[..., n, : n + 1] = _mean(reached, starts, (-3, -2), table[..., n - 1, : n + 1])
-    return table
-
-
-def survival_by_position(log_ratios: ArrayLike, max_tokens: int, verifier: Verifier) -> Floats:
-    """Survival of rounds by how many tokens the verifier has emitted since its draft began.
-
-    A level below the target emits at most H tokens from where its draft begins, and what it meets
-    there changes on the way: it begins where it failed before. The texts start where its draft
-    begins; rounds follow one another along each, as in a cascade. Arguments as for
-    `survival_along`, of texts [..., N texts, L].
-
-    Returns:
-        float64 [..., H + 1 (draft length), H + 1 (position), H + 1 (t)], P(at least t accepted);
-        0 for t beyond the draft or the H tokens. Where no round of a draft length starts, as for
-        the next shorter one.
-    """
-    ratios = np.asarray(log_ratios, dtype=np.float64)[..., :max_tokens]
-    alive = survival_along(ratios, max_tokens, verifier)
-    length = ratios.shape[-1]
-    room, left = _room(ratios), max_tokens - np.arange(length)
-    size = max_tokens + 1
-    table = np.zeros((*ratios.shape[:-2], size, size, size))
-    table[..., 0] = 1.0
-    for n in range(1, size):
-        starts = np.where(room >= np.minimum(n, left), visits(alive, n), 0.0)
-        reached = alive[..., : n + 1]
-        shorter = table[..., n - 1, :length, : n + 1]
-        table[..., n, :length, : n + 1] = _mean(reached, starts, -3, shorter)
+    places, axis = (slice(length), 0) if by_position else (slice(None), (0, 1))
+    for n in range(1, longest + 1):
+        starts = _starts(alive, n, room, by_position)[..., None]
+        total, reached = starts.sum(axis), (starts * alive[..., : n + 1]).sum(axis)
+        mean = reached / np.where(total > 0, total, 1.0)
+        table[n, places, : n + 1] = np.where(total > 0, mean, table[n - 1, places, : n + 1])
     return table
 
 
@@ -192,8 +162,7 @@ def lookup_table(
             depends on the draft length n, of n tokens [H (n), N texts, L].
         lengths: tokens of each text, [N].
         max_tokens: H.
-        by_position: rounds apart by their position, as in `survival_by_position`; otherwise the
-            same table at all positions, as in `survival_anywhere`.
+        by_position: as for `survival_table`.
 
     Returns:
         float64 [H + 1 (draft length), H + 1 (position), H + 1 (m), H + 1 (k)].
@@ -203,7 +172,6 @@ def lookup_table(
         offered, accepted = offered[..., :max_tokens], accepted[..., :max_tokens]
     positions = np.arange(offered.shape[-1])
     room = lengths[:, None] - positions
-    left = max_tokens - positions if by_position else np.full(len(positions), max_tokens)
     columns = size if by_position else 1
     cells = (positions % columns * size + offered) * size + accepted
     each = max_tokens, *offered.shape[-2:]
@@ -212,7 +180,7 @@ def lookup_table(
     table[..., 0, 0] = 1.0
     for n in range(1, size):
         alive = (accepted[n - 1, ..., None] >= np.arange(size)).astype(np.float64)
-        starts = np.where(room >= np.minimum(n, left), visits(alive, n), 0.0)
+        starts = _starts(alive, n, room, by_position)
         counted = np.bincount(cells[n - 1].ravel(), starts.ravel(), columns * size * size)
         counted = counted.reshape(columns, size, size)
         total = counted.sum((-2, -1), keepdims=True)
@@ -220,14 +188,11 @@ def lookup_table(
     return np.broadcast_to(table, (size, size, size, size)).copy()
 
 
-def _room(ratios: Floats) -> Ints:
-    """Tokens of each text from each position on, [..., L]; nan marks the texts' ends."""
-    return (~np.isnan(ratios)).sum(-1, keepdims=True) - np.arange(ratios.shape[-1])
+def _starts(alive: Floats, draft_length: int, room: Ints, by_position: bool) -> Floats:
+    """`visits`, 0 where the text has no room for the draft: `room` [..., L] tokens from there on.
 
-
-def _mean(alive: Floats, starts: Floats, axis: int | tuple[int, ...], otherwise: Floats) -> Floats:
-    """Mean survival [..., texts, L, t] of the rounds that start; `otherwise` where none does."""
-    weights = starts[..., None]
-    total = weights.sum(axis)
-    reached = (weights * alive).sum(axis)
-    return np.where(total > 0, reached / np.where(total > 0, total, 1.0), otherwise)
+    With `by_position` no draft is longer than what is left of the verifier's own H tokens.
+    """
+    length, size = alive.shape[-2:]
+    left = size - 1 - np.arange(length) if by_position else size - 1
+    return np.where(room >= np.minimum(draft_length, left), visits(alive, draft_length), 0.0)
