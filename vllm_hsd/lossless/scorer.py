@@ -23,38 +23,29 @@ from vllm_hsd.lossless.quantiles import token_ranges
 # Key of a request's text in its `extra_args`.
 _TEXT = "vllm_hsd_text"
 
-# What is noted of every token: [n, ...] for (filtered logits [n, V], token ids [n], (text, place)
-# of each).
-Note = Callable[[torch.Tensor, torch.Tensor, list[tuple[int, int]]], np.ndarray]
+# What the runner samples with: token ids [n] and more, for logits [n, V] float32 after temperature
+# and min-p, generators of the requests with seeds by row, and top_k and top_p ([n] or None).
+Draw = Callable[..., tuple[torch.Tensor, Any]]
+# What is noted of every token: [n, ...] for the runner's `Draw`, its arguments, the texts' token
+# ids [n], and (text, place) of each.
+Note = Callable[[Draw, tuple[Any, ...], torch.Tensor, list[tuple[int, int]]], np.ndarray]
 
 
 class TextSampler:
     """Takes the place of the last part of the sampler of one V1 runner.
 
     Attributes:
-        replaced: what the runner samples with otherwise.
+        replaced: what it takes the place of.
         note: what is kept of every token.
         notes: number of the text -> what was noted of each token.
     """
 
-    def __init__(self, runner: Any, replaced: Any, note: Note) -> None:
+    def __init__(self, runner: Any, replaced: Draw, note: Note) -> None:
         self.runner, self.replaced, self.note = runner, replaced, note
         self.notes: dict[int, list[np.ndarray]] = {}
 
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        generators: Mapping[int, torch.Generator],
-        top_k: torch.Tensor | None,
-        top_p: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, None]:
-        """The next token of every request's text.
-
-        Args:
-            logits: [batch, V] float32 after temperature and min-p.
-            generators: of the requests with seeds, by row.
-            top_k, top_p: [batch] or None.
-        """
+    def __call__(self, logits: torch.Tensor, *others: Any) -> tuple[torch.Tensor, None]:
+        """The next token of every request's text; arguments as of `Draw`."""
         input_batch = self.runner.input_batch
         texts, places = [], []
         for request_id in input_batch.req_ids[: len(logits)]:
@@ -66,40 +57,13 @@ class TextSampler:
             [text[i] for (_, text), i in zip(texts, places, strict=True)], device=logits.device
         )
         where = [(number, i) for (number, _), i in zip(texts, places, strict=True)]
-        found = self._found(logits, generators, top_k, top_p, token_ids, where)
+        found = self.note(self.replaced, (logits, *others), token_ids, where)
         # The sample of a prompt's chunk is thrown away.
         discarded = self.runner.discard_request_mask.np[: len(texts)]
         for (number, _), row, unused in zip(texts, found, discarded, strict=True):
             if not unused:
                 self.notes[number].append(row)
         return token_ids, None
-
-    def _found(self, logits, generators, top_k, top_p, token_ids, where) -> np.ndarray:
-        return self.note(apply_top_k_top_p(logits, top_k, top_p), token_ids, where)
-
-
-class RaisingSampler(TextSampler):
-    """Notes what would be drawn at each place if the text's own token were likelier by a bound.
-
-    Seeded requests take their noise as they do without it.
-
-    Args:
-        bound: nats, before the temperature.
-        temperatures: of every text.
-    """
-
-    def __init__(
-        self, runner: Any, replaced: Any, bound: float, temperatures: Sequence[float]
-    ) -> None:
-        super().__init__(runner, replaced, lambda *_: np.empty(0))
-        self.bound, self.temperatures = bound, temperatures
-
-    def _found(self, logits, generators, top_k, top_p, token_ids, where) -> np.ndarray:
-        raised = [self.bound / self.temperatures[number] for number, _ in where]
-        amounts = torch.tensor(raised, dtype=logits.dtype, device=logits.device)
-        logits = logits.scatter_add(1, token_ids[:, None], amounts[:, None])
-        drawn, _ = self.replaced(logits, generators, top_k, top_p)
-        return drawn.cpu().numpy()
 
 
 def drawn_with_raised(
@@ -116,9 +80,15 @@ def drawn_with_raised(
     Args:
         bound: nats, before the temperature.
     """
-    temperatures = [given["temperature"] for given in sampling_params]
-    make = partial(RaisingSampler, bound=bound, temperatures=temperatures)
-    found = _noted(llm, prompts, texts, sampling_params, make, seeded=True)
+
+    def note(draw, arguments, token_ids, where) -> np.ndarray:
+        logits, *others = arguments
+        raised = [bound / sampling_params[number]["temperature"] for number, _ in where]
+        amounts = torch.tensor(raised, dtype=logits.dtype, device=logits.device)
+        logits = logits.scatter_add(1, token_ids[:, None], amounts[:, None])
+        return draw(logits, *others)[0].cpu().numpy()
+
+    found = _noted(llm, prompts, texts, sampling_params, note, seeded=True)
     return [int(drawn[-1]) for drawn in found]
 
 
@@ -144,7 +114,8 @@ def score(
     """
     drafters = list((rows or {}).values())
 
-    def note(logits, token_ids, where) -> np.ndarray:
+    def note(_, arguments, token_ids, where) -> np.ndarray:
+        logits = _filtered(*arguments)
         found = [token_ranges(logits, token_ids).numpy()]
         probs = logits.float().softmax(-1) if drafters else logits
         for own in drafters:
@@ -152,7 +123,7 @@ def score(
             found.append(marks(probs, token_ids, at))
         return np.concatenate(found, 1)
 
-    return _noted(llm, prompts, texts, sampling_params, partial(TextSampler, note=note))
+    return _noted(llm, prompts, texts, sampling_params, note)
 
 
 def likeliest(
@@ -166,10 +137,10 @@ def likeliest(
     Arguments and errors as for `score`.
     """
 
-    def note(logits, token_ids, where) -> np.ndarray:
-        return rows_of(logits)
+    def note(_, arguments, *__) -> np.ndarray:
+        return rows_of(_filtered(*arguments))
 
-    return _noted(llm, prompts, texts, sampling_params, partial(TextSampler, note=note))
+    return _noted(llm, prompts, texts, sampling_params, note)
 
 
 def _noted(
@@ -177,7 +148,7 @@ def _noted(
     prompts: Sequence[Sequence[int]],
     texts: Sequence[Sequence[int]],
     sampling_params: Sequence[Mapping[str, Any]],
-    make: Callable[[Any, Any], TextSampler],
+    note: Note,
     seeded: bool = False,
 ) -> list[np.ndarray]:
     params = [
@@ -192,7 +163,7 @@ def _noted(
         )
         for number, (text, given) in enumerate(zip(texts, sampling_params, strict=True))
     ]
-    llm.collective_rpc(partial(_install, make=make))
+    llm.collective_rpc(partial(_install, note=note))
     try:
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         llm.generate(requests, params, use_tqdm=False)
@@ -201,12 +172,16 @@ def _noted(
     return [np.array(found[number]) for number in range(len(texts))]
 
 
-def _install(worker: Any, make: Callable[[Any, Any], TextSampler]) -> None:
+def _filtered(logits: torch.Tensor, _: Any, top_k: Any, top_p: Any) -> torch.Tensor:
+    return apply_top_k_top_p(logits, top_k, top_p)
+
+
+def _install(worker: Any, note: Note) -> None:
     sampler: Any = getattr(worker.model_runner, "sampler", None)
     if not hasattr(sampler, "topk_topp_sampler") or not hasattr(worker.model_runner, "requests"):
         raise UserError("texts can be scored only on vLLM's V1 runner (VLLM_USE_V2_MODEL_RUNNER=0)")
     drawing = sampler.topk_topp_sampler
-    drawing.forward = make(worker.model_runner, drawing.forward)
+    drawing.forward = TextSampler(worker.model_runner, drawing.forward, note)
 
 
 def _remove(worker: Any) -> dict[int, list[np.ndarray]]:
