@@ -16,8 +16,9 @@ from vllm_hsd.lossless.directions import ROW_WIDTH, rows_of
 from vllm_hsd.runner_v1 import sampler as sampler_module
 from vllm_hsd.verify.inputs import ChainBatch
 
-# Place in an answer -> a row of `directions.rows_of`, of ids and probabilities.
-Offered = dict[int, np.ndarray]
+# Of a request: place in its answer -> a row of `directions.rows_of`, of ids and probabilities;
+# place of the first token of a step -> draft tokens there.
+Offered = tuple[dict[int, np.ndarray], dict[int, int]]
 
 
 class OfferRecorder:
@@ -26,23 +27,16 @@ class OfferRecorder:
     Attributes:
         certain: whether draft tokens without probabilities are those of a lookup or of a greedy
             drafter; otherwise they are left out.
-        offers: request id -> what it was offered.
-        lengths: request id -> place of the first token of a step -> draft tokens there.
+        found: request id -> what it was offered.
     """
 
     def __init__(self, runner: Any, certain: bool) -> None:
         self.runner, self.certain = runner, certain
-        self.offers: dict[str, Offered] = {}
-        self.lengths: dict[str, dict[int, int]] = {}
+        self.found: dict[str, Offered] = {}
         self.verify = runner.rejection_sampler.forward
         self.drafts_to_verify = sampler_module.drafts_to_verify
         runner.rejection_sampler.forward = self._forward
         sampler_module.drafts_to_verify = self._drafts_to_verify
-
-    def remove(self) -> None:
-        """Put everything back."""
-        self.runner.rejection_sampler.forward = self.verify
-        sampler_module.drafts_to_verify = self.drafts_to_verify
 
     def _forward(self, metadata, draft_probs, logits, sampling_metadata):
         if not hasattr(self.runner.rejection_sampler, "state"):
@@ -71,11 +65,10 @@ class OfferRecorder:
         places = (input_batch.num_tokens_no_spec - input_batch.num_prompt_tokens)[requests]
         discarded = self.runner.discard_request_mask.np[requests]
         for i, request in enumerate(requests):
-            request_id = input_batch.req_ids[request]
-            offers = self.offers.setdefault(request_id, {})
+            offers, lengths = self.found.setdefault(input_batch.req_ids[request], ({}, {}))
             place, length = int(places[i]), int(batch.lengths[i])
             if not discarded[i]:
-                self.lengths.setdefault(request_id, {})[place] = length
+                lengths[place] = length
                 for later in [each for each in offers if each >= place]:
                     del offers[later]  # the rest of a rejected draft
             for t in range(length):
@@ -96,9 +89,9 @@ def install(llm: Any, certain: bool) -> bool:
     return bool(llm.collective_rpc(_install, args=(certain,))[0])
 
 
-def take(llm: Any) -> dict[str, tuple[Offered, dict[int, int]]]:
-    """(offers, draft lengths) by request id since `install` or the last call."""
-    found: dict[str, tuple[Offered, dict[int, int]]] = llm.collective_rpc(_take)[0]
+def take(llm: Any) -> dict[str, Offered]:
+    """What was offered by request id since `install` or the last call."""
+    found: dict[str, Offered] = llm.collective_rpc(_take)[0]
     return found
 
 
@@ -112,9 +105,7 @@ def _install(worker: Any, certain: bool) -> bool:
     return True
 
 
-def _take(worker: Any) -> dict[str, tuple[Offered, dict[int, int]]]:
+def _take(worker: Any) -> dict[str, Offered]:
     recorder = worker.model_runner.vllm_hsd_recorder
-    found = {key: (own, recorder.lengths.get(key, {})) for key, own in recorder.offers.items()}
-    recorder.offers.clear()
-    recorder.lengths.clear()
+    found, recorder.found = recorder.found, {}
     return found
