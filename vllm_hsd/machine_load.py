@@ -34,17 +34,17 @@ class CpuTimes:
         idle = times.idle + getattr(times, "iowait", 0.0)
         return CpuTimes(total - idle - steal, steal, total)
 
-    def others(self, before: CpuTimes, seconds: float, cpu_seconds: float) -> float:
-        """Cores that processes other than the measured one used in `seconds` of wall time.
+    def load_until_now(self, seconds: float, cpu_seconds: float) -> tuple[float, float]:
+        """Cores that processes other than the measured one used since this moment, and the share of
+        the time that the hypervisor gave to other machines.
 
         Args:
-            cpu_seconds: processor time of the measured process meanwhile.
+            seconds: wall time of the measured process.
+            cpu_seconds: its processor time.
         """
-        return max(0.0, (self.busy - before.busy - cpu_seconds) / seconds)
-
-    def stolen(self, before: CpuTimes) -> float:
-        """Share of the time between both that the hypervisor gave to other machines."""
-        return (self.steal - before.steal) / max(self.total - before.total, 1e-9)
+        now = CpuTimes.now()
+        others = max(0.0, (now.busy - self.busy - cpu_seconds) / seconds)
+        return others, (now.steal - self.steal) / max(now.total - self.total, 1e-9)
 
 
 class MachineLoad(BaseModel):

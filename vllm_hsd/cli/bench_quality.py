@@ -20,10 +20,8 @@ TOLERANCE = 1.02
 
 def record(results: Results, job: Job, found: Generation, before: CpuTimes) -> None:
     """Keep a job's output and what else the machine did meanwhile."""
-    now = CpuTimes.now()
     results.generations[job] = found
-    others = now.others(before, found.seconds, found.cpu_seconds)
-    results.loads[job] = others, now.stolen(before)
+    results.loads[job] = before.load_until_now(found.seconds, found.cpu_seconds)
 
 
 def pin(llm: Any) -> list[int]:

@@ -167,12 +167,8 @@ def record(llm: Any, prompts: Sequence[list[int]], params: dict[str, Any]) -> di
     """
     before = CpuTimes.now()
     done = generate(llm, list(prompts), [params] * len(prompts))
-    now = CpuTimes.now()
-    load = {
-        "other_cores": now.others(before, done.seconds, done.cpu_seconds),
-        "steal": now.stolen(before),
-    }
-    return llm.collective_rpc(_take)[0] | load
+    others, stolen = before.load_until_now(done.seconds, done.cpu_seconds)
+    return llm.collective_rpc(_take)[0] | {"other_cores": others, "steal": stolen}
 
 
 def _install(worker: Any, clock: str) -> None:
