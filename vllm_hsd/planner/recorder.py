@@ -4,59 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vllm_hsd.engine import generate
 from vllm_hsd.machine_load import CpuTimes
 
 
-@dataclass
-class Call:
-    """A call of a level: `ms` of its forward or lookup, `call_ms` until the next begins."""
-
-    level: int
-    role: str
-    batch: int
-    tokens: int
-    ms: float
-    call_ms: float
-
-
-@dataclass
-class Step:
-    """A step that only decodes: `ms` without any drafting, after `drafting_ms` for it.
-
-    The drafting for a request's first step includes the drafters' prefill.
-    """
-
-    batch: int
-    tokens: int
-    ms: float
-    drafting_ms: float
-
-
-@dataclass
-class Recording:
-    """The calls and steps of one run; its steps, drafting included, emitted `emitted` tokens."""
-
-    calls: list[Call] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    emitted: int = 0
-
-
 class Recorder:
-    """Times the calls and steps of one worker's runner by wrapping its methods."""
+    """Times the calls and steps of one worker's runner by wrapping its methods.
+
+    Attributes:
+        calls: a mapping for each call of a level: `level`, `role`, `batch`, `tokens`, `ms` of its
+            forward or lookup, `call_ms` until the next begins.
+        steps: one for each step that only decodes: `batch`, `tokens`, `ms` without any drafting,
+            after `drafting_ms` for it. The drafting for a request's first step includes the
+            drafters' prefill.
+        emitted: tokens of these steps.
+    """
 
     def __init__(self, runner: Any, clock: str):
         self.runner = runner
         self.seconds = time.thread_time if clock == "cpu" else time.perf_counter
-        self.recording = Recording()
+        self.calls: list[dict[str, Any]] = []
+        self.steps: list[dict[str, Any]] = []
+        self.emitted = 0
         # Start of the current step if it only decodes, its schedule, and the drafting before it.
         self.started: tuple[float, Any, float] | None = None
         self.proposed = 0.0
         self.drafting = 0.0
-        self.emitted = 0
+        self.emitting = 0
         self.open: list[tuple[int, int, int, float, float]] = []
         runner.execute_model = self._execute(runner.execute_model)
         self.drafts = hasattr(getattr(runner, "drafter", None), "cascade")
@@ -74,12 +50,13 @@ class Recorder:
             torch.cuda.synchronize(self.runner.device)
         return self.seconds() * 1e3
 
-    def take(self) -> Recording:
-        """What was recorded since the last call."""
+    def take(self) -> dict[str, Any]:
+        """`calls`, `steps` and `emitted` since the last call."""
         if self.drafts:
             # No further step marks the end of the last one; it ends with its sampling.
             self._end_step(self.proposed)
-        taken, self.recording, self.started = self.recording, Recording(), None
+        taken = {"calls": self.calls, "steps": self.steps, "emitted": self.emitted}
+        self.calls, self.steps, self.emitted, self.started = [], [], 0, None
         return taken
 
     def _execute(self, execute: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,8 +83,9 @@ class Recorder:
         began, scheduled, drafted = self.started
         ms = now - began - self.drafting
         tokens = scheduled.num_scheduled_tokens
-        self.recording.steps.append(Step(len(tokens), sum(tokens.values()), ms, drafted))
-        self.recording.emitted += self.emitted
+        step = {"batch": len(tokens), "tokens": sum(tokens.values()), "ms": ms}
+        self.steps.append({**step, "drafting_ms": drafted})
+        self.emitted += self.emitting
 
     def _propose(self, propose: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
@@ -121,7 +99,7 @@ class Recorder:
                 self._close(self.proposed)
             # What comes before the first forward belongs to the step, like the sampling.
             self.drafting = self.proposed - (self.open[0][3] if self.open else self.proposed)
-            self.emitted = sum(len(ids) for ids in args[1])
+            self.emitting = sum(len(ids) for ids in args[1])
             return drafts
 
         return timed
@@ -132,7 +110,8 @@ class Recorder:
         lowest = "draft" if drafter.cascade.lowest.has_model else "lookup"
         for (index, batch, tokens, began, ms), then in zip(self.open, starts[1:], strict=True):
             role = lowest if index == drafter.selected[0] else "verify"
-            self.recording.calls.append(Call(index, role, batch, tokens, ms, then - began))
+            call = {"level": index, "role": role, "batch": batch, "tokens": tokens}
+            self.calls.append({**call, "ms": ms, "call_ms": then - began})
 
     def _forward(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def timed(tokens: Any, rows: Any, starts: Any, counts: Any, *rest: Any) -> Any:
@@ -177,4 +156,4 @@ def _install(worker: Any, clock: str) -> None:
 
 
 def _take(worker: Any) -> dict[str, Any]:
-    return asdict(worker.hsd_recorder.take())
+    return worker.hsd_recorder.take()
