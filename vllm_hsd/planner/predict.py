@@ -15,6 +15,9 @@ binomial; only the tokens of a forward are taken to be the mean of those that ta
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -145,7 +148,7 @@ def check_draft_lengths(selection: Selection, acceptance: Acceptance) -> None:
 
 
 class _Chain:
-    """Expected calls of one cascade at one batch size; `draft` is memoized over its state.
+    """Expected calls of one cascade at one batch size; `draft` remembers its states.
 
     What a draft of a level costs one request is an array [rounds, width]: in each of the level's
     rounds, first its own (milliseconds at every batch size of `sizes`, calls) and then, flat, the
@@ -181,57 +184,61 @@ class _Chain:
         self.width = [self.own]
         for rounds in self.rounds:
             self.width.append(self.own + rounds * self.width[-1])
-        self.memo: dict[tuple[int, int, Uncached], tuple[Floats, dict[Uncached, float]]] = {}
+        self.draft = functools.cache(self._draft)
 
-    def draft(
+    def _draft(
         self, level: int, requested: int, uncached: Uncached
     ) -> tuple[Floats, dict[Uncached, float]]:
         """What `requested` tokens of a level cost [rounds, width], and P(uncached after)."""
-        key = level, requested, uncached
-        if key not in self.memo:
-            cost = np.zeros((self.rounds[level], self.width[level]))
-            done = {uncached: 1.0}
-            if requested and level:
-                done = self._draft_verified(cost, *key)
-            elif requested:
-                for call in range(1 if self.looks_up else requested):
-                    tokens = 1 if call else uncached[0]
-                    cost[min(call, len(cost) - 1)] += self.call[0][tokens - 1]
-                done = {(1,): 1.0}
-            self.memo[key] = cost, done
-        return self.memo[key]
+        cost = np.zeros((self.rounds[level], self.width[level]))
+        if not requested:
+            return cost, {uncached: 1.0}
+        if level:
+            return cost, self._draft_verified(cost, level, requested, uncached)
+        for call in range(1 if self.looks_up else requested):
+            tokens = 1 if call else uncached[0]
+            cost[min(call, len(cost) - 1)] += self.call[0][tokens - 1]
+        return cost, {(1,): 1.0}
 
     def _draft_verified(
         self, cost: Floats, level: int, requested: int, uncached: Uncached
     ) -> dict[Uncached, float]:
         """Add up `cost`; returns P(uncached after)."""
-        done: dict[Uncached, float] = {}
+        done: dict[Uncached, float] = defaultdict(float)
         states = {(0, uncached): 1.0}
         round_ = 0
         while states:
-            after: dict[tuple[int, Uncached], float] = {}
+            after: dict[tuple[int, Uncached], float] = defaultdict(float)
             spent = cost[min(round_, len(cost) - 1)]
             for (drafted, missing), chance in states.items():
-                requested_below = min(self.draft_lengths[level - 1], requested - drafted - 1)
-                below, drafts = self.draft(level - 1, requested_below, missing[:level])
-                if requested_below:
-                    spent[self.own :] += chance * below.ravel()
-                for low, p in drafts.items():
-                    for offered, accepted in self.outcomes[level - 1][drafted][requested_below]:
-                        share = chance * p * sum(accepted)
-                        spent[: self.own] += share * self.call[level][missing[level] + offered - 1]
-                        for kept, q in enumerate(accepted):
-                            if not (weight := chance * p * q):
-                                continue
-                            state = (*self._catch_up(low, offered, kept), 1)
-                            if drafted + kept + 1 == requested:
-                                done[state] = done.get(state, 0.0) + weight
-                            else:
-                                key = drafted + kept + 1, state
-                                after[key] = after.get(key, 0.0) + weight
+                below = min(self.draft_lengths[level - 1], requested - drafted - 1)
+                for kept, state, p in self._verified(spent, chance, level, drafted, below, missing):
+                    emitted = drafted + kept + 1
+                    if emitted == requested:
+                        done[state] += p
+                    else:
+                        after[emitted, state] += p
             states = after
             round_ += 1
         return done
+
+    def _verified(
+        self, spent: Floats, chance: float, level: int, drafted: int, asked: int, state: Uncached
+    ) -> Iterator[tuple[int, Uncached, float]]:
+        """(tokens accepted, uncached after, P) of a round of a level; the target is the last one.
+
+        Adds to `spent` [width] what the round costs, which happens by `chance` in a `state` of the
+        level and those below, `drafted` tokens after its draft began, with `asked` from below.
+        """
+        below, drafts = self.draft(level - 1, asked, state[:level])
+        spent[self.own :] += chance * below.ravel()
+        for low, p in drafts.items():
+            for offered, accepted in self.outcomes[level - 1][drafted][asked]:
+                share = chance * p * sum(accepted)
+                spent[: self.own] += share * self.call[level][state[level] + offered - 1]
+                for kept, q in enumerate(accepted):
+                    if q:
+                        yield kept, (*self._catch_up(low, offered, kept), 1), chance * p * q
 
     def _catch_up(self, uncached: Uncached, offered: int, kept: int) -> Uncached:
         """Uncached tokens once `kept` of `offered` drafted tokens and one more stay."""
@@ -245,23 +252,15 @@ class _Chain:
         self, uncached: Uncached, requested: int
     ) -> tuple[Floats, dict[tuple[int, Uncached], float]]:
         """What a target call on `requested` drafted tokens costs, P(emitted, uncached after)."""
-        below, drafts = self.draft(self.depth - 1, requested, uncached)
-        cost = np.concatenate([np.zeros(self.own), below.ravel()])
-        after: dict[tuple[int, Uncached], float] = {}
-        for low, p in drafts.items():
-            for offered, accepted in self.outcomes[-1][0][requested]:
-                cost[: self.own] += p * sum(accepted) * self.call[-1][offered]
-                for kept, q in enumerate(accepted):
-                    if q:
-                        caught_up = self._catch_up(low, offered, kept)
-                        if self.reread:
-                            caught_up = kept + 1, *caught_up[1:]
-                        missing = enumerate(caught_up)
-                        state = (
-                            kept + 1,
-                            tuple(1 if level in self.cacheless else n for level, n in missing),
-                        )
-                        after[state] = after.get(state, 0.0) + p * q
+        cost = np.zeros(self.width[-1])
+        after: dict[tuple[int, Uncached], float] = defaultdict(float)
+        missing = (*uncached, 1)
+        for kept, caught_up, p in self._verified(cost, 1.0, self.depth, 0, requested, missing):
+            levels = list(caught_up[:-1])
+            if self.reread:
+                levels[0] = kept + 1
+            state = tuple(1 if i in self.cacheless else n for i, n in enumerate(levels))
+            after[kept + 1, state] += p
         return cost, after
 
     def of_batch(self, cost: Floats) -> Floats:
@@ -346,7 +345,7 @@ def _whole_request(chain: _Chain, tokens: int) -> tuple[Floats, float]:
     """Sums over the steps until `tokens` are emitted, past which no draft reaches: cost, steps."""
     total, steps = np.zeros(chain.width[-1]), 0.0
     # reached[left][uncached]: P(ever there)
-    reached: list[dict[Uncached, float]] = [{} for _ in range(tokens + 1)]
+    reached: list[dict[Uncached, float]] = [defaultdict(float) for _ in range(tokens + 1)]
     reached[tokens][(1,) * chain.depth] = 1.0
     for left in range(tokens, 0, -1):
         for state, chance in reached[left].items():
@@ -354,6 +353,5 @@ def _whole_request(chain: _Chain, tokens: int) -> tuple[Floats, float]:
             total += chance * cost
             steps += chance
             for (emitted, uncached), p in after.items():
-                there = reached[left - emitted]
-                there[uncached] = there.get(uncached, 0.0) + chance * p
+                reached[left - emitted][uncached] += chance * p
     return total, steps
