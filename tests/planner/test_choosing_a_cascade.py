@@ -15,7 +15,7 @@ from vllm_hsd.config import CascadeConfig
 from vllm_hsd.planner.latencies import Latencies, LatencyTable
 from vllm_hsd.planner.predict import Selection
 from vllm_hsd.planner.profile import Profile
-from vllm_hsd.planner.search import Constraints, Option, Search
+from vllm_hsd.planner.search import Constraints, Search
 
 
 def table(ms, slope):
@@ -83,9 +83,8 @@ def with_lookup():
 def landscape(search, levels):
     """Predictions of given levels, cheapest first, with all draft lengths that can be run."""
     return [
-        Option(selection, search.predict(selection))
+        search.predict(Selection(levels, lengths))
         for lengths in itertools.combinations(range(1, search.size + 1), len(levels))
-        for selection in [Selection(levels, lengths)]
     ]
 
 
@@ -102,16 +101,17 @@ def everything(search):
 def test_the_chosen_cascade_is_the_best_of_all(profile, size, tokens):
     search = Search(profile, Constraints(max_draft_tokens=size, output_tokens=tokens))
     choice = search.choose()
-    options = everything(search)
-    assert choice.best.ms == pytest.approx(min(option.ms for option in options))
+    times = {each.selection: each.ms_per_token for each in everything(search)}
+    assert choice.best.ms_per_token == pytest.approx(min(times.values()))
     assert choice.best.selection.levels == (1, 0)
-    singles = [option.ms for option in options if len(option.selection.levels) == 1]
-    assert choice.single.ms == pytest.approx(min(singles))
-    assert choice.none.ms == 9.5
-    with_exit = [option.ms for option in options if 2 in option.selection.levels]
-    others = dict(choice.others)
-    assert others["best with exit 3"].ms == pytest.approx(min(with_exit))
-    assert [o.ms for _, o in choice.others] == sorted(o.ms for _, o in choice.others)
+    singles = [ms for selection, ms in times.items() if len(selection.levels) == 1]
+    assert choice.single.ms_per_token == pytest.approx(min(singles))
+    assert choice.none.ms_per_token == 9.5
+    with_exit = [ms for selection, ms in times.items() if 2 in selection.levels]
+    others = {name: each.ms_per_token for name, each in choice.others}
+    assert others["best with exit 3"] == pytest.approx(min(with_exit))
+    listed = [each.ms_per_token for _, each in choice.others]
+    assert listed == sorted(listed)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -119,7 +119,8 @@ def test_a_lookup_below_a_model_is_chosen_where_it_pays(with_lookup, batch):
     search = Search(with_lookup, Constraints(batch=batch))
     choice = search.choose()
     assert choice.best.selection.levels == (0, 1)
-    assert choice.best.ms == pytest.approx(min(option.ms for option in everything(search)))
+    least = min(each.ms_per_token for each in everything(search))
+    assert choice.best.ms_per_token == pytest.approx(least)
 
 
 def test_no_speculation_can_win(profile):
@@ -146,7 +147,8 @@ def test_plan_writes_what_the_plugin_reads_and_prints_how_to_serve_it(profile, t
     assert parsed.draft_lengths == list(choice.best.selection.draft_lengths)
     assert [level.model for level in parsed.levels] == ["models/small", "models/mid"]
     assert parsed.verifier == "block"
-    assert written["planned_for"]["ms_per_token"] == pytest.approx(choice.best.ms, abs=1e-3)
+    planned = written["planned_for"]["ms_per_token"]
+    assert planned == pytest.approx(choice.best.ms_per_token, abs=1e-3)
     *command, config = served(shown)
     assert command == ["vllm", "serve", "models/target", "--speculative-config"]
     config = json.loads(config)

@@ -15,7 +15,7 @@ from vllm_hsd.checked_files import write_json
 from vllm_hsd.cli.options import integers, json_object
 from vllm_hsd.errors import UserError, quoted
 from vllm_hsd.levels.ngram_model import MAX_ORDER
-from vllm_hsd.planner.predict import Selection
+from vllm_hsd.planner.predict import Prediction, Selection
 from vllm_hsd.planner.profile import (
     MAX_DRAFT_TOKENS,
     Profile,
@@ -25,7 +25,7 @@ from vllm_hsd.planner.profile import (
     measurement_warnings,
     tables_file,
 )
-from vllm_hsd.planner.search import Constraints, Option, Plan, Search
+from vllm_hsd.planner.search import Constraints, Plan, Search
 from vllm_hsd.planner.task import Task, candidates
 
 # Relative spread of equal steps above which the times are reported as unreliable.
@@ -229,7 +229,8 @@ def plan_command(arguments: argparse.Namespace) -> int:
         console.print(choice_table(profile, choice))
         for name, option in losers(choice):
             why = why_slower(profile, option, choice.best)
-            console.print(f"{name}: {option.ms / choice.best.ms - 1:+.1%}, {why}", soft_wrap=True)
+            longer = option.ms_per_token / choice.best.ms_per_token - 1
+            console.print(f"{name}: {longer:+.1%}, {why}", soft_wrap=True)
         parts = (f"{part} {seconds:.2f}" for part, seconds in search.seconds.items())
         messages.print(f"planned in {sum(search.seconds.values()):.2f} s ({', '.join(parts)})")
         path = arguments.output
@@ -275,10 +276,10 @@ def cascade_file(profile: Profile, choice: Plan, source: Path) -> dict[str, Any]
             "batch_size": choice.constraints.batch,
             "temperature": profile.sampling.temperature,
             "top_p": profile.sampling.top_p,
-            "ms_per_token": round(choice.best.ms, 4),
-            "tokens_per_step": round(choice.best.prediction.tokens_per_step, 3),
-            "speedup_over_none": round(choice.none.ms / choice.best.ms, 3),
-            "speedup_over_single": round(choice.single.ms / choice.best.ms, 3),
+            "ms_per_token": round(choice.best.ms_per_token, 4),
+            "tokens_per_step": round(choice.best.tokens_per_step, 3),
+            "speedup_over_none": round(choice.none.ms_per_token / choice.best.ms_per_token, 3),
+            "speedup_over_single": round(choice.single.ms_per_token / choice.best.ms_per_token, 3),
             "machine": profile.machine,
             "versions": profile.versions,
         },
@@ -303,25 +304,24 @@ def label(profile: Profile, selection: Selection) -> str:
     return " > ".join([*steps, profile.names[-1]])
 
 
-def why_slower(profile: Profile, option: Option, best: Option) -> str:
+def why_slower(profile: Profile, option: Prediction, best: Prediction) -> str:
     """What costs an option more time per token than the best one."""
     times: dict[str, list[float]] = {}
-    for column, this in enumerate((option, best)):
-        prediction = this.prediction
-        models = [*this.selection.levels, len(profile.candidates)]
+    for column, prediction in enumerate((option, best)):
+        models = [*prediction.selection.levels, len(profile.candidates)]
         for model, ms in zip(models, prediction.level_ms, strict=True):
             times.setdefault(profile.names[model], [0.0, 0.0])[column] += (
                 ms * prediction.ms_per_token / prediction.ms_per_step
             )
     name, (here, there) = max(times.items(), key=lambda item: item[1][0] - item[1][1])
     text = f"{name} takes {here:.3g} ms/token (chosen: {there:.3g})"
-    emitted = option.prediction.tokens_per_step, best.prediction.tokens_per_step
+    emitted = option.tokens_per_step, best.tokens_per_step
     if name == profile.names[-1] and emitted[0] < emitted[1]:
         text += f" and emits {emitted[0]:.2f} tokens per step (chosen: {emitted[1]:.2f})"
     return text
 
 
-def losers(choice: Plan) -> list[tuple[str, Option]]:
+def losers(choice: Plan) -> list[tuple[str, Prediction]]:
     """What was not chosen: the single drafter and no speculation first, then by time."""
     listed = [("best single drafter", choice.single), ("no speculation", choice.none)]
     return [(n, option) for n, option in (*listed, *choice.others) if option is not choice.best]
@@ -342,10 +342,10 @@ def choice_table(profile: Profile, choice: Plan) -> Table:
         table.add_row(
             name,
             label(profile, option.selection),
-            f"{option.ms:.3f}",
-            f"{option.prediction.tokens_per_step:.2f}",
-            f"{choice.none.ms / option.ms:.2f}x",
-            f"{choice.single.ms / option.ms:.2f}x",
+            f"{option.ms_per_token:.3f}",
+            f"{option.tokens_per_step:.2f}",
+            f"{choice.none.ms_per_token / option.ms_per_token:.2f}x",
+            f"{choice.single.ms_per_token / option.ms_per_token:.2f}x",
             style="bold" if option is choice.best else "",
         )
     return table

@@ -78,7 +78,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step of the target costs and yields in the long run.
+    """What a step of the target costs and yields in the long run with a cascade.
 
     Attributes:
         ms_per_token: milliseconds per emitted token of one request.
@@ -88,6 +88,7 @@ class Prediction:
         level_calls: forwards of each level per target call, the target last [K + 1].
     """
 
+    selection: Selection
     ms_per_token: float
     tokens_per_step: float
     ms_per_step: float
@@ -303,7 +304,7 @@ def predict(
     """
     if not selection.levels:
         ms = measured.latencies.call(-1, "plain", batch, 1)
-        return Prediction(ms, 1.0, ms, (ms,), (1.0,))
+        return Prediction(selection, ms, 1.0, ms, (ms,), (1.0,))
     check_draft_lengths(selection, measured.acceptance)
     chain = _Chain(selection, measured, batch)
     if output_tokens is None:
@@ -314,7 +315,8 @@ def predict(
     spent = chain.of_batch(cost)
     ms_per_step = float(spent[0].sum())
     level_ms, level_calls = map(tuple, spent.tolist())
-    return Prediction(ms_per_step / per_step, per_step, ms_per_step, level_ms, level_calls)
+    ms = ms_per_step / per_step
+    return Prediction(selection, ms, per_step, ms_per_step, level_ms, level_calls)
 
 
 def _long_run(chain: _Chain) -> tuple[Floats, float]:

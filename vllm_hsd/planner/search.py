@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,34 +42,21 @@ class Constraints:
 
 
 @dataclass(frozen=True)
-class Option:
-    """A cascade and its prediction."""
-
-    selection: Selection
-    prediction: Prediction
-
-    @property
-    def ms(self) -> float:
-        """Milliseconds per token."""
-        return self.prediction.ms_per_token
-
-
-@dataclass(frozen=True)
 class Plan:
     """The best cascade, and the best of each kind that lost.
 
     Attributes:
-        best: the fastest option.
+        best: the fastest cascade.
         none: no speculation.
         single: the best single drafter.
-        others: (what it is, option) of further losers, best of its kind.
+        others: (what it is, prediction) of further losers, best of its kind.
     """
 
     constraints: Constraints
-    best: Option
-    none: Option
-    single: Option
-    others: tuple[tuple[str, Option], ...]
+    best: Prediction
+    none: Prediction
+    single: Prediction
+    others: tuple[tuple[str, Prediction], ...]
 
 
 class Search:
@@ -131,22 +119,23 @@ class Search:
         """Search, predict what comes close, and keep the best of every kind."""
         nodes, limit = len(self.graph.order), self.constraints.max_levels
         deepest = nodes if limit is None else min(nodes, limit)
-        found: dict[Selection, Option] = {}
+        found: dict[Selection, Prediction] = {}
+        time_of = operator.attrgetter("ms_per_token")
 
-        def best_of(selections: list[Selection]) -> Option | None:
+        def best_of(selections: list[Selection]) -> Prediction | None:
             for selection in selections:
                 if selection not in found:
-                    found[selection] = Option(selection, self.predict(selection))
-            return min((found[s] for s in selections), key=lambda option: option.ms, default=None)
+                    found[selection] = self.predict(selection)
+            return min((found[s] for s in selections), key=time_of, default=None)
 
-        none = Option(Selection((), ()), self.predict(Selection((), ())))
-        by_depth: list[tuple[str, Option]] = []
+        none = self.predict(Selection((), ()))
+        by_depth: list[tuple[str, Prediction]] = []
         for depth in range(1, deepest + 1):
             option = best_of(self._near_best(self.graph, depth, exactly=True))
             if option is None:
                 break
             by_depth.append((f"best of {depth} levels", option))
-            if option.ms > CLOSE * min(other.ms for _, other in by_depth):
+            if time_of(option) > CLOSE * min(time_of(other) for _, other in by_depth):
                 break  # of what is deeper, only the graph's own best is predicted
         best_of(self._near_best(self.graph, deepest))
         using = []
@@ -155,13 +144,13 @@ class Search:
             if option := best_of(selections):
                 name = self.profile.candidates[self.graph.order[node]].name
                 using.append((f"best with {name}", option))
-        best = min([none, *found.values()], key=lambda option: option.ms)
+        best = min([none, *found.values()], key=time_of)
         singles = [option for option in found.values() if len(option.selection.levels) == 1]
-        single = min(singles, key=lambda option: option.ms)
+        single = min(singles, key=time_of)
         others = {each.selection: (name, each) for name, each in [*using[::-1], *by_depth[:0:-1]]}
         for option in (best, none, single):
             others.pop(option.selection, None)
-        listed = sorted(others.values(), key=lambda other: other[1].ms)
+        listed = sorted(others.values(), key=lambda other: time_of(other[1]))
         return Plan(self.constraints, best, none, single, tuple(listed))
 
     def _near_best(
