@@ -41,21 +41,15 @@ def factors(check: Check, significance: float) -> tuple[float, float]:
     """Nearest factors on the acceptance ratio, above and below 1, that would be found; infinite,
     and NaN, where none would be.
     """
-    least, found = needed(significance), []
-    split = 1 + len(OVER)
-    for values, part in ((OVER, check.faults[1:split]), (UNDER, check.faults[split:])):
-        moved = np.abs([each[0] for each in part])
-        at = int(np.argmax(moved >= least))
-        if not len(moved) or moved[at] < least:
-            found.append(np.inf if values is OVER else np.nan)
-            continue
-        before = (1.0, 0.0) if at == 0 else (values[at - 1], moved[at - 1])
-        if not np.isfinite(values[at]):
-            found.append(float(before[0]))
-            continue
-        share = (least - before[1]) / (moved[at] - before[1])
-        found.append(float(before[0] + share * (values[at] - before[0])))
-    return found[0], found[1]
+    least, moved = needed(significance), np.abs([shift for shift, _ in check.faults])
+
+    def nearest(values: tuple[float, ...], moved: np.ndarray, none: float) -> float:
+        # Linear between factors; beyond the last finite one nothing is.
+        finite = np.minimum((1.0, *values), OVER[-2])
+        return float(np.interp(least, np.maximum.accumulate((0.0, *moved)), finite, right=none))
+
+    _, above, below = np.split(moved, (1, 1 + len(OVER)))
+    return nearest(OVER, above, np.inf), nearest(UNDER, below, np.nan)
 
 
 def _check(setting: str, drafter: str, place: str, marks: np.ndarray) -> Check:

@@ -62,7 +62,14 @@ class Tokens:
 
     def labels(self) -> np.ndarray:
         """[n] names of the places; the last ones share a name until all have enough tokens."""
-        return _labels(self.place)
+        counts = np.bincount(self.place)
+        last = len(counts) - 1
+        while last > 1 and counts[last:].sum() < _FEWEST:
+            last -= 1
+        names = np.array([str(i) for i in range(last + 1)], dtype=object)
+        if last + 1 < len(counts):
+            names[last] += "+"
+        return names[np.minimum(self.place, last)]
 
 
 @dataclass(frozen=True)
@@ -234,17 +241,6 @@ def adjusted(p_values: Sequence[float]) -> list[float]:
     return values.tolist()
 
 
-def _labels(place: np.ndarray) -> np.ndarray:
-    counts = np.bincount(place)
-    last = len(counts) - 1
-    while last > 1 and counts[last:].sum() < _FEWEST:
-        last -= 1
-    names = np.array([str(i) for i in range(last + 1)], dtype=object)
-    if last + 1 < len(counts):
-        names[last] += "+"
-    return names[np.minimum(place, last)]
-
-
 def uniform(setting: str, order: str, place: str, quantiles: np.ndarray) -> Check:
     """Kolmogorov-Smirnov."""
     result = stats.kstest(quantiles, "uniform")
@@ -276,10 +272,9 @@ def _chi_square(
     """All bins of a row are equally likely: (tokens, p, shift, method, degrees of freedom)."""
     counts = np.zeros((num_rows, bins))
     np.add.at(counts, (rows, _bin(quantiles, bins)), 1)
-    expected = np.broadcast_to(counts.sum(1, keepdims=True) / bins, counts.shape)
-    used = expected > 0
-    statistic = float((((counts - expected) ** 2)[used] / expected[used]).sum())
-    freedom = int(used[:, 0].sum()) * (bins - 1)
+    counts = counts[counts.any(1)]
+    statistic = float(stats.chisquare(counts, axis=1).statistic.sum())
+    freedom = len(counts) * (bins - 1)
     count = len(quantiles)
     shift = float(np.sqrt(max(statistic - freedom, 0) / count) / 2)
     return count, float(stats.chi2.sf(statistic, freedom)), shift, "chi-square", freedom
