@@ -115,7 +115,7 @@ class Profile(_Strict):
     rates: list[list[Rate]]
     tables: str | None = None
     latencies: Latencies | None = None
-    _acceptance: dict[Verifier, Acceptance] = {}
+    _tables: dict[str, Floats] = {}
 
     @model_validator(mode="after")
     def _consistent(self) -> Profile:
@@ -167,7 +167,8 @@ class Profile(_Strict):
         """Acceptance under one verifier; pairs that were not measured accept nothing."""
         if self.tables is None:
             return Acceptance(independent_survival(self.rate_matrix(), self.max_draft_tokens))
-        return self._acceptance[verifier]
+        lookups = {i: self._tables[f"lookup{i}"] for i in self.lookups}
+        return Acceptance(self._tables[verifier], lookups)
 
     def set_tables(self, tables: dict[str, Floats]) -> None:
         """Take in survival tables by verifier and, by name, those of lookups; UserError for an
@@ -176,21 +177,18 @@ class Profile(_Strict):
         for key in tables:
             if not np.all((tables[key] >= 0) & (tables[key] <= 1.001)):
                 raise UserError(f"table {key} has a value outside [0, 1].")
-        lookups = {i: tables[f"lookup{i}"] for i in self.lookups}
-        for i, table in lookups.items():
-            if not np.allclose(table.sum((-2, -1)), 1, atol=1e-3):
+        for i in self.lookups:
+            if not np.allclose(tables[f"lookup{i}"].sum((-2, -1)), 1, atol=1e-3):
                 raise UserError(f"table lookup{i} does not sum to 1.")
-        self._acceptance = {v: Acceptance(tables[v], lookups) for v in VERIFIERS}
+        self._tables = tables
 
     def save(self, path: str | Path) -> None:
         """Write the file and, before it, its tables; each whole or not at all."""
         path = Path(path)
-        if self._acceptance:
-            arrays: dict[str, Floats] = {v: self._acceptance[v].survival for v in VERIFIERS}
-            found = self._acceptance["block"].lookups
-            arrays |= {f"lookup{i}": table for i, table in found.items()}
+        if self._tables:
             with written_whole(tables_file(path)) as unfinished:
-                save_file({k: a.astype(np.float32, "C") for k, a in arrays.items()}, unfinished)
+                stored = {k: each.astype(np.float32, "C") for k, each in self._tables.items()}
+                save_file(stored, unfinished)
                 self.tables = _digest(unfinished)
         text = self.model_dump_json(by_alias=True, exclude_none=True)
         with written_whole(path) as unfinished:
