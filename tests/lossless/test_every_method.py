@@ -95,6 +95,9 @@ def marked(names) -> list:
     ]
 
 
+SERVED = marked([*LEVELS, *(f"stock {name}" for name in STOCK)])
+
+
 def stock(name: str, models: dict[bool, Models]) -> tuple[str, dict]:
     """(target, configuration) of one of vLLM's own methods."""
     own = models[name in FLAT]
@@ -103,17 +106,22 @@ def stock(name: str, models: dict[bool, Models]) -> tuple[str, dict]:
     return target, config
 
 
-def assert_passed(status: int, found: dict) -> None:
+def served(name: str, models: dict[bool, Models]) -> tuple[str, dict]:
+    """(target, configuration) of one of SERVED."""
+    if name.startswith("stock "):
+        target, config = stock(name.removeprefix("stock "), models)
+        return target, {**config, "rejection_sample_method": "hierarchical"}
+    own = models[name in FLAT]
+    config = cascade(*levels(name, own), **KEYS.get(name, {}))["speculative_config"]
+    return own.family.target, config
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_every_kind_of_level_and_hosted_stock_method_passes(models, verify, name):
+    status, found = verify(*served(name, models), *PASSES)
     assert status == 0 and found["lossless"], found["verdict"]
     assert found["greedy"]["passed"] and not found["greedy"]["differences"]
     assert found["sampled"]["accepted"] > 0
-
-
-@pytest.mark.parametrize("name", marked(LEVELS))
-def test_a_cascade_with_every_kind_of_level_passes(models, verify, name):
-    own = models[name in FLAT]
-    config = cascade(*levels(name, own), **KEYS.get(name, {}))["speculative_config"]
-    assert_passed(*verify(own.family.target, config, *PASSES))
 
 
 def test_the_model_as_its_own_drafter_loses_nothing(models, verify):
@@ -124,26 +132,13 @@ def test_the_model_as_its_own_drafter_loses_nothing(models, verify):
     assert found["equal_drafter"]["drafted"] > 1000
 
 
-@pytest.mark.parametrize("name", marked(STOCK))
-def test_a_stock_method_passes_when_hosted(models, verify, name):
-    target, config = stock(name, models)
-    config["rejection_sample_method"] = "hierarchical"
-    assert_passed(*verify(target, config, *PASSES))
-
-
 RUNS, RUN_TOKENS = 20, 2048
 
 
-@pytest.mark.parametrize("name", marked(LEVELS) + marked([f"stock {name}" for name in STOCK]))
+@pytest.mark.parametrize("name", SERVED)
 def test_twenty_sound_runs_pass(models, name):
     """At the stated error probability all runs of this test together fail once in 26 times."""
-    if name.startswith("stock "):
-        target, config = stock(name.removeprefix("stock "), models)
-        config["rejection_sample_method"] = "hierarchical"
-    else:
-        own = models[name in FLAT]
-        target = own.family.target
-        config = cascade(*levels(name, own), **KEYS.get(name, {}))["speculative_config"]
+    target, config = served(name, models)
     drafters = drafters_of(config)
     arguments = {**ENGINE_DEFAULTS, "model": target}
     settings = [Setting(1.0)]
