@@ -1,13 +1,8 @@
-"""The planner's commands as a user calls them."""
+"""The commands as a user calls them."""
 
-import argparse
-
-from vllm_hsd.cli.plan import add_parsers
+from vllm_hsd.cli.main import main
 
 
 def run(*arguments):
     """Exit status of `vllm-hsd ARGUMENTS`."""
-    parser = argparse.ArgumentParser()
-    add_parsers(parser.add_subparsers(required=True))
-    parsed = parser.parse_args([str(argument) for argument in arguments])
-    return parsed.run(parsed)
+    return main([str(argument) for argument in arguments])

@@ -4,8 +4,8 @@ import json
 import re
 
 import pytest
+from cli.command_line import run
 
-from vllm_hsd.cli import main as cli
 from vllm_hsd.planner import measure
 from vllm_hsd.planner.latencies import Latencies, LatencyTable
 from vllm_hsd.planner.profile import Profile
@@ -29,7 +29,7 @@ def profile():
 
 def fails(capsys, *arguments):
     """What `vllm-hsd ARGUMENTS` says on its way out with status 2."""
-    assert cli.main([str(argument) for argument in arguments]) == 2
+    assert run(*arguments) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert said.startswith(f"vllm-hsd {arguments[0]}: ") and said.endswith(".")
     return said
@@ -56,7 +56,7 @@ def test_a_profile_of_another_machine_is_planned_with_a_warning(profile, tmp_pat
     profile.versions, profile.machine = {"vllm": "0.1.0"}, {"processor": "Abacus 9"}
     path = tmp_path / "profile.json"
     profile.save(path)
-    assert cli.main(["plan", str(path), "-o", str(tmp_path / "cascade.json")]) == 0
+    assert run("plan", path, "-o", tmp_path / "cascade.json") == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "vLLM 0.1.0 and this is vLLM" in said
     assert "processor Abacus 9 and this machine has" in said
@@ -102,6 +102,6 @@ def test_an_interrupted_profile_says_how_to_resume(tmp_path, capsys, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(measure, "measure_profile", interrupted)
-    arguments = ["--target", "T", "--models", "A", "-o", str(tmp_path / "p.json")]
-    assert cli.main(["profile", *arguments]) == 130
+    arguments = ["--target", "T", "--models", "A", "-o", tmp_path / "p.json"]
+    assert run("profile", *arguments) == 130
     assert "Rerun the same command to resume" in capsys.readouterr().err

@@ -80,21 +80,15 @@ def with_lookup():
     return profile
 
 
-def landscape(search, levels):
-    """Predictions of given levels, cheapest first, with all draft lengths that can be run."""
-    return [
-        search.predict(Selection(levels, lengths))
-        for lengths in itertools.combinations(range(1, search.size + 1), len(levels))
-    ]
-
-
 def everything(search):
-    """All cascades of the profile's candidates, predicted one by one."""
-    options = []
-    for depth in range(1, len(search.graph.order) + 1):
-        for levels in itertools.combinations(search.graph.order, depth):
-            options += landscape(search, levels)
-    return options
+    """All cascades of the profile's candidates and all draft lengths that can be run, predicted."""
+    order, lengths = search.graph.order, range(1, search.size + 1)
+    return [
+        search.predict(Selection(levels, draft_lengths))
+        for depth in range(1, len(order) + 1)
+        for levels in itertools.combinations(order, depth)
+        for draft_lengths in itertools.combinations(lengths, depth)
+    ]
 
 
 @pytest.mark.parametrize(("size", "tokens"), [(8, None), (5, 24)])

@@ -46,11 +46,6 @@ class Candidate(_Strict):
     level: Level
 
     @property
-    def kind(self) -> str:
-        """One of `levels.KINDS`."""
-        return self.level.kind
-
-    @property
     def is_lookup(self) -> bool:
         """It offers point masses, at most as many as are requested: a lookup, or several."""
         return all(drafter.is_lookup for drafter in self.level.drafters)
