@@ -187,10 +187,11 @@ def test_every_option_has_a_line_of_help_and_shows_its_default():
 
 @pytest.mark.parametrize("error", [None, UserError("--x is 0: raise it."), KeyboardInterrupt()])
 def test_exit_status(monkeypatch, capsys, error):
-    def build_store(*arguments):
+    def build_store(arguments):
         if error:
             raise error
-        return "done"
+        print("done")
+        return 0
 
     monkeypatch.setattr("vllm_hsd.cli.build.build_store", build_store)
     status = cli.main(["build", "store", "--target", "T", "--output", "O", "text"])

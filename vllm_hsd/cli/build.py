@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     store.add_argument(
         "--chats", type=int, default=0, metavar="N", help="chats that the target writes itself"
     )
-    store.set_defaults(run=_run_store)
+    store.set_defaults(run=build_store)
     heads = artifacts.add_parser(
         "exit-heads",
         help="train heads on the target's layers for 'exit_head' levels",
@@ -55,7 +55,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="layers of the target that run below each head",
     )
     heads.add_argument("--steps", type=int, default=300, metavar="N", help="optimizer steps")
-    heads.set_defaults(run=_run_exit_heads)
+    heads.set_defaults(run=build_exit_heads)
 
 
 def _add_texts(
@@ -68,60 +68,41 @@ def _add_texts(
     parser.add_argument("-o", "--output", required=True, metavar=output, help=written)
 
 
-def build_store(target: str, texts: Sequence[str], output: str, chats: int = 0) -> str:
-    """Collect token ids and store them.
-
-    Args:
-        target: path or name of a model, or of its tokenizer alone where it writes no chats.
-        texts: text files, one document each, and files of JSON lines (see `served_texts`).
-        output: file to write.
-        chats: how many chats the target writes itself.
-
-    Returns:
-        one line that says what was written.
+def build_store(given: argparse.Namespace) -> int:
+    """Collect token ids of texts, one document a file, of files of JSON lines (see `served_texts`)
+    and of chats that the target writes itself, and store them.
     """
     from vllm_hsd.cli.served_texts import RECORDS, recorded_outputs, self_written_answers
     from vllm_hsd.core.text_store import collect_texts, write_store
 
-    if not texts and chats < 1:
+    if not given.texts and given.chats < 1:
         raise UserError("no texts: give files, or let the target write chats with --chats N.")
-    if not 0 <= chats <= 1_000_000:
-        raise UserError(f"--chats is {chats}: it must be 0 to 1000000.")
-    if not Path(output).absolute().parent.is_dir():
-        raise UserError(
-            f"--output: no directory {quoted(str(Path(output).parent))} to write to; make it."
-        )
-    tokenizer = _tokenizer(target)
+    if not 0 <= given.chats <= 1_000_000:
+        raise UserError(f"--chats is {given.chats}: it must be 0 to 1000000.")
+    directory = Path(given.output).parent
+    if not directory.absolute().is_dir():
+        raise UserError(f"--output: no directory {quoted(str(directory))} to write to; make it.")
+    # Without chats the target may be a tokenizer alone.
+    tokenizer = _tokenizer(given.target)
 
     def documents() -> Iterator[np.ndarray]:
-        for path in texts:
+        for path in given.texts:
             read = recorded_outputs if path.endswith(RECORDS) else _document
             yield from read(path, tokenizer)
-        if chats:
-            yield from self_written_answers(target, tokenizer, chats)
+        if given.chats:
+            yield from self_written_answers(given.target, tokenizer, given.chats)
 
-    store = collect_texts(documents(), _vocab_size(target, len(tokenizer)))
-    write_store(store, output)
-    return (
-        f"{output}: {len(store.tokens)} tokens in {len(store.starts) - 1} texts, over a vocabulary "
-        f"of {store.vocab_size}"
+    store = collect_texts(documents(), _vocab_size(given.target, len(tokenizer)))
+    write_store(store, given.output)
+    print(
+        f"{given.output}: {len(store.tokens)} tokens in {len(store.starts) - 1} texts, over a "
+        f"vocabulary of {store.vocab_size}"
     )
+    return 0
 
 
-def build_exit_heads(
-    target: str, layers: Sequence[int], texts: Sequence[str], output: str, steps: int
-) -> Iterator[str]:
-    """Train heads and store them in `output`/layer-K.
-
-    Args:
-        target: path or name of a model whose architecture has exits.
-        layers: layers that run below each head.
-        texts: text files; the last tenth of them is held out.
-        steps: optimizer steps.
-
-    Yields:
-        a line for every head, with its divergence and overlap on the held-out text.
-    """
+def build_exit_heads(given: argparse.Namespace) -> int:
+    """Train heads, the last tenth of the texts held out, and store each in `output`/layer-K."""
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM
@@ -129,39 +110,27 @@ def build_exit_heads(
     from vllm_hsd.core.exit_head import write_exit_head
     from vllm_hsd.core.exit_head_training import train_heads
 
-    if steps < 1:
-        raise UserError(f"--steps is {steps}: it must be at least 1.")
-    tokenizer = _tokenizer(target)
-    tokens = np.concatenate([ids for path in texts for ids in _document(path, tokenizer)])
+    if given.steps < 1:
+        raise UserError(f"--steps is {given.steps}: it must be at least 1.")
+    tokenizer = _tokenizer(given.target)
+    tokens = np.concatenate([ids for path in given.texts for ids in _document(path, tokenizer)])
     try:
-        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+        model = AutoModelForCausalLM.from_pretrained(given.target, dtype="auto")
     except (OSError, ValueError) as error:
         raise UserError(
-            f"--target: {quoted(target)} is not a causal language model ({brief(error)})."
+            f"--target: {quoted(given.target)} is not a causal language model ({brief(error)})."
         ) from error
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = model.to(device)  # type: ignore[arg-type]  # transformers hides the signature
-    for trained in train_heads(model, layers, torch.from_numpy(tokens), steps):
+    for trained in train_heads(model, given.layers, torch.from_numpy(tokens), given.steps):
         before, after = trained.before, trained.after
-        directory = Path(output) / f"layer-{trained.head.layer}"
+        directory = Path(given.output) / f"layer-{trained.head.layer}"
         write_exit_head(trained.head, directory)
-        yield (
+        print(
             f"{directory}: held-out divergence {before.divergence:.3f} -> {after.divergence:.3f} "
             f"nats, overlap with the target {before.overlap:.3f} -> {after.overlap:.3f} "
             "(plain early exit -> trained head)"
         )
-
-
-def _run_store(given: argparse.Namespace) -> int:
-    print(build_store(given.target, given.texts, given.output, given.chats))
-    return 0
-
-
-def _run_exit_heads(given: argparse.Namespace) -> int:
-    for line in build_exit_heads(
-        given.target, given.layers, given.texts, given.output, given.steps
-    ):
-        print(line)
     return 0
 
 
