@@ -117,12 +117,9 @@ def _options(*configs: dict[str, Any] | None) -> list[str]:
     return [f"--speculative-config {shlex.quote(json.dumps(each))}" for each in configs if each]
 
 
-def report(model: str, given: str | None) -> str:
-    """What the command prints.
-
-    Args:
-        given: the user's own speculative configuration, which is checked first.
-    """
+def run(arguments: argparse.Namespace) -> int:
+    """Check the user's own configuration, if one is given, and print the advice."""
+    model, given = arguments.model, arguments.speculative_config
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     situation = situation_of(model)
     found = advice(situation)
@@ -161,12 +158,7 @@ def report(model: str, given: str | None) -> str:
         f"profile` --target {name} --models ... measures them, `vllm-hsd plan` finds the best "
         "cascade."
     )
-    return "\n".join(lines)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """The command; returns the exit status."""
-    print(report(arguments.model, arguments.speculative_config))
+    print("\n".join(lines))
     return 0
 
 

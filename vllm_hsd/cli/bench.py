@@ -113,15 +113,15 @@ def in_order(values: list[Any], option: str, least: int) -> list[Any]:
     return sorted(set(values))
 
 
-def run(comparison: Comparison, **metadata: Any) -> int:
-    """Measure, print the table and write the files; `metadata` goes into bench.json.
+def run(comparison: Comparison) -> int:
+    """Measure, print the table and write the files.
 
     Returns:
         1 if a configuration could not run, or its greedy outputs differ from those of no
         speculation (in 16 bits: elsewhere than at near ties of the target), else 0.
     """
     comparison, setup = prepare(comparison)
-    results = Results(comparison, metadata={**describe(comparison, setup), **metadata})
+    results = Results(comparison, metadata=describe(comparison, setup))
     print("\n".join(bench_report.heading(results.metadata)), flush=True)
     chats = any(isinstance(prompt, list) for prompt in comparison.prompts)
     if chats and not setup.has_chat_template:
