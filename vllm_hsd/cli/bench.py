@@ -171,13 +171,7 @@ def inspect(comparison: Comparison) -> Setup:
     """
     progress("checking the configurations")
     with WorkerProcess("vLLM", log=comparison.output / "logs" / "check.log") as worker:
-        setup: Setup = worker.call(
-            _inspect,
-            comparison.base_args,
-            list(comparison.configs),
-            list(comparison.prompts),
-            comparison.max_tokens,
-        )
+        setup: Setup = worker.call(_inspect, comparison)
     for index, error in enumerate(setup.errors):
         if error is not None:
             number = f" number {index}" if len(comparison.configs) > 2 else ""
@@ -186,12 +180,7 @@ def inspect(comparison: Comparison) -> Setup:
     return setup
 
 
-def _inspect(
-    engine_args: dict[str, Any],
-    configs: list[dict[str, Any] | None],
-    prompts: list[str | list[dict[str, str]]],
-    max_tokens: int,
-) -> Setup:
+def _inspect(comparison: Comparison) -> Setup:
     """Runs in a process of its own, which imports vLLM."""
     import psutil
     import torch
@@ -199,9 +188,10 @@ def _inspect(
     from vllm.platforms import current_platform
     from vllm.tokenizers.registry import cached_tokenizer_from_config
 
+    engine_args, max_tokens = comparison.base_args, comparison.max_tokens
     errors = [
         configuration_error(engine_args | ({"speculative_config": config} if config else {}))
-        for config in configs
+        for config in comparison.configs
     ]
     if any(errors):
         return Setup(errors)
@@ -213,7 +203,7 @@ def _inspect(
     tokenizer = cached_tokenizer_from_config(model)
     return Setup(
         errors,
-        [encode(tokenizer, prompt, longest) for prompt in prompts],
+        [encode(tokenizer, prompt, longest) for prompt in comparison.prompts],
         bool(getattr(tokenizer, "chat_template", None)),
         model.max_model_len,
         str(model.dtype).removeprefix("torch."),
