@@ -5,26 +5,15 @@ import re
 
 import pytest
 from cli.command_line import run
+from support.plain_profile import plain_profile
 
 from vllm_hsd.planner import measure
-from vllm_hsd.planner.latencies import Latencies, LatencyTable
 from vllm_hsd.planner.profile import Profile
-
-
-def flat(ms):
-    return LatencyTable(batch_sizes=[1], tokens=[1], ms=[[ms]])
 
 
 @pytest.fixture
 def profile():
-    return Profile(
-        schema=3,
-        target="models/target",
-        candidates=[{"name": "small", "level": {"model": "models/small"}}],
-        max_draft_tokens=4,
-        rates=[[1, 0.7], [0.7, 1]],
-        latencies=Latencies(forward=[flat(0.5), flat(5.0)]),
-    )
+    return Profile(**plain_profile())
 
 
 def fails(capsys, *arguments):

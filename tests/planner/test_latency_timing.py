@@ -1,5 +1,6 @@
 """Tables from recordings, and an engine that records."""
 
+import contextlib
 import functools
 import json
 from typing import ClassVar
@@ -111,18 +112,13 @@ class RecordedTiming(Timing):
     asked: ClassVar[list] = []
     alive = 0
 
+    @contextlib.contextmanager
     def engine(self, speculative):
-        timed = self
-
-        class Engine:
-            def __enter__(self):
-                timed.alive += 1
-                return speculative
-
-            def __exit__(self, *exception):
-                timed.alive -= 1
-
-        return Engine()
+        self.alive += 1
+        try:
+            yield speculative
+        finally:
+            self.alive -= 1
 
     def run(self, engine, settings, advance=lambda: None):
         if len(self.asked) == 3:
