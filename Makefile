@@ -94,18 +94,18 @@ bench: venv
 	if [ -n "$$failed" ]; then echo "Failed:$$failed"; exit 1; fi
 
 bench-paper-tables: venv
-	$(BIN)/python -m benchmarks.paper_tables.gsp_tables --output results/paper_tables
-	$(BIN)/python -m benchmarks.paper_tables.verifiers --output results/paper_tables
-	$(BIN)/python -m benchmarks.paper_tables.interleaved --output results/paper_tables
+	$(BIN)/python -m benchmarks.paper_tables.gsp_tables
+	$(BIN)/python -m benchmarks.paper_tables.verifiers
+	$(BIN)/python -m benchmarks.paper_tables.interleaved
 
 bench-kernel-builds: venv .overlay-triton-3.8.0
-	PYTHONPATH=$(CURDIR)/.overlay-triton-3.8.0 $(BIN)/python -m benchmarks.kernels.aot_usage --output results/kernels
+	PYTHONPATH=$(CURDIR)/.overlay-triton-3.8.0 $(BIN)/python -m benchmarks.kernels.aot_usage
 
 bench-kernel-bytes: venv
-	$(BIN)/python -m benchmarks.kernels.count_bytes --output results/kernels
+	$(BIN)/python -m benchmarks.kernels.count_bytes
 
 bench-cpu-verification: venv
-	$(BIN)/python -m benchmarks.kernels.bench_cpu_verify --output results/kernels
+	$(BIN)/python -m benchmarks.kernels.bench_cpu_verify
 
 bench-cpu-matmul: venv
 	$(BIN)/python -m benchmarks.kernels.cpu_matmul_rows --output results/kernels
@@ -120,13 +120,13 @@ bench-predictions: venv
 
 # docs/when-cascades-pay.md: measured points, the map with those that are committed, several drafts.
 bench-cascade-points: venv
-	$(BIN)/python -m benchmarks.planner.cascade_points --output results/planner
+	$(BIN)/python -m benchmarks.planner.cascade_points
 
 bench-cascade-map: venv
-	$(BIN)/python -m benchmarks.planner.cascade_map --output results/planner
+	$(BIN)/python -m benchmarks.planner.cascade_map
 
 bench-several-drafts: venv
-	$(BIN)/python -m benchmarks.planner.several_drafts --output results/planner
+	$(BIN)/python -m benchmarks.planner.several_drafts
 
 bench-ablations: venv
 	$(BIN)/python -m benchmarks.studies.ablations

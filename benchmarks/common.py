@@ -3,6 +3,7 @@
 Run a benchmark from the root of the repository, for example `python -m benchmarks.studies.demo`.
 """
 
+import argparse
 import csv
 import json
 import subprocess
@@ -29,6 +30,15 @@ def prompts(count: int | None = None) -> list[str]:
     """The first prompts (default all) that come with the tiny family."""
     lines = (MODELS / "prompts.jsonl").read_text().splitlines()
     return [json.loads(line)["prompt"] for line in lines[:count]]
+
+
+def options(description: str, output: Path) -> argparse.ArgumentParser:
+    """A parser that shows the first line of a docstring and knows where results go by default."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser.add_argument(
+        "-o", "--output", type=Path, default=output, help="directory of the results"
+    )
+    return parser
 
 
 def commit() -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plot
+from benchmarks import common, plot
 from benchmarks.columns import Table, chosen, counts, means, times
 from benchmarks.models.smollm2 import smollm2, zero_padded
 from vllm_hsd.cli import bench, bench_quality, greedy
@@ -218,14 +218,13 @@ def options(description: str, output: Path, sets: bool = False) -> argparse.Argu
         output: default directory of the results.
         sets: also the option that names a directory of prompts.
     """
-    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser = common.options(description, output)
     parser.add_argument("--model", help="name or directory (default: SmolLM2, converted on demand)")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument(
         "--compiled", action="store_true", help="engines as they are served, minutes to start"
     )
-    parser.add_argument("--output", type=Path, default=output)
     if sets:
         parser.add_argument(
             "--prompts", type=Path, required=True, help="directory of *.jsonl files, one per set"

@@ -7,7 +7,6 @@ where it was. `docs/gpu-proof.md` tells how.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import csv
 import json
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks import plot
-from benchmarks.common import REPOSITORY, RESULTS, commit
+from benchmarks.common import REPOSITORY, RESULTS, commit, options
 from benchmarks.gpu import host
 from benchmarks.gpu.items import ITEMS, Item
 from vllm_hsd.checked_files import written_whole
@@ -208,8 +207,7 @@ def write_report(output: Path, items: Sequence[Item], left: Sequence[Item] = ())
 
 def main() -> int:
     """0 where nothing failed and nothing is left, 1 for failures, 2 where time ran out."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=RESULTS / "gpu")
+    parser = options(__doc__, RESULTS / "gpu")
     names = [item.name for item in ITEMS]
     parser.add_argument("--items", nargs="+", choices=names, default=names, help="only these")
     parser.add_argument(

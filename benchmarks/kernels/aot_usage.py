@@ -1,19 +1,16 @@
 """Registers, stack and shared memory of every kernel that serving launches, without a GPU."""
 
-import argparse
 from collections import defaultdict
-from pathlib import Path
 
 import triton
 
-from benchmarks.common import write_csv
+from benchmarks.common import RESULTS, options, write_csv
 from tests.support import kernel_builds as builds
 from tests.support import launch_cases
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("results"), help="directory of the CSV")
+    parser = options(__doc__, RESULTS / "kernels")
     parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90, 100])
     args = parser.parse_args()
     rows = []

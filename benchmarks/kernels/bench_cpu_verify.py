@@ -11,15 +11,13 @@ is checked before anything is timed.
 by one without speculation, with the same noise, so the ratio is the overhead of an emitted token.
 """
 
-import argparse
 import statistics
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.common import write_csv
+from benchmarks.common import RESULTS, options, write_csv
 from vllm_hsd.verify import verify_chain
 
 DRAFT = 8
@@ -213,8 +211,7 @@ def paired(case: Case, method: str, vllm: Vllm, pairs: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("results"), help="directory of the CSV")
+    parser = options(__doc__, RESULTS / "kernels")
     parser.add_argument("--pairs", type=int, default=30, help="timed pairs for each case")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32000, 49152, 152064])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])

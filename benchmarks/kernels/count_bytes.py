@@ -8,12 +8,10 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import argparse
-from pathlib import Path
 
 import torch
 
-from benchmarks.common import write_csv
+from benchmarks.common import RESULTS, options, write_csv
 from benchmarks.kernels.drafts import Drafts
 from tests.support import vllm_sampler
 from tests.support.interpreter import count_bytes, repair
@@ -69,8 +67,7 @@ def _mean(accepted: torch.Tensor) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("results"), help="directory of the CSV")
+    parser = options(__doc__, RESULTS / "kernels")
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--draft", type=int, default=5, help="draft tokens per request")

@@ -8,15 +8,13 @@ drafts is faster than a step without any, and speed-ups exceed the tokens per st
 of one thread; numbers of rows take turns.
 """
 
-import argparse
 import statistics
 import time
-from pathlib import Path
 
 import torch
 from vllm import _custom_ops as ops
 
-from benchmarks.common import RESULTS, write_csv
+from benchmarks.common import RESULTS, options, write_csv
 
 # Of SmolLM2 zero-padded to 800 M parameters: MLP up, down, and output head.
 SHAPES = ((576, 14_000), (14_000, 576), (576, 49_152))
@@ -43,9 +41,8 @@ def seconds_by_rows(shape: tuple[int, int], dtype: torch.dtype, rounds: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = options(__doc__, RESULTS / "kernels")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--output", type=Path, default=RESULTS / "kernels")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     table = []

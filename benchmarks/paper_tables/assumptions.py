@@ -8,13 +8,12 @@ best cascade of every depth. "Independent" accepts each token with the pair's me
 "constant" call costs what it takes at its full length, whatever is left to compute.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, write_csv
+from benchmarks.common import RESULTS, options, write_csv
 from vllm_hsd.cli.plan import label
 from vllm_hsd.planner.latencies import Latencies, LatencyTable
 from vllm_hsd.planner.optimize import solve
@@ -66,10 +65,9 @@ def table(profile: Profile, deepest: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = options(__doc__, RESULTS / "paper_tables")
     parser.add_argument("profile", type=Path, help="file of `vllm-hsd profile`")
     parser.add_argument("--deepest", type=int, default=4, help="most levels")
-    parser.add_argument("--output", type=Path, default=RESULTS / "paper_tables")
     chosen = parser.parse_args()
     rows = list(table(load_profile(chosen.profile), chosen.deepest))
     write_csv(chosen.output / "assumptions.csv", rows)

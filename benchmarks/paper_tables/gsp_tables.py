@@ -1,6 +1,6 @@
 """Tables 1, 8 and 9 of "Fast Inference via Hierarchical Speculative Decoding" next to ours.
 
-    python -m benchmarks.paper_tables.gsp_tables            # prints, and writes CSV next to itself
+    python -m benchmarks.paper_tables.gsp_tables
 
 Ours: the exact optimum of the paper's instance (Corollary 3.1, draft lengths to 15), with gamma as
 the renewal expectation. As a check of that closed form, Algorithm 1 is simulated with independent
@@ -8,14 +8,11 @@ acceptance at the optimal draft lengths, in both readings: a level passes on exa
 (Theorem 2.2) or all that it has when it stops (line 16 of Algorithm 1, which may be more).
 """
 
-import argparse
-from pathlib import Path
-
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import write_csv
+from benchmarks.common import RESULTS, options, write_csv
 from benchmarks.paper_tables.paper_instance import paper_graph
 from vllm_hsd.planner.optimize import solve
 from vllm_hsd.planner.predict import Selection
@@ -189,9 +186,7 @@ def show(console: Console, title: str, rows: list[dict[str, object]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent)
-    output = parser.parse_args().output
+    output = options(__doc__, RESULTS / "paper_tables").parse_args().output
     console = Console(soft_wrap=True)
     for table in EXAMPLES:
         rows = example_rows(table)

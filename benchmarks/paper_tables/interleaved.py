@@ -1,20 +1,17 @@
 """Interleaved cascades: Figure 1 of "An Exploration of Hierarchical Speculative Decoding".
 
-    python -m benchmarks.paper_tables.interleaved -o results/paper_tables
+    python -m benchmarks.paper_tables.interleaved
 
 Tokens per target call and speed-up by the closed forms (Theorems 3.2 and 3.4) over n tokens of the
 small model per token of the medium one, m times, and the tokens per call that a cascade of ours
 with `"verifier": "none"` emits at the same acceptance rates.
 """
 
-import argparse
-from pathlib import Path
-
 import numpy as np
 import torch
 
 from benchmarks import plot
-from benchmarks.common import write_csv
+from benchmarks.common import RESULTS, options, write_csv
 from benchmarks.paper_tables.closed_forms import interleaved_speedup, interleaved_tokens
 from vllm_hsd.core.levels import UNLIMITED, LevelOptions
 from vllm_hsd.reference import ReferenceEngine
@@ -75,9 +72,8 @@ def table() -> list[dict[str, object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent)
-    path, rows = parser.parse_args().output / "interleaved.csv", table()
+    output = options(__doc__, RESULTS / "paper_tables").parse_args().output
+    path, rows = output / "interleaved.csv", table()
     write_csv(path, rows)
     plot.lines(
         [

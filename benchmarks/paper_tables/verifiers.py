@@ -1,6 +1,6 @@
 """Verification rules of "Overcoming Joint Intractability", enumerated: tokens a step, and bias.
 
-    python -m benchmarks.paper_tables.verifiers -o results/paper_tables
+    python -m benchmarks.paper_tables.verifiers
 
 Random models over a few tokens, all drafts, all outcomes: no sampling. Token-level and block
 verification keep the target's distribution. The paper's two other readings emit as many or more
@@ -8,14 +8,12 @@ tokens and do not: the maximum of its ratio without the position itself, and the
 uncapped, as in its released code (Theorem 7 compares such a rule with block verification).
 """
 
-import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.common import write_csv
+from benchmarks.common import RESULTS, options, write_csv
 
 Floats = NDArray[np.float64]
 RULES = ("token-level", "block", "exclusive cap", "uncapped last ratio")
@@ -120,9 +118,8 @@ def table() -> Iterator[dict[str, object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent)
-    path, rows = parser.parse_args().output / "verifiers.csv", list(table())
+    output = options(__doc__, RESULTS / "paper_tables").parse_args().output
+    path, rows = output / "verifiers.csv", list(table())
     write_csv(path, rows)
     for rule in RULES:
         own = [row for row in rows if row["rule"] == rule]

@@ -1,13 +1,12 @@
 """When does a cascade pay? The map, and what is published or measured, placed on it.
 
-    python -m benchmarks.planner.cascade_map --output results/planner
+    python -m benchmarks.planner.cascade_map
 
 Writes cascade_map.csv and .png: speed-up of the best cascade of two drafters over the best single
 one by the mid model's cost, the small one's, and their acceptance; and cascade_published.csv: what
 papers say, with what the map says where they give enough. docs/when-cascades-pay.md reads them.
 """
 
-import argparse
 import csv
 import itertools
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from benchmarks.common import REPOSITORY, write_csv
+from benchmarks.common import REPOSITORY, RESULTS, options, write_csv
 from benchmarks.planner.two_levels import Drafters, best, small_at_target
 from benchmarks.plot import saved_figure
 
@@ -224,9 +223,7 @@ def measured_points() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("results"))
-    args = parser.parse_args()
+    args = options(__doc__, RESULTS / "planner").parse_args()
     rows = cells()
     write_csv(args.output / "cascade_map.csv", rows)
     plot(rows, measured_points(), args.output / "cascade_map.png")

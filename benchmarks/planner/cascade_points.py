@@ -1,6 +1,6 @@
 """Measured points of the map: the tiny family at several widenings, one engine each.
 
-    python -m benchmarks.planner.cascade_points --output results/planner
+    python -m benchmarks.planner.cascade_points
 
 Mid and target are zero-padded to several sizes (benchmarks/models/zero_pad.py), which changes their
 costs and not their text. In one engine per widening, single drafters and cascades take turns on the
@@ -9,19 +9,17 @@ the times of these very runs and from acceptance measured once. Writes cascade_p
 when it is done; points that the file has already are left out.
 """
 
-import argparse
 import os
 
 # One thread per engine: what is measured is then comparable on shared cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.columns import Table
-from benchmarks.common import MODELS, RESULTS
+from benchmarks.common import MODELS, RESULTS, options
 from benchmarks.models.zero_pad import intermediate_size_for, zero_pad
 from benchmarks.planner.check_predictions import (
     ENGINE,
@@ -110,8 +108,7 @@ def point(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("results"))
+    parser = options(__doc__, RESULTS / "planner")
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=64)
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """When do several drafts of one request pay? K i.i.d. chains against one, both of optimal length.
 
-    python -m benchmarks.planner.several_drafts --output results/planner
+    python -m benchmarks.planner.several_drafts
 
 Tokens per target call come from order-1 Markov models over 32 tokens: target logits are 2 N(0, 1),
 the draft adds noise to them, as much as gives the acceptance rate over the target's stationary
@@ -10,12 +10,10 @@ tokens the drafter's cost times as much; the chain may be of another length than
 Writes several_drafts.csv (tokens), several_drafts_map.csv and several_drafts.png.
 """
 
-import argparse
 import itertools
 import math
 import statistics
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,7 @@ import torch
 from scipy.optimize import brentq
 
 from benchmarks import plot
-from benchmarks.common import write_csv
+from benchmarks.common import RESULTS, options, write_csv
 from vllm_hsd.verify import Tree, verify_chain, verify_tree
 
 VOCABULARY = 32
@@ -157,8 +155,7 @@ def gains(tokens: Tokens) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("results"))
+    parser = options(__doc__, RESULTS / "planner")
     parser.add_argument("--seeds", type=int, default=2, help="pairs of toy models")
     parser.add_argument("--chain-calls", type=int, default=20, help="of 1000 sequences, per pair")
     parser.add_argument("--tree-calls", type=int, default=700, help="of 1 sequence, per pair")

@@ -14,7 +14,6 @@ those of "Hierarchical Speculative Decoding with Dynamic Window", section "Furth
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from rich.progress import track
 
 from benchmarks import plot
 from benchmarks.columns import Table, counts
-from benchmarks.common import ENGINE_ARGS, MODELS, RESULTS, prompts
+from benchmarks.common import ENGINE_ARGS, MODELS, RESULTS, options, prompts
 from benchmarks.studies.configs import fixed
 from vllm_hsd.engine import EngineProcess
 
@@ -228,24 +227,23 @@ def measure_number_of_drafts(texts: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, default=RESULTS / "ablations")
+    parser = options(__doc__, RESULTS / "ablations")
     parser.add_argument("--only", nargs="*", help="names of the ablations to run")
-    options = parser.parse_args()
+    chosen = parser.parse_args()
     texts = prompts(PROMPTS)
-    chosen = {k: v for k, v in experiments().items() if not options.only or k in options.only}
-    labels = {name: label for name, (label, _) in chosen.items()}
-    jobs = [(name, variant) for name, (_, variants) in chosen.items() for variant in variants]
+    found = {k: v for k, v in experiments().items() if not chosen.only or k in chosen.only}
+    labels = {name: label for name, (label, _) in found.items()}
+    jobs = [(name, variant) for name, (_, variants) in found.items() for variant in variants]
     rows = [
         {"group": name, **row}
         for name, variant in track(jobs, "ablations")
-        for row in measure(variant, texts, options.output / "engine.log")
+        for row in measure(variant, texts, chosen.output / "engine.log")
     ]
     drafts = "number of drafts (reference engine)"
-    if not options.only or drafts in options.only:
+    if not chosen.only or drafts in chosen.only:
         labels[drafts] = "drafts K"
         rows += [{"group": drafts, **row} for row in measure_number_of_drafts(texts)]
-    table = Table(options.output / "ablations.csv")
+    table = Table(chosen.output / "ablations.csv")
     table.path.unlink(missing_ok=True)
     table.add(rows)
     plot.lines(

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import plot
-from benchmarks.common import RESULTS, write_csv
+from benchmarks.common import RESULTS, options, write_csv
 from benchmarks.models.smollm2 import smollm2
 from benchmarks.studies import windows
 from vllm_hsd.cli.options import numbers, progress
@@ -154,13 +154,12 @@ def summary(rows: Sequence[Row], column: str) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = options(__doc__, RESULTS / "windows")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines file of MT-Bench")
     parser.add_argument("--each", type=int, default=2, help="questions of every category")
     parser.add_argument("--limit", type=int, default=10, help="longest draft")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
-    parser.add_argument("--output", type=Path, default=RESULTS / "windows")
     chosen = parser.parse_args()
     chosen.output.mkdir(parents=True, exist_ok=True)
     every = [json.loads(line) for line in chosen.prompts.read_text().splitlines()]
