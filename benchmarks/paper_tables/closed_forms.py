@@ -1,7 +1,7 @@
 """Closed forms of the speculative decoding literature, of rates, draft lengths and costs.
 
-A rate is the probability that one drafted token is accepted (1 - total variation); a survival
-table holds P(at least t drafted tokens are accepted). Costs are in any one unit of time.
+A rate is the probability that one drafted token is accepted (1 - total variation), costs are in
+any one unit of time.
 """
 
 from __future__ import annotations
@@ -24,24 +24,12 @@ def acceptance_rate(p: ArrayLike, q: ArrayLike) -> NDArray[np.float64]:
     return 1.0 - 0.5 * np.abs(p - q).sum(-1)
 
 
-def power_survival(rate: ArrayLike, max_tokens: int) -> NDArray[np.float64]:
-    """P(at least t of the drafted tokens are accepted) = rate^t for t = 0..max_tokens.
-
-    Args:
-        rate: acceptance rates, any shape [...].
-
-    Returns:
-        float64 [..., max_tokens + 1]: independent acceptance with one rate, token by token.
-    """
-    return np.asarray(rate, dtype=np.float64)[..., None] ** np.arange(max_tokens + 1)
-
-
 def expected_tokens(rate: float, draft_tokens: int) -> float:
     """E[L], tokens of one target call: (1 - rate^(n+1)) / (1 - rate), bonus token included.
 
     Source: Leviathan et al. (2023), equation 1.
     """
-    return float(power_survival(rate, draft_tokens).sum())
+    return float((rate ** np.arange(draft_tokens + 1)).sum())
 
 
 def expected_rounds(rate: float, draft_tokens: int, wanted: int) -> float:
@@ -53,7 +41,7 @@ def expected_rounds(rate: float, draft_tokens: int, wanted: int) -> float:
     Source: Fast Inference via Hierarchical Speculative Decoding, section 2.4 (the paper
     estimates gamma empirically; this is its exact value).
     """
-    alive = power_survival(rate, draft_tokens)
+    alive = rate ** np.arange(draft_tokens + 1)  # P(at least k tokens are accepted)
     gain = alive - np.append(alive[1:], 0.0)  # gain[k] = P(k accepted, k + 1 gained)
     rounds = np.zeros(wanted + 1)
     for have in range(1, wanted + 1):
@@ -112,8 +100,8 @@ def interleaved_tokens(alpha: float, beta: float, m: int, n: int) -> float:
     Source: An Exploration of Hierarchical Speculative Decoding, Theorem 3.2.
     """
     block = alpha * beta**n
-    blocks = power_survival(block, m)
-    return float(power_survival(beta, n).sum() * blocks[:-1].sum() + blocks[-1])
+    blocks = block ** np.arange(m + 1)
+    return float((beta ** np.arange(n + 1)).sum() * blocks[:-1].sum() + blocks[-1])
 
 
 def interleaved_speedup(
