@@ -7,7 +7,7 @@ import argparse
 import csv
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,11 @@ def options(description: str, output: Path) -> argparse.ArgumentParser:
         "-o", "--output", type=Path, default=output, help="directory of the results"
     )
     return parser
+
+
+def on_worker(llm: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """What a function of the worker gives on the first rank; runs in an engine's process."""
+    return llm.collective_rpc(function, args=args)[0]
 
 
 def commit() -> str:

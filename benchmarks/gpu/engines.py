@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common import MODELS
+from benchmarks.common import MODELS, on_worker
 from benchmarks.gpu.items import Setting
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.plugin import register
@@ -155,7 +155,7 @@ def draft_model(model: str, tokens: int, rule: str) -> dict[str, Any]:
 
 def described(process: EngineProcess) -> dict[str, Any]:
     """What serves in an engine: classes, attention, CUDA graphs."""
-    return process.call(_describe)
+    return process.call(on_worker, _describe)
 
 
 def eager_reason(seen: dict[str, Any]) -> str | None:
@@ -167,11 +167,7 @@ def eager_reason(seen: dict[str, Any]) -> str | None:
     return "proposals ran eagerly: none was captured, see the engine's log"
 
 
-def _describe(llm: Any) -> dict[str, Any]:
-    return llm.collective_rpc(_describe_worker)[0]
-
-
-def _describe_worker(worker: Any) -> dict[str, Any]:
+def _describe(worker: Any) -> dict[str, Any]:
     runner = worker.model_runner
     speculator = getattr(runner, "speculator", None)
     graphs = getattr(speculator, "graphs", None)

@@ -10,6 +10,7 @@ import statistics
 import time
 from typing import Any
 
+from benchmarks.common import on_worker
 from benchmarks.gpu import engines
 from benchmarks.gpu.items import Finding, Setting
 
@@ -35,7 +36,7 @@ def run(setting: Setting) -> Finding:
         }
         context = 8 if setting.toy else CONTEXT
         with engines.engine(setting, f"forwards {size}", arguments) as process:
-            found = process.call(_times, counts, context, repeats)
+            found = process.call(on_worker, _times, counts, context, repeats)
         rows += [{"model": size, "tokens": n, **row} for n, row in zip(counts, found, strict=True)]
         one = found[0]["ms"]
         ratios = ", ".join(
@@ -45,11 +46,7 @@ def run(setting: Setting) -> Finding:
     return Finding(lines, rows, left_out)
 
 
-def _times(llm: Any, counts: tuple[int, ...], context: int, repeats: int) -> list[dict[str, float]]:
-    return llm.collective_rpc(_times_in_worker, args=(counts, context, repeats))[0]
-
-
-def _times_in_worker(
+def _times(
     worker: Any, counts: tuple[int, ...], context: int, repeats: int
 ) -> list[dict[str, float]]:
     import torch

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common import on_worker
 from benchmarks.gpu import engines
 from benchmarks.gpu.items import Finding, Setting
 
@@ -32,7 +33,7 @@ def run(setting: Setting) -> Finding:
             "gpu_memory_utilization": 0.8,
         }
         with engines.engine(setting, f"memory {name}", arguments) as process:
-            found[name] = process.call(_measured)
+            found[name] = process.call(on_worker, _measured)
     plain, ours = found["plain"], found["cascade"]
     weights = sum(2 * engines.parameters(size) for size in LEVELS)
     graphs = max(ours["graphs"] - plain["graphs"], 0)
@@ -51,11 +52,7 @@ def run(setting: Setting) -> Finding:
     return Finding([line, f"Buffers of a proposal: {_gib(ours['rows'])}."], rows)
 
 
-def _measured(llm: Any) -> dict[str, int]:
-    return llm.collective_rpc(_measured_in_worker)[0]
-
-
-def _measured_in_worker(worker: Any) -> dict[str, int]:
+def _measured(worker: Any) -> dict[str, int]:
     import torch
 
     runner = worker.model_runner

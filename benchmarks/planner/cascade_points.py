@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.columns import Table
 from benchmarks.common import MODELS, RESULTS, options
-from benchmarks.models.zero_pad import intermediate_size_for, zero_pad
+from benchmarks.models.zero_pad import padded_to
 from benchmarks.planner.check_predictions import (
     ENGINE,
     own_latencies,
@@ -49,13 +49,8 @@ MAX_DRAFT = 12
 
 
 def padded(name: str, params: float) -> str:
-    """A model of the family at the cost of `params` parameters, made on first use."""
-    if params <= 1e6:
-        return str(MODELS / name)
-    directory = RESULTS / "models" / f"{name}-{params / 1e6:.0f}M"
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    size = intermediate_size_for(MODELS / name, params)
-    return str(zero_pad(MODELS / name, directory, size))
+    """A model of the family at the cost of `params` parameters."""
+    return str(MODELS / name if params <= 1e6 else padded_to(MODELS / name, params))
 
 
 def deviations(group: list[dict]) -> np.ndarray:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import plot
-from benchmarks.common import RESULTS, options, write_csv
+from benchmarks.common import RESULTS, on_worker, options, write_csv
 from benchmarks.models.smollm2 import smollm2
 from benchmarks.studies import windows
 from vllm_hsd.cli.options import numbers, progress
@@ -60,11 +60,6 @@ def _listen(worker: Any) -> None:
 def _take(worker: Any) -> list[Row]:
     taken, worker.verdicts = worker.verdicts, []
     return taken
-
-
-def on_worker(llm: Any, function: Any) -> Any:
-    """Runs in the engine's process."""
-    return llm.collective_rpc(function)[0]
 
 
 def answers(

@@ -7,6 +7,7 @@ SmolLM2, unpadded or (`--padded`) at the cost of a larger target. Requests come 
 first step, which reads the prompt, is a part of its own.
 """
 
+import operator
 import os
 import time
 from collections import Counter
@@ -16,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks import sweep
-from benchmarks.common import RESULTS, write_csv
+from benchmarks.common import RESULTS, on_worker, write_csv
 from benchmarks.models.smollm2 import int8
 from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies.configs import EAGLE3, SUFFIX, fixed, vllms_own
@@ -43,7 +44,7 @@ def seconds_by_part(
     llm: Any, prompts: Sequence[Sequence[int]], params: Mapping[str, Any]
 ) -> dict[str, float]:
     """Answer prompts one after another; runs in the engine's process, on vLLM's V1 runner."""
-    [runner] = llm.collective_rpc(_runner)
+    runner = on_worker(llm, operator.attrgetter("model_runner"))
     total: Counter[str] = Counter()
     for index, prompt in enumerate(prompts):
         llm.llm_engine.add_request(
@@ -59,10 +60,6 @@ def seconds_by_part(
         total += parts
         total[REST] += time.perf_counter() - began - parts.total()
     return dict(total)
-
-
-def _runner(worker: Any) -> Any:
-    return worker.model_runner
 
 
 @contextmanager
