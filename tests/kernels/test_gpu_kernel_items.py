@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.gpu import kernel_distribution, kernel_times, pit
 from benchmarks.gpu.items import Setting
-from benchmarks.kernels import bench_chain_verify, timing
+from benchmarks.kernels import timing
 from benchmarks.kernels.drafts import Drafts
 
 pytestmark = pytest.mark.interpret
@@ -29,16 +29,16 @@ def test_times_of_every_sampler(setting):
 
 def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
     drafts = Drafts.make(40, 3, 1, 0.7, noise=1.5)
-    bench_chain_verify.check_case(drafts, 3)
-    right = bench_chain_verify.reference.verify_chain
+    kernel_times.check_case(drafts, 3)
+    right = kernel_times.reference.verify_chain
 
     def wrong(*args, **options):
         result = right(*args, **options)
         return result._replace(token_ids=result.token_ids + 1)
 
-    monkeypatch.setattr(bench_chain_verify.reference, "verify_chain", wrong)
+    monkeypatch.setattr(kernel_times.reference, "verify_chain", wrong)
     with pytest.raises(timing.NotTimed, match="3 of 3 requests differ"):
-        bench_chain_verify.check_case(drafts, 3)
+        kernel_times.check_case(drafts, 3)
 
 
 @pytest.mark.slow
