@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support.engines import run_engine, run_odd_jobs
 from support.level_files import cascade
+from support.marks import slow
 from support.odd_requests import MAX_MODEL_LEN, PROMPT, TOKENIZER, VOCABULARY, table
 
 from vllm_hsd.core.text_store import collect_texts, write_store
@@ -19,7 +20,7 @@ GOOD = [
 ]
 ALONE = {"prompts": [GOOD_PROMPT] * 2, "params": GOOD}
 # Odd requests in one batch with the good ones; the slow form tries each by itself.
-GROUP_SIZES = [12, pytest.param(1, marks=pytest.mark.slow)]
+GROUP_SIZES = [12, *slow(1)]
 
 
 def with_good(names: list[str]) -> dict:
@@ -98,12 +99,8 @@ def size(request) -> int:
     return request.param
 
 
-# The levels of the slow one are also in the next.
-CONFIGURATIONS = [
-    pytest.param("two models", marks=pytest.mark.slow),
-    "bigram, two models, horizontal",
-    STOCK,
-]
+# The levels of the slow one are also in the first.
+CONFIGURATIONS = ["bigram, two models, horizontal", STOCK, *slow("two models")]
 
 
 @pytest.fixture(scope="module", params=CONFIGURATIONS)

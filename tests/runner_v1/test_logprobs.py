@@ -6,6 +6,7 @@ import torch
 from support.engines import run_engine
 from support.exact_joint_distribution import next_token_distribution
 from support.level_files import cascade
+from support.marks import slow
 from transformers import AutoModelForCausalLM
 
 PROMPTS = [[2, 3, 0], [3], [4, 2], [0, 1, 3, 3], [4, 4], [1, 2]]
@@ -25,12 +26,7 @@ LISTED = [
     {},
     {"logprobs": 2, "logprob_token_ids": [3, 0], "temperature": 0.7},
 ]
-MODES = [
-    "raw_logprobs",
-    pytest.param("processed_logprobs", marks=pytest.mark.slow),
-    pytest.param("raw_logits", marks=pytest.mark.slow),
-    "processed_logits",
-]
+MODES = ["raw_logprobs", "processed_logits", *slow("processed_logprobs", "raw_logits")]
 
 
 def expected_row(mode: str, logits: np.ndarray, prompt, output, params) -> np.ndarray:

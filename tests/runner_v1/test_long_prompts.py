@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.engines import alike, run_engine
 from support.level_files import LevelFiles, cascade, write_level_files
+from support.marks import slow
 from support.suffix_extra import needs_suffix
 from support.tiny_models import Family, build_family, with_sliding_window
 from transformers import AutoModelForCausalLM
@@ -129,9 +130,7 @@ def test_long_prompts(long_family, files, plain, name):
     assert all(drafted(results, i) > 0 for i in range(len(levels)))
 
 
-@pytest.mark.parametrize(
-    "place", ["both", *(pytest.param(place, marks=pytest.mark.slow) for place in ("lowest", "top"))]
-)
+@pytest.mark.parametrize("place", ["both", *slow("lowest", "top")])
 def test_levels_with_a_sliding_window(long_family, windowed, plain, place):
     small = windowed.small if place != "top" else long_family.small
     mid = windowed.mid if place != "lowest" else long_family.mid
@@ -141,11 +140,7 @@ def test_levels_with_a_sliding_window(long_family, windowed, plain, place):
     assert all(drafted(results, i) > 0 for i in range(2))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["eagle3", "adaptive"]
-    + [pytest.param(n, marks=pytest.mark.slow) for n in ("models", "n-grams", "sources")],
-)
+@pytest.mark.parametrize("name", ["eagle3", "adaptive", *slow("models", "n-grams", "sources")])
 def test_prompts_of_embeddings(long_family, files, name):
     """Levels see token ids only, and embeddings have none: poor drafts, the same text."""
     weights = AutoModelForCausalLM.from_pretrained(long_family.target).model.embed_tokens.weight

@@ -5,6 +5,7 @@ from support.adapters import write_adapter
 from support.eagle3_head import write_eagle3_head
 from support.engines import configuration_errors, run_engine
 from support.level_files import cascade
+from support.marks import slow
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(9)]
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
@@ -55,10 +56,7 @@ def plain(family, jobs) -> dict:
     return texts
 
 
-@pytest.mark.parametrize(
-    "levels",
-    ["small > mid", pytest.param("ngram", marks=pytest.mark.slow), "ngram > mid", "eagle3"],
-)
+@pytest.mark.parametrize("levels", ["small > mid", "ngram > mid", "eagle3", *slow("ngram")])
 def test_greedy_texts_equal_those_without_speculation(family, head, jobs, plain, levels):
     arguments = cascade(*CASCADES[levels](family, head))
     results = run_engine({"model": family.target, **arguments, **LORA}, jobs)

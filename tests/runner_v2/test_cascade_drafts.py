@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.exact_joint_distribution import chi_square_p_value
+from support.marks import slow
 from support.proposal_states import schedule_of
 from support.table_distributions import cascade, joint, tables
 
@@ -40,11 +41,7 @@ def runner(params, name, **options):
     [
         *("one", "two", "three", "lookup", "bigram", "suffix", "sources", "choice"),
         *("unverified", "entropy", "n-grams above"),
-        pytest.param("choice below", marks=pytest.mark.slow),
-        pytest.param("choice of n-grams", marks=pytest.mark.slow),
-        pytest.param("horizontal", marks=pytest.mark.slow),
-        pytest.param("horizontal lookup", marks=pytest.mark.slow),
-        pytest.param("n-grams", marks=pytest.mark.slow),
+        *slow("choice below", "choice of n-grams", "horizontal", "horizontal lookup", "n-grams"),
     ],
 )
 def test_greedy_text_is_the_targets(name):

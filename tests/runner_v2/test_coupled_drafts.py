@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.marks import slow
 from support.table_distributions import CASES, cascade, tables
 
 pytestmark = pytest.mark.interpret
@@ -46,12 +47,7 @@ def plain():
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "stock",
-        "three",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("point masses", "two")),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("lookup", "bigram")),
-    ],
+    ["stock", "three", *slow("point masses", "two", "lookup", "bigram")],
 )
 def test_seeded_text_is_that_of_plain_vllm(name, plain):
     """Among requests without a seed, too."""

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.marks import slow
 from support.table_distributions import cascade, table, tables
 
 from vllm_hsd.core.counters import Count
@@ -97,7 +98,7 @@ def test_every_draft_length_has_its_graphs(captured):
     assert passes[0] == passes[2] < passes[1] == passes[3]
 
 
-@pytest.mark.parametrize("checks", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("checks", [False, *slow(True)])
 def test_passes_that_no_request_wants_are_skipped(checks, captured):
     """A model next to a lookup, which wins as long as the text repeats itself.
 

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from support.marks import slow
 from support.proposal_states import MAX_NUM_REQS
 from support.suffix_requests import Requests, markov, store_of
 from support.suffix_votes import SuffixVotes
@@ -84,7 +85,7 @@ def short_matches(monkeypatch):
         monkeypatch.setattr(f"{module}.DEPTH", 8)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2, 3))])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
 def test_choice_and_what_it_learns_are_the_hosts(seed):
     """With unverified ends, requests that sit out a step, and one whose slot is given away."""
     rng = np.random.default_rng(seed)
