@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from support.engines import run_engine
+from support.engines import ids, run_engine
 from support.openai_server import running_server
 from support.soak_servers import two_models
 
@@ -18,7 +18,7 @@ PROMPTS = [[(7 * i + j * j) % 200 + 5 for j in range(5 + 3 * i)] for i in range(
 def test_both_engines_serve_text_of_no_speculation(text_family, tmp_path, adaptive):
     params = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
     jobs = {"text": {"prompts": PROMPTS, "params": params}}
-    plain = run_engine({"model": text_family.target}, jobs)["text"]["outputs"]
+    plain = run_engine({"model": text_family.target}, jobs)["text"]
 
     options = {"data-parallel-size": 2}
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
@@ -40,6 +40,6 @@ def test_both_engines_serve_text_of_no_speculation(text_family, tmp_path, adapti
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             found = list(pool.map(answer, PROMPTS))
         metrics = server.metrics()
-    assert found == [output[0]["ids"] for output in plain]
+    assert found == ids(plain)
     for engine in (0, 1):
         assert metrics[f'vllm_hsd:level_accepted_total{{engine="{engine}",level="1"}}'] > 0

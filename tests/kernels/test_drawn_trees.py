@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 from support import several_drafts
-from support.engines import ENGINE_DEFAULTS, forked
+from support.engines import started
 from support.level_files import cascade
-from support.sampling_cases import CASES, outputs_by_case, p_values, sampling_job
+from support.sampling_cases import CASES, p_values, sampling_job
 
-from vllm_hsd.engine import EngineProcess
 from vllm_hsd.runner_v1.drawn_trees import verify_drawn_trees
 from vllm_hsd.verify.branches import verify_rows
 from vllm_hsd.verify.rng import host_uniforms
@@ -78,14 +77,14 @@ def test_a_row_without_a_distribution_ends_its_branch():
 @pytest.mark.interpret
 def test_samples_of_a_v1_engine_follow_the_target(small_vocabulary):
     level = {"model": small_vocabulary.small, "branches": 3}
-    arguments = {"model": small_vocabulary.target, "block_size": 32, "max_model_len": 256}
+    engine = {"model": small_vocabulary.target, "block_size": 32, **cascade(level)}
     cases = {"temperature 1": CASES["temperature 1"]}
     job = {"sampled": sampling_job(cases, 800)}
-    with EngineProcess({**ENGINE_DEFAULTS, **arguments, **cascade(level)}, **forked()) as process:
+    with started(engine) as process:
         results = process.call(several_drafts.run, job, by_kernels=True)
-        found = p_values(small_vocabulary.target, outputs_by_case(cases, results["sampled"]))
+        found = p_values(small_vocabulary.target, cases, results["sampled"])
         assert min(found.values()) > FEW_SAMPLES, found
         assert results["sampled"]["levels"][0]["branches_followed"] > 100
         results = process.call(several_drafts.run, job, several_drafts.FAULTS[0], True)
-        found = p_values(small_vocabulary.target, outputs_by_case(cases, results["sampled"]))
+        found = p_values(small_vocabulary.target, cases, results["sampled"])
         assert min(found.values()) < FEW_SAMPLES, found

@@ -1,7 +1,7 @@
 """Adaptive depth in the engine: levels that switch in and out change no text and lose no cache."""
 
 import pytest
-from support.engines import run_engine
+from support.engines import ids, run_engine
 from support.level_files import cascade
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(12)]
@@ -67,10 +67,6 @@ def sources(family):
     """Two sources that take turns with each other and with no draft."""
     level = {"sources": [{"ngram": {"max": 3}}, {"model": family.small}]}
     return run_engine({"model": family.target, **adaptive(level)}, JOBS, patch=SWITCHING)
-
-
-def ids(result) -> list[list[int]]:
-    return [sequence["ids"] for output in result["outputs"] for sequence in output]
 
 
 @pytest.mark.parametrize("job", GREEDY_JOBS)

@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 import transformers
 from support.architectures import ARCHITECTURES, COMMON, write_models
-from support.engines import ENGINE_DEFAULTS, forked, in_process, run_engine
+from support.engines import ids, in_process, run_engine, started
 from support.level_files import cascade
 
 import vllm_hsd
 from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES, write_exit_head
 from vllm_hsd.core.exit_head_training import plain_exit_head
-from vllm_hsd.engine import EngineProcess
 from vllm_hsd.lossless import sampled
 from vllm_hsd.lossless.sampled import Setting
 
@@ -31,7 +30,7 @@ def architecture(name: str) -> str:
 
 
 def greedy(result: dict) -> list[list[int]]:
-    return [output[0]["ids"] for output in result["text"]["outputs"][:3]]
+    return ids(result["text"])[:3]
 
 
 @pytest.fixture(
@@ -44,26 +43,22 @@ def models(request, tmp_path_factory):
     return request.param, target, drafter, greedy(run_engine({"model": target}, JOBS))
 
 
-def test_an_exit_after_all_layers_is_the_target(models):
-    """The strictest test of an exit: scaling, norm and soft caps are all there."""
+@pytest.mark.parametrize("kind", ["early_exit", "exit_head"])
+def test_an_exit_after_all_layers_is_the_target(models, tmp_path, kind):
+    """The strictest test of an exit: scaling, norm and soft caps are all there.
+
+    A head is the target's own, with its norm, and has the same argmax.
+    """
     name, target, _, plain = models
     if architecture(name) not in EXIT_ARCHITECTURES:
-        pytest.skip(f"{name} has no early exits")
+        pytest.skip(f"{name} has no exits")
     depth = COMMON["num_hidden_layers"]
-    result = run_engine({"model": target, **cascade({"early_exit": depth})}, JOBS)
-    assert greedy(result) == plain
-    (level,) = result["text"]["levels"]
-    assert level["accepted"] == level["drafted"] > 0
-
-
-def test_an_exit_head_reads_the_stream_of_the_target(models, tmp_path):
-    """The target's own norm and head as an exit head after all layers: the same argmax."""
-    name, target, _, plain = models
-    if architecture(name) not in EXIT_ARCHITECTURES:
-        pytest.skip(f"{name} has no exit heads")
-    model = transformers.AutoModelForCausalLM.from_pretrained(target)
-    write_exit_head(plain_exit_head(model, COMMON["num_hidden_layers"]), tmp_path)
-    result = run_engine({"model": target, **cascade({"exit_head": str(tmp_path)})}, GREEDY)
+    level, jobs = {"early_exit": depth}, JOBS
+    if kind == "exit_head":
+        model = transformers.AutoModelForCausalLM.from_pretrained(target)
+        write_exit_head(plain_exit_head(model, depth), tmp_path)
+        level, jobs = {"exit_head": str(tmp_path)}, GREEDY
+    result = run_engine({"model": target, **cascade(level)}, jobs)
     assert greedy(result) == plain
     (level,) = result["text"]["levels"]
     assert level["accepted"] == level["drafted"] > 0
@@ -91,11 +86,10 @@ def test_sampled_text_follows_the_target(models):
     if architecture(name) in EXIT_ARCHITECTURES:
         levels = [{"early_exit": 2, "num_tokens": 3}, *levels]
     settings = [Setting(1.0), Setting(0.7, {"top_p": 0.9})]
-    arguments = {**ENGINE_DEFAULTS, "model": target}
-    with EngineProcess(arguments | cascade(*levels), **forked()) as engine:
+    with started({"model": target, **cascade(*levels)}) as engine:
         plan = sampled.planned(PROMPTS, settings, 2048, 64)
         texts = sampled.generate(engine, plan, 32, lambda text: None)
-    with EngineProcess(arguments, **forked()) as engine:
+    with started({"model": target}) as engine:
         ranges = sampled.scored(engine, texts, 32, lambda text: None)
     assert texts.accepted > 0
     assert not sampled.failures(sampled.checks(settings, texts, ranges, "float32", 0))

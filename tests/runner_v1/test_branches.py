@@ -6,12 +6,11 @@ import pytest
 from support import hosted_branches, level_files
 from support.architectures import write_models
 from support.eagle3_head import Reference, write_eagle3_head
-from support.engines import ENGINE_DEFAULTS, alike, configuration_errors, forked, run_engine
+from support.engines import configuration_errors, differing, run_engine, started
 from support.hosted_branches import Avoiding, NoBranches, Oracle
-from support.sampling_cases import CASES, SIGNIFICANCE, outputs_by_case, p_values, sampling_job
+from support.marks import slow
+from support.sampling_cases import CASES, SIGNIFICANCE, p_values, sampling_job
 from support.tiny_models import EOS
-
-from vllm_hsd.engine import EngineProcess
 
 SIZE, LENGTH = 32, 5
 BASE = {"block_size": SIZE, "max_model_len": 512}
@@ -52,10 +51,6 @@ def cascade(*sources, branches: int | None, **keys) -> dict:
     return level_files.cascade(level, num_speculative_tokens=LENGTH, **keys)
 
 
-def engine(arguments: dict) -> EngineProcess:
-    return EngineProcess({**ENGINE_DEFAULTS, **BASE, **arguments}, **forked())
-
-
 def texts(jobs: dict, results: dict) -> list[list[int]]:
     """Prompts with their outputs, of all jobs."""
     return [
@@ -63,18 +58,6 @@ def texts(jobs: dict, results: dict) -> list[list[int]]:
         for name, job in jobs.items()
         for prompt, output in zip(job["prompts"], results[name]["outputs"], strict=True)
         if output
-    ]
-
-
-def differing(jobs: dict, results: dict, plain: dict) -> list[tuple[str, int]]:
-    """Requests that were not aborted and have another output than in `plain`."""
-    return [
-        (name, i)
-        for name in jobs
-        for i, (got, wanted) in enumerate(
-            zip(results[name]["outputs"], plain[name]["outputs"], strict=True)
-        )
-        if i not in jobs[name].get("abort", {}) and not alike(got, wanted)
     ]
 
 
@@ -99,7 +82,7 @@ def test_the_rule_grows_branches_and_greedy_texts_stay(family, plain):
     # On a busy machine nothing may pay.
     free = {"model": family.target, "worker_extension_cls": "support.free_drafts.Worker"}
     results = run_engine({**free, **BASE, **cascade(*sources, branches=3)}, JOBS)
-    assert differing(JOBS, results, plain) == []
+    assert differing(results, plain) == []
     levels = [result["levels"][0] for result in results.values()]
     found = {key: sum(level[key] for level in levels) for key in levels[0]}
     assert found["branch_tokens"] >= found["branches"] > found["branches_followed"] > 0
@@ -114,16 +97,14 @@ def test_the_rule_grows_branches_and_greedy_texts_stay(family, plain):
         assert unverified >= 0 if name in ("processors", "joining") else unverified == 0, name
 
 
-@pytest.mark.parametrize(
-    "name", [*list(ENGINES)[:2], pytest.param("four drafts", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", [*list(ENGINES)[:2], *slow("four drafts")])
 def test_greedy_texts_and_caches_are_those_without_branches(family, plain, name):
     branches, arguments = ENGINES[name]
     oracle = Oracle(texts(JOBS, plain), 64, seed=1)
     few = cascade({"ngram": {}}, branches=branches) | arguments
-    with engine({"model": family.target, **few}) as process:
+    with started({**BASE, "model": family.target, **few}) as process:
         results, seen, _ = process.call(hosted_branches.run, oracle, JOBS)
-        assert differing(JOBS, results, plain) == []
+        assert differing(results, plain) == []
         won = [key for key in seen if key.startswith("won at")]
         assert seen["won"] > 200 and len(won) > SIZE / 2 and seen["one row"] > 0
         assert seen["shared"] > 100
@@ -149,7 +130,7 @@ def test_greedy_texts_and_caches_are_those_without_branches(family, plain, name)
             "no copy of what a branch computed",
         ):
             results, _, _ = process.call(hosted_branches.run, oracle, job, fault)
-            assert len(differing(job, results, plain)) > 6, fault
+            assert len(differing(results, plain)) > 6, fault
 
 
 @pytest.mark.parametrize(
@@ -165,10 +146,10 @@ def test_greedy_texts_and_caches_are_those_without_branches(family, plain, name)
 def test_samples_follow_the_target(small_vocabulary, verifier, count):
     model = {"model": small_vocabulary.mid}
     arguments = cascade({"ngram": {"max": 2}}, model, branches=4, verifier=verifier)
-    with engine({"model": small_vocabulary.target, **arguments}) as process:
+    with started({**BASE, "model": small_vocabulary.target, **arguments}) as process:
         job = {"sampled": sampling_job(CASES, count)}
         results, seen, _ = process.call(hosted_branches.run, Avoiding(5), job)
-        found = p_values(small_vocabulary.target, outputs_by_case(CASES, results["sampled"]))
+        found = p_values(small_vocabulary.target, CASES, results["sampled"])
         assert min(found.values()) > SIGNIFICANCE, found
         assert seen["won"] > count
         if verifier == "block":
@@ -177,7 +158,7 @@ def test_samples_follow_the_target(small_vocabulary, verifier, count):
             results, _, _ = process.call(
                 hosted_branches.run, Avoiding(5), job, "tokens drawn one row off"
             )
-            found = p_values(small_vocabulary.target, outputs_by_case(cases, results["sampled"]))
+            found = p_values(small_vocabulary.target, cases, results["sampled"])
             assert min(found.values()) < SIGNIFICANCE, found
 
 
@@ -186,10 +167,10 @@ def test_layers_with_a_window_have_blocks_of_their_own(tmp_path):
     target, _ = write_models("Gemma2", tmp_path)
     jobs = {"text": {"prompts": PROMPTS[:6], "params": {**GREEDY, "max_tokens": 40}}}
     plain = run_engine({"model": target, **BASE}, jobs)
-    with engine({"model": target, **cascade({"ngram": {}}, branches=3)}) as process:
+    with started({**BASE, "model": target, **cascade({"ngram": {}}, branches=3)}) as process:
         oracle = Oracle(texts(jobs, plain), 64, seed=5)
         results, seen, _ = process.call(hosted_branches.run, oracle, jobs)
-    assert differing(jobs, results, plain) == []
+    assert differing(results, plain) == []
     assert seen["won"] > 10 and seen["groups"] > 1
 
 
@@ -197,12 +178,12 @@ def test_a_model_drafts_as_if_chains_alone_had_been_verified(family, plain):
     arguments = cascade({"model": family.mid}, branches=3)
     jobs = {name: JOBS[name] for name in ("batch 1", "batch 12", "prefix hits")}
     oracle = Oracle(texts(jobs, plain), 64, seed=2, chains=False)
-    with engine({"model": family.target, **arguments}) as process:
+    with started({**BASE, "model": family.target, **arguments}) as process:
         chains = process.call(hosted_branches.run, NoBranches(), jobs)[2]
         drafts = {}
         for fault in (None, "a level keeps its entries"):
             results, seen, drafted = process.call(hosted_branches.run, oracle, jobs, fault)
-            assert differing(jobs, results, plain) == [] and seen["won"] > 100
+            assert differing(results, plain) == [] and seen["won"] > 100
             common = drafted.keys() & chains.keys()
             assert len(common) > 100
             drafts[fault] = [
@@ -222,10 +203,10 @@ def test_a_head_reads_the_states_of_the_branch_that_won(family, plain, tmp_path)
     reference = Reference(family.target, head)
     wrong = {}
     arguments = cascade({"eagle3": head}, branches=3)
-    with engine({"model": family.target, **arguments}) as process:
+    with started({**BASE, "model": family.target, **arguments}) as process:
         for fault in (None, "states of the chain"):
             results, seen, drafted = process.call(hosted_branches.run, oracle, jobs, fault)
-            assert differing(jobs, results, plain) == [] and seen["won"] > 100
+            assert differing(results, plain) == [] and seen["won"] > 100
             some = [text for text in sorted(drafted) if drafted[text]][::7]
             assert len(some) > 30
             wrong[fault] = sum(
@@ -245,9 +226,9 @@ def test_a_request_with_a_grammar_has_one_row(text_family):
     base = {"model": text_family.target, "skip_tokenizer_init": False}
     plain = run_engine({**base, **BASE}, jobs)
     oracle = Oracle(texts(jobs, plain), 200, seed=4)
-    with engine({**base, **cascade({"ngram": {}}, branches=3)}) as process:
+    with started({**BASE, **base, **cascade({"ngram": {}}, branches=3)}) as process:
         results, seen, _ = process.call(hosted_branches.run, oracle, jobs)
-    assert differing(jobs, results, plain) == []
+    assert differing(results, plain) == []
     assert seen["won"] == 0 and seen["one row"] > 5
     assert results["grammar"]["levels"][0]["accepted"] > 5
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.engines import run_engine
 from support.level_files import LevelFiles, cascade, write_level_files
-from support.sampling_cases import CASES, SIGNIFICANCE, outputs_by_case, p_values, sampling_job
+from support.sampling_cases import CASES, SIGNIFICANCE, p_values, sampling_job
 from support.suffix_extra import needs_suffix
 
 from vllm_hsd.core.levels import Texts
@@ -133,7 +133,7 @@ def plain(small_vocabulary) -> list:
 
 def check_samples(small_vocabulary, result: dict) -> None:
     assert all(level["drafted"] > 0 for level in result["levels"])
-    found = p_values(small_vocabulary.target, outputs_by_case(COMPARED, result))
+    found = p_values(small_vocabulary.target, COMPARED, result)
     assert min(found.values()) > SIGNIFICANCE, found
 
 

@@ -1,7 +1,7 @@
 """Targets with multi-dimensional positions (M-RoPE), as Qwen's vision models have them."""
 
 import pytest
-from support.engines import configuration_errors, run_engine
+from support.engines import configuration_errors, ids, run_engine
 from support.level_files import cascade
 from support.mrope_target import write_mrope_models
 
@@ -25,7 +25,7 @@ def run(model: str, *levels: dict, patch: str = KNOWN) -> tuple[list, list]:
         engine |= CROWDED | cascade(*levels)
     job = {"prompts": PROMPTS, "params": PARAMS}
     result = run_engine(engine, {"text": job}, patch=patch)["text"]
-    return [output[0]["ids"] for output in result["outputs"]], result["levels"]
+    return ids(result), result["levels"]
 
 
 @pytest.fixture(scope="module")

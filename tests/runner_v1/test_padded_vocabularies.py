@@ -3,7 +3,7 @@
 import pytest
 from support.engines import run_engine
 from support.level_files import cascade
-from support.sampling_cases import CASES, SIGNIFICANCE, outputs_by_case, p_values, sampling_job
+from support.sampling_cases import CASES, SIGNIFICANCE, p_values, sampling_job
 from support.tiny_models import resized
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -41,5 +41,5 @@ def test_text_is_the_targets(models, order):
     # The token that the narrow drafter lacks occurs.
     assert any(4 in output[0]["ids"][:-1] for output in plain["greedy"]["outputs"])
     assert all(level["accepted"] > 0 for level in found["sampled"]["levels"])
-    p = p_values(models["target"], outputs_by_case(COMPARED, found["sampled"]))
+    p = p_values(models["target"], COMPARED, found["sampled"])
     assert min(p.values()) > SIGNIFICANCE, p

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engines import run_engine
+from support.engines import ids, run_engine
 from support.level_files import cascade
 
 from benchmarks.models.quantize import int8_copy, quantized_copy
@@ -123,7 +123,7 @@ def int8(family, tmp_path_factory) -> str:
 
 
 def greedy(result: dict) -> list[list[int]]:
-    return [output[0]["ids"] for output in result["text"]["outputs"][:3]]
+    return ids(result["text"])[:3]
 
 
 def test_a_quantized_copy_of_the_target_drafts_for_it(family, int8):

@@ -7,7 +7,6 @@ from support.sampling_cases import (
     CASES,
     LONG_CASES,
     SIGNIFICANCE,
-    outputs_by_case,
     p_values,
     sampling_job,
 )
@@ -70,7 +69,7 @@ def test_samples_follow_the_target(small_vocabulary, engine, count):
     for level in result["levels"]:
         assert 0.2 < level["accepted"] / level["drafted"] < 0.95
     assert (result["counters"]["num_preemptions"] > 0) == preempting
-    found = p_values(small_vocabulary.target, outputs_by_case(cases, result))
+    found = p_values(small_vocabulary.target, cases, result)
     assert min(found.values()) > SIGNIFICANCE, found
 
 
@@ -80,5 +79,5 @@ def test_an_uncapped_final_ratio_is_caught(small_vocabulary):
     cases = {"temperature 0.7": CASES["temperature 0.7"]}
     patch = "support.biased_sampler:install_uncapped_final_ratio"
     result = run_engine(arguments, {"sampled": sampling_job(cases, 4000)}, patch=patch)["sampled"]
-    found = p_values(small_vocabulary.target, outputs_by_case(cases, result))
+    found = p_values(small_vocabulary.target, cases, result)
     assert min(found.values()) < SIGNIFICANCE, found

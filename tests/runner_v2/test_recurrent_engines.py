@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import v2_engines
+from support.engines import ids
 from support.level_files import cascade
 from support.recurrent_target import write_recurrent_models
 from transformers import AutoModelForCausalLM
@@ -35,7 +36,7 @@ def run(target: str, *levels: dict, faults: str = "use_kernels", **engine) -> tu
     patch = f"support.recurrent_target:{faults}"
     result = v2_engines.run_engine(engine, JOBS, patch=patch)["text"]
     print(result["counters"], result["levels"])
-    return [output[0]["ids"] for output in result["outputs"]], result["levels"]
+    return ids(result), result["levels"]
 
 
 def test_texts_are_those_of_no_speculation(models):

@@ -59,10 +59,17 @@ def run_engine(
     Raises:
         RuntimeError: the process failed; the message ends with its log.
     """
+    with started(engine, patch=patch, env=env) as process:
+        return process.call(work or run_jobs, jobs)
+
+
+@contextlib.contextmanager
+def started(engine: dict, *, patch: str | None = None, env=None) -> Iterator[EngineProcess]:
+    """The process of an engine, which loads with the first call; arguments as for `run_engine`."""
     options = {**forked(env), "prepare": functools.partial(prepare, patch)}
     engine = {**ENGINE_DEFAULTS, **engine}
     with logged() as log, EngineProcess(engine, log=log, **options) as process:
-        return process.call(work or run_jobs, jobs)
+        yield process
 
 
 def configuration_errors(engines: list[dict], *, patch: str | None = None) -> list[str | None]:
@@ -146,6 +153,23 @@ def alike(one: object, other: object, tolerance: float = 1e-4) -> bool:
         pairs = zip(one, other, strict=False)
         return len(one) == len(other) and all(alike(a, b, tolerance) for a, b in pairs)
     return one == other
+
+
+def ids(result: dict) -> list[list[int]]:
+    """Tokens of the requests of a job's result, of the first sequence of each."""
+    return [output[0]["ids"] for output in result["outputs"]]
+
+
+def differing(results: dict, plain: dict) -> list[tuple[str, int]]:
+    """(job, request) of requests that ended in `plain` and have another output in `results`."""
+    return [
+        (name, i)
+        for name, result in results.items()
+        for i, (got, wanted) in enumerate(
+            zip(result["outputs"], plain[name]["outputs"], strict=True)
+        )
+        if wanted and wanted[0]["finish"] and not alike(got, wanted)
+    ]
 
 
 def run_job(llm, prompts, params, arrive=None, abort=None, adapters=None, priority=None) -> dict:

@@ -58,12 +58,6 @@ def sampling_job(cases: dict, count: int, max_tokens: int = MAX_TOKENS) -> dict:
     }
 
 
-def outputs_by_case(cases: dict, result: dict) -> dict[str, list[tuple[int, ...]]]:
-    """Case -> the first MAX_TOKENS tokens of every output of a `sampling_job`."""
-    outputs = [tuple(output[0]["ids"][:MAX_TOKENS]) for output in result["outputs"]]
-    return {name: outputs[i :: len(cases)] for i, name in enumerate(cases)}
-
-
 @functools.cache
 def exact_distribution(model: str, case: str) -> dict[tuple[int, ...], float]:
     """Outcome -> probability of the first MAX_TOKENS tokens."""
@@ -72,10 +66,15 @@ def exact_distribution(model: str, case: str) -> dict[tuple[int, ...], float]:
     return joint_distribution(model, prompt, MAX_TOKENS, params, eos)
 
 
-def p_values(model: str, outputs: dict[str, list[tuple[int, ...]]]) -> dict[str, float]:
-    """Chi-square p-values of the first COMPARED tokens, and of the last of them with all later."""
+def p_values(model: str, cases: dict, result: dict) -> dict[str, float]:
+    """Chi-square p-values of the outputs of a `sampling_job` against the exact distribution.
+
+    Of the first COMPARED tokens, and of the last of them with all later, up to MAX_TOKENS.
+    """
+    outputs = [tuple(output[0]["ids"][:MAX_TOKENS]) for output in result["outputs"]]
     found = {}
-    for case, samples in outputs.items():
+    for number, case in enumerate(cases):
+        samples = outputs[number :: len(cases)]
         for part in (slice(0, COMPARED), slice(COMPARED - 1, None)):
             marginal: dict[tuple[int, ...], float] = {}
             for outcome, p in exact_distribution(model, case).items():

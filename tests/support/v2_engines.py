@@ -56,9 +56,7 @@ def run_seeded(
     if speculative_config is not None:
         engine["speculative_config"] = speculative_config
     found = run_engine(engine, SEEDED_JOBS, patch=patch)
-    texts = {
-        job: [output[0]["ids"] for output in result["outputs"]] for job, result in found.items()
-    }
+    texts = {job: engines.ids(result) for job, result in found.items()}
     return texts, found["together"]["counters"]
 
 
@@ -72,7 +70,7 @@ def run_greedy_and_mixed(target: str, speculative_config: dict, greedy: list[lis
     """
     engine = {"model": target, "max_num_batched_tokens": 24, "max_num_seqs": 4}
     results = run_engine({**engine, "speculative_config": speculative_config}, JOBS)
-    assert [output[0]["ids"] for output in results["joining"]["outputs"]] == greedy
+    assert engines.ids(results["joining"]) == greedy
     assert results["mixed"]["outputs"][0][0]["ids"] == greedy[0]
     return results["mixed"]
 
