@@ -1,12 +1,26 @@
-"""Cascades on the V2 runner, whole engines, interpreted."""
+"""Whole engines on the V2 runner, interpreted: cascades, and our verifier below vLLM's drafters."""
 
 import functools
 from pathlib import Path
 
 import pytest
 import torch
-from support import engines
+from support import engines, skipped_passes
 from support.eagle3_head import write_eagle3_head
+from support.engines import ids
+from support.marks import slow
+from support.stock_heads import write_mtp_target
+from support.v2_engines import (
+    GREEDY,
+    PROMPTS,
+    check_samples,
+    check_wrong_rows,
+    p_values,
+    run_counted_jobs,
+    run_engine,
+    run_greedy_and_mixed,
+    run_seeded,
+)
 from transformers import AutoModelForCausalLM
 
 from vllm_hsd.core.text_store import collect_texts, write_store
@@ -20,8 +34,6 @@ def cascade(levels: list[dict], tokens: int = 4) -> dict:
 
 def texts_of(family) -> str:
     """A store of what the target writes after the prompts, itself."""
-    from support.v2_engines import PROMPTS
-
     path = Path(family.target).with_name("texts.safetensors")
     if not path.exists():
         model = AutoModelForCausalLM.from_pretrained(family.target).eval()
@@ -39,6 +51,23 @@ def head(family) -> str:
         path.mkdir()
         write_eagle3_head(family.target, path)
     return str(path)
+
+
+def target_of(name: str, family) -> str:
+    """The target, with a layer that drafts for it if that is asked for."""
+    path = Path(family.target).with_name("mtp")
+    if name == "mtp" and not path.exists():
+        write_mtp_target(family.target, path)
+    return str(path) if name == "mtp" else family.target
+
+
+def stock(method: str, **keys) -> dict:
+    """One of vLLM's drafters below our verifier."""
+    keys = {"num_speculative_tokens": 4, **keys}
+    return {"method": method, "rejection_sample_method": "hierarchical", **keys}
+
+
+DRAWN = {"draft_sample_method": "probabilistic"}
 
 
 def configuration(name: str, family) -> dict:
@@ -99,56 +128,59 @@ def configuration(name: str, family) -> dict:
             ],
             5,
         ),
+        "mtp": cascade([{"mtp": {}}], 2),
+        "stock model": stock("draft_model", model=family.small, **DRAWN),
+        "stock model, equal": stock("draft_model", model=family.target, **DRAWN),
+        "stock model, argmax": stock("draft_model", model=family.mid, draft_sample_method="greedy"),
+        "stock head": stock("eagle3", model=head(family), **DRAWN),
+        "stock n-gram": stock("ngram_gpu", prompt_lookup_max=3, prompt_lookup_min=1),
     }[name]
 
 
+def check_counts(name: str, counters: dict, least_accepted: float) -> None:
+    """Drafters of vLLM's may guess nothing; one that is the target accepts that share at least."""
+    accepted, drafted = (counters[f"spec_decode_num_{n}_tokens"] for n in ("accepted", "draft"))
+    assert drafted > 0
+    if name == "stock model, equal":
+        assert accepted >= least_accepted * drafted
+    elif name != "mtp" and "stock" not in name:
+        assert accepted > 0
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        "two models",
-        pytest.param("suffix", marks=pytest.mark.slow),
-        pytest.param("suffix, model", marks=pytest.mark.slow),
-        pytest.param("sources, model", marks=pytest.mark.slow),
-        pytest.param("entropy", marks=pytest.mark.slow),
-        pytest.param("horizontal", marks=pytest.mark.slow),
-        pytest.param("n-grams, model", marks=pytest.mark.slow),
-        pytest.param("choice", marks=pytest.mark.slow),
-        pytest.param("choice, model", marks=pytest.mark.slow),
-        pytest.param("choice with a head", marks=pytest.mark.slow),
-        pytest.param("three equal", marks=pytest.mark.slow),
-        pytest.param("lookup, exit, model", marks=pytest.mark.slow),
+        *("two models", "stock model, equal"),
+        *slow("suffix", "suffix, model", "sources, model", "entropy", "horizontal"),
+        *slow("n-grams, model", "choice", "choice, model", "choice with a head", "three equal"),
+        *slow("lookup, exit, model", "mtp", "stock model, argmax", "stock head", "stock n-gram"),
     ],
 )
 def test_greedy_text_is_that_of_no_speculation(name, family, greedy_tokens):
-    from support.v2_engines import run_greedy_and_mixed
-
-    mixed = run_greedy_and_mixed(family.target, configuration(name, family), greedy_tokens)
-    assert mixed["counters"]["spec_decode_num_accepted_tokens"] > 0
+    config = configuration(name, family)
+    mixed = run_greedy_and_mixed(target_of(name, family), config, greedy_tokens)
+    assert len(mixed["outputs"][1][0]["logprobs"]) == 9
+    check_counts(name, mixed["counters"], least_accepted=1)
 
 
 @pytest.mark.parametrize(
     "name",
     [
         "two models",
-        pytest.param("suffix, model", marks=pytest.mark.slow),
-        pytest.param("choice", marks=pytest.mark.slow),
-        pytest.param("choice with a head", marks=pytest.mark.slow),
-        pytest.param("lookup, exit, model", marks=pytest.mark.slow),
+        *slow("suffix, model", "choice", "choice with a head", "lookup, exit, model"),
+        *slow("mtp", "stock model, equal", "stock head", "stock n-gram"),
     ],
 )
 def test_seeded_text_is_that_of_plain_vllm(name, family, seeded_tokens):
-    from support.v2_engines import run_seeded
-
-    texts, counters = run_seeded(family.target, configuration(name, family))
+    texts, counters = run_seeded(target_of(name, family), configuration(name, family))
     assert texts == seeded_tokens
-    assert counters["spec_decode_num_accepted_tokens"] > 0
+    # The target itself, with the same noise, drafts without knowing of penalties.
+    check_counts(name, counters, least_accepted=0.5)
 
 
 @pytest.mark.slow
 def test_noise_of_another_position_is_caught(family, seeded_tokens):
     """Negative control of the comparison above."""
-    from support.v2_engines import run_seeded
-
     shifted = "support.shifted_noise:install"
     texts, _ = run_seeded(family.target, configuration("two models", family), shifted)
     assert texts != seeded_tokens
@@ -190,10 +222,6 @@ def crowded_plain(family):
     return {name: ids(result) for name, result in found.items()}
 
 
-def ids(result: dict) -> list[list[int]]:
-    return [output[0]["ids"] for output in result["outputs"]]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -202,8 +230,6 @@ def ids(result: dict) -> list[list[int]]:
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_a_crowded_engine_loses_nothing(name, graphs, family, crowded_plain):
     """Preemption, prefix hits, requests that sit a step out, texts up to max_model_len."""
-    from support.v2_engines import run_engine
-
     engine = {"model": family.target, **CROWDED}
     results = run_engine(
         {**engine, "speculative_config": configuration(name, family)},
@@ -225,8 +251,6 @@ STORED, AFTER = 110, 40
 @pytest.fixture(scope="module")
 def mostly_stored(family, tmp_path_factory) -> tuple[str, list[int], list[int]]:
     """A store, a prompt, and the target's greedy text after it, most of which is in the store."""
-    from support.v2_engines import PROMPTS
-
     text = greedy(family.target, PROMPTS[1], STORED + AFTER)
     store = str(tmp_path_factory.mktemp("stored") / "text.safetensors")
     stored = torch.tensor([*PROMPTS[1], *text[:STORED]])
@@ -254,9 +278,6 @@ def test_passes_are_skipped_while_a_lookup_wins(patch, family, mostly_stored):
 
     With a negative control: what it skips is not in its cache, and its drafts are others.
     """
-    from support import skipped_passes
-    from support.v2_engines import GREEDY, run_engine
-
     store, prompt, text = mostly_stored
     sources = [{"suffix": {"min_acceptance": 0.01, "store": store}}, {"model": family.mid}]
     found = run_engine(
@@ -286,9 +307,6 @@ def test_passes_are_skipped_while_a_lookup_wins(patch, family, mostly_stored):
 @pytest.mark.slow
 def test_a_head_drafts_alike_whether_its_passes_were_skipped(family):
     """Its first pass reads the target's states; here no lookup offers anything."""
-    from support import skipped_passes
-    from support.v2_engines import GREEDY, PROMPTS, run_engine
-
     sources = [{"ngram": {"min": 9, "max": 9}}, {"eagle3": head(family)}]
     levels = [{"sources": sources, "min_acceptance": 0.0}]
     engine = {"model": family.target, "speculative_config": cascade(levels)}
@@ -312,8 +330,6 @@ def test_large_batches_draft_nothing(family):
 
     A step of decodes above the limit runs no level; new requests draft when the others have left.
     """
-    from support.v2_engines import GREEDY, PROMPTS, run_counted_jobs, run_engine
-
     speculative = {**configuration("two models", family), "disable_by_batch_size": 2}
     params = [{**GREEDY, "max_tokens": n} for n in (30, 24, 8, 8)]
     joining = {"prompts": PROMPTS, "params": params, "arrive": [0, 1, 6, 6]}
@@ -353,8 +369,6 @@ def test_large_batches_draft_nothing(family):
 )
 def test_a_batch_that_drafts_now_and_then_loses_nothing(name, forced, family, crowded_plain):
     """`adaptive`: the scheduler chooses a length or none, by what was faster or at random."""
-    from support.v2_engines import run_engine
-
     speculative = {**configuration(name, family), "adaptive": True}
     results = run_engine(
         {"model": family.target, **CROWDED, "speculative_config": speculative},
@@ -376,26 +390,19 @@ PROMPT = [2, 3, 0, 1]
 @pytest.mark.parametrize(
     "name",
     [
-        "two models",
-        "suffix, model",
-        "entropy",
-        "horizontal",
-        "n-grams, model",
-        "lookup, exit, model",
+        *("two models", "suffix, model", "entropy", "horizontal", "n-grams, model"),
+        *("lookup, exit, model", "mtp", "stock model", "stock head"),
     ],
 )
 def test_sampled_text_follows_the_target(name, small_vocabulary):
-    from support.v2_engines import check_samples
-
-    check_samples(small_vocabulary.target, configuration(name, small_vocabulary), PROMPT)
+    config = configuration(name, small_vocabulary)
+    check_samples(target_of(name, small_vocabulary), config, PROMPT)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("name", ["two models", "lookup, exit, model"])
+@pytest.mark.parametrize("name", ["two models", "lookup, exit, model", "stock model", "stock head"])
 def test_wrong_rows_of_the_drafts_are_caught(name, small_vocabulary):
-    from support.v2_engines import check_wrong_rows
-
     check_wrong_rows(small_vocabulary.target, configuration(name, small_vocabulary), PROMPT)
 
 
@@ -404,8 +411,6 @@ def test_wrong_rows_of_the_drafts_are_caught(name, small_vocabulary):
 @pytest.mark.parametrize("fault", [False, True])
 def test_sampled_text_of_a_lookup_or_a_head(fault, small_vocabulary):
     """With a negative control: a lookup's tokens are verified as if the head had drawn them."""
-    from support.v2_engines import p_values
-
     target, speculative = small_vocabulary.target, configuration("n-gram or head", small_vocabulary)
     params, count, patch = {}, 300, "support.forced_choice:install"
     if fault:
