@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.hosted_branches import NoBranches, Oracle
+from support import engines, recorded_graph, v2_engines
+from support.engines import ids
+from support.hosted_branches import NoBranches, Oracle, runner_of
 
 pytestmark = pytest.mark.interpret
 # Attention has room for 10 rows.
@@ -16,7 +18,6 @@ BASE = {"block_size": 32, "max_model_len": 160, "max_num_seqs": 10, "max_num_bat
 
 def replan_inside_of_graphs(runner) -> None:
     """The CPU's attention plans its work on the host; a GPU's does so in its kernels."""
-    from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     builders = {
@@ -29,22 +30,7 @@ def replan_inside_of_graphs(runner) -> None:
 
     def planned(self, layer, query, key, value, kv_cache, metadata, output, *args, **kwargs):
         if metadata is not None:
-            builder = builders[layer.layer_name]
-            metadata.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
-                num_reqs=len(metadata.seq_lens),
-                num_heads=builder.num_heads,
-                num_kv_heads=builder.num_kv_heads,
-                head_dim=builder.head_dim,
-                seq_lens=metadata.seq_lens,
-                dtype=builder.dtype,
-                query_start_loc=metadata.query_start_loc,
-                causal=True,
-                sliding_window_size=builder.window_size,
-                isa=builder.isa,
-                enable_kv_split=False,
-                dynamic_causal=None,
-                kv_cache_dtype=builder.kv_cache_dtype,
-            )
+            recorded_graph.plan_again(builders[layer.layer_name], metadata)
         return forward(self, layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
 
     CPUAttentionBackendImpl.forward = planned
@@ -56,7 +42,6 @@ def replan_inside_of_graphs(runner) -> None:
 
 def capture(runner, requests: list[int]) -> dict[tuple[int, int], Any]:
     """Let the target's steps be recorded graphs: (tokens of each request, requests) -> graph."""
-    from support import recorded_graph
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
@@ -88,7 +73,6 @@ def capture(runner, requests: list[int]) -> dict[tuple[int, int], Any]:
 def in_graphs(llm, work):
     """What an engine's process does: jobs, then one of them without what replays need."""
     from support import hosted_branches_v2
-    from support.hosted_branches import runner_of
 
     source, jobs, requests, stale = work
     runner = runner_of(llm)
@@ -104,10 +88,6 @@ def in_graphs(llm, work):
         hosted.buffers, hosted.tables = buffers, [each.clone() for each in hosted.tables]
         found["block tables"], _ = hosted_branches_v2.run(llm, source, stale)
     return results, seen, replays, found
-
-
-def ids(result: dict) -> list[list[int]]:
-    return [output[0]["ids"] for output in result["outputs"]]
 
 
 def texts_of(jobs: dict, results: dict) -> list[list[int]]:
@@ -127,8 +107,6 @@ def engine(family, rows: int, **keys) -> dict:
 
 def test_replayed_steps_give_the_text_of_no_speculation(family, greedy_tokens):
     """And not with a buffer that captured kernels read but that is not refreshed."""
-    from support import v2_engines
-
     texts = [p + tokens for p, tokens in zip(v2_engines.PROMPTS, greedy_tokens, strict=True)]
     short = {**v2_engines.GREEDY, "max_tokens": 4}
     stale = {"two": {"prompts": v2_engines.PROMPTS[2:], "params": short}}
@@ -145,7 +123,6 @@ def test_replayed_steps_give_the_text_of_no_speculation(family, greedy_tokens):
 def in_graphs_with_prompts(llm, work):
     """The jobs, the caches after a prompt, and steps with prompts in them that were replayed."""
     from support import hosted_branches_v2
-    from support.hosted_branches import runner_of
 
     source, jobs, prompt = work
     hosted, seen_prompts = runner_of(llm).speculator.branches, []
@@ -168,8 +145,6 @@ def test_replayed_steps_of_all_kinds(family):
 
     Lists that end at max_model_len run without graphs, and so do four requests with three rows.
     """
-    from support import engines, v2_engines
-
     greedy = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
     prompts = [random.Random(i).choices(range(2, 62), k=6 + 9 * i) for i in range(4)]
     jobs = {
@@ -204,8 +179,6 @@ class RightAtTheEnd(Oracle):
 
 def in_graphs_by_turns(llm, work):
     """Draft lengths that take turns; also steps whose lists were cut to those of another length."""
-    from support.hosted_branches import runner_of
-
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     lengths = itertools.cycle([7, 3, 7, 1, 7, 0])
     scheduler.dynamic_sd_lookup.learned.choose = lambda size: next(lengths)
@@ -224,8 +197,6 @@ def in_graphs_by_turns(llm, work):
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_rows_of_all_lengths_that_adaptive_chooses_from(family):
-    from support import engines, v2_engines
-
     greedy = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
     long = [[(j * j + i) % 60 + 2 for j in range(130 + i)] for i in range(4)]
     jobs = {

@@ -4,6 +4,8 @@ import json
 import shutil
 
 import pytest
+from support.engines import ids
+from support.v2_engines import GREEDY, PROMPTS, run_compiled_jobs, run_engine
 
 pytestmark = [pytest.mark.interpret, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -13,8 +15,6 @@ SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
 @pytest.mark.parametrize("name", ["two levels", "three levels"])
 def test_compiled_levels_write_the_targets_text(name, family, greedy_tokens, tmp_path):
     """Above two requests nothing is drafted; the later prompts begin in cached blocks."""
-    from support.v2_engines import GREEDY, PROMPTS, run_compiled_jobs, run_engine
-
     target = shutil.copytree(family.target, tmp_path / "target")
     (target / "generation_config.json").write_text(json.dumps({"do_sample": True, **SAMPLING}))
     levels = {
@@ -55,7 +55,7 @@ def test_compiled_levels_write_the_targets_text(name, family, greedy_tokens, tmp
     assert found["sampling"] == SAMPLING
     # The target and every model level; an early exit runs the target's layers.
     assert found["compiled"] == 1 + sum("model" in level for level in levels)
-    assert [output[0]["ids"] for output in found["greedy"]["outputs"]] == greedy_tokens
+    assert ids(found["greedy"]) == greedy_tokens
     assert found["sampled"]["outputs"][3][0]["ids"] == greedy_tokens[0]
     counters = found["sampled"]["counters"]
     assert counters["prefix_cache_hits"] > 0 and counters["spec_decode_num_accepted_tokens"] > 0

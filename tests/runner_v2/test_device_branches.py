@@ -4,6 +4,9 @@ import itertools
 import random
 
 import pytest
+from support import engines, v2_engines
+from support.architectures import write_models
+from support.engines import ids
 from support.exact_joint_distribution import chi_square_p_value, joint_distribution
 from support.hosted_branches import Avoiding, NoBranches, Oracle
 
@@ -31,13 +34,11 @@ def cascade(*sources, branches: int, **keys) -> dict:
     return {"speculative_config": {**hsd, **keys}}
 
 
+def by_job(results: dict) -> dict[str, list[list[int]]]:
+    return {name: ids(result) for name, result in results.items()}
+
+
 LOOKUPS = {"ngram": {"max": 3}}, {"ngram": {"max": 1}}
-
-
-def ids(results: dict) -> dict[str, list[list[int]]]:
-    return {
-        name: [output[0]["ids"] for output in result["outputs"]] for name, result in results.items()
-    }
 
 
 def in_engine(llm, work):
@@ -55,29 +56,23 @@ def in_engine(llm, work):
 
 def hosted(engine: dict, source, jobs: dict):
     """(results, what was seen) of jobs with branches of a source."""
-    from support.v2_engines import run_engine
-
-    return run_engine(engine, (source, {None: jobs}, None), work=in_engine)[0][None]
+    return v2_engines.run_engine(engine, (source, {None: jobs}, None), work=in_engine)[0][None]
 
 
 def test_greedy_text_is_that_of_no_speculation(family, greedy_tokens):
-    from support import v2_engines
-
     texts = [p + tokens for p, tokens in zip(v2_engines.PROMPTS, greedy_tokens, strict=True)]
     jobs = {"joining": v2_engines.JOBS["joining"]}
     engine = {"model": family.target, **BASE, **cascade(*LOOKUPS, branches=2)}
     results, seen = hosted(engine, Oracle(texts, 64, seed=1), jobs)
-    assert ids(results)["joining"] == greedy_tokens
+    assert ids(results["joining"]) == greedy_tokens
     assert seen["won"] > 3
 
 
 @pytest.fixture(scope="module")
 def plain(family) -> dict:
     """Tokens without speculation, on the V1 runner."""
-    from support.engines import run_engine
-
     base = {key: value for key, value in BASE.items() if key != "max_num_batched_tokens"}
-    return ids(run_engine({"model": family.target, **base}, JOBS))
+    return by_job(engines.run_engine({"model": family.target, **base}, JOBS))
 
 
 @pytest.mark.slow
@@ -86,8 +81,6 @@ def plain(family) -> dict:
     "sources", [LOOKUPS, ({"ngram": {"max": 3}}, {"suffix": {}})], ids=["ngrams", "suffix"]
 )
 def test_greedy_texts_and_caches_are_those_without_branches(family, plain, sources):
-    from support.v2_engines import run_engine
-
     texts = [
         prompt + output
         for name, job in JOBS.items()
@@ -98,15 +91,15 @@ def test_greedy_texts_and_caches_are_those_without_branches(family, plain, sourc
     cases = {None: JOBS, **dict.fromkeys(faults if sources is LOOKUPS else [], joining)}
     engine = {"model": family.target, **BASE, **cascade(*sources, branches=3)}
     work = Oracle(texts, 64, seed=1), cases, PROMPTS[2]
-    found, (difference, won) = run_engine(engine, work, work=in_engine)
+    found, (difference, won) = v2_engines.run_engine(engine, work, work=in_engine)
     results, seen = found.pop(None)
-    assert ids(results) == plain
+    assert by_job(results) == plain
     offsets = [key for key in seen if key.startswith("won at")]
     assert seen["won"] > 30 and len(offsets) > SIZE / 2 and seen["one row"] > 0, seen
     assert difference == 0 and won > 2
     # Controls: each copy matters.
     for fault, (results, _) in found.items():
-        assert ids(results)["joining"] != plain["joining"], fault
+        assert ids(results["joining"]) != plain["joining"], fault
 
 
 @pytest.mark.slow
@@ -120,7 +113,7 @@ def test_preempted_requests_and_cut_lists(family, plain):
     engine |= {"num_gpu_blocks_override": 10, "max_num_seqs": 4, "max_num_batched_tokens": 22}
     jobs["joining"] = {**jobs["joining"], "arrive": [0, 0, 0, 0]}
     results, seen = hosted(engine, Oracle(texts, 64, seed=2), jobs)
-    assert ids(results)["joining"] == plain["joining"]
+    assert ids(results["joining"]) == plain["joining"]
     counters = results["joining"]["counters"]
     assert seen["won"] > 10 and seen["cut"] > 0 < counters["num_preemptions"], (counters, seen)
 
@@ -129,17 +122,14 @@ def test_preempted_requests_and_cut_lists(family, plain):
 @pytest.mark.timeout(2400)
 def test_layers_with_a_window_have_blocks_of_their_own(tmp_path):
     """Several KV-cache groups, which share the memory of their layers."""
-    from support.architectures import write_models
-    from support.engines import run_engine
-
     target, _ = write_models("Gemma2", tmp_path)
     jobs = {"text": {"prompts": PROMPTS[1:], "params": {**GREEDY, "max_tokens": 24}}}
     base = {key: value for key, value in BASE.items() if key != "max_num_batched_tokens"}
-    plain = ids(run_engine({"model": target, **base}, jobs))
+    plain = by_job(engines.run_engine({"model": target, **base}, jobs))
     texts = [p + o for p, o in zip(PROMPTS[1:], plain["text"], strict=True)]
     engine = {"model": target, **BASE, **cascade(*LOOKUPS, branches=3)}
     results, seen = hosted(engine, Oracle(texts, 64, seed=5), jobs)
-    assert ids(results) == plain
+    assert by_job(results) == plain
     assert seen["won"] > 8 and seen["groups"] > 1, seen
 
 
@@ -156,7 +146,7 @@ def test_samples_follow_the_target(small_vocabulary, verifier):
     engine["max_num_batched_tokens"] = 512
     results, seen = hosted(engine, Avoiding(5), {"sampled": job})
     found = chi_square_p_value(
-        [tuple(output[0]["ids"][:3]) for output in results["sampled"]["outputs"]],
+        [tuple(tokens[:3]) for tokens in ids(results["sampled"])],
         joint_distribution(small_vocabulary.target, prompt, 3, params),
     )
     assert seen["won"] > 100 and found > KEPT, (seen, found)
@@ -165,21 +155,17 @@ def test_samples_follow_the_target(small_vocabulary, verifier):
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_seeded_texts_are_those_of_plain_vllm(family, seeded_tokens):
-    from support import v2_engines
-
     drawn = zip(v2_engines.PROMPTS * 2, itertools.chain(*seeded_tokens.values()), strict=True)
     engine = {"model": family.target, **BASE, **cascade(*LOOKUPS, branches=3)}
     work = Oracle([p + t for p, t in drawn], 64, seed=3), {None: v2_engines.SEEDED_JOBS}, None
     results, seen = v2_engines.run_engine(engine, work, work=in_engine)[0][None]
-    assert ids(results) == seeded_tokens
+    assert by_job(results) == seeded_tokens
     assert seen["won"] > 3, seen
 
 
 @pytest.mark.slow
 def test_what_cannot_host_branches_is_refused(family):
-    from support.v2_engines import run_engine
-
     hsd = {"model": family.target, **BASE, **cascade(*LOOKUPS, branches=4)}
     few = {**hsd, "num_gpu_blocks_override": 30}
     with pytest.raises(RuntimeError, match=r"reserves 4 blocks .* max_num_seqs=10 .* has 30"):
-        run_engine(few, {})
+        v2_engines.run_engine(few, {})

@@ -3,13 +3,12 @@
 import pytest
 from support import engines
 from support.tiny_models import byte_tokenizer, resized
+from support.v2_engines import run_engine
 
 pytestmark = [pytest.mark.interpret, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_greedy_text_is_that_of_no_speculation(text_family, tmp_path):
-    from support.v2_engines import run_engine
-
     size = text_family.vocabulary
     rows = {"target": size, "mid": size + 9, "small": size - 9}
     paths = {n: resized(getattr(text_family, n), tmp_path / n, rows[n]) for n in rows}

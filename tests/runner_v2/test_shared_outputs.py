@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 from support.eagle3_head import write_eagle3_head
+from support.v2_engines import GREEDY, PROMPTS, run_engine
 
 pytestmark = [pytest.mark.interpret, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def accepted(family, source: list[dict] | dict) -> tuple[list[list[int]], list[int]]:
     """Tokens of a prompt served three times, at last with another, and accepted ones of each."""
-    from support.v2_engines import GREEDY, PROMPTS, run_engine
-
     speculative = {"method": "hsd", "num_speculative_tokens": 4, "levels": [source]}
     one, two = [PROMPTS[1]], [PROMPTS[1], PROMPTS[2]]
     jobs = {

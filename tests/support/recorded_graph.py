@@ -107,13 +107,33 @@ def install(replace=setattr) -> None:
     replace(cudagraph_utils, "current_stream", lambda: None)
 
 
+def plan_again(builder, metadata) -> None:
+    """A new plan of the CPU's attention, by its metadata builder."""
+    from vllm import _custom_ops as ops
+
+    metadata.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(metadata.seq_lens),
+        num_heads=builder.num_heads,
+        num_kv_heads=builder.num_kv_heads,
+        head_dim=builder.head_dim,
+        seq_lens=metadata.seq_lens,
+        dtype=builder.dtype,
+        query_start_loc=metadata.query_start_loc,
+        causal=True,
+        sliding_window_size=builder.window_size,
+        isa=builder.isa,
+        enable_kv_split=False,
+        dynamic_causal=None,
+        kv_cache_dtype=builder.kv_cache_dtype,
+    )
+
+
 def serve() -> None:
     """A patch for engines on the V2 runner: their cascades draft by recorded graphs alone.
 
     The CPU's attention plans its work on the host; here it makes a new plan where a GPU's attention
     refreshes its own, so that the plan is part of the graph.
     """
-    from vllm import _custom_ops as ops
     from vllm.config.compilation import CUDAGraphMode
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backend import AttentionCGSupport
@@ -124,25 +144,8 @@ def serve() -> None:
     # Attention as one opaque operation would look its arguments up at every replay.
     CpuPlatform.opaque_attention_op = classmethod(lambda cls: False)
 
-    def refresh(self, metadata) -> None:
-        metadata.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=len(metadata.seq_lens),
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            seq_lens=metadata.seq_lens,
-            dtype=self.dtype,
-            query_start_loc=metadata.query_start_loc,
-            causal=True,
-            sliding_window_size=self.window_size,
-            isa=self.isa,
-            enable_kv_split=False,
-            dynamic_causal=None,
-            kv_cache_dtype=self.kv_cache_dtype,
-        )
-
     CPUAttentionMetadataBuilder.supports_draft_decode_metadata_update = True
-    CPUAttentionMetadataBuilder.update_draft_decode_metadata = refresh
+    CPUAttentionMetadataBuilder.update_draft_decode_metadata = plan_again
     CPUAttentionMetadataBuilder.get_cudagraph_support = classmethod(
         lambda cls, *args: AttentionCGSupport.ALWAYS
     )
