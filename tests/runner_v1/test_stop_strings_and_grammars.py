@@ -1,15 +1,12 @@
 """Features that need a tokenizer: stop strings, bad words, end of text, structured output."""
 
-import itertools
 import json
 import re
 
 import pytest
 from support.engines import run_engine
-from support.exact_joint_distribution import chi_square_p_value, distribution_among
 from support.level_files import cascade
 from support.odd_requests import EOS, LETTERS, TOKENIZER
-from support.sampling_cases import SIGNIFICANCE
 from support.soak_requests import CHOICES, PATTERN, SCHEMA
 
 PROMPTS = [TOKENIZER.encode(text) for text in ("abc", "def fed", "a cab a bed", "0123", "{", "cdc")]
@@ -19,9 +16,6 @@ GREEDY = {"temperature": 0, "max_tokens": 40}
 def structured(**constraint) -> dict:
     return {"structured_outputs": constraint, "max_tokens": 40}
 
-
-# The control below is noticed from 1500 samples on.
-SAMPLED_PROMPT, NUM_SAMPLES = PROMPTS[2], 2000
 
 JOBS = {
     "stop strings": {
@@ -61,26 +55,6 @@ JOBS = {
         "params": [{**structured(json=SCHEMA), "seed": i} for i in range(4 * len(PROMPTS))],
     },
 }
-# Drafters know the allowed letters but not the grammar, which cuts their drafts anywhere.
-CHOICE_SAMPLES = {
-    "prompts": [SAMPLED_PROMPT] * NUM_SAMPLES,
-    "params": [
-        {
-            **structured(choice=CHOICES),
-            "allowed_token_ids": [*LETTERS, EOS],
-            "temperature": 2.0,
-        }
-        for _ in range(NUM_SAMPLES)
-    ],
-}
-END_SAMPLES = {
-    "prompts": [SAMPLED_PROMPT] * NUM_SAMPLES,
-    "params": [
-        {"max_tokens": 5, "allowed_token_ids": [*LETTERS[:2], EOS]} for _ in range(NUM_SAMPLES)
-    ],
-}
-
-
 TEXT = {
     "skip_tokenizer_init": False,
     # Random models would fill their JSON with blanks.
@@ -93,17 +67,11 @@ def plain(text_family):
     return run_engine({"model": text_family.target, **TEXT}, JOBS)
 
 
-def hsd(family) -> dict:
-    # Far from the target: otherwise a plain bonus token after a cut is hardly an error.
-    top = {"model": family.mid, "temperature_scale": 0.4}
-    levels = cascade({"model": family.small, "num_tokens": 3}, top, num_speculative_tokens=6)
-    return {"model": family.target, **TEXT, **levels}
-
-
 @pytest.fixture(scope="module")
 def speculated(text_family):
-    jobs = {**JOBS, "sampled choices": CHOICE_SAMPLES, "sampled ends": END_SAMPLES}
-    return run_engine(hsd(text_family), jobs)
+    top = {"model": text_family.mid, "temperature_scale": 0.4}
+    levels = cascade({"model": text_family.small, "num_tokens": 3}, top, num_speculative_tokens=6)
+    return run_engine({"model": text_family.target, **TEXT, **levels}, JOBS)
 
 
 @pytest.mark.parametrize("job", [job for job in JOBS if job != "sampled json"])
@@ -132,31 +100,3 @@ def test_sampled_json_is_valid(speculated):
         assert set(value) == {"a", "b"} and value["b"] in ("x", "yy", None)
         found.add(output[0]["text"])
     assert len(found) > 1
-
-
-def choice_distribution(model: str) -> dict[tuple[int, ...], float]:
-    ends = [(*TOKENIZER.encode(choice), EOS) for choice in CHOICES]
-    return distribution_among(model, SAMPLED_PROMPT, ends, 2.0)
-
-
-def test_samples_follow_the_target_under_a_grammar(text_family, speculated):
-    samples = [tuple(output[0]["ids"]) for output in speculated["sampled choices"]["outputs"]]
-    assert chi_square_p_value(samples, choice_distribution(text_family.target)) > SIGNIFICANCE
-
-
-def test_a_plain_bonus_after_a_refused_token_is_caught(text_family):
-    engine, patch = hsd(text_family), "support.biased_sampler:install_plain_bonus"
-    more = {key: 2 * value for key, value in CHOICE_SAMPLES.items()}
-    outputs = run_engine(engine, {"sampled": more}, patch=patch)["sampled"]["outputs"]
-    samples = [tuple(output[0]["ids"]) for output in outputs]
-    assert chi_square_p_value(samples, choice_distribution(text_family.target)) < SIGNIFICANCE
-
-
-def test_samples_follow_the_target_with_an_end_of_text(text_family, speculated):
-    letters = LETTERS[:2]
-    ended = [(*some, EOS) for n in range(5) for some in itertools.product(letters, repeat=n)]
-    outcomes = [*itertools.product(letters, repeat=5), *ended]
-    exact = distribution_among(text_family.target, SAMPLED_PROMPT, outcomes, 1.0)
-    samples = [tuple(output[0]["ids"]) for output in speculated["sampled ends"]["outputs"]]
-    assert len({len(sample) for sample in samples}) > 1
-    assert chi_square_p_value(samples, exact) > SIGNIFICANCE
