@@ -1,4 +1,4 @@
-"""Servers for the soak: crowded ones with a cascade, and a fake one whose faults are counted."""
+"""Servers for the soak: crowded ones with a cascade."""
 
 from pathlib import Path
 
@@ -16,8 +16,6 @@ CROWDED = {
     "num-gpu-blocks-override": 24,
     "max-num-batched-tokens": 160,
 }
-# Texts that the structured requests of the catalog allow, in its order, and one that they do not.
-VALID, INVALID = ("ab", "abcde123", '{"a": 7, "b": "x"}'), "{"
 
 
 def write_table(path: Path, *more: list[int]) -> str:
