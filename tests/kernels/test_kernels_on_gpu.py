@@ -20,7 +20,7 @@ from vllm_hsd.kernels.sample_row import sample_row
 from vllm_hsd.kernels.tree_verify import verify_tree
 from vllm_hsd.runner_v2 import cascade_steps
 from vllm_hsd.runner_v2.program import Program
-from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState
+from vllm_hsd.runner_v2.proposal_state import ProposalState
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,13 +94,7 @@ def test_a_replayed_proposal_equals_the_eager_one():
     """Graph and eager run of one program, staged from the same texts; the CPU's states for both."""
     vocab_size, device = 5000, torch.device("cuda")
     schedule = schedule_of(3, 8)
-    _, tables = block_tables(0)
-    tables = [table.cuda() for table in tables]
-    groups = KVGroups(
-        torch.tensor([t.data_ptr() for t in tables], dtype=torch.uint64, device=device),
-        torch.tensor([t.stride(0) for t in tables], device=device),
-        torch.tensor([4, 16], dtype=torch.int32, device=device),
-    )
+    groups, _tables = block_tables(0, device=device)  # addresses of these
     levels = [TableLevel(torch.randn(vocab_size, vocab_size).bfloat16().cuda()) for _ in range(2)]
     program = Program(schedule, levels, ["block"] * 2, groups, MAX_MODEL_LEN)
     states = [
