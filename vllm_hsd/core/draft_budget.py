@@ -77,6 +77,8 @@ class DraftBudget:
         self.times = [StepTimes() for _ in range(self.target + 1)]
         self.whole = sources is not None and bool(sources.lookups)
         self.pass_times = StepTimes() if self.whole else self.times[0]
+        # Sources right below the target decide token by token: there is nothing else to select.
+        self.selects = sources is None or self.target > 1
         count = 0 if sources is None else len(sources.names)
         pairs = [(low, high) for high in range(1, self.target + 1) for low in range(high)]
         self.rows = {pair: count + i for i, pair in enumerate(pairs)}
@@ -126,7 +128,7 @@ class DraftBudget:
         forward = [found[0][1], *(price for _, price in found)]
         if not adaptive:
             return Prices(verify, forward)
-        if self.target == 1 and self.sources is not None:
+        if not self.selects:
             searching = self.searches.due(self.times[0].nearest(size))
             return Prices(verify, forward, None if searching else StepLevels())
         rate = self._rate(self.target, running)
@@ -276,11 +278,12 @@ class DraftBudget:
         if requested is not None:
             wanted = requested > 0
             size, filled = int(wanted.sum()), int((wanted & (counts > 0)).sum())
-            self.acceptance.count(row, filled, size)
+            if self.selects:
+                self.acceptance.count(row, filled, size)
             if finished.level == 0 and self.whole and size:
                 self.times[0].observe(size, finished.drafting_seconds)
                 self._searched(size)
-        if accepted is not None:
+        if accepted is not None and self.selects:
             width = int(counts.max(initial=0))
             estimates = np.full((1, len(slots), width), PRIOR_ACCEPTANCE)
             expected = self.acceptance.corrected(row, estimates, np.arange(width))

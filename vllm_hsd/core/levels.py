@@ -78,6 +78,18 @@ class LookupResult:
     counts: np.ndarray
     confidence: np.ndarray
 
+    @classmethod
+    def empty(cls, batch: int, width: int) -> LookupResult:
+        """Nothing found yet."""
+        shape = batch, width
+        return cls(np.zeros(shape, np.int64), np.zeros(batch, np.int64), np.zeros(shape))
+
+    def put(self, i: int, token_ids: Sequence[int] | np.ndarray, confidence: np.ndarray) -> None:
+        """Set what was found for request i: [n] each."""
+        count = len(confidence)
+        self.counts[i] = count
+        self.token_ids[i, :count], self.confidence[i, :count] = token_ids, confidence
+
 
 @runtime_checkable
 class LookupLevel(Protocol):

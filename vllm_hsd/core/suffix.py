@@ -8,7 +8,7 @@ outputs of the server where that is configured, and one of a store that was writ
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +43,7 @@ class Continuation(NamedTuple):
 
     Attributes:
         token_ids: n of them.
-        probs: [n] shares of the occurrences, not increasing.
+        probs: [n] float64 shares of the occurrences, not increasing.
         match: tokens before it that were found.
     """
 
@@ -71,26 +71,34 @@ class SuffixLookup(LookupLevel):
 
     def lookup(self, texts: Texts, requested: np.ndarray) -> LookupResult:
         """See `core.levels.LookupLevel`: the one that is expected to give most."""
-        return most_expected(self.lookup_each(texts, requested))
+        result = LookupResult.empty(len(requested), int(requested.max(initial=0)))
+        for i, found in self._found(texts, requested):
+            token_ids, confidence = max(found, key=lambda each: each[1].sum())
+            result.put(i, token_ids, confidence)
+        return result
 
     def lookup_each(self, texts: Texts, requested: np.ndarray) -> list[LookupResult]:
         """As `lookup`, in each text."""
         shape = len(requested), int(requested.max(initial=0))
-        each = [
-            LookupResult(np.zeros(shape, np.int64), np.zeros(shape[0], np.int64), np.zeros(shape))
-            for _ in range(self.num_texts)
-        ]
+        each = [LookupResult.empty(*shape) for _ in range(self.num_texts)]
+        for i, found in self._found(texts, requested):
+            for result, (token_ids, confidence) in zip(each, found, strict=True):
+                result.put(i, token_ids, confidence)
+        return each
+
+    def _found(
+        self, texts: Texts, requested: np.ndarray
+    ) -> Iterator[tuple[int, list[tuple[Sequence[int] | np.ndarray, np.ndarray]]]]:
+        """Which text, and what each of the slot's texts has after it: token ids, confidence."""
         for i in np.flatnonzero(requested):
             text = texts.tokens[texts.rows[i], : texts.ends[i]]
-            found = self.continuations(text, int(texts.slots[i]), int(requested[i]))
-            for source, (draft, result) in enumerate(zip(found, each, strict=True)):
-                probs = draft.probs.astype(np.float64)
-                confidence = acceptance(probs, draft.match, own=source == 0)
+            found = []
+            drafts = self.continuations(text, int(texts.slots[i]), int(requested[i]))
+            for source, draft in enumerate(drafts):
+                confidence = acceptance(draft.probs, draft.match, own=source == 0)
                 count = int((confidence >= self.min_acceptance).sum())
-                result.counts[i] = count
-                result.token_ids[i, :count] = draft.token_ids[:count]
-                result.confidence[i, :count] = confidence[:count]
-        return each
+                found.append((draft.token_ids[:count], confidence[:count]))
+            yield i, found
 
 
 class SuffixLevel(SuffixLookup):
@@ -145,7 +153,8 @@ class SuffixLevel(SuffixLookup):
             draft = tree.speculate_ndarray(
                 context, room, UNBOUNDED, 0.0, self.min_acceptance, False
             )
-            found.append(Continuation(draft.token_ids, np.array(draft.probs), draft.match_len))
+            probs = np.array(draft.probs, dtype=np.float64)
+            found.append(Continuation(draft.token_ids, probs, draft.match_len))
         return found
 
     def forget(self, slot: int) -> None:
@@ -196,17 +205,6 @@ class SharedOutputs:
         if number is not None and self.lengths.get(number) == 0:
             del self.lengths[number]
             self.order.remove(number)
-
-
-def most_expected(each: list[LookupResult]) -> LookupResult:
-    """Of every request the result of which most tokens are expected to be accepted."""
-    best = np.stack([found.confidence.sum(1) for found in each]).argmax(0)
-    own = np.arange(len(best))
-    return LookupResult(
-        np.stack([found.token_ids for found in each])[best, own],
-        np.stack([found.counts for found in each])[best, own],
-        np.stack([found.confidence for found in each])[best, own],
-    )
 
 
 def acceptance(probs: np.ndarray, match: int, *, own: bool) -> np.ndarray:
