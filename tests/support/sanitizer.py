@@ -196,7 +196,7 @@ def recorded_faults() -> Iterator[set[str]]:
             call(self, *args, **kwargs)
         finally:
             last = launches.pop()
-            # vLLM's own are timed beside ours, and are not ours to mend.
+            # vLLM's own are timed next to ours, and are not ours to mend.
             if not self.fn.__module__.startswith("vllm."):
                 found.update(last.races())
                 found.update(() if self.fn.__name__ in BY_ADDRESS else last.outside)

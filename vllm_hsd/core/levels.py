@@ -80,7 +80,7 @@ class LookupResult:
 
     @classmethod
     def empty(cls, batch: int, width: int) -> LookupResult:
-        """Nothing found yet."""
+        """Nothing found yet, of at most `width` tokens."""
         shape = batch, width
         return cls(np.zeros(shape, np.int64), np.zeros(batch, np.int64), np.zeros(shape))
 

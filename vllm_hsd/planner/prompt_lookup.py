@@ -47,15 +47,12 @@ class PromptLookup(LookupLevel):
 
     def lookup(self, texts: Texts, requested: Ints) -> LookupResult:
         """See `core.levels.LookupLevel`."""
-        token_ids = np.zeros((len(requested), int(requested.max(initial=0))), dtype=np.int64)
-        counts = np.zeros(len(requested), dtype=np.int64)
+        result = LookupResult.empty(len(requested), int(requested.max(initial=0)))
         for i in np.flatnonzero(requested):
             text = texts.tokens[texts.rows[i], : texts.ends[i]]
             found = propose(text, self.shortest, self.longest, int(requested[i]))
-            counts[i] = len(found)
-            token_ids[i, : counts[i]] = found
-        confidence = np.tile(ngram_confidence(token_ids.shape[1]), (len(requested), 1))
-        return LookupResult(token_ids, counts, confidence)
+            result.put(i, found, ngram_confidence(len(found)))
+        return result
 
 
 def replay(

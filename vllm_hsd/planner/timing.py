@@ -178,8 +178,8 @@ class Timing:
                 "temperature": task.sampling.temperature,
                 "top_p": task.sampling.top_p,
                 "max_tokens": setting["tokens"],
-                # A seed would have drafts verified by the noise of the text without speculation.
                 "ignore_eos": True,
+                # No seed, which would have drafts verified by the noise of plain vLLM's text.
             }
             if levels := setting["levels"]:
                 sources = self.places[levels[0]][1]

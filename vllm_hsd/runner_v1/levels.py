@@ -264,8 +264,7 @@ class NgramLevel(LookupLevel):
 
     def lookup(self, texts: Texts, requested: np.ndarray) -> LookupResult:
         """See `core.levels.LookupLevel.lookup`."""
-        token_ids = np.zeros((len(requested), int(requested.max(initial=0))), dtype=np.int64)
-        counts = np.zeros(len(requested), dtype=np.int64)
+        result = LookupResult.empty(len(requested), int(requested.max(initial=0)))
         for i in np.flatnonzero(requested):
             found = self.match(
                 origin_tokens=texts.tokens[texts.rows[i], : texts.ends[i]],
@@ -274,7 +273,5 @@ class NgramLevel(LookupLevel):
                 max_model_len=self.max_model_len,
                 k=int(requested[i]),
             )
-            counts[i] = len(found)
-            token_ids[i, : counts[i]] = found
-        confidence = ngram_confidence(token_ids.shape[1])
-        return LookupResult(token_ids, counts, np.tile(confidence, (len(requested), 1)))
+            result.put(i, found, ngram_confidence(len(found)))
+        return result
