@@ -22,12 +22,16 @@ class ResidualStream(nn.Module):
     """In the place of a final norm: the states that a head reads."""
 
     def forward(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None = None
+        self, hidden: torch.Tensor, *residual: torch.Tensor | None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """[n, hidden] layer output and the residual stream, if the decoder keeps them apart."""
-        if residual is None:
+        """[n, hidden] layer output and the residual stream, if the decoder keeps them apart.
+
+        Before the first layer there is none (None).
+        """
+        if not residual:
             return hidden
-        return hidden + residual, residual
+        whole = hidden if residual[0] is None else hidden + residual[0]
+        return whole, whole
 
 
 class TargetExit:
@@ -37,7 +41,7 @@ class TargetExit:
     target and exit are the same for the same tokens, so it has no cache of its own to fill.
 
     Attributes:
-        num_layers: layers that run, 1 to the target's depth.
+        num_layers: layers that run, 0 (the embedding, with a head) to the target's depth.
         head: trained for them; None for the target's own norm and head.
     """
 
@@ -65,7 +69,7 @@ class TargetExit:
 
 
 def leave_after(decoder: Any, num_layers: int, norm: nn.Module | None = None) -> Any:
-    """A decoder that shares another one's weights and ends after `num_layers` >= 1 layers.
+    """A decoder that shares another one's weights and ends after `num_layers` layers.
 
     Args:
         decoder: `model` of one of vLLM's causal language models; not changed.

@@ -90,7 +90,7 @@ def test_records_that_cannot_be_used(tmp_path, capsys, record, message):
         (["store", "--target", TARGET, "CORPUS", "-o", "no/such"], "--output: no directory 'no'"),
         (
             ["exit-heads", "--target", TARGET, "--layers", "99", "CORPUS"],
-            "layers: 99 is not between 1 and",
+            "layers: 99 is not between 0 and",
         ),
         (
             ["exit-heads", "--target", TARGET, "--layers", "2", "EMPTY"],

@@ -134,7 +134,7 @@ FAULTS = [
     ),
     (hsd({"ngram": 4, "num_tokens": 2}, TOP), r"ngram: give a mapping.*: 4"),
     (hsd({"early_exit": True}), r"levels\[0\]\.early_exit: .*True"),
-    (hsd({"early_exit": 0}), r"levels\[0\]\.early_exit is 0, .*\"order\": 1"),
+    (hsd({"early_exit": 0}), r"levels\[0\]\.early_exit is 0, .*--layers 0` as exit_head"),
     (hsd({"early_exit": "half"}), r"levels\[0\]\.early_exit: .*'half'"),
     (hsd(LOW, TOP, horizontal_tokens=True), "horizontal_tokens: .*True"),
     (

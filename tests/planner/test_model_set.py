@@ -35,7 +35,8 @@ def level_files(text_family, tmp_path_factory):
     model = AutoModelForCausalLM.from_pretrained(text_family.target)
     weight = model.lm_head.weight.detach() + 0.1 * torch.randn(model.lm_head.weight.shape)
     norm = torch.rand(model.config.hidden_size)
-    write_exit_head(ExitHead(1, norm, weight, 1e-5), directory / "head")
+    for layer, name in ((1, "head"), (0, "embedding")):
+        write_exit_head(ExitHead(layer, norm, weight, 1e-5), directory / name)
     return directory
 
 
@@ -146,4 +147,17 @@ def test_tables_heads_and_lookups_are_scored_without_further_passes(text_family,
     assert models.drafters_for(0) == models.drafters_for(1) == []
     assert models.size(0) == models.size(1) == 0 < models.size(3) < models.size(4)
     drawn = models.draw(3, [[5, 9], [7, 8, 30]], 4, Sampling(), torch.Generator().manual_seed(0))
+    assert drawn.shape == (2, 4)
+
+
+def test_a_head_on_the_embedding_sees_the_last_token_alone(text_family, level_files):
+    heads = [(str(level_files / "embedding"), 0), (str(level_files / "head"), 1)]
+    models = ModelSet(text_family.target, make_candidates(exit_heads=heads))
+    assert [models.layers(m) for m in range(3)] == [0, 1, 2]
+    assert [models.drafters_for(m) for m in range(3)] == [[], [0], [0, 1]]
+    tokens = torch.randint(3, text_family.vocabulary, (2, 12))
+    rows = models.logits(tokens, 4, range(3))[0]
+    assert torch.allclose(rows, models.logits(tokens, 4, [0])[0], atol=1e-4)
+    assert torch.allclose(rows, models.logits(tokens[:, 4:], 0, [0])[0], atol=1e-4)
+    drawn = models.draw(0, [[5, 9], [7, 8, 30]], 4, Sampling(), torch.Generator().manual_seed(0))
     assert drawn.shape == (2, 4)

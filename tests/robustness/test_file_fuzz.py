@@ -216,7 +216,7 @@ HEAD_FAULTS = {
     "three dimensions": ({"weight": torch.ones(5, 8, 1)}, {}, "do not fit"),
     "no rows": ({"weight": torch.ones(0, 8)}, {}, "do not fit"),
     "another tensor": ({"more": torch.ones(1)}, {}, "other tensors"),
-    "layer zero": ({}, {"layer": "0"}, "its layer"),
+    "a negative layer": ({}, {"layer": "-1"}, "its layer"),
     "layer of 6000 digits": ({}, {"layer": "9" * 6000}, "no readable"),
     "eps zero": ({}, {"eps": "0"}, "its eps"),
     "eps not a number": ({}, {"eps": "nan"}, "its eps"),

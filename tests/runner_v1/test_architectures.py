@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from support.architectures import ARCHITECTURES, COMMON, write_models
 from support.engines import ids, in_process, run_engine, started
@@ -60,6 +61,23 @@ def test_an_exit_after_all_layers_is_the_target(models, tmp_path, kind):
         level, jobs = {"exit_head": str(tmp_path)}, GREEDY
     result = run_engine({"model": target, **cascade(level)}, jobs)
     assert greedy(result) == plain
+    (level,) = result["text"]["levels"]
+    assert level["accepted"] == level["drafted"] > 0
+
+
+def test_a_head_on_the_embedding_is_a_target_whose_layers_add_nothing(models, tmp_path):
+    name, target, *_ = models
+    if architecture(name) not in EXIT_ARCHITECTURES:
+        pytest.skip(f"{name} has no exits")
+    model = transformers.AutoModelForCausalLM.from_pretrained(target)
+    last = [p for key, p in model.named_parameters() if re.search("o_proj|down_proj|w2", key)]
+    with torch.no_grad():
+        for weight in last:
+            weight.zero_()
+    model.save_pretrained(tmp_path / "idle")
+    write_exit_head(plain_exit_head(model, 0), tmp_path / "head")
+    config = cascade({"exit_head": str(tmp_path / "head")})
+    result = run_engine({"model": str(tmp_path / "idle"), **config}, GREEDY)
     (level,) = result["text"]["levels"]
     assert level["accepted"] == level["drafted"] > 0
 

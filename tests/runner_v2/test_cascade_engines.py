@@ -8,6 +8,7 @@ import torch
 from support import engines, skipped_passes
 from support.eagle3_head import write_eagle3_head
 from support.engines import ids
+from support.level_files import target_head
 from support.marks import slow
 from support.stock_heads import write_mtp_target
 from support.v2_engines import (
@@ -23,6 +24,7 @@ from support.v2_engines import (
 )
 from transformers import AutoModelForCausalLM
 
+from vllm_hsd.core.exit_head import write_exit_head
 from vllm_hsd.core.text_store import collect_texts, write_store
 
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(900)]
@@ -50,6 +52,14 @@ def head(family) -> str:
     if not path.exists():
         path.mkdir()
         write_eagle3_head(family.target, path)
+    return str(path)
+
+
+def embedding_head(family) -> str:
+    """The target's norm and output head, on its embedding."""
+    path = Path(family.target).with_name("layer-0")
+    if not path.exists():
+        write_exit_head(target_head(family.target, layer=0), path)
     return str(path)
 
 
@@ -128,6 +138,9 @@ def configuration(name: str, family) -> dict:
             ],
             5,
         ),
+        "embedding, exit": cascade(
+            [{"exit_head": embedding_head(family), "num_tokens": 1}, {"early_exit": 1}]
+        ),
         "mtp": cascade([{"mtp": {}}], 2),
         "stock model": stock("draft_model", model=family.small, **DRAWN),
         "stock model, equal": stock("draft_model", model=family.target, **DRAWN),
@@ -153,7 +166,8 @@ def check_counts(name: str, counters: dict, least_accepted: float) -> None:
         *("two models", "stock model, equal"),
         *slow("suffix", "suffix, model", "sources, model", "entropy", "horizontal"),
         *slow("n-grams, model", "choice", "choice, model", "choice with a head", "three equal"),
-        *slow("lookup, exit, model", "mtp", "stock model, argmax", "stock head", "stock n-gram"),
+        *slow("lookup, exit, model", "embedding, exit", "mtp", "stock model, argmax"),
+        *slow("stock head", "stock n-gram"),
     ],
 )
 def test_greedy_text_is_that_of_no_speculation(name, family, greedy_tokens):

@@ -52,7 +52,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         required=True,
         type=integers,
         metavar="N[,N...]",
-        help="layers of the target that run below each head",
+        help="layers of the target that run below each head, 0 for the embedding alone",
     )
     heads.add_argument("--steps", type=int, default=300, metavar="N", help="optimizer steps")
     heads.set_defaults(run=build_exit_heads)

@@ -132,7 +132,7 @@ def _blame(directory: str, reason: str) -> str:
 
 def _check_header(header: TensorHeader) -> ExitHeadHeader:
     """Check everything about a file except the values of its weights."""
-    layer, eps = header.number("layer", 1, 10_000), float(header.facts.get("eps", "nan"))
+    layer, eps = header.number("layer", 0, 10_000), float(header.facts.get("eps", "nan"))
     if not 0 < eps < 1:
         raise ValueError("its eps is not between 0 and 1")
     if not set(header.types.values()) <= {"F64", "F32", "F16", "BF16"}:

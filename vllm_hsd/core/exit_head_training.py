@@ -61,7 +61,7 @@ def train_heads(
 
     Args:
         model: the target, of EXIT_ARCHITECTURES; its weights do not change.
-        layers: how many layers run below each head, 1 to the target's depth - 1.
+        layers: how many layers run below each head, 0 (embedding alone) to the depth - 1.
         tokens: [n] int64 text; its last tenth is held out.
         steps: optimizer steps of `WINDOWS_PER_STEP` windows each.
         seed: of the order of the windows.
@@ -109,9 +109,9 @@ def _check(model: PreTrainedModel, layers: Sequence[int]) -> None:
             f"{', '.join(EXIT_ARCHITECTURES)}."
         )
     for layer in layers:
-        if not 1 <= layer < depth:
+        if not 0 <= layer < depth:
             raise UserError(
-                f"--layers: {layer} is not between 1 and {depth - 1}, since the target has {depth} "
+                f"--layers: {layer} is not between 0 and {depth - 1}, since the target has {depth} "
                 "layers."
             )
 

@@ -28,8 +28,8 @@ class EarlyExitLevelConfig(VerifyingKeys):
     def _not_the_embedding(cls, value: object) -> object:
         if value == 0 and type(value) is int:
             raise ValueError(
-                "is 0, a function of the last token alone: give a level "
-                '{"ngram_model": STORE, "order": 1}, which needs no forward pass'
+                "is 0, the embedding, which the target's own head cannot read: give the directory "
+                "of a head from `vllm-hsd build exit-heads --layers 0` as exit_head"
             )
         return value
 

@@ -99,7 +99,8 @@ class ModelSet:
         for candidate in candidates:
             self.models.append(self.measured(candidate.level))
         self.models.append(self.target)
-        depths = [depth for model in range(len(candidates)) if (depth := self.layers(model))]
+        found = (self.layers(model) for model in range(len(candidates)))
+        depths = [depth for depth in found if depth is not None]
         if len(set(depths)) < len(depths):
             raise UserError(
                 f"two exits run equally many layers of the target ({depths}): one engine cannot "
@@ -164,11 +165,11 @@ class ModelSet:
                     f"exit head {quoted(head_path)} has the shape {tuple(head.weight.shape)} and "
                     f"the target needs {needed}: train it for this target."
                 )
-        depth = config.num_hidden_layers
-        if not 1 <= layers < depth:
+        depth, first = config.num_hidden_layers, int(head is None)
+        if not first <= layers < depth:
             raise UserError(
-                f"{name} {layers} does not exist: the target has {depth} layers, so give 1 to "
-                f"{depth - 1}."
+                f"{name} {layers} does not exist: the target has {depth} layers, so give {first} "
+                f"to {depth - 1}."
             )
         return truncated(self.target, layers, head)
 
@@ -213,7 +214,8 @@ class ModelSet:
         return [
             other
             for other in range(len(self.candidates))
-            if other != model and not (own and (self.layers(other) or 0) >= own)
+            if other != model
+            and (own is None or (depth := self.layers(other)) is None or depth < own)
         ]
 
     def size(self, model: int) -> int:
@@ -234,7 +236,7 @@ class ModelSet:
             [B, L - first, V] per model; row t predicts token first + t + 1.
         """
         keep = tokens.shape[1] - first
-        depths = {m: depth for m in models if (depth := self.layers(m))}
+        depths = {m: depth for m in models if (depth := self.layers(m)) is not None}
         deepest = max(depths, key=depths.__getitem__, default=None)
         out, hidden = {}, ()
         for model in models:
