@@ -29,7 +29,7 @@ from rich.console import Console
 from scipy.stats import spearmanr
 
 from benchmarks import plot
-from benchmarks.common import MODELS, write_csv
+from benchmarks.common import MODELS, RESULTS, options, write_csv
 from benchmarks.models.smollm2 import int8, smollm2, zero_padded
 from benchmarks.studies.configs import STORE
 from benchmarks.studies.demo import PROMPTS
@@ -198,7 +198,7 @@ def write(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, RESULTS / "predictions")
     parser.add_argument(
         "--zero-padded", type=Path, default=None, help="directory of the zero-padded target"
     )
@@ -222,7 +222,6 @@ def main() -> None:
     )
     parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("-o", "--output", type=Path, required=True)
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     console = Console(soft_wrap=True)
