@@ -22,7 +22,7 @@ from vllm_hsd.cli.bench_runs import Engines, compare_greedy
 from vllm_hsd.cli.options import progress
 from vllm_hsd.engine import Generation
 from vllm_hsd.machine_load import CpuTimes
-from vllm_hsd.planner.prompts import read_prompts
+from vllm_hsd.planner.prompts import PUBLIC_SETS, read_prompts
 
 PLAIN = "no speculation"
 Config = dict[str, Any] | None
@@ -227,7 +227,9 @@ def options(description: str, output: Path, sets: bool = False) -> argparse.Argu
     )
     if sets:
         parser.add_argument(
-            "--prompts", type=Path, required=True, help="directory of *.jsonl files, one per set"
+            "--prompts",
+            type=Path,
+            help="directory of *.jsonl files, one per set (default: the public ones, fetched)",
         )
         parser.add_argument("--num-prompts", type=int, default=20, help="of every set")
         parser.add_argument(
@@ -244,8 +246,8 @@ def padded(chosen: argparse.Namespace, name: str) -> str:
     return f"{name}_{chosen.padded / 1e6:.0f}M"
 
 
-def read_sets(directory: Path, count: int) -> tuple[list[Any], dict[str, list[int]]]:
-    """The first prompts of every `*.jsonl` file, and the indices of each file's by its name.
+def read_sets(directory: Path | None, count: int) -> tuple[list[Any], dict[str, list[int]]]:
+    """The first prompts of every `*.jsonl` file, or of every public set, and each one's indices.
 
     Raises:
         UserError: a file is no prompts file.
@@ -253,7 +255,7 @@ def read_sets(directory: Path, count: int) -> tuple[list[Any], dict[str, list[in
     """
     prompts: list[Any] = []
     sets: dict[str, list[int]] = {}
-    for file in sorted(directory.glob("*.jsonl")):
+    for file in sorted(directory.glob("*.jsonl")) if directory else map(Path, PUBLIC_SETS):
         own = read_prompts(file)[:count]
         sets[file.stem] = list(range(len(prompts), len(prompts) + len(own)))
         prompts += own

@@ -26,6 +26,7 @@ from vllm_hsd.cli.options import numbers, progress
 from vllm_hsd.core.rounds import Round
 from vllm_hsd.dtype import choose_dtype
 from vllm_hsd.engine import EngineProcess
+from vllm_hsd.planner.prompts import prompts_file
 
 WAYS = ("standard", "self-verify", "dynamic windows")
 Row = dict[str, Any]
@@ -150,14 +151,14 @@ def summary(rows: Sequence[Row], column: str) -> Iterator[str]:
 
 def main() -> int:
     parser = options(__doc__, RESULTS / "windows")
-    parser.add_argument("--prompts", type=Path, required=True, help="JSON lines file of MT-Bench")
+    parser.add_argument("--prompts", type=Path, default="mt_bench", help="file of MT-Bench")
     parser.add_argument("--each", type=int, default=2, help="questions of every category")
     parser.add_argument("--limit", type=int, default=10, help="longest draft")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
     chosen = parser.parse_args()
     chosen.output.mkdir(parents=True, exist_ok=True)
-    every = [json.loads(line) for line in chosen.prompts.read_text().splitlines()]
+    every = [json.loads(line) for line in prompts_file(chosen.prompts).read_text().splitlines()]
     questions = [
         question
         for category in plot.values(every, "category")

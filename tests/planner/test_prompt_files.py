@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from huggingface_hub import constants
 
 from vllm_hsd.errors import UserError
+from vllm_hsd.planner import prompts
 from vllm_hsd.planner.prompts import encode, read_prompts
 
 
@@ -38,6 +40,23 @@ def test_files_that_hold_no_prompts(tmp_path, name, text, message):
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         read_prompts(path)
+
+
+def test_a_public_set_is_fetched_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(prompts, "PUBLIC_URL", f"{tmp_path.as_uri()}/{{}}.jsonl")
+    with pytest.raises(UserError, match=r"'mt_bench' cannot be fetched .*: give a file"):
+        read_prompts("mt_bench")
+    source = tmp_path / "mt_bench.jsonl"
+    source.write_text("<html>")
+    with pytest.raises(UserError, match="'mt_bench' cannot be fetched"):
+        read_prompts("mt_bench")
+    source.write_text('{"turns": ["first"]}\n')
+    assert read_prompts("mt_bench") == [[{"role": "user", "content": "first"}]]
+    source.unlink()
+    assert read_prompts("mt_bench") == [[{"role": "user", "content": "first"}]]
+    with pytest.raises(UserError, match="no prompts file 'mtbench'; public sets are alpaca"):
+        read_prompts("mtbench")
 
 
 class Tokenizer:

@@ -55,9 +55,10 @@ def add_engine_options(parser: argparse.ArgumentParser, temperatures: str, outpu
     parser.add_argument(
         "--prompts",
         type=Path,
-        metavar="FILE.jsonl",
+        metavar="FILE.jsonl|SET",
         help="one JSON object a line with 'prompt' (text) or 'turns' (the first becomes a chat "
-        "message); default: a few built-in questions",
+        "message), or a public set that is fetched (alpaca, gsm8k, humaneval, mt_bench, qa, sum); "
+        "default: a few built-in questions",
     )
     parser.add_argument(
         "--temperatures", type=numbers, default=temperatures, metavar="T[,T...]",

@@ -72,9 +72,9 @@ def add_parsers(subparsers: Any) -> None:
     )  # fmt: skip
     add("--eagle3", default=None, metavar="DIR", help="an EAGLE-3 head of the target")
     add(
-        "--prompts", type=Path, default=None, metavar="FILE",
-        help="JSON lines (.jsonl) with 'turns' or 'prompt', or text with blank lines between; "
-        "without it, the target writes texts of its own",
+        "--prompts", type=Path, default=None, metavar="FILE|SET",
+        help="JSON lines (.jsonl) with 'turns' or 'prompt', text with blank lines between, or a "
+        "public set (see bench); without it, the target writes texts of its own",
     )  # fmt: skip
     add("--num-prompts", type=int, default=64, metavar="N", help="most prompts to use")
     add("--temperature", type=float, default=1.0, help="temperature of the requests")

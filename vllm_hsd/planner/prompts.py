@@ -5,26 +5,58 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
-from vllm_hsd.errors import UserError
+from huggingface_hub import cached_assets_path
+
+from vllm_hsd.checked_files import written_whole
+from vllm_hsd.errors import UserError, brief
 
 # Raw text, or a chat of one message.
 Prompt = str | list[dict[str, str]]
+# At most 80 questions each, as the evaluation of EAGLE asks them.
+PUBLIC_SETS = ("alpaca", "gsm8k", "humaneval", "mt_bench", "qa", "sum")
+PUBLIC_URL = "https://raw.githubusercontent.com/SafeAILab/EAGLE/main/eagle/data/{}/question.jsonl"
+
+
+def prompts_file(path: str | Path) -> Path:
+    """The file, or one of PUBLIC_SETS in the Hugging Face cache, fetched when it is first named.
+
+    Raises:
+        UserError: there is no such file, or the set cannot be fetched.
+    """
+    path, name = Path(path), str(path)
+    if path.is_file():
+        return path
+    if name not in PUBLIC_SETS:
+        raise UserError(f"no prompts file '{path}'; public sets are {', '.join(PUBLIC_SETS)}.")
+    kept = cached_assets_path("vllm-hsd", "prompts") / f"{name}.jsonl"
+    if not kept.exists():
+        try:
+            with urlopen(PUBLIC_URL.format(name), timeout=30) as response:
+                text = response.read()
+            # Not the page of a proxy, for example.
+            json.loads(text.split(b"\n")[0])
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"the public prompts '{name}' cannot be fetched ({brief(error)}): give a file."
+            ) from None
+        with written_whole(kept) as unfinished:
+            unfinished.write_bytes(text)
+    return kept
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
     """Prompts of a file, in order: raw text (str), or a chat of one user message.
 
-    A file named `*.jsonl` holds one JSON object per line: `prompt` is raw text; of `turns` the
-    first is taken as a chat message, since later turns depend on answers. Any other file is
-    plain text with prompts separated by blank lines.
+    One of PUBLIC_SETS is fetched. A file named `*.jsonl` holds one JSON object per line: `prompt`
+    is raw text; of `turns` the first is taken as a chat message, since later turns depend on
+    answers. Any other file is plain text with prompts separated by blank lines.
 
     Raises:
         UserError: no such file, a line that is not such an object, or no prompt at all.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"no prompts file '{path}'.")
+    path = prompts_file(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
