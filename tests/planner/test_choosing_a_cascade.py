@@ -149,6 +149,18 @@ def test_plan_writes_what_the_plugin_reads_and_prints_how_to_serve_it(profile, t
     assert config.pop("method") == "hsd" and CascadeConfig.parse(config) == parsed
 
 
+def test_plan_shows_the_branches_that_a_profile_does_not_know(with_lookup, tmp_path, capsys):
+    with_lookup.latencies.forward[1] = table(20.0, 1.0)
+    with_lookup.save(tmp_path / "profile.json")
+    run("plan", tmp_path / "profile.json", "-o", tmp_path / "cascade.json")
+    captured = capsys.readouterr()
+    shown = '{"sources": [{"ngram": {"max": 4, "min": 1}}], "branches": 4}'
+    assert captured.err.strip().endswith(f"several in one pass, {shown}")
+    config = json.loads(served(captured.out)[-1])
+    assert config.pop("method") == "hsd"
+    CascadeConfig.parse({**config, "levels": [json.loads(shown)]})
+
+
 @pytest.mark.parametrize("stale", [False, True])
 def test_plan_says_when_nothing_pays_and_leaves_no_stale_file(profile, tmp_path, capsys, stale):
     profile.latencies.plain = plain(0.01)

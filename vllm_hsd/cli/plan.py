@@ -18,6 +18,7 @@ from vllm_hsd.levels.ngram_model import MAX_ORDER
 from vllm_hsd.planner.predict import Prediction, Selection
 from vllm_hsd.planner.profile import (
     MAX_DRAFT_TOKENS,
+    Candidate,
     Profile,
     Sampling,
     environment_warnings,
@@ -241,12 +242,24 @@ def plan_command(arguments: argparse.Namespace) -> int:
         if choice.best.selection.levels:
             write_json(path, cascade_file(profile, choice, arguments.profile))
             messages.print(f"wrote {path}")
+            only, *others = (profile.candidates[i] for i in choice.best.selection.levels)
+            if only.is_lookup and not others:
+                messages.print(
+                    "A profile knows one draft at a time: compare this by `vllm-hsd bench` with "
+                    f"several in one pass, {json.dumps(several_drafts(only))}"
+                )
         else:
             done = f"removed the older {path}" if path.exists() else f"did not write {path}"
             path.unlink(missing_ok=True)
             messages.print(f"No speculation is the fastest at batch size {batch}: {done}.")
     print("\n".join(commands))
     return 0
+
+
+def several_drafts(lookup: Candidate) -> dict[str, Any]:
+    """A level of the same lookups of which up to four drafts are verified together."""
+    sources = [drafter.model_dump(exclude_unset=True) for drafter in lookup.level.drafters]
+    return {"sources": sources, "branches": 4}
 
 
 def cascade_keys(profile: Profile, choice: Plan) -> dict[str, Any]:
