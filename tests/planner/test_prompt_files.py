@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from huggingface_hub import constants
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.planner import prompts
@@ -43,7 +42,9 @@ def test_files_that_hold_no_prompts(tmp_path, name, text, message):
 
 
 def test_a_public_set_is_fetched_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "cache"))
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    monkeypatch.setattr(prompts, "cached_assets_path", lambda *names: kept)
     monkeypatch.setattr(prompts, "PUBLIC_URL", f"{tmp_path.as_uri()}/{{}}.jsonl")
     with pytest.raises(UserError, match=r"'mt_bench' cannot be fetched .*: give a file"):
         read_prompts("mt_bench")
