@@ -44,7 +44,7 @@ def test_files_that_hold_no_prompts(tmp_path, name, text, message):
 def test_a_public_set_is_fetched_once(tmp_path, monkeypatch):
     kept = tmp_path / "kept"
     kept.mkdir()
-    monkeypatch.setattr(prompts, "cached_assets_path", lambda *names: kept)
+    monkeypatch.setattr("huggingface_hub.cached_assets_path", lambda *names: kept)
     monkeypatch.setattr(prompts, "PUBLIC_URL", f"{tmp_path.as_uri()}/{{}}.jsonl")
     with pytest.raises(UserError, match=r"'mt_bench' cannot be fetched .*: give a file"):
         read_prompts("mt_bench")

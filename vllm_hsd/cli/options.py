@@ -15,6 +15,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from vllm_hsd.errors import UserError, brief, quoted
+from vllm_hsd.planner.prompts import PUBLIC_SETS
 
 T = TypeVar("T")
 # Columns of a report.
@@ -57,8 +58,8 @@ def add_engine_options(parser: argparse.ArgumentParser, temperatures: str, outpu
         type=Path,
         metavar="FILE.jsonl|SET",
         help="one JSON object a line with 'prompt' (text) or 'turns' (the first becomes a chat "
-        "message), or a public set that is fetched (alpaca, gsm8k, humaneval, mt_bench, qa, sum); "
-        "default: a few built-in questions",
+        f"message), or a public set that is fetched ({', '.join(PUBLIC_SETS)}); default: a few "
+        "built-in questions",
     )
     parser.add_argument(
         "--temperatures", type=numbers, default=temperatures, metavar="T[,T...]",

@@ -258,8 +258,8 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
 def several_drafts(lookup: Candidate) -> dict[str, Any]:
     """A level of the same lookups of which up to four drafts are verified together."""
-    sources = [drafter.model_dump(exclude_unset=True) for drafter in lookup.level.drafters]
-    return {"sources": sources, "branches": 4}
+    keys = lookup.keys()
+    return {**(keys if "sources" in keys else {"sources": [keys]}), "branches": 4}
 
 
 def cascade_keys(profile: Profile, choice: Plan) -> dict[str, Any]:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
-
-from huggingface_hub import cached_assets_path
 
 from vllm_hsd.checked_files import written_whole
 from vllm_hsd.errors import UserError, brief
 
 # Raw text, or a chat of one message.
 Prompt = str | list[dict[str, str]]
-# At most 80 questions each, as the evaluation of EAGLE asks them.
+# At most 80 questions each, those of EAGLE's evaluation.
 PUBLIC_SETS = ("alpaca", "gsm8k", "humaneval", "mt_bench", "qa", "sum")
 PUBLIC_URL = "https://raw.githubusercontent.com/SafeAILab/EAGLE/main/eagle/data/{}/question.jsonl"
 
@@ -30,6 +27,11 @@ def prompts_file(path: str | Path) -> Path:
         return path
     if name not in PUBLIC_SETS:
         raise UserError(f"no prompts file '{path}'; public sets are {', '.join(PUBLIC_SETS)}.")
+    # Only now: they are slow to import, and few commands fetch.
+    from urllib.request import urlopen
+
+    from huggingface_hub import cached_assets_path
+
     kept = cached_assets_path("vllm-hsd", "prompts") / f"{name}.jsonl"
     if not kept.exists():
         try:
