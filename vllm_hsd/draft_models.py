@@ -24,7 +24,7 @@ from vllm_hsd.levels.base import Target
 logger = init_logger(f"vllm.{__name__}")
 
 
-@config
+@config(repr=False)
 class DraftConfig(SpeculativeConfig):
     """vLLM's configuration of one drafter, whose vocabulary is checked here."""
 

@@ -13,12 +13,12 @@ from vllm_hsd.shared_hooks import STOCK_METHODS, NeedsHooks
 from vllm_hsd.verify import MAX_KERNEL_DRAFT
 
 
-@config
+@config(repr=False)
 class BlockVerificationConfig(NeedsHooks, SpeculativeConfig):
     """Configuration with `rejection_sample_method: "block"`, on whichever runner vLLM chooses."""
 
 
-@config
+@config(repr=False)
 class HierarchicalConfig(BlockVerificationConfig):
     """Configuration with `rejection_sample_method: "hierarchical"`, on a runner of our choice."""
 
@@ -47,7 +47,7 @@ class HierarchicalConfig(BlockVerificationConfig):
         """
 
 
-@config
+@config(repr=False)
 class V1BlockVerificationConfig(HierarchicalConfig):
     """Block verification on V1."""
 
@@ -61,7 +61,7 @@ class V1BlockVerificationConfig(HierarchicalConfig):
             )
 
 
-@config
+@config(repr=False)
 class V2BlockVerificationConfig(HierarchicalConfig):
     """Block verification on V2; `hsd_couples_all`: of every sampled request, seed or not."""
 

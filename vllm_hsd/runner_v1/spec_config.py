@@ -22,7 +22,7 @@ logger = init_logger(f"vllm.{__name__}")
 DEFAULT_BRANCHES = 4
 
 
-@config
+@config(repr=False)
 class V1DraftConfig(DraftConfig):
     """Of one drafter; a head is loaded with this configuration in the cascade's place."""
 

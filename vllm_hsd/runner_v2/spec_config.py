@@ -159,7 +159,7 @@ def _by_batch_size(cascade: V2CascadeConfig, limit: int) -> list[tuple[int, int,
     return [(1, first, cascade.num_speculative_tokens), *each, (limit + 1, limit + 1, 0)]
 
 
-@config
+@config(repr=False)
 class V2HeadSourcesConfig(V2BlockVerificationConfig):
     """Of a head of the target that drafts next to lookups; `hsd_sources`: the level of both."""
 

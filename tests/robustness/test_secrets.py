@@ -1,0 +1,147 @@
+"""Nothing that a user gave as a secret stands in a log, a message or a file."""
+
+import functools
+import importlib
+from pathlib import Path
+
+import pytest
+from support import neighbours
+from support.engines import ENGINE_DEFAULTS, forked, in_process, prepare, run_jobs
+from support.level_files import cascade, every_kind, write_level_files
+from support.openai_server import running_server
+
+from vllm_hsd.cli import main as cli
+from vllm_hsd.engine import EngineProcess
+
+TOKEN, PATH = "hf_marked_token", "/marked/secret/path"
+SECRETS = (TOKEN, PATH)
+MARKED = {"hf_token": TOKEN, "hf_overrides": {"marked_directory": PATH}}
+STOCK = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+
+
+def configurations(family, files) -> dict[str, dict]:
+    return {
+        "block": {**STOCK, "rejection_sample_method": "block"},
+        "hierarchical": {**STOCK, "rejection_sample_method": "hierarchical"},
+        "draft model": {
+            "method": "draft_model",
+            "model": family.mid,
+            "num_speculative_tokens": 4,
+            "rejection_sample_method": "hierarchical",
+        },
+        "unknown key": {"method": "hsd", "num_speculative_tokens": 4, "lvls": []},
+        **{
+            kind: cascade(level)["speculative_config"]
+            for kind, level in every_kind(family, files).items()
+        },
+    }
+
+
+def printed(engines: dict[str, dict]) -> dict[str, str]:
+    """Name -> all that the configuration or its refusal prints."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    found = {}
+    for name, arguments in engines.items():
+        try:
+            config = EngineArgs(**{**ENGINE_DEFAULTS, **arguments}).create_engine_config()
+        except Exception as error:
+            found[name] = f"{error} {error!r}"
+        else:
+            own = config.speculative_config
+            levels = getattr(own, "level_configs", [])
+            found[name] = f"{config} {own!r} {levels!r}"
+    return found
+
+
+def test_configurations_print_no_secret(family, tmp_path):
+    files = write_level_files(family.target, tmp_path, vocab_size=64)
+    engines = {
+        name: {"model": family.target, "speculative_config": config, **MARKED}
+        for name, config in configurations(family, files).items()
+    }
+    found = in_process(printed, {"engines": engines})
+    assert found.keys() == engines.keys()
+    assert {name: text for name, text in found.items() if any(s in text for s in SECRETS)} == {}
+
+
+def quiet_classes() -> dict[str, bool]:
+    """Every configuration class of ours -> whether it prints itself as vLLM's or briefly."""
+    from vllm.config.speculative import SpeculativeConfig
+
+    from vllm_hsd.spec_config import CascadeSpeculativeConfig
+
+    for runner in ("v1", "v2"):
+        importlib.import_module(f"vllm_hsd.runner_{runner}.spec_config")
+    allowed = (SpeculativeConfig.__repr__, CascadeSpeculativeConfig.__repr__)
+    found, todo = {}, SpeculativeConfig.__subclasses__()
+    while todo:
+        cls = todo.pop()
+        found[cls.__name__] = cls.__repr__ in allowed
+        todo += cls.__subclasses__()
+    return found
+
+
+def test_no_class_prints_all_its_fields():
+    found = in_process(quiet_classes, {})
+    assert len(found) >= 8 and all(found.values()), found
+
+
+@pytest.mark.parametrize("name", ["hierarchical", "model"])
+def test_an_engine_writes_no_secret(name, family, tmp_path):
+    """Its log at the finest level, and every file that it leaves."""
+    files = write_level_files(family.target, tmp_path, vocab_size=64)
+    engine = {"model": family.target, **ENGINE_DEFAULTS, **MARKED}
+    engine["speculative_config"] = configurations(family, files)[name]
+    log, cache = tmp_path / "log", tmp_path / "cache"
+    environment = {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_CACHE_ROOT": str(cache)}
+    options = {**forked(environment), "prepare": functools.partial(prepare, None)}
+    with EngineProcess(engine, log=log, **options) as process:
+        job = {"prompts": [[2, 3, 4]], "params": {"max_tokens": 8}}
+        process.call(run_jobs, {"one": job})
+    lines = log.read_text().splitlines()
+    assert any("SpeculativeConfig(" in line for line in lines)
+    assert [line for line in lines if not is_vllms(line) and any(s in line for s in SECRETS)] == []
+    assert not any(TOKEN in line for line in lines)
+    assert leaking(list(cache.rglob("*"))) == []
+
+
+def is_vllms(line: str) -> bool:
+    """Whether vLLM repeats its arguments there, as without a plugin."""
+    return "non-default args" in line or "Overriding HF config" in line
+
+
+def leaking(paths: list[Path]) -> list[str]:
+    """Files that hold a secret."""
+    return [
+        str(path)
+        for path in paths
+        if path.is_file() and any(secret.encode() in path.read_bytes() for secret in SECRETS)
+    ]
+
+
+def test_doctor_prints_no_secret(family, capsys):
+    arguments = ["--hf-token", TOKEN, "--hf-overrides", f'{{"marked_directory": "{PATH}"}}']
+    config = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, %s}'
+    config %= '"rejection_sample_method": "hierarchical"'
+    line = ["doctor", "--model", family.target, "--speculative-config", config, "--", *arguments]
+    assert cli.main(line) == 0
+    printed = capsys.readouterr()
+    assert "SpeculativeConfig(" in printed.out
+    assert not any(secret in printed.out + printed.err for secret in SECRETS)
+
+
+@pytest.mark.slow
+def test_a_server_writes_no_secret(tmp_path):
+    """But for the line in which vLLM repeats its arguments."""
+    key = "marked-api-key"
+    arguments = {"hf-token": TOKEN, "api-key": key, "skip-tokenizer-init": False}
+    with running_server(
+        neighbours.ENGINE["model"],
+        tmp_path,
+        STOCK | {"rejection_sample_method": "hierarchical"},
+        arguments,
+    ) as server:
+        pass
+    lines = [line for line in server.log.read_text().splitlines() if not is_vllms(line)]
+    assert [line for line in lines if key in line or TOKEN in line] == []
