@@ -14,11 +14,12 @@ import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import prometheus_client
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm.v1.spec_decode.metrics import logger as vllm_logger
 
@@ -146,6 +147,12 @@ class HsdSpecDecodingStats(SpecDecodingStats):
     rows: list[list[int]] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
 
+    def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """As vLLM's; tokens of branches beside the longest draft have no places of their own."""
+        in_places = min(num_draft_tokens, self.num_spec_tokens)
+        super().observe_draft(in_places, num_accepted_tokens)
+        self.num_draft_tokens += num_draft_tokens - in_places
+
 
 @REGISTRY.changes(
     "vllm.v1.metrics.stats.SchedulerStats.__annotations__",
@@ -193,7 +200,7 @@ def update_from_output(original, self, scheduler_output, model_runner_output):
 )
 def make_stats(original, self, spec_decoding_stats=None, *args, **kwargs):
     if self.log_stats and (counts := _take(self)) is not None:
-        stats = spec_decoding_stats or SpecDecodingStats.new(self.num_spec_tokens)
+        stats = spec_decoding_stats or SpecDecodingStats.new(places_of(self))
         values = {f.name: getattr(stats, f.name) for f in fields(SpecDecodingStats)}
         spec_decoding_stats = HsdSpecDecodingStats(
             **values, rows=counts.rows.tolist(), sources=counts.sources
@@ -240,6 +247,62 @@ def observe_prometheus(original, self, spec_decoding_stats, engine_idx=0):
     original(self, spec_decoding_stats, engine_idx)
     if (counts := _counts_of(spec_decoding_stats)) is not None:
         count(counts, engine_idx)
+
+
+def places_of(owner: Any) -> int:
+    """The longest draft of a request, of a scheduler of vLLM.
+
+    vLLM's own number is that of the tokens it schedules, branches included.
+    """
+    hsd = getattr(owner.vllm_config.speculative_config, "hsd", None)
+    return int(owner.num_spec_tokens if hsd is None else hsd.num_speculative_tokens)
+
+
+@REGISTRY.replaces(
+    f"{_SCHEDULER}.make_spec_decoding_stats",
+    (
+        "self",
+        "spec_decoding_stats",
+        "num_draft_tokens",
+        "num_accepted_tokens",
+        "num_invalid_spec_tokens",
+        "request_id",
+    ),
+    why="counts accepted tokens by their place in a draft, not among all branches",
+    until="vLLM verifies trees",
+    issue=NONE_FILED,
+)
+def make_spec_decoding_stats(original, self, spec_decoding_stats, *args, **kwargs):
+    if spec_decoding_stats is None:
+        spec_decoding_stats = HsdSpecDecodingStats.new(places_of(self))
+    return original(self, spec_decoding_stats, *args, **kwargs)
+
+
+@REGISTRY.replaces(
+    f"{_SCHEDULER}.add_request",
+    ("self", "request"),
+    why="sizes the histogram of a request by the longest draft, not by all branches",
+    until="vLLM verifies trees",
+    issue=NONE_FILED,
+)
+def add_request(original, self, request):
+    original(self, request)
+    if request.spec_decode_metrics is not None:
+        request.spec_decode_metrics = RequestSpecDecodeMetrics.new(places_of(self))
+
+
+@REGISTRY.replaces(
+    f"{_METRICS}.SpecDecodingProm.__init__",
+    ("self", "speculative_config", "labelnames", "per_engine_labelvalues", "is_diffusion"),
+    why="names the places of the longest draft in /metrics, not those of all branches",
+    until="vLLM verifies trees",
+    issue=NONE_FILED,
+)
+def init_prometheus(original, self, speculative_config, *args, **kwargs):
+    if (hsd := getattr(speculative_config, "hsd", None)) is not None:
+        # vLLM reads nothing else of it.
+        speculative_config = SimpleNamespace(num_speculative_tokens=hsd.num_speculative_tokens)
+    original(self, speculative_config, *args, **kwargs)
 
 
 def _counts_of(stats: SpecDecodingStats) -> LevelCounts | None:

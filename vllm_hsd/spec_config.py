@@ -27,7 +27,7 @@ logger = init_logger(f"vllm.{__name__}")
 USE_V1 = "set VLLM_USE_V2_MODEL_RUNNER=0 for the V1 runner"
 
 
-@config
+@config(repr=False)
 class CascadeSpeculativeConfig(SpeculativeConfig):
     """What vLLM carries around for a cascade; build it with `create`."""
 
@@ -64,6 +64,11 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
             cls.check_runner(hsd, target_parallel_config)
         except UserError as error:
             mistakes, refusal = list(error.args), type(error)
+        if target_model_config.runner_type == "pooling":
+            mistakes.append(
+                "runner 'pooling' generates no tokens that method 'hsd' could draft: remove the "
+                "speculative configuration."
+            )
         target = Target(target_model_config, target_parallel_config, cls.draft_config_class)
         level_configs = check_cascade(hsd, target, arguments, mistakes)
         if mistakes:
@@ -236,5 +241,5 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
         names = [level.description for level in self.hsd.levels]
         return (
             f"SpeculativeConfig(method='hsd', levels={names}, "
-            f"num_spec_tokens={self.num_speculative_tokens}, verifier={self.hsd.verifier!r})"
+            f"num_spec_tokens={self.hsd.num_speculative_tokens}, verifier={self.hsd.verifier!r})"
         )

@@ -100,6 +100,10 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
             target({"model": family.mid}, engine={"pipeline_parallel_size": 2}),
             "pipeline_parallel_size",
         ),
+        (
+            target({"ngram": {"max": 2}}, engine={"runner": "pooling"}),
+            "runner 'pooling' generates no tokens .*: remove the speculative configuration",
+        ),
         (target({"mtp": {}}), r"levels\[0\]\.mtp: '.*' has nothing that vLLM runs as method 'mtp'"),
         (
             target({"mtp": {}, "num_tokens": 2}, {"model": family.mid}),

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from support import neighbours
 from support.engines import run_engine
 from support.level_files import cascade
 
@@ -87,3 +88,37 @@ def test_totals_add_up_and_print(counts, line):
     assert (totals.rows == 2 * counts.rows).all() and counts.rows[0, Count.drafted] == 8
     assert metrics._take(owner) is None
     assert metrics.log_line(totals) == line
+
+
+def places(llm, jobs) -> dict:
+    """What vLLM's metrics and a request's own say of the places of a draft."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    [output] = llm.generate([{"prompt_token_ids": jobs["prompt"]}], params, use_tqdm=False)
+    own = output.outputs[0].spec_decode_metrics
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+    [accepted] = [metric.values for metric in llm.get_metrics() if metric.name == name]
+    return {
+        "accepted": accepted,
+        "histogram": own.histogram,
+        "longest": own.num_spec_tokens,
+        "drafted": own.num_draft_tokens,
+    }
+
+
+def test_branches_have_no_places_of_their_own():
+    """A draft of five has five places; tokens of branches count as drafted."""
+    level = {"sources": [{"ngram": {"max": 3}}, {"ngram": {"max": 1}}], "branches": 4}
+    engine = {
+        "model": neighbours.ENGINE["model"],
+        **cascade(level),
+        "block_size": 32,
+        "max_num_seqs": 4,
+        "per_request_spec_decode_metrics": "summary",
+    }
+    found = run_engine(engine, {"prompt": neighbours.tokens(neighbours.LOOP)}, work=places)
+    assert len(found["accepted"]) == found["longest"] == 5 and len(found["histogram"]) == 6
+    tokens = sum(n * count for n, count in enumerate(found["histogram"]))
+    assert sum(found["accepted"]) == tokens > 0
+    assert found["drafted"] > 5 * sum(found["histogram"]) / 2
