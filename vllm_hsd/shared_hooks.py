@@ -121,3 +121,16 @@ def validate_spec_decode(original, self, speculative_config):
         self = copy.copy(self)
         self.min_p, self.logit_bias = 0.0, None
     original(self, speculative_config)
+
+
+@REGISTRY.replaces(
+    "vllm.v1.core.sched.scheduler.Scheduler._update_request_as_session",
+    ("self", "session", "update"),
+    why="goes on with a session behind the last token but one, as without speculation, where a "
+    "turn ended inside an accepted draft",
+    until="vLLM counts what was computed of a draft that a stop token ends",
+    issue=NONE_FILED,
+)
+def update_request_as_session(original, self, session, update):
+    session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens - 1)
+    original(self, session, update)

@@ -1,0 +1,96 @@
+"""A session of several turns goes on from the tokens from which it would without speculation."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from support import neighbours
+from support.engines import in_process
+
+from vllm_hsd.shared_hooks import update_request_as_session
+
+FIRST = (
+    "class Node:\n    def __init__(self, name, value):\n        self.name = name\n"
+    "        self.value = value\n\n    def __repr__(self):\n        return "
+)
+TURNS = [FIRST, "x = [", "y = {"]
+NGRAM = {"ngram": {"max": 4}}
+STOCK = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+CONFIGURATIONS = {
+    "lookup": {"method": "hsd", "levels": [NGRAM]},
+    "branches": {"method": "hsd", "levels": [{"sources": [NGRAM, {"ngram": {"max": 2}}]}]},
+    "model": {
+        "method": "hsd",
+        "levels": [{**NGRAM, "num_tokens": 4}, {"model": str(neighbours.MODELS / "mid")}],
+    },
+    "stock drafter": {**STOCK, "rejection_sample_method": "hierarchical"},
+}
+
+
+async def _turns(speculative_config: dict | None) -> list[str]:
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.engine.protocol import StreamingInput
+    from vllm.inputs import TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=neighbours.ENGINE["model"],
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=512,
+            kv_cache_memory_bytes=64 << 20,
+            speculative_config=speculative_config,
+        )
+    )
+    ended = [asyncio.Event() for _ in TURNS]
+    texts = [""] * len(TURNS)
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=60,
+        ignore_eos=True,
+        stop_token_ids=neighbours.tokens("."),
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+    async def inputs():
+        for turn, event in zip(TURNS, ended, strict=True):
+            prompt = TokensPrompt(prompt_token_ids=neighbours.tokens(turn))
+            yield StreamingInput(prompt=prompt, sampling_params=params)
+            await event.wait()
+
+    at = 0
+    async for output in engine.generate(inputs(), params, "session"):
+        if at < len(TURNS):
+            texts[at] += neighbours.TOKENIZER.decode(output.outputs[0].token_ids)
+            if output.outputs[0].finish_reason is not None:
+                ended[at].set()
+                at += 1
+    engine.shutdown()
+    return texts
+
+
+def turns(speculative_config: dict | None) -> list[str]:
+    """The texts of the turns of one session."""
+    return asyncio.run(_turns(speculative_config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_turns_are_those_of_no_speculation(name):
+    config = {**CONFIGURATIONS[name], "num_speculative_tokens": 8}
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    plain, found = (
+        in_process(turns, {"speculative_config": each}, env=environment) for each in (None, config)
+    )
+    assert found == plain and all(plain)
+
+
+@pytest.mark.parametrize(("computed", "kept"), [(9, 9), (10, 9), (13, 9), (6, 6)])
+def test_a_turn_keeps_all_but_its_last_token(computed, kept):
+    """Ten tokens, the last of which ended the turn; of a draft more may have been computed."""
+    session = SimpleNamespace(num_computed_tokens=computed, num_tokens=10)
+    update_request_as_session(lambda self, session, update: None, None, session, None)
+    assert session.num_computed_tokens == kept
