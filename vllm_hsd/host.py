@@ -44,6 +44,13 @@ def versions() -> dict[str, str]:
     return found
 
 
+def serve_command(model: str) -> list[str]:
+    """The command that serves a model: `vllm serve` stops where the wheel is not called vllm."""
+    if "vllm" in importlib.metadata.packages_distributions().get("vllm", []):
+        return ["vllm", "serve", model]
+    return ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+
+
 def _cpuinfo(key: str) -> str:
     """The first processor's entry, or an empty text."""
     lines = CPUINFO.read_text().splitlines() if CPUINFO.is_file() else []

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from vllm_hsd import host
 from vllm_hsd.checked_files import write_json
 from vllm_hsd.cli.options import integers, json_object
 from vllm_hsd.errors import UserError, quoted
@@ -301,7 +302,7 @@ def cascade_file(profile: Profile, choice: Plan, source: Path) -> dict[str, Any]
 
 def serve_command(profile: Profile, choice: Plan) -> str:
     """The shell command that serves the target with what was chosen."""
-    command = ["vllm", "serve", profile.target]
+    command = host.serve_command(profile.target)
     if choice.best.selection.levels:
         config = {"method": "hsd", **cascade_keys(profile, choice)}
         command += ["--speculative-config", json.dumps(config)]
