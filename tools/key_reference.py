@@ -1,4 +1,4 @@
-"""Writes docs/keys.md, the reference of all keys: `python -m tools.key_reference`."""
+"""Writes docs/keys.md and docs/known-faults.md: `python -m tools.key_reference`."""
 
 import inspect
 import json
@@ -7,9 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hsd.config import CascadeConfig
+from vllm_hsd.known_faults import KNOWN_FAULTS
 from vllm_hsd.levels import KINDS, Keys
 
 PAGE = Path(__file__).parents[1] / "docs" / "keys.md"
+FAULTS = PAGE.with_name("known-faults.md")
+FAULTS_HEAD = """\
+# Known faults of stock vLLM
+
+Combinations of stock vLLM (0.32, 0.33) that are wrong or slow today. `vllm-hsd doctor` (with
+`--model` and `--speculative-config`) and `vllm-hsd advise` name those that a configuration can
+meet. Generated from `vllm_hsd/known_faults.py` (`python -m tools.key_reference`).
+
+| with | one sees | way out | vLLM issue | known from |
+| --- | --- | --- | --- | --- |
+"""
 HEAD = """\
 # All keys
 
@@ -77,5 +89,15 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def faults_page() -> str:
+    """The text of docs/known-faults.md."""
+    rows = (
+        (fault.condition, fault.symptom, fault.way_out, fault.issue, fault.seen)
+        for fault in KNOWN_FAULTS
+    )
+    return FAULTS_HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
 if __name__ == "__main__":
     PAGE.write_text(page())
+    FAULTS.write_text(faults_page())

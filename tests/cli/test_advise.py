@@ -6,7 +6,7 @@ import pytest
 
 from vllm_hsd.cli import advise
 from vllm_hsd.cli.advise import Situation, advice
-from vllm_hsd.cli.doctor import configuration_finding
+from vllm_hsd.cli.doctor import configuration_findings
 from vllm_hsd.cli.main import main
 from vllm_hsd.dtype import Choice
 
@@ -45,4 +45,5 @@ def test_the_command(dtype, text_family, capsys, monkeypatch):
     assert ("--dtype float32 --speculative-config" in printed) == (dtype == "float32")
     assert "Start with:" in printed and f"vllm-hsd bench --model {text_family.target}" in printed
     for config in (advise.NGRAM, advise.STOCK_NGRAM):
-        assert configuration_finding(text_family.target, json.dumps(config), ()).status == "ok"
+        valid, *_ = configuration_findings(text_family.target, json.dumps(config), ())
+        assert valid.status == "ok"

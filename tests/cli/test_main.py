@@ -129,7 +129,7 @@ def test_doctor_says_what_bfloat16_is_worth(status, flags, words):
 @pytest.mark.parametrize("given", ["{", "[" * 5000, "[]", "null"])
 def test_doctor_wants_a_json_object(given):
     with pytest.raises(UserError, match=r"^--speculative-config is not .*JSON.*\.$"):
-        doctor.configuration_finding("T", given, ())
+        doctor.configuration_findings("T", given, ())
 
 
 def test_doctor_checks_a_configuration_only_for_a_target(capsys):

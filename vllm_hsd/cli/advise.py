@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -11,10 +10,11 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_hsd import host
-from vllm_hsd.cli.doctor import configuration_finding
+from vllm_hsd import entrance, host
+from vllm_hsd.cli.doctor import configuration_findings
 from vllm_hsd.dtype import EXACT, choose_dtype
 from vllm_hsd.errors import UserError, brief, quoted
+from vllm_hsd.known_faults import Combination, met_by
 
 LENGTH = 8
 SUFFIX = {"method": "hsd", "num_speculative_tokens": LENGTH, "levels": [{"suffix": {}}]}
@@ -125,11 +125,11 @@ def run(arguments: argparse.Namespace) -> int:
     found = advice(situation)
     lines = [f"{situation.device} ({host.processor()}, {host.cores()} cores), {model}"]
     if given is not None:
-        lines += ["", "Yours: " + configuration_finding(model, given, ()).text + "."]
+        valid, *faults = configuration_findings(model, given, ())
+        lines += ["", f"Yours: {valid.text}."]
+        lines += [f"  {fault.text[0].upper()}{fault.text[1:]}." for fault in faults]
     name, option = shlex.quote(model), _options(found.config)
-    serve = f"python -m vllm.entrypoints.openai.api_server --model {name}"
-    if "vllm" in importlib.metadata.packages_distributions().get("vllm", []):
-        serve = f"vllm serve {name}"
+    serve = shlex.join(host.serve_command(model))
     why = [found.why]
     if found.config and situation.device == "cpu":
         choice = choose_dtype(model)
@@ -151,6 +151,11 @@ def run(arguments: argparse.Namespace) -> int:
             "",
             " \\\n    ".join([bench, *compared]),
         ]
+        for other in found.others:
+            combination = Combination(
+                other["method"], other["method"] == "hsd", situation.device, entrance.runner()
+            )
+            lines += [f"  {other['method']}: {text}." for text in met_by(combination)]
     if found.config:
         lines.append(f"  vllm-hsd verify --model {name} {option[0]}")
     lines.append(

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
-from vllm_hsd import entrance, host, plugin, registry
+from vllm_hsd import entrance, host, known_faults, plugin, registry
 from vllm_hsd.cli.options import json_object
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.errors import UserError, brief, collected, refusal
@@ -78,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
         problems += finding.status == "problem"
         show(finding)
     if model is not None and not problems:
-        show(configuration_finding(model, config, others))
+        for finding in configuration_findings(model, config, others):
+            show(finding)
     verdict = "cannot run here" if problems else "can run here"
     console.print(f"Method 'hsd' {verdict} ({problems} problem{'s' * (problems != 1)}).")
     return 1 if problems else 0
@@ -141,7 +142,7 @@ def _vllm_distribution() -> Iterator[Finding]:
         yield Finding(
             "note",
             "`vllm serve` looks for a distribution called vllm and stops without one: start the "
-            "server with `python -m vllm.entrypoints.openai.api_server --model TARGET`",
+            f"server with `{' '.join(host.serve_command('TARGET'))}`",
         )
 
 
@@ -247,10 +248,10 @@ def hook_finding(hook: registry.Hook, installed: bool) -> Finding:
     return Finding("ok", f"vLLM name {hook.name}: {hook.how}; {hook.why}{until}{issue}")
 
 
-def configuration_finding(
+def configuration_findings(
     model: str, speculative_config: str | None, vllm_arguments: Sequence[str]
-) -> Finding:
-    """What vLLM makes of a configuration; no weights are loaded.
+) -> list[Finding]:
+    """What vLLM makes of a configuration, and its known faults there; no weights are loaded.
 
     Raises:
         UserError: it is refused; a sentence for each of our reasons, or vLLM's first one.
@@ -279,11 +280,13 @@ def configuration_finding(
     runner = "V2" if config.use_v2_model_runner else "V1"
     fallback = vars(config.speculative_config or config).get("hsd_feature")
     because = f", since V2 does not yet support {fallback}" if fallback else ""
-    return Finding(
+    valid = Finding(
         "ok",
         f"the configuration is valid, on vLLM's {runner} runner{because}: "
         f"{config.speculative_config or 'no speculation'}",
     )
+    faults = known_faults.met_by(known_faults.Combination.of(config))
+    return [valid, *(Finding("note", text) for text in faults)]
 
 
 def _head_mistakes(engine: Any) -> list[str]:
