@@ -117,7 +117,8 @@ class VerifyingSampler(RejectionSampler):
             # No generator moves for a sample that is thrown away, so vLLM must not rewind any:
             # torch cannot do that on a CPU.
             self.runner.input_batch.generators.clear()
-            if rows is None and not counts.any() and self._nothing_drafted(slots):
+            alone = rows is None and not counts.any() and self._nothing_drafted(slots)
+            if alone and not sampling.needs_rows:
                 return self._sample_alone(logits, sampling_metadata, noise)
         before = None if rows is None else rows.before
         processed = sampling.target_logits(logits, counts, scheduled, before)

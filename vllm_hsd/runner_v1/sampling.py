@@ -6,7 +6,6 @@ The stock rejection sampler of vLLM 0.32 truncates the temperature on CPU (vLLM 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,6 +20,7 @@ from vllm.v1.sample.ops.bad_words import apply_bad_words_with_drafts
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
+from vllm_hsd.runner_v1.thinking_budget import force_end_of_thinking
 from vllm_hsd.verify.residual import ROW_SUM_TOLERANCE
 
 # vLLM's own bound between greedy and sampled requests.
@@ -55,6 +55,16 @@ class RequestSampling:
     def masks(self) -> bool:
         """Some request has allowed tokens or logit bias, which move even the argmax of a level."""
         return self.metadata.allowed_token_ids_mask is not None or bool(self.bias)
+
+    @property
+    def needs_rows(self) -> bool:
+        """Some request wants what vLLM's plain sampler gives to other rows under speculation.
+
+        It forces the end of thinking in the first row, and answers `logprob_token_ids` to all.
+        """
+        holder = self.metadata.thinking_budget_state_holder
+        thinks = holder is not None and holder.has_tracked_requests()
+        return bool(self.metadata.logprob_token_ids) or thinks
 
     def probabilities(
         self, logits: torch.Tensor, requests: np.ndarray, scale: float = 1.0
@@ -242,8 +252,8 @@ class RequestSampling:
                 metadata.repetition_penalties[rows],
                 past,
             )
-        if thinking:
-            masked = _apply_thinking_budget(holder, metadata, masked, num_tokens)
+        if holder is not None:
+            force_end_of_thinking(holder, masked, metadata.output_token_ids, counts, drafts)
         return masked
 
 
@@ -287,16 +297,3 @@ def _outputs_per_row(
         for places in chain if before is None else before(request):
             found.append([*output, *(draft[place - 1] for place in places)])
     return found
-
-
-def _apply_thinking_budget(
-    holder, metadata: SamplingMetadata, logits: torch.Tensor, num_tokens: list[int]
-) -> torch.Tensor:
-    """vLLM's holder wants draft rows and bonus rows apart."""
-    holder.update_state(metadata.output_token_ids, metadata.spec_token_ids, repeat_indices=None)
-    bonus = torch.tensor(list(itertools.accumulate(num_tokens))) - 1
-    is_bonus = torch.zeros(len(logits), dtype=torch.bool)
-    is_bonus[bonus] = True
-    for rows, predict_bonus in ((~is_bonus, False), (is_bonus, True)):
-        logits[rows] = holder.apply_to_logits(logits[rows], predict_bonus, metadata.spec_token_ids)
-    return logits

@@ -1,0 +1,62 @@
+"""What one request asks for never changes another request of its batch."""
+
+import pytest
+from support import neighbours
+from support.engines import differing, run_engine
+from support.level_files import cascade
+from support.marks import slow
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}
+HIERARCHICAL = {**NGRAM, "prompt_lookup_min": 1, "rejection_sample_method": "hierarchical"}
+SIZE = 32
+CROWDED = {"block_size": SIZE, "num_gpu_blocks_override": 17}
+CONFIGURATIONS = {
+    "lookup": cascade({"ngram": {"max": 4}}, num_speculative_tokens=8, adaptive=False),
+    "adaptive": cascade({"ngram": {"max": 4}}, num_speculative_tokens=8),
+    "branches": cascade(
+        {
+            "sources": [
+                {"ngram": {"max": 4}},
+                {"bigram": str(neighbours.MODELS / "library.safetensors")},
+            ]
+        },
+        num_speculative_tokens=6,
+        adaptive=False,
+    ),
+    "two models": cascade(
+        {"ngram": {"max": 4}, "num_tokens": 4},
+        {"model": str(neighbours.MODELS / "mid")},
+        num_speculative_tokens=7,
+        adaptive=False,
+    ),
+    "stock drafter": {"speculative_config": HIERARCHICAL},
+}
+
+
+JOBS, CROWDED_JOBS = neighbours.jobs(), neighbours.crowded_jobs()
+
+
+def answers(arguments: dict, prepared=lambda jobs: jobs) -> dict:
+    """Results of all jobs, with room and, of another engine, crowded."""
+    engine = {**neighbours.ENGINE, **neighbours.reasoning(), **arguments}
+    found = run_engine(engine, prepared(JOBS))
+    found |= run_engine({**engine, **CROWDED}, prepared(CROWDED_JOBS))
+    return neighbours.without_listed(found, JOBS | CROWDED_JOBS)
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict:
+    return answers({}, neighbours.without_lists)
+
+
+SLOW = ("adaptive", "two models")
+NAMES = [name for name in CONFIGURATIONS if name not in SLOW]
+
+
+@pytest.mark.parametrize("name", [*NAMES, *slow(*SLOW)])
+def test_texts_are_those_of_no_speculation(plain, name):
+    found = answers(CONFIGURATIONS[name])
+    drafted = sum(result["counters"]["spec_decode_num_draft_tokens"] for result in found.values())
+    preempted = sum(result["counters"]["num_preemptions"] for result in found.values())
+    assert drafted > 1000 and preempted >= 5
+    assert differing(found, plain) == []

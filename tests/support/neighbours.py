@@ -1,0 +1,126 @@
+"""Batches in which a request that asks for something rare runs next to requests that do not.
+
+What belongs to one request is applied to rows of a batch; a wrong row is the text of another.
+Requests join, leave and move, and their drafts have different lengths.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+MODELS = Path(__file__).parents[2] / "benchmarks/models"
+TOKENIZER = AutoTokenizer.from_pretrained(MODELS / "target")
+# Several tokens for the byte tokenizer, so that the end is forced over several rows.
+START, END = "^", "~|~"
+ENGINE: dict[str, Any] = {
+    "model": str(MODELS / "target"),
+    "skip_tokenizer_init": False,
+    "max_num_seqs": 6,
+    # Plain vLLM cannot serve a seeded prompt in chunks on a CPU.
+    "max_num_batched_tokens": 1024,
+}
+
+
+def reasoning() -> dict:
+    """Arguments of an engine whose requests may have thinking budgets; vLLM is imported here."""
+    from vllm.config import ReasoningConfig
+
+    return {"reasoning_config": ReasoningConfig(reasoning_start_str=START, reasoning_end_str=END)}
+
+
+def tokens(text: str) -> list[int]:
+    return TOKENIZER.encode(text)
+
+
+LOOP = "import os\nimport sys\nimport re\n" * 2
+READ = (
+    "def read_lines(path):\n    with open(path) as file:\n"
+    "        for line in file:\n            yield line\n\n"
+)
+# All repeat themselves, so that they have drafts, of different lengths, in most steps.
+OTHERS = [
+    READ + "def read_lines(",
+    LOOP,
+    READ + "def read",
+    "the quick brown fox " * 3,
+    "x = [1, 2, 3]\ny = [1, 2, 3]\nz = [1,",
+]
+GREEDY = {"temperature": 0, "max_tokens": 28, "ignore_eos": True}
+SEEDED = {**GREEDY, "temperature": 1, "seed": 7}
+NEWLINE = tokens("\n")[0]
+RARE: dict[str, dict] = {
+    # Where an end falls in a draft, and whether behind it, depends on the text.
+    **{f"budget {n}": {"thinking_token_budget": len(LOOP) + n} for n in range(1, 21)},
+    "budget spent in the prompt": {"thinking_token_budget": 3},
+    "allowed": {"allowed_token_ids": tokens("import os\nsyre")},
+    "bias": {"logit_bias": {tokens("q")[0]: 50.0}},
+    "penalties": {"repetition_penalty": 1.8, "presence_penalty": 1.0, "frequency_penalty": 1.0},
+    "bad words": {"bad_words_ids": [tokens("mp"), [NEWLINE]]},
+    "min tokens": {"min_tokens": 20, "stop_token_ids": [NEWLINE], "ignore_eos": False},
+    "grammar": {"structured_outputs": {"regex": "(ab){14}"}, "ignore_eos": False},
+    "listed": {"logprob_token_ids": tokens("xyz")},
+    "log-probabilities": {"logprobs": 4},
+    "min-p": {"min_p": 0.3, "temperature": 1, "seed": 3},
+    "top-k": {"top_k": 1, "temperature": 1},
+}
+
+
+def job(rare: dict, place: int, params: dict = GREEDY) -> dict:
+    """Nine requests, two of them rare, of which six run at once.
+
+    Args:
+        rare: parameters of the two beside GREEDY.
+        place: of the first one; the second comes three later.
+        params: of the others, every second of which has log-probabilities.
+    """
+    prompts = [tokens(OTHERS[i % len(OTHERS)] + "i" * (i // 5)) for i in range(9)]
+    listed = [{**params, "max_tokens": 16 + 4 * (i % 4)} for i in range(9)]
+    for i in range(1, 9, 2):
+        listed[i] = {**listed[i], "logprobs": 2}
+    for i in (place, place + 3):
+        prompts[i] = tokens(START + LOOP)
+        listed[i] = {**GREEDY, "max_tokens": 28, **rare}
+    arrive = [0, 0, 0, 1, 3, 4, 6, 7, 9]
+    return {"prompts": prompts, "params": listed, "arrive": arrive, "abort": {(place + 1) % 3: 8}}
+
+
+def jobs() -> dict[str, dict]:
+    """Name -> job; the rare one comes first or in the middle, the others are greedy or seeded."""
+    return {
+        f"{name}, from {place}": job(rare, place, (GREEDY, SEEDED)[i // 2 % 2])
+        for i, (name, rare) in enumerate(RARE.items())
+        for place in ((0, 4) if "budget" not in name else (i % 2 * 4,))
+    }
+
+
+def crowded_jobs() -> dict[str, dict]:
+    """As `jobs`, greedy only, for an engine with so few cache blocks that it preempts."""
+    some = [name for name in RARE if "budget" not in name or name.endswith(("3", "8"))]
+    return {f"{name}, crowded": job(RARE[name], 1) for name in some}
+
+
+def without_lists(jobs: dict[str, dict]) -> dict[str, dict]:
+    """The jobs as plain vLLM is right about them: it answers `logprob_token_ids` to all."""
+    return {
+        name: {**each, "params": [_without_list(params) for params in each["params"]]}
+        for name, each in jobs.items()
+    }
+
+
+def without_listed(results: dict, jobs: dict[str, dict]) -> dict:
+    """Results without the log-probabilities of requests that list their tokens."""
+    found = {}
+    for name, result in results.items():
+        outputs = [
+            output and [{**sequence, "logprobs": None} for sequence in output]
+            if "logprob_token_ids" in params
+            else output
+            for output, params in zip(result["outputs"], jobs[name]["params"], strict=True)
+        ]
+        found[name] = {**result, "outputs": outputs}
+    return found
+
+
+def _without_list(params: dict) -> dict:
+    return {key: value for key, value in params.items() if key != "logprob_token_ids"}
