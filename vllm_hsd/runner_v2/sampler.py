@@ -8,7 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
+    RejectionSampler,
+    _flatten_sampled_kernel,
+)
 
 from vllm_hsd.kernels.chain_verify import ChainResult, verify_chain_padded
 from vllm_hsd.kernels.filter_rows import row_thresholds
@@ -53,6 +57,8 @@ class BlockRejectionSampler(RejectionSampler):
         # Requests whose logits vLLM has to process: for more than a temperature and filters, or
         # filtered ones that are coupled, whose text is to be vLLM's to the last bit.
         self.processed = np.zeros_like(sampler.needs_logits_processing)
+        # Slots of the rows and of the requests of the last verification.
+        self.verified: tuple[torch.Tensor, np.ndarray]
         # Requests whose list of draft tokens vLLM reads as one chain.
         self.chained = np.zeros_like(self.processed)
         replace_on(sampler.sampling_states, f"{_STATES}.add_request", by=self)
@@ -119,6 +125,7 @@ class BlockRejectionSampler(RejectionSampler):
         seq_lens_upper_bound_np,
         verify_draft_sampled,
     ):
+        self.verified = expanded_idx_mapping, idx_mapping_np
         processed, is_scaled = self.target_logits(
             logits,
             expanded_idx_mapping,
@@ -141,6 +148,32 @@ class BlockRejectionSampler(RejectionSampler):
             self.thresholds(processed, is_scaled, expanded_idx_mapping, idx_mapping_np),
         )
         return processed, sampled, num_sampled
+
+    def _get_logprobs_tensors(
+        self, sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
+    ):
+        """As vLLM's, which under speculation passes over `logprob_token_ids`."""
+        index, requests = self.verified
+        listed = self.sampler.logprob_token_ids_state
+        longest = listed.max_num_token_ids(requests)
+        if not longest:
+            return super()._get_logprobs_tensors(
+                sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
+            )
+        flat = torch.zeros(len(logits), dtype=sampled.dtype, device=sampled.device)
+        _flatten_sampled_kernel[(len(requests),)](
+            flat, sampled, sampled.stride(0), num_sampled, cu_num_logits, num_warps=1
+        )
+        return compute_topk_scores(
+            logits,
+            max(max_num_logprobs, 0),
+            flat,
+            cu_num_logits_np.tolist() if len(logits) != len(requests) else None,
+            logprob_token_ids_state=listed,
+            expanded_idx_mapping=index,
+            max_per_req_token_ids=longest,
+            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )
 
     def target_logits(self, logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *rest):
         """(logits with the requests' sampling parameters applied, whether they are applied).

@@ -57,6 +57,18 @@ REGISTRY.overrides(
                 "verify_draft_sampled",
             ),
         ),
+        f"{_REJECTION}._get_logprobs_tensors": (
+            "answers `logprob_token_ids` under speculation",
+            (
+                "self",
+                "sampled",
+                "num_sampled",
+                "logits",
+                "cu_num_logits",
+                "cu_num_logits_np",
+                "max_num_logprobs",
+            ),
+        ),
         f"{_MANAGER}.__init__": (
             "is called by ours",
             (
