@@ -35,10 +35,12 @@ class Generation:
         cpu_seconds: CPU time of the process meanwhile, all threads together.
         first_token_seconds, last_token_seconds: time to it; all prompts arrive at once.
         target_steps: steps of the target that emitted tokens.
-        drafted, accepted: draft tokens that the target verified and accepted.
+        drafts, drafted, accepted: drafts that the target verified, their tokens, and how many of
+            these it accepted.
         levels: counts of every level of a cascade, cheapest first (see `metrics.COUNTERS`); empty
             for other methods.
         step_lengths: tokens of every step of the target.
+        finishes: vLLM's reason for every end.
     """
 
     token_ids: list[list[int]]
@@ -48,10 +50,12 @@ class Generation:
     first_token_seconds: list[float]
     last_token_seconds: list[float]
     target_steps: list[int]
+    drafts: int = 0
     drafted: int = 0
     accepted: int = 0
     levels: list[dict[str, float]] = field(default_factory=list)
     step_lengths: list[list[int]] = field(default_factory=list)
+    finishes: list[str] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -154,13 +158,23 @@ def _load(engine_args: dict[str, Any]) -> None:
     global _engine
     from vllm import LLM
 
-    _engine = LLM(**engine_args)
+    _engine = LLM(**_with_configs(engine_args))
     at_end.callback(_engine.llm_engine.engine_core.shutdown)
 
 
 def _with_engine(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:
     called = pkgutil.resolve_name(function) if isinstance(function, str) else function
     return called(_engine, *args, **kwargs)
+
+
+def _with_configs(engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM reads some configurations from JSON on a command line only."""
+    found = dict(engine_args)
+    if isinstance(reasoning := found.get("reasoning_config"), Mapping):
+        from vllm.config import ReasoningConfig
+
+        found["reasoning_config"] = ReasoningConfig(**reasoning)
+    return found
 
 
 def configuration_error(engine_args: Mapping[str, Any]) -> str | None:
@@ -171,7 +185,7 @@ def configuration_error(engine_args: Mapping[str, Any]) -> str | None:
     from vllm.engine.arg_utils import EngineArgs
 
     try:
-        EngineArgs(**{**ENGINE_DEFAULTS, **engine_args}).create_engine_config()
+        EngineArgs(**_with_configs({**ENGINE_DEFAULTS, **engine_args})).create_engine_config()
     except Exception as error:
         traceback.print_exc()
         return reason_of(error)
@@ -195,6 +209,7 @@ def generate(
     texts = [""] * count
     first, last = [0.0] * count, [0.0] * count
     steps: list[list[int]] = [[] for _ in prompts]
+    finishes = [""] * count
     before, levels_before = _counts(llm), level_counts()
     began, cpu_began = time.perf_counter(), time.process_time()
     engine = llm.llm_engine
@@ -211,10 +226,11 @@ def generate(
                 steps[i].append(len(sequence.token_ids))
             token_ids[i] += sequence.token_ids
             texts[i] += sequence.text
+            finishes[i] = sequence.finish_reason or ""
             if stream and sequence.text:
                 send_to_parent((i, sequence.text))
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
-    drafted, accepted = _counts(llm) - before
+    drafts, drafted, accepted = (_counts(llm) - before).tolist()
     return Generation(
         token_ids,
         texts,
@@ -223,10 +239,12 @@ def generate(
         first,
         last,
         [len(own) for own in steps],
+        int(drafts),
         int(drafted),
         int(accepted),
         counted_since(levels_before),
         steps,
+        finishes,
     )
 
 
@@ -244,9 +262,10 @@ def vllm_params(llm: Any, given: Mapping[str, Any]) -> Any:
 
 
 def _counts(llm: Any) -> np.ndarray:
-    """[2] tokens drafted for and accepted by the target so far."""
+    """[3] drafts for the target so far, their tokens, and those that it accepted."""
     values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-    names = (f"vllm:spec_decode_num_{name}_tokens" for name in ("draft", "accepted"))
+    counted = ("drafts", "draft_tokens", "accepted_tokens")
+    names = (f"vllm:spec_decode_num_{name}" for name in counted)
     return np.array([values.get(name, 0) for name in names])
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from vllm_hsd.lossless.directions import marks, rows_of
-from vllm_hsd.lossless.quantiles import token_ranges
-from vllm_hsd.lossless.sampled import Setting, Texts, checks
+from vllm_hsd.lossless.quantiles import FIGURES, token_ranges
+from vllm_hsd.lossless.sampled import Texts, checks
 from vllm_hsd.lossless.statistics import adjusted
 
 # An exact sampler fails with this probability; a biased one must fall below the second bound.
@@ -26,7 +26,7 @@ PASSES, REJECTED = 1e-3, 1e-6
 def places(
     logits: torch.Tensor, tokens: torch.Tensor, drafter: torch.Tensor | None = None
 ) -> np.ndarray:
-    """[N, 3] float64 of `token_ranges`; with a drafter also the columns of `directions.marks`.
+    """[N, FIGURES] float64 of `token_ranges`; with a drafter also `directions.marks`.
 
     Args:
         logits, drafter: [N, V], of the target and of what drafts, at the tokens' temperature.
@@ -44,10 +44,11 @@ def p_value(texts: list[np.ndarray]) -> float:
     Args:
         texts: `places` of each text's tokens in order.
     """
-    drafters = {"drafter": list[np.ndarray]()} if texts[0].shape[1] > 3 else {}
+    drafters = {"drafter": list[np.ndarray]()} if texts[0].shape[1] > FIGURES else {}
     steps = [[1] * len(own) for own in texts]
-    made = Texts(settings=[0] * len(texts), step_lengths=steps, rows=drafters)
-    found = checks([Setting(1.0)], made, texts, "float32", 0)
+    offered = [np.ones(len(own), dtype=bool) for own in texts]
+    every = {"settings": [0] * len(texts), "step_lengths": steps, "offered": offered}
+    found = checks(Texts([""], rows=drafters, **every), texts, "float32", 0)
     return min(adjusted([check.p_value for check in found]))
 
 

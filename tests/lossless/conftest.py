@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.engines import ENGINE_DEFAULTS, forked
+from support.engines import ENGINE_DEFAULTS, forked, prepare
 
 from vllm_hsd.cli import bench, verify_runs
 from vllm_hsd.cli import main as cli
@@ -21,19 +21,23 @@ ENGINE_ARGS = json.dumps({key: ENGINE_DEFAULTS[key] for key in KEPT})
 def verify(monkeypatch, tmp_path) -> Callable[..., tuple[int, dict]]:
     """(exit status, verify.json) of the command for (model, speculative configuration, *options).
 
-    Its processes have vLLM imported; a user's are spawned.
+    Its processes have vLLM imported; a user's are spawned. `patch` is called in each of them.
     """
+    patches: list[str | None] = [None]
 
     def engine_process(*args, environment=None, **options):
-        return EngineProcess(*args, **options, **forked(dict(environment or {})))
+        prepared = functools.partial(prepare, patches[-1])
+        return EngineProcess(*args, **options, prepare=prepared, **forked(dict(environment or {})))
 
     monkeypatch.setattr(verify_runs, "EngineProcess", engine_process)
     monkeypatch.setattr(bench, "WorkerProcess", functools.partial(WorkerProcess, **forked()))
 
-    def run(model: str, config: dict, *options: str) -> tuple[int, dict]:
+    def run(model: str, config: dict, *options: str, patch: str | None = None) -> tuple[int, dict]:
+        patches.append(patch)
         arguments = ["verify", "--model", model, "--speculative-config", json.dumps(config)]
         arguments += ["--dtype", "float32", "--engine-args", ENGINE_ARGS]
-        status = cli.main([*arguments, "--output", str(tmp_path), *options])
+        arguments += ["--workload", "steady", "--output", str(tmp_path)]
+        status = cli.main([*arguments, *options])
         return status, json.loads(Path(tmp_path, "verify.json").read_text())
 
     return run

@@ -119,7 +119,7 @@ def served(name: str, models: dict[bool, Models]) -> tuple[str, dict]:
 @pytest.mark.parametrize("name", SERVED)
 def test_every_kind_of_level_and_hosted_stock_method_passes(models, verify, name):
     status, found = verify(*served(name, models), *PASSES)
-    assert status == 0 and found["lossless"], found["verdict"]
+    assert found["lossless"] and (status == 0) == found["enough_drafted"], found["verdict"]
     assert found["greedy"]["passed"] and not found["greedy"]["differences"]
     assert found["sampled"]["accepted"] > 0
 
@@ -164,7 +164,7 @@ def test_twenty_sound_runs_pass(models, name):
         for run, texts in enumerate(runs):
             assert texts.rows
             ranges = sampled.scored(engine, texts, 64, silent)
-            checks = sampled.checks(settings, texts, ranges, "float32", run)
+            checks = sampled.checks(texts, ranges, "float32", run)
             least.append(min(adjusted([check.p_value for check in checks])))
     print(f"{name}: {list(runs[0].rows)}, lowest of {RUNS} runs {min(least):.2g}")
     assert min(least) >= ERROR_PROBABILITY

@@ -101,7 +101,8 @@ def likeliest(body: dict) -> list:
 
 def verify(tmp_path, url: str, plain_url: str, *options: str) -> int:
     arguments = ["verify", "--url", url, "--plain-url", plain_url, "--dtype", "float32"]
-    return cli.main([*arguments, "--output", str(tmp_path), *options])
+    arguments += ["--workload", "steady", "--output", str(tmp_path)]
+    return cli.main([*arguments, *options])
 
 
 @pytest.mark.parametrize("top_p", [None, 0.6, 0.95])

@@ -22,11 +22,12 @@ def test_ranges_are_those_of_the_sorted_distribution():
     probs = logits.softmax(-1)[0].double().numpy()
     by_rank = [1, 3, 4, 0, 2]
     for token in range(5):
-        own, before, above = token_ranges(logits, torch.tensor([token]))[0].tolist()
+        own, before, above, tail = token_ranges(logits, torch.tensor([token]))[0].tolist()
         assert own == pytest.approx(probs[token])
         assert before == pytest.approx(probs[:token].sum(), abs=1e-7)
         earlier = by_rank[: by_rank.index(token)]
         assert above == pytest.approx(probs[earlier].sum(), abs=1e-7)
+        assert tail == pytest.approx(probs[probs <= probs[token]].sum(), abs=1e-7)
 
 
 def test_quantiles_of_drawn_tokens_are_uniform():
@@ -37,7 +38,7 @@ def test_quantiles_of_drawn_tokens_are_uniform():
     ]
 
     def least(drawn):
-        quantiles = randomized(token_ranges(logits, drawn).numpy(), rng.random((2, 20000)))
+        quantiles = randomized(token_ranges(logits, drawn).numpy()[:, :3], rng.random((2, 20000)))
         answers = quantiles.reshape(2, -1, 50).transpose(1, 0, 2)
         found = checks_of("", arrange(list(answers), [[50]] * len(answers)))
         return min(test.p_value for test in found)
@@ -140,7 +141,7 @@ def test_places_are_predictable_under_both_rules(method):
     rows = torch.stack(target_rows, 1)
     for t in range(n + 1):
         there = (emitted[:, t] >= 0).nonzero()[:, 0]
-        ranges = token_ranges(rows[there, t].log(), emitted[there, t]).numpy()
+        ranges = token_ranges(rows[there, t].log(), emitted[there, t]).numpy()[:, :3]
         quantiles = randomized(ranges, rng.random((2, len(there))))
         found = checks_of("", arrange([quantiles], [[len(there)]]))
         assert min(test.p_value for test in found) > 1e-5

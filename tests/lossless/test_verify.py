@@ -6,6 +6,7 @@ import pytest
 from support.engines import ENGINE_DEFAULTS, forked
 
 from vllm_hsd.cli import verify_report
+from vllm_hsd.cli.verify_report import NOT_ENOUGH
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.lossless import sampled, self_test
 from vllm_hsd.lossless.drafters import OFFERS
@@ -58,7 +59,8 @@ OFFERED = {
 def test_what_is_drafted_is_recorded(text_family, verify, name):
     config = OFFERED[name] | {"num_speculative_tokens": 3}
     status, found = verify(text_family.target, config, "--temperatures", "1", "--tokens", "1024")
-    assert status == 0, found["verdict"]
+    # A lookup finds too little for a pass.
+    assert found["lossless"] and (status == 0) == found["enough_drafted"], found["verdict"]
     assert OFFERS in {check["order"] for check in found["sampled"]["checks"]}
     assert found["power"]["leaning"][0].count(OFFERS) == 1 and not found["power"]["untested"]
 
@@ -109,8 +111,26 @@ def test_many_tokens_follow_the_target(family, temperature, filters):
         texts = sampled.generate(engine, plan, 64, silent)
     with EngineProcess(arguments, **forked()) as engine:
         ranges = sampled.scored(engine, texts, 64, silent)
-    checks = sampled.checks(settings, texts, ranges, "float32", 0)
+    checks = sampled.checks(texts, ranges, "float32", 0)
     assert not sampled.failures(checks)
     tested = {check.place: check.num_tokens for check in checks if check.method == "KS"}
     assert set(tested) == {"all", "0", "1", "2", "3", "4"}
     assert min(tested[place] for place in "1234") >= TRIALS
+
+
+GENEROUS = "support.biased_sampler:install_generous_ratio"
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_sampler_that_accepts_too_much_does_not_pass(text_family, verify, served):
+    """The default configuration, which adapts, and a ratio 1.6 times too large."""
+    config = {"method": "hsd", "num_speculative_tokens": 5, "levels": [{"model": text_family.mid}]}
+    options = ("--temperatures", "1", "--tokens", "2048", *["--as-served"] * served)
+    status, found = verify(text_family.target, config, *options, patch=GENEROUS)
+    if not served:
+        assert found["sampled"]["places_drafted"] > 1000
+    # What it drafts as served depends on the machine's clock.
+    assert status == 1 or (served and status == NOT_ENOUGH), found["verdict"]
+    assert found["enough_drafted"] == (status == 1)
+    expected = "leans to mid" if status == 1 else "NOT ENOUGH WAS DRAFTED"
+    assert expected in found["verdict"] and "PASSED" not in found["verdict"]

@@ -110,7 +110,7 @@ def test_sampled_text_follows_the_target(models):
     with started({"model": target}) as engine:
         ranges = sampled.scored(engine, texts, 32, lambda text: None)
     assert texts.accepted > 0
-    assert not sampled.failures(sampled.checks(settings, texts, ranges, "float32", 0))
+    assert not sampled.failures(sampled.checks(texts, ranges, "float32", 0))
 
 
 def targets_of_heads(names: list[str]) -> dict[str, bool]:

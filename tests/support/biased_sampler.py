@@ -32,6 +32,14 @@ class _NothingSubtracted(ChainBatch):
         pass
 
 
+def install_generous_ratio() -> None:
+    """Accept by a ratio that is 1.6 times too large."""
+    from vllm_hsd.verify import chain
+
+    whole = chain.probability_ratios
+    chain.probability_ratios = lambda target, draft: 1.6 * whole(target, draft)
+
+
 def install_uncapped_final_ratio() -> None:
     """Accept whole drafts with their uncapped joint ratio."""
     from vllm_hsd.runner_v1 import sampler

@@ -16,6 +16,7 @@ exit status:
   1    `doctor` found a problem, a configuration of `bench` could not run, or `verify` found
        that a configuration is not lossless
   2    wrong arguments or input; one line on stderr says which and what to do
+  3    `verify` found nothing, but too little was drafted to call that a pass
   130  interrupted
 """
 

@@ -7,6 +7,11 @@ from typing import Any
 
 from vllm_hsd.cli.options import add_engine_options, numbers
 
+# See `lossless.workloads`.
+WORKLOADS = (
+    "steady", "turns", "crowd16", "crowd64", "thinking", "schemas", "stops", "chunks", "preempted",
+)  # fmt: skip
+
 
 def add_parser(commands: Any) -> None:
     """Add the command `verify`."""
@@ -51,12 +56,22 @@ def add_parser(commands: Any) -> None:
         "--equal-drafter", action="store_true",
         help="also serve the model as its own drafter, which must have everything accepted",
     )  # fmt: skip
+    add(
+        "--workload", type=lambda text: text.split(","), default=",".join(WORKLOADS),
+        metavar="NAME[,NAME...]",
+        help="what is served, all within the same number of tokens: the steady requests get half",
+    )  # fmt: skip
+    add(
+        "--as-served", action="store_true",
+        help="sample with the draft lengths and the batches that the configuration serves with; "
+        "without it drafts are as long as it allows and batches small, which shows most",
+    )  # fmt: skip
     add_engine_options(parser, "0,0.7,1", "verify")
     parser.set_defaults(run=command)
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Run `vllm-hsd verify`; 0 if nothing speaks against losslessness, else 1."""
+    """Run `vllm-hsd verify`; see `verify_runs.command`."""
     # torch and scipy, which a parser must not import.
     from vllm_hsd.cli import verify_runs
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
 
 from vllm_hsd.checked_files import write_json
-from vllm_hsd.cli import greedy
+from vllm_hsd.cli import greedy, verify_workloads
 from vllm_hsd.cli.bench_jobs import Comparison, Difference, Results, config_name
 from vllm_hsd.cli.bench_report import environment
 from vllm_hsd.cli.options import columns, rendered
+from vllm_hsd.cli.verify_workloads import Served
 from vllm_hsd.lossless import lean, sampled
 from vllm_hsd.lossless.mutants import MUTANTS
-from vllm_hsd.lossless.sampled import AFTER_DRAFT, Setting, Texts
+from vllm_hsd.lossless.sampled import AFTER_DRAFT, DRAFTED, Setting, Texts
 from vllm_hsd.lossless.seeded import Seeded
 from vllm_hsd.lossless.self_test import Result
 from vllm_hsd.lossless.statistics import (
@@ -29,8 +30,11 @@ from vllm_hsd.lossless.statistics import (
     Check,
     adjusted,
 )
+from vllm_hsd.lossless.workloads import STEADY
 
 ANSWER_TOKENS = 64
+# Exit status where nothing was found and too little was drafted to say more.
+NOT_ENOUGH = 3
 # Share of the draft that a drafter equal to the target may lose to rounding.
 LARGEST_LOSS = {"float32": 1e-3}
 LARGEST_LOSS_16_BIT = 0.05
@@ -47,6 +51,9 @@ class Verification:
         settings: sampling parameters of the sampled text; may be none.
         num_tokens: tokens of every setting.
         greedy, equal_drafter: whether greedy text is compared, and the model is its own drafter.
+        workloads: names, see `verify_workloads.NAMES`.
+        as_served: whether the sampled text is drafted and batched as the configuration serves,
+            and not as drafts show best.
         servers: URLs of running servers with and without speculation, instead of engines.
         drafter: the model that a server drafts with, if it was named.
     """
@@ -56,6 +63,8 @@ class Verification:
     num_tokens: int
     greedy: bool
     equal_drafter: bool
+    workloads: tuple[str, ...] = (STEADY,)
+    as_served: bool = False
     servers: tuple[str, str] | None = None
     drafter: str | None = None
 
@@ -72,6 +81,7 @@ class Outcome:
         untested: sentences on what could not be tested.
         equal_drafter: (drafted, accepted) with the model as its own drafter, None if not asked for.
         seeded: comparison of requests with seeds, None where the configuration promises nothing.
+        served: the workloads beside the steady one; their checks are among `checks`.
     """
 
     verification: Verification
@@ -83,6 +93,7 @@ class Outcome:
     untested: list[str]
     equal_drafter: tuple[int, int] | None = None
     seeded: Seeded | None = None
+    served: list[Served] = field(default_factory=list)
 
     @property
     def failed_checks(self) -> list[Check]:
@@ -109,8 +120,44 @@ class Outcome:
 
     @property
     def lossless(self) -> bool:
+        """Whether nothing speaks against it."""
         seeded = self.seeded is not None and self.seeded.unexplained
-        return not (self.failed_checks or self.unexplained or self.equal_drafter_failed or seeded)
+        compared = self.unexplained or seeded or verify_workloads.reasons(self.served)
+        return not (self.failed_checks or self.equal_drafter_failed or compared)
+
+    @property
+    def too_little_drafted(self) -> str | None:
+        """Why the sampled text cannot show what a run promises; None where it can."""
+        empty = [each.name for each in self.served if not each.drawn.num_offered]
+        if empty and self.verification.settings:
+            return f"no draft reached a place of {', '.join(empty)}"
+        if not self.texts.num_tokens:
+            return None
+        reached = f"drafts reached {self.texts.num_offered} of {self.texts.num_tokens} places"
+        if not self.texts.num_offered:
+            return reached
+        significance = ERROR_PROBABILITY / len(self.checks)
+        for name in self.texts.names:
+            own = [
+                each
+                for each in self.checks
+                if (each.setting, each.method, each.place) == (name, "score", "all")
+            ]
+            if own and not any(lean.enough(each, significance) for each in own):
+                least = min(each.detectable(significance) for each in own)
+                finds = f"only from {least:.1%} on" if math.isfinite(least) else "not at any size"
+                return (
+                    f"{reached}; {name}: leaning to the drafts by {lean.PROMISED:.0%} of total "
+                    f"variation for each of them is to be found, and is {finds}"
+                )
+        return None
+
+    @property
+    def status(self) -> int:
+        """Exit status of the command."""
+        if not self.lossless:
+            return 1
+        return NOT_ENOUGH if self.too_little_drafted else 0
 
 
 def page(outcome: Outcome) -> str:
@@ -120,18 +167,24 @@ def page(outcome: Outcome) -> str:
     if servers:
         what = f"served at {servers[0]}; without speculation at {servers[1]}"
     parts: list[RenderableType] = [*environment(outcome.metadata), f"Configuration: {what}"]
-    if outcome.checks:
+    steady = [check for check in outcome.checks if check.setting in texts.names]
+    if steady:
         drafts = ""
         if texts.drafted:
             rate = texts.accepted / texts.drafted
             drafts = f", {rate:.1%} of {texts.drafted} draft tokens accepted"
+        if texts.num_offered:
+            drafts += f", {texts.num_offered} at places that drafts reached"
         sentence = (
             f"Sampled text: {texts.num_tokens} tokens{drafts}. Each token's place in the "
             "target's own distribution, without speculation, must be uniform at every place of "
             "a step, whatever came before."
         )
-        parts += ["", sentence, *tables(outcome.checks)]
-    sentences = [*lean_sentences(outcome.checks), *outcome.untested]
+        parts += ["", sentence, *tables(outcome.checks, texts.names)]
+    if outcome.served:
+        parts += ["", *verify_workloads.table(outcome.served, outcome.checks)]
+    sentences = [*lean_sentences(outcome.checks, texts.names), *outcome.untested]
+    sentences += verify_workloads.sentences(outcome.served)
     if outcome.verification.greedy:
         sentences.append(_greedy_sentence(outcome))
     if outcome.seeded is not None:
@@ -148,12 +201,14 @@ def page(outcome: Outcome) -> str:
     return rendered(parts).export_text()
 
 
-def tables(checks: Sequence[Check]) -> list[RenderableType]:
-    """A line per setting and place; of several checks the one with the lowest p-value."""
+def tables(checks: Sequence[Check], names: Sequence[str]) -> list[RenderableType]:
+    """A line per named setting and place; of several checks the one with the lowest p-value."""
     p_values = adjusted([check.p_value for check in checks])
     significance = ERROR_PROBABILITY / len(checks)
     groups: dict[str, dict[str, list[tuple[float, Check]]]] = {}
     for p, check in zip(p_values, checks, strict=True):
+        if check.setting not in names:
+            continue
         name = check.hypothesis
         if check.method == "score" and check.place == "all":
             name = f"leans to {check.order}"
@@ -182,11 +237,15 @@ def tables(checks: Sequence[Check]) -> list[RenderableType]:
     return [*parts, "", notes]
 
 
-def lean_sentences(checks: Sequence[Check]) -> list[str]:
-    """For every drafter, how much leaning towards it would be found, in its worst setting."""
+def lean_sentences(checks: Sequence[Check], names: Sequence[str]) -> list[str]:
+    """For every drafter, how much leaning towards it would be found, in its worst named setting."""
     significance = ERROR_PROBABILITY / max(len(checks), 1)
     found = []
-    overall = [check for check in checks if check.method == "score" and check.place == "all"]
+    overall = [
+        check
+        for check in checks
+        if check.setting in names and check.method == "score" and check.place == "all"
+    ]
     for name in dict.fromkeys(check.order for check in overall):
         own = [check for check in overall if check.order == name]
         worst = max(own, key=lambda check: check.detectable(significance))
@@ -255,6 +314,7 @@ def verdict(outcome: Outcome) -> str:
         reasons.append("greedy text differs from no speculation")
     if outcome.seeded is not None and outcome.seeded.unexplained:
         reasons.append("text with seeds differs from no speculation")
+    reasons += verify_workloads.reasons(outcome.served)
     if outcome.equal_drafter_failed:
         reasons.append("the model's own drafts are not accepted")
     if reasons:
@@ -262,15 +322,27 @@ def verdict(outcome: Outcome) -> str:
         return f"NOT LOSSLESS. {'; '.join(reasons)}{more}."
     if not outcome.checks:
         return "PASSED."
+    if (reason := outcome.too_little_drafted) is not None:
+        return (
+            f"NOT ENOUGH WAS DRAFTED, so this is no pass: no deviation was found, but {reason}. "
+            "Give more --tokens, or drafts that are longer or more often accepted."
+        )
     significance = ERROR_PROBABILITY / len(outcome.checks)
+    steady = [check for check in outcome.checks if check.setting in outcome.texts.names]
+    if not steady:
+        return "PASSED: no deviation from the target was found."
+    drafted = any(check.place == DRAFTED for check in steady)
     least = max(
         check.detectable(significance)
-        for check in outcome.checks
-        if check.place == "all" and check.method == "KS" and check.order in ORDERS
+        for check in steady
+        if check.place == (DRAFTED if drafted else "all")
+        and check.method == "KS"
+        and check.order in ORDERS
     )
+    places = "places that drafts reached" if drafted else "tokens"
     return (
         f"PASSED: no deviation from the target was found. One of {least:.1%} of the probability, "
-        "over all tokens of a setting, would have been."
+        f"over all {places} of a setting, would have been."
     )
 
 
@@ -281,6 +353,7 @@ def write(outcome: Outcome, path: Path) -> None:
     texts, verification = outcome.texts, outcome.verification
     document: dict[str, Any] = {
         "lossless": outcome.lossless,
+        "enough_drafted": outcome.too_little_drafted is None,
         "verdict": verdict(outcome),
         **{k: v for k, v in outcome.metadata.items() if k not in ("num_prompts", "rounds")},
         "speculative_config": verification.comparison.configs[1] or None,
@@ -290,6 +363,7 @@ def write(outcome: Outcome, path: Path) -> None:
         "sampled": {
             "tokens": texts.num_tokens,
             "answers": len(texts.token_ids),
+            "places_drafted": texts.num_offered,
             "drafted": texts.drafted,
             "accepted": texts.accepted,
             "checks": [
@@ -304,10 +378,12 @@ def write(outcome: Outcome, path: Path) -> None:
         },
         "power": {
             "probability": POWER,
-            "leaning": lean_sentences(checks),
+            "leaning": lean_sentences(checks, texts.names),
             "untested": outcome.untested,
         },
     }
+    if outcome.served:
+        document["workloads"] = verify_workloads.document(outcome.served)
     if verification.greedy:
         differences = [
             {
@@ -338,9 +414,8 @@ def _finite(value: float) -> float | None:
 
 
 def _place(check: Check) -> str:
-    if check.place in ("all", AFTER_DRAFT):
-        return "all tokens" if check.place == "all" else check.place
-    return f"place {check.place}"
+    named = {"all": "all tokens", DRAFTED: "places that drafts reached", AFTER_DRAFT: AFTER_DRAFT}
+    return named.get(check.place, f"place {check.place}")
 
 
 def _p(value: float) -> str:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from vllm_hsd import host
-from vllm_hsd.cli import bench, greedy, verify_report
+from vllm_hsd.cli import bench, greedy, verify_report, verify_workloads
 from vllm_hsd.cli.bench_jobs import Comparison, Job, Results
 from vllm_hsd.cli.bench_runs import MAX_CPU_CACHE, SPARE_TOKENS, engine_arguments
 from vllm_hsd.cli.options import progress
 from vllm_hsd.cli.verify_report import ANSWER_TOKENS, LARGEST_GAP, Outcome, Verification
+from vllm_hsd.cli.verify_workloads import Served, shares
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.errors import UserError
 from vllm_hsd.lossless import sampled, seeded, self_test
@@ -30,12 +31,17 @@ from vllm_hsd.lossless.drafters import (
     keeps_seeds,
     short_name,
 )
+from vllm_hsd.lossless.load import Load
 from vllm_hsd.lossless.sampled import Setting
-from vllm_hsd.lossless.servers import TOP_K, Server
+from vllm_hsd.lossless.servers import AT_ONCE, TOP_K, Server
+from vllm_hsd.lossless.workloads import STEADY, WORKLOADS, Facts, Found
+from vllm_hsd.lossless.workloads import run as serve
 
-BATCH_SIZE = 64
+# Requests of an engine at once, and those of sampled text: in small batches most is drafted.
+BATCH_SIZE, SMALL_BATCH = 64, 8
 # Tokens of every setting in the comparison of requests with seeds.
 SEEDED_TOKENS = 1024
+_THINKING = "reasoning_start_str", "reasoning_end_str"
 # Seed of the uniforms that make quantiles continuous.
 SEED = 0
 # The engine without speculation runs where its sampler can be made to give out a text.
@@ -53,7 +59,12 @@ NOT_NAMED = (
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Run `vllm-hsd verify`; 0 if nothing speaks against losslessness, else 1."""
+    """Run `vllm-hsd verify`.
+
+    Returns:
+        0 if nothing speaks against losslessness, 1 if something does, NOT_ENOUGH if too little was
+        drafted to tell.
+    """
     if arguments.self_test:
         given = (arguments.model, arguments.speculative_config, arguments.url, arguments.plain_url)
         if any(given):
@@ -67,7 +78,7 @@ def command(arguments: argparse.Namespace) -> int:
     path = arguments.output / "verify.json"
     verify_report.write(outcome, path)
     print(f"Written: {path}")
-    return 0 if outcome.lossless else 1
+    return outcome.status
 
 
 def parse(arguments: argparse.Namespace) -> Verification:
@@ -105,6 +116,8 @@ def parse(arguments: argparse.Namespace) -> Verification:
         arguments.tokens,
         greedy=0 in temperatures,
         equal_drafter=arguments.equal_drafter,
+        as_served=arguments.as_served,
+        workloads=verify_workloads.chosen(arguments.workload),
         servers=servers,
         drafter=arguments.drafter,
     )
@@ -147,12 +160,15 @@ class Sides:
 
 def _engines(verification: Verification) -> Sides:
     comparison, setup = bench.prepare(verification.comparison)
-    arguments = engine_arguments(comparison, setup, 1)
+    given = engine_arguments(comparison, setup, 1)
+    # What many servers do, and a comparison of times must not.
+    caching = {"enable_prefix_caching": True, **comparison.engine_args}
+    arguments = given | _thinking(verification, given)
     config = comparison.configs[1] or {}
     scorer = arguments | SCORER_ARGUMENTS
     return Sides(
         comparison,
-        _loaded(comparison, "speculation", arguments | {"speculative_config": config}),
+        _loaded(comparison, "speculation", arguments | caching | {"speculative_config": config}),
         _loaded(comparison, "no speculation", scorer, SCORER_ENVIRONMENT),
         drafters_of(config),
         setup.prompt_ids,
@@ -161,9 +177,27 @@ def _engines(verification: Verification) -> Sides:
     )
 
 
+def _thinking(verification: Verification, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What lets an engine end thinking, with strings of one token where there are."""
+    asked = "thinking" in verification.workloads and not arguments.get("skip_tokenizer_init")
+    if not asked or "reasoning_config" in arguments or "reasoning_parser" in arguments:
+        return {}
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.get("tokenizer", arguments["model"]))
+    except Exception:  # transformers raises many kinds; vLLM knows tokenizers that it does not
+        return {}
+    for pair in (("<think>", "</think>"), ("^", "~")):
+        if all(len(tokenizer.encode(each, add_special_tokens=False)) == 1 for each in pair):
+            return {"reasoning_config": dict(zip(_THINKING, pair, strict=True))}
+    return {}
+
+
 def _running(verification: Verification, urls: tuple[str, str]) -> Sides:
     comparison = verification.comparison
-    speculating = Server("--url", urls[0], comparison.model)
+    at_once = AT_ONCE if verification.as_served else SMALL_BATCH
+    speculating = Server("--url", urls[0], comparison.model, at_once)
     plain = Server("--plain-url", urls[1], comparison.model)
     if speculating.model != plain.model:
         raise UserError(
@@ -205,6 +239,8 @@ def run(verification: Verification) -> Outcome:
     sides = _running(verification, urls) if urls else _engines(verification)
     comparison, drafters, prompts = sides.comparison, sides.drafters, sides.prompts
     dtype, config = sides.metadata["dtype"], comparison.configs[1] or {}
+    names = verification.workloads
+    steady_tokens, other_tokens = shares(names, verification.num_tokens, len(settings))
     if dtype not in LARGEST_GAP:
         raise UserError(f"--dtype {dtype}: rounding is known for {', '.join(LARGEST_GAP)}.")
     results, seconds = Results(comparison), dict[str, float]()
@@ -213,23 +249,44 @@ def run(verification: Verification) -> Outcome:
     greedy_params = {"temperature": 0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
     untested: list[str] = []
     with_seeds = found_seeded = None
+    served: list[Found] = []
+    recording: dict[str, Any] = {
+        "offers": OFFERS if drafters.recorded else None,
+        "certain": drafters.certain,
+    }
     with _timed(seconds, "speculation"), sides.speculating as engine:
         if verification.greedy:
             results.generations[jobs[1]] = engine.generate(prompts[:count], greedy_params)
-        if settings and keeps_seeds(config) and engine.call(_is_v1):
+        seeds = not urls and keeps_seeds(config) and engine.call(_is_v1)
+        if settings and seeds and STEADY in names:
             plan = sampled.planned(prompts, settings, SEEDED_TOKENS, ANSWER_TOKENS, seeded=1)
             with_seeds = sampled.generate(engine, plan, BATCH_SIZE, progress)
+        if settings and not urls and not verification.as_served:
+            engine.call("vllm_hsd.lossless.load:apply", Load(SMALL_BATCH, fixed_lengths=True))
         # The rule of requests with seeds is compared exactly.
         one_in = 0 if with_seeds else 2
         texts = sampled.generate(
             engine,
-            sampled.planned(prompts, settings, verification.num_tokens, ANSWER_TOKENS, one_in),
+            sampled.planned(prompts, settings, steady_tokens, ANSWER_TOKENS, one_in),
             BATCH_SIZE,
             progress,
-            offers=OFFERS if drafters.recorded else None,
-            certain=drafters.certain,
+            **recording,
         )
-    if settings and drafters.recorded and OFFERS not in texts.rows:
+        facts = Facts()
+        if not urls:
+            facts = engine.call("vllm_hsd.lossless.workloads:facts_of", texts.token_ids or prompts)
+        for name in names:
+            if name == STEADY:
+                continue
+            if (lack := WORKLOADS[name].lacks(facts)) is not None:
+                untested.append(f"{name}: not tested, since {lack}.")
+                continue
+            kinds = verification.greedy, seeds
+            arguments = engine, facts, prompts, settings, other_tokens, kinds
+            fixed = not verification.as_served
+            served.append(serve(name, *arguments, fixed, progress, **recording))
+    every = [texts, *(each.drawn for each in served)]
+    if settings and drafters.recorded and not any(OFFERS in each.rows for each in every):
         untested.append(NOT_RECORDED)
     if settings and urls and not drafters.models:
         untested.append(NOT_NAMED)
@@ -238,10 +295,11 @@ def run(verification: Verification) -> Outcome:
             untested.append(f"{drafter.name} is the target itself: nothing can lean to it.")
             continue
         name, scale = f"drafter {drafter.name}", drafter.temperature_scale
-        arguments = sides.arguments | SCORER_ARGUMENTS | {"model": drafter.model}
-        loaded = _loaded(comparison, name, arguments, SCORER_ENVIRONMENT)
+        reading = sides.arguments | SCORER_ARGUMENTS | {"model": drafter.model}
+        loaded = _loaded(comparison, name, reading, SCORER_ENVIRONMENT)
         with _timed(seconds, name), loaded as engine:
-            sampled.add_drafter(engine, texts, drafter.name, scale, BATCH_SIZE, progress)
+            for each in every:
+                sampled.add_drafter(engine, each, drafter.name, scale, BATCH_SIZE, progress)
     with _timed(seconds, "no speculation"), sides.plain as engine:
         if verification.greedy:
             results.generations[jobs[0]] = engine.generate(prompts[:count], greedy_params)
@@ -250,17 +308,34 @@ def run(verification: Verification) -> Outcome:
             results.differences = greedy.with_gaps(gaps_at, found)
         if with_seeds is not None:
             found_seeded = seeded.compared(engine, with_seeds, LARGEST_GAP[dtype])
-        ranges = sampled.scored(engine, texts, BATCH_SIZE, progress)
+        ranges = [sampled.scored(engine, each, BATCH_SIZE, progress) for each in every]
+        bound = LARGEST_GAP[dtype]
+        results_of = [
+            Served(
+                each.name,
+                each.drawn,
+                seeded.compared(engine, each.exact, bound) if each.exact.prompts else None,
+                each.met,
+            )
+            for each in served
+        ]
+    checks = [
+        check
+        for number, (each, own) in enumerate(zip(every, ranges, strict=True))
+        if each.num_tokens
+        for check in sampled.checks(each, own, dtype, SEED + number)
+    ]
     return Outcome(
         replace(verification, comparison=comparison),
         sides.metadata,
         texts,
-        sampled.checks(settings, texts, ranges, dtype, SEED),
+        checks,
         results,
         seconds,
         untested,
         _equal_drafter(verification, sides) if verification.equal_drafter else None,
         found_seeded,
+        results_of,
     )
 
 

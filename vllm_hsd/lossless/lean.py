@@ -15,23 +15,29 @@ from vllm_hsd.lossless.directions import FAULTS, OVER, SCORE, SHIFTS, THIRD, UND
 from vllm_hsd.lossless.statistics import Check, needed
 
 LEANS = "does not lean to"
+# Total variation for each drafted place that a run promises to find: an acceptance ratio 1.6 times
+# too large is .12 where p and q are .36 apart.
+PROMISED = 0.1
 # Where the scores vary by less in total, their sum is not nearly normal, and tells little.
 _LEAST_VARIANCE = 50.0
 
 
-def lean_checks(setting: str, drafter: str, marks: np.ndarray, labels: np.ndarray) -> list[Check]:
+def lean_checks(
+    setting: str, drafter: str, marks: np.ndarray, labels: np.ndarray, share: float = 1.0
+) -> list[Check]:
     """Tests of all drafted places together, and of each.
 
     Args:
-        marks: [n, directions.WIDTH], NaN where q is unknown.
+        marks: [n, directions.WIDTH], NaN where q is unknown or nothing was drafted.
         labels: [n] names of the tokens' places.
+        share: of the other places, those where something was drafted: only these could lean.
     """
     drafted = ~np.isnan(marks[:, SCORE]) & (labels != "0")
     names = sorted(set(labels[drafted].tolist()), key=lambda name: (len(name), name))
-    found = [_check(setting, drafter, "all", marks[drafted])] if drafted.any() else []
+    found = [_check(setting, drafter, "all", marks[drafted], share)] if drafted.any() else []
     if len(names) > 1:
         own = {name: marks[drafted & (labels == name)] for name in names}
-        parts = [_check(setting, drafter, name, each) for name, each in own.items()]
+        parts = [_check(setting, drafter, name, each, share) for name, each in own.items()]
         # Where little varies there is nothing to test; the line of all tokens says so.
         found += [check for check in parts if check.faults]
     return found
@@ -52,14 +58,23 @@ def factors(check: Check, significance: float) -> tuple[float, float]:
     return nearest(OVER, above, np.inf), nearest(UNDER, below, np.nan)
 
 
-def _check(setting: str, drafter: str, place: str, marks: np.ndarray) -> Check:
+def enough(check: Check, significance: float) -> bool:
+    """Whether every fault of PROMISED total variation or more per drafted place would be found."""
+    least = needed(significance)
+    large = [abs(moved) for moved, variation in check.faults if variation >= PROMISED]
+    # Nothing can lean further than to the drafter's own distribution.
+    return check.parameter < PROMISED or (bool(large) and min(large) >= least)
+
+
+def _check(setting: str, drafter: str, place: str, marks: np.ndarray, share: float) -> Check:
     count = len(marks)
     hypothesis = f"{LEANS} {drafter}"
     variance = float(marks[:, VARIANCE].sum())
-    if variance < _LEAST_VARIANCE:
-        return Check(setting, hypothesis, drafter, place, count, 1.0, 0.0, "score")
-    moved = marks[:, SHIFTS : SHIFTS + FAULTS].sum(0)
     variation = marks[:, SHIFTS + FAULTS :].mean(0)
+    apart = float(variation[0])
+    if variance < _LEAST_VARIANCE:
+        return Check(setting, hypothesis, drafter, place, count, 1.0, 0.0, "score", apart)
+    moved = marks[:, SHIFTS : SHIFTS + FAULTS].sum(0) * share
     total = float(marks[:, SCORE].sum())
     z = total / np.sqrt(variance)
     # The skewness of the sum, to first order of Cramer's series for a tail.
@@ -69,4 +84,4 @@ def _check(setting: str, drafter: str, place: str, marks: np.ndarray) -> Check:
     faults = np.stack((moved / np.sqrt(variance), variation), 1)
     p_value, described = float(min(1.0, np.exp(log_p))), tuple(map(tuple, faults.tolist()))
     place_of = setting, hypothesis, drafter, place, count
-    return Check(*place_of, p_value, float(shift), "score", faults=described)
+    return Check(*place_of, p_value, float(shift), "score", apart, described)

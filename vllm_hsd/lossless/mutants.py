@@ -54,10 +54,10 @@ MUTANTS = {
     "shared noise": Mutant("the verifier reuses the drafter's uniforms"),
     "raw proposals": Mutant("drafts are verified with probabilities before the temperature"),
     "standard residual": Mutant(
-        "block verification recovers with the residual of token-level rejection", weight=16
+        "block verification recovers with the residual of token-level rejection", weight=4
     ),
     "uniforms met twice": Mutant(
-        "uniforms belong to positions, and rejected positions meet theirs again", weight=16
+        "uniforms belong to positions, and rejected positions meet theirs again", weight=4
     ),
     "unscored grammar cut": Mutant(
         "a grammar cuts a draft at a refused token, which is then not verified", constrained=True

@@ -17,7 +17,7 @@ from vllm_hsd.runner_v1 import sampler as sampler_module
 from vllm_hsd.verify.inputs import ChainBatch
 
 # Of a request: place in its answer -> a row of `directions.rows_of`, of ids and probabilities;
-# place of the first token of a step -> draft tokens there.
+# place of the first token of a step -> draft tokens there, which are fixed before the verdict.
 Offered = tuple[dict[int, np.ndarray], dict[int, int]]
 
 
@@ -26,11 +26,11 @@ class OfferRecorder:
 
     Attributes:
         certain: whether draft tokens without probabilities are those of a lookup or of a greedy
-            drafter; otherwise they are left out.
+            drafter; otherwise they are left out. None: draft lengths are recorded, and no rows.
         found: request id -> what it was offered.
     """
 
-    def __init__(self, runner: Any, certain: bool) -> None:
+    def __init__(self, runner: Any, certain: bool | None) -> None:
         self.runner, self.certain = runner, certain
         self.found: dict[str, Offered] = {}
         self.verify = runner.rejection_sampler.forward
@@ -57,7 +57,7 @@ class OfferRecorder:
     def _record(self, batch: ChainBatch, requests: list[int]) -> None:
         """Keep what every request of the runner's batch is offered, by its number there."""
         input_batch = self.runner.input_batch
-        drawn = batch.valid & (batch.draft_rows >= 0)
+        drawn = batch.valid & (batch.draft_rows >= 0) & (self.certain is not None)
         found = None
         if batch.draft_probs is not None and drawn.any():
             index = torch.from_numpy(batch.draft_rows[drawn]).to(batch.draft_probs.device)
@@ -84,7 +84,7 @@ class OfferRecorder:
                     offers[place + t] = row
 
 
-def install(llm: Any, certain: bool) -> bool:
+def install(llm: Any, certain: bool | None) -> bool:
     """Record from now on; whether the runner is one whose drafts can be followed."""
     return bool(llm.collective_rpc(_install, args=(certain,))[0])
 
@@ -95,8 +95,11 @@ def take(llm: Any) -> dict[str, Offered]:
     return found
 
 
-def _install(worker: Any, certain: bool) -> bool:
+def _install(worker: Any, certain: bool | None) -> bool:
     runner = worker.model_runner
+    if hasattr(runner, "vllm_hsd_recorder"):
+        runner.vllm_hsd_recorder.certain, runner.vllm_hsd_recorder.found = certain, {}
+        return True
     if not hasattr(runner, "rejection_sampler") or not hasattr(runner, "discard_request_mask"):
         return False  # the V2 runner
     if runner.use_async_scheduling:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+# Columns of `token_ranges`.
+FIGURES, TAIL = 4, 3
+
 
 def token_ranges(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Probability of each token, and of all tokens ordered before it.
@@ -15,8 +18,9 @@ def token_ranges(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         token_ids: [n] int64.
 
     Returns:
-        [n, 3] float64 on the host: the token's probability; the probability before it in the order
-        of token ids; the one before it by falling probability, ties in the order of ids.
+        [n, FIGURES] float64 on the host: the token's probability; the probability before it in the
+        order of token ids; the one before it by falling probability, ties in the order of ids; and
+        (TAIL) that of all tokens that are no likelier than it, itself included.
     """
     probs = logits.float().softmax(-1)
     columns = torch.arange(probs.shape[1], device=probs.device)
@@ -25,7 +29,9 @@ def token_ranges(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     before = (probs * earlier).sum(-1, dtype=torch.float64)
     likelier = (probs > own) | ((probs == own) & earlier)
     above = (probs * likelier).sum(-1, dtype=torch.float64)
-    return torch.stack((own[:, 0].double(), before, above), 1).cpu()
+    # Not 1 less the likelier ones: most of the digits of a small one would be lost.
+    tail = (probs * (probs <= own)).sum(-1, dtype=torch.float64)
+    return torch.stack((own[:, 0].double(), before, above, tail), 1).cpu()
 
 
 def randomized(ranges: np.ndarray, uniforms: np.ndarray) -> np.ndarray:

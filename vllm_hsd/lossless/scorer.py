@@ -88,8 +88,28 @@ def drawn_with_raised(
         logits = logits.scatter_add(1, token_ids[:, None], amounts[:, None])
         return draw(logits, *others)[0].cpu().numpy()
 
-    found = _noted(llm, prompts, texts, sampling_params, note, seeded=True)
+    found, _ = _noted(llm, prompts, texts, sampling_params, note, seeded=True)
     return [int(drawn[-1]) for drawn in found]
+
+
+def shortfalls(
+    llm: Any,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+    sampling_params: Sequence[Mapping[str, Any]],
+) -> list[float]:
+    """By how many nats each text's last token falls short of the likeliest one, before temperature.
+
+    Arguments and errors as for `score`; the parameters may be greedy.
+    """
+
+    def note(_, arguments, token_ids, __) -> np.ndarray:
+        logits = arguments[0]
+        return (logits.max(-1).values - logits.gather(1, token_ids[:, None])[:, 0]).cpu().numpy()
+
+    # Greedy requests do not reach the sampler that is replaced.
+    drawn = [{**each, "temperature": 1.0} for each in sampling_params]
+    return [float(own[-1]) for own in _noted(llm, prompts, texts, drawn, note)[0]]
 
 
 def score(
@@ -98,7 +118,7 @@ def score(
     texts: Sequence[Sequence[int]],
     sampling_params: Sequence[Mapping[str, Any]],
     rows: Mapping[str, Sequence[np.ndarray]] | None = None,
-) -> list[np.ndarray]:
+) -> tuple[list[np.ndarray], list[str]]:
     """Where every token of the texts lies in the engine's own distribution.
 
     Runs in the process of an engine without speculation, on vLLM's V1 runner, else UserError.
@@ -109,8 +129,8 @@ def score(
         rows: [tokens, 2, k] of every text by drafter, see `directions.rows_of`.
 
     Returns:
-        [tokens, 3 + drafters * directions.WIDTH] float64 for every text, see `token_ranges` and
-        `directions.marks`.
+        [tokens, FIGURES + drafters * directions.WIDTH] float64 for every text, see `token_ranges`
+        and `directions.marks`, up to where the engine ends the text, and why it does.
     """
     drafters = list((rows or {}).values())
 
@@ -140,7 +160,7 @@ def likeliest(
     def note(_, arguments, *__) -> np.ndarray:
         return rows_of(_filtered(*arguments))
 
-    return _noted(llm, prompts, texts, sampling_params, note)
+    return _noted(llm, prompts, texts, sampling_params, note)[0]
 
 
 def _noted(
@@ -150,7 +170,8 @@ def _noted(
     sampling_params: Sequence[Mapping[str, Any]],
     note: Note,
     seeded: bool = False,
-) -> list[np.ndarray]:
+) -> tuple[list[np.ndarray], list[str]]:
+    """What was noted of the tokens of every text, up to its end, and the engine's reason for it."""
     params = [
         vllm_params(
             llm,
@@ -166,10 +187,13 @@ def _noted(
     llm.collective_rpc(partial(_install, note=note))
     try:
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        llm.generate(requests, params, use_tqdm=False)
+        outputs = llm.generate(requests, params, use_tqdm=False)
     finally:
         found = llm.collective_rpc(_remove)[0]
-    return [np.array(found[number]) for number in range(len(texts))]
+    ends = [output.outputs[0] for output in outputs]
+    # After its end the batch may hold a text for a step.
+    noted = [np.array(found[i][: len(end.token_ids)]) for i, end in enumerate(ends)]
+    return noted, [end.finish_reason or "" for end in ends]
 
 
 def _filtered(logits: torch.Tensor, _: Any, top_k: Any, top_p: Any) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.lossless import sampled, seeded
+from vllm_hsd.lossless.load import Load, apply
 from vllm_hsd.lossless.mutants import GRAMMAR, LETTERS, MUTANTS, TEMPERATURE, Mutant, install
 from vllm_hsd.lossless.sampled import Setting, Texts
 from vllm_hsd.lossless.statistics import Check, rare_event_check
@@ -86,7 +87,6 @@ def run(
         "method": "hsd",
         "num_speculative_tokens": DRAFT_LENGTH,
         "levels": [{"model": family.mid, "temperature_scale": TEMPERATURE_SCALE}],
-        "adaptive": False,
     }
     letters = tokenizer.convert_tokens_to_ids(list(LETTERS))
     filters = {"structured_outputs": GRAMMAR, "allowed_token_ids": letters}
@@ -99,6 +99,7 @@ def run(
     texts: dict[str, Texts] = {}
     exact: dict[str, Texts] = {}
     with engine("speculation", speculative_config=cascade) as speculating:
+        speculating.call(apply, Load(fixed_lengths=True))
         for name, mutant in samplers.items():
             speculating.call(install, None if name == SOUND else name)
             planned = partial(sampled.planned, prompts, settings[name])
@@ -122,7 +123,7 @@ def run(
             if own := texts.pop(name, None):
                 sampled.add_drafter(drafter, own, "mid", TEMPERATURE_SCALE, BATCH_SIZE, shown)
                 ranges = sampled.scored(target, own, BATCH_SIZE, shown)
-                found += sampled.checks(settings[name], own, ranges, "float32", seed)
+                found += sampled.checks(own, ranges, "float32", seed)
             results.append(Result(name, found, sampled.failures(found)))
     return results
 

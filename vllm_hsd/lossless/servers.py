@@ -39,14 +39,15 @@ class Server:
         option: the option that names it, for messages.
         url: as in http://host:8000, with or without /v1.
         model: empty for the first one that it serves.
+        at_once: requests in progress.
 
     Raises:
         UserError: no URL. So does every method if the server cannot be reached, refuses, or
             answers with something else.
     """
 
-    def __init__(self, option: str, url: str, model: str = "") -> None:
-        self.option = option
+    def __init__(self, option: str, url: str, model: str = "", at_once: int = AT_ONCE) -> None:
+        self.option, self.at_once = option, at_once
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
             raise UserError(f"{option} '{url}' is not a URL such as http://localhost:8000.")
@@ -118,8 +119,11 @@ class Server:
         texts: Sequence[Sequence[int]],
         sampling_params: Sequence[Mapping[str, Any]],
         rows: Mapping[str, Sequence[np.ndarray]],
-    ) -> list[np.ndarray]:
-        """As `scorer.score`, by the log-probabilities of this server without speculation."""
+    ) -> tuple[list[np.ndarray], list[str]]:
+        """As `scorer.score`, by the log-probabilities of this server without speculation.
+
+        Why a text ends is not told.
+        """
 
         def ranges(i: int) -> np.ndarray:
             likeliest = self._likeliest([*prompts[i], *texts[i]])[len(prompts[i]) - 1 :]
@@ -130,7 +134,7 @@ class Server:
                 found.append(np.array([_marks(*place) for place in places]))
             return np.concatenate(found, 1)
 
-        return list(self._map(ranges, range(len(prompts))))
+        return list(self._map(ranges, range(len(prompts)))), []
 
     def gaps(self, places: Sequence[tuple[Sequence[int], int, int]]) -> list[float]:
         """By how much the less likely of two tokens after a context falls short of the likeliest.
@@ -188,7 +192,7 @@ class Server:
             raise UserError(f"{self.option} '{self.url}' cannot be reached ({reason}).") from None
 
     def _map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        with ThreadPoolExecutor(self.at_once) as pool:
             yield from pool.map(function, items)
 
 
@@ -213,12 +217,14 @@ def kept_probabilities(
     return {each: weight / above for each, weight in zip(kept[:count], weights, strict=False)}
 
 
-def token_range(probs: Mapping[int, float], token: int) -> tuple[float, float, float]:
+def token_range(probs: Mapping[int, float], token: int) -> tuple[float, float, float, float]:
     """`quantiles.token_ranges` of one token, by `kept_probabilities`."""
     order = list(probs)
     before = sum(p for each, p in probs.items() if each < token)
     likelier = order[: order.index(token)] if token in probs else order
-    return probs.get(token, 0.0), before, sum(probs[each] for each in likelier)
+    own = probs.get(token, 0.0)
+    above = sum(probs[each] for each in likelier)
+    return own, before, above, sum(p for p in probs.values() if p <= own)
 
 
 def _marks(probs: Mapping[int, float], token: int, row: np.ndarray) -> np.ndarray:

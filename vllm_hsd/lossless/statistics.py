@@ -29,6 +29,10 @@ ORDERS = ("token id", "falling probability")
 # What is tested; every other hypothesis is named where it is.
 FOLLOWS = "follows the target"
 
+LIKELY = "no token is improbable"
+# Probabilities that count as improbable.
+_IMPROBABLE = (1e-3, 1e-5, 1e-7, 1e-9)
+
 # Fewer tokens at a place are counted with the place before it.
 _FEWEST = 500
 # Fewer tokens at place 0, the first ones of answers, are not tested by themselves.
@@ -86,7 +90,8 @@ class Check:
         shift: estimate of the deviation, in probability (0: none).
         method: "KS" (Kolmogorov-Smirnov), "chi-square", "Poisson" (a count of rare events),
             "answers" (a mean for every answer) or "score" (see `lean`).
-        parameter: degrees of freedom of chi-square and answers, expected events of Poisson.
+        parameter: degrees of freedom of chi-square and answers, expected events of Poisson, total
+            variation between target and drafter of scores.
         faults: for every fault of `directions`, by how many standard deviations it would move the
             score, and its total variation; empty for other methods.
     """
@@ -230,6 +235,29 @@ def rare_event_check(setting: str, hypothesis: str, count: int, trials: int, rat
     expected = rate * trials
     figures = trials, float(stats.poisson.sf(count - 1, expected)), count / trials
     return Check(setting, hypothesis, ORDERS[1], "all", *figures, "Poisson", expected)
+
+
+def improbable(setting: str, tails: np.ndarray, exact: bool) -> Check:
+    """Check that tokens whose like is improbable are as rare as that, at several thresholds.
+
+    A row of another request, or a token that was forced into another text, shows so wherever the
+    model is sure of itself, however seldom it happens.
+
+    Args:
+        tails: [n] the probability of all tokens that are no likelier than the text's one: below t
+            with probability t at most.
+        exact: whether probabilities are those of 32 bits; else rounding may double them.
+    """
+    count, factor = len(tails), 1 if exact else 2
+    found = []
+    for bound in _IMPROBABLE:
+        seen, expected = int((tails <= bound).sum()), factor * bound * count
+        found.append((float(stats.poisson.sf(seen - 1, expected)), seen, expected))
+    p, seen, _ = min(found)
+    # By its strictest threshold, a few events are found.
+    figures = count, min(1.0, p * len(_IMPROBABLE)), seen / max(count, 1)
+    least = found[-1][-1] / len(_IMPROBABLE)
+    return Check(setting, LIKELY, ORDERS[1], "all", *figures, "Poisson", least)
 
 
 def adjusted(p_values: Sequence[float]) -> list[float]:
