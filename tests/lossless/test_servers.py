@@ -196,7 +196,7 @@ def test_mistakes_are_named(tmp_path, capsys):
     assert "is not a URL" in error("--url", "localhost", "--plain-url", "localhost")
     with markov_server(sends_token_ids=False) as url:
         message = error("--url", url, "--plain-url", url, "--temperatures", "1")
-        assert "answers with no token ids: is it an OpenAI server of vLLM?" in message
+        assert "answers with no token ids: is it a server of vLLM?" in message
     with markov_server() as url, markov_server(max_logprobs=5) as plain_url:
         message = error("--url", url, "--plain-url", plain_url, "--temperatures", "1")
         assert "start it with --max-logprobs 20" in message

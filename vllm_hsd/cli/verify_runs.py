@@ -32,8 +32,9 @@ from vllm_hsd.lossless.drafters import (
     short_name,
 )
 from vllm_hsd.lossless.load import Load
+from vllm_hsd.lossless.other_servers import connect
 from vllm_hsd.lossless.sampled import Setting
-from vllm_hsd.lossless.servers import AT_ONCE, TOP_K, Server
+from vllm_hsd.lossless.servers import AT_ONCE, TOP_K
 from vllm_hsd.lossless.workloads import STEADY, WORKLOADS, Facts, Found
 from vllm_hsd.lossless.workloads import run as serve
 
@@ -197,8 +198,8 @@ def _thinking(verification: Verification, arguments: dict[str, Any]) -> dict[str
 def _running(verification: Verification, urls: tuple[str, str]) -> Sides:
     comparison = verification.comparison
     at_once = AT_ONCE if verification.as_served else SMALL_BATCH
-    speculating = Server("--url", urls[0], comparison.model, at_once)
-    plain = Server("--plain-url", urls[1], comparison.model)
+    speculating = connect("--url", urls[0], comparison.model, at_once)
+    plain = connect("--plain-url", urls[1], comparison.model)
     if speculating.model != plain.model:
         raise UserError(
             f"--url serves '{speculating.model}', --plain-url '{plain.model}': give one model."

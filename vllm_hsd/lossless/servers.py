@@ -46,12 +46,16 @@ class Server:
             answers with something else.
     """
 
+    kind = "vLLM"
+
     def __init__(self, option: str, url: str, model: str = "", at_once: int = AT_ONCE) -> None:
         self.option, self.at_once = option, at_once
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
             raise UserError(f"{option} '{url}' is not a URL such as http://localhost:8000.")
-        self.model = model or self._read("/v1/models", None, "data", 0, "id")
+        served = self._read("/v1/models", None, "data", 0)
+        self.model = model or served.get("id")
+        self.owner = served.get("owned_by", "")
 
     def version(self) -> str:
         """Version of its vLLM."""
@@ -97,18 +101,11 @@ class Server:
         body = {key: value for key, value in params.items() if value is not None}
         body |= {"prompt": list(prompt), "stream": True, "return_token_ids": True}
         lengths, token_ids = [], []
-        with self._open("/v1/completions", {**body, "model": self.model}) as response:
-            for line in response:
-                data = line.decode().removeprefix("data:").strip()
-                if not line.startswith(b"data:") or data == "[DONE]":
-                    continue
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    raise UserError(f"{self.option}: {brief(chunk['error'])}.")
-                for choice in chunk["choices"]:
-                    if new := choice.get("token_ids"):
-                        token_ids += new
-                        lengths.append(len(new))
+        for chunk in self._events("/v1/completions", {**body, "model": self.model}):
+            for choice in chunk["choices"]:
+                if new := choice.get("token_ids"):
+                    token_ids += new
+                    lengths.append(len(new))
         if not token_ids:
             raise self._odd("no token ids")
         return token_ids, lengths
@@ -126,7 +123,7 @@ class Server:
         """
 
         def ranges(i: int) -> np.ndarray:
-            likeliest = self._likeliest([*prompts[i], *texts[i]])[len(prompts[i]) - 1 :]
+            likeliest = self._likeliest([*prompts[i], *texts[i]], len(prompts[i]))
             kept = [kept_probabilities(each, sampling_params[i]) for each in likeliest]
             found = [np.array([token_range(*each) for each in zip(kept, texts[i], strict=True)])]
             for own in rows.values():
@@ -144,13 +141,13 @@ class Server:
 
         def gap(place: tuple[Sequence[int], int, int]) -> float:
             context, *pair = place
-            row = self._likeliest([*context, pair[0]])[-1]
+            row = self._likeliest([*context, pair[0]], len(context))[-1]
             return max(row.values()) - min(row.get(token, -math.inf) for token in pair)
 
         return list(self._map(gap, places))
 
-    def _likeliest(self, tokens: Sequence[int]) -> list[dict[int, float]]:
-        """At every place but the first: log-probabilities of the likeliest and the real token."""
+    def _likeliest(self, tokens: Sequence[int], first: int) -> list[dict[int, float]]:
+        """From place `first` on: log-probabilities of the likeliest and the real token."""
         body = {
             "model": self.model,
             "prompt": list(tokens),
@@ -159,7 +156,21 @@ class Server:
             "prompt_logprobs": LOGPROBS,
         }
         rows = self._read("/v1/completions", body, "choices", 0, "prompt_logprobs")
-        return [{int(token): entry["logprob"] for token, entry in row.items()} for row in rows[1:]]
+        return [
+            {int(token): entry["logprob"] for token, entry in row.items()} for row in rows[first:]
+        ]
+
+    def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The objects of a streamed answer."""
+        with self._open(path, body) as response:
+            for line in response:
+                data = line.decode().removeprefix("data:").strip()
+                if not line.startswith(b"data:") or data == "[DONE]":
+                    continue
+                found = json.loads(data)
+                if "error" in found:
+                    raise UserError(f"{self.option}: {brief(found['error'])}.")
+                yield found
 
     def _read(self, url_path: str, body: dict[str, Any] | None, *path: str | int) -> Any:
         """A value of a JSON answer."""
@@ -174,7 +185,7 @@ class Server:
 
     def _odd(self, fault: str) -> UserError:
         return UserError(
-            f"{self.option} '{self.url}' answers with {fault}: is it an OpenAI server of vLLM?"
+            f"{self.option} '{self.url}' answers with {fault}: is it a server of {self.kind}?"
         )
 
     def _open(self, path: str, body: dict[str, Any] | None) -> Any:
