@@ -50,6 +50,9 @@ def run(llm, source: Any, jobs: dict, fault: str | None = None) -> tuple[dict, C
         step = hosted.step
         if step is not None:
             seen["groups"] = len(hosted.caches)
+            batch, shown = hosted.shown
+            of_rows = [batch.req_ids[i] for i in step.rows.request.tolist()]
+            seen["misnamed"] += shown.req_ids != of_rows
             listed = step.batch.num_draft_tokens_per_req
             whole = hosted.most * (hosted.length + 1) - 1
             seen["cut"] += int(((listed > hosted.length) & (listed < whole)).sum())

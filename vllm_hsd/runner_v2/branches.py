@@ -227,6 +227,8 @@ class HostedBranches:
         self._lay_out(batch, slot_mappings, rows, device, count, length, copied)
         shown = replace(
             batch,
+            # By which image-text models look up what of a row is an image.
+            req_ids=[batch.req_ids[i] for i in request],
             num_reqs=n,
             num_reqs_after_padding=padded,
             idx_mapping_np=batch.idx_mapping_np[request],
