@@ -1,6 +1,9 @@
 """Our verifier under vLLM's own drafters on the V2 runner, with tables in the place of models."""
 
+import importlib
+import inspect
 import itertools
+import pkgutil
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from oracle.distributions import chain_distribution
 from support.exact_joint_distribution import next_token_distribution
 from support.table_distributions import CASES, tables
 
+from vllm_hsd.errors import UserError
 from vllm_hsd.runner_v2.schedule import DRAWS_PER_LENGTH
 from vllm_hsd.verify import verify_chain
 from vllm_hsd.verify.rng import host_uniforms
@@ -251,3 +255,79 @@ def test_the_sampler_ends_a_draft_after_the_refused_token(monkeypatch):
     invalid = torch.arange(4)[None, :] > torch.tensor([0, 1, 2, 3])[:, None]
     served.step(invalid.flatten())
     assert (verified[-1].view(4, 4)[:, 1:] >= 0).sum(1).tolist() == [1, 2, 3, 3]
+
+
+def own_rows(served):
+    """A drafter equal to the target that draws and writes its rows without `sample_draft`."""
+    generator, rows = torch.Generator().manual_seed(0), served.drafter.draft_logits
+
+    def propose(*_):
+        token, columns = served.states.last_sampled_tokens[served.slots, 0], []
+        for step in range(served.length):
+            rows[served.slots, step] = served.target[token]
+            probs = served.target[token].softmax(-1)
+            token = torch.multinomial(probs, 1, generator=generator)[:, 0]
+            columns.append(token)
+        served.drafted = torch.stack(columns, 1)
+
+    served.propose = propose
+    for _ in range(8):
+        served.step()
+    return served
+
+
+@pytest.mark.parametrize("name", ["DFlash2Speculator", "LiLiCorrSpeculator"])
+def test_rows_that_a_drafter_writes_itself_are_those_that_are_verified(name):
+    from vllm.v1.worker.gpu.sample import gumbel
+
+    target, _ = tables()
+    given = {"params": [{"temperature": 1.0}] * 6, "draft": target, "drafter": name}
+    if hasattr(gumbel, "spec_step_seed"):
+        served = own_rows(runner(**given))
+        assert served.accepted == served.verified > 0
+        return
+    with pytest.raises(UserError, match=f"{name} draws from: set draft_sample_method .* or vLLM"):
+        runner(**given)
+    assert runner(**given, keeps_rows=False).drafter.draft_logits is None
+
+
+def test_no_draft_token_is_accepted_whose_row_was_not_kept():
+    target, _ = tables()
+    served = own_rows(runner([{"temperature": 1.0}] * 6, draft=target))
+    assert served.accepted == 0 < served.verified
+
+
+def names_of(code) -> set[str]:
+    """Names that a function's code reads, those of the functions in it included."""
+    inner = [each for each in code.co_consts if isinstance(each, type(code))]
+    return set(code.co_names).union(*map(names_of, inner))
+
+
+def drawing(speculator: type) -> set[str]:
+    """Names that the methods of a drafter read, but for `sample_draft` itself."""
+    methods = [getattr(speculator, name) for name in dir(speculator) if name != "sample_draft"]
+    return set().union(*(names_of(m.__code__) for m in methods if inspect.isfunction(m)))
+
+
+def test_of_every_drafter_of_vllm_it_is_known_how_it_draws():
+    """One that a release adds, or changes, is kept out by name until it is read."""
+    from support import triton_cpu
+
+    triton_cpu.prepare_vllm()
+    import vllm.v1.worker.gpu.spec_decode as package
+    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+    from vllm_hsd.runner_v2 import stock_drafters
+
+    found = {}
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        for each in vars(importlib.import_module(module.name)).values():
+            if inspect.isclass(each) and issubclass(each, DraftModelSpeculator):
+                found[each.__name__] = drawing(each)
+    abstract = {"DraftModelSpeculator", "AutoRegressiveSpeculator", "TargetDependentARSpeculator"}
+    draws = {name for name, names in found.items() if "sample_draft" in names} - abstract
+    assert draws == set(stock_drafters._SAMPLED)
+    noise = {"gumbel_sample", "gumbel_noised_argmax", "multinomial", "exponential_"}
+    assert not any(found[name] & noise for name in draws)
+    own = {name for name, names in found.items() if "candidate_sampler" in names}
+    assert own == set(stock_drafters._OWN_ROWS)

@@ -184,6 +184,7 @@ class TableRunner:
         prompt_length: how often.
         cascade: as configured, of levels {"model": table [V, V]}, in the place of `draft`.
         couples_all: as of a configuration with "verifier": "coupled".
+        drafter: vLLM's class of the drafter.
     """
 
     def __init__(
@@ -199,6 +200,7 @@ class TableRunner:
         prompt_length: int = 1,
         cascade: dict | None = None,
         couples_all: bool = False,
+        drafter: str = "StandaloneARSpeculator",
     ) -> None:
         self.target, self.draft, self.length = target, draft, length
         self.count, vocabulary = len(params), len(target)
@@ -220,7 +222,8 @@ class TableRunner:
             fly_entropy_top_k=None,
             hsd_couples_all=couples_all,
         )
-        self.drafter = TableDrafter(self.count, length, vocabulary, keeps_rows)
+        made = type(drafter, (TableDrafter,), {"__module__": "vllm.tables"})
+        self.drafter = made(self.count, length, vocabulary, keeps_rows)
         if cascade is not None:
             self.drafter = TableCascade(cascade, self.states)
         self.runner = SimpleNamespace(

@@ -18,7 +18,7 @@ from vllm_hsd.runner_v2.shared_outputs import SharedOutputs
 from vllm_hsd.runner_v2.sources import SourcesLookup
 from vllm_hsd.runner_v2.spec_config import searches_texts
 from vllm_hsd.runner_v2.speculator import CascadeSpeculator
-from vllm_hsd.runner_v2.stock_drafters import KeptDrafts
+from vllm_hsd.runner_v2.stock_drafters import kept_drafts
 from vllm_hsd.runner_v2.suffix_lookup import SuffixLookup
 
 logger = init_logger(f"vllm.{__name__}")
@@ -77,7 +77,7 @@ def serve(runner: Any) -> None:
                 f"the drafter's vocabulary has {drafted} entries, the target's {vocabulary}: set "
                 "draft_sample_method to 'greedy', which needs no probabilities of the drafter."
             )
-        kept = KeptDrafts(speculator, runner.req_states, parameters)
+        kept = kept_drafts(speculator, runner.req_states, parameters)
     made: Any = BlockRejectionSampler
     if isinstance(speculator, HeadSources):
         made = partial(HeadSourcesSampler, speculator)

@@ -5,6 +5,9 @@ draft, so that a rejected position would meet noise again that is no longer inde
 Here a draft token takes one uniform that is met once, and its row's logsumexp, a by-product
 of the draw, is kept for the verifier. Drafts are filtered as the request's own tokens are, and
 those of a coupled request take the noise of the target's token at their position.
+
+Some drafters draw without `sample_draft` and write their rows themselves. What they draw is theirs
+as long as a position is not met twice with the same noise, which vLLM 0.33 sees to.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.v1.worker.gpu.sample import gumbel
 
+from vllm_hsd.errors import UserError
 from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
 from vllm_hsd.kernels.keep_rows import keep_rows
 from vllm_hsd.kernels.sample_row import sample_row
@@ -34,6 +39,42 @@ _SAMPLE_DRAFT = (
     "spec_step_idx",
 )
 
+# Classes of vLLM's that draw every draft token by `sample_draft`, and those that write rows of
+# their own. Only what is read anew in every release gets in: a drafter can draw in other ways.
+_SAMPLED = (
+    "DFlashSpeculator",
+    "EagleSpeculator",
+    "Gemma4Speculator",
+    "MTPSpeculator",
+    "MultiModuleMTPSpeculator",
+    "StandaloneARSpeculator",
+)
+_OWN_ROWS = ("DFlash2Speculator", "LiLiCorrSpeculator")
+
+
+def kept_drafts(
+    speculator: Any, req_states: Any, parameters: RequestParameters
+) -> KeptDrafts | None:
+    """What is kept of a drafter that has rows; None where it fills them itself.
+
+    Args:
+        speculator, req_states, parameters: see `KeptDrafts`.
+
+    Raises:
+        UserError: a drafter whose rows are not known to be those that it draws from.
+    """
+    classes = type(speculator).__mro__
+    name = next(each.__name__ for each in classes if each.__module__.startswith("vllm."))
+    if name in _SAMPLED:
+        return KeptDrafts(speculator, req_states, parameters)
+    if name in _OWN_ROWS and hasattr(gumbel, "spec_step_seed"):
+        return None
+    newer = " or vLLM 0.33 or newer" if name in _OWN_ROWS else ""
+    raise UserError(
+        f"rejection_sample_method 'hierarchical' does not know the rows that {name} draws from: "
+        f"set draft_sample_method to 'greedy', which needs none{newer}."
+    )
+
 
 class KeptDrafts:
     """Draws and logsumexps of a drafter that keeps its rows.
@@ -44,14 +85,16 @@ class KeptDrafts:
         parameters: of the requests.
 
     Attributes:
-        lse: float32 [max_num_seqs, K], log(sum(exp(row / temperature))) of the kept rows.
+        lse: float32 [max_num_seqs, K], log(sum(exp(row / temperature))) of the kept rows; NaN,
+            which ends a draft, until a row is kept.
     """
 
     def __init__(self, speculator: Any, req_states: Any, parameters: RequestParameters) -> None:
         rows = speculator.draft_logits
         self.speculator, self.req_states = speculator, req_states
         self.parameters = parameters
-        self.lse = torch.zeros(rows.shape[:2], dtype=torch.float32, device=rows.device)
+        shape, nothing = rows.shape[:2], float("nan")
+        self.lse = torch.full(shape, nothing, dtype=torch.float32, device=rows.device)
         # CUDA graphs of the drafter read these, so they stay where they are.
         self.first_draw = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
         self.temperature = torch.zeros_like(parameters.temperature, device=rows.device)
