@@ -89,23 +89,24 @@ class BlockRejectionSampler(RejectionSampler):
         slot = np.zeros(1, dtype=np.int32)
         for drafts, filtered in itertools.product((0, tokens), (True, False)):
             self.parameters.filtered[0] = filtered
+            # Of the types of vLLM's: kernels are compiled for them.
             ids = torch.zeros(drafts + 1, dtype=torch.int32, device=device)
+            index = positions = ids.long()
+            local = torch.arange(drafts + 1, dtype=torch.int32, device=device)
             logits = torch.zeros(drafts + 1, vocabulary, dtype=dtype, device=device)
-            rest = ids.long(), ids, torch.arange(drafts + 1, dtype=torch.int32, device=device)
             if not drafts:
-                self.sampler.sample(logits, ids, ids, slot, *rest, slot)
+                self.sampler.sample(logits, index, index, slot, positions, ids, local, slot)
                 continue
             starts = torch.tensor([0, drafts + 1], dtype=torch.int32, device=device)
-            positions, _, local = rest
             self._verify(
                 logits,
                 draft_logits,
                 ids,
                 positions,
                 starts,
-                ids[:1],
+                index[:1],
                 slot,
-                ids,
+                index,
                 local,
                 slot,
                 ids,
