@@ -98,10 +98,10 @@ def row_stats_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["stats_stride", "stream", "draw_offset", "num_requests"])
+@triton.jit(do_not_specialize=["stats_stride", "stream", "draw_offset", "count_stride"])
 def verify_kernel(
     out_ptr,  # int64 [B, K + 1], -1 after the emitted tokens (launch 3)
-    count_ptr,  # int32 [2, B]: accepted; emitted (launch 3)
+    count_ptr,  # int32 [2, >= B]: accepted; emitted (launch 3)
     row_lse_ptr,  # float32 [B, K + 1], of the target rows 0 .. accepted, NaN after (launch 3)
     mass_ptr,  # float32 [B, K + 1, CHUNKS, CHUNK / BLOCK], of residuals; of p after a whole draft
     stats_ptr,  # float32 [4, B, K + 1, CHUNKS], see row_stats_kernel
@@ -128,7 +128,7 @@ def verify_kernel(
     stream,
     draw_offset,
     vocab_size,
-    num_requests,
+    count_stride,
     DECIDE: tl.constexpr,  # False: launch 2, residual masses; True: launch 3
     BLOCK_VERIFICATION: tl.constexpr,
     HAS_DRAFT: tl.constexpr,
@@ -325,4 +325,4 @@ def verify_kernel(
                 lse_row_ptr = row_lse_ptr + request * (MAX_DRAFT + 1)
                 tl.store(lse_row_ptr + row, row_lse, mask=row <= MAX_DRAFT)
                 tl.store(count_ptr + request, tau)
-                tl.store(count_ptr + num_requests + request, tau + (next_token >= 0).to(tl.int32))
+                tl.store(count_ptr + count_stride + request, tau + (next_token >= 0).to(tl.int32))

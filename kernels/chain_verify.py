@@ -280,9 +280,10 @@ def _launch(
     check_vector("draws", draws, slots, (torch.int64,), device)
 
     out = torch.empty(batch, max_draft + 1, dtype=torch.int64, device=device)
-    counts = torch.empty(2, batch, dtype=torch.int32, device=device)
+    # Rows of whole 16 bytes: kernels that read one are compiled for how it is aligned.
+    counts = torch.empty(2, -(-batch // 4) * 4, dtype=torch.int32, device=device)
     row_lse = torch.empty(batch, max_draft + 1, dtype=torch.float32, device=device)
-    result = ChainResult(out, counts[0], counts[1], row_lse)
+    result = ChainResult(out, counts[0, :batch], counts[1, :batch], row_lse)
     if batch == 0:
         return result
     chunk, block, chunks = tile_shape(vocab_size)
@@ -356,7 +357,7 @@ def _launch(
             stream,
             draw_offset,
             vocab_size,
-            batch,
+            counts.stride(0),
             DECIDE=decide,
             BLOCK_VERIFICATION=method == "block",
             HAS_DRAFT=draft_logits is not None,

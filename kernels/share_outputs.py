@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# As many requests end in a step as happens.
+@triton.jit(do_not_specialize=["count"])
 def share_outputs_kernel(
     shared_ptr,  # int32 [limit], outputs with -1 after each, the oldest overwritten first
     next_ptr,  # int64 [1], where the next output goes

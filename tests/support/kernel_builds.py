@@ -84,7 +84,7 @@ def compile_launches(capability: int) -> Iterator[Builds]:
     """
     if triton.knobs.runtime.interpret:
         raise RuntimeError("Unset TRITON_INTERPRET: interpreted kernels cannot be compiled.")
-    builds, run, active = Builds(), JITFunction.run, driver._active
+    builds = Builds()
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         try:
@@ -103,6 +103,30 @@ def compile_launches(capability: int) -> Iterator[Builds]:
             arguments = source.signature | constants
             builds.built[compiled.hash] = Build(self.fn.__name__, arguments, compiled)
 
+    run = JITFunction.run
+    with _in_place_of_run(compile_only, capability):
+        yield builds
+
+
+@contextlib.contextmanager
+def launch_keys(capability: int) -> Iterator[dict[str, set[str]]]:
+    """What is launched in a block, which does not run: keys of Triton's caches by kernel."""
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("Unset TRITON_INTERPRET: interpreted kernels have no keys.")
+    found: dict[str, set[str]] = {}
+
+    def bind_only(self, *args, grid, warmup, **kwargs):
+        *_, binder = self.device_caches[capability]
+        _, specialization, options = binder(*args, debug=False, **kwargs)
+        found.setdefault(self.fn.__name__, set()).add(f"{specialization} {options}")
+
+    with _in_place_of_run(bind_only, capability):
+        yield found
+
+
+@contextlib.contextmanager
+def _in_place_of_run(run: Any, capability: int) -> Iterator[None]:
+    before, active = JITFunction.run, driver._active
     try:
         # One cache of specializations for every device number.
         driver.set_active(
@@ -112,10 +136,10 @@ def compile_launches(capability: int) -> Iterator[Builds]:
                 get_current_target=lambda: GPUTarget("cuda", capability, 32),
             )
         )
-        JITFunction.run = compile_only
-        yield builds
-    finally:
         JITFunction.run = run
+        yield
+    finally:
+        JITFunction.run = before
         driver._active = active
 
 
