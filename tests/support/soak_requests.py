@@ -40,6 +40,9 @@ CERTAIN: list[dict[str, Any]] = [
     {"structured_outputs": {"choice": CHOICES}, "ignore_eos": False},
     {"structured_outputs": {"regex": PATTERN}, "ignore_eos": False},
 ]
+# Of the byte tokenizer: one token, and three, which are forced over several places of a draft.
+REASONING = {"reasoning_start_str": "^", "reasoning_end_str": "~|~"}
+BUDGETS = (0, 1, 5, 6, 11, 16)
 SAMPLED: list[dict[str, Any]] = [
     {},
     {"temperature": 0.6, "top_p": 0.9},
@@ -122,6 +125,11 @@ def catalog(seeded: bool = True) -> list[SoakRequest]:
         SoakRequest("certain", prompt, {**base, **CERTAIN[i % len(CERTAIN)]})
         for i, prompt in enumerate(prompts(3 * len(CERTAIN), seed=1))
     ]
+    start = TOKENIZER.encode(REASONING["reasoning_start_str"])
+    certain += [
+        SoakRequest("certain", [*prompt, *start], {**base, "thinking_token_budget": budget})
+        for prompt, budget in zip(prompts(len(BUDGETS), seed=5), BUDGETS, strict=True)
+    ]
     sampled = []
     for i, prompt in enumerate(prompts(2 * len(SAMPLED), seed=2)):
         params = {**base, "temperature": 1, **SAMPLED[i % len(SAMPLED)]}
@@ -187,6 +195,11 @@ def answered_catalog(target: str) -> list[SoakRequest]:
     found = catalog()
     waiting = [request for request in found if request.kind in ("certain", "odd")]
     together = {"prompts": [r.prompt for r in waiting], "params": [r.params for r in waiting]}
+    from vllm.config import ReasoningConfig
+
     engine = {"model": target, "max_model_len": MAX_MODEL_LEN, "skip_tokenizer_init": False}
+    engine["reasoning_config"] = ReasoningConfig(**REASONING)
+    # Plain vLLM ends on a CPU where a seeded prompt is prefilled in chunks.
+    engine["max_num_batched_tokens"] = MAX_MODEL_LEN * len(waiting)
     expect(waiting, run_engine(engine, {"": together}, work=run_odd_jobs)[""])
     return found

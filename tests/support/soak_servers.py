@@ -1,11 +1,12 @@
 """Servers for the soak: crowded ones with a cascade."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 from support.level_files import LevelFiles
 from support.odd_requests import VOCABULARY
-from support.soak_requests import prompts
+from support.soak_requests import REASONING, prompts
 
 from vllm_hsd.core.text_store import collect_texts, write_store
 
@@ -15,6 +16,7 @@ CROWDED = {
     "block-size": 32,
     "num-gpu-blocks-override": 24,
     "max-num-batched-tokens": 160,
+    "reasoning-config": json.dumps(REASONING),
 }
 
 
