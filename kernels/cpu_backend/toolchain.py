@@ -1,0 +1,103 @@
+"""Shared objects from C source, made by the host's compiler and kept in Triton's cache."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from triton.runtime.cache import get_cache_manager
+
+from . import checks
+
+HERE = Path(__file__).parent
+# No -ffast-math: kernels meet NaN and infinities on purpose, and sums have an order.
+_COMMON = (
+    "-march=native -std=gnu11 -shared -fPIC -w -fwrapv -fno-strict-aliasing -fno-math-errno "
+    "-fno-trapping-math -ffp-contract=off -fopenmp-simd -fno-semantic-interposition"
+)
+_FAST = "-O2 -ftree-vectorize -fvect-cost-model=dynamic"
+# What is not written is found, and compiling takes half as long.
+_CHECKED = "-O1 -ftrivial-auto-var-init=pattern"
+
+
+def compiler() -> str | None:
+    """Path of the C compiler: `CC`, gcc, cc or clang."""
+    given = os.environ.get("CC")
+    names = [shlex.split(given)[0]] if given else ["gcc", "cc", "clang"]
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def flags() -> list[str]:
+    """Options of the compiler; `TRITON_CPU_FLAGS` adds some."""
+    speed = _CHECKED if checks.ACTIVE.bounds else _FAST
+    return shlex.split(f"{speed} {_COMMON} {os.environ.get('TRITON_CPU_FLAGS', '')}")
+
+
+@functools.cache
+def toolchain() -> str:
+    """A hash of what objects depend on besides their source: compiler, CPU, options, headers."""
+    found = _compiler_or_raise()
+    native = [found, "-march=native", "-Q", "--help=target"]
+    told = [subprocess.run(c, capture_output=True, text=True) for c in ([found, "-v"], native)]
+    return _hash("".join(each.stdout + each.stderr for each in told), *flags(), *_files(".h"))
+
+
+@functools.cache
+def identity() -> str:
+    """A hash of what the C source of a kernel depends on, and its object."""
+    return _hash(toolchain(), *_files(".py"))
+
+
+def _files(suffix: str) -> list[str]:
+    return [path.read_text() for path in sorted(HERE.iterdir()) if path.suffix == suffix]
+
+
+def _hash(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+def build(source: str, name: str, *options: str) -> str:
+    """Path of the shared object of C source, compiled once for each content.
+
+    Raises:
+        RuntimeError: there is no compiler, or it refuses the source.
+    """
+    cache = get_cache_manager(_hash(source, toolchain(), *options))
+    file = f"{name[:100]}.so"
+    if found := cache.get_file(file):
+        return found
+    with tempfile.TemporaryDirectory() as folder:
+        c, so = Path(folder, "source.c"), Path(folder, "object.so")
+        c.write_text(source)
+        command = [
+            _compiler_or_raise(),
+            *flags(),
+            f"-I{HERE}",
+            *options,
+            str(c),
+            "-o",
+            str(so),
+            "-lm",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            kept = Path(tempfile.gettempdir(), f"{name[:60]}.c")
+            kept.write_text(source)
+            raise RuntimeError(f"{' '.join(command)} failed on {kept}: {done.stderr[:3000]}")
+        return cache.put(so.read_bytes(), file, binary=True)
+
+
+def _compiler_or_raise() -> str:
+    found = compiler()
+    if found is None:
+        raise RuntimeError(
+            "Triton kernels are compiled for this CPU by a C compiler, and none is installed: "
+            "install gcc (Debian, Ubuntu: apt install gcc; Fedora: dnf install gcc)."
+        )
+    return found

@@ -1,0 +1,156 @@
+"""The CPU backend's options for tests find what they are for; each in a process of its own.
+
+They are read before kernels are compiled.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.interpret
+
+KERNELS = """
+import torch
+import triton
+import triton.language as tl
+from vllm_hsd.kernels import cpu_backend
+
+cpu_backend.install()
+
+
+@triton.jit
+def shift_kernel(out_ptr, x_ptr, n, N: tl.constexpr, OTHER: tl.constexpr):
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    x = tl.load(x_ptr + i + 1, mask=i < n)
+    if OTHER:
+        out_ptr += n
+    tl.store(out_ptr + i, x)
+
+
+@triton.jit
+def scalar_kernel(out_ptr, x_ptr, n):
+    for k in range(n):
+        row = x_ptr
+        for j in range(k):
+            row += 1
+        tl.atomic_add(out_ptr, tl.load(row))
+
+
+@triton.jit
+def last_kernel(out_ptr):
+    tl.store(out_ptr, tl.program_id(0))
+
+
+@triton.jit
+def assert_kernel(x_ptr):
+    tl.device_assert(tl.load(x_ptr) > 0, "not positive")
+
+
+@triton.jit
+def noinline_kernel(x_ptr):
+    tl.store(x_ptr, tl.inline_asm_elementwise("", "=r,r", [tl.load(x_ptr)], tl.int32, True, 1))
+
+
+def zeros(n):
+    return torch.zeros(n, dtype=torch.int32)
+
+
+def tried(kernel, *args, grid=1, **options):
+    try:
+        kernel[(grid,)](*args, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+"""
+
+
+def run(tmp_path, code: str, **environment: str) -> list[str]:
+    """The lines that code prints after KERNELS."""
+    script = tmp_path / "kernels_of_test.py"
+    script.write_text(KERNELS + code)
+    environment = {**os.environ, "TRITON_CPU_FLAGS": "-O0", **environment}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_bounds(tmp_path):
+    code = """
+print(tried(shift_kernel, zeros(64), zeros(65), 64, 64, False))
+print(tried(shift_kernel, zeros(64), zeros(64), 64, 64, False))
+print(tried(shift_kernel, zeros(64), zeros(64), 63, 64, False))
+print(tried(shift_kernel, zeros(128)[:64], zeros(65), 64, 64, False, grid=2))
+print(tried(shift_kernel, zeros(64), zeros(65), 64, 64, True))
+print(tried(scalar_kernel, zeros(1), zeros(4), 5))
+print(tried(scalar_kernel, zeros(0), zeros(4), 4))
+"""
+    found = run(tmp_path, code, TRITON_CPU_CHECKS="bounds")
+    line = KERNELS.splitlines().index("    x = tl.load(x_ptr + i + 1, mask=i < n)") + 1
+    outside = "is outside of its tensor"
+    assert found == [
+        "nothing",
+        f"IndexError: kernels_of_test.py:{line}, program (0, 0, 0): 256 bytes after the start of "
+        f"argument 'x_ptr' {outside}",
+        "nothing",
+        f"IndexError: kernels_of_test.py:{line + 3}, program (1, 0, 0): 256 bytes after the start "
+        f"of argument 'out_ptr' {outside}",
+        f"IndexError: kernels_of_test.py:{line + 3}, program (0, 0, 0): 256 bytes after the start "
+        f"of argument 'out_ptr' {outside}",
+        f"IndexError: kernels_of_test.py:{line + 12}, program (0, 0, 0): 16 bytes after the start "
+        f"of argument 'x_ptr' {outside}",
+        f"IndexError: kernels_of_test.py:{line + 12}, program (0, 0, 0): 0 bytes after the start "
+        f"of argument 'out_ptr' {outside}",
+    ]
+
+
+def test_order_of_programs(tmp_path):
+    code = "out = zeros(1); last_kernel[(64,)](out); print(out.item())"
+    assert run(tmp_path, code) == ["63"]
+    ends = {seed: run(tmp_path, code, TRITON_CPU_CHECKS=f"order={seed}")[0] for seed in "123"}
+    assert len(set(ends.values())) == 3 and "63" not in ends.values(), ends
+
+
+def test_programs_on_threads(tmp_path):
+    """Every one runs once."""
+    code = """
+out = zeros(1)
+scalar_kernel[(500,)](out, zeros(4) + 1, 4)
+print(out.item())
+"""
+    assert run(tmp_path, code, TRITON_CPU_CHECKS="threads=4,order=1") == ["2000"]
+
+
+def test_a_failed_assertion_raises(tmp_path):
+    code = "print(tried(assert_kernel, zeros(1))); print(tried(assert_kernel, zeros(1) + 1))"
+    first, second = run(tmp_path, code, TRITON_DEBUG="1")
+    assert first.startswith("AssertionError: kernels_of_test.py:") and "not positive" in first
+    assert second == "nothing"
+
+
+def test_what_is_not_known_raises_with_kernel_and_line(tmp_path):
+    (found,) = run(tmp_path, "print(tried(noinline_kernel, zeros(1)))")
+    line = KERNELS.splitlines().index("def noinline_kernel(x_ptr):") + 2
+    assert found == (
+        f"Unsupported: noinline_kernel (kernels_of_test.py:{line}): the operation "
+        "tt.elementwise_inline_asm"
+    )
+
+
+def test_without_a_compiler_it_says_what_to_install(tmp_path):
+    code = "print(tried(last_kernel, zeros(1)))"
+    environment = {"CC": "no-such-compiler", "TRITON_CACHE_DIR": str(tmp_path)}
+    (found,) = run(tmp_path, code, **environment)
+    assert found.startswith("RuntimeError: ") and "install gcc" in found
+
+
+@pytest.mark.parametrize("text", ["bound", "order=", "threads=two", "bounds=1"])
+def test_a_misspelled_option_is_refused(text):
+    from vllm_hsd.kernels.cpu_backend.checks import Checks
+
+    with pytest.raises(ValueError, match="write bounds, order=SEED or threads=COUNT"):
+        Checks.parse(text)

@@ -1,0 +1,172 @@
+"""Control flow, memory and arguments in the CPU backend: programs against plain Python."""
+
+import math
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+pytestmark = pytest.mark.interpret
+
+N = 256
+
+
+@triton.jit
+def control_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    pid = tl.program_id(0)
+    if pid >= n:
+        return
+    i = tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    odd = i % 2 == 0
+    even = i % 2 == 1
+    count = 0
+    for k in range(pid + 1):
+        x = tl.load(x_ptr + k * BLOCK + i)
+        odd, even = even, odd
+        if k % 2 == 0:
+            acc += x
+        else:
+            acc, best = best, acc
+            acc = tl.maximum(acc, x)
+            count += 1
+    steps = 0
+    while tl.sum(acc, axis=0) > 1.0:
+        acc = acc * 0.5
+        steps += 1
+        if steps == 3:
+            count += 100
+    out = out_ptr + pid * (BLOCK + 2)
+    tl.store(out + i, acc + tl.where((best > -1e30) & odd, best, 0))
+    tl.store(out + BLOCK, count)
+    tl.store(out + BLOCK + 1, steps)
+
+
+def test_control_flow():
+    torch.manual_seed(3)
+    n, block = 6, 64
+    x = torch.randn(n, block).abs()
+    out = torch.full((n + 1, block + 2), -7.0)
+    control_kernel[(n + 1,)](x, out, n, BLOCK=block)
+    for pid in range(n):
+        acc, best, count, steps = torch.zeros(block), torch.full((block,), -math.inf), 0, 0
+        for k in range(pid + 1):
+            if k % 2 == 0:
+                acc = acc + x[k]
+            else:
+                acc, best = best, acc
+                acc = torch.maximum(acc, x[k])
+                count += 1
+        while acc.sum() > 1:
+            acc = acc * 0.5
+            steps += 1
+            count += 100 * (steps == 3)
+        odd = torch.arange(block) % 2 == (pid + 1) % 2
+        wanted = acc + torch.where((best > -1e30) & odd, best, 0)
+        torch.testing.assert_close(out[pid, :block], wanted)
+        assert out[pid, block] == count and out[pid, block + 1] == steps
+    assert (out[n] == -7).all()
+
+
+@triton.jit
+def alias_kernel(x_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(x_ptr + i + 1, tl.load(x_ptr + i, mask=i < n, other=0), mask=i < n)
+    y = tl.load(x_ptr + i)
+    tl.store(x_ptr + i, y * 2)
+    tl.store(x_ptr + BLOCK + i, y)
+
+
+def test_loads_are_done_before_later_stores():
+    x = torch.arange(2 * N, dtype=torch.float32)
+    alias_kernel[(1,)](x, N - 1, BLOCK=N)
+    y = torch.cat([torch.zeros(1), torch.arange(N - 1)])
+    assert torch.equal(x[:N], y * 2) and torch.equal(x[N:], y)
+
+
+@triton.jit
+def kept_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x = tl.exp(tl.load(x_ptr + i) * 0.5) + 1
+    tl.store(out_ptr + i, x, mask=i < n)
+    tl.store(out_ptr + BLOCK, tl.sum(x, axis=0))
+
+
+def test_arrays_that_a_masked_store_fills_are_whole():
+    x = torch.randn(N)
+    out = torch.zeros(N + 1)
+    kept_kernel[(1,)](x, out, 5, BLOCK=N)
+    torch.testing.assert_close(out[N], (torch.exp(x * 0.5) + 1).sum())
+
+
+@triton.jit
+def large_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i)
+    tl.store(out_ptr + i, x / tl.sum(x, axis=0) + tl.cumsum(x, axis=0))
+
+
+def test_blocks_larger_than_a_stack():
+    x = torch.ones(1 << 19)
+    out = torch.zeros_like(x)
+    large_kernel[(2,)](x, out, BLOCK=1 << 19)
+    assert torch.equal(out, x / len(x) + torch.arange(1, len(x) + 1))
+
+
+@triton.jit
+def atomic_kernel(x_ptr, f_ptr, old_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    old = tl.atomic_add(x_ptr + i % 4, 1, mask=i < 200)
+    tl.store(old_ptr + i, old, mask=i < 200)
+    tl.atomic_max(x_ptr + 4 + i * 0, i)
+    tl.atomic_or(x_ptr + 5, 6)
+    tl.atomic_xchg(x_ptr + 6, 9)
+    tl.atomic_cas(x_ptr + 7, 0, 5)
+    tl.atomic_add(f_ptr + i % 2, 0.5)
+    tl.atomic_min(f_ptr + 2, -3.0)
+
+
+def test_atomics():
+    x, f, old = torch.zeros(8, dtype=torch.int32), torch.zeros(3), torch.zeros(N, dtype=torch.int32)
+    atomic_kernel[(2,)](x, f, old, BLOCK=N)
+    assert x.tolist() == [100, 100, 100, 100, N - 1, 6, 9, 5]
+    assert f.tolist() == [N / 2, N / 2, -3.0]
+
+
+@triton.jit
+def pointer_kernel(table_ptr, out_ptr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    base = tl.load(table_ptr + row).to(tl.pointer_type(tl.float32))
+    i = tl.arange(0, BLOCK)
+    bases = tl.load(table_ptr + (i % 2)).to(tl.pointer_type(tl.float32))
+    tl.store(out_ptr + row * BLOCK + i, tl.load(base + i) + tl.load(bases + i // 2))
+
+
+def test_loaded_pointers():
+    a, b = torch.randn(N), torch.randn(N)
+    table = torch.tensor([a.data_ptr(), b.data_ptr()])
+    out = torch.zeros(2, N)
+    pointer_kernel[(2,)](table, out, BLOCK=N)
+    i = torch.arange(N)
+    mixed = torch.where(i % 2 == 0, a[i // 2], b[i // 2])
+    assert torch.equal(out, torch.stack([a + mixed, b + mixed]))
+
+
+@triton.jit
+def scalars_kernel(out_ptr, a, b, c, p: tl.constexpr, flag):
+    tl.store(out_ptr, a + 1)
+    tl.store(out_ptr + 1, b)
+    tl.store(out_ptr + 2, c)
+    tl.store(out_ptr + 3, tl.program_id(0) + 10 * tl.program_id(1) + 100 * tl.num_programs(2))
+    if flag:
+        tl.store(out_ptr + 4, 1)
+    if p is None:
+        tl.store(out_ptr + 5, 7)
+
+
+def test_scalar_arguments_and_the_grid():
+    out = torch.zeros(6, dtype=torch.float64)
+    scalars_kernel[(2, 3, 4)](out, 1 << 40, 2.5, -3, None, True)
+    assert out.tolist() == [(1 << 40) + 1, 2.5, -3, 421, 1, 7]
