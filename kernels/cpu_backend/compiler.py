@@ -17,8 +17,14 @@ class CPUOptions:
 
     What tells a GPU how to run a kernel (`num_warps`, ...) keeps one value, so that it makes no
     variants.
+
+    Attributes:
+        bounds: see `checks`.
+        flags: of the C compiler.
     """
 
+    bounds: bool = False
+    flags: str = ""
     num_warps: int = 4
     num_ctas: int = 1
     num_stages: int = 3
@@ -55,7 +61,7 @@ class CPUOptions:
 # Options that change what is compiled.
 _USED = {"debug", "instrumentation_mode", "fpsan_homomorphic_casts"}
 # What may be given at a launch and changes nothing here.
-IGNORED = frozenset(field.name for field in fields(CPUOptions)) - _USED
+IGNORED = frozenset(field.name for field in fields(CPUOptions)) - _USED - {"bounds", "flags"}
 
 
 class CPUBackend(base.BaseBackend):
@@ -79,7 +85,11 @@ class CPUBackend(base.BaseBackend):
         return toolchain.identity()
 
     def parse_options(self, options: dict) -> CPUOptions:
-        return CPUOptions(**{k: v for k, v in options.items() if k in _USED and v is not None})
+        from . import checks, toolchain
+
+        bounds = checks.ACTIVE.bounds
+        given = {key: value for key, value in options.items() if key in _USED and value is not None}
+        return CPUOptions(bounds=bounds, flags=toolchain.flags(bounds), **given)
 
     def pack_metadata(self, metadata) -> tuple:
         return ()
@@ -130,7 +140,7 @@ def c_of_module(module, metadata: dict) -> str:
     Raises:
         Unsupported: an operation is not known; names the kernel, the file and the line.
     """
-    from . import checks, codegen, parser
+    from . import codegen, parser
     from .generator import Unsupported
 
     functions = parser.parse(str(module))
@@ -139,11 +149,11 @@ def c_of_module(module, metadata: dict) -> str:
         others = ", ".join(function.name for function in functions[1:])
         raise Unsupported(f"{kernel.name}: functions that are not inlined ({others})")
     metadata.update(name=kernel.name, shared=0)
-    return codegen.c_source(kernel, bounds=checks.ACTIVE.bounds)
+    return codegen.c_source(kernel, bounds=metadata["bounds"])
 
 
 def shared_object(source: str, metadata: dict) -> bytes:
     """The compiled kernel; its text is the same for kernels that differ in their names only."""
     from . import toolchain
 
-    return Path(toolchain.build(source, metadata["name"])).read_bytes()
+    return Path(toolchain.build(source, metadata["name"], metadata["flags"])).read_bytes()

@@ -17,7 +17,7 @@ static int launch_slots(tc_entry entry, const uint64_t *slots, const int32_t *gr
     Py_END_ALLOW_THREADS
     if (!fault.found) return 0;
     PyObject *done = PyObject_CallFunction(
-        raise_fault, "Kiizi(iii)KK", (unsigned long long)(uintptr_t)entry, fault.argument, fault.place,
+        raise_fault, "Kiiz(iii)KK", (unsigned long long)(uintptr_t)entry, fault.argument, fault.place,
         fault.message, fault.pid[0], fault.pid[1], fault.pid[2],
         (unsigned long long)(uintptr_t)fault.address,
         (unsigned long long)(fault.argument < 0 ? 0 : slots[fault.argument]));

@@ -12,9 +12,10 @@ import functools
 import importlib.util
 import struct
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from . import checks
 
@@ -32,7 +33,7 @@ def extension() -> ModuleType:
 
     source = (Path(__file__).parent / "launcher.c").read_text()
     include = sysconfig.get_paths()["include"]
-    path = toolchain.build(source, "launcher", f"-I{include}", "-pthread")
+    path = toolchain.build(source, "launcher", f"{toolchain.flags()} -I{include} -pthread")
     spec = importlib.util.spec_from_file_location("launcher", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -53,14 +54,14 @@ def load(path: str) -> tuple[ctypes.CDLL, int]:
 
 def make(src, metadata) -> Callable:
     """What Triton calls for a launch of a compiled kernel."""
-    codes = codes_of(src.signature.values()).encode()
-    launch = extension().launch
+    codes = codes_of(src.signature.values())
+    launch, packing = extension().launch, codes.encode()
 
     def call(x, y, z, stream, function, packed, metadata, enter, leave, *args):
         if enter is not None:
             enter(metadata)
-        ranges, order, threads = _checked(args, x * y * z)
-        launch(function, codes, x, y, z, args, ranges, order, threads)
+        ranges, order, threads = _checked(args, codes, x * y * z)
+        launch(function, packing, x, y, z, args, ranges, order, threads)
         if leave is not None:
             leave(metadata)
 
@@ -87,12 +88,12 @@ def codes_of(signature) -> str:
 
 
 # ---------------------------------------------------------------------- checks
-def _checked(args: tuple, programs: int) -> tuple[bytes | None, bytes | None, int]:
+def _checked(args: tuple, codes: str, programs: int) -> tuple[bytes | None, bytes | None, int]:
     """(range of addresses of every argument, order of programs, threads) by the active checks."""
     active = checks.ACTIVE
     ranges = order = None
     if active.bounds:
-        ranges = b"".join(struct.pack("QQ", *bounds(arg)) for arg in flat(args))
+        ranges = b"".join(struct.pack("QQ", *bounds(arg)) for arg in passed(args, iter(codes)))
     if active.order is not None and programs:
         import numpy as np
 
@@ -100,11 +101,16 @@ def _checked(args: tuple, programs: int) -> tuple[bytes | None, bytes | None, in
     return ranges, order, active.threads
 
 
-def flat(args: tuple) -> list:
-    """Arguments, with those of tuples in their places."""
+def passed(args: Sequence, codes: Iterator[str]) -> list:
+    """Arguments in the order of slots: without those of compile time, tuples taken apart."""
     found: list = []
     for arg in args:
-        found += flat(arg) if isinstance(arg, tuple) else [arg]
+        code = next(codes)
+        if code == "(":
+            found += passed(arg, codes)
+            next(codes)  # )
+        elif code != "-":
+            found.append(arg)
     return found
 
 
@@ -145,17 +151,22 @@ def raise_fault(
 
 # ---------------------------------------------------------------------- the short way
 def replace_launches() -> None:
-    """Let `kernel[grid]` of every JITFunction be launcher.c's; later calls change nothing.
+    """Let `kernel[grid]` go the short way; later calls change nothing.
 
     Where checks are active Triton's way stays, since it is the one that makes them.
     """
     from triton.runtime.jit import JITFunction
 
-    usual = JITFunction.__getitem__
-    if checks.ACTIVE.any() or getattr(usual, "is_short", False):
-        return
-    of_grid, run = extension().of_grid, JITFunction.run
-    caches: dict[int, object] = {}
+    if not checks.ACTIVE.any() and "__getitem__" not in vars(JITFunction):
+        JITFunction.__getitem__ = short_way()
+
+
+def short_way() -> Callable:
+    """What takes the place of `JITFunction.__getitem__`: (kernel, grid) -> a launch."""
+    from triton.runtime.jit import JITFunction
+
+    usual, run, of_grid = JITFunction.__getitem__, JITFunction.run, extension().of_grid
+    caches: dict[Any, Any] = {}
 
     def launch_on(self, grid):
         cache = caches.get(id(self))
@@ -165,8 +176,7 @@ def replace_launches() -> None:
             cache = caches[id(self)] = cache_of(self, run)
         return of_grid(cache, grid)
 
-    launch_on.is_short = True
-    JITFunction.__getitem__ = launch_on
+    return launch_on
 
 
 def cache_of(jit, run: Callable):

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from triton.runtime.cache import get_cache_manager
 
-from . import checks
-
 HERE = Path(__file__).parent
 # No -ffast-math: kernels meet NaN and infinities on purpose, and sums have an order.
 _COMMON = (
@@ -26,6 +24,12 @@ _FAST = "-O2 -ftree-vectorize -fvect-cost-model=dynamic"
 _CHECKED = "-O1 -ftrivial-auto-var-init=pattern"
 
 
+NO_COMPILER = (
+    "no C compiler is installed: install gcc (Debian, Ubuntu: apt install gcc; Fedora: dnf install "
+    "gcc)"
+)
+
+
 def compiler() -> str | None:
     """Path of the C compiler: `CC`, gcc, cc or clang."""
     given = os.environ.get("CC")
@@ -33,19 +37,18 @@ def compiler() -> str | None:
     return next(filter(None, map(shutil.which, names)), None)
 
 
-def flags() -> list[str]:
-    """Options of the compiler; `TRITON_CPU_FLAGS` adds some."""
-    speed = _CHECKED if checks.ACTIVE.bounds else _FAST
-    return shlex.split(f"{speed} {_COMMON} {os.environ.get('TRITON_CPU_FLAGS', '')}")
+def flags(bounds: bool = False) -> str:
+    """Options of the compiler, with bounds checked or not; `TRITON_CPU_FLAGS` adds some."""
+    return f"{_CHECKED if bounds else _FAST} {_COMMON} {os.environ.get('TRITON_CPU_FLAGS', '')}"
 
 
 @functools.cache
 def toolchain() -> str:
-    """A hash of what objects depend on besides their source: compiler, CPU, options, headers."""
+    """A hash of what objects depend on besides source and options: compiler, CPU, headers."""
     found = _compiler_or_raise()
     native = [found, "-march=native", "-Q", "--help=target"]
     told = [subprocess.run(c, capture_output=True, text=True) for c in ([found, "-v"], native)]
-    return _hash("".join(each.stdout + each.stderr for each in told), *flags(), *_files(".h"))
+    return _hash("".join(each.stdout + each.stderr for each in told), *_files(".h"))
 
 
 @functools.cache
@@ -62,29 +65,21 @@ def _hash(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
-def build(source: str, name: str, *options: str) -> str:
-    """Path of the shared object of C source, compiled once for each content.
+def build(source: str, name: str, options: str) -> str:
+    """Path of the shared object of C source, compiled once for each content and options.
 
     Raises:
         RuntimeError: there is no compiler, or it refuses the source.
     """
-    cache = get_cache_manager(_hash(source, toolchain(), *options))
+    cache = get_cache_manager(_hash(source, toolchain(), options))
     file = f"{name[:100]}.so"
     if found := cache.get_file(file):
         return found
     with tempfile.TemporaryDirectory() as folder:
         c, so = Path(folder, "source.c"), Path(folder, "object.so")
         c.write_text(source)
-        command = [
-            _compiler_or_raise(),
-            *flags(),
-            f"-I{HERE}",
-            *options,
-            str(c),
-            "-o",
-            str(so),
-            "-lm",
-        ]
+        command = [_compiler_or_raise(), *shlex.split(options), f"-I{HERE}", str(c), "-o", str(so)]
+        command.append("-lm")
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             kept = Path(tempfile.gettempdir(), f"{name[:60]}.c")
@@ -96,8 +91,5 @@ def build(source: str, name: str, *options: str) -> str:
 def _compiler_or_raise() -> str:
     found = compiler()
     if found is None:
-        raise RuntimeError(
-            "Triton kernels are compiled for this CPU by a C compiler, and none is installed: "
-            "install gcc (Debian, Ubuntu: apt install gcc; Fedora: dnf install gcc)."
-        )
+        raise RuntimeError(f"Triton kernels are compiled for this CPU, and {NO_COMPILER}.")
     return found

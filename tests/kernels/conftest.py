@@ -1,22 +1,22 @@
-"""Kernel tests run compiled, on a GPU, or interpreted; Triton decides at import which it is.
+"""Kernel tests run compiled: for a CPU (`vllm_hsd.kernels.cpu_backend`), or on a GPU.
 
-Tests marked `interpret` need `TRITON_INTERPRET=1 pytest -m interpret tests/kernels`; `make test`
-runs that as its own step.
+`VLLM_USE_V2_MODEL_RUNNER=1 pytest -m triton tests/kernels`; `make test` runs that as its own
+step. With TRITON_INTERPRET=1 the same tests are interpreted: those marked `interpret` are, too.
 """
 
-import os
 import warnings
 from collections.abc import Iterator
 
 import pytest
+from support import triton_cpu
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if triton_cpu.RUNS:
+    triton_cpu.install()
+    triton_cpu.check_programs()
 
-if INTERPRETED:
-    from support.interpreter import repair
+if triton_cpu.INTERPRETED:
     from support.sanitizer import recorded_faults
 
-    repair()
     warnings.filterwarnings("ignore", category=RuntimeWarning)
 
     @pytest.fixture(autouse=True)
@@ -28,10 +28,7 @@ if INTERPRETED:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("interpret") and not INTERPRETED:
-        pytest.skip("needs TRITON_INTERPRET=1: pytest -m interpret tests/kernels")
-    if item.get_closest_marker("compiled") and INTERPRETED:
-        pytest.skip("needs compiled kernels, but TRITON_INTERPRET=1 is set")
+    triton_cpu.skip_what_cannot_run(item)
 
 
 @pytest.fixture

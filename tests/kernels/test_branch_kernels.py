@@ -9,7 +9,7 @@ from vllm_hsd.core.row_layout import PrivateBlocks, lay_out
 from vllm_hsd.kernels import branch_kernels
 from vllm_hsd.kernels.blocks import padded_size
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.triton
 N, BRANCHES, WINDOW = 5, 2, 3
 GUARD = -77
 
@@ -29,6 +29,7 @@ def chosen_of(first, offers, values):
     return rows
 
 
+@pytest.mark.interpret
 def test_the_next_best_offers_with_other_first_tokens_become_branches():
     rng = np.random.default_rng(0)
     batch, sources, slots = 12, 4, 12
@@ -140,6 +141,7 @@ def test_a_flat_list_has_a_root_before_every_branch_within_its_blocks(sizes):
     assert (out[:batch, width:] == GUARD).all() and (out[batch] == GUARD).all()
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("size", [4, 64])
 def test_rows_lie_where_the_plain_layout_has_them(size):
     """Lists of whole rows and cut ones, requests without branches and without a proposal."""

@@ -12,7 +12,7 @@ from vllm_hsd.kernels.branch_walk import follow_branches
 from vllm_hsd.kernels.chain_verify import ChainResult, verify_chain_padded
 from vllm_hsd.kernels.filter_rows import Filters
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.triton
 CHUNK_AND_BLOCK = 128, 32
 V, K, R = 300, 3, 4
 KEPT, REJECTED = 1e-3, 1e-6
@@ -73,6 +73,7 @@ def assert_equal(found, expected):
         assert values.tolist() == wanted.tolist(), name
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("filtered", [False, True], ids=["whole rows", "filtered"])
 def test_equals_the_plain_rule(filtered, small_blocks, monkeypatch):
     batch = make_branches(15)

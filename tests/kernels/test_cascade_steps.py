@@ -18,9 +18,10 @@ from support.proposal_walk import walk
 
 from vllm_hsd.runner_v2 import cascade_steps, lookups
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.triton
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize(
     ("lengths", "lookup", "unverified", "horizontal", "seed"),
     [

@@ -13,7 +13,7 @@ from vllm_hsd.kernels.copy_blocks import (
     copy_to_branches,
 )
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.triton
 LENGTH, HEADS, SIZE = 6, 2, 4
 
 
@@ -62,6 +62,7 @@ def copied(caches, sources, targets):
         cache[torch.from_numpy(targets).long()] = cache[torch.from_numpy(sources).long()].clone()
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_copies_are_those_of_the_layout(block_size):
     group, rows, tables, blocks, rng = batch(block_size, seed=block_size)

@@ -12,7 +12,7 @@ from vllm_hsd.kernels.chain_verify import verify_chain_padded
 from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
 from vllm_hsd.kernels.sample_row import sample_row
 
-pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("small_blocks")]
+pytestmark = [pytest.mark.triton, pytest.mark.usefixtures("small_blocks")]
 CHUNK_AND_BLOCK = 128, 32
 V, K = 300, 3
 # A batch of each kind: coupled, sampled and greedy requests, one without a draft.
@@ -57,6 +57,7 @@ def test_a_drafter_draws_the_token_of_plain_vllm(dtype):
     assert (token != other).sum() > 20
 
 
+@pytest.mark.interpret
 def test_filtered_rows_are_drawn_from_alike():
     g = torch.Generator().manual_seed(1)
     logits = torch.randn(40, V, generator=g) * 2

@@ -47,7 +47,7 @@ def in_one_call(requests: list, seeds: np.ndarray, draws: np.ndarray) -> list:
     )
 
 
-@pytest.mark.interpret
+@pytest.mark.triton
 def test_as_one_request_after_the_other():
     random = np.random.default_rng(7)
     requests = [drawn_drafts(random, 1 + i % 4) for i in range(80)]
@@ -63,7 +63,7 @@ def test_as_one_request_after_the_other():
     assert sum(own.of_chain < own.accepted for own in found) > 5
 
 
-@pytest.mark.interpret
+@pytest.mark.triton
 def test_a_row_without_a_distribution_ends_its_branch():
     rows, target, draft = [[1, 2], [3]], torch.full((5, V), 1 / V), torch.full((3, V), 1 / V)
     target[1] = float("nan")
@@ -74,7 +74,7 @@ def test_a_row_without_a_distribution_ends_its_branch():
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.interpret
+@pytest.mark.triton
 def test_samples_of_a_v1_engine_follow_the_target(small_vocabulary):
     level = {"model": small_vocabulary.small, "branches": 3}
     engine = {"model": small_vocabulary.target, "block_size": 32, **cascade(level)}

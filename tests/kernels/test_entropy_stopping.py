@@ -19,7 +19,7 @@ from vllm_hsd.runner_v2 import cascade_steps, entropy_stopping
 from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds
 from vllm_hsd.runner_v2.schedule import Draft
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.triton
 
 VOCABULARY = 70
 
@@ -92,6 +92,7 @@ def test_every_op_ends_drafts_as_its_reference(seed):
     assert ended
 
 
+@pytest.mark.interpret
 def test_entropies_of_horizontal_tokens_are_passed_on():
     state, g = random_state(schedule_of(2, 3, 7), 3)
     thresholds = random_thresholds(state, [True, False, True], g)
@@ -122,6 +123,7 @@ def test_entropies_of_rows_of_several_chunks(vocabulary):
     torch.testing.assert_close(found[known], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("seed", range(4))
 def test_what_the_target_rejects_moves_the_threshold_of_its_drafter(seed):
     schedule = schedule_of(2, 3, 7)

@@ -30,6 +30,7 @@ def batch(vocab_size, dtype=torch.float32, rows=40, seed=0, spread=3.0):
 
 
 @pytest.mark.interpret
+@pytest.mark.triton
 @pytest.mark.parametrize("candidates", [4096, 8], ids=["gathered", "whole rows"])
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"), [(1, torch.float32), (31, torch.bfloat16), (700, torch.float32)]
@@ -49,7 +50,7 @@ def test_matches_reference(vocab_size, dtype, candidates, monkeypatch):
     assert kept.equal(reference.filtered(logits, temperature, expected))
 
 
-@pytest.mark.interpret
+@pytest.mark.triton
 def test_a_whole_vocabulary_and_rows_of_requests():
     logits, temperature, filters = batch(32000, torch.bfloat16, rows=10, seed=3)
     filters.top_p[:] = 0.9
@@ -63,7 +64,7 @@ def test_a_whole_vocabulary_and_rows_of_requests():
     assert by_request.equal(expected.repeat_interleave(2))
 
 
-@pytest.mark.interpret
+@pytest.mark.triton
 @pytest.mark.parametrize("kind", list(UNUSABLE_ROWS))
 def test_an_invalid_row_is_not_filtered(kind):
     logits, one = torch.randn(4, 300), torch.ones(4)

@@ -7,7 +7,7 @@ from benchmarks.gpu.items import Setting
 from benchmarks.kernels import timing
 from benchmarks.kernels.drafts import Drafts
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.triton
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from vllm_hsd.runner_v2 import cascade_steps, ngram_rows
 from vllm_hsd.runner_v2.ngram_rows import NgramRows
 from vllm_hsd.runner_v2.schedule import Draft
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.triton
 
 CPU = torch.device("cpu")
 
@@ -83,6 +83,7 @@ def test_rows_are_those_of_the_host_s_model(
                 )
 
 
+@pytest.mark.interpret
 def test_a_single_weight_of_the_own_text_is_seen(monkeypatch):
     """Negative control of the comparison above."""
     store = store_of(0, 70, 600)

@@ -6,7 +6,7 @@ import torch
 from support.programs import Engine, reference_steps
 from support.proposal_states import poison, tensors_of
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.triton
 
 # What `stage` writes or what never changes.
 STAGED = {

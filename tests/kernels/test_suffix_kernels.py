@@ -10,7 +10,7 @@ from vllm_hsd.core.text_order import DEPTH, END_OF_TEXT, OCCURRENCES, PROBES
 from vllm_hsd.runner_v2 import shared_outputs, suffix_lookup
 from vllm_hsd.runner_v2.shared_outputs import SharedOutputs
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.triton
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,7 @@ def shared_of(outputs, limit) -> SharedOutputs:
     return shared
 
 
+@pytest.mark.interpret
 def test_a_ring_of_shared_outputs(monkeypatch):
     """The oldest are overwritten, an end follows each, an output longer than the ring is cut."""
     monkeypatch.setattr(shared_outputs, "COPY_CHUNK", 4)

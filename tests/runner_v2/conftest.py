@@ -1,25 +1,19 @@
-"""The V2 runner's tests run interpreted: Triton and vLLM decide at import (see support.triton_cpu).
+"""The V2 runner's tests run kernels that are compiled for a CPU: see tests/kernels/conftest.py."""
 
-`TRITON_INTERPRET=1 pytest -m interpret tests/runner_v2`; `make test` runs that as its own step.
-"""
-
-import os
 import warnings
 
 import pytest
+from support import triton_cpu
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-if INTERPRETED:
-    from support import triton_cpu
-
+if triton_cpu.RUNS:
     triton_cpu.install()
+    triton_cpu.check_programs()
+if triton_cpu.INTERPRETED:
     warnings.filterwarnings("ignore", category=RuntimeWarning)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("interpret") and not INTERPRETED:
-        pytest.skip("needs TRITON_INTERPRET=1: pytest -m interpret tests/runner_v2")
+    triton_cpu.skip_what_cannot_run(item)
 
 
 @pytest.fixture(scope="session")

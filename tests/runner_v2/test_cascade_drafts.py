@@ -13,7 +13,7 @@ from support.table_distributions import cascade, joint, tables
 
 from vllm_hsd.core.counters import Count
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.triton
 
 
 @pytest.fixture(autouse=True)
@@ -295,13 +295,13 @@ def test_what_is_made_before_the_weights_and_follows_the_configuration(monkeypat
 def test_serving_launches_no_verification_that_the_warm_up_has_not(name, filters, monkeypatch):
     """What a launch is compiled for: the types of its logits and its compile-time values."""
     from support.table_runner import TableRunner
-    from triton.runtime.interpreter import InterpretedFunction
+    from support.triton_cpu import kernel_class
 
     target, draft = tables()
     params: list[dict] = [filters] * 3
     stock = name == "stock"
     served = TableRunner(target, draft, params, length=4) if stock else runner(params, name)
-    launched, run = set(), InterpretedFunction.run
+    launched, run = set(), kernel_class().run
 
     def record(self, *args, **kwargs):
         # The filters of a verification have an index of requests, those of a draft have none.
@@ -314,7 +314,7 @@ def test_serving_launches_no_verification_that_the_warm_up_has_not(name, filters
             launched.add((self.fn.__name__, types, tuple(sorted(options.items()))))
         return run(self, *args, **kwargs)
 
-    monkeypatch.setattr(InterpretedFunction, "run", record)
+    monkeypatch.setattr(kernel_class(), "run", record)
     served.runner.rejection_sampler.warm_up(torch.float32, served.drafter.draft_logits)
     warm = set(launched)
     launched.clear()

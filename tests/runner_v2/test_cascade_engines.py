@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from vllm_hsd.core.exit_head import write_exit_head
 from vllm_hsd.core.text_store import collect_texts, write_store
 
-pytestmark = [pytest.mark.interpret, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.triton, pytest.mark.timeout(900)]
 
 
 def cascade(levels: list[dict], tokens: int = 4) -> dict:

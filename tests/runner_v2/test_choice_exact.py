@@ -15,7 +15,7 @@ from oracle.exact import Choices, Table, Tokens, distance, distribution_of, exte
 from oracle.test_program_exact import VERIFIERS, Chosen, proposed
 from support.programs import MAX_NUM_REQS, PROMPT, Engine, reference_steps
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.triton
 
 VOCABULARY = 2
 TARGET = Table(VOCABULARY, 1)

@@ -5,7 +5,7 @@ import pytest
 from support.marks import slow
 from support.table_distributions import CASES, cascade, tables
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.triton
 LENGTH = 7
 FILTERS = ({}, {"top_p": 0.8, "temperature": 0.7}, {"top_k": 3}, {"min_p": 0.2, "temperature": 1.3})
 

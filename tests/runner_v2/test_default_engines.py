@@ -7,7 +7,7 @@ import pytest
 from support.engines import ids
 from support.v2_engines import GREEDY, PROMPTS, run_compiled_jobs, run_engine
 
-pytestmark = [pytest.mark.interpret, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.triton, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
 

@@ -10,7 +10,7 @@ from support.engines import ids
 from support.exact_joint_distribution import chi_square_p_value, joint_distribution
 from support.hosted_branches import Avoiding, NoBranches, Oracle
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.triton
 SIZE, LENGTH = 32, 3
 BASE = {"block_size": SIZE, "max_model_len": 160, "max_num_seqs": 10, "max_num_batched_tokens": 64}
 PROMPTS = [random.Random(i).choices(range(2, 62), k=6 + 9 * i) for i in range(4)]

@@ -25,7 +25,7 @@ from vllm_hsd.core.text_store import collect_texts, write_store
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.lossless import tiny_models
 
-pytestmark = [pytest.mark.interpret, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.triton, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from support import kernel_launches, launch_cases
 from support.table_distributions import cascade, tables
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.triton
 
 CASCADES = (
     "one",
@@ -43,14 +43,14 @@ def form(name: str, value):
 @pytest.fixture
 def launched(monkeypatch):
     """Forms of all launches from here on; they run if the list "runs" is not empty."""
-    from triton.runtime.interpreter import InterpretedFunction
+    from support.triton_cpu import kernel_class
 
     from vllm_hsd.runner_v2 import suffix_lookup
 
     # Each length of a match is a program, and they are interpreted one after another.
     for bound in ("DEPTH", "HEAD"):
         monkeypatch.setattr(suffix_lookup, bound, 4)
-    found, runs, run = set(), [], InterpretedFunction.run
+    found, runs, run = set(), [], kernel_class().run
 
     def record(self, *args, grid, warmup, **kwargs):
         signature = inspect.signature(self.fn)
@@ -61,7 +61,7 @@ def launched(monkeypatch):
         if runs:
             run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
-    monkeypatch.setattr(InterpretedFunction, "run", record)
+    monkeypatch.setattr(kernel_class(), "run", record)
     return found, runs
 
 

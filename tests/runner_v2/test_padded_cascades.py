@@ -5,7 +5,7 @@ from support import engines
 from support.tiny_models import byte_tokenizer, resized
 from support.v2_engines import run_engine
 
-pytestmark = [pytest.mark.interpret, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.triton, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_greedy_text_is_that_of_no_speculation(text_family, tmp_path):

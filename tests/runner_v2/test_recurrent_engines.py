@@ -8,7 +8,7 @@ from support.level_files import cascade
 from support.recurrent_target import write_recurrent_models
 from transformers import AutoModelForCausalLM
 
-pytestmark = [pytest.mark.interpret, pytest.mark.slow]
+pytestmark = [pytest.mark.triton, pytest.mark.slow]
 PROMPTS, COUNT = v2_engines.PROMPTS[:3], 14
 PARAMS = {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True}
 JOBS = {"text": {"prompts": PROMPTS, "params": PARAMS, "arrive": [0, 1, 3]}}

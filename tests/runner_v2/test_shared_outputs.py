@@ -6,7 +6,7 @@ import pytest
 from support.eagle3_head import write_eagle3_head
 from support.v2_engines import GREEDY, PROMPTS, run_engine
 
-pytestmark = [pytest.mark.interpret, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.triton, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def accepted(family, source: list[dict] | dict) -> tuple[list[list[int]], list[int]]:

@@ -19,7 +19,7 @@ from vllm_hsd.core.source_choice import Offers, SourceChoice
 from vllm_hsd.core.text_store import collect_texts
 from vllm_hsd.planner.prompt_lookup import PromptLookup
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.triton
 
 LENGTH, VOCABULARY = 6, 12
 

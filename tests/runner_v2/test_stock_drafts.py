@@ -17,7 +17,7 @@ from vllm_hsd.runner_v2.schedule import DRAWS_PER_LENGTH
 from vllm_hsd.verify import verify_chain
 from vllm_hsd.verify.rng import host_uniforms
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.triton
 
 
 def runner(params, **options):
@@ -163,6 +163,7 @@ def test_drafts_are_filtered_as_their_request():
     assert (drawn[3] >= draft[contexts[3]].topk(2).values[:, -1:]).all()
 
 
+@pytest.mark.interpret
 def test_the_verifier_is_given_the_logsumexps_of_kept_rows(monkeypatch):
     """So a verification takes 3 launches and does not read a proposal row to normalize it."""
     from support.interpreter import count_bytes

@@ -14,10 +14,10 @@ from vllm_hsd.core.text_store import collect_texts, write_store
 from vllm_hsd.errors import UserError
 from vllm_hsd.levels.base import LevelConfig, VllmModelKeys
 
-interpret = pytest.mark.interpret
+triton_kernels = pytest.mark.triton
 
 
-@interpret
+@triton_kernels
 def test_every_name_is_as_tested_in_the_installed_vllm():
     from support import triton_cpu
 
@@ -51,7 +51,7 @@ def configure(family, speculative_config: dict, **engine):
     ).create_engine_config()
 
 
-@interpret
+@triton_kernels
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -70,7 +70,7 @@ HEAD = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"eagle3": "HEA
 STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
 
 
-@interpret
+@triton_kernels
 @pytest.mark.parametrize(
     ("keys", "engine", "reason"),
     [
@@ -196,7 +196,7 @@ def test_every_key_of_vllm_is_tried():
     assert VllmModelKeys.model_fields.keys() - LevelConfig.model_fields.keys() == LEVEL_KEYS.keys()
 
 
-@interpret
+@triton_kernels
 @pytest.mark.parametrize("key", sorted(LEVEL_KEYS))
 def test_a_key_of_vllm_reaches_the_level_or_is_refused(family, v2, monkeypatch, key):
     from vllm.config.compilation import CUDAGraphMode
@@ -223,7 +223,7 @@ def test_a_key_of_vllm_reaches_the_level_or_is_refused(family, v2, monkeypatch, 
     assert eager == ("levels[0].enforce_eager is set" if key == "enforce_eager" else None)
 
 
-@interpret
+@triton_kernels
 def test_mtp_layers_alone_are_vllms_own_drafter(family, v2, tmp_path):
     from support.stock_heads import write_mtp_target
 
@@ -234,7 +234,7 @@ def test_mtp_layers_alone_are_vllms_own_drafter(family, v2, tmp_path):
     assert found.draft_sample_method == "probabilistic" and found.hsd_couples_all
 
 
-@interpret
+@triton_kernels
 def test_a_head_next_to_lookups_is_vllms_own_drafter_too(family, v2, head):
     given = {**HEAD, "levels": [{"sources": [{"ngram": {}}, {"eagle3": head}]}]}
     found = pickle.loads(pickle.dumps(configure(family, given).speculative_config))
@@ -243,7 +243,7 @@ def test_a_head_next_to_lookups_is_vllms_own_drafter_too(family, v2, head):
     assert found.use_ngram() and len(found.hsd_sources.sources) == 2
 
 
-@interpret
+@triton_kernels
 def test_lookups_are_not_left_out_where_vllm_makes_another_drafter():
     from vllm_hsd.runner_v2.replacements import load_model
 
@@ -253,7 +253,7 @@ def test_lookups_are_not_left_out_where_vllm_makes_another_drafter():
         load_model(lambda runner: None, runner)
 
 
-@interpret
+@triton_kernels
 @pytest.mark.parametrize("limit", [None, 8])
 def test_a_head_alone_is_vllms_own_drafter(family, v2, head, limit):
     given = {**HEAD, "levels": [{"eagle3": head, "kv_cache_dtype": "bfloat16"}]}
@@ -269,7 +269,7 @@ def test_a_head_alone_is_vllms_own_drafter(family, v2, head, limit):
 LOOKUP = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"ngram": {}}]}
 
 
-@interpret
+@triton_kernels
 @pytest.mark.parametrize(
     ("keys", "max_num_seqs", "drafts"),
     [
@@ -296,7 +296,7 @@ def test_large_batches_draft_nothing(family, v2, keys, max_num_seqs, drafts):
         assert {size: by_size[size] for size in drafts} == drafts
 
 
-@interpret
+@triton_kernels
 @pytest.mark.parametrize("kind", ["cascade", "stock drafter"])
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_grammar_needs_asynchronous_scheduling(family, v2, kind, asynchronous):

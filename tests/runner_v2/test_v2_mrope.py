@@ -5,7 +5,7 @@ from support import v2_engines
 from support.level_files import cascade
 from support.mrope_target import write_mrope_models
 
-pytestmark = [pytest.mark.interpret, pytest.mark.slow]
+pytestmark = [pytest.mark.triton, pytest.mark.slow]
 REQUEST = {"max_tokens": 14, "ignore_eos": True}
 PARAMS = [{**REQUEST, "temperature": t, "seed": 3} for t in (0, 0, 1)]
 JOBS = {"text": {"prompts": v2_engines.PROMPTS[:3], "params": PARAMS}}

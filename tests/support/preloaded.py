@@ -1,22 +1,20 @@
 """Imported by the fork server: what every engine's process needs, done once.
 
-Where kernels are interpreted, that is what the V2 runner needs.
+Where the V2 runner serves, that is what it needs.
 """
 
 import contextlib
 import gc
 import importlib
-import os
 import warnings
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if INTERPRETED:
-    from support import triton_cpu
+from support import triton_cpu
 
+if triton_cpu.RUNS:
     # Before vLLM is imported.
     triton_cpu.prepare_vllm()
 
-from vllm.platforms import current_platform  # noqa: E402
+from vllm.platforms import current_platform
 
 # With what vLLM imports while an engine starts.
 MODULES = (
@@ -39,12 +37,12 @@ MODULES = (
     "vllm_hsd.runner_v1.stock_drafters",
     "vllm_hsd.stock_config",
 )
-INTERPRETED_MODULES = (
+V2_MODULES = (
     "vllm.v1.worker.gpu.model_runner",
     "vllm_hsd.runner_v2.replacements",
 )
 
-for module in MODULES + INTERPRETED_MODULES * INTERPRETED:
+for module in MODULES + V2_MODULES * triton_cpu.RUNS:
     # Releases differ in their modules.
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module(module)

@@ -1,6 +1,6 @@
 """A stand-in for CUDA graphs on a CPU: what a graph keeps and what it does not run again.
 
-While it captures, every operation of torch and every launch of an interpreted kernel is recorded
+While it captures, every operation of torch and every launch of a kernel is recorded
 with the tensors that it was called with. A replay repeats them on the same tensors: Python code
 between them does not run again, and a tensor that the code would look up anew stays the old one.
 """
@@ -10,9 +10,9 @@ from functools import partial
 from typing import ClassVar
 
 import torch
+from support.triton_cpu import kernel_class
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from triton.runtime.interpreter import InterpretedFunction
 
 aten = torch.ops.aten
 HOST_READS = (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default)
@@ -68,23 +68,24 @@ def _tensors(tree) -> list[torch.Tensor]:
 @contextlib.contextmanager
 def capture(graph: RecordedGraph, *_args, **_kwargs):
     """In the place of `torch.cuda.graph`."""
-    launch = InterpretedFunction.run
+    kernels = kernel_class()
+    launch = kernels.run
 
     def run(self, *args, **kwargs):
         again = partial(_launch, launch, self, args, kwargs)
         graph.calls.append(again)
         again()
 
-    InterpretedFunction.run = run
+    kernels.run = run
     try:
         with _Recorder(graph):
             yield
     finally:
-        InterpretedFunction.run = launch
+        kernels.run = launch
 
 
 def _launch(launch, kernel, args, kwargs) -> None:
-    # The interpreter itself computes with torch.
+    # Triton itself computes with torch.
     with _disable_current_modes():
         launch(kernel, *args, **kwargs)
 

@@ -1,81 +1,69 @@
-"""A Triton backend named "cpu" that compiles nothing, so that vLLM's V2 runner starts on a CPU.
+"""Triton on a CPU in this process: `vllm_hsd.kernels.cpu_backend`, or Triton's interpreter.
 
-vLLM's build for CPUs uses Triton only if a backend of that name exists. Kernels run under Triton's
-interpreter. Nothing is installed: `install` puts the backend into Triton's table, in this process.
+vLLM's build for CPUs uses Triton only if it has a backend called "cpu". Where TRITON_INTERPRET is 1
+kernels are interpreted all the same, and the backend is that name only.
 """
 
-import torch
-import triton.backends
-from support import interpreter
-from triton.backends.compiler import BaseBackend, GPUTarget
-from triton.backends.driver import DriverBase
+import os
+
+import pytest
+
+from vllm_hsd.kernels import cpu_backend
+
+COMPILED = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+RUNS = COMPILED or INTERPRETED
+HOW = "VLLM_USE_V2_MODEL_RUNNER=1 pytest -m triton tests/kernels tests/runner_v2"
 
 
-class CpuDriver(DriverBase):
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        return ty
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cpu", 0, 1)
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def get_benchmarker(self):
-        raise NotImplementedError
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device=None) -> int:
-        return 0
-
-    def get_device_interface(self):
-        return torch.cpu
+def skip_what_cannot_run(item: pytest.Item) -> None:
+    """Skip a test whose kernels this process cannot run."""
+    marks = {mark.name for mark in item.iter_markers()}
+    if "triton" in marks and not RUNS:
+        pytest.skip(f"needs {HOW}")
+    if "interpret" in marks and "triton" not in marks and not INTERPRETED:
+        pytest.skip("needs TRITON_INTERPRET=1")
+    if "compiled" in marks and INTERPRETED:
+        pytest.skip("needs compiled kernels, but TRITON_INTERPRET=1 is set")
 
 
-class CpuCompiler(BaseBackend):
-    @staticmethod
-    def supports_target(target: GPUTarget) -> bool:
-        return target.backend == "cpu"
+def kernel_class() -> type:
+    """The class of kernels, whose `run` is called for every launch."""
+    if INTERPRETED:
+        from triton.runtime.interpreter import InterpretedFunction
 
-    def hash(self) -> str:
-        return "interpreted"
+        return InterpretedFunction
+    from triton.runtime.jit import JITFunction
 
-    def parse_options(self, options: dict):
-        raise RuntimeError("this backend compiles nothing: set TRITON_INTERPRET=1")
-
-    def add_stages(self, stages: dict, options, language=None) -> None:
-        raise RuntimeError("this backend compiles nothing: set TRITON_INTERPRET=1")
-
-    def load_dialects(self, context) -> None:
-        pass
-
-    def get_module_map(self) -> dict:
-        return {}
+    return JITFunction
 
 
 def install() -> None:
-    """Let this process run the V2 runner on a CPU; call it before vLLM is imported.
+    """Let this process run kernels, and the V2 runner, on a CPU; before vLLM is imported."""
+    cpu_backend.install()
+    if INTERPRETED:
+        from support import interpreter
 
-    Raises:
-        RuntimeError: TRITON_INTERPRET is not 1.
-    """
-    interpreter.repair()
-    triton.backends.backends["cpu"] = triton.backends.Backend(CpuCompiler, CpuDriver)
+        interpreter.repair()
+
+
+def check_programs() -> None:
+    """Let this process's launches check addresses, and run their programs out of order at once."""
+    if COMPILED:
+        from vllm_hsd.kernels.cpu_backend import checks
+
+        checks.ACTIVE.bounds, checks.ACTIVE.order, checks.ACTIVE.threads = True, 7, 2
 
 
 def prepare_vllm() -> None:
-    """Import vLLM's stand-ins for CUDA first, and leave top-k and top-p to its torch code.
+    """Import vLLM's stand-ins for CUDA first.
 
-    Its Triton kernel for them is none that the interpreter can run.
+    Its Triton kernel for top-k and top-p is none that the interpreter can run: torch does it there.
     """
     install()
     import vllm.v1.worker.cpu.shm  # noqa: F401  streams, events and pinned memory
-    from vllm.v1.sample.ops import topk_topp_sampler
 
-    topk_topp_sampler.HAS_TRITON = False
+    if INTERPRETED:
+        from vllm.v1.sample.ops import topk_topp_sampler
+
+        topk_topp_sampler.HAS_TRITON = False

@@ -1,4 +1,4 @@
-"""Engines on vLLM's V2 runner under Triton's interpreter; see `support.engines` for the jobs."""
+"""Engines on vLLM's V2 runner, with kernels compiled for a CPU; see `support.engines` for jobs."""
 
 import itertools
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from support.exact_joint_distribution import chi_square_p_value, joint_distribut
 
 from vllm_hsd.engine import EngineProcess
 
-ENVIRONMENT = {**engines.ENVIRONMENT, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+ENVIRONMENT = {**engines.ENVIRONMENT, "VLLM_USE_V2_MODEL_RUNNER": "1"}
 # Interpreted kernels cost milliseconds per row: few requests, small batches.
 ENGINE_DEFAULTS = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
 

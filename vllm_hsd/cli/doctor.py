@@ -172,7 +172,33 @@ def _device() -> Iterator[Finding]:
     yield Finding("ok", f"device: {kind} ({name})")
     yield Finding("ok", f"runner: vLLM's {entrance.runner()} runner serves method 'hsd'")
     if kind == "cpu":
+        yield triton_finding()
         yield bfloat16_finding(_bfloat16_status(), host.flags())
+
+
+def triton_finding() -> Finding:
+    """Which of Triton's backends serves on this CPU, and why."""
+    from triton.backends import backends
+
+    from vllm_hsd.kernels.cpu_backend import driver, toolchain
+
+    if "cpu" not in backends:
+        text = "no Triton backend serves: the V1 runner needs none on a CPU"
+        if entrance.runner() == "V1":
+            return Finding("ok", f"{text} (VLLM_USE_V2_MODEL_RUNNER=1 asks for V2 and for ours)")
+        return Finding(
+            "problem",
+            "the V2 runner needs a Triton backend for this CPU, and vLLM did not load ours: "
+            "install vllm-hsd with pip, and leave 'hsd' in VLLM_PLUGINS if that is set",
+        )
+    serving = backends["cpu"].driver
+    if serving is not driver.CPUDriver:
+        module = serving.__module__
+        return Finding("ok", f"Triton backend for CPUs: {module}, which is installed, not ours")
+    why = "since VLLM_USE_V2_MODEL_RUNNER=1"
+    if (compiler := toolchain.compiler()) is None:
+        return Finding("problem", f"Triton backend for CPUs: ours, {why}; {toolchain.NO_COMPILER}")
+    return Finding("ok", f"Triton backend for CPUs: ours, {why}; it compiles with {compiler}")
 
 
 def _bfloat16_status() -> int:

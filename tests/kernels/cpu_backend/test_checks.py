@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.triton
 
 KERNELS = """
 import torch

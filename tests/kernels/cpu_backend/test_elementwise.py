@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.triton
 
 N = 256
 SPECIAL = [

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.triton
 
 N = 256
 

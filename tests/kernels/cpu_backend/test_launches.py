@@ -1,0 +1,150 @@
+"""The short way of a launch takes the kernel that Triton's way would, and hands the same on."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from support import triton_cpu
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="of the CPU backend"),
+]
+FACTOR = tl.constexpr(3)
+
+
+@triton.jit
+def kinds_kernel(out_ptr, x_ptr, n, f, C: tl.constexpr, D: tl.constexpr = 5):
+    tl.store(out_ptr, n + f)
+    if C is True:
+        tl.store(out_ptr + 1, 10)
+    elif C is None:
+        tl.store(out_ptr + 1, 20)
+    else:
+        tl.store(out_ptr + 1, C)
+    tl.store(out_ptr + 2, D)
+    if x_ptr is not None:
+        tl.store(out_ptr + 3, tl.load(x_ptr))
+    tl.store(out_ptr + 4, tl.program_id(0) + 100 * tl.num_programs(1))
+
+
+@triton.jit
+def global_kernel(out_ptr):
+    tl.store(out_ptr, FACTOR)
+
+
+CALLS = [
+    ((1, 2.5, 7), {}),
+    ((2, 2.5, 7), {}),
+    ((1 << 40, 2.5, 7), {}),
+    ((-3, 2.5, 7), {"D": 6}),
+    ((1, 2.5, True), {}),
+    ((1, 2.5, 1), {}),
+    ((1, 2.5, 1.5), {}),
+    ((1, 2.5, None), {}),
+    ((True, 2.5, 7), {}),
+    ((1, 2, 7, 8), {}),
+    ((1,), {"C": 4, "f": 0.5}),
+    ((1,), {"f": 0.5, "C": 4, "num_warps": 8}),
+]
+XS = [
+    torch.tensor([3.5]), torch.tensor([3]), torch.tensor([3.5], dtype=torch.bfloat16), None,
+    torch.nn.Parameter(torch.tensor([4.5])),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def short_way(monkeypatch):
+    """Checks of other tests may have kept it away."""
+    from triton.runtime.jit import JITFunction, KernelInterface
+
+    from vllm_hsd.kernels.cpu_backend import launcher
+
+    monkeypatch.setattr(JITFunction, "__getitem__", KernelInterface.__getitem__)
+    monkeypatch.setattr(JITFunction, "__getitem__", launcher.short_way())
+
+
+@pytest.fixture
+def triton_launches(monkeypatch):
+    """How many launches went Triton's way."""
+
+    class Counts(list):
+        run = triton_cpu.kernel_class().run
+
+    kernels, counts, run = triton_cpu.kernel_class(), Counts(), Counts.run
+    monkeypatch.setattr(kernels, "run", lambda *a, **k: counts.append(1) or run(*a, **k))
+    return counts
+
+
+def results() -> list[list[float]]:
+    found = []
+    for args, options in CALLS:
+        for x in XS:
+            out = torch.zeros(5, dtype=torch.float64)
+            kinds_kernel[(3, 2)](out, x, *args, **options)
+            found.append(out.tolist())
+    return found
+
+
+def test_all_kinds_of_arguments(triton_launches, monkeypatch):
+    """Triton's way while its `run` is replaced; then twice, when the kernels are known."""
+    by_triton = results()
+    assert len(triton_launches) == len(by_triton)
+    monkeypatch.setattr(triton_cpu.kernel_class(), "run", triton_launches.run)
+    assert results() == by_triton
+    assert results() == by_triton
+    assert len(triton_launches) == len(by_triton)
+
+
+def test_kernels_are_found_without_triton(monkeypatch):
+    results()
+    monkeypatch.setattr(type(kinds_kernel), "create_binder", None)
+    monkeypatch.setattr(kinds_kernel, "device_caches", None)
+    results()
+
+
+def test_grids():
+    out = torch.zeros(5)
+    for grid in ((4,), [4], (4, 1, 1), lambda given: (given["n"] + given["D"] - 3,)):
+        out.zero_()
+        kernel = kinds_kernel[grid](out, None, 2, 0.5, 7)
+        kernel = kinds_kernel[grid](out, None, 2, 0.5, 7)
+        assert out[4] == 103 and kernel.name == "kinds_kernel"
+    out.zero_()
+    kinds_kernel[(0,)](out, None, 2, 0.5, 7)
+    assert out.sum() == 0
+
+
+def test_mistakes_are_those_of_triton():
+    out = torch.zeros(5)
+    kinds_kernel[(1,)](out, None, 1, 2.5, 7)
+    with pytest.raises(TypeError, match="missing"):
+        kinds_kernel[(1,)](out, None, 1, 2.5)
+    with pytest.raises(TypeError, match="multiple values"):
+        kinds_kernel[(1,)](out, None, 1, 2.5, 7, n=3)
+    with pytest.raises((KeyError, TypeError), match="unknown"):
+        kinds_kernel[(1,)](out, None, 1, 2.5, 7, unknown=3)
+
+
+def test_a_changed_global_is_refused(monkeypatch):
+    out = torch.zeros(1)
+    for _ in range(2):
+        global_kernel[(1,)](out)
+    assert out.item() == 3
+    monkeypatch.setitem(global_kernel.fn.__globals__, "FACTOR", tl.constexpr(4))
+    with pytest.raises(RuntimeError, match="FACTOR has changed"):
+        global_kernel[(1,)](out)
+
+
+def test_hooks_are_called():
+    calls, out = [], torch.zeros(5)
+    args = out, None, 1, 2.5, 7
+    kinds_kernel[(1,)](*args)
+    enter = triton.knobs.runtime.launch_enter_hook
+    enter.add(calls.append)
+    try:
+        kinds_kernel[(1,)](*args)
+    finally:
+        enter.remove(calls.append)
+    kinds_kernel[(1,)](*args)
+    assert len(calls) == 1
