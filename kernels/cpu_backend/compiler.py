@@ -141,15 +141,10 @@ def c_of_module(module, metadata: dict) -> str:
         Unsupported: an operation is not known; names the kernel, the file and the line.
     """
     from . import codegen, parser
-    from .generator import Unsupported
 
     functions = parser.parse(str(module))
-    kernel = functions[0]
-    if len(functions) > 1:
-        others = ", ".join(function.name for function in functions[1:])
-        raise Unsupported(f"{kernel.name}: functions that are not inlined ({others})")
-    metadata.update(name=kernel.name, shared=0)
-    return codegen.c_source(kernel, bounds=metadata["bounds"])
+    metadata.update(name=functions[0].name, shared=0)
+    return codegen.c_source(functions, bounds=metadata["bounds"])
 
 
 def shared_object(source: str, metadata: dict) -> bytes:

@@ -109,6 +109,17 @@ def jump(g: Generator, op: Op) -> None:
         g.emit(f"goto L_{label}; }}")
 
 
+@handles("tt.call")
+def call(g: Generator, op: Op) -> None:
+    g.settle_loads()
+    given = "".join(f", {operand.name}" for operand in op.operands)
+    e = f"{g.callees[op.attrs['callee']]}(run, pid{given})"
+    if op.results:
+        g.assign(op.results[0], e)
+    else:
+        g.emit(f"{e};")
+
+
 # ---------------------------------------------------------------------- assigning at once
 def assign(g: Generator, targets: list[Value], values: list[Value]) -> None:
     """Give variables and arrays their new values, none of which sees another's new one."""

@@ -51,6 +51,8 @@ class Generator:
 
     Args:
         bounds: check every access of memory against the tensor that its pointer comes from.
+        callees: C names of the functions that it may call.
+        places: those of the kernel, for a function that it calls.
 
     Attributes:
         arrays: values whose elements are in an array, with its name.
@@ -60,23 +62,30 @@ class Generator:
         places: places in the kernel's source that checks name.
     """
 
-    def __init__(self, function: Function, *, bounds: bool = False) -> None:
-        self.function, self.bounds = function, bounds
+    def __init__(
+        self,
+        function: Function,
+        *,
+        bounds: bool = False,
+        callees: dict[str, str] | None = None,
+        places: dict[str, int] | None = None,
+    ) -> None:
+        self.function, self.bounds, self.callees = function, bounds, callees or {}
         self.plan = Plan(function)
         self.origins = origins(function) if bounds else {}
         self.arrays: dict[Value, str] = {}
         self.pending: dict[Value, None] = {}
         self.aliases: dict[Value, Value] = {}
         self.targets: list[tuple[str, list[Value], list[Value]]] = []
-        self.places: dict[str, int] = {}
+        self.places: dict[str, int] = {} if places is None else places
         self.block: Block = function.blocks[0]
         self.lines: list[str] = []
         self.declared: list[str] = []
         self.scopes: list[list[str]] = [[]]
         self.temps = self.loops = 0
 
-    def program(self) -> str:
-        """The C function `program`, which runs one program of the grid."""
+    def c_function(self, name: str) -> str:
+        """The C function, which runs the function for one program of the grid."""
         blocks = self.function.blocks
         for block in blocks[1:]:
             for arg in block.args:
@@ -85,9 +94,8 @@ class Generator:
             if len(blocks) > 1:
                 self.emit(f"L_{block.label}: ;")
             self.write_block(block)
-        args = "".join(f", {held(arg.type)} {arg.name}" for arg in self.function.args)
-        head = f"static void program(const tc_run *run, const int32_t *pid{args}) {{"
-        return "\n".join([head, *self.declared, *self.scopes[0], *self.lines, "}"])
+        lines = [*self.declared, *self.scopes[0], *self.lines]
+        return "\n".join([prototype(self.function, name, names=True) + " {", *lines, "}"])
 
     # -- operations
     def write_block(self, block: Block) -> None:
@@ -315,6 +323,17 @@ class Generator:
     def settle(self) -> None:
         """Before another block begins: what is wanted there has its array."""
         self.materialize(list(self.pending))
+
+
+def prototype(function: Function, name: str, names: bool = False) -> str:
+    """Head of a function in C, whose result is that of all its returns."""
+    ends = [block.ops[-1] for block in function.blocks if block.ops[-1].name == "tt.return"]
+    types = [value.type for value in ends[0].operands]
+    if len(types) > 1 or any(type.is_tensor for type in [*types, *(a.type for a in function.args)]):
+        raise Unsupported(f"{function.name}: a function with tensors that is not inlined")
+    kept = "".join(f", {held(a.type)}{f' {a.name}' * names}" for a in function.args)
+    result = held(types[0]) if types else "void"
+    return f"static {result} {name}(const tc_run *run, const int32_t *pid{kept})"
 
 
 # ---------------------------------------------------------------------- elements of operations

@@ -191,6 +191,14 @@ class _Parser:
     op_tt_store = op_tt_return = op_scf_yield = op_scf_condition = no_results
     op_tt_reduce_return = op_tt_scan_return = op_tt_map_elementwise_return = no_results
 
+    def op_tt_call(self, op: Op, rest: str) -> list[Type]:
+        name, values, types = re.match(
+            r"\s*@(\"[^\"]*\"|[\w.$\-]+)\((.*?)\)[^:]* : \(.*\) -> (.*)$", rest
+        ).groups()
+        op.attrs["callee"] = name.strip('"')
+        op.operands = self.values(values)
+        return parse_types(types)
+
     def op_tt_print(self, op: Op, rest: str) -> list[Type]:
         op.attrs["prefix"] = re.search(r'"(.*?)"', rest).group(1)
         op.operands = self.values(re.sub(r'"[^"]*"', "", rest))

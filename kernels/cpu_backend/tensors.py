@@ -96,6 +96,4 @@ def assertion(g: Generator, op: Op) -> None:
 
 @handles("tt.return")
 def leave(g: Generator, op: Op) -> None:
-    if op.operands:
-        raise NotImplementedError("functions that return values")
-    g.emit("return;")
+    g.emit(f"return{''.join(f' {value.name}' for value in op.operands)};")

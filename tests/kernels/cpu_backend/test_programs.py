@@ -71,6 +71,37 @@ def test_control_flow():
 
 
 @triton.jit
+def chosen(x_ptr, i, n, default):
+    if i < n:
+        return tl.load(x_ptr + i)
+    return default + i
+
+
+@triton.jit
+def marked(x_ptr, i):
+    if i > 2:
+        tl.store(x_ptr, i)
+        return
+    tl.store(x_ptr + 1, i)
+
+
+@triton.jit
+def calling_kernel(x_ptr, out_ptr, n):
+    for i in tl.range(0, n + 2):
+        before = tl.load(out_ptr + i)
+        value = chosen(x_ptr, i, n, 100)
+        marked(x_ptr + n, i)
+        tl.store(out_ptr + i, value + before)
+
+
+def test_functions_that_are_called():
+    """Triton does not inline those that return in the middle."""
+    x, out = torch.arange(7, dtype=torch.int32), torch.ones(7, dtype=torch.int32)
+    calling_kernel[(1,)](x, out, 5)
+    assert out.tolist() == [1, 2, 3, 4, 5, 106, 107] and x.tolist() == [0, 1, 2, 3, 4, 6, 2]
+
+
+@triton.jit
 def alias_kernel(x_ptr, n, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     tl.store(x_ptr + i + 1, tl.load(x_ptr + i, mask=i < n, other=0), mask=i < n)
