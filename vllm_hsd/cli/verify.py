@@ -37,6 +37,12 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     add("--plain-url", metavar="URL", help="a server of the same model without speculation")
     add(
+        "--watch", metavar="URL",
+        help="a canary: ask a running server for answers, --tokens in all, score each by one "
+        "prompt of --plain-url, go on from the watch.json of the last call, and end with status 1 "
+        "as soon as the running p-value falls below 1e-4",
+    )  # fmt: skip
+    add(
         "--drafter", metavar="MODEL",
         help="with --url: the model that the server drafts with, which is then loaded here; "
         "without it a sampler that leans towards its drafter is found late or not at all",
@@ -73,6 +79,6 @@ def add_parser(commands: Any) -> None:
 def command(arguments: argparse.Namespace) -> int:
     """Run `vllm-hsd verify`; see `verify_runs.command`."""
     # torch and scipy, which a parser must not import.
-    from vllm_hsd.cli import verify_runs
+    from vllm_hsd.cli import verify_runs, verify_watch
 
-    return verify_runs.command(arguments)
+    return (verify_watch if arguments.watch else verify_runs).command(arguments)
