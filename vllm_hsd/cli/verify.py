@@ -63,9 +63,9 @@ def add_parser(commands: Any) -> None:
         help="also serve the model as its own drafter, which must have everything accepted",
     )  # fmt: skip
     add(
-        "--workload", type=lambda text: text.split(","), default=",".join(WORKLOADS),
-        metavar="NAME[,NAME...]",
-        help="what is served, all within the same number of tokens: the steady requests get half",
+        "--workload", type=_workloads, default="all", metavar="NAME[,NAME...]",
+        help=f"what is served, of {', '.join(WORKLOADS)}: all within the same number of tokens, of "
+        "which the steady requests get half",
     )  # fmt: skip
     add(
         "--as-served", action="store_true",
@@ -74,6 +74,10 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     add_engine_options(parser, "0,0.7,1", "verify")
     parser.set_defaults(run=command)
+
+
+def _workloads(text: str) -> list[str]:
+    return list(WORKLOADS) if text == "all" else text.split(",")
 
 
 def command(arguments: argparse.Namespace) -> int:
