@@ -6,7 +6,7 @@ import torch
 
 from vllm_hsd.lossless import directions
 from vllm_hsd.lossless.directions import BEFORE, FAULTS, SCORE, SHIFTS, THIRD, VARIANCE, marks
-from vllm_hsd.lossless.lean import factors, lean_checks
+from vllm_hsd.lossless.lean import enough, factors, lean_checks
 from vllm_hsd.lossless.statistics import needed
 
 
@@ -90,3 +90,23 @@ def test_nothing_can_lean_to_a_drafter_that_is_the_target():
     found = marks(p, tokens, directions.rows_of(p.log()))
     (check,) = lean_checks("", "q", found, np.full(500, "1", dtype=object))
     assert not check.faults and check.p_value == 1 and check.detectable(1e-6) == np.inf
+
+
+def test_power_is_that_of_the_drafted_places():
+    labels = np.full(4000, "1", dtype=object)
+    (every,) = lean_checks("", "q", texts(0, 0), labels)
+    (few,) = lean_checks("", "q", texts(0, 0), labels, share=0.1)
+    assert few.detectable(1e-6) == pytest.approx(10 * every.detectable(1e-6))
+    assert enough(every, 1e-6) and not enough(few, 1e-6)
+    undrafted = texts(0, 0)
+    undrafted[100:] = np.nan
+    (known,) = lean_checks("", "q", undrafted, labels)
+    assert known.num_tokens == 100 and not enough(known, 1e-6)
+
+
+def test_nothing_is_missed_where_the_drafter_is_the_target():
+    p = torch.softmax(torch.randn(500, 9), -1)
+    tokens = torch.multinomial(p, 1)[:, 0]
+    found = marks(p, tokens, directions.rows_of(p.log()))
+    (check,) = lean_checks("", "q", found, np.full(500, "1", dtype=object))
+    assert enough(check, 1e-6)

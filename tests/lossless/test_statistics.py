@@ -11,6 +11,7 @@ from vllm_hsd.lossless.statistics import (
     adjusted,
     arrange,
     checks_of,
+    improbable,
 )
 from vllm_hsd.verify import verify_chain
 
@@ -145,3 +146,14 @@ def test_places_are_predictable_under_both_rules(method):
         quantiles = randomized(ranges, rng.random((2, len(there))))
         found = checks_of("", arrange([quantiles], [[len(there)]]))
         assert min(test.p_value for test in found) > 1e-5
+
+
+def test_a_few_tokens_that_cannot_be_are_found_and_chance_is_not():
+    rng = np.random.default_rng(7)
+    found = [improbable("", rng.random(4096), exact=True).p_value for _ in range(200)]
+    assert np.mean(np.array(found) < 0.05) <= 0.05 and min(found) > 1e-4
+    tails = rng.random(4096)
+    tails[:2] = 1e-12
+    check = improbable("", tails, exact=True)
+    assert check.p_value < 1e-9 and check.detectable(1e-6) < 0.01
+    assert improbable("", tails, exact=False).p_value > check.p_value

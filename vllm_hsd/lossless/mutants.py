@@ -39,6 +39,7 @@ class Mutant:
         fault: what is wrong.
         constrained: whether only a text of LETTERS under GRAMMAR shows it.
         seeded: whether only requests with seeds show it, which are compared exactly.
+        workload: the one of `lossless.workloads` that shows it; None for plain requests.
         weight: how many times more tokens it takes than the others.
         patches: "module:name" of what it replaces -> in its place.
     """
@@ -46,6 +47,7 @@ class Mutant:
     fault: str
     constrained: bool = False
     seeded: bool = False
+    workload: str | None = None
     weight: int = 1
     patches: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
@@ -83,6 +85,17 @@ MUTANTS = {
     ),
     "noise met twice": Mutant(
         "after an accepted draft a request with a seed meets its last noise again", seeded=True
+    ),
+    "row of another": Mutant(
+        "the first two requests of a batch get each other's first row", workload="crowd16"
+    ),
+    "token after a stop": Mutant("a request goes on for a token after its stop", workload="stops"),
+    "block of another": Mutant(
+        "the second half of a block is no part of its hash in the prefix cache", workload="turns"
+    ),
+    "late mask": Mutant("a grammar's masks come one row late", workload="schemas"),
+    "budget of another": Mutant(
+        "a request gets the thinking budget of the one before", workload="thinking"
     ),
 }
 
@@ -257,3 +270,54 @@ def _neighbouring_noise(whole, self, offset):
 @_patches("noise met twice", f"{_NOISE}emitted")
 def _noise_met_twice(whole, self, count):
     return whole(self, max(1, count - 1))
+
+
+@_patches("row of another", "vllm_hsd.runner_v1.sampling:RequestSampling.target_logits")
+def _row_of_another(whole, self, logits, counts, *rest):
+    found = whole(self, logits, counts, *rest)
+    if len(counts) > 1:
+        second = int(counts[0]) + 1
+        found[[0, second]] = found[[second, 0]]
+    return found
+
+
+_going_on: set[str] = set()
+
+
+@_patches("token after a stop", "vllm.v1.core.sched.scheduler:check_stop")
+def _token_after_a_stop(whole, request, max_model_len):
+    from vllm.v1.request import RequestStatus
+
+    before = request.status
+    if whole(request, max_model_len) and request.status != RequestStatus.FINISHED_STOPPED:
+        return True
+    if request.request_id in _going_on:
+        request.status = RequestStatus.FINISHED_STOPPED
+        return True
+    if request.status == RequestStatus.FINISHED_STOPPED:
+        _going_on.add(request.request_id)
+        request.status, request.stop_reason = before, None
+    return False
+
+
+@_patches("block of another", "vllm.v1.core.kv_cache_utils:hash_block_tokens")
+def _block_of_another(whole, function, parent, token_ids, *rest):
+    return whole(function, parent, token_ids[: len(token_ids) // 2], *rest)
+
+
+@_patches("late mask", "vllm.v1.worker.gpu_model_runner:apply_grammar_bitmask")
+def _late_mask(whole, scheduled, grammar, *rest):
+    late = np.roll(grammar.grammar_bitmask, 1, axis=0)
+    return whole(scheduled, replace(grammar, grammar_bitmask=late), *rest)
+
+
+_budgets: list[int] = []
+
+
+@_patches(
+    "budget of another",
+    "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder._init_state_entry",
+)
+def _budget_of_another(whole, self, prompt, budget):
+    _budgets.append(budget)
+    return whole(self, prompt, _budgets[-2:][0])

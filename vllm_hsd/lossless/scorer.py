@@ -179,6 +179,8 @@ def _noted(
                 **given,
                 "seed": given["seed"] if seeded else None,
                 "max_tokens": len(text),
+                # vLLM refuses more than the whole text, which masks no more of it.
+                "min_tokens": min(given.get("min_tokens", 0), len(text)),
                 "extra_args": {_TEXT: [number, *text]},
             },
         )

@@ -17,6 +17,8 @@ from vllm_hsd.lossless.load import Load, apply
 from vllm_hsd.lossless.mutants import GRAMMAR, LETTERS, MUTANTS, TEMPERATURE, Mutant, install
 from vllm_hsd.lossless.sampled import Setting, Texts
 from vllm_hsd.lossless.statistics import Check, rare_event_check
+from vllm_hsd.lossless.workloads import Found, facts_of
+from vllm_hsd.lossless.workloads import run as serve
 
 SOUND = "sound sampler"
 DRAFT_LENGTH = 8
@@ -25,6 +27,8 @@ BATCH_SIZE = 256
 # Of every sampler and setting in the comparison of requests with seeds, its bound in nats, and the
 # rate of differences that would be none.
 SEEDED_TOKENS, LARGEST_GAP, RARE = 1024, 1e-4, 1e-9
+# Of every workload.
+WORKLOAD_TOKENS = 2048
 # Standard deviation of the target's logits: many tokens are likely, so errors show.
 PEAK = 2.0
 # Factor on the drafter's temperature: its drafts are often wrong.
@@ -74,11 +78,12 @@ def run(
             "model": model,
             "dtype": "float32",
             "enforce_eager": True,
-            "max_model_len": 128,
+            "max_model_len": 512,
             "max_num_seqs": BATCH_SIZE,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": True,
             "kv_cache_memory_bytes": 64 << 20,
             "structured_outputs_config": {"backend": "xgrammar"},
+            "reasoning_config": {"reasoning_start_str": "^", "reasoning_end_str": "~"},
         }
         log = directory / "logs" / f"{name.replace(' ', '_')}.log"
         return EngineProcess(arguments, f"'{name}'", log=log, **options)
@@ -98,6 +103,8 @@ def run(
     }
     texts: dict[str, Texts] = {}
     exact: dict[str, Texts] = {}
+    served: dict[str, list[Found]] = {}
+    needed = dict.fromkeys(m.workload for m in samplers.values() if m.workload is not None)
     with engine("speculation", speculative_config=cascade) as speculating:
         speculating.call(apply, Load(fixed_lengths=True))
         for name, mutant in samplers.items():
@@ -106,6 +113,23 @@ def run(
             generate = partial(
                 sampled.generate, speculating, batch_size=BATCH_SIZE, progress=_of(name, progress)
             )
+            if name == SOUND or mutant.workload is not None:
+                facts = speculating.call(facts_of, prompts)
+                load = partial(serve, engine=speculating, facts=facts, prompts=prompts)
+                served[name] = [
+                    load(
+                        each,
+                        settings=[Setting(1.0)],
+                        num_tokens=WORKLOAD_TOKENS,
+                        kinds=(True, True),
+                        fixed_lengths=True,
+                        progress=_of(name, progress),
+                    )
+                    for each in (needed if name == SOUND else [str(mutant.workload)])
+                ]
+                speculating.call(apply, Load(fixed_lengths=True))
+            if mutant.workload is not None:
+                continue
             if name == SOUND or mutant.seeded:
                 exact[name] = generate(planned(SEEDED_TOKENS, ANSWER_TOKENS, seeded=1))
             if not mutant.seeded:
@@ -120,12 +144,25 @@ def run(
                 hypothesis = "with seeds, the text of no speculation"
                 bad, answers = len(partings.unexplained), partings.answers
                 found.append(rare_event_check("", hypothesis, bad, answers, RARE))
+            for each in served.pop(name, []):
+                found += _checks_of(each, target, seed, shown)
             if own := texts.pop(name, None):
                 sampled.add_drafter(drafter, own, "mid", TEMPERATURE_SCALE, BATCH_SIZE, shown)
                 ranges = sampled.scored(target, own, BATCH_SIZE, shown)
                 found += sampled.checks(own, ranges, "float32", seed)
             results.append(Result(name, found, sampled.failures(found)))
     return results
+
+
+def _checks_of(
+    found: Found, target: EngineProcess, seed: int, progress: Callable[[str], object]
+) -> list[Check]:
+    """The checks of a workload."""
+    ranges = sampled.scored(target, found.drawn, BATCH_SIZE, progress)
+    compared = seeded.compared(target, found.exact, LARGEST_GAP)
+    hypothesis = f"{found.name}: the text of no speculation"
+    exact = rare_event_check("", hypothesis, len(compared.unexplained), compared.answers, RARE)
+    return [*sampled.checks(found.drawn, ranges, "float32", seed), exact]
 
 
 def _of(name: str, progress: Callable[[str], object]) -> Callable[[str], object]:

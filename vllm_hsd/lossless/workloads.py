@@ -88,16 +88,17 @@ class Turns(Workload):
     def lacks(self, facts: Facts) -> str | None:
         if not facts.caches:
             return "its prefix cache is off"
-        if self._first(facts) <= facts.block:
+        if self._first(facts) + self.turns * (self.answer + 8) > facts.longest:
             return f"a block of the cache has {facts.block} tokens, too many for its chats"
         return None
 
     def _first(self, facts: Facts) -> int:
-        return min(2 * facts.block, facts.longest - self.turns * (self.answer + 16))
+        # Chats that begin alike part in the second half of a block: their answers fill it.
+        blocks = 1 + -(-self.answer // facts.block)
+        return blocks * facts.block - self.answer // 2
 
     def request(self, i: int, facts: Facts, prompt: Sequence[int]) -> Request:
-        # Two chats begin alike and part in the second block.
-        return _repeated(prompt, self._first(facts) - i % 2), {}
+        return _repeated(prompt, self._first(facts)), {}
 
 
 class Crowd(Workload):
@@ -115,7 +116,7 @@ class Crowd(Workload):
             {"repetition_penalty": 1.3},
             {"top_k": 20},
             {"presence_penalty": 0.7, "frequency_penalty": 0.4},
-            {"min_tokens": 6, "stop_token_ids": list(facts.stops[0])},
+            {"min_tokens": 4, "stop_token_ids": list(facts.stops[0])},
             {"top_p": 0.9},
         )
         return prompt[: 1 + i % len(prompt)], {
