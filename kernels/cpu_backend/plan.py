@@ -130,18 +130,22 @@ def _handed_on(op: Op, function: Function) -> list[tuple[Value, Value]]:
         pairs += zip(block.args, values, strict=True)
     if op.name == "scf.for":
         (body,) = op.regions[0]
-        given = body.ops[-1].operands if body.ops[-1].name == "scf.yield" else []
         pairs += zip(body.args[1:], op.operands[3:], strict=True)
-        pairs += zip(body.args[1:], given, strict=False)
+        pairs += zip(body.args[1:], _yielded(body), strict=False)
         pairs += zip(op.results, body.args[1:], strict=True)
     elif op.name == "scf.if":
         for (block,) in op.regions:
-            pairs += zip(op.results, block.ops[-1].operands, strict=False)
+            pairs += zip(op.results, _yielded(block), strict=False)
     elif op.name == "scf.while":
         (before,), (after,) = op.regions
         passed = before.ops[-1].operands[1:]
         pairs += zip(before.args, op.operands, strict=True)
-        pairs += zip(before.args, after.ops[-1].operands, strict=True)
+        pairs += zip(before.args, _yielded(after), strict=True)
         pairs += zip(after.args, passed, strict=True)
         pairs += zip(op.results, passed, strict=True)
     return [(target, value) for target, value in pairs if target.type.elem == "ptr"]
+
+
+def _yielded(block: Block) -> list[Value]:
+    """What a region hands on at its end; a yield of nothing is not printed."""
+    return block.ops[-1].operands if block.ops and block.ops[-1].name == "scf.yield" else []

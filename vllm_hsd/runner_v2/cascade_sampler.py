@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.runner_v2.branches import HostedBranches
+from vllm_hsd.runner_v2.draft_lengths import GET_DRAFT_TOKENS
 from vllm_hsd.runner_v2.head_sources import HeadSources
 from vllm_hsd.runner_v2.hooks import RUNNER, replace_on
 from vllm_hsd.runner_v2.request_parameters import RequestParameters
@@ -60,6 +61,8 @@ def serve(runner: Any) -> None:
             size = runner.req_states.all_token_ids.gpu.nbytes / 2**30
             logger.info("The cascade keeps the texts on the device: %.2f GiB.", size)
         replace_on(runner, f"{RUNNER}.sample_tokens", by=speculator)
+        if runner.device.type == "cpu":
+            replace_on(runner.draft_tokens_handler, GET_DRAFT_TOKENS, by=runner)
         runner.rejection_sampler = CascadeRejectionSampler(
             sampler, runner.speculative_config, runner.device, parameters, speculator
         )

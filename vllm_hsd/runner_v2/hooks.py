@@ -19,6 +19,7 @@ _MODULES = (
     "metrics",
     "adaptive",
     "branches",
+    "draft_lengths",
     "sampler",
     "shared_outputs",
     "stock_drafters",

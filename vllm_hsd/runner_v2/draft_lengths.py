@@ -1,0 +1,36 @@
+"""Drafts as long as they are, on a CPU: a row of the target that verifies nothing costs there.
+
+Lengths lie on the device, and on a GPU the scheduler runs ahead of it: every request is scheduled
+with the longest draft. On a CPU scheduling waits for each step, and lengths are read from memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_hsd.registry import NONE_FILED
+from vllm_hsd.runner_v2.hooks import REGISTRY
+
+GET_DRAFT_TOKENS = "vllm.v1.worker.gpu.spec_decode.utils.DraftTokensHandler.get_draft_tokens"
+
+
+@REGISTRY.replaces_on_runner(
+    GET_DRAFT_TOKENS,
+    ("self",),
+    why="hands drafts to the scheduler as long as they are where it waits for them",
+    until="vLLM asks drafters for the lengths of their drafts",
+    issue=NONE_FILED,
+)
+def get_draft_tokens(original: Any, runner: Any) -> Any:
+    """vLLM's placeholders, cut to the draft of each request; none for one that has no draft."""
+    drafts = original()
+    # Branches are a list of trees; tokens that a grammar is to judge are handed over whole.
+    tree = getattr(runner.speculator, "branches", None) is not None
+    if drafts is None or tree or runner.draft_tokens_handler.draft_tokens_np is not None:
+        return drafts
+    state, index = runner.speculator.state, runner.req_states.req_id_to_index
+    rows = state.row_of_slot[[index[request] for request in drafts.req_ids]].tolist()
+    lengths = state.draft_length.tolist()
+    for tokens, row in zip(drafts.draft_token_ids, rows, strict=True):
+        del tokens[lengths[row] if row >= 0 else 0 :]
+    return drafts
