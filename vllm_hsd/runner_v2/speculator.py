@@ -148,6 +148,11 @@ class CascadeSpeculator(StandaloneARSpeculator):
         return proposal if fewer not in self.programs or self.further.due() else fewer
 
     @property
+    def keeps_caches(self) -> bool:
+        """Whether a level misses what it does not compute; lookups and exits do not."""
+        return any(level is not None and not level.in_target_cache for level in self.hosted)
+
+    @property
     def max_model_len(self) -> int:
         """Of the target; vLLM may lower it to what the cache holds, after the drafter is made."""
         return self.vllm_config.model_config.max_model_len
@@ -285,12 +290,14 @@ class CascadeSpeculator(StandaloneARSpeculator):
                     learned.forget(
                         async_tensor_h2d(slots[begins], device=self.device, dtype=torch.int64)
                     )
-        elif not fits:
+        elif not fits and self.keeps_caches:
             # Passes of all levels would cost a large batch more than its drafts are worth later.
             self.stale[slots] = True
         stale = self.stale[slots]
         if drafts_none or stale.all():
-            if input_batch.has_prefill or (fits and not stale.all()):
+            # Where no length is learned, vLLM asks for no drafts in the last step of all requests.
+            drafts_later = fits and self.hsd.adaptive and not stale.all()
+            if input_batch.has_prefill or drafts_later:
                 self._ingest(*computed)
             accepted = (num_sampled - 1).clamp(min=0).sum()
             self.state.counts[-1, COUNTS.accepted] += accepted
