@@ -266,6 +266,8 @@ def test_a_head_alone_is_vllms_own_drafter(family, v2, head, limit):
     assert found.num_speculative_tokens_per_batch_size == by_size
 
 
+SOURCES = {"sources": [{"ngram": {}}, {"ngram": {"max": 1}}], "branches": 4}
+BRANCHES = {"levels": [SOURCES], "adaptive": False}
 LOOKUP = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"ngram": {}}]}
 
 
@@ -282,6 +284,12 @@ LOOKUP = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"ngram": {}}
         ({"adaptive": True}, 2, {1: 3, 2: 0}),
         # No second length fits; the scheduler still chooses, and not drafting has no whole graph.
         ({"adaptive": True}, 1, {1: 3}),
+        # Four rows of four tokens: 16 requests with branches; more of them draft a chain each.
+        (BRANCHES, 80, {1: 15, 16: 15, 17: 3, 64: 3, 65: 0}),
+        (BRANCHES, 16, None),
+        (BRANCHES, 17, {16: 15, 17: 3}),
+        ({**BRANCHES, "adaptive": True}, 80, {15: 15, 16: 7, 17: 0}),
+        ({**BRANCHES, "disable_by_batch_size": 64}, 80, {64: 15, 65: 0}),
     ],
 )
 def test_large_batches_draft_nothing(family, v2, keys, max_num_seqs, drafts):
@@ -292,7 +300,8 @@ def test_large_batches_draft_nothing(family, v2, keys, max_num_seqs, drafts):
     given = config.speculative_config.num_speculative_tokens_per_batch_size
     assert (given is None) == (drafts is None)
     if drafts is not None:
-        by_size = build_dynamic_sd_schedule_lookup(given, max_num_seqs, 3)
+        longest = config.speculative_config.num_speculative_tokens
+        by_size = build_dynamic_sd_schedule_lookup(given, max_num_seqs, longest)
         assert {size: by_size[size] for size in drafts} == drafts
 
 

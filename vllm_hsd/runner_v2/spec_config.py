@@ -22,6 +22,9 @@ from vllm_hsd.stock_config import V2BlockVerificationConfig
 # 0.16 GB for 8 tokens of a vocabulary of 152,000 in bfloat16, and above it decoding is no longer
 # bound by the memory that it reads.
 MAX_BATCH_SIZE = 64
+# Tokens of the target's pass up to which further ones cost little on a GPU. Branches are computed
+# whether they are there or not, so where nothing is configured they end at as many.
+MAX_BRANCH_TOKENS = 256
 
 
 @config(repr=False)
@@ -85,9 +88,7 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         # Until `adapt` knows the scheduler's configuration.
-        self.num_speculative_tokens_per_batch_size = _by_batch_size(
-            self, self.hsd.disable_by_batch_size or MAX_BATCH_SIZE
-        )
+        self.num_speculative_tokens_per_batch_size = _by_batch_size(self, default_limit(self.hsd))
         # Keeps vLLM from rows for every slot: the cascade keeps its own.
         self.draft_sample_method = "greedy"
         self.rejection_sample_method = "block"
@@ -96,12 +97,14 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
         super().adapt(scheduler_config)
         largest = scheduler_config.max_num_seqs
         limit = self.max_batch_size(scheduler_config)
-        if largest <= limit:
+        if largest <= limit and self.hsd.adaptive:
             # vLLM captures the target for the lengths of the table, up to its largest batch;
             # `LearnedLengths` chooses among them.
-            limit = max(largest - 1, 1) if self.hsd.adaptive else 0
+            limit = max(largest - 1, 1)
+        table = _by_batch_size(self, limit)
         # With one draft length, and no table, vLLM pads prefix hits to it, and captures them.
-        self.num_speculative_tokens_per_batch_size = _by_batch_size(self, limit) if limit else None
+        one = largest < table[1][0] and not self.hsd.adaptive
+        self.num_speculative_tokens_per_batch_size = None if one else table
 
     def max_batch_size(self, scheduler_config) -> int:
         """Most requests of a step that drafts."""
@@ -138,7 +141,7 @@ def max_batch_size(hsd: CascadeConfig, longest_query: int, max_num_batched_token
     Raises:
         UserError: not even one request can draft.
     """
-    limit = hsd.disable_by_batch_size or MAX_BATCH_SIZE
+    limit = default_limit(hsd)
     if not longest_query:
         return limit
     if longest_query > max_num_batched_tokens:
@@ -150,9 +153,31 @@ def max_batch_size(hsd: CascadeConfig, longest_query: int, max_num_batched_token
     return min(limit, max_num_batched_tokens // longest_query)
 
 
+def default_limit(hsd: CascadeConfig) -> int:
+    """Most requests of a step that drafts, by the configuration of the cascade alone."""
+    # Without `adaptive`, requests above the limit of branches draft a chain each.
+    branching = most_with_branches(hsd) if hsd.adaptive else MAX_BATCH_SIZE
+    return hsd.disable_by_batch_size or branching
+
+
+def most_with_branches(hsd: CascadeConfig) -> int:
+    """Most requests of a step whose drafts have branches; of a step that drafts without any."""
+    if hsd.disable_by_batch_size or hsd.branches == 1:
+        return hsd.disable_by_batch_size or MAX_BATCH_SIZE
+    tokens = hsd.branches * (hsd.num_speculative_tokens + 1)
+    return min(MAX_BATCH_SIZE, max(1, MAX_BRANCH_TOKENS // tokens))
+
+
 def _by_batch_size(cascade: V2CascadeConfig, limit: int) -> list[tuple[int, int, int]]:
-    """The longest drafts; with `adaptive` each shorter length once, to be captured."""
-    rows = cascade.hsd.branches
+    """The longest drafts; with `adaptive` each shorter length once, to be captured.
+
+    Without it, chains alone where there are more requests than branches are for.
+    """
+    rows, most = cascade.hsd.branches, most_with_branches(cascade.hsd)
+    if most < limit and not cascade.hsd.adaptive:
+        chain = cascade.hsd.num_speculative_tokens
+        longest = cascade.num_speculative_tokens
+        return [(1, most, longest), (most + 1, limit, chain), (limit + 1, limit + 1, 0)]
     shorter = [rows * (n + 1) - 1 for n in ladder_of(cascade.hsd)[1:limit]]
     first = limit - len(shorter)
     each = [(first + i, first + i, n) for i, n in enumerate(shorter, 1)]
