@@ -101,14 +101,13 @@ class HostedBranches:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        rows = torch.arange(self.most, dtype=torch.int32, device=device).repeat(requests, 1)
-        self.offsets = {length: rows * (length + 1) for length in ladder}
         self.counts = zeros(requests, self.most)
         self.buffers = copy.copy(runner.input_buffers)
         self.buffers.query_start_loc, self.buffers.seq_lens = zeros(requests + 1), zeros(requests)
         self.chains = zeros(requests)
         self.bases = zeros(requests, dtype=torch.int64)
         self.winner, self.emitted = zeros(requests), zeros(requests)
+        self.offsets: dict[int, torch.Tensor] = {}
         self.tables: list[torch.Tensor] = []
         self.caches: list[CacheBlocks] = []
         self.shown: tuple[Any, Any] | None = None
@@ -136,6 +135,10 @@ class HostedBranches:
         config, groups = self.runner.vllm_config, kv_cache_config.kv_cache_groups
         if config.cache_config.num_gpu_blocks is not None:  # not while vLLM profiles memory
             config.speculative_config.rows(config, kv_cache_config.num_blocks, len(groups))
+        # Not with the weights, which sleep mode may discard.
+        rows = torch.arange(self.most, dtype=torch.int32, device=self.runner.device)
+        rows = rows.repeat(self.runner.max_num_reqs, 1)
+        self.offsets = {length: rows * (length + 1) for length in self.lengths.values()}
         self.tables = [torch.zeros_like(t.gpu) for t in self.runner.block_tables.block_tables]
         self.caches = []
 
