@@ -51,7 +51,10 @@ def commit() -> str:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(REPOSITORY), *arguments]
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        try:
+            return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        except OSError:  # no git
+            return ""
 
     results = (":!*.csv", ":!*.png", ":!*.md")
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *results)

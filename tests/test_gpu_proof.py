@@ -1,7 +1,9 @@
 """`make gpu-proof` without a GPU: what runs items and reports them, and the items' own logic."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 import time
 
@@ -11,10 +13,11 @@ import pytest
 import torch
 from support import proof_items
 
+from benchmarks.common import REPOSITORY
 from benchmarks.gpu import host, pit, prove
-from benchmarks.gpu.items import ITEMS, Item
+from benchmarks.gpu.items import ITEMS, Item, Setting
 
-NAMES = ("passing", "failing", "lacking", "dying", "hanging")
+NAMES = ("passing", "failing", "lacking", "dying", "hanging", "waiting")
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +30,9 @@ def items(directory) -> list[Item]:
     """Stand-ins, where no conftest.py of this repository takes time to import."""
     file = shutil.copy(proof_items.__file__, directory)
     figure = {"x": "x", "measures": {"ms": "ms"}, "line": "x"}
+    limits = {"hanging": 8}
     return [
-        Item(
-            name, f"claim of {name}", 8 if name == "hanging" else 60, f"{file}::test_{name}", figure
-        )
+        Item(name, f"claim of {name}", limits.get(name, 300), f"{file}::test_{name}", figure)
         for name in NAMES
     ]
 
@@ -38,9 +40,11 @@ def items(directory) -> list[Item]:
 @pytest.fixture(scope="module")
 def results(directory, items):
     """Results of all stand-ins."""
-    seen = {}
+    seen, parts = {}, []
 
     def on_result(item, result):
+        if item.name == "waiting":
+            parts.append(result["waiting"])
         seen[item.name] = result
         prove.write_tables(directory, item, result)
 
@@ -48,6 +52,8 @@ def results(directory, items):
         patch.setattr(prove, "GRACE", 0)
         assert not prove.run(items, directory, on_result=on_result)
     prove.write_report(directory, items)
+    # An item of which parts wait is run until none does.
+    assert parts == [["b", "a"], ["a"], []]
     return seen
 
 
@@ -91,11 +97,13 @@ def test_the_report_tells_what_ran_and_what_did_not(directory, results):
 
 def test_only_what_has_not_passed_runs_again(directory, items, results, monkeypatch):
     ran = []
-    monkeypatch.setattr(prove, "run_item", lambda item, output: ran.append(item.name) or {})
+    none = {"waiting": []}
+    monkeypatch.setattr(prove, "run_item", lambda item, *rest: ran.append(item.name) or none)
     prove.run(items, directory)
-    assert ran == [name for name in NAMES if name != "passing"]
+    assert ran == [name for name in NAMES if name not in ("passing", "waiting")]
     here = host.description()
     assert prove.is_done(results["passing"], here)
+    assert not prove.is_done(results["passing"] | {"waiting": ["a"]}, here)
     for other in ({"code": "other"}, {"device": "other"}, {"vllm": "0.34"}):
         assert not prove.is_done(results["passing"], here | other)
     assert prove.is_done(results["passing"], here | {"driver": "other"})
@@ -138,10 +146,67 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
     assert "No CUDA device" in capsys.readouterr().err
 
 
-def test_every_item_has_a_limit_of_two_minutes():
-    """But for the one that compiles three models twice, and the one of thirteen engines."""
-    longer = {"defaults", "levels"}
-    assert all(item.limit <= (600 if item.name in longer else 120) for item in ITEMS)
+def test_every_item_fits_a_command_twice():
+    """Of ten minutes; and no part of one takes longer than its item."""
+    from benchmarks.gpu import defaults, engine_distribution, items, kernel_times, step_times
+
+    assert all(2 * (item.limit + prove.GRACE) <= 540 for item in ITEMS)
+    parts = 2 * items.PART_SECONDS, kernel_times.RESERVE
+    parts += tuple(module.SECONDS for module in (defaults, engine_distribution, step_times))
+    assert all(seconds < item.limit for seconds in parts for item in ITEMS)
+
+
+def test_a_part_is_run_once_for_one_host_and_code(tmp_path):
+    def find(value, origin="a", seconds=60, ends=float("inf")):
+        setting = Setting("cpu", tmp_path, "item", {"code": origin}, ends)
+        return setting.part("n-gram 3 / 4", lambda: {"value": value}, seconds)
+
+    assert find(1, ends=time.time() + 30) is None
+    assert find(2) == find(3) == find(4, ends=0) == {"value": 2}
+    assert find(5, "b") == {"value": 5}
+
+
+BLOCKED = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("vllm", "pydantic", "pydantic_core"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def without_vllm(directory) -> dict[str, str]:
+    """The environment of a process that finds neither vLLM nor pydantic, nor git."""
+    (directory / "sitecustomize.py").write_text(BLOCKED)
+    path = os.pathsep.join([str(directory), str(REPOSITORY)])
+    return os.environ | {"PYTHONPATH": path, "PATH": str(directory)}
+
+
+def test_items_that_promise_it_start_without_vllm(tmp_path):
+    nodes = [item.node for item in ITEMS if not item.needs_vllm]
+    assert len(nodes) == 4
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    found = subprocess.run(
+        [*command, *nodes], cwd=REPOSITORY, env=without_vllm(tmp_path), capture_output=True
+    )
+    assert found.returncode == 0, found.stdout.decode()
+
+
+def test_a_kernel_item_runs_without_vllm_and_git(tmp_path):
+    environment = without_vllm(tmp_path) | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "benchmarks.gpu.prove", "--output", str(tmp_path / "gpu")]
+    names = ["kernels", "kernel_times"]
+    found = subprocess.run(
+        [*command, "--items", *names], cwd=REPOSITORY, env=environment, capture_output=True
+    )
+    assert found.returncode == 0, found.stdout.decode() + found.stderr.decode()
+    kernels, times = (json.loads((tmp_path / f"gpu/items/{n}.json").read_text()) for n in names)
+    assert (kernels["verdict"], kernels["reason"]) == ("could not run", "no CUDA device")
+    assert times["verdict"] == "passed" and times["left_out"]
+    assert ",unknown," in (tmp_path / "gpu/kernel_times.csv").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it runs on this GPU")

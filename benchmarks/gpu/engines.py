@@ -55,8 +55,6 @@ DUMMY_ARGS = {
 }
 # Package of vLLM's V2 runner.
 V2 = "vllm.v1.worker.gpu."
-# Seconds in which an engine is up and has answered; where less is left, none is started.
-ENGINE_SECONDS = 30
 # float32 needs an attention backend that takes it.
 TINY_ARGS = {
     "dtype": "float32",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 from benchmarks.common import on_worker
@@ -25,25 +26,30 @@ def run(setting: Setting) -> Finding:
     """See the module."""
     engines.require_vllm()
     counts, repeats = ((1, 2), 2) if setting.toy else (COUNTS, REPEATS)
-    rows, lines, left_out = [], [], []
-    for size in MODELS:
-        if setting.time_left() < engines.ENGINE_SECONDS:
-            left_out.append(f"{size}: no time left.")
-            continue
+    rows, lines, waiting = [], [], []
+
+    def timed(size: str) -> dict[str, Any]:
         arguments = engines.DUMMY_ARGS | {
             "model": engines.shaped(setting, size),
             "max_num_seqs": max(counts),
         }
         context = 8 if setting.toy else CONTEXT
         with engines.engine(setting, f"forwards {size}", arguments) as process:
-            found = process.call(on_worker, _times, counts, context, repeats)
+            return {"rows": process.call(on_worker, _times, counts, context, repeats)}
+
+    for size in MODELS:
+        part = setting.part(size, partial(timed, size))
+        if part is None:
+            waiting.append(size)
+            continue
+        found = part["rows"]
         rows += [{"model": size, "tokens": n, **row} for n, row in zip(counts, found, strict=True)]
         one = found[0]["ms"]
         ratios = ", ".join(
             f"{n}: {row['ms'] / one:.2f}" for n, row in zip(counts, found, strict=True) if n > 1
         )
         lines.append(f"{size}: one token {one:.2f} ms; of that, tokens at once cost {ratios}.")
-    return Finding(lines, rows, left_out)
+    return Finding(lines, rows, waiting=waiting)
 
 
 def _times(

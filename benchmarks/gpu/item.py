@@ -9,13 +9,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.items import ITEMS, Setting
+from tests.support.interpreter import repair
 
 
 @pytest.mark.parametrize("name", [item.name for item in ITEMS if not item.tests])
 def test_item(name, record_property):
     device = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+    if device == "cpu":
+        repair()
     given = os.environ["HSD_PROOF_OUTPUT"], os.environ["HSD_PROOF_ENDS"]
-    setting = Setting(device, Path(given[0]), float(given[1]))
+    origin = json.loads(os.environ.get("HSD_PROOF_ORIGIN", "{}"))
+    setting = Setting(device, Path(given[0]), name, origin, float(given[1]))
     # Of step_times, too, with a larger target.
     module, run = ("step_times", "run_32b") if name == "step_times_32b" else (name, "run")
     found = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), run)(setting)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,18 +49,24 @@ def run(setting: Setting) -> Finding:
     flush = torch.empty(size // 4, dtype=torch.uint8, device=setting.device)
     bandwidth = copy_bandwidth(size, repeats, flush)
     rows: list[dict[str, Any]] = []
-    for number, (vocabulary, n, batch, temperature) in enumerate(cases):
-        if setting.time_left() < RESERVE:
-            left_out.append(f"{len(cases) - number} of {len(cases)} cases: no time left.")
-            break
+    waiting = []
+
+    def timed(vocabulary: int, n: int, batch: int, temperature: float) -> dict[str, Any]:
         drafts = Drafts.make(vocabulary, batch, n, temperature, noise=NOISE, device=setting.device)
         case = {"vocabulary": vocabulary, "draft": n, "batch": batch, "temperature": temperature}
         case["case"] = f"V={vocabulary}, n={n}, T={temperature:g}"
-        measured = measure(drafts, v2, bandwidth, repeats, flush)
-        rows += [case | row for row in measured]
+        return {"rows": [case | row for row in measure(drafts, v2, bandwidth, repeats, flush)]}
+
+    for case in cases:
+        name = "V {}, n {}, batch {}, T {:g}".format(*case)
+        part = setting.part(name, partial(timed, *case), RESERVE)
+        if part is None:
+            waiting.append(name)
+        else:
+            rows += part["rows"]
     rows = [row | {"copy_bytes_per_s": bandwidth} for row in rows]
     lines = [f"Copy: {bandwidth / 1e12:.2f} TB/s read and written.", *_lines(rows)]
-    return Finding(lines, rows, left_out)
+    return Finding(lines, rows, left_out, waiting)
 
 
 def _lines(rows: list[dict[str, Any]]) -> list[str]:

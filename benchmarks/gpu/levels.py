@@ -6,21 +6,15 @@ holds texts of the family's kind; a configuration that drafts nothing fails.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from benchmarks.common import MODELS, prompts
 from benchmarks.gpu import engines
-from benchmarks.gpu.items import Finding, Setting
-from benchmarks.gpu.same_text import (
-    PROMPTS,
-    TOKENS,
-    TOY_PROMPTS,
-    TOY_TOKENS,
-    greedy_line,
-    prompt_ids,
-)
+from benchmarks.gpu.items import PART_SECONDS, Finding, Setting
+from benchmarks.gpu.same_text import PROMPTS, TOKENS, TOY_PROMPTS, TOY_TOKENS, Plain
 
 STORE = str(MODELS / "library.safetensors")
 
@@ -62,19 +56,23 @@ def run(setting: Setting, family: dict[str, str] = engines.TINY, store: str = ST
     asked = prompts(count)
     greedy = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
     arguments = engines.TINY_ARGS | {"model": family["target"]}
-    lines, left_out = [], []
-    with engines.engine(setting, "levels plain", arguments) as plain:
-        expected = plain.generate(asked, greedy)
-        ids = plain.call(prompt_ids, asked)
-        for name, config in configurations(family, store).items():
-            if setting.time_left() < engines.ENGINE_SECONDS:
-                left_out.append(f"{name}: no time left.")
-                continue
+    lines, waiting = [], []
+    with Plain(setting, "levels plain", arguments, asked, greedy) as plain:
+
+        def compared(name: str, config: dict[str, Any]) -> dict[str, Any]:
             own = arguments | {"speculative_config": config}
             with engines.engine(setting, f"levels {name}", own) as process:
                 found = process.generate(asked, greedy)
             if not found.drafted and not setting.toy:
                 pytest.fail(f"{name}: nothing was drafted.")
             share = f" {found.accepted} of {found.drafted} draft tokens accepted."
-            lines.append(greedy_line(name, ids, expected, found, plain) + share)
-    return Finding(lines, left_out=left_out)
+            return {"line": plain.greedy_line(name, found) + share}
+
+        for name, config in configurations(family, store).items():
+            seconds = plain.seconds(PART_SECONDS)
+            part = setting.part(name, partial(compared, name, config), seconds)
+            if part is None:
+                waiting.append(name)
+            else:
+                lines.append(part["line"])
+    return Finding(lines, waiting=waiting)

@@ -11,6 +11,7 @@ import contextlib
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +33,8 @@ from vllm_hsd.checked_files import written_whole
 GRACE = 30
 # Entries of `host.description` without which a result is another one.
 SAME = ("device", "code", "torch", "triton", "vllm")
+# What is compiled for one engine serves the next one, also after a run that went on elsewhere.
+CACHES = {"TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
 # "name", "verdict" ("passed", "failed" or "could not run"), "reason", "seconds", "started" (UTC),
 # "host", "clocks" before and after, and the fields of `items.Finding`.
 Result = dict[str, Any]
@@ -52,7 +55,7 @@ def _path(output: Path, item: Item) -> Path:
 
 def is_done(result: Result | None, here: dict[str, str]) -> bool:
     """Whether the item has passed with this code and these packages on this device."""
-    if result is None or result["verdict"] != "passed":
+    if result is None or result["verdict"] != "passed" or result.get("waiting"):
         return False
     return all(result["host"].get(name) == here[name] for name in SAME)
 
@@ -65,39 +68,55 @@ def run(
     again: bool = False,
     on_result: Callable[[Item, Result], object] = lambda item, result: None,
 ) -> list[Item]:
-    """Run the items that have not passed on this host with this code.
+    """Run the items that have not passed on this host with this code, parts of them in turn.
 
     Args:
         seconds: no item is started that might not end within them.
         again: run those that have passed, too.
 
     Returns:
-        the items that there was no time for.
+        the items that there was no time for, or not for all of their parts.
     """
     began = time.monotonic()
     here = host.description()
     left = []
     for item in items:
-        if not again and is_done(load(output, item), here):
+        if again:
+            shutil.rmtree(output / "parts" / item.name, ignore_errors=True)
+        elif is_done(load(output, item), here):
             continue
-        if item.limit + GRACE > seconds - (time.monotonic() - began):
-            left.append(item)
-            continue
-        result = run_item(item, output) | {"host": here}
-        with written_whole(_path(output, item)) as unfinished:
-            unfinished.write_text(json.dumps(result, indent=1))
-        on_result(item, result)
+        waiting = None
+        while waiting != []:
+            if item.limit + GRACE > seconds - (time.monotonic() - began):
+                left.append(item)
+                break
+            result = run_item(item, output, here) | {"host": here}
+            with written_whole(_path(output, item)) as unfinished:
+                unfinished.write_text(json.dumps(result, indent=1))
+            on_result(item, result)
+            if result["waiting"] and result["waiting"] == waiting:
+                left.append(item)
+                break
+            waiting = result["waiting"]
     return left
 
 
-def run_item(item: Item, output: Path) -> Result:
-    """The result of one item, whatever becomes of its process."""
+def run_item(item: Item, output: Path, here: dict[str, str] | None = None) -> Result:
+    """The result of one item, whatever becomes of its process.
+
+    Args:
+        here: of `host.description`; parts of the item that were run with the same are not again.
+    """
     log, report = output / "logs" / f"{item.name}.log", output / "items" / f"{item.name}.xml"
     for path in (log, report):
         path.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
     started, began, clocks = time.gmtime(), time.time(), host.clocks()
     environment = {"HSD_PROOF_OUTPUT": str(output), "HSD_PROOF_ENDS": str(began + item.limit)}
+    origin = {name: here[name] for name in SAME} if here else {}
+    environment["HSD_PROOF_ORIGIN"] = json.dumps(origin)
+    for name, directory in CACHES.items():
+        environment[name] = os.environ.get(name, str(output / "cache" / directory))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0"]
     with log.open("w") as stream:
         process = subprocess.Popen(
@@ -121,7 +140,8 @@ def run_item(item: Item, output: Path) -> Result:
         process.wait()
         report.unlink(missing_ok=True)
     return {
-        **{"name": item.name, "reason": "", "lines": [], "rows": [], "left_out": []},
+        **{"name": item.name, "reason": "", "lines": [], "rows": []},
+        **{"left_out": [], "waiting": []},
         **outcome,
         "seconds": round(time.time() - began, 1),
         "started": time.strftime("%Y-%m-%d %H:%M", started),
@@ -185,7 +205,10 @@ def write_report(output: Path, items: Sequence[Item], left: Sequence[Item] = ())
             table.append(f"| {item.name} | not run yet | | {item.claim} |")
             continue
         passed = result["verdict"] == "passed"
-        verdict = "passed with other code or versions" if passed and item in left else None
+        waiting = result.get("waiting")
+        verdict = f"passed, but for {len(waiting)} parts that wait" if waiting else None
+        if passed and item in left and not waiting:
+            verdict = "passed with other code or versions"
         table.append(
             f"| {item.name} | {verdict or result['verdict']} | {result['seconds']:.0f} | "
             f"{(result['reason'] or item.claim).replace('|', '/')} |"
@@ -194,6 +217,7 @@ def write_report(output: Path, items: Sequence[Item], left: Sequence[Item] = ())
         sections += [f"- Clocks before and after: {' | '.join(result['clocks'])}"]
         sections += [f"- {line}" for line in result["lines"]]
         sections += [f"- Left out: {line}" for line in result["left_out"]]
+        sections += [f"- Waits for another run: {line}" for line in waiting or ()]
         sections += [f"- {len(result['rows'])} rows in {item.name}.csv"] * bool(result["rows"])
     hosts = {tuple(each["host"].items()) for each in results.values() if each}
     lines = ["; ".join(f"{name} {value}" for name, value in each) + "." for each in hosts]

@@ -6,13 +6,15 @@ bits, so greedy texts may part where the target's two best logits nearly tie, an
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
 from typing import Any
 
 import pytest
 
 from benchmarks.common import prompts
 from benchmarks.gpu import engines
-from benchmarks.gpu.items import Finding, Setting
+from benchmarks.gpu.items import PART_SECONDS, Finding, Setting
 from vllm_hsd.cli.greedy import gaps_of_target
 from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.errors import UserError
@@ -57,43 +59,65 @@ def run(setting: Setting, family: dict[str, str] = engines.TINY) -> Finding:
     count, tokens = (TOY_PROMPTS, TOY_TOKENS) if setting.toy else (PROMPTS, TOKENS)
     asked = prompts(count)
     greedy = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
-    seeded = [greedy | {"temperature": 0.8, "seed": i} for i in range(count)]
+    sampled = greedy | {"temperature": 0.8}
+    seeded = [sampled | {"seed": i} for i in range(count)]
     plain_args = engines.TINY_ARGS | {"model": family["target"]}
-    found: dict[str, tuple[Generation, Generation]] = {}
-    lines, left_out = [], []
-    with engines.engine(setting, "text plain", plain_args) as plain:
-        expected = plain.generate(asked, greedy)
-        ids = plain.call(prompt_ids, asked)
-        for name, arguments in configurations(family).items():
+    parts: dict[str, dict[str, Any]] = {}
+    waiting = []
+    with Plain(setting, "text plain", plain_args, asked, greedy) as plain:
+
+        def compared(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
             with engines.engine(setting, f"text {name}", plain_args | arguments) as process:
-                found[name] = process.generate(asked, greedy), process.generate(asked, seeded)
+                text, seeded_text = process.generate(asked, greedy), process.generate(asked, seeded)
+                # Requests without a seed: of those with one, drafts change nothing.
+                free = process.generate(asked, [sampled] * count)
                 seen = engines.described(process)
-            lines.append(greedy_line(name, ids, expected, found[name][0], plain))
-            reason = engines.eager_reason(seen)
-            if name == "cascade" and reason:
-                left_out.append(f"captured against eager: {reason}.")
-    captured, eager = found["cascade"][1], found["cascade, eager"][1]
-    if captured.token_ids != eager.token_ids:
-        differ = sum(a != b for a, b in zip(captured.token_ids, eager.token_ids, strict=True))
-        pytest.fail(f"{differ} of {count} seeded texts differ between captured and eager.")
-    lines.append(f"Seeded text at temperature 0.8: {count} of {count} equal, captured and eager.")
-    equal = found["equal models"][1]
-    rate = equal.accepted / max(equal.drafted, 1)
-    if rate < EQUAL_MODELS:
-        pytest.fail(f"A drafter equal to the target: only {rate:.4f} accepted.")
-    lines.append(f"A drafter equal to the target: {rate:.4f} of {equal.drafted} accepted.")
-    for claim, variable in CHECKS.items():
-        if setting.time_left() < engines.ENGINE_SECONDS:
-            left_out.append(f"{claim}: no time left.")
-        elif not setting.toy:
-            _check(setting, plain_args | configurations(family)["cascade"], asked, *variable)
+            if not setting.toy and not min(text.drafted, free.drafted):
+                pytest.fail(f"{name}: nothing was drafted.")
+            return {
+                "line": plain.greedy_line(name, text),
+                "seeded": seeded_text.token_ids,
+                "drafted": free.drafted,
+                "accepted": free.accepted,
+                "eager": engines.eager_reason(seen),
+            }
+
+        for name, arguments in configurations(family).items():
+            seconds = plain.seconds(PART_SECONDS)
+            part = setting.part(name, partial(compared, name, arguments), seconds)
+            if part is None:
+                waiting.append(name)
+            else:
+                parts[name] = part
+    lines = [part["line"] for part in parts.values()]
+    left_out = []
+    if reason := parts.get("cascade", {}).get("eager"):
+        left_out.append(f"captured against eager: {reason}.")
+    if parts.keys() >= {"cascade", "cascade, eager"}:
+        captured, eager = (parts[name]["seeded"] for name in ("cascade", "cascade, eager"))
+        if captured != eager:
+            differ = sum(a != b for a, b in zip(captured, eager, strict=True))
+            pytest.fail(f"{differ} of {count} seeded texts differ between captured and eager.")
+        lines.append(f"Seeded text at temperature 0.8: {count} of {count} equal, captured, eager.")
+    if equal := parts.get("equal models"):
+        rate = equal["accepted"] / max(equal["drafted"], 1)
+        if rate < EQUAL_MODELS:
+            pytest.fail(f"A drafter equal to the target: only {rate:.4f} accepted.")
+        drafted = equal["drafted"]
+        lines.append(f"A drafter equal to the target, no seeds: {rate:.4f} of {drafted} accepted.")
+    for claim, variable in {} if setting.toy else CHECKS.items():
+        arguments = plain_args | configurations(family)["cascade"]
+        check = partial(_check, setting, arguments, asked, *variable)
+        if setting.part(variable[0], check) is None:
+            waiting.append(claim)
+        else:
             lines.append(f"The cascade's engine with {'='.join(variable)}: {claim}.")
-    return Finding(lines, left_out=left_out)
+    return Finding(lines, left_out=left_out, waiting=waiting)
 
 
 def _check(
     setting: Setting, arguments: dict[str, Any], asked: list[str], name: str, value: str
-) -> None:
+) -> dict[str, Any]:
     params = {"temperature": 0.8, "max_tokens": 16, "ignore_eos": True}
     label = f"text {name}"
     with engines.engine(setting, label, arguments, environment={name: value}) as process:
@@ -101,6 +125,48 @@ def _check(
             process.generate(asked, params)
         except UserError as error:
             pytest.fail(f"with {name}={value}, {error}")
+    return {}
+
+
+class Plain(contextlib.AbstractContextManager):
+    """The engine without speculation, which starts when a part of an item first needs it.
+
+    Args:
+        name: of its log.
+        arguments: of the engine.
+        asked: prompts.
+        params: of the greedy texts that it is asked for.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        name: str,
+        arguments: dict[str, Any],
+        asked: list[str],
+        params: dict[str, Any],
+    ) -> None:
+        self.made = partial(engines.engine, setting, name, arguments)
+        self.asked, self.params = asked, params
+        self.stack = contextlib.ExitStack()
+        self.process: EngineProcess | None = None
+        self.expected: Generation
+        self.ids: list[list[int]]
+
+    def __exit__(self, *raised: Any) -> None:
+        self.stack.close()
+
+    def seconds(self, seconds: float) -> float:
+        """What a part of so many seconds takes, with the start of this engine."""
+        return seconds if self.process is not None else 2 * seconds
+
+    def greedy_line(self, name: str, got: Generation) -> str:
+        """See `greedy_line`."""
+        if self.process is None:
+            self.process = self.stack.enter_context(self.made())
+            self.expected = self.process.generate(self.asked, self.params)
+            self.ids = self.process.call(prompt_ids, self.asked)
+        return greedy_line(name, self.ids, self.expected, got, self.process)
 
 
 def greedy_line(

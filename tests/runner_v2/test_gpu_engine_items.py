@@ -13,6 +13,7 @@ from benchmarks.gpu import (
     defaults,
     engine_distribution,
     engines,
+    faults,
     forwards,
     levels,
     memory,
@@ -78,7 +79,7 @@ def test_boot(setting):
 def test_same_text(setting, text_family):
     found = same_text.run(setting, paths(text_family))
     assert sum("equals that of no speculation" in line for line in found.lines) == 4
-    assert found.lines[-1].startswith("A drafter equal to the target: 1.0000")
+    assert found.lines[-1].startswith("A drafter equal to the target, no seeds: 1.0000")
 
 
 @pytest.mark.slow
@@ -89,7 +90,7 @@ def test_levels(setting, text_family, tmp_path):
     # Blocks have 128 tokens on a CPU, and each row has some of its own.
     longer = replace(setting, engine_args={**setting.engine_args, "max_model_len": 512})
     found = levels.run(longer, paths(text_family), store)
-    assert not found.left_out
+    assert not found.left_out and not found.waiting
     assert sum("equals that of no speculation" in line for line in found.lines) == 12
 
 
@@ -134,3 +135,62 @@ def test_engine_arguments_of_the_setting_take_the_place_of_the_items(setting):
     process = engines.engine(setting, "name", engines.TINY_ARGS | {"model": "m"})
     assert isinstance(process, EngineProcess)
     assert process.engine_args["max_num_seqs"] == 8 and process.engine_args["model"] == "m"
+
+
+def test_all_requests_of_the_distribution_draft(family, monkeypatch):
+    """And none has a seed: of such a request drafts change nothing, whatever the verifier does."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    from vllm_hsd.plugin import register
+    from vllm_hsd.runner_v2.spec_config import V2CascadeConfig
+
+    triton_cpu.prepare_vllm()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    register()
+    count = engine_distribution.REQUESTS
+    assert not any("seed" in params for params in engine_distribution.requests(count, 8)[1])
+    configs = engine_distribution.configurations(paths(family))
+    for name, given in configs.items():
+        args = {"model": family.target, "max_num_seqs": count, "skip_tokenizer_init": True}
+        found = EngineArgs(**args, speculative_config=given).create_engine_config()
+        spec = found.speculative_config
+        table, longest = spec.num_speculative_tokens_per_batch_size, spec.num_speculative_tokens
+        lookup = build_dynamic_sd_schedule_lookup(table, count, longest) if table else None
+        assert lookup is None or lookup[count] == longest, name
+        if isinstance(spec, V2CascadeConfig):
+            assert spec.max_batch_size(found.scheduler_config) >= count, name
+
+
+@pytest.mark.parametrize("fault", ["install", "install_generous"])
+def test_a_control_of_the_distribution_changes_text(monkeypatch, fault):
+    from support.table_distributions import tables
+    from support.table_runner import TableRunner
+
+    def texts():
+        np.random.seed(0)
+        _, params = engine_distribution.requests(16, 8)
+        runner = TableRunner(*tables(), params, length=4)
+        for _ in range(5):
+            runner.step()
+        return runner.texts()
+
+    right = texts()
+    getattr(faults, fault)(monkeypatch.setattr)
+    assert texts() != right
+
+
+def test_a_configuration_that_does_not_draft_fails(setting, monkeypatch):
+    class Engine:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def generate(self, *_):
+            return SimpleNamespace(num_tokens=8, num_target_steps=8, drafted=0)
+
+    monkeypatch.setattr(engine_distribution.engines, "engine", lambda *_, **__: Engine())
+    with pytest.raises(pytest.fail.Exception, match="0 tokens drafted"):
+        engine_distribution._row(setting, {"target": "t", "mid": "m"}, "two levels", {}, None)

@@ -9,11 +9,21 @@ from pathlib import Path
 
 import pytest
 
+WAITING = ["b", "a"]
 ROWS = [{"x": 1, "ms": 0.25}, {"x": 2, "ms": 0.5}]
 
 
 def test_passing(record_property):
     found = {"lines": ["A line."], "rows": ROWS, "left_out": ["a part: no time"]}
+    record_property("finding", json.dumps(found))
+
+
+def test_waiting(record_property):
+    """A part of it in every run."""
+    parts = Path(os.environ["HSD_PROOF_OUTPUT"], "waits")
+    left = int(parts.read_text()) - 1 if parts.exists() else len(WAITING)
+    parts.write_text(str(left))
+    found = {"lines": [], "rows": [], "left_out": [], "waiting": WAITING[len(WAITING) - left :]}
     record_property("finding", json.dumps(found))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_hsd.core.text_order import END_OF_TEXT
 from vllm_hsd.kernels.share_outputs import share_outputs_kernel
@@ -66,6 +65,9 @@ class SharedOutputs:
 def finish_requests(
     original: Any, sharing: tuple[Any, list[SharedOutputs]], scheduler_output: Any
 ) -> None:
+    # Not where it is read: tests of the lookups run without vLLM.
+    from vllm.utils.torch_utils import async_tensor_h2d
+
     states, shared = sharing
     # In the same order on every rank.
     ended = sorted(scheduler_output.finished_req_ids & states.req_id_to_index.keys())
