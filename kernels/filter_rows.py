@@ -7,6 +7,10 @@ top-p of that. Equal logits share their fate: those at the threshold are all kep
 Launch 1 reads every row once: its logsumexp and the maxima of its parts bound the threshold from
 below. Launch 2 reads it again, gathers the few entries above the bound, and the last program of a
 row to arrive finds the threshold among them. Rows without a filter are not read.
+
+Of a flat row tens of thousands of entries may be above the bound of its top-p. A sample of the row
+tells about where the threshold is: what is far above it is only weighed, and what is near it is
+gathered. The weights say whether the threshold is there; if it is not, the row itself is searched.
 """
 
 from typing import NamedTuple
@@ -30,7 +34,12 @@ from vllm_hsd.kernels.blocks import (
 # Maxima kept of each chunk, and entries of a row that are gathered; with more above the bound the
 # row itself is searched.
 PARTS = 32
-CANDIDATES = 4096
+CANDIDATES = 16384
+# One entry in so many is in the sample, in which the threshold's place is found by so many halvings
+# of the row's range. A bracket of 3/8 of what can be gathered on each side of it is off by five
+# standard deviations of the sample in one row of millions.
+SAMPLED = 128
+_HALVINGS = tl.constexpr(12)
 # Weights are added as integers, in units of 2**-38 of the largest, so that the order in which
 # programs arrive changes no sum: all ranks must find the same threshold.
 _ONE = tl.constexpr(1 << 38)
@@ -88,7 +97,9 @@ def row_bounds_kernel(
     stats_ptr,  # float32 [2, N, CHUNKS]: max; sum of exp(x - max)
     stats_stride,  # N * CHUNKS
     maxima_ptr,  # float32 [N, CHUNKS, PARTS]
+    sample_ptr,  # float32 [N, CHUNKS, SAMPLES]
     gathered_ptr,  # int32 [N, 2]: candidates, programs that have arrived
+    over_ptr,  # int64 [N], weight of what is above the bracket
     logits_ptr,  # [N, V]
     logits_stride,
     index_ptr,  # [N] -> R, with HAS_INDEX
@@ -102,6 +113,7 @@ def row_bounds_kernel(
     HAS_INDEX: tl.constexpr,
     CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
+    SAMPLES: tl.constexpr,  # of a chunk
 ):
     slot = tl.program_id(0).to(tl.int64)
     row = slot // chunks
@@ -110,6 +122,7 @@ def row_bounds_kernel(
     inv_temperature, top_k, top_p, min_p = _request(row, requests, vocab_size, HAS_INDEX)
     if chunk == 0:
         tl.store(gathered_ptr + row * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
+        tl.store(over_ptr + row, tl.zeros((), tl.int64))
     if (top_k < vocab_size) | (top_p < 1) | (min_p > 0):
         entry = chunk * CHUNK + tl.arange(0, CHUNK)
         x = load_scaled(logits_ptr + row * logits_stride, entry, vocab_size, inv_temperature)
@@ -118,40 +131,102 @@ def row_bounds_kernel(
         tl.store(stats_ptr + slot + stats_stride, total)
         maxima = tl.max(tl.reshape(x, [PARTS, CHUNK // PARTS]), axis=1)
         tl.store(maxima_ptr + slot * PARTS + tl.arange(0, PARTS), maxima)
+        place = tl.arange(0, CHUNK)
+        every: tl.constexpr = CHUNK // SAMPLES
+        at = sample_ptr + slot * SAMPLES + place // every
+        tl.store(at, x, mask=(place % every == 0) & (top_p < 1))
 
 
 @triton.jit
-def _weight_above(threshold, searched, BY_MASS: tl.constexpr, TILE: tl.constexpr):
+def _above(sample, weight, goal, low, high):
+    """(t, t + (high - low) / 2**_HALVINGS) around where the weight of what is above meets a goal.
+
+    That of samples >= t is at least the goal, unless t is `low`; of those from the second on it is
+    less, unless that is `high`.
+    """
+    for _ in range(_HALVINGS):
+        middle = 0.5 * (low + high)
+        enough = tl.sum(tl.where(sample >= middle, weight, 0.0), axis=0) >= goal
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return low, high
+
+
+@triton.jit
+def _bracket(sample, lse, maximum, top_p, bound, EVERY: tl.constexpr, SPREAD: tl.constexpr):
+    """(lowest, above the highest) entry that is near the threshold of a top-p, by a sample.
+
+    The second is infinite where so few entries are above the bound that all can be gathered.
+    """
+    one = tl.where(sample >= bound, 1.0, 0.0)
+    low, high = bound, tl.full((), float("inf"), tl.float32)
+    if tl.sum(one, axis=0) > SPREAD:
+        # By the weight below it: the row's few largest entries are not in the sample.
+        weight = tl.exp(sample - lse)
+        goal = tl.sum(weight, axis=0) - (1.0 - top_p) / EVERY
+        top = maximum + 1.0
+        near, _ = _above(sample, weight, goal, bound, top)
+        rank = tl.sum(tl.where(sample >= near, 1.0, 0.0), axis=0)
+        low, _ = _above(sample, one, rank + SPREAD, bound, top)
+        _, high = _above(sample, one, rank - SPREAD + 1.0, bound, top)
+    return low, high
+
+
+@triton.jit
+def _weight_above(
+    threshold, searched, whole, BY_MASS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
+):
     """Number of entries at least as large as the threshold, or with BY_MASS their weight, int64.
 
-    `searched`: candidates, the row that is searched itself if `whole`, how many entries that are,
-    the row's maximum and its 1 / temperature.
+    `searched`: candidates, how many, the row that is searched itself if `whole`, how many entries
+    it has, its maximum and 1 / temperature. A tile costs a load; threads add up at the end.
     """
-    source_ptr, row_ptr, whole, count, maximum, inv_temperature = searched
-    total = tl.zeros((), tl.int64)
-    for begin in range(0, count, TILE):
-        entry = begin + tl.arange(0, TILE)
-        if whole:
-            x = load_scaled(row_ptr, entry, count, inv_temperature)
-        else:
-            x = tl.load(source_ptr + entry, mask=entry < count, other=float("-inf"))
-        inside = (x >= threshold) & (entry < count)
-        if BY_MASS:
-            # A power of two scales exactly.
-            weight = (tl.exp(x - maximum) * _ONE).to(tl.int64)
-            total += tl.sum(tl.where(inside, weight, 0), axis=0)
-        else:
-            total += tl.sum(inside.to(tl.int64), axis=0)
+    source_ptr, count, row_ptr, vocab_size, maximum, inv_temperature = searched
+    if whole:
+        weights = tl.zeros([BLOCK], tl.int64)
+        for begin in range(0, vocab_size, BLOCK):
+            entry = begin + tl.arange(0, BLOCK)
+            x = load_scaled(row_ptr, entry, vocab_size, inv_temperature)
+            inside = (x >= threshold) & (entry < vocab_size)
+            weights += tl.where(inside, _weight(x, maximum, BY_MASS), 0)
+        total = tl.sum(weights, axis=0)
+    else:
+        of_tile = tl.zeros([TILE], tl.int64)
+        for begin in range(0, count, TILE):
+            place = begin + tl.arange(0, TILE)
+            # There is room for whole tiles.
+            candidate = tl.load(source_ptr + place)
+            kept = (candidate >= threshold) & (place < count)
+            of_tile += tl.where(kept, _weight(candidate, maximum, BY_MASS), 0)
+        total = tl.sum(of_tile, axis=0)
     return total
 
 
 @triton.jit
-def _largest_threshold(goal, low, searched, BY_MASS: tl.constexpr, TILE: tl.constexpr):
-    """Key of the largest threshold, from `low` on, whose entries weigh `goal` or more."""
-    high = _key(searched[4]) + 1
+def _weight(x, maximum, BY_MASS: tl.constexpr):
+    """Of entries, int64."""
+    # A power of two scales exactly.
+    return (tl.exp(x - maximum) * _ONE).to(tl.int64) if BY_MASS else tl.full(x.shape, 1, tl.int64)
+
+
+@triton.jit
+def _largest_threshold(
+    goal,
+    keys,
+    searched,
+    whole,
+    BY_MASS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Key of the largest threshold whose entries weigh `goal` or more, from the first of `keys`.
+
+    It is below the second.
+    """
+    low, high = keys
     while high - low > 1:
         middle = (low + high) >> 1
-        weight = _weight_above(_value(middle), searched, BY_MASS, TILE)
+        weight = _weight_above(_value(middle), searched, whole, BY_MASS, TILE, BLOCK)
         low = tl.where(weight >= goal, middle, low)
         high = tl.where(weight >= goal, high, middle)
     return low
@@ -164,7 +239,9 @@ def threshold_kernel(
     stats_ptr,  # float32 [2, N, CHUNKS]
     stats_stride,  # N * CHUNKS
     maxima_ptr,  # float32 [N, CHUNKS, PARTS]
+    sample_ptr,  # float32 [N, CHUNKS, SAMPLES]
     gathered_ptr,  # int32 [N, 2]
+    over_ptr,  # int64 [N]
     logits_ptr,  # [N, V]
     logits_stride,
     index_ptr,  # [N] -> R, with HAS_INDEX
@@ -179,7 +256,11 @@ def threshold_kernel(
     CANDIDATES: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILE: tl.constexpr,  # candidates that are read at a time
     PARTS: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    LANES: tl.constexpr,  # of all samples of a row
+    SPREAD: tl.constexpr,  # samples on each side of the threshold that are near it
     CHUNKS: tl.constexpr,
 ):
     slot = tl.program_id(0).to(tl.int64)
@@ -198,7 +279,8 @@ def threshold_kernel(
     valid = is_finite(lse)
     floor = tl.where(valid & (min_p > 0), maximum + tl.log(min_p), float("-inf"))
     if valid & (has_k | has_p):
-        bound = floor
+        bound, certain = floor, floor
+        high = tl.full((), float("inf"), tl.float32)
         low = _key(tl.full((), float("-inf"), tl.float32))
         if has_k & (top_k <= chunks * PARTS):
             # The k-th largest of the parts' maxima is not above the k-th largest entry.
@@ -208,46 +290,65 @@ def threshold_kernel(
                 mask=part < chunks * PARTS,
                 other=float("-inf"),
             )
-            high = _key(maximum) + 1
-            while high - low > 1:
-                middle = (low + high) >> 1
+            above_all = _key(maximum) + 1
+            while above_all - low > 1:
+                middle = (low + above_all) >> 1
                 enough = tl.sum((largest >= _value(middle)).to(tl.int32), axis=0) >= top_k
                 low = tl.where(enough, middle, low)
-                high = tl.where(enough, high, middle)
+                above_all = tl.where(enough, above_all, middle)
             bound = tl.maximum(bound, _value(low))
         if has_p & (has_k == 0) & (min_p <= 0):
             # Entries below it have less than 1 - p together, however many they are.
             bound = lse + tl.log((1.0 - top_p) / vocab_size) - 0.001
+            certain = bound
+            lane = tl.arange(0, LANES)
+            sample_at = sample_ptr + row * chunks * SAMPLES + lane
+            sample = tl.load(sample_at, mask=lane < chunks * SAMPLES, other=float("-inf"))
+            bound, high = _bracket(sample, lse, maximum, top_p, bound, CHUNK // SAMPLES, SPREAD)
         row_ptr = logits_ptr + row * logits_stride
         source_ptr = candidate_ptr + row * CANDIDATES
+        over = tl.zeros([BLOCK // 2], tl.int64)
         # The addresses to store at move between threads: those of a whole block would spill.
         for offset in tl.range(0, CHUNK, BLOCK // 2):
             entry = chunk * CHUNK + offset + tl.arange(0, BLOCK // 2)
             x = load_scaled(row_ptr, entry, vocab_size, inv_temperature)
-            above = ((x >= bound) & (x > float("-inf"))).to(tl.int32)
+            above = ((x >= bound) & (x < high) & (x > float("-inf"))).to(tl.int32)
+            over += tl.where(x >= high, _weight(x, maximum, True), 0)
             number = tl.sum(above, axis=0)
             at = tl.atomic_add(gathered_ptr + row * 2, number, sem="relaxed")
             place = at + tl.cumsum(above, axis=0) - 1
             tl.store(source_ptr + place, x, mask=(above > 0) & (place < CANDIDATES))
+        if high < float("inf"):
+            tl.atomic_add(over_ptr + row, tl.sum(over, axis=0), sem="relaxed")
         # The last program of the row to arrive sees the candidates of all.
         tl.debug_barrier()
         earlier = tl.atomic_add(gathered_ptr + row * 2 + 1, 1, sem="acq_rel")
         if earlier == chunks - 1:
             count = tl.load(gathered_ptr + row * 2)
             whole = count > CANDIDATES
-            count = tl.where(whole, vocab_size, count)
-            searched = source_ptr, row_ptr, whole, count, maximum, inv_temperature
+            searched = source_ptr, count, row_ptr, vocab_size, maximum, inv_temperature
             low = _key(bound)
             if has_k:
-                goal = tl.minimum(top_k, count).to(tl.int64)
-                low = _largest_threshold(goal, low, searched, False, BLOCK)
+                goal = tl.minimum(top_k, tl.where(whole, vocab_size, count)).to(tl.int64)
+                keys = low, _key(maximum) + 1
+                low = _largest_threshold(goal, keys, searched, whole, False, TILE, BLOCK)
             if has_p:
                 total = (tl.exp(lse - maximum) * _ONE).to(tl.float64)
                 if has_k | (min_p > 0):
-                    total = _weight_above(_value(low), searched, True, BLOCK).to(tl.float64)
+                    total = _weight_above(_value(low), searched, whole, True, TILE, BLOCK)
+                    total = total.to(tl.float64)
                 # At least the largest entry.
                 goal = tl.maximum((total * top_p).to(tl.int64), 1)
-                low = _largest_threshold(goal, low, searched, True, BLOCK)
+                if (high < float("inf")) & (whole == 0):
+                    heavier = tl.load(over_ptr + row)
+                    near = _weight_above(_value(low), searched, whole, True, TILE, BLOCK)
+                    # The threshold is not near where the sample has it.
+                    whole = (heavier >= goal) | (heavier + near < goal)
+                    goal = tl.where(whole, goal, goal - heavier)
+                if whole & (high < float("inf")):
+                    low = _key(certain)
+                keys = low, _key(tl.where(whole, maximum, tl.minimum(maximum, high))) + 1
+                low = _largest_threshold(goal, keys, searched, whole, True, TILE, BLOCK)
             tl.store(threshold_ptr + row, _value(low))
     elif chunk == 0:
         tl.store(threshold_ptr + row, floor)
@@ -297,13 +398,22 @@ def row_thresholds(
     stats = torch.empty(2, rows, chunks, dtype=torch.float32, device=device)
     maxima = torch.empty(rows, chunks, PARTS, dtype=torch.float32, device=device)
     gathered = torch.empty(rows, 2, dtype=torch.int32, device=device)
+    over = torch.empty(rows, dtype=torch.int64, device=device)
     candidates = min(CANDIDATES, chunks * chunk)
+    samples = max(1, chunk // SAMPLED)
+    # As many candidates on each side of a threshold; all of a small row are gathered.
+    spread = max(1, 3 * samples * candidates // (8 * chunk))
+    if vocab_size <= candidates:
+        spread = vocab_size
+    sample = torch.empty(rows, chunks, samples, dtype=torch.float32, device=device)
     candidate = torch.empty(rows, candidates, dtype=torch.float32, device=device)
     shared = (
         stats,
         rows * chunks,
         maxima,
+        sample,
         gathered,
+        over,
         logits,
         logits.stride(0),
         temperature if index is None else index,
@@ -314,16 +424,18 @@ def row_thresholds(
         vocab_size,
         index is not None,
     )
-    row_bounds_kernel[(rows * chunks,)](*shared, CHUNK=chunk, PARTS=PARTS, num_warps=NUM_WARPS)
+    sizes = {"CHUNK": chunk, "PARTS": PARTS, "SAMPLES": samples, "num_warps": NUM_WARPS}
+    row_bounds_kernel[(rows * chunks,)](*shared, **sizes)
     threshold_kernel[(rows * chunks,)](
         threshold,
         candidate,
         *shared,
         CANDIDATES=candidates,
-        CHUNK=chunk,
         BLOCK=block,
-        PARTS=PARTS,
+        TILE=min(2 * block, candidates),
+        LANES=padded_size(chunks * samples),
+        SPREAD=spread,
         CHUNKS=padded_size(chunks),
-        num_warps=NUM_WARPS,
+        **sizes,
     )
     return threshold

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import kernel_reference as reference
+from support.interpreter import count_loads
 from support.kernel_batches import UNUSABLE_ROWS
 
 from vllm_hsd.kernels import blocks, filter_rows
@@ -48,6 +49,44 @@ def test_matches_reference(vocab_size, dtype, candidates, monkeypatch):
     torch.testing.assert_close(found[both], expected[both], rtol=1e-6, atol=1e-6)
     kept = reference.filtered(logits, temperature, found)
     assert kept.equal(reference.filtered(logits, temperature, expected))
+
+
+def flat(rows: int, vocab_size: int) -> torch.Tensor:
+    """Normal logits [rows, V] of which most are above the bound of a top-p."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, vocab_size, generator=g) * 2.4
+    logits[:, :20] = 11 - torch.arange(20) * 0.35
+    return logits
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("sampled", [4, 1024], ids=["one in four", "one in 1024"])
+def test_flat_rows_have_the_references_threshold(sampled, monkeypatch):
+    """More entries are above the bound than are gathered; three entries tell nothing of a row."""
+    for name, value in {"CHUNK": 1024, "BLOCK": 1024}.items():
+        monkeypatch.setattr(blocks, name, value)
+    for name, value in {"CANDIDATES": 256, "SAMPLED": sampled}.items():
+        monkeypatch.setattr(filter_rows, name, value)
+    rows, one = 4, torch.ones(4)
+    p = torch.tensor([0.5, 0.8, 0.95, 0.999])
+    filters = Filters(torch.zeros(rows, dtype=torch.int32), p, 0 * one)
+    for logits in (flat(rows, 3000), flat(rows, 3000).bfloat16(), torch.zeros(rows, 3000)):
+        expected = reference.row_thresholds(logits, one, filters)
+        torch.testing.assert_close(
+            row_thresholds(logits, one, filters), expected, rtol=1e-6, atol=1e-6
+        )
+
+
+@pytest.mark.interpret
+def test_few_loads_of_a_flat_row_depend_on_each_other():
+    """Those of the program that ends last: the others of its row are done by then."""
+    logits, one = flat(1, 151936).bfloat16(), torch.ones(1)
+    filters = Filters(torch.zeros(1, dtype=torch.int32), one * 0.95, 0 * one)
+    with count_loads() as loads:
+        threshold = row_thresholds(logits, one, filters)
+    assert threshold.equal(reference.row_thresholds(logits, one, filters))
+    assert int((logits[0] >= threshold[0]).sum()) > filter_rows.CANDIDATES
+    assert max(loads) < 120
 
 
 @pytest.mark.triton

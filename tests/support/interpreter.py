@@ -89,6 +89,24 @@ def count_bytes() -> Iterator[Counter]:
 
 
 @contextmanager
+def count_loads() -> Iterator[list[int]]:
+    """Count the loads that each program executes within the context, one after another."""
+    counts, builder = [0], interpreter.InterpreterBuilder
+    load, begin = builder.create_masked_load, builder.set_grid_idx
+
+    def counted(self, *args):
+        counts[-1] += 1
+        return load(self, *args)
+
+    def begun(self, *place):
+        counts.append(0)
+        return begin(self, *place)
+
+    with mock.patch.multiple(builder, create_masked_load=counted, set_grid_idx=begun):
+        yield counts
+
+
+@contextmanager
 def interpreted_by(load, store, atomic, launch) -> Iterator[None]:
     """Replace what the interpreter does for loads, stores, atomics and launches of kernels."""
     operations = {
