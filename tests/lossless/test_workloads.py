@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from support.engines import ENGINE_DEFAULTS
 
 from vllm_hsd.cli.verify import WORKLOADS
@@ -29,10 +30,15 @@ def test_all_workloads_are_the_default_within_the_same_tokens():
     assert 2 * steady + other * (len(NAMES) - 1) <= 2 * 16384
 
 
-def test_a_sound_configuration_passes_every_workload(text_family, verify, capsys):
-    status, found = verify(text_family.target, config(text_family), *options(*NAMES[1:]))
-    page = capsys.readouterr().out
-    print(page)
+# The other ones are in the fast form of the self-test.
+FAST = ("crowd64", "chunks")
+
+
+@pytest.mark.parametrize(
+    "names", [FAST, pytest.param(NAMES[1:], marks=pytest.mark.slow)], ids=["fast", "all"]
+)
+def test_a_sound_configuration_passes_its_workloads(text_family, verify, names):
+    status, found = verify(text_family.target, config(text_family), *options(*names, tokens=1024))
     assert found["lossless"] and status == 0, found["verdict"]
     served = {each["name"]: each for each in found["workloads"]}
-    assert set(served) == set(NAMES[1:])
+    assert set(served) == set(names)
