@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .elements import SIZES, int_constant
 from .index import Index, Indices, depends, through_view
-from .ir import Value
+from .ir import Op, Value
 from .scalars import VIEWS
 
 if TYPE_CHECKING:
@@ -76,11 +76,11 @@ def address(g: Generator, loop: Loop, pointer: Value, idx: Indices, size: int) -
         return address(g, loop, op.operands[0], through_view(op, idx), size)
     if op.name == "tt.bitcast":
         return address(g, loop, op.operands[0], idx, size)
-    if op.name != "tt.addptr" or SIZES[pointer.type.pointee.elem] != size:
+    if op.name != "tt.addptr" or SIZES[pointer.type.pointed] != size:
         return None
     base = address(g, loop, op.operands[0], idx, size)
     offset = base and affine(g, loop, op.operands[1], idx)
-    if not offset:
+    if not (base and offset):
         return None
     return f"({base[0]} + {offset[0]} * {size})", base[1] + offset[1]
 
@@ -105,13 +105,13 @@ def prefix(g: Generator, loop: Loop, mask: Value, idx: Indices) -> str | None:
         two = one and prefix(g, loop, op.operands[1], idx)
         return f"tc_min({one}, {two})" if two else None
     if op.name == "arith.cmpi":
-        return _prefix_of_comparison(g, loop, mask, idx)
+        return _prefix_of_comparison(g, loop, op, idx)
     return None
 
 
-def _prefix_of_comparison(g: Generator, loop: Loop, mask: Value, idx: Indices) -> str | None:
-    a, b = mask.op.operands
-    predicate = mask.op.attrs["predicate"]
+def _prefix_of_comparison(g: Generator, loop: Loop, op: Op, idx: Indices) -> str | None:
+    a, b = op.operands
+    predicate = op.attrs["predicate"]
     if predicate in ("sgt", "sge"):
         a, b, predicate = b, a, "slt" if predicate == "sgt" else "sle"
     if predicate not in ("slt", "sle") or a.type.elem == "i1":

@@ -145,10 +145,10 @@ def _assign_tensors(g: Generator, pairs: list[tuple[Value, Value]]) -> None:
     if one_loop and all(_reads_own_element(g, v, assigned, t.type.shape) for t, v in pairs):
         _copy(g, [(g.arrays[target], value) for target, value in pairs])
         return
-    copies = [(g.new_array(target.type), value) for target, value in pairs]
-    for copy in copies:
-        _copy(g, [copy])
-    for (target, _), (copy, _) in zip(pairs, copies, strict=True):
+    copies = [g.new_array(target.type) for target, _ in pairs]
+    for copy, (_, value) in zip(copies, pairs, strict=True):
+        _copy(g, [(copy, value)])
+    for copy, (target, _) in zip(copies, pairs, strict=True):
         g.emit(f"memcpy({g.arrays[target]}, {copy}, sizeof({copy}));")
 
 

@@ -191,7 +191,7 @@ class Generator:
         lines = loop.lines_at(idx)
         in_array = value in self.arrays
         e = self.at(value, idx) if in_array else self.compute(loop, value, idx)
-        if in_array or not (re.fullmatch(r"[\w.]+", e) or value.op.name == "arith.constant"):
+        if in_array or not (re.fullmatch(r"[\w.]+", e) or value.maker == "arith.constant"):
             name = self.temp("e")
             lines.append(f"{held(value.type)} {name} = {e};")
             e = name
@@ -318,7 +318,7 @@ class Generator:
 
     def settle_loads(self) -> None:
         """Before memory changes: no load is done later than where it stands."""
-        self.materialize([v for v in self.pending if v.op.name == "tt.load"])
+        self.materialize([v for v in self.pending if v.maker == "tt.load"])
 
     def settle(self) -> None:
         """Before another block begins: what is wanted there has its array."""

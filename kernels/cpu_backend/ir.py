@@ -14,24 +14,35 @@ class Type:
 
     Attributes:
         elem: element type as MLIR prints it ("i32", "bf16", ...), "ptr" for pointers.
-        shape: of a tensor; None for a scalar.
+        sizes: of a tensor; None for a scalar.
         pointee: what pointers point to.
     """
 
     elem: str
-    shape: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] | None = None
     pointee: Type | None = None
 
     @property
     def is_tensor(self) -> bool:
-        return self.shape is not None
+        return self.sizes is not None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a tensor; empty for a scalar."""
+        return self.sizes or ()
+
+    @property
+    def pointed(self) -> str:
+        """The element type that a pointer points to."""
+        assert self.pointee is not None
+        return self.pointee.elem
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape or ())
+        return math.prod(self.shape)
 
-    def with_shape(self, shape: tuple[int, ...] | None) -> Type:
-        return Type(self.elem, shape, self.pointee)
+    def with_sizes(self, sizes: tuple[int, ...] | None) -> Type:
+        return Type(self.elem, sizes, self.pointee)
 
 
 @dataclass(eq=False)
@@ -49,6 +60,11 @@ class Value:
     op: Op | None = None
     index: int = 0
     uses: list[Op] = field(default_factory=list)
+
+    @property
+    def maker(self) -> str:
+        """Name of the operation whose result it is; empty for an argument."""
+        return self.op.name if self.op else ""
 
 
 @dataclass(eq=False)
@@ -106,6 +122,13 @@ def walk(blocks: list[Block]) -> Iterator[Op]:
                     yield from walk(region)
 
 
+def matched(pattern: str, text: str) -> re.Match[str]:
+    """The match at the beginning of a text; NotImplementedError where its form is not known."""
+    if not (found := re.match(pattern, text)):
+        raise NotImplementedError(f"the form of {text!r}")
+    return found
+
+
 _TYPES: dict[str, Type] = {}
 
 
@@ -119,8 +142,8 @@ def parse_type(text: str) -> Type:
 
 def _parse_type(text: str) -> Type:
     if text.startswith("tensor<"):
-        sizes, elem = re.fullmatch(r"((?:\d+x)*)(.*)", text[7:-1]).groups()
-        return parse_type(elem).with_shape(tuple(int(n) for n in sizes.split("x") if n))
+        sizes, elem = matched(r"((?:\d+x)*)(.*)$", text[7:-1]).groups()
+        return parse_type(elem).with_sizes(tuple(int(n) for n in sizes.split("x") if n))
     if text.startswith("!tt.ptr<"):
         # A second number is an address space.
         return Type("ptr", None, parse_type(re.sub(r",\s*\d+$", "", text[8:-1])))

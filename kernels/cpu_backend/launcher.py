@@ -139,13 +139,13 @@ def raise_fault(
         AssertionError: an assertion of the kernel failed.
     """
     places = (ctypes.c_char_p * (place + 1)).in_dll(LIBRARIES[entry], "places")
-    where = f"{places[place].decode()}, program {program}"
+    where = f"{_text(places[place])}, program {program}"
     if argument < 0:
         raise AssertionError(f"{where}: {message}")
     names = (ctypes.c_char_p * (argument + 1)).in_dll(LIBRARIES[entry], "arguments")
     raise IndexError(
         f"{where}: {address - base} bytes after the start of argument "
-        f"'{names[argument].decode()}' is outside of its tensor"
+        f"'{_text(names[argument])}' is outside of its tensor"
     )
 
 
@@ -202,3 +202,7 @@ def registered(jit, kernel) -> tuple[int, bytes, tuple] | None:
         return None
     seen = tuple((name, value, where) for (name, _), (value, where) in jit.used_global_vals.items())
     return kernel.function, codes.encode(), seen
+
+
+def _text(given: bytes | None) -> str:
+    return (given or b"").decode()

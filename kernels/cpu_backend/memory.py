@@ -103,7 +103,7 @@ def store(g: Generator, op: Op) -> None:
         guard = "" if allowed == "1" else f"if ({allowed}) "
         loop.body.append(f"{guard}{place} = {stored(elem, e)};")
 
-    g.run_loop(pointer.type.shape or (), write, only=mask[0] if mask else None)
+    g.run_loop(pointer.type.shape, write, only=mask[0] if mask else None)
 
 
 @handles("tt.atomic_rmw")
@@ -141,4 +141,4 @@ def _atomic(
         else:
             loop.body.append(f"{target} = {allowed} ? {call(p, given)} : 0;")
 
-    g.run_loop(pointer.type.shape or (), write, splits=False, pragma="GCC unroll 1")
+    g.run_loop(pointer.type.shape, write, splits=False, pragma="GCC unroll 1")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from .ir import Block, Function, Op, Type, Value, parse_type
+from .ir import Block, Function, Op, Type, Value, matched, parse_type
 
 _VALUE = re.compile(r"%[\w\-$.]+(?:#\d+)?")
 _HEAD = re.compile(r'^(?:(%[\w\-$., :%]+?) = )?"?([a-z_]+\.[\w.]+)"?')
@@ -67,7 +67,7 @@ class _Parser:
 
     def function(self) -> Function:
         line, entry = self.line(), Block("entry")
-        found = re.search(r"@([\w.$\-]+|\"[^\"]*\")\(", line)
+        found = matched(r".*?@([\w.$\-]+|\"[^\"]*\")\(", line)
         start = end = found.end()
         depth = 1
         while depth:
@@ -84,10 +84,10 @@ class _Parser:
         self.names.pop()
         return function
 
-    def arguments(self, text: str, block: Block) -> None:
-        for part in split_types(text):
-            name, _, type = part.partition(": ")
-            type = parse_type(re.sub(r" \{.*\}$", "", type))
+    def arguments(self, given: str, block: Block) -> None:
+        for part in split_types(given):
+            name, _, text = part.partition(": ")
+            type = parse_type(re.sub(r" \{.*\}$", "", text))
             block.args.append(self.define(name.strip(), type, block, index=len(block.args)))
 
     def blocks(self, entry: Block) -> list[Block]:
@@ -95,7 +95,7 @@ class _Parser:
         blocks, block = [entry], entry
         while not (line := self.line()).startswith("}"):
             if line.startswith("^"):
-                label, args = re.match(r"\^(\w+)(?:\((.*)\))?:", line).groups()
+                label, args = matched(r"\^(\w+)(?:\((.*)\))?:", line).groups()
                 block = Block(label)
                 blocks.append(block)
                 self.arguments(args or "", block)
@@ -174,7 +174,7 @@ class _Parser:
         body, types = split_colon(rest)
         op.attrs["predicate"] = body.split(",")[0].strip()
         op.operands = self.values(body)
-        return [Type("i1", parse_type(types).shape)]
+        return [Type("i1", parse_type(types).sizes)]
 
     op_arith_cmpf = op_arith_cmpi
 
@@ -182,7 +182,8 @@ class _Parser:
         body, types = split_colon(rest)
         op.operands = self.values(body)
         pointer = parse_types(types)[0]
-        return [pointer.pointee.with_shape(pointer.shape)]
+        assert pointer.pointee is not None
+        return [pointer.pointee.with_sizes(pointer.sizes)]
 
     def no_results(self, op: Op, rest: str) -> list[Type]:
         op.operands = self.values(split_colon(rest)[0])
@@ -192,7 +193,7 @@ class _Parser:
     op_tt_reduce_return = op_tt_scan_return = op_tt_map_elementwise_return = no_results
 
     def op_tt_call(self, op: Op, rest: str) -> list[Type]:
-        name, values, types = re.match(
+        name, values, types = matched(
             r"\s*@(\"[^\"]*\"|[\w.$\-]+)\((.*?)\)[^:]* : \(.*\) -> (.*)$", rest
         ).groups()
         op.attrs["callee"] = name.strip('"')
@@ -200,12 +201,12 @@ class _Parser:
         return parse_types(types)
 
     def op_tt_print(self, op: Op, rest: str) -> list[Type]:
-        op.attrs["prefix"] = re.search(r'"(.*?)"', rest).group(1)
+        op.attrs["prefix"] = matched(r'.*?"(.*?)"', rest).group(1)
         op.operands = self.values(re.sub(r'"[^"]*"', "", rest))
         return []
 
     def op_tt_assert(self, op: Op, rest: str) -> list[Type]:
-        op.attrs["message"] = re.search(r'"(.*?)"', rest).group(1)
+        op.attrs["message"] = matched(r'.*?"(.*?)"', rest).group(1)
         op.operands = self.values(rest.split(",")[0])
         return []
 
@@ -220,7 +221,7 @@ class _Parser:
     op_tt_reduce = op_tt_scan = op_tt_map_elementwise = combining
 
     def op_scf_for(self, op: Op, rest: str) -> list[Type]:
-        head = re.match(r"(?: unsigned)? (%\S+) = (%\S+) to (%\S+) step (%\S+)", rest)
+        head = matched(r"(?: unsigned)? (%\S+) = (%\S+) to (%\S+) step (%\S+)", rest)
         op.attrs["unsigned"] = rest.startswith(" unsigned")
         op.operands = [self.use(head.group(k)) for k in (2, 3, 4)]
         args, types = [(head.group(1), op.operands[0].type)], []
@@ -245,9 +246,7 @@ class _Parser:
         return parse_types(types.group(1)) if types else []
 
     def op_scf_while(self, op: Op, rest: str) -> list[Type]:
-        inits, types, results = re.match(
-            r"\s*(?:\((.*?)\))? : \((.*?)\) -> (.*) \{$", rest
-        ).groups()
+        inits, types, results = matched(r"\s*(?:\((.*?)\))? : \((.*?)\) -> (.*) \{$", rest).groups()
         args = self.carried(op, inits or "", parse_types(types))
         self.region(op, *args)
         self.region(op)
@@ -256,7 +255,7 @@ class _Parser:
         return parse_types(results)
 
     def successor(self, text: str) -> tuple[str, list[Value]]:
-        label, args = re.match(r"\s*\^(\w+)(?:\((.*)\))?", text).groups()
+        label, args = matched(r"\s*\^(\w+)(?:\((.*)\))?", text).groups()
         return label, self.values(args.split(" : ")[0]) if args else []
 
     def op_cf_br(self, op: Op, rest: str) -> list[Type]:

@@ -116,7 +116,8 @@ def origins(function: Function) -> dict[Value, frozenset[int] | None]:
             if found.get(target, ()) is None:
                 continue
             known = [found[source] for source in given if source in found]
-            new = None if None in known else set().union(*known)
+            whole = [each for each in known if each is not None]
+            new = set().union(*whole) if len(whole) == len(known) else None
             if known and new != found.get(target):
                 found[target], changed = new, True
     return {value: None if each is None else frozenset(each) for value, each in found.items()}

@@ -104,7 +104,7 @@ def _by_operation(g: Generator, op: Op, operation: str) -> None:
 def _by_halves(g: Generator, op: Op, rule: Block) -> None:
     """Any rule on any number of operands: the second half onto the first, on copies of a row."""
     shape = op.operands[0].type.shape
-    copies = [g.new_array(source.type.with_shape(shape[-1:])) for source in op.operands]
+    copies = [g.new_array(source.type.with_sizes(shape[-1:])) for source in op.operands]
     halves = _halves(g, op, rule, copies, shape[-1])
     if len(shape) == 1:
 

@@ -189,7 +189,7 @@ _MATH: dict[str, Callable] = {
 
 # ---------------------------------------------------------------------- tt
 def _addptr(op: Op, args: list[str], elem: str) -> str:
-    return f"({args[0]} + (int64_t){args[1]} * {SIZES[op.results[0].type.pointee.elem]})"
+    return f"({args[0]} + (int64_t){args[1]} * {SIZES[op.results[0].type.pointed]})"
 
 
 def _fp_to_fp(op: Op, args: list[str], elem: str) -> str:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 
 from .elements import BITS, held
 from .generator import Generator, handles
 from .index import Indices
-from .ir import Op
+from .ir import Op, matched
 from .loop import Loop
 
 
 @handles("tt.get_program_id", "tt.get_num_programs")
 def grid(g: Generator, op: Op) -> None:
-    axis = "xyz".index(re.search(r"\b([xyz])\b", op.text.split(op.name)[1]).group(1))
+    axis = "xyz".index(matched(r".*?\b([xyz])\b", op.text.split(op.name)[1]).group(1))
     g.assign(op.results[0], f"{'pid' if op.name.endswith('id') else 'run->grid'}[{axis}]")
 
 
@@ -79,7 +78,7 @@ def print_values(g: Generator, op: Op) -> None:
             e = g.element(loop, value, idx)
             loop.body.append(f'printf("(%d, %d, %d) {prefix}{form}\\n", {where}, {cast}{e});')
 
-        g.run_loop(value.type.shape or (), write, splits=False, pragma="GCC unroll 1")
+        g.run_loop(value.type.shape, write, splits=False, pragma="GCC unroll 1")
 
 
 @handles("tt.assert")
@@ -91,7 +90,7 @@ def assertion(g: Generator, op: Op) -> None:
         e = g.element(loop, value, idx)
         loop.body.append(f'if (!{e}) tc_assert(run, pid, "{message}", {g.place(op)});')
 
-    g.run_loop(value.type.shape or (), write, splits=False, pragma="GCC unroll 1")
+    g.run_loop(value.type.shape, write, splits=False, pragma="GCC unroll 1")
 
 
 @handles("tt.return")
