@@ -47,8 +47,3 @@ def _fix_lengths(worker: Any, fixed: bool) -> None:
     if fixed:
         # What costs nothing is drafted in full.
         budget.prices = lambda *_, **__: budget.free
-
-
-def block_size(llm: Any) -> int:
-    """Tokens of a block of the KV cache."""
-    return int(llm.llm_engine.vllm_config.cache_config.block_size)
