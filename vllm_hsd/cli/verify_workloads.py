@@ -18,10 +18,7 @@ from vllm_hsd.lossless.statistics import ERROR_PROBABILITY, ORDERS, POWER, Check
 from vllm_hsd.lossless.workloads import STEADY, WORKLOADS
 
 NAMES = (STEADY, *WORKLOADS)
-NO_LORA = (
-    "lora: not tested, since the engine serves no adapter that `verify` knows "
-    "(tests/runner_v1/test_lora.py does)."
-)
+NO_LORA = "lora: no workload, since `verify` knows no adapter of the model: nothing is said of any."
 
 
 @dataclass
@@ -129,7 +126,7 @@ def sentences(served: Sequence[Served]) -> list[str]:
                 f"{each.name}: {count} of {each.compared.answers} answers differ from no "
                 f"speculation, {ends}."
             )
-    return found
+    return [*found, NO_LORA] if served else []
 
 
 def reasons(served: Sequence[Served]) -> list[str]:
