@@ -236,6 +236,7 @@ class TableRunner:
             vocab_size=vocabulary,
             device=CPU,
             sample_tokens=None,
+            draft_tokens_handler=SimpleNamespace(get_draft_tokens=None),
         )
         if ours:
             serve(self.runner)
