@@ -1,28 +1,28 @@
-"""On a CPU the scheduler is told how long each draft is; on a GPU it always plans the longest."""
+"""On a CPU the scheduler is told how long each draft is."""
 
-import pytest
-from support.engines import ids
-from support.v2_engines import GREEDY, PROMPTS, run_engine
+from types import SimpleNamespace
 
-pytestmark = [pytest.mark.triton, pytest.mark.timeout(900)]
-LENGTH = 4
+import torch
+
+from vllm_hsd.runner_v2.draft_lengths import get_draft_tokens
 
 
-def test_the_target_verifies_what_was_drafted_and_no_more(family, greedy_tokens):
-    """A lookup seldom has whole drafts, and often none."""
-    config = {
-        "method": "hsd",
-        "num_speculative_tokens": LENGTH,
-        "levels": [{"ngram": {"min": 1, "max": 2}}],
-    }
-    engine = {"model": family.target, "speculative_config": config, "max_num_batched_tokens": 24}
-    jobs = {"joining": {"prompts": PROMPTS, "params": GREEDY, "arrive": [0, 2, 3, 5]}}
-    result = run_engine(engine, jobs)["joining"]
-    assert ids(result) == greedy_tokens
-    drafts, tokens, accepted = (
-        result["counters"][f"spec_decode_num_{name}"]
-        for name in ("drafts", "draft_tokens", "accepted_tokens")
+def handed_over(*, branches=None, tokens=None) -> list[list[int]]:
+    """Of three requests in slots 4, 0 and 2; the second has no draft."""
+    rows = torch.tensor([-1, -1, 0, -1, 1], dtype=torch.int32)
+    state = SimpleNamespace(row_of_slot=rows, draft_length=torch.tensor([0, 3]))
+    runner = SimpleNamespace(
+        speculator=SimpleNamespace(state=state, branches=branches),
+        req_states=SimpleNamespace(req_id_to_index={"a": 4, "b": 0, "c": 2}),
+        draft_tokens_handler=SimpleNamespace(draft_tokens_np=tokens),
     )
-    assert 0 < accepted <= tokens < LENGTH * drafts
-    (level,) = result["levels"]
-    assert level["accepted"] == accepted
+    drafts = SimpleNamespace(req_ids=["a", "b", "c"], draft_token_ids=[[-1] * 4 for _ in "abc"])
+    return get_draft_tokens(lambda: drafts, runner).draft_token_ids
+
+
+def test_placeholders_are_cut_to_the_drafts():
+    assert handed_over() == [[-1] * 3, [], []]
+
+
+def test_trees_and_tokens_that_a_grammar_judges_are_whole():
+    assert handed_over(branches=object()) == handed_over(tokens=object()) == [[-1] * 4] * 3
