@@ -1,5 +1,6 @@
 """Cascades on the V2 runner's sampling side, with tables in the place of models."""
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -187,6 +188,12 @@ def test_a_request_without_a_proposal_has_no_drafts():
     assert output.num_sampled[1] == 1
 
 
+def limited(whole, batch: int):
+    """A state for fewer requests, which still holds what was drafted for more."""
+    drafts = {name: getattr(whole, name) for name in ("draft_length", "rows", "lse")}
+    return dataclasses.replace(whole.bucket(batch), **drafts)
+
+
 def test_above_the_batch_limit_a_step_of_decodes_runs_no_level():
     """Its requests draft nothing later: the levels have not read all of their texts."""
     served = runner([{"temperature": 0.0}] * 3, "equal")
@@ -196,7 +203,7 @@ def test_above_the_batch_limit_a_step_of_decodes_runs_no_level():
     served.step()
     assert served.step().num_sampled.max() > 1 and not passes
     whole = served.drafter.state
-    served.drafter.state = whole.bucket(2)  # fewer than there are requests
+    served.drafter.state = limited(whole, 2)
     served.step()
     assert served.step().num_sampled.tolist() == [1, 1, 1] and not passes
     served.drafter.state = whole
@@ -219,7 +226,7 @@ def test_above_the_batch_limit_what_keeps_no_cache_misses_nothing(name):
     drafter.hosted = [None, SimpleNamespace(in_target_cache=True)]
     served.step()
     whole = drafter.state
-    drafter.state, drafter.asked = whole.bucket(2), 0
+    drafter.state, drafter.asked = limited(whole, 2), 0
     served.step()
     drafter.state, drafter.asked = whole, None
     served.step()

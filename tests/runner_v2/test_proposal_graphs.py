@@ -254,7 +254,7 @@ def test_no_proposal_feeds_more_than_torch_compile_covers():
     from vllm_hsd.errors import UserError
     from vllm_hsd.runner_v2.spec_config import max_batch_size
 
-    hsd = SimpleNamespace(disable_by_batch_size=64)
+    hsd = SimpleNamespace(disable_by_batch_size=64, adaptive=False)
 
     for longest, tokens, expected in ((0, 8, 64), (5, 8192, 64), (5, 256, 51), (10, 10, 1)):
         assert max_batch_size(hsd, longest, tokens) == expected
