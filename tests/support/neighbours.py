@@ -52,6 +52,8 @@ NEWLINE = tokens("\n")[0]
 RARE: dict[str, dict] = {
     # Where an end falls in a draft, and whether behind it, depends on the text.
     **{f"budget {n}": {"thinking_token_budget": len(LOOP) + n} for n in range(1, 21)},
+    # Leaves a row to another request with its thinking under way.
+    "budget that is not spent": {"thinking_token_budget": len(LOOP) + 14, "max_tokens": 6},
     "budget spent in the prompt": {"thinking_token_budget": 3},
     "allowed": {"allowed_token_ids": tokens("import os\nsyre")},
     "bias": {"logit_bias": {tokens("q")[0]: 50.0}},
@@ -96,12 +98,16 @@ def jobs() -> dict[str, dict]:
 
 def crowded_jobs() -> dict[str, dict]:
     """As `jobs`, greedy only, for an engine with so few cache blocks that it preempts."""
-    some = [name for name in RARE if "budget" not in name or name.endswith(("3", "8"))]
+    some = [name for name in RARE if not name.startswith("budget ") or name[-1] in "38td"]
     return {f"{name}, crowded": job(RARE[name], 1) for name in some}
 
 
 def without_lists(jobs: dict[str, dict]) -> dict[str, dict]:
-    """The jobs as plain vLLM is right about them: it answers `logprob_token_ids` to all."""
+    """The jobs as plain vLLM is right about them.
+
+    It answers `logprob_token_ids` to all, and leaves a budget that is not spent to the next request
+    in the row, where it changes nothing of its own request's text.
+    """
     return {
         name: {**each, "params": [_without_list(params) for params in each["params"]]}
         for name, each in jobs.items()
@@ -123,4 +129,7 @@ def without_listed(results: dict, jobs: dict[str, dict]) -> dict:
 
 
 def _without_list(params: dict) -> dict:
-    return {key: value for key, value in params.items() if key != "logprob_token_ids"}
+    left_out = {"logprob_token_ids"}
+    if params["max_tokens"] < 10:
+        left_out.add("thinking_token_budget")
+    return {key: value for key, value in params.items() if key not in left_out}

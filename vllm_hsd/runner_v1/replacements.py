@@ -9,6 +9,7 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.runner_v1.hooks import (
     BLOCK_ISSUE,
     NO_PLUGIN_API,
+    NONE_FILED,
     PLUGIN_ISSUE,
     replaces,
 )
@@ -63,6 +64,21 @@ def init_base_proposer(original, self, vllm_config, *args, **kwargs):
     config = vllm_config.speculative_config
     if _verifies_blocks(config) and config.draft_sample_method == "probabilistic":
         self._enable_probabilistic_draft_probs = True
+
+
+@replaces(
+    "vllm.v1.sample.thinking_budget_state.ThinkingBudgetStateHolder.sync_batch",
+    ("self", "batch_update"),
+    why="forgets the budget of a request that has left when another moves into its row, which "
+    "vLLM leaves to that other request",
+    until="vLLM does so",
+    issue=NONE_FILED,
+)
+def sync_thinking_budgets(original, self, batch_update):
+    for _, target, direction in batch_update.moved if batch_update else ():
+        if direction.name == "UNIDIRECTIONAL":
+            self._state.pop(target, None)
+    original(self, batch_update)
 
 
 def _new(original, cls, *args, **kwargs):
