@@ -12,6 +12,7 @@ from cli.command_line import run
 
 from benchmarks.paper_tables import assumptions
 from vllm_hsd.config import CascadeConfig
+from vllm_hsd.host import serve_command
 from vllm_hsd.planner.latencies import Latencies, LatencyTable
 from vllm_hsd.planner.predict import Selection
 from vllm_hsd.planner.profile import Profile
@@ -144,7 +145,7 @@ def test_plan_writes_what_the_plugin_reads_and_prints_how_to_serve_it(profile, t
     planned = written["planned_for"]["ms_per_token"]
     assert planned == pytest.approx(choice.best.ms_per_token, abs=1e-3)
     *command, config = served(shown)
-    assert command == ["vllm", "serve", "models/target", "--speculative-config"]
+    assert command == [*serve_command("models/target"), "--speculative-config"]
     config = json.loads(config)
     assert config.pop("method") == "hsd" and CascadeConfig.parse(config) == parsed
 
@@ -174,7 +175,7 @@ def test_plan_says_when_nothing_pays_and_leaves_no_stale_file(profile, tmp_path,
     assert "No speculation is the fastest" in said
     assert ("removed the older" if stale else "did not write") in said
     assert not output.exists()
-    assert served(captured.out) == ["vllm", "serve", "models/target"]
+    assert served(captured.out) == serve_command("models/target")
 
 
 def test_plan_needs_no_torch(profile, tmp_path):
@@ -194,7 +195,7 @@ sys.exit(main(["plan", "profile.json"]))
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert served(done.stdout)[0] == "vllm" and (tmp_path / "cascade.json").exists()
+    assert served(done.stdout)[0] == serve_command("")[0] and (tmp_path / "cascade.json").exists()
 
 
 def test_assumptions_change_nothing_where_they_hold(profile):

@@ -64,7 +64,10 @@ UNUSED = ("entrance", "errors", "plugin", "registry", "shared_hooks")
 IMPORTS = """
 import sys
 from vllm.engine.arg_utils import EngineArgs
-before, unused = set(sys.modules), {"vllm_hsd", *(f"vllm_hsd.{name}" for name in sys.argv[2:])}
+before = {name for name in sys.modules if not name.startswith("vllm_hsd")}
+unused = {"vllm_hsd", *(f"vllm_hsd.{name}" for name in sys.argv[2:])}
+# vLLM's entry point for platforms, which it calls where it is installed.
+unused |= {"vllm_hsd.kernels", "vllm_hsd.kernels.cpu_backend"} & set(sys.modules)
 from vllm_hsd import plugin
 plugin.register()
 plugin.register()
