@@ -54,5 +54,5 @@ def test_texts_are_those_of_no_speculation(plain, name):
     found = answers(CONFIGURATIONS[name])
     drafted = sum(result["counters"]["spec_decode_num_draft_tokens"] for result in found.values())
     preempted = sum(result["counters"]["num_preemptions"] for result in found.values())
-    assert drafted > 1000 and preempted >= (0 if name == "two models" else 5)
+    assert drafted > 1000 and preempted >= (5 if name in ("lookup", "branches") else 0)
     assert differing(found, plain) == []
