@@ -2,15 +2,15 @@
 
 import contextlib
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from support.openai_server import running_server
+from support.stand_in_servers import listening
 
 from vllm_hsd.cli import main as cli
 from vllm_hsd.lossless.quantiles import token_ranges
@@ -66,16 +66,8 @@ def markov_server(
             self.end_headers()
             self.wfile.write(json.dumps(document).encode())
 
-    class Server(ThreadingHTTPServer):
-        request_queue_size = 128
-
-    server = Server(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with listening(Handler) as url:
+        yield url
 
 
 def draw(logits: np.ndarray, body: dict, rng: np.random.Generator, wrong: float) -> int:

@@ -117,10 +117,18 @@ def stand_in(owner: str, wrong: float = 0.0, incremental: bool = False) -> Itera
     """URL of a server."""
     attributes = {"owner": owner, "wrong": wrong, "incremental": incremental}
 
-    class Listening(ThreadingHTTPServer):
+    with listening(type("Speaking", (Handler,), attributes)) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The address of a server of this process, with room for many clients at once."""
+
+    class Server(ThreadingHTTPServer):
         request_queue_size = 128
 
-    server = Listening(("127.0.0.1", 0), type("Speaking", (Handler,), attributes))
+    server = Server(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"

@@ -54,7 +54,7 @@ def force_end_of_thinking(
 
 def _follow(holder: Any, state: dict[str, Any], output: list[int]) -> None:
     """Take in one more token of the output, as in a step without speculation."""
-    state |= {"output_tok_ids": list(output), "spec_token_ids": [], "in_spec_mode": False}
+    state |= {"output_tok_ids": output, "spec_token_ids": [], "in_spec_mode": False}
     state["force_index"] = []
     holder._update_think_state(state)
 
