@@ -8,7 +8,7 @@ from support.marks import slow
 pytestmark = pytest.mark.triton
 NGRAM = {"ngram": {"max": 4}}
 LIBRARY = {"bigram": str(neighbours.MODELS / "library.safetensors")}
-CROWDED = {"block_size": 32, "num_gpu_blocks_override": 17}
+CROWDED = {"block_size": 32, "num_gpu_blocks_override": 13}
 CONFIGURATIONS = {
     "lookup": {"method": "hsd", "num_speculative_tokens": 8, "levels": [NGRAM]},
     "branches": {
@@ -35,18 +35,20 @@ def served(jobs: dict) -> dict:
     return {name: job for name, job in jobs.items() if "grammar" not in name}
 
 
-def answers(speculative_config: dict | None) -> dict:
+ENGINE = {**neighbours.ENGINE, **neighbours.reasoning()}
+JOBS, CROWDED_JOBS = served(neighbours.jobs()), served(neighbours.crowded_jobs())
+
+
+def answers(speculative_config: dict) -> dict:
     """Results of all jobs, with room and, of another engine, crowded."""
-    engine = {**neighbours.ENGINE, **neighbours.reasoning()}
-    if speculative_config:
-        engine["speculative_config"] = speculative_config
-    found = v2_engines.run_engine(engine, served(neighbours.jobs()))
-    return found | v2_engines.run_engine({**engine, **CROWDED}, served(neighbours.crowded_jobs()))
+    engine = {**ENGINE, "speculative_config": speculative_config}
+    found = v2_engines.run_engine(engine, JOBS)
+    return found | v2_engines.run_engine({**engine, **CROWDED}, CROWDED_JOBS)
 
 
 @pytest.fixture(scope="module")
 def plain() -> dict:
-    return answers(None)
+    return v2_engines.run_engine(ENGINE, JOBS | CROWDED_JOBS)
 
 
 @pytest.mark.parametrize("name", ["lookup", *slow("branches", "two models", "stock drafter")])
