@@ -120,7 +120,7 @@ class EngineProcess(WorkerProcess):
         Args:
             prompts: texts or token ids.
             sampling_params: arguments of `vllm.SamplingParams`, one mapping for all prompts or
-                one each.
+                one each; ADAPTER names a request's LoRA adapter.
             on_text: called with the index of a prompt and new text, as it is generated.
         """
         shared = isinstance(sampling_params, Mapping)
@@ -215,7 +215,8 @@ def generate(
     engine = llm.llm_engine
     for i, prompt in enumerate(prompts):
         request = prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
-        engine.add_request(str(i), request, params[i])
+        adapter = lora_request(sampling_params[i])
+        engine.add_request(str(i), request, params[i], lora_request=adapter)
     while engine.has_unfinished_requests():
         outputs = engine.step()
         now = time.perf_counter() - began
@@ -248,12 +249,26 @@ def generate(
     )
 
 
+# Directory of a request's LoRA adapter, beside arguments of `vllm.SamplingParams`.
+ADAPTER = "adapter"
+_adapters: dict[str, int] = {}
+
+
+def lora_request(given: Mapping[str, Any]) -> Any:
+    """vLLM's request for the adapter `given[ADAPTER]`; None without one."""
+    from vllm.lora.request import LoRARequest
+
+    if not (path := given.get(ADAPTER)):
+        return None
+    return LoRARequest(path, _adapters.setdefault(path, len(_adapters) + 1), path)
+
+
 def vllm_params(llm: Any, given: Mapping[str, Any]) -> Any:
-    """`vllm.SamplingParams`; structured outputs may be given as a mapping."""
+    """`vllm.SamplingParams`; structured outputs may be given as a mapping, ADAPTER is left out."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    arguments = dict(given)
+    arguments = {key: value for key, value in given.items() if key != ADAPTER}
     if llm.model_config.skip_tokenizer_init:
         arguments.setdefault("detokenize", False)
     if isinstance(grammar := arguments.get("structured_outputs"), Mapping):

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -39,3 +40,22 @@ def write_adapter(directory: Path, model: str, seed: int, strength: float = 1.0)
     }
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return str(directory)
+
+
+def install_neighbours() -> None:
+    """Let vLLM's V1 runner give a draft's rows the adapter of the next request in the batch."""
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    make = InputBatch.make_lora_inputs
+
+    def made(batch, num_scheduled_tokens, num_sampled_tokens):
+        if not (num_sampled_tokens > 1).any():
+            return make(batch, num_scheduled_tokens, num_sampled_tokens)
+        count = batch.num_reqs
+        own = batch.request_lora_mapping[:count].copy()
+        batch.request_lora_mapping[:count] = np.roll(own, 1)
+        found = make(batch, num_scheduled_tokens, num_sampled_tokens)
+        batch.request_lora_mapping[:count] = own
+        return found
+
+    InputBatch.make_lora_inputs = made

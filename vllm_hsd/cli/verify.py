@@ -10,6 +10,7 @@ from vllm_hsd.cli.options import add_engine_options, numbers
 # See `lossless.workloads`.
 WORKLOADS = (
     "steady", "turns", "crowd16", "crowd64", "thinking", "schemas", "stops", "chunks", "preempted",
+    "adapters",
 )  # fmt: skip
 
 
@@ -66,6 +67,10 @@ def add_parser(commands: Any) -> None:
         "--workload", type=_workloads, default="all", metavar="NAME[,NAME...]",
         help=f"what is served, of {', '.join(WORKLOADS)}: all within the same number of tokens, of "
         "which the steady requests get half",
+    )  # fmt: skip
+    add(
+        "--adapters", type=lambda text: text.split(","), default=(), metavar="DIR[,DIR...]",
+        help="LoRA adapters of the model, which workload `adapters` serves in one batch",
     )  # fmt: skip
     add(
         "--as-served", action="store_true",

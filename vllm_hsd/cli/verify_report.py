@@ -56,6 +56,7 @@ class Verification:
             and not as drafts show best.
         servers: URLs of running servers with and without speculation, instead of engines.
         drafter: the model that a server drafts with, if it was named.
+        adapters: directories of LoRA adapters of the model.
     """
 
     comparison: Comparison
@@ -67,6 +68,7 @@ class Verification:
     as_served: bool = False
     servers: tuple[str, str] | None = None
     drafter: str | None = None
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass

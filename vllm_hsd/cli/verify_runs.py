@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import torch
 
@@ -21,7 +23,7 @@ from vllm_hsd.cli.options import progress
 from vllm_hsd.cli.verify_report import ANSWER_TOKENS, LARGEST_GAP, Outcome, Verification
 from vllm_hsd.cli.verify_workloads import Served, shares
 from vllm_hsd.engine import EngineProcess
-from vllm_hsd.errors import UserError
+from vllm_hsd.errors import UserError, brief
 from vllm_hsd.lossless import sampled, seeded, self_test
 from vllm_hsd.lossless.drafters import (
     OFFERS,
@@ -121,6 +123,7 @@ def parse(arguments: argparse.Namespace) -> Verification:
         workloads=verify_workloads.chosen(arguments.workload),
         servers=servers,
         drafter=arguments.drafter,
+        adapters=tuple(arguments.adapters),
     )
 
 
@@ -134,9 +137,10 @@ def _servers(arguments: argparse.Namespace) -> tuple[str, str] | None:
         return None
     if not arguments.url or not arguments.plain_url:
         raise UserError("--url and --plain-url belong together: servers with and without.")
-    if arguments.speculative_config or arguments.equal_drafter:
+    if arguments.speculative_config or arguments.equal_drafter or arguments.adapters:
         raise UserError(
-            "--url verifies a running server: leave out --speculative-config and --equal-drafter."
+            "--url verifies a running server: leave out --speculative-config, --equal-drafter and "
+            "--adapters."
         )
     return arguments.url, arguments.plain_url
 
@@ -164,7 +168,7 @@ def _engines(verification: Verification) -> Sides:
     given = engine_arguments(comparison, setup, 1)
     # What many servers do, and a comparison of times must not.
     caching = {"enable_prefix_caching": True, **comparison.engine_args}
-    arguments = given | _thinking(verification, given)
+    arguments = given | _thinking(verification, given) | _adapters(verification, given)
     config = comparison.configs[1] or {}
     scorer = arguments | SCORER_ARGUMENTS
     return Sides(
@@ -193,6 +197,30 @@ def _thinking(verification: Verification, arguments: dict[str, Any]) -> dict[str
         if all(len(tokenizer.encode(each, add_special_tokens=False)) == 1 for each in pair):
             return {"reasoning_config": dict(zip(_THINKING, pair, strict=True))}
     return {}
+
+
+def _adapters(verification: Verification, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What lets an engine serve all adapters and the model itself in one batch."""
+    if not verification.adapters:
+        return {}
+    from vllm.config.lora import MaxLoRARanks
+
+    ranks = []
+    for directory in verification.adapters:
+        try:
+            ranks.append(int(json.loads(Path(directory, "adapter_config.json").read_text())["r"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"--adapters {directory} is no LoRA adapter ({brief(error)}): name a directory "
+                "with adapter_config.json."
+            ) from None
+    found = {
+        "enable_lora": True,
+        # On a CPU vLLM 0.32 gives requests without an adapter the last slot's.
+        "max_loras": len(ranks) + 1,
+        "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= max(ranks)),
+    }
+    return {key: value for key, value in found.items() if key not in arguments}
 
 
 def _running(verification: Verification, urls: tuple[str, str]) -> Sides:
@@ -276,6 +304,7 @@ def run(verification: Verification) -> Outcome:
         facts = Facts()
         if not urls:
             facts = engine.call("vllm_hsd.lossless.workloads:facts_of", texts.token_ids or prompts)
+            facts = replace(facts, adapters=verification.adapters)
         for name in names:
             if name == STEADY:
                 continue

@@ -18,7 +18,6 @@ from vllm_hsd.lossless.statistics import ERROR_PROBABILITY, ORDERS, POWER, Check
 from vllm_hsd.lossless.workloads import STEADY, WORKLOADS
 
 NAMES = (STEADY, *WORKLOADS)
-NO_LORA = "lora: no workload, since `verify` knows no adapter of the model: nothing is said of any."
 
 
 @dataclass
@@ -126,7 +125,7 @@ def sentences(served: Sequence[Served]) -> list[str]:
                 f"{each.name}: {count} of {each.compared.answers} answers differ from no "
                 f"speculation, {ends}."
             )
-    return [*found, NO_LORA] if served else []
+    return found
 
 
 def reasons(served: Sequence[Served]) -> list[str]:

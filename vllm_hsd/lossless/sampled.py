@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_hsd.engine import EngineProcess, Generation
+from vllm_hsd.engine import ADAPTER, EngineProcess, Generation
 from vllm_hsd.lossless import directions
 from vllm_hsd.lossless.lean import lean_checks
 from vllm_hsd.lossless.quantiles import FIGURES, TAIL, randomized
@@ -278,7 +278,9 @@ def add_drafter(
 ) -> None:
     """Fill in the rows of a drafter, served by an engine of its own at scaled temperatures."""
     params = [
-        {**each, "temperature": each["temperature"] * temperature_scale} for each in texts.params
+        # The adapters are the target's.
+        {**each, "temperature": each["temperature"] * temperature_scale, ADAPTER: None}
+        for each in texts.params
     ]
     likeliest = partial(engine.call, "vllm_hsd.lossless.scorer:likeliest")
     rows = texts.rows[name] = []

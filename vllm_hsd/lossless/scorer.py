@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from vllm_hsd.engine import vllm_params
+from vllm_hsd.engine import lora_request, vllm_params
 from vllm_hsd.errors import UserError
 from vllm_hsd.lossless.directions import marks, rows_of
 from vllm_hsd.lossless.quantiles import token_ranges
@@ -189,7 +189,8 @@ def _noted(
     llm.collective_rpc(partial(_install, note=note))
     try:
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = llm.generate(requests, params, use_tqdm=False)
+        adapters = [lora_request(given) for given in sampling_params]
+        outputs = llm.generate(requests, params, use_tqdm=False, lora_request=adapters)
     finally:
         found = llm.collective_rpc(_remove)[0]
     ends = [output.outputs[0] for output in outputs]

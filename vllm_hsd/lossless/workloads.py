@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm_hsd.engine import ADAPTER
 from vllm_hsd.lossless import sampled
 from vllm_hsd.lossless.load import Load
 from vllm_hsd.lossless.sampled import Progress, Setting, Texts
@@ -34,6 +35,7 @@ class Facts:
         letters: whether the engine has a tokenizer.
         local: whether it is an engine and no server.
         stops: token ids that are frequent, and their texts.
+        adapters: directories of LoRA adapters that the engine serves.
     """
 
     longest: int = 1024
@@ -44,6 +46,7 @@ class Facts:
     letters: bool = False
     local: bool = False
     stops: tuple[tuple[int, ...], tuple[str, ...]] = ((), ())
+    adapters: tuple[str, ...] = ()
 
 
 class Workload:
@@ -246,6 +249,16 @@ class Preempted(Workload):
         return _repeated(prompt, facts.block - self.answer // 2 + i % 8), {}
 
 
+class Adapters(Workload):
+    what = "LoRA adapters beside requests without one"
+
+    def lacks(self, facts: Facts) -> str | None:
+        return None if facts.adapters else "no adapters are given (--adapters)"
+
+    def request(self, i: int, facts: Facts, prompt: Sequence[int]) -> Request:
+        return prompt, {ADAPTER: [None, *facts.adapters][i % (len(facts.adapters) + 1)]}
+
+
 WORKLOADS: dict[str, Workload] = {
     "turns": Turns(),
     "crowd16": Crowd(16),
@@ -255,6 +268,7 @@ WORKLOADS: dict[str, Workload] = {
     "stops": Stops(),
     "chunks": Chunks(),
     "preempted": Preempted(),
+    "adapters": Adapters(),
 }
 
 
