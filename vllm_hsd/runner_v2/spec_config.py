@@ -265,6 +265,11 @@ def ladder_of(hsd: CascadeConfig) -> list[int]:
     With `adaptive` a half and a quarter of it too: vLLM captures the target for each length. With
     `branches` they are those of one row.
     """
-    longest, least = hsd.num_speculative_tokens, len(hsd.levels) + hsd.horizontal_tokens
+    longest = hsd.num_speculative_tokens
     shorter = {longest // 2, longest // 4} if hsd.adaptive else set()
-    return [longest, *sorted((n for n in shorter if n >= least), reverse=True)]
+    return [longest, *sorted((n for n in shorter if n >= shortest_of(hsd)), reverse=True)]
+
+
+def shortest_of(hsd: CascadeConfig) -> int:
+    """Tokens of the shortest proposal: one of every level."""
+    return len(hsd.levels) + hsd.horizontal_tokens

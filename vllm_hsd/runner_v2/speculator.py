@@ -30,7 +30,13 @@ from vllm_hsd.runner_v2.program import Program, ProgramSources
 from vllm_hsd.runner_v2.proposal_state import COUNTS, KVGroups, ProposalState, row_dtypes
 from vllm_hsd.runner_v2.request_parameters import RequestParameters
 from vllm_hsd.runner_v2.sources import SourcesLookup
-from vllm_hsd.runner_v2.spec_config import ladder_of, max_batch_size, schedule_of, verifiers
+from vllm_hsd.runner_v2.spec_config import (
+    ladder_of,
+    max_batch_size,
+    schedule_of,
+    shortest_of,
+    verifiers,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +115,10 @@ class CascadeSpeculator(StandaloneARSpeculator):
         return DeviceThresholds(stopping, self.state) if any(stopping) else None
 
     def _shorter_states(self) -> dict[int, ProposalState]:
-        lengths = ladder_of(self.hsd)[1:]
+        lengths = {*ladder_of(self.hsd)[1:]}
+        if self.hsd.adaptive:
+            lengths.add(shortest_of(self.hsd))
+        lengths -= {self.state.longest}
         return {n: self.state.shortened(schedule_of(self.hsd, n)) for n in lengths}
 
     def _build_programs(self, levels: list[Any], groups: KVGroups) -> None:
@@ -138,6 +147,31 @@ class CascadeSpeculator(StandaloneARSpeculator):
             fewer = program.schedule.with_first_passes()
             if sources is not None and fewer != program.schedule:
                 self.programs[proposal._replace(every_pass=False)] = build(fewer)
+
+    def _keep_up(self, count: int, index: torch.Tensor, num_sampled: torch.Tensor) -> bool:
+        """In a CUDA graph, let the levels read a step without drafts: one pass of each.
+
+        It is the shortest proposal, whose drafts nobody takes.
+
+        Returns:
+            False where the batch has no such graph.
+        """
+        proposal = Proposal(shortest_of(self.hsd))
+        fewer = proposal._replace(every_pass=False)
+        proposal = fewer if fewer in self.programs else proposal
+        size = None if self.graphs is None else self.graphs.size_for(count, proposal)
+        if size is None:
+            return False
+        counts = self.state.counts.clone()
+        state = self.shorter.get(proposal.length, self.state).bucket(size)
+        self._stage(state, self.programs[proposal].schedule, index, num_sampled)
+        for level in self.hosted:
+            if level is not None:
+                level.prepare_replay()
+        assert self.graphs is not None
+        self.graphs.replay(size, proposal)
+        self.state.counts.copy_(counts)
+        return True
 
     def _next_proposal(self, length: int | None) -> Proposal:
         """For so many tokens; the longest for lengths that only vLLM's warm-up requests."""
@@ -297,17 +331,17 @@ class CascadeSpeculator(StandaloneARSpeculator):
         if drafts_none or stale.all():
             # Where no length is learned, vLLM asks for no drafts in the last step of all requests.
             drafts_later = fits and self.hsd.adaptive and not stale.all()
-            if input_batch.has_prefill or drafts_later:
+            reads = input_batch.has_prefill or (drafts_later and self.keeps_caches)
+            alone = reads and not (input_batch.has_prefill or self.checks or stale.any())
+            self._set_longest(input_batch)
+            if reads and not (alone and self._keep_up(count, input_batch.idx_mapping, num_sampled)):
                 self._ingest(*computed)
             accepted = (num_sampled - 1).clamp(min=0).sum()
             self.state.counts[-1, COUNTS.accepted] += accepted
             self.state.row_of_slot.fill_(-1)
             # The target may be fed them, and vLLM leaves -1 in them after steps without drafts.
             return drafts.zero_()
-        # What attention may read at most; the lengths themselves are on the device.
-        self.longest = (
-            input_batch.seq_lens_cpu_upper_bound[:count] + self.schedule.capacity
-        ).clamp(max=self.max_model_len)
+        self._set_longest(input_batch)
         proposal = self._next_proposal(num_speculative_tokens)
         program = self.programs[proposal]
         size = None if self.graphs is None else self.graphs.size_for(count, proposal)
@@ -340,6 +374,11 @@ class CascadeSpeculator(StandaloneARSpeculator):
         else:
             drafts[:, : state.longest] = state.draft_tokens[:count]
         return drafts
+
+    def _set_longest(self, input_batch) -> None:
+        """What attention may read at most; the lengths themselves are on the device."""
+        bound = input_batch.seq_lens_cpu_upper_bound[: input_batch.num_reqs]
+        self.longest = (bound + self.schedule.capacity).clamp(max=self.max_model_len)
 
     def _run_checked(
         self, state: ProposalState, proposal: Proposal, foreign: dict[str, Any], inputs: tuple
