@@ -29,7 +29,7 @@ PLAIN: list[dict[str, Any]] = [{}, {}, {"top_k": -1, "top_p": 1.0}, {"temperatur
 SECONDS = 200
 # Of Qwen3's generation_config.json.
 SAMPLING = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
-STRICT = {"observability_config": {"jit_monitor_mode": "error"}}
+STRICT = {"jit_monitor_mode": "error"}
 SYNC_CHECK = {"VLLM_GPU_SYNC_CHECK": "error"}
 # Random weights have no tokenizer.
 WEIGHTS = {"load_format": "dummy", "skip_tokenizer_init": True}

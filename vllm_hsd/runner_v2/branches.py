@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -302,6 +303,15 @@ class HostedBranches:
         """Verify a batch: `follow` is called for its requests in order, in one or more parts."""
         if self.step is not None and self.step.batch is not batch:
             self.step = None
+        self.verified = 0
+
+    def begin_warm_up(self, inputs: int) -> None:
+        """Let the verification of one request find branches, none of which has a token."""
+        device = self.counts.device
+        batch = SimpleNamespace(cu_num_logits_np=np.zeros(1, dtype=np.int32))
+        none = torch.zeros(inputs, dtype=torch.int32, device=device)
+        self.step = Step(batch, self.longest, BranchRows(none, none, none, none), (), none)
+        self.offsets = {self.longest: none.new_zeros(1, self.most)}
         self.verified = 0
 
     def follow(

@@ -137,6 +137,14 @@ class CascadeRejectionSampler(BlockRejectionSampler):
             branches.finish()
         return output
 
+    def warm_up_verification(self, *arguments):
+        branches = self.speculator.branches
+        if branches is not None:
+            branches.begin_warm_up(inputs=len(arguments[0]))
+        super().warm_up_verification(*arguments)
+        if branches is not None:
+            branches.step = None
+
     def emitted(self, result, *arguments, **options):
         branches = self.speculator.branches
         if branches is None:

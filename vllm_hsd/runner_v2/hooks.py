@@ -20,6 +20,7 @@ _MODULES = (
     "adaptive",
     "branches",
     "draft_lengths",
+    "cpu_warm_up",
     "sampler",
     "shared_outputs",
     "stock_drafters",

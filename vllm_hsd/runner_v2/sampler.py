@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     RejectionSampler,
@@ -86,6 +87,13 @@ class BlockRejectionSampler(RejectionSampler):
         """
         device, tokens = self.sampler.req_states.total_len.gpu.device, self.num_speculative_steps
         vocabulary = self.sampler.sampling_states.vocab_size
+        # A request with a seed sends its batch through vLLM's filters, of which vLLM warms up both
+        # together.
+        for count in (1, 2):
+            rows = torch.zeros(count, vocabulary, device=device)
+            top_k, top_p = torch.ones_like(rows[:, 0], dtype=torch.int32), rows[:, 0] + 0.5
+            apply_top_k_top_p(rows, top_k, None)
+            apply_top_k_top_p(rows, None, top_p)
         slot = np.zeros(1, dtype=np.int32)
         for drafts, filtered in itertools.product((0, tokens), (True, False)):
             self.parameters.filtered[0] = filtered
@@ -98,19 +106,12 @@ class BlockRejectionSampler(RejectionSampler):
                 self.sampler.sample(logits, index, index, slot, positions, ids, local, slot)
                 continue
             starts = torch.tensor([0, drafts + 1], dtype=torch.int32, device=device)
-            self._verify(
-                logits,
-                draft_logits,
-                ids,
-                positions,
-                starts,
-                index[:1],
-                slot,
-                index,
-                local,
-                slot,
-                ids,
-            )
+            where = positions, starts, index[:1], slot, index, local, slot
+            self.warm_up_verification(logits, draft_logits, ids, *where, ids)
+
+    def warm_up_verification(self, *arguments: Any) -> None:
+        """Verify one request; arguments as of vLLM's `_verify`."""
+        self._verify(*arguments)
 
     def _verify(
         self,
