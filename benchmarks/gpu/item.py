@@ -7,16 +7,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
+from support import triton_cpu
 
 from benchmarks.gpu.items import ITEMS, Setting
-from tests.support.interpreter import repair
 
 
 @pytest.mark.parametrize("name", [item.name for item in ITEMS if not item.tests])
 def test_item(name, record_property):
-    device = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        repair()
+        triton_cpu.install()
     given = os.environ["HSD_PROOF_OUTPUT"], os.environ["HSD_PROOF_ENDS"]
     origin = json.loads(os.environ.get("HSD_PROOF_ORIGIN", "{}"))
     setting = Setting(device, Path(given[0]), name, origin, float(given[1]))

@@ -97,7 +97,7 @@ class Setting:
     """Where an item runs.
 
     Attributes:
-        device: "cuda"; or "cpu", for toy sizes under Triton's interpreter.
+        device: "cuda"; or "cpu", for toy sizes, by kernels compiled for it or interpreted.
         output: directory of all results.
         item: its name.
         origin: what a result belongs to; parts of another origin are run again.

@@ -1,4 +1,4 @@
-"""The items of `make gpu-proof` that need kernels only, interpreted, in toy sizes."""
+"""The items of `make gpu-proof` that need kernels only, in toy sizes."""
 
 import pytest
 

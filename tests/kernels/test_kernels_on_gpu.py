@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 from support import kernel_reference as reference
+from support import marks
 from support.kernel_batches import draft_lse, make_chains, make_trees
+from support.marks import DEVICE, TOY, needs_graphs
 from support.proposal_states import (
     MAX_MODEL_LEN,
     MAX_NUM_REQS,
@@ -22,30 +24,28 @@ from vllm_hsd.runner_v2 import cascade_steps
 from vllm_hsd.runner_v2.program import Program
 from vllm_hsd.runner_v2.proposal_state import ProposalState
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.compiled,
-]
+pytestmark = marks.on_gpu
+VOCABULARY = 2000 if TOY else 32000
 
 
-def on_gpu(batch):
-    return {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+def on_device(batch):
+    return {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
 @pytest.mark.parametrize("rows", ["rows", "lse", "one-hot"])
 @pytest.mark.parametrize("method", chain_verify.METHODS)
 def test_tokens_of_the_reference(method, rows):
-    batch = make_chains(32000, [5, 0, 3, 4] * 16, torch.bfloat16, one_hot=rows == "one-hot")
-    lse = draft_lse(batch).cuda() if rows == "lse" else None
-    result = chain_verify.verify_chain(**on_gpu(batch), method=method, draft_lse=lse)
+    batch = make_chains(VOCABULARY, [5, 0, 3, 4] * 16, torch.bfloat16, one_hot=rows == "one-hot")
+    lse = draft_lse(batch).to(DEVICE) if rows == "lse" else None
+    result = chain_verify.verify_chain(**on_device(batch), method=method, draft_lse=lse)
     expected = reference.verify_chain(**batch, method=method)
     # A uniform within rounding distance of a boundary may fall on its other side.
     assert (result.token_ids.cpu() != expected.token_ids).any(1).sum() <= 1
 
 
+@needs_graphs
 def test_graph_replay_without_a_sync():
-    batch = on_gpu(make_chains(5000, [4] * 32))
+    batch = on_device(make_chains(5000, [4] * 32))
     chain_verify.verify_chain(**batch)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -63,10 +63,10 @@ def test_graph_replay_without_a_sync():
 
 
 def test_sampled_rows():
-    logits = torch.randn(64, 32000).mul(3).bfloat16()
+    logits = torch.randn(64, VOCABULARY).mul(3).bfloat16()
     temperature = torch.full((64,), 0.7)
     seeds, draws = torch.arange(64), torch.arange(64)
-    token, lse = sample_row(*(x.cuda() for x in (logits, temperature, seeds, draws)))
+    token, lse = sample_row(*(x.to(DEVICE) for x in (logits, temperature, seeds, draws)))
     expected, expected_lse = reference.sample_row(logits, temperature, seeds, draws)
     assert (token.cpu() != expected).sum() <= 1
     torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-5, atol=1e-5)
@@ -79,17 +79,18 @@ def test_suffix_lookup(seed):
     texts = [(markov(rng, n, 30), rng.integers(0, 30, d)) for n, d in ((5, 0), (900, 2), (5000, 0))]
     store = store_of(*(markov(rng, 3000, 30) for _ in range(20)))
     for min_acceptance in (0.0, 0.05):
-        assert any(Requests(texts, [16, 16, 9], 16, "cuda").compare(store, min_acceptance))
+        assert any(Requests(texts, [16, 16, 9], 16, DEVICE).compare(store, min_acceptance))
 
 
 def test_trees():
     for kind in ("iid", "without replacement", "one-hot"):
-        batch = make_trees(16, 32000, kind)
-        result = verify_tree(**on_gpu(batch), replacement=kind == "iid")
+        batch = make_trees(16, VOCABULARY, kind)
+        result = verify_tree(**on_device(batch), replacement=kind == "iid")
         expected = reference.verify_tree(**batch, replacement=kind == "iid")
         assert (result.token_ids.cpu() != expected.token_ids).any(1).sum() <= 1
 
 
+@needs_graphs
 def test_a_replayed_proposal_equals_the_eager_one():
     """Graph and eager run of one program, staged from the same texts; the CPU's states for both."""
     vocab_size, device = 5000, torch.device("cuda")
@@ -111,7 +112,7 @@ def test_a_replayed_proposal_equals_the_eager_one():
     ]
 
     def stage(seed):
-        runner = on_gpu(runner_tensors(seed, 5, schedule.window))
+        runner = on_device(runner_tensors(seed, 5, schedule.window))
         for state in states:
             cascade_steps.stage(state, schedule, **runner, scales=torch.ones(2, device=device))
 

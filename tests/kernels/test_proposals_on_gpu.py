@@ -1,15 +1,11 @@
 """The kernels between forward passes on a GPU; `test_cascade_steps.py` interprets the same."""
 
 import pytest
-import torch
+from support.marks import DEVICE, TOY, on_gpu
 from support.proposal_states import LENGTHS, schedule_of
 from support.proposal_walk import walk
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.compiled,
-]
+pytestmark = on_gpu
 
 
 @pytest.mark.parametrize(
@@ -17,5 +13,5 @@ pytestmark = [
 )
 def test_every_step_equals_its_reference(lengths, lookup):
     """Each on 25 random states: padding, prompt chunks, little room, guard rows."""
-    for seed in range(25):
-        walk(schedule_of(*lengths, lookup=lookup), seed, 7, 6, lookup, device="cuda")
+    for seed in range(2 if TOY else 25):
+        walk(schedule_of(*lengths, lookup=lookup), seed, 7, 6, lookup, device=DEVICE)

@@ -1,4 +1,4 @@
-"""The items of `make gpu-proof` that run engines, interpreted, in toy sizes."""
+"""The items of `make gpu-proof` that run engines, in toy sizes."""
 
 from dataclasses import replace
 from types import SimpleNamespace

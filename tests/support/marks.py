@@ -1,6 +1,20 @@
-"""Parameters of tests that are slow."""
+"""Parameters of tests that are slow, and tests that are items of the proof on a GPU."""
+
+import os
 
 import pytest
+import torch
+from support.triton_cpu import COMPILED
+
+# The proof's toy form runs on a CPU, by kernels that are compiled for it.
+TOY = COMPILED and not torch.cuda.is_available() and "HSD_PROOF_OUTPUT" in os.environ
+DEVICE = "cpu" if TOY else "cuda"
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not TOY and not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.compiled,
+]
+needs_graphs = pytest.mark.skipif(TOY, reason="a CPU has no CUDA graphs")
 
 
 def slow(*values) -> list:
