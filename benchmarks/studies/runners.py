@@ -1,0 +1,167 @@
+"""vLLM's V1 and V2 runners on one CPU, in turn on the same prompts: tokens per second and a step.
+
+    python -m benchmarks.studies.runners --prompts DIR          # or `make bench-runners`
+
+SmolLM2, or any target (`--model`), with no speculation and with a suffix lookup of fixed lengths.
+On V2 every launch of a Triton kernel is counted and timed.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from benchmarks import sweep
+from benchmarks.common import RESULTS, write_csv
+from benchmarks.models.smollm2 import smollm2
+from benchmarks.studies.configs import SUFFIX, fixed
+from vllm_hsd.engine import EngineProcess, Generation, generate
+from vllm_hsd.planner.prompts import encode
+
+RUNNERS = {"V1": "0", "V2": "1"}
+PLAIN = "no speculation"
+BATCHES = 1, 16
+LONGEST_PROMPT = 600
+# Drafts nothing, so that a step costs what the level adds to it.
+SILENT = {"suffix": {"min_acceptance": 1.0}}
+
+
+def configs() -> dict[str, dict[str, Any] | None]:
+    return {
+        PLAIN: None,
+        "suffix 8": fixed(SUFFIX),
+        "suffix that drafts nothing": fixed(SILENT),
+    }
+
+
+def launches(
+    llm: Any, prompts: Sequence[Sequence[int]], params: Mapping[str, Any]
+) -> dict[str, float]:
+    """Seconds of the target's pass and of Triton's launches, and their number; in V2's process."""
+    from triton.runtime.jit import JITFunction
+
+    found = {"launches": 0.0, "in launches": 0.0, "target's pass": 0.0}
+
+    def timed(name: str, function: Any, counted: str = "") -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                found[name] += time.perf_counter() - began
+                if counted:
+                    found[counted] += 1
+
+        return call
+
+    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    with ExitStack() as stack:
+        run = timed("in launches", JITFunction.run, "launches")
+        stack.enter_context(patch.object(JITFunction, "run", run))
+        forward = timed("target's pass", model.forward)
+        stack.enter_context(patch.object(model, "forward", forward))
+        answered = generate(llm, list(prompts), [params] * len(prompts))
+    steps = max(answered.target_steps)
+    return {"ms": 1e3 * answered.seconds / steps} | {
+        name: value / steps * (1 if name == "launches" else 1e3) for name, value in found.items()
+    }
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
+    """(geometric mean of ours over theirs, its standard error)."""
+    logs = np.log(np.array(ours) / np.array(theirs))
+    mean = float(np.exp(logs.mean()))
+    return mean, mean * float(logs.std(ddof=1)) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
+
+
+def main() -> int:
+    parser = sweep.options(__doc__, RESULTS / "runners", sets=True)
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    options = parser.parse_args()
+    texts, _ = sweep.read_sets(options.prompts, options.num_prompts)
+    arguments = {
+        "model": options.model or str(smollm2()),
+        "dtype": options.dtype,
+        "enforce_eager": not options.compiled,
+        "max_model_len": 1024,
+        "max_num_seqs": max(options.batches),
+        "kv_cache_memory_bytes": 1 << 30,
+        "enable_prefix_caching": False,
+    }
+    keys = [(runner, name) for name in configs() for runner in RUNNERS]
+    params = {"temperature": 0.0, "max_tokens": options.max_tokens, "ignore_eos": True}
+    rows: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        engines, starts = {}, {}
+        for runner, name in keys:
+            given = arguments | ({"speculative_config": c} if (c := configs()[name]) else {})
+            label = f"{runner} {name}"
+            began = time.perf_counter()
+            engine = stack.enter_context(
+                EngineProcess(
+                    given,
+                    label,
+                    log=options.output / "logs" / f"{label.replace(' ', '_')}.log",
+                    environment={"VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner]},
+                )
+            )
+            engine.wait()
+            starts[runner, name] = time.perf_counter() - began
+            engines[runner, name] = engine
+        first = engines[keys[0]]
+        ids = first.call("benchmarks.studies.runners:token_ids", texts)
+        for engine in engines.values():
+            engine.generate(ids[:2], params)
+        for batch in options.batches:
+            groups = [ids[i : i + batch] for i in range(0, len(ids), batch)]
+            groups = [group for group in groups if len(group) == batch]
+            found: dict[tuple[str, str], list[Generation]] = {key: [] for key in keys}
+            for turn, group in enumerate(groups):
+                for i in range(len(keys)):
+                    key = keys[(turn + i) % len(keys)]
+                    found[key].append(engines[key].generate(group, params))
+                print(f"batch {batch}: {turn + 1} of {len(groups)}", flush=True)
+            for runner, name in keys:
+                own, v1 = found[runner, name], found["V1", name]
+                plain = found[runner, PLAIN]
+                seconds = [each.seconds for each in own]
+                steps = [max(each.target_steps) for each in own]
+                over_v1, error = ratio([e.seconds for e in v1], seconds)
+                over_plain, _ = ratio([e.seconds for e in plain], seconds)
+                same = sum(a.token_ids == b.token_ids for a, b in zip(own, v1, strict=True))
+                row = {
+                    "configuration": name,
+                    "batch": batch,
+                    "runner": runner,
+                    "answers": batch * len(own),
+                    "tokens per second": sum(e.num_tokens for e in own) / sum(seconds),
+                    "over V1": over_v1,
+                    "standard error": error,
+                    "over no speculation": over_plain,
+                    "ms per step": 1e3 * sum(seconds) / sum(steps),
+                    "tokens per step": sum(e.num_tokens for e in own) / batch / sum(steps),
+                    "batches with V1's text": f"{same} of {len(own)}",
+                    "seconds to start": starts[runner, name],
+                }
+                shares = dict.fromkeys(("ms", "launches", "in launches", "target's pass"), 0.0)
+                if runner == "V2":
+                    work = "benchmarks.studies.runners:launches"
+                    shares = engines[runner, name].call(work, groups[0], params)
+                rows.append(row | {f"a step: {key}": value for key, value in shares.items()})
+                print(rows[-1], flush=True)
+    label = "compiled" if options.compiled else "eager"
+    write_csv(options.output / f"runners_{label}_{options.dtype}.csv", rows)
+    return 0
+
+
+def token_ids(llm: Any, prompts: Sequence[Any]) -> list[list[int]]:
+    """Runs in an engine's process."""
+    return [encode(llm.get_tokenizer(), prompt, LONGEST_PROMPT) for prompt in prompts]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,97 @@
+"""SmolLM2 on the V2 runner of a CPU: greedy and seeded text is that of no speculation.
+
+Chats in chunks of prompts, found in the prefix cache, and preempted; eager and compiled.
+"""
+
+import pytest
+from support.engines import differing
+from support.v2_engines import run_engine
+
+from benchmarks.models import smollm2
+from benchmarks.studies.configs import EAGLE3, NGRAM, SUFFIX, fixed
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not smollm2.DIRECTORY.exists(), reason="needs `make smollm2`"),
+]
+QUESTIONS = (
+    "Write a Python function that reverses a string, and a test of it.",
+    "Repeat this list three times: apple, pear, plum, grape.",
+    "What is the capital of France? Say it in three sentences.",
+    "Count from 1 to 40 in words.",
+)
+ENGINE = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "skip_tokenizer_init": True,
+    "enable_prefix_caching": True,
+}
+# Prompts in chunks, and fewer blocks than four chats need.
+CROWDED = {"max_num_batched_tokens": 64, "block_size": 32, "num_gpu_blocks_override": 14}
+
+
+def jobs() -> dict[str, dict]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2.smollm2())
+    prompts = []
+    for question in QUESTIONS * 2:
+        chat = [{"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        prompts.append(tokenizer.encode(text, add_special_tokens=False))
+    greedy = {"temperature": 0, "max_tokens": 80, "ignore_eos": True}
+    seeded = [
+        {**greedy, "temperature": 0.8, "seed": i, **({"top_p": 0.9} if i % 2 else {})}
+        for i in range(len(prompts))
+    ]
+    arrive = [0, 0, 1, 5, 9, 30, 31, 60]
+    return {
+        "greedy": {"prompts": prompts, "params": greedy, "arrive": arrive},
+        "seeded": {"prompts": prompts, "params": seeded, "arrive": arrive},
+    }
+
+
+def configurations() -> dict[str, dict]:
+    copy = {"model": str(smollm2.int8())}
+    return {
+        "suffix": fixed(SUFFIX),
+        "sources": fixed({"sources": [NGRAM, SUFFIX]}),
+        "branches": fixed({"sources": [NGRAM, SUFFIX], "branches": 3}, length=6),
+        "suffix below a model": fixed({**SUFFIX, "num_tokens": 4}, copy),
+        "head beside lookups": fixed({"sources": [SUFFIX, EAGLE3]}, length=4),
+        "adaptive": {**fixed({**SUFFIX, "num_tokens": 4}, copy), "adaptive": True},
+        "stock drafter": {
+            "method": "draft_model",
+            **copy,
+            "num_speculative_tokens": 4,
+            "rejection_sample_method": "hierarchical",
+        },
+    }
+
+
+EAGER, COMPILED = {"enforce_eager": True}, {"enforce_eager": False}
+
+
+def served(arguments: dict) -> dict:
+    model = str(smollm2.smollm2())
+    return run_engine({**ENGINE, "model": model, **arguments}, jobs())
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict:
+    return served(EAGER)
+
+
+@pytest.mark.parametrize("how", ["with room", "crowded", "compiled"])
+@pytest.mark.parametrize("name", list(configurations() if smollm2.DIRECTORY.exists() else ()))
+def test_texts_are_those_of_no_speculation(plain, name, how):
+    arguments = {"with room": EAGER, "crowded": {**EAGER, **CROWDED}, "compiled": COMPILED}[how]
+    found = served({**arguments, "speculative_config": configurations()[name]})
+    counters = [result["counters"] for result in found.values()]
+    assert sum(each["spec_decode_num_accepted_tokens"] for each in counters) > 50
+    if how == "crowded":
+        assert sum(each["num_preemptions"] for each in counters) > 0
+    assert differing(found, plain) == []
