@@ -1,4 +1,4 @@
-"""Triton's interpreter (TRITON_INTERPRET=1): repairs, and a count of the bytes moved.
+"""Triton's interpreter (TRITON_INTERPRET=1): repairs, and counts of bytes and of loads.
 
 Triton 3.9.0's interpreter needs two repairs. Comparisons keep their operands' dtype, so a mask
 made from scalars is refused ("mask has unsupported dtype"), and functions of libdevice return
@@ -89,21 +89,38 @@ def count_bytes() -> Iterator[Counter]:
 
 
 @contextmanager
-def count_loads() -> Iterator[list[int]]:
-    """Count the loads that each program executes within the context, one after another."""
-    counts, builder = [0], interpreter.InterpreterBuilder
-    load, begin = builder.create_masked_load, builder.set_grid_idx
+def count_loads() -> Iterator[Counter]:
+    """Count the loads that a program executes within the context, one after another.
+
+    Yields:
+        A Counter with those of each kernel's longest program.
+    """
+    longest: Counter = Counter()
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    load, begin, call = builder.create_masked_load, builder.set_grid_idx, executor.__call__
+    kernel, count = "", 0
 
     def counted(self, *args):
-        counts[-1] += 1
+        nonlocal count
+        count += 1
+        longest[kernel] = max(longest[kernel], count)
         return load(self, *args)
 
     def begun(self, *place):
-        counts.append(0)
+        nonlocal count
+        count = 0
         return begin(self, *place)
 
-    with mock.patch.multiple(builder, create_masked_load=counted, set_grid_idx=begun):
-        yield counts
+    def launch(self, *args, **kwargs):
+        nonlocal kernel
+        kernel = self.fn.__name__
+        return call(self, *args, **kwargs)
+
+    with (
+        mock.patch.multiple(builder, create_masked_load=counted, set_grid_idx=begun),
+        mock.patch.object(executor, "__call__", launch),
+    ):
+        yield longest
 
 
 @contextmanager
