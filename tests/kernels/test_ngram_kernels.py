@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from support.interpreter import count_loads
 from support.proposal_states import (
     MAX_MODEL_LEN,
     GuardedState,
@@ -17,8 +18,6 @@ from vllm_hsd.core.text_store import TextStore, collect_texts
 from vllm_hsd.runner_v2 import cascade_steps, ngram_rows
 from vllm_hsd.runner_v2.ngram_rows import NgramRows
 from vllm_hsd.runner_v2.schedule import Draft
-
-pytestmark = pytest.mark.triton
 
 CPU = torch.device("cpu")
 
@@ -35,6 +34,7 @@ def store_of(seed: int, vocabulary: int, tokens: int) -> TextStore:
     return collect_texts(texts, vocabulary)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(
     ("seed", "order", "vocabulary", "tokens", "occurrences"),
     [
@@ -52,7 +52,8 @@ def test_rows_are_those_of_the_host_s_model(
     """After drafts and for verifications, over chunks of text and vocabulary."""
     for module in (ngram_model, ngram_rows):
         monkeypatch.setattr(module, "OWN_OCCURRENCES", occurrences)
-    sizes = {"OWN_CHUNK": 16, "VOTERS": 4, "LANES": 4, "ROW_CHUNK": vocabulary // 2}
+    sizes = {"OWN_CHUNK": 16, "CHUNKS": 2, "OWNERS": 4, "LANES": 4, "WAYS": 8, "TOKEN_WAYS": 2}
+    sizes["ROW_CHUNK"] = vocabulary // 2
     for name, size in sizes.items():
         monkeypatch.setattr(ngram_rows, name, 1 << size.bit_length() - 1)
     store = store_of(seed, vocabulary, tokens)
@@ -83,6 +84,7 @@ def test_rows_are_those_of_the_host_s_model(
                 )
 
 
+@pytest.mark.triton
 @pytest.mark.interpret
 def test_a_single_weight_of_the_own_text_is_seen(monkeypatch):
     """Negative control of the comparison above."""
@@ -101,6 +103,29 @@ def test_a_single_weight_of_the_own_text_is_seen(monkeypatch):
     assert (found / expected - 1).abs().max() > 1e-2
 
 
+@pytest.mark.interpret
+def test_few_loads_of_a_draft_token_depend_on_each_other():
+    """Those of the longest program of each kernel, after the commonest token of a long text.
+
+    All its contexts are in the store, and so are thousands of tokens after the shortest.
+    """
+    tokens = np.minimum(np.random.default_rng(0).zipf(1.3, 300_000), 31_999)
+    store = collect_texts(np.split(tokens, 60), 32_000)
+    host, level = NgramModelLevel(store, 6), NgramRows.of(store, 6, CPU)
+    length = 16_000 + int(np.flatnonzero(tokens[16_000:] == 1)[0]) + 1
+    schedule = schedule_of(3, 8)
+    state = GuardedState(schedule, 1).state
+    level.text = torch.from_numpy(tokens[:40_960]).int()[None]
+    state.window[0, :3] = level.text[0, length - 3 : length]
+    state.base[0], state.end[0], state.slot[0] = length - 3, 3, 0
+    with count_loads() as loads:
+        found = level.forward(state, schedule.ops[0], 1)[0].exp()
+    expected = torch.from_numpy(host.distribution(tokens[:length].astype(np.int32)))
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-9)
+    assert len(loads) == 3 and loads.total() <= 60
+
+
+@pytest.mark.triton
 def test_runs_are_the_different_sequences_of_the_store():
     store = store_of(1, 70, 300)
     level = NgramRows.of(store, 4, CPU)
@@ -108,12 +133,14 @@ def test_runs_are_the_different_sequences_of_the_store():
     for k in range(1, 5):
         starts = level.runs.starts[level.runs.offsets[k - 1] : level.runs.offsets[k]]
         assert starts[-1] == len(order)
+        last = level.runs.last[level.runs.offsets[k - 1] : level.runs.offsets[k]]
         counted = {}
-        for run, after in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        runs = zip(*(x.tolist() for x in (starts[:-1], starts[1:], last[:-1])), strict=True)
+        for run, after, next_token in runs:
             at = int(order[run])
             sequence = tuple(tokens[at : at + k + 1].tolist())
             if len(sequence) == k + 1 and -1 not in sequence:
-                assert sequence not in counted
+                assert sequence not in counted and sequence[-1] == next_token
                 counted[sequence] = after - run
         expected = {}
         for begin, end in zip(store.starts[:-1], store.starts[1:], strict=True):

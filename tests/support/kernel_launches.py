@@ -173,7 +173,8 @@ class Cascade:
         return OrderedTexts(_empty(self.store + 4096), _empty(self.store))
 
     def _ngram_rows(self) -> NgramRows:
-        runs = Runs(_empty(self.order * self.store), _empty(self.order + 1))
+        places = _empty(self.order * self.store)
+        runs = Runs(places, places.clone(), _empty(self.order + 1))
         return NgramRows(self._texts, runs, _floats(self.vocab_size))
 
     def _lookup(self) -> Any:

@@ -18,12 +18,15 @@ from vllm_hsd.kernels import ngram_kernels
 from vllm_hsd.kernels.blocks import padded_size
 from vllm_hsd.runner_v2.proposal_state import ProposalState
 from vllm_hsd.runner_v2.schedule import Draft, Verify
-from vllm_hsd.runner_v2.suffix_lookup import WAYS
 
-# Places of the request's own text that are compared at once, and with how many others each.
-OWN_CHUNK, VOTERS = 1024, 16
+# Places of the request's own text that a program compares, and chunks that are taken at once.
+OWN_CHUNK, CHUNKS = 4096, 16
+# Occurrences there whose next tokens a program counts among all.
+OWNERS = 8
 # Vocabulary entries of one program, and tokens that it adds at once.
-ROW_CHUNK, LANES = 4096, 128
+ROW_CHUNK, LANES = 4096, 2048
+# Places that a round of a search looks at: in the store, and among the tokens after a context.
+WAYS, TOKEN_WAYS = 128, 32
 NUM_WARPS = 8
 
 
@@ -32,10 +35,12 @@ class Runs(NamedTuple):
 
     Attributes:
         starts: int32, the places for each length, ascending, and after them the order's size.
+        last: int32, the last token of each of them, ascending after the same tokens.
         offsets: int32 [order + 1], where those of each length begin in `starts`; its size.
     """
 
     starts: torch.Tensor
+    last: torch.Tensor
     offsets: torch.Tensor
 
 
@@ -73,22 +78,13 @@ class NgramRows:
         rows, vocab_size = state.batch * num_logits, len(self.single)
         device = self.single.device
 
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.empty(rows, *shape, dtype=dtype, device=device)
+        def integers(*shape: int) -> torch.Tensor:
+            return torch.empty(rows, *shape, dtype=torch.int32, device=device)
 
-        rest, share = empty(), empty(self.order)
-        run = empty(self.order, 2, dtype=torch.int32)
-        token = empty(OWN_OCCURRENCES, dtype=torch.int32)
-        weight, matched = empty(OWN_OCCURRENCES), torch.empty_like(token)
-        index = *self.texts, *self.runs
-        ngram_kernels.ngram_contexts_kernel[(rows,)](
-            rest,
-            share,
-            run,
-            token,
-            weight,
-            matched,
-            *index,
+        chunks = triton.cdiv(self.text.shape[1] + state.window.shape[1], OWN_CHUNK)
+        run, seen = integers(self.order, 2), integers(self.order)
+        place, number = integers(chunks, OWN_OCCURRENCES), integers(chunks)
+        text = (
             *state.windows,
             state.base,
             state.end,
@@ -96,36 +92,64 @@ class NgramRows:
             state.slot,
             self.text,
             self.text.stride(0),
+        )
+        sizes = {
+            "ORDER": self.order,
+            "DEPTH": padded_size(self.order + 1),
+            "OCCURRENCES": OWN_OCCURRENCES,
+        }
+        of_text = {"VERIFIES": isinstance(op, Verify), "ROWS": num_logits, "CHUNK": OWN_CHUNK}
+        ngram_kernels.ngram_search_kernel[(rows, self.order + chunks)](
+            run,
+            seen,
+            place,
+            number,
+            *self.texts,
+            self.runs.starts,
+            self.runs.offsets,
+            *text,
             len(self.texts.tokens),
             len(self.texts.order),
-            self.own_weight,
-            VERIFIES=isinstance(op, Verify),
-            ROWS=num_logits,
-            ORDER=self.order,
-            DEPTH=padded_size(self.order),
-            OCCURRENCES=OWN_OCCURRENCES,
-            VOTERS=VOTERS,
             WAYS=WAYS,
-            CHUNK=OWN_CHUNK,
             num_warps=NUM_WARPS,
+            **sizes,
+            **of_text,
         )
-        logits = empty(vocab_size)
+        token, times = integers(OWN_OCCURRENCES), integers(OWN_OCCURRENCES, self.order)
+        ngram_kernels.ngram_own_kernel[(rows, OWN_OCCURRENCES // OWNERS)](
+            token,
+            times,
+            run,
+            self.runs.last,
+            place,
+            number,
+            chunks,
+            *text,
+            OWNERS=OWNERS,
+            WAYS=TOKEN_WAYS,
+            CHUNKS=CHUNKS,
+            num_warps=NUM_WARPS,
+            **sizes,
+            **of_text,
+        )
+        logits = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
         chunk = min(ROW_CHUNK, padded_size(vocab_size))
         ngram_kernels.ngram_rows_kernel[(rows, triton.cdiv(vocab_size, chunk))](
             logits,
-            rest,
-            share,
             run,
+            seen,
             token,
-            weight,
+            times,
             self.single,
-            *index,
+            self.runs.starts,
+            self.runs.last,
+            self.own_weight,
             vocab_size,
-            ORDER=self.order,
-            OCCURRENCES=OWN_OCCURRENCES,
             LANES=LANES,
+            WAYS=TOKEN_WAYS,
             CHUNK=chunk,
             num_warps=NUM_WARPS,
+            **sizes,
         )
         return logits
 
@@ -135,7 +159,7 @@ def runs_of(texts: OrderedTexts, order: int) -> Runs:
     size, device = len(texts.order), texts.order.device
     is_first = torch.zeros(size, dtype=torch.bool, device=device)
     end = torch.tensor([size], dtype=torch.int64, device=device)
-    parts = []
+    starts, last = [], []
     for k in range(order + 1):
         at = texts.order.long() + k
         beyond = at >= len(texts.tokens)
@@ -143,6 +167,7 @@ def runs_of(texts: OrderedTexts, order: int) -> Runs:
         is_first |= here != here.roll(1)
         is_first[:1] = True
         if k:
-            parts.append(torch.cat((is_first.nonzero()[:, 0], end)))
-    offsets = torch.tensor([0, *map(len, parts)], dtype=torch.int32).cumsum(0)
-    return Runs(torch.cat(parts).int(), offsets.int().to(device))
+            starts.append(torch.cat((is_first.nonzero()[:, 0], end)))
+            last.append(torch.cat((here[is_first], here.new_tensor([END_OF_TEXT]))))
+    offsets = torch.tensor([0, *map(len, starts)], dtype=torch.int32).cumsum(0)
+    return Runs(torch.cat(starts).int(), torch.cat(last), offsets.int().to(device))
