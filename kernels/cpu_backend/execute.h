@@ -69,6 +69,17 @@ static void *work_on(void *given) {
     return NULL;
 }
 
+static void work_in_pool(void *given) { work_on(given); }
+
+/* OpenMP's `GOMP_parallel`, of the library whose threads torch computes with; none: one thread. */
+static void (*pool)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+
+static void execute_in_pool(tc_entry entry, const tc_run *run, int threads) {
+    int64_t count = (int64_t)run->grid[0] * run->grid[1] * run->grid[2];
+    shared_work work = {entry, run, NULL, 0, count};
+    pool(work_in_pool, &work, threads, 0);
+}
+
 static void execute(tc_entry entry, const tc_run *run, const int64_t *order, int threads) {
     int64_t count = (int64_t)run->grid[0] * run->grid[1] * run->grid[2];
     if (threads <= 1 && !order) {

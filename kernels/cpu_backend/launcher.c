@@ -1,19 +1,44 @@
 /* Launches: `launch` is what Triton calls; a `Launch` is `kernel[grid]`, which finds the compiled
    kernel by one key of all arguments. */
+#include <time.h>
+
 #include "execute.h"
 
+/* A thread must have so many seconds to do: waking it takes some microseconds. */
+#define LEAST_SHARE 50e-6
+
+static int pool_threads = 1;
 static PyObject *raise_fault; /* of launcher.py */
 static PyObject *run_name, *calls_name, *dtype_name, *grid_name, *warmup_name;
 static PyTypeObject *tensor_type, *parameter_type;
 static PyObject *runtime_knobs, *hook_names[2], *hooks[2];
 
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec + 1e-9 * time.tv_nsec;
+}
+
+/* On as many threads as have enough to do, by what a program took last time. */
+static void execute_served(tc_entry entry, const tc_run *run, double *seconds) {
+    int64_t count = (int64_t)run->grid[0] * run->grid[1] * run->grid[2];
+    double threads = *seconds * count / LEAST_SHARE, began = now();
+    if (threads > count) threads = count;
+    if (threads > pool_threads) threads = pool_threads;
+    if (threads >= 2) execute_in_pool(entry, run, (int)threads);
+    else execute(entry, run, NULL, threads = 1);
+    *seconds = (now() - began) * (int)threads / count;
+}
+
+/* `seconds` of a program, where the launch may take several threads of the pool. */
 static int launch_slots(tc_entry entry, const uint64_t *slots, const int32_t *grid, const char *ranges,
-                        const int64_t *order, int threads) {
+                        const int64_t *order, int threads, double *seconds) {
     tc_fault fault = {0};
     tc_run run = {slots, {grid[0], grid[1], grid[2]}, (const tc_range *)ranges, &fault};
     if (grid[0] <= 0 || grid[1] <= 0 || grid[2] <= 0) return 0;
     Py_BEGIN_ALLOW_THREADS
-    execute(entry, &run, order, threads);
+    if (seconds && pool_threads > 1) execute_served(entry, &run, seconds);
+    else execute(entry, &run, order, threads);
     Py_END_ALLOW_THREADS
     if (!fault.found) return 0;
     PyObject *done = PyObject_CallFunction(
@@ -41,7 +66,7 @@ static PyObject *launch(PyObject *self, PyObject *const *a, Py_ssize_t count) {
     tc_entry entry = (tc_entry)(uintptr_t)PyLong_AsUnsignedLongLongMask(a[0]);
     int threads = (int)PyLong_AsLong(a[8]);
     if (PyErr_Occurred()) return NULL;
-    if (launch_slots(entry, slots, grid, ranges, (const int64_t *)order, threads)) return NULL;
+    if (launch_slots(entry, slots, grid, ranges, (const int64_t *)order, threads, NULL)) return NULL;
     Py_RETURN_NONE;
 }
 
@@ -52,6 +77,7 @@ typedef struct known_kernel {
     int count;
     uint64_t *words;
     tc_entry entry;
+    double seconds; /* of a program in the last launch */
     char *codes; /* of every parameter */
     PyObject *kernel, *held;
 } known_kernel;
@@ -280,7 +306,7 @@ static PyObject *launch_call(PyObject *given, PyObject *const *args, size_t narg
     if (grid_of(self, values, grid)) return NULL;
     for (Py_ssize_t k = 0; k < cache->count; k++)
         if (known->codes[k] != '-' && pack_one(known->codes[k], values[k], slots, &packed)) return NULL;
-    if (launch_slots(known->entry, slots, grid, NULL, NULL, 1)) return NULL;
+    if (launch_slots(known->entry, slots, grid, NULL, NULL, 1, &known->seconds)) return NULL;
     return Py_NewRef(known->kernel);
 }
 
@@ -320,7 +346,17 @@ static PyObject *set_up(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* set_pool(address of GOMP_parallel, threads) */
+static PyObject *set_pool(PyObject *self, PyObject *args) {
+    unsigned long long address;
+    if (!PyArg_ParseTuple(args, "Ki", &address, &pool_threads)) return NULL;
+    pool = (void (*)(void (*)(void *), void *, unsigned, unsigned))(uintptr_t)address;
+    if (!pool) pool_threads = 1;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
+    {"set_pool", set_pool, METH_VARARGS, NULL},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, NULL},
     {"of_grid", (PyCFunction)(void (*)(void))of_grid, METH_FASTCALL, NULL},
     {"set_up", set_up, METH_VARARGS, NULL},

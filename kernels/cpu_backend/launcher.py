@@ -40,7 +40,23 @@ def extension() -> ModuleType:
     spec.loader.exec_module(module)
     parameter = torch.nn.Parameter
     module.set_up(raise_fault, registered, torch.Tensor, parameter, knobs.runtime)
+    module.set_pool(openmp(), torch.get_num_threads())
     return module
+
+
+def openmp() -> int:
+    """Address of `GOMP_parallel` in the OpenMP library of this process, 0 if there is none.
+
+    Its threads are torch's, which vLLM binds to cores; threads of our own would share one of them.
+    """
+    mapped = Path("/proc/self/maps")
+    lines = mapped.read_text().splitlines() if mapped.exists() else []
+    paths = dict.fromkeys(line.split()[-1] for line in lines if "omp" in line and "/" in line)
+    for path in paths:
+        if Path(path).name.startswith(("libgomp", "libiomp", "libomp")):
+            function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+            return ctypes.cast(function, ctypes.c_void_p).value or 0 if function else 0
+    return 0
 
 
 def load(path: str) -> tuple[ctypes.CDLL, int]:

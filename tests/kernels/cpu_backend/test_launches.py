@@ -1,10 +1,14 @@
 """The short way of a launch takes the kernel that Triton's way would, and hands the same on."""
 
+import ctypes
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 from support import triton_cpu
+
+from vllm_hsd.kernels.cpu_backend import launcher
 
 pytestmark = [
     pytest.mark.triton,
@@ -148,3 +152,49 @@ def test_hooks_are_called():
         enter.remove(calls.append)
     kinds_kernel[(1,)](*args)
     assert len(calls) == 1
+
+
+@triton.jit
+def row_sums_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    lanes, row = tl.arange(0, 1024), tl.program_id(0)
+    total = tl.zeros([1024], tl.float32)
+    for first in range(0, N, 1024):
+        total += tl.exp(tl.load(x_ptr + row * N + first + lanes))
+    tl.store(out_ptr + row, tl.sum(total, axis=0))
+
+
+@pytest.fixture
+def pool_of():
+    """Puts a function in the place of `GOMP_parallel`, and so many threads."""
+    yield launcher.extension().set_pool
+    launcher.extension().set_pool(launcher.openmp(), torch.get_num_threads())
+
+
+def test_long_launches_take_the_threads_of_openmp(pool_of):
+    asked = []
+    WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+    @ctypes.CFUNCTYPE(None, WORK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    def pool(work, data, threads, flags):
+        asked.append(threads)
+        work(data)
+
+    pool_of(ctypes.cast(pool, ctypes.c_void_p).value, 4)
+    for rows, size in ((64, 1 << 16), (64, 1 << 16), (1, 1 << 16), (2, 1 << 16), (64, 1024)):
+        x, out = torch.rand(rows, size), torch.empty(rows)
+        row_sums_kernel[(rows,)](x, out, N=size)
+        torch.testing.assert_close(out, x.exp().sum(1), rtol=1e-4, atol=0)
+    # The first launch goes Triton's way, the second is timed.
+    row_sums_kernel[(64,)](torch.rand(64, 1 << 16), torch.empty(64), N=1 << 16)
+    assert max(asked) == 4
+
+
+def test_a_real_pool_gives_the_same(pool_of):
+    assert launcher.openmp()
+    x, found = torch.rand(64, 1 << 16), []
+    for threads in (1, 2):
+        pool_of(launcher.openmp(), threads)
+        for _ in range(4):
+            found.append(torch.empty(64))
+            row_sums_kernel[(64,)](x, found[-1], N=1 << 16)
+    assert all(each.equal(found[0]) for each in found)
