@@ -43,6 +43,8 @@ class CascadeConfig(Keys):
         adaptive: select the levels and draft lengths step by step, from what is learned while
             serving; the lengths given here are then upper limits. Where the key is not given, the
             V1 runner adapts.
+        enable_adaptive_verification: vLLM's key: its manager chooses, by their confidences, which
+            draft tokens of all requests the target verifies; on the V2 runner.
         untested: serve a target that was never tested below a cascade, one with recurrent layers.
     """
 
@@ -52,6 +54,7 @@ class CascadeConfig(Keys):
     horizontal_tokens: Annotated[int, Field(ge=0)] = 0
     disable_by_batch_size: Annotated[int, Field(ge=1)] | None = None
     adaptive: Annotated[bool, BeforeValidator(_read_switch)] = False
+    enable_adaptive_verification: Annotated[bool, BeforeValidator(_read_switch)] = False
     untested: Annotated[bool, BeforeValidator(_read_switch)] = False
 
     @classmethod
@@ -162,6 +165,16 @@ class CascadeConfig(Keys):
                 "levels[0].branches draws as many drafts as it says, and 'adaptive' chooses how "
                 "much is drafted: remove one of them"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_verification(self) -> Self:
+        for key, holds in {"adaptive": self.adaptive, "branches": self.branches > 1}.items():
+            if holds and self.enable_adaptive_verification:
+                raise ValueError(
+                    f"enable_adaptive_verification lets vLLM choose how much of one draft of each "
+                    f"request is verified, which {key} chooses too: remove one of them"
+                )
         return self
 
     @model_validator(mode="after")

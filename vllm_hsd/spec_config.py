@@ -85,6 +85,7 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
             hsd_least_rows=given.branches,
             # vLLM schedules one list of draft tokens, in which V2 repeats the root for each branch.
             num_speculative_tokens=hsd.branches * (hsd.num_speculative_tokens + 1) - 1,
+            enable_adaptive_verification=hsd.enable_adaptive_verification,
             target_model_config=target_model_config,
             target_parallel_config=target_parallel_config,
         )
@@ -101,6 +102,8 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
         """vLLM's own configuration of such a cascade."""
         given = {"num_speculative_tokens": hsd.num_speculative_tokens}
         given |= hsd.levels[0].drafters[-1].stock_keys
+        if hsd.enable_adaptive_verification:
+            given["enable_adaptive_verification"] = True
         return {**given, "draft_sample_method": "probabilistic"}
 
     @classmethod

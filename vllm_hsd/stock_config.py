@@ -69,10 +69,10 @@ class V2BlockVerificationConfig(HierarchicalConfig):
     hsd_couples_all = False
 
     def check_runner(self) -> None:
-        if self.enable_adaptive_verification:
+        if self.enable_adaptive_verification and self.method in ("ngram", "ngram_gpu"):
             raise UserError(
-                "enable_adaptive_verification cuts drafts by what their tokens look like, and "
-                "rejection_sample_method 'hierarchical' would not be exact: remove one of them."
+                f"enable_adaptive_verification needs a drafter with probabilities, which "
+                f"{quoted(self.method)} is not: remove it."
             )
         if self.method not in STOCK_METHODS["V2"]:
             raise NeedsV1(

@@ -57,6 +57,10 @@ def configure(family, speculative_config: dict, **engine):
     [
         ({"method": "custom_class", "model": "a.B"}, "works on vLLM's V2 runner with the methods"),
         ({"method": "ngram", "num_speculative_tokens": 64}, "num_speculative_tokens is 64, above"),
+        (
+            {"method": "ngram", "enable_adaptive_verification": True},
+            "needs a drafter with probabilities, which 'ngram' is not",
+        ),
         ({"method": "ngram", "levls": []}, r"^vLLM refuses levls: [^\n]*\.$"),
     ],
 )
@@ -264,6 +268,47 @@ def test_a_head_alone_is_vllms_own_drafter(family, v2, head, limit):
     assert found.rejection_sample_method == "block" and found.num_speculative_tokens == 3
     by_size = None if limit is None else [(1, 8, 3), (9, 9, 0)]
     assert found.num_speculative_tokens_per_batch_size == by_size
+
+
+ADAPTS = {"enable_adaptive_verification": True}
+
+
+@triton_kernels
+@pytest.mark.parametrize("kind", ["lookup", "head", "head next to a lookup", "stock drafter"])
+def test_adaptive_verification_is_vllms(family, v2, head, monkeypatch, kind):
+    """Where it cannot verify so, as on a CPU, vLLM says why."""
+    from vllm.config import VllmConfig
+
+    stock = {"method": "eagle3", "model": head, "num_speculative_tokens": 3}
+    given = {
+        "lookup": LOOKUP,
+        "head": {**HEAD, "levels": [{"eagle3": head}]},
+        "head next to a lookup": {
+            **HEAD,
+            "levels": [{"sources": [{"ngram": {}}, {"eagle3": head}]}],
+        },
+        "stock drafter": {**stock, "rejection_sample_method": "hierarchical"},
+    }[kind]
+    with pytest.raises(ValueError, match="Adaptive verification requires full CUDA graphs"):
+        configure(family, {**given, **ADAPTS})
+    monkeypatch.setattr(VllmConfig, "_validate_adaptive_verification", lambda self: None)
+    found = configure(family, {**given, **ADAPTS}).speculative_config
+    assert found.hsd_runner == "V2" and found.enable_adaptive_verification
+    assert not configure(family, given).speculative_config.enable_adaptive_verification
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({}, "enable_adaptive_verification works on vLLM's V2 runner only"),
+        ({"adaptive": True}, "which adaptive chooses too"),
+        ({"levels": [{"sources": [{"ngram": {}}], "branches": 2}]}, "which branches chooses too"),
+    ],
+)
+def test_what_adaptive_verification_does_not_go_with(family, monkeypatch, keys, reason):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(UserError, match=reason):
+        configure(family, {**LOOKUP, **ADAPTS, **keys})
 
 
 SOURCES = {"sources": [{"ngram": {}}, {"ngram": {"max": 1}}], "branches": 4}

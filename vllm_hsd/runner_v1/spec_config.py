@@ -103,6 +103,11 @@ class V1CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
                 "disable_by_batch_size works on vLLM's V2 runner only: remove it; "
                 "'adaptive' looks at the load."
             )
+        if hsd.enable_adaptive_verification:
+            raise UserError(
+                "enable_adaptive_verification works on vLLM's V2 runner only: remove it, or set "
+                "VLLM_USE_V2_MODEL_RUNNER=1."
+            )
         if cls.is_stock(hsd):
             cls.check_stock(hsd, ("block",))
             return

@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_hsd.errors import UserError
+from vllm_hsd.runner_v2.adaptive_verification import BoundedConfidence
 from vllm_hsd.runner_v2.branches import HostedBranches
 from vllm_hsd.runner_v2.draft_lengths import GET_DRAFT_TOKENS
 from vllm_hsd.runner_v2.head_sources import HeadSources
@@ -81,6 +82,12 @@ def serve(runner: Any) -> None:
                 "draft_sample_method to 'greedy', which needs no probabilities of the drafter."
             )
         kept = kept_drafts(speculator, runner.req_states, parameters)
+    estimator = getattr(speculator, "acceptance_estimator", None)
+    if estimator is not None:
+        own = isinstance(speculator, HeadSources)
+        speculator.acceptance_estimator = (
+            speculator.confidence() if own else BoundedConfidence(estimator)
+        )
     made: Any = BlockRejectionSampler
     if isinstance(speculator, HeadSources):
         made = partial(HeadSourcesSampler, speculator)
@@ -159,10 +166,9 @@ class CascadeRejectionSampler(BlockRejectionSampler):
     def drafts(self, draft_logits, idx_mapping) -> dict:
         state, speculator = self.speculator.state, self.speculator
         temperature = self.parameters.temperature * speculator.scales[-1]
-        lookup, alone = speculator.lookup, speculator.schedule.num_levels == 1
-        if alone and isinstance(lookup, SourcesLookup) and lookup.has_drafter:
+        if speculator.drawn is not None:
             # A lookup's tokens are point masses.
-            temperature = temperature * lookup.drawn[:-1]
+            temperature = temperature * speculator.drawn
         return {
             "draft_temperature": temperature,
             "draft_lse": None if state.rows[-1] is None else state.lse[-1],

@@ -14,6 +14,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_hsd.core.levels import LevelOptions
+from vllm_hsd.runner_v2.adaptive_verification import DraftConfidence
 from vllm_hsd.runner_v2.cascade_steps import collect, stage
 from vllm_hsd.runner_v2.further_passes import FurtherPasses
 from vllm_hsd.runner_v2.proposal_state import ProposalState
@@ -53,6 +54,16 @@ class HeadSources:
         self.further = FurtherPasses(self.lookup.wanted)
         self.scales = torch.ones(1, dtype=torch.float32, device=device)
         self.draft_length = torch.zeros(own.max_num_reqs, dtype=torch.int32, device=device)
+
+    def confidence(self) -> DraftConfidence:
+        """Of the drafts, in the place of the head's estimator of its own."""
+        own: Any = self
+        return DraftConfidence.allocate(
+            own.max_num_reqs,
+            own.num_speculative_steps,
+            own.device,
+            lambda slots: self.draft_length[slots],
+        )
 
     @torch.inference_mode()
     def propose(
@@ -113,7 +124,12 @@ class HeadSources:
         self.lookup.choose(state)
         collect(state, self.schedule)
         drafts.copy_(state.draft_tokens)
-        self.draft_length[input_batch.idx_mapping.long()] = state.draft_length
+        slots = input_batch.idx_mapping.long()
+        self.draft_length[slots] = state.draft_length
+        if own.acceptance_estimator is not None:
+            own.acceptance_estimator.publish(
+                own.draft_token_confidence_probs, slots, self.lookup.drawn
+            )
         return drafts
 
 

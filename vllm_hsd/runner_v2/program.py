@@ -15,6 +15,7 @@ from vllm_hsd.kernels.chain_verify import verify_chain_padded
 from vllm_hsd.kernels.filter_rows import row_thresholds
 from vllm_hsd.kernels.sample_row import sample_row
 from vllm_hsd.runner_v2 import cascade_steps
+from vllm_hsd.runner_v2.adaptive_verification import DraftConfidence
 from vllm_hsd.runner_v2.entropy_stopping import (
     DeviceThresholds,
     end_unsure_drafts,
@@ -74,6 +75,7 @@ class Program:
         max_model_len: of the target; levels read texts as long.
         thresholds: where a level's drafts end by entropy; None if none's do.
         sources: lookups next to the model of level 0, where the schedule chooses.
+        confidence: takes in the rows of the drafts that the target verifies; None if nobody asks.
     """
 
     def __init__(
@@ -85,8 +87,9 @@ class Program:
         max_model_len: int,
         thresholds: DeviceThresholds | None = None,
         sources: ProgramSources | None = None,
+        confidence: DraftConfidence | None = None,
     ) -> None:
-        self.sources = sources
+        self.sources, self.confidence = sources, confidence
         self.schedule, self.levels, self.verifiers = schedule, list(levels), list(verifiers)
         self.groups, self.max_model_len = groups, max_model_len
         self.thresholds = thresholds
@@ -130,6 +133,8 @@ class Program:
                 )
                 if self.thresholds is not None:
                     end_unsure_drafts(self.thresholds, state, op, logits)
+                if self.confidence is not None and self.schedule.num_levels == 1:
+                    self.confidence.measure(logits, state.slot, self.confidence.places[op.step])
                 cascade_steps.commit_draft(state, op, logits, token_ids, lse, thresholds)
             elif self.verifiers[op.level] == "none":
                 self._append_unverified(state, op, logits)
@@ -162,6 +167,9 @@ class Program:
         )
         if self.thresholds is not None:
             end_unsure_drafts(self.thresholds, state, op, last)
+        if self.confidence is not None and op.level == self.schedule.num_levels - 1:
+            own = torch.where(state.origin >= 0, state.slot, -1)
+            self.confidence.measure(last, own, state.origin.long() + taken)
         cascade_steps.commit_unverified(state, op, last, token_ids, lse, thresholds, taken)
 
     def _verify(self, state: ProposalState, op: Verify, logits: torch.Tensor) -> None:
@@ -197,4 +205,6 @@ class Program:
         )
         if self.thresholds is not None:
             end_unsure_drafts(self.thresholds, state, op, logits, result)
+        if self.confidence is not None and op.level == self.schedule.num_levels - 1:
+            self.confidence.measure_verified(logits, state.slot, state.origin, result.num_emitted)
         cascade_steps.commit_verify(state, op, logits, result, thresholds)

@@ -197,6 +197,12 @@ class ProposalState:
             row_starts=_row_starts(schedule, steps),
         )
 
+    def lengths_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """int32 [n], tokens of the last proposal of each slot, int64 [n]; 0 of slot -1."""
+        row = self.row_of_slot[slots.clamp(min=0)]
+        length = self.draft_length[row.clamp(min=0).long()]
+        return length.masked_fill((row < 0) | (slots < 0), 0)
+
     @property
     def batch(self) -> int:
         """B."""

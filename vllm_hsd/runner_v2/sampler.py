@@ -162,6 +162,9 @@ class BlockRejectionSampler(RejectionSampler):
             return super()._get_logprobs_tensors(
                 sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
             )
+        # What adaptive verification has admitted of each request is on the device only.
+        adapts = self.enable_adaptive_verification
+        starts = cu_num_logits.clone() if adapts else cu_num_logits_np.tolist()
         flat = torch.zeros(len(logits), dtype=sampled.dtype, device=sampled.device)
         _flatten_sampled_kernel[(len(requests),)](
             flat, sampled, sampled.stride(0), num_sampled, cu_num_logits, num_warps=1
@@ -170,7 +173,7 @@ class BlockRejectionSampler(RejectionSampler):
             logits,
             max(max_num_logprobs, 0),
             flat,
-            cu_num_logits_np.tolist() if len(logits) != len(requests) else None,
+            starts if len(logits) != len(requests) else None,
             logprob_token_ids_state=listed,
             expanded_idx_mapping=index,
             max_per_req_token_ids=longest,

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from vllm_hsd.level_checks import check_states
 from vllm_hsd.runner_v2 import graph_checks
+from vllm_hsd.runner_v2.adaptive_verification import DraftConfidence
 from vllm_hsd.runner_v2.branches import HostedBranches
 from vllm_hsd.runner_v2.cascade_steps import stage
 from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds, observe_target
@@ -60,6 +61,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
             Their requests draft nothing any more: what a level reads is never left out.
         branches: of the requests, set with `req_states`; None where the target verifies chains.
         graphs: captured proposals; None where all run without a CUDA graph.
+        confidence: of the drafts, for vLLM's adaptive verification; None without it.
     """
 
     num_extra_query_per_req = 0
@@ -99,6 +101,10 @@ class CascadeSpeculator(StandaloneARSpeculator):
             num_kv_groups=1,
             device=device,
         )
+        self.confidence = self._confidence()
+        # vLLM tells it what became of the drafts, and makes none of its own.
+        self.use_acceptance_estimator = False
+        self.acceptance_estimator = cast(Any, self.confidence)
         self.thresholds = self._thresholds()
         self.shorter = self._shorter_states()
         self.counts = DeviceCounts(self.state.counts)
@@ -109,6 +115,14 @@ class CascadeSpeculator(StandaloneARSpeculator):
             for k, level in enumerate(self.hsd.levels)
             if level.last_on_v2 == "counts"
         }
+
+    def _confidence(self) -> DraftConfidence | None:
+        if not self.hsd.enable_adaptive_verification:
+            return None
+        longest = self.schedule.num_speculative_tokens
+        return DraftConfidence.allocate(
+            self.max_num_reqs, longest, self.device, self.state.lengths_of
+        )
 
     def _thresholds(self) -> DeviceThresholds | None:
         stopping = [options.stopping == "entropy" for options in self.hsd.options()]
@@ -139,6 +153,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
             max_model_len=self.max_model_len,
             thresholds=self.thresholds,
             sources=sources,
+            confidence=self.confidence,
         )
         self.program = build(self.schedule)
         self.programs = {Proposal(self.state.longest): self.program}
@@ -180,6 +195,17 @@ class CascadeSpeculator(StandaloneARSpeculator):
         proposal = Proposal(row if row in self.shorter else self.state.longest)
         fewer = proposal._replace(every_pass=False)
         return proposal if fewer not in self.programs or self.further.due() else fewer
+
+    @property
+    def drawn(self) -> torch.Tensor | None:
+        """float32 [max_num_reqs], 0 where the target verifies a lookup's draft, 1 where a model's.
+
+        None where all drafts are of one kind.
+        """
+        lookup, alone = self.lookup, self.schedule.num_levels == 1
+        if alone and isinstance(lookup, SourcesLookup) and lookup.has_drafter:
+            return lookup.drawn[:-1]
+        return None
 
     @property
     def keeps_caches(self) -> bool:
@@ -339,6 +365,9 @@ class CascadeSpeculator(StandaloneARSpeculator):
             accepted = (num_sampled - 1).clamp(min=0).sum()
             self.state.counts[-1, COUNTS.accepted] += accepted
             self.state.row_of_slot.fill_(-1)
+            if self.confidence is not None:
+                # As of requests that have drafted nothing yet, where no drafts are asked for.
+                self.draft_token_confidence_probs[:count] = float(drafts_none)
             # The target may be fed them, and vLLM leaves -1 in them after steps without drafts.
             return drafts.zero_()
         self._set_longest(input_batch)
@@ -360,6 +389,8 @@ class CascadeSpeculator(StandaloneARSpeculator):
             for level in self.hosted:
                 if level is not None:
                     level.prepare_replay()
+        if self.confidence is not None:
+            self.confidence.begin(index.long(), self.parameters.temperature * self.scales[-1])
         if self.checks:
             foreign = {"the batch": input_batch, "the table of requests": self.req_states}
             foreign |= {"num_sampled": num_sampled, **self.parameters.tensors()}
@@ -368,6 +399,8 @@ class CascadeSpeculator(StandaloneARSpeculator):
             program.run(state)
         else:
             self.graphs.replay(size, proposal)
+        if self.confidence is not None:
+            self.confidence.publish(self.draft_token_confidence_probs, index.long(), self.drawn)
         if self.branches is not None:
             self.branches.state = state
             self.branches.flat_drafts(slots, self.schedule.window, drafts)

@@ -145,6 +145,7 @@ def sample_draft(
     num_steps=1,
 ):
     logits = kept.speculator.compute_draft_logits(hidden_states, spec_step_idx)
+    kept.speculator._maybe_predict_acceptance(logits, idx_mapping, draft_step)
     # The stored row is the distribution that the token is drawn from, so it is rounded first.
     logits = logits.to(draft_logits.dtype)
     slots = idx_mapping.contiguous()

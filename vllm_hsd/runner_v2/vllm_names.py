@@ -9,6 +9,7 @@ _STANDALONE = f"{_GPU}.spec_decode.standalone_ar.speculator.StandaloneARSpeculat
 _HEAD = f"{_GPU}.spec_decode.target_dependent_ar.speculator.TargetDependentARSpeculator"
 _MANAGER = f"{_GPU}.cudagraph_utils.CudaGraphManager"
 _REJECTION = f"{_GPU}.spec_decode.rejection_sampler.RejectionSampler"
+_ESTIMATOR = f"{_GPU}.spec_decode.acceptance_estimator.OnlineAcceptanceEstimator"
 _PROPOSE = (
     "self",
     "input_batch",
@@ -68,6 +69,14 @@ REGISTRY.overrides(
                 "cu_num_logits_np",
                 "max_num_logprobs",
             ),
+        ),
+        f"{_ESTIMATOR}.predict": (
+            "is called by ours, which stands in its place",
+            ("self", "logits", "idx_mapping", "draft_step", "confidence_probs", "temperature"),
+        ),
+        f"{_ESTIMATOR}.step": (
+            "is called by ours, which stands in its place",
+            ("self", "idx_mapping", "num_sampled", "num_rejected"),
         ),
         f"{_MANAGER}.__init__": (
             "is called by ours",
