@@ -15,7 +15,7 @@ pytestmark = pytest.mark.triton
 PARAMS = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}, {"temperature": 0.7, "top_p": 0.8}]
 
 
-def runner(params=PARAMS, levels: int = 2, length: int = 3, **keys):
+def runner(params=PARAMS, levels: int = 2, length: int = 3, adapts: bool = False, **keys):
     from support.table_runner import TableRunner
 
     np.random.seed(0)  # requests without a seed get theirs from it
@@ -23,7 +23,8 @@ def runner(params=PARAMS, levels: int = 2, length: int = 3, **keys):
     middle = {"model": target + 0.4 * table(2, len(target), 1.0)}
     lowest = [{"model": draft, "num_tokens": 1}, {"ngram": {"max": 2}, "num_tokens": 1}][levels - 2]
     cascade = {"num_speculative_tokens": length, "levels": [lowest, middle], **keys}
-    return TableRunner(target, draft, params, length=length, prompt_length=4, cascade=cascade)
+    options = {"length": length, "prompt_length": 4, "adapts": adapts}
+    return TableRunner(target, draft, params, **options, cascade=cascade)
 
 
 @pytest.fixture
@@ -77,6 +78,15 @@ def test_a_graph_drafts_what_the_program_drafts(captured, levels):
     draft_alike(plain, graphed, 2)
     assert [graph.replays for graph in RecordedGraph.made] == [2, 0]  # the largest is first
     assert graphed.drafter.state.counts.equal(plain.drafter.state.counts)
+
+
+def test_a_graph_measures_the_confidences_that_the_program_measures(captured):
+    plain, graphed = runner(adapts=True), captured(runner(adapts=True), sizes=(2, 4))
+    graphed.drafter.checks = True
+    for _ in range(2):
+        draft_alike(plain, graphed, 1)
+        found = graphed.drafter.draft_token_confidence_probs
+        assert found.equal(plain.drafter.draft_token_confidence_probs) and len(found.unique()) > 2
 
 
 def test_every_draft_length_has_its_graphs(captured):

@@ -47,6 +47,7 @@ def cascade(name: str) -> dict:
         "bigram": [{"bigram": "counts.npz", "num_tokens": 1}, {"model": middle}],
         "suffix": [{"suffix": {"store": "pairs"}, "num_tokens": 2}, {"model": middle}],
         "lookup": [{"ngram": {"max": 2}, "num_tokens": 1}, {"model": middle}],
+        "lookup alone": [{"bigram": "counts.npz"}],
         "sources": [
             {"sources": [{"ngram": {"max": 2}}, {"bigram": "counts.npz"}], "num_tokens": 2},
             {"model": middle},

@@ -17,6 +17,9 @@ from support.proposal_states import TableLevel  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.v1.worker.gpu.input_batch import expand_idx_mapping, post_update  # noqa: E402
 from vllm.v1.worker.gpu.sample.sampler import Sampler  # noqa: E402
+from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import (  # noqa: E402
+    OnlineAcceptanceEstimator,
+)
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler  # noqa: E402
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator  # noqa: E402
 from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
@@ -51,6 +54,7 @@ class TableDrafter:
         self.draft_logits = torch.zeros(slots, length, vocabulary) if keeps_rows else None
         self.use_local_argmax_reduction = self.use_fp64_gumbel = False
         self.draft_watermarker = self.acceptance_estimator = None
+        self.draft_token_confidence_probs = torch.ones(slots, length)
 
     def compute_draft_logits(self, hidden_states, spec_step_idx):
         return hidden_states
@@ -62,13 +66,15 @@ class TableCascade(CascadeSpeculator):
     Args:
         cascade: see `TableRunner`.
         req_states: vLLM's table of requests.
+        draft: what a bigram level counts where there is no table.
     """
 
     max_model_len = 0  # a property of the configuration in vLLM 0.33
 
-    def __init__(self, cascade: dict, req_states) -> None:
+    def __init__(self, cascade: dict, req_states, draft: torch.Tensor) -> None:
         tables: list[torch.Tensor] = []
         given = [self._named(level, tables) for level in cascade["levels"]]
+        tables = tables or [draft]
         self.hsd = CascadeConfig.parse({**cascade, "levels": given})
         self.schedule = schedule_of(self.hsd)
         self.scales = torch.tensor([options.temperature_scale for options in self.hsd.options()])
@@ -84,6 +90,7 @@ class TableCascade(CascadeSpeculator):
         )
         lowest = self.hsd.levels[0]
         self.device, self.stale = CPU, np.zeros(slots, dtype=bool)
+        self.max_num_reqs = slots
         self.state = ProposalState.allocate(
             self.schedule,
             batch=slots + 1,  # so that a CUDA graph has padding
@@ -95,6 +102,8 @@ class TableCascade(CascadeSpeculator):
             num_kv_groups=1,
             device=CPU,
         )
+        self.acceptance_estimator = self.confidence = self._confidence()
+        self.draft_token_confidence_probs = torch.ones(self.draft_tokens.shape)
         self.thresholds = self._thresholds()
         self.shorter = self._shorter_states()
         self.counts = DeviceCounts(self.state.counts)
@@ -185,6 +194,7 @@ class TableRunner:
         cascade: as configured, of levels {"model": table [V, V]}, in the place of `draft`.
         couples_all: as of a configuration with "verifier": "coupled".
         drafter: vLLM's class of the drafter.
+        adapts: whether drafts have confidences, for vLLM's adaptive verification.
     """
 
     def __init__(
@@ -201,6 +211,7 @@ class TableRunner:
         cascade: dict | None = None,
         couples_all: bool = False,
         drafter: str = "StandaloneARSpeculator",
+        adapts: bool = False,
     ) -> None:
         self.target, self.draft, self.length = target, draft, length
         self.count, vocabulary = len(params), len(target)
@@ -216,7 +227,7 @@ class TableRunner:
         )
         spec_config = SimpleNamespace(
             num_speculative_tokens=length,
-            enable_adaptive_verification=False,
+            enable_adaptive_verification=adapts,
             rejection_sample_method="block",
             fly_entropy_threshold=None,
             fly_entropy_top_k=None,
@@ -224,8 +235,11 @@ class TableRunner:
         )
         made = type(drafter, (TableDrafter,), {"__module__": "vllm.tables"})
         self.drafter = made(self.count, length, vocabulary, keeps_rows)
+        if adapts:
+            self.drafter.acceptance_estimator = OnlineAcceptanceEstimator(self.count, length, CPU)
         if cascade is not None:
-            self.drafter = TableCascade(cascade, self.states)
+            cascade = {**cascade, "enable_adaptive_verification": adapts}
+            self.drafter = TableCascade(cascade, self.states, draft)
         self.runner = SimpleNamespace(
             sampler=self.sampler,
             rejection_sampler=RejectionSampler(self.sampler, spec_config, CPU),
