@@ -309,3 +309,35 @@ def test_drafts_of_the_program_that_end_by_confidence_leave_the_text_exact(lengt
 def test_drafts_of_the_program_that_end_by_their_tokens_do_not(lengths):
     """Negative control."""
     assert program_bias(lengths, by_token=True)[0] > Fraction(1, 1000)
+
+
+def test_log_probabilities_of_listed_tokens_are_those_of_admitted_places():
+    params = [{"temperature": 0.8, "logprobs": 1}] * 5
+    served = runner([*params, {"temperature": 0.8, "logprob_token_ids": [2, 4]}], "two", admits=9)
+    for _ in range(3):
+        before, drafted = served.texts(), served.drafted
+        output = served.step()
+    found = output.logprobs_tensors
+    starts = found.cu_num_generated_tokens_tensor.tolist()
+    assert starts == [0, *(served.admitted + 1).cumsum(0).tolist()]
+    assert len(set(served.admitted.tolist())) > 1
+    contexts = [before[-1][-1], *drafted[-1, : served.admitted[-1]].tolist()]
+    rows = served.target[contexts].log_softmax(-1)
+    at = starts[-2]
+    for i in range(int(output.num_sampled[-1])):
+        listed = found.logprob_token_ids[at + i].tolist().index(4)
+        assert float(found.logprobs[at + i, listed]) == pytest.approx(float(rows[i, 4]), abs=1e-4)
+
+
+@pytest.mark.parametrize("longest", [1, 8, 63])
+def test_products_of_confidences_fall_strictly(longest):
+    """No two places of a draft are alike, so that none decides for one before it."""
+    from support.table_runner import OnlineAcceptanceEstimator
+
+    from vllm_hsd.runner_v2.adaptive_verification import MOST, BoundedConfidence
+
+    cpu = torch.device("cpu")
+    bounded = BoundedConfidence(OnlineAcceptanceEstimator(1, longest, cpu))
+    for prob in (bounded.least, MOST):
+        products = torch.full((longest,), prob, dtype=torch.float32).cumprod(0)
+        assert (products.diff() < 0).all() and 0 < products[-1] <= products[0] < 1
