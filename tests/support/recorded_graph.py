@@ -6,6 +6,7 @@ between them does not run again, and a tensor that the code would look up anew s
 """
 
 import contextlib
+import functools
 from functools import partial
 from typing import ClassVar
 
@@ -152,6 +153,7 @@ def serve() -> None:
     )
     initialize = GPUModelRunner.initialize_kv_cache
 
+    @functools.wraps(initialize)
     def initialize_kv_cache(self, *args, **kwargs):
         initialize(self, *args, **kwargs)
         speculator = self.speculator

@@ -163,7 +163,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
             if sources is not None and fewer != program.schedule:
                 self.programs[proposal._replace(every_pass=False)] = build(fewer)
 
-    def _keep_up(self, count: int, index: torch.Tensor, num_sampled: torch.Tensor) -> bool:
+    def _keep_up(self, input_batch: Any, num_sampled: torch.Tensor) -> bool:
         """In a CUDA graph, let the levels read a step without drafts: one pass of each.
 
         It is the shortest proposal, whose drafts nobody takes.
@@ -174,12 +174,15 @@ class CascadeSpeculator(StandaloneARSpeculator):
         proposal = Proposal(shortest_of(self.hsd))
         fewer = proposal._replace(every_pass=False)
         proposal = fewer if fewer in self.programs else proposal
+        count = input_batch.num_reqs
         size = None if self.graphs is None else self.graphs.size_for(count, proposal)
         if size is None:
             return False
+        self._set_longest(input_batch)
         counts = self.state.counts.clone()
         state = self.shorter.get(proposal.length, self.state).bucket(size)
-        self._stage(state, self.programs[proposal].schedule, index, num_sampled)
+        inputs = input_batch.idx_mapping, num_sampled
+        self._stage(state, self.programs[proposal].schedule, *inputs)
         for level in self.hosted:
             if level is not None:
                 level.prepare_replay()
@@ -359,8 +362,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
             drafts_later = fits and self.hsd.adaptive and not stale.all()
             reads = input_batch.has_prefill or (drafts_later and self.keeps_caches)
             alone = reads and not (input_batch.has_prefill or self.checks or stale.any())
-            self._set_longest(input_batch)
-            if reads and not (alone and self._keep_up(count, input_batch.idx_mapping, num_sampled)):
+            if reads and not (alone and self._keep_up(input_batch, num_sampled)):
                 self._ingest(*computed)
             accepted = (num_sampled - 1).clamp(min=0).sum()
             self.state.counts[-1, COUNTS.accepted] += accepted
