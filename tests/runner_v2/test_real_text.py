@@ -24,13 +24,15 @@ QUESTIONS = (
 )
 ENGINE = {
     "dtype": "float32",
-    "max_model_len": 512,
+    "max_model_len": 256,
     "max_num_seqs": 4,
     "skip_tokenizer_init": True,
     "enable_prefix_caching": True,
+    "kv_cache_memory_bytes": 1 << 29,
+    "block_size": 32,
 }
 # Prompts in chunks, and fewer blocks than four chats need.
-CROWDED = {"max_num_batched_tokens": 64, "block_size": 32, "num_gpu_blocks_override": 14}
+CROWDED = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 12}
 
 
 def jobs() -> dict[str, dict]:
@@ -100,6 +102,9 @@ def plain() -> dict:
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_are_those_of_no_speculation(plain, name, how):
     arguments = {"with room": EAGER, "crowded": {**EAGER, **CROWDED}, "compiled": COMPILED}[how]
+    if (name, how) == ("branches", "crowded"):
+        # It keeps three blocks for each of four requests.
+        arguments["num_gpu_blocks_override"] += 12
     found = served({**arguments, "speculative_config": configurations()[name]})
     counters = [result["counters"] for result in found.values()]
     assert sum(each["spec_decode_num_accepted_tokens"] for each in counters) > 50
