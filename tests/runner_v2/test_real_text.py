@@ -3,8 +3,13 @@
 Chats in chunks of prompts, found in the prefix cache, and preempted; eager and compiled.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
 import pytest
 from support.engines import differing
+from support.openai_server import running_server
 from support.v2_engines import run_engine
 
 from benchmarks.models import smollm2
@@ -90,7 +95,8 @@ EAGER, COMPILED = {"enforce_eager": True}, {"enforce_eager": False}
 
 def served(arguments: dict) -> dict:
     model = str(smollm2.smollm2())
-    return run_engine({**ENGINE, "model": model, **arguments}, jobs())
+    env = {} if arguments["enforce_eager"] else {"TORCHDYNAMO_DISABLE": "0"}
+    return run_engine({**ENGINE, "model": model, **arguments}, jobs(), env=env)
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +117,33 @@ def test_texts_are_those_of_no_speculation(plain, name, how):
     if how == "crowded":
         assert sum(each["num_preemptions"] for each in counters) > 0
     assert differing(found, plain) == []
+
+
+def answers_of_server(directory: Path, config: dict | None) -> list[str]:
+    """Greedy and seeded answers of a server in processes of its own, all asked for at once."""
+    directory.mkdir()
+    arguments = {key: ENGINE[key] for key in ("max_model_len", "max_num_seqs", "block_size")}
+    options = {name.replace("_", "-"): value for name, value in arguments.items()}
+    options["kv-cache-memory-bytes"] = ENGINE["kv_cache_memory_bytes"]
+    on_v2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    model = str(smollm2.smollm2())
+    with running_server(model, directory, config, options, environment=on_v2) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
+
+        def ask(i: int) -> str:
+            message = {"role": "user", "content": QUESTIONS[i % len(QUESTIONS)]}
+            asked = {"messages": [message], "max_tokens": 64, "model": "tiny"}
+            sampling = {"temperature": 0.8, "seed": i} if i % 2 else {"temperature": 0}
+            return client.chat.completions.create(**asked, **sampling).choices[0].message.content
+
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(ask, range(8)))
+        assert config is None or server.total("vllm:spec_decode_num_accepted_tokens_total") > 20
+    return found
+
+
+def test_servers_answer_as_without_speculation(tmp_path):
+    plain = answers_of_server(tmp_path / "plain", None)
+    for name in ("suffix", "branches", "suffix below a model", "stock drafter"):
+        found = answers_of_server(tmp_path / name.replace(" ", "_"), configurations()[name])
+        assert found == plain, name
