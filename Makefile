@@ -186,6 +186,14 @@ bench-windows: venv
 	$(BIN)/python -m benchmarks.studies.windows $(FROM_PROMPTS)
 	$(BIN)/python -m benchmarks.studies.windows $(FROM_PROMPTS) --padded 800e6
 
+# Qwen2.5-Coder 1.5B: its 0.5B, lookups, and cascades of both, in turn.
+bench-family: venv
+	$(BIN)/python -m benchmarks.studies.family $(FROM_PROMPTS)
+
+# vLLM's V1 and V2 runners on this CPU: tokens per second, and what a step's launches take.
+bench-runners: venv
+	$(BIN)/python -m benchmarks.studies.runners $(FROM_PROMPTS)
+
 # What a step spends its time on, by part of vLLM's runner.
 bench-step-shares: venv
 	$(BIN)/python -m benchmarks.studies.step_shares $(FROM_PROMPTS)

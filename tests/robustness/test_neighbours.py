@@ -53,7 +53,7 @@ def plain() -> dict:
     return neighbours.without_listed(run_engine(ENGINE, jobs), jobs)
 
 
-SLOW = ("adaptive", "two models")
+SLOW = ("adaptive", "two models", "stock drafter")
 NAMES = [name for name in CONFIGURATIONS if name not in SLOW]
 
 
