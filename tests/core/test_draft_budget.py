@@ -7,6 +7,7 @@ the noise of these numbers of steps.
 import numpy as np
 import pytest
 from support.simulated_serving import (
+    REQUEST,
     Drafter,
     Guess,
     Serving,
@@ -203,3 +204,39 @@ def test_tokens_are_kept_while_their_survival_pays():
     # Free up to four tokens in the pass, two of which are placed.
     steps = np.maximum(np.arange(9.0) - 4, 0)
     assert cut(survival, steps, 2) == (0.8, pytest.approx(1.7))
+
+
+class Kinds(Guess):
+    """Requests of two kinds in turn: new text, where little repeats, and edits, where most does."""
+
+    def start(self, texts, clock, seed) -> None:
+        self.is_edit = np.arange(texts.shape[1]) // REQUEST % 2 == 1
+        super().start(texts, clock, seed)
+        right = np.random.default_rng(seed).random(texts.shape) < np.where(self.is_edit, 0.97, 0.1)
+        self.guesses = np.where(right, texts, texts + 1)
+
+    def lookup(self, texts, requested):
+        self.confidence = np.where(self.is_edit[texts.ends], 0.9, 0.3)
+        return super().lookup(texts, requested)
+
+
+def speedups_by_text(withheld=False) -> list[float]:
+    """Over no drafts, of new text and of edits in turn, in a fresh engine."""
+    serving = Serving(cpu, [Kinds(0.5), model(cpu, 0.8, 0.35)], 1)
+    if withheld:
+        serving.cascade.lowest.offer = lambda *_: None
+    serving.ends[:], serving.cached[:] = 4, 3
+    tokens, seconds = np.zeros(4), np.zeros(4)
+    while (before := int(serving.ends[0])) < 4 * REQUEST:
+        rate = serving.run(1)
+        emitted = int(serving.ends[0]) - before
+        tokens[before // REQUEST] += emitted
+        seconds[before // REQUEST] += emitted / rate
+    return (tokens / seconds * cpu(1)).tolist()
+
+
+def test_a_lookup_is_taken_by_its_offer_and_not_by_another_text():
+    """Also of the first edit after a text in which lookups failed; learned means fail there."""
+    new, edit, new_again, edit_again = speedups_by_text()
+    assert min(new, new_again) > 1.1 and min(edit, edit_again) > 5
+    assert edit > 2 * speedups_by_text(withheld=True)[1]

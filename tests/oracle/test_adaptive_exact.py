@@ -83,7 +83,8 @@ class Learning(Cascade):
             self.listeners.append(self.budget.observe)
         with mock.patch("vllm_hsd.core.clock.seconds", self.tick):
             self.budget.times[-1].observe(1 + self.ticks % 3, 1.0)
-            self.budget.step = self.budget.prices(slots, requested, True)
+            offer = self.lowest.offer(batch, slots, requested)
+            self.budget.step = self.budget.prices(slots, requested, True, offer=offer)
             return super().propose(batch, slots, requested, self.budget.step.selection)
 
     def tick(self) -> float:

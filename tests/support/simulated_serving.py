@@ -262,5 +262,7 @@ class Serving:
     def propose(self, batch, slots, most, running):
         budget = self.cascade.budget
         if budget is not None:
-            budget.step = budget.prices(slots, most, self.fixed is None, running)
+            selects = self.fixed is None and budget.selects
+            offer = self.cascade.lowest.offer(batch, slots, most) if selects else None
+            budget.step = budget.prices(slots, most, self.fixed is None, running, offer)
         return self.cascade.propose(batch, slots, most, budget and budget.step.selection)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from vllm_hsd.core.acceptance import MEMORY, PLACES, PRIOR_ACCEPTANCE, AcceptanceEstimates
-from vllm_hsd.core.levels import Sources, StepLevels
+from vllm_hsd.core.levels import LookupResult, Sources, StepLevels
 from vllm_hsd.core.rounds import Round
 from vllm_hsd.core.step_times import StepTimes
 from vllm_hsd.core.trials import FIRST_PAUSE, LONGEST_PAUSE, Searches, Trials
@@ -108,7 +108,12 @@ class DraftBudget:
         self.waiting[slot] = False
 
     def prices(
-        self, slots: np.ndarray, most: np.ndarray, adaptive: bool, running: int = 0
+        self,
+        slots: np.ndarray,
+        most: np.ndarray,
+        adaptive: bool,
+        running: int = 0,
+        offer: LookupResult | None = None,
     ) -> Prices:
         """Prices of the next step, from the times seen so far.
 
@@ -116,6 +121,7 @@ class DraftBudget:
             slots, most: [n] int64 requests that may draft, and how many tokens.
             adaptive: also select the levels, and the draft length of every request at them.
             running: requests of the step, if more than n.
+            offer: what the lookup of level 0 has found for these requests.
         """
         size = len(slots)
         if not size or self.times[self.target].empty:
@@ -132,7 +138,7 @@ class DraftBudget:
             searching = self.searches.due(self.times[0].nearest(size))
             return Prices(verify, forward, None if searching else StepLevels())
         rate = self._rate(self.target, running)
-        return Prices(verify, forward, self._select(slots, most, verify[-1], rate))
+        return Prices(verify, forward, self._select(slots, most, verify[-1], rate, offer))
 
     def _prices_of(self, verifier: int, drafting: int, size: int) -> tuple[np.ndarray, float]:
         """See `Prices`, for a verifier of `size` requests, of which some draft."""
@@ -179,7 +185,12 @@ class DraftBudget:
         return float(_MARGIN * gain * size / self.times[verifier].seconds(size))
 
     def _select(
-        self, slots: np.ndarray, most: np.ndarray, verify: np.ndarray, rate: float
+        self,
+        slots: np.ndarray,
+        most: np.ndarray,
+        verify: np.ndarray,
+        rate: float,
+        offer: LookupResult | None,
     ) -> StepLevels:
         """The levels of the next step, and the draft length of every request.
 
@@ -190,8 +201,11 @@ class DraftBudget:
         if verify[-1] >= FORBIDDEN:
             return StepLevels()
         size, target = len(slots), self.target
-        feeders, seconds = self._cheapest_paths(size)
-        gains = [self._gain(top, slots, most, verify, rate * seconds[top]) for top in range(target)]
+        feeders, seconds = self._cheapest_paths(size, offer)
+        gains = [
+            self._gain(top, slots, most, verify, rate * seconds[top], offer if top == 0 else None)
+            for top in range(target)
+        ]
         best = max(range(target), key=lambda top: gains[top][0])
         if gains[best][0] > 0:
             self.trials.pays(self.rows[best, target])
@@ -207,8 +221,13 @@ class DraftBudget:
             return StepLevels()
         return self._path(best, feeders, gains[best][1])
 
-    def _cheapest_paths(self, size: int) -> tuple[list[tuple[int, int] | None], list[np.ndarray]]:
-        """By level: its feeder with its draft length, and seconds [longest + 1] of n tokens."""
+    def _cheapest_paths(
+        self, size: int, offer: LookupResult | None
+    ) -> tuple[list[tuple[int, int] | None], list[np.ndarray]]:
+        """By level: its feeder with its draft length, and seconds [longest + 1] of n tokens.
+
+        What a lookup offers now is the first round; later ones are what they are in the mean.
+        """
         tokens = np.arange(self.longest + 1)
         feeders: list[tuple[int, int] | None] = []
         seconds: list[np.ndarray] = []
@@ -220,8 +239,13 @@ class DraftBudget:
                 survival = np.cumprod(self.acceptance.expected(row, len(n)))
                 emitted = 1 + self.acceptance.fill(row) * np.cumsum(survival)
                 rounds = seconds[below][n] + self._seconds(level, size * (n + 1))
-                cheapest = int((rounds / emitted).argmin())
-                found = rounds[cheapest] * np.maximum(tokens / emitted[cheapest], tokens > 0)
+                first = emitted
+                if offer is not None and below == 0:
+                    sure = self._survival(row, offer, len(n)).mean(0)
+                    first = 1 + np.cumsum(sure)
+                cheapest = int((rounds / first).argmin())
+                later = np.maximum(tokens - first[cheapest], 0) / emitted[cheapest]
+                found = rounds[cheapest] * ((tokens > 0) + later)
                 pays = found[-1] < best[-1]
                 if pays:
                     self.trials.pays(row)
@@ -238,12 +262,17 @@ class DraftBudget:
         most: np.ndarray,
         verify: np.ndarray,
         drafting: np.ndarray,
+        offer: LookupResult | None,
     ) -> tuple[float, np.ndarray]:
         """What the best drafts of one level gain above their price, and their lengths [n]."""
         row, width = self.rows[top, self.target], self.lengths[top]
-        survival = np.cumprod(self.acceptance.ahead(row, slots, 0, width), axis=1)
+        if offer is None:
+            survival = np.cumprod(self.acceptance.ahead(row, slots, 0, width), axis=1)
+            fill = self.acceptance.fill(row)
+        else:
+            survival = self._survival(row, offer, width, self.acceptance.scale(row, slots))
+            fill = 1.0
         survival = np.where(np.arange(width) < most[:, None], survival, 0.0)
-        fill = self.acceptance.fill(row)
         best = 0.0, np.zeros(len(slots), dtype=np.int64)
         for length in range(1, width + 1):
             least, net = cut(survival[:, :length], verify, 0, fill)
@@ -251,6 +280,19 @@ class DraftBudget:
             if gain > best[0]:
                 best = gain, (survival[:, :length] >= least).sum(1)
         return best
+
+    def _survival(
+        self, row: int, offer: LookupResult, width: int, scale: np.ndarray | float = 1.0
+    ) -> np.ndarray:
+        """[n, width] of a lookup's tokens, by its own estimates and what became of such tokens."""
+        places = np.arange(width)
+        estimates = np.zeros((len(offer.counts), width))
+        given = offer.estimates[:, :width]
+        estimates[:, : given.shape[1]] = given
+        each = self.acceptance.corrected(row, estimates, places) * np.reshape(scale, (-1, 1))
+        held = places < offer.counts[:, None]
+        found: np.ndarray = np.where(held, np.cumprod(np.minimum(each, 1.0), axis=1), 0.0)
+        return found
 
     def _seconds(self, level: int, tokens: Any) -> Any:
         """Of a level's pass; free until one was timed."""
@@ -285,7 +327,8 @@ class DraftBudget:
                 self._searched(size)
         if accepted is not None and self.selects:
             width = int(counts.max(initial=0))
-            estimates = np.full((1, len(slots), width), PRIOR_ACCEPTANCE)
+            given = drafts.estimate[slots, :width][None]
+            estimates = np.where(np.isnan(given), PRIOR_ACCEPTANCE, given)
             expected = self.acceptance.corrected(row, estimates, np.arange(width))
             pair = slice(row, row + 1)
             verdicts = counts[None], accepted[None]

@@ -29,6 +29,8 @@ class DraftStore:
         level: [num_slots, length] int64, the level that drafted the token.
         source: [num_slots, length] int64, the source of it within that level.
         entropy: [num_slots, length] float64 nats, NaN where it was not needed.
+        estimate: [num_slots, length] float64, a lookup's own acceptance probability of the token
+            after the ones before; NaN where there is none.
         probs: [num_slots * length, V] proposal probabilities, None before the first.
     """
 
@@ -40,6 +42,7 @@ class DraftStore:
         self.level = np.zeros((num_slots, length), dtype=np.int64)
         self.source = np.zeros((num_slots, length), dtype=np.int64)
         self.entropy = np.full((num_slots, length), np.nan)
+        self.estimate = np.full((num_slots, length), np.nan)
         self.probs: torch.Tensor | None = None
 
     def allocate(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -60,6 +63,7 @@ class DraftStore:
         level: int,
         entropy: np.ndarray,
         source: np.ndarray | int = 0,
+        estimates: np.ndarray | None = None,
     ) -> None:
         """Add the first emitted[j] of token_ids[j] to the draft of slots[j].
 
@@ -73,6 +77,7 @@ class DraftStore:
             level: the level that drafted them.
             entropy: [R] float64 entropies of the rows.
             source: within the level, [n] int64 or one for all.
+            estimates: [n, width] float64, see `estimate`.
         """
         owners, offsets = ragged_arange(emitted)
         place = (slots[owners], self.counts[slots][owners] + offsets)
@@ -81,6 +86,7 @@ class DraftStore:
         self.level[place] = level
         self.source[place] = np.broadcast_to(source, slots.shape)[owners]
         self.entropy[place] = entropy[rows]
+        self.estimate[place] = np.nan if estimates is None else estimates[owners, offsets]
         self.point_mass[place] = probs is None
         self.counts[slots] += emitted
         if probs is not None:
@@ -96,6 +102,7 @@ class DraftStore:
             (self.level, other.level),
             (self.source, other.source),
             (self.entropy, other.entropy),
+            (self.estimate, other.estimate),
             (self.point_mass, other.point_mass),
         ):
             mine[place] = theirs[source]

@@ -84,6 +84,14 @@ class LookupResult:
         shape = batch, width
         return cls(np.zeros(shape, np.int64), np.zeros(batch, np.int64), np.zeros(shape))
 
+    @property
+    def estimates(self) -> np.ndarray:
+        """[batch, width] float64, of each token after the ones before."""
+        found = self.confidence.copy()
+        before, after = self.confidence[:, :-1], self.confidence[:, 1:]
+        np.divide(after, before, out=found[:, 1:], where=before > 0)
+        return found
+
     def put(self, i: int, token_ids: Sequence[int] | np.ndarray, confidence: np.ndarray) -> None:
         """Set what was found for request i: [n] each."""
         count = len(confidence)

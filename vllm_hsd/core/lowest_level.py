@@ -12,7 +12,7 @@ from vllm_hsd.core import clock
 from vllm_hsd.core.draft_budget import DraftBudget
 from vllm_hsd.core.drafts import DraftStore, ragged_arange, ragged_starts
 from vllm_hsd.core.level_models import Forward, LevelModels, highest_probability
-from vllm_hsd.core.levels import DraftBatch, Level, LookupLevel, Sources
+from vllm_hsd.core.levels import DraftBatch, Level, LookupLevel, LookupResult, Sources
 from vllm_hsd.core.source_choice import Offers, SourceChoice
 from vllm_hsd.core.verified import append_own
 
@@ -59,6 +59,16 @@ class LowestLevel:
         for lookup in self.lookups:
             lookup.read(batch.texts(slots))
 
+    def offer(
+        self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray
+    ) -> LookupResult | None:
+        """What the best lookup would draft; None where a model drafts, too. Nothing is drafted."""
+        if self.has_model:
+            return None
+        self.read(batch, slots)
+        found = [lookup.lookup(batch.texts(slots), requested) for lookup in self.lookups]
+        return found[0] if self.choice is None else self.choice.best_of(slots, found)
+
     def draft(
         self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray, verifier: int
     ) -> None:
@@ -73,7 +83,8 @@ class LowestLevel:
             self._draft_from_sources(batch, self.choice, slots, requested, verifier)
         elif self.lookups:
             found = self.lookups[0].lookup(batch.texts(slots), requested)
-            self._append_found(batch, slots, found.token_ids, found.counts)
+            estimates = found.estimates
+            self._append_found(batch, slots, found.token_ids, found.counts, estimates=estimates)
         else:
             fits = self.models.can_draft(batch, 0, slots)
             self._draft_from_model(batch, slots[fits], requested[fits])
@@ -85,6 +96,7 @@ class LowestLevel:
         token_ids: np.ndarray,
         counts: np.ndarray,
         source: np.ndarray | int = 0,
+        estimates: np.ndarray | None = None,
     ) -> None:
         """Add the first counts[i] of token_ids[i] to the draft of slots[i], as point masses."""
         owners, offsets = ragged_arange(counts)
@@ -93,7 +105,7 @@ class LowestLevel:
         batch.end[slots] += counts
         unknown = np.full(len(owners), np.nan)
         first = ragged_starts(counts)
-        self.drafts.append(slots, token_ids, counts, None, first, 0, unknown, source)
+        self.drafts.append(slots, token_ids, counts, None, first, 0, unknown, source, estimates)
 
     def _draft_from_sources(
         self,
@@ -122,7 +134,8 @@ class LowestLevel:
             at = np.arange(len(now))
             token_ids = offers.token_ids[source, at]
             cut, ended[active] = _until_eos(token_ids, counts, batch.eos[now])
-            self._append_found(batch, now, token_ids, cut, source)
+            expected = offers.expected[source, at]
+            self._append_found(batch, now, token_ids, cut, source, expected)
             # If the best lookup was truncated, the others cannot extend it: stop.
             whole = cut == offers.counts[source, at]
             room_left = drafts.counts[now] < requested[active]

@@ -41,11 +41,8 @@ class Offers:
     @classmethod
     def of(cls, found: Sequence[LookupResult], acceptance: AcceptanceEstimates) -> Offers:
         """What the first lookups found for the same requests, at least one, all of one width."""
-        confidence = np.stack([lookup.confidence for lookup in found])
-        estimates = confidence.copy()
-        before, after = confidence[..., :-1], confidence[..., 1:]
-        np.divide(after, before, out=estimates[..., 1:], where=before > 0)
-        source, place = np.arange(len(found))[:, None, None], np.arange(confidence.shape[2])
+        estimates = np.stack([lookup.estimates for lookup in found])
+        source, place = np.arange(len(found))[:, None, None], np.arange(estimates.shape[2])
         return cls(
             np.stack([lookup.token_ids for lookup in found]),
             np.stack([lookup.counts for lookup in found]),
@@ -124,6 +121,18 @@ class SourceChoice:
         last.token_ids[sources, slots, :width] = offers.token_ids
         last.estimates[sources, slots, :width] = offers.estimates
         last.expected[sources, slots, :width] = offers.expected
+
+    def best_of(self, slots: np.ndarray, found: Sequence[LookupResult]) -> LookupResult:
+        """Of each request the offer of most expected tokens, by what became of such offers."""
+        acceptance = self.budget.acceptance
+        offers = Offers.of(found, acceptance)
+        count, n, width = offers.token_ids.shape
+        scale = acceptance.scale(slice(0, count), slots)[..., None]
+        confidence = np.cumprod(np.minimum(offers.expected * scale, 1.0), axis=2)
+        confidence *= np.arange(width) < offers.counts[..., None]
+        best, own = confidence.sum(2).argmax(0), np.arange(n)
+        chosen = offers.token_ids[best, own], offers.counts[best, own], confidence[best, own]
+        return LookupResult(*chosen)
 
     def best(
         self, slots: np.ndarray, offers: Offers, room: np.ndarray, sure: np.ndarray

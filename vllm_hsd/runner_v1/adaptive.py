@@ -7,6 +7,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_hsd.core import clock
 from vllm_hsd.core.draft_budget import DraftBudget
+from vllm_hsd.core.levels import LookupResult
 from vllm_hsd.core.step_times import StepTimes
 
 
@@ -45,7 +46,12 @@ class StepClock:
 
 
 def agree_on_prices(
-    budget: DraftBudget, slots: np.ndarray, most: np.ndarray, adaptive: bool, running: int
+    budget: DraftBudget,
+    slots: np.ndarray,
+    most: np.ndarray,
+    adaptive: bool,
+    running: int,
+    offer: LookupResult | None,
 ) -> None:
     """Set the prices of the next step: clocks differ by rank, and all ranks must draft alike.
 
@@ -55,6 +61,6 @@ def agree_on_prices(
     if group.rank_in_group > 0:
         budget.step = group.broadcast_object()
         return
-    budget.step = budget.prices(slots, most, adaptive, running)
+    budget.step = budget.prices(slots, most, adaptive, running, offer)
     if group.world_size > 1:
         group.broadcast_object(budget.step)

@@ -259,7 +259,9 @@ class CascadeProposer(DraftModelProposer):
         drafting = requested > 0
         if drafting.any():
             running, slots, requested = len(slots), slots[drafting], requested[drafting]
-            agree_on_prices(cascade.budget, slots, requested, adaptive, running)
+            selects = adaptive and cascade.budget.selects
+            offer = cascade.lowest.offer(batch, slots, requested) if selects else None
+            agree_on_prices(cascade.budget, slots, requested, adaptive, running, offer)
             cascade.propose(batch, slots, requested, cascade.budget.step.selection)
         return cascade.drafts[-1]
 
