@@ -43,7 +43,7 @@ def _forget_holes() -> None:
 
 
 def _prices(
-    self: DraftBudget, slots: np.ndarray, most: np.ndarray, adaptive: bool, running: int
+    self: DraftBudget, slots: np.ndarray, most: np.ndarray, adaptive: bool, running: int, offer
 ) -> Prices:
     """Sometimes nothing is worth its price, sometimes everything is, often it depends."""
     self.calls = getattr(self, "calls", 0) + 1
