@@ -60,8 +60,15 @@ def launches(
 
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
     with ExitStack() as stack:
-        run = timed("in launches", JITFunction.run, "launches")
-        stack.enter_context(patch.object(JITFunction, "run", run))
+        # Not `run`: a replaced one sends every launch Triton's long way.
+        kernel = JITFunction.__getitem__
+        stack.enter_context(
+            patch.object(
+                JITFunction,
+                "__getitem__",
+                lambda jit, grid: timed("in launches", kernel(jit, grid), "launches"),
+            )
+        )
         forward = timed("target's pass", model.forward)
         stack.enter_context(patch.object(model, "forward", forward))
         answered = generate(llm, list(prompts), [params] * len(prompts))

@@ -216,7 +216,9 @@ def registered(jit, kernel) -> tuple[int, bytes, tuple] | None:
     codes = codes_of(kernel.src.signature.values())
     if "(" in codes or len(codes) != len(jit.params):
         return None
-    seen = tuple((name, value, where) for (name, _), (value, where) in jit.used_global_vals.items())
+    # Triton has copies of the values, and has just compared them with these.
+    used = jit.used_global_vals.items()
+    seen = tuple((name, where[name], where) for (name, _), (_, where) in used)
     return kernel.function, codes.encode(), seen
 
 

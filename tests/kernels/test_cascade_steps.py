@@ -85,7 +85,7 @@ def test_ngram_matches_of_vllm(seed, monkeypatch):
     """The tokens of vLLM's matcher, over several chunks of the text and the drafted window."""
     numba = pytest.importorskip("vllm.v1.spec_decode.ngram_proposer")
     match = numba._find_longest_matched_ngram_and_propose_tokens.py_func
-    monkeypatch.setattr(lookups, "SEARCH_CHUNK", 16)
+    monkeypatch.setattr(lookups, "search_chunk", lambda *_: 16)
     schedule = schedule_of(3, 8, lookup=True)
     state = GuardedState(schedule, 5, lookup=True).state
     tensors = runner_tensors(seed, 5, schedule.window) | {"scales": torch.ones(2)}

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.triton
 )
 def test_random_texts_and_stores(seed, monkeypatch):
     """Texts over several chunks, unverified ends, a request that is not to draft."""
-    monkeypatch.setattr(suffix_lookup, "SEARCH_CHUNK", 16)
+    monkeypatch.setattr(suffix_lookup, "search_chunk", lambda *_: 16)
     rng = np.random.default_rng(seed)
     vocabulary = int(rng.integers(2, 9))
     texts = [

@@ -7,8 +7,16 @@ from vllm_hsd.kernels import lookup_kernels
 from vllm_hsd.kernels.blocks import padded_size
 from vllm_hsd.runner_v2.proposal_state import ProposalState
 
-# Positions of the text that one program compares.
-SEARCH_CHUNK = 2048
+# Positions of the text that one program compares. On a CPU programs run in turn, and one goes on as
+# long as a single position matches: short ones, of which there are not too many.
+SEARCH_CHUNK, CPU_CHUNK, CPU_CHUNKS = 2048, 64, 256
+
+
+def search_chunk(width: int, device: torch.device) -> int:
+    """Positions of a text of `width` that one program compares."""
+    if device.type != "cpu":
+        return SEARCH_CHUNK
+    return max(CPU_CHUNK, padded_size(triton.cdiv(width, CPU_CHUNKS)))
 
 
 def lookup_ngram(state: ProposalState, text: torch.Tensor, *, shortest: int, longest: int) -> None:
@@ -20,7 +28,8 @@ def lookup_ngram(state: ProposalState, text: torch.Tensor, *, shortest: int, lon
         text: int32 [max_num_reqs, max_model_len], all committed tokens; its memory must not move.
         shortest, longest: lengths of the suffix, in tokens.
     """
-    chunks = triton.cdiv(text.shape[1], SEARCH_CHUNK)
+    chunk = search_chunk(text.shape[1], text.device)
+    chunks = triton.cdiv(text.shape[1], chunk)
     best = torch.empty(state.batch, chunks, dtype=torch.int64, device=text.device)
     where = (*state.windows, state.base, state.end)
     lookup_kernels.find_ngram_kernel[(state.batch, chunks)](
@@ -31,7 +40,7 @@ def lookup_ngram(state: ProposalState, text: torch.Tensor, *, shortest: int, lon
         text,
         text.stride(0),
         LONGEST=longest,
-        CHUNK=SEARCH_CHUNK,
+        CHUNK=chunk,
     )
     lookup_kernels.copy_ngram_kernel[(state.batch,)](
         *where,

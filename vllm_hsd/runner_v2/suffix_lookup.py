@@ -21,11 +21,10 @@ import triton
 from vllm_hsd.core.text_order import DEPTH, OCCURRENCES, PROBES, OrderedTexts
 from vllm_hsd.kernels import suffix_kernels
 from vllm_hsd.kernels.blocks import padded_size
+from vllm_hsd.runner_v2.lookups import search_chunk
 from vllm_hsd.runner_v2.proposal_state import ProposalState
 from vllm_hsd.runner_v2.shared_outputs import SharedOutputs
 
-# Positions of the text that one program compares.
-SEARCH_CHUNK = 2048
 # Occurrences whose next tokens are compared with all others at once.
 VOTERS = 16
 OWN_WARPS = 8
@@ -117,7 +116,8 @@ class SuffixLookup:
         """In the requests' own texts, or in one text of all: int32 [width]."""
         batch = state.batch
         width = text.shape[1] if shared is None else len(shared)
-        chunks = triton.cdiv(width, SEARCH_CHUNK)
+        chunk = search_chunk(width, text.device)
+        chunks = triton.cdiv(width, chunk)
         matched = torch.empty(batch, width, dtype=torch.uint8, device=text.device)
         most = torch.empty(batch, chunks, dtype=torch.int32, device=text.device)
         shape = batch, DEPTH - 1, OCCURRENCES
@@ -138,7 +138,7 @@ class SuffixLookup:
             shared,
             width,
             DEPTH=DEPTH,
-            CHUNK=SEARCH_CHUNK,
+            CHUNK=chunk,
         )
         suffix_kernels.own_votes_kernel[(batch, DEPTH - 1)](
             *found,
@@ -161,7 +161,7 @@ class SuffixLookup:
             OCCURRENCES=OCCURRENCES,
             PROBES=PROBES,
             VOTERS=VOTERS,
-            CHUNK=SEARCH_CHUNK,
+            CHUNK=chunk,
             CHUNKS=padded_size(chunks),
             num_warps=OWN_WARPS,
             # A product that is rounded before it is added, as on the host.

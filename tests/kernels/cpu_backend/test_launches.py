@@ -105,6 +105,11 @@ def test_kernels_are_found_without_triton(monkeypatch):
     monkeypatch.setattr(type(kinds_kernel), "create_binder", None)
     monkeypatch.setattr(kinds_kernel, "device_caches", None)
     results()
+    out = torch.zeros(1)
+    global_kernel[(1,)](out)
+    monkeypatch.setattr(global_kernel, "device_caches", None)
+    global_kernel[(1,)](out)
+    assert out.item() == 3
 
 
 def test_grids():
