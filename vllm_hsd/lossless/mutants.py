@@ -56,7 +56,7 @@ MUTANTS = {
     "shared noise": Mutant("the verifier reuses the drafter's uniforms"),
     "raw proposals": Mutant("drafts are verified with probabilities before the temperature"),
     "standard residual": Mutant(
-        "block verification recovers with the residual of token-level rejection", weight=4
+        "block verification recovers with the residual of token-level rejection", weight=16
     ),
     "uniforms met twice": Mutant(
         "uniforms belong to positions, and rejected positions meet theirs again", weight=4
