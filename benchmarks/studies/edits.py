@@ -1,11 +1,8 @@
 """Requests to change a function of Python's library: text that a lookup finds in the prompt.
 
-    python -m benchmarks.studies.edits FILE.jsonl
-
 Functions are read from the installed Python, so that no text of theirs is kept here.
 """
 
-import argparse
 import inspect
 import json
 import pkgutil
@@ -51,9 +48,3 @@ def write(path: Path) -> None:
     """As a file of prompts."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"turns": [each]}) + "\n" for each in prompts()))
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("file", type=Path)
-    write(parser.parse_args().file)

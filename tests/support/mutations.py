@@ -13,7 +13,7 @@ LONGEST_MESSAGE = 500
 LONGEST_QUOTE = 200
 SENTENCE = re.compile(
     r"(speculative_config|method 'hsd'|'cascade'|cascade|levels|num_speculative_tokens|verifier|"
-    r"horizontal_tokens|adaptive|untested|disable_by_batch_size)(?!\w).*\.",
+    r"horizontal_tokens|adaptive|enable_adaptive_verification|untested|disable_by_batch_size)(?!\w).*\.",
 )
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
 
 # In float32 the products still fall after as many places as a draft has at most.
 MOST = 1.0 - 2.0**-12
@@ -75,6 +74,9 @@ class DraftConfidence(BoundedConfidence):
         lengths: Callable[[torch.Tensor], torch.Tensor],
     ) -> DraftConfidence:
         """For request slots 0 .. max_num_reqs - 1 and drafts of at most `longest` tokens."""
+        # Programs run where no vLLM is installed.
+        from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
+
         return cls(OnlineAcceptanceEstimator(max_num_reqs + 1, longest, device), lengths)
 
     def step(self, idx_mapping, num_sampled, num_rejected) -> None:
