@@ -249,17 +249,17 @@ def generate(
     )
 
 
-# Directory of a request's LoRA adapter, beside arguments of `vllm.SamplingParams`.
+# Key of a request's LoRA adapter, a directory, among arguments of `vllm.SamplingParams`.
 ADAPTER = "adapter"
 _adapters: dict[str, int] = {}
 
 
 def lora_request(given: Mapping[str, Any]) -> Any:
     """vLLM's request for the adapter `given[ADAPTER]`; None without one."""
-    from vllm.lora.request import LoRARequest
-
     if not (path := given.get(ADAPTER)):
         return None
+    from vllm.lora.request import LoRARequest
+
     return LoRARequest(path, _adapters.setdefault(path, len(_adapters) + 1), path)
 
 

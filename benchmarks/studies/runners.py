@@ -19,11 +19,11 @@ from benchmarks import sweep
 from benchmarks.common import RESULTS, write_csv
 from benchmarks.models.smollm2 import smollm2
 from benchmarks.studies.configs import SUFFIX, fixed
+from benchmarks.sweep import PLAIN
 from vllm_hsd.engine import EngineProcess, Generation, generate
 from vllm_hsd.planner.prompts import encode
 
 RUNNERS = {"V1": "0", "V2": "1"}
-PLAIN = "no speculation"
 BATCHES = 1, 16
 LONGEST_PROMPT = 600
 # Drafts nothing, so that a step costs what the level adds to it.

@@ -66,7 +66,7 @@ NAMES = (
     "sources",
     "branches",
     "suffix below a model",
-    "head beside lookups",
+    "head next to lookups",
     "adaptive",
     "stock drafter",
 )
@@ -79,8 +79,8 @@ def configurations() -> dict[str, dict]:
         "sources": fixed({"sources": [NGRAM, SUFFIX]}),
         "branches": fixed({"sources": [NGRAM, SUFFIX], "branches": 3}, length=6),
         "suffix below a model": fixed({**SUFFIX, "num_tokens": 4}, copy),
-        "head beside lookups": fixed({"sources": [SUFFIX, EAGLE3]}, length=4),
-        "adaptive": {**fixed({**SUFFIX, "num_tokens": 4}, copy), "adaptive": True},
+        "head next to lookups": fixed({"sources": [SUFFIX, EAGLE3]}, length=4),
+        "adaptive": fixed({**SUFFIX, "num_tokens": 4}, copy, adaptive=True),
         "stock drafter": {
             "method": "draft_model",
             **copy,

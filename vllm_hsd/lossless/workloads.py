@@ -250,7 +250,7 @@ class Preempted(Workload):
 
 
 class Adapters(Workload):
-    what = "LoRA adapters beside requests without one"
+    what = "LoRA adapters next to requests without one"
 
     def lacks(self, facts: Facts) -> str | None:
         return None if facts.adapters else "no adapters are given (--adapters)"

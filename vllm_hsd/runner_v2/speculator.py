@@ -130,7 +130,8 @@ class CascadeSpeculator(StandaloneARSpeculator):
 
     def _shorter_states(self) -> dict[int, ProposalState]:
         lengths = {*ladder_of(self.hsd)[1:]}
-        if self.hsd.adaptive:
+        if self.hsd.adaptive and any(level.last_on_v2 == "model" for level in self.hsd.levels):
+            # By which models read steps without drafts, see `_keep_up`.
             lengths.add(shortest_of(self.hsd))
         lengths -= {self.state.longest}
         return {n: self.state.shortened(schedule_of(self.hsd, n)) for n in lengths}
@@ -166,7 +167,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
     def _keep_up(self, input_batch: Any, num_sampled: torch.Tensor) -> bool:
         """In a CUDA graph, let the levels read a step without drafts: one pass of each.
 
-        It is the shortest proposal, whose drafts nobody takes.
+        It is the shortest proposal, whose drafts are dropped.
 
         Returns:
             False where the batch has no such graph.
