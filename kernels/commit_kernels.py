@@ -63,7 +63,7 @@ def commit_draft_kernel(
             add_count(counts_ptr, 0, INVALID, (is_finite(lse) == 0).to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def commit_verify_kernel(
     rows_ptr,  # [B, N, V]
     lse_ptr,  # float32 [B, N]
@@ -82,10 +82,11 @@ def commit_verify_kernel(
     accepted_ptr,  # int32 [B]
     emitted_ptr,  # int32 [B]
     target_lse_ptr,  # float32 [B, DRAFT + 1]
-    threshold_ptr,  # float32 [B, DRAFT + 1]
-    logits_ptr,  # [B * (DRAFT + 1), V]
+    threshold_ptr,  # float32 [B, rows]
+    logits_ptr,  # [B * rows, V]
     logits_stride,
     vocab_size,
+    rows,  # of logits of each request, at most DRAFT + 1
     LEVEL: tl.constexpr,
     DRAFT: tl.constexpr,
     LANES: tl.constexpr,
@@ -101,11 +102,11 @@ def commit_verify_kernel(
         temperature = tl.load(temperature_ptr + request)
         if temperature > 0:
             entry = chunk * CHUNK + tl.arange(0, CHUNK)
-            first_row = logits_ptr + request * (DRAFT + 1) * logits_stride
+            first_row = logits_ptr + request * rows * logits_stride
             first_place = rows_ptr + (request * N + origin) * vocab_size
             for r in range(0, emitted):
                 x = tl.load(first_row + r * logits_stride + entry, mask=entry < vocab_size)
-                threshold = tl.load(threshold_ptr + request * (DRAFT + 1) + r)
+                threshold = tl.load(threshold_ptr + request * rows + r)
                 x = without_filtered(x, temperature, threshold)
                 tl.store(first_place + r * vocab_size + entry, x, mask=entry < vocab_size)
         if chunk == 0:

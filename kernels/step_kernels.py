@@ -123,15 +123,15 @@ def stage_kernel(
         tl.store(num_reqs_ptr, num_reqs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["draft", "query"])
 def place_kernel(
-    input_ids_ptr,  # int32 [B * Q]
-    positions_ptr,  # int64 [B * Q]
+    input_ids_ptr,  # int32 [B * query]
+    positions_ptr,  # int64 [B * query]
     seq_lens_ptr,  # int32 [B]
     query_start_ptr,  # int32 [B + 1]
-    slot_mapping_ptr,  # int64 [G, B * Q]
+    slot_mapping_ptr,  # int64 [G, B * query]
     slot_mapping_stride,
-    sampled_ptr,  # int32 [B * (DRAFT + 1)], with VERIFIES
+    sampled_ptr,  # int32 [B * (draft + 1)], with VERIFIES
     origin_ptr,  # int32 [B], with VERIFIES
     num_reqs_ptr,  # int32 [1]
     window_ptr,  # int32 [B, capacity]
@@ -148,11 +148,11 @@ def place_kernel(
     table_strides_ptr,  # int64 [G]
     block_sizes_ptr,  # int32 [G]
     max_model_len,
+    draft,  # draft length below, 0 for a draft op
+    query,  # tokens of each request
     LEVEL: tl.constexpr,
     LEVELS: tl.constexpr,
     VERIFIES: tl.constexpr,
-    DRAFT: tl.constexpr,  # draft length below, 0 for a draft op
-    QUERY: tl.constexpr,
     LANES: tl.constexpr,
     WINDOW: tl.constexpr,
     COMMITTED_TOO: tl.constexpr,  # False: leave the KV entries of all committed tokens but one
@@ -164,16 +164,16 @@ def place_kernel(
     base = tl.load(base_ptr + request)
     text_end = tl.load(end_ptr + request)
     if VERIFIES:
-        end = tl.load(start_ptr + at_level(LEVEL - 1, level_stride, request)) + DRAFT
+        end = tl.load(start_ptr + at_level(LEVEL - 1, level_stride, request)) + draft
     else:
         end = text_end
     top = at_level(LEVELS - 1, level_stride, request)
     running = tl.load(drafted_ptr + top) < tl.load(requested_ptr + top)
     lane = tl.arange(0, LANES)
-    fed = lane < QUERY
-    index = end - QUERY + lane
+    fed = lane < query
+    index = end - query + lane
     position = tl.minimum(tl.maximum(base + index, 0), max_model_len - 1)
-    place = request * QUERY + lane
+    place = request * query + lane
     # Rows past the draft of a request repeat its last token; nothing is kept of them.
     known = tl.minimum(index, text_end - 1)
     token = tl.load(window_ptr + request * window_stride + known, mask=fed, other=0)
@@ -182,13 +182,13 @@ def place_kernel(
         tl.store(positions_ptr + place, position, mask=fed)
         length = tl.minimum(base + end, max_model_len).to(tl.int32)
         tl.store(seq_lens_ptr + request, tl.where(request < num_reqs, length, 0))
-        tl.store(query_start_ptr + request, tl.minimum(request, num_reqs) * QUERY)
+        tl.store(query_start_ptr + request, tl.minimum(request, num_reqs) * query)
         batch = tl.num_programs(0)
         if request == batch - 1:
-            tl.store(query_start_ptr + batch, tl.minimum(batch, num_reqs) * QUERY)
+            tl.store(query_start_ptr + batch, tl.minimum(batch, num_reqs) * query)
         if VERIFIES:
-            row = lane - (QUERY - DRAFT - 1)
-            at = request * (DRAFT + 1) + row
+            row = lane - (query - draft - 1)
+            at = request * (draft + 1) + row
             tl.store(sampled_ptr + at, tl.maximum(token, 0), mask=fed & (row >= 0))
             own = at_level(LEVEL, level_stride, request)
             drafted = tl.load(drafted_ptr + own)

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 from support import triton_cpu
+from support.v2_engines import AS_ON_GPUS
 
 if triton_cpu.RUNS:
     triton_cpu.install()
@@ -14,6 +15,20 @@ if triton_cpu.INTERPRETED:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     triton_cpu.skip_what_cannot_run(item)
+
+
+@pytest.fixture
+def as_on_gpus(monkeypatch) -> None:
+    """Engines draft by fixed schedules, of which the host reads nothing."""
+    monkeypatch.setenv(AS_ON_GPUS, "1")
+    monkeypatch.setattr("vllm_hsd.runner_v2.draft_lengths.read_on_host", lambda: False)
+
+
+@pytest.fixture(params=["recursion", "fixed schedule"])
+def proposals(request) -> None:
+    """How engines draft on a CPU, and how they do on GPUs."""
+    if request.param == "fixed schedule":
+        request.getfixturevalue("as_on_gpus")
 
 
 @pytest.fixture(scope="session")

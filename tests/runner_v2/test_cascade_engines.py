@@ -170,7 +170,7 @@ def check_counts(name: str, counters: dict, least_accepted: float) -> None:
         *slow("stock head", "stock n-gram"),
     ],
 )
-def test_greedy_text_is_that_of_no_speculation(name, family, greedy_tokens):
+def test_greedy_text_is_that_of_no_speculation(name, proposals, family, greedy_tokens):
     config = configuration(name, family)
     mixed = run_greedy_and_mixed(target_of(name, family), config, greedy_tokens)
     assert len(mixed["outputs"][1][0]["logprobs"]) == 9
@@ -185,7 +185,7 @@ def test_greedy_text_is_that_of_no_speculation(name, family, greedy_tokens):
         *slow("mtp", "stock model, equal", "stock head", "stock n-gram"),
     ],
 )
-def test_seeded_text_is_that_of_plain_vllm(name, family, seeded_tokens):
+def test_seeded_text_is_that_of_plain_vllm(name, proposals, family, seeded_tokens):
     texts, counters = run_seeded(target_of(name, family), configuration(name, family))
     assert texts == seeded_tokens
     # The target itself, with the same noise, drafts without knowing of penalties.
@@ -227,6 +227,12 @@ CROWDED_JOBS = {
     },
 }
 
+# Of which some begin as others did for which the level drafted nothing, and read nothing.
+HITS = {
+    "first": {"prompts": [SHARED[:40], LONG[1]]},
+    "again": {"prompts": [[*SHARED[:33], i] for i in range(4)] * 3},
+}
+
 
 @pytest.fixture(scope="module")
 def crowded_plain(family):
@@ -241,14 +247,16 @@ def crowded_plain(family):
     "name",
     ["two models", "suffix, model", "sources, model", "choice, model", "lookup, exit, model"],
 )
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-def test_a_crowded_engine_loses_nothing(name, graphs, family, crowded_plain):
+@pytest.mark.parametrize("how", ["recursion", "fixed schedule", "graphs"])
+def test_a_crowded_engine_loses_nothing(name, how, request, family, crowded_plain):
     """Preemption, prefix hits, requests that sit a step out, texts up to max_model_len."""
+    if how != "recursion":
+        request.getfixturevalue("as_on_gpus")
     engine = {"model": family.target, **CROWDED}
     results = run_engine(
         {**engine, "speculative_config": configuration(name, family)},
         CROWDED_JOBS,
-        patch="support.recorded_graph:serve" if graphs else None,
+        patch="support.recorded_graph:serve" if how == "graphs" else None,
     )
     for job, expected in crowded_plain.items():
         assert ids(results[job]) == expected, job
@@ -287,7 +295,7 @@ def greedy(path: str, prompt: list[int], count: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("patch", ["install", "install_unread"])
-def test_passes_are_skipped_while_a_lookup_wins(patch, family, mostly_stored):
+def test_passes_are_skipped_while_a_lookup_wins(patch, as_on_gpus, family, mostly_stored):
     """Up to the end of the stored text, where the model drafts again what it drafts alone.
 
     With a negative control: what it skips is not in its cache, and its drafts are others.
@@ -319,7 +327,7 @@ def test_passes_are_skipped_while_a_lookup_wins(patch, family, mostly_stored):
 
 
 @pytest.mark.slow
-def test_a_head_drafts_alike_whether_its_passes_were_skipped(family):
+def test_a_head_drafts_alike_whether_its_passes_were_skipped(as_on_gpus, family):
     """Its first pass reads the target's states; here no lookup offers anything."""
     sources = [{"ngram": {"min": 9, "max": 9}}, {"eagle3": head(family)}]
     levels = [{"sources": sources, "min_acceptance": 0.0}]
@@ -339,7 +347,7 @@ def test_a_head_drafts_alike_whether_its_passes_were_skipped(family):
 
 
 @pytest.mark.slow
-def test_large_batches_draft_nothing(family):
+def test_large_batches_draft_nothing(as_on_gpus, family):
     """Requests join until an engine stops drafting, and what their levels have missed stays so.
 
     A step of decodes above the limit runs no level; new requests draft when the others have left.
@@ -377,11 +385,54 @@ def test_large_batches_draft_nothing(family):
     assert any(sum(step["drafted"]) for step in parts("forgotten")[-1])
 
 
+@pytest.mark.parametrize(
+    ("name", "forced"),
+    [
+        ("suffix, model", True),
+        pytest.param("suffix, model", False, marks=pytest.mark.slow),
+        pytest.param("lookup, exit, model", True, marks=pytest.mark.slow),
+    ],
+)
+def test_levels_that_draft_now_and_then_lose_nothing(name, forced, family, crowded_plain):
+    """`adaptive` on a CPU: levels take part in a step where they pay, or at random."""
+    speculative = {**configuration(name, family), "adaptive": True}
+    results = run_engine(
+        {"model": family.target, **CROWDED, "speculative_config": speculative},
+        CROWDED_JOBS,
+        patch="support.adversarial_depth:install" if forced else None,
+    )
+    for job, expected in crowded_plain.items():
+        assert ids(results[job]) == expected, job
+    assert results["preempted"]["counters"]["num_preemptions"] > 0
+    assert results["prefix hits"]["counters"]["prefix_cache_hits"] > 0
+    accepted = results["preempted"]["counters"]["spec_decode_num_accepted_tokens"]
+    assert accepted > 0 or not forced
+
+
+@pytest.mark.parametrize("patch", ["install", *slow("install_and_forget_holes")])
+def test_levels_know_what_they_have_missed(patch, family):
+    """The target as its own drafter: all is accepted, after steps without it and prefix hits.
+
+    With a negative control: a level takes the target's prefix hits for its own.
+    """
+    speculative = {**cascade([{"model": family.target}]), "adaptive": True}
+    found = run_engine(
+        {"model": family.target, **CROWDED, "speculative_config": speculative},
+        {name: {**job, "params": {**GREEDY, "max_tokens": 20}} for name, job in HITS.items()},
+        patch=f"support.adversarial_depth:{patch}",
+    )
+    (level,) = found["again"]["levels"]
+    assert level["drafted"] > 10 and found["again"]["counters"]["prefix_cache_hits"] > 0
+    assert (level["accepted"] == level["drafted"]) == (patch == "install")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "forced"), [("two models", False), ("two models", True), ("suffix", True)]
 )
-def test_a_batch_that_drafts_now_and_then_loses_nothing(name, forced, family, crowded_plain):
+def test_a_batch_that_drafts_now_and_then_loses_nothing(
+    name, forced, as_on_gpus, family, crowded_plain
+):
     """`adaptive`: the scheduler chooses a length or none, by what was faster or at random."""
     speculative = {**configuration(name, family), "adaptive": True}
     results = run_engine(

@@ -3,7 +3,7 @@
 import pytest
 from support.v2_engines import PROMPTS, run_engine
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.usefixtures("as_on_gpus")]
 JOB = {"prompts": PROMPTS, "params": {"temperature": 1, "max_tokens": 60, "ignore_eos": True}}
 
 

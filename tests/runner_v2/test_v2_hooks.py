@@ -130,7 +130,7 @@ STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
         ({"method": "suffix", **STOCK}, {}, "not with 'suffix'"),
     ],
 )
-def test_v1_serves_what_v2_cannot(family, v2, head, monkeypatch, keys, engine, reason):
+def test_v1_serves_what_v2_cannot(as_on_gpus, family, v2, head, monkeypatch, keys, engine, reason):
     """As on CUDA: with vLLM's own line that says why; not if the user insists on V2."""
     from vllm.config import vllm as vllm_config
 
@@ -337,7 +337,7 @@ LOOKUP = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"ngram": {}}
         ({**BRANCHES, "disable_by_batch_size": 64}, 80, {64: 15, 65: 0}),
     ],
 )
-def test_large_batches_draft_nothing(family, v2, keys, max_num_seqs, drafts):
+def test_large_batches_draft_nothing(family, v2, as_on_gpus, keys, max_num_seqs, drafts):
     """By vLLM's own schedule of draft lengths, only where a batch can be as large."""
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 

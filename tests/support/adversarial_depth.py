@@ -37,9 +37,11 @@ def install_nothing_pays() -> None:
 
 
 def _forget_holes() -> None:
-    from vllm_hsd.runner_v1.lazy_caches import FilledBlocks
+    from vllm_hsd.runner_v1 import lazy_caches
+    from vllm_hsd.runner_v2 import level_caches
 
-    FilledBlocks.usable = lambda self, blocks, length: np.full(len(self.filled), length)
+    for caches in (lazy_caches, level_caches):
+        caches.FilledBlocks.usable = lambda self, _, length: np.full(len(self.filled), length)
 
 
 def _prices(
@@ -51,7 +53,7 @@ def _prices(
     token, forward = (0.0, 0.05, 0.3, 1.0)[bits % 4], (0.0, 0.1, 0.5, 2.0)[bits // 4 % 4]
     price = token * np.arange(len(self.free.verify[0])), len(slots) * forward
     found = Prices(*([one] * (self.target + 1) for one in price))
-    if adaptive and self.target > 1:
+    if adaptive and self.selects:
         found.selection = _selection(self, slots, bits >> 4)
     return found
 

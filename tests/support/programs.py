@@ -1,9 +1,11 @@
 """Programs over table-driven levels with paged caches, and the host's cascade next to them."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from math import prod
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -16,11 +18,13 @@ from support.proposal_states import block_tables
 
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.drafts import DraftStore, ragged_arange
-from vllm_hsd.core.levels import DraftBatch, LevelOptions
+from vllm_hsd.core.levels import DraftBatch, LevelOptions, StepLevels
 from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.kernels.filter_rows import Filters
 from vllm_hsd.runner_v2 import cascade_steps, entropy_stopping
 from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds
+from vllm_hsd.runner_v2.host_program import HostProgram
+from vllm_hsd.runner_v2.level_caches import FilledBlocks, LevelCaches
 from vllm_hsd.runner_v2.program import Program, ProgramSources
 from vllm_hsd.runner_v2.proposal_state import ProposalState
 from vllm_hsd.runner_v2.schedule import Schedule, compile_schedule, first_draw
@@ -94,6 +98,7 @@ class Engine:
         vocabulary: V.
         dtype: of the rows.
         sources: lookups next to the lowest level.
+        host: run it as a CPU does, see `runner_v2.host_program`.
     """
 
     def __init__(
@@ -111,6 +116,7 @@ class Engine:
         greedy: bool = False,
         seed: int = 0,
         sources: ProgramSources | None = None,
+        host: bool = False,
     ) -> None:
         limits = [None, *rounds, *[None] * len(lengths)]
         plain = [LevelOptions(n, max_rounds=limits[k]) for k, n in enumerate(lengths)]
@@ -119,7 +125,10 @@ class Engine:
         )
         self.options = [
             LevelOptions(
-                n, verifiers[k], max_rounds=self.schedule.rounds[k] or None, stopping=stopping[k]
+                n,
+                verifiers[k],
+                max_rounds=limits[k] if host else self.schedule.rounds[k] or None,
+                stopping=stopping[k],
             )
             for k, n in enumerate(lengths)
         ]
@@ -140,7 +149,12 @@ class Engine:
             stops = [option.stopping == "entropy" for option in self.options]
             self.thresholds = DeviceThresholds(stops, self.state)
         self.host_thresholds = EntropyThresholds.fresh(len(lengths), requests)
-        self.program = Program(
+        made: Any = Program
+        self.host = host
+        if host:
+            caches = TableCaches(self)
+            made = partial(HostProgram, max_rounds=limits[: len(lengths)], caches=caches)
+        self.program = made(
             self.schedule,
             self.levels,
             verifiers[: len(lengths)],
@@ -164,11 +178,11 @@ class Engine:
         scales = [1.0] * 3 if equal else [0.75, 1.0, 1.5]
         self.scales = torch.tensor(scales[: len(lengths)])
         for slot in self.index.tolist():
-            for level in self.levels:
+            for level in self.levels if not host else ():
                 level.ingest(slot, self.text[slot, : PROMPT - 1])
 
-    def propose(self, steps=cascade_steps) -> list[list[int]]:
-        """The drafts of all requests."""
+    def propose(self, steps=cascade_steps, selection: StepLevels | None = None) -> list[list[int]]:
+        """The drafts of all requests, on the host by some of the levels."""
         steps.stage(
             self.state,
             self.schedule,
@@ -182,7 +196,14 @@ class Engine:
             scales=self.scales,
             max_model_len=MAX_MODEL_LEN,
         )
-        self.program.run(self.state)
+        if self.host:
+            state = self.state.bucket(len(self.index))
+            self.program.begin(state)
+            if selection is not None and selection.most is not None:
+                selection = replace(selection, most=selection.most[self.program.drafts])
+            self.program.run(state, selection)
+        else:
+            self.program.run(self.state)
         return self.drafts()
 
     def drafts(self) -> list[list[int]]:
@@ -216,7 +237,7 @@ class Engine:
             )
             self.cascade.record_acceptance(np.arange(len(drafts)), accepted, self.host_thresholds)
 
-    def host_drafts(self) -> list[list[int]]:
+    def host_drafts(self, selection: StepLevels | None = None) -> list[list[int]]:
         """What the host's cascade drafts on the same texts with the same uniforms."""
         slots = np.arange(len(self.index))
         order = self.index.long().numpy()
@@ -224,7 +245,8 @@ class Engine:
         tokens = np.zeros((len(slots), MAX_MODEL_LEN + 20), dtype=np.int32)
         tokens[:, :MAX_MODEL_LEN] = self.text.numpy()[order]
         levels = [TableLevel(t, PROMPT, keeps_cache=False) for t in self.tables]
-        self.cascade = cascade = _NumberedCascade(levels, self.options, len(slots), self.schedule)
+        numbered = _CountedCascade if self.host else _NumberedCascade
+        self.cascade = cascade = numbered(levels, self.options, len(slots), self.schedule)
         temperature = (self.temperature[:, None] * self.scales).numpy()[order]
         seeds = self.seeds.numpy()[order]
 
@@ -235,7 +257,7 @@ class Engine:
 
         def uniforms(requests, counts, level):
             owners, offsets = ragged_arange(counts)
-            first = first_draw(length[requests]) + cascade.first_offset(level)
+            first = first_draw(length[requests]) + cascade.first_offset(level, counts)
             return host_uniforms(seeds[requests[owners]], np.int64(level), first[owners] + offsets)
 
         batch = DraftBatch(
@@ -255,7 +277,7 @@ class Engine:
         )
         drafts_any = (room > 0) & (length >= self.schedule.window)
         requested = np.where(drafts_any, room + self.schedule.horizontal_tokens, 0)
-        drafts: DraftStore = cascade.propose(batch, slots, requested)
+        drafts: DraftStore = cascade.propose(batch, slots, requested, selection)
         return [drafts.token_ids[b, : drafts.counts[b]].tolist() for b in slots]
 
 
@@ -284,12 +306,46 @@ class _NumberedCascade(Cascade):
         self.depth -= 1
         return drafts
 
-    def first_offset(self, level: int) -> int:
+    def first_offset(self, level: int, counts: np.ndarray) -> int:
         lengths = self.schedule.draft_lengths
         if level == 0:
             return self.call[0] * lengths[0]
         number = self.call[level] * self.schedule.rounds[level] + self.round[level] - 1
         return number * (lengths[level - 1] + 1)
+
+
+class _CountedCascade(Cascade):
+    """Takes draws as `HostProgram` does: one after the other, as many as any request may need."""
+
+    def __init__(self, levels, options, num_slots, schedule: Schedule) -> None:
+        super().__init__(levels, options, num_slots, schedule.horizontal_tokens)
+        self.used = [0] * len(levels)
+
+    def first_offset(self, level: int, counts: np.ndarray) -> int:
+        first = self.used[level]
+        self.used[level] += int(counts.max(initial=0))
+        return first
+
+
+class TableCaches(LevelCaches):
+    """Of an `Engine`; `read` lets tables read prompts."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.levels = engine, engine.levels
+        self.computed = np.zeros((len(self.levels), MAX_NUM_REQS), dtype=np.int64)
+        self.marked = np.zeros_like(self.computed)
+        self.blocks = FilledBlocks(len(self.levels), BLOCK_SIZE)
+        self.speculator = SimpleNamespace(max_num_tokens=7)
+
+    def _table(self) -> np.ndarray:
+        return self.engine.blocks[0].numpy()
+
+    def _compute(self, level, slots, begins, counts) -> None:
+        model = self.levels[level]
+        for slot, begin, count in zip(slots.tolist(), begins, counts, strict=True):
+            end = int(begin + count)
+            places = model.places(slot, end)[int(begin) :]
+            model.cache[places] = self.engine.text[slot, int(begin) : end].long()
 
 
 @contextmanager
@@ -300,7 +356,7 @@ def reference_steps(engine: Engine, **replaced):
         what to pass to `Engine.propose`.
     """
     names = ("stage", "commit_draft", "commit_verify", "commit_unverified", "collect")
-    names += ("begin_tail", "append_tail")
+    names += ("begin_tail", "append_tail", "pass_on")
     steps = SimpleNamespace(
         place=partial(step_reference.place, tables=engine.blocks),
         observe_target=step_reference.observe_target,
@@ -313,5 +369,8 @@ def reference_steps(engine: Engine, **replaced):
         "sample_row": reference.sample_row,
         "verify_chain_padded": reference.verify_chain_padded,
     } | replaced
-    with mock.patch.multiple("vllm_hsd.runner_v2.program", cascade_steps=steps, **functions):
+    with (
+        mock.patch.multiple("vllm_hsd.runner_v2.program", cascade_steps=steps, **functions),
+        mock.patch("vllm_hsd.runner_v2.host_program.cascade_steps", steps),
+    ):
         yield steps

@@ -58,7 +58,7 @@ def stage(
             state.counts[top, COUNTS.accepted] += max(int(num_sampled[b]) - 1, 0)
 
 
-def place(state, schedule, op, groups, max_model_len, *, committed_too=True, tables):
+def place(state, schedule, op, groups, max_model_len, *, committed_too=True, lanes=0, tables):
     """``cascade_steps.place``; tables: what groups.table_ptrs points at, int32 [slots, blocks]."""
     num_reqs, q = int(state.num_reqs), op.query_length
     top = schedule.num_levels - 1
@@ -195,18 +195,27 @@ def begin_tail(state, schedule):
 
 def append_tail(state, schedule):
     """``cascade_steps.append_tail``."""
-    rows, below = state.rows[-1], state.rows[0]
+    _keep(state, schedule.num_levels - 1, 0)
+
+
+def pass_on(state, level, longest):
+    """``cascade_steps.pass_on``."""
+    _keep(state, level, level - 1)
+
+
+def _keep(state, level, feeder):
+    rows, below = state.rows[level], state.rows[feeder]
     assert rows is not None
     for b in range(state.batch):
-        origin, n = int(state.origin[b]), int(state.drafted[0, b])
+        origin, n = int(state.origin[b]), int(state.drafted[feeder, b])
         if origin >= 0:
             own = slice(origin, origin + n)
-            state.lse[-1][b, own] = 0 if below is None else state.lse[0][b, :n]
-            if state.temperature[-1, b] > 0 and below is not None:
+            state.lse[level][b, own] = 0 if below is None else state.lse[feeder][b, :n]
+            if state.temperature[level, b] > 0 and below is not None:
                 rows[b, own] = below[b, :n]
-            elif state.temperature[-1, b] > 0:
+            elif state.temperature[level, b] > 0:
                 _write_point_masses(rows[b, own], state.window[b, int(state.end[b]) - n :][:n])
-            state.drafted[-1, b] = origin + n
+            state.drafted[level, b] = origin + n
 
 
 def _write_point_masses(rows, token_ids):

@@ -1,6 +1,7 @@
 """Engines on vLLM's V2 runner, with kernels compiled for a CPU; see `support.engines` for jobs."""
 
 import itertools
+import os
 from collections.abc import Callable
 from functools import partial
 from unittest import mock
@@ -10,6 +11,8 @@ from support.exact_joint_distribution import chi_square_p_value, joint_distribut
 
 from vllm_hsd.engine import EngineProcess
 
+# Variable: proposals of which the host reads nothing, on a CPU too.
+AS_ON_GPUS = "HSD_AS_ON_GPUS"
 ENVIRONMENT = {**engines.ENVIRONMENT, "VLLM_USE_V2_MODEL_RUNNER": "1"}
 # Interpreted kernels cost milliseconds per row: few requests, small batches.
 ENGINE_DEFAULTS = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
@@ -133,7 +136,7 @@ def run_engine(
     work: Callable = engines.run_jobs,
     short_matches: bool = False,
 ) -> dict:
-    """As `engines.run_engine`, on the V2 runner.
+    """As `engines.run_engine`, on the V2 runner; with `AS_ON_GPUS` set, by fixed schedules.
 
     Args:
         env: further variables, which libraries may read at import: the process is spawned for them.
@@ -142,7 +145,7 @@ def run_engine(
         work: called there with the engine and the jobs.
     """
     engine = {**engines.ENGINE_DEFAULTS, **ENGINE_DEFAULTS, **engine}
-    prepare = partial(_prepare, patch, short_matches)
+    prepare = partial(_prepare, patch, short_matches, AS_ON_GPUS in os.environ)
     options = {"environment": {**ENVIRONMENT, **env}} if env else engines.forked(ENVIRONMENT)
     options["prepare"] = prepare
     with engines.logged() as log, EngineProcess(engine, log=log, **options) as process:
@@ -198,8 +201,12 @@ def run_counted_jobs(llm, jobs: dict[str, dict]) -> dict:
     return results
 
 
-def _prepare(patch: str | None, short_matches: bool) -> None:
+def _prepare(patch: str | None, short_matches: bool, as_on_gpus: bool) -> None:
     triton_cpu.prepare_vllm()
+    if as_on_gpus:
+        from vllm_hsd.runner_v2 import draft_lengths
+
+        draft_lengths.read_on_host = lambda: False
     if short_matches:
         from vllm_hsd.runner_v2 import suffix_lookup
 

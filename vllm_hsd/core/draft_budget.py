@@ -57,6 +57,7 @@ class DraftBudget:
         sources: of the lowest level; None where it drafts by given lengths.
         draft_lengths: most tokens per level, cheapest first.
         num_slots: requests at the same time.
+        whole: level 0 is a lookup, whose drafts take their time whatever their length.
 
     Attributes:
         times: seconds by tokens of a pass of every level, and last of the target's step, which is
@@ -67,7 +68,11 @@ class DraftBudget:
     """
 
     def __init__(
-        self, sources: Sources | None, draft_lengths: Sequence[int], num_slots: int
+        self,
+        sources: Sources | None,
+        draft_lengths: Sequence[int],
+        num_slots: int,
+        whole: bool = False,
     ) -> None:
         self.sources, self.lengths = sources, list(draft_lengths)
         self.target = len(self.lengths)
@@ -75,7 +80,7 @@ class DraftBudget:
         # Most tokens of a request that a verifier reads beside its last one.
         self.widest = (sources.branches if sources is not None else 1) * (self.longest + 1)
         self.times = [StepTimes() for _ in range(self.target + 1)]
-        self.whole = sources is not None and bool(sources.lookups)
+        self.whole = whole or (sources is not None and bool(sources.lookups))
         self.pass_times = StepTimes() if self.whole else self.times[0]
         # Sources right below the target decide token by token: there is nothing else to select.
         self.selects = sources is None or self.target > 1
@@ -207,6 +212,9 @@ class DraftBudget:
             for top in range(target)
         ]
         best = max(range(target), key=lambda top: gains[top][0])
+        if offer is not None and target == 1:
+            price = rate * float(seconds[0][-1])
+            self.gained = gains[0][0] + price if gains[0][0] > 0 else 0.0
         if gains[best][0] > 0:
             self.trials.pays(self.rows[best, target])
         for top in range(target):
@@ -348,8 +356,8 @@ class DraftBudget:
 
     def _searched(self, size: int) -> None:
         """Take in what a search of lookups alone gained for the target, and what it cost."""
-        assert self.sources is not None
-        if self.sources.drafter is None and self.target == 1 and not self.times[1].empty:
+        drafter = None if self.sources is None else self.sources.drafter
+        if drafter is None and self.target == 1 and not self.times[1].empty:
             cost = self._rate(1, size) * self.times[0].seconds(size)
             self.searches.observe(self.times[0].nearest(size), self.gained, cost)
 

@@ -66,9 +66,11 @@ class LearnedLengths:
     issue=NONE_FILED,
 )
 def make_scheduler(original, self, *args, **kwargs):
+    from vllm_hsd.runner_v2.spec_config import learns_one_length
+
     original(self, *args, **kwargs)
     hsd = getattr(self.vllm_config.speculative_config, "hsd", None)
-    if hsd is not None and hsd.adaptive and self.dynamic_sd_lookup is not None:
+    if hsd is not None and learns_one_length(hsd) and self.dynamic_sd_lookup is not None:
         limit = self.vllm_config.speculative_config.max_batch_size(
             self.vllm_config.scheduler_config
         )

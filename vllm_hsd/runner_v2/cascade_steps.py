@@ -101,6 +101,7 @@ def place(
     max_model_len: int,
     *,
     committed_too: bool = True,
+    lanes: int = 0,
 ) -> None:
     """Write the inputs of an op's forward pass, and for a verification what it verifies.
 
@@ -113,6 +114,7 @@ def place(
         max_model_len: positions end before it.
         committed_too: False for a level in the target's own cache (early exits): it leaves the
             entries of committed tokens alone, but for the last one, which the target lacks.
+        lanes: most tokens that any op feeds for a request, where kernels serve all; 0: this one's.
     """
     verifies = isinstance(op, Verify)
     step_kernels.place_kernel[(state.batch, groups.block_sizes.shape[0])](
@@ -133,12 +135,12 @@ def place(
         state.slot,
         *groups,
         max_model_len,
+        op.draft_length if isinstance(op, Verify) else 0,
+        op.query_length,
         LEVEL=op.level,
         LEVELS=schedule.num_levels,
         VERIFIES=verifies,
-        DRAFT=op.draft_length if isinstance(op, Verify) else 0,
-        QUERY=op.query_length,
-        LANES=padded_size(op.query_length),
+        LANES=padded_size(lanes or op.query_length),
         WINDOW=schedule.window,
         COMMITTED_TOO=committed_too,
         num_warps=1,
@@ -200,13 +202,13 @@ def commit_verify(
 
     Args:
         logits: [B * (n + 1), V] of the level's dtype, contiguous rows.
-        result: of the verification of `state.sampled` by these logits.
+        result: of the verification of `state.sampled` by these logits; its drafts may be longer.
         thresholds: float32 [B * (n + 1)] of the rows, below which they are stored as -inf.
 
     Raises:
         ValueError: logits that are not of the rows' dtype or width.
     """
-    rows = _rows(state, op.level, logits)
+    rows, longest = _rows(state, op.level, logits), result.token_ids.shape[1] - 1
     vocab_size = rows.shape[2]
     commit_kernels.commit_verify_kernel[(state.batch, triton.cdiv(vocab_size, COPY_CHUNK))](
         rows,
@@ -226,9 +228,10 @@ def commit_verify(
         logits,
         logits.stride(0),
         vocab_size,
+        op.draft_length + 1,
         LEVEL=op.level,
-        DRAFT=op.draft_length,
-        LANES=padded_size(op.draft_length + 1),
+        DRAFT=longest,
+        LANES=padded_size(longest + 1),
         N=rows.shape[1],
         CHUNK=min(COPY_CHUNK, padded_size(vocab_size)),
         num_warps=COPY_WARPS,
@@ -258,7 +261,8 @@ def commit_unverified(
     """
     rows = _rows(state, op.level, logits)
     own = token_ids, lse, thresholds, logits, logits.stride(0)
-    _pass_on(state, op.level, op.level - 1, op.draft_length, rows, taken, own, adds=True)
+    longest = state.lse[op.level - 1].shape[1]
+    _pass_on(state, op.level, op.level - 1, longest, rows, taken, own, adds=True)
 
 
 def begin_tail(state: ProposalState, schedule: Schedule) -> None:
@@ -275,11 +279,23 @@ def begin_tail(state: ProposalState, schedule: Schedule) -> None:
 
 def append_tail(state: ProposalState, schedule: Schedule) -> None:
     """Make level 0's draft part of the top level's, with the rows that it was drawn from."""
-    top, taken = schedule.num_levels - 1, state.drafted[0]
-    rows = state.rows[top]
+    _keep(state, schedule.num_levels - 1, 0, schedule.horizontal_tokens)
+
+
+def pass_on(state: ProposalState, level: int, longest: int) -> None:
+    """Make the draft from below that of a level which adds nothing, as `append_tail`.
+
+    Args:
+        longest: most tokens of it.
+    """
+    _keep(state, level, level - 1, longest)
+
+
+def _keep(state: ProposalState, level: int, feeder: int, longest: int) -> None:
+    rows, taken = state.rows[level], state.drafted[feeder].clone()
     assert rows is not None
-    nothing = taken, state.lse[0], state.lse[0], rows, 0
-    _pass_on(state, top, 0, schedule.horizontal_tokens, rows, taken, nothing, adds=False)
+    nothing = taken, state.lse[level], state.lse[level], rows, 0
+    _pass_on(state, level, feeder, longest, rows, taken, nothing, adds=False)
 
 
 def _pass_on(

@@ -78,6 +78,9 @@ class Program:
         confidence: takes in the rows of the drafts that the target verifies; None if nobody asks.
     """
 
+    # See `cascade_steps.place`.
+    lanes = 0
+
     def __init__(
         self,
         schedule: Schedule,
@@ -106,45 +109,60 @@ class Program:
             if isinstance(op, Choose):
                 cast(ProgramSources, self.sources).choose(state)
                 continue
-            level = cast(ProgramLevel, self.levels[op.level])
-            cascade_steps.place(
-                state,
-                self.schedule,
-                op,
-                self.groups,
-                self.max_model_len,
-                committed_too=not level.in_target_cache,
-            )
-            logits = level.forward(state, op, self.schedule.num_logits(op))
-            if isinstance(op, Draft):
-                thresholds = row_thresholds(logits, state.temperature[0], state.filters)
-                token_ids, lse = sample_row(
-                    logits,
-                    state.temperature[0],
-                    state.seeds,
-                    state.draws,
-                    level=0,
-                    draw_offset=op.draw,
-                    thresholds=thresholds,
-                    # Of the last token that each request has fed.
-                    positions=state.positions[: state.batch * op.query_length].view(
-                        state.batch, -1
-                    )[:, -1],
-                )
-                if self.thresholds is not None:
-                    end_unsure_drafts(self.thresholds, state, op, logits)
-                if self.confidence is not None and self.schedule.num_levels == 1:
-                    self.confidence.measure(logits, state.slot, self.confidence.places[op.step])
-                cascade_steps.commit_draft(state, op, logits, token_ids, lse, thresholds)
-            elif self.verifiers[op.level] == "none":
-                self._append_unverified(state, op, logits)
-            else:
-                self._verify(state, op, logits)
+            self._run_level(state, op)
+        self._finish(state)
+
+    def _run_level(self, state: ProposalState, op: Draft | Verify) -> None:
+        """A forward pass of a level and what it adds to the text."""
+        level = cast(ProgramLevel, self.levels[op.level])
+        cascade_steps.place(
+            state,
+            self.schedule,
+            op,
+            self.groups,
+            self.max_model_len,
+            committed_too=not level.in_target_cache,
+            lanes=self.lanes,
+        )
+        logits = level.forward(state, op, self.schedule.num_logits(op))
+        if isinstance(op, Draft):
+            self._draw(state, op, logits)
+        elif self.verifiers[op.level] == "none":
+            self._append_unverified(state, op, logits)
+        else:
+            self._verify(state, op, logits)
+
+    def _finish(self, state: ProposalState) -> None:
+        """Hand the draft over, the horizontal tokens with it."""
         if self.schedule.horizontal_tokens:
             if self.thresholds is not None:
                 pass_entropies_on(self.thresholds, state)
             cascade_steps.append_tail(state, self.schedule)
         cascade_steps.collect(state, self.schedule)
+
+    def _draw(self, state: ProposalState, op: Draft, logits: torch.Tensor) -> None:
+        """Append a token of level 0."""
+        thresholds = row_thresholds(logits, state.temperature[0], state.filters)
+        token_ids, lse = sample_row(
+            logits,
+            state.temperature[0],
+            state.seeds,
+            state.draws,
+            level=0,
+            draw_offset=op.draw,
+            thresholds=thresholds,
+            # Of the last token that each request has fed.
+            positions=state.positions[: state.batch * op.query_length].view(state.batch, -1)[:, -1],
+        )
+        if self.thresholds is not None:
+            end_unsure_drafts(self.thresholds, state, op, logits)
+        if self.confidence is not None and self.schedule.num_levels == 1:
+            self.confidence.measure(logits, state.slot, self.confidence.places[op.step])
+        cascade_steps.commit_draft(state, op, logits, token_ids, lse, thresholds)
+
+    def most_verified(self, op: Verify) -> int:
+        """Tokens of a draft for which kernels are compiled."""
+        return op.draft_length
 
     def _append_unverified(self, state: ProposalState, op: Verify, logits: torch.Tensor) -> None:
         """Keep the draft from below and draw a token after it; `core.verified`."""
@@ -191,7 +209,7 @@ class Program:
             temperature,
             state.seeds,
             state.draws,
-            max_draft_tokens=op.draft_length,
+            max_draft_tokens=self.most_verified(op),
             method=self.verifiers[op.level],
             level=op.level,
             draw_offset=op.draw,

@@ -272,5 +272,5 @@ def row_dtypes(
 
 
 def _row_starts(schedule: Schedule, steps: torch.Tensor) -> dict[int, torch.Tensor]:
-    verified = {op.draft_length for op in schedule.ops if isinstance(op, Verify)}
-    return {n: steps * (n + 1) for n in sorted(verified)}
+    verified = [op.draft_length for op in schedule.ops if isinstance(op, Verify)]
+    return {n: steps * (n + 1) for n in range(max(verified, default=-1) + 1)}

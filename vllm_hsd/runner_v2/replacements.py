@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.registry import NONE_FILED, PLUGIN_ISSUE
+from vllm_hsd.runner_v2 import draft_lengths
 from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER
 
 
@@ -60,7 +61,8 @@ def new_head(original, cls, vllm_config, *args, **kwargs):
 def new_draft_model_speculator(original, cls, vllm_config, *args, **kwargs):
     stock = cls.__name__ == "StandaloneARSpeculator"
     if stock and getattr(vllm_config.speculative_config, "hsd", None) is not None:
+        from vllm_hsd.runner_v2.host_speculator import HostSpeculator
         from vllm_hsd.runner_v2.speculator import CascadeSpeculator
 
-        cls = CascadeSpeculator
+        cls = HostSpeculator if draft_lengths.read_on_host() else CascadeSpeculator
     return original(cls) if original is object.__new__ else original(cls, vllm_config)

@@ -24,18 +24,22 @@ class RequestParameters:
     Attributes:
         coupled: bool [max_num_reqs] on the host.
         filtered: bool [max_num_reqs] on the host, sampled with top-k, top-p or min-p.
+        entered: bool [max_num_reqs] on the host, of slots with a new or resumed request; whoever
+            takes note of one resets it.
     """
 
     def __init__(self, states: Any, couples_all: bool) -> None:
         self.states, self.couples_all = states, couples_all
         self.coupled = np.zeros(states.max_num_reqs, dtype=bool)
         self.filtered = np.zeros(states.max_num_reqs, dtype=bool)
+        self.entered = np.zeros(states.max_num_reqs, dtype=bool)
         self.signed = UvaBackedTensor(states.max_num_reqs, dtype=torch.float32)
         self.changed = False
 
     def add_request(self, slot: int) -> None:
         """Take over what vLLM knows of a slot's new request."""
         states = self.states
+        self.entered[slot] = True
         temperature = states.temperature.np[slot]
         self.coupled[slot] = temperature != 0 and (self.couples_all or states.seeds_set[slot])
         self.filtered[slot] = temperature != 0 and (

@@ -13,6 +13,7 @@ from vllm.config.utils import config
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.errors import NeedsV1, UserError, collected
 from vllm_hsd.levels import KINDS, LevelConfig
+from vllm_hsd.runner_v2 import draft_lengths
 from vllm_hsd.runner_v2.schedule import Schedule, compile_schedule
 from vllm_hsd.shared_hooks import NeedsHooks
 from vllm_hsd.spec_config import USE_V1, CascadeSpeculativeConfig
@@ -97,13 +98,14 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
         super().adapt(scheduler_config)
         largest = scheduler_config.max_num_seqs
         limit = self.max_batch_size(scheduler_config)
-        if largest <= limit and self.hsd.adaptive:
+        learns = learns_one_length(self.hsd)
+        if largest <= limit and learns:
             # vLLM captures the target for the lengths of the table, up to its largest batch;
             # `LearnedLengths` chooses among them.
             limit = max(largest - 1, 1)
         table = _by_batch_size(self, limit)
         # With one draft length, and no table, vLLM pads prefix hits to it, and captures them.
-        one = largest < table[1][0] and not self.hsd.adaptive
+        one = largest < table[1][0] and not learns
         self.num_speculative_tokens_per_batch_size = None if one else table
 
     def max_batch_size(self, scheduler_config) -> int:
@@ -207,7 +209,7 @@ def _check(hsd: CascadeConfig, target_parallel_config, is_stock: bool) -> None:
         UserError: names the key.
     """
     launcher = target_parallel_config.distributed_executor_backend
-    if hsd.adaptive and launcher == "external_launcher":
+    if learns_one_length(hsd) and launcher == "external_launcher":
         raise UserError(
             "adaptive does not run with external_launcher on vLLM's V2 runner, where every rank "
             f"schedules by its own clock: remove adaptive or {USE_V1}."
@@ -259,6 +261,14 @@ def schedule_of(hsd: CascadeConfig, longest: int | None = None) -> Schedule:
     )
 
 
+def learns_one_length(hsd: CascadeConfig) -> bool:
+    """Whether `adaptive` chooses a length for all requests of a step, before it is scheduled.
+
+    Not where scheduling waits for drafts, of any length.
+    """
+    return hsd.adaptive and not draft_lengths.read_on_host()
+
+
 def ladder_of(hsd: CascadeConfig) -> list[int]:
     """Draft lengths that the scheduler may choose between, longest first; the first is configured.
 
@@ -266,7 +276,7 @@ def ladder_of(hsd: CascadeConfig) -> list[int]:
     `branches` they are those of one row.
     """
     longest = hsd.num_speculative_tokens
-    shorter = {longest // 2, longest // 4} if hsd.adaptive else set()
+    shorter = {longest // 2, longest // 4} if learns_one_length(hsd) else set()
     return [longest, *sorted((n for n in shorter if n >= shortest_of(hsd)), reverse=True)]
 
 

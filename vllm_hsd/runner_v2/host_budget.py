@@ -1,0 +1,119 @@
+"""How much a proposal on a CPU drafts, and by which levels: `core.draft_budget` on the V2 runner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from vllm.distributed.parallel_state import get_tp_group
+
+from vllm_hsd.core import clock
+from vllm_hsd.core.draft_budget import DraftBudget
+from vllm_hsd.core.levels import StepLevels
+from vllm_hsd.core.rounds import Round
+from vllm_hsd.runner_v2.host_program import HostProgram
+from vllm_hsd.runner_v2.proposal_state import ProposalState
+
+
+class HostBudget:
+    """Selects the levels and the draft length of every request, by what was learned while serving.
+
+    Args:
+        has_lookup: level 0 drafts without forward passes.
+        lengths: most tokens per level.
+        max_num_reqs: request slots.
+        longest: most tokens of a request in a step without prompts.
+
+    Attributes:
+        top: int64 [slots], the level whose draft the target verifies.
+    """
+
+    def __init__(
+        self, has_lookup: bool, lengths: list[int], max_num_reqs: int, longest: int
+    ) -> None:
+        self.budget = DraftBudget(None, lengths, max_num_reqs, whole=has_lookup)
+        self.longest = longest
+        self.top = np.zeros(max_num_reqs, dtype=np.int64)
+        self.verified = np.zeros(max_num_reqs, dtype=bool)
+        self.drafted: float | None = None
+        self.began = 0.0
+
+    def step_ended(
+        self, input_batch: Any, program: HostProgram, sampled: np.ndarray, rejected: np.ndarray
+    ) -> None:
+        """Take in a step of the target: [n] tokens that requests sampled, and were fed in vain."""
+        count = input_batch.num_reqs
+        slots, now = input_batch.idx_mapping_np[:count], clock.seconds()
+        accepted = np.maximum(sampled - 1, 0)
+        # Drafts that were cut, or not verified, say nothing of their other tokens.
+        told = self.verified[slots] & (sampled > 0)
+        for top in np.unique(self.top[slots[told]]).tolist():
+            own = told & (self.top[slots] == top)
+            drafts = program.drafted[top]
+            drafts.counts[slots[own]] = np.minimum(
+                drafts.counts[slots[own]], (accepted + rejected)[own]
+            )
+            self._tell(top, slots[own], drafts, accepted=accepted[own])
+        self.verified[slots] = False
+        scheduled = input_batch.num_scheduled_tokens[:count]
+        decodes = not input_batch.has_prefill and (sampled > 0).all()
+        if decodes and self.drafted is not None and scheduled.max() <= self.longest:
+            self.budget.times[-1].observe(int(scheduled.sum()), now - self.drafted)
+        self.began = now
+
+    def select(self, program: HostProgram, state: ProposalState, running: int) -> StepLevels:
+        """What is drafted in this step, after `HostProgram.begin`."""
+        drafts, offer = program.drafts, None
+        slots, most = program.slots[drafts], state.requested[-1].numpy()[drafts].astype(np.int64)
+        if program.has_lookup and drafts.any():
+            if not self._searches(len(slots)):
+                return StepLevels()
+            offer = program.offer(state, drafts)
+        group = get_tp_group()
+        # Clocks differ by rank, and all ranks must draft alike.
+        if group.rank_in_group > 0:
+            selected: StepLevels | None = group.broadcast_object()
+        else:
+            selected = self.budget.prices(slots, most, True, running, offer).selection
+            if group.world_size > 1:
+                group.broadcast_object(selected)
+        if selected is None:
+            # Nothing is known yet.
+            selected = program.everything
+        if selected.levels and program.thresholds is not None:
+            # Entropies of a draft are those of all levels.
+            selected = replace(program.everything, most=selected.most)
+        return selected
+
+    def _searches(self, size: int) -> bool:
+        """Whether lookups right below the target search for so many requests."""
+        budget = self.budget
+        return budget.target > 1 or budget.searches.due(budget.times[0].nearest(size))
+
+    def proposal_ended(self, program: HostProgram, state: ProposalState) -> None:
+        """Take in what was drafted for the target."""
+        slots, top = program.slots[program.drafts], program.selection.top
+        drafts = program.drafted[top]
+        drafts.counts[slots] = state.draft_length.numpy()[program.drafts]
+        self.top[slots] = top
+        self.verified[slots] = drafts.counts[slots] > 0
+        self.drafted = clock.seconds()
+        requested = state.requested[-1].numpy()[program.drafts].astype(np.int64)
+        self._tell(
+            top, slots, drafts, requested=requested, drafting_seconds=self.drafted - self.began
+        )
+
+    def forget(self, slot: int) -> None:
+        """The slot has a new request."""
+        self.budget.forget(slot)
+        self.verified[slot] = False
+
+    def nothing_drafted(self) -> None:
+        """The step has no proposal."""
+        self.drafted = clock.seconds()
+
+    def _tell(self, level: int, slots: np.ndarray, drafts: Any, **facts: Any) -> None:
+        if len(slots):
+            verifier = self.budget.target
+            self.budget.observe(Round(level, verifier, slots, drafts, **facts))

@@ -1,0 +1,161 @@
+"""The cascade on a CPU, where scheduling waits for each step and the host reads every tensor.
+
+Levels run as the recursion has it (`host_program`), read texts when they draft for them
+(`level_caches`), and with `adaptive` take part where they pay (`host_budget`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from vllm_hsd.runner_v2.entropy_stopping import observe_target
+from vllm_hsd.runner_v2.host_budget import HostBudget
+from vllm_hsd.runner_v2.host_estimates import estimates_of
+from vllm_hsd.runner_v2.host_program import HostProgram
+from vllm_hsd.runner_v2.level_caches import LevelCaches
+from vllm_hsd.runner_v2.program import ProgramSources
+from vllm_hsd.runner_v2.proposal_state import COUNTS, KVGroups
+from vllm_hsd.runner_v2.schedule import Lookup
+from vllm_hsd.runner_v2.sources import SourcesLookup
+from vllm_hsd.runner_v2.speculator import CascadeSpeculator
+
+
+class HostSpeculator(CascadeSpeculator):
+    """A `CascadeSpeculator` without CUDA graphs and fixed schedules.
+
+    Attributes:
+        caches: what the levels have computed.
+        budget: with `adaptive`; None without.
+    """
+
+    program: HostProgram
+    caches: LevelCaches
+    budget: HostBudget | None = None
+
+    def _shorter_states(self) -> dict[int, Any]:
+        return {}
+
+    def _build_programs(self, levels: list[Any], groups: KVGroups) -> None:
+        sources, estimates, text = None, None, self.req_states.all_token_ids.gpu
+        if levels[0] is None:
+            levels[0] = partial(cast(Any, self.lookup), text=text)
+            estimates = estimates_of(self.hsd.levels[0], self.lookup)
+        elif isinstance(self.lookup, SourcesLookup):
+            offer = partial(self.lookup.offer, text=text)
+            sources = ProgramSources(offer, self.lookup.choose, self.lookup.drawn)
+        own = [None if level is None or level.in_target_cache else level for level in self.hosted]
+        self.caches = LevelCaches(self, own, self.max_num_reqs)
+        if self.hsd.adaptive:
+            self.budget = HostBudget(
+                sources is None and isinstance(self.schedule.ops[0], Lookup),
+                list(self.schedule.kept_lengths),
+                self.max_num_reqs,
+                self.schedule.num_speculative_tokens + 1,
+            )
+        self.program = HostProgram(
+            self.schedule,
+            levels,
+            self.verifiers,
+            groups,
+            self.max_model_len,
+            self.thresholds,
+            sources,
+            max_rounds=[options.max_rounds for options in self.hsd.options()],
+            caches=self.caches,
+            listener=None if self.budget is None else self.budget.budget.observe,
+            estimates=None if self.budget is None else estimates,
+        )
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch,
+        attn_metadata,
+        slot_mappings,
+        last_hidden_states,
+        aux_hidden_states,
+        num_sampled,
+        num_rejected,
+        last_sampled,
+        next_prefill_tokens,
+        temperature,
+        seeds,
+        dp_sync_state=None,
+        dummy_run=False,
+        skip_attn_for_dummy_run=False,
+        mm_inputs=None,
+        is_profile=False,
+        num_speculative_tokens=None,
+    ) -> torch.Tensor:
+        count = input_batch.num_reqs
+        drafts = self.draft_tokens[:count]
+        if dummy_run:
+            self._ingest(input_batch, attn_metadata, slot_mappings, with_logits=True)
+            return drafts
+        slots, program = input_batch.idx_mapping_np[:count], self.program
+        self._take_in(input_batch, slots, num_sampled, num_rejected)
+        if num_speculative_tokens == 0 or count > self.state.batch:
+            self.state.counts[-1, COUNTS.accepted] += (num_sampled - 1).clamp(min=0).sum()
+            self.state.row_of_slot.fill_(-1)
+            if self.budget is not None:
+                self.budget.nothing_drafted()
+            # The target may be fed them, and vLLM leaves -1 in them after steps without drafts.
+            return drafts.zero_()
+        state = self.state.bucket(count)
+        self._set_longest(input_batch)
+        self._stage(state, self.schedule, input_batch.idx_mapping, num_sampled)
+        self._limit(state, input_batch, slots)
+        program.begin(state)
+        if self.budget is None:
+            program.run(state)
+        else:
+            program.run(state, self.budget.select(program, state, count))
+            self.budget.proposal_ended(program, state)
+        for k, passes in enumerate(program.passes):
+            self.counts.forwards[k] += passes
+        if self.branches is not None:
+            self.branches.state = state
+            self.branches.flat_drafts(slots, self.schedule.window, drafts)
+        else:
+            drafts[:, : state.longest] = state.draft_tokens[:count]
+        return drafts
+
+    def _take_in(self, input_batch, slots, num_sampled, num_rejected) -> None:
+        """What became of the last proposal, and which requests are new."""
+        if self.thresholds is not None:
+            observe_target(
+                self.thresholds,
+                self.state,
+                index=input_batch.idx_mapping.int(),
+                num_sampled=num_sampled,
+                num_rejected=num_rejected,
+            )
+        entered = self.parameters.entered
+        self.caches.step_began(input_batch, entered)
+        new = slots[entered[slots]]
+        entered[new] = False
+        if self.budget is not None:
+            sampled, rejected = num_sampled.numpy(), num_rejected.numpy()
+            self.budget.step_ended(input_batch, self.program, sampled, rejected)
+            for slot in new.tolist():
+                self.budget.forget(slot)
+        for learned in (self.thresholds, self.lookup):
+            if len(new) and hasattr(learned, "forget"):
+                learned.forget(torch.from_numpy(new.astype(np.int64)))
+
+    def _limit(self, state, input_batch, slots) -> None:
+        """Draft neither the last token that max_tokens allows nor, with `adaptive`, the second.
+
+        The target adds a token to every draft; and a first token does not wait for a model that
+        reads the prompt.
+        """
+        requested, limits = state.requested[-1].numpy(), self.req_states.max_seq_len[slots]
+        length = self.req_states.total_len.gpu.numpy()[slots]
+        np.minimum(requested, np.maximum(limits - length - 1, 0), out=requested)
+        if self.budget is not None and any(level is not None for level in self.caches.levels):
+            first = length - input_batch.prefill_len_np[: len(slots)] == 1
+            requested[first] = 0

@@ -1,0 +1,165 @@
+"""What levels have computed of each text, where the host knows and they read late: on a CPU.
+
+A level reads a text when it drafts for it, all that it has missed in one pass. One that a step
+leaves out computes nothing, prompts included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_hsd.core.drafts import ragged_arange
+
+
+class FilledBlocks:
+    """Blocks of the KV cache that a level has filled, by level and block id.
+
+    vLLM's prefix cache knows what the target has computed. A level that sat out has not: a request
+    that hits a prefix may use the level's entries only up to the first block that it left out.
+
+    Args:
+        num_levels: levels of the cascade.
+        block_size: tokens in a block.
+    """
+
+    def __init__(self, num_levels: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.filled = np.zeros((num_levels, 0), dtype=bool)
+
+    def begin(self, blocks: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
+        """The target wrote positions starts[i] to ends[i]: blocks begun there hold nothing yet.
+
+        Args:
+            blocks: [n, width] block ids of each request, in the order of its positions.
+            starts, ends: [n] int64.
+        """
+        first = -(-starts // self.block_size)
+        owners, offsets = ragged_arange(np.maximum(-(-ends // self.block_size) - first, 0))
+        self._reserve(blocks)
+        self.filled[:, blocks[owners, first[owners] + offsets]] = False
+
+    def fill(self, level: int, blocks: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
+        """`level` computed positions starts[i] to ends[i] of each request: mark whole blocks."""
+        first = starts // self.block_size
+        owners, offsets = ragged_arange(np.maximum(ends // self.block_size - first, 0))
+        self._reserve(blocks)
+        self.filled[level, blocks[owners, first[owners] + offsets]] = True
+
+    def usable(self, blocks: np.ndarray, length: int) -> np.ndarray:
+        """[levels] int64 leading positions, of `length`, that each level has in blocks [width]."""
+        count = -(-length // self.block_size)
+        self._reserve(blocks)
+        leading = np.logical_and.accumulate(self.filled[:, blocks[:count]], axis=1).sum(1)
+        return np.minimum(leading * self.block_size, length)
+
+    def _reserve(self, blocks: np.ndarray) -> None:
+        missing = int(blocks.max(initial=0)) + 1 - self.filled.shape[1]
+        if missing > 0:
+            self.filled = np.pad(self.filled, ((0, 0), (0, missing)))
+
+
+class LevelCaches:
+    """How much of each text the levels have computed, and how they read the rest.
+
+    Args:
+        speculator: the cascade.
+        levels: those that run forward passes in caches of their own, None for others.
+        max_num_reqs: request slots.
+
+    Attributes:
+        computed: int64 [L, max_num_reqs] leading tokens with valid KV entries.
+    """
+
+    def __init__(self, speculator: Any, levels: list[Any], max_num_reqs: int) -> None:
+        self.speculator, self.levels = speculator, levels
+        self.computed = np.zeros((len(levels), max_num_reqs), dtype=np.int64)
+        self.marked = np.zeros_like(self.computed)
+        self.blocks = FilledBlocks(len(levels), speculator.block_tables.block_sizes[0])
+
+    def step_began(self, input_batch: Any, entered: np.ndarray) -> None:
+        """The target has computed a step: take note of requests that joined and of new blocks.
+
+        Args:
+            input_batch: vLLM's, of the step.
+            entered: bool [max_num_reqs], slots whose requests are new, or resumed.
+        """
+        count = input_batch.num_reqs
+        slots = input_batch.idx_mapping_np[:count]
+        starts = input_batch.num_computed_tokens_np[:count].astype(np.int64)
+        table = self._table()
+        for slot, hit in zip(slots[entered[slots]], starts[entered[slots]], strict=True):
+            usable = self.blocks.usable(table[slot], int(hit)) if hit else 0
+            self.computed[:, slot] = self.marked[:, slot] = usable
+        self.blocks.begin(table[slots], starts, starts + input_batch.num_scheduled_tokens[:count])
+
+    def committed(self, slots: np.ndarray, length: np.ndarray) -> None:
+        """Forget what levels have computed after the text: [n] slots and tokens, the last one new."""
+        computed = np.minimum(self.computed[:, slots], length - 1)
+        self.computed[:, slots] = computed
+        begun, table = np.minimum(self.marked[:, slots], computed), self._table()[slots]
+        for k, level in enumerate(self.levels):
+            if level is not None:
+                self.blocks.fill(k, table, begun[k], computed[k])
+        self.marked[:, slots] = computed
+
+    def read(self, level: int, slots: np.ndarray, ends: np.ndarray) -> None:
+        """Let a level compute the texts up to ends[i] tokens: [n] int64 each."""
+        most = self.speculator.max_num_tokens
+        while True:
+            begins = self.computed[level, slots]
+            counts = np.maximum(ends - begins, 0)
+            counts = np.diff(np.minimum(np.cumsum(counts), most), prepend=0)
+            reads = counts > 0
+            if not reads.any():
+                return
+            self._compute(level, slots[reads], begins[reads], counts[reads])
+            self.computed[level, slots] += counts
+
+    def _compute(
+        self, level: int, slots: np.ndarray, begins: np.ndarray, counts: np.ndarray
+    ) -> None:
+        # Programs run where no vLLM is installed.
+        from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
+
+        speculator, model = self.speculator, self.levels[level]
+        owners, offsets = ragged_arange(counts)
+        index = torch.from_numpy(slots.astype(np.int64))
+        positions = torch.from_numpy(begins[owners] + offsets)
+        text = speculator.req_states.all_token_ids.gpu
+        input_ids = text[index[torch.from_numpy(owners)], positions].int()
+        starts = torch.from_numpy(np.concatenate(([0], np.cumsum(counts)))).int()
+        ends = torch.from_numpy(begins + counts).int()
+        tables, total = speculator.block_tables, len(positions)
+        slot_mappings = tables.compute_slot_mappings(
+            index.int(),
+            starts,
+            positions,
+            total,
+            out=torch.empty(tables.num_kv_cache_groups, total, dtype=torch.int64),
+        )
+        metadata = build_attn_metadata(
+            attn_groups=model.groups,
+            num_reqs=len(slots),
+            num_tokens=total,
+            query_start_loc_gpu=starts,
+            query_start_loc_cpu=starts,
+            max_query_len=int(counts.max()),
+            seq_lens=ends,
+            max_seq_len=speculator.max_model_len,
+            block_tables=[table.gpu[index] for table in tables.block_tables],
+            slot_mappings=slot_mappings,
+            kv_cache_config=speculator.kv_cache_config,
+            seq_lens_cpu_upper_bound=ends,
+            positions=positions,
+            is_prefilling=torch.ones(len(slots), dtype=torch.bool),
+        )
+        mappings = build_slot_mappings_by_layer(slot_mappings, speculator.kv_cache_config)
+        model.compute(input_ids, positions, metadata, mappings)
+
+    def _table(self) -> np.ndarray:
+        """[max_num_reqs, width] ids of the KV blocks of every slot, in the first KV-cache group."""
+        table: np.ndarray = self.speculator.block_tables.block_tables[0].gpu.numpy()
+        return table
