@@ -2,11 +2,12 @@
 
     python -m benchmarks.studies.runners --prompts DIR          # or `make bench-runners`
 
-SmolLM2, or any target (`--model`), with no speculation and with a suffix lookup of fixed lengths.
-On V2 every launch of a Triton kernel is counted and timed.
+SmolLM2 with lookups, or Qwen2.5-Coder with a lookup, a model and both (`--family`). On V2 every
+launch of a Triton kernel is counted and timed.
 """
 
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -17,8 +18,10 @@ import numpy as np
 
 from benchmarks import sweep
 from benchmarks.common import RESULTS, write_csv
+from benchmarks.models.qwen_coder import qwen_coder
 from benchmarks.models.smollm2 import smollm2
-from benchmarks.studies.configs import SUFFIX, fixed
+from benchmarks.studies.configs import NGRAM, SUFFIX, fixed
+from benchmarks.studies.family import configs as qwen_configs
 from benchmarks.sweep import PLAIN
 from vllm_hsd.engine import EngineProcess, Generation, generate
 from vllm_hsd.planner.prompts import encode
@@ -30,11 +33,19 @@ LONGEST_PROMPT = 600
 SILENT = {"suffix": {"min_acceptance": 1.0}}
 
 
-def configs() -> dict[str, dict[str, Any] | None]:
+def configs(family: bool) -> dict[str, dict[str, Any] | None]:
+    """By the names of the tables."""
+    if family:
+        named = ("suffix 8", "0.5B 3", "suffix 4 < 0.5B 8", "adaptive: suffix 4 < 0.5B 8")
+        found = qwen_configs()
+        return {PLAIN: None, **{name: found[name] for name in named}}
+    mixed = {"sources": [SUFFIX, NGRAM], "branches": 4}
     return {
         PLAIN: None,
         "suffix 8": fixed(SUFFIX),
         "suffix that drafts nothing": fixed(SILENT),
+        "adaptive: suffix 8": fixed(SUFFIX, adaptive=True),
+        "adaptive: sources, 4 rows": fixed(mixed, length=4, adaptive=True),
     }
 
 
@@ -88,24 +99,49 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]
 def main() -> int:
     parser = sweep.options(__doc__, RESULTS / "runners", sets=True)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--family", action="store_true", help="Qwen2.5-Coder, not SmolLM2")
+    parser.add_argument("--only", nargs="+", help="names of configurations")
+    parser.add_argument(
+        "--apart", action="store_true", help="two engines at a time, of one configuration"
+    )
     options = parser.parse_args()
     texts, _ = sweep.read_sets(options.prompts, options.num_prompts)
+    target = os.path.relpath(qwen_coder("1.5B")) if options.family else str(smollm2())
     arguments = {
-        "model": options.model or str(smollm2()),
+        "model": options.model or target,
         "dtype": options.dtype,
         "enforce_eager": not options.compiled,
         "max_model_len": 1024,
         "max_num_seqs": max(options.batches),
-        "kv_cache_memory_bytes": 1 << 30,
+        "kv_cache_memory_bytes": 1 << 28 if options.family else 1 << 30,
         "enable_prefix_caching": False,
     }
-    keys = [(runner, name) for name in configs() for runner in RUNNERS]
+    chosen = configs(options.family)
+    names = options.only or list(chosen)
+    rows: list[dict[str, Any]] = []
+    for together in [[name] for name in names] if options.apart else [names]:
+        rows += compare({name: chosen[name] for name in together}, arguments, texts, options)
+    label = "compiled" if options.compiled else "eager"
+    family = "_family" if options.family else ""
+    write_csv(options.output / f"runners{family}_{label}_{options.dtype}.csv", rows)
+    return 0
+
+
+def compare(
+    chosen: Mapping[str, dict[str, Any] | None],
+    arguments: Mapping[str, Any],
+    texts: Sequence[Any],
+    options: Any,
+) -> list[dict[str, Any]]:
+    """Rows of the table: engines of some configurations on both runners, in turn."""
+    keys = [(runner, name) for name in chosen for runner in RUNNERS]
     params = {"temperature": 0.0, "max_tokens": options.max_tokens, "ignore_eos": True}
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         engines, starts = {}, {}
         for runner, name in keys:
-            given = arguments | ({"speculative_config": c} if (c := configs()[name]) else {})
+            config = chosen[name]
+            given = {**arguments} | ({"speculative_config": config} if config else {})
             label = f"{runner} {name}"
             began = time.perf_counter()
             engine = stack.enter_context(
@@ -134,11 +170,12 @@ def main() -> int:
                 print(f"batch {batch}: {turn + 1} of {len(groups)}", flush=True)
             for runner, name in keys:
                 own, v1 = found[runner, name], found["V1", name]
-                plain = found[runner, PLAIN]
                 seconds = [each.seconds for each in own]
                 steps = [max(each.target_steps) for each in own]
                 over_v1, error = ratio([e.seconds for e in v1], seconds)
-                over_plain, _ = ratio([e.seconds for e in plain], seconds)
+                over_plain = 0.0
+                if plain := found.get((runner, PLAIN)):
+                    over_plain, _ = ratio([e.seconds for e in plain], seconds)
                 same = sum(a.token_ids == b.token_ids for a, b in zip(own, v1, strict=True))
                 row = {
                     "configuration": name,
@@ -148,7 +185,7 @@ def main() -> int:
                     "tokens per second": sum(e.num_tokens for e in own) / sum(seconds),
                     "over V1": over_v1,
                     "standard error": error,
-                    "over no speculation": over_plain,
+                    "over no speculation": over_plain or "",
                     "ms per step": 1e3 * sum(seconds) / sum(steps),
                     "tokens per step": sum(e.num_tokens for e in own) / batch / sum(steps),
                     "batches with V1's text": f"{same} of {len(own)}",
@@ -160,9 +197,7 @@ def main() -> int:
                     shares = engines[runner, name].call(work, groups[0], params)
                 rows.append(row | {f"a step: {key}": value for key, value in shares.items()})
                 print(rows[-1], flush=True)
-    label = "compiled" if options.compiled else "eager"
-    write_csv(options.output / f"runners_{label}_{options.dtype}.csv", rows)
-    return 0
+    return rows
 
 
 def token_ids(llm: Any, prompts: Sequence[Any]) -> list[list[int]]:

@@ -11,15 +11,14 @@ from typing import Any
 from vllm_hsd.registry import NONE_FILED
 from vllm_hsd.runner_v2.hooks import REGISTRY
 
+GET_DRAFT_TOKENS = "vllm.v1.worker.gpu.spec_decode.utils.DraftTokensHandler.get_draft_tokens"
+
 
 def read_on_host() -> bool:
     """Whether the host reads what was drafted, and chooses by it what is drafted next: on a CPU."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()
-
-
-GET_DRAFT_TOKENS = "vllm.v1.worker.gpu.spec_decode.utils.DraftTokensHandler.get_draft_tokens"
 
 
 @REGISTRY.replaces_on_runner(

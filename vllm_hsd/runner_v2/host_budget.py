@@ -1,4 +1,4 @@
-"""How much a proposal on a CPU drafts, and by which levels: `core.draft_budget` on the V2 runner."""
+"""How much is drafted on a CPU, and by which levels: `core.draft_budget` on the V2 runner."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ def estimates_of(
         return lambda state, _: _of_sources(lookup, state)
     if lookup is None:
         return None
-    own = level.drafters[0].estimates_v2(torch.device("cpu"))
+    own = cast(Any, level.drafters[0]).estimates_v2(torch.device("cpu"))
     if own is None:
         return _of_offers
     values = own.values.numpy()

@@ -86,7 +86,7 @@ class HostProgram(Program):
         self.offered = False
 
     def offer(self, state: ProposalState, drafts: np.ndarray) -> LookupResult:
-        """Let the lookup of level 0 draft for the target, of the requests in `drafts` (bool [B])."""
+        """Let the lookup of level 0 draft for the target; of the requests in `drafts`, bool [B]."""
         state.requested[0].copy_(state.requested[-1].clamp(max=self.schedule.draft_lengths[0]))
         self.offered = True
         self._look_up(state)
@@ -277,7 +277,7 @@ class HostProgram(Program):
         running = self._wants(state, self.schedule.num_levels - 1)
         missing = first - computed[self.slots]
         query = int(missing[wants].max()) + draft
-        assert 0 < query - draft and query <= self.lanes
+        assert draft < query <= self.lanes
         op = Draft(0, step, query, draw) if below is None else Verify(level, query, draft, draw)
         self._run_level(state, op)
         self.passes[level] += 1

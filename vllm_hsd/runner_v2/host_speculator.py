@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from vllm_hsd.runner_v2.entropy_stopping import observe_target
+from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds, observe_target
 from vllm_hsd.runner_v2.host_budget import HostBudget
 from vllm_hsd.runner_v2.host_estimates import estimates_of
 from vllm_hsd.runner_v2.host_program import HostProgram
@@ -144,7 +144,7 @@ class HostSpeculator(CascadeSpeculator):
             for slot in new.tolist():
                 self.budget.forget(slot)
         for learned in (self.thresholds, self.lookup):
-            if len(new) and hasattr(learned, "forget"):
+            if isinstance(learned, DeviceThresholds | SourcesLookup):
                 learned.forget(torch.from_numpy(new.astype(np.int64)))
 
     def _limit(self, state, input_batch, slots) -> None:
