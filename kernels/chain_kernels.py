@@ -24,7 +24,7 @@ from vllm_hsd.kernels.chain_rule import (
 )
 
 
-@triton.jit(do_not_specialize=["stats_stride"])
+@triton.jit(do_not_specialize=["stats_stride", "position_skip"])
 def row_stats_kernel(
     stats_ptr,  # float32 [4, B, K + 1, CHUNKS]: max, sum (T = 0: argmax) of target; of draft
     stats_stride,  # B * (K + 1) * CHUNKS

@@ -54,6 +54,11 @@ def configurations(family) -> dict[str, dict]:
             **hsd,
             "levels": [{"model": family.small, "num_tokens": 2}, {"model": family.mid}],
         },
+        "adaptive": {
+            **hsd,
+            "levels": [{"suffix": {}, "num_tokens": 2}, {"model": family.mid}],
+            "adaptive": True,
+        },
         "branches": {
             **hsd,
             "levels": [{"sources": [lookup, {"suffix": {}}], "branches": 2}],
@@ -84,6 +89,10 @@ def compiled(family, name: str, patch: str | None = None) -> dict[str, list]:
 @pytest.mark.parametrize("name", ["suffix", "branches", *slow("two models", "stock drafter")])
 def test_requests_of_all_kinds_compile_nothing(family, name):
     assert compiled(family, name) == {}
+
+
+def test_levels_that_are_left_out_compile_nothing(family):
+    assert compiled(family, "adaptive", "support.adversarial_depth:install") == {}
 
 
 def test_without_the_warm_up_they_do(family):

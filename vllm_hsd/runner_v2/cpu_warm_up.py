@@ -32,11 +32,15 @@ def initialize_kv_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> 
         return
     if getattr(config.speculative_config, "hsd_runner", None) != "V2":
         return
+    from vllm_hsd.runner_v2.host_speculator import HostSpeculator
+
     began, scheduler = time.perf_counter(), self.scheduler_config
     largest = scheduler.max_num_seqs
     scheduler.max_num_seqs = min(largest, _REQUESTS)
     try:
         warmup_kernels(self, self.execute_model, self.sample_tokens)
+        if isinstance(self.speculator, HostSpeculator):
+            self.speculator.warm_up()
     finally:
         scheduler.max_num_seqs = largest
     logger.info("Kernels were compiled or found in %.1f s.", time.perf_counter() - began)

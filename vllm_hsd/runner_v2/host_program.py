@@ -17,6 +17,7 @@ import numpy as np
 from vllm_hsd.core import clock
 from vllm_hsd.core.levels import LookupResult, StepLevels
 from vllm_hsd.core.rounds import Round
+from vllm_hsd.core.trials import Trials
 from vllm_hsd.runner_v2 import cascade_steps
 from vllm_hsd.runner_v2.level_caches import LevelCaches
 from vllm_hsd.runner_v2.program import Program, ProgramLookup
@@ -74,6 +75,8 @@ class HostProgram(Program):
             Drafted(np.zeros(slots, np.int64), np.full((slots, n), np.nan)) for n in lengths
         ]
         self.offered = False
+        # Of the model next to lookups: what is known of it is as old as its last drafts.
+        self.trials = Trials(1)
         self.has_lookup = self.sources is None and isinstance(self.schedule.ops[0], Lookup)
 
     def begin(self, state: ProposalState) -> None:
@@ -199,11 +202,13 @@ class HostProgram(Program):
             self.offered = False
             return
         begins = self.base + state.start[0].numpy()
+        open_ = np.ones(state.batch, dtype=bool)
         if self.sources is not None:
             self.sources.offer(state)
+            open_ = self._wants_model(state)
         step, first = 0, self.draws[0]
         self.draws[0] += int(state.requested[0].max())
-        while (wants := state.requested[0].numpy() > step).any():
+        while (wants := open_ & (state.requested[0].numpy() > step)).any():
             self._pass(state, 0, wants, first + step, step=step)
             step += 1
         if self.sources is not None:
@@ -213,6 +218,21 @@ class HostProgram(Program):
             self.caches.computed[0, self.slots] = np.where(
                 replaced, np.minimum(computed, begins), computed
             )
+
+    def _wants_model(self, state: ProposalState) -> np.ndarray:
+        """bool [B], requests for which the model next to lookups drafts; all of them in a trial."""
+        wants: np.ndarray = cast(Any, self.sources).prefers_drafter(state).numpy()
+        if wants.any():
+            self.trials.pays(0)
+        elif self.trials.due(0):
+            wants = np.ones_like(wants)
+        return wants
+
+    def warm_up(self, state: ProposalState) -> None:
+        """Launch what a proposal of all levels does not, for no request."""
+        state.origin.fill_(-1)
+        for level in range(1, self.schedule.num_levels):
+            cascade_steps.pass_on(state, level, self.schedule.kept_lengths[level - 1])
 
     def _draft_verified(self, state: ProposalState, level: int) -> None:
         """Rounds of a draft from below and its verification, until every draft is full."""

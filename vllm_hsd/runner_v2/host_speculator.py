@@ -46,7 +46,9 @@ class HostSpeculator(CascadeSpeculator):
             estimates = estimates_of(self.hsd.levels[0], self.lookup)
         elif isinstance(self.lookup, SourcesLookup):
             offer = partial(self.lookup.offer, text=text)
-            sources = ProgramSources(offer, self.lookup.choose, self.lookup.drawn)
+            sources = ProgramSources(
+                offer, self.lookup.choose, self.lookup.drawn, self.lookup.prefers_drafter
+            )
         own = [None if level is None or level.in_target_cache else level for level in self.hosted]
         self.caches = LevelCaches(self, own, self.max_num_reqs)
         if self.hsd.adaptive:
@@ -123,6 +125,17 @@ class HostSpeculator(CascadeSpeculator):
         else:
             drafts[:, : state.longest] = state.draft_tokens[:count]
         return drafts
+
+    def init_cudagraph_manager(self, cudagraph_mode) -> None:
+        """A CPU has no CUDA graphs."""
+        if self.branches is not None:
+            self.branches.limit_graphs()
+
+    def warm_up(self) -> None:
+        """Compile what vLLM's warm-up does not run: its requests are drafted for by all levels."""
+        if self.budget is not None:
+            for size in (1, min(2, self.state.batch)):
+                self.program.warm_up(self.state.bucket(size))
 
     def _take_in(self, input_batch, slots, num_sampled, num_rejected) -> None:
         """What became of the last proposal, and which requests are new."""

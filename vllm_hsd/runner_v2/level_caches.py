@@ -96,7 +96,7 @@ class LevelCaches:
         self.blocks.begin(table[slots], starts, starts + input_batch.num_scheduled_tokens[:count])
 
     def committed(self, slots: np.ndarray, length: np.ndarray) -> None:
-        """Forget what levels have computed after the texts: [n] slots, [n] tokens with the new one."""
+        """Forget what levels have computed after the texts, of [n] slots and tokens."""
         computed = np.minimum(self.computed[:, slots], length - 1)
         self.computed[:, slots] = computed
         begun, table = np.minimum(self.marked[:, slots], computed), self._table()[slots]

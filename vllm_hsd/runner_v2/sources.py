@@ -200,6 +200,22 @@ class SourcesLookup:
                 **_EXACT,
             )
 
+    def prefers_drafter(self, state: ProposalState) -> torch.Tensor:
+        """bool [B], whose drafts are expected to be best where the drafter draws whole ones.
+
+        After `offer`; the rule of `choose`, read on the host.
+        """
+        slots = torch.where(state.slot >= 0, state.slot, self.slots).long()
+        scale = (self.own[0][:, slots] + self.prior) / (self.own[1][:, slots] + self.prior)
+        each = (self.expected[:, slots] * scale[..., None]).clamp(max=1.0)
+        counts = self.counts[:, slots].clone()
+        counts[-1] = self.length
+        places = torch.arange(self.length)
+        held = places < torch.minimum(counts, state.requested[0])[..., None]
+        survival = each.masked_fill(~held, 0.0).cumprod(2)
+        value = survival.masked_fill(survival < self.least, 0.0).sum(2)
+        return (value[-1] > 0) & (value[-1] >= value[:-1].amax(0))
+
     def _keep(
         self,
         state: ProposalState,
