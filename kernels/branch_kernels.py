@@ -53,12 +53,12 @@ def choose_branches_kernel(
         firsts = tl.where(row == branch + 1, first, firsts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def flat_drafts_kernel(
-    out_ptr,  # int64 [B, (BRANCHES + 1) * (N + 1) - 1]
+    out_ptr,  # int64 [B, (BRANCHES + 1) * (length + 1) - 1]
     out_stride,
-    chain_ptr,  # int64 [B, N]
-    branch_ptr,  # int32 [B, BRANCHES, N]
+    chain_ptr,  # int64 [B, length]
+    branch_ptr,  # int32 [B, BRANCHES, length]
     branch_count_ptr,  # int32 [B, BRANCHES], cut to the room that their blocks have
     window_ptr,  # int32 [B, capacity]
     window_stride,
@@ -67,36 +67,38 @@ def flat_drafts_kernel(
     block_size_ptr,  # int32 [G]
     groups,
     max_model_len,
+    length,  # most tokens of a row
     WINDOW: tl.constexpr,
     BRANCHES: tl.constexpr,
-    N: tl.constexpr,
     LANES: tl.constexpr,
 ):
     request = tl.program_id(0)
     lane = tl.arange(0, LANES)
     root = tl.load(window_ptr + request * window_stride + WINDOW - 1)
     position = tl.load(base_ptr + request) + WINDOW - 1
-    room = tl.where(tl.load(chained_ptr + request) > 0, 0, N).to(tl.int64)
+    room = tl.where(tl.load(chained_ptr + request) > 0, 0, length).to(tl.int64)
     for group in range(groups):
         size = tl.load(block_size_ptr + group)
-        blocks = (N + size - 1) // size + (size < 8 * N).to(tl.int32)
+        blocks = (length + size - 1) // size + (size < 8 * length).to(tl.int32)
         # vLLM reserves nothing past max_model_len.
-        behind = (position + N) // size + 1 + BRANCHES * blocks
+        behind = (position + length) // size + 1 + BRANCHES * blocks
         own = tl.where(behind * size <= max_model_len, blocks * size - 1 - position % size, 0)
         room = tl.minimum(room, own)
     out_ptr += request.to(tl.int64) * out_stride
-    chain = tl.load(chain_ptr + request * N + lane, mask=lane < N, other=0)
-    tl.store(out_ptr + lane, chain, mask=lane < N)
+    chain = tl.load(chain_ptr + request * length + lane, mask=lane < length, other=0)
+    tl.store(out_ptr + lane, chain, mask=lane < length)
     for branch in tl.static_range(BRANCHES):
         at = request * BRANCHES + branch
         count = tl.minimum(tl.load(branch_count_ptr + at), room.to(tl.int32))
         tl.store(branch_count_ptr + at, count)
-        token = tl.load(branch_ptr + at * N + lane - 1, mask=(lane > 0) & (lane <= count), other=0)
+        token = tl.load(
+            branch_ptr + at * length + lane - 1, mask=(lane > 0) & (lane <= count), other=0
+        )
         token = tl.where(lane > 0, token, root).to(tl.int64)
-        tl.store(out_ptr + (branch + 1) * (N + 1) - 1 + lane, token, mask=lane <= N)
+        tl.store(out_ptr + (branch + 1) * (length + 1) - 1 + lane, token, mask=lane <= length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def lay_out_kernel(
     position_ptr,  # int64 [tokens], of the chain's; and of the branches' afterwards
     slot_mapping_ptr,  # int64 [tokens], the same
@@ -116,9 +118,9 @@ def lay_out_kernel(
     table_ptr,  # int32 [max_num_reqs, width]
     table_stride,
     block_size,
+    length,  # most tokens of a row after its root
     FIRST: tl.constexpr,  # also what does not depend on the KV-cache group
     BRANCHES: tl.constexpr,
-    N: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -128,7 +130,7 @@ def lay_out_kernel(
     start = tl.load(start_ptr + row)
     tokens = tl.load(tokens_ptr + row)
     slot = tl.load(index_ptr + request)
-    root = tl.load(position_ptr + start - branch * (N + 1))
+    root = tl.load(position_ptr + start - branch * (length + 1))
     drafted = tl.load(row_of_slot_ptr + slot, mask=branch > 0, other=-1)
     count = tl.load(branch_count_ptr + drafted * BRANCHES + branch - 1, mask=drafted >= 0, other=0)
     count = tl.where(count > 0, tl.minimum(count + 1, tokens), 0)
@@ -137,14 +139,14 @@ def lay_out_kernel(
         tl.store(seq_len_ptr + row, (root + tokens).to(tl.int32))
         tl.store(base_ptr + row, root)
         tl.store(chain_ptr + row, tl.where((branch == 0) | (count > 0), row - branch, -1))
-        own = tl.where(branch == 0, tl.minimum(tokens, N + 1), count)
+        own = tl.where(branch == 0, tl.minimum(tokens, length + 1), count)
         tl.store(count_ptr + request * (BRANCHES + 1) + branch, own)
         inside = (lane < tokens) & (branch > 0)
         tl.store(position_ptr + start + lane, root + lane, mask=inside)
     table_ptr += slot * table_stride
     first = root // block_size
-    blocks = (N + block_size - 1) // block_size + (block_size < 8 * N).to(tl.int32)
-    shift = (root + N) // block_size + 1 + (branch - 1) * blocks - first
+    blocks = (length + block_size - 1) // block_size + (block_size < 8 * length).to(tl.int32)
+    shift = (root + length) // block_size + 1 + (branch - 1) * blocks - first
     shift = tl.where(count > 0, shift, 0)
     last = (root + tokens - 1) // block_size
     for begin in range(0, last + 1, BLOCK):

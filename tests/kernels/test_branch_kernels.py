@@ -117,9 +117,9 @@ def test_a_flat_list_has_a_root_before_every_branch_within_its_blocks(sizes):
         torch.tensor(sizes, dtype=torch.int32),
         len(sizes),
         longest,
+        N,
         WINDOW=WINDOW,
         BRANCHES=BRANCHES,
-        N=N,
         LANES=padded_size(N + 1),
         num_warps=1,
     )
@@ -197,9 +197,9 @@ def test_rows_lie_where_the_plain_layout_has_them(size):
         table,
         columns,
         size,
+        N,
         FIRST=True,
         BRANCHES=BRANCHES,
-        N=N,
         LANES=padded_size(width),
         BLOCK=8,
     )

@@ -11,7 +11,7 @@ from support import engines, recorded_graph, v2_engines
 from support.engines import ids
 from support.hosted_branches import NoBranches, Oracle, runner_of
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.usefixtures("as_on_gpus")]
 # Attention has room for 10 rows.
 BASE = {"block_size": 32, "max_model_len": 160, "max_num_seqs": 10, "max_num_batched_tokens": 64}
 

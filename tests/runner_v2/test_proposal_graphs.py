@@ -10,7 +10,7 @@ from support.table_distributions import cascade, table, tables
 
 from vllm_hsd.core.counters import Count
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.usefixtures("as_on_gpus")]
 
 PARAMS = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}, {"temperature": 0.7, "top_p": 0.8}]
 

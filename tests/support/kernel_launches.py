@@ -292,7 +292,7 @@ class Branches:
         count = _BATCH * self.rows
         rows = BranchRows(*(_empty(count) for _ in range(3)), _longs(count))
         tables, lanes = _empty(count, 2560), padded_size(self.length + 1)
-        sizes = {"BRANCHES": self.rows - 1, "N": self.length, "LANES": lanes}
+        sizes = {"BRANCHES": self.rows - 1, "LANES": lanes}
         counts, drafts = _empty(self.slots, self.rows - 1), _longs(_BATCH, self.length)
         flat = _longs(self.slots, self.rows * (self.length + 1) - 1)
         for groups in (1, 2):
@@ -309,6 +309,7 @@ class Branches:
                 _empty(groups),
                 groups,
                 40960,
+                self.length,
                 WINDOW=1,
                 num_warps=1,
                 **sizes,
@@ -328,6 +329,7 @@ class Branches:
                 tables,
                 tables.stride(0),
                 size,
+                self.length,
                 FIRST=first,
                 BLOCK=1024,
                 **sizes,

@@ -289,6 +289,11 @@ class DraftBudget:
                 best = gain, (survival[:, :length] >= least).sum(1)
         return best
 
+    def survival(self, slots: np.ndarray, offer: LookupResult) -> np.ndarray:
+        """[n, N] of the tokens of a lookup's offers for the target, 0 where there are none."""
+        row = self.rows[0, self.target]
+        return self._survival(row, offer, self.lengths[0], self.acceptance.scale(row, slots))
+
     def _survival(
         self, row: int, offer: LookupResult, width: int, scale: np.ndarray | float = 1.0
     ) -> np.ndarray:

@@ -162,7 +162,7 @@ class HostedBranches:
         branch_kernels.flat_drafts_kernel[(len(slots),)](
             drafts,
             drafts.stride(0),
-            state.draft_tokens,
+            state.draft_tokens[:, : self.length].contiguous(),
             lookup.branches[..., : self.length].contiguous(),
             lookup.branch_counts,
             *state.windows,
@@ -171,10 +171,10 @@ class HostedBranches:
             sizes,
             len(sizes),
             self.runner.max_model_len,
+            self.length,
             WINDOW=window,
             BRANCHES=self.most - 1,
-            N=self.length,
-            LANES=padded_size(self.length + 1),
+            LANES=padded_size(self.longest + 1),
             num_warps=1,
         )
         state.counts[-1, COUNTS.drafted] += lookup.branch_counts[: len(slots)].sum()
@@ -283,10 +283,10 @@ class HostedBranches:
                 main,
                 main.stride(0),
                 size,
+                length,
                 FIRST=group == 0,
                 BRANCHES=self.most - 1,
-                N=length,
-                LANES=padded_size(length + 1),
+                LANES=padded_size(self.longest + 1),
                 BLOCK=1024,
             )
             if copied:

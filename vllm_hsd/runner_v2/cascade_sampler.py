@@ -14,6 +14,8 @@ from vllm_hsd.runner_v2.branches import HostedBranches
 from vllm_hsd.runner_v2.draft_lengths import GET_DRAFT_TOKENS
 from vllm_hsd.runner_v2.head_sources import HeadSources
 from vllm_hsd.runner_v2.hooks import RUNNER, replace_on
+from vllm_hsd.runner_v2.host_branches import HostBranches
+from vllm_hsd.runner_v2.host_speculator import HostSpeculator
 from vllm_hsd.runner_v2.request_parameters import RequestParameters
 from vllm_hsd.runner_v2.sampler import BlockRejectionSampler
 from vllm_hsd.runner_v2.shared_outputs import SharedOutputs
@@ -70,9 +72,8 @@ def serve(runner: Any) -> None:
         if speculator.hsd.branches > 1:
             assert isinstance(speculator.lookup, SourcesLookup)
             chained = runner.rejection_sampler.chained
-            speculator.branches = HostedBranches(
-                runner, speculator.state, speculator.lookup, chained
-            )
+            hosted = HostBranches if isinstance(speculator, HostSpeculator) else HostedBranches
+            speculator.branches = hosted(runner, speculator.state, speculator.lookup, chained)
         return
     if speculator.draft_logits is not None:
         drafted, vocabulary = speculator.draft_logits.shape[-1], runner.vocab_size

@@ -30,14 +30,15 @@ def read_on_host() -> bool:
 )
 def get_draft_tokens(original: Any, runner: Any) -> Any:
     """vLLM's placeholders, cut to the draft of each request; none for one that has no draft."""
-    drafts = original()
-    # Branches are a list of trees; tokens that a grammar is to judge are handed over whole.
-    tree = getattr(runner.speculator, "branches", None) is not None
-    if drafts is None or tree or runner.draft_tokens_handler.draft_tokens_np is not None:
+    drafts, speculator = original(), runner.speculator
+    # Tokens that a grammar is to judge are handed over whole; lists of trees where they are fixed.
+    fixed = speculator.branches is not None and not read_on_host()
+    if drafts is None or fixed or runner.draft_tokens_handler.draft_tokens_np is not None:
         return drafts
-    state, index = runner.speculator.state, runner.req_states.req_id_to_index
+    state, index = speculator.state, runner.req_states.req_id_to_index
     rows = state.row_of_slot[[index[request] for request in drafts.req_ids]].tolist()
-    lengths = state.draft_length.tolist()
+    listed = state.draft_length if speculator.branches is None else speculator.branches.listed
+    lengths = listed.tolist()
     for tokens, row in zip(drafts.draft_token_ids, rows, strict=True):
         del tokens[lengths[row] if row >= 0 else 0 :]
     return drafts

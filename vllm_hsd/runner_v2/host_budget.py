@@ -9,9 +9,10 @@ import numpy as np
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_hsd.core import clock
-from vllm_hsd.core.draft_budget import DraftBudget
+from vllm_hsd.core.draft_budget import DraftBudget, Prices
 from vllm_hsd.core.levels import StepLevels
 from vllm_hsd.core.rounds import Round
+from vllm_hsd.runner_v2.host_branches import HostBranches
 from vllm_hsd.runner_v2.host_program import HostProgram
 from vllm_hsd.runner_v2.proposal_state import ProposalState
 
@@ -27,6 +28,7 @@ class HostBudget:
 
     Attributes:
         top: int64 [slots], the level whose draft the target verifies.
+        branches: of the requests; None where the target verifies chains.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class HostBudget:
         self.verified = np.zeros(max_num_reqs, dtype=bool)
         self.drafted: float | None = None
         self.began = 0.0
+        self.branches: HostBranches | None = None
 
     def step_ended(
         self, input_batch: Any, program: HostProgram, sampled: np.ndarray, rejected: np.ndarray
@@ -46,6 +49,10 @@ class HostBudget:
         count = input_batch.num_reqs
         slots, now = input_batch.idx_mapping_np[:count], clock.seconds()
         accepted = np.maximum(sampled - 1, 0)
+        if self.branches is not None:
+            emitted, rejected = accepted, np.full_like(accepted, self.longest)
+            accepted = np.minimum(self.branches.accepted[slots], emitted)
+            self.budget.followed(emitted - accepted)
         # Drafts that were cut, or not verified, say nothing of their other tokens.
         told = self.verified[slots] & (sampled > 0)
         for top in np.unique(self.top[slots[told]]).tolist():
@@ -68,22 +75,29 @@ class HostBudget:
         slots, most = program.slots[drafts], state.requested[-1].numpy()[drafts].astype(np.int64)
         if program.has_lookup and drafts.any():
             if not self._searches(len(slots)):
+                if self.branches is not None:
+                    self.branches.none(state)
                 return StepLevels()
             offer = program.offer(state, drafts)
         group = get_tp_group()
         # Clocks differ by rank, and all ranks must draft alike.
         if group.rank_in_group > 0:
-            selected: StepLevels | None = group.broadcast_object()
+            prices: Prices = group.broadcast_object()
         else:
-            selected = self.budget.prices(slots, most, True, running, offer).selection
+            prices = self.budget.prices(slots, most, True, running, offer)
             if group.world_size > 1:
-                group.broadcast_object(selected)
+                group.broadcast_object(prices)
+        selected = prices.selection
         if selected is None:
             # Nothing is known yet.
             selected = program.everything
         if selected.levels and program.thresholds is not None:
             # Entropies of a draft are those of all levels.
             selected = replace(program.everything, most=selected.most)
+        if self.branches is not None and offer is not None:
+            chains = self.budget.survival(slots, offer)
+            kept = self.branches.keep_what_pays(state, drafts, chains, prices.verify[-1])
+            self.budget.beside[slots] = kept
         return selected
 
     def _searches(self, size: int) -> bool:

@@ -99,6 +99,8 @@ class HostSpeculator(CascadeSpeculator):
             self._ingest(input_batch, attn_metadata, slot_mappings, with_logits=True)
             return drafts
         slots, program = input_batch.idx_mapping_np[:count], self.program
+        if self.budget is not None:
+            self.budget.branches = cast(Any, self.branches)
         self._take_in(input_batch, slots, num_sampled, num_rejected)
         if num_speculative_tokens == 0 or count > self.state.batch:
             self.state.counts[-1, COUNTS.accepted] += (num_sampled - 1).clamp(min=0).sum()
