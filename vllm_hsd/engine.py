@@ -289,10 +289,10 @@ def _select_levels(llm: Any, *selected: list[int] | None) -> None:
 
 
 def _select_in_worker(worker: Any, *selected: list[int] | None) -> None:
-    drafter: Any = getattr(worker.model_runner, "drafter", None)
+    runner = worker.model_runner
+    drafter: Any = getattr(runner, "drafter", getattr(runner, "speculator", None))
     if not hasattr(drafter, "select_levels"):
         raise UserError(
-            'levels can be selected only with method "hsd" on vLLM\'s V1 runner '
-            "(VLLM_USE_V2_MODEL_RUNNER=0)"
+            'levels can be selected only with method "hsd", on vLLM\'s V2 runner on a CPU'
         )
     drafter.select_levels(*selected)

@@ -24,6 +24,8 @@ def selection(rng: np.random.Generator, lengths, requests: int) -> StepLevels | 
     taken = tuple(k for k in range(len(lengths)) if rng.integers(0, 2)) if kind > 1 else ()
     drafts = tuple(int(rng.integers(1, lengths[k] + 1)) for k in taken)
     most = rng.integers(0, lengths[-1] + 1, requests) if kind > 2 else None
+    if taken:
+        most = np.minimum(np.full(requests, drafts[-1]) if most is None else most, drafts[-1])
     return StepLevels(taken, drafts, most)
 
 

@@ -29,6 +29,7 @@ def stage(
     seeds,
     scales,
     max_model_len,
+    verified=-1,
 ):
     """``cascade_steps.stage``."""
     state.row_of_slot.fill_(-1)
@@ -55,7 +56,7 @@ def stage(
         state.draws[b] = first_draw(n)
         if slot >= 0:
             state.row_of_slot[slot] = b
-            state.counts[top, COUNTS.accepted] += max(int(num_sampled[b]) - 1, 0)
+            state.counts[verified, COUNTS.accepted] += max(int(num_sampled[b]) - 1, 0)
 
 
 def place(state, schedule, op, groups, max_model_len, *, committed_too=True, lanes=0, tables):
@@ -280,14 +281,14 @@ def _observe(thresholds, slot, level, b, place):
         thresholds.count[drafter, slot] += 1
 
 
-def collect(state, schedule):
+def collect(state, schedule, drafter=-1):
     """``cascade_steps.collect``."""
     top = schedule.num_levels - 1
     for b in range(state.batch):
         drafted, end = int(state.drafted[top, b]), int(state.end[b])
         state.draft_length[b] = drafted
-        state.counts[top, COUNTS.drafted] += drafted
-        state.counts[top, COUNTS.rounds] += int(drafted > 0)
+        state.counts[drafter, COUNTS.drafted] += drafted
+        state.counts[drafter, COUNTS.rounds] += int(drafted > 0)
         for i in range(schedule.num_speculative_tokens):
             token = state.window[b, min(schedule.window + i, end - 1)]
             state.draft_tokens[b, i] = max(int(token), 0)

@@ -34,6 +34,7 @@ def stage(
     seeds: torch.Tensor,
     scales: torch.Tensor,
     max_model_len: int,
+    verified: int = -1,
 ) -> None:
     """Begin a proposal: read what the target's step has left and forget the last proposal.
 
@@ -52,6 +53,7 @@ def stage(
         seeds: int64 [max_num_reqs].
         scales: float32 [L], factor on the temperature for each level.
         max_model_len: most tokens of a text.
+        verified: the level whose drafts the target has verified in this step.
     """
     state.row_of_slot.fill_(-1)
     step_kernels.stage_kernel[(state.batch,)](
@@ -69,7 +71,7 @@ def stage(
         state.seeds,
         state.draws,
         state.row_of_slot,
-        state.counts[schedule.num_levels - 1],
+        state.counts[verified],
         index,
         text,
         text.stride(0),
@@ -337,8 +339,8 @@ def _pass_on(
     )
 
 
-def collect(state: ProposalState, schedule: Schedule) -> None:
-    """Write the top level's draft where the target's step reads it."""
+def collect(state: ProposalState, schedule: Schedule, drafter: int = -1) -> None:
+    """Write the top level's draft, which is `drafter`'s, where the target's step reads it."""
     top = schedule.num_levels - 1
     step_kernels.collect_kernel[(state.batch,)](
         state.draft_tokens,
@@ -346,7 +348,7 @@ def collect(state: ProposalState, schedule: Schedule) -> None:
         *state.windows,
         state.end,
         state.drafted[top],
-        state.counts[top],
+        state.counts[drafter],
         WINDOW=schedule.window,
         LONGEST=schedule.num_speculative_tokens,
         LANES=padded_size(schedule.num_speculative_tokens),

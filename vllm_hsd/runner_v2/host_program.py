@@ -77,6 +77,8 @@ class HostProgram(Program):
         self.offered = False
         # Of the model next to lookups: what is known of it is as old as its last drafts.
         self.trials = Trials(1)
+        # Whether the model next to lookups reads texts only where it is wanted.
+        self.lazy = self.sources is not None and levels == 1
         self.has_lookup = self.sources is None and isinstance(self.schedule.ops[0], Lookup)
 
     def begin(self, state: ProposalState) -> None:
@@ -120,7 +122,7 @@ class HostProgram(Program):
             if self.schedule.horizontal_tokens:
                 cascade_steps.begin_tail(state, self.schedule)
                 self._draft_lowest(state)
-        self._finish(state)
+        self._finish(state, self.selection.top)
 
     def most_verified(self, op: Verify) -> int:
         return self.schedule.kept_lengths[op.level - 1]
@@ -135,9 +137,9 @@ class HostProgram(Program):
             lengths[k] = min(lengths[k], length)
         lengths[: levels[0] if levels else -1] = 0
         requested = state.requested.numpy()
-        if not levels:
-            requested[-1] = 0
-        elif most is not None:
+        longest = self.selection.draft_lengths[-1] if levels else 0
+        np.minimum(requested[-1], longest, out=requested[-1])
+        if most is not None and levels:
             requested[-1][self.drafts] = np.minimum(requested[-1][self.drafts], most)
         self._ask_below(state, self.schedule.num_levels - 1, again=not self.offered)
         if self.offered:
@@ -160,18 +162,22 @@ class HostProgram(Program):
 
     def _catch_up(self, state: ProposalState) -> None:
         """Let the levels that will draft read what they have missed, but for the last token."""
-        ends, computed = self._text_ends(state), self.caches.computed
         drafts = self.drafts & (state.requested[-1].numpy() > 0)
-        levels, replaced = self.schedule.num_levels, max(self.schedule.draft_lengths[0], 1)
         for k in self.selection.levels:
-            if self.caches.levels[k] is None:
-                computed[k, self.slots[drafts]] = ends[drafts] - 1
-                continue
-            allowed = uncached_bound(k, levels, 1 if k or self.sources is None else replaced)
-            late = drafts & (ends - computed[k, self.slots] > allowed)
-            if late.any():
-                self.caches.read(k, self.slots[late], ends[late] - 1)
-                self.passes[k] += 1
+            if k or not self.lazy:
+                self._read(state, k, drafts)
+
+    def _read(self, state: ProposalState, level: int, drafts: np.ndarray) -> None:
+        ends, computed = self._text_ends(state), self.caches.computed[level]
+        if self.caches.levels[level] is None:
+            computed[self.slots[drafts]] = ends[drafts] - 1
+            return
+        replaced = 1 if level or self.sources is None else max(self.schedule.draft_lengths[0], 1)
+        allowed = uncached_bound(level, self.schedule.num_levels, replaced)
+        late = drafts & (ends - computed[self.slots] > allowed)
+        if late.any():
+            self.caches.read(level, self.slots[late], ends[late] - 1)
+            self.passes[level] += 1
 
     def _text_ends(self, state: ProposalState) -> np.ndarray:
         ends: np.ndarray = self.base + self.schedule.window
@@ -205,12 +211,16 @@ class HostProgram(Program):
         open_ = np.ones(state.batch, dtype=bool)
         if self.sources is not None:
             self.sources.offer(state)
-            open_ = self._wants_model(state)
+            open_ = self._wants_model(state) & self._wants(state, 0)
+            if self.lazy:
+                self._read(state, 0, open_)
         step, first = 0, self.draws[0]
         self.draws[0] += int(state.requested[0].max())
-        while (wants := open_ & (state.requested[0].numpy() > step)).any():
+        # Next to lookups, below another level, a first pass reads what that one has added.
+        every = open_ if self.lazy else np.ones_like(open_)
+        while (wants := every & (state.requested[0].numpy() > step)).any():
             self._pass(state, 0, wants, first + step, step=step)
-            step += 1
+            step, every = step + 1, open_
         if self.sources is not None:
             self.sources.choose(state)
             replaced = self.sources.drawn.numpy()[self.slots] == 0

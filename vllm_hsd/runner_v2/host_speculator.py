@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from vllm_hsd.core.levels import StepLevels
 from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds, observe_target
 from vllm_hsd.runner_v2.host_budget import HostBudget
 from vllm_hsd.runner_v2.host_estimates import estimates_of
@@ -103,7 +104,9 @@ class HostSpeculator(CascadeSpeculator):
             self.budget.branches = cast(Any, self.branches)
         self._take_in(input_batch, slots, num_sampled, num_rejected)
         if num_speculative_tokens == 0 or count > self.state.batch:
-            self.state.counts[-1, COUNTS.accepted] += (num_sampled - 1).clamp(min=0).sum()
+            self.state.counts[program.selection.top, COUNTS.accepted] += (
+                (num_sampled - 1).clamp(min=0).sum()
+            )
             self.state.row_of_slot.fill_(-1)
             if self.budget is not None:
                 self.budget.nothing_drafted()
@@ -111,7 +114,8 @@ class HostSpeculator(CascadeSpeculator):
             return drafts.zero_()
         state = self.state.bucket(count)
         self._set_longest(input_batch)
-        self._stage(state, self.schedule, input_batch.idx_mapping, num_sampled)
+        verified, inputs = program.selection.top, (input_batch.idx_mapping, num_sampled)
+        self._stage(state, self.schedule, *inputs, verified)
         self._limit(state, input_batch, slots)
         program.begin(state)
         if self.budget is None:
@@ -127,6 +131,37 @@ class HostSpeculator(CascadeSpeculator):
         else:
             drafts[:, : state.longest] = state.draft_tokens[:count]
         return drafts
+
+    def select_levels(
+        self, levels: list[int], draft_lengths: list[int], sources: list[int] | None = None
+    ) -> None:
+        """Draft with some of the levels from now on: one engine compares cascades.
+
+        Args:
+            levels: numbers of the levels, cheapest first.
+            draft_lengths: one per level; the last is the draft that the target verifies.
+            sources: numbers of those of the lowest level that draft; None for all.
+
+        Raises:
+            ValueError: unknown levels or sources, or draft lengths that the engine was not started
+                for.
+        """
+        longest = self.schedule.draft_lengths
+        if (
+            not levels
+            or levels != sorted({*levels} & {*range(len(longest))})
+            or len(levels) != len(draft_lengths)
+            or any(not 0 < n <= longest[k] for k, n in zip(levels, draft_lengths, strict=True))
+        ):
+            raise ValueError(
+                f"levels {levels} with draft lengths {draft_lengths} are not among those that the "
+                f"engine was started for: {list(longest)}."
+            )
+        if sources is not None:
+            if not isinstance(self.lookup, SourcesLookup):
+                raise ValueError(f"levels[{levels[0]}] has no sources to select from.")
+            self.lookup.select(sources)
+        self.program.everything = StepLevels(tuple(levels), tuple(draft_lengths))
 
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
         """A CPU has no CUDA graphs."""

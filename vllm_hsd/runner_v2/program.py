@@ -134,13 +134,13 @@ class Program:
         else:
             self._verify(state, op, logits)
 
-    def _finish(self, state: ProposalState) -> None:
-        """Hand the draft over, the horizontal tokens with it."""
+    def _finish(self, state: ProposalState, drafter: int = -1) -> None:
+        """Hand the draft of a level over, the horizontal tokens with it."""
         if self.schedule.horizontal_tokens:
             if self.thresholds is not None:
                 pass_entropies_on(self.thresholds, state)
             cascade_steps.append_tail(state, self.schedule)
-        cascade_steps.collect(state, self.schedule)
+        cascade_steps.collect(state, self.schedule, drafter)
 
     def _draw(self, state: ProposalState, op: Draft, logits: torch.Tensor) -> None:
         """Append a token of level 0."""

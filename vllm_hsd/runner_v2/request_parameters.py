@@ -66,7 +66,7 @@ class RequestParameters:
         """int64 [max_num_reqs]."""
         return self.states.seeds.gpu
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Any]:
         """All of them by the names of the arguments of `cascade_steps.stage`."""
         named = {"temperature": self.temperature, "seeds": self.seeds}
         return named | self.filters._asdict()

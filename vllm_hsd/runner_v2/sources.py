@@ -66,6 +66,7 @@ class SourcesLookup:
         branches: int32 [batch, rows - 1, length], tokens of the rows after the chain, and
         branch_counts: int32 [batch, rows - 1], of the last proposal.
         drawn: float32 [slots + 1], 1 where a slot's draft is the drafter's.
+        selected: numbers of the sources that draft.
         wanted: int64 [1], drafts for which a whole one of the drafter was expected to be the best;
             only ever grows. See `FurtherPasses`.
         shared: float64 [2, S, PLACES, BINS]; own: float64 [2, S, slots + 1]; see
@@ -90,6 +91,7 @@ class SourcesLookup:
         self.lookups, self.slots, self.length = list(lookups), slots, length
         self.has_drafter = has_drafter
         self.count = count = len(self.lookups) + has_drafter
+        self.selected = set(range(count))
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -154,7 +156,8 @@ class SourcesLookup:
             self.shared, self.counted, self.remembered, **_TABLE, **_EXACT
         )
         for i, (lookup, estimates) in enumerate(self.lookups):
-            self._keep(state, i, lookup(state, text=text), estimates)
+            if i in self.selected:
+                self._keep(state, i, lookup(state, text=text), estimates)
 
     def choose(self, state: ProposalState) -> None:
         """Draft the best offer; a drafter's is what it has appended to the texts by now.
@@ -200,6 +203,17 @@ class SourcesLookup:
                 **_EXACT,
             )
 
+    def select(self, sources: Sequence[int]) -> None:
+        """Let only these draft from now on, by their numbers.
+
+        Raises:
+            ValueError: there are no such sources.
+        """
+        if not sources or not set(sources) <= set(range(self.count)):
+            raise ValueError(f"sources {list(sources)} are not among the level's {self.count}.")
+        self.selected = set(sources)
+        self.counts.zero_()
+
     def prefers_drafter(self, state: ProposalState) -> torch.Tensor:
         """bool [B], whose drafts are expected to be best where the drafter draws whole ones.
 
@@ -214,7 +228,8 @@ class SourcesLookup:
         held = places < torch.minimum(counts, state.requested[0])[..., None]
         survival = each.masked_fill(~held, 0.0).cumprod(2)
         value = survival.masked_fill(survival < self.least, 0.0).sum(2)
-        return (value[-1] > 0) & (value[-1] >= value[:-1].amax(0))
+        best = (value[-1] > 0) & (value[-1] >= value[:-1].amax(0))
+        return best if self.count - 1 in self.selected else torch.zeros_like(best)
 
     def _keep(
         self,

@@ -447,7 +447,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
                 f"proposal without a graph {drafted.tolist()}."
             )
 
-    def _stage(self, state, schedule, index, num_sampled) -> None:
+    def _stage(self, state, schedule, index, num_sampled, verified=-1) -> None:
         """Begin a proposal; nothing after it reads what the runner hands over."""
         stage(
             state,
@@ -459,6 +459,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
             **self.parameters.tensors(),
             scales=self.scales,
             max_model_len=self.max_model_len,
+            verified=verified,
         )
 
     def _ingest(self, input_batch, attn_metadata, slot_mappings, with_logits=False) -> None:
