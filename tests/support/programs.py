@@ -331,7 +331,7 @@ class TableCaches(LevelCaches):
     """Of an `Engine`; `read` lets tables read prompts."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.levels = engine, engine.levels
+        self.engine, self.levels, self.keeps = engine, engine.levels, True
         self.computed = np.zeros((len(self.levels), MAX_NUM_REQS), dtype=np.int64)
         self.marked = np.zeros_like(self.computed)
         self.blocks = FilledBlocks(len(self.levels), BLOCK_SIZE)

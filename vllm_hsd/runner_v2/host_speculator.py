@@ -19,7 +19,7 @@ from vllm_hsd.runner_v2.host_estimates import estimates_of
 from vllm_hsd.runner_v2.host_program import HostProgram
 from vllm_hsd.runner_v2.level_caches import LevelCaches
 from vllm_hsd.runner_v2.program import ProgramSources
-from vllm_hsd.runner_v2.proposal_state import COUNTS, KVGroups
+from vllm_hsd.runner_v2.proposal_state import COUNTS, KVGroups, ProposalState
 from vllm_hsd.runner_v2.schedule import Lookup
 from vllm_hsd.runner_v2.sources import SourcesLookup
 from vllm_hsd.runner_v2.speculator import CascadeSpeculator
@@ -41,6 +41,7 @@ class HostSpeculator(CascadeSpeculator):
         return {}
 
     def _build_programs(self, levels: list[Any], groups: KVGroups) -> None:
+        self.buckets: dict[int, ProposalState] = {}
         sources, estimates, text = None, None, self.req_states.all_token_ids.gpu
         if levels[0] is None:
             levels[0] = partial(cast(Any, self.lookup), text=text)
@@ -112,7 +113,9 @@ class HostSpeculator(CascadeSpeculator):
                 self.budget.nothing_drafted()
             # The target may be fed them, and vLLM leaves -1 in them after steps without drafts.
             return drafts.zero_()
-        state = self.state.bucket(count)
+        if count not in self.buckets:
+            self.buckets[count] = self.state.bucket(count)
+        state = self.buckets[count]
         self._set_longest(input_batch)
         verified, inputs = program.selection.top, (input_batch.idx_mapping, num_sampled)
         self._stage(state, self.schedule, *inputs, verified)
@@ -206,6 +209,6 @@ class HostSpeculator(CascadeSpeculator):
         requested, limits = state.requested[-1].numpy(), self.req_states.max_seq_len[slots]
         length = self.req_states.total_len.gpu.numpy()[slots]
         np.minimum(requested, np.maximum(limits - length - 1, 0), out=requested)
-        if self.budget is not None and any(level is not None for level in self.caches.levels):
+        if self.budget is not None and self.caches.keeps:
             first = length - input_batch.prefill_len_np[: len(slots)] == 1
             requested[first] = 0

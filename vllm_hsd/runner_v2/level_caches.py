@@ -70,11 +70,13 @@ class LevelCaches:
         max_num_reqs: request slots.
 
     Attributes:
+        keeps: any level has a cache of its own.
         computed: int64 [L, max_num_reqs] leading tokens with valid KV entries.
     """
 
     def __init__(self, speculator: Any, levels: list[Any], max_num_reqs: int) -> None:
         self.speculator, self.levels = speculator, levels
+        self.keeps = any(level is not None for level in levels)
         self.computed = np.zeros((len(levels), max_num_reqs), dtype=np.int64)
         self.marked = np.zeros_like(self.computed)
         self.blocks = FilledBlocks(len(levels), speculator.block_tables.block_sizes[0])
@@ -86,6 +88,8 @@ class LevelCaches:
             input_batch: vLLM's, of the step.
             entered: bool [max_num_reqs], slots whose requests are new, or resumed.
         """
+        if not self.keeps:
+            return
         count = input_batch.num_reqs
         slots = input_batch.idx_mapping_np[:count]
         starts = input_batch.num_computed_tokens_np[:count].astype(np.int64)
@@ -97,6 +101,8 @@ class LevelCaches:
 
     def committed(self, slots: np.ndarray, length: np.ndarray) -> None:
         """Forget what levels have computed after the texts, of [n] slots and tokens."""
+        if not self.keeps:
+            return
         computed = np.minimum(self.computed[:, slots], length - 1)
         self.computed[:, slots] = computed
         begun, table = np.minimum(self.marked[:, slots], computed), self._table()[slots]
