@@ -44,9 +44,7 @@ def _forget_holes() -> None:
         caches.FilledBlocks.usable = lambda self, _, length: np.full(len(self.filled), length)
 
 
-def _prices(
-    self: DraftBudget, slots: np.ndarray, most: np.ndarray, adaptive: bool, running: int, offer
-) -> Prices:
+def _prices(self: DraftBudget, slots: np.ndarray, most: np.ndarray, adaptive: bool, *_) -> Prices:
     """Sometimes nothing is worth its price, sometimes everything is, often it depends."""
     self.calls = getattr(self, "calls", 0) + 1
     bits = zlib.crc32(str(self.calls).encode())

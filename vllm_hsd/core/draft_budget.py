@@ -119,6 +119,7 @@ class DraftBudget:
         adaptive: bool,
         running: int = 0,
         offer: LookupResult | None = None,
+        late: Sequence[float] = (),
     ) -> Prices:
         """Prices of the next step, from the times seen so far.
 
@@ -127,6 +128,7 @@ class DraftBudget:
             adaptive: also select the levels, and the draft length of every request at them.
             running: requests of the step, if more than n.
             offer: what the lookup of level 0 has found for these requests.
+            late: by level, a step's share of the seconds in which it reads what it has missed.
         """
         size = len(slots)
         if not size or self.times[self.target].empty:
@@ -143,7 +145,7 @@ class DraftBudget:
             searching = self.searches.due(self.times[0].nearest(size))
             return Prices(verify, forward, None if searching else StepLevels())
         rate = self._rate(self.target, running)
-        return Prices(verify, forward, self._select(slots, most, verify[-1], rate, offer))
+        return Prices(verify, forward, self._select(slots, most, verify[-1], rate, offer, late))
 
     def _prices_of(self, verifier: int, drafting: int, size: int) -> tuple[np.ndarray, float]:
         """See `Prices`, for a verifier of `size` requests, of which some draft."""
@@ -196,6 +198,7 @@ class DraftBudget:
         verify: np.ndarray,
         rate: float,
         offer: LookupResult | None,
+        late: Sequence[float],
     ) -> StepLevels:
         """The levels of the next step, and the draft length of every request.
 
@@ -206,7 +209,7 @@ class DraftBudget:
         if verify[-1] >= FORBIDDEN:
             return StepLevels()
         size, target = len(slots), self.target
-        feeders, seconds = self._cheapest_paths(size, offer)
+        feeders, seconds = self._cheapest_paths(size, offer, late or [0.0] * target)
         gains = [
             self._gain(top, slots, most, verify, rate * seconds[top], offer if top == 0 else None)
             for top in range(target)
@@ -230,12 +233,14 @@ class DraftBudget:
         return self._path(best, feeders, gains[best][1])
 
     def _cheapest_paths(
-        self, size: int, offer: LookupResult | None
+        self, size: int, offer: LookupResult | None, late: Sequence[float]
     ) -> tuple[list[tuple[int, int] | None], list[np.ndarray]]:
         """By level: its feeder with its draft length, and seconds [longest + 1] of n tokens.
 
-        What a lookup offers now is the first round; later ones are what they are in the mean.
+        What a lookup offers now is the first round; later ones are what they are in the mean. What
+        levels have missed they read once.
         """
+        missed = list(late)
         tokens = np.arange(self.longest + 1)
         feeders: list[tuple[int, int] | None] = []
         seconds: list[np.ndarray] = []
@@ -254,13 +259,16 @@ class DraftBudget:
                 cheapest = int((rounds / first).argmin())
                 later = np.maximum(tokens - first[cheapest], 0) / emitted[cheapest]
                 found = rounds[cheapest] * ((tokens > 0) + later)
-                pays = found[-1] < best[-1]
+                pays = found[-1] + missed[below] < best[-1]
                 if pays:
                     self.trials.pays(row)
                 if pays or self.trials.due(row):
                     best, feeder = found, (below, int(n[cheapest]))
             feeders.append(feeder)
             seconds.append(best)
+            if feeder is not None:
+                missed[level] += missed[feeder[0]]
+        seconds = [own + more * (tokens > 0) for own, more in zip(seconds, missed, strict=True)]
         return feeders, seconds
 
     def _gain(

@@ -69,8 +69,20 @@ class HostBudget:
             self.budget.times[-1].observe(int(scheduled.sum()), now - self.drafted)
         self.began = now
 
-    def select(self, program: HostProgram, state: ProposalState, running: int) -> StepLevels:
-        """What is drafted in this step, after `HostProgram.begin`."""
+    def has_read(self, level: int, tokens: int, seconds: float) -> None:
+        """A level has read what it had missed."""
+        if level or not self.budget.whole:
+            self.budget.times[level].observe(tokens, seconds)
+
+    def select(
+        self, program: HostProgram, state: ProposalState, running: int, left: np.ndarray
+    ) -> StepLevels:
+        """What is drafted in this step, after `HostProgram.begin`.
+
+        Args:
+            running: requests of the step.
+            left: [B] int64 tokens that requests may still get.
+        """
         drafts, offer = program.drafts, None
         slots, most = program.slots[drafts], state.requested[-1].numpy()[drafts].astype(np.int64)
         if program.has_lookup and drafts.any():
@@ -84,7 +96,8 @@ class HostBudget:
         if group.rank_in_group > 0:
             prices: Prices = group.broadcast_object()
         else:
-            prices = self.budget.prices(slots, most, True, running, offer)
+            late = self._late(program, state, left[drafts])
+            prices = self.budget.prices(slots, most, True, running, offer, late)
             if group.world_size > 1:
                 group.broadcast_object(prices)
         selected = prices.selection
@@ -99,6 +112,18 @@ class HostBudget:
             kept = self.branches.keep_what_pays(state, drafts, chains, prices.verify[-1])
             self.budget.beside[slots] = kept
         return selected
+
+    def _late(self, program: HostProgram, state: ProposalState, left: np.ndarray) -> list[float]:
+        """By level, a step's share of the seconds in which it reads what it has missed.
+
+        Until each request has all the tokens that it may get, one in every step at least.
+        """
+        steps = max(float(left.mean()) if len(left) else 1.0, 1.0)
+        found = []
+        for k, times in enumerate(self.budget.times[:-1]):
+            missed = program.missed(state, k)
+            found.append(times.seconds(missed) / steps if missed and not times.empty else 0.0)
+        return found
 
     def _searches(self, size: int) -> bool:
         """Whether lookups right below the target search for so many requests."""

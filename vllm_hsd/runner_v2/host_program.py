@@ -45,6 +45,7 @@ class HostProgram(Program):
         max_rounds: per level, see `LevelOptions`.
         caches: what levels have computed.
         listener: called with every `Round` of a level that verifies.
+        has_read: called with a level, the tokens that it has read late, and seconds.
         estimates: of the tokens that the lookup has drafted, [B, n] float64, from what it returned.
 
     Attributes:
@@ -60,11 +61,12 @@ class HostProgram(Program):
         caches: LevelCaches,
         listener: Callable[[Round], None] | None = None,
         estimates: Callable[[ProposalState, Any], np.ndarray] | None = None,
+        has_read: Callable[[int, int, float], None] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.max_rounds, self.caches = max_rounds, caches
-        self.listener, self.estimates = listener, estimates
+        self.listener, self.estimates, self.has_read = listener, estimates, has_read
         self.lanes = self.schedule.longest_query
         levels, slots = self.schedule.num_levels, caches.computed.shape[1]
         self.everything = StepLevels(tuple(range(levels)), self.schedule.draft_lengths)
@@ -176,8 +178,18 @@ class HostProgram(Program):
         allowed = uncached_bound(level, self.schedule.num_levels, replaced)
         late = drafts & (ends - computed[self.slots] > allowed)
         if late.any():
+            began, missed = clock.seconds(), int((ends - 1 - computed[self.slots])[late].sum())
             self.caches.read(level, self.slots[late], ends[late] - 1)
             self.passes[level] += 1
+            if self.has_read is not None:
+                self.has_read(level, missed, clock.seconds() - began)
+
+    def missed(self, state: ProposalState, level: int) -> int:
+        """Tokens that a level would have to read before it drafts for these requests."""
+        if self.caches.levels[level] is None:
+            return 0
+        missed = self._text_ends(state) - 1 - self.caches.computed[level, self.slots]
+        return int(np.maximum(missed[self.drafts], 0).sum())
 
     def _text_ends(self, state: ProposalState) -> np.ndarray:
         ends: np.ndarray = self.base + self.schedule.window

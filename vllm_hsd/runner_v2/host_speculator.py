@@ -72,6 +72,7 @@ class HostSpeculator(CascadeSpeculator):
             caches=self.caches,
             listener=None if self.budget is None else self.budget.budget.observe,
             estimates=None if self.budget is None else estimates,
+            has_read=None if self.budget is None else self.budget.has_read,
         )
 
     @torch.inference_mode()
@@ -124,7 +125,8 @@ class HostSpeculator(CascadeSpeculator):
         if self.budget is None:
             program.run(state)
         else:
-            program.run(state, self.budget.select(program, state, count))
+            left = self.req_states.max_seq_len[slots] - self.req_states.total_len.gpu.numpy()[slots]
+            program.run(state, self.budget.select(program, state, count, left))
             self.budget.proposal_ended(program, state)
         for k, passes in enumerate(program.passes):
             self.counts.forwards[k] += passes
