@@ -343,9 +343,8 @@ class DraftBudget:
             size, filled = int(wanted.sum()), int((wanted & (counts > 0)).sum())
             if self.selects:
                 self.acceptance.count(row, filled, size)
-            if finished.level == 0 and self.whole and size:
-                self.times[0].observe(size, finished.drafting_seconds)
-                self._searched(size)
+            if finished.level == 0 and self.sources is not None and self.whole and size:
+                self.searched(size, finished.drafting_seconds)
         if accepted is not None and self.selects:
             width = int(counts.max(initial=0))
             given = drafts.estimate[slots, :width][None]
@@ -367,8 +366,9 @@ class DraftBudget:
         elif accepted is not None:
             self._target_verified(slots, counts, accepted)
 
-    def _searched(self, size: int) -> None:
-        """Take in what a search of lookups alone gained for the target, and what it cost."""
+    def searched(self, size: int, seconds: float) -> None:
+        """Take in a search of lookups, and of those right below the target what it gained."""
+        self.times[0].observe(size, seconds)
         drafter = None if self.sources is None else self.sources.drafter
         if drafter is None and self.target == 1 and not self.times[1].empty:
             cost = self._rate(1, size) * self.times[0].seconds(size)

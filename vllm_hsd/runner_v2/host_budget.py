@@ -39,7 +39,7 @@ class HostBudget:
         self.top = np.zeros(max_num_reqs, dtype=np.int64)
         self.verified = np.zeros(max_num_reqs, dtype=bool)
         self.drafted: float | None = None
-        self.began = 0.0
+        self.began = self.searching = 0.0
         self.branches: HostBranches | None = None
 
     def step_ended(
@@ -90,7 +90,9 @@ class HostBudget:
                 if self.branches is not None:
                     self.branches.none(state)
                 return StepLevels()
+            began = clock.seconds()
             offer = program.offer(state, drafts)
+            self.searching = clock.seconds() - began
         group = get_tp_group()
         # Clocks differ by rank, and all ranks must draft alike.
         if group.rank_in_group > 0:
@@ -101,6 +103,8 @@ class HostBudget:
             if group.world_size > 1:
                 group.broadcast_object(prices)
         selected = prices.selection
+        if offer is not None:
+            self.budget.searched(len(slots), self.searching)
         if selected is None:
             # Nothing is known yet.
             selected = program.everything
@@ -139,9 +143,9 @@ class HostBudget:
         self.verified[slots] = drafts.counts[slots] > 0
         self.drafted = clock.seconds()
         requested = state.requested[-1].numpy()[program.drafts].astype(np.int64)
-        self._tell(
-            top, slots, drafts, requested=requested, drafting_seconds=self.drafted - self.began
-        )
+        searched = program.has_lookup and not top
+        seconds = self.searching if searched else self.drafted - self.began
+        self._tell(top, slots, drafts, requested=requested, drafting_seconds=seconds)
 
     def forget(self, slot: int) -> None:
         """The slot has a new request."""
