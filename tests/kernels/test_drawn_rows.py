@@ -1,0 +1,148 @@
+"""Several drawn drafts of a request on the layout of the V2 runner, against the plain rule."""
+
+import numpy as np
+import pytest
+import torch
+from support import kernel_reference as reference
+from support.proposal_states import poison_memory
+
+from vllm_hsd.kernels.drawn_rows import verify_drawn_rows
+from vllm_hsd.kernels.filter_rows import Filters
+from vllm_hsd.kernels.tree_verify import MAX_NODES
+from vllm_hsd.verify.branches import verify_rows
+from vllm_hsd.verify.rng import host_uniforms
+
+pytestmark = pytest.mark.triton
+CHUNK_AND_BLOCK = 32, 16
+LEVEL, DRAFTS = 1, 3
+
+
+def make_rows(requests: int, rows: int, length: int, vocabulary: int, seed: int = 0) -> dict:
+    """Arguments of the verification; distributions depend on nothing but the last token.
+
+    Requests have rows of the same few tokens, some of them short or empty, and lie in the batch in
+    another order than their drafts.
+    """
+    g = torch.Generator().manual_seed(seed)
+    random = np.random.default_rng(seed)
+    target, draft = (2 * torch.randn(vocabulary + 1, vocabulary, generator=g) for _ in "td")
+    draft[:, 4:] -= 4
+    temperature, draft_temperature = torch.rand(2, requests, generator=g) + 0.6
+    index = torch.randperm(requests + DRAFTS, generator=g)[:requests]
+    chain = torch.full((requests + DRAFTS, length, vocabulary), float("nan"))
+    further = torch.full((rows - 1, requests + DRAFTS, length, vocabulary), float("nan"))
+    inputs, held = [], torch.zeros(requests, rows, dtype=torch.int32)
+    for i in range(requests):
+        proposals = reference.probabilities(draft, draft_temperature[i].expand(vocabulary + 1))
+        for r in range(rows):
+            last, tokens = vocabulary, [0]
+            kept = (chain if r == 0 else further[r - 1])[index[i]]
+            for t in range(length):
+                kept[t] = draft[last]
+                last = int(random.choice(vocabulary, p=proposals[last].numpy()))
+                tokens.append(last)
+            inputs += tokens
+            held[i, r] = int(random.integers(0 if r else 1, length + 1)) if i % 3 else length
+    roots = torch.arange(len(inputs)) % (length + 1) == 0
+    after = torch.tensor(inputs)
+    each = rows * (length + 1)
+    return {
+        "target_logits": target[torch.where(roots, vocabulary, after)],
+        "chain_logits": chain,
+        "further_logits": further,
+        "draft_sampled": after.int(),
+        "cu_num_logits": (torch.arange(requests + 1) * each).int(),
+        "held": held,
+        "draft_index": index,
+        "temperature": temperature,
+        "draft_temperature": draft_temperature,
+        "seeds": torch.randint(-(2**62), 2**62, (requests,), generator=g),
+        "draws": torch.randint(0, 2**40, (requests,), generator=g),
+    }
+
+
+def expected(batch: dict, thresholds: torch.Tensor | None = None) -> list:
+    """What `verify.branches.verify_rows` makes of each request."""
+    found, (requests, rows) = [], batch["held"].shape
+    length = batch["chain_logits"].shape[1]
+    for i in range(requests):
+        begin, entry = int(batch["cu_num_logits"][i]), batch["draft_index"][i]
+        tokens, target, draft, nodes = [], [], [], []
+        for r in range(rows):
+            n, first = int(batch["held"][i, r]), begin + r * (length + 1)
+            kept = batch["chain_logits"] if r == 0 else batch["further_logits"][r - 1]
+            tokens.append(batch["draft_sampled"][first + 1 : first + 1 + n].tolist())
+            own = batch["target_logits"][first : first + n + 1]
+            if thresholds is not None:
+                of_rows = thresholds[first : first + n + 1]
+                own = reference.filtered(own, batch["temperature"][i].expand(n + 1), of_rows)
+            target.append(reference.probabilities(own, batch["temperature"][i].expand(n + 1)))
+            drawn = batch["draft_temperature"][i].expand(n)
+            draft.append(reference.probabilities(kept[entry, :n], drawn))
+            nodes += range(r * length, r * length + n)
+        numbers = batch["draws"][i].numpy() + np.array([*(n + 1 for n in nodes), 0])
+        u = host_uniforms(batch["seeds"][i].numpy(), np.array(LEVEL), numbers)
+        rule = torch.cat(target), torch.cat(draft), tokens, "block"
+        found.append(verify_rows(*rule, torch.from_numpy(u)))
+    return found
+
+
+def assert_equal(found, wanted: list) -> None:
+    for i, own in enumerate(wanted):
+        count = int(found.num_emitted[i])
+        assert found.token_ids[i].tolist()[:count] == own.token_ids
+        assert set(found.token_ids[i].tolist()[count:]) <= {-1}
+        assert (int(found.num_accepted[i]), int(found.winner[i])) == (own.accepted, own.winner)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("filtered", [False, True], ids=["whole rows", "filtered"])
+def test_equals_the_plain_rule(filtered, small_blocks, monkeypatch):
+    batch = make_rows(30, 3, 3, 70)
+    thresholds = None
+    if filtered:
+        owner = torch.arange(30).repeat_interleave(12)
+        filters = Filters(torch.full((30,), 12).int(), torch.full((30,), 0.95), torch.zeros(30))
+        thresholds = reference.row_thresholds(
+            batch["target_logits"], batch["temperature"], filters, index=owner
+        )
+    wanted = expected(batch, thresholds)
+    assert len({own.winner for own in wanted}) == 3
+    assert sum(own.of_chain < own.accepted for own in wanted) > 2
+    poison_memory(monkeypatch)
+    assert_equal(verify_drawn_rows(**batch, level=LEVEL, thresholds=thresholds), wanted)
+
+
+@pytest.mark.parametrize(("rows", "length"), [(2, 1), (16, 4), (2, 32)])
+def test_numbers_of_rows(rows, length, small_blocks):
+    batch = make_rows(12, rows, length, 40, seed=3)
+    assert_equal(verify_drawn_rows(**batch, level=LEVEL), expected(batch))
+
+
+def test_lists_of_any_length_and_wider_target_rows(small_blocks):
+    """The scheduler has cut the last request's list, and a padded head has further columns."""
+    batch = make_rows(4, 3, 3, 40, seed=5)
+    batch["held"][3, 1:] = torch.tensor([2, 0])
+    batch["cu_num_logits"][4] -= 5
+    for name in ("draft_sampled", "target_logits"):
+        batch[name] = batch[name][:-5]
+    wide = torch.nn.functional.pad(batch["target_logits"], (0, 24), value=9.0)
+    wanted = expected(batch)
+    batch["target_logits"] = wide[:, :40]
+    assert_equal(verify_drawn_rows(**batch, level=LEVEL), wanted)
+
+
+def test_rows_of_no_distribution_end_their_branches(small_blocks):
+    batch = make_rows(20, 2, 3, 40, seed=1)
+    batch["target_logits"][1] = float("nan")
+    batch["target_logits"][8] = float("nan")
+    batch["further_logits"][0, batch["draft_index"][2], 1] = float("nan")
+    assert_equal(verify_drawn_rows(**batch, level=LEVEL), expected(batch))
+
+
+def test_what_does_not_fit_is_refused():
+    batch = make_rows(2, 2, 3, 8)
+    with pytest.raises(ValueError, match="further_logits must be"):
+        verify_drawn_rows(**{**batch, "further_logits": batch["further_logits"][:, :, :2]})
+    with pytest.raises(ValueError, match=f"R \\* N at most {MAX_NODES}"):
+        verify_drawn_rows(**make_rows(1, 13, 5, 8))
