@@ -14,8 +14,9 @@ import triton
 from vllm_hsd.kernels.blocks import NUM_WARPS, check_logits, check_vector, padded_size, tile_shape
 from vllm_hsd.kernels.rng import stream_of
 from vllm_hsd.kernels.tree_kernels import node_stats_kernel, traverse_kernel
+from vllm_hsd.verify import MAX_KERNEL_NODES
 
-MAX_NODES = 64
+MAX_NODES = MAX_KERNEL_NODES
 _INTEGERS = (torch.int64, torch.int32)
 
 

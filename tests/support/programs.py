@@ -28,6 +28,7 @@ from vllm_hsd.runner_v2.level_caches import FilledBlocks, LevelCaches
 from vllm_hsd.runner_v2.program import Program, ProgramSources
 from vllm_hsd.runner_v2.proposal_state import ProposalState
 from vllm_hsd.runner_v2.schedule import Schedule, compile_schedule, first_draw
+from vllm_hsd.runner_v2.several_drafts import SeveralDrafts, SeveralDraftsProgram
 from vllm_hsd.verify.rng import host_uniforms
 
 MAX_MODEL_LEN, MAX_NUM_REQS, PROMPT = 40, 7, 5
@@ -99,6 +100,7 @@ class Engine:
         dtype: of the rows.
         sources: lookups next to the lowest level.
         host: run it as a CPU does, see `runner_v2.host_program`.
+        drafts: of each request that the only level draws.
     """
 
     def __init__(
@@ -117,11 +119,15 @@ class Engine:
         seed: int = 0,
         sources: ProgramSources | None = None,
         host: bool = False,
+        drafts: int = 1,
     ) -> None:
         limits = [None, *rounds, *[None] * len(lengths)]
         plain = [LevelOptions(n, max_rounds=limits[k]) for k, n in enumerate(lengths)]
         self.schedule: Schedule = compile_schedule(
-            plain, chooses=sources is not None, horizontal_tokens=horizontal_tokens
+            plain,
+            chooses=sources is not None,
+            drafts=drafts,
+            horizontal_tokens=horizontal_tokens,
         )
         self.options = [
             LevelOptions(
@@ -154,6 +160,9 @@ class Engine:
         if host:
             caches = TableCaches(self)
             made = partial(HostProgram, max_rounds=limits[: len(lengths)], caches=caches)
+        if drafts > 1:
+            self.several = SeveralDrafts.allocate(self.state, drafts, [batch], batch)
+            made = partial(SeveralDraftsProgram, kept=self.several)
         self.program = made(
             self.schedule,
             self.levels,

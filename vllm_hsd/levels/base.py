@@ -326,8 +326,8 @@ class BranchKeys(LevelConfig):
         """See `LevelConfig.check_v2`."""
         if self.branches > 1:
             raise UserError(
-                f"{name}.branches runs on vLLM's V2 runner for sources that are lookups: remove it "
-                "or set VLLM_USE_V2_MODEL_RUNNER=0 for the V1 runner."
+                f"{name}.branches runs on vLLM's V2 runner for a model and for sources that are "
+                "lookups: remove it or set VLLM_USE_V2_MODEL_RUNNER=0 for the V1 runner."
             )
 
 

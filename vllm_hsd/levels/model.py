@@ -37,6 +37,9 @@ class ModelLevelConfig(VerifyingKeys, VllmModelKeys, BranchKeys):
         key = name, self.kind, self.model
         return draft_config(*key, self.model_keys, draft_length, target, "draft_model")
 
+    def check_v2(self, name: str) -> None:
+        """See `LevelConfig.check_v2`: it takes `branches`, see `runner_v2.several_drafts`."""
+
     def build_v1(self, place: Place) -> Any:
         """See `LevelConfig.build_v1`."""
         from vllm_hsd.runner_v1.levels import ModelLevel

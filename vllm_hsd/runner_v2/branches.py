@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -36,7 +36,6 @@ from vllm_hsd.registry import NONE_FILED
 from vllm_hsd.runner_v2.graphs import limit_batches
 from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER, replace_on
 from vllm_hsd.runner_v2.proposal_state import COUNTS, ProposalState
-from vllm_hsd.runner_v2.sources import SourcesLookup
 from vllm_hsd.runner_v2.spec_config import ladder_of
 
 _PREPARE = f"{RUNNER}.prepare_attn"
@@ -62,13 +61,28 @@ class Step(NamedTuple):
     inputs: torch.Tensor
 
 
+class Rows(Protocol):
+    """Where the rows of a proposal of B requests are, but for their chains of at most K tokens.
+
+    Attributes:
+        branches: int32 [B, R - 1, K], their tokens.
+        branch_counts: int32 [B, R - 1], how many; 0 for no row.
+    """
+
+    @property
+    def branches(self) -> torch.Tensor: ...
+
+    @property
+    def branch_counts(self) -> torch.Tensor: ...
+
+
 class HostedBranches:
     """The branches of a runner's requests.
 
     Args:
         runner: vLLM's, whose models are loaded.
         state: of proposals of the longest drafts.
-        lookup: what chooses the branches.
+        lookup: what gives the branches.
         chained: bool [max_num_reqs] on the host, requests that have to do without.
 
     Attributes:
@@ -85,7 +99,7 @@ class HostedBranches:
     """
 
     def __init__(
-        self, runner: Any, state: ProposalState, lookup: SourcesLookup, chained: np.ndarray
+        self, runner: Any, state: ProposalState, lookup: Rows, chained: np.ndarray
     ) -> None:
         self.runner, self.state, self.lookup, self.chained = runner, state, lookup, chained
         self.longest, self.most = state.longest, lookup.branches.shape[1] + 1

@@ -12,6 +12,7 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.runner_v2.adaptive_verification import BoundedConfidence
 from vllm_hsd.runner_v2.branches import HostedBranches
 from vllm_hsd.runner_v2.draft_lengths import GET_DRAFT_TOKENS
+from vllm_hsd.runner_v2.drawn_branches import DrawnBranches
 from vllm_hsd.runner_v2.head_sources import HeadSources
 from vllm_hsd.runner_v2.hooks import RUNNER, replace_on
 from vllm_hsd.runner_v2.host_branches import HostBranches
@@ -70,10 +71,15 @@ def serve(runner: Any) -> None:
             sampler, runner.speculative_config, runner.device, parameters, speculator
         )
         if speculator.hsd.branches > 1:
-            assert isinstance(speculator.lookup, SourcesLookup)
+            hosted = runner, speculator.state
             chained = runner.rejection_sampler.chained
-            hosted = HostBranches if isinstance(speculator, HostSpeculator) else HostedBranches
-            speculator.branches = hosted(runner, speculator.state, speculator.lookup, chained)
+            if speculator.several is not None:
+                speculator.branches = DrawnBranches(*hosted, speculator.several, chained)
+            else:
+                assert isinstance(speculator.lookup, SourcesLookup)
+                made_for_cpu = isinstance(speculator, HostSpeculator)
+                branches = HostBranches if made_for_cpu else HostedBranches
+                speculator.branches = branches(*hosted, speculator.lookup, chained)
         return
     if speculator.draft_logits is not None:
         drafted, vocabulary = speculator.draft_logits.shape[-1], runner.vocab_size

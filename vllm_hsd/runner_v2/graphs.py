@@ -7,7 +7,7 @@ graph is `runner_v2.program.Program.run`, the same code that runs without one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +92,8 @@ class Proposal(NamedTuple):
 
     Attributes:
         length: most tokens.
-        every_pass: False where a model next to lookups runs its first passes alone.
+        every_pass: False where a model next to lookups runs its first passes alone, or one that
+            draws several drafts draws the chains alone.
     """
 
     length: int
@@ -105,6 +106,7 @@ class ProposalGraphs(CudaGraphManager):
     Args:
         sizes: batch sizes, ascending.
         proposals: all programs.
+        limits: most requests of programs that are not for all sizes.
     """
 
     def __init__(
@@ -113,8 +115,10 @@ class ProposalGraphs(CudaGraphManager):
         device: torch.device,
         sizes: Sequence[int],
         proposals: Sequence[Proposal],
+        limits: Mapping[Proposal, int] | None = None,
     ) -> None:
         self.sizes, self.proposals = list(sizes), list(proposals)
+        self.limits = limits or {}
         super().__init__(vllm_config, device, CUDAGraphMode.FULL_DECODE_ONLY, decode_query_len=1)
 
     def _init_candidates(self) -> None:
@@ -129,6 +133,7 @@ class ProposalGraphs(CudaGraphManager):
             )
             for size in self.sizes
             for number, proposal in enumerate(self.proposals, 1)
+            if size <= self.limits.get(proposal, size)
         }
         self.keys = {descriptor: key for key, descriptor in self.descriptors.items()}
         # The largest first: the others find their memory in its pool.
@@ -155,7 +160,7 @@ class ProposalGraphs(CudaGraphManager):
     def size_for(self, batch: int, proposal: Proposal) -> int | None:
         """The smallest batch size that is captured and holds a batch, None if there is none."""
         keys = ((size, proposal) for size in self.sizes if size >= batch)
-        return next((key[0] for key in keys if self.descriptors[key] in self.graphs), None)
+        return next((key[0] for key in keys if self.descriptors.get(key) in self.graphs), None)
 
     def replay(self, size: int, proposal: Proposal) -> None:
         """Run the program that was captured for a batch size, on what its state holds now."""

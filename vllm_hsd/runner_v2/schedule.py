@@ -9,7 +9,8 @@ the text are missing from its KV cache. A level leaves its last token uncomputed
 above adds one of its own, and so does the target. So the first pass of a round begins that many
 tokens before the end and may compute some of them again. The first pass of a proposal begins
 earlier by as many tokens as are horizontal, which only level 0 has computed. A model next to
-lookups (`Choose`) may have computed no token of its draft.
+lookups (`Choose`), or one that draws several drafts, may have computed no token of the draft that
+was kept.
 tests/runner_v2/test_schedule.py proves it by exhaustion.
 """
 
@@ -43,12 +44,14 @@ class Draft:
         step: 0 for the first token of its draft.
         query_length: tokens of each request that are fed, up to the end of the text.
         draw: offset of its uniform, see `DRAWS_PER_LENGTH`.
+        row: of several drafts, the one that it goes on with; 0 is the chain.
     """
 
     level: int
     step: int
     query_length: int
     draw: int
+    row: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class Schedule:
         rounds: per level, how many drafts from below it verifies per call; 0 for level 0.
         window: tokens at the end of the text that the first pass of a round may have to feed.
         horizontal_tokens: of level 0 after the top level's draft.
+        drafts: that a model draws of each request, see `several_drafts`.
     """
 
     ops: tuple[Op, ...]
@@ -112,6 +116,7 @@ class Schedule:
     rounds: tuple[int, ...]
     window: int
     horizontal_tokens: int = 0
+    drafts: int = 1
 
     @property
     def num_levels(self) -> int:
@@ -168,6 +173,11 @@ class Schedule:
         kept = (op for op in self.ops if not isinstance(op, Draft) or op.step == 0)
         return replace(self, ops=tuple(kept))
 
+    def with_one_draft(self) -> Schedule:
+        """Of several drafts the chain alone; proposals of both schedules may follow each other."""
+        kept = (op for op in self.ops if not isinstance(op, Draft) or op.step == 0 or op.row == 0)
+        return replace(self, ops=tuple(kept), drafts=1)
+
     def query_lengths(self, level: int) -> tuple[int, ...]:
         """The different query lengths of a level's forward passes, ascending."""
         passes = [op for op in self.ops if isinstance(op, Draft | Verify)]
@@ -218,6 +228,7 @@ def compile_schedule(
     *,
     lookup: bool = False,
     chooses: bool = False,
+    drafts: int = 1,
     horizontal_tokens: int = 0,
     longest_drafts: tuple[int, int] = (0, 0),
 ) -> Schedule:
@@ -229,6 +240,7 @@ def compile_schedule(
             every token is accepted.
         lookup: level 0 finds its drafts in the text.
         chooses: level 0 is a model next to lookups.
+        drafts: that the only level, a model, draws of each request.
         horizontal_tokens: as configured.
         longest_drafts: most tokens of level 0 and of the last level in any of the schedules that
             serve the same texts; those of this one if fewer.
@@ -279,8 +291,10 @@ def compile_schedule(
                 f"lower levels[{k}].max_rounds or raise levels[{k - 1}].num_tokens."
             )
     # Of the last proposal's draft, which may have been longer.
-    replaced = max(lengths[0], longest_drafts[0]) if chooses else 1
+    replaced = max(lengths[0], longest_drafts[0]) if chooses or drafts > 1 else 1
     ops = _unroll(lengths, rounds, lookup, chooses, replaced, horizontal_tokens)
+    if drafts > 1:
+        ops = _repeat(ops, drafts)
     longest = max(longest, longest_drafts[1])
     for op in ops:
         if isinstance(op, Draft | Verify) and op.query_length > longest + 1:
@@ -296,7 +310,7 @@ def compile_schedule(
                 f"take: {cure} or raise num_speculative_tokens."
             )
     window = uncached_bound(0, len(options), replaced) + horizontal_tokens
-    return Schedule(ops, lengths, rounds, window, horizontal_tokens)
+    return Schedule(ops, lengths, rounds, window, horizontal_tokens, drafts)
 
 
 def _length_key(level: int, num_levels: int) -> str:
@@ -353,3 +367,14 @@ def _unroll(
     # MAX_FORWARDS * (MAX_KERNEL_DRAFT + 1) draws are the most, which is far below the bound.
     assert max(used) <= DRAWS_PER_LENGTH
     return tuple(ops)
+
+
+def _repeat(ops: tuple[Op, ...], drafts: int) -> tuple[Op, ...]:
+    """The ops of several drafts from those of one: the first pass is all drafts', the chain's last.
+
+    Then the cache holds the chain.
+    """
+    first, *later = (op for op in ops if isinstance(op, Draft))
+    rows = reversed(range(drafts))
+    passes = (replace(op, row=row, draw=row * len(ops) + op.draw) for row in rows for op in later)
+    return (first, *passes)

@@ -18,6 +18,7 @@ from vllm_hsd.runner_v2.schedule import Schedule, compile_schedule
 from vllm_hsd.shared_hooks import NeedsHooks
 from vllm_hsd.spec_config import USE_V1, CascadeSpeculativeConfig
 from vllm_hsd.stock_config import V2BlockVerificationConfig
+from vllm_hsd.verify import MAX_KERNEL_NODES
 
 # Where nothing else is configured: for as many requests the rows that drafts were drawn from take
 # 0.16 GB for 8 tokens of a vocabulary of 152,000 in bfloat16, and above it decoding is no longer
@@ -224,9 +225,35 @@ def _check(hsd: CascadeConfig, target_parallel_config, is_stock: bool) -> None:
                     f"kinds {known}, and {heads} in the only level: {USE_V1}."
                 )
         level.check_v2(f"levels[{i}]")
+    if hsd.several_drafts and not is_stock:
+        _check_several_drafts(hsd)
     if is_stock:
         V2CascadeConfig.check_stock(hsd, ("block", "coupled"))
     schedule_of(hsd)
+
+
+def _check_several_drafts(hsd: CascadeConfig) -> None:
+    """Check what V2's kernels cannot do with several drafts of a model.
+
+    Raises:
+        UserError: names the key.
+    """
+    nodes, options = hsd.branches * hsd.num_speculative_tokens, hsd.options()[0]
+    if nodes > MAX_KERNEL_NODES:
+        raise UserError(
+            f"levels[0].branches and num_speculative_tokens make {nodes} draft tokens of a request, "
+            f"but tree verification on vLLM's V2 runner takes at most {MAX_KERNEL_NODES}: lower one of "
+            f"them or {USE_V1}."
+        )
+    for key, holds in {
+        "verifier": hsd.verifier == "standard",
+        "levels[0].stopping": options.stopping != "fixed",
+    }.items():
+        if holds:
+            raise UserError(
+                f"{key} does not go with levels[0].branches of a model on vLLM's V2 runner, which "
+                f"verifies whole drafts by Traversal Verification: remove it or {USE_V1}."
+            )
 
 
 def verifiers(hsd: CascadeConfig) -> list[str]:
@@ -256,6 +283,7 @@ def schedule_of(hsd: CascadeConfig, longest: int | None = None) -> Schedule:
         options,
         lookup=lowest.last_on_v2 == "lookup",
         chooses=lowest.on_v2 == "lookup" != lowest.last_on_v2,
+        drafts=hsd.branches if hsd.several_drafts else 1,
         horizontal_tokens=hsd.horizontal_tokens,
         longest_drafts=longest_drafts,
     )

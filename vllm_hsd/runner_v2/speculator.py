@@ -30,10 +30,12 @@ from vllm_hsd.runner_v2.metrics import DeviceCounts
 from vllm_hsd.runner_v2.program import Program, ProgramSources
 from vllm_hsd.runner_v2.proposal_state import COUNTS, KVGroups, ProposalState, row_dtypes
 from vllm_hsd.runner_v2.request_parameters import RequestParameters
+from vllm_hsd.runner_v2.several_drafts import SeveralDrafts, SeveralDraftsProgram
 from vllm_hsd.runner_v2.sources import SourcesLookup
 from vllm_hsd.runner_v2.spec_config import (
     ladder_of,
     max_batch_size,
+    most_with_branches,
     schedule_of,
     shortest_of,
     verifiers,
@@ -55,6 +57,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
         shorter: states of shorter drafts by length, in the same memory.
         programs: of all drafts.
         further: whether the model next to lookups runs passes after its first ones.
+        several: drafts of a model beside its chains; None where it draws one of each request.
         lookup: what drafts at the lowest level from the requests' texts; None for a model alone.
         counted: levels whose rows follow from counts in texts, by their place in the cascade.
         stale: bool [max_num_reqs] on the host, slots whose texts the levels have not read whole.
@@ -107,6 +110,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
         self.acceptance_estimator = cast(Any, self.confidence)
         self.thresholds = self._thresholds()
         self.shorter = self._shorter_states()
+        self.several = self._several_drafts()
         self.counts = DeviceCounts(self.state.counts)
         lowest = self.hsd.levels[0]
         self.lookup = lowest.build_v2(self, 0) if lowest.on_v2 == "lookup" else None
@@ -136,6 +140,12 @@ class CascadeSpeculator(StandaloneARSpeculator):
         lengths -= {self.state.longest}
         return {n: self.state.shortened(schedule_of(self.hsd, n)) for n in lengths}
 
+    def _several_drafts(self) -> SeveralDrafts | None:
+        if self.schedule.drafts == 1:
+            return None
+        sizes, most = batch_sizes(self.state.batch), most_with_branches(self.hsd)
+        return SeveralDrafts.allocate(self.state, self.schedule.drafts, sizes, most)
+
     def _build_programs(self, levels: list[Any], groups: KVGroups) -> None:
         for state in self.shorter.values():
             state.slot_mapping = self.state.slot_mapping
@@ -146,8 +156,11 @@ class CascadeSpeculator(StandaloneARSpeculator):
             offer = partial(self.lookup.offer, text=text)
             sources = ProgramSources(offer, self.lookup.choose, self.lookup.drawn)
             self.further = FurtherPasses(self.lookup.wanted)
+        program: Callable[..., Program] = Program
+        if self.several is not None:
+            program = partial(SeveralDraftsProgram, kept=self.several)
         build = partial(
-            Program,
+            program,
             levels=levels,
             verifiers=self.verifiers,
             groups=groups,
@@ -163,6 +176,9 @@ class CascadeSpeculator(StandaloneARSpeculator):
             fewer = program.schedule.with_first_passes()
             if sources is not None and fewer != program.schedule:
                 self.programs[proposal._replace(every_pass=False)] = build(fewer)
+        if self.several is not None:
+            chain = Proposal(self.state.longest, every_pass=False)
+            self.programs[chain] = build(self.schedule.with_one_draft())
 
     def _keep_up(self, input_batch: Any, num_sampled: torch.Tensor) -> bool:
         """In a CUDA graph, let the levels read a step without drafts: one pass of each.
@@ -194,6 +210,8 @@ class CascadeSpeculator(StandaloneARSpeculator):
 
     def _next_proposal(self, length: int | None) -> Proposal:
         """For so many tokens; the longest for lengths that only vLLM's warm-up requests."""
+        if self.several is not None:
+            return Proposal(self.state.longest, every_pass=length != self.state.longest)
         # vLLM's list has all rows of a request.
         row = self.state.longest if length is None else (length + 1) // self.hsd.branches - 1
         proposal = Proposal(row if row in self.shorter else self.state.longest)
@@ -286,7 +304,11 @@ class CascadeSpeculator(StandaloneARSpeculator):
             logger.warning("The cascade drafts without CUDA graphs: %s.", reason)
             return
         sizes = batch_sizes(self.state.batch)
-        self.graphs = ProposalGraphs(self.vllm_config, self.device, sizes, list(self.programs))
+        limits = {}
+        if self.several is not None:
+            limits[Proposal(self.state.longest)] = self.several.batch
+        proposals = list(self.programs)
+        self.graphs = ProposalGraphs(self.vllm_config, self.device, sizes, proposals, limits)
 
     def capture(self) -> None:
         if self.graphs is not None:
@@ -374,6 +396,8 @@ class CascadeSpeculator(StandaloneARSpeculator):
             # The target may be fed them, and vLLM leaves -1 in them after steps without drafts.
             return drafts.zero_()
         self._set_longest(input_batch)
+        if self.several is not None and count > self.several.batch:
+            num_speculative_tokens = self.state.longest
         proposal = self._next_proposal(num_speculative_tokens)
         program = self.programs[proposal]
         size = None if self.graphs is None else self.graphs.size_for(count, proposal)

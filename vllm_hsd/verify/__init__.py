@@ -6,9 +6,12 @@ from vllm_hsd.verify.tree import Tree, draw_iid, draw_without_replacement, top_k
 
 # The longest draft that the kernels verify, in tokens.
 MAX_KERNEL_DRAFT = 63
+# The largest tree.
+MAX_KERNEL_NODES = 64
 
 __all__ = [
     "MAX_KERNEL_DRAFT",
+    "MAX_KERNEL_NODES",
     "Tree",
     "VerifyResult",
     "draw_iid",

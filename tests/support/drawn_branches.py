@@ -1,0 +1,119 @@
+"""What several drawn drafts of an engine on the V2 runner come to, and faults of them.
+
+What is called here runs in the engine's process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import torch
+from support.engines import run_jobs
+from support.hosted_branches import runner_of
+
+MODULES = "vllm_hsd.runner_v2.several_drafts", "vllm_hsd.runner_v2.drawn_branches"
+
+
+def _same_uniforms():
+    """All rows are drawn with those of the chain, so they are equal."""
+    from vllm_hsd.kernels.sample_row import sample_row
+
+    def drawn(logits, *state, draw_offset, **options):
+        return sample_row(logits, *state, draw_offset=draw_offset % LENGTH, **options)
+
+    return mock.patch(f"{MODULES[0]}.sample_row", drawn)
+
+
+def _of_another_place():
+    """Tokens carry the logits that the token before was drawn from."""
+    from vllm_hsd.kernels.drawn_rows import verify_drawn_rows
+
+    def verify(target, chain, further, *rest, **options):
+        rows = chain.roll(1, 1), further.roll(1, 2)
+        return verify_drawn_rows(target, *rows, *rest, **options)
+
+    return mock.patch(f"{MODULES[1]}.verify_drawn_rows", verify)
+
+
+def _of_another_row():
+    """The target's rows of the further drafts are those of the chain."""
+    from vllm_hsd.kernels.drawn_rows import verify_drawn_rows
+
+    def verify(target, chain, further, inputs, cu, *rest, **options):
+        target, each = target.clone(), LENGTH + 1
+        for begin, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+            for first in range(begin + each, end - each + 1, each):
+                target[first : first + each] = target[begin : begin + each]
+        return verify_drawn_rows(target, chain, further, inputs, cu, *rest, **options)
+
+    return mock.patch(f"{MODULES[1]}.verify_drawn_rows", verify)
+
+
+LENGTH = 4
+FAULTS = {
+    "all rows by the same uniforms": _same_uniforms,
+    "drafts' rows of another place": _of_another_place,
+    "target's rows of another draft": _of_another_row,
+}
+
+
+def run(llm, work) -> tuple[dict[str, Any], Counter]:
+    """Results of `run_jobs`, and how many steps a row after the chain won.
+
+    Args:
+        work: (jobs, fault or None).
+    """
+    jobs, fault = work
+    hosted, seen = runner_of(llm).speculator.branches, Counter()
+    finish = hosted.finish
+
+    def finished():
+        if hosted.step is not None:
+            count = hosted.step.batch.num_reqs
+            seen["won"] += int((hosted.winner[:count] > 0).sum())
+            seen["several"] += int((hosted.counts[:count, 1:] > 0).any(1).sum())
+            whole = hosted.most * (hosted.length + 1) - 1
+            listed = hosted.step.batch.num_draft_tokens_per_req
+            seen["cut"] += int(((listed > hosted.length) & (listed < whole)).sum())
+        finish()
+
+    hosted.finish = finished
+    try:
+        with FAULTS[fault]() if fault else contextlib.nullcontext():
+            return run_jobs(llm, jobs), seen
+    finally:
+        hosted.finish = finish
+
+
+def recorded(llm, jobs: dict) -> dict[tuple[int, ...], list[list[int]]]:
+    """Text -> the rows that were drafted after it, the chain first."""
+    runner = runner_of(llm)
+    hosted, found = runner.speculator.branches, {}
+    flat_drafts = hosted.flat_drafts
+
+    def noted(slots, window, drafts):
+        state, lookup, states = hosted.state, hosted.lookup, runner.req_states
+        lengths = states.total_len.gpu[torch.from_numpy(slots).long()].tolist()
+        for b, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True)):
+            text = states.all_token_ids.gpu[slot, :length].tolist()
+            rows = [state.draft_tokens[b, : state.draft_length[b]].tolist()]
+            for tokens, count in zip(lookup.branches[b], lookup.branch_counts[b], strict=True):
+                rows.append(tokens[:count].tolist())
+            found[tuple(text)] = rows
+        flat_drafts(slots, window, drafts)
+
+    with mock.patch.object(hosted, "flat_drafts", noted):
+        run_jobs(llm, jobs)
+    return found
+
+
+def allow_several_to_two() -> None:
+    """Three requests draft a chain each, and four nothing."""
+    from vllm_hsd.runner_v2 import spec_config, speculator
+
+    for module in (spec_config, speculator):
+        module.most_with_branches = lambda hsd: 2
+    spec_config.MAX_BATCH_SIZE = 3
