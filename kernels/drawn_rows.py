@@ -1,8 +1,9 @@
 """Verification of several drawn drafts of each request on the layout of vLLM's V2 runner.
 
-A request's inputs are R rows of N tokens, each after a root of its own. They become one tree of R * N
-nodes, row after row, of which ``tree_verify`` gets copies of the logits: a token that rows draw after
-the same tokens is listed once for each of them, with its children below the first. 4 launches.
+A request's inputs are R rows of N tokens, each after a root of its own. They become one tree of
+R * N nodes, row after row, of which ``tree_verify`` gets copies of the logits: a token that rows
+draw after the same tokens is listed once for each of them, with its children below the first.
+Launch 1 finds the tree, launch 2 copies, two more verify.
 """
 
 from typing import NamedTuple
@@ -152,8 +153,8 @@ def verify_drawn_rows(
     """Verify rows that were drawn independently of each other, in their order.
 
     Nothing is read on the host. A request without a token in any row gets a result that means
-    nothing. A row may be shorter, or empty, by all that was drawn for rows before it, not by its own
-    tokens or those of later ones.
+    nothing. A row may be shorter, or empty, by all that was drawn for rows before it, not by its
+    own tokens or those of later ones.
 
     Args:
         target_logits: [num_logits, V], the target's after each input.
@@ -169,8 +170,8 @@ def verify_drawn_rows(
         seeds: int64 [B].
         draws: int64 [B]; a call uses the draws .. draws + R * N.
         level: see `tree_verify.verify_tree`.
-        thresholds: float32 [num_logits] of ``row_thresholds`` for the target's rows. Draft rows hold
-            -inf for what they cannot draw.
+        thresholds: float32 [num_logits] of ``row_thresholds`` for the target's rows. Draft rows
+            hold -inf for what they cannot draw.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; names the argument.

@@ -120,6 +120,26 @@ def test_replayed_steps_give_the_text_of_no_speculation(family, greedy_tokens):
         assert ids(result["two"]) != [tokens[:4] for tokens in greedy_tokens[2:]], name
 
 
+def in_graphs_of_drawn_drafts(llm, jobs: dict):
+    """The jobs with drafts of a model, and how often each graph was replayed."""
+    from support import drawn_branches
+
+    graphs = capture(runner_of(llm), [1, 2])
+    results, seen = drawn_branches.run(llm, (jobs, None))
+    return results, seen, {size: graph.replays for size, graph in graphs.items()}
+
+
+def test_replayed_steps_of_drawn_drafts(family, greedy_tokens):
+    """Greedy requests, alone and next to sampled ones, whose rows are verified together."""
+    hsd = {"num_speculative_tokens": 3, "levels": [{"model": family.mid, "branches": 3}]}
+    given = {"model": family.target, **BASE, "speculative_config": {"method": "hsd", **hsd}}
+    work = in_graphs_of_drawn_drafts
+    results, seen, replays = v2_engines.run_engine(given, v2_engines.JOBS, work=work)
+    assert ids(results["joining"]) == greedy_tokens
+    assert ids(results["mixed"])[0] == greedy_tokens[0]
+    assert seen["won"] > 3 and min(replays.values()), replays
+
+
 def in_graphs_with_prompts(llm, work):
     """The jobs, the caches after a prompt, and steps with prompts in them that were replayed."""
     from support import hosted_branches_v2

@@ -1,4 +1,4 @@
-"""Exact distribution of steps in which a model draws several drafts: from drafts to what is emitted.
+"""Exact distribution of steps with several drafts of a model: from drafts to what is emitted.
 
 The program's, the tree's and the layout's kernels run; every draw is enumerated in the place of the
 kernels that draw, which are given what those would be. `kernels/test_tree_kernels.py` and
@@ -16,12 +16,12 @@ from oracle import sequential
 from oracle.exact import Choices, Table, Tokens, distance, distribution_of, extended
 from oracle.test_program_exact import Chosen, exact_row
 from support import kernel_reference as reference
-from support.programs import PROMPT, Engine
+from support.programs import Engine
 
 from vllm_hsd.kernels.branch_walk import WalkResult
 from vllm_hsd.kernels.chain_verify import ChainResult
 from vllm_hsd.kernels.tree_verify import TreeResult
-from vllm_hsd.runner_v2 import drawn_branches, several_drafts
+from vllm_hsd.runner_v2 import several_drafts
 from vllm_hsd.runner_v2.drawn_branches import DrawnBranches
 from vllm_hsd.verify.branches import follow
 
@@ -102,7 +102,8 @@ class EnumeratedStep:
         assert temperature == draft_temperature == 1
         number: dict[tuple[int, int], int] = {}
         nodes = {-1: sequential.Node(exact_row(target[0, 0]), [])}
-        for i, (token, parent) in enumerate(zip(tokens[0].tolist(), parents[0].tolist())):
+        listed = zip(tokens[0].tolist(), parents[0].tolist(), strict=True)
+        for i, (token, parent) in enumerate(listed):
             if token < 0:
                 continue
             first = number.setdefault((parent, token), i)

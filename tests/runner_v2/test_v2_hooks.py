@@ -100,7 +100,7 @@ STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
         (
             {"levels": [{"sources": [{"ngram": {}}, {"early_exit": 1}], "branches": 2}]},
             {},
-            "branches runs on vLLM's V2 runner for sources that are lookups",
+            "branches runs on vLLM's V2 runner for a model and for sources that are lookups",
         ),
         (
             {"levels": [{"sources": [{"suffix": {"shared_tokens": 1 << 19}}]}]},
@@ -121,7 +121,24 @@ STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
         (
             {"levels": [{"eagle3": "HEAD", "branches": 2}]},
             {},
-            "branches runs on vLLM's V2 runner for sources that are lookups",
+            "branches runs on vLLM's V2 runner for a model and for sources that are lookups",
+        ),
+        ({"levels": [{"model": "SMALL", "branches": 3}]}, {}, None),
+        ({"levels": [{"model": "SMALL", "branches": 3}], "verifier": "coupled"}, {}, None),
+        (
+            {"levels": [{"model": "SMALL", "branches": 9}], "num_speculative_tokens": 8},
+            {},
+            "make 72 draft tokens of a request, but tree verification .* takes at most 64",
+        ),
+        (
+            {"levels": [{"model": "SMALL", "branches": 2}], "verifier": "standard"},
+            {},
+            r"verifier does not go with levels\[0\].branches of a model",
+        ),
+        (
+            {"levels": [{"model": "SMALL", "branches": 2, "stopping": "entropy"}]},
+            {},
+            r"levels\[0\].stopping does not go with levels\[0\].branches of a model",
         ),
         ({"levels": [{"eagle3": "HEAD"}], "verifier": "standard"}, {}, "verifier has no meaning"),
         ({"levels": [{"eagle3": "HEAD"}], "verifier": "coupled"}, {}, None),
@@ -164,6 +181,8 @@ def test_v1_serves_what_v2_cannot(as_on_gpus, family, v2, head, monkeypatch, key
 def with_paths(level: dict, family, head: str) -> dict:
     if level.get("model") == "SHORT":
         return {"model": family.mid, "max_model_len": 99}
+    if level.get("model") == "SMALL":
+        return {**level, "model": family.small}
     if "ngram_model" in level:
         store = str(Path(family.target).with_name("pairs.safetensors"))
         write_store(collect_texts([np.arange(3)], family.vocabulary), store)

@@ -68,7 +68,12 @@ def run(llm, work) -> tuple[dict[str, Any], Counter]:
     """
     jobs, fault = work
     hosted, seen = runner_of(llm).speculator.branches, Counter()
-    finish = hosted.finish
+    finish, propose = hosted.finish, runner_of(llm).speculator._next_proposal
+
+    def noted(length):
+        proposal = propose(length)
+        seen["chains"] += not proposal.every_pass
+        return proposal
 
     def finished():
         if hosted.step is not None:
@@ -80,12 +85,12 @@ def run(llm, work) -> tuple[dict[str, Any], Counter]:
             seen["cut"] += int(((listed > hosted.length) & (listed < whole)).sum())
         finish()
 
-    hosted.finish = finished
+    hosted.finish, runner_of(llm).speculator._next_proposal = finished, noted
     try:
         with FAULTS[fault]() if fault else contextlib.nullcontext():
             return run_jobs(llm, jobs), seen
     finally:
-        hosted.finish = finish
+        hosted.finish, runner_of(llm).speculator._next_proposal = finish, propose
 
 
 def recorded(llm, jobs: dict) -> dict[tuple[int, ...], list[list[int]]]:

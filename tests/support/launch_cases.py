@@ -9,6 +9,7 @@ import torch
 from vllm_hsd.kernels.chain_verify import METHODS
 from vllm_hsd.kernels.tree_verify import MAX_NODES
 
+from .drawn_launches import SeveralDrafts
 from .kernel_launches import Branches, Cascade, StockDrafter, Trees
 
 # The fast suite's, in the shapes of Qwen3, one length for all: each launches a kernel of its own.
@@ -23,6 +24,7 @@ SHORT = (
     StockDrafter(torch.bfloat16),
     Cascade((8,), "sources", rows=4),
     Branches(),
+    SeveralDrafts(),
 )
 # Verification is compiled anew for every K, vocabulary and dtype: one of them changes at a time.
 ALL = (
@@ -80,12 +82,15 @@ ALL = (
     *(Branches(dtype=d) for d in (torch.float16, torch.float32)),
     *(Branches(vocab_size=v) for v in (128, 50257, 262144)),
     Branches(length=63, slots=3),
+    *(SeveralDrafts(rows=n, length=k) for n, k in ((2, 1), (16, 4), (2, 32))),
+    *(SeveralDrafts(dtype=d) for d in (torch.float16, torch.float32)),
+    *(SeveralDrafts(vocab_size=v) for v in (128, 50257, 262144)),
     *(Trees(n) for n in (5, MAX_NODES)),
     Trees(dtype=torch.float32),
 )
 
 
-def launch(cases: Iterable[Cascade | StockDrafter | Branches | Trees]) -> None:
+def launch(cases: Iterable[Cascade | StockDrafter | Branches | SeveralDrafts | Trees]) -> None:
     """Launch what each of them does."""
     for case in cases:
         case.launch()

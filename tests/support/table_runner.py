@@ -106,6 +106,7 @@ class TableCascade(CascadeSpeculator):
         self.draft_token_confidence_probs = torch.ones(self.draft_tokens.shape)
         self.thresholds = self._thresholds()
         self.shorter = self._shorter_states()
+        self.several = self._several_drafts()
         self.counts = DeviceCounts(self.state.counts)
         self.blocks = torch.arange(slots * 16, dtype=torch.int32).view(slots, 16)
         groups = KVGroups(

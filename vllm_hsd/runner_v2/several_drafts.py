@@ -41,7 +41,9 @@ class SeveralDrafts:
     rows: torch.Tensor
 
     @classmethod
-    def allocate(cls, state: ProposalState, drafts: int, sizes: Sequence[int], most: int):
+    def allocate(
+        cls, state: ProposalState, drafts: int, sizes: Sequence[int], most: int
+    ) -> SeveralDrafts:
         """Beside a state.
 
         Args:
@@ -66,9 +68,10 @@ class SeveralDrafts:
         return self.rows.shape[1]
 
     def keep(self, state: ProposalState, row: int, window: int) -> None:
-        """Take the draft that ends the texts as draft `row`, from 1 on, and end the texts before it.
+        """Take the draft that ends the texts, and end the texts before it.
 
         Args:
+            row: from 1 on.
             window: tokens of the texts that are committed.
         """
         batch, _, length = self.branches[: state.batch].shape

@@ -241,9 +241,9 @@ def _check_several_drafts(hsd: CascadeConfig) -> None:
     nodes, options = hsd.branches * hsd.num_speculative_tokens, hsd.options()[0]
     if nodes > MAX_KERNEL_NODES:
         raise UserError(
-            f"levels[0].branches and num_speculative_tokens make {nodes} draft tokens of a request, "
-            f"but tree verification on vLLM's V2 runner takes at most {MAX_KERNEL_NODES}: lower one of "
-            f"them or {USE_V1}."
+            f"levels[0].branches and num_speculative_tokens make {nodes} draft tokens of a "
+            "request, but tree verification on vLLM's V2 runner takes at most "
+            f"{MAX_KERNEL_NODES}: lower one of them or {USE_V1}."
         )
     for key, holds in {
         "verifier": hsd.verifier == "standard",

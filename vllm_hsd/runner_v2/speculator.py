@@ -156,11 +156,11 @@ class CascadeSpeculator(StandaloneARSpeculator):
             offer = partial(self.lookup.offer, text=text)
             sources = ProgramSources(offer, self.lookup.choose, self.lookup.drawn)
             self.further = FurtherPasses(self.lookup.wanted)
-        program: Callable[..., Program] = Program
+        kind: Callable[..., Program] = Program
         if self.several is not None:
-            program = partial(SeveralDraftsProgram, kept=self.several)
+            kind = partial(SeveralDraftsProgram, kept=self.several)
         build = partial(
-            program,
+            kind,
             levels=levels,
             verifiers=self.verifiers,
             groups=groups,
