@@ -77,7 +77,7 @@ def tree_of_rows_kernel(
     tl.store(parent_out_ptr + request * (ROWS * N) + index, parent, mask=inside)
 
 
-@triton.jit(do_not_specialize=["further_stride"])
+@triton.jit(do_not_specialize=["entries"])
 def gather_rows_kernel(
     target_out_ptr,  # [B, ROWS * N + 1, V]
     draft_out_ptr,  # [B, ROWS * N + 1, V]
@@ -90,7 +90,7 @@ def gather_rows_kernel(
     threshold_ptr,  # float32 [num_logits], with FILTERED
     chain_ptr,  # [D, N, V], what the first row was drawn from
     further_ptr,  # [ROWS - 1, D', N, V], and the others
-    further_stride,  # D' * N * V
+    entries,  # D'
     draft_index_ptr,  # [B], entry of D and D'
     vocab_size,
     ROWS: tl.constexpr,
@@ -126,12 +126,16 @@ def gather_rows_kernel(
     if child < nodes:
         # Its children were drawn from one distribution, whichever of them is asked.
         row = child // N
-        draft = tl.load(draft_index_ptr + request).to(tl.int64) * N + child % N
-        row_ptr = chain_ptr
-        if row > 0:
-            row_ptr = further_ptr + (row - 1) * further_stride.to(tl.int64)
-        x = tl.load(row_ptr + draft * vocab_size + entry, mask=entry < vocab_size)
-        tl.store(draft_out_ptr + place + entry, x, mask=entry < vocab_size)
+        draft = tl.load(draft_index_ptr + request).to(tl.int64)
+        # One pointer for both would not be known to be aligned.
+        if row == 0:
+            at = (draft * N + child % N) * vocab_size
+            x = tl.load(chain_ptr + at + entry, mask=entry < vocab_size)
+            tl.store(draft_out_ptr + place + entry, x, mask=entry < vocab_size)
+        else:
+            at = (((row - 1) * entries + draft) * N + child % N) * vocab_size
+            x = tl.load(further_ptr + at + entry, mask=entry < vocab_size)
+            tl.store(draft_out_ptr + place + entry, x, mask=entry < vocab_size)
 
 
 def verify_drawn_rows(
@@ -220,7 +224,7 @@ def verify_drawn_rows(
             temperature if thresholds is None else thresholds,
             chain_logits,
             further_logits,
-            further_logits.stride(0),
+            further_logits.shape[1],
             draft_index,
             vocab_size,
             FILTERED=thresholds is not None,

@@ -36,6 +36,7 @@ def configurations(family: dict[str, str], store: str) -> dict[str, dict[str, An
         "sources": engines.cascade(5, {"sources": lookups, "branches": 1}),
         "sources next to a model": engines.cascade(5, {"sources": [*lookups, mid]}),
         "branches": engines.cascade(3, {"sources": lookups, "branches": 3}, adaptive=False),
+        "branches of a model": engines.cascade(4, {"model": family["mid"], "branches": 3}),
         "branches, adaptive": engines.cascade(4, {"sources": lookups, "branches": 2}),
         "entropy": engines.cascade(6, {**small, **unsure}, {**mid, **unsure}),
         "horizontal": engines.cascade(6, small, mid, horizontal_tokens=2),

@@ -368,7 +368,7 @@ class Branches:
 
 @dataclass(frozen=True)
 class Trees:
-    """Verification of several drawn drafts, which the V1 runner launches on a GPU."""
+    """Verification of draft trees, as several drawn drafts of a model are."""
 
     nodes: int = MAX_NODES
     dtype: torch.dtype = torch.bfloat16
