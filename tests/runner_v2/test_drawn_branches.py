@@ -65,6 +65,17 @@ def test_every_row_is_what_the_model_says_after_its_first_token(family):
             assert len(row) == LENGTH and said(list(text), row)[1:] == row[1:]
 
 
+@pytest.mark.parametrize("faulty", [False, True])
+def test_caches_of_sampled_requests_are_those_of_the_text(family, faulty):
+    """Of both models, after rows that won together; not where the target keeps the chain's."""
+    arguments = engine(family.target, family.small, 4)
+    work = PROMPTS[2], {"max_tokens": 90, "ignore_eos": True, "temperature": 1}, faulty
+    difference, won = v2_engines.run_engine(
+        arguments, work, work=drawn_branches.difference_of_caches
+    )
+    assert won > 2 and (difference > 0.1) == faulty, (difference, won)
+
+
 def test_more_drafts_are_accepted_for_longer(family):
     """Tokens a step grow with the drafts, of a drafter that is often wrong."""
     params = {"max_tokens": 24, "ignore_eos": True, "temperature": 1}

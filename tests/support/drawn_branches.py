@@ -115,6 +115,47 @@ def recorded(llm, jobs: dict) -> dict[tuple[int, ...], list[list[int]]]:
     return found
 
 
+def difference_of_caches(llm, work) -> tuple[float, int]:
+    """(largest difference of a sampled request's keys and values from new ones, steps that won).
+
+    Of the target all that fills whole blocks, of the drafter what its first pass reads no more.
+
+    Args:
+        work: (prompt, sampling parameters, fault that keeps the chain's entries).
+    """
+    prompt, params, faulty = work
+    runner = runner_of(llm)
+    hosted, kept, found = runner.speculator.branches, [], {}
+    flat_drafts = hosted.flat_drafts
+
+    def noted(slots, window, drafts):
+        length = int(runner.req_states.total_len.gpu[int(slots[0])])
+        text = runner.req_states.all_token_ids.gpu[int(slots[0]), :length].tolist()
+        found.update(slot=int(slots[0]), text=text)
+        flat_drafts(slots, window, drafts)
+
+    hosted.flat_drafts = noted
+    seen: Counter = Counter()
+    for most in (params["max_tokens"], 1):
+        llm.reset_prefix_cache()
+        job = {"a": {"prompts": [prompt], "params": {**params, "max_tokens": most}}}
+        copy = "vllm_hsd.runner_v2.branches.copy_from_winners"
+        with mock.patch(copy) if faulty and not kept else contextlib.nullcontext():
+            _, each = run(llm, (job, None))
+        seen += each
+        prompt = found["text"] if not kept else prompt
+        size = runner.cache_config.block_size
+        whole = (len(prompt) - LENGTH - 2) // size
+        table = runner.block_tables.block_tables[0].gpu[found["slot"], :whole].long()
+        layers = runner.compilation_config.static_forward_context
+        number = runner.kv_cache_config.num_blocks
+        caches = [
+            layers[name].kv_cache for name in runner.kv_cache_config.kv_cache_groups[0].layer_names
+        ]
+        kept.append([kv.movedim(kv.shape.index(number), 0)[table].clone() for kv in caches])
+    return max(float((a - b).abs().max()) for a, b in zip(*kept, strict=True)), seen["won"]
+
+
 def allow_several_to_two() -> None:
     """Three requests draft a chain each, and four nothing."""
     from vllm_hsd.runner_v2 import spec_config, speculator
