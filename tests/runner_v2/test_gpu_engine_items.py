@@ -91,7 +91,7 @@ def test_levels(setting, text_family, tmp_path):
     longer = replace(setting, engine_args={**setting.engine_args, "max_model_len": 512})
     found = levels.run(longer, paths(text_family), store)
     assert not found.left_out and not found.waiting
-    assert sum("equals that of no speculation" in line for line in found.lines) == 12
+    assert sum("equals that of no speculation" in line for line in found.lines) == 13
 
 
 @pytest.mark.slow
