@@ -76,7 +76,7 @@ def test_caches_of_sampled_requests_are_those_of_the_text(family, faulty):
     assert won > 2 and (difference > 0.1) == faulty, (difference, won)
 
 
-def test_more_drafts_are_accepted_for_longer(family):
+def test_more_drafts_are_accepted_for_longer(as_on_gpus, family):
     """Tokens a step grow with the drafts, of a drafter that is often wrong."""
     params = {"max_tokens": 24, "ignore_eos": True, "temperature": 1}
     jobs = {"sampled": {"prompts": v2_engines.PROMPTS[1:] * 4, "params": params}}

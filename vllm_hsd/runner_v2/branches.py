@@ -93,6 +93,7 @@ class HostedBranches:
         largest: most requests that have all rows.
         shown: a batch, and what attention sees in its place: a request for every row.
         step: in which requests have branches, until it is verified.
+        listed: int64 [B], tokens of each request's list; None where lists have all rows.
 
     Raises:
         UserError: the engine's configuration does not go with branches.
@@ -127,6 +128,7 @@ class HostedBranches:
         self.caches: list[CacheBlocks] = []
         self.shown: tuple[Any, Any] | None = None
         self.step: Step | None = None
+        self.listed: np.ndarray | None = None
         self.verified = 0
         replace_on(runner, _PREPARE, by=self)
         replace_on(runner.model_state, _METADATA, by=self)

@@ -31,13 +31,14 @@ def read_on_host() -> bool:
 def get_draft_tokens(original: Any, runner: Any) -> Any:
     """vLLM's placeholders, cut to the draft of each request; none for one that has no draft."""
     drafts, speculator = original(), runner.speculator
-    # Tokens that a grammar is to judge are handed over whole; lists of trees where they are fixed.
-    fixed = speculator.branches is not None and not read_on_host()
-    if drafts is None or fixed or runner.draft_tokens_handler.draft_tokens_np is not None:
+    branches = speculator.branches
+    # Tokens that a grammar is to judge are handed over whole; so are lists of whole trees.
+    whole = branches is not None and branches.listed is None
+    if drafts is None or whole or runner.draft_tokens_handler.draft_tokens_np is not None:
         return drafts
     state, index = speculator.state, runner.req_states.req_id_to_index
     rows = state.row_of_slot[[index[request] for request in drafts.req_ids]].tolist()
-    listed = state.draft_length if speculator.branches is None else speculator.branches.listed
+    listed = state.draft_length if branches is None else branches.listed
     lengths = listed.tolist()
     for tokens, row in zip(drafts.draft_token_ids, rows, strict=True):
         del tokens[lengths[row] if row >= 0 else 0 :]

@@ -11,6 +11,7 @@ from vllm_hsd.core.draft_budget import cut
 from vllm_hsd.kernels.chain_verify import ChainResult
 from vllm_hsd.runner_v2.branches import HostedBranches
 from vllm_hsd.runner_v2.proposal_state import ProposalState
+from vllm_hsd.runner_v2.sources import SourcesLookup
 
 
 class HostBranches(HostedBranches):
@@ -18,14 +19,15 @@ class HostBranches(HostedBranches):
 
     Attributes:
         longest_used: most tokens of a row after its root in the last proposal.
-        listed: int64 [B], tokens of each request's list.
         accepted: int64 [max_num_reqs], tokens of each chain that the target has accepted.
     """
+
+    lookup: SourcesLookup
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.longest_used = self.longest
-        self.listed = np.zeros(0, dtype=np.int64)
+        self.listed = np.zeros(self.runner.max_num_reqs, dtype=np.int64)
         self.accepted = np.zeros(self.runner.max_num_reqs, dtype=np.int64)
 
     @property

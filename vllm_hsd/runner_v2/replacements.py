@@ -64,5 +64,8 @@ def new_draft_model_speculator(original, cls, vllm_config, *args, **kwargs):
         from vllm_hsd.runner_v2.host_speculator import HostSpeculator
         from vllm_hsd.runner_v2.speculator import CascadeSpeculator
 
-        cls = HostSpeculator if draft_lengths.read_on_host() else CascadeSpeculator
+        # Several drafts of a model have a program of their own, on a CPU too.
+        several = vllm_config.speculative_config.hsd.several_drafts
+        on_host = draft_lengths.read_on_host() and not several
+        cls = HostSpeculator if on_host else CascadeSpeculator
     return original(cls) if original is object.__new__ else original(cls, vllm_config)

@@ -103,7 +103,7 @@ class SeveralDraftsProgram(Program):
         thresholds = row_thresholds(logits, state.temperature[0], state.filters)
         # Positions are overwritten by the next pass.
         drawn = [
-            self._draw(state, first, logits, thresholds, row * length)
+            self._sample(state, first, logits, thresholds, row * length)
             for row in range(schedule.drafts)
         ]
         others = other_tokens(logits, drawn[0][0], schedule.drafts - 1)
@@ -124,7 +124,7 @@ class SeveralDraftsProgram(Program):
     def _append(self, state: ProposalState, op: Draft) -> None:
         logits = self._forward(state, op)
         thresholds = row_thresholds(logits, state.temperature[0], state.filters)
-        token_ids, lse = self._draw(state, op, logits, thresholds, op.draw)
+        token_ids, lse = self._sample(state, op, logits, thresholds, op.draw)
         cascade_steps.commit_draft(state, op, logits, token_ids, lse, thresholds)
 
     def _forward(self, state: ProposalState, op: Draft) -> torch.Tensor:
@@ -134,7 +134,7 @@ class SeveralDraftsProgram(Program):
         cascade_steps.place(state, self.schedule, op, *places, committed_too=committed_too)
         return level.forward(state, op, 1)
 
-    def _draw(
+    def _sample(
         self,
         state: ProposalState,
         op: Draft,
