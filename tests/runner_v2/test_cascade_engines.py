@@ -466,6 +466,24 @@ def test_sampled_text_follows_the_target(name, small_vocabulary):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
+@pytest.mark.parametrize(
+    ("patch", "fault"),
+    [("install", False), ("install_lowest", False), ("install_lowest_and_keep_rows", True)],
+)
+def test_sampled_text_of_levels_that_draft_now_and_then(patch, fault, small_vocabulary):
+    """With a negative control: a lookup's tokens that a level passes on have other rows."""
+    levels = [{"ngram": {"min": 1, "max": 2}, "num_tokens": 2}, {"model": small_vocabulary.mid}]
+    speculative = {**cascade(levels), "adaptive": True}
+    params = {"max_tokens": 9, "top_k": 2} if fault else {"max_tokens": 9}
+    patch, cases = f"support.adversarial_depth:{patch}", {"": params}
+    target = small_vocabulary.target
+    found = p_values(target, speculative, PROMPT, cases, count=2000, patch=patch)[""]
+    print(found)
+    assert found < 1e-6 if fault else found > 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("name", ["two models", "lookup, exit, model", "stock model", "stock head"])
 def test_wrong_rows_of_the_drafts_are_caught(name, small_vocabulary):
     check_wrong_rows(small_vocabulary.target, configuration(name, small_vocabulary), PROMPT)

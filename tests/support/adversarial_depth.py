@@ -20,6 +20,28 @@ def install_and_forget_holes() -> None:
     _forget_holes()
 
 
+def install_lowest() -> None:
+    """Only level 0 drafts."""
+    DraftBudget.prices = lambda self, *_: Prices(
+        self.free.verify, self.free.forward, StepLevels((0,), (self.lengths[0],))
+    )
+
+
+def install_lowest_and_keep_rows() -> None:
+    """As `install_lowest`; what the levels above pass on has the rows of an earlier draft."""
+    install_lowest()
+    from vllm_hsd.runner_v2 import cascade_steps
+
+    pass_on = cascade_steps.pass_on
+
+    def without_rows(state, level, longest):
+        before = state.rows[level].clone()
+        pass_on(state, level, longest)
+        state.rows[level].copy_(before)
+
+    cascade_steps.pass_on = without_rows
+
+
 def install_free_drafts() -> None:
     """Drafts cost nothing."""
     DraftBudget.prices = lambda self, *_: self.free

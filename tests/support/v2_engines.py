@@ -100,7 +100,9 @@ def p_values(
         }
         for case, params in cases.items()
     }
-    engine = {"model": target, "max_num_seqs": 64, "speculative_config": speculative_config}
+    # Tokens for drafts of all requests at once.
+    engine = {"model": target, "max_num_seqs": 64, "max_num_batched_tokens": 1024}
+    engine["speculative_config"] = speculative_config
     results = run_engine(engine, jobs, patch=patch, short_matches=True)
     return {
         case: chi_square_p_value(
