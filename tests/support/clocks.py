@@ -13,8 +13,9 @@ def install() -> None:
 
     from vllm_hsd.core.step_times import StepTimes
     from vllm_hsd.runner_v1 import adaptive, proposer
+    from vllm_hsd.runner_v2 import host_budget
 
-    observe, agree = StepTimes.observe, adaptive.agree_on_prices
+    observe, agree, agreed = StepTimes.observe, adaptive.agree_on_prices, host_budget._agreed
     assert agree is proposer.agree_on_prices
 
     def note(kind: str, value: object) -> None:
@@ -35,6 +36,13 @@ def install() -> None:
             note("own", budget.step)
         note("agreed", budget.step)
 
+    def noted_value(found) -> object:
+        value = agreed(found)
+        note("own", found() if get_tensor_model_parallel_rank() else value)
+        note("agreed", value)
+        return value
+
+    host_budget._agreed = noted_value
     StepTimes.observe = disagreeing
     proposer.agree_on_prices = noted
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_hsd.core import clock
-from vllm_hsd.core.draft_budget import DraftBudget, Prices
+from vllm_hsd.core.draft_budget import DraftBudget
 from vllm_hsd.core.levels import StepLevels
 from vllm_hsd.core.rounds import Round
 from vllm_hsd.runner_v2.host_branches import HostBranches
@@ -85,23 +87,16 @@ class HostBudget:
         """
         drafts, offer = program.drafts, None
         slots, most = program.slots[drafts], state.requested[-1].numpy()[drafts].astype(np.int64)
-        if program.has_lookup and drafts.any():
-            if not self._searches(len(slots)):
+        if program.has_lookup and len(slots):
+            if not _agreed(partial(self._searches, len(slots))):
                 if self.branches is not None:
                     self.branches.none(state)
                 return StepLevels()
             began = clock.seconds()
             offer = program.offer(state, drafts)
             self.searching = clock.seconds() - began
-        group = get_tp_group()
-        # Clocks differ by rank, and all ranks must draft alike.
-        if group.rank_in_group > 0:
-            prices: Prices = group.broadcast_object()
-        else:
-            late = self._late(program, state, left[drafts])
-            prices = self.budget.prices(slots, most, True, running, offer, late)
-            if group.world_size > 1:
-                group.broadcast_object(prices)
+        late = self._late(program, state, left[drafts])
+        prices = _agreed(partial(self.budget.prices, slots, most, True, running, offer, late))
         selected = prices.selection
         if offer is not None:
             self.budget.searched(len(slots), self.searching)
@@ -160,3 +155,11 @@ class HostBudget:
         if len(slots):
             verifier = self.budget.target
             self.budget.observe(Round(level, verifier, slots, drafts, **facts))
+
+
+def _agreed(found: Callable[[], Any]) -> Any:
+    """What rank 0 finds: clocks differ by rank, and all ranks must draft alike."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return found()
+    return group.broadcast_object(found() if group.rank_in_group == 0 else None)
