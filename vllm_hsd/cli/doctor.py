@@ -322,7 +322,7 @@ def _head_mistakes(engine: Any) -> list[str]:
     """
     from vllm.model_executor.model_loader.utils import get_model_cls
 
-    from vllm_hsd.runner_v1.eagle3 import check_states
+    from vllm_hsd.eagle3 import check_states
 
     given, mistakes = engine.speculative_config, list[str]()
     if not isinstance(given, dict) or given.get("method") != "hsd":

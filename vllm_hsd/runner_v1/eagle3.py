@@ -20,35 +20,16 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.attention import MLAAttention
-from vllm.model_executor.models.interfaces import supports_eagle3
 
 from vllm_hsd.core.drafts import ragged_arange
-from vllm_hsd.errors import UserError
+from vllm_hsd.eagle3 import check_head, check_states, reads_final_states, share_with_target
 from vllm_hsd.runner_v1.levels import ModelLevel
 
 logger = init_logger(f"vllm.{__name__}")
 
 # Most states that are kept for a request, in positions.
 KEPT_STATES = 32
-
-
-def check_states(target: type, name: str) -> None:
-    """Refuse a head of a target that gives it nothing to read.
-
-    Args:
-        target: vLLM's class of the target.
-        name: what the message calls the level.
-
-    Raises:
-        UserError: the class gives no hidden states.
-    """
-    if not supports_eagle3(target):
-        raise UserError(
-            f"{name} reads hidden states that {target.__name__} does not give in vLLM: use "
-            "another kind of level."
-        )
 
 
 class Eagle3Level(ModelLevel):
@@ -84,9 +65,11 @@ class Eagle3Level(ModelLevel):
                 head drafts tokens that the target has not.
         """
         check_states(type(target_model), named)
-        self._check_layers(target_model, named)
-        self._check_tokens(named)
-        self._share(target_model)
+        layers = None
+        if not self.reads_final_states:
+            layers = self.runner._get_eagle3_aux_layers_from_config()
+        check_head(self.model, target_model, self.vllm_config.model_config, layers, named)
+        share_with_target(self.model, target_model)
         # vLLM then has the target give out the states that the head names.
         self.runner.use_aux_hidden_state_outputs = not self.reads_final_states
         hidden = self.model.config.hidden_size
@@ -109,51 +92,10 @@ class Eagle3Level(ModelLevel):
             KEPT_STATES,
         )
 
-    def _share(self, target: Any) -> None:
-        if not self.model.has_own_embed_tokens:
-            embedding = target.model.embed_tokens
-            if isinstance(embedding, BaseLayerWithLoRA):
-                # It looks up the adapters of the target's rows, which are not the head's.
-                embedding = embedding.base_layer
-            self.model.model.embed_tokens = embedding
-        if not self.model.has_own_lm_head:
-            self.model.lm_head = target.lm_head
-
     @property
     def reads_final_states(self) -> bool:
         """Whether the head reads the target's last hidden states in place of inner ones."""
-        return not getattr(self.model.model, "use_aux_hidden_state", True)
-
-    def _check_layers(self, target: Any, name: str) -> None:
-        width = self.vllm_config.model_config.get_hidden_size()
-        depth = self.vllm_config.model_config.hf_text_config.num_hidden_layers
-        if self.reads_final_states:
-            return
-        layers = self.runner._get_eagle3_aux_layers_from_config()
-        layers = set(layers or target.get_eagle3_default_aux_hidden_state_layers())
-        if not layers <= set(range(depth + 1)):
-            raise UserError(
-                f"{name} reads states after the layers {sorted(layers)}, but the target has "
-                f"{depth}: use a head of this target."
-            )
-        reads = self.model.model.fc.input_size
-        if reads != len(layers) * width:
-            raise UserError(
-                f"{name} reads states of {reads} numbers, but {len(layers)} layers of the target "
-                f"give {len(layers) * width}: use a head of this target."
-            )
-
-    def _check_tokens(self, name: str) -> None:
-        offsets = getattr(self.model, "draft_id_to_target_id", None)
-        if offsets is None:
-            return
-        size = self.vllm_config.model_config.get_vocab_size()
-        tokens = torch.arange(len(offsets), device=offsets.device) + offsets
-        if tokens.min() < 0 or tokens.max() >= size or len(tokens.unique()) < len(tokens):
-            raise UserError(
-                f"{name} has a tensor 'd2t' whose tokens repeat or are none of the target's "
-                f"{size}: use a head of this target."
-            )
+        return reads_final_states(self.model)
 
     def take_states(
         self,
