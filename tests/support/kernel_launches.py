@@ -32,6 +32,7 @@ from vllm_hsd.kernels.sample_row import sample_row
 from vllm_hsd.kernels.tree_verify import MAX_NODES, verify_tree
 from vllm_hsd.runner_v2 import cascade_steps
 from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds, observe_target
+from vllm_hsd.runner_v2.head_steps import HeadInputs, next_tokens, place_entry, read_step
 from vllm_hsd.runner_v2.lookups import lookup_bigram, lookup_ngram
 from vllm_hsd.runner_v2.ngram_rows import NgramRows, Runs
 from vllm_hsd.runner_v2.program import Program, ProgramSources
@@ -56,6 +57,7 @@ class Cascade:
         lowest: kind of level 0: "model", "ngram", "bigram", "suffix" or "sources".
         sources: lookups of "sources", these three in turn.
         chooses: a model is the last one of "sources".
+        head: level 0 is a head of the target, or the last one of "sources" is.
         rows: drafts of a request that the target verifies together.
         store: tokens of a suffix level's store, 0 for none.
         shared: most tokens of its shared outputs, 0 for none.
@@ -73,6 +75,7 @@ class Cascade:
     lowest: str = "model"
     sources: int = 3
     chooses: bool = False
+    head: bool = False
     rows: int = 1
     shorter: tuple[int, ...] = ()
     horizontal_tokens: int = 0
@@ -150,6 +153,8 @@ class Cascade:
         groups = KVGroups(
             _empty(self.groups, dtype=torch.uint64), _longs(self.groups), _empty(self.groups)
         )
+        if self.head:
+            levels[0] = _Head(self, schedule, groups, text)
         verifiers = ["none" if k in self.unverified else self.method for k in range(len(levels))]
         scheduled = schedule, levels, verifiers, groups, self.max_model_len
         Program(*scheduled, thresholds, sources).run(bucket)
@@ -242,6 +247,39 @@ class _Level:
     def forward(self, state, op, num_logits: int) -> torch.Tensor:
         dtype = state.rows[op.level].dtype
         return _empty(state.batch * num_logits, self.cascade.vocab_size, dtype=dtype)
+
+
+class _Head(_Level):
+    """A head that has read a step of the target."""
+
+    def __init__(self, cascade: Cascade, schedule, groups: KVGroups, text: torch.Tensor) -> None:
+        super().__init__(cascade, in_target_cache=False)
+        self.scheduled = schedule, groups, cascade.max_model_len
+        length = schedule.num_speculative_tokens + 1
+        self.inputs = HeadInputs.allocate(
+            schedule,
+            batch=cascade.capacity,
+            query_length=length,
+            hidden_size=64,
+            dtype=cascade.dtype,
+            device=torch.device("meta"),
+        )
+        self.inputs.set_kv_groups(cascade.groups)
+        step = {
+            "index": _longs(_BATCH),
+            "query_start_loc": _empty(_BATCH + 1),
+            "positions": _longs(_BATCH * length),
+            "text": text,
+            "length": _empty(cascade.slots),
+        }
+        next_tokens(_empty(_BATCH * length), **step, longest=length)
+        read_step(self.inputs, groups, cascade.max_model_len, **step)
+
+    def forward(self, state, op, num_logits: int) -> torch.Tensor:
+        schedule, *caches = self.scheduled
+        if op.draw > 0:
+            place_entry(self.inputs, state, schedule, op.query_length - 1, *caches)
+        return super().forward(state, op, num_logits)
 
 
 @dataclass(frozen=True)

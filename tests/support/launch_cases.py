@@ -21,6 +21,7 @@ SHORT = (
     Cascade((3, 8), counted=(0,), store=1 << 24),
     Cascade((4, 8), "sources"),
     Cascade((3, 8), unsure=(0, 1), horizontal_tokens=3),
+    Cascade((3, 8), head=True),
     StockDrafter(torch.bfloat16),
     Cascade((8,), "sources", rows=4),
     Branches(),
@@ -61,6 +62,9 @@ ALL = (
     Cascade((8,), "sources", sources=1, chooses=True),
     Cascade((3, 8), "sources", sources=2, chooses=True),
     Cascade((3, 5)),
+    Cascade((2, 4, 8), head=True, groups=3, capacity=3, slots=3, max_model_len=1000),
+    Cascade((2, 8), head=True, horizontal_tokens=3),
+    Cascade((3, 8), "sources", sources=2, chooses=True, head=True),
     # Views of a state for an odd number of requests are not aligned.
     *(Cascade((3, 8), capacity=c, slots=c) for c in (1, 2, 3, 33)),
     *(Cascade((3, 8), "ngram", capacity=c, slots=c, max_model_len=2048) for c in (1, 3)),

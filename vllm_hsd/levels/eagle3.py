@@ -28,6 +28,7 @@ class Eagle3LevelConfig(SamplingKeys, VllmModelKeys, BranchKeys):
     kind = "eagle3"
     only_lowest = "an EAGLE-3 head takes unverified tokens one by one"
     reads_target_states = True
+    on_v2 = "model"
     stock_on = ("V2",)
 
     eagle3: Name
@@ -54,6 +55,12 @@ class Eagle3LevelConfig(SamplingKeys, VllmModelKeys, BranchKeys):
         from vllm_hsd.runner_v1.eagle3 import Eagle3Level
 
         return Eagle3Level(place.runner, place.vllm_config, place.index, place.context_length)
+
+    def build_v2(self, speculator: Any, index: int) -> Any:
+        """See `LevelConfig.build_v2`; before vLLM measures memory."""
+        from vllm_hsd.runner_v2.target_head import ProgramHead
+
+        return ProgramHead(speculator, index)
 
     def measured(self, models: Measuring) -> Any:
         """See `LevelConfig.measured`."""

@@ -84,13 +84,18 @@ class ProgramModel:
         layers = set(get_layers_from_vllm_config(self.vllm_config, _AttentionLayer))
         self.layer_names = layers - before
 
+    @property
+    def longest_query(self) -> int:
+        """Most tokens that a request feeds to one of its passes."""
+        return self.speculator.schedule.longest_query
+
     def init_attention(self, kv_cache_config: Any) -> None:
         """Make attention metadata builders of its own."""
         # The level's own configuration: builders size their buffers by its heads, and what they
         # capture by its bound, which is otherwise that of the target's batches.
         config = copy.copy(self.draft_config)
         config.compilation_config = copy.copy(config.compilation_config)
-        fed = self.speculator.state.batch * self.speculator.schedule.longest_query
+        fed = self.speculator.state.batch * self.longest_query
         bound = config.compilation_config.max_cudagraph_capture_size or 0
         config.compilation_config.max_cudagraph_capture_size = max(bound, fed)
         self.groups, _, _ = init_attn_backend(
@@ -136,8 +141,9 @@ class ProgramModel:
         positions: torch.Tensor,
         attn_metadata: dict[str, Any] | None,
         slot_mappings: dict[str, torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """Hidden states of a forward pass without a CUDA graph of its own."""
+        *more: torch.Tensor,
+    ) -> Any:
+        """Hidden states of a forward pass without a CUDA graph of its own; `more` is for `run`."""
         count = input_ids.shape[0]
         if self.vocab_size < self.speculator.vocab_size:
             input_ids = readable(input_ids, self.vocab_size)
@@ -149,7 +155,13 @@ class ProgramModel:
             slot_mapping=slot_mappings,
             batch_descriptor=BatchDescriptor(num_tokens=count),
         ):
-            return self.run(input_ids, positions)
+            return self.run(input_ids, positions, *more)
+
+    def refresh(self, metadata: dict[str, Any]) -> None:
+        """Let builders derive again what they keep of tensors that have changed."""
+        for groups in self.groups:
+            for group in groups:
+                group.update_draft_decode_metadata(metadata)
 
     def forward(self, state: ProposalState, op: Draft | Verify, num_logits: int) -> torch.Tensor:
         """See `runner_v2.program.ProgramLevel`."""
@@ -159,9 +171,7 @@ class ProgramModel:
         if metadata is None:
             metadata = self._metadata(state, q)
         else:
-            for groups in self.groups:
-                for group in groups:
-                    group.update_draft_decode_metadata(metadata)
+            self.refresh(metadata)
         hidden = self.compute(
             state.input_ids[:count],
             state.positions[:count],

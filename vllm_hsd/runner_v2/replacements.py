@@ -16,6 +16,10 @@ from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER
     issue=NONE_FILED,
 )
 def load_model(original, self, *args, **kwargs):
+    head = getattr(self.speculator, "head", None)
+    if head is not None:
+        # vLLM then has the target give out the states that the head names.
+        self.use_aux_hidden_state_outputs = head.reads_inner_states
     original(self, *args, **kwargs)
     if getattr(self.speculative_config, "hsd_sources", None) is not None:
         from vllm_hsd.runner_v2.head_sources import HeadSources

@@ -117,7 +117,7 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
     @cached_property
     def _longest_query(self) -> int:
         # vLLM settles its configuration several times, and a long schedule takes a second or two.
-        return schedule_of(self.hsd).longest_query
+        return longest_query(self.hsd, schedule_of(self.hsd))
 
     @property
     def hsd_couples_all(self) -> bool:
@@ -128,9 +128,24 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
         # Keeps the texts, which the lookup searches, in the GPU's memory.
         return searches_texts(self.hsd.levels)
 
+    def use_eagle_block_drop(self) -> bool:
+        # A head's entry at the last position of a block depends on the token after it.
+        return reads_target_states(self.hsd)
+
     @property
     def max_num_new_slots_for_drafting(self) -> int:
         return 0
+
+
+def reads_target_states(hsd: CascadeConfig) -> bool:
+    """Whether a level reads hidden states of the target."""
+    return any(source.reads_target_states for level in hsd.levels for source in level.drafters)
+
+
+def longest_query(hsd: CascadeConfig, schedule: Schedule) -> int:
+    """Most tokens that a request feeds to one forward pass: a head reads a step of the target."""
+    steps = hsd.num_speculative_tokens + 1 if reads_target_states(hsd) else 0
+    return max(schedule.longest_query, steps)
 
 
 def max_batch_size(hsd: CascadeConfig, longest_query: int, max_num_batched_tokens: int) -> int:
@@ -219,7 +234,9 @@ def _check(hsd: CascadeConfig, target_parallel_config, is_stock: bool) -> None:
         for name, source in level.named_sources(f"levels[{i}]"):
             if not source.on_v2 and not is_stock:
                 known = ", ".join(kind for kind, cls in KINDS.items() if cls.on_v2)
-                heads = " or ".join(kind for kind, cls in KINDS.items() if "V2" in cls.stock_on)
+                heads = " or ".join(
+                    kind for kind, cls in KINDS.items() if "V2" in cls.stock_on and not cls.on_v2
+                )
                 raise UserError(
                     f"{name}.{source.kind} does not run on vLLM's V2 runner, which takes the "
                     f"kinds {known}, and {heads} in the only level: {USE_V1}."

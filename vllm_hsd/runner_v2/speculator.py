@@ -34,8 +34,10 @@ from vllm_hsd.runner_v2.several_drafts import SeveralDrafts, SeveralDraftsProgra
 from vllm_hsd.runner_v2.sources import SourcesLookup
 from vllm_hsd.runner_v2.spec_config import (
     ladder_of,
+    longest_query,
     max_batch_size,
     most_with_branches,
+    reads_target_states,
     schedule_of,
     shortest_of,
     verifiers,
@@ -65,8 +67,10 @@ class CascadeSpeculator(StandaloneARSpeculator):
         branches: of the requests, set with `req_states`; None where the target verifies chains.
         graphs: captured proposals; None where all run without a CUDA graph.
         confidence: of the drafts, for vLLM's adaptive verification; None without it.
+        head: the lowest level if that reads the target's hidden states.
     """
 
+    head: Any = None
     num_extra_query_per_req = 0
 
     def __init__(self, vllm_config, device: torch.device) -> None:
@@ -91,7 +95,9 @@ class CascadeSpeculator(StandaloneARSpeculator):
             self.schedule,
             batch=min(
                 self.max_num_reqs,
-                max_batch_size(self.hsd, self.schedule.longest_query, self.max_num_tokens),
+                max_batch_size(
+                    self.hsd, longest_query(self.hsd, self.schedule), self.max_num_tokens
+                ),
             ),
             max_num_reqs=self.max_num_reqs,
             vocab_size=self.vocab_size,
@@ -119,6 +125,8 @@ class CascadeSpeculator(StandaloneARSpeculator):
             for k, level in enumerate(self.hsd.levels)
             if level.last_on_v2 == "counts"
         }
+        if reads_target_states(self.hsd):
+            self.head = lowest.drafters[-1].build_v2(self, 0)
 
     def _confidence(self) -> DraftConfidence | None:
         if not self.hsd.enable_adaptive_verification:
@@ -254,11 +262,12 @@ class CascadeSpeculator(StandaloneARSpeculator):
                 self.hosted.append(None)
                 continue
             # Only the last source can be a model.
-            hosted = level.drafters[-1].build_v2(self, i)
-            if hosted.in_target_cache:
-                hosted.attach(target_model)
-            else:
+            reads_states = level.drafters[-1].reads_target_states
+            hosted = self.head if reads_states else level.drafters[-1].build_v2(self, i)
+            if not hosted.in_target_cache:
                 hosted.load(self.speculative_config.level_configs[i])
+            if hosted.in_target_cache or reads_states:
+                hosted.attach(target_model)
             self.hosted.append(hosted)
         models = [level.model for level in self.hosted if level is not None and level.model]
         return models[-1] if models else target_model
@@ -291,6 +300,8 @@ class CascadeSpeculator(StandaloneARSpeculator):
             block_tables.block_table_strides,
             block_tables.block_sizes_tensor,
         )
+        if self.head is not None:
+            self.head.kv_groups = groups
         self._build_programs(levels, groups)
 
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
@@ -298,7 +309,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
             self.branches.limit_graphs()
         self.graphs = None
         levels = [level for level in self.hosted if level is not None]
-        longest = self.schedule.longest_query
+        longest = longest_query(self.hsd, self.schedule)
         reason = why_eager(cudagraph_mode, levels, longest)
         if reason is not None:
             logger.warning("The cascade drafts without CUDA graphs: %s.", reason)
@@ -350,6 +361,8 @@ class CascadeSpeculator(StandaloneARSpeculator):
         count = input_batch.num_reqs
         drafts = self.draft_tokens[:count]
         computed = input_batch, attn_metadata, slot_mappings
+        if self.head is not None:
+            self.head.take_states(input_batch, last_hidden_states, aux_hidden_states)
         if dummy_run:
             self._ingest(*computed, with_logits=True)
             return drafts

@@ -1,0 +1,75 @@
+"""A patch for engines on the V2 runner: what a head drafts below other levels goes to a file."""
+
+import json
+import os
+from pathlib import Path
+
+FILE = "HSD_TEST_DRAFTS"
+
+
+def install() -> None:
+    """Append [verified text, draft tokens after it, next one by the head] for greedy requests."""
+    from vllm_hsd.runner_v2.target_head import ProgramHead
+
+    forward = ProgramHead.forward
+
+    def recorded(self, state, op, num_logits):
+        logits = forward(self, state, op, num_logits)
+        text = self.speculator.req_states.all_token_ids.gpu
+        window = self.speculator.schedule.window
+        running = state.drafted[-1] < state.requested[-1]
+        drafts = running & (op.step < state.requested[0]) & (state.temperature[0] == 0)
+        with open(os.environ[FILE], "a") as file:
+            for b in drafts.nonzero()[:, 0].tolist():
+                verified = text[state.slot[b], : int(state.base[b]) + window].tolist()
+                drafted = state.window[b, window : state.end[b]].tolist()
+                file.write(json.dumps([verified, drafted, int(logits[b].argmax())]) + "\n")
+        return logits
+
+    ProgramHead.forward = recorded
+
+
+def install_shifted() -> None:
+    """As `install`, with a head that reads each state a position too late."""
+    install()
+    from vllm_hsd.runner_v2.target_head import ProgramHead
+
+    take = ProgramHead.take_states
+
+    def take_states(self, batch, final, inner):
+        take(self, batch, final, [states.roll(1, 0) for states in inner])
+
+    ProgramHead.take_states = take_states
+
+
+def install_own_states() -> None:
+    """As `install`, with a head that keeps what it has computed of drafts from its own states."""
+    install()
+    from vllm_hsd.runner_v2.target_head import ProgramHead
+
+    read = ProgramHead._read
+
+    def read_last(self, state):
+        reading = self.inputs.reading
+        last = self.inputs.last[: state.batch] % reading.query_length
+        places = reading.slot_mapping.view(len(reading.slot_mapping), reading.batch, -1)
+        for b, place in enumerate(last.tolist()):
+            places[:, b, :place] = -1
+        return read(self, state)
+
+    ProgramHead._read = read_last
+
+
+def install_hasty() -> None:
+    """As `install`, with a head that in later rounds reads the last token alone."""
+    install()
+    from vllm_hsd.runner_v2.target_head import ProgramHead
+
+    draft = ProgramHead._draft
+    ProgramHead._draft = lambda self, state, back: draft(self, state, back) if back == 0 else None
+
+
+def read(path: Path) -> dict[tuple, int]:
+    """(verified text, draft tokens after it) -> next one by the head."""
+    lines = map(json.loads, path.read_text().splitlines())
+    return {(tuple(text), tuple(drafted)): token for text, drafted, token in lines}
