@@ -108,6 +108,16 @@ def configuration(name: str, family) -> dict:
         "n-gram or head": cascade(
             [{"sources": [{"ngram": {"max": 1}}, {"eagle3": head(family)}]}], 2
         ),
+        "head, model": cascade(
+            [{"eagle3": head(family), "num_tokens": 2}, {"model": family.mid}], 5
+        ),
+        "choice with a head, model": cascade(
+            [
+                {"sources": [{"suffix": suffix}, {"eagle3": head(family)}], "num_tokens": 2},
+                {"model": family.mid},
+            ],
+            5,
+        ),
         "two models": cascade([{"model": family.small, "num_tokens": 1}, {"model": family.mid}]),
         "entropy": cascade(
             [
@@ -166,6 +176,7 @@ def check_counts(name: str, counters: dict, least_accepted: float) -> None:
         *("two models", "stock model, equal"),
         *slow("suffix", "suffix, model", "sources, model", "entropy", "horizontal"),
         *slow("n-grams, model", "choice", "choice, model", "choice with a head", "three equal"),
+        *slow("head, model", "choice with a head, model"),
         *slow("lookup, exit, model", "embedding, exit", "mtp", "stock model, argmax"),
         *slow("stock head", "stock n-gram"),
     ],
@@ -183,6 +194,7 @@ def test_greedy_text_is_that_of_no_speculation(name, proposals, family, greedy_t
         "two models",
         *slow("suffix, model", "choice", "choice with a head", "lookup, exit, model"),
         *slow("mtp", "stock model, equal", "stock head", "stock n-gram"),
+        *slow("head, model", "choice with a head, model"),
     ],
 )
 def test_seeded_text_is_that_of_plain_vllm(name, proposals, family, seeded_tokens):
@@ -245,7 +257,10 @@ def crowded_plain(family):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["two models", "suffix, model", "sources, model", "choice, model", "lookup, exit, model"],
+    [
+        *("two models", "suffix, model", "sources, model", "choice, model", "head, model"),
+        *("choice with a head, model", "lookup, exit, model"),
+    ],
 )
 @pytest.mark.parametrize("how", ["recursion", "fixed schedule", "graphs"])
 def test_a_crowded_engine_loses_nothing(name, how, request, family, crowded_plain):
@@ -264,7 +279,9 @@ def test_a_crowded_engine_loses_nothing(name, how, request, family, crowded_plai
         assert levels[-1]["accepted"] == counters["spec_decode_num_accepted_tokens"] > 0
         assert all(0 <= level["accepted"] <= level["drafted"] for level in levels)
     assert results["preempted"]["counters"]["num_preemptions"] > 0
-    assert results["prefix hits"]["counters"]["prefix_cache_hits"] > 0
+    # Below a head vLLM computes the last block of a prefix again, and here there is one.
+    hits = results["prefix hits"]["counters"]["prefix_cache_hits"]
+    assert (hits > 0) != ("head" in name)
 
 
 STORED, AFTER = 110, 40
@@ -428,7 +445,8 @@ def test_levels_know_what_they_have_missed(patch, family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "forced"), [("two models", False), ("two models", True), ("suffix", True)]
+    ("name", "forced"),
+    [("two models", False), ("two models", True), ("head, model", True), ("suffix", True)],
 )
 def test_a_batch_that_drafts_now_and_then_loses_nothing(
     name, forced, as_on_gpus, family, crowded_plain

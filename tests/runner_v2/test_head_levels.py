@@ -11,6 +11,7 @@ from support.eagle3_head import Reference, write_eagle3_head
 from support.engines import run_engine as run_plain
 from support.level_files import cascade
 from support.marks import slow
+from support.sampling_cases import CASES, LONG_CASES, SIGNIFICANCE, p_values, sampling_job
 from support.v2_engines import run_engine
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(900)]
@@ -202,3 +203,65 @@ def test_graphs_draft_what_passes_without_them_draft(name, engine, head, small_v
     check_greedy(graphs, plain)
     for job in jobs:
         assert graphs[job]["levels"] == eager[job]["levels"], job
+
+
+@pytest.mark.slow
+def test_steps_of_any_length_are_read(engine, head, small_vocabulary, plain, reference, tmp_path):
+    """Without graphs, of an adaptive cascade; also steps that draft nothing."""
+    arguments = {**engine, **configured("adaptive", head, small_vocabulary)}
+    patch = "support.recorded_heads:install_in_turns"
+    results, drafts = served({**arguments, "max_num_batched_tokens": 64}, tmp_path, patch=patch)
+    check_greedy(results, plain)
+    assert check_drafts(drafts, reference, every=3) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", ["install_graphs", "install_unread_graphs"])
+def test_steps_without_drafts_are_read_by_graphs(
+    patch, engine, head, small_vocabulary, reference, tmp_path
+):
+    """With a control whose cache has holes."""
+    levels = [{"eagle3": head, "num_tokens": 2}, {"model": small_vocabulary.mid, "max_rounds": 1}]
+    config = cascade(*levels, num_speculative_tokens=3, adaptive=True)
+    params = {"temperature": 1, "max_tokens": 60, "ignore_eos": True}
+    jobs = {"": {"prompts": PROMPTS[:4], "params": params}}
+    patch = f"support.recorded_heads:{patch}"
+    _, rows = served({**engine, **config, "max_num_seqs": 4}, tmp_path, jobs, patch)
+    assert len(rows) > 20
+    off = [abs(value - reference.logsumexp(list(text))) for (text, _), value in rows.items()]
+    assert (max(off) < 1e-3) == patch.endswith("install_graphs")
+
+
+def sampled(name: str, cases: tuple[str, ...], count: int, engine, head, family, patch=None):
+    """p-values of sampled text against its exact distribution; every level drafts."""
+    chosen = {case: {**CASES, **LONG_CASES}[case] for case in cases}
+    # Room for a proposal of every request of a step.
+    room = {"max_num_seqs": 32, "max_num_batched_tokens": 32 * 8}
+    result = run_engine(
+        {**engine, **configured(name, head, family), **room},
+        {"": sampling_job(chosen, count)},
+        patch=patch,
+    )[""]
+    assert all(level["drafted"] > level["accepted"] > 0 for level in result["levels"])
+    found = p_values(family.target, chosen, result)
+    print(name, found)
+    return found
+
+
+@pytest.mark.parametrize("name", ["model", *slow("two models", "lookup", "horizontal")])
+def test_sampled_text_follows_the_target(name, engine, head, small_vocabulary):
+    """Two comparisons of each case: sound ones fail with a probability of 8e-6 at most."""
+    cases = ("temperature 1", "top_k", "with seeds", "top_p, long prompt")
+    found = sampled(name, cases, 400, engine, head, small_vocabulary)
+    assert min(found.values()) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("fault", ["level", *slow("target")])
+def test_wrong_rows_of_a_head_s_drafts_are_caught(fault, engine, head, small_vocabulary):
+    """Negative control: they are verified as if they were drawn colder than they were."""
+    patch = {
+        "level": "support.recorded_heads:install_colder",
+        "target": "benchmarks.gpu.faults:install",
+    }[fault]
+    found = sampled("model", ("temperature 1",), 1200, engine, head, small_vocabulary, patch)
+    assert min(found.values()) < SIGNIFICANCE

@@ -1,7 +1,10 @@
 """Nothing is compiled once a server has started: vLLM's monitor hears of it."""
 
+from pathlib import Path
+
 import pytest
 from support import warm_ups
+from support.eagle3_head import write_eagle3_head
 from support.engines import ids
 from support.marks import slow
 from support.v2_engines import PROMPTS, run_engine
@@ -45,6 +48,14 @@ ENGINE = {
 }
 
 
+def head_of(family) -> str:
+    path = Path(family.target).with_name("head in service")
+    if not path.exists():
+        path.mkdir()
+        write_eagle3_head(family.target, path, trained=True)
+    return str(path)
+
+
 def configurations(family) -> dict[str, dict]:
     lookup = {"ngram": {"max": 3}}
     hsd = {"method": "hsd", "num_speculative_tokens": 4}
@@ -58,6 +69,10 @@ def configurations(family) -> dict[str, dict]:
             **hsd,
             "levels": [{"suffix": {}, "num_tokens": 2}, {"model": family.mid}],
             "adaptive": True,
+        },
+        "head, model": {
+            **hsd,
+            "levels": [{"eagle3": head_of(family), "num_tokens": 2}, {"model": family.mid}],
         },
         "branches": {
             **hsd,
@@ -86,7 +101,9 @@ def compiled(family, name: str, patch: str | None = None) -> dict[str, list]:
     return {job: each for job, each in made.items() if each}
 
 
-@pytest.mark.parametrize("name", ["suffix", "branches", *slow("two models", "stock drafter")])
+@pytest.mark.parametrize(
+    "name", ["suffix", "branches", *slow("two models", "head, model", "stock drafter")]
+)
 def test_requests_of_all_kinds_compile_nothing(family, name):
     assert compiled(family, name) == {}
 

@@ -88,8 +88,9 @@ STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
         (
             {"levels": [{"sources": [{"eagle3": "HEAD"}], "num_tokens": 1}, {"early_exit": 1}]},
             {},
-            r"levels\[0\].sources\[0\].eagle3 does not run",
+            None,
         ),
+        ({"levels": [{"eagle3": "HEAD", "num_tokens": 1}, {"early_exit": 1}]}, {}, None),
         (
             {"levels": [{"sources": [{"ngram": {}}, {"eagle3": "HEAD"}]}], "adaptive": True},
             {},

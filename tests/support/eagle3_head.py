@@ -180,3 +180,11 @@ class Reference:
         read = states(self.model, torch.tensor([text]))[0, :-1].roll(shift, 0)
         embedding = self.model.model.embed_tokens.weight.detach()
         return guesses(self.head, embedding, read, text, draft, unread)
+
+    @torch.no_grad()
+    def logsumexp(self, text: list[int]) -> float:
+        """Of the row of the first draft token after a text."""
+        read = states(self.model, torch.tensor([text]))[0, :-1]
+        embedding = self.model.model.embed_tokens.weight.detach()
+        (output,) = roll_out(self.head, embedding, read, text, [])
+        return float(self.head.lm_head(output).logsumexp(-1))

@@ -1,4 +1,4 @@
-"""A patch for engines on the V2 runner: what a head drafts below other levels goes to a file."""
+"""Patches for engines on the V2 runner with a head: its drafts go to a file; faults."""
 
 import json
 import os
@@ -27,6 +27,52 @@ def install() -> None:
         return logits
 
     ProgramHead.forward = recorded
+
+
+def install_in_turns() -> None:
+    """As `install`, in steps of any draft length or none."""
+    from support import adversarial_depth
+
+    install()
+    adversarial_depth.install_for_batches()
+
+
+def install_graphs() -> None:
+    """By CUDA graphs that read most steps and drop the drafts: append [text, logsumexp].
+
+    The latter is of the row of the head's first draft token.
+    """
+    from support import steps_without_drafts
+
+    steps_without_drafts.install()
+    _note_logsumexps()
+
+
+def install_unread_graphs() -> None:
+    """The same; steps without drafts leave the levels' caches alone."""
+    from support import steps_without_drafts
+
+    steps_without_drafts.install_unread()
+    _note_logsumexps()
+
+
+def _note_logsumexps() -> None:
+    from vllm_hsd.runner_v2.speculator import CascadeSpeculator
+
+    propose = CascadeSpeculator.propose
+
+    def noted(self, batch, *args, **kwargs):
+        drafts = propose(self, batch, *args, **kwargs)
+        texts, lengths = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
+        with open(os.environ[FILE], "a") as file:
+            for slot in batch.idx_mapping_np[: batch.num_reqs].tolist():
+                row = int(self.state.row_of_slot[slot])
+                if row >= 0 and self.state.draft_length[row] > 0:
+                    text = texts[slot, : lengths[slot]].tolist()
+                    file.write(json.dumps([text, [], float(self.state.lse[0][row, 0])]) + "\n")
+        return drafts
+
+    CascadeSpeculator.propose = noted
 
 
 def install_shifted() -> None:
@@ -69,7 +115,19 @@ def install_hasty() -> None:
     ProgramHead._draft = lambda self, state, back: draft(self, state, back) if back == 0 else None
 
 
-def read(path: Path) -> dict[tuple, int]:
-    """(verified text, draft tokens after it) -> next one by the head."""
+def install_colder() -> None:
+    """Levels verify what is below them as if it were drawn at a tenth of its temperature."""
+    from vllm_hsd.runner_v2 import program
+
+    verify = program.verify_chain_padded
+
+    def colder(*args, draft_temperature, draft_lse, **kwargs):
+        return verify(*args, draft_temperature=draft_temperature / 10, draft_lse=None, **kwargs)
+
+    program.verify_chain_padded = colder
+
+
+def read(path: Path) -> dict[tuple, float]:
+    """(verified text, draft tokens after it) -> what the head makes of it."""
     lines = map(json.loads, path.read_text().splitlines())
     return {(tuple(text), tuple(drafted)): token for text, drafted, token in lines}
