@@ -99,19 +99,17 @@ def configured(name: str, head: str, family) -> dict:
 
 
 def served(
-    engine: dict, directory, jobs=JOBS, patch: str = "support.recorded_heads:install"
+    engine: dict, jobs=JOBS, patch: str = "support.recorded_heads:install"
 ) -> tuple[dict, dict]:
     """Results of the jobs, and what the head has drafted after which text."""
-    file = directory / "drafts"
-    results = run_engine(engine, jobs, patch=patch, env={recorded_heads.FILE: str(file)})
-    return results, recorded_heads.read(file)
+    return run_engine(engine, jobs, patch=patch, work=recorded_heads.run)
 
 
 @pytest.fixture(scope="module", params=[*slow("whole prompts"), "chunked prefill, few blocks"])
-def speculated(request, engine, head, small_vocabulary, tmp_path_factory) -> tuple:
+def speculated(request, engine, head, small_vocabulary) -> tuple:
     config = configured("model", head, small_vocabulary)
     arguments = {**engine, **config, **ENGINES[request.param]}
-    return request.param, *served(arguments, tmp_path_factory.mktemp("recorded"))
+    return request.param, *served(arguments)
 
 
 def check_greedy(results: dict, plain: dict) -> None:
@@ -166,13 +164,13 @@ def test_states_that_are_one_position_off_give_other_drafts(speculated, referenc
 
 @pytest.mark.parametrize("fault", ["shifted", *slow("own_states", "hasty")])
 def test_heads_that_are_fed_something_else_are_caught(
-    fault, engine, head, small_vocabulary, plain, reference, tmp_path
+    fault, engine, head, small_vocabulary, plain, reference
 ):
     """Negative controls: the same comparison, with engines that are wrong; their text is right."""
     jobs = {"batch 6": JOBS["batch 6"]}
     config = configured("model", head, small_vocabulary)
     patch = f"support.recorded_heads:install_{fault}"
-    results, drafts = served({**engine, **config}, tmp_path, jobs, patch)
+    results, drafts = served({**engine, **config}, jobs, patch)
     check_greedy(results, plain)
     share = check_drafts(drafts, reference)
     print(fault, share)
@@ -182,12 +180,10 @@ def test_heads_that_are_fed_something_else_are_caught(
 @pytest.mark.parametrize(
     "name", ["two models", *slow("lookup", "model, one round", "exit", "horizontal")]
 )
-def test_other_levels_above_and_beside(
-    name, engine, head, small_vocabulary, plain, reference, tmp_path
-):
+def test_other_levels_above_and_beside(name, engine, head, small_vocabulary, plain, reference):
     arguments = {**engine, **configured(name, head, small_vocabulary)}
     arguments |= ENGINES["chunked prefill, few blocks"]
-    results, drafts = served(arguments, tmp_path)
+    results, drafts = served(arguments)
     check_greedy(results, plain)
     assert check_drafts(drafts, reference, every=7) == 1
     assert all(level["accepted"] > 0 for level in results["batch 6"]["levels"])
@@ -206,27 +202,25 @@ def test_graphs_draft_what_passes_without_them_draft(name, engine, head, small_v
 
 
 @pytest.mark.slow
-def test_steps_of_any_length_are_read(engine, head, small_vocabulary, plain, reference, tmp_path):
+def test_steps_of_any_length_are_read(engine, head, small_vocabulary, plain, reference):
     """Without graphs, of an adaptive cascade; also steps that draft nothing."""
     arguments = {**engine, **configured("adaptive", head, small_vocabulary)}
     patch = "support.recorded_heads:install_in_turns"
-    results, drafts = served({**arguments, "max_num_batched_tokens": 64}, tmp_path, patch=patch)
+    results, drafts = served({**arguments, "max_num_batched_tokens": 64}, patch=patch)
     check_greedy(results, plain)
     assert check_drafts(drafts, reference, every=3) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("patch", ["install_graphs", "install_unread_graphs"])
-def test_steps_without_drafts_are_read_by_graphs(
-    patch, engine, head, small_vocabulary, reference, tmp_path
-):
+def test_steps_without_drafts_are_read_by_graphs(patch, engine, head, small_vocabulary, reference):
     """With a control whose cache has holes."""
     levels = [{"eagle3": head, "num_tokens": 2}, {"model": small_vocabulary.mid, "max_rounds": 1}]
     config = cascade(*levels, num_speculative_tokens=3, adaptive=True)
     params = {"temperature": 1, "max_tokens": 60, "ignore_eos": True}
     jobs = {"": {"prompts": PROMPTS[:4], "params": params}}
     patch = f"support.recorded_heads:{patch}"
-    _, rows = served({**engine, **config, "max_num_seqs": 4}, tmp_path, jobs, patch)
+    _, rows = served({**engine, **config, "max_num_seqs": 4}, jobs, patch)
     assert len(rows) > 20
     off = [abs(value - reference.logsumexp(list(text))) for (text, _), value in rows.items()]
     assert (max(off) < 1e-3) == patch.endswith("install_graphs")

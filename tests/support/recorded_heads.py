@@ -1,14 +1,18 @@
-"""Patches for engines on the V2 runner with a head: its drafts go to a file; faults."""
+"""Patches for engines on the V2 runner with a head: its drafts are noted; faults."""
 
-import json
-import os
-from pathlib import Path
+from support import engines
 
-FILE = "HSD_TEST_DRAFTS"
+# (verified text, draft tokens after it) -> what the head makes of it
+_NOTED: dict[tuple, float] = {}
+
+
+def run(llm, jobs: dict[str, dict]) -> tuple[dict, dict]:
+    """The jobs, and what was noted of them."""
+    return engines.run_jobs(llm, jobs), _NOTED
 
 
 def install() -> None:
-    """Append [verified text, draft tokens after it, next one by the head] for greedy requests."""
+    """Note the next token by the head after each text of greedy requests."""
     from vllm_hsd.runner_v2.target_head import ProgramHead
 
     forward = ProgramHead.forward
@@ -19,11 +23,10 @@ def install() -> None:
         window = self.speculator.schedule.window
         running = state.drafted[-1] < state.requested[-1]
         drafts = running & (op.step < state.requested[0]) & (state.temperature[0] == 0)
-        with open(os.environ[FILE], "a") as file:
-            for b in drafts.nonzero()[:, 0].tolist():
-                verified = text[state.slot[b], : int(state.base[b]) + window].tolist()
-                drafted = state.window[b, window : state.end[b]].tolist()
-                file.write(json.dumps([verified, drafted, int(logits[b].argmax())]) + "\n")
+        for b in drafts.nonzero()[:, 0].tolist():
+            verified = text[state.slot[b], : int(state.base[b]) + window].tolist()
+            drafted = state.window[b, window : state.end[b]].tolist()
+            _NOTED[tuple(verified), tuple(drafted)] = int(logits[b].argmax())
         return logits
 
     ProgramHead.forward = recorded
@@ -38,9 +41,9 @@ def install_in_turns() -> None:
 
 
 def install_graphs() -> None:
-    """By CUDA graphs that read most steps and drop the drafts: append [text, logsumexp].
+    """By CUDA graphs that read most steps and drop the drafts.
 
-    The latter is of the row of the head's first draft token.
+    Note the logsumexp of the row of the head's first draft token after each text.
     """
     from support import steps_without_drafts
 
@@ -64,12 +67,11 @@ def _note_logsumexps() -> None:
     def noted(self, batch, *args, **kwargs):
         drafts = propose(self, batch, *args, **kwargs)
         texts, lengths = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
-        with open(os.environ[FILE], "a") as file:
-            for slot in batch.idx_mapping_np[: batch.num_reqs].tolist():
-                row = int(self.state.row_of_slot[slot])
-                if row >= 0 and self.state.draft_length[row] > 0:
-                    text = texts[slot, : lengths[slot]].tolist()
-                    file.write(json.dumps([text, [], float(self.state.lse[0][row, 0])]) + "\n")
+        for slot in batch.idx_mapping_np[: batch.num_reqs].tolist():
+            row = int(self.state.row_of_slot[slot])
+            if row >= 0 and self.state.draft_length[row] > 0:
+                text = texts[slot, : lengths[slot]].tolist()
+                _NOTED[tuple(text), ()] = float(self.state.lse[0][row, 0])
         return drafts
 
     CascadeSpeculator.propose = noted
@@ -125,9 +127,3 @@ def install_colder() -> None:
         return verify(*args, draft_temperature=draft_temperature / 10, draft_lse=None, **kwargs)
 
     program.verify_chain_padded = colder
-
-
-def read(path: Path) -> dict[tuple, float]:
-    """(verified text, draft tokens after it) -> what the head makes of it."""
-    lines = map(json.loads, path.read_text().splitlines())
-    return {(tuple(text), tuple(drafted)): token for text, drafted, token in lines}
