@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from support.eagle3_head import write_eagle3_head
 from support.engines import ids
 from support.v2_engines import GREEDY, PROMPTS, run_compiled_jobs, run_engine
 
@@ -12,12 +13,15 @@ pytestmark = [pytest.mark.triton, pytest.mark.slow, pytest.mark.timeout(1800)]
 SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
 
 
-@pytest.mark.parametrize("name", ["two levels", "three levels"])
+@pytest.mark.parametrize("name", ["two levels", "three levels", "head"])
 def test_compiled_levels_write_the_targets_text(name, family, greedy_tokens, tmp_path):
     """Above two requests nothing is drafted; the later prompts begin in cached blocks."""
     target = shutil.copytree(family.target, tmp_path / "target")
     (target / "generation_config.json").write_text(json.dumps({"do_sample": True, **SAMPLING}))
+    (tmp_path / "head").mkdir()
+    head = write_eagle3_head(family.target, tmp_path / "head")
     levels = {
+        "head": [{"eagle3": head, "num_tokens": 1}, {"model": family.mid}],
         "two levels": [{"model": family.small, "num_tokens": 1}, {"model": family.mid}],
         "three levels": [
             {"ngram": {"max": 3}, "num_tokens": 1},
@@ -40,7 +44,8 @@ def test_compiled_levels_write_the_targets_text(name, family, greedy_tokens, tmp
         },
     }
     sampled = {"max_tokens": GREEDY["max_tokens"], "ignore_eos": True}
-    shared = [(5 * j) % 60 + 2 for j in range(40)]
+    # Below a head vLLM computes the last block of a prefix again.
+    shared = [(5 * j) % 60 + 2 for j in range(72)]
     jobs = {
         "greedy": {"prompts": PROMPTS, "params": [GREEDY] * 4, "arrive": [0, 2, 3, 5]},
         "sampled": {
@@ -53,8 +58,9 @@ def test_compiled_levels_write_the_targets_text(name, family, greedy_tokens, tmp
     env = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
     found = run_engine(engine, jobs, env=env, work=run_compiled_jobs)
     assert found["sampling"] == SAMPLING
-    # The target and every model level; an early exit runs the target's layers.
-    assert found["compiled"] == 1 + sum("model" in level for level in levels)
+    # The target and every level with weights; an early exit runs the target's layers.
+    models = sum("model" in level or "eagle3" in level for level in levels)
+    assert found["compiled"] == 1 + models
     assert ids(found["greedy"]) == greedy_tokens
     assert found["sampled"]["outputs"][3][0]["ids"] == greedy_tokens[0]
     counters = found["sampled"]["counters"]
