@@ -3,7 +3,9 @@
 The reference recomputes head and target from the text alone (support/eagle3_head.py).
 """
 
+import os
 import random
+from unittest import mock
 
 import pytest
 from support import recorded_heads
@@ -12,7 +14,7 @@ from support.engines import run_engine as run_plain
 from support.level_files import cascade
 from support.marks import slow
 from support.sampling_cases import CASES, LONG_CASES, SIGNIFICANCE, p_values, sampling_job
-from support.v2_engines import run_engine
+from support.v2_engines import AS_ON_GPUS, run_engine
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(900)]
 
@@ -105,11 +107,20 @@ def served(
     return run_engine(engine, jobs, patch=patch, work=recorded_heads.run)
 
 
-@pytest.fixture(scope="module", params=[*slow("whole prompts"), "chunked prefill, few blocks"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("chunked prefill, few blocks", "recursion"),
+        ("chunked prefill, few blocks", "fixed schedule"),
+        *slow(("whole prompts", "recursion"), ("whole prompts", "fixed schedule")),
+    ],
+    ids=", ".join,
+)
 def speculated(request, engine, head, small_vocabulary) -> tuple:
+    name, how = request.param
     config = configured("model", head, small_vocabulary)
-    arguments = {**engine, **config, **ENGINES[request.param]}
-    return request.param, *served(arguments)
+    with mock.patch.dict(os.environ, {AS_ON_GPUS: "1"} if how == "fixed schedule" else {}):
+        return name, *served({**engine, **config, **ENGINES[name]})
 
 
 def check_greedy(results: dict, plain: dict) -> None:
@@ -164,7 +175,7 @@ def test_states_that_are_one_position_off_give_other_drafts(speculated, referenc
 
 @pytest.mark.parametrize("fault", ["shifted", *slow("own_states", "hasty")])
 def test_heads_that_are_fed_something_else_are_caught(
-    fault, engine, head, small_vocabulary, plain, reference
+    fault, proposals, engine, head, small_vocabulary, plain, reference
 ):
     """Negative controls: the same comparison, with engines that are wrong; their text is right."""
     jobs = {"batch 6": JOBS["batch 6"]}
@@ -178,9 +189,11 @@ def test_heads_that_are_fed_something_else_are_caught(
 
 
 @pytest.mark.parametrize(
-    "name", ["two models", *slow("lookup", "model, one round", "exit", "horizontal")]
+    "name", slow("two models", "lookup", "model, one round", "exit", "horizontal")
 )
-def test_other_levels_above_and_beside(name, engine, head, small_vocabulary, plain, reference):
+def test_other_levels_above_and_beside(
+    name, proposals, engine, head, small_vocabulary, plain, reference
+):
     arguments = {**engine, **configured(name, head, small_vocabulary)}
     arguments |= ENGINES["chunked prefill, few blocks"]
     results, drafts = served(arguments)
@@ -190,7 +203,9 @@ def test_other_levels_above_and_beside(name, engine, head, small_vocabulary, pla
 
 
 @pytest.mark.parametrize("name", ["model", *slow("two models", "lookup", "horizontal")])
-def test_graphs_draft_what_passes_without_them_draft(name, engine, head, small_vocabulary, plain):
+def test_graphs_draft_what_passes_without_them_draft(
+    name, as_on_gpus, engine, head, small_vocabulary, plain
+):
     """By recorded graphs, through batches that need padding."""
     arguments = {**engine, **configured(name, head, small_vocabulary)}
     jobs = {job: JOBS[job] for job in ("batch 1", "batch 6", "joining", "prefix hits")}
@@ -202,8 +217,8 @@ def test_graphs_draft_what_passes_without_them_draft(name, engine, head, small_v
 
 
 @pytest.mark.slow
-def test_steps_of_any_length_are_read(engine, head, small_vocabulary, plain, reference):
-    """Without graphs, of an adaptive cascade; also steps that draft nothing."""
+def test_steps_of_any_length_are_read(proposals, engine, head, small_vocabulary, plain, reference):
+    """Without graphs, of an adaptive cascade; also steps without a draft or a level."""
     arguments = {**engine, **configured("adaptive", head, small_vocabulary)}
     patch = "support.recorded_heads:install_in_turns"
     results, drafts = served({**arguments, "max_num_batched_tokens": 64}, patch=patch)
@@ -213,7 +228,9 @@ def test_steps_of_any_length_are_read(engine, head, small_vocabulary, plain, ref
 
 @pytest.mark.slow
 @pytest.mark.parametrize("patch", ["install_graphs", "install_unread_graphs"])
-def test_steps_without_drafts_are_read_by_graphs(patch, engine, head, small_vocabulary, reference):
+def test_steps_without_drafts_are_read_by_graphs(
+    patch, as_on_gpus, engine, head, small_vocabulary, reference
+):
     """With a control whose cache has holes."""
     levels = [{"eagle3": head, "num_tokens": 2}, {"model": small_vocabulary.mid, "max_rounds": 1}]
     config = cascade(*levels, num_speculative_tokens=3, adaptive=True)
@@ -243,19 +260,19 @@ def sampled(name: str, cases: tuple[str, ...], count: int, engine, head, family,
 
 
 @pytest.mark.parametrize("name", ["model", *slow("two models", "lookup", "horizontal")])
-def test_sampled_text_follows_the_target(name, engine, head, small_vocabulary):
+def test_sampled_text_follows_the_target(name, proposals, engine, head, small_vocabulary):
     """Two comparisons of each case: sound ones fail with a probability of 8e-6 at most."""
     cases = ("temperature 1", "top_k", "with seeds", "top_p, long prompt")
-    found = sampled(name, cases, 400, engine, head, small_vocabulary)
+    found = sampled(name, cases, 300, engine, head, small_vocabulary)
     assert min(found.values()) > SIGNIFICANCE
 
 
 @pytest.mark.parametrize("fault", ["level", *slow("target")])
-def test_wrong_rows_of_a_head_s_drafts_are_caught(fault, engine, head, small_vocabulary):
+def test_wrong_rows_of_a_head_s_drafts_are_caught(fault, proposals, engine, head, small_vocabulary):
     """Negative control: they are verified as if they were drawn colder than they were."""
     patch = {
         "level": "support.recorded_heads:install_colder",
         "target": "benchmarks.gpu.faults:install",
     }[fault]
-    found = sampled("model", ("temperature 1",), 1200, engine, head, small_vocabulary, patch)
+    found = sampled("model", ("temperature 1",), 600, engine, head, small_vocabulary, patch)
     assert min(found.values()) < SIGNIFICANCE

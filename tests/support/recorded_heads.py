@@ -33,10 +33,11 @@ def install() -> None:
 
 
 def install_in_turns() -> None:
-    """As `install`, in steps of any draft length or none."""
+    """As `install`, in steps of any draft length or none, of some levels or all."""
     from support import adversarial_depth
 
     install()
+    adversarial_depth.install()
     adversarial_depth.install_for_batches()
 
 
@@ -97,13 +98,13 @@ def install_own_states() -> None:
 
     read = ProgramHead._read
 
-    def read_last(self, state):
+    def read_last(self, batch):
         reading = self.inputs.reading
-        last = self.inputs.last[: state.batch] % reading.query_length
+        last = self.inputs.last[:batch] % reading.query_length
         places = reading.slot_mapping.view(len(reading.slot_mapping), reading.batch, -1)
         for b, place in enumerate(last.tolist()):
             places[:, b, :place] = -1
-        return read(self, state)
+        return read(self, batch)
 
     ProgramHead._read = read_last
 

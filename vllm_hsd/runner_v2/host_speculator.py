@@ -51,7 +51,13 @@ class HostSpeculator(CascadeSpeculator):
             sources = ProgramSources(
                 offer, self.lookup.choose, self.lookup.drawn, self.lookup.prefers_drafter
             )
-        own = [None if level is None or level.in_target_cache else level for level in self.hosted]
+        # A head cannot read late: the states of a step are gone after it.
+        own = [
+            None if level is None or level.in_target_cache or level is self.head else level
+            for level in self.hosted
+        ]
+        if self.head is not None:
+            self.head.reads_first = True
         self.caches = LevelCaches(self, own, self.max_num_reqs)
         if self.hsd.adaptive:
             self.budget = HostBudget(
@@ -98,9 +104,14 @@ class HostSpeculator(CascadeSpeculator):
     ) -> torch.Tensor:
         count = input_batch.num_reqs
         drafts = self.draft_tokens[:count]
+        if self.head is not None:
+            self.head.take_states(input_batch, last_hidden_states, aux_hidden_states)
         if dummy_run:
             self._ingest(input_batch, attn_metadata, slot_mappings, with_logits=True)
             return drafts
+        if self.head is not None:
+            self._set_longest(input_batch)
+            self.head.read(input_batch, attn_metadata, slot_mappings)
         slots, program = input_batch.idx_mapping_np[:count], self.program
         if self.budget is not None:
             self.budget.branches = cast(Any, self.branches)

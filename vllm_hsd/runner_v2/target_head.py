@@ -9,6 +9,8 @@ Entries of accepted tokens were computed without the target's states. So the fir
 proposal reads what the target's step has computed, up to num_speculative_tokens + 1 entries. Those
 states exist in that step only; a request whose levels do not read a step drafts nothing later. In
 later rounds what the head has missed are tokens of the draft, and it reads them one by one.
+
+On a CPU, where levels read late, the head reads every step before its proposal (`read`).
 """
 
 from __future__ import annotations
@@ -58,10 +60,14 @@ class ProgramHead(ProgramModel):
         inputs: of its passes.
         kv_groups: block tables; None until there are caches.
         step: of the target, see `take_states`.
+        reads_first: whether `read` reads the target's steps, not the first pass of proposals.
+        final: [B, H] final states at the last committed tokens, with `reads_first`.
     """
 
     kv_groups: KVGroups | None = None
     step: Step
+    reads_first = False
+    final: torch.Tensor
 
     def __init__(self, speculator: Any, index: int) -> None:
         super().__init__(speculator, index)
@@ -165,6 +171,24 @@ class ProgramHead(ProgramModel):
         final, _ = super().compute(tokens, positions, attn_metadata, slot_mappings, hidden)
         return final
 
+    def read(
+        self,
+        batch: Any,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+    ) -> None:
+        """Read the step that was taken, whatever is drafted after it.
+
+        Args:
+            batch: vLLM's InputBatch; the others are of its pass.
+        """
+        fits, tokens = batch.num_reqs <= self.speculator.state.batch, batch.num_tokens_after_padding
+        if batch.has_prefill or not fits:
+            fed = batch.input_ids[:tokens], batch.positions[:tokens]
+            self.compute(*fed, attn_metadata, slot_mappings)
+        if fits:
+            self.final = self._read(batch.num_reqs)
+
     def prepare_capture(self, state: ProposalState, schedule: Schedule) -> None:
         """See `ProgramModel.prepare_capture`; programs of all lengths have the same passes."""
         for each in (self.inputs.reading, self.inputs.drafting):
@@ -177,10 +201,12 @@ class ProgramHead(ProgramModel):
         """See `runner_v2.program.ProgramLevel`; it is fed what `head_steps` says."""
         assert isinstance(op, Draft)
         if op.draw == 0:
-            final = self._read(state)
+            final = self.final if self.reads_first else self._read(state.batch)
         else:
-            # The target's token, for which the first pass of a draft has room, came before them.
-            missing = op.query_length - 1 if op.step == 0 else 1
+            missing = op.query_length
+            if op.step == 0 and not self.reads_first:
+                # A fixed schedule has room for the target's token, which came before them.
+                missing -= 1
             for back in reversed(range(missing)):
                 final = self._draft(state, back)
         rows = state.rows[op.level]
@@ -188,9 +214,9 @@ class ProgramHead(ProgramModel):
         logits = fit_logits(self.logits(final), self.speculator.vocab_size)
         return logits.to(rows.dtype).contiguous()
 
-    def _read(self, state: ProposalState) -> torch.Tensor:
-        """Final states [B, H] of the entries of the last committed tokens."""
-        inputs, batch = self.inputs, state.batch
+    def _read(self, batch: int) -> torch.Tensor:
+        """Final states [B, H] of the entries of the last committed tokens of B requests."""
+        inputs = self.inputs
         reading, last = inputs.reading.bucket(batch), inputs.last[:batch]
         states = inputs.states[: len(reading.input_ids)]
         final, after = self._pass(reading, states)
