@@ -241,8 +241,11 @@ CROWDED_JOBS = {
 
 # Of which some begin as others did for which the level drafted nothing, and read nothing.
 HITS = {
-    "first": {"prompts": [SHARED[:40], LONG[1]]},
-    "again": {"prompts": [[*SHARED[:33], i] for i in range(4)] * 3},
+    "first": {"prompts": [SHARED[:40], LONG[1]], "params": {**GREEDY, "max_tokens": 1}},
+    "again": {
+        "prompts": [[*SHARED[:33], i] for i in range(4)] * 3,
+        "params": {**GREEDY, "max_tokens": 20},
+    },
 }
 
 
@@ -435,7 +438,7 @@ def test_levels_know_what_they_have_missed(patch, family):
     speculative = {**cascade([{"model": family.target}]), "adaptive": True}
     found = run_engine(
         {"model": family.target, **CROWDED, "speculative_config": speculative},
-        {name: {**job, "params": {**GREEDY, "max_tokens": 20}} for name, job in HITS.items()},
+        HITS,
         patch=f"support.adversarial_depth:{patch}",
     )
     (level,) = found["again"]["levels"]

@@ -153,8 +153,7 @@ class Program:
             level=0,
             draw_offset=op.draw,
             thresholds=thresholds,
-            # Of the last token that each request has fed.
-            positions=state.positions[: state.batch * op.query_length].view(state.batch, -1)[:, -1],
+            positions=last_positions(state, op),
         )
         if self.thresholds is not None:
             end_unsure_drafts(self.thresholds, state, op, logits)
@@ -228,3 +227,12 @@ class Program:
         if self.confidence is not None and op.level == self.schedule.num_levels - 1:
             self.confidence.measure_verified(logits, state.slot, state.origin, result.num_emitted)
         cascade_steps.commit_verify(state, op, logits, result, thresholds)
+
+
+def last_positions(state: ProposalState, op: Draft) -> torch.Tensor:
+    """int64 [B], of the last token that each request has fed."""
+    fed = state.positions[: state.batch * op.query_length].view(state.batch, -1)
+    if op.query_length == 1:
+        return fed[:, 0]
+    # Kernels are compiled for strides and alignments, which one request has too.
+    return fed[:, -1].clone(memory_format=torch.contiguous_format)

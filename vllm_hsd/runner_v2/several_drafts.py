@@ -20,7 +20,7 @@ import torch
 from vllm_hsd.kernels.filter_rows import row_thresholds
 from vllm_hsd.kernels.sample_row import sample_row
 from vllm_hsd.runner_v2 import cascade_steps
-from vllm_hsd.runner_v2.program import Program, ProgramLevel
+from vllm_hsd.runner_v2.program import Program, ProgramLevel, last_positions
 from vllm_hsd.runner_v2.proposal_state import ProposalState
 from vllm_hsd.runner_v2.schedule import Draft
 
@@ -142,7 +142,6 @@ class SeveralDraftsProgram(Program):
         thresholds: torch.Tensor,
         offset: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        fed = state.positions[: state.batch * op.query_length].view(state.batch, -1)
         return sample_row(
             logits,
             state.temperature[0],
@@ -151,7 +150,7 @@ class SeveralDraftsProgram(Program):
             level=0,
             draw_offset=offset,
             thresholds=thresholds,
-            positions=fed[:, -1],
+            positions=last_positions(state, op),
         )
 
 
