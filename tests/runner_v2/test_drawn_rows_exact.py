@@ -100,6 +100,11 @@ class EnumeratedStep:
     ) -> TreeResult:
         """By `sequential.traversal`, on what the kernels would be given."""
         assert temperature == draft_temperature == 1
+        if (tokens < 0).all():
+            # Not verified together: nothing of it is looked at, and nothing was gathered for it.
+            none = torch.zeros(1, dtype=torch.int32)
+            unseen = torch.zeros(1, tokens.shape[1] + 1, dtype=torch.int64)
+            return TreeResult(unseen, torch.full_like(tokens, -1), none, none + 1)
         number: dict[tuple[int, int], int] = {}
         nodes = {-1: sequential.Node(exact_row(target[0, 0]), [])}
         listed = zip(tokens[0].tolist(), parents[0].tolist(), strict=True)
