@@ -176,6 +176,7 @@ class HostProgram(Program):
             return
         replaced = 1 if level or self.sources is None else max(self.schedule.draft_lengths[0], 1)
         allowed = uncached_bound(level, self.schedule.num_levels, replaced)
+        allowed += self.schedule.horizontal_tokens
         late = drafts & (ends - computed[self.slots] > allowed)
         if late.any():
             began, missed = clock.seconds(), int((ends - 1 - computed[self.slots])[late].sum())
