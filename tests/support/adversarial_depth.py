@@ -59,11 +59,9 @@ def install_nothing_pays() -> None:
 
 
 def _forget_holes() -> None:
-    from vllm_hsd.runner_v1 import lazy_caches
-    from vllm_hsd.runner_v2 import level_caches
+    from vllm_hsd.core.filled_blocks import FilledBlocks
 
-    for caches in (lazy_caches, level_caches):
-        caches.FilledBlocks.usable = lambda self, _, length: np.full(len(self.filled), length)
+    FilledBlocks.usable = lambda self, _, length: np.full(len(self.filled), length)
 
 
 def _prices(self: DraftBudget, slots: np.ndarray, most: np.ndarray, adaptive: bool, *_) -> Prices:

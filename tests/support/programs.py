@@ -18,13 +18,14 @@ from support.proposal_states import block_tables
 
 from vllm_hsd.core.cascade import Cascade
 from vllm_hsd.core.drafts import DraftStore, ragged_arange
+from vllm_hsd.core.filled_blocks import FilledBlocks
 from vllm_hsd.core.levels import DraftBatch, LevelOptions, StepLevels
 from vllm_hsd.core.stopping import EntropyThresholds
 from vllm_hsd.kernels.filter_rows import Filters
 from vllm_hsd.runner_v2 import cascade_steps, entropy_stopping
 from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds
 from vllm_hsd.runner_v2.host_program import HostProgram
-from vllm_hsd.runner_v2.level_caches import FilledBlocks, LevelCaches
+from vllm_hsd.runner_v2.level_caches import LevelCaches
 from vllm_hsd.runner_v2.program import Program, ProgramSources
 from vllm_hsd.runner_v2.proposal_state import ProposalState
 from vllm_hsd.runner_v2.schedule import Schedule, compile_schedule, first_draw
