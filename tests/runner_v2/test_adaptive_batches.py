@@ -79,7 +79,7 @@ def test_other_steps_do_not(lengths, given):
 @pytest.mark.parametrize("slots", [2, 3, 32, 64, 65, 256])
 @pytest.mark.parametrize("limit", [None, 4])
 @pytest.mark.parametrize("tokens", [15, 160, 8192])
-def test_vllm_captures_the_target_for_all_lengths(slots, limit, tokens):
+def test_vllm_captures_the_target_for_all_lengths(as_on_gpus, slots, limit, tokens):
     """Those of the table within its largest batch."""
     hsd = CascadeConfig.parse(
         {

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from vllm_hsd.runner_v2.draft_lengths import get_draft_tokens
@@ -24,5 +25,11 @@ def test_placeholders_are_cut_to_the_drafts():
     assert handed_over() == [[-1] * 3, [], []]
 
 
-def test_trees_and_tokens_that_a_grammar_judges_are_whole():
-    assert handed_over(branches=object()) == handed_over(tokens=object()) == [[-1] * 4] * 3
+def test_lists_of_trees_end_where_the_last_branch_does():
+    listed = SimpleNamespace(listed=np.array([0, 2]))
+    assert handed_over(branches=listed) == [[-1] * 2, [], []]
+
+
+def test_whole_trees_and_tokens_that_a_grammar_judges_are_whole():
+    whole = SimpleNamespace(listed=None)
+    assert handed_over(branches=whole) == handed_over(tokens=object()) == [[-1] * 4] * 3
