@@ -11,7 +11,7 @@ import numpy as np
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_hsd.core import clock
-from vllm_hsd.core.draft_budget import FORBIDDEN, DraftBudget
+from vllm_hsd.core.draft_budget import DraftBudget
 from vllm_hsd.core.levels import StepLevels
 from vllm_hsd.core.rounds import Round
 from vllm_hsd.runner_v2.host_branches import HostBranches
@@ -38,7 +38,6 @@ class HostBudget:
     ) -> None:
         self.budget = DraftBudget(None, lengths, max_num_reqs, whole=has_lookup)
         self.longest = longest
-        self.lookups = StepLevels((0,), (lengths[0],))
         self.top = np.zeros(max_num_reqs, dtype=np.int64)
         self.verified = np.zeros(max_num_reqs, dtype=bool)
         self.drafted: float | None = None
@@ -78,19 +77,13 @@ class HostBudget:
             self.budget.times[level].observe(tokens, seconds)
 
     def select(
-        self,
-        program: HostProgram,
-        state: ProposalState,
-        running: int,
-        left: np.ndarray,
-        models: bool = True,
+        self, program: HostProgram, state: ProposalState, running: int, left: np.ndarray
     ) -> StepLevels:
         """What is drafted in this step, after `HostProgram.begin`.
 
         Args:
             running: requests of the step.
             left: [B] int64 tokens that requests may still get.
-            models: whether models may draft; lookups may.
         """
         drafts, offer = program.drafts, None
         slots, most = program.slots[drafts], state.requested[-1].numpy()[drafts].astype(np.int64)
@@ -103,20 +96,16 @@ class HostBudget:
             offer = program.offer(state, drafts)
             self.searching = clock.seconds() - began
         late = self._late(program, state, left[drafts])
-        if not models:
-            late = [late[0], *(FORBIDDEN for _ in late[1:])]
         prices = _agreed(partial(self.budget.prices, slots, most, True, running, offer, late))
         selected = prices.selection
         if offer is not None:
             self.budget.searched(len(slots), self.searching)
         if selected is None:
             # Nothing is known yet.
-            selected = program.everything if models else self.lookups
-        if not models and selected.top > 0:
-            selected = StepLevels()
+            selected = program.everything
         if selected.levels and program.thresholds is not None:
             # Entropies of a draft are those of all levels.
-            selected = replace(program.everything, most=selected.most) if models else StepLevels()
+            selected = replace(program.everything, most=selected.most)
         if self.branches is not None and offer is not None:
             chains = self.budget.survival(slots, offer)
             kept = self.branches.keep_what_pays(state, drafts, chains, prices.verify[-1])

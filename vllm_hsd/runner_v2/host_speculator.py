@@ -131,13 +131,13 @@ class HostSpeculator(CascadeSpeculator):
         self._set_longest(input_batch)
         verified, inputs = program.selection.top, (input_batch.idx_mapping, num_sampled)
         self._stage(state, self.schedule, *inputs, verified)
-        models = self._limit(state, input_batch, slots)
+        self._limit(state, input_batch, slots)
         program.begin(state)
         if self.budget is None:
             program.run(state)
         else:
             left = self.req_states.max_seq_len[slots] - self.req_states.total_len.gpu.numpy()[slots]
-            program.run(state, self.budget.select(program, state, count, left, models))
+            program.run(state, self.budget.select(program, state, count, left))
             self.budget.proposal_ended(program, state)
         for k, passes in enumerate(program.passes):
             self.counts.forwards[k] += passes
@@ -213,20 +213,15 @@ class HostSpeculator(CascadeSpeculator):
             if isinstance(learned, DeviceThresholds | SourcesLookup):
                 learned.forget(torch.from_numpy(new.astype(np.int64)))
 
-    def _limit(self, state, input_batch, slots) -> bool:
-        """Draft no last token that max_tokens allows, to which the target adds one.
+    def _limit(self, state, input_batch, slots) -> None:
+        """Draft neither the last token that max_tokens allows nor, with `adaptive`, the second.
 
-        Returns:
-            whether models may draft. With `adaptive` a first token does not wait for one that reads
-            the prompt: lookups alone draft after it, or nothing if other requests want models.
+        The target adds a token to every draft; and a first token does not wait for a model that
+        reads the prompt.
         """
         requested, limits = state.requested[-1].numpy(), self.req_states.max_seq_len[slots]
         length = self.req_states.total_len.gpu.numpy()[slots]
         np.minimum(requested, np.maximum(limits - length - 1, 0), out=requested)
-        if self.budget is None or not self.caches.keeps:
-            return True
-        first = length - input_batch.prefill_len_np[: len(slots)] == 1
-        if self.program.has_lookup and first.any() and (first | (requested == 0)).all():
-            return False
-        requested[first] = 0
-        return True
+        if self.budget is not None and self.caches.keeps:
+            first = length - input_batch.prefill_len_np[: len(slots)] == 1
+            requested[first] = 0
