@@ -7,20 +7,7 @@ its logits are of token e + 2. One program writes what belongs to a request.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _place_in_cache(
-    table_ptrs_ptr, table_strides_ptr, block_sizes_ptr, group, slot, position, written
-):
-    """Places of a request's positions in the KV cache of a group, -1 where nothing is written."""
-    table_ptr = tl.load(table_ptrs_ptr + group).to(tl.pointer_type(tl.int32))
-    table_stride = tl.load(table_strides_ptr + group)
-    block_size = tl.load(block_sizes_ptr + group)
-    # Past its row lies the next request's.
-    written = written & (position // block_size < table_stride)
-    block_ptr = table_ptr + slot * table_stride + position // block_size
-    block = tl.load(block_ptr, mask=written, other=0).to(tl.int64)
-    return tl.where(written, block * block_size + position % block_size, -1)
+from vllm_hsd.kernels.step_kernels import place_in_cache
 
 
 @triton.jit
@@ -106,7 +93,7 @@ def read_step_kernel(
         if request == batch - 1:
             tl.store(query_start_ptr + batch, tl.minimum(batch, num_reqs) * QUERY)
     written = known & (entry >= first)
-    where = _place_in_cache(
+    where = place_in_cache(
         table_ptrs_ptr, table_strides_ptr, block_sizes_ptr, group, slot, entry, written
     )
     tl.store(slot_mapping_ptr + group * slot_mapping_stride + place, where, mask=fed)
@@ -169,7 +156,7 @@ def place_entry_kernel(
             tl.store(query_start_ptr + batch, tl.minimum(batch, num_reqs))
     running = tl.load(drafted_ptr + request) < tl.load(requested_ptr + request)
     written = running & (slot >= 0) & (index >= WINDOW) & (position <= tl.load(limit_ptr + request))
-    where = _place_in_cache(
+    where = place_in_cache(
         table_ptrs_ptr, table_strides_ptr, block_sizes_ptr, group, slot, entry, written
     )
     tl.store(slot_mapping_ptr + group * slot_mapping_stride + request, where)

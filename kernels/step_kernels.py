@@ -22,6 +22,21 @@ def add_count(counts_ptr, level, column: tl.constexpr, number):
 
 
 @triton.jit
+def place_in_cache(
+    table_ptrs_ptr, table_strides_ptr, block_sizes_ptr, group, slot, position, written
+):
+    """Places of a request's positions in the KV cache of a group, -1 where nothing is written."""
+    table_ptr = tl.load(table_ptrs_ptr + group).to(tl.pointer_type(tl.int32))
+    table_stride = tl.load(table_strides_ptr + group)
+    block_size = tl.load(block_sizes_ptr + group)
+    # Past its row lies the next request's.
+    written = written & (position // block_size < table_stride)
+    block_ptr = table_ptr + slot * table_stride + position // block_size
+    block = tl.load(block_ptr, mask=written, other=0).to(tl.int64)
+    return tl.where(written, block * block_size + position % block_size, -1)
+
+
+@triton.jit
 def request_below(drafts, lengths_ptr, request, end, room, LEVEL: tl.constexpr):
     """Open new drafts of all levels below LEVEL, which has `room` for tokens from below.
 
@@ -197,14 +212,9 @@ def place_kernel(
     written = fed & running & (slot >= 0) & (base + index <= tl.load(limit_ptr + request))
     if not COMMITTED_TOO:
         written = written & (index >= WINDOW - 1)
-    table_ptr = tl.load(table_ptrs_ptr + group).to(tl.pointer_type(tl.int32))
-    table_stride = tl.load(table_strides_ptr + group)
-    block_size = tl.load(block_sizes_ptr + group)
-    # Past its row lies the next request's.
-    written = written & (position // block_size < table_stride)
-    block_ptr = table_ptr + slot * table_stride + position // block_size
-    block = tl.load(block_ptr, mask=written, other=0).to(tl.int64)
-    where = tl.where(written, block * block_size + position % block_size, -1)
+    where = place_in_cache(
+        table_ptrs_ptr, table_strides_ptr, block_sizes_ptr, group, slot, position, written
+    )
     tl.store(slot_mapping_ptr + group * slot_mapping_stride + place, where, mask=fed)
 
 

@@ -87,16 +87,21 @@ class LookupResult:
     @property
     def estimates(self) -> np.ndarray:
         """[batch, width] float64, of each token after the ones before."""
-        found = self.confidence.copy()
-        before, after = self.confidence[:, :-1], self.confidence[:, 1:]
-        np.divide(after, before, out=found[:, 1:], where=before > 0)
-        return found
+        return of_each_token(self.confidence)
 
     def put(self, i: int, token_ids: Sequence[int] | np.ndarray, confidence: np.ndarray) -> None:
         """Set what was found for request i: [n] each."""
         count = len(confidence)
         self.counts[i] = count
         self.token_ids[i, :count], self.confidence[i, :count] = token_ids, confidence
+
+
+def of_each_token(confidence: np.ndarray) -> np.ndarray:
+    """Of each token after the ones before, from `LookupResult.confidence`: [..., width] both."""
+    found = confidence.copy()
+    before = confidence[..., :-1]
+    np.divide(confidence[..., 1:], before, out=found[..., 1:], where=before > 0)
+    return found
 
 
 @runtime_checkable

@@ -1,7 +1,7 @@
 """Several drawn drafts of a request as rows of the target's pass: `several_drafts` verified.
 
 A sampled request's rows are verified together, by Traversal Verification of their tree. Others have
-point masses beside the chain, as those of lookups. Both go on along a row that has the last token
+point masses next to the chain, as those of lookups. Both go on along a row that has the last token
 that was emitted: the target has computed what follows it.
 """
 

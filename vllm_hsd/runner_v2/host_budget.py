@@ -27,14 +27,19 @@ class HostBudget:
         lengths: most tokens per level.
         max_num_reqs: request slots.
         longest: most tokens of a request in a step without prompts.
+        branches: of the requests; None where the target verifies chains.
 
     Attributes:
         top: int64 [slots], the level whose draft the target verifies.
-        branches: of the requests; None where the target verifies chains.
     """
 
     def __init__(
-        self, has_lookup: bool, lengths: list[int], max_num_reqs: int, longest: int
+        self,
+        has_lookup: bool,
+        lengths: list[int],
+        max_num_reqs: int,
+        longest: int,
+        branches: HostBranches | None,
     ) -> None:
         self.budget = DraftBudget(None, lengths, max_num_reqs, whole=has_lookup)
         self.longest = longest
@@ -42,7 +47,7 @@ class HostBudget:
         self.verified = np.zeros(max_num_reqs, dtype=bool)
         self.drafted: float | None = None
         self.began = self.searching = 0.0
-        self.branches: HostBranches | None = None
+        self.branches = branches
 
     def step_ended(
         self, input_batch: Any, program: HostProgram, sampled: np.ndarray, rejected: np.ndarray

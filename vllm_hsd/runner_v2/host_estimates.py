@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from vllm_hsd.core.levels import of_each_token
 from vllm_hsd.levels import LevelConfig
 from vllm_hsd.runner_v2.proposal_state import ProposalState
 from vllm_hsd.runner_v2.sources import SourcesLookup
@@ -53,7 +54,7 @@ def _of_offers(state: ProposalState, offers: Any) -> np.ndarray:
         state,
         offers.token_ids.numpy(),
         offers.counts.numpy(),
-        _each(offers.confidence.numpy()),
+        of_each_token(offers.confidence.numpy()),
     )
 
 
@@ -65,14 +66,6 @@ def _of_sources(lookup: SourcesLookup, state: ProposalState) -> np.ndarray:
         lookup.counts.numpy()[:, slots],
         lookup.expected.numpy()[:, slots],
     )
-
-
-def _each(confidence: np.ndarray) -> np.ndarray:
-    """Of each token after the ones before it."""
-    found = confidence.copy()
-    before = confidence[..., :-1]
-    np.divide(confidence[..., 1:], before, out=found[..., 1:], where=before > 0)
-    return found
 
 
 def _chosen(

@@ -14,6 +14,7 @@ import torch
 
 from vllm_hsd.core.levels import StepLevels
 from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds, observe_target
+from vllm_hsd.runner_v2.host_branches import HostBranches
 from vllm_hsd.runner_v2.host_budget import HostBudget
 from vllm_hsd.runner_v2.host_estimates import estimates_of
 from vllm_hsd.runner_v2.host_program import HostProgram
@@ -65,6 +66,7 @@ class HostSpeculator(CascadeSpeculator):
                 list(self.schedule.kept_lengths),
                 self.max_num_reqs,
                 self.schedule.num_speculative_tokens + 1,
+                cast(HostBranches | None, self.branches),
             )
         self.program = HostProgram(
             self.schedule,
@@ -109,12 +111,10 @@ class HostSpeculator(CascadeSpeculator):
         if dummy_run:
             self._ingest(input_batch, attn_metadata, slot_mappings, with_logits=True)
             return drafts
+        self._set_longest(input_batch)
         if self.head is not None:
-            self._set_longest(input_batch)
             self.head.read(input_batch, attn_metadata, slot_mappings)
         slots, program = input_batch.idx_mapping_np[:count], self.program
-        if self.budget is not None:
-            self.budget.branches = cast(Any, self.branches)
         self._take_in(input_batch, slots, num_sampled, num_rejected)
         if num_speculative_tokens == 0 or count > self.state.batch:
             self.state.counts[program.selection.top, COUNTS.accepted] += (
@@ -128,7 +128,6 @@ class HostSpeculator(CascadeSpeculator):
         if count not in self.buckets:
             self.buckets[count] = self.state.bucket(count)
         state = self.buckets[count]
-        self._set_longest(input_batch)
         verified, inputs = program.selection.top, (input_batch.idx_mapping, num_sampled)
         self._stage(state, self.schedule, *inputs, verified)
         self._limit(state, input_batch, slots)
@@ -181,8 +180,6 @@ class HostSpeculator(CascadeSpeculator):
 
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
         """A CPU has no CUDA graphs."""
-        if self.branches is not None:
-            self.branches.limit_graphs()
 
     def warm_up(self) -> None:
         """Compile what vLLM's warm-up does not run: its requests are drafted for by all levels."""

@@ -59,7 +59,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
         shorter: states of shorter drafts by length, in the same memory.
         programs: of all drafts.
         further: whether the model next to lookups runs passes after its first ones.
-        several: drafts of a model beside its chains; None where it draws one of each request.
+        several: drafts of a model next to its chains; None where it draws one of each request.
         lookup: what drafts at the lowest level from the requests' texts; None for a model alone.
         counted: levels whose rows follow from counts in texts, by their place in the cascade.
         stale: bool [max_num_reqs] on the host, slots whose texts the levels have not read whole.
