@@ -38,13 +38,13 @@ class CascadeConfig(Keys):
             requests with a seed are always verified by coupling, with "coupled" the others too.
         horizontal_tokens: unverified tokens of level 0 after the top level's draft, a horizontal
             cascade (experimental).
-        disable_by_batch_size: in steps with more requests than this nothing is drafted, on the V2
-            runner; None for 64 there.
+        disable_by_batch_size: in steps with more requests than this nothing is drafted; None for
+            64.
         adaptive: select the levels and draft lengths step by step, from what is learned while
-            serving; the lengths given here are then upper limits. Where the key is not given, the
-            V1 runner adapts.
+            serving; the lengths given here are then upper limits. Where the key is not given, it is
+            so on a CPU.
         enable_adaptive_verification: vLLM's key: its manager chooses, by their confidences, which
-            draft tokens of all requests the target verifies; on the V2 runner.
+            draft tokens of all requests the target verifies.
         untested: serve a target that was never tested below a cascade, one with recurrent layers.
     """
 

@@ -16,17 +16,6 @@ class UserError(ValueError):
         return " ".join(map(str, self.args))
 
 
-class NeedsV1(UserError):
-    """A configuration that vLLM's V2 runner cannot serve and its V1 runner may: the first sentence
-    says why, and after its last colon what to do.
-    """
-
-    @property
-    def reason(self) -> str:
-        """The first sentence without the advice."""
-        return str(self.args[0]).rpartition(": ")[0]
-
-
 @contextlib.contextmanager
 def collected(mistakes: list[str]) -> Iterator[None]:
     """Put the sentences of a `UserError` into a list, so that further checks run."""

@@ -35,10 +35,12 @@ class Combination:
         """Of vLLM's configuration of an engine."""
         from vllm.platforms import current_platform
 
+        from vllm_hsd.shared_hooks import NeedsHooks
+
         own = config.speculative_config
         return cls(
             method=getattr(own, "method", None),
-            ours=hasattr(own, "hsd_runner")
+            ours=isinstance(own, NeedsHooks)
             or getattr(own, "rejection_sample_method", "") == "block",
             device=current_platform.device_type,
             runner="V2" if config.use_v2_model_runner else "V1",

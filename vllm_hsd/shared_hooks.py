@@ -26,59 +26,42 @@ REGISTRY.overrides(
     }
 )
 
-# Drafters of vLLM under which block verification was tested, by runner.
-STOCK_METHODS = {
-    "V1": ("draft_model", "eagle", "eagle3", "medusa", "mtp", "ngram", "suffix"),
-    "V2": ("draft_model", "eagle", "eagle3", "mtp", "ngram", "ngram_gpu", "dflash"),
-}
+# Drafters of vLLM under which block verification was tested.
+STOCK_METHODS = ("draft_model", "eagle", "eagle3", "mtp", "ngram", "ngram_gpu", "dflash")
 
 
-def install(runner: str) -> None:
-    """Replace what the part of a runner, "V1" or "V2", replaces; see `Registry.install`."""
-    importlib.import_module(f"vllm_hsd.runner_{runner.lower()}.hooks").REGISTRY.install()
+def install() -> None:
+    """Replace what serving needs; see `Registry.install`."""
+    importlib.import_module("vllm_hsd.runner_v2.hooks").REGISTRY.install()
 
 
 class NeedsHooks:
-    """Base of configurations that install a runner's hooks in every process that receives them.
-
-    Attributes:
-        hsd_runner: "V1" or "V2"; not there where vLLM chooses and only V1 needs hooks.
-        hsd_feature: what vLLM says that its V2 runner does not support, for configurations of V1.
-        hsd_synchronous: without asynchronous scheduling, vLLM's scheduler cuts a draft before the
-            token that a grammar refuses, so that it is never verified.
-    """
-
-    hsd_feature = "a speculative configuration of vllm-hsd that was made for V1"
-    hsd_synchronous = False
+    """Base of configurations that install the hooks in every process that receives them."""
 
     def adapt(self, scheduler_config: Any) -> None:
         """Take in the scheduler's configuration, each time that vLLM settles more of it."""
-        self.hsd_synchronous = scheduler_config.async_scheduling is False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        install(getattr(self, "hsd_runner", "V1"))
+        install()
 
 
 @REGISTRY.replaces(
     "vllm.config.vllm.VllmConfig._get_v2_model_runner_unsupported_features",
     ("self",),
-    why="keeps a configuration of ours on the runner that it was made for, and shows it the "
+    why="refuses what would have vLLM choose its V1 runner, and shows our configuration the "
     "scheduler's",
-    until="cascades run on the V2 runner wherever it runs",
+    until="vLLM has no other runner",
     issue=NONE_FILED,
 )
 def unsupported_features_of_v2(original, self):
     features = original(self)
-    made_for = getattr(self.speculative_config, "hsd_runner", None)
-    if made_for == "V1":
-        features.append(self.speculative_config.hsd_feature)
-    elif made_for == "V2" and features:
-        raise UserError(
-            f"vLLM's V2 runner does not support {', '.join(features)}: set "
-            "VLLM_USE_V2_MODEL_RUNNER=0 to serve this configuration on the V1 runner."
-        )
-    elif made_for == "V2":
+    if isinstance(self.speculative_config, NeedsHooks):
+        if features:
+            raise UserError(
+                f"vLLM's V2 runner, which serves this speculative configuration, does not support "
+                f"{', '.join(features)}: remove one of them."
+            )
         self.speculative_config.adapt(self.scheduler_config)
     return features
 
@@ -104,23 +87,39 @@ def reserve_for_branches():
 @REGISTRY.replaces(
     "vllm.sampling_params.SamplingParams._validate_spec_decode",
     ("self", "speculative_config"),
-    why="allows min_p and logit_bias, which our samplers apply to every draft token; refuses "
-    "grammars where the scheduler cuts drafts by what their tokens are",
+    why="allows min_p and logit_bias, which our samplers apply to every draft token",
     until="vLLM's rejection samplers apply both",
     issue="vllm-project/vllm#42744",
 )
 def validate_spec_decode(original, self, speculative_config):
-    if self.structured_outputs and getattr(speculative_config, "hsd_synchronous", False):
-        raise UserError(
-            "structured_outputs with speculative decoding on vLLM's V2 runner is exact with "
-            "asynchronous scheduling only: start the engine without --no-async-scheduling, or "
-            "without a speculative configuration."
-        )
     applies = getattr(speculative_config, "hsd_applies_min_p", False)
     if applies and (self.min_p or self.logit_bias):
         self = copy.copy(self)
         self.min_p, self.logit_bias = 0.0, None
     original(self, speculative_config)
+
+
+@REGISTRY.replaces(
+    "vllm.v1.core.sched.scheduler.Scheduler.update_draft_token_ids",
+    ("self", "draft_token_ids"),
+    why="schedules the draft token that a grammar refuses, to be verified with the target's row: "
+    "without asynchronous scheduling, as on a CPU, vLLM ends the draft before it, and so by what "
+    "was drawn",
+    until="vLLM verifies it without asynchronous scheduling too",
+    issue=NONE_FILED,
+)
+def update_draft_token_ids(original, self, draft_token_ids):
+    original(self, draft_token_ids)
+    if not isinstance(self.vllm_config.speculative_config, NeedsHooks):
+        return
+    drafts = zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True)
+    for name, tokens in drafts:
+        request = self.requests.get(name)
+        if request is None or not request.use_structured_output or request.is_prefill_chunk:
+            continue
+        if len(request.spec_token_ids) < len(tokens):
+            # As asynchronous scheduling pads it: the mask of its row, and then of none.
+            request.spec_token_ids = [*request.spec_token_ids, -1]
 
 
 @REGISTRY.replaces(

@@ -24,20 +24,15 @@ from vllm_hsd.level_checks import check_cascade
 from vllm_hsd.levels import Target
 
 logger = init_logger(f"vllm.{__name__}")
-USE_V1 = "set VLLM_USE_V2_MODEL_RUNNER=0 for the V1 runner"
 
 
 @config(repr=False)
 class CascadeSpeculativeConfig(SpeculativeConfig):
     """What vLLM carries around for a cascade; build it with `create`."""
 
-    hsd_runner: ClassVar[str]
-    hsd_joins_lookups: ClassVar[bool] = False
-    """Whether lookups can draft next to vLLM's own drafter."""
     hsd_method: ClassVar[str]
     """The method that vLLM sees."""
     hsd_applies_min_p: ClassVar[bool] = True
-    draft_config_class: ClassVar[type[DraftConfig]] = DraftConfig
 
     method: str | None = None  # type: ignore[assignment]
     """Widens vLLM's closed list of methods."""
@@ -69,7 +64,7 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
                 "runner 'pooling' generates no tokens that method 'hsd' could draft: remove the "
                 "speculative configuration."
             )
-        target = Target(target_model_config, target_parallel_config, cls.draft_config_class)
+        target = Target(target_model_config, target_parallel_config, DraftConfig)
         level_configs = check_cascade(hsd, target, arguments, mistakes)
         if mistakes:
             raise refusal(*mistakes)
@@ -93,9 +88,7 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
     @classmethod
     def is_stock(cls, hsd: CascadeConfig) -> bool:
         """Whether vLLM's own drafter serves the only level, or its last source."""
-        drafters = hsd.levels[0].drafters
-        fits = len(drafters) == 1 or cls.hsd_joins_lookups
-        return len(hsd.levels) == 1 and fits and cls.hsd_runner in drafters[-1].stock_on
+        return len(hsd.levels) == 1 and hsd.levels[0].drafters[-1].is_stock
 
     @classmethod
     def stock_keys(cls, hsd: CascadeConfig) -> dict[str, Any]:
@@ -117,7 +110,6 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
             UserError: it has a key that vLLM's drafter does not know.
         """
         name, source = hsd.levels[0].named_sources("levels[0]")[-1]
-        elsewhere = "" if "V1" in source.stock_on else f" or {USE_V1}"
         for key, holds in {
             "adaptive": hsd.adaptive,
             "verifier": hsd.verifier not in verifiers,
@@ -126,8 +118,8 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
         }.items():
             if holds:
                 raise UserError(
-                    f"{key} has no meaning on vLLM's {cls.hsd_runner} runner with "
-                    f"{name}.{source.kind}, which vLLM's own drafter serves: remove it{elsewhere}."
+                    f"{key} has no meaning with {name}.{source.kind}, which vLLM's own drafter "
+                    "serves: remove it."
                 )
 
     @classmethod
@@ -236,7 +228,7 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
     def compute_hash(self) -> str:
         models = [level.compute_hash() for level in self.level_configs if level is not None]
         return safe_hash(
-            str(("hsd", self.hsd_runner, models, self.hsd.model_dump_json())).encode(),
+            str(("hsd", models, self.hsd.model_dump_json())).encode(),
             usedforsecurity=False,
         ).hexdigest()
 

@@ -26,11 +26,14 @@ def install() -> None:
 def platform() -> None:
     """vLLM's entry point for platforms, which it calls before it looks for Triton's backends.
 
-    It names no platform. Where `VLLM_USE_V2_MODEL_RUNNER` asks for the V2 runner, which needs
-    Triton, and there is no GPU, this backend serves.
+    It names no platform. On a CPU vLLM's V2 runner, which needs Triton, then serves all its engines
+    by this backend, unless `VLLM_USE_V2_MODEL_RUNNER` is 0, a GPU or no C compiler is there.
     """
-    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0":
         import torch
 
-        if not torch.cuda.is_available() and not torch.xpu.is_available():
+        from . import toolchain
+
+        gpu = torch.cuda.is_available() or torch.xpu.is_available()
+        if not gpu and toolchain.compiler() is not None:
             install()

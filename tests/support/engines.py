@@ -36,6 +36,8 @@ ENGINE_DEFAULTS = {
     "skip_tokenizer_init": True,
     "disable_log_stats": False,
     "seed": 0,
+    # All of which draft.
+    "max_num_seqs": 64,
     # Zeroing 1 GiB takes longer than loading a tiny model.
     "kv_cache_memory_bytes": 64 << 20,
 }

@@ -1,7 +1,4 @@
-"""Imported by the fork server: what every engine's process needs, done once.
-
-Where the V2 runner serves, that is what it needs.
-"""
+"""Imported by the fork server: what every engine's process needs, done once."""
 
 import contextlib
 import gc
@@ -10,9 +7,8 @@ import warnings
 
 from support import triton_cpu
 
-if triton_cpu.RUNS:
-    # Before vLLM is imported.
-    triton_cpu.prepare_vllm()
+# Before vLLM is imported.
+triton_cpu.prepare_vllm()
 
 from vllm.platforms import current_platform
 
@@ -31,18 +27,14 @@ MODULES = (
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
-    "vllm_hsd.runner_v1.proposer",
-    "vllm_hsd.runner_v1.replacements",
-    "vllm_hsd.runner_v1.spec_config",
-    "vllm_hsd.runner_v1.stock_drafters",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm_hsd.runner_v2.host_speculator",
+    "vllm_hsd.runner_v2.replacements",
+    "vllm_hsd.runner_v2.spec_config",
     "vllm_hsd.stock_config",
 )
-V2_MODULES = (
-    "vllm.v1.worker.gpu.model_runner",
-    "vllm_hsd.runner_v2.replacements",
-)
 
-for module in MODULES + V2_MODULES * triton_cpu.RUNS:
+for module in MODULES:
     # Releases differ in their modules.
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module(module)

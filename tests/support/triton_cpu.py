@@ -10,8 +10,8 @@ import pytest
 
 from vllm_hsd.kernels import cpu_backend
 
-COMPILED = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+COMPILED = not INTERPRETED
 RUNS = COMPILED or INTERPRETED
 HOW = "VLLM_USE_V2_MODEL_RUNNER=1 pytest -m triton tests/kernels tests/runner_v2"
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_hsd import entrance, host
+from vllm_hsd import host
 from vllm_hsd.cli.doctor import configuration_findings
 from vllm_hsd.dtype import EXACT, choose_dtype
 from vllm_hsd.errors import UserError, brief, quoted
@@ -18,9 +17,7 @@ from vllm_hsd.known_faults import Combination, met_by
 
 LENGTH = 8
 SUFFIX = {"method": "hsd", "num_speculative_tokens": LENGTH, "levels": [{"suffix": {}}]}
-NGRAM = {"method": "hsd", "num_speculative_tokens": LENGTH, "levels": [{"ngram": {"max": 4}}]}
-STOCK_SUFFIX = {"method": "suffix", "num_speculative_tokens": LENGTH}
-STOCK_NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 
 
 @dataclass(frozen=True)
@@ -29,13 +26,11 @@ class Situation:
 
     Attributes:
         device: vLLM's name of the kind of device, as in "cpu" or "cuda".
-        suffix: whether arctic-inference, the suffix trees, is installed.
         mtp_layers: layers of the model that predict further tokens.
         recurrent: whether the model keeps a state from which rejected tokens cannot be dropped.
     """
 
     device: str
-    suffix: bool
     mtp_layers: int
     recurrent: bool
 
@@ -51,7 +46,6 @@ class Advice:
 
 def advice(situation: Situation) -> Advice:
     """What to start with; every sentence of `why` says what was measured and what was not."""
-    lookup, stock = (SUFFIX, STOCK_SUFFIX) if situation.suffix else (NGRAM, STOCK_NGRAM)
     if situation.recurrent and situation.device == "cpu":
         return Advice(
             None,
@@ -69,10 +63,10 @@ def advice(situation: Situation) -> Advice:
         )
     if situation.device == "cpu":
         return Advice(
-            lookup,
+            SUFFIX,
             "Lookups in the request's own text cost next to nothing, and draft lengths follow "
             "acceptance and load, down to no draft. Chats, code edits and summaries gain most.",
-            [stock],
+            [NGRAM],
         )
     if situation.recurrent:
         return Advice(
@@ -80,15 +74,15 @@ def advice(situation: Situation) -> Advice:
             "Its recurrent layers keep a state for every draft token under vLLM's own methods. "
             'Cascades of lookups and models do so only with the key "untested": none ever ran on '
             "a GPU.",
-            [stock, {**lookup, "untested": True}],
+            [NGRAM, {**SUFFIX, "untested": True}],
         )
     return Advice(
-        stock,
+        NGRAM,
         "Nothing of this package has been measured on a GPU. Where a trained EAGLE-3 head or a "
         "small model of the same tokenizer exists, compare it: "
         '{"method": "eagle3", "model": HEAD, "num_speculative_tokens": 5, '
         '"rejection_sample_method": "hierarchical"}.',
-        [lookup],
+        [SUFFIX],
     )
 
 
@@ -106,7 +100,6 @@ def situation_of(model: str) -> Situation:
     states = ("ssm_cfg", "mamba_d_state", "state_size", "ssm_state_size", "linear_num_key_heads")
     return Situation(
         device=current_platform.device_type,
-        suffix=importlib.util.find_spec("arctic_inference") is not None,
         mtp_layers=max(mtp_layers, 0),
         recurrent=bool(kinds & {"linear_attention", "mamba", "recurrent", "conv"})
         or any(hasattr(config, name) for name in states),
@@ -138,8 +131,6 @@ def run(arguments: argparse.Namespace) -> int:
             serve += f" --dtype {EXACT}"
             why.append(f"{EXACT}: {choice.reason}.")
     lines += ["", "Start with:", "", f"  {' '.join([serve, *option])}", "", *why]
-    if situation.device == "cpu" and not situation.suffix:
-        lines.append("Suffix trees find more than n-grams: pip install 'vllm-hsd[suffix]'.")
     compared = _options(found.config, *found.others)
     if given is not None:
         compared.append(f"--speculative-config {shlex.quote(given)}")
@@ -152,9 +143,8 @@ def run(arguments: argparse.Namespace) -> int:
             " \\\n    ".join([bench, *compared]),
         ]
         for other in found.others:
-            combination = Combination(
-                other["method"], other["method"] == "hsd", situation.device, entrance.runner()
-            )
+            ours = other["method"] == "hsd"
+            combination = Combination(other["method"], ours, situation.device, "V2")
             lines += [f"  {other['method']}: {text}." for text in met_by(combination)]
     if found.config:
         lines.append(f"  vllm-hsd verify --model {name} {option[0]}")

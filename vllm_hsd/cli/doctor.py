@@ -170,35 +170,25 @@ def _device() -> Iterator[Finding]:
         return
     name = f"{host.cores()} cores" if kind == "cpu" else current_platform.get_device_name()
     yield Finding("ok", f"device: {kind} ({name})")
-    yield Finding("ok", f"runner: vLLM's {entrance.runner()} runner serves method 'hsd'")
-    if kind == "cpu":
+    if mistake := entrance.runner_mistake():
+        yield Finding("problem", mistake)
+    elif kind == "cpu":
         yield triton_finding()
+    if kind == "cpu":
         yield bfloat16_finding(_bfloat16_status(), host.flags())
 
 
 def triton_finding() -> Finding:
-    """Which of Triton's backends serves on this CPU, and why."""
+    """Which of Triton's backends serves on this CPU."""
     from triton.backends import backends
 
     from vllm_hsd.kernels.cpu_backend import driver, toolchain
 
-    if "cpu" not in backends:
-        text = "no Triton backend serves: the V1 runner needs none on a CPU"
-        if entrance.runner() == "V1":
-            return Finding("ok", f"{text} (VLLM_USE_V2_MODEL_RUNNER=1 asks for V2 and for ours)")
-        return Finding(
-            "problem",
-            "the V2 runner needs a Triton backend for this CPU, and vLLM did not load ours: "
-            "install vllm-hsd with pip, and leave 'hsd' in VLLM_PLUGINS if that is set",
-        )
     serving = backends["cpu"].driver
     if serving is not driver.CPUDriver:
-        module = serving.__module__
-        return Finding("ok", f"Triton backend for CPUs: {module}, which is installed, not ours")
-    why = "since VLLM_USE_V2_MODEL_RUNNER=1"
-    if (compiler := toolchain.compiler()) is None:
-        return Finding("problem", f"Triton backend for CPUs: ours, {why}; {toolchain.NO_COMPILER}")
-    return Finding("ok", f"Triton backend for CPUs: ours, {why}; it compiles with {compiler}")
+        return Finding("ok", f"Triton backend for CPUs: {serving.__module__}, not ours")
+    text = f"Triton backend for CPUs: ours, which compiles with {toolchain.compiler()}"
+    return Finding("ok", text)
 
 
 def _bfloat16_status() -> int:
@@ -236,31 +226,24 @@ def _names(verbose: bool) -> Iterator[Finding]:
     """Whether the names of vLLM in use are as tested, and replaced where they are replaced."""
     import vllm
 
-    from vllm_hsd.runner_v1.hooks import REGISTRY as V1
-    from vllm_hsd.runner_v2.hooks import REGISTRY as V2
+    from vllm_hsd.runner_v2.hooks import REGISTRY
 
     if fault := registry.version_fault():
         yield Finding("problem", fault)
         return
-    seen: set[str] = set()
-    for runner, names in (("V1", V1), ("V2", V2)):
-        try:
-            names.load()
-        except (ImportError, AttributeError) as error:
-            yield Finding("problem", f"a name of vLLM is not there ({_first_line(error)})")
-            continue
-        if not names.faults():
-            plugin.register()
-            names.install()
-        hooks = [hook for hook in names.hooks.values() if hook.name not in seen]
-        seen.update(names.hooks)
-        found = [hook_finding(hook, names.is_installed()) for hook in hooks]
-        bad = [finding for finding in found if finding.status != "ok"]
-        yield from found if verbose else bad
-        if not bad:
-            count, release = f"{len(found)} of {len(found)}", vllm.__version__
-            text = f"{count} vLLM names for the {runner} runner as tested with {release}"
-            yield Finding("ok", text)
+    try:
+        REGISTRY.load()
+    except (ImportError, AttributeError) as error:
+        yield Finding("problem", f"a name of vLLM is not there ({_first_line(error)})")
+        return
+    if not REGISTRY.faults():
+        plugin.register()
+        REGISTRY.install()
+    found = [hook_finding(hook, REGISTRY.is_installed()) for hook in REGISTRY.hooks.values()]
+    bad = [finding for finding in found if finding.status != "ok"]
+    yield from found if verbose else bad
+    if not bad:
+        yield Finding("ok", f"{len(found)} names of vLLM as tested with {vllm.__version__}")
 
 
 def hook_finding(hook: registry.Hook, installed: bool) -> Finding:
@@ -304,11 +287,9 @@ def configuration_findings(
     if mistakes:
         raise UserError(*mistakes)
     runner = "V2" if config.use_v2_model_runner else "V1"
-    fallback = vars(config.speculative_config or config).get("hsd_feature")
-    because = f", since V2 does not yet support {fallback}" if fallback else ""
     valid = Finding(
         "ok",
-        f"the configuration is valid, on vLLM's {runner} runner{because}: "
+        f"the configuration is valid, on vLLM's {runner} runner: "
         f"{config.speculative_config or 'no speculation'}",
     )
     faults = known_faults.met_by(known_faults.Combination.of(config))

@@ -117,10 +117,10 @@ class LevelConfig(Keys):
         runs_target: it runs layers of the target, for other rows than the target does.
         keeps_cache: it is a model with a KV cache of its own.
         reads_target_states: it reads the target's hidden states of every step.
-        on_v2: how it drafts on the V2 runner, "counts" for rows without forward passes; empty if it
-            does not run there.
-        stock_on: runners on which vLLM's own drafter serves it as the only level, with our
-            verifier; see `stock_keys`.
+        on_v2: how it drafts in a cascade, "counts" for rows without forward passes; empty if it
+            drafts alone.
+        is_stock: vLLM's own drafter serves it as the only level, with our verifier; see
+            `stock_keys`.
         num_tokens: draft length, the tokens that the level passes to the level above it at a time;
             None for the last level, which fills `num_speculative_tokens`.
     """
@@ -134,7 +134,7 @@ class LevelConfig(Keys):
     keeps_cache: ClassVar[bool] = False
     reads_target_states: ClassVar[bool] = False
     on_v2: ClassVar[Literal["", "lookup", "counts", "model"]] = ""
-    stock_on: ClassVar[tuple[str, ...]] = ()
+    is_stock: ClassVar[bool] = False
 
     num_tokens: Tokens | None = None
 
@@ -165,7 +165,7 @@ class LevelConfig(Keys):
 
     @property
     def stock_keys(self) -> dict[str, Any]:
-        """vLLM's own speculative configuration of the level, where `stock_on` names a runner."""
+        """vLLM's own speculative configuration of the level, where it `is_stock`."""
         raise NotImplementedError
 
     @property
@@ -326,8 +326,7 @@ class BranchKeys(LevelConfig):
         """See `LevelConfig.check_v2`."""
         if self.branches > 1:
             raise UserError(
-                f"{name}.branches runs on vLLM's V2 runner for a model and for sources that are "
-                "lookups: remove it or set VLLM_USE_V2_MODEL_RUNNER=0 for the V1 runner."
+                f"{name}.branches is for a model and for sources that are lookups: remove it."
             )
 
 

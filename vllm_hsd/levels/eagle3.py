@@ -29,7 +29,7 @@ class Eagle3LevelConfig(SamplingKeys, VllmModelKeys, BranchKeys):
     only_lowest = "an EAGLE-3 head takes unverified tokens one by one"
     reads_target_states = True
     on_v2 = "model"
-    stock_on = ("V2",)
+    is_stock = True
 
     eagle3: Name
 

@@ -29,7 +29,7 @@ class MtpLevelConfig(VllmModelKeys):
     value_keys = MtpConfig
     only_lowest = "MTP layers take unverified tokens one by one"
     reads_target_states = True
-    stock_on = ("V1", "V2")
+    is_stock = True
 
     mtp: MtpConfig
 

@@ -67,8 +67,7 @@ class SuffixLevelConfig(LookupKeys):
         """See `LevelConfig.check_v2`."""
         if self.suffix.shared_tokens > MAX_SHARED_ON_DEVICE:
             raise UserError(
-                f"{name}.suffix.shared_tokens is at most {MAX_SHARED_ON_DEVICE} on vLLM's V2 "
-                "runner: lower it or set VLLM_USE_V2_MODEL_RUNNER=0 for the V1 runner."
+                f"{name}.suffix.shared_tokens is at most {MAX_SHARED_ON_DEVICE}: lower it."
             )
 
     def build_v1(self, place: Place) -> Any:

@@ -12,6 +12,7 @@ from vllm.v1.worker.gpu.warmup import warmup_kernels
 
 from vllm_hsd.registry import NONE_FILED
 from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER
+from vllm_hsd.shared_hooks import NeedsHooks
 
 logger = logging.getLogger(__name__)
 # Kernels have variants for one request and for several.
@@ -30,7 +31,7 @@ def initialize_kv_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> 
     config = self.vllm_config
     if not current_platform.is_cpu() or not config.kernel_config.enable_jit_warmup:
         return
-    if getattr(config.speculative_config, "hsd_runner", None) != "V2":
+    if not isinstance(config.speculative_config, NeedsHooks):
         return
     from vllm_hsd.runner_v2.host_speculator import HostSpeculator
 

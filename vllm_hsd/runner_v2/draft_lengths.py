@@ -32,9 +32,8 @@ def get_draft_tokens(original: Any, runner: Any) -> Any:
     """vLLM's placeholders, cut to the draft of each request; none for one that has no draft."""
     drafts, speculator = original(), runner.speculator
     branches = speculator.branches
-    # Tokens that a grammar is to judge are handed over whole; so are lists of whole trees.
-    whole = branches is not None and branches.listed is None
-    if drafts is None or whole or runner.draft_tokens_handler.draft_tokens_np is not None:
+    # Lists of whole trees are handed over whole.
+    if drafts is None or (branches is not None and branches.listed is None):
         return drafts
     state, index = speculator.state, runner.req_states.req_id_to_index
     rows = state.row_of_slot[[index[request] for request in drafts.req_ids]].tolist()

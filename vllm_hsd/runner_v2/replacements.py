@@ -6,6 +6,7 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.registry import NONE_FILED, PLUGIN_ISSUE
 from vllm_hsd.runner_v2 import draft_lengths
 from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER
+from vllm_hsd.shared_hooks import NeedsHooks
 
 
 @REGISTRY.replaces(
@@ -29,7 +30,7 @@ def load_model(original, self, *args, **kwargs):
                 f"levels[0].sources: vLLM's {type(self.speculator).__name__} cannot draft next to "
                 "lookups on the V2 runner: leave these or that source out."
             )
-    if getattr(self.speculative_config, "hsd_runner", None) == "V2":
+    if isinstance(self.speculative_config, NeedsHooks):
         from vllm_hsd.runner_v2.cascade_sampler import serve
         from vllm_hsd.runner_v2.sampler import BlockRejectionSampler
 

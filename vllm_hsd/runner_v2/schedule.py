@@ -252,25 +252,23 @@ def compile_schedule(
     if chooses and (horizontal_tokens or any(o.stopping != "fixed" for o in options)):
         # Drafts that end by what was drawn would let the choice look at it.
         raise UserError(
-            "levels[0].sources has a model, with which vLLM's V2 runner takes neither stopping nor "
-            "horizontal_tokens: remove them or set VLLM_USE_V2_MODEL_RUNNER=0."
+            "levels[0].sources has a model, with which neither stopping nor horizontal_tokens "
+            "goes: remove them."
         )
     scales = options[0].temperature_scale, options[-1].temperature_scale
     if horizontal_tokens and not lookup and scales[0] != scales[1]:
         # A row is kept at one temperature, by which the target reads it.
         raise UserError(
-            f"horizontal_tokens is {horizontal_tokens}, so that vLLM's V2 runner needs the "
-            f"temperature_scale of levels[{len(options) - 1}] at levels[0]: set both alike or set "
-            "VLLM_USE_V2_MODEL_RUNNER=0."
+            f"horizontal_tokens is {horizontal_tokens}, which needs the temperature_scale of "
+            f"levels[{len(options) - 1}] at levels[0]: set both alike."
         )
     for k, option in enumerate(options):
         # A row is kept at one temperature, by which the next verification reads it.
         below = options[k - 1].temperature_scale if k > int(lookup) else option.temperature_scale
         if option.verifier == "none" and option.temperature_scale != below:
             raise UserError(
-                f'levels[{k}].verifier is "none", so that vLLM\'s V2 runner needs the '
-                f"temperature_scale of levels[{k - 1}] there: set both alike or set "
-                "VLLM_USE_V2_MODEL_RUNNER=0."
+                f'levels[{k}].verifier is "none", which needs the temperature_scale of '
+                f"levels[{k - 1}] there: set both alike."
             )
         if option.draft_length > MAX_KERNEL_DRAFT:
             key = _length_key(k, len(options))

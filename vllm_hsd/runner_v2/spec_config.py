@@ -9,17 +9,21 @@ from typing import Any, ClassVar
 
 from pydantic import SkipValidation
 from vllm.config.utils import config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
 
 from vllm_hsd.config import CascadeConfig
-from vllm_hsd.errors import NeedsV1, UserError, collected
+from vllm_hsd.errors import UserError
+from vllm_hsd.level_checks import connector_mistake
 from vllm_hsd.levels import KINDS, LevelConfig
 from vllm_hsd.runner_v2 import draft_lengths
 from vllm_hsd.runner_v2.schedule import Schedule, compile_schedule
 from vllm_hsd.shared_hooks import NeedsHooks
-from vllm_hsd.spec_config import USE_V1, CascadeSpeculativeConfig
-from vllm_hsd.stock_config import V2BlockVerificationConfig
+from vllm_hsd.spec_config import CascadeSpeculativeConfig
+from vllm_hsd.stock_config import HierarchicalConfig
 from vllm_hsd.verify import MAX_KERNEL_NODES
 
+logger = init_logger(f"vllm.{__name__}")
 # Where nothing else is configured: for as many requests the rows that drafts were drawn from take
 # 0.16 GB for 8 tokens of a vocabulary of 152,000 in bfloat16, and above it decoding is no longer
 # bound by the memory that it reads.
@@ -27,6 +31,8 @@ MAX_BATCH_SIZE = 64
 # Tokens of the target's pass up to which further ones cost little on a GPU. Branches are computed
 # whether they are there or not, so where nothing is configured they end at as many.
 MAX_BRANCH_TOKENS = 256
+# Drafts of a request by several lookups. Eight gave no more than four (docs/lab-notes.md).
+DEFAULT_BRANCHES = 4
 
 
 @config(repr=False)
@@ -37,18 +43,16 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
     for methods that it knows.
     """
 
-    hsd_runner: ClassVar[str] = "V2"
-    hsd_joins_lookups: ClassVar[bool] = True
     hsd_method: ClassVar[str] = "draft_model"
 
     @classmethod
     def create(
         cls, raw: dict, target_model_config, target_parallel_config, arguments
-    ) -> V2CascadeConfig | V2BlockVerificationConfig:
+    ) -> V2CascadeConfig | HierarchicalConfig:
         """See `CascadeSpeculativeConfig.create`; a head alone is vLLM's own drafter.
 
         Raises:
-            NeedsV1: V2 cannot serve it and V1 may.
+            UserError: it cannot be served.
         """
         target = target_model_config, target_parallel_config
         cascade = super().create(raw, *target, arguments)
@@ -56,9 +60,9 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
         for i, level in enumerate(cascade.level_configs):
             found = longest if level is None else level.draft_model_config.max_model_len
             if found < longest:
-                raise NeedsV1(
+                raise UserError(
                     f"levels[{i}] reads {found} tokens, fewer than max_model_len ({longest}), "
-                    f"which V2's cascades cannot do: lower max_model_len or {USE_V1}."
+                    f"which a cascade cannot do: lower max_model_len."
                 )
         hsd = cascade.hsd
         if not cls.is_stock(hsd):
@@ -67,7 +71,7 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
         if limit := hsd.disable_by_batch_size:
             keys["num_speculative_tokens_per_batch_size"] = _by_batch_size(cascade, limit)
         if len(hsd.levels[0].drafters) == 1:
-            head = V2BlockVerificationConfig.create(keys, *target)
+            head = HierarchicalConfig.create(keys, *target)
         else:
             head = V2HeadSourcesConfig.create(keys, *target)
             head.hsd_sources = hsd.levels[0]
@@ -76,16 +80,32 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
 
     @classmethod
     def check_runner(cls, hsd: CascadeConfig, target_parallel_config) -> None:
-        """Check that V2 can serve such a cascade.
+        """See `CascadeSpeculativeConfig.check_runner`."""
+        _check(hsd, target_parallel_config, cls.is_stock(hsd))
 
-        Raises:
-            NeedsV1: it cannot.
-        """
-        found: list[str] = []
-        with collected(found):
-            _check(hsd, target_parallel_config, cls.is_stock(hsd))
-        if found:
-            raise NeedsV1(*found)
+    @classmethod
+    def with_defaults(
+        cls, hsd: CascadeConfig, target_model_config, arguments: EngineArgs
+    ) -> CascadeConfig:
+        """On a CPU, branches and adaptive drafting if they fit and the user does not decide."""
+        if not draft_lengths.read_on_host():
+            return hsd
+        hsd = _with_branches(hsd, target_model_config, arguments)
+        if "adaptive" in hsd.model_fields_set or cls.is_stock(hsd):
+            return hsd
+        adaptive = hsd.model_copy(update={"adaptive": True})
+        reasons = {
+            "a level that verifies nothing": bool(hsd.interleaved),
+            "a model with branches": hsd.several_drafts,
+            "horizontal_tokens": hsd.horizontal_tokens > 0,
+            "enable_adaptive_verification": hsd.enable_adaptive_verification,
+            "a KV connector": connector_mistake(adaptive, arguments) is not None,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                logger.info("Drafts have fixed lengths: %s excludes 'adaptive'.", reason)
+                return hsd
+        return adaptive
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,7 +141,7 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
 
     @property
     def hsd_couples_all(self) -> bool:
-        """See `V2BlockVerificationConfig`."""
+        """See `HierarchicalConfig`."""
         return self.hsd.verifier == "coupled"
 
     def use_ngram(self) -> bool:
@@ -135,6 +155,31 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
     @property
     def max_num_new_slots_for_drafting(self) -> int:
         return 0
+
+
+def _with_branches(hsd: CascadeConfig, target_model_config, arguments: EngineArgs) -> CascadeConfig:
+    """Several drafts of a request for sources that are lookups, where that was measured."""
+    level = hsd.levels[0]
+    if len(hsd.levels) > 1 or level.kind != "sources" or "branches" in level.model_fields_set:
+        return hsd
+    most, budget = DEFAULT_BRANCHES, arguments.max_num_batched_tokens
+    if budget is not None:
+        most = min(most, budget // (hsd.num_speculative_tokens + 1))
+    found = level.model_copy(update={"branches": most})
+    branching = hsd.model_copy(update={"levels": [found]})
+    reasons = {
+        "a source that is no lookup": not level.drafters[-1].is_lookup,
+        "enable_adaptive_verification": hsd.enable_adaptive_verification,
+        "multi-dimensional positions": target_model_config.uses_mrope,
+        "a KV connector": connector_mistake(branching, arguments) is not None,
+        "enable_dbo": arguments.enable_dbo,
+        "max_num_batched_tokens": most < 2,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            logger.info("A request has one draft: %s excludes 'branches'.", reason)
+            return hsd
+    return branching
 
 
 def reads_target_states(hsd: CascadeConfig) -> bool:
@@ -180,7 +225,7 @@ def default_limit(hsd: CascadeConfig) -> int:
 
 def most_with_branches(hsd: CascadeConfig) -> int:
     """Most requests of a step whose drafts have branches; of a step that drafts without any."""
-    if hsd.disable_by_batch_size or hsd.branches == 1:
+    if hsd.disable_by_batch_size or hsd.branches == 1 or draft_lengths.read_on_host():
         return hsd.disable_by_batch_size or MAX_BATCH_SIZE
     tokens = hsd.branches * (hsd.num_speculative_tokens + 1)
     return min(MAX_BATCH_SIZE, max(1, MAX_BRANCH_TOKENS // tokens))
@@ -203,7 +248,7 @@ def _by_batch_size(cascade: V2CascadeConfig, limit: int) -> list[tuple[int, int,
 
 
 @config(repr=False)
-class V2HeadSourcesConfig(V2BlockVerificationConfig):
+class V2HeadSourcesConfig(HierarchicalConfig):
     """Of a head of the target that drafts next to lookups; `hsd_sources`: the level of both."""
 
     hsd_sources: SkipValidation[Any] = None
@@ -227,19 +272,16 @@ def _check(hsd: CascadeConfig, target_parallel_config, is_stock: bool) -> None:
     launcher = target_parallel_config.distributed_executor_backend
     if learns_one_length(hsd) and launcher == "external_launcher":
         raise UserError(
-            "adaptive does not run with external_launcher on vLLM's V2 runner, where every rank "
-            f"schedules by its own clock: remove adaptive or {USE_V1}."
+            "adaptive does not run with external_launcher, where every rank schedules by its own "
+            "clock: remove adaptive."
         )
     for i, level in enumerate(hsd.levels):
         for name, source in level.named_sources(f"levels[{i}]"):
             if not source.on_v2 and not is_stock:
                 known = ", ".join(kind for kind, cls in KINDS.items() if cls.on_v2)
-                heads = " or ".join(
-                    kind for kind, cls in KINDS.items() if "V2" in cls.stock_on and not cls.on_v2
-                )
                 raise UserError(
-                    f"{name}.{source.kind} does not run on vLLM's V2 runner, which takes the "
-                    f"kinds {known}, and {heads} in the only level: {USE_V1}."
+                    f"{name}.{source.kind} drafts alone, without other levels or sources, which "
+                    f"may be of the kinds {known}: keep it alone."
                 )
         level.check_v2(f"levels[{i}]")
     if hsd.several_drafts and not is_stock:
@@ -259,8 +301,8 @@ def _check_several_drafts(hsd: CascadeConfig) -> None:
     if nodes > MAX_KERNEL_NODES:
         raise UserError(
             f"levels[0].branches and num_speculative_tokens make {nodes} draft tokens of a "
-            "request, but tree verification on vLLM's V2 runner takes at most "
-            f"{MAX_KERNEL_NODES}: lower one of them or {USE_V1}."
+            f"request, but tree verification takes at most {MAX_KERNEL_NODES}: lower "
+            "one of them."
         )
     for key, holds in {
         "verifier": hsd.verifier == "standard",
@@ -268,8 +310,8 @@ def _check_several_drafts(hsd: CascadeConfig) -> None:
     }.items():
         if holds:
             raise UserError(
-                f"{key} does not go with levels[0].branches of a model on vLLM's V2 runner, which "
-                f"verifies whole drafts by Traversal Verification: remove it or {USE_V1}."
+                f"{key} does not go with levels[0].branches of a model, whose drafts are verified "
+                "together by Traversal Verification: remove it."
             )
 
 
