@@ -10,7 +10,7 @@ import copy
 import importlib
 from typing import Any
 
-from vllm_hsd.errors import UserError
+from vllm_hsd.errors import UserError, quoted
 from vllm_hsd.registry import NONE_FILED, Registry
 
 REGISTRY = Registry("vllm_hsd", ("metrics",))
@@ -87,12 +87,15 @@ def reserve_for_branches():
 @REGISTRY.replaces(
     "vllm.sampling_params.SamplingParams._validate_spec_decode",
     ("self", "speculative_config"),
-    why="allows min_p and logit_bias, which our samplers apply to every draft token",
-    until="vLLM's rejection samplers apply both",
+    why="allows min_p and logit_bias, which our samplers apply to every draft token; refuses a seed "
+    "that would end the engine",
+    until="vLLM's rejection samplers apply both, and vLLM refuses the seed",
     issue="vllm-project/vllm#42744",
 )
 def validate_spec_decode(original, self, speculative_config):
     applies = getattr(speculative_config, "hsd_applies_min_p", False)
+    if applies and self.seed is not None and not -(2**63) <= self.seed < 2**63:
+        raise UserError(f"seed is {quoted(self.seed)}: give an integer of 64 bits.")
     if applies and (self.min_p or self.logit_bias):
         self = copy.copy(self)
         self.min_p, self.logit_bias = 0.0, None

@@ -3,9 +3,9 @@
 import pytest
 from support.engines import run_engine
 from support.level_files import cascade
+from support.other_vllm import FAVORED
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(8)]
-FAVORED = 17
 HIERARCHICAL = {"rejection_sample_method": "hierarchical"}
 JOBS = {
     "greedy": {"prompts": PROMPTS, "params": {"temperature": 0, "max_tokens": 20}},
@@ -33,7 +33,7 @@ def stock_drafter(family) -> dict:
 
 
 @pytest.mark.parametrize("made", [engine, stock_drafter])
-@pytest.mark.parametrize("patch", ["wrapped_before", "wrapped_after", "rebuilt_logits_processors"])
+@pytest.mark.parametrize("patch", ["wrapped_before", "wrapped_after"])
 def test_sampling_parameters_are_applied(family, made, patch):
     results = run_engine(made(family), JOBS, patch=f"support.other_vllm:{patch}")
     ids = {
@@ -45,6 +45,8 @@ def test_sampling_parameters_are_applied(family, made, patch):
     assert all(len(sequence) == 10 for (sequence,) in ids["min_tokens"])
 
 
-def test_a_processor_that_would_not_be_applied_is_refused_at_start(family):
-    with pytest.raises(RuntimeError, match=r"does not apply the logits processor \S*Foreign"):
-        run_engine(engine(family), JOBS, patch="support.other_vllm:foreign_logits_processor")
+@pytest.mark.parametrize("made", [engine, stock_drafter])
+def test_logits_processors_of_others_are_applied(family, made):
+    arguments = {**made(family), "logits_processors": ["support.other_vllm:Favors"]}
+    found = run_engine(arguments, {"greedy": JOBS["greedy"]})["greedy"]
+    assert [output[0]["ids"] for output in found["outputs"]] == [[FAVORED] * 20] * len(PROMPTS)

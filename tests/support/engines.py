@@ -193,7 +193,7 @@ def run_job(llm, prompts, params, arrive=None, abort=None, adapters=None, priori
     else:
         outputs = _step_by_step(llm, requests, sampling, arrive or [0] * len(prompts), abort or {})
     return {
-        "outputs": [_plain(output) for output in outputs],
+        "outputs": [output and _plain(output.outputs) for output in outputs],
         "prompt_logprobs": [output and _logprobs(output.prompt_logprobs) for output in outputs],
         "levels": counted_since(levels),
         "counters": {name: value - counters[name] for name, value in _counters(llm).items()},
@@ -237,11 +237,17 @@ def _odd_answers(llm, prompts: list[list[int]], params: list[dict]) -> list:
     for _ in range(MAX_STEPS):
         if not engine.has_unfinished_requests():
             break
-        last |= {int(output.request_id): output for output in engine.step()}
+        for output in engine.step():
+            # Of a request with several answers, those that are new in this step.
+            for own in output.outputs:
+                last.setdefault(int(output.request_id), {})[own.index] = own
     else:
         raise RuntimeError(f"not finished after {MAX_STEPS} steps")
     keys = ("ids", "finish", "text")
-    answers = {i: [{key: own[key] for key in keys} for own in _plain(last[i])] for i in last}
+    answers = {
+        i: [{key: own[key] for key in keys} for own in _plain([found[k] for k in sorted(found)])]
+        for i, found in last.items()
+    }
     return [refused.get(i) or answers[i] for i in range(len(prompts))]
 
 
@@ -260,9 +266,7 @@ def _step_by_step(llm, requests, sampling, arrive, abort) -> list:
     return [last.get(i) for i in range(len(requests))]
 
 
-def _plain(output) -> list[dict] | None:
-    if output is None:
-        return None
+def _plain(sequences) -> list[dict]:
     return [
         {
             "ids": list(sequence.token_ids),
@@ -271,7 +275,7 @@ def _plain(output) -> list[dict] | None:
             "text": sequence.text,
             "logprobs": _logprobs(sequence.logprobs),
         }
-        for sequence in output.outputs
+        for sequence in sequences
     ]
 
 

@@ -5,21 +5,24 @@ from pathlib import Path
 
 import torch
 from support.architectures import write_models
-from vllm.model_executor.layers.rotary_embedding import MRotaryEmbedding
 from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.v1.worker.gpu.mm.rope import RopeState
 
 NAME = "MropeQwen2ForCausalLM"
+IMAGE_TOKENS = 4
 
 
 class MropeQwen2(Qwen2ForCausalLM, SupportsMRoPE):
-    """Prompts take fewer positions than tokens, other ones in each dimension, as images do."""
+    """Texts begin with an image: fewer positions than tokens, other ones in each dimension."""
 
     def get_mrope_input_positions(self, input_tokens, mm_features):
         index = torch.arange(len(input_tokens))
-        positions = torch.stack([index // 2, index // 3, index // 4])
-        return positions, int(positions.max()) + 1 - len(index)
+        image, behind = index[:IMAGE_TOKENS], index[IMAGE_TOKENS:]
+        positions = torch.stack([image // 2, image // 3, image // 4])
+        delta = int(positions.max()) + 1 - len(image)
+        return torch.cat((positions, (behind + delta).expand(3, -1)), 1), delta
 
 
 def register() -> None:
@@ -40,12 +43,14 @@ def write_mrope_models(directory: Path) -> tuple[str, str]:
 
 
 def register_without_offsets() -> None:
-    """As `register`, but drafts are verified where tokens of one position each would be."""
+    """As `register`, but tokens behind the prompt are computed where a text without image would
+    have them.
+    """
     register()
-    of_text = MRotaryEmbedding.get_next_input_positions_tensor
+    whole = RopeState.init_prefill_positions
 
-    def wrong(out, out_offset, mrope_position_delta, context_len, num_new_tokens):
-        delta = mrope_position_delta if num_new_tokens == 1 else 0
-        of_text(out, out_offset, delta, context_len, num_new_tokens)
+    def wrong(self, req_idx, *rest, **named):
+        whole(self, req_idx, *rest, **named)
+        self.prefill_delta.np[req_idx] = 0
 
-    MRotaryEmbedding.get_next_input_positions_tensor = staticmethod(wrong)
+    RopeState.init_prefill_positions = wrong

@@ -2,6 +2,10 @@
 
 import functools
 
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+
+FAVORED = 17
+
 
 def other_release() -> None:
     import vllm
@@ -20,9 +24,9 @@ def other_parameters() -> None:
 
 def missing_method() -> None:
     """A runner that no longer has a method that is replaced."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    del GPUModelRunner._input_fits_in_drafter
+    del GPUModelRunner.load_model
 
 
 def wrapped_before() -> None:
@@ -33,47 +37,35 @@ def wrapped_before() -> None:
 def wrapped_after() -> None:
     """Another plugin that was loaded after ours."""
     from vllm_hsd import plugin
-    from vllm_hsd.runner_v1 import hooks
+    from vllm_hsd.shared_hooks import install
 
     plugin.register()
-    hooks.install()
+    install()
     _wrap_by_another_plugin()
 
 
-def rebuilt_logits_processors() -> None:
-    """Another plugin that builds an empty list without calling anything."""
-    from vllm.v1.sample.logits_processor import LogitsProcessors
-    from vllm.v1.worker import gpu_model_runner
+class Favors(LogitsProcessor):
+    """Another plugin's processor of logits, which leaves one token."""
 
-    gpu_model_runner.build_logitsprocs = lambda *args, **kwargs: LogitsProcessors()
-
-
-def foreign_logits_processor() -> None:
-    """Another plugin that adds a processor of its own."""
-    from vllm.v1.sample.logits_processor import LogitsProcessors
-    from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
-    from vllm.v1.worker import gpu_model_runner
-
-    class Foreign(MinPLogitsProcessor.__base__):
-        __init__ = apply = update_state = lambda self, *args: None
-        is_argmax_invariant = lambda self: False  # noqa: E731
-
-    gpu_model_runner.build_logitsprocs = lambda *args, **kwargs: LogitsProcessors([Foreign()])
+    def apply(self, logits, context):
+        logits[:, FAVORED] += 1000.0
+        return logits
 
 
 def _wrap_by_another_plugin() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.sample.rejection_sampler import RejectionSampler
-    from vllm.v1.worker import gpu_model_runner
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     for owner, name in (
         (EngineArgs, "create_speculative_config"),
         (SamplingParams, "_validate_spec_decode"),
         (RejectionSampler, "__init__"),
-        (gpu_model_runner, "build_logitsprocs"),
-        (gpu_model_runner.GPUModelRunner, "_update_states"),
-        (gpu_model_runner.GPUModelRunner, "sample_tokens"),
+        (Sampler, "add_request"),
+        (GPUModelRunner, "load_model"),
+        (GPUModelRunner, "sample_tokens"),
     ):
         setattr(owner, name, _passing_on(getattr(owner, name)))
 

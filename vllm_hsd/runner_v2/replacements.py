@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from vllm_hsd.errors import UserError
 from vllm_hsd.registry import NONE_FILED, PLUGIN_ISSUE
 from vllm_hsd.runner_v2 import draft_lengths
-from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER
+from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER, replace_on
 from vllm_hsd.shared_hooks import NeedsHooks
+
+_LORA_INPUTS = "vllm.v1.worker.gpu.lora_utils.LoraState.make_lora_inputs"
 
 
 @REGISTRY.replaces(
@@ -35,8 +39,26 @@ def load_model(original, self, *args, **kwargs):
         from vllm_hsd.runner_v2.sampler import BlockRejectionSampler
 
         serve(self)
+        if self.lora_config:
+            replace_on(self.lora_state, _LORA_INPUTS, by=self.req_states)
         if isinstance(self.rejection_sampler, BlockRejectionSampler):
             self.rejection_sampler.warm_up(self.model_config.dtype, self.speculator.draft_logits)
+
+
+@REGISTRY.replaces_on_runner(
+    _LORA_INPUTS,
+    ("self", "req_ids", "idx_mapping", "num_scheduled_tokens"),
+    why="gives every row of a draft its request's adapter of the target's last layer; vLLM has one "
+    "row for each request",
+    until="vLLM does so",
+    issue=NONE_FILED,
+)
+def make_lora_inputs(original, states, req_ids, idx_mapping, num_scheduled_tokens):
+    requests, tokens, adapters = original(req_ids, idx_mapping, num_scheduled_tokens)
+    computed = states.num_computed_prefill_tokens[idx_mapping]
+    decodes = computed >= states.prefill_len.np[idx_mapping]
+    rows = np.where(decodes, num_scheduled_tokens, 1)
+    return tuple(np.repeat(requests, rows)), tokens, adapters
 
 
 @REGISTRY.replaces(
