@@ -6,6 +6,7 @@ arrived attaches what was counted since the last one (see `vllm_hsd.metrics`).
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ from vllm_hsd import metrics
 from vllm_hsd.core.counters import Count, LevelCounts
 from vllm_hsd.registry import NONE_FILED
 from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER
+from vllm_hsd.runner_v2.proposal_state import COUNTS
 from vllm_hsd.runner_v2.schedule import Schedule
+
+logger = logging.getLogger(__name__)
 
 
 class DeviceCounts:
@@ -31,6 +35,7 @@ class DeviceCounts:
         self.is_copying = False
         self.taken = torch.zeros_like(self.on_host)
         self.forwards = [0] * len(counts)
+        self.warned: set[int] = set()
 
     def add_proposal(self, schedule: Schedule) -> None:
         """Count the forward passes of a proposal."""
@@ -48,6 +53,13 @@ class DeviceCounts:
             return None
         self.is_copying = False
         new, self.taken = self.on_host - self.taken, self.on_host.clone()
+        for level in set(new[:, COUNTS.invalid].nonzero().flatten().tolist()) - self.warned:
+            self.warned.add(level)
+            logger.warning(
+                "levels[%d] gives logits that are not finite; its drafts are arbitrary there, "
+                "which costs acceptance: check its weights and dtype.",
+                level,
+            )
         counts = LevelCounts.zeros(len(new))
         counts.rows[:, : Count.forwards] = new[:, : Count.forwards].numpy()
         counts.rows[:, Count.forwards] = self.forwards

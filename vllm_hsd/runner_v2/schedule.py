@@ -231,6 +231,7 @@ def compile_schedule(
     drafts: int = 1,
     horizontal_tokens: int = 0,
     longest_drafts: tuple[int, int] = (0, 0),
+    bounded: bool = True,
 ) -> Schedule:
     """Unroll a cascade.
 
@@ -244,6 +245,7 @@ def compile_schedule(
         horizontal_tokens: as configured.
         longest_drafts: most tokens of level 0 and of the last level in any of the schedules that
             serve the same texts; those of this one if fewer.
+        bounded: attention kernels take no more tokens of a request than the target's step has.
 
     Raises:
         UserError: what a fixed schedule cannot do; names the key.
@@ -295,7 +297,7 @@ def compile_schedule(
         ops = _repeat(ops, drafts)
     longest = max(longest, longest_drafts[1])
     for op in ops:
-        if isinstance(op, Draft | Verify) and op.query_length > longest + 1:
+        if bounded and isinstance(op, Draft | Verify) and op.query_length > longest + 1:
             cause, cure = f"there are {len(options)} levels", "remove one"
             if isinstance(op, Verify):
                 cause = f"levels[{op.level - 1}].num_tokens is {op.draft_length}"

@@ -56,14 +56,6 @@ class V2CascadeConfig(NeedsHooks, CascadeSpeculativeConfig):
         """
         target = target_model_config, target_parallel_config
         cascade = super().create(raw, *target, arguments)
-        longest = target_model_config.max_model_len
-        for i, level in enumerate(cascade.level_configs):
-            found = longest if level is None else level.draft_model_config.max_model_len
-            if found < longest:
-                raise UserError(
-                    f"levels[{i}] reads {found} tokens, fewer than max_model_len ({longest}), "
-                    f"which a cascade cannot do: lower max_model_len."
-                )
         hsd = cascade.hsd
         if not cls.is_stock(hsd):
             return cascade
@@ -345,6 +337,7 @@ def schedule_of(hsd: CascadeConfig, longest: int | None = None) -> Schedule:
         drafts=hsd.branches if hsd.several_drafts else 1,
         horizontal_tokens=hsd.horizontal_tokens,
         longest_drafts=longest_drafts,
+        bounded=not draft_lengths.read_on_host(),
     )
 
 
