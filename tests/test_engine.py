@@ -96,7 +96,6 @@ def test_one_engine_measures_generations_and_selects_levels(family, tmp_path):
 
 def test_a_lookup_forgets_what_it_answered_in_an_earlier_selection(family, tmp_path):
     """A request in the same slot would be served the text of the last one as drafts."""
-    pytest.importorskip("arctic_inference")
     levels = {"suffix": {}, "num_tokens": 3}, {"model": family.mid}
     engine_args = {**ENGINE, "model": family.target, **cascade(*levels, num_speculative_tokens=6)}
     greedy = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}

@@ -87,8 +87,8 @@ def reserve_for_branches():
 @REGISTRY.replaces(
     "vllm.sampling_params.SamplingParams._validate_spec_decode",
     ("self", "speculative_config"),
-    why="allows min_p and logit_bias, which our samplers apply to every draft token; refuses a seed "
-    "that would end the engine",
+    why="allows min_p and logit_bias, which our samplers apply to every draft token; refuses a "
+    "seed that would end the engine",
     until="vLLM's rejection samplers apply both, and vLLM refuses the seed",
     issue="vllm-project/vllm#42744",
 )

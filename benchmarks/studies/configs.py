@@ -1,6 +1,5 @@
 """Speculative configurations of the real model: every source of drafts alone, and their mix."""
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -51,11 +50,8 @@ def planned(file: Path) -> dict[str, Any]:
 def vllms_own() -> dict[str, dict[str, Any]]:
     """vLLM's own methods, by the names of the tables, as its documentation sets them."""
     lookup = {"method": "ngram", "num_speculative_tokens": DRAFT_LENGTH, "prompt_lookup_max": 4}
-    suffix = {"method": "suffix", "num_speculative_tokens": DRAFT_LENGTH}
     head = {"method": "eagle3", "model": os.path.relpath(HEAD), "num_speculative_tokens": 3}
     found = {"vLLM's ngram": lookup}
-    if _has_suffix():
-        found["vLLM's suffix"] = suffix
     return {**found, "vLLM's eagle3": head} if _has_head() else found
 
 
@@ -82,14 +78,14 @@ def missing() -> list[str]:
     """One sentence for every source that this installation does not have."""
     sentences = []
     if not _has_suffix():
-        sentences.append("No suffix lookup: its store or the extra [suffix] is missing.")
+        sentences.append("No suffix lookup: its store is missing.")
     if not _has_head():
         sentences.append(f"No EAGLE-3 head: {os.path.relpath(HEAD)} is not there.")
     return sentences
 
 
 def _has_suffix() -> bool:
-    return STORE.is_file() and importlib.util.find_spec("arctic_inference") is not None
+    return STORE.is_file()
 
 
 def _has_head() -> bool:

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.suffix_extra import needs_suffix
 
 from benchmarks.paper_tables import closed_forms
 from vllm_hsd.core.counters import Count
@@ -117,7 +116,6 @@ def test_predicted_calls_are_those_of_cascades_that_run(measured, models, text_f
     check_prediction(measured, models, text_family.vocabulary, selection)
 
 
-@needs_suffix
 @pytest.mark.parametrize("selection", [Selection((0,), (4,)), Selection((0, 1), (2, 5))])
 def test_a_suffix_lookup_is_predicted(task, text_family, selection):
     store = task.candidates[PAIRS].keys()["ngram_model"]

@@ -9,13 +9,13 @@ import torch
 from support.marks import slow
 from support.proposal_states import MAX_NUM_REQS
 from support.suffix_requests import Requests, markov, store_of
-from support.suffix_votes import SuffixVotes
 
 from vllm_hsd.core.acceptance import PRIOR_ACCEPTANCE
 from vllm_hsd.core.bigram import BigramLevel, successors
 from vllm_hsd.core.draft_budget import DraftBudget
 from vllm_hsd.core.levels import LookupLevel, LookupResult, Sources, Texts
 from vllm_hsd.core.source_choice import Offers, SourceChoice
+from vllm_hsd.core.suffix import SuffixLevel
 from vllm_hsd.core.text_store import collect_texts
 from vllm_hsd.planner.prompt_lookup import PromptLookup
 
@@ -69,7 +69,7 @@ def lookups(stored):
         (SuffixLookup(texts, 0.05, torch.device("cpu")), None),
         (lambda state, text: lookup_bigram(state, following), Estimates(probs, by_token=True)),
     ]
-    return on_device, [PromptLookup(1, 3), SuffixVotes(texts, 0.05), BigramLevel(store)]
+    return on_device, [PromptLookup(1, 3), SuffixLevel(texts, 0.05), BigramLevel(store)]
 
 
 def sources(on_device):
@@ -81,7 +81,7 @@ def sources(on_device):
 @pytest.fixture(autouse=True)
 def short_matches(monkeypatch):
     """Each length of a match is a program; of host and device alike."""
-    for module in ("vllm_hsd.runner_v2.suffix_lookup", "support.suffix_votes"):
+    for module in ("vllm_hsd.runner_v2.suffix_lookup", "vllm_hsd.core.suffix"):
         monkeypatch.setattr(f"{module}.DEPTH", 8)
 
 

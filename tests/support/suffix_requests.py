@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 from support.proposal_states import MAX_NUM_REQS, GuardedState, poison, schedule_of
-from support.suffix_votes import SuffixVotes
 
 from vllm_hsd.core.levels import Texts
+from vllm_hsd.core.suffix import SuffixLevel
 from vllm_hsd.core.text_order import OrderedTexts, order_texts
 from vllm_hsd.core.text_store import collect_texts
 from vllm_hsd.runner_v2.suffix_lookup import SuffixLookup
@@ -46,7 +46,7 @@ class Requests:
         """Offers and drafts of the kernels equal the reference's; counts of the drafts."""
         rows = np.arange(len(self.ends))
         ring = None if shared is None else shared.tokens.cpu().numpy()
-        plain = SuffixVotes(texts, min_acceptance, ring)
+        plain = SuffixLevel(texts, min_acceptance, ring)
         plain.read(Texts(self.tokens, rows, rows, self.committed))
         inputs = Texts(self.tokens, rows, rows, self.ends), self.requested
         each, taken = plain.lookup_each(*inputs), plain.lookup(*inputs)

@@ -34,7 +34,7 @@ from vllm_hsd.core.level_models import Forward, LevelModels
 from vllm_hsd.core.levels import DraftBatch, LookupLevel, LookupResult, Sources, Texts
 from vllm_hsd.core.lowest_level import LowestLevel
 from vllm_hsd.core.source_choice import SourceChoice
-from vllm_hsd.core.suffix import SuffixLookup
+from vllm_hsd.core.suffix import SuffixLevel
 from vllm_hsd.core.trials import Trials
 
 # Tokens of a draft that differ by what is before them, at most.
@@ -367,6 +367,6 @@ class BranchingLevel(LowestLevel):
 
 def _offers(lookup: LookupLevel, texts: Texts, room: np.ndarray) -> list[LookupResult]:
     """What a lookup finds; in each of its texts where it has several."""
-    if isinstance(lookup, SuffixLookup):
+    if isinstance(lookup, SuffixLevel):
         return lookup.lookup_each(texts, room)
     return [lookup.lookup(texts, room)]

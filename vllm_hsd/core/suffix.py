@@ -1,41 +1,21 @@
-"""A suffix level: the likeliest continuation of the text's end in suffix trees.
+"""A suffix level in plain numpy: the likeliest continuation of the text's end in several texts.
 
 After Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications"
-(arXiv:2411.04975), on the trees of arctic-inference: one of each request's own text, one of earlier
-outputs of the server where that is configured, and one of a store that was written ahead.
+(arXiv:2411.04975). What the kernels of `runner_v2.suffix_lookup`, which serves, compute, number for
+number; its docstring has the rule. The planner replays it over recorded text.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from vllm_hsd.core.levels import LookupLevel, LookupResult, Texts
-from vllm_hsd.core.text_order import DEPTH
-from vllm_hsd.core.text_store import TextStore
-from vllm_hsd.errors import UserError
-
-# A tree's draft may be so many times as long as the match, which is its largest useful length.
-UNBOUNDED = 1000.0
-
-
-def suffix_tree_class() -> Any:
-    """The class of arctic-inference's trees.
-
-    Raises:
-        UserError: the package is not installed.
-    """
-    try:
-        from arctic_inference.suffix_decoding.cache import SuffixTree
-    except ImportError as error:
-        raise UserError(
-            "suffix needs the package arctic-inference, whose installation compiles C++: "
-            "`pip install 'vllm-hsd[suffix]'`."
-        ) from error
-    return SuffixTree
+from vllm_hsd.core.text_order import DEPTH, END_OF_TEXT, OCCURRENCES, PROBES, OrderedTexts
 
 
 class Continuation(NamedTuple):
@@ -52,22 +32,29 @@ class Continuation(NamedTuple):
     match: int
 
 
-class SuffixLookup(LookupLevel):
-    """A lookup in `num_texts` texts for each request, the first one the request's own.
+class SuffixLevel(LookupLevel):
+    """Lookup in the request's own text, in shared outputs and in a store.
 
-    Attributes:
+    Args:
+        texts: the store in order, on the host; None for none.
         min_acceptance: a draft ends before the token that is less likely to be accepted.
+        shared: [N] int32, outputs of other requests, `END_OF_TEXT` between them; None for none.
     """
 
-    num_texts: int
-    min_acceptance: float
+    def __init__(
+        self,
+        texts: OrderedTexts | None = None,
+        min_acceptance: float = 0.05,
+        shared: np.ndarray | None = None,
+    ) -> None:
+        self.texts, self.min_acceptance, self.shared = texts, min_acceptance, shared
+        self.num_texts = 1 + (shared is not None) + (texts is not None)
+        # Tokens of a slot's text that are committed.
+        self.committed: dict[int, int] = {}
 
-    def continuations(self, text: np.ndarray, slot: int, room: int) -> list[Continuation]:
-        """In each text the likeliest one of the slot's [n] int32 `text`, of at most `room` tokens.
-
-        The end of `text` may be unverified.
-        """
-        raise NotImplementedError
+    def read(self, texts: Texts) -> None:
+        """See `core.levels.LookupLevel`."""
+        self.committed.update(zip(texts.slots.tolist(), texts.ends.tolist(), strict=True))
 
     def lookup(self, texts: Texts, requested: np.ndarray) -> LookupResult:
         """See `core.levels.LookupLevel`: the one that is expected to give most."""
@@ -100,111 +87,106 @@ class SuffixLookup(LookupLevel):
                 found.append((draft.token_ids[:count], confidence[:count]))
             yield i, found
 
-
-class SuffixLevel(SuffixLookup):
-    """Lookup in the request's own text, in earlier outputs, and in a store.
-
-    Args:
-        store: texts written ahead, None for none.
-        shared_tokens: most tokens of earlier outputs that are kept, the oldest go first; 0 keeps
-            every request to its own text and the store.
-        min_acceptance: a draft ends before the token that is less likely to be accepted.
-
-    Raises:
-        UserError: arctic-inference is not installed.
-    """
-
-    def __init__(
-        self,
-        store: TextStore | None = None,
-        shared_tokens: int = 0,
-        min_acceptance: float = 0.05,
-    ) -> None:
-        self.tree = suffix_tree_class()
-        self.min_acceptance = min_acceptance
-        self.store = None
-        if store is not None:
-            self.store = self.tree(DEPTH)
-            for number, text in enumerate(store):
-                self.store.extend_ndarray(number, np.ascontiguousarray(text))
-        self.shared = SharedOutputs(self.tree(DEPTH), shared_tokens) if shared_tokens else None
-        self.others = [tree for tree in (self.shared and self.shared.tree, self.store) if tree]
-        self.num_texts = 1 + len(self.others)
-        # Tree of a slot's text and how much of the text it holds.
-        self.own: dict[int, tuple[Any, int]] = {}
-
-    def read(self, texts: Texts) -> None:
-        """See `core.levels.LookupLevel`."""
-        each = (part.tolist() for part in texts[1:])
-        for row, slot, end in zip(*each, strict=True):
-            known = slot in self.own
-            tree, begin = self.own[slot] if known else (self.tree(DEPTH), 0)
-            tokens = texts.tokens[row]
-            tree.extend_ndarray(0, np.ascontiguousarray(tokens[begin:end]))
-            self.own[slot] = tree, end
-            if self.shared is not None:
-                # What a request brings along is its prompt, which is never shared.
-                self.shared.add(slot, np.ascontiguousarray(tokens[begin if known else end : end]))
-
     def continuations(self, text: np.ndarray, slot: int, room: int) -> list[Continuation]:
-        """See `SuffixLookup`."""
-        context, found = np.ascontiguousarray(text[-DEPTH:]), []
-        for tree in (self.own[slot][0], *self.others):
-            draft = tree.speculate_ndarray(
-                context, room, UNBOUNDED, 0.0, self.min_acceptance, False
-            )
-            probs = np.array(draft.probs, dtype=np.float64)
-            found.append(Continuation(draft.token_ids, probs, draft.match_len))
-        return found
+        """In each text the likeliest one of the slot's [n] int32 `text`, of at most `room` tokens.
 
-    def forget(self, slot: int) -> None:
-        """See `core.levels.LookupLevel`; of a request that comes back the tree is built again."""
-        self.own.pop(slot, None)
+        The end of `text` may be unverified.
+        """
+        context = text[-DEPTH:]
+        committed = np.append(text[: self.committed[slot]], np.int32(END_OF_TEXT))
+        drafts = [self._likeliest(committed, own_occurrences(committed, context), room)]
         if self.shared is not None:
-            self.shared.end(slot)
+            shared = np.append(self.shared, np.int32(END_OF_TEXT))
+            drafts.append(self._likeliest(shared, own_occurrences(shared, context), room))
+        if self.texts is not None:
+            stored = self.texts.tokens.numpy()
+            found = stored_occurrences(stored, self.texts.order.numpy(), context)
+            drafts.append(self._likeliest(stored, found, room))
+        return drafts
+
+    def _likeliest(
+        self, tokens: np.ndarray, occurrences: Iterator[np.ndarray], room: int
+    ) -> Continuation:
+        """The continuation with the largest sum of shares, after the longest match of those."""
+        floor = np.maximum(np.float32(self.min_acceptance), np.float32(1 / PROBES))
+        best, most = Continuation(np.zeros(0, np.int64), np.zeros(0, np.float32), 0), np.float32(0)
+        for match, places in enumerate(occurrences, 1):
+            found = continuation(tokens, places, match, min(room, DEPTH - match), floor)
+            expected = np.float32(0)
+            for prob in found.probs:
+                expected += prob
+            if expected >= most:
+                best, most = found, expected
+        return best
 
 
-class SharedOutputs:
-    """One tree of the outputs of many requests, the oldest of which go first.
+def own_occurrences(text: np.ndarray, context: np.ndarray) -> Iterator[np.ndarray]:
+    """Where a text goes on after the last 1, 2, ... tokens of a context, as long as it has them.
 
     Args:
-        tree: an empty tree.
-        limit: most tokens to keep.
+        text: [N + 1] int32, the last one `END_OF_TEXT`; others end texts in it.
+        context: [up to `DEPTH`] int32; the first token of it is never matched.
+
+    Yields:
+        [up to `OCCURRENCES`] int64, the last ones.
     """
-
-    def __init__(self, tree: Any, limit: int) -> None:
-        self.tree, self.limit = tree, limit
-        self.number_of: dict[int, int] = {}
-        self.lengths: dict[int, int] = {}
-        self.order: deque[int] = deque()
-        self.total = 0
-        self.next = 0
-
-    def add(self, slot: int, tokens: np.ndarray) -> None:
-        """Continue the output of the request in a slot: [n] int32."""
-        if slot not in self.number_of:
-            self.number_of[slot], self.next = self.next, (self.next + 1) % (1 << 31)
-            self.lengths[self.number_of[slot]] = 0
-            self.order.append(self.number_of[slot])
-        number = self.number_of[slot]
-        if not len(tokens) or number not in self.lengths:
+    places = np.flatnonzero(text[:-1] == context[-1])
+    for match in range(1, len(context)):
+        places = places[places >= match - 1]
+        places = places[text[places - match + 1] == context[-match]]
+        if not len(places):
             return
-        self.tree.extend_ndarray(number, tokens)
-        self.lengths[number] += len(tokens)
-        self.total += len(tokens)
-        while self.total > self.limit:
-            oldest = self.order.popleft()
-            length = self.lengths.pop(oldest)
-            self.total -= length
-            if length:
-                self.tree.remove(oldest)
+        yield places[-OCCURRENCES:] + 1
 
-    def end(self, slot: int) -> None:
-        """The slot's request has ended; its output stays."""
-        number = self.number_of.pop(slot, None)
-        if number is not None and self.lengths.get(number) == 0:
-            del self.lengths[number]
-            self.order.remove(number)
+
+def stored_occurrences(
+    tokens: np.ndarray, order: np.ndarray, context: np.ndarray
+) -> Iterator[np.ndarray]:
+    """As `own_occurrences` of the texts of a store, all of them."""
+    for match in range(1, len(context)):
+        low, high = 0, len(order)
+        for k, token in enumerate(context[-match:].tolist()):
+            at = partial(_token_at, tokens, k)
+            low = bisect_left(order, token, low, high, key=at)
+            high = bisect_right(order, token, low, high, key=at)
+        if low == high:
+            return
+        yield order[low:high].astype(np.int64) + match
+
+
+def _token_at(tokens: np.ndarray, offset: int, place: int) -> int:
+    return int(tokens[place + offset])
+
+
+def continuation(
+    tokens: np.ndarray, places: np.ndarray, match: int, room: int, floor: np.float32
+) -> Continuation:
+    """Take the token seen most often, then the one seen most often after both, and so on.
+
+    Args:
+        tokens: [N] int32, `END_OF_TEXT` after every text.
+        places: [n] int64, where the texts go on after the match.
+        match: tokens before them.
+        room: most tokens.
+        floor: least share of all occurrences.
+    """
+    prob = np.float32(1)
+    token_ids: list[int] = []
+    probs: list[np.float32] = []
+    while len(token_ids) < room:
+        here = tokens[places]
+        inside = here[here != END_OF_TEXT]
+        if not len(inside):
+            break
+        distinct, votes = np.unique(inside, return_counts=True)
+        taken = votes.argmax()
+        prob = prob * (np.float32(votes[taken]) / np.float32(len(places)))
+        if prob < floor:
+            break
+        token_ids.append(int(distinct[taken]))
+        probs.append(prob)
+        places = places[here == distinct[taken]] + 1
+    return Continuation(np.array(token_ids, np.int64), np.array(probs, np.float32), match)
 
 
 def acceptance(probs: np.ndarray, match: int, *, own: bool) -> np.ndarray:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from vllm_hsd.errors import UserError, quoted
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 
     from vllm_hsd.core.levels import LevelOptions
 
@@ -57,23 +57,6 @@ class Target:
     model_config: ModelConfig
     parallel_config: ParallelConfig
     draft_config_class: type[SpeculativeConfig]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a level is built on the V1 runner.
-
-    Attributes:
-        runner: the GPUModelRunner (or CPUModelRunner) that hosts the target.
-        vllm_config: the target's configuration.
-        index: position in the cascade, 0 the cheapest.
-        context_length: longest text of a level that is a model of its own, in tokens.
-    """
-
-    runner: Any
-    vllm_config: VllmConfig
-    index: int
-    context_length: int
 
 
 class Measuring(Protocol):
@@ -209,15 +192,8 @@ class LevelConfig(Keys):
         """
         return None
 
-    def check_v1(self, name: str) -> None:
-        """Check what the level needs on the V1 runner, as `check`."""
-
     def check_v2(self, name: str) -> None:
         """Check what the level, of a kind that has `on_v2`, needs on the V2 runner, as `check`."""
-
-    def build_v1(self, place: Place) -> Any:
-        """The level on the V1 runner, not yet loaded: see `core.levels`."""
-        raise NotImplementedError
 
     def build_v2(self, speculator: Any, index: int) -> Any:
         """The level on the V2 runner, not yet loaded: see `runner_v2.program`.

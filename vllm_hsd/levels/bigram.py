@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_hsd.levels.base import LookupKeys, Measuring, Name, Place, Target, check_store
+from vllm_hsd.levels.base import LookupKeys, Measuring, Name, Target, check_store
 
 
 class BigramLevelConfig(LookupKeys):
@@ -22,13 +22,6 @@ class BigramLevelConfig(LookupKeys):
     def check(self, name: str, target: Target, draft_length: int) -> None:
         """See `LevelConfig.check`."""
         check_store(name, self.kind, self.bigram, target, shortest=2)
-
-    def build_v1(self, place: Place) -> Any:
-        """See `LevelConfig.build_v1`."""
-        from vllm_hsd.core.bigram import BigramLevel
-        from vllm_hsd.core.text_store import read_store
-
-        return BigramLevel(read_store(self.bigram, self.kind))
 
     def build_v2(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build_v2`."""

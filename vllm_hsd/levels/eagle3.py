@@ -8,7 +8,6 @@ from vllm_hsd.levels.base import (
     BranchKeys,
     Measuring,
     Name,
-    Place,
     SamplingKeys,
     Target,
     VllmModelKeys,
@@ -49,12 +48,6 @@ class Eagle3LevelConfig(SamplingKeys, VllmModelKeys, BranchKeys):
 
         key = name, self.kind, self.eagle3
         return draft_config(*key, self.model_keys, draft_length, target, "eagle3")
-
-    def build_v1(self, place: Place) -> Any:
-        """See `LevelConfig.build_v1`."""
-        from vllm_hsd.runner_v1.eagle3 import Eagle3Level
-
-        return Eagle3Level(place.runner, place.vllm_config, place.index, place.context_length)
 
     def build_v2(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build_v2`; before vLLM measures memory."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from vllm_hsd.errors import UserError
-from vllm_hsd.levels.base import Measuring, Place, Target, VerifyingKeys
+from vllm_hsd.levels.base import Measuring, Target, VerifyingKeys
 
 
 class EarlyExitLevelConfig(VerifyingKeys):
@@ -52,12 +52,6 @@ class EarlyExitLevelConfig(VerifyingKeys):
                 f"{name}.early_exit is {self.early_exit}, but the target has {layers} layers: "
                 "lower it."
             )
-
-    def build_v1(self, place: Place) -> Any:
-        """See `LevelConfig.build_v1`."""
-        from vllm_hsd.runner_v1.levels import EarlyExitLevel
-
-        return EarlyExitLevel(place.runner, place.vllm_config, place.index, self.early_exit)
 
     def build_v2(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build_v2`."""

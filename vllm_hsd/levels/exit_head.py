@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_hsd.errors import UserError, quoted
-from vllm_hsd.levels.base import Measuring, Name, Place, Target, VerifyingKeys, named
+from vllm_hsd.levels.base import Measuring, Name, Target, VerifyingKeys, named
 from vllm_hsd.levels.early_exit import check_architecture
 
 
@@ -56,14 +56,6 @@ class ExitHeadLevelConfig(VerifyingKeys):
                 f"has {layers}: train it for this target."
             )
         read_exit_head(self.exit_head)
-
-    def build_v1(self, place: Place) -> Any:
-        """See `LevelConfig.build_v1`."""
-        from vllm_hsd.core.exit_head import read_exit_head
-        from vllm_hsd.runner_v1.levels import EarlyExitLevel
-
-        head = read_exit_head(self.exit_head)
-        return EarlyExitLevel(place.runner, place.vllm_config, place.index, head.layer, head)
 
     def build_v2(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build_v2`."""

@@ -8,7 +8,6 @@ from vllm_hsd.levels.base import (
     BranchKeys,
     Measuring,
     Name,
-    Place,
     Target,
     VerifyingKeys,
     VllmModelKeys,
@@ -39,12 +38,6 @@ class ModelLevelConfig(VerifyingKeys, VllmModelKeys, BranchKeys):
 
     def check_v2(self, name: str) -> None:
         """See `LevelConfig.check_v2`: it takes `branches`, see `runner_v2.several_drafts`."""
-
-    def build_v1(self, place: Place) -> Any:
-        """See `LevelConfig.build_v1`."""
-        from vllm_hsd.runner_v1.levels import ModelLevel
-
-        return ModelLevel(place.runner, place.vllm_config, place.index, place.context_length)
 
     def build_v2(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build_v2`."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from vllm_hsd.levels.base import Keys, LookupKeys, Measuring, Place
+from vllm_hsd.levels.base import Keys, LookupKeys, Measuring
 
 MAX_DRAFT = 128
 
@@ -40,13 +40,6 @@ class NgramLevelConfig(LookupKeys):
     on_v2 = "lookup"
 
     ngram: NgramConfig
-
-    def build_v1(self, place: Place) -> Any:
-        """See `LevelConfig.build_v1`."""
-        from vllm_hsd.runner_v1.levels import NgramLevel
-
-        longest = place.vllm_config.model_config.max_model_len
-        return NgramLevel(self.ngram.min, self.ngram.max, longest)
 
     def build_v2(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build_v2`."""

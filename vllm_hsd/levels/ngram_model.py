@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from vllm_hsd.levels.base import Measuring, Name, Place, Target, VerifyingKeys, check_store
+from vllm_hsd.levels.base import Measuring, Name, Target, VerifyingKeys, check_store
 
 MAX_ORDER = 6
 
@@ -28,14 +28,6 @@ class NgramModelLevelConfig(VerifyingKeys):
     def check(self, name: str, target: Target, draft_length: int) -> None:
         """See `LevelConfig.check`."""
         check_store(name, self.kind, self.ngram_model, target, shortest=2)
-
-    def build_v1(self, place: Place) -> Any:
-        """See `LevelConfig.build_v1`."""
-        from vllm_hsd.core.ngram_model import NgramModelLevel
-        from vllm_hsd.core.text_store import read_store
-
-        store = read_store(self.ngram_model, self.kind)
-        return NgramModelLevel(store, self.order, place.runner.device)
 
     def build_v2(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build_v2`."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from vllm_hsd.levels.any_kind import Source, level_name
-from vllm_hsd.levels.base import KINDS, BranchKeys, LevelConfig, Measuring, Place, Probability
+from vllm_hsd.levels.base import KINDS, BranchKeys, LevelConfig, Measuring, Probability
 
 if TYPE_CHECKING:
     from vllm_hsd.core.levels import LevelOptions
@@ -78,19 +78,6 @@ class SourcesLevelConfig(BranchKeys):
     def options(self, draft_length: int, verifier: str) -> LevelOptions:
         """Those of the last source; lookups have none."""
         return self.sources[-1].options(draft_length, verifier)
-
-    def build_v1(self, place: Place) -> Any:
-        """See `LevelConfig.build_v1`."""
-        from vllm_hsd.core.levels import Sources
-
-        built = [(source.is_lookup, source.build_v1(place)) for source in self.sources]
-        return Sources(
-            names=self.names,
-            lookups=[level for is_lookup, level in built if is_lookup],
-            drafter=next((level for is_lookup, level in built if not is_lookup), None),
-            min_acceptance=self.min_acceptance,
-            branches=self.branches,
-        )
 
     def check_v2(self, name: str) -> None:
         """See `LevelConfig.check_v2`."""

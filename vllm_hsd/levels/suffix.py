@@ -12,11 +12,9 @@ from vllm_hsd.levels.base import (
     LookupKeys,
     Measuring,
     Name,
-    Place,
     Probability,
     Target,
     check_store,
-    named,
 )
 
 # 300 bytes each: 5 GiB.
@@ -56,28 +54,12 @@ class SuffixLevelConfig(LookupKeys):
         if self.suffix.store is not None:
             check_store(f"{name}.suffix", "store", self.suffix.store, target)
 
-    def check_v1(self, name: str) -> None:
-        """See `LevelConfig.check_v1`."""
-        from vllm_hsd.core.suffix import suffix_tree_class
-
-        with named(name):
-            suffix_tree_class()
-
     def check_v2(self, name: str) -> None:
         """See `LevelConfig.check_v2`."""
         if self.suffix.shared_tokens > MAX_SHARED_ON_DEVICE:
             raise UserError(
                 f"{name}.suffix.shared_tokens is at most {MAX_SHARED_ON_DEVICE}: lower it."
             )
-
-    def build_v1(self, place: Place) -> Any:
-        """See `LevelConfig.build_v1`."""
-        from vllm_hsd.core.suffix import SuffixLevel
-        from vllm_hsd.core.text_store import read_store
-
-        keys = self.suffix
-        store = None if keys.store is None else read_store(keys.store)
-        return SuffixLevel(store, keys.shared_tokens, keys.min_acceptance)
 
     def build_v2(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build_v2`."""
@@ -94,7 +76,9 @@ class SuffixLevelConfig(LookupKeys):
     def measured(self, models: Measuring) -> Any:
         """See `LevelConfig.measured`; without earlier outputs of the server."""
         from vllm_hsd.core.suffix import SuffixLevel
+        from vllm_hsd.core.text_order import order_texts
 
-        keys = self.suffix
-        store = None if keys.store is None else models.store(keys.store, self.kind)
-        return SuffixLevel(store, min_acceptance=keys.min_acceptance)
+        keys, texts = self.suffix, None
+        if keys.store is not None:
+            texts = order_texts(models.store(keys.store, self.kind), "cpu")
+        return SuffixLevel(texts, keys.min_acceptance)

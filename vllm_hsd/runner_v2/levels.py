@@ -76,7 +76,9 @@ class ProgramModel:
             },
         )
         tag = f"hsd_level{self.index}"
-        name, source = self.speculator.hsd.levels[self.index].named_sources(f"levels[{self.index}]")[-1]
+        name, source = self.speculator.hsd.levels[self.index].named_sources(
+            f"levels[{self.index}]"
+        )[-1]
         named = f"{name}.{source.kind} {quoted(level_config.model)}"
         with loading(named), set_model_tag(tag):
             self.model = get_model(

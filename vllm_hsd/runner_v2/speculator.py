@@ -245,7 +245,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
     @property
     def max_model_len(self) -> int:
         """Of the target; vLLM may lower it to what the cache holds, after the drafter is made."""
-        levels = self.speculative_config.level_configs
+        levels = cast(Any, self.speculative_config).level_configs
         contexts = [level.draft_model_config.max_model_len for level in levels if level is not None]
         return min(self.vllm_config.model_config.max_model_len, *contexts)
 

@@ -1,1 +1,0 @@
-"""Hosting in the V1 model runner of vLLM."""
