@@ -11,12 +11,11 @@ from vllm_hsd.cli.main import main
 from vllm_hsd.dtype import Choice
 
 CASES = [
-    (Situation("cpu", True, 0, False), advise.SUFFIX),
-    (Situation("cpu", False, 0, False), advise.NGRAM),
-    (Situation("cuda", True, 0, False), advise.STOCK_SUFFIX),
-    (Situation("cpu", True, 0, True), None),
-    (Situation("cpu", True, 1, True), None),
-    (Situation("cuda", True, 0, True), None),
+    (Situation("cpu", 0, False), advise.SUFFIX),
+    (Situation("cuda", 0, False), advise.NGRAM),
+    (Situation("cpu", 0, True), None),
+    (Situation("cpu", 1, True), None),
+    (Situation("cuda", 0, True), None),
 ]
 
 
@@ -44,6 +43,6 @@ def test_the_command(dtype, text_family, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert ("--dtype float32 --speculative-config" in printed) == (dtype == "float32")
     assert "Start with:" in printed and f"vllm-hsd bench --model {text_family.target}" in printed
-    for config in (advise.NGRAM, advise.STOCK_NGRAM):
+    for config in (advise.SUFFIX, advise.NGRAM):
         valid, *_ = configuration_findings(text_family.target, json.dumps(config), ())
         assert valid.status == "ok"
