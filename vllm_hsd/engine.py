@@ -289,10 +289,7 @@ def _select_levels(llm: Any, *selected: list[int] | None) -> None:
 
 
 def _select_in_worker(worker: Any, *selected: list[int] | None) -> None:
-    runner = worker.model_runner
-    drafter: Any = getattr(runner, "drafter", getattr(runner, "speculator", None))
-    if not hasattr(drafter, "select_levels"):
-        raise UserError(
-            'levels can be selected only with method "hsd", on vLLM\'s V2 runner on a CPU'
-        )
-    drafter.select_levels(*selected)
+    speculator: Any = getattr(worker.model_runner, "speculator", None)
+    if not hasattr(speculator, "select_levels"):
+        raise UserError('levels can be selected only with method "hsd", on a CPU')
+    speculator.select_levels(*selected)

@@ -129,7 +129,7 @@ def main() -> None:
             continue
         wide = candidates(models=[str(MODELS / "small"), padded("mid", mid_params)])
         task = Task(padded("target", target_params), wide, **settings)
-        timing = Timing(task, (1, 2), contexts[: args.prompts], vocabulary, args.output)
+        timing = Timing(task, contexts[: args.prompts], vocabulary, args.output)
         row = point(mid_params, target_params, found, task, timing)
         print({k: f"{v:.3g}" if isinstance(v, float) else v for k, v in row.items()})
         table.add([row], tuple(row))

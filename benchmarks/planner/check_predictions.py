@@ -257,8 +257,7 @@ def main() -> None:
     )
     prompts = read_prompts(arguments.prompts or own_prompts)[: arguments.repeats]
     contexts = [encode(models.tokenizer, prompt, 256) for prompt in prompts]
-    sizes = [models.size(i) for i in range(len(found))]
-    timing = Timing(task, sizes, contexts, models.vocabulary, arguments.output)
+    timing = Timing(task, contexts, models.vocabulary, arguments.output)
     profile = measured_profile(arguments, models, contexts, timing)
     del models
     # Drafts never pass the end of a request: short requests draft a little less.

@@ -23,11 +23,11 @@ from vllm_hsd.planner.timing import Timing
 MODEL_AND_EXIT = candidates(models=["m"], exits=[2])
 
 
-def make_timing(tmp_path, candidates=MODEL_AND_EXIT, sizes=(10, 5), **changes):
+def make_timing(tmp_path, candidates=MODEL_AND_EXIT, **changes):
     task = {
         "engine_args": {"dtype": "float32"}, "batch_sizes": [1, 4], "max_draft_tokens": 8
     }  # fmt: skip
-    return Timing(Task("t", candidates, **{**task, **changes}), sizes, [[1, 2]], 50, tmp_path)
+    return Timing(Task("t", candidates, **{**task, **changes}), [[1, 2]], 50, tmp_path)
 
 
 def shapes(found):
@@ -38,9 +38,11 @@ def test_every_candidate_drafts_and_verifies_and_the_target_verifies_every_lengt
     found = make_timing(tmp_path).settings(0)
     cascades = shapes(found)
     assert ((0,), (4,)) in cascades and ((1,), (4,)) in cascades
-    assert {b for levels, b in cascades if levels == (1, 0)} == {(1, 2), (2, 3), (4, 5), (7, 8)}
-    assert {b for levels, b in cascades if levels == (0, 1)} == {(1, 2), (2, 3), (4, 5), (7, 8)}
-    assert {b for levels, b in cascades if levels == (1,)} == {(1,), (2,), (4,), (7,), (8,)}
+    # Candidate 2 is the n-gram model that drafts for the others.
+    for i in range(2):
+        below = {b for levels, b in cascades if levels == (2, i)}
+        assert below == {(1, 2), (2, 3), (4, 5), (7, 8)}
+    assert {b for levels, b in cascades if levels == (2,)} == {(1,), (2,), (4,), (7,), (8,)}
     assert {s["batch"] for s in found} == {1, 4}
     passes = (make_timing(tmp_path).settings(number) for number in (0, 1))
     first, second = ({s["first_prompt"] for s in settings} for settings in passes)
@@ -138,9 +140,9 @@ def test_engines_alternate_and_an_interrupted_measurement_continues(tmp_path, mo
     task = make_timing(tmp_path).task
     store = tmp_path / "timing.json"
     with pytest.raises(KeyboardInterrupt):
-        RecordedTiming(task, (10, 5), [[1]], 50, tmp_path).measure(store)
+        RecordedTiming(task, [[1]], 50, tmp_path).measure(store)
     done = []
-    timed = RecordedTiming(task, (10, 5), [[1]], 50, tmp_path)
+    timed = RecordedTiming(task, [[1]], 50, tmp_path)
     found = timed.measure(store, lambda: done.append(1))
     asked = [name for name in RecordedTiming.asked if name != "interrupted"]
     assert len(done) == timed.num_settings
@@ -168,7 +170,7 @@ def test_an_engine_records_every_call_and_step(text_family, tmp_path, monkeypatc
         text_family.target, found, Sampling(), 4, batch_sizes=[2], engine_args=ENGINE
     )  # fmt: skip
     prompts = [[5, 9, 30], [7, 80, 81, 12], [5, 6, 7, 5, 6, 7, 5]]
-    timed = Timing(task, [0, 1, 2], prompts, text_family.vocabulary, tmp_path)
+    timed = Timing(task, prompts, text_family.vocabulary, tmp_path)
     settings = [
         {"levels": [2], "draft_lengths": [3], "batch": 1, "tokens": 24, "first_prompt": 0},
         {"levels": [1, 2], "draft_lengths": [2, 4], "batch": 2, "tokens": 24, "first_prompt": 1},
@@ -191,12 +193,11 @@ def test_an_engine_records_every_call_and_step(text_family, tmp_path, monkeypatc
     # The prefill emits the first token of a request, decoding all others.
     assert single["emitted"] == 24 - 1 and cascade["emitted"] == 2 * (24 - 1)
     assert len(single["steps"]) < single["emitted"]
-    # Calls and steps share out the time, but for the drafts that come with the prefill; after the
-    # last token the level only catches up with it.
+    # Calls and steps share out the time, but for the drafts that come with the prefill.
     assert all(step["ms"] > 0 for step in single["steps"])
     assert all((step["drafting_ms"] > 0) == (step["tokens"] > 1) for step in single["steps"])
     drafting = sum(step["drafting_ms"] for step in single["steps"][1:])
-    assert sum(call["call_ms"] for call in single["calls"][:-1]) == pytest.approx(drafting)
+    assert sum(call["call_ms"] for call in single["calls"]) == pytest.approx(drafting)
     assert {(c["level"], c["role"]) for c in cascade["calls"]} == {(1, "draft"), (2, "verify")}
     assert max(call["tokens"] / call["batch"] for call in cascade["calls"]) <= 5
     assert max(step["batch"] for step in cascade["steps"]) == 2
@@ -208,18 +209,19 @@ def test_lowest_levels_are_sources_of_one(tmp_path):
     found = candidates(models=["m"], ngram=3, suffix="", bigram="b", eagle3="h")
     names = [each.name for each in found]
     assert names == ["ngram 3", "suffix", "bigram", "ngram 3+suffix+bigram", "eagle3", "m"]
-    timed = make_timing(tmp_path, found, [0, 0, 0, 0, 1, 9])
+    timed = make_timing(tmp_path, found)
     kinds = {"ngram": {"max": 3}}, {"suffix": {}}, {"bigram": "b"}, {"eagle3": "h"}
-    assert timed.levels == [{"sources": list(kinds), "branches": 1}, {"model": "m"}]
+    filler = {"ngram_model": timed.filler, "order": 1}
+    assert timed.levels == [{"sources": list(kinds), "branches": 1}, filler, {"model": "m"}]
     alone, together = {i: (0, [i]) for i in range(3)}, (0, [0, 1, 2])
-    assert timed.places == alone | {3: together, 4: (0, [3]), 5: (1, None)}
+    assert timed.places == alone | {3: together, 4: (0, [3]), 5: (2, None), 6: (1, None)}
     config = timed.engine_args(True)["speculative_config"]
     CascadeConfig.parse({key: config[key] for key in config if key != "method"})
     cascades = shapes(timed.settings(0))
-    assert {levels for levels, _ in cascades} == {(0,), (1,), (2,), (3,), (4,), (5,), (4, 5)}
-    one = make_timing(tmp_path, candidates(models=["m"], ngram=3), [0, 9])
-    assert one.levels[:2] == [{"ngram": {"max": 3}}, {"model": "m"}]
-    assert one.places == {0: (0, None), 1: (1, None), 2: (2, None)}
+    assert {levels for levels, _ in cascades} == {(0,), (1,), (2,), (3,), (4,), (5,), (6,), (6, 5)}
+    one = make_timing(tmp_path, candidates(models=["m"], ngram=3))
+    assert one.levels == [{"ngram": {"max": 3}}, filler, {"model": "m"}]
+    assert one.places == {0: (0, None), 1: (2, None), 2: (1, None)}
 
 
 def test_an_engine_records_sources_alone_and_together(text_family, tmp_path, monkeypatch):
@@ -232,7 +234,7 @@ def test_an_engine_records_sources_alone_and_together(text_family, tmp_path, mon
     task = Task(
         text_family.target, found, Sampling(), 4, batch_sizes=[2], engine_args=ENGINE
     )  # fmt: skip
-    timed = Timing(task, [0, 0, 0, 1, 9], [[5, 6, 7, 5, 6, 7, 5]], size, tmp_path)
+    timed = Timing(task, [[5, 6, 7, 5, 6, 7, 5]], size, tmp_path)
     cascades = [[0], [1], [2], [3], [2, 4], [3, 4], [4]]
     settings = [
         {"levels": c, "draft_lengths": [2, 4][-len(c) :], "batch": 2, "tokens": 16,
@@ -242,7 +244,7 @@ def test_an_engine_records_sources_alone_and_together(text_family, tmp_path, mon
     monkeypatch.setattr(timing, "EngineProcess", functools.partial(EngineProcess, **forked()))
     with timed.engine(True) as engine:
         recorded = timed.run(engine, settings)
-        with pytest.raises(UserError, match=r"sources \[3\] are not those of level 0"):
+        with pytest.raises(UserError, match=r"sources \[3\] are not among the level's 3"):
             engine.select_levels([0], [4], [3])
     for cascade, recording in zip(cascades, recorded, strict=True):
         roles = {(call["level"], call["role"]) for call in recording["calls"]}

@@ -137,7 +137,7 @@ def test_tokens_per_step_of_a_served_cascade_are_predicted(models, contexts, mea
     }  # fmt: skip
     target, table = str(MODELS / "target"), LatencyTable(batch_sizes=[1], tokens=[1], ms=[[1.0]])
     task = Task(target, models.candidates, max_draft_tokens=LONGEST, engine_args=engine_args)
-    timing = Timing(task, [0, 0, 0, 1], contexts, models.vocabulary, tmp_path)
+    timing = Timing(task, contexts, models.vocabulary, tmp_path)
     tables = {i: measured[f"lookup{i}"] for i in range(MID)}
     sets = Measured(Latencies(forward=[table] * 5), Acceptance(measured["block"], tables))
     params = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}

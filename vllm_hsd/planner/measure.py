@@ -141,9 +141,8 @@ def measure_profile(
             stages.save_acceptance(found)
         latencies = None
         if with_latencies:
-            sizes = [models.size(i) for i in range(len(task.candidates))]
             timed = _with_defaults(task, device, console)
-            timing = Timing(timed, sizes, contexts, models.vocabulary, stages.directory)
+            timing = Timing(timed, contexts, models.vocabulary, stages.directory)
             del models  # the engine needs the memory
             torch.cuda.empty_cache()
             timing_bar = progress.add_task("latencies", total=timing.num_settings)

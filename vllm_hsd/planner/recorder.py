@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_hsd.engine import generate
 from vllm_hsd.machine_load import CpuTimes
+from vllm_hsd.runner_v2.sources import SourcesLookup
+
+# A head that is not selected reads the target's steps all the same.
+_READ = "read"
 
 
 class Recorder:
@@ -33,21 +38,29 @@ class Recorder:
         self.proposed = 0.0
         self.drafting = 0.0
         self.emitting = 0
-        self.open: list[tuple[int, int, int, float, float]] = []
+        # Level, role, requests, tokens, start and time of each call of a proposal.
+        self.open: list[tuple[int, str, int, int, float, float]] = []
         runner.execute_model = self._execute(runner.execute_model)
-        self.drafts = hasattr(getattr(runner, "drafter", None), "cascade")
+        speculator = getattr(runner, "speculator", None)
+        self.drafts = hasattr(speculator, "select_levels")
         if self.drafts:
-            for index, hosted in enumerate(runner.drafter.hosted):
-                if hasattr(hosted.model, "forward"):
-                    hosted.model.forward = self._forward(index, hosted.model.forward)
-            runner.propose_draft_token_ids = self._propose(runner.propose_draft_token_ids)
+            self._wrap(speculator)
+
+    def _wrap(self, speculator: Any) -> None:
+        program = speculator.program
+        for index, level in enumerate(program.levels):
+            if hasattr(level, "forward"):
+                level.forward = self._forward(speculator, index, level.forward)
+            else:
+                program.levels[index] = self._lookup(speculator, level)
+        if program.sources is not None:
+            program.sources = program.sources._replace(
+                offer=self._lookup(speculator, program.sources.offer)
+            )
+        speculator.propose = self._propose(speculator.propose)
 
     def clock(self) -> float:
-        """Milliseconds, after the device has finished its work."""
-        if self.runner.device.type == "cuda":
-            import torch
-
-            torch.cuda.synchronize(self.runner.device)
+        """Milliseconds."""
         return self.seconds() * 1e3
 
     def take(self) -> dict[str, Any]:
@@ -60,8 +73,10 @@ class Recorder:
         return taken
 
     def _execute(self, execute: Callable[..., Any]) -> Callable[..., Any]:
+        states = self.runner.req_states
+
         def prefills(request: str, computed: int) -> bool:
-            return computed < self.runner.requests[request].num_prompt_tokens
+            return bool(computed < states.prefill_len.np[states.req_id_to_index[request]])
 
         def timed(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             now = self.clock()
@@ -88,48 +103,59 @@ class Recorder:
         self.emitted += self.emitting
 
     def _propose(self, propose: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
+        sampled = list(inspect.signature(propose).parameters).index("num_sampled")
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
             self.open = []
-            lowest = self.runner.drafter.cascade.lowest
-            if not lowest.has_model and "draft" not in vars(lowest):
-                lowest.draft = self._lookups(self.runner.drafter.selected[0], lowest.draft)
-            drafts = propose(*args)
+            drafts = propose(*args, **kwargs)
             self.proposed = self.clock()
             if self.started is not None:
                 self._close(self.proposed)
-            # What comes before the first forward belongs to the step, like the sampling.
-            self.drafting = self.proposed - (self.open[0][3] if self.open else self.proposed)
-            self.emitting = sum(len(ids) for ids in args[1])
+            # What comes before the first call belongs to the step, like the sampling.
+            self.drafting = self.proposed - (self.open[0][4] if self.open else self.proposed)
+            self.emitting = int(args[sampled].sum())
             return drafts
 
         return timed
 
     def _close(self, ended: float) -> None:
         starts = [*(began for *_, began, _ in self.open), ended]
-        drafter = self.runner.drafter
-        lowest = "draft" if drafter.cascade.lowest.has_model else "lookup"
-        for (index, batch, tokens, began, ms), then in zip(self.open, starts[1:], strict=True):
-            role = lowest if index == drafter.selected[0] else "verify"
-            call = {"level": index, "role": role, "batch": batch, "tokens": tokens}
+        for (level, role, batch, tokens, began, ms), then in zip(
+            self.open, starts[1:], strict=True
+        ):
+            if role == _READ:
+                continue
+            call = {"level": level, "role": role, "batch": batch, "tokens": tokens}
             self.calls.append({**call, "ms": ms, "call_ms": then - began})
 
-    def _forward(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(tokens: Any, rows: Any, starts: Any, counts: Any, *rest: Any) -> Any:
+    def _forward(
+        self, speculator: Any, index: int, forward: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        def timed(state: Any, op: Any, *rest: Any) -> Any:
             began = self.clock()
-            logits = forward(tokens, rows, starts, counts, *rest)
-            self.open.append((index, len(rows), int(counts.sum()), began, self.clock() - began))
+            logits = forward(state, op, *rest)
+            batch, tokens = state.batch, state.batch * op.query_length
+            role = "verify" if index != speculator.program.selection.levels[0] else "draft"
+            lookup = speculator.lookup
+            if index == 0 and isinstance(lookup, SourcesLookup) and not lookup.drafter_selected:
+                role = _READ
+            self.open.append((index, role, batch, tokens, began, self.clock() - began))
             return logits
 
         return timed
 
-    def _lookups(self, index: int, draft: Callable[..., Any]) -> Callable[..., Any]:
+    def _lookup(self, speculator: Any, find: Callable[..., Any]) -> Callable[..., Any]:
         """Of a lookup, or of several and the choice between them."""
 
-        def timed(batch: Any, slots: Any, requested: Any, verifier: int) -> None:
+        def timed(state: Any, *args: Any, **kwargs: Any) -> Any:
             began = self.clock()
-            draft(batch, slots, requested, verifier)
-            if count := int((requested > 0).sum()):
-                self.open.append((index, count, count, began, self.clock() - began))
+            found = find(state, *args, **kwargs)
+            lookup = speculator.lookup
+            if isinstance(lookup, SourcesLookup) and lookup.selected == {len(lookup.lookups)}:
+                return found
+            if count := int((state.requested[0] > 0).sum()):
+                self.open.append((0, "lookup", count, count, began, self.clock() - began))
+            return found
 
         return timed
 

@@ -50,7 +50,6 @@ class Timing:
     """The engines that time a task's candidates, and what they run.
 
     Args:
-        sizes: parameters of each candidate; the smallest drafts where others verify.
         prompts: token ids of the texts to continue.
         vocabulary: number of token ids.
         directory: for the engines' log and what they need.
@@ -59,20 +58,15 @@ class Timing:
     def __init__(
         self,
         task: Task,
-        sizes: Sequence[int],
         prompts: Sequence[Sequence[int]],
         vocabulary: int,
         directory: Path,
     ):
         self.task, self.prompts = task, [list(prompt) for prompt in prompts]
         self.vocabulary, self.directory = vocabulary, directory
-        models = [i for i, candidate in enumerate(task.candidates) if not candidate.is_lookup]
-        self.drafters = sorted(models, key=lambda i: sizes[i])
-        # A prompt lookup drafts as it likes: where no two others are there, an n-gram model
-        # drafts as many tokens as are requested.
-        self.filler = str(directory / "filler.safetensors") if len(models) < 2 else ""
-        if self.filler:
-            self.drafters.append(len(task.candidates))
+        # An n-gram model drafts as many tokens as are requested, for next to nothing.
+        self.filler = str(directory / "filler.safetensors")
+        self.drafter = len(task.candidates)
         self.levels, self.places = self._hosted()
 
     def _hosted(self) -> tuple[list[dict[str, Any]], dict[int, Place]]:
@@ -91,15 +85,17 @@ class Timing:
         if len(lowest) > 1:
             keys = [source.model_dump(exclude_unset=True) for source in sources]
             levels.append({"sources": keys, "branches": 1})
+        elif lowest:
+            levels.append(lowest[0].model_dump(exclude_unset=True))
+        places[self.drafter] = len(levels), None
+        levels.append({"ngram_model": self.filler, "order": 1})
         for i, candidate in enumerate(every):
-            if len(lowest) > 1 and candidate.level.only_lowest:
-                places[i] = 0, [sources.index(source) for source in candidate.level.drafters]
+            if candidate.level.only_lowest:
+                own = [sources.index(source) for source in candidate.level.drafters]
+                places[i] = 0, own if len(lowest) > 1 else None
             else:
                 places[i] = len(levels), None
                 levels.append(candidate.keys())
-        if self.filler:
-            places[len(every)] = len(levels), None
-            levels.append({"ngram_model": self.filler, "order": 1})
         return levels, places
 
     def settings(self, number: int) -> list[dict[str, Any]]:
@@ -109,10 +105,9 @@ class Timing:
         cascades: list[tuple[list[int], list[int]]] = []
         for i, candidate in enumerate(self.task.candidates):
             cascades.append(([i], [min(4, longest)]))
-            below = next((j for j in self.drafters if j != i), None)
-            if not candidate.level.only_lowest and below is not None:
-                cascades += [([below, i], [n, n + 1]) for n in lengths]
-        cascades += [(self.drafters[:1], [n]) for n in (*lengths, longest)]
+            if not candidate.level.only_lowest:
+                cascades += [([self.drafter, i], [n, n + 1]) for n in lengths]
+        cascades += [([self.drafter], [n]) for n in (*lengths, longest)]
         return [
             {
                 "levels": levels,
@@ -154,7 +149,7 @@ class Timing:
 
     def engine(self, speculative: bool) -> EngineProcess:
         """The engine with or without speculation; a context manager."""
-        if speculative and self.filler:
+        if speculative:
             write_store(collect_texts([np.arange(self.vocabulary)], self.vocabulary), self.filler)
         return EngineProcess(
             self.engine_args(speculative), "the engine to time", log=self.directory / "engine.log"

@@ -229,7 +229,12 @@ class SourcesLookup:
         survival = each.masked_fill(~held, 0.0).cumprod(2)
         value = survival.masked_fill(survival < self.least, 0.0).sum(2)
         best = (value[-1] > 0) & (value[-1] >= value[:-1].amax(0))
-        return best if self.count - 1 in self.selected else torch.zeros_like(best)
+        return best if self.drafter_selected else torch.zeros_like(best)
+
+    @property
+    def drafter_selected(self) -> bool:
+        """Whether the drafter is among the sources that draft."""
+        return self.has_drafter and self.count - 1 in self.selected
 
     def _keep(
         self,
