@@ -47,13 +47,12 @@ SEEDED_TOKENS = 1024
 _THINKING = "reasoning_start_str", "reasoning_end_str"
 # Seed of the uniforms that make quantiles continuous.
 SEED = 0
-# The engine without speculation runs where its sampler can be made to give out a text.
-SCORER_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+# The engine without speculation is asked for a text's tokens one step after the other.
 SCORER_ARGUMENTS = {"async_scheduling": False}
 NOT_RECORDED = (
-    "What was drafted could not be recorded (it is on vLLM's V1 runner with "
-    '"async_scheduling": false), or nothing was: only models among the drafters were tested for '
-    "leaning towards them."
+    "What was drafted could not be recorded (that of several drafts of a request is not, nor that "
+    "of vLLM's V1 runner), or nothing was: only models among the drafters were tested for leaning "
+    "towards them."
 )
 NOT_NAMED = (
     "Whether tokens lean towards what was drafted was not tested, since the drafter is not known: "
@@ -174,7 +173,7 @@ def _engines(verification: Verification) -> Sides:
     return Sides(
         comparison,
         _loaded(comparison, "speculation", arguments | caching | {"speculative_config": config}),
-        _loaded(comparison, "no speculation", scorer, SCORER_ENVIRONMENT),
+        _loaded(comparison, "no speculation", scorer),
         drafters_of(config),
         setup.prompt_ids,
         arguments,
@@ -286,7 +285,7 @@ def run(verification: Verification) -> Outcome:
     with _timed(seconds, "speculation"), sides.speculating as engine:
         if verification.greedy:
             results.generations[jobs[1]] = engine.generate(prompts[:count], greedy_params)
-        seeds = not urls and keeps_seeds(config) and engine.call(_is_v1)
+        seeds = not urls and keeps_seeds(config)
         if settings and seeds and STEADY in names:
             plan = sampled.planned(prompts, settings, SEEDED_TOKENS, ANSWER_TOKENS, seeded=1)
             with_seeds = sampled.generate(engine, plan, BATCH_SIZE, progress)
@@ -326,7 +325,7 @@ def run(verification: Verification) -> Outcome:
             continue
         name, scale = f"drafter {drafter.name}", drafter.temperature_scale
         reading = sides.arguments | SCORER_ARGUMENTS | {"model": drafter.model}
-        loaded = _loaded(comparison, name, reading, SCORER_ENVIRONMENT)
+        loaded = _loaded(comparison, name, reading)
         with _timed(seconds, name), loaded as engine:
             for each in every:
                 sampled.add_drafter(engine, each, drafter.name, scale, BATCH_SIZE, progress)
@@ -377,14 +376,6 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] = time.perf_counter() - began
 
 
-def _is_v1(llm: Any) -> bool:
-    return bool(llm.collective_rpc(_runs_v1)[0])
-
-
-def _runs_v1(worker: Any) -> bool:
-    return hasattr(worker.model_runner, "discard_request_mask")
-
-
 def equal_drafter_config(config: dict[str, Any], model: str) -> dict[str, Any]:
     """A configuration of the same method and verifier whose only drafter is the target."""
     kept = ("num_speculative_tokens", "verifier", "rejection_sample_method")
@@ -408,11 +399,6 @@ def _equal_drafter(verification: Verification, sides: Sides) -> tuple[int, int]:
     return texts.drafted, texts.accepted
 
 
-def _loaded(
-    comparison: Comparison,
-    name: str,
-    arguments: dict[str, Any],
-    environment: dict[str, str] | None = None,
-) -> EngineProcess:
+def _loaded(comparison: Comparison, name: str, arguments: dict[str, Any]) -> EngineProcess:
     log = comparison.output / "logs" / f"{name.replace(' ', '_')}.log"
-    return EngineProcess(arguments, f"'{name}'", log=log, environment=environment)
+    return EngineProcess(arguments, f"'{name}'", log=log)

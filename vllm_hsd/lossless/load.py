@@ -39,11 +39,11 @@ def apply(llm: Any, load: Load) -> None:
 
 
 def _fix_lengths(worker: Any, fixed: bool) -> None:
-    cascade = getattr(getattr(worker.model_runner, "drafter", None), "cascade", None)
-    budget = getattr(cascade, "budget", None)
+    budget = getattr(getattr(worker.model_runner, "speculator", None), "budget", None)
     if budget is None:
         return
-    vars(budget).pop("prices", None)
+    learned = budget.budget
+    vars(learned).pop("prices", None)
     if fixed:
         # What costs nothing is drafted in full.
-        budget.prices = lambda *_, **__: budget.free
+        learned.prices = lambda *_, **__: learned.free

@@ -13,8 +13,6 @@ import numpy as np
 import torch
 
 from vllm_hsd.lossless.directions import ROW_WIDTH, rows_of
-from vllm_hsd.runner_v1 import sampler as sampler_module
-from vllm_hsd.verify.inputs import ChainBatch
 
 # Of a request: place in its answer -> a row of `directions.rows_of`, of ids and probabilities;
 # place of the first token of a step -> draft tokens there, which are fixed before the verdict.
@@ -22,7 +20,7 @@ Offered = tuple[dict[int, np.ndarray], dict[int, int]]
 
 
 class OfferRecorder:
-    """Follows the verifier of one V1 runner.
+    """Follows the verifier of one V2 runner, ours or vLLM's.
 
     Attributes:
         certain: whether draft tokens without probabilities are those of a lookup or of a greedy
@@ -31,57 +29,70 @@ class OfferRecorder:
     """
 
     def __init__(self, runner: Any, certain: bool | None) -> None:
-        self.runner, self.certain = runner, certain
+        self.requests, self.sampler = runner.req_states, runner.rejection_sampler
+        self.certain = certain
         self.found: dict[str, Offered] = {}
-        self.verify = runner.rejection_sampler.forward
-        self.drafts_to_verify = sampler_module.drafts_to_verify
-        runner.rejection_sampler.forward = self._forward
-        sampler_module.drafts_to_verify = self._drafts_to_verify
+        self.verify = self.sampler._verify
+        self.sampler._verify = self._verify
 
-    def _forward(self, metadata, draft_probs, logits, sampling_metadata):
-        if not hasattr(self.runner.rejection_sampler, "state"):
-            counts = np.array(metadata.num_draft_tokens, dtype=np.int64)
-            token_ids = metadata.draft_token_ids.cpu().numpy()
-            every = list(range(len(counts)))
-            if self.runner.input_batch.num_reqs == len(counts):  # not vLLM's warm-up
-                self._record(ChainBatch.flat(logits, draft_probs, token_ids, counts), every)
-        return self.verify(metadata, draft_probs, logits, sampling_metadata)
+    def _verify(self, logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, *rest):
+        self._record(draft_logits, rest[-1], cu_num_logits.tolist(), idx_mapping)
+        return self.verify(
+            logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, *rest
+        )
 
-    def _drafts_to_verify(self, drafts, slots, *args):
-        batch, scored = self.drafts_to_verify(drafts, slots, *args)
-        state, size = self.runner.rejection_sampler.state, self.runner.input_batch.num_reqs
-        place = {slot: i for i, slot in enumerate(state.request_slots(size).tolist())}
-        self._record(batch, [place[slot] for slot in slots.tolist()])
-        return batch, scored
+    def _record(
+        self,
+        draft_logits: torch.Tensor | None,
+        draft_sampled: torch.Tensor,
+        starts: list[int],
+        idx_mapping: torch.Tensor,
+    ) -> None:
+        """Keep what every request of a verification is offered.
 
-    def _record(self, batch: ChainBatch, requests: list[int]) -> None:
-        """Keep what every request of the runner's batch is offered, by its number there."""
-        input_batch = self.runner.input_batch
-        drawn = batch.valid & (batch.draft_rows >= 0) & (self.certain is not None)
-        found = None
-        if batch.draft_probs is not None and drawn.any():
-            index = torch.from_numpy(batch.draft_rows[drawn]).to(batch.draft_probs.device)
-            found = iter(rows_of(batch.draft_probs.index_select(0, index).log()))
-        places = (input_batch.num_tokens_no_spec - input_batch.num_prompt_tokens)[requests]
-        discarded = self.runner.discard_request_mask.np[requests]
-        for i, request in enumerate(requests):
-            offers, lengths = self.found.setdefault(input_batch.req_ids[request], ({}, {}))
-            place, length = int(places[i]), int(batch.lengths[i])
-            if not discarded[i]:
-                lengths[place] = length
-                for later in [each for each in offers if each >= place]:
-                    del offers[later]  # the rest of a rejected draft
-            for t in range(length):
-                if drawn[i, t]:
-                    assert found is not None
-                    row = next(found)
-                elif self.certain and batch.tokens[i, t] >= 0:
+        Args:
+            draft_logits: [D, K, V] of vLLM's drafter, before temperature.
+            draft_sampled: [num_logits], the input token of each row of logits; -1 for none.
+            starts: of each request's rows, and the end of all.
+            idx_mapping: [B], slots.
+        """
+        sampler, rows, given = self.sampler, draft_logits, dict[str, Any]()
+        temperature = sampler.sampler.sampling_states.temperature.gpu
+        if hasattr(sampler, "drafts"):  # ours
+            rows = sampler.draft_rows(draft_logits, sampler.longest)
+            given = sampler.drafts(draft_logits, idx_mapping)
+            temperature = given["draft_temperature"]
+        slots, tokens = idx_mapping.tolist(), draft_sampled.tolist()
+        entries = given.get("draft_index", idx_mapping).tolist()
+        limits = given["draft_length"].tolist() if "draft_length" in given else None
+        drawn_at = temperature[idx_mapping.long()].tolist()
+        ends = self.requests.total_len.gpu[idx_mapping.long()].tolist()
+        drawn: list[tuple[dict[int, np.ndarray], int, int, int, float]] = []
+        for i, (slot, entry) in enumerate(zip(slots, entries, strict=True)):
+            draft = tokens[starts[i] + 1 : starts[i + 1]]
+            if limits is not None:
+                draft = draft[: limits[entry] if entry >= 0 else 0]
+            length = next((t for t, token in enumerate(draft) if token < 0), len(draft))
+            name = self.requests.index_to_req_id[slot]
+            offers, lengths = self.found.setdefault(name, ({}, {}))
+            place = ends[i] - int(self.requests.prompt_len.np[slot])
+            lengths[place] = length
+            for later in [each for each in offers if each >= place]:
+                del offers[later]  # the rest of a rejected draft
+            for t, token in enumerate(draft[:length]):
+                if rows is not None and drawn_at[i] > 0:
+                    drawn.append((offers, place + t, entry, t, drawn_at[i]))
+                elif self.certain and drawn_at[i] >= 0:
                     row = np.full((2, ROW_WIDTH), -1, dtype=np.float32)
-                    row[:, 0] = batch.tokens[i, t], 1
-                else:
-                    continue
-                if not discarded[i]:
+                    row[:, 0] = token, 1
                     offers[place + t] = row
+        if drawn and self.certain is not None:
+            assert rows is not None
+            owners, places, entry_of, steps, divisors = map(list, zip(*drawn, strict=True))
+            chosen = rows[entry_of, steps].float()
+            own = rows_of(chosen / torch.tensor(divisors, device=chosen.device)[:, None])
+            for offers, place, row in zip(owners, places, own, strict=True):
+                offers[place] = row
 
 
 def install(llm: Any, certain: bool | None) -> bool:
@@ -100,10 +111,10 @@ def _install(worker: Any, certain: bool | None) -> bool:
     if hasattr(runner, "vllm_hsd_recorder"):
         runner.vllm_hsd_recorder.certain, runner.vllm_hsd_recorder.found = certain, {}
         return True
-    if not hasattr(runner, "rejection_sampler") or not hasattr(runner, "discard_request_mask"):
-        return False  # the V2 runner
-    if runner.use_async_scheduling:
-        return False  # it schedules ahead of what it knows to be accepted
+    if not hasattr(runner, "req_states") or runner.rejection_sampler is None:
+        return False  # the V1 runner, or no speculation
+    if getattr(runner.speculator, "branches", None) is not None:
+        return False  # how a step of several drafts ends does not tell where each one did
     runner.vllm_hsd_recorder = OfferRecorder(runner, certain)
     return True
 

@@ -22,48 +22,64 @@ from vllm_hsd.lossless.quantiles import token_ranges
 
 # Key of a request's text in its `extra_args`.
 _TEXT = "vllm_hsd_text"
+# Where top_k and top_p are in the arguments of `Draw` after the logits.
+_FILTERS = slice(3, 5)
 
-# What the runner samples with: token ids [n] and more, for logits [n, V] float32 after temperature
-# and min-p, generators of the requests with seeds by row, and top_k and top_p ([n] or None).
-Draw = Callable[..., tuple[torch.Tensor, Any]]
-# What is noted of every token: [n, ...] for the runner's `Draw`, its arguments, the texts' token
+# vLLM's last part of sampling: (token ids [n], logits) for logits [n, V] after temperature and
+# min-p, slot [n] of each row, the same on the host, positions [n] of the rows' input tokens, top_k
+# and top_p ([n] or None).
+Draw = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+# What is noted of every token: [n, ...] for the sampler's `Draw`, its arguments, the texts' token
 # ids [n], and (text, place) of each.
 Note = Callable[[Draw, tuple[Any, ...], torch.Tensor, list[tuple[int, int]]], np.ndarray]
 
 
 class TextSampler:
-    """Takes the place of the last part of the sampler of one V1 runner.
+    """Takes the place of the last part of a V2 runner's sampler, until it is removed.
 
     Attributes:
-        replaced: what it takes the place of.
+        draw: what it takes the place of.
         note: what is kept of every token.
+        texts: slot -> number and token ids of its request's text.
         notes: number of the text -> what was noted of each token.
     """
 
-    def __init__(self, runner: Any, replaced: Draw, note: Note) -> None:
-        self.runner, self.replaced, self.note = runner, replaced, note
+    def __init__(self, sampler: Any, note: Note) -> None:
+        self.sampler, self.note, self.draw = sampler, note, sampler._sample_random
+        self.texts: dict[int, tuple[int, list[int]]] = {}
         self.notes: dict[int, list[np.ndarray]] = {}
+        sampler._sample_random, sampler.add_request = self._sample, self._add_request
 
-    def __call__(self, logits: torch.Tensor, *others: Any) -> tuple[torch.Tensor, None]:
+    def remove(self) -> None:
+        """Put the sampler's own methods back."""
+        del self.sampler._sample_random, self.sampler.add_request
+
+    def _add_request(self, slot: int, sampling_params: Any) -> None:
+        number, *text = sampling_params.extra_args[_TEXT]
+        self.texts[slot] = number, text
+        type(self.sampler).add_request(self.sampler, slot, sampling_params)
+
+    def _sample(
+        self, logits: torch.Tensor, index: torch.Tensor, slots: np.ndarray, *rest: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The next token of every request's text; arguments as of `Draw`."""
-        input_batch = self.runner.input_batch
-        texts, places = [], []
-        for request_id in input_batch.req_ids[: len(logits)]:
-            number, *text = self.runner.requests[request_id].sampling_params.extra_args[_TEXT]
-            texts.append((number, text))
-            # After the end of a text the batch may still hold it: the last place once more.
-            places.append(min(len(self.notes.setdefault(number, [])), len(text) - 1))
+        texts = [self.texts[slot] for slot in slots.tolist()]
+        # After the end of a text the batch may still hold it: the last place once more.
+        places = [
+            min(len(self.notes.setdefault(number, [])), len(text) - 1) for number, text in texts
+        ]
         token_ids = torch.tensor(
             [text[i] for (_, text), i in zip(texts, places, strict=True)], device=logits.device
         )
         where = [(number, i) for (number, _), i in zip(texts, places, strict=True)]
-        found = self.note(self.replaced, (logits, *others), token_ids, where)
-        # The sample of a prompt's chunk is thrown away.
-        discarded = self.runner.discard_request_mask.np[: len(texts)]
-        for (number, _), row, unused in zip(texts, found, discarded, strict=True):
-            if not unused:
+        found = self.note(self.draw, (logits, index, slots, *rest), token_ids, where)
+        # The sample of a prompt's chunk, after which more of the prompt is there, is thrown away.
+        ends = self.sampler.req_states.total_len.gpu[index.long()] - 1
+        used = (rest[0] == ends).tolist()
+        for (number, _), row, is_used in zip(texts, found, used, strict=True):
+            if is_used:
                 self.notes[number].append(row)
-        return token_ids, None
+        return token_ids, logits
 
 
 def drawn_with_raised(
@@ -84,8 +100,8 @@ def drawn_with_raised(
     def note(draw, arguments, token_ids, where) -> np.ndarray:
         logits, *others = arguments
         raised = [bound / sampling_params[number]["temperature"] for number, _ in where]
-        amounts = torch.tensor(raised, dtype=logits.dtype, device=logits.device)
-        logits = logits.scatter_add(1, token_ids[:, None], amounts[:, None])
+        amounts = torch.tensor(raised, device=logits.device)
+        logits = logits.float().scatter_add(1, token_ids[:, None], amounts[:, None])
         return draw(logits, *others)[0].cpu().numpy()
 
     found, _ = _noted(llm, prompts, texts, sampling_params, note, seeded=True)
@@ -100,16 +116,14 @@ def shortfalls(
 ) -> list[float]:
     """By how many nats each text's last token falls short of the likeliest one, before temperature.
 
-    Arguments and errors as for `score`; the parameters may be greedy.
+    Arguments and errors as for `score`; the parameters are greedy.
     """
 
     def note(_, arguments, token_ids, __) -> np.ndarray:
-        logits = arguments[0]
+        logits = arguments[0].float()
         return (logits.max(-1).values - logits.gather(1, token_ids[:, None])[:, 0]).cpu().numpy()
 
-    # Greedy requests do not reach the sampler that is replaced.
-    drawn = [{**each, "temperature": 1.0} for each in sampling_params]
-    return [float(own[-1]) for own in _noted(llm, prompts, texts, drawn, note)[0]]
+    return [float(own[-1]) for own in _noted(llm, prompts, texts, sampling_params, note)[0]]
 
 
 def score(
@@ -121,7 +135,7 @@ def score(
 ) -> tuple[list[np.ndarray], list[str]]:
     """Where every token of the texts lies in the engine's own distribution.
 
-    Runs in the process of an engine without speculation, on vLLM's V1 runner, else UserError.
+    Runs in the process of an engine without speculation, on vLLM's V2 runner, else UserError.
 
     Args:
         prompts, texts: token ids.
@@ -199,21 +213,25 @@ def _noted(
     return noted, [end.finish_reason or "" for end in ends]
 
 
-def _filtered(logits: torch.Tensor, _: Any, top_k: Any, top_p: Any) -> torch.Tensor:
-    return apply_top_k_top_p(logits, top_k, top_p)
+def _filtered(logits: torch.Tensor, *others: Any) -> torch.Tensor:
+    # As the kernels on a CPU, it may write into what it is given.
+    return apply_top_k_top_p(logits.float(), *others[_FILTERS])
 
 
 def _install(worker: Any, note: Note) -> None:
-    sampler: Any = getattr(worker.model_runner, "sampler", None)
-    if not hasattr(sampler, "topk_topp_sampler") or not hasattr(worker.model_runner, "requests"):
-        raise UserError("texts can be scored only on vLLM's V1 runner (VLLM_USE_V2_MODEL_RUNNER=0)")
-    drawing = sampler.topk_topp_sampler
-    drawing.forward = TextSampler(worker.model_runner, drawing.forward, note)
+    runner = worker.model_runner
+    sampler: Any = getattr(runner, "sampler", None)
+    if not hasattr(sampler, "sampling_states") or runner.speculator is not None:
+        raise UserError(
+            "texts can be scored only on vLLM's V2 runner, without speculation: unset "
+            "VLLM_USE_V2_MODEL_RUNNER."
+        )
+    runner.vllm_hsd_texts = TextSampler(sampler, note)
 
 
 def _remove(worker: Any) -> dict[int, list[np.ndarray]]:
     """Put the sampler back; what was found."""
-    drawing = worker.model_runner.sampler.topk_topp_sampler
-    texts = drawing.forward
-    drawing.forward = texts.replaced
+    texts = worker.model_runner.vllm_hsd_texts
+    texts.remove()
+    del worker.model_runner.vllm_hsd_texts
     return texts.notes

@@ -55,12 +55,12 @@ def compared(engine: EngineProcess | Server, texts: Texts, bound: float) -> Seed
     """Compare answers with those of an engine without speculation.
 
     Args:
-        engine: without speculation, on vLLM's V1 runner.
+        engine: without speculation, on vLLM's V2 runner.
         texts: answers with speculation; every request is greedy or has a seed.
         bound: largest gap of two logits, before the temperature, that rounding may exchange.
 
     Raises:
-        UserError: the engine does not run on the V1 runner.
+        UserError: the engine does not run on the V2 runner.
     """
     plain = engine.generate(texts.prompts, texts.params)
     ours, theirs = texts.token_ids, plain.token_ids

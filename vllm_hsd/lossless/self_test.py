@@ -70,8 +70,6 @@ def run(
     for path in (family.target, family.mid):
         tokenizer.save_pretrained(path)
     prompts = [tokenizer.encode(text) for text in ("abc", "a cab", "head", "0123", "be a bee")]
-    options = dict(process_options or {})
-    options["environment"] = {**options.get("environment", {}), "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
     def engine(name: str, model: str = family.target, **arguments: Any) -> EngineProcess:
         arguments |= {
@@ -86,7 +84,7 @@ def run(
             "reasoning_config": {"reasoning_start_str": "^", "reasoning_end_str": "~"},
         }
         log = directory / "logs" / f"{name.replace(' ', '_')}.log"
-        return EngineProcess(arguments, f"'{name}'", log=log, **options)
+        return EngineProcess(arguments, f"'{name}'", log=log, **(process_options or {}))
 
     cascade = {
         "method": "hsd",
