@@ -1,6 +1,7 @@
 """Sampled tokens keep the target's distribution where a grammar or the scheduler cuts drafts.
 
-Drafters know the allowed letters but not the grammar, which cuts their drafts anywhere.
+Drafters know neither the allowed letters nor the grammar, which cuts their drafts anywhere. Models
+have few other letters, so that many draft tokens get through.
 """
 
 import itertools
@@ -9,14 +10,15 @@ import pytest
 from support.engines import run_engine
 from support.exact_joint_distribution import chi_square_p_value, distribution_among
 from support.level_files import cascade
-from support.odd_requests import EOS, LETTERS, TOKENIZER
 from support.sampling_cases import SIGNIFICANCE
-from support.soak_requests import CHOICES
+from support.tiny_models import EOS, Family, build_family, byte_tokenizer
 
+TOKENIZER = byte_tokenizer("abcdef")
+LETTERS = TOKENIZER.convert_tokens_to_ids(list("abcdef"))
 # The outputs begin in one cache block and end in the next: more requests start than can go on.
-PROMPT = TOKENIZER.encode("a cab a bed a bead a cafe aced")[:30]
+PROMPT = TOKENIZER.encode("acabaabedabeadacafeacedabeefadedacab")[:30]
 OUTCOMES = {
-    "grammar": [(*TOKENIZER.encode(choice), EOS) for choice in CHOICES],
+    "grammar": [(*some, EOS) for some in itertools.product(LETTERS[:4], repeat=3)],
     "free": [
         *itertools.product(LETTERS[:3], repeat=4),
         *((*some, EOS) for n in range(4) for some in itertools.product(LETTERS[:3], repeat=n)),
@@ -24,8 +26,7 @@ OUTCOMES = {
 }
 PARAMS = {
     "grammar": {
-        "structured_outputs": {"choice": CHOICES},
-        "allowed_token_ids": [*LETTERS, EOS],
+        "structured_outputs": {"regex": "[a-d]{3}"},
         "temperature": 2.0,
         "max_tokens": 40,
     },
@@ -64,11 +65,20 @@ def sample(
 
 
 @pytest.fixture(scope="module")
-def exact(text_family) -> dict[str, dict[tuple[int, ...], float]]:
+def letters(tmp_path_factory) -> Family:
+    """Models with TOKENIZER."""
+    family = build_family(tmp_path_factory.mktemp("letters"), len(TOKENIZER), peak=4.0)
+    for path in (family.target, family.mid, family.small):
+        TOKENIZER.save_pretrained(path)
+    return family
+
+
+@pytest.fixture(scope="module")
+def exact(letters) -> dict[str, dict[tuple[int, ...], float]]:
     """Kind of request -> outcome -> probability, in float64."""
     return {
         kind: distribution_among(
-            text_family.target, PROMPT, OUTCOMES[kind], PARAMS[kind]["temperature"]
+            letters.target, PROMPT, OUTCOMES[kind], PARAMS[kind]["temperature"]
         )
         for kind in PARAMS
     }
@@ -80,9 +90,10 @@ SLOW = pytest.mark.slow, pytest.mark.timeout(9000)
 @pytest.mark.parametrize(
     ("room", "count"), [({}, 2000), (CROWDED, 150), pytest.param(CROWDED, 2500, marks=SLOW)]
 )
-def test_samples_follow_the_target(text_family, exact, room, count):
-    outputs, result = sample(text_family, room, count, list(PARAMS))
+def test_samples_follow_the_target(letters, exact, room, count):
+    outputs, result = sample(letters, room, count, list(PARAMS))
     assert result["counters"]["num_preemptions"] > 5 or not room
+    assert result["counters"]["spec_decode_num_accepted_tokens"] > count
     assert len(set(map(len, outputs["free"]))) > 1
     for kind in PARAMS:
         assert chi_square_p_value(outputs[kind], exact[kind]) > SIGNIFICANCE, kind
@@ -91,13 +102,12 @@ def test_samples_follow_the_target(text_family, exact, room, count):
 @pytest.mark.parametrize(
     ("room", "fault", "kind", "count"),
     [
-        # Noticed from 1500 samples on.
-        ({}, "install_plain_bonus", "grammar", 4000),
+        ({}, "install_plain_bonus", "grammar", 2000),
         pytest.param(CROWDED, "install_plain_bonus", "grammar", 2500, marks=SLOW),
         pytest.param(CROWDED, "install_plain_recovery", "free", 2500, marks=SLOW),
     ],
 )
-def test_a_biased_sampler_is_caught(text_family, exact, room, fault, kind, count):
+def test_a_biased_sampler_is_caught(letters, exact, room, fault, kind, count):
     patch = f"support.biased_sampler:{fault}"
-    outputs, _ = sample(text_family, room, count, [kind], patch)
+    outputs, _ = sample(letters, room, count, [kind], patch)
     assert chi_square_p_value(outputs[kind], exact[kind]) < SIGNIFICANCE

@@ -14,7 +14,7 @@ from typing import Any
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.lossless import sampled, seeded
 from vllm_hsd.lossless.load import Load, apply
-from vllm_hsd.lossless.mutants import GRAMMAR, LETTERS, MUTANTS, TEMPERATURE, Mutant, install
+from vllm_hsd.lossless.mutants import GRAMMAR, MUTANTS, TEMPERATURE, Mutant, install
 from vllm_hsd.lossless.sampled import Setting, Texts
 from vllm_hsd.lossless.statistics import Check, rare_event_check
 from vllm_hsd.lossless.workloads import Found, facts_of
@@ -91,9 +91,8 @@ def run(
         "num_speculative_tokens": DRAFT_LENGTH,
         "levels": [{"model": family.mid, "temperature_scale": TEMPERATURE_SCALE}],
     }
-    letters = tokenizer.convert_tokens_to_ids(list(LETTERS))
-    filters = {"structured_outputs": GRAMMAR, "allowed_token_ids": letters}
-    plain, constrained = Setting(TEMPERATURE), Setting(TEMPERATURE, filters)
+    plain = Setting(TEMPERATURE)
+    constrained = Setting(TEMPERATURE, {"structured_outputs": GRAMMAR})
     samplers = {SOUND: Mutant("")} | {name: MUTANTS[name] for name in mutants}
     settings = {
         name: [plain, constrained] if name == SOUND else [constrained if m.constrained else plain]

@@ -73,9 +73,9 @@ def build_family(directory: Path, vocabulary: int, peak: float, seed: int = 0, *
     return Family(**paths, vocabulary=vocabulary)
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte: "<s>" is 0, "</s>" is EOS, "<unk>" is 2, then 256 bytes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+def byte_tokenizer(letters: str = "") -> PreTrainedTokenizerFast:
+    """One token per byte: "<s>" is 0, "</s>" is EOS, "<unk>" is 2, then all bytes or `letters`."""
+    alphabet = sorted(letters or pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", "<unk>", *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
