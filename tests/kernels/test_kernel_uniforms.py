@@ -1,7 +1,5 @@
 """Uniforms inside kernels equal those on the host, and so do verified tokens."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -10,14 +8,12 @@ import triton.language as tl
 from support.kernel_batches import make_chains
 from support.kernel_reference import probabilities
 
-from vllm_hsd.core.cascade import Cascade
-from vllm_hsd.core.levels import LevelOptions
 from vllm_hsd.kernels import chain_verify
 from vllm_hsd.kernels.rng import stream_of, uniform
-from vllm_hsd.runner_v1.request_state import RequestState
 from vllm_hsd.verify import uniforms
 from vllm_hsd.verify.chain import verify_batch
 from vllm_hsd.verify.inputs import ChainBatch
+from vllm_hsd.verify.rng import host_uniforms
 
 
 @triton.jit
@@ -45,15 +41,12 @@ def test_level_zero_verifies_nothing():
             stream_of(level, lowest)
 
 
-def host_verdict(batch, method: str, target_level: int, skipped: int):
-    """What V1 serves: uniforms of its request table, verification on the host."""
+def host_verdict(batch, method: str, level: int, first: int):
+    """Verification on the host, with a request's uniforms from its `first` draw on."""
     lengths = batch["cu_num_draft_tokens"].diff().numpy()
-    size = len(lengths)
-    level, options = SimpleNamespace(context_length=9), [LevelOptions(4)] * target_level
-    requests = RequestState.allocate(Cascade([level] * target_level, options, size))
-    slots, requests.seed[:] = np.arange(size), batch["seeds"]
-    requests.uniforms(slots, np.full(size, skipped), target_level)
-    drawn = requests.uniforms(slots, lengths + 1, target_level)
+    size, numbers = len(lengths), [first + np.arange(n + 1) for n in lengths]
+    seeds = np.repeat(batch["seeds"].numpy(), lengths + 1)
+    drawn = host_uniforms(seeds, np.array(level), np.concatenate(numbers))
     owners = torch.arange(size).repeat_interleave(torch.from_numpy(lengths))
     rows = torch.arange(size).repeat_interleave(torch.from_numpy(lengths + 1))
     chain = ChainBatch.flat(
@@ -73,9 +66,9 @@ def test_equal_seeds_and_drafts_give_equal_verdicts_on_host_and_device(method):
     batch["draws"] = torch.full((6,), 11)
     for level in (1, 3):
         result = chain_verify.verify_chain(**batch, method=method, level=level)
-        tokens, accepted = host_verdict(batch, method, level, skipped=11)
+        tokens, accepted = host_verdict(batch, method, level, first=11)
         assert result.token_ids.tolist() == tokens.tolist()
         assert result.num_accepted.tolist() == accepted.tolist()
     # Another draw, another token: these uniforms really decide.
-    other, _ = host_verdict(batch, method, 3, skipped=12)
+    other, _ = host_verdict(batch, method, 3, first=12)
     assert result.token_ids.tolist() != other.tolist()

@@ -107,13 +107,16 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
         (target({"mtp": {}}), r"levels\[0\]\.mtp: '.*' has nothing that vLLM runs as method 'mtp'"),
         (
             target({"mtp": {}, "num_tokens": 2}, {"model": family.mid}),
-            r"levels\[0\]\.mtp drafts alone on vLLM's V1 runner, .*: keep it alone",
+            r"levels\[0\]\.mtp drafts alone, without other levels or sources, .*: keep it alone",
         ),
         (
             on(mtp, {"mtp": {}}, adaptive=True),
-            "adaptive has no meaning on vLLM's V1 runner with levels.0..mtp, .*: remove it\\.$",
+            r"adaptive has no meaning with levels\[0\]\.mtp, .*: remove it\.$",
         ),
-        (on(mtp, {"mtp": {}}, verifier="coupled"), "verifier has no meaning on vLLM's V1 runner"),
+        (
+            on(mtp, {"mtp": {}}, verifier="standard"),
+            r"verifier has no meaning with levels\[0\]\.mtp",
+        ),
         (target({"early_exit": 9}), r"levels\[0\]\.early_exit is 9.*2 layers: lower it"),
         (
             on(gemma, {"early_exit": 1}),

@@ -1,14 +1,10 @@
 """Cascades of every kind of level: sampled distribution and greedy equality."""
 
-import numpy as np
 import pytest
 from support.engines import run_engine
 from support.level_files import LevelFiles, cascade, write_level_files
 from support.sampling_cases import CASES, SIGNIFICANCE, p_values, sampling_job
 from support.suffix_extra import needs_suffix
-
-from vllm_hsd.core.levels import Texts
-from vllm_hsd.runner_v1.levels import NgramLevel
 
 PROMPTS = [[(3 * i + j * j) % 5 for j in range(4 + 6 * i)] for i in range(8)]
 GREEDY = {"prompts": PROMPTS, "params": {"temperature": 0, "max_tokens": 40, "ignore_eos": True}}
@@ -150,13 +146,3 @@ def test_20000_samples_follow_the_target(small_vocabulary, engine):
 
 def test_greedy_equals_no_speculation(results, plain):
     assert results["greedy"]["outputs"] == plain
-
-
-def test_the_matcher_is_compiled_before_the_first_request():
-    level = NgramLevel(1, 3, 64)
-    compiled = list(level.match.signatures)
-    tokens = np.array([[5, 6, 7, 5, 6, 0, 0, 0]], dtype=np.int32)
-    one = np.zeros(1, dtype=np.int64)
-    found = level.lookup(Texts(tokens, one, one, one + 5), one + 2)
-    assert found.token_ids.tolist() == [[7, 5]]
-    assert level.match.signatures == compiled
