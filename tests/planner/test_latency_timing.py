@@ -251,9 +251,6 @@ def test_an_engine_records_sources_alone_and_together(text_family, tmp_path, mon
         lowest = "lookup" if cascade[0] < 3 else "draft"
         assert roles == {(cascade[0], lowest), *((i, "verify") for i in cascade[1:])}
         assert recording["emitted"] == 2 * (16 - 1)  # the prefill emits the first
-    # A bigram lookup offers all that is asked for, an n-gram one what follows a repetition.
-    ngram, bigram = (sum(s["tokens"] for s in r["steps"]) for r in recorded[:2])
-    assert bigram > ngram
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ ENGINES = {
         {"ngram": {"max": 2}, "num_tokens": 2},
         {"early_exit": 1, "num_tokens": 3, "temperature_scale": 1.2},
         {"model": family.mid, "stopping": "entropy", "max_rounds": 2},
-        num_speculative_tokens=4,
+        num_speculative_tokens=5,
         horizontal_tokens=1,
     ),
 }
@@ -67,7 +67,7 @@ def test_samples_follow_the_target(small_vocabulary, engine, count):
     cases = LONG_CASES if preempting else CASES
     result = run_engine(arguments, {"sampled": sampling_job(cases, count)})["sampled"]
     for level in result["levels"]:
-        assert 0.2 < level["accepted"] / level["drafted"] < 0.95
+        assert 0.1 < level["accepted"] / level["drafted"] < 0.95
     assert (result["counters"]["num_preemptions"] > 0) == preempting
     found = p_values(small_vocabulary.target, cases, result)
     assert min(found.values()) > SIGNIFICANCE, found

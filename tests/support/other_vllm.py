@@ -26,7 +26,7 @@ def missing_method() -> None:
     """A runner that no longer has a method that is replaced."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    del GPUModelRunner.load_model
+    del GPUModelRunner.prepare_attn
 
 
 def wrapped_before() -> None:
@@ -37,10 +37,10 @@ def wrapped_before() -> None:
 def wrapped_after() -> None:
     """Another plugin that was loaded after ours."""
     from vllm_hsd import plugin
-    from vllm_hsd.shared_hooks import install
+    from vllm_hsd.runner_v2.hooks import REGISTRY
 
     plugin.register()
-    install()
+    REGISTRY.install()
     _wrap_by_another_plugin()
 
 
@@ -55,17 +55,18 @@ class Favors(LogitsProcessor):
 def _wrap_by_another_plugin() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     for owner, name in (
         (EngineArgs, "create_speculative_config"),
         (SamplingParams, "_validate_spec_decode"),
         (RejectionSampler, "__init__"),
-        (Sampler, "add_request"),
         (GPUModelRunner, "load_model"),
+        (GPUModelRunner, "prepare_attn"),
         (GPUModelRunner, "sample_tokens"),
+        (Scheduler, "update_draft_token_ids"),
     ):
         setattr(owner, name, _passing_on(getattr(owner, name)))
 

@@ -1,5 +1,6 @@
-"""The registry of names of vLLM's V2 runner, and the wall between the two runners."""
+"""What of a configuration reaches vLLM and the levels, and what is refused in one sentence."""
 
+import functools
 import operator
 import pickle
 import re
@@ -10,31 +11,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from vllm_hsd import shared_hooks
 from vllm_hsd.core.text_store import collect_texts, write_store
 from vllm_hsd.errors import UserError
 from vllm_hsd.levels.base import LevelConfig, VllmModelKeys
 
-triton_kernels = pytest.mark.triton
-
-
-@triton_kernels
-def test_every_name_is_as_tested_in_the_installed_vllm():
-    from support import triton_cpu
-
-    triton_cpu.prepare_vllm()
-    from vllm_hsd.runner_v2 import hooks
-
-    assert hooks.REGISTRY.faults() == []
-    assert all(hook.why for hook in hooks.HOOKS.values())
-
-
-@pytest.fixture
-def v2(monkeypatch):
-    """vLLM chooses the V2 runner."""
-    from support import triton_cpu
-
-    triton_cpu.prepare_vllm()
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+pytestmark = pytest.mark.triton
 
 
 def configure(family, speculative_config: dict, **engine):
@@ -51,11 +33,10 @@ def configure(family, speculative_config: dict, **engine):
     ).create_engine_config()
 
 
-@triton_kernels
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"method": "custom_class", "model": "a.B"}, "works on vLLM's V2 runner with the methods"),
+        ({"method": "custom_class", "model": "a.B"}, "works with the methods"),
         ({"method": "ngram", "num_speculative_tokens": 64}, "num_speculative_tokens is 64, above"),
         (
             {"method": "ngram", "enable_adaptive_verification": True},
@@ -64,7 +45,7 @@ def configure(family, speculative_config: dict, **engine):
         ({"method": "ngram", "levls": []}, r"^vLLM refuses levls: [^\n]*\.$"),
     ],
 )
-def test_what_the_v2_runner_refuses(family, v2, keys, message):
+def test_what_is_refused_below_vllms_own_drafters(family, keys, message):
     given = {"num_speculative_tokens": 2, "rejection_sample_method": "hierarchical", **keys}
     with pytest.raises(UserError, match=message):
         configure(family, given)
@@ -74,7 +55,6 @@ HEAD = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"eagle3": "HEA
 STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
 
 
-@triton_kernels
 @pytest.mark.parametrize(
     ("keys", "engine", "reason"),
     [
@@ -94,19 +74,19 @@ STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
         (
             {"levels": [{"sources": [{"ngram": {}}, {"eagle3": "HEAD"}]}], "adaptive": True},
             {},
-            r"adaptive has no meaning on vLLM's V2 runner with levels\[0\].sources\[1\].eagle3",
+            r"adaptive has no meaning with levels\[0\].sources\[1\].eagle3",
         ),
         ({"levels": [{"sources": [{"ngram": {}}], "branches": 2}]}, {}, None),
         ({"levels": [{"sources": [{"ngram": {}}], "branches": 2}], "adaptive": True}, {}, None),
         (
             {"levels": [{"sources": [{"ngram": {}}, {"early_exit": 1}], "branches": 2}]},
             {},
-            "branches runs on vLLM's V2 runner for a model and for sources that are lookups",
+            "branches is for a model and for sources that are lookups",
         ),
         (
             {"levels": [{"sources": [{"suffix": {"shared_tokens": 1 << 19}}]}]},
             {},
-            r"levels\[0\].sources\[0\].suffix.shared_tokens is at most 262144 on vLLM's V2 runner",
+            r"levels\[0\].sources\[0\].suffix.shared_tokens is at most 262144",
         ),
         (
             {"levels": [{"ngram": {}, "num_tokens": 1}, {"early_exit": 1, "verifier": "none"}]},
@@ -122,14 +102,14 @@ STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
         (
             {"levels": [{"eagle3": "HEAD", "branches": 2}]},
             {},
-            "branches runs on vLLM's V2 runner for a model and for sources that are lookups",
+            "branches is for a model and for sources that are lookups",
         ),
         ({"levels": [{"model": "SMALL", "branches": 3}]}, {}, None),
         ({"levels": [{"model": "SMALL", "branches": 3}], "verifier": "coupled"}, {}, None),
         (
             {"levels": [{"model": "SMALL", "branches": 9}], "num_speculative_tokens": 8},
             {},
-            "make 72 draft tokens of a request, but tree verification .* takes at most 64",
+            "make 72 draft tokens of a request, but tree verification takes at most 64",
         ),
         (
             {"levels": [{"model": "SMALL", "branches": 2}], "verifier": "standard"},
@@ -148,35 +128,43 @@ STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
         ({"method": "suffix", **STOCK}, {}, "not with 'suffix'"),
     ],
 )
-def test_v1_serves_what_v2_cannot(as_on_gpus, family, v2, head, monkeypatch, keys, engine, reason):
-    """As on CUDA: with vLLM's own line that says why; not if the user insists on V2."""
-    from vllm.config import vllm as vllm_config
-
-    said: list[str] = []
-    monkeypatch.setattr(vllm_config.logger, "warning_once", lambda m, *args: said.append(m % args))
-    monkeypatch.setattr("vllm_hsd.entrance.runner", lambda: "V2")
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+def test_a_configuration_is_served_or_refused_in_a_sentence(
+    as_on_gpus, family, head, keys, engine, reason
+):
     given = {**({"levels": [{"ngram": {}}]} if "method" not in keys else {}), **LOOKUP, **keys}
     if "method" in keys:
         del given["levels"]
     else:
         given["levels"] = [with_paths(level, family, head) for level in given["levels"]]
-    config = configure(family, given, **engine)
-    assert config.use_v2_model_runner == (reason is None)
-    if reason is None:
-        couples_all = pickle.loads(pickle.dumps(config.speculative_config)).hsd_couples_all
-        assert couples_all == ("verifier" in keys)
-    assert config.speculative_config.hsd_runner == ("V1" if reason else "V2")
-    lines = [line for line in said if "Model Runner V2 does not" in line]
-    # Before our reason vLLM may name its own, and 0.33 decides twice.
-    ours = {line.partition("this speculative configuration")[2] for line in lines}
-    assert bool(lines) == bool(reason) and len(ours) < 2
     if reason:
-        assert re.search(reason, lines[0]) and "without CUDA graphs of the drafters" in lines[0]
-        assert "VLLM_USE_V2_MODEL_RUNNER" not in lines[0]
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
         with pytest.raises(UserError, match=reason):
             configure(family, given, **engine)
+        return
+    config = configure(family, given, **engine)
+    assert config.use_v2_model_runner
+    couples_all = pickle.loads(pickle.dumps(config.speculative_config)).hsd_couples_all
+    assert couples_all == ("verifier" in keys)
+
+
+@pytest.mark.parametrize("method", ["hsd", "ngram"])
+def test_v1_is_not_what_vllm_falls_back_to(family, monkeypatch, method):
+    """Asked for by the user, or by what vLLM's V2 runner does not support."""
+    from vllm.config import VllmConfig
+
+    given = {"hsd": LOOKUP, "ngram": {"method": "ngram", "num_speculative_tokens": 3, **STOCK}}
+    unsupported = "_get_v2_model_runner_unsupported_features"
+    configure(family, given[method])
+    asked = getattr(VllmConfig, unsupported).__wrapped__
+    with monkeypatch.context() as context:
+        wrapped = functools.partial(shared_hooks.unsupported_features_of_v2, lambda self: ["this"])
+        context.setattr(VllmConfig, unsupported, lambda self: wrapped(self))
+        with pytest.raises(ValueError, match="does not support this: remove"):
+            configure(family, given[method])
+        # Other configurations are vLLM's own matter.
+        assert asked(configure(family, None)) is not None
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(UserError, match="VLLM_USE_V2_MODEL_RUNNER=0 asks for .*: unset it"):
+        configure(family, given[method])
 
 
 def with_paths(level: dict, family, head: str) -> dict:
@@ -220,9 +208,8 @@ def test_every_key_of_vllm_is_tried():
     assert VllmModelKeys.model_fields.keys() - LevelConfig.model_fields.keys() == LEVEL_KEYS.keys()
 
 
-@triton_kernels
 @pytest.mark.parametrize("key", sorted(LEVEL_KEYS))
-def test_a_key_of_vllm_reaches_the_level_or_is_refused(family, v2, monkeypatch, key):
+def test_a_key_of_vllm_reaches_the_level_or_is_refused(family, monkeypatch, key):
     from vllm.config.compilation import CUDAGraphMode
 
     from vllm_hsd.runner_v2 import graphs, levels
@@ -247,43 +234,39 @@ def test_a_key_of_vllm_reaches_the_level_or_is_refused(family, v2, monkeypatch, 
     assert eager == ("levels[0].enforce_eager is set" if key == "enforce_eager" else None)
 
 
-@triton_kernels
-def test_mtp_layers_alone_are_vllms_own_drafter(family, v2, tmp_path):
+def test_mtp_layers_alone_are_vllms_own_drafter(family, tmp_path):
     from support.stock_heads import write_mtp_target
 
     target = write_mtp_target(family.target, tmp_path / "mtp")
     given = {**HEAD, "levels": [{"mtp": {}}], "verifier": "coupled"}
     found = configure(replace(family, target=target), given).speculative_config
-    assert (found.method, found.model, found.hsd_runner) == ("mtp", target, "V2")
+    assert (found.method, found.model) == ("mtp", target)
     assert found.draft_sample_method == "probabilistic" and found.hsd_couples_all
 
 
-@triton_kernels
-def test_a_head_next_to_lookups_is_vllms_own_drafter_too(family, v2, head):
+def test_a_head_next_to_lookups_is_vllms_own_drafter_too(family, head):
     given = {**HEAD, "levels": [{"sources": [{"ngram": {}}, {"eagle3": head}]}]}
     found = pickle.loads(pickle.dumps(configure(family, given).speculative_config))
-    assert (found.method, found.model, found.hsd_runner) == ("eagle3", head, "V2")
+    assert (found.method, found.model) == ("eagle3", head)
     # Keeps the texts on the device.
     assert found.use_ngram() and len(found.hsd_sources.sources) == 2
 
 
-@triton_kernels
 def test_lookups_are_not_left_out_where_vllm_makes_another_drafter():
     from vllm_hsd.runner_v2.replacements import load_model
 
-    speculative = SimpleNamespace(hsd_sources=object(), hsd_runner="V2")
+    speculative = SimpleNamespace(hsd_sources=object())
     runner = SimpleNamespace(speculative_config=speculative, speculator=SimpleNamespace())
     with pytest.raises(UserError, match="vLLM's SimpleNamespace cannot draft next"):
         load_model(lambda runner: None, runner)
 
 
-@triton_kernels
 @pytest.mark.parametrize("limit", [None, 8])
-def test_a_head_alone_is_vllms_own_drafter(family, v2, head, limit):
+def test_a_head_alone_is_vllms_own_drafter(family, head, limit):
     given = {**HEAD, "levels": [{"eagle3": head, "kv_cache_dtype": "bfloat16"}]}
     config = configure(family, {**given, "disable_by_batch_size": limit}, max_num_seqs=16)
     found = config.speculative_config
-    assert (found.method, found.model, found.hsd_runner) == ("eagle3", head, "V2")
+    assert (found.method, found.model) == ("eagle3", head)
     assert found.draft_sample_method == "probabilistic" and found.kv_cache_dtype == "bfloat16"
     assert found.rejection_sample_method == "block" and found.num_speculative_tokens == 3
     by_size = None if limit is None else [(1, 8, 3), (9, 9, 0)]
@@ -293,9 +276,8 @@ def test_a_head_alone_is_vllms_own_drafter(family, v2, head, limit):
 ADAPTS = {"enable_adaptive_verification": True}
 
 
-@triton_kernels
 @pytest.mark.parametrize("kind", ["lookup", "head", "head next to a lookup", "stock drafter"])
-def test_adaptive_verification_is_vllms(family, v2, head, monkeypatch, kind):
+def test_adaptive_verification_is_vllms(family, head, monkeypatch, kind):
     """Where it cannot verify so, as on a CPU, vLLM says why."""
     from vllm.config import VllmConfig
 
@@ -313,20 +295,18 @@ def test_adaptive_verification_is_vllms(family, v2, head, monkeypatch, kind):
         configure(family, {**given, **ADAPTS})
     monkeypatch.setattr(VllmConfig, "_validate_adaptive_verification", lambda self: None)
     found = configure(family, {**given, **ADAPTS}).speculative_config
-    assert found.hsd_runner == "V2" and found.enable_adaptive_verification
+    assert found.enable_adaptive_verification
     assert not configure(family, given).speculative_config.enable_adaptive_verification
 
 
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({}, "enable_adaptive_verification works on vLLM's V2 runner only"),
         ({"adaptive": True}, "which adaptive chooses too"),
         ({"levels": [{"sources": [{"ngram": {}}], "branches": 2}]}, "which branches chooses too"),
     ],
 )
-def test_what_adaptive_verification_does_not_go_with(family, monkeypatch, keys, reason):
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+def test_what_adaptive_verification_does_not_go_with(family, keys, reason):
     with pytest.raises(UserError, match=reason):
         configure(family, {**LOOKUP, **ADAPTS, **keys})
 
@@ -336,7 +316,6 @@ BRANCHES = {"levels": [SOURCES], "adaptive": False}
 LOOKUP = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"ngram": {}}]}
 
 
-@triton_kernels
 @pytest.mark.parametrize(
     ("keys", "max_num_seqs", "drafts"),
     [
@@ -357,7 +336,7 @@ LOOKUP = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"ngram": {}}
         ({**BRANCHES, "disable_by_batch_size": 64}, 80, {64: 15, 65: 0}),
     ],
 )
-def test_large_batches_draft_nothing(family, v2, as_on_gpus, keys, max_num_seqs, drafts):
+def test_large_batches_draft_nothing(family, as_on_gpus, keys, max_num_seqs, drafts):
     """By vLLM's own schedule of draft lengths, only where a batch can be as large."""
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
@@ -368,28 +347,3 @@ def test_large_batches_draft_nothing(family, v2, as_on_gpus, keys, max_num_seqs,
         longest = config.speculative_config.num_speculative_tokens
         by_size = build_dynamic_sd_schedule_lookup(given, max_num_seqs, longest)
         assert {size: by_size[size] for size in drafts} == drafts
-
-
-@triton_kernels
-@pytest.mark.parametrize("kind", ["cascade", "stock drafter"])
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_grammar_needs_asynchronous_scheduling(family, v2, kind, asynchronous):
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
-
-    stock = {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    given = {"cascade": LOOKUP}.get(kind, {**stock, "rejection_sample_method": "hierarchical"})
-    config = configure(family, given)
-    # vLLM schedules synchronously on CPUs.
-    assert config.speculative_config.hsd_synchronous
-    if asynchronous:
-        config.scheduler_config.async_scheduling = True
-        config.speculative_config.adapt(config.scheduler_config)
-    speculative = pickle.loads(pickle.dumps(config.speculative_config))
-    SamplingParams()._validate_spec_decode(speculative)
-    constrained = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a", "b"]))
-    if asynchronous:
-        constrained._validate_spec_decode(speculative)
-        return
-    with pytest.raises(UserError, match="exact with asynchronous scheduling only"):
-        constrained._validate_spec_decode(speculative)

@@ -7,21 +7,22 @@ import sys
 import pytest
 from support.engines import configuration_errors
 
-from vllm_hsd.runner_v1 import hooks
+from vllm_hsd.registry import TESTED, fault_of, installed_release
+from vllm_hsd.runner_v2.hooks import HOOKS, REGISTRY
 
-hooks.load()
+REGISTRY.load()
 CASCADE = {"method": "hsd", "num_speculative_tokens": 4}
 
 
-@pytest.mark.parametrize("hook", hooks.HOOKS.values(), ids=lambda hook: hook.name[5:])
+@pytest.mark.parametrize("hook", HOOKS.values(), ids=lambda hook: hook.name[5:])
 def test_a_name_is_as_tested_in_the_installed_vllm(hook):
-    assert hooks.fault_of(hook) is None
-    assert hook.why and hook.tested == hooks.TESTED
+    assert fault_of(hook) is None
+    assert hook.why and hook.tested == TESTED
 
 
 @pytest.mark.parametrize(
     "hook",
-    [hook for hook in hooks.HOOKS.values() if hook.how in ("replaced", "changed", "on runner")],
+    [hook for hook in HOOKS.values() if hook.how in ("replaced", "changed", "on runner")],
     ids=lambda hook: hook.name[5:],
 )
 def test_a_replacement_says_when_it_can_go_and_names_an_issue(hook):
@@ -29,8 +30,8 @@ def test_a_replacement_says_when_it_can_go_and_names_an_issue(hook):
 
 
 def test_the_installed_release_is_tested():
-    assert hooks.installed_release() in hooks.TESTED
-    assert hooks.faults() == []
+    assert installed_release() in TESTED
+    assert REGISTRY.faults() == []
 
 
 @pytest.mark.parametrize("patch", ["other_release", "other_parameters", "missing_method"])
@@ -53,7 +54,7 @@ def test_only_this_package_refuses_another_vllm(family, patch):
     said = {
         "other_release": "0.99",
         "other_parameters": "_validate_spec_decode",
-        "missing_method": "_input_fits_in_drafter",
+        "missing_method": "prepare_attn",
     }[patch]
     assert said in cascade_error and said in hierarchical_error
     assert others == [None, None, None]
@@ -66,8 +67,10 @@ import sys
 from vllm.engine.arg_utils import EngineArgs
 before = {name for name in sys.modules if not name.startswith("vllm_hsd")}
 unused = {"vllm_hsd", *(f"vllm_hsd.{name}" for name in sys.argv[2:])}
-# vLLM's entry point for platforms, which it calls where it is installed.
-unused |= {"vllm_hsd.kernels", "vllm_hsd.kernels.cpu_backend"} & set(sys.modules)
+# vLLM's entry point for platforms, which it calls where it is installed, and where there is no GPU
+# Triton's backend for CPUs.
+kernels = [name for name in sys.modules if name.startswith("vllm_hsd.kernels")]
+unused |= {name for name in kernels if "cpu_backend" in name} | {"vllm_hsd.kernels"} & set(kernels)
 from vllm_hsd import plugin
 plugin.register()
 plugin.register()
@@ -75,15 +78,16 @@ assert set(sys.modules) - before == unused, set(sys.modules) - before
 config = EngineArgs(sys.argv[1], skip_tokenizer_init=True).create_engine_config()
 assert config.speculative_config is None
 assert {name for name in sys.modules if name.startswith("vllm_hsd")} == unused
-from vllm_hsd.runner_v1 import hooks
-assert hooks.is_ours(EngineArgs.create_speculative_config)
-assert not hooks.is_ours(EngineArgs.create_speculative_config.__wrapped__)
-hooks.load()
-replaced = [hook.name for hook in hooks.HOOKS.values() if hook.how == "replaced"]
+from vllm_hsd.registry import in_place, is_ours
+from vllm_hsd.runner_v2.hooks import HOOKS, REGISTRY
+assert is_ours(EngineArgs.create_speculative_config)
+assert not is_ours(EngineArgs.create_speculative_config.__wrapped__)
+REGISTRY.load()
+replaced = [hook for hook in HOOKS.values() if hook.how == "replaced"]
 from vllm_hsd.entrance import ENTRANCE
-assert [name for name in replaced if hooks.in_place(hooks.HOOKS[name])] == [ENTRANCE]
-hooks.install()
-assert all(hooks.in_place(hooks.HOOKS[name]) for name in replaced)
+assert [hook.name for hook in replaced if in_place(hook)] == [ENTRANCE]
+REGISTRY.install()
+assert all(map(in_place, replaced))
 """
 
 
