@@ -18,10 +18,6 @@ def test_every_draft_is_accepted(family, levels, verifier):
         **TEMPERATURES,
         "top_k 5, min_p 0.05": {"top_k": 5, "min_p": 0.05},
         "greedy": {"temperature": 0},
-        "greedy with allowed tokens": {"temperature": 0, "allowed_token_ids": [3, 4, 5, 6]},
-        "greedy with bias": {"temperature": 0, "logit_bias": {3: 5.0}},
-        "allowed tokens": {"allowed_token_ids": [3, 4, 5, 6]},
-        "bias": {"logit_bias": {3: 5.0}},
     }
     jobs = {
         name: {"prompts": PROMPTS, "params": {**params, "max_tokens": 24, "ignore_eos": True}}

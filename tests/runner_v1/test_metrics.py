@@ -40,14 +40,18 @@ def test_counts_fit_together(in_process, job):
     levels, counters = in_process[job]["levels"], in_process[job]["counters"]
     for level in levels:
         assert 0 < level["accepted"] < level["drafted"]
-        assert level["rounds"] <= level["requested"] - level["empty"] and level["seconds"] > 0
-        assert 0 < level["rounds"] <= level["drafted"]
-        assert level["forwards"] > 0 and level["forward_seconds"] > 0
+        assert 0 < level["rounds"] <= level["drafted"] and level["forwards"] > 0
     assert levels[0]["drafted"] <= 2 * levels[0]["rounds"]
     assert levels[1]["accepted"] == counters["spec_decode_num_accepted_tokens"]
     tokens = sum(len(out[0]["ids"]) for out in in_process[job]["outputs"])
     # Every target call adds one token of its own; a draft may reach past the last one.
     assert tokens <= levels[1]["accepted"] + levels[1]["rounds"] + 2 * len(PROMPTS) + 12
+
+
+def test_what_was_asked_of_levels_and_their_seconds_are_counted(in_process):
+    for level in in_process["seeded"]["levels"]:
+        assert level["rounds"] <= level["requested"] - level["empty"]
+        assert level["seconds"] >= level["forward_seconds"] > 0
 
 
 def counted(*rows: dict[str, int], sources: tuple[str, ...] = ()) -> LevelCounts:
