@@ -3,7 +3,6 @@
 import functools
 import operator
 import pickle
-import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,7 +162,7 @@ def test_v1_is_not_what_vllm_falls_back_to(family, monkeypatch, method):
         # Other configurations are vLLM's own matter.
         assert asked(configure(family, None)) is not None
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    with pytest.raises(UserError, match="VLLM_USE_V2_MODEL_RUNNER=0 asks for .*: unset it"):
+    with pytest.raises(UserError, match=r"VLLM_USE_V2_MODEL_RUNNER=0 asks for .*: unset it"):
         configure(family, given[method])
 
 

@@ -42,7 +42,9 @@ def test_not_where_it_does_not_fit():
     assert not adapts(MODEL, connector=object()) and adapts(NGRAM, connector=object())
     assert not adapts({**MODEL, "branches": 2})
     assert not adapts({**NGRAM, "num_tokens": 2}, {**MODEL, "verifier": "none"})
-    assert not adapts({"eagle3": "some/head"}) and not adapts({"sources": [NGRAM, {"eagle3": "some/head"}]})
+    assert not adapts({"eagle3": "some/head"}) and not adapts(
+        {"sources": [NGRAM, {"eagle3": "some/head"}]}
+    )
 
 
 def test_branches_of_lookups_alone():

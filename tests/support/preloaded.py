@@ -10,7 +10,7 @@ from support import triton_cpu
 # Before vLLM is imported.
 triton_cpu.prepare_vllm()
 
-from vllm.platforms import current_platform
+from vllm.platforms import current_platform  # noqa: E402
 
 # With what vLLM imports while an engine starts.
 MODULES = (

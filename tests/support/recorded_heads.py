@@ -1,9 +1,13 @@
 """Patches for engines on the V2 runner with a head: its drafts are noted; faults."""
 
+from typing import Any
+from unittest import mock
+
 from support import engines
+from support.hosted_branches import runner_of
 
 # (verified text, draft tokens after it) -> what the head makes of it
-_NOTED: dict[tuple, float] = {}
+_NOTED: dict[tuple, Any] = {}
 
 
 def run(llm, jobs: dict[str, dict]) -> tuple[dict, dict]:
@@ -30,6 +34,34 @@ def install() -> None:
         return logits
 
     ProgramHead.forward = recorded
+
+
+def run_beside_vllm(llm, jobs: dict[str, dict]) -> tuple[dict, dict]:
+    """The jobs, and drafts of vLLM's own drafter, which may be next to lookups.
+
+    Of greedy requests: text -> (draft, whether it is the head's).
+    """
+    from vllm_hsd.runner_v2.head_sources import HeadSources
+
+    runner, noted = runner_of(llm), {}
+    speculator, states = runner.speculator, runner.req_states
+    temperature, propose = runner.sampler.sampling_states.temperature.np, speculator.propose
+
+    def recorded(batch, *read, **options):
+        drafts = propose(batch, *read, **options)
+        for b, slot in enumerate(batch.idx_mapping_np[: batch.num_reqs].tolist()):
+            text = states.all_token_ids.gpu[slot, : states.total_len.gpu[slot]].tolist()
+            if len(text) <= states.prefill_len.np[slot] or temperature[slot]:
+                continue
+            draft, is_own = drafts[b].tolist(), True
+            if isinstance(speculator, HeadSources):
+                draft = draft[: speculator.draft_length[slot]]
+                is_own = bool(speculator.lookup.drawn[slot])
+            noted[tuple(text)] = draft, is_own
+        return drafts
+
+    with mock.patch.object(speculator, "propose", recorded):
+        return engines.run_jobs(llm, jobs), noted
 
 
 def install_in_turns() -> None:
