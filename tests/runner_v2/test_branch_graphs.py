@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support import engines, recorded_graph, v2_engines
+from support import engines, hosted_branches, recorded_graph, v2_engines
 from support.engines import ids
 from support.hosted_branches import NoBranches, Oracle, runner_of
 
@@ -72,21 +72,19 @@ def capture(runner, requests: list[int]) -> dict[tuple[int, int], Any]:
 
 def in_graphs(llm, work):
     """What an engine's process does: jobs, then one of them without what replays need."""
-    from support import hosted_branches_v2
-
     source, jobs, requests, stale = work
     runner = runner_of(llm)
     graphs, hosted = capture(runner, requests), runner.speculator.branches
-    results, seen = hosted_branches_v2.run(llm, source, jobs)
+    results, seen = hosted_branches.run(llm, source, jobs)
     replays = {size: graph.replays for size, graph in graphs.items()}
     buffers, found = hosted.buffers, {}
     for name in ("query_start_loc", "seq_lens") if stale else ():
         hosted.buffers = copy.copy(buffers)
         setattr(hosted.buffers, name, getattr(buffers, name).clone())
-        found[name], _ = hosted_branches_v2.run(llm, source, stale)
+        found[name], _ = hosted_branches.run(llm, source, stale)
     if stale:
         hosted.buffers, hosted.tables = buffers, [each.clone() for each in hosted.tables]
-        found["block tables"], _ = hosted_branches_v2.run(llm, source, stale)
+        found["block tables"], _ = hosted_branches.run(llm, source, stale)
     return results, seen, replays, found
 
 
@@ -142,8 +140,6 @@ def test_replayed_steps_of_drawn_drafts(family, greedy_tokens):
 
 def in_graphs_with_prompts(llm, work):
     """The jobs, the caches after a prompt, and steps with prompts in them that were replayed."""
-    from support import hosted_branches_v2
-
     source, jobs, prompt = work
     hosted, seen_prompts = runner_of(llm).speculator.branches, []
     prepare = hosted.prepare
@@ -154,7 +150,7 @@ def in_graphs_with_prompts(llm, work):
 
     hosted.prepare = prepared
     results, seen, replays, _ = in_graphs(llm, (source, jobs, [1, 3, 4], {}))
-    caches = hosted_branches_v2.difference_of_caches(llm, source, NoBranches(), prompt, 40)
+    caches = hosted_branches.difference_of_caches(llm, source, NoBranches(), prompt, 40)
     return results, seen, replays, sum(map(bool, seen_prompts)), caches
 
 

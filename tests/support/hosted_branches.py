@@ -5,16 +5,15 @@ What is called here runs in the engine's process.
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from support.engines import run_jobs
 
-from vllm_hsd.core import row_layout
+from vllm_hsd.runner_v2 import branches as module
 
 
 def runner_of(llm) -> Any:
@@ -75,12 +74,6 @@ class Avoiding:
         return [branch[:most] for branch in found[:rows]]
 
 
-def common_prefix(one: list[int], other: list[int]) -> int:
-    """Leading tokens that are equal."""
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return sum(1 for _ in pairs)
-
-
 class NoBranches:
     """Chains alone."""
 
@@ -92,149 +85,130 @@ class NoBranches:
         return []
 
 
-def run(
-    llm, source: Any, jobs: dict, fault: str | None = None
-) -> tuple[dict, Counter, dict[tuple[int, ...], list[int]]]:
-    """Results of `run_jobs` with branches of `source`; what was seen; text -> the chain drafted."""
+class AsOffered:
+    """What the levels and their rule offer."""
+
+    def chain(self, text: list[int], most: int) -> None:
+        """The levels' own."""
+
+    def branches(self, text: list[int], most: int, chain: list[int], rows: int) -> None:
+        """The levels' own."""
+
+
+def run(llm, source: Any, jobs: dict, fault: str | None = None) -> tuple[dict, Counter]:
+    """Results of `run_jobs` with drafts and branches of `source`, and what was seen."""
     runner = runner_of(llm)
-    proposer = runner.drafter
-    cascade, hosted = proposer.cascade, proposer.branches
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    seen = Counter(rows=hosted.most, lookahead=scheduler.num_lookahead_tokens)
-    drafted: dict[tuple[int, ...], list[int]] = {}
-    originals = cascade.propose, hosted.finish
+    hosted, scheduler = runner.speculator.branches, llm.llm_engine.engine_core.engine_core.scheduler
+    seen = Counter(lookahead=scheduler.num_lookahead_tokens)
+    originals = hosted.flat_drafts, hosted.finish
 
-    def propose(batch, slots, requested, *args):
-        drafts, store = originals[0](batch, slots, requested, *args), cascade.branches
-        store.clear(slots)
-        for slot, most in zip(slots.tolist(), requested.tolist(), strict=True):
-            text = batch.tokens[batch.rows[slot], : proposer.requests.committed[slot]].tolist()
-            if (chosen := source.chain(text, most)) is not None:
-                drafts.counts[slot] = len(chosen)
-                drafts.token_ids[slot, : len(chosen)] = chosen
-                drafts.point_mass[slot] = True
-            chain = drafts.token_ids[slot, : drafts.counts[slot]].tolist()
-            drafted[tuple(text)] = chain
-            for j, own in enumerate(source.branches(text, most, chain, hosted.most - 1)):
-                seen["one row"] += bool(own) and not store.room[slot]
-                own = own[: store.room[slot]]
-                rows = [chain, *(store.token_ids[slot, i].tolist() for i in range(j))]
-                rows = [
-                    row[:n] for row, n in zip(rows, [len(chain), *store.counts[slot]], strict=False)
-                ]
-                shared = [common_prefix(own, row) for row in rows]
-                known = max(shared)
-                if known < len(own):
-                    store.counts[slot, j] = len(own)
-                    store.token_ids[slot, j, : len(own)] = own
-                    store.shared[slot, j], store.parent[slot, j] = known, shared.index(known)
-                    seen["shared"] += known
-        return drafts
+    def flat_drafts(slots, window, drafts):
+        state, lookup, states = hosted.state, hosted.lookup, runner.req_states
+        lengths = states.total_len.gpu[torch.from_numpy(slots).long()].tolist()
+        for b, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True)):
+            most = int(state.requested[0, b])
+            text = states.all_token_ids.gpu[slot, :length].tolist()
+            found.update({"last": (slot, text)})
+            chain = source.chain(text, most) if most else None
+            if chain is not None:
+                state.draft_length[b] = len(chain)
+                state.draft_tokens[b, : len(chain)] = torch.tensor(chain, dtype=torch.int64)
+            else:
+                chain = state.draft_tokens[b, : state.draft_length[b]].tolist()
+            rows = source.branches(text, most, chain, hosted.most - 1) if most else []
+            for j in range(0 if rows is None else hosted.most - 1):
+                own = rows[j] if j < len(rows) else []
+                lookup.branch_counts[b, j] = len(own)
+                lookup.branches[b, j, : len(own)] = torch.tensor(own, dtype=torch.int32)
+        before = lookup.branch_counts[: len(slots)].sum(1)
+        originals[0](slots, window, drafts)
+        after = lookup.branch_counts[: len(slots)].sum(1)
+        seen["one row"] += int(((before > 0) & (after == 0)).sum())
 
-    def finish(winner, kept, of_chain):
-        rows, size = hosted.rows, hosted.groups[0].block_size
-        seen["groups"] = len(hosted.groups)
-        store = cascade.branches.counts[proposer.request_slots(len(winner))]
-        computed = np.maximum(rows.counts[:, 1:] - 1, 0)
-        seen["cut"] += int((computed < store).any(1).sum())
-        for i in np.flatnonzero(winner):
-            seen["won"] += 1
-            base = runner.input_batch.num_computed_tokens_cpu[i]
-            seen[f"won at {base % size}"] += 1
-        originals[1](winner, kept, of_chain)
+    def finish():
+        step = hosted.step
+        if step is not None:
+            seen["groups"] = len(hosted.caches)
+            seen["rows"] = max(seen["rows"], 1 + int(step.rows.branch.max()))
+            batch, shown = hosted.shown
+            of_rows = [batch.req_ids[i] for i in step.rows.request.tolist()]
+            seen["misnamed"] += shown.req_ids != of_rows
+            listed = step.batch.num_draft_tokens_per_req
+            whole = hosted.most * (hosted.length + 1) - 1
+            seen["cut"] += int(((listed > hosted.length) & (listed < whole)).sum())
+            for i in np.flatnonzero(hosted.winner[: step.batch.num_reqs].numpy()):
+                row = int(np.flatnonzero(step.rows.request.numpy() == i)[0])
+                size = runner.cache_config.block_size
+                seen["won"] += 1
+                seen[f"won at {int(step.rows.base[row]) % size}"] += 1
+        originals[1]()
 
-    cascade.propose, hosted.finish = propose, finish
-    # A model is to draft whatever it costs.
-    cascade.lowest.choice.begins = lambda slots, *_: np.ones(len(slots), dtype=bool)
-    cascade.lowest.choice.goes_on = lambda slots, *_: np.ones(len(slots), dtype=bool)
-    undo = FAULTS[fault](runner) if fault else None
+    found: dict = {}
+    hosted.flat_drafts, hosted.finish = flat_drafts, finish
+    undo = FAULTS[fault](hosted) if fault else None
     try:
-        return run_jobs(llm, jobs), seen, drafted
+        results = run_jobs(llm, jobs)
+        seen["last"] = found.get("last")
+        return results, seen
     finally:
-        cascade.propose, hosted.finish = originals
+        hosted.flat_drafts, hosted.finish = originals
         if undo is not None:
             undo()
 
 
-def difference_of_caches(llm, source: Any, prompt: list[int], length: int) -> tuple[float, int]:
+def difference_of_caches(llm, source: Any, none: Any, prompt: list[int], length: int):
     """Compare what requests with branches leave in the caches with a prefill of the same text.
+
+    Args:
+        none: a source of chains alone.
 
     Returns:
         (largest difference of the entries of all full blocks and layers; steps that a branch won).
     """
-    runner = runner_of(llm)
-    hosted, found = runner.drafter.branches, {}
-
-    def flat_drafts(slots):
-        tables = [table.block_table.np[0].copy() for table in runner.input_batch.block_table]
-        length = runner.drafter.requests.committed[slots[0]]
-        found["last"] = runner.input_batch.token_ids_cpu[0, :length].tolist(), tables
-        return original(slots)
-
-    original, kept, won = hosted.flat_drafts, [], 0
-    hosted.flat_drafts = flat_drafts
-    for each, most in ((source, length), (NoBranches(), 1)):
+    runner, kept, won = runner_of(llm), [], 0
+    for each, most in ((source, length), (none, 1)):
         llm.reset_prefix_cache()
         params = {"temperature": 0, "ignore_eos": True, "max_tokens": most}
-        _, seen, _ = run(llm, each, {"a": {"prompts": [prompt], "params": params}})
+        _, seen = run(llm, each, {"a": {"prompts": [prompt], "params": params}})
+        slot, text = seen["last"]
         if not kept:
-            prompt, _ = found["last"]
-        full = len(prompt[:-1]) // hosted.groups[0].block_size
-        kept.append(
-            [
-                cache[table[:full]].view(np.float32).copy()
-                for table, caches in zip(found["last"][1], hosted.caches, strict=True)
-                for cache in caches
-            ]
-        )
+            prompt = text
+        layers = runner.compilation_config.static_forward_context
+        blocks = []
+        for gid, group in enumerate(runner.kv_cache_config.kv_cache_groups):
+            full = (len(prompt) - 1) // runner.block_tables.block_sizes[gid]
+            table = runner.block_tables.block_tables[gid].gpu[slot, :full].long()
+            for name in group.layer_names:
+                cache = layers[name].kv_cache
+                number = cache.shape.index(runner.kv_cache_config.num_blocks)
+                blocks.append(cache.movedim(number, 0)[table].clone())
+        kept.append(blocks)
         won += seen["won"]
-    hosted.flat_drafts = original
     pairs = zip(*kept, strict=True)
-    return max(float(abs(one - other).max()) for one, other in pairs), won
+    return max(float((one - other).abs().max()) for one, other in pairs), won
 
 
-def _replaced(owner: Any, name: str, new: Any) -> Callable[[], None]:
-    """Put `new` in the place of an attribute; what puts the old one back."""
-    old = getattr(owner, name)
-    setattr(owner, name, new)
-    return lambda: setattr(owner, name, old)
+def _without(name: str) -> Callable[[Any], Callable[[], None]]:
+    def put(hosted: Any) -> Callable[[], None]:
+        old = getattr(module, name)
+        setattr(module, name, lambda *_, **__: None)
+        return lambda: setattr(module, name, old)
+
+    return put
 
 
-def _no_copy(name: str, runner: Any) -> Callable[[], None]:
-    nothing = np.zeros(0, dtype=np.int64)
-    return _replaced(row_layout.PrivateBlocks, name, lambda *_: (nothing, nothing))
+def _one_row_off(hosted: Any) -> Callable[[], None]:
+    follow = module.follow_branches
 
+    def followed(chain, logits, *rest, **options):
+        return follow(chain, logits.roll(1, 0), *rest, **options)
 
-def _one_row_off(runner: Any) -> Callable[[], None]:
-    sampler = runner.rejection_sampler
-    original = sampler._follow
-
-    def follow(whole, rows, emitted, accepted):
-        places = rows.places.copy()
-        places[:, 1:] -= 1
-        return original(whole, rows._replace(places=places), emitted, accepted)
-
-    return _replaced(sampler, "_follow", follow)
-
-
-def _as_if_the_chain_had_won(runner: Any, **changed: Any) -> Callable[[], None]:
-    hosted = runner.drafter.branches
-    original = hosted.finish
-
-    def finish(*args):
-        original(*args)
-        kept = hosted.followed.kept
-        told = {"of_chain": kept, "places": None}
-        hosted.followed = hosted.followed._replace(**{name: told[name] for name in changed})
-
-    return _replaced(hosted, "finish", finish)
+    module.follow_branches = followed
+    return lambda: setattr(module, "follow_branches", follow)
 
 
 FAULTS: dict[str, Callable[[Any], Callable[[], None]]] = {
-    "no copy of the text before a root": functools.partial(_no_copy, "copied_before"),
-    "shared tokens written once": functools.partial(_no_copy, "repeated"),
-    "no copy of what a branch computed": functools.partial(_no_copy, "copied_after"),
+    "no copy of the text before a root": _without("copy_to_branches"),
+    "no copy of what a branch computed": _without("copy_from_winners"),
     "tokens drawn one row off": _one_row_off,
-    "a level keeps its entries": functools.partial(_as_if_the_chain_had_won, of_chain=True),
-    "states of the chain": functools.partial(_as_if_the_chain_had_won, places=True),
 }
