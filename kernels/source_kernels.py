@@ -246,6 +246,7 @@ def choose_offer_kernel(
     expected_ptr,  # float64 [S, slots + 1, N]
     prior_ptr,  # float64 [1]
     least_ptr,  # float64 [1], probability to survive below which nothing is drafted
+    chosen_ptr,  # int32 [slots + 1], the source that drafts, -1 for none
     drawn_ptr,  # float32 [slots + 1], with HAS_DRAFTER
     wanted_ptr,  # int64 [1], with HAS_DRAFTER: one more for each request that wants a whole draft
     temperature_ptr,  # float32 [B], of level 0
@@ -266,6 +267,7 @@ def choose_offer_kernel(
     tl.store(window_ptr + request * window_stride + end + lane, taken, mask=lane < drafted)
     tl.store(end_ptr + request, end + drafted)
     tl.store(drafted_ptr + request, drafted)
+    tl.store(chosen_ptr + slot, tl.where(drafted > 0, chosen, -1))
     if HAS_DRAFTER:
         drawn = chosen == SOURCES - 1
         tl.store(drawn_ptr + slot, drawn.to(tl.float32))

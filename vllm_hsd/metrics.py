@@ -47,8 +47,6 @@ COUNTERS = {
 SOURCE_COUNTERS = {
     "drafted": "Tokens of one of a level's sources that the level proposed.",
     "accepted": "Tokens of one of a level's sources that were accepted.",
-    "branches": "Branches of one of a level's sources that were verified.",
-    "branches_followed": "Branches of one of a level's sources that the text followed.",
 }
 
 # Of a step's output: pickled to the scheduler with it, unknown to vLLM.

@@ -305,7 +305,9 @@ def test_what_is_made_before_the_weights_and_follows_the_configuration(monkeypat
     given["levels"].append({"model": "m"})
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 7),
-        speculative_config=SimpleNamespace(hsd=CascadeConfig.parse(given)),
+        speculative_config=SimpleNamespace(
+            hsd=CascadeConfig.parse(given), level_configs=[None, None]
+        ),
     )
 
     def init(self, vllm_config, device):

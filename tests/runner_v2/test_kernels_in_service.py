@@ -58,7 +58,7 @@ def head_of(family) -> str:
 
 def configurations(family) -> dict[str, dict]:
     lookup = {"ngram": {"max": 3}}
-    hsd = {"method": "hsd", "num_speculative_tokens": 4}
+    hsd = {"method": "hsd", "num_speculative_tokens": 4, "adaptive": False}
     return {
         "suffix": {**hsd, "levels": [{"suffix": {"min_acceptance": 0.01}}]},
         "two models": {

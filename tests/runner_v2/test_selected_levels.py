@@ -23,7 +23,7 @@ def run_selections(llm, jobs: dict) -> list:
 
 
 def serve(family, levels: list[dict], selections: list) -> list:
-    config = {"method": "hsd", "num_speculative_tokens": 6, "levels": levels}
+    config = {"method": "hsd", "num_speculative_tokens": 6, "levels": levels, "adaptive": False}
     engine = {"model": family.target, "speculative_config": config, "disable_log_stats": False}
     found = run_engine(engine, {"selections": selections}, work=run_selections)
     for run in found:

@@ -17,6 +17,7 @@ from support import step_reference
 from support.proposal_states import block_tables
 
 from vllm_hsd.core.cascade import Cascade
+from vllm_hsd.core.counters import LevelCounts
 from vllm_hsd.core.drafts import DraftStore, ragged_arange
 from vllm_hsd.core.filled_blocks import FilledBlocks
 from vllm_hsd.core.levels import DraftBatch, LevelOptions, StepLevels
@@ -160,7 +161,9 @@ class Engine:
         self.host = host
         if host:
             caches = TableCaches(self)
-            made = partial(HostProgram, max_rounds=limits[: len(lengths)], caches=caches)
+            counts = LevelCounts.zeros(len(lengths))
+            limited = {"max_rounds": limits[: len(lengths)], "counts": counts}
+            made = partial(HostProgram, caches=caches, **limited)
         if drafts > 1:
             self.several = SeveralDrafts.allocate(self.state, drafts, [batch], batch)
             made = partial(SeveralDraftsProgram, kept=self.several)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_hsd.core.counters import Count
 from vllm_hsd.core.draft_budget import cut
 from vllm_hsd.kernels.chain_verify import ChainResult
 from vllm_hsd.runner_v2.branches import HostedBranches
@@ -31,6 +32,12 @@ class HostBranches(HostedBranches):
         self.accepted = np.zeros(self.runner.max_num_reqs, dtype=np.int64)
 
     @property
+    def _row(self) -> np.ndarray:
+        """Counts of the lowest level."""
+        row: np.ndarray = self.runner.speculator.counts.host.rows[0]
+        return row
+
+    @property
     def length(self) -> int:
         return self.longest_used
 
@@ -51,6 +58,8 @@ class HostBranches(HostedBranches):
         self.longest_used = max(1, int(chains.max()), int(branches.max()))
         super().flat_drafts(slots, window, drafts)
         counts = branches.numpy().astype(np.int64)
+        self._row[Count.branches] += (counts > 0).sum()
+        self._row[Count.branch_tokens] += counts.sum()
         rows = np.arange(1, self.most) * (self.length + 1)
         last = np.where(counts > 0, rows + counts, 0).max(1)
         self.listed = np.where(last > 0, last, chains)
@@ -66,7 +75,13 @@ class HostBranches(HostedBranches):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `HostedBranches.follow`."""
         self.accepted[idx_mapping.numpy()] = chain.num_accepted.numpy()
-        return super().follow(chain, logits, cu_num_logits, idx_mapping, draws, **options)
+        token_ids, emitted = super().follow(
+            chain, logits, cu_num_logits, idx_mapping, draws, **options
+        )
+        more, row = (emitted - chain.num_emitted).numpy(), self._row
+        row[Count.branches_followed] += (more > 0).sum()
+        row[Count.followed_tokens] += more.sum()
+        return token_ids, emitted
 
     def none(self, state: ProposalState) -> None:
         """No request of the proposal has branches."""

@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from vllm_hsd.core import clock
+from vllm_hsd.core.counters import Count, LevelCounts
 from vllm_hsd.core.levels import LookupResult, StepLevels
 from vllm_hsd.core.rounds import Round
 from vllm_hsd.core.trials import Trials
@@ -43,6 +44,8 @@ class HostProgram(Program):
 
     Args:
         max_rounds: per level, see `LevelOptions`.
+        counts: of the levels, and of the lowest one's sources.
+        chosen: int32 [slots + 1], the source that drafts for each slot; None for one source.
         caches: what levels have computed.
         listener: called with every `Round` of a level that verifies.
         has_read: called with a level, the tokens that it has read late, and seconds.
@@ -58,6 +61,8 @@ class HostProgram(Program):
         self,
         *args: Any,
         max_rounds: Sequence[int | None],
+        counts: LevelCounts,
+        chosen: np.ndarray | None = None,
         caches: LevelCaches,
         listener: Callable[[Round], None] | None = None,
         estimates: Callable[[ProposalState, Any], np.ndarray] | None = None,
@@ -66,6 +71,7 @@ class HostProgram(Program):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.max_rounds, self.caches = max_rounds, caches
+        self.counts, self.chosen = counts, chosen
         self.listener, self.estimates, self.has_read = listener, estimates, has_read
         self.lanes = self.schedule.longest_query
         levels, slots = self.schedule.num_levels, caches.computed.shape[1]
@@ -77,6 +83,8 @@ class HostProgram(Program):
             Drafted(np.zeros(slots, np.int64), np.full((slots, n), np.nan)) for n in lengths
         ]
         self.offered = False
+        # Slots whose drafts the target verifies, of sources right below it.
+        self.awaited = np.zeros(slots, dtype=bool)
         # Of the model next to lookups: what is known of it is as old as its last drafts.
         self.trials = Trials(1)
         # Whether the model next to lookups reads texts only where it is wanted.
@@ -103,7 +111,9 @@ class HostProgram(Program):
 
     def _look_up(self, state: ProposalState) -> None:
         """A draft of the lookup, and how sure it is of each token."""
+        began = clock.seconds()
         found = cast(ProgramLookup, self.levels[0])(state)
+        self._took(0, began)
         if self.estimates is not None:
             wanted = state.requested[0].numpy() > 0
             self.drafted[0].estimate[self.slots[wanted]] = self.estimates(state, found)[wanted]
@@ -125,6 +135,42 @@ class HostProgram(Program):
                 cascade_steps.begin_tail(state, self.schedule)
                 self._draft_lowest(state)
         self._finish(state, self.selection.top)
+        drafted, top = state.draft_length.numpy()[self.drafts], self.selection.top
+        slots = self.slots[self.drafts]
+        if self.selection.levels:
+            self._requested(top, slots, state.requested[-1].numpy()[self.drafts], drafted)
+        self.awaited[slots] = (drafted > 0) & (top == 0)
+
+    def verified(self, slots: np.ndarray, accepted: np.ndarray) -> None:
+        """The target's step has ended: int64 [n], tokens that it accepted of each slot's draft."""
+        own = self.awaited[slots]
+        self._count_sources(Count.accepted, slots[own], accepted[own])
+        self.awaited[slots] = False
+
+    def _took(self, level: int, began: float, passes: int = 0) -> None:
+        """Count a lookup or a forward pass of a level, and its time."""
+        spent, row = int(1e9 * (clock.seconds() - began)), self.counts.rows[level]
+        row[Count.ns] += spent
+        self.passes[level] += passes
+        row[Count.forwards] += passes
+        row[Count.forward_ns] += passes * spent
+
+    def _requested(
+        self, level: int, slots: np.ndarray, requested: np.ndarray, drafted: np.ndarray
+    ) -> None:
+        """Count what was asked of a level, [n] each, and which source has drafted."""
+        row = self.counts.rows[level]
+        row[Count.requested] += (requested > 0).sum()
+        row[Count.empty] += ((requested > 0) & (drafted == 0)).sum()
+        if level == 0:
+            self._count_sources(Count.drafted, slots, drafted)
+
+    def _count_sources(self, column: Count, slots: np.ndarray, tokens: np.ndarray) -> None:
+        if self.chosen is not None:
+            own = self.chosen[slots]
+            known = own >= 0
+            rows = self.counts.rows[self.counts.num_levels :]
+            np.add.at(rows[:, column], own[known], tokens[known])
 
     def most_verified(self, op: Verify) -> int:
         return self.schedule.kept_lengths[op.level - 1]
@@ -181,7 +227,7 @@ class HostProgram(Program):
         if late.any():
             began, missed = clock.seconds(), int((ends - 1 - computed[self.slots])[late].sum())
             self.caches.read(level, self.slots[late], ends[late] - 1)
-            self.passes[level] += 1
+            self._took(level, began, passes=1)
             if self.has_read is not None:
                 self.has_read(level, missed, clock.seconds() - began)
 
@@ -223,7 +269,9 @@ class HostProgram(Program):
         begins = self.base + state.start[0].numpy()
         open_ = np.ones(state.batch, dtype=bool)
         if self.sources is not None:
+            began = clock.seconds()
             self.sources.offer(state)
+            self._took(0, began)
             open_ = self._wants_model(state) & self._wants(state, 0)
             if self.lazy:
                 self._read(state, 0, open_)
@@ -267,6 +315,7 @@ class HostProgram(Program):
             self._draft(state, level - 1)
             drafted, counts = clock.seconds(), state.drafted[level - 1].numpy().copy()
             before = state.drafted[level].numpy().copy()
+            self._requested(feeder, self.slots[wants], requested[wants], counts[wants])
             longest = int(counts[wants].max())
             draw = self.draws[level]
             self.draws[level] += 1 if self.verifiers[level] == "none" else longest + 1
@@ -274,11 +323,13 @@ class HostProgram(Program):
                 return
             computed = self._pass(state, level, wants, draw, longest, below=level - 1)
             rounds += 1
+            slots = self.slots[wants]
+            accepted = state.drafted[level].numpy() - before - 1
+            if feeder == 0:
+                self._count_sources(Count.accepted, slots, np.maximum(accepted[wants], 0))
             if self.listener is None:
                 continue
-            slots = self.slots[wants]
             self.drafted[feeder].counts[slots] = counts[wants]
-            accepted = state.drafted[level].numpy() - before - 1
             self.listener(
                 Round(
                     level=feeder,
@@ -322,8 +373,9 @@ class HostProgram(Program):
         query = int(missing[wants].max()) + draft
         assert draft < query <= self.lanes
         op = Draft(0, step, query, draw) if below is None else Verify(level, query, draft, draw)
+        began = clock.seconds()
         self._run_level(state, op)
-        self.passes[level] += 1
+        self._took(level, began, passes=1)
         # A pass that began after a hole has filled nothing that can be used.
         whole = running & (missing + draft <= query)
         reached = np.minimum(text, state.limit.numpy() + 1)

@@ -76,6 +76,8 @@ class HostSpeculator(CascadeSpeculator):
             self.max_model_len,
             self.thresholds,
             sources,
+            counts=self.counts.host,
+            chosen=self.lookup.chosen.numpy() if isinstance(self.lookup, SourcesLookup) else None,
             max_rounds=[options.max_rounds for options in self.hsd.options()],
             caches=self.caches,
             listener=None if self.budget is None else self.budget.budget.observe,
@@ -138,8 +140,6 @@ class HostSpeculator(CascadeSpeculator):
             left = self.req_states.max_seq_len[slots] - self.req_states.total_len.gpu.numpy()[slots]
             program.run(state, self.budget.select(program, state, count, left))
             self.budget.proposal_ended(program, state)
-        for k, passes in enumerate(program.passes):
-            self.counts.forwards[k] += passes
         if self.branches is not None:
             self.branches.state = state
             self.branches.flat_drafts(slots, self.schedule.window, drafts)
@@ -201,6 +201,10 @@ class HostSpeculator(CascadeSpeculator):
         self.caches.step_began(input_batch, entered)
         new = slots[entered[slots]]
         entered[new] = False
+        accepted = np.maximum(num_sampled.numpy() - 1, 0)
+        if self.branches is not None:
+            accepted = np.minimum(accepted, cast(HostBranches, self.branches).accepted[slots])
+        self.program.verified(slots, accepted)
         if self.budget is not None:
             sampled, rejected = num_sampled.numpy(), num_rejected.numpy()
             self.budget.step_ended(input_batch, self.program, sampled, rejected)

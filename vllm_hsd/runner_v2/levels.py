@@ -24,8 +24,6 @@ from vllm.v1.worker.gpu.attn_utils import (
 
 from vllm_hsd.core.exit_head import ExitHead
 from vllm_hsd.core.vocabulary import fit_logits, readable
-from vllm_hsd.draft_models import loading
-from vllm_hsd.errors import quoted
 from vllm_hsd.exits import TargetExit
 from vllm_hsd.runner_v2.proposal_state import ProposalState
 from vllm_hsd.runner_v2.schedule import Draft, Schedule, Verify
@@ -76,11 +74,7 @@ class ProgramModel:
             },
         )
         tag = f"hsd_level{self.index}"
-        name, source = self.speculator.hsd.levels[self.index].named_sources(
-            f"levels[{self.index}]"
-        )[-1]
-        named = f"{name}.{source.kind} {quoted(level_config.model)}"
-        with loading(named), set_model_tag(tag):
+        with set_model_tag(tag):
             self.model = get_model(
                 vllm_config=self.draft_config,
                 prefix=tag,

@@ -7,6 +7,7 @@ arrived attaches what was counted since the last one (see `vllm_hsd.metrics`).
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,25 +23,29 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceCounts:
-    """Reads the counts of a `ProposalState`, and counts forward passes, which the host knows.
+    """Reads the counts of a `ProposalState`, next to those that the host keeps.
 
     Args:
         counts: int64 [L, 4], `ProposalState.counts`, whose first columns are those of `Count`.
+        sources: names of those of the lowest level.
+
+    Attributes:
+        host: forward passes, and on a CPU times, what found nothing, sources and branches.
     """
 
-    def __init__(self, counts: torch.Tensor) -> None:
+    def __init__(self, counts: torch.Tensor, sources: Sequence[str] = ()) -> None:
         self.counts = counts
         self.on_host = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=counts.is_cuda)
         self.arrived = torch.cuda.Event() if counts.is_cuda else None
         self.is_copying = False
         self.taken = torch.zeros_like(self.on_host)
-        self.forwards = [0] * len(counts)
+        self.host = LevelCounts.zeros(len(counts), sources)
         self.warned: set[int] = set()
 
     def add_proposal(self, schedule: Schedule) -> None:
         """Count the forward passes of a proposal."""
         for k, passes in enumerate(schedule.passes):
-            self.forwards[k] += passes
+            self.host.rows[k, Count.forwards] += passes
 
     def take(self) -> LevelCounts | None:
         """What was counted since the last call that returned it; None where it is not there yet."""
@@ -60,10 +65,8 @@ class DeviceCounts:
                 "which costs acceptance: check its weights and dtype.",
                 level,
             )
-        counts = LevelCounts.zeros(len(new))
-        counts.rows[:, : Count.forwards] = new[:, : Count.forwards].numpy()
-        counts.rows[:, Count.forwards] = self.forwards
-        self.forwards = [0] * len(self.forwards)
+        counts = self.host.take()
+        counts.rows[: len(new), : Count.forwards] += new[:, : Count.forwards].numpy()
         return counts
 
 

@@ -65,6 +65,7 @@ class SourcesLookup:
     Attributes:
         branches: int32 [batch, rows - 1, length], tokens of the rows after the chain, and
         branch_counts: int32 [batch, rows - 1], of the last proposal.
+        chosen: int32 [slots + 1], the source of each slot's draft, -1 for none.
         drawn: float32 [slots + 1], 1 where a slot's draft is the drafter's.
         selected: numbers of the sources that draft.
         wanted: int64 [1], drafts for which a whole one of the drafter was expected to be the best;
@@ -98,6 +99,7 @@ class SourcesLookup:
 
         self.shared, self.own = zeros(2, count, PLACES, BINS), zeros(2, count, slots + 1)
         self.counted = zeros(2, count, PLACES * BINS, dtype=torch.int32)
+        self.chosen = zeros(slots + 1, dtype=torch.int32)
         self.drawn = zeros(slots + 1, dtype=torch.float32)
         self.wanted = zeros(1, dtype=torch.int64)
         self.starts = zeros(slots + 1, dtype=torch.int64)
@@ -181,6 +183,7 @@ class SourcesLookup:
         )
         source_kernels.choose_offer_kernel[(state.batch,)](
             *offered,
+            self.chosen,
             self.drawn,
             self.wanted,
             state.temperature[0],

@@ -18,6 +18,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
+from vllm_hsd.draft_models import loading
+from vllm_hsd.errors import quoted
 from vllm_hsd.level_checks import check_states
 from vllm_hsd.runner_v2 import graph_checks
 from vllm_hsd.runner_v2.adaptive_verification import DraftConfidence
@@ -117,8 +119,8 @@ class CascadeSpeculator(StandaloneARSpeculator):
         self.thresholds = self._thresholds()
         self.shorter = self._shorter_states()
         self.several = self._several_drafts()
-        self.counts = DeviceCounts(self.state.counts)
         lowest = self.hsd.levels[0]
+        self.counts = DeviceCounts(self.state.counts, getattr(lowest, "names", ()))
         self.lookup = lowest.build_v2(self, 0) if lowest.on_v2 == "lookup" else None
         self.counted = {
             k: level.drafters[-1].build_v2(self, k)
@@ -247,7 +249,7 @@ class CascadeSpeculator(StandaloneARSpeculator):
         """Of the target; vLLM may lower it to what the cache holds, after the drafter is made."""
         levels = cast(Any, self.speculative_config).level_configs
         contexts = [level.draft_model_config.max_model_len for level in levels if level is not None]
-        return min(self.vllm_config.model_config.max_model_len, *contexts)
+        return min([self.vllm_config.model_config.max_model_len, *contexts])
 
     @max_model_len.setter
     def max_model_len(self, value: int) -> None:
@@ -267,7 +269,10 @@ class CascadeSpeculator(StandaloneARSpeculator):
             reads_states = level.drafters[-1].reads_target_states
             hosted = self.head if reads_states else level.drafters[-1].build_v2(self, i)
             if not hosted.in_target_cache:
-                hosted.load(self.speculative_config.level_configs[i])
+                config = cast(Any, self.speculative_config).level_configs[i]
+                name, source = level.named_sources(f"levels[{i}]")[-1]
+                with loading(f"{name}.{source.kind} {quoted(config.model)}"):
+                    hosted.load(config)
             if hosted.in_target_cache or reads_states:
                 hosted.attach(target_model)
             self.hosted.append(hosted)
