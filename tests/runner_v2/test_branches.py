@@ -84,9 +84,9 @@ ENGINES = {
 
 def test_the_rule_grows_branches_and_greedy_texts_stay(family, plain):
     # On a busy machine nothing may pay.
-    free = {"model": family.target, "worker_extension_cls": "support.free_drafts.Worker"}
-    arguments = {**free, **BASE, **cascade(branches=3, adaptive=True)}
-    with started(arguments) as process:
+    patch = "support.adversarial_depth:install_free_drafts"
+    arguments = {"model": family.target, **BASE, **cascade(branches=3, adaptive=True)}
+    with started(arguments, patch=patch) as process:
         results, seen = process.call(hosted_branches.run, AsOffered(), JOBS)
     assert differing(results, plain) == []
     assert seen["won"] > 0 and seen["rows"] > 1

@@ -251,7 +251,7 @@ HITS = {
 
 @pytest.fixture(scope="module")
 def crowded_plain(family):
-    """Tokens without speculation, on the V1 runner with room for all."""
+    """Tokens without speculation, with room for all."""
     jobs = {name: {**job, "arrive": None} for name, job in CROWDED_JOBS.items()}
     found = engines.run_engine({"model": family.target, "max_model_len": 64}, jobs)
     return {name: ids(result) for name, result in found.items()}

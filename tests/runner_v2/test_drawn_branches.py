@@ -114,7 +114,7 @@ JOBS = {
 
 @pytest.fixture(scope="module")
 def plain(family) -> dict[str, list[list[int]]]:
-    """Tokens without speculation, on the V1 runner with room for all."""
+    """Tokens without speculation, with room for all."""
     base = {key: value for key, value in BASE.items() if key != "max_num_batched_tokens"}
     jobs = {name: {**job, "arrive": None} for name, job in JOBS.items()}
     found = engines.run_engine({"model": family.target, **base}, jobs)
@@ -140,6 +140,18 @@ def test_a_crowded_engine_loses_nothing(family, plain, patch):
     level = results["preempted"]["levels"][0]
     counted = results["preempted"]["counters"]["spec_decode_num_accepted_tokens"]
     assert level["accepted"] == counted > 0
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_verify_alike(family, plain):
+    """Each rank hosts rows and copies blocks of its own part of the caches."""
+    jobs = {name: JOBS[name] for name in ("preempted", "prefix hits", "processed")}
+    arguments = {**engine(family.target, family.mid, 3), "tensor_parallel_size": 2}
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    results = engines.run_engine(arguments, jobs, env=env)
+    for name, result in results.items():
+        assert ids(result) == plain[name], name
+    assert results["preempted"]["levels"][0]["accepted"] > 10
 
 
 def test_large_batches_draft_chains(family, plain):

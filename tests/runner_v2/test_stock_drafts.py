@@ -63,7 +63,7 @@ def host_verdict(case, target, draft, text, drafted, seed):
 
 
 def test_every_verdict_is_that_of_the_hosts_verifier():
-    """The same seeds and drafts give the same tokens on V1's verifier and on V2's kernels."""
+    """The same seeds and drafts give the same tokens on the host and by the kernels."""
     cases = list(CASES.values())
     served = runner(cases)
     seeds = served.sampler.sampling_states.seeds.np[served.slots.numpy()].tolist()
