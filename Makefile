@@ -41,24 +41,17 @@ demo-cascade: venv
 plan-cascade: venv
 	$(BIN)/python -m benchmarks.studies.demo_cascade --plan
 
-# Kernels of tests run once: compiling them costs more than running them without optimization.
-WITH_TRITON := VLLM_USE_V2_MODEL_RUNNER=1 TRITON_CPU_FLAGS=-O0
+# Engines are single-threaded, so two test processes share two cores. Kernels of tests run once:
+# compiling them costs more than running them without optimization.
+PYTEST := TRITON_CPU_FLAGS=-O0 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Engines are single-threaded, so two test processes share two cores.
 test: venv
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25 -m "not slow and not triton and not interpret"
-# vLLM decides at import whether Triton runs on this CPU, and so which runner: a run of its own.
-	$(WITH_TRITON) $(BIN)/pytest -n 2 --durations=25 -m "triton and not slow" tests/kernels tests/runner_v2
-# A few tests of every kernel, which the interpreter's sanitizer watches, and counts of bytes.
-	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 -m "interpret and not slow" tests/kernels tests/runner_v2
+	$(PYTEST) --durations=25 -m "not slow and not interpret"
 
-# The runners' tests on the next release of vLLM, without a GPU.
+# The runner's tests on the next release of vLLM, without a GPU.
 test-033: venv
 	tests/vllm_overlay.sh $(BIN)/python .overlay-0.33 0.33.0
-	PYTHONPATH=$(CURDIR)/.overlay-0.33/site $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder \
-		-m "not slow" tests/runner_v1
-	PYTHONPATH=$(CURDIR)/.overlay-0.33/site $(WITH_TRITON) $(BIN)/pytest -n 2 \
-		-m "triton and not slow" tests/runner_v2
+	PYTHONPATH=$(CURDIR)/.overlay-0.33/site $(PYTEST) -m "not slow and not interpret" tests/runner_v2
 
 # What CUDA users have: torch 2.13 (vLLM 0.32) requires Triton 3.7.1, torch 2.14 (0.33) 3.8.
 TRITONS := 3.7.1 3.8.0
@@ -67,11 +60,12 @@ TRITONS := 3.7.1 3.8.0
 	$(BIN)/pip install --quiet --no-deps --target $@ triton==$*
 
 test-slow: venv $(TRITONS:%=.overlay-triton-%)
-	$(BIN)/pytest -m "slow and not triton"
+	$(BIN)/pytest -m slow
 	for release in $(TRITONS); do \
 		PYTHONPATH=$(CURDIR)/.overlay-triton-$$release $(BIN)/pytest -m "compiled and slow" tests/kernels || exit 1; \
 	done
-	VLLM_USE_V2_MODEL_RUNNER=1 $(BIN)/pytest -m "triton and slow" tests/kernels tests/runner_v2
+# A few tests of every kernel, which the interpreter's sanitizer watches, and counts of bytes.
+	TRITON_INTERPRET=1 $(BIN)/pytest -m interpret tests/kernels tests/runner_v2
 
 # Names of vLLM in use that differ between two releases: wheels, or directories that hold vllm/.
 vllm-diff: venv
@@ -187,10 +181,6 @@ bench-windows: venv
 # Qwen2.5-Coder 1.5B: its 0.5B, lookups, and cascades of both, in turn.
 bench-family: venv
 	$(BIN)/python -m benchmarks.studies.family $(FROM_PROMPTS)
-
-# vLLM's V1 and V2 runners on this CPU: tokens per second, and what a step's launches take.
-bench-runners: venv
-	$(BIN)/python -m benchmarks.studies.runners $(FROM_PROMPTS)
 
 # What a step spends its time on, by part of vLLM's runner.
 bench-step-shares: venv

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support import recorded_drafts
+from support import recorded_heads
 from support.eagle3_head import guesses, roll_out
 from support.engines import run_engine
 from transformers import AutoModelForCausalLM
@@ -130,24 +130,21 @@ def test_vllm_drafts_the_same_tokens(training, target, family, shards, tmp_path)
     steps(training, shards, 0, 2)
     save_head(training.head, tmp_path / "head")
     head = load_head(tmp_path / "head")
-    record = tmp_path / "drafts"
     prompt = [(7 * i) % 50 + 3 for i in range(11)]
-    outputs = run_engine(
-        {
-            "model": family.target,
-            "speculative_config": {
-                "method": "eagle3",
-                "model": str(tmp_path / "head"),
-                "num_speculative_tokens": 4,
-            },
-        },
-        {"greedy": {"prompts": [prompt], "params": {"temperature": 0, "max_tokens": 40}}},
-        patch="support.recorded_drafts:install",
-        env={recorded_drafts.FILE: str(record)},
-    )["greedy"]["outputs"]
-    found = recorded_drafts.read(record)
+    speculative = {
+        "method": "eagle3",
+        "model": str(tmp_path / "head"),
+        "num_speculative_tokens": 4,
+    }
+    job = {"prompts": [prompt], "params": {"temperature": 0, "max_tokens": 40}}
+    results, found = run_engine(
+        {"model": family.target, "speculative_config": speculative},
+        {"greedy": job},
+        work=recorded_heads.run_beside_vllm,
+    )
+    outputs = results["greedy"]["outputs"]
     states, _ = target_states(target, torch.tensor([prompt + outputs[0][0]["ids"]]), LAYERS)
-    assert len(found) > 5 and len({drafted[0] for drafted in found.values()}) > 1
-    for text, drafted in found.items():
+    assert len(found) > 5 and len({drafted[0] for drafted, _ in found.values()}) > 1
+    for text, (drafted, _) in found.items():
         known = states[0, : len(text) - 1]
         assert drafted == guesses(head, training.embedding, known, list(text), drafted)

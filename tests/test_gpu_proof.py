@@ -16,7 +16,7 @@ from support.marks import slow
 
 from benchmarks.common import REPOSITORY
 from benchmarks.gpu import host, pit, prove
-from benchmarks.gpu.items import ITEMS, Item, Setting
+from benchmarks.gpu.items import ITEMS, TOY, Item, Setting
 
 NAMES = ("passing", "failing", "lacking", "dying", "hanging", "waiting")
 
@@ -129,7 +129,7 @@ def test_exit_status(verdicts, left, status, tmp_path, monkeypatch, results, cap
     for item, verdict in zip(items, verdicts, strict=False):
         content = results["failing"] | {"name": item.name, "verdict": verdict}
         (tmp_path / "items" / f"{item.name}.json").write_text(json.dumps(content))
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv(TOY, "1")
     monkeypatch.setattr(prove, "run", lambda *args, **options: items[3 - left :])
     arguments = ["prove", "--output", str(tmp_path), "--items", *(item.name for item in items)]
     monkeypatch.setattr(sys, "argv", arguments)
@@ -140,7 +140,7 @@ def test_exit_status(verdicts, left, status, tmp_path, monkeypatch, results, cap
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv(TOY, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["prove", "--output", str(tmp_path)])
     assert prove.main() == 1
@@ -203,7 +203,7 @@ WITHOUT_VLLM = tuple(item.name for item in ITEMS if not item.needs_vllm)
 def test_kernel_items_run_without_vllm_and_git(tmp_path, names):
     for tool in ("gcc", "as", "ld"):
         (tmp_path / tool).symlink_to(shutil.which(tool))
-    toy = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_CPU_FLAGS": "-O0"}
+    toy = {TOY: "1", "TRITON_CPU_FLAGS": "-O0"}
     command = [sys.executable, "-m", "benchmarks.gpu.prove", "--output", str(tmp_path / "gpu")]
     found = subprocess.run(
         [*command, "--items", *names],

@@ -92,12 +92,16 @@ ITEMS = (
 )
 
 
+# Variable: items run in toy sizes where there is no GPU.
+TOY = "HSD_PROOF_TOY"
+
+
 @dataclass(frozen=True)
 class Setting:
     """Where an item runs.
 
     Attributes:
-        device: "cuda"; or "cpu", for toy sizes, by kernels compiled for it or interpreted.
+        device: "cuda"; or "cpu", for toy sizes, by kernels compiled for it.
         output: directory of all results.
         item: its name.
         origin: what a result belongs to; parts of another origin are run again.

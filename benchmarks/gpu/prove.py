@@ -26,7 +26,7 @@ import torch
 from benchmarks import plot
 from benchmarks.common import REPOSITORY, RESULTS, commit, options
 from benchmarks.gpu import host
-from benchmarks.gpu.items import ITEMS, Item
+from benchmarks.gpu.items import ITEMS, TOY, Item
 from vllm_hsd.checked_files import written_whole
 
 # Seconds that an item may take longer than it plans for, before it is ended.
@@ -239,8 +239,7 @@ def main() -> int:
     )
     parser.add_argument("--again", action="store_true", help="also what has passed")
     args = parser.parse_args()
-    toy = "1" in map(os.environ.get, ("TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER"))
-    if not torch.cuda.is_available() and not toy:
+    if not torch.cuda.is_available() and TOY not in os.environ:
         print("No CUDA device was found: run this on a host with a GPU.", file=sys.stderr)
         return 1
     output = args.output.absolute()

@@ -146,7 +146,6 @@ def test_all_requests_of_the_distribution_draft(family, monkeypatch):
     from vllm_hsd.runner_v2.spec_config import V2CascadeConfig
 
     triton_cpu.prepare_vllm()
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     register()
     count = engine_distribution.REQUESTS
     assert not any("seed" in params for params in engine_distribution.requests(count, 8)[1])

@@ -4,10 +4,11 @@ import os
 
 import pytest
 import torch
-from support.triton_cpu import COMPILED
+
+from benchmarks.gpu import items
 
 # The proof's toy form runs on a CPU, by kernels that are compiled for it.
-TOY = COMPILED and not torch.cuda.is_available() and "HSD_PROOF_OUTPUT" in os.environ
+TOY = not torch.cuda.is_available() and items.TOY in os.environ
 DEVICE = "cpu" if TOY else "cuda"
 on_gpu = [
     pytest.mark.gpu,
