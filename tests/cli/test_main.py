@@ -16,7 +16,7 @@ from support.engines import in_process
 from vllm_hsd.cli import doctor
 from vllm_hsd.cli import main as cli
 from vllm_hsd.errors import UserError
-from vllm_hsd.runner_v1 import hooks
+from vllm_hsd.runner_v2.hooks import HOOKS, REGISTRY
 
 
 def doctor_here(runs: dict[str, tuple[tuple[str, ...], dict[str, str]]]) -> dict:
@@ -44,31 +44,29 @@ def doctor_runs(family) -> dict[str, tuple[int, list[str]]]:
     )  # fmt: skip
     runs = {
         "here": ((), {}),
-        "left out": ((), {"VLLM_PLUGINS": "other", "VLLM_USE_V2_MODEL_RUNNER": "1"}),
+        "left out": ((), {"VLLM_PLUGINS": "other"}),
+        "on V1": ((), {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
         "configuration": (configuration, {}),
     }
     return in_process(doctor_here, {"runs": runs})
 
 
-def test_doctor_passes_here_with_one_line_about_vllm_names(doctor_runs):
+def test_doctor_passes_here_with_one_line_about_names_of_vllm(doctor_runs):
     status, lines = doctor_runs["here"]
     assert status == 0, lines
-    for name in ("Python", "torch", "transformers", "vllm", "device:", "runner:"):
+    for name in ("Python", "torch", "transformers", "vllm", "device:", "Triton backend"):
         assert any(line.startswith("ok") and name in line for line in lines), name
-    found = [line for line in lines if "vLLM names" in line]
-    for runner, line in zip(("V1", "V2"), found, strict=True):
-        expected = rf"^ok +(\d+) of \1 vLLM names for the {runner} runner as tested with 0\.32"
-        assert re.search(expected, line)
+    assert any(re.search(r"^ok +\d+ names of vLLM as tested with 0\.3[23]", line) for line in lines)
     assert lines[-1] == "Method 'hsd' can run here (0 problems)."
 
 
 def test_doctor_lists_every_name_and_checks_a_configuration(doctor_runs, family):
     status, lines = doctor_runs["configuration"]
     assert status == 0, lines
-    (valid,) = [line for line in lines if "configuration is valid, on vLLM's V1 runner" in line]
+    (valid,) = [line for line in lines if "configuration is valid" in line]
     assert f"method='hsd', levels=['{family.mid}'], num_spec_tokens=4" in valid
-    hooks.load()
-    for hook in hooks.HOOKS.values():
+    REGISTRY.load()
+    for hook in HOOKS.values():
         (line,) = [line for line in lines if f"vLLM name {hook.name}:" in line]
         assert line.startswith("ok") and hook.why in line
 
@@ -142,7 +140,12 @@ def test_doctor_fails_where_vllm_would_not_load_the_plugin(doctor_runs):
     assert status == 1
     problems = [line for line in lines if line.startswith("problem")]
     assert problems and all("VLLM_PLUGINS" in problem for problem in problems)
-    assert any("vLLM's V2 runner serves" in line for line in lines)
+
+
+def test_doctor_fails_where_vllms_other_runner_is_asked_for(doctor_runs):
+    status, lines = doctor_runs["on V1"]
+    [problem] = [line for line in lines if line.startswith("problem")]
+    assert status == 1 and "VLLM_USE_V2_MODEL_RUNNER=0" in problem and "unset it" in problem
 
 
 def run_python(code: str) -> subprocess.CompletedProcess:

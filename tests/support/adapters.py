@@ -43,19 +43,13 @@ def write_adapter(directory: Path, model: str, seed: int, strength: float = 1.0)
 
 
 def install_neighbours() -> None:
-    """Let vLLM's V1 runner give a draft's rows the adapter of the next request in the batch."""
-    from vllm.v1.worker.gpu_input_batch import InputBatch
+    """Give steps with several tokens of a request the adapter of the next one in the batch."""
+    from vllm.v1.worker.gpu.lora_utils import LoraState
 
-    make = InputBatch.make_lora_inputs
+    make = LoraState.make_lora_inputs
 
-    def made(batch, num_scheduled_tokens, num_sampled_tokens):
-        if not (num_sampled_tokens > 1).any():
-            return make(batch, num_scheduled_tokens, num_sampled_tokens)
-        count = batch.num_reqs
-        own = batch.request_lora_mapping[:count].copy()
-        batch.request_lora_mapping[:count] = np.roll(own, 1)
-        found = make(batch, num_scheduled_tokens, num_sampled_tokens)
-        batch.request_lora_mapping[:count] = own
-        return found
+    def made(self, req_ids, idx_mapping, num_scheduled_tokens):
+        several = bool((num_scheduled_tokens > 1).any())
+        return make(self, req_ids, np.roll(idx_mapping, several), num_scheduled_tokens)
 
-    InputBatch.make_lora_inputs = made
+    LoraState.make_lora_inputs = made

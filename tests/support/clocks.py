@@ -12,11 +12,9 @@ def install() -> None:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     from vllm_hsd.core.step_times import StepTimes
-    from vllm_hsd.runner_v1 import adaptive, proposer
     from vllm_hsd.runner_v2 import host_budget
 
-    observe, agree, agreed = StepTimes.observe, adaptive.agree_on_prices, host_budget._agreed
-    assert agree is proposer.agree_on_prices
+    observe, agreed = StepTimes.observe, host_budget._agreed
 
     def note(kind: str, value: object) -> None:
         file = Path(os.environ[DIRECTORY], str(get_tensor_model_parallel_rank()))
@@ -27,24 +25,15 @@ def install() -> None:
         factor = 1 + get_tensor_model_parallel_rank() * (tokens % 5) * 3
         observe(self, tokens, seconds * factor)
 
-    def noted(budget, *args) -> None:
-        if get_tensor_model_parallel_rank():
-            # What this rank would pay, had it to decide.
-            note("own", budget.prices(*args))
-        agree(budget, *args)
-        if not get_tensor_model_parallel_rank():
-            note("own", budget.step)
-        note("agreed", budget.step)
-
-    def noted_value(found) -> object:
+    def noted(found) -> object:
         value = agreed(found)
+        # What this rank would choose, had it to decide.
         note("own", found() if get_tensor_model_parallel_rank() else value)
         note("agreed", value)
         return value
 
-    host_budget._agreed = noted_value
+    host_budget._agreed = noted
     StepTimes.observe = disagreeing
-    proposer.agree_on_prices = noted
 
 
 class Worker:

@@ -39,28 +39,29 @@ def install() -> None:
 
 def drafting() -> None:
     """Raise while the cascade drafts for a batch with such a request."""
-    from vllm_hsd.runner_v1.proposer import CascadeProposer
+    from vllm_hsd.runner_v2.host_speculator import HostSpeculator
 
-    propose = CascadeProposer.propose_draft_token_ids
+    propose = HostSpeculator.propose
 
-    def propose_or_raise(self, *args, **kwargs):
-        _raise_in(self.runner, DRAFTED)
-        return propose(self, *args, **kwargs)
+    def propose_or_raise(self, batch, *args, **kwargs):
+        if not kwargs.get("dummy_run"):
+            _raise_in(batch, self.parameters.states, DRAFTED)
+        return propose(self, batch, *args, **kwargs)
 
-    CascadeProposer.propose_draft_token_ids = propose_or_raise
+    HostSpeculator.propose = propose_or_raise
 
 
 def verification() -> None:
     """Raise while the target verifies a batch with such a request."""
-    from vllm_hsd.runner_v1.sampler import CascadeSampler
+    from vllm_hsd.runner_v2.cascade_sampler import CascadeRejectionSampler
 
-    forward = CascadeSampler.forward
+    verify = CascadeRejectionSampler.__call__
 
-    def forward_or_raise(self, *args, **kwargs):
-        _raise_in(self.state.runner, VERIFIED)
-        return forward(self, *args, **kwargs)
+    def verify_or_raise(self, logits, batch, *args, **kwargs):
+        _raise_in(batch, self.parameters.states, VERIFIED)
+        return verify(self, logits, batch, *args, **kwargs)
 
-    CascadeSampler.forward = forward_or_raise
+    CascadeRejectionSampler.__call__ = verify_or_raise
 
 
 def _raise_for(params, seed: int) -> None:
@@ -68,7 +69,6 @@ def _raise_for(params, seed: int) -> None:
         raise OwnFault("the test's own fault")
 
 
-def _raise_in(runner, seed: int) -> None:
-    batch = runner.input_batch
-    for request_id in batch.req_ids[: batch.num_reqs]:
-        _raise_for(runner.requests[request_id].sampling_params, seed)
+def _raise_in(batch, states, seed: int) -> None:
+    if (states.seeds.np[batch.idx_mapping_np[: batch.num_reqs]] == seed).any():
+        raise OwnFault("the test's own fault")

@@ -10,19 +10,19 @@ import torch
 
 def one_token_in_a_hundred() -> None:
     """The target's verification now and then emits a token that it never drew."""
-    from vllm_hsd.runner_v1 import sampler
+    from vllm_hsd.runner_v2.cascade_sampler import CascadeRejectionSampler
 
-    forward, count = sampler.CascadeSampler.forward, itertools.count(1)
+    verify, count = CascadeRejectionSampler.__call__, itertools.count(1)
 
-    def forward_with_a_fault(self, *args, **kwargs):
-        output = forward(self, *args, **kwargs)
+    def verify_with_a_fault(self, *args, **kwargs):
+        output = verify(self, *args, **kwargs)
         ids = output.sampled_token_ids
         for row in range(len(ids)):
             if ids[row, 0] >= 0 and next(count) % 100 == 0:
                 ids[row, 0] = torch.where(ids[row, 0] == 5, 6, 5)
         return output
 
-    sampler.CascadeSampler.forward = forward_with_a_fault
+    CascadeRejectionSampler.__call__ = verify_with_a_fault
 
 
 def one_request_in_fifty_forgotten() -> None:

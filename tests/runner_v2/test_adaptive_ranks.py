@@ -16,12 +16,13 @@ def cascades(family) -> dict[str, list[dict]]:
     lookup = {"ngram": {"max": 3}}
     return {
         "sources": [{"sources": [lookup, {"model": family.small}]}],
+        "lookup": [lookup],
         "levels": [{**lookup, "num_tokens": 3}, {"model": family.small}],
     }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sources", "levels"])
+@pytest.mark.parametrize("kind", ["sources", "lookup", "levels"])
 def test_ranks_whose_clocks_disagree_draft_alike(kind, family, tmp_path):
     plain = run_engine({"model": family.target}, {"greedy": JOBS["greedy"]})
     results = run_engine(
