@@ -1,6 +1,6 @@
 """Differences between two releases of vLLM in the names that this package depends on.
 
-Names that are replaced, changed or overridden come from the registries, whose modules import the
+Names that are replaced, changed or overridden come from the registry, whose modules import the
 installed vLLM; they are compared whole. Names that are only read come from the package's source:
 what it imports of vLLM, and its attribute accesses as far as a class of an imported module, or one
 that such a module imports, has an attribute of that name. That is more than is really read, so of
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
-import importlib
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +27,6 @@ import vllm_hsd
 from vllm_hsd.registry import Hook
 
 PACKAGE = Path(vllm_hsd.__file__).parent
-REGISTRIES = ("vllm_hsd.runner_v1.hooks", "vllm_hsd.runner_v2.hooks")
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -181,13 +179,11 @@ def _text(node: ast.AST) -> str:
 
 
 def registered() -> dict[str, Hook]:
-    """All names of both registries."""
-    found: dict[str, Hook] = {}
-    for name in REGISTRIES:
-        registry = importlib.import_module(name).REGISTRY
-        registry.load()
-        found |= registry.hooks
-    return found
+    """All names of the registry."""
+    from vllm_hsd.runner_v2.hooks import REGISTRY
+
+    REGISTRY.load()
+    return dict(REGISTRY.hooks)
 
 
 def read_names(

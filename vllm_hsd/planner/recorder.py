@@ -9,7 +9,6 @@ from typing import Any
 
 from vllm_hsd.engine import generate
 from vllm_hsd.machine_load import CpuTimes
-from vllm_hsd.runner_v2.sources import SourcesLookup
 
 # A head that is not selected reads the target's steps all the same.
 _READ = "read"
@@ -137,7 +136,7 @@ class Recorder:
             batch, tokens = state.batch, state.batch * op.query_length
             role = "verify" if index != speculator.program.selection.levels[0] else "draft"
             lookup = speculator.lookup
-            if index == 0 and isinstance(lookup, SourcesLookup) and not lookup.drafter_selected:
+            if index == 0 and not getattr(lookup, "drafter_selected", True):
                 role = _READ
             self.open.append((index, role, batch, tokens, began, self.clock() - began))
             return logits
@@ -151,7 +150,7 @@ class Recorder:
             began = self.clock()
             found = find(state, *args, **kwargs)
             lookup = speculator.lookup
-            if isinstance(lookup, SourcesLookup) and lookup.selected == {len(lookup.lookups)}:
+            if getattr(lookup, "selected", None) == {len(getattr(lookup, "lookups", ()))}:
                 return found
             if count := int((state.requested[0] > 0).sum()):
                 self.open.append((0, "lookup", count, count, began, self.clock() - began))
