@@ -1,26 +1,17 @@
 """What the study of entropies reads off a verdict."""
 
 import numpy as np
-import pytest
 
 from benchmarks.studies.entropies import WAYS, draw, summary, verdict
-from vllm_hsd.core.drafts import DraftStore
-from vllm_hsd.core.rounds import Round
 
 
 def test_a_verdict_gives_counts_and_entropies():
-    drafts = DraftStore(2, 4)
-    drafts.counts[1] = 3
-    drafts.entropy[1, :3] = 0.5, 1.5, 2.5
-
-    def told(accepted):
-        slots = np.array([1])
-        return verdict(Round(0, 1, slots, drafts, accepted=np.array([accepted])))
-
-    assert told(2) == {
+    entropy = np.array([0.5, 1.5, 2.5])
+    assert verdict(2, entropy) == {
         "drafted": 3, "accepted": 2, "entropy_accepted": 1.0, "entropy_rejected": 2.5,
     }  # fmt: skip
-    assert np.isnan(told(3)["entropy_rejected"]) and np.isnan(told(0)["entropy_accepted"])
+    assert np.isnan(verdict(3, entropy)["entropy_rejected"])
+    assert np.isnan(verdict(0, entropy)["entropy_accepted"])
 
 
 def test_verdicts_are_drawn_and_averaged(tmp_path):
@@ -36,9 +27,3 @@ def test_verdicts_are_drawn_and_averaged(tmp_path):
     draw(rows, tmp_path / "entropies.png")
     assert (tmp_path / "entropies.png").read_bytes().startswith(b"\x89PNG")
     assert list(summary(rows, "turn"))[2] == f"| {WAYS[0]}, 0 | 1.00 | 2.00 |"
-
-
-def test_a_draft_of_several_requests_is_refused():
-    drafts = DraftStore(2, 4)
-    with pytest.raises(ValueError):
-        verdict(Round(0, 1, np.array([0, 1]), drafts, accepted=np.array([0, 0])))

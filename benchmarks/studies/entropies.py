@@ -23,7 +23,6 @@ from benchmarks.common import RESULTS, on_worker, options, write_csv
 from benchmarks.models.smollm2 import smollm2
 from benchmarks.studies import windows
 from vllm_hsd.cli.options import numbers, progress
-from vllm_hsd.core.rounds import Round
 from vllm_hsd.dtype import choose_dtype
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.planner.prompts import prompts_file
@@ -32,30 +31,38 @@ WAYS = ("standard", "self-verify", "dynamic windows")
 Row = dict[str, Any]
 
 
-def verdict(finished: Round) -> Row:
-    """Counts of a draft of one request, and entropies (nats) of the drafter: the mean over accepted
-    tokens, and that of the first rejected one; NaN where there is none or none was taken."""
-    (slot,), (accepted,) = finished.slots, finished.accepted
-    drafted = int(finished.drafts.counts[slot])
-    entropy = finished.drafts.entropy[slot, :drafted]
+def verdict(accepted: int, entropy: np.ndarray) -> Row:
+    """Counts of a draft, and entropies (nats) of the drafter: the mean over accepted tokens, and
+    that of the first rejected one; NaN where there is none or none was taken.
+
+    Args:
+        entropy: [drafted tokens] of the rows that they were drawn from.
+    """
+    drafted = len(entropy)
     return {
         "drafted": drafted,
-        "accepted": int(accepted),
+        "accepted": accepted,
         "entropy_accepted": float(entropy[:accepted].mean()) if accepted else float("nan"),
         "entropy_rejected": float(entropy[accepted]) if accepted < drafted else float("nan"),
     }
 
 
 def _listen(worker: Any) -> None:
-    cascade = worker.model_runner.drafter.cascade
-    target = len(cascade.options)
-    worker.verdicts = []
+    """Take a verdict of each draft when the next step begins; of one request."""
+    speculator, worker.verdicts = worker.model_runner.speculator, []
+    take_in, state = speculator._take_in, speculator.state
 
-    def listener(finished: Round) -> None:
-        if finished.accepted is not None and finished.verifier == target:
-            worker.verdicts.append(verdict(finished))
+    def listening(batch: Any, slots: Any, num_sampled: Any, num_rejected: Any) -> None:
+        (slot,), (sampled,) = slots.tolist(), num_sampled.tolist()
+        if (row := int(state.row_of_slot[slot])) >= 0 and sampled:
+            drafted = int(state.draft_length[row])
+            entropy = np.full(drafted, np.nan)
+            if speculator.thresholds is not None:
+                entropy = speculator.thresholds.entropy[-1][row, :drafted].numpy().astype(float)
+            worker.verdicts.append(verdict(min(sampled - 1, drafted), entropy))
+        take_in(batch, slots, num_sampled, num_rejected)
 
-    cascade.listeners.append(listener)
+    speculator._take_in = listening
 
 
 def _take(worker: Any) -> list[Row]:

@@ -43,7 +43,7 @@ def configs() -> dict[str, sweep.Config]:
 def seconds_by_part(
     llm: Any, prompts: Sequence[Sequence[int]], params: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Answer prompts one after another; runs in the engine's process, on vLLM's V1 runner."""
+    """Answer prompts one after another; runs in the engine's process."""
     runner = on_worker(llm, operator.attrgetter("model_runner"))
     total: Counter[str] = Counter()
     for index, prompt in enumerate(prompts):
@@ -64,28 +64,31 @@ def seconds_by_part(
 
 @contextmanager
 def _timed(runner: Any) -> Iterator[Counter[str]]:
-    """Seconds in parts of the runner; what one of them calls belongs to it."""
+    """Seconds in parts of the runner, without those of parts that they call."""
     parts = {
-        "inputs and KV blocks": [(runner, "_update_states"), (runner, "_prepare_inputs")],
-        "target's pass": [(runner, "_model_forward")],
+        "inputs and KV blocks": [
+            (runner, "update_requests"),
+            (runner, "prepare_inputs"),
+            (runner, "prepare_attn"),
+        ],
+        "target's pass": [(runner.model, "forward")],
         "target's logits": [(runner.model, "compute_logits")],
-        "verification and sampling": [(runner, "_sample")],
-        "drafting": [(runner, "propose_draft_token_ids")],
+        "verification and sampling": [(runner, "sample")],
+        "drafting": [(runner.speculator, "propose")] if runner.speculator else [],
     }
     seconds: Counter[str] = Counter()
-    inside: list[str] = []
+    inside = [0.0]
 
     def timed(part: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if inside:
-                return function(*args, **kwargs)
-            inside.append(part)
             began = time.perf_counter()
+            inside.append(0.0)
             try:
                 return function(*args, **kwargs)
             finally:
-                seconds[part] += time.perf_counter() - began
-                inside.clear()
+                whole = time.perf_counter() - began
+                seconds[part] += whole - inside.pop()
+                inside[-1] += whole
 
         return call
 
