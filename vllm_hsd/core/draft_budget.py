@@ -58,6 +58,7 @@ class DraftBudget:
         draft_lengths: most tokens per level, cheapest first.
         num_slots: requests at the same time.
         whole: level 0 is a lookup, whose drafts take their time whatever their length.
+        rows: most drafts of a request that the target verifies together, without `sources`.
 
     Attributes:
         times: seconds by tokens of a pass of every level, and last of the target's step, which is
@@ -73,12 +74,13 @@ class DraftBudget:
         draft_lengths: Sequence[int],
         num_slots: int,
         whole: bool = False,
+        rows: int = 1,
     ) -> None:
         self.sources, self.lengths = sources, list(draft_lengths)
         self.target = len(self.lengths)
         self.longest = max(self.lengths)
         # Most tokens of a request that a verifier reads beside its last one.
-        self.widest = (sources.branches if sources is not None else 1) * (self.longest + 1)
+        self.widest = (sources.branches if sources is not None else rows) * (self.longest + 1)
         self.times = [StepTimes() for _ in range(self.target + 1)]
         self.whole = whole or (sources is not None and bool(sources.lookups))
         self.pass_times = StepTimes() if self.whole else self.times[0]

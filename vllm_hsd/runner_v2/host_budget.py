@@ -26,7 +26,7 @@ class HostBudget:
         has_lookup: level 0 drafts without forward passes.
         lengths: most tokens per level.
         max_num_reqs: request slots.
-        longest: most tokens of a request in a step without prompts.
+        rows: most drafts of a request that the target verifies together.
         branches: of the requests; None where the target verifies chains.
 
     Attributes:
@@ -38,11 +38,12 @@ class HostBudget:
         has_lookup: bool,
         lengths: list[int],
         max_num_reqs: int,
-        longest: int,
+        rows: int,
         branches: HostBranches | None,
     ) -> None:
-        self.budget = DraftBudget(None, lengths, max_num_reqs, whole=has_lookup)
-        self.longest = longest
+        self.budget = DraftBudget(None, lengths, max_num_reqs, has_lookup, rows)
+        # Most tokens of a request in a step without prompts.
+        self.longest = rows * (lengths[-1] + 1)
         self.top = np.zeros(max_num_reqs, dtype=np.int64)
         self.verified = np.zeros(max_num_reqs, dtype=bool)
         self.drafted: float | None = None

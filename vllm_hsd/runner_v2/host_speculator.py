@@ -65,7 +65,7 @@ class HostSpeculator(CascadeSpeculator):
                 sources is None and isinstance(self.schedule.ops[0], Lookup),
                 list(self.schedule.kept_lengths),
                 self.max_num_reqs,
-                self.schedule.num_speculative_tokens + 1,
+                self.hsd.branches,
                 cast(HostBranches | None, self.branches),
             )
         self.program = HostProgram(
