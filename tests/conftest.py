@@ -14,7 +14,6 @@ LONGEST = (
     "test_serve.py",
     "test_verify.py",
     "test_level_checks.py",
-    "test_several_drafts.py",
     "test_sampled_distribution.py",
     "test_cascade_exact.py",
     "test_level_kinds.py",
@@ -31,7 +30,7 @@ LONGEST = (
     "test_hooks.py",
     "test_greedy_equality.py",
 )
-WITH_ENGINES = ("runner_v1", "robustness", "cli", "test_engine.py")
+WITH_ENGINES = ("runner_v2", "robustness", "cli", "test_engine.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
