@@ -2,6 +2,7 @@
 
 import functools
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -26,12 +27,15 @@ from transformers import AutoModelForCausalLM
 
 from vllm_hsd.core.exit_head import write_exit_head
 from vllm_hsd.core.text_store import collect_texts, write_store
+from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(900)]
 
 
 def cascade(levels: list[dict], tokens: int = 4) -> dict:
-    return {"method": "hsd", "num_speculative_tokens": tokens, "levels": levels}
+    """With `adaptive` a busy machine may draft nothing."""
+    keys = {"method": "hsd", "num_speculative_tokens": tokens, "adaptive": False}
+    return {**keys, "levels": levels}
 
 
 def texts_of(family) -> str:
@@ -444,6 +448,28 @@ def test_levels_know_what_they_have_missed(patch, family):
     (level,) = found["again"]["levels"]
     assert level["drafted"] > 10 and found["again"]["counters"]["prefix_cache_hits"] > 0
     assert (level["accepted"] == level["drafted"]) == (patch == "install")
+
+
+def remembering(llm, jobs: dict) -> dict:
+    """The jobs, of which each request goes on with the thresholds of the one before."""
+    with mock.patch.object(DeviceThresholds, "forget"):
+        return engines.run_jobs(llm, jobs)
+
+
+def test_a_slot_that_is_used_again_remembers_nothing(family):
+    """Drafts that end by entropy are those of a request alone; with a negative control."""
+    params = {**GREEDY, "max_tokens": 40}
+    alone = {"alone": {"prompts": PROMPTS[3:], "params": params}}
+    after = {"before": {"prompts": PROMPTS[:3], "params": params}, **alone}
+    config = configuration("entropy", family)
+    engine = {"model": family.target, "max_num_seqs": 1, "speculative_config": config}
+    works = (alone, engines.run_jobs), (after, engines.run_jobs), (after, remembering)
+    found = [run_engine(engine, jobs, work=work)["alone"] for jobs, work in works]
+    drafted = [
+        [(level["drafted"], level["accepted"]) for level in each["levels"]] for each in found
+    ]
+    assert drafted[0] == drafted[1] != drafted[2]
+    assert ids(found[0]) == ids(found[1]) == ids(found[2])
 
 
 @pytest.mark.slow

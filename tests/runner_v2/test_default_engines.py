@@ -38,6 +38,7 @@ def test_compiled_levels_write_the_targets_text(name, family, greedy_tokens, tmp
         "max_num_seqs": 4,
         "speculative_config": {
             "method": "hsd",
+            "adaptive": False,
             "num_speculative_tokens": 5,
             "levels": levels,
             "disable_by_batch_size": 2,

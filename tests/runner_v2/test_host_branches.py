@@ -23,7 +23,7 @@ CONFIG = {
 @pytest.mark.parametrize("patch", [None, "install", "install_free_drafts"])
 def test_text_is_that_of_no_speculation(patch, family, greedy_tokens, seeded_tokens):
     """Whether nothing is cut, everything pays or prices change all the time."""
-    config = CONFIG if patch is None else {**CONFIG, "adaptive": True}
+    config = {**CONFIG, "adaptive": patch is not None}
     patch = patch and f"support.adversarial_depth:{patch}"
     engine = {"model": family.target, "speculative_config": config, "max_num_seqs": 12}
     engine |= {"max_num_batched_tokens": 256, "max_model_len": 512, "block_size": 32}

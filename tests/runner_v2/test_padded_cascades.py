@@ -2,6 +2,7 @@
 
 import pytest
 from support import engines
+from support.level_files import cascade
 from support.tiny_models import byte_tokenizer, resized
 from support.v2_engines import run_engine
 
@@ -20,8 +21,8 @@ def test_greedy_text_is_that_of_no_speculation(text_family, tmp_path):
     jobs = {"text": {"prompts": prompts, "params": params}}
     plain = engines.run_engine({"model": paths["target"]}, jobs)["text"]["outputs"]
     levels = [{"model": paths["small"], "num_tokens": 1}, {"model": paths["mid"]}]
-    cascade = {"method": "hsd", "num_speculative_tokens": 3, "levels": levels}
-    found = run_engine({"model": paths["target"], "speculative_config": cascade}, jobs)["text"]
+    config = cascade(*levels, num_speculative_tokens=3)
+    found = run_engine({"model": paths["target"], **config}, jobs)["text"]
     assert found["outputs"][0][0]["ids"] == plain[0][0]["ids"]
     assert len(found["outputs"][1][0]["ids"]) == 10
     assert found["counters"]["spec_decode_num_accepted_tokens"] > 0

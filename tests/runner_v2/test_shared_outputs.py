@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from support.eagle3_head import write_eagle3_head
+from support.level_files import cascade
 from support.v2_engines import GREEDY, PROMPTS, run_engine
 
 pytestmark = [pytest.mark.triton, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -11,13 +12,13 @@ pytestmark = [pytest.mark.triton, pytest.mark.slow, pytest.mark.timeout(900)]
 
 def accepted(family, source: list[dict] | dict) -> tuple[list[list[int]], list[int]]:
     """Tokens of a prompt served three times, at last with another, and accepted ones of each."""
-    speculative = {"method": "hsd", "num_speculative_tokens": 4, "levels": [source]}
+    config = cascade(source, num_speculative_tokens=4)
     one, two = [PROMPTS[1]], [PROMPTS[1], PROMPTS[2]]
     jobs = {
         name: {"prompts": prompts, "params": GREEDY}
         for name, prompts in (("first", one), ("again", one), ("with another", two))
     }
-    engine = {"model": family.target, "max_num_seqs": 2, "speculative_config": speculative}
+    engine = {"model": family.target, "max_num_seqs": 2, **config}
     found = run_engine(engine, jobs, short_matches=True)
     return (
         [found[job]["outputs"][0][0]["ids"] for job in jobs],
