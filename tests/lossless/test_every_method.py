@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 from support.engines import ENGINE_DEFAULTS, forked
 from support.level_files import LevelFiles, cascade, every_kind, write_level_files
-from support.stock_heads import write_eagle_head, write_medusa_heads, write_mtp_target
+from support.stock_heads import write_eagle_head, write_mtp_target
 from support.suffix_extra import needs_suffix
 from support.tiny_models import Family, build_family, byte_tokenizer
 
@@ -28,7 +28,6 @@ class Models:
     family: Family
     files: LevelFiles
     eagle: str
-    medusa: str
     mtp_target: str
 
 
@@ -43,7 +42,6 @@ def models(text_family, tmp_path_factory) -> dict[bool, Models]:
             family,
             write_level_files(target, directory, family.vocabulary, trained=True),
             write_eagle_head(target, directory / "eagle"),
-            write_medusa_heads(target, directory / "medusa", DRAFT_LENGTH),
             write_mtp_target(target, directory / "mtp"),
         )
         for path in (target, family.mid, family.small, found[key].mtp_target):
@@ -74,11 +72,9 @@ KEYS = {"adaptive": {"adaptive": True}, "horizontal": {"horizontal_tokens": 2}}
 SOFT = {"draft_sample_method": "probabilistic"}
 STOCK = {
     "ngram": lambda m: {"prompt_lookup_max": 3, "prompt_lookup_min": 1},
-    "suffix": lambda m: {},
     "draft_model": lambda m: {"model": m.family.mid, **SOFT},
     "eagle": lambda m: {"model": m.eagle, **SOFT},
     "eagle3": lambda m: {"model": m.files.eagle3, **SOFT},
-    "medusa": lambda m: {"model": m.medusa},
     # MiMo's layer predicts one token ahead.
     "mtp": lambda m: {"num_speculative_tokens": 1, **SOFT},
 }

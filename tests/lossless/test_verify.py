@@ -5,7 +5,7 @@ import pkgutil
 import pytest
 from support.engines import ENGINE_DEFAULTS, forked
 
-from vllm_hsd.cli import verify_report
+from vllm_hsd.cli import verify_report, verify_runs
 from vllm_hsd.cli.verify_report import NOT_ENOUGH
 from vllm_hsd.engine import EngineProcess
 from vllm_hsd.lossless import sampled, self_test
@@ -52,6 +52,7 @@ OFFERED = {
     "a cascade's lookup": {"method": "hsd", "levels": [{"ngram": {"max": 3}}], "adaptive": False},
     "a cascade's exit": {"method": "hsd", "levels": [{"early_exit": 1}]},
     "a hosted lookup": {"method": "ngram", "rejection_sample_method": "hierarchical", **LOOKUP},
+    "vLLM's own lookup": {"method": "ngram", **LOOKUP},
 }
 
 
@@ -63,6 +64,34 @@ def test_what_is_drafted_is_recorded(text_family, verify, name):
     assert found["lossless"] and (status == 0) == found["enough_drafted"], found["verdict"]
     assert OFFERS in {check["order"] for check in found["sampled"]["checks"]}
     assert found["power"]["leaning"][0].count(OFFERS) == 1 and not found["power"]["untested"]
+
+
+def test_one_length_for_all_is_fixed_too(text_family, verify):
+    """Adaptive as on GPUs, where the scheduler learns lengths."""
+    config = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"model": text_family.mid}]}
+    options = ("--temperatures", "1", "--tokens", "2048")
+    patch = "support.fixed_schedules:install"
+    status, found = verify(text_family.target, {**config, "adaptive": True}, *options, patch=patch)
+    assert status == 0 and found["sampled"]["places_drafted"] > 1000
+
+
+def test_several_drafts_are_said_not_to_be_recorded(text_family, verify):
+    sources = [{"ngram": {"max": 3}}, {"ngram": {"max": 1}}]
+    config = {"method": "hsd", "levels": [{"sources": sources, "branches": 2}]}
+    config |= {"num_speculative_tokens": 3, "adaptive": False}
+    status, found = verify(text_family.target, config, "--temperatures", "1", "--tokens", "1024")
+    assert found["lossless"] and found["power"]["untested"] == [verify_runs.NOT_RECORDED]
+    assert found["sampled"]["accepted"] > 0 and status in (0, NOT_ENOUGH)
+
+
+GENEROUS = "support.biased_sampler:install_generous_ratio"
+
+
+def test_a_sampler_that_accepts_too_much_leans_to_what_is_recorded(text_family, verify):
+    config = OFFERED["a cascade's exit"] | {"num_speculative_tokens": 3}
+    options = ("--temperatures", "1", "--tokens", "2048")
+    status, found = verify(text_family.target, config, *options, patch=GENEROUS)
+    assert status == 1 and f"leans to {OFFERS}" in found["verdict"], found["verdict"]
 
 
 # Those that deviate least take too many tokens for the fast form.
@@ -116,9 +145,6 @@ def test_many_tokens_follow_the_target(family, temperature, filters):
     tested = {check.place: check.num_tokens for check in checks if check.method == "KS"}
     assert set(tested) == {"all", "0", "1", "2", "3", "4"}
     assert min(tested[place] for place in "1234") >= TRIALS
-
-
-GENEROUS = "support.biased_sampler:install_generous_ratio"
 
 
 @pytest.mark.parametrize("served", [False, True])

@@ -35,6 +35,10 @@ def apply(llm: Any, load: Load) -> None:
     pool.free_blocks(getattr(scheduler, "vllm_hsd_held", []))
     spare = 0 if load.blocks is None else pool.get_num_free_blocks() - load.blocks
     scheduler.vllm_hsd_held = pool.get_new_blocks(max(spare, 0))
+    if (learned := getattr(scheduler.dynamic_sd_lookup, "learned", None)) is not None:
+        vars(learned).pop("choose", None)
+        if load.fixed_lengths:
+            learned.choose = lambda size: max(learned.lengths)
     llm.collective_rpc(_fix_lengths, args=(load.fixed_lengths,))
 
 

@@ -172,6 +172,10 @@ class _Verified:
         inside = (places < self.lengths[:, None]) & (self.drafts >= 0)
         self.lengths = inside.long().cumprod(1).sum(1)
 
+    def uniforms(self) -> torch.Tensor:
+        """float32 [B]."""
+        return torch.rand(len(self.slots), device=self.slots.device)
+
     @property
     def accepted(self) -> torch.Tensor:
         """int64 [B]."""
@@ -327,7 +331,7 @@ def _one_place(whole, *args):
 
 @_after("no cap")
 def _no_cap(step):
-    return step.take(step.rejected & (torch.rand(len(step.slots)) < step.ratios()))
+    return step.take(step.rejected & (step.uniforms() < step.ratios()))
 
 
 @_patches("neighbouring row", _VERIFY)
@@ -355,7 +359,7 @@ def _sharp_bonus(step):
 
 @_after("unseen")
 def _unseen(step):
-    return step.take(torch.rand(len(step.slots)) < UNSEEN)
+    return step.take(step.uniforms() < UNSEEN)
 
 
 @_after("one request")

@@ -1,0 +1,8 @@
+"""Cascades on a CPU whose proposals the host does not read, as on a GPU."""
+
+
+def install() -> None:
+    """Call before the engine starts."""
+    from vllm_hsd.runner_v2 import draft_lengths
+
+    draft_lengths.read_on_host = lambda: False
