@@ -59,6 +59,7 @@ class DraftBudget:
         num_slots: requests at the same time.
         whole: level 0 is a lookup, whose drafts take their time whatever their length.
         rows: most drafts of a request that the target verifies together, without `sources`.
+        passed_on: most tokens per level for the level above; `draft_lengths` are for the target.
 
     Attributes:
         times: seconds by tokens of a pass of every level, and last of the target's step, which is
@@ -75,7 +76,9 @@ class DraftBudget:
         num_slots: int,
         whole: bool = False,
         rows: int = 1,
+        passed_on: Sequence[int] = (),
     ) -> None:
+        self.passed_on = list(passed_on or draft_lengths)
         self.sources, self.lengths = sources, list(draft_lengths)
         self.target = len(self.lengths)
         self.longest = max(self.lengths)
@@ -250,7 +253,7 @@ class DraftBudget:
             alone = self._seconds(level, size)
             best, feeder = alone * (tokens > 0 if level == 0 and self.whole else tokens), None
             for below in range(level):
-                row, n = self.rows[below, level], np.arange(1, self.lengths[below] + 1)
+                row, n = self.rows[below, level], np.arange(1, self.passed_on[below] + 1)
                 survival = np.cumprod(self.acceptance.expected(row, len(n)))
                 emitted = 1 + self.acceptance.fill(row) * np.cumsum(survival)
                 rounds = seconds[below][n] + self._seconds(level, size * (n + 1))

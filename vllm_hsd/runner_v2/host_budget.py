@@ -24,7 +24,8 @@ class HostBudget:
 
     Args:
         has_lookup: level 0 drafts without forward passes.
-        lengths: most tokens per level.
+        lengths: most tokens per level for the target.
+        passed_on: most tokens per level for the level above.
         max_num_reqs: request slots.
         rows: most drafts of a request that the target verifies together.
         branches: of the requests; None where the target verifies chains.
@@ -37,11 +38,12 @@ class HostBudget:
         self,
         has_lookup: bool,
         lengths: list[int],
+        passed_on: list[int],
         max_num_reqs: int,
         rows: int,
         branches: HostBranches | None,
     ) -> None:
-        self.budget = DraftBudget(None, lengths, max_num_reqs, has_lookup, rows)
+        self.budget = DraftBudget(None, lengths, max_num_reqs, has_lookup, rows, passed_on)
         # Most tokens of a request in a step without prompts.
         self.longest = rows * (lengths[-1] + 1)
         self.top = np.zeros(max_num_reqs, dtype=np.int64)

@@ -64,6 +64,7 @@ class HostSpeculator(CascadeSpeculator):
             self.budget = HostBudget(
                 sources is None and isinstance(self.schedule.ops[0], Lookup),
                 list(self.schedule.kept_lengths),
+                self.hsd.draft_lengths,
                 self.max_num_reqs,
                 self.hsd.branches,
                 cast(HostBranches | None, self.branches),
@@ -84,6 +85,8 @@ class HostSpeculator(CascadeSpeculator):
             estimates=None if self.budget is None else estimates,
             has_read=None if self.budget is None else self.budget.has_read,
         )
+        every = tuple(range(self.schedule.num_levels))
+        self.program.everything = StepLevels(every, tuple(self.hsd.draft_lengths))
 
     @torch.inference_mode()
     def propose(

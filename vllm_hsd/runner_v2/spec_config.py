@@ -323,6 +323,9 @@ def schedule_of(hsd: CascadeConfig, longest: int | None = None) -> Schedule:
         UserError: what a fixed schedule cannot do.
     """
     options, lowest = list(hsd.options()), hsd.levels[0]
+    if hsd.adaptive and draft_lengths.read_on_host() and lowest.last_on_v2 == "lookup":
+        # Right below the target a lookup costs nothing but verification.
+        options[0].draft_length = options[-1].draft_length
     longest_drafts = options[0].draft_length, options[-1].draft_length
     if longest is not None:
         options[-1] = replace(options[-1], draft_length=longest)
