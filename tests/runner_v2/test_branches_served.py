@@ -17,7 +17,8 @@ from vllm_hsd.core.text_store import collect_texts, write_store
 BASE = {"block_size": 32, "max_model_len": 512}
 PROMPTS = [random.Random(i).choices(range(3, 62), k=4 + 9 * i) for i in range(9)]
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
-LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "max_num_seqs": 9}
+# Attention has room for three rows of each request.
+LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "max_num_seqs": 27}
 SAMPLED = {"max_tokens": 30, "ignore_eos": True, "temperature": 0.9}
 LETTERS = {"temperature": 0, "max_tokens": 40, "allowed_token_ids": list(range(67, 100))}
 # Requests with seeds are coupled: their texts are those without speculation, too.
@@ -100,7 +101,7 @@ def test_tensor_parallel_ranks(family, tmp_path):
     store = str(tmp_path / "store.safetensors")
     write_store(collect_texts([np.array(prompt + text) for prompt, text in written], 64), store)
     sources = [{"ngram": {"max": 1}}, {"suffix": {"store": store, "min_acceptance": 0.01}}]
-    arguments = {"tensor_parallel_size": 2, "max_num_seqs": 9}
+    arguments = {"tensor_parallel_size": 2, "max_num_seqs": 36}
     levels = cascade({"sources": sources, "branches": 4})
     result = run_engine(
         {
