@@ -20,7 +20,6 @@ from support.soak_servers import (
     two_models,
     write_table,
 )
-from support.suffix_extra import needs_suffix
 
 # Twenty minutes unless the environment says otherwise; the other modes take a tenth of it.
 LONG = float(os.environ.get("SOAK_SECONDS", "1200"))
@@ -128,9 +127,7 @@ WITHOUT_SUFFIX = ("eagle3", "eagle3 below a model")
 
 @pytest.mark.slow
 @pytest.mark.timeout(LONG + 3600)
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=needs_suffix) for name in WITH_SUFFIX), *WITHOUT_SUFFIX]
-)
+@pytest.mark.parametrize("name", [*WITH_SUFFIX, *WITHOUT_SUFFIX])
 def test_a_soak_of_other_levels(text_family, other_cascades, requests, tmp_path, name):
     config, plugin = other_cascades[name.removeprefix(FORCED)], None
     if name.startswith(FORCED):
@@ -153,7 +150,7 @@ def test_a_soak_of_other_levels(text_family, other_cascades, requests, tmp_path,
 
 @pytest.mark.slow
 @pytest.mark.timeout(3 * LONG + 3600)
-@pytest.mark.parametrize("name", ["three levels", pytest.param("adaptive", marks=needs_suffix)])
+@pytest.mark.parametrize("name", ["three levels", "adaptive"])
 def test_a_long_soak_beside_plain_vllm(
     text_family, bigram, other_cascades, requests, tmp_path, name
 ):

@@ -3,8 +3,8 @@
 import pytest
 from support.engines import run_engine
 from support.level_files import LevelFiles, cascade, write_level_files
+from support.marks import slow
 from support.sampling_cases import CASES, SIGNIFICANCE, p_values, sampling_job
-from support.suffix_extra import needs_suffix
 
 PROMPTS = [[(3 * i + j * j) % 5 for j in range(4 + 6 * i)] for i in range(8)]
 GREEDY = {"prompts": PROMPTS, "params": {"temperature": 0, "max_tokens": 40, "ignore_eos": True}}
@@ -98,18 +98,16 @@ SLOW = (
 )
 
 
-def marks(name: str) -> list[pytest.MarkDecorator]:
-    found = [needs_suffix] if name in ("suffix", "several sources") else []
-    return [*found, pytest.mark.slow] if name in SLOW else found
-
-
 @pytest.fixture(scope="module")
 def files(small_vocabulary, tmp_path_factory) -> LevelFiles:
     directory = tmp_path_factory.mktemp("files")
     return write_level_files(small_vocabulary.target, directory, trained=True)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=marks(name)) for name in CASCADES])
+FAST = [name for name in CASCADES if name not in SLOW]
+
+
+@pytest.fixture(scope="module", params=[*FAST, *slow(*SLOW)])
 def engine(request, small_vocabulary, files) -> dict:
     return {"model": small_vocabulary.target, **CASCADES[request.param](small_vocabulary, files)}
 

@@ -5,7 +5,6 @@ import torch
 from support.engines import alike, run_engine
 from support.level_files import LevelFiles, cascade, write_level_files
 from support.marks import slow
-from support.suffix_extra import needs_suffix
 from support.tiny_models import Family, build_family, with_sliding_window
 from transformers import AutoModelForCausalLM
 
@@ -118,7 +117,7 @@ FAST = ("models", "eagle3", "sources", "adaptive")
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
-    return [needs_suffix] * (name == "suffix") + [pytest.mark.slow] * (name not in FAST)
+    return [pytest.mark.slow] * (name not in FAST)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=marks(n)) for n in CASCADES])

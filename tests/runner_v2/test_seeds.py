@@ -3,7 +3,6 @@
 import pytest
 from support.engines import run_engine
 from support.level_files import LevelFiles, cascade, every_kind, write_level_files
-from support.suffix_extra import needs_suffix
 
 COUNT, EOS = 12, 1
 # Some prompts begin with the same block of the cache.
@@ -60,7 +59,7 @@ SLOW = [(c, s, a) for c in KINDS for s in SHAPES for a in (True, False)]
 
 
 def marks(case: tuple) -> list[pytest.MarkDecorator]:
-    return [needs_suffix] * (case[0] == "suffix") + [pytest.mark.slow] * (case not in FAST)
+    return [pytest.mark.slow] * (case not in FAST)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -38,6 +39,7 @@ from vllm_hsd.runner_v2.hooks import REGISTRY, RUNNER, replace_on
 from vllm_hsd.runner_v2.proposal_state import COUNTS, ProposalState
 from vllm_hsd.runner_v2.spec_config import ladder_of
 
+logger = init_logger(f"vllm.{__name__}")
 _PREPARE = f"{RUNNER}.prepare_attn"
 _METADATA = "vllm.v1.worker.gpu.model_states.default.DefaultModelState.prepare_attn"
 _UNTIL = "vLLM verifies trees"
@@ -93,6 +95,7 @@ class HostedBranches:
         largest: most requests that have all rows.
         shown: a batch, and what attention sees in its place: a request for every row.
         step: in which requests have branches, until it is verified.
+        room: drafts of a request for which there are blocks.
         listed: int64 [B], tokens of each request's list; None where lists have all rows.
 
     Raises:
@@ -104,7 +107,7 @@ class HostedBranches:
     ) -> None:
         self.runner, self.state, self.lookup, self.chained = runner, state, lookup, chained
         self.longest, self.most = state.longest, lookup.branches.shape[1] + 1
-        self.largest = runner.max_num_reqs // self.most
+        self.largest, self.room = runner.max_num_reqs // self.most, self.most
         config = runner.vllm_config
         ladder = ladder_of(config.speculative_config.hsd)
         self.lengths = {self.most * (length + 1): length for length in ladder}
@@ -151,7 +154,14 @@ class HostedBranches:
         """
         config, groups = self.runner.vllm_config, kv_cache_config.kv_cache_groups
         if config.cache_config.num_gpu_blocks is not None:  # not while vLLM profiles memory
-            config.speculative_config.rows(config, kv_cache_config.num_blocks, len(groups))
+            blocks = kv_cache_config.num_blocks
+            self.room = config.speculative_config.rows(config, blocks, len(groups))
+            if self.room < self.most:
+                logger.info(
+                    "A request has %d drafts of %d: the KV cache or max_model_len has no room.",
+                    self.room,
+                    self.most,
+                )
         # Not with the weights, which sleep mode may discard.
         rows = torch.arange(self.most, dtype=torch.int32, device=self.runner.device)
         rows = rows.repeat(self.runner.max_num_reqs, 1)

@@ -54,6 +54,7 @@ class HostBranches(HostedBranches):
         """See `HostedBranches.flat_drafts`; rows as long as any of the batch is."""
         branches = self.lookup.branch_counts[: len(slots)]
         branches[torch.from_numpy(self.chained[slots])] = 0
+        branches[:, self.room - 1 :] = 0
         chains = self.state.draft_length.numpy().astype(np.int64)
         self.longest_used = max(1, int(chains.max()), int(branches.max()))
         super().flat_drafts(slots, window, drafts)
@@ -104,6 +105,7 @@ class HostBranches(HostedBranches):
             int64 [n], tokens of each request's branches that are kept.
         """
         counts = self.lookup.branch_counts[: state.batch].numpy()
+        counts[:, self.room - 1 :] = 0
         survival = self._survival(state)[drafts]
         every = np.concatenate((chains[:, None], survival), axis=1)
         least, _ = cut(every, verify, 0)
