@@ -71,8 +71,7 @@ def quiet_classes() -> dict[str, bool]:
 
     from vllm_hsd.spec_config import CascadeSpeculativeConfig
 
-    for runner in ("v1", "v2"):
-        importlib.import_module(f"vllm_hsd.runner_{runner}.spec_config")
+    importlib.import_module("vllm_hsd.runner_v2.spec_config")
     allowed = (SpeculativeConfig.__repr__, CascadeSpeculativeConfig.__repr__)
     found, todo = {}, SpeculativeConfig.__subclasses__()
     while todo:
@@ -84,7 +83,7 @@ def quiet_classes() -> dict[str, bool]:
 
 def test_no_class_prints_all_its_fields():
     found = in_process(quiet_classes, {})
-    assert len(found) >= 8 and all(found.values()), found
+    assert len(found) >= 4 and all(found.values()), found
 
 
 @pytest.mark.parametrize("name", ["hierarchical", "model"])

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from support.engines import run_engine
 from support.level_files import target_head, write_level_files
-from support.suffix_extra import needs_suffix
 from support.tiny_models import Family
 
 from vllm_hsd.core.exit_head import write_exit_head
@@ -103,15 +102,7 @@ def test_the_readme_shows_a_cascade_and_block_verification():
     assert any("rejection_sample_method" in config for config in shown)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=needs_suffix) if "'suffix'" in str(config["levels"]) else name
-        for name, config in CONFIGURATIONS.items()
-        if "levels" in config
-    ]
-    + [name for name, config in CONFIGURATIONS.items() if "levels" not in config],
-)
+@pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_it_serves_greedy_requests_as_no_speculation_does(family, plain, name, tmp_path):
     config = with_tiny_models(copy.deepcopy(CONFIGURATIONS[name]), family, tmp_path)
     engine = {"model": family.target, "speculative_config": config}

@@ -49,7 +49,7 @@ def hosted(tokens: list, counts: list, expected: float) -> tuple[HostBranches, S
         prior=torch.tensor([5.0], dtype=torch.float64),
     )
     found = HostBranches.__new__(HostBranches)
-    found.lookup = lookup
+    found.lookup, found.room = lookup, branches.shape[1] + 1
     return found, SimpleNamespace(slot=torch.tensor([0]), batch=1)
 
 

@@ -125,8 +125,9 @@ def plain(small_vocabulary) -> list:
 
 
 def check_samples(small_vocabulary, result: dict) -> None:
-    *below, top = result["levels"]
-    assert top["drafted"] > 0
+    assert result["counters"]["spec_decode_num_draft_tokens"] > 0
+    # A head alone is vLLM's own drafter, which has no levels.
+    *below, _ = result["levels"] or [None]
     # Tokens that are passed on unverified count as those of the level whose draft is verified.
     assert all(level["drafted"] > 0 or level["forwards"] > 0 for level in below)
     found = p_values(small_vocabulary.target, COMPARED, result)

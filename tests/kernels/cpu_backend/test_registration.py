@@ -1,4 +1,4 @@
-"""When the CPU backend is there: where the V2 runner is asked for on a CPU, and nowhere else."""
+"""When the CPU backend is there: on a CPU with a C compiler, unless V1 or another one serves."""
 
 import os
 import subprocess
@@ -50,14 +50,15 @@ def seen(tmp_path, runner: str | None, before: str = "") -> str:
 @pytest.mark.parametrize(
     ("runner", "before", "wanted"),
     [
-        (None, "", "False None"),
+        (None, "", f"True {OURS}"),
+        (None, "import os; os.environ.update(PATH='', CC='')", "False None"),
         ("0", "", "False None"),
         ("1", "", f"True {OURS}"),
         ("1", "torch.cuda.is_available = lambda: True", "False None"),
         ("1", OTHER_BACKEND, "True triton_cpu"),
     ],
 )
-def test_vllm_finds_it_only_where_it_is_asked_for(tmp_path, runner, before, wanted):
+def test_vllm_finds_it_where_nothing_else_serves(tmp_path, runner, before, wanted):
     assert seen(tmp_path, runner, before) == wanted
 
 
