@@ -2,7 +2,7 @@
 
 ``vllm_hsd.core.row_layout`` says which blocks a row has; here rows share no token, each takes as
 many inputs, N tokens after its root, and those that it does not need are computed for nothing.
-runner_v2/sources.py and runner_v2/branches.py launch the kernels.
+runner/sources.py and runner/branches.py launch the kernels.
 """
 
 import triton

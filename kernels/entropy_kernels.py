@@ -1,4 +1,4 @@
-"""Entropy-based stopping of drafts; runner_v2/entropy_stopping.py launches the kernels.
+"""Entropy-based stopping of drafts; runner/entropy_stopping.py launches the kernels.
 
 core/stopping.py is the rule. Rows are read once, chunk by chunk; what belongs to a request is then
 decided by one program, which no other one of its launch reads from.

@@ -1,4 +1,4 @@
-"""Rows of an n-gram language model as logits; runner_v2/ngram_rows.py launches the kernels.
+"""Rows of an n-gram language model as logits; runner/ngram_rows.py launches the kernels.
 
 core/ngram_model.py is their rule in plain numpy. What follows a context in the store lies in one
 interval of the order of its texts, and in it every distinct token is one run (core/text_order.py).

@@ -1,6 +1,6 @@
 """Copies of finished requests' outputs, in which suffix lookups of other requests look.
 
-runner_v2/shared_outputs.py launches it.
+runner/shared_outputs.py launches it.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""The choice between several lookups on the device; runner_v2/sources.py launches the kernels.
+"""The choice between several lookups on the device; runner/sources.py launches the kernels.
 
 `core.source_choice` for tensors: what became of the last offers, what the lookups offer now, and
 which of the offers is drafted. S lookups, places and bins as in `core.acceptance`. The last slot is

@@ -1,4 +1,4 @@
-"""Suffix lookup for the lowest level of a cascade; runner_v2/suffix_lookup.py launches the kernels.
+"""Suffix lookup for the lowest level of a cascade; runner/suffix_lookup.py launches the kernels.
 
 Their rule is that of suffix_lookup.py. One program drafts for one request and one length
 of the match: it finds where the last tokens of the text occur, in the request's own text, in shared

@@ -180,7 +180,7 @@ def _text(node: ast.AST) -> str:
 
 def registered() -> dict[str, Hook]:
     """All names of the registry."""
-    from vllm_hsd.runner_v2.hooks import REGISTRY
+    from vllm_hsd.runner.hooks import REGISTRY
 
     REGISTRY.load()
     return dict(REGISTRY.hooks)

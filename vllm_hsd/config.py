@@ -94,9 +94,19 @@ class CascadeConfig(Keys):
         return getattr(self.levels[0], "branches", 1) if len(self.levels) == 1 else 1
 
     @property
+    def scheduled_tokens(self) -> int:
+        """Draft tokens of a request in vLLM's schedule: one list, with the root of each branch."""
+        return self.branches * (self.num_speculative_tokens + 1) - 1
+
+    @property
     def several_drafts(self) -> bool:
         """Whether a model draws several drafts of a request, in place of one."""
         return self.branches > 1 and self.levels[0].kind != "sources"
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether vLLM's own drafter serves the only level, or its last source."""
+        return len(self.levels) == 1 and self.levels[0].drafters[-1].is_stock
 
     @property
     def interleaved(self) -> list[int]:

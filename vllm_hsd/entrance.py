@@ -100,6 +100,6 @@ def _served(raw: dict[str, Any], model_config, parallel_config, arguments) -> An
         from vllm_hsd.stock_config import HierarchicalConfig
 
         return HierarchicalConfig.create(raw, model_config, parallel_config)
-    from vllm_hsd.runner_v2.spec_config import V2CascadeConfig
+    from vllm_hsd.spec_config import CascadeSpeculativeConfig
 
-    return V2CascadeConfig.create(raw, model_config, parallel_config, arguments)
+    return CascadeSpeculativeConfig.create(raw, model_config, parallel_config, arguments)

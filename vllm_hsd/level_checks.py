@@ -14,7 +14,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.errors import UserError, collected, quoted
-from vllm_hsd.levels import LevelConfig, Target
+from vllm_hsd.levels import KINDS, LevelConfig, Target
+from vllm_hsd.runner.sizes import learns_one_length, schedule_of
+from vllm_hsd.verify import MAX_KERNEL_NODES
 
 # Recurrent layers that both of vLLM's runners tell how many tokens were accepted.
 STATES_PER_DRAFT = ("MAMBA2", "SHORT_CONV", "GDN_ATTN")
@@ -186,4 +188,76 @@ def check_exit_order(levels: Sequence[LevelConfig | None]) -> None:
             raise UserError(
                 f"{upper} runs {above} layers of the target and cannot improve on {lower}, which "
                 f"runs {below}: order exits by depth, or keep one."
+            )
+
+
+def check_serving(hsd: CascadeConfig, parallel_config: ParallelConfig) -> None:
+    """Check what the cascade asks of the runner.
+
+    Raises:
+        UserError: names the key.
+    """
+    launcher = parallel_config.distributed_executor_backend
+    if learns_one_length(hsd) and launcher == "external_launcher":
+        raise UserError(
+            "adaptive does not run with external_launcher, where every rank schedules by its own "
+            "clock: remove adaptive."
+        )
+    for i, level in enumerate(hsd.levels):
+        for name, source in level.named_sources(f"levels[{i}]"):
+            if not source.drafts_by and not hsd.is_stock:
+                known = ", ".join(kind for kind, cls in KINDS.items() if cls.drafts_by)
+                raise UserError(
+                    f"{name}.{source.kind} drafts alone, without other levels or sources, which "
+                    f"may be of the kinds {known}: keep it alone."
+                )
+        level.check_serving(f"levels[{i}]")
+    if hsd.several_drafts and not hsd.is_stock:
+        _check_several_drafts(hsd)
+    if hsd.is_stock:
+        _check_stock(hsd)
+    schedule_of(hsd)
+
+
+def _check_several_drafts(hsd: CascadeConfig) -> None:
+    """Check what kernels cannot do with several drafts of a model.
+
+    Raises:
+        UserError: names the key.
+    """
+    nodes, options = hsd.branches * hsd.num_speculative_tokens, hsd.options()[0]
+    if nodes > MAX_KERNEL_NODES:
+        raise UserError(
+            f"levels[0].branches and num_speculative_tokens make {nodes} draft tokens of a "
+            f"request, but tree verification takes at most {MAX_KERNEL_NODES}: lower "
+            "one of them."
+        )
+    for key, holds in {
+        "verifier": hsd.verifier == "standard",
+        "levels[0].stopping": options.stopping != "fixed",
+    }.items():
+        if holds:
+            raise UserError(
+                f"{key} does not go with levels[0].branches of a model, whose drafts are verified "
+                "together by Traversal Verification: remove it."
+            )
+
+
+def _check_stock(hsd: CascadeConfig) -> None:
+    """Check a cascade that vLLM's own drafter serves.
+
+    Raises:
+        UserError: it has a key that the drafter does not know.
+    """
+    name, source = hsd.levels[0].named_sources("levels[0]")[-1]
+    for key, holds in {
+        "adaptive": hsd.adaptive,
+        "verifier": hsd.verifier not in ("block", "coupled"),
+        f"{name}.temperature_scale": hsd.options()[0].temperature_scale != 1,
+        f"{name}.stopping": hsd.options()[0].stopping != "fixed",
+    }.items():
+        if holds:
+            raise UserError(
+                f"{key} has no meaning with {name}.{source.kind}, which vLLM's own drafter "
+                "serves: remove it."
             )

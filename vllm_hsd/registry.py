@@ -1,6 +1,6 @@
 """Registries of the vLLM names that this package replaces, changes or overrides.
 
-Each model runner of vLLM has a registry of its own (`runner_v1.hooks`, `runner_v2.hooks`); the
+Each model runner of vLLM has a registry of its own (`runner_v1.hooks`, `runner.hooks`); the
 names that both need are registered in `shared_hooks`. Replacements register themselves with
 `Registry.replaces`. `Registry.install` compares all names with the installed vLLM and then replaces
 all or nothing.

@@ -32,7 +32,7 @@ STOCK_METHODS = ("draft_model", "eagle", "eagle3", "mtp", "ngram", "ngram_gpu", 
 
 def install() -> None:
     """Replace what serving needs; see `Registry.install`."""
-    importlib.import_module("vllm_hsd.runner_v2.hooks").REGISTRY.install()
+    importlib.import_module("vllm_hsd.runner.hooks").REGISTRY.install()
 
 
 class NeedsHooks:

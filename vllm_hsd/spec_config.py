@@ -1,11 +1,9 @@
-"""`SpeculativeConfig` for method "hsd", as far as it does not depend on the model runner.
-
-Ours outside, one of vLLM's own per level inside.
-"""
+"""`SpeculativeConfig` for method "hsd": ours outside, one of vLLM's own per level inside."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,24 +16,36 @@ from vllm.utils.hashing import safe_hash
 
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.row_layout import PrivateBlocks
+from vllm_hsd.defaults import with_defaults
 from vllm_hsd.draft_models import DraftConfig
-from vllm_hsd.errors import UserError
-from vllm_hsd.level_checks import check_cascade
+from vllm_hsd.errors import UserError, collected
+from vllm_hsd.level_checks import check_cascade, check_serving
 from vllm_hsd.levels import Target
+from vllm_hsd.runner.sizes import (
+    by_batch_size,
+    default_limit,
+    learns_one_length,
+    longest_query,
+    max_batch_size,
+    reads_target_states,
+    schedule_of,
+    searches_texts,
+)
+from vllm_hsd.shared_hooks import NeedsHooks
+from vllm_hsd.stock_config import HierarchicalConfig
 
 logger = init_logger(f"vllm.{__name__}")
 
 
 @config(repr=False)
-class CascadeSpeculativeConfig(SpeculativeConfig):
+class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
     """What vLLM carries around for a cascade; build it with `create`."""
 
-    hsd_method: ClassVar[str]
-    """The method that vLLM sees."""
     hsd_applies_min_p: ClassVar[bool] = True
 
     method: str | None = None  # type: ignore[assignment]
-    """Widens vLLM's closed list of methods."""
+    """"draft_model": vLLM 0.32 schedules asynchronously, and keeps slots in the cache, for methods
+    that it knows."""
     hsd: SkipValidation[Any] = None
     """The parsed `CascadeConfig`."""
     level_configs: SkipValidation[list] = Field(default_factory=list)
@@ -44,94 +54,48 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
     """As `hsd.branches`, or 1 where that is a default, which the KV cache may have no room for."""
 
     @classmethod
-    def create(cls, raw: dict, target_model_config, target_parallel_config, arguments: EngineArgs):
+    def create(
+        cls, raw: dict, target_model_config, target_parallel_config, arguments: EngineArgs
+    ) -> CascadeSpeculativeConfig | HierarchicalConfig:
         """Check the user's keys against the target and the engine's arguments.
 
+        Returns:
+            vLLM's own configuration, with our verifier, where vLLM's drafter serves a head alone.
+
         Raises:
-            UserError: a sentence for every mistake, which names the key and the fix; of the class
-                that `check_runner` raised.
+            UserError: a sentence for every mistake, which names the key and the fix.
         """
         given = CascadeConfig.parse({key: value for key, value in raw.items() if key != "method"})
-        hsd = cls.with_defaults(given, target_model_config, arguments)
+        hsd = with_defaults(given, target_model_config, arguments)
         mistakes: list[str] = []
-        refusal = UserError
-        try:
-            cls.check_runner(hsd, target_parallel_config)
-        except UserError as error:
-            mistakes, refusal = list(error.args), type(error)
+        with collected(mistakes):
+            check_serving(hsd, target_parallel_config)
         if target_model_config.runner_type == "pooling":
             mistakes.append(
                 "runner 'pooling' generates no tokens that method 'hsd' could draft: remove the "
                 "speculative configuration."
             )
-        target = Target(target_model_config, target_parallel_config, DraftConfig)
-        level_configs = check_cascade(hsd, target, arguments, mistakes)
+        both = target_model_config, target_parallel_config
+        level_configs = check_cascade(hsd, Target(*both, DraftConfig), arguments, mistakes)
         if mistakes:
-            raise refusal(*mistakes)
+            raise UserError(*mistakes)
         if hsd.untested:
             logger.warning_once(
                 "No cascade was ever tested on a target that keeps recurrent state, as %s does.",
                 target_model_config.model,
             )
+        if hsd.is_stock:
+            return _stock_config(hsd, *both)
         return cls(
-            method=cls.hsd_method,
+            method="draft_model",
             hsd=hsd,
             level_configs=level_configs,
             hsd_least_rows=given.branches,
-            # vLLM schedules one list of draft tokens, in which V2 repeats the root for each branch.
-            num_speculative_tokens=hsd.branches * (hsd.num_speculative_tokens + 1) - 1,
+            num_speculative_tokens=hsd.scheduled_tokens,
             enable_adaptive_verification=hsd.enable_adaptive_verification,
             target_model_config=target_model_config,
             target_parallel_config=target_parallel_config,
         )
-
-    @classmethod
-    def is_stock(cls, hsd: CascadeConfig) -> bool:
-        """Whether vLLM's own drafter serves the only level, or its last source."""
-        return len(hsd.levels) == 1 and hsd.levels[0].drafters[-1].is_stock
-
-    @classmethod
-    def stock_keys(cls, hsd: CascadeConfig) -> dict[str, Any]:
-        """vLLM's own configuration of such a cascade."""
-        given = {"num_speculative_tokens": hsd.num_speculative_tokens}
-        given |= hsd.levels[0].drafters[-1].stock_keys
-        if hsd.enable_adaptive_verification:
-            given["enable_adaptive_verification"] = True
-        return {**given, "draft_sample_method": "probabilistic"}
-
-    @classmethod
-    def check_stock(cls, hsd: CascadeConfig, verifiers: tuple[str, ...]) -> None:
-        """Check such a cascade.
-
-        Args:
-            verifiers: those that can verify it.
-
-        Raises:
-            UserError: it has a key that vLLM's drafter does not know.
-        """
-        name, source = hsd.levels[0].named_sources("levels[0]")[-1]
-        for key, holds in {
-            "adaptive": hsd.adaptive,
-            "verifier": hsd.verifier not in verifiers,
-            f"{name}.temperature_scale": hsd.options()[0].temperature_scale != 1,
-            f"{name}.stopping": hsd.options()[0].stopping != "fixed",
-        }.items():
-            if holds:
-                raise UserError(
-                    f"{key} has no meaning with {name}.{source.kind}, which vLLM's own drafter "
-                    "serves: remove it."
-                )
-
-    @classmethod
-    def with_defaults(
-        cls, hsd: CascadeConfig, target_model_config, arguments: EngineArgs
-    ) -> CascadeConfig:
-        """The cascade with the runner's defaults for keys that were not given."""
-        return hsd
-
-    @classmethod
-    def check_runner(cls, hsd: CascadeConfig, target_parallel_config) -> None:
-        """Raises a UserError that names the key where the runner cannot serve the cascade."""
 
     def __post_init__(self) -> None:
         # Code of vLLM that knows one drafter sees the highest level that is a model of its own, or
@@ -146,6 +110,54 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
         self.model = self.draft_model_config.model
         self.draft_tensor_parallel_size = self.target_parallel_config.tensor_parallel_size
         self.prompt_lookup_max = self.prompt_lookup_min = 0
+        # Until `adapt` knows the scheduler's configuration.
+        self.num_speculative_tokens_per_batch_size = by_batch_size(
+            self.hsd, default_limit(self.hsd)
+        )
+        # Keeps vLLM from rows for every slot: the cascade keeps its own.
+        self.draft_sample_method = "greedy"
+        self.rejection_sample_method = "block"
+
+    def adapt(self, scheduler_config) -> None:
+        """See `NeedsHooks`."""
+        largest = scheduler_config.max_num_seqs
+        limit = self.max_batch_size(scheduler_config)
+        learns = learns_one_length(self.hsd)
+        if largest <= limit and learns:
+            # vLLM captures the target for the lengths of the table, up to its largest batch;
+            # `LearnedLengths` chooses among them.
+            limit = max(largest - 1, 1)
+        table = by_batch_size(self.hsd, limit)
+        # With one draft length, and no table, vLLM pads prefix hits to it, and captures them.
+        one = largest < table[1][0] and not learns
+        self.num_speculative_tokens_per_batch_size = None if one else table
+
+    def max_batch_size(self, scheduler_config) -> int:
+        """Most requests of a step that drafts."""
+        tokens = scheduler_config.max_num_batched_tokens
+        return max_batch_size(self.hsd, self._longest_query, tokens)
+
+    @cached_property
+    def _longest_query(self) -> int:
+        # vLLM settles its configuration several times, and a long schedule takes a second or two.
+        return longest_query(self.hsd, schedule_of(self.hsd))
+
+    @property
+    def hsd_couples_all(self) -> bool:
+        """See `HierarchicalConfig`."""
+        return self.hsd.verifier == "coupled"
+
+    def use_ngram(self) -> bool:
+        # Keeps the texts, which the lookup searches, in the GPU's memory.
+        return searches_texts(self.hsd.levels)
+
+    def use_eagle_block_drop(self) -> bool:
+        # A head's entry at the last position of a block depends on the token after it.
+        return reads_target_states(self.hsd)
+
+    @property
+    def max_num_new_slots_for_drafting(self) -> int:
+        return 0
 
     def lookahead(self, vllm_config: Any) -> int | None:
         """Tokens past those that the target computes for which a request has slots.
@@ -238,3 +250,35 @@ class CascadeSpeculativeConfig(SpeculativeConfig):
             f"SpeculativeConfig(method='hsd', levels={names}, "
             f"num_spec_tokens={self.hsd.num_speculative_tokens}, verifier={self.hsd.verifier!r})"
         )
+
+
+@config(repr=False)
+class HeadSourcesConfig(HierarchicalConfig):
+    """Of a head of the target that drafts next to lookups; `hsd_sources`: the level of both."""
+
+    hsd_sources: SkipValidation[Any] = None
+
+    def use_ngram(self) -> bool:
+        return self.hsd_sources is not None and searches_texts([self.hsd_sources])
+
+
+def _stock_config(
+    hsd: CascadeConfig, model_config: Any, parallel_config: Any
+) -> HierarchicalConfig:
+    """vLLM's own configuration of the head alone, or next to lookups, with our verifier."""
+    lowest = hsd.levels[0]
+    keys = {
+        "num_speculative_tokens": hsd.num_speculative_tokens,
+        **lowest.drafters[-1].stock_keys,
+        "draft_sample_method": "probabilistic",
+    }
+    if hsd.enable_adaptive_verification:
+        keys["enable_adaptive_verification"] = True
+    if limit := hsd.disable_by_batch_size:
+        keys["num_speculative_tokens_per_batch_size"] = by_batch_size(hsd, limit)
+    made = HierarchicalConfig if len(lowest.drafters) == 1 else HeadSourcesConfig
+    head = made.create(keys, model_config, parallel_config)
+    if isinstance(head, HeadSourcesConfig):
+        head.hsd_sources = lowest
+    head.hsd_couples_all = hsd.verifier == "coupled"
+    return head

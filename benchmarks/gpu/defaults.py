@@ -21,7 +21,7 @@ from vllm_hsd.errors import UserError
 TOKENS, TOY_TOKENS = 64, 6
 # (requests, one of how many has a seed). One such request that is filtered sends its whole batch
 # through vLLM's own processing, so some batches have none. The second one is more than drafts
-# (`spec_config.MAX_BATCH_SIZE`).
+# (`sizes.MAX_BATCH_SIZE`).
 BATCHES, TOY_BATCHES = ((30, 0), (100, 2), (30, 0), (9, 2), (1, 0)), ((2, 2), (3, 0))
 # Besides the model's own parameters, requests without filters and greedy ones.
 PLAIN: list[dict[str, Any]] = [{}, {}, {"top_k": -1, "top_p": 1.0}, {"temperature": 0.0}, {}]

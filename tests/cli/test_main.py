@@ -16,7 +16,7 @@ from support.engines import in_process
 from vllm_hsd.cli import doctor
 from vllm_hsd.cli import main as cli
 from vllm_hsd.errors import UserError
-from vllm_hsd.runner_v2.hooks import HOOKS, REGISTRY
+from vllm_hsd.runner.hooks import HOOKS, REGISTRY
 
 
 def doctor_here(runs: dict[str, tuple[tuple[str, ...], dict[str, str]]]) -> dict:

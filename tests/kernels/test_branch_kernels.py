@@ -9,7 +9,6 @@ from vllm_hsd.core.row_layout import PrivateBlocks, lay_out
 from vllm_hsd.kernels import branch_kernels
 from vllm_hsd.kernels.blocks import padded_size
 
-pytestmark = pytest.mark.triton
 N, BRANCHES, WINDOW = 5, 2, 3
 GUARD = -77
 

@@ -12,7 +12,6 @@ from vllm_hsd.kernels.branch_walk import follow_branches
 from vllm_hsd.kernels.chain_verify import ChainResult, verify_chain_padded
 from vllm_hsd.kernels.filter_rows import Filters
 
-pytestmark = pytest.mark.triton
 CHUNK_AND_BLOCK = 128, 32
 V, K, R = 300, 3, 4
 KEPT, REJECTED = 1e-3, 1e-6

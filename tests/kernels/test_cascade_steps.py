@@ -16,9 +16,7 @@ from support.proposal_states import (
 )
 from support.proposal_walk import walk
 
-from vllm_hsd.runner_v2 import cascade_steps, lookups
-
-pytestmark = pytest.mark.triton
+from vllm_hsd.runner import cascade_steps, lookups
 
 
 @pytest.mark.interpret

@@ -36,7 +36,6 @@ def outcomes_of(token_ids, num_accepted):
     return [(t, int(row[t])) for t, row in zip(accepted, token_ids, strict=True)]
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize(
     ("method", "requests", "rejected"),
     [
@@ -82,7 +81,6 @@ def plain_residual_distribution(p, q, tokens):
     return (h * later_fail)[:, None] * rows / mass[:, None]
 
 
-@pytest.mark.triton
 @pytest.mark.slow
 def test_vllm_draws_from_the_same_distribution():
     """Within one call vLLM's uniforms are independent (across calls those of 0.32 are not)."""

@@ -26,7 +26,6 @@ def assert_matches(batch, result, **options):
 
 
 @pytest.mark.interpret
-@pytest.mark.triton
 @pytest.mark.parametrize("rows", ["rows", "lse", "one-hot"])
 @pytest.mark.parametrize("method", chain_verify.METHODS)
 def test_random_rows(method, rows, small_blocks):
@@ -37,21 +36,18 @@ def test_random_rows(method, rows, small_blocks):
     assert_matches(batch, result, method=method, level=3)
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize("vocab_size", [1, 31, 2048])
 def test_vocabulary_sizes(vocab_size, small_blocks):
     batch = make_chains(vocab_size, [2, 3, 1, 3], torch.bfloat16, seed=vocab_size)
     assert_matches(batch, chain_verify.verify_chain(**batch))
 
 
-@pytest.mark.triton
 def test_whole_vocabulary_and_default_blocks():
     batch = make_chains(32000, [2, 3], torch.bfloat16, noise=0.3)
     batch["temperature"][0] = 0.7
     assert_matches(batch, chain_verify.verify_chain(**batch))
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize("method", chain_verify.METHODS)
 def test_draft_equal_to_target_is_kept(method):
     batch = make_chains(50, [4, 4, 4, 4], noise=0.0)
@@ -61,7 +57,6 @@ def test_draft_equal_to_target_is_kept(method):
     assert result.num_accepted.tolist() == [4] * 4
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize("method", chain_verify.METHODS)
 def test_degenerate_rows(method, small_blocks):
     """Saturated, masked, tied and invalid rows, empty slots, tokens outside the vocabulary."""
@@ -115,7 +110,6 @@ def requests_with_invalid_own_rows():
     return batch, plain
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize("method", chain_verify.METHODS)
 def test_an_invalid_own_row_gives_the_token_of_plain_vllm(method, monkeypatch):
     monkeypatch.setattr(blocks, "CHUNK", 64)
@@ -149,7 +143,6 @@ def test_an_invalid_own_row_gives_the_token_of_plain_vllm(method, monkeypatch):
     assert (result.num_accepted[1::4] >= 1).all()
 
 
-@pytest.mark.triton
 def test_nearly_equal_rows_and_rising_ratios(small_blocks):
     """Ratios that fall to e^-8 and rise again: only a cap that includes t gives these tokens."""
     batch = make_chains(600, [5] * 6, noise=1e-3, seed=3)
@@ -162,7 +155,6 @@ def test_nearly_equal_rows_and_rising_ratios(small_blocks):
     assert_matches(batch, chain_verify.verify_chain(**batch))
 
 
-@pytest.mark.triton
 def test_a_forbidden_token_after_a_doubtful_prefix():
     """p(x_2) = 0 and p in proportion to q elsewhere leave no residual at 1, whatever a_1 is."""
     batch = make_chains(40, [2] * 12, noise=0.0)
@@ -179,7 +171,6 @@ def test_a_forbidden_token_after_a_doubtful_prefix():
     assert result.num_accepted.tolist() == [0] * 12
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize("given", [True, False])
 def test_one_hot_by_request_and_own_draft_temperature(given):
     batch = make_chains(90, [3] * 6)
@@ -191,7 +182,6 @@ def test_one_hot_by_request_and_own_draft_temperature(given):
     assert_matches(batch, result, draft_temperature=temperature)
 
 
-@pytest.mark.triton
 def test_no_memory_is_read_before_it_is_written(small_blocks, monkeypatch):
     batch = make_chains(700, [3, 0, 2, 3])
     clean = chain_verify.verify_chain(**batch)
@@ -202,7 +192,6 @@ def test_no_memory_is_read_before_it_is_written(small_blocks, monkeypatch):
     assert result.target_lse.nan_to_num(-1).equal(clean.target_lse.nan_to_num(-1))
 
 
-@pytest.mark.triton
 def test_alone_or_in_a_batch():
     """A request gives the same tokens at any place of a batch and in any layout of its rows."""
     lengths = [3, 0, 4, 2]
@@ -223,7 +212,6 @@ def test_alone_or_in_a_batch():
         assert alone.token_ids[0, 5:].tolist() == [-1, -1]
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize("given", [True, False])
 def test_padded_layout(given):
     """vLLM's V2 layout gives the tokens of the flat one; a request may have no row at all."""
@@ -299,7 +287,6 @@ def padded_with_drafts_elsewhere(batch, lengths, index, draft_index, slots=9, en
     return arguments, state, {"draft_lse": lse, "draft_index": draft_index, "draft_length": length}
 
 
-@pytest.mark.triton
 def test_rows_and_state_by_different_indices_and_a_length_per_request():
     """Equal to the flat layout; a request whose drafts are stale (-1) is as one without a draft."""
     lengths = [3, 0, 2, 4, 3]
@@ -326,7 +313,6 @@ def test_rows_and_state_by_different_indices_and_a_length_per_request():
     assert result.token_ids[:4].tolist() != flat.token_ids[:4].tolist()
 
 
-@pytest.mark.triton
 def test_kernels_write_inside_their_outputs_only(monkeypatch):
     """Every output is between guard rows, which stay what they were."""
     lengths = [3, 1, 4]
@@ -349,7 +335,6 @@ def test_kernels_write_inside_their_outputs_only(monkeypatch):
         assert (edges.isnan() if value != value else edges == value).all()
 
 
-@pytest.mark.triton
 def test_no_drafts_and_no_requests():
     batch = make_chains(40, [0, 0])
     assert_matches(batch, chain_verify.verify_chain(**batch))

@@ -13,7 +13,6 @@ from vllm_hsd.kernels.copy_blocks import (
     copy_to_branches,
 )
 
-pytestmark = pytest.mark.triton
 LENGTH, HEADS, SIZE = 6, 2, 4
 
 

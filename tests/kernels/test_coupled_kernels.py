@@ -12,7 +12,7 @@ from vllm_hsd.kernels.chain_verify import verify_chain_padded
 from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
 from vllm_hsd.kernels.sample_row import sample_row
 
-pytestmark = [pytest.mark.triton, pytest.mark.usefixtures("small_blocks")]
+pytestmark = pytest.mark.usefixtures("small_blocks")
 CHUNK_AND_BLOCK = 128, 32
 V, K = 300, 3
 # A batch of each kind: coupled, sampled and greedy requests, one without a draft.

@@ -12,7 +12,6 @@ from vllm_hsd.kernels.tree_verify import MAX_NODES
 from vllm_hsd.verify.branches import verify_rows
 from vllm_hsd.verify.rng import host_uniforms
 
-pytestmark = pytest.mark.triton
 CHUNK_AND_BLOCK = 32, 16
 LEVEL, DRAFTS = 1, 3
 

@@ -15,11 +15,9 @@ from support.proposal_states import (
 from support.proposal_walk import random_result
 
 from vllm_hsd.core.stopping import entropy_nats
-from vllm_hsd.runner_v2 import cascade_steps, entropy_stopping
-from vllm_hsd.runner_v2.entropy_stopping import DeviceThresholds
-from vllm_hsd.runner_v2.schedule import Draft
-
-pytestmark = pytest.mark.triton
+from vllm_hsd.runner import cascade_steps, entropy_stopping
+from vllm_hsd.runner.entropy_stopping import DeviceThresholds
+from vllm_hsd.runner.schedule import Draft
 
 VOCABULARY = 70
 

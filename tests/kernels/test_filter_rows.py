@@ -31,7 +31,6 @@ def batch(vocab_size, dtype=torch.float32, rows=40, seed=0, spread=3.0):
 
 
 @pytest.mark.interpret
-@pytest.mark.triton
 @pytest.mark.parametrize("candidates", [4096, 8], ids=["gathered", "whole rows"])
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"), [(1, torch.float32), (31, torch.bfloat16), (700, torch.float32)]
@@ -59,7 +58,6 @@ def flat(rows: int, vocab_size: int) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize("sampled", [4, 1024], ids=["one in four", "one in 1024"])
 def test_flat_rows_have_the_references_threshold(sampled, monkeypatch):
     """More entries are above the bound than are gathered; three entries tell nothing of a row."""
@@ -89,7 +87,6 @@ def test_few_loads_of_a_flat_row_depend_on_each_other():
     assert max(loads.values()) < 120
 
 
-@pytest.mark.triton
 def test_a_whole_vocabulary_and_rows_of_requests():
     logits, temperature, filters = batch(32000, torch.bfloat16, rows=10, seed=3)
     filters.top_p[:] = 0.9
@@ -103,7 +100,6 @@ def test_a_whole_vocabulary_and_rows_of_requests():
     assert by_request.equal(expected.repeat_interleave(2))
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize("kind", list(UNUSABLE_ROWS))
 def test_an_invalid_row_is_not_filtered(kind):
     logits, one = torch.randn(4, 300), torch.ones(4)

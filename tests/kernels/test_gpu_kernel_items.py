@@ -7,8 +7,6 @@ from benchmarks.gpu.items import Setting
 from benchmarks.kernels import timing
 from benchmarks.kernels.drafts import Drafts
 
-pytestmark = pytest.mark.triton
-
 
 @pytest.fixture
 def setting(tmp_path, monkeypatch):

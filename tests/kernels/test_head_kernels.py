@@ -15,10 +15,9 @@ from support.proposal_states import (
     schedule_of,
 )
 
-from vllm_hsd.runner_v2 import cascade_steps, head_steps
-from vllm_hsd.runner_v2.head_steps import HeadInputs
+from vllm_hsd.runner import cascade_steps, head_steps
+from vllm_hsd.runner.head_steps import HeadInputs
 
-pytestmark = pytest.mark.triton
 BATCH, QUERY = 7, 9
 SCHEDULE = schedule_of(3, QUERY - 1)
 

@@ -24,7 +24,6 @@ def _uniform_kernel(out_ptr, seed_ptr, draw_ptr, stream, LANES: tl.constexpr):
 
 
 @pytest.mark.interpret
-@pytest.mark.triton
 @pytest.mark.parametrize(("seed", "draw"), [(0, 0), (-1, 2**32 - 3), (2**62 + 12345, 2**45)])
 def test_kernel_and_package_draw_the_same_uniforms(seed, draw):
     drawn = torch.full((8,), float("nan"), dtype=torch.float64)
@@ -58,7 +57,6 @@ def host_verdict(batch, method: str, level: int, first: int):
     return verify_batch(chain, method, drawn)
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize("method", chain_verify.METHODS)
 def test_equal_seeds_and_drafts_give_equal_verdicts_on_host_and_device(method):
     batch = make_chains(60, [3, 0, 5, 1, 4, 5], seed=7)

@@ -15,9 +15,9 @@ from support.proposal_states import (
 from vllm_hsd.core import ngram_model
 from vllm_hsd.core.ngram_model import NgramModelLevel
 from vllm_hsd.core.text_store import TextStore, collect_texts
-from vllm_hsd.runner_v2 import cascade_steps, ngram_rows
-from vllm_hsd.runner_v2.ngram_rows import NgramRows
-from vllm_hsd.runner_v2.schedule import Draft
+from vllm_hsd.runner import cascade_steps, ngram_rows
+from vllm_hsd.runner.ngram_rows import NgramRows
+from vllm_hsd.runner.schedule import Draft
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,6 @@ def store_of(seed: int, vocabulary: int, tokens: int) -> TextStore:
     return collect_texts(texts, vocabulary)
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize(
     ("seed", "order", "vocabulary", "tokens", "occurrences"),
     [
@@ -84,7 +83,6 @@ def test_rows_are_those_of_the_host_s_model(
                 )
 
 
-@pytest.mark.triton
 @pytest.mark.interpret
 def test_a_single_weight_of_the_own_text_is_seen(monkeypatch):
     """Negative control of the comparison above."""
@@ -125,7 +123,6 @@ def test_few_loads_of_a_draft_token_depend_on_each_other():
     assert len(loads) == 3 and loads.total() <= 60
 
 
-@pytest.mark.triton
 def test_runs_are_the_different_sequences_of_the_store():
     store = store_of(1, 70, 300)
     level = NgramRows.of(store, 4, CPU)

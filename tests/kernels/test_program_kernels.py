@@ -6,8 +6,6 @@ import torch
 from support.programs import Engine, reference_steps
 from support.proposal_states import poison, tensors_of
 
-pytestmark = pytest.mark.triton
-
 # What `stage` writes or what never changes.
 STAGED = {
     "num_reqs", "window", "base", "end", "start", "drafted", "requested", "limit", "slot",

@@ -30,7 +30,6 @@ def _batch(vocab_size, dtype, seed=0):
 
 
 @pytest.mark.interpret
-@pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("vocab_size", [1, 31, 2048])
 def test_matches_reference(vocab_size, dtype, small_blocks):
@@ -45,7 +44,6 @@ def test_matches_reference(vocab_size, dtype, small_blocks):
     assert token[8] == vocab_size - 1
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize("kind", list(UNUSABLE_ROWS))
 def test_an_invalid_row_gives_the_token_of_plain_vllm(kind, small_blocks):
     logits, temperature = torch.randn(3, 700), torch.tensor([0.0, 0.7, 1.0])
@@ -55,14 +53,12 @@ def test_an_invalid_row_gives_the_token_of_plain_vllm(kind, small_blocks):
     assert not lse[1:].isfinite().any()
 
 
-@pytest.mark.triton
 def test_whole_vocabulary_and_default_blocks():
     logits, temperature, seeds, draws = (x[:2] for x in _batch(32000, torch.bfloat16))
     token, _ = sample_row(logits, temperature, seeds, draws)
     assert token.equal(reference.sample_row(logits, temperature, seeds, draws)[0])
 
 
-@pytest.mark.triton
 def test_no_rows():
     empty = torch.empty(0)
     token, lse = sample_row(torch.empty(0, 5), empty, empty.long(), empty.long())

@@ -7,10 +7,8 @@ from support.proposal_states import MAX_NUM_REQS, poison
 from support.suffix_requests import Requests, markov, store_of
 
 from vllm_hsd.core.text_order import DEPTH, END_OF_TEXT, OCCURRENCES, PROBES
-from vllm_hsd.runner_v2 import shared_outputs, suffix_lookup
-from vllm_hsd.runner_v2.shared_outputs import SharedOutputs
-
-pytestmark = pytest.mark.triton
+from vllm_hsd.runner import shared_outputs, suffix_lookup
+from vllm_hsd.runner.shared_outputs import SharedOutputs
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ def assert_matches(batch, **options):
 
 
 @pytest.mark.interpret
-@pytest.mark.triton
 @pytest.mark.parametrize("kind", ["iid", "without replacement", "one-hot"])
 def test_random_trees(kind, small_blocks):
     batch = make_trees(5, 70, kind)
@@ -29,13 +28,11 @@ def test_random_trees(kind, small_blocks):
     assert result.num_accepted.max() > 1
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1, torch.bfloat16), (2048, torch.float16)])
 def test_vocabulary_sizes(vocab_size, dtype):
     assert_matches(make_trees(2, vocab_size, parents=(-1, -1, 0), dtype=dtype))
 
 
-@pytest.mark.triton
 def test_duplicate_draws(small_blocks):
     """i.i.d. siblings over four tokens repeat themselves: a repeat only leaves its residual."""
     batch = make_trees(10, 4, parents=(-1,) * 6, seed=5)
@@ -43,7 +40,6 @@ def test_duplicate_draws(small_blocks):
     assert_matches(batch)
 
 
-@pytest.mark.triton
 def test_duplicate_draws_with_children(small_blocks):
     """A token that was drawn again is not tried again once its children were refused."""
     batch = make_trees(40, 4, parents=(-1, -1, -1, 0, 0, 0), seed=6)
@@ -51,13 +47,11 @@ def test_duplicate_draws_with_children(small_blocks):
     assert_matches(batch)
 
 
-@pytest.mark.triton
 def test_sixty_four_nodes(small_blocks):
     parents = tuple((i - 3) // 3 if i >= 3 else -1 for i in range(64))
     assert_matches(make_trees(2, 40, "without replacement", parents, seed=2), replacement=False)
 
 
-@pytest.mark.triton
 def test_degenerate_trees(small_blocks):
     """Invalid rows, empty slots, tokens outside the vocabulary, a separate draft temperature."""
     batch = make_trees(9, 70, "iid", seed=1)
@@ -80,7 +74,6 @@ def test_degenerate_trees(small_blocks):
     assert result.token_ids[0].tolist() == [0] + [-1] * 10
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize("kind", list(UNUSABLE_ROWS))
 def test_an_invalid_root_row_gives_the_token_of_plain_vllm(kind, small_blocks):
     batch = make_trees(4, 70)
@@ -96,7 +89,6 @@ def test_an_invalid_root_row_gives_the_token_of_plain_vllm(kind, small_blocks):
     assert result.num_accepted[3] >= 1
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize("rows", ["rows", "one-hot"])
 def test_a_chain_is_a_tree(rows):
     """One child everywhere: the same uniforms give the tokens of the chain kernel."""
@@ -114,7 +106,6 @@ def test_a_chain_is_a_tree(rows):
     assert tree.token_ids.tolist() == chain.token_ids.tolist()
 
 
-@pytest.mark.triton
 def test_no_memory_is_read_before_it_is_written(small_blocks, monkeypatch):
     batch = make_trees(4, 70)
     clean = verify_tree(**batch)

@@ -71,7 +71,7 @@ def quiet_classes() -> dict[str, bool]:
 
     from vllm_hsd.spec_config import CascadeSpeculativeConfig
 
-    importlib.import_module("vllm_hsd.runner_v2.spec_config")
+    importlib.import_module("vllm_hsd.spec_config")
     allowed = (SpeculativeConfig.__repr__, CascadeSpeculativeConfig.__repr__)
     found, todo = {}, SpeculativeConfig.__subclasses__()
     while todo:

@@ -30,7 +30,7 @@ def install_lowest() -> None:
 def install_lowest_and_keep_rows() -> None:
     """As `install_lowest`; what the levels above pass on has the rows of an earlier draft."""
     install_lowest()
-    from vllm_hsd.runner_v2 import cascade_steps
+    from vllm_hsd.runner import cascade_steps
 
     pass_on = cascade_steps.pass_on
 

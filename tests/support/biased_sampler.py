@@ -20,7 +20,7 @@ def install_plain_recovery() -> None:
 
 def install_generous_ratio() -> None:
     """Accept by a ratio that is 1.6 times too large."""
-    from vllm_hsd.runner_v2.cascade_sampler import CascadeRejectionSampler
+    from vllm_hsd.runner.cascade_sampler import CascadeRejectionSampler
 
     right = CascadeRejectionSampler.drafts
 
@@ -38,7 +38,7 @@ def install_uncapped_final_ratio() -> None:
 
 def install_drafts_of_other_rows() -> None:
     """Draw the lowest level's tokens from flatter rows than those that are kept with them."""
-    from vllm_hsd.runner_v2 import program
+    from vllm_hsd.runner import program
 
     right = program.sample_row
 

@@ -12,7 +12,7 @@ def install() -> None:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     from vllm_hsd.core.step_times import StepTimes
-    from vllm_hsd.runner_v2 import host_budget
+    from vllm_hsd.runner import host_budget
 
     observe, agreed = StepTimes.observe, host_budget._agreed
 

@@ -4,7 +4,7 @@
 def install() -> None:
     """Call before the engine starts; its scheduler has learned that no draft pays."""
     from vllm_hsd.core.batch_budget import BatchBudget
-    from vllm_hsd.runner_v2 import draft_lengths
+    from vllm_hsd.runner import draft_lengths
 
     draft_lengths.read_on_host = lambda: False
     BatchBudget.choose = lambda self, size: 0

@@ -28,9 +28,9 @@ MODULES = (
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.worker.gpu.model_runner",
-    "vllm_hsd.runner_v2.host_speculator",
-    "vllm_hsd.runner_v2.replacements",
-    "vllm_hsd.runner_v2.spec_config",
+    "vllm_hsd.runner.host_speculator",
+    "vllm_hsd.runner.replacements",
+    "vllm_hsd.spec_config",
     "vllm_hsd.stock_config",
 )
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from vllm_hsd.core.levels import LevelOptions
-from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState
-from vllm_hsd.runner_v2.schedule import compile_schedule
+from vllm_hsd.runner.proposal_state import KVGroups, ProposalState
+from vllm_hsd.runner.schedule import compile_schedule
 
 VOCABULARY, MAX_MODEL_LEN, MAX_NUM_REQS = 70, 40, 7
 GUARD = -(2**31) + 7

@@ -14,8 +14,8 @@ from support.proposal_states import (
 )
 
 from vllm_hsd.kernels import chain_verify
-from vllm_hsd.runner_v2 import cascade_steps, lookups
-from vllm_hsd.runner_v2.schedule import Draft, Lookup, Verify
+from vllm_hsd.runner import cascade_steps, lookups
+from vllm_hsd.runner.schedule import Draft, Lookup, Verify
 
 
 def walk(

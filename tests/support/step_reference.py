@@ -10,8 +10,8 @@ from support.kernel_reference import filtered
 from vllm_hsd.core.drafts import room_below
 from vllm_hsd.core.stopping import entropy_nats
 from vllm_hsd.planner.prompt_lookup import propose
-from vllm_hsd.runner_v2.proposal_state import COUNTS
-from vllm_hsd.runner_v2.schedule import Draft, Verify, first_draw
+from vllm_hsd.runner.proposal_state import COUNTS
+from vllm_hsd.runner.schedule import Draft, Verify, first_draw
 
 
 def stage(

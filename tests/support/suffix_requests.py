@@ -8,7 +8,7 @@ from vllm_hsd.core.levels import Texts
 from vllm_hsd.core.suffix import SuffixLevel
 from vllm_hsd.core.text_order import OrderedTexts, order_texts
 from vllm_hsd.core.text_store import collect_texts
-from vllm_hsd.runner_v2.suffix_lookup import SuffixLookup
+from vllm_hsd.runner.suffix_lookup import SuffixLookup
 
 
 class Requests:

@@ -27,15 +27,15 @@ from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
 from vllm_hsd.config import CascadeConfig  # noqa: E402
 from vllm_hsd.core.text_order import order_texts  # noqa: E402
 from vllm_hsd.core.text_store import TextStore, collect_texts  # noqa: E402
-from vllm_hsd.runner_v2.cascade_sampler import serve  # noqa: E402
-from vllm_hsd.runner_v2.lookups import lookup_bigram, lookup_ngram  # noqa: E402
-from vllm_hsd.runner_v2.metrics import DeviceCounts  # noqa: E402
-from vllm_hsd.runner_v2.ngram_rows import NgramRows  # noqa: E402
-from vllm_hsd.runner_v2.proposal_state import KVGroups, ProposalState  # noqa: E402
-from vllm_hsd.runner_v2.sources import Estimates, SourcesLookup  # noqa: E402
-from vllm_hsd.runner_v2.spec_config import schedule_of, verifiers  # noqa: E402
-from vllm_hsd.runner_v2.speculator import CascadeSpeculator  # noqa: E402
-from vllm_hsd.runner_v2.suffix_lookup import SuffixLookup  # noqa: E402
+from vllm_hsd.runner.cascade_sampler import serve  # noqa: E402
+from vllm_hsd.runner.lookups import lookup_bigram, lookup_ngram  # noqa: E402
+from vllm_hsd.runner.metrics import DeviceCounts  # noqa: E402
+from vllm_hsd.runner.ngram_rows import NgramRows  # noqa: E402
+from vllm_hsd.runner.proposal_state import KVGroups, ProposalState  # noqa: E402
+from vllm_hsd.runner.sizes import schedule_of, verifiers  # noqa: E402
+from vllm_hsd.runner.sources import Estimates, SourcesLookup  # noqa: E402
+from vllm_hsd.runner.speculator import CascadeSpeculator  # noqa: E402
+from vllm_hsd.runner.suffix_lookup import SuffixLookup  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -97,7 +97,8 @@ class TableCascade(CascadeSpeculator):
             max_num_reqs=slots,
             vocab_size=vocabulary,
             dtypes=[
-                None if level.last_on_v2 == "lookup" else torch.float32 for level in self.hsd.levels
+                None if level.last_drafts_by == "lookup" else torch.float32
+                for level in self.hsd.levels
             ],
             num_kv_groups=1,
             device=CPU,
@@ -117,7 +118,7 @@ class TableCascade(CascadeSpeculator):
         lasts = [level.get("sources", [level])[-1] for level in cascade["levels"]]
         levels: list = [TableLevel(last["model"]) if "model" in last else None for last in lasts]
         self.lookup = None
-        if lowest.on_v2 == "lookup":
+        if lowest.drafts_by == "lookup":
             self.lookup, _ = self._lookup(lowest, tables[0])
         for k, level in enumerate(self.hsd.levels):
             last = level.drafters[-1]
@@ -141,7 +142,7 @@ class TableCascade(CascadeSpeculator):
         """What looks up, and its estimates as one of several sources."""
         if level.kind == "sources":
             found = [self._lookup(each, table) for each in level.sources if each.is_lookup]
-            length, drafts = self.schedule.kept_lengths[0], level.last_on_v2 != "lookup"
+            length, drafts = self.schedule.kept_lengths[0], level.last_drafts_by != "lookup"
             slots = self.req_states.max_num_reqs
             return SourcesLookup(found, level.min_acceptance, slots, length, CPU, drafts), None
         successor, probs = table.argmax(1), table.softmax(1).amax(1).double()
@@ -154,7 +155,7 @@ class TableCascade(CascadeSpeculator):
             store = order_texts(pairs_of(table), CPU)
             return SuffixLookup(store, level.suffix.min_acceptance, CPU), None
         keys = {"shortest": level.ngram.min, "longest": level.ngram.max}
-        return partial(lookup_ngram, **keys), level.estimates_v2(CPU)
+        return partial(lookup_ngram, **keys), level.estimates(CPU)
 
     def drafts(self, slots: torch.Tensor, states, *num_tokens: torch.Tensor) -> torch.Tensor:
         """num_tokens: sampled and rejected ones."""

@@ -13,7 +13,7 @@ from vllm_hsd.kernels import cpu_backend
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COMPILED = not INTERPRETED
 RUNS = COMPILED or INTERPRETED
-HOW = "VLLM_USE_V2_MODEL_RUNNER=1 pytest -m triton tests/kernels tests/runner_v2"
+HOW = "VLLM_USE_V2_MODEL_RUNNER=1 pytest -m triton tests/kernels tests/runner"
 
 
 def skip_what_cannot_run(item: pytest.Item) -> None:

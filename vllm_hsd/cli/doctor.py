@@ -226,7 +226,7 @@ def _names(verbose: bool) -> Iterator[Finding]:
     """Whether the names of vLLM in use are as tested, and replaced where they are replaced."""
     import vllm
 
-    from vllm_hsd.runner_v2.hooks import REGISTRY
+    from vllm_hsd.runner.hooks import REGISTRY
 
     if fault := registry.version_fault():
         yield Finding("problem", fault)

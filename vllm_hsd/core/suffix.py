@@ -1,7 +1,7 @@
 """A suffix level in plain numpy: the likeliest continuation of the text's end in several texts.
 
 After Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications"
-(arXiv:2411.04975). What the kernels of `runner_v2.suffix_lookup`, which serves, compute, number for
+(arXiv:2411.04975). What the kernels of `runner.suffix_lookup`, which serves, compute, number for
 number; its docstring has the rule. The planner replays it over recorded text.
 """
 

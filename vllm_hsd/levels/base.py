@@ -100,7 +100,7 @@ class LevelConfig(Keys):
         runs_target: it runs layers of the target, for other rows than the target does.
         keeps_cache: it is a model with a KV cache of its own.
         reads_target_states: it reads the target's hidden states of every step.
-        on_v2: how it drafts in a cascade, "counts" for rows without forward passes; empty if it
+        drafts_by: how it drafts in a cascade, "counts" for rows without forward passes; empty if it
             drafts alone.
         is_stock: vLLM's own drafter serves it as the only level, with our verifier; see
             `stock_keys`.
@@ -116,7 +116,7 @@ class LevelConfig(Keys):
     runs_target: ClassVar[bool] = False
     keeps_cache: ClassVar[bool] = False
     reads_target_states: ClassVar[bool] = False
-    on_v2: ClassVar[Literal["", "lookup", "counts", "model"]] = ""
+    drafts_by: ClassVar[Literal["", "lookup", "counts", "model"]] = ""
     is_stock: ClassVar[bool] = False
 
     num_tokens: Tokens | None = None
@@ -142,9 +142,9 @@ class LevelConfig(Keys):
         return None
 
     @property
-    def last_on_v2(self) -> str:
-        """`on_v2` of its last source, which alone may have rows."""
-        return self.on_v2
+    def last_drafts_by(self) -> str:
+        """`drafts_by` of its last source, which alone may have rows."""
+        return self.drafts_by
 
     @property
     def stock_keys(self) -> dict[str, Any]:
@@ -192,15 +192,15 @@ class LevelConfig(Keys):
         """
         return None
 
-    def check_v2(self, name: str) -> None:
-        """Check what the level, of a kind that has `on_v2`, needs on the V2 runner, as `check`."""
+    def check_serving(self, name: str) -> None:
+        """Check what the level, of a kind that has `drafts_by`, needs to be served; as `check`."""
 
-    def build_v2(self, speculator: Any, index: int) -> Any:
-        """The level on the V2 runner, not yet loaded: see `runner_v2.program`.
+    def build(self, speculator: Any, index: int) -> Any:
+        """The level, not yet loaded: see `runner.program`.
 
         Args:
             speculator: the cascade that it belongs to. A lookup and "counts" are built before vLLM
-                measures memory, and are given the texts, see `runner_v2.speculator`.
+                measures memory, and are given the texts, see `runner.speculator`.
             index: position in the cascade, 0 the cheapest.
         """
         raise NotImplementedError
@@ -298,8 +298,8 @@ class BranchKeys(LevelConfig):
 
     branches: Annotated[int, Field(ge=1, le=MAX_BRANCHES)] = 1
 
-    def check_v2(self, name: str) -> None:
-        """See `LevelConfig.check_v2`."""
+    def check_serving(self, name: str) -> None:
+        """See `LevelConfig.check_serving`."""
         if self.branches > 1:
             raise UserError(
                 f"{name}.branches is for a model and for sources that are lookups: remove it."
@@ -312,8 +312,8 @@ class LookupKeys(LevelConfig):
     is_lookup = True
     only_lowest = "a lookup has no probabilities"
 
-    def estimates_v2(self, device: Any) -> Any:
-        """Its `runner_v2.sources.Estimates`; None for a lookup that gives its own."""
+    def estimates(self, device: Any) -> Any:
+        """Its `runner.sources.Estimates`; None for a lookup that gives its own."""
         return None
 
 

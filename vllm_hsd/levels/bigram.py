@@ -15,7 +15,7 @@ class BigramLevelConfig(LookupKeys):
     """
 
     kind = "bigram"
-    on_v2 = "lookup"
+    drafts_by = "lookup"
 
     bigram: Name
 
@@ -23,25 +23,25 @@ class BigramLevelConfig(LookupKeys):
         """See `LevelConfig.check`."""
         check_store(name, self.kind, self.bigram, target, shortest=2)
 
-    def build_v2(self, speculator: Any, index: int) -> Any:
-        """See `LevelConfig.build_v2`."""
+    def build(self, speculator: Any, index: int) -> Any:
+        """See `LevelConfig.build`."""
         import torch
 
         from vllm_hsd.core.bigram import successors
         from vllm_hsd.core.text_store import read_store
-        from vllm_hsd.runner_v2.lookups import lookup_bigram
+        from vllm_hsd.runner.lookups import lookup_bigram
 
         tokens, _ = successors(read_store(self.bigram, self.kind))
         successor = torch.from_numpy(tokens).to(speculator.device)
         return lambda state, text: lookup_bigram(state, successor)
 
-    def estimates_v2(self, device: Any) -> Any:
-        """See `LookupKeys.estimates_v2`."""
+    def estimates(self, device: Any) -> Any:
+        """See `LookupKeys.estimates`."""
         import torch
 
         from vllm_hsd.core.bigram import successors
         from vllm_hsd.core.text_store import read_store
-        from vllm_hsd.runner_v2.sources import Estimates
+        from vllm_hsd.runner.sources import Estimates
 
         _, probs = successors(read_store(self.bigram, self.kind))
         return Estimates(torch.from_numpy(probs).to(device), by_token=True)

@@ -27,7 +27,7 @@ class Eagle3LevelConfig(SamplingKeys, VllmModelKeys, BranchKeys):
     kind = "eagle3"
     only_lowest = "an EAGLE-3 head takes unverified tokens one by one"
     reads_target_states = True
-    on_v2 = "model"
+    drafts_by = "model"
     is_stock = True
 
     eagle3: Name
@@ -49,9 +49,9 @@ class Eagle3LevelConfig(SamplingKeys, VllmModelKeys, BranchKeys):
         key = name, self.kind, self.eagle3
         return draft_config(*key, self.model_keys, draft_length, target, "eagle3")
 
-    def build_v2(self, speculator: Any, index: int) -> Any:
-        """See `LevelConfig.build_v2`; before vLLM measures memory."""
-        from vllm_hsd.runner_v2.target_head import ProgramHead
+    def build(self, speculator: Any, index: int) -> Any:
+        """See `LevelConfig.build`; before vLLM measures memory."""
+        from vllm_hsd.runner.target_head import ProgramHead
 
         return ProgramHead(speculator, index)
 

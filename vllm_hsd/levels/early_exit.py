@@ -19,7 +19,7 @@ class EarlyExitLevelConfig(VerifyingKeys):
 
     kind = "early_exit"
     runs_target = True
-    on_v2 = "model"
+    drafts_by = "model"
 
     early_exit: Annotated[int, Field(ge=1, le=10_000)]
 
@@ -53,9 +53,9 @@ class EarlyExitLevelConfig(VerifyingKeys):
                 "lower it."
             )
 
-    def build_v2(self, speculator: Any, index: int) -> Any:
-        """See `LevelConfig.build_v2`."""
-        from vllm_hsd.runner_v2.levels import ProgramExit
+    def build(self, speculator: Any, index: int) -> Any:
+        """See `LevelConfig.build`."""
+        from vllm_hsd.runner.levels import ProgramExit
 
         return ProgramExit(speculator, index, self.early_exit)
 

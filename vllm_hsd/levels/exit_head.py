@@ -18,7 +18,7 @@ class ExitHeadLevelConfig(VerifyingKeys):
 
     kind = "exit_head"
     runs_target = True
-    on_v2 = "model"
+    drafts_by = "model"
 
     exit_head: Name
 
@@ -57,10 +57,10 @@ class ExitHeadLevelConfig(VerifyingKeys):
             )
         read_exit_head(self.exit_head)
 
-    def build_v2(self, speculator: Any, index: int) -> Any:
-        """See `LevelConfig.build_v2`."""
+    def build(self, speculator: Any, index: int) -> Any:
+        """See `LevelConfig.build`."""
         from vllm_hsd.core.exit_head import read_exit_head
-        from vllm_hsd.runner_v2.levels import ProgramExit
+        from vllm_hsd.runner.levels import ProgramExit
 
         head = read_exit_head(self.exit_head)
         return ProgramExit(speculator, index, head.layer, head)

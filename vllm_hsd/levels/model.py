@@ -25,7 +25,7 @@ class ModelLevelConfig(VerifyingKeys, VllmModelKeys, BranchKeys):
     """
 
     kind = "model"
-    on_v2 = "model"
+    drafts_by = "model"
 
     model: Name
 
@@ -36,12 +36,12 @@ class ModelLevelConfig(VerifyingKeys, VllmModelKeys, BranchKeys):
         key = name, self.kind, self.model
         return draft_config(*key, self.model_keys, draft_length, target, "draft_model")
 
-    def check_v2(self, name: str) -> None:
-        """See `LevelConfig.check_v2`: it takes `branches`, see `runner_v2.several_drafts`."""
+    def check_serving(self, name: str) -> None:
+        """See `LevelConfig.check_serving`: it takes `branches`, see `runner.several_drafts`."""
 
-    def build_v2(self, speculator: Any, index: int) -> Any:
-        """See `LevelConfig.build_v2`."""
-        from vllm_hsd.runner_v2.levels import ProgramModel
+    def build(self, speculator: Any, index: int) -> Any:
+        """See `LevelConfig.build`."""
+        from vllm_hsd.runner.levels import ProgramModel
 
         return ProgramModel(speculator, index)
 

@@ -37,22 +37,22 @@ class NgramLevelConfig(LookupKeys):
 
     kind = "ngram"
     value_keys = NgramConfig
-    on_v2 = "lookup"
+    drafts_by = "lookup"
 
     ngram: NgramConfig
 
-    def build_v2(self, speculator: Any, index: int) -> Any:
-        """See `LevelConfig.build_v2`."""
-        from vllm_hsd.runner_v2.lookups import lookup_ngram
+    def build(self, speculator: Any, index: int) -> Any:
+        """See `LevelConfig.build`."""
+        from vllm_hsd.runner.lookups import lookup_ngram
 
         return partial(lookup_ngram, shortest=self.ngram.min, longest=self.ngram.max)
 
-    def estimates_v2(self, device: Any) -> Any:
-        """See `LookupKeys.estimates_v2`."""
+    def estimates(self, device: Any) -> Any:
+        """See `LookupKeys.estimates`."""
         import torch
 
         from vllm_hsd.core.levels import ngram_confidence
-        from vllm_hsd.runner_v2.sources import Estimates
+        from vllm_hsd.runner.sources import Estimates
 
         confidence = torch.from_numpy(ngram_confidence(MAX_DRAFT))
         each = torch.cat((confidence[:1], confidence[1:] / confidence[:-1]))

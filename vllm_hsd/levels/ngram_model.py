@@ -20,7 +20,7 @@ class NgramModelLevelConfig(VerifyingKeys):
     """
 
     kind = "ngram_model"
-    on_v2 = "counts"
+    drafts_by = "counts"
 
     ngram_model: Name
     order: Annotated[int, Field(ge=1, le=MAX_ORDER)] = MAX_ORDER
@@ -29,10 +29,10 @@ class NgramModelLevelConfig(VerifyingKeys):
         """See `LevelConfig.check`."""
         check_store(name, self.kind, self.ngram_model, target, shortest=2)
 
-    def build_v2(self, speculator: Any, index: int) -> Any:
-        """See `LevelConfig.build_v2`."""
+    def build(self, speculator: Any, index: int) -> Any:
+        """See `LevelConfig.build`."""
         from vllm_hsd.core.text_store import read_store
-        from vllm_hsd.runner_v2.ngram_rows import NgramRows
+        from vllm_hsd.runner.ngram_rows import NgramRows
 
         store = read_store(self.ngram_model, self.kind)
         return NgramRows.of(store, self.order, speculator.device)

@@ -29,7 +29,7 @@ class SourcesLevelConfig(BranchKeys):
     kind = "sources"
     is_source = False
     only_lowest = "its sources only draft"
-    on_v2 = "lookup"
+    drafts_by = "lookup"
 
     sources: Annotated[list[Source], Field(min_length=1, max_length=MAX_SOURCES)]
     min_acceptance: Probability = 0.05
@@ -46,9 +46,9 @@ class SourcesLevelConfig(BranchKeys):
         return last.keeps_cache and not last.reads_target_states
 
     @property
-    def last_on_v2(self) -> str:
-        """See `LevelConfig.last_on_v2`."""
-        return self.sources[-1].on_v2
+    def last_drafts_by(self) -> str:
+        """See `LevelConfig.last_drafts_by`."""
+        return self.sources[-1].drafts_by
 
     @property
     def names(self) -> list[str]:
@@ -79,16 +79,16 @@ class SourcesLevelConfig(BranchKeys):
         """Those of the last source; lookups have none."""
         return self.sources[-1].options(draft_length, verifier)
 
-    def check_v2(self, name: str) -> None:
-        """See `LevelConfig.check_v2`."""
+    def check_serving(self, name: str) -> None:
+        """See `LevelConfig.check_serving`."""
         if not self.sources[-1].is_lookup:
-            super().check_v2(name)
+            super().check_serving(name)
         for key, source in self.named_sources(name):
-            source.check_v2(key)
+            source.check_serving(key)
 
-    def build_v2(self, speculator: Any, index: int) -> Any:
-        """See `LevelConfig.build_v2`."""
-        from vllm_hsd.runner_v2.sources import build
+    def build(self, speculator: Any, index: int) -> Any:
+        """See `LevelConfig.build`."""
+        from vllm_hsd.runner.sources import build
 
         return build(speculator, self)
 

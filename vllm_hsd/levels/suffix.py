@@ -45,7 +45,7 @@ class SuffixLevelConfig(LookupKeys):
 
     kind = "suffix"
     value_keys = SuffixConfig
-    on_v2 = "lookup"
+    drafts_by = "lookup"
 
     suffix: SuffixConfig
 
@@ -54,19 +54,19 @@ class SuffixLevelConfig(LookupKeys):
         if self.suffix.store is not None:
             check_store(f"{name}.suffix", "store", self.suffix.store, target)
 
-    def check_v2(self, name: str) -> None:
-        """See `LevelConfig.check_v2`."""
+    def check_serving(self, name: str) -> None:
+        """See `LevelConfig.check_serving`."""
         if self.suffix.shared_tokens > MAX_SHARED_ON_DEVICE:
             raise UserError(
                 f"{name}.suffix.shared_tokens is at most {MAX_SHARED_ON_DEVICE}: lower it."
             )
 
-    def build_v2(self, speculator: Any, index: int) -> Any:
-        """See `LevelConfig.build_v2`."""
+    def build(self, speculator: Any, index: int) -> Any:
+        """See `LevelConfig.build`."""
         from vllm_hsd.core.text_order import order_texts
         from vllm_hsd.core.text_store import read_store
-        from vllm_hsd.runner_v2.shared_outputs import SharedOutputs
-        from vllm_hsd.runner_v2.suffix_lookup import SuffixLookup
+        from vllm_hsd.runner.shared_outputs import SharedOutputs
+        from vllm_hsd.runner.suffix_lookup import SuffixLookup
 
         keys, device = self.suffix, speculator.device
         texts = None if keys.store is None else order_texts(read_store(keys.store), device)

@@ -26,10 +26,10 @@ GRAMMAR = {"regex": "[ -~]{500}"}
 # How wrong some mutants are: about 2 % of total variation per drafted position.
 GENEROUS, STRICT, SHARPER, UNSEEN, ONE_PLACE = 1.05, 0.95, 1.3, 0.025, 1.5
 
-_SAMPLER = "vllm_hsd.runner_v2.sampler:"
+_SAMPLER = "vllm_hsd.runner.sampler:"
 _VERIFY = f"{_SAMPLER}verify_chain_padded"
 _TARGET_LOGITS = f"{_SAMPLER}BlockRejectionSampler.target_logits"
-_DRAFTS = "vllm_hsd.runner_v2.cascade_sampler:CascadeRejectionSampler.drafts"
+_DRAFTS = "vllm_hsd.runner.cascade_sampler:CascadeRejectionSampler.drafts"
 
 
 @dataclass(frozen=True)
@@ -275,9 +275,9 @@ def _standard_residual(step):
     return step.redraw(step.rejected, residual.clamp_min(0))
 
 
-@_patches("uniforms met twice", "vllm_hsd.runner_v2.speculator:CascadeSpeculator._stage")
+@_patches("uniforms met twice", "vllm_hsd.runner.speculator:CascadeSpeculator._stage")
 def _drafts_by_position(whole, self, state, *args):
-    from vllm_hsd.runner_v2.schedule import DRAWS_PER_LENGTH
+    from vllm_hsd.runner.schedule import DRAWS_PER_LENGTH
 
     whole(self, state, *args)
     state.draws.div_(DRAWS_PER_LENGTH, rounding_mode="floor")
@@ -285,7 +285,7 @@ def _drafts_by_position(whole, self, state, *args):
 
 @_patches("uniforms met twice", _VERIFY)
 def _verdicts_by_position(whole, *args, draws, **options):
-    from vllm_hsd.runner_v2.schedule import DRAWS_PER_LENGTH
+    from vllm_hsd.runner.schedule import DRAWS_PER_LENGTH
 
     return whole(*args, draws=draws // DRAWS_PER_LENGTH, **options)
 

@@ -9,8 +9,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.triton
-
 KERNELS = """
 import torch
 import triton

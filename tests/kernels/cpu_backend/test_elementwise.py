@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-pytestmark = pytest.mark.triton
-
 N = 256
 SPECIAL = [
     0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, 1e-40, 3e38, -1e-45, 88.5, 89, -103, -87.5,

@@ -11,7 +11,6 @@ from support import triton_cpu
 from vllm_hsd.kernels.cpu_backend import launcher
 
 pytestmark = [
-    pytest.mark.triton,
     pytest.mark.skipif(torch.cuda.is_available(), reason="of the CPU backend"),
 ]
 FACTOR = tl.constexpr(3)

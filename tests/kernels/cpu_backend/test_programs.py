@@ -2,12 +2,9 @@
 
 import math
 
-import pytest
 import torch
 import triton
 import triton.language as tl
-
-pytestmark = pytest.mark.triton
 
 N = 256
 

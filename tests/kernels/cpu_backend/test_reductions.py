@@ -8,8 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-pytestmark = pytest.mark.triton
-
 
 @triton.jit
 def reduce_kernel(

@@ -5,8 +5,6 @@ import torch
 import triton
 import triton.language as tl
 
-pytestmark = pytest.mark.triton
-
 N = 256
 
 

@@ -1,0 +1,68 @@
+"""Engines as users start them: compiled models, prefix caching, the model's sampling parameters."""
+
+import json
+import shutil
+
+import pytest
+from support.eagle3_head import write_eagle3_head
+from support.engines import ids
+from support.v2_engines import GREEDY, PROMPTS, run_compiled_jobs, run_engine
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
+
+
+@pytest.mark.parametrize("name", ["two levels", "three levels", "head"])
+def test_compiled_levels_write_the_targets_text(name, family, greedy_tokens, tmp_path):
+    """Above two requests nothing is drafted; the later prompts begin in cached blocks."""
+    target = shutil.copytree(family.target, tmp_path / "target")
+    (target / "generation_config.json").write_text(json.dumps({"do_sample": True, **SAMPLING}))
+    (tmp_path / "head").mkdir()
+    head = write_eagle3_head(family.target, tmp_path / "head")
+    levels = {
+        "head": [{"eagle3": head, "num_tokens": 1}, {"model": family.mid}],
+        "two levels": [{"model": family.small, "num_tokens": 1}, {"model": family.mid}],
+        "three levels": [
+            {"ngram": {"max": 3}, "num_tokens": 1},
+            {"early_exit": 1, "num_tokens": 2},
+            {"model": family.mid},
+        ],
+    }[name]
+    engine = {
+        "model": str(target),
+        "enforce_eager": False,
+        "compilation_config": {"mode": 3},
+        "enable_prefix_caching": True,
+        "block_size": 32,
+        "max_num_seqs": 4,
+        "speculative_config": {
+            "method": "hsd",
+            "adaptive": False,
+            "num_speculative_tokens": 5,
+            "levels": levels,
+            "disable_by_batch_size": 2,
+        },
+    }
+    sampled = {"max_tokens": GREEDY["max_tokens"], "ignore_eos": True}
+    # Below a head vLLM computes the last block of a prefix again.
+    shared = [(5 * j) % 60 + 2 for j in range(72)]
+    jobs = {
+        "greedy": {"prompts": PROMPTS, "params": [GREEDY] * 4, "arrive": [0, 2, 3, 5]},
+        "sampled": {
+            "prompts": [shared, shared, shared[:33], PROMPTS[0]],
+            "params": [sampled, {**sampled, "seed": 1}, sampled, GREEDY],
+            "arrive": [0, 9, 9, 9],
+        },
+    }
+    # One place for what torch compiles, which tests run in parallel must not share half written.
+    env = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    found = run_engine(engine, jobs, env=env, work=run_compiled_jobs)
+    assert found["sampling"] == SAMPLING
+    # The target and every level with weights; an early exit runs the target's layers.
+    models = sum("model" in level or "eagle3" in level for level in levels)
+    assert found["compiled"] == 1 + models
+    assert ids(found["greedy"]) == greedy_tokens
+    assert found["sampled"]["outputs"][3][0]["ids"] == greedy_tokens[0]
+    counters = found["sampled"]["counters"]
+    assert counters["prefix_cache_hits"] > 0 and counters["spec_decode_num_accepted_tokens"] > 0

@@ -1,0 +1,115 @@
+"""Nothing is compiled once a server has started: vLLM's monitor hears of it."""
+
+from pathlib import Path
+
+import pytest
+from support import warm_ups
+from support.eagle3_head import write_eagle3_head
+from support.engines import ids
+from support.marks import slow
+from support.v2_engines import PROMPTS, run_engine
+
+TOKENS = {"max_tokens": 24, "ignore_eos": True}
+KINDS = {
+    "greedy": [{"temperature": 0}] * 4,
+    "seeds": [{"temperature": 0.8, "seed": i} for i in range(4)],
+    "no seeds": [{"temperature": 0.8}] * 4,
+    "temperature 1": [{"temperature": 1}] * 4,
+    "top-p": [{"temperature": 1, "top_p": 0.9}] * 4,
+    "top-p and top-k": [{"temperature": 0.7, "top_p": 0.8, "top_k": 20}] * 4,
+    "min-p": [{"temperature": 0.7, "min_p": 0.1}] * 4,
+    "mixed": [
+        {"temperature": 0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1, "seed": 3},
+        {"temperature": 1, "top_k": 9, "seed": 5},
+    ],
+}
+# All at once, and one after another.
+JOBS = {
+    f"{name}, {how}": {
+        "prompts": PROMPTS,
+        "params": [{**TOKENS, **each} for each in kinds],
+        "arrive": arrive,
+    }
+    for name, kinds in KINDS.items()
+    for how, arrive in (("together", None), ("joining", [0, 2, 3, 9]))
+}
+# Of its draft models: a variant for each power of two of a prompt's length.
+VLLMS = "_prepare_prefill_inputs_kernel"
+ENGINE = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    # Not eager, which turns vLLM's warm-up off, but without torch.compile.
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0},
+    "jit_monitor_mode": "error",
+}
+
+
+def head_of(family) -> str:
+    path = Path(family.target).with_name("head in service")
+    if not path.exists():
+        path.mkdir()
+        write_eagle3_head(family.target, path, trained=True)
+    return str(path)
+
+
+def configurations(family) -> dict[str, dict]:
+    lookup = {"ngram": {"max": 3}}
+    hsd = {"method": "hsd", "num_speculative_tokens": 4, "adaptive": False}
+    return {
+        "suffix": {**hsd, "levels": [{"suffix": {"min_acceptance": 0.01}}]},
+        "two models": {
+            **hsd,
+            "levels": [{"model": family.small, "num_tokens": 2}, {"model": family.mid}],
+        },
+        "adaptive": {
+            **hsd,
+            "levels": [{"suffix": {}, "num_tokens": 2}, {"model": family.mid}],
+            "adaptive": True,
+        },
+        "head, model": {
+            **hsd,
+            "levels": [{"eagle3": head_of(family), "num_tokens": 2}, {"model": family.mid}],
+        },
+        "branches": {
+            **hsd,
+            "levels": [{"sources": [lookup, {"suffix": {}}], "branches": 2}],
+        },
+        "stock drafter": {
+            "method": "draft_model",
+            "model": family.mid,
+            "num_speculative_tokens": 3,
+            "rejection_sample_method": "hierarchical",
+        },
+    }
+
+
+def compiled(family, name: str, patch: str | None = None) -> dict[str, list]:
+    """Job -> kernels that it compiled."""
+    engine = {**ENGINE, "speculative_config": configurations(family)[name]}
+    found = run_engine({**engine, "model": family.target}, JOBS, patch=patch, work=warm_ups.run)
+    assert all(len(text) == 24 for result in found.values() for text in ids(result))
+    drafted = sum(r["counters"]["spec_decode_num_draft_tokens"] for r in found.values())
+    assert drafted > 500
+    made = {
+        job: [(kernel, each) for kernel, each in result["compiled"] if kernel != VLLMS]
+        for job, result in found.items()
+    }
+    return {job: each for job, each in made.items() if each}
+
+
+@pytest.mark.parametrize(
+    "name", ["suffix", "branches", *slow("two models", "head, model", "stock drafter")]
+)
+def test_requests_of_all_kinds_compile_nothing(family, name):
+    assert compiled(family, name) == {}
+
+
+def test_levels_that_are_left_out_compile_nothing(family):
+    assert compiled(family, "adaptive", "support.adversarial_depth:install") == {}
+
+
+def test_without_the_warm_up_they_do(family):
+    assert len(compiled(family, "suffix", "support.warm_ups:without")["greedy, together"]) > 5

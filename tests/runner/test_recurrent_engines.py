@@ -1,0 +1,56 @@
+"""A target with Mamba-2 layers below cascades on the V2 runner: vLLM's own kernels, interpreted."""
+
+import pytest
+import torch
+from support import v2_engines
+from support.engines import ids
+from support.level_files import cascade
+from support.recurrent_target import write_recurrent_models
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.slow
+PROMPTS, COUNT = v2_engines.PROMPTS[:3], 14
+PARAMS = {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True}
+JOBS = {"text": {"prompts": PROMPTS, "params": PARAMS, "arrive": [0, 1, 3]}}
+# Prompts come in parts, next to requests that decode.
+CROWDED = {"max_num_batched_tokens": 16, "max_num_seqs": 3}
+NGRAM = {"ngram": {"max": 3}}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> tuple[str, str, list[list[int]]]:
+    """The target, a drafter, and the greedy tokens of no speculation by transformers."""
+    target, drafter = write_recurrent_models(tmp_path_factory.mktemp("recurrent"))
+    model = AutoModelForCausalLM.from_pretrained(target).eval()
+    model.generation_config.eos_token_id = None
+    given = {"max_new_tokens": COUNT, "do_sample": False}
+    texts = [model.generate(torch.tensor([p]), **given)[0, -COUNT:].tolist() for p in PROMPTS]
+    return target, drafter, texts
+
+
+def run(target: str, *levels: dict, faults: str = "use_kernels", **engine) -> tuple[list, list]:
+    """(tokens of each request, counts of each level)."""
+    engine = {"model": target, "enable_prefix_caching": False, **CROWDED, **engine}
+    if levels:
+        engine |= cascade(*levels, untested=True)
+    patch = f"support.recurrent_target:{faults}"
+    result = v2_engines.run_engine(engine, JOBS, patch=patch)["text"]
+    print(result["counters"], result["levels"])
+    return ids(result), result["levels"]
+
+
+def test_texts_are_those_of_no_speculation(models):
+    target, drafter, texts = models
+    assert run(target)[0] == texts
+    found, (level,) = run(target, NGRAM)
+    assert found == texts and level["drafted"] > level["accepted"]
+    found, levels = run(target, {**NGRAM, "num_tokens": 3}, {"model": drafter})
+    assert found == texts
+    assert all(level["drafted"] > level["accepted"] for level in levels)
+    assert levels[-1]["accepted"] > 3
+
+
+def test_a_wrong_count_of_accepted_tokens_is_found(models):
+    target, drafter, texts = models
+    found, _ = run(target, {"model": drafter}, faults="miscount")
+    assert found != texts

@@ -1,0 +1,82 @@
+"""Outputs of earlier requests on the device, in which suffix lookups look."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_hsd.core.text_order import END_OF_TEXT
+from vllm_hsd.kernels.share_outputs import share_outputs_kernel
+from vllm_hsd.registry import PLUGIN_ISSUE
+from vllm_hsd.runner.hooks import REGISTRY, RUNNER
+
+# Tokens that are copied at once.
+COPY_CHUNK = 1024
+
+
+class SharedOutputs:
+    """A ring of the outputs of requests that have ended.
+
+    Args:
+        limit: most tokens, an end after each output included.
+        device: of the requests' texts.
+
+    Attributes:
+        tokens: int32 [limit], `END_OF_TEXT` after each output; its memory does not move.
+        next: int64 [1], where the next one goes.
+    """
+
+    def __init__(self, limit: int, device: torch.device) -> None:
+        self.tokens = torch.full((limit,), END_OF_TEXT, dtype=torch.int32, device=device)
+        self.next = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def add(
+        self, slots: torch.Tensor, begins: torch.Tensor, lengths: torch.Tensor, text: torch.Tensor
+    ) -> None:
+        """Keep what follows the prompts of some requests.
+
+        Args:
+            slots, begins: int32 [n], the requests' slots and the lengths of their prompts.
+            lengths: int32 [max_num_reqs], of the texts.
+            text: int32 [max_num_reqs, max_model_len].
+        """
+        share_outputs_kernel[(1,)](
+            self.tokens,
+            self.next,
+            slots,
+            begins,
+            lengths,
+            text,
+            text.stride(0),
+            len(self.tokens),
+            len(slots),
+            CHUNK=COPY_CHUNK,
+        )
+
+
+@REGISTRY.replaces_on_runner(
+    f"{RUNNER}.finish_requests",
+    ("self", "scheduler_output"),
+    why="shares the outputs of requests before their slots are given to others",
+    until="vLLM tells drafters of the V2 runner which requests end",
+    issue=PLUGIN_ISSUE,
+)
+def finish_requests(
+    original: Any, sharing: tuple[Any, list[SharedOutputs]], scheduler_output: Any
+) -> None:
+    # Not where it is read: tests of the lookups run without vLLM.
+    from vllm.utils.torch_utils import async_tensor_h2d
+
+    states, shared = sharing
+    # In the same order on every rank.
+    ended = sorted(scheduler_output.finished_req_ids & states.req_id_to_index.keys())
+    if ended:
+        index = [states.req_id_to_index[request_id] for request_id in ended]
+        slots, begins = (
+            async_tensor_h2d(part, device=states.device, dtype=torch.int32)
+            for part in (index, states.prompt_len.np[index])
+        )
+        for outputs in shared:
+            outputs.add(slots, begins, states.total_len.gpu, states.all_token_ids.gpu)
+    original(scheduler_output)
