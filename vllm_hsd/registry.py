@@ -1,9 +1,8 @@
 """Registries of the vLLM names that this package replaces, changes or overrides.
 
-Each model runner of vLLM has a registry of its own (`runner_v1.hooks`, `runner.hooks`); the
-names that both need are registered in `shared_hooks`. Replacements register themselves with
-`Registry.replaces`. `Registry.install` compares all names with the installed vLLM and then replaces
-all or nothing.
+`runner.hooks` has those of the model runner, `shared_hooks` all others. Replacements register
+themselves with `Registry.replaces`. `Registry.install` compares all names with the installed vLLM
+and then replaces all or nothing.
 
 A replacement takes the replaced function as its first argument. Nothing is replaced before a
 configuration asks for it, except the one function that reads configurations (see plugin.py).

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from support.row_layout import PrivateBlocks, Rows, lay_out
 
 from vllm_hsd.core.branches import BranchStore
-from vllm_hsd.core.row_layout import PrivateBlocks, Rows, lay_out
 from vllm_hsd.kernels.copy_blocks import (
     BranchRows,
     CacheBlocks,

@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 import pytest
+from support.row_layout import PrivateBlocks, flat_tokens, lay_out
 
 from vllm_hsd.core.branches import BranchStore
-from vllm_hsd.core.row_layout import PrivateBlocks, flat_tokens, lay_out
 
 
 def drafted(random, requests, most, length, room=None):

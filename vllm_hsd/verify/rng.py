@@ -11,8 +11,8 @@ Streams and draws, on the host and in kernels alike:
   the accepted prefix, draw t after it decides about draft token t.
 - Tokens that follow along branches (`verify.branches`) take a draw each. In kernels these are
   numbered by their place, behind all draws of the longest draft (`kernels.branch_walk`).
-- No draw is met twice. The runners reach that in two ways: a counter per request and level (V1), or
-  draws numbered by the length of the text (V2, `runner.schedule.first_draw`), without state.
+- No draw is met twice: the reference counts per request and level, a server numbers draws by the
+  length of the text (`runner.schedule.first_draw`), without state.
 """
 
 import sys
