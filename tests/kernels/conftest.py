@@ -1,7 +1,7 @@
 """Kernel tests run compiled: for a CPU (`vllm_hsd.kernels.cpu_backend`), or on a GPU.
 
-`VLLM_USE_V2_MODEL_RUNNER=1 pytest -m triton tests/kernels`; `make test` runs that as its own
-step. With TRITON_INTERPRET=1 the same tests are interpreted: those marked `interpret` are, too.
+With TRITON_INTERPRET=1 they are interpreted: `make test-slow` does so with those marked `interpret`
+or `interpret_only`.
 """
 
 import warnings
@@ -10,9 +10,8 @@ from collections.abc import Iterator
 import pytest
 from support import triton_cpu
 
-if triton_cpu.RUNS:
-    triton_cpu.install()
-    triton_cpu.check_programs()
+triton_cpu.install()
+triton_cpu.check_programs()
 
 if triton_cpu.INTERPRETED:
     from support.sanitizer import recorded_faults

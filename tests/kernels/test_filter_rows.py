@@ -75,7 +75,7 @@ def test_flat_rows_have_the_references_threshold(sampled, monkeypatch):
         )
 
 
-@pytest.mark.interpret
+@pytest.mark.interpret_only
 def test_few_loads_of_a_flat_row_depend_on_each_other():
     """Those of the program that ends last: the others of its row are done by then."""
     logits, one = flat(1, 151936).bfloat16(), torch.ones(1)

@@ -101,7 +101,7 @@ def test_a_single_weight_of_the_own_text_is_seen(monkeypatch):
     assert (found / expected - 1).abs().max() > 1e-2
 
 
-@pytest.mark.interpret
+@pytest.mark.interpret_only
 def test_few_loads_of_a_draft_token_depend_on_each_other():
     """Those of the longest program of each kernel, after the commonest token of a long text.
 

@@ -8,7 +8,7 @@ from support.kernel_batches import make_trees
 
 from vllm_hsd.kernels.tree_verify import verify_tree
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.interpret_only
 
 WARPS = 4
 LANES = 32 * WARPS

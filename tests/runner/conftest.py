@@ -6,9 +6,8 @@ import pytest
 from support import triton_cpu
 from support.v2_engines import AS_ON_GPUS
 
-if triton_cpu.RUNS:
-    triton_cpu.install()
-    triton_cpu.check_programs()
+triton_cpu.install()
+triton_cpu.check_programs()
 if triton_cpu.INTERPRETED:
     warnings.filterwarnings("ignore", category=RuntimeWarning)
 

@@ -11,7 +11,7 @@ import torch
 from runner.test_launch_cases import CASCADES
 from support.table_distributions import cascade, tables
 
-pytestmark = pytest.mark.interpret
+pytestmark = pytest.mark.interpret_only
 # One filtered request with a seed sends the whole batch through vLLM's processing.
 PARAMS = [{"temperature": 0.7}, {"top_p": 0.9}, {"temperature": 0.0}, {"seed": 1}, {}]
 BATCHES = (PARAMS, PARAMS[1:2], [*PARAMS, {"seed": 1, "top_k": 2}])

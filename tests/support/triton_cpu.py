@@ -11,17 +11,12 @@ import pytest
 from vllm_hsd.kernels import cpu_backend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-COMPILED = not INTERPRETED
-RUNS = COMPILED or INTERPRETED
-HOW = "VLLM_USE_V2_MODEL_RUNNER=1 pytest -m triton tests/kernels tests/runner"
 
 
 def skip_what_cannot_run(item: pytest.Item) -> None:
     """Skip a test whose kernels this process cannot run."""
     marks = {mark.name for mark in item.iter_markers()}
-    if "triton" in marks and not RUNS:
-        pytest.skip(f"needs {HOW}")
-    if "interpret" in marks and "triton" not in marks and not INTERPRETED:
+    if "interpret_only" in marks and not INTERPRETED:
         pytest.skip("needs TRITON_INTERPRET=1")
     if "compiled" in marks and INTERPRETED:
         pytest.skip("needs compiled kernels, but TRITON_INTERPRET=1 is set")
@@ -49,7 +44,7 @@ def install() -> None:
 
 def check_programs() -> None:
     """Let this process's launches check addresses, and run their programs out of order at once."""
-    if COMPILED:
+    if not INTERPRETED:
         from vllm_hsd.kernels.cpu_backend import checks
 
         checks.ACTIVE.bounds, checks.ACTIVE.order, checks.ACTIVE.threads = True, 7, 2
