@@ -29,6 +29,8 @@ class HierarchicalConfig(NeedsHooks, SpeculativeConfig):
         """Check the user's keys: UserError where we do not host the drafter, or vLLM refuses a
         key.
         """
+        # vLLM's own checks of a method may ask for a package that it needs.
+        _check_method(raw.get("method") or STOCK_METHODS[0])
         try:
             parsed = cls(
                 **{**raw, "rejection_sample_method": "block"},
@@ -47,14 +49,18 @@ class HierarchicalConfig(NeedsHooks, SpeculativeConfig):
                 f"enable_adaptive_verification needs a drafter with probabilities, which "
                 f"{quoted(self.method)} is not: remove it."
             )
-        if self.method not in STOCK_METHODS:
-            raise UserError(
-                f"rejection_sample_method 'hierarchical' works with the methods "
-                f"{', '.join(STOCK_METHODS)}, not with {quoted(self.method)}."
-            )
+        _check_method(self.method)
         if self.num_speculative_tokens > MAX_KERNEL_DRAFT:
             raise UserError(
                 f"num_speculative_tokens is {self.num_speculative_tokens}, above "
                 f"{MAX_KERNEL_DRAFT}, the longest draft of rejection_sample_method "
                 "'hierarchical': lower it."
             )
+
+
+def _check_method(method: object) -> None:
+    if method not in STOCK_METHODS:
+        raise UserError(
+            f"rejection_sample_method 'hierarchical' works with the methods "
+            f"{', '.join(STOCK_METHODS)}, not with {quoted(method)}."
+        )
