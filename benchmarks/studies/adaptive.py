@@ -25,14 +25,15 @@ from vllm_hsd.cli.options import integers, progress
 
 
 def configurations() -> dict[str, dict[str, Any] | None]:
-    """The best lookup with fixed drafts; the same, and all sources, adaptive."""
-    lookup = [level for level in levels() if "eagle3" not in level][-1]
+    """The best lookup with fixed drafts; the same, and all lookups, adaptive."""
+    lookups = [level for level in levels() if "eagle3" not in level]
+    lookup = lookups[-1]
     kind = next(iter(lookup))
     return {
         f"{kind}, fixed": fixed(lookup),
         f"{kind}, adaptive": fixed(lookup, adaptive=True),
-        "all sources, adaptive": fixed({"sources": levels()}, adaptive=True),
-        "all sources, one draft": fixed({"sources": levels(), "branches": 1}, adaptive=True),
+        "all sources, adaptive": fixed({"sources": lookups}, adaptive=True),
+        "all sources, one draft": fixed({"sources": lookups, "branches": 1}, adaptive=True),
         "no speculation, again": None,
     }
 

@@ -17,6 +17,7 @@ from benchmarks import sweep
 from benchmarks.common import RESULTS
 from benchmarks.studies.configs import (
     EAGLE3,
+    NGRAM,
     NGRAM_MODEL,
     SUFFIX,
     drafter,
@@ -89,20 +90,20 @@ def draft_lengths(
 
 
 def branches(temperatures: Sequence[float], padded: bool) -> list[Group]:
-    """The suffix lookup of vLLM and ours in four rows (next to the unpadded model: memory), ours in
-    one, the head, both by choice, and both together by number of rows."""
-    peers = {
-        "vLLM's suffix": vllms_own()["vLLM's suffix"],
-        "suffix, 4 rows": fixed({"sources": [SUFFIX], "branches": 4}, adaptive=True),
+    """Lookups in four rows (next to the unpadded model: memory) and in one, the head, and suffix
+    lookup and head by choice."""
+    rows = {
+        f"lookups, {most} rows": fixed(
+            {"sources": [NGRAM, SUFFIX], "branches": most}, adaptive=True
+        )
+        for most in (4, 1)
     }
     configs: dict[str, dict[str, Any]] = {
-        **({} if padded else peers),
+        **({} if padded else rows),
         "suffix": fixed(SUFFIX, adaptive=True),
-        "head": fixed(EAGLE3, length=3, adaptive=True),
+        "head": fixed(EAGLE3, length=3),
+        "suffix and head": fixed({"sources": [SUFFIX, EAGLE3]}),
     }
-    for most in (4, 1):
-        level = {"sources": [SUFFIX, EAGLE3], "branches": most}
-        configs[f"sources, {most} rows"] = fixed(level, adaptive=True)
     return [Group("branches", configs, temperatures)]
 
 
@@ -110,12 +111,11 @@ def drafts(level: dict[str, Any], temperatures: Sequence[float]) -> list[Group]:
     """Several drafts of one drafter by verifier and number, temperatures that it draws at, and
     verifiers of its drafts of seven tokens, vLLM's own eagle3 among them."""
     found = []
-    for verifier, keys in (("traversal", {}), ("recursive", {"verifier": "standard"})):
-        several = {
-            f"{verifier}, {count} drafts": fixed({**level, "branches": count}, length=4, **keys)
-            for count in (11, 4, 2, 1)
-        }
-        found.append(Group(f"several drafts, {verifier}", several, temperatures))
+    several = {
+        f"traversal, {count} drafts": fixed({**level, "branches": count}, length=4)
+        for count in (11, 4, 2, 1)
+    }
+    found.append(Group("several drafts, traversal", several, temperatures))
     for temperature in temperatures:
         scaled = {
             f"draft temperature {drawn}": fixed(

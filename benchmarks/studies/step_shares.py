@@ -20,7 +20,7 @@ from benchmarks import sweep
 from benchmarks.common import RESULTS, on_worker, write_csv
 from benchmarks.models.smollm2 import int8
 from benchmarks.shared_engines import SharedEngines
-from benchmarks.studies.configs import EAGLE3, SUFFIX, fixed, vllms_own
+from benchmarks.studies.configs import EAGLE3, NGRAM, SUFFIX, fixed, vllms_own
 from vllm_hsd.cli.options import numbers
 from vllm_hsd.engine import vllm_params
 
@@ -36,7 +36,7 @@ def configs() -> dict[str, sweep.Config]:
         "int8 copy 8": fixed(copy),
         "suffix 8": fixed(SUFFIX),
         "head 3": fixed(EAGLE3, length=3),
-        "suffix and head, 4 rows": fixed({"sources": [SUFFIX, EAGLE3], "branches": 4}),
+        "lookups, 4 rows": fixed({"sources": [NGRAM, SUFFIX], "branches": 4}),
     }
 
 
