@@ -233,7 +233,6 @@ def test_table_and_files(fakes, tmp_path):
     line = next(line for line in table.splitlines() if line.startswith("ngram 3, small 8"))
     figures = line.removeprefix("ngram 3, small 8").split()
     assert figures == ["5.0", "4.00", "(4.00-8.00)", "4.00", "0.50", "0.75", "500.0", "0"]
-    assert "55005" in table  # the n-gram configuration samples with vLLM's own sampler
     written = bench_files.write(results, rows)
     paths = (str(tmp_path / f"bench.{kind}") for kind in ("json", "csv", "html"))
     assert written == f"Written: {', '.join(paths)}"

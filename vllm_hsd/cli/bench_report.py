@@ -197,20 +197,4 @@ def branches(results: Results, rows: Sequence[Row]) -> Iterator[str]:
 
 def warnings(results: Results, rows: Sequence[Row] = ()) -> list[str]:
     """What makes the figures less trustworthy than they look."""
-    notes, comparison = bench_quality.sentences(results, rows), results.comparison
-    blocks = ("block", "hierarchical")
-    if (
-        results.metadata["on_host"]
-        and max(comparison.temperatures) > 0
-        and any(
-            config
-            and config.get("method") != "hsd"
-            and config.get("rejection_sample_method") not in blocks
-            for config in comparison.configs
-        )
-    ):
-        notes.append(
-            "on CPU vLLM's own rejection sampler is known to sample wrongly at temperatures "
-            "above 0 (vLLM issues 55005 and 55006)."
-        )
-    return notes
+    return bench_quality.sentences(results, rows)
