@@ -18,7 +18,7 @@ from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.row_layout import PrivateBlocks
 from vllm_hsd.defaults import with_defaults
 from vllm_hsd.draft_models import DraftConfig
-from vllm_hsd.errors import UserError, collected
+from vllm_hsd.errors import UserError, collected, quoted
 from vllm_hsd.level_checks import check_cascade, check_serving
 from vllm_hsd.levels import Target
 from vllm_hsd.runner.sizes import (
@@ -281,4 +281,6 @@ def _stock_config(
     if isinstance(head, HeadSourcesConfig):
         head.hsd_sources = lowest
     head.hsd_couples_all = hsd.verifier == "coupled"
+    name, source = lowest.named_sources("levels[0]")[-1]
+    head.hsd_named = f"{name}.{source.kind} {quoted(head.model)}"
     return head

@@ -19,10 +19,12 @@ class HierarchicalConfig(NeedsHooks, SpeculativeConfig):
 
     Attributes:
         hsd_couples_all: verify every sampled request by coupling, seed or not.
+        hsd_named: what messages call the head where it is a level of method "hsd", else empty.
     """
 
     hsd_applies_min_p: ClassVar[bool] = True
     hsd_couples_all = False
+    hsd_named = ""
 
     @classmethod
     def create(cls, raw: dict[str, Any], target_model_config, target_parallel_config) -> Self:

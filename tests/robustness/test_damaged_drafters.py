@@ -100,6 +100,11 @@ def fast_and_slow(fast: tuple, cases: list[tuple]) -> list:
     ]
 
 
+def is_stock(kind: str, place: str) -> bool:
+    """Whether vLLM's own drafter serves it, which has no levels and no warnings of ours."""
+    return kind == HEAD and place in ("alone", "among sources")
+
+
 SLOW = [pytest.mark.slow]
 nan = float("nan")
 # Kind of level -> name -> damage. A missing tensor is not noticed by vLLM's loader of heads (0.32):
@@ -157,7 +162,7 @@ def test_a_broken_drafter_changes_no_text(
     assert result["mixed"]["outputs"][::2] == plain["mixed"]["outputs"][::2]
     assert chi_square_p_value(sampled_outputs(result["sampled"]), expected) > SIGNIFICANCE
     warnings = [line for line in record.read_text().splitlines() if "levels[" in line]
-    if "NaN" in damage:
+    if "NaN" in damage and not is_stock(kind, place):
         assert len(warnings) == 1 and f"levels[{index}]" in warnings[0], warnings
 
 
@@ -220,7 +225,8 @@ def test_drafter_with_a_shorter_context(
         assert result[job]["outputs"] == plain_long[job]["outputs"]
     sampled = [ids[2:] for ids in sampled_outputs(result["sampled"])]
     assert chi_square_p_value(sampled, expected_at_the_edge) > SIGNIFICANCE
-    assert result["greedy"]["levels"][index]["drafted"] > 0
+    if not is_stock(kind, place):
+        assert result["greedy"]["levels"][index]["drafted"] > 0
     if kind == MODEL:
         highest = json.loads(record.read_text())
         assert LIMIT - 4 <= highest[f"hsd_level{index}.model"] < LIMIT

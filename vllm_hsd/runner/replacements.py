@@ -21,10 +21,14 @@ _LORA_INPUTS = "vllm.v1.worker.gpu.lora_utils.LoraState.make_lora_inputs"
     issue=NONE_FILED,
 )
 def load_model(original, self, *args, **kwargs):
+    from vllm_hsd.draft_models import loading
+
     head = getattr(self.speculator, "head", None)
     if head is not None:
         # vLLM then has the target give out the states that the head names.
         self.use_aux_hidden_state_outputs = head.reads_inner_states
+    if named := getattr(self.speculative_config, "hsd_named", ""):
+        self.speculator.load_model = loading(named)(self.speculator.load_model)
     original(self, *args, **kwargs)
     if getattr(self.speculative_config, "hsd_sources", None) is not None:
         from vllm_hsd.runner.head_sources import HeadSources
