@@ -71,7 +71,7 @@ def draft_config(
             f"tensor_parallel_size {tp}: they must be equal, leave the key out."
         )
     try:
-        parsed = target.draft_config_class(
+        parsed = DraftConfig(
             method=method,
             model=path,
             num_speculative_tokens=draft_length,

@@ -17,7 +17,6 @@ from vllm.utils.hashing import safe_hash
 from vllm_hsd.config import CascadeConfig
 from vllm_hsd.core.row_layout import PrivateBlocks
 from vllm_hsd.defaults import with_defaults
-from vllm_hsd.draft_models import DraftConfig
 from vllm_hsd.errors import UserError, collected, quoted
 from vllm_hsd.level_checks import check_cascade, check_serving
 from vllm_hsd.levels import Target
@@ -76,7 +75,7 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
                 "speculative configuration."
             )
         both = target_model_config, target_parallel_config
-        level_configs = check_cascade(hsd, Target(*both, DraftConfig), arguments, mistakes)
+        level_configs = check_cascade(hsd, Target(*both), arguments, mistakes)
         if mistakes:
             raise UserError(*mistakes)
         if hsd.untested:

@@ -32,7 +32,8 @@ class HierarchicalConfig(NeedsHooks, SpeculativeConfig):
         key.
         """
         # vLLM's own checks of a method may ask for a package that it needs.
-        _check_method(raw.get("method") or STOCK_METHODS[0])
+        if (method := raw.get("method")) is not None:
+            _check_method(method)
         try:
             parsed = cls(
                 **{**raw, "rejection_sample_method": "block"},

@@ -98,11 +98,6 @@ class Cascade:
         # The level whose drafts the target verifies, by slot.
         self.top = np.zeros(num_slots, dtype=np.int64)
 
-    @property
-    def learned(self) -> list[np.ndarray]:
-        """[..., slots] float64 of what is known of each request: all that outlives its slot."""
-        return [] if self.budget is None else [self.budget.acceptance.own]
-
     def forget(self, slot: int) -> None:
         """The slot's request has ended, or gives its slot up."""
         self.lowest.forget(slot)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -149,16 +149,6 @@ class Sources:
     drafter: Level | None = None
     min_acceptance: float = 0.05
     branches: int = 1
-
-    def only(self, numbers: Sequence[int]) -> Sources:
-        """Some of the sources, by their numbers in ascending order."""
-        count = len(self.lookups)
-        return replace(
-            self,
-            names=[self.names[i] for i in numbers],
-            lookups=[self.lookups[i] for i in numbers if i < count],
-            drafter=self.drafter if count in numbers else None,
-        )
 
 
 @dataclass(frozen=True)

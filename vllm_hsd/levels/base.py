@@ -51,12 +51,10 @@ class Target:
     Attributes:
         model_config: vLLM's configuration of the target.
         parallel_config: vLLM's configuration of the target.
-        draft_config_class: class of vLLM's configuration of a draft model.
     """
 
     model_config: ModelConfig
     parallel_config: ParallelConfig
-    draft_config_class: type[SpeculativeConfig]
 
 
 class Measuring(Protocol):

@@ -40,23 +40,22 @@ class Recorder:
         # Level, role, requests, tokens, start and time of each call of a proposal.
         self.open: list[tuple[int, str, int, int, float, float]] = []
         runner.execute_model = self._execute(runner.execute_model)
-        speculator = getattr(runner, "speculator", None)
-        self.drafts = hasattr(speculator, "select_levels")
+        self.speculator: Any = getattr(runner, "speculator", None)
+        self.drafts = hasattr(self.speculator, "select_levels")
         if self.drafts:
-            self._wrap(speculator)
+            self._wrap()
 
-    def _wrap(self, speculator: Any) -> None:
-        program = speculator.program
+    def _wrap(self) -> None:
+        program = self.speculator.program
         for index, level in enumerate(program.levels):
             if hasattr(level, "forward"):
-                level.forward = self._forward(speculator, index, level.forward)
+                level.forward = self._forward(index, level.forward)
             else:
-                program.levels[index] = self._lookup(speculator, level)
+                program.levels[index] = self._lookup(level)
         if program.sources is not None:
-            program.sources = program.sources._replace(
-                offer=self._lookup(speculator, program.sources.offer)
-            )
-        speculator.propose = self._propose(speculator.propose)
+            offer = self._lookup(program.sources.offer)
+            program.sources = program.sources._replace(offer=offer)
+        self.speculator.propose = self._propose(self.speculator.propose)
 
     def clock(self) -> float:
         """Milliseconds."""
@@ -127,32 +126,28 @@ class Recorder:
             call = {"level": level, "role": role, "batch": batch, "tokens": tokens}
             self.calls.append({**call, "ms": ms, "call_ms": then - began})
 
-    def _forward(
-        self, speculator: Any, index: int, forward: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def _forward(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def timed(state: Any, op: Any, *rest: Any) -> Any:
             began = self.clock()
             logits = forward(state, op, *rest)
             batch, tokens = state.batch, state.batch * op.query_length
-            role = "verify" if index != speculator.program.selection.levels[0] else "draft"
-            lookup = speculator.lookup
-            if index == 0 and not getattr(lookup, "drafter_selected", True):
+            lowest = self.speculator.program.selection.levels[0]
+            role = "verify" if index != lowest else "draft"
+            if index == 0 and not getattr(self.speculator.lookup, "drafter_selected", True):
                 role = _READ
             self.open.append((index, role, batch, tokens, began, self.clock() - began))
             return logits
 
         return timed
 
-    def _lookup(self, speculator: Any, find: Callable[..., Any]) -> Callable[..., Any]:
+    def _lookup(self, find: Callable[..., Any]) -> Callable[..., Any]:
         """Of a lookup, or of several and the choice between them."""
 
         def timed(state: Any, *args: Any, **kwargs: Any) -> Any:
             began = self.clock()
             found = find(state, *args, **kwargs)
-            lookup = speculator.lookup
-            if getattr(lookup, "selected", None) == {len(getattr(lookup, "lookups", ()))}:
-                return found
-            if count := int((state.requested[0] > 0).sum()):
+            count = int((state.requested[0] > 0).sum())
+            if count and getattr(self.speculator.lookup, "lookups_selected", True):
                 self.open.append((0, "lookup", count, count, began, self.clock() - began))
             return found
 

@@ -52,7 +52,6 @@ class HostProgram(Program):
         estimates: of the tokens that the lookup has drafted, [B, n] float64, from what it returned.
 
     Attributes:
-        passes: forward passes of each level in the last proposal.
         drafted: last drafts by level.
         has_lookup: level 0 drafts without forward passes.
     """
@@ -77,7 +76,7 @@ class HostProgram(Program):
         levels, slots = self.schedule.num_levels, caches.computed.shape[1]
         self.everything = StepLevels(tuple(range(levels)), self.schedule.draft_lengths)
         self.selection = self.everything
-        self.passes, self.draws = [0] * levels, [0] * levels
+        self.draws = [0] * levels
         lengths = self.schedule.kept_lengths
         self.drafted = [
             Drafted(np.zeros(slots, np.int64), np.full((slots, n), np.nan)) for n in lengths
@@ -93,7 +92,7 @@ class HostProgram(Program):
 
     def begin(self, state: ProposalState) -> None:
         """After `stage`, before anything else of a proposal."""
-        self.passes, self.draws = [0] * len(self.passes), [0] * len(self.draws)
+        self.draws = [0] * len(self.draws)
         self.slots = state.slot.numpy().astype(np.int64)
         self.base = state.base.numpy()
         self.drafts = state.requested[-1].numpy() > 0
@@ -151,7 +150,6 @@ class HostProgram(Program):
         """Count a lookup or a forward pass of a level, and its time."""
         spent, row = int(1e9 * (clock.seconds() - began)), self.counts.rows[level]
         row[Count.ns] += spent
-        self.passes[level] += passes
         row[Count.forwards] += passes
         row[Count.forward_ns] += passes * spent
 

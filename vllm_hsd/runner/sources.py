@@ -235,6 +235,11 @@ class SourcesLookup:
         return best if self.drafter_selected else torch.zeros_like(best)
 
     @property
+    def lookups_selected(self) -> bool:
+        """Whether any lookup is among the sources that draft."""
+        return any(i in self.selected for i in range(len(self.lookups)))
+
+    @property
     def drafter_selected(self) -> bool:
         """Whether the drafter is among the sources that draft."""
         return self.has_drafter and self.count - 1 in self.selected

@@ -354,16 +354,10 @@ class CascadeSpeculator(StandaloneARSpeculator):
         aux_hidden_states,
         num_sampled,
         num_rejected,
-        last_sampled,
-        next_prefill_tokens,
-        temperature,
-        seeds,
-        dp_sync_state=None,
+        *_,
         dummy_run=False,
-        skip_attn_for_dummy_run=False,
-        mm_inputs=None,
-        is_profile=False,
         num_speculative_tokens=None,
+        **__,
     ) -> torch.Tensor:
         count = input_batch.num_reqs
         drafts = self.draft_tokens[:count]
