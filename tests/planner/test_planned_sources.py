@@ -1,6 +1,7 @@
 """Several lookups as one level: replayed as the reference engine drafts, and predicted."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -87,8 +88,9 @@ def test_rounds_are_those_of_an_engine(models, contexts, length):
 
     sources = models.models[TOGETHER]
     assert replayed(sources) == expected
-    for alone in (NGRAM, BIGRAM):
-        assert replayed(sources.only([alone])) != expected
+    for i in (NGRAM, BIGRAM):
+        alone = replace(sources, names=[sources.names[i]], lookups=[sources.lookups[i]])
+        assert replayed(alone) != expected
 
 
 @pytest.fixture(scope="module")
