@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import write_csv
-from vllm_hsd.cli import bench_drafts, bench_report
-from vllm_hsd.engine import Generation
+from vllm_hsd.tools.cli import bench_drafts, bench_report
+from vllm_hsd.tools.engine import Generation
 
 # Columns of every study: of the cell; of time; of counts; where it was run. What a study does not
 # measure is empty. `speedup` is a ratio of rates over all batches, `speedup_low` and `_high` are

@@ -69,7 +69,7 @@ def write_csv(
     Args:
         append: keep the rows of the same columns that the file has already.
     """
-    from vllm_hsd.cli.bench_report import machine  # not where it is read: it needs pydantic
+    from vllm_hsd.tools.cli.bench_report import machine  # not where it is read: it needs pydantic
 
     path.parent.mkdir(parents=True, exist_ok=True)
     origin = {"commit": commit(), "machine": machine("cpu", threads)}

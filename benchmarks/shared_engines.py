@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_hsd.cli.bench_jobs import Comparison, Setup
-from vllm_hsd.cli.bench_runs import Engines
-from vllm_hsd.config import CascadeConfig
-from vllm_hsd.engine import EngineProcess
+from vllm_hsd.config.cascade_config import CascadeConfig
+from vllm_hsd.tools.cli.bench_jobs import Comparison, Setup
+from vllm_hsd.tools.cli.bench_runs import Engines
+from vllm_hsd.tools.engine import EngineProcess
 
 
 class SharedEngines(Engines):

@@ -16,13 +16,13 @@ from typing import Any
 from benchmarks import common, plot
 from benchmarks.columns import Table, chosen, counts, means, times
 from benchmarks.models.smollm2 import smollm2, zero_padded
-from vllm_hsd.cli import bench, bench_quality, greedy
-from vllm_hsd.cli.bench_jobs import Comparison, Job, Results, Setup
-from vllm_hsd.cli.bench_runs import Engines, compare_greedy
-from vllm_hsd.cli.options import progress
-from vllm_hsd.engine import Generation
-from vllm_hsd.machine_load import CpuTimes
-from vllm_hsd.planner.prompts import PUBLIC_SETS, read_prompts
+from vllm_hsd.tools.cli import bench, bench_quality, greedy
+from vllm_hsd.tools.cli.bench_jobs import Comparison, Job, Results, Setup
+from vllm_hsd.tools.cli.bench_runs import Engines, compare_greedy
+from vllm_hsd.tools.cli.options import progress
+from vllm_hsd.tools.engine import Generation
+from vllm_hsd.tools.machine_load import CpuTimes
+from vllm_hsd.tools.planner.prompts import PUBLIC_SETS, read_prompts
 
 PLAIN = "no speculation"
 Config = dict[str, Any] | None

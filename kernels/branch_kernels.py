@@ -1,8 +1,8 @@
 """Branches of lookups on the device: which offers become rows, and where their rows are.
 
-``vllm_hsd.core.row_layout`` says which blocks a row has; here rows share no token, each takes as
+``vllm_hsd.cascade.row_layout`` says which blocks a row has; here rows share no token, each takes as
 many inputs, N tokens after its root, and those that it does not need are computed for nothing.
-runner/sources.py and runner/branches.py launch the kernels.
+budget/source_choice.py and host/branches.py launch the kernels.
 """
 
 import triton

@@ -1,6 +1,6 @@
 """The walk along branches after the verification of a chain, in 2 launches.
 
-The rule is that of ``vllm_hsd.verify.branches.follow``: the token that the verification of a
+The rule is that of ``vllm_hsd.rules.branches.follow``: the token that the verification of a
 request's chain has emitted last is looked up among its branches, rows of point masses that the
 target has computed too; where one has it at that place, the next token is drawn from that row, and
 so on. Launch 1 reads the rows of branches that begin with all that was emitted, from there on, and
@@ -25,7 +25,7 @@ from vllm_hsd.kernels.blocks import (
 from vllm_hsd.kernels.chain_verify import ChainResult
 from vllm_hsd.kernels.rng import stream_of
 from vllm_hsd.kernels.sample_row import drawn_token, store_draw_stats
-from vllm_hsd.verify import MAX_KERNEL_DRAFT
+from vllm_hsd.rules import MAX_KERNEL_DRAFT
 
 _INTEGERS = (torch.int64, torch.int32)
 # A verification takes at most so many draws, which come before those of the walk.

@@ -1,6 +1,6 @@
 """Verification of one draft per request on logits, in 3 launches.
 
-The rule is that of ``vllm_hsd.verify.verify_chain``: block verification (Sun et al., "Block
+The rule is that of ``vllm_hsd.rules.verify_chain``: block verification (Sun et al., "Block
 Verification Accelerates Speculative Decoding", arXiv:2403.10444) or standard rejection sampling
 (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding",
 arXiv:2211.17192). README.md in this directory has the derivation, the byte count and the traps.
@@ -16,7 +16,7 @@ import torch
 from vllm_hsd.kernels.blocks import NUM_WARPS, check_logits, check_vector, padded_size, tile_shape
 from vllm_hsd.kernels.chain_kernels import row_stats_kernel, verify_kernel
 from vllm_hsd.kernels.rng import stream_of
-from vllm_hsd.verify import MAX_KERNEL_DRAFT
+from vllm_hsd.rules import MAX_KERNEL_DRAFT
 
 METHODS = ("block", "standard")
 _INTEGERS = (torch.int64, torch.int32)
@@ -62,7 +62,7 @@ def verify_chain(
     Nothing is read on the host, so lengths, tokens and rows are not checked there. A slot whose
     token is negative or outside the vocabulary is empty and ends the draft. So does, at a
     temperature above 0, an invalid row (a NaN or +inf in it, or only -inf), as in
-    ``vllm_hsd.verify.verify_chain``. A draft longer than max_draft_tokens is cut there, before
+    ``vllm_hsd.rules.verify_chain``. A draft longer than max_draft_tokens is cut there, before
     its tokens are looked at.
 
     A request whose own row, the first one, is invalid emits the token that vLLM emits without

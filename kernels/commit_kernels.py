@@ -1,4 +1,4 @@
-"""The kernels that append to drafts, tokens and rows; runner/cascade_steps.py launches them.
+"""The kernels that append to drafts, tokens and rows; cascade/cascade_steps.py launches them.
 
 One program copies a chunk of a request's rows, the first one also writes all else that belongs to
 it. No program of a launch reads what another one of the same launch writes: what the copies of rows

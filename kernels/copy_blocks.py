@@ -2,7 +2,7 @@
 
 Before the target's pass every branch gets a copy of the block that holds its root and text before
 it; after the verification the blocks of the branch that won are copied back. The places of blocks
-come from the rows' block tables on the device (``vllm_hsd.core.row_layout`` says which).
+come from the rows' block tables on the device (``vllm_hsd.cascade.row_layout`` says which).
 """
 
 import itertools

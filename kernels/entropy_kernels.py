@@ -1,7 +1,7 @@
-"""Entropy-based stopping of drafts; runner/entropy_stopping.py launches the kernels.
+"""Entropy-based stopping of drafts; cascade/entropy_stopping.py launches the kernels.
 
-core/stopping.py is the rule. Rows are read once, chunk by chunk; what belongs to a request is then
-decided by one program, which no other one of its launch reads from.
+cascade/stopping.py is the rule. Rows are read once, chunk by chunk; what belongs to a request is
+then decided by one program, which no other one of its launch reads from.
 """
 
 import triton

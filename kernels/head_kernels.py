@@ -1,4 +1,4 @@
-"""The inputs of an EAGLE-3 head's passes; runner/head_steps.py launches the kernels.
+"""The inputs of an EAGLE-3 head's passes; cascade/head_steps.py launches the kernels.
 
 A head has an entry for each position: entry e reads token e + 1 and the state of position e, and
 its logits are of token e + 2. One program writes what belongs to a request.

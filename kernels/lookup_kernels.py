@@ -1,4 +1,4 @@
-"""The lowest level's drafts from n-grams and token pairs; runner/lookups.py launches them.
+"""The lowest level's drafts from n-grams and token pairs; cascade/lookups.py launches them.
 
 They read the text of a request: its committed part where the runner keeps it, the rest, which may
 be unverified, in the window.

@@ -1,9 +1,10 @@
-"""Rows of an n-gram language model as logits; runner/ngram_rows.py launches the kernels.
+"""Rows of an n-gram language model as logits; cascade/ngram_rows.py launches the kernels.
 
-core/ngram_model.py is their rule in plain numpy. What follows a context in the store lies in one
-interval of the order of its texts, and in it every distinct token is one run (core/text_order.py).
-Loads that wait for each other are few: intervals are searched at many places at once, both ends and
-all contexts together, and each kernel takes up what the programs of the one before have found.
+cascade/ngram_model.py is their rule in plain numpy. What follows a context in the store lies in one
+interval of the order of its texts, and in it every distinct token is one run
+(cascade/text_order.py). Loads that wait for each other are few: intervals are searched at many
+places at once, both ends and all contexts together, and each kernel takes up what the programs of
+the one before have found.
 """
 
 import triton

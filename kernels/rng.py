@@ -1,8 +1,8 @@
-"""Counter-based uniforms inside kernels: the same numbers as ``vllm_hsd.verify.uniforms``.
+"""Counter-based uniforms inside kernels: the same numbers as ``vllm_hsd.rules.uniforms``.
 
 Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC
 2011) with key = request seed (64 bits) and counter = (draw low, draw high, stream, 0).
-``vllm_hsd.verify.rng`` says which stream and draw a level uses for what.
+``vllm_hsd.rules.rng`` says which stream and draw a level uses for what.
 """
 
 import triton

@@ -1,6 +1,6 @@
 """Copies of finished requests' outputs, in which suffix lookups of other requests look.
 
-runner/shared_outputs.py launches it.
+cascade/shared_outputs.py launches it.
 """
 
 import triton

@@ -1,8 +1,8 @@
-"""The choice between several lookups on the device; runner/sources.py launches the kernels.
+"""The choice between several lookups on the device; budget/source_choice.py launches the kernels.
 
-`core.source_choice` for tensors: what became of the last offers, what the lookups offer now, and
-which of the offers is drafted. S lookups, places and bins as in `core.acceptance`. The last slot is
-of rows that draft nothing.
+`tools.reference.source_choice` for tensors: what became of the last offers, what the lookups offer
+now, and which of the offers is drafted. S lookups, places and bins as in `budget.acceptance`. The
+last slot is of rows that draft nothing.
 """
 
 import triton

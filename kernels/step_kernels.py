@@ -1,6 +1,6 @@
 """The kernels between the forward passes of a proposal, but for those that append to drafts.
 
-One program writes what belongs to a request. runner/cascade_steps.py launches them.
+One program writes what belongs to a request. cascade/cascade_steps.py launches them.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""Suffix lookup for the lowest level of a cascade; runner/suffix_lookup.py launches the kernels.
+"""Suffix lookup for the lowest level of a cascade; cascade/suffix_lookup.py launches the kernels.
 
 Their rule is that of suffix_lookup.py. One program drafts for one request and one length
 of the match: it finds where the last tokens of the text occur, in the request's own text, in shared
@@ -396,7 +396,7 @@ def take_draft_kernel(
         at = (row + best) * N + lane
         token = tl.load(token_ptr + at, mask=known, other=0)
         share = tl.load(share_ptr + at, mask=known, other=0.0).to(tl.float64)
-        # `core.suffix.acceptance`.
+        # `cascade.suffix.acceptance`.
         match = (best + 1).to(tl.float64)
         last = match + lane.to(tl.float64)
         if source == 0:

@@ -1,7 +1,7 @@
 """Traversal verification of one small draft tree per request, on logits, in 2 launches.
 
-The rule is that of ``vllm_hsd.verify.verify_tree`` with method "traversal" (Weng et al.,
-"Traversal Verification for Speculative Tree Decoding", arXiv:2505.12398; verify/tree.py says how
+The rule is that of ``vllm_hsd.rules.verify_tree`` with method "traversal" (Weng et al.,
+"Traversal Verification for Speculative Tree Decoding", arXiv:2505.12398; rules/tree.py says how
 it relates). README.md in this directory says how a node's residual is rebuilt from two rows.
 Launch 1 reads the rows that have children, launch 2 walks each tree with one program.
 """
@@ -14,7 +14,7 @@ import triton
 from vllm_hsd.kernels.blocks import NUM_WARPS, check_logits, check_vector, padded_size, tile_shape
 from vllm_hsd.kernels.rng import stream_of
 from vllm_hsd.kernels.tree_kernels import node_stats_kernel, traverse_kernel
-from vllm_hsd.verify import MAX_KERNEL_NODES
+from vllm_hsd.rules import MAX_KERNEL_NODES
 
 MAX_NODES = MAX_KERNEL_NODES
 _INTEGERS = (torch.int64, torch.int32)
@@ -54,7 +54,7 @@ def verify_tree(
 
     Nothing is read on the host: nodes whose token is negative or outside the vocabulary are
     skipped. At a temperature above 0 an invalid row (a NaN or +inf in it, or only -inf) ends its
-    branch, as in ``vllm_hsd.verify.verify_tree``. If it is the root's, nothing is accepted and
+    branch, as in ``vllm_hsd.rules.verify_tree``. If it is the root's, nothing is accepted and
     token 0 is emitted, as by vLLM without speculation (see ``chain_verify.verify_chain``).
 
     Args:

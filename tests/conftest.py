@@ -30,7 +30,7 @@ LONGEST = (
     "test_hooks.py",
     "test_greedy_equality.py",
 )
-WITH_ENGINES = ("runner", "robustness", "cli", "test_engine.py")
+WITH_ENGINES = ("host", "robustness", "cli", "test_engine.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,8 +13,8 @@ from benchmarks.columns import COLUMNS, Table
 from benchmarks.studies import cascades, demo, real_model, windows
 from benchmarks.studies.configs import fixed
 from benchmarks.sweep import PLAIN, Group, Sweep
-from vllm_hsd.cli.bench_jobs import Comparison, Setup
-from vllm_hsd.engine import Generation
+from vllm_hsd.tools.cli.bench_jobs import Comparison, Setup
+from vllm_hsd.tools.engine import Generation
 
 CONFIG = {"method": "ngram", "num_speculative_tokens": 2}
 SETS = {"a": [0, 1], "b": [2, 3]}

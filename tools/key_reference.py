@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from vllm_hsd.config import CascadeConfig
-from vllm_hsd.known_faults import KNOWN_FAULTS
+from vllm_hsd.config.cascade_config import CascadeConfig
 from vllm_hsd.levels import KINDS, Keys
+from vllm_hsd.tools.known_faults import KNOWN_FAULTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "keys.md"
 FAULTS = PAGE.with_name("known-faults.md")
@@ -17,7 +17,7 @@ FAULTS_HEAD = """\
 
 Combinations of stock vLLM (0.32, 0.33) that are wrong or slow today. `vllm-hsd doctor` (with
 `--model` and `--speculative-config`) and `vllm-hsd advise` name those that a configuration can
-meet. Generated from `vllm_hsd/known_faults.py` (`python -m tools.key_reference`).
+meet. Generated from `vllm_hsd/tools/known_faults.py` (`python -m tools.key_reference`).
 
 | with | one sees | way out | vLLM issue | known from |
 | --- | --- | --- | --- | --- |

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import vllm_hsd
-from vllm_hsd.registry import Hook
+from vllm_hsd.host.registry import Hook
 
 PACKAGE = Path(vllm_hsd.__file__).parent
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
@@ -180,7 +180,7 @@ def _text(node: ast.AST) -> str:
 
 def registered() -> dict[str, Hook]:
     """All names of the registry."""
-    from vllm_hsd.runner.hooks import REGISTRY
+    from vllm_hsd.host.hooks import REGISTRY
 
     REGISTRY.load()
     return dict(REGISTRY.hooks)

@@ -10,6 +10,7 @@ def register() -> None:
     wait for a configuration that needs them (`Registry.install`), in the process that reads it and
     in those that receive it. A process that meets none keeps vLLM as it is.
     """
-    from vllm_hsd import entrance
 
-    entrance.REGISTRY.place(entrance.ENTRANCE)
+    from vllm_hsd.host import read_config
+
+    read_config.REGISTRY.place(read_config.ENTRANCE)

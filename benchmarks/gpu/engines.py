@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks.common import MODELS, on_worker
 from benchmarks.gpu.items import Setting
-from vllm_hsd.engine import EngineProcess
 from vllm_hsd.plugin import register
+from vllm_hsd.tools.engine import EngineProcess
 
 TINY = {name: str(MODELS / name) for name in ("small", "mid", "target")}
 # A fixed program costs the same whatever its weights are, so random ones of these shapes do:

@@ -140,8 +140,8 @@ def install_generous(setattr=setattr) -> None:
 
 
 def _install(changed, setattr) -> None:
-    from vllm_hsd.runner.cascade_sampler import CascadeRejectionSampler
-    from vllm_hsd.runner.sampler import BlockRejectionSampler
+    from vllm_hsd.host.cascade_sampler import CascadeRejectionSampler
+    from vllm_hsd.host.sampler import BlockRejectionSampler
 
     for verifier in (BlockRejectionSampler, CascadeRejectionSampler):
         setattr(verifier, "drafts", _changed(verifier.drafts, changed))

@@ -107,7 +107,7 @@ class Setting:
         origin: what a result belongs to; parts of another origin are run again.
         ends: `time.time()` at which the item should be done.
         engine_args: arguments of `vllm.LLM` that take the place of an item's.
-        engine_options: of `vllm_hsd.engine.EngineProcess`, for every engine.
+        engine_options: of `vllm_hsd.tools.engine.EngineProcess`, for every engine.
     """
 
     device: str

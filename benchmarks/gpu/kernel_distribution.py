@@ -1,6 +1,6 @@
 """Text that cascades write by the kernels alone, on tables in the place of models.
 
-`runner.program.Program` drafts, `verify_chain_padded` verifies for the target, in a batch, for
+`cascade.program.Program` drafts, `verify_chain_padded` verifies for the target, in a batch, for
 many steps; every level's next-token logits depend on the last token only, so that no cache is
 needed and the target's distribution is known exactly. In the first control the lowest level's
 tokens are drawn hotter than the verifier above it is told; in each of the others the target's
@@ -19,14 +19,14 @@ from benchmarks.gpu import pit
 from benchmarks.gpu.faults import FAULTS, Step
 from benchmarks.gpu.items import Finding, Setting
 from tests.support.proposal_states import TableLevel
-from vllm_hsd.core.levels import LevelOptions
+from vllm_hsd.cascade import cascade_steps
+from vllm_hsd.cascade import program as program_module
+from vllm_hsd.cascade.level import LevelOptions
+from vllm_hsd.cascade.program import Program
+from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState
+from vllm_hsd.cascade.schedule import compile_schedule, first_draw
 from vllm_hsd.kernels.chain_verify import verify_chain_padded
 from vllm_hsd.kernels.sample_row import sample_row
-from vllm_hsd.runner import cascade_steps
-from vllm_hsd.runner import program as program_module
-from vllm_hsd.runner.program import Program
-from vllm_hsd.runner.proposal_state import KVGroups, ProposalState
-from vllm_hsd.runner.schedule import compile_schedule, first_draw
 
 CASES = {"two levels": (2, 5), "three levels": (1, 2, 5)}
 # Its lowest level is the level below the one that verifies for the target: a further level between

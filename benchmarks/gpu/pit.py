@@ -1,7 +1,7 @@
 """Probability integral transform: does text follow a known distribution?
 
-The statistics are those of `vllm-hsd verify` (`vllm_hsd.lossless`, docs/lossless.md): every token's
-place in the target's distribution must be uniform, in orders that know the drafter too, and
+The statistics are those of `vllm-hsd verify` (`vllm_hsd.tools.audit`, docs/lossless.md): every
+token's place in the target's distribution must be uniform, in orders that know the drafter too, and
 independent of what came before. Here the distributions come from tables or transformers in the
 place of an engine, and every token counts as a step of its own.
 """
@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_hsd.lossless.directions import marks, rows_of
-from vllm_hsd.lossless.quantiles import FIGURES, token_ranges
-from vllm_hsd.lossless.sampled import Texts, checks
-from vllm_hsd.lossless.statistics import adjusted
+from vllm_hsd.tools.audit.directions import marks, rows_of
+from vllm_hsd.tools.audit.quantiles import FIGURES, token_ranges
+from vllm_hsd.tools.audit.sampled import Texts, checks
+from vllm_hsd.tools.audit.statistics import adjusted
 
 # An exact sampler fails with this probability; a biased one must fall below the second bound.
 PASSES, REJECTED = 1e-3, 1e-6

@@ -15,9 +15,9 @@ import pytest
 from benchmarks.common import prompts
 from benchmarks.gpu import engines
 from benchmarks.gpu.items import PART_SECONDS, Finding, Setting
-from vllm_hsd.cli.greedy import gaps_of_target
-from vllm_hsd.engine import EngineProcess, Generation
 from vllm_hsd.errors import UserError
+from vllm_hsd.tools.cli.greedy import gaps_of_target
+from vllm_hsd.tools.engine import EngineProcess, Generation
 
 # Largest gap of a near tie, in nats.
 LARGEST_GAP = 0.02

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu import engines
 from benchmarks.gpu.items import Finding, Setting
-from vllm_hsd.engine import EngineProcess
+from vllm_hsd.tools.engine import EngineProcess
 
 K = 4
 BATCHES = (1, 8, 32)

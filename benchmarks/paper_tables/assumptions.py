@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, options, write_csv
-from vllm_hsd.cli.plan import label
-from vllm_hsd.planner.latencies import Latencies, LatencyTable
-from vllm_hsd.planner.optimize import solve
-from vllm_hsd.planner.predict import Measured, Selection, predict
-from vllm_hsd.planner.profile import Profile, load_profile
-from vllm_hsd.planner.search import Constraints, Search
-from vllm_hsd.planner.survival import Acceptance, independent_survival
+from vllm_hsd.tools.cli.plan import label
+from vllm_hsd.tools.planner.latencies import Latencies, LatencyTable
+from vllm_hsd.tools.planner.optimize import solve
+from vllm_hsd.tools.planner.predict import Measured, Selection, predict
+from vllm_hsd.tools.planner.profile import Profile, load_profile
+from vllm_hsd.tools.planner.search import Constraints, Search
+from vllm_hsd.tools.planner.survival import Acceptance, independent_survival
 
 
 def independent(profile: Profile, acceptance: Acceptance) -> Acceptance:

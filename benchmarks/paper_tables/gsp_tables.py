@@ -14,8 +14,8 @@ from rich.table import Table
 
 from benchmarks.common import RESULTS, options, write_csv
 from benchmarks.paper_tables.paper_instance import paper_graph
-from vllm_hsd.planner.optimize import solve
-from vllm_hsd.planner.predict import Selection
+from vllm_hsd.tools.planner.optimize import solve
+from vllm_hsd.tools.planner.predict import Selection
 
 MAX_DRAFT_TOKENS = 15
 SIMULATED_CALLS = 200_000

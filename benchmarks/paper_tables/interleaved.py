@@ -13,8 +13,8 @@ import torch
 from benchmarks import plot
 from benchmarks.common import RESULTS, options, write_csv
 from benchmarks.paper_tables.closed_forms import interleaved_speedup, interleaved_tokens
-from vllm_hsd.core.levels import UNLIMITED, LevelOptions
-from vllm_hsd.reference import ReferenceEngine
+from vllm_hsd.cascade.level import UNLIMITED, LevelOptions
+from vllm_hsd.tools.reference import ReferenceEngine
 
 # Acceptance rate of the medium model, its cost over the target's, the small one's over its own.
 ALPHA, MEDIUM, SMALL = 0.8, 0.2, 0.1
@@ -33,7 +33,7 @@ class ContextFree:
         self.logits = torch.tensor([first, 1 - first], dtype=torch.float64).log()
 
     def forward(self, tokens, rows, starts, counts, num_logits) -> torch.Tensor | None:
-        """See `core.levels.Level`."""
+        """See `cascade.level.Level`."""
         return self.logits.repeat(int(num_logits.sum()), 1)
 
 

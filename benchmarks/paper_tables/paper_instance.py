@@ -1,7 +1,7 @@
 """The hierarchy problem exactly as "Fast Inference via Hierarchical Speculative Decoding" poses it.
 
 Independent acceptance with one rate per pair, one cost per model, and rounds that may overshoot;
-with an exhaustive search to check the dynamic program of `vllm_hsd.planner.optimize` against.
+with an exhaustive search to check the dynamic program of `vllm_hsd.tools.planner.optimize` against.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from benchmarks.paper_tables.closed_forms import cascade_latency
 from vllm_hsd.errors import UserError
-from vllm_hsd.planner.optimize import Graph, build_graph
-from vllm_hsd.planner.predict import Selection
-from vllm_hsd.planner.profile import check_rates
-from vllm_hsd.planner.survival import Acceptance, independent_survival
+from vllm_hsd.tools.planner.optimize import Graph, build_graph
+from vllm_hsd.tools.planner.predict import Selection
+from vllm_hsd.tools.planner.profile import check_rates
+from vllm_hsd.tools.planner.survival import Acceptance, independent_survival
 
 Floats = NDArray[np.float64]
 

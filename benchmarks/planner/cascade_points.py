@@ -28,14 +28,14 @@ from benchmarks.planner.check_predictions import (
     spent_and_emitted,
     summary,
 )
-from vllm_hsd.planner.acceptance import Acceptances, measure_acceptance
-from vllm_hsd.planner.models import ModelSet
-from vllm_hsd.planner.predict import Measured, Selection, predict
-from vllm_hsd.planner.profile import Sampling
-from vllm_hsd.planner.prompts import encode, read_prompts
-from vllm_hsd.planner.survival import Acceptance
-from vllm_hsd.planner.task import Task, candidates
-from vllm_hsd.planner.timing import Timing
+from vllm_hsd.tools.planner.acceptance import Acceptances, measure_acceptance
+from vllm_hsd.tools.planner.models import ModelSet
+from vllm_hsd.tools.planner.predict import Measured, Selection, predict
+from vllm_hsd.tools.planner.profile import Sampling
+from vllm_hsd.tools.planner.prompts import encode, read_prompts
+from vllm_hsd.tools.planner.survival import Acceptance
+from vllm_hsd.tools.planner.task import Task, candidates
+from vllm_hsd.tools.planner.timing import Timing
 
 # Parameters of mid and target.
 WIDENINGS = ((1e6, 300e6), (10e6, 300e6), (30e6, 300e6), (10e6, 100e6))

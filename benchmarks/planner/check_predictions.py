@@ -33,20 +33,20 @@ from benchmarks.common import MODELS, RESULTS, options, write_csv
 from benchmarks.models.smollm2 import int8, smollm2, zero_padded
 from benchmarks.studies.configs import STORE
 from benchmarks.studies.demo import PROMPTS
-from vllm_hsd.cli.plan import label
-from vllm_hsd.dtype import choose_dtype
 from vllm_hsd.levels.ngram_model import MAX_ORDER
-from vllm_hsd.planner.acceptance import measure_acceptance
-from vllm_hsd.planner.latencies import Latencies
-from vllm_hsd.planner.measure import make_profile
-from vllm_hsd.planner.models import ModelSet
-from vllm_hsd.planner.optimize import solve
-from vllm_hsd.planner.predict import Measured, Prediction, Selection
-from vllm_hsd.planner.profile import Profile, Prompts, Sampling, load_profile
-from vllm_hsd.planner.prompts import encode, read_prompts
-from vllm_hsd.planner.search import Constraints, Search
-from vllm_hsd.planner.task import Task, candidates
-from vllm_hsd.planner.timing import PASSES, Timing
+from vllm_hsd.tools.cli.plan import label
+from vllm_hsd.tools.dtype import choose_dtype
+from vllm_hsd.tools.planner.acceptance import measure_acceptance
+from vllm_hsd.tools.planner.latencies import Latencies
+from vllm_hsd.tools.planner.measure import make_profile
+from vllm_hsd.tools.planner.models import ModelSet
+from vllm_hsd.tools.planner.optimize import solve
+from vllm_hsd.tools.planner.predict import Measured, Prediction, Selection
+from vllm_hsd.tools.planner.profile import Profile, Prompts, Sampling, load_profile
+from vllm_hsd.tools.planner.prompts import encode, read_prompts
+from vllm_hsd.tools.planner.search import Constraints, Search
+from vllm_hsd.tools.planner.task import Task, candidates
+from vllm_hsd.tools.planner.timing import PASSES, Timing
 
 ENGINE = {
     "enforce_eager": True,

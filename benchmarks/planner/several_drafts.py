@@ -22,7 +22,7 @@ from scipy.optimize import brentq
 
 from benchmarks import plot
 from benchmarks.common import RESULTS, options, write_csv
-from vllm_hsd.verify import Tree, verify_chain, verify_tree
+from vllm_hsd.rules import Tree, verify_chain, verify_tree
 
 VOCABULARY = 32
 RATES = (0.5, 0.6, 0.7, 0.8, 0.9)

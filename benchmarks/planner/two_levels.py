@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_hsd.planner.latencies import Latencies, LatencyTable
-from vllm_hsd.planner.optimize import measured_graph, solve
-from vllm_hsd.planner.predict import Measured, Selection, predict
-from vllm_hsd.planner.survival import Acceptance, independent_survival
+from vllm_hsd.tools.planner.latencies import Latencies, LatencyTable
+from vllm_hsd.tools.planner.optimize import measured_graph, solve
+from vllm_hsd.tools.planner.predict import Measured, Selection, predict
+from vllm_hsd.tools.planner.survival import Acceptance, independent_survival
 
 MAX_DRAFT = 24
 # Candidates by the graph's cost that the exact predictor decides between.

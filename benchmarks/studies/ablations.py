@@ -26,7 +26,7 @@ from benchmarks import plot
 from benchmarks.columns import Table, counts
 from benchmarks.common import ENGINE_ARGS, MODELS, RESULTS, options, prompts
 from benchmarks.studies.configs import fixed
-from vllm_hsd.engine import EngineProcess
+from vllm_hsd.tools.engine import EngineProcess
 
 RUNS, PROMPTS, TOKENS = 6, 16, 96
 # "Overcoming Joint Intractability with Lossless Hierarchical Speculative Decoding", Table 2.
@@ -197,7 +197,7 @@ def measure_number_of_drafts(texts: list[str]) -> Iterator[dict[str, Any]]:
     """Block efficiency with K drafts of four tokens on the reference engine."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from vllm_hsd.reference import HuggingFaceLevel, ReferenceEngine, TreeOptions
+    from vllm_hsd.tools.reference import HuggingFaceLevel, ReferenceEngine, TreeOptions
 
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
     models = {n: AutoModelForCausalLM.from_pretrained(MODELS / n) for n in ("target", "small")}

@@ -21,7 +21,7 @@ from benchmarks.studies.configs import fixed, levels, missing
 from benchmarks.studies.demo import read_demo_prompts
 from benchmarks.studies.streams import keep_streams
 from benchmarks.sweep import Sweep
-from vllm_hsd.cli.options import integers, progress
+from vllm_hsd.tools.cli.options import integers, progress
 
 
 def configurations() -> dict[str, dict[str, Any] | None]:

@@ -22,8 +22,8 @@ from benchmarks.models.smollm2 import int8
 from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies.configs import EAGLE3, NGRAM_MODEL, SUFFIX, fixed, planned
 from benchmarks.sweep import Config, Group
-from vllm_hsd.cli.bench_jobs import config_name
-from vllm_hsd.cli.options import numbers
+from vllm_hsd.tools.cli.bench_jobs import config_name
+from vllm_hsd.tools.cli.options import numbers
 
 COPY_LENGTHS = (4, 6, 8, 12)
 SUFFIX_LENGTHS = (4, 8)

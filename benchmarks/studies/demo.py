@@ -28,9 +28,9 @@ from benchmarks import columns, plot, sweep
 from benchmarks.common import RESULTS, commit
 from benchmarks.studies.configs import missing, ours, vllms_own
 from benchmarks.sweep import PLAIN, Cell, Config, Sweep
-from vllm_hsd.cli import bench_quality, bench_report
-from vllm_hsd.cli.bench_runs import Engines
-from vllm_hsd.engine import Generation
+from vllm_hsd.tools.cli import bench_quality, bench_report
+from vllm_hsd.tools.cli.bench_runs import Engines
+from vllm_hsd.tools.engine import Generation
 
 PROMPTS = Path(__file__).parent / "demo_prompts.jsonl"
 TEMPERATURES = [0.0, 0.7]

@@ -19,9 +19,9 @@ from benchmarks.models.smollm2 import int8, smollm2, zero_padded
 from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies import demo
 from benchmarks.studies.configs import NGRAM_MODEL, SUFFIX, fixed, levels, planned, vllms_own
-from vllm_hsd.cli import main as cli
-from vllm_hsd.cli.bench_jobs import config_name
-from vllm_hsd.dtype import choose_dtype
+from vllm_hsd.tools.cli import main as cli
+from vllm_hsd.tools.cli.bench_jobs import config_name
+from vllm_hsd.tools.dtype import choose_dtype
 
 # Weights of 1.6 GB: six engines stay loaded in 16 GB.
 PARAMS = {"float32": 400e6}

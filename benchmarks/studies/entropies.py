@@ -22,10 +22,10 @@ from benchmarks import plot
 from benchmarks.common import RESULTS, on_worker, options, write_csv
 from benchmarks.models.smollm2 import smollm2
 from benchmarks.studies import windows
-from vllm_hsd.cli.options import numbers, progress
-from vllm_hsd.dtype import choose_dtype
-from vllm_hsd.engine import EngineProcess
-from vllm_hsd.planner.prompts import prompts_file
+from vllm_hsd.tools.cli.options import numbers, progress
+from vllm_hsd.tools.dtype import choose_dtype
+from vllm_hsd.tools.engine import EngineProcess
+from vllm_hsd.tools.planner.prompts import prompts_file
 
 WAYS = ("standard", "self-verify", "dynamic windows")
 Row = dict[str, Any]

@@ -20,7 +20,7 @@ from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies import edits
 from benchmarks.studies.configs import fixed
 from benchmarks.sweep import Config, Group
-from vllm_hsd.cli.options import numbers
+from vllm_hsd.tools.cli.options import numbers
 
 SETS = "humaneval", "mt_bench", "gsm8k", "sum"
 SUFFIX: dict[str, Any] = {"suffix": {}}

@@ -28,8 +28,8 @@ from benchmarks.studies.configs import (
     vllms_own,
 )
 from benchmarks.sweep import Config, Group
-from vllm_hsd.cli.bench_jobs import config_name
-from vllm_hsd.cli.options import integers, numbers
+from vllm_hsd.tools.cli.bench_jobs import config_name
+from vllm_hsd.tools.cli.options import integers, numbers
 
 VERIFIERS = ("standard", "block")
 TEMPERATURES = [0.0, 0.3, 0.6, 0.8, 1.0]

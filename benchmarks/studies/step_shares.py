@@ -21,8 +21,8 @@ from benchmarks.common import RESULTS, on_worker, write_csv
 from benchmarks.models.smollm2 import int8
 from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies.configs import EAGLE3, NGRAM, SUFFIX, fixed, vllms_own
-from vllm_hsd.cli.options import numbers
-from vllm_hsd.engine import vllm_params
+from vllm_hsd.tools.cli.options import numbers
+from vllm_hsd.tools.engine import vllm_params
 
 PREFILL, REST = "prefill", "scheduling and the rest"
 

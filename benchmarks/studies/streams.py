@@ -57,8 +57,8 @@ def keep_streams(
     """
     from vllm.sampling_params import RequestOutputKind
 
-    from vllm_hsd.engine import vllm_params
-    from vllm_hsd.metrics import counted_since, level_counts
+    from vllm_hsd.host.metrics import counted_since, level_counts
+    from vllm_hsd.tools.engine import vllm_params
 
     engine = llm.llm_engine
     mean = params["max_tokens"]

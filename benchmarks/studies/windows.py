@@ -19,7 +19,7 @@ from benchmarks.models.smollm2 import int8
 from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies.configs import NGRAM_MODEL, fixed
 from benchmarks.sweep import Group
-from vllm_hsd.cli.options import integers, numbers
+from vllm_hsd.tools.cli.options import integers, numbers
 
 # The sets of the paper's table, by the names of their files.
 SETS = ("mt_bench", "humaneval", "gsm8k", "alpaca")

@@ -17,7 +17,7 @@ from benchmarks.columns import Table, means
 from benchmarks.common import RESULTS
 from benchmarks.studies.configs import NGRAM, SUFFIX, fixed, levels, missing
 from benchmarks.sweep import PLAIN, Group
-from vllm_hsd.cli.options import integers, numbers
+from vllm_hsd.tools.cli.options import integers, numbers
 
 ADAPTIVE = "adaptive"
 LENGTHS = (8, 3)

@@ -1,11 +1,11 @@
-"""Which offers become branches and where their rows are, against `core.row_layout`."""
+"""Which offers become branches and where their rows are, against `cascade.row_layout`."""
 
 import numpy as np
 import pytest
 import torch
 from support.row_layout import PrivateBlocks, lay_out
 
-from vllm_hsd.core.branches import BranchStore
+from vllm_hsd.cascade.branch_store import BranchStore
 from vllm_hsd.kernels import branch_kernels
 from vllm_hsd.kernels.blocks import padded_size
 

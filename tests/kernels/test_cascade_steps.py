@@ -16,7 +16,7 @@ from support.proposal_states import (
 )
 from support.proposal_walk import walk
 
-from vllm_hsd.runner import cascade_steps, lookups
+from vllm_hsd.cascade import cascade_steps, lookups
 
 
 @pytest.mark.interpret

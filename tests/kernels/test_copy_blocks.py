@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.row_layout import PrivateBlocks, Rows, lay_out
 
-from vllm_hsd.core.branches import BranchStore
+from vllm_hsd.cascade.branch_store import BranchStore
 from vllm_hsd.kernels.copy_blocks import (
     BranchRows,
     CacheBlocks,

@@ -9,8 +9,8 @@ from support.proposal_states import poison_memory
 from vllm_hsd.kernels.drawn_rows import verify_drawn_rows
 from vllm_hsd.kernels.filter_rows import Filters
 from vllm_hsd.kernels.tree_verify import MAX_NODES
-from vllm_hsd.verify.branches import verify_rows
-from vllm_hsd.verify.rng import host_uniforms
+from vllm_hsd.rules.branches import verify_rows
+from vllm_hsd.rules.rng import host_uniforms
 
 CHUNK_AND_BLOCK = 32, 16
 LEVEL, DRAFTS = 1, 3
@@ -61,7 +61,7 @@ def make_rows(requests: int, rows: int, length: int, vocabulary: int, seed: int 
 
 
 def expected(batch: dict, thresholds: torch.Tensor | None = None) -> list:
-    """What `verify.branches.verify_rows` makes of each request."""
+    """What `rules.branches.verify_rows` makes of each request."""
     found, (requests, rows) = [], batch["held"].shape
     length = batch["chain_logits"].shape[1]
     for i in range(requests):

@@ -15,8 +15,8 @@ from support.proposal_states import (
     schedule_of,
 )
 
-from vllm_hsd.runner import cascade_steps, head_steps
-from vllm_hsd.runner.head_steps import HeadInputs
+from vllm_hsd.cascade import cascade_steps, head_steps
+from vllm_hsd.cascade.head_steps import HeadInputs
 
 BATCH, QUERY = 7, 9
 SCHEDULE = schedule_of(3, QUERY - 1)

@@ -10,10 +10,10 @@ from support.kernel_reference import probabilities
 
 from vllm_hsd.kernels import chain_verify
 from vllm_hsd.kernels.rng import stream_of, uniform
-from vllm_hsd.verify import uniforms
-from vllm_hsd.verify.chain import verify_batch
-from vllm_hsd.verify.inputs import ChainBatch
-from vllm_hsd.verify.rng import host_uniforms
+from vllm_hsd.rules import uniforms
+from vllm_hsd.rules.chain import verify_batch
+from vllm_hsd.rules.inputs import ChainBatch
+from vllm_hsd.rules.rng import host_uniforms
 
 
 @triton.jit

@@ -17,12 +17,12 @@ from support.proposal_states import (
 )
 from support.suffix_requests import Requests, markov, store_of
 
+from vllm_hsd.cascade import cascade_steps
+from vllm_hsd.cascade.program import Program
+from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.kernels import chain_verify
 from vllm_hsd.kernels.sample_row import sample_row
 from vllm_hsd.kernels.tree_verify import verify_tree
-from vllm_hsd.runner import cascade_steps
-from vllm_hsd.runner.program import Program
-from vllm_hsd.runner.proposal_state import ProposalState
 
 pytestmark = marks.on_gpu
 VOCABULARY = 2000 if TOY else 32000

@@ -1,4 +1,4 @@
-"""Rows of an n-gram model on the device against `core.ngram_model`."""
+"""Rows of an n-gram model on the device against `cascade.ngram_model`."""
 
 import numpy as np
 import pytest
@@ -12,12 +12,11 @@ from support.proposal_states import (
     schedule_of,
 )
 
-from vllm_hsd.core import ngram_model
-from vllm_hsd.core.ngram_model import NgramModelLevel
-from vllm_hsd.core.text_store import TextStore, collect_texts
-from vllm_hsd.runner import cascade_steps, ngram_rows
-from vllm_hsd.runner.ngram_rows import NgramRows
-from vllm_hsd.runner.schedule import Draft
+from vllm_hsd.cascade import cascade_steps, ngram_model, ngram_rows
+from vllm_hsd.cascade.ngram_model import NgramModelLevel
+from vllm_hsd.cascade.ngram_rows import NgramRows
+from vllm_hsd.cascade.schedule import Draft
+from vllm_hsd.cascade.text_store import TextStore, collect_texts
 
 CPU = torch.device("cpu")
 

@@ -6,9 +6,9 @@ import torch
 from support.proposal_states import MAX_NUM_REQS, poison
 from support.suffix_requests import Requests, markov, store_of
 
-from vllm_hsd.core.text_order import DEPTH, END_OF_TEXT, OCCURRENCES, PROBES
-from vllm_hsd.runner import shared_outputs, suffix_lookup
-from vllm_hsd.runner.shared_outputs import SharedOutputs
+from vllm_hsd.cascade import shared_outputs, suffix_lookup
+from vllm_hsd.cascade.shared_outputs import SharedOutputs
+from vllm_hsd.cascade.text_order import DEPTH, END_OF_TEXT, OCCURRENCES, PROBES
 
 
 @pytest.mark.parametrize(

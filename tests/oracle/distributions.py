@@ -1,15 +1,15 @@
 """Exact distributions of the verifiers' results for a given draft, in float64.
 
-They are built from the quantities that the samplers of `vllm_hsd.verify` use themselves.
+They are built from the quantities that the samplers of `vllm_hsd.rules` use themselves.
 """
 
 import numpy as np
 import torch
 
-from vllm_hsd.verify.chain import bonus_cdf, prefix_probabilities, recovered_cdf, verify_greedy
-from vllm_hsd.verify.inputs import read_chain_batch
-from vllm_hsd.verify.residual import BlockedCDF, is_normalized
-from vllm_hsd.verify.tree import (
+from vllm_hsd.rules.chain import bonus_cdf, prefix_probabilities, recovered_cdf, verify_greedy
+from vllm_hsd.rules.inputs import read_chain_batch
+from vllm_hsd.rules.residual import BlockedCDF, is_normalized
+from vllm_hsd.rules.tree import (
     ROOT,
     Tree,
     TreeRows,

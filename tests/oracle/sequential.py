@@ -2,7 +2,7 @@
 
 Rows are sequences of numbers (Fraction or float), tokens are ints. Randomness comes from outside:
 ``bernoulli(h)`` is True with probability h, ``sample(weights)`` returns an index with probability
-proportional to its weight. These functions define what `vllm_hsd.verify` must compute.
+proportional to its weight. These functions define what `vllm_hsd.rules` must compute.
 """
 
 from __future__ import annotations

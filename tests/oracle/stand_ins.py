@@ -10,10 +10,10 @@ import torch
 from oracle.distributions import chain_distribution, tree_distribution
 from oracle.exact import Choices, Distribution, Tokens, distribution_of
 
-from vllm_hsd.core.levels import UNLIMITED, LookupResult
-from vllm_hsd.verify import VerifyResult
-from vllm_hsd.verify.inputs import ChainBatch
-from vllm_hsd.verify.residual import BlockedCDF
+from vllm_hsd.cascade.level import UNLIMITED, LookupResult
+from vllm_hsd.rules import VerifyResult
+from vllm_hsd.rules.inputs import ChainBatch
+from vllm_hsd.rules.residual import BlockedCDF
 
 # Rounding errors of float64 must not become branches of their own.
 NOTHING = 1e-12
@@ -163,13 +163,13 @@ def _drawn_by(choices: Choices):
             return torch.tensor([pick(row / row.sum()) for row in self.rows])
 
     with (
-        mock.patch("vllm_hsd.core.verified.verify_batch", verify_batch),
-        mock.patch("vllm_hsd.core.verified.BlockedCDF", ChosenCDF),
-        mock.patch("vllm_hsd.reference.engine.verify_batch", verify_batch),
-        mock.patch("vllm_hsd.reference.engine.BlockedCDF", ChosenCDF),
-        mock.patch("vllm_hsd.reference.engine.verify_tree", verify_tree),
-        mock.patch("vllm_hsd.verify.branches.verify_tree", verify_tree),
+        mock.patch("vllm_hsd.tools.reference.verified.verify_batch", verify_batch),
+        mock.patch("vllm_hsd.tools.reference.verified.BlockedCDF", ChosenCDF),
+        mock.patch("vllm_hsd.tools.reference.engine.verify_batch", verify_batch),
+        mock.patch("vllm_hsd.tools.reference.engine.BlockedCDF", ChosenCDF),
+        mock.patch("vllm_hsd.tools.reference.engine.verify_tree", verify_tree),
+        mock.patch("vllm_hsd.rules.branches.verify_tree", verify_tree),
         # draw_iid and draw_without_replacement draw with it.
-        mock.patch("vllm_hsd.verify.tree.BlockedCDF", ChosenCDF),
+        mock.patch("vllm_hsd.rules.tree.BlockedCDF", ChosenCDF),
     ):
         yield

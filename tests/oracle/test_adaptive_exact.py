@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from oracle.test_cascade_exact import LEVELS, VERIFIERS, bias, build
 
-from vllm_hsd.core.cascade import Cascade
-from vllm_hsd.core.draft_budget import DraftBudget
-from vllm_hsd.core.levels import LevelOptions, StepLevels
+from vllm_hsd.budget.draft_budget import DraftBudget
+from vllm_hsd.cascade.level import LevelOptions, StepLevels
+from vllm_hsd.tools.reference.cascade import Cascade
 
 
 class Adversary(Cascade):
@@ -81,7 +81,7 @@ class Learning(Cascade):
             lengths = [option.draft_length for option in self.options]
             self.budget, self.ticks = DraftBudget(None, lengths, 1), 0
             self.listeners.append(self.budget.observe)
-        with mock.patch("vllm_hsd.core.clock.seconds", self.tick):
+        with mock.patch("vllm_hsd.budget.clock.seconds", self.tick):
             self.budget.times[-1].observe(1 + self.ticks % 3, 1.0)
             offer = self.lowest.offer(batch, slots, requested)
             self.budget.step = self.budget.prices(slots, requested, True, offer=offer)
@@ -95,7 +95,7 @@ class Learning(Cascade):
 def bias_of(cascade, kinds, verifier, length=4) -> float:
     levels = build(kinds)
     options = [LevelOptions(1 + (k > 0), verifier) for k in range(len(levels))]
-    with mock.patch("vllm_hsd.reference.engine.Cascade", cascade):
+    with mock.patch("vllm_hsd.tools.reference.engine.Cascade", cascade):
         return bias(levels, options, length, verifier=verifier)
 
 

@@ -11,8 +11,8 @@ from oracle import sequential
 from oracle.exact import ArgmaxOf, Choices, Table, Tokens, distance, distribution_of, extended
 from oracle.trees import one_hot
 
-from vllm_hsd.verify.branches import follow
-from vllm_hsd.verify.coupled import verify_coupled
+from vllm_hsd.rules.branches import follow
+from vllm_hsd.rules.coupled import verify_coupled
 
 V, N = 3, 2
 # What the branches are, as a function of all tokens of the chain.

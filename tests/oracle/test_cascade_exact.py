@@ -12,13 +12,13 @@ import pytest
 from oracle.exact import Choices, Distribution, Table, Tokens, distance, distribution_of
 from oracle.stand_ins import TableLevel, TableLookup, exact_distribution
 
-from vllm_hsd.core.bigram import BigramLevel
-from vllm_hsd.core.counters import Count
-from vllm_hsd.core.levels import LevelOptions
-from vllm_hsd.core.ngram_model import NgramModelLevel
-from vllm_hsd.core.stopping import EntropyThresholds
-from vllm_hsd.core.text_store import TextStore, collect_texts
-from vllm_hsd.reference import ReferenceEngine
+from vllm_hsd.cascade.bigram import BigramLevel
+from vllm_hsd.cascade.counters import Count
+from vllm_hsd.cascade.level import LevelOptions
+from vllm_hsd.cascade.ngram_model import NgramModelLevel
+from vllm_hsd.cascade.stopping import EntropyThresholds
+from vllm_hsd.cascade.text_store import TextStore, collect_texts
+from vllm_hsd.tools.reference import ReferenceEngine
 
 PROMPT = [0, 1, 1]
 VERIFIERS = ["block", "standard"]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from oracle.test_cascade_exact import LEVELS, PROMPT, VERIFIERS, bias, build
 
-from vllm_hsd.core.cascade import Cascade
-from vllm_hsd.core.levels import LevelOptions
-from vllm_hsd.core.lowest_level import LowestLevel
+from vllm_hsd.cascade.level import LevelOptions
+from vllm_hsd.tools.reference.cascade import Cascade
+from vllm_hsd.tools.reference.lowest_level import LowestLevel
 
 
 def bias_of(mutant: type, kinds: str, options, **settings) -> float:

@@ -11,12 +11,12 @@ from oracle.exact import Table
 from oracle.stand_ins import TableLevel, TableLookup
 from scipy import stats
 
-from vllm_hsd.core.cascade import Cascade
-from vllm_hsd.core.drafts import ragged_arange
-from vllm_hsd.core.levels import DraftBatch, LevelOptions
-from vllm_hsd.core.stopping import EntropyThresholds
-from vllm_hsd.verify.chain import verify_batch
-from vllm_hsd.verify.rng import host_uniforms
+from vllm_hsd.cascade.drafts import ragged_arange
+from vllm_hsd.cascade.level import DraftBatch, LevelOptions
+from vllm_hsd.cascade.stopping import EntropyThresholds
+from vllm_hsd.rules.chain import verify_batch
+from vllm_hsd.rules.rng import host_uniforms
+from vllm_hsd.tools.reference.cascade import Cascade
 
 REQUESTS, LENGTH, VOCABULARY = 10_000, 4, 3
 PROMPT = 2

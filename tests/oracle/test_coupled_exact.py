@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from oracle.exact import Choices, Table, Tokens, distance, distribution_of
 
-from vllm_hsd.verify.coupled import verify_coupled
+from vllm_hsd.rules.coupled import verify_coupled
 
 LENGTH = 3
 TARGET = {vocabulary: Table(vocabulary, 1) for vocabulary in (2, 3)}

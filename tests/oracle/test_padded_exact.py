@@ -9,8 +9,8 @@ from oracle.stand_ins import TableLevel
 from oracle.test_cascade_exact import PROMPT, VERIFIERS, bias
 from oracle.test_cascade_mutants import ClaimsOwnLevel
 
-from vllm_hsd.core.levels import LevelOptions
-from vllm_hsd.core.vocabulary import fit_logits, readable
+from vllm_hsd.cascade.level import LevelOptions
+from vllm_hsd.cascade.vocabulary import fit_logits, readable
 
 
 class PaddedLevel(TableLevel):
@@ -67,6 +67,6 @@ class ClaimsCutRows(ClaimsOwnLevel):
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_padding_folded_into_a_token_is_caught(verifier):
     levels, options = [FoldsPadding(4, 2)], [LevelOptions(2, verifier)]
-    with mock.patch("vllm_hsd.reference.engine.Cascade", ClaimsCutRows):
+    with mock.patch("vllm_hsd.tools.reference.engine.Cascade", ClaimsCutRows):
         assert bias(levels, options, 4, verifier=verifier) > 1e-3
     assert bias(levels, options, 4, verifier=verifier) < 1e-9

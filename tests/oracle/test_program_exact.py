@@ -1,6 +1,6 @@
 """Exact distribution of a proposal of the program, verified by the target; every draw enumerated.
 
-Uniforms are fresh in every proposal (tests/runner/test_program.py), so that the tokens of one
+Uniforms are fresh in every proposal (tests/host/test_program.py), so that the tokens of one
 step, continued by the target, must have the target's joint distribution.
 """
 

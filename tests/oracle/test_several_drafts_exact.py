@@ -11,10 +11,10 @@ from oracle.exact import Table
 from oracle.stand_ins import TableLevel
 from oracle.test_cascade_exact import PROMPT, VERIFIERS, bias, model
 
-from vllm_hsd.core.levels import LevelOptions
-from vllm_hsd.core.several_drafts import SeveralDrafts
-from vllm_hsd.reference import ReferenceEngine
-from vllm_hsd.verify.branches import verify_rows
+from vllm_hsd.cascade.level import LevelOptions
+from vllm_hsd.rules.branches import verify_rows
+from vllm_hsd.tools.reference import ReferenceEngine
+from vllm_hsd.tools.reference.several_drafts import SeveralDrafts
 
 
 def several(length: int, count: int, tokens: int, verifier="block", **settings) -> float:
@@ -60,7 +60,7 @@ def test_rows_may_end_by_what_was_drawn_before_them(verifier):
             store.counts[0] = np.minimum(store.counts[0], store.shared[0] + 1)
 
     for cut in (Cut, OneNewToken):
-        with mock.patch("vllm_hsd.core.cascade.SeveralDrafts", cut):
+        with mock.patch("vllm_hsd.tools.reference.cascade.SeveralDrafts", cut):
             assert several(2, 2, 3, verifier) < 1e-9
 
 
@@ -104,7 +104,7 @@ class RowsOfAnotherPlace(SeveralDrafts):
     ],
 )
 def test_faulty_drafting_is_caught(mutant, shape, vocabulary, verifier):
-    with mock.patch("vllm_hsd.core.cascade.SeveralDrafts", mutant):
+    with mock.patch("vllm_hsd.tools.reference.cascade.SeveralDrafts", mutant):
         assert several(*shape, verifier, vocabulary=vocabulary) > 1e-3
 
 
@@ -117,7 +117,7 @@ def verify_shifted_rows(target, draft, rows, verifier, uniforms):
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_rows_of_another_node_are_caught(verifier):
-    with mock.patch("vllm_hsd.reference.engine.verify_rows", verify_shifted_rows):
+    with mock.patch("vllm_hsd.tools.reference.engine.verify_rows", verify_shifted_rows):
         assert several(2, 2, 3, verifier) > 1e-3
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from oracle.test_cascade_exact import VERIFIERS, bias, lookup, model, pair_model
 
-from vllm_hsd.core.branching import BranchChoice, BranchingLevel
-from vllm_hsd.core.cascade import Cascade
-from vllm_hsd.core.levels import LevelOptions, Sources
-from vllm_hsd.core.lowest_level import LowestLevel
-from vllm_hsd.core.source_choice import SourceChoice
+from vllm_hsd.cascade.level import LevelOptions, Sources
+from vllm_hsd.tools.reference.branching import BranchChoice, BranchingLevel
+from vllm_hsd.tools.reference.cascade import Cascade
+from vllm_hsd.tools.reference.lowest_level import LowestLevel
+from vllm_hsd.tools.reference.source_choice import SourceChoice
 
 SOURCES = {
     "lookup": (1, None),
@@ -87,7 +87,7 @@ class Adversary(SourceChoice):
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("kinds", SOURCES)
 def test_any_rule_under_the_target(kinds, verifier, rule):
-    with mock.patch("vllm_hsd.core.lowest_level.SourceChoice", rule):
+    with mock.patch("vllm_hsd.tools.reference.lowest_level.SourceChoice", rule):
         levels, options = [sources(kinds)], [LevelOptions(2, verifier)]
         assert bias(levels, options, 4, verifier=verifier) < 1e-9
 
@@ -95,7 +95,7 @@ def test_any_rule_under_the_target(kinds, verifier, rule):
 @pytest.mark.parametrize("rule", [Fresh, Adversary])
 @pytest.mark.parametrize("kinds", SOURCES)
 def test_any_rule_below_a_verifying_level(kinds, rule):
-    with mock.patch("vllm_hsd.core.lowest_level.SourceChoice", rule):
+    with mock.patch("vllm_hsd.tools.reference.lowest_level.SourceChoice", rule):
         levels = [sources(kinds), model(2, 101)]
         options = [LevelOptions(2), LevelOptions(3, max_rounds=2)]
         assert bias(levels, options, 4, horizontal_tokens=kinds == "lookup, model") < 1e-9
@@ -136,16 +136,16 @@ class DropsTheChain(BranchingLevel):
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("kinds", SOURCES)
 def test_any_rule_of_branches(kinds, verifier, rule):
-    with mock.patch("vllm_hsd.core.branching.BranchChoice", rule):
+    with mock.patch("vllm_hsd.tools.reference.branching.BranchChoice", rule):
         levels, options = [sources(kinds)], [LevelOptions(2, verifier)]
         assert bias(levels, options, 4, verifier=verifier, branches=3) < 1e-9
 
 
 def test_a_chain_that_is_dropped_because_of_a_branch_is_caught():
     levels, options = [sources("lookup, model", 3)], [LevelOptions(1)]
-    with mock.patch("vllm_hsd.core.branching.BranchChoice", FreshBranches):
+    with mock.patch("vllm_hsd.tools.reference.branching.BranchChoice", FreshBranches):
         assert bias(levels, options, 2, vocabulary=3, branches=3) < 1e-9
-        with mock.patch("vllm_hsd.core.cascade.BranchingLevel", DropsTheChain):
+        with mock.patch("vllm_hsd.tools.reference.cascade.BranchingLevel", DropsTheChain):
             assert bias(levels, options, 2, vocabulary=3, branches=3) > 1e-3
 
 
@@ -156,7 +156,7 @@ class Timed(Cascade):
         if batch.end[slots[0]] <= 4:
             self.__init__([self.budget.sources], self.options, len(self.top))
             self.ticks, batch.cached[:] = 0, 0
-        with mock.patch("vllm_hsd.core.clock.seconds", self.tick):
+        with mock.patch("vllm_hsd.budget.clock.seconds", self.tick):
             self.budget.times[-1].observe(1 + self.ticks % 3, 1.0 + self.ticks % 2)
             self.budget.step = self.budget.prices(slots, requested, False)
             return super().propose(batch, slots, requested)
@@ -168,13 +168,13 @@ class Timed(Cascade):
 
 @pytest.mark.parametrize("kinds", SOURCES)
 def test_learned_prices(kinds):
-    with mock.patch("vllm_hsd.reference.engine.Cascade", Timed):
+    with mock.patch("vllm_hsd.tools.reference.engine.Cascade", Timed):
         assert bias([sources(kinds)], [LevelOptions(2)], 4) < 1e-9
 
 
 @pytest.mark.parametrize("settings", [{"vocabulary": 3}, {"eos": 0}, {"eos": 1}])
 def test_three_tokens_and_eos(settings):
-    with mock.patch("vllm_hsd.core.lowest_level.SourceChoice", Adversary):
+    with mock.patch("vllm_hsd.tools.reference.lowest_level.SourceChoice", Adversary):
         levels = [sources("lookup, model", settings.get("vocabulary", 2))]
         assert bias(levels, [LevelOptions(2)], 3, **settings) < 1e-9
 
@@ -182,7 +182,7 @@ def test_three_tokens_and_eos(settings):
 def test_a_drafter_that_the_text_outgrows():
     levels = [sources("lookup, model")]
     levels[0].drafter.context_length = 4
-    with mock.patch("vllm_hsd.core.lowest_level.SourceChoice", Fresh):
+    with mock.patch("vllm_hsd.tools.reference.lowest_level.SourceChoice", Fresh):
         assert bias(levels, [LevelOptions(2)], 4) < 1e-9
 
 
@@ -210,7 +210,7 @@ class StopsAndDrops(StopsByTheToken):
 def test_a_draft_may_end_by_its_last_token_if_that_stays(levels, verifier):
     def bias_of(lowest_level) -> float:
         with (
-            mock.patch("vllm_hsd.core.cascade.LowestLevel", lowest_level),
+            mock.patch("vllm_hsd.tools.reference.cascade.LowestLevel", lowest_level),
             mock.patch.object(SourceChoice, "goes_on", lambda self, slots, *_: slots >= 0),
         ):
             found, options = [sources("model")], [LevelOptions(3, verifier)]
@@ -270,7 +270,7 @@ class KnowsTheVerdict(LooksAtTheDraft):
 @pytest.mark.parametrize("mutant", [LooksAtTheDraft, KnowsTheVerdict])
 def test_a_choice_by_the_drawn_token_is_caught(mutant, verifier):
     def bias_of(lowest_level) -> float:
-        with mock.patch("vllm_hsd.core.cascade.LowestLevel", lowest_level):
+        with mock.patch("vllm_hsd.tools.reference.cascade.LowestLevel", lowest_level):
             levels = [sources("lookup, model")]
             return bias(levels, [LevelOptions(2, verifier)], 3, verifier=verifier)
 

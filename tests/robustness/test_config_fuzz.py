@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.mutations import mutated, sentence_objection
 
-from vllm_hsd.config import CascadeConfig
+from vllm_hsd.config.cascade_config import CascadeConfig
 from vllm_hsd.errors import UserError
 from vllm_hsd.levels.any_kind import with_underscores
 from vllm_hsd.levels.base import LevelConfig

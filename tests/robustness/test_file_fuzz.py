@@ -21,16 +21,16 @@ from support.damaged_bytes import (
     sentence_objection,
 )
 
-from vllm_hsd.checked_files import check_safetensors, read_json
-from vllm_hsd.config import CascadeConfig
-from vllm_hsd.core.exit_head import FILE_NAME, ExitHead, read_exit_head, write_exit_head
-from vllm_hsd.core.text_store import (
+from vllm_hsd.cascade.exit_head import FILE_NAME, ExitHead, read_exit_head, write_exit_head
+from vllm_hsd.cascade.text_store import (
     MAX_STORE_TOKENS,
     TextStore,
     collect_texts,
     read_store,
     write_store,
 )
+from vllm_hsd.checked_files import check_safetensors, read_json
+from vllm_hsd.config.cascade_config import CascadeConfig
 from vllm_hsd.errors import UserError
 
 VOCABULARY = 40

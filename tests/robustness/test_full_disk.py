@@ -12,11 +12,11 @@ import torch
 from support.damaged_bytes import sentence_objection
 from support.plain_profile import plain_profile
 
+from vllm_hsd.cascade.exit_head import FILE_NAME, ExitHead, write_exit_head
+from vllm_hsd.cascade.text_store import collect_texts, write_store
 from vllm_hsd.checked_files import written_whole
-from vllm_hsd.core.exit_head import FILE_NAME, ExitHead, write_exit_head
-from vllm_hsd.core.text_store import collect_texts, write_store
 from vllm_hsd.errors import UserError
-from vllm_hsd.planner.profile import Profile
+from vllm_hsd.tools.planner.profile import Profile
 
 ROOM = 512
 

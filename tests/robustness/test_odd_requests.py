@@ -9,7 +9,7 @@ from support.level_files import cascade
 from support.marks import slow
 from support.odd_requests import MAX_MODEL_LEN, PROMPT, TOKENIZER, VOCABULARY, table
 
-from vllm_hsd.core.text_store import collect_texts, write_store
+from vllm_hsd.cascade.text_store import collect_texts, write_store
 
 TABLE = table()
 # One greedy and one seeded request next to every odd one: neither may notice its neighbor.

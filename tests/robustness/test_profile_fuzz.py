@@ -8,7 +8,7 @@ import numpy as np
 from support.damaged_bytes import COUNT, damaged, objection, objections
 from support.plain_profile import plain_profile
 
-from vllm_hsd.planner.profile import Profile, load_profile, tables_file
+from vllm_hsd.tools.planner.profile import Profile, load_profile, tables_file
 
 
 def is_profile(found: Profile) -> bool:

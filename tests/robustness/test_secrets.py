@@ -10,8 +10,8 @@ from support.engines import ENGINE_DEFAULTS, forked, in_process, prepare, run_jo
 from support.level_files import cascade, every_kind, write_level_files
 from support.openai_server import running_server
 
-from vllm_hsd.cli import main as cli
-from vllm_hsd.engine import EngineProcess
+from vllm_hsd.tools.cli import main as cli
+from vllm_hsd.tools.engine import EngineProcess
 
 TOKEN, PATH = "hf_marked_token", "/marked/secret/path"
 SECRETS = (TOKEN, PATH)
@@ -69,9 +69,9 @@ def quiet_classes() -> dict[str, bool]:
     """Every configuration class of ours -> whether it prints itself as vLLM's or briefly."""
     from vllm.config.speculative import SpeculativeConfig
 
-    from vllm_hsd.spec_config import CascadeSpeculativeConfig
+    from vllm_hsd.host.spec_config import CascadeSpeculativeConfig
 
-    importlib.import_module("vllm_hsd.spec_config")
+    importlib.import_module("vllm_hsd.host.spec_config")
     allowed = (SpeculativeConfig.__repr__, CascadeSpeculativeConfig.__repr__)
     found, todo = {}, SpeculativeConfig.__subclasses__()
     while todo:

@@ -7,7 +7,7 @@ import pytest
 from support import neighbours
 from support.engines import in_process
 
-from vllm_hsd.shared_hooks import update_request_as_session
+from vllm_hsd.host.engine_hooks import update_request_as_session
 
 FIRST = (
     "class Node:\n    def __init__(self, name, value):\n        self.name = name\n"

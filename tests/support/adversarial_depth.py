@@ -5,8 +5,8 @@ from itertools import combinations
 
 import numpy as np
 
-from vllm_hsd.core.draft_budget import DraftBudget, Prices
-from vllm_hsd.core.levels import StepLevels
+from vllm_hsd.budget.draft_budget import DraftBudget, Prices
+from vllm_hsd.cascade.level import StepLevels
 
 
 def install() -> None:
@@ -30,7 +30,7 @@ def install_lowest() -> None:
 def install_lowest_and_keep_rows() -> None:
     """As `install_lowest`; what the levels above pass on has the rows of an earlier draft."""
     install_lowest()
-    from vllm_hsd.runner import cascade_steps
+    from vllm_hsd.cascade import cascade_steps
 
     pass_on = cascade_steps.pass_on
 
@@ -59,7 +59,7 @@ def install_nothing_pays() -> None:
 
 
 def _forget_holes() -> None:
-    from vllm_hsd.core.filled_blocks import FilledBlocks
+    from vllm_hsd.cascade.filled_blocks import FilledBlocks
 
     FilledBlocks.usable = lambda self, _, length: np.full(len(self.filled), length)
 
@@ -88,7 +88,7 @@ def _selection(self: DraftBudget, slots: np.ndarray, bits: int) -> StepLevels:
 
 def install_for_batches() -> None:
     """Replace the choice of one draft length for a whole batch in this process."""
-    from vllm_hsd.core.batch_budget import BatchBudget
+    from vllm_hsd.budget.batch_budget import BatchBudget
 
     def choose(self: BatchBudget, size: int) -> int:
         self.calls = getattr(self, "calls", 0) + 1

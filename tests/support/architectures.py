@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from vllm_hsd.lossless.tiny_models import CONFIG
+from vllm_hsd.tools.audit.tiny_models import CONFIG
 
 COMMON = {**CONFIG, "vocab_size": 64, "num_hidden_layers": 3}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}

@@ -2,14 +2,14 @@
 
 import math
 
-from vllm_hsd import shared_hooks
-from vllm_hsd.lossless import mutants
+from vllm_hsd.host import hooks
+from vllm_hsd.tools.audit import mutants
 
 
 def install_plain_bonus() -> None:
     """Do not score the first token that a grammar cuts off a draft."""
     # What is installed later would mend it.
-    shared_hooks.install()
+    hooks.install()
     mutants.install(None, "unscored grammar cut")
 
 
@@ -20,7 +20,7 @@ def install_plain_recovery() -> None:
 
 def install_generous_ratio() -> None:
     """Accept by a ratio that is 1.6 times too large."""
-    from vllm_hsd.runner.cascade_sampler import CascadeRejectionSampler
+    from vllm_hsd.host.cascade_sampler import CascadeRejectionSampler
 
     right = CascadeRejectionSampler.drafts
 
@@ -38,7 +38,7 @@ def install_uncapped_final_ratio() -> None:
 
 def install_drafts_of_other_rows() -> None:
     """Draw the lowest level's tokens from flatter rows than those that are kept with them."""
-    from vllm_hsd.runner import program
+    from vllm_hsd.cascade import program
 
     right = program.sample_row
 

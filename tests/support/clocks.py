@@ -11,8 +11,8 @@ def install() -> None:
     """Rank 1 sees other times; every rank notes what it would pay alone and what it does."""
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-    from vllm_hsd.core.step_times import StepTimes
-    from vllm_hsd.runner import host_budget
+    from vllm_hsd.budget.step_times import StepTimes
+    from vllm_hsd.host import host_budget
 
     observe, agreed = StepTimes.observe, host_budget._agreed
 

@@ -14,7 +14,7 @@ import torch
 from support.engines import run_jobs
 from support.hosted_branches import runner_of
 
-MODULES = "vllm_hsd.runner.several_drafts", "vllm_hsd.runner.drawn_branches"
+MODULES = "vllm_hsd.cascade.several_drafts", "vllm_hsd.host.drawn_branches"
 
 
 def _same_uniforms():
@@ -139,7 +139,7 @@ def difference_of_caches(llm, work) -> tuple[float, int]:
     for most in (params["max_tokens"], 1):
         llm.reset_prefix_cache()
         job = {"a": {"prompts": [prompt], "params": {**params, "max_tokens": most}}}
-        copy = "vllm_hsd.runner.branches.copy_from_winners"
+        copy = "vllm_hsd.host.branches.copy_from_winners"
         with mock.patch(copy) if faulty and not kept else contextlib.nullcontext():
             _, each = run(llm, (job, None))
         seen += each
@@ -158,7 +158,8 @@ def difference_of_caches(llm, work) -> tuple[float, int]:
 
 def allow_several_to_two() -> None:
     """Three requests draft a chain each, and four nothing."""
-    from vllm_hsd.runner import sizes, speculator
+    from vllm_hsd.config import sizes
+    from vllm_hsd.host import speculator
 
     for module in (sizes, speculator):
         module.most_with_branches = lambda hsd: 2

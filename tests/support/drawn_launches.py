@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_hsd.core.levels import LevelOptions
+from vllm_hsd.cascade import cascade_steps, several_drafts
+from vllm_hsd.cascade.level import LevelOptions
+from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState
+from vllm_hsd.cascade.schedule import compile_schedule
 from vllm_hsd.kernels.drawn_rows import verify_drawn_rows
 from vllm_hsd.kernels.filter_rows import Filters
-from vllm_hsd.runner import cascade_steps, several_drafts
-from vllm_hsd.runner.proposal_state import KVGroups, ProposalState
-from vllm_hsd.runner.schedule import compile_schedule
 
 _BATCH, _SLOTS, _LONGEST = 3, 256, 40960
 

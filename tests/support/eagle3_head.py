@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from benchmarks.models.eagle3.head import save_head
-from vllm_hsd.planner.eagle3_head import Head, Shape, load_head, rotary, target_states
+from vllm_hsd.tools.planner.eagle3_head import Head, Shape, load_head, rotary, target_states
 
 AUX_LAYERS = (0, 1, 2)
 TRAINING_STEPS = 100

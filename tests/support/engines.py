@@ -1,4 +1,4 @@
-"""vLLM engines for tests: `vllm_hsd.engine` with tiny defaults, jobs and patches.
+"""vLLM engines for tests: `vllm_hsd.tools.engine` with tiny defaults, jobs and patches.
 
 Processes are forked from a server that has imported vLLM, which saves the import at each start.
 No two engines share a process.
@@ -16,9 +16,9 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
-from vllm_hsd.engine import EngineProcess, vllm_params
 from vllm_hsd.errors import UserError
-from vllm_hsd.worker_process import WorkerProcess
+from vllm_hsd.tools.engine import EngineProcess, vllm_params
+from vllm_hsd.tools.worker_process import WorkerProcess
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -179,7 +179,7 @@ def run_job(llm, prompts, params, arrive=None, abort=None, adapters=None, priori
 
     "prompt_logprobs" has a list per prompt, None where the request did not ask.
     """
-    from vllm_hsd.metrics import counted_since, level_counts
+    from vllm_hsd.host.metrics import counted_since, level_counts
 
     levels, counters = level_counts(), _counters(llm)
     listed = params if isinstance(params, list) else [params] * len(prompts)

@@ -3,8 +3,8 @@
 
 def install() -> None:
     """Call before the engine starts; its scheduler has learned that no draft pays."""
-    from vllm_hsd.core.batch_budget import BatchBudget
-    from vllm_hsd.runner import draft_lengths
+    from vllm_hsd.budget.batch_budget import BatchBudget
+    from vllm_hsd.config import platform
 
-    draft_lengths.read_on_host = lambda: False
+    platform.read_on_host = lambda: False
     BatchBudget.choose = lambda self, size: 0

@@ -5,7 +5,7 @@ import torch
 
 def install() -> None:
     """Both sources win, where the head alone would before long: it is accepted more often."""
-    from vllm_hsd.runner.sources import SourcesLookup
+    from vllm_hsd.budget.source_choice import SourcesLookup
 
     offer = SourcesLookup.offer
 
@@ -23,7 +23,7 @@ def install() -> None:
 
 def install_drawn_lookups() -> None:
     """The same choice, and a lookup's tokens are verified as if the head had drawn them."""
-    from vllm_hsd.runner.cascade_sampler import HeadSourcesSampler
+    from vllm_hsd.host.cascade_sampler import HeadSourcesSampler
 
     install()
     right = HeadSourcesSampler.drafts

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from support.engines import run_jobs
 
-from vllm_hsd.runner import branches as module
+from vllm_hsd.host import branches as module
 
 
 def runner_of(llm) -> Any:

@@ -14,8 +14,19 @@ from typing import Any
 
 import torch
 
-from vllm_hsd.core.levels import LevelOptions
-from vllm_hsd.core.text_order import OrderedTexts
+from vllm_hsd.budget.source_choice import Estimates, SourcesLookup
+from vllm_hsd.cascade import cascade_steps
+from vllm_hsd.cascade.entropy_stopping import DeviceThresholds, observe_target
+from vllm_hsd.cascade.head_steps import HeadInputs, next_tokens, place_entry, read_step
+from vllm_hsd.cascade.level import LevelOptions
+from vllm_hsd.cascade.lookups import lookup_bigram, lookup_ngram
+from vllm_hsd.cascade.ngram_rows import NgramRows, Runs
+from vllm_hsd.cascade.program import Program, ProgramSources
+from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState, row_dtypes
+from vllm_hsd.cascade.schedule import compile_schedule
+from vllm_hsd.cascade.shared_outputs import SharedOutputs
+from vllm_hsd.cascade.suffix_lookup import SuffixLookup
+from vllm_hsd.cascade.text_order import OrderedTexts
 from vllm_hsd.kernels import branch_kernels
 from vllm_hsd.kernels.blocks import padded_size
 from vllm_hsd.kernels.branch_walk import follow_branches
@@ -30,17 +41,6 @@ from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
 from vllm_hsd.kernels.keep_rows import keep_rows
 from vllm_hsd.kernels.sample_row import sample_row
 from vllm_hsd.kernels.tree_verify import MAX_NODES, verify_tree
-from vllm_hsd.runner import cascade_steps
-from vllm_hsd.runner.entropy_stopping import DeviceThresholds, observe_target
-from vllm_hsd.runner.head_steps import HeadInputs, next_tokens, place_entry, read_step
-from vllm_hsd.runner.lookups import lookup_bigram, lookup_ngram
-from vllm_hsd.runner.ngram_rows import NgramRows, Runs
-from vllm_hsd.runner.program import Program, ProgramSources
-from vllm_hsd.runner.proposal_state import KVGroups, ProposalState, row_dtypes
-from vllm_hsd.runner.schedule import compile_schedule
-from vllm_hsd.runner.shared_outputs import SharedOutputs
-from vllm_hsd.runner.sources import Estimates, SourcesLookup
-from vllm_hsd.runner.suffix_lookup import SuffixLookup
 
 # Requests of a launch; the number changes nothing but the grid.
 _BATCH = 3

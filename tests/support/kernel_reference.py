@@ -1,6 +1,6 @@
 """Reference implementations of the kernels in plain torch, with the same uniforms.
 
-Softmax in float64, then ``vllm_hsd.verify``, one request at a time. Readable and slow; the tests
+Softmax in float64, then ``vllm_hsd.rules``, one request at a time. Readable and slow; the tests
 and the GPU benchmark compare the kernels with them. Arguments are those of what they have the names
 of.
 """
@@ -14,10 +14,10 @@ from vllm_hsd.kernels.branch_walk import WalkResult
 from vllm_hsd.kernels.chain_verify import ChainResult
 from vllm_hsd.kernels.filter_rows import Filters
 from vllm_hsd.kernels.tree_verify import TreeResult
-from vllm_hsd.verify import MAX_KERNEL_DRAFT, uniforms
-from vllm_hsd.verify import verify_chain as verify_chain_probs
-from vllm_hsd.verify.branches import follow
-from vllm_hsd.verify.tree import ROOT, Tree, TreeRows, traversal_stops
+from vllm_hsd.rules import MAX_KERNEL_DRAFT, uniforms
+from vllm_hsd.rules import verify_chain as verify_chain_probs
+from vllm_hsd.rules.branches import follow
+from vllm_hsd.rules.tree import ROOT, Tree, TreeRows, traversal_stops
 
 
 def scaled_logits(logits, temperature) -> torch.Tensor:
@@ -239,7 +239,7 @@ def follow_branches(
     thresholds=None,
     positions=None,
 ) -> WalkResult:
-    """``vllm_hsd.kernels.branch_walk.follow_branches``: ``vllm_hsd.verify.branches.follow``."""
+    """``vllm_hsd.kernels.branch_walk.follow_branches``: ``vllm_hsd.rules.branches.follow``."""
     batch, rows = offsets.shape
     state, first = idx_mapping.long(), cu_num_logits[:-1, None] + offsets
     branches = np.full((batch, rows - 1, max_tokens), -1, dtype=np.int64)

@@ -8,9 +8,9 @@ import torch
 from support.eagle3_head import write_eagle3_head
 from transformers import AutoModelForCausalLM
 
-from vllm_hsd.core.exit_head import ExitHead, write_exit_head
-from vllm_hsd.core.exit_head_training import plain_exit_head
-from vllm_hsd.core.text_store import collect_texts, write_store
+from vllm_hsd.cascade.exit_head import ExitHead, write_exit_head
+from vllm_hsd.cascade.text_store import collect_texts, write_store
+from vllm_hsd.tools.exit_head_training import plain_exit_head
 
 
 @dataclass(frozen=True)

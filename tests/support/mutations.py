@@ -5,7 +5,7 @@ import random
 import re
 from typing import Any
 
-from vllm_hsd.config import CascadeConfig
+from vllm_hsd.config.cascade_config import CascadeConfig
 from vllm_hsd.levels import KINDS
 
 LONGEST_MESSAGE = 500

@@ -37,7 +37,7 @@ def wrapped_before() -> None:
 def wrapped_after() -> None:
     """Another plugin that was loaded after ours."""
     from vllm_hsd import plugin
-    from vllm_hsd.runner.hooks import REGISTRY
+    from vllm_hsd.host.hooks import REGISTRY
 
     plugin.register()
     REGISTRY.install()

@@ -1,6 +1,6 @@
 """The smallest profile that a planner takes."""
 
-from vllm_hsd.planner.latencies import Latencies, LatencyTable
+from vllm_hsd.tools.planner.latencies import Latencies, LatencyTable
 
 
 def plain_profile() -> dict:

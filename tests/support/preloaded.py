@@ -28,10 +28,10 @@ MODULES = (
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.worker.gpu.model_runner",
-    "vllm_hsd.runner.host_speculator",
-    "vllm_hsd.runner.replacements",
-    "vllm_hsd.spec_config",
-    "vllm_hsd.stock_config",
+    "vllm_hsd.host.host_speculator",
+    "vllm_hsd.host.replacements",
+    "vllm_hsd.host.spec_config",
+    "vllm_hsd.host.stock_config",
 )
 
 for module in MODULES:

@@ -16,22 +16,22 @@ from support import kernel_reference as reference
 from support import step_reference
 from support.proposal_states import block_tables
 
-from vllm_hsd.core.cascade import Cascade
-from vllm_hsd.core.counters import LevelCounts
-from vllm_hsd.core.drafts import DraftStore, ragged_arange
-from vllm_hsd.core.filled_blocks import FilledBlocks
-from vllm_hsd.core.levels import DraftBatch, LevelOptions, StepLevels
-from vllm_hsd.core.stopping import EntropyThresholds
+from vllm_hsd.cascade import cascade_steps, entropy_stopping
+from vllm_hsd.cascade.counters import LevelCounts
+from vllm_hsd.cascade.drafts import DraftStore, ragged_arange
+from vllm_hsd.cascade.entropy_stopping import DeviceThresholds
+from vllm_hsd.cascade.filled_blocks import FilledBlocks
+from vllm_hsd.cascade.level import DraftBatch, LevelOptions, StepLevels
+from vllm_hsd.cascade.program import Program, ProgramSources
+from vllm_hsd.cascade.proposal_state import ProposalState
+from vllm_hsd.cascade.schedule import Schedule, compile_schedule, first_draw
+from vllm_hsd.cascade.several_drafts import SeveralDrafts, SeveralDraftsProgram
+from vllm_hsd.cascade.stopping import EntropyThresholds
+from vllm_hsd.host.host_program import HostProgram
+from vllm_hsd.host.level_caches import LevelCaches
 from vllm_hsd.kernels.filter_rows import Filters
-from vllm_hsd.runner import cascade_steps, entropy_stopping
-from vllm_hsd.runner.entropy_stopping import DeviceThresholds
-from vllm_hsd.runner.host_program import HostProgram
-from vllm_hsd.runner.level_caches import LevelCaches
-from vllm_hsd.runner.program import Program, ProgramSources
-from vllm_hsd.runner.proposal_state import ProposalState
-from vllm_hsd.runner.schedule import Schedule, compile_schedule, first_draw
-from vllm_hsd.runner.several_drafts import SeveralDrafts, SeveralDraftsProgram
-from vllm_hsd.verify.rng import host_uniforms
+from vllm_hsd.rules.rng import host_uniforms
+from vllm_hsd.tools.reference.cascade import Cascade
 
 MAX_MODEL_LEN, MAX_NUM_REQS, PROMPT = 40, 7, 5
 BLOCK_SIZE = 4
@@ -101,7 +101,7 @@ class Engine:
         vocabulary: V.
         dtype: of the rows.
         sources: lookups next to the lowest level.
-        host: run it as a CPU does, see `runner.host_program`.
+        host: run it as a CPU does, see `host.host_program`.
         drafts: of each request that the only level draws.
     """
 
@@ -383,7 +383,7 @@ def reference_steps(engine: Engine, **replaced):
         "verify_chain_padded": reference.verify_chain_padded,
     } | replaced
     with (
-        mock.patch.multiple("vllm_hsd.runner.program", cascade_steps=steps, **functions),
-        mock.patch("vllm_hsd.runner.host_program.cascade_steps", steps),
+        mock.patch.multiple("vllm_hsd.cascade.program", cascade_steps=steps, **functions),
+        mock.patch("vllm_hsd.host.host_program.cascade_steps", steps),
     ):
         yield steps

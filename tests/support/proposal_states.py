@@ -6,9 +6,9 @@ from dataclasses import fields
 import pytest
 import torch
 
-from vllm_hsd.core.levels import LevelOptions
-from vllm_hsd.runner.proposal_state import KVGroups, ProposalState
-from vllm_hsd.runner.schedule import compile_schedule
+from vllm_hsd.cascade.level import LevelOptions
+from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState
+from vllm_hsd.cascade.schedule import compile_schedule
 
 VOCABULARY, MAX_MODEL_LEN, MAX_NUM_REQS = 70, 40, 7
 GUARD = -(2**31) + 7

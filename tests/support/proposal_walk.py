@@ -13,9 +13,9 @@ from support.proposal_states import (
     runner_tensors,
 )
 
+from vllm_hsd.cascade import cascade_steps, lookups
+from vllm_hsd.cascade.schedule import Draft, Lookup, Verify
 from vllm_hsd.kernels import chain_verify
-from vllm_hsd.runner import cascade_steps, lookups
-from vllm_hsd.runner.schedule import Draft, Lookup, Verify
 
 
 def walk(

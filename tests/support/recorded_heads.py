@@ -17,7 +17,7 @@ def run(llm, jobs: dict[str, dict]) -> tuple[dict, dict]:
 
 def install() -> None:
     """Note the next token by the head after each text of greedy requests."""
-    from vllm_hsd.runner.target_head import ProgramHead
+    from vllm_hsd.host.target_head import ProgramHead
 
     forward = ProgramHead.forward
 
@@ -41,7 +41,7 @@ def run_beside_vllm(llm, jobs: dict[str, dict]) -> tuple[dict, dict]:
 
     Of greedy requests: text -> (draft, whether it is the head's).
     """
-    from vllm_hsd.runner.head_sources import HeadSources
+    from vllm_hsd.host.head_sources import HeadSources
 
     runner, noted = runner_of(llm), {}
     speculator, states = runner.speculator, runner.req_states
@@ -93,7 +93,7 @@ def install_unread_graphs() -> None:
 
 
 def _note_logsumexps() -> None:
-    from vllm_hsd.runner.speculator import CascadeSpeculator
+    from vllm_hsd.host.speculator import CascadeSpeculator
 
     propose = CascadeSpeculator.propose
 
@@ -113,7 +113,7 @@ def _note_logsumexps() -> None:
 def install_shifted() -> None:
     """As `install`, with a head that reads each state a position too late."""
     install()
-    from vllm_hsd.runner.target_head import ProgramHead
+    from vllm_hsd.host.target_head import ProgramHead
 
     take = ProgramHead.take_states
 
@@ -126,7 +126,7 @@ def install_shifted() -> None:
 def install_own_states() -> None:
     """As `install`, with a head that keeps what it has computed of drafts from its own states."""
     install()
-    from vllm_hsd.runner.target_head import ProgramHead
+    from vllm_hsd.host.target_head import ProgramHead
 
     read = ProgramHead._read
 
@@ -144,7 +144,7 @@ def install_own_states() -> None:
 def install_hasty() -> None:
     """As `install`, with a head that in later rounds reads the last token alone."""
     install()
-    from vllm_hsd.runner.target_head import ProgramHead
+    from vllm_hsd.host.target_head import ProgramHead
 
     draft = ProgramHead._draft
     ProgramHead._draft = lambda self, state, back: draft(self, state, back) if back == 0 else None
@@ -152,7 +152,7 @@ def install_hasty() -> None:
 
 def install_colder() -> None:
     """Levels verify what is below them as if it were drawn at a tenth of its temperature."""
-    from vllm_hsd.runner import program
+    from vllm_hsd.cascade import program
 
     verify = program.verify_chain_padded
 

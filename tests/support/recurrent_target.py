@@ -16,7 +16,7 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
 )
 
-from vllm_hsd.lossless.tiny_models import CONFIG
+from vllm_hsd.tools.audit.tiny_models import CONFIG
 
 COMMON = {**CONFIG, "vocab_size": 64, "num_hidden_layers": 3}
 COMMON |= {"attention_multiplier": 0.17, "residual_multiplier": 0.5}
@@ -69,7 +69,7 @@ def use_kernels() -> None:
     from vllm.model_executor.layers.mamba import mamba_mixer2
     from vllm.model_executor.layers.mamba.ops import ssu_dispatch
 
-    from vllm_hsd import level_checks
+    from vllm_hsd.config import level_checks
 
     update = _for_gpus("mamba_ssm").selective_state_update
 

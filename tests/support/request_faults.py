@@ -39,7 +39,7 @@ def install() -> None:
 
 def drafting() -> None:
     """Raise while the cascade drafts for a batch with such a request."""
-    from vllm_hsd.runner.host_speculator import HostSpeculator
+    from vllm_hsd.host.host_speculator import HostSpeculator
 
     propose = HostSpeculator.propose
 
@@ -53,7 +53,7 @@ def drafting() -> None:
 
 def verification() -> None:
     """Raise while the target verifies a batch with such a request."""
-    from vllm_hsd.runner.cascade_sampler import CascadeRejectionSampler
+    from vllm_hsd.host.cascade_sampler import CascadeRejectionSampler
 
     verify = CascadeRejectionSampler.__call__
 

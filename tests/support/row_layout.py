@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_hsd.core import row_layout
-from vllm_hsd.core.branches import BranchStore
-from vllm_hsd.core.drafts import ragged_arange, ragged_starts
+from vllm_hsd.cascade import row_layout
+from vllm_hsd.cascade.branch_store import BranchStore
+from vllm_hsd.cascade.drafts import ragged_arange, ragged_starts
 
 
 class Rows(NamedTuple):

@@ -12,7 +12,7 @@ def noise_met_twice() -> None:
 
 
 def _read_at(place) -> None:
-    from vllm_hsd.runner import sampler
+    from vllm_hsd.host import sampler
 
     verify = sampler.verify_chain_padded
 

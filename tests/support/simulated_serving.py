@@ -10,8 +10,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from vllm_hsd.core.cascade import Cascade
-from vllm_hsd.core.levels import (
+from vllm_hsd.cascade.level import (
     UNLIMITED,
     DraftBatch,
     LevelOptions,
@@ -19,8 +18,9 @@ from vllm_hsd.core.levels import (
     LookupResult,
     Sources,
 )
-from vllm_hsd.core.stopping import EntropyThresholds
-from vllm_hsd.verify.branches import follow
+from vllm_hsd.cascade.stopping import EntropyThresholds
+from vllm_hsd.rules.branches import follow
+from vllm_hsd.tools.reference.cascade import Cascade
 
 LENGTH, TEXT, REQUEST, VOCABULARY = 8, 2000, 200, 50
 SEARCH_SECONDS = 1e-4
@@ -177,7 +177,7 @@ class Serving:
     def run(self, steps: int) -> float:
         """Tokens per second of `steps` steps, their times without noise."""
         tokens, began, extra = 0, self.clock.now, 0.0
-        with mock.patch("vllm_hsd.core.clock.seconds", self.clock):
+        with mock.patch("vllm_hsd.budget.clock.seconds", self.clock):
             for _ in range(steps):
                 emitted, noise = self._step()
                 tokens, extra = tokens + emitted, extra + noise

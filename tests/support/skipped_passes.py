@@ -12,9 +12,9 @@ def run(llm, jobs: dict[str, dict]) -> dict:
     Of each step: whether all passes ran, how long the text was, whether the draft is the model's,
     and the draft.
     """
-    from vllm_hsd.runner.further_passes import FurtherPasses
-    from vllm_hsd.runner.head_sources import HeadSources
-    from vllm_hsd.runner.speculator import CascadeSpeculator
+    from vllm_hsd.budget.further_passes import FurtherPasses
+    from vllm_hsd.host.head_sources import HeadSources
+    from vllm_hsd.host.speculator import CascadeSpeculator
 
     due, decided, steps = FurtherPasses.due, [], []
 
@@ -49,14 +49,14 @@ def run(llm, jobs: dict[str, dict]) -> dict:
 
 def install() -> None:
     """Short matches, of which each length is a program; long enough for whole drafts."""
-    from vllm_hsd.runner import suffix_lookup
+    from vllm_hsd.cascade import suffix_lookup
 
     suffix_lookup.DEPTH = 16
 
 
 def install_turns() -> None:
     """All passes run in each third step."""
-    from vllm_hsd.runner.further_passes import FurtherPasses
+    from vllm_hsd.budget.further_passes import FurtherPasses
 
     turns = itertools.count(1)
     FurtherPasses.due = lambda self: next(turns) % 3 == 0
@@ -64,7 +64,7 @@ def install_turns() -> None:
 
 def install_all() -> None:
     """All passes run in every step."""
-    from vllm_hsd.runner.further_passes import FurtherPasses
+    from vllm_hsd.budget.further_passes import FurtherPasses
 
     FurtherPasses.due = lambda self: True
 
@@ -72,8 +72,8 @@ def install_all() -> None:
 def install_unread() -> None:
     """The same; a first pass that runs alone gives a token and leaves the model's cache alone."""
     install()
-    from vllm_hsd.runner.levels import ProgramModel
-    from vllm_hsd.runner.speculator import CascadeSpeculator
+    from vllm_hsd.host.program_models import ProgramModel
+    from vllm_hsd.host.speculator import CascadeSpeculator
 
     next_proposal, forward = CascadeSpeculator._next_proposal, ProgramModel.forward
 

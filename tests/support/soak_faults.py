@@ -10,7 +10,7 @@ import torch
 
 def one_token_in_a_hundred() -> None:
     """The target's verification now and then emits a token that it never drew."""
-    from vllm_hsd.runner.cascade_sampler import CascadeRejectionSampler
+    from vllm_hsd.host.cascade_sampler import CascadeRejectionSampler
 
     verify, count = CascadeRejectionSampler.__call__, itertools.count(1)
 

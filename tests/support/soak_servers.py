@@ -8,7 +8,7 @@ from support.level_files import LevelFiles
 from support.odd_requests import VOCABULARY
 from support.soak_requests import REASONING, prompts
 
-from vllm_hsd.core.text_store import collect_texts, write_store
+from vllm_hsd.cascade.text_store import collect_texts, write_store
 
 # Chunked prefill, preemption and prefix caching within seconds.
 CROWDED = {

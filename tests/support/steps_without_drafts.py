@@ -7,8 +7,8 @@ def install() -> None:
     """Proposals by recorded graphs; twelve of fifteen steps draft nothing."""
     from support import recorded_graph
 
-    from vllm_hsd.runner.adaptive import LearnedLengths
-    from vllm_hsd.runner.speculator import CascadeSpeculator
+    from vllm_hsd.host.adaptive import LearnedLengths
+    from vllm_hsd.host.speculator import CascadeSpeculator
 
     recorded_graph.serve()
     longest, steps = LearnedLengths.__getitem__, itertools.count()
@@ -30,6 +30,6 @@ def install() -> None:
 def install_unread() -> None:
     """The same; steps without drafts leave the levels' caches alone."""
     install()
-    from vllm_hsd.runner.speculator import CascadeSpeculator
+    from vllm_hsd.host.speculator import CascadeSpeculator
 
     CascadeSpeculator._keep_up = lambda self, *args: True

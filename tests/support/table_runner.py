@@ -24,18 +24,18 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler  #
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator  # noqa: E402
 from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
 
-from vllm_hsd.config import CascadeConfig  # noqa: E402
-from vllm_hsd.core.text_order import order_texts  # noqa: E402
-from vllm_hsd.core.text_store import TextStore, collect_texts  # noqa: E402
-from vllm_hsd.runner.cascade_sampler import serve  # noqa: E402
-from vllm_hsd.runner.lookups import lookup_bigram, lookup_ngram  # noqa: E402
-from vllm_hsd.runner.metrics import DeviceCounts  # noqa: E402
-from vllm_hsd.runner.ngram_rows import NgramRows  # noqa: E402
-from vllm_hsd.runner.proposal_state import KVGroups, ProposalState  # noqa: E402
-from vllm_hsd.runner.sizes import schedule_of, verifiers  # noqa: E402
-from vllm_hsd.runner.sources import Estimates, SourcesLookup  # noqa: E402
-from vllm_hsd.runner.speculator import CascadeSpeculator  # noqa: E402
-from vllm_hsd.runner.suffix_lookup import SuffixLookup  # noqa: E402
+from vllm_hsd.budget.source_choice import Estimates, SourcesLookup  # noqa: E402
+from vllm_hsd.cascade.lookups import lookup_bigram, lookup_ngram  # noqa: E402
+from vllm_hsd.cascade.ngram_rows import NgramRows  # noqa: E402
+from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState  # noqa: E402
+from vllm_hsd.cascade.suffix_lookup import SuffixLookup  # noqa: E402
+from vllm_hsd.cascade.text_order import order_texts  # noqa: E402
+from vllm_hsd.cascade.text_store import TextStore, collect_texts  # noqa: E402
+from vllm_hsd.config.cascade_config import CascadeConfig  # noqa: E402
+from vllm_hsd.config.sizes import schedule_of, verifiers  # noqa: E402
+from vllm_hsd.host.cascade_sampler import serve  # noqa: E402
+from vllm_hsd.host.device_counts import DeviceCounts  # noqa: E402
+from vllm_hsd.host.speculator import CascadeSpeculator  # noqa: E402
 
 CPU = torch.device("cpu")
 

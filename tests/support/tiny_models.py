@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from vllm_hsd.lossless.tiny_models import (
+from vllm_hsd.tools.audit.tiny_models import (
     EOS,
     NOISE,
     Family,

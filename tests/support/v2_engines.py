@@ -9,7 +9,7 @@ from unittest import mock
 from support import engines, triton_cpu
 from support.exact_joint_distribution import chi_square_p_value, joint_distribution
 
-from vllm_hsd.engine import EngineProcess
+from vllm_hsd.tools.engine import EngineProcess
 
 # Variable: proposals of which the host reads nothing, on a CPU too.
 AS_ON_GPUS = "HSD_AS_ON_GPUS"
@@ -171,8 +171,8 @@ def run_counted_jobs(llm, jobs: dict[str, dict]) -> dict:
 
     In a job "forgotten" the cascade forgets after each step which texts its levels have missed.
     """
-    from vllm_hsd.runner.levels import ProgramModel
-    from vllm_hsd.runner.speculator import CascadeSpeculator
+    from vllm_hsd.host.program_models import ProgramModel
+    from vllm_hsd.host.speculator import CascadeSpeculator
 
     steps: list[dict] = []
     compute, propose, passes = ProgramModel.compute, CascadeSpeculator.propose, itertools.count()
@@ -206,11 +206,11 @@ def run_counted_jobs(llm, jobs: dict[str, dict]) -> dict:
 def _prepare(patch: str | None, short_matches: bool, as_on_gpus: bool) -> None:
     triton_cpu.prepare_vllm()
     if as_on_gpus:
-        from vllm_hsd.runner import draft_lengths
+        from vllm_hsd.config import platform
 
-        draft_lengths.read_on_host = lambda: False
+        platform.read_on_host = lambda: False
     if short_matches:
-        from vllm_hsd.runner import suffix_lookup
+        from vllm_hsd.cascade import suffix_lookup
 
         suffix_lookup.DEPTH = suffix_lookup.HEAD = 4
     engines.prepare(patch)

@@ -26,6 +26,6 @@ def run(llm, jobs: dict[str, dict]) -> dict[str, dict]:
 
 
 def without() -> None:
-    from vllm_hsd.runner import cpu_warm_up
+    from vllm_hsd.host import cpu_warm_up
 
     cpu_warm_up.warmup_kernels = lambda *_: None

@@ -17,7 +17,7 @@ from vllm_hsd.errors import UserError, quoted
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 
-    from vllm_hsd.core.levels import LevelOptions
+    from vllm_hsd.cascade.level import LevelOptions
 
 # "hierarchical" is the papers' name of block verification.
 _ALIAS = BeforeValidator(lambda value: "block" if value == "hierarchical" else value)
@@ -170,7 +170,7 @@ class LevelConfig(Keys):
             draft_length: most tokens that it passes to the level above at a time.
             verifier: the cascade's, for a level that has none of its own.
         """
-        from vllm_hsd.core.levels import LevelOptions
+        from vllm_hsd.cascade.level import LevelOptions
 
         return LevelOptions(draft_length, verifier)
 
@@ -194,11 +194,11 @@ class LevelConfig(Keys):
         """Check what the level, of a kind that has `drafts_by`, needs to be served; as `check`."""
 
     def build(self, speculator: Any, index: int) -> Any:
-        """The level, not yet loaded: see `runner.program`.
+        """The level, not yet loaded: see `cascade.program`.
 
         Args:
             speculator: the cascade that it belongs to. A lookup and "counts" are built before vLLM
-                measures memory, and are given the texts, see `runner.speculator`.
+                measures memory, and are given the texts, see `host.speculator`.
             index: position in the cascade, 0 the cheapest.
         """
         raise NotImplementedError
@@ -225,7 +225,7 @@ class SamplingKeys(LevelConfig):
 
     def options(self, draft_length: int, verifier: str) -> LevelOptions:
         """See `LevelConfig.options`."""
-        from vllm_hsd.core.levels import LevelOptions
+        from vllm_hsd.cascade.level import LevelOptions
 
         return LevelOptions(
             draft_length,
@@ -311,7 +311,7 @@ class LookupKeys(LevelConfig):
     only_lowest = "a lookup has no probabilities"
 
     def estimates(self, device: Any) -> Any:
-        """Its `runner.sources.Estimates`; None for a lookup that gives its own."""
+        """Its `budget.source_choice.Estimates`; None for a lookup that gives its own."""
         return None
 
 
@@ -337,7 +337,7 @@ def check_store(name: str, key: str, path: str, target: Target, shortest: int = 
     Raises:
         UserError: it cannot be read, was built for another vocabulary, or has no such text.
     """
-    from vllm_hsd.core.text_store import read_store, store_vocab_size
+    from vllm_hsd.cascade.text_store import read_store, store_vocab_size
 
     with named(name):
         size, vocabulary = store_vocab_size(path, key), target.model_config.get_vocab_size()

@@ -27,9 +27,9 @@ class BigramLevelConfig(LookupKeys):
         """See `LevelConfig.build`."""
         import torch
 
-        from vllm_hsd.core.bigram import successors
-        from vllm_hsd.core.text_store import read_store
-        from vllm_hsd.runner.lookups import lookup_bigram
+        from vllm_hsd.cascade.bigram import successors
+        from vllm_hsd.cascade.lookups import lookup_bigram
+        from vllm_hsd.cascade.text_store import read_store
 
         tokens, _ = successors(read_store(self.bigram, self.kind))
         successor = torch.from_numpy(tokens).to(speculator.device)
@@ -39,15 +39,15 @@ class BigramLevelConfig(LookupKeys):
         """See `LookupKeys.estimates`."""
         import torch
 
-        from vllm_hsd.core.bigram import successors
-        from vllm_hsd.core.text_store import read_store
-        from vllm_hsd.runner.sources import Estimates
+        from vllm_hsd.budget.source_choice import Estimates
+        from vllm_hsd.cascade.bigram import successors
+        from vllm_hsd.cascade.text_store import read_store
 
         _, probs = successors(read_store(self.bigram, self.kind))
         return Estimates(torch.from_numpy(probs).to(device), by_token=True)
 
     def measured(self, models: Measuring) -> Any:
         """See `LevelConfig.measured`."""
-        from vllm_hsd.core.bigram import BigramLevel
+        from vllm_hsd.cascade.bigram import BigramLevel
 
         return BigramLevel(models.store(self.bigram, self.kind))

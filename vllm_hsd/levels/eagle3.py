@@ -44,14 +44,14 @@ class Eagle3LevelConfig(SamplingKeys, VllmModelKeys, BranchKeys):
 
     def check(self, name: str, target: Target, draft_length: int) -> SpeculativeConfig:
         """See `LevelConfig.check`."""
-        from vllm_hsd.draft_models import draft_config
+        from vllm_hsd.host.draft_models import draft_config
 
         key = name, self.kind, self.eagle3
         return draft_config(*key, self.model_keys, draft_length, target, "eagle3")
 
     def build(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build`; before vLLM measures memory."""
-        from vllm_hsd.runner.target_head import ProgramHead
+        from vllm_hsd.host.target_head import ProgramHead
 
         return ProgramHead(speculator, index)
 

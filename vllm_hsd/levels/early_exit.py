@@ -55,7 +55,7 @@ class EarlyExitLevelConfig(VerifyingKeys):
 
     def build(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build`."""
-        from vllm_hsd.runner.levels import ProgramExit
+        from vllm_hsd.host.program_models import ProgramExit
 
         return ProgramExit(speculator, index, self.early_exit)
 
@@ -70,7 +70,7 @@ def check_architecture(key: str, target: Target) -> None:
     Raises:
         UserError: names the key.
     """
-    from vllm_hsd.core.exit_head import EXIT_ARCHITECTURES
+    from vllm_hsd.cascade.exit_head import EXIT_ARCHITECTURES
 
     found = target.model_config.architecture
     if found not in EXIT_ARCHITECTURES:

@@ -29,7 +29,7 @@ class ExitHeadLevelConfig(VerifyingKeys):
         Raises:
             UserError: the directory holds no such head.
         """
-        from vllm_hsd.core.exit_head import exit_head_header
+        from vllm_hsd.cascade.exit_head import exit_head_header
 
         return exit_head_header(self.exit_head).layer
 
@@ -40,7 +40,7 @@ class ExitHeadLevelConfig(VerifyingKeys):
             self._check_file(target)
 
     def _check_file(self, target: Target) -> None:
-        from vllm_hsd.core.exit_head import exit_head_header, read_exit_head
+        from vllm_hsd.cascade.exit_head import exit_head_header, read_exit_head
 
         header, config = exit_head_header(self.exit_head), target.model_config
         needed = (config.get_vocab_size(), config.get_hidden_size())
@@ -59,8 +59,8 @@ class ExitHeadLevelConfig(VerifyingKeys):
 
     def build(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build`."""
-        from vllm_hsd.core.exit_head import read_exit_head
-        from vllm_hsd.runner.levels import ProgramExit
+        from vllm_hsd.cascade.exit_head import read_exit_head
+        from vllm_hsd.host.program_models import ProgramExit
 
         head = read_exit_head(self.exit_head)
         return ProgramExit(speculator, index, head.layer, head)

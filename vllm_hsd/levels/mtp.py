@@ -45,7 +45,7 @@ class MtpLevelConfig(VllmModelKeys):
 
     def check(self, name: str, target: Target, draft_length: int) -> SpeculativeConfig:
         """See `LevelConfig.check`."""
-        from vllm_hsd.draft_models import draft_config
+        from vllm_hsd.host.draft_models import draft_config
 
         keys, model = self.model_keys, self.mtp.model
         if model is None:

@@ -43,7 +43,7 @@ class NgramLevelConfig(LookupKeys):
 
     def build(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build`."""
-        from vllm_hsd.runner.lookups import lookup_ngram
+        from vllm_hsd.cascade.lookups import lookup_ngram
 
         return partial(lookup_ngram, shortest=self.ngram.min, longest=self.ngram.max)
 
@@ -51,8 +51,8 @@ class NgramLevelConfig(LookupKeys):
         """See `LookupKeys.estimates`."""
         import torch
 
-        from vllm_hsd.core.levels import ngram_confidence
-        from vllm_hsd.runner.sources import Estimates
+        from vllm_hsd.budget.source_choice import Estimates
+        from vllm_hsd.cascade.level import ngram_confidence
 
         confidence = torch.from_numpy(ngram_confidence(MAX_DRAFT))
         each = torch.cat((confidence[:1], confidence[1:] / confidence[:-1]))

@@ -31,8 +31,8 @@ class NgramModelLevelConfig(VerifyingKeys):
 
     def build(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build`."""
-        from vllm_hsd.core.text_store import read_store
-        from vllm_hsd.runner.ngram_rows import NgramRows
+        from vllm_hsd.cascade.ngram_rows import NgramRows
+        from vllm_hsd.cascade.text_store import read_store
 
         store = read_store(self.ngram_model, self.kind)
         return NgramRows.of(store, self.order, speculator.device)

@@ -10,7 +10,7 @@ from vllm_hsd.levels.any_kind import Source, level_name
 from vllm_hsd.levels.base import KINDS, BranchKeys, LevelConfig, Measuring, Probability
 
 if TYPE_CHECKING:
-    from vllm_hsd.core.levels import LevelOptions
+    from vllm_hsd.cascade.level import LevelOptions
 
 MAX_SOURCES = 8
 
@@ -88,13 +88,13 @@ class SourcesLevelConfig(BranchKeys):
 
     def build(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build`."""
-        from vllm_hsd.runner.sources import build
+        from vllm_hsd.budget.source_choice import build
 
         return build(speculator, self)
 
     def measured(self, models: Measuring) -> Any:
         """See `LevelConfig.measured`; of lookups."""
-        from vllm_hsd.core.levels import Sources
+        from vllm_hsd.cascade.level import Sources
 
         lookups = [models.measured(source) for source in self.sources]
         return Sources(self.names, lookups, min_acceptance=self.min_acceptance)

@@ -63,10 +63,10 @@ class SuffixLevelConfig(LookupKeys):
 
     def build(self, speculator: Any, index: int) -> Any:
         """See `LevelConfig.build`."""
-        from vllm_hsd.core.text_order import order_texts
-        from vllm_hsd.core.text_store import read_store
-        from vllm_hsd.runner.shared_outputs import SharedOutputs
-        from vllm_hsd.runner.suffix_lookup import SuffixLookup
+        from vllm_hsd.cascade.shared_outputs import SharedOutputs
+        from vllm_hsd.cascade.suffix_lookup import SuffixLookup
+        from vllm_hsd.cascade.text_order import order_texts
+        from vllm_hsd.cascade.text_store import read_store
 
         keys, device = self.suffix, speculator.device
         texts = None if keys.store is None else order_texts(read_store(keys.store), device)
@@ -75,8 +75,8 @@ class SuffixLevelConfig(LookupKeys):
 
     def measured(self, models: Measuring) -> Any:
         """See `LevelConfig.measured`; without earlier outputs of the server."""
-        from vllm_hsd.core.suffix import SuffixLevel
-        from vllm_hsd.core.text_order import order_texts
+        from vllm_hsd.cascade.suffix import SuffixLevel
+        from vllm_hsd.cascade.text_order import order_texts
 
         keys, texts = self.suffix, None
         if keys.store is not None:

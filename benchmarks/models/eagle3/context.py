@@ -19,8 +19,8 @@ from torch import Tensor
 from benchmarks.common import write_csv
 from benchmarks.models.eagle3.evaluate import HEAD, evaluate, read_inputs
 from benchmarks.models.eagle3.features import WORK
-from vllm_hsd.planner import eagle3_head
-from vllm_hsd.planner.eagle3_head import delay
+from vllm_hsd.tools.planner import eagle3_head
+from vllm_hsd.tools.planner.eagle3_head import delay
 
 # Positions of the target's states that the head has read before a draft; None: all.
 READ = (None, 64, 32, 16, 8)

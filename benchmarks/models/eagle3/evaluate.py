@@ -17,7 +17,7 @@ from benchmarks.models.eagle3 import FAST_DTYPE
 from benchmarks.models.eagle3.batches import collate, held_out_chats, shard, shard_names
 from benchmarks.models.eagle3.features import WORK, Features
 from benchmarks.models.smollm2 import smollm2
-from vllm_hsd.planner.eagle3_head import Head, load_head
+from vllm_hsd.tools.planner.eagle3_head import Head, load_head
 
 HEAD = Path(__file__).resolve().parents[1] / "smollm2-eagle3"
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.models.eagle3 import FAST_DTYPE
 from benchmarks.models.eagle3.chats import Chat, read_chats
 from benchmarks.models.smollm2 import smollm2
-from vllm_hsd.planner.eagle3_head import target_states
+from vllm_hsd.tools.planner.eagle3_head import target_states
 
 WORK = Path(__file__).resolve().parents[3] / "results" / "models" / "smollm2-eagle3-training"
 LAYERS = (2, 8, 15, 22, 27, 30)  # kept for SmolLM2; a recipe reads some of them

@@ -1,4 +1,4 @@
-"""Heads are written as vLLM loads them; their arithmetic is in `vllm_hsd.planner.eagle3_head`."""
+"""Heads are written as vLLM loads them; the arithmetic is `vllm_hsd.tools.planner.eagle3_head`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from vllm_hsd.planner.eagle3_head import Head
+from vllm_hsd.tools.planner.eagle3_head import Head
 
 
 def save_head(head: Head, directory: Path) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.models.eagle3.features import Features
-from vllm_hsd.planner.eagle3_head import Head
+from vllm_hsd.tools.planner.eagle3_head import Head
 
 RIDGE = 0.03  # of the mean square of a whitened input
 SCALE = 8.0  # root mean square of the head's residual stream

@@ -39,7 +39,7 @@ from benchmarks.models.eagle3.head import save_head
 from benchmarks.models.eagle3.loss import SoftCrossEntropy
 from benchmarks.models.eagle3.start import warm_start
 from benchmarks.models.smollm2 import smollm2
-from vllm_hsd.planner.eagle3_head import Head, Shape, load_head
+from vllm_hsd.tools.planner.eagle3_head import Head, Shape, load_head
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,242 @@
+"""The one rule on simulated serving, and its parts.
+
+Times are counted by the simulation, so no test depends on the clock. Fixed seeds; the margins hold
+the noise of these numbers of steps.
+"""
+
+import numpy as np
+import pytest
+from support.simulated_serving import (
+    REQUEST,
+    Drafter,
+    Guess,
+    Serving,
+    compute_bound,
+    cpu,
+    memory_bound,
+)
+
+from vllm_hsd.budget.draft_budget import cut
+from vllm_hsd.budget.step_times import StepTimes
+from vllm_hsd.budget.trials import FIRST_PAUSE, LONGEST_PAUSE, SEARCH_PAUSE, TRIAL_STEPS, Trials
+from vllm_hsd.cascade.level import StepLevels
+
+TARGETS = [memory_bound, cpu, compute_bound]
+
+
+def model(target, rate, share: float, **settings) -> Drafter:
+    """A pass takes a share of the target's step, and 2 % more per token."""
+    return Drafter(rate, lambda n: share * target(1) * (1 + 0.02 * (n - 1)), **settings)
+
+
+def lookup(rate=0.85, found=0.6) -> Guess:
+    return Guess(rate, found)
+
+
+# What there is, and the fixed lengths of it that it is compared with.
+SCENARIOS = {
+    "lookup": (lambda target: [lookup()], [(2,), (8,)]),
+    "rare lookup": (lambda target: [lookup(0.3, 0.3)], [(2,)]),
+    "cheap model": (lambda target: [model(target, 0.8, 0.1)], [(2,), (5,), (8,)]),
+    "costly model": (lambda target: [model(target, 0.45, 0.25)], [(1,), (2,)]),
+    "quantized copy": (
+        lambda target: [model(target, 0.93, 0.12, sureness=0.2)],
+        [(3,), (5,), (8,)],
+    ),
+    "lookup below a model": (lambda target: [lookup(0.6), model(target, 0.8, 0.15)], [(2, 5)]),
+    "two models": (lambda target: [model(target, 0.6, 0.03), model(target, 0.85, 0.2)], [(3, 8)]),
+}
+
+
+def speedup(target, levels, size: int, fixed=None) -> float:
+    """Over no drafts, once learned."""
+    serving = Serving(target, levels, size, fixed)
+    if fixed is None:
+        serving.run(400 // size + 100)
+    return serving.run(400 // size + 100) * target(size) / size
+
+
+# One request takes sixteen times the steps.
+@pytest.mark.parametrize(
+    ("target", "size"),
+    [(target, 16) for target in TARGETS]
+    + [(cpu, 4)]
+    + [pytest.param(target, 1, marks=pytest.mark.slow) for target in TARGETS],
+)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_it_is_near_the_best_fixed_choice_and_never_slower_than_no_drafts(scenario, target, size):
+    make, lengths = SCENARIOS[scenario]
+    learned = speedup(target, make(target), size)
+    fixed = [speedup(target, make(target), size, length) for length in lengths]
+    assert learned > 0.93 * max(fixed)
+    assert learned > 0.95
+
+
+def test_requests_that_begin_do_not_end_the_drafts_of_others():
+    """A prompt, or a request before its first draft, makes a batch of a size that does not last."""
+    serving = Serving(cpu, [model(cpu, 0.8, 0.1)], 4, prompt=60)
+    serving.run(200)
+    serving.run(400)
+    assert np.count_nonzero(serving.lengths[-400:]) > 390
+
+
+def test_what_one_batch_size_gained_is_no_measure_of_another():
+    """Else a token is dear where few requests gained much before."""
+    alone, always = (Serving(cpu, [lookup(0.9, 0.8)], 16) for _ in range(2))
+    alone.use(1)
+    for serving in (alone, always):
+        serving.run(200)
+        serving.use(16)
+    assert alone.run(40) > 0.92 * always.run(40)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_mix_is_as_fast_as_its_best_source(target):
+    sources = [lookup(0.8, 0.4), model(target, 0.7, 0.1)]
+    mixed = speedup(target, [list(sources)], 4)
+    assert mixed > 0.97 * max(speedup(target, [source], 4) for source in sources)
+
+
+def test_one_configuration_beats_every_fixed_one_where_requests_differ():
+    rates = np.where(np.arange(16) % 2, 0.9, 0.05)
+    learned = speedup(memory_bound, [Guess(rates)], 16)
+    fixed = [speedup(memory_bound, [Guess(rates)], 16, (k,)) for k in (2, 4, 8)]
+    assert learned > 1.03 * max(fixed)
+
+
+@pytest.mark.parametrize("found", [0.0, 0.02])
+def test_searches_that_find_next_to_nothing_cost_next_to_nothing(found):
+    plain = cpu(12)
+    serving = Serving(cpu, [Guess(0.5, found, seconds=0.1 * plain)], 12)
+    serving.run(200)
+    assert serving.run(400) * plain / 12 > 0.985
+
+
+def test_searches_are_found_to_pay_again_within_a_pause():
+    rates, confidence = np.where(np.arange(24) < 12, [[0.02], [0.3]], [[0.95], [0.95]])
+    serving = Serving(cpu, [Guess(rates, 1.0, confidence, 0.02 * cpu(12))], 24)
+    serving.active = np.arange(12)
+    serving.run(400)
+    assert np.count_nonzero(serving.lengths[-100:]) < 20
+    serving.active = np.arange(12, 24)
+    serving.run(SEARCH_PAUSE + 1)
+    assert any(serving.lengths[-2:])
+    assert serving.run(100) * cpu(12) / 12 > 1.5
+
+
+def test_the_time_without_drafts_is_not_old_where_drafts_hardly_gain():
+    serving = Serving(lambda n: 0.07 + 0.003 * n, [Guess(0.6, 0.3, 0.6)], 12)
+    serving.run(400)
+    drafting = np.array(serving.lengths[-4 * FIRST_PAUSE :]) > 0
+    assert drafting.any() and not drafting.all()
+
+
+def test_a_step_without_levels_is_no_search():
+    serving = Serving(cpu, [lookup(), model(cpu, 0.8, 0.1)], 4)
+    serving.run(50)
+    budget = serving.cascade.budget
+    known = budget.times[0].observed, budget.acceptance.drafts.copy()
+    serving.propose = lambda batch, slots, most, running: serving.cascade.propose(
+        batch, slots, most, StepLevels()
+    )
+    serving.run(10)
+    assert budget.times[0].observed == known[0]
+    assert (budget.acceptance.drafts == known[1]).all()
+
+
+def test_it_turns_when_the_load_swings():
+    serving = Serving(compute_bound, [model(compute_bound, 0.9, 0.05)], 64)
+    for _ in range(2):
+        for size, steps in ((1, 300), (64, 100)):
+            serving.use(size)
+            serving.run(steps)
+    serving.use(1)
+    serving.run(50)
+    assert serving.run(50) * compute_bound(1) > 1.3
+    serving.use(64)
+    serving.run(50)
+    assert serving.run(50) * compute_bound(64) / 64 > 0.97
+
+
+def test_a_machine_that_becomes_slower_for_a_while_does_not_end_drafting():
+    slow = [1.0]
+    serving = Serving(lambda tokens: slow[0] * cpu(tokens), [lookup()])
+    serving.run(100)
+    steady = serving.run(200)
+    for factor in (5.0, 1.0, 3.0, 1.0):
+        slow[0] = factor
+        serving.run(100)
+    assert serving.run(300) > 0.85 * steady
+
+
+def test_a_stalled_pass_of_a_size_that_was_not_met_for_long_does_not_forbid_it():
+    times = StepTimes()
+    for tokens in [1, 8] * 20 + [1] * 300:
+        times.observe(tokens, 0.02 + 0.001 * tokens)
+    times.observe(8, 0.28)
+    assert times.seconds(8) < 1.4 * 0.028
+
+
+def test_what_loses_is_tried_ever_more_rarely():
+    serving = Serving(compute_bound, [model(compute_bound, 0.1, 2.0)], 2)
+    serving.run(2500)
+    assert np.count_nonzero(serving.lengths[500:]) < 0.02 * 2000
+
+
+def test_trials_begin_at_once_and_their_pauses_double():
+    trials = Trials(2)
+    due = np.flatnonzero([trials.due(0) for _ in range(40_000)])
+    assert due[:TRIAL_STEPS].tolist() == list(range(TRIAL_STEPS))
+    pauses = np.diff(due[TRIAL_STEPS - 1 :])[::TRIAL_STEPS] - 1
+    assert pauses[:3].tolist() == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
+    assert set(pauses[7:]) == {LONGEST_PAUSE}
+    trials.pays(0)
+    assert not any(trials.due(0) for _ in range(FIRST_PAUSE)) and trials.due(0)
+    assert [trials.takes_part(1, count).sum() for count in (1, 8, 64)] == [1, 1, 8]
+
+
+def test_tokens_are_kept_while_their_survival_pays():
+    survival = np.array([[0.9, 0.8, 0.1], [0.5, 0.2, 0.0]])
+    price = 0.3 * np.arange(7)
+    least, net = cut(survival, price, 0)
+    assert least == 0.5 and net == pytest.approx(0.9 + 0.8 + 0.5 - 0.9)
+    assert cut(survival, 2 * np.arange(7.0), 0) == (np.inf, 0.0)
+    # Free up to four tokens in the pass, two of which are placed.
+    steps = np.maximum(np.arange(9.0) - 4, 0)
+    assert cut(survival, steps, 2) == (0.8, pytest.approx(1.7))
+
+
+class Kinds(Guess):
+    """Requests of two kinds in turn: new text, where little repeats, and edits, where most does."""
+
+    def start(self, texts, clock, seed) -> None:
+        self.is_edit = np.arange(texts.shape[1]) // REQUEST % 2 == 1
+        super().start(texts, clock, seed)
+        right = np.random.default_rng(seed).random(texts.shape) < np.where(self.is_edit, 0.97, 0.1)
+        self.guesses = np.where(right, texts, texts + 1)
+
+    def lookup(self, texts, requested):
+        self.confidence = np.where(self.is_edit[texts.ends], 0.9, 0.3)
+        return super().lookup(texts, requested)
+
+
+def speedups_by_text(withheld=False) -> list[float]:
+    """Over no drafts, of new text and of edits in turn, in a fresh engine."""
+    serving = Serving(cpu, [Kinds(0.5), model(cpu, 0.8, 0.35)], 1)
+    if withheld:
+        serving.cascade.lowest.offer = lambda *_: None
+    serving.ends[:], serving.cached[:] = 4, 3
+    tokens, seconds = np.zeros(4), np.zeros(4)
+    while (before := int(serving.ends[0])) < 4 * REQUEST:
+        rate = serving.run(1)
+        emitted = int(serving.ends[0]) - before
+        tokens[before // REQUEST] += emitted
+        seconds[before // REQUEST] += emitted / rate
+    return (tokens / seconds * cpu(1)).tolist()
+
+
+def test_a_lookup_is_taken_by_its_offer_and_not_by_another_text():
+    """Also of the first edit after a text in which lookups failed; learned means fail there."""
+    new, edit, new_again, edit_again = speedups_by_text()
+    assert min(new, new_again) > 1.1 and min(edit, edit_again) > 5
+    assert edit > 2 * speedups_by_text(withheld=True)[1]

@@ -1,0 +1,77 @@
+"""Suffix levels: which texts they find, and what they keep."""
+
+import numpy as np
+import pytest
+
+from vllm_hsd.cascade.level import Texts
+from vllm_hsd.cascade.suffix import SuffixLevel
+from vllm_hsd.cascade.text_order import order_texts
+from vllm_hsd.cascade.text_store import collect_texts, read_store, store_vocab_size, write_store
+from vllm_hsd.errors import UserError
+
+VOCABULARY = 100
+STORY = list(range(40, 60))
+
+
+def continued(level: SuffixLevel, text: list[int], *, slot: int = 0, room: int = 4) -> list[int]:
+    """What the level finds after a text that is all committed."""
+    tokens = np.zeros((1, len(text) + room), dtype=np.int32)
+    tokens[0, : len(text)] = text
+    texts = Texts(tokens, np.zeros(1, dtype=np.int64), np.array([slot]), np.array([len(text)]))
+    level.read(texts)
+    found = level.lookup(texts, np.array([room]))
+    confidence = found.confidence[0, : found.counts[0]]
+    assert (confidence > 0).all() and (np.diff(confidence) <= 0).all() and (confidence <= 1).all()
+    return found.token_ids[0, : found.counts[0]].tolist()
+
+
+def test_own_text_is_continued():
+    level = SuffixLevel()
+    assert continued(level, [*STORY, 1, 2, *STORY[:8]]) == STORY[8:12]
+    assert continued(level, [*STORY, 1, 2, *STORY[:8], 48, 49], room=2) == STORY[10:12]
+    assert continued(level, [7, 8, 9], slot=1) == []
+
+
+def test_the_end_of_the_text_may_be_unverified():
+    level = SuffixLevel()
+    text = np.array([[*STORY, 1, *STORY[:8], 0, 0]], dtype=np.int32)
+    zero = np.zeros(1, dtype=np.int64)
+    level.read(Texts(text, zero, zero, np.array([22])))
+    found = level.lookup(Texts(text, zero, zero, np.array([29])), np.array([2]))
+    assert found.token_ids.tolist() == [STORY[8:10]]
+
+
+def test_a_store_is_found():
+    store = collect_texts([np.array(STORY), np.array([9, 8, 7, 6])], VOCABULARY)
+    level = SuffixLevel(order_texts(store, "cpu"))
+    assert continued(level, [1, 2, *STORY[:6]]) == STORY[6:10]
+    assert continued(level, [1, 2, 9, 8, 7], slot=1) == [6]
+
+
+def test_outputs_of_others_are_found():
+    level = SuffixLevel(shared=np.array(STORY, np.int32))
+    assert continued(level, [1, *STORY[:6]]) == STORY[6:10]
+
+
+def test_stores_come_back(tmp_path):
+    path = str(tmp_path / "store")
+    texts = [np.array([3, 1, 4]), np.array([], dtype=np.int64), np.array([5])]
+    write_store(collect_texts(texts, VOCABULARY), path)
+    store = read_store(path)
+    assert [text.tolist() for text in store] == [[3, 1, 4], [5]]
+    assert store_vocab_size(path) == store.vocab_size == VOCABULARY
+    assert store.tokens.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([[1, VOCABULARY]], "token 100 lies outside the vocabulary of 100"),
+        ([[1, -1]], "token -1 lies outside"),
+        ([], "no token"),
+        ([[]], "no token"),
+    ],
+)
+def test_texts_that_make_no_store(texts, message):
+    with pytest.raises(UserError, match=message):
+        collect_texts([np.array(text, dtype=np.int64) for text in texts], VOCABULARY)

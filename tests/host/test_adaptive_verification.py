@@ -1,0 +1,341 @@
+"""vLLM's adaptive verification over our drafters and verifier, with tables for models."""
+
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from oracle.distributions import chain_distribution
+from oracle.exact import Choices, Table, Tokens, distance, distribution_of, extended
+from oracle.test_program_exact import VERIFIERS, Chosen, proposed
+from support.exact_joint_distribution import chi_square_p_value
+from support.table_distributions import cascade, joint, tables
+
+
+@pytest.fixture(autouse=True)
+def hosted():
+    from support.adaptive_tables import without_a_gpu
+
+    with without_a_gpu():
+        yield
+
+
+def runner(params, name=None, *, admits, **options):
+    """Drafts of four tokens of a cascade; without its name of vLLM's drafter."""
+    from support.adaptive_tables import AdaptiveTableRunner
+
+    np.random.seed(0)  # requests without a seed get theirs from it
+    target, draft = tables()
+    if name is not None:
+        options |= {"cascade": cascade(name), "prompt_length": 4}
+    return AdaptiveTableRunner(target, draft, params, length=4, admits=admits, **options)
+
+
+def highest(name: str | None) -> torch.Tensor:
+    """The table that the tokens of the highest level are drawn from."""
+    level = {} if name is None else cascade(name)["levels"][-1]
+    return level.get("model", tables()[1])
+
+
+# What the estimator starts with, for a row whose likeliest token has even odds.
+UNMEASURED = float(torch.tensor(-0.2).sigmoid())
+
+
+@pytest.mark.parametrize("temperature", [0.8, 0.0])
+@pytest.mark.parametrize(
+    ("name", "measured"),
+    [
+        *((name, "all") for name in (None, "one", "two", "three", "entropy", "sources")),
+        *((name, "some") for name in ("unverified", "horizontal")),
+        ("choice", "greedy"),
+        ("lookup alone", "none"),
+    ],
+)
+def test_a_confidence_goes_by_the_row_and_never_by_the_token(name, measured, temperature):
+    served = runner([{"temperature": temperature}] * 40, name, admits=80)
+    served.step()
+    state, kinds = getattr(served.drafter, "state", None), set()
+    for _ in range(8):
+        probs = served.drafter.draft_token_confidence_probs[: served.count].tolist()
+        lengths = [4] * served.count if state is None else state.draft_length.tolist()
+        for text, row, length, drafted in zip(
+            served.texts(), probs, lengths, served.drafted.tolist(), strict=False
+        ):
+            assert row[length:] == [0.0] * (4 - length)
+            for before, prob in zip([text[-1], *drafted], row[:length], strict=False):
+                odds = (highest(name)[before] / (temperature or 1.0)).softmax(0).amax().logit()
+                of_row = float((0.5 * odds - 0.2).sigmoid())
+                kinds.add(abs(prob - of_row) < 1e-5)
+                assert abs(prob - of_row) < 1e-5 or prob == pytest.approx(UNMEASURED)
+        served.step()
+    if measured == "greedy":  # above it no lookup is chosen here
+        measured = "all" if temperature else "some"
+    assert kinds == {"all": {True}, "some": {True, False}, "none": {False}}[measured]
+
+
+def model(length: int, generator: torch.Generator) -> dict[tuple[int, ...], torch.Tensor]:
+    """Prefix of at most `length` of 3 tokens -> float64 [3], a row."""
+    prefixes = [p for n in range(length + 1) for p in itertools.product(range(3), repeat=n)]
+    rows = torch.rand(len(prefixes), 3, generator=generator, dtype=torch.float64) ** 2
+    return dict(zip(prefixes, rows / rows.sum(1, keepdim=True), strict=True))
+
+
+def emitted(target, draft, tokens, length: int) -> torch.Tensor:
+    """[3] * 3 distribution of the first tokens of a request whose draft ends at a length."""
+    rows = torch.stack([target[tokens[:i]] for i in range(length + 1)])
+    proposals = torch.stack([draft[tokens[:i]] for i in range(length)]) if length else rows[:0]
+    found = chain_distribution(rows, proposals, torch.tensor(tokens[:length], dtype=torch.int64))
+    joint_rows = torch.zeros(3, 3, 3, dtype=torch.float64)
+    for t, v in itertools.product(range(length + 1), range(3)):
+        begin = (*tokens[:t], v)
+        for rest in itertools.product(range(3), repeat=3 - len(begin)):
+            text, weight = begin, found[t, v].clone()
+            for token in rest:
+                weight *= target[text][token]
+                text = *text, token
+            joint_rows[text] += weight
+    return joint_rows
+
+
+def bias(rule, budget: int) -> float:
+    """Total variation distance of the joint text of two requests whose drafts share a budget."""
+    from vllm.v1.worker.gpu.spec_decode.adaptive_verification import _assign_draft_token_budget
+
+    generator = torch.Generator().manual_seed(5)
+    models = [(model(2, generator), model(1, generator)) for _ in range(2)]
+    drafts = list(itertools.product(range(3), repeat=2))
+    memory = {
+        (r, tokens, n): emitted(*models[r], tokens, n)
+        for r, tokens, n in itertools.product(range(2), drafts, range(3))
+    }
+    found = torch.zeros(27, 27, dtype=torch.float64)
+    for pair in itertools.product(drafts, repeat=2):
+        rows = [
+            [draft[t[:i]] for i in range(2)] for (_, draft), t in zip(models, pair, strict=True)
+        ]
+        weight = np.prod([float(rows[r][i][pair[r][i]]) for r in range(2) for i in range(2)])
+        probs = torch.tensor([[rule(rows[r][i], pair[r][i]) for i in range(2)] for r in range(2)])
+        admitted = torch.full((2,), 2, dtype=torch.int32)
+        _assign_draft_token_budget(probs.float(), torch.arange(2), admitted, budget, 2)
+        one, other = (memory[r, pair[r], int(admitted[r])].flatten() for r in range(2))
+        found += weight * one[:, None] * other
+    exact = [emitted(target, draft, (0, 0), 0).flatten() for target, draft in models]
+    return float((found - exact[0][:, None] * exact[1]).abs().sum() / 2)
+
+
+def of_row(row, token) -> float:
+    return float(row.amax())
+
+
+def of_token(row, token) -> float:
+    """What must not be."""
+    return float(row[token])
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_shared_budgets_leave_the_joint_text_of_requests_exact(budget):
+    assert bias(of_row, budget) < 1e-12
+    # Negative control.
+    assert bias(of_token, budget) > 1e-3
+
+
+def p_value(name, params, *, by_token=False, count=300) -> float:
+    """Of three tokens after the prompt, where three of eight draft tokens are admitted.
+
+    by_token: confidences are what the tokens' own probabilities are.
+    """
+    served = runner([params] * count, name, admits=3 * count // 2)
+    record, prompt, uneven = served.manager.record_confidences, 1 if name is None else 4, False
+
+    def recorded(probs, batch):
+        before = [text[-1] for text in served.texts()]
+        contexts = torch.cat((torch.tensor(before)[:, None], served.drafted[:, :-1]), 1)
+        rows = highest(name)[contexts].softmax(-1)
+        record(rows.gather(2, served.drafted[:, :, None])[:, :, 0], batch)
+
+    if by_token:
+        served.manager.record_confidences = recorded
+    while min(map(len, served.texts())) < prompt + 3:
+        served.step()
+        uneven |= len(set(served.admitted.tolist())) > 1
+    assert uneven
+    texts = [tuple(text[prompt : prompt + 3]) for text in served.texts()]
+    return chi_square_p_value(texts, joint(params, 3))
+
+
+@pytest.mark.parametrize("name", [None, "two", "choice", "horizontal"])
+def test_text_follows_the_target(name):
+    assert p_value(name, {}) > 1e-6
+
+
+@pytest.mark.parametrize("name", [None, "one"])
+def test_confidences_of_the_tokens_themselves_are_caught(name):
+    """Negative control of the comparison above."""
+    assert p_value(name, {}, by_token=True, count=800) < 1e-6
+
+
+def test_what_fills_a_draft_up_was_not_rejected():
+    """The estimator learns from tokens alone, and not from those that the manager left out."""
+    served = runner([{"temperature": 0.8}] * 40, "entropy", admits=60)
+    estimator, judged = served.drafter.confidence.estimator, torch.zeros(4)
+    served.step()
+    for _ in range(3):
+        lengths = served.drafter.state.draft_length[: served.count].clone()
+        accepted = served.step().num_sampled.clone() - 1
+        verified = torch.minimum(served.admitted, lengths)
+        assert (accepted <= verified).all() and (verified < 4).any()
+        seen = torch.minimum(accepted + 1, verified)
+        judged += (seen[:, None] > torch.arange(4)).sum(0)
+        assert estimator.counts.equal(judged)
+
+
+def head_next_to_lookups(served, kind: type):
+    """A drafter of vLLM's, of tables, next to an n-gram lookup, in the place of the runner's."""
+    from types import SimpleNamespace
+
+    from vllm_hsd.config.cascade_config import CascadeConfig
+    from vllm_hsd.host.head_sources import with_lookups
+
+    class EagleSpeculator(kind):
+        __module__ = "vllm.tables"
+
+        def __init__(self, vllm_config, device):
+            super().__init__(served.count, 4, len(served.draft), keeps_rows=True)
+            self.num_speculative_steps, self.max_num_reqs = 4, served.count
+            self.vocab_size, self.max_model_len, self.device = len(served.draft), 64, device
+            self.draft_tokens = torch.zeros(served.count, 4, dtype=torch.int64)
+
+        def propose(self, *_, num_speculative_tokens, **__):
+            assert num_speculative_tokens in (1, 4)
+            return self.draft_tokens
+
+    sources = [{"ngram": {"max": 2}}, {"eagle3": "head"}]
+    given = {"num_speculative_tokens": 4, "levels": [{"sources": sources}]}
+    level = CascadeConfig.parse(given).levels[0]
+    config = SimpleNamespace(speculative_config=SimpleNamespace(hsd_sources=level))
+    return with_lookups(EagleSpeculator)(config, torch.device("cpu"))
+
+
+def test_lookups_next_to_a_head_take_its_confidences_away():
+    from types import SimpleNamespace
+
+    from support.table_runner import TableDrafter, TableRunner
+
+    from vllm_hsd.cascade.adaptive_verification import DraftConfidence
+    from vllm_hsd.host.cascade_sampler import serve
+
+    target, draft = tables()
+    served = TableRunner(target, draft, [{}] * 2, length=4, ours=False, prompt_length=4)
+    drafter = head_next_to_lookups(served, TableDrafter)
+    drafter.acceptance_estimator = object()
+    served.runner.speculator = drafter
+    serve(served.runner)
+    confidence = drafter.acceptance_estimator
+    assert type(confidence) is DraftConfidence
+    confidence.estimator.predictions.fill_(0.9)
+    # The lookup drafts for the first request, of whose head nothing more is expected.
+    drafter.lookup.own[0, 1, served.slots[0]] = -float(drafter.lookup.prior)
+    served.states.all_token_ids.gpu[served.slots[1], :4] = torch.arange(4, dtype=torch.int32)
+    batch = SimpleNamespace(
+        num_reqs=2, has_prefill=False, idx_mapping=served.slots, idx_mapping_np=served.slots.numpy()
+    )
+    sampled = torch.ones(2, dtype=torch.int32)
+    drafter.propose(batch, {}, {}, None, None, sampled)
+    assert drafter.lookup.drawn[served.slots].tolist() == [0.0, 1.0]
+    first, second = drafter.draft_token_confidence_probs[:2]
+    assert first[0] == pytest.approx(UNMEASURED) and second[0] == pytest.approx(0.9)
+
+
+def program_bias(lengths, by_token=False, **keys) -> tuple[Fraction, set[int]]:
+    """Total variation distance of a step whose draft ends where its product falls to 0.3.
+
+    Every draw of the program and of the target's verification is enumerated.
+
+    Returns:
+        The distance, and how many tokens of drafts were left out.
+    """
+    from support.programs import MAX_NUM_REQS, PROMPT, Engine, reference_steps
+
+    from vllm_hsd.host.draft_confidence import draft_confidence
+
+    exact = {"vocabulary": 2, "dtype": torch.float64, "batch": 1, "requests": 1}
+    engine = Engine(lengths, (), ("block",) * 3, **exact, **keys)
+    longest, target = engine.schedule.num_speculative_tokens, Table(2, 1)
+    confidence = draft_confidence(
+        MAX_NUM_REQS, longest, torch.device("cpu"), engine.state.lengths_of
+    )
+    engine.program.confidence, chosen, left_out = confidence, Chosen(engine), set()
+    probs, slots = torch.zeros(1, longest), engine.index.long()
+
+    def generate(choices: Choices) -> Tokens:
+        chosen.begin(choices)
+        confidence.begin(slots, torch.ones(MAX_NUM_REQS))
+        [draft] = engine.propose(plain)
+        rows = proposed(engine.state.rows[-1][0, : len(draft)], draft, drawn=True)
+        confidence.publish(probs, slots)
+        if by_token:
+            drawn = [float(row[token]) for row, token in zip(rows, draft, strict=True)]
+            probs[0, : len(draft)] = torch.tensor(drawn)
+        kept = int((probs[0].cumprod(0) > 0.3).sum())
+        left_out.add(len(draft) - kept)
+        accepted, token = chosen.verify(
+            target.rows((*draft[:kept],), kept + 1, ()),
+            rows[:kept],
+            draft[:kept],
+            VERIFIERS["block"],
+            len(lengths),
+            PROMPT,
+        )
+        return (*draft[:accepted], token)
+
+    with reference_steps(engine, **chosen.functions) as plain:
+        emitted = distribution_of(generate)
+    return distance(extended(emitted, target, 4), target.joint(4)), left_out
+
+
+@pytest.mark.parametrize(
+    ("lengths", "keys"),
+    [((3,), {}), ((1, 3), {}), ((1, 3), {"horizontal_tokens": 1})],
+)
+def test_drafts_of_the_program_that_end_by_confidence_leave_the_text_exact(lengths, keys):
+    found, left_out = program_bias(lengths, **keys)
+    assert found == 0 and len(left_out) > 1
+
+
+@pytest.mark.parametrize("lengths", [(3,), (1, 3)])
+def test_drafts_of_the_program_that_end_by_their_tokens_do_not(lengths):
+    """Negative control."""
+    assert program_bias(lengths, by_token=True)[0] > Fraction(1, 1000)
+
+
+def test_log_probabilities_of_listed_tokens_are_those_of_admitted_places():
+    params = [{"temperature": 0.8, "logprobs": 1}] * 5
+    served = runner([*params, {"temperature": 0.8, "logprob_token_ids": [2, 4]}], "two", admits=9)
+    for _ in range(3):
+        before, drafted = served.texts(), served.drafted
+        output = served.step()
+    found = output.logprobs_tensors
+    starts = found.cu_num_generated_tokens_tensor.tolist()
+    assert starts == [0, *(served.admitted + 1).cumsum(0).tolist()]
+    assert len(set(served.admitted.tolist())) > 1
+    contexts = [before[-1][-1], *drafted[-1, : served.admitted[-1]].tolist()]
+    rows = served.target[contexts].log_softmax(-1)
+    at = starts[-2]
+    for i in range(int(output.num_sampled[-1])):
+        listed = found.logprob_token_ids[at + i].tolist().index(4)
+        assert float(found.logprobs[at + i, listed]) == pytest.approx(float(rows[i, 4]), abs=1e-4)
+
+
+@pytest.mark.parametrize("longest", [1, 8, 63])
+def test_products_of_confidences_fall_strictly(longest):
+    """No two places of a draft are alike, so that none decides for one before it."""
+    from support.table_runner import OnlineAcceptanceEstimator
+
+    from vllm_hsd.cascade.adaptive_verification import MOST, BoundedConfidence
+
+    cpu = torch.device("cpu")
+    bounded = BoundedConfidence(OnlineAcceptanceEstimator(1, longest, cpu))
+    for prob in (bounded.least, MOST):
+        products = torch.full((longest,), prob, dtype=torch.float32).cumprod(0)
+        assert (products.diff() < 0).all() and 0 < products[-1] <= products[0] < 1

@@ -1,0 +1,260 @@
+"""Full CUDA graphs of the target's steps with branches, recorded and replayed on a CPU."""
+
+import copy
+import itertools
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support import engines, hosted_branches, recorded_graph, v2_engines
+from support.engines import ids
+from support.hosted_branches import NoBranches, Oracle, runner_of
+
+pytestmark = pytest.mark.usefixtures("as_on_gpus")
+# Attention has room for 10 rows.
+BASE = {"block_size": 32, "max_model_len": 160, "max_num_seqs": 10, "max_num_batched_tokens": 64}
+
+
+def replan_inside_of_graphs(runner) -> None:
+    """The CPU's attention plans its work on the host; a GPU's does so in its kernels."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    builders = {
+        name: group.get_metadata_builder(0)
+        for groups in runner.attn_groups
+        for group in groups
+        for name in group.layer_names
+    }
+    forward = CPUAttentionBackendImpl.forward
+
+    def planned(self, layer, query, key, value, kv_cache, metadata, output, *args, **kwargs):
+        if metadata is not None:
+            recorded_graph.plan_again(builders[layer.layer_name], metadata)
+        return forward(self, layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
+
+    CPUAttentionBackendImpl.forward = planned
+    layers = runner.compilation_config.static_forward_context.values()
+    for layer in layers:
+        # One opaque operation would look its arguments up at every replay.
+        layer.use_direct_call = True
+
+
+def capture(runner, requests: list[int]) -> dict[tuple[int, int], Any]:
+    """Let the target's steps be recorded graphs: (tokens of each request, requests) -> graph."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+    recorded_graph.install()
+    replan_inside_of_graphs(runner)
+    config = runner.vllm_config.compilation_config
+    sizes = [runner.decode_query_len * n for n in requests]
+    config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = sizes, sizes[-1]
+    mode = CUDAGraphMode.FULL_DECODE_ONLY
+    manager = ModelCudaGraphManager(
+        runner.vllm_config, runner.device, mode, runner.decode_query_len
+    )
+    runner.cudagraph_manager = manager
+    runner.speculator.init_cudagraph_manager(CUDAGraphMode.NONE)
+    manager.capture(
+        runner.model,
+        runner.model_state,
+        runner.input_buffers,
+        None,
+        runner.block_tables,
+        runner.attn_groups,
+        runner.kv_cache_config,
+    )
+    return {
+        (desc.uniform_token_count, desc.num_reqs): graph for desc, graph in manager.graphs.items()
+    }
+
+
+def in_graphs(llm, work):
+    """What an engine's process does: jobs, then one of them without what replays need."""
+    source, jobs, requests, stale = work
+    runner = runner_of(llm)
+    graphs, hosted = capture(runner, requests), runner.speculator.branches
+    results, seen = hosted_branches.run(llm, source, jobs)
+    replays = {size: graph.replays for size, graph in graphs.items()}
+    buffers, found = hosted.buffers, {}
+    for name in ("query_start_loc", "seq_lens") if stale else ():
+        hosted.buffers = copy.copy(buffers)
+        setattr(hosted.buffers, name, getattr(buffers, name).clone())
+        found[name], _ = hosted_branches.run(llm, source, stale)
+    if stale:
+        hosted.buffers, hosted.tables = buffers, [each.clone() for each in hosted.tables]
+        found["block tables"], _ = hosted_branches.run(llm, source, stale)
+    return results, seen, replays, found
+
+
+def texts_of(jobs: dict, results: dict) -> list[list[int]]:
+    """Prompts and answers of all jobs, for an oracle."""
+    return [
+        prompt + output
+        for name, job in jobs.items()
+        for prompt, output in zip(job["prompts"], ids(results[name]), strict=True)
+    ]
+
+
+def engine(family, rows: int, **keys) -> dict:
+    levels = [{"sources": [{"ngram": {"max": 3}}, {"ngram": {"max": 1}}], "branches": rows}]
+    hsd = {"method": "hsd", "num_speculative_tokens": 3, "levels": levels, **keys}
+    return {"model": family.target, **BASE, "speculative_config": hsd}
+
+
+def test_replayed_steps_give_the_text_of_no_speculation(family, greedy_tokens):
+    """And not with a buffer that captured kernels read but that is not refreshed."""
+    texts = [p + tokens for p, tokens in zip(v2_engines.PROMPTS, greedy_tokens, strict=True)]
+    short = {**v2_engines.GREEDY, "max_tokens": 4}
+    stale = {"two": {"prompts": v2_engines.PROMPTS[2:], "params": short}}
+    work = Oracle(texts, 64, seed=1), {"joining": v2_engines.JOBS["joining"]}, [1, 4], stale
+    found = v2_engines.run_engine(engine(family, rows=2), work, work=in_graphs)
+    results, seen, replays, without = found
+    assert ids(results["joining"]) == greedy_tokens
+    assert seen["won"] > 3
+    assert min(replays.values()), replays
+    for name, result in without.items():
+        assert ids(result["two"]) != [tokens[:4] for tokens in greedy_tokens[2:]], name
+
+
+def in_graphs_of_drawn_drafts(llm, jobs: dict):
+    """The jobs with drafts of a model, and how often each graph was replayed."""
+    from support import drawn_branches
+
+    graphs = capture(runner_of(llm), [1, 2])
+    results, seen = drawn_branches.run(llm, (jobs, None))
+    return results, seen, {size: graph.replays for size, graph in graphs.items()}
+
+
+def test_replayed_steps_of_drawn_drafts(family, greedy_tokens):
+    """Greedy requests, alone and next to sampled ones, whose rows are verified together."""
+    hsd = {"num_speculative_tokens": 3, "levels": [{"model": family.mid, "branches": 3}]}
+    given = {"model": family.target, **BASE, "speculative_config": {"method": "hsd", **hsd}}
+    work = in_graphs_of_drawn_drafts
+    results, seen, replays = v2_engines.run_engine(given, v2_engines.JOBS, work=work)
+    assert ids(results["joining"]) == greedy_tokens
+    assert ids(results["mixed"])[0] == greedy_tokens[0]
+    assert seen["won"] > 3 and min(replays.values()), replays
+
+
+def in_graphs_with_prompts(llm, work):
+    """The jobs, the caches after a prompt, and steps with prompts in them that were replayed."""
+    source, jobs, prompt = work
+    hosted, seen_prompts = runner_of(llm).speculator.branches, []
+    prepare = hosted.prepare
+
+    def prepared(batch, *args):
+        seen_prompts.append(hosted.length_of(batch) and batch.is_prefilling_np.any())
+        return prepare(batch, *args)
+
+    hosted.prepare = prepared
+    results, seen, replays, _ = in_graphs(llm, (source, jobs, [1, 3, 4], {}))
+    caches = hosted_branches.difference_of_caches(llm, source, NoBranches(), prompt, 40)
+    return results, seen, replays, sum(map(bool, seen_prompts)), caches
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_replayed_steps_of_all_kinds(family):
+    """Requests with one row, prompts that vLLM pads to decodes, more rows than attention has room.
+
+    Lists that end at max_model_len run without graphs, and so do four requests with three rows.
+    """
+    greedy = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
+    prompts = [random.Random(i).choices(range(2, 62), k=6 + 9 * i) for i in range(4)]
+    jobs = {
+        "joining": {"prompts": prompts, "params": greedy, "arrive": [0, 2, 3, 5]},
+        "processed": {
+            "prompts": prompts[:3],
+            "params": [{**greedy, "presence_penalty": 0.5}, {**greedy, "logprobs": 2}, greedy],
+        },
+        # All but one token is in the cache.
+        "again": {"prompts": [prompts[3]] * 2, "params": greedy, "arrive": [0, 6]},
+        "to the end": {"prompts": [[(j * j) % 60 + 2 for j in range(130)]], "params": greedy},
+    }
+    base = {key: value for key, value in BASE.items() if key != "max_num_batched_tokens"}
+    plain = engines.run_engine({"model": family.target, **base}, jobs)
+    work = Oracle(texts_of(jobs, plain), 64, seed=1), jobs, prompts[2]
+    found = v2_engines.run_engine(engine(family, rows=3), work, work=in_graphs_with_prompts)
+    results, seen, replays, padded_prompts, (difference, won) = found
+    for name, result in plain.items():
+        assert ids(results[name]) == ids(result), name
+    assert set(replays) == {(12, 1), (12, 3)} and min(replays.values()) > 3
+    assert seen["won"] > 20 and seen["cut"] > 0 < padded_prompts
+    assert difference == 0 and won > 2
+
+
+class RightAtTheEnd(Oracle):
+    """Near max_model_len the chains are right: more of them is kept than a shorter row holds."""
+
+    def chain(self, text: list[int], most: int) -> list[int] | None:
+        known = next((each for each in self.texts if each[: len(text)] == text), [])
+        return known[len(text) :][:most] if len(text) > 140 else super().chain(text, most)
+
+
+def in_graphs_by_turns(llm, work):
+    """Draft lengths that take turns; also steps whose lists were cut to those of another length."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    lengths = itertools.cycle([7, 3, 7, 1, 7, 0])
+    scheduler.dynamic_sd_lookup.learned.choose = lambda size: next(lengths)
+    hosted, others = runner_of(llm).speculator.branches, []
+    prepare = hosted.prepare
+
+    def prepared(batch, *args):
+        others.append(hosted.length_of(batch) not in (None, hosted.length))
+        return prepare(batch, *args)
+
+    hosted.prepare = prepared
+    results, seen, replays, _ = in_graphs(llm, work)
+    return results, seen, replays, sum(others)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_rows_of_all_lengths_that_adaptive_chooses_from(family):
+    greedy = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    long = [[(j * j + i) % 60 + 2 for j in range(130 + i)] for i in range(4)]
+    jobs = {
+        "joining": {**v2_engines.JOBS["joining"], "params": {**greedy, "max_tokens": 20}},
+        # One after the other, so that all lists of a step are cut alike.
+        "to the end": {"prompts": long, "params": greedy, "arrive": [0, 40, 80, 120]},
+    }
+    base = {key: value for key, value in BASE.items() if key != "max_num_batched_tokens"}
+    plain = engines.run_engine({"model": family.target, **base}, jobs)
+    given = engine(family, rows=2, num_speculative_tokens=7, adaptive=True)
+    work = RightAtTheEnd(texts_of(jobs, plain), 64, seed=1), jobs, [1, 4], {}
+    results, seen, replays, others = v2_engines.run_engine(given, work, work=in_graphs_by_turns)
+    for name, result in plain.items():
+        assert ids(results[name]) == ids(result), name
+    assert seen["won"] > 10 and others > 0
+    # Lists of two rows of seven tokens, of three or of one, and their roots.
+    for tokens in (16, 8, 4):
+        assert sum(n for (each, _), n in replays.items() if each == tokens), replays
+
+
+def test_graphs_of_batches_without_room_are_left_out(caplog):
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+    from vllm_hsd.host.graphs import limit_batches
+
+    def graph(tokens: int, each: int | None, mode="FULL"):
+        requests = None if each is None else tokens // each
+        return BatchExecutionDescriptor(CUDAGraphMode[mode], tokens, requests, each)
+
+    full = [graph(16, 8), graph(16, 1), graph(8, 8)]
+    piecewise = [graph(16, None, "PIECEWISE")]
+    descs = {CUDAGraphMode.FULL: [*full], CUDAGraphMode.PIECEWISE: [*piecewise]}
+    candidates = {(16, 0): [*full[:2], *piecewise], (8, 0): [full[2]]}
+    manager = SimpleNamespace(_capture_descs=descs, _candidates=candidates, max_num_reqs=3)
+    limit_batches(manager, 8, 1)
+    assert manager._capture_descs == {
+        CUDAGraphMode.FULL: full[1:],
+        CUDAGraphMode.PIECEWISE: piecewise,
+    }
+    assert manager._candidates == {(16, 0): [full[1], *piecewise], (8, 0): [full[2]]}
+    assert "batches of [1], not of [2]: attention has room for max_num_seqs=3 rows" in caplog.text
+    caplog.clear()
+    limit_batches(manager, 8, 1)
+    assert not caplog.text

@@ -1,0 +1,407 @@
+"""Cascades on the V2 runner's sampling side, with tables in the place of models."""
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.exact_joint_distribution import chi_square_p_value
+from support.marks import slow
+from support.proposal_states import schedule_of
+from support.table_distributions import cascade, joint, tables
+
+from vllm_hsd.cascade.counters import Count
+
+
+@pytest.fixture(autouse=True)
+def short_matches(monkeypatch):
+    """Each length of a suffix's match is a program, and they are interpreted one after another."""
+    from vllm_hsd.cascade import suffix_lookup
+
+    for bound in ("DEPTH", "HEAD"):
+        monkeypatch.setattr(suffix_lookup, bound, 4)
+
+
+def runner(params, name, **options):
+    from support.table_runner import TableRunner
+
+    np.random.seed(0)  # requests without a seed get theirs from it
+    target, draft = tables()
+    # As long as the widest window of a cascade, so that the first step drafts.
+    return TableRunner(
+        target, draft, params, length=4, prompt_length=4, cascade=cascade(name), **options
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("one", "two", "three", "lookup", "bigram", "suffix", "sources", "choice"),
+        *("unverified", "entropy", "n-grams above"),
+        *slow("choice below", "choice of n-grams", "horizontal", "horizontal lookup", "n-grams"),
+    ],
+)
+def test_greedy_text_is_the_targets(name):
+    target, _ = tables()
+    served = runner([{"temperature": 0.0}] * 3, name)
+    for _ in range(4):
+        served.step()
+    for text in served.texts():
+        for before, after in itertools.pairwise(text[3:]):
+            assert after == int(target[before].argmax())
+    assert served.accepted > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_levels_equal_to_the_target_lose_nothing(temperature):
+    served = runner([{"temperature": temperature}] * 3, "equal")
+    for _ in range(4):
+        served.step()
+    drafted = int(served.drafter.state.counts[0, 0])
+    assert int(served.drafter.state.counts[0, 1]) == drafted > 0
+    assert served.accepted == served.verified > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("two", {}),
+        ("three", {}),
+        ("lookup", {}),
+        ("bigram", {}),
+        ("suffix", {}),
+        ("sources", {}),
+        ("choice", {}),
+        ("choice", {"top_p": 0.8, "temperature": 0.9}),
+        ("choice below", {}),
+        ("unverified", {}),
+        ("entropy", {}),
+        ("entropy, unverified", {}),
+        ("horizontal", {}),
+        ("horizontal lookup", {}),
+        ("n-grams", {}),
+        ("n-grams above", {}),
+        ("two, adaptive", {}),
+        ("two", {"top_p": 0.8, "temperature": 0.9}),
+    ],
+)
+def test_text_follows_the_target(name, params):
+    assert p_value(name, params) > 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", ["two", "three"])
+def test_wrong_rows_of_the_drafts_are_caught(name, monkeypatch):
+    """Negative control of the comparison above, with as many texts."""
+    from benchmarks.gpu import faults
+
+    faults.install(monkeypatch.setattr)
+    assert p_value(name, {}) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", ["suffix", "sources"])
+def test_tokens_of_a_lookup_that_are_taken_unseen_are_caught(name, monkeypatch):
+    """Negative control: the level above passes them up as if it had drawn them."""
+    from vllm_hsd.cascade import program
+
+    verify = program.verify_chain_padded
+
+    def take_all(logits, *args, **kwargs):
+        result = verify(logits, *args, **kwargs)
+        taken, own = kwargs["draft_length"], torch.arange(len(result.num_accepted))
+        token_ids = result.token_ids.clone()
+        token_ids[own, taken.long()] = token_ids[own, result.num_accepted.long()]
+        lse = logits.logsumexp(1).view(result.target_lse.shape)
+        return type(result)(token_ids, taken, taken + 1, lse)
+
+    monkeypatch.setattr(program, "verify_chain_padded", take_all)
+    assert p_value(name, {}) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_point_masses_with_a_model_s_row_are_caught(monkeypatch):
+    """Negative control of tokens that a level passes on."""
+    from vllm_hsd.cascade import cascade_steps
+
+    commit = cascade_steps.commit_unverified
+
+    def with_own_row(state, op, logits, token_ids, lse, thresholds, taken):
+        first = state.origin.tolist()
+        commit(state, op, logits, token_ids, lse, thresholds, taken)
+        for b, (origin, count) in enumerate(zip(first, taken.tolist(), strict=True)):
+            if origin >= 0:
+                state.rows[op.level][b, origin : origin + count] = logits[b]
+                state.lse[op.level][b, origin : origin + count] = lse[b]
+
+    monkeypatch.setattr(cascade_steps, "commit_unverified", with_own_row)
+    assert p_value("unverified", {}) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_rows_of_another_length_are_caught(monkeypatch):
+    """Negative control: the verifier reads what the longest drafts of earlier steps left."""
+    from support.table_runner import ProposalState
+
+    shortened = ProposalState.shortened
+
+    def with_own_rows(self, schedule):
+        state = shortened(self, schedule)
+        state.rows = [rows.clone() for rows in state.rows]
+        return state
+
+    monkeypatch.setattr(ProposalState, "shortened", with_own_rows)
+    assert p_value("two, adaptive", {}) < 1e-6
+
+
+def p_value(name: str, params: dict) -> float:
+    """Of three tokens of 300 or 1000 texts against their joint distribution."""
+    served = runner(
+        [params] * (1000 if name in ("two", "three", "lookup", "bigram") else 300), name
+    )
+    lengths = itertools.cycle([2, 4] if served.drafter.shorter else [None])
+    while min(map(len, served.texts())) <= 7:
+        served.drafter.asked = next(lengths)
+        served.step()
+    texts = [tuple(text[4:7]) for text in served.texts()]
+    found = chi_square_p_value(texts, joint(params, 3))
+    print(name, params, found)
+    return found
+
+
+def test_a_request_without_a_proposal_has_no_drafts():
+    """Its row is stale: another batch was drafted for since."""
+    served = runner([{"temperature": 1.0}] * 3, "two")
+    served.step()
+    served.drafter.state.row_of_slot[served.slots[1]] = -1
+    output = served.step()
+    assert output.num_sampled[1] == 1
+
+
+def limited(whole, batch: int):
+    """A state for fewer requests, which still holds what was drafted for more."""
+    drafts = {name: getattr(whole, name) for name in ("draft_length", "rows", "lse")}
+    return dataclasses.replace(whole.bucket(batch), **drafts)
+
+
+def test_above_the_batch_limit_a_step_of_decodes_runs_no_level():
+    """Its requests draft nothing later: the levels have not read all of their texts."""
+    served = runner([{"temperature": 0.0}] * 3, "equal")
+    passes = []
+    level = SimpleNamespace(in_target_cache=False, compute=lambda *args: passes.append(args))
+    served.drafter.hosted = [level]
+    served.step()
+    assert served.step().num_sampled.max() > 1 and not passes
+    whole = served.drafter.state
+    served.drafter.state = limited(whole, 2)
+    served.step()
+    assert served.step().num_sampled.tolist() == [1, 1, 1] and not passes
+    served.drafter.state = whole
+    # A request that begins anew in a slot is read from its first token.
+    served.drafter.stale[served.slots[0]] = False
+    served.step()
+    drafted = served.step().num_sampled
+    assert drafted[0] > 1 and drafted[1:].tolist() == [1, 1]
+    target, _ = tables()
+    for text in served.texts():
+        assert all(b == int(target[a].argmax()) for a, b in itertools.pairwise(text[3:]))
+    assert not passes and served.drafter.stale.sum() == 2
+
+
+@pytest.mark.parametrize("name", ["bigram", "lookup", "n-grams"])
+def test_above_the_batch_limit_what_keeps_no_cache_misses_nothing(name):
+    """And an exit reads the target's own: its requests draft again."""
+    served = runner([{"temperature": 0.0}] * 3, name)
+    drafter = served.drafter
+    drafter.hosted = [None, SimpleNamespace(in_target_cache=True)]
+    served.step()
+    whole = drafter.state
+    drafter.state, drafter.asked = limited(whole, 2), 0
+    served.step()
+    drafter.state, drafter.asked = whole, None
+    served.step()
+    assert (drafter.state.row_of_slot >= 0).sum() == 3 and not drafter.stale.any()
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_step_that_drafts_nothing_is_read_where_a_later_one_may_draft(adaptive):
+    """vLLM 0.33 asks for none in the last step of all requests; a learned length may be 0."""
+    served = runner([{"temperature": 0.0}] * 2, "two, adaptive" if adaptive else "two")
+    passes = []
+    level = SimpleNamespace(in_target_cache=False, compute=lambda *args: passes.append(args))
+    served.drafter.hosted = [level]
+    served.step()
+    served.drafter.asked = 0
+    served.step()
+    assert len(passes) == adaptive
+
+
+def test_a_proposal_is_staged_before_prompts_are_read(monkeypatch):
+    """What it reads is of buffers that the runner uses in turn."""
+    served, order = runner([{}] * 2, "two"), []
+    served.step()
+    drafter, stage = served.drafter, served.drafter._stage
+    monkeypatch.setattr(drafter, "_stage", lambda *args: (order.append("stage"), stage(*args)))
+    monkeypatch.setattr(drafter, "_ingest", lambda *args: order.append("read"))
+    batch = served.input_batch()
+    batch.has_prefill, batch.prefill_len_np = True, np.array([4, 4])
+    batch.is_prefilling_np = np.array([True, False])
+    drafter.propose(batch, {}, {}, None, None, torch.ones(2, dtype=torch.int32), *[None] * 5)
+    assert order == ["stage", "read"]
+
+
+def test_no_encoder_outputs_are_gathered(monkeypatch):
+    """Of a multimodal target, which vLLM takes for the model of a lookup."""
+    from support.table_runner import CascadeSpeculator, DraftModelSpeculator
+
+    def load(self, target_model):
+        self.supports_mm_inputs = True
+
+    monkeypatch.setattr(DraftModelSpeculator, "load_model", load)
+    drafter = object.__new__(CascadeSpeculator)
+    drafter.load_model(None)
+    assert not drafter.supports_mm_inputs
+
+
+@pytest.mark.parametrize(
+    ("levels", "prompt", "stale"), [(1, 1, False), (3, 1, True), (3, 2, False), (4, 2, True)]
+)
+def test_prompts_that_leave_a_hole_below_the_window_never_draft(levels, prompt, stale):
+    served = runner([{}] * 3, "two")
+    shortest = schedule_of(*range(2, levels + 2)).shortest_prompt
+    served.drafter.schedule = SimpleNamespace(shortest_prompt=shortest)
+    served.drafter.stale[:] = True
+    batch = SimpleNamespace(
+        num_reqs=2,
+        has_prefill=True,
+        num_tokens_after_padding=0,
+        idx_mapping_np=np.array([2, 0]),
+        prefill_len_np=np.array([prompt, prompt]),
+        is_prefilling_np=np.array([True, False]),
+    )
+    served.drafter.state = served.drafter.state.bucket(1)
+    nothing = torch.zeros(2, dtype=torch.int32)
+    served.drafter.propose(batch, {}, {}, None, None, nothing, *[None] * 5)
+    assert served.drafter.stale.tolist() == [True, True, stale]
+
+
+def test_what_is_made_before_the_weights_and_follows_the_configuration(monkeypatch):
+    """Sleep mode discards what is allocated with the weights; vLLM may shorten texts later."""
+    from support import table_runner
+
+    from vllm_hsd.config.cascade_config import CascadeConfig
+
+    given = {"num_speculative_tokens": 4, "levels": [{"ngram": {"max": 2}, "num_tokens": 1}]}
+    given["levels"].append({"model": "m"})
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 7),
+        speculative_config=SimpleNamespace(
+            hsd=CascadeConfig.parse(given), level_configs=[None, None]
+        ),
+    )
+
+    def init(self, vllm_config, device):
+        self.vllm_config, self.speculative_config = vllm_config, vllm_config.speculative_config
+        self.max_model_len = vllm_config.model_config.max_model_len  # as in vLLM 0.32
+        self.max_num_reqs, self.max_num_tokens, self.dtype = 9, 20, torch.float32
+
+    monkeypatch.setattr(table_runner.DraftModelSpeculator, "__init__", init)
+    drafter = table_runner.CascadeSpeculator(config, torch.device("cpu"))
+    assert drafter.state.rows[0] is None and drafter.state.rows[1].shape[1:] == (4, 7)
+    # No more requests than torch.compile covers the tokens of.
+    assert drafter.state.batch == 20 // drafter.schedule.longest_query < 9
+    config.model_config.max_model_len = 32
+    assert drafter.max_model_len == 32
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}])
+@pytest.mark.parametrize("name", ["two", "lookup", "stock"])
+def test_serving_launches_no_verification_that_the_warm_up_has_not(name, filters, monkeypatch):
+    """What a launch is compiled for: the types of its logits and its compile-time values."""
+    from support.table_runner import TableRunner
+    from support.triton_cpu import kernel_class
+
+    target, draft = tables()
+    params: list[dict] = [filters] * 3
+    stock = name == "stock"
+    served = TableRunner(target, draft, params, length=4) if stock else runner(params, name)
+    launched, run = set(), kernel_class().run
+
+    def record(self, *args, **kwargs):
+        # The filters of a verification have an index of requests, those of a draft have none.
+        filtering = self.fn.__name__ in ("row_bounds_kernel", "threshold_kernel")
+        indexed = filtering and any(arg is True for arg in args)
+        if indexed or self.fn.__name__ in ("row_stats_kernel", "verify_kernel"):
+            options = {key: value for key, value in kwargs.items() if key not in ("grid", "warmup")}
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            types = tuple(t.dtype for t in tensors if t.dtype.is_floating_point)
+            launched.add((self.fn.__name__, types, tuple(sorted(options.items()))))
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(kernel_class(), "run", record)
+    served.runner.rejection_sampler.warm_up(torch.float32, served.drafter.draft_logits)
+    warm = set(launched)
+    launched.clear()
+    served.step()
+    served.step()
+    # A program of several levels verifies too; its graph's capture has compiled that.
+    launched = {each for each in launched if ("MAX_DRAFT", 1) not in each[2]}
+    assert launched and launched <= warm and len(warm) == 2 * 6 + 2
+
+
+def test_counts_of_the_levels():
+    """Once per token: the target's acceptance is counted with the next proposal."""
+    served = runner([{"temperature": 1.0}] * 3, "two")
+    counts = served.drafter.counts
+    for _ in range(3):
+        served.step()
+    rows = counts.take().rows
+    lower, top = rows
+    assert top[Count.accepted] == served.accepted > 0
+    assert top[Count.rounds] == 9 and top[Count.drafted] <= 9 * 4
+    assert 0 < lower[Count.accepted] < lower[Count.drafted] <= lower[Count.rounds]
+    # Two rounds of a draft token and a verification each, in three proposals.
+    assert rows[:, Count.forwards].tolist() == [6, 6]
+    assert not counts.take().rows[:, Count.drafted].any()
+    before = served.accepted
+    # As in a step with too many requests: nothing is drafted, and the last acceptance is counted.
+    served.drafter.asked = 0
+    served.step()
+    rows = counts.take().rows
+    assert rows[1, Count.accepted] == served.accepted - before
+    assert not rows[:, Count.drafted].any() and not rows[1, Count.forwards]
+    assert served.step().num_sampled.tolist() == [1, 1, 1]
+
+
+def test_counts_wait_for_the_device():
+    """Negative control of a copy under way: nothing is taken, and nothing twice."""
+    served = runner([{"temperature": 1.0}] * 3, "two")
+    counts = served.drafter.counts
+
+    class Event:
+        there = False
+
+        def record(self):
+            pass
+
+        def query(self):
+            return self.there
+
+    counts.arrived = Event()
+    served.step()
+    assert counts.take() is None
+    served.step()
+    assert counts.take() is None
+    counts.arrived.there = True
+    first, second = (counts.take().rows[:, Count.drafted] for _ in range(2))
+    total = served.drafter.state.counts[:, 0].tolist()
+    assert (first + second).tolist() == total
+    assert 0 < first[1] < total[1]

@@ -1,0 +1,550 @@
+"""Whole engines on the V2 runner, interpreted: cascades, and our verifier below vLLM's drafters."""
+
+import functools
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from support import engines, skipped_passes
+from support.eagle3_head import write_eagle3_head
+from support.engines import ids
+from support.level_files import target_head
+from support.marks import slow
+from support.stock_heads import write_mtp_target
+from support.v2_engines import (
+    GREEDY,
+    PROMPTS,
+    check_samples,
+    check_wrong_rows,
+    p_values,
+    run_counted_jobs,
+    run_engine,
+    run_greedy_and_mixed,
+    run_seeded,
+)
+from transformers import AutoModelForCausalLM
+
+from vllm_hsd.cascade.entropy_stopping import DeviceThresholds
+from vllm_hsd.cascade.exit_head import write_exit_head
+from vllm_hsd.cascade.text_store import collect_texts, write_store
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def cascade(levels: list[dict], tokens: int = 4) -> dict:
+    """With `adaptive` a busy machine may draft nothing."""
+    keys = {"method": "hsd", "num_speculative_tokens": tokens, "adaptive": False}
+    return {**keys, "levels": levels}
+
+
+def texts_of(family) -> str:
+    """A store of what the target writes after the prompts, itself."""
+    path = Path(family.target).with_name("texts.safetensors")
+    if not path.exists():
+        model = AutoModelForCausalLM.from_pretrained(family.target).eval()
+        model.generation_config.eos_token_id = None
+        prompts = [torch.tensor([prompt]) % family.vocabulary for prompt in PROMPTS]
+        texts = [model.generate(p, max_new_tokens=8, do_sample=False)[0] for p in prompts]
+        write_store(collect_texts([text.numpy() for text in texts], family.vocabulary), str(path))
+    return str(path)
+
+
+def head(family) -> str:
+    """An EAGLE-3 head of the target."""
+    path = Path(family.target).with_name("head")
+    if not path.exists():
+        path.mkdir()
+        write_eagle3_head(family.target, path)
+    return str(path)
+
+
+def embedding_head(family) -> str:
+    """The target's norm and output head, on its embedding."""
+    path = Path(family.target).with_name("layer-0")
+    if not path.exists():
+        write_exit_head(target_head(family.target, layer=0), path)
+    return str(path)
+
+
+def target_of(name: str, family) -> str:
+    """The target, with a layer that drafts for it if that is asked for."""
+    path = Path(family.target).with_name("mtp")
+    if name == "mtp" and not path.exists():
+        write_mtp_target(family.target, path)
+    return str(path) if name == "mtp" else family.target
+
+
+def stock(method: str, **keys) -> dict:
+    """One of vLLM's drafters below our verifier."""
+    keys = {"num_speculative_tokens": 4, **keys}
+    return {"method": method, "rejection_sample_method": "hierarchical", **keys}
+
+
+DRAWN = {"draft_sample_method": "probabilistic"}
+
+
+def configuration(name: str, family) -> dict:
+    stored = any(part in name for part in ("suffix", "sources", "n-grams", "choice"))
+    store = texts_of(family) if stored else None
+    suffix = {"min_acceptance": 0.01, "store": store, "shared_tokens": 300}
+    return {
+        "suffix": cascade([{"suffix": suffix}]),
+        "suffix, model": cascade([{"suffix": suffix, "num_tokens": 2}, {"model": family.mid}]),
+        "sources, model": cascade(
+            [
+                {"sources": [{"ngram": {"max": 3}}, {"suffix": suffix}], "num_tokens": 2},
+                {"model": family.mid},
+            ]
+        ),
+        "choice": cascade(
+            [{"sources": [{"ngram": {"max": 3}}, {"suffix": suffix}, {"model": family.mid}]}]
+        ),
+        "choice, model": cascade(
+            [
+                {"sources": [{"suffix": suffix}, {"early_exit": 1}], "num_tokens": 2},
+                {"model": family.mid},
+            ]
+        ),
+        "choice with a head": cascade(
+            [{"sources": [{"suffix": suffix}, {"eagle3": head(family)}]}]
+        ),
+        "n-gram or head": cascade(
+            [{"sources": [{"ngram": {"max": 1}}, {"eagle3": head(family)}]}], 2
+        ),
+        "head, model": cascade(
+            [{"eagle3": head(family), "num_tokens": 2}, {"model": family.mid}], 5
+        ),
+        "choice with a head, model": cascade(
+            [
+                {"sources": [{"suffix": suffix}, {"eagle3": head(family)}], "num_tokens": 2},
+                {"model": family.mid},
+            ],
+            5,
+        ),
+        "two models": cascade([{"model": family.small, "num_tokens": 1}, {"model": family.mid}]),
+        "entropy": cascade(
+            [
+                {"model": family.small, "num_tokens": 2, "stopping": "entropy"},
+                {"model": family.mid, "stopping": "entropy"},
+            ]
+        ),
+        "n-grams, model": cascade(
+            [{"ngram_model": store, "order": 3, "num_tokens": 2}, {"model": family.mid}]
+        ),
+        "horizontal": {
+            **cascade([{"model": family.small, "num_tokens": 1}, {"model": family.mid}]),
+            "horizontal_tokens": 2,
+        },
+        "three equal": cascade(
+            [
+                {"model": family.target, "num_tokens": 1},
+                {"model": family.target, "num_tokens": 2},
+                {"model": family.target},
+            ],
+            5,
+        ),
+        "lookup, exit, model": cascade(
+            [
+                {"ngram": {"max": 3}, "num_tokens": 1},
+                {"early_exit": 1, "num_tokens": 2},
+                {"model": family.mid},
+            ],
+            5,
+        ),
+        "embedding, exit": cascade(
+            [{"exit_head": embedding_head(family), "num_tokens": 1}, {"early_exit": 1}]
+        ),
+        "mtp": cascade([{"mtp": {}}], 2),
+        "stock model": stock("draft_model", model=family.small, **DRAWN),
+        "stock model, equal": stock("draft_model", model=family.target, **DRAWN),
+        "stock model, argmax": stock("draft_model", model=family.mid, draft_sample_method="greedy"),
+        "stock head": stock("eagle3", model=head(family), **DRAWN),
+        "stock n-gram": stock("ngram_gpu", prompt_lookup_max=3, prompt_lookup_min=1),
+    }[name]
+
+
+def check_counts(name: str, counters: dict, least_accepted: float) -> None:
+    """Drafters of vLLM's may guess nothing; one that is the target accepts that share at least."""
+    accepted, drafted = (counters[f"spec_decode_num_{n}_tokens"] for n in ("accepted", "draft"))
+    assert drafted > 0
+    if name == "stock model, equal":
+        assert accepted >= least_accepted * drafted
+    elif name != "mtp" and "stock" not in name:
+        assert accepted > 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("two models", "stock model, equal"),
+        *slow("suffix", "suffix, model", "sources, model", "entropy", "horizontal"),
+        *slow("n-grams, model", "choice", "choice, model", "choice with a head", "three equal"),
+        *slow("head, model", "choice with a head, model"),
+        *slow("lookup, exit, model", "embedding, exit", "mtp", "stock model, argmax"),
+        *slow("stock head", "stock n-gram"),
+    ],
+)
+def test_greedy_text_is_that_of_no_speculation(name, proposals, family, greedy_tokens):
+    config = configuration(name, family)
+    mixed = run_greedy_and_mixed(target_of(name, family), config, greedy_tokens)
+    assert len(mixed["outputs"][1][0]["logprobs"]) == 9
+    check_counts(name, mixed["counters"], least_accepted=1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two models",
+        *slow("suffix, model", "choice", "choice with a head", "lookup, exit, model"),
+        *slow("mtp", "stock model, equal", "stock head", "stock n-gram"),
+        *slow("head, model", "choice with a head, model"),
+    ],
+)
+def test_seeded_text_is_that_of_plain_vllm(name, proposals, family, seeded_tokens):
+    texts, counters = run_seeded(target_of(name, family), configuration(name, family))
+    assert texts == seeded_tokens
+    # The target itself, with the same noise, drafts without knowing of penalties.
+    check_counts(name, counters, least_accepted=0.5)
+
+
+@pytest.mark.slow
+def test_noise_of_another_position_is_caught(family, seeded_tokens):
+    """Negative control of the comparison above."""
+    shifted = "support.shifted_noise:noise_of_the_next_position"
+    texts, _ = run_seeded(family.target, configuration("two models", family), shifted)
+    assert texts != seeded_tokens
+
+
+# Blocks of 32 tokens (a CPU takes no smaller ones), of which there are too few for all requests at
+# once; 16 tokens in a step, so that some of four requests with 5 tokens each sit a step out.
+CROWDED = {
+    "block_size": 32,
+    "num_gpu_blocks_override": 5,
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 4,
+    "max_model_len": 64,
+}
+LONG = [[(5 * i + j) % 60 + 2 for j in range(20 + 4 * i)] for i in range(4)]
+SHARED = LONG[3] + LONG[0]
+TO_THE_END = {"temperature": 0, "max_tokens": 64, "ignore_eos": True}
+CROWDED_JOBS = {
+    "preempted": {"prompts": LONG, "params": {**TO_THE_END, "max_tokens": 30}},
+    # Prompts whose first block is known already; then all of a prompt but a token.
+    "prefix hits": {
+        "prompts": [SHARED[:40], SHARED[:40], SHARED[:32] + [9] * 9, SHARED[:33]],
+        "params": {**TO_THE_END, "max_tokens": 8},
+        "arrive": [0, 9, 9, 9],
+    },
+    # Up to max_model_len, and prompts that leave room for a token or two.
+    "to the end": {
+        "prompts": [LONG[0], [7, 8] * 31, [9] * 63, LONG[1]],
+        "params": TO_THE_END,
+    },
+}
+
+# Of which some begin as others did for which the level drafted nothing, and read nothing.
+HITS = {
+    "first": {"prompts": [SHARED[:40], LONG[1]], "params": {**GREEDY, "max_tokens": 1}},
+    "again": {
+        "prompts": [[*SHARED[:33], i] for i in range(4)] * 3,
+        "params": {**GREEDY, "max_tokens": 20},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def crowded_plain(family):
+    """Tokens without speculation, with room for all."""
+    jobs = {name: {**job, "arrive": None} for name, job in CROWDED_JOBS.items()}
+    found = engines.run_engine({"model": family.target, "max_model_len": 64}, jobs)
+    return {name: ids(result) for name, result in found.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("two models", "suffix, model", "sources, model", "choice, model", "head, model"),
+        *("choice with a head, model", "lookup, exit, model"),
+    ],
+)
+@pytest.mark.parametrize("how", ["recursion", "fixed schedule", "graphs"])
+def test_a_crowded_engine_loses_nothing(name, how, request, family, crowded_plain):
+    """Preemption, prefix hits, requests that sit a step out, texts up to max_model_len."""
+    if how != "recursion":
+        request.getfixturevalue("as_on_gpus")
+    engine = {"model": family.target, **CROWDED}
+    results = run_engine(
+        {**engine, "speculative_config": configuration(name, family)},
+        CROWDED_JOBS,
+        patch="support.recorded_graph:serve" if how == "graphs" else None,
+    )
+    for job, expected in crowded_plain.items():
+        assert ids(results[job]) == expected, job
+        levels, counters = results[job]["levels"], results[job]["counters"]
+        assert levels[-1]["accepted"] == counters["spec_decode_num_accepted_tokens"] > 0
+        assert all(0 <= level["accepted"] <= level["drafted"] for level in levels)
+    assert results["preempted"]["counters"]["num_preemptions"] > 0
+    # Below a head vLLM computes the last block of a prefix again, and here there is one.
+    hits = results["prefix hits"]["counters"]["prefix_cache_hits"]
+    assert (hits > 0) != ("head" in name)
+
+
+STORED, AFTER = 110, 40
+
+
+@pytest.fixture(scope="module")
+def mostly_stored(family, tmp_path_factory) -> tuple[str, list[int], list[int]]:
+    """A store, a prompt, and the target's greedy text after it, most of which is in the store."""
+    text = greedy(family.target, PROMPTS[1], STORED + AFTER)
+    store = str(tmp_path_factory.mktemp("stored") / "text.safetensors")
+    stored = torch.tensor([*PROMPTS[1], *text[:STORED]])
+    write_store(collect_texts([stored.numpy()], family.vocabulary), store)
+    return store, PROMPTS[1], text
+
+
+@functools.cache
+def loaded(path: str):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def greedy(path: str, prompt: list[int], count: int) -> list[int]:
+    """What a model writes after a prompt."""
+    found = loaded(path).generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+    return found[0, len(prompt) :].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", ["install", "install_unread"])
+def test_passes_are_skipped_while_a_lookup_wins(patch, as_on_gpus, family, mostly_stored):
+    """Up to the end of the stored text, where the model drafts again what it drafts alone.
+
+    With a negative control: what it skips is not in its cache, and its drafts are others.
+    """
+    store, prompt, text = mostly_stored
+    sources = [{"suffix": {"min_acceptance": 0.01, "store": store}}, {"model": family.mid}]
+    found = run_engine(
+        {
+            "model": family.target,
+            "max_num_seqs": 1,
+            "speculative_config": cascade([{"sources": sources}]),
+        },
+        {"": {"prompts": [prompt], "params": {**GREEDY, "max_tokens": len(text)}}},
+        patch=f"support.skipped_passes:{patch}",
+        work=skipped_passes.run,
+    )[""]
+    assert ids(found) == [text]
+    before, after = [], []
+    for step in found["steps"]:
+        (after if step[1] > len(prompt) + STORED + 5 else before).append(step)
+    assert sum(not whole for whole, *_ in before) > len(before) / 2
+    assert patch == "install_unread" or sum(whole for whole, *_ in after) > len(after) / 2
+    alike = [
+        draft == greedy(family.mid, [*prompt, *text][:length], len(draft))
+        for _, length, drawn, draft in after
+        if drawn
+    ]
+    assert len(alike) > 2 and all(alike) == (patch == "install")
+
+
+@pytest.mark.slow
+def test_a_head_drafts_alike_whether_its_passes_were_skipped(as_on_gpus, family):
+    """Its first pass reads the target's states; here no lookup offers anything."""
+    sources = [{"ngram": {"min": 9, "max": 9}}, {"eagle3": head(family)}]
+    levels = [{"sources": sources, "min_acceptance": 0.0}]
+    engine = {"model": family.target, "speculative_config": cascade(levels)}
+    jobs = {"": {"prompts": PROMPTS[1:2], "params": {**GREEDY, "max_tokens": 16}}}
+    found = [
+        run_engine(engine, jobs, patch=f"support.skipped_passes:{patch}", work=skipped_passes.run)
+        for patch in ("install_turns", "install_all")
+    ]
+    in_turns, whole = (result[""]["steps"] for result in found)
+    assert ids(found[0][""]) == ids(found[1][""])
+    assert [every for every, *_ in in_turns] == [i % 3 == 2 for i in range(len(in_turns))]
+    after = {length: draft for _, length, _, draft in whole}
+    assert all(len(draft) == 4 for draft in after.values())
+    for every, length, drawn, draft in in_turns:
+        assert drawn and draft == after[length][: len(draft)] and len(draft) == (4 if every else 1)
+
+
+@pytest.mark.slow
+def test_large_batches_draft_nothing(as_on_gpus, family):
+    """Requests join until an engine stops drafting, and what their levels have missed stays so.
+
+    A step of decodes above the limit runs no level; new requests draft when the others have left.
+    """
+    speculative = {**configuration("two models", family), "disable_by_batch_size": 2}
+    params = [{**GREEDY, "max_tokens": n} for n in (30, 24, 8, 8)]
+    joining = {"prompts": PROMPTS, "params": params, "arrive": [0, 1, 6, 6]}
+    alone = {"prompts": PROMPTS[:1], "params": GREEDY}
+    jobs = {"joining": joining, "anew": alone, "forgotten": joining}
+    engine = {"model": family.target, "max_num_seqs": 4}
+    configured = {**engine, "speculative_config": speculative}
+    found = run_engine(configured, jobs, work=run_counted_jobs)
+    plain = engines.run_engine(engine, {"all": {"prompts": PROMPTS, "params": params}})["all"]
+    assert ids(found["joining"]) == ids(found["forgotten"]) == ids(plain)
+    top = found["joining"]["levels"][-1]
+    counted = found["joining"]["counters"]["spec_decode_num_accepted_tokens"]
+    assert top["accepted"] == counted > 0
+
+    def parts(job: str) -> tuple[list[dict], ...]:
+        """Steps before the limit is exceeded, of prompts and of decodes above it, and after."""
+        steps = found[job]["steps"]
+        large = [i for i, step in enumerate(steps) if len(step["drafted"]) > 2]
+        above = steps[large[0] : large[-1] + 1]
+        reading, decoding = ([s for s in above if s["prompts"] is read] for read in (True, False))
+        return steps[: large[0]], reading, decoding, steps[large[-1] + 1 :]
+
+    before, reading, decoding, after = parts("joining")
+    assert any(sum(step["drafted"]) for step in before)
+    assert reading and all(step["passes"] == 2 for step in reading)
+    # Four requests take 7 more steps at least, and the two that go on take some.
+    assert len(decoding) >= 7 and after
+    assert not any(step["passes"] or any(step["drafted"]) for step in decoding + after)
+    assert any(sum(step["drafted"]) for step in found["anew"]["steps"])
+    # Negative control: nobody remembers what was missed.
+    assert any(sum(step["drafted"]) for step in parts("forgotten")[-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "forced"),
+    [
+        ("suffix, model", True),
+        pytest.param("suffix, model", False, marks=pytest.mark.slow),
+        pytest.param("lookup, exit, model", True, marks=pytest.mark.slow),
+    ],
+)
+def test_levels_that_draft_now_and_then_lose_nothing(name, forced, family, crowded_plain):
+    """`adaptive` on a CPU: levels take part in a step where they pay, or at random."""
+    speculative = {**configuration(name, family), "adaptive": True}
+    results = run_engine(
+        {"model": family.target, **CROWDED, "speculative_config": speculative},
+        CROWDED_JOBS,
+        patch="support.adversarial_depth:install" if forced else None,
+    )
+    for job, expected in crowded_plain.items():
+        assert ids(results[job]) == expected, job
+    assert results["preempted"]["counters"]["num_preemptions"] > 0
+    assert results["prefix hits"]["counters"]["prefix_cache_hits"] > 0
+    accepted = results["preempted"]["counters"]["spec_decode_num_accepted_tokens"]
+    assert accepted > 0 or not forced
+
+
+@pytest.mark.parametrize("patch", ["install", *slow("install_and_forget_holes")])
+def test_levels_know_what_they_have_missed(patch, family):
+    """The target as its own drafter: all is accepted, after steps without it and prefix hits.
+
+    With a negative control: a level takes the target's prefix hits for its own.
+    """
+    speculative = {**cascade([{"model": family.target}]), "adaptive": True}
+    found = run_engine(
+        {"model": family.target, **CROWDED, "speculative_config": speculative},
+        HITS,
+        patch=f"support.adversarial_depth:{patch}",
+    )
+    (level,) = found["again"]["levels"]
+    assert level["drafted"] > 10 and found["again"]["counters"]["prefix_cache_hits"] > 0
+    assert (level["accepted"] == level["drafted"]) == (patch == "install")
+
+
+def remembering(llm, jobs: dict) -> dict:
+    """The jobs, of which each request goes on with the thresholds of the one before."""
+    with mock.patch.object(DeviceThresholds, "forget"):
+        return engines.run_jobs(llm, jobs)
+
+
+def test_a_slot_that_is_used_again_remembers_nothing(family):
+    """Drafts that end by entropy are those of a request alone; with a negative control."""
+    params = {**GREEDY, "max_tokens": 40}
+    alone = {"alone": {"prompts": PROMPTS[3:], "params": params}}
+    after = {"before": {"prompts": PROMPTS[:3], "params": params}, **alone}
+    config = configuration("entropy", family)
+    engine = {"model": family.target, "max_num_seqs": 1, "speculative_config": config}
+    works = (alone, engines.run_jobs), (after, engines.run_jobs), (after, remembering)
+    found = [run_engine(engine, jobs, work=work)["alone"] for jobs, work in works]
+    drafted = [
+        [(level["drafted"], level["accepted"]) for level in each["levels"]] for each in found
+    ]
+    assert drafted[0] == drafted[1] != drafted[2]
+    assert ids(found[0]) == ids(found[1]) == ids(found[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "forced"),
+    [("two models", False), ("two models", True), ("head, model", True), ("suffix", True)],
+)
+def test_a_batch_that_drafts_now_and_then_loses_nothing(
+    name, forced, as_on_gpus, family, crowded_plain
+):
+    """`adaptive`: the scheduler chooses a length or none, by what was faster or at random."""
+    speculative = {**configuration(name, family), "adaptive": True}
+    results = run_engine(
+        {"model": family.target, **CROWDED, "speculative_config": speculative},
+        CROWDED_JOBS,
+        patch="support.adversarial_depth:install_for_batches" if forced else None,
+    )
+    for job, expected in crowded_plain.items():
+        assert ids(results[job]) == expected, job
+    accepted = results["preempted"]["levels"][-1]["accepted"]
+    assert accepted == results["preempted"]["counters"]["spec_decode_num_accepted_tokens"]
+    assert accepted > 0 or not forced
+
+
+PROMPT = [2, 3, 0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("two models", "suffix, model", "entropy", "horizontal", "n-grams, model"),
+        *("lookup, exit, model", "mtp", "stock model", "stock head"),
+    ],
+)
+def test_sampled_text_follows_the_target(name, small_vocabulary):
+    config = configuration(name, small_vocabulary)
+    check_samples(target_of(name, small_vocabulary), config, PROMPT)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(
+    ("patch", "fault"),
+    [("install", False), ("install_lowest", False), ("install_lowest_and_keep_rows", True)],
+)
+def test_sampled_text_of_levels_that_draft_now_and_then(patch, fault, small_vocabulary):
+    """With a negative control: a lookup's tokens that a level passes on have other rows."""
+    levels = [{"ngram": {"min": 1, "max": 2}, "num_tokens": 2}, {"model": small_vocabulary.mid}]
+    speculative = {**cascade(levels), "adaptive": True}
+    params = {"max_tokens": 9, "top_k": 2} if fault else {"max_tokens": 9}
+    patch, cases = f"support.adversarial_depth:{patch}", {"": params}
+    target = small_vocabulary.target
+    found = p_values(target, speculative, PROMPT, cases, count=2000, patch=patch)[""]
+    print(found)
+    assert found < 1e-6 if fault else found > 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", ["two models", "lookup, exit, model", "stock model", "stock head"])
+def test_wrong_rows_of_the_drafts_are_caught(name, small_vocabulary):
+    check_wrong_rows(small_vocabulary.target, configuration(name, small_vocabulary), PROMPT)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("fault", [False, True])
+def test_sampled_text_of_a_lookup_or_a_head(fault, small_vocabulary):
+    """With a negative control: a lookup's tokens are verified as if the head had drawn them."""
+    target, speculative = small_vocabulary.target, configuration("n-gram or head", small_vocabulary)
+    params, count, patch = {}, 300, "support.forced_choice:install"
+    if fault:
+        params, count, patch = {"top_k": 2}, 600, f"{patch}_drawn_lookups"
+    found = p_values(target, speculative, PROMPT, {"": params}, count=count, patch=patch)[""]
+    print(found)
+    assert found < 1e-6 if fault else found > 1e-6

@@ -1,0 +1,142 @@
+"""Exact distribution of steps whose drafts are a lookup's or a model's, whichever is chosen.
+
+The program runs as in `oracle.test_program_exact`; the kernels that choose are interpreted. Two
+steps, so that the second choice goes by what became of the first one, or one step of two rounds.
+The past also decides which passes the model runs.
+"""
+
+import copy
+import zlib
+from fractions import Fraction
+
+import pytest
+import torch
+from oracle.exact import Choices, Table, Tokens, distance, distribution_of, extended
+from oracle.test_program_exact import VERIFIERS, Chosen, proposed
+from support.programs import MAX_NUM_REQS, PROMPT, Engine, reference_steps
+
+VOCABULARY = 2
+TARGET = Table(VOCABULARY, 1)
+
+
+def last_again(state, text):
+    """A lookup: the last token again, as often as may be."""
+    count, end = int(state.requested[0, 0]), int(state.end[0])
+    state.window[0, end : end + count] = state.window[0, end - 1]
+    state.end[0] += count
+    state.drafted[0, 0] = count
+
+
+def of_place(state, *, drafts: bool) -> tuple:
+    """What a rule may look at, and with `drafts` what it may not: what the model has drawn."""
+    start = int(state.end[0]) - int(state.drafted[0, 0])
+    end = int(state.end[0]) if drafts else start
+    return int(state.base[0]), state.window[0, :end].tolist()
+
+
+def choosing(rule: str):
+    """`SourcesLookup` with a lookup and a model, which are chosen by a rule."""
+    from vllm_hsd.budget.source_choice import Estimates, SourcesLookup
+
+    class ByHash(SourcesLookup):
+        """Any function of the text, the offers and what was learned; "drawn" sees the draft too.
+
+        For "cut" the model drafts.
+        """
+
+        def choose(self, state):
+            if int(state.requested[0, 0]) > 0 and rule != "learned":
+                seen = of_place(state, drafts=rule == "drawn"), self.own.tolist()
+                wins = 1 if rule == "cut" else zlib.crc32(repr(seen).encode()) % 2
+                # Nothing that was expected has become of the other one.
+                self.own[:, :, int(state.slot[0])] = 0.0
+                self.own[0, 1 - wins, int(state.slot[0])] = -float(self.prior)
+            super().choose(state)
+            if rule == "rows":
+                self.drawn.fill_(1.0)
+
+    estimates = Estimates(torch.full((9,), 0.7, dtype=torch.float64), by_token=False)
+    cpu = torch.device("cpu")
+    return ByHash([(last_again, estimates)], 0.05, MAX_NUM_REQS, 2, cpu, has_drafter=True)
+
+
+def bias(rule: str, lengths=(2,), verifier="block", steps=2) -> tuple[Fraction, set]:
+    """Total variation distance to the target's joint distribution, and which sources drafted."""
+    from vllm_hsd.cascade.program import ProgramSources
+
+    found = choosing(rule)
+    found.length = lengths[0]
+
+    def offer(state):
+        found.offer(state, engine.text)
+
+    engine = Engine(
+        lengths,
+        (),
+        (verifier,) * 3,
+        batch=1,
+        requests=1,
+        vocabulary=VOCABULARY,
+        dtype=torch.float64,
+        sources=ProgramSources(offer, found.choose, found.drawn),
+    )
+    chosen, kept = Chosen(engine), set()
+    slot = int(engine.index[0])
+    whole, fewer = engine.program, copy.copy(engine.program)
+    fewer.schedule = whole.schedule.with_first_passes()
+
+    def generate(choices: Choices) -> Tokens:
+        chosen.begin(choices)
+        found.shared.zero_()
+        found.forget(torch.tensor([slot]))
+        text: Tokens = ()
+        for _ in range(steps):
+            past = zlib.crc32(repr((text, found.own.tolist())).encode())
+            skips = rule != "cut" and bool(past % 2)
+            engine.program = fewer if skips else whole
+            [draft] = engine.propose(plain)
+            if rule == "cut" and draft[1:] == [0]:
+                # The pass for a token is skipped when it is known.
+                draft = draft[:1]
+            drawn = len(lengths) > 1 or bool(found.drawn[slot] > 0)
+            kept.add((skips, float(found.drawn[slot])))
+            accepted, token = chosen.verify(
+                TARGET.rows((*draft,), len(draft) + 1, text),
+                proposed(engine.state.rows[-1][0, : len(draft)], draft, drawn),
+                draft,
+                VERIFIERS[verifier],
+                len(lengths),
+                PROMPT + len(text),
+            )
+            engine.commit(0, [*draft[:accepted], token])
+            text = (*text, *draft[:accepted], token)
+        return text
+
+    with reference_steps(engine, **chosen.functions) as plain:
+        emitted = distribution_of(generate)
+    return distance(extended(emitted, TARGET, 4), TARGET.joint(4)), kept
+
+
+@pytest.mark.parametrize(
+    ("rule", "lengths", "verifier", "steps"),
+    [
+        ("any", (2,), "standard", 2),
+        pytest.param("learned", (2,), "block", 2, marks=pytest.mark.slow),
+        pytest.param("any", (2,), "block", 2, marks=pytest.mark.slow),
+        pytest.param("any", (1, 2), "block", 2, marks=pytest.mark.slow),
+        pytest.param("any", (1, 3), "block", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_choice_by_the_past_has_the_distribution_of_the_target(rule, lengths, verifier, steps):
+    found, kept = bias(rule, lengths, verifier, steps)
+    assert found == 0
+    assert rule == "learned" or len({drawn for _, drawn in kept}) == 2
+    assert lengths[0] == 1 or len({skips for skips, _ in kept}) == 2
+
+
+@pytest.mark.parametrize("rule", ["drawn", "rows", "cut"])
+def test_a_choice_by_the_drawn_token_and_wrong_rows_are_caught(rule):
+    """Negative controls: it looks at what was drawn, or how much is drafted does; or a lookup's
+    tokens count as drawn ones.
+    """
+    assert bias(rule, steps=1)[0] > Fraction(1, 1000)

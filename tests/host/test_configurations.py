@@ -1,0 +1,348 @@
+"""What of a configuration reaches vLLM and the levels, and what is refused in one sentence."""
+
+import functools
+import operator
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from vllm_hsd.cascade.text_store import collect_texts, write_store
+from vllm_hsd.errors import UserError
+from vllm_hsd.host import engine_hooks
+from vllm_hsd.levels.base import LevelConfig, VllmModelKeys
+
+
+def configure(family, speculative_config: dict, **engine):
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_hsd.plugin import register
+
+    register()
+    return EngineArgs(
+        model=family.target,
+        skip_tokenizer_init=True,
+        speculative_config=speculative_config,
+        **engine,
+    ).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"method": "custom_class", "model": "a.B"}, "works with the methods"),
+        ({"method": "ngram", "num_speculative_tokens": 64}, "num_speculative_tokens is 64, above"),
+        (
+            {"method": "ngram", "enable_adaptive_verification": True},
+            "needs a drafter with probabilities, which 'ngram' is not",
+        ),
+        ({"method": "ngram", "levls": []}, r"^vLLM refuses levls: [^\n]*\.$"),
+    ],
+)
+def test_what_is_refused_below_vllms_own_drafters(family, keys, message):
+    given = {"num_speculative_tokens": 2, "rejection_sample_method": "hierarchical", **keys}
+    with pytest.raises(UserError, match=message):
+        configure(family, given)
+
+
+HEAD = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"eagle3": "HEAD"}]}
+STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
+
+
+@pytest.mark.parametrize(
+    ("keys", "engine", "reason"),
+    [
+        ({"levels": [{"ngram": {}}]}, {}, None),
+        ({"levels": [{"suffix": {}}]}, {}, None),
+        ({"levels": [{"ngram_model": "STORE"}]}, {}, None),
+        ({"levels": [{"suffix": {"shared_tokens": 1 << 18}}]}, {}, None),
+        ({"levels": [{"sources": [{"ngram": {}}, {"suffix": {}}]}]}, {}, None),
+        ({"levels": [{"sources": [{"ngram": {}}, {"early_exit": 1}]}]}, {}, None),
+        ({"levels": [{"sources": [{"ngram": {}}, {"eagle3": "HEAD"}]}]}, {}, None),
+        (
+            {"levels": [{"sources": [{"eagle3": "HEAD"}], "num_tokens": 1}, {"early_exit": 1}]},
+            {},
+            None,
+        ),
+        ({"levels": [{"eagle3": "HEAD", "num_tokens": 1}, {"early_exit": 1}]}, {}, None),
+        (
+            {"levels": [{"sources": [{"ngram": {}}, {"eagle3": "HEAD"}]}], "adaptive": True},
+            {},
+            r"adaptive has no meaning with levels\[0\].sources\[1\].eagle3",
+        ),
+        ({"levels": [{"sources": [{"ngram": {}}], "branches": 2}]}, {}, None),
+        ({"levels": [{"sources": [{"ngram": {}}], "branches": 2}], "adaptive": True}, {}, None),
+        (
+            {"levels": [{"sources": [{"ngram": {}}, {"early_exit": 1}], "branches": 2}]},
+            {},
+            "branches is for a model and for sources that are lookups",
+        ),
+        (
+            {"levels": [{"sources": [{"suffix": {"shared_tokens": 1 << 19}}]}]},
+            {},
+            r"levels\[0\].sources\[0\].suffix.shared_tokens is at most 262144",
+        ),
+        (
+            {"levels": [{"ngram": {}, "num_tokens": 1}, {"early_exit": 1, "verifier": "none"}]},
+            {},
+            None,
+        ),
+        ({"levels": [{"early_exit": 1, "stopping": "entropy"}]}, {}, None),
+        ({"num_speculative_tokens": 64}, {}, "num_speculative_tokens is 64"),
+        ({"levels": [{"model": "SHORT"}]}, {}, None),
+        ({"adaptive": True}, {"distributed_executor_backend": "external_launcher"}, "adaptive"),
+        ({}, {"enable_dbo": True}, "dual batch overlap does not run with speculation"),
+        ({"levels": [{"eagle3": "HEAD"}], "adaptive": True}, {}, "adaptive has no meaning"),
+        (
+            {"levels": [{"eagle3": "HEAD", "branches": 2}]},
+            {},
+            "branches is for a model and for sources that are lookups",
+        ),
+        ({"levels": [{"model": "SMALL", "branches": 3}]}, {}, None),
+        ({"levels": [{"model": "SMALL", "branches": 3}], "verifier": "coupled"}, {}, None),
+        (
+            {"levels": [{"model": "SMALL", "branches": 9}], "num_speculative_tokens": 8},
+            {},
+            "make 72 draft tokens of a request, but tree verification takes at most 64",
+        ),
+        (
+            {"levels": [{"model": "SMALL", "branches": 2}], "verifier": "standard"},
+            {},
+            r"verifier does not go with levels\[0\].branches of a model",
+        ),
+        (
+            {"levels": [{"model": "SMALL", "branches": 2, "stopping": "entropy"}]},
+            {},
+            r"levels\[0\].stopping does not go with levels\[0\].branches of a model",
+        ),
+        ({"levels": [{"eagle3": "HEAD"}], "verifier": "standard"}, {}, "verifier has no meaning"),
+        ({"levels": [{"eagle3": "HEAD"}], "verifier": "coupled"}, {}, None),
+        ({"method": "ngram", **STOCK}, {}, None),
+        ({"method": "ngram", **STOCK, "num_speculative_tokens": 64}, {}, "num_speculative_tokens"),
+        ({"method": "suffix", **STOCK}, {}, "not with 'suffix'"),
+    ],
+)
+def test_a_configuration_is_served_or_refused_in_a_sentence(
+    as_on_gpus, family, head, keys, engine, reason
+):
+    given = {**({"levels": [{"ngram": {}}]} if "method" not in keys else {}), **LOOKUP, **keys}
+    if "method" in keys:
+        del given["levels"]
+    else:
+        given["levels"] = [with_paths(level, family, head) for level in given["levels"]]
+    if reason:
+        with pytest.raises(UserError, match=reason):
+            configure(family, given, **engine)
+        return
+    config = configure(family, given, **engine)
+    assert config.use_v2_model_runner
+    couples_all = pickle.loads(pickle.dumps(config.speculative_config)).hsd_couples_all
+    assert couples_all == ("verifier" in keys)
+
+
+@pytest.mark.parametrize("method", ["hsd", "ngram"])
+def test_v1_is_not_what_vllm_falls_back_to(family, monkeypatch, method):
+    """Asked for by the user, or by what vLLM's V2 runner does not support."""
+    from vllm.config import VllmConfig
+
+    given = {"hsd": LOOKUP, "ngram": {"method": "ngram", "num_speculative_tokens": 3, **STOCK}}
+    unsupported = "_get_v2_model_runner_unsupported_features"
+    configure(family, given[method])
+    asked = getattr(VllmConfig, unsupported).__wrapped__
+    with monkeypatch.context() as context:
+        wrapped = functools.partial(engine_hooks.unsupported_features_of_v2, lambda self: ["this"])
+        context.setattr(VllmConfig, unsupported, lambda self: wrapped(self))
+        with pytest.raises(ValueError, match="does not support this: remove"):
+            configure(family, given[method])
+        # Other configurations are vLLM's own matter.
+        assert asked(configure(family, None)) is not None
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(UserError, match=r"VLLM_USE_V2_MODEL_RUNNER=0 asks for .*: unset it"):
+        configure(family, given[method])
+
+
+def with_paths(level: dict, family, head: str) -> dict:
+    if level.get("model") == "SHORT":
+        return {"model": family.mid, "max_model_len": 99}
+    if level.get("model") == "SMALL":
+        return {**level, "model": family.small}
+    if "ngram_model" in level:
+        store = str(Path(family.target).with_name("pairs.safetensors"))
+        write_store(collect_texts([np.arange(3)], family.vocabulary), store)
+        return {"ngram_model": store}
+    if "sources" in level:
+        sources = [with_paths(source, family, head) for source in level["sources"]]
+        return {**level, "sources": sources}
+    return {**level, "eagle3": head} if "eagle3" in level else level
+
+
+@pytest.fixture(scope="module")
+def head(family, tmp_path_factory) -> str:
+    from support.eagle3_head import write_eagle3_head
+
+    return write_eagle3_head(family.target, tmp_path_factory.mktemp("head"))
+
+
+# key of vLLM -> (value, where vLLM or the cascade finds it, or what refuses it)
+LEVEL_KEYS = {
+    "attention_backend": ("TRITON_ATTN", "config.attention_config.backend.name"),
+    "code_revision": ("abc", "config.model_config.code_revision"),
+    "draft_load_config": ({"load_format": "dummy"}, "load_config.load_format"),
+    "draft_tensor_parallel_size": (2, "they must be equal"),
+    "enforce_eager": (True, "level.enforce_eager"),
+    "kv_cache_dtype": ("fp8", "config.cache_config.cache_dtype"),
+    "max_model_len": (99, "config.model_config.max_model_len"),
+    "moe_backend": ("triton", "config.kernel_config.moe_backend"),
+    "quantization": ("fp8", "config.model_config.quantization"),
+    "revision": ("abc", "config.model_config.revision"),
+}
+
+
+def test_every_key_of_vllm_is_tried():
+    assert VllmModelKeys.model_fields.keys() - LevelConfig.model_fields.keys() == LEVEL_KEYS.keys()
+
+
+@pytest.mark.parametrize("key", sorted(LEVEL_KEYS))
+def test_a_key_of_vllm_reaches_the_level_or_is_refused(family, monkeypatch, key):
+    from vllm.config.compilation import CUDAGraphMode
+
+    from vllm_hsd.host import graphs, program_models
+
+    found: dict = {}
+    monkeypatch.setattr(
+        program_models, "get_model", lambda vllm_config, prefix, **rest: found.update(rest)
+    )
+    value, place = LEVEL_KEYS[key]
+    given = {**LOOKUP, "levels": [{"model": family.mid, key: value}]}
+    if not place[0].isalpha() or " " in place:
+        with pytest.raises(UserError, match=place):
+            configure(family, given)
+        return
+    config = configure(family, given)
+    config.parallel_config.data_parallel_index = 1
+    level = program_models.ProgramModel(SimpleNamespace(vllm_config=config, vocab_size=64), 0)
+    level.load(config.speculative_config.level_configs[0])
+    assert level.draft_config.parallel_config.data_parallel_index == 1
+    places = {"level": level, "config": level.draft_config, **found}
+    expected = value["load_format"] if isinstance(value, dict) else value
+    assert operator.attrgetter(place.partition(".")[2])(places[place.partition(".")[0]]) == expected
+    eager = graphs.why_eager(CUDAGraphMode.FULL_DECODE_ONLY, [level], 1)
+    assert eager == ("levels[0].enforce_eager is set" if key == "enforce_eager" else None)
+
+
+def test_mtp_layers_alone_are_vllms_own_drafter(family, tmp_path):
+    from support.stock_heads import write_mtp_target
+
+    target = write_mtp_target(family.target, tmp_path / "mtp")
+    given = {**HEAD, "levels": [{"mtp": {}}], "verifier": "coupled"}
+    found = configure(replace(family, target=target), given).speculative_config
+    assert (found.method, found.model) == ("mtp", target)
+    assert found.draft_sample_method == "probabilistic" and found.hsd_couples_all
+
+
+def test_a_head_next_to_lookups_is_vllms_own_drafter_too(family, head):
+    given = {**HEAD, "levels": [{"sources": [{"ngram": {}}, {"eagle3": head}]}]}
+    found = pickle.loads(pickle.dumps(configure(family, given).speculative_config))
+    assert (found.method, found.model) == ("eagle3", head)
+    # Keeps the texts on the device.
+    assert found.use_ngram() and len(found.hsd_sources.sources) == 2
+
+
+def test_lookups_are_not_left_out_where_vllm_makes_another_drafter():
+    from vllm_hsd.host.replacements import load_model
+
+    speculative = SimpleNamespace(hsd_sources=object())
+    runner = SimpleNamespace(speculative_config=speculative, speculator=SimpleNamespace())
+    with pytest.raises(UserError, match="vLLM's SimpleNamespace cannot draft next"):
+        load_model(lambda runner: None, runner)
+
+
+@pytest.mark.parametrize("limit", [None, 8])
+def test_a_head_alone_is_vllms_own_drafter(family, head, limit):
+    given = {**HEAD, "levels": [{"eagle3": head, "kv_cache_dtype": "bfloat16"}]}
+    config = configure(family, {**given, "disable_by_batch_size": limit}, max_num_seqs=16)
+    found = config.speculative_config
+    assert (found.method, found.model) == ("eagle3", head)
+    assert found.draft_sample_method == "probabilistic" and found.kv_cache_dtype == "bfloat16"
+    assert found.rejection_sample_method == "block" and found.num_speculative_tokens == 3
+    by_size = None if limit is None else [(1, 8, 3), (9, 9, 0)]
+    assert found.num_speculative_tokens_per_batch_size == by_size
+
+
+ADAPTS = {"enable_adaptive_verification": True}
+
+
+@pytest.mark.parametrize("kind", ["lookup", "head", "head next to a lookup", "stock drafter"])
+def test_adaptive_verification_is_vllms(family, head, monkeypatch, kind):
+    """Where it cannot verify so, as on a CPU, vLLM says why."""
+    from vllm.config import VllmConfig
+
+    stock = {"method": "eagle3", "model": head, "num_speculative_tokens": 3}
+    given = {
+        "lookup": LOOKUP,
+        "head": {**HEAD, "levels": [{"eagle3": head}]},
+        "head next to a lookup": {
+            **HEAD,
+            "levels": [{"sources": [{"ngram": {}}, {"eagle3": head}]}],
+        },
+        "stock drafter": {**stock, "rejection_sample_method": "hierarchical"},
+    }[kind]
+    with pytest.raises(ValueError, match="Adaptive verification requires full CUDA graphs"):
+        configure(family, {**given, **ADAPTS})
+    monkeypatch.setattr(VllmConfig, "_validate_adaptive_verification", lambda self: None)
+    found = configure(family, {**given, **ADAPTS}).speculative_config
+    assert found.enable_adaptive_verification
+    assert not configure(family, given).speculative_config.enable_adaptive_verification
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"adaptive": True}, "which adaptive chooses too"),
+        ({"levels": [{"sources": [{"ngram": {}}], "branches": 2}]}, "which branches chooses too"),
+    ],
+)
+def test_what_adaptive_verification_does_not_go_with(family, keys, reason):
+    with pytest.raises(UserError, match=reason):
+        configure(family, {**LOOKUP, **ADAPTS, **keys})
+
+
+SOURCES = {"sources": [{"ngram": {}}, {"ngram": {"max": 1}}], "branches": 4}
+BRANCHES = {"levels": [SOURCES], "adaptive": False}
+LOOKUP = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"ngram": {}}]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "max_num_seqs", "drafts"),
+    [
+        ({}, 65, {1: 3, 64: 3, 65: 0}),
+        ({}, 64, None),
+        ({"disable_by_batch_size": 8}, 16, {1: 3, 8: 3, 9: 0, 16: 0}),
+        ({"disable_by_batch_size": 16}, 16, None),
+        # vLLM captures all lengths for it; the scheduler chooses among them.
+        ({"adaptive": True, "disable_by_batch_size": 16}, 16, {1: 3, 14: 3, 15: 1, 16: 0}),
+        ({"adaptive": True}, 2, {1: 3, 2: 0}),
+        # No second length fits; the scheduler still chooses, and not drafting has no whole graph.
+        ({"adaptive": True}, 1, {1: 3}),
+        # Four rows of four tokens: 16 requests with branches; more of them draft a chain each.
+        (BRANCHES, 80, {1: 15, 16: 15, 17: 3, 64: 3, 65: 0}),
+        (BRANCHES, 16, None),
+        (BRANCHES, 17, {16: 15, 17: 3}),
+        ({**BRANCHES, "adaptive": True}, 80, {15: 15, 16: 7, 17: 0}),
+        ({**BRANCHES, "disable_by_batch_size": 64}, 80, {64: 15, 65: 0}),
+    ],
+)
+def test_large_batches_draft_nothing(family, as_on_gpus, keys, max_num_seqs, drafts):
+    """By vLLM's own schedule of draft lengths, only where a batch can be as large."""
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    config = configure(family, {**LOOKUP, **keys}, max_num_seqs=max_num_seqs)
+    given = config.speculative_config.num_speculative_tokens_per_batch_size
+    assert (given is None) == (drafts is None)
+    if drafts is not None:
+        longest = config.speculative_config.num_speculative_tokens
+        by_size = build_dynamic_sd_schedule_lookup(given, max_num_seqs, longest)
+        assert {size: by_size[size] for size in drafts} == drafts

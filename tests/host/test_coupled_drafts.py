@@ -1,0 +1,92 @@
+"""Coupled requests on the V2 runner's sampling side: their text is that of vLLM without drafts."""
+
+import numpy as np
+import pytest
+from support.marks import slow
+from support.table_distributions import CASES, cascade, tables
+
+LENGTH = 7
+FILTERS = ({}, {"top_p": 0.8, "temperature": 0.7}, {"top_k": 3}, {"min_p": 0.2, "temperature": 1.3})
+
+
+def runner(params, name, **options):
+    """Serves `params` with a drafter: "plain" is vLLM's sampler alone."""
+    from support.table_runner import TableRunner
+
+    np.random.seed(0)
+    target, draft = tables()
+    given = {
+        "plain": {"ours": False, "length": 0},
+        "stock": {"length": 3},
+        "point masses": {"length": 3, "keeps_rows": False},
+    }.get(name)
+    if given is None:
+        given = {"length": 4, "cascade": cascade(name)}
+    draft = options.pop("draft", draft)
+    # As long as the widest window of a cascade, so that the first step drafts.
+    return TableRunner(target, draft, params, prompt_length=4, **given, **options)
+
+
+def texts(params, name, **options):
+    served = runner(params, name, **options)
+    while min(map(len, served.texts())) < 4 + LENGTH:
+        served.step()
+    return [text[: 4 + LENGTH] for text in served.texts()], served
+
+
+def seeded(cases):
+    return [{"seed": 100 + i, **case} for i, case in enumerate(cases)]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Texts of all cases, with seeds, without speculation."""
+    return texts(seeded(CASES.values()), "plain")[0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["stock", "three", *slow("point masses", "two", "lookup", "bigram")],
+)
+def test_seeded_text_is_that_of_plain_vllm(name, plain):
+    """Among requests without a seed, too."""
+    params = seeded(CASES.values())
+    found, served = texts([*params, {}, {"top_p": 0.5}], name)
+    assert found[: len(params)] == plain
+    assert served.accepted > 0
+
+
+@pytest.mark.parametrize("name", ["stock", "equal"])
+def test_drafters_take_the_noise_of_the_targets_token(name):
+    """So a drafter equal to the target loses nothing, filtered or not."""
+    target, _ = tables()
+    served = runner(seeded(FILTERS), name, draft=target)
+    for _ in range(4):
+        served.step()
+    assert served.accepted == served.verified > 0
+
+
+@pytest.mark.parametrize("name", ["two", "stock"])
+def test_all_sampled_requests_are_coupled_if_configured(name):
+    params = [*FILTERS, {"temperature": 0.0}]
+    expected, _ = texts(params, "plain")
+    assert texts(params, name, couples_all=True)[0] == expected
+    assert texts(params, name)[0] != expected
+
+
+@pytest.mark.parametrize("fault", ["position", "threshold"])
+def test_faults_are_caught(fault, monkeypatch):
+    """Negative controls: noise of the neighbouring position; a filter that the target ignores."""
+    from vllm_hsd.host import sampler
+
+    verify = sampler.verify_chain_padded
+
+    def faulty(logits, *args, positions, **options):
+        if fault == "position":
+            return verify(logits, *args, positions=positions + 1, **options)
+        return verify(logits.clamp(min=0.0), *args, positions=positions, **options)
+
+    params = seeded(FILTERS)
+    expected, _ = texts(params, "plain")
+    monkeypatch.setattr(sampler, "verify_chain_padded", faulty)
+    assert texts(params, "stock")[0] != expected

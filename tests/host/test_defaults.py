@@ -1,0 +1,71 @@
+"""What is adaptive and what has branches although the configuration says nothing about it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_hsd.config import defaults
+from vllm_hsd.config.cascade_config import CascadeConfig
+
+NGRAM, MODEL = {"ngram": {"max": 3}}, {"model": "some/model"}
+HEAD = {"eagle3": "some/head", "num_tokens": 2}
+LOOKUPS = {"sources": [NGRAM, {"suffix": {}}]}
+TARGET = SimpleNamespace(uses_mrope=False)
+
+
+def with_defaults(*levels: dict, target=TARGET, connector=None, **keys):
+    arguments = SimpleNamespace(
+        enable_lora=False,
+        kv_transfer_config=connector,
+        kv_offloading_size=None,
+        enable_dbo=keys.pop("enable_dbo", False),
+        max_num_batched_tokens=keys.pop("max_num_batched_tokens", None),
+    )
+    given = {"num_speculative_tokens": 5, "levels": list(levels), **keys}
+    return defaults.with_defaults(CascadeConfig.parse(given), target, arguments)
+
+
+def adapts(*levels: dict, **keys) -> bool:
+    return bool(with_defaults(*levels, **keys).adaptive)
+
+
+@pytest.mark.parametrize("level", [NGRAM, MODEL, {"early_exit": 2}, LOOKUPS])
+def test_drafts_adapt_where_the_host_reads_them(level):
+    assert adapts(level) and adapts({**NGRAM, "num_tokens": 2}, MODEL) and adapts(HEAD, MODEL)
+    assert not adapts(level, adaptive=False)
+
+
+def test_not_where_it_does_not_fit():
+    horizontal = {**NGRAM, "num_tokens": 2}, MODEL
+    assert not adapts(*horizontal, horizontal_tokens=2)
+    assert adapts(*horizontal, horizontal_tokens=2, adaptive=True)
+    assert not adapts(MODEL, connector=object()) and adapts(NGRAM, connector=object())
+    assert not adapts({**MODEL, "branches": 2})
+    assert not adapts({**NGRAM, "num_tokens": 2}, {**MODEL, "verifier": "none"})
+    assert not adapts({"eagle3": "some/head"}) and not adapts(
+        {"sources": [NGRAM, {"eagle3": "some/head"}]}
+    )
+
+
+def test_branches_of_lookups_alone():
+    assert with_defaults(LOOKUPS).branches == 4
+    assert with_defaults(LOOKUPS, adaptive=False).branches == 4
+    assert with_defaults({**LOOKUPS, "branches": 2}).branches == 2
+    assert with_defaults({**LOOKUPS, "branches": 1}).branches == 1
+    assert with_defaults({**LOOKUPS, "num_tokens": 2}, MODEL).branches == 1
+    assert with_defaults({"sources": [NGRAM, MODEL]}).branches == 1
+    assert with_defaults(MODEL).branches == 1
+
+
+def test_no_branches_where_they_do_not_fit():
+    assert with_defaults(LOOKUPS, connector=object()).branches == 1
+    assert with_defaults(LOOKUPS, target=SimpleNamespace(uses_mrope=True)).branches == 1
+    assert with_defaults(LOOKUPS, enable_dbo=True).branches == 1
+    # Three drafts of five tokens with their root.
+    assert with_defaults(LOOKUPS, max_num_batched_tokens=19).branches == 3
+    assert with_defaults(LOOKUPS, max_num_batched_tokens=11).branches == 1
+
+
+def test_nothing_where_the_host_reads_no_draft(as_on_gpus):
+    assert not adapts(NGRAM) and not adapts(MODEL)
+    assert with_defaults(LOOKUPS).branches == 1

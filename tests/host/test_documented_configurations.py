@@ -1,0 +1,109 @@
+"""Every speculative configuration shown in the README and in docs/ starts an engine."""
+
+import copy
+import json
+import re
+from pathlib import Path
+
+import pytest
+from support.engines import run_engine
+from support.level_files import target_head, write_level_files
+from support.tiny_models import Family
+
+from vllm_hsd.cascade.exit_head import write_exit_head
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted(REPOSITORY.glob("docs/*.md"))))
+# Keys of real checkpoints that a tiny model has no use for.
+CHECKPOINT_KEYS = ("quantization", "revision", "code_revision", "max_model_len")
+
+
+def documented_configurations() -> dict[str, dict]:
+    """ "page, number" -> every JSON object in a code block that is a speculative configuration."""
+    found = {}
+    for page in PAGES:
+        blocks = re.findall(r"^ *```.*?\n(.*?)^ *```", (REPOSITORY / page).read_text(), re.M | re.S)
+        configs = [config for block in blocks for config in _configurations(block)]
+        found |= {f"{page}, {i}": config for i, config in enumerate(configs)}
+    return found
+
+
+def _configurations(block: str) -> list[dict]:
+    # Python's comments and trailing commas are not JSON.
+    block = re.sub(r",(\s*[}\]])", r"\1", re.sub(r"\s#.*", "", block))
+    decoder, position, found = json.JSONDecoder(), 0, []
+    while (position := block.find("{", position)) >= 0:
+        try:
+            value, position = decoder.raw_decode(block, position)
+        except ValueError:
+            position += 1
+            continue
+        found += [part for part in (value, value.get("speculative_config")) if _is_one(part)]
+    return found
+
+
+def _is_one(value: object) -> bool:
+    return isinstance(value, dict) and "method" in value
+
+
+def with_tiny_models(config: dict, family: Family, directory: Path) -> dict:
+    """The configuration with every model, table, head and cascade file replaced by a tiny one."""
+    files = write_level_files(family.target, directory, vocab_size=family.vocabulary)
+    config = {key: value for key, value in config.items() if key not in CHECKPOINT_KEYS}
+    if "cascade" in config:
+        path = directory / "cascade.json"
+        levels = [{"model": family.small, "num_tokens": 2}, {"model": family.mid}]
+        path.write_text(json.dumps({"schema": 1, "num_speculative_tokens": 5, "levels": levels}))
+        config["cascade"] = str(path)
+    if "model" in config:
+        eagle = config["method"] in ("eagle", "eagle3")
+        config["model"] = files.eagle3 if eagle else family.mid
+    models, layer = [family.mid, family.small], 0
+    given = config.get("levels", [])
+    for level in [*given, *(source for outer in given for source in outer.get("sources", []))]:
+        for key in CHECKPOINT_KEYS:
+            level.pop(key, None)
+        if "suffix" in level:
+            level["suffix"] = {**level["suffix"], "store": files.store}
+        if "model" in level:
+            level["model"] = models.pop()
+        if "eagle3" in level:
+            level["eagle3"] = files.eagle3
+        if "ngram_model" in level:
+            level["ngram_model"] = files.store
+        if "bigram" in level:
+            level["bigram"] = files.store
+        if "early_exit" in level or "exit_head" in level:
+            # Exits must be ordered by depth, and the target has two layers.
+            layer += 1
+        if "early_exit" in level:
+            level["early_exit"] = layer
+        if "exit_head" in level:
+            level["exit_head"] = str(directory / f"head-{layer}")
+            write_exit_head(target_head(family.target, layer), directory / f"head-{layer}")
+    return config
+
+
+CONFIGURATIONS = documented_configurations()
+GREEDY = {
+    "prompts": [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(4)],
+    "params": {"temperature": 0, "max_tokens": 24, "ignore_eos": True},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(family) -> list:
+    return run_engine({"model": family.target}, {"greedy": GREEDY})["greedy"]["outputs"]
+
+
+def test_the_readme_shows_a_cascade_and_block_verification():
+    shown = [config for name, config in CONFIGURATIONS.items() if name.startswith("README.md")]
+    assert any(config["method"] == "hsd" for config in shown)
+    assert any("rejection_sample_method" in config for config in shown)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_it_serves_greedy_requests_as_no_speculation_does(family, plain, name, tmp_path):
+    config = with_tiny_models(copy.deepcopy(CONFIGURATIONS[name]), family, tmp_path)
+    engine = {"model": family.target, "speculative_config": config}
+    assert run_engine(engine, {"greedy": GREEDY})["greedy"]["outputs"] == plain

@@ -1,0 +1,252 @@
+"""Exact distribution of steps with several drafts of a model: from drafts to what is emitted.
+
+The program's, the tree's and the layout's kernels run; every draw is enumerated in the place of the
+kernels that draw, which are given what those would be. `kernels/test_tree_kernels.py` and
+`kernels/test_branch_walk.py` compare these with the rules that decide here.
+"""
+
+from fractions import Fraction
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from oracle import sequential
+from oracle.exact import Choices, Table, Tokens, distance, distribution_of, extended
+from oracle.test_program_exact import Chosen, exact_row
+from support import kernel_reference as reference
+from support.programs import Engine
+
+from vllm_hsd.cascade import several_drafts
+from vllm_hsd.host.drawn_branches import DrawnBranches
+from vllm_hsd.kernels.branch_walk import WalkResult
+from vllm_hsd.kernels.chain_verify import ChainResult
+from vllm_hsd.kernels.tree_verify import TreeResult
+from vllm_hsd.rules.branches import follow
+
+LEAST = Fraction(1, 1000)
+
+
+class EnumeratedStep:
+    """One request at temperature 1 whose drafts are verified as an engine does."""
+
+    def __init__(self, drafts: int, length: int, vocabulary: int) -> None:
+        self.drafts, self.length, self.target = drafts, length, Table(vocabulary, 1)
+        self.engine = engine = Engine(
+            (length,),
+            batch=1,
+            requests=1,
+            vocabulary=vocabulary,
+            dtype=torch.float64,
+            drafts=drafts,
+        )
+        self.chosen = Chosen(engine)
+        self.slot = int(engine.index[0])
+        self.hosted = hosted = DrawnBranches.__new__(DrawnBranches)
+        inputs = drafts * (length + 1)
+        hosted.state, hosted.drafts, hosted.longest = engine.state, engine.several, length
+        hosted.counts = torch.zeros(1, drafts, dtype=torch.int32)
+        hosted.offsets = {length: torch.arange(0, inputs, length + 1, dtype=torch.int32)[None]}
+        hosted.winner, hosted.emitted = torch.zeros(2, 1, dtype=torch.int32)
+        parameters = SimpleNamespace(temperature=engine.temperature)
+        speculator = SimpleNamespace(parameters=parameters, scales=engine.scales)
+        hosted.runner = SimpleNamespace(speculator=speculator)
+
+    def draft(self) -> list[list[int]]:
+        """The rows of a proposal, the chain first."""
+        [chain], several = self.engine.propose(), self.engine.several
+        counts = several.branch_counts[0].tolist()
+        further = [row[:n].tolist() for row, n in zip(several.branches[0], counts, strict=True)]
+        return [chain, *further]
+
+    def emit(self, rows: list[list[int]], text: Tokens, cut: int | None = None) -> Tokens:
+        """Verify rows after `text`, of which the scheduler has kept `cut` inputs."""
+        hosted, each = self.hosted, self.length + 1
+        inputs, target = [], []
+        for row in rows:
+            inputs += [0, *row, *[0] * (self.length - len(row))]
+            own = self.target.rows((*row,), len(row) + 1, text)
+            target += [*own, *[own[-1]] * (self.length - len(row))]
+        inputs, target = inputs[:cut], target[:cut]
+        kept = [min(max(len(inputs) - r * each, 0), len(row) + 1) for r, row in enumerate(rows)]
+        hosted.counts[0] = torch.tensor(kept)
+        batch = SimpleNamespace(cu_num_logits_np=np.zeros(1, dtype=np.int32))
+        tokens = torch.tensor(inputs, dtype=torch.int32)
+        hosted.step = SimpleNamespace(length=self.length, batch=batch, inputs=tokens)
+        hosted.verified = 0
+        nothing = torch.full((1, each), -1), *torch.zeros(2, 1, dtype=torch.int32)
+        found, counts = hosted.follow(
+            ChainResult(*nothing, torch.zeros(1, each)),
+            torch.tensor([[float(p) for p in row] for row in target]).double().log(),
+            torch.tensor([0, len(inputs)], dtype=torch.int32),
+            torch.tensor([self.slot]),
+            torch.zeros(len(self.engine.seeds), dtype=torch.int64),
+            temperature=self.engine.temperature,
+            seeds=self.engine.seeds,
+            level=1,
+            positions=None,
+            thresholds=None,
+        )
+        emitted = tuple(found[0, : int(counts[0])].tolist())
+        winner = int(hosted.winner[0])
+        assert (*rows[winner],)[: len(emitted) - 1] == emitted[:-1]
+        assert int(hosted.emitted[0]) == len(emitted)
+        return emitted
+
+    def verify_tree(
+        self, target, draft, tokens, parents, temperature, seeds, draws, *, level, draft_temperature
+    ) -> TreeResult:
+        """By `sequential.traversal`, on what the kernels would be given."""
+        assert temperature == draft_temperature == 1
+        if (tokens < 0).all():
+            # Not verified together: nothing of it is looked at, and nothing was gathered for it.
+            none = torch.zeros(1, dtype=torch.int32)
+            unseen = torch.zeros(1, tokens.shape[1] + 1, dtype=torch.int64)
+            return TreeResult(unseen, torch.full_like(tokens, -1), none, none + 1)
+        number: dict[tuple[int, int], int] = {}
+        nodes = {-1: sequential.Node(exact_row(target[0, 0]), [])}
+        listed = zip(tokens[0].tolist(), parents[0].tolist(), strict=True)
+        for i, (token, parent) in enumerate(listed):
+            if token < 0:
+                continue
+            first = number.setdefault((parent, token), i)
+            if first == i:
+                nodes[i] = sequential.Node(exact_row(target[0, i + 1]), [])
+            proposal = exact_row(draft[0, parent + 1])
+            nodes[parent].children.append((token, proposal, nodes[first]))
+        choices = self.chosen.choices
+        emitted = sequential.traversal(nodes[-1], choices.bernoulli, choices.sample)
+        path = [-1]
+        for token in emitted[:-1]:
+            path.append(number[path[-1], token])
+        result = torch.full((1, tokens.shape[1] + 1), -1), torch.full_like(tokens, -1)
+        result[0][0, : len(emitted)] = torch.tensor(emitted)
+        result[1][0, : len(path) - 1] = torch.tensor(path[1:])
+        accepted = torch.tensor([len(emitted) - 1], dtype=torch.int32)
+        return TreeResult(*result, accepted, accepted + 1)
+
+    def follow_branches(
+        self, chain, target, inputs, cu, index, offsets, counts, *_, **__
+    ) -> WalkResult:
+        """By `rules.branches.follow`."""
+        each, length = self.length + 1, self.length
+        rows = torch.zeros(1, self.drafts, each, dtype=torch.int64)
+        rows.view(-1)[: len(inputs)] = inputs.long()
+
+        def draw(requests, branch, place):
+            row = target[int(offsets[0, branch[0]]) + int(place[0])]
+            return np.array([self.chosen.choices.sample(exact_row(row))])
+
+        found, counted, winner = follow(
+            chain.token_ids.numpy(),
+            chain.num_emitted.numpy().astype(np.int64),
+            rows[:, 1:, 1:].numpy(),
+            (counts[:, 1:] - 1).clamp(min=0).numpy().astype(np.int64),
+            draw,
+        )
+        tokens = torch.full((1, length + 1), -1)
+        tokens[0, : counted[0]] = torch.from_numpy(found)[0, : counted[0]]
+        return WalkResult(tokens, torch.from_numpy(counted).int(), torch.from_numpy(winner).int())
+
+
+def bias(drafts: int, length: int, vocabulary=2, steps=1, tokens=None, cut=None, **faults):
+    """Total variation distance to the target's joint distribution, and the rows that won.
+
+    Args:
+        cut: inputs that the scheduler keeps.
+        faults: "rows" changes what is verified of the drafts, "sample" is the sampler's
+            replacement, "verify" wraps the verification of the tree.
+    """
+    tokens = tokens or steps * (length + 1)
+    step, won = EnumeratedStep(drafts, length, vocabulary), set()
+    chosen, engine = step.chosen, step.engine
+
+    def generate(choices: Choices) -> Tokens:
+        chosen.begin(choices)
+        text: Tokens = ()
+        for _ in range(steps):
+            rows = step.draft()
+            assert all(len(row) == length for row in rows)
+            if "rows" in faults:
+                rows = faults["rows"](rows, engine)
+            emitted = step.emit(rows, text, cut)
+            won.add(int(step.hosted.winner[0]))
+            engine.commit(0, list(emitted))
+            text = (*text, *emitted)
+        return text
+
+    sample = faults.get("sample", lambda original: original)(chosen.sample_row)
+    verify = faults.get("verify", lambda original: original)(step.verify_tree)
+    thresholds = reference.row_thresholds
+    with (
+        mock.patch.multiple(several_drafts, sample_row=sample, row_thresholds=thresholds),
+        mock.patch("vllm_hsd.kernels.drawn_rows.verify_tree", verify),
+        mock.patch("vllm_hsd.kernels.blocks.LOGIT_DTYPES", (torch.float64,)),
+        mock.patch("vllm_hsd.host.branches.follow_branches", step.follow_branches),
+    ):
+        found = distribution_of(generate)
+    return distance(extended(found, step.target, tokens), step.target.joint(tokens)), won
+
+
+@pytest.mark.parametrize(
+    ("drafts", "length", "settings"),
+    [
+        (2, 2, {}),
+        (3, 1, {"vocabulary": 3}),
+        # The scheduler has cut the last row.
+        (2, 2, {"cut": 5}),
+        (2, 1, {"steps": 2}),
+        pytest.param(3, 2, {}, marks=pytest.mark.slow),
+        pytest.param(2, 2, {"vocabulary": 3}, marks=pytest.mark.slow),
+        pytest.param(2, 3, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_has_the_distribution_of_the_target(drafts, length, settings):
+    found, won = bias(drafts, length, **settings)
+    assert found == 0
+    assert len(won) == drafts
+
+
+def one_uniform_for_all_rows(original):
+    """All rows take the draws of the chain."""
+    drawn: dict[int, tuple] = {}
+
+    def sample_row(logits, *state, draw_offset, **options):
+        if draw_offset == 0:
+            drawn.clear()
+            drawn["first"] = original(logits, *state, draw_offset=0, **options)
+        return drawn["first"]
+
+    return sample_row
+
+
+def of_another_place(original):
+    """The draft's logits at the root are those of the first node."""
+
+    def verify(target, draft, *rest, **options):
+        draft = draft.clone()
+        draft[:, 0] = draft[:, 1]
+        return original(target, draft, *rest, **options)
+
+    return verify
+
+
+def by_its_own_token(rows: list[list[int]], engine: Engine) -> list[list[int]]:
+    """A row is left out by its own first token."""
+    return [rows[0], *(row if row[0] == 1 else [] for row in rows[1:])]
+
+
+@pytest.mark.parametrize(
+    ("shape", "faults"),
+    [
+        ((2, 1, 3), {"sample": one_uniform_for_all_rows}),
+        ((2, 2), {"verify": of_another_place}),
+        ((2, 1, 3), {"rows": by_its_own_token}),
+    ],
+    ids=["same uniforms", "rows of another place", "left out by its own token"],
+)
+def test_faults_are_caught(shape, faults):
+    found, _ = bias(*shape, **faults)
+    print(float(found))
+    assert found > LEAST

@@ -1,0 +1,97 @@
+"""The registry of vLLM names: complete, as installed, all replaced or none."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from support.engines import configuration_errors
+
+from vllm_hsd.host.hooks import HOOKS, REGISTRY
+from vllm_hsd.host.registry import TESTED, fault_of, installed_release
+
+REGISTRY.load()
+CASCADE = {"method": "hsd", "num_speculative_tokens": 4}
+
+
+@pytest.mark.parametrize("hook", HOOKS.values(), ids=lambda hook: hook.name[5:])
+def test_a_name_is_as_tested_in_the_installed_vllm(hook):
+    assert fault_of(hook) is None
+    assert hook.why and hook.tested == TESTED
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [hook for hook in HOOKS.values() if hook.how in ("replaced", "changed", "on runner")],
+    ids=lambda hook: hook.name[5:],
+)
+def test_a_replacement_says_when_it_can_go_and_names_an_issue(hook):
+    assert hook.until and re.fullmatch(r"vllm-project/vllm#\d+|none filed", hook.issue)
+
+
+def test_the_installed_release_is_tested():
+    assert installed_release() in TESTED
+    assert REGISTRY.faults() == []
+
+
+@pytest.mark.parametrize("patch", ["other_release", "other_parameters", "missing_method"])
+def test_only_this_package_refuses_another_vllm(family, patch):
+    stock = {"method": "draft_model", "model": family.mid, "num_speculative_tokens": 3}
+    engine = {"model": family.target}
+    cascade_error, hierarchical_error, *others = configuration_errors(
+        [
+            {**engine, "speculative_config": {**CASCADE, "levels": [{"model": family.mid}]}},
+            {
+                **engine,
+                "speculative_config": {**stock, "rejection_sample_method": "hierarchical"},
+            },
+            {**engine, "speculative_config": {**stock, "rejection_sample_method": "block"}},
+            {**engine, "speculative_config": stock},
+            engine,
+        ],
+        patch=f"support.other_vllm:{patch}",
+    )
+    said = {
+        "other_release": "0.99",
+        "other_parameters": "_validate_spec_decode",
+        "missing_method": "prepare_attn",
+    }[patch]
+    assert said in cascade_error and said in hierarchical_error
+    assert others == [None, None, None]
+
+
+# All of this package that a process imports whose configuration does not use it.
+UNUSED = ("errors", "host", "host.hooks", "host.read_config", "host.registry", "plugin")
+IMPORTS = """
+import sys
+from vllm.engine.arg_utils import EngineArgs
+before = {name for name in sys.modules if not name.startswith("vllm_hsd")}
+unused = {"vllm_hsd", *(f"vllm_hsd.{name}" for name in sys.argv[2:])}
+# vLLM's entry point for platforms, which it calls where it is installed, and where there is no GPU
+# Triton's backend for CPUs.
+kernels = [name for name in sys.modules if name.startswith("vllm_hsd.kernels")]
+unused |= {name for name in kernels if "cpu_backend" in name} | {"vllm_hsd.kernels"} & set(kernels)
+from vllm_hsd import plugin
+plugin.register()
+plugin.register()
+assert set(sys.modules) - before == unused, set(sys.modules) - before
+config = EngineArgs(sys.argv[1], skip_tokenizer_init=True).create_engine_config()
+assert config.speculative_config is None
+assert {name for name in sys.modules if name.startswith("vllm_hsd")} == unused
+from vllm_hsd.host.registry import in_place, is_ours
+from vllm_hsd.host.hooks import HOOKS, REGISTRY
+assert is_ours(EngineArgs.create_speculative_config)
+assert not is_ours(EngineArgs.create_speculative_config.__wrapped__)
+REGISTRY.load()
+replaced = [hook for hook in HOOKS.values() if hook.how == "replaced"]
+from vllm_hsd.host.read_config import ENTRANCE
+assert [hook.name for hook in replaced if in_place(hook)] == [ENTRANCE]
+REGISTRY.install()
+assert all(map(in_place, replaced))
+"""
+
+
+def test_a_process_without_a_cascade_imports_and_replaces_next_to_nothing(family):
+    """No model runner, no kernel, no configuration class: neither torch nor Triton code of ours."""
+    command = [sys.executable, "-c", IMPORTS, family.target, *UNUSED]
+    subprocess.run(command, check=True, timeout=300)

@@ -1,0 +1,131 @@
+"""The recursion on the V2 runner's kernels against the host's cascade, on equal uniforms.
+
+Whatever levels take part, step after step; caches are those of the levels alone.
+"""
+
+import numpy as np
+import pytest
+import torch
+from host.test_program import BY_ENTROPY, HORIZONTAL, PLAIN
+from support.programs import PROMPT, Engine, reference_steps
+
+from vllm_hsd.cascade.counters import Count
+from vllm_hsd.cascade.level import StepLevels
+from vllm_hsd.host.host_program import HostProgram
+
+# A level that is left out passes rows on, which are read at its temperature.
+ONE_SCALE = torch.ones(3)
+
+
+def selection(rng: np.random.Generator, lengths, requests: int) -> StepLevels | None:
+    """Any levels, with drafts of any lengths; now and then all, or none."""
+    kind = rng.integers(0, 5)
+    if kind == 0:
+        return None
+    taken = tuple(k for k in range(len(lengths)) if rng.integers(0, 2)) if kind > 1 else ()
+    drafts = tuple(int(rng.integers(1, lengths[k] + 1)) for k in taken)
+    most = rng.integers(0, lengths[-1] + 1, requests) if kind > 2 else None
+    if taken:
+        most = np.minimum(np.full(requests, drafts[-1]) if most is None else most, drafts[-1])
+    return StepLevels(taken, drafts, most)
+
+
+def without_rounds(case: dict) -> dict:
+    return {key: value for key, value in case.items() if key != "rounds"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *({**case, "greedy": greedy} for case in PLAIN for greedy in (False, True)),
+        *({**without_rounds(case), "seed": 5} for case in PLAIN[2:5]),
+        *({**case, "seed": 2, "vocabulary": 7} for case in BY_ENTROPY),
+        *({**case, "seed": 4} for case in HORIZONTAL),
+    ],
+)
+def test_token_for_token_as_the_cascade(case):
+    engine, rng, filled = Engine(**case, host=True), np.random.default_rng(0), []
+    with reference_steps(engine) as steps:
+        for _ in range(9):
+            drafts = engine.propose(steps)
+            assert drafts == engine.host_drafts()
+            filled += [len(draft) for draft in drafts]
+            engine.keep_some(drafts, rng, steps)
+    assert max(filled) == case["lengths"][-1] or case.get("rounds") or case.get("greedy")
+
+
+SELECTED = [case for case in PLAIN if "none" not in case.get("verifiers", ())]
+
+
+@pytest.mark.parametrize("case", SELECTED)
+@pytest.mark.parametrize("seed", range(3))
+def test_any_levels_of_a_step_as_the_cascade(case, seed):
+    case = {"vocabulary": 7, **without_rounds(case), "seed": seed}
+    engine, rng, drafted = Engine(**case, host=True), np.random.default_rng(seed), set()
+    engine.scales = ONE_SCALE[: len(case["lengths"])]
+    with reference_steps(engine) as steps:
+        for _ in range(12):
+            taken = selection(rng, case["lengths"], len(engine.index))
+            drafts = engine.propose(steps, taken)
+            assert drafts == engine.host_drafts(taken)
+            if any(drafts):
+                drafted.add(None if taken is None else taken.levels)
+            engine.keep_some(drafts, rng, steps)
+    assert len(drafted) > (len(case["lengths"]) > 1)
+
+
+@pytest.mark.parametrize("case", SELECTED[:5])
+def test_the_kernels_draft_the_same(case):
+    case = {**without_rounds(case), "seed": 3}
+    engine, rng = Engine(**case, host=True), np.random.default_rng(1)
+    engine.scales = ONE_SCALE[: len(case["lengths"])]
+    for _ in range(6):
+        taken = selection(rng, case["lengths"], len(engine.index))
+        drafts = engine.propose(selection=taken)
+        assert drafts == engine.host_drafts(taken)
+        engine.keep_some(drafts, rng)
+
+
+@pytest.mark.parametrize("lengths", [(4,), (2, 6), (1, 3, 7)])
+def test_caches_that_claim_too_much_are_seen(lengths, monkeypatch):
+    """Negative control: a level that has missed a token drafts others, or none."""
+    forget = HostProgram._forget_rejected
+    monkeypatch.setattr(
+        HostProgram,
+        "_forget_rejected",
+        lambda program, state, changed: (
+            forget(program, state, changed),
+            program.caches.computed.__iadd__(1),
+        ),
+    )
+    engine, rng, wrong = Engine(lengths, host=True, seed=2), np.random.default_rng(0), 0
+    with reference_steps(engine) as steps:
+        for _ in range(6):
+            try:
+                drafts = engine.propose(steps)
+            except AssertionError:
+                wrong += 1
+                break
+            wrong += drafts != engine.host_drafts()
+            engine.keep_some(drafts, rng, steps)
+    assert wrong
+
+
+def passes(engine: Engine) -> list[int]:
+    """Forward passes of each level since the last call."""
+    return engine.program.counts.take().rows[:, Count.forwards].tolist()
+
+
+def test_only_what_is_wanted_runs():
+    """Rounds go on until a draft is full, and no pass runs that no request wants."""
+    engine = Engine((2, 6), host=True, seed=2, greedy=True)
+    with reference_steps(engine) as steps:
+        engine.propose(steps)
+        assert passes(engine)[1] >= 2
+        engine.propose(steps, StepLevels((0,), (2,)))
+        assert passes(engine) == [2, 0]
+        engine.propose(steps, StepLevels((1,), (6,)))
+        assert passes(engine) == [0, 6]
+        engine.propose(steps, StepLevels())
+        assert passes(engine) == [0, 0]
+    assert (engine.length[engine.index.long()] == PROMPT).all()

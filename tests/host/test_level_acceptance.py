@@ -1,0 +1,80 @@
+"""How much of a level's drafts is accepted, and that each key of a level changes it."""
+
+import numpy as np
+import pytest
+from support.engines import run_engine
+from support.level_files import cascade, every_kind, write_level_files
+
+from vllm_hsd.tools.cli.main import main
+
+PROMPTS = [[(3 * i + j * j) % 5 for j in range(4 + 6 * i)] for i in range(8)]
+SAMPLED = {
+    "prompts": PROMPTS,
+    "params": {"temperature": 1, "max_tokens": 40, "ignore_eos": True},
+}
+
+
+def acceptance_rates(model: str, *levels: dict, repeat: int = 1, **keys) -> list[float]:
+    """Accepted share of each level's drafts at temperature 1."""
+    job = SAMPLED | {"prompts": PROMPTS * repeat}
+    result = run_engine({"model": model, **cascade(*levels, **keys)}, {"sampled": job})
+    return [level["accepted"] / level["drafted"] for level in result["sampled"]["levels"]]
+
+
+def test_files_written_by_the_commands_are_served(text_family, tmp_path):
+    """A trained head accepts more than the plain exit that its training started from."""
+    text = np.random.default_rng(0).integers(32, 127, 6000, dtype=np.uint8).tobytes().decode()
+    corpus, table = str(tmp_path / "text"), str(tmp_path / "table")
+    (tmp_path / "text").write_text(text)
+    assert main(["build", "store", "--target", text_family.target, corpus, "-o", table]) == 0
+    arguments = ["--target", text_family.target, "--layers", "1", "--steps", "80"]
+    assert main(["build", "exit-heads", *arguments, "-o", str(tmp_path), corpus]) == 0
+    lowest, head = {"bigram": table, "num_tokens": 1}, {"exit_head": str(tmp_path / "layer-1")}
+    # Short drafts: the accepted share of longer drafts depends on their length.
+    drafts = {"repeat": 8, "num_speculative_tokens": 2}
+    (plain,) = acceptance_rates(text_family.target, {"early_exit": 1}, **drafts)
+    bigram, trained = acceptance_rates(text_family.target, lowest, head, **drafts)
+    assert trained > plain + 0.02 and bigram > 0
+
+
+def test_entropy_based_stopping_wastes_fewer_tokens(small_vocabulary):
+    level = {"model": small_vocabulary.small}
+    (fixed,) = acceptance_rates(small_vocabulary.target, level)
+    (ended,) = acceptance_rates(small_vocabulary.target, {**level, "stopping": "entropy"})
+    assert ended > fixed
+
+
+def tokens_per_step(model: str, verifier: str, *levels: dict) -> float:
+    """Emitted in a step that has a draft of five, at temperature 1 without seeds."""
+    params = {"temperature": 1, "max_tokens": 40, "ignore_eos": True}
+    prompts = [[(7 * i + j * j) % 60 + 2 for j in range(20)] for i in range(240)]
+    engine = {"model": model, **cascade(*levels, verifier=verifier)}
+    job = {"prompts": prompts, "params": params}
+    counters = run_engine(engine, {"sampled": job})["sampled"]["counters"]
+    drafts = counters["spec_decode_num_drafts"]
+    return 1 + counters["spec_decode_num_accepted_tokens"] / drafts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", ["ngram", "bigram", "ngram_model", "small", "model", "early_exit", "eagle3", "cascade"]
+)
+def test_what_coupling_costs(family, tmp_path, kind):
+    """Prints tokens per step by block, standard and coupled verification."""
+    files = write_level_files(family.target, tmp_path, 64, trained=True)
+    kinds, small = every_kind(family, files), {"model": family.small, "num_tokens": 4}
+    levels = {
+        "small": [{"model": family.small}],
+        "cascade": [{**kinds["ngram"], "num_tokens": 3}, small, kinds["model"]],
+    }.get(kind) or [kinds[kind]]
+    found = {
+        rule: tokens_per_step(family.target, rule, *levels)
+        for rule in ("block", "standard", "coupled")
+    }
+    print(f"| {kind} | " + " | ".join(f"{value:.2f}" for value in found.values()) + " |")
+    assert found["block"] > found["standard"] - 0.05
+    if kind == "ngram":
+        # Point masses: p(x) is the most that any rule accepts of one token.
+        assert abs(found["coupled"] - found["standard"]) < 0.05
+    else:
+        assert 1 < found["coupled"] < found["standard"] + 0.05

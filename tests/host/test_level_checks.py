@@ -1,0 +1,210 @@
+"""Cascades against their target: each fault is one sentence, before any model is loaded."""
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.damage import change_config, damaged_copy
+from support.eagle3_head import write_eagle3_head
+from support.engines import configuration_errors
+from support.stock_heads import write_mtp_target
+
+from vllm_hsd.cascade.exit_head import ExitHead, write_exit_head
+from vllm_hsd.cascade.text_store import collect_texts, write_store
+
+
+def hsd(*levels, **keys) -> dict:
+    return {"num_speculative_tokens": 6, "levels": list(levels), **keys}
+
+
+def with_config(source: str, target: Path, **changes) -> str:
+    return damaged_copy(source, target, change_config(**changes))
+
+
+@pytest.fixture(scope="module")
+def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
+    """(arguments of the engine, what the message must say) of every fault."""
+    scratch = tmp_path_factory.mktemp("faults")
+    padded = with_config(text_family.target, scratch / "padded", vocab_size=512)
+    renamed = scratch / "renamed"
+    shutil.copytree(text_family.small, renamed)
+    tokenizer = (renamed / "tokenizer.json").read_text()
+    (renamed / "tokenizer.json").write_text(
+        tokenizer.replace('"A":', '"A\\u0001":').replace('"B":', '"A":').replace("A\\u0001", "B")
+    )
+    mamba = with_config(
+        family.small, scratch / "mamba", model_type="mamba", architectures=["MambaForCausalLM"]
+    )
+
+    experts = with_config(
+        family.target,
+        scratch / "experts",
+        model_type="mixtral",
+        architectures=["MixtralForCausalLM"],
+        num_local_experts=4,
+    )
+    gemma = with_config(
+        family.target, scratch / "gemma", model_type="gemma", architectures=["GemmaForCausalLM"]
+    )
+    mtp = write_mtp_target(family.target, scratch / "mtp")
+    (scratch / "eagle3").mkdir()
+    eagle3 = write_eagle3_head(family.target, scratch / "eagle3")
+    parallel = with_config(eagle3, scratch / "parallel", ptd_token_id=3)
+    table, cut = str(scratch / "table.npz"), scratch / "cut.npz"
+    write_store(collect_texts([np.arange(5)], vocab_size=5), table)
+    store = str(scratch / "store.safetensors")
+    write_store(collect_texts([np.arange(5)], vocab_size=5), store)
+    short = str(scratch / "short.safetensors")
+    write_store(collect_texts([np.array([1]), np.array([2])], vocab_size=64), short)
+    cut.write_bytes(Path(table).read_bytes()[:100])
+    for layer, hidden in ((1, 64), (9, 64), (1, 32)):
+        head = ExitHead(layer, torch.ones(hidden), torch.ones(64, hidden), 1e-6)
+        write_exit_head(head, scratch / "heads" / f"layer-{layer}-of-{hidden}")
+
+    def exit_head(name: str) -> dict:
+        return {"exit_head": str(scratch / "heads" / name)}
+
+    def on(target: str, *levels, engine=(), **keys) -> dict:
+        cascade = {"method": "hsd", **hsd(*levels, **keys)}
+        return {"model": target, "speculative_config": cascade, **dict(engine)}
+
+    def target(*levels, **keys) -> dict:
+        return on(family.target, *levels, **keys)
+
+    text = {"skip_tokenizer_init": False}
+    return [
+        (target({"model": "/nowhere/model"}), r"levels\[0\]\.model.*/nowhere/model"),
+        (
+            target({"model": small_vocabulary.mid}),
+            r"levels\[0\]\.model.*5 tokens.*64, and there are not two tokenizers.*vocab_size 64",
+        ),
+        (
+            on(padded, {"model": str(renamed)}),
+            r"levels\[0\]\.model.*another tokenizer.*token \d+ is '.' in one and '.' in the other",
+        ),
+        (
+            on(text_family.target, {"model": str(renamed)}, engine=text),
+            r"levels\[0\]\.model.*another tokenizer.*token \d+ is '.' in one and '.' in the other",
+        ),
+        (
+            target({"model": family.mid, "draft_tensor_parallel_size": 2}),
+            r"levels\[0\]\.draft_tensor_parallel_size is 2.*1",
+        ),
+        (target({"model": family.mid, "quantization": "no-such"}), r"levels\[0\].*quantization"),
+        (target({"model": mamba}), r"levels\[0\]\.model.*recurrent"),
+        (on(experts, {"early_exit": 1}, engine={"data_parallel_size": 2}), "data_parallel_size"),
+        (
+            target({"model": family.mid}, engine={"pipeline_parallel_size": 2}),
+            "pipeline_parallel_size",
+        ),
+        (
+            target({"ngram": {"max": 2}}, engine={"runner": "pooling"}),
+            "runner 'pooling' generates no tokens .*: remove the speculative configuration",
+        ),
+        (target({"mtp": {}}), r"levels\[0\]\.mtp: '.*' has nothing that vLLM runs as method 'mtp'"),
+        (
+            target({"mtp": {}, "num_tokens": 2}, {"model": family.mid}),
+            r"levels\[0\]\.mtp drafts alone, without other levels or sources, .*: keep it alone",
+        ),
+        (
+            on(mtp, {"mtp": {}}, adaptive=True),
+            r"adaptive has no meaning with levels\[0\]\.mtp, .*: remove it\.$",
+        ),
+        (
+            on(mtp, {"mtp": {}}, verifier="standard"),
+            r"verifier has no meaning with levels\[0\]\.mtp",
+        ),
+        (target({"early_exit": 9}), r"levels\[0\]\.early_exit is 9.*2 layers: lower it"),
+        (
+            on(gemma, {"early_exit": 1}),
+            r"levels\[0\]\.early_exit works with the targets .*, not GemmaForCausalLM: use",
+        ),
+        (
+            on(gemma, exit_head("layer-1-of-64")),
+            r"levels\[0\]\.exit_head works with the targets .*, not GemmaForCausalLM: use",
+        ),
+        (
+            target({"early_exit": 2, "num_tokens": 2}, {"early_exit": 1}),
+            r"levels\[1\]\.early_exit runs 1 layers .* levels\[0\]\.early_exit, which runs 2: ",
+        ),
+        (
+            target(
+                {"early_exit": 1, "num_tokens": 2},
+                {"model": family.small, "num_tokens": 3},
+                exit_head("layer-1-of-64"),
+            ),
+            r"levels\[2\]\.exit_head runs 1 layers .* levels\[0\]\.early_exit, which runs 1: ",
+        ),
+        (
+            target({"bigram": table}),
+            r"levels\[0\]\.bigram: '.*' was built for 5 tokens .* 64: build it with",
+        ),
+        (
+            target({"ngram_model": store}),
+            r"levels\[0\]\.ngram_model: '.*' was built for 5 tokens .* 64: build it with",
+        ),
+        (
+            target({"ngram_model": short}),
+            r"levels\[0\]\.ngram_model: '.*' has no text of two tokens: build it",
+        ),
+        (
+            target({"bigram": str(cut)}),
+            r"levels\[0\]\.bigram: '.*' is not a store of texts .* `vllm-hsd build store`",
+        ),
+        (
+            target(exit_head("layer-9-of-64")),
+            r"levels\[0\]\.exit_head: '.*' sits on layer 9, but the target has 2: train it",
+        ),
+        (
+            target(exit_head("layer-1-of-32")),
+            r"levels\[0\]\.exit_head: '.*' has the shape \(64, 32\) .* \(64, 64\): train it",
+        ),
+        (
+            target({"eagle3": with_config(eagle3, scratch / "another", vocab_size=60)}),
+            r"levels\[0\]\.eagle3 '.*' has a vocabulary of 60 tokens and the target .* 64: use",
+        ),
+        (
+            target({"eagle3": parallel}),
+            r"levels\[0\]\.eagle3 '.*' drafts all tokens in parallel.*: use",
+        ),
+        (target({"eagle3": "/nowhere"}), r"levels\[0\]\.eagle3: no dir.*/nowhere"),
+        (target(exit_head("")), r"levels\[0\]\.exit_head: '.*' holds no readable .* layer-K"),
+        (target({"bigram": "/nowhere.npz"}), r"levels\[0\]\.bigram.*/nowhere\.npz"),
+        (target({"exit_head": "/nowhere"}), r"levels\[0\]\.exit_head.*/nowhere"),
+    ]
+
+
+def test_a_fault_names_the_level_and_the_fix(engine_faults):
+    wrong = []
+    errors = configuration_errors([engine for engine, _ in engine_faults])
+    for message, (_, said) in zip(errors, engine_faults, strict=True):
+        sentence = message and message.startswith("UserError: ") and "\n" not in message
+        if not sentence or not re.search(said, message):
+            wrong.append((said, message))
+    assert wrong == []
+
+
+def test_good_cascades_and_other_methods_are_accepted(family, text_family, tmp_path):
+    cascade = {"method": "hsd", **hsd({"early_exit": 1, "num_tokens": 2}, {"model": family.mid})}
+    stock = {"method": "draft_model", "model": family.mid, "num_speculative_tokens": 3}
+    text = {"method": "hsd", **hsd({"model": text_family.mid})}
+    larger = with_config(text_family.target, tmp_path / "152064", vocab_size=152064)
+    smaller = with_config(text_family.small, tmp_path / "151936", vocab_size=151936)
+    engines = [
+        {"model": family.target, "speculative_config": cascade},
+        {"model": family.target, "speculative_config": stock},
+        {"model": family.target},
+        {
+            "model": text_family.target,
+            "speculative_config": text,
+            "skip_tokenizer_init": False,
+        },
+        {
+            "model": larger,
+            "speculative_config": {"method": "hsd", **hsd({"model": smaller})},
+        },
+    ]
+    assert configuration_errors(engines) == [None] * len(engines)

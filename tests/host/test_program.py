@@ -1,0 +1,180 @@
+"""The program against the host's cascade, on equal uniforms; its kernels as plain references.
+
+tests/kernels/test_program_kernels.py runs the same with the kernels under the interpreter.
+"""
+
+import numpy as np
+import pytest
+import torch
+from support import kernel_reference as reference
+from support.programs import Engine, reference_steps
+
+from vllm_hsd.cascade.proposal_state import row_dtypes
+
+STANDARD_ON_TOP, ENDS = ("block", "block", "standard"), {"seed": 2, "vocabulary": 7}
+PLAIN = [
+    {"lengths": (4,), "seed": 1},
+    {"lengths": (2, 6), "seed": 2},
+    {"lengths": (3, 8), "rounds": (4,), "seed": 2},
+    {"lengths": (1, 3, 7), "rounds": (2, 3), "verifiers": STANDARD_ON_TOP, "seed": 3},
+    {"lengths": (2, 3, 6), "rounds": (1, 2), "verifiers": STANDARD_ON_TOP, "seed": 3},
+    {"lengths": (2, 6), "verifiers": ("block", "none"), "seed": 2},
+    {"lengths": (1, 3, 7), "rounds": (2, 3), "verifiers": ("block", "none", "block"), "seed": 3},
+    {"lengths": (2, 3, 6), "rounds": (1, 2), "verifiers": ("block", "block", "none"), "seed": 3},
+]
+BY_ENTROPY = [
+    {"lengths": (5,), "stopping": ("entropy",)},
+    {"lengths": (3, 8), "rounds": (4,), "stopping": ("entropy",) * 2},
+    {"lengths": (2, 3, 7), "rounds": (2, 3), "stopping": ("entropy", "fixed", "entropy")},
+    {"lengths": (2, 6), "verifiers": ("block", "none"), "stopping": ("entropy",) * 2},
+    {
+        "lengths": (2, 4, 7),
+        "rounds": (2, 2),
+        "verifiers": ("block", "none", "block"),
+        "stopping": ("entropy", "fixed", "entropy"),
+    },
+]
+HORIZONTAL = [
+    {"lengths": (2, 7), "horizontal_tokens": 2},
+    {"lengths": (2, 8), "rounds": (2,), "verifiers": ("block", "none"), "horizontal_tokens": 3},
+    {
+        "lengths": (1, 3, 8),
+        "rounds": (2, 2),
+        "stopping": ("entropy", "fixed", "entropy"),
+        "horizontal_tokens": 2,
+    },
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *({**case, "greedy": greedy} for case in PLAIN for greedy in (False, True)),
+        *({**case, **ENDS} for case in BY_ENTROPY),
+        *({**case, "seed": 4} for case in HORIZONTAL),
+    ],
+)
+def test_token_for_token_as_the_cascade(case):
+    """Up to max_model_len, with caches that only the program itself keeps up to date.
+
+    Drafts end by entropies at tokens that levels and the target reject, step after step.
+    """
+    engine, rng, filled = Engine(**case), np.random.default_rng(0), []
+    ends, tail = engine.thresholds is not None, case.get("horizontal_tokens", 0)
+    with reference_steps(engine) as steps:
+        for _ in range(6 if case.get("greedy") else 9):
+            drafts = engine.propose(steps)
+            assert drafts == engine.host_drafts()
+            filled += [len(draft) for draft in drafts]
+            for b, draft in enumerate(drafts):
+                if draft and tail and not ends:
+                    mine = engine.state.rows[-1][b, : len(draft)][-tail:]
+                    assert mine.equal(engine.state.rows[0][b, :tail])
+            engine.keep_some(drafts, rng, steps)
+            if ends:
+                mine = engine.thresholds.total[:, engine.index.long()]
+                torch.testing.assert_close(mine, torch.from_numpy(engine.host_thresholds.total))
+    longest = case["lengths"][-1]
+    assert max(filled) == longest or case.get("greedy") or case.get("rounds")
+    if ends:
+        moved = engine.host_thresholds.count.sum(1) > 0
+        assert moved.tolist() == [stop == "entropy" for stop in case["stopping"]]
+        assert min(filled[12:]) < longest
+    if tail:
+        assert min(filled) == 0
+
+
+def test_rows_that_are_passed_on_are_not_rounded():
+    half, whole = torch.bfloat16, torch.float32
+    block = ["block"] * 3
+    assert row_dtypes(["lookup", "model"], block[:2], 2, half) == [None, half]
+    assert row_dtypes(["counts", "model", "model"], block, 0, half) == [whole, half, half]
+    assert row_dtypes(["counts", "model", "model"], block, 1, half) == [whole, half, whole]
+    unverified = ["block", "none", "none"]
+    assert row_dtypes(["counts", "model", "model"], unverified, 0, half) == [whole] * 3
+    assert row_dtypes(["lookup", "model", "model"], unverified, 0, half) == [None, half, half]
+
+
+def test_other_uniforms_give_other_tokens():
+    """Negative control of the comparison above."""
+    engine = Engine((2, 6))
+    with reference_steps(engine) as steps:
+        drafts = engine.propose(steps)
+    engine.seeds += 1
+    assert drafts != engine.host_drafts()
+
+
+def test_a_hole_in_a_cache_is_caught():
+    """Negative control: with a shorter first pass a level sees what it has not computed."""
+    engine = Engine((2, 6))
+    with reference_steps(engine) as steps:
+        drafts = engine.propose(steps)
+        for b, draft in enumerate(drafts):
+            engine.commit(b, [*draft, 0])
+        for level in engine.levels:
+            for slot in engine.index.tolist():
+                level.cache[level.places(slot, int(engine.length[slot]))[-4]] = -1
+        assert engine.propose(steps) != engine.host_drafts()
+
+
+class Recorded:
+    """Keys of all uniforms that decide something, (seed, stream, draw)."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.keys: list[tuple[int, int, int]] = []
+
+    def sample_row(self, logits, temperature, seeds, draws, *, level, draw_offset, **rest):
+        state = self.engine.state
+        for b in torch.nonzero(state.drafted[0] < state.requested[0])[:, 0].tolist():
+            self.keys.append((int(seeds[b]), level, int(draws[b]) + draw_offset))
+        return reference.sample_row(
+            logits, temperature, seeds, draws, level=level, draw_offset=draw_offset, **rest
+        )
+
+    def verify_chain_padded(self, *arguments, level, draw_offset, draft_length, **rest):
+        state = self.engine.state
+        for b in torch.nonzero(state.origin >= 0)[:, 0].tolist():
+            first = int(state.draws[b]) + draw_offset
+            self.keys += [
+                (int(state.seeds[b]), level, first + t) for t in range(int(draft_length[b]) + 1)
+            ]
+        return reference.verify_chain_padded(
+            *arguments, level=level, draw_offset=draw_offset, draft_length=draft_length, **rest
+        )
+
+
+@pytest.mark.parametrize("keyed_by_position", [False, True])
+def test_no_uniform_is_met_twice(keyed_by_position, monkeypatch):
+    """Over proposals with preemption, skipped steps and a request in another one's slot."""
+    engine = Engine((2, 3, 6), (2, 2), seed=3)
+    if keyed_by_position:
+        # Negative control: draws that move on by one with every token, as positions do.
+        monkeypatch.setattr("vllm_hsd.cascade.schedule.DRAWS_PER_LENGTH", 1)
+    recorded = Recorded(engine)
+    rng = np.random.default_rng(1)
+    functions = {
+        "sample_row": recorded.sample_row,
+        "verify_chain_padded": recorded.verify_chain_padded,
+    }
+    all_slots = engine.index.clone()
+    with reference_steps(engine, **functions) as steps:
+        for step in range(8):
+            # Requests leave the batch for a step, and the batch changes its order.
+            present = torch.from_numpy(rng.permutation(3)[: rng.integers(1, 4)])
+            engine.index = all_slots[present]
+            drafts = engine.propose(steps)
+            if step == 3:
+                # Preempted before the target saw the proposal: the same text, the same uniforms,
+                # and the same draft again.
+                before = len(recorded.keys)
+                assert engine.propose(steps) == drafts
+                del recorded.keys[before:]
+            engine.keep_some(drafts, rng)
+            if step == 5:
+                # Its slot goes to a new request.
+                slot = int(all_slots[0])
+                engine.seeds[slot] += 12345
+                engine.length[slot] = 9
+    assert len(recorded.keys) > 150
+    assert (len(set(recorded.keys)) == len(recorded.keys)) is not keyed_by_position

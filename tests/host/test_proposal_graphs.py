@@ -1,0 +1,336 @@
+"""Proposals as CUDA graphs, recorded and replayed on a CPU (see support.recorded_graph)."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.marks import slow
+from support.table_distributions import cascade, table, tables
+
+from vllm_hsd.cascade.counters import Count
+
+pytestmark = pytest.mark.usefixtures("as_on_gpus")
+
+PARAMS = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}, {"temperature": 0.7, "top_p": 0.8}]
+
+
+def runner(params=PARAMS, levels: int = 2, length: int = 3, adapts: bool = False, **keys):
+    from support.table_runner import TableRunner
+
+    np.random.seed(0)  # requests without a seed get theirs from it
+    target, draft = tables()
+    middle = {"model": target + 0.4 * table(2, len(target), 1.0)}
+    lowest = [{"model": draft, "num_tokens": 1}, {"ngram": {"max": 2}, "num_tokens": 1}][levels - 2]
+    cascade = {"num_speculative_tokens": length, "levels": [lowest, middle], **keys}
+    options = {"length": length, "prompt_length": 4, "adapts": adapts}
+    return TableRunner(target, draft, params, **options, cascade=cascade)
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Gives a runner's cascade graphs for at most 4 requests."""
+    from support import recorded_graph, triton_cpu
+
+    triton_cpu.prepare_vllm()
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    from vllm_hsd.host.graphs import ProposalGraphs
+
+    recorded_graph.install(monkeypatch.setattr)
+    first = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: first)
+    monkeypatch.setattr(cudagraph_utils, "is_global_first_rank", lambda: False)
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4]),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+
+    def capture(served, sizes=(2, 3)):
+        proposals = list(served.drafter.programs)
+        served.drafter.graphs = ProposalGraphs(config, torch.device("cpu"), sizes, proposals)
+        served.drafter.capture()
+        return served
+
+    return capture
+
+
+def draft_alike(plain, graphed, steps: int) -> None:
+    """Both draft the same, step after step."""
+    for _ in range(steps):
+        plain.step()
+        graphed.step()
+        assert graphed.drafted.equal(plain.drafted)
+    assert graphed.texts() == plain.texts()
+
+
+@pytest.mark.parametrize("levels", [2, 3], ids=["two models", "a lookup below"])
+def test_a_graph_drafts_what_the_program_drafts(captured, levels):
+    """Captured once with nothing but padding; the texts grow, and a request is padding.
+
+    The checks find nothing: only `stage` reads what the runner hands over.
+    """
+    from support.recorded_graph import RecordedGraph
+
+    plain, graphed = runner(levels=levels), captured(runner(levels=levels), sizes=(2, 4))
+    graphed.drafter.checks = True
+    draft_alike(plain, graphed, 2)
+    assert [graph.replays for graph in RecordedGraph.made] == [2, 0]  # the largest is first
+    assert graphed.drafter.state.counts.equal(plain.drafter.state.counts)
+
+
+def test_a_graph_measures_the_confidences_that_the_program_measures(captured):
+    plain, graphed = runner(adapts=True), captured(runner(adapts=True), sizes=(2, 4))
+    graphed.drafter.checks = True
+    for _ in range(2):
+        draft_alike(plain, graphed, 1)
+        found = graphed.drafter.draft_token_confidence_probs
+        assert found.equal(plain.drafter.draft_token_confidence_probs) and len(found.unique()) > 2
+
+
+def test_every_draft_length_has_its_graphs(captured):
+    """As the scheduler chooses them; a length of vLLM's warm-up takes the longest program."""
+    from support.recorded_graph import RecordedGraph
+
+    adaptive = {"length": 4, "adaptive": True}
+    plain, graphed = runner(**adaptive), captured(runner(**adaptive), sizes=(4,))
+    graphed.drafter.checks = True
+    passes = []
+    for asked in (2, 4, 2, 3):
+        for served in (plain, graphed):
+            served.drafter.asked = asked
+            served.step()
+        passes.append(sum(plain.drafter.counts.take().rows[:, Count.forwards]))
+        assert graphed.drafted.equal(plain.drafted) and graphed.drafted.shape[1] == asked
+    assert graphed.texts() == plain.texts()
+    assert [graph.replays for graph in RecordedGraph.made] == [2, 2]
+    assert passes[0] == passes[2] < passes[1] == passes[3]
+
+
+@pytest.mark.parametrize("checks", [False, *slow(True)])
+def test_passes_that_no_request_wants_are_skipped(checks, captured):
+    """A model next to a lookup, which wins as long as the text repeats itself.
+
+    A whole draft is wanted in the steps 0 to 3, and in 9 and 10, after the text has changed; three
+    steps later its passes run.
+    """
+    from support.recorded_graph import RecordedGraph
+    from support.table_runner import TableRunner
+
+    from vllm_hsd.budget.trials import Trials
+
+    target, other = table(0, 6, 1.3), table(5, 6, 1.3)
+    levels = [{"sources": [{"ngram": {"max": 2}}, {"model": other}]}]
+    options = {"length": 3, "prompt_length": 4}
+    given = {"num_speculative_tokens": 3, "levels": levels}
+    plain, graphed = (
+        TableRunner(target, other, [{"temperature": 0.0}], **options, cascade=given)
+        for _ in range(2)
+    )
+    captured(graphed, sizes=(2,)).drafter.checks = checks
+    passes, wanted = [], []
+    for served in (plain, graphed):
+        served.drafter.further.trials = Trials(1, steps=1)
+    for step in range(14):
+        if step == 9:
+            plain.target = graphed.target = other
+            repeated = len(plain.texts()[0])
+        draft_alike(plain, graphed, 1)
+        passes.append(plain.drafter.counts.take().rows[0, Count.forwards])
+        wanted.append(int(plain.drafter.lookup.wanted))
+    assert np.flatnonzero(np.diff(wanted, prepend=0)).tolist() == [0, 1, 2, 3, 9, 10]
+    assert passes == [3, 1, 1, 3, 3, 3, 3, 1, 1, 1, 1, 1, 3, 3]
+    assert [graph.replays for graph in RecordedGraph.made] == [7, 7]
+    [text] = plain.texts()
+    for at in range(4, len(text)):
+        assert text[at] == int((target if at < repeated else other)[text[at - 1]].argmax())
+    assert graphed.drafter.lookup.shared.equal(plain.drafter.lookup.shared)
+    assert plain.accepted == graphed.accepted > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["entropy", "horizontal lookup", "n-grams", "sources", "unverified"]
+)
+def test_graphs_of_other_cascades(captured, name):
+    """A replay after a check without the graph begins with the thresholds of before."""
+    from support.table_runner import TableRunner
+
+    def runner():
+        np.random.seed(0)
+        options = {"length": 4, "prompt_length": 5, "cascade": cascade(name)}
+        return TableRunner(*tables(), PARAMS, **options)
+
+    plain, graphed = runner(), captured(runner(), sizes=(4,))
+    graphed.drafter.checks = True
+    draft_alike(plain, graphed, 3)
+    if name == "entropy":
+        thresholds = graphed.drafter.thresholds
+        assert thresholds.count.equal(plain.drafter.thresholds.count)
+        assert (thresholds.count.sum(1) > 0).all()
+
+
+@pytest.mark.slow
+def test_a_batch_above_the_largest_graph_drafts_without_one(captured):
+    from support.recorded_graph import RecordedGraph
+
+    plain, graphed = runner(), captured(runner(), sizes=(1, 2))
+    draft_alike(plain, graphed, 2)
+    assert not any(graph.replays for graph in RecordedGraph.made)
+
+
+def read_after_stage(served, of) -> None:
+    """Level 1 adds zero times a tensor that the runner hands over anew for each proposal."""
+    level = served.drafter.program.levels[1]
+    forward = level.forward
+    level.forward = lambda *args: forward(*args) + 0 * of(served)
+
+
+@pytest.mark.parametrize(
+    ("of", "named"),
+    [
+        (lambda served: served.drafter.parameters.temperature[0], "temperature"),
+        (lambda served: served.sampler.sampling_states.top_k.gpu[0], "top_k"),
+        (lambda served: served.states.total_len.gpu[0], "the table of requests.total_len"),
+        (lambda served: served.slots[0], "the batch.idx_mapping"),
+    ],
+)
+def test_a_read_after_stage_is_caught(of, named):
+    from vllm_hsd.host.graph_checks import GraphError
+
+    served = runner()
+    served.drafter.checks = True
+    read_after_stage(served, of)
+    with pytest.raises(GraphError, match=f"reads {named} of the runner"):
+        served.step()
+
+
+def test_a_kernel_that_reads_after_stage_is_caught():
+    """Launches pass torch's dispatcher by."""
+    from vllm_hsd.host.graph_checks import GraphError
+
+    served = runner()
+    served.drafter.checks = True
+    state = served.drafter.state
+    bucket = state.bucket
+
+    def seeds_of_the_runner(batch):
+        cut = bucket(batch)
+        cut.seeds = served.sampler.sampling_states.seeds.gpu[:batch]
+        return cut
+
+    state.bucket = seeds_of_the_runner
+    with pytest.raises(GraphError, match="kernel reads seeds of the runner"):
+        served.step()
+
+
+def test_a_graph_with_an_old_address_is_caught(captured):
+    """A table moves after the capture: the program follows it, the graph does not."""
+    from vllm_hsd.host.graph_checks import GraphError
+
+    served = captured(runner([{"temperature": 0.0}] * 3), sizes=(4,))
+    served.drafter.checks = True
+    served.drafter.program.levels[1].logits = -served.target
+    with pytest.raises(GraphError, match="the CUDA graph for 4 requests drafts"):
+        served.step()
+
+
+def test_a_host_read_while_captured_is_caught(captured):
+    served = runner()
+    level = served.drafter.program.levels[1]
+    forward = level.forward
+    level.forward = lambda *args: forward(*args) * served.target[0, 0].item()
+    with pytest.raises(RuntimeError, match="read on the host while a CUDA graph"):
+        captured(served)
+
+
+@pytest.mark.parametrize(
+    ("largest", "sizes"),
+    [
+        (1, [1]),
+        (8, [1, 2, 4, 8]),
+        (11, [1, 2, 4, 8, 11]),
+        (64, [1, 2, 4, 8, 16, 24, 32, 48, 64]),
+    ],
+)
+def test_the_largest_batch_that_drafts_is_captured(largest, sizes):
+    from vllm_hsd.host.graphs import batch_sizes
+
+    assert batch_sizes(largest) == sizes
+
+
+def test_no_proposal_feeds_more_than_torch_compile_covers():
+    from vllm_hsd.config.sizes import max_batch_size
+    from vllm_hsd.errors import UserError
+
+    hsd = SimpleNamespace(disable_by_batch_size=64, adaptive=False)
+
+    for longest, tokens, expected in ((0, 8, 64), (5, 8192, 64), (5, 256, 51), (10, 10, 1)):
+        assert max_batch_size(hsd, longest, tokens) == expected
+        assert expected * longest <= tokens
+    with pytest.raises(UserError, match="max_num_batched_tokens is 9"):
+        max_batch_size(hsd, 10, 9)
+
+
+def test_attention_captures_as_many_tokens_as_proposals_feed(monkeypatch):
+    """vLLM's bound is that of the target's batches, and stays."""
+    from vllm_hsd.host import program_models
+
+    given = []
+    monkeypatch.setattr(
+        program_models, "init_attn_backend", lambda *args, **_: (given.append(args), 0, 0)
+    )
+    compilation = SimpleNamespace(max_cudagraph_capture_size=512, static_forward_context={})
+    speculator = SimpleNamespace(
+        vllm_config=SimpleNamespace(compilation_config=compilation),
+        vocab_size=7,
+        device=None,
+        state=SimpleNamespace(batch=64),
+        schedule=SimpleNamespace(longest_query=10),
+    )
+    made = program_models.ProgramModel(speculator, 0)
+    made.layer_names = set()
+    made.init_attention(None)
+    used = given[0][1].compilation_config
+    assert used.max_cudagraph_capture_size == 640 and compilation.max_cudagraph_capture_size == 512
+    assert used.static_forward_context is compilation.static_forward_context
+
+
+def level(supports: bool = True, support: str = "UNIFORM_BATCH") -> SimpleNamespace:
+    """A level with one attention backend."""
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    builder = SimpleNamespace(get_cudagraph_support=lambda *args: AttentionCGSupport[support])
+    group = SimpleNamespace(
+        backend=SimpleNamespace(get_name=lambda: "SOME_ATTENTION"),
+        supports_draft_decode_metadata_update=supports,
+        get_metadata_builder=lambda index: builder,
+        kv_cache_spec=None,
+    )
+    return SimpleNamespace(groups=[[group]], vllm_config=None, enforce_eager=False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "of", "warning"),
+    [
+        ("FULL_DECODE_ONLY", {}, None),
+        ("FULL_AND_PIECEWISE", {}, None),
+        ("NONE", {}, "without CUDA graphs: cudagraph_mode is NONE."),
+        ("PIECEWISE", {}, "without CUDA graphs: cudagraph_mode is PIECEWISE."),
+        ("FULL", {"supports": False}, "backend SOME_ATTENTION plans its work on the host."),
+        ("FULL", {"support": "UNIFORM_SINGLE_TOKEN_DECODE"}, "SOME_ATTENTION cannot capture 3 "),
+        ("FULL", {"support": "NEVER"}, "SOME_ATTENTION cannot capture 3 tokens for each request."),
+    ],
+)
+def test_no_cascade_drafts_without_graphs_in_silence(captured, caplog, mode, of, warning):
+    from vllm.config.compilation import CUDAGraphMode
+
+    drafter = captured(runner(), sizes=()).drafter
+    drafter.vllm_config = drafter.graphs.vllm_config
+    drafter.hosted, drafter.device = [level(**of), None], torch.device("cpu")
+    drafter.init_cudagraph_manager(CUDAGraphMode[mode])
+    if warning is None:
+        assert drafter.graphs.sizes == [1, 2, 4] and not caplog.text
+    else:
+        assert drafter.graphs is None and warning in caplog.text

@@ -1,0 +1,300 @@
+"""The fixed schedule: its ops, its bounds, and the catch-up rule by exhaustion."""
+
+from dataclasses import replace
+from itertools import count
+
+import pytest
+
+from vllm_hsd.cascade.drafts import room_below
+from vllm_hsd.cascade.level import LevelOptions
+from vllm_hsd.cascade.schedule import (
+    DRAWS_PER_LENGTH,
+    Choose,
+    Draft,
+    Lookup,
+    Schedule,
+    Verify,
+    compile_schedule,
+    first_draw,
+)
+from vllm_hsd.errors import UserError
+
+
+def schedule_of(*lengths: int, rounds: tuple = (), **kind) -> Schedule:
+    """A compiled cascade; rounds: max_rounds of the levels from the second on."""
+    limits = [None, *rounds, *[None] * len(lengths)]
+    options = [LevelOptions(n, max_rounds=limits[k]) for k, n in enumerate(lengths)]
+    return compile_schedule(options, **kind)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rounds"), [((4,), ()), ((3, 8), (5,)), ((1, 3, 7), (2, 4)), ((2, 2, 2, 9), ())]
+)
+def test_every_draw_of_a_stream_is_used_once(lengths, rounds):
+    """Within a proposal by offsets, between proposals by the length of the text."""
+    schedule = schedule_of(*lengths, rounds=rounds)
+    used = set()
+    for length in (1, 2, 3, 2**31 - 1):
+        for op in schedule.ops:
+            first = first_draw(length) + op.draw
+            for draw in range(first, first + schedule.num_logits(op)):
+                assert (op.level, draw) not in used
+                assert first_draw(length) <= draw < first_draw(length + 1) < 2**63
+                used.add((op.level, draw))
+    assert schedule.num_speculative_tokens + 1 <= DRAWS_PER_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "key"),
+    [
+        ([LevelOptions(3), LevelOptions(8)], {"horizontal_tokens": 5}, "horizontal_tokens is 5"),
+        (
+            [LevelOptions(3), LevelOptions(8, temperature_scale=2.0)],
+            {"horizontal_tokens": 2},
+            r"needs the temperature_scale of levels\[1\]",
+        ),
+        (
+            [LevelOptions(3), LevelOptions(8, "none", temperature_scale=2.0)],
+            {},
+            r'levels\[1\].verifier is "none"',
+        ),
+        ([LevelOptions(64), LevelOptions(100)], {}, r"levels\[0\].num_tokens is 64"),
+        ([LevelOptions(3), LevelOptions(64)], {}, "num_speculative_tokens is 64"),
+        ([LevelOptions(3), LevelOptions(3)], {}, r"levels\[0\].num_tokens is 3, so levels\[1\]"),
+        ([LevelOptions(1), LevelOptions(1), LevelOptions(2)], {}, "there are 3 levels"),
+        (
+            [LevelOptions(1), LevelOptions(10), LevelOptions(40, max_rounds=12)],
+            {},
+            r"lower levels\[2\].max_rounds",
+        ),
+    ],
+)
+def test_what_a_fixed_schedule_cannot_do_is_refused(options, settings, key):
+    with pytest.raises(UserError, match=key):
+        compile_schedule(options, **settings)
+
+
+class Hole(Exception):
+    """A forward pass would attend to a position that its level has not computed."""
+
+
+class Request:
+    """Which token every level has computed at which position, while a schedule runs.
+
+    Tokens are numbers that never repeat, so an entry of a rejected token is never taken for valid.
+
+    Args:
+        schedule: what runs.
+        shortened: tokens by which the first passes of rounds are shorter than the rule says.
+        feed_full: whether requests are fed whose own level has no room, as the rule says.
+    """
+
+    def __init__(self, schedule: Schedule, shortened: int = 0, feed_full: bool = True) -> None:
+        self.schedule, self.shortened, self.feed_full = schedule, shortened, feed_full
+        self.fresh = count()
+        self.chooses = any(isinstance(op, Choose) for op in schedule.ops)
+
+    def begin(self, missing: tuple[frozenset[int], ...]):
+        """A text whose level k has not computed the positions missing[k], counted from the end."""
+        n = self.schedule.window + 2
+        self.text = [next(self.fresh) for _ in range(n)]
+        self.computed = [
+            {p: t for p, t in enumerate(self.text) if n - p not in holes} for holes in missing
+        ]
+        self.committed = n
+        self.limit = n + self.schedule.num_speculative_tokens - 2
+        levels = range(self.schedule.num_levels)
+        self.start, self.drafted, self.requested = [n for _ in levels], [0 for _ in levels], []
+        self.requested = [0 for _ in levels]
+        self.requested[-1] = self.schedule.draft_lengths[-1]
+        self.ask_below(self.schedule.num_levels - 1)
+
+    def ask_below(self, level: int) -> None:
+        for k in range(level - 1, -1, -1):
+            room = max(room_below(self.requested[k + 1], self.drafted[k + 1]), 0)
+            self.requested[k] = min(self.schedule.draft_lengths[k], room)
+            self.start[k], self.drafted[k] = len(self.text), 0
+
+    def feed(self, op) -> None:
+        below = op.draft_length if isinstance(op, Verify) else 0
+        end = self.start[op.level - 1] + below if below else len(self.text)
+        first = op.query_length > 1
+        has_room = self.drafted[op.level] < self.requested[op.level]
+        if self.drafted[-1] == self.requested[-1] or not (has_room or self.feed_full):
+            return
+        padded = self.text + [-1] * (end - len(self.text))
+        mine = self.computed[op.level]
+        for p in range(end - op.query_length + self.shortened * first, end):
+            if p <= self.limit:
+                mine[p] = padded[p]
+        # A level that passes nothing on may lack some of the text; others have computed all of it.
+        # Only the last token of a proposal is past the limit, and nothing is drawn after it.
+        if has_room and any(mine.get(p) != t for p, t in enumerate(self.text)):
+            raise Hole(op)
+
+    def outcomes(self, at: int = 0):
+        """Run the ops from `at` on along every outcome; yields at the end of each."""
+        if at == self.schedule.tail < len(self.schedule.ops):
+            self.start[0], self.drafted[0] = len(self.text), 0
+            self.requested[0] = self.schedule.horizontal_tokens if self.drafted[-1] else 0
+            self.requested[-1] = self.drafted[-1] + self.requested[0]
+        if at == len(self.schedule.ops):
+            if self.schedule.horizontal_tokens:
+                self.drafted[-1] += self.drafted[0]
+            yield
+            return
+        op = self.schedule.ops[at]
+        k = op.level
+        if not isinstance(op, Lookup | Choose):
+            self.feed(op)
+        if isinstance(op, Verify):
+            drafted = self.drafted[k - 1]
+            choices = range(drafted + 1) if self.drafted[k] < self.requested[k] else [None]
+        elif isinstance(op, Choose):
+            # The draft stays, or an offer of any length takes its place.
+            choices = [None, *range(self.requested[0] + 1)]
+        elif isinstance(op, Lookup):
+            choices = [0] if self.chooses else range(self.requested[0] + 1)
+        else:
+            choices = [int(self.drafted[0] < self.requested[0])]
+        before = self.saved()
+        for choice in choices:
+            self.restore(before)
+            if isinstance(op, Verify):
+                if choice is not None:
+                    del self.text[self.start[k - 1] + choice :]
+                    self.text.append(next(self.fresh))
+                    self.drafted[k] += choice + 1
+                self.ask_below(k)
+            elif choice is not None:
+                if isinstance(op, Choose):
+                    del self.text[self.start[0] :]
+                    self.drafted[0] = 0
+                self.text += [next(self.fresh) for _ in range(choice)]
+                self.drafted[0] += choice
+            yield from self.outcomes(at + 1)
+
+    def saved(self):
+        return (
+            list(self.text),
+            [dict(level) for level in self.computed],
+            list(self.start),
+            list(self.drafted),
+            list(self.requested),
+        )
+
+    def restore(self, state) -> None:
+        text, computed, start, drafted, requested = state
+        self.text, self.computed = list(text), [dict(level) for level in computed]
+        self.start, self.drafted, self.requested = list(start), list(drafted), list(requested)
+
+    def missing_after(self, accepted: int) -> tuple[frozenset[int], ...]:
+        """What every level lacks once the target kept so many draft tokens and added its own."""
+        text = [*self.text[: self.committed + accepted], next(self.fresh)]
+        return tuple(
+            frozenset(len(text) - p for p, t in enumerate(text) if mine.get(p) != t)
+            for mine in self.computed
+        )
+
+
+def reachable(*requests: Request) -> set[tuple[frozenset[int], ...]]:
+    """All states of the caches between proposals, from a text that was just ingested.
+
+    Each proposal is any one of these.
+    """
+    start = tuple(frozenset({1}) for _ in requests[0].schedule.draft_lengths)
+    found, todo = {start}, [(start, request) for request in requests]
+    while todo:
+        missing, request = todo.pop()
+        request.begin(missing)
+        for _ in request.outcomes():
+            for accepted in range(request.drafted[-1] + 1):
+                after = request.missing_after(accepted)
+                if after not in found:
+                    found.add(after)
+                    todo += [(after, each) for each in requests]
+    return found
+
+
+CASCADES = [
+    ((4,), (), False),
+    ((2, 4), (), False),
+    ((2, 4), (3,), False),
+    ((1, 4), (1,), False),
+    ((2, 4), (2,), True),
+    ((1, 2, 4), (1, 2), False),
+    ((1, 2, 4), (2, 2), False),
+    ((1, 2, 4), (1, 2), True),
+    ((3, 8), (), False),
+    ((2, 3, 7), (2, 3), False),
+]
+HORIZONTAL = [
+    ((2, 6), (), False, 2),
+    ((2, 5), (), True, 1),
+    ((1, 6), (2,), False, 3),
+    ((1, 2, 7), (1, 2), False, 2),
+]
+CHOICES = [((3,), ()), ((2, 4), (2,)), ((1, 2, 4), (1, 2))]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rounds", "lookup", "horizontal"), [*((*c, 0) for c in CASCADES), *HORIZONTAL]
+)
+def test_catch_up_leaves_no_hole(lengths, rounds, lookup, horizontal):
+    """All outcomes of all verifications, until no new state of the caches appears."""
+    schedule = schedule_of(*lengths, rounds=rounds, lookup=lookup, horizontal_tokens=horizontal)
+    for missing in reachable(Request(schedule)):
+        for k, holes in enumerate(missing):
+            if not (lookup and k == 0):
+                assert max(holes) <= schedule.num_levels - k + 1 + horizontal
+
+
+@pytest.mark.parametrize(("lengths", "rounds"), CHOICES)
+def test_a_model_next_to_lookups_catches_up(lengths, rounds):
+    """Whether it runs all passes of its drafts, the first ones alone, or now these and now those.
+
+    Not where it runs none at all.
+    """
+    schedule = schedule_of(*lengths, rounds=rounds, chooses=True)
+    fewer, none = (
+        replace(schedule, ops=tuple(op for op in schedule.ops if runs(op)))
+        for runs in (lambda op: getattr(op, "step", 0) == 0, lambda op: not isinstance(op, Draft))
+    )
+    assert schedule.with_first_passes() == fewer
+    assert fewer.passes[0] * lengths[0] == schedule.passes[0]
+    whole = Request(schedule)
+    for missing in reachable(whole, Request(fewer)):
+        for k, holes in enumerate(missing):
+            assert max(holes) <= schedule.num_levels - k + (1 if k else lengths[0])
+    for fault in ({"schedule": schedule, "shortened": 1}, {"schedule": none}):
+        with pytest.raises(Hole):
+            reachable(whole, Request(**fault))
+
+
+@pytest.mark.parametrize(("longer", "shorter"), [((4,), (2,)), ((2, 4), (1, 2))])
+def test_a_model_next_to_lookups_catches_up_after_longer_drafts(longer, shorter):
+    """As `adaptive` has it; not by what a schedule of shorter drafts alone would read."""
+    whole = Request(schedule_of(*longer, chooses=True))
+    most = longer[0], longer[-1]
+    reachable(whole, Request(schedule_of(*shorter, chooses=True, longest_drafts=most)))
+    with pytest.raises(Hole):
+        reachable(whole, Request(schedule_of(*shorter, chooses=True)))
+
+
+@pytest.mark.parametrize(
+    ("fault", "lengths"),
+    [({"shortened": 1}, (4,)), ({"shortened": 1}, (2, 4)), ({"feed_full": False}, (2, 4))],
+)
+def test_without_the_rule_there_are_holes(fault, lengths):
+    with pytest.raises(Hole):
+        reachable(Request(schedule_of(*lengths), **fault))
+
+
+def test_without_longer_first_passes_horizontal_tokens_leave_holes():
+    schedule = schedule_of(2, 6, horizontal_tokens=2)
+    ops = tuple(
+        replace(op, query_length=op.query_length - 1) if isinstance(op, Verify) else op
+        for op in schedule.ops
+    )
+    with pytest.raises(Hole):
+        reachable(Request(replace(schedule, ops=ops)))

@@ -1,0 +1,335 @@
+"""Our verifier under vLLM's own drafters on the V2 runner, with tables in the place of models."""
+
+import importlib
+import inspect
+import itertools
+import pkgutil
+
+import numpy as np
+import pytest
+import torch
+from oracle.distributions import chain_distribution
+from support.exact_joint_distribution import next_token_distribution
+from support.table_distributions import CASES, tables
+
+from vllm_hsd.cascade.schedule import DRAWS_PER_LENGTH
+from vllm_hsd.errors import UserError
+from vllm_hsd.rules import verify_chain
+from vllm_hsd.rules.rng import host_uniforms
+
+
+def runner(params, **options):
+    """Requests without a seed get theirs from numpy, always the same here."""
+    from support.table_runner import TableRunner
+
+    np.random.seed(0)
+    target, draft = tables()
+    return TableRunner(target, options.pop("draft", draft), params, length=3, **options)
+
+
+def host_verdict(case, target, draft, text, drafted, seed):
+    """Tokens that the host's verifier emits for one request.
+
+    text: tokens so far; drafted: [K] int64. The uniforms are those of the target's stream.
+    """
+    temperature = case.get("temperature", 1.0)
+    prompt, output = text[:1], text[1:]
+    rows = []
+    for t in range(len(drafted) + 1):
+        so_far = [*output, *drafted[:t].tolist()]
+        logits = target[(prompt + so_far)[-1]].double().numpy()
+        rows.append(next_token_distribution(logits, prompt, tuple(so_far), case, None))
+    p = torch.from_numpy(np.stack(rows))
+    contexts = torch.tensor([text[-1], *drafted.tolist()[:-1]])
+    one_hot = {"temperature": 0.0} if temperature == 0 else {}
+    filters = {k: v for k, v in case.items() if k in ("temperature", "top_k", "top_p", "min_p")}
+    q = torch.from_numpy(
+        np.stack(
+            [
+                next_token_distribution(row, prompt, (), {**filters, **one_hot}, None)
+                for row in draft[contexts].double().numpy()
+            ]
+        )
+    )
+    draws = len(text) * DRAWS_PER_LENGTH + np.arange(len(drafted) + 1)
+    uniforms = host_uniforms(np.array([seed]), np.array([1]), draws)
+    method = "greedy" if temperature == 0 else "block"
+    result = verify_chain(
+        p, q, drafted, [len(drafted)], method=method, uniforms=torch.from_numpy(uniforms)
+    )
+    return result.token_ids[0, : int(result.num_accepted[0]) + 1].tolist()
+
+
+def test_every_verdict_is_that_of_the_hosts_verifier():
+    """The same seeds and drafts give the same tokens on the host and by the kernels."""
+    cases = list(CASES.values())
+    served = runner(cases)
+    seeds = served.sampler.sampling_states.seeds.np[served.slots.numpy()].tolist()
+    target, draft = tables()
+    accepted = []
+    for _ in range(5):
+        texts, drafted = served.texts(), served.drafted
+        output = served.step()
+        if drafted is None:
+            continue
+        for i, case in enumerate(cases):
+            count = int(output.num_sampled[i])
+            found = output.sampled_token_ids[i, :count].tolist()
+            expected = host_verdict(case, target, draft, texts[i], drafted[i], seeds[i])
+            assert found == expected, (case, texts[i], drafted[i])
+            accepted.append(count - 1)
+    assert set(accepted) >= {0, 1, 3}
+
+
+@pytest.mark.parametrize("keeps_rows", [True, False], ids=["rows", "point masses"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_a_drafter_equal_to_the_target_loses_nothing(keeps_rows, temperature):
+    if not keeps_rows and temperature > 0:
+        pytest.skip("its argmax is not the target's sample")
+    target, _ = tables()
+    served = runner([{"temperature": temperature}] * 4, draft=target, keeps_rows=keeps_rows)
+    for _ in range(4):
+        served.step()
+    assert served.accepted == served.verified > 0
+
+
+def test_no_uniform_is_met_twice(monkeypatch):
+    from vllm_hsd.host import sampler, stock_drafters
+
+    met = []
+
+    def sample_row(logits, temperature, seeds, draws, **options):
+        met.extend(
+            (seed, 0, draw) for seed, draw in zip(seeds.tolist(), draws.tolist(), strict=True)
+        )
+        return original_sample(logits, temperature, seeds, draws, **options)
+
+    def verify(logits, rows, tokens, cu, index, temperature, seeds, draws, **options):
+        lengths = (cu[1:] - cu[:-1] - 1).tolist()
+        for slot, length in zip(index.tolist(), lengths, strict=True):
+            met.extend((int(seeds[slot]), 1, int(draws[slot]) + t) for t in range(length + 1))
+        return original_verify(
+            logits, rows, tokens, cu, index, temperature, seeds, draws, **options
+        )
+
+    original_sample, original_verify = stock_drafters.sample_row, sampler.verify_chain_padded
+    monkeypatch.setattr(stock_drafters, "sample_row", sample_row)
+    monkeypatch.setattr(sampler, "verify_chain_padded", verify)
+    served = runner([{}] * 5)
+    for _ in range(4):
+        served.step()
+    assert len(met) == len(set(met)) > 80
+
+
+def test_a_seeded_request_does_not_depend_on_its_neighbours():
+    params = {"seed": 42, "temperature": 0.9}
+    alone = runner([params])
+    crowd = runner([{"seed": 3, "top_p": 0.5}, params, {"temperature": 0.0}])
+    for _ in range(4):
+        alone.step()
+        crowd.step()
+    assert alone.texts()[0] == crowd.texts()[1]
+
+
+def test_logits_are_not_copied_for_temperatures_and_filters(monkeypatch):
+    """But for filtered requests with a seed, whose text is to be vLLM's to the last bit."""
+    filtered = [{"temperature": 0.7, "top_p": 0.8}, {"min_p": 0.1}, {"top_k": 3}]
+    served = runner([*filtered, {"temperature": 0.0}, {}, {"temperature": 0.7, "seed": 1}])
+    monkeypatch.setattr(served.sampler, "apply_sampling_params", None)
+    for _ in range(3):
+        served.step()
+    for params in ({"min_p": 0.1, "seed": 1}, {"presence_penalty": 0.5}):
+        served = runner([{"temperature": 0.7}, params])
+        monkeypatch.setattr(served.sampler, "apply_sampling_params", None)
+        with pytest.raises(TypeError):
+            served.step()
+
+
+def test_drafts_are_filtered_as_their_request():
+    """Kept rows hold -inf for what no draft may be; greedy and coupled requests keep none."""
+    served = runner([{"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}, {"top_k": 2, "seed": 5}])
+    _, draft = tables()
+    served.step()
+    before = torch.tensor([text[-1] for text in served.texts()])
+    contexts = torch.cat((before[:, None], served.drafted[:, :-1]), 1)
+    rows = served.drafter.draft_logits[served.slots]
+    drawn = draft[contexts].gather(2, served.drafted[:, :, None])
+    kept = rows.isfinite().sum(2)
+    assert (kept[0] == 2).all() and (kept[1:3] < len(draft)).any()
+    assert rows[:3].gather(2, served.drafted[:3, :, None]).equal(drawn[:3])
+    assert (rows[3] == 0).all()
+    assert (drawn[3] >= draft[contexts[3]].topk(2).values[:, -1:]).all()
+
+
+def test_the_verifier_is_given_the_logsumexps_of_kept_rows(monkeypatch):
+    """So a verification takes 3 launches and does not read a proposal row to normalize it."""
+    from support.triton_cpu import kernel_class
+
+    from vllm_hsd.host import sampler
+
+    given, launches, verify = [], [], sampler.verify_chain_padded
+    run = kernel_class().run
+
+    def counted(target, draft, *args, **options):
+        given.append((draft, options["draft_lse"]))
+        launches.clear()
+        result = verify(target, draft, *args, **options)
+        assert len(launches) == 3
+        return result
+
+    monkeypatch.setattr(
+        kernel_class(), "run", lambda *args, **keys: launches.append(1) or run(*args, **keys)
+    )
+    monkeypatch.setattr(sampler, "verify_chain_padded", counted)
+    served = runner([{"temperature": 0.7}] * 2)
+    for _ in range(2):
+        served.step()
+    rows, lse = given[-1]
+    expected = (rows[served.slots] / 0.7).logsumexp(-1)
+    # The rows of the last proposal are newer than those that were verified; both are kept alike.
+    assert torch.allclose(lse[served.slots], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("row", [float("nan"), float("inf"), -float("inf")])
+def test_invalid_rows_end_in_token_0(row):
+    served = runner([{}, {"temperature": 0.0}, {"top_p": 0.9}])
+    served.step()
+    output = served.step(logits=lambda tokens: torch.full((len(tokens), 6), row))
+    assert output.num_sampled[0] == output.num_sampled[2] == 1
+    assert output.sampled_token_ids[[0, 2], 0].tolist() == [0, 0]
+    assert output.num_sampled[1] >= 1
+    served.step()
+
+
+def masked_distribution(target, draft, allowed, cut_after):
+    """Exact distribution of two tokens from one verification of two draft tokens under a grammar.
+
+    allowed: [2, V] bool for the two positions. cut_after: the draft ends so many tokens after the
+    accepted ones (1: the refused token is verified; 0: vLLM's rule, the draft ends before it).
+    """
+    p = [torch.where(a, t, 0.0) / t[a].sum() for a, t in zip(allowed, target, strict=True)]
+    vocabulary = target.shape[1]
+    probs = torch.zeros(vocabulary, vocabulary, dtype=torch.float64)
+    for x, y in itertools.product(range(vocabulary), repeat=2):
+        acceptable = 0 if not allowed[0, x] else 1 if not allowed[1, y] else 2
+        n = min(2, acceptable + cut_after)
+        # Rows after the first refused token are permissive, as vLLM's are.
+        rows = torch.stack([p[0], p[1], target[1]])[: n + 1]
+        found = chain_distribution(rows, draft[:n], torch.tensor([x, y])[:n])
+        weight = draft[0, x] * draft[1, y]
+        # The next call draws the second token exactly where this one emitted one only.
+        probs += weight * found[0][:, None] * p[1][None, :]
+        probs[x] += weight * found[1:2].sum(0) if n >= 1 else 0.0
+        probs[x, y] += weight * found[2].sum() if n == 2 else 0.0
+    return probs, p[0][:, None] * p[1][None, :]
+
+
+def test_a_refused_draft_token_is_verified_before_the_draft_ends():
+    generator = torch.Generator().manual_seed(0)
+    target = torch.rand(2, 4, generator=generator, dtype=torch.float64)
+    draft = torch.rand(2, 4, generator=generator, dtype=torch.float64)
+    target, draft = (m / m.sum(1, keepdim=True) for m in (target, draft))
+    for bits in itertools.product([False, True], repeat=8):
+        allowed = torch.tensor(bits).view(2, 4)
+        if not allowed.any(1).all():
+            continue
+        probs, exact = masked_distribution(target, draft, allowed, cut_after=1)
+        assert torch.allclose(probs, exact, atol=1e-12)
+    # Negative control: vLLM's rule.
+    allowed = torch.tensor([[True, True, False, True], [True, False, True, True]])
+    probs, exact = masked_distribution(target, draft, allowed, cut_after=0)
+    assert (probs - exact).abs().sum() > 1e-2
+
+
+def test_the_sampler_ends_a_draft_after_the_refused_token(monkeypatch):
+    from vllm_hsd.host import sampler
+
+    verified, verify = [], sampler.verify_chain_padded
+
+    def recorded(target, draft, tokens, *args, **options):
+        verified.append(tokens)
+        return verify(target, draft, tokens, *args, **options)
+
+    monkeypatch.setattr(sampler, "verify_chain_padded", recorded)
+    served = runner([{}] * 4)
+    served.step()
+    # Acceptable draft tokens: 0, 1, 2 and 3 (all).
+    invalid = torch.arange(4)[None, :] > torch.tensor([0, 1, 2, 3])[:, None]
+    served.step(invalid.flatten())
+    assert (verified[-1].view(4, 4)[:, 1:] >= 0).sum(1).tolist() == [1, 2, 3, 3]
+
+
+def own_rows(served):
+    """A drafter equal to the target that draws and writes its rows without `sample_draft`."""
+    generator, rows = torch.Generator().manual_seed(0), served.drafter.draft_logits
+
+    def propose(*_):
+        token, columns = served.states.last_sampled_tokens[served.slots, 0], []
+        for step in range(served.length):
+            rows[served.slots, step] = served.target[token]
+            probs = served.target[token].softmax(-1)
+            token = torch.multinomial(probs, 1, generator=generator)[:, 0]
+            columns.append(token)
+        served.drafted = torch.stack(columns, 1)
+
+    served.propose = propose
+    for _ in range(8):
+        served.step()
+    return served
+
+
+@pytest.mark.parametrize("name", ["DFlash2Speculator", "LiLiCorrSpeculator"])
+def test_rows_that_a_drafter_writes_itself_are_those_that_are_verified(name):
+    from vllm.v1.worker.gpu.sample import gumbel
+
+    target, _ = tables()
+    given = {"params": [{"temperature": 1.0}] * 6, "draft": target, "drafter": name}
+    if hasattr(gumbel, "spec_step_seed"):
+        served = own_rows(runner(**given))
+        assert served.accepted == served.verified > 0
+        return
+    with pytest.raises(UserError, match=f"{name} draws from: set draft_sample_method .* or vLLM"):
+        runner(**given)
+    assert runner(**given, keeps_rows=False).drafter.draft_logits is None
+
+
+def test_no_draft_token_is_accepted_whose_row_was_not_kept():
+    target, _ = tables()
+    served = own_rows(runner([{"temperature": 1.0}] * 6, draft=target))
+    assert served.accepted == 0 < served.verified
+
+
+def names_of(code) -> set[str]:
+    """Names that a function's code reads, those of the functions in it included."""
+    inner = [each for each in code.co_consts if isinstance(each, type(code))]
+    return set(code.co_names).union(*map(names_of, inner))
+
+
+def drawing(speculator: type) -> set[str]:
+    """Names that the methods of a drafter read, but for `sample_draft` itself."""
+    methods = [getattr(speculator, name) for name in dir(speculator) if name != "sample_draft"]
+    return set().union(*(names_of(m.__code__) for m in methods if inspect.isfunction(m)))
+
+
+def test_of_every_drafter_of_vllm_it_is_known_how_it_draws():
+    """One that a release adds, or changes, is kept out by name until it is read."""
+    from support import triton_cpu
+
+    triton_cpu.prepare_vllm()
+    import vllm.v1.worker.gpu.spec_decode as package
+    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+    from vllm_hsd.host import stock_drafters
+
+    found = {}
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        for each in vars(importlib.import_module(module.name)).values():
+            if inspect.isclass(each) and issubclass(each, DraftModelSpeculator):
+                found[each.__name__] = drawing(each)
+    abstract = {"DraftModelSpeculator", "AutoRegressiveSpeculator", "TargetDependentARSpeculator"}
+    draws = {name for name, names in found.items() if "sample_draft" in names} - abstract
+    assert draws == set(stock_drafters._SAMPLED)
+    noise = {"gumbel_sample", "gumbel_noised_argmax", "multinomial", "exponential_"}
+    assert not any(found[name] & noise for name in draws)
+    own = {name for name, names in found.items() if "candidate_sampler" in names}
+    assert own == set(stock_drafters._OWN_ROWS)

@@ -1,0 +1,146 @@
+"""verify_tree against its exact distribution, drawing of siblings, and odd input."""
+
+import pytest
+import torch
+from oracle.distributions import tree_distribution
+
+from vllm_hsd.rules import (
+    Tree,
+    draw_iid,
+    draw_without_replacement,
+    top_k,
+    verify_chain,
+    verify_tree,
+)
+
+V = 5
+METHODS = ["traversal", "recursive_rejection"]
+
+
+def rows(count: int, seed: int) -> torch.Tensor:
+    gen = torch.Generator().manual_seed(seed)
+    return (1.5 * torch.randn(count, V, generator=gen, dtype=torch.float64)).softmax(-1)
+
+
+# Two drafts of the root draw the same token (0 and 2), each with a child.
+TREE = Tree([-1, -1, -1, 0, 2, 1, 3], [3, 1, 3, 0, 2, 1, 4])
+
+
+@pytest.mark.parametrize("one_hot", [False, True], ids=["rows", "one-hot"])
+@pytest.mark.parametrize("method", METHODS)
+def test_samples_follow_the_distribution(method, one_hot):
+    target, draft = rows(8, 1), None if one_hot else rows(7, 2)
+    distribution = tree_distribution(target, draft, TREE, method=method).flatten()
+    gen = torch.Generator().manual_seed(0)
+    counts, samples = torch.zeros_like(distribution), 4000
+    for _ in range(samples):
+        tokens, path = verify_tree(target, draft, TREE, method=method, generator=gen)
+        assert tokens[:-1].tolist() == [TREE.tokens[n] for n in path]
+        node = int(path[-1]) + 1 if len(path) else 0
+        counts[node * V + int(tokens[-1])] += 1
+    assert (counts[distribution == 0] == 0).all()
+    common = distribution * samples > 5
+    chi2 = ((counts - samples * distribution)[common] ** 2 / (samples * distribution[common])).sum()
+    degrees = int(common.sum())
+    # Five standard deviations of a chi-squared variable above its mean.
+    assert chi2 < degrees + 5 * (2 * degrees) ** 0.5
+
+
+def test_greedy_follows_the_argmax():
+    target = rows(8, 1)
+    target[0, 1], target[2, 1], target[6, 4] = 9, 9, 9
+    tokens, path = verify_tree(target, None, TREE, method="greedy")
+    assert (tokens.tolist(), path.tolist()) == ([1, 1, 4], [1, 5])
+    target[6, 0] = torch.nan
+    tokens, path = verify_tree(target, None, TREE, method="greedy")
+    assert (tokens.tolist(), path.tolist()) == ([1, 1, 0], [1, 5])
+
+
+@pytest.mark.parametrize("method", [*METHODS, "greedy"])
+@pytest.mark.parametrize("row", ["nan", "minus infinity", "plus infinity"])
+def test_a_bad_root_row_gives_the_token_of_plain_sampling(method, row):
+    """vLLM: the argmax of softmax / exponential, or of the logits when greedy; NaN is largest."""
+    logits = rows(8, 1)
+    if row == "nan":
+        logits[0, 2:4] = torch.nan
+    elif row == "minus infinity":
+        logits[0] = -torch.inf
+    else:
+        logits[0, 3] = torch.inf
+    target = logits if method == "greedy" else logits.softmax(-1)
+    plain = target[0] if method == "greedy" else target[0] / torch.empty(V).exponential_()
+    tokens, path = verify_tree(target, rows(7, 2), TREE, method=method)
+    assert tokens[0] == plain.argmax()
+    if method != "greedy":
+        assert len(tokens) == 1 and len(path) == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_invalid_rows_end_the_tree_there(method):
+    target, draft = rows(8, 1), rows(7, 2)
+    target[1], draft[1] = torch.nan, torch.nan
+    small = Tree([-1], [3])
+    for seed in range(50):
+        gens = [torch.Generator().manual_seed(seed) for _ in range(2)]
+        # The root keeps its first child, which has neither children nor a token after it.
+        tokens, path = verify_tree(target, draft, TREE, method=method, generator=gens[0])
+        drawn = torch.rand(8, dtype=torch.float64, generator=gens[1])
+        uniforms = drawn[[7, 0]]
+        chain = verify_chain(
+            target[:1].repeat(2, 1), draft[:1], torch.tensor(small.tokens), [1], uniforms=uniforms
+        )
+        assert len(path) == int(chain.num_accepted)
+        assert tokens.tolist() == ([3] if len(path) else chain.token_ids[0, :1].tolist())
+
+
+def test_draws_come_with_their_rows():
+    row = torch.tensor([0.5, 0.0, 0.3, 0.2])
+    gen = torch.Generator().manual_seed(0)
+    tokens, drawn = draw_iid(row, 3, gen)
+    assert tokens.shape == (3,) and torch.equal(drawn, row.repeat(3, 1))
+    tokens, drawn = draw_without_replacement(row, 3, gen)
+    assert sorted(tokens.tolist()) == [0, 2, 3]
+    left = row.clone()
+    for token, own in zip(tokens.tolist(), drawn, strict=True):
+        torch.testing.assert_close(own, left / left.sum())
+        left[token] = 0
+    assert top_k(row, 2).tolist() == [0, 2]
+    with pytest.raises(ValueError, match="k is 4, but row has only 3 tokens"):
+        draw_without_replacement(row, 4)
+
+
+@pytest.mark.parametrize("draw", [draw_iid, draw_without_replacement])
+def test_first_draws_follow_the_row(draw):
+    row = torch.tensor([0.5, 0.0, 0.3, 0.2])
+    gen = torch.Generator().manual_seed(1)
+    pairs = torch.stack([draw(row, 2, gen)[0] for _ in range(3000)])
+    second = row
+    if draw is draw_without_replacement:
+        second = (row[:, None] * row / (1 - row[:, None])).fill_diagonal_(0).sum(0)
+    for column, expected in zip(pairs.T, (row, second), strict=True):
+        share = torch.bincount(column, minlength=4) / len(column)
+        assert (share - expected).abs().max() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Tree([-1], [1, 2]), "parents has 1 entries, tokens 2"),
+        (lambda: Tree([-1, 1], [1, 2]), r"parents\[1\] is 1"),
+        (lambda: verify_tree(rows(7, 1), None, TREE), r"target_probs must have shape \[8, V\]"),
+        (
+            lambda: verify_tree(rows(8, 1), rows(8, 1), TREE),
+            r"draft_probs must have shape \[7, V\]",
+        ),
+        (
+            lambda: verify_tree(rows(8, 1), rows(7, 1).float(), TREE),
+            "draft_probs .* does not match",
+        ),
+        (lambda: verify_tree(rows(2, 1), None, Tree([-1], [V])), r"tree.tokens\[0\] is 5, outside"),
+        (lambda: verify_tree(rows(2, 1), None, Tree([-1], [-1])), r"tree.tokens\[0\] is -1"),
+        (lambda: verify_tree(rows(8, 1), None, TREE, method="block"), "method must be one of"),
+    ],
+)
+def test_arguments_are_named(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()

@@ -1,0 +1,112 @@
+"""Orders and scores by q / p: exact for every token, and what their checks find."""
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_hsd.tools.audit import directions
+from vllm_hsd.tools.audit.directions import BEFORE, FAULTS, SCORE, SHIFTS, THIRD, VARIANCE, marks
+from vllm_hsd.tools.audit.lean import enough, factors, lean_checks
+from vllm_hsd.tools.audit.statistics import needed
+
+
+def rows(q: torch.Tensor, width: int) -> np.ndarray:
+    """The `width` likeliest tokens of one row."""
+    probs, ids = q[None].topk(width)
+    return torch.stack((ids.float(), probs), 1).numpy()
+
+
+CASES = {
+    "all tokens": (lambda p, g: torch.rand(len(p), generator=g), 12),
+    "the likeliest": (lambda p, g: torch.rand(len(p), generator=g) ** 3, 4),
+    "ties with the rest": (lambda p, g: p * (0.95 + 0.1 * torch.rand(len(p), generator=g)), 5),
+    "a point mass": (lambda p, g: torch.eye(len(p))[3], 1),
+    "the same": (lambda p, g: p.clone(), 12),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_marks_of_every_token(name, masked):
+    make, width = CASES[name]
+    g = torch.Generator().manual_seed(1)
+    p = torch.rand(12, generator=g)
+    p[[2, 7]] *= not masked
+    p /= p.sum()
+    q = make(p, g)
+    q /= q.sum()
+    every = torch.arange(12)
+    found = marks(p.expand(12, -1), every, np.repeat(rows(q, width), 12, 0))
+    own = p.double().numpy()
+    # What is before the tokens, and the tokens themselves, fill [0, 1] without gaps.
+    order = found[:, BEFORE].argsort(kind="stable")
+    order = order[own[order] > 0]
+    edges = np.concatenate(([0], own[order].cumsum()))
+    assert found[order, BEFORE] == pytest.approx(edges[:-1], abs=1e-6)
+    score = found[:, SCORE]
+    assert (own * score).sum() == pytest.approx(0, abs=1e-6)
+    for power, column in ((2, VARIANCE), (3, THIRD)):
+        assert found[:, column] == pytest.approx((own * score**power).sum(), abs=1e-6)
+    # q in place of p, and everything accepted, are the same fault.
+    shifts = found[0, SHIFTS : SHIFTS + FAULTS]
+    everything = 1 + directions.OVER.index(np.inf)
+    assert shifts[0] == pytest.approx(shifts[everything])
+    assert shifts[0] == pytest.approx((q.double().numpy() * score).sum(), abs=1e-5) or masked
+    assert (shifts[: 1 + len(directions.OVER)] >= -1e-6).all()
+    assert (shifts[1 + len(directions.OVER) :] <= 1e-6).all()
+
+
+def test_unknown_rows_are_left_out():
+    unknown = np.full((1, 2, 4), -1, dtype=np.float32)
+    assert np.isnan(marks(torch.full((1, 5), 0.2), torch.tensor([1]), unknown)).all()
+
+
+def texts(seed: int, share: float) -> np.ndarray:
+    """Marks of 4,000 tokens, of which `share` are drawn from q in place of p."""
+    g = torch.Generator().manual_seed(seed)
+    p, q = torch.softmax(torch.randn(2, 4000, 9, generator=g), -1)
+    use = torch.where(torch.rand(4000, 1, generator=g) < share, q, p)
+    tokens = torch.multinomial(use, 1, generator=g)[:, 0]
+    return marks(p, tokens, directions.rows_of(q.log()))
+
+
+def test_p_values_of_sound_text_are_uniform_and_a_detectable_share_is_found():
+    labels = np.full(4000, "1", dtype=object)
+    p_values = [lean_checks("", "q", texts(seed, 0), labels)[0].p_value for seed in range(40)]
+    assert np.quantile(p_values, [0.25, 0.5, 0.75]) == pytest.approx([0.25, 0.5, 0.75], abs=0.2)
+    check = lean_checks("", "q", texts(0, 0), labels)[0]
+    least = check.detectable(1e-6)
+    share = least / check.faults[0][1]
+    found = [lean_checks("", "q", texts(seed, share), labels)[0] for seed in range(10)]
+    assert max(each.p_value for each in found) < 1e-5
+    assert np.mean([each.shift for each in found]) == pytest.approx(least, rel=0.1)
+    above, below = factors(check, 1e-6)
+    assert 1 < above < 2 and 0.5 < below < 1 and needed(1e-6) == pytest.approx(7.22, abs=0.01)
+
+
+def test_nothing_can_lean_to_a_drafter_that_is_the_target():
+    p = torch.softmax(torch.randn(500, 9), -1)
+    tokens = torch.multinomial(p, 1)[:, 0]
+    found = marks(p, tokens, directions.rows_of(p.log()))
+    (check,) = lean_checks("", "q", found, np.full(500, "1", dtype=object))
+    assert not check.faults and check.p_value == 1 and check.detectable(1e-6) == np.inf
+
+
+def test_power_is_that_of_the_drafted_places():
+    labels = np.full(4000, "1", dtype=object)
+    (every,) = lean_checks("", "q", texts(0, 0), labels)
+    (few,) = lean_checks("", "q", texts(0, 0), labels, share=0.1)
+    assert few.detectable(1e-6) == pytest.approx(10 * every.detectable(1e-6))
+    assert enough(every, 1e-6) and not enough(few, 1e-6)
+    undrafted = texts(0, 0)
+    undrafted[100:] = np.nan
+    (known,) = lean_checks("", "q", undrafted, labels)
+    assert known.num_tokens == 100 and not enough(known, 1e-6)
+
+
+def test_nothing_is_missed_where_the_drafter_is_the_target():
+    p = torch.softmax(torch.randn(500, 9), -1)
+    tokens = torch.multinomial(p, 1)[:, 0]
+    found = marks(p, tokens, directions.rows_of(p.log()))
+    (check,) = lean_checks("", "q", found, np.full(500, "1", dtype=object))
+    assert enough(check, 1e-6)

@@ -1,0 +1,194 @@
+"""`vllm-hsd verify --url`: servers whose model is a table, and slow: real ones."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.openai_server import running_server
+from support.stand_in_servers import listening
+
+from vllm_hsd.tools.audit.quantiles import token_ranges
+from vllm_hsd.tools.audit.servers import kept_probabilities, token_range
+from vllm_hsd.tools.cli import main as cli
+
+VOCABULARY = 30
+LOGITS = np.random.default_rng(0).normal(size=(VOCABULARY, VOCABULARY)) * 1.5
+
+
+@contextlib.contextmanager
+def markov_server(
+    wrong: float = 0.0, max_logprobs: int = 20, sends_token_ids: bool = True
+) -> Iterator[str]:
+    """URL of a server whose every token is the likeliest one, `wrong` of the time more than due."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+        def do_GET(self):
+            models = {"data": [{"id": "markov"}]}
+            self.answer({"/v1/models": models, "/version": {"version": "0"}}[self.path])
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == "/tokenize":
+                text = body["messages"][0]["content"] if "messages" in body else body["prompt"]
+                self.answer({"tokens": [len(text) % VOCABULARY, 3]})
+            elif body.get("stream"):
+                self.stream(body)
+            elif body["prompt_logprobs"] > max_logprobs:
+                self.answer({"error": "prompt_logprobs is above max_logprobs"}, 400)
+            else:
+                self.answer({"choices": [{"prompt_logprobs": likeliest(body)}]})
+
+        def stream(self, body):
+            rng = np.random.default_rng(body.get("seed"))
+            self.send_response(200)
+            self.end_headers()
+            last, left, first = body["prompt"][-1], body["max_tokens"], True
+            while left:
+                token_ids = []
+                for _ in range(1 if first else int(rng.integers(1, 1 + min(left, 4)))):
+                    last = draw(LOGITS[last], body, rng, wrong)
+                    token_ids.append(last)
+                left, first = left - len(token_ids), False
+                event = {"choices": [{"token_ids": token_ids if sends_token_ids else None}]}
+                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def answer(self, document, status=200):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(document).encode())
+
+    with listening(Handler) as url:
+        yield url
+
+
+def draw(logits: np.ndarray, body: dict, rng: np.random.Generator, wrong: float) -> int:
+    """A token by temperature, then top_k, then top_p."""
+    if body["temperature"] == 0 or rng.random() < wrong:
+        return int(logits.argmax())
+    order = (-logits).argsort()[: body["top_k"]]
+    probs = np.exp((logits[order] - logits[order[0]]) / body["temperature"])
+    probs /= probs.sum()
+    probs *= np.cumsum(probs) - probs < body.get("top_p", 1)
+    return int(rng.choice(order, p=probs / probs.sum()))
+
+
+def likeliest(body: dict) -> list:
+    """vLLM's `prompt_logprobs`."""
+    rows = [None]
+    for last, token in zip(body["prompt"], body["prompt"][1:], strict=False):
+        logprobs = LOGITS[last] - np.log(np.exp(LOGITS[last]).sum())
+        tokens = {*(-logprobs).argsort()[: body["prompt_logprobs"]].tolist(), token}
+        rows.append({str(each): {"logprob": logprobs[each]} for each in tokens})
+    return rows
+
+
+def verify(tmp_path, url: str, plain_url: str, *options: str) -> int:
+    arguments = ["verify", "--url", url, "--plain-url", plain_url, "--dtype", "float32"]
+    arguments += ["--workload", "steady", "--output", str(tmp_path)]
+    return cli.main([*arguments, *options])
+
+
+@pytest.mark.parametrize("top_p", [None, 0.6, 0.95])
+def test_ranges_are_those_of_whole_rows(top_p):
+    rng = np.random.default_rng(1)
+    logits = torch.from_numpy(rng.normal(size=40) * 2)
+    logits[logits.argsort()[-18:-15]] = logits.sort().values[-16]  # a tie for the last place
+    probs = torch.where(logits >= logits.topk(16).values[-1], logits / 0.7, -torch.inf).softmax(0)
+    assert (probs > 0).sum() == 18
+    if top_p is not None:
+        order = probs.argsort(descending=True)
+        above = probs[order].cumsum(0) - probs[order]
+        probs[order[above >= top_p]] = 0
+    given = dict(enumerate(logits.log_softmax(0).tolist()))
+    params = {"temperature": 0.7, "top_k": 16} | ({} if top_p is None else {"top_p": top_p})
+    for token in range(40):
+        expected = token_ranges(probs.log()[None], torch.tensor([token]))[0].tolist()
+        assert token_range(kept_probabilities(given, params), token) == pytest.approx(
+            expected, abs=1e-6
+        )
+
+
+def test_a_server_that_follows_the_target_passes(tmp_path, capsys):
+    with markov_server() as url, markov_server() as plain_url:
+        options = ("--temperatures", "0,1", "--top-p", "0.9,1", "--tokens", "4096")
+        status = verify(tmp_path, url, plain_url, *options)
+    found = json.loads((tmp_path / "verify.json").read_text())
+    assert status == 0 and found["lossless"] and found["servers"] == [url, plain_url]
+    page = capsys.readouterr().out
+    assert "equal to no speculation" in page and "temperature 1, top-k 16, top-p 0.9" in page
+
+
+def test_a_server_that_does_not_is_found(tmp_path, capsys):
+    with markov_server(wrong=0.1) as url, markov_server() as plain_url:
+        assert verify(tmp_path, url, plain_url, "--temperatures", "1", "--tokens", "4096") == 1
+    found = json.loads((tmp_path / "verify.json").read_text())
+    assert not found["lossless"] and "follows the target" in found["verdict"]
+    page = capsys.readouterr().out
+    assert "NOT LOSSLESS" in page and "FAILS" in page
+
+
+# vLLM binds every server's worker to the first core.
+FREE = {"environment": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_real_servers(text_family, tmp_path, capsys):
+    """A server without speculation judges a cascade, then one with a biased sampler.
+
+    vLLM's own methods are no control on a CPU: with top_k its fault there ends the engine.
+    """
+    levels = [{"model": text_family.small, "num_tokens": 3}, {"model": text_family.mid}]
+    cascade = {"method": "hsd", "num_speculative_tokens": 5, "levels": levels}
+    plugins = {"sound": None, "biased": "support.biased_sampler:install_drafts_of_other_rows"}
+    statuses, found = {}, {}
+    with running_server(text_family.target, new(tmp_path / "plain"), **FREE) as plain:
+        for name, plugin in plugins.items():
+            target, directory = text_family.target, new(tmp_path / name)
+            with running_server(target, directory, cascade, plugin=plugin, **FREE) as server:
+                options = ("--temperatures", "0,1", "--top-p", "0.9,1", "--tokens", "4096")
+                options += ("--drafter", text_family.mid)
+                output = new(tmp_path / f"{name}-results")
+                statuses[name] = verify(output, server.url, plain.url, *options)
+                found[name] = json.loads((output / "verify.json").read_text())
+    assert statuses == {"sound": 0, "biased": 1}, capsys.readouterr().out
+    assert found["sound"]["sampled"]["tokens"] == 2 * 4096
+    assert found["sound"]["greedy"]["passed"] and found["biased"]["greedy"]["passed"]
+    assert not found["biased"]["lossless"]
+    assert "mid" in {check["order"] for check in found["sound"]["sampled"]["checks"]}
+
+
+def new(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
+
+
+def test_mistakes_are_named(tmp_path, capsys):
+    def error(*arguments: str) -> str:
+        assert cli.main(["verify", *arguments, "--output", str(tmp_path)]) == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert "--plain-url belong together" in error("--url", "http://127.0.0.1:1")
+    assert "--drafter names what a server" in error("--drafter", "m")
+    both = ("--url", "http://127.0.0.1:1", "--plain-url", "http://127.0.0.1:1")
+    assert "--url 'http://127.0.0.1:1' cannot be reached" in error(*both)
+    unreadable = ("--url", "http://127.0.0.1:port", "--plain-url", "http://127.0.0.1:1")
+    assert "--url 'http://127.0.0.1:port' cannot be reached" in error(*unreadable)
+    assert "--self-test has models of its own" in error("--self-test", "--url", "http://a")
+    assert "leave out --speculative-config" in error(*both, "--speculative-config", "{}")
+    assert "is not a URL" in error("--url", "localhost", "--plain-url", "localhost")
+    with markov_server(sends_token_ids=False) as url:
+        message = error("--url", url, "--plain-url", url, "--temperatures", "1")
+        assert "answers with no token ids: is it a server of vLLM?" in message
+    with markov_server() as url, markov_server(max_logprobs=5) as plain_url:
+        message = error("--url", url, "--plain-url", plain_url, "--temperatures", "1")
+        assert "start it with --max-logprobs 20" in message

@@ -1,0 +1,159 @@
+"""Randomized quantiles, and the tests of them: error rate, power, places in steps."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_hsd.rules import verify_chain
+from vllm_hsd.tools.audit.quantiles import randomized, token_ranges
+from vllm_hsd.tools.audit.statistics import (
+    adjusted,
+    arrange,
+    checks_of,
+    improbable,
+)
+
+ANSWER = 64
+
+
+def test_ranges_are_those_of_the_sorted_distribution():
+    logits = torch.tensor([[0.0, 2.0, -float("inf"), 2.0, 1.0]])
+    probs = logits.softmax(-1)[0].double().numpy()
+    by_rank = [1, 3, 4, 0, 2]
+    for token in range(5):
+        own, before, above, tail = token_ranges(logits, torch.tensor([token]))[0].tolist()
+        assert own == pytest.approx(probs[token])
+        assert before == pytest.approx(probs[:token].sum(), abs=1e-7)
+        earlier = by_rank[: by_rank.index(token)]
+        assert above == pytest.approx(probs[earlier].sum(), abs=1e-7)
+        assert tail == pytest.approx(probs[probs <= probs[token]].sum(), abs=1e-7)
+
+
+def test_quantiles_of_drawn_tokens_are_uniform():
+    rng = np.random.default_rng(0)
+    logits = torch.randn(20000, 7, generator=torch.Generator().manual_seed(0))
+    tokens = torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator().manual_seed(1))[
+        :, 0
+    ]
+
+    def least(drawn):
+        quantiles = randomized(token_ranges(logits, drawn).numpy()[:, :3], rng.random((2, 20000)))
+        answers = quantiles.reshape(2, -1, 50).transpose(1, 0, 2)
+        found = checks_of("", arrange(list(answers), [[50]] * len(answers)))
+        return min(test.p_value for test in found)
+
+    assert least(tokens) > 1e-4
+    tokens[::10] = logits[::10].argmax(-1)
+    assert least(tokens) < 1e-10
+
+
+def answers(rng, count: int, continues):
+    """Uniform quantiles; `continues(u, place)` says whether the step goes on after a token."""
+    quantiles, lengths = [], []
+    for _ in range(count):
+        own = rng.random((2, ANSWER))
+        steps = [1]
+        for i in range(1, ANSWER):
+            if i > 1 and steps[-1] < 5 and continues(own[0, i - 1], steps[-1]):
+                steps[-1] += 1
+            else:
+                steps.append(1)
+        quantiles.append(own)
+        lengths.append(steps)
+    return quantiles, lengths
+
+
+def test_p_values_are_uniform_though_steps_end_by_their_tokens():
+    rng = np.random.default_rng(2)
+    p_values, least = [], []
+    for _ in range(60):
+        found = checks_of("", arrange(*answers(rng, 64, lambda u, place: u < 0.7)))
+        p_values += [test.p_value for test in found]
+        least.append(min(adjusted(p_values[-len(found) :])))
+    shares = [np.mean(np.array(p_values) < level) for level in (0.5, 0.1, 0.01)]
+    assert shares == pytest.approx([0.5, 0.1, 0.01], rel=0.3)
+    assert np.mean(np.array(least) < 0.2) < 0.4
+
+
+def test_a_detectable_shift_is_found():
+    rng = np.random.default_rng(3)
+    significance = 1e-6
+    found = 0
+    for _ in range(20):
+        quantiles, lengths = answers(rng, 64, lambda u, place: u < 0.7)
+        test = checks_of("", arrange(quantiles, lengths))[0]
+        moved = test.detectable(significance)
+        for own in quantiles:
+            below = own < 0.5
+            own[below & (rng.random(own.shape) < 2 * moved)] += 0.5
+        found += checks_of("", arrange(quantiles, lengths))[0].p_value < significance
+    assert found >= 19
+
+
+def test_dependent_neighbours_are_found_though_each_is_uniform():
+    rng = np.random.default_rng(4)
+    quantiles, lengths = answers(rng, 64, lambda u, place: rng.random() < 0.5)
+    for own in quantiles:
+        for i in range(1, ANSWER):
+            if rng.random() < 0.3:
+                own[:, i] = own[:, i - 1]
+    found = checks_of("", arrange(quantiles, lengths))
+    at_fault = {test.hypothesis for test in found if test.p_value < 1e-8}
+    assert at_fault == {"independent of the token before"}
+
+
+def test_what_a_step_tells_about_the_next_one_is_found():
+    rng = np.random.default_rng(5)
+    quantiles, lengths = answers(rng, 128, lambda u, place: rng.random() < 0.5)
+    for own, steps in zip(quantiles, lengths, strict=True):
+        starts = list(itertools.accumulate(steps))[:-1]
+        for start, length in zip(starts[1:], steps[1:], strict=False):
+            if length in (1, 2):  # low after a step of one token, high after one of two
+                own[:, start] = (own[:, start] + (length == 2)) / 2
+    found = checks_of("", arrange(quantiles, lengths))
+    assert min(t.p_value for t in found if t.hypothesis == "independent of the step before") < 1e-8
+
+
+@pytest.mark.parametrize("method", ["block", "standard"])
+def test_places_are_predictable_under_both_rules(method):
+    """Exact verification, tables of probabilities: tokens at every place are uniform."""
+    generator, rng = torch.Generator().manual_seed(0), np.random.default_rng(6)
+    vocab_size, n, size = 6, 3, 30000
+    p = torch.softmax(torch.randn(n + 1, vocab_size, vocab_size, generator=generator), -1)
+    q = torch.softmax(torch.randn(n, vocab_size, vocab_size, generator=generator), -1)
+    last = torch.zeros(size, dtype=torch.int64)
+    target_rows, draft_rows, tokens = [p[0][last]], [], []
+    for t in range(n):
+        draft_rows.append(q[t][last])
+        last = torch.multinomial(draft_rows[-1], 1, generator=generator)[:, 0]
+        tokens.append(last)
+        target_rows.append(p[t + 1][last])
+    result = verify_chain(
+        torch.stack(target_rows, 1).flatten(0, 1),
+        torch.stack(draft_rows, 1).flatten(0, 1),
+        torch.stack(tokens, 1).flatten(),
+        [n] * size,
+        method=method,
+        uniforms=torch.rand(size * (n + 1), dtype=torch.float64, generator=generator),
+    )
+    emitted = result.token_ids
+    rows = torch.stack(target_rows, 1)
+    for t in range(n + 1):
+        there = (emitted[:, t] >= 0).nonzero()[:, 0]
+        ranges = token_ranges(rows[there, t].log(), emitted[there, t]).numpy()[:, :3]
+        quantiles = randomized(ranges, rng.random((2, len(there))))
+        found = checks_of("", arrange([quantiles], [[len(there)]]))
+        assert min(test.p_value for test in found) > 1e-5
+
+
+def test_a_few_tokens_that_cannot_be_are_found_and_chance_is_not():
+    rng = np.random.default_rng(7)
+    found = [improbable("", rng.random(4096), exact=True).p_value for _ in range(200)]
+    assert np.mean(np.array(found) < 0.05) <= 0.05 and min(found) > 1e-4
+    tails = rng.random(4096)
+    tails[:2] = 1e-12
+    check = improbable("", tails, exact=True)
+    assert check.p_value < 1e-9 and check.detectable(1e-6) < 0.01
+    assert improbable("", tails, exact=False).p_value > check.p_value

@@ -1,0 +1,162 @@
+"""`vllm-hsd verify` on the tiny models: sound configurations pass, broken samplers are found."""
+
+import pkgutil
+
+import pytest
+from support.engines import ENGINE_DEFAULTS, forked
+
+from vllm_hsd.tools.audit import sampled, self_test
+from vllm_hsd.tools.audit.drafters import OFFERS
+from vllm_hsd.tools.audit.mutants import MUTANTS
+from vllm_hsd.tools.audit.sampled import Setting
+from vllm_hsd.tools.cli import verify_report, verify_runs
+from vllm_hsd.tools.cli.verify_report import NOT_ENOUGH
+from vllm_hsd.tools.engine import EngineProcess
+
+
+def silent(text: str) -> None:
+    """Shows no progress."""
+
+
+def every_kind(family) -> dict:
+    return {
+        "method": "hsd",
+        "adaptive": False,
+        "num_speculative_tokens": 4,
+        "levels": [
+            {"ngram": {"max": 2}, "num_tokens": 2},
+            {"early_exit": 1, "num_tokens": 3},
+            {"model": family.mid},
+        ],
+    }
+
+
+def test_a_cascade_passes(text_family, verify, capsys):
+    options = ("--temperatures", "0,1", "--tokens", "1024")
+    status, found = verify(text_family.target, every_kind(text_family), *options)
+    page = capsys.readouterr().out
+    assert status == 0 and found["lossless"]
+    assert "PASSED" in page and "equal to no speculation" in page and "place 1" in page
+    assert max(map(len, page.splitlines())) <= 98 and len(page.splitlines()) < 60
+    assert found["sampled"]["tokens"] == 1024 and found["sampled"]["accepted"] > 100
+    assert all(check["passed"] for check in found["sampled"]["checks"])
+    assert found["seeded"]["passed"] and not found["seeded"]["partings"]
+    assert "Seeded text: 16 answers, 1024 tokens, equal to no speculation." in page
+    orders = {check["order"] for check in found["sampled"]["checks"]}
+    assert {"mid", OFFERS} < orders and len(found["power"]["leaning"]) == 2
+    assert found["greedy"] == {"bound": 1e-4, "differences": [], "passed": True}
+
+
+LOOKUP = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+OFFERED = {
+    "a cascade's lookup": {"method": "hsd", "levels": [{"ngram": {"max": 3}}], "adaptive": False},
+    "a cascade's exit": {"method": "hsd", "levels": [{"early_exit": 1}]},
+    "a hosted lookup": {"method": "ngram", "rejection_sample_method": "hierarchical", **LOOKUP},
+    "vLLM's own lookup": {"method": "ngram", **LOOKUP},
+}
+
+
+@pytest.mark.parametrize("name", OFFERED)
+def test_what_is_drafted_is_recorded(text_family, verify, name):
+    config = OFFERED[name] | {"num_speculative_tokens": 3}
+    status, found = verify(text_family.target, config, "--temperatures", "1", "--tokens", "1024")
+    # A lookup finds too little for a pass.
+    assert found["lossless"] and (status == 0) == found["enough_drafted"], found["verdict"]
+    assert OFFERS in {check["order"] for check in found["sampled"]["checks"]}
+    assert found["power"]["leaning"][0].count(OFFERS) == 1 and not found["power"]["untested"]
+
+
+def test_one_length_for_all_is_fixed_too(text_family, verify):
+    """Adaptive as on GPUs, where the scheduler learns lengths."""
+    config = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"model": text_family.mid}]}
+    options = ("--temperatures", "1", "--tokens", "2048")
+    patch = "support.fixed_schedules:install"
+    status, found = verify(text_family.target, {**config, "adaptive": True}, *options, patch=patch)
+    assert status == 0 and found["sampled"]["places_drafted"] > 1000
+
+
+def test_several_drafts_are_said_not_to_be_recorded(text_family, verify):
+    sources = [{"ngram": {"max": 3}}, {"ngram": {"max": 1}}]
+    config = {"method": "hsd", "levels": [{"sources": sources, "branches": 2}]}
+    config |= {"num_speculative_tokens": 3, "adaptive": False}
+    status, found = verify(text_family.target, config, "--temperatures", "1", "--tokens", "1024")
+    assert found["lossless"] and found["power"]["untested"] == [verify_runs.NOT_RECORDED]
+    assert found["sampled"]["accepted"] > 0 and status in (0, NOT_ENOUGH)
+
+
+GENEROUS = "support.biased_sampler:install_generous_ratio"
+
+
+def test_a_sampler_that_accepts_too_much_leans_to_what_is_recorded(text_family, verify):
+    config = OFFERED["a cascade's exit"] | {"num_speculative_tokens": 3}
+    options = ("--temperatures", "1", "--tokens", "2048")
+    status, found = verify(text_family.target, config, *options, patch=GENEROUS)
+    assert status == 1 and f"leans to {OFFERS}" in found["verdict"], found["verdict"]
+
+
+# Those that deviate least take too many tokens for the fast form.
+FAST = [name for name, mutant in MUTANTS.items() if mutant.weight == 1]
+
+
+def test_what_mutants_replace_is_there():
+    for name in {target for mutant in MUTANTS.values() for target in mutant.patches}:
+        assert callable(pkgutil.resolve_name(name)), name
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "mutants"),
+    [
+        (4096, FAST),
+        pytest.param(16384, list(MUTANTS), marks=[pytest.mark.slow, pytest.mark.timeout(6000)]),
+    ],
+    ids=["fast", "all"],
+)
+def test_mutants_are_found_and_the_sound_sampler_is_not(tmp_path, num_tokens, mutants):
+    results = self_test.run(tmp_path, num_tokens, silent, forked(), mutants)
+    assert [result.name for result in results] == [self_test.SOUND, *mutants]
+    page = verify_report.self_test_page(results)
+    print(page)
+    assert all(result.as_expected for result in results), page
+    assert "SELF-TEST PASSED" in page
+
+
+# Trials of every place, temperature and filter.
+TRIALS = 131_072
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6000)
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}])
+def test_many_tokens_follow_the_target(family, temperature, filters):
+    settings = [Setting(temperature, filters)]
+    prompts = [[2 + i, 3, 5 + 2 * i] for i in range(20)]
+    arguments = {**ENGINE_DEFAULTS, "model": family.target}
+    # Its drafts are too sure of themselves, and long enough that few tokens show the last place.
+    levels = [{"model": family.target, "temperature_scale": 0.7}]
+    config = {"method": "hsd", "num_speculative_tokens": 3, "levels": levels}
+    with EngineProcess(arguments | {"speculative_config": config}, **forked()) as engine:
+        plan = sampled.planned(prompts, settings, 21 * TRIALS // 4, 64)
+        texts = sampled.generate(engine, plan, 64, silent)
+    with EngineProcess(arguments, **forked()) as engine:
+        ranges = sampled.scored(engine, texts, 64, silent)
+    checks = sampled.checks(texts, ranges, "float32", 0)
+    assert not sampled.failures(checks)
+    tested = {check.place: check.num_tokens for check in checks if check.method == "KS"}
+    assert set(tested) == {"all", "0", "1", "2", "3", "4"}
+    assert min(tested[place] for place in "1234") >= TRIALS
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_sampler_that_accepts_too_much_does_not_pass(text_family, verify, served):
+    """The default configuration, which adapts, and a ratio 1.6 times too large."""
+    config = {"method": "hsd", "num_speculative_tokens": 5, "levels": [{"model": text_family.mid}]}
+    options = ("--temperatures", "1", "--tokens", "2048", *["--as-served"] * served)
+    status, found = verify(text_family.target, config, *options, patch=GENEROUS)
+    if not served:
+        assert found["sampled"]["places_drafted"] > 1000
+    # What it drafts as served depends on the machine's clock.
+    assert status == 1 or (served and status == NOT_ENOUGH), found["verdict"]
+    assert found["enough_drafted"] == (status == 1)
+    expected = "leans to mid" if status == 1 else "NOT ENOUGH WAS DRAFTED"
+    assert expected in found["verdict"] and "PASSED" not in found["verdict"]

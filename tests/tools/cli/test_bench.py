@@ -1,0 +1,326 @@
+"""`vllm-hsd bench`: arguments, order of runs, figures and files; a short run with engines."""
+
+import csv
+import dataclasses
+import functools
+import json
+from collections import Counter
+from typing import Any, ClassVar
+
+import pytest
+from support.bench_check import check_bench
+from support.engines import forked
+
+from vllm_hsd.errors import UserError
+from vllm_hsd.tools import system
+from vllm_hsd.tools.cli import bench, bench_files, bench_report, bench_runs, greedy
+from vllm_hsd.tools.cli import main as cli
+from vllm_hsd.tools.cli.bench_jobs import Comparison, Results, Setup
+from vllm_hsd.tools.cli.bench_runs import jobs, measure
+from vllm_hsd.tools.cli.options import rendered
+from vllm_hsd.tools.engine import EngineProcess, Generation
+from vllm_hsd.tools.worker_process import WorkerProcess
+
+KEYS = [
+    "config", "name", "batch_size", "temperature", "rounds", "tokens_per_second", "speedup",
+    "speedup_low", "speedup_high", "tokens_per_step", "acceptance", "ttft_ms", "tpot_ms",
+    "greedy_differences", "greedy_gap", "redundancy", "target_utilization", "swi",
+    "accepted_per_step",
+]  # fmt: skip
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+CASCADE = {
+    "method": "hsd",
+    "num_speculative_tokens": 8,
+    "levels": [{"ngram": {"max": 4}, "num_tokens": 3}, {"model": "org/small"}],
+}
+SETUP = Setup([None] * 3, [[1, 2], [3]], True, 1000, "float32", "cpu", 1, 1 << 40)
+
+
+def make_comparison(tmp_path, **changes):
+    options = dict(
+        model="org/target",
+        configs=[None, NGRAM, CASCADE],
+        prompts=["a", "b"],
+        batch_sizes=[1, 2],
+        temperatures=[0.0, 1.0],
+        max_tokens=5,
+        num_prompts=2,
+        rounds=3,
+        engine_args={},
+        output=tmp_path,
+    )
+    return Comparison(**{**options, **changes})
+
+
+class FakeEngines:
+    """Engines that answer at once."""
+
+    latest: ClassVar[Any] = None
+
+    def __init__(self, comparison, setup):
+        self.stay_loaded = True
+        self.cores = [1]
+        parts = sum(len(comparison.prompt_batches(size)) for size in comparison.batch_sizes)
+        self.jobs_per_round = parts * len(comparison.temperatures)
+        self.answered: Counter[int] = Counter()
+        self.closed: list[int | None] = []
+        FakeEngines.latest = self
+
+    def get(self, index):
+        return FakeEngine(index, self)
+
+    def close(self, index=None):
+        self.closed.append(index)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+
+class FakeEngine:
+    """Takes SECONDS per prompt and round, can break in a round, and can answer wrongly."""
+
+    SECONDS: ClassVar = {0: (4.0, 4.0, 8.0), 1: (4.0, 2.0, 2.0), 2: (1.0, 1.0, 1.0)}
+    broken_in_round: ClassVar[dict[int, int]] = {}
+    wrong: ClassVar[set[int]] = set()
+    gap: ClassVar[float] = 0.0
+
+    def __init__(self, index, engines=None):
+        self.index, self.engines = index, engines
+
+    def call(self, function, places=()):
+        assert function is greedy.gaps_of_target and self.index == 0
+        return [self.gap] * len(places)
+
+    def generate(self, prompts, sampling_params):
+        round_ = 0
+        if self.engines is not None:
+            round_ = self.engines.answered[self.index] // self.engines.jobs_per_round
+            self.engines.answered[self.index] += 1
+        if self.broken_in_round.get(self.index) == round_:
+            raise UserError("'x' ended early with signal SIGKILL.")
+        seconds = self.SECONDS[self.index][round_] * len(prompts)
+        tokens = [[7, 7, 7, 7, 7] for _ in prompts]
+        if self.index in self.wrong:
+            tokens[-1] = [7, 7, 7, 7, 8]
+        steps = {0: 5, 1: 3, 2: 2}[self.index]
+        levels = [
+            {"drafted": 6, "accepted": 3, "seconds": 0.1},
+            {"drafted": 4, "accepted": 3, "seconds": 0.2},
+        ]
+        return Generation(
+            tokens,
+            ["text"] * len(prompts),
+            seconds,
+            seconds,
+            [0.5] * len(prompts),
+            [2.5] * len(prompts),
+            [steps] * len(prompts),
+            drafted=0 if self.index == 0 else 8,
+            accepted={0: 0, 1: 2, 2: 3}[self.index],
+            levels=levels if self.index == 2 else [],
+            step_lengths=[[1, *{0: [1] * 4, 1: [2, 2], 2: [4]}[self.index]]] * len(prompts),
+        )
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    monkeypatch.setattr(bench_runs, "Engines", FakeEngines)
+    monkeypatch.setattr(FakeEngine, "broken_in_round", {})
+    monkeypatch.setattr(FakeEngine, "wrong", set())
+
+
+def measured(comparison, dtype="float32"):
+    setup = dataclasses.replace(SETUP, dtype=dtype)
+    results = Results(comparison, metadata=bench.describe(comparison, setup))
+    measure(results, setup)
+    return results, bench_report.rows(results)
+
+
+def test_configurations_alternate_in_an_order_that_rotates(tmp_path):
+    comparison = make_comparison(tmp_path, batch_sizes=[1], temperatures=[0.0])
+    assert [(job.part, job.config) for job in jobs(comparison, 0, True)] == [
+        (0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (1, 0),
+    ]  # fmt: skip
+    assert [job.config for job in jobs(comparison, 1, True)][:3] == [1, 2, 0]
+    # Engines that cannot stay loaded change once a round.
+    assert [job.config for job in jobs(comparison, 1, False)] == [1, 1, 2, 2, 0, 0]
+
+
+def test_a_control_is_no_speculation_once_more(tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(bench, "run", lambda comparison: found.append(comparison) or 0)
+    given = ["--speculative-config", json.dumps(NGRAM), "--control", "--output", str(tmp_path)]
+    assert cli.main(["bench", "--model", "org/target", *given]) == 0
+    assert found[0].configs == [None, NGRAM, None]
+    assert found[0].names[0] == "no speculation" and found[0].names[2] == "no speculation (2)"
+
+
+def test_rows_hold_the_figures(fakes, tmp_path, capsys):
+    _, rows = measured(make_comparison(tmp_path))
+    assert [list(row) for row in rows] == [KEYS] * 12
+    none, ngram, cascade = rows[:3]
+    assert (none["config"], ngram["config"]) == (None, NGRAM)
+    assert [row["tokens_per_second"] for row in rows[:3]] == [1.25, 2.5, 5.0]
+    assert [row["speedup"] for row in rows[:3]] == [1.0, 2.0, 4.0]
+    assert (ngram["speedup_low"], ngram["speedup_high"]) == (1.0, 4.0)
+    # Five tokens: one from prefill, four from the other steps.
+    assert [row["tokens_per_step"] for row in rows[:3]] == [1.0, 2.0, 4.0]
+    assert none["acceptance"] == [] and ngram["acceptance"] == [0.25]
+    assert cascade["acceptance"] == [0.5, 0.75]
+    # Of 10 tokens level 1 passed 3 on as its own, and the target kept 3.
+    assert [row["redundancy"] for row in rows[:3]] == [None, 0.75, round(1 - 3 / 7, 4)]
+    assert [row["target_utilization"] for row in rows[:3]] == [None, 0.6, 0.4]
+    assert ngram["accepted_per_step"] == [0, 12] and cascade["accepted_per_step"] == [0, 0, 0, 6]
+    # Four tokens in a step of 0.5 s and 0.3 s of drafting, without speculation in 2 s.
+    assert [row["swi"] for row in rows[:3]] == [None, None, 2.5]
+    assert (none["ttft_ms"], none["tpot_ms"]) == (500.0, 500.0)
+    assert [row["greedy_differences"] for row in rows[:6]] == [0, 0, 0, None, None, None]
+    # A line for every run, also when the output is not a terminal.
+    assert capsys.readouterr().err.count("tokens/s") == 3 * 3 * 2 * (2 + 1)
+
+
+def test_a_greedy_difference_in_float32_is_a_failure(fakes, tmp_path):
+    FakeEngine.wrong = {2}
+    results, rows = measured(make_comparison(tmp_path, batch_sizes=[2]))
+    first = results.differences[0]
+    assert (first.context, first.expected, first.found) == ((3, 7, 7, 7, 7), 7, 8)
+    assert len(greedy.unexplained(results.differences, "float32")) == 3
+    assert rows[2]["greedy_gap"] is None
+    table = rendered(bench_report.report(results, rows)).export_text()
+    assert "ngram 3, small 8: 3 of 6 greedy outputs differ" in table
+    assert "in float32 they must be equal" in table
+
+
+@pytest.mark.parametrize(("gap", "explained"), [(0.03, True), (0.5, True), (0.51, False)])
+def test_a_greedy_difference_in_bfloat16_must_be_a_near_tie(
+    fakes, tmp_path, monkeypatch, gap, explained
+):
+    FakeEngine.wrong = {2}
+    monkeypatch.setattr(FakeEngine, "gap", gap)
+    results, rows = measured(make_comparison(tmp_path, batch_sizes=[2]), "bfloat16")
+    assert (greedy.unexplained(results.differences, "bfloat16") == []) is explained
+    assert (rows[1]["greedy_gap"], rows[2]["greedy_gap"]) == (None, gap)
+    table = rendered(bench_report.report(results, rows)).export_text()
+    assert ("nearly tie" in table) is explained and f"gap {gap:.3f} nats" in table.replace(
+        "up to ", ""
+    )
+
+
+def test_what_could_not_run_has_no_numbers(fakes, tmp_path, capsys):
+    FakeEngine.broken_in_round = {1: 2}
+    results, rows = measured(make_comparison(tmp_path))
+    broken = [row for row in rows if row["name"] == "ngram 4"]
+    assert len(broken) == 4
+    for row in broken:
+        assert row["error"] == "'x' ended early with signal SIGKILL."
+        assert all(row[key] is None for key in KEYS[5:])
+    assert FakeEngines.latest.closed == [1, None]
+    table = rendered(bench_report.report(results, rows)).export_text()
+    assert table.count("ngram 4") == table.count("could not run: 'x' ended early") == 4
+    bench_files.write(results, rows)
+    assert json.loads((tmp_path / "bench.json").read_text())["rows"][1] == rows[1]
+
+
+def test_table_and_files(fakes, tmp_path):
+    comparison = make_comparison(tmp_path)
+    results, rows = measured(comparison)
+    table = rendered(bench_report.report(results, rows)).export_text()
+    assert max(map(len, table.splitlines())) <= 98
+    assert "Batch size 2, temperature 1" in table
+    line = next(line for line in table.splitlines() if line.startswith("ngram 3, small 8"))
+    figures = line.removeprefix("ngram 3, small 8").split()
+    assert figures == ["5.0", "4.00", "(4.00-8.00)", "4.00", "0.50", "0.75", "500.0", "0"]
+    written = bench_files.write(results, rows)
+    paths = (str(tmp_path / f"bench.{kind}") for kind in ("json", "csv", "html"))
+    assert written == f"Written: {', '.join(paths)}"
+    page = (tmp_path / "bench.html").read_text()
+    assert page.count('class="bar"') == len(rows) and "http" not in page
+    # The bar of the best row ends at its median, whose range goes on to the right end.
+    assert (
+        '<i style="width:50.0%"></i><b style="left:50.0%;width:calc(100.0% - 50.0%)"></b>' in page
+    )
+    document = json.loads((tmp_path / "bench.json").read_text())
+    assert document["rows"] == rows
+    assert document["dtype"] == "float32" and "1 thread" in document["machine"]
+    with (tmp_path / "bench.csv").open() as file:
+        table_rows = list(csv.DictReader(file))
+    assert list(table_rows[0]) == [*KEYS, "error"]
+    assert json.loads(table_rows[2]["config"]) == CASCADE
+    assert table_rows[2]["acceptance"] == "0.5000 0.7500"
+    assert table_rows[2]["accepted_per_step"] == "0 0 0 6"
+    drafting = [line.split() for line in table.splitlines() if "3:100%" in line]
+    assert [line[-4:] for line in drafting[:2]] == [["0.57", "0.40", "2.50", "3:100%"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--speculative-config", "{", "--speculative-config number 2 is not JSON"),
+        ("--speculative-config", "[1]", "--speculative-config number 2 is not a JSON object"),
+        ("--engine-args", "nope", "--engine-args is not JSON"),
+        ("--engine-args", '{"speculative_config": {}}', "use --speculative-config"),
+        ("--batch-sizes", "0,4", "--batch-sizes must be at least 1"),
+        ("--temperatures", "-1", "--temperatures must be at least 0"),
+        ("--temperatures", "nan", "--temperatures must be at least 0"),
+        ("--rounds", "0", "--rounds must be at least 1"),
+        ("--max-tokens", "0", "--max-tokens must be at least 1"),
+        ("--prompts", "nowhere.jsonl", "nowhere.jsonl"),
+        ("--model", "./nowhere", "--model './nowhere' is not a directory"),
+    ],
+)
+def test_wrong_arguments_get_one_sentence_and_status_2(option, value, message, capsys, tmp_path):
+    command = ["bench", "--model", "x", "--output", str(tmp_path), "--speculative-config"]
+    assert cli.main([*command, json.dumps(NGRAM), f"{option}={value}"]) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and errors.count("\n") == 1
+
+
+def test_a_bad_configuration_ends_bench_before_it_measures(
+    text_family, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(bench, "WorkerProcess", functools.partial(WorkerProcess, **forked()))
+    command = ["bench", "--model", text_family.target, "--output", str(tmp_path / "out")]
+    for config in (NGRAM, {**CASCADE, "levelz": 1}):
+        command += ["--speculative-config", json.dumps(config)]
+    status = cli.main(command)
+    captured = capsys.readouterr()
+    assert status == 2 and "--speculative-config number 2: " in captured.err
+    assert "levelz" in captured.err and "loading" not in captured.err and not captured.out
+
+
+def test_a_cascade_is_compared_with_no_speculation(text_family, tmp_path, capsys, monkeypatch):
+    """The whole command, whose engines a user's machine spawns; `test_wheel` does (slow)."""
+    monkeypatch.setattr(bench, "WorkerProcess", functools.partial(WorkerProcess, **forked()))
+    engine = functools.partial(EngineProcess, **forked())
+    monkeypatch.setattr(bench_runs, "EngineProcess", engine)
+
+    def vllm_hsd(*arguments):
+        assert cli.main(list(arguments)) == 0
+        return capsys.readouterr().out
+
+    check_bench(vllm_hsd, text_family, tmp_path)
+
+
+def test_gaps_come_from_the_target_itself(text_family, tmp_path):
+    """The likeliest token has none, and an unlikely one is no near tie."""
+    # On virtual machines that claim AMX bfloat16 models may end in an illegal instruction.
+    claims_amx = {"amx_bf16", "hypervisor"} <= system.flags()
+    engine_args = {
+        "model": text_family.target,
+        "dtype": "float32" if claims_amx else "bfloat16",
+        "enforce_eager": True,
+        "max_model_len": 64,
+        "kv_cache_memory_bytes": 1 << 26,
+    }
+    context = (20, 21, 22)
+    with EngineProcess(engine_args, log=tmp_path / "log", **forked()) as engine:
+        params = {"temperature": 0.0, "max_tokens": 1, "logprobs": 5}
+        best = engine.generate([context], params).token_ids[0][0]
+        wrong = (best + 1) % text_family.vocabulary
+        none, some = engine.call(
+            greedy.gaps_of_target, [(context, best, best), (context, best, wrong)]
+        )
+    assert none == 0 and some > greedy.LARGEST_GAP["bfloat16"]

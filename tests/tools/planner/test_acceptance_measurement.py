@@ -1,0 +1,164 @@
+"""Measured acceptance: against direct computation, and against cascades that really run."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.paper_tables import closed_forms
+from vllm_hsd.cascade.counters import Count
+from vllm_hsd.cascade.level import LevelOptions
+from vllm_hsd.cascade.text_store import collect_texts, write_store
+from vllm_hsd.errors import UserError
+from vllm_hsd.tools.planner import acceptance
+from vllm_hsd.tools.planner.latencies import Latencies, LatencyTable
+from vllm_hsd.tools.planner.measure import Stages
+from vllm_hsd.tools.planner.models import ModelSet
+from vllm_hsd.tools.planner.predict import Measured, Selection, predict
+from vllm_hsd.tools.planner.profile import Sampling, check_rates
+from vllm_hsd.tools.planner.prompt_lookup import propose
+from vllm_hsd.tools.planner.survival import Acceptance
+from vllm_hsd.tools.planner.task import Task, candidates
+from vllm_hsd.tools.reference import HuggingFaceLevel, ReferenceEngine
+
+NGRAM, PAIRS, SMALL, MID, EXIT, TARGET = range(6)
+
+
+def prompts(count, vocabulary):
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, vocabulary, size=rng.integers(3, 9)).tolist() for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def task(text_family, tmp_path_factory):
+    """Every kind of candidate that reads no trained head."""
+    path = tmp_path_factory.mktemp("store") / "pairs.safetensors"
+    size = text_family.vocabulary
+    documents = [np.random.default_rng(1).integers(size, size=4000)]
+    write_store(collect_texts(documents, size), str(path))
+    found = candidates(
+        models=[text_family.small, text_family.mid],
+        exits=[1],
+        ngram_models=[(str(path), 1)],
+        ngram=3,
+    )
+    return Task(
+        text_family.target, found, max_draft_tokens=6, text_tokens=48, contexts=128,
+        texts_per_forward=32,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(task):
+    return ModelSet(task.target, task.candidates)
+
+
+@pytest.fixture(scope="module")
+def measured(models, task, text_family):
+    contexts, done = prompts(64, text_family.vocabulary), []
+    found = acceptance.measure_acceptance(models, contexts, task, done.append)
+    assert len(done) == acceptance.num_batches(models, len(contexts), task)
+    return found
+
+
+def test_rates_are_those_of_the_probabilities_on_the_same_contexts(models, task, text_family):
+    contexts = prompts(3, text_family.vocabulary)
+    cooler = replace(task, sampling=Sampling(temperature=0.8))
+    texts = acceptance.scored_texts(models, TARGET, contexts, cooler, (0, 0, 0))
+    for row, context in enumerate(contexts):
+        length = texts.lengths[row]
+        text = texts.tokens[row, :length]
+        whole = torch.tensor([[*context, *text[:-1]]])
+        logits = models.logits(whole, len(context) - 1, range(1, 6))
+        probs = {m: torch.softmax(logits[m][0].double() / 0.8, -1).numpy() for m in logits}
+        for i in probs:
+            for j in probs:
+                rate = closed_forms.acceptance_rate(probs[i], probs[j]).mean()
+                assert texts.rates[row, i, j] == pytest.approx(rate, abs=1e-5)
+            log_prob = np.log(probs[i][np.arange(length), text])
+            assert texts.log_probs[i, row, :length] == pytest.approx(log_prob, abs=1e-3)
+        for position in range(length):
+            proposal = propose(np.array([*context, *text[:position]]), 1, 3, 6)
+            assert texts.offered[NGRAM][row, position] == len(proposal)
+    assert np.isnan(texts.rates[:, NGRAM]).all() and np.isnan(texts.log_probs[NGRAM]).all()
+
+
+def test_matrices_have_the_shape_of_rates(measured):
+    check_rates(measured.rates[1:, 1:])
+    assert measured.rates[SMALL, TARGET] < measured.rates[MID, TARGET] < 1
+    better, worse = measured.tables["block"], measured.tables["standard"]
+    assert better.shape == worse.shape == (6, 6, 7, 7, 7)
+    for table in (better, worse):
+        assert np.all(np.diff(table, axis=-1) <= 1e-12) and np.allclose(table[..., 0], 1)
+        # Nothing drafts for a table or a lookup, nor an exit for itself.
+        assert np.all(table[[NGRAM, PAIRS], :, :, :, 1:] == 0)
+    # Their rounds start at other positions, so single entries may differ a little.
+    assert np.min(better - worse) > -0.02
+    # The first drafted token is accepted at the mean rate under both verifiers.
+    for drafter in (PAIRS, MID):
+        first = better[TARGET, drafter, 1, 0, 1]
+        assert first == pytest.approx(measured.rates[drafter, TARGET], abs=0.03)
+    assert np.allclose(measured.tables["lookup0"].sum((-2, -1)), 1)
+
+
+SELECTIONS = {
+    "mid": Selection((MID,), (5,)),
+    "small > mid": Selection((SMALL, MID), (2, 5)),
+    "pairs": Selection((PAIRS,), (3,)),
+    "pairs > mid": Selection((PAIRS, MID), (2, 5)),
+}
+
+
+@pytest.mark.parametrize("selection", SELECTIONS.values(), ids=SELECTIONS)
+def test_predicted_calls_are_those_of_cascades_that_run(measured, models, text_family, selection):
+    """Tokens per target call and forwards per level, against the reference engine."""
+    check_prediction(measured, models, text_family.vocabulary, selection)
+
+
+@pytest.mark.parametrize("selection", [Selection((0,), (4,)), Selection((0, 1), (2, 5))])
+def test_a_suffix_lookup_is_predicted(task, text_family, selection):
+    store = task.candidates[PAIRS].keys()["ngram_model"]
+    found = candidates(models=[text_family.mid], suffix=store)
+    models, task = ModelSet(task.target, found), replace(task, candidates=found)
+    contexts = prompts(64, text_family.vocabulary)
+    measured = acceptance.measure_acceptance(models, contexts, task)
+    check_prediction(measured, models, text_family.vocabulary, selection)
+
+
+def check_prediction(measured, models, vocabulary, selection):
+    levels = [
+        HuggingFaceLevel(model) if isinstance(model := models.models[level], torch.nn.Module)
+        else model
+        for level in selection.levels
+    ]  # fmt: skip
+    options = [LevelOptions(length) for length in selection.draft_lengths]
+    engine = ReferenceEngine(HuggingFaceLevel(models.target), levels, options)
+    calls, forwards, tokens = [], [], []
+    for seed, prompt in enumerate(prompts(12, vocabulary)):
+        result = engine.generate(prompt, 30, seed=seed)
+        calls.append(result.target_calls)
+        tokens.append(len(result.token_ids))
+        forwards.append(result.counts.rows[:, Count.forwards].tolist())
+    forward = [LatencyTable(batch_sizes=[1], tokens=[1], ms=[[1.0]]) for _ in models.models]
+    found = Acceptance(measured.tables["block"], {NGRAM: measured.tables["lookup0"]})
+    predicted = predict(selection, Measured(Latencies(forward=forward), found), output_tokens=31)
+    per_call = np.array(tokens) / np.array(calls)
+    error = 4 * per_call.std() / np.sqrt(len(calls))
+    assert predicted.tokens_per_step == pytest.approx(sum(tokens) / sum(calls), abs=error)
+    ran = np.sum(forwards, axis=0) / sum(calls)
+    # A lookup makes no forward pass.
+    first = int(selection.levels[0] not in models.with_probabilities)
+    assert predicted.level_calls[first:-1] == pytest.approx(ran[first:], rel=0.08)
+
+
+def test_a_finished_stage_is_kept_and_another_measurement_refused(measured, tmp_path):
+    stages = Stages(tmp_path / "partial", "one")
+    assert stages.load_acceptance() is None
+    stages.save_acceptance(measured)
+    again = Stages(tmp_path / "partial", "one").load_acceptance()
+    assert again.positions == measured.positions
+    assert np.array_equal(again.rates, measured.rates, equal_nan=True)
+    assert all(np.array_equal(again.tables[k], table) for k, table in measured.tables.items())
+    with pytest.raises(UserError, match="unfinished measurement with other settings"):
+        Stages(tmp_path / "partial", "another")

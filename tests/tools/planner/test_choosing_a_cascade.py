@@ -1,0 +1,210 @@
+"""Choosing from a profile, explaining the choice, and what `plan` writes."""
+
+import itertools
+import json
+import shlex
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from support.command_line import run
+
+from benchmarks.paper_tables import assumptions
+from vllm_hsd.config.cascade_config import CascadeConfig
+from vllm_hsd.tools.planner.latencies import Latencies, LatencyTable
+from vllm_hsd.tools.planner.predict import Selection
+from vllm_hsd.tools.planner.profile import Profile
+from vllm_hsd.tools.planner.search import Constraints, Search
+from vllm_hsd.tools.system import serve_command
+
+
+def table(ms, slope):
+    """A forward whose tokens cost more at larger batches."""
+    batches, tokens = [1, 2, 8], [1, 9]
+    rows = [[ms * b**0.3 + slope * b * (t - 1) for t in tokens] for b in batches]
+    return LatencyTable(batch_sizes=batches, tokens=tokens, ms=rows)
+
+
+def plain(ms):
+    return LatencyTable(batch_sizes=[1, 2, 8], tokens=[1], ms=[[ms]] * 3)
+
+
+def candidate(name, **level):
+    return {"name": name, "level": level}
+
+
+@pytest.fixture
+def profile():
+    """Two drafters for which the cascade of both pays, and an exit that never does."""
+    return Profile(
+        schema=3,
+        target="models/target",
+        candidates=[
+            candidate("mid", model="models/mid"),
+            candidate("small", model="models/small"),
+            candidate("exit 3", early_exit=3),
+        ],
+        max_draft_tokens=8,
+        rates=[[1, 0.8, 0.6, 0.85], [0.8, 1, 0.5, 0.68], [0.6, 0.5, 1, 0.5], [0.85, 0.68, 0.5, 1]],
+        latencies=Latencies(
+            forward=[table(1.0, 0.01), table(0.05, 0.01), table(4.0, 0.1), table(10.0, 0.05)],
+            plain=plain(9.5),
+        ),
+    )
+
+
+@pytest.fixture
+def with_lookup():
+    """A model that accepts half of what a prompt lookup offers, as the target does."""
+    size = 9
+    survival = np.zeros((3, 3, size, size, size))
+    survival[..., 0] = 1.0
+    reached = np.tril(0.9 ** np.arange(size) * np.ones((size, 1)))
+    survival[2, 1] = reached[:, None]
+    joint = np.zeros((3, size, size, size, size))
+    joint[..., 0, 0], joint[..., 8, 0], joint[..., 8, 8] = 0.4, 0.2, 0.4
+    survival[:, 0] = np.minimum(1, np.tril(np.ones((size, size))) * 0.4)[:, None]
+    survival[:, 0, :, :, 0] = 1.0
+    profile = Profile(
+        schema=3,
+        target="models/target",
+        candidates=[candidate("ngram 4", ngram={"max": 4}), candidate("mid", model="models/mid")],
+        max_draft_tokens=8,
+        rates=[[None] * 3, [None, 1, 0.9], [None, 0.9, 1]],
+        tables="",
+        latencies=Latencies(
+            forward=[table(0.01, 0), table(1.0, 0.01), table(10.0, 0.05)], plain=plain(9.5)
+        ),
+    )
+    profile.set_tables({"block": survival, "standard": survival, "lookup0": joint})
+    return profile
+
+
+def everything(search):
+    """All cascades of the profile's candidates and all draft lengths that can be run, predicted."""
+    order, lengths = search.graph.order, range(1, search.size + 1)
+    return [
+        search.predict(Selection(levels, draft_lengths))
+        for depth in range(1, len(order) + 1)
+        for levels in itertools.combinations(order, depth)
+        for draft_lengths in itertools.combinations(lengths, depth)
+    ]
+
+
+@pytest.mark.parametrize(("size", "tokens"), [(8, None), (5, 24)])
+def test_the_chosen_cascade_is_the_best_of_all(profile, size, tokens):
+    search = Search(profile, Constraints(max_draft_tokens=size, output_tokens=tokens))
+    choice = search.choose()
+    times = {each.selection: each.ms_per_token for each in everything(search)}
+    assert choice.best.ms_per_token == pytest.approx(min(times.values()))
+    assert choice.best.selection.levels == (1, 0)
+    singles = [ms for selection, ms in times.items() if len(selection.levels) == 1]
+    assert choice.single.ms_per_token == pytest.approx(min(singles))
+    assert choice.none.ms_per_token == 9.5
+    with_exit = [ms for selection, ms in times.items() if 2 in selection.levels]
+    others = {name: each.ms_per_token for name, each in choice.others}
+    assert others["best with exit 3"] == pytest.approx(min(with_exit))
+    listed = [each.ms_per_token for _, each in choice.others]
+    assert listed == sorted(listed)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_lookup_below_a_model_is_chosen_where_it_pays(with_lookup, batch):
+    search = Search(with_lookup, Constraints(batch=batch))
+    choice = search.choose()
+    assert choice.best.selection.levels == (0, 1)
+    least = min(each.ms_per_token for each in everything(search))
+    assert choice.best.ms_per_token == pytest.approx(least)
+
+
+def test_no_speculation_can_win(profile):
+    profile.latencies.plain = plain(0.01)
+    choice = Search(profile, Constraints()).choose()
+    assert choice.best is choice.none and choice.best.selection == Selection((), ())
+
+
+def served(output):
+    """The last line that `plan` printed, as arguments."""
+    return shlex.split(output.strip().splitlines()[-1])
+
+
+def test_plan_writes_what_the_plugin_reads_and_prints_how_to_serve_it(profile, tmp_path, capsys):
+    profile.save(tmp_path / "profile.json")
+    output = tmp_path / "cascade.json"
+    assert run("plan", tmp_path / "profile.json", "-o", output) == 0
+    shown = capsys.readouterr().out
+    for text in ("chosen", "small", "mid", "no speculation", "best single drafter", "ms/token"):
+        assert text in shown
+    written = json.loads(output.read_text())
+    parsed = CascadeConfig.parse({"cascade": str(output)})
+    choice = Search(profile, Constraints()).choose()
+    assert parsed.draft_lengths == list(choice.best.selection.draft_lengths)
+    assert [level.model for level in parsed.levels] == ["models/small", "models/mid"]
+    assert parsed.verifier == "block"
+    planned = written["planned_for"]["ms_per_token"]
+    assert planned == pytest.approx(choice.best.ms_per_token, abs=1e-3)
+    *command, config = served(shown)
+    assert command == [*serve_command("models/target"), "--speculative-config"]
+    config = json.loads(config)
+    assert config.pop("method") == "hsd" and CascadeConfig.parse(config) == parsed
+
+
+def test_plan_shows_the_branches_that_a_profile_does_not_know(with_lookup, tmp_path, capsys):
+    with_lookup.latencies.forward[1] = table(20.0, 1.0)
+    with_lookup.save(tmp_path / "profile.json")
+    run("plan", tmp_path / "profile.json", "-o", tmp_path / "cascade.json")
+    captured = capsys.readouterr()
+    shown = '{"sources": [{"ngram": {"max": 4, "min": 1}}], "branches": 4}'
+    assert captured.err.strip().endswith(f"several in one pass, {shown}")
+    config = json.loads(served(captured.out)[-1])
+    assert config.pop("method") == "hsd"
+    CascadeConfig.parse({**config, "levels": [json.loads(shown)]})
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_plan_says_when_nothing_pays_and_leaves_no_stale_file(profile, tmp_path, capsys, stale):
+    profile.latencies.plain = plain(0.01)
+    profile.save(tmp_path / "profile.json")
+    output = tmp_path / "cascade.json"
+    if stale:
+        output.write_text("{}")
+    run("plan", tmp_path / "profile.json", "-o", output)
+    captured = capsys.readouterr()
+    said = " ".join(captured.err.split())
+    assert "No speculation is the fastest" in said
+    assert ("removed the older" if stale else "did not write") in said
+    assert not output.exists()
+    assert served(captured.out) == serve_command("models/target")
+
+
+def test_plan_needs_no_torch(profile, tmp_path):
+    """A process in which torch, transformers and vLLM cannot be imported."""
+    profile.save(tmp_path / "profile.json")
+    code = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "vllm"):
+            raise AssertionError(f"plan imports {name}")
+sys.meta_path.insert(0, Refuse())
+from vllm_hsd.tools.cli.main import main
+sys.exit(main(["plan", "profile.json"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert served(done.stdout)[0] == serve_command("")[0] and (tmp_path / "cascade.json").exists()
+
+
+def test_assumptions_change_nothing_where_they_hold(profile):
+    """Rates without tables are independent acceptance; calls of one price are constant costs."""
+    flat = [LatencyTable(batch_sizes=[1], tokens=[1], ms=[[ms]]) for ms in (1.0, 0.05, 4.0, 10.0)]
+    held = profile.model_copy(update={"latencies": Latencies(forward=flat)})
+    for row in assumptions.table(held, 2):
+        name, *settings = row.values()
+        assert name and settings == pytest.approx([settings[0]] * 4)
+    row = next(iter(assumptions.table(profile, 1)))
+    # A fully accepted draft leaves two tokens to compute, which is dearer than one.
+    assert row["real_acceptance_constant_costs"] < row["real_acceptance_real_costs"]

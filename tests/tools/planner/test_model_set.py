@@ -1,0 +1,163 @@
+"""A target and its candidates: probabilities, exits, tables, drawn text, refused inputs."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from support.architectures import write_models
+from support.tiny_models import byte_tokenizer
+from transformers import AutoModelForCausalLM
+
+from vllm_hsd.cascade.exit_head import ExitHead, read_exit_head, write_exit_head
+from vllm_hsd.cascade.text_store import collect_texts, write_store
+from vllm_hsd.errors import UserError
+from vllm_hsd.tools.exit_head_training import plain_exit_head
+from vllm_hsd.tools.planner.models import ModelSet, probabilities, truncated
+from vllm_hsd.tools.planner.profile import Sampling
+from vllm_hsd.tools.planner.task import candidates as make_candidates
+
+
+@pytest.fixture(scope="module")
+def models(text_family):
+    """Small, mid, exit 1, target."""
+    found = make_candidates(models=[text_family.small, text_family.mid], exits=[1])
+    return ModelSet(text_family.target, found)
+
+
+@pytest.fixture(scope="module")
+def level_files(text_family, tmp_path_factory):
+    """A store of texts and an exit head at layer 1 for the target."""
+    directory = tmp_path_factory.mktemp("levels")
+    rng = np.random.default_rng(0)
+    size = text_family.vocabulary
+    write_store(collect_texts([rng.integers(size, size=500)], size), str(directory / "pairs"))
+    model = AutoModelForCausalLM.from_pretrained(text_family.target)
+    weight = model.lm_head.weight.detach() + 0.1 * torch.randn(model.lm_head.weight.shape)
+    norm = torch.rand(model.config.hidden_size)
+    for layer, name in ((1, "head"), (0, "embedding")):
+        write_exit_head(ExitHead(layer, norm, weight, 1e-5), directory / name)
+    return directory
+
+
+def test_probabilities_are_softmax_then_top_p():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
+    assert torch.allclose(probabilities(Sampling(), logits), logits.exp())
+    warm = probabilities(Sampling(temperature=2.0), logits)
+    assert torch.allclose(warm, logits.exp().sqrt() / logits.exp().sqrt().sum())
+    # 0.5 + 0.3 hold less than 0.81: the third stays too.
+    kept = probabilities(Sampling(top_p=0.81), logits)
+    assert torch.allclose(kept, torch.tensor([[0.5, 0.3, 0.15, 0.0]]) / 0.95)
+    assert torch.allclose(probabilities(Sampling(top_p=0.1), logits), torch.eye(4)[:1])
+    assert torch.equal(probabilities(Sampling(temperature=0), logits), torch.eye(4)[:1])
+
+
+def test_one_pass_over_the_target_gives_its_exits(models, text_family):
+    tokens = torch.randint(3, text_family.vocabulary, (2, 20))
+    found = models.logits(tokens, 5, range(4))
+    assert [models.layers(model) for model in range(4)] == [None, None, 1, 2]
+    for model, path in ((0, text_family.small), (1, text_family.mid), (3, text_family.target)):
+        alone = AutoModelForCausalLM.from_pretrained(path)(input_ids=tokens).logits[:, 5:]
+        assert torch.allclose(found[model], alone, atol=1e-5)
+    exit_alone = models.models[2](input_ids=tokens).logits[:, 5:]
+    assert torch.allclose(found[2], exit_alone, atol=1e-5)
+    assert not torch.allclose(found[2], found[3], atol=0.1)
+    assert models.size(2) < models.size(3)
+
+
+def test_drawing_with_a_cache_and_padding_follows_the_probabilities(models):
+    """First tokens after two contexts of different lengths, by their frequencies."""
+    contexts = [[5, 9, 30], [7, 7, 7, 80, 81, 12]]
+    draws = 400
+    generator = torch.Generator().manual_seed(0)
+    tokens = models.draw(0, contexts * draws, 2, Sampling(temperature=0.7), generator).numpy()
+    for row, context in enumerate(contexts):
+        drawn = tokens[row::2]
+        logits = models.logits(torch.tensor([context]), len(context) - 1, [0])[0][0, 0]
+        probs = probabilities(Sampling(temperature=0.7), logits).numpy()
+        seen = np.bincount(drawn[:, 0], minlength=len(probs)) / draws
+        assert 0.5 * np.abs(seen - probs).sum() < 0.3
+        # The second token, given the most frequent first one.
+        first = int(seen.argmax())
+        extended = torch.tensor([[*context, first]])
+        logits = models.logits(extended, len(context), [0])[0][0, 0]
+        probs = probabilities(Sampling(temperature=0.7), logits).numpy()
+        follows = drawn[drawn[:, 0] == first, 1]
+        likely = int(probs.argmax())
+        error = 4 * np.sqrt(0.25 / len(follows))
+        assert (follows == likely).mean() == pytest.approx(probs[likely], abs=error)
+
+
+def test_another_vocabulary(text_family, family, tmp_path):
+    with pytest.raises(UserError, match=r"vocabulary of 64 entries .* must be the same"):
+        ModelSet(text_family.target, make_candidates(models=[family.small]))
+    other = tmp_path / "other"
+    shutil.copytree(text_family.small, other)
+    tokenizer = (other / "tokenizer.json").read_text()
+    swapped = (
+        tokenizer.replace('"a":', '"\x00":').replace('"b":', '"a":').replace('"\x00":', '"b":')
+    )
+    (other / "tokenizer.json").write_text(swapped)
+    with pytest.raises(UserError, match="another vocabulary than the target"):
+        ModelSet(text_family.target, make_candidates(models=[str(other)]))
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Granite"])
+def test_exits_keep_soft_caps_and_scaling(name, tmp_path):
+    target, _ = write_models(name, tmp_path)
+    byte_tokenizer().save_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(target)
+    write_exit_head(plain_exit_head(model, 2), tmp_path / "head")
+    found = make_candidates(exits=[1], exit_heads=[(str(tmp_path / "head"), 2)])
+    models = ModelSet(target, found)
+    tokens = torch.randint(3, 60, (2, 20))
+    together = models.logits(tokens, 5, range(3))
+    for i in range(3):
+        alone = models.logits(tokens, 5, [i])[i]
+        assert torch.allclose(together[i], alone, atol=1e-4)
+    assert torch.allclose(together[2], model(input_ids=tokens).logits[:, 5:], atol=1e-4)
+    # The head's start is the plain exit of its layer, but for the cap.
+    exits = truncated(model, 2)(input_ids=tokens).logits[:, 5:]
+    cap = model.config.final_logit_softcapping if name == "Gemma2" else 1e6
+    assert torch.allclose(torch.tanh(together[1] / cap) * cap, exits, atol=1e-2)
+
+
+def test_tables_heads_and_lookups_are_scored_without_further_passes(text_family, level_files):
+    found = make_candidates(
+        models=[text_family.small],
+        exit_heads=[(str(level_files / "head"), 1)],
+        ngram_models=[(str(level_files / "pairs"), 1)],
+        ngram=3,
+    )
+    assert [c.name for c in found] == ["ngram 3", "pairs 1", "small", "head"]
+    models = ModelSet(text_family.target, found)
+    assert models.with_probabilities == [1, 2, 3, 4]
+    tokens = torch.randint(3, text_family.vocabulary, (2, 12))
+    logits = models.logits(tokens, 4, models.with_probabilities)
+    texts = [row[: t + 1] for row in tokens.int().numpy() for t in range(4, 12)]
+    rows = np.stack([models.models[1].distribution(text) for text in texts]).reshape(2, 8, -1)
+    assert np.allclose(torch.softmax(logits[1], -1).numpy(), rows, atol=1e-6)
+    target = AutoModelForCausalLM.from_pretrained(text_family.target)
+    hidden = target(input_ids=tokens, output_hidden_states=True).hidden_states[1][:, 4:]
+    head = read_exit_head(str(level_files / "head"))
+    assert torch.allclose(logits[3], head.logits(hidden), atol=1e-4)
+    alone = models.logits(tokens, 4, [3])[3]
+    assert torch.allclose(logits[3], alone, atol=1e-4)
+    assert models.drafters_for(3) == [0, 1, 2] and models.drafters_for(2) == [0, 1, 3]
+    assert models.drafters_for(0) == models.drafters_for(1) == []
+    assert models.size(0) == models.size(1) == 0 < models.size(3) < models.size(4)
+    drawn = models.draw(3, [[5, 9], [7, 8, 30]], 4, Sampling(), torch.Generator().manual_seed(0))
+    assert drawn.shape == (2, 4)
+
+
+def test_a_head_on_the_embedding_sees_the_last_token_alone(text_family, level_files):
+    heads = [(str(level_files / "embedding"), 0), (str(level_files / "head"), 1)]
+    models = ModelSet(text_family.target, make_candidates(exit_heads=heads))
+    assert [models.layers(m) for m in range(3)] == [0, 1, 2]
+    assert [models.drafters_for(m) for m in range(3)] == [[], [0], [0, 1]]
+    tokens = torch.randint(3, text_family.vocabulary, (2, 12))
+    rows = models.logits(tokens, 4, range(3))[0]
+    assert torch.allclose(rows, models.logits(tokens, 4, [0])[0], atol=1e-4)
+    assert torch.allclose(rows, models.logits(tokens[:, 4:], 0, [0])[0], atol=1e-4)
+    drawn = models.draw(0, [[5, 9], [7, 8, 30]], 4, Sampling(), torch.Generator().manual_seed(0))
+    assert drawn.shape == (2, 4)

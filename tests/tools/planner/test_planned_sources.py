@@ -1,0 +1,172 @@
+"""Several lookups as one level: replayed as the reference engine drafts, and predicted."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.simulated_serving import Guess, Serving, cpu
+
+from benchmarks.common import MODELS
+from vllm_hsd.cascade.counters import Count
+from vllm_hsd.cascade.level import LevelOptions
+from vllm_hsd.tools.planner.acceptance import measure_acceptance
+from vllm_hsd.tools.planner.latencies import Latencies, LatencyTable
+from vllm_hsd.tools.planner.models import ModelSet
+from vllm_hsd.tools.planner.predict import Measured, Selection, predict
+from vllm_hsd.tools.planner.profile import Sampling
+from vllm_hsd.tools.planner.prompt_lookup import replay_sources
+from vllm_hsd.tools.planner.prompts import encode, read_prompts
+from vllm_hsd.tools.planner.survival import Acceptance
+from vllm_hsd.tools.planner.task import Task, candidates
+from vllm_hsd.tools.planner.timing import Timing
+from vllm_hsd.tools.reference import HuggingFaceLevel, ReferenceEngine
+
+NGRAM, BIGRAM, TOGETHER, MID, TARGET = range(5)
+TOKENS, LONGEST = 48, 6
+
+
+@pytest.fixture(scope="module")
+def models():
+    store = str(MODELS / "library.safetensors")
+    found = candidates(models=[str(MODELS / "mid")], ngram=3, bigram=store)
+    assert [each.name for each in found] == ["ngram 3", "bigram", "ngram 3+bigram", "mid"]
+    return ModelSet(str(MODELS / "target"), found)
+
+
+@pytest.fixture(scope="module")
+def contexts(models):
+    prompts = read_prompts(MODELS / "prompts.jsonl")[:12]
+    return [encode(models.tokenizer, prompt, 64) for prompt in prompts]
+
+
+def engine_of(models, levels, lengths):
+    drafters = [models.models[i] for i in levels]
+    drafters[1:] = map(HuggingFaceLevel, drafters[1:])
+    options = [LevelOptions(length) for length in lengths]
+    return ReferenceEngine(HuggingFaceLevel(models.target), drafters, options)
+
+
+def test_parts_are_shared(models):
+    assert models.models[TOGETHER].lookups == models.models[:TOGETHER]
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_rounds_are_those_of_an_engine(models, contexts, length):
+    """At temperature 0, with what is learned from earlier texts; one source alone drafts others."""
+    engine, rounds = engine_of(models, [TOGETHER], [length]), []
+
+    def listen(finished):
+        if finished.accepted is None:
+            rounds.append((int(finished.drafts.counts[0]), 0))
+        else:
+            rounds[-1] = rounds[-1][0], int(finished.accepted[0])
+
+    engine.cascade.listeners.append(listen)
+    texts, expected = [], []
+    for context in contexts[:4]:
+        rounds.clear()
+        text = engine.generate(context, TOKENS, temperature=0).token_ids
+        texts.append((np.array(context), np.array(text)))
+        # At its end the engine requests fewer tokens.
+        ends = itertools.accumulate(kept + 1 for _, kept in rounds)
+        expected.append(
+            [each for each, end in zip(rounds, ends, strict=True) if end + length < TOKENS]
+        )
+    assert sum(kept for each in expected for _, kept in each) > 40
+
+    def replayed(sources):
+        offered, accepted = replay_sources(sources, texts, length, committed=True)
+        found = []
+        for drafted, kept in zip(offered[-1], accepted[-1], strict=True):
+            at = 0
+            found.append([])
+            while at < TOKENS:
+                found[-1].append((int(drafted[at]), int(kept[at])))
+                at += kept[at] + 1
+        return [each[: len(want)] for each, want in zip(found, expected, strict=True)]
+
+    sources = models.models[TOGETHER]
+    assert replayed(sources) == expected
+    for i in (NGRAM, BIGRAM):
+        alone = replace(sources, names=[sources.names[i]], lookups=[sources.lookups[i]])
+        assert replayed(alone) != expected
+
+
+@pytest.fixture(scope="module")
+def measured(models, contexts):
+    task = Task(
+        models.target.config.name_or_path, models.candidates, Sampling(temperature=0),
+        LONGEST, TOKENS, 96,
+    )  # fmt: skip
+    return measure_acceptance(models, contexts, task).tables
+
+
+@pytest.mark.parametrize(
+    "selection", [Selection((TOGETHER,), (4,)), Selection((TOGETHER, MID), (3, 6))], ids=str
+)
+def test_tokens_per_step_are_predicted(models, contexts, measured, selection):
+    """On the texts of the profile; the tables of one source would miss it."""
+    engine = engine_of(models, selection.levels, selection.draft_lengths)
+    found = [engine.generate(context, TOKENS, temperature=0) for context in contexts]
+    steps = sum(each.target_calls for each in found)
+    ran = sum(len(each.token_ids) for each in found) / steps
+    rows = np.sum([each.counts.rows for each in found], axis=0) / steps
+    # A lookup makes one call for every draft that is asked for, a model one for every round.
+    calls = [rows[0, Count.requested], *rows[1:-2, Count.forwards]]
+    table = LatencyTable(batch_sizes=[1], tokens=[1], ms=[[1.0]])
+
+    def predicted(lookup):
+        tables = {TOGETHER: measured[f"lookup{lookup}"]}
+        survival = measured["block"].copy()
+        survival[:, TOGETHER] = survival[:, lookup]
+        sets = Measured(Latencies(forward=[table] * 5), Acceptance(survival, tables))
+        return predict(selection, sets, output_tokens=TOKENS)
+
+    found = predicted(TOGETHER)
+    assert found.tokens_per_step == pytest.approx(ran, rel=0.05)
+    assert found.level_calls[:-1] == pytest.approx(calls, rel=0.06)
+    other = predicted(BIGRAM)
+    assert max(other.level_calls[-2] / calls[-1], ran / other.tokens_per_step) > 1.2
+
+
+@pytest.mark.slow
+def test_tokens_per_step_of_a_served_cascade_are_predicted(models, contexts, measured, tmp_path):
+    """Of the V1 engine, which lets tokens go that do not pay."""
+    engine_args = {
+        "dtype": "float32", "enforce_eager": True, "max_model_len": 256,
+        "kv_cache_memory_bytes": 1 << 26,
+    }  # fmt: skip
+    target, table = str(MODELS / "target"), LatencyTable(batch_sizes=[1], tokens=[1], ms=[[1.0]])
+    task = Task(target, models.candidates, max_draft_tokens=LONGEST, engine_args=engine_args)
+    timing = Timing(task, contexts, models.vocabulary, tmp_path)
+    tables = {i: measured[f"lookup{i}"] for i in range(MID)}
+    sets = Measured(Latencies(forward=[table] * 5), Acceptance(measured["block"], tables))
+    params = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
+    with timing.engine(True) as engine:
+        for levels, lengths in (((TOGETHER,), (2,)), ((TOGETHER,), (6,)), ((BIGRAM,), (4,))):
+            engine.select_levels([0], lengths, timing.places[levels[0]][1])
+            each = [engine.generate([context], params).target_steps[0] for context in contexts]
+            steps = sum(each) - len(contexts)  # the prefill emits the first token
+            served = len(contexts) * (TOKENS - 1) / steps
+            found = predict(Selection(levels, lengths), sets, output_tokens=TOKENS)
+            assert found.tokens_per_step == pytest.approx(served, rel=0.05)
+
+
+def test_prices_of_cheap_tokens_hardly_change_the_goodput():
+    """On counted time: the V1 runner lets tokens go that do not pay, the replay drafts them."""
+
+    def served(priced):
+        levels = [[Guess(0.6, found=0.5), Guess(0.3, confidence=0.3)]]
+        serving = Serving(cpu, levels, fixed=(6,), noise=0.0)
+        if not priced:
+            serving.propose = lambda batch, slots, most, _: serving.cascade.propose(
+                batch, slots, most
+            )
+        serving.run(200)
+        goodput = serving.run(1500)
+        return goodput, np.mean(serving.lengths)
+
+    (priced, shorter), (free, longer) = served(True), served(False)
+    assert free == pytest.approx(priced, rel=0.02)
+    assert shorter < longer

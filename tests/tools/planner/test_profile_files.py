@@ -1,0 +1,165 @@
+"""The profile's files: round trip, warnings, and files that cannot be planned with."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support.plain_profile import plain_profile
+
+from vllm_hsd.errors import UserError
+from vllm_hsd.tools.planner import profile
+from vllm_hsd.tools.planner.latencies import LatencyTable
+
+
+def flat(ms):
+    return LatencyTable(batch_sizes=[1], tokens=[1], ms=[[ms]])
+
+
+@pytest.fixture
+def raw():
+    """A valid file's content: two candidates and the target, rates only."""
+    return plain_profile()
+
+
+def written(tmp_path, content):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_a_profile_by_hand_needs_rates_and_latencies_only(tmp_path, raw):
+    loaded = profile.load_profile(written(tmp_path, raw))
+    assert loaded.names == ["small", "exit 2", "target"]
+    survival = loaded.acceptance("block").survival
+    assert survival.shape == (3, 3, 5, 5, 5)
+    assert survival[2, 0, 4, 0] == pytest.approx(0.6 ** np.arange(5))
+    assert profile.environment_warnings(loaded) == profile.measurement_warnings(loaded) == []
+    raw["latencies"]["load"] = {"other_cores": 0.0, "steal": 0.5, "drift": 0.01}
+    (stolen,) = profile.measurement_warnings(profile.load_profile(written(tmp_path, raw)))
+    assert "the hypervisor took 50% of the processor time" in stolen
+
+
+@pytest.fixture
+def saved(tmp_path, raw):
+    """Path of a profile with tables: a model, a prompt lookup and the target."""
+    rng = np.random.default_rng(0)
+    survival = -np.sort(-rng.random((3, 3, 5, 5, 5)), axis=-1)
+    joint = np.tril(rng.random((3, 5, 5, 5, 5)))
+    raw["candidates"][0] = {"name": "ngram 4", "level": {"ngram": {"max": 4}}}
+    raw["rates"] = [[None] * 3, [None, 1, 0.8], [None, 0.8, 1]]
+    made = profile.Profile(**raw | {"tables": ""})
+    tables = {"block": survival, "standard": survival / 2}
+    made.set_tables({**tables, "lookup0": joint / joint.sum((-2, -1), keepdims=True)})
+    made.save(tmp_path / "profile.json")
+    return tmp_path / "profile.json", made
+
+
+def test_round_trip_with_tables(saved):
+    path, made = saved
+    loaded = profile.load_profile(path)
+    assert loaded.model_dump() == made.model_dump() and loaded.lookups == [0]
+    for verifier in ("block", "standard"):
+        ours, theirs = made.acceptance(verifier), loaded.acceptance(verifier)
+        assert np.allclose(ours.survival, theirs.survival, atol=1e-6)
+        assert np.allclose(ours.lookups[0], theirs.lookups[0], atol=1e-6)
+    assert np.isnan(loaded.rate_matrix()[0]).all() and loaded.rate_matrix()[1, 2] == 0.8
+
+
+def repacked(path, change):
+    """Write other arrays next to a profile, with a digest that fits."""
+    arrays = load_file(profile.tables_file(path))
+    change(arrays)
+    save_file(arrays, profile.tables_file(path))
+    sign(path)
+
+
+def sign(path):
+    content = json.loads(path.read_text())
+    tables = profile.tables_file(path).read_bytes()
+    content["tables"] = profile.hashlib.sha256(tables).hexdigest()
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a.pop("block"), "does not hold its tables"),
+        (lambda a: a.update(block=a["block"][:2]), "table block has the shape"),
+        (lambda a: a.update(block=a["block"].astype(np.float64)), "table block has the shape"),
+        (lambda a: a["standard"].fill(1.1), r"table standard has a value outside \[0, 1\]"),
+        (lambda a: a["standard"].fill(np.nan), "table standard has a value outside"),
+        (lambda a: a["lookup0"].fill(0.5), "table lookup0 does not sum to 1"),
+    ],
+)
+def test_tables_that_cannot_be_planned_with(saved, change, message):
+    path, _ = saved
+    repacked(path, change)
+    with pytest.raises(UserError, match=message):
+        profile.load_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["schema"], 2, 'lacks "schema": 3'),
+        (["schema"], True, 'lacks "schema": 3'),
+        (["rates", 0, 2], 1.2, r"small and target is 1\.2, outside \[0, 1\]"),
+        (["rates", 0, 2], None, "small and target is missing"),
+        (["rates", 0, 2], 0.1, "0.1 one way and 0.6 the other"),
+        (["rates"], [[1, 0.7], [0.7, 1]], "rates must be 3 x 3"),
+        (["rates"], [[1, 0.9, 0.1], [0.9, 1, 0.9], [0.1, 0.9, 1]], "triangle inequality"),
+        (["latencies", "forward", 1, "ms", 0, 0], 0, "a latency of exit 2 is 0, not above 0"),
+        (["latencies", "forward", 2, "ms", 0, 0], -3, "a latency of target is -3"),
+        (["latencies", "forward", 0, "ms", 0, 0], float("nan"), "is not JSON"),
+        (["latencies", "forward", 0, "ms", 0, 0], True, "key 'latencies.forward.0.ms.0.0': "),
+        (["latencies", "plain"], flat(0.0).model_dump(), "a latency of plain is 0, not above 0"),
+        (
+            ["latencies", "overhead"],
+            {"draft": flat(-0.1).model_dump()},
+            "a latency of overhead.draft is -0.1",
+        ),
+        (["rates", 0, 2], -0.2, r"small and target is -0\.2, outside \[0, 1\]"),
+        (["rates", 0, 2], "high", "key 'rates.0.2': "),
+        (["latencies", "forward"], [], "latencies.forward must have 3 entries"),
+        (["latencies", "forward", 0, "tokens"], [2, 1], "tokens must be ascending"),
+        (["candidates"], [], "key 'candidates': "),
+        (["candidates", 0], {"name": "x"}, "key 'candidates.0.level': "),
+        (["candidates", 0, "level"], {}, "needs one of the kinds: bigram"),
+        (["candidates", 0, "level"], {"ngram": {}}, "which needs 'tables'"),
+        (["candidates", 0, "level"], {"sources": [{"ngram": {}}]}, "which needs 'tables'"),
+        (
+            ["candidates", 0, "level"],
+            {"sources": [{"ngram": {}}, {"model": "m"}]},
+            "has 'sources' that are not all lookups.*`vllm-hsd bench`",
+        ),
+        (["candidates", 0, "level"], {"model": "m", "branches": 2}, "has 'branches'.*bench`"),
+        (["max_draft_tokens"], 0, "key 'max_draft_tokens': "),
+        (["max_draft_tokens"], 10**6, "key 'max_draft_tokens': "),
+        (["target"], "x" * 10**5, "key 'target': "),
+        (["nonsense"], 1, "key 'nonsense': "),
+    ],
+)
+def test_files_that_cannot_be_planned_with(tmp_path, raw, path, value, message):
+    place = raw
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(UserError, match=message) as error:
+        profile.load_profile(written(tmp_path, raw))
+    text = str(error.value)
+    assert text.startswith("profile") and text.endswith(".") and "\n" not in text
+    assert len(text) < 500
+
+
+def test_files_that_are_not_profiles(tmp_path):
+    with pytest.raises(UserError, match=r"no file .*; `vllm-hsd profile` writes one"):
+        profile.load_profile(tmp_path / "missing.json")
+    contents = {
+        b"{": "is not JSON", b"[]": 'lacks "schema": 3', b"\x80\x02": "is not text in UTF-8",
+        b"[" * 10**5: "is not JSON", b'{"schema": ' + b"9" * 5000 + b"}": "is not JSON",
+    }  # fmt: skip
+    for content, message in contents.items():
+        (tmp_path / "profile.json").write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            profile.load_profile(tmp_path / "profile.json")

@@ -1,0 +1,142 @@
+"""Engine processes: calls, output, errors, deaths, and what an engine measures."""
+
+import operator
+import os
+import time
+
+import pytest
+from support.engines import forked
+from support.level_files import cascade
+
+from vllm_hsd.errors import UserError
+from vllm_hsd.tools.engine import EngineProcess
+from vllm_hsd.tools.worker_process import WorkerProcess
+
+ENGINE = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "kv_cache_memory_bytes": 1 << 26,
+    "skip_tokenizer_init": True,
+}
+
+
+@pytest.fixture
+def worker(tmp_path):
+    with WorkerProcess("the worker", log=tmp_path / "logs" / "log") as process:
+        yield process
+
+
+def test_calls_are_answered_in_turn_and_output_goes_to_the_log(worker):
+    assert worker.call(operator.truediv, 6, 3) == 2
+    worker.call(print, "a library prints to stdout", flush=True)
+    assert worker.call(os.getpid) != os.getpid()
+    assert "a library prints to stdout" in worker.log.read_text()
+
+
+def test_an_exception_is_reported_and_the_process_goes_on(worker):
+    with pytest.raises(
+        UserError, match=r"^the worker failed: division by zero \(log: .*log\)\.\n"
+    ) as caught:
+        worker.call(operator.truediv, 1, 0)
+    assert "ZeroDivisionError" in caught.value.__notes__[0]
+    assert "Traceback" in worker.log.read_text()
+    assert worker.call(operator.add, 1, 2) == 3
+
+
+def test_a_dead_process_is_reported_and_closed(worker):
+    for _ in range(3):
+        with pytest.raises(UserError, match="the worker ended early with status 3"):
+            worker.call(os._exit, 3)
+
+
+def test_a_killed_process_names_its_signal(worker):
+    with pytest.raises(UserError, match='signal SIGILL; try dtype "float32"'):
+        worker.call(os.kill, worker.call(os.getpid), 4)
+
+
+def test_an_error_of_the_caller_ends_a_busy_process_at_once():
+    began = time.monotonic()
+    with pytest.raises(KeyError), WorkerProcess() as process:
+        process._send(time.sleep, (600,), {})
+        raise KeyError
+    assert not process._process.is_alive() and time.monotonic() - began < 300
+
+
+def test_one_engine_measures_generations_and_selects_levels(family, tmp_path):
+    levels = {"model": family.small, "num_tokens": 3}, {"model": family.mid}
+    engine_args = {**ENGINE, "model": family.target, **cascade(*levels, num_speculative_tokens=6)}
+    prompts = [[3, 4, 5], [7, 8, 9, 10]]
+    greedy = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
+    with EngineProcess(engine_args, log=tmp_path / "log", **forked()) as engine:
+        both = engine.generate(prompts, greedy)
+        engine.select_levels([1], [4])
+        one = engine.generate(prompts, [greedy, {**greedy, "max_tokens": 5}])
+        engine.select_levels([0], [2])
+        lowest = engine.generate(prompts, greedy)
+        engine.select_levels([0, 1], [3, 4])
+        again = engine.generate(prompts, greedy)
+        with pytest.raises(UserError, match=r"engine failed: levels \[2\]"):
+            engine.select_levels([2], [4])
+    assert [len(ids) for ids in both.token_ids] == [16, 16] and both.num_tokens == 32
+    assert one.token_ids == [both.token_ids[0], both.token_ids[1][:5]]
+    assert lowest.token_ids == again.token_ids == both.token_ids
+    for run in (both, one, lowest, again):
+        for first, last in zip(run.first_token_seconds, run.last_token_seconds, strict=True):
+            assert 0 < first <= last <= run.seconds
+        assert 2 <= run.num_target_steps <= run.num_tokens
+        assert 0 < run.accepted <= run.drafted
+        top = run.levels[0 if run is lowest else 1]
+        assert (top["drafted"], top["accepted"]) == (run.drafted, run.accepted)
+    drafted = [[level["drafted"] > 0 for level in run.levels] for run in (both, one, lowest, again)]
+    assert drafted == [[True, True], [False, True], [True, False], [True, True]]
+    assert one.levels[0]["forwards"] == lowest.levels[1]["forwards"] == 0
+
+
+def test_a_lookup_forgets_what_it_answered_in_an_earlier_selection(family, tmp_path):
+    """A request in the same slot would be served the text of the last one as drafts."""
+    levels = {"suffix": {}, "num_tokens": 3}, {"model": family.mid}
+    engine_args = {**ENGINE, "model": family.target, **cascade(*levels, num_speculative_tokens=6)}
+    greedy = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+    found = []
+    with EngineProcess(engine_args, log=tmp_path / "log", **forked()) as engine:
+        for _ in range(2):
+            engine.select_levels([0], [3])
+            found.append(engine.generate([[3, 4, 5]], greedy))
+            engine.select_levels([0, 1], [3, 6])
+            engine.generate([[3, 4, 5]], greedy)
+    first, again = ((run.drafted, run.accepted, run.token_ids) for run in found)
+    assert first == again and first[1] < 12
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(forked, id="forked"),
+        pytest.param(dict, id="spawned", marks=pytest.mark.slow),
+    ],
+)
+def test_text_arrives_while_it_is_generated(text_family, tmp_path, start):
+    arguments = {**ENGINE, "model": text_family.target, "skip_tokenizer_init": False}
+    pieces: list[tuple[int, str]] = []
+    with EngineProcess(arguments, log=tmp_path / "log", **start()) as engine:
+        params = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+        found = engine.generate(["ab", "cd"], params, lambda i, text: pieces.append((i, text)))
+        # The pipe holds nothing else afterwards.
+        assert engine.generate(["ab"], params).token_ids == found.token_ids[:1]
+    assert len(pieces) > 4
+    for i, text in enumerate(found.texts):
+        assert "".join(piece for index, piece in pieces if index == i) == text
+
+
+def test_engines_that_cannot_start_say_why(family, tmp_path):
+    speculative = {"method": "hsd", "adaptive": False, "num_speculative_tokens": 2}
+    wrong = {**ENGINE, "model": family.target, "speculative_config": speculative}
+    log = tmp_path / "log"
+    with (
+        EngineProcess(wrong, "engine 'wrong'", log=log, **forked()) as engine,
+        pytest.raises(UserError, match=r"^engine 'wrong' cannot start: .*levels.*log"),
+    ):
+        engine.generate([[1, 2]], {})
+    assert "Traceback" in log.read_text()

@@ -1,0 +1,1 @@
+"""How much is drafted, and by which levels: survival, costs, choice."""

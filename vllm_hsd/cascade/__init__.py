@@ -1,0 +1,1 @@
+"""Drafting: the schedule of levels, its program and state, lookups, sources, rows."""

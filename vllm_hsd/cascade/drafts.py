@@ -1,0 +1,185 @@
+"""Preallocated drafts, one slot per request, with their proposal probabilities."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from vllm_hsd.rules.inputs import ChainBatch
+
+_N = TypeVar("_N", int, np.ndarray)
+
+
+class DraftStore:
+    """The drafts of one level.
+
+    Probabilities are in one `[num_slots, length, V]` array that is allocated once (`allocate`, or
+    the first `append` with probabilities); slots that are never written take no memory on a CPU.
+
+    Args:
+        num_slots: requests that can have a draft at the same time.
+        length: longest draft.
+
+    Attributes:
+        token_ids: [num_slots, length] int64; slot s owns the first counts[s].
+        counts: [num_slots] int64.
+        point_mass: [num_slots, length] bool, the token was certain: it has no probabilities.
+        level: [num_slots, length] int64, the level that drafted the token.
+        source: [num_slots, length] int64, the source of it within that level.
+        entropy: [num_slots, length] float64 nats, NaN where it was not needed.
+        estimate: [num_slots, length] float64, a lookup's own acceptance probability of the token
+            after the ones before; NaN where there is none.
+        probs: [num_slots * length, V] proposal probabilities, None before the first.
+    """
+
+    def __init__(self, num_slots: int, length: int) -> None:
+        self.length = length
+        self.token_ids = np.zeros((num_slots, length), dtype=np.int64)
+        self.counts = np.zeros(num_slots, dtype=np.int64)
+        self.point_mass = np.zeros((num_slots, length), dtype=bool)
+        self.level = np.zeros((num_slots, length), dtype=np.int64)
+        self.source = np.zeros((num_slots, length), dtype=np.int64)
+        self.entropy = np.full((num_slots, length), np.nan)
+        self.estimate = np.full((num_slots, length), np.nan)
+        self.probs: torch.Tensor | None = None
+
+    def allocate(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Reserve the memory of the proposal probabilities."""
+        self.probs = torch.empty(self.token_ids.size, vocab_size, dtype=dtype, device=device)
+
+    def clear(self, slots: np.ndarray | int) -> None:
+        """Empty the drafts of `slots`."""
+        self.counts[slots] = 0
+
+    def append(
+        self,
+        slots: np.ndarray,
+        token_ids: np.ndarray,
+        emitted: np.ndarray,
+        probs: torch.Tensor | None,
+        first_row: np.ndarray,
+        level: int,
+        entropy: np.ndarray,
+        source: np.ndarray | int = 0,
+        estimates: np.ndarray | None = None,
+    ) -> None:
+        """Add the first emitted[j] of token_ids[j] to the draft of slots[j].
+
+        Args:
+            slots: [n] int64.
+            token_ids: [n, width] int64.
+            emitted: [n] int64.
+            probs: [R, V]; rows first_row[j], first_row[j] + 1, ... belong to slots[j]. None where
+                every token is certain.
+            first_row: [n] int64.
+            level: the level that drafted them.
+            entropy: [R] float64 entropies of the rows.
+            source: within the level, [n] int64 or one for all.
+            estimates: [n, width] float64, see `estimate`.
+        """
+        owners, offsets = ragged_arange(emitted)
+        place = (slots[owners], self.counts[slots][owners] + offsets)
+        rows = first_row[owners] + offsets
+        self.token_ids[place] = token_ids[owners, offsets]
+        self.level[place] = level
+        self.source[place] = np.broadcast_to(source, slots.shape)[owners]
+        self.entropy[place] = entropy[rows]
+        self.estimate[place] = np.nan if estimates is None else estimates[owners, offsets]
+        self.point_mass[place] = probs is None
+        self.counts[slots] += emitted
+        if probs is not None:
+            self._write(place, probs, rows)
+
+    def extend(self, other: DraftStore, slots: np.ndarray) -> None:
+        """Append the drafts of another store for the same slots."""
+        owners, offsets = ragged_arange(other.counts[slots])
+        source = (slots[owners], offsets)
+        place = (slots[owners], self.counts[slots][owners] + offsets)
+        for mine, theirs in (
+            (self.token_ids, other.token_ids),
+            (self.level, other.level),
+            (self.source, other.source),
+            (self.entropy, other.entropy),
+            (self.estimate, other.estimate),
+            (self.point_mass, other.point_mass),
+        ):
+            mine[place] = theirs[source]
+        self.counts[slots] += other.counts[slots]
+        drawn = ~other.point_mass[source]
+        if other.probs is not None and drawn.any():
+            rows = (source[0] * other.length + source[1])[drawn]
+            self._write((place[0][drawn], place[1][drawn]), other.probs, rows)
+
+    def rows(self, slots: np.ndarray, width: int) -> np.ndarray:
+        """[n, width] int64 rows of `probs` of the first tokens, -1 where the token was certain."""
+        rows = slots[:, None] * self.length + np.arange(width)
+        return np.where(self.point_mass[slots, :width], -1, rows)
+
+    def chain_batch(
+        self,
+        slots: np.ndarray,
+        lengths: np.ndarray,
+        probs: torch.Tensor,
+        counts: np.ndarray,
+        scored: np.ndarray,
+    ) -> ChainBatch:
+        """The first lengths[i] tokens of the drafts in slots[i], to be verified where they are.
+
+        Args:
+            slots: [batch] int64.
+            lengths: [batch] int64.
+            probs: [sum(counts + 1), V] target probabilities or logits, request after request.
+            counts: [batch] int64, target rows of each request, less one.
+            scored: [batch] int64, the last row of each request that is used; it also stands for
+                all later positions.
+        """
+        width = int(lengths.max(initial=0))
+        positions = np.minimum(np.arange(width + 1), scored[:, None])
+        return ChainBatch(
+            target_probs=probs,
+            target_rows=ragged_starts(counts + 1)[:, None] + positions,
+            draft_probs=self.probs,
+            draft_rows=self.rows(slots, width),
+            tokens=self.token_ids[slots, :width],
+            lengths=lengths,
+        )
+
+    def _write(
+        self, place: tuple[np.ndarray, np.ndarray], probs: torch.Tensor, rows: np.ndarray
+    ) -> None:
+        if self.probs is None:
+            self.allocate(probs.shape[1], probs.dtype, probs.device)
+        assert self.probs is not None
+        if not np.array_equal(rows, np.arange(len(probs))):
+            probs = probs.index_select(0, torch.from_numpy(rows).to(probs.device))
+        index = torch.from_numpy(place[0] * self.length + place[1])
+        self.probs.index_copy_(0, index.to(probs.device), probs)
+
+
+def room_below(requested: _N, drafted: _N) -> _N:
+    """Tokens that a level may still request from the one below, -1 where its draft is full.
+
+    One place is kept for the token that its own verification draws. For ints and arrays.
+    """
+    room: _N = requested - drafted - 1
+    return room
+
+
+def ragged_arange(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For counts [2, 0, 3]: owners [0, 0, 2, 2, 2] and offsets [0, 1, 0, 1, 2]."""
+    owners = np.repeat(np.arange(len(counts)), counts)
+    return owners, np.arange(len(owners)) - np.repeat(ragged_starts(counts), counts)
+
+
+def ragged_starts(counts: np.ndarray) -> np.ndarray:
+    """For counts [2, 0, 3]: [0, 2, 2], the flat index at which each one begins."""
+    starts: np.ndarray = np.cumsum(counts) - counts
+    return starts
+
+
+def last_positions(ends: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(owner i, position), each [sum(counts)], of the last counts[i] positions before ends[i]."""
+    owners, offsets = ragged_arange(counts)
+    return owners, (ends - counts)[owners] + offsets

@@ -1,0 +1,62 @@
+"""What a cascade's keys are where the user gives none: on a CPU, by what fits."""
+
+from __future__ import annotations
+
+from vllm.config.model import ModelConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
+
+from vllm_hsd.config import platform
+from vllm_hsd.config.cascade_config import CascadeConfig
+from vllm_hsd.config.level_checks import connector_mistake
+
+logger = init_logger(f"vllm.{__name__}")
+# Drafts of a request by several lookups. Eight gave no more than four (docs/lab-notes.md).
+BRANCHES = 4
+
+
+def with_defaults(hsd: CascadeConfig, target: ModelConfig, arguments: EngineArgs) -> CascadeConfig:
+    """On a CPU, branches and adaptive drafting if they fit and the user does not decide."""
+    if not platform.read_on_host():
+        return hsd
+    hsd = _with_branches(hsd, target, arguments)
+    if "adaptive" in hsd.model_fields_set or hsd.is_stock:
+        return hsd
+    adaptive = hsd.model_copy(update={"adaptive": True})
+    reasons = {
+        "a level that verifies nothing": bool(hsd.interleaved),
+        "a model with branches": hsd.several_drafts,
+        "horizontal_tokens": hsd.horizontal_tokens > 0,
+        "enable_adaptive_verification": hsd.enable_adaptive_verification,
+        "a KV connector": connector_mistake(adaptive, arguments) is not None,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            logger.info("Drafts have fixed lengths: %s excludes 'adaptive'.", reason)
+            return hsd
+    return adaptive
+
+
+def _with_branches(hsd: CascadeConfig, target: ModelConfig, arguments: EngineArgs) -> CascadeConfig:
+    """Several drafts of a request for sources that are lookups, where that was measured."""
+    level = hsd.levels[0]
+    if len(hsd.levels) > 1 or level.kind != "sources" or "branches" in level.model_fields_set:
+        return hsd
+    most, budget = BRANCHES, arguments.max_num_batched_tokens
+    if budget is not None:
+        most = min(most, budget // (hsd.num_speculative_tokens + 1))
+    found = level.model_copy(update={"branches": most})
+    branching = hsd.model_copy(update={"levels": [found]})
+    reasons = {
+        "a source that is no lookup": not level.drafters[-1].is_lookup,
+        "enable_adaptive_verification": hsd.enable_adaptive_verification,
+        "multi-dimensional positions": target.uses_mrope,
+        "a KV connector": connector_mistake(branching, arguments) is not None,
+        "enable_dbo": arguments.enable_dbo,
+        "max_num_batched_tokens": most < 2,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            logger.info("A request has one draft: %s excludes 'branches'.", reason)
+            return hsd
+    return branching

@@ -1,0 +1,173 @@
+"""How much is drafted on a CPU, and by which levels: `budget.draft_budget` on the V2 runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from vllm.distributed.parallel_state import get_tp_group
+
+from vllm_hsd.budget import clock
+from vllm_hsd.budget.draft_budget import DraftBudget
+from vllm_hsd.cascade.level import StepLevels
+from vllm_hsd.cascade.proposal_state import ProposalState
+from vllm_hsd.cascade.rounds import Round
+from vllm_hsd.host.host_branches import HostBranches
+from vllm_hsd.host.host_program import HostProgram
+
+
+class HostBudget:
+    """Selects the levels and the draft length of every request, by what was learned while serving.
+
+    Args:
+        has_lookup: level 0 drafts without forward passes.
+        lengths: most tokens per level for the target.
+        passed_on: most tokens per level for the level above.
+        max_num_reqs: request slots.
+        rows: most drafts of a request that the target verifies together.
+        branches: of the requests; None where the target verifies chains.
+
+    Attributes:
+        top: int64 [slots], the level whose draft the target verifies.
+    """
+
+    def __init__(
+        self,
+        has_lookup: bool,
+        lengths: list[int],
+        passed_on: list[int],
+        max_num_reqs: int,
+        rows: int,
+        branches: HostBranches | None,
+    ) -> None:
+        self.budget = DraftBudget(None, lengths, max_num_reqs, has_lookup, rows, passed_on)
+        # Most tokens of a request in a step without prompts.
+        self.longest = rows * (lengths[-1] + 1)
+        self.top = np.zeros(max_num_reqs, dtype=np.int64)
+        self.verified = np.zeros(max_num_reqs, dtype=bool)
+        self.drafted: float | None = None
+        self.began = self.searching = 0.0
+        self.branches = branches
+
+    def step_ended(
+        self, input_batch: Any, program: HostProgram, sampled: np.ndarray, rejected: np.ndarray
+    ) -> None:
+        """Take in a step of the target: [n] tokens that requests sampled, and were fed in vain."""
+        count = input_batch.num_reqs
+        slots, now = input_batch.idx_mapping_np[:count], clock.seconds()
+        accepted = np.maximum(sampled - 1, 0)
+        if self.branches is not None:
+            emitted, rejected = accepted, np.full_like(accepted, self.longest)
+            accepted = np.minimum(self.branches.accepted[slots], emitted)
+            self.budget.followed(emitted - accepted)
+        # Drafts that were cut, or not verified, say nothing of their other tokens.
+        told = self.verified[slots] & (sampled > 0)
+        for top in np.unique(self.top[slots[told]]).tolist():
+            own = told & (self.top[slots] == top)
+            drafts = program.drafted[top]
+            drafts.counts[slots[own]] = np.minimum(
+                drafts.counts[slots[own]], (accepted + rejected)[own]
+            )
+            self._tell(top, slots[own], drafts, accepted=accepted[own])
+        self.verified[slots] = False
+        scheduled = input_batch.num_scheduled_tokens[:count]
+        decodes = not input_batch.has_prefill and (sampled > 0).all()
+        if decodes and self.drafted is not None and scheduled.max() <= self.longest:
+            self.budget.times[-1].observe(int(scheduled.sum()), now - self.drafted)
+        self.began = now
+
+    def has_read(self, level: int, tokens: int, seconds: float) -> None:
+        """A level has read what it had missed."""
+        if level or not self.budget.whole:
+            self.budget.times[level].observe(tokens, seconds)
+
+    def select(
+        self, program: HostProgram, state: ProposalState, running: int, left: np.ndarray
+    ) -> StepLevels:
+        """What is drafted in this step, after `HostProgram.begin`.
+
+        Args:
+            running: requests of the step.
+            left: [B] int64 tokens that requests may still get.
+        """
+        drafts, offer = program.drafts, None
+        slots, most = program.slots[drafts], state.requested[-1].numpy()[drafts].astype(np.int64)
+        if program.has_lookup and len(slots):
+            if not _agreed(partial(self._searches, len(slots))):
+                if self.branches is not None:
+                    self.branches.none(state)
+                return StepLevels()
+            began = clock.seconds()
+            offer = program.offer(state, drafts)
+            self.searching = clock.seconds() - began
+        late = self._late(program, state, left[drafts])
+        prices = _agreed(partial(self.budget.prices, slots, most, True, running, offer, late))
+        selected = prices.selection
+        if offer is not None:
+            self.budget.searched(len(slots), self.searching)
+        if selected is None:
+            # Nothing is known yet.
+            selected = program.everything
+        if selected.levels and program.thresholds is not None:
+            # Entropies of a draft are those of all levels.
+            selected = replace(program.everything, most=selected.most)
+        if self.branches is not None and offer is not None:
+            chains = self.budget.survival(slots, offer)
+            kept = self.branches.keep_what_pays(state, drafts, chains, prices.verify[-1])
+            self.budget.beside[slots] = kept
+        return selected
+
+    def _late(self, program: HostProgram, state: ProposalState, left: np.ndarray) -> list[float]:
+        """By level, a step's share of the seconds in which it reads what it has missed.
+
+        Until each request has all the tokens that it may get, one in every step at least.
+        """
+        steps = max(float(left.mean()) if len(left) else 1.0, 1.0)
+        found = []
+        for k, times in enumerate(self.budget.times[:-1]):
+            missed = program.missed(state, k)
+            found.append(times.seconds(missed) / steps if missed and not times.empty else 0.0)
+        return found
+
+    def _searches(self, size: int) -> bool:
+        """Whether lookups right below the target search for so many requests."""
+        budget = self.budget
+        return budget.target > 1 or budget.searches.due(budget.times[0].nearest(size))
+
+    def proposal_ended(self, program: HostProgram, state: ProposalState) -> None:
+        """Take in what was drafted for the target."""
+        slots, top = program.slots[program.drafts], program.selection.top
+        drafts = program.drafted[top]
+        drafts.counts[slots] = state.draft_length.numpy()[program.drafts]
+        self.top[slots] = top
+        self.verified[slots] = drafts.counts[slots] > 0
+        self.drafted = clock.seconds()
+        requested = state.requested[-1].numpy()[program.drafts].astype(np.int64)
+        searched = program.has_lookup and not top
+        seconds = self.searching if searched else self.drafted - self.began
+        self._tell(top, slots, drafts, requested=requested, drafting_seconds=seconds)
+
+    def forget(self, slot: int) -> None:
+        """The slot has a new request."""
+        self.budget.forget(slot)
+        self.verified[slot] = False
+
+    def nothing_drafted(self) -> None:
+        """The step has no proposal."""
+        self.drafted = clock.seconds()
+
+    def _tell(self, level: int, slots: np.ndarray, drafts: Any, **facts: Any) -> None:
+        if len(slots):
+            verifier = self.budget.target
+            self.budget.observe(Round(level, verifier, slots, drafts, **facts))
+
+
+def _agreed(found: Callable[[], Any]) -> Any:
+    """What rank 0 finds: clocks differ by rank, and all ranks must draft alike."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return found()
+    return group.broadcast_object(found() if group.rank_in_group == 0 else None)

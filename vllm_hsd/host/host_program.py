@@ -1,0 +1,394 @@
+"""One proposal where the host reads what the device holds: a CPU.
+
+The recursion of "Fast Inference via Hierarchical Speculative Decoding" (Algorithm 1), by the
+kernels of `program`: rounds go on until a draft is full, a pass that no request wants is not run,
+and a pass is over what its level has not computed. `vllm_hsd.tools.reference.simple` is the
+same for one request, in plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from vllm_hsd.budget import clock
+from vllm_hsd.budget.trials import Trials
+from vllm_hsd.cascade import cascade_steps
+from vllm_hsd.cascade.counters import Count, LevelCounts
+from vllm_hsd.cascade.level import LookupResult, StepLevels
+from vllm_hsd.cascade.program import Program, ProgramLookup
+from vllm_hsd.cascade.proposal_state import ProposalState
+from vllm_hsd.cascade.rounds import Round
+from vllm_hsd.cascade.schedule import DRAWS_PER_LENGTH, Draft, Lookup, Verify, uncached_bound
+from vllm_hsd.host.level_caches import LevelCaches
+
+
+@dataclass
+class Drafted:
+    """Drafts as listeners of rounds read them: see `cascade.drafts.DraftStore`.
+
+    Attributes:
+        counts: [slots] int64.
+        estimate: [slots, n] float64 acceptance by the drafter's own account, NaN for none.
+    """
+
+    counts: np.ndarray
+    estimate: np.ndarray
+
+
+class HostProgram(Program):
+    """A cascade of which some levels may be left out of a proposal.
+
+    Args:
+        max_rounds: per level, see `LevelOptions`.
+        counts: of the levels, and of the lowest one's sources.
+        chosen: int32 [slots + 1], the source that drafts for each slot; None for one source.
+        caches: what levels have computed.
+        listener: called with every `Round` of a level that verifies.
+        has_read: called with a level, the tokens that it has read late, and seconds.
+        estimates: of the tokens that the lookup has drafted, [B, n] float64, from what it returned.
+
+    Attributes:
+        drafted: last drafts by level.
+        has_lookup: level 0 drafts without forward passes.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        max_rounds: Sequence[int | None],
+        counts: LevelCounts,
+        chosen: np.ndarray | None = None,
+        caches: LevelCaches,
+        listener: Callable[[Round], None] | None = None,
+        estimates: Callable[[ProposalState, Any], np.ndarray] | None = None,
+        has_read: Callable[[int, int, float], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.max_rounds, self.caches = max_rounds, caches
+        self.counts, self.chosen = counts, chosen
+        self.listener, self.estimates, self.has_read = listener, estimates, has_read
+        self.lanes = self.schedule.longest_query
+        levels, slots = self.schedule.num_levels, caches.computed.shape[1]
+        self.everything = StepLevels(tuple(range(levels)), self.schedule.draft_lengths)
+        self.selection = self.everything
+        self.draws = [0] * levels
+        lengths = self.schedule.kept_lengths
+        self.drafted = [
+            Drafted(np.zeros(slots, np.int64), np.full((slots, n), np.nan)) for n in lengths
+        ]
+        self.offered = False
+        # Slots whose drafts the target verifies, of sources right below it.
+        self.awaited = np.zeros(slots, dtype=bool)
+        # Of the model next to lookups: what is known of it is as old as its last drafts.
+        self.trials = Trials(1)
+        # Whether the model next to lookups reads texts only where it is wanted.
+        self.lazy = self.sources is not None and levels == 1
+        self.has_lookup = self.sources is None and isinstance(self.schedule.ops[0], Lookup)
+
+    def begin(self, state: ProposalState) -> None:
+        """After `stage`, before anything else of a proposal."""
+        self.draws = [0] * len(self.draws)
+        self.slots = state.slot.numpy().astype(np.int64)
+        self.base = state.base.numpy()
+        self.drafts = state.requested[-1].numpy() > 0
+        self.caches.committed(self.slots[self.drafts], self._text_ends(state)[self.drafts])
+        self.offered = False
+
+    def offer(self, state: ProposalState, drafts: np.ndarray) -> LookupResult:
+        """Let the lookup of level 0 draft for the target; of the requests in `drafts`, bool [B]."""
+        state.requested[0].copy_(state.requested[-1].clamp(max=self.schedule.draft_lengths[0]))
+        self.offered = True
+        self._look_up(state)
+        counts = state.drafted[0].numpy()[drafts].astype(np.int64)
+        estimate = self.drafted[0].estimate[self.slots[drafts]]
+        return LookupResult(np.zeros(estimate.shape, np.int64), counts, np.cumprod(estimate, 1))
+
+    def _look_up(self, state: ProposalState) -> None:
+        """A draft of the lookup, and how sure it is of each token."""
+        began = clock.seconds()
+        found = cast(ProgramLookup, self.levels[0])(state)
+        self._took(0, began)
+        if self.estimates is not None:
+            wanted = state.requested[0].numpy() > 0
+            self.drafted[0].estimate[self.slots[wanted]] = self.estimates(state, found)[wanted]
+
+    def run(self, state: ProposalState, selection: StepLevels | None = None) -> None:
+        """Draft for all requests of `state`.
+
+        Args:
+            selection: the levels that take part, all or none where drafts end by entropy; None for
+                all. May depend on committed text, on `offer`, past acceptance and times. `most` is
+                of the requests that may draft.
+        """
+        self.selection = selection or self.everything
+        self._limit(state)
+        if self.selection.levels:
+            self._catch_up(state)
+            self._draft(state, self.schedule.num_levels - 1)
+            if self.schedule.horizontal_tokens:
+                cascade_steps.begin_tail(state, self.schedule)
+                self._draft_lowest(state)
+        self._finish(state, self.selection.top)
+        drafted, top = state.draft_length.numpy()[self.drafts], self.selection.top
+        slots = self.slots[self.drafts]
+        if self.selection.levels:
+            self._requested(top, slots, state.requested[-1].numpy()[self.drafts], drafted)
+        self.awaited[slots] = (drafted > 0) & (top == 0)
+
+    def verified(self, slots: np.ndarray, accepted: np.ndarray) -> None:
+        """The target's step has ended: int64 [n], tokens that it accepted of each slot's draft."""
+        own = self.awaited[slots]
+        self._count_sources(Count.accepted, slots[own], accepted[own])
+        self.awaited[slots] = False
+
+    def _took(self, level: int, began: float, passes: int = 0) -> None:
+        """Count a lookup or a forward pass of a level, and its time."""
+        spent, row = int(1e9 * (clock.seconds() - began)), self.counts.rows[level]
+        row[Count.ns] += spent
+        row[Count.forwards] += passes
+        row[Count.forward_ns] += passes * spent
+
+    def _requested(
+        self, level: int, slots: np.ndarray, requested: np.ndarray, drafted: np.ndarray
+    ) -> None:
+        """Count what was asked of a level, [n] each, and which source has drafted."""
+        row = self.counts.rows[level]
+        row[Count.requested] += (requested > 0).sum()
+        row[Count.empty] += ((requested > 0) & (drafted == 0)).sum()
+        if level == 0:
+            self._count_sources(Count.drafted, slots, drafted)
+
+    def _count_sources(self, column: Count, slots: np.ndarray, tokens: np.ndarray) -> None:
+        if self.chosen is not None:
+            own = self.chosen[slots]
+            known = own >= 0
+            rows = self.counts.rows[self.counts.num_levels :]
+            np.add.at(rows[:, column], own[known], tokens[known])
+
+    def most_verified(self, op: Verify) -> int:
+        return self.schedule.kept_lengths[op.level - 1]
+
+    def _limit(self, state: ProposalState) -> None:
+        """Open drafts as long as the selection has it; an offer that is too long is cut."""
+        levels, most = self.selection.levels, self.selection.most
+        lengths = state.draft_lengths.numpy()
+        lengths[:] = self.schedule.draft_lengths
+        # Drafts for the target are limited request by request.
+        for k, length in zip(levels[:-1], self.selection.draft_lengths, strict=False):
+            lengths[k] = min(lengths[k], length)
+        lengths[: levels[0] if levels else -1] = 0
+        requested = state.requested.numpy()
+        longest = self.selection.draft_lengths[-1] if levels else 0
+        np.minimum(requested[-1], longest, out=requested[-1])
+        if most is not None and levels:
+            requested[-1][self.drafts] = np.minimum(requested[-1][self.drafts], most)
+        self._ask_below(state, self.schedule.num_levels - 1, again=not self.offered)
+        if self.offered:
+            kept = np.minimum(state.drafted.numpy()[0], requested[0])
+            state.drafted.numpy()[0] = kept
+            state.end.numpy()[:] = state.start.numpy()[0] + kept
+
+    def _ask_below(self, state: ProposalState, level: int, again: bool = True) -> None:
+        """Request drafts from the levels below; with `again`, new ones at the end of the text."""
+        start, drafted, requested = (
+            each.numpy() for each in (state.start, state.drafted, state.requested)
+        )
+        for k in range(level - 1, -1, -1):
+            # A level that is left out adds no token of its own.
+            own = int(k + 1 in self.selection.levels)
+            room = requested[k + 1] - (drafted[k + 1] if again else 0) - own
+            requested[k] = np.clip(room, 0, state.draft_lengths.numpy()[k])
+            if again:
+                start[k], drafted[k] = state.end.numpy(), 0
+
+    def _catch_up(self, state: ProposalState) -> None:
+        """Let the levels that will draft read what they have missed, but for the last token."""
+        drafts = self.drafts & (state.requested[-1].numpy() > 0)
+        for k in self.selection.levels:
+            if k or not self.lazy:
+                self._read(state, k, drafts)
+
+    def _read(self, state: ProposalState, level: int, drafts: np.ndarray) -> None:
+        ends, computed = self._text_ends(state), self.caches.computed[level]
+        if self.caches.levels[level] is None:
+            computed[self.slots[drafts]] = ends[drafts] - 1
+            return
+        replaced = 1 if level or self.sources is None else max(self.schedule.draft_lengths[0], 1)
+        allowed = uncached_bound(level, self.schedule.num_levels, replaced)
+        allowed += self.schedule.horizontal_tokens
+        late = drafts & (ends - computed[self.slots] > allowed)
+        if late.any():
+            began, missed = clock.seconds(), int((ends - 1 - computed[self.slots])[late].sum())
+            self.caches.read(level, self.slots[late], ends[late] - 1)
+            self._took(level, began, passes=1)
+            if self.has_read is not None:
+                self.has_read(level, missed, clock.seconds() - began)
+
+    def missed(self, state: ProposalState, level: int) -> int:
+        """Tokens that a level would have to read before it drafts for these requests."""
+        if self.caches.levels[level] is None:
+            return 0
+        missed = self._text_ends(state) - 1 - self.caches.computed[level, self.slots]
+        return int(np.maximum(missed[self.drafts], 0).sum())
+
+    def _text_ends(self, state: ProposalState) -> np.ndarray:
+        ends: np.ndarray = self.base + self.schedule.window
+        return ends
+
+    def _wants(self, state: ProposalState, level: int) -> np.ndarray:
+        wants: np.ndarray = state.drafted[level].numpy() < state.requested[level].numpy()
+        return wants
+
+    def _draft(self, state: ProposalState, level: int) -> None:
+        """A draft of one level for all requests that want one."""
+        if level == 0:
+            self._draft_lowest(state)
+        elif level in self.selection.levels:
+            self._draft_verified(state, level)
+        else:
+            self._ask_below(state, level, again=not self.offered)
+            self._draft(state, level - 1)
+            self._pass_on(state, level)
+
+    def _draft_lowest(self, state: ProposalState) -> None:
+        if 0 not in self.selection.levels or not self._wants(state, 0).any():
+            self.offered = False
+            return
+        if self.has_lookup:
+            if not self.offered:
+                self._look_up(state)
+            self.offered = False
+            return
+        begins = self.base + state.start[0].numpy()
+        open_ = np.ones(state.batch, dtype=bool)
+        if self.sources is not None:
+            began = clock.seconds()
+            self.sources.offer(state)
+            self._took(0, began)
+            open_ = self._wants_model(state) & self._wants(state, 0)
+            if self.lazy:
+                self._read(state, 0, open_)
+        step, first = 0, self.draws[0]
+        self.draws[0] += int(state.requested[0].max())
+        # Next to lookups, below another level, a first pass reads what that one has added.
+        every = open_ if self.lazy else np.ones_like(open_)
+        while (wants := every & (state.requested[0].numpy() > step)).any():
+            self._pass(state, 0, wants, first + step, step=step)
+            step, every = step + 1, open_
+        if self.sources is not None:
+            self.sources.choose(state)
+            replaced = self.sources.drawn.numpy()[self.slots] == 0
+            computed = self.caches.computed[0, self.slots]
+            self.caches.computed[0, self.slots] = np.where(
+                replaced, np.minimum(computed, begins), computed
+            )
+
+    def _wants_model(self, state: ProposalState) -> np.ndarray:
+        """bool [B], requests for which the model next to lookups drafts; all of them in a trial."""
+        wants: np.ndarray = cast(Any, self.sources).prefers_drafter(state).numpy()
+        if wants.any():
+            self.trials.pays(0)
+        elif self.trials.due(0):
+            wants = np.ones_like(wants)
+        return wants
+
+    def warm_up(self, state: ProposalState) -> None:
+        """Launch what a proposal of all levels does not, for no request."""
+        state.origin.fill_(-1)
+        for level in range(1, self.schedule.num_levels):
+            cascade_steps.pass_on(state, level, self.schedule.kept_lengths[level - 1])
+
+    def _draft_verified(self, state: ProposalState, level: int) -> None:
+        """Rounds of a draft from below and its verification, until every draft is full."""
+        rounds, most = 0, self.max_rounds[level]
+        feeder, _ = self.selection.below(level)
+        while (wants := self._wants(state, level)).any() and (most is None or rounds < most):
+            began = clock.seconds()
+            requested = state.requested[level - 1].numpy().copy()
+            self._draft(state, level - 1)
+            drafted, counts = clock.seconds(), state.drafted[level - 1].numpy().copy()
+            before = state.drafted[level].numpy().copy()
+            self._requested(feeder, self.slots[wants], requested[wants], counts[wants])
+            longest = int(counts[wants].max())
+            draw = self.draws[level]
+            self.draws[level] += 1 if self.verifiers[level] == "none" else longest + 1
+            if self.draws[level] > DRAWS_PER_LENGTH:
+                return
+            computed = self._pass(state, level, wants, draw, longest, below=level - 1)
+            rounds += 1
+            slots = self.slots[wants]
+            accepted = state.drafted[level].numpy() - before - 1
+            if feeder == 0:
+                self._count_sources(Count.accepted, slots, np.maximum(accepted[wants], 0))
+            if self.listener is None:
+                continue
+            self.drafted[feeder].counts[slots] = counts[wants]
+            self.listener(
+                Round(
+                    level=feeder,
+                    verifier=level,
+                    slots=slots,
+                    drafts=cast(Any, self.drafted[feeder]),
+                    requested=requested[wants],
+                    accepted=np.maximum(accepted[wants], 0),
+                    computed=computed,
+                    drafting_seconds=drafted - began,
+                    verifying_seconds=clock.seconds() - drafted,
+                )
+            )
+
+    def _pass(
+        self,
+        state: ProposalState,
+        level: int,
+        wants: np.ndarray,
+        draw: int,
+        draft: int = 0,
+        *,
+        step: int = 0,
+        below: int | None = None,
+    ) -> int:
+        """A forward pass over what the level has not computed, and what it adds to the text.
+
+        Args:
+            wants: bool [B], requests for which it runs.
+            draw: see `schedule.Draft`.
+            draft: most tokens that it verifies of any of them.
+
+        Returns:
+            tokens of the pass.
+        """
+        computed = self.caches.computed[level]
+        text = self.base + state.end.numpy()
+        first = text if below is None else self.base + state.start[below].numpy()
+        running = self._wants(state, self.schedule.num_levels - 1)
+        missing = first - computed[self.slots]
+        query = int(missing[wants].max()) + draft
+        assert draft < query <= self.lanes
+        op = Draft(0, step, query, draw) if below is None else Verify(level, query, draft, draw)
+        began = clock.seconds()
+        self._run_level(state, op)
+        self._took(level, began, passes=1)
+        # A pass that began after a hole has filled nothing that can be used.
+        whole = running & (missing + draft <= query)
+        reached = np.minimum(text, state.limit.numpy() + 1)
+        computed[self.slots[whole]] = np.maximum(reached, computed[self.slots])[whole]
+        self._forget_rejected(state, wants)
+        return state.batch * query
+
+    def _forget_rejected(self, state: ProposalState, changed: np.ndarray) -> None:
+        """Of texts that end in a token that no level has computed."""
+        slots = self.slots[changed]
+        last = (self.base + state.end.numpy() - 1)[changed]
+        self.caches.computed[:, slots] = np.minimum(self.caches.computed[:, slots], last)
+
+    def _pass_on(self, state: ProposalState, level: int) -> None:
+        """Make the draft from below that of a level which is left out."""
+        opens = state.requested[level].numpy() > 0
+        state.origin.numpy()[:] = np.where(opens, state.drafted[level].numpy(), -1)
+        cascade_steps.pass_on(state, level, self.schedule.kept_lengths[level - 1])

@@ -1,0 +1,225 @@
+"""The cascade on a CPU, where scheduling waits for each step and the host reads every tensor.
+
+Levels run as the recursion has it (`host_program`), read texts when they draft for them
+(`level_caches`), and with `adaptive` take part where they pay (`host_budget`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from vllm_hsd.budget.source_choice import SourcesLookup
+from vllm_hsd.cascade.entropy_stopping import DeviceThresholds, observe_target
+from vllm_hsd.cascade.level import StepLevels
+from vllm_hsd.cascade.program import ProgramSources
+from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState
+from vllm_hsd.cascade.schedule import Lookup
+from vllm_hsd.host.host_branches import HostBranches
+from vllm_hsd.host.host_budget import HostBudget
+from vllm_hsd.host.host_estimates import estimates_of
+from vllm_hsd.host.host_program import HostProgram
+from vllm_hsd.host.level_caches import LevelCaches
+from vllm_hsd.host.speculator import CascadeSpeculator
+
+
+class HostSpeculator(CascadeSpeculator):
+    """A `CascadeSpeculator` without CUDA graphs and fixed schedules.
+
+    Attributes:
+        caches: what the levels have computed.
+        budget: with `adaptive`; None without.
+    """
+
+    program: HostProgram
+    caches: LevelCaches
+    budget: HostBudget | None = None
+
+    def _shorter_states(self) -> dict[int, Any]:
+        return {}
+
+    def _build_programs(self, levels: list[Any], groups: KVGroups) -> None:
+        self.buckets: dict[int, ProposalState] = {}
+        sources, estimates, text = None, None, self.req_states.all_token_ids.gpu
+        if levels[0] is None:
+            levels[0] = partial(cast(Any, self.lookup), text=text)
+            estimates = estimates_of(self.hsd.levels[0], self.lookup)
+        elif isinstance(self.lookup, SourcesLookup):
+            offer = partial(self.lookup.offer, text=text)
+            sources = ProgramSources(
+                offer, self.lookup.choose, self.lookup.drawn, self.lookup.prefers_drafter
+            )
+        # A head cannot read late: the states of a step are gone after it.
+        own = [
+            None if level is None or level.in_target_cache or level is self.head else level
+            for level in self.hosted
+        ]
+        if self.head is not None:
+            self.head.reads_first = True
+        self.caches = LevelCaches(self, own, self.max_num_reqs)
+        if self.hsd.adaptive:
+            self.budget = HostBudget(
+                sources is None and isinstance(self.schedule.ops[0], Lookup),
+                list(self.schedule.kept_lengths),
+                self.hsd.draft_lengths,
+                self.max_num_reqs,
+                self.hsd.branches,
+                cast(HostBranches | None, self.branches),
+            )
+        self.program = HostProgram(
+            self.schedule,
+            levels,
+            self.verifiers,
+            groups,
+            self.max_model_len,
+            self.thresholds,
+            sources,
+            counts=self.counts.host,
+            chosen=self.lookup.chosen.numpy() if isinstance(self.lookup, SourcesLookup) else None,
+            max_rounds=[options.max_rounds for options in self.hsd.options()],
+            caches=self.caches,
+            listener=None if self.budget is None else self.budget.budget.observe,
+            estimates=None if self.budget is None else estimates,
+            has_read=None if self.budget is None else self.budget.has_read,
+        )
+        every = tuple(range(self.schedule.num_levels))
+        self.program.everything = StepLevels(every, tuple(self.hsd.draft_lengths))
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch,
+        attn_metadata,
+        slot_mappings,
+        last_hidden_states,
+        aux_hidden_states,
+        num_sampled,
+        num_rejected,
+        *_,
+        dummy_run=False,
+        num_speculative_tokens=None,
+        **__,
+    ) -> torch.Tensor:
+        count = input_batch.num_reqs
+        drafts = self.draft_tokens[:count]
+        if self.head is not None:
+            self.head.take_states(input_batch, last_hidden_states, aux_hidden_states)
+        if dummy_run:
+            self._ingest(input_batch, attn_metadata, slot_mappings, with_logits=True)
+            return drafts
+        self._set_longest(input_batch)
+        if self.head is not None:
+            self.head.read(input_batch, attn_metadata, slot_mappings)
+        slots, program = input_batch.idx_mapping_np[:count], self.program
+        self._take_in(input_batch, slots, num_sampled, num_rejected)
+        if num_speculative_tokens == 0 or count > self.state.batch:
+            self.state.counts[program.selection.top, COUNTS.accepted] += (
+                (num_sampled - 1).clamp(min=0).sum()
+            )
+            self.state.row_of_slot.fill_(-1)
+            if self.budget is not None:
+                self.budget.nothing_drafted()
+            # The target may be fed them, and vLLM leaves -1 in them after steps without drafts.
+            return drafts.zero_()
+        if count not in self.buckets:
+            self.buckets[count] = self.state.bucket(count)
+        state = self.buckets[count]
+        verified, inputs = program.selection.top, (input_batch.idx_mapping, num_sampled)
+        self._stage(state, self.schedule, *inputs, verified)
+        self._limit(state, input_batch, slots)
+        program.begin(state)
+        if self.budget is None:
+            program.run(state)
+        else:
+            left = self.req_states.max_seq_len[slots] - self.req_states.total_len.gpu.numpy()[slots]
+            program.run(state, self.budget.select(program, state, count, left))
+            self.budget.proposal_ended(program, state)
+        if self.branches is not None:
+            self.branches.state = state
+            self.branches.flat_drafts(slots, self.schedule.window, drafts)
+        else:
+            drafts[:, : state.longest] = state.draft_tokens[:count]
+        return drafts
+
+    def select_levels(
+        self, levels: list[int], draft_lengths: list[int], sources: list[int] | None = None
+    ) -> None:
+        """Draft with some of the levels from now on: one engine compares cascades.
+
+        Args:
+            levels: numbers of the levels, cheapest first.
+            draft_lengths: one per level; the last is the draft that the target verifies.
+            sources: numbers of those of the lowest level that draft; None for all.
+
+        Raises:
+            ValueError: unknown levels or sources, or draft lengths that the engine was not started
+                for.
+        """
+        longest = self.schedule.draft_lengths
+        if (
+            not levels
+            or levels != sorted({*levels} & {*range(len(longest))})
+            or len(levels) != len(draft_lengths)
+            or any(not 0 < n <= longest[k] for k, n in zip(levels, draft_lengths, strict=True))
+        ):
+            raise ValueError(
+                f"levels {levels} with draft lengths {draft_lengths} are not among those that the "
+                f"engine was started for: {list(longest)}."
+            )
+        if sources is not None:
+            if not isinstance(self.lookup, SourcesLookup):
+                raise ValueError(f"levels[{levels[0]}] has no sources to select from.")
+            self.lookup.select(sources)
+        self.program.everything = StepLevels(tuple(levels), tuple(draft_lengths))
+
+    def init_cudagraph_manager(self, cudagraph_mode) -> None:
+        """A CPU has no CUDA graphs."""
+
+    def warm_up(self) -> None:
+        """Compile what vLLM's warm-up does not run: its requests are drafted for by all levels."""
+        if self.budget is not None:
+            for size in (1, min(2, self.state.batch)):
+                self.program.warm_up(self.state.bucket(size))
+
+    def _take_in(self, input_batch, slots, num_sampled, num_rejected) -> None:
+        """What became of the last proposal, and which requests are new."""
+        if self.thresholds is not None:
+            observe_target(
+                self.thresholds,
+                self.state,
+                index=input_batch.idx_mapping.int(),
+                num_sampled=num_sampled,
+                num_rejected=num_rejected,
+            )
+        entered = self.parameters.entered
+        self.caches.step_began(input_batch, entered)
+        new = slots[entered[slots]]
+        entered[new] = False
+        accepted = np.maximum(num_sampled.numpy() - 1, 0)
+        if self.branches is not None:
+            accepted = np.minimum(accepted, cast(HostBranches, self.branches).accepted[slots])
+        self.program.verified(slots, accepted)
+        if self.budget is not None:
+            sampled, rejected = num_sampled.numpy(), num_rejected.numpy()
+            self.budget.step_ended(input_batch, self.program, sampled, rejected)
+            for slot in new.tolist():
+                self.budget.forget(slot)
+        for learned in (self.thresholds, self.lookup):
+            if isinstance(learned, DeviceThresholds | SourcesLookup):
+                learned.forget(torch.from_numpy(new.astype(np.int64)))
+
+    def _limit(self, state, input_batch, slots) -> None:
+        """Draft neither the last token that max_tokens allows nor, with `adaptive`, the second.
+
+        The target adds a token to every draft; and a first token does not wait for a model that
+        reads the prompt.
+        """
+        requested, limits = state.requested[-1].numpy(), self.req_states.max_seq_len[slots]
+        length = self.req_states.total_len.gpu.numpy()[slots]
+        np.minimum(requested, np.maximum(limits - length - 1, 0), out=requested)
+        if self.budget is not None and self.caches.keeps:
+            first = length - input_batch.prefill_len_np[: len(slots)] == 1
+            requested[first] = 0

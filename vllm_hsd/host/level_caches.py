@@ -1,0 +1,125 @@
+"""What levels have computed of each text, where the host knows and they read late: on a CPU.
+
+A level reads a text when it drafts for it, all that it has missed in one pass. One that a step
+leaves out computes nothing, prompts included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_hsd.cascade.drafts import ragged_arange
+from vllm_hsd.cascade.filled_blocks import FilledBlocks
+
+
+class LevelCaches:
+    """How much of each text the levels have computed, and how they read the rest.
+
+    Args:
+        speculator: the cascade.
+        levels: those that run forward passes in caches of their own, None for others.
+        max_num_reqs: request slots.
+
+    Attributes:
+        keeps: any level has a cache of its own.
+        computed: int64 [L, max_num_reqs] leading tokens with valid KV entries.
+    """
+
+    def __init__(self, speculator: Any, levels: list[Any], max_num_reqs: int) -> None:
+        self.speculator, self.levels = speculator, levels
+        self.keeps = any(level is not None for level in levels)
+        self.computed = np.zeros((len(levels), max_num_reqs), dtype=np.int64)
+        self.marked = np.zeros_like(self.computed)
+        self.blocks = FilledBlocks(len(levels), speculator.block_tables.block_sizes[0])
+
+    def step_began(self, input_batch: Any, entered: np.ndarray) -> None:
+        """The target has computed a step: take note of requests that joined and of new blocks.
+
+        Args:
+            input_batch: vLLM's, of the step.
+            entered: bool [max_num_reqs], slots whose requests are new, or resumed.
+        """
+        if not self.keeps:
+            return
+        count = input_batch.num_reqs
+        slots = input_batch.idx_mapping_np[:count]
+        starts = input_batch.num_computed_tokens_np[:count].astype(np.int64)
+        table = self._table()
+        for slot, hit in zip(slots[entered[slots]], starts[entered[slots]], strict=True):
+            usable = self.blocks.usable(table[slot], int(hit)) if hit else 0
+            self.computed[:, slot] = self.marked[:, slot] = usable
+        self.blocks.begin(table[slots], starts, starts + input_batch.num_scheduled_tokens[:count])
+
+    def committed(self, slots: np.ndarray, length: np.ndarray) -> None:
+        """Forget what levels have computed after the texts, of [n] slots and tokens."""
+        if not self.keeps:
+            return
+        computed = np.minimum(self.computed[:, slots], length - 1)
+        self.computed[:, slots] = computed
+        begun, table = np.minimum(self.marked[:, slots], computed), self._table()[slots]
+        for k, level in enumerate(self.levels):
+            if level is not None:
+                self.blocks.fill(k, table, begun[k], computed[k])
+        self.marked[:, slots] = computed
+
+    def read(self, level: int, slots: np.ndarray, ends: np.ndarray) -> None:
+        """Let a level compute the texts up to ends[i] tokens: [n] int64 each."""
+        most = self.speculator.max_num_tokens
+        while True:
+            begins = self.computed[level, slots]
+            counts = np.maximum(ends - begins, 0)
+            counts = np.diff(np.minimum(np.cumsum(counts), most), prepend=0)
+            reads = counts > 0
+            if not reads.any():
+                return
+            self._compute(level, slots[reads], begins[reads], counts[reads])
+            self.computed[level, slots] += counts
+
+    def _compute(
+        self, level: int, slots: np.ndarray, begins: np.ndarray, counts: np.ndarray
+    ) -> None:
+        # Programs run where no vLLM is installed.
+        from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
+
+        speculator, model = self.speculator, self.levels[level]
+        owners, offsets = ragged_arange(counts)
+        index = torch.from_numpy(slots.astype(np.int64))
+        positions = torch.from_numpy(begins[owners] + offsets)
+        text = speculator.req_states.all_token_ids.gpu
+        input_ids = text[index[torch.from_numpy(owners)], positions].int()
+        starts = torch.from_numpy(np.concatenate(([0], np.cumsum(counts)))).int()
+        ends = torch.from_numpy(begins + counts).int()
+        tables, total = speculator.block_tables, len(positions)
+        slot_mappings = tables.compute_slot_mappings(
+            index.int(),
+            starts,
+            positions,
+            total,
+            out=torch.empty(tables.num_kv_cache_groups, total, dtype=torch.int64),
+        )
+        metadata = build_attn_metadata(
+            attn_groups=model.groups,
+            num_reqs=len(slots),
+            num_tokens=total,
+            query_start_loc_gpu=starts,
+            query_start_loc_cpu=starts,
+            max_query_len=int(counts.max()),
+            seq_lens=ends,
+            max_seq_len=speculator.max_model_len,
+            block_tables=[table.gpu[index] for table in tables.block_tables],
+            slot_mappings=slot_mappings,
+            kv_cache_config=speculator.kv_cache_config,
+            seq_lens_cpu_upper_bound=ends,
+            positions=positions,
+            is_prefilling=torch.ones(len(slots), dtype=torch.bool),
+        )
+        mappings = build_slot_mappings_by_layer(slot_mappings, speculator.kv_cache_config)
+        model.compute(input_ids, positions, metadata, mappings)
+
+    def _table(self) -> np.ndarray:
+        """[max_num_reqs, width] ids of the KV blocks of every slot, in the first KV-cache group."""
+        table: np.ndarray = self.speculator.block_tables.block_tables[0].gpu.numpy()
+        return table

@@ -1,0 +1,1 @@
+"""What serving does not import: bench, verify, profile, plan, doctor, the reference engine."""

@@ -1,0 +1,115 @@
+"""Greedy text and text of requests with seeds, which is to be that of vLLM without speculation.
+
+vLLM draws a token as the first maximum of logits plus noise, and the noise follows from the seed
+and the position. So text with speculation is compared token by token. Logits are rounded otherwise
+with speculation: a first difference is accepted only where the (perturbed) logits of the two tokens
+are within rounding, which is where the engine without speculation draws the other token as soon as
+that token's logit is raised by the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm_hsd.tools.audit.sampled import Texts
+from vllm_hsd.tools.audit.servers import Server
+from vllm_hsd.tools.engine import EngineProcess
+
+_SCORER = "vllm_hsd.tools.audit.scorer"
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first token of an answer that speculation changed.
+
+    Attributes:
+        answer: number of the answer.
+        place: number of the token in it.
+        expected, found: without and with speculation; None where that answer has ended.
+        explained: whether rounding can do that.
+    """
+
+    answer: int
+    place: int
+    expected: int | None
+    found: int | None
+    explained: bool
+
+
+@dataclass(frozen=True)
+class Seeded:
+    """How many answers and tokens were compared, and their first differences."""
+
+    answers: int
+    tokens: int
+    partings: list[Parting]
+
+    @property
+    def unexplained(self) -> list[Parting]:
+        """Those that rounding cannot explain."""
+        return [each for each in self.partings if not each.explained]
+
+
+def compared(engine: EngineProcess | Server, texts: Texts, bound: float) -> Seeded:
+    """Compare answers with those of an engine without speculation.
+
+    Args:
+        engine: without speculation, on vLLM's V2 runner.
+        texts: answers with speculation; every request is greedy or has a seed.
+        bound: largest gap of two logits, before the temperature, that rounding may exchange.
+
+    Raises:
+        UserError: the engine does not run on the V2 runner.
+    """
+    plain = engine.generate(texts.prompts, texts.params)
+    ours, theirs = texts.token_ids, plain.token_ids
+    apart = {}
+    for i, (ids, other) in enumerate(zip(ours, theirs, strict=True)):
+        if ids != other:
+            pairs = enumerate(zip(ids, other, strict=False))
+            apart[i] = next((n for n, (a, b) in pairs if a != b), min(len(ids), len(other)))
+        elif texts.finishes and plain.finishes and texts.finishes[i] != plain.finishes[i]:
+            apart[i] = len(ids)
+    tied = [i for i, n in apart.items() if n < min(len(ours[i]), len(theirs[i]))]
+    greedy = [i for i in tied if texts.params[i]["temperature"] == 0]
+    gaps = _gaps(engine, texts, apart, greedy, theirs)
+    explained = {i for i, gap in zip(greedy, gaps, strict=True) if gap <= bound}
+    noisy = [i for i in tied if texts.params[i]["temperature"] > 0]
+    if noisy and not isinstance(engine, Server):
+        drawn = engine.call(f"{_SCORER}:drawn_with_raised", *_until(texts, apart, noisy), bound)
+        found = dict(zip(noisy, drawn, strict=True))
+        explained |= {i for i, token in found.items() if token == ours[i][apart[i]]}
+    partings = []
+    for i, n in apart.items():
+        expected, own = (ids[i][n] if n < len(ids[i]) else None for ids in (theirs, ours))
+        partings.append(Parting(i, n, expected, own, i in explained))
+    return Seeded(len(theirs), sum(map(len, theirs)), partings)
+
+
+def _gaps(
+    engine: EngineProcess | Server,
+    texts: Texts,
+    apart: Mapping[int, int],
+    greedy: Sequence[int],
+    theirs: Sequence[Sequence[int]],
+) -> list[float]:
+    """By how much each greedy answer's token falls short where it parts, in nats."""
+    if not greedy:
+        return []
+    if isinstance(engine, Server):
+        ours, places = texts.token_ids, []
+        for i in greedy:
+            n = apart[i]
+            places.append(([*texts.prompts[i], *ours[i][:n]], theirs[i][n], ours[i][n]))
+        return engine.gaps(places)
+    found: list[float] = engine.call(f"{_SCORER}:shortfalls", *_until(texts, apart, greedy))
+    return found
+
+
+def _until(
+    texts: Texts, apart: Mapping[int, int], chosen: Sequence[int]
+) -> tuple[list, list, list]:
+    """(prompts, answers up to and with the place where they part, parameters)."""
+    answers = [texts.token_ids[i][: apart[i] + 1] for i in chosen]
+    return [texts.prompts[i] for i in chosen], answers, [texts.params[i] for i in chosen]

@@ -1,0 +1,406 @@
+"""Runs of `vllm-hsd verify`: text with speculation, judged by the same model without."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from vllm_hsd.errors import UserError, brief
+from vllm_hsd.tools import system
+from vllm_hsd.tools.audit import sampled, seeded, self_test
+from vllm_hsd.tools.audit.drafters import (
+    OFFERS,
+    Drafter,
+    Drafters,
+    drafters_of,
+    keeps_seeds,
+    short_name,
+)
+from vllm_hsd.tools.audit.load import Load
+from vllm_hsd.tools.audit.other_servers import connect
+from vllm_hsd.tools.audit.sampled import Setting
+from vllm_hsd.tools.audit.servers import AT_ONCE, TOP_K
+from vllm_hsd.tools.audit.workloads import STEADY, WORKLOADS, Facts, Found
+from vllm_hsd.tools.audit.workloads import run as serve
+from vllm_hsd.tools.cli import bench, greedy, verify_report, verify_workloads
+from vllm_hsd.tools.cli.bench_jobs import Comparison, Job, Results
+from vllm_hsd.tools.cli.bench_runs import MAX_CPU_CACHE, SPARE_TOKENS, engine_arguments
+from vllm_hsd.tools.cli.options import progress
+from vllm_hsd.tools.cli.verify_report import ANSWER_TOKENS, LARGEST_GAP, Outcome, Verification
+from vllm_hsd.tools.cli.verify_workloads import Served, shares
+from vllm_hsd.tools.engine import EngineProcess
+
+# Requests of an engine at once, and those of sampled text: in small batches most is drafted.
+BATCH_SIZE, SMALL_BATCH = 64, 8
+# Tokens of every setting in the comparison of requests with seeds.
+SEEDED_TOKENS = 1024
+_THINKING = "reasoning_start_str", "reasoning_end_str"
+# Seed of the uniforms that make quantiles continuous.
+SEED = 0
+# The engine without speculation is asked for a text's tokens one step after the other.
+SCORER_ARGUMENTS = {"async_scheduling": False}
+NOT_RECORDED = (
+    "What was drafted could not be recorded (that of several drafts of a request is not, nor that "
+    "of vLLM's V1 runner), or nothing was: only models among the drafters were tested for leaning "
+    "towards them."
+)
+NOT_NAMED = (
+    "Whether tokens lean towards what was drafted was not tested, since the drafter is not known: "
+    "name it with --drafter MODEL."
+)
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Run `vllm-hsd verify`.
+
+    Returns:
+        0 if nothing speaks against losslessness, 1 if something does, NOT_ENOUGH if too little was
+        drafted to tell.
+    """
+    if arguments.self_test:
+        given = (arguments.model, arguments.speculative_config, arguments.url, arguments.plain_url)
+        if any(given):
+            raise UserError("--self-test has models of its own: leave out --model and the rest.")
+        bench.prepare_output(arguments.output)
+        results = self_test.run(arguments.output, arguments.tokens, progress)
+        print(verify_report.self_test_page(results))
+        return 0 if all(result.as_expected for result in results) else 1
+    outcome = run(parse(arguments))
+    print(verify_report.page(outcome))
+    path = arguments.output / "verify.json"
+    verify_report.write(outcome, path)
+    print(f"Written: {path}")
+    return outcome.status
+
+
+def parse(arguments: argparse.Namespace) -> Verification:
+    """What the arguments ask for."""
+    servers = _servers(arguments)
+    for option in () if servers else ("model", "speculative_config"):
+        if not getattr(arguments, option):
+            raise UserError(f"--{option.replace('_', '-')} is missing.")
+    temperatures = bench.in_order(arguments.temperatures, "--temperatures", 0)
+    top_p = bench.in_order(arguments.top_p, "--top-p", 0)
+    if not 0 < top_p[0] <= top_p[-1] <= 1:
+        raise UserError("--top-p must be above 0 and at most 1.")
+    if arguments.tokens < ANSWER_TOKENS:
+        raise UserError(f"--tokens must be at least {ANSWER_TOKENS}, one answer.")
+    arguments.model = arguments.model or ""
+    comparison = bench.comparison_of(
+        arguments,
+        # A server's configuration is its own affair.
+        [arguments.speculative_config or "{}"],
+        batch_sizes=[BATCH_SIZE],
+        temperatures=temperatures,
+        max_tokens=ANSWER_TOKENS,
+        num_prompts=1,
+        rounds=1,
+    )
+    filters: dict[str, Any] = {"top_k": TOP_K} if servers else {}
+    return Verification(
+        comparison,
+        [
+            Setting(temperature, filters | ({} if p == 1 else {"top_p": p}))
+            for temperature in temperatures
+            if temperature > 0
+            for p in top_p
+        ],
+        arguments.tokens,
+        greedy=0 in temperatures,
+        equal_drafter=arguments.equal_drafter,
+        as_served=arguments.as_served,
+        workloads=verify_workloads.chosen(arguments.workload),
+        servers=servers,
+        drafter=arguments.drafter,
+        adapters=tuple(arguments.adapters),
+    )
+
+
+def _servers(arguments: argparse.Namespace) -> tuple[str, str] | None:
+    if not arguments.url and not arguments.plain_url:
+        if arguments.drafter:
+            raise UserError(
+                "--drafter names what a server (--url) drafts with; an engine's own drafters are "
+                "read from --speculative-config: remove it."
+            )
+        return None
+    if not arguments.url or not arguments.plain_url:
+        raise UserError("--url and --plain-url belong together: servers with and without.")
+    if arguments.speculative_config or arguments.equal_drafter or arguments.adapters:
+        raise UserError(
+            "--url verifies a running server: leave out --speculative-config, --equal-drafter and "
+            "--adapters."
+        )
+    return arguments.url, arguments.plain_url
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What answers with speculation and what judges it, engines that load when entered or servers.
+
+    Attributes:
+        prompts: token ids.
+        arguments: of an engine that serves one model without speculation.
+    """
+
+    comparison: Comparison
+    speculating: AbstractContextManager[Any]
+    plain: AbstractContextManager[Any]
+    drafters: Drafters
+    prompts: list[list[int]]
+    arguments: dict[str, Any]
+    metadata: dict[str, Any]
+
+
+def _engines(verification: Verification) -> Sides:
+    comparison, setup = bench.prepare(verification.comparison)
+    given = engine_arguments(comparison, setup, 1)
+    # What many servers do, and a comparison of times must not.
+    caching = {"enable_prefix_caching": True, **comparison.engine_args}
+    arguments = given | _thinking(verification, given) | _adapters(verification, given)
+    config = comparison.configs[1] or {}
+    scorer = arguments | SCORER_ARGUMENTS
+    return Sides(
+        comparison,
+        _loaded(comparison, "speculation", arguments | caching | {"speculative_config": config}),
+        _loaded(comparison, "no speculation", scorer),
+        drafters_of(config),
+        setup.prompt_ids,
+        arguments,
+        bench.describe(comparison, setup),
+    )
+
+
+def _thinking(verification: Verification, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What lets an engine end thinking, with strings of one token where there are."""
+    asked = "thinking" in verification.workloads and not arguments.get("skip_tokenizer_init")
+    if not asked or "reasoning_config" in arguments or "reasoning_parser" in arguments:
+        return {}
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.get("tokenizer", arguments["model"]))
+    except Exception:  # transformers raises many kinds; vLLM knows tokenizers that it does not
+        return {}
+    for pair in (("<think>", "</think>"), ("^", "~")):
+        if all(len(tokenizer.encode(each, add_special_tokens=False)) == 1 for each in pair):
+            return {"reasoning_config": dict(zip(_THINKING, pair, strict=True))}
+    return {}
+
+
+def _adapters(verification: Verification, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What lets an engine serve all adapters and the model itself in one batch."""
+    if not verification.adapters:
+        return {}
+    from vllm.config.lora import MaxLoRARanks
+
+    ranks = []
+    for directory in verification.adapters:
+        try:
+            ranks.append(int(json.loads(Path(directory, "adapter_config.json").read_text())["r"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"--adapters {directory} is no LoRA adapter ({brief(error)}): name a directory "
+                "with adapter_config.json."
+            ) from None
+    found = {
+        "enable_lora": True,
+        # On a CPU vLLM 0.32 gives requests without an adapter the last slot's.
+        "max_loras": len(ranks) + 1,
+        "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= max(ranks)),
+    }
+    return {key: value for key, value in found.items() if key not in arguments}
+
+
+def _running(verification: Verification, urls: tuple[str, str]) -> Sides:
+    comparison = verification.comparison
+    at_once = AT_ONCE if verification.as_served else SMALL_BATCH
+    speculating = connect("--url", urls[0], comparison.model, at_once)
+    plain = connect("--plain-url", urls[1], comparison.model)
+    if speculating.model != plain.model:
+        raise UserError(
+            f"--url serves '{speculating.model}', --plain-url '{plain.model}': give one model."
+        )
+    # What a server computes in, it does not say.
+    dtype = str(comparison.engine_args["dtype"])
+    comparison.output.mkdir(parents=True, exist_ok=True)
+    prompts = [plain.token_ids(prompt) for prompt in comparison.prompts]
+    longest = max(map(len, prompts)) + ANSWER_TOKENS + SPARE_TOKENS
+    arguments = {"max_model_len": longest, **comparison.base_args}
+    if not torch.cuda.is_available():
+        arguments = {"kv_cache_memory_bytes": MAX_CPU_CACHE, **arguments}
+    name = verification.drafter
+    return Sides(
+        replace(comparison, model=plain.model),
+        contextlib.nullcontext(speculating),
+        contextlib.nullcontext(plain),
+        Drafters((Drafter(short_name(name), name),) if name else ()),
+        prompts,
+        arguments,
+        {
+            "model": plain.model,
+            "dtype": dtype if dtype in LARGEST_GAP else "bfloat16",
+            "machine": "that of the servers",
+            "versions": {**system.versions(), "server": speculating.version()},
+            "max_tokens": ANSWER_TOKENS,
+        },
+    )
+
+
+def run(verification: Verification) -> Outcome:
+    """Generate with speculation, then judge it by the same model without.
+
+    Raises:
+        UserError: the model or the configuration cannot be used, or an engine or server failed.
+    """
+    urls, settings = verification.servers, verification.settings
+    sides = _running(verification, urls) if urls else _engines(verification)
+    comparison, drafters, prompts = sides.comparison, sides.drafters, sides.prompts
+    dtype, config = sides.metadata["dtype"], comparison.configs[1] or {}
+    names = verification.workloads
+    steady_tokens, other_tokens = shares(names, verification.num_tokens, len(settings))
+    if dtype not in LARGEST_GAP:
+        raise UserError(f"--dtype {dtype}: rounding is known for {', '.join(LARGEST_GAP)}.")
+    results, seconds = Results(comparison), dict[str, float]()
+    count = min(len(prompts), BATCH_SIZE)
+    jobs = [Job(i, 0, BATCH_SIZE, 0.0, 0, tuple(range(count))) for i in (0, 1)]
+    greedy_params = {"temperature": 0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
+    untested: list[str] = []
+    with_seeds = found_seeded = None
+    served: list[Found] = []
+    recording: dict[str, Any] = {
+        "offers": OFFERS if drafters.recorded else None,
+        "certain": drafters.certain,
+    }
+    with _timed(seconds, "speculation"), sides.speculating as engine:
+        if verification.greedy:
+            results.generations[jobs[1]] = engine.generate(prompts[:count], greedy_params)
+        seeds = not urls and keeps_seeds(config)
+        if settings and seeds and STEADY in names:
+            plan = sampled.planned(prompts, settings, SEEDED_TOKENS, ANSWER_TOKENS, seeded=1)
+            with_seeds = sampled.generate(engine, plan, BATCH_SIZE, progress)
+        if settings and not urls and not verification.as_served:
+            engine.call("vllm_hsd.tools.audit.load:apply", Load(SMALL_BATCH, fixed_lengths=True))
+        # The rule of requests with seeds is compared exactly.
+        one_in = 0 if with_seeds else 2
+        texts = sampled.generate(
+            engine,
+            sampled.planned(prompts, settings, steady_tokens, ANSWER_TOKENS, one_in),
+            BATCH_SIZE,
+            progress,
+            **recording,
+        )
+        facts = Facts()
+        if not urls:
+            facts = engine.call(
+                "vllm_hsd.tools.audit.workloads:facts_of", texts.token_ids or prompts
+            )
+            facts = replace(facts, adapters=verification.adapters)
+        for name in names:
+            if name == STEADY:
+                continue
+            if (lack := WORKLOADS[name].lacks(facts)) is not None:
+                untested.append(f"{name}: not tested, since {lack}.")
+                continue
+            kinds = verification.greedy, seeds
+            arguments = engine, facts, prompts, settings, other_tokens, kinds
+            fixed = not verification.as_served
+            served.append(serve(name, *arguments, fixed, progress, **recording))
+    every = [texts, *(each.drawn for each in served)]
+    if settings and drafters.recorded and not any(OFFERS in each.rows for each in every):
+        untested.append(NOT_RECORDED)
+    if settings and urls and not drafters.models:
+        untested.append(NOT_NAMED)
+    for drafter in drafters.models if settings else ():
+        if (drafter.model, drafter.temperature_scale) == (comparison.model, 1):
+            untested.append(f"{drafter.name} is the target itself: nothing can lean to it.")
+            continue
+        name, scale = f"drafter {drafter.name}", drafter.temperature_scale
+        reading = sides.arguments | SCORER_ARGUMENTS | {"model": drafter.model}
+        loaded = _loaded(comparison, name, reading)
+        with _timed(seconds, name), loaded as engine:
+            for each in every:
+                sampled.add_drafter(engine, each, drafter.name, scale, BATCH_SIZE, progress)
+    with _timed(seconds, "no speculation"), sides.plain as engine:
+        if verification.greedy:
+            results.generations[jobs[0]] = engine.generate(prompts[:count], greedy_params)
+            found = greedy.differences(results, prompts)
+            gaps_at = engine.gaps if urls else partial(engine.call, greedy.gaps_of_target)
+            results.differences = greedy.with_gaps(gaps_at, found)
+        if with_seeds is not None:
+            found_seeded = seeded.compared(engine, with_seeds, LARGEST_GAP[dtype])
+        ranges = [sampled.scored(engine, each, BATCH_SIZE, progress) for each in every]
+        bound = LARGEST_GAP[dtype]
+        results_of = [
+            Served(
+                each.name,
+                each.drawn,
+                seeded.compared(engine, each.exact, bound) if each.exact.prompts else None,
+                each.met,
+            )
+            for each in served
+        ]
+    checks = [
+        check
+        for number, (each, own) in enumerate(zip(every, ranges, strict=True))
+        if each.num_tokens
+        for check in sampled.checks(each, own, dtype, SEED + number)
+    ]
+    return Outcome(
+        replace(verification, comparison=comparison),
+        sides.metadata,
+        texts,
+        checks,
+        results,
+        seconds,
+        untested,
+        _equal_drafter(verification, sides) if verification.equal_drafter else None,
+        found_seeded,
+        results_of,
+    )
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    progress(f"starting: {name}")
+    began = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - began
+
+
+def equal_drafter_config(config: dict[str, Any], model: str) -> dict[str, Any]:
+    """A configuration of the same method and verifier whose only drafter is the target."""
+    kept = ("num_speculative_tokens", "verifier", "rejection_sample_method")
+    found = {"num_speculative_tokens": 4, **{key: config[key] for key in kept if key in config}}
+    if config.get("method") == "hsd":
+        return {"method": "hsd", **found, "levels": [{"model": model}], "adaptive": False}
+    soft = {"draft_sample_method": "probabilistic"}
+    return {"method": "draft_model", "model": model, **soft, **found}
+
+
+def _equal_drafter(verification: Verification, sides: Sides) -> tuple[int, int]:
+    """(drafted, accepted) tokens of one batch at most."""
+    comparison = sides.comparison
+    config = equal_drafter_config(comparison.configs[1] or {}, comparison.model)
+    arguments = sides.arguments | {"speculative_config": config}
+    with _loaded(comparison, "equal drafter", arguments) as engine:
+        settings = verification.settings or [Setting(1.0)]
+        count = min(verification.num_tokens, BATCH_SIZE * ANSWER_TOKENS // len(settings))
+        plan = sampled.planned(sides.prompts, settings, count, ANSWER_TOKENS)
+        texts = sampled.generate(engine, plan, BATCH_SIZE, progress)
+    return texts.drafted, texts.accepted
+
+
+def _loaded(comparison: Comparison, name: str, arguments: dict[str, Any]) -> EngineProcess:
+    log = comparison.output / "logs" / f"{name.replace(' ', '_')}.log"
+    return EngineProcess(arguments, f"'{name}'", log=log)

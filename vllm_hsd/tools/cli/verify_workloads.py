@@ -1,0 +1,151 @@
+"""The workloads of `vllm-hsd verify`: which are served, and their part of the page."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import RenderableType
+
+from vllm_hsd.errors import UserError
+from vllm_hsd.tools.audit.sampled import DRAFTED, Texts
+from vllm_hsd.tools.audit.seeded import Seeded
+from vllm_hsd.tools.audit.statistics import ERROR_PROBABILITY, ORDERS, POWER, Check, adjusted
+from vllm_hsd.tools.audit.workloads import STEADY, WORKLOADS
+from vllm_hsd.tools.cli.options import columns
+
+NAMES = (STEADY, *WORKLOADS)
+
+
+@dataclass
+class Served:
+    """What was found of one workload; its checks are those of the setting of its name.
+
+    Attributes:
+        drawn: answers whose tokens were scored.
+        compared: of greedy answers and of those with seeds; None where there were none.
+        met: how often what the workload is for was met; None where it is not counted.
+    """
+
+    name: str
+    drawn: Texts
+    compared: Seeded | None
+    met: int | None
+
+    @property
+    def missed(self) -> float:
+        """Largest share of wrong tokens that the comparison misses with probability 1 - POWER."""
+        count = self.compared.tokens if self.compared else 0
+        return -math.log(1 - POWER) / count if count else math.inf
+
+
+def chosen(names: Sequence[str]) -> tuple[str, ...]:
+    """The workloads of `--workload`.
+
+    Raises:
+        UserError: names none.
+    """
+    for name in names:
+        if name not in NAMES:
+            raise UserError(f"--workload '{name}' is none of {', '.join(NAMES)}.")
+    return tuple(name for name in NAMES if name in names)
+
+
+def shares(names: Sequence[str], num_tokens: int, settings: int) -> tuple[int, int]:
+    """(tokens of every setting of STEADY, of every other workload): half of all for the others."""
+    others = [name for name in names if name != STEADY]
+    if not others:
+        return num_tokens, 0
+    steady = num_tokens // 2 if STEADY in names else 0
+    return steady, (num_tokens - steady) * max(settings, 1) // len(others)
+
+
+def table(served: Sequence[Served], checks: Sequence[Check]) -> list[RenderableType]:
+    """A line per workload, and what the columns say."""
+    significance = ERROR_PROBABILITY / max(len(checks), 1)
+    p_values = adjusted([check.p_value for check in checks])
+    rows = []
+    for each in served:
+        own = [(p, c) for p, c in zip(p_values, checks, strict=True) if c.setting == each.name]
+        lowest = min((p for p, _ in own), default=1.0)
+        bad = each.compared.unexplained if each.compared else []
+        verdict = "FAILS" if lowest < ERROR_PROBABILITY or bad else ""
+        places = _places([c for _, c in own])
+        found = max((c.detectable(significance) for c in places), default=math.inf)
+        leaning = [c.detectable(significance) for _, c in own if (c.method, c.place) == _LEANING]
+        figures = (
+            str(each.drawn.num_tokens),
+            str(each.drawn.num_offered),
+            _share(found),
+            _share(min(leaning, default=math.inf)),
+            str(each.compared.tokens if each.compared else 0),
+            _share(each.missed),
+            f"{lowest:.2g}" if lowest >= 1e-3 else f"{lowest:.0e}",
+            verdict,
+        )
+        rows.append((f"{each.name}\n  {WORKLOADS[each.name].what}", *figures))
+    headings = ("workload", "drawn", "drafted", "finds", "leans", "compared", "finds", "p", "")
+    notes = (
+        "drawn: tokens whose places must be uniform; drafted: those that a draft reached; finds, "
+        "leans: the smallest deviation, and the smallest leaning, that is found; compared: greedy "
+        "tokens and tokens with seeds, which are those of no speculation but for near ties; finds: "
+        "the smallest share of wrong ones that is found."
+    )
+    return [columns(headings, rows), "", notes]
+
+
+_LEANING = "score", "all"
+
+
+def _places(checks: Sequence[Check]) -> list[Check]:
+    """The checks that all places together follow the target, drafted ones where they are known."""
+    uniform = [c for c in checks if c.method == "KS" and c.order in ORDERS]
+    drafted = [c for c in uniform if c.place == DRAFTED]
+    return drafted or [c for c in uniform if c.place == "all"]
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}" if math.isfinite(value) else "none"
+
+
+def sentences(served: Sequence[Served]) -> list[str]:
+    """What was to be met and was not, and what differs."""
+    found = []
+    for each in served:
+        what = WORKLOADS[each.name].met
+        if each.met == 0:
+            found.append(f"{each.name}: its purpose was not met ({what} 0), so it shows nothing.")
+        if each.compared is not None and each.compared.partings:
+            count, bad = len(each.compared.partings), len(each.compared.unexplained)
+            ends = f"{bad} of them where nothing ties: FAILS" if bad else "each at a near tie"
+            found.append(
+                f"{each.name}: {count} of {each.compared.answers} answers differ from no "
+                f"speculation, {ends}."
+            )
+    return found
+
+
+def reasons(served: Sequence[Served]) -> list[str]:
+    """Of the verdict."""
+    return [
+        f"{each.name}: text differs from no speculation"
+        for each in served
+        if each.compared is not None and each.compared.unexplained
+    ]
+
+
+def document(served: Sequence[Served]) -> list[dict[str, Any]]:
+    """For verify.json."""
+    return [
+        {
+            "name": each.name,
+            "tokens": each.drawn.num_tokens,
+            "places_drafted": each.drawn.num_offered,
+            "compared": dataclasses.asdict(each.compared) if each.compared else None,
+            "met": each.met,
+        }
+        for each in served
+    ]

@@ -1,0 +1,160 @@
+"""The dtype in which an engine runs on this CPU: bfloat16 where it works and is faster.
+
+bfloat16 is fastest on some processors, slower than float32 on others, and on some virtual machines
+it ends a model with an illegal instruction. So both are tried: two engines with a random model of
+the served model's shapes, each in a process of its own, that take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_hsd.checked_files import write_json
+from vllm_hsd.errors import UserError, brief
+from vllm_hsd.tools import system
+from vllm_hsd.tools.engine import EngineProcess
+
+FAST, EXACT = "bfloat16", "float32"
+# Parameters of the random model: too many for any cache, as those of a served model are.
+PROBE_PARAMETERS = 64e6
+# Tokens per forward pass: of a decoding step without and with speculation.
+STEP_TOKENS = (1, 9)
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A dtype and one sentence that says why."""
+
+    dtype: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype} ({self.reason})"
+
+
+def choose_dtype(model: str) -> Choice:
+    """`FAST` where this CPU runs it, and runs it faster than `EXACT`; else `EXACT`.
+
+    The probe takes seconds, so its outcome is kept in a file of the user's cache directory, by
+    processor, threads, versions and shapes.
+
+    Args:
+        model: name or directory of the model to serve; only its configuration is read.
+
+    Raises:
+        UserError: the model's configuration cannot be read, or float32 does not run either.
+    """
+    shapes = probe_shapes(model)
+    found, threads = system.versions(), os.environ.get("OMP_NUM_THREADS", "")
+    parts = [system.processor(), system.cores(), threads, found.get("torch"), found.get("vllm")]
+    text = json.dumps([*parts, sorted(system.flags()), sorted(shapes.items())])
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-hsd"
+    file = cache / f"dtype-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    try:
+        return Choice(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):  # not probed yet, or not by this version
+        choice = _probe(shapes)
+    # A home that cannot be written: the next process probes again.
+    with contextlib.suppress(OSError, UserError):
+        cache.mkdir(parents=True, exist_ok=True)
+        write_json(file, asdict(choice))
+    return choice
+
+
+def probe_shapes(model: str) -> dict[str, int]:
+    """Keys of a Llama configuration with the model's widths and about PROBE_PARAMETERS.
+
+    Raises:
+        UserError: the model's configuration cannot be read.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model).get_text_config()
+    except (OSError, ValueError) as error:
+        raise UserError(f"the model '{model}' has no configuration ({brief(error)}).") from None
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    inner = getattr(config, "intermediate_size", None)
+    inner = inner if isinstance(inner, int) else 4 * hidden
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    layers = round(
+        PROBE_PARAMETERS / (3 * hidden * inner + 2 * hidden * head_dim * (heads + kv_heads))
+    )
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "num_hidden_layers": max(1, min(layers, config.num_hidden_layers)),
+    }
+
+
+def _probe(shapes: Mapping[str, int]) -> Choice:
+    with tempfile.TemporaryDirectory() as directory:
+        llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512}
+        Path(directory, "config.json").write_text(json.dumps({**llama, **shapes}))
+        arguments = {
+            "model": directory,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "max_model_len": 64,
+            "max_num_seqs": 1,
+            "kv_cache_memory_bytes": 1 << 26,
+        }
+        with (
+            EngineProcess({**arguments, "dtype": EXACT}, "the float32 probe") as exact,
+            EngineProcess({**arguments, "dtype": FAST}, "the bfloat16 probe") as fast,
+        ):
+            exact.wait()
+            try:
+                fast.generate([[1, 2, 3]], {"max_tokens": 4, "ignore_eos": True})
+                ratios = [
+                    statistics.median(
+                        fast.call(forward_seconds, tokens) / exact.call(forward_seconds, tokens)
+                        for _ in range(ROUNDS)
+                    )
+                    for tokens in STEP_TOKENS
+                ]
+            except UserError as error:
+                return Choice(EXACT, f"bfloat16 does not run on this CPU: {brief(error)}")
+    figures = " and ".join(f"{ratio:.2f}" for ratio in ratios)
+    reason = (
+        f"a bfloat16 step over {' and '.join(map(str, STEP_TOKENS))} tokens takes {figures} of a "
+        "float32 step's time on this CPU"
+    )
+    return Choice(FAST if math.prod(ratios) < 1 else EXACT, reason)
+
+
+def forward_seconds(llm: Any, tokens: int) -> float:
+    """CPU time of one pass through all linear layers; runs in the engine's process."""
+    return llm.apply_model(lambda model: _pass_seconds(model, tokens))[0]
+
+
+def _pass_seconds(model: Any, tokens: int) -> float:
+    import torch
+
+    weight = next(model.parameters())
+    hidden = torch.full((tokens, model.config.hidden_size), 0.5, dtype=weight.dtype)
+    with torch.inference_mode():
+        began = time.process_time()
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            projected, _ = attention.qkv_proj(hidden)
+            attention.o_proj(projected[:, : attention.q_size].contiguous())
+            layer.mlp(hidden)
+        return time.process_time() - began

@@ -1,0 +1,295 @@
+"""vLLM engines in child processes.
+
+vLLM supports one engine per process, so comparing engines takes several processes. The engine runs
+inside its child (vLLM starts no further processes of its own), where a caller's functions can time
+and inspect it.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+from vllm_hsd.errors import UserError
+from vllm_hsd.tools.worker_process import WorkerProcess, at_end, reason_of, send_to_parent
+
+# Arguments of `vllm.LLM` that every engine gets unless the caller says otherwise: the counts of
+# accepted tokens exist only with statistics on.
+ENGINE_DEFAULTS = {"disable_log_stats": False, "seed": 0}
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Output and measurements of one `EngineProcess.generate`; lists are by prompt, in order.
+
+    Attributes:
+        seconds: wall time from the first request's arrival to the last token.
+        cpu_seconds: CPU time of the process meanwhile, all threads together.
+        first_token_seconds, last_token_seconds: time to it; all prompts arrive at once.
+        target_steps: steps of the target that emitted tokens.
+        drafts, drafted, accepted: drafts that the target verified, their tokens, and how many of
+            these it accepted.
+        levels: counts of every level of a cascade, cheapest first (see `metrics.COUNTERS`); empty
+            for other methods.
+        step_lengths: tokens of every step of the target.
+        finishes: vLLM's reason for every end.
+    """
+
+    token_ids: list[list[int]]
+    texts: list[str]
+    seconds: float
+    cpu_seconds: float
+    first_token_seconds: list[float]
+    last_token_seconds: list[float]
+    target_steps: list[int]
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    levels: list[dict[str, float]] = field(default_factory=list)
+    step_lengths: list[list[int]] = field(default_factory=list)
+    finishes: list[str] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    @property
+    def num_target_steps(self) -> int:
+        return sum(self.target_steps)
+
+
+class EngineProcess(WorkerProcess):
+    """A vLLM engine in a child process; use it as a context manager.
+
+    The engine loads in the background: `wait`, or the first request, waits for it.
+
+    Args:
+        engine_args: arguments of `vllm.LLM` in addition to `ENGINE_DEFAULTS`.
+        options: see `WorkerProcess`.
+    """
+
+    def __init__(
+        self, engine_args: Mapping[str, Any], name: str = "engine", **options: Any
+    ) -> None:
+        super().__init__(name, **options)
+        self.engine_args = {**ENGINE_DEFAULTS, **engine_args}
+        self._ready = False
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._send(_load, (self.engine_args,), {})
+        return self
+
+    def memory_bytes(self) -> int:
+        """Host memory that the process shares with no other."""
+        import psutil
+
+        return psutil.Process(self._process.pid).memory_full_info().uss
+
+    def wait(self) -> None:
+        """Wait until the engine has loaded; raises UserError if it cannot."""
+        if not self._ready:
+            self._receive("cannot start")
+            self._ready = True
+
+    def call(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:
+        """As `WorkerProcess.call`: `function(llm, *args, **kwargs)` with the process's `vllm.LLM`.
+
+        Args:
+            function: or "module:name" of one whose module this process need not import.
+        """
+        self.wait()
+        return super().call(_with_engine, function, *args, **kwargs)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        on_text: Callable[[int, str], object] | None = None,
+    ) -> Generation:
+        """Generate for all prompts at once.
+
+        Args:
+            prompts: texts or token ids.
+            sampling_params: arguments of `vllm.SamplingParams`, one mapping for all prompts or
+                one each; ADAPTER names a request's LoRA adapter.
+            on_text: called with the index of a prompt and new text, as it is generated.
+        """
+        shared = isinstance(sampling_params, Mapping)
+        each = [sampling_params] * len(prompts) if shared else list(sampling_params)
+        self.wait()
+        self._send(_with_engine, (generate, list(prompts), each, on_text is not None), {})
+        return self._receive("failed", on_text and (lambda new: on_text(*new)))
+
+    def select_levels(
+        self,
+        levels: Sequence[int],
+        draft_lengths: Sequence[int],
+        sources: Sequence[int] | None = None,
+    ) -> None:
+        """Draft with some of a cascade's levels from now on; one engine can so compare cascades.
+
+        Args:
+            levels: indices into the configuration's levels, cheapest first.
+            draft_lengths: tokens that each of them passes on.
+            sources: numbers of those of a `sources` level that draft, ascending; None: all.
+
+        Raises:
+            UserError: the engine does not serve method "hsd", or was not started for these.
+        """
+        chosen = None if sources is None else list(sources)
+        self.call(_select_levels, list(levels), list(draft_lengths), chosen)
+
+
+# What follows runs in the child process.
+
+_engine: Any = None
+
+
+def _load(engine_args: dict[str, Any]) -> None:
+    global _engine
+    from vllm import LLM
+
+    _engine = LLM(**_with_configs(engine_args))
+    at_end.callback(_engine.llm_engine.engine_core.shutdown)
+
+
+def _with_engine(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:
+    called = pkgutil.resolve_name(function) if isinstance(function, str) else function
+    return called(_engine, *args, **kwargs)
+
+
+def _with_configs(engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM reads some configurations from JSON on a command line only."""
+    found = dict(engine_args)
+    if isinstance(reasoning := found.get("reasoning_config"), Mapping):
+        from vllm.config import ReasoningConfig
+
+        found["reasoning_config"] = ReasoningConfig(**reasoning)
+    return found
+
+
+def configuration_error(engine_args: Mapping[str, Any]) -> str | None:
+    """vLLM's objection to arguments of `vllm.LLM`, None where it accepts them.
+
+    Imports vLLM into this process and loads no weights.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    try:
+        EngineArgs(**_with_configs({**ENGINE_DEFAULTS, **engine_args})).create_engine_config()
+    except Exception as error:
+        traceback.print_exc()
+        return reason_of(error)
+    return None
+
+
+def generate(
+    llm: Any, prompts: list[Prompt], sampling_params: list[Mapping[str, Any]], stream: bool = False
+) -> Generation:
+    """See `EngineProcess.generate`; with `stream`, new text is sent to the parent at once."""
+    from vllm.sampling_params import RequestOutputKind
+
+    from vllm_hsd.host.metrics import counted_since, level_counts
+
+    params = [
+        vllm_params(llm, {**given, "output_kind": RequestOutputKind.DELTA})
+        for given in sampling_params
+    ]
+    count = len(prompts)
+    token_ids: list[list[int]] = [[] for _ in prompts]
+    texts = [""] * count
+    first, last = [0.0] * count, [0.0] * count
+    steps: list[list[int]] = [[] for _ in prompts]
+    finishes = [""] * count
+    before, levels_before = _counts(llm), level_counts()
+    began, cpu_began = time.perf_counter(), time.process_time()
+    engine = llm.llm_engine
+    for i, prompt in enumerate(prompts):
+        request = prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
+        adapter = lora_request(sampling_params[i])
+        engine.add_request(str(i), request, params[i], lora_request=adapter)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = time.perf_counter() - began
+        for output in outputs:
+            i, sequence = int(output.request_id), output.outputs[0]
+            if sequence.token_ids:
+                first[i], last[i] = first[i] or now, now
+                steps[i].append(len(sequence.token_ids))
+            token_ids[i] += sequence.token_ids
+            texts[i] += sequence.text
+            finishes[i] = sequence.finish_reason or ""
+            if stream and sequence.text:
+                send_to_parent((i, sequence.text))
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+    drafts, drafted, accepted = (_counts(llm) - before).tolist()
+    return Generation(
+        token_ids,
+        texts,
+        seconds,
+        cpu_seconds,
+        first,
+        last,
+        [len(own) for own in steps],
+        int(drafts),
+        int(drafted),
+        int(accepted),
+        counted_since(levels_before),
+        steps,
+        finishes,
+    )
+
+
+# Key of a request's LoRA adapter, a directory, among arguments of `vllm.SamplingParams`.
+ADAPTER = "adapter"
+_adapters: dict[str, int] = {}
+
+
+def lora_request(given: Mapping[str, Any]) -> Any:
+    """vLLM's request for the adapter `given[ADAPTER]`; None without one."""
+    if not (path := given.get(ADAPTER)):
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(path, _adapters.setdefault(path, len(_adapters) + 1), path)
+
+
+def vllm_params(llm: Any, given: Mapping[str, Any]) -> Any:
+    """`vllm.SamplingParams`; structured outputs may be given as a mapping, ADAPTER is left out."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    arguments = {key: value for key, value in given.items() if key != ADAPTER}
+    if llm.model_config.skip_tokenizer_init:
+        arguments.setdefault("detokenize", False)
+    if isinstance(grammar := arguments.get("structured_outputs"), Mapping):
+        arguments["structured_outputs"] = StructuredOutputsParams(**grammar)
+    return SamplingParams(**arguments)
+
+
+def _counts(llm: Any) -> np.ndarray:
+    """[3] drafts for the target so far, their tokens, and those that it accepted."""
+    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    counted = ("drafts", "draft_tokens", "accepted_tokens")
+    names = (f"vllm:spec_decode_num_{name}" for name in counted)
+    return np.array([values.get(name, 0) for name in names])
+
+
+def _select_levels(llm: Any, *selected: list[int] | None) -> None:
+    llm.collective_rpc(_select_in_worker, args=selected)
+
+
+def _select_in_worker(worker: Any, *selected: list[int] | None) -> None:
+    speculator: Any = getattr(worker.model_runner, "speculator", None)
+    if not hasattr(speculator, "select_levels"):
+        raise UserError('levels can be selected only with method "hsd", on a CPU')
+    speculator.select_levels(*selected)

@@ -1,0 +1,203 @@
+"""Combinations of stock vLLM (0.32, 0.33) that are wrong today; docs/known-faults.md is made of it.
+
+`doctor` and `advise` name those that a configuration meets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What a fault depends on.
+
+    Attributes:
+        method: of speculation as vLLM names it, "hsd" for ours; None without speculation.
+        ours: whether our samplers verify.
+        device: vLLM's name of the kind of device.
+        runner: "V1" or "V2".
+        recurrent: whether the target keeps a state that is no KV cache.
+        prefix_caching: whether it is on.
+    """
+
+    method: str | None
+    ours: bool
+    device: str
+    runner: str
+    recurrent: bool = False
+    prefix_caching: bool = True
+
+    @classmethod
+    def of(cls, config: Any) -> Combination:
+        """Of vLLM's configuration of an engine."""
+        from vllm.platforms import current_platform
+
+        from vllm_hsd.host.engine_hooks import NeedsHooks
+
+        own = config.speculative_config
+        return cls(
+            method=getattr(own, "method", None),
+            ours=isinstance(own, NeedsHooks)
+            or getattr(own, "rejection_sample_method", "") == "block",
+            device=current_platform.device_type,
+            runner="V2" if config.use_v2_model_runner else "V1",
+            recurrent=bool(config.model_config.is_hybrid or config.model_config.is_attention_free),
+            prefix_caching=bool(config.cache_config.enable_prefix_caching),
+        )
+
+    @property
+    def stock(self) -> bool:
+        """Whether vLLM's own samplers verify drafts."""
+        return self.method is not None and not self.ours
+
+
+@dataclass(frozen=True)
+class KnownFault:
+    """A fault of vLLM's.
+
+    Attributes:
+        condition: what has to come together, after "with".
+        symptom: what one sees.
+        way_out: what to do.
+        issue: vLLM's, or "none filed".
+        seen: how we know of it.
+        meets: whether a combination can meet it; requests decide the rest.
+    """
+
+    condition: str
+    symptom: str
+    way_out: str
+    issue: str
+    seen: str
+    meets: Callable[[Combination], bool]
+
+
+KNOWN_FAULTS = (
+    KnownFault(
+        "vLLM's own verification on a CPU on the V1 runner, temperature above 0",
+        "sampled tokens do not follow the target: a drafter equal to the target is accepted 9 % "
+        "of the time, not always",
+        "temperature 0, or the V2 runner, which serves where vllm-hsd is installed",
+        "vllm-project/vllm#55005, vllm-project/vllm#55006",
+        "run on 0.32 and 0.33",
+        lambda c: c.stock and c.device == "cpu" and c.runner == "V1",
+    ),
+    KnownFault(
+        "a streaming-input session under any speculation, where a stop token ends a turn inside "
+        "an accepted draft",
+        "the next turn goes on from other tokens than without speculation, and from cache entries "
+        "of tokens behind the stop",
+        'one request for each turn, or method `"hsd"` or `"hierarchical"`, which mend it',
+        "none filed",
+        "run on 0.32",
+        lambda c: c.stock,
+    ),
+    KnownFault(
+        "a request with a `thinking_token_budget` that leaves the batch before it is spent, on the "
+        "V1 runner, with or without speculation",
+        "the request that moves into its row ends its text as if it had been thinking",
+        'method `"hsd"` or `"hierarchical"`, which mend it',
+        "none filed",
+        "run on 0.32",
+        lambda c: not c.ours and c.runner == "V1",
+    ),
+    KnownFault(
+        "a request with a `thinking_token_budget` that is preempted after its end, on the V1 "
+        "runner without speculation",
+        "the tokens that end its thinking are written once more",
+        "more memory for the cache, or `max_num_seqs` so low that nothing is preempted; method "
+        '`"hsd"` and `"hierarchical"` mend it',
+        "none filed",
+        "run on 0.32",
+        lambda c: not c.ours and c.runner == "V1",
+    ),
+    KnownFault(
+        "a request with `logprob_token_ids` in a batch with one with `logprobs`, without "
+        "speculation on the V1 runner",
+        "the other request gets the log-probabilities of the listed tokens, not of the likely ones",
+        'separate engines; method `"hsd"` and `"hierarchical"` answer both',
+        "none filed",
+        "run on 0.32",
+        lambda c: c.method is None and c.runner == "V1",
+    ),
+    KnownFault(
+        "a request with `logprob_token_ids` next to one with `logprobs` under vLLM's own "
+        "speculation on the V1 runner",
+        "the engine ends",
+        '`"rejection_sample_method": "hierarchical"`',
+        "none filed",
+        "run on 0.32",
+        lambda c: c.stock and c.runner == "V1",
+    ),
+    KnownFault(
+        "a request with `logprob_token_ids` under vLLM's own speculation on the V2 runner",
+        "steps with drafts pass over the list",
+        '`"rejection_sample_method": "hierarchical"`',
+        "none filed",
+        "read in 0.32",
+        lambda c: c.stock and c.runner == "V2",
+    ),
+    KnownFault(
+        "a request with a seed whose prompt is prefilled in chunks, on a CPU without speculation",
+        "the engine ends: torch cannot rewind a generator there",
+        "`max_num_batched_tokens` above the longest prompt",
+        "none filed",
+        "run on 0.32",
+        lambda c: c.method is None and c.device == "cpu" and c.runner == "V1",
+    ),
+    KnownFault(
+        "any speculation on a CPU below a target with recurrent layers",
+        "texts differ from those without speculation: the state of rejected tokens is kept",
+        "no speculation",
+        "none filed",
+        "run on 0.32",
+        lambda c: c.stock and c.device == "cpu" and c.recurrent,
+    ),
+    KnownFault(
+        "prefix caching, MTP layers and a target with recurrent layers",
+        "wrong tool calls and answers after prefix-cache hits",
+        "`--no-enable-prefix-caching`",
+        "vllm-project/vllm#53912, vllm-project/vllm#47194",
+        "reported for 0.28, open; not run by us",
+        lambda c: c.method == "mtp" and c.recurrent and c.prefix_caching,
+    ),
+    KnownFault(
+        "prompt log-probabilities under speculation with CUDA graphs, prompts no longer than the "
+        "largest captured size",
+        "log-probabilities of the prompt are those of other states",
+        "ask for them from an engine without speculation",
+        "vllm-project/vllm#53520",
+        "reported for 0.26, open; not run by us",
+        lambda c: c.stock and c.device == "cuda" and c.runner == "V1",
+    ),
+    KnownFault(
+        "a grammar with a reasoning parser, where the reasoning ends inside a draft",
+        "the tokens behind its end are not checked by the grammar: invalid JSON",
+        "no speculation for such requests",
+        "vllm-project/vllm#36138",
+        "reported, open; not run by us",
+        lambda c: c.stock,
+    ),
+    KnownFault(
+        "`max_cudagraph_capture_size` that is no multiple of vLLM's steps, or below max_num_seqs * "
+        "(num_speculative_tokens + 1)",
+        "slow, not wrong: the largest batches are verified without a graph",
+        "list `cudagraph_capture_sizes`, that size included",
+        "vllm-project/vllm#37865, vllm-project/vllm#54933",
+        "reported, open; not run by us",
+        lambda c: c.method is not None and c.device == "cuda",
+    ),
+)
+
+
+def met_by(combination: Combination) -> Iterator[str]:
+    """A sentence for every fault that a combination can meet."""
+    for fault in KNOWN_FAULTS:
+        if fault.meets(combination):
+            yield (
+                f"known fault of vLLM with {fault.condition}: {fault.symptom}. Way out: "
+                f"{fault.way_out} ({fault.issue}; {fault.seen})"
+            )

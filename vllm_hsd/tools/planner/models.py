@@ -1,0 +1,345 @@
+"""A target and its candidate drafters in transformers: logits on given texts, and drawn text."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from vllm_hsd.cascade.exit_head import EXIT_ARCHITECTURES, ExitHead, read_exit_head
+from vllm_hsd.cascade.ngram_model import NgramModelLevel
+from vllm_hsd.cascade.text_store import TextStore, read_store
+from vllm_hsd.cascade.vocabulary import differing_token, fit_logits, readable
+from vllm_hsd.errors import UserError, brief, quoted
+from vllm_hsd.levels import LevelConfig
+from vllm_hsd.tools.planner.eagle3_head import HeadDrafter
+from vllm_hsd.tools.planner.profile import Candidate, Sampling, real_path
+from vllm_hsd.tools.planner.prompt_lookup import PromptLookup
+
+
+def probabilities(sampling: Sampling, logits: Tensor) -> Tensor:
+    """Probabilities float32 [..., V] of logits [..., V]."""
+    if sampling.temperature == 0:
+        return nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+    probs = torch.softmax(logits.float() / sampling.temperature, dim=-1)
+    if sampling.top_p < 1:
+        ranked, order = probs.sort(dim=-1, descending=True)
+        # A token stays while the more probable ones together hold less than top_p.
+        ranked[ranked.cumsum(-1) - ranked >= sampling.top_p] = 0
+        probs = torch.zeros_like(probs).scatter_(-1, order, ranked)
+        probs /= probs.sum(-1, keepdim=True)
+    return probs
+
+
+def truncated(model: Any, layers: int, head: ExitHead | None = None) -> Any:
+    """The model that stops after `layers` layers: shares its weights, has its own module tree.
+
+    Final norm and output head follow directly: the model's, as in an early exit, or those of an
+    exit head.
+    """
+    short = copy.copy(model)
+    short._modules = dict(model._modules)
+    decoder = copy.copy(model.model)
+    decoder._modules = dict(decoder._modules)
+    decoder.layers = nn.ModuleList(list(model.model.layers)[:layers])
+    decoder.config = copy.copy(model.config)
+    decoder.config.num_hidden_layers = layers
+    short.model = decoder
+    short.config = decoder.config
+    if head is not None:
+        weight = model.lm_head.weight
+        head = head.to(weight.device, weight.dtype)
+        norm = nn.RMSNorm(len(head.norm), eps=head.eps)
+        norm.weight = nn.Parameter(head.norm, requires_grad=False)
+        vocabulary, hidden = head.weight.shape
+        linear = nn.Linear(hidden, vocabulary, bias=False, device="meta")
+        linear.weight = nn.Parameter(head.weight, requires_grad=False)
+        decoder.norm, short.lm_head = norm, linear
+        # They belong to the model's own head.
+        decoder.config.final_logit_softcapping, decoder.config.logits_scaling = None, 1.0
+    return short
+
+
+def _head_logits(model: Any, hidden: Tensor) -> Tensor:
+    """[..., V] logits that a transformers model computes from its last layer's output."""
+    logits = model.lm_head(model.model.norm(hidden)) / getattr(model.config, "logits_scaling", 1.0)
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+class ModelSet:
+    """A target, its exits and other drafters, all with one vocabulary.
+
+    Models are numbered as the candidates of a profile; the target comes last. Prompt lookups have
+    no probabilities and are left out of everything here.
+
+    Raises:
+        UserError: the target among its candidates, a candidate given twice, another vocabulary,
+            an exit that the target does not have, a file that cannot be read.
+    """
+
+    def __init__(self, target: str, candidates: Sequence[Candidate], device: str = "cpu"):
+        _check_names(target, candidates)
+        self.candidates, self.device = list(candidates), device
+        self.target = _load(target, device)
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(target)
+        except (OSError, ValueError) as error:
+            text = f"the tokenizer of '{target}' cannot be loaded ({brief(error)})."
+            raise UserError(text) from None
+        self.vocabulary: int = self.target.config.vocab_size
+        self.words = self.tokenizer.get_vocab()
+        self.models: list[Any] = []
+        for candidate in candidates:
+            self.models.append(self.measured(candidate.level))
+        self.models.append(self.target)
+        found = (self.layers(model) for model in range(len(candidates)))
+        depths = [depth for depth in found if depth is not None]
+        if len(set(depths)) < len(depths):
+            raise UserError(
+                f"two exits run equally many layers of the target ({depths}): one engine cannot "
+                f"host both, so measure one of them."
+            )
+
+    def measured(self, level: LevelConfig) -> Any:
+        """See `LevelConfig.measured`; what a candidate before has is taken from it."""
+        known = zip(self.candidates, self.models, strict=False)
+        found = next((model for candidate, model in known if candidate.level == level), None)
+        return level.measured(self) if found is None else found
+
+    def drafter(self, path: str) -> Any:
+        """A draft model."""
+        target = self.target.config.name_or_path
+        tokens = _vocabulary(path)
+        if tokens is not None and (differing := differing_token(tokens, self.words)) is not None:
+            raise UserError(
+                f"candidate '{path}' has another vocabulary than the target '{target}', token "
+                f"{differing} for one: only drafters with the target's tokenizer can be verified."
+            )
+        model = _load(path, self.device)
+        if tokens is None:
+            self._check_vocabulary(f"candidate '{path}'", model.config.vocab_size)
+        return model
+
+    def _check_vocabulary(self, name: str, size: int) -> None:
+        if size != self.vocabulary:
+            raise UserError(
+                f"{name} has a vocabulary of {size} entries and the target one of "
+                f"{self.vocabulary}: they must be the same."
+            )
+
+    def store(self, path: str, kind: str) -> TextStore:
+        """A store of texts, for a level of the given kind."""
+        store = read_store(path, kind)
+        self._check_vocabulary(f"the store {quoted(path)}", store.vocab_size)
+        return store
+
+    def prompt_lookup(self, shortest: int, longest: int) -> PromptLookup:
+        """A prompt lookup of n-grams of some lengths."""
+        return PromptLookup(shortest, longest)
+
+    def ngram_model(self, path: str, order: int) -> NgramModelLevel:
+        """An n-gram model of a store of texts."""
+        return NgramModelLevel(self.store(path, "ngram_model"), order, self.device)
+
+    def exit(self, layers: int, head_path: str | None) -> Any:
+        """The target's first layers, with the exit head of a directory if there is one."""
+        architecture, config = type(self.target).__name__, self.target.config
+        if architecture not in EXIT_ARCHITECTURES:
+            raise UserError(
+                f"exits work with the targets {', '.join(EXIT_ARCHITECTURES)}, not {architecture}: "
+                "leave them out."
+            )
+        head, name = None, "early exit"
+        if head_path is not None:
+            head, name = read_exit_head(head_path), f"exit head {quoted(head_path)} at layer"
+            needed = self.vocabulary, config.hidden_size
+            if tuple(head.weight.shape) != needed:
+                raise UserError(
+                    f"exit head {quoted(head_path)} has the shape {tuple(head.weight.shape)} and "
+                    f"the target needs {needed}: train it for this target."
+                )
+        depth, first = config.num_hidden_layers, int(head is None)
+        if not first <= layers < depth:
+            raise UserError(
+                f"{name} {layers} does not exist: the target has {depth} layers, so give {first} "
+                f"to {depth - 1}."
+            )
+        return truncated(self.target, layers, head)
+
+    def eagle3(self, path: str) -> HeadDrafter:
+        """An EAGLE-3 head of the target."""
+        return HeadDrafter(path, self.target)
+
+    @property
+    def heads(self) -> list[int]:
+        """The candidates whose probabilities depend on where a draft began."""
+        return [i for i, each in enumerate(self.models) if isinstance(each, HeadDrafter)]
+
+    @property
+    def longest(self) -> int:
+        """Tokens that every model can attend to."""
+        with_context = (nn.Module, HeadDrafter)
+        configs: list[Any] = [m.config for m in self.models if isinstance(m, with_context)]
+        return min(config.max_position_embeddings for config in configs)
+
+    @property
+    def lookups(self) -> list[int]:
+        """The candidates that offer point masses."""
+        return [i for i, each in enumerate(self.candidates) if each.is_lookup]
+
+    @property
+    def with_probabilities(self) -> list[int]:
+        """The models that are not lookups."""
+        return [i for i in range(len(self.models)) if i not in self.lookups]
+
+    def layers(self, model: int) -> int | None:
+        """Layers of the target that a model runs; None for other models."""
+        found = self.models[model]
+        if model < len(self.candidates) and not self.candidates[model].level.runs_target:
+            return None
+        return found.config.num_hidden_layers
+
+    def drafters_for(self, model: int) -> list[int]:
+        """Candidates that may draft for a candidate: cheaper exits, and any other model."""
+        if not isinstance(self.models[model], nn.Module):
+            return []
+        own = self.layers(model)
+        return [
+            other
+            for other in range(len(self.candidates))
+            if other != model
+            and (own is None or (depth := self.layers(other)) is None or depth < own)
+        ]
+
+    def size(self, model: int) -> int:
+        """Parameters that a forward of a model uses; 0 for tables and lookups."""
+        found = self.models[model]
+        found = found.head if isinstance(found, HeadDrafter) else found
+        return sum(p.numel() for p in found.parameters()) if isinstance(found, nn.Module) else 0
+
+    @torch.inference_mode()
+    def logits(self, tokens: Tensor, first: int, models: Sequence[int]) -> dict[int, Tensor]:
+        """Logits of some models on the same texts; exits come from one pass of the target.
+
+        Args:
+            tokens: int64 [B, L], right-padded; padding does not change what comes before it.
+            first: position of the first logits to compute.
+
+        Returns:
+            [B, L - first, V] per model; row t predicts token first + t + 1.
+        """
+        keep = tokens.shape[1] - first
+        depths = {m: depth for m in models if (depth := self.layers(m)) is not None}
+        deepest = max(depths, key=depths.__getitem__, default=None)
+        out, hidden = {}, ()
+        for model in models:
+            found = self.models[model]
+            if isinstance(found, NgramModelLevel):
+                texts = tokens.cpu().numpy().astype(np.int32)
+                rows, ends = np.arange(len(texts)), np.full(len(texts), texts.shape[1])
+                scores = found.forward(texts, rows, 0 * ends, ends, np.full_like(ends, keep))
+                assert scores is not None
+                out[model] = scores.unflatten(0, (len(tokens), keep))
+            elif isinstance(found, HeadDrafter):
+                out[model] = torch.stack([found.first_logits(row, first) for row in tokens])
+            elif model == deepest or model not in depths:
+                with_hidden = model == deepest and len(depths) > 1
+                keys = {"logits_to_keep": keep, "output_hidden_states": with_hidden}
+                result = self._forward(found, tokens, **keys)
+                out[model] = result.logits
+                if with_hidden:
+                    hidden = result.hidden_states
+        for model, depth in depths.items():
+            if model != deepest:
+                found = self.models[model]
+                out[model] = _head_logits(found, hidden[depth][:, first:])
+        return out
+
+    def _forward(self, model: Any, tokens: Tensor, **keys: Any) -> Any:
+        """A forward pass with logits over the target's vocabulary."""
+        result = model(input_ids=readable(tokens, model.config.vocab_size), **keys)
+        result.logits = fit_logits(result.logits, self.vocabulary)
+        return result
+
+    @torch.inference_mode()
+    def draw(
+        self,
+        model: int,
+        contexts: Sequence[Sequence[int]],
+        length: int,
+        sampling: Sampling,
+        generator: torch.Generator,
+    ) -> Tensor:
+        """Continuations int64 [B, length] of each context, drawn from one model.
+
+        Nothing stops at the end of text; the caller cuts there.
+        """
+        drawing = self.models[model]
+        tokens = nn.utils.rnn.pad_sequence(
+            [torch.tensor(context, device=self.device) for context in contexts],
+            batch_first=True,
+            padding_value=-1,
+            padding_side="left",
+        )
+        mask = (tokens >= 0).long()
+        tokens = tokens.clamp_min(0)
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)
+        drawn, cache = [], None
+        for _ in range(length):
+            result = self._forward(
+                drawing,
+                tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache = result.past_key_values
+            probs = probabilities(sampling, result.logits[:, -1])
+            tokens = torch.multinomial(probs, 1, generator=generator)
+            drawn.append(tokens)
+            mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
+            positions = positions[:, -1:] + 1
+        return torch.cat(drawn, dim=1)
+
+
+def _load(path: str, device: str) -> Any:
+    transformers_logging.disable_progress_bar()
+    # Probabilities are compared in float32; half precision on a CPU is slow and may not run.
+    dtype = torch.float32 if device == "cpu" else "auto"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model '{path}' cannot be loaded ({brief(error)}).") from None
+    return model.eval().to(device)  # type: ignore[arg-type]  # its stub lacks the arguments
+
+
+def _vocabulary(path: str) -> dict[str, int] | None:
+    """A drafter may come without tokenizer files: it only ever sees token ids."""
+    try:
+        return AutoTokenizer.from_pretrained(path).get_vocab()
+    except (OSError, ValueError):
+        return None
+
+
+def _check_names(target: str, candidates: Sequence[Candidate]) -> None:
+    if not candidates:
+        raise UserError("give at least one candidate: --models, --exits, --exit-heads, "
+                        "--ngram-model, --eagle3, --suffix, --bigram or --ngram.")  # fmt: skip
+    seen: set[str] = set()
+    for candidate in candidates:
+        level = candidate.keys()
+        if "model" in level and real_path(level["model"]) == real_path(target):
+            raise UserError(f"the target '{target}' is among its own candidates: remove it.")
+        key = str({kind: real_path(value) for kind, value in level.items()})
+        if key in seen:
+            raise UserError(f"candidate '{candidate.name}' is given twice: remove one.")
+        seen.add(key)

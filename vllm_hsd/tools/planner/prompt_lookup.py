@@ -1,0 +1,153 @@
+"""Replay of lookups over recorded text: vLLM's prompt lookup, and those of `cascade.level`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_hsd.cascade.level import (
+    DraftBatch,
+    LevelOptions,
+    LookupLevel,
+    LookupResult,
+    Sources,
+    Texts,
+    ngram_confidence,
+)
+from vllm_hsd.cascade.stopping import EntropyThresholds
+from vllm_hsd.tools.reference.cascade import Cascade
+
+Ints = NDArray[np.int64]
+
+
+def propose(tokens: Ints, shortest: int, longest: int, max_tokens: int) -> Ints:
+    """At most `max_tokens` that followed the last of `tokens` [n] when they occurred before.
+
+    As in vLLM's n-gram proposer: the longest suffix of `shortest` to `longest` tokens that
+    occurred before decides, and its earliest occurrence is continued.
+    """
+    total = len(tokens)
+    for length in range(min(longest, total - 1), shortest - 1, -1):
+        windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], length)
+        found = np.flatnonzero((windows == tokens[total - length :]).all(1))
+        if len(found):
+            start = found[0] + length
+            return tokens[start : start + max_tokens]
+    return tokens[:0]
+
+
+class PromptLookup(LookupLevel):
+    """`propose` as a level, without vLLM; arguments likewise."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self.shortest, self.longest = shortest, longest
+
+    def lookup(self, texts: Texts, requested: Ints) -> LookupResult:
+        """See `cascade.level.LookupLevel`."""
+        result = LookupResult.empty(len(requested), int(requested.max(initial=0)))
+        for i in np.flatnonzero(requested):
+            text = texts.tokens[texts.rows[i], : texts.ends[i]]
+            found = propose(text, self.shortest, self.longest, int(requested[i]))
+            result.put(i, found, ngram_confidence(len(found)))
+        return result
+
+
+def replay(
+    lookup: LookupLevel, context: Ints, text: Ints, max_tokens: int, committed: bool
+) -> tuple[Ints, Ints]:
+    """Lookups at every position of a text [L], the first right after its context [n].
+
+    Args:
+        committed: the text is the target's, so the lookup reads it as it grows; else it is a
+            draft, of which the lookup has read only the context.
+
+    Returns:
+        tokens that each lookup proposes, and how many of them the text continues with, [L] each.
+    """
+    table = np.concatenate([context, text])[None].astype(np.int32)
+    only, most = np.zeros(1, np.int64), np.array([max_tokens])
+    lookup.forget(0)
+    lookup.read(Texts(table, only, only, np.array([len(context)])))
+
+    def proposals() -> Iterator[Ints]:
+        for position in range(len(text)):
+            texts = Texts(table, only, only, np.array([len(context) + position]))
+            if committed:
+                lookup.read(texts)
+            found = lookup.lookup(texts, most)
+            yield found.token_ids[0, : found.counts[0]]
+
+    return compared(proposals(), text)
+
+
+def replay_sources(
+    sources: Sources, texts: Sequence[tuple[Ints, Ints]], max_tokens: int, committed: bool
+) -> tuple[Ints, Ints]:
+    """Drafts of several lookups along texts, chosen by `tools.reference.source_choice`.
+
+    What the rule learns depends on where drafts begin, so there is a run for every draft length.
+    It learns from text to text, as in serving, and no token has a price.
+
+    Args:
+        sources: lookups alone.
+        texts: N of them [at most L], each with its context.
+        max_tokens: the longest draft H.
+        committed: see `replay`.
+
+    Returns:
+        tokens of the draft, and how many of them the text continues with, where a round of each
+        draft length begins, [H, N, L]; 0 elsewhere.
+    """
+    longest = max(len(text) for _, text in texts)
+    offered, accepted = np.zeros((2, max_tokens, len(texts), longest), dtype=np.int64)
+    only = np.zeros(1, np.int64)
+    for n in range(1, max_tokens + 1):
+        cascade = Cascade([sources], [LevelOptions(n)], 1)
+        drafts = cascade.drafts[0]
+        for row, (context, text) in enumerate(texts):
+            cascade.forget(0)
+            whole = np.concatenate([context, text, np.zeros(n, np.int64)])
+            position = 0
+            while position < len(text):
+                batch = _batch_of_one(whole, len(context) + position)
+                if committed or not position:
+                    cascade.lowest.read(batch, only)
+                drafts.clear(only)
+                cascade.lowest.draft(batch, only, np.array([n]), 1)
+                draft = drafts.token_ids[0, : drafts.counts[0]]
+                kept = _matching(draft, text[position:])
+                offered[n - 1, row, position], accepted[n - 1, row, position] = len(draft), kept
+                position += kept + 1
+    return offered, accepted
+
+
+def _batch_of_one(tokens: Ints, end: int) -> DraftBatch:
+    """The first `end` of a text's tokens, for lookups, which draw nothing."""
+
+    def unused(*_: object) -> Any:
+        raise AssertionError("a lookup has no probabilities")
+
+    only, text = np.zeros((1, 1), np.int64), tokens.astype(np.int32)[None]
+    return DraftBatch(
+        text, only[0], np.array([end]), only, np.array([-1]), True, unused, unused,
+        EntropyThresholds.fresh(1, 1),
+    )  # fmt: skip
+
+
+def compared(proposals: Iterable[Ints], text: Ints) -> tuple[Ints, Ints]:
+    """Tokens of the proposal before each token of a text [L], and how many of them it has, [L]."""
+    offered, accepted = np.zeros((2, len(text)), dtype=np.int64)
+    for position, proposal in enumerate(proposals):
+        offered[position] = len(proposal)
+        accepted[position] = _matching(proposal, text[position:])
+    return offered, accepted
+
+
+def _matching(proposal: Ints, text: Ints) -> int:
+    """How many tokens of a proposal a text begins with."""
+    size = min(len(proposal), len(text))
+    same = proposal[:size] == text[:size]
+    return size if same.all() else int(same.argmin())

@@ -1,0 +1,258 @@
+"""Speculative decoding with Hugging Face models, one request at a time: slow, short, exact.
+
+Serving does not use this engine. It is the reference for the vLLM path, and it hosts what vLLM's
+runners cannot: draft trees, K drafts, encoder-decoders. It runs `cascade` beside this file and
+`vllm_hsd.rules` with probabilities in float64: single drafts, cascades of any depth (with entropy-
+based early stopping, several rounds and horizontal tokens), K drafts and trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from vllm_hsd.cascade.branch_store import BranchStore
+from vllm_hsd.cascade.counters import Count, Counters, LevelCounts
+from vllm_hsd.cascade.drafts import DraftStore
+from vllm_hsd.cascade.level import Level, LevelOptions, LookupLevel, Sources
+from vllm_hsd.rules import verify_tree
+from vllm_hsd.rules.branches import follow, verify_rows
+from vllm_hsd.rules.chain import verify_batch, verify_greedy
+from vllm_hsd.rules.residual import BlockedCDF, is_normalized
+from vllm_hsd.tools.reference.cascade import Cascade
+from vllm_hsd.tools.reference.request import ONLY, Request
+from vllm_hsd.tools.reference.trees import TreeOptions, grow, target_logits
+
+
+@dataclass
+class ReferenceAnswer:
+    """The tokens of one request and counts of how they were generated.
+
+    Attributes:
+        token_ids: the continuation, eos included.
+        target_calls: verifications by the target.
+        drafted, accepted: draft tokens that the target verified, and that it accepted.
+        counts: per level, cheapest first; for a tree `drafted` counts its nodes.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    target_calls: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    counts: LevelCounts = field(default_factory=lambda: LevelCounts.zeros(0))
+
+    @property
+    def block_efficiency(self) -> float:
+        """Tokens emitted per target call."""
+        return len(self.token_ids) / self.target_calls
+
+
+class ReferenceEngine:
+    """A target with a cascade below it, or with one drafter that draws trees.
+
+    Args:
+        target: the model whose distribution is kept, e.g. a `HuggingFaceLevel`.
+        levels: drafters, cheapest first; none for plain decoding.
+        options: one per level; the draft length of the last one is that of the target's drafts.
+        verifier: "block" or "standard", how the target verifies a cascade's draft.
+        horizontal_tokens: see `Cascade`.
+        branches: see `Cascade`.
+        draft_tree: of the single level, without `options`, `verifier` and `horizontal_tokens`.
+
+    Raises:
+        ValueError: arguments that do not fit together.
+    """
+
+    def __init__(
+        self,
+        target: Level,
+        levels: Sequence[Level | LookupLevel | Sources] = (),
+        options: Sequence[LevelOptions] = (),
+        *,
+        verifier: str = "block",
+        horizontal_tokens: int = 0,
+        draft_tree: TreeOptions | None = None,
+        branches: int = 1,
+    ) -> None:
+        if draft_tree is None and len(levels) != len(options):
+            raise ValueError(f"options has {len(options)} entries for {len(levels)} levels.")
+        for i, level in enumerate(levels):
+            theirs = getattr(level, "encoder_decoder", None)
+            if theirs is not None and theirs != getattr(target, "encoder_decoder", None):
+                raise ValueError(
+                    f"levels[{i}] and the target must both be encoder-decoders or both decoders."
+                )
+        self.tree_drafter: tuple[Level, TreeOptions] | None = None
+        if draft_tree is not None:
+            if len(levels) != 1 or options or horizontal_tokens:
+                raise ValueError(
+                    "draft_tree needs exactly one level, no options and no horizontal_tokens."
+                )
+            if isinstance(levels[0], LookupLevel | Sources):
+                raise ValueError("draft_tree needs a level with probabilities, not a lookup.")
+            self.tree_drafter = levels[0], draft_tree
+            scale = draft_tree.temperature_scale
+            options = [LevelOptions(len(draft_tree.widths), temperature_scale=scale)]
+        self.target, self.verifier = target, verifier
+        self.cascade = None
+        if levels:
+            self.cascade = Cascade(levels, options, 1, horizontal_tokens, branches=branches)
+        self.levels = [] if self.cascade is None else self.cascade.levels
+        self.counters = Counters.zeros(0) if self.cascade is None else self.cascade.counters
+        self.scales = [option.temperature_scale for option in options]
+        self.longest = options[-1].draft_length if options else 0
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        max_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        eos_token_id: int | None = None,
+    ) -> ReferenceAnswer:
+        """Continue a prompt; an encoder-decoder encodes it and starts from its start token.
+
+        Args:
+            temperature: 0 takes the argmax; each drafter multiplies it by its temperature scale.
+            top_k, top_p: applied to every model's probabilities after the temperature; 0 and 1 do
+                nothing.
+            seed: of all random numbers of the request.
+            eos_token_id: token that ends the request before `max_tokens`; None for none.
+
+        Raises:
+            ValueError: names the argument and what it may be.
+        """
+        for fault, message in (
+            (not len(prompt_token_ids), "prompt_token_ids is empty: give at least one token"),
+            (max_tokens < 1, f"max_tokens is {max_tokens}, must be at least 1"),
+            (temperature < 0, f"temperature is {temperature}, must be 0 or above"),
+            (top_k < 0, f"top_k is {top_k}, must be 0 (off) or above"),
+            (not 0 < top_p <= 1, f"top_p is {top_p}, must be in (0, 1]"),
+        ):
+            if fault:
+                raise ValueError(f"{message}.")
+        if self.cascade is not None:
+            self.cascade.forget(0)
+        first = list(prompt_token_ids)
+        for model in (*self.levels, self.target):
+            # Only levels with state per request have it.
+            if begin := getattr(model, "begin", None):
+                first = begin(list(prompt_token_ids))
+        capacity, scales = len(first) + max_tokens + self.longest, [*self.scales, 1.0]
+        eos = -1 if eos_token_id is None else eos_token_id
+        request = Request(first, capacity, scales, temperature, top_k, top_p, seed, eos)
+        self.counters.take()
+        result = ReferenceAnswer()
+        while len(result.token_ids) < max_tokens and eos_token_id not in result.token_ids[-1:]:
+            # The target adds a token of its own to every draft.
+            most = min(self.longest, max_tokens - len(result.token_ids) - 1)
+            if self.tree_drafter is None:
+                drafted, accepted, emitted = self._chain_step(request, most)
+            else:
+                drafted, accepted, emitted = self._tree_step(request, most, *self.tree_drafter)
+            if eos_token_id in emitted:
+                emitted = emitted[: emitted.index(eos_token_id) + 1]
+            request.commit(emitted)
+            result.token_ids += emitted
+            result.target_calls += 1
+            result.drafted += drafted
+            result.accepted += accepted
+        result.counts = self.counters.take()
+        return result
+
+    def _chain_step(self, request: Request, most: int) -> tuple[int, int, list[int]]:
+        """(draft tokens, accepted ones, tokens of one target call)."""
+        drafts = DraftStore(1, 0)
+        if self.cascade is not None:
+            drafts = self.cascade.propose(request.draft_batch(), ONLY, np.array([most]))
+            branches = self.cascade.branches
+            if branches is not None and branches.drawn[0] and drafts.counts[0]:
+                return self._rows_step(self.cascade, branches, request)
+        counts = drafts.counts[ONLY]
+        count = int(counts[0])
+        path = drafts.token_ids[0, :count]
+        model = len(self.levels)
+        logits = request.logits_along(self.target, model, path.tolist())
+        probs = logits if request.greedy else request.probs(logits, model)
+        chain = drafts.chain_batch(ONLY, counts, probs, counts, counts)
+        if request.greedy:
+            token_ids, accepted = verify_greedy(chain, logits.argmax(-1).cpu().numpy())
+        else:
+            uniforms = request.uniforms(ONLY, counts + 1, model)
+            target_ok = is_normalized(chain.target_probs)
+            token_ids, accepted = verify_batch(chain, self.verifier, uniforms, target_ok=target_ok)
+        if self.cascade is not None and count:
+            self.cascade.record_acceptance(ONLY, accepted, request.thresholds)
+            token_ids = self._follow(self.cascade, request, token_ids)
+            # What levels computed of a draft is of no use after another one.
+            request.cached[:-1] = np.minimum(request.cached[:-1], request.length + accepted)
+        emitted = [token for token in token_ids[0].tolist() if token >= 0]
+        return count, int(accepted[0]), emitted
+
+    def _rows_step(
+        self, cascade: Cascade, branches: BranchStore, request: Request
+    ) -> tuple[int, int, list[int]]:
+        """`_chain_step` where several drafts were drawn."""
+        chain, model = cascade.drafts[-1], len(self.levels)
+        counts = [int(chain.counts[0]), *branches.counts[0].tolist()]
+        rows, drawn_from = branches.drawn_rows(chain, 0, counts)
+        along = [request.logits_along(self.target, model, row) for row in rows]
+        uniforms = request.uniforms(ONLY, np.array([sum(counts) + 1]), model)
+        found = verify_rows(
+            request.probs(torch.cat(along), model),
+            drawn_from,
+            rows,
+            self.verifier,
+            torch.from_numpy(uniforms),
+        )
+        of_chain = np.array([found.of_chain])
+        cascade.record_acceptance(ONLY, of_chain, request.thresholds)
+        more = np.array([found.accepted]) - of_chain
+        cascade.record_branches(ONLY, np.array([found.winner]), more)
+        request.cached[:-1] = np.minimum(request.cached[:-1], request.length + of_chain)
+        return sum(counts), found.accepted, found.token_ids
+
+    def _follow(self, cascade: Cascade, request: Request, token_ids: np.ndarray) -> np.ndarray:
+        """[1, width] int64 emitted tokens and those along branches, padded with -1."""
+        if (branches := cascade.branches) is None:
+            return token_ids
+
+        def draw(_: np.ndarray, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+            path, model = branches.token_ids[0, rows[0] - 1, : places[0]], len(self.levels)
+            logits = request.logits_along(self.target, model, path.tolist())[-1:]
+            if request.greedy:
+                return logits.argmax(-1).cpu().numpy()
+            uniforms = torch.from_numpy(request.uniforms(ONLY, np.ones(1, np.int64), model))
+            return BlockedCDF(request.probs(logits, model)).draw(uniforms).cpu().numpy()
+
+        before = (token_ids >= 0).sum(1)
+        token_ids, counts, winner = follow(
+            token_ids, before, branches.token_ids[:1], branches.counts[:1], draw
+        )
+        cascade.record_branches(ONLY, winner, counts - before)
+        return token_ids
+
+    def _tree_step(
+        self, request: Request, most: int, drafter: Level, options: TreeOptions
+    ) -> tuple[int, int, list[int]]:
+        """(nodes, accepted ones, tokens of one target call)."""
+        draft = grow(drafter, options, request, most)
+        logits = target_logits(self.target, 1, draft, request)
+        emitted, path = verify_tree(
+            logits if request.greedy else request.probs(logits, 1),
+            draft.probs,
+            draft.tree,
+            method="greedy" if request.greedy else options.verifier,
+            generator=request.generator,
+        )
+        # Columns drafted, accepted, rounds, forwards.
+        gained = len(draft.tree), len(path), len(draft.tree) > 0, draft.forwards
+        self.counters.rows[0, : Count.forwards + 1] += gained
+        return len(draft.tree), len(path), emitted.tolist()
