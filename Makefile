@@ -32,7 +32,7 @@ demo: export DEMO_STARTED := $(shell date +%s)
 demo: venv
 	$(BIN)/python -m benchmarks.studies.demo
 
-# Cascades below the chat model zero-padded to 400 or 800 M parameters, beside single drafters.
+# Qwen2.5-Coder 1.5B with its 0.5B and a lookup below it; set-up as `make family`.
 demo-cascade: export DEMO_STARTED := $(shell date +%s)
 demo-cascade: venv
 	$(BIN)/python -m benchmarks.studies.demo_cascade

@@ -18,7 +18,7 @@ from benchmarks import plot, sweep
 from benchmarks.columns import Table, chosen, times
 from benchmarks.common import RESULTS, commit
 from benchmarks.studies.configs import fixed, levels, missing
-from benchmarks.studies.demo import read_demo_prompts
+from benchmarks.studies.demo import read_prompts
 from benchmarks.studies.streams import keep_streams
 from benchmarks.sweep import Sweep
 from vllm_hsd.tools.cli.options import integers, progress
@@ -91,7 +91,7 @@ def main() -> int:
         print(line)
     prompts = [
         [{"role": "user", "content": text}]
-        for texts in zip(*read_demo_prompts().values(), strict=True)
+        for texts in zip(*read_prompts().values(), strict=True)
         for text in texts
     ]
     with sweep.started(

@@ -41,10 +41,10 @@ SHOWN = 240
 FEWEST_TOKENS = 16
 
 
-def read_demo_prompts() -> dict[str, list[str]]:
+def read_prompts(path: Path = PROMPTS) -> dict[str, list[str]]:
     """Prompts by kind."""
     prompts: dict[str, list[str]] = {}
-    for line in PROMPTS.read_text().splitlines():
+    for line in path.read_text().splitlines():
         entry = json.loads(line)
         prompts.setdefault(entry["kind"], []).append(entry["turns"][0])
     return prompts
@@ -208,6 +208,7 @@ def run(
     name: str,
     model: str,
     engines_class: type[Engines] = Engines,
+    prompts: Path = PROMPTS,
     **engine_args: Any,
 ) -> int:
     """Answer, print the tables, write the files.
@@ -217,6 +218,7 @@ def run(
         name: of the files.
         model: what the figure calls the target.
         engines_class, engine_args: see `sweep.started`.
+        prompts: a file of them.
 
     Returns:
         1 if greedy answers differ, else 0.
@@ -224,16 +226,14 @@ def run(
     began = time.monotonic()
     # The Makefile says when it was called: .venv and the model are part of the wait.
     called = float(os.environ.get("DEMO_STARTED") or time.time())
-    for line in missing():
-        print(line)
-    every = read_demo_prompts()
+    every = read_prompts(prompts)
     by_kind = {kind: every[kind][: chosen.rounds] for kind in chosen.kinds or every}
     kinds, rounds = list(by_kind), min(map(len, by_kind.values()))
-    prompts = [[{"role": "user", "content": text}] for texts in by_kind.values() for text in texts]
+    chats = [[{"role": "user", "content": text}] for texts in by_kind.values() for text in texts]
     with sweep.started(
         chosen,
         configs,
-        prompts,
+        chats,
         temperatures=TEMPERATURES,
         ignore_eos=False,
         engines_class=engines_class,
@@ -282,6 +282,8 @@ def run(
 
 def main() -> int:
     chosen = options(__doc__, RESULTS / "demo", 7.0).parse_args()
+    for line in missing():
+        print(line)
     return run(chosen, {**vllms_own(), **ours()}, "demo", "SmolLM2-135M-Instruct")
 
 
