@@ -15,9 +15,9 @@ FAULTS = PAGE.with_name("known-faults.md")
 FAULTS_HEAD = """\
 # Known faults of stock vLLM
 
-Combinations of stock vLLM (0.32, 0.33) that are wrong or slow today. `vllm-hsd doctor` (with
-`--model` and `--speculative-config`) and `vllm-hsd advise` name those that a configuration can
-meet. Generated from `vllm_hsd/tools/known_faults.py` (`python -m tools.key_reference`).
+Combinations of stock vLLM (0.32, 0.33) that are wrong or slow today. `vllm-hsd doctor` and
+`vllm-hsd advise` name those that a configuration can meet. Generated from
+`vllm_hsd/tools/known_faults.py` (`python -m tools.key_reference`).
 
 | with | one sees | way out | vLLM issue | known from |
 | --- | --- | --- | --- | --- |

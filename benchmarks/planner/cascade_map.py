@@ -26,7 +26,7 @@ SMALL_COSTS = np.geomspace(0.01, 0.9, 12)
 MID_AT_TARGET = (0.7, 0.8, 0.9)
 SMALL_AT_MID = (0.4, 0.6, 0.8)
 # What each further token adds to a forward pass: nothing on a memory-bound machine, and about what
-# a compute-bound CPU took (59 ms over 9 tokens, 37 over one: docs/lab-notes.md).
+# a compute-bound CPU took (59 ms over 9 tokens, 37 over one: benchmarks/notes).
 SLOPES = (0.0, 0.07)
 X_TICKS, Y_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5), (0.01, 0.03, 0.1, 0.3, 0.9)
 POINTS = REPOSITORY / "benchmarks" / "planner" / "cascade_points.csv"

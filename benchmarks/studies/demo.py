@@ -4,10 +4,9 @@
 
 SmolLM2-135M-Instruct answers prompts that were written for this demo (demo_prompts.jsonl: six kinds
 of six). Every prompt is answered by all configurations, in an order that rotates, at temperature 0
-and 0.7; rounds of one prompt of each kind go on until the time is over. vLLM's own samplers draw
-wrongly on a CPU above temperature 0 (docs/lossless.md); their rows stand for its speed.
-Writes demo.csv and demo.png. Ends with status 1 if greedy answers differ (in 16 bits: elsewhere
-than at near ties of the target's own logits).
+and 0.7; rounds of one prompt of each kind go on until the time is over. Writes demo.csv and
+demo.png. Ends with status 1 if greedy answers differ (in 16 bits: elsewhere than at near ties of
+the target's own logits).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The V2 runner's tests run kernels that are compiled for a CPU: see tests/kernels/conftest.py."""
+"""Tests of engines run kernels that are compiled for a CPU: see tests/kernels/conftest.py."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Cascades on the V2 runner's sampling side, with tables in the place of models."""
+"""Cascades on the sampling side of the runner, with tables in the place of models."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Whole engines on the V2 runner, interpreted: cascades, and our verifier below vLLM's drafters."""
+"""Whole engines: cascades, and our verifier below vLLM's drafters."""
 
 import functools
 from pathlib import Path

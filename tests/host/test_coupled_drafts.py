@@ -1,4 +1,4 @@
-"""Coupled requests on the V2 runner's sampling side: their text is that of vLLM without drafts."""
+"""Coupled requests on the runner's sampling side: their text is that of vLLM without drafts."""
 
 import numpy as np
 import pytest

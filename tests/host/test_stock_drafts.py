@@ -1,4 +1,4 @@
-"""Our verifier under vLLM's own drafters on the V2 runner, with tables in the place of models."""
+"""Our verifier under vLLM's own drafters, with tables in the place of models."""
 
 import importlib
 import inspect

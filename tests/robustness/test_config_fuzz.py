@@ -1,6 +1,6 @@
 """Mutated configurations: each is accepted as it was given, or refused in one sentence.
 
-What is valid stands in the tables of `core/test_config.py`. The harness is itself tested on parsers
+What is valid stands in the tables of `test_config.py`. The harness is itself tested on parsers
 with a known fault.
 """
 

@@ -1,8 +1,8 @@
 """What serving launches: proposals, their verification and the draws of vLLM's drafters.
 
 Whole programs on meta tensors, so that no compile-time argument can be forgotten; see
-`builds.compile_launches` for what becomes of the launches. Such tensors have no values: whatever
-reads one on the host, or has a shape or a branch that depends on one, raises.
+`kernel_builds` for what becomes of the launches. Such tensors have no values: whatever reads one on
+the host, or has a shape or a branch that depends on one, raises.
 """
 
 from __future__ import annotations

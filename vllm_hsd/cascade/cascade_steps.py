@@ -1,4 +1,4 @@
-"""The steps between the forward passes of a proposal on the V2 runner.
+"""The steps between the forward passes of a proposal.
 
 `stage` runs before the captured program and is the only one that reads the runner's tensors, but
 for the block tables and the text that lookups search, whose memory never moves. The others read and

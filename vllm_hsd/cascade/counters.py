@@ -15,7 +15,7 @@ from vllm_hsd.cascade.rounds import Round
 
 
 class Count(IntEnum):
-    """Columns of `LevelCounts.rows`; the first three are also those of the V2 runner's device.
+    """Columns of `LevelCounts.rows`; the first three are also those of the device.
 
     A level proposed `drafted` tokens in `rounds` drafts to the next model up, which had requested
     `requested` drafts, `empty` of which got no token. Beside its drafts `branches` with

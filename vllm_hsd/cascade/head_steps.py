@@ -1,4 +1,4 @@
-"""What an EAGLE-3 head is fed on the V2 runner; grids depend only on shapes.
+"""What an EAGLE-3 head is fed; grids depend only on shapes.
 
 `read_step` and `next_tokens` read the target's step, before anything of a proposal runs.
 `place_entry` is a part of proposals, as the steps of `cascade_steps` are.

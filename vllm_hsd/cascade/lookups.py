@@ -1,4 +1,4 @@
-"""Lookups of the V2 runner without a state of their own: they append to the texts' windows."""
+"""Lookups without a state of their own: they append to the texts' windows."""
 
 import torch
 import triton

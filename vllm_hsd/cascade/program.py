@@ -1,4 +1,4 @@
-"""One proposal on the V2 runner: the ops of a schedule, the same code eagerly and in a CUDA graph.
+"""One proposal: the ops of a schedule, the same code eagerly and in a CUDA graph.
 
 The counterpart of `tools.reference.cascade` for devices. Nothing is read on the host, no shape and
 no branch depends on data. tests/host/test_program.py compares the two token for token.

@@ -1,4 +1,4 @@
-"""What a proposal on the V2 runner keeps on the device, from its first kernel to the target."""
+"""What a proposal keeps on the device, from its first kernel to the target."""
 
 from __future__ import annotations
 

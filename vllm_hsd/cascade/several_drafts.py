@@ -1,4 +1,4 @@
-"""Several drafts of each request, drawn by one model: what the V2 runner keeps of them, and runs.
+"""Several drafts of each request, drawn by one model: what is kept of them, and runs.
 
 They are drawn independently of each other, whole, and verified together (`drawn_branches`; Zhou et
 al., "Overcoming Joint Intractability with Lossless Hierarchical Speculative Decoding", Table 2;

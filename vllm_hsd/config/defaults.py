@@ -11,7 +11,7 @@ from vllm_hsd.config.cascade_config import CascadeConfig
 from vllm_hsd.config.level_checks import connector_mistake
 
 logger = init_logger(f"vllm.{__name__}")
-# Drafts of a request by several lookups. Eight gave no more than four (docs/lab-notes.md).
+# Drafts of a request by several lookups. Eight gave no more than four (benchmarks/notes).
 BRANCHES = 4
 
 

@@ -18,7 +18,7 @@ from vllm_hsd.errors import UserError, collected, quoted
 from vllm_hsd.levels import KINDS, LevelConfig, Target
 from vllm_hsd.rules import MAX_KERNEL_NODES
 
-# Recurrent layers that both of vLLM's runners tell how many tokens were accepted.
+# Recurrent layers that vLLM's runner tells how many tokens were accepted.
 STATES_PER_DRAFT = ("MAMBA2", "SHORT_CONV", "GDN_ATTN")
 
 

@@ -1,4 +1,4 @@
-"""Adaptive drafting on the V2 runner: the scheduler's table of draft lengths, learned.
+"""Adaptive drafting on a GPU: the scheduler's table of draft lengths, learned.
 
 vLLM's scheduler reads the draft length of a batch from a table by its size. With `adaptive` the
 entry is one of a few lengths or 0, whichever has been fastest.

@@ -1,4 +1,4 @@
-"""Several drafts of a request in one pass of the target on the V2 runner, with nothing on the host.
+"""Several drafts of a request in one pass of the target, with nothing on the host.
 
 Rows have the blocks that `cascade.row_layout` says, and share no token. The scheduler plans a list
 of draft tokens for a request, whose length the host knows: rows of equal length, each after the

@@ -1,4 +1,4 @@
-"""The target's samplers by what drafts on vLLM's V2 runner, and how the runner gets them."""
+"""The target's samplers by what drafts, and how the runner gets them."""
 
 from __future__ import annotations
 

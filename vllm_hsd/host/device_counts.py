@@ -1,4 +1,4 @@
-"""Counts per level of a cascade on the V2 runner, which stay on the device until they are there.
+"""Counts per level of a cascade, which stay on the device until they are there.
 
 No step waits for them: a copy is enqueued after a proposal, and the first step after it has
 arrived attaches what was counted since the last one (see `vllm_hsd.host.metrics`).

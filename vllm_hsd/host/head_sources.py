@@ -1,4 +1,4 @@
-"""Lookups next to a head of the target that vLLM's own V2 drafter runs; see `sources`.
+"""Lookups next to a head of the target that vLLM's own drafter runs; see `budget.source_choice`.
 
 The head reads every step of the target and drafts for every request, as it does alone, or only one
 token where `FurtherPasses` says so. Where a lookup is chosen its tokens take the place of the

@@ -1,4 +1,4 @@
-"""How much is drafted on a CPU, and by which levels: `budget.draft_budget` on the V2 runner."""
+"""How much is drafted on a CPU, and by which levels: `budget.draft_budget`, hosted."""
 
 from __future__ import annotations
 

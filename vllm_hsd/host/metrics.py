@@ -1,8 +1,8 @@
 """Counts per level, from the worker to vLLM's log line and to /metrics.
 
 The worker attaches them to a step's output (`ATTRIBUTE`), the scheduler to the step's statistics,
-which vLLM carries to the front end, the same on both runners. vLLM's own `vllm:spec_decode_*` keep
-their meaning for the target.
+which vLLM carries to the front end. vLLM's own `vllm:spec_decode_*` keep their meaning for the
+target.
 
 vLLM's entry points `vllm.stat_logger_plugins` are not enough: only the asynchronous engine loads
 them, and a logger only sees what vLLM's own statistics carry from the scheduler.

@@ -1,4 +1,4 @@
-"""Levels of a cascade that run forward passes on the V2 runner."""
+"""Levels of a cascade that run forward passes."""
 
 from __future__ import annotations
 

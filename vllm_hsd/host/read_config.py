@@ -84,7 +84,7 @@ def _speculative_keys(arguments) -> dict[str, Any]:
 
 
 def _served(raw: dict[str, Any], model_config, parallel_config, arguments) -> Any:
-    """The configuration that the V2 runner serves.
+    """The configuration that is served.
 
     Raises:
         UserError: it cannot.

@@ -42,7 +42,7 @@ class BlockRejectionSampler(RejectionSampler):
         kept: the drafter's logsumexps, None if its draft tokens are point masses.
     """
 
-    # Stream of the target's uniforms (see verify.rng) and the rule.
+    # Stream of the target's uniforms (see `rules.rng`) and the rule.
     level, method = 1, "block"
 
     def __init__(

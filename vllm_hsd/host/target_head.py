@@ -1,4 +1,4 @@
-"""An EAGLE-3 head of the target as the lowest level of a cascade on the V2 runner.
+"""An EAGLE-3 head of the target as the lowest level of a cascade.
 
 A head computes one entry per position: entry e reads token e + 1 and the target's state at position
 e, and its logits are of token e + 2. Beyond the verified text the target has no states yet: there

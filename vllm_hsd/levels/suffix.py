@@ -1,4 +1,4 @@
-"""Lookup in suffix trees of the request's text and of others."""
+"""Suffix lookup: the likeliest continuation in the request's text and in others."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from vllm_hsd.levels.base import (
     check_store,
 )
 
-# 300 bytes each: 5 GiB.
+# What a configuration may say; `check_serving` has what a server takes.
 MAX_SHARED_TOKENS = 1 << 24
-# The V2 runner compares all of them with every request's text in each step.
+# A step compares all of them with every request's text.
 MAX_SHARED_ON_DEVICE = 1 << 18
 
 
 class SuffixConfig(Keys):
-    """Suffix-tree lookup.
+    """Suffix lookup.
 
     Attributes:
         store: file of texts to look in, which `vllm-hsd build store` wrote.
@@ -41,7 +41,7 @@ class SuffixConfig(Keys):
 
 
 class SuffixLevelConfig(LookupKeys):
-    """Lookup in suffix trees of the request's text and of others."""
+    """Suffix lookup: the likeliest continuation in the request's text and in others."""
 
     kind = "suffix"
     value_keys = SuffixConfig

@@ -78,8 +78,7 @@ class KnownFault:
 KNOWN_FAULTS = (
     KnownFault(
         "vLLM's own verification on a CPU on the V1 runner, temperature above 0",
-        "sampled tokens do not follow the target: a drafter equal to the target is accepted 9 % "
-        "of the time, not always",
+        "sampled tokens do not follow the target",
         "temperature 0, or the V2 runner, which serves where vllm-hsd is installed",
         "vllm-project/vllm#55005, vllm-project/vllm#55006",
         "run on 0.32 and 0.33",
@@ -88,9 +87,8 @@ KNOWN_FAULTS = (
     KnownFault(
         "a streaming-input session under any speculation, where a stop token ends a turn inside "
         "an accepted draft",
-        "the next turn goes on from other tokens than without speculation, and from cache entries "
-        "of tokens behind the stop",
-        'one request for each turn, or method `"hsd"` or `"hierarchical"`, which mend it',
+        "the next turn goes on from other tokens, and from cache entries of tokens behind the stop",
+        'one request for each turn, or method `"hsd"` or `"hierarchical"`',
         "none filed",
         "run on 0.32",
         lambda c: c.stock,
@@ -99,7 +97,7 @@ KNOWN_FAULTS = (
         "a request with a `thinking_token_budget` that leaves the batch before it is spent, on the "
         "V1 runner, with or without speculation",
         "the request that moves into its row ends its text as if it had been thinking",
-        'method `"hsd"` or `"hierarchical"`, which mend it',
+        'the V2 runner, on which method `"hsd"` and `"hierarchical"` serve',
         "none filed",
         "run on 0.32",
         lambda c: not c.ours and c.runner == "V1",
@@ -108,8 +106,7 @@ KNOWN_FAULTS = (
         "a request with a `thinking_token_budget` that is preempted after its end, on the V1 "
         "runner without speculation",
         "the tokens that end its thinking are written once more",
-        "more memory for the cache, or `max_num_seqs` so low that nothing is preempted; method "
-        '`"hsd"` and `"hierarchical"` mend it',
+        "more memory for the cache, or the V2 runner",
         "none filed",
         "run on 0.32",
         lambda c: not c.ours and c.runner == "V1",
@@ -118,7 +115,7 @@ KNOWN_FAULTS = (
         "a request with `logprob_token_ids` in a batch with one with `logprobs`, without "
         "speculation on the V1 runner",
         "the other request gets the log-probabilities of the listed tokens, not of the likely ones",
-        'separate engines; method `"hsd"` and `"hierarchical"` answer both',
+        "separate engines, or the V2 runner",
         "none filed",
         "run on 0.32",
         lambda c: c.method is None and c.runner == "V1",
@@ -175,7 +172,7 @@ KNOWN_FAULTS = (
     ),
     KnownFault(
         "a grammar with a reasoning parser, where the reasoning ends inside a draft",
-        "the tokens behind its end are not checked by the grammar: invalid JSON",
+        "the tokens behind its end are not checked: invalid JSON",
         "no speculation for such requests",
         "vllm-project/vllm#36138",
         "reported, open; not run by us",

@@ -1,4 +1,4 @@
-"""When the CPU backend is there: on a CPU with a C compiler, unless V1 or another one serves."""
+"""When the CPU backend is there: on a CPU with a C compiler, unless another one serves."""
 
 import os
 import subprocess

@@ -85,7 +85,7 @@ def measured(models, text_family):
 
 @pytest.mark.parametrize("verifier", ["block", "standard"])
 def test_tokens_per_step_are_predicted(measured, models, text_family, verifier):
-    """Of the V1 engine: the head alone, and below a model whose drafts the target verifies."""
+    """Of an engine: the head alone, and below a model whose drafts the target verifies."""
     levels = [{**each.keys(), "num_tokens": 5} for each in models.candidates]
     arguments = {
         "model": text_family.target, "dtype": "float32", "enforce_eager": True,

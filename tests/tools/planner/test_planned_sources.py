@@ -132,7 +132,7 @@ def test_tokens_per_step_are_predicted(models, contexts, measured, selection):
 
 @pytest.mark.slow
 def test_tokens_per_step_of_a_served_cascade_are_predicted(models, contexts, measured, tmp_path):
-    """Of the V1 engine, which lets tokens go that do not pay."""
+    """Of an engine, which lets tokens go that do not pay."""
     engine_args = {
         "dtype": "float32", "enforce_eager": True, "max_model_len": 256,
         "kv_cache_memory_bytes": 1 << 26,
@@ -154,7 +154,7 @@ def test_tokens_per_step_of_a_served_cascade_are_predicted(models, contexts, mea
 
 
 def test_prices_of_cheap_tokens_hardly_change_the_goodput():
-    """On counted time: the V1 runner lets tokens go that do not pay, the replay drafts them."""
+    """On counted time: serving lets tokens go that do not pay, the replay drafts them."""
 
     def served(priced):
         levels = [[Guess(0.6, found=0.5), Guess(0.3, confidence=0.3)]]
