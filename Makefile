@@ -51,7 +51,7 @@ test: venv
 # The runner's tests on the next release of vLLM, without a GPU.
 test-033: venv
 	tests/vllm_overlay.sh $(BIN)/python .overlay-0.33 0.33.0
-	PYTHONPATH=$(CURDIR)/.overlay-0.33/site $(PYTEST) -m "not slow" tests/host
+	PYTHONPATH=$(CURDIR)/.overlay-0.33/site $(PYTEST) -m "not slow" tests/host tests/engines
 
 # What CUDA users have: torch 2.13 (vLLM 0.32) requires Triton 3.7.1, torch 2.14 (0.33) 3.8.
 TRITONS := 3.7.1 3.8.0

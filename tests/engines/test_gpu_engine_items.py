@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support import triton_cpu, v2_engines
+from support import triton_cpu
+from support.engines import ENVIRONMENT
 
 from benchmarks.common import prompts
 from benchmarks.gpu import (
@@ -43,7 +44,7 @@ def setting(tmp_path):
         "max_num_batched_tokens": 128,
         "num_gpu_blocks_override": None,
     }
-    options = {"environment": v2_engines.ENVIRONMENT, "prepare": triton_cpu.prepare_vllm}
+    options = {"environment": ENVIRONMENT, "prepare": triton_cpu.prepare_vllm}
     return Setting("cpu", tmp_path, engine_args=small, engine_options=options)
 
 

@@ -10,11 +10,10 @@ from unittest import mock
 import pytest
 from support import recorded_heads
 from support.eagle3_head import Reference, write_eagle3_head
-from support.engines import run_engine as run_plain
+from support.engines import AS_ON_GPUS, run_engine
 from support.level_files import cascade
 from support.marks import slow
 from support.sampling_cases import CASES, LONG_CASES, SIGNIFICANCE, p_values, sampling_job
-from support.v2_engines import AS_ON_GPUS, run_engine
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -66,7 +65,7 @@ def engine(small_vocabulary) -> dict:
 
 @pytest.fixture(scope="module")
 def plain(engine) -> dict:
-    return run_plain(engine, JOBS)
+    return run_engine(engine, JOBS)
 
 
 @pytest.fixture(scope="module")
