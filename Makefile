@@ -62,10 +62,8 @@ TRITONS := 3.7.1 3.8.0
 test-slow: venv $(TRITONS:%=.overlay-triton-%)
 	$(BIN)/pytest -m slow
 	for release in $(TRITONS); do \
-		PYTHONPATH=$(CURDIR)/.overlay-triton-$$release $(BIN)/pytest -m "compiled and slow" tests/kernels || exit 1; \
+		PYTHONPATH=$(CURDIR)/.overlay-triton-$$release $(BIN)/pytest -m slow tests/kernels/test_launches_compile.py || exit 1; \
 	done
-# A few tests of every kernel, which the interpreter's sanitizer watches, and counts of bytes.
-	TRITON_INTERPRET=1 $(BIN)/pytest -m "interpret or interpret_only" tests/kernels tests/host
 
 # Names of vLLM in use that differ between two releases: wheels, or directories that hold vllm/.
 vllm-diff: venv

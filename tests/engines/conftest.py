@@ -6,7 +6,7 @@ from support import triton_cpu
 from support.engines import GREEDY, PROMPTS, run_seeded
 from transformers import AutoModelForCausalLM
 
-triton_cpu.install()
+triton_cpu.prepare_vllm()
 triton_cpu.check_programs()
 
 

@@ -1,4 +1,4 @@
-"""Several drawn drafts of one model on the V2 runner: texts and distributions as without drafts."""
+"""Several drawn drafts of one model: texts and distributions as without drafts."""
 
 import random
 from collections import Counter

@@ -89,10 +89,10 @@ CASCADES = {
     ids=", ".join,
 )
 def speculated(request, engine, head) -> tuple[str, str, dict, dict]:
-    """What drafts, in which engine, its results, and what `run_beside_vllm` noted."""
-    beside, name = request.param
-    arguments = {**engine, **CASCADES[beside](head), **ENGINES[name]}
-    return beside, name, *run_engine(arguments, JOBS, work=recorded_heads.run_beside_vllm)
+    """What drafts, in which engine, its results, and what `run_with_vllm_drafter` noted."""
+    drafter, name = request.param
+    arguments = {**engine, **CASCADES[drafter](head), **ENGINES[name]}
+    return drafter, name, *run_engine(arguments, JOBS, work=recorded_heads.run_with_vllm_drafter)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_greedy_equals_no_speculation(plain, speculated):
 
 
 def test_jobs_reach_the_conditions_they_name(speculated):
-    beside, name, results, drafts = speculated
+    drafter, name, results, drafts = speculated
     preempted = sum(result["counters"]["num_preemptions"] for result in results.values())
     assert (preempted > 0) == name.endswith("few blocks")
     assert results["prefix hits"]["counters"]["prefix_cache_hits"] > 0
@@ -115,7 +115,7 @@ def test_jobs_reach_the_conditions_they_name(speculated):
     assert 0.1 < accepted / counters["spec_decode_num_draft_tokens"] < 0.9
     assert max(map(len, drafts)) >= 250
     by_lookup = sum(not is_own for _, is_own in drafts.values())
-    assert (by_lookup > 5) == (beside != "alone")
+    assert (by_lookup > 5) == (drafter != "alone")
 
 
 def check_drafts(drafts: dict, reference: Reference, every: int, shift: int = 0) -> float:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support import triton_cpu
 from support.engines import ENVIRONMENT
+from support.table_runner import TableRunner, tables
 
 from benchmarks.common import prompts
 from benchmarks.gpu import (
@@ -146,7 +147,6 @@ def test_all_requests_of_the_distribution_draft(family, monkeypatch):
     from vllm_hsd.host.spec_config import CascadeSpeculativeConfig
     from vllm_hsd.plugin import register
 
-    triton_cpu.prepare_vllm()
     register()
     count = engine_distribution.REQUESTS
     assert not any("seed" in params for params in engine_distribution.requests(count, 8)[1])
@@ -164,9 +164,6 @@ def test_all_requests_of_the_distribution_draft(family, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["install", "install_generous"])
 def test_a_control_of_the_distribution_changes_text(monkeypatch, fault):
-    from support.table_distributions import tables
-    from support.table_runner import TableRunner
-
     def texts():
         np.random.seed(0)
         _, params = engine_distribution.requests(16, 8)

@@ -190,7 +190,7 @@ def test_heads_that_are_fed_something_else_are_caught(
 @pytest.mark.parametrize(
     "name", slow("two models", "lookup", "model, one round", "exit", "horizontal")
 )
-def test_other_levels_above_and_beside(
+def test_other_levels_above_and_in_one_choice(
     name, proposals, engine, head, small_vocabulary, plain, reference
 ):
     arguments = {**engine, **configured(name, head, small_vocabulary)}

@@ -1,4 +1,4 @@
-"""Levels on the V2 runner whose logits are wider or narrower than the target's, interpreted."""
+"""Levels whose logits are wider or narrower than the target's: whole engines."""
 
 import pytest
 from support import engines

@@ -1,4 +1,4 @@
-"""SmolLM2 on the V2 runner of a CPU: greedy and seeded text is that of no speculation.
+"""SmolLM2 on a CPU: greedy and seeded text is that of no speculation.
 
 Chats in chunks of prompts, found in the prefix cache, and preempted; eager and compiled.
 """

@@ -1,4 +1,4 @@
-"""A target with Mamba-2 layers below cascades on the V2 runner: vLLM's own kernels, interpreted."""
+"""A target with Mamba-2 layers below cascades: vLLM's own kernels, compiled for a CPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Outputs of ended requests, drafted for others on the V2 runner: whole engines, interpreted."""
+"""Outputs of ended requests, drafted for others: whole engines."""
 
 from pathlib import Path
 

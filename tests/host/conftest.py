@@ -2,5 +2,5 @@
 
 from support import triton_cpu
 
-triton_cpu.install()
+triton_cpu.prepare_vllm()
 triton_cpu.check_programs()

@@ -5,7 +5,8 @@ import inspect
 import pytest
 import torch
 from support import kernel_launches, launch_cases
-from support.table_distributions import cascade, tables
+from support.table_runner import TableRunner, cascade, tables
+from triton.runtime.jit import JITFunction
 
 CASCADES = (
     "one",
@@ -41,14 +42,7 @@ def form(name: str, value):
 @pytest.fixture
 def launched(monkeypatch):
     """Forms of all launches from here on; they run if the list "runs" is not empty."""
-    from support.triton_cpu import kernel_class
-
-    from vllm_hsd.cascade import suffix_lookup
-
-    # Each length of a match is a program, and they are interpreted one after another.
-    for bound in ("DEPTH", "HEAD"):
-        monkeypatch.setattr(suffix_lookup, bound, 4)
-    found, runs, run = set(), [], kernel_class().run
+    found, runs, run = set(), [], JITFunction.run
 
     def record(self, *args, grid, warmup, **kwargs):
         signature = inspect.signature(self.fn)
@@ -59,7 +53,7 @@ def launched(monkeypatch):
         if runs:
             run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
-    monkeypatch.setattr(kernel_class(), "run", record)
+    monkeypatch.setattr(JITFunction, "run", record)
     return found, runs
 
 
@@ -72,8 +66,6 @@ def covered_by(launched, cases) -> set:
 
 def served(launched, name: str) -> set:
     """Of a step with drafts and without, for requests of every kind."""
-    from support.table_runner import TableRunner
-
     found, runs = launched
     params = [{"temperature": 0.7}, {"top_p": 0.9}, {"temperature": 0.0}, {"seed": 1}]
     options = {} if name == "stock" else {"prompt_length": 4, "cascade": cascade(name)}

@@ -1,7 +1,7 @@
 """What `BlockRejectionSampler.warm_up` compiles is what the steps of requests launch.
 
-Nothing is compiled under the interpreter, so Triton's rule is written down here: types, ones,
-multiples of 16, addresses of whole 16 bytes.
+The CPU backend compiles for fewer keys than GPUs, so Triton's rule is written down here: types,
+ones, multiples of 16, addresses of whole 16 bytes.
 """
 
 import inspect
@@ -9,9 +9,9 @@ import inspect
 import pytest
 import torch
 from host.test_launch_cases import CASCADES
-from support.table_distributions import cascade, tables
+from support.table_runner import TableRunner, cascade, tables
+from triton.runtime.jit import JITFunction
 
-pytestmark = pytest.mark.interpret_only
 # One filtered request with a seed sends the whole batch through vLLM's processing.
 PARAMS = [{"temperature": 0.7}, {"top_p": 0.9}, {"temperature": 0.0}, {"seed": 1}, {}]
 BATCHES = (PARAMS, PARAMS[1:2], [*PARAMS, {"seed": 1, "top_k": 2}])
@@ -21,7 +21,7 @@ def key(function, name: str, value):
     """What of an argument Triton's key holds."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), value.data_ptr() % 16 == 0
-    free = function.kwargs.get("do_not_specialize") or ()
+    free = function.do_not_specialize or ()
     if type(value) is not int or name.isupper():
         return value
     return "integer" if name in free else (value == 1, value % 16 == 0)
@@ -30,9 +30,7 @@ def key(function, name: str, value):
 @pytest.fixture
 def launched(monkeypatch):
     """Keys of all launches from here on, by kernel; with something in the list they do not run."""
-    from triton.runtime.interpreter import InterpretedFunction
-
-    found, idle, run = {}, [], InterpretedFunction.run
+    found, idle, run = {}, [], JITFunction.run
 
     def record(self, *args, grid, warmup, **kwargs):
         signature = inspect.signature(self.fn)
@@ -44,14 +42,12 @@ def launched(monkeypatch):
         if not idle:
             run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
-    monkeypatch.setattr(InterpretedFunction, "run", record)
+    monkeypatch.setattr(JITFunction, "run", record)
     return found, idle
 
 
 @pytest.mark.parametrize("name", (*CASCADES, "stock", "point masses"))
 def test_a_step_launches_what_the_warm_up_has_compiled(launched, name):
-    from support.table_runner import TableRunner
-
     options = {"keeps_rows": name != "point masses"}
     if name in CASCADES:
         options |= {"prompt_length": 4, "cascade": cascade(name)}
