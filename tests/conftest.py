@@ -18,7 +18,7 @@ LONGEST = (
     "test_cascade_exact.py",
     "test_level_kinds.py",
     "test_adaptive.py",
-    "test_eagle3.py",
+    "test_head_levels.py",
     "test_recurrent_targets.py",
     "test_seeds.py",
     "test_draft_budget.py",
