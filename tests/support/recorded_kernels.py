@@ -1,4 +1,4 @@
-"""A plugin of pytest: the first and the last case of each test, and which kernels they launch.
+"""A plugin of pytest: which of our kernels tests launch, and with which checks.
 
 The variable HSD_TEST_KERNELS names the file. A line has "interpreter" or the checks, and a kernel.
 """
@@ -6,7 +6,6 @@ The variable HSD_TEST_KERNELS names the file. A line has "interpreter" or the ch
 import os
 from pathlib import Path
 
-import pytest
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
@@ -14,13 +13,6 @@ from triton.runtime.jit import JITFunction
 from vllm_hsd.kernels.cpu_backend import checks
 
 LAUNCHED = set()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out all cases of a test but the first and the last."""
-    ends = [{item.originalname: item for item in order} for order in (items, reversed(items))]
-    kept = {id(item) for each in ends for item in each.values()}
-    items[:] = [item for item in items if id(item) in kept]
 
 
 def pytest_collection_finish() -> None:
