@@ -21,7 +21,11 @@ HERE = Path(__file__).parent
     ("by", "marked"),
     [
         (repr(Checks(bounds=True, order=7, threads=2)), "every_kernel"),
-        pytest.param("interpreter", "every_kernel or interpreted", marks=pytest.mark.slow),
+        pytest.param(
+            "interpreter",
+            "every_kernel or interpreted",
+            marks=(pytest.mark.slow, pytest.mark.timeout(3600)),
+        ),
     ],
     ids=["checked", "interpreted"],
 )
