@@ -51,7 +51,7 @@ test: venv
 # The runner's tests on the next release of vLLM, without a GPU.
 test-033: venv
 	tests/vllm_overlay.sh $(BIN)/python .overlay-0.33 0.33.0
-	PYTHONPATH=$(CURDIR)/.overlay-0.33/site $(PYTEST) -m "not slow" tests/host
+	PYTHONPATH=$(CURDIR)/.overlay-0.33/site $(PYTEST) -m "not slow" tests/host tests/engines
 
 # What CUDA users have: torch 2.13 (vLLM 0.32) requires Triton 3.7.1, torch 2.14 (0.33) 3.8.
 TRITONS := 3.7.1 3.8.0
@@ -62,10 +62,8 @@ TRITONS := 3.7.1 3.8.0
 test-slow: venv $(TRITONS:%=.overlay-triton-%)
 	$(BIN)/pytest -m slow
 	for release in $(TRITONS); do \
-		PYTHONPATH=$(CURDIR)/.overlay-triton-$$release $(BIN)/pytest -m "compiled and slow" tests/kernels || exit 1; \
+		PYTHONPATH=$(CURDIR)/.overlay-triton-$$release $(BIN)/pytest -m slow tests/kernels/test_launches_compile.py || exit 1; \
 	done
-# A few tests of every kernel, which the interpreter's sanitizer watches, and counts of bytes.
-	TRITON_INTERPRET=1 $(BIN)/pytest -m "interpret or interpret_only" tests/kernels tests/host
 
 # Names of vLLM in use that differ between two releases: wheels, or directories that hold vllm/.
 vllm-diff: venv

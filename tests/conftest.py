@@ -18,7 +18,7 @@ LONGEST = (
     "test_cascade_exact.py",
     "test_level_kinds.py",
     "test_adaptive.py",
-    "test_eagle3.py",
+    "test_head_levels.py",
     "test_recurrent_targets.py",
     "test_seeds.py",
     "test_draft_budget.py",
@@ -30,7 +30,7 @@ LONGEST = (
     "test_hooks.py",
     "test_greedy_equality.py",
 )
-WITH_ENGINES = ("host", "robustness", "cli", "test_engine.py")
+WITH_ENGINES = ("engines", "host", "robustness", "cli", "test_engine.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,3 +66,10 @@ def text_family(tmp_path_factory) -> tiny_models.Family:
     for path in (family.target, family.mid, family.small):
         tokenizer.save_pretrained(path)
     return family
+
+
+@pytest.fixture
+def as_on_gpus(monkeypatch) -> None:
+    """Engines draft by fixed schedules, of which the host reads nothing."""
+    monkeypatch.setenv(engines.AS_ON_GPUS, "1")
+    monkeypatch.setattr("vllm_hsd.config.platform.read_on_host", lambda: False)

@@ -10,7 +10,14 @@ from oracle.distributions import chain_distribution
 from oracle.exact import Choices, Table, Tokens, distance, distribution_of, extended
 from oracle.test_program_exact import VERIFIERS, Chosen, proposed
 from support.exact_joint_distribution import chi_square_p_value
-from support.table_distributions import cascade, joint, tables
+from support.table_runner import (
+    OnlineAcceptanceEstimator,
+    TableDrafter,
+    TableRunner,
+    cascade,
+    joint,
+    tables,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -220,8 +227,6 @@ def head_next_to_lookups(served, kind: type):
 def test_lookups_next_to_a_head_take_its_confidences_away():
     from types import SimpleNamespace
 
-    from support.table_runner import TableDrafter, TableRunner
-
     from vllm_hsd.cascade.adaptive_verification import DraftConfidence
     from vllm_hsd.host.cascade_sampler import serve
 
@@ -330,8 +335,6 @@ def test_log_probabilities_of_listed_tokens_are_those_of_admitted_places():
 @pytest.mark.parametrize("longest", [1, 8, 63])
 def test_products_of_confidences_fall_strictly(longest):
     """No two places of a draft are alike, so that none decides for one before it."""
-    from support.table_runner import OnlineAcceptanceEstimator
-
     from vllm_hsd.cascade.adaptive_verification import MOST, BoundedConfidence
 
     cpu = torch.device("cpu")

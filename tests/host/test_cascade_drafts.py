@@ -1,4 +1,4 @@
-"""Cascades on the sampling side of the runner, with tables in the place of models."""
+"""Cascades on the sampling side of vLLM's runner, with tables in the place of models."""
 
 import dataclasses
 import itertools
@@ -10,23 +10,20 @@ import torch
 from support.exact_joint_distribution import chi_square_p_value
 from support.marks import slow
 from support.proposal_states import schedule_of
-from support.table_distributions import cascade, joint, tables
+from support.table_runner import (
+    CascadeSpeculator,
+    DraftModelSpeculator,
+    ProposalState,
+    TableRunner,
+    cascade,
+    joint,
+    tables,
+)
 
 from vllm_hsd.cascade.counters import Count
 
 
-@pytest.fixture(autouse=True)
-def short_matches(monkeypatch):
-    """Each length of a suffix's match is a program, and they are interpreted one after another."""
-    from vllm_hsd.cascade import suffix_lookup
-
-    for bound in ("DEPTH", "HEAD"):
-        monkeypatch.setattr(suffix_lookup, bound, 4)
-
-
 def runner(params, name, **options):
-    from support.table_runner import TableRunner
-
     np.random.seed(0)  # requests without a seed get theirs from it
     target, draft = tables()
     # As long as the widest window of a cascade, so that the first step drafts.
@@ -149,8 +146,6 @@ def test_point_masses_with_a_model_s_row_are_caught(monkeypatch):
 @pytest.mark.timeout(3000)
 def test_rows_of_another_length_are_caught(monkeypatch):
     """Negative control: the verifier reads what the longest drafts of earlier steps left."""
-    from support.table_runner import ProposalState
-
     shortened = ProposalState.shortened
 
     def with_own_rows(self, schedule):
@@ -260,7 +255,6 @@ def test_a_proposal_is_staged_before_prompts_are_read(monkeypatch):
 
 def test_no_encoder_outputs_are_gathered(monkeypatch):
     """Of a multimodal target, which vLLM takes for the model of a lookup."""
-    from support.table_runner import CascadeSpeculator, DraftModelSpeculator
 
     def load(self, target_model):
         self.supports_mm_inputs = True
@@ -295,7 +289,6 @@ def test_prompts_that_leave_a_hole_below_the_window_never_draft(levels, prompt, 
 
 def test_what_is_made_before_the_weights_and_follows_the_configuration(monkeypatch):
     """Sleep mode discards what is allocated with the weights; vLLM may shorten texts later."""
-    from support import table_runner
 
     from vllm_hsd.config.cascade_config import CascadeConfig
 
@@ -313,48 +306,13 @@ def test_what_is_made_before_the_weights_and_follows_the_configuration(monkeypat
         self.max_model_len = vllm_config.model_config.max_model_len  # as in vLLM 0.32
         self.max_num_reqs, self.max_num_tokens, self.dtype = 9, 20, torch.float32
 
-    monkeypatch.setattr(table_runner.DraftModelSpeculator, "__init__", init)
-    drafter = table_runner.CascadeSpeculator(config, torch.device("cpu"))
+    monkeypatch.setattr(DraftModelSpeculator, "__init__", init)
+    drafter = CascadeSpeculator(config, torch.device("cpu"))
     assert drafter.state.rows[0] is None and drafter.state.rows[1].shape[1:] == (4, 7)
     # No more requests than torch.compile covers the tokens of.
     assert drafter.state.batch == 20 // drafter.schedule.longest_query < 9
     config.model_config.max_model_len = 32
     assert drafter.max_model_len == 32
-
-
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}])
-@pytest.mark.parametrize("name", ["two", "lookup", "stock"])
-def test_serving_launches_no_verification_that_the_warm_up_has_not(name, filters, monkeypatch):
-    """What a launch is compiled for: the types of its logits and its compile-time values."""
-    from support.table_runner import TableRunner
-    from support.triton_cpu import kernel_class
-
-    target, draft = tables()
-    params: list[dict] = [filters] * 3
-    stock = name == "stock"
-    served = TableRunner(target, draft, params, length=4) if stock else runner(params, name)
-    launched, run = set(), kernel_class().run
-
-    def record(self, *args, **kwargs):
-        # The filters of a verification have an index of requests, those of a draft have none.
-        filtering = self.fn.__name__ in ("row_bounds_kernel", "threshold_kernel")
-        indexed = filtering and any(arg is True for arg in args)
-        if indexed or self.fn.__name__ in ("row_stats_kernel", "verify_kernel"):
-            options = {key: value for key, value in kwargs.items() if key not in ("grid", "warmup")}
-            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-            types = tuple(t.dtype for t in tensors if t.dtype.is_floating_point)
-            launched.add((self.fn.__name__, types, tuple(sorted(options.items()))))
-        return run(self, *args, **kwargs)
-
-    monkeypatch.setattr(kernel_class(), "run", record)
-    served.runner.rejection_sampler.warm_up(torch.float32, served.drafter.draft_logits)
-    warm = set(launched)
-    launched.clear()
-    served.step()
-    served.step()
-    # A program of several levels verifies too; its graph's capture has compiled that.
-    launched = {each for each in launched if ("MAX_DRAFT", 1) not in each[2]}
-    assert launched and launched <= warm and len(warm) == 2 * 6 + 2
 
 
 def test_counts_of_the_levels():

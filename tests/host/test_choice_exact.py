@@ -1,7 +1,7 @@
 """Exact distribution of steps whose drafts are a lookup's or a model's, whichever is chosen.
 
-The program runs as in `oracle.test_program_exact`; the kernels that choose are interpreted. Two
-steps, so that the second choice goes by what became of the first one, or one step of two rounds.
+The program runs as in `oracle.test_program_exact`; the kernels that choose run. Two steps,
+so that the second choice goes by what became of the first one, or one step of two rounds.
 The past also decides which passes the model runs.
 """
 

@@ -1,4 +1,4 @@
-"""The recursion that serves on a CPU against the reference cascade, on equal uniforms.
+"""The recursion with the kernels against the reference cascade, on equal uniforms.
 
 Whatever levels take part, step after step; caches are those of the levels alone.
 """

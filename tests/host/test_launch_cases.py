@@ -1,11 +1,13 @@
-"""What a runner launches against the launches that tests/kernels compiles."""
+"""What a runner launches is compiled: for GPUs by tests/kernels, before it serves by warm-ups."""
 
 import inspect
+from collections import defaultdict
 
 import pytest
 import torch
 from support import kernel_launches, launch_cases
-from support.table_distributions import cascade, tables
+from support.table_runner import TableRunner, cascade, tables
+from triton.runtime.jit import JITFunction
 
 CASCADES = (
     "one",
@@ -38,54 +40,62 @@ def form(name: str, value):
     return value if name.isupper() else type(value)
 
 
+class Launches:
+    """Our launches: kernels with their arguments by name; they run while `run` is set."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[JITFunction, dict]] = []
+        self.run = False
+
+    def taken(self) -> list[tuple[JITFunction, dict]]:
+        """Those since the last call."""
+        noted, self.noted = self.noted, []
+        return noted
+
+
 @pytest.fixture
-def launched(monkeypatch):
-    """Forms of all launches from here on; they run if the list "runs" is not empty."""
-    from support.triton_cpu import kernel_class
-
-    from vllm_hsd.cascade import suffix_lookup
-
-    # Each length of a match is a program, and they are interpreted one after another.
-    for bound in ("DEPTH", "HEAD"):
-        monkeypatch.setattr(suffix_lookup, bound, 4)
-    found, runs, run = set(), [], kernel_class().run
+def launched(monkeypatch) -> Launches:
+    launches, run = Launches(), JITFunction.run
 
     def record(self, *args, grid, warmup, **kwargs):
         signature = inspect.signature(self.fn)
         given = {key: value for key, value in kwargs.items() if key in signature.parameters}
-        bound = signature.bind(*args, **given).arguments
         if not self.fn.__module__.startswith("vllm."):
-            found.add((self.fn.__name__, *(form(key, value) for key, value in bound.items())))
-        if runs:
+            launches.noted.append((self, signature.bind(*args, **given).arguments))
+        if launches.run:
             run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
-    monkeypatch.setattr(kernel_class(), "run", record)
-    return found, runs
+    monkeypatch.setattr(JITFunction, "run", record)
+    return launches
 
 
-def covered_by(launched, cases) -> set:
-    found, _ = launched
-    found.clear()
+def forms(launched: Launches) -> set:
+    """Of what was launched, each once."""
+    return {
+        (function.__name__, *(form(key, value) for key, value in bound.items()))
+        for function, bound in launched.taken()
+    }
+
+
+def covered_by(launched: Launches, cases) -> set:
+    launched.taken()
     launch_cases.launch(cases)
-    return found.copy()
+    return forms(launched)
 
 
-def served(launched, name: str) -> set:
+def served(launched: Launches, name: str) -> set:
     """Of a step with drafts and without, for requests of every kind."""
-    from support.table_runner import TableRunner
-
-    found, runs = launched
     params = [{"temperature": 0.7}, {"top_p": 0.9}, {"temperature": 0.0}, {"seed": 1}]
     options = {} if name == "stock" else {"prompt_length": 4, "cascade": cascade(name)}
     runner = TableRunner(*tables(), params, length=4, **options)
-    found.clear()
-    runs.append(True)
+    launched.taken()
+    launched.run = True
     for length in (4, 2, 0):
         if name != "stock":
             runner.drafter.asked = length
         runner.step()
-    runs.clear()
-    return found.copy()
+    launched.run = False
+    return forms(launched)
 
 
 @pytest.mark.parametrize("name", (*CASCADES, "stock"))
@@ -118,3 +128,61 @@ def test_a_launch_without_a_case_is_found(launched):
     cases = [case for case in launch_cases.ALL if not getattr(case, "unverified", ())]
     missing = served(launched, "unverified") - covered_by(launched, cases)
     assert {name for name, *_ in missing} == {"commit_unverified_kernel"}
+
+
+# One filtered request with a seed sends the whole batch through vLLM's processing.
+PARAMS = [{"temperature": 0.7}, {"top_p": 0.9}, {"temperature": 0.0}, {"seed": 1}, {}]
+BATCHES = (PARAMS, PARAMS[1:2], [*PARAMS, {"seed": 1, "top_k": 2}])
+
+
+def key(function: JITFunction, name: str, value):
+    """What of an argument Triton's key holds for GPUs; the CPU backend compiles for fewer keys."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), value.data_ptr() % 16 == 0
+    free = function.do_not_specialize or ()
+    if type(value) is not int or name.isupper():
+        return value
+    return "integer" if name in free else (value == 1, value % 16 == 0)
+
+
+@pytest.mark.parametrize("name", (*CASCADES, "stock", "point masses"))
+def test_a_step_launches_what_the_warm_up_has_compiled(launched, name):
+    options = {"keeps_rows": name != "point masses"}
+    if name in CASCADES:
+        options |= {"prompt_length": 4, "cascade": cascade(name)}
+    warm, served = defaultdict(set), defaultdict(set)
+    launched.run = True
+
+    def take(into: dict[str, set]) -> None:
+        for function, bound in launched.taken():
+            keys = ((name, key(function, name, value)) for name, value in bound.items())
+            into[function.__name__].add(tuple(keys))
+
+    for params in BATCHES:
+        # As when an engine starts: no request has been there.
+        runner = TableRunner(*tables(), [{}] * len(params), length=4, **options)
+        launched.taken()
+        sampler = runner.runner.rejection_sampler
+        sampler.warm_up(torch.float32, runner.drafter.draft_logits)
+        take(warm)
+        runner = TableRunner(*tables(), params, length=4, **options)
+        propose = runner.propose
+
+        def after_the_target(*num_tokens, propose=propose):
+            take(served)
+            # What is drafted changes no launch of the target's.
+            launched.run = name not in CASCADES
+            propose(*num_tokens)
+            launched.run = True
+            launched.taken()
+
+        runner.propose = after_the_target
+        for length in (4, 2):
+            if name in CASCADES:
+                runner.drafter.asked = length
+            runner.step()
+    missing = []
+    for kernel, keys in served.items():
+        compiled = set().union(*warm[kernel])
+        missing += [(kernel, sorted(set(k) - compiled, key=str)) for k in keys - warm[kernel]]
+    assert served and not missing

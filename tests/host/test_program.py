@@ -1,6 +1,6 @@
-"""The program against the host's cascade, on equal uniforms; its kernels as plain references.
+"""The program against the reference cascade, on equal uniforms; its kernels as plain references.
 
-tests/kernels/test_program_kernels.py runs the same with the kernels under the interpreter.
+tests/kernels/test_program_kernels.py runs the same with the kernels.
 """
 
 import numpy as np

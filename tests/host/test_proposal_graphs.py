@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.marks import slow
-from support.table_distributions import cascade, table, tables
+from support.table_runner import TableRunner, cascade, table, tables
 
 from vllm_hsd.cascade.counters import Count
 
@@ -16,8 +16,6 @@ PARAMS = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}, {"temperature":
 
 
 def runner(params=PARAMS, levels: int = 2, length: int = 3, adapts: bool = False, **keys):
-    from support.table_runner import TableRunner
-
     np.random.seed(0)  # requests without a seed get theirs from it
     target, draft = tables()
     middle = {"model": target + 0.4 * table(2, len(target), 1.0)}
@@ -30,9 +28,7 @@ def runner(params=PARAMS, levels: int = 2, length: int = 3, adapts: bool = False
 @pytest.fixture
 def captured(monkeypatch):
     """Gives a runner's cascade graphs for at most 4 requests."""
-    from support import recorded_graph, triton_cpu
-
-    triton_cpu.prepare_vllm()
+    from support import recorded_graph
     from vllm.v1.worker.gpu import cudagraph_utils
 
     from vllm_hsd.host.graphs import ProposalGraphs
@@ -116,7 +112,6 @@ def test_passes_that_no_request_wants_are_skipped(checks, captured):
     steps later its passes run.
     """
     from support.recorded_graph import RecordedGraph
-    from support.table_runner import TableRunner
 
     from vllm_hsd.budget.trials import Trials
 
@@ -155,7 +150,6 @@ def test_passes_that_no_request_wants_are_skipped(checks, captured):
 )
 def test_graphs_of_other_cascades(captured, name):
     """A replay after a check without the graph begins with the thresholds of before."""
-    from support.table_runner import TableRunner
 
     def runner():
         np.random.seed(0)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from oracle.distributions import chain_distribution
 from support.exact_joint_distribution import next_token_distribution
-from support.table_distributions import CASES, tables
+from support.table_runner import CASES, TableRunner, tables
+from triton.runtime.jit import JITFunction
 
 from vllm_hsd.cascade.schedule import DRAWS_PER_LENGTH
 from vllm_hsd.errors import UserError
@@ -20,8 +21,6 @@ from vllm_hsd.rules.rng import host_uniforms
 
 def runner(params, **options):
     """Requests without a seed get theirs from numpy, always the same here."""
-    from support.table_runner import TableRunner
-
     np.random.seed(0)
     target, draft = tables()
     return TableRunner(target, options.pop("draft", draft), params, length=3, **options)
@@ -163,12 +162,10 @@ def test_drafts_are_filtered_as_their_request():
 
 def test_the_verifier_is_given_the_logsumexps_of_kept_rows(monkeypatch):
     """So a verification takes 3 launches and does not read a proposal row to normalize it."""
-    from support.triton_cpu import kernel_class
-
     from vllm_hsd.host import sampler
 
     given, launches, verify = [], [], sampler.verify_chain_padded
-    run = kernel_class().run
+    run = JITFunction.run
 
     def counted(target, draft, *args, **options):
         given.append((draft, options["draft_lse"]))
@@ -178,7 +175,7 @@ def test_the_verifier_is_given_the_logsumexps_of_kept_rows(monkeypatch):
         return result
 
     monkeypatch.setattr(
-        kernel_class(), "run", lambda *args, **keys: launches.append(1) or run(*args, **keys)
+        JITFunction, "run", lambda *args, **keys: launches.append(1) or run(*args, **keys)
     )
     monkeypatch.setattr(sampler, "verify_chain_padded", counted)
     served = runner([{"temperature": 0.7}] * 2)
@@ -313,9 +310,6 @@ def drawing(speculator: type) -> set[str]:
 
 def test_of_every_drafter_of_vllm_it_is_known_how_it_draws():
     """One that a release adds, or changes, is kept out by name until it is read."""
-    from support import triton_cpu
-
-    triton_cpu.prepare_vllm()
     import vllm.v1.worker.gpu.spec_decode as package
     from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 

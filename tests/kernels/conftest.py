@@ -1,33 +1,29 @@
-"""Kernel tests run compiled: for a CPU (`vllm_hsd.kernels.cpu_backend`), or on a GPU.
+"""Kernels run compiled: for a CPU (`vllm_hsd.kernels.cpu_backend`) with its checks, or on a GPU."""
 
-With TRITON_INTERPRET=1 they are interpreted: `make test-slow` does so with those marked `interpret`
-or `interpret_only`.
-"""
-
-import warnings
 from collections.abc import Iterator
 
 import pytest
 from support import triton_cpu
+from triton import knobs
 
 triton_cpu.install()
 triton_cpu.check_programs()
 
-if triton_cpu.INTERPRETED:
-    from support.sanitizer import recorded_faults
 
-    warnings.filterwarnings("ignore", category=RuntimeWarning)
+if knobs.runtime.interpret:
+    from support.warp_races import recorded_races
 
     @pytest.fixture(autouse=True)
-    def no_faults() -> Iterator[None]:
-        """Fail where an interpreted kernel has races or wrong addresses."""
-        with recorded_faults() as found:
+    def no_races() -> Iterator[None]:
+        """Fail where warps of an interpreted kernel race."""
+        with recorded_races() as found:
             yield
         assert found == set()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    triton_cpu.skip_what_cannot_run(item)
+    if item.get_closest_marker("interpreted") and not knobs.runtime.interpret:
+        pytest.skip("needs TRITON_INTERPRET=1: test_every_kernel.py runs it")
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def chosen_of(first, offers, values):
     return rows
 
 
-@pytest.mark.interpret
+@pytest.mark.every_kernel
 def test_the_next_best_offers_with_other_first_tokens_become_branches():
     rng = np.random.default_rng(0)
     batch, sources, slots = 12, 4, 12
@@ -90,6 +90,7 @@ def test_the_next_best_offers_with_other_first_tokens_become_branches():
     assert all((values[batch] == GUARD).all() for values in found)
 
 
+@pytest.mark.every_kernel
 @pytest.mark.parametrize("sizes", [(4,), (16, 64)])
 def test_a_flat_list_has_a_root_before_every_branch_within_its_blocks(sizes):
     rng = np.random.default_rng(len(sizes))
@@ -140,7 +141,7 @@ def test_a_flat_list_has_a_root_before_every_branch_within_its_blocks(sizes):
     assert (out[:batch, width:] == GUARD).all() and (out[batch] == GUARD).all()
 
 
-@pytest.mark.interpret
+@pytest.mark.every_kernel
 @pytest.mark.parametrize("size", [4, 64])
 def test_rows_lie_where_the_plain_layout_has_them(size):
     """Lists of whole rows and cut ones, requests without branches and without a proposal."""

@@ -72,7 +72,7 @@ def assert_equal(found, expected):
         assert values.tolist() == wanted.tolist(), name
 
 
-@pytest.mark.interpret
+@pytest.mark.every_kernel
 @pytest.mark.parametrize("filtered", [False, True], ids=["whole rows", "filtered"])
 def test_equals_the_plain_rule(filtered, small_blocks, monkeypatch):
     batch = make_branches(15)

@@ -26,7 +26,7 @@ def whole_draft_accepted():
 
 
 # Rows read once: K target rows of 2 bytes; with what else the case needs.
-@pytest.mark.interpret_only
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("case", "rows"),
     [("accepted", 12), ("accepted, no lse", 22), ("rejected", 14), ("greedy", 12), ("one-hot", 12)],

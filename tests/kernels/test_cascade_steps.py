@@ -19,7 +19,7 @@ from support.proposal_walk import walk
 from vllm_hsd.cascade import cascade_steps, lookups
 
 
-@pytest.mark.interpret
+@pytest.mark.every_kernel
 @pytest.mark.parametrize(
     ("lengths", "lookup", "unverified", "horizontal", "seed"),
     [
@@ -102,6 +102,7 @@ def test_ngram_matches_of_vllm(seed, monkeypatch):
         assert state.end[b] == end + count
 
 
+@pytest.mark.every_kernel
 def test_bigram_chains_end_where_there_is_no_successor():
     schedule = schedule_of(3, 8, lookup=True)
     guarded = GuardedState(schedule, 6, lookup=True)

@@ -39,7 +39,7 @@ def outcomes_of(token_ids, num_accepted):
 @pytest.mark.parametrize(
     ("method", "requests", "rejected"),
     [
-        # An interpreted request costs 50 ms: the fast form tells other rules apart less clearly.
+        # Few requests tell other rules apart less clearly.
         ("block", 250, KEPT),
         pytest.param("block", 700, REJECTED, marks=pytest.mark.slow),
         pytest.param("standard", 150, REJECTED, marks=pytest.mark.slow),

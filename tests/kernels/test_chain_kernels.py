@@ -1,4 +1,4 @@
-"""Chain kernels against the reference, under the interpreter, and their contract."""
+"""Chain kernels against the reference, and their contract."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def assert_matches(batch, result, **options):
     )
 
 
-@pytest.mark.interpret
+@pytest.mark.every_kernel
 @pytest.mark.parametrize("rows", ["rows", "lse", "one-hot"])
 @pytest.mark.parametrize("method", chain_verify.METHODS)
 def test_random_rows(method, rows, small_blocks):

@@ -61,7 +61,7 @@ def copied(caches, sources, targets):
         cache[torch.from_numpy(targets).long()] = cache[torch.from_numpy(sources).long()].clone()
 
 
-@pytest.mark.interpret
+@pytest.mark.every_kernel
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_copies_are_those_of_the_layout(block_size):
     group, rows, tables, blocks, rng = batch(block_size, seed=block_size)

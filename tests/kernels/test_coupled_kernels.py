@@ -57,7 +57,7 @@ def test_a_drafter_draws_the_token_of_plain_vllm(dtype):
     assert (token != other).sum() > 20
 
 
-@pytest.mark.interpret
+@pytest.mark.every_kernel
 def test_filtered_rows_are_drawn_from_alike():
     g = torch.Generator().manual_seed(1)
     logits = torch.randn(40, V, generator=g) * 2

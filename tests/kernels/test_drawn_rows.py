@@ -1,4 +1,4 @@
-"""Several drawn drafts of a request on the layout of the V2 runner, against the plain rule."""
+"""Several drawn drafts of a request on vLLM's layout, against the plain rule."""
 
 import numpy as np
 import pytest
@@ -94,7 +94,7 @@ def assert_equal(found, wanted: list) -> None:
         assert (int(found.num_accepted[i]), int(found.winner[i])) == (own.accepted, own.winner)
 
 
-@pytest.mark.interpret
+@pytest.mark.every_kernel
 @pytest.mark.parametrize("filtered", [False, True], ids=["whole rows", "filtered"])
 def test_equals_the_plain_rule(filtered, small_blocks, monkeypatch):
     batch = make_rows(30, 3, 3, 70)

@@ -58,6 +58,7 @@ def assert_equal(one: DeviceThresholds, other: DeviceThresholds) -> None:
         torch.testing.assert_close(mine, theirs, equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.every_kernel
 @pytest.mark.parametrize("seed", range(6))
 def test_every_op_ends_drafts_as_its_reference(seed):
     """Drafts, verifications and levels that pass on, over several chunks of a row."""
@@ -90,7 +91,7 @@ def test_every_op_ends_drafts_as_its_reference(seed):
     assert ended
 
 
-@pytest.mark.interpret
+@pytest.mark.every_kernel
 def test_entropies_of_horizontal_tokens_are_passed_on():
     state, g = random_state(schedule_of(2, 3, 7), 3)
     thresholds = random_thresholds(state, [True, False, True], g)
@@ -121,7 +122,7 @@ def test_entropies_of_rows_of_several_chunks(vocabulary):
     torch.testing.assert_close(found[known], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.interpret
+@pytest.mark.every_kernel
 @pytest.mark.parametrize("seed", range(4))
 def test_what_the_target_rejects_moves_the_threshold_of_its_drafter(seed):
     schedule = schedule_of(2, 3, 7)

@@ -30,7 +30,7 @@ def batch(vocab_size, dtype=torch.float32, rows=40, seed=0, spread=3.0):
     return logits.to(dtype), temperature, Filters(top_k, top_p, min_p)
 
 
-@pytest.mark.interpret
+@pytest.mark.every_kernel
 @pytest.mark.parametrize("candidates", [4096, 8], ids=["gathered", "whole rows"])
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"), [(1, torch.float32), (31, torch.bfloat16), (700, torch.float32)]
@@ -75,7 +75,7 @@ def test_flat_rows_have_the_references_threshold(sampled, monkeypatch):
         )
 
 
-@pytest.mark.interpret_only
+@pytest.mark.interpreted
 def test_few_loads_of_a_flat_row_depend_on_each_other():
     """Those of the program that ends last: the others of its row are done by then."""
     logits, one = flat(1, 151936).bfloat16(), torch.ones(1)

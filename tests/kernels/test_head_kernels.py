@@ -71,6 +71,7 @@ def step_of(seed: int, num_reqs: int) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.every_kernel
 @pytest.mark.parametrize("num_reqs", [1, 5, BATCH])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_step_of_the_target_is_read_as_by_its_reference(seed, num_reqs):
@@ -95,6 +96,7 @@ def test_a_step_of_the_target_is_read_as_by_its_reference(seed, num_reqs):
     assert (inputs.last < BATCH * QUERY).all() and (inputs.last >= 0).all()
 
 
+@pytest.mark.every_kernel
 @pytest.mark.parametrize("chunk", [4, 1024])
 def test_tokens_after_those_of_a_step(chunk, monkeypatch):
     monkeypatch.setattr(head_steps, "TOKEN_CHUNK", chunk)
@@ -108,6 +110,7 @@ def test_tokens_after_those_of_a_step(chunk, monkeypatch):
     assert (found[:-2] >= 0).all() and (found[-2:] == -1).all()
 
 
+@pytest.mark.every_kernel
 @pytest.mark.parametrize("seed", range(3))
 def test_an_entry_of_a_drafted_token_is_placed_as_by_its_reference(seed):
     """Of committed tokens too, and of requests that draft nothing or are done."""

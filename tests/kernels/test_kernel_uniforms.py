@@ -23,7 +23,7 @@ def _uniform_kernel(out_ptr, seed_ptr, draw_ptr, stream, LANES: tl.constexpr):
     tl.store(out_ptr + lane, u)
 
 
-@pytest.mark.interpret
+@pytest.mark.every_kernel
 @pytest.mark.parametrize(("seed", "draw"), [(0, 0), (-1, 2**32 - 3), (2**62 + 12345, 2**45)])
 def test_kernel_and_package_draw_the_same_uniforms(seed, draw):
     drawn = torch.full((8,), float("nan"), dtype=torch.float64)

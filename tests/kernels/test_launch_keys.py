@@ -3,7 +3,6 @@
 import pytest
 from support import kernel_builds, kernel_launches, launch_cases
 
-pytestmark = pytest.mark.compiled
 BATCHES = (1, 2, 3, 4, 5, 8, 16)
 
 

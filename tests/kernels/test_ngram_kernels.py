@@ -82,7 +82,7 @@ def test_rows_are_those_of_the_host_s_model(
                 )
 
 
-@pytest.mark.interpret
+@pytest.mark.every_kernel
 def test_a_single_weight_of_the_own_text_is_seen(monkeypatch):
     """Negative control of the comparison above."""
     store = store_of(0, 70, 600)
@@ -100,7 +100,7 @@ def test_a_single_weight_of_the_own_text_is_seen(monkeypatch):
     assert (found / expected - 1).abs().max() > 1e-2
 
 
-@pytest.mark.interpret_only
+@pytest.mark.interpreted
 def test_few_loads_of_a_draft_token_depend_on_each_other():
     """Those of the longest program of each kernel, after the commonest token of a long text.
 

@@ -1,4 +1,4 @@
-"""The program with its kernels under the interpreter, against the host's cascade."""
+"""The program with its kernels, against the reference cascade."""
 
 import numpy as np
 import pytest

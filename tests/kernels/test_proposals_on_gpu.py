@@ -1,4 +1,4 @@
-"""The kernels between forward passes on a GPU; `test_cascade_steps.py` interprets the same."""
+"""The kernels between forward passes on a GPU; `test_cascade_steps.py` has the same on a CPU."""
 
 import pytest
 from support.marks import DEVICE, TOY, on_gpu

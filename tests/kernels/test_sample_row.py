@@ -1,10 +1,11 @@
-"""sample_row against the reference, under the interpreter, and its contract."""
+"""sample_row and keep_rows against plain code, and their contract."""
 
 import pytest
 import torch
 from support import kernel_reference as reference
 from support.kernel_batches import UNUSABLE_ROWS, plain_vllm_tokens
 
+from vllm_hsd.kernels.keep_rows import keep_rows
 from vllm_hsd.kernels.sample_row import sample_row
 
 INF = float("inf")
@@ -29,7 +30,7 @@ def _batch(vocab_size, dtype, seed=0):
     return logits.to(dtype), temperature, seeds, torch.arange(12) + 2**33
 
 
-@pytest.mark.interpret
+@pytest.mark.every_kernel
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("vocab_size", [1, 31, 2048])
 def test_matches_reference(vocab_size, dtype, small_blocks):
@@ -42,6 +43,25 @@ def test_matches_reference(vocab_size, dtype, small_blocks):
     assert lse.isfinite().equal(valid)
     assert token[[3, 4, 5, 6, 10]].tolist() == [0, 0, 0, 0, 0]
     assert token[8] == vocab_size - 1
+
+
+@pytest.mark.every_kernel
+@pytest.mark.parametrize("shared_column", [False, True])
+def test_rows_are_kept_where_the_verifier_finds_them(shared_column):
+    """But for greedy rows and those without a slot; what a filter leaves out is -inf."""
+    logits, lse = torch.randn(4, 5000), torch.randn(4)
+    temperature, thresholds = torch.tensor([0.5, 2, 0, 1]), torch.tensor([-INF, 0.1, 0, 0])
+    slots, columns = torch.tensor([3, 0, 1, -1]), torch.tensor([1, 0, 1, 0])
+    if shared_column:
+        columns = columns[0]
+    kept, kept_lse = torch.zeros(4, 2, 5000), torch.zeros(4, 2)
+    expected, expected_lse = kept.clone(), kept_lse.clone()
+    for row, (slot, column) in enumerate(zip([3, 0], columns.expand(4).tolist(), strict=False)):
+        outside = logits[row] / temperature[row] < thresholds[row]
+        expected[slot, column] = logits[row].masked_fill(outside, -INF)
+        expected_lse[slot, column] = lse[row]
+    keep_rows(kept, kept_lse, logits, lse, temperature, thresholds, slots, columns)
+    assert kept.equal(expected) and kept_lse.equal(expected_lse)
 
 
 @pytest.mark.parametrize("kind", list(UNUSABLE_ROWS))

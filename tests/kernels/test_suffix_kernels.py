@@ -43,7 +43,7 @@ def shared_of(outputs, limit) -> SharedOutputs:
     return shared
 
 
-@pytest.mark.interpret
+@pytest.mark.every_kernel
 def test_a_ring_of_shared_outputs(monkeypatch):
     """The oldest are overwritten, an end follows each, an output longer than the ring is cut."""
     monkeypatch.setattr(shared_outputs, "COPY_CHUNK", 4)
@@ -92,6 +92,7 @@ def test_drafts_end_before_unlikely_tokens(min_acceptance):
     assert any(counts) == (min_acceptance < 1)
 
 
+@pytest.mark.every_kernel
 def test_what_has_no_continuation():
     """Texts shorter than any match, the end of the store, tokens outside the vocabulary."""
     one, many = store_of([5]), store_of([1, 2, 3], [99], [3, 4])

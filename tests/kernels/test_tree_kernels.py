@@ -1,4 +1,4 @@
-"""Tree kernels against the reference, under the interpreter, and their contract."""
+"""Tree kernels against the reference, and their contract."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def assert_matches(batch, **options):
     return result
 
 
-@pytest.mark.interpret
+@pytest.mark.every_kernel
 @pytest.mark.parametrize("kind", ["iid", "without replacement", "one-hot"])
 def test_random_trees(kind, small_blocks):
     batch = make_trees(5, 70, kind)

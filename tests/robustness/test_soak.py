@@ -151,7 +151,7 @@ def test_a_soak_of_other_levels(text_family, other_cascades, requests, tmp_path,
 @pytest.mark.slow
 @pytest.mark.timeout(3 * LONG + 3600)
 @pytest.mark.parametrize("name", ["three levels", "adaptive"])
-def test_a_long_soak_beside_plain_vllm(
+def test_a_long_soak_next_to_plain_vllm(
     text_family, bigram, other_cascades, requests, tmp_path, name
 ):
     """Two servers at once: after the first half, memory grows no faster than plain vLLM's.

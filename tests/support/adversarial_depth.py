@@ -53,11 +53,6 @@ def install_free_drafts_and_forget_holes() -> None:
     _forget_holes()
 
 
-def install_nothing_pays() -> None:
-    """No level drafts."""
-    DraftBudget.prices = lambda self, *_: Prices(self.free.verify, self.free.forward, StepLevels())
-
-
 def _forget_holes() -> None:
     from vllm_hsd.cascade.filled_blocks import FilledBlocks
 

@@ -1,4 +1,4 @@
-"""What several drawn drafts of an engine on the V2 runner come to, and faults of them.
+"""What several drawn drafts of an engine come to, and faults of them.
 
 What is called here runs in the engine's process.
 """

@@ -42,10 +42,46 @@ ENGINE_DEFAULTS = {
     "kv_cache_memory_bytes": 64 << 20,
 }
 LOG_CHARACTERS, MAX_STEPS = 6000, 2000
+# Variable: proposals of which the host reads nothing, on a CPU too.
+AS_ON_GPUS = "HSD_AS_ON_GPUS"
+
+PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(3 + 9 * i)] for i in range(4)]
+GREEDY = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
+JOBS = {
+    "mixed": {
+        "prompts": PROMPTS,
+        "params": [
+            GREEDY,
+            {**GREEDY, "temperature": 0.7, "logprobs": 2},
+            {**GREEDY, "temperature": 1},
+            {**GREEDY, "temperature": 1.3},
+        ],
+    },
+    "joining": {"prompts": PROMPTS, "params": GREEDY, "arrive": [0, 2, 3, 5]},
+}
+
+_FILTERED = (
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.0},
+    {"temperature": 1.2, "top_k": 12, "min_p": 0.02},
+    {"temperature": 0.7, "presence_penalty": 0.5, "logprobs": 1},
+)
+_SEEDED = [{**GREEDY, "seed": 11 * i, **given} for i, given in enumerate(_FILTERED)]
+# Sampled requests with seeds and filters, all at once and one by one.
+SEEDED_JOBS = {
+    "together": {"prompts": PROMPTS, "params": _SEEDED},
+    "joining": {"prompts": PROMPTS, "params": _SEEDED, "arrive": [0, 2, 3, 5]},
+}
 
 
 def run_engine(
-    engine: dict, jobs: dict[str, dict], *, patch: str | None = None, env=None, work=None
+    engine: dict,
+    jobs: dict[str, dict],
+    *,
+    patch: str | None = None,
+    env=None,
+    forks: bool = True,
+    work=None,
 ) -> dict:
     """Start an engine, run the jobs one after the other, and return name -> result of `run_job`.
 
@@ -56,19 +92,26 @@ def run_engine(
             "adapters": [directory of a LoRA adapter or None], or "priority": [int].
         patch: "module:function", called in the process before the engine starts.
         env: environment variables in addition to ENVIRONMENT.
+        forks: False: a new process, whose libraries read `env` at import.
         work: called with the engine and the jobs in the place of `run_jobs`.
 
     Raises:
         RuntimeError: the process failed; the message ends with its log.
     """
-    with started(engine, patch=patch, env=env) as process:
+    with started(engine, patch=patch, env=env, forks=forks) as process:
         return process.call(work or run_jobs, jobs)
 
 
 @contextlib.contextmanager
-def started(engine: dict, *, patch: str | None = None, env=None) -> Iterator[EngineProcess]:
-    """The process of an engine, which loads with the first call; arguments as for `run_engine`."""
-    options = {**forked(env), "prepare": functools.partial(prepare, patch)}
+def started(
+    engine: dict, *, patch: str | None = None, env=None, forks: bool = True
+) -> Iterator[EngineProcess]:
+    """The process of an engine, which loads with the first call; arguments as for `run_engine`.
+
+    With the variable AS_ON_GPUS it drafts by fixed schedules.
+    """
+    options = forked(env) if forks else {"environment": {**ENVIRONMENT, **(env or {})}}
+    options["prepare"] = functools.partial(prepare, patch, AS_ON_GPUS in os.environ)
     engine = {**ENGINE_DEFAULTS, **engine}
     with logged() as log, EngineProcess(engine, log=log, **options) as process:
         yield process
@@ -111,10 +154,14 @@ def logged() -> Iterator[Path]:
             raise RuntimeError(f"{error}\n{tail}") from error
 
 
-def prepare(patch: str | None) -> None:
+def prepare(patch: str | None, as_on_gpus: bool = False) -> None:
     """Called in an engine's process before it starts."""
     # vLLM unfreezes and collects all objects at the end of an engine, which is that of its process.
     gc.unfreeze = lambda: None
+    if as_on_gpus:
+        from vllm_hsd.config import platform
+
+        platform.read_on_host = lambda: False
     apply_patch(patch)
 
 
@@ -293,3 +340,19 @@ def _counters(llm) -> dict[str, float]:
     names += ("external_prefix_cache_hits",)
     found = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     return {name: found.get(f"vllm:{name}", 0) for name in names}
+
+
+def run_seeded(
+    target: str, speculative_config: dict | None = None, patch: str | None = None
+) -> tuple[dict[str, list[list[int]]], dict]:
+    """Serve SEEDED_JOBS.
+
+    Returns:
+        (tokens of each request by job, counters of the first job).
+    """
+    engine = {"model": target, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    if speculative_config is not None:
+        engine["speculative_config"] = speculative_config
+    found = run_engine(engine, SEEDED_JOBS, patch=patch)
+    texts = {job: ids(result) for job, result in found.items()}
+    return texts, found["together"]["counters"]

@@ -1,4 +1,4 @@
-"""A choice between a lookup and a head of the V2 runner by the last token, and a fault of it."""
+"""A choice between a lookup and a head by the last token, and a fault of it."""
 
 import torch
 

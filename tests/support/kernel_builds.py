@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import pkgutil
 import re
 import subprocess
 import tempfile
@@ -17,6 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.errors import PTXASError
 from triton.runtime.jit import JITFunction
+
+from vllm_hsd import kernels
 
 _NARROW_LOAD = re.compile(r"ld\.global\S*\.[bu]16\s")
 _ACCESS = r"{}\.global\S*?(?:\.v(\d))?\.[bsuf](\d+)\s"
@@ -66,6 +70,18 @@ class Builds:
 
     built: dict[str, Build] = field(default_factory=dict)
     failed: dict[tuple[str, str], None] = field(default_factory=dict)
+
+
+def kernels_of_package() -> set[str]:
+    """Names of all kernels that `kernels/` launches."""
+    names = [name for _, name, package in pkgutil.iter_modules(kernels.__path__) if not package]
+    modules = [importlib.import_module(f"{kernels.__name__}.{name}") for name in names]
+    return {
+        name
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction) and name.endswith("_kernel")
+    }
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vllm_hsd.budget.source_choice import Estimates, SourcesLookup
-from vllm_hsd.cascade import cascade_steps
+from vllm_hsd.cascade import cascade_steps, several_drafts
 from vllm_hsd.cascade.entropy_stopping import DeviceThresholds, observe_target
 from vllm_hsd.cascade.head_steps import HeadInputs, next_tokens, place_entry, read_step
 from vllm_hsd.cascade.level import LevelOptions
@@ -37,6 +37,7 @@ from vllm_hsd.kernels.copy_blocks import (
     copy_from_winners,
     copy_to_branches,
 )
+from vllm_hsd.kernels.drawn_rows import verify_drawn_rows
 from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
 from vllm_hsd.kernels.keep_rows import keep_rows
 from vllm_hsd.kernels.sample_row import sample_row
@@ -44,6 +45,8 @@ from vllm_hsd.kernels.tree_verify import MAX_NODES, verify_tree
 
 # Requests of a launch; the number changes nothing but the grid.
 _BATCH = 3
+# Of a model that draws several drafts.
+_SLOTS, _LONGEST = 256, 40960
 
 
 @dataclass(frozen=True)
@@ -419,6 +422,75 @@ class Trees:
         for rows, replacement in ((target, True), (target, False), (None, True)):
             inputs = _floats(_BATCH), _longs(_BATCH), _longs(_BATCH)
             verify_tree(target, rows, tree, tree, *inputs, replacement=replacement)
+
+
+@dataclass(frozen=True)
+class SeveralDrafts:
+    """A model that draws several drafts: the proposal, and the verification of sampled requests."""
+
+    rows: int = 4
+    length: int = 8
+    dtype: torch.dtype = torch.bfloat16
+    vocab_size: int = 151936
+
+    def launch(self) -> None:
+        """Launch what a step does."""
+        schedule = compile_schedule([LevelOptions(self.length)], drafts=self.rows)
+        state = ProposalState.allocate(
+            schedule,
+            batch=8,
+            max_num_reqs=_SLOTS,
+            vocab_size=self.vocab_size,
+            dtypes=[self.dtype],
+            num_kv_groups=1,
+            device=torch.device("meta"),
+        )
+        kept = several_drafts.SeveralDrafts.allocate(state, self.rows, [2, 4, 8], most=4)
+        bucket = state.bucket(4)
+        cascade_steps.stage(
+            bucket,
+            schedule,
+            index=_empty(_BATCH),
+            text=_empty(_SLOTS, _LONGEST),
+            length=_empty(_SLOTS),
+            num_sampled=_empty(_BATCH),
+            temperature=_floats(_SLOTS),
+            **_filters(_SLOTS)._asdict(),
+            seeds=_longs(_SLOTS),
+            scales=_floats(1),
+            max_model_len=_LONGEST,
+        )
+        groups = KVGroups(_empty(1, dtype=torch.uint64), _longs(1), _empty(1))
+        for drawn in (schedule, schedule.with_one_draft()):
+            several_drafts.SeveralDraftsProgram(
+                drawn, [self], ["block"], groups, _LONGEST, kept=kept
+            ).run(bucket)
+        inputs = _BATCH * self.rows * (self.length + 1)
+        padded = -(-self.vocab_size // 64) * 64
+        # The model's own logits; those of a padded head; with all sampling parameters applied.
+        for dtype, width in ((self.dtype, self.vocab_size), (self.dtype, padded), (None, padded)):
+            target = _empty(inputs, width, dtype=dtype or torch.float32)[:, : self.vocab_size]
+            for thresholds in (None, _floats(inputs)) if dtype else (None,):
+                chain = bucket.rows[0]
+                assert chain is not None
+                verify_drawn_rows(
+                    target,
+                    chain,
+                    kept.rows,
+                    _empty(inputs),
+                    _empty(_BATCH + 1),
+                    _empty(_BATCH, self.rows),
+                    _empty(_BATCH),
+                    *(_floats(_BATCH) for _ in range(2)),
+                    *(_longs(_BATCH) for _ in range(2)),
+                    thresholds=thresholds,
+                )
+
+    in_target_cache = False
+
+    def forward(self, state: ProposalState, op, num_logits: int) -> torch.Tensor:
+        """Logits of a model that computes nothing."""
+        return _empty(state.batch * num_logits, self.vocab_size, dtype=self.dtype)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

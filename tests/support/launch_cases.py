@@ -9,8 +9,7 @@ import torch
 from vllm_hsd.kernels.chain_verify import METHODS
 from vllm_hsd.kernels.tree_verify import MAX_NODES
 
-from .drawn_launches import SeveralDrafts
-from .kernel_launches import Branches, Cascade, StockDrafter, Trees
+from .kernel_launches import Branches, Cascade, SeveralDrafts, StockDrafter, Trees
 
 # The fast suite's, in the shapes of Qwen3, one length for all: each launches a kernel of its own.
 SHORT = (

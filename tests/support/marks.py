@@ -13,7 +13,6 @@ DEVICE = "cpu" if TOY else "cuda"
 on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not TOY and not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.compiled,
 ]
 needs_graphs = pytest.mark.skipif(TOY, reason="a CPU has no CUDA graphs")
 

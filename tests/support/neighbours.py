@@ -50,7 +50,7 @@ GREEDY = {"temperature": 0, "max_tokens": 28, "ignore_eos": True}
 SEEDED = {**GREEDY, "temperature": 1, "seed": 7}
 NEWLINE = tokens("\n")[0]
 RARE: dict[str, dict] = {
-    # Where an end falls in a draft, and whether behind it, depends on the text.
+    # Where an end falls in a draft, and whether after it, depends on the text.
     **{f"budget {n}": {"thinking_token_budget": len(LOOP) + n} for n in range(1, 21)},
     # Leaves a row to another request with its thinking under way.
     "budget that is not spent": {"thinking_token_budget": len(LOOP) + 14, "max_tokens": 6},
@@ -72,7 +72,7 @@ def job(rare: dict, place: int, params: dict = GREEDY) -> dict:
     """Nine requests, two of them rare, of which six run at once.
 
     Args:
-        rare: parameters of the two beside GREEDY.
+        rare: parameters of the two in addition to GREEDY.
         place: of the first one; the second comes three later.
         params: of the others, every second of which has log-probabilities.
     """

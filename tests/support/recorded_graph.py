@@ -11,9 +11,9 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from support.triton_cpu import kernel_class
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from triton.runtime.jit import JITFunction
 
 aten = torch.ops.aten
 HOST_READS = (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default)
@@ -69,7 +69,7 @@ def _tensors(tree) -> list[torch.Tensor]:
 @contextlib.contextmanager
 def capture(graph: RecordedGraph, *_args, **_kwargs):
     """In the place of `torch.cuda.graph`."""
-    kernels = kernel_class()
+    kernels = JITFunction
     launch = kernels.run
 
     def run(self, *args, **kwargs):
@@ -131,7 +131,7 @@ def plan_again(builder, metadata) -> None:
 
 
 def serve() -> None:
-    """A patch for engines on the V2 runner: their cascades draft by recorded graphs alone.
+    """A patch for engines: their cascades draft by recorded graphs alone.
 
     The CPU's attention plans its work on the host; here it makes a new plan where a GPU's attention
     refreshes its own, so that the plan is part of the graph.

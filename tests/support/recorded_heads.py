@@ -1,4 +1,4 @@
-"""Patches for engines on the V2 runner with a head: its drafts are noted; faults."""
+"""Patches for engines with a head: its drafts are noted; faults."""
 
 from typing import Any
 from unittest import mock
@@ -36,7 +36,7 @@ def install() -> None:
     ProgramHead.forward = recorded
 
 
-def run_beside_vllm(llm, jobs: dict[str, dict]) -> tuple[dict, dict]:
+def run_with_vllm_drafter(llm, jobs: dict[str, dict]) -> tuple[dict, dict]:
     """The jobs, and drafts of vLLM's own drafter, which may be next to lookups.
 
     Of greedy requests: text -> (draft, whether it is the head's).

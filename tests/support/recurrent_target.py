@@ -1,7 +1,7 @@
 """A tiny target with recurrent layers (a Granite 4 with Mamba-2), and a drafter without any.
 
 vLLM's layers for CPUs lose the state when tokens are rejected. `use_kernels` gives the target the
-Triton kernels that GPUs run, which are interpreted here.
+Triton kernels that GPUs run.
 """
 
 import importlib.util
@@ -73,13 +73,13 @@ def use_kernels() -> None:
 
     update = _for_gpus("mamba_ssm").selective_state_update
 
-    class Interpreted(ssu_dispatch.TritonSSUBackend):
+    class OfGpus(ssu_dispatch.TritonSSUBackend):
         def __init__(self, config):
             super().__init__(config)
             self._kernel = update
 
     for name in ssu_dispatch._BACKEND_REGISTRY:
-        ssu_dispatch._BACKEND_REGISTRY[name] = Interpreted
+        ssu_dispatch._BACKEND_REGISTRY[name] = OfGpus
     mamba_mixer2.causal_conv1d_update = _for_gpus("causal_conv1d").causal_conv1d_update
     level_checks.current_platform = mock.Mock(is_cpu=bool)
 

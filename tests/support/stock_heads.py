@@ -1,4 +1,4 @@
-"""Tiny checkpoints for drafters of vLLM's own that are parts of models: EAGLE, Medusa, MTP.
+"""Tiny checkpoints for drafters of vLLM's own that are parts of models: EAGLE, MTP.
 
 They are random but for what they share with their target, so they guess badly: enough to see that
 what they draft is verified.
@@ -24,26 +24,6 @@ def write_eagle_head(target: str, directory: Path) -> str:
     torch.manual_seed(0)
     head["fc.weight"] = torch.cat([torch.eye(hidden), 0.1 * torch.randn(hidden, hidden)], 1)
     return _write(directory, config | {"num_hidden_layers": 1}, head)
-
-
-def write_medusa_heads(target: str, directory: Path, count: int) -> str:
-    """`count` heads with the target's own output weights and random blocks."""
-    config, weights = _read(target)
-    hidden = config["hidden_size"]
-    torch.manual_seed(0)
-    heads = {}
-    for i in range(count):
-        heads[f"blocks.{i}.layers.0.weight"] = 0.1 * torch.randn(hidden, hidden)
-        heads[f"lm_heads.{i}.weight"] = weights["lm_head.weight"].clone()
-    described = {
-        "model_type": "medusa",
-        "architectures": ["MedusaModel"],
-        "hidden_size": hidden,
-        "vocab_size": config["vocab_size"],
-        "num_heads": count,
-        "num_hidden_layers": 1,
-    }
-    return _write(directory, described, heads)
 
 
 def write_mtp_target(target: str, directory: Path) -> str:

@@ -1,43 +1,130 @@
-"""The sampling side of vLLM's V2 runner with tables in the place of models.
+"""The sampling side of vLLM's runner with tables in the place of models.
 
-vLLM's own request table, sampler, drafter methods and rejection sampler run as in an engine, under
-Triton's interpreter; logits of target and drafter are rows of a table that the last token chooses.
+vLLM's own request table, sampler, drafter methods and rejection sampler run as in an engine; logits
+of target and drafter are rows of a table that the last token chooses. So the distribution of a text
+is known exactly.
 """
 
+import itertools
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-from support import triton_cpu
+from support.exact_joint_distribution import next_token_distribution
+from support.proposal_states import TableLevel
+from vllm import SamplingParams
+from vllm.v1.worker.gpu.input_batch import expand_idx_mapping, post_update
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.states import RequestState
 
-triton_cpu.prepare_vllm()
-
-from support.proposal_states import TableLevel  # noqa: E402
-from vllm import SamplingParams  # noqa: E402
-from vllm.v1.worker.gpu.input_batch import expand_idx_mapping, post_update  # noqa: E402
-from vllm.v1.worker.gpu.sample.sampler import Sampler  # noqa: E402
-from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import (  # noqa: E402
-    OnlineAcceptanceEstimator,
-)
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler  # noqa: E402
-from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator  # noqa: E402
-from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
-
-from vllm_hsd.budget.source_choice import Estimates, SourcesLookup  # noqa: E402
-from vllm_hsd.cascade.lookups import lookup_bigram, lookup_ngram  # noqa: E402
-from vllm_hsd.cascade.ngram_rows import NgramRows  # noqa: E402
-from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState  # noqa: E402
-from vllm_hsd.cascade.suffix_lookup import SuffixLookup  # noqa: E402
-from vllm_hsd.cascade.text_order import order_texts  # noqa: E402
-from vllm_hsd.cascade.text_store import TextStore, collect_texts  # noqa: E402
-from vllm_hsd.config.cascade_config import CascadeConfig  # noqa: E402
-from vllm_hsd.config.sizes import schedule_of, verifiers  # noqa: E402
-from vllm_hsd.host.cascade_sampler import serve  # noqa: E402
-from vllm_hsd.host.device_counts import DeviceCounts  # noqa: E402
-from vllm_hsd.host.speculator import CascadeSpeculator  # noqa: E402
+from vllm_hsd.budget.source_choice import Estimates, SourcesLookup
+from vllm_hsd.cascade.lookups import lookup_bigram, lookup_ngram
+from vllm_hsd.cascade.ngram_rows import NgramRows
+from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState
+from vllm_hsd.cascade.suffix_lookup import SuffixLookup
+from vllm_hsd.cascade.text_order import order_texts
+from vllm_hsd.cascade.text_store import TextStore, collect_texts
+from vllm_hsd.config.cascade_config import CascadeConfig
+from vllm_hsd.config.sizes import schedule_of, verifiers
+from vllm_hsd.host.cascade_sampler import serve
+from vllm_hsd.host.device_counts import DeviceCounts
+from vllm_hsd.host.speculator import CascadeSpeculator
 
 CPU = torch.device("cpu")
+# Sampling parameters that change a distribution.
+CASES = {
+    "temperature 1": {},
+    "greedy": {"temperature": 0.0},
+    "temperature 0.7": {"temperature": 0.7},
+    "top_p": {"top_p": 0.8},
+    "top_k at 1.3": {"top_k": 4, "temperature": 1.3},
+    "min_p": {"min_p": 0.15, "temperature": 1.2},
+    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
+    "logit_bias": {"logit_bias": {1: 1.5, 3: -2.0}},
+    "allowed tokens": {"allowed_token_ids": [0, 2, 3, 5]},
+}
+
+
+def table(seed: int, vocabulary: int, spread: float) -> torch.Tensor:
+    """Normal logits [V, V] of standard deviation `spread`."""
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(rng.normal(size=(vocabulary, vocabulary)) * spread).float()
+
+
+def tables(vocabulary=6, difference=0.7):
+    target = table(0, vocabulary, 1.3)
+    return target, target + difference * table(1, vocabulary, 1.0)
+
+
+def cascade(name: str) -> dict:
+    """Configuration of a cascade of tables, see `TableRunner`."""
+    name, lengths = name.removesuffix(", adaptive"), name.endswith(", adaptive")
+    target, draft = tables()
+    middle = target + 0.4 * table(2, len(target), 1.0)
+    levels = {
+        "one": [{"model": draft}],
+        "two": [{"model": draft, "num_tokens": 1}, {"model": middle}],
+        "three": [
+            {"model": draft, "num_tokens": 1},
+            {"model": middle, "num_tokens": 2},
+            {"model": target + 0.3 * table(3, len(target), 1.0)},
+        ],
+        "bigram": [{"bigram": "counts.npz", "num_tokens": 1}, {"model": middle}],
+        "suffix": [{"suffix": {"store": "pairs"}, "num_tokens": 2}, {"model": middle}],
+        "lookup": [{"ngram": {"max": 2}, "num_tokens": 1}, {"model": middle}],
+        "lookup alone": [{"bigram": "counts.npz"}],
+        "sources": [
+            {"sources": [{"ngram": {"max": 2}}, {"bigram": "counts.npz"}], "num_tokens": 2},
+            {"model": middle},
+        ],
+        "choice": [{"sources": [{"ngram": {"max": 2}}, {"bigram": "pairs"}, {"model": draft}]}],
+        "choice of n-grams": [
+            {
+                "sources": [{"ngram": {"max": 2}}, {"ngram_model": "pairs", "order": 2}],
+                "num_tokens": 2,
+            },
+            {"model": middle},
+        ],
+        "choice below": [
+            {"sources": [{"bigram": "pairs"}, {"model": draft}], "num_tokens": 2},
+            {"model": middle},
+        ],
+        "unverified": [
+            {"bigram": "counts.npz", "num_tokens": 2},
+            {"model": middle, "verifier": "none"},
+        ],
+        "entropy": [
+            {"model": draft, "num_tokens": 2, "stopping": "entropy"},
+            {"model": middle, "stopping": "entropy"},
+        ],
+        "entropy, unverified": [
+            {"model": draft, "num_tokens": 2, "stopping": "entropy"},
+            {"model": middle, "verifier": "none", "stopping": "entropy"},
+        ],
+        "horizontal": [{"model": draft, "num_tokens": 1}, {"model": middle}],
+        "horizontal lookup": [
+            {"ngram": {"max": 2}, "num_tokens": 1},
+            {"model": middle, "stopping": "entropy"},
+        ],
+        "n-grams": [
+            {"ngram_model": "pairs", "order": 2, "num_tokens": 2},
+            {"model": middle},
+        ],
+        "n-grams above": [
+            {"ngram": {"max": 2}, "num_tokens": 1},
+            {"ngram_model": "pairs", "order": 2, "num_tokens": 2},
+            {"model": middle},
+        ],
+        "equal": [{"model": target, "num_tokens": 1}, {"model": target}],
+    }[name]
+    found = {"num_speculative_tokens": 4, "levels": levels}
+    if "horizontal" in name:
+        found["horizontal_tokens"] = 2
+    return {**found, "adaptive": True} if lengths else found
 
 
 class TableDrafter:
@@ -61,7 +148,7 @@ class TableDrafter:
 
 
 class TableCascade(CascadeSpeculator):
-    """The cascade of the V2 runner without vLLM's models.
+    """The cascade without vLLM's models.
 
     Args:
         cascade: see `TableRunner`.
@@ -363,3 +450,20 @@ class TableRunner:
         lengths = self.states.total_len.gpu[self.slots].tolist()
         rows = self.states.all_token_ids.gpu[self.slots].tolist()
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+
+def joint(params, length):
+    """Exact distribution of the first `length` tokens after token 0 of the target's table."""
+    target, _ = tables()
+    distribution = {}
+    for outcome in itertools.product(range(len(target)), repeat=length):
+        probability, text = 1.0, [0]
+        for t, token in enumerate(outcome):
+            row = next_token_distribution(
+                target[text[-1]].double().numpy(), [0], outcome[:t], params, None
+            )
+            probability *= row[token]
+            text.append(token)
+        if probability > 0:
+            distribution[outcome] = probability
+    return distribution

@@ -17,7 +17,7 @@ from vllm_hsd.errors import UserError, quoted
 FILE_NAME = "exit_head.safetensors"
 
 # Targets that an exit can leave early: after their decoder layers come a norm and a linear head.
-# tests/host/test_architectures.py serves each of them.
+# tests/engines/test_architectures.py serves each of them.
 EXIT_ARCHITECTURES = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",

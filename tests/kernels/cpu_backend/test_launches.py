@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support import triton_cpu
+from triton.runtime.jit import JITFunction, KernelInterface
 
 from vllm_hsd.kernels.cpu_backend import launcher
 
@@ -59,8 +59,6 @@ XS = [
 @pytest.fixture(autouse=True)
 def short_way(monkeypatch):
     """Checks of other tests may have kept it away."""
-    from triton.runtime.jit import JITFunction, KernelInterface
-
     from vllm_hsd.kernels.cpu_backend import launcher
 
     monkeypatch.setattr(JITFunction, "__getitem__", KernelInterface.__getitem__)
@@ -72,9 +70,9 @@ def triton_launches(monkeypatch):
     """How many launches went Triton's way."""
 
     class Counts(list):
-        run = triton_cpu.kernel_class().run
+        run = JITFunction.run
 
-    kernels, counts, run = triton_cpu.kernel_class(), Counts(), Counts.run
+    kernels, counts, run = JITFunction, Counts(), Counts.run
     monkeypatch.setattr(kernels, "run", lambda *a, **k: counts.append(1) or run(*a, **k))
     return counts
 
@@ -93,7 +91,7 @@ def test_all_kinds_of_arguments(triton_launches, monkeypatch):
     """Triton's way while its `run` is replaced; then twice, when the kernels are known."""
     by_triton = results()
     assert len(triton_launches) == len(by_triton)
-    monkeypatch.setattr(triton_cpu.kernel_class(), "run", type(triton_launches).run)
+    monkeypatch.setattr(JITFunction, "run", type(triton_launches).run)
     assert results() == by_triton
     assert results() == by_triton
     assert len(triton_launches) == len(by_triton)

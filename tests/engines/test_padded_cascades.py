@@ -1,10 +1,10 @@
-"""Levels whose logits are wider or narrower than the target's, in whole engines."""
+"""Levels whose logits are wider or narrower than the target's: whole engines."""
 
 import pytest
 from support import engines
+from support.engines import run_engine
 from support.level_files import cascade
 from support.tiny_models import byte_tokenizer, resized
-from support.v2_engines import run_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -1,28 +1,28 @@
 """Whole engines: cascades, and our verifier below vLLM's drafters."""
 
 import functools
+import itertools
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from support import engines, skipped_passes
+from support import skipped_passes
 from support.eagle3_head import write_eagle3_head
-from support.engines import ids
+from support.engines import (
+    GREEDY,
+    JOBS,
+    PROMPTS,
+    ids,
+    run_engine,
+    run_job,
+    run_jobs,
+    run_seeded,
+)
+from support.exact_joint_distribution import chi_square_p_value, joint_distribution
 from support.level_files import target_head
 from support.marks import slow
 from support.stock_heads import write_mtp_target
-from support.v2_engines import (
-    GREEDY,
-    PROMPTS,
-    check_samples,
-    check_wrong_rows,
-    p_values,
-    run_counted_jobs,
-    run_engine,
-    run_greedy_and_mixed,
-    run_seeded,
-)
 from transformers import AutoModelForCausalLM
 
 from vllm_hsd.cascade.entropy_stopping import DeviceThresholds
@@ -164,6 +164,23 @@ def configuration(name: str, family) -> dict:
     }[name]
 
 
+def run_greedy_and_mixed(target: str, speculative_config: dict, greedy: list[list[int]]) -> dict:
+    """Check greedy tokens, of requests that join one by one and of one among sampled ones.
+
+    Prompts are prefilled in chunks of 24 tokens at most. Programs of kernels run in a random order
+    on two threads, their addresses are checked, and their arrays begin with poison.
+
+    Returns:
+        the result of a job with greedy and sampled requests in one batch.
+    """
+    engine = {"model": target, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    engine["speculative_config"] = speculative_config
+    results = run_engine(engine, JOBS, patch="support.triton_cpu:check_programs")
+    assert ids(results["joining"]) == greedy
+    assert results["mixed"]["outputs"][0][0]["ids"] == greedy[0]
+    return results["mixed"]
+
+
 def check_counts(name: str, counters: dict, least_accepted: float) -> None:
     """Drafters of vLLM's may guess nothing; one that is the target accepts that share at least."""
     accepted, drafted = (counters[f"spec_decode_num_{n}_tokens"] for n in ("accepted", "draft"))
@@ -257,7 +274,7 @@ HITS = {
 def crowded_plain(family):
     """Tokens without speculation, with room for all."""
     jobs = {name: {**job, "arrive": None} for name, job in CROWDED_JOBS.items()}
-    found = engines.run_engine({"model": family.target, "max_model_len": 64}, jobs)
+    found = run_engine({"model": family.target, "max_model_len": 64}, jobs)
     return {name: ids(result) for name, result in found.items()}
 
 
@@ -370,6 +387,43 @@ def test_a_head_drafts_alike_whether_its_passes_were_skipped(as_on_gpus, family)
         assert drawn and draft == after[length][: len(draft)] and len(draft) == (4 if every else 1)
 
 
+def run_counted_jobs(llm, jobs: dict[str, dict]) -> dict:
+    """The jobs, each with its "steps": passes of all levels, and tokens drafted for each request.
+
+    In a job "forgotten" the cascade forgets after each step which texts its levels have missed.
+    """
+    from vllm_hsd.host.program_models import ProgramModel
+    from vllm_hsd.host.speculator import CascadeSpeculator
+
+    steps: list[dict] = []
+    compute, propose, passes = ProgramModel.compute, CascadeSpeculator.propose, itertools.count()
+
+    def counted(self, *args):
+        next(passes)
+        return compute(self, *args)
+
+    def recorded(self, batch, *args, **kwargs):
+        before = next(passes)
+        drafts = propose(self, batch, *args, **kwargs)
+        rows = self.state.row_of_slot[batch.idx_mapping[: batch.num_reqs].long()]
+        drafted = self.state.draft_length[rows.clamp(min=0)] * (rows >= 0)
+        step = {"prompts": bool(batch.has_prefill), "passes": next(passes) - before - 1}
+        steps.append({**step, "drafted": drafted.tolist()})
+        if name == "forgotten":
+            self.stale[:] = False
+        return drafts
+
+    results = {}
+    with (
+        mock.patch.object(ProgramModel, "compute", counted),
+        mock.patch.object(CascadeSpeculator, "propose", recorded),
+    ):
+        for name, job in jobs.items():
+            results[name] = {**run_job(llm, **job), "steps": steps.copy()}
+            steps.clear()
+    return results
+
+
 @pytest.mark.slow
 def test_large_batches_draft_nothing(as_on_gpus, family):
     """Requests join until an engine stops drafting, and what their levels have missed stays so.
@@ -384,7 +438,7 @@ def test_large_batches_draft_nothing(as_on_gpus, family):
     engine = {"model": family.target, "max_num_seqs": 4}
     configured = {**engine, "speculative_config": speculative}
     found = run_engine(configured, jobs, work=run_counted_jobs)
-    plain = engines.run_engine(engine, {"all": {"prompts": PROMPTS, "params": params}})["all"]
+    plain = run_engine(engine, {"all": {"prompts": PROMPTS, "params": params}})["all"]
     assert ids(found["joining"]) == ids(found["forgotten"]) == ids(plain)
     top = found["joining"]["levels"][-1]
     counted = found["joining"]["counters"]["spec_decode_num_accepted_tokens"]
@@ -453,7 +507,7 @@ def test_levels_know_what_they_have_missed(patch, family):
 def remembering(llm, jobs: dict) -> dict:
     """The jobs, of which each request goes on with the thresholds of the one before."""
     with mock.patch.object(DeviceThresholds, "forget"):
-        return engines.run_jobs(llm, jobs)
+        return run_jobs(llm, jobs)
 
 
 def test_a_slot_that_is_used_again_remembers_nothing(family):
@@ -463,7 +517,7 @@ def test_a_slot_that_is_used_again_remembers_nothing(family):
     after = {"before": {"prompts": PROMPTS[:3], "params": params}, **alone}
     config = configuration("entropy", family)
     engine = {"model": family.target, "max_num_seqs": 1, "speculative_config": config}
-    works = (alone, engines.run_jobs), (after, engines.run_jobs), (after, remembering)
+    works = (alone, run_jobs), (after, run_jobs), (after, remembering)
     found = [run_engine(engine, jobs, work=work)["alone"] for jobs, work in works]
     drafted = [
         [(level["drafted"], level["accepted"]) for level in each["levels"]] for each in found
@@ -495,6 +549,57 @@ def test_a_batch_that_drafts_now_and_then_loses_nothing(
 
 
 PROMPT = [2, 3, 0, 1]
+
+
+def p_values(
+    target: str,
+    speculative_config: dict,
+    prompt: list[int],
+    cases: dict[str, dict],
+    *,
+    count: int = 300,
+    patch: str | None = None,
+) -> dict[str, float]:
+    """Case -> chi-square p-value of three sampled tokens against their joint distribution.
+
+    Args:
+        cases: name -> sampling parameters.
+        count: texts of each case, without seeds.
+    """
+    jobs = {
+        case: {
+            "prompts": [prompt] * count,
+            "params": {"max_tokens": 4, "ignore_eos": True, **params},
+        }
+        for case, params in cases.items()
+    }
+    # Tokens for drafts of all requests at once.
+    engine = {"model": target, "max_num_seqs": 64, "max_num_batched_tokens": 1024}
+    engine["speculative_config"] = speculative_config
+    results = run_engine(engine, jobs, patch=patch)
+    return {
+        case: chi_square_p_value(
+            [tuple(output[0]["ids"][:3]) for output in results[case]["outputs"]],
+            joint_distribution(target, prompt, 3, params),
+        )
+        for case, params in cases.items()
+    }
+
+
+def check_samples(target: str, speculative_config: dict, prompt: list[int]) -> None:
+    """Sampled text follows the target."""
+    cases = {"temperature 1": {}, "top_p": {"top_p": 0.8}}
+    found = p_values(target, speculative_config, prompt, cases)
+    print(found)
+    assert min(found.values()) > 1e-6, found
+
+
+def check_wrong_rows(target: str, speculative_config: dict, prompt: list[int]) -> None:
+    """Its negative control: wrong rows of the drafts; two tokens to choose from make it sharper."""
+    patch, cases = "benchmarks.gpu.faults:install", {"top_k": {"top_k": 2}}
+    found = p_values(target, speculative_config, prompt, cases, count=600, patch=patch)
+    print(found)
+    assert found["top_k"] < 1e-6
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from support import drawn_branches, engines, v2_engines
+from support import drawn_branches, engines
 from support.engines import ids
 from support.exact_joint_distribution import chi_square_p_value, joint_distribution
 from transformers import AutoModelForCausalLM
@@ -24,12 +24,12 @@ def engine(target: str, drafter: str, branches: int, **keys) -> dict:
 
 def served(arguments: dict, jobs: dict, fault: str | None = None):
     """(results, what was seen); see `drawn_branches.run`."""
-    return v2_engines.run_engine(arguments, (jobs, fault), work=drawn_branches.run)
+    return engines.run_engine(arguments, (jobs, fault), work=drawn_branches.run)
 
 
 def test_greedy_text_is_that_of_no_speculation(family, greedy_tokens):
     """Alone and among sampled requests, whose rows are verified together; prompts in chunks."""
-    results, seen = served(engine(family.target, family.mid, 3), v2_engines.JOBS)
+    results, seen = served(engine(family.target, family.mid, 3), engines.JOBS)
     assert ids(results["joining"]) == greedy_tokens
     assert ids(results["mixed"])[0] == greedy_tokens[0]
     assert len(results["mixed"]["outputs"][1][0]["logprobs"]) == 9
@@ -38,7 +38,7 @@ def test_greedy_text_is_that_of_no_speculation(family, greedy_tokens):
 
 def test_seeded_texts_are_those_of_plain_vllm(family, seeded_tokens):
     arguments = engine(family.target, family.mid, 3)
-    results, seen = served(arguments, v2_engines.SEEDED_JOBS)
+    results, seen = served(arguments, engines.SEEDED_JOBS)
     assert {name: ids(result) for name, result in results.items()} == seeded_tokens
     assert seen["won"] > 3
 
@@ -51,9 +51,9 @@ def test_every_row_is_what_the_model_says_after_its_first_token(family):
         logits = model(torch.tensor([[*text, *row]])).logits[0]
         return logits[len(text) - 1 : -1].argmax(-1).tolist()
 
-    jobs = {"greedy": {**v2_engines.JOBS["joining"], "params": {**v2_engines.GREEDY}}}
+    jobs = {"greedy": {**engines.JOBS["joining"], "params": {**engines.GREEDY}}}
     arguments = engine(family.target, family.mid, 3)
-    found = v2_engines.run_engine(arguments, jobs, work=drawn_branches.recorded)
+    found = engines.run_engine(arguments, jobs, work=drawn_branches.recorded)
     some = [text for text in found if len(found[text][0]) == LENGTH]
     assert len(some) > 8
     for text in some:
@@ -69,20 +69,18 @@ def test_caches_of_sampled_requests_are_those_of_the_text(family, faulty):
     """Of both models, after rows that won together; not where the target keeps the chain's."""
     arguments = engine(family.target, family.small, 4)
     work = PROMPTS[2], {"max_tokens": 90, "ignore_eos": True, "temperature": 1}, faulty
-    difference, won = v2_engines.run_engine(
-        arguments, work, work=drawn_branches.difference_of_caches
-    )
+    difference, won = engines.run_engine(arguments, work, work=drawn_branches.difference_of_caches)
     assert won > 2 and (difference > 0.1) == faulty, (difference, won)
 
 
 def test_more_drafts_are_accepted_for_longer(as_on_gpus, family):
     """Tokens a step grow with the drafts, of a drafter that is often wrong."""
     params = {"max_tokens": 24, "ignore_eos": True, "temperature": 1}
-    jobs = {"sampled": {"prompts": v2_engines.PROMPTS[1:] * 4, "params": params}}
+    jobs = {"sampled": {"prompts": engines.PROMPTS[1:] * 4, "params": params}}
     steps = {}
     for rows in (1, 4):
         arguments = engine(family.target, family.small, rows)
-        found = v2_engines.run_engine({**arguments, "max_num_batched_tokens": 128}, jobs)
+        found = engines.run_engine({**arguments, "max_num_batched_tokens": 128}, jobs)
         steps[rows] = found["sampled"]["counters"]["spec_decode_num_drafts"]
     assert steps[4] < 0.95 * steps[1]
 
@@ -130,7 +128,7 @@ def test_a_crowded_engine_loses_nothing(family, plain, patch):
     """
     arguments = {**engine(family.target, family.mid, 2), **CROWDED}
     work = drawn_branches.run
-    results, seen = v2_engines.run_engine(arguments, (JOBS, None), work=work, patch=patch)
+    results, seen = engines.run_engine(arguments, (JOBS, None), work=work, patch=patch)
     for name, wanted in plain.items():
         assert ids(results[name]) == wanted, name
     assert seen["won"] > 10 and seen["cut"] > 0, seen
@@ -157,7 +155,7 @@ def test_large_batches_draft_chains(family, plain):
     """More requests than rows are for, and more than may draft, at last."""
     jobs = {"preempted": {**JOBS["preempted"], "arrive": [0, 7, 10, 13]}}
     arguments = engine(family.target, family.mid, 3)
-    results, seen = v2_engines.run_engine(
+    results, seen = engines.run_engine(
         arguments,
         (jobs, None),
         work=drawn_branches.run,

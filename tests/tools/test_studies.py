@@ -121,18 +121,6 @@ def measure(monkeypatch, tmp_path):
     return run
 
 
-def test_warm_up_prompts_are_answered_at_every_temperature_and_not_measured(tmp_path, monkeypatch):
-    engines = engines_of({"a": CONFIG}, tmp_path)
-    monkeypatch.setattr(sweep, "started", lambda *_, **__: nullcontext(engines))
-    table, group = Table(tmp_path / "warm.csv"), Group("g", {"a": CONFIG}, [0.0, 1.0])
-    sweep.fill(table, [group], argparse.Namespace(), "wxyz", {"s": [0, 1]}, warm_up=[2, 3])
-    assert [index for index, *_ in engines.engines.asked] == [
-        *(0, 0, 1, 1, 0, 1, 1, 0),
-        *(0, 0, 1, 1, 1, 0, 0, 1),
-    ]
-    assert [row["batches"] for row in table.rows] == ["2"] * 4
-
-
 def test_a_run_goes_on_where_it_was_stopped(measure, monkeypatch):
     monkeypatch.setattr(FakeEngines, "breaks_at", [4])
     with pytest.raises(KeyboardInterrupt):
@@ -161,22 +149,6 @@ def test_the_demo_answers_every_prompt_and_shows_it(tmp_path, capsys):
     path = tmp_path / "demo.png"
     plot.bars(rows, path, x="set", panel="temperature", measure="speedup")
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(("seconds", "tokens"), [(900, 64), (1100, 32), (9000, 16)])
-def test_the_demo_shortens_answers_on_a_slow_machine(tmp_path, seconds, tokens):
-    engines = engines_of({"lookup": CONFIG}, tmp_path)
-    engines.params["max_tokens"] = 64
-    demo.shorten_answers(engines, seconds, time.monotonic() + 1000)
-    assert engines.params["max_tokens"] == tokens
-
-
-def test_padded_targets_have_files_of_their_own(monkeypatch):
-    monkeypatch.setattr(sweep, "zero_padded", lambda params: Path(f"padded-{params:.0f}"))
-    chosen = argparse.Namespace(model=None, padded=None)
-    assert (sweep.padded(chosen, "study"), chosen.model) == ("study", None)
-    chosen.padded = 8e8
-    assert (sweep.padded(chosen, "study"), chosen.model) == ("study_800M", "padded-800000000")
 
 
 def test_committed_tables_have_one_schema():

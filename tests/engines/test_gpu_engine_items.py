@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support import triton_cpu, v2_engines
+from support import triton_cpu
+from support.engines import ENVIRONMENT
+from support.table_runner import TableRunner, tables
 
 from benchmarks.common import prompts
 from benchmarks.gpu import (
@@ -43,7 +45,7 @@ def setting(tmp_path):
         "max_num_batched_tokens": 128,
         "num_gpu_blocks_override": None,
     }
-    options = {"environment": v2_engines.ENVIRONMENT, "prepare": triton_cpu.prepare_vllm}
+    options = {"environment": ENVIRONMENT, "prepare": triton_cpu.prepare_vllm}
     return Setting("cpu", tmp_path, engine_args=small, engine_options=options)
 
 
@@ -145,7 +147,6 @@ def test_all_requests_of_the_distribution_draft(family, monkeypatch):
     from vllm_hsd.host.spec_config import CascadeSpeculativeConfig
     from vllm_hsd.plugin import register
 
-    triton_cpu.prepare_vllm()
     register()
     count = engine_distribution.REQUESTS
     assert not any("seed" in params for params in engine_distribution.requests(count, 8)[1])
@@ -163,9 +164,6 @@ def test_all_requests_of_the_distribution_draft(family, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["install", "install_generous"])
 def test_a_control_of_the_distribution_changes_text(monkeypatch, fault):
-    from support.table_distributions import tables
-    from support.table_runner import TableRunner
-
     def texts():
         np.random.seed(0)
         _, params = engine_distribution.requests(16, 8)

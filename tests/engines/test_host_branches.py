@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.engines import ids
-from support.v2_engines import JOBS, SEEDED_JOBS, run_engine
+from support.engines import JOBS, SEEDED_JOBS, ids, run_engine
 
 from vllm_hsd.budget.draft_budget import FORBIDDEN
 from vllm_hsd.host.host_branches import HostBranches

@@ -1,7 +1,7 @@
 """One engine on a CPU that compares cascades: levels and sources are selected between requests."""
 
 import pytest
-from support.v2_engines import PROMPTS, run_engine
+from support.engines import PROMPTS, run_engine
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.tools.engine import _select_levels, generate

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.models.zero_pad import intermediate_size_for, zero_pad
 
-MODELS = Path(__file__).parents[1] / "benchmarks" / "models"
+MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
 TEXT = 'def read_lines(path):\n    """Return the lines of a file as a list."""\n    with open(path'
 
 

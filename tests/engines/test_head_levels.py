@@ -1,4 +1,6 @@
-"""EAGLE-3 heads below other levels: drafts are the head's own, whatever vLLM does with a request.
+"""EAGLE-3 heads below other levels, and right below the target, where vLLM's own drafter runs them.
+
+Drafts are the head's own, whatever vLLM does with a request.
 
 The reference recomputes head and target from the text alone (support/eagle3_head.py).
 """
@@ -10,15 +12,14 @@ from unittest import mock
 import pytest
 from support import recorded_heads
 from support.eagle3_head import Reference, write_eagle3_head
-from support.engines import run_engine as run_plain
+from support.engines import AS_ON_GPUS, run_engine, started
 from support.level_files import cascade
 from support.marks import slow
 from support.sampling_cases import CASES, LONG_CASES, SIGNIFICANCE, p_values, sampling_job
-from support.v2_engines import AS_ON_GPUS, run_engine
 
 pytestmark = pytest.mark.timeout(900)
 
-TOKENS = 6
+TOKENS, ALONE = 6, 4
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 PROMPTS = [random.Random(i).choices(range(5), k=4 + 12 * i) for i in range(6)]
 # They share 64 tokens, two blocks of the cache.
@@ -36,6 +37,11 @@ JOBS = {
         "params": [{**GREEDY, "max_tokens": 6 + 3 * i} for i in range(6)],
         "arrive": [2 * (i // 2) for i in range(6)],
         "abort": {5: 6},
+    },
+    # Requests of one step share the blocks of one prompt.
+    "same prompt": {
+        "prompts": [[(3 * j + j // 5) % 5 for j in range(70)]] * 3,
+        "params": {**GREEDY, "max_tokens": 12},
     },
     "max_model_len": {"prompts": PROMPTS[::5], "params": {**GREEDY, "max_tokens": 200}},
     "with sampled": {
@@ -66,7 +72,7 @@ def engine(small_vocabulary) -> dict:
 
 @pytest.fixture(scope="module")
 def plain(engine) -> dict:
-    return run_plain(engine, JOBS)
+    return run_engine(engine, JOBS)
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +197,7 @@ def test_heads_that_are_fed_something_else_are_caught(
 @pytest.mark.parametrize(
     "name", slow("two models", "lookup", "model, one round", "exit", "horizontal")
 )
-def test_other_levels_above_and_beside(
+def test_other_levels_above_and_in_one_choice(
     name, proposals, engine, head, small_vocabulary, plain, reference
 ):
     arguments = {**engine, **configured(name, head, small_vocabulary)}
@@ -276,3 +282,97 @@ def test_wrong_rows_of_a_head_s_drafts_are_caught(fault, proposals, engine, head
     }[fault]
     found = sampled("model", ("temperature 1",), 600, engine, head, small_vocabulary, patch)
     assert min(found.values()) < SIGNIFICANCE
+
+
+# Text repeats sooner or later: the lookup drafts then, and the head does before.
+BELOW_THE_TARGET = {
+    "alone": lambda head: cascade({"eagle3": head}, num_speculative_tokens=ALONE),
+    "next to a lookup": lambda head: cascade(
+        {"sources": [{"ngram": {"min": 6, "max": 8}}, {"eagle3": head}]},
+        num_speculative_tokens=ALONE,
+    ),
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(drafter, name) for drafter in BELOW_THE_TARGET for name in ENGINES],
+    ids=", ".join,
+)
+def drafted(request, engine, head) -> tuple[str, str, dict, dict]:
+    """What drafts, in which engine, its results, and what `run_with_vllm_drafter` noted."""
+    drafter, name = request.param
+    arguments = {**engine, **BELOW_THE_TARGET[drafter](head), **ENGINES[name]}
+    return drafter, name, *run_engine(arguments, JOBS, work=recorded_heads.run_with_vllm_drafter)
+
+
+def test_greedy_equals_no_speculation_below_the_target(plain, drafted):
+    check_greedy(drafted[2], plain)
+
+
+def test_jobs_reach_the_conditions_they_name_below_the_target(drafted):
+    drafter, name, results, drafts = drafted
+    preempted = sum(result["counters"]["num_preemptions"] for result in results.values())
+    assert (preempted > 0) == name.endswith("few blocks")
+    assert results["prefix hits"]["counters"]["prefix_cache_hits"] > 0
+    counters = results["batch 6"]["counters"]
+    accepted = counters["spec_decode_num_accepted_tokens"]
+    assert 0.1 < accepted / counters["spec_decode_num_draft_tokens"] < 0.9
+    assert max(map(len, drafts)) >= 122
+    by_lookup = sum(not is_own for _, is_own in drafts.values())
+    assert (by_lookup > 5) == (drafter != "alone")
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_drafts_of_vllms_drafter_equal_those_of_the_head_in_torch(shift, drafted, reference):
+    """With a control: states that are one position off give other drafts."""
+    own = [
+        (text, draft) for text, (draft, is_own) in sorted(drafted[3].items()) if is_own and draft
+    ]
+    # Where the text may not go on, drafts are filled up.
+    inside = [(text, draft) for text, draft in own if len(text) + ALONE < 128][::5]
+    assert len(inside) > 30
+    alike = [reference.guesses(list(text), draft, shift=shift) == draft for text, draft in inside]
+    share = sum(alike) / len(alike)
+    assert share < 0.75 if shift else share == 1
+
+
+def test_an_adaptive_head_below_a_model(small_vocabulary, engine, head, plain):
+    levels = [{"eagle3": head, "num_tokens": 2}, {"model": small_vocabulary.mid}]
+    arguments = {
+        **engine,
+        **cascade(*levels, num_speculative_tokens=ALONE),
+        **ENGINES["chunked prefill, few blocks"],
+    }
+    arguments["speculative_config"]["adaptive"] = True
+    jobs = {name: JOBS[name] for name in ("batch 1", "batch 6", "first", "prefix hits")}
+    results = run_engine(arguments, jobs, patch="support.adversarial_depth:install")
+    for job, result in results.items():
+        assert result["outputs"] == plain[job]["outputs"]
+    for level in zip(*(result["levels"] for result in results.values()), strict=True):
+        assert sum(each["accepted"] for each in level) > 0
+
+
+def test_drafts_of_other_rows_than_the_kept_ones_are_caught(small_vocabulary, engine, head):
+    """Negative control of the samples in test_level_kinds.py."""
+    cases = {"temperature 0.7": CASES["temperature 0.7"]}
+    job = sampling_job(cases, 2000)
+    patch = "benchmarks.gpu.faults:install"
+    result = run_engine(
+        {**engine, **BELOW_THE_TARGET["alone"](head)}, {"sampled": job}, patch=patch
+    )
+    found = p_values(small_vocabulary.target, cases, result["sampled"])
+    assert min(found.values()) < SIGNIFICANCE, found
+
+
+def test_a_head_drafts_after_a_prefix_in_which_it_did_not_draft(
+    small_vocabulary, engine, head, plain
+):
+    levels = [{"eagle3": head, "num_tokens": 2}, {"model": small_vocabulary.mid}]
+    with started({**engine, **cascade(*levels, num_speculative_tokens=ALONE)}) as process:
+        for chosen in ([1], [0, 1]):
+            process.select_levels(chosen, [2, ALONE][-len(chosen) :])
+            run = process.generate(SHARED, GREEDY)
+            for ids, wanted in zip(run.token_ids, plain["prefix hits"]["outputs"], strict=True):
+                assert ids == wanted[0]["ids"]
+    assert run.levels[0]["drafted"] > run.levels[0]["accepted"] > 0

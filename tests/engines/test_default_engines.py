@@ -5,12 +5,23 @@ import shutil
 
 import pytest
 from support.eagle3_head import write_eagle3_head
-from support.engines import ids
-from support.v2_engines import GREEDY, PROMPTS, run_compiled_jobs, run_engine
+from support.engines import GREEDY, PROMPTS, ids, run_engine, run_jobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
+
+
+def run_compiled_jobs(llm, jobs: dict[str, dict]) -> dict:
+    """The jobs with the model's own sampling parameters, and how many models were compiled."""
+    from vllm.compilation.counter import compilation_counter
+
+    own = llm.get_default_sampling_params()
+    sampling = {key: getattr(own, key) for key in ("temperature", "top_k", "top_p")}
+    for job in jobs.values():
+        job["params"] = [{**sampling, **params} for params in job["params"]]
+    results = run_jobs(llm, jobs)
+    return {**results, "sampling": sampling, "compiled": compilation_counter.num_models_seen}
 
 
 @pytest.mark.parametrize("name", ["two levels", "three levels", "head"])
@@ -57,7 +68,7 @@ def test_compiled_levels_write_the_targets_text(name, family, greedy_tokens, tmp
     }
     # One place for what torch compiles, which tests run in parallel must not share half written.
     env = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
-    found = run_engine(engine, jobs, env=env, work=run_compiled_jobs)
+    found = run_engine(engine, jobs, env=env, forks=False, work=run_compiled_jobs)
     assert found["sampling"] == SAMPLING
     # The target and every level with weights; an early exit runs the target's layers.
     models = sum("model" in level or "eagle3" in level for level in levels)

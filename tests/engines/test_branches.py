@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from support import hosted_branches, level_files, v2_engines
+from support import engines, hosted_branches, level_files
 from support.architectures import write_models
 from support.engines import configuration_errors, differing, ids, run_engine, started
 from support.hosted_branches import AsOffered, Avoiding, NoBranches, Oracle
@@ -159,8 +159,8 @@ def test_samples_follow_the_target(small_vocabulary, verifier, count):
 
 
 def test_seeded_texts_are_those_of_plain_vllm(family, seeded_tokens):
-    jobs = v2_engines.SEEDED_JOBS
-    drawn = zip(v2_engines.PROMPTS * 2, itertools.chain(*seeded_tokens.values()), strict=True)
+    jobs = engines.SEEDED_JOBS
+    drawn = zip(engines.PROMPTS * 2, itertools.chain(*seeded_tokens.values()), strict=True)
     oracle = Oracle([prompt + text for prompt, text in drawn], 64, seed=3)
     with started({**BASE, "model": family.target, **cascade(branches=3)}) as process:
         results, seen = process.call(hosted_branches.run, oracle, jobs)

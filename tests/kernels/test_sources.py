@@ -76,13 +76,6 @@ def sources(on_device):
     return SourcesLookup(on_device, 0.05, MAX_NUM_REQS, LENGTH, torch.device("cpu"))
 
 
-@pytest.fixture(autouse=True)
-def short_matches(monkeypatch):
-    """Each length of a match is a program; of host and device alike."""
-    for module in ("vllm_hsd.cascade.suffix_lookup", "vllm_hsd.cascade.suffix"):
-        monkeypatch.setattr(f"{module}.DEPTH", 8)
-
-
 @pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
 def test_choice_and_what_it_learns_are_the_hosts(seed):
     """With unverified ends, requests that sit out a step, and one whose slot is given away."""
@@ -125,6 +118,7 @@ def test_choice_and_what_it_learns_are_the_hosts(seed):
     assert (device.shared.sum((2, 3)) > 0).all() and len(set(chosen)) > 3
 
 
+@pytest.mark.every_kernel
 def test_another_rule_is_caught():
     """Negative control of the comparison above: what is learned is left out."""
     rng = np.random.default_rng(0)
@@ -156,6 +150,7 @@ class Drawn(LookupLevel):
         return LookupResult(self.token_ids[rows, :width], counts, confidence)
 
 
+@pytest.mark.every_kernel
 def test_a_drafter_is_one_more_source():
     """Known by what was verified of it, of greedy and coupled requests also where it was not."""
     from vllm_hsd.budget.source_choice import SourcesLookup

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks import common
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_make_bench_runs_every_benchmark():

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 from support.eagle3_head import write_eagle3_head
+from support.engines import GREEDY, PROMPTS, run_engine
 from support.level_files import cascade
-from support.v2_engines import GREEDY, PROMPTS, run_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -1,17 +1,6 @@
 """What the study of entropies reads off a verdict."""
 
-import numpy as np
-
-from benchmarks.studies.entropies import WAYS, draw, summary, verdict
-
-
-def test_a_verdict_gives_counts_and_entropies():
-    entropy = np.array([0.5, 1.5, 2.5])
-    assert verdict(2, entropy) == {
-        "drafted": 3, "accepted": 2, "entropy_accepted": 1.0, "entropy_rejected": 2.5,
-    }  # fmt: skip
-    assert np.isnan(verdict(3, entropy)["entropy_rejected"])
-    assert np.isnan(verdict(0, entropy)["entropy_accepted"])
+from benchmarks.studies.entropies import WAYS, draw, summary
 
 
 def test_verdicts_are_drawn_and_averaged(tmp_path):

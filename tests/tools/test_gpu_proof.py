@@ -115,30 +115,6 @@ def test_only_what_has_not_passed_runs_again(directory, items, results, monkeypa
     assert prove.load(directory, items[0]) is None
 
 
-@pytest.mark.parametrize(
-    ("verdicts", "left", "status"),
-    [
-        (["passed", "could not run"], 0, 0),
-        (["passed", "failed"], 1, 1),
-        (["passed", "could not run"], 1, 2),
-    ],
-)
-def test_exit_status(verdicts, left, status, tmp_path, monkeypatch, results, capsys):
-    items = ITEMS[:3]
-    (tmp_path / "items").mkdir()
-    for item, verdict in zip(items, verdicts, strict=False):
-        content = results["failing"] | {"name": item.name, "verdict": verdict}
-        (tmp_path / "items" / f"{item.name}.json").write_text(json.dumps(content))
-    monkeypatch.setenv(TOY, "1")
-    monkeypatch.setattr(prove, "run", lambda *args, **options: items[3 - left :])
-    arguments = ["prove", "--output", str(tmp_path), "--items", *(item.name for item in items)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    assert prove.main() == status
-    printed = capsys.readouterr().out
-    assert ("Could not run: proposals." in printed) == ("could not run" in verdicts)
-    assert ("Left for another run: kernel_times." in printed) == bool(left)
-
-
 def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
     monkeypatch.delenv(TOY, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

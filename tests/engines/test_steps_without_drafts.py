@@ -1,7 +1,7 @@
 """With `adaptive`, levels read the steps in which nothing pays by CUDA graphs (stand-ins here)."""
 
 import pytest
-from support.v2_engines import PROMPTS, run_engine
+from support.engines import PROMPTS, run_engine
 
 pytestmark = pytest.mark.usefixtures("as_on_gpus")
 JOB = {"prompts": PROMPTS, "params": {"temperature": 1, "max_tokens": 60, "ignore_eos": True}}

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 from support import warm_ups
 from support.eagle3_head import write_eagle3_head
-from support.engines import ids
+from support.engines import PROMPTS, ids, run_engine
 from support.marks import slow
-from support.v2_engines import PROMPTS, run_engine
 
 TOKENS = {"max_tokens": 24, "ignore_eos": True}
 KINDS = {

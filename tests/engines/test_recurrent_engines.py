@@ -1,15 +1,15 @@
-"""A target with Mamba-2 layers below cascades: vLLM's own kernels, interpreted."""
+"""A target with Mamba-2 layers below cascades: vLLM's own kernels, compiled for a CPU."""
 
 import pytest
 import torch
-from support import v2_engines
+from support import engines
 from support.engines import ids
 from support.level_files import cascade
 from support.recurrent_target import write_recurrent_models
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow
-PROMPTS, COUNT = v2_engines.PROMPTS[:3], 14
+PROMPTS, COUNT = engines.PROMPTS[:3], 14
 PARAMS = {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True}
 JOBS = {"text": {"prompts": PROMPTS, "params": PARAMS, "arrive": [0, 1, 3]}}
 # Prompts come in parts, next to requests that decode.
@@ -34,7 +34,7 @@ def run(target: str, *levels: dict, faults: str = "use_kernels", **engine) -> tu
     if levels:
         engine |= cascade(*levels, untested=True)
     patch = f"support.recurrent_target:{faults}"
-    result = v2_engines.run_engine(engine, JOBS, patch=patch)["text"]
+    result = engines.run_engine(engine, JOBS, patch=patch)["text"]
     print(result["counters"], result["levels"])
     return ids(result), result["levels"]
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support import engines, hosted_branches, recorded_graph, v2_engines
+from support import engines, hosted_branches, recorded_graph
 from support.engines import ids
 from support.hosted_branches import NoBranches, Oracle, runner_of
 
@@ -105,11 +105,11 @@ def engine(family, rows: int, **keys) -> dict:
 
 def test_replayed_steps_give_the_text_of_no_speculation(family, greedy_tokens):
     """And not with a buffer that captured kernels read but that is not refreshed."""
-    texts = [p + tokens for p, tokens in zip(v2_engines.PROMPTS, greedy_tokens, strict=True)]
-    short = {**v2_engines.GREEDY, "max_tokens": 4}
-    stale = {"two": {"prompts": v2_engines.PROMPTS[2:], "params": short}}
-    work = Oracle(texts, 64, seed=1), {"joining": v2_engines.JOBS["joining"]}, [1, 4], stale
-    found = v2_engines.run_engine(engine(family, rows=2), work, work=in_graphs)
+    texts = [p + tokens for p, tokens in zip(engines.PROMPTS, greedy_tokens, strict=True)]
+    short = {**engines.GREEDY, "max_tokens": 4}
+    stale = {"two": {"prompts": engines.PROMPTS[2:], "params": short}}
+    work = Oracle(texts, 64, seed=1), {"joining": engines.JOBS["joining"]}, [1, 4], stale
+    found = engines.run_engine(engine(family, rows=2), work, work=in_graphs)
     results, seen, replays, without = found
     assert ids(results["joining"]) == greedy_tokens
     assert seen["won"] > 3
@@ -132,7 +132,7 @@ def test_replayed_steps_of_drawn_drafts(family, greedy_tokens):
     hsd = {"num_speculative_tokens": 3, "levels": [{"model": family.mid, "branches": 3}]}
     given = {"model": family.target, **BASE, "speculative_config": {"method": "hsd", **hsd}}
     work = in_graphs_of_drawn_drafts
-    results, seen, replays = v2_engines.run_engine(given, v2_engines.JOBS, work=work)
+    results, seen, replays = engines.run_engine(given, engines.JOBS, work=work)
     assert ids(results["joining"]) == greedy_tokens
     assert ids(results["mixed"])[0] == greedy_tokens[0]
     assert seen["won"] > 3 and min(replays.values()), replays
@@ -176,7 +176,7 @@ def test_replayed_steps_of_all_kinds(family):
     base = {key: value for key, value in BASE.items() if key != "max_num_batched_tokens"}
     plain = engines.run_engine({"model": family.target, **base}, jobs)
     work = Oracle(texts_of(jobs, plain), 64, seed=1), jobs, prompts[2]
-    found = v2_engines.run_engine(engine(family, rows=3), work, work=in_graphs_with_prompts)
+    found = engines.run_engine(engine(family, rows=3), work, work=in_graphs_with_prompts)
     results, seen, replays, padded_prompts, (difference, won) = found
     for name, result in plain.items():
         assert ids(results[name]) == ids(result), name
@@ -216,7 +216,7 @@ def test_rows_of_all_lengths_that_adaptive_chooses_from(family):
     greedy = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
     long = [[(j * j + i) % 60 + 2 for j in range(130 + i)] for i in range(4)]
     jobs = {
-        "joining": {**v2_engines.JOBS["joining"], "params": {**greedy, "max_tokens": 20}},
+        "joining": {**engines.JOBS["joining"], "params": {**greedy, "max_tokens": 20}},
         # One after the other, so that all lists of a step are cut alike.
         "to the end": {"prompts": long, "params": greedy, "arrive": [0, 40, 80, 120]},
     }
@@ -224,7 +224,7 @@ def test_rows_of_all_lengths_that_adaptive_chooses_from(family):
     plain = engines.run_engine({"model": family.target, **base}, jobs)
     given = engine(family, rows=2, num_speculative_tokens=7, adaptive=True)
     work = RightAtTheEnd(texts_of(jobs, plain), 64, seed=1), jobs, [1, 4], {}
-    results, seen, replays, others = v2_engines.run_engine(given, work, work=in_graphs_by_turns)
+    results, seen, replays, others = engines.run_engine(given, work, work=in_graphs_by_turns)
     for name, result in plain.items():
         assert ids(results[name]) == ids(result), name
     assert seen["won"] > 10 and others > 0

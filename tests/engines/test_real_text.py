@@ -1,4 +1,4 @@
-"""SmolLM2 on the V2 runner of a CPU: greedy and seeded text is that of no speculation.
+"""SmolLM2 on a CPU: greedy and seeded text is that of no speculation.
 
 Chats in chunks of prompts, found in the prefix cache, and preempted; eager and compiled.
 """
@@ -8,9 +8,8 @@ from pathlib import Path
 
 import openai
 import pytest
-from support.engines import differing
+from support.engines import differing, run_engine
 from support.openai_server import running_server
-from support.v2_engines import run_engine
 
 from benchmarks.models import smollm2
 from benchmarks.studies.configs import EAGLE3, NGRAM, SUFFIX, fixed
@@ -95,7 +94,7 @@ EAGER, COMPILED = {"enforce_eager": True}, {"enforce_eager": False}
 def served(arguments: dict) -> dict:
     model = str(smollm2.smollm2())
     env = {} if arguments["enforce_eager"] else {"TORCHDYNAMO_DISABLE": "0"}
-    return run_engine({**ENGINE, "model": model, **arguments}, jobs(), env=env)
+    return run_engine({**ENGINE, "model": model, **arguments}, jobs(), env=env, forks=not env)
 
 
 @pytest.fixture(scope="module")
