@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import torch
 
 from vllm_hsd.budget import clock
 from vllm_hsd.budget.trials import Trials
@@ -392,3 +393,17 @@ class HostProgram(Program):
         opens = state.requested[level].numpy() > 0
         state.origin.numpy()[:] = np.where(opens, state.drafted[level].numpy(), -1)
         cascade_steps.pass_on(state, level, self.schedule.kept_lengths[level - 1])
+        if level == 1 and self.sources is not None:
+            self._keep_point_masses(state, opens & (self.sources.drawn.numpy()[self.slots] == 0))
+
+    def _keep_point_masses(self, state: ProposalState, looked_up: np.ndarray) -> None:
+        """Let tokens of a lookup that level 1 has passed on have rows of their own: bool [B]."""
+        rows, lse = state.rows[1], state.lse[1]
+        assert rows is not None
+        for b in np.flatnonzero(looked_up).tolist():
+            first, count, end = (
+                int(each[b]) for each in (state.origin, state.drafted[0], state.end)
+            )
+            own, token_ids = slice(first, first + count), state.window[b, end - count : end]
+            rows[b, own].fill_(-torch.inf).scatter_(1, token_ids.long()[:, None], 0.0)
+            lse[b, own] = 0.0
