@@ -7,7 +7,6 @@ that was drafted, a chain that was drawn included; a chain may not depend on bra
 
 import zlib
 from fractions import Fraction
-from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
