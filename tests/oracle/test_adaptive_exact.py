@@ -95,7 +95,7 @@ class Learning(Adversary):
         super().begin(engine)
         lengths, program = list(engine.schedule.draft_lengths), engine.program
         self.budget = HostBudget(program.has_lookup, lengths, lengths, MAX_NUM_REQS, 1, None)
-        program.listener = self.budget.budget.observe
+        program.listener, program.timed = self.budget.budget.level_verified, self.budget.timed
         program.estimates = lambda state, _: np.full((1, lengths[0]), 0.7)
         self.ticks = 0
         self.batch = SimpleNamespace(

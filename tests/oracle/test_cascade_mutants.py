@@ -75,8 +75,8 @@ class LooksAtTokens(LowestLevel):
 
     keeps_it = True
 
-    def draft(self, batch, slots, requested, verifier):
-        super().draft(batch, slots, requested, verifier)
+    def draft(self, batch, slots, requested):
+        super().draft(batch, slots, requested)
         drafts = self.drafts
         count = drafts.counts[0]
         if not count:

@@ -19,20 +19,22 @@ from support.proposal_states import block_tables
 
 from vllm_hsd.cascade import cascade_steps, entropy_stopping
 from vllm_hsd.cascade.counters import LevelCounts
-from vllm_hsd.cascade.drafts import DraftStore, ragged_arange
 from vllm_hsd.cascade.entropy_stopping import DeviceThresholds
 from vllm_hsd.cascade.filled_blocks import FilledBlocks
-from vllm_hsd.cascade.level import DraftBatch, LevelOptions, StepLevels
+from vllm_hsd.cascade.level import LevelOptions, StepLevels
 from vllm_hsd.cascade.program import Program, ProgramLookup, ProgramSources
 from vllm_hsd.cascade.proposal_state import ProposalState
+from vllm_hsd.cascade.ragged import ragged_arange
 from vllm_hsd.cascade.schedule import Schedule, compile_schedule, first_draw
 from vllm_hsd.cascade.several_drafts import SeveralDrafts, SeveralDraftsProgram
-from vllm_hsd.cascade.stopping import EntropyThresholds
 from vllm_hsd.host.host_program import HostProgram
 from vllm_hsd.host.level_caches import LevelCaches
 from vllm_hsd.kernels.filter_rows import Filters
 from vllm_hsd.rules.rng import host_uniforms
+from vllm_hsd.tools.reference.batch import DraftBatch
 from vllm_hsd.tools.reference.cascade import Cascade
+from vllm_hsd.tools.reference.drafts import DraftStore
+from vllm_hsd.tools.reference.stopping import EntropyThresholds
 
 MAX_MODEL_LEN, MAX_NUM_REQS, PROMPT = 40, 7, 5
 BLOCK_SIZE = 4

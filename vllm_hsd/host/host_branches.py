@@ -99,7 +99,7 @@ class HostBranches(HostedBranches):
         Args:
             drafts: bool [B], requests that draft.
             chains: float64 [n, N], survival of the tokens of their chains, 0 for none.
-            verify: see `budget.draft_budget.Prices`.
+            verify: see `budget.draft_budget.Plan`.
 
         Returns:
             int64 [n], tokens of each request's branches that are kept.
@@ -108,7 +108,7 @@ class HostBranches(HostedBranches):
         counts[:, self.room - 1 :] = 0
         survival = self._survival(state)[drafts]
         every = np.concatenate((chains[:, None], survival), axis=1)
-        least, _ = cut(every, verify, 0)
+        least, _ = cut(every, verify)
         kept: np.ndarray = (survival >= least).sum(2)
         counts[drafts] = kept
         total: np.ndarray = kept.sum(1)

@@ -81,9 +81,9 @@ class HostSpeculator(CascadeSpeculator):
             chosen=self.lookup.chosen.numpy() if isinstance(self.lookup, SourcesLookup) else None,
             max_rounds=[options.max_rounds for options in self.hsd.options()],
             caches=self.caches,
-            listener=None if self.budget is None else self.budget.budget.observe,
+            listener=None if self.budget is None else self.budget.budget.level_verified,
             estimates=None if self.budget is None else estimates,
-            has_read=None if self.budget is None else self.budget.has_read,
+            timed=None if self.budget is None else self.budget.timed,
         )
         every = tuple(range(self.schedule.num_levels))
         self.program.everything = StepLevels(every, tuple(self.hsd.draft_lengths))

@@ -72,6 +72,9 @@ class Measuring(Protocol):
     def prompt_lookup(self, shortest: int, longest: int) -> Any:
         """A prompt lookup of n-grams of some lengths."""
 
+    def lookup_choice(self, lookups: list[Any], min_acceptance: float) -> Any:
+        """Several lookups, of which the most promising one drafts."""
+
     def ngram_model(self, path: str, order: int) -> Any:
         """An n-gram model of a store of texts."""
 

@@ -94,10 +94,8 @@ class SourcesLevelConfig(BranchKeys):
 
     def measured(self, models: Measuring) -> Any:
         """See `LevelConfig.measured`; of lookups."""
-        from vllm_hsd.cascade.level import Sources
-
         lookups = [models.measured(source) for source in self.sources]
-        return Sources(self.names, lookups, min_acceptance=self.min_acceptance)
+        return models.lookup_choice(lookups, self.min_acceptance)
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:

@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
-from vllm_hsd.cascade.level import Level
 from vllm_hsd.rules import Tree, draw_iid, draw_without_replacement, top_k
 from vllm_hsd.rules.tree import ROOT
+from vllm_hsd.tools.reference.batch import Level
 from vllm_hsd.tools.reference.request import Request
 
 DRAWS = ("iid", "without_replacement", "top_k")
